@@ -1,0 +1,28 @@
+"""attn_core: an attention call as plain data, the backends that can run it, and the maths that defines right.
+
+Imports neither torch nor jax. The frontends are ``torch_frontend`` and ``jax_frontend``.
+"""
+
+from attn_core.errors import BridgeError, DeviceError, DTypeError, ShapeError, SpecError
+from attn_core.selection import NoBackendError, Selection, Target, explain, select
+from attn_core.seq_info import SeqInfo
+from attn_core.spec import AttentionSpec
+from attn_core.support import Support
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionSpec",
+    "BridgeError",
+    "DTypeError",
+    "DeviceError",
+    "NoBackendError",
+    "Selection",
+    "SeqInfo",
+    "ShapeError",
+    "SpecError",
+    "Support",
+    "Target",
+    "explain",
+    "select",
+]

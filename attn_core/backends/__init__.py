@@ -1,0 +1,134 @@
+"""The backends: one module each, loaded by name. This file holds their contract and the order of preference.
+
+A backend module imports neither torch nor jax nor its kernel at module level; functions do, when they run. That is how
+every backend can be selected, explained and documented on a machine that has none of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple, Protocol
+
+from attn_core.errors import SpecError
+from attn_core.spec import AttentionSpec
+from attn_core.support import Support
+
+NAMES = (
+    *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flash2", "flash3", "flash4"),
+    *("xformers", "flex", "sage", "math", "jax_cudnn", "jax_xla"),
+)
+"""Every name of the field's kernels. One without a file here is refused with that reason, never mistaken for another."""
+
+PREFERENCE = {
+    ("torch", "cpu"): ("sdpa_flash", "math", "flex"),
+    ("jax", "cpu"): ("sdpa_flash", "jax_xla", "math", "flex"),
+    ("torch", "cuda"): ("math",),
+    ("jax", "cuda"): ("jax_xla", "math"),
+}
+"""Automatic choice per (framework, kind of device), best first. A name left out runs only when asked for."""
+
+
+class Inputs(NamedTuple):
+    """The tensors of one call, of whatever framework the backend speaks.
+
+    Shapes: q ``[batch, q_len, heads, head_dim]``, k ``[batch, kv_len, kv_heads, head_dim]``, v ``[batch, kv_len,
+    kv_heads, value_dim]``; packed: no batch axis. mask (bool) and bias 4-D as the spec says; alibi_slopes and sinks
+    float; cu_seqlens int32 ``[documents + 1]``; rng two integer words (seed, offset), given when dropout > 0.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    mask: Any = None
+    bias: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    rng: Any = None
+
+
+class Gradients(NamedTuple):
+    """dq, dk, dv in the dtypes and shapes of q, k, v; dbias when ``spec.bias_gradient``, dsinks when ``spec.sinks``."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any = None
+    dsinks: Any = None
+
+
+class Backend(Protocol):
+    """What a backend module offers, in this order.
+
+    FRAMEWORK: ``"torch"`` or ``"jax"``: whose tensors forward and backward take.
+    REQUIRES: the upstream packages with their ranges, for people.
+    FORWARD, BACKWARD: its claims; BACKWARD is None when there is no gradient.
+    """
+
+    FRAMEWORK: str
+    REQUIRES: str
+    FORWARD: Support
+    BACKWARD: Support | None
+
+    def refuses(self, spec: AttentionSpec, device: str) -> tuple[str, ...]:
+        """Reasons that join two facts, known upstream bugs among them; empty when there are none."""
+
+    def probe(self) -> str:
+        """Imports the kernel's symbols and returns the version; raises whatever the import raises."""
+
+    def lower(self, spec: AttentionSpec) -> dict[str, Any]:
+        """The kernel's own arguments for a spec: pure, no tensor."""
+
+    def forward(self, spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+        """(out, lse), shapes as ``spec.out_shape`` and ``spec.lse_shape``; never called when ``spec.empty``."""
+
+    def backward(self, spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+        """Gradients from the saved out and lse; dlse is None when nothing depends on the log-sum-exp."""
+
+
+@cache
+def load(name: str) -> Backend | None:
+    """The module of a backend name, or None where this version has no such backend.
+
+    Raises:
+        SpecError: for a name nobody knows, with the close matches.
+    """
+    check_name(name)
+    module = f"{__name__}.{name}"
+    return importlib.import_module(module) if find_spec(module) else None  # type: ignore[return-value]
+
+
+def check_name(name: str) -> None:
+    """Raises SpecError for a name that is not in NAMES, with the close matches."""
+    if name not in NAMES:
+        from difflib import get_close_matches
+
+        close = get_close_matches(str(name), NAMES, n=3)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(NAMES)}"
+        raise SpecError(f"backend={name!r}: unknown backend; {hint}")
+
+
+def built() -> tuple[str, ...]:
+    """The names that this version has a file for."""
+    return tuple(name for name in NAMES if load(name) is not None)
+
+
+@cache
+def availability(name: str) -> tuple[str | None, str | None]:
+    """``(version, None)`` when the backend's kernel imports here, else ``(None, reason)``; any failure is a reason."""
+    backend = load(name)
+    if backend is None:
+        return None, _not_built(name)
+    try:
+        return backend.probe(), None
+    except Exception as error:  # an import may fail in any way; each way is this backend's reason, never another's
+        return None, f"not available: {type(error).__name__}: {error} (needs {backend.REQUIRES})"
+
+
+def _not_built(name: str) -> str:
+    from attn_core import __version__
+
+    return f"this version ({__version__}) has no {name} backend"

@@ -1,0 +1,233 @@
+"""From the arguments of a call to its spec: the one place where both frontends' arguments are checked.
+
+The frontends describe each tensor as ``ArrayFacts`` (shape, dtype, device: metadata only) and hand over the options as
+the caller wrote them. Everything that is wrong is raised here, before any kernel runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
+from attn_core.spec import DTYPES, AttentionSpec, Shape4
+
+
+class ArrayFacts(NamedTuple):
+    """What can be known of a tensor without reading it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+
+
+class Arrays(NamedTuple):
+    """The facts of every tensor of a call; None where the caller gave none."""
+
+    q: ArrayFacts
+    k: ArrayFacts
+    v: ArrayFacts
+    mask: ArrayFacts | None = None
+    bias: ArrayFacts | None = None
+    alibi_slopes: ArrayFacts | None = None
+    sinks: ArrayFacts | None = None
+    cu_seqlens_q: ArrayFacts | None = None
+    cu_seqlens_k: ArrayFacts | None = None
+
+
+class Options(NamedTuple):
+    """The options of a call as the caller wrote them; the keywords of ``attention`` by the same names."""
+
+    causal: bool = False
+    alignment: str = "bottom_right"
+    window: int | tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    max_len_q: int | None = None
+    max_len_k: int | None = None
+    dropout: float = 0.0
+    deterministic: bool = False
+    return_lse: bool = False
+
+
+def build_spec(
+    arrays: Arrays, options: Options, *, needs_backward: bool = False, bias_gradient: bool = False
+) -> AttentionSpec:
+    """The spec of a call.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, SpecError: naming the argument, its value, what was expected and the remedy.
+    """
+    packed = arrays.cu_seqlens_q is not None
+    _check_devices(arrays)
+    _check_dtypes(arrays)
+    q, k, v = _rows(arrays, packed)
+    _check_qkv(q, k, v)
+    batch, q_len, num_heads, head_dim = q
+    lengths = {"max_len_q": options.max_len_q, "max_len_k": options.max_len_k} if packed else {}
+    return AttentionSpec(
+        batch=batch,
+        q_len=q_len,
+        kv_len=k[1],
+        num_heads=num_heads,
+        num_kv_heads=k[2],
+        head_dim=head_dim,
+        value_dim=v[3],
+        dtype=arrays.q.dtype,
+        causal=_flag("causal", options.causal),
+        alignment=options.alignment,  # type: ignore[arg-type]
+        window=normalise_window(options.window, options.causal),
+        softcap=_number("softcap", options.softcap),
+        scale=_number("scale", options.scale),
+        mask_shape=_four("mask", arrays.mask),
+        bias_shape=_four("bias", arrays.bias),
+        alibi_shape=None if arrays.alibi_slopes is None else arrays.alibi_slopes.shape,
+        sinks=_sinks(arrays.sinks, num_heads),
+        documents=_documents(arrays),
+        dropout=_number("dropout", options.dropout) or 0.0,
+        deterministic=_flag("deterministic", options.deterministic),
+        needs_backward=needs_backward,
+        bias_gradient=bias_gradient,
+        return_lse=_flag("return_lse", options.return_lse),
+        **lengths,
+    )
+
+
+def normalise_window(window: Any, causal: bool) -> tuple[int | None, int | None]:
+    """``W`` -> ``(W - 1, 0)``: W keys, self included. A pair of inclusive distances passes through; None is unbounded."""
+    if window is None:
+        return (None, None)
+    if _is_int(window):
+        if not causal:
+            raise SpecError(
+                f"window={window}: an int means that many keys up to and including self, which needs causal=True; "
+                f"without causal give inclusive distances, such as window=({window - 1}, {window - 1})"
+            )
+        if window < 1:
+            raise SpecError(f"window={window}: expected 1 or more keys, self included; None is unbounded")
+        return (int(window) - 1, 0)
+    if isinstance(window, (tuple, list)) and len(window) == 2 and all(w is None or _is_int(w) for w in window):
+        left, right = (None if w is None else int(w) for w in window)
+        for side, distance in (("left", left), ("right", right)):
+            if distance is not None and distance < 0:
+                raise SpecError(
+                    f"window={tuple(window)}: expected a {side} distance of 0 or more, got {distance}; None is unbounded"
+                )
+        return (left, right)
+    raise SpecError(f"window={window!r}: expected an int, a pair (left, right) of ints or None, or None")
+
+
+def _check_devices(arrays: Arrays) -> None:
+    for name, facts in zip(Arrays._fields, arrays, strict=True):
+        if facts is not None and facts.device != arrays.q.device:
+            raise DeviceError(f"{name}: expected the device of q ({arrays.q.device}), got {facts.device}; move it there")
+
+
+def _check_dtypes(arrays: Arrays) -> None:
+    named = {name: facts.dtype for name, facts in zip(Arrays._fields, arrays, strict=True) if facts is not None}
+    if named["q"] not in DTYPES:
+        raise DTypeError(f"q: expected a dtype out of {', '.join(DTYPES)}, got {named['q']}")
+    for name in ("k", "v"):
+        if named[name] != named["q"]:
+            raise DTypeError(
+                f"{name}: expected the dtype of q, got q {named['q']}, k {named['k']}, v {named['v']}; cast them to one"
+            )
+    if named.get("mask", "bool") != "bool":
+        raise DTypeError(
+            f"mask: expected dtype bool (True = visible), got {named['mask']}; "
+            "an additive mask is bias=, a 0/1 mask becomes one by mask != 0"
+        )
+    for name in ("bias", "alibi_slopes", "sinks"):
+        if named.get(name, "float32") not in DTYPES:
+            hint = "; a boolean mask is mask=" if name == "bias" else ""
+            raise DTypeError(f"{name}: expected a dtype out of {', '.join(DTYPES)}, got {named[name]}{hint}")
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        if named.get(name, "int32") != "int32":
+            raise DTypeError(f"seq_info.{name}: expected dtype int32, got {named[name]}; cast it to int32")
+
+
+def _rows(arrays: Arrays, packed: bool) -> list[tuple[int, ...]]:
+    """The shapes of q, k, v as ``[batch, seq, heads, dim]``."""
+    rank = len(arrays.q.shape)
+    for name in ("q", "k", "v"):
+        shape = getattr(arrays, name).shape
+        if not packed and len(shape) != 4:
+            raise ShapeError(
+                f"{name}: expected [batch, seq, heads, head_dim], got {list(shape)}; "
+                "[tokens, heads, head_dim] is for packed documents and needs seq_info="
+            )
+        if packed and (len(shape) != rank or rank not in (3, 4)):
+            raise ShapeError(
+                f"{name}: expected [tokens, heads, head_dim] or [1, tokens, heads, head_dim] with seq_info, the same rank "
+                f"for q, k and v; got {list(shape)} beside q {list(arrays.q.shape)}"
+            )
+        if packed and rank == 4 and shape[0] != 1:
+            raise ShapeError(
+                f"{name}: expected one row of packed documents [1, tokens, heads, head_dim], got {list(shape)}; "
+                "reshape to [1, batch * seq, heads, head_dim]"
+            )
+    return [shape if len(shape) == 4 else (1, *shape) for shape in (arrays.q.shape, arrays.k.shape, arrays.v.shape)]
+
+
+def _check_qkv(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
+    for name, shape in (("k", k), ("v", v)):
+        if shape[0] != q[0]:
+            raise ShapeError(f"{name}: expected the batch of q ({q[0]}), got {shape[0]}; nothing is broadcast")
+    if k[3] != q[3]:
+        raise ShapeError(f"k: expected the head_dim of q ({q[3]}), got {k[3]}")
+    for axis, what in ((1, "length"), (2, "heads")):
+        if v[axis] != k[axis]:
+            raise ShapeError(f"v: expected the {what} of k ({k[axis]}), got {v[axis]}; k and v are one set of keys")
+
+
+def _documents(arrays: Arrays) -> int | None:
+    if arrays.cu_seqlens_q is None or arrays.cu_seqlens_k is None:
+        return None
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        shape = getattr(arrays, name).shape
+        if len(shape) != 1 or shape[0] < 2:
+            raise ShapeError(
+                f"seq_info.{name}: expected shape [documents + 1] with at least one document, got {list(shape)}"
+            )
+    count_q, count_k = arrays.cu_seqlens_q.shape[0] - 1, arrays.cu_seqlens_k.shape[0] - 1
+    if count_q != count_k:
+        raise ShapeError(f"seq_info.cu_seqlens_k: expected as many documents as cu_seqlens_q ({count_q}), got {count_k}")
+    return count_q
+
+
+def _four(name: str, facts: ArrayFacts | None) -> Shape4 | None:
+    """A mask's or bias's shape with leading axes of 1 put in front, as broadcasting reads it."""
+    if facts is None:
+        return None
+    shape = facts.shape
+    if len(shape) > 4:
+        raise ShapeError(f"{name}: expected a shape broadcastable to [batch, heads, q, kv], got {list(shape)}")
+    return (1,) * (4 - len(shape)) + tuple(shape)  # type: ignore[return-value]
+
+
+def _sinks(facts: ArrayFacts | None, num_heads: int) -> bool:
+    if facts is not None and facts.shape != (num_heads,):
+        raise ShapeError(f"sinks: expected one logit per query head, shape [{num_heads}], got {list(facts.shape)}")
+    return facts is not None
+
+
+def _is_int(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool) and not hasattr(value, "shape")
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise SpecError(f"{name}={value!r}: expected True or False")
+    return value
+
+
+def _number(name: str, value: Any) -> float | None:
+    if value is None and name != "dropout":
+        return None
+    if isinstance(value, bool) or hasattr(value, "shape") and getattr(value, "shape", None) != ():
+        raise SpecError(f"{name}={value!r}: expected a number")
+    try:
+        return float(value)
+    except Exception:  # tracers and strings alike: what cannot be a host number is refused by name
+        raise SpecError(
+            f"{name}={value!r}: expected a number known on the host; under jit or compile it must be a static argument"
+        ) from None

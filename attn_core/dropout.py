@@ -1,0 +1,36 @@
+"""Dropout as arithmetic: which softmax weights are kept is a pure function of (seed, batch, head, row, column).
+
+The same integers come out in numpy, torch and JAX, so a backward needs no stored mask and the oracle can check it.
+The mixing step is the 32-bit finaliser "lowbias32" of Chris Wellons' hash-prospector (bias 0.17).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+_WORD = 0xFFFFFFFF
+
+
+def keep(rng: Any, indices: tuple[Any, ...], dropout: float, word: Callable[[int], Any] = int) -> Any:
+    """A boolean array: True where the weight is kept, with probability ``1 - dropout``.
+
+    Args:
+        rng: two integer words (seed, offset); only their low 32 bits count.
+        indices: integer arrays (batch, head, row, column) that broadcast against each other.
+        dropout: the probability of dropping.
+        word: makes a constant of the arrays' type; ``jnp.uint32`` where 32-bit arithmetic wraps by itself.
+    """
+    hashed = _mix(rng[0] & word(_WORD), word) + (rng[1] & word(_WORD))
+    for index in indices:
+        hashed = _mix((hashed + index * word(0x9E3779B9)) & word(_WORD), word)
+    return hashed >= word(min(round(dropout * 2**32), _WORD))
+
+
+def _mix(value: Any, word: Callable[[int], Any]) -> Any:
+    value = value & word(_WORD)
+    value = value ^ (value >> word(16))
+    value = (value * word(0x7FEB352D)) & word(_WORD)
+    value = value ^ (value >> word(15))
+    value = (value * word(0x846CA68B)) & word(_WORD)
+    return value ^ (value >> word(16))

@@ -1,0 +1,173 @@
+"""select: which backend runs a call, and every reason why the others do not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from attn_core import backends
+from attn_core.spec import AttentionSpec
+from attn_core.support import unmet
+
+Reasons = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a call would run, as data: any machine can be described on any other.
+
+    Attributes:
+        framework: ``"torch"`` or ``"jax"``: whose tensors the caller holds.
+        device: ``"cpu"``, or the compute capability of an NVIDIA GPU as ``"sm80"``, ``"sm90"``, ``"sm100"``.
+        unavailable: ``((backend, reason), ...)`` for what is not installed there.
+    """
+
+    framework: str
+    device: str
+    unavailable: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def here(cls, framework: str, device: str) -> Target:
+        """This process's installation. Probes only the backends that claim the device."""
+        return _here(framework, device)
+
+    @property
+    def kind(self) -> str:
+        """``"cuda"`` for every sm device, else the device itself."""
+        return "cuda" if self.device.startswith("sm") else self.device
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The answer to "what runs this, and why": ``str(selection)`` is the explanation wherever one is shown.
+
+    Attributes:
+        spec, target: the question.
+        requested: the backends the caller named, or None for automatic choice.
+        backend: the chosen backend, or None.
+        refusals: ``((backend, reasons), ...)``, every reason of every backend that cannot run the call.
+        considered: all backends in the order they were considered.
+    """
+
+    spec: AttentionSpec
+    target: Target
+    requested: tuple[str, ...] | None
+    backend: str | None
+    refusals: tuple[tuple[str, Reasons], ...]
+    considered: tuple[str, ...]
+
+    def reasons(self, name: str) -> Reasons:
+        """Why a backend cannot run the call; empty when it can."""
+        return dict(self.refusals).get(name, ())
+
+    def __str__(self) -> str:
+        refused = dict(self.refusals)
+        width = max(len(name) for name in self.considered)
+        lines = [f"attention in {self.target.framework} on {self.target.device}: {self.spec}"]
+        for name in self.considered:
+            verdict = "selected" if name == self.backend else "can run it"
+            if name in refused:
+                verdict = "refused: " + "; ".join(refused[name])
+            elif name != self.backend and name not in self._automatic:
+                verdict = "can run it when asked for by name"
+            lines.append(f"  {name:<{width}}  {verdict}")
+        return "\n".join(lines)
+
+    @property
+    def _automatic(self) -> tuple[str, ...]:
+        return backends.PREFERENCE.get((self.target.framework, self.target.kind), ())
+
+
+class NoBackendError(NotImplementedError):
+    """No backend, or not the one that was asked for, can run the call. ``error.selection`` has every reason."""
+
+    def __init__(self, selection: Selection) -> None:
+        self.selection = selection
+        if selection.requested:
+            names = ", ".join(selection.requested)
+            lead = f"backend={names!r} cannot run this call, and a backend asked for by name never falls back"
+        else:
+            lead = "no backend can run this call"
+        super().__init__(f"{lead}\n{selection}")
+
+
+@lru_cache(maxsize=4096)
+def explain(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] | None = None) -> Selection:
+    """The Selection of a call, whether or not any backend can run it. Pure: it looks at nothing but its arguments."""
+    requested = (backend,) if isinstance(backend, str) else backend
+    for name in requested or ():
+        backends.check_name(name)
+    candidates = requested or backends.PREFERENCE.get((target.framework, target.kind), ())
+    considered = (*candidates, *(name for name in backends.NAMES if name not in candidates))
+    reasons = {name: refusals(name, spec, target) for name in considered}
+    chosen = next((name for name in candidates if not reasons[name]), None)
+    refused = tuple((name, why) for name, why in reasons.items() if why)
+    return Selection(spec, target, requested, chosen, refused, considered)
+
+
+def select(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] | None = None) -> Selection:
+    """Chooses the backend of a call.
+
+    Args:
+        backend: None for the order of preference; a name, which then runs or raises; or names in order of preference,
+            of which the first that can runs.
+
+    Raises:
+        NoBackendError: when none can, with every reason.
+        SpecError: for a name nobody knows.
+    """
+    selection = explain(spec, target, backend)
+    if selection.backend is None:
+        raise NoBackendError(selection)
+    return selection
+
+
+def refusals(name: str, spec: AttentionSpec, target: Target) -> Reasons:
+    """Every reason why one backend cannot run a call on a target."""
+    backend = backends.load(name)
+    missing = dict(target.unavailable).get(name)
+    if backend is None:
+        return (backends.availability(name)[1] or "",)
+    reasons = [missing] if missing else []
+    if backend.FRAMEWORK == "jax" and target.framework == "torch":
+        reasons.append("runs in JAX only")
+    forward = unmet(backend.FORWARD, spec, target.device)
+    reasons += forward
+    reasons += backend.refuses(spec, target.device)
+    if spec.needs_backward:
+        reasons += _backward_refusals(backend, spec, target, forward)
+    return tuple(reasons)
+
+
+def _backward_refusals(backend: backends.Backend, spec: AttentionSpec, target: Target, forward: Reasons) -> list[str]:
+    if backend.BACKWARD is None:
+        return [f"backward: {backend.FORWARD.kernel} has no gradient"]
+    return [f"backward: {why}" for why in unmet(backend.BACKWARD, spec, target.device) if why not in forward]
+
+
+@lru_cache(maxsize=64)
+def _here(framework: str, device: str) -> Target:
+    missing = []
+    for name in backends.built():
+        backend = backends.load(name)
+        if backend is None or not backend.FORWARD.runs_on(device):
+            continue
+        if backend.FRAMEWORK == "jax" and framework == "torch":
+            continue
+        reason = backends.availability(name)[1]
+        if reason is None and backend.FRAMEWORK == "torch" and framework == "jax":
+            reason = bridge_reason()
+        if reason is not None:
+            missing.append((name, reason))
+    return Target(framework, device, tuple(missing))
+
+
+@lru_cache(maxsize=1)
+def bridge_reason() -> str | None:
+    """Why JAX cannot reach torch's kernels in this process, or None when it can."""
+    try:
+        import jax_tvm_ffi  # noqa: F401
+        import tvm_ffi  # noqa: F401
+    except Exception as error:  # any failure of the import is the reason
+        return f"the bridge from JAX is not available: {type(error).__name__}: {error} (needs jax-tvm-ffi>=0.1.3)"
+    return None

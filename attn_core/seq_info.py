@@ -1,0 +1,134 @@
+"""Packed documents: several sequences laid end to end in one row, told apart by cumulative lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from attn_core.errors import DTypeError, ShapeError, SpecError
+
+
+@dataclass(frozen=True, eq=False)
+class SeqInfo:
+    """Where each packed document begins and ends.
+
+    Attributes:
+        cu_seqlens_q: int32 array of shape ``[documents + 1]``, the caller's own (numpy, torch or JAX): document ``d``
+            holds query tokens ``cu_seqlens_q[d] : cu_seqlens_q[d + 1]``. Empty documents are allowed.
+        cu_seqlens_k: the same for key/value tokens; the documents pair up by position.
+        max_len_q: host int, at least the longest query document (units: tokens).
+        max_len_k: host int, at least the longest key document.
+
+    Raises:
+        DTypeError, ShapeError, SpecError: when what can be seen on the host (metadata, and the values of numpy arrays)
+            does not describe documents. The frontends check device values wherever they lie on the host.
+    """
+
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    max_len_q: int
+    max_len_k: int
+
+    def __post_init__(self) -> None:
+        for name in ("max_len_q", "max_len_k"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, np.ndarray):
+                raise SpecError(
+                    f"seq_info.{name}={value!r}: expected a host int (the longest document in tokens); "
+                    "a device value here would cost a synchronisation on every call"
+                )
+        for side in ("q", "k"):
+            cu_seqlens = getattr(self, f"cu_seqlens_{side}")
+            if isinstance(cu_seqlens, np.ndarray):
+                if cu_seqlens.dtype != np.int32:
+                    raise DTypeError(
+                        f"seq_info.cu_seqlens_{side}: expected dtype int32, got {cu_seqlens.dtype}; "
+                        "convert it with .astype('int32')"
+                    )
+                check_cu_seqlens(cu_seqlens, getattr(self, f"max_len_{side}"), side=side)
+
+    @classmethod
+    def from_lengths(
+        cls,
+        lengths_q: Iterable[int],
+        lengths_k: Iterable[int] | None = None,
+        *,
+        array: Callable[[np.ndarray], Any] | None = None,
+    ) -> SeqInfo:
+        """Builds a SeqInfo from document lengths (host ints, tokens).
+
+        Args:
+            lengths_q: query tokens of each document; zeros are allowed.
+            lengths_k: key tokens of each document; the same as ``lengths_q`` when omitted (self-attention).
+            array: turns the int32 numpy offsets into the array the caller wants to hold, for example
+                ``torch.from_numpy`` or ``jnp.asarray``; numpy when omitted.
+        """
+        queries = _offsets(lengths_q, "lengths_q")
+        keys = queries if lengths_k is None else _offsets(lengths_k, "lengths_k")
+        if len(queries) != len(keys):
+            raise ShapeError(
+                f"lengths_k: expected one length for each of the {len(queries) - 1} query documents, got {len(keys) - 1}"
+            )
+        max_len_q, max_len_k = (int(np.diff(offsets).max(initial=0)) for offsets in (queries, keys))
+        if array is None:
+            return cls(queries, keys, max_len_q, max_len_k)
+        made = array(queries)
+        return cls(made, made if keys is queries else array(keys), max_len_q, max_len_k)
+
+    @classmethod
+    def coerce(cls, value: Any) -> SeqInfo | None:
+        """Takes a SeqInfo, None, or the triple ``(seq_lens, cu_seqlens, max_seqlen)`` for self-attention."""
+        if value is None or isinstance(value, cls):
+            return value
+        if isinstance(value, (tuple, list)) and len(value) == 3:
+            _, cu_seqlens, max_seqlen = value
+            return cls(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+        raise SpecError(
+            f"seq_info: expected a SeqInfo or the triple (seq_lens, cu_seqlens, max_seqlen), got {type(value).__name__}; "
+            "build one with SeqInfo.from_lengths([...])"
+        )
+
+
+def check_cu_seqlens(cu_seqlens: np.ndarray, max_len: int, *, side: str, tokens: int | None = None) -> None:
+    """Checks offsets whose values are on the host, against the token count when it is known.
+
+    Raises:
+        ShapeError, SpecError: naming the first thing wrong with ``cu_seqlens_q`` or ``cu_seqlens_k``.
+    """
+    name = f"seq_info.cu_seqlens_{side}"
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+        raise ShapeError(f"{name}: expected shape [documents + 1] with at least one document, got {cu_seqlens.shape}")
+    if cu_seqlens[0] != 0:
+        raise SpecError(f"{name}: expected to start at 0, got {int(cu_seqlens[0])}; prepend the zero")
+    lengths = np.diff(cu_seqlens.astype(np.int64))
+    if (lengths < 0).any():
+        at = int(np.argmax(lengths < 0))
+        raise SpecError(
+            f"{name}: expected non-decreasing offsets, got {int(cu_seqlens[at])} then {int(cu_seqlens[at + 1])} "
+            f"at position {at + 1}; pass cumulative lengths, not lengths"
+        )
+    if tokens is not None and cu_seqlens[-1] != tokens:
+        raise SpecError(
+            f"{name}: expected to end at the token count {tokens}, got {int(cu_seqlens[-1])}; "
+            "every token must belong to a document (give trailing padding a document of its own)"
+        )
+    if lengths.max(initial=0) > max_len:
+        raise SpecError(
+            f"seq_info.max_len_{side}={max_len}: expected at least the longest document, {int(lengths.max())} tokens"
+        )
+
+
+def _offsets(lengths: Iterable[int], name: str) -> np.ndarray:
+    given = list(lengths)
+    for length in given:
+        if isinstance(length, bool) or not hasattr(length, "__index__") or int(length) < 0:
+            raise SpecError(f"{name}: expected document lengths as non-negative ints, got {length!r}")
+    if not given:
+        raise ShapeError(f"{name}: expected at least one document, got none")
+    total = sum(int(length) for length in given)
+    if total > np.iinfo(np.int32).max:
+        raise SpecError(f"{name}: {total} tokens in all, more than int32 offsets can address ({np.iinfo(np.int32).max})")
+    return np.concatenate([[0], np.cumsum([int(length) for length in given])]).astype(np.int32)
