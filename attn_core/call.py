@@ -6,6 +6,7 @@ the caller wrote them. Everything that is wrong is raised here, before any kerne
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, NamedTuple
 
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
@@ -223,11 +224,8 @@ def _flag(name: str, value: Any) -> bool:
 def _number(name: str, value: Any) -> float | None:
     if value is None and name != "dropout":
         return None
-    if isinstance(value, bool) or hasattr(value, "shape") and getattr(value, "shape", None) != ():
-        raise SpecError(f"{name}={value!r}: expected a number")
-    try:
-        return float(value)
-    except Exception:  # tracers and strings alike: what cannot be a host number is refused by name
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise SpecError(
             f"{name}={value!r}: expected a number known on the host; under jit or compile it must be a static argument"
-        ) from None
+        )
+    return float(value)

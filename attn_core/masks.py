@@ -20,7 +20,7 @@ class Band(NamedTuple):
     offset: int
 
     def contains(self, rows: Any, columns: Any) -> Any:
-        """The visibility of ``columns`` (keys) to ``rows`` (queries), broadcast against each other; True if unbounded."""
+        """The visibility of ``columns`` (keys) to ``rows`` (queries), which broadcast; True if unbounded."""
         distance = columns - (rows + self.offset)
         inside: Any = True
         if self.left is not None:
@@ -38,11 +38,12 @@ class Band(NamedTuple):
     def hides_nothing(self, q_len: int, kv_len: int) -> bool:
         """Whether every one of ``q_len`` queries sees every one of ``kv_len`` keys."""
         corners = ((0, kv_len - 1), (q_len - 1, 0))  # the farthest to the right, the farthest to the left
-        return all(bool(self.contains(row, column)) for row, column in corners)
+        return 0 in (q_len, kv_len) or all(bool(self.contains(row, column)) for row, column in corners)
 
     def empties_a_row(self, q_len: int, kv_len: int) -> bool:
         """Whether some query sees no key at all."""
-        ranges = (self.keys_of(row, row, kv_len) for row in (0, q_len - 1))
+        ends = (0, q_len - 1) if q_len else ()  # a window slides out of the keys at an end of the rows first
+        ranges = (self.keys_of(row, row, kv_len) for row in ends)
         return any(start == stop for start, stop in ranges)
 
 
@@ -62,7 +63,7 @@ def document_of(cu_seqlens: np.ndarray, tokens: int) -> np.ndarray:
 
 
 def positions(spec: AttentionSpec, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None) -> tuple[np.ndarray, np.ndarray]:
-    """Where each query stands on the keys' diagonal: ``(query positions + offset, key positions)``, within its document."""
+    """Where each query stands on the keys' diagonal, in its document: ``(query positions + offset, key positions)``."""
     if not spec.packed:
         return np.arange(spec.q_len) + band(spec).offset, np.arange(spec.kv_len)
     cu_q, cu_k = (np.asarray(cu, dtype=np.int64) for cu in (cu_seqlens_q, cu_seqlens_k))

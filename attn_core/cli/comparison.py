@@ -1,0 +1,89 @@
+"""One spec through every backend in every framework that is installed, each beside the float64 reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import attn_core
+from attn_core import backends
+from attn_core.accuracy import Accuracy, Expected
+from attn_core.cli import in_jax, in_torch
+from attn_core.cli.frameworks import installed
+from attn_core.cli.trial import Outcome, Trial, expectation, judged, same_bits
+from attn_core.selection import Target
+
+RUN: dict[str, Callable[..., Outcome]] = {"torch": in_torch.run, "jax": in_jax.run}
+
+ORACLE_LIMIT = 2**23
+"""The most softmax weights that the float64 reference is asked for; it holds a score of arrays of that size."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One backend in one framework: its outcome and accuracy, or the reasons why there is none.
+
+    Attributes:
+        backend, framework: what ran.
+        reasons: why it did not run, or how it failed; empty when it ran.
+        outcome: what it gave, or None.
+        accuracy: its comparison with the reference; None when it did not run or the call is too large for that.
+        failed: it was selected and raised; a defect, where a refusal is an answer.
+    """
+
+    backend: str
+    framework: str
+    reasons: tuple[str, ...] = ()
+    outcome: Outcome | None = None
+    accuracy: Accuracy | None = None
+    failed: bool = False
+
+    @property
+    def wrong(self) -> bool:
+        """It raised, or its numbers are outside their bounds."""
+        return self.failed or (self.accuracy is not None and not self.accuracy.ok)
+
+    def as_json(self) -> dict[str, Any]:
+        """The row as plain data."""
+        found: dict[str, Any] = {"backend": self.backend, "framework": self.framework, "reasons": list(self.reasons)}
+        if self.outcome is not None:
+            found["milliseconds"] = self.outcome.milliseconds
+        if self.accuracy is not None:
+            found |= {"ok": self.accuracy.ok, "worst_use_of_bound": self.accuracy.worst}
+            found["quantities"] = {q.name: {"use": q.use, "error": q.error} for q in self.accuracy.quantities}
+        return found | {"failed": self.failed}
+
+
+def rows_of(trial: Trial, device: str, repeats: int, names: tuple[str, ...] | None = None) -> Iterator[Row]:
+    """A row for every backend of this version (or of ``names``) in every installed framework, as each is done."""
+    expected = expectation(trial) if fits_oracle(trial) else None
+    for name in names or backends.built():
+        for framework in installed():
+            yield _row(trial, expected, name, framework, device, repeats)
+
+
+def fits_oracle(trial: Trial) -> bool:
+    """Whether the call is small enough for the float64 reference."""
+    spec = trial.spec
+    return spec.batch * spec.num_heads * spec.q_len * spec.kv_len <= ORACLE_LIMIT
+
+
+def bit_equality(rows: list[Row]) -> dict[str, bool]:
+    """For every backend that ran in two frameworks: whether all results are equal bit for bit."""
+    ran: dict[str, list[Outcome]] = {}
+    for row in rows:
+        if row.outcome is not None:
+            ran.setdefault(row.backend, []).append(row.outcome)
+    return {name: same_bits(*outcomes) for name, outcomes in ran.items() if len(outcomes) == 2}
+
+
+def _row(trial: Trial, expected: Expected | None, name: str, framework: str, device: str, repeats: int) -> Row:
+    reasons = attn_core.explain(trial.spec, Target.here(framework, device), name).reasons(name)
+    if reasons:
+        return Row(name, framework, reasons)
+    try:
+        outcome = RUN[framework](trial, name, device, repeats)
+    except Exception as error:  # whatever a backend raises is what this table is there to show
+        return Row(name, framework, (f"raised {type(error).__name__}: {error}",), failed=True)
+    return Row(name, framework, (), outcome, judged(expected, outcome) if expected is not None else None)

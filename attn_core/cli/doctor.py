@@ -1,0 +1,118 @@
+"""``attn doctor``: what is installed, what can run, and whether what runs is right."""
+
+from __future__ import annotations
+
+import json as json_text
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from attn_core import backends
+from attn_core.cli.comparison import Row, rows_of
+from attn_core.cli.frameworks import devices_of, installed, versions
+from attn_core.cli.trial import draw
+from attn_core.selection import bridge_reason
+from attn_core.spec import AttentionSpec
+
+CHECKED = AttentionSpec(
+    batch=2,
+    q_len=37,
+    kv_len=41,
+    num_heads=6,
+    num_kv_heads=3,
+    head_dim=64,
+    value_dim=64,
+    dtype="float32",
+    causal=True,
+)
+"""The call that every backend is checked with: GQA, causal, lengths that differ; gradients where there are some."""
+
+
+def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON, for a bug report.")] = False) -> None:
+    """Show versions, devices and every backend: available, or the reason why not; and check those that are.
+
+    Exit code: 0 if every available backend gives right numbers, 1 otherwise.
+    """
+    console = Console()
+    found = _findings(Console(stderr=True, quiet=json))
+    rows = found.pop("rows")
+    if json:
+        typer.echo(json_text.dumps(found | {"checks": [row.as_json() for row in rows]}, indent=2))
+    else:
+        _show(console, found, rows)
+    if any(row.wrong for row in rows):
+        raise typer.Exit(1)
+
+
+def _findings(progress: Console) -> dict[str, Any]:
+    with progress.status("looking for frameworks"):
+        here = installed()
+        devices = {framework: _devices(framework) for framework in here}
+        found = {name: dict(zip(("version", "reason"), backends.availability(name))) for name in backends.NAMES}
+        bridge = bridge_reason() if {"torch", "jax"} <= set(here) else "needs both torch and jax"
+    rows: list[Row] = []
+    with progress.status("checking the backends"):
+        for name, state in found.items():
+            rows += _check(name, devices) if state["reason"] is None else []
+    return {"versions": versions(), "devices": devices, "backends": found, "bridge": bridge, "rows": rows}
+
+
+def _devices(framework: str) -> list[str]:
+    try:
+        return list(devices_of(framework))
+    except Exception as error:  # a broken installation is a finding, too
+        return [f"{type(error).__name__}: {error}"]
+
+
+def _check(name: str, devices: dict[str, list[str]]) -> list[Row]:
+    backend = backends.load(name)
+    assert backend is not None
+    spec = replace(CHECKED, needs_backward=backend.BACKWARD is not None)
+    present = dict.fromkeys(device for found in devices.values() for device in found if backend.FORWARD.runs_on(device))
+    if not present:
+        return []
+    half = "bfloat16" if "bfloat16" in backend.FORWARD.dtypes else backend.FORWARD.dtypes[0]
+    spec = spec if "float32" in backend.FORWARD.dtypes else replace(spec, dtype=half)
+    return list(rows_of(draw(spec), next(iter(present)), repeats=1, names=(name,)))
+
+
+def _show(console: Console, found: dict[str, Any], rows: list[Row]) -> None:
+    here = [f"{name} {version}" for name, version in found["versions"].items() if version is not None]
+    absent = [name for name, version in found["versions"].items() if version is None]
+    unbuilt = [name for name in found["backends"] if backends.load(name) is None]
+    facts = {
+        "versions": ", ".join(here),
+        "not installed": ", ".join(absent),
+        **{f"{framework} devices": ", ".join(devices) for framework, devices in found["devices"].items()},
+        "bridge": found["bridge"] or "JAX reaches torch's kernels",
+        "not in this version": ", ".join(unbuilt),
+    }
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, text in facts.items():
+        if text:
+            table.add_row(Text(name), Text(text))
+    console.print(table)
+    console.print(Text(f"\nbackends, each checked with {CHECKED}; with gradients where it has them"))
+    console.print(_backends_table(found["backends"], rows))
+
+
+def _backends_table(found: dict[str, dict[str, str | None]], rows: list[Row]) -> Table:
+    """A line for every backend, and one for each framework it was checked in."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, state in found.items():
+        if backends.load(name) is not None:
+            table.add_row(Text(name), Text(state["version"] or ""), Text(state["reason"] or "available"))
+        for row in (row for row in rows if row.backend == name):
+            table.add_row("", Text(f"in {row.framework}"), Text(_verdict(row)))
+    return table
+
+
+def _verdict(row: Row) -> str:
+    if row.accuracy is None:
+        return ("FAILED: " if row.failed else "refused: ") + "; ".join(row.reasons)
+    what = "forward and gradients" if row.outcome and "dq" in row.outcome.arrays else "forward"
+    return f"{what} {'right' if row.accuracy.ok else 'WRONG'}: {row.accuracy.worst:.2f} of the bound"

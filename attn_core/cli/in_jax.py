@@ -1,0 +1,66 @@
+"""Runs a trial through jax_frontend, inside jit. The twin of in_torch."""
+
+from __future__ import annotations
+
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from attn_core.cli.trial import Outcome, Trial, dtype_of
+
+
+def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5) -> Outcome:
+    """One backend's arrays and its median time (milliseconds; gradients included where the spec wants them)."""
+    import jax
+
+    where = jax.devices("gpu" if device.startswith("sm") else "cpu")[0]
+    with jax.enable_x64(trial.spec.dtype == "float64"), jax.default_device(where):
+        given = {name: _array(trial, name) for name in ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks")}
+        learned = {name: given.pop(name) for name in trial.learned}
+        cotangents = _cotangents(trial)
+        call = jax.jit(_call(trial, backend))
+        times = []
+        for _ in range(repeats + 1):
+            began = perf_counter()
+            found = jax.block_until_ready(call(learned, given, cotangents))
+            times.append(perf_counter() - began)
+        arrays = {name: np.asarray(array).astype(np.float64) for name, array in found.items()}
+    return Outcome(arrays, 1e3 * median(times[1:] or times))
+
+
+def _call(trial: Trial, backend: str) -> Any:
+    """A function of (learned inputs, other inputs, cotangents) that gives the named results."""
+    import jax
+
+    from jax_frontend import attention
+
+    def call(learned: dict[str, Any], given: dict[str, Any], cotangents: tuple[Any, ...]) -> dict[str, Any]:
+        def forward(learned: dict[str, Any]) -> tuple[Any, ...]:
+            found = attention(**learned, **given, **trial.keywords, backend=backend)
+            return found if trial.spec.return_lse else (found,)
+
+        if not trial.learned:
+            return dict(zip(("out", "lse"), forward(learned)))
+        results, pull = jax.vjp(forward, learned)
+        (gradients,) = pull(cotangents)
+        return dict(zip(("out", "lse"), results)) | {f"d{name}": gradients[name] for name in trial.learned}
+
+    return call
+
+
+def _cotangents(trial: Trial) -> tuple[Any, ...]:
+    import jax.numpy as jnp
+
+    dout = jnp.asarray(trial.dout, trial.spec.dtype)
+    return (dout,) if trial.dlse is None else (dout, jnp.asarray(trial.dlse, trial.spec.lse_dtype))
+
+
+def _array(trial: Trial, name: str) -> Any:
+    import jax.numpy as jnp
+
+    array = getattr(trial.inputs, name)
+    if array is None:
+        return None
+    return jnp.asarray(array, "bool" if array.dtype == np.bool_ else dtype_of(trial, name))

@@ -1,0 +1,60 @@
+"""Runs a trial through torch_frontend. The twin of in_jax."""
+
+from __future__ import annotations
+
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from attn_core.cli.trial import Outcome, Trial, dtype_of
+
+
+def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5) -> Outcome:
+    """One backend's arrays and its median time (milliseconds; gradients included where the spec wants them)."""
+    import torch
+
+    where = torch.device("cuda" if device.startswith("sm") else "cpu")
+    tensors = {name: _tensor(trial, name, where) for name in ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks")}
+    for name in trial.learned:
+        tensors[name].requires_grad_(True)
+    cotangents = [torch.from_numpy(trial.dout).to(where, getattr(torch, trial.spec.dtype))]
+    if trial.dlse is not None:
+        cotangents.append(torch.from_numpy(trial.dlse).to(where, getattr(torch, trial.spec.lse_dtype)))
+    times = []
+    for _ in range(repeats + 1):
+        began = perf_counter()
+        found = _once(trial, backend, tensors, cotangents)
+        if where.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(perf_counter() - began)
+    arrays = {name: tensor.detach().to("cpu", torch.float64).numpy() for name, tensor in found.items()}
+    return Outcome(arrays, 1e3 * median(times[1:] or times))
+
+
+def _once(trial: Trial, backend: str, tensors: dict[str, Any], cotangents: list[Any]) -> dict[str, Any]:
+    import torch
+
+    from torch_frontend import attention
+
+    found = attention(**tensors, **trial.keywords, backend=backend)
+    results = list(found) if trial.spec.return_lse else [found]
+    named = dict(zip(("out", "lse"), results))
+    if trial.learned:
+        gradients = torch.autograd.grad(
+            results[: len(cotangents)], [tensors[name] for name in trial.learned], cotangents, allow_unused=False
+        )
+        named |= {f"d{name}": gradient for name, gradient in zip(trial.learned, gradients)}
+    return named
+
+
+def _tensor(trial: Trial, name: str, where: Any) -> Any:
+    import torch
+
+    array = getattr(trial.inputs, name)
+    if array is None:
+        return None
+    if array.dtype == np.bool_:
+        return torch.from_numpy(array).to(where)
+    return torch.from_numpy(array).to(where, getattr(torch, dtype_of(trial, name)))

@@ -1,0 +1,82 @@
+"""``attn mask``: draws which keys every query sees."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from attn_core.cli.spec_options import SpecOptions, takes_spec
+from attn_core.errors import SpecError
+from attn_core.masks import visible
+from attn_core.spec import AttentionSpec
+
+LIMIT = 2**24
+"""The most (query, key) pairs that are drawn: above it the picture shows nothing and costs hundreds of megabytes."""
+
+SOME, ALL, NONE = "▪", "■", "·"
+
+
+@takes_spec
+def mask(
+    options: SpecOptions,
+    png: Annotated[Path | None, typer.Option(help="Write a picture there, too (needs matplotlib).")] = None,
+) -> None:
+    """Draw what is visible: one line for each query, one column for each key."""
+    spec = options.spec()
+    if options.mask:
+        raise SpecError("--mask: causal, window and documents are drawn; a random mask would only hide them")
+    if spec.q_len * spec.kv_len > LIMIT:
+        raise SpecError(f"q_len {spec.q_len} and kv_len {spec.kv_len}: at most {LIMIT} pairs can be drawn")
+    info = options.seq_info()
+    offsets = (None, None) if info is None else (info.cu_seqlens_q, info.cu_seqlens_k)
+    seen = visible(spec, None, *offsets)[0, 0]
+    typer.echo(str(spec))
+    typer.echo(draw(seen, columns=shutil.get_terminal_size().columns))
+    if png is not None:
+        _picture(seen, spec, offsets).savefig(png, dpi=150)
+        typer.echo(f"written to {png}")
+
+
+def draw(seen: np.ndarray, columns: int = 80) -> str:
+    """A boolean array ``[q_len, kv_len]`` as text, a block of pairs to a sign where it would not fit ``columns``."""
+    q_len, kv_len = seen.shape
+    if not seen.size:
+        return f"nothing to draw: {q_len} queries, {kv_len} keys"
+    label = len(str(q_len - 1)) + 2
+    room = max((columns - label) // 2, 8)
+    block = -(-max(q_len, kv_len) // room)  # one size for both axes, so that the diagonal stays one
+    share = _shares(seen, block)
+    signs = np.where(share == 1, ALL, np.where(share == 0, NONE, SOME))
+    lines = [f"{row * block:>{label - 2}}  " + " ".join(line) for row, line in enumerate(signs)]
+    legend = f"{ALL} visible  {NONE} hidden"
+    if block > 1:
+        legend += f"  {SOME} in part; every sign stands for {block} x {block} pairs"
+    return "\n".join([*lines, legend])
+
+
+def _shares(seen: np.ndarray, block: int) -> np.ndarray:
+    """The share of visible pairs in every ``block x block`` tile; tiles at the far edges may be smaller."""
+    starts = [np.arange(0, length, block) for length in seen.shape]
+    counts = np.add.reduceat(np.add.reduceat(seen.astype(np.int64), starts[0], axis=0), starts[1], axis=1)
+    heights, widths = (np.diff(np.append(s, length)) for s, length in zip(starts, seen.shape))
+    return counts / np.outer(heights, widths)
+
+
+def _picture(seen: np.ndarray, spec: AttentionSpec, offsets: tuple[Any, Any]) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise SpecError("--png: matplotlib is not installed; pip install 'attn-core[cli]'") from None
+    figure = Figure(figsize=(6, 6), layout="constrained")
+    axes = figure.add_subplot()
+    axes.imshow(seen, cmap="Blues", vmin=0, vmax=1.4, interpolation="nearest", aspect="equal")
+    for cut, line in zip(offsets, (axes.axhline, axes.axvline)):
+        for offset in () if cut is None else cut[1:-1]:
+            line(offset - 0.5, color="tab:orange", linewidth=0.8)
+    axes.set(xlabel="key", ylabel="query")
+    axes.set_title(str(spec), fontsize=8, wrap=True)
+    return figure

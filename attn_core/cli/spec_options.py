@@ -1,0 +1,189 @@
+"""The options that describe an attention call, in one place, and the way from them to a spec."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import wraps
+from typing import Annotated, Any, get_type_hints
+
+import numpy as np
+import typer
+
+from attn_core.call import ArrayFacts, Arrays, Options, build_spec
+from attn_core.errors import SpecError
+from attn_core.seq_info import SeqInfo, check_cu_seqlens
+from attn_core.spec import AttentionSpec
+
+SHAPE, CHOICE, DOCUMENTS = "Shapes", "What is computed", "Packed documents"
+
+
+def _option(*names: str, panel: str, help: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecOptions:
+    """What the options of a command say about a call. ``spec`` makes an AttentionSpec of it."""
+
+    heads: Annotated[int, _option(panel=SHAPE, help="Query heads.")] = 8
+    kv_heads: Annotated[int | None, _option(panel=SHAPE, help="Key/value heads; --heads if left out.")] = None
+    head_dim: Annotated[int, _option(panel=SHAPE, help="Channels of q and k.")] = 64
+    value_dim: Annotated[int | None, _option(panel=SHAPE, help="Channels of v; --head-dim if left out.")] = None
+    q_len: Annotated[int | None, _option(panel=SHAPE, help="Queries in a row; 128 if left out.")] = None
+    kv_len: Annotated[int | None, _option(panel=SHAPE, help="Keys in a row; --q-len if left out.")] = None
+    batch: Annotated[int, _option(panel=SHAPE, help="Rows.")] = 1
+    dtype: Annotated[str, _option(panel=SHAPE, help="float64, float32, bfloat16 or float16.")] = "float32"
+    causal: Annotated[bool, _option("--causal", panel=CHOICE, help="No query sees a later key.")] = False
+    alignment: Annotated[str, _option(panel=CHOICE, help="bottom_right or top_left diagonal.")] = "bottom_right"
+    window: Annotated[
+        str | None, _option(panel=CHOICE, help="W keys, self included (with --causal), or LEFT,RIGHT; none: unbounded.")
+    ] = None
+    softcap: Annotated[float | None, _option(panel=CHOICE, help="c in c * tanh(s / c).")] = None
+    scale: Annotated[float | None, _option(panel=CHOICE, help="Factor on q . k; 1/sqrt(head_dim) if left out.")] = None
+    mask: Annotated[bool, _option("--mask", panel=CHOICE, help="A random boolean mask (batch, 1, q_len, kv_len).")] = (
+        False
+    )
+    bias: Annotated[bool, _option("--bias", panel=CHOICE, help="An additive bias (1, heads, q_len, kv_len).")] = False
+    alibi: Annotated[bool, _option("--alibi", panel=CHOICE, help="ALiBi slopes, one per head.")] = False
+    sinks: Annotated[bool, _option("--sinks", panel=CHOICE, help="An attention sink for each head.")] = False
+    dropout: Annotated[float, _option(panel=CHOICE, help="Probability of dropping a softmax weight.")] = 0.0
+    deterministic: Annotated[bool, _option("--deterministic", panel=CHOICE, help="Equal bits on every run.")] = False
+    backward: Annotated[bool, _option("--backward", panel=CHOICE, help="Gradients are needed, too.")] = False
+    return_lse: Annotated[bool, _option("--return-lse", panel=CHOICE, help="The log-sum-exp is wanted, too.")] = False
+    documents: Annotated[
+        int | None, _option(panel=DOCUMENTS, help="This many documents, about equally long, packed in one row.")
+    ] = None
+    lengths: Annotated[str | None, _option(panel=DOCUMENTS, help="The documents' query lengths, such as 3,4,5.")] = None
+    kv_lengths: Annotated[
+        str | None, _option(panel=DOCUMENTS, help="The documents' key lengths; --lengths if left out.")
+    ] = None
+    cu_seqlens: Annotated[
+        str | None, _option(panel=DOCUMENTS, help="Cumulative lengths instead of lengths, such as 0,3,7,12.")
+    ] = None
+
+    def seq_info(self) -> SeqInfo | None:
+        """The packed documents (numpy offsets), or None."""
+        given = [n for n in ("documents", "lengths", "cu_seqlens") if getattr(self, n) is not None]
+        if len(given) > 1:
+            raise SpecError(f"{' and '.join(_dashed(n) for n in given)}: expected one way to name the documents")
+        if self.kv_lengths is not None and given != ["lengths"]:
+            raise SpecError("--kv-lengths: expected --lengths beside it, one for each document")
+        if self.lengths is not None:
+            keys = None if self.kv_lengths is None else _ints("--kv-lengths", self.kv_lengths)
+            return SeqInfo.from_lengths(_ints("--lengths", self.lengths), keys)
+        if self.cu_seqlens is not None:
+            offsets = np.asarray(_ints("--cu-seqlens", self.cu_seqlens), np.int32)
+            check_cu_seqlens(offsets, np.iinfo(np.int32).max, side="q")
+            return SeqInfo.from_lengths(np.diff(offsets).tolist())
+        if self.documents is not None:
+            return self._even_documents(self.documents)
+        return None
+
+    def _even_documents(self, documents: int) -> SeqInfo:
+        if documents < 1:
+            raise SpecError(f"--documents={documents}: expected at least 1")
+        even = ([len(part) for part in np.array_split(range(tokens), documents)] for tokens in self._lengths())
+        return SeqInfo.from_lengths(*even)
+
+    def _lengths(self) -> tuple[int, int]:
+        queries = 128 if self.q_len is None else self.q_len
+        return queries, queries if self.kv_len is None else self.kv_len
+
+    def spec(self, device: str = "cpu", *, needs_backward: bool = False) -> AttentionSpec:
+        """The call's spec.
+
+        Raises:
+            SpecError: for whatever does not describe a call.
+        """
+        seq_info = self.seq_info()
+        q_len, kv_len = self._lengths()
+        if seq_info is not None:
+            q_len, kv_len = int(seq_info.cu_seqlens_q[-1]), int(seq_info.cu_seqlens_k[-1])
+            for name, asked, sum_of in (("--q-len", self.q_len, q_len), ("--kv-len", self.kv_len, kv_len)):
+                if asked is not None and asked != sum_of:
+                    raise SpecError(f"{name}={asked}: the documents hold {sum_of} tokens; leave {name} out")
+
+        def facts(*shape: int, dtype: str = self.dtype) -> ArrayFacts:
+            return ArrayFacts(shape, dtype, device)
+
+        kv_heads = self.heads if self.kv_heads is None else self.kv_heads
+        value_dim = self.head_dim if self.value_dim is None else self.value_dim
+        offsets = None if seq_info is None else facts(len(seq_info.cu_seqlens_q), dtype="int32")
+        arrays = Arrays(
+            q=facts(self.batch, q_len, self.heads, self.head_dim),
+            k=facts(self.batch, kv_len, kv_heads, self.head_dim),
+            v=facts(self.batch, kv_len, kv_heads, value_dim),
+            mask=facts(self.batch, 1, q_len, kv_len, dtype="bool") if self.mask else None,
+            bias=facts(1, self.heads, q_len, kv_len) if self.bias else None,
+            alibi_slopes=facts(self.heads, dtype="float32") if self.alibi else None,
+            sinks=facts(self.heads, dtype="float32") if self.sinks else None,
+            cu_seqlens_q=offsets,
+            cu_seqlens_k=offsets,
+        )
+        options = Options(
+            causal=self.causal,
+            alignment=self.alignment,
+            window=_window(self.window),
+            softcap=self.softcap,
+            scale=self.scale,
+            max_len_q=None if seq_info is None else seq_info.max_len_q,
+            max_len_k=None if seq_info is None else seq_info.max_len_k,
+            dropout=self.dropout,
+            deterministic=self.deterministic,
+            return_lse=self.return_lse,
+        )
+        return build_spec(arrays, options, needs_backward=self.backward or needs_backward)
+
+
+def takes_spec(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command every field of SpecOptions as an option; the command receives them as its first argument.
+
+    A SpecError from anywhere in the command becomes its text on the error stream and exit code 2.
+    """
+    hints = get_type_hints(SpecOptions, include_extras=True)
+    names = [field.name for field in fields(SpecOptions)]
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    shared = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+        for f in fields(SpecOptions)
+    ]
+    parameters = [*shared, *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own)]
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        options = SpecOptions(**{name: given.pop(name) for name in names})
+        try:
+            command(options, **given)
+        except SpecError as error:
+            typer.echo(f"attn: {error}", err=True)
+            raise typer.Exit(2) from None
+
+    del run.__wrapped__  # type: ignore[attr-defined]  # typer is to read the signature below, not the command's own
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _dashed(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _ints(name: str, text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise SpecError(f"{name}={text!r}: expected whole numbers with commas between them, such as 3,4,5") from None
+
+
+def _window(text: str | None) -> Any:
+    """``"W"`` -> W; ``"LEFT,RIGHT"`` -> a pair, where ``none`` (or nothing) leaves a side unbounded."""
+    if text is None or text.lower() == "none":
+        return None
+    words = [word.strip().lower() for word in text.split(",")]
+    try:
+        sides = tuple(None if word in ("", "none") else int(word) for word in words)
+    except ValueError:
+        raise SpecError(f"--window={text!r}: expected W, or LEFT,RIGHT such as 5,0 or none,3") from None
+    return sides[0] if len(sides) == 1 else sides

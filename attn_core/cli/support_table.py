@@ -1,0 +1,102 @@
+"""docs/support.md: what every backend declares, as tables. Made of the Support data alone; imports no kernel."""
+
+from __future__ import annotations
+
+from attn_core import backends
+from attn_core.backends import Backend
+from attn_core.support import Support
+
+BOTH, FORWARD_ONLY, NONE = "✓", "forward", "—"
+
+FEATURES = {
+    "grouped_heads": "fewer kv heads than heads (GQA, MQA)",
+    "value_dim": "value_dim ≠ head_dim",
+    "causal": "`causal`",
+    "window": "`window`",
+    "softcap": "`softcap`",
+    "mask": "boolean `mask`",
+    "bias": "additive `bias`",
+    "bias_gradient": "gradient of the bias",
+    "alibi": "`alibi_slopes`",
+    "sinks": "`sinks`",
+    "packed": "packed documents (`seq_info`)",
+    "dropout": "`dropout`",
+    "deterministic": "`deterministic=True`",
+    "lse": "`return_lse=True`",
+    "lse_gradient": "gradient of the log-sum-exp",
+}
+"""Every boolean claim of Support and how the table names it."""
+
+HEAD = f"""# What each backend supports
+
+Generated from the backends' own declarations by `attn support --write docs/support.md`; do not edit it by hand.
+`{BOTH}`: forward and backward. `{FORWARD_ONLY}`: forward only. `{NONE}`: refused by name, with the reason.
+
+A claim covers one feature at a time. What two of them together, or a size, rule out is in the backend's `refuses`;
+`attn explain` with a call's options answers for that call.
+"""
+
+
+def render() -> str:
+    """The whole page as Markdown."""
+    built = {name: backend for name in backends.NAMES if (backend := backends.load(name)) is not None}
+    missing = [f"`{name}`" for name in backends.NAMES if name not in built]
+    sections = [HEAD, "## Features\n\n" + _features(built), "## Limits\n\n" + _limits(built), _preference()]
+    if missing:
+        sections.append(f"## Not in this version\n\n{', '.join(missing)}: known names, refused with that reason.\n")
+    return "\n".join(sections)
+
+
+def _features(built: dict[str, Backend]) -> str:
+    rows = [["", *(f"`{name}`" for name in built)]]
+    for claim, title in FEATURES.items():
+        rows.append([title, *(_cell(backend, claim) for backend in built.values())])
+    return _table(rows)
+
+
+def _cell(backend: Backend, claim: str) -> str:
+    forward = getattr(backend.FORWARD, claim)
+    backward = backend.BACKWARD is not None and getattr(backend.BACKWARD, claim)
+    if claim in ("bias_gradient", "lse_gradient"):  # these are claims about the backward alone
+        return BOTH if backward else NONE
+    return BOTH if forward and backward else FORWARD_ONLY if forward else NONE
+
+
+def _limits(built: dict[str, Backend]) -> str:
+    rows = [["", "kernel", "tensors of", "needs", "devices", "dtypes", "head_dim", "alignments", "backward"]]
+    for name, backend in built.items():
+        forward = backend.FORWARD
+        rows.append(
+            [
+                f"`{name}`",
+                forward.kernel,
+                backend.FRAMEWORK,
+                f"`{backend.REQUIRES}`",
+                ", ".join(forward.devices),
+                ", ".join(forward.dtypes),
+                _head_dims(forward),
+                ", ".join(forward.alignments) or NONE,
+                "yes" if backend.BACKWARD is not None else "no",
+            ]
+        )
+    return _table(rows)
+
+
+def _head_dims(support: Support) -> str:
+    limit = "any" if support.max_head_dim is None else f"up to {support.max_head_dim}"
+    return limit if support.head_dim_multiple == 1 else f"{limit}, a multiple of {support.head_dim_multiple}"
+
+
+def _preference() -> str:
+    lines = [
+        f"- {framework} on {kind}: " + ", ".join(f"`{name}`" for name in names)
+        for (framework, kind), names in backends.PREFERENCE.items()
+    ]
+    lines.append("\nWhat is not in a line runs only when asked for by name.\n")
+    return "## Order of automatic choice\n\n" + "\n".join(lines)
+
+
+def _table(rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines.insert(1, "|" + "---|" * len(rows[0]))
+    return "\n".join(lines) + "\n"

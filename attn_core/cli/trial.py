@@ -1,0 +1,109 @@
+"""One call with numbers in it: the tensors of a spec, drawn from a seed, and what a framework made of them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from attn_core.accuracy import Accuracy, Expected, expect
+from attn_core.backends import Gradients, Inputs
+from attn_core.seq_info import SeqInfo
+from attn_core.spec import AttentionSpec
+
+
+class Trial(NamedTuple):
+    """A call to run.
+
+    Attributes:
+        spec: the call.
+        inputs: numpy arrays laid out as Inputs says, float64 whose values the spec's dtype can hold exactly.
+        seq_info: the packed documents with numpy offsets, or None.
+        dout, dlse: the gradients that come in from behind; dlse is None unless the spec asks for both.
+    """
+
+    spec: AttentionSpec
+    inputs: Inputs
+    seq_info: SeqInfo | None
+    dout: np.ndarray
+    dlse: np.ndarray | None
+
+    @property
+    def learned(self) -> tuple[str, ...]:
+        """The inputs whose gradients are wanted."""
+        if not self.spec.needs_backward:
+            return ()
+        return ("q", "k", "v", "sinks") if self.spec.sinks else ("q", "k", "v")
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The keywords of ``attention`` that are no tensors."""
+        spec = self.spec
+        names = ("causal", "alignment", "window", "softcap", "scale", "deterministic", "return_lse")
+        return {name: getattr(spec, name) for name in names} | {"seq_info": self.seq_info}
+
+
+class Outcome(NamedTuple):
+    """What one backend gave in one framework: float64 copies of out, lse, dq, dk, dv, dsinks, and the median time."""
+
+    arrays: dict[str, np.ndarray]
+    milliseconds: float
+
+
+def draw(spec: AttentionSpec, seq_info: SeqInfo | None = None, seed: int = 0) -> Trial:
+    """The tensors of a spec: standard normal, a mask that hides a fifth, ALiBi slopes ``2^(-8 h / heads)``."""
+    random = np.random.default_rng(seed)
+
+    def normal(*shape: int, dtype: str = spec.dtype) -> np.ndarray:
+        return rounded(random.standard_normal(shape), dtype)
+
+    row = () if spec.packed else (spec.batch,)
+    offsets = (None, None) if seq_info is None else (seq_info.cu_seqlens_q, seq_info.cu_seqlens_k)
+    slopes = 2.0 ** (-8.0 * np.arange(1, spec.num_heads + 1) / spec.num_heads)
+    inputs = Inputs(
+        q=normal(*row, spec.q_len, spec.num_heads, spec.head_dim),
+        k=normal(*row, spec.kv_len, spec.num_kv_heads, spec.head_dim),
+        v=normal(*row, spec.kv_len, spec.num_kv_heads, spec.value_dim),
+        mask=None if spec.mask_shape is None else random.random(spec.mask_shape) > 0.2,
+        bias=None if spec.bias_shape is None else normal(*spec.bias_shape),
+        alibi_slopes=None if spec.alibi_shape is None else rounded(slopes, "float32"),
+        sinks=normal(spec.num_heads, dtype="float32") if spec.sinks else None,
+        cu_seqlens_q=offsets[0],
+        cu_seqlens_k=offsets[1],
+    )
+    both = spec.needs_backward and spec.return_lse
+    dlse = normal(*spec.lse_shape, dtype=spec.lse_dtype) if both else None
+    return Trial(spec, inputs, seq_info, normal(*spec.out_shape), dlse)
+
+
+def dtype_of(trial: Trial, name: str) -> str:
+    """The dtype in which a framework is given one of the trial's floating-point inputs."""
+    return "float32" if name in ("alibi_slopes", "sinks") else trial.spec.dtype
+
+
+def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Float64 copies of the nearest values (ties to even) that a dtype can hold."""
+    if dtype != "bfloat16":
+        return values.astype(dtype).astype(np.float64)
+    bits = values.astype(np.float32).view(np.uint32)
+    bits = (bits + (((bits >> 16) & 1) + 0x7FFF)) & np.uint32(0xFFFF0000)
+    return bits.view(np.float32).astype(np.float64)
+
+
+def judged(expected: Expected, outcome: Outcome) -> Accuracy:
+    """An outcome beside the float64 reference."""
+    arrays = outcome.arrays
+    gradients = Gradients(**{name: arrays.get(name) for name in Gradients._fields}) if "dq" in arrays else None
+    return expected.judge(out=arrays["out"], lse=arrays.get("lse"), gradients=gradients)
+
+
+def expectation(trial: Trial) -> Expected:
+    """The float64 reference's results for a trial, and their bounds."""
+    return expect(trial.spec, trial.inputs, dout=trial.dout if trial.learned else None, dlse=trial.dlse)
+
+
+def same_bits(one: Outcome, other: Outcome) -> bool:
+    """Whether two outcomes agree in every bit of every array."""
+    return one.arrays.keys() == other.arrays.keys() and all(
+        array.tobytes() == other.arrays[name].tobytes() for name, array in one.arrays.items()
+    )

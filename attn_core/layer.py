@@ -1,0 +1,111 @@
+"""The shapes of an attention layer, as data: what the Flax and the torch layers agree on before any array exists."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from attn_core.errors import ShapeError, SpecError
+
+
+class HeadSizes(NamedTuple):
+    """How a layer splits its features: query heads, key/value heads, and the channels of q and k, and of v."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+
+
+def head_sizes(
+    in_features: int,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+) -> HeadSizes:
+    """The sizes of a layer with the defaults filled in.
+
+    Args:
+        in_features: features of the queries' input; head_dim defaults to ``in_features // num_heads``.
+        num_heads, num_kv_heads: query heads, and key/value heads (as many as query heads when omitted).
+        head_dim, value_dim: channels of q and k, and of v (head_dim when omitted).
+
+    Raises:
+        ShapeError: naming the size that does not fit.
+    """
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ShapeError(f"{name}={size}: expected at least 1")
+    key_heads = num_heads if num_kv_heads is None else num_kv_heads
+    if num_heads % key_heads:
+        raise ShapeError(f"num_kv_heads={key_heads}: expected a divisor of num_heads={num_heads}")
+    if head_dim is None:
+        if in_features % num_heads:
+            raise ShapeError(
+                f"num_heads={num_heads}: expected a divisor of the {in_features} input features; "
+                "any other split needs head_dim="
+            )
+        head_dim = in_features // num_heads
+    return HeadSizes(num_heads, key_heads, head_dim, head_dim if value_dim is None else value_dim)
+
+
+def check_layer_inputs(x: tuple[int, ...], context: tuple[int, ...] | None, *, packed: bool) -> None:
+    """Checks the shapes of a layer's inputs.
+
+    Args:
+        x: ``[batch, seq, features]``; packed documents: ``[tokens, features]`` or ``[1, tokens, features]``.
+        context: where keys and values come from, laid out as ``x``; None for self-attention.
+        packed: whether the call has a ``seq_info``.
+
+    Raises:
+        ShapeError: naming the input.
+    """
+    layout = "[tokens, features] or [1, tokens, features] with seq_info" if packed else "[batch, seq, features]"
+    hint = "" if packed else "; packed documents [tokens, features] need seq_info="
+    for name, shape in (("x", x), ("context", context)):
+        if shape is None:
+            continue
+        if not (len(shape) == 3 or (packed and len(shape) == 2)):
+            raise ShapeError(f"{name}: expected {layout}, got {list(shape)}{hint}")
+        if len(shape) != len(x) or shape[:-2] != x[:-2]:
+            raise ShapeError(f"{name}: expected the layout and batch of x {list(x)}, got {list(shape)}")
+
+
+def check_features(x: tuple[int, ...], context: tuple[int, ...] | None, in_features: int, in_kv_features: int) -> None:
+    """Checks the last axis of a layer's inputs against the features the layer was built for.
+
+    Raises:
+        ShapeError: naming the input.
+    """
+    source = in_kv_features if context is not None else in_features
+    for name, shape, features in (("x", x, in_features), ("context", context, source)):
+        if shape is not None and shape[-1:] != (features,):
+            raise ShapeError(f"{name}: expected {features} features, as the layer was built for, got shape {list(shape)}")
+    if context is None and in_kv_features != in_features:
+        raise ShapeError(f"context: expected keys of {in_kv_features} features, as the layer was built for, got no context")
+
+
+def check_rotary(*, rotary: bool, cross: bool, positions: tuple[int, ...] | None, rows: tuple[int, int]) -> None:
+    """Checks that positions fit and have a reader, and that the rotary hook has positions for its keys.
+
+    Args:
+        rotary: whether the layer has a rotary hook.
+        cross: whether keys come from a context.
+        positions: the shape of the call's positions, if it gives them.
+        rows: ``(batch, seq)``.
+
+    Raises:
+        SpecError, ShapeError: naming ``positions`` or ``rotary``.
+    """
+    if positions is not None and not rotary:
+        raise SpecError("positions: expected None, for only the rotary hook reads positions and this layer has rotary=None")
+    if rotary and cross:
+        raise SpecError(
+            "rotary: expected self-attention, got a context, whose keys have positions of their own; "
+            "rotate in a layer without context, or leave rotary=None"
+        )
+    if positions is not None and positions not in (rows[1:], rows, (1, rows[1])):
+        raise ShapeError(
+            f"positions: expected [seq] = [{rows[1]}] or [batch, seq] = {list(rows)} as x has, got {list(positions)}"
+        )

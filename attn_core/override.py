@@ -1,0 +1,36 @@
+"""use_backend: which backends are asked for, scoped to a block of code. Nests; safe with threads and asyncio tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from attn_core import backends
+from attn_core.errors import SpecError
+
+_requested: ContextVar[tuple[str, ...] | None] = ContextVar("attn_core_requested_backends", default=None)
+
+requested = _requested.get
+"""The names asked for by the innermost ``use_backend``, or None. A plain thread starts without any."""
+
+
+@contextmanager
+def use_backend(*names: str) -> Iterator[None]:
+    """Runs every attention call of the block on the first of ``names`` that can run it; none that can is an error.
+
+    A call's own ``backend=`` wins. Without names, automatic choice is restored for the block. Under ``jax.jit`` the
+    names count while the function is traced; under ``torch.compile`` while the compiled function runs.
+
+    Raises:
+        SpecError: for a name nobody knows, with the close matches.
+    """
+    for name in names:
+        if not isinstance(name, str):
+            raise SpecError(f"use_backend({name!r}): expected backend names as separate strings")
+        backends.check_name(name)
+    token = _requested.set(names or None)
+    try:
+        yield
+    finally:
+        _requested.reset(token)

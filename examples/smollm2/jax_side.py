@@ -1,0 +1,125 @@
+"""The JAX side: the Flax Llama with the torch model's weights, compiled once per shape by ``jax.jit``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from attn_core import SeqInfo
+from examples.smollm2.flax_llama import Cache, Llama, LlamaConfig, StepArrays
+from examples.smollm2.packing import PackedStep
+
+
+def convert(model: Any) -> Llama:
+    """The Flax twin of a transformers LlamaForCausalLM, with the same float32 weights.
+
+    torch stores a projection as ``[out, in]``; Flax as ``[in, out]``, and attention's with the heads apart.
+    """
+    config = _config(model.config)
+    twin = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))  # the structure alone: nothing is initialised
+    graph, state = nnx.split(twin)
+    weights = {name: tensor.detach().numpy() for name, tensor in model.named_parameters()}
+    layers = {i: _layer(weights, f"model.layers.{i}.", config) for i in range(config.num_hidden_layers)}
+    pure = {
+        "embed": {"embedding": weights["model.embed_tokens.weight"]},
+        "layers": layers,
+        "norm": {"scale": weights["model.norm.weight"]},
+    }
+    nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, pure))
+    return nnx.merge(graph, state)
+
+
+def _config(source: Any) -> LlamaConfig:
+    if not source.tie_word_embeddings or source.attention_bias or source.rope_parameters["rope_type"] != "default":
+        raise NotImplementedError("this example's Llama has tied embeddings, no biases and plain RoPE")
+    names = [name for name in LlamaConfig.__dataclass_fields__ if name != "rope_theta"]
+    return LlamaConfig(**{n: getattr(source, n) for n in names}, rope_theta=source.rope_parameters["rope_theta"])
+
+
+def _layer(weights: dict[str, np.ndarray], prefix: str, config: LlamaConfig) -> dict[str, Any]:
+    """One layer's parameters by the Flax names."""
+    hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+
+    def scale(name: str) -> dict[str, np.ndarray]:
+        return {"scale": weights[f"{prefix}{name}.weight"]}
+
+    def kernel(name: str, *shape: int) -> dict[str, np.ndarray]:
+        transposed = weights[f"{prefix}{name}.weight"].T  # [in, out]
+        return {"kernel": transposed.reshape(shape or transposed.shape)}
+
+    return {
+        "attention_norm": scale("input_layernorm"),
+        "attention": {
+            "query": kernel("self_attn.q_proj", hidden, heads, config.head_dim),
+            "key": kernel("self_attn.k_proj", hidden, kv_heads, config.head_dim),
+            "value": kernel("self_attn.v_proj", hidden, kv_heads, config.head_dim),
+            "out": kernel("self_attn.o_proj", heads, config.head_dim, hidden),
+        },
+        "mlp_norm": scale("post_attention_layernorm"),
+        "mlp": {name: kernel(f"mlp.{name}_proj") for name in ("gate", "up", "down")},
+    }
+
+
+class JaxForward:
+    """Runs steps through the model; holds the cache between them.
+
+    Attributes:
+        compile_seconds: time spent compiling, one entry per shape (prefill and decoding).
+    """
+
+    def __init__(self, model: Llama, capacity: int) -> None:
+        config = model.config
+        graph, self.state = nnx.split(model)
+        empty = jnp.zeros((capacity, config.num_key_value_heads, config.head_dim))
+        self.cache: Cache = [(empty, empty)] * config.num_hidden_layers
+        self.compile_seconds: list[float] = []
+        self._step = jax.jit(partial(_step, graph), static_argnames=("max_len_q", "max_len_k"))
+        self._compiled: dict[int, Any] = {}
+
+    def __call__(self, step: PackedStep) -> np.ndarray:
+        """The logits of a step's tokens, float32 ``[tokens, vocabulary]``."""
+        compiled = self._compiled[len(step.tokens)]
+        logits, self.cache = compiled(self.state, self.cache, *_arrays(step))
+        return np.asarray(logits)
+
+    def compile(self, step: PackedStep) -> None:
+        """Compiles for the shapes of a step, which must come before the first step of those shapes."""
+        started = time.perf_counter()
+        # host ints are part of the compiled program, so they bound every step of this shape: documents grow
+        bounds = {"max_len_q": max(step.lengths_q), "max_len_k": len(step.source)}
+        lowered = self._step.lower(self.state, self.cache, *_arrays(step), **bounds)
+        self._compiled[len(step.tokens)] = lowered.compile()
+        self.compile_seconds.append(time.perf_counter() - started)
+
+
+def reread(model: Llama, documents: Sequence[Sequence[int]]) -> np.ndarray:
+    """The logits of whole documents in one packed row, without a cache: float32 ``[tokens, vocabulary]``."""
+    graph, state = nnx.split(model)
+    bounds = SeqInfo.from_lengths([len(document) for document in documents])
+
+    @jax.jit
+    def run(state: Any, tokens: jax.Array, cu_seqlens: jax.Array) -> jax.Array:
+        seq_info = SeqInfo(cu_seqlens, cu_seqlens, bounds.max_len_q, bounds.max_len_k)
+        return nnx.merge(graph, state)(tokens, seq_info)
+
+    return np.asarray(run(state, np.concatenate(documents).astype(np.int32), bounds.cu_seqlens_q))
+
+
+def _arrays(step: PackedStep) -> tuple[np.ndarray, ...]:
+    bounds = step.seq_info()
+    return step.tokens, step.positions, step.source, bounds.cu_seqlens_q, bounds.cu_seqlens_k
+
+
+def _step(
+    graph: Any, state: Any, cache: Cache, *arrays: jax.Array, max_len_q: int, max_len_k: int
+) -> tuple[jax.Array, Cache]:
+    tokens, positions, source, cu_seqlens_q, cu_seqlens_k = arrays
+    seq_info = SeqInfo(cu_seqlens_q, cu_seqlens_k, max_len_q, max_len_k)
+    return nnx.merge(graph, state).step(StepArrays(tokens, positions, source, seq_info), cache)

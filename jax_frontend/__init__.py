@@ -1,0 +1,7 @@
+"""Attention for JAX: one call, every kernel, under every transformation, and the reasons for the choice."""
+
+from attn_core import NoBackendError, Selection, SeqInfo
+from attn_core.override import use_backend
+from jax_frontend.attention import attention, explain
+
+__all__ = ["NoBackendError", "Selection", "SeqInfo", "attention", "explain", "use_backend"]

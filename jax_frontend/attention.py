@@ -1,0 +1,229 @@
+"""attention for JAX arrays: the public functions."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core import override
+from attn_core.backends import Inputs
+from attn_core.call import Options, normalise_window
+from attn_core.errors import SpecError
+from attn_core.selection import Selection
+from attn_core.seq_info import SeqInfo, check_cu_seqlens
+from jax_frontend import ops, plan
+
+Array = jax.Array
+Window = int | tuple[int | None, int | None] | None
+
+
+class Call(NamedTuple):
+    """What is static of a call: its options and where it runs."""
+
+    options: Options
+    requested: str | tuple[str, ...] | None
+    device: str
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = False,
+    alignment: str = "bottom_right",
+    window: Window = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    seq_info: Any = None,
+    dropout: float = 0.0,
+    deterministic: bool = False,
+    backend: str | tuple[str, ...] | None = None,
+    return_lse: bool = False,
+    dropout_rng: Array | None = None,
+) -> Any:
+    """Scaled dot-product attention on the best kernel that honours every argument; eager, and under every transformation.
+
+    Args:
+        q: ``[batch, q_len, heads, head_dim]``; packed ``[tokens, heads, head_dim]`` or ``[1, tokens, heads, head_dim]``.
+        k: ``[batch, kv_len, kv_heads, head_dim]``; query head h reads kv head ``h // (heads // kv_heads)``.
+        v: ``[batch, kv_len, kv_heads, value_dim]``. float64, float32, bfloat16 or float16, as q and k.
+        causal: query i sees key ``j <= i + offset``; ``alignment`` "bottom_right" means offset = kv_len - q_len,
+            "top_left" 0. It also anchors ``window`` and ALiBi.
+        window: ``W`` (needs causal): W keys, self included; or inclusive distances ``(left, right)``, None unbounded.
+        softcap: ``s = softcap * tanh(s / softcap)``, after scale, before bias and mask.
+        scale: factor on ``q . k``; ``1 / sqrt(head_dim)`` when None.
+        mask: bool, True = visible; bias: float, added. Broadcastable to ``[batch, heads, q_len, kv_len]``.
+        alibi_slopes: ``[heads]`` or ``[batch, heads]``: adds ``-slope * |i + offset - j|``. No gradient.
+        sinks: ``[heads]``: one logit per head that joins every row's softmax without a value.
+        seq_info: a ``SeqInfo`` or ``(seq_lens, cu_seqlens, max_seqlen)``: packed documents, which never see each other.
+            A SeqInfo is a pytree: its offsets may be traced, its maximum lengths are static.
+        dropout: probability of dropping a softmax weight; needs ``dropout_rng``, a PRNG key.
+        deterministic: only kernels that give the same bits on every run.
+        backend: a name, which runs or raises; names in order of preference; or None for automatic choice.
+        return_lse: also return the log-sum-exp, ``[batch, heads, q_len]`` (packed ``[heads, tokens]``), natural log,
+            float32 (float64 for float64 inputs); -inf for a row that sees nothing, whose output and gradients are 0.
+
+    Returns:
+        The output, of q's rank with value_dim channels; or ``(output, lse)``.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, SpecError: for arguments that describe no call.
+        NoBackendError: when no backend, or not the one asked for, can run it; the message has every reason.
+    """
+    arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
+    options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
+    inputs, options = _gathered(arrays, seq_info, options, dropout_rng)
+    call = Call(options, _requested(backend), plan.device_name(q))
+    plan.plan(plan.metadata(inputs), call.device, options, False, False, call.requested)  # errors before any tracing
+    return _compiled(call, inputs)
+
+
+def explain(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    alignment: str = "bottom_right",
+    window: Window = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    seq_info: Any = None,
+    dropout: float = 0.0,
+    deterministic: bool = False,
+    backend: str | tuple[str, ...] | None = None,
+    return_lse: bool = False,
+    dropout_rng: Any = None,
+    needs_backward: bool | None = None,
+) -> Selection:
+    """Which backend ``attention`` runs with the same arguments, and every reason why the others do not. Runs nothing.
+
+    Takes arrays or ``jax.ShapeDtypeStruct``. Whether a gradient will be asked for is not visible in JAX's arguments:
+    ``needs_backward=True`` asks about training.
+    """
+    arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
+    options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
+    inputs, options = _gathered(arrays, seq_info, options, dropout_rng, shapes_only=True)
+    wanted = bool(needs_backward)
+    metadata = plan.metadata(inputs)
+    return plan.explanation(
+        metadata, plan.device_name(q), options, wanted, wanted and bias is not None, _requested(backend)
+    )
+
+
+def _requested(backend: Any) -> str | tuple[str, ...] | None:
+    if backend is None or isinstance(backend, str):
+        return backend or override.requested()
+    return tuple(backend)
+
+
+def _gathered(
+    arrays: tuple[Any, ...], seq_info: Any, options: Options, key: Any, *, shapes_only: bool = False
+) -> tuple[Inputs, Options]:
+    """The arguments of a call as Inputs and Options, with what can be checked of each by itself checked."""
+    for name, array in zip(Inputs._fields, arrays, strict=False):
+        if array is not None:
+            plan.check_array(name, array, shapes_only=shapes_only)
+    q, k, v, mask, bias, alibi_slopes, sinks = arrays
+    options = options._replace(window=normalise_window(options.window, options.causal))
+    info = SeqInfo.coerce(seq_info)
+    inputs = Inputs(q, k, v, mask, bias, alibi_slopes, sinks)
+    if info is not None:
+        inputs = inputs._replace(cu_seqlens_q=_offsets(info, "q", q), cu_seqlens_k=_offsets(info, "k", k))
+        options = options._replace(max_len_q=info.max_len_q, max_len_k=info.max_len_k)
+    if options.dropout:
+        if key is None and not shapes_only:
+            raise SpecError(f"dropout={options.dropout}: expected dropout_rng, a PRNG key such as jax.random.key(0)")
+        rng = jax.ShapeDtypeStruct((2,), jnp.uint32) if shapes_only else jax.random.bits(key, (2,), jnp.uint32)
+        inputs = inputs._replace(rng=rng)
+    return inputs, options
+
+
+def _offsets(info: SeqInfo, side: str, rows: Any) -> Array:
+    """One side's offsets as an array; checked wherever their values are on the host."""
+    name = f"cu_seqlens_{side}"
+    offsets = getattr(info, name)
+    concrete = not isinstance(offsets, jax.core.Tracer)
+    if not isinstance(offsets, (np.ndarray, jax.ShapeDtypeStruct)):
+        plan.check_array(f"seq_info.{name}", offsets)
+    on_host = isinstance(offsets, np.ndarray) or (
+        concrete and isinstance(offsets, jax.Array) and plan.device_name(offsets) == "cpu"
+    )
+    if on_host and offsets.dtype == np.int32 and rows.ndim in (3, 4):
+        limit = getattr(info, f"max_len_{side}")
+        check_cu_seqlens(np.asarray(offsets), limit, side=side, tokens=rows.shape[rows.ndim - 3])
+    return jnp.asarray(offsets) if isinstance(offsets, np.ndarray) else offsets
+
+
+def _run(made: plan.Plan, inputs: Inputs) -> tuple[Array, Array]:
+    out, lse = ops.forward(made.spec, made.backend, _rows(made, inputs))
+    return (out[None] if made.one_row else out), lse
+
+
+def _rows(made: plan.Plan, inputs: Inputs) -> Inputs:
+    """The inputs as backends take them: packed rows without the row axis, masks and biases with four axes."""
+    if made.one_row:  # [1, tokens, heads, dim] -> [tokens, heads, dim]
+        inputs = inputs._replace(q=inputs.q[0], k=inputs.k[0], v=inputs.v[0])
+    shapes = {"mask": made.spec.mask_shape, "bias": made.spec.bias_shape}
+    return inputs._replace(**{name: getattr(inputs, name).reshape(shape) for name, shape in shapes.items() if shape})
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(call: Call, inputs: Inputs) -> Any:
+    made = plan.plan(plan.metadata(inputs), call.device, call.options, False, False, call.requested)
+    out, lse = _run(made, inputs)
+    return (out, lse) if call.options.return_lse else out
+
+
+def _attention_forward(call: Call, marked: Inputs) -> tuple[Any, Any]:
+    inputs = Inputs(*(entry if entry is None else entry.value for entry in marked))
+    perturbed = {name for name, entry in zip(Inputs._fields, marked, strict=True) if entry is not None and entry.perturbed}
+    if "alibi_slopes" in perturbed:
+        raise SpecError("alibi_slopes: expected no gradient, it is not defined here; use jax.lax.stop_gradient")
+    made = plan.plan(
+        plan.metadata(inputs), call.device, call.options, True, "bias" in perturbed, call.requested
+    )
+    out, lse = _run(made, inputs)
+    return ((out, lse) if call.options.return_lse else out), (inputs, out, lse, made.spec.bias_gradient)
+
+
+def _attention_backward(call: Call, saved: Any, cotangents: Any) -> tuple[Inputs]:
+    inputs, out, lse, bias_gradient = saved
+    dout, dlse = cotangents if call.options.return_lse else (cotangents, None)
+    made = plan.plan(plan.metadata(inputs), call.device, call.options, True, bias_gradient, call.requested)
+    dout = jnp.zeros_like(out) if _is_zero(dout) else dout
+    dlse = None if dlse is None or _is_zero(dlse) else dlse
+    rows = _rows(made, inputs)
+    if made.one_row:
+        out, dout = out[0], dout[0]
+    found = ops.backward(made.spec, made.backend, rows, out, lse, dout, dlse)
+    dq, dk, dv = (gradient[None] if made.one_row else gradient for gradient in found[:3])
+    dbias = None if found.dbias is None else found.dbias.reshape(inputs.bias.shape)
+    return (Inputs(dq, dk, dv, bias=dbias, sinks=found.dsinks),)
+
+
+def _is_zero(cotangent: Any) -> bool:
+    return isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
+
+
+_attention.defvjp(_attention_forward, _attention_backward, symbolic_zeros=True)
+_compiled = jax.jit(_attention, static_argnums=0, inline=True)
+
+jax.tree_util.register_pytree_node(
+    SeqInfo,
+    lambda info: ((info.cu_seqlens_q, info.cu_seqlens_k), (info.max_len_q, info.max_len_k)),
+    lambda lengths, offsets: SeqInfo.unchecked(*offsets, *lengths),
+)

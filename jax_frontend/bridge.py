@@ -1,0 +1,117 @@
+"""The bridge: torch's kernels inside JAX programs. The only file of the project where JAX and torch meet.
+
+XLA calls one registered function for each direction through its foreign function interface (jax-tvm-ffi), with its own
+buffers as DLPack tensors and, on a GPU, its own stream. Nothing is copied on the way in; the backend's results are
+written into XLA's buffers. Which call it is travels as one attribute, the token of a plan: a text of 7 characters, the
+longest that tvm-ffi keeps inside the value itself (longer ones, and numbers, cost memory on every call).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+
+from attn_core import backends
+from attn_core.backends import Inputs
+from attn_core.errors import BridgeError
+from attn_core.spec import AttentionSpec
+
+TOKEN_LENGTH = 7
+
+
+class BridgedCall(NamedTuple):
+    """What a callback needs to know of a call; the operands come with every run."""
+
+    direction: str
+    backend: str
+    spec: AttentionSpec
+    operands: tuple[str, ...]
+    """Which fields of ``Inputs`` the leading operands are."""
+    extras: tuple[str, ...] = ()
+    """What the operands after those are: out, lse, dout, dlse in a backward."""
+
+
+_calls: dict[str, BridgedCall] = {}
+"""token -> call. Content-addressed: a token means the same in every process, and entries are never changed."""
+
+
+def run(call: BridgedCall, results: tuple[jax.ShapeDtypeStruct, ...], *operands: Any) -> tuple[Any, ...]:
+    """The results of a backend's forward or backward on JAX arrays; traceable, one custom call in the program."""
+    _register_targets()
+    return tuple(jax.ffi.ffi_call(_target(call.direction), results)(*operands, call=token_of(call)))
+
+
+def token_of(call: BridgedCall) -> str:
+    """The token of a call, known to the callbacks from now on."""
+    for salt in range(100):
+        digest = hashlib.sha256(f"{salt}|{call._replace(spec=None)!r}|{call.spec.key}".encode()).digest()
+        token = base64.b64encode(digest).decode()[:TOKEN_LENGTH]
+        if _calls.setdefault(token, call) == call:
+            return token
+    raise BridgeError("no free token for a new attention call after 100 tries")
+
+
+def _target(direction: str) -> str:
+    return f"attn_core.callback.{direction}.v1"
+
+
+@cache
+def _register_targets() -> None:
+    import jax_tvm_ffi
+    import torch
+    import tvm_ffi
+
+    def on_host(*values: Any) -> None:
+        with torch.no_grad():
+            _dispatch(values[:-1], values[-1])
+
+    def on_stream(*values: Any) -> None:
+        device = values[0].device
+        with torch.no_grad(), torch.cuda.device(device), torch.cuda.stream(_stream(values[-1], device.index)):
+            _dispatch(values[:-2], values[-2])
+
+    platforms = {
+        "cpu": (on_host, ["args", "rets", "attrs.call"]),
+        "gpu": (on_stream, ["args", "rets", "attrs.call", "ctx.stream"]),
+    }
+    for direction in ("forward", "backward"):
+        for platform, (function, arguments) in platforms.items():
+            jax_tvm_ffi.register_ffi_target(
+                _target(direction),
+                tvm_ffi.convert_func(function, tensor_cls=torch.Tensor),
+                arguments,
+                platform=platform,
+                pass_owned_tensor=True,
+            )
+
+
+@cache
+def _stream(pointer: int, device: int) -> Any:
+    import torch
+
+    return torch.cuda.ExternalStream(pointer, device)
+
+
+def _dispatch(tensors: tuple[Any, ...], token: str) -> None:
+    """Runs a registered call on XLA's buffers: operands first, then the buffers of the results."""
+    call = _calls.get(token)
+    if call is None:
+        raise BridgeError(
+            f"no attention call {token!r} in this process: a compiled program from another process was run "
+            "before the function that holds the call was traced here"
+        )
+    module: Any = backends.load(call.backend)
+    count = len(call.operands)
+    inputs = Inputs(**dict(zip(call.operands, tensors[:count], strict=True)))
+    saved = dict(zip(call.extras, tensors[count:], strict=False))
+    if call.direction == "forward":
+        found = module.forward(call.spec, inputs)
+    else:
+        gradients = module.backward(call.spec, inputs, saved["out"], saved["lse"], saved["dout"], saved.get("dlse"))
+        found = tuple(gradient for gradient in gradients if gradient is not None)
+    for buffer, value in zip(tensors[count + len(call.extras) :], found, strict=True):
+        buffer.copy_(value)

@@ -1,0 +1,108 @@
+"""What the linen and the NNX attention layers share: everything between their projections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from attn_core.layer import check_layer_inputs, check_rotary
+from attn_core.seq_info import SeqInfo
+from jax_frontend.attention import attention
+
+Rotary = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+class LayerOptions(Protocol):
+    """The options that both layers hold under these names."""
+
+    causal: bool
+    alignment: str
+    window: int | tuple[int | None, int | None] | None
+    softcap: float | None
+    scale: float | None
+    rotary: Rotary | None
+    bitwise_deterministic: bool
+    backend: str | tuple[str, ...] | None
+
+
+class Projections(NamedTuple):
+    """query, key, value: ``[batch, seq, features] -> [batch, seq, heads, dim]``; out: back to ``[batch, seq, features]``."""
+
+    query: Callable[[jax.Array], jax.Array]
+    key: Callable[[jax.Array], jax.Array]
+    value: Callable[[jax.Array], jax.Array]
+    out: Callable[[jax.Array], jax.Array]
+
+
+class Call(NamedTuple):
+    """The arguments of one call of a layer; dropout is 0 where it is switched off."""
+
+    mask: jax.Array | None = None
+    bias: jax.Array | None = None
+    alibi_slopes: jax.Array | None = None
+    sinks: jax.Array | None = None
+    seq_info: Any = None
+    positions: jax.Array | None = None
+    dropout: float = 0.0
+    dropout_rng: Any = None
+
+
+def attend(layer: LayerOptions, projections: Projections, x: jax.Array, context: jax.Array | None, call: Call) -> jax.Array:
+    """Projects, rotates, attends and projects back.
+
+    Args:
+        x: ``[batch, seq, features]``; with seq_info ``[tokens, features]`` or ``[1, tokens, features]``.
+        context: where keys and values come from, laid out as x; None for self-attention.
+
+    Returns:
+        The rank of x, with the features of ``projections.out``.
+    """
+    seq_info = SeqInfo.coerce(call.seq_info)
+    check_layer_inputs(x.shape, None if context is None else context.shape, packed=seq_info is not None)
+    queries = x[None] if x.ndim == 2 else x  # [batch, seq, features]
+    positions = None if call.positions is None else jnp.asarray(call.positions)
+    check_rotary(
+        rotary=layer.rotary is not None,
+        cross=context is not None,
+        positions=None if positions is None else positions.shape,
+        rows=queries.shape[:2],
+    )
+    keys = queries if context is None else context[None] if x.ndim == 2 else context
+    q, k, v = projections.query(queries), projections.key(keys), projections.value(keys)
+    dtype = jnp.result_type(q, k, v)
+    if layer.rotary is not None:
+        q, k = layer.rotary(q, k, token_positions(positions, seq_info, *q.shape[:2]))
+    out = attention(
+        *(array.astype(dtype) for array in (q, k, v)),
+        causal=layer.causal,
+        alignment=layer.alignment,
+        window=layer.window,
+        softcap=layer.softcap,
+        scale=layer.scale,
+        mask=call.mask,
+        bias=call.bias,
+        alibi_slopes=call.alibi_slopes,
+        sinks=call.sinks,
+        seq_info=seq_info,
+        dropout=call.dropout,
+        deterministic=layer.bitwise_deterministic,
+        backend=layer.backend,
+        dropout_rng=call.dropout_rng,
+    )
+    out = projections.out(out)
+    return out[0] if x.ndim == 2 else out
+
+
+def token_positions(positions: jax.Array | None, seq_info: SeqInfo | None, batch: int, seq: int) -> jax.Array:
+    """``[batch, seq]`` int positions: the caller's (``[seq]`` or ``[batch, seq]``), else counted from each row's or
+    document's start."""
+    if positions is None:
+        positions = jnp.arange(seq, dtype=jnp.int32)
+        if seq_info is not None:
+            starts = jnp.asarray(seq_info.cu_seqlens_q)
+            document = jnp.searchsorted(starts[1:-1], positions, side="right")  # [tokens]
+            positions = positions - starts[document]
+    return jnp.broadcast_to(positions, (batch, seq))

@@ -1,0 +1,125 @@
+"""Attention for flax.linen: a layer, and the ``attention_fn`` that drops into ``flax.linen.MultiHeadDotProductAttention``."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen.linear import default_kernel_init
+
+from attn_core.layer import head_sizes
+from jax_frontend.flax_hook import AttentionFn, attention_fn
+from jax_frontend.flax_layer import Call, Projections, Rotary, attend
+
+__all__ = ["Attention", "AttentionFn", "attention_fn"]
+
+
+class Attention(nn.Module):
+    """Multi-head attention, with fewer key/value heads if asked, on ``jax_frontend.attention``.
+
+    Parameters are those of ``flax.linen.MultiHeadDotProductAttention``: ``query``, ``key`` and ``value`` with kernels
+    ``[features, heads, head_dim]`` and biases ``[heads, head_dim]``, ``out`` with a kernel ``[heads, value_dim, features]``;
+    and ``sink_logits [heads]`` when sinks is True.
+
+    Attributes:
+        num_heads, num_kv_heads: query heads, and key/value heads (as many when omitted).
+        head_dim, value_dim: channels of q and k (``features // num_heads`` when omitted), and of v (head_dim when omitted).
+        out_features: features of the output; those of x when omitted.
+        use_bias: whether the four projections have biases.
+        causal, alignment, window, softcap, scale, backend: as in ``jax_frontend.attention``.
+        sinks: learns one logit per head that joins each row's softmax without a value.
+        rotary: ``(q, k, positions) -> (q, k)``, applied after the projections; q and k ``[batch, seq, heads, head_dim]``,
+            positions int ``[batch, seq]``, counted within each document when packed. What it returns is cast back to the
+            dtype of the projections. Self-attention only.
+        dropout_rate: probability of dropping a softmax weight, each on its own.
+        deterministic: no dropout, as everywhere in Flax; given here or in the call, and needed only with dropout_rate.
+        bitwise_deterministic: the same bits on every run, gradients included: ``deterministic=`` of
+            ``jax_frontend.attention``.
+        dtype, param_dtype: of the computation (inferred from inputs and parameters when None), and of the parameters.
+        kernel_init, bias_init, out_kernel_init, out_bias_init, sinks_init: initialisers; those of ``out`` are
+            kernel_init and bias_init when omitted.
+    """
+
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    value_dim: int | None = None
+    out_features: int | None = None
+    use_bias: bool = True
+    causal: bool = False
+    alignment: str = "bottom_right"
+    window: int | tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    sinks: bool = False
+    rotary: Rotary | None = None
+    dropout_rate: float = 0.0
+    deterministic: bool | None = None
+    bitwise_deterministic: bool = False
+    backend: str | tuple[str, ...] | None = None
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: nn.initializers.Initializer = default_kernel_init
+    bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
+    out_kernel_init: nn.initializers.Initializer | None = None
+    out_bias_init: nn.initializers.Initializer | None = None
+    sinks_init: nn.initializers.Initializer = nn.initializers.zeros_init()
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        context: jax.Array | None = None,
+        *,
+        mask: jax.Array | None = None,
+        bias: jax.Array | None = None,
+        alibi_slopes: jax.Array | None = None,
+        seq_info: Any = None,
+        positions: jax.Array | None = None,
+        deterministic: bool | None = None,
+        dropout_rng: Any = None,
+    ) -> jax.Array:
+        """Applies the layer.
+
+        Args:
+            x: ``[batch, seq, features]``; with seq_info ``[tokens, features]`` or ``[1, tokens, features]``.
+            context: where keys and values come from, laid out as x; None for self-attention.
+            mask, bias, alibi_slopes, seq_info: as in ``jax_frontend.attention`` (mask bool, True = visible).
+            positions: ``[seq]`` or ``[batch, seq]`` for rotary; counted from each row's or document's start when omitted.
+            deterministic: no dropout.
+            dropout_rng: a random key; the ``"dropout"`` stream when omitted.
+
+        Returns:
+            ``[batch, seq, out_features]``, or the rank of x.
+
+        Raises:
+            SpecError, ShapeError, NoBackendError: naming the argument, its value and the remedy.
+        """
+        dropping = self.dropout_rate != 0 and not nn.merge_param("deterministic", self.deterministic, deterministic)
+        if dropping and dropout_rng is None:
+            dropout_rng = self.make_rng("dropout")
+        sinks = self.param("sink_logits", self.sinks_init, (self.num_heads,), self.param_dtype) if self.sinks else None
+        dropout = self.dropout_rate if dropping else 0.0
+        rng = dropout_rng if dropping else None
+        call = Call(mask, bias, alibi_slopes, sinks, seq_info, positions, dropout, rng)
+        return attend(self, self._projections(x.shape[-1]), x, context, call)
+
+    def _projections(self, features: int) -> Projections:
+        sizes = head_sizes(features, self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim)
+        dense = partial(nn.DenseGeneral, use_bias=self.use_bias, dtype=self.dtype, param_dtype=self.param_dtype)
+        heads = partial(dense, axis=-1, kernel_init=self.kernel_init, bias_init=self.bias_init)
+        return Projections(
+            query=heads((sizes.num_heads, sizes.head_dim), name="query"),
+            key=heads((sizes.num_kv_heads, sizes.head_dim), name="key"),
+            value=heads((sizes.num_kv_heads, sizes.value_dim), name="value"),
+            out=dense(
+                self.out_features or features,
+                axis=(-2, -1),
+                kernel_init=self.out_kernel_init or self.kernel_init,
+                bias_init=self.out_bias_init or self.bias_init,
+                name="out",
+            ),
+        )

@@ -1,0 +1,160 @@
+"""Attention for flax.nnx: a layer, and the ``attention_fn`` that drops into ``flax.nnx.MultiHeadAttention``."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn.linear import default_kernel_init
+
+from attn_core.errors import SpecError
+from attn_core.layer import check_features, head_sizes
+from jax_frontend.flax_hook import AttentionFn, attention_fn
+from jax_frontend.flax_layer import Call, Projections, Rotary, attend
+
+__all__ = ["Attention", "AttentionFn", "attention_fn"]
+
+
+class Attention(nnx.Module):
+    """Multi-head attention, with fewer key/value heads if asked, on ``jax_frontend.attention``.
+
+    Parameters are those of ``flax.nnx.MultiHeadAttention``: ``query``, ``key`` and ``value`` with kernels
+    ``[features, heads, head_dim]`` and biases ``[heads, head_dim]``, ``out`` with a kernel ``[heads, value_dim, features]``;
+    and ``sink_logits [heads]`` when sinks is True.
+
+    Args:
+        num_heads, num_kv_heads: query heads, and key/value heads (as many when omitted).
+        in_features, in_kv_features: features of x, and of context (those of x when omitted).
+        head_dim, value_dim: channels of q and k (``in_features // num_heads`` when omitted), and of v (head_dim when
+            omitted).
+        out_features: features of the output; those of x when omitted.
+        use_bias: whether the four projections have biases.
+        causal, alignment, window, softcap, scale, backend: as in ``jax_frontend.attention``.
+        sinks: learns one logit per head that joins each row's softmax without a value.
+        rotary: ``(q, k, positions) -> (q, k)``, applied after the projections; q and k ``[batch, seq, heads, head_dim]``,
+            positions int ``[batch, seq]``, counted within each document when packed. What it returns is cast back to the
+            dtype of the projections. Self-attention only.
+        dropout_rate: probability of dropping a softmax weight, each on its own.
+        deterministic: no dropout, as everywhere in Flax (``train()`` and ``eval()`` set it); given here or in the call,
+            and needed only with dropout_rate.
+        bitwise_deterministic: the same bits on every run, gradients included: ``deterministic=`` of
+            ``jax_frontend.attention``.
+        dtype, param_dtype: of the computation (inferred from inputs and parameters when None), and of the parameters.
+        kernel_init, bias_init, out_kernel_init, out_bias_init, sinks_init: initialisers; those of ``out`` are
+            kernel_init and bias_init when omitted.
+        rngs: for the parameters, and a stream forked from ``rngs.dropout`` when keep_rngs and dropout_rate say so.
+        keep_rngs: hold that stream, so that calls need no rngs.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        *,
+        num_kv_heads: int | None = None,
+        in_kv_features: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        out_features: int | None = None,
+        use_bias: bool = True,
+        causal: bool = False,
+        alignment: str = "bottom_right",
+        window: int | tuple[int | None, int | None] | None = None,
+        softcap: float | None = None,
+        scale: float | None = None,
+        sinks: bool = False,
+        rotary: Rotary | None = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool | None = None,
+        bitwise_deterministic: bool = False,
+        backend: str | tuple[str, ...] | None = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: nnx.Initializer = default_kernel_init,
+        bias_init: nnx.Initializer = nnx.initializers.zeros_init(),
+        out_kernel_init: nnx.Initializer | None = None,
+        out_bias_init: nnx.Initializer | None = None,
+        sinks_init: nnx.Initializer = nnx.initializers.zeros_init(),
+        rngs: nnx.Rngs,
+        keep_rngs: bool = True,
+    ) -> None:
+        sizes = head_sizes(in_features, num_heads, num_kv_heads, head_dim, value_dim)
+        self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim = sizes
+        self.causal, self.alignment, self.window = causal, alignment, window
+        self.softcap, self.scale = softcap, scale
+        self.sinks, self.rotary = sinks, rotary
+        self.dropout_rate, self.deterministic = dropout_rate, deterministic
+        self.bitwise_deterministic, self.backend = bitwise_deterministic, backend
+
+        linear = partial(nnx.LinearGeneral, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        heads = partial(linear, kernel_init=kernel_init, bias_init=bias_init)
+        self.in_features = in_features
+        self.in_kv_features = source = in_features if in_kv_features is None else in_kv_features
+        self.query = heads(in_features, (sizes.num_heads, sizes.head_dim))
+        self.key = heads(source, (sizes.num_kv_heads, sizes.head_dim))
+        self.value = heads(source, (sizes.num_kv_heads, sizes.value_dim))
+        self.out = linear(
+            (sizes.num_heads, sizes.value_dim),
+            in_features if out_features is None else out_features,
+            axis=(-2, -1),
+            kernel_init=out_kernel_init or kernel_init,
+            bias_init=out_bias_init or bias_init,
+        )
+        made = sinks_init(rngs.params(), (num_heads,), param_dtype) if sinks else None
+        self.sink_logits = nnx.data(None) if made is None else nnx.Param(made)
+        self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0 else None
+
+    def __call__(
+        self,
+        x: jax.Array,
+        context: jax.Array | None = None,
+        *,
+        mask: jax.Array | None = None,
+        bias: jax.Array | None = None,
+        alibi_slopes: jax.Array | None = None,
+        seq_info: Any = None,
+        positions: jax.Array | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+    ) -> jax.Array:
+        """Applies the layer.
+
+        Args:
+            x: ``[batch, seq, features]``; with seq_info ``[tokens, features]`` or ``[1, tokens, features]``.
+            context: where keys and values come from, laid out as x; None for self-attention.
+            mask, bias, alibi_slopes, seq_info: as in ``jax_frontend.attention`` (mask bool, True = visible).
+            positions: ``[seq]`` or ``[batch, seq]`` for rotary; counted from each row's or document's start when omitted.
+            deterministic: no dropout; goes before the layer's own.
+            rngs: where the dropout key comes from; goes before the layer's own.
+
+        Returns:
+            ``[batch, seq, out_features]``, or the rank of x.
+
+        Raises:
+            SpecError, ShapeError, NoBackendError: naming the argument, its value and the remedy.
+        """
+        check_features(x.shape, None if context is None else context.shape, self.in_features, self.in_kv_features)
+        dropout, dropout_rng = self._dropout(deterministic, rngs)
+        sinks = None if self.sink_logits is None else self.sink_logits[...]
+        call = Call(mask, bias, alibi_slopes, sinks, seq_info, positions, dropout, dropout_rng)
+        return attend(self, Projections(self.query, self.key, self.value, self.out), x, context, call)
+
+    def _dropout(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> tuple[float, Any]:
+        """The rate and the key of this call."""
+        if self.dropout_rate == 0:
+            return 0.0, None
+        off = self.deterministic if deterministic is None else deterministic
+        if off is None:
+            raise SpecError(
+                f"deterministic=None with dropout_rate={self.dropout_rate}: expected True or False, in the layer, the call, "
+                "or by train() and eval()"
+            )
+        if off:
+            return 0.0, None
+        stream = self.rngs if rngs is None else rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
+        if stream is None:
+            raise SpecError("rngs=None: expected nnx.Rngs in the call, for the layer was built with keep_rngs=False")
+        return self.dropout_rate, stream()

@@ -1,0 +1,167 @@
+"""The primitives ``attn_forward`` and ``attn_backward``: a torch backend's two halves as JAX sees them.
+
+Each holds one bridged call. They lower to a custom call; vmap folds the mapped axis into the batch, or runs one row
+after another where folding would change the meaning (packed documents, mapped sinks).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from attn_core import backends
+from attn_core.backends import Gradients, Inputs
+from attn_core.selection import Target, refusals
+from attn_core.spec import AttentionSpec
+from jax_frontend import bridge
+
+Shape = jax.ShapeDtypeStruct
+_BATCHED = ("q", "k", "v", "out", "lse", "dout", "dlse")  # operands whose leading axis is the batch
+
+
+def forward(spec: AttentionSpec, backend: str, inputs: Inputs) -> tuple[Any, Any]:
+    """(out, lse) of a call on a backend, traceable."""
+    if spec.empty:
+        return jnp.zeros(spec.out_shape, spec.dtype), jnp.full(spec.lse_shape, -jnp.inf, spec.lse_dtype)
+    module: Any = backends.load(backend)
+    if module.FRAMEWORK == "jax":
+        return module.forward(spec, inputs)
+    names, given = _present(inputs)
+    out, lse = forward_p.bind(*given, call=bridge.BridgedCall("forward", backend, spec, names))
+    return out, lse
+
+
+def backward(
+    spec: AttentionSpec, backend: str, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any
+) -> Gradients:
+    """The gradients of a call on a backend, traceable; dlse is None when nothing depends on the log-sum-exp."""
+    if spec.empty:
+        dbias = jnp.zeros_like(inputs.bias) if spec.bias_gradient else None
+        return Gradients(*map(jnp.zeros_like, inputs[:3]), dbias, None if inputs.sinks is None else inputs.sinks * 0)
+    module: Any = backends.load(backend)
+    if module.FRAMEWORK == "jax":
+        return module.backward(spec, inputs, out, lse, dout, dlse)
+    names, given = _present(inputs)
+    saved = {"out": out, "lse": lse, "dout": dout, **({} if dlse is None else {"dlse": dlse})}
+    call = bridge.BridgedCall("backward", backend, spec, names, tuple(saved))
+    found = dict(zip(_gradient_names(spec), backward_p.bind(*given, *saved.values(), call=call), strict=True))
+    return Gradients(**found)
+
+
+def _present(inputs: Inputs) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    found = [(name, array) for name, array in zip(Inputs._fields, inputs, strict=True) if array is not None]
+    names, given = zip(*found, strict=True)
+    return names, given
+
+
+def _gradient_names(spec: AttentionSpec) -> tuple[str, ...]:
+    return ("dq", "dk", "dv", *(["dbias"] if spec.bias_gradient else []), *(["dsinks"] if spec.sinks else []))
+
+
+def _result_shapes(call: bridge.BridgedCall, *operands: Any) -> list[Shape]:
+    spec = call.spec
+    if call.direction == "forward":
+        return [Shape(spec.out_shape, jnp.dtype(spec.dtype)), Shape(spec.lse_shape, jnp.dtype(spec.lse_dtype))]
+    by_name = dict(zip(call.operands, operands, strict=False))
+    like = [by_name[name[1:]] for name in _gradient_names(spec)]
+    return [Shape(array.shape, array.dtype) for array in like]
+
+
+def _abstract(*operands: Any, call: bridge.BridgedCall) -> list[Any]:
+    return [jax.core.ShapedArray(s.shape, s.dtype) for s in _result_shapes(call, *operands)]
+
+
+def _custom_call(*operands: Any, call: bridge.BridgedCall) -> list[Any]:
+    return list(bridge.run(call, tuple(_result_shapes(call, *operands)), *operands))
+
+
+@lru_cache(maxsize=4096)
+def _compiled(call: bridge.BridgedCall) -> Any:
+    return jax.jit(partial(_custom_call, call=call))
+
+
+def _eager(*operands: Any, call: bridge.BridgedCall) -> list[Any]:
+    return _compiled(call)(*operands)
+
+
+def _batched(
+    primitive: Primitive, operands: tuple[Any, ...], axes: tuple[int | None, ...], *, call: bridge.BridgedCall
+) -> tuple[list[Any], list[int]]:
+    """vmap: one call on a batch n times as large, or n calls one after another."""
+    names = (*call.operands, *call.extras)
+    size = next(array.shape[axis] for array, axis in zip(operands, axes, strict=True) if axis is not None)
+    front = [array if axis is None else jnp.moveaxis(array, axis, 0) for array, axis in zip(operands, axes, strict=True)]
+    mapped = [axis is not None for axis in axes]
+    spec = _folded_spec(call.spec, size, dict(zip(names, mapped, strict=True)))
+    if spec is None or refusals(call.backend, spec, Target.here("jax", "cpu")):
+        return _one_by_one(primitive, front, mapped, call)
+    folded = [_fold(name, array, was, call.spec.batch, size) for name, array, was in zip(names, front, mapped, strict=True)]
+    results = primitive.bind(*folded, call=call._replace(spec=spec))
+    split = [array.reshape(size, array.shape[0] // size, *array.shape[1:]) for array in results]
+    return split, [0] * len(split)
+
+
+def _folded_spec(spec: AttentionSpec, size: int, mapped: dict[str, bool]) -> AttentionSpec | None:
+    """The spec with the mapped axis folded into its batch; None where the result would not be the same call."""
+    if spec.packed or mapped.get("sinks") or mapped.get("rng") or spec.sinks or spec.bias_gradient:
+        return None  # one gradient of the sinks or of a shared bias for each mapped element cannot come from one call
+    batch = spec.batch * size
+    changes: dict[str, Any] = {"batch": batch}
+    for name in ("mask", "bias"):
+        shape = getattr(spec, f"{name}_shape")
+        if shape is not None and (mapped[name] or shape[0] != 1):
+            changes[f"{name}_shape"] = (batch, *shape[1:])
+    if spec.alibi_shape is not None and (mapped["alibi_slopes"] or len(spec.alibi_shape) == 2):
+        changes["alibi_shape"] = (batch, spec.num_heads)
+    return replace(spec, **changes)
+
+
+def _fold(name: str, array: Any, mapped: bool, batch: int, size: int) -> Any:
+    """An operand with the mapped axis (leading, if mapped) folded into its batch axis."""
+    if name in _BATCHED:
+        if not mapped:
+            array = jnp.broadcast_to(array, (size, *array.shape))
+        return array.reshape(size * batch, *array.shape[2:])
+    if name == "alibi_slopes":
+        if not mapped and array.ndim == 1:
+            return array
+        if not mapped:
+            array = jnp.broadcast_to(array, (size, *array.shape))
+        rows = array if array.ndim == 3 else array[:, None]
+        return jnp.broadcast_to(rows, (size, batch, rows.shape[2])).reshape(size * batch, -1)
+    if not mapped and array.shape[0] == 1:  # mask or bias shared by the whole batch
+        return array
+    if not mapped:
+        array = jnp.broadcast_to(array, (size, *array.shape))
+    return jnp.broadcast_to(array, (size, batch, *array.shape[2:])).reshape(size * batch, *array.shape[2:])
+
+
+def _one_by_one(
+    primitive: Primitive, front: list[Any], mapped: list[bool], call: bridge.BridgedCall
+) -> tuple[list[Any], list[int]]:
+    def one(rows: list[Any]) -> list[Any]:
+        moving = iter(rows)
+        return primitive.bind(*(next(moving) if was else fixed for fixed, was in zip(front, mapped, strict=True)), call=call)
+
+    results = jax.lax.map(one, [array for array, was in zip(front, mapped, strict=True) if was])
+    return list(results), [0] * len(results)
+
+
+def _primitive(name: str) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(_eager)
+    primitive.def_abstract_eval(_abstract)
+    mlir.register_lowering(primitive, mlir.lower_fun(_custom_call, multiple_results=True))
+    batching.primitive_batchers[primitive] = partial(_batched, primitive)
+    return primitive
+
+
+forward_p = _primitive("attn_forward")
+backward_p = _primitive("attn_backward")

@@ -1,0 +1,96 @@
+"""From arrays to a backend: the plan of a call. The twin of torch_frontend.plan, at trace time."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from attn_core.backends import Inputs
+from attn_core.call import ArrayFacts, Arrays, Options, build_spec
+from attn_core.selection import Selection, Target, explain, select
+from attn_core.spec import AttentionSpec
+
+
+class Plan(NamedTuple):
+    """A call that has been checked and given to a backend."""
+
+    spec: AttentionSpec
+    backend: str
+    one_row: bool
+    """Whether packed arrays came as ``[1, tokens, ...]`` and go back so."""
+
+
+Metadata = tuple[tuple[int, ...], np.dtype]
+
+
+@lru_cache(maxsize=4096)
+def plan(
+    metadata: tuple[Metadata | None, ...],
+    device: str,
+    options: Options,
+    needs_backward: bool,
+    bias_gradient: bool,
+    requested: str | tuple[str, ...] | None,
+) -> Plan:
+    """Checks a call and chooses its backend; the same question is answered once.
+
+    Args:
+        metadata: (shape, dtype) for each field of ``attn_core.call.Arrays``, None where there is no array.
+        device: as ``device_name`` gives it.
+        requested: ``backend=`` of the call, or what ``use_backend`` asks for.
+    """
+    selection = select(*question(metadata, device, options, needs_backward, bias_gradient, requested))
+    spec = selection.spec
+    one_row = spec.packed and metadata[0] is not None and len(metadata[0][0]) == 4
+    return Plan(spec, selection.backend or "", one_row)
+
+
+def explanation(*arguments: Any) -> Selection:
+    """The Selection behind ``plan``, whether or not a backend can run the call."""
+    return explain(*question(*arguments))
+
+
+def question(
+    metadata: tuple[Metadata | None, ...],
+    device: str,
+    options: Options,
+    needs_backward: bool,
+    bias_gradient: bool,
+    requested: str | tuple[str, ...] | None,
+) -> tuple[AttentionSpec, Target, str | tuple[str, ...] | None]:
+    """What ``select`` is asked: the spec, the target and the requested backends."""
+    facts = (entry and ArrayFacts(tuple(entry[0]), str(entry[1]), device) for entry in metadata)
+    spec = build_spec(Arrays(*facts), options, needs_backward=needs_backward, bias_gradient=bias_gradient)
+    return spec, Target.here("jax", device), requested
+
+
+def metadata(inputs: Inputs) -> tuple[Metadata | None, ...]:
+    """(shape, dtype) of every array that ``attn_core.call.Arrays`` names."""
+    given = inputs[: len(Arrays._fields)]
+    return tuple(None if array is None else (tuple(array.shape), np.dtype(array.dtype)) for array in given)
+
+
+def device_name(array: Any) -> str:
+    """``"cpu"`` or ``"sm90"`` for where an array is, or where a traced one will be: JAX's default device."""
+    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+        device = next(iter(array.devices()))
+    else:
+        device = jax.config.jax_default_device or jax.devices()[0]  # type: ignore[attr-defined]
+        if isinstance(device, str):
+            device = jax.devices(device)[0]
+    if device.platform not in ("gpu", "cuda"):
+        return str(device.platform)
+    return "sm" + str(device.compute_capability).replace(".", "")
+
+
+def check_array(name: str, value: Any, *, shapes_only: bool = False) -> None:
+    """Raises TypeError unless ``value`` is a JAX array (or a ShapeDtypeStruct, where only shapes are looked at)."""
+    if isinstance(value, jax.Array) or (shapes_only and isinstance(value, jax.ShapeDtypeStruct)):
+        return
+    kind = type(value)
+    module = kind.__module__.partition(".")[0]
+    remedy = "use torch_frontend.attention for torch tensors" if module == "torch" else "use jnp.asarray"
+    raise TypeError(f"{name}: expected a jax.Array, got {kind.__module__}.{kind.__qualname__}; {remedy}")

@@ -1,0 +1,175 @@
+"""The arrows between the packages, read from the sources; and what an import loads, seen from a fresh process."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("attn_core", "torch_frontend", "jax_frontend")
+SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+FRAMEWORKS = {"torch", "jax", "jaxlib", "flax", "jax_tvm_ffi", "tvm_ffi", "triton", "transformers"}
+MAX_LINES = 260
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(path: Path, *, module_level: bool = False) -> Iterator[str]:
+    """Dotted names that a file imports; with module_level only those that run when it is imported."""
+    yield from _imports(ast.parse(path.read_text(encoding="utf-8")), module_level)
+
+
+def _imports(node: ast.AST, module_level: bool) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, "absolute imports only, or the arrows cannot be read"
+            yield from (f"{child.module}.{alias.name}" for alias in child.names)
+        elif not (module_level and _runs_later(child)):
+            yield from _imports(child, module_level)
+
+
+def _runs_later(node: ast.AST) -> bool:
+    """Whether the import of a module leaves out what stands inside the node: a function, or names for types alone."""
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test).endswith("TYPE_CHECKING")
+    return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+
+
+def top(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def test_the_reader_of_imports_sees_them() -> None:
+    source = (
+        "import torch.nn as nn\nfrom jax import numpy\n"
+        "class A:\n    import flax\n"
+        "def f():\n    import triton\n    from attn_core import spec\n"
+        "if TYPE_CHECKING:\n    import transformers\n"
+    )
+    tree = ast.parse(source)
+    assert list(_imports(tree, True)) == ["torch.nn", "jax.numpy", "flax"]
+    assert set(_imports(tree, False)) >= {"triton", "attn_core.spec", "transformers"}
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if "attn_core" in p.parts], ids=name_of)
+def test_attn_core_imports_no_framework_at_module_level(path: Path) -> None:
+    allowed = {"numpy", "attn_core"} | set(sys.stdlib_module_names)
+    if path.is_relative_to(ROOT / "attn_core/cli"):
+        allowed |= {"typer", "rich"}
+    assert {top(name) for name in imports(path, module_level=True)} <= allowed
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.is_relative_to(ROOT / "attn_core")], ids=name_of)
+def test_attn_core_does_not_know_the_frontends(path: Path) -> None:
+    known = {top(name) for name in imports(path)}
+    if not path.is_relative_to(ROOT / "attn_core/cli"):
+        assert not known & {"torch_frontend", "jax_frontend", "typer", "rich"}
+    assert "tests" not in known
+
+
+def test_the_frontends_do_not_know_each_other() -> None:
+    for path in SOURCES:
+        other = {"torch_frontend": "jax_frontend", "jax_frontend": "torch_frontend"}.get(
+            path.relative_to(ROOT).parts[0]
+        )
+        assert other not in {top(name) for name in imports(path)}, name_of(path)
+
+
+def test_torch_frontend_does_not_know_jax() -> None:
+    for path in (ROOT / "torch_frontend").rglob("*.py"):
+        assert not {top(name) for name in imports(path)} & {"jax", "jaxlib", "flax"}, name_of(path)
+
+
+def test_jax_and_torch_meet_in_the_bridge_alone() -> None:
+    meeting = {
+        name_of(path) for path in (ROOT / "jax_frontend").rglob("*.py") if "torch" in {top(n) for n in imports(path)}
+    }
+    assert meeting <= {"jax_frontend/bridge.py"}
+
+
+BACKENDS = sorted(p for p in (ROOT / "attn_core/backends").glob("*.py") if p.stem != "__init__")
+
+
+@pytest.mark.parametrize("path", BACKENDS, ids=name_of)
+def test_a_backend_knows_neither_selection_nor_another_backend(path: Path) -> None:
+    siblings = {f"attn_core.backends.{other.stem}" for other in BACKENDS}
+    for name in imports(path):
+        assert not name.startswith("attn_core.selection"), name
+        assert not any(name == sibling or name.startswith(sibling + ".") for sibling in siblings), name
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_files_stay_small(path: Path) -> None:
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= MAX_LINES, f"{name_of(path)} has {lines} lines: split it by meaning"
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a fresh interpreter at the root of the project."""
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+    )
+
+
+LOADED = f"import sys; loaded = sorted({FRAMEWORKS!r} & set(sys.modules)); print(*loaded); sys.exit(bool(loaded))"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["import attn_core", "import attn_core.reference, attn_core.accuracy", "import attn_core.cli.app"],
+)
+def test_import_loads_no_framework(statement: str) -> None:
+    done = python(f"{statement}\n{LOADED}")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_import_check_can_fail() -> None:
+    pytest.importorskip("jax")
+    done = python(f"import attn_core, jax\n{LOADED}")
+    assert done.returncode == 1
+    assert "jax" in done.stdout.split()
+
+
+def test_every_backend_is_described_without_a_framework() -> None:
+    code = f"""
+from attn_core import backends
+for name in backends.built():
+    backend = backends.load(name)
+    assert backend.FORWARD.kernel and backend.REQUIRES and backend.FRAMEWORK in ("torch", "jax"), name
+{LOADED}"""
+    done = python(code)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+BLOCKED = """
+import sys
+for name in ("torch", "jax", "jaxlib", "flax", "jax_tvm_ffi", "tvm_ffi"):
+    sys.modules[name] = None  # an import of it raises ModuleNotFoundError
+"""
+
+
+@pytest.mark.parametrize("device", ["cpu", "sm90"])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_explain_works_without_any_framework(framework: str, device: str) -> None:
+    arguments = ["explain", "--causal", "--softcap", "50", "--device", device, "--framework", framework]
+    done = python(f"{BLOCKED}\nsys.argv = ['attn', *{arguments!r}]\nfrom attn_core.cli import main\nmain()")
+    assert done.returncode in (0, 1), done.stderr
+    assert f"attention in {framework} on {device}: " in done.stdout
+    assert f"{framework} is not installed here: every backend is assumed to be installed" in done.stdout
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_the_command_line_says_what_is_missing(missing: str) -> None:
+    done = python(f"import sys\nsys.modules[{missing!r}] = None\nfrom attn_core.cli import main\nmain()")
+    assert done.returncode == 1
+    expected = f"attn: the command line needs {missing}, which is not installed; pip install 'attn-core[cli]'\n"
+    assert done.stderr == expected

@@ -1,0 +1,263 @@
+"""attention_fn inside Flax's own layers: the same numbers as Flax's attention, every keyword honoured or refused by name."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flax")
+
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+
+from attn_core.errors import ShapeError, SpecError
+from jax_frontend.flax_hook import attention_fn
+
+BATCH, LENGTH, KV_LENGTH, HEADS, DIM = 2, 5, 7, 3, 11
+TOLERANCE = {"rtol": 1e-5, "atol": 2e-6}
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+def heads(batch=(BATCH,), q_len=LENGTH, kv_len=KV_LENGTH, kv_heads=HEADS, dtype=jnp.float32):
+    query = normal(0, *batch, q_len, HEADS, DIM, dtype=dtype)
+    return query, *(normal(seed, *batch, kv_len, kv_heads, DIM, dtype=dtype) for seed in (1, 2))
+
+
+def some_mask(*shape, dtype=jnp.float32):
+    """A 0/1 mask, as Flax makes them, in which every query sees the first key."""
+    return jax.random.bernoulli(jax.random.key(3), 0.6, shape).at[..., 0].set(True).astype(dtype)
+
+
+class _AnyName(dict):
+    def __contains__(self, name):
+        return True
+
+
+class _AsksForEverything(inspect.Signature):
+    """A signature in which linen, which passes only the keywords it finds by name, finds all of them."""
+
+    parameters = property(lambda self: _AnyName())
+
+
+class Recorder:
+    __signature__ = _AsksForEverything()
+
+    def __call__(self, query, key, value, **keywords):
+        self.keywords = keywords
+        return query
+
+
+def passed_by(host):
+    """The keywords that a Flax layer of this version passes to its attention_fn."""
+    recorder, x = Recorder(), normal(0, BATCH, LENGTH, HEADS * DIM)
+    if host == "linen":
+        layer = linen.MultiHeadDotProductAttention(HEADS, attention_fn=recorder)
+        layer.init_with_output(jax.random.key(0), x, sow_weights=True)
+    else:
+        layer = nnx.MultiHeadAttention(HEADS, HEADS * DIM, decode=False, attention_fn=recorder, rngs=nnx.Rngs(0))
+        layer(x, sow_weights=True)
+    return recorder.keywords
+
+
+# For every keyword: a value, its companions, and what comes of it: "as linen" or "as nnx" (the number Flax computes, and
+# not the one without it), "changes" (another result), "same" (no effect on any result), or the refusal's words.
+DROPPING = {"dropout_rate": 0.5, "broadcast_dropout": False, "deterministic": False}
+KEYWORDS = [
+    ("bias", normal(4, HEADS, LENGTH, KV_LENGTH), {}, "as linen"),
+    ("bias", normal(4, BATCH, 1, LENGTH, 1) * normal(5, 1, HEADS, 1, KV_LENGTH), {}, "as nnx"),
+    ("mask", some_mask(BATCH, 1, LENGTH, KV_LENGTH), {}, "as linen"),
+    ("mask", some_mask(BATCH, HEADS, 1, KV_LENGTH, dtype=bool), {}, "as nnx"),
+    ("mask", some_mask(LENGTH, KV_LENGTH, dtype=jnp.int32), {}, "as linen"),
+    ("is_causal", True, {}, "as nnx"),
+    ("dtype", jnp.bfloat16, {}, "as linen"),
+    ("promote_dtype", lambda arrays, dtype: tuple(array.astype(jnp.bfloat16) for array in arrays), {}, "as nnx"),
+    ("broadcast_dropout", True, {**DROPPING, "dropout_rng": jax.random.key(5)}, "broadcast_dropout=True"),
+    ("broadcast_dropout", True, {}, "same"),
+    ("dropout_rate", 0.5, {**DROPPING, "dropout_rng": jax.random.key(5)}, "changes"),
+    ("dropout_rate", 1.5, {**DROPPING, "dropout_rng": jax.random.key(5)}, "dropout=1.5"),
+    ("dropout_rng", None, DROPPING, "dropout_rng=None"),
+    ("dropout_rng", jax.random.key(5), DROPPING, "changes"),
+    ("deterministic", True, {**DROPPING, "dropout_rng": jax.random.key(5)}, "same"),
+    ("deterministic", False, {**DROPPING, "dropout_rng": jax.random.key(5)}, "changes"),
+    ("precision", jax.lax.Precision.HIGHEST, {}, "precision="),
+    ("precision", "high", {}, "precision='high'"),
+    ("precision", jax.lax.DotAlgorithmPreset.F32_F32_F32, {"dtype": jnp.bfloat16}, "precision="),
+    ("precision", jax.lax.Precision.DEFAULT, {}, "same"),
+    ("force_fp32_for_softmax", True, {}, "same"),
+    ("module", linen.Dense(1), {}, "sow_weights=True"),
+    ("einsum_dot_general", jax.lax.dot_general, {}, "einsum_dot_general"),
+    ("qk_attn_weights_einsum", jnp.einsum, {}, "qk_attn_weights_einsum"),
+    ("attn_weights_value_einsum", jnp.einsum, {}, "attn_weights_value_einsum"),
+]
+
+
+@pytest.mark.parametrize("host", ["linen", "nnx"])
+def test_every_keyword_of_flax_is_named_and_tried(host):
+    flax_function = getattr(linen if host == "linen" else nnx, "dot_product_attention")
+    arrays = {"query", "key", "value"}
+    theirs = set(inspect.signature(flax_function).parameters) | set(passed_by(host))
+    ours = inspect.signature(attention_fn()).parameters
+    assert theirs <= set(ours)
+    assert {name for name, *_ in KEYWORDS} == set(ours) - arrays
+    assert all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in ours.values())
+
+
+@pytest.mark.parametrize(("name", "value", "companions", "effect"), KEYWORDS)
+def test_a_keyword_is_honoured_or_refused_by_name(name, value, companions, effect):
+    arrays, hook = heads(), attention_fn()
+    keywords = {**companions, name: value}
+    if effect not in ("as linen", "as nnx", "changes", "same"):
+        with pytest.raises(SpecError, match=effect):
+            hook(*arrays, **keywords)
+        return
+    got, plain = hook(*arrays, **keywords), hook(*arrays)
+    differs = got.dtype != plain.dtype or not np.allclose(got, plain, atol=1e-4)
+    assert differs == (effect != "same")
+    if effect.startswith("as "):
+        host = {"as linen": linen, "as nnx": nnx}[effect]
+        expected = host.dot_product_attention(*arrays, **keywords)
+        assert got.dtype == expected.dtype
+        loose = {"rtol": 0.02, "atol": 0.02} if got.dtype == jnp.bfloat16 else TOLERANCE
+        np.testing.assert_allclose(np.float32(got), np.float32(expected), **loose)
+
+
+def test_positional_order_is_flax_s():
+    for function in (linen.dot_product_attention, nnx.dot_product_attention):
+        theirs = list(inspect.signature(function).parameters)[:11]
+        assert theirs == list(inspect.signature(attention_fn()).parameters)[:11]
+
+
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3), (2, 1, 3), (0,)])
+@pytest.mark.parametrize("mask_batch", ["full", "ones", "first", "none"])
+def test_any_number_of_batch_axes(batch, mask_batch):
+    lead = {"full": batch, "ones": (1,) * len(batch), "first": (*batch[:1], *(1 for _ in batch[1:])), "none": ()}[mask_batch]
+    mask = some_mask(*lead, 1, LENGTH, KV_LENGTH)
+    bias = normal(4, *lead, HEADS, LENGTH, KV_LENGTH)
+    arrays = heads(batch)
+    got = attention_fn()(*arrays, mask=mask, bias=bias)
+    assert got.shape == arrays[0].shape
+    np.testing.assert_allclose(got, linen.dot_product_attention(*arrays, mask=mask, bias=bias), **TOLERANCE)
+
+
+def test_shapes_that_do_not_fit_are_named():
+    query, key, value = heads()
+    with pytest.raises(ShapeError, match="mask: expected batch axes"):
+        attention_fn()(query, key, value, mask=some_mask(BATCH + 1, 1, LENGTH, KV_LENGTH))
+    with pytest.raises(ShapeError, match="bias: expected at most 4 axes"):
+        attention_fn()(query, key, value, bias=normal(0, 1, 1, 1, LENGTH, KV_LENGTH))
+    with pytest.raises(ShapeError, match="key: expected the batch axes"):
+        attention_fn()(query, key[:1], value)
+    with pytest.raises(ShapeError, match="query: expected"):
+        attention_fn()(query[0, 0], key, value)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_linen_layer_computes_the_same(masked):
+    x, context = normal(0, BATCH, LENGTH, HEADS * DIM), normal(1, BATCH, KV_LENGTH, 13)
+    mask = some_mask(BATCH, HEADS, LENGTH, KV_LENGTH) if masked else None
+    theirs = linen.MultiHeadDotProductAttention(HEADS)
+    ours = linen.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn())
+    expected, variables = theirs.init_with_output(jax.random.key(0), x, context, mask=mask)
+    np.testing.assert_allclose(jax.jit(ours.apply)(variables, x, context, mask=mask), expected, **TOLERANCE)
+
+    def loss(layer):
+        return jax.grad(lambda variables: jnp.sum(layer.apply(variables, x, context, mask=mask) ** 2))(variables)
+
+    for got, wanted in zip(jax.tree.leaves(loss(ours)), jax.tree.leaves(loss(theirs)), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_linen_decodes_token_by_token():
+    x = normal(0, BATCH, LENGTH, HEADS * DIM)
+    full = linen.MultiHeadDotProductAttention(HEADS)
+    expected, variables = full.init_with_output(jax.random.key(0), x, mask=linen.make_causal_mask(x[..., 0]))
+    layer = linen.MultiHeadDotProductAttention(HEADS, decode=True, attention_fn=attention_fn())
+    cache = layer.init(jax.random.key(0), x)["cache"]
+    step = jax.jit(lambda cache, token: layer.apply({**variables, "cache": cache}, token, mutable=["cache"]))
+    for position in range(LENGTH):
+        out, updated = step(cache, x[:, position : position + 1])
+        cache = updated["cache"]
+        np.testing.assert_allclose(out[:, 0], expected[:, position], **TOLERANCE)
+
+
+@pytest.mark.parametrize("kv_heads", [1, HEADS])
+@pytest.mark.parametrize("causal", [False, True])
+def test_nnx_layer_computes_the_same(kv_heads, causal):
+    x = normal(0, BATCH, LENGTH, HEADS * DIM)
+    layer = nnx.MultiHeadAttention(HEADS, HEADS * DIM, num_kv_heads=kv_heads, decode=False, rngs=nnx.Rngs(0))
+    mask = some_mask(BATCH, HEADS, LENGTH, LENGTH)
+    expected = layer(x, mask=mask, is_causal=causal)
+    layer.attention_fn = attention_fn()
+    got = nnx.jit(lambda layer, x: layer(x, mask=mask, is_causal=causal))(layer, x)
+    # Flax's rows that see no key are the mean of all values; ours are 0. Compare the rows that see one.
+    sees = mask.astype(bool) & (jnp.tri(LENGTH, dtype=bool) if causal else True)
+    assert sees.any(-1).all()
+    np.testing.assert_allclose(got, expected, **TOLERANCE)
+
+
+def test_nnx_decodes_token_by_token():
+    x = normal(0, BATCH, LENGTH, HEADS * DIM)
+    layer = nnx.MultiHeadAttention(HEADS, HEADS * DIM, decode=False, rngs=nnx.Rngs(0), attention_fn=attention_fn())
+    expected = layer(x, is_causal=True)
+    layer.init_cache(x.shape)
+    for position in range(LENGTH):
+        out = layer(x[:, position : position + 1], decode=True)
+        np.testing.assert_allclose(out[:, 0], expected[:, position], **TOLERANCE)
+
+
+@pytest.mark.parametrize("host", ["linen", "nnx"])
+def test_layers_refuse_what_no_kernel_has(host):
+    x, rng = normal(0, BATCH, LENGTH, HEADS * DIM), {"dropout": jax.random.key(1), "params": jax.random.key(0)}
+
+    def call(sow=False, **options):
+        options |= {"attention_fn": attention_fn(), "deterministic": False}
+        if host == "linen":
+            return linen.MultiHeadDotProductAttention(HEADS, **options).init_with_output(rng, x, sow_weights=sow)[0]
+        layer = nnx.MultiHeadAttention(HEADS, HEADS * DIM, decode=False, rngs=nnx.Rngs(0), **options)
+        return layer(x, sow_weights=sow)
+
+    with pytest.raises(SpecError, match="broadcast_dropout=True"):
+        call(dropout_rate=0.5)
+    with pytest.raises(SpecError, match="sow_weights=True"):
+        call(sow=True)
+    with pytest.raises(SpecError, match="precision="):
+        call(precision="highest")
+    dropped = call(dropout_rate=0.5, broadcast_dropout=False)
+    assert not np.allclose(dropped, call(), atol=1e-4)
+
+
+def test_options_of_the_factory_reach_the_kernel():
+    arrays = heads(kv_len=LENGTH)
+    plain = attention_fn()(*arrays)
+    options = [{"causal": True}, {"window": (1, 1)}, {"causal": True, "window": 2}, {"softcap": 0.5}, {"scale": 0.9}]
+    options += [{"alibi_slopes": jnp.arange(1.0, HEADS + 1)}, {"sinks": jnp.ones(HEADS)}]
+    results = [attention_fn(**chosen)(*arrays) for chosen in options]
+    for chosen, result in zip(options, results, strict=True):
+        assert not np.allclose(result, plain, atol=1e-4), chosen
+    rows, columns = np.arange(LENGTH)[:, None], np.arange(LENGTH)[None, :]
+    seen = jnp.asarray((columns <= rows) & (columns > rows - 2))
+    np.testing.assert_allclose(results[2], attention_fn()(*arrays, mask=seen), **TOLERANCE)
+
+
+def test_an_unnamed_alignment_is_refused_where_it_matters():
+    arrays = heads()
+    for options in ({"causal": True}, {"window": (1, 1)}, {"alibi_slopes": jnp.ones(HEADS)}):
+        with pytest.raises(SpecError, match="alignment=None"):
+            attention_fn(**options)(*arrays)
+    bottom = attention_fn(causal=True, alignment="bottom_right")(*arrays)
+    top = attention_fn(causal=True, alignment="top_left")(*arrays)
+    np.testing.assert_allclose(top, attention_fn()(*arrays, is_causal=True), **TOLERANCE)
+    assert not np.allclose(bottom, top, atol=1e-4)
+
+
+def test_hooks_with_equal_options_are_equal():
+    slopes = jnp.ones(HEADS)
+    assert attention_fn(window=(1, 2)) == attention_fn(window=(1, 2)) != attention_fn(window=(1, 3))
+    assert hash(attention_fn(alibi_slopes=slopes)) == hash(attention_fn(alibi_slopes=slopes))
+    assert attention_fn(alibi_slopes=slopes) != attention_fn(alibi_slopes=jnp.ones(HEADS))

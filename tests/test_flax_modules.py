@@ -1,0 +1,282 @@
+"""The linen and the NNX attention layers: equal to Flax's own, to each other and to torch, with every option applied."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flax")
+
+import jax
+import jax.numpy as jnp
+from flax import linen as flax_linen
+from flax import nnx as flax_nnx
+
+from attn_core.errors import DTypeError, ShapeError, SpecError
+from attn_core.seq_info import SeqInfo
+from jax_frontend import flax_layer, linen, nnx
+
+BATCH, SEQ, KV_SEQ, HEADS, KV_HEADS, DIM, VALUE_DIM, FEATURES, OUT = 2, 7, 5, 6, 3, 4, 8, 13, 11
+SIZES = {"num_kv_heads": KV_HEADS, "head_dim": DIM, "value_dim": VALUE_DIM, "out_features": OUT}
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def rope(q, k, positions):
+    """Rotates halves of the channels by angles that grow with the position; arrays of either framework."""
+    half = q.shape[-1] // 2
+    angles = positions[..., None, None] * (0.3 ** jnp.arange(half))  # [batch, seq, 1, half]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+
+    def rotated(array):
+        first, second = array[..., :half], array[..., half:]
+        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+    return rotated(q), rotated(k)
+
+
+OPTIONS = [
+    {},
+    {"causal": True, "window": 3},
+    {"window": (2, 1), "softcap": 0.7},
+    {"causal": True, "alignment": "top_left", "scale": 0.8},
+    {"sinks": True, "sinks_init": flax_linen.initializers.normal(1.0), "use_bias": False},
+    {"rotary": rope, "causal": True},
+]
+
+
+def randomised(params, seed=9):
+    """The same tree with every leaf drawn anew, biases and sinks included."""
+    leaves, tree = jax.tree.flatten(params)
+    return tree.unflatten([0.5 * normal(seed + i, *leaf.shape) for i, leaf in enumerate(leaves)])
+
+
+def linen_layer(x, context=None, **options):
+    layer = linen.Attention(HEADS, **{**SIZES, **options})
+    return layer, {"params": randomised(layer.init(jax.random.key(0), x, context)["params"])}
+
+
+def nnx_layer(params, in_features=FEATURES, **options):
+    """An NNX layer that holds linen parameters."""
+    layer = nnx.Attention(HEADS, in_features, rngs=flax_nnx.Rngs(0), **{**SIZES, **options})
+    state = flax_nnx.state(layer, flax_nnx.Param)
+    flax_nnx.replace_by_pure_dict(state, params["params"])
+    flax_nnx.update(layer, state)
+    return layer
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_linen_and_nnx_agree_forward_and_backward(options):
+    x = normal(0, BATCH, SEQ, FEATURES)
+    layer, params = linen_layer(x, **options)
+    twin = nnx_layer(params, **options)
+    value, grads = jax.jit(jax.value_and_grad(lambda p: jnp.sum(jnp.sin(layer.apply(p, x)))))(params)
+    twin_value, twin_grads = flax_nnx.jit(flax_nnx.value_and_grad(lambda m: jnp.sum(jnp.sin(m(x)))))(twin)
+    np.testing.assert_allclose(value, twin_value, **TOLERANCE)
+    twin_grads = flax_nnx.to_pure_dict(twin_grads)
+    assert jax.tree.structure(grads["params"]) == jax.tree.structure(twin_grads)
+    for got, wanted in zip(jax.tree.leaves(grads["params"]), jax.tree.leaves(twin_grads), strict=True):
+        np.testing.assert_allclose(got, wanted, **TOLERANCE)
+        assert np.abs(got).max() > 0 or "key" in options  # every parameter matters
+
+
+@pytest.mark.parametrize("cross", [False, True])
+def test_parameters_and_numbers_are_those_of_flax(cross):
+    x, context = normal(0, BATCH, SEQ, HEADS * DIM), normal(1, BATCH, KV_SEQ, FEATURES) if cross else None
+    theirs = flax_linen.MultiHeadDotProductAttention(HEADS)
+    mask = jax.random.bernoulli(jax.random.key(2), 0.6, (BATCH, 1, SEQ, KV_SEQ if cross else SEQ)).at[..., 0].set(True)
+    expected, params = theirs.init_with_output(jax.random.key(0), x, context, mask=mask)
+    ours = linen.Attention(HEADS)
+    fresh = ours.init(jax.random.key(0), x, context)
+    for got, wanted in zip(jax.tree.leaves_with_path(fresh), jax.tree.leaves_with_path(params), strict=True):
+        assert got[0] == wanted[0]
+        np.testing.assert_array_equal(got[1], wanted[1])
+    np.testing.assert_allclose(ours.apply(params, x, context, mask=mask), expected, **TOLERANCE)
+
+    in_kv = {"in_kv_features": FEATURES} if cross else {}
+    nnx_theirs = flax_nnx.MultiHeadAttention(HEADS, HEADS * DIM, decode=False, rngs=flax_nnx.Rngs(0), **in_kv)
+    nnx_ours = nnx.Attention(HEADS, HEADS * DIM, rngs=flax_nnx.Rngs(0), **in_kv)
+    for name in ("query", "key", "value", "out"):
+        np.testing.assert_array_equal(getattr(nnx_ours, name).kernel[...], getattr(nnx_theirs, name).kernel[...])
+    np.testing.assert_allclose(nnx_ours(x, context, mask=mask), nnx_theirs(x, context, mask=mask), **TOLERANCE)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_packed_documents_equal_separate_rows(options):
+    lengths = [3, 0, 5, 1]
+    documents = [normal(seed, 1, length, FEATURES) for seed, length in enumerate(lengths)]
+    packed = jnp.concatenate(documents, axis=1)
+    info = SeqInfo.from_lengths(lengths, array=jnp.asarray)
+    layer, params = linen_layer(documents[0], **options)
+    apart = jnp.concatenate([layer.apply(params, row) for row in documents if row.size], axis=1)
+    apply = jax.jit(lambda params, x, info: layer.apply(params, x, seq_info=info))
+    np.testing.assert_allclose(apply(params, packed, info), apart, **TOLERANCE)
+    np.testing.assert_allclose(apply(params, packed[0], info), apart[0], **TOLERANCE)
+    twin = flax_nnx.jit(lambda layer, x, info: layer(x, seq_info=info))
+    np.testing.assert_allclose(twin(nnx_layer(params, **options), packed[0], info), apart[0], **TOLERANCE)
+    triple = (None, info.cu_seqlens_q, info.max_len_q)
+    np.testing.assert_allclose(layer.apply(params, packed, seq_info=triple), apart, **TOLERANCE)
+
+
+def test_packed_cross_attention():
+    x, context = normal(0, 5, FEATURES), normal(1, 9, FEATURES)
+    info = SeqInfo.from_lengths([2, 3], [5, 4])
+    layer, params = linen_layer(x[None], context[None])
+    got = layer.apply(params, x, context, seq_info=info)
+    pairs = [(x[None, :2], context[None, :5]), (x[None, 2:], context[None, 5:])]
+    apart = jnp.concatenate([layer.apply(params, *pair)[0] for pair in pairs])
+    np.testing.assert_allclose(got, apart, **TOLERANCE)
+    np.testing.assert_allclose(nnx_layer(params)(x, context, seq_info=info), apart, **TOLERANCE)
+
+
+def test_rotary_sees_positions_and_is_applied():
+    x, calls = normal(0, BATCH, SEQ, FEATURES), []
+
+    def recording(q, k, positions):
+        calls.append((q.shape, k.shape, np.asarray(positions)))
+        return rope(q, k, positions)
+
+    layer, params = linen_layer(x, rotary=recording)
+    counted = layer.apply(params, x)
+    assert calls[-1][:2] == ((BATCH, SEQ, HEADS, DIM), (BATCH, SEQ, KV_HEADS, DIM))
+    np.testing.assert_array_equal(calls[-1][2], np.tile(np.arange(SEQ), (BATCH, 1)))
+    layer.apply(params, x.reshape(-1, FEATURES), seq_info=SeqInfo.from_lengths([3, 0, 10, 1]))
+    np.testing.assert_array_equal(calls[-1][2], [[*range(3), *range(10), 0]])
+    plain = linen.Attention(HEADS, **SIZES).apply(params, x)
+    assert not np.allclose(counted, plain, atol=1e-3)
+    shifted = layer.apply(params, x, positions=jnp.arange(SEQ) + 40)  # only differences of positions matter
+    np.testing.assert_allclose(shifted, counted, rtol=1e-3, atol=1e-4)
+    stretched = layer.apply(params, x, positions=jnp.stack([jnp.arange(SEQ), 2 * jnp.arange(SEQ)]))
+    np.testing.assert_allclose(stretched[0], counted[0], **TOLERANCE)
+    assert not np.allclose(stretched[1], counted[1], atol=1e-3)
+
+
+def test_rotary_in_float32_keeps_a_bfloat16_layer_bfloat16():
+    x = normal(0, BATCH, SEQ, FEATURES)
+    layer, params = linen_layer(x, rotary=rope, dtype=jnp.bfloat16)
+    assert layer.apply(params, x).dtype == jnp.bfloat16
+    assert nnx_layer(params, rotary=rope, dtype=jnp.bfloat16)(x).dtype == jnp.bfloat16
+
+
+# Each option and call argument, and the keyword of jax_frontend.attention that must receive it unchanged.
+PASSED = {
+    "causal": True,
+    "alignment": "top_left",
+    "window": (4, 2),
+    "softcap": 3.5,
+    "scale": 0.125,
+    "bitwise_deterministic": True,
+    "backend": ("math", "jax_xla"),
+}
+CALLED = {"mask": jnp.ones((SEQ, SEQ), bool), "bias": normal(3, SEQ, SEQ), "alibi_slopes": normal(4, HEADS)}
+
+
+@pytest.mark.parametrize("name", [*PASSED, *CALLED])
+def test_every_option_reaches_attention(name, monkeypatch):
+    seen = {}
+
+    def recorder(q, k, v, **keywords):
+        seen.update(keywords)
+        return jnp.zeros((*q.shape[:-1], v.shape[-1]))
+
+    monkeypatch.setattr(flax_layer, "attention", recorder)
+    x, option = normal(0, BATCH, SEQ, FEATURES), {name: PASSED[name]} if name in PASSED else {}
+    call = {name: CALLED[name]} if name in CALLED else {}
+    keyword = {"bitwise_deterministic": "deterministic"}.get(name, name)
+    linen.Attention(HEADS, **SIZES, **option).init_with_output(jax.random.key(0), x, **call)
+    assert seen[keyword] is {**option, **call}[name]
+    seen.clear()
+    nnx.Attention(HEADS, FEATURES, rngs=flax_nnx.Rngs(0), **SIZES, **option)(x, **call)
+    assert seen[keyword] is {**option, **call}[name]
+
+
+def test_both_layers_have_the_same_options():
+    of_linen = {field.name for field in dataclasses.fields(linen.Attention)} - {"parent", "name"}
+    of_nnx = set(inspect.signature(nnx.Attention).parameters)
+    assert of_linen == of_nnx - {"in_features", "in_kv_features", "rngs", "keep_rngs"}
+    calls = [set(inspect.signature(layer.__call__).parameters) for layer in (linen.Attention, nnx.Attention)]
+    assert calls[0] - {"dropout_rng"} == calls[1] - {"rngs"}
+
+
+def test_dropout_follows_flax():
+    x = normal(0, BATCH, SEQ, FEATURES)
+    plain, params = linen_layer(x)
+    expected = plain.apply(params, x)
+    layer = linen.Attention(HEADS, **SIZES, dropout_rate=0.4)
+    with pytest.raises(ValueError, match="deterministic"):
+        layer.apply(params, x)
+    np.testing.assert_allclose(layer.apply(params, x, deterministic=True), expected, **TOLERANCE)
+    first, again, other = (
+        layer.apply(params, x, deterministic=False, rngs={"dropout": jax.random.key(seed)}) for seed in (1, 1, 2)
+    )
+    np.testing.assert_array_equal(first, again)
+    assert not np.allclose(first, expected, atol=1e-3) and not np.allclose(first, other, atol=1e-3)
+    given = layer.apply(params, x, deterministic=False, dropout_rng=jax.random.key(7))
+    assert not np.allclose(given, first, atol=1e-3)
+
+    twin = nnx_layer(params, dropout_rate=0.4)
+    with pytest.raises(SpecError, match="deterministic=None"):
+        twin(x)
+    twin.eval()
+    np.testing.assert_allclose(twin(x), expected, **TOLERANCE)
+    twin.train()
+    assert not np.allclose(twin(x), twin(x), atol=1e-3)  # the layer's own stream moves on
+    first, again = (twin(x, rngs=flax_nnx.Rngs(dropout=3)) for _ in range(2))
+    np.testing.assert_array_equal(first, again)
+    with pytest.raises(SpecError, match="keep_rngs=False"):
+        nnx_layer(params, dropout_rate=0.4, deterministic=False, keep_rngs=False)(x)
+
+
+@pytest.mark.parametrize(
+    ("options", "call", "error", "words"),
+    [
+        ({"num_kv_heads": 4}, {}, ShapeError, "num_kv_heads=4"),
+        ({"head_dim": None}, {}, ShapeError, "needs head_dim="),
+        ({"head_dim": 0}, {}, ShapeError, "head_dim=0"),
+        ({"window": 3}, {}, SpecError, "window=3"),
+        ({"softcap": -1.0}, {}, SpecError, "softcap=-1.0"),
+        ({"dropout_rate": -0.5, "deterministic": False}, {}, SpecError, "dropout=-0.5"),
+        ({"backend": "sdpa"}, {}, SpecError, "backend='sdpa'"),
+        ({}, {"positions": jnp.arange(SEQ)}, SpecError, "positions: expected None"),
+        ({"rotary": rope}, {"positions": jnp.arange(SEQ + 1)}, ShapeError, "positions: expected"),
+        ({"rotary": rope}, {"context": normal(1, BATCH, KV_SEQ, FEATURES)}, SpecError, "rotary: expected self-attention"),
+        ({}, {"context": normal(1, BATCH + 1, KV_SEQ, FEATURES)}, ShapeError, "context: expected"),
+        ({}, {"mask": jnp.ones((SEQ, SEQ))}, DTypeError, "mask: expected dtype bool"),
+        ({}, {"seq_info": SeqInfo.from_lengths([SEQ])}, ShapeError, "one row of packed documents"),
+    ],
+)
+def test_refusals_name_the_argument(options, call, error, words):
+    x = normal(0, BATCH, SEQ, FEATURES)
+    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    with pytest.raises(error, match=words):
+        linen.Attention(HEADS, **{**SIZES, **options}).init_with_output(rngs, x, **call)
+    with pytest.raises(error, match=words):
+        nnx.Attention(HEADS, FEATURES, rngs=flax_nnx.Rngs(0), **{**SIZES, **options})(x, **call)
+
+
+def test_inputs_of_a_wrong_shape_are_named():
+    layer = nnx.Attention(HEADS, FEATURES, rngs=flax_nnx.Rngs(0), **SIZES)
+    with pytest.raises(ShapeError, match="x: expected 13 features"):
+        layer(normal(0, BATCH, SEQ, FEATURES + 1))
+    with pytest.raises(ShapeError, match="need seq_info="):
+        layer(normal(0, SEQ, FEATURES))
+    with pytest.raises(ShapeError, match=r"x: expected \[batch, seq, features\]"):
+        linen.Attention(HEADS, **SIZES).init(jax.random.key(0), normal(0, 1, BATCH, SEQ, FEATURES))
+
+
+def test_vmap_over_layers_and_remat():
+    x = normal(0, BATCH, SEQ, FEATURES)
+    layer, params = linen_layer(x, causal=True)
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), params)
+    got = jax.vmap(layer.apply, in_axes=(0, None))(stacked, x)
+    np.testing.assert_allclose(got[0], layer.apply(params, x), **TOLERANCE)
+    remat = flax_linen.remat(linen.Attention)(HEADS, causal=True, **SIZES)
+    wanted, again = (jax.grad(lambda p, m=m: jnp.sum(m.apply(p, x) ** 2))(params) for m in (layer, remat))
+    for left, right in zip(jax.tree.leaves(wanted), jax.tree.leaves(again), strict=True):
+        np.testing.assert_allclose(left, right, **TOLERANCE)

@@ -1,0 +1,404 @@
+"""The reference against a triple loop, its gradients against finite differences, and what it says at the edges."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle_cases import FEATURES, LENGTHS_K, LENGTHS_Q, Case, altered, fill, make
+
+from attn_core import AttentionSpec, reference
+from attn_core.backends import Inputs
+from attn_core.dropout import keep
+
+SMALL = {"num_heads": 6, "head_dim": 3, "value_dim": 5}
+
+
+def by_loops(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """(out, lse) one query, one key, one channel at a time, sharing no code with the reference but the dropout hash."""
+    spec, inputs = case.spec, case.inputs
+    out, lse = np.zeros(spec.out_shape), np.full(spec.lse_shape, -np.inf)
+    for b, h, i in product(range(spec.batch), range(spec.num_heads), range(spec.q_len)):
+        row = () if spec.packed else (b,)
+        g = h // (spec.num_heads // spec.num_kv_heads)
+        logits = {}
+        for j in range(spec.kv_len):
+            distance = distance_to_diagonal(case, i, j)
+            if distance is not None and is_visible(case, b, h, i, j, distance):
+                logits[j] = logit_of(case, row, b, h, g, i, j, distance)
+        if not logits:
+            continue
+        sink = [inputs.sinks[h]] if spec.sinks else []
+        lse[(*row, h, i)] = total = math.log(sum(math.exp(logit) for logit in [*logits.values(), *sink]))
+        for j, logit in logits.items():
+            weight = math.exp(logit - total)
+            if spec.dropout:
+                weight *= keep(inputs.rng.tolist(), (b, h, i, j), spec.dropout) / (1 - spec.dropout)
+            for c in range(spec.value_dim):
+                out[(*row, i, h, c)] += weight * inputs.v[(*row, j, g, c)]
+    return out, lse
+
+
+def distance_to_diagonal(case: Case, i: int, j: int) -> int | None:
+    """How far key j is to the right of query i's diagonal; None in different documents."""
+    lengths = [(case.spec.q_len, case.spec.kv_len)]
+    if case.spec.packed:
+        lengths = list(zip(np.diff(case.inputs.cu_seqlens_q), np.diff(case.inputs.cu_seqlens_k)))
+    for q_len, kv_len in lengths:
+        if i < q_len or j < kv_len:
+            offset = kv_len - q_len if case.spec.alignment == "bottom_right" else 0
+            return int(j - (i + offset)) if 0 <= i < q_len and 0 <= j < kv_len else None
+        i, j = i - q_len, j - kv_len
+    return None
+
+
+def is_visible(case: Case, b: int, h: int, i: int, j: int, distance: int) -> bool:
+    left, right = case.spec.window
+    if case.spec.causal and distance > 0:
+        return False
+    if (left is not None and distance < -left) or (right is not None and distance > right):
+        return False
+    return case.inputs.mask is None or bool(broadcast_at(case.inputs.mask, b, h, i, j))
+
+
+def logit_of(case: Case, row: tuple[int, ...], b: int, h: int, g: int, i: int, j: int, distance: int) -> float:
+    spec, inputs = case.spec, case.inputs
+    dot = sum(inputs.q[(*row, i, h, c)] * inputs.k[(*row, j, g, c)] for c in range(spec.head_dim))
+    logit = spec.scale * dot
+    if spec.softcap is not None:
+        logit = spec.softcap * math.tanh(logit / spec.softcap)
+    if inputs.bias is not None:
+        logit += broadcast_at(inputs.bias, b, h, i, j)
+    if inputs.alibi_slopes is not None:
+        slopes = inputs.alibi_slopes
+        logit -= (slopes[h] if slopes.ndim == 1 else slopes[b, h]) * abs(distance)
+    return logit
+
+
+def broadcast_at(array: np.ndarray, *index: int):
+    return array[tuple(at if size > 1 else 0 for at, size in zip(index, array.shape))]
+
+
+def assert_same(case: Case) -> None:
+    out, lse = reference.forward(case.spec, case.inputs)
+    expected_out, expected_lse = by_loops(case)
+    assert out.shape == case.spec.out_shape
+    assert lse.shape == case.spec.lse_shape
+    assert out.dtype == lse.dtype == np.float64
+    np.testing.assert_allclose(out, expected_out, rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_forward_against_loops(name):
+    assert_same(make({**SMALL, **smaller(FEATURES[name])}))
+
+
+def smaller(features: dict) -> dict:
+    """The features with SMALL's 6 heads in the shapes that name 9."""
+    shapes = {
+        key: tuple(6 if n == 9 else n for n in value) for key, value in features.items() if key.endswith("_shape")
+    }
+    return {**features, **shapes}
+
+
+@st.composite
+def cases(draw) -> Case:
+    group, kv_heads, packed = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2])), draw(st.booleans())
+    heads, batch = group * kv_heads, 1 if packed else draw(st.sampled_from([1, 2]))
+    documents = draw(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=3))
+    if packed:
+        q_len, kv_len = (sum(lengths) for lengths in zip(*documents))
+    else:
+        q_len, kv_len = draw(st.integers(0, 5)), draw(st.integers(0, 5))
+    four = st.one_of(st.none(), st.tuples(*(st.sampled_from(sorted({1, n})) for n in (batch, heads, q_len, kv_len))))
+    distance = st.one_of(st.none(), st.integers(0, 4))
+    spec = AttentionSpec(
+        **{"batch": batch, "q_len": q_len, "kv_len": kv_len, "num_heads": heads, "num_kv_heads": kv_heads},
+        **{
+            "head_dim": draw(st.sampled_from([1, 2, 3])),
+            "value_dim": draw(st.sampled_from([1, 2])),
+            "dtype": "float64",
+        },
+        causal=draw(st.booleans()),
+        alignment=draw(st.sampled_from(["bottom_right", "top_left"])),
+        window=(draw(distance), draw(distance)),
+        softcap=draw(st.sampled_from([None, 0.5, 20.0])),
+        scale=draw(st.sampled_from([None, 0.3, 2.0])),
+        mask_shape=draw(four),
+        bias_shape=draw(four),
+        alibi_shape=draw(st.sampled_from([None, (heads,), (batch, heads)])),
+        sinks=draw(st.booleans()),
+        documents=len(documents) if packed else None,
+        dropout=draw(st.sampled_from([0.0, 0.5])),
+    )
+    return fill(spec, draw(st.integers(0, 99)), [q for q, _ in documents], [k for _, k in documents])
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_forward_against_loops_in_any_combination(case):
+    assert_same(case)
+
+
+# Gradients
+
+
+def loss(case: Case, inputs: Inputs) -> float:
+    out, lse = reference.forward(case.spec, inputs)
+    return float((out * case.dout).sum() + (np.where(np.isfinite(lse), lse, 0.0) * case.dlse).sum())
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_backward_against_finite_differences(name):
+    case = make(FEATURES[name], seed=1)
+    out, lse = reference.forward(case.spec, case.inputs)
+    gradients = reference.backward(case.spec, case.inputs, out, lse, case.dout, case.dlse)
+    random = np.random.default_rng(2)
+    sources = ("q", "k", "v", "bias", "sinks")
+    for source, gradient in zip(sources, gradients, strict=True):
+        value = getattr(case.inputs, source)
+        assert (gradient is None) == (value is None)
+        if value is None:
+            continue
+        assert gradient.shape == value.shape
+        for _ in range(3):
+            direction, step = random.normal(size=value.shape), 1e-5
+            ahead, behind = (
+                loss(case, case.inputs._replace(**{source: value + sign * step * direction})) for sign in (1, -1)
+            )
+            np.testing.assert_allclose(
+                (gradient * direction).sum(), (ahead - behind) / (2 * step), rtol=1e-6, atol=1e-7
+            )
+
+
+def test_every_single_gradient_of_a_tiny_call():
+    tiny = {"batch": 1, "q_len": 2, "kv_len": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 2, "value_dim": 1}
+    case = make(
+        {**tiny, "causal": True, "softcap": 0.8, "sinks": True, "bias_shape": (1, 4, 1, 3), "bias_gradient": True}
+    )
+    out, lse = reference.forward(case.spec, case.inputs)
+    gradients = reference.backward(case.spec, case.inputs, out, lse, case.dout, case.dlse)
+    for source, gradient in zip(("q", "k", "v", "bias", "sinks"), gradients, strict=True):
+        for index in np.ndindex(gradient.shape):
+            values = []
+            for step in (1e-6, -1e-6):
+                moved = getattr(case.inputs, source).copy()
+                moved[index] += step
+                values.append(loss(case, case.inputs._replace(**{source: moved})))
+            assert gradient[index] == pytest.approx((values[0] - values[1]) / 2e-6, rel=1e-5, abs=1e-8)
+
+
+def test_no_gradient_of_the_lse_is_a_zero_one():
+    case = make({})
+    out, lse = reference.forward(case.spec, case.inputs)
+    without = reference.backward(case.spec, case.inputs, out, lse, case.dout)
+    zero = reference.backward(case.spec, case.inputs, out, lse, case.dout, np.zeros(lse.shape))
+    assert all(np.array_equal(a, b) for a, b in zip(without[:3], zero[:3]))
+
+
+# Edges
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_row_that_sees_no_key(sinks):
+    case = make({"causal": True, "q_len": 7, "kv_len": 5, "sinks": sinks})
+    out, lse = reference.forward(case.spec, case.inputs)
+    assert (out[:, :2] == 0).all() and (out[:, 2:] != 0).all()
+    assert (lse[..., :2] == -np.inf).all() and np.isfinite(lse[..., 2:]).all()
+    gradients = reference.backward(case.spec, case.inputs, out, lse, case.dout, case.dlse)
+    assert (gradients.dq[:, :2] == 0).all()
+    assert all(np.isfinite(gradient).all() for gradient in gradients if gradient is not None)
+    other = case.dout.copy(), case.dlse.copy()
+    other[0][:, :2], other[1][..., :2] = np.nan, np.nan  # what flows into such a row goes nowhere
+    again = reference.backward(case.spec, case.inputs, out, lse, *other)
+    for before, after in zip(gradients[1:], again[1:]):
+        assert (before is None and after is None) or np.array_equal(before, after)
+
+
+def test_a_sink_takes_its_share():
+    case = make({"sinks": True, "q_len": 1, "kv_len": 1, "num_heads": 1, "num_kv_heads": 1, "batch": 1})
+    spec, inputs = case.spec, case.inputs
+    score = spec.scale * float(inputs.q.ravel() @ inputs.k.ravel())
+    out, lse = reference.forward(spec, inputs)
+    total = math.exp(score) + math.exp(inputs.sinks[0])
+    assert lse.item() == pytest.approx(math.log(total))
+    np.testing.assert_allclose(out.ravel(), inputs.v.ravel() * math.exp(score) / total)
+
+
+@pytest.mark.parametrize("zero", [{"batch": 0}, {"q_len": 0}, {"kv_len": 0}, {"q_len": 0, "kv_len": 0}])
+@pytest.mark.parametrize("extra", [{}, {"causal": True, "sinks": True}, {"window": (1, 1), "alibi_shape": (9,)}])
+def test_zero_sizes_are_defined(zero, extra):
+    case = make({**zero, **extra})
+    out, lse = reference.forward(case.spec, case.inputs)
+    assert out.shape == case.spec.out_shape and (out == 0).all()
+    assert lse.shape == case.spec.lse_shape and (lse == -np.inf).all()
+    gradients = reference.backward(case.spec, case.inputs, out, lse, case.dout, case.dlse)
+    for name, gradient in zip(("q", "k", "v"), gradients):
+        assert gradient.shape == getattr(case.inputs, name).shape and (gradient == 0).all()
+
+
+def test_the_two_alignments_differ_by_the_length_difference():
+    case = make({"causal": True})  # 5 queries, 7 keys: bottom-right query i sees what top-left query i + 2 would
+    padded = fill(AttentionSpec(**{**spec_fields(case.spec), "q_len": 7, "alignment": "top_left"}), 0).inputs
+    q = np.concatenate([padded.q[:, :2], case.inputs.q], axis=1)
+    spec = AttentionSpec(**{**spec_fields(case.spec), "q_len": 7, "alignment": "top_left"})
+    out, _ = reference.forward(spec, case.inputs._replace(q=q))
+    np.testing.assert_allclose(out[:, 2:], reference.forward(case.spec, case.inputs)[0], rtol=1e-13)
+    top_left, _ = reference.forward(altered(case, alignment="top_left").spec, case.inputs)
+    group = np.arange(9) // 3
+    np.testing.assert_allclose(top_left[:, 0], case.inputs.v[:, 0, group])  # its first query sees the first key alone
+
+
+def spec_fields(spec: AttentionSpec) -> dict:
+    return {name: getattr(spec, name) for name in AttentionSpec.__dataclass_fields__}
+
+
+def test_packed_is_each_document_by_itself():
+    case = make({**FEATURES["packed, causal"], "sinks": True, "softcap": 1.1})
+    out, lse = reference.forward(case.spec, case.inputs)
+    gradients = reference.backward(case.spec, case.inputs, out, lse, case.dout, case.dlse)
+    bounds_q, bounds_k, dsinks = case.inputs.cu_seqlens_q, case.inputs.cu_seqlens_k, 0.0
+    for d in range(len(LENGTHS_Q)):
+        at_q, at_k = (slice(cu[d], cu[d + 1]) for cu in (bounds_q, bounds_k))
+        alone = Inputs(
+            case.inputs.q[None, at_q], case.inputs.k[None, at_k], case.inputs.v[None, at_k], sinks=case.inputs.sinks
+        )
+        fields = {"documents": None, "q_len": LENGTHS_Q[d], "kv_len": LENGTHS_K[d]}
+        spec = AttentionSpec(**{**spec_fields(case.spec), **fields})
+        alone_out, alone_lse = reference.forward(spec, alone)
+        np.testing.assert_allclose(alone_out[0], out[at_q], rtol=1e-12, atol=1e-14)
+        np.testing.assert_allclose(alone_lse[0], lse[:, at_q], rtol=1e-12)
+        douts = case.dout[None, at_q], case.dlse[None, :, at_q]
+        part = reference.backward(spec, alone, alone_out, alone_lse, *douts)
+        for name, at in (("dq", at_q), ("dk", at_k), ("dv", at_k)):
+            np.testing.assert_allclose(getattr(part, name)[0], getattr(gradients, name)[at], rtol=1e-10, atol=1e-13)
+        dsinks = dsinks + part.dsinks
+    np.testing.assert_allclose(dsinks, gradients.dsinks, rtol=1e-10)
+
+
+# NaN and Inf
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_a_poisoned_document_leaves_the_others_bit_identical(poison):
+    case = make({**FEATURES["packed"], "bias_shape": (1, 9, 12, 14), "bias_gradient": True})
+    stop_q, stop_k = LENGTHS_Q[0], LENGTHS_K[0]
+    clean, dirty = results(case), results(poisoned(case, poison, slice(0, stop_q), slice(0, stop_k)))
+    assert not np.isfinite(dirty["out"][:stop_q]).any()
+    for name, start in {"out": stop_q, "dq": stop_q, "dk": stop_k, "dv": stop_k}.items():
+        assert np.array_equal(clean[name][start:], dirty[name][start:]), name
+    assert np.array_equal(clean["lse"][:, stop_q:], dirty["lse"][:, stop_q:])
+    assert np.array_equal(clean["dbias"][..., stop_q:, :], dirty["dbias"][..., stop_q:, :])
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_a_poisoned_batch_row_leaves_the_others_bit_identical(poison):
+    case = make({"causal": True})
+    clean, dirty = results(case), results(poisoned(case, poison, 0, 0))
+    assert all(np.array_equal(clean[name][1], dirty[name][1]) for name in clean)
+
+
+def test_a_poisoned_query_stays_in_its_row():
+    case = make({})
+    q = case.inputs.q.copy()
+    q[1, 3] = np.nan
+    clean, dirty = results(case), results(case._replace(inputs=case.inputs._replace(q=q)))
+    for name in ("out", "dq"):
+        assert np.isnan(dirty[name][1, 3]).all()
+        assert np.array_equal(np.delete(clean[name][1], 3, 0), np.delete(dirty[name][1], 3, 0))
+        assert np.array_equal(clean[name][0], dirty[name][0])
+
+
+@pytest.mark.parametrize("hidden_by", ["causal", "mask", "bias"])
+def test_a_hidden_key_is_never_looked_at(hidden_by):
+    fields = {"causal": {"causal": True}, "mask": {"mask_shape": (1, 1, 1, 7)}, "bias": {"bias_shape": (1, 1, 1, 7)}}
+    case = make(fields[hidden_by])
+    rows = slice(0, 4) if hidden_by == "causal" else slice(0, 5)  # the last of 5 causal queries sees the last of 7 keys
+    k, v, inputs = case.inputs.k.copy(), case.inputs.v.copy(), case.inputs
+    k[:, -1], v[:, -1] = np.nan, np.nan
+    if hidden_by == "mask":
+        inputs = inputs._replace(mask=np.arange(7)[None, None, None] < 6)
+    if hidden_by == "bias":
+        inputs = inputs._replace(bias=np.where(np.arange(7) < 6, 0.0, -np.inf)[None, None, None])
+    clean, _ = reference.forward(case.spec, inputs)
+    dirty, _ = reference.forward(case.spec, inputs._replace(k=k, v=v))
+    assert np.array_equal(clean[:, rows], dirty[:, rows])
+
+
+def results(case: Case) -> dict[str, np.ndarray]:
+    out, lse = reference.forward(case.spec, case.inputs)
+    gradients = reference.backward(case.spec, case.inputs, out, lse, case.dout, case.dlse)
+    return {"out": out, "lse": lse, **{name: part for name, part in gradients._asdict().items() if part is not None}}
+
+
+def poisoned(case: Case, poison: float, at_q, at_k) -> Case:
+    q, k, v, dout = (array.copy() for array in (case.inputs.q, case.inputs.k, case.inputs.v, case.dout))
+    q[at_q], k[at_k], v[at_k], dout[at_q] = poison, poison, poison, poison
+    return case._replace(inputs=case.inputs._replace(q=q, k=k, v=v), dout=dout)
+
+
+def test_a_visible_value_that_is_not_finite_reaches_every_row_that_sees_it():
+    case = make({"causal": True})
+    v = case.inputs.v.copy()
+    v[0, 4, 0, 2] = np.inf  # seen by queries 2, 3 and 4 of the heads that read kv head 0
+    out, _ = reference.forward(case.spec, case.inputs._replace(v=v))
+    expected = np.zeros(out.shape, bool)
+    expected[0, 2:, :3, 2] = True
+    assert np.array_equal(np.isnan(out), expected)
+
+
+# Dropout, bias, dtypes
+
+
+def test_dropout_keeps_its_share_and_follows_the_seed():
+    indices = tuple(np.ogrid[:2, :3, :101, :103])
+    for rate in (0.1, 0.5, 0.9):
+        kept = keep((5, 7), indices, rate)
+        assert kept.shape == (2, 3, 101, 103)
+        assert kept.mean() == pytest.approx(1 - rate, abs=0.01)
+        assert np.array_equal(kept, keep((5 + 2**32, 7 - 2**32), indices, rate))  # only the low 32 bits count
+        for other in ((6, 7), (5, 8)):
+            agree = (kept == keep(other, indices, rate)).mean()
+            assert agree == pytest.approx(rate**2 + (1 - rate) ** 2, abs=0.02)
+    assert keep((5, 7), indices, 0.0).all()
+
+
+def test_dropout_averages_to_no_dropout():
+    case = make({"dropout": 0.25})
+    plain, lse = reference.forward(altered(case, dropout=0.0).spec, case.inputs)
+    outs = []
+    for seed in range(400):
+        out, same_lse = reference.forward(case.spec, case.inputs._replace(rng=(seed, 0)))
+        assert np.array_equal(lse, same_lse)
+        outs.append(out)
+    spread = np.std(outs, axis=0) / math.sqrt(len(outs))
+    assert (abs(np.mean(outs, axis=0) - plain) < 5.5 * spread + 1e-12).all()
+
+
+def test_a_bias_of_minus_infinity_hides_like_the_mask():
+    case = make({"mask_shape": (2, 1, 5, 7), "bias_shape": (2, 1, 5, 7), "bias_gradient": True, "sinks": True})
+    mask = case.inputs.mask.copy()
+    mask[0, 0, 2] = False
+    masked = case._replace(inputs=case.inputs._replace(mask=mask))
+    biased = case._replace(
+        inputs=case.inputs._replace(mask=np.ones_like(mask), bias=np.where(mask, case.inputs.bias, -np.inf))
+    )
+    for name, expected in results(masked).items():
+        assert np.array_equal(results(biased)[name], expected), name
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, ml_dtypes.bfloat16])
+def test_inputs_of_any_float_dtype_are_taken_at_their_value(kind):
+    case = make(FEATURES["everything"])
+    low = Inputs(
+        *(part.astype(kind) if part is not None and part.dtype == np.float64 else part for part in case.inputs)
+    )
+    wide = Inputs(*(part.astype(np.float64) if part is not None and part.dtype == kind else part for part in low))
+    for a, b in zip(reference.forward(case.spec, low), reference.forward(case.spec, wide), strict=True):
+        assert a.dtype == np.float64 and np.array_equal(a, b)

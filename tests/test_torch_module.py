@@ -1,0 +1,257 @@
+"""The torch attention layer: its options, packed documents, and the same numbers as the Flax layers with the same weights."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from attn_core.errors import DTypeError, ShapeError, SpecError
+from attn_core.seq_info import SeqInfo
+from torch_frontend import module
+from torch_frontend.module import Attention
+
+BATCH, SEQ, KV_SEQ, HEADS, KV_HEADS, DIM, VALUE_DIM, FEATURES, OUT = 2, 7, 5, 6, 3, 4, 8, 13, 11
+SIZES = {"num_kv_heads": KV_HEADS, "head_dim": DIM, "value_dim": VALUE_DIM, "out_features": OUT}
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def normal(seed, *shape):
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+
+
+def rope(q, k, positions):
+    half = q.shape[-1] // 2
+    angles = positions[..., None, None] * (0.3 ** torch.arange(half, dtype=torch.float32))  # [batch, seq, 1, half]
+    cos, sin = angles.cos(), angles.sin()
+
+    def rotated(array):
+        first, second = array[..., :half], array[..., half:]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+    return rotated(q), rotated(k)
+
+
+OPTIONS = [
+    {},
+    {"causal": True, "window": 3},
+    {"window": (2, 1), "softcap": 0.7},
+    {"causal": True, "alignment": "top_left", "scale": 0.8},
+    {"sinks": True, "use_bias": False},
+    {"rotary": rope, "causal": True},
+]
+
+
+def layer_of(**options):
+    layer = Attention(HEADS, FEATURES, **{**SIZES, **options})
+    with torch.no_grad():
+        for seed, parameter in enumerate(layer.parameters()):
+            parameter.copy_(0.5 * normal(100 + seed, *parameter.shape))
+    return layer
+
+
+def flax_tree(named):
+    """Torch parameters (or their gradients), by name, as the Flax layers hold them."""
+    tree = {}
+    for theirs, ours, shape in (
+        ("query", "q_proj", (HEADS, DIM)),
+        ("key", "k_proj", (KV_HEADS, DIM)),
+        ("value", "v_proj", (KV_HEADS, VALUE_DIM)),
+    ):
+        tree[theirs] = {"kernel": named[f"{ours}.weight"].T.reshape(FEATURES, *shape)}  # [out, in] -> [in, heads, dim]
+        if f"{ours}.bias" in named:
+            tree[theirs]["bias"] = named[f"{ours}.bias"].reshape(shape)
+    tree["out"] = {"kernel": named["o_proj.weight"].T.reshape(HEADS, VALUE_DIM, OUT)}
+    if "o_proj.bias" in named:
+        tree["out"]["bias"] = named["o_proj.bias"]
+    if "sink_logits" in named:
+        tree["sink_logits"] = named["sink_logits"]
+    return tree
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_torch_and_flax_agree_forward_and_backward(options, packed):
+    pytest.importorskip("flax")
+    import jax
+    import jax.numpy as jnp
+
+    from jax_frontend import linen
+
+    lengths = [4, 0, 3]
+    x = normal(0, SEQ, FEATURES) if packed else normal(0, BATCH, SEQ, FEATURES)
+    layer = layer_of(**options)
+    out = layer(x, seq_info=SeqInfo.from_lengths(lengths, array=torch.from_numpy) if packed else None)
+    out.sin().sum().backward()
+    params = flax_tree({name: parameter.detach().numpy() for name, parameter in layer.named_parameters()})
+    grads = flax_tree({name: parameter.grad.numpy() for name, parameter in layer.named_parameters()})
+
+    jax_rope = {"rotary": _jax_rope} if "rotary" in options else {}
+    twin = linen.Attention(HEADS, **SIZES, **{**options, **jax_rope})
+    info = SeqInfo.from_lengths(lengths, array=jnp.asarray) if packed else None
+
+    def loss(params, info):
+        out = twin.apply({"params": params}, jnp.asarray(x.numpy()), seq_info=info)
+        return jnp.sum(jnp.sin(out)), out
+
+    (_, jax_out), jax_grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, info)
+    np.testing.assert_allclose(out.detach().numpy(), jax_out, **TOLERANCE)
+    paths = jax.tree.leaves_with_path(jax_grads)
+    for (path, got), wanted in zip(paths, jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=3e-5, err_msg=jax.tree_util.keystr(path))
+
+
+def _jax_rope(q, k, positions):
+    import jax.numpy as jnp
+
+    half = q.shape[-1] // 2
+    angles = positions[..., None, None] * (0.3 ** jnp.arange(half))
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+
+    def rotated(array):
+        first, second = array[..., :half], array[..., half:]
+        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+    return rotated(q), rotated(k)
+
+
+def test_option_names_are_those_of_the_flax_layers():
+    pytest.importorskip("flax")
+    from jax_frontend import nnx
+
+    of_flax = set(inspect.signature(nnx.Attention).parameters)
+    of_torch = set(inspect.signature(Attention).parameters)
+    flax_only = {"deterministic", "param_dtype", "rngs", "keep_rngs"} | {name for name in of_flax if name.endswith("_init")}
+    assert of_torch - {"device"} == of_flax - flax_only
+    calls = [set(inspect.signature(call).parameters) for call in (Attention.forward, nnx.Attention.__call__)]
+    assert calls[0] == calls[1] - {"deterministic", "rngs"}
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_packed_documents_equal_separate_rows(options):
+    lengths = [3, 0, 5, 1]
+    documents = [normal(seed, 1, length, FEATURES) for seed, length in enumerate(lengths)]
+    packed, layer = torch.cat(documents, dim=1), layer_of(**options)
+    apart = torch.cat([layer(row) for row in documents if row.numel()], dim=1)
+    info = SeqInfo.from_lengths(lengths)
+    torch.testing.assert_close(layer(packed, seq_info=info), apart, **TOLERANCE)
+    torch.testing.assert_close(layer(packed[0], seq_info=info), apart[0], **TOLERANCE)
+    triple = (None, torch.from_numpy(info.cu_seqlens_q), info.max_len_q)
+    torch.testing.assert_close(layer(packed, seq_info=triple), apart, **TOLERANCE)
+
+
+def test_cross_attention_dense_and_packed():
+    layer = Attention(HEADS, FEATURES, in_kv_features=17, **SIZES)
+    x, context = normal(0, 5, FEATURES), normal(1, 9, 17)
+    apart = torch.cat([layer(x[None, :2], context[None, :5])[0], layer(x[None, 2:], context[None, 5:])[0]])
+    torch.testing.assert_close(layer(x, context, seq_info=SeqInfo.from_lengths([2, 3], [5, 4])), apart, **TOLERANCE)
+
+
+def test_rotary_sees_positions_and_is_applied():
+    calls = []
+
+    def recording(q, k, positions):
+        calls.append((tuple(q.shape), tuple(k.shape), positions.tolist()))
+        return rope(q, k, positions)
+
+    layer, x = layer_of(rotary=recording), normal(0, BATCH, SEQ, FEATURES)
+    counted = layer(x)
+    assert calls[-1] == ((BATCH, SEQ, HEADS, DIM), (BATCH, SEQ, KV_HEADS, DIM), [list(range(SEQ))] * BATCH)
+    layer(x.reshape(-1, FEATURES), seq_info=SeqInfo.from_lengths([3, 0, 10, 1]))
+    assert calls[-1][2] == [[*range(3), *range(10), 0]]
+    assert not torch.allclose(counted, layer_of()(x), atol=1e-3)
+    shifted = layer(x, positions=torch.arange(SEQ) + 40)  # only differences of positions matter
+    torch.testing.assert_close(shifted, counted, rtol=1e-3, atol=1e-4)
+    stretched = layer(x, positions=torch.stack([torch.arange(SEQ), 2 * torch.arange(SEQ)]))
+    torch.testing.assert_close(stretched[0], counted[0], **TOLERANCE)
+    assert not torch.allclose(stretched[1], counted[1], atol=1e-3)
+    half = Attention(HEADS, FEATURES, rotary=rope, dtype=torch.bfloat16, **SIZES)
+    assert half(x.bfloat16()).dtype == torch.bfloat16
+
+
+PASSED = {
+    "causal": True,
+    "alignment": "top_left",
+    "window": (4, 2),
+    "softcap": 3.5,
+    "scale": 0.125,
+    "bitwise_deterministic": True,
+    "backend": ("math", "sdpa_flash"),
+    "dropout_rate": 0.25,
+}
+CALLED = {"mask": torch.ones(SEQ, SEQ, dtype=torch.bool), "bias": normal(3, SEQ, SEQ), "alibi_slopes": normal(4, HEADS)}
+
+
+@pytest.mark.parametrize("name", [*PASSED, *CALLED])
+def test_every_option_reaches_attention(name, monkeypatch):
+    seen = {}
+
+    def recorder(q, k, v, **keywords):
+        seen.update(keywords)
+        return torch.zeros(*q.shape[:-1], v.shape[-1])
+
+    monkeypatch.setattr(module, "attention", recorder)
+    option = {name: PASSED[name]} if name in PASSED else {}
+    call = {name: CALLED[name]} if name in CALLED else {}
+    layer_of(**option)(normal(0, BATCH, SEQ, FEATURES), **call)
+    keyword = {"bitwise_deterministic": "deterministic", "dropout_rate": "dropout"}.get(name, name)
+    assert seen[keyword] is {**option, **call}[name]
+
+
+def test_dropout_only_while_training():
+    layer, x = layer_of(dropout_rate=0.4), normal(0, BATCH, SEQ, FEATURES)
+    assert not torch.allclose(layer(x), layer(x), atol=1e-3)
+    layer.eval()
+    torch.testing.assert_close(layer(x), layer_of()(x), **TOLERANCE)
+
+
+def test_sinks_are_learned():
+    layer, x = layer_of(sinks=True), normal(0, BATCH, SEQ, FEATURES)
+    layer(x).sum().backward()
+    assert layer.sink_logits.grad.abs().min() > 0
+    assert "sink_logits" in layer.state_dict() and "sink_logits" not in layer_of().state_dict()
+
+
+def test_compiles_in_one_graph():
+    layer, x = layer_of(rotary=rope, causal=True, window=3), normal(0, BATCH, SEQ, FEATURES)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), layer(x), **TOLERANCE)
+
+
+def test_describes_itself():
+    layer = layer_of(causal=True, window=3)
+    assert layer.extra_repr() == "heads=6/3, head_dim=4/8, causal, window=3"
+
+
+@pytest.mark.parametrize(
+    ("options", "call", "error", "words"),
+    [
+        ({"num_kv_heads": 4}, {}, ShapeError, "num_kv_heads=4"),
+        ({"head_dim": None}, {}, ShapeError, "needs head_dim="),
+        ({"window": 3}, {}, SpecError, "window=3"),
+        ({"dropout_rate": -0.5}, {}, SpecError, "dropout=-0.5"),
+        ({"backend": "sdpa"}, {}, SpecError, "backend='sdpa'"),
+        ({}, {"positions": torch.arange(SEQ)}, SpecError, "positions: expected None"),
+        ({"rotary": rope}, {"positions": torch.arange(SEQ + 1)}, ShapeError, "positions: expected"),
+        ({"rotary": rope}, {"context": normal(1, BATCH, KV_SEQ, FEATURES)}, SpecError, "rotary: expected self-attention"),
+        ({}, {"context": normal(1, BATCH + 1, KV_SEQ, FEATURES)}, ShapeError, "context: expected"),
+        ({}, {"context": normal(1, BATCH, KV_SEQ, FEATURES + 1)}, ShapeError, "context: expected 13 features"),
+        ({"in_kv_features": 17}, {}, ShapeError, "context: expected keys of 17 features"),
+        ({}, {"mask": torch.ones(SEQ, SEQ)}, DTypeError, "mask: expected dtype bool"),
+        ({}, {"seq_info": SeqInfo.from_lengths([SEQ])}, ShapeError, "one row of packed documents"),
+    ],
+)
+def test_refusals_name_the_argument(options, call, error, words):
+    with pytest.raises(error, match=words):
+        Attention(HEADS, FEATURES, **{**SIZES, **options})(normal(0, BATCH, SEQ, FEATURES), **call)
+
+
+def test_inputs_of_a_wrong_shape_are_named():
+    layer = layer_of()
+    with pytest.raises(ShapeError, match="x: expected 13 features"):
+        layer(normal(0, BATCH, SEQ, FEATURES + 1))
+    with pytest.raises(ShapeError, match="need seq_info="):
+        layer(normal(0, SEQ, FEATURES))

@@ -1,0 +1,228 @@
+"""attention for torch tensors: the public functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from attn_core import override
+from attn_core.backends import Inputs
+from attn_core.call import Options, normalise_window
+from attn_core.errors import SpecError
+from attn_core.selection import Selection
+from attn_core.seq_info import SeqInfo, check_cu_seqlens
+from torch_frontend import ops, plan
+
+Tensor = torch.Tensor
+_is_compiling, _is_grad_enabled, _requested = torch.compiler.is_compiling, torch.is_grad_enabled, override.requested
+Window = int | tuple[int | None, int | None] | None
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    alignment: str = "bottom_right",
+    window: Window = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    seq_info: Any = None,
+    dropout: float = 0.0,
+    deterministic: bool = False,
+    backend: str | tuple[str, ...] | None = None,
+    return_lse: bool = False,
+    dropout_rng: torch.Generator | None = None,
+) -> Any:
+    """Scaled dot-product attention on the best kernel that honours every argument.
+
+    Args:
+        q: ``[batch, q_len, heads, head_dim]``; packed ``[tokens, heads, head_dim]`` or ``[1, tokens, heads, head_dim]``.
+        k: ``[batch, kv_len, kv_heads, head_dim]``; query head h reads kv head ``h // (heads // kv_heads)``.
+        v: ``[batch, kv_len, kv_heads, value_dim]``. float64, float32, bfloat16 or float16, as q and k. Any strides.
+        causal: query i sees key ``j <= i + offset``; ``alignment`` "bottom_right" means offset = kv_len - q_len,
+            "top_left" 0. It also anchors ``window`` and ALiBi.
+        window: ``W`` (needs causal): W keys, self included; or inclusive distances ``(left, right)``, None unbounded.
+        softcap: ``s = softcap * tanh(s / softcap)``, after scale, before bias and mask.
+        scale: factor on ``q . k``; ``1 / sqrt(head_dim)`` when None.
+        mask: bool, True = visible; bias: float, added. Broadcastable to ``[batch, heads, q_len, kv_len]``.
+        alibi_slopes: ``[heads]`` or ``[batch, heads]``: adds ``-slope * |i + offset - j|``. No gradient.
+        sinks: ``[heads]``: one logit per head that joins every row's softmax without a value.
+        seq_info: a ``SeqInfo`` or ``(seq_lens, cu_seqlens, max_seqlen)``: packed documents, which never see each other.
+        dropout: probability of dropping a softmax weight; drawn from ``dropout_rng`` or torch's default generator.
+        deterministic: only kernels that give the same bits on every run.
+        backend: a name, which runs or raises; names in order of preference; or None for automatic choice.
+        return_lse: also return the log-sum-exp, ``[batch, heads, q_len]`` (packed ``[heads, tokens]``), natural log,
+            float32 (float64 for float64 inputs); -inf for a row that sees nothing, whose output and gradients are 0.
+
+    Returns:
+        The output, of q's rank with value_dim channels; or ``(output, lse)``.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, SpecError: for arguments that describe no call.
+        NoBackendError: when no backend, or not the one asked for, can run it; the message has every reason.
+    """
+    no_extras = mask is None and bias is None and alibi_slopes is None and sinks is None and seq_info is None
+    if not no_extras or dropout or type(window) is list or _is_compiling():
+        tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
+        options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
+        return _attention(*_gathered(tensors, seq_info, options, dropout_rng), backend)
+    try:
+        needs_backward = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        made = plan.dense_plan(
+            q.shape,
+            k.shape,
+            v.shape,
+            q.dtype,
+            k.dtype,
+            v.dtype,
+            q.device,
+            k.device,
+            v.device,
+            needs_backward,
+            backend or _requested(),
+            causal,
+            alignment,
+            window,
+            softcap,
+            scale,
+            deterministic,
+            return_lse,
+        )
+    except (AttributeError, TypeError) as error:
+        _explain_type_error(error, (q, k, v))
+        raise
+    if needs_backward:
+        return plan.Attention.apply(made, q, k, v)
+    out, lse = made.forward(made.spec, Inputs(q, k, v))
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    alignment: str = "bottom_right",
+    window: Window = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    seq_info: Any = None,
+    dropout: float = 0.0,
+    deterministic: bool = False,
+    backend: str | tuple[str, ...] | None = None,
+    return_lse: bool = False,
+    dropout_rng: torch.Generator | None = None,
+    needs_backward: bool | None = None,
+) -> Selection:
+    """Which backend ``attention`` runs with the same arguments, and every reason why the others do not. Runs nothing.
+
+    ``needs_backward`` asks about training (or not) whatever the tensors' ``requires_grad`` says.
+    """
+    tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
+    options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
+    inputs, options = _gathered(tensors, seq_info, options, dropout_rng)
+    wanted, bias_gradient = _gradients_wanted(inputs)
+    needs = wanted if needs_backward is None else needs_backward
+    requested = backend or override.requested()
+    return plan.explanation(plan.metadata(inputs), options, needs, bias_gradient and needs, requested)
+
+
+def _gathered(
+    tensors: tuple[Any, ...], seq_info: Any, options: Options, generator: torch.Generator | None
+) -> tuple[Inputs, Options]:
+    """The arguments of a call as Inputs and Options, with what can be checked of each by itself checked."""
+    for name, tensor in zip(Inputs._fields, tensors, strict=False):
+        if tensor is not None:
+            plan.check_tensor(name, tensor)
+    q, k, v, mask, bias, alibi_slopes, sinks = tensors
+    plan.check_gradient_free("alibi_slopes", alibi_slopes)
+    options = options._replace(window=normalise_window(options.window, options.causal))
+    info = SeqInfo.coerce(seq_info)
+    inputs = Inputs(q, k, v, mask, bias, alibi_slopes, sinks)
+    if info is not None:
+        cu_q, cu_k = _offsets(info, q.device)
+        inputs = inputs._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+        options = options._replace(max_len_q=info.max_len_q, max_len_k=info.max_len_k)
+    if options.dropout:
+        rng = torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator, device=q.device)
+        inputs = inputs._replace(rng=rng)
+    return inputs, options
+
+
+def _offsets(info: SeqInfo, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A SeqInfo's offsets as tensors; host arrays are copied to another device once, not once a call."""
+    if isinstance(info.cu_seqlens_q, np.ndarray):
+        if device.type == "cpu":
+            return torch.from_numpy(info.cu_seqlens_q), torch.from_numpy(info.cu_seqlens_k)
+        return info.converted(device, lambda offsets: torch.from_numpy(offsets).to(device))
+    for side in ("q", "k"):
+        plan.check_tensor(f"seq_info.cu_seqlens_{side}", getattr(info, f"cu_seqlens_{side}"))
+    return info.cu_seqlens_q, info.cu_seqlens_k
+
+
+def _gradients_wanted(inputs: Inputs) -> tuple[bool, bool]:
+    """(any gradient, the bias's gradient) that autograd may ask of this call."""
+    if not torch.is_grad_enabled():
+        return False, False
+    bias = inputs.bias is not None and inputs.bias.requires_grad
+    sinks = inputs.sinks is not None and inputs.sinks.requires_grad
+    return bias or sinks or any(tensor.requires_grad for tensor in inputs[:3]), bias
+
+
+def _attention(inputs: Inputs, options: Options, backend: Any) -> Any:
+    """The call with every feature: eager through a plan, or through the ops while a compiler looks on."""
+    needs_backward, bias_gradient = _gradients_wanted(inputs)
+    if torch.compiler.is_compiling():
+        left, right = options.window  # type: ignore[misc]
+        names = [backend] if isinstance(backend, str) else None if backend is None else list(backend)
+        plain = ops.PlainOptions(
+            options.causal,
+            options.alignment,
+            left,
+            right,
+            options.softcap,
+            options.scale,
+            options.max_len_q,
+            options.max_len_k,
+            options.dropout,
+            options.deterministic,
+            options.return_lse,
+            needs_backward,
+            bias_gradient,
+            names,
+        )
+        out, lse = ops.traced(inputs, plain)
+        return (out, lse) if options.return_lse else out
+    requested = backend or override.requested()
+    made = plan.plan(plan.metadata(inputs), options, needs_backward, bias_gradient, requested)
+    if made.spec.packed and inputs.q.device.type == "cpu":
+        for side, tokens in (("q", made.spec.q_len), ("k", made.spec.kv_len)):
+            offsets, limit = getattr(inputs, f"cu_seqlens_{side}"), getattr(options, f"max_len_{side}")
+            check_cu_seqlens(offsets.numpy(), limit, side=side, tokens=tokens)
+    if needs_backward:
+        return plan.Attention.apply(made, *inputs)
+    out, lse = plan.run_forward(made, inputs)
+    return (out, lse) if options.return_lse else out
+
+
+def _explain_type_error(error: Exception, tensors: tuple[Any, ...]) -> None:
+    """Raises the clear form of an error that comes of an argument of the wrong type."""
+    if isinstance(error, SpecError):
+        return
+    for name, tensor in zip("qkv", tensors, strict=True):
+        plan.check_tensor(name, tensor)
+    if "unhashable" in str(error):
+        raise SpecError(f"expected options as plain values known on the host: {error}") from None

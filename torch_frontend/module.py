@@ -1,0 +1,174 @@
+"""Attention as a torch module: the twin of the Flax layers, with the same options by the same names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attn_core.layer import check_features, check_layer_inputs, check_rotary, head_sizes
+from attn_core.seq_info import SeqInfo
+from torch_frontend.attention import attention
+
+Rotary = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Attention(nn.Module):
+    """Multi-head attention, with fewer key/value heads if asked, on ``torch_frontend.attention``.
+
+    Parameters: ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``, each an ``nn.Linear``; and ``sink_logits [heads]`` when
+    sinks is True.
+
+    Args:
+        num_heads, num_kv_heads: query heads, and key/value heads (as many when omitted).
+        in_features, in_kv_features: features of x, and of context (those of x when omitted).
+        head_dim, value_dim: channels of q and k (``in_features // num_heads`` when omitted), and of v (head_dim when
+            omitted).
+        out_features: features of the output; those of x when omitted.
+        use_bias: whether the four projections have biases.
+        causal, alignment, window, softcap, scale, backend: as in ``torch_frontend.attention``.
+        sinks: learns one logit per head that joins each row's softmax without a value; zeros at first.
+        rotary: ``(q, k, positions) -> (q, k)``, applied after the projections; q and k ``[batch, seq, heads, head_dim]``,
+            positions int ``[batch, seq]``, counted within each document when packed. What it returns is cast back to the
+            dtype of the projections. Self-attention only.
+        dropout_rate: probability of dropping a softmax weight, while training.
+        bitwise_deterministic: the same bits on every run, gradients included: ``deterministic=`` of
+            ``torch_frontend.attention``, under the name it has in the Flax layers.
+        device, dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        *,
+        num_kv_heads: int | None = None,
+        in_kv_features: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        out_features: int | None = None,
+        use_bias: bool = True,
+        causal: bool = False,
+        alignment: str = "bottom_right",
+        window: int | tuple[int | None, int | None] | None = None,
+        softcap: float | None = None,
+        scale: float | None = None,
+        sinks: bool = False,
+        rotary: Rotary | None = None,
+        dropout_rate: float = 0.0,
+        bitwise_deterministic: bool = False,
+        backend: str | tuple[str, ...] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = head_sizes(in_features, num_heads, num_kv_heads, head_dim, value_dim)
+        self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim = sizes
+        self.causal, self.alignment, self.window = causal, alignment, window
+        self.softcap, self.scale = softcap, scale
+        self.sinks, self.rotary = sinks, rotary
+        self.dropout_rate = dropout_rate
+        self.bitwise_deterministic, self.backend = bitwise_deterministic, backend
+
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.in_features = in_features
+        self.in_kv_features = source = in_features if in_kv_features is None else in_kv_features
+        target = in_features if out_features is None else out_features
+        self.q_proj = nn.Linear(in_features, sizes.num_heads * sizes.head_dim, bias=use_bias, **made)
+        self.k_proj = nn.Linear(source, sizes.num_kv_heads * sizes.head_dim, bias=use_bias, **made)
+        self.v_proj = nn.Linear(source, sizes.num_kv_heads * sizes.value_dim, bias=use_bias, **made)
+        self.o_proj = nn.Linear(sizes.num_heads * sizes.value_dim, target, bias=use_bias, **made)
+        self.register_parameter("sink_logits", nn.Parameter(torch.zeros(num_heads, **made)) if sinks else None)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        seq_info: Any = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Applies the layer.
+
+        Args:
+            x: ``[batch, seq, features]``; with seq_info ``[tokens, features]`` or ``[1, tokens, features]``.
+            context: where keys and values come from, laid out as x; None for self-attention.
+            mask, bias, alibi_slopes, seq_info: as in ``torch_frontend.attention`` (mask bool, True = visible).
+            positions: ``[seq]`` or ``[batch, seq]`` for rotary; counted from each row's or document's start when omitted.
+
+        Returns:
+            ``[batch, seq, out_features]``, or the rank of x.
+
+        Raises:
+            SpecError, ShapeError, NoBackendError: naming the argument, its value and the remedy.
+        """
+        seq_info = SeqInfo.coerce(seq_info)
+        queries, keys = self._rows(x, context, seq_info, positions)
+        q = self.q_proj(queries).unflatten(-1, (self.num_heads, self.head_dim))  # [batch, seq, heads, head_dim]
+        k = self.k_proj(keys).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v = self.v_proj(keys).unflatten(-1, (self.num_kv_heads, self.value_dim))
+        if self.rotary is not None:
+            q, k = self.rotary(q, k, token_positions(positions, seq_info, q))
+            q, k = q.to(v.dtype), k.to(v.dtype)
+        out = attention(
+            q,
+            k,
+            v,
+            causal=self.causal,
+            alignment=self.alignment,
+            window=self.window,
+            softcap=self.softcap,
+            scale=self.scale,
+            mask=mask,
+            bias=bias,
+            alibi_slopes=alibi_slopes,
+            sinks=self.sink_logits,
+            seq_info=seq_info,
+            dropout=self.dropout_rate if self.training else 0.0,
+            deterministic=self.bitwise_deterministic,
+            backend=self.backend,
+        )
+        out = self.o_proj(out.flatten(-2))  # [batch, seq, heads, value_dim] -> [batch, seq, out_features]
+        return out[0] if x.ndim == 2 else out
+
+    def _rows(
+        self, x: Tensor, context: Tensor | None, seq_info: SeqInfo | None, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The checked sources of queries and of keys, ``[batch, seq, features]``."""
+        shape, kv_shape = tuple(x.shape), None if context is None else tuple(context.shape)
+        check_layer_inputs(shape, kv_shape, packed=seq_info is not None)
+        check_features(shape, kv_shape, self.in_features, self.in_kv_features)
+        source = x if context is None else context
+        queries, keys = (x[None], source[None]) if x.ndim == 2 else (x, source)
+        check_rotary(
+            rotary=self.rotary is not None,
+            cross=context is not None,
+            positions=None if positions is None else tuple(positions.shape),
+            rows=(queries.shape[0], queries.shape[1]),
+        )
+        return queries, keys
+
+    def extra_repr(self) -> str:
+        """The sizes, and the options that differ from nothing asked."""
+        asked = ("window", "softcap", "scale", "backend")
+        options = [f"{name}={getattr(self, name)}" for name in asked if getattr(self, name) is not None]
+        flags = [name for name in ("causal", "sinks", "bitwise_deterministic") if getattr(self, name)]
+        heads = f"heads={self.num_heads}/{self.num_kv_heads}, head_dim={self.head_dim}/{self.value_dim}"
+        return ", ".join([heads, *flags, *options])
+
+
+def token_positions(positions: Tensor | None, seq_info: SeqInfo | None, q: Tensor) -> Tensor:
+    """``[batch, seq]`` int positions for ``q [batch, seq, heads, head_dim]``: the caller's (``[seq]`` or ``[batch, seq]``),
+    else counted from each row's or document's start."""
+    if positions is None:
+        positions = torch.arange(q.shape[1], dtype=torch.int32, device=q.device)
+        if seq_info is not None:
+            starts = torch.as_tensor(seq_info.cu_seqlens_q, device=q.device)
+            document = torch.searchsorted(starts[1:-1].contiguous(), positions, right=True)  # [tokens]
+            positions = positions - starts[document]
+    return positions.expand(q.shape[:2])

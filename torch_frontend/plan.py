@@ -1,0 +1,208 @@
+"""From tensors to a backend's forward and backward: the plan of a call, and the autograd function of eager calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from attn_core import backends
+from attn_core.backends import Gradients, Inputs
+from attn_core.call import ArrayFacts, Arrays, Options, build_spec
+from attn_core.errors import SpecError
+from attn_core.selection import Selection, Target, explain, select
+from attn_core.spec import AttentionSpec
+
+Tensor = torch.Tensor
+
+
+class Plan(NamedTuple):
+    """A call that has been checked and given to a backend."""
+
+    spec: AttentionSpec
+    forward: Callable[..., tuple[Any, Any]]
+    backward: Callable[..., Gradients]
+    one_row: bool
+    """Whether packed tensors came as ``[1, tokens, ...]`` and go back so."""
+
+
+Metadata = tuple[torch.Size, torch.dtype, torch.device]
+
+
+@lru_cache(maxsize=4096)
+def dense_plan(
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    v_shape: torch.Size,
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    v_dtype: torch.dtype,
+    q_device: torch.device,
+    k_device: torch.device,
+    v_device: torch.device,
+    needs_backward: bool,
+    requested: str | tuple[str, ...] | None,
+    *options: Any,
+) -> Plan:
+    """The plan of a call on q, k and v alone: the path whose overhead counts. ``options`` are those of PLAIN_CALL."""
+    qkv = ((q_shape, q_dtype, q_device), (k_shape, k_dtype, k_device), (v_shape, v_dtype, v_device))
+    asked = Options(**dict(zip(PLAIN_CALL, options, strict=True)))
+    return plan((*qkv, *(None,) * 6), asked, needs_backward, False, requested)
+
+
+PLAIN_CALL = ("causal", "alignment", "window", "softcap", "scale", "deterministic", "return_lse")
+"""The options of a call without masks, packing or dropout."""
+
+
+@lru_cache(maxsize=4096)
+def plan(
+    metadata: tuple[Metadata | None, ...],
+    options: Options,
+    needs_backward: bool,
+    bias_gradient: bool,
+    requested: str | tuple[str, ...] | None,
+) -> Plan:
+    """Checks a call and chooses its backend; the same question is answered once.
+
+    Args:
+        metadata: (shape, dtype, device) for each field of ``attn_core.call.Arrays``, None where there is no tensor.
+        requested: ``backend=`` of the call, or what ``use_backend`` asks for.
+    """
+    selection = select(*question(metadata, options, needs_backward, bias_gradient, requested))
+    module, spec = backends.load(selection.backend or ""), selection.spec
+    if module is None:
+        raise AssertionError(f"{selection.backend} was selected without a module")
+    one_row = spec.packed and len(metadata[0][0]) == 4 if metadata[0] else False
+    if spec.empty:
+        return Plan(spec, _empty_forward, _empty_backward, one_row)
+    return Plan(spec, module.forward, module.backward, one_row)
+
+
+def explanation(*arguments: Any) -> Selection:
+    """The Selection behind ``plan``, whether or not a backend can run the call."""
+    return explain(*question(*arguments))
+
+
+def question(
+    metadata: tuple[Metadata | None, ...],
+    options: Options,
+    needs_backward: bool,
+    bias_gradient: bool,
+    requested: str | tuple[str, ...] | None,
+) -> tuple[AttentionSpec, Target, str | tuple[str, ...] | None]:
+    """What ``select`` is asked: the spec, the target and the requested backends."""
+    facts = Arrays(*(entry and _facts(*entry) for entry in metadata))
+    spec = build_spec(facts, options, needs_backward=needs_backward, bias_gradient=bias_gradient)
+    device = metadata[0][2] if metadata[0] else torch.device("cpu")
+    return spec, Target.here("torch", device_name(device)), requested
+
+
+def metadata(inputs: Inputs) -> tuple[Metadata | None, ...]:
+    """(shape, dtype, device) of every tensor that ``attn_core.call.Arrays`` names."""
+    return tuple(None if t is None else (t.shape, t.dtype, t.device) for t in inputs[: len(Arrays._fields)])
+
+
+def _facts(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> ArrayFacts:
+    return ArrayFacts(tuple(shape), str(dtype).removeprefix("torch."), str(device))
+
+
+def device_name(device: torch.device) -> str:
+    """``"cpu"``, ``"sm90"``, or the device type where it is neither a CPU nor an NVIDIA GPU."""
+    if device.type != "cuda":
+        return device.type
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm{major}{minor}"
+
+
+def run_forward(made: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a plan; out has the rank of q."""
+    if made.one_row:  # [1, tokens, heads, dim] -> [tokens, heads, dim]
+        inputs = inputs._replace(q=inputs.q[0], k=inputs.k[0], v=inputs.v[0])
+    out, lse = made.forward(made.spec, _four_dimensional(inputs))
+    return (out[None] if made.one_row else out), lse
+
+
+def run_backward(
+    made: Plan, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
+) -> Gradients:
+    """The gradients of a plan, in the shapes of its inputs."""
+    if dout is None:
+        dout = torch.zeros_like(out)
+    if made.one_row:
+        inputs = inputs._replace(q=inputs.q[0], k=inputs.k[0], v=inputs.v[0])
+        out, dout = out[0], dout[0]
+    found = made.backward(made.spec, _four_dimensional(inputs), out, lse, dout, dlse)
+    if made.one_row:
+        found = found._replace(dq=found.dq[None], dk=found.dk[None], dv=found.dv[None])
+    if found.dbias is not None:
+        found = found._replace(dbias=found.dbias.reshape(inputs.bias.shape))
+    return found
+
+
+def _four_dimensional(inputs: Inputs) -> Inputs:
+    """Masks and biases with leading axes of 1 put in front, as the backends expect them."""
+    if inputs.mask is not None and inputs.mask.dim() < 4:
+        inputs = inputs._replace(mask=inputs.mask[(None,) * (4 - inputs.mask.dim())])
+    if inputs.bias is not None and inputs.bias.dim() < 4:
+        inputs = inputs._replace(bias=inputs.bias[(None,) * (4 - inputs.bias.dim())])
+    return inputs
+
+
+def _empty_forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
+    return inputs.q.new_zeros(spec.out_shape), inputs.q.new_full(spec.lse_shape, -torch.inf, dtype=lse_dtype)
+
+
+def _empty_backward(spec: AttentionSpec, inputs: Inputs, *_: Any) -> Gradients:
+    dbias = torch.zeros_like(inputs.bias) if spec.bias_gradient else None
+    dsinks = torch.zeros_like(inputs.sinks) if spec.sinks else None
+    return Gradients(*(torch.zeros_like(tensor) for tensor in inputs[:3]), dbias, dsinks)
+
+
+class Attention(torch.autograd.Function):
+    """A planned call with its backend's own backward. Arguments: the plan, then the fields of ``Inputs``."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Plan, *tensors: Tensor | None) -> Any:
+        if len(tensors) == 3:  # q, k, v alone: nothing to reshape
+            out, lse = made.forward(made.spec, Inputs(*tensors))
+        else:
+            out, lse = run_forward(made, Inputs(*tensors))
+        ctx.made = made
+        ctx.save_for_backward(*tensors, out, lse)
+        ctx.set_materialize_grads(False)
+        return (out, lse) if made.spec.return_lse else out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
+        *tensors, out, lse = ctx.saved_tensors
+        made, inputs = ctx.made, Inputs(*tensors)
+        if len(tensors) == 3 and dout is not None:
+            return (None, *made.backward(made.spec, inputs, out, lse, dout, dlse)[:3])
+        return None, *gradients_in_order(run_backward(made, inputs, out, lse, dout, dlse), len(tensors))
+
+
+def gradients_in_order(found: Gradients, count: int) -> tuple[Tensor | None, ...]:
+    """Gradients in the order of the first ``count`` fields of ``Inputs``: q, k, v, mask, bias, alibi_slopes, sinks, ..."""
+    return (*found[:3], None, found.dbias, None, found.dsinks, None, None, None)[:count]
+
+
+def check_tensor(name: str, value: Any) -> None:
+    """Raises TypeError unless ``value`` is a torch tensor."""
+    if isinstance(value, Tensor):
+        return
+    kind = type(value)
+    remedy = "; use jax_frontend.attention for JAX arrays" if kind.__module__.startswith("jax") else "; use torch.as_tensor"
+    raise TypeError(f"{name}: expected a torch.Tensor, got {kind.__module__}.{kind.__qualname__}{remedy}")
+
+
+def check_gradient_free(name: str, value: Tensor | None) -> None:
+    """Raises SpecError for a tensor whose gradient nobody computes."""
+    if value is not None and value.requires_grad and torch.is_grad_enabled():
+        raise SpecError(f"{name}: expected requires_grad=False, its gradient is not defined here; pass {name}.detach()")
