@@ -131,6 +131,8 @@ def refusals(name: str, spec: AttentionSpec, target: Target) -> Reasons:
     reasons = [missing] if missing else []
     if backend.FRAMEWORK == "jax" and target.framework == "torch":
         reasons.append("runs in JAX only")
+    if spec.dropout and backend.FRAMEWORK == "torch" and target.framework == "jax":
+        reasons.append(f"dropout={spec.dropout}: in JAX only the XLA path has dropout")
     forward = unmet(backend.FORWARD, spec, target.device)
     reasons += forward
     reasons += backend.refuses(spec, target.device)

@@ -19,7 +19,7 @@ from attn_core.masks import band
 from attn_core.spec import AttentionSpec
 
 Q_BLOCK = 256
-KV_BLOCK = 512
+KV_BLOCK = 256
 
 
 class Rows(NamedTuple):
@@ -31,7 +31,7 @@ class Rows(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The tensors of a call, heads first.
+    """The tensors of a call, heads first, and ``zero`` (see ``_zero_like``).
 
     q ``[b, h, g, i, d]``, k ``[b, h, j, d]``, v ``[b, h, j, e]``; mask and bias ``[b, h, g, i, j]`` and slopes
     ``[b, h, g, 1, 1]``, with 1 on any axis along which they broadcast; sinks ``[h, g, 1]``; rng uint32 ``[2]``.
@@ -45,6 +45,7 @@ class Call(NamedTuple):
     slopes: Any
     sinks: Any
     rng: Any
+    zero: Any
 
 
 class Tile(NamedTuple):
@@ -92,8 +93,8 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
         )
         return out, lse
 
-    lse = jnp.zeros(call.q.shape[:4], spec.lse_dtype)
-    out = jnp.zeros((*call.q.shape[:4], spec.value_dim), spec.dtype)
+    lse = jnp.zeros(call.q.shape[:4], spec.lse_dtype) + call.zero.astype(spec.lse_dtype)
+    out = jnp.zeros((*call.q.shape[:4], spec.value_dim), spec.dtype) + call.zero.astype(spec.dtype)
     out, lse = lax.fori_loop(0, -(-spec.q_len // queries), block, (out, lse))
     return _tokens_first(spec, out).reshape(spec.out_shape), lse.reshape(spec.lse_shape)
 
@@ -110,9 +111,9 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     shift = -jnp.einsum("bhgie,bhgie->bhgi", *(array.astype(spec.lse_dtype) for array in (dout, out)))
     if dlse is not None:
         shift = shift + dlse.reshape(shift.shape).astype(shift.dtype)
-    totals = tuple(jnp.zeros(array.shape, spec.lse_dtype) for array in (call.q, call.k, call.v))
-    if spec.bias_gradient:
-        totals = (*totals, jnp.zeros(call.bias.shape, spec.lse_dtype))
+    zero = _zero_like((call.zero, lse, shift)).astype(spec.lse_dtype)
+    summed = (call.q, call.k, call.v, call.bias) if spec.bias_gradient else (call.q, call.k, call.v)
+    totals = tuple(jnp.zeros(array.shape, zero.dtype) + zero for array in summed)
     queries = block_sizes(spec)[0]
     sources = summands(call.q, call.k, dout)
 
@@ -195,7 +196,16 @@ def arrange(spec: AttentionSpec, inputs: Inputs) -> Call:
         None if slopes is None else slopes.astype(spec.lse_dtype),
         inputs.sinks.reshape(*heads, 1).astype(spec.lse_dtype) if spec.sinks else None,
         inputs.rng.astype(jnp.uint32) if spec.dropout else None,
+        _zero_like(inputs),
     )
+
+
+def _zero_like(arrays: Any) -> Any:
+    """A zero typed as varying over every mesh axis that an array varies over: jax.shard_map checks what loops carry."""
+    import jax.numpy as jnp
+
+    zeros = (jnp.where(False, array[(0,) * array.ndim], 0) for array in arrays if array is not None)
+    return sum(zero.astype(jnp.float32) for zero in zeros)
 
 
 def summands(*arrays: Any) -> tuple[Summand, ...]:
@@ -252,9 +262,8 @@ def _attend(spec: AttentionSpec, call: Call, value: Summand, rows: Rows, start: 
         part = _sum_over(spec, "bhgij,bhje->bhgie", weights, seen, _cut_summand(value, tile.key, keys, axis=2))
         return new_top, total, fade[..., None] * summed + part
 
-    shape = q.shape[:4]
-    state = (jnp.full(shape, -jnp.inf, spec.lse_dtype), jnp.zeros(shape, spec.lse_dtype))
-    state = (*state, jnp.zeros((*shape, spec.value_dim), spec.lse_dtype))
+    zero = jnp.zeros(q.shape[:4], spec.lse_dtype) + call.zero.astype(spec.lse_dtype)
+    state = (zero - jnp.inf, zero, jnp.broadcast_to(zero[..., None], (*zero.shape, spec.value_dim)))
     return _finish(spec, call, *lax.fori_loop(*_key_blocks(spec, rows), step, state))
 
 

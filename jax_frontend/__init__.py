@@ -3,5 +3,32 @@
 from attn_core import NoBackendError, Selection, SeqInfo
 from attn_core.override import use_backend
 from jax_frontend.attention import attention, explain
+from jax_frontend.backends import available_backends
+from jax_frontend.unsloth import (
+    FLASH_DENSE,
+    FLASH_VARLEN,
+    SDPA,
+    XFORMERS,
+    AttentionConfig,
+    AttentionContext,
+    run_attention,
+    select_attention_backend,
+)
 
-__all__ = ["NoBackendError", "Selection", "SeqInfo", "attention", "explain", "use_backend"]
+__all__ = [
+    "FLASH_DENSE",
+    "FLASH_VARLEN",
+    "SDPA",
+    "XFORMERS",
+    "AttentionConfig",
+    "AttentionContext",
+    "NoBackendError",
+    "Selection",
+    "SeqInfo",
+    "attention",
+    "available_backends",
+    "explain",
+    "run_attention",
+    "select_attention_backend",
+    "use_backend",
+]

@@ -168,8 +168,8 @@ def _offsets(info: SeqInfo, side: str, rows: Any) -> Array:
     return jnp.asarray(offsets) if isinstance(offsets, np.ndarray) else offsets
 
 
-def _run(made: plan.Plan, inputs: Inputs) -> tuple[Array, Array]:
-    out, lse = ops.forward(made.spec, made.backend, _rows(made, inputs))
+def _run(made: plan.Plan, inputs: Inputs, *, with_lse: bool) -> tuple[Array, Array]:
+    out, lse = ops.forward(made.spec, made.backend, _rows(made, inputs), with_lse=with_lse)
     return (out[None] if made.one_row else out), lse
 
 
@@ -184,7 +184,7 @@ def _rows(made: plan.Plan, inputs: Inputs) -> Inputs:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(call: Call, inputs: Inputs) -> Any:
     made = plan.plan(plan.metadata(inputs), call.device, call.options, False, False, call.requested)
-    out, lse = _run(made, inputs)
+    out, lse = _run(made, inputs, with_lse=call.options.return_lse)
     return (out, lse) if call.options.return_lse else out
 
 
@@ -196,7 +196,7 @@ def _attention_forward(call: Call, marked: Inputs) -> tuple[Any, Any]:
     made = plan.plan(
         plan.metadata(inputs), call.device, call.options, True, "bias" in perturbed, call.requested
     )
-    out, lse = _run(made, inputs)
+    out, lse = _run(made, inputs, with_lse=True)
     return ((out, lse) if call.options.return_lse else out), (inputs, out, lse, made.spec.bias_gradient)
 
 

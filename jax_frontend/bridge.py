@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -33,10 +34,14 @@ class BridgedCall(NamedTuple):
     """Which fields of ``Inputs`` the leading operands are."""
     extras: tuple[str, ...] = ()
     """What the operands after those are: out, lse, dout, dlse in a backward."""
+    with_lse: bool = True
+    """Whether a forward has the log-sum-exp as its second result."""
 
 
 _calls: dict[str, BridgedCall] = {}
 """token -> call. Content-addressed: a token means the same in every process, and entries are never changed."""
+_callbacks: dict[str, Callable[[tuple[Any, ...]], None]] = {}
+"""token -> what runs the call on (operands, result buffers), derived from ``_calls`` when it first runs."""
 
 
 def run(call: BridgedCall, results: tuple[jax.ShapeDtypeStruct, ...], *operands: Any) -> tuple[Any, ...]:
@@ -65,14 +70,14 @@ def _register_targets() -> None:
     import torch
     import tvm_ffi
 
+    # XLA's buffers never require a gradient, so nothing here builds a graph, whatever the thread's grad mode is.
     def on_host(*values: Any) -> None:
-        with torch.no_grad():
-            _dispatch(values[:-1], values[-1])
+        (_callbacks.get(values[-1]) or _callback(values[-1]))(values)
 
     def on_stream(*values: Any) -> None:
-        device = values[0].device
-        with torch.no_grad(), torch.cuda.device(device), torch.cuda.stream(_stream(values[-1], device.index)):
-            _dispatch(values[:-2], values[-2])
+        device, token = values[0].device, values[-2]
+        with torch.cuda.device(device), torch.cuda.stream(_stream(values[-1], device.index)):
+            (_callbacks.get(token) or _callback(token))(values)
 
     platforms = {
         "cpu": (on_host, ["args", "rets", "attrs.call"]),
@@ -96,22 +101,52 @@ def _stream(pointer: int, device: int) -> Any:
     return torch.cuda.ExternalStream(pointer, device)
 
 
-def _dispatch(tensors: tuple[Any, ...], token: str) -> None:
-    """Runs a registered call on XLA's buffers: operands first, then the buffers of the results."""
+def _callback(token: str) -> Callable[[tuple[Any, ...]], None]:
+    """What runs a registered call on XLA's values: operands, then the buffers of the results, then attributes."""
     call = _calls.get(token)
     if call is None:
         raise BridgeError(
             f"no attention call {token!r} in this process: a compiled program from another process was run "
             "before the function that holds the call was traced here"
         )
+    run_call = _forward(call) if call.direction == "forward" else _backward(call)
+    return _callbacks.setdefault(token, run_call)
+
+
+def _forward(call: BridgedCall) -> Callable[[tuple[Any, ...]], None]:
     module: Any = backends.load(call.backend)
-    count = len(call.operands)
-    inputs = Inputs(**dict(zip(call.operands, tensors[:count], strict=True)))
-    saved = dict(zip(call.extras, tensors[count:], strict=False))
-    if call.direction == "forward":
-        found = module.forward(call.spec, inputs)
+    spec, count = call.spec, len(call.operands)
+    if call.operands != Inputs._fields[:count]:
+        names = call.operands
+
+        def gather(values: tuple[Any, ...]) -> Inputs:
+            return Inputs(**dict(zip(names, values, strict=False)))
     else:
+
+        def gather(values: tuple[Any, ...]) -> Inputs:
+            return Inputs(*values[:count])
+
+    kernel, with_lse = module.forward, call.with_lse
+
+    def forward(values: tuple[Any, ...]) -> None:
+        out, lse = kernel(spec, gather(values))
+        values[count].copy_(out)
+        if with_lse:
+            values[count + 1].copy_(lse)
+
+    return forward
+
+
+def _backward(call: BridgedCall) -> Callable[[tuple[Any, ...]], None]:
+    module: Any = backends.load(call.backend)
+    count, results = len(call.operands), len(call.operands) + len(call.extras)
+
+    def backward(values: tuple[Any, ...]) -> None:
+        inputs = Inputs(**dict(zip(call.operands, values, strict=False)))
+        saved = dict(zip(call.extras, values[count:results], strict=True))
         gradients = module.backward(call.spec, inputs, saved["out"], saved["lse"], saved["dout"], saved.get("dlse"))
-        found = tuple(gradient for gradient in gradients if gradient is not None)
-    for buffer, value in zip(tensors[count + len(call.extras) :], found, strict=True):
-        buffer.copy_(value)
+        found = [gradient for gradient in gradients if gradient is not None]
+        for buffer, gradient in zip(values[results : results + len(found)], found, strict=True):
+            buffer.copy_(gradient)
+
+    return backward

@@ -25,16 +25,17 @@ Shape = jax.ShapeDtypeStruct
 _BATCHED = ("q", "k", "v", "out", "lse", "dout", "dlse")  # operands whose leading axis is the batch
 
 
-def forward(spec: AttentionSpec, backend: str, inputs: Inputs) -> tuple[Any, Any]:
-    """(out, lse) of a call on a backend, traceable."""
+def forward(spec: AttentionSpec, backend: str, inputs: Inputs, *, with_lse: bool = True) -> tuple[Any, Any]:
+    """(out, lse) of a call on a backend, traceable; lse may be None unless it is asked for."""
     if spec.empty:
         return jnp.zeros(spec.out_shape, spec.dtype), jnp.full(spec.lse_shape, -jnp.inf, spec.lse_dtype)
     module: Any = backends.load(backend)
     if module.FRAMEWORK == "jax":
         return module.forward(spec, inputs)
     names, given = _present(inputs)
-    out, lse = forward_p.bind(*given, call=bridge.BridgedCall("forward", backend, spec, names))
-    return out, lse
+    call = bridge.BridgedCall("forward", backend, spec, names, with_lse=with_lse)
+    out, *lse = forward_p.bind(*given, call=call)
+    return out, lse[0] if with_lse else None
 
 
 def backward(
@@ -67,7 +68,8 @@ def _gradient_names(spec: AttentionSpec) -> tuple[str, ...]:
 def _result_shapes(call: bridge.BridgedCall, *operands: Any) -> list[Shape]:
     spec = call.spec
     if call.direction == "forward":
-        return [Shape(spec.out_shape, jnp.dtype(spec.dtype)), Shape(spec.lse_shape, jnp.dtype(spec.lse_dtype))]
+        lse = [Shape(spec.lse_shape, jnp.dtype(spec.lse_dtype))] if call.with_lse else []
+        return [Shape(spec.out_shape, jnp.dtype(spec.dtype)), *lse]
     by_name = dict(zip(call.operands, operands, strict=False))
     like = [by_name[name[1:]] for name in _gradient_names(spec)]
     return [Shape(array.shape, array.dtype) for array in like]

@@ -105,71 +105,91 @@ def result_of(spec: AttentionSpec, results: Any) -> Any:
     return rounded(results, spec.dtype)
 
 
+F32 = np.float32
+
+
 def honest(case: Case, *, key_block: int = 5) -> tuple[np.ndarray, np.ndarray, Gradients]:
     """(out, lse, gradients) as an honest kernel computes them: float32 sums, an online softmax over blocks of keys, and
     weights, logit gradients and results rounded to the call's dtype."""
-    spec, inputs, f32 = case.spec, case.inputs, np.float32
+    spec = case.spec
+    score, logit, seen = _scores(case)
+    kept = np.ones(score.shape, F32)
+    if spec.dropout:
+        kept = keep(case.inputs.rng.tolist(), tuple(np.ogrid[tuple(map(slice, score.shape))]), spec.dropout)
+        kept = kept.astype(F32) / F32(1 - spec.dropout)
+    sink = np.full((1, spec.num_heads, 1), -np.inf, F32)
+    if spec.sinks:
+        sink = case.inputs.sinks.astype(F32).reshape(sink.shape)
+    out, lse = _online_softmax(case, logit, seen, kept, sink, key_block)
+    gradients = _gradients(case, score, logit, seen, kept, sink, out, lse)
+    return out.swapaxes(1, 2).reshape(spec.out_shape), lse.reshape(spec.lse_shape), result_of(spec, gradients)
 
-    def heads(array: Any) -> np.ndarray:  # [batch, heads, length, dim], key/value heads repeated
-        array = np.asarray(array, f32).reshape(spec.batch, -1, *np.shape(array)[-2:]).swapaxes(1, 2)
-        return np.repeat(array, spec.num_heads // array.shape[1], axis=1)
 
-    def low(array: np.ndarray) -> np.ndarray:
-        return rounded(array, spec.dtype).astype(f32)
+def _heads(spec: AttentionSpec, array: Any) -> np.ndarray:
+    """float32 ``[batch, heads, length, dim]``, key/value heads repeated."""
+    array = np.asarray(array, F32).reshape(spec.batch, -1, *np.shape(array)[-2:]).swapaxes(1, 2)
+    return np.repeat(array, spec.num_heads // array.shape[1], axis=1)
 
-    q, k, v, dout = (heads(array) for array in (inputs.q, inputs.k, inputs.v, case.dout))
-    score = (q @ k.swapaxes(-1, -2)) * f32(spec.scale)
-    cap = None if spec.softcap is None else f32(spec.softcap)
-    logit = score if cap is None else cap * np.tanh(score / cap)
-    logit = logit + (f32(0) if inputs.bias is None else np.asarray(inputs.bias, f32))
+
+def _low(spec: AttentionSpec, array: np.ndarray) -> np.ndarray:
+    return rounded(array, spec.dtype).astype(F32)
+
+
+def _scores(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(scale q.k, logits, visible), ``[batch, heads, q_len, kv_len]``; hidden logits are -inf."""
+    spec, inputs = case.spec, case.inputs
+    score = (_heads(spec, inputs.q) @ _heads(spec, inputs.k).swapaxes(-1, -2)) * F32(spec.scale)
+    logit = score if spec.softcap is None else F32(spec.softcap) * np.tanh(score / F32(spec.softcap))
+    if inputs.bias is not None:
+        logit = logit + inputs.bias.astype(F32)
     if inputs.alibi_slopes is not None:
         rows, columns = positions(spec, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
-        logit = logit - np.asarray(inputs.alibi_slopes, f32)[..., None, None] * abs(rows[:, None] - columns).astype(f32)
-    seen = visible(spec, inputs.mask, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
-    seen = np.broadcast_to(seen, score.shape)
-    logit = np.where(seen, logit, f32(-np.inf))
-    kept = np.ones(score.shape, f32)
-    if spec.dropout:
-        kept = keep(inputs.rng.tolist(), tuple(np.ogrid[tuple(map(slice, score.shape))]), spec.dropout).astype(f32)
-        kept /= f32(1 - spec.dropout)
+        logit = logit - inputs.alibi_slopes.astype(F32)[..., None, None] * abs(rows[:, None] - columns).astype(F32)
+    seen = np.broadcast_to(visible(spec, inputs.mask, inputs.cu_seqlens_q, inputs.cu_seqlens_k), score.shape)
+    return score, np.where(seen, logit, F32(-np.inf)), seen
 
-    sink = np.full(spec.num_heads, -np.inf) if inputs.sinks is None else inputs.sinks
-    top = np.broadcast_to(np.asarray(sink, f32)[None, :, None], score.shape[:3])
-    total, out = np.where(np.isinf(top), f32(0), f32(1)), np.zeros((*score.shape[:3], spec.value_dim), f32)
+
+def _online_softmax(
+    case: Case, logit: np.ndarray, seen: np.ndarray, kept: np.ndarray, sink: np.ndarray, key_block: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(out, lse), heads first."""
+    spec, v = case.spec, _heads(case.spec, case.inputs.v)
+    top = np.broadcast_to(sink, logit.shape[:3])
+    total, out = np.where(np.isinf(top), F32(0), F32(1)), np.zeros((*logit.shape[:3], spec.value_dim), F32)
     for start in range(0, spec.kv_len, key_block):
         block = np.s_[..., start : start + key_block]
         new = np.maximum(top, logit[block].max(-1))
-        base = np.where(np.isinf(new), f32(0), new)
+        base = np.where(np.isinf(new), F32(0), new)
         shrink, weights = np.exp(top - base), np.exp(logit[block] - base[..., None])
         total = total * shrink + weights.sum(-1)
-        out = out * shrink[..., None] + low(weights * kept[block]) @ v[:, :, start : start + key_block]
+        out = out * shrink[..., None] + _low(spec, weights * kept[block]) @ v[:, :, start : start + key_block]
         top = new
     alive = seen.any(-1)
-    out = low(np.where(alive[..., None], out / np.where(alive, total, f32(1))[..., None], f32(0)))
-    lse = np.where(alive, top + np.log(np.where(alive, total, f32(1))), f32(-np.inf))
+    total = np.where(alive, total, F32(1))
+    out = np.where(alive[..., None], out / total[..., None], F32(0))
+    return _low(spec, out), np.where(alive, top + np.log(total), F32(-np.inf))
 
-    weights = np.where(seen, np.exp(logit - np.where(alive, lse, f32(0))[..., None]), f32(0))
-    row = case.dlse.astype(f32).reshape(lse.shape) - (dout * out).sum(-1)
+
+def _gradients(case: Case, score: np.ndarray, logit: np.ndarray, seen: np.ndarray, kept, sink, out, lse) -> Gradients:
+    spec, inputs, alive = case.spec, case.inputs, seen.any(-1)
+    q, k, v, dout = (_heads(spec, array) for array in (inputs.q, inputs.k, inputs.v, case.dout))
+    base = np.where(alive, lse, F32(0))
+    weights = np.where(seen, np.exp(logit - base[..., None]), F32(0))
+    row = case.dlse.astype(F32).reshape(lse.shape) - (dout * out).sum(-1)
     dlogit = weights * (kept * (dout @ v.swapaxes(-1, -2)) + row[..., None])
-    dscore = low(dlogit if cap is None else dlogit * (1 - np.tanh(score / cap) ** 2)) * f32(spec.scale)
-    by_key = dscore.swapaxes(-1, -2) @ q, low(weights * kept).swapaxes(-1, -2) @ dout
-    dk, dv = (
-        part.reshape(spec.batch, spec.num_kv_heads, spec.group_size, *part.shape[2:]).sum(2, dtype=f32)
-        for part in by_key
-    )
-    dsinks = np.where(alive, np.exp(np.asarray(sink, f32)[None, :, None] - np.where(alive, lse, f32(0))), f32(0)) * row
-    shaped = [
-        part.swapaxes(1, 2).reshape(np.shape(like))
+    slope = F32(1) if spec.softcap is None else 1 - np.tanh(score / F32(spec.softcap)) ** 2
+    dscore = _low(spec, dlogit * slope) * F32(spec.scale)
+    by_head = dscore.swapaxes(-1, -2) @ q, _low(spec, weights * kept).swapaxes(-1, -2) @ dout
+    groups = (spec.batch, spec.num_kv_heads, spec.group_size)
+    dk, dv = (part.reshape(*groups, *part.shape[2:]).sum(2, dtype=F32) for part in by_head)
+    dq, dk, dv = (
+        part.swapaxes(1, 2).reshape(like.shape)
         for part, like in zip((dscore @ k, dk, dv), (inputs.q, inputs.k, inputs.v), strict=True)
-    ]
-    axes = tuple(axis for axis, size in enumerate(spec.bias_shape or ()) if size == 1)
-    gradients = Gradients(
-        *shaped,
-        dlogit.sum(axes, keepdims=True) if spec.bias_gradient else None,
-        dsinks.sum((0, 2)) if spec.sinks else None,
     )
-    out = out.swapaxes(1, 2).reshape(spec.out_shape)
-    return out, lse.reshape(spec.lse_shape), result_of(spec, gradients)
+    axes = tuple(axis for axis, size in enumerate(spec.bias_shape or ()) if size == 1)
+    dbias = dlogit.sum(axes, keepdims=True) if spec.bias_gradient else None
+    dsinks = (np.where(alive, np.exp(sink - base), F32(0)) * row).sum((0, 2)) if spec.sinks else None
+    return Gradients(dq, dk, dv, dbias, dsinks)
 
 
 def altered(case: Case, **fields: Any) -> Case:

@@ -148,11 +148,195 @@ def test_float64(name):
         compare(replace(CASES[name], dtype="float64"))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["packed, everything", "bias of heads", "window, rows that see nothing", "sinks"])
 def test_blocks_change_nothing(name, monkeypatch):
     """Blocks far smaller than the lengths, the last one ragged; every feature crosses their borders."""
     monkeypatch.setattr(xla_attention, "Q_BLOCK", 5)
     monkeypatch.setattr(xla_attention, "KV_BLOCK", 3)
     monkeypatch.setattr(jax_xla, "MAX_SCORES", 0)
-    jax.clear_caches()
-    compare(replace(CASES[name], deterministic=True))  # a spec of its own: the caches know the other block sizes
+    compare(replace(CASES[name], deterministic=True))  # a spec of its own, so that jit traces the small blocks
+
+
+@pytest.mark.parametrize(
+    ("changes", "keywords"),
+    [
+        ({}, {}),
+        ({"q_len": 17, "causal": True}, {"is_causal": True}),
+        ({"causal": True, "alignment": "top_left"}, {"is_causal": True}),
+        ({"q_len": 1, "causal": True}, {}),  # the one query stands last and sees every key
+        ({"q_len": 17, "causal": True, "window": (3, None)}, {"local_window_size": (3, 0)}),
+        ({"q_len": 17, "window": (None, 2)}, {"local_window_size": (17, 2)}),
+        ({"window": (20, 20)}, {}),
+        ({"dtype": "bfloat16"}, {}),
+    ],
+)
+def test_lower_to_jax_nn(changes, keywords):
+    spec = replace(DENSE, **changes)
+    lowered = jax_xla.lower(spec)
+    assert lowered["path"] == "jax_nn"
+    assert lowered["jax_nn"] == {"scale": spec.scale, "implementation": "xla", **keywords}
+    compare(spec)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"causal": True},  # the diagonal ends at the bottom right
+        {"q_len": 29, "window": (1, 1), "alignment": "top_left"},  # late rows see nothing
+        {"softcap": 3.0},
+        {"mask_shape": (1, 1, 13, 17)},
+        {"bias_shape": (1, 1, 13, 17)},
+        {"alibi_shape": (6,)},
+        {"sinks": True},
+        {"dropout": 0.1},
+        {"value_dim": 7},
+        {"dtype": "float16"},
+        {"dtype": "float64"},
+        {"batch": 1, "documents": 2},
+        {"q_len": 1024, "kv_len": 1024},
+    ],
+)
+def test_lower_to_blocks(changes):
+    assert jax_xla.lower(replace(DENSE, **changes))["path"] == "blocked"
+
+
+def test_block_sizes_share_the_length_evenly():
+    lowered = jax_xla.lower(replace(DENSE, q_len=xla_attention.Q_BLOCK + 1, kv_len=5))
+    assert (lowered["q_block"], lowered["kv_block"]) == (xla_attention.Q_BLOCK // 2 + 1, 5)
+
+
+def run_poisoned(spec: AttentionSpec, poison: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Forward and gradients before and after ``poison`` has changed some arrays."""
+    inputs = make_inputs(spec)._asdict()
+    dout = np.random.default_rng(3).standard_normal(spec.out_shape)
+    results = []
+    for change in (lambda inputs, dout: None, poison):
+        change(inputs, dout)
+        run = both(spec, on_device(spec, Inputs(**inputs)), jnp.asarray(dout, spec.dtype), None)
+        results.append(tuple(np.asarray(array, np.float32) for array in run if array is not None))
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ["packed, causal", "packed, everything"])
+def test_poisoned_document_stays_alone(name, value):
+    """A document full of NaN or Inf leaves the others bit-identical; dbias and dsinks sum over all of them."""
+    spec = CASES[name]
+
+    def poison(inputs, dout):
+        for array in (inputs["q"], dout):
+            array[: LENGTHS[0][0]] = value
+        for array in (inputs["k"], inputs["v"]):
+            array[: LENGTHS[1][0]] = value
+
+    clean, poisoned = run_poisoned(spec, poison)
+    firsts = (LENGTHS[0][0], None, LENGTHS[0][0], LENGTHS[1][0], LENGTHS[1][0])
+    for before, after, first in zip(clean[:5], poisoned[:5], firsts, strict=True):
+        start = (slice(None), slice(LENGTHS[0][0], None)) if first is None else slice(first, None)
+        np.testing.assert_array_equal(before[start], after[start])
+        assert not np.isnan(before).any()
+    assert np.isnan(poisoned[0][: LENGTHS[0][0]]).any()
+
+
+@pytest.mark.parametrize("name", ["causal, top left", "window, top left", "mask of keys"])
+def test_hidden_keys_may_hold_anything(name):
+    """A NaN in v reaches just the rows that see it, in jax.nn's forward too; one in k no row that does not."""
+    spec = replace(CASES[name], num_kv_heads=6)
+    seen = np.broadcast_to(reference.visible(spec, make_inputs(spec).mask), (spec.batch, 6, spec.q_len, spec.kv_len))
+
+    def poison(inputs, dout):
+        inputs["v"][1, 9, :, 4] = np.nan
+        inputs["k"][0, 8] = np.nan
+
+    (out, *_), (poisoned, *_) = run_poisoned(spec, poison)
+    expected = out.copy()
+    expected[1, :, :, 4][seen[1, :, :, 9].T] = np.nan
+    expected[0][seen[0, :, :, 8].T] = np.nan
+    np.testing.assert_array_equal(poisoned, expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "safe"),
+    [
+        ([0, 4, 4, 9], [0, 4, 4, 9]),
+        ([3, 4, 2, 7], [0, 4, 4, 9]),
+        ([-5, 100, 2, 2**31 - 1], [0, 9, 9, 9]),
+        ([0, -(2**31), 6, 0], [0, 0, 6, 9]),
+    ],
+)
+def test_offsets_on_the_device_are_made_safe(given, safe):
+    assert xla_attention.safe_offsets(jnp.asarray(given, jnp.int32), 9).tolist() == safe
+
+
+def long_spec(tokens: int, **changes: Any) -> AttentionSpec:
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "value_dim": 64}
+    return AttentionSpec(batch=1, q_len=tokens, kv_len=tokens, dtype="bfloat16", **heads, **changes)
+
+
+def abstract(spec: AttentionSpec) -> tuple[Any, ...]:
+    """The arguments of ``both`` as shapes and dtypes alone."""
+    rows = () if spec.packed else (spec.batch,)
+    q, k = (
+        jax.ShapeDtypeStruct((*rows, spec.q_len, heads, spec.head_dim), spec.dtype)
+        for heads in (spec.num_heads, spec.num_kv_heads)
+    )
+    offsets = jax.ShapeDtypeStruct((spec.documents + 1,), jnp.int32) if spec.documents else None
+    inputs = Inputs(q, k, k, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    return inputs, q, jax.ShapeDtypeStruct(spec.lse_shape, jnp.float32)
+
+
+@pytest.mark.parametrize("changes", [{"causal": True}, {"documents": 33, "causal": True, "softcap": 30.0}])
+def test_long_sequences(changes):
+    """16k tokens: no q_len x kv_len array, and a program no larger than 2k tokens need."""
+    specs = {tokens: long_spec(tokens, **changes) for tokens in (2048, 16384)}
+    compiled = {tokens: both.lower(spec, *abstract(spec)).compile() for tokens, spec in specs.items()}
+    memory = {tokens: program.memory_analysis().temp_size_in_bytes for tokens, program in compiled.items()}
+    assert memory[16384] < 16384 * 16384, memory  # bytes: a quarter of one head's float32 scores, of which there are 4
+    assert memory[16384] < 9 * memory[2048], memory  # linear in the tokens
+    sizes = {tokens: len(program.as_text()) for tokens, program in compiled.items()}
+    assert sizes[16384] < 1.2 * sizes[2048], sizes
+
+
+@pytest.mark.parametrize("name", ["packed, everything", "causal, top left"])
+def test_vmap_scan_remat(name):
+    """vmap, scan and checkpoint give what a call at a time gives; the finite test stays one branch under vmap."""
+    spec = CASES[name]
+    arrays = [on_device(spec, make_inputs(spec, seed)) for seed in range(3)]
+    shared = {field: getattr(arrays[0], field) for field in ("rng", "cu_seqlens_q", "cu_seqlens_k")}
+    own = [inputs._replace(**dict.fromkeys(shared)) for inputs in arrays]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *own)
+
+    def call(inputs: Inputs) -> Any:
+        inputs = inputs._replace(**shared)
+        out, lse = jax_xla.forward(spec, inputs)
+        return out, jax_xla.backward(spec, inputs, out, lse, out, lse * 0.0 if spec.sinks else None)
+
+    expected = [jax.jit(call)(inputs) for inputs in arrays]
+    batched = jax.jit(jax.vmap(call))
+    _, scanned = jax.jit(lambda xs: jax.lax.scan(lambda carry, x: (carry, jax.checkpoint(call)(x)), 0, xs))(stacked)
+    for got in (batched(stacked), scanned):
+        for index, right in enumerate(expected):
+            for actual, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(right), strict=True):
+                np.testing.assert_allclose(actual[index], wanted, rtol=1e-5, atol=1e-5)
+    assert " cond[" in str(jax.make_jaxpr(jax.vmap(call))(stacked))
+
+
+def test_inside_shard_map():
+    """jax.shard_map checks over which mesh axes each loop's carry varies."""
+    mesh = jax.make_mesh((1,), ("x",))
+    spec = replace(DENSE, batch=1, softcap=5.0)
+    inputs = on_device(spec, make_inputs(spec))
+    rows = jax.sharding.PartitionSpec("x", None, None, None)
+    q, k, v = (jax.device_put(array, jax.NamedSharding(mesh, rows)) for array in inputs[:3])
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        out, lse = jax_xla.forward(spec, Inputs(q, k, v))
+        return (out, *jax_xla.backward(spec, Inputs(q, k, v), out, lse, out, None)[:3])
+
+    got = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=rows, out_specs=rows))(q, k, v)
+    for actual, wanted in zip(got, jax.jit(call)(*inputs[:3]), strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_probe():
+    assert jax_xla.probe() == jax.__version__

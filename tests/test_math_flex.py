@@ -58,6 +58,10 @@ CASES = {
         },
         **{"alibi_shape": (6,), "sinks": True, "dropout": 0.2, "scale": 0.4},
     },
+    "everything_but_dropout": {
+        **{"causal": True, "window": (9, 4), "softcap": 2.0, "mask_shape": (1, 6, 19, 23), "scale": 0.4},
+        **{"bias_shape": (2, 1, 19, 23), "alibi_shape": (2, 6), "sinks": True},
+    },
     "packed": PACKED,
     "packed_causal": {**PACKED, "causal": True},
     "packed_top_left": {**PACKED, "causal": True, "alignment": "top_left"},
@@ -68,6 +72,7 @@ CASES = {
     },
     "packed_alibi_rows": {**PACKED, "alibi_shape": (1, 6), "bias_shape": (1, 6, 19, 1), "mask_shape": (1, 1, 1, 17)},
 }
+FLEX_IN_EVERY_DTYPE = ("plain", "sinks_empty_rows", "everything_but_dropout", "packed_window")
 FLEX_CASES = [name for name, case in CASES.items() if "dropout" not in case]
 ROUNDING = {"float64": 0.0, "float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-10}  # of one stored number
 NOISE = {"float64": 1e-12, "float32": 4e-6, "bfloat16": 4e-6, "float16": 4e-6}  # of sums in the accumulation dtype
@@ -181,8 +186,10 @@ def test_math_fetches_no_value_from_a_device(small_blocks, monkeypatch):
     assert gradients.dbias.shape == inputs.bias.shape
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("case", FLEX_CASES)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, dtype) for case in FLEX_CASES for dtype in ROUNDING if dtype == "float32" or case in FLEX_IN_EVERY_DTYPE],
+)
 def test_flex_forward(case, dtype):
     spec, inputs = make(case, dtype)
     out, lse = flex.forward(spec, inputs)
@@ -258,8 +265,9 @@ def test_math_keeps_a_broken_document_to_itself(value, small_blocks, packed_way)
     assert torch.equal(got.dv[LENGTHS_K[0] :], expected.dv[LENGTHS_K[0] :])
 
 
-def test_math_never_reads_a_hidden_key(small_blocks):
-    spec, inputs = make("mask_keys", needs_backward=True)
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_math_never_reads_a_hidden_key(softcap, small_blocks):
+    spec, inputs = make("mask_keys", needs_backward=True, softcap=softcap)
     out, lse = math.forward(spec, inputs)
     hidden = ~inputs.mask[:, 0, 0, :]  # [batch, keys]
     k, v = (tensor.clone() for tensor in (inputs.k, inputs.v))
@@ -311,11 +319,50 @@ def test_no_autograd_graph_no_autocast_no_warning(backend, recwarn):
 
 
 @pytest.mark.parametrize("backend", [math, flex])
+@pytest.mark.parametrize("extras", ["float64", "bfloat16"])
+def test_bias_alibi_and_sinks_in_a_dtype_of_their_own(backend, extras):
+    spec, inputs = make("everything_but_dropout", needs_backward=True, bias_gradient=True)
+    kind = getattr(torch, extras)
+    names = ("bias", "alibi_slopes", "sinks")
+    inputs = inputs._replace(**{name: getattr(inputs, name).to(kind) for name in names})
+    out, lse = backend.forward(spec, inputs)
+    expected, expected_lse = reference.forward(spec, arrays(inputs))
+    check("out", out, expected, "float32")
+    check("lse", lse, expected_lse, "float32")
+    if backend is math:
+        check_backward(spec, inputs, "float32", with_dlse=True)
+
+
+def strided(tensor):
+    """The same values with the two axes before the last stored the other way round."""
+    return tensor if tensor is None or tensor.ndim < 3 else tensor.transpose(-3, -2).contiguous().transpose(-3, -2)
+
+
+@pytest.mark.parametrize("backend", [math, flex])
 def test_strided_views_give_the_same_bits(backend):
-    spec, inputs = make("causal_bottom_right")
-    views = {name: getattr(inputs, name).transpose(1, 2).contiguous().transpose(1, 2) for name in ("q", "k", "v")}
-    for got, expected in zip(backend.forward(spec, inputs._replace(**views)), backend.forward(spec, inputs)):
-        assert torch.equal(got, expected) and got.is_contiguous()
+    spec, inputs = make("everything_but_dropout", needs_backward=True, bias_gradient=True)
+    views = Inputs(*map(strided, inputs))
+    saved = backend.forward(spec, inputs)
+    pairs = list(zip(backend.forward(spec, views), saved))
+    if backend is math:
+        dout = torch.ones_like(saved[0])
+        pairs += zip(
+            math.backward(spec, views, *map(strided, (*saved, dout)), None),
+            math.backward(spec, inputs, *saved, dout, None),
+        )
+    assert all(torch.equal(got, expected) and got.is_contiguous() for got, expected in pairs)
+
+
+@pytest.mark.parametrize("case", ["everything", "packed_everything"])
+def test_math_gives_the_same_bits_every_time(case):
+    spec, inputs = make(case, deterministic=True, needs_backward=True, bias_gradient=True)
+
+    def run() -> list[torch.Tensor]:
+        out, lse = math.forward(spec, inputs)
+        return [out, lse, *math.backward(spec, inputs, out, lse, torch.ones_like(out), torch.ones_like(lse))]
+
+    first = run()
+    assert all(torch.equal(got, expected) for _ in range(5) for got, expected in zip(run(), first))
 
 
 class Largest(TorchDispatchMode):

@@ -69,27 +69,14 @@ def probe() -> str:
 
 
 def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """flex_attention's own scale and enable_gqa, and what its score and mask functions are made of."""
+    """flex_attention's own scale and enable_gqa, and what its score and mask functions are made of, in order."""
+    score = {"softcap": spec.softcap, "bias": spec.bias_shape, "alibi": spec.alibi_shape}
+    mask = {"band": spec.causal or spec.window != (None, None), "mask": spec.mask_shape}
     return {
         "scale": spec.scale,
         "enable_gqa": spec.group_size > 1,
-        "score": tuple(
-            name
-            for name, used in (
-                ("softcap", spec.softcap),
-                ("bias", spec.bias_shape),
-                ("alibi", spec.alibi_shape),
-            )
-            if used
-        ),
-        "mask": tuple(
-            name
-            for name, used in (
-                ("band", spec.causal or spec.window != (None, None)),
-                ("mask", spec.mask_shape),
-            )
-            if used
-        ),
+        "score": tuple(name for name, used in score.items() if used),
+        "mask": tuple(name for name, used in mask.items() if used),
     }
 
 
@@ -166,12 +153,12 @@ def _attend(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> tuple[Any, An
         enable_gqa=how["enable_gqa"],
         return_aux=AuxRequest(lse=True),
     )
-    lse = extra.lse
+    lse: Any = extra.lse
     if not spec.sinks:
         return out, lse
     sinks = inputs.sinks.to(lse.dtype)[:, None]  # [heads, 1]
     gate = torch.sigmoid(lse - sinks)[..., None]
-    empty = lse == -torch.inf
+    empty: Any = lse == -torch.inf
     out = (out.to(lse.dtype) * gate).masked_fill(empty[..., None], 0.0).to(out.dtype)
     return out, torch.logaddexp(lse, sinks).masked_fill(empty, -torch.inf)
 

@@ -3,8 +3,8 @@
 Where ``jax.nn.dot_product_attention`` means exactly what the spec says, the forward is that function; elsewhere, and
 for every backward, it is the blocked maths of ``attn_core.xla_attention``. ``lower`` says which. What keeps jax.nn out
 (jax 0.10.2, jax/_src/nn/functions.py; the same in 0.12): its causal and window start at the top left, a row that sees
-no key becomes the mean of v, its softmax is float32 for float64 inputs too, a bias row of -inf gives NaN, its
-log-sum-exp is rounded to the inputs' dtype, and the whole score matrix exists at once.
+no key becomes the mean of v, its softmax is float32 for float64 inputs too, its float16 does not compile on CPU, a bias
+row of -inf gives NaN, its log-sum-exp is rounded to the inputs' dtype, and the whole score matrix exists at once.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _jax_nn_means_it(spec: AttentionSpec) -> bool:
         all(extra is None for extra in extras)
         and not (spec.sinks or spec.dropout)
         and spec.value_dim == spec.head_dim
-        and spec.dtype != "float64"
+        and spec.dtype in ("float32", "bfloat16")
         and aligned
         and not edge.empties_a_row(spec.q_len, spec.kv_len)
         and spec.batch * spec.num_heads * spec.q_len * spec.kv_len <= MAX_SCORES

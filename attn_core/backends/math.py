@@ -96,7 +96,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         operands = _operands(spec, inputs)
         out, lse, dout, dlse = (t[None] if spec.packed and t is not None else t for t in (out, lse, dout, dlse))
         saved = _Saved(out, lse, dout, dlse)
-        sums = _sums(spec, operands, inputs)
+        sums = _sums(spec, operands)
         for block in _blocks(spec, inputs):
             _backward_block(spec, operands, saved, sums, block)
         return _gradients(spec, inputs, sums)
@@ -315,7 +315,7 @@ def _backward_block(spec: AttentionSpec, operands: _Operands, saved: _Saved, sum
         sink_weight = torch.exp(operands.sinks - lse).masked_fill(empty, 0.0)
         sums.dsinks.add_((sink_weight * row_term).sum(dim=(0, 3), keepdim=True))
     if capped is not None:
-        dscores = dscores * (1.0 - (capped / spec.softcap) ** 2)
+        dscores = _without(dscores * (1.0 - (capped / spec.softcap) ** 2), hidden)  # a hidden score may be NaN
     dscores = dscores * spec.scale
     sums.dq[:, block.rows] = _rows_first(_spread(dscores, operands.k[:, :, block.keys], hidden))
     q = _heads_first(spec, operands.q, block, scores.dtype)
@@ -325,11 +325,12 @@ def _backward_block(spec: AttentionSpec, operands: _Operands, saved: _Saved, sum
 def _scores(spec: AttentionSpec, operands: _Operands, block: _Block, hidden: Any) -> tuple[Any, Any]:
     """The scores with -inf where hidden, and those after the softcap alone (None without one)."""
     q = _heads_first(spec, operands.q, block, operands.k.dtype) * spec.scale
-    scores, capped = _across(q, operands.k[:, :, block.keys]), None
+    scores: Any = _across(q, operands.k[:, :, block.keys])
+    capped: Any = None
     if spec.softcap is not None:
         scores = capped = spec.softcap * (scores / spec.softcap).tanh()
     if operands.bias is not None:
-        scores = scores + _part(operands.bias, block)
+        scores = scores + _part(operands.bias, block).to(scores.dtype)
     if operands.slopes is not None:
         scores = scores - operands.slopes * block.distance.abs()
     if hidden is not None:
@@ -424,15 +425,15 @@ def _seen(weights: Any, hidden: Any) -> Any:
     return (~hidden).to(weights.dtype).expand(*hidden.shape[:3], *weights.shape[3:])
 
 
-def _sums(spec: AttentionSpec, operands: _Operands, inputs: Inputs) -> _Sums:
+def _sums(spec: AttentionSpec, operands: _Operands) -> _Sums:
     import torch
 
-    wide = operands.k.dtype
+    dbias = operands.k.new_zeros(operands.bias.shape) if spec.bias_gradient else None
     return _Sums(
         dq=torch.zeros_like(operands.q, memory_format=torch.contiguous_format),
         dk=torch.zeros_like(operands.k),
         dv=torch.zeros_like(operands.v),
-        dbias=torch.zeros(operands.bias.shape, dtype=wide, device=operands.k.device) if spec.bias_gradient else None,
+        dbias=dbias,
         dsinks=torch.zeros_like(operands.sinks) if spec.sinks else None,
     )
 

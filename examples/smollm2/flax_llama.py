@@ -83,6 +83,7 @@ class Layer(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         self.attention_norm = nnx.RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, rngs=rngs)
+        self.rotary = partial(rotary, theta=config.rope_theta)
         self.attention = Attention(
             num_heads=config.num_attention_heads,
             in_features=config.hidden_size,
@@ -90,7 +91,7 @@ class Layer(nnx.Module):
             head_dim=config.head_dim,
             use_bias=False,
             causal=True,
-            rotary=partial(rotary, theta=config.rope_theta),
+            rotary=self.rotary,
             rngs=rngs,
         )
         self.mlp_norm = nnx.RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, rngs=rngs)
@@ -104,7 +105,7 @@ class Layer(nnx.Module):
     def step(self, x: jax.Array, plan: StepArrays, held: KeysValues) -> tuple[jax.Array, KeysValues]:
         """New tokens, which see what is held of their document and themselves."""
         layer, normed = self.attention, self.attention_norm(x)
-        q, new_k = layer.rotary(layer.query(normed), layer.key(normed), plan.positions)  # [tokens, heads, head_dim]
+        q, new_k = self.rotary(layer.query(normed), layer.key(normed), plan.positions)  # [tokens, heads, head_dim]
         fresh = (new_k, layer.value(normed))
         k, v = (jnp.concatenate([old, new])[plan.source] for old, new in zip(held, fresh, strict=True))
         x = x + layer.out(jax_frontend.attention(q, k, v, causal=True, seq_info=plan.seq_info))

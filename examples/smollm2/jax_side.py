@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -68,58 +67,37 @@ def _layer(weights: dict[str, np.ndarray], prefix: str, config: LlamaConfig) -> 
 
 
 class JaxForward:
-    """Runs steps through the model; holds the cache between them.
-
-    Attributes:
-        compile_seconds: time spent compiling, one entry per shape (prefill and decoding).
-    """
+    """Runs steps through the model, compiled ahead for each shape; holds the cache between them."""
 
     def __init__(self, model: Llama, capacity: int) -> None:
         config = model.config
         graph, self.state = nnx.split(model)
         empty = jnp.zeros((capacity, config.num_key_value_heads, config.head_dim))
         self.cache: Cache = [(empty, empty)] * config.num_hidden_layers
-        self.compile_seconds: list[float] = []
-        self._step = jax.jit(partial(_step, graph), static_argnames=("max_len_q", "max_len_k"))
+        self._step = jax.jit(lambda state, plan, cache: nnx.merge(graph, state).step(plan, cache))
         self._compiled: dict[int, Any] = {}
 
     def __call__(self, step: PackedStep) -> np.ndarray:
         """The logits of a step's tokens, float32 ``[tokens, vocabulary]``."""
         compiled = self._compiled[len(step.tokens)]
-        logits, self.cache = compiled(self.state, self.cache, *_arrays(step))
+        logits, self.cache = compiled(self.state, _plan(step), self.cache)
         return np.asarray(logits)
 
     def compile(self, step: PackedStep) -> None:
         """Compiles for the shapes of a step, which must come before the first step of those shapes."""
-        started = time.perf_counter()
-        # host ints are part of the compiled program, so they bound every step of this shape: documents grow
-        bounds = {"max_len_q": max(step.lengths_q), "max_len_k": len(step.source)}
-        lowered = self._step.lower(self.state, self.cache, *_arrays(step), **bounds)
-        self._compiled[len(step.tokens)] = lowered.compile()
-        self.compile_seconds.append(time.perf_counter() - started)
+        self._compiled[len(step.tokens)] = self._step.lower(self.state, _plan(step), self.cache).compile()
 
 
 def reread(model: Llama, documents: Sequence[Sequence[int]]) -> np.ndarray:
     """The logits of whole documents in one packed row, without a cache: float32 ``[tokens, vocabulary]``."""
     graph, state = nnx.split(model)
-    bounds = SeqInfo.from_lengths([len(document) for document in documents])
-
-    @jax.jit
-    def run(state: Any, tokens: jax.Array, cu_seqlens: jax.Array) -> jax.Array:
-        seq_info = SeqInfo(cu_seqlens, cu_seqlens, bounds.max_len_q, bounds.max_len_k)
-        return nnx.merge(graph, state)(tokens, seq_info)
-
-    return np.asarray(run(state, np.concatenate(documents).astype(np.int32), bounds.cu_seqlens_q))
+    run = jax.jit(lambda state, tokens, seq_info: nnx.merge(graph, state)(tokens, seq_info))
+    seq_info = SeqInfo.from_lengths([len(document) for document in documents], array=jnp.asarray)
+    return np.asarray(run(state, np.concatenate(documents).astype(np.int32), seq_info))
 
 
-def _arrays(step: PackedStep) -> tuple[np.ndarray, ...]:
-    bounds = step.seq_info()
-    return step.tokens, step.positions, step.source, bounds.cu_seqlens_q, bounds.cu_seqlens_k
-
-
-def _step(
-    graph: Any, state: Any, cache: Cache, *arrays: jax.Array, max_len_q: int, max_len_k: int
-) -> tuple[jax.Array, Cache]:
-    tokens, positions, source, cu_seqlens_q, cu_seqlens_k = arrays
-    seq_info = SeqInfo(cu_seqlens_q, cu_seqlens_k, max_len_q, max_len_k)
-    return nnx.merge(graph, state).step(StepArrays(tokens, positions, source, seq_info), cache)
+def _plan(step: PackedStep) -> StepArrays:
+    """The step for a compiled program. The longest length is part of the program, so it bounds every later step too."""
+    seq_info = replace(step.seq_info(jnp.asarray), max_len_k=len(step.source))
+    tokens, positions, source = (jnp.asarray(x) for x in (step.tokens, step.positions, step.source))
+    return StepArrays(tokens, positions, source, seq_info)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.panel import Panel
 from rich.table import Table
 
-from examples.smollm2.layers import LayerCheck
+if TYPE_CHECKING:
+    from examples.smollm2.layers import LayerCheck
 
 EXPECTED = "Paris"
 """What the answer to the first question must contain."""
@@ -69,10 +69,13 @@ class Report:
 
 def show(report: Report, console: Console) -> None:
     """Prints the report."""
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    console.print(f"{report.weights} on {versions}", highlight=False, soft_wrap=True)
     console.print(_answers(report))
     console.print(_figures(report))
     for framework, text in report.selections.items():
-        console.print(Panel(escape(text), title=f"backend in {framework}", title_align="left", expand=False))
+        console.print(f"[italic]The backend in {framework}, and why not the others[/]")
+        console.print(f"{text}\n", markup=False, highlight=False, soft_wrap=True)
     console.print(_times(report))
     failures = report.failures()
     for failure in failures:
@@ -103,7 +106,7 @@ def _figures(report: Report) -> Table:
         table.add_row(f"attention, step of {queries} queries", verdict)
     table.add_row(
         "largest logit difference, prefill",
-        f"{report.logit_difference:.1e}, of logits up to {report.largest_logit:.0f}; the matmuls are each framework's own",
+        f"{report.logit_difference:.1e}, of logits up to {report.largest_logit:.0f}; the matmuls are not shared",
     )
     table.add_row("smallest lead of a chosen token", f"{report.smallest_lead:.1e}")
     table.add_row("tokens chosen otherwise without a cache", f"{report.reread_tokens_differ}")

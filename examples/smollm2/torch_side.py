@@ -21,10 +21,10 @@ class Captured(NamedTuple):
 
     layer: int
     step: PackedStep
+    scale: float
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
-    scale: float
 
 
 @dataclass
@@ -44,7 +44,7 @@ class PackedPass:
 
 
 def attention(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -66,8 +66,8 @@ def attention(
     )
     packed.cache[layer] = (k, v)
     if packed.captured is not None:
-        arrays = (x.detach().contiguous().numpy() for x in (q, k, v))
-        packed.captured.append(Captured(layer, packed.step, *arrays, scale=scaling))
+        arrays = {name: x.contiguous().numpy() for name, x in (("q", q), ("k", k), ("v", v))}
+        packed.captured.append(Captured(layer, packed.step, scale=scaling, **arrays))
     out = torch_frontend.attention(q, k, v, causal=True, seq_info=packed.seq_info, scale=scaling)
     return out[None], None
 

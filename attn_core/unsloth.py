@@ -1,0 +1,237 @@
+"""Unsloth's attention dispatch, as data: its two argument objects, and what a call with them means.
+
+The names and fields are Unsloth's (``unsloth/utils/attention_dispatch.py``); the meaning is the same on every backend,
+where the host's own branches differ from each other (docs/semantics.md lists the choices). Nothing here is a tensor
+operation: the frontends turn a ``Meaning`` into a call of ``attention``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from attn_core import backends
+from attn_core.call import normalise_window
+from attn_core.errors import ShapeError, SpecError
+
+FLASH_VARLEN = "flash_varlen"
+FLASH_DENSE = "flash_dense"
+XFORMERS = "xformers"
+SDPA = "sdpa"
+
+FAMILIES = {
+    FLASH_VARLEN: ("flash3", "flash4", "flash2", "sdpa_flash"),
+    FLASH_DENSE: ("flash3", "flash4", "flash2", "sdpa_flash"),
+    XFORMERS: ("xformers",),
+    SDPA: ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient"),
+}
+"""Which backends each of the host's backend words prefers; what they cannot run goes to automatic choice."""
+
+
+@dataclass
+class AttentionConfig:
+    """How a layer wants its attention: a backend word, the grouping of heads, and keyword bags named after backends.
+
+    The bags count on whatever backend runs: an option is honoured wherever it is written, and two bags that say
+    different things about one option are an error.
+    """
+
+    backend: str
+    n_kv_heads: int
+    n_groups: int
+    flash_dense_kwargs: Mapping[str, Any] | None = None
+    flash_varlen_kwargs: Mapping[str, Any] | None = None
+    sdpa_kwargs: Mapping[str, Any] | None = None
+    xformers_kwargs: Mapping[str, Any] | None = None
+
+
+@dataclass
+class AttentionContext:
+    """One call: its sizes and what is visible. ``sliding_window=W`` is W keys, self included; 0 or less is none."""
+
+    bsz: int
+    q_len: int
+    kv_seq_len: int
+    n_heads: int
+    head_dim: int
+    requires_grad: bool = False
+    seq_info: Any = None
+    attention_mask: Any = None
+    causal_mask: Any = None
+    sliding_window: int | None = None
+
+
+class Meaning(NamedTuple):
+    """A call in this library's words; mask is what the host calls attention_mask, causal_mask or attn_mask."""
+
+    causal: bool
+    window: Any
+    softcap: float | None
+    scale: float | None
+    dropout: float
+    deterministic: bool
+    alibi_slopes: Any
+    mask: Any
+
+
+@dataclass
+class _Stated:
+    """One option as the bags state it."""
+
+    name: str
+    value: Any = None
+    where: str = ""
+
+    def state(self, value: Any, where: str) -> None:
+        if self.where and not _same(self.value, value):
+            raise SpecError(
+                f"{where}={_shown(value)} contradicts {self.where}={_shown(self.value)}; state {self.name} once, or alike"
+            )
+        self.value, self.where = value, where
+
+
+_FLASH = {
+    "causal": "causal",
+    "softmax_scale": "scale",
+    "dropout_p": "dropout",
+    "window_size": "window",
+    "softcap": "softcap",
+    "alibi_slopes": "alibi_slopes",
+    "deterministic": "deterministic",
+}
+_BAGS = {
+    "flash_dense_kwargs": _FLASH,
+    "flash_varlen_kwargs": _FLASH,
+    "sdpa_kwargs": {
+        "is_causal": "causal",
+        "scale": "scale",
+        "dropout_p": "dropout",
+        "attn_mask": "mask",
+        "enable_gqa": None,  # the shapes say it
+    },
+    "xformers_kwargs": {"scale": "scale", "p": "dropout", "attn_bias": "mask", "softcap": "softcap"},
+}
+
+
+def interpret(config: AttentionConfig, context: AttentionContext) -> Meaning:
+    """What a call means, whichever backend runs it.
+
+    Without a mask the call is causal, bottom-right: new queries stand at the end of the keys. A 2-D keep mask is joined
+    with that; a mask with more axes is complete by itself, as the host builds them, and neither causal nor the window is
+    added. ``softcap=0`` and ``window_size=(-1, -1)`` are flash-attn's "none".
+
+    Raises:
+        SpecError: for keys nobody knows, bags that contradict each other, or an unknown backend word.
+    """
+    if config.backend not in FAMILIES:
+        raise SpecError(f"config.backend={config.backend!r}: expected one of {', '.join(FAMILIES)}")
+    stated = _stated(config)
+    for name in ("attention_mask", "causal_mask"):
+        value = getattr(context, name)
+        if value is not None and not _says_only_causal(value):
+            stated["mask"].state(value, f"context.{name}")
+    mask = stated["mask"].value
+    if mask is not None and _says_only_causal(mask):
+        mask = None
+    complete = mask is not None and len(getattr(mask, "shape", ())) != 2
+    causal = not complete if stated["causal"].value is None else bool(stated["causal"].value)
+    if complete and stated["causal"].value is None:
+        window: Any = None
+    else:
+        window = _window(stated["window"], context.sliding_window, causal)
+    return Meaning(
+        causal=causal,
+        window=window,
+        softcap=stated["softcap"].value or None,
+        scale=stated["scale"].value,
+        dropout=stated["dropout"].value or 0.0,
+        deterministic=bool(stated["deterministic"].value),
+        alibi_slopes=stated["alibi_slopes"].value,
+        mask=mask,
+    )
+
+
+def preference(config: AttentionConfig, framework: str, device: str) -> tuple[str, ...]:
+    """The backends to try: the family that the config names, then automatic choice."""
+    kind = "cuda" if device.startswith("sm") else device
+    automatic = backends.PREFERENCE.get((framework, kind), ())
+    return tuple(dict.fromkeys((*FAMILIES[config.backend], *automatic)))
+
+
+def check_sizes(config: AttentionConfig, context: AttentionContext, q: Any, k: Any, v: Any) -> None:
+    """Raises ShapeError where the sizes in config and context are not those of ``Q``, ``K``, ``V``.
+
+    q, k, v are the shapes ``[bsz, heads, len, head_dim]``.
+    """
+    for name, shape in (("Q", q), ("K", k), ("V", v)):
+        if len(shape) != 4:
+            raise ShapeError(f"{name}: expected [bsz, heads, len, head_dim], got {list(shape)}")
+    told = {
+        "Q": (context.bsz, context.n_heads, context.q_len, context.head_dim),
+        "K": (context.bsz, config.n_kv_heads, context.kv_seq_len, context.head_dim),
+    }
+    for (name, expected), shape in zip(told.items(), (q, k), strict=True):
+        if tuple(shape) != expected:
+            raise ShapeError(f"{name}: expected {list(expected)} from config and context, got {list(shape)}")
+    if config.n_groups * config.n_kv_heads != context.n_heads:
+        raise ShapeError(
+            f"config.n_groups={config.n_groups}: expected n_heads // n_kv_heads = {context.n_heads} // {config.n_kv_heads}"
+        )
+
+
+def choose_word(available: tuple[str, ...], use_varlen: bool) -> str:
+    """The host's backend word for a machine with these backends: flash-attn, then xformers, then SDPA."""
+    if any(name in available for name in ("flash2", "flash3", "flash4")):
+        return FLASH_VARLEN if use_varlen else FLASH_DENSE
+    return XFORMERS if "xformers" in available else SDPA
+
+
+def _stated(config: AttentionConfig) -> dict[str, _Stated]:
+    names = (*dict.fromkeys(_FLASH.values()), "mask")
+    stated = {name: _Stated(name) for name in names}
+    for bag, spellings in _BAGS.items():
+        for key, value in (getattr(config, bag) or {}).items():
+            if key not in spellings:
+                raise SpecError(f"config.{bag}[{key!r}]: unknown; expected one of {', '.join(spellings)}")
+            option = spellings[key]
+            if option is not None and value is not None:
+                stated[option].state(value, f"config.{bag}[{key!r}]")
+    return stated
+
+
+def _window(stated: _Stated, sliding_window: int | None, causal: bool) -> tuple[int | None, int | None]:
+    """One window out of flash-attn's ``window_size`` distances and the host's ``sliding_window`` keys."""
+    keys = None if sliding_window is None or sliding_window <= 0 else sliding_window
+    pair = stated.value
+    if pair is not None:
+        left, right = (pair, pair) if isinstance(pair, int) else tuple(pair)
+        pair = (None if left < 0 else left, None if right < 0 else right)
+        if pair == (None, None):
+            pair = None
+    if keys is None:
+        return normalise_window(pair, causal)
+    # The host's callers write window_size=(W, W) beside sliding_window=W, meaning W keys: (W - 1, 0).
+    if pair is not None and (pair[0] not in (keys - 1, keys)):
+        raise SpecError(
+            f"{stated.where}={stated.value} contradicts context.sliding_window={sliding_window}, which is {keys} keys, "
+            f"self included: window_size=({keys - 1}, 0)"
+        )
+    return (keys - 1, 0 if causal else keys - 1)
+
+
+def _says_only_causal(mask: Any) -> bool:
+    """xformers' LowerTriangularMask family, by name: it says no more than "causal"."""
+    return type(mask).__name__ in ("LowerTriangularMask", "LowerTriangularFromBottomRightMask")
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if hasattr(one, "shape") or hasattr(other, "shape"):
+        return False
+    return bool(one == other)
+
+
+def _shown(value: Any) -> str:
+    return f"<array of shape {list(value.shape)}>" if hasattr(value, "shape") else repr(value)

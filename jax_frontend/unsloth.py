@@ -1,0 +1,106 @@
+"""Unsloth's ``run_attention`` for JAX arrays, with one meaning on every backend (see attn_core.unsloth)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from attn_core import override
+from attn_core.errors import DTypeError
+from attn_core.seq_info import SeqInfo
+from attn_core.unsloth import (
+    FLASH_DENSE,
+    FLASH_VARLEN,
+    SDPA,
+    XFORMERS,
+    AttentionConfig,
+    AttentionContext,
+    check_sizes,
+    choose_word,
+    interpret,
+    preference,
+)
+from jax_frontend.attention import attention
+from jax_frontend.backends import available_here
+from jax_frontend.plan import check_array, device_name
+
+__all__ = [
+    "FLASH_DENSE",
+    "FLASH_VARLEN",
+    "SDPA",
+    "XFORMERS",
+    "AttentionConfig",
+    "AttentionContext",
+    "run_attention",
+    "select_attention_backend",
+]
+
+Array = jax.Array
+
+
+def run_attention(
+    *, config: AttentionConfig, context: AttentionContext, Q: Array, K: Array, V: Array
+) -> Array:
+    """Attention of a layer: ``Q [bsz, n_heads, q_len, head_dim]``, ``K, V [bsz, n_kv_heads, kv_len, head_dim]``.
+
+    Causal unless a bag or a complete mask says otherwise; packed where ``context.seq_info`` says so, the rows laid end to
+    end. ``config.backend`` is a preference: what its kernels cannot run, automatic choice does, with the same result.
+
+    Returns:
+        ``[bsz, q_len, n_heads, head_dim]``.
+
+    Raises:
+        SpecError and its kinds: for contradictions, unknown keys and wrong sizes, before any kernel runs.
+    """
+    for name, array in (("Q", Q), ("K", K), ("V", V)):
+        check_array(name, array)
+    check_sizes(config, context, Q.shape, K.shape, V.shape)
+    meaning = interpret(config, context)
+    mask, bias = split_mask(meaning.mask)
+    info = SeqInfo.coerce(context.seq_info)
+    q, k, v = (array.swapaxes(1, 2) for array in (Q, K, V))  # [bsz, len, heads, head_dim]
+    if info is not None:
+        q, k, v = (array.reshape(-1, *array.shape[2:]) for array in (q, k, v))  # [bsz * len, heads, head_dim]
+        mask = mask.reshape(1, 1, 1, -1) if mask is not None and mask.shape[2] == 1 else mask
+    out = attention(
+        q,
+        k,
+        v,
+        causal=meaning.causal,
+        window=meaning.window,
+        softcap=meaning.softcap,
+        scale=meaning.scale,
+        mask=mask,
+        bias=bias,
+        alibi_slopes=meaning.alibi_slopes,
+        seq_info=info,
+        dropout=meaning.dropout,
+        deterministic=meaning.deterministic,
+        backend=override.requested() or preference(config, "jax", device_name(Q)),
+    )
+    return out.reshape(context.bsz, context.q_len, context.n_heads, V.shape[3])
+
+
+def split_mask(given: Any) -> tuple[Array | None, Array | None]:
+    """A host mask as (bool mask, additive bias): 2-D is a keep mask over keys, 3-D lacks the heads, 4-D is complete."""
+    if given is None:
+        return None, None
+    check_array("attention_mask", given)
+    if given.ndim == 2:  # [bsz, kv_len], non-zero keeps
+        return (given != 0)[:, None, None, :], None
+    table = given[:, None] if given.ndim == 3 else given
+    if table.dtype == jnp.bool_:
+        return table, None
+    if jnp.issubdtype(table.dtype, jnp.floating):
+        return None, table
+    raise DTypeError(
+        f"attention_mask: expected bool (True = visible) or a float to be added, got {table.dtype} of shape "
+        f"{list(given.shape)}; a 0/1 mask becomes bool by mask != 0"
+    )
+
+
+def select_attention_backend(use_varlen: bool = False) -> str:
+    """The backend word for this machine, in the host's order: flash-attn, xformers, SDPA."""
+    return choose_word(available_here(), use_varlen)
