@@ -7,8 +7,7 @@
 #   python -m examples.smollm2          # make demo
 #   python -m pytest                    # make test
 #
-# PyPI's torch for Linux carries CUDA, several GB. For the small CPU build:
-#   make demo PIP_ARGS='--extra-index-url ...'
+# PIP_ARGS passes options to pip: an index with CPU builds of torch, say, since the usual Linux build carries CUDA.
 
 PYTHON ?= python3
 VENV ?= .venv

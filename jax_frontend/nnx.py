@@ -105,7 +105,7 @@ class Attention(nnx.Module):
         )
         made = sinks_init(rngs.params(), (num_heads,), param_dtype) if sinks else None
         self.sink_logits = nnx.data(None) if made is None else nnx.Param(made)
-        self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0 else None
+        self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate != 0 else None
 
     def __call__(
         self,

@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 
-from attn_core import AttentionSpec, SpecError, Target, explain, reference
+from attn_core import AttentionSpec, SpecError, Target, blocks, explain, reference
 from attn_core.backends import Inputs, flex, math
 from attn_core.masks import visible
 from attn_core.support import unmet
@@ -127,7 +127,7 @@ def small_blocks(monkeypatch):
 def packed_way(request, monkeypatch):
     """Both ways of running packed documents: the offsets read on the host, and left on the device."""
     if request.param == "tokens":
-        monkeypatch.setattr(math, "_host_blocks", math._token_blocks)
+        monkeypatch.setattr(blocks, "_host_blocks", blocks._token_blocks)
         monkeypatch.setattr(math, "_harmless", lambda values, hidden: hidden is None)
     return request.param
 
@@ -427,7 +427,7 @@ def test_offsets_that_lie_are_refused_on_the_host(backend, broken):
 
 @pytest.mark.parametrize("broken", [(5, 3, 40, -7, 19, 19), (0, 3, 3, 14, 18, 18), (0, 0, 0, 0, 0, 2**30)])
 def test_offsets_that_lie_on_a_device_read_nothing_outside(broken, monkeypatch):
-    monkeypatch.setattr(math, "_host_blocks", math._token_blocks)
+    monkeypatch.setattr(blocks, "_host_blocks", blocks._token_blocks)
     spec, inputs = make("packed_causal")
     out, lse = math.forward(spec, inputs._replace(cu_seqlens_q=torch.tensor(broken).int()))
     assert out.isfinite().all() and not lse.isnan().any()

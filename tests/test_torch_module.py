@@ -122,8 +122,8 @@ def test_option_names_are_those_of_the_flax_layers():
     pytest.importorskip("flax")
     from jax_frontend import nnx
 
-    of_flax = set(inspect.signature(nnx.Attention).parameters)
-    of_torch = set(inspect.signature(Attention).parameters)
+    of_flax = set(inspect.signature(nnx.Attention.__init__).parameters)
+    of_torch = set(inspect.signature(Attention.__init__).parameters)
     flax_only = {"deterministic", "param_dtype", "rngs", "keep_rngs"} | {name for name in of_flax if name.endswith("_init")}
     assert of_torch - {"device"} == of_flax - flax_only
     calls = [set(inspect.signature(call).parameters) for call in (Attention.forward, nnx.Attention.__call__)]

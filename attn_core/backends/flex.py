@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from attn_core.backends import Gradients, Inputs
 from attn_core.masks import Band, band
-from attn_core.seq_info import check_cu_seqlens
+from attn_core.packed import documents
 from attn_core.spec import DTYPES, AttentionSpec
 from attn_core.support import Support
 
@@ -116,16 +116,8 @@ def _pieces(spec: AttentionSpec, inputs: Inputs) -> Iterator[_Piece]:
     if not spec.packed:
         yield _Piece(slice(0, spec.q_len), slice(0, spec.kv_len), band(spec))
         return
-    cu_q, cu_k = inputs.cu_seqlens_q.numpy(), inputs.cu_seqlens_k.numpy()
-    check_cu_seqlens(cu_q, spec.q_len if spec.max_len_q is None else spec.max_len_q, side="q", tokens=spec.q_len)
-    check_cu_seqlens(cu_k, spec.kv_len if spec.max_len_k is None else spec.max_len_k, side="k", tokens=spec.kv_len)
-    ends_q, ends_k = cu_q.tolist(), cu_k.tolist()
-    for document in range(len(ends_q) - 1):
-        rows = slice(ends_q[document], ends_q[document + 1])
-        keys = slice(ends_k[document], ends_k[document + 1])
-        q_len, kv_len = rows.stop - rows.start, keys.stop - keys.start
-        if q_len and kv_len:
-            yield _Piece(rows, keys, band(spec, q_len, kv_len))
+    for document in documents(spec, inputs.cu_seqlens_q.numpy(), inputs.cu_seqlens_k.numpy()):
+        yield _Piece(*document, band(spec, *document.lengths))
 
 
 def _attend(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> tuple[Any, Any]:

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from attn_core.backends import Gradients, Inputs
+from attn_core.blocks import Block, blocks
 from attn_core.dropout import keep
-from attn_core.masks import Band, band
-from attn_core.seq_info import check_cu_seqlens
+from attn_core.masks import band
 from attn_core.spec import DTYPES, AttentionSpec
 from attn_core.support import Support
 
@@ -83,7 +83,7 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
         operands = _operands(spec, inputs)
         out = inputs.q.new_zeros((spec.batch, spec.q_len, spec.num_heads, spec.value_dim))
         lse = operands.k.new_full((spec.batch, spec.num_heads, spec.q_len), float("-inf"))
-        for block in _blocks(spec, inputs):
+        for block in blocks(spec, inputs, QUERY_BLOCK):
             part, part_lse = _forward_block(spec, operands, block)
             out[:, block.rows] = _rows_first(part)
             lse[:, :, block.rows] = part_lse.flatten(1, 2)  # [batch, kv_heads, group, rows] -> [batch, heads, rows]
@@ -97,7 +97,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         out, lse, dout, dlse = (t[None] if spec.packed and t is not None else t for t in (out, lse, dout, dlse))
         saved = _Saved(out, lse, dout, dlse)
         sums = _sums(spec, operands)
-        for block in _blocks(spec, inputs):
+        for block in blocks(spec, inputs, QUERY_BLOCK):
             _backward_block(spec, operands, saved, sums, block)
         return _gradients(spec, inputs, sums)
 
@@ -109,93 +109,6 @@ def _plainly(q: Any) -> Iterator[None]:
 
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         yield
-
-
-# Which rows meet which keys.
-
-
-class _Block(NamedTuple):
-    """A block of query rows and the keys that any of them may see; both slices count the tokens of the whole row.
-
-    distance: int64 ``[rows, keys]``, how far right of the diagonal each key lies; None where nothing needs it.
-    hidden: bool ``[rows, keys]``, what band and documents hide; None for nothing.
-    """
-
-    rows: slice
-    keys: slice
-    distance: Any
-    hidden: Any
-
-
-def _blocks(spec: AttentionSpec, inputs: Inputs) -> Iterator[_Block]:
-    """The blocks of a call. Rows in no block see no key."""
-    if spec.packed and inputs.q.device.type != "cpu":
-        return _token_blocks(spec, inputs)
-    return _host_blocks(spec, inputs)
-
-
-def _host_blocks(spec: AttentionSpec, inputs: Inputs) -> Iterator[_Block]:
-    import torch
-
-    device = inputs.q.device
-    for queries, keys, edge in _documents(spec, inputs):
-        for start in range(queries.start, queries.stop, QUERY_BLOCK):
-            stop = min(start + QUERY_BLOCK, queries.stop)
-            first, last = edge.keys_of(start, stop - 1, keys.stop)
-            first = max(first, keys.start)
-            if first >= last:
-                continue
-            rows = torch.arange(start, stop, device=device)[:, None]
-            columns = torch.arange(first, last, device=device)[None, :]
-            inside = edge.contains(start, last - 1) and edge.contains(stop - 1, first)  # the block's far corners
-            hidden = None if inside else ~edge.contains(rows, columns)
-            distance = columns - (rows + edge.offset) if spec.alibi_shape else None
-            yield _Block(slice(start, stop), slice(first, last), distance, hidden)
-
-
-def _documents(spec: AttentionSpec, inputs: Inputs) -> Iterator[tuple[slice, slice, Band]]:
-    """Query tokens, key tokens and band of each document; the band is shifted to count the tokens of the whole row."""
-    if not spec.packed:
-        yield slice(0, spec.q_len), slice(0, spec.kv_len), band(spec)
-        return
-    cu_q, cu_k = inputs.cu_seqlens_q.numpy(), inputs.cu_seqlens_k.numpy()
-    check_cu_seqlens(cu_q, spec.q_len if spec.max_len_q is None else spec.max_len_q, side="q", tokens=spec.q_len)
-    check_cu_seqlens(cu_k, spec.kv_len if spec.max_len_k is None else spec.max_len_k, side="k", tokens=spec.kv_len)
-    ends_q, ends_k = cu_q.tolist(), cu_k.tolist()
-    for document in range(len(ends_q) - 1):
-        queries = slice(ends_q[document], ends_q[document + 1])
-        keys = slice(ends_k[document], ends_k[document + 1])
-        edge = band(spec, queries.stop - queries.start, keys.stop - keys.start)
-        yield queries, keys, edge._replace(offset=edge.offset + keys.start - queries.start)
-
-
-def _token_blocks(spec: AttentionSpec, inputs: Inputs) -> Iterator[_Block]:
-    """Blocks of packed tokens whose offsets stay on the device: each block meets every key."""
-    import torch
-
-    cu_q, cu_k = inputs.cu_seqlens_q.long(), inputs.cu_seqlens_k.long()
-    of_query, at_query = _token_positions(cu_q, spec.q_len)
-    of_key, at_key = _token_positions(cu_k, spec.kv_len)
-    documents = cu_q.shape[0] - 1
-    if spec.alignment == "bottom_right":
-        offsets = cu_k.diff() - cu_q.diff()
-        at_query = at_query + offsets[of_query.clamp(max=documents - 1)]
-    edge = band(spec)._replace(offset=0)
-    for start in range(0, spec.q_len, QUERY_BLOCK):
-        rows = slice(start, min(start + QUERY_BLOCK, spec.q_len))
-        own, position = of_query[rows, None], at_query[rows, None]
-        together = (own == of_key) & (own < documents)  # tokens past the last offset belong to no document
-        hidden = torch.logical_not(together & edge.contains(position, at_key))
-        yield _Block(rows, slice(0, spec.kv_len), at_key - position, hidden)
-
-
-def _token_positions(cu_seqlens: Any, tokens: int) -> tuple[Any, Any]:
-    """Each token's document (the number of documents for a token in none) and its position there, int64."""
-    import torch
-
-    token = torch.arange(tokens, device=cu_seqlens.device)
-    document = torch.searchsorted(cu_seqlens[1:], token, right=True)
-    return document, token - cu_seqlens[document]
 
 
 # One block, forward and backward. Scores and weights are [batch, kv_heads, group, rows, keys].
@@ -263,7 +176,7 @@ def _operands(spec: AttentionSpec, inputs: Inputs) -> _Operands:
     )
 
 
-def _forward_block(spec: AttentionSpec, operands: _Operands, block: _Block) -> tuple[Any, Any]:
+def _forward_block(spec: AttentionSpec, operands: _Operands, block: Block) -> tuple[Any, Any]:
     """out ``[batch, kv_heads, group, rows, value_dim]`` and lse ``[batch, kv_heads, group, rows]``."""
     import torch
 
@@ -285,7 +198,7 @@ def _forward_block(spec: AttentionSpec, operands: _Operands, block: _Block) -> t
     return out / total.masked_fill(empty, 1.0), lse.squeeze(-1)
 
 
-def _backward_block(spec: AttentionSpec, operands: _Operands, saved: _Saved, sums: _Sums, block: _Block) -> None:
+def _backward_block(spec: AttentionSpec, operands: _Operands, saved: _Saved, sums: _Sums, block: Block) -> None:
     """Adds one block's share to the sums: ``ds = p * (dp - delta + dlse)`` with ``delta = sum(dout * out)``."""
     import torch
 
@@ -322,7 +235,7 @@ def _backward_block(spec: AttentionSpec, operands: _Operands, saved: _Saved, sum
     sums.dk[:, :, block.keys] += _gather(dscores, q, hidden)
 
 
-def _scores(spec: AttentionSpec, operands: _Operands, block: _Block, hidden: Any) -> tuple[Any, Any]:
+def _scores(spec: AttentionSpec, operands: _Operands, block: Block, hidden: Any) -> tuple[Any, Any]:
     """The scores with -inf where hidden, and those after the softcap alone (None without one)."""
     q = _heads_first(spec, operands.q, block, operands.k.dtype) * spec.scale
     scores: Any = _across(q, operands.k[:, :, block.keys])
@@ -338,7 +251,7 @@ def _scores(spec: AttentionSpec, operands: _Operands, block: _Block, hidden: Any
     return (scores.clone() if scores is capped else scores), capped  # the caller overwrites the scores
 
 
-def _hidden(operands: _Operands, block: _Block) -> Any:
+def _hidden(operands: _Operands, block: Block) -> Any:
     """What band, documents, mask and a bias of -inf hide, 5-D and broadcastable to the scores; None for nothing."""
     hidden = None if block.hidden is None else block.hidden[None, None, None]
     if operands.mask is not None:
@@ -354,13 +267,13 @@ def _without(values: Any, hidden: Any) -> Any:
     return values if hidden is None else values.masked_fill_(hidden, 0.0)
 
 
-def _part(table: Any, block: _Block) -> Any:
+def _part(table: Any, block: Block) -> Any:
     """The block's view of a table that is broadcastable to the scores of the whole call."""
     rows = table if table.shape[3] == 1 else table[..., block.rows, :]
     return rows if table.shape[4] == 1 else rows[..., block.keys]
 
 
-def _kept(spec: AttentionSpec, operands: _Operands, block: _Block) -> Any:
+def _kept(spec: AttentionSpec, operands: _Operands, block: Block) -> Any:
     """0 where a weight is dropped, ``1 / (1 - dropout)`` where it survives."""
     import torch
 
@@ -375,7 +288,7 @@ def _kept(spec: AttentionSpec, operands: _Operands, block: _Block) -> Any:
 # Layouts, and products that read each key/value head once for its whole group.
 
 
-def _heads_first(spec: AttentionSpec, tensor: Any, block: _Block, dtype: Any) -> Any:
+def _heads_first(spec: AttentionSpec, tensor: Any, block: Block, dtype: Any) -> Any:
     """The block's rows of ``[batch, q_len, heads, dim]`` as ``[batch, kv_heads, group, rows, dim]`` in the dtype."""
     rows = tensor[:, block.rows].unflatten(2, (spec.num_kv_heads, spec.group_size))
     return rows.permute(0, 2, 3, 1, 4).to(dtype).contiguous()

@@ -15,7 +15,7 @@ from typing import Any
 
 from attn_core.backends import Gradients, Inputs
 from attn_core.masks import band
-from attn_core.seq_info import check_cu_seqlens
+from attn_core.packed import documents
 from attn_core.spec import DTYPES, AttentionSpec
 from attn_core.support import Support
 
@@ -152,7 +152,7 @@ def _mask_elements(spec: AttentionSpec) -> int:
         heads = max((shape[1] for shape in (spec.mask_shape, spec.bias_shape) if shape), default=1)
         edge = band(spec)
         bare = edge.left is None and edge.right is None and not spec.mask_shape and not spec.bias_shape
-        return 0 if bare else heads * (spec.max_len_q or spec.q_len) * (spec.max_len_k or spec.kv_len)
+        return 0 if bare else heads * (spec.max_len_q or 0) * (spec.max_len_k or 0)
     if not lower(spec)["additive_mask"]:
         return 0
     shapes = [shape for shape in (spec.mask_shape, spec.bias_shape) if shape] + [(1, 1, spec.q_len, spec.kv_len)]
@@ -177,23 +177,14 @@ def _additive_mask(spec: AttentionSpec, inputs: Inputs) -> Any:
 
 
 def _documents(spec: AttentionSpec, inputs: Inputs) -> list[tuple[AttentionSpec, Inputs, slice, slice]]:
-    """Each document as a dense call of its own, with views of its tokens; documents without a query or key are left out."""
-    cu_q, cu_k = inputs.cu_seqlens_q.numpy(), inputs.cu_seqlens_k.numpy()
-    check_cu_seqlens(cu_q, spec.max_len_q or spec.q_len, side="q", tokens=spec.q_len)
-    check_cu_seqlens(cu_k, spec.max_len_k or spec.kv_len, side="k", tokens=spec.kv_len)
-    found = []
-    ends_q, ends_k = cu_q.tolist(), cu_k.tolist()
-    for document in range(len(ends_q) - 1):
-        rows = slice(ends_q[document], ends_q[document + 1])
-        columns = slice(ends_k[document], ends_k[document + 1])
-        if rows.start == rows.stop or columns.start == columns.stop:
-            continue
-        found.append((_document_spec(spec, rows, columns), _document_inputs(inputs, rows, columns), rows, columns))
-    return found
+    """Each document as a dense call of its own, with views of its tokens."""
+    return [
+        (_document_spec(spec, *document.lengths), _document_inputs(inputs, *document), *document)
+        for document in documents(spec, inputs.cu_seqlens_q.numpy(), inputs.cu_seqlens_k.numpy())
+    ]
 
 
-def _document_spec(spec: AttentionSpec, rows: slice, columns: slice) -> AttentionSpec:
-    q_len, kv_len = rows.stop - rows.start, columns.stop - columns.start
+def _document_spec(spec: AttentionSpec, q_len: int, kv_len: int) -> AttentionSpec:
     shapes = {}
     for name in ("mask_shape", "bias_shape"):
         shape = getattr(spec, name)
