@@ -10,7 +10,8 @@ import numbers
 from typing import Any, NamedTuple
 
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
-from attn_core.spec import DTYPES, AttentionSpec, Shape4
+from attn_core.seq_info import is_host_int
+from attn_core.spec import DTYPES, AttentionSpec, Shape4, check_numbers
 
 
 class ArrayFacts(NamedTuple):
@@ -50,6 +51,38 @@ class Options(NamedTuple):
     return_lse: bool = False
 
 
+def checked(options: Options) -> Options:
+    """The options with each value of its kind and on the host, so that they can be hashed and compared.
+
+    Nothing here depends on a tensor. The window becomes a pair, and the numbers Python floats.
+
+    Raises:
+        SpecError: naming the option, its value and what was expected.
+    """
+    for name in ("causal", "deterministic", "return_lse"):
+        _flag(name, getattr(options, name))
+    if not isinstance(options.alignment, str):
+        raise SpecError(f"alignment={options.alignment!r}: expected 'bottom_right' or 'top_left'")
+    softcap, scale, dropout = (_number(name, getattr(options, name)) for name in ("softcap", "scale", "dropout"))
+    check_numbers(softcap, scale, dropout or 0.0)
+    window = normalise_window(options.window, options.causal)
+    return options._replace(window=window, softcap=softcap, scale=scale, dropout=dropout or 0.0)
+
+
+def requested_names(backend: Any) -> tuple[str, ...] | None:
+    """The names of ``backend=``: one, or several in order of preference; None where there is none.
+
+    Raises:
+        SpecError: for what is neither a name nor names.
+    """
+    names = (backend,) if isinstance(backend, str) and backend else backend
+    if names is None or names == "":
+        return None
+    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+        raise SpecError(f"backend={backend!r}: expected a backend's name, or a tuple of names in order of preference")
+    return tuple(names) or None
+
+
 def build_spec(
     arrays: Arrays, options: Options, *, needs_backward: bool = False, bias_gradient: bool = False
 ) -> AttentionSpec:
@@ -83,7 +116,7 @@ def build_spec(
         bias_shape=_four("bias", arrays.bias),
         alibi_shape=None if arrays.alibi_slopes is None else arrays.alibi_slopes.shape,
         sinks=_sinks(arrays.sinks, num_heads),
-        documents=_documents(arrays),
+        documents=_documents(arrays, options),
         dropout=_number("dropout", options.dropout) or 0.0,
         deterministic=_flag("deterministic", options.deterministic),
         needs_backward=needs_backward,
@@ -97,16 +130,16 @@ def normalise_window(window: Any, causal: bool) -> tuple[int | None, int | None]
     """``W`` -> ``(W - 1, 0)``: W keys, self included. A pair of inclusive distances passes through; None is unbounded."""
     if window is None:
         return (None, None)
-    if _is_int(window):
-        if not causal:
+    if is_host_int(window):
+        if not _flag("causal", causal):
             raise SpecError(
                 f"window={window}: an int means that many keys up to and including self, which needs causal=True; "
-                f"without causal give inclusive distances, such as window=({window - 1}, {window - 1})"
+                f"without causal give inclusive distances, such as window=({max(window - 1, 0)}, {max(window - 1, 0)})"
             )
         if window < 1:
             raise SpecError(f"window={window}: expected 1 or more keys, self included; None is unbounded")
         return (int(window) - 1, 0)
-    if isinstance(window, (tuple, list)) and len(window) == 2 and all(w is None or _is_int(w) for w in window):
+    if isinstance(window, (tuple, list)) and len(window) == 2 and all(w is None or is_host_int(w) for w in window):
         left, right = (None if w is None else int(w) for w in window)
         for side, distance in (("left", left), ("right", right)):
             if distance is not None and distance < 0:
@@ -126,7 +159,7 @@ def _check_devices(arrays: Arrays) -> None:
 def _check_dtypes(arrays: Arrays) -> None:
     named = {name: facts.dtype for name, facts in zip(Arrays._fields, arrays, strict=True) if facts is not None}
     if named["q"] not in DTYPES:
-        raise DTypeError(f"q: expected a dtype out of {', '.join(DTYPES)}, got {named['q']}")
+        raise DTypeError(f"q: expected a dtype out of {', '.join(DTYPES)}, got {named['q']}; cast q, k and v to one")
     for name in ("k", "v"):
         if named[name] != named["q"]:
             raise DTypeError(
@@ -139,7 +172,7 @@ def _check_dtypes(arrays: Arrays) -> None:
         )
     for name in ("bias", "alibi_slopes", "sinks"):
         if named.get(name, "float32") not in DTYPES:
-            hint = "; a boolean mask is mask=" if name == "bias" else ""
+            hint = "; a boolean mask is mask=" if name == "bias" else "; cast it"
             raise DTypeError(f"{name}: expected a dtype out of {', '.join(DTYPES)}, got {named[name]}{hint}")
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         if named.get(name, "int32") != "int32":
@@ -170,17 +203,20 @@ def _rows(arrays: Arrays, packed: bool) -> list[tuple[int, ...]]:
 
 
 def _check_qkv(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
+    for name, shape in (("q", q), ("k", k), ("v", v)):
+        if shape[2] < 1 or shape[3] < 1:
+            raise ShapeError(f"{name}: expected at least one head and one channel, got shape {list(shape)}")
     for name, shape in (("k", k), ("v", v)):
         if shape[0] != q[0]:
-            raise ShapeError(f"{name}: expected the batch of q ({q[0]}), got {shape[0]}; nothing is broadcast")
+            raise ShapeError(f"{name}: expected the batch of q ({q[0]}), got {shape[0]}; nothing is broadcast, expand it")
     if k[3] != q[3]:
-        raise ShapeError(f"k: expected the head_dim of q ({q[3]}), got {k[3]}")
+        raise ShapeError(f"k: expected the head_dim of q ({q[3]}), got {k[3]}; a score is their dot product")
     for axis, what in ((1, "length"), (2, "heads")):
         if v[axis] != k[axis]:
             raise ShapeError(f"v: expected the {what} of k ({k[axis]}), got {v[axis]}; k and v are one set of keys")
 
 
-def _documents(arrays: Arrays) -> int | None:
+def _documents(arrays: Arrays, options: Options) -> int | None:
     if arrays.cu_seqlens_q is None or arrays.cu_seqlens_k is None:
         return None
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
@@ -191,7 +227,17 @@ def _documents(arrays: Arrays) -> int | None:
             )
     count_q, count_k = arrays.cu_seqlens_q.shape[0] - 1, arrays.cu_seqlens_k.shape[0] - 1
     if count_q != count_k:
-        raise ShapeError(f"seq_info.cu_seqlens_k: expected as many documents as cu_seqlens_q ({count_q}), got {count_k}")
+        raise ShapeError(
+            f"seq_info.cu_seqlens_k: expected as many documents as cu_seqlens_q ({count_q}), got {count_k}; "
+            "a document without queries or keys has length 0"
+        )
+    for side, facts in (("q", arrays.q), ("k", arrays.k)):
+        tokens, longest = facts.shape[-3], getattr(options, f"max_len_{side}")
+        if longest is not None and tokens > count_q * longest:  # known without reading the offsets
+            raise SpecError(
+                f"seq_info.max_len_{side}={longest}: expected at least the longest document, and a document for every "
+                f"token; {count_q} of at most {longest} tokens cannot hold the {tokens} of {side}"
+            )
     return count_q
 
 
@@ -201,7 +247,9 @@ def _four(name: str, facts: ArrayFacts | None) -> Shape4 | None:
         return None
     shape = facts.shape
     if len(shape) > 4:
-        raise ShapeError(f"{name}: expected a shape broadcastable to [batch, heads, q, kv], got {list(shape)}")
+        raise ShapeError(
+            f"{name}: expected a shape broadcastable to [batch, heads, q, kv], at most 4 axes, got {list(shape)}"
+        )
     return (1,) * (4 - len(shape)) + tuple(shape)  # type: ignore[return-value]
 
 
@@ -211,10 +259,6 @@ def _sinks(facts: ArrayFacts | None, num_heads: int) -> bool:
     return facts is not None
 
 
-def _is_int(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool) and not hasattr(value, "shape")
-
-
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise SpecError(f"{name}={value!r}: expected True or False")
@@ -222,7 +266,7 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _number(name: str, value: Any) -> float | None:
-    if value is None and name != "dropout":
+    if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise SpecError(

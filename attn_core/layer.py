@@ -81,9 +81,13 @@ def check_features(x: tuple[int, ...], context: tuple[int, ...] | None, in_featu
     source = in_kv_features if context is not None else in_features
     for name, shape, features in (("x", x, in_features), ("context", context, source)):
         if shape is not None and shape[-1:] != (features,):
-            raise ShapeError(f"{name}: expected {features} features, as the layer was built for, got shape {list(shape)}")
+            raise ShapeError(
+                f"{name}: expected {features} features, as the layer was built for, got shape {list(shape)}"
+            )
     if context is None and in_kv_features != in_features:
-        raise ShapeError(f"context: expected keys of {in_kv_features} features, as the layer was built for, got no context")
+        raise ShapeError(
+            f"context: expected keys of {in_kv_features} features, as the layer was built for, got no context"
+        )
 
 
 def check_rotary(*, rotary: bool, cross: bool, positions: tuple[int, ...] | None, rows: tuple[int, int]) -> None:
@@ -99,7 +103,9 @@ def check_rotary(*, rotary: bool, cross: bool, positions: tuple[int, ...] | None
         SpecError, ShapeError: naming ``positions`` or ``rotary``.
     """
     if positions is not None and not rotary:
-        raise SpecError("positions: expected None, for only the rotary hook reads positions and this layer has rotary=None")
+        raise SpecError(
+            "positions: expected None, for only the rotary hook reads positions and this layer has rotary=None"
+        )
     if rotary and cross:
         raise SpecError(
             "rotary: expected self-attention, got a context, whose keys have positions of their own; "

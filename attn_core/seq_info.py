@@ -47,11 +47,15 @@ class SeqInfo:
     def __post_init__(self) -> None:
         for name in ("max_len_q", "max_len_k"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, np.ndarray):
+            if not is_host_int(value):
                 raise SpecError(
                     f"seq_info.{name}={value!r}: expected a host int (the longest document in tokens); "
                     "a device value here would cost a synchronisation on every call"
                 )
+            if value < 0:
+                raise SpecError(f"seq_info.{name}={value}: expected the longest document in tokens, 0 or more")
+            if isinstance(value, np.integer):
+                object.__setattr__(self, name, int(value))
         for side in ("q", "k"):
             cu_seqlens = getattr(self, f"cu_seqlens_{side}")
             if isinstance(cu_seqlens, np.ndarray):
@@ -113,6 +117,13 @@ class SeqInfo:
         )
 
 
+def is_host_int(value: Any) -> bool:
+    """Whether a value is an integer that costs no device anything to know: an int (symbolic, too), or numpy's."""
+    if isinstance(value, np.integer):
+        return True
+    return hasattr(value, "__index__") and not isinstance(value, bool) and not hasattr(value, "shape")
+
+
 def check_cu_seqlens(cu_seqlens: np.ndarray, max_len: int, *, side: str, tokens: int | None = None) -> None:
     """Checks offsets whose values are on the host, against the token count when it is known.
 
@@ -121,7 +132,7 @@ def check_cu_seqlens(cu_seqlens: np.ndarray, max_len: int, *, side: str, tokens:
     """
     name = f"seq_info.cu_seqlens_{side}"
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
-        raise ShapeError(f"{name}: expected shape [documents + 1] with at least one document, got {cu_seqlens.shape}")
+        raise ShapeError(f"{name}: expected shape [documents + 1] with at least one document, got {list(cu_seqlens.shape)}")
     if cu_seqlens[0] != 0:
         raise SpecError(f"{name}: expected to start at 0, got {int(cu_seqlens[0])}; prepend the zero")
     lengths = np.diff(cu_seqlens.astype(np.int64))

@@ -80,6 +80,9 @@ class AttentionSpec:
             object.__setattr__(self, "scale", 1.0 / math.sqrt(self.head_dim))
         if self.alignment not in get_args(Alignment):
             raise SpecError(f"alignment={self.alignment!r}: expected one of {', '.join(get_args(Alignment))}")
+        for name in ("softcap", "scale", "dropout"):  # 50 and 50.0 are one call, and must have one key
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else float(value))
         object.__setattr__(self, "_hash", hash(tuple(getattr(self, field.name) for field in fields(self))))
 
     def __hash__(self) -> int:  # computed once: a spec is a cache key on every call
@@ -183,17 +186,24 @@ def _check_shapes(spec: AttentionSpec) -> None:
         )
 
 
+def check_numbers(softcap: float | None, scale: float | None, dropout: float) -> None:
+    """Raises SpecError for a softcap, scale or dropout that no call can have."""
+    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+        raise SpecError(f"softcap={softcap}: expected a finite number above 0; None switches it off")
+    if scale is not None and not (math.isfinite(scale) and scale > 0):
+        raise SpecError(f"scale={scale}: expected a finite number above 0; None gives 1/sqrt(head_dim)")
+    if not 0 <= dropout < 1:
+        raise SpecError(f"dropout={dropout}: expected a probability in [0, 1); 0 switches it off")
+
+
 def _check_choices(spec: AttentionSpec) -> None:
+    if not isinstance(spec.window, tuple) or len(spec.window) != 2:
+        raise SpecError(f"window={spec.window!r}: expected a pair (left, right) of inclusive distances, None unbounded")
     for side, distance in zip(("left", "right"), spec.window, strict=True):
         if distance is not None and distance < 0:
             raise SpecError(
                 f"window={spec.window}: expected a {side} distance of 0 or more, got {distance}; None is unbounded"
             )
-    if spec.softcap is not None and not (math.isfinite(spec.softcap) and spec.softcap > 0):
-        raise SpecError(f"softcap={spec.softcap}: expected a finite number above 0; None switches it off")
-    if spec.scale is not None and not (math.isfinite(spec.scale) and spec.scale > 0):
-        raise SpecError(f"scale={spec.scale}: expected a finite number above 0; None gives 1/sqrt(head_dim)")
-    if not 0 <= spec.dropout < 1:
-        raise SpecError(f"dropout={spec.dropout}: expected a probability in [0, 1)")
+    check_numbers(spec.softcap, spec.scale, spec.dropout)
     if spec.bias_gradient and spec.bias_shape is None:
         raise SpecError("bias_gradient=True: expected a bias to take the gradient of, got none")

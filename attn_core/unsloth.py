@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from attn_core import backends
 from attn_core.call import normalise_window
 from attn_core.errors import ShapeError, SpecError
+from attn_core.seq_info import is_host_int
 
 FLASH_VARLEN = "flash_varlen"
 FLASH_DENSE = "flash_dense"
@@ -63,7 +64,12 @@ class AttentionContext:
 
 
 class Meaning(NamedTuple):
-    """A call in this library's words; mask is what the host calls attention_mask, causal_mask or attn_mask."""
+    """A call in this library's words.
+
+    mask is what the host calls attention_mask, causal_mask, attn_mask or attn_bias, and mask_name where it was given.
+    keep: it is the host's 2-D ``attention_mask``, ``[bsz, kv_len]`` of keys, non-zero keeps. Any other mask is complete by
+    itself: ``[q_len, kv_len]``, ``[bsz, q_len, kv_len]`` or four axes.
+    """
 
     causal: bool
     window: Any
@@ -73,6 +79,8 @@ class Meaning(NamedTuple):
     deterministic: bool
     alibi_slopes: Any
     mask: Any
+    mask_name: str
+    keep: bool
 
 
 @dataclass
@@ -117,9 +125,9 @@ _BAGS = {
 def interpret(config: AttentionConfig, context: AttentionContext) -> Meaning:
     """What a call means, whichever backend runs it.
 
-    Without a mask the call is causal, bottom-right: new queries stand at the end of the keys. A 2-D keep mask is joined
-    with that; a mask with more axes is complete by itself, as the host builds them, and neither causal nor the window is
-    added. ``softcap=0`` and ``window_size=(-1, -1)`` are flash-attn's "none".
+    Without a mask the call is causal, bottom-right: new queries stand at the end of the keys. A 2-D ``attention_mask``
+    keeps keys and is joined with that; any other mask is complete by itself, as the host builds them, and neither causal
+    nor the window is added. ``softcap=0`` and ``window_size=(-1, -1)`` are flash-attn's "none".
 
     Raises:
         SpecError: for keys nobody knows, bags that contradict each other, or an unknown backend word.
@@ -129,12 +137,11 @@ def interpret(config: AttentionConfig, context: AttentionContext) -> Meaning:
     stated = _stated(config)
     for name in ("attention_mask", "causal_mask"):
         value = getattr(context, name)
-        if value is not None and not _says_only_causal(value):
-            stated["mask"].state(value, f"context.{name}")
+        if value is not None:
+            _state_mask(stated, value, f"context.{name}")
     mask = stated["mask"].value
-    if mask is not None and _says_only_causal(mask):
-        mask = None
-    complete = mask is not None and len(getattr(mask, "shape", ())) != 2
+    keep = mask is not None and mask is context.attention_mask and len(getattr(mask, "shape", ())) == 2
+    complete = mask is not None and not keep
     causal = not complete if stated["causal"].value is None else bool(stated["causal"].value)
     if complete and stated["causal"].value is None:
         window: Any = None
@@ -149,7 +156,21 @@ def interpret(config: AttentionConfig, context: AttentionContext) -> Meaning:
         deterministic=bool(stated["deterministic"].value),
         alibi_slopes=stated["alibi_slopes"].value,
         mask=mask,
+        mask_name=stated["mask"].where,
+        keep=keep,
     )
+
+
+def check_mask(meaning: Meaning, context: AttentionContext) -> None:
+    """Raises ShapeError for a mask whose axes cannot be told; ``attention`` checks the sizes of complete masks."""
+    shape = list(meaning.mask.shape)
+    if meaning.keep and shape != [context.bsz, context.kv_seq_len]:
+        raise ShapeError(
+            f"{meaning.mask_name}: expected the keys to keep, [bsz, kv_len] = [{context.bsz}, {context.kv_seq_len}], "
+            f"got {shape}"
+        )
+    if len(shape) not in (2, 3, 4):
+        raise ShapeError(f"{meaning.mask_name}: expected 2, 3 or 4 axes, got {shape}")
 
 
 def preference(config: AttentionConfig, framework: str, device: str) -> tuple[str, ...]:
@@ -164,14 +185,13 @@ def check_sizes(config: AttentionConfig, context: AttentionContext, q: Any, k: A
 
     q, k, v are the shapes ``[bsz, heads, len, head_dim]``.
     """
-    for name, shape in (("Q", q), ("K", k), ("V", v)):
-        if len(shape) != 4:
-            raise ShapeError(f"{name}: expected [bsz, heads, len, head_dim], got {list(shape)}")
+    keys = (context.bsz, config.n_kv_heads, context.kv_seq_len)
     told = {
-        "Q": (context.bsz, context.n_heads, context.q_len, context.head_dim),
-        "K": (context.bsz, config.n_kv_heads, context.kv_seq_len, context.head_dim),
+        "Q": (q, (context.bsz, context.n_heads, context.q_len, context.head_dim)),
+        "K": (k, (*keys, context.head_dim)),
+        "V": (v, (*keys, v[3] if len(v) == 4 else context.head_dim)),  # its channels are its own
     }
-    for (name, expected), shape in zip(told.items(), (q, k), strict=True):
+    for name, (shape, expected) in told.items():
         if tuple(shape) != expected:
             raise ShapeError(f"{name}: expected {list(expected)} from config and context, got {list(shape)}")
     if config.n_groups * config.n_kv_heads != context.n_heads:
@@ -195,29 +215,47 @@ def _stated(config: AttentionConfig) -> dict[str, _Stated]:
             if key not in spellings:
                 raise SpecError(f"config.{bag}[{key!r}]: unknown; expected one of {', '.join(spellings)}")
             option = spellings[key]
-            if option is not None and value is not None:
+            if option == "mask" and value is not None:
+                _state_mask(stated, value, f"config.{bag}[{key!r}]")
+            elif option is not None and value is not None:
                 stated[option].state(value, f"config.{bag}[{key!r}]")
     return stated
 
 
+def _state_mask(stated: dict[str, _Stated], value: Any, where: str) -> None:
+    if _says_only_causal(value):
+        stated["causal"].state(True, where)
+    else:
+        stated["mask"].state(value, where)
+
+
 def _window(stated: _Stated, sliding_window: int | None, causal: bool) -> tuple[int | None, int | None]:
     """One window out of flash-attn's ``window_size`` distances and the host's ``sliding_window`` keys."""
+    if sliding_window is not None and not is_host_int(sliding_window):
+        raise SpecError(f"context.sliding_window={sliding_window!r}: expected how many keys a query sees, an int, or None")
     keys = None if sliding_window is None or sliding_window <= 0 else sliding_window
-    pair = stated.value
-    if pair is not None:
-        left, right = (pair, pair) if isinstance(pair, int) else tuple(pair)
-        pair = (None if left < 0 else left, None if right < 0 else right)
-        if pair == (None, None):
-            pair = None
+    pair = _distances(stated)
     if keys is None:
         return normalise_window(pair, causal)
     # The host's callers write window_size=(W, W) beside sliding_window=W, meaning W keys: (W - 1, 0).
-    if pair is not None and (pair[0] not in (keys - 1, keys)):
+    right = keys - 1 if pair is None or causal else pair[1]
+    if pair is not None and not {pair[0], right} <= {keys - 1, keys}:
         raise SpecError(
             f"{stated.where}={stated.value} contradicts context.sliding_window={sliding_window}, which is {keys} keys, "
-            f"self included: window_size=({keys - 1}, 0)"
+            f"self included: window_size=({keys - 1}, {0 if causal else keys - 1})"
         )
     return (keys - 1, 0 if causal else keys - 1)
+
+
+def _distances(stated: _Stated) -> tuple[int | None, int | None] | None:
+    """flash-attn's window_size, where -1 is unbounded; None when it bounds nothing."""
+    value = stated.value
+    if value is None:
+        return None
+    if not isinstance(value, (tuple, list)) or len(value) != 2 or not all(map(is_host_int, value)):
+        raise SpecError(f"{stated.where}={value!r}: expected two distances (left, right) as ints, -1 for unbounded")
+    left, right = (None if distance < 0 else distance for distance in value)
+    return None if left is None and right is None else (left, right)
 
 
 def _says_only_causal(mask: Any) -> bool:

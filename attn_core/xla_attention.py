@@ -3,7 +3,8 @@
 Documents, causal and window together leave each query one unbroken range of keys, so what is visible is two integers
 per query (``Rows``) and the caller's mask. A loop over blocks of queries runs an inner loop over just those blocks of
 keys that some query of the block may see, with the running softmax of FlashAttention (Dao et al. 2022,
-arXiv:2205.14135): memory is O(Q_BLOCK * KV_BLOCK) per head, and the trace holds one body whatever the lengths.
+arXiv:2205.14135): memory per head is O(block of queries * block of keys), and the trace holds one body whatever the
+lengths.
 
 Products accumulate in float32 (float64 for float64 inputs) and never round float32 operands to TF32. Axes in the
 einsums: b batch, h kv head, g query head of that kv head, i query, j key, d channel of q and k, e channel of v.
@@ -18,8 +19,12 @@ from attn_core.backends import Gradients, Inputs
 from attn_core.masks import band
 from attn_core.spec import AttentionSpec
 
-Q_BLOCK = 256
-KV_BLOCK = 256
+
+class Blocks(NamedTuple):
+    """How many queries and keys (tokens) a block holds."""
+
+    queries: int
+    keys: int
 
 
 class Rows(NamedTuple):
@@ -31,7 +36,7 @@ class Rows(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The tensors of a call, heads first, and ``zero`` (see ``_zero_like``).
+    """The tensors of a call, heads first, its block sizes, and ``zero`` (see ``_zero_like``).
 
     q ``[b, h, g, i, d]``, k ``[b, h, j, d]``, v ``[b, h, j, e]``; mask and bias ``[b, h, g, i, j]`` and slopes
     ``[b, h, g, 1, 1]``, with 1 on any axis along which they broadcast; sinks ``[h, g, 1]``; rng uint32 ``[2]``.
@@ -46,6 +51,7 @@ class Call(NamedTuple):
     sinks: Any
     rng: Any
     zero: Any
+    blocks: Blocks
 
 
 class Tile(NamedTuple):
@@ -69,20 +75,20 @@ class Summand(NamedTuple):
     finite: Any
 
 
-def block_sizes(spec: AttentionSpec) -> tuple[int, int]:
-    """(queries, keys) of a block: the fewest blocks within Q_BLOCK and KV_BLOCK, all of nearly one size."""
-    lengths = ((spec.q_len, Q_BLOCK), (spec.kv_len, KV_BLOCK))
-    return tuple(-(-length // -(-length // limit)) for length, limit in lengths)  # type: ignore[return-value]
+def block_sizes(spec: AttentionSpec, largest: Blocks) -> Blocks:
+    """The fewest blocks none of which is larger, all of nearly one size."""
+    lengths = ((spec.q_len, largest.queries), (spec.kv_len, largest.keys))
+    return Blocks(*(-(-length // -(-length // limit)) for length, limit in lengths))
 
 
-def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+def forward(spec: AttentionSpec, inputs: Inputs, blocks: Blocks) -> tuple[Any, Any]:
     """(out, lse) in ``spec.out_shape`` and ``spec.lse_shape``; traceable, never for an empty spec."""
     import jax.numpy as jnp
     from jax import lax
 
-    call, rows = arrange(spec, inputs), rows_of(spec, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    call, rows = arrange(spec, inputs, blocks), rows_of(spec, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
     (value,) = summands(call.v)
-    queries = block_sizes(spec)[0]
+    queries = blocks.queries
 
     def block(index: Any, results: tuple[Any, Any]) -> tuple[Any, Any]:
         start = jnp.minimum(index * queries, spec.q_len - queries)
@@ -99,12 +105,14 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     return _tokens_first(spec, out).reshape(spec.out_shape), lse.reshape(spec.lse_shape)
 
 
-def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+def backward(
+    spec: AttentionSpec, inputs: Inputs, blocks: Blocks, out: Any, lse: Any, dout: Any, dlse: Any
+) -> Gradients:
     """The gradients from the saved out and lse, in one pass over the blocks (Dao et al. 2022, algorithm 4)."""
     import jax.numpy as jnp
     from jax import lax
 
-    call, rows = arrange(spec, inputs), rows_of(spec, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    call, rows = arrange(spec, inputs, blocks), rows_of(spec, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
     out, dout = (_queries_first(spec, array) for array in (out, dout))
     lse = lse.reshape(call.q.shape[:4])
     # How each row's logits move together: dlse - sum(dout * out).
@@ -114,7 +122,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     zero = _zero_like((call.zero, lse, shift)).astype(spec.lse_dtype)
     summed = (call.q, call.k, call.v, call.bias) if spec.bias_gradient else (call.q, call.k, call.v)
     totals = tuple(jnp.zeros(array.shape, zero.dtype) + zero for array in summed)
-    queries = block_sizes(spec)[0]
+    queries = blocks.queries
     sources = summands(call.q, call.k, dout)
 
     def block(index: Any, totals: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -136,11 +144,11 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
 
 def log_sum_exp(spec: AttentionSpec, inputs: Inputs) -> Any:
     """The lse of a small call without sinks, from one matrix of all its scores."""
-    import jax.numpy as jnp
     from jax.scipy.special import logsumexp
 
-    call, rows = arrange(spec, inputs), rows_of(spec, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
-    logits, _, _ = _logits(spec, call, call.q, call.k, rows, Tile(0, spec.q_len, 0, spec.kv_len, jnp.int32(0)))
+    whole = Blocks(spec.q_len, spec.kv_len)
+    call, rows = arrange(spec, inputs, whole), rows_of(spec, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    logits, _, _ = _logits(spec, call, call.q, call.k, rows, _tile(spec, call, 0, 0))
     return logsumexp(logits, axis=-1).reshape(spec.lse_shape)
 
 
@@ -172,7 +180,7 @@ def safe_offsets(cu_seqlens: Any, tokens: int) -> Any:
     return lax.cummax(bounded)
 
 
-def arrange(spec: AttentionSpec, inputs: Inputs) -> Call:
+def arrange(spec: AttentionSpec, inputs: Inputs, blocks: Blocks) -> Call:
     """The inputs, heads first."""
     import jax.numpy as jnp
 
@@ -197,6 +205,7 @@ def arrange(spec: AttentionSpec, inputs: Inputs) -> Call:
         inputs.sinks.reshape(*heads, 1).astype(spec.lse_dtype) if spec.sinks else None,
         inputs.rng.astype(jnp.uint32) if spec.dropout else None,
         _zero_like(inputs),
+        blocks,
     )
 
 
@@ -246,12 +255,12 @@ def _attend(spec: AttentionSpec, call: Call, value: Summand, rows: Rows, start: 
     import jax.numpy as jnp
     from jax import lax
 
-    queries, keys = block_sizes(spec)
+    queries, keys = call.blocks
     q = _cut(call.q, start, queries, axis=3)
 
     def step(index: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         top, total, summed = state
-        tile = _tile(spec, start, index)
+        tile = _tile(spec, call, start, index)
         logits, seen, _ = _logits(spec, call, q, _cut(call.k, tile.key, keys, axis=2), rows, tile)
         new_top = jnp.maximum(top, logits.max(-1))
         base = jnp.where(new_top == -jnp.inf, 0, new_top)  # no key seen yet: exp(-inf - 0) is the 0 wanted
@@ -264,7 +273,7 @@ def _attend(spec: AttentionSpec, call: Call, value: Summand, rows: Rows, start: 
 
     zero = jnp.zeros(q.shape[:4], spec.lse_dtype) + call.zero.astype(spec.lse_dtype)
     state = (zero - jnp.inf, zero, jnp.broadcast_to(zero[..., None], (*zero.shape, spec.value_dim)))
-    return _finish(spec, call, *lax.fori_loop(*_key_blocks(spec, rows), step, state))
+    return _finish(spec, call, *lax.fori_loop(*_key_blocks(spec, call, rows), step, state))
 
 
 def _finish(spec: AttentionSpec, call: Call, top: Any, total: Any, summed: Any) -> tuple[Any, Any]:
@@ -295,13 +304,13 @@ def _gradients(
     import jax.numpy as jnp
     from jax import lax
 
-    queries, keys = block_sizes(spec)
+    queries, keys = call.blocks
     q, dout = (_cut_summand(sources[at], start, queries, axis=3) for at in (0, 2))
     lse, shift = (_cut(array, start, queries, axis=3)[..., None] for array in saved)
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # a row that saw nothing: exp(s - inf) = 0
 
     def step(index: Any, totals: tuple[Any, ...]) -> tuple[Any, ...]:
-        tile = _tile(spec, start, index)
+        tile = _tile(spec, call, start, index)
         k = _cut_summand(sources[1], tile.key, keys, axis=2)
         v = _cut(call.v, tile.key, keys, axis=2)
         logits, seen, slope = _logits(spec, call, q.values, k.values, rows, tile)
@@ -316,7 +325,7 @@ def _gradients(
         dv = _add(dv, _sum_over(spec, "bhgij,bhgie->bhje", weights, seen, dout), {2: tile.key})
         return (dq, dk, dv, *(_add_to_bias(total, dlogits, tile) for total in dbias))
 
-    return lax.fori_loop(*_key_blocks(spec, rows), step, totals)
+    return lax.fori_loop(*_key_blocks(spec, call, rows), step, totals)
 
 
 def _logits(spec: AttentionSpec, call: Call, q: Any, k: Any, rows: Rows, tile: Tile) -> tuple[Any, Any, Any]:
@@ -399,18 +408,18 @@ def _add(total: Any, part: Any, starts: dict[int, Any]) -> Any:
     return lax.dynamic_update_slice(total, lax.dynamic_slice(total, where, part.shape) + part, where)
 
 
-def _tile(spec: AttentionSpec, start: Any, index: Any) -> Tile:
+def _tile(spec: AttentionSpec, call: Call, start: Any, index: Any) -> Tile:
     import jax.numpy as jnp
 
-    queries, keys = block_sizes(spec)
+    queries, keys = call.blocks
     return Tile(start, queries, jnp.minimum(index * keys, spec.kv_len - keys), keys, index * keys)
 
 
-def _key_blocks(spec: AttentionSpec, rows: Rows) -> tuple[Any, Any]:
+def _key_blocks(spec: AttentionSpec, call: Call, rows: Rows) -> tuple[Any, Any]:
     """The half-open range of key blocks that any of the rows may see."""
     import jax.numpy as jnp
 
-    keys = block_sizes(spec)[1]
+    keys = call.blocks.keys
     some = rows.first < rows.stop
     start = jnp.where(some, rows.first, spec.kv_len).min()
     stop = jnp.where(some, rows.stop, 0).max()

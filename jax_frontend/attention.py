@@ -11,10 +11,11 @@ import numpy as np
 
 from attn_core import override
 from attn_core.backends import Inputs
-from attn_core.call import Options, normalise_window
+from attn_core.call import Options, checked, requested_names
 from attn_core.errors import SpecError
 from attn_core.selection import Selection
 from attn_core.seq_info import SeqInfo, check_cu_seqlens
+from attn_core.spec import AttentionSpec
 from jax_frontend import ops, plan
 
 Array = jax.Array
@@ -81,9 +82,12 @@ def attention(
     """
     arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-    inputs, options = _gathered(arrays, seq_info, options, dropout_rng)
-    call = Call(options, _requested(backend), plan.device_name(q))
-    plan.plan(plan.metadata(inputs), call.device, options, False, False, call.requested)  # errors before any tracing
+    info = SeqInfo.coerce(seq_info)
+    inputs, options = _gathered(arrays, info, options, dropout_rng)
+    call = Call(options, requested_names(backend) or override.requested(), plan.device_name(q))
+    # errors before any tracing
+    made = plan.plan(plan.metadata(inputs), call.device, options, False, False, call.requested)
+    _check_offsets(made.spec, info)
     return _compiled(call, inputs)
 
 
@@ -116,33 +120,29 @@ def explain(
     """
     arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-    inputs, options = _gathered(arrays, seq_info, options, dropout_rng, shapes_only=True)
-    wanted = bool(needs_backward)
-    metadata = plan.metadata(inputs)
-    return plan.explanation(
-        metadata, plan.device_name(q), options, wanted, wanted and bias is not None, _requested(backend)
+    info = SeqInfo.coerce(seq_info)
+    inputs, options = _gathered(arrays, info, options, dropout_rng, shapes_only=True)
+    wanted, requested = bool(needs_backward), requested_names(backend) or override.requested()
+    bias_gradient = wanted and bias is not None
+    selection = plan.explanation(
+        plan.metadata(inputs), plan.device_name(q), options, wanted, bias_gradient, requested
     )
-
-
-def _requested(backend: Any) -> str | tuple[str, ...] | None:
-    if backend is None or isinstance(backend, str):
-        return backend or override.requested()
-    return tuple(backend)
+    _check_offsets(selection.spec, info)
+    return selection
 
 
 def _gathered(
-    arrays: tuple[Any, ...], seq_info: Any, options: Options, key: Any, *, shapes_only: bool = False
+    arrays: tuple[Any, ...], info: SeqInfo | None, options: Options, key: Any, *, shapes_only: bool = False
 ) -> tuple[Inputs, Options]:
     """The arguments of a call as Inputs and Options, with what can be checked of each by itself checked."""
     for name, array in zip(Inputs._fields, arrays, strict=False):
-        if array is not None:
+        if array is not None or name in ("q", "k", "v"):
             plan.check_array(name, array, shapes_only=shapes_only)
     q, k, v, mask, bias, alibi_slopes, sinks = arrays
-    options = options._replace(window=normalise_window(options.window, options.causal))
-    info = SeqInfo.coerce(seq_info)
+    options = checked(options)
     inputs = Inputs(q, k, v, mask, bias, alibi_slopes, sinks)
     if info is not None:
-        inputs = inputs._replace(cu_seqlens_q=_offsets(info, "q", q), cu_seqlens_k=_offsets(info, "k", k))
+        inputs = inputs._replace(cu_seqlens_q=_offsets(info, "q"), cu_seqlens_k=_offsets(info, "k"))
         options = options._replace(max_len_q=info.max_len_q, max_len_k=info.max_len_k)
     if options.dropout:
         if key is None and not shapes_only:
@@ -152,20 +152,25 @@ def _gathered(
     return inputs, options
 
 
-def _offsets(info: SeqInfo, side: str, rows: Any) -> Array:
-    """One side's offsets as an array; checked wherever their values are on the host."""
-    name = f"cu_seqlens_{side}"
-    offsets = getattr(info, name)
-    concrete = not isinstance(offsets, jax.core.Tracer)
-    if not isinstance(offsets, (np.ndarray, jax.ShapeDtypeStruct)):
-        plan.check_array(f"seq_info.{name}", offsets)
-    on_host = isinstance(offsets, np.ndarray) or (
-        concrete and isinstance(offsets, jax.Array) and plan.device_name(offsets) == "cpu"
-    )
-    if on_host and offsets.dtype == np.int32 and rows.ndim in (3, 4):
-        limit = getattr(info, f"max_len_{side}")
-        check_cu_seqlens(np.asarray(offsets), limit, side=side, tokens=rows.shape[rows.ndim - 3])
-    return jnp.asarray(offsets) if isinstance(offsets, np.ndarray) else offsets
+def _offsets(info: SeqInfo, side: str) -> Array:
+    """One side's offsets as an array."""
+    offsets = getattr(info, f"cu_seqlens_{side}")
+    if isinstance(offsets, np.ndarray):
+        return jnp.asarray(offsets)
+    if not isinstance(offsets, jax.ShapeDtypeStruct):
+        plan.check_array(f"seq_info.cu_seqlens_{side}", offsets)
+    return offsets
+
+
+def _check_offsets(spec: AttentionSpec, info: SeqInfo | None) -> None:
+    """Checks the values of a packed call's offsets wherever they are on the host; traced ones have none yet."""
+    if info is None:
+        return
+    checks = (("q", info.cu_seqlens_q, spec.q_len, spec.max_len_q), ("k", info.cu_seqlens_k, spec.kv_len, spec.max_len_k))
+    for side, offsets, tokens, longest in checks:
+        concrete = isinstance(offsets, jax.Array) and not isinstance(offsets, jax.core.Tracer)
+        if isinstance(offsets, np.ndarray) or (concrete and plan.device_name(offsets) == "cpu"):
+            check_cu_seqlens(np.asarray(offsets), longest or 0, side=side, tokens=tokens)
 
 
 def _run(made: plan.Plan, inputs: Inputs, *, with_lse: bool) -> tuple[Array, Array]:

@@ -41,10 +41,10 @@ def attention_fn(
     The options are those of ``jax_frontend.attention``, fixed for every call of the layer, except:
 
     Args:
-        alignment: where the diagonal lies when queries and keys differ in length. None takes the host's for the host's
-            own ``is_causal`` (top_left), bottom_right inside the documents of a seq_info, and otherwise refuses to guess
-            one for a causal, window or alibi_slopes given here. A layer in decode mode is such a call: its cache is
-            longer than its one query, and only its mask knows where that query stands.
+        alignment: where the diagonal lies when queries and keys differ in length. None takes the host's for the
+            host's own ``is_causal`` (top_left), bottom_right inside the documents of a seq_info, and otherwise refuses
+            to guess one for a causal, window or alibi_slopes given here. A layer in decode mode is such a call: its
+            cache is longer than its one query, and only its mask knows where that query stands.
         bitwise_deterministic: the kernels' promise of equal bits on every run (``deterministic=`` in
             ``jax_frontend.attention``); in Flax ``deterministic`` means "no dropout".
 
@@ -108,7 +108,7 @@ class AttentionFn:
             bias: added to the scores; broadcastable to ``[batch..., heads, q_len, kv_len]``.
             mask: the same shapes, of any dtype; nonzero = visible.
             broadcast_dropout: refused with dropout: every weight is dropped on its own here.
-            dropout_rng, dropout_rate, deterministic: weights are dropped when ``not deterministic and dropout_rate > 0``.
+            dropout_rng, dropout_rate, deterministic: weights are dropped when the rate is not 0 and not deterministic.
             dtype: query, key and value are cast to it; None: to the dtype they promote to.
             precision: None or ``DEFAULT``; float32 inputs refuse more, other dtypes are not touched by it.
             module: refused: attention weights never exist in memory, so there is nothing to sow.
@@ -163,9 +163,9 @@ class AttentionFn:
         }
         for name in (name for name, given in asked.items() if given):
             raise SpecError(
-                f"alignment=None: expected 'bottom_right' or 'top_left' for {name}= with {q_len} queries and {kv_len} keys; "
-                "say attention_fn(..., alignment=...). In decode mode neither is right, as the query stands at the cache's "
-                "index: put causal and window into the layer's mask"
+                f"alignment=None: expected 'bottom_right' or 'top_left' for {name}= with {q_len} queries and {kv_len} "
+                "keys; say attention_fn(..., alignment=...). In decode mode neither is right, as the query stands at "
+                "the cache's index: put causal and window into the layer's mask"
             )
         return "top_left"
 
@@ -199,7 +199,7 @@ def _batch_axes(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int
 
 
 def _four_axes(name: str, array: jax.Array, batch: tuple[int, ...]) -> jax.Array:
-    """A mask or bias with the batch axes folded into one: ``[batch... | fewer, heads, q, kv] -> [batch or 1, heads, q, kv]``."""
+    """A mask or bias of up to ``[batch..., heads, q, kv]`` as four axes, ``[batch or 1, heads, q, kv]``."""
     rank = len(batch) + 3
     if array.ndim > rank:
         raise ShapeError(f"{name}: expected at most {rank} axes [batch..., heads, q, kv], got {list(array.shape)}")
@@ -215,8 +215,9 @@ def _four_axes(name: str, array: jax.Array, batch: tuple[int, ...]) -> jax.Array
 def _check_dropout(broadcast_dropout: bool, dropout_rng: Any, dropout_rate: float) -> None:
     if broadcast_dropout:
         raise SpecError(
-            f"broadcast_dropout=True with dropout_rate={dropout_rate}: every softmax weight is dropped on its own here, and "
-            "no kernel shares one dropout mask over batch and heads; build the layer with broadcast_dropout=False"
+            f"broadcast_dropout=True with dropout_rate={dropout_rate}: every softmax weight is dropped on its own "
+            "here, and no kernel shares one dropout mask over batch and heads; build the layer with "
+            "broadcast_dropout=False"
         )
     if dropout_rng is None:
         raise SpecError(f"dropout_rng=None: expected a JAX random key for dropout_rate={dropout_rate}")
@@ -229,8 +230,8 @@ def _check_precision(precision: Any, dtype: Any) -> None:
         wants_more = each not in (None, lax.Precision.DEFAULT, "default", "fastest")
         if not plain or (wants_more and dtype == jnp.float32):
             raise SpecError(
-                f"precision={precision!r}: expected None or jax.lax.Precision.DEFAULT for {dtype} attention; kernels choose "
-                "their own multiplications and promise no more"
+                f"precision={precision!r}: expected None or jax.lax.Precision.DEFAULT for {dtype} attention; kernels "
+                "choose their own multiplications and promise no more"
             )
 
 

@@ -29,7 +29,7 @@ class LayerOptions(Protocol):
 
 
 class Projections(NamedTuple):
-    """query, key, value: ``[batch, seq, features] -> [batch, seq, heads, dim]``; out: back to ``[batch, seq, features]``."""
+    """query, key, value: ``[batch, seq, features] -> [batch, seq, heads, dim]``; out: ``-> [batch, seq, features]``."""
 
     query: Callable[[jax.Array], jax.Array]
     key: Callable[[jax.Array], jax.Array]
@@ -50,7 +50,9 @@ class Call(NamedTuple):
     dropout_rng: Any = None
 
 
-def attend(layer: LayerOptions, projections: Projections, x: jax.Array, context: jax.Array | None, call: Call) -> jax.Array:
+def attend(
+    layer: LayerOptions, projections: Projections, x: jax.Array, context: jax.Array | None, call: Call
+) -> jax.Array:
     """Projects, rotates, attends and projects back.
 
     Args:
@@ -68,7 +70,7 @@ def attend(layer: LayerOptions, projections: Projections, x: jax.Array, context:
         rotary=layer.rotary is not None,
         cross=context is not None,
         positions=None if positions is None else positions.shape,
-        rows=queries.shape[:2],
+        rows=(queries.shape[0], queries.shape[1]),
     )
     keys = queries if context is None else context[None] if x.ndim == 2 else context
     q, k, v = projections.query(queries), projections.key(keys), projections.value(keys)

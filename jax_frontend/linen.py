@@ -1,4 +1,4 @@
-"""Attention for flax.linen: a layer, and the ``attention_fn`` that drops into ``flax.linen.MultiHeadDotProductAttention``."""
+"""Attention for flax.linen: a layer, and the ``attention_fn`` for ``flax.linen.MultiHeadDotProductAttention``."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ class Attention(nn.Module):
     """Multi-head attention, with fewer key/value heads if asked, on ``jax_frontend.attention``.
 
     Parameters are those of ``flax.linen.MultiHeadDotProductAttention``: ``query``, ``key`` and ``value`` with kernels
-    ``[features, heads, head_dim]`` and biases ``[heads, head_dim]``, ``out`` with a kernel ``[heads, value_dim, features]``;
-    and ``sink_logits [heads]`` when sinks is True.
+    ``[features, heads, head_dim]`` and biases ``[heads, head_dim]``, ``out`` with a kernel
+    ``[heads, value_dim, features]``; and ``sink_logits [heads]`` when sinks is True.
 
     Attributes:
         num_heads, num_kv_heads: query heads, and key/value heads (as many when omitted).
-        head_dim, value_dim: channels of q and k (``features // num_heads`` when omitted), and of v (head_dim when omitted).
+        head_dim, value_dim: channels of q and k (``features // num_heads`` when omitted), and of v (head_dim when
+            omitted).
         out_features: features of the output; those of x when omitted.
         use_bias: whether the four projections have biases.
         causal, alignment, window, softcap, scale, backend: as in ``jax_frontend.attention``.
         sinks: learns one logit per head that joins each row's softmax without a value.
-        rotary: ``(q, k, positions) -> (q, k)``, applied after the projections; q and k ``[batch, seq, heads, head_dim]``,
-            positions int ``[batch, seq]``, counted within each document when packed. What it returns is cast back to the
-            dtype of the projections. Self-attention only.
+        rotary: ``(q, k, positions) -> (q, k)``, applied after the projections; q and k
+            ``[batch, seq, heads, head_dim]``, positions int ``[batch, seq]``, counted within each document when packed.
+            What it returns is cast back to the dtype of the projections. Self-attention only.
         dropout_rate: probability of dropping a softmax weight, each on its own.
         deterministic: no dropout, as everywhere in Flax; given here or in the call, and needed only with dropout_rate.
         bitwise_deterministic: the same bits on every run, gradients included: ``deterministic=`` of
@@ -88,7 +89,7 @@ class Attention(nn.Module):
             x: ``[batch, seq, features]``; with seq_info ``[tokens, features]`` or ``[1, tokens, features]``.
             context: where keys and values come from, laid out as x; None for self-attention.
             mask, bias, alibi_slopes, seq_info: as in ``jax_frontend.attention`` (mask bool, True = visible).
-            positions: ``[seq]`` or ``[batch, seq]`` for rotary; counted from each row's or document's start when omitted.
+            positions: ``[seq]`` or ``[batch, seq]`` for rotary; counted from each row's or document's start if omitted.
             deterministic: no dropout.
             dropout_rng: a random key; the ``"dropout"`` stream when omitted.
 

@@ -1,4 +1,4 @@
-"""Attention for flax.nnx: a layer, and the ``attention_fn`` that drops into ``flax.nnx.MultiHeadAttention``."""
+"""Attention for flax.nnx: a layer, and the ``attention_fn`` for ``flax.nnx.MultiHeadAttention``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn.linear import default_kernel_init
+from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 
 from attn_core.errors import SpecError
 from attn_core.layer import check_features, head_sizes
@@ -22,8 +22,8 @@ class Attention(nnx.Module):
     """Multi-head attention, with fewer key/value heads if asked, on ``jax_frontend.attention``.
 
     Parameters are those of ``flax.nnx.MultiHeadAttention``: ``query``, ``key`` and ``value`` with kernels
-    ``[features, heads, head_dim]`` and biases ``[heads, head_dim]``, ``out`` with a kernel ``[heads, value_dim, features]``;
-    and ``sink_logits [heads]`` when sinks is True.
+    ``[features, heads, head_dim]`` and biases ``[heads, head_dim]``, ``out`` with a kernel
+    ``[heads, value_dim, features]``; and ``sink_logits [heads]`` when sinks is True.
 
     Args:
         num_heads, num_kv_heads: query heads, and key/value heads (as many when omitted).
@@ -34,9 +34,9 @@ class Attention(nnx.Module):
         use_bias: whether the four projections have biases.
         causal, alignment, window, softcap, scale, backend: as in ``jax_frontend.attention``.
         sinks: learns one logit per head that joins each row's softmax without a value.
-        rotary: ``(q, k, positions) -> (q, k)``, applied after the projections; q and k ``[batch, seq, heads, head_dim]``,
-            positions int ``[batch, seq]``, counted within each document when packed. What it returns is cast back to the
-            dtype of the projections. Self-attention only.
+        rotary: ``(q, k, positions) -> (q, k)``, applied after the projections; q and k
+            ``[batch, seq, heads, head_dim]``, positions int ``[batch, seq]``, counted within each document when packed.
+            What it returns is cast back to the dtype of the projections. Self-attention only.
         dropout_rate: probability of dropping a softmax weight, each on its own.
         deterministic: no dropout, as everywhere in Flax (``train()`` and ``eval()`` set it); given here or in the call,
             and needed only with dropout_rate.
@@ -74,10 +74,10 @@ class Attention(nnx.Module):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         kernel_init: nnx.Initializer = default_kernel_init,
-        bias_init: nnx.Initializer = nnx.initializers.zeros_init(),
+        bias_init: nnx.Initializer = default_bias_init,
         out_kernel_init: nnx.Initializer | None = None,
         out_bias_init: nnx.Initializer | None = None,
-        sinks_init: nnx.Initializer = nnx.initializers.zeros_init(),
+        sinks_init: nnx.Initializer = default_bias_init,
         rngs: nnx.Rngs,
         keep_rngs: bool = True,
     ) -> None:
@@ -126,7 +126,7 @@ class Attention(nnx.Module):
             x: ``[batch, seq, features]``; with seq_info ``[tokens, features]`` or ``[1, tokens, features]``.
             context: where keys and values come from, laid out as x; None for self-attention.
             mask, bias, alibi_slopes, seq_info: as in ``jax_frontend.attention`` (mask bool, True = visible).
-            positions: ``[seq]`` or ``[batch, seq]`` for rotary; counted from each row's or document's start when omitted.
+            positions: ``[seq]`` or ``[batch, seq]`` for rotary; counted from each row's or document's start if omitted.
             deterministic: no dropout; goes before the layer's own.
             rngs: where the dropout key comes from; goes before the layer's own.
 
@@ -149,8 +149,8 @@ class Attention(nnx.Module):
         off = self.deterministic if deterministic is None else deterministic
         if off is None:
             raise SpecError(
-                f"deterministic=None with dropout_rate={self.dropout_rate}: expected True or False, in the layer, the call, "
-                "or by train() and eval()"
+                f"deterministic=None with dropout_rate={self.dropout_rate}: expected True or False, in the layer, the "
+                "call, or by train() and eval()"
             )
         if off:
             return 0.0, None

@@ -9,10 +9,11 @@ import torch
 
 from attn_core import override
 from attn_core.backends import Inputs
-from attn_core.call import Options, normalise_window
+from attn_core.call import Options, checked, normalise_window, requested_names
 from attn_core.errors import SpecError
 from attn_core.selection import Selection
 from attn_core.seq_info import SeqInfo, check_cu_seqlens
+from attn_core.spec import AttentionSpec
 from torch_frontend import ops, plan
 
 Tensor = torch.Tensor
@@ -97,11 +98,17 @@ def attention(
             return_lse,
         )
     except (AttributeError, TypeError) as error:
-        _explain_type_error(error, (q, k, v))
-        raise
-    if needs_backward:
+        if isinstance(error, SpecError):
+            raise
+        # An argument that is no tensor or no plain value. The careful path names it, or takes it: a list of names, say.
+        options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
+        return _attention(*_gathered((q, k, v, None, None, None, None), None, options, None), backend)
+    if made.shortcut is not None:
+        out, lse = made.shortcut(q, k, v)
+    elif needs_backward:
         return plan.Attention.apply(made, q, k, v)
-    out, lse = made.forward(made.spec, Inputs(q, k, v))
+    else:
+        out, lse = made.forward(made.spec, Inputs(q, k, v))
     return (out, lse) if return_lse else out
 
 
@@ -136,8 +143,10 @@ def explain(
     inputs, options = _gathered(tensors, seq_info, options, dropout_rng)
     wanted, bias_gradient = _gradients_wanted(inputs)
     needs = wanted if needs_backward is None else needs_backward
-    requested = backend or override.requested()
-    return plan.explanation(plan.metadata(inputs), options, needs, bias_gradient and needs, requested)
+    requested = requested_names(backend) or override.requested()
+    selection = plan.explanation(plan.metadata(inputs), options, needs, bias_gradient and needs, requested)
+    _check_offsets(selection.spec, inputs)
+    return selection
 
 
 def _gathered(
@@ -145,11 +154,14 @@ def _gathered(
 ) -> tuple[Inputs, Options]:
     """The arguments of a call as Inputs and Options, with what can be checked of each by itself checked."""
     for name, tensor in zip(Inputs._fields, tensors, strict=False):
-        if tensor is not None:
+        if tensor is not None or name in ("q", "k", "v"):
             plan.check_tensor(name, tensor)
     q, k, v, mask, bias, alibi_slopes, sinks = tensors
     plan.check_gradient_free("alibi_slopes", alibi_slopes)
-    options = options._replace(window=normalise_window(options.window, options.causal))
+    if torch.compiler.is_compiling():  # numbers may be symbols here; the op checks their values when it runs
+        options = options._replace(window=normalise_window(options.window, options.causal))
+    else:
+        options = checked(options)
     info = SeqInfo.coerce(seq_info)
     inputs = Inputs(q, k, v, mask, bias, alibi_slopes, sinks)
     if info is not None:
@@ -187,7 +199,7 @@ def _attention(inputs: Inputs, options: Options, backend: Any) -> Any:
     needs_backward, bias_gradient = _gradients_wanted(inputs)
     if torch.compiler.is_compiling():
         left, right = options.window  # type: ignore[misc]
-        names = [backend] if isinstance(backend, str) else None if backend is None else list(backend)
+        names = requested_names(backend)
         plain = ops.PlainOptions(
             options.causal,
             options.alignment,
@@ -202,27 +214,21 @@ def _attention(inputs: Inputs, options: Options, backend: Any) -> Any:
             options.return_lse,
             needs_backward,
             bias_gradient,
-            names,
+            None if names is None else list(names),
         )
         out, lse = ops.traced(inputs, plain)
         return (out, lse) if options.return_lse else out
-    requested = backend or override.requested()
+    requested = requested_names(backend) or override.requested()
     made = plan.plan(plan.metadata(inputs), options, needs_backward, bias_gradient, requested)
-    if made.spec.packed and inputs.q.device.type == "cpu":
-        for side, tokens in (("q", made.spec.q_len), ("k", made.spec.kv_len)):
-            offsets, limit = getattr(inputs, f"cu_seqlens_{side}"), getattr(options, f"max_len_{side}")
-            check_cu_seqlens(offsets.numpy(), limit, side=side, tokens=tokens)
+    _check_offsets(made.spec, inputs)
     if needs_backward:
         return plan.Attention.apply(made, *inputs)
     out, lse = plan.run_forward(made, inputs)
     return (out, lse) if options.return_lse else out
 
 
-def _explain_type_error(error: Exception, tensors: tuple[Any, ...]) -> None:
-    """Raises the clear form of an error that comes of an argument of the wrong type."""
-    if isinstance(error, SpecError):
-        return
-    for name, tensor in zip("qkv", tensors, strict=True):
-        plan.check_tensor(name, tensor)
-    if "unhashable" in str(error):
-        raise SpecError(f"expected options as plain values known on the host: {error}") from None
+def _check_offsets(spec: AttentionSpec, inputs: Inputs) -> None:
+    """Checks the values of a packed call's offsets wherever they are on the host."""
+    if spec.packed and inputs.q.device.type == "cpu":
+        check_cu_seqlens(inputs.cu_seqlens_q.numpy(), spec.max_len_q or 0, side="q", tokens=spec.q_len)
+        check_cu_seqlens(inputs.cu_seqlens_k.numpy(), spec.max_len_k or 0, side="k", tokens=spec.kv_len)

@@ -18,8 +18,8 @@ Rotary = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 class Attention(nn.Module):
     """Multi-head attention, with fewer key/value heads if asked, on ``torch_frontend.attention``.
 
-    Parameters: ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``, each an ``nn.Linear``; and ``sink_logits [heads]`` when
-    sinks is True.
+    Parameters: ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``, each an ``nn.Linear``; and ``sink_logits [heads]``
+    when sinks is True.
 
     Args:
         num_heads, num_kv_heads: query heads, and key/value heads (as many when omitted).
@@ -30,14 +30,16 @@ class Attention(nn.Module):
         use_bias: whether the four projections have biases.
         causal, alignment, window, softcap, scale, backend: as in ``torch_frontend.attention``.
         sinks: learns one logit per head that joins each row's softmax without a value; zeros at first.
-        rotary: ``(q, k, positions) -> (q, k)``, applied after the projections; q and k ``[batch, seq, heads, head_dim]``,
-            positions int ``[batch, seq]``, counted within each document when packed. What it returns is cast back to the
-            dtype of the projections. Self-attention only.
+        rotary: ``(q, k, positions) -> (q, k)``, applied after the projections; q and k
+            ``[batch, seq, heads, head_dim]``, positions int ``[batch, seq]``, counted within each document when packed.
+            What it returns is cast back to the dtype of the projections. Self-attention only.
         dropout_rate: probability of dropping a softmax weight, while training.
         bitwise_deterministic: the same bits on every run, gradients included: ``deterministic=`` of
             ``torch_frontend.attention``, under the name it has in the Flax layers.
         device, dtype: of the parameters.
     """
+
+    sink_logits: nn.Parameter | None
 
     def __init__(
         self,
@@ -99,7 +101,7 @@ class Attention(nn.Module):
             x: ``[batch, seq, features]``; with seq_info ``[tokens, features]`` or ``[1, tokens, features]``.
             context: where keys and values come from, laid out as x; None for self-attention.
             mask, bias, alibi_slopes, seq_info: as in ``torch_frontend.attention`` (mask bool, True = visible).
-            positions: ``[seq]`` or ``[batch, seq]`` for rotary; counted from each row's or document's start when omitted.
+            positions: ``[seq]`` or ``[batch, seq]`` for rotary; counted from each row's or document's start if omitted.
 
         Returns:
             ``[batch, seq, out_features]``, or the rank of x.
@@ -163,8 +165,8 @@ class Attention(nn.Module):
 
 
 def token_positions(positions: Tensor | None, seq_info: SeqInfo | None, q: Tensor) -> Tensor:
-    """``[batch, seq]`` int positions for ``q [batch, seq, heads, head_dim]``: the caller's (``[seq]`` or ``[batch, seq]``),
-    else counted from each row's or document's start."""
+    """``[batch, seq]`` int positions for ``q [batch, seq, heads, head_dim]``: the caller's (``[seq]`` or
+    ``[batch, seq]``), else counted from each row's or document's start."""
     if positions is None:
         positions = torch.arange(q.shape[1], dtype=torch.int32, device=q.device)
         if seq_info is not None:

@@ -27,6 +27,8 @@ class Plan(NamedTuple):
     backward: Callable[..., Gradients]
     one_row: bool
     """Whether packed tensors came as ``[1, tokens, ...]`` and go back so."""
+    shortcut: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None
+    """The backend's own way for q, k, v alone, gradients included, if it has one."""
 
 
 Metadata = tuple[torch.Size, torch.dtype, torch.device]
@@ -78,7 +80,7 @@ def plan(
     one_row = spec.packed and len(metadata[0][0]) == 4 if metadata[0] else False
     if spec.empty:
         return Plan(spec, _empty_forward, _empty_backward, one_row)
-    return Plan(spec, module.forward, module.backward, one_row)
+    return Plan(spec, module.forward, module.backward, one_row, backends.shortcut(module, spec))
 
 
 def explanation(*arguments: Any) -> Selection:

@@ -16,6 +16,8 @@ from attn_core.unsloth import (
     XFORMERS,
     AttentionConfig,
     AttentionContext,
+    Meaning,
+    check_mask,
     check_sizes,
     choose_word,
     interpret,
@@ -57,12 +59,11 @@ def run_attention(
         check_tensor(name, tensor)
     check_sizes(config, context, Q.shape, K.shape, V.shape)
     meaning = interpret(config, context)
-    mask, bias = split_mask(meaning.mask)
+    mask, bias = split_mask(meaning, context)
     info = SeqInfo.coerce(context.seq_info)
     q, k, v = (tensor.transpose(1, 2) for tensor in (Q, K, V))  # [bsz, len, heads, head_dim]
     if info is not None:
         q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [bsz * len, heads, head_dim]
-        mask = mask.reshape(1, 1, 1, -1) if mask is not None and mask.shape[2] == 1 else mask
     out = attention(
         q,
         k,
@@ -82,20 +83,25 @@ def run_attention(
     return out.reshape(context.bsz, context.q_len, context.n_heads, V.shape[3])
 
 
-def split_mask(given: Any) -> tuple[Tensor | None, Tensor | None]:
-    """A host mask as (bool mask, additive bias): 2-D is a keep mask over keys, 3-D lacks the heads, 4-D is complete."""
+def split_mask(meaning: Meaning, context: AttentionContext) -> tuple[Tensor | None, Tensor | None]:
+    """The host's mask as (bool mask, additive bias) of four axes; see ``Meaning`` for what each rank means."""
+    given = meaning.mask
     if given is None:
         return None, None
-    check_tensor("attention_mask", given)
-    if given.dim() == 2:  # [bsz, kv_len], non-zero keeps
-        return (given != 0)[:, None, None, :], None
-    table = given[:, None] if given.dim() == 3 else given
+    check_tensor(meaning.mask_name, given)
+    check_mask(meaning, context)
+    if meaning.keep:
+        keys = given != 0
+        if context.seq_info is not None:  # the rows laid end to end, as their keys are
+            keys = keys.reshape(1, -1)
+        return keys[:, None, None, :], None
+    table = given[:, None] if given.ndim == 3 else given
     if table.dtype == torch.bool:
         return table, None
     if table.is_floating_point():
         return None, table
     raise DTypeError(
-        f"attention_mask: expected bool (True = visible) or a float to be added, got {table.dtype} of shape "
+        f"{meaning.mask_name}: expected bool (True = visible) or a float to be added, got {table.dtype} of shape "
         f"{list(given.shape)}; a 0/1 mask becomes bool by mask != 0"
     )
 

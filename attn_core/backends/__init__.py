@@ -7,6 +7,7 @@ every backend can be selected, explained and documented on a machine that has no
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
@@ -90,6 +91,17 @@ class Backend(Protocol):
 
     def backward(self, spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
         """Gradients from the saved out and lse; dlse is None when nothing depends on the log-sum-exp."""
+
+
+def shortcut(backend: Backend, spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
+    """What a backend offers for eager calls on q, k and v alone, where calling it costs more than the kernel.
+
+    A backend may define ``shortcut(spec)``: None, or a function of (q, k, v) that returns the (out, lse) of ``forward``
+    and under the framework's autograd records the same backward kernel that ``backward`` calls, so that both give the
+    same bits. Most backends have none, and run through ``forward`` and ``backward``.
+    """
+    offered = getattr(backend, "shortcut", None)
+    return None if offered is None or spec.empty else offered(spec)
 
 
 @cache

@@ -9,6 +9,7 @@ row of -inf gives NaN, its log-sum-exp is rounded to the inputs' dtype, and the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from attn_core.backends import Gradients, Inputs
 from attn_core.masks import Band, band
 from attn_core.spec import DTYPES, AttentionSpec
 from attn_core.support import Support
+from attn_core.xla_attention import Blocks
 
 FRAMEWORK = "jax"
 REQUIRES = "jax>=0.10"
@@ -48,6 +50,9 @@ BACKWARD = replace(FORWARD)
 MAX_SCORES = 2**22
 """Scores (batch * heads * q_len * kv_len) above which the blocked maths replaces ``jax.nn``'s full matrix."""
 
+LARGEST_BLOCKS = {"cpu": Blocks(256, 256), "cuda": Blocks(1024, 1024)}
+"""Largest blocks of the blocked maths: what fits a CPU's cache; what keeps a GPU busy (H200: 6 times 256 x 256)."""
+
 
 def refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
     """None: the maths has no gaps. float64 needs jax_enable_x64, without which no float64 array reaches a spec."""
@@ -64,26 +69,38 @@ def probe() -> str:
 
 
 def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """``path``: what the forward runs; ``q_block``, ``kv_block``: tokens of a block; ``jax_nn``: its keywords."""
-    q_block, kv_block = xla_attention.block_sizes(spec)
-    blocks = {"path": "blocked", "q_block": q_block, "kv_block": kv_block}
+    """``path``: what the forward runs; ``blocks``: sizes per kind of device; ``jax_nn``: its keywords."""
+    blocks = {kind: xla_attention.block_sizes(spec, largest) for kind, largest in LARGEST_BLOCKS.items()}
     if not _jax_nn_means_it(spec):
-        return blocks
+        return {"path": "blocked", "blocks": blocks}
     keywords = {"scale": spec.scale, "implementation": "xla", **_edges(spec, band(spec))}
-    return blocks | {"path": "jax_nn", "jax_nn": keywords}
+    return {"path": "jax_nn", "blocks": blocks, "jax_nn": keywords}
 
 
 def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     """(out, lse) in ``spec.out_shape`` and ``spec.lse_shape``; traceable."""
     lowered = lower(spec)
     if lowered["path"] == "blocked":
-        return xla_attention.forward(spec, inputs)
+        return _where_it_runs(lowered["blocks"], lambda blocks: xla_attention.forward(spec, inputs, blocks))
     return _jax_nn(spec, inputs, lowered["jax_nn"]), xla_attention.log_sum_exp(spec, inputs)
 
 
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
     """The gradients from the saved out and lse; traceable."""
-    return xla_attention.backward(spec, inputs, out, lse, dout, dlse)
+
+    def run(blocks: Blocks) -> Gradients:
+        return xla_attention.backward(spec, inputs, blocks, out, lse, dout, dlse)
+
+    return _where_it_runs(lower(spec)["blocks"], run)
+
+
+def _where_it_runs(blocks: dict[str, Blocks], run: Callable[[Blocks], Any]) -> Any:
+    """Runs with the block sizes of the device that the program is compiled for, which only the compiler knows."""
+    from jax.lax import platform_dependent
+
+    if blocks["cpu"] == blocks["cuda"]:
+        return run(blocks["cpu"])
+    return platform_dependent(cpu=lambda: run(blocks["cpu"]), default=lambda: run(blocks["cuda"]))
 
 
 def _jax_nn_means_it(spec: AttentionSpec) -> bool:

@@ -9,6 +9,7 @@ the last stride is not 1, and reports a log-sum-exp of 0 for rows that see nothi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
@@ -109,6 +110,22 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     if mask is not None:
         lse = lse.masked_fill((mask == -float("inf")).all(dim=-1), -float("inf"))
     return out.transpose(1, 2), lse
+
+
+def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
+    """See ``Backend.shortcut``: torch itself attaches the backward op below to this forward op."""
+    how = lower(spec)
+    if how["by_document"] or how["additive_mask"]:
+        return None
+    kernel, is_causal, scale = _kernels()[0], how["is_causal"], how["scale"]
+
+    def run(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
+            q, k, v = _readable(q), _readable(k), _readable(v)
+        out, lse = kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, is_causal, scale=scale)
+        return out.transpose(1, 2), lse
+
+    return run
 
 
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:

@@ -1,0 +1,189 @@
+"""What a CPU shows: the cost of a call beside torch's own, and jax.jit(attention) beside jax.nn.
+
+python -m benchmarks.cpu                  # prints a table
+python -m benchmarks.cpu --write          # also benchmarks/results/cpu.json and docs/performance.md
+
+Every figure is a difference or a ratio of candidates that took turns in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+import torch
+import torch.nn.functional as functional
+
+import jax_frontend
+import torch_frontend
+from benchmarks.measure import environment, median_difference, median_ratio, medians, side_by_side
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = (1, 5, 2, 16)  # batch, seq, heads, head_dim: the kernel is next to nothing, the call is what is left
+LARGE = (1, 4096, 8, 64)
+MIB = 2**20
+
+
+def torch_overhead() -> list[dict[str, Any]]:
+    """Microseconds of torch_frontend.attention above scaled_dot_product_attention, each in its own layout."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    found = []
+    try:
+        for mode in ("no gradient", "forward, gradient recorded", "forward + backward"):
+            seconds = side_by_side(_torch_candidates(mode), calls=2000, rounds=25)
+            extra = median_difference(seconds, "attention", "torch") * 1e6
+            limit = {"no gradient": 8.0, "forward, gradient recorded": 13.0}.get(mode)
+            found.append(_figure(f"torch call, {mode}", "microseconds above torch", extra, limit, "<=", seconds))
+    finally:
+        torch.set_num_threads(threads)
+    return found
+
+
+def _torch_candidates(mode: str) -> dict[str, Callable[[], Any]]:
+    needs = mode != "no gradient"
+    rows = [torch.randn(TINY, requires_grad=needs) for _ in range(3)]
+    heads = [tensor.detach().transpose(1, 2).contiguous().requires_grad_(needs) for tensor in rows]
+    dout = torch.randn(TINY)
+    dout_heads = dout.transpose(1, 2).contiguous()
+
+    def ours() -> Any:
+        return torch_frontend.attention(*rows, causal=True)
+
+    def theirs() -> Any:
+        return functional.scaled_dot_product_attention(*heads, is_causal=True)
+
+    if mode != "forward + backward":
+        return {"torch": theirs, "attention": ours}
+    return {
+        "torch": lambda: torch.autograd.grad(theirs(), heads, dout_heads),
+        "attention": lambda: torch.autograd.grad(ours(), rows, dout),
+    }
+
+
+def jax_speed() -> list[dict[str, Any]]:
+    """How many times as fast jax.jit(attention) is as jax.nn.dot_product_attention (xla), both causal in float32."""
+    generator = np.random.default_rng(0)
+    q, k, v, dout = (jnp.asarray(generator.standard_normal(LARGE), jnp.float32) for _ in range(4))
+    ours = partial(jax_frontend.attention, causal=True)
+    theirs = partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla")
+    found = []
+    for what, limit, rounds in (("forward", 4.0, 7), ("forward + backward", 3.0, 5)):
+        candidates = {"jax.nn xla": theirs, "attention": ours}
+        runs = {name: _jax_run(function, what, (q, k, v, dout)) for name, function in candidates.items()}
+        seconds = side_by_side(runs, calls=1, rounds=rounds)
+        times = median_ratio(seconds, "attention", "jax.nn xla")
+        shape = "1 x 4096, 8 heads x 64, float32, causal"
+        found.append(_figure(f"jax.jit, {what}, {shape}", "times jax.nn xla's speed", times, limit, ">=", seconds))
+    return found
+
+
+def _jax_run(function: Callable[..., Any], what: str, arrays: tuple[Any, ...]) -> Callable[[], Any]:
+    q, k, v, dout = arrays
+    if what == "forward":
+        compiled = jax.jit(function)
+        return lambda: compiled(q, k, v).block_until_ready()
+
+    def gradients(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out, pull = jax.vjp(function, q, k, v)
+        return out, pull(dout)
+
+    both = jax.jit(gradients)
+    return lambda: jax.block_until_ready(both(q, k, v, dout))
+
+
+def bridge_cost() -> list[dict[str, Any]]:
+    """Microseconds of a jitted call through the bridge above an empty jitted call, and memory over 10 000 calls."""
+    q = jnp.ones(TINY)
+    empty = jax.jit(lambda q, k, v: q + 0)
+    bridged = jax.jit(partial(jax_frontend.attention, causal=True, backend="sdpa_flash"))
+    runs = {
+        "empty": lambda: empty(q, q, q).block_until_ready(),
+        "attention": lambda: bridged(q, q, q).block_until_ready(),
+    }
+    seconds = side_by_side(runs, calls=1000, rounds=25)
+    extra = median_difference(seconds, "attention", "empty") * 1e6
+    found = [_figure("jax.jit call through the bridge", "microseconds above an empty jit call", extra, 40.0, "<=", seconds)]
+    process = psutil.Process()
+    for _ in range(2000):
+        runs["attention"]()
+    before = process.memory_info().rss
+    for _ in range(10_000):
+        runs["attention"]()
+    grown = (process.memory_info().rss - before) / MIB
+    return [*found, _figure("resident memory over 10 000 bridged calls", "MiB grown", grown, 1.0, "<=", {})]
+
+
+def _figure(
+    name: str, unit: str, value: float, limit: float | None, sense: str, seconds: dict[str, list[float]]
+) -> dict[str, Any]:
+    held = limit is None or (value <= limit if sense == "<=" else value >= limit)
+    return {
+        "name": name,
+        "unit": unit,
+        "value": value,
+        "goal": None if limit is None else f"{sense} {limit:g}",
+        "held": held,
+        "median_microseconds": {key: value * 1e6 for key, value in medians(seconds).items()},
+        "seconds": seconds,
+    }
+
+
+def table(figures: list[dict[str, Any]]) -> str:
+    """The figures as a Markdown table."""
+    lines = ["| figure | measured | goal | medians |", "|---|---|---|---|"]
+    for figure in figures:
+        each = ", ".join(f"{name} {value:,.1f} µs" for name, value in figure["median_microseconds"].items())
+        lines.append(f"| {figure['name']} | {figure['value']:.2f} {figure['unit']} | {figure['goal'] or ''} | {each} |")
+    return "\n".join(lines)
+
+
+def page(result: dict[str, Any]) -> str:
+    """docs/performance.md, as this script writes it."""
+    where = result["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items() if version)
+    return f"""# Performance
+
+## On a CPU
+
+Written by `python -m benchmarks.cpu --write` on {where["date"]}: {where["processor"]}, {result["cores"]} cores,
+Python {where["python"]}, {versions}. Raw times: `benchmarks/results/cpu.json`. Each figure is a difference or a ratio of
+candidates that took turns in one process; the absolute times belong to that machine.
+
+{table(result["figures"])}
+
+The torch calls run on one thread, on tensors of {TINY} (batch, seq, heads, head_dim), and torch's own
+`scaled_dot_product_attention` gets its own layout, (batch, heads, seq, head_dim). "Through the bridge" is the whole way
+from a jitted JAX function to torch's CPU kernel and back, that kernel included.
+
+## On a GPU
+
+No figure has been measured on a GPU with this version.
+"""
+
+
+def main() -> int:
+    """Runs everything; exit code 1 when a goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/cpu.json and docs/performance.md")
+    write = parser.parse_args().write
+    figures = [*torch_overhead(), *bridge_cost(), *jax_speed()]
+    result = {"environment": environment(), "cores": psutil.cpu_count(), "figures": figures}
+    print(table(figures))
+    if write:
+        (ROOT / "benchmarks/results/cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+        (ROOT / "docs/performance.md").write_text(page(result))
+    return 0 if all(figure["held"] for figure in figures) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Timing side by side: candidates take turns in one process, and their ratios are what counts."""
+
+from __future__ import annotations
+
+import gc
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib import metadata
+from typing import Any
+
+
+def side_by_side(candidates: dict[str, Callable[[], Any]], *, calls: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds per call of each candidate in each round; the rounds interleave the candidates, in turn."""
+    for run in candidates.values():
+        for _ in range(3):
+            run()
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for name, run in candidates.items():
+                began = time.perf_counter()
+                for _ in range(calls):
+                    run()
+                seconds[name].append((time.perf_counter() - began) / calls)
+    finally:
+        gc.enable()
+    return seconds
+
+
+def medians(seconds: dict[str, list[float]]) -> dict[str, float]:
+    """The median seconds per call of each candidate."""
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def median_difference(seconds: dict[str, list[float]], name: str, baseline: str) -> float:
+    """The median over rounds of (candidate - baseline), seconds per call."""
+    pairs = zip(seconds[name], seconds[baseline], strict=True)
+    return statistics.median(one - other for one, other in pairs)
+
+
+def median_ratio(seconds: dict[str, list[float]], name: str, baseline: str) -> float:
+    """The median over rounds of (baseline / candidate): how many times as fast the candidate is."""
+    pairs = zip(seconds[name], seconds[baseline], strict=True)
+    return statistics.median(other / one for one, other in pairs)
+
+
+def environment() -> dict[str, Any]:
+    """When and with what a result was measured."""
+    versions = {}
+    for package in ("attn-core", "numpy", "torch", "jax", "jaxlib", "flax", "jax-tvm-ffi", "transformers"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "versions": versions,
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()

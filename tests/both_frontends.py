@@ -1,0 +1,222 @@
+"""Runs a drawn call through either frontend and gives its results as numpy arrays of their own dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from spec_strategies import Call
+
+import jax_frontend
+import torch_frontend
+from attn_core import SeqInfo, Target, accuracy, backends
+from attn_core.backends import Gradients
+from attn_core.spec import AttentionSpec
+from jax_frontend import plan as jax_plan
+from torch_frontend import plan as torch_plan
+
+FRAMEWORKS = ("torch", "jax")
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.cuda))
+Results = dict[str, np.ndarray]
+
+
+def run(framework: str, call: Call, backend: str | None = None, device: str = "cpu") -> Results:
+    """out, lse where the caller asks for it, and dq, dk, dv, dbias, dsinks as far as the call has gradients.
+
+    Shapes are those of the spec; that the frontend gave back the caller's own shapes is checked here.
+    JAX runs inside ``jax.jit``.
+    """
+    found = (_run_torch if framework == "torch" else _run_jax)(call, backend, device)
+    given, spec = call.arrays(), call.spec
+    shapes = {"out": (*given["q"].shape[:-1], spec.value_dim), "lse": spec.lse_shape}
+    shapes |= {f"d{name}": given[name].shape for name in call.learned}
+    assert {name: array.shape for name, array in found.items()} == {name: shapes[name] for name in found}
+    if call.one_row:
+        found |= {name: found[name][0] for name in ("out", "dq", "dk", "dv") if name in found}
+    if "dbias" in found:
+        found["dbias"] = found["dbias"].reshape(spec.bias_shape)
+    return found
+
+
+def target(framework: str, device: str = "cpu") -> Target:
+    """Where ``run`` runs. Skips the test where JAX sees no such device."""
+    if framework == "torch":
+        return Target.here("torch", torch_plan.device_name(torch.device(device)))
+    with jax.default_device(jax_device(device)):
+        return Target.here("jax", jax_plan.device_name(None))
+
+
+def jax_device(device: str) -> Any:
+    """JAX's first device of the kind; skips the test where there is none."""
+    platform = "gpu" if device == "cuda" else device
+    try:
+        return jax.devices(platform)[0]
+    except RuntimeError as error:
+        pytest.skip(f"needs a {platform} in JAX: {error}")
+
+
+def spec_seen(framework: str, call: Call, device: str = "cpu") -> AttentionSpec:
+    """The spec that the frontend makes of the call's arguments."""
+    if framework == "torch":
+        arrays, cotangents = _torch_arrays(call, device)
+        return torch_frontend.explain(**arrays, **call.options, **_torch_info(call, device)).spec
+    with _jax_on(call, device):
+        info, _ = _jax_info(call)
+        key = {"dropout_rng": jax.random.key(call.seed)} if call.spec.dropout else {}
+        arrays = _jax_arrays(call)
+        return jax_frontend.explain(**arrays, **call.options, **key, seq_info=info, needs_backward=bool(call.learned)).spec
+
+
+def judge(framework: str, call: Call, results: Results, device: str = "cpu") -> accuracy.Accuracy:
+    """Holds results to the float64 reference; what the whole suite calls right."""
+    inputs = call.inputs._replace(rng=dropout_words(framework, call, device))
+    dlse = call.dlse if call.spec.return_lse else None
+    expected = accuracy.expect(call.spec, inputs, dout=call.dout if call.learned else None, dlse=dlse)
+    gradients = None
+    if call.learned:
+        gradients = Gradients(**{f"d{name}": results[f"d{name}"] for name in call.learned})
+    return expected.judge(out=results["out"], lse=results.get("lse"), gradients=gradients)
+
+
+def dropout_words(framework: str, call: Call, device: str = "cpu") -> Any:
+    """The two words that the frontend draws from the generator or key that ``run`` gives it."""
+    if not call.spec.dropout:
+        return None
+    if framework == "torch":
+        generator = torch.Generator(device).manual_seed(call.seed)
+        return torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator, device=device).tolist()
+    return jax.random.bits(jax.random.key(call.seed), (2,), jnp.uint32).tolist()
+
+
+def same_bits(results: Results, others: Results) -> list[str]:
+    """The names of results that differ in any bit, dtype or shape; empty when there are none."""
+    names = sorted(results.keys() | others.keys())
+    return [name for name in names if name not in results or name not in others or not _same(results[name], others[name])]
+
+
+def _same(one: np.ndarray, other: np.ndarray) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+
+
+def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values of ``[..., seq, heads, dim]`` in other memory; what lies between the values is NaN."""
+    if layout == "heads_outside":
+        return tensor.transpose(-3, -2).contiguous().transpose(-3, -2)
+    if layout == "one_head_expanded":
+        return tensor[..., :1, :].expand_as(tensor)
+    if layout in ("sliced", "stepped"):
+        dim = tensor.shape[-1]
+        wide = tensor.new_full((*tensor.shape[:-1], 2 * dim + 1), torch.nan)
+        view = wide[..., 1 : dim + 1] if layout == "sliced" else wide[..., 1::2]
+        view.copy_(tensor)
+        return view
+    return tensor
+
+
+def _torch_arrays(call: Call, device: str) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    arrays = {}
+    for name, array in call.arrays().items():
+        dtype = torch.bool if name == "mask" else getattr(torch, call.dtype_of(name))
+        tensor = torch.from_numpy(np.ascontiguousarray(array)).to(device, dtype)
+        arrays[name] = laid_out(tensor, call.layout) if name in ("q", "k", "v") else tensor
+        arrays[name].requires_grad_(name in call.learned)
+    dout = torch.from_numpy(call.dout).to(device, getattr(torch, call.spec.dtype))
+    dout = laid_out(dout[None] if call.one_row else dout, call.layout)
+    dlse = torch.from_numpy(call.dlse).to(device, getattr(torch, call.spec.lse_dtype))
+    return arrays, [dout, dlse]
+
+
+def _torch_info(call: Call, device: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if call.spec.packed:
+        offsets = (torch.from_numpy(cu).to(device) for cu in (call.inputs.cu_seqlens_q, call.inputs.cu_seqlens_k))
+        found["seq_info"] = SeqInfo(*offsets, call.spec.max_len_q, call.spec.max_len_k)
+    if call.spec.dropout:
+        found["dropout_rng"] = torch.Generator(device).manual_seed(call.seed)
+    return found
+
+
+def _run_torch(call: Call, backend: str | None, device: str) -> Results:
+    arrays, cotangents = _torch_arrays(call, device)
+    found = torch_frontend.attention(**arrays, **call.options, **_torch_info(call, device), backend=backend)
+    results = list(found) if call.spec.return_lse else [found]
+    named = dict(zip(("out", "lse"), results, strict=False))
+    if call.learned:
+        learned = [arrays[name] for name in call.learned]
+        gradients = torch.autograd.grad(results, learned, cotangents[: len(results)])
+        named |= {f"d{name}": gradient for name, gradient in zip(call.learned, gradients, strict=True)}
+    return {name: _numpy(tensor) for name, tensor in named.items()}
+
+
+def _numpy(tensor: torch.Tensor) -> np.ndarray:
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype == torch.bfloat16:  # numpy has none of its own
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+@contextmanager
+def _jax_on(call: Call, device: str) -> Iterator[None]:
+    """JAX with float64 only for float64 calls, on a device."""
+    with jax.enable_x64(call.spec.dtype == "float64"), jax.default_device(jax_device(device)):
+        yield
+
+
+def _jax_arrays(call: Call) -> dict[str, jax.Array]:
+    return {
+        name: jnp.asarray(array, bool if name == "mask" else call.dtype_of(name)) for name, array in call.arrays().items()
+    }
+
+
+def _jax_info(call: Call) -> tuple[SeqInfo | None, Any]:
+    info = None
+    if call.spec.packed:
+        offsets = (jnp.asarray(cu) for cu in (call.inputs.cu_seqlens_q, call.inputs.cu_seqlens_k))
+        info = SeqInfo(*offsets, call.spec.max_len_q, call.spec.max_len_k)
+    return info, jax.random.key(call.seed) if call.spec.dropout else None
+
+
+def _run_jax(call: Call, backend: str | None, device: str) -> Results:
+    with _jax_on(call, device):
+        given = _jax_arrays(call)
+        learned = {name: given.pop(name) for name in call.learned}
+        dout = jnp.asarray(call.dout[None] if call.one_row else call.dout, call.spec.dtype)
+        cotangents = (dout, jnp.asarray(call.dlse, call.spec.lse_dtype))[: 1 + call.spec.return_lse]
+        program = _program(backend, tuple(sorted(call.options.items())))
+        found = program(learned, given, *_jax_info(call), cotangents)
+        return {name: np.asarray(array) for name, array in found.items()}
+
+
+@lru_cache(maxsize=256)
+def _program(backend: str | None, options: tuple[tuple[str, Any], ...]) -> Any:
+    """A compiled function of (learned inputs, other inputs, seq_info, key, cotangents) that gives the named results."""
+
+    @jax.jit
+    def program(learned: Any, given: Any, info: Any, key: Any, cotangents: tuple[Any, ...]) -> dict[str, Any]:
+        def forward(learned: dict[str, Any]) -> tuple[Any, ...]:
+            found = jax_frontend.attention(
+                **learned, **given, **dict(options), seq_info=info, dropout_rng=key, backend=backend
+            )
+            return found if isinstance(found, tuple) else (found,)
+
+        if not learned:
+            return dict(zip(("out", "lse"), forward(learned), strict=False))
+        results, pull = jax.vjp(forward, learned)
+        (gradients,) = pull(cotangents)
+        return dict(zip(("out", "lse"), results, strict=False)) | {f"d{name}": g for name, g in gradients.items()}
+
+    return program
+
+
+def backends_of(framework: str) -> tuple[str, ...]:
+    """The backends of this version whose kernels speak a framework's arrays."""
+    found = ((name, backends.load(name)) for name in backends.built())
+    return tuple(name for name, module in found if module is not None and module.FRAMEWORK == framework)

@@ -1,0 +1,45 @@
+"""How the tests run: hypothesis profiles, and what happens to GPU tests where there is no GPU.
+
+``ci`` (the default) is bounded and always draws the same examples; ``--hypothesis-profile=thorough`` draws many more,
+other ones each time. Neither has a deadline: a first call may compile.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "ci",
+    max_examples=60,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "thorough", max_examples=1500, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("ci")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("cuda") and (reason := no_gpu()):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@cache
+def no_gpu() -> str | None:
+    """Why the tests marked ``cuda`` cannot run here, or None when they can."""
+    if find_spec("torch") is None:
+        return "needs an NVIDIA GPU: torch is not installed"
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    return f"needs an NVIDIA GPU: torch {torch.__version__} sees none"

@@ -1,0 +1,258 @@
+"""What hypothesis draws: whole attention calls, from sizes, features and a seed for the numbers.
+
+Sizes are few, small and mostly distinct primes, so that a mixed-up axis cannot fit. ``calls`` combines features freely,
+three times out of four only those that a backend claims. ``compiled_calls`` draws from a dozen signatures, and frees
+only what does not make XLA compile again: the numbers, the mask, and where documents begin and end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from oracle_cases import fill
+
+from attn_core import AttentionSpec
+from attn_core.backends import Inputs
+from attn_core.spec import DTYPES
+from attn_core.support import Support
+
+LAYOUTS = ("contiguous", "heads_outside", "sliced", "stepped", "one_head_expanded")
+"""How torch's q, k, v and output gradient lie in memory; see ``both_frontends.laid_out``."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Call:
+    """One call to ``attention`` and what its results are judged by.
+
+    Attributes:
+        spec: the call, gradients included if it wants any.
+        inputs: numpy arrays laid out as Inputs says, float64 of values that their dtypes hold.
+        dout, dlse: the gradients that come from behind.
+        window: the window as the caller writes it: an int, a pair or None.
+        layout: one of LAYOUTS.
+        one_row: packed arrays are passed as ``[1, tokens, ...]``.
+        low_rank: leading axes of 1 are left out of mask and bias.
+        extras_dtype: of bias, slopes and sinks.
+        seed: of all numbers, dropout included.
+    """
+
+    spec: AttentionSpec
+    inputs: Inputs
+    dout: np.ndarray
+    dlse: np.ndarray
+    window: Any
+    layout: str = "contiguous"
+    one_row: bool = False
+    low_rank: bool = False
+    extras_dtype: str = "float32"
+    seed: int = 0
+
+    def __repr__(self) -> str:
+        offsets = [cu.tolist() for cu in (self.inputs.cu_seqlens_q, self.inputs.cu_seqlens_k) if cu is not None]
+        return (
+            f"Call({self.spec}; window={self.window!r}, layout={self.layout}, one_row={self.one_row}, "
+            f"low_rank={self.low_rank}, extras_dtype={self.extras_dtype}, cu_seqlens={offsets}, seed={self.seed})"
+        )
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # hypothesis would print every array
+        printer.text(repr(self))
+
+    @property
+    def inference(self) -> Call:
+        """The same call without gradients."""
+        return replace(self, spec=replace(self.spec, needs_backward=False, bias_gradient=False))
+
+    @property
+    def learned(self) -> tuple[str, ...]:
+        """The inputs whose gradients are wanted."""
+        if not self.spec.needs_backward:
+            return ()
+        bias, sinks = ("bias",) * self.spec.bias_gradient, ("sinks",) * self.spec.sinks
+        return ("q", "k", "v", *bias, *sinks)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keywords of ``attention`` that are plain values."""
+        names = ("causal", "alignment", "softcap", "scale", "dropout", "deterministic", "return_lse")
+        return {name: getattr(self.spec, name) for name in names} | {"window": self.window}
+
+    def dtype_of(self, name: str) -> str:
+        """The dtype in which a floating-point input (or ``dout``, ``dlse``) is passed."""
+        if name == "dlse":
+            return self.spec.lse_dtype
+        return self.extras_dtype if name in ("bias", "alibi_slopes", "sinks") else self.spec.dtype
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """q, k, v and what else is there of mask, bias, alibi_slopes and sinks, in the shapes the caller passes."""
+        names = ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks")
+        found = {name: getattr(self.inputs, name) for name in names if getattr(self.inputs, name) is not None}
+        if self.one_row:
+            found |= {name: found[name][None] for name in ("q", "k", "v")}
+        if self.low_rank:
+            found |= {name: _without_leading_ones(found[name]) for name in ("mask", "bias") if name in found}
+        return found
+
+
+def make_call(
+    seed: int = 0, lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None, *, hiding: bool = False, **fields: Any
+) -> Call:
+    """A call from the fields of a spec and of Call; ``lengths`` are those of its query and key documents.
+
+    hiding: a quarter of the bias is -inf.
+    """
+    passing = {name: fields.pop(name) for name in ("layout", "one_row", "low_rank", "extras_dtype") if name in fields}
+    window = fields.pop("window", None)
+    if lengths is not None:
+        longest = {"max_len_q": max(lengths[0]), "max_len_k": max(lengths[1])}
+        sizes = {"batch": 1, "q_len": sum(lengths[0]), "kv_len": sum(lengths[1]), "documents": len(lengths[0])}
+        fields = {**longest, **fields, **sizes}
+    pair = (window - 1, 0) if isinstance(window, int) else window or (None, None)
+    spec = AttentionSpec(**fields, window=pair)
+    case = fill(spec, seed, *(lengths or ()))
+    inputs = case.inputs
+    if hiding and inputs.bias is not None:
+        hidden = np.random.default_rng(seed + 1).random(inputs.bias.shape) < 0.25
+        inputs = inputs._replace(bias=np.where(hidden, -np.inf, inputs.bias))
+    if passing.get("layout") == "one_head_expanded":
+        alike = {name: getattr(inputs, name)[..., :1, :] for name in ("q", "k", "v")}
+        inputs = inputs._replace(**{n: np.broadcast_to(a, getattr(inputs, n).shape).copy() for n, a in alike.items()})
+        case = case._replace(dout=np.broadcast_to(case.dout[..., :1, :], case.dout.shape).copy())
+    passing.setdefault("extras_dtype", spec.dtype)
+    return Call(spec, inputs._replace(rng=None), case.dout, case.dlse, window, seed=seed, **passing)
+
+
+def _without_leading_ones(array: np.ndarray) -> np.ndarray:
+    while array.ndim > 1 and array.shape[0] == 1:
+        array = array[0]
+    return array
+
+
+def _sizes(*numbers: int) -> dict[str, int]:
+    names = ("batch", "q_len", "kv_len", "num_heads", "num_kv_heads", "head_dim", "value_dim")
+    return dict(zip(names, numbers, strict=True))
+
+
+DENSE_SIZES = (
+    _sizes(2, 5, 7, 6, 3, 11, 11),
+    _sizes(3, 7, 5, 2, 2, 13, 13),
+    _sizes(2, 11, 11, 5, 1, 3, 3),
+    _sizes(2, 1, 17, 6, 2, 5, 5),
+    _sizes(2, 5, 3, 3, 1, 7, 2),
+    _sizes(1, 131, 137, 2, 1, 19, 19),  # more than one block of queries, and of the flash kernel's own
+    _sizes(1, 3, 0, 2, 1, 5, 5),
+    _sizes(2, 0, 3, 2, 1, 5, 5),
+)
+PACKED_SIZES = (  # tokens are drawn with the documents
+    _sizes(1, 0, 0, 6, 3, 11, 11),
+    _sizes(1, 0, 0, 2, 2, 7, 7),
+    _sizes(1, 0, 0, 3, 1, 5, 13),
+)
+WINDOWS = ((2, 1), (0, 0), (None, 1), (3, None), (1, 4))
+FEATURES = ("causal", "window", "softcap", "mask", "bias", "alibi", "sinks", "dropout", "scale")
+
+
+@st.composite
+def document_lengths(draw: Any, documents: int | None = None, tokens: tuple[int, int] | None = None) -> Any:
+    """Lengths of query and of key documents, some of them 0; of fixed sums when ``tokens`` says so."""
+    count = documents or draw(st.integers(1, 5), label="documents")
+    if tokens is not None:
+        return tuple(
+            tuple(np.diff([0, *sorted(draw(st.lists(st.integers(0, n), min_size=count - 1, max_size=count - 1))), n]).tolist())
+            for n in tokens
+        )
+    one_side = st.lists(st.sampled_from((3, 1, 0, 5, 2, 7)), min_size=count, max_size=count).map(tuple)
+    queries = draw(one_side)
+    return queries, draw(st.one_of(st.just(queries), one_side))
+
+
+@st.composite
+def calls(draw: Any, claims: Support | None = None, *, without: tuple[str, ...] = ()) -> Call:
+    """Any call with gradients; mostly within a backend's claims when they are given."""
+    within = claims if claims is not None and draw(st.integers(0, 3)) else None
+    packed = draw(st.booleans()) if within is None or within.packed else False
+    lengths = draw(document_lengths()) if packed else None
+    plain_values = [sizes for sizes in (PACKED_SIZES if packed else DENSE_SIZES)]
+    if within is not None and not within.value_dim:
+        plain_values = [sizes for sizes in plain_values if sizes["value_dim"] == sizes["head_dim"]]
+    fields: dict[str, Any] = dict(draw(st.sampled_from(plain_values)))
+    if packed and lengths is not None:
+        fields |= {"batch": 1, "q_len": sum(lengths[0]), "kv_len": sum(lengths[1])}
+    offered = [name for name in FEATURES if name not in without and (within is None or getattr(within, name, True))]
+    for feature in sorted(draw(st.sets(st.sampled_from(offered), max_size=4))):
+        fields |= draw(_feature(feature, fields))
+    if isinstance(fields.get("window"), int):
+        fields["causal"] = True
+    fields["dtype"] = draw(st.sampled_from(("float32", *DTYPES)))
+    extras = draw(st.sampled_from((fields["dtype"], fields["dtype"] if fields["dtype"] == "float64" else "float32")))
+    gradient_of_bias = "bias_shape" in fields and (within is None or within.bias_gradient) and draw(st.booleans())
+    lse = draw(st.booleans()) and (within is None or within.lse_gradient)
+    if packed and draw(st.booleans()):  # an upper bound is as good as the longest document
+        fields |= {"max_len_q": max(fields["q_len"], 1), "max_len_k": max(fields["kv_len"], 1) + 3}
+    return make_call(
+        draw(st.integers(0, 2**16), label="seed"),
+        lengths,
+        hiding=draw(st.booleans()),
+        layout=draw(st.sampled_from(LAYOUTS)),
+        one_row=packed and draw(st.booleans()),
+        low_rank=draw(st.booleans()),
+        extras_dtype=extras,
+        alignment=draw(st.sampled_from(("bottom_right", "top_left"))),
+        deterministic=draw(st.booleans()),
+        needs_backward=True,
+        bias_gradient=gradient_of_bias,
+        return_lse=lse,
+        **fields,
+    )
+
+
+def _feature(name: str, fields: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Fields that switch a feature on, for the sizes in ``fields``."""
+    batch, heads = fields["batch"], fields["num_heads"]
+    full = (batch, heads, fields["q_len"], fields["kv_len"])
+    some_axes = st.tuples(*(st.sampled_from((size, 1)) for size in full))
+    return {
+        "causal": st.just({"causal": True}),
+        "window": st.sampled_from((*WINDOWS, 1, 3)).map(lambda window: {"window": window}),
+        "softcap": st.sampled_from((0.7, 30.0)).map(lambda softcap: {"softcap": softcap}),
+        "scale": st.sampled_from((0.31, 1.7)).map(lambda scale: {"scale": scale}),
+        "mask": some_axes.map(lambda shape: {"mask_shape": shape}),
+        "bias": some_axes.map(lambda shape: {"bias_shape": shape}),
+        "alibi": st.sampled_from(((heads,), (batch, heads))).map(lambda shape: {"alibi_shape": shape}),
+        "sinks": st.just({"sinks": True}),
+        "dropout": st.sampled_from((0.1, 0.5)).map(lambda dropout: {"dropout": dropout}),
+    }[name]
+
+
+_PACKED_TOKENS = (13, 17)
+_IN_DOCUMENTS = {**_sizes(1, *_PACKED_TOKENS, 6, 2, 7, 7), "documents": 4, "max_len_q": 13, "max_len_k": 17}
+SIGNATURES: tuple[dict[str, Any], ...] = (
+    {**DENSE_SIZES[0], "dtype": "float32"},
+    {**DENSE_SIZES[2], "dtype": "float32", "causal": True, "return_lse": True},
+    {**DENSE_SIZES[1], "dtype": "float32", "causal": True, "sinks": True},  # rows that see no key
+    {**DENSE_SIZES[2], "dtype": "bfloat16", "window": (2, 1)},
+    {**DENSE_SIZES[0], "dtype": "float16", "softcap": 0.7, "mask_shape": (2, 6, 5, 7), "value_dim": 5},
+    {**DENSE_SIZES[0], "dtype": "float64", "bias_shape": (1, 6, 1, 7), "bias_gradient": True, "return_lse": True},
+    {**DENSE_SIZES[3], "dtype": "bfloat16", "causal": True, "alibi_shape": (2, 6)},
+    {**DENSE_SIZES[0], "dtype": "float32", "dropout": 0.3, "window": 3, "causal": True, "alignment": "top_left"},
+    {**_IN_DOCUMENTS, "dtype": "float32", "causal": True},
+    {**_IN_DOCUMENTS, "dtype": "float32", "window": (2, 1), "alignment": "top_left", "sinks": True, "return_lse": True},
+    {
+        **_IN_DOCUMENTS,
+        **{"dtype": "float32", "causal": True, "softcap": 1.5, "mask_shape": (1, 1, 13, 17), "alibi_shape": (6,)},
+        **{"bias_shape": (1, 6, 13, 17), "bias_gradient": True, "sinks": True, "return_lse": True},
+    },
+    {**_sizes(1, 263, 269, 2, 1, 5, 3), "dtype": "float32", "window": (150, 3)},  # more than one block of either
+)
+
+
+@st.composite
+def compiled_calls(draw: Any) -> Call:
+    """A call of one of SIGNATURES."""
+    fields = draw(st.sampled_from(SIGNATURES))
+    lengths = draw(document_lengths(fields["documents"], _PACKED_TOKENS)) if "documents" in fields else None
+    return make_call(
+        draw(st.integers(0, 2**16), label="seed"), lengths, hiding=draw(st.booleans()), needs_backward=True, **fields
+    )

@@ -1,0 +1,250 @@
+"""Every backend does what it claims: drawn calls against the float64 reference, or a refusal with all its reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("jax")
+import jax  # noqa: E402
+import torch  # noqa: E402
+from both_frontends import DEVICES, FRAMEWORKS, judge, run, same_bits, spec_seen, target  # noqa: E402
+from hypothesis import given, note  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from spec_strategies import Call, calls, compiled_calls, make_call  # noqa: E402
+
+import jax_frontend  # noqa: E402
+import torch_frontend  # noqa: E402
+from attn_core import NoBackendError, backends, explain  # noqa: E402
+from attn_core.backends import Gradients, Inputs  # noqa: E402
+from attn_core.spec import AttentionSpec  # noqa: E402
+from jax_frontend import bridge  # noqa: E402
+from jax_frontend import plan as jax_plan  # noqa: E402
+from torch_frontend import plan as torch_plan  # noqa: E402
+
+BACKENDS = backends.built()
+
+
+def drawn_for(framework: str, backend: str) -> st.SearchStrategy[Call]:
+    """Calls for a backend: free ones, or, where XLA would compile each, those of a few signatures."""
+    module: Any = backends.load(backend)
+    if framework == module.FRAMEWORK == "jax":
+        return compiled_calls()
+    return calls(module.FORWARD)
+
+
+def conforms(framework: str, call: Call, backend: str, device: str) -> bool:
+    """Whether the backend accepts the call. Asserts that it is then right, and else refused with every reason."""
+    where = target(framework, device)
+    selection = explain(call.spec, where, backend)
+    if selection.backend is None:
+        with pytest.raises(NoBackendError) as refusal:
+            run(framework, call, backend, device)
+        reasons = selection.reasons(backend)
+        assert reasons and [why for why in reasons if why not in str(refusal.value)] == []
+        return False
+    verdict = judge(framework, call, run(framework, call, backend, device), device)
+    note(str(verdict))
+    assert verdict.ok, f"{backend} in {framework}: {call}\n{verdict}"
+    return True
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_claims(framework: str, backend: str, device: str) -> None:
+    where, module, accepted = target(framework, device), backends.load(backend), []
+
+    @given(call=drawn_for(framework, backend))
+    def every_call(call: Call) -> None:
+        accepted.append(conforms(framework, call.inference, backend, device))
+        accepted.append(conforms(framework, call, backend, device))
+
+    every_call()
+    runs_here = module.FORWARD.runs_on(where.device) and not (framework == "torch" and module.FRAMEWORK == "jax")
+    if runs_here and backend not in dict(where.unavailable):
+        assert sum(accepted) > len(accepted) / 4, "too few of the drawn calls were run to mean anything"
+    else:
+        assert not any(accepted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_automatic_choice(framework: str, device: str) -> None:
+    """Whatever the call, something runs it, and runs it right. (In JAX, dropout compiles: see SIGNATURES.)"""
+    without = ("dropout",) if framework == "jax" else ()
+
+    @given(call=calls(without=without), learns=st.booleans())
+    def every_call(call: Call, learns: bool) -> None:
+        call = call if learns else call.inference
+        selection = explain(call.spec, target(framework, device))
+        assert selection.backend is not None, str(selection)
+        verdict = judge(framework, call, run(framework, call, None, device), device)
+        assert verdict.ok, f"{selection.backend} in {framework}: {call}\n{verdict}"
+
+    every_call()
+
+
+@given(call=calls())
+def test_both_frontends_describe_a_call_alike(call: Call) -> None:
+    """The spec that either frontend makes of the arguments is the one that was drawn."""
+    assert spec_seen("torch", call) == call.spec
+    if call.spec.bias_shape and not call.spec.bias_gradient:  # JAX's explain asks about the gradient of all there is
+        call = replace(call, spec=replace(call.spec, bias_gradient=True))
+    assert spec_seen("jax", call) == call.spec
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if backends.load(name).FRAMEWORK == "torch"])
+@pytest.mark.parametrize("changes", [{}, {"causal": True, "window": 3}, {"lengths": ((5, 0, 3), (2, 4, 6))}])
+def test_gradient_of_a_sum(backend: str, changes: dict[str, Any]) -> None:
+    """``out.sum().backward()`` hands over an output gradient without memory of its own; the bits are those of ones."""
+    call = make_call(**{**PLAIN, **changes}, needs_backward=True)
+    if explain(call.spec, target("torch"), backend).backend is None:
+        pytest.skip(f"{backend} has no gradient")
+    expected = run("torch", replace(call, dout=np.ones_like(call.dout)), backend)
+    arrays = {name: torch.from_numpy(array).float().requires_grad_() for name, array in call.arrays().items()}
+    info = None
+    if call.spec.packed:
+        info = torch_frontend.SeqInfo.from_lengths(*changes["lengths"], array=torch.from_numpy)
+    torch_frontend.attention(**arrays, **call.options, seq_info=info, backend=backend).sum().backward()
+    got = {f"d{name}": tensor.grad.contiguous().numpy() for name, tensor in arrays.items()}
+    assert same_bits(got, {name: expected[name] for name in got}) == []
+
+
+# The suite can fail: a backend that misreads its call is caught.
+
+PLAIN = {
+    **{"batch": 2, "q_len": 7, "kv_len": 11, "num_heads": 6, "num_kv_heads": 3, "head_dim": 13, "value_dim": 13},
+    "dtype": "float32",
+}
+BANDED = {**PLAIN, "causal": True, "window": (3, 0)}
+DOCUMENTS = {**PLAIN, "lengths": ((5, 2, 4), (3, 6, 5)), "max_len_q": 11, "max_len_k": 14}
+
+
+def misread(**changes: Callable[[AttentionSpec], Any]) -> Callable[..., tuple[AttentionSpec, Inputs]]:
+    """A fault that computes another spec on the same inputs."""
+    return lambda spec, inputs: (replace(spec, **{name: change(spec) for name, change in changes.items()}), inputs)
+
+
+def document_boundary(spec: AttentionSpec, inputs: Inputs) -> tuple[AttentionSpec, Inputs]:
+    """A fault that moves the first boundary between documents by one token."""
+
+    def moved(offsets: Any) -> Any:
+        if isinstance(offsets, jax.Array):
+            return offsets.at[1].add(1)
+        return offsets + torch.tensor([at == 1 for at in range(len(offsets))], dtype=torch.int32)
+
+    cu_q, cu_k = moved(inputs.cu_seqlens_q), moved(inputs.cu_seqlens_k)
+    return spec, inputs._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+
+
+FAULTS: dict[str, tuple[dict[str, Any], Any]] = {
+    "window one wider": (BANDED, misread(window=lambda spec: (spec.window[0] + 1, spec.window[1]))),
+    "window one narrower": (BANDED, misread(window=lambda spec: (spec.window[0] - 1, spec.window[1]))),
+    "window one further right": ({**PLAIN, "window": (2, 1)}, misread(window=lambda spec: (2, 2))),
+    "alignment flipped": ({**PLAIN, "causal": True}, misread(alignment=lambda spec: "top_left")),
+    "scale one percent off": (PLAIN, misread(scale=lambda spec: spec.scale * 1.01)),
+    "softcap forgotten": ({**PLAIN, "softcap": 5.0}, misread(softcap=lambda spec: None)),
+    "document boundary off by one": (DOCUMENTS, document_boundary),
+    "heads of groups swapped": (PLAIN, None),
+}
+
+
+def faulty(module: Any, fault: Any) -> tuple[Any, Any]:
+    """A backend's forward and backward with a fault in what they are told, or in their map of heads."""
+    forward, backward = module.forward, module.backward
+    if fault is not None:
+        return (
+            lambda spec, inputs: forward(*fault(spec, inputs)),
+            lambda spec, inputs, *rest: backward(*fault(spec, inputs), *rest),
+        )
+
+    def swap(spec: AttentionSpec, *arrays: Any) -> list[Any]:  # head h reads kv head h % kv_heads, not h // group
+        order = np.arange(spec.num_heads).reshape(spec.group_size, spec.num_kv_heads).T.ravel()
+        return [array if array is None else array[..., order, :] for array in arrays]
+
+    def unswap(spec: AttentionSpec, array: Any) -> Any:
+        order = np.arange(spec.num_heads).reshape(spec.num_kv_heads, spec.group_size).T.ravel()
+        return array[..., order, :]
+
+    def swapped_forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+        out, lse = forward(spec, inputs._replace(q=swap(spec, inputs.q)[0]))
+        return unswap(spec, out), unswap(spec, lse)
+
+    def swapped_backward(spec: AttentionSpec, inputs: Inputs, *rest: Any) -> Gradients:
+        q, *rest = swap(spec, inputs.q, *rest)
+        found = backward(spec, inputs._replace(q=q), *rest)
+        return found._replace(dq=unswap(spec, found.dq))
+
+    return swapped_forward, swapped_backward
+
+
+@contextmanager
+def planted(monkeypatch: pytest.MonkeyPatch, backend: str, fault: Any, where: str) -> Iterator[None]:
+    """A backend with a fault in its forward, its backward or both; nothing that was cached before or within survives."""
+    module: Any = backends.load(backend)
+    forward, backward = faulty(module, fault)
+    with monkeypatch.context() as patch:
+        patch.setattr(bridge, "_callbacks", {})
+        if where != "backward":
+            patch.setattr(module, "forward", forward)
+        if where != "forward":
+            patch.setattr(module, "backward", backward)
+        forget_plans(module)
+        yield
+    forget_plans(module)
+
+
+def forget_plans(module: Any) -> None:
+    """Empties the caches that hold a backend's functions, or what was traced through them."""
+    for cached in (torch_plan.plan, torch_plan.dense_plan, jax_plan.plan):
+        cached.cache_clear()
+    if module.FRAMEWORK == "jax":
+        jax.clear_caches()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_planted_faults_are_caught(framework: str, where: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes, fault = FAULTS[name]
+    for seed in range(3):
+        call = make_call(seed, **changes, needs_backward=True, return_lse=True)
+        with planted(monkeypatch, "math", fault, where):
+            verdict = judge(framework, call, run(framework, call, "math"))
+            with pytest.raises(AssertionError, match="WRONG"):
+                conforms(framework, call, "math", "cpu")
+        assert not verdict.ok
+        wrong = {quantity.name for quantity in verdict.quantities if quantity.use > 1}
+        assert wrong & ({"dq", "dk", "dv"} if where == "backward" else {"out"}), verdict
+        if where == "backward":
+            assert not wrong & {"out", "lse"}, verdict
+        healthy = judge(framework, call, run(framework, call, "math"))
+        assert healthy.ok, healthy
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_caught_in_xla(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes, fault = FAULTS[name]
+    call = make_call(**changes, needs_backward=True, return_lse=True)
+    with planted(monkeypatch, "jax_xla", fault, "both"):
+        verdict = judge("jax", call, run("jax", call, "jax_xla"))
+    assert {"out", "dq", "dk", "dv"} <= {quantity.name for quantity in verdict.quantities if quantity.use > 1}, verdict
+
+
+def test_refusals_name_every_reason() -> None:
+    call = make_call(**{**PLAIN, "value_dim": 5, "softcap": 3.0, "sinks": True}, needs_backward=True, return_lse=True)
+    for attention, arrays in (
+        (torch_frontend.attention, {name: torch.from_numpy(array).float() for name, array in call.arrays().items()}),
+        (jax_frontend.attention, {name: jax.numpy.float32(array) for name, array in call.arrays().items()}),
+    ):
+        with pytest.raises(NoBackendError) as refusal:
+            attention(**arrays, **call.options, backend="sdpa_flash")
+        for words in ("value_dim=5", "softcap=3.0", "sinks"):
+            assert f"{words}: the aten CPU flash kernel" in str(refusal.value)
