@@ -29,7 +29,9 @@ def _of(name: str, framework: str, device: str) -> Availability:
     if backend is None or reason is not None:
         return Availability(None, reason)
     if not backend.FORWARD.runs_on(device):
-        return Availability(None, f"{backend.FORWARD.kernel} runs on {' or '.join(backend.FORWARD.devices)}, not {device}")
+        return Availability(
+            None, f"{backend.FORWARD.kernel} runs on {' or '.join(backend.FORWARD.devices)}, not {device}"
+        )
     if backend.FRAMEWORK == "jax" and framework == "torch":
         return Availability(None, "runs in JAX only")
     if backend.FRAMEWORK == "torch" and framework == "jax" and bridge_reason():

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
 from attn_core.seq_info import is_host_int
-from attn_core.spec import DTYPES, AttentionSpec, Shape4, check_numbers
+from attn_core.spec import DTYPES, AttentionSpec, Shape4, check_alignment, check_numbers
 
 
 class ArrayFacts(NamedTuple):
@@ -61,8 +61,7 @@ def checked(options: Options) -> Options:
     """
     for name in ("causal", "deterministic", "return_lse"):
         _flag(name, getattr(options, name))
-    if not isinstance(options.alignment, str):
-        raise SpecError(f"alignment={options.alignment!r}: expected 'bottom_right' or 'top_left'")
+    check_alignment(options.alignment)
     softcap, scale, dropout = (_number(name, getattr(options, name)) for name in ("softcap", "scale", "dropout"))
     check_numbers(softcap, scale, dropout or 0.0)
     window = normalise_window(options.window, options.causal)
@@ -153,7 +152,10 @@ def normalise_window(window: Any, causal: bool) -> tuple[int | None, int | None]
 def _check_devices(arrays: Arrays) -> None:
     for name, facts in zip(Arrays._fields, arrays, strict=True):
         if facts is not None and facts.device != arrays.q.device:
-            raise DeviceError(f"{name}: expected the device of q ({arrays.q.device}), got {facts.device}; move it there")
+            argument = f"seq_info.{name}" if name.startswith("cu_seqlens") else name
+            raise DeviceError(
+                f"{argument}: expected the device of q ({arrays.q.device}), got {facts.device}; move it there"
+            )
 
 
 def _check_dtypes(arrays: Arrays) -> None:
@@ -208,7 +210,9 @@ def _check_qkv(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> No
             raise ShapeError(f"{name}: expected at least one head and one channel, got shape {list(shape)}")
     for name, shape in (("k", k), ("v", v)):
         if shape[0] != q[0]:
-            raise ShapeError(f"{name}: expected the batch of q ({q[0]}), got {shape[0]}; nothing is broadcast, expand it")
+            raise ShapeError(
+                f"{name}: expected the batch of q ({q[0]}), got {shape[0]}; nothing is broadcast, expand it"
+            )
     if k[3] != q[3]:
         raise ShapeError(f"k: expected the head_dim of q ({q[3]}), got {k[3]}; a score is their dot product")
     for axis, what in ((1, "length"), (2, "heads")):

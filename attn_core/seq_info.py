@@ -98,7 +98,12 @@ class SeqInfo:
     def unchecked(cls, cu_seqlens_q: Any, cu_seqlens_k: Any, max_len_q: Any, max_len_k: Any) -> SeqInfo:
         """A SeqInfo around whatever stands in for arrays while a framework rebuilds its trees."""
         made = object.__new__(cls)
-        values = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_len_q": max_len_q, "max_len_k": max_len_k}
+        values = {
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_k": cu_seqlens_k,
+            "max_len_q": max_len_q,
+            "max_len_k": max_len_k,
+        }
         for name, value in {**values, "_converted": {}}.items():
             object.__setattr__(made, name, value)
         return made
@@ -132,7 +137,9 @@ def check_cu_seqlens(cu_seqlens: np.ndarray, max_len: int, *, side: str, tokens:
     """
     name = f"seq_info.cu_seqlens_{side}"
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
-        raise ShapeError(f"{name}: expected shape [documents + 1] with at least one document, got {list(cu_seqlens.shape)}")
+        raise ShapeError(
+            f"{name}: expected shape [documents + 1] with at least one document, got {list(cu_seqlens.shape)}"
+        )
     if cu_seqlens[0] != 0:
         raise SpecError(f"{name}: expected to start at 0, got {int(cu_seqlens[0])}; prepend the zero")
     lengths = np.diff(cu_seqlens.astype(np.int64))
@@ -162,5 +169,7 @@ def _offsets(lengths: Iterable[int], name: str) -> np.ndarray:
         raise ShapeError(f"{name}: expected at least one document, got none")
     total = sum(int(length) for length in given)
     if total > np.iinfo(np.int32).max:
-        raise SpecError(f"{name}: {total} tokens in all, more than int32 offsets can address ({np.iinfo(np.int32).max})")
+        raise SpecError(
+            f"{name}: {total} tokens in all, more than int32 offsets can address ({np.iinfo(np.int32).max})"
+        )
     return np.concatenate([[0], np.cumsum([int(length) for length in given])]).astype(np.int32)

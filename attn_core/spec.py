@@ -78,8 +78,6 @@ class AttentionSpec:
         _check_choices(self)
         if self.scale is None:
             object.__setattr__(self, "scale", 1.0 / math.sqrt(self.head_dim))
-        if self.alignment not in get_args(Alignment):
-            raise SpecError(f"alignment={self.alignment!r}: expected one of {', '.join(get_args(Alignment))}")
         for name in ("softcap", "scale", "dropout"):  # 50 and 50.0 are one call, and must have one key
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else float(value))
@@ -186,6 +184,12 @@ def _check_shapes(spec: AttentionSpec) -> None:
         )
 
 
+def check_alignment(alignment: object) -> None:
+    """Raises SpecError for an alignment that nobody knows."""
+    if not isinstance(alignment, str) or alignment not in get_args(Alignment):
+        raise SpecError(f"alignment={alignment!r}: expected one of {', '.join(get_args(Alignment))}")
+
+
 def check_numbers(softcap: float | None, scale: float | None, dropout: float) -> None:
     """Raises SpecError for a softcap, scale or dropout that no call can have."""
     if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
@@ -204,6 +208,7 @@ def _check_choices(spec: AttentionSpec) -> None:
             raise SpecError(
                 f"window={spec.window}: expected a {side} distance of 0 or more, got {distance}; None is unbounded"
             )
+    check_alignment(spec.alignment)
     check_numbers(spec.softcap, spec.scale, spec.dropout)
     if spec.bias_gradient and spec.bias_shape is None:
         raise SpecError("bias_gradient=True: expected a bias to take the gradient of, got none")

@@ -61,7 +61,9 @@ def unmet(support: Support, spec: AttentionSpec, device: str) -> tuple[str, ...]
 
     A spec field that asks for something and has no check here is refused: new fields are denied by default.
     """
-    reasons = [] if support.runs_on(device) else [f"device {device}: {support.kernel} needs {' or '.join(support.devices)}"]
+    reasons = (
+        [] if support.runs_on(device) else [f"device {device}: {support.kernel} needs {' or '.join(support.devices)}"]
+    )
     return (*reasons, *_feature_reasons(support, spec))
 
 
@@ -137,7 +139,9 @@ def _return_lse(support: Support, spec: AttentionSpec) -> str | None:
 
 
 CHECKS: dict[str, Check] = {
-    **dict.fromkeys(("batch", "q_len", "kv_len", "num_heads", "scale", "max_len_q", "max_len_k", "needs_backward"), _nothing),
+    **dict.fromkeys(
+        ("batch", "q_len", "kv_len", "num_heads", "scale", "max_len_q", "max_len_k", "needs_backward"), _nothing
+    ),
     "dtype": _dtype,
     "head_dim": _head_dim,
     "value_dim": _value_dim,

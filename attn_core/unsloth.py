@@ -142,6 +142,8 @@ def interpret(config: AttentionConfig, context: AttentionContext) -> Meaning:
     mask = stated["mask"].value
     keep = mask is not None and mask is context.attention_mask and len(getattr(mask, "shape", ())) == 2
     complete = mask is not None and not keep
+    if stated["triangle"].where and stated["causal"].value is not None and not stated["causal"].value:
+        stated["causal"].state(True, f"{stated['triangle'].where} is {stated['triangle'].value.__name__}, causal")
     causal = not complete if stated["causal"].value is None else bool(stated["causal"].value)
     if complete and stated["causal"].value is None:
         window: Any = None
@@ -208,7 +210,7 @@ def choose_word(available: tuple[str, ...], use_varlen: bool) -> str:
 
 
 def _stated(config: AttentionConfig) -> dict[str, _Stated]:
-    names = (*dict.fromkeys(_FLASH.values()), "mask")
+    names = (*dict.fromkeys(_FLASH.values()), "mask", "triangle")
     stated = {name: _Stated(name) for name in names}
     for bag, spellings in _BAGS.items():
         for key, value in (getattr(config, bag) or {}).items():
@@ -223,16 +225,16 @@ def _stated(config: AttentionConfig) -> dict[str, _Stated]:
 
 
 def _state_mask(stated: dict[str, _Stated], value: Any, where: str) -> None:
-    if _says_only_causal(value):
-        stated["causal"].state(True, where)
-    else:
-        stated["mask"].state(value, where)
+    name = "triangle" if _says_only_causal(value) else "mask"
+    stated[name].state(type(value) if name == "triangle" else value, where)
 
 
 def _window(stated: _Stated, sliding_window: int | None, causal: bool) -> tuple[int | None, int | None]:
     """One window out of flash-attn's ``window_size`` distances and the host's ``sliding_window`` keys."""
     if sliding_window is not None and not is_host_int(sliding_window):
-        raise SpecError(f"context.sliding_window={sliding_window!r}: expected how many keys a query sees, an int, or None")
+        raise SpecError(
+            f"context.sliding_window={sliding_window!r}: expected how many keys a query sees, an int, or None"
+        )
     keys = None if sliding_window is None or sliding_window <= 0 else sliding_window
     pair = _distances(stated)
     if keys is None:

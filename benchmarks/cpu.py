@@ -112,7 +112,9 @@ def bridge_cost() -> list[dict[str, Any]]:
     }
     seconds = side_by_side(runs, calls=1000, rounds=25)
     extra = median_difference(seconds, "attention", "empty") * 1e6
-    found = [_figure("jax.jit call through the bridge", "microseconds above an empty jit call", extra, 40.0, "<=", seconds)]
+    found = [
+        _figure("jax.jit call through the bridge", "microseconds above an empty jit call", extra, 40.0, "<=", seconds)
+    ]
     process = psutil.Process()
     for _ in range(2000):
         runs["attention"]()
@@ -156,8 +158,8 @@ def page(result: dict[str, Any]) -> str:
 ## On a CPU
 
 Written by `python -m benchmarks.cpu --write` on {where["date"]}: {where["processor"]}, {result["cores"]} cores,
-Python {where["python"]}, {versions}. Raw times: `benchmarks/results/cpu.json`. Each figure is a difference or a ratio of
-candidates that took turns in one process; the absolute times belong to that machine.
+Python {where["python"]}, {versions}. Raw times: `benchmarks/results/cpu.json`. Each figure is a difference or a ratio
+of candidates that took turns in one process; the absolute times belong to that machine.
 
 {table(result["figures"])}
 
@@ -174,7 +176,9 @@ No figure has been measured on a GPU with this version.
 def main() -> int:
     """Runs everything; exit code 1 when a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/cpu.json and docs/performance.md")
+    parser.add_argument(
+        "--write", action="store_true", help="write benchmarks/results/cpu.json and docs/performance.md"
+    )
     write = parser.parse_args().write
     figures = [*torch_overhead(), *bridge_cost(), *jax_speed()]
     result = {"environment": environment(), "cores": psutil.cpu_count(), "figures": figures}

@@ -124,9 +124,7 @@ def explain(
     inputs, options = _gathered(arrays, info, options, dropout_rng, shapes_only=True)
     wanted, requested = bool(needs_backward), requested_names(backend) or override.requested()
     bias_gradient = wanted and bias is not None
-    selection = plan.explanation(
-        plan.metadata(inputs), plan.device_name(q), options, wanted, bias_gradient, requested
-    )
+    selection = plan.explanation(plan.metadata(inputs), plan.device_name(q), options, wanted, bias_gradient, requested)
     _check_offsets(selection.spec, info)
     return selection
 
@@ -166,7 +164,10 @@ def _check_offsets(spec: AttentionSpec, info: SeqInfo | None) -> None:
     """Checks the values of a packed call's offsets wherever they are on the host; traced ones have none yet."""
     if info is None:
         return
-    checks = (("q", info.cu_seqlens_q, spec.q_len, spec.max_len_q), ("k", info.cu_seqlens_k, spec.kv_len, spec.max_len_k))
+    checks = (
+        ("q", info.cu_seqlens_q, spec.q_len, spec.max_len_q),
+        ("k", info.cu_seqlens_k, spec.kv_len, spec.max_len_k),
+    )
     for side, offsets, tokens, longest in checks:
         concrete = isinstance(offsets, jax.Array) and not isinstance(offsets, jax.core.Tracer)
         if isinstance(offsets, np.ndarray) or (concrete and plan.device_name(offsets) == "cpu"):
@@ -195,12 +196,12 @@ def _attention(call: Call, inputs: Inputs) -> Any:
 
 def _attention_forward(call: Call, marked: Inputs) -> tuple[Any, Any]:
     inputs = Inputs(*(entry if entry is None else entry.value for entry in marked))
-    perturbed = {name for name, entry in zip(Inputs._fields, marked, strict=True) if entry is not None and entry.perturbed}
+    perturbed = {
+        name for name, entry in zip(Inputs._fields, marked, strict=True) if entry is not None and entry.perturbed
+    }
     if "alibi_slopes" in perturbed:
         raise SpecError("alibi_slopes: expected no gradient, it is not defined here; use jax.lax.stop_gradient")
-    made = plan.plan(
-        plan.metadata(inputs), call.device, call.options, True, "bias" in perturbed, call.requested
-    )
+    made = plan.plan(plan.metadata(inputs), call.device, call.options, True, "bias" in perturbed, call.requested)
     out, lse = _run(made, inputs, with_lse=True)
     return ((out, lse) if call.options.return_lse else out), (inputs, out, lse, made.spec.bias_gradient)
 

@@ -38,13 +38,12 @@ def forward(spec: AttentionSpec, backend: str, inputs: Inputs, *, with_lse: bool
     return out, lse[0] if with_lse else None
 
 
-def backward(
-    spec: AttentionSpec, backend: str, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any
-) -> Gradients:
+def backward(spec: AttentionSpec, backend: str, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
     """The gradients of a call on a backend, traceable; dlse is None when nothing depends on the log-sum-exp."""
     if spec.empty:
         dbias = jnp.zeros_like(inputs.bias) if spec.bias_gradient else None
-        return Gradients(*map(jnp.zeros_like, inputs[:3]), dbias, None if inputs.sinks is None else inputs.sinks * 0)
+        dsinks = None if inputs.sinks is None else jnp.zeros_like(inputs.sinks)
+        return Gradients(jnp.zeros_like(inputs.q), jnp.zeros_like(inputs.k), jnp.zeros_like(inputs.v), dbias, dsinks)
     module: Any = backends.load(backend)
     if module.FRAMEWORK == "jax":
         return module.backward(spec, inputs, out, lse, dout, dlse)
@@ -98,12 +97,16 @@ def _batched(
     """vmap: one call on a batch n times as large, or n calls one after another."""
     names = (*call.operands, *call.extras)
     size = next(array.shape[axis] for array, axis in zip(operands, axes, strict=True) if axis is not None)
-    front = [array if axis is None else jnp.moveaxis(array, axis, 0) for array, axis in zip(operands, axes, strict=True)]
+    front = [
+        array if axis is None else jnp.moveaxis(array, axis, 0) for array, axis in zip(operands, axes, strict=True)
+    ]
     mapped = [axis is not None for axis in axes]
     spec = _folded_spec(call.spec, size, dict(zip(names, mapped, strict=True)))
     if spec is None or refusals(call.backend, spec, Target.here("jax", "cpu")):
         return _one_by_one(primitive, front, mapped, call)
-    folded = [_fold(name, array, was, call.spec.batch, size) for name, array, was in zip(names, front, mapped, strict=True)]
+    folded = [
+        _fold(name, array, was, call.spec.batch, size) for name, array, was in zip(names, front, mapped, strict=True)
+    ]
     results = primitive.bind(*folded, call=call._replace(spec=spec))
     split = [array.reshape(size, array.shape[0] // size, *array.shape[1:]) for array in results]
     return split, [0] * len(split)
@@ -149,7 +152,9 @@ def _one_by_one(
 ) -> tuple[list[Any], list[int]]:
     def one(rows: list[Any]) -> list[Any]:
         moving = iter(rows)
-        return primitive.bind(*(next(moving) if was else fixed for fixed, was in zip(front, mapped, strict=True)), call=call)
+        return primitive.bind(
+            *(next(moving) if was else fixed for fixed, was in zip(front, mapped, strict=True)), call=call
+        )
 
     results = jax.lax.map(one, [array for array, was in zip(front, mapped, strict=True) if was])
     return list(results), [0] * len(results)

@@ -62,8 +62,8 @@ def question(
     requested: str | tuple[str, ...] | None,
 ) -> tuple[AttentionSpec, Target, str | tuple[str, ...] | None]:
     """What ``select`` is asked: the spec, the target and the requested backends."""
-    facts = (entry and ArrayFacts(tuple(entry[0]), str(entry[1]), device) for entry in metadata)
-    spec = build_spec(Arrays(*facts), options, needs_backward=needs_backward, bias_gradient=bias_gradient)
+    facts = Arrays(*(entry and ArrayFacts(tuple(entry[0]), str(entry[1]), device) for entry in metadata))  # type: ignore[arg-type]
+    spec = build_spec(facts, options, needs_backward=needs_backward, bias_gradient=bias_gradient)
     return spec, Target.here("jax", device), requested
 
 

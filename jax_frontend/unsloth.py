@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -42,9 +40,7 @@ __all__ = [
 Array = jax.Array
 
 
-def run_attention(
-    *, config: AttentionConfig, context: AttentionContext, Q: Array, K: Array, V: Array
-) -> Array:
+def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Array, K: Array, V: Array) -> Array:
     """Attention of a layer: ``Q [bsz, n_heads, q_len, head_dim]``, ``K, V [bsz, n_kv_heads, kv_len, head_dim]``.
 
     Causal unless a bag or a complete mask says otherwise; packed where ``context.seq_info`` says so, the rows laid end to

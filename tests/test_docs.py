@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import fields
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from typer.testing import CliRunner
 
 from attn_core import backends
+from attn_core.cli.app import app
 from attn_core.cli.support_table import FEATURES, render
 from attn_core.support import Support
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("attn_core", "torch_frontend", "jax_frontend")
 
 
 def test_support_page_is_current() -> None:
@@ -50,13 +55,64 @@ def test_readme_names_the_commands_that_exist() -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-def _examples() -> list[str]:
-    return re.findall(
-        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-    )
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(python|console)( title=\"([^\"\n]+)\")?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("example", _examples(), ids=lambda code: code.split("\n")[0].removeprefix("import "))
-def test_readme_examples_run(example: str) -> None:
-    pytest.importorskip(example.split("\n")[0].removeprefix("import "))
-    exec(compile(example, "README.md", "exec"), {"__name__": "readme"})
+class Block(NamedTuple):
+    """A fenced block of a page: Python to run, an excerpt of a file (``title``), or commands with their output."""
+
+    name: str
+    language: str
+    title: str | None
+    text: str
+
+
+def _blocks() -> list[Block]:
+    found = []
+    for page in PAGES:
+        for number, block in enumerate(FENCE.finditer(page.read_text(encoding="utf-8")), start=1):
+            found.append(Block(f"{page.name}-{number}", block[1], block[3], block[4]))
+    return found
+
+
+def _of(language: str, *, titled: bool = False) -> pytest.MarkDecorator:
+    blocks = [block for block in _blocks() if block.language == language and (block.title is not None) == titled]
+    return pytest.mark.parametrize("block", blocks, ids=lambda block: block.name)
+
+
+@_of("python")
+def test_examples_run(block: Block) -> None:
+    for framework in ("torch", "jax"):
+        if re.search(rf"^(import|from) {framework}\b|^(import|from) {framework}_frontend\b", block.text, re.MULTILINE):
+            pytest.importorskip(framework)
+    exec(compile(block.text, block.name, "exec"), {"__name__": "example"})
+
+
+@_of("python", titled=True)
+def test_excerpts_are_in_the_file_they_name(block: Block) -> None:
+    assert block.text in (ROOT / str(block.title)).read_text(encoding="utf-8")
+
+
+@_of("console")
+def test_commands_print_what_the_page_shows(block: Block) -> None:
+    for shown in block.text.removeprefix("$ attn ").split("\n$ attn "):
+        command, _, output = shown.partition("\n")
+        printed = CliRunner().invoke(app, shlex.split(command), env={"COLUMNS": "100"}).output
+        for part in output.rstrip().split("\n..."):  # a line of three dots stands for any lines
+            assert part in printed, command
+
+
+def test_the_architecture_names_every_file() -> None:
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    tree = text.partition("## The tree")[2].partition("```text\n")[2].partition("```")[0]
+    named, folders = set(), [""]
+    for line in tree.splitlines():
+        name, depth = line.split()[0], (len(line) - len(line.lstrip())) // 2
+        folders[depth + 1 :] = [folders[depth] + name]
+        named.add(folders[-1])
+    sources = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    there = {path.relative_to(ROOT).as_posix() for path in sources}
+    optional = {name for name in there if name.startswith("attn_core/backends/")}  # docs/support.md lists them
+    assert {name for name in named if name.endswith(".py")} <= there
+    assert there - optional <= named

@@ -12,10 +12,10 @@ import pytest
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
-from attn_core import reference, xla_attention  # noqa: E402
+from attn_core import reference, xla_tiles  # noqa: E402
 from attn_core.backends import Inputs, jax_xla  # noqa: E402
 from attn_core.spec import AttentionSpec  # noqa: E402
-from attn_core.xla_attention import Blocks  # noqa: E402
+from attn_core.xla_tiles import Blocks  # noqa: E402
 
 TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 LSE_TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "float16": 2e-4, "bfloat16": 2e-4}
@@ -202,7 +202,7 @@ def test_lower_to_blocks(changes):
 
 def test_block_sizes_share_the_length_evenly():
     spec = replace(DENSE, q_len=257, kv_len=5)
-    assert xla_attention.block_sizes(spec, Blocks(256, 256)) == (129, 5)
+    assert xla_tiles.block_sizes(spec, Blocks(256, 256)) == (129, 5)
     assert jax_xla.lower(spec)["blocks"] == {"cpu": (129, 5), "cuda": (257, 5)}
 
 
@@ -266,7 +266,7 @@ def test_hidden_keys_may_hold_anything(name):
     ],
 )
 def test_offsets_on_the_device_are_made_safe(given, safe):
-    assert xla_attention.safe_offsets(jnp.asarray(given, jnp.int32), 9).tolist() == safe
+    assert xla_tiles.safe_offsets(jnp.asarray(given, jnp.int32), 9).tolist() == safe
 
 
 def long_spec(tokens: int, **changes: Any) -> AttentionSpec:

@@ -92,8 +92,6 @@ def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     return tuple(inputs.q.new_empty(0) if t is None else t.new_empty(t.shape) for t in wanted)
 
 
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.plain = PlainOptions(*inputs[_OPTIONS_AT:])
     ctx.save_for_backward(*inputs[:_OPTIONS_AT], *output)
@@ -106,7 +104,10 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     found = torch.ops.attn.backward(dout, dlse if plain.return_lse else None, out, lse, *tensors, *plain)
     dbias = found[3] if plain.bias_gradient else None
     dsinks = found[4] if Inputs(*tensors).sinks is not None else None
-    return (*gradients_in_order(Gradients(*found[:3], dbias, dsinks), len(tensors)), *(None,) * len(plain))
+    return (
+        *gradients_in_order(Gradients(found[0], found[1], found[2], dbias, dsinks), len(tensors)),
+        *(None,) * len(plain),
+    )
 
 
 def _refuse_second_derivative(ctx: Any, *_: Any) -> None:
@@ -116,7 +117,8 @@ def _refuse_second_derivative(ctx: Any, *_: Any) -> None:
 _library = torch.library.Library("attn", "DEF")
 _library.define(f"forward({_SCHEMA}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
-    f"backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {_SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 for _name, _body, _fake in (("forward", _forward_op, _forward_fake), ("backward", _backward_op, _backward_fake)):

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from attn_core import backends
 from attn_core.backends import Gradients, Inputs
-from attn_core.call import ArrayFacts, Arrays, Options, build_spec
+from attn_core.call import ArrayFacts, Arrays, Options, build_spec, requested_names
 from attn_core.errors import SpecError
 from attn_core.selection import Selection, Target, explain, select
 from attn_core.spec import AttentionSpec
@@ -96,10 +96,10 @@ def question(
     requested: str | tuple[str, ...] | None,
 ) -> tuple[AttentionSpec, Target, str | tuple[str, ...] | None]:
     """What ``select`` is asked: the spec, the target and the requested backends."""
-    facts = Arrays(*(entry and _facts(*entry) for entry in metadata))
+    facts = Arrays(*(entry and _facts(*entry) for entry in metadata))  # type: ignore[arg-type]
     spec = build_spec(facts, options, needs_backward=needs_backward, bias_gradient=bias_gradient)
     device = metadata[0][2] if metadata[0] else torch.device("cpu")
-    return spec, Target.here("torch", device_name(device)), requested
+    return spec, Target.here("torch", device_name(device)), requested_names(requested)
 
 
 def metadata(inputs: Inputs) -> tuple[Metadata | None, ...]:
@@ -108,6 +108,8 @@ def metadata(inputs: Inputs) -> tuple[Metadata | None, ...]:
 
 
 def _facts(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> ArrayFacts:
+    if not isinstance(dtype, torch.dtype):  # numpy's arrays have a shape, a dtype and a device "cpu", too
+        raise TypeError(f"expected a torch.dtype, got {dtype!r}")
     return ArrayFacts(tuple(shape), str(dtype).removeprefix("torch."), str(device))
 
 
@@ -163,7 +165,8 @@ def _empty_forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, Tensor]
 def _empty_backward(spec: AttentionSpec, inputs: Inputs, *_: Any) -> Gradients:
     dbias = torch.zeros_like(inputs.bias) if spec.bias_gradient else None
     dsinks = torch.zeros_like(inputs.sinks) if spec.sinks else None
-    return Gradients(*(torch.zeros_like(tensor) for tensor in inputs[:3]), dbias, dsinks)
+    dq, dk, dv = (torch.zeros_like(tensor) for tensor in inputs[:3])
+    return Gradients(dq, dk, dv, dbias, dsinks)
 
 
 class Attention(torch.autograd.Function):
@@ -191,7 +194,7 @@ class Attention(torch.autograd.Function):
 
 
 def gradients_in_order(found: Gradients, count: int) -> tuple[Tensor | None, ...]:
-    """Gradients in the order of the first ``count`` fields of ``Inputs``: q, k, v, mask, bias, alibi_slopes, sinks, ..."""
+    """Gradients in the order of the first ``count`` fields of ``Inputs``: q, k, v, mask, bias, alibi_slopes, ..."""
     return (*found[:3], None, found.dbias, None, found.dsinks, None, None, None)[:count]
 
 
@@ -200,7 +203,9 @@ def check_tensor(name: str, value: Any) -> None:
     if isinstance(value, Tensor):
         return
     kind = type(value)
-    remedy = "; use jax_frontend.attention for JAX arrays" if kind.__module__.startswith("jax") else "; use torch.as_tensor"
+    remedy = (
+        "; use jax_frontend.attention for JAX arrays" if kind.__module__.startswith("jax") else "; use torch.as_tensor"
+    )
     raise TypeError(f"{name}: expected a torch.Tensor, got {kind.__module__}.{kind.__qualname__}{remedy}")
 
 

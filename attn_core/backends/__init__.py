@@ -20,7 +20,7 @@ NAMES = (
     *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flash2", "flash3", "flash4"),
     *("xformers", "flex", "sage", "math", "jax_cudnn", "jax_xla"),
 )
-"""Every name of the field's kernels. One without a file here is refused with that reason, never mistaken for another."""
+"""Every name of the field's kernels. One without a file here is refused with that reason."""
 
 PREFERENCE = {
     ("torch", "cpu"): ("sdpa_flash", "math", "flex"),

@@ -14,12 +14,12 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from attn_core import xla_attention
+from attn_core import xla_attention, xla_tiles
 from attn_core.backends import Gradients, Inputs
 from attn_core.masks import Band, band
 from attn_core.spec import DTYPES, AttentionSpec
 from attn_core.support import Support
-from attn_core.xla_attention import Blocks
+from attn_core.xla_tiles import Blocks
 
 FRAMEWORK = "jax"
 REQUIRES = "jax>=0.10"
@@ -70,7 +70,7 @@ def probe() -> str:
 
 def lower(spec: AttentionSpec) -> dict[str, Any]:
     """``path``: what the forward runs; ``blocks``: sizes per kind of device; ``jax_nn``: its keywords."""
-    blocks = {kind: xla_attention.block_sizes(spec, largest) for kind, largest in LARGEST_BLOCKS.items()}
+    blocks = {kind: xla_tiles.block_sizes(spec, largest) for kind, largest in LARGEST_BLOCKS.items()}
     if not _jax_nn_means_it(spec):
         return {"path": "blocked", "blocks": blocks}
     keywords = {"scale": spec.scale, "implementation": "xla", **_edges(spec, band(spec))}
@@ -133,12 +133,12 @@ def _jax_nn(spec: AttentionSpec, inputs: Inputs, keywords: dict[str, Any]) -> An
     import jax
     import jax.numpy as jnp
 
-    (value,) = xla_attention.summands(inputs.v)
+    (value,) = xla_tiles.summands(inputs.v)
     exact = jax.default_matmul_precision("highest") if spec.dtype == "float32" else nullcontext()
     with exact:  # no TF32 on GPUs
         out = jax.nn.dot_product_attention(inputs.q, inputs.k, value.clean, **keywords)
-    rows, keys = xla_attention.rows_of(spec), jnp.arange(spec.kv_len)
+    rows, keys = xla_tiles.rows_of(spec), jnp.arange(spec.kv_len)
     seen = (keys >= rows.first[:, None]) & (keys < rows.stop[:, None])
     grouped = out.reshape(spec.batch, spec.q_len, spec.num_kv_heads, spec.group_size, spec.value_dim)
     seen = jnp.broadcast_to(seen, (spec.group_size, *seen.shape))
-    return xla_attention.contain("gij,bjhe->bihge", grouped, seen, value).reshape(spec.out_shape)
+    return xla_tiles.contain("gij,bjhe->bihge", grouped, seen, value).reshape(spec.out_shape)

@@ -1,7 +1,7 @@
 """torch's own flash attention, as scaled_dot_product_attention uses it: the aten CPU flash kernel.
 
-Limits: no softcap, ALiBi, sinks or dropout; value_dim == head_dim; no gradient of a bias or of the log-sum-exp. Causal is
-top-left in the kernel. Windows, bottom-right causal with unequal lengths, masks and biases become one additive mask,
+Limits: no softcap, ALiBi, sinks or dropout; value_dim == head_dim; no gradient of a bias or of the log-sum-exp. Causal
+is top-left in the kernel. Windows, bottom-right causal with unequal lengths, masks and biases become one additive mask,
 built per call and bounded by MASK_LIMIT. Packed documents run one after another, so that nothing crosses between them.
 Upstream: ``aten::_scaled_dot_product_flash_attention_for_cpu``, torch 2.11 to 2.15. The raw op reads wrong memory when
 the last stride is not 1, and reports a log-sum-exp of 0 for rows that see nothing: both are put right here.
@@ -207,7 +207,13 @@ def _document_spec(spec: AttentionSpec, q_len: int, kv_len: int) -> AttentionSpe
         shape = getattr(spec, name)
         if shape is not None:
             shapes[name] = (1, shape[1], min(shape[2], q_len), min(shape[3], kv_len))
-    lengths: dict[str, Any] = {"q_len": q_len, "kv_len": kv_len, "documents": None, "max_len_q": None, "max_len_k": None}
+    lengths: dict[str, Any] = {
+        "q_len": q_len,
+        "kv_len": kv_len,
+        "documents": None,
+        "max_len_q": None,
+        "max_len_k": None,
+    }
     return _replaced(spec, tuple({**lengths, **shapes}.items()))
 
 

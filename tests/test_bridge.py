@@ -1,0 +1,148 @@
+"""The bridge itself: tokens, threads, errors inside a callback, memory, and what it leaves alone."""
+
+import subprocess
+import sys
+import threading
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from attn_core import AttentionSpec, backends
+from attn_core.backends import Inputs
+from jax_frontend import attention, bridge
+
+SPEC = AttentionSpec(
+    batch=1, q_len=5, kv_len=5, num_heads=2, num_kv_heads=2, head_dim=16, value_dim=16, dtype="float32"
+)
+CALL = bridge.BridgedCall("forward", "math", SPEC, ("q", "k", "v"))
+
+
+def test_a_token_is_short_and_means_the_same_in_every_process():
+    token = bridge.token_of(CALL)
+    assert len(token) == bridge.TOKEN_LENGTH == 7, "tvm-ffi keeps 7 characters inside the value, and frees longer ones"
+    assert token == bridge.token_of(CALL) != bridge.token_of(CALL._replace(backend="flex"))
+    script = (
+        "from attn_core import AttentionSpec; from jax_frontend import bridge\n"
+        f"print(bridge.token_of(bridge.BridgedCall('forward', 'math', {SPEC!r}, ('q', 'k', 'v'))))"
+    )
+    for seed in ("0", "1"):
+        env = {"PYTHONHASHSEED": seed, "PATH": "", "PYTHONPATH": ":".join(path for path in sys.path if path)}
+        found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, check=True)
+        assert found.stdout.strip() == token
+
+
+def test_two_calls_never_share_a_token(monkeypatch):
+    token = bridge.token_of(CALL)
+    monkeypatch.setitem(bridge._calls, token, CALL._replace(backend="flex"))
+    assert bridge.token_of(CALL) != token
+
+
+def test_results_do_not_alias_and_inputs_are_not_written():
+    q = jnp.asarray(np.random.default_rng(0).standard_normal((1, 5, 2, 16)), jnp.float32)
+    before = np.asarray(q).copy()
+    call = jax.jit(partial(attention, causal=True, backend="sdpa_flash"))
+    first = np.asarray(call(q, q, q)).copy()
+    kept = call(q, q, q)
+    call(q * 2, q, q)
+    assert np.array_equal(np.asarray(kept), first) and np.array_equal(np.asarray(q), before)
+
+
+def test_no_memory_grows_and_nothing_is_registered_again():
+    q = jnp.ones((1, 5, 2, 16))
+    call = jax.jit(jax.value_and_grad(lambda x: attention(x, x, x, causal=True, backend="sdpa_flash").sum()))
+    for _ in range(500):
+        call(q)[0].block_until_ready()
+    known, process = len(bridge._calls), psutil.Process()
+    before = process.memory_info().rss
+    for _ in range(10_000):
+        call(q)[0].block_until_ready()
+    assert process.memory_info().rss - before < 2 * 2**20
+    assert len(bridge._calls) == known and bridge._register_targets.cache_info().currsize == 1
+
+
+def test_threads_get_their_own_results():
+    arrays = [jnp.asarray(np.random.default_rng(i).standard_normal((1, 5, 2, 16)), jnp.float32) for i in range(8)]
+    call = jax.jit(partial(attention, causal=True, backend="sdpa_flash"))
+    expected = [np.asarray(call(a, a, a)) for a in arrays]
+    wrong = []
+
+    def work(index):
+        for _ in range(200):
+            if not np.array_equal(np.asarray(call(arrays[index], arrays[index], arrays[index])), expected[index]):
+                wrong.append(index)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_offsets_that_only_the_run_can_see_are_checked_before_anything_is_read():
+    x = jnp.ones((7, 2, 16))
+
+    @jax.jit
+    def call(x, offsets):
+        return attention(x, x, x, causal=True, seq_info=(None, offsets, 7), backend="sdpa_flash")
+
+    assert call(x, jnp.asarray([0, 3, 7], jnp.int32)).shape == x.shape
+    for lie in ([0, 3, 9], [0, 5, 3], [1, 3, 7]):
+        with pytest.raises((ValueError, RuntimeError), match="cu_seqlens_q"):  # jaxlib chooses between them
+            call(x, jnp.asarray(lie, jnp.int32)).block_until_ready()
+
+
+def test_torch_state_of_the_caller_does_not_reach_the_callback():
+    q = jnp.asarray(np.random.default_rng(1).standard_normal((1, 5, 2, 16)), jnp.float32)
+    call = jax.jit(partial(attention, causal=True, softcap=5.0, backend="math"))
+    expected = np.asarray(call(q, q, q))
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
+        assert np.array_equal(np.asarray(call(q, q, q)), expected)
+
+
+def test_the_kernel_sees_xla_buffers_without_a_copy(monkeypatch):
+    seen = []
+    module = backends.load("math")
+    original = module.forward
+
+    def spy(spec, inputs):
+        seen.append([tensor.data_ptr() for tensor in inputs[:3]])
+        return original(spec, inputs)
+
+    monkeypatch.setattr(module, "forward", spy)
+    monkeypatch.setattr(bridge, "_callbacks", {})
+    arrays = [jnp.full((1, 5, 2, 16), float(i)) for i in range(3)]
+    spec_call = bridge.BridgedCall("forward", "math", SPEC, ("q", "k", "v"))
+    shapes = (jax.ShapeDtypeStruct(SPEC.out_shape, jnp.float32), jax.ShapeDtypeStruct(SPEC.lse_shape, jnp.float32))
+    jax.jit(lambda *a: bridge.run(spec_call, shapes, *a))(*arrays)[0].block_until_ready()
+    assert seen == [[a.unsafe_buffer_pointer() for a in arrays]]
+    assert isinstance(Inputs(*arrays).q, jax.Array)
+
+
+def test_several_devices_of_one_process():
+    script = """
+import jax, jax.numpy as jnp, numpy as np
+from functools import partial
+from jax_frontend import attention
+call = jax.jit(partial(attention, causal=True, backend="sdpa_flash"))
+x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 33, 2, 16)), jnp.float32)
+expected = np.asarray(call(x, x, x))
+placed = [jax.device_put(x, device) for device in jax.devices()]
+assert len(placed) == 4
+for _ in range(20):
+    for found in [call(y, y, y) for y in placed]:
+        assert np.array_equal(np.asarray(found), expected)
+print("ok")
+"""
+    env = {
+        "PATH": "",
+        "PYTHONPATH": ":".join(path for path in sys.path if path),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+    }
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, check=False)
+    assert found.stdout.strip() == "ok", found.stderr

@@ -1,0 +1,165 @@
+"""torch.compile, export, checkpointing, op checks: compilers see two opaque ops that mean what the eager call means."""
+
+import pytest
+import torch
+
+from attn_core import NoBackendError
+from torch_frontend import SeqInfo, attention, use_backend
+from torch_frontend.ops import PlainOptions
+
+HEADS, KV_HEADS, DIM = 6, 3, 8
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+def tensors(q_len=5, kv_len=7, *, grad=True):
+    shapes = ((2, q_len, HEADS, DIM), (2, kv_len, KV_HEADS, DIM), (2, kv_len, KV_HEADS, DIM))
+    return [torch.randn(shape, requires_grad=grad) for shape in shapes]
+
+
+CASES = {
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": 3},
+    "softcap": {"softcap": 7.0, "scale": 0.2},
+    "lse": {"return_lse": True, "causal": True},
+    "mask": {"mask": torch.rand(1, 1, 5, 7) > 0.3},
+    "sinks": {"sinks": torch.randn(HEADS), "alibi_slopes": torch.rand(HEADS)},
+    "backend": {"backend": "math", "deterministic": True},
+}
+
+
+def run(function, qkv):
+    found = function(*qkv)
+    outputs = found if isinstance(found, tuple) else (found,)
+    total = sum((o * torch.cos(torch.arange(o.numel()).reshape(o.shape))).sum() for o in outputs)
+    return outputs, torch.autograd.grad(total, qkv)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fullgraph_dynamic_is_bitwise_eager(name):
+    call = lambda q, k, v: attention(q * 1, k, v, **CASES[name])  # noqa: E731
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    qkv = tensors()
+    for got, expected in zip(run(compiled, qkv), run(call, qkv), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    with torch.no_grad():
+        got, expected = compiled(*qkv), call(*qkv)
+    got, expected = (x if isinstance(x, tuple) else (x,) for x in (got, expected))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.slow
+def test_the_default_compiler_takes_it_too():
+    call = lambda q, k, v: torch.relu(attention(q, k, v, causal=True)) + 1  # noqa: E731
+    compiled, qkv = torch.compile(call, fullgraph=True, dynamic=True), tensors()
+    for got, expected in zip(run(compiled, qkv), run(call, qkv), strict=True):
+        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(got, expected, strict=True))
+
+
+def test_other_lengths_do_not_recompile():
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(
+        lambda q, k, v: attention(q, k, v, causal=True), fullgraph=True, dynamic=True, backend=counter
+    )
+    for q_len, kv_len in ((5, 7), (4, 9), (11, 13)):
+        qkv = tensors(q_len, kv_len, grad=False)
+        assert torch.equal(compiled(*qkv), attention(*qkv, causal=True))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("array", [torch.from_numpy, None], ids=["tensor offsets", "numpy offsets"])
+def test_packed_and_the_same_tensor_three_times(array):
+    call = lambda x, info: attention(x * 1, x, x, causal=True, seq_info=info)  # noqa: E731
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    x = torch.randn(7, HEADS, DIM, requires_grad=True)
+    for lengths in ([3, 4], [2, 5]):
+        info = SeqInfo.from_lengths(lengths, array=array)
+        assert torch.equal(compiled(x, info), call(x, info))
+        got, expected = (torch.autograd.grad(f(x, info).sum(), x)[0] for f in (compiled, call))
+        assert torch.equal(got, expected)
+
+
+def test_use_backend_is_read_when_the_compiled_function_runs():
+    qkv = tensors(grad=False)
+    compiled = torch.compile(lambda *a: attention(*a, softcap=5.0), fullgraph=True, backend="aot_eager")
+    compiled(*qkv)
+    with use_backend("sdpa_flash"), pytest.raises(NoBackendError, match=r"softcap=5\.0"):
+        compiled(*qkv)
+
+
+def test_checkpointing_and_strides():
+    qkv = tensors()
+    strided = [t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in qkv]
+    expected = torch.autograd.grad(attention(*qkv, causal=True).sum(), qkv)
+    got = torch.autograd.grad(attention(*strided, causal=True).sum(), strided)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    again = torch.utils.checkpoint.checkpoint(lambda *a: attention(*a, causal=True), *qkv, use_reentrant=False)
+    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(again.sum(), qkv), expected, strict=True))
+
+
+def test_export_keeps_the_op():
+    class Layer(torch.nn.Module):
+        def forward(self, q, k, v):
+            return attention(q, k, v, causal=True)
+
+    qkv = tuple(tensors(grad=False))
+    program = torch.export.export(Layer(), qkv)
+    assert any("attn.forward" in str(node.target) for node in program.graph.nodes)
+    assert torch.equal(program.module()(*qkv), attention(*qkv, causal=True))
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["double of sdpa_flash", "double of math"])
+def test_a_second_derivative_is_an_error_not_a_number(softcap):
+    q, k, v = tensors()
+    call = lambda q: attention(q, k, v, softcap=softcap)  # noqa: E731
+    for function in (call, torch.compile(call, backend="aot_eager")):
+        with pytest.raises(RuntimeError):
+            (first,) = torch.autograd.grad(function(q).sum(), q, create_graph=True)
+            torch.autograd.grad(first.sum(), q)
+
+
+def test_an_input_changed_before_the_backward_is_an_error():
+    q, k, v = tensors()
+    doubled = q * 2
+    out = attention(doubled, k, v, softcap=3.0)
+    doubled.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("needs_backward", [False, True])
+def test_opcheck(needs_backward):
+    qkv = [t.detach().requires_grad_(needs_backward) for t in tensors(grad=False)]
+    plain = PlainOptions(
+        True, "bottom_right", None, None, 4.0, None, None, None, 0.0, False, True, needs_backward, False, None
+    )
+    call = (*qkv, *(None,) * 7, *plain)
+    torch.library.opcheck(torch.ops.attn.forward, call)
+    if needs_backward:
+        with torch.no_grad():
+            out, lse = torch.ops.attn.forward(*call)
+            detached = [t.detach() for t in qkv]
+            torch.library.opcheck(
+                torch.ops.attn.backward,
+                (torch.randn_like(out), torch.randn_like(lse), out, lse, *detached, *(None,) * 7, *plain),
+            )
+
+
+def test_gradcheck_in_float64():
+    q, k, v = (
+        torch.randn(1, length, heads, 4, dtype=torch.float64, requires_grad=True)
+        for length, heads in ((3, 4), (5, 2), (5, 2))
+    )
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(1, 4, 3, 5, dtype=torch.float64, requires_grad=True)
+
+    def call(q, k, v, bias, sinks):
+        return attention(q, k, v, causal=True, window=4, softcap=3.0, bias=bias, sinks=sinks, return_lse=True)
+
+    assert torch.autograd.gradcheck(call, (q, k, v, bias, sinks))
+    assert torch.autograd.gradcheck(lambda *a: attention(*a, causal=True), (q, k, v))
