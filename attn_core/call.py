@@ -6,12 +6,11 @@ the caller wrote them. Everything that is wrong is raised here, before any kerne
 
 from __future__ import annotations
 
-import numbers
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
-from attn_core.seq_info import is_host_int
-from attn_core.spec import DTYPES, AttentionSpec, Shape4, check_alignment, check_numbers
+from attn_core.options import Options, flag, normalise_window, number
+from attn_core.spec import DTYPES, AttentionSpec, Shape4
 
 
 class ArrayFacts(NamedTuple):
@@ -36,59 +35,13 @@ class Arrays(NamedTuple):
     cu_seqlens_k: ArrayFacts | None = None
 
 
-class Options(NamedTuple):
-    """The options of a call as the caller wrote them; the keywords of ``attention`` by the same names."""
-
-    causal: bool = False
-    alignment: str = "bottom_right"
-    window: int | tuple[int | None, int | None] | None = None
-    softcap: float | None = None
-    scale: float | None = None
-    max_len_q: int | None = None
-    max_len_k: int | None = None
-    dropout: float = 0.0
-    deterministic: bool = False
-    return_lse: bool = False
-
-
-def checked(options: Options) -> Options:
-    """The options with each value of its kind and on the host, so that they can be hashed and compared.
-
-    Nothing here depends on a tensor. The window becomes a pair, and the numbers Python floats.
-
-    Raises:
-        SpecError: naming the option, its value and what was expected.
-    """
-    for name in ("causal", "deterministic", "return_lse"):
-        _flag(name, getattr(options, name))
-    check_alignment(options.alignment)
-    softcap, scale, dropout = (_number(name, getattr(options, name)) for name in ("softcap", "scale", "dropout"))
-    check_numbers(softcap, scale, dropout or 0.0)
-    window = normalise_window(options.window, options.causal)
-    return options._replace(window=window, softcap=softcap, scale=scale, dropout=dropout or 0.0)
-
-
-def requested_names(backend: Any) -> tuple[str, ...] | None:
-    """The names of ``backend=``: one, or several in order of preference; None where there is none.
-
-    Raises:
-        SpecError: for what is neither a name nor names.
-    """
-    names = (backend,) if isinstance(backend, str) and backend else backend
-    if names is None or names == "":
-        return None
-    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
-        raise SpecError(f"backend={backend!r}: expected a backend's name, or a tuple of names in order of preference")
-    return tuple(names) or None
-
-
 def build_spec(
     arrays: Arrays, options: Options, *, needs_backward: bool = False, bias_gradient: bool = False
 ) -> AttentionSpec:
     """The spec of a call.
 
     Raises:
-        ShapeError, DTypeError, DeviceError, SpecError: naming the argument, its value, what was expected and the remedy.
+        ShapeError, DTypeError, DeviceError, SpecError: naming argument, value, what was expected and the remedy.
     """
     packed = arrays.cu_seqlens_q is not None
     _check_devices(arrays)
@@ -106,47 +59,23 @@ def build_spec(
         head_dim=head_dim,
         value_dim=v[3],
         dtype=arrays.q.dtype,
-        causal=_flag("causal", options.causal),
+        causal=flag("causal", options.causal),
         alignment=options.alignment,  # type: ignore[arg-type]
         window=normalise_window(options.window, options.causal),
-        softcap=_number("softcap", options.softcap),
-        scale=_number("scale", options.scale),
+        softcap=number("softcap", options.softcap),
+        scale=number("scale", options.scale),
         mask_shape=_four("mask", arrays.mask),
         bias_shape=_four("bias", arrays.bias),
         alibi_shape=None if arrays.alibi_slopes is None else arrays.alibi_slopes.shape,
         sinks=_sinks(arrays.sinks, num_heads),
         documents=_documents(arrays, options),
-        dropout=_number("dropout", options.dropout) or 0.0,
-        deterministic=_flag("deterministic", options.deterministic),
+        dropout=number("dropout", options.dropout) or 0.0,
+        deterministic=flag("deterministic", options.deterministic),
         needs_backward=needs_backward,
         bias_gradient=bias_gradient,
-        return_lse=_flag("return_lse", options.return_lse),
+        return_lse=flag("return_lse", options.return_lse),
         **lengths,
     )
-
-
-def normalise_window(window: Any, causal: bool) -> tuple[int | None, int | None]:
-    """``W`` -> ``(W - 1, 0)``: W keys, self included. A pair of inclusive distances passes through; None is unbounded."""
-    if window is None:
-        return (None, None)
-    if is_host_int(window):
-        if not _flag("causal", causal):
-            raise SpecError(
-                f"window={window}: an int means that many keys up to and including self, which needs causal=True; "
-                f"without causal give inclusive distances, such as window=({max(window - 1, 0)}, {max(window - 1, 0)})"
-            )
-        if window < 1:
-            raise SpecError(f"window={window}: expected 1 or more keys, self included; None is unbounded")
-        return (int(window) - 1, 0)
-    if isinstance(window, (tuple, list)) and len(window) == 2 and all(w is None or is_host_int(w) for w in window):
-        left, right = (None if w is None else int(w) for w in window)
-        for side, distance in (("left", left), ("right", right)):
-            if distance is not None and distance < 0:
-                raise SpecError(
-                    f"window={tuple(window)}: expected a {side} distance of 0 or more, got {distance}; None is unbounded"
-                )
-        return (left, right)
-    raise SpecError(f"window={window!r}: expected an int, a pair (left, right) of ints or None, or None")
 
 
 def _check_devices(arrays: Arrays) -> None:
@@ -193,8 +122,8 @@ def _rows(arrays: Arrays, packed: bool) -> list[tuple[int, ...]]:
             )
         if packed and (len(shape) != rank or rank not in (3, 4)):
             raise ShapeError(
-                f"{name}: expected [tokens, heads, head_dim] or [1, tokens, heads, head_dim] with seq_info, the same rank "
-                f"for q, k and v; got {list(shape)} beside q {list(arrays.q.shape)}"
+                f"{name}: expected [tokens, heads, head_dim] or [1, tokens, heads, head_dim] with seq_info, the same "
+                f"rank for q, k and v; got {list(shape)} beside q {list(arrays.q.shape)}"
             )
         if packed and rank == 4 and shape[0] != 1:
             raise ShapeError(
@@ -261,19 +190,3 @@ def _sinks(facts: ArrayFacts | None, num_heads: int) -> bool:
     if facts is not None and facts.shape != (num_heads,):
         raise ShapeError(f"sinks: expected one logit per query head, shape [{num_heads}], got {list(facts.shape)}")
     return facts is not None
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise SpecError(f"{name}={value!r}: expected True or False")
-    return value
-
-
-def _number(name: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise SpecError(
-            f"{name}={value!r}: expected a number known on the host; under jit or compile it must be a static argument"
-        )
-    return float(value)

@@ -90,6 +90,9 @@ class NoBackendError(NotImplementedError):
             lead = "no backend can run this call"
         super().__init__(f"{lead}\n{selection}")
 
+    def __reduce__(self) -> tuple[type[NoBackendError], tuple[Selection]]:  # so that it can leave a worker process
+        return NoBackendError, (self.selection,)
+
 
 @lru_cache(maxsize=4096)
 def explain(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] | None = None) -> Selection:

@@ -86,7 +86,8 @@ class SeqInfo:
         keys = queries if lengths_k is None else _offsets(lengths_k, "lengths_k")
         if len(queries) != len(keys):
             raise ShapeError(
-                f"lengths_k: expected one length for each of the {len(queries) - 1} query documents, got {len(keys) - 1}"
+                f"lengths_k: expected one length for each of the {len(queries) - 1} query documents, "
+                f"got {len(keys) - 1}"
             )
         max_len_q, max_len_k = (int(np.diff(offsets).max(initial=0)) for offsets in (queries, keys))
         if array is None:
@@ -117,8 +118,8 @@ class SeqInfo:
             _, cu_seqlens, max_seqlen = value
             return cls(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
         raise SpecError(
-            f"seq_info: expected a SeqInfo or the triple (seq_lens, cu_seqlens, max_seqlen), got {type(value).__name__}; "
-            "build one with SeqInfo.from_lengths([...])"
+            f"seq_info: expected a SeqInfo or the triple (seq_lens, cu_seqlens, max_seqlen), got "
+            f"{type(value).__name__}; build one with SeqInfo.from_lengths([...])"
         )
 
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from attn_core import backends
-from attn_core.call import normalise_window
 from attn_core.errors import ShapeError, SpecError
+from attn_core.options import normalise_window
 from attn_core.seq_info import is_host_int
+from attn_core.unsloth_bags import Stated, distances, state_mask, stated_in
 
 FLASH_VARLEN = "flash_varlen"
 FLASH_DENSE = "flash_dense"
@@ -67,8 +68,8 @@ class Meaning(NamedTuple):
     """A call in this library's words.
 
     mask is what the host calls attention_mask, causal_mask, attn_mask or attn_bias, and mask_name where it was given.
-    keep: it is the host's 2-D ``attention_mask``, ``[bsz, kv_len]`` of keys, non-zero keeps. Any other mask is complete by
-    itself: ``[q_len, kv_len]``, ``[bsz, q_len, kv_len]`` or four axes.
+    keep: it is the host's 2-D ``attention_mask``, ``[bsz, kv_len]`` of keys, non-zero keeps. Any other mask is complete
+    by itself: ``[q_len, kv_len]``, ``[bsz, q_len, kv_len]`` or four axes.
     """
 
     causal: bool
@@ -83,62 +84,24 @@ class Meaning(NamedTuple):
     keep: bool
 
 
-@dataclass
-class _Stated:
-    """One option as the bags state it."""
-
-    name: str
-    value: Any = None
-    where: str = ""
-
-    def state(self, value: Any, where: str) -> None:
-        if self.where and not _same(self.value, value):
-            raise SpecError(
-                f"{where}={_shown(value)} contradicts {self.where}={_shown(self.value)}; state {self.name} once, or alike"
-            )
-        self.value, self.where = value, where
-
-
-_FLASH = {
-    "causal": "causal",
-    "softmax_scale": "scale",
-    "dropout_p": "dropout",
-    "window_size": "window",
-    "softcap": "softcap",
-    "alibi_slopes": "alibi_slopes",
-    "deterministic": "deterministic",
-}
-_BAGS = {
-    "flash_dense_kwargs": _FLASH,
-    "flash_varlen_kwargs": _FLASH,
-    "sdpa_kwargs": {
-        "is_causal": "causal",
-        "scale": "scale",
-        "dropout_p": "dropout",
-        "attn_mask": "mask",
-        "enable_gqa": None,  # the shapes say it
-    },
-    "xformers_kwargs": {"scale": "scale", "p": "dropout", "attn_bias": "mask", "softcap": "softcap"},
-}
-
-
 def interpret(config: AttentionConfig, context: AttentionContext) -> Meaning:
     """What a call means, whichever backend runs it.
 
     Without a mask the call is causal, bottom-right: new queries stand at the end of the keys. A 2-D ``attention_mask``
-    keeps keys and is joined with that; any other mask is complete by itself, as the host builds them, and neither causal
-    nor the window is added. ``softcap=0`` and ``window_size=(-1, -1)`` are flash-attn's "none".
+    keeps keys and is joined with that; any other mask is complete by itself, as the host builds them: causal and the
+    sliding window are not added, unless a bag states causal. ``softcap=0`` and ``window_size=(-1, -1)`` are
+    flash-attn's "none".
 
     Raises:
         SpecError: for keys nobody knows, bags that contradict each other, or an unknown backend word.
     """
     if config.backend not in FAMILIES:
         raise SpecError(f"config.backend={config.backend!r}: expected one of {', '.join(FAMILIES)}")
-    stated = _stated(config)
+    stated = stated_in(config)
     for name in ("attention_mask", "causal_mask"):
         value = getattr(context, name)
         if value is not None:
-            _state_mask(stated, value, f"context.{name}")
+            state_mask(stated, value, f"context.{name}")
     mask = stated["mask"].value
     keep = mask is not None and mask is context.attention_mask and len(getattr(mask, "shape", ())) == 2
     complete = mask is not None and not keep
@@ -146,7 +109,7 @@ def interpret(config: AttentionConfig, context: AttentionContext) -> Meaning:
         stated["causal"].state(True, f"{stated['triangle'].where} is {stated['triangle'].value.__name__}, causal")
     causal = not complete if stated["causal"].value is None else bool(stated["causal"].value)
     if complete and stated["causal"].value is None:
-        window: Any = None
+        window: Any = distances(stated["window"])  # the host's sliding window is in its mask; a bag's own still counts
     else:
         window = _window(stated["window"], context.sliding_window, causal)
     return Meaning(
@@ -198,7 +161,8 @@ def check_sizes(config: AttentionConfig, context: AttentionContext, q: Any, k: A
             raise ShapeError(f"{name}: expected {list(expected)} from config and context, got {list(shape)}")
     if config.n_groups * config.n_kv_heads != context.n_heads:
         raise ShapeError(
-            f"config.n_groups={config.n_groups}: expected n_heads // n_kv_heads = {context.n_heads} // {config.n_kv_heads}"
+            f"config.n_groups={config.n_groups}: expected n_heads // n_kv_heads = "
+            f"{context.n_heads} // {config.n_kv_heads}"
         )
 
 
@@ -209,34 +173,14 @@ def choose_word(available: tuple[str, ...], use_varlen: bool) -> str:
     return XFORMERS if "xformers" in available else SDPA
 
 
-def _stated(config: AttentionConfig) -> dict[str, _Stated]:
-    names = (*dict.fromkeys(_FLASH.values()), "mask", "triangle")
-    stated = {name: _Stated(name) for name in names}
-    for bag, spellings in _BAGS.items():
-        for key, value in (getattr(config, bag) or {}).items():
-            if key not in spellings:
-                raise SpecError(f"config.{bag}[{key!r}]: unknown; expected one of {', '.join(spellings)}")
-            option = spellings[key]
-            if option == "mask" and value is not None:
-                _state_mask(stated, value, f"config.{bag}[{key!r}]")
-            elif option is not None and value is not None:
-                stated[option].state(value, f"config.{bag}[{key!r}]")
-    return stated
-
-
-def _state_mask(stated: dict[str, _Stated], value: Any, where: str) -> None:
-    name = "triangle" if _says_only_causal(value) else "mask"
-    stated[name].state(type(value) if name == "triangle" else value, where)
-
-
-def _window(stated: _Stated, sliding_window: int | None, causal: bool) -> tuple[int | None, int | None]:
+def _window(stated: Stated, sliding_window: int | None, causal: bool) -> tuple[int | None, int | None]:
     """One window out of flash-attn's ``window_size`` distances and the host's ``sliding_window`` keys."""
     if sliding_window is not None and not is_host_int(sliding_window):
         raise SpecError(
             f"context.sliding_window={sliding_window!r}: expected how many keys a query sees, an int, or None"
         )
     keys = None if sliding_window is None or sliding_window <= 0 else sliding_window
-    pair = _distances(stated)
+    pair = distances(stated)
     if keys is None:
         return normalise_window(pair, causal)
     # The host's callers write window_size=(W, W) beside sliding_window=W, meaning W keys: (W - 1, 0).
@@ -247,31 +191,3 @@ def _window(stated: _Stated, sliding_window: int | None, causal: bool) -> tuple[
             f"self included: window_size=({keys - 1}, {0 if causal else keys - 1})"
         )
     return (keys - 1, 0 if causal else keys - 1)
-
-
-def _distances(stated: _Stated) -> tuple[int | None, int | None] | None:
-    """flash-attn's window_size, where -1 is unbounded; None when it bounds nothing."""
-    value = stated.value
-    if value is None:
-        return None
-    if not isinstance(value, (tuple, list)) or len(value) != 2 or not all(map(is_host_int, value)):
-        raise SpecError(f"{stated.where}={value!r}: expected two distances (left, right) as ints, -1 for unbounded")
-    left, right = (None if distance < 0 else distance for distance in value)
-    return None if left is None and right is None else (left, right)
-
-
-def _says_only_causal(mask: Any) -> bool:
-    """xformers' LowerTriangularMask family, by name: it says no more than "causal"."""
-    return type(mask).__name__ in ("LowerTriangularMask", "LowerTriangularFromBottomRightMask")
-
-
-def _same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if hasattr(one, "shape") or hasattr(other, "shape"):
-        return False
-    return bool(one == other)
-
-
-def _shown(value: Any) -> str:
-    return f"<array of shape {list(value.shape)}>" if hasattr(value, "shape") else repr(value)

@@ -142,7 +142,7 @@ def _finish(spec: AttentionSpec, call: Call, top: Any, total: Any, summed: Any) 
     """Lets the sink join, and divides; a row that saw no key has top -inf and gets 0 and -inf."""
     import jax.numpy as jnp
 
-    empty = top == -jnp.inf
+    empty = total == 0  # not top == -inf: XLA may drop a NaN from a maximum, and a row that saw one is not empty
     if spec.sinks:
         joined = jnp.maximum(top, call.sinks)
         base = jnp.where(joined == -jnp.inf, 0, joined)

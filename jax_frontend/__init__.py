@@ -1,9 +1,9 @@
 """Attention for JAX: one call, every kernel, under every transformation, and the reasons for the choice."""
 
 from attn_core import NoBackendError, Selection, SeqInfo
-from attn_core.override import use_backend
 from jax_frontend.attention import attention, explain
 from jax_frontend.backends import available_backends
+from jax_frontend.override import use_backend
 from jax_frontend.unsloth import (
     FLASH_DENSE,
     FLASH_VARLEN,

@@ -11,8 +11,8 @@ import numpy as np
 
 from attn_core import override
 from attn_core.backends import Inputs
-from attn_core.call import Options, checked, requested_names
 from attn_core.errors import SpecError
+from attn_core.options import Options, checked, requested_names
 from attn_core.selection import Selection
 from attn_core.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.spec import AttentionSpec
@@ -51,10 +51,10 @@ def attention(
     return_lse: bool = False,
     dropout_rng: Array | None = None,
 ) -> Any:
-    """Scaled dot-product attention on the best kernel that honours every argument; eager, and under every transformation.
+    """Scaled dot-product attention on the best kernel that honours every argument; eager and under transformations.
 
     Args:
-        q: ``[batch, q_len, heads, head_dim]``; packed ``[tokens, heads, head_dim]`` or ``[1, tokens, heads, head_dim]``.
+        q: ``[batch, q_len, heads, head_dim]``; packed ``[tokens, heads, head_dim]``, alone or as one row ``[1, ...]``.
         k: ``[batch, kv_len, kv_heads, head_dim]``; query head h reads kv head ``h // (heads // kv_heads)``.
         v: ``[batch, kv_len, kv_heads, value_dim]``. float64, float32, bfloat16 or float16, as q and k.
         causal: query i sees key ``j <= i + offset``; ``alignment`` "bottom_right" means offset = kv_len - q_len,
@@ -175,7 +175,7 @@ def _check_offsets(spec: AttentionSpec, info: SeqInfo | None) -> None:
 
 
 def _run(made: plan.Plan, inputs: Inputs, *, with_lse: bool) -> tuple[Array, Array]:
-    out, lse = ops.forward(made.spec, made.backend, _rows(made, inputs), with_lse=with_lse)
+    out, lse = ops.forward(made, _rows(made, inputs), with_lse=with_lse)
     return (out[None] if made.one_row else out), lse
 
 
@@ -215,7 +215,7 @@ def _attention_backward(call: Call, saved: Any, cotangents: Any) -> tuple[Inputs
     rows = _rows(made, inputs)
     if made.one_row:
         out, dout = out[0], dout[0]
-    found = ops.backward(made.spec, made.backend, rows, out, lse, dout, dlse)
+    found = ops.backward(made, rows, out, lse, dout, dlse)
     dq, dk, dv = (gradient[None] if made.one_row else gradient for gradient in found[:3])
     dbias = None if found.dbias is None else found.dbias.reshape(inputs.bias.shape)
     return (Inputs(dq, dk, dv, bias=dbias, sinks=found.dsinks),)

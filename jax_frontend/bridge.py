@@ -9,6 +9,7 @@ cost 16 bytes on every call).
 
 from __future__ import annotations
 
+import atexit
 import base64
 import hashlib
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from attn_core import backends
 from attn_core.backends import Inputs
@@ -30,6 +32,7 @@ class BridgedCall(NamedTuple):
 
     direction: str
     backend: str
+    device: str
     spec: AttentionSpec
     operands: tuple[str, ...]
     """Which fields of ``Inputs`` the leading operands are."""
@@ -74,7 +77,12 @@ def _register_targets() -> None:
 
     # XLA's buffers never require a gradient, so nothing here builds a graph, whatever the thread's grad mode is.
     def on_host(*values: Any) -> None:
-        (_callbacks.get(values[-1]) or _callback(values[-1]))(values)
+        run_call = _callbacks.get(values[-1]) or _callback(values[-1])
+        torch.set_flush_denormal(False)  # XLA runs its programs with subnormal numbers flushed to 0; torch does not
+        try:
+            run_call(values)
+        finally:
+            torch.set_flush_denormal(True)
 
     def on_stream(*values: Any) -> None:
         device, token = values[0].device, values[-2]
@@ -94,6 +102,17 @@ def _register_targets() -> None:
                 platform=platform,
                 pass_owned_tensor=True,
             )
+
+    atexit.register(_drain)
+
+
+def _drain() -> None:
+    """Waits for the calls that XLA has yet to run: one that met a finalising interpreter would abort the process.
+
+    Each device runs what it is given in order, so a computation put last comes back last.
+    """
+    for device in jax.local_devices():
+        (jax.device_put(np.float32(0), device) + 1).block_until_ready()
 
 
 @cache

@@ -20,36 +20,39 @@ from attn_core.backends import Gradients, Inputs
 from attn_core.selection import Target, refusals
 from attn_core.spec import AttentionSpec
 from jax_frontend import bridge
+from jax_frontend.plan import Plan
 
 Shape = jax.ShapeDtypeStruct
 _BATCHED = ("q", "k", "v", "out", "lse", "dout", "dlse")  # operands whose leading axis is the batch
 
 
-def forward(spec: AttentionSpec, backend: str, inputs: Inputs, *, with_lse: bool = True) -> tuple[Any, Any]:
-    """(out, lse) of a call on a backend, traceable; lse may be None unless it is asked for."""
+def forward(made: Plan, inputs: Inputs, *, with_lse: bool = True) -> tuple[Any, Any]:
+    """(out, lse) of a planned call, traceable; lse may be None unless it is asked for."""
+    spec = made.spec
     if spec.empty:
         return jnp.zeros(spec.out_shape, spec.dtype), jnp.full(spec.lse_shape, -jnp.inf, spec.lse_dtype)
-    module: Any = backends.load(backend)
+    module: Any = backends.load(made.backend)
     if module.FRAMEWORK == "jax":
         return module.forward(spec, inputs)
     names, given = _present(inputs)
-    call = bridge.BridgedCall("forward", backend, spec, names, with_lse=with_lse)
+    call = bridge.BridgedCall("forward", made.backend, made.device, spec, names, with_lse=with_lse)
     out, *lse = forward_p.bind(*given, call=call)
     return out, lse[0] if with_lse else None
 
 
-def backward(spec: AttentionSpec, backend: str, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
-    """The gradients of a call on a backend, traceable; dlse is None when nothing depends on the log-sum-exp."""
+def backward(made: Plan, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+    """The gradients of a planned call, traceable; dlse is None when nothing depends on the log-sum-exp."""
+    spec = made.spec
     if spec.empty:
         dbias = jnp.zeros_like(inputs.bias) if spec.bias_gradient else None
         dsinks = None if inputs.sinks is None else jnp.zeros_like(inputs.sinks)
         return Gradients(jnp.zeros_like(inputs.q), jnp.zeros_like(inputs.k), jnp.zeros_like(inputs.v), dbias, dsinks)
-    module: Any = backends.load(backend)
+    module: Any = backends.load(made.backend)
     if module.FRAMEWORK == "jax":
         return module.backward(spec, inputs, out, lse, dout, dlse)
     names, given = _present(inputs)
     saved = {"out": out, "lse": lse, "dout": dout, **({} if dlse is None else {"dlse": dlse})}
-    call = bridge.BridgedCall("backward", backend, spec, names, tuple(saved))
+    call = bridge.BridgedCall("backward", made.backend, made.device, spec, names, tuple(saved))
     found = dict(zip(_gradient_names(spec), backward_p.bind(*given, *saved.values(), call=call), strict=True))
     return Gradients(**found)
 
@@ -101,8 +104,8 @@ def _batched(
         array if axis is None else jnp.moveaxis(array, axis, 0) for array, axis in zip(operands, axes, strict=True)
     ]
     mapped = [axis is not None for axis in axes]
-    spec = _folded_spec(call.spec, size, dict(zip(names, mapped, strict=True)))
-    if spec is None or refusals(call.backend, spec, Target.here("jax", "cpu")):
+    spec = _folded_spec(call, size, dict(zip(names, mapped, strict=True)))
+    if spec is None or refusals(call.backend, spec, Target.here("jax", call.device)):
         return _one_by_one(primitive, front, mapped, call)
     folded = [
         _fold(name, array, was, call.spec.batch, size) for name, array, was in zip(names, front, mapped, strict=True)
@@ -112,10 +115,13 @@ def _batched(
     return split, [0] * len(split)
 
 
-def _folded_spec(spec: AttentionSpec, size: int, mapped: dict[str, bool]) -> AttentionSpec | None:
+def _folded_spec(call: bridge.BridgedCall, size: int, mapped: dict[str, bool]) -> AttentionSpec | None:
     """The spec with the mapped axis folded into its batch; None where the result would not be the same call."""
-    if spec.packed or mapped.get("sinks") or mapped.get("rng") or spec.sinks or spec.bias_gradient:
-        return None  # one gradient of the sinks or of a shared bias for each mapped element cannot come from one call
+    spec, shared_gradient = call.spec, call.spec.sinks or call.spec.bias_gradient
+    if spec.packed or mapped.get("sinks") or mapped.get("rng"):
+        return None
+    if call.direction == "backward" and shared_gradient:
+        return None  # each mapped element has a gradient of the sinks or the bias; one call would sum them
     batch = spec.batch * size
     changes: dict[str, Any] = {"batch": batch}
     for name in ("mask", "bias"):

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 
 from attn_core.backends import Inputs
-from attn_core.call import ArrayFacts, Arrays, Options, build_spec
+from attn_core.call import ArrayFacts, Arrays, build_spec
+from attn_core.options import Options
 from attn_core.selection import Selection, Target, explain, select
 from attn_core.spec import AttentionSpec
 
@@ -19,6 +20,7 @@ class Plan(NamedTuple):
 
     spec: AttentionSpec
     backend: str
+    device: str
     one_row: bool
     """Whether packed arrays came as ``[1, tokens, ...]`` and go back so."""
 
@@ -45,7 +47,7 @@ def plan(
     selection = select(*question(metadata, device, options, needs_backward, bias_gradient, requested))
     spec = selection.spec
     one_row = spec.packed and metadata[0] is not None and len(metadata[0][0]) == 4
-    return Plan(spec, selection.backend or "", one_row)
+    return Plan(spec, selection.backend or "", device, one_row)
 
 
 def explanation(*arguments: Any) -> Selection:

@@ -66,13 +66,15 @@ def jax_device(device: str) -> Any:
 def spec_seen(framework: str, call: Call, device: str = "cpu") -> AttentionSpec:
     """The spec that the frontend makes of the call's arguments."""
     if framework == "torch":
-        arrays, cotangents = _torch_arrays(call, device)
+        arrays, _ = _torch_arrays(call, device)
         return torch_frontend.explain(**arrays, **call.options, **_torch_info(call, device)).spec
     with _jax_on(call, device):
         info, _ = _jax_info(call)
         key = {"dropout_rng": jax.random.key(call.seed)} if call.spec.dropout else {}
         arrays = _jax_arrays(call)
-        return jax_frontend.explain(**arrays, **call.options, **key, seq_info=info, needs_backward=bool(call.learned)).spec
+        return jax_frontend.explain(
+            **arrays, **call.options, **key, seq_info=info, needs_backward=bool(call.learned)
+        ).spec
 
 
 def judge(framework: str, call: Call, results: Results, device: str = "cpu") -> accuracy.Accuracy:
@@ -97,9 +99,11 @@ def dropout_words(framework: str, call: Call, device: str = "cpu") -> Any:
 
 
 def same_bits(results: Results, others: Results) -> list[str]:
-    """The names of results that differ in any bit, dtype or shape; empty when there are none."""
+    """The names of results that differ in any bit, dtype or shape; empty when none does."""
     names = sorted(results.keys() | others.keys())
-    return [name for name in names if name not in results or name not in others or not _same(results[name], others[name])]
+    return [
+        name for name in names if name not in results or name not in others or not _same(results[name], others[name])
+    ]
 
 
 def _same(one: np.ndarray, other: np.ndarray) -> bool:
@@ -125,8 +129,12 @@ def _torch_arrays(call: Call, device: str) -> tuple[dict[str, torch.Tensor], lis
     arrays = {}
     for name, array in call.arrays().items():
         dtype = torch.bool if name == "mask" else getattr(torch, call.dtype_of(name))
-        tensor = torch.from_numpy(np.ascontiguousarray(array)).to(device, dtype)
-        arrays[name] = laid_out(tensor, call.layout) if name in ("q", "k", "v") else tensor
+        tensor = torch.from_numpy(np.array(array)).to(device, dtype)
+        if name in ("q", "k", "v"):
+            tensor = laid_out(tensor, call.layout)
+        elif name in ("mask", "bias") and tensor.ndim > 1 and call.layout != "contiguous":
+            tensor = tensor.mT.contiguous().mT
+        arrays[name] = tensor
         arrays[name].requires_grad_(name in call.learned)
     dout = torch.from_numpy(call.dout).to(device, getattr(torch, call.spec.dtype))
     dout = laid_out(dout[None] if call.one_row else dout, call.layout)
@@ -172,7 +180,8 @@ def _jax_on(call: Call, device: str) -> Iterator[None]:
 
 def _jax_arrays(call: Call) -> dict[str, jax.Array]:
     return {
-        name: jnp.asarray(array, bool if name == "mask" else call.dtype_of(name)) for name, array in call.arrays().items()
+        name: jnp.asarray(array, bool if name == "mask" else call.dtype_of(name))
+        for name, array in call.arrays().items()
     }
 
 
@@ -219,4 +228,4 @@ def _program(backend: str | None, options: tuple[tuple[str, Any], ...]) -> Any:
 def backends_of(framework: str) -> tuple[str, ...]:
     """The backends of this version whose kernels speak a framework's arrays."""
     found = ((name, backends.load(name)) for name in backends.built())
-    return tuple(name for name, module in found if module is not None and module.FRAMEWORK == framework)
+    return tuple(name for name, module in found if module is not None and framework == module.FRAMEWORK)

@@ -96,9 +96,11 @@ class Call:
         return found
 
 
-def make_call(
-    seed: int = 0, lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None, *, hiding: bool = False, **fields: Any
-) -> Call:
+Lengths = tuple[tuple[int, ...], tuple[int, ...]]
+"""The lengths of query documents and of key documents."""
+
+
+def make_call(seed: int = 0, lengths: Lengths | None = None, *, hiding: bool = False, **fields: Any) -> Call:
     """A call from the fields of a spec and of Call; ``lengths`` are those of its query and key documents.
 
     hiding: a quarter of the bias is -inf.
@@ -155,14 +157,13 @@ FEATURES = ("causal", "window", "softcap", "mask", "bias", "alibi", "sinks", "dr
 
 
 @st.composite
-def document_lengths(draw: Any, documents: int | None = None, tokens: tuple[int, int] | None = None) -> Any:
+def document_lengths(draw: Any, documents: int | None = None, tokens: tuple[int, int] | None = None) -> Lengths:
     """Lengths of query and of key documents, some of them 0; of fixed sums when ``tokens`` says so."""
     count = documents or draw(st.integers(1, 5), label="documents")
     if tokens is not None:
-        return tuple(
-            tuple(np.diff([0, *sorted(draw(st.lists(st.integers(0, n), min_size=count - 1, max_size=count - 1))), n]).tolist())
-            for n in tokens
-        )
+        cuts = [draw(st.lists(st.integers(0, n), min_size=count - 1, max_size=count - 1)) for n in tokens]
+        queries, keys = (tuple(np.diff([0, *sorted(c), n]).tolist()) for c, n in zip(cuts, tokens, strict=True))
+        return queries, keys
     one_side = st.lists(st.sampled_from((3, 1, 0, 5, 2, 7)), min_size=count, max_size=count).map(tuple)
     queries = draw(one_side)
     return queries, draw(st.one_of(st.just(queries), one_side))
@@ -174,10 +175,10 @@ def calls(draw: Any, claims: Support | None = None, *, without: tuple[str, ...] 
     within = claims if claims is not None and draw(st.integers(0, 3)) else None
     packed = draw(st.booleans()) if within is None or within.packed else False
     lengths = draw(document_lengths()) if packed else None
-    plain_values = [sizes for sizes in (PACKED_SIZES if packed else DENSE_SIZES)]
+    offered_sizes = PACKED_SIZES if packed else DENSE_SIZES
     if within is not None and not within.value_dim:
-        plain_values = [sizes for sizes in plain_values if sizes["value_dim"] == sizes["head_dim"]]
-    fields: dict[str, Any] = dict(draw(st.sampled_from(plain_values)))
+        offered_sizes = tuple(sizes for sizes in offered_sizes if sizes["value_dim"] == sizes["head_dim"])
+    fields: dict[str, Any] = dict(draw(st.sampled_from(offered_sizes)))
     if packed and lengths is not None:
         fields |= {"batch": 1, "q_len": sum(lengths[0]), "kv_len": sum(lengths[1])}
     offered = [name for name in FEATURES if name not in without and (within is None or getattr(within, name, True))]

@@ -19,7 +19,7 @@ from jax_frontend import attention, bridge
 SPEC = AttentionSpec(
     batch=1, q_len=5, kv_len=5, num_heads=2, num_kv_heads=2, head_dim=16, value_dim=16, dtype="float32"
 )
-CALL = bridge.BridgedCall("forward", "math", SPEC, ("q", "k", "v"))
+CALL = bridge.BridgedCall("forward", "math", "cpu", SPEC, ("q", "k", "v"))
 
 
 def test_a_token_is_short_and_means_the_same_in_every_process():
@@ -28,7 +28,7 @@ def test_a_token_is_short_and_means_the_same_in_every_process():
     assert token == bridge.token_of(CALL) != bridge.token_of(CALL._replace(backend="flex"))
     script = (
         "from attn_core import AttentionSpec; from jax_frontend import bridge\n"
-        f"print(bridge.token_of(bridge.BridgedCall('forward', 'math', {SPEC!r}, ('q', 'k', 'v'))))"
+        f"print(bridge.token_of(bridge.BridgedCall('forward', 'math', 'cpu', {SPEC!r}, ('q', 'k', 'v'))))"
     )
     for seed in ("0", "1"):
         env = {"PYTHONHASHSEED": seed, "PATH": "", "PYTHONPATH": ":".join(path for path in sys.path if path)}
@@ -117,7 +117,7 @@ def test_the_kernel_sees_xla_buffers_without_a_copy(monkeypatch):
     monkeypatch.setattr(module, "forward", spy)
     monkeypatch.setattr(bridge, "_callbacks", {})
     arrays = [jnp.full((1, 5, 2, 16), float(i)) for i in range(3)]
-    spec_call = bridge.BridgedCall("forward", "math", SPEC, ("q", "k", "v"))
+    spec_call = bridge.BridgedCall("forward", "math", "cpu", SPEC, ("q", "k", "v"))
     shapes = (jax.ShapeDtypeStruct(SPEC.out_shape, jnp.float32), jax.ShapeDtypeStruct(SPEC.lse_shape, jnp.float32))
     jax.jit(lambda *a: bridge.run(spec_call, shapes, *a))(*arrays)[0].block_until_ready()
     assert seen == [[a.unsafe_buffer_pointer() for a in arrays]]
@@ -146,3 +146,18 @@ print("ok")
     }
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, check=False)
     assert found.stdout.strip() == "ok", found.stderr
+
+
+def test_a_process_may_end_while_calls_are_still_to_run():
+    script = """
+import jax, jax.numpy as jnp
+from jax_frontend import attention
+call = jax.jit(lambda x: attention(x, x, x, softcap=3.0, backend="math") + 1)
+x = jnp.ones((1, 512, 4, 64))
+call(x).block_until_ready()
+for _ in range(20):
+    call(x)  # nobody waits for these
+"""
+    env = {"PATH": "", "PYTHONPATH": ":".join(path for path in sys.path if path)}
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, check=False)
+    assert (found.returncode, found.stderr) == (0, "")

@@ -12,21 +12,21 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("jax")
-import jax  # noqa: E402
-import torch  # noqa: E402
-from both_frontends import DEVICES, FRAMEWORKS, judge, run, spec_seen, target  # noqa: E402
-from hypothesis import given  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from spec_strategies import Call, calls, compiled_calls, make_call  # noqa: E402
+import jax
+import torch
+from both_frontends import DEVICES, FRAMEWORKS, judge, run, spec_seen, target
+from hypothesis import given
+from hypothesis import strategies as st
+from spec_strategies import Call, calls, compiled_calls, make_call
 
-import jax_frontend  # noqa: E402
-import torch_frontend  # noqa: E402
-from attn_core import NoBackendError, backends, explain  # noqa: E402
-from attn_core.backends import Gradients, Inputs  # noqa: E402
-from attn_core.spec import AttentionSpec  # noqa: E402
-from jax_frontend import bridge  # noqa: E402
-from jax_frontend import plan as jax_plan  # noqa: E402
-from torch_frontend import plan as torch_plan  # noqa: E402
+import jax_frontend
+import torch_frontend
+from attn_core import NoBackendError, backends, explain
+from attn_core.backends import Gradients, Inputs
+from attn_core.spec import AttentionSpec
+from jax_frontend import bridge
+from jax_frontend import plan as jax_plan
+from torch_frontend import plan as torch_plan
 
 BACKENDS = backends.built()
 
@@ -188,7 +188,7 @@ def faulty(module: Any, fault: Any) -> tuple[Any, Any]:
 
 @contextmanager
 def planted(monkeypatch: pytest.MonkeyPatch, backend: str, fault: Any, where: str) -> Iterator[None]:
-    """A backend with a fault in its forward, its backward or both; nothing that was cached before or within survives."""
+    """A backend with a fault in its forward, its backward or both; nothing cached before or within survives."""
     module: Any = backends.load(backend)
     forward, backward = faulty(module, fault)
     with monkeypatch.context() as patch:

@@ -342,3 +342,12 @@ def test_inside_shard_map():
 
 def test_probe():
     assert jax_xla.probe() == jax.__version__
+
+
+@pytest.mark.parametrize("options", [{"softcap": 5.0, "causal": True}, {"causal": True}], ids=["blocked", "jax.nn"])
+def test_strict_promotion_settings_of_the_caller_do_not_matter(options):
+    spec = replace(DENSE, q_len=17, needs_backward=True, **options)
+    q, k, v = (jnp.ones((spec.batch, n, h, spec.head_dim), spec.dtype) for n, h in ((17, 6), (17, 2), (17, 2)))
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        out, lse = jax.jit(partial(jax_xla.forward, spec))(Inputs(q, k, v))
+        jax.jit(partial(jax_xla.backward, spec))(Inputs(q, k, v), out, lse, out, lse)

@@ -27,7 +27,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window, softcap": {"window": (2, 1), "softcap": 3.0},
     "sinks": {"sinks": True},
     "mask and bias": {"mask": True, "bias": True},
-    "everything": {"causal": True, "window": 3, "softcap": 3.0, "sinks": True, "mask": True, "bias": True, "alibi": True},
+    "everything": {
+        "causal": True,
+        "window": 3,
+        "softcap": 3.0,
+        "sinks": True,
+        "mask": True,
+        "bias": True,
+        "alibi": True,
+    },
 }
 LEARNED = ("q", "k", "v", "bias", "sinks")
 
@@ -121,7 +129,9 @@ def test_results_inside_jit(name: str, extras: str) -> None:
     check(results(JAX, call(JAX, name, extras), jit=True), call(JAX, name, extras))
 
 
-@pytest.mark.parametrize(("name", "extras"), [("no batch", "plain"), ("no keys", "everything"), ("no tokens at all", "plain")])
+@pytest.mark.parametrize(
+    ("name", "extras"), [("no batch", "plain"), ("no keys", "everything"), ("no tokens at all", "plain")]
+)
 def test_results_inside_compile(name: str, extras: str) -> None:
     check(results(TORCH, call(TORCH, name, extras), jit=True), call(TORCH, name, extras))
 
@@ -150,7 +160,7 @@ def test_dropout_has_nothing_to_drop() -> None:
 
 @pytest.mark.parametrize("framework", BOTH, ids=str)
 def test_a_bad_call_is_an_error_even_when_it_is_empty(framework: Framework) -> None:
-    with pytest.raises(ValueError, match="^softcap=-1.0: "):
+    with pytest.raises(ValueError, match=r"^softcap=-1.0: "):
         framework.frontend.attention(**call(framework, "no keys", "plain"), softcap=-1.0)
 
 

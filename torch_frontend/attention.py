@@ -9,8 +9,8 @@ import torch
 
 from attn_core import override
 from attn_core.backends import Inputs
-from attn_core.call import Options, checked, normalise_window, requested_names
 from attn_core.errors import SpecError
+from attn_core.options import Options, checked, normalise_window, requested_names
 from attn_core.selection import Selection
 from attn_core.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.spec import AttentionSpec
@@ -45,7 +45,7 @@ def attention(
     """Scaled dot-product attention on the best kernel that honours every argument.
 
     Args:
-        q: ``[batch, q_len, heads, head_dim]``; packed ``[tokens, heads, head_dim]`` or ``[1, tokens, heads, head_dim]``.
+        q: ``[batch, q_len, heads, head_dim]``; packed ``[tokens, heads, head_dim]``, alone or as one row ``[1, ...]``.
         k: ``[batch, kv_len, kv_heads, head_dim]``; query head h reads kv head ``h // (heads // kv_heads)``.
         v: ``[batch, kv_len, kv_heads, value_dim]``. float64, float32, bfloat16 or float16, as q and k. Any strides.
         causal: query i sees key ``j <= i + offset``; ``alignment`` "bottom_right" means offset = kv_len - q_len,

@@ -13,7 +13,7 @@ import torch
 
 from attn_core import override
 from attn_core.backends import Gradients, Inputs
-from attn_core.call import Options
+from attn_core.options import Options
 from torch_frontend.plan import Plan, gradients_in_order, metadata, plan, run_backward, run_forward
 
 Tensor = torch.Tensor

@@ -11,8 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from attn_core import backends
 from attn_core.backends import Gradients, Inputs
-from attn_core.call import ArrayFacts, Arrays, Options, build_spec, requested_names
+from attn_core.call import ArrayFacts, Arrays, build_spec
 from attn_core.errors import SpecError
+from attn_core.options import Options, requested_names
 from attn_core.selection import Selection, Target, explain, select
 from attn_core.spec import AttentionSpec
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from attn_core import override
@@ -41,13 +39,12 @@ __all__ = [
 Tensor = torch.Tensor
 
 
-def run_attention(
-    *, config: AttentionConfig, context: AttentionContext, Q: Tensor, K: Tensor, V: Tensor
-) -> Tensor:
+def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
     """Attention of a layer: ``Q [bsz, n_heads, q_len, head_dim]``, ``K, V [bsz, n_kv_heads, kv_len, head_dim]``.
 
-    Causal unless a bag or a complete mask says otherwise; packed where ``context.seq_info`` says so, the rows laid end to
-    end. ``config.backend`` is a preference: what its kernels cannot run, automatic choice does, with the same result.
+    Causal unless a bag or a complete mask says otherwise; packed where ``context.seq_info`` says so, the rows laid end
+    to end. ``config.backend`` is a preference: what its kernels cannot run, automatic choice does, with the same
+    result.
 
     Returns:
         ``[bsz, q_len, n_heads, head_dim]``.

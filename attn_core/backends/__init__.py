@@ -139,7 +139,10 @@ def availability(name: str) -> tuple[str | None, str | None]:
         return None, _not_built(name)
     try:
         return backend.probe(), None
-    except Exception as error:  # an import may fail in any way; each way is this backend's reason, never another's
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # an import may fail in any way; each way is this backend's reason, never another's
         return None, f"not available: {type(error).__name__}: {error} (needs {backend.REQUIRES})"
 
 

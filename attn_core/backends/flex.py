@@ -84,6 +84,8 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     """See ``Backend.forward``. The log-sum-exp is float32, or float64 for float64 inputs."""
     import torch
 
+    # flex_attention's tracer keeps what it is given alive; a caller's buffers must not outlive the call.
+    inputs = Inputs(*(None if tensor is None else tensor.clone() for tensor in inputs))
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast("cpu", enabled=False))  # flex_attention would cast q, k, v to its dtype

@@ -9,8 +9,8 @@ row of -inf gives NaN, its log-sum-exp is rounded to the inputs' dtype, and the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -80,9 +80,10 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     """(out, lse) in ``spec.out_shape`` and ``spec.lse_shape``; traceable."""
     lowered = lower(spec)
-    if lowered["path"] == "blocked":
-        return _where_it_runs(lowered["blocks"], lambda blocks: xla_attention.forward(spec, inputs, blocks))
-    return _jax_nn(spec, inputs, lowered["jax_nn"]), xla_attention.log_sum_exp(spec, inputs)
+    with _usual_promotion():
+        if lowered["path"] == "blocked":
+            return _where_it_runs(lowered["blocks"], lambda blocks: xla_attention.forward(spec, inputs, blocks))
+        return _jax_nn(spec, inputs, lowered["jax_nn"]), xla_attention.log_sum_exp(spec, inputs)
 
 
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
@@ -91,7 +92,17 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     def run(blocks: Blocks) -> Gradients:
         return xla_attention.backward(spec, inputs, blocks, out, lse, dout, dlse)
 
-    return _where_it_runs(lower(spec)["blocks"], run)
+    with _usual_promotion():
+        return _where_it_runs(lower(spec)["blocks"], run)
+
+
+@contextmanager
+def _usual_promotion() -> Iterator[None]:
+    """JAX's default promotion of ranks and dtypes, which the maths is written in, whatever the caller has set."""
+    import jax
+
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 def _where_it_runs(blocks: dict[str, Blocks], run: Callable[[Blocks], Any]) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 from attn_core.backends import Gradients, Inputs
 from attn_core.masks import band
-from attn_core.packed import documents
+from attn_core.packed import dense_inputs, dense_spec, documents
 from attn_core.spec import DTYPES, AttentionSpec
 from attn_core.support import Support
 
@@ -196,42 +196,9 @@ def _additive_mask(spec: AttentionSpec, inputs: Inputs) -> Any:
 def _documents(spec: AttentionSpec, inputs: Inputs) -> list[tuple[AttentionSpec, Inputs, slice, slice]]:
     """Each document as a dense call of its own, with views of its tokens."""
     return [
-        (_document_spec(spec, *document.lengths), _document_inputs(inputs, *document), *document)
+        (dense_spec(spec, *document.lengths), dense_inputs(inputs, document), *document)
         for document in documents(spec, inputs.cu_seqlens_q.numpy(), inputs.cu_seqlens_k.numpy())
     ]
-
-
-def _document_spec(spec: AttentionSpec, q_len: int, kv_len: int) -> AttentionSpec:
-    shapes = {}
-    for name in ("mask_shape", "bias_shape"):
-        shape = getattr(spec, name)
-        if shape is not None:
-            shapes[name] = (1, shape[1], min(shape[2], q_len), min(shape[3], kv_len))
-    lengths: dict[str, Any] = {
-        "q_len": q_len,
-        "kv_len": kv_len,
-        "documents": None,
-        "max_len_q": None,
-        "max_len_k": None,
-    }
-    return _replaced(spec, tuple({**lengths, **shapes}.items()))
-
-
-@lru_cache(maxsize=4096)
-def _replaced(spec: AttentionSpec, changes: tuple[tuple[str, Any], ...]) -> AttentionSpec:
-    return replace(spec, **dict(changes))
-
-
-def _document_inputs(inputs: Inputs, rows: slice, columns: slice) -> Inputs:
-    def part(table: Any) -> Any:  # a mask or bias [1, heads or 1, q_tokens or 1, kv_tokens or 1]
-        if table is None:
-            return None
-        narrowed = table if table.shape[2] == 1 else table[:, :, rows]
-        return narrowed if table.shape[3] == 1 else narrowed[:, :, :, columns]
-
-    # [tokens, heads, dim] -> [1, the document's tokens, heads, dim]
-    q, k, v = inputs.q[rows][None], inputs.k[columns][None], inputs.v[columns][None]
-    return Inputs(q, k, v, mask=part(inputs.mask), bias=part(inputs.bias))
 
 
 def _forward_packed(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:

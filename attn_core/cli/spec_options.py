@@ -11,8 +11,9 @@ from typing import Annotated, Any, get_type_hints
 import numpy as np
 import typer
 
-from attn_core.call import ArrayFacts, Arrays, Options, build_spec
+from attn_core.call import ArrayFacts, Arrays, build_spec
 from attn_core.errors import SpecError
+from attn_core.options import Options
 from attn_core.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.spec import AttentionSpec
 

@@ -1,0 +1,148 @@
+"""available_backends: a version or a reason for every name, and a broken import is one backend's own trouble."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from frameworks import BOTH, JAX, TORCH, Framework, forget_plans
+
+from attn_core import Target, availability, backends, selection
+
+BREAKS: dict[str, Exception] = {
+    "missing package": ModuleNotFoundError("No module named 'flash_attn'"),
+    "missing library": OSError("libcudart.so.13: cannot open shared object file"),
+    "missing symbol": ImportError("undefined symbol: _ZN3c104cuda9SetDeviceEi"),
+    "moved name": AttributeError("module 'torch.ops.aten' has no attribute '_flash'"),
+    "broken file": SyntaxError("invalid syntax"),
+    "wrong version": RuntimeError("built for torch 2.9, found 2.13"),
+    "lines": ValueError("several\nlines"),
+}
+
+
+def forget() -> None:
+    """Empties what is remembered of this installation."""
+    backends.availability.cache_clear()
+    selection._here.cache_clear()
+    selection.bridge_reason.cache_clear()
+    selection.explain.cache_clear()
+    forget_plans()
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    forget()
+    yield
+    forget()
+
+
+@pytest.fixture
+def patch() -> Iterator[pytest.MonkeyPatch]:
+    """Undone before the caches are emptied."""
+    with pytest.MonkeyPatch.context() as made:
+        yield made
+
+
+def breaking(error: BaseException) -> Any:
+    def probe() -> str:
+        raise error
+
+    return probe
+
+
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+def test_every_name_has_a_version_or_a_reason(framework: Framework) -> None:
+    found = framework.frontend.available_backends()
+    assert tuple(found) == backends.NAMES
+    for name, entry in found.items():
+        assert (entry.version is None) is not (entry.reason is None), name
+        assert str(entry) == (f"available ({entry.version})" if entry.version else entry.reason)
+    usable = {name for name, entry in found.items() if entry.reason is None}
+    assert {"sdpa_flash", "math", "flex"} <= usable
+    assert ("jax_xla" in usable) is (framework is JAX)
+
+
+def test_reasons_of_what_cannot_be_used() -> None:
+    found = TORCH.frontend.available_backends()
+    assert found["jax_xla"].reason == "runs in JAX only"
+    for name in set(backends.NAMES) - set(backends.built()):
+        assert found[name].reason == backends.availability(name)[1]
+        assert f"has no {name} backend" in str(found[name])
+    on_gpu = availability.report("torch", "sm90")
+    assert on_gpu["sdpa_flash"].reason == "the aten CPU flash kernel runs on cpu, not sm90"
+    assert on_gpu["math"].reason is None
+
+
+@pytest.mark.parametrize("error", BREAKS.values(), ids=BREAKS)
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+def test_a_broken_import_is_that_backends_reason_alone(
+    framework: Framework, error: Exception, patch: pytest.MonkeyPatch
+) -> None:
+    whole = framework.frontend.available_backends()
+    module: Any = backends.load("sdpa_flash")
+    patch.setattr(module, "probe", breaking(error))
+    forget()
+    broken = framework.frontend.available_backends()
+    reason = f"not available: {type(error).__name__}: {error} (needs {module.REQUIRES})"
+    assert broken["sdpa_flash"] == (None, reason)
+    assert {name: entry for name, entry in broken.items() if name != "sdpa_flash"} == {
+        name: entry for name, entry in whole.items() if name != "sdpa_flash"
+    }
+
+
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+def test_calls_run_on_what_is_left_and_say_why(framework: Framework, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(backends.load("sdpa_flash"), "probe", breaking(BREAKS["missing library"]))
+    forget()
+    call = {name: framework.zeros(1, 3, 2, 5) for name in "qkv"}
+    found = framework.frontend.explain(**call)
+    assert found.backend == "math"
+    assert found.reasons("sdpa_flash") == (f"not available: OSError: {BREAKS['missing library']} (needs torch>=2.11)",)
+    assert framework.frontend.attention(**call).shape == (1, 3, 2, 5)
+    with pytest.raises(NotImplementedError, match=r"sdpa_flash .*refused: not available: OSError: libcudart"):
+        framework.frontend.attention(**call, backend="sdpa_flash")
+
+
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+def test_with_everything_broken_the_error_lists_everything(framework: Framework, patch: pytest.MonkeyPatch) -> None:
+    for name in backends.built():
+        patch.setattr(backends.load(name), "probe", breaking(OSError(f"{name} is broken")))
+    forget()
+    assert all(entry.reason for entry in framework.frontend.available_backends().values())
+    with pytest.raises(NotImplementedError, match=r"^no backend can run this call") as caught:
+        framework.frontend.attention(**{name: framework.zeros(1, 3, 2, 5) for name in "qkv"})
+    for name in backends.PREFERENCE[framework.name, "cpu"]:
+        assert f"not available: OSError: {name} is broken" in str(caught.value)
+
+
+def test_without_the_bridge_jax_runs_its_own(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(__import__("sys").modules, "jax_tvm_ffi", None)
+    forget()
+    found = JAX.frontend.available_backends()
+    reason = found["math"].reason or ""
+    assert reason.startswith("the bridge from JAX is not available: ModuleNotFoundError: ")
+    assert "needs jax-tvm-ffi" in reason
+    assert found["jax_xla"].reason is None
+    selected = JAX.frontend.explain(**{name: JAX.zeros(1, 3, 2, 5) for name in "qkv"})
+    assert selected.backend == "jax_xla"
+    assert selected.reasons("sdpa_flash") == (reason,)
+    assert TORCH.frontend.available_backends()["math"].reason is None
+
+
+def test_backends_of_other_devices_are_not_imported_to_choose(patch: pytest.MonkeyPatch) -> None:
+    """A call on one device must not pay for, or fail with, the kernels of another."""
+    patch.setattr(backends.load("sdpa_flash"), "probe", breaking(AssertionError("imported")))
+    forget()
+    assert dict(Target.here("torch", "sm90").unavailable).get("sdpa_flash") is None
+    assert "imported" in dict(Target.here("torch", "cpu").unavailable)["sdpa_flash"]
+
+
+def test_is_probed_once(patch: pytest.MonkeyPatch) -> None:
+    calls = []
+    patch.setattr(backends.load("math"), "probe", lambda: calls.append(1) or "1.0")
+    forget()
+    for _ in range(3):
+        assert TORCH.frontend.available_backends()["math"].version == "1.0"
+        Target.here("torch", "cpu")
+    assert len(calls) == 1

@@ -1,0 +1,167 @@
+"""What each backend really sees, pair by pair and without tolerance, for every mask feature in both frameworks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("jax")
+from both_frontends import DEVICES, FRAMEWORKS, backends_of, run, target
+from hypothesis import settings
+from spec_strategies import Call, make_call
+
+from attn_core import backends, explain
+from attn_core.accuracy import MaskProbe, mask_probe
+
+BACKENDS = backends.built()
+# One call shows everything: as many channels as there are pairs of key and kv head.
+DENSE = {"batch": 2, "num_heads": 6, "num_kv_heads": 2, "dtype": "float32"}
+LENGTHS = {
+    "more keys": {**DENSE, "q_len": 5, "kv_len": 11, "head_dim": 22, "value_dim": 22},
+    "more queries": {**DENSE, "q_len": 11, "kv_len": 7, "head_dim": 14, "value_dim": 14},
+    "as many": {**DENSE, "q_len": 7, "kv_len": 7, "head_dim": 14, "value_dim": 14},
+    "documents": {**DENSE, "lengths": ((3, 0, 5, 1, 2), (3, 0, 5, 1, 2)), "head_dim": 22, "value_dim": 22},
+    "other key documents": {
+        **DENSE,
+        "lengths": ((3, 0, 2, 6, 0, 1), (5, 2, 0, 4, 0, 3)),
+        "head_dim": 28,
+        "value_dim": 28,
+    },
+}
+CAUSAL = (False, True)
+ALIGNMENTS = ("bottom_right", "top_left")
+WINDOWS = (None, (2, 1), (0, 0), (None, 1), (3, None), (1, 4))
+MASKS = (None, (0, 0, 0, 0), (0, 1, 1, 0))
+"""Which axes of a bool mask are whole (0) and which broadcast (1)."""
+
+
+class Probed(NamedTuple):
+    """A call whose inputs are a probe's, and the probe."""
+
+    call: Call
+    probe: MaskProbe
+
+
+def probed(
+    lengths: str, causal: bool, alignment: str, window: Any, mask: Any, boundaries: Any = None, **changes: Any
+) -> Probed:
+    """``lengths`` is a key of LENGTHS; ``changes`` are to the fields that it stands for."""
+    fields = {**LENGTHS[lengths], "causal": causal, "alignment": alignment, "window": window, **changes}
+    if boundaries is not None:
+        fields["lengths"] = boundaries
+    if mask is not None:
+        sizes = make_call(**fields).spec
+        full = (sizes.batch, sizes.num_heads, sizes.q_len, sizes.kv_len)
+        fields["mask_shape"] = tuple(1 if broadcast else n for n, broadcast in zip(full, mask, strict=True))
+    call = make_call(**fields)
+    inputs = call.inputs
+    probe = mask_probe(call.spec, mask=inputs.mask, cu_seqlens_q=inputs.cu_seqlens_q, cu_seqlens_k=inputs.cu_seqlens_k)
+    return Probed(call, probe)
+
+
+def differences(framework: str, probed: Probed, backend: str, device: str = "cpu") -> list[str]:
+    """What the backend sees and should not, or the other way round."""
+    calls = (replace(probed.call, inputs=inputs) for inputs in probed.probe.inputs())
+    return probed.probe.differences([run(framework, call, backend, device)["out"].astype(np.float32) for call in calls])
+
+
+def check_all(framework: str, backend: str, device: str, every: list[tuple[Any, ...]], **changes: Any) -> None:
+    """Probes combinations of features; at least one of them must be the backend's to run, if any is in its claims."""
+    where, ran, wrong = target(framework, device), 0, []
+    for features in every:
+        asked = probed(*features, **changes)
+        if explain(asked.call.spec, where, backend).backend is None:
+            continue
+        ran += 1
+        wrong += [f"{features}: {found}" for found in differences(framework, asked, backend, device)[:2]]
+    assert wrong == []
+    module: Any = backends.load(backend)
+    reachable = framework == "jax" or module.FRAMEWORK == "torch"
+    if reachable and module.FORWARD.runs_on(where.device) and backend not in dict(where.unavailable):
+        assert ran == len(every) or not (module.FORWARD.packed and module.FORWARD.window and module.FORWARD.mask)
+    else:
+        pytest.skip(f"{backend} does not run in {framework} on {where.device}")
+
+
+def combinations(framework: str, backend: str, lengths: str) -> list[tuple[Any, ...]]:
+    """Every combination of the features; in the bounded profile a sample where each costs a compilation.
+
+    The steps have no factor in common with how many of each feature there are, so that a sample has all of each.
+    """
+    every = list(product((lengths,), CAUSAL, ALIGNMENTS, WINDOWS, MASKS))
+    if settings.get_current_profile_name() == "thorough":
+        return every
+    compiled = framework == "jax" and backends_of("jax").count(backend)
+    return every[:: 11 if compiled else 5 if framework == "jax" or backend == "flex" else 1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_visible_set(backend: str, lengths: str, framework: str, device: str) -> None:
+    check_all(framework, backend, device, combinations(framework, backend, lengths))
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_visible_set_in_every_dtype(backend: str, dtype: str, framework: str) -> None:
+    some = [
+        ("more queries", True, "bottom_right", (2, 1), (0, 0, 0, 0)),
+        ("other key documents", True, "bottom_right", (3, None), None),
+    ]
+    check_all(framework, backend, "cpu", some, dtype=dtype)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_visible_set_across_blocks(backend: str, framework: str) -> None:
+    """Lengths beyond one block of queries and keys, bands that end inside of one."""
+    sizes = {"batch": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 128, "value_dim": 128}
+    some = [
+        ("more keys", True, "bottom_right", (140, 0), None),
+        ("more keys", False, "top_left", (3, 129), (0, 1, 1, 0)),
+    ]
+    check_all(framework, backend, "cpu", some, q_len=263, kv_len=271, **sizes)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_int_window_is_that_many_keys(backend: str, framework: str, window: int) -> None:
+    """Counted from the outside: row i sees ``min(i + 1, window)`` keys, itself the last of them."""
+    asked = probed("as many", True, "bottom_right", window, None)
+    if explain(asked.call.spec, target(framework), backend).backend is None:
+        pytest.skip(f"{backend} does not run in {framework}")
+    (inputs,) = asked.probe.inputs()
+    seen = asked.probe.seen([run(framework, replace(asked.call, inputs=inputs), backend)["out"]])
+    keys = seen.any(3)[0, 0]  # [q_len, kv_len]
+    assert [row.nonzero()[0].tolist() for row in keys] == [list(range(max(0, i + 1 - window), i + 1)) for i in range(7)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "truth", "fault"),
+    [
+        ("more keys", {"window": (2, 1)}, {"window": (3, 1)}),
+        ("more keys", {"window": (2, 1)}, {"window": (2, 0)}),
+        ("more queries", {"causal": True}, {"causal": True, "alignment": "top_left"}),
+        ("other key documents", {"causal": True}, {"causal": True, "alignment": "top_left"}),
+        ("other key documents", {}, {"boundaries": ((4, 0, 1, 6, 0, 1), (5, 2, 0, 4, 0, 3))}),
+        ("documents", {}, {"boundaries": ((3, 0, 5, 1, 2), (3, 1, 4, 1, 2))}),
+    ],
+)
+def test_the_probe_sees_planted_faults(lengths: str, truth: dict[str, Any], fault: dict[str, Any]) -> None:
+    """A backend that is asked for something else, in place of one that misreads the call."""
+    plain = {"causal": False, "alignment": "bottom_right", "window": None, "mask": None, "boundaries": None}
+    asked, misread = (probed(lengths, **{**plain, **changes}) for changes in (truth, fault))
+    (inputs,) = asked.probe.inputs()
+    offsets = {name: getattr(misread.call.inputs, name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    faulty = replace(misread.call, inputs=inputs._replace(**offsets))
+    assert asked.probe.differences([run("torch", faulty, "math")["out"]])
+    assert asked.probe.differences([run("torch", replace(asked.call, inputs=inputs), "math")["out"]]) == []

@@ -1,0 +1,146 @@
+"""NaN and Inf stay where they came from: in their document, their batch row, their query. The rest keeps its bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("jax")
+from both_frontends import DEVICES, FRAMEWORKS, Results, run, target
+from spec_strategies import Call, make_call
+
+from attn_core import backends, explain
+
+BACKENDS = backends.built()
+HEADS = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8, "dtype": "float32"}
+LENGTHS = ((5, 0, 7, 3, 131), (4, 3, 9, 2, 137))  # the last one longer than a block of queries
+DOCUMENTS = {**HEADS, "lengths": LENGTHS}
+ROWS = {**HEADS, "batch": 3, "q_len": 13, "kv_len": 17}
+CASES: dict[str, dict[str, Any]] = {
+    "documents": DOCUMENTS,
+    "documents, causal": {**DOCUMENTS, "causal": True},
+    "documents, window": {**DOCUMENTS, "window": (2, 1), "alignment": "top_left"},
+    "documents, everything": {
+        **{**DOCUMENTS, "causal": True, "softcap": 2.0, "mask_shape": (1, 1, 146, 155), "bias_shape": (1, 6, 146, 155)},
+        **{"alibi_shape": (6,), "sinks": True, "bias_gradient": True},
+    },
+    "documents, bfloat16": {**DOCUMENTS, "causal": True, "dtype": "bfloat16"},
+    "rows": ROWS,
+    "rows, causal": {**ROWS, "causal": True},
+    "rows, window": {**ROWS, "window": (2, 1)},
+    "rows, mask and bias": {**ROWS, "mask_shape": (3, 1, 13, 17), "bias_shape": (3, 6, 1, 17)},
+    "rows, everything": {
+        **{**ROWS, "causal": True, "window": (9, 0), "softcap": 2.0, "alibi_shape": (3, 6), "sinks": True},
+        **{"mask_shape": (3, 6, 13, 17), "bias_shape": (3, 1, 13, 17), "bias_gradient": True},
+    },
+    "rows, bfloat16": {**ROWS, "causal": True, "dtype": "bfloat16"},
+}
+POISONS = {"NaN": np.nan, "Inf": np.inf}
+
+
+def runnable(framework: str, backend: str, device: str, **fields: Any) -> Call:
+    """The case with gradients where the backend has them, else without; skips where it refuses both."""
+    call = make_call(1, **{"dtype": "float32", **fields}, needs_backward=True)
+    where = target(framework, device)
+    for attempt in (call, call.inference):
+        if explain(attempt.spec, where, backend).backend is not None:
+            return attempt
+    pytest.skip(
+        f"{backend} in {framework} on {where.device}: " + "; ".join(explain(call.spec, where, backend).reasons(backend))
+    )
+
+
+def poisoned(call: Call, value: float, names: tuple[str, ...], rows: slice, keys: slice) -> Call:
+    """The call with ``value`` all over some query rows (of q, dout) and keys (of k, v); along the leading axis."""
+    changed = {name: getattr(call.inputs, name).copy() for name in names if name != "dout"}
+    for name, array in changed.items():
+        array[rows if name == "q" else keys] = value
+    dout = call.dout.copy()
+    if "dout" in names:
+        dout[rows] = value
+    return replace(call, inputs=call.inputs._replace(**changed), dout=dout)
+
+
+def untouched(call: Call, results: Results) -> Results:
+    """The results that belong to the documents after the first, or to the batch rows after the first.
+
+    What is summed over documents or rows (dsinks, and dbias where it is shared) belongs to none of them.
+    """
+    spec = call.spec
+    rows, keys = (LENGTHS[0][0], LENGTHS[1][0]) if spec.packed else (1, 1)
+    parts = {"out": np.s_[rows:], "lse": np.s_[:, rows:] if spec.packed else np.s_[1:]}
+    parts |= {"dq": np.s_[rows:], "dk": np.s_[keys:], "dv": np.s_[keys:]}
+    parts["dbias"] = np.s_[:, :, rows:] if spec.packed else np.s_[1:]
+    return {name: np.ascontiguousarray(array[parts[name]]) for name, array in results.items() if name in parts}
+
+
+def differing(one: Results, other: Results) -> list[str]:
+    return [name for name in one if one[name].tobytes() != other[name].tobytes()]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_broken_document_or_row_stays_alone(backend: str, case: str, framework: str, device: str) -> None:
+    call = runnable(framework, backend, device, **CASES[case])
+    first_q, first_k = (LENGTHS[0][0], LENGTHS[1][0]) if call.spec.packed else (1, 1)
+    clean = run(framework, call, backend, device)
+    assert all(np.isfinite(array.astype(np.float64)).all() for name, array in clean.items() if name != "lse")
+    for value in POISONS.values():
+        broken = poisoned(call, value, ("q", "k", "v", "dout"), slice(first_q), slice(first_k))
+        results = run(framework, broken, backend, device)
+        assert differing(untouched(call, clean), untouched(call, results)) == []
+        assert not np.isfinite(results["out"][:first_q].astype(np.float64)).all(), (
+            "the poison must show where it is seen"
+        )
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize("case", ["documents, causal", "rows, causal"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_broken_tensor_is_enough_to_tell(backend: str, case: str, name: str, framework: str) -> None:
+    """Poison in one of q, k, v and dout alone, where a sum with a weight of 0 could carry it further."""
+    call = runnable(framework, backend, "cpu", **CASES[case])
+    first_q, first_k = (LENGTHS[0][0], LENGTHS[1][0]) if call.spec.packed else (1, 1)
+    clean = run(framework, call, backend)
+    broken = run(framework, poisoned(call, np.nan, (name,), slice(first_q), slice(first_k)), backend)
+    assert differing(untouched(call, clean), untouched(call, broken)) == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("value", POISONS)
+@pytest.mark.parametrize("case", ["rows", "rows, causal", "rows, everything", "documents, causal"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_broken_query_stays_in_its_row(backend: str, case: str, value: str, framework: str, device: str) -> None:
+    """out and dq of every other query keep their bits, and so does all that belongs to other documents and rows."""
+    call = runnable(framework, backend, device, **CASES[case])
+    clean = run(framework, call, backend, device)
+    at = 2 if call.spec.packed else (0, 9)  # packed: in the first document
+    q = call.inputs.q.copy()
+    q[at] = POISONS[value]
+    broken = run(framework, replace(call, inputs=call.inputs._replace(q=q)), backend, device)
+    for name in ("out", "dq"):
+        if name in clean:
+            others = np.ones(clean[name].shape[: 1 if call.spec.packed else 2], bool)
+            others[at] = False
+            assert clean[name][others].tobytes() == broken[name][others].tobytes(), name
+    assert not np.isfinite(broken["out"][at].astype(np.float64)).all()
+    assert differing(untouched(call, clean), untouched(call, broken)) == []
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_finite_inputs_give_no_nan(backend: str, framework: str) -> None:
+    """Rows that see no key, logits in the hundreds, and both at once."""
+    call = runnable(framework, backend, "cpu", **{**ROWS, "q_len": 19}, causal=True, scale=60.0)
+    for name, array in run(framework, call, backend).items():
+        assert np.isfinite(array).all(), name
+    empty = 19 - 17
+    assert not run(framework, call, backend)["out"][:, :empty].any()

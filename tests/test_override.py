@@ -1,0 +1,312 @@
+"""use_backend: nests, is restored whatever happens, and belongs to one thread and one task; what jit makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import jax
+import pytest
+import torch
+from frameworks import BOTH, JAX, TORCH, Framework, spied
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+import jax_frontend
+import torch_frontend
+from attn_core import NoBackendError, SpecError, override, selection
+from attn_core.override import requested, use_backend
+
+SIZES = {"q": (1, 3, 2, 5), "k": (1, 3, 2, 5), "v": (1, 3, 2, 5)}
+
+
+def call(framework: Framework) -> dict[str, Any]:
+    return {name: framework.zeros(*size) for name, size in SIZES.items()}
+
+
+def chosen(framework: Framework, **options: Any) -> str | None:
+    return framework.frontend.explain(**call(framework), **options).backend
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    with spied(monkeypatch) as names:
+        yield names
+
+
+def test_is_one_function_in_both_frontends() -> None:
+    assert torch_frontend.use_backend is jax_frontend.use_backend is use_backend
+
+
+def test_nests_and_is_restored() -> None:
+    assert requested() is None
+    with use_backend("math"):
+        assert requested() == ("math",)
+        with use_backend("flex", "math"):
+            assert requested() == ("flex", "math")
+            with use_backend():
+                assert requested() is None
+            assert requested() == ("flex", "math")
+        assert requested() == ("math",)
+    assert requested() is None
+
+
+def test_is_restored_after_an_exception() -> None:
+    with pytest.raises(KeyError), use_backend("math"):
+        try:
+            with use_backend("flex"):
+                raise ZeroDivisionError
+        except ZeroDivisionError:
+            assert requested() == ("math",)
+        raise KeyError
+    assert requested() is None
+
+
+def test_decorates_a_function() -> None:
+    @use_backend("math")
+    def inside() -> Any:
+        return requested()
+
+    assert (inside(), inside(), requested()) == (("math",), ("math",), None)
+
+
+def test_an_unknown_name_is_refused_before_the_block() -> None:
+    with (
+        pytest.raises(SpecError, match=r"^backend='maths': unknown backend; did you mean math"),
+        use_backend("flex", "maths"),
+    ):
+        pytest.fail("the block ran")
+    assert requested() is None
+
+
+@pytest.mark.parametrize("names", [(("flex", "math"),), (["math"],), (None,), (3,)])
+def test_names_are_separate_strings(names: tuple[Any, ...]) -> None:
+    with (
+        pytest.raises(SpecError, match=r"^use_backend\(.*\): expected backend names as separate strings"),
+        use_backend(*names),
+    ):
+        pytest.fail("the block ran")
+
+
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+def test_decides_what_runs(framework: Framework, ran: list[str]) -> None:
+    attention = framework.frontend.attention
+    attention(**call(framework))
+    with use_backend("math"):
+        attention(**call(framework))
+        with use_backend("jax_xla" if framework is JAX else "flex", "math"):
+            attention(**call(framework))
+        attention(**call(framework), softcap=3.0)
+    attention(**call(framework))
+    runs = [name for name, before in zip(ran, [None, *ran], strict=False) if name != before]
+    assert runs == ["sdpa_flash", "math", "jax_xla" if framework is JAX else "flex", "math", "sdpa_flash"]
+
+
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+def test_the_calls_own_backend_wins(framework: Framework) -> None:
+    with use_backend("math"):
+        assert chosen(framework) == "math"
+        assert chosen(framework, backend="flex") == "flex"
+        assert chosen(framework, backend=("flex", "math")) == "flex"
+        assert chosen(framework, backend=["flex"]) == "flex"
+        for nothing in (None, (), [], ""):  # no name of its own
+            assert chosen(framework, backend=nothing) == "math"
+
+
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+def test_never_falls_back_to_other_backends(framework: Framework, ran: list[str]) -> None:
+    with use_backend("sdpa_flash"), pytest.raises(NoBackendError, match=r"^backend='sdpa_flash' cannot run this call"):
+        framework.frontend.attention(**call(framework), softcap=3.0)
+    assert ran == []
+    with use_backend("sdpa_flash", "math"):
+        framework.frontend.attention(**call(framework), softcap=3.0)
+    assert set(ran) == {"math"}
+
+
+def test_a_thread_starts_without_any() -> None:
+    seen: list[Any] = []
+    with use_backend("math"):
+        thread = threading.Thread(target=lambda: seen.append(requested()))
+        thread.start()
+        thread.join()
+    assert seen == [None]
+
+
+def test_a_copied_context_carries_it() -> None:
+    with use_backend("math"):
+        context = contextvars.copy_context()
+    assert context.run(requested) == ("math",)
+
+
+def test_threads_do_not_see_each_other() -> None:
+    names, everyone = ("math", "flex", "sdpa_flash", None), threading.Barrier(4)
+    given = call(TORCH)
+
+    def work(name: str | None) -> set[str | None]:
+        everyone.wait()
+        with use_backend(*([name] if name else [])):
+            return {TORCH.frontend.explain(**given).backend for _ in range(100)}
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(work, names))
+    assert found == [{"math"}, {"flex"}, {"sdpa_flash"}, {"sdpa_flash"}]
+
+
+def test_tasks_do_not_see_each_other() -> None:
+    async def work(name: str) -> bool:
+        assert requested() == ("sdpa_flash",)  # a task starts with what its creator had
+        with use_backend(name):
+            for _ in range(5):
+                await asyncio.sleep(0)
+                if requested() != (name,):
+                    return False
+        return requested() == ("sdpa_flash",)
+
+    async def main() -> list[bool]:
+        with use_backend("sdpa_flash"):
+            tasks = [asyncio.create_task(work(name)) for name in ("math", "flex") * 4]
+        assert requested() is None
+        return await asyncio.gather(*tasks)
+
+    assert all(asyncio.run(main()))
+
+
+class Nesting(RuleBasedStateMachine):
+    """Blocks entered and left in any order that blocks can have, beside a plain stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks: list[ExitStack] = []
+        self.expected: list[tuple[str, ...] | None] = [None]
+
+    def enter(self, *names: str) -> None:
+        block = ExitStack()
+        block.enter_context(use_backend(*names))
+        self.blocks.append(block)
+        self.expected.append(names or None)
+
+    @rule()
+    def enter_one(self) -> None:
+        self.enter("math")
+
+    @rule()
+    def enter_several(self) -> None:
+        self.enter("flex", "math")
+
+    @rule()
+    def enter_automatic(self) -> None:
+        self.enter()
+
+    @rule()
+    def fail_to_enter(self) -> None:
+        with pytest.raises(SpecError):
+            self.enter("math", "nonsense")
+
+    @precondition(lambda self: self.blocks)
+    @rule()
+    def leave(self) -> None:
+        self.blocks.pop().close()
+        self.expected.pop()
+
+    @precondition(lambda self: self.blocks)
+    @rule()
+    def leave_by_an_exception(self) -> None:
+        with pytest.raises(ZeroDivisionError), self.blocks.pop():
+            raise ZeroDivisionError
+        self.expected.pop()
+
+    @rule()
+    def look(self) -> None:
+        assert requested() == self.expected[-1]
+        order = self.expected[-1] or ("sdpa_flash",)
+        assert chosen(TORCH) == order[0]
+
+    def teardown(self) -> None:
+        while self.blocks:
+            self.blocks.pop().close()
+        assert requested() is None
+
+
+class TestNesting(Nesting.TestCase):  # type: ignore[name-defined,misc]
+    settings = settings(max_examples=25, stateful_step_count=20)
+
+
+# jit and compile
+
+
+def test_eager_jax_calls_obey_each_block(ran: list[str]) -> None:
+    """Outside jit a block counts for each call, whatever was compiled before: the names are part of what is cached."""
+    attention = JAX.frontend.attention
+    for _ in range(2):
+        for name in ("math", "sdpa_flash"):
+            ran.clear()
+            with use_backend(name):
+                jax.block_until_ready(attention(**call(JAX)))
+            assert set(ran) == {name}
+
+
+def test_a_jitted_function_is_traced_again_under_other_names(ran: list[str]) -> None:
+    """The names are part of what jit remembers a function by, so no block meets what another one compiled."""
+
+    def run(program: Any) -> set[str]:
+        ran.clear()
+        jax.block_until_ready(program(call(JAX)))
+        return set(ran)
+
+    program = jax.jit(lambda given: JAX.frontend.attention(**given))
+    for _ in range(2):
+        with JAX.frontend.use_backend("math"):
+            assert run(program) == {"math"}
+        assert run(program) == {"sdpa_flash"}
+        with JAX.frontend.use_backend("sdpa_flash"), JAX.frontend.use_backend("math"):
+            assert run(program) == {"math"}
+    with JAX.frontend.use_backend("flex"), pytest.raises(NoBackendError, match="FlexAttention on CPU has no gradient"):
+        jax.jit(jax.grad(lambda given: JAX.frontend.attention(**given).sum()))(call(JAX))
+
+    @jax.jit
+    def with_its_own(given: dict[str, Any]) -> jax.Array:
+        with JAX.frontend.use_backend("math"):
+            return JAX.frontend.attention(**given)
+
+    assert run(with_its_own) == {"math"}
+    with JAX.frontend.use_backend("sdpa_flash"):
+        assert run(with_its_own) == {"math"}
+
+
+def test_gradients_come_from_the_block_of_the_forward() -> None:
+    """The backward pass runs later, maybe outside the block: it stays with the forward's backend, bit for bit."""
+    given = {name: torch.randn(2, 7, 2, 5) for name in "qkv"}
+
+    def gradient(name: str | None, later: str | None) -> torch.Tensor:
+        leaves = {which: tensor.clone().requires_grad_() for which, tensor in given.items()}
+        with use_backend(*([name] if name else [])):
+            out = TORCH.frontend.attention(**leaves, causal=True)
+        with use_backend(*([later] if later else [])):
+            out.square().sum().backward()
+        return leaves["q"].grad  # type: ignore[return-value]
+
+    assert torch.equal(gradient("math", None), gradient("math", "math"))
+    assert torch.equal(gradient(None, "math"), gradient("sdpa_flash", None))
+
+
+def test_a_compiled_function_reads_the_block_when_it_runs(ran: list[str]) -> None:
+    torch._dynamo.reset()
+    program = torch.compile(lambda given: TORCH.frontend.attention(**given), fullgraph=True, backend="eager")
+    for name in ("math", "flex", "sdpa_flash"):
+        ran.clear()
+        with use_backend(name):
+            program(call(TORCH))
+        assert ran == [name]
+
+
+def test_names_asked_for_are_in_the_explanation() -> None:
+    with use_backend("math"):
+        found = TORCH.frontend.explain(**call(TORCH))
+    assert isinstance(found, selection.Selection)
+    assert found.requested == ("math",)
+    assert override.requested() is None

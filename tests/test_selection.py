@@ -1,0 +1,349 @@
+"""select: pure, so every machine can be tested on this one; default deny; every reason; one explanation everywhere."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import pytest
+
+from attn_core import AttentionSpec, NoBackendError, SpecError, Target, backends, explain, select, selection
+from attn_core.spec import DTYPES
+from attn_core.support import CHECKS, Support, unmet
+
+SPEC = AttentionSpec(
+    batch=2, q_len=5, kv_len=7, num_heads=6, num_kv_heads=3, head_dim=11, value_dim=11, dtype="float32"
+)
+CPU = Target("torch", "cpu")
+TARGETS = [Target(framework, device) for framework in ("torch", "jax") for device in ("cpu", "sm80", "sm90", "sm100")]
+ASKS: dict[str, dict[str, Any]] = {
+    "head_dim": {"head_dim": 13, "value_dim": 13},
+    "value_dim": {"value_dim": 5},
+    "num_kv_heads": {"num_kv_heads": 3},
+    "dtype": {"dtype": "bfloat16"},
+    "causal": {"causal": True},
+    "alignment": {"causal": True, "alignment": "top_left"},
+    "window": {"window": (3, 2)},
+    "softcap": {"softcap": 50.0},
+    "mask_shape": {"mask_shape": (2, 1, 1, 7)},
+    "bias_shape": {"bias_shape": (1, 6, 5, 7)},
+    "bias_gradient": {"bias_shape": (1, 6, 5, 7), "bias_gradient": True},
+    "alibi_shape": {"alibi_shape": (6,)},
+    "sinks": {"sinks": True},
+    "documents": {"batch": 1, "documents": 3, "max_len_q": 5, "max_len_k": 7},
+    "dropout": {"dropout": 0.1},
+    "deterministic": {"deterministic": True},
+    "return_lse": {"return_lse": True},
+}
+"""What a spec asks for through each of its fields. The rest every backend takes as it comes."""
+FREE = {"batch", "q_len", "kv_len", "num_heads", "scale", "max_len_q", "max_len_k", "needs_backward"}
+
+NOTHING = Support(kernel="the empty kernel", devices=("cpu",), dtypes=("float32",))
+EVERYTHING = Support(
+    kernel="the full kernel",
+    devices=("cpu", "cuda"),
+    dtypes=DTYPES,
+    alignments=("bottom_right", "top_left"),
+    **{field.name: True for field in fields(Support) if field.default is False},
+)
+
+
+@pytest.fixture(autouse=True)
+def no_memory() -> Iterator[None]:
+    """Selections are cached; tests that patch what they depend on must neither read nor leave any."""
+    selection.explain.cache_clear()
+    yield
+    selection.explain.cache_clear()
+
+
+# What a backend declares
+
+
+def test_every_field_of_the_spec_has_a_check() -> None:
+    names = {field.name for field in fields(AttentionSpec)}
+    assert set(CHECKS) == names
+    assert set(ASKS) | FREE == names
+
+
+@pytest.mark.parametrize("field", ASKS)
+def test_nothing_is_allowed_unless_claimed(field: str) -> None:
+    spec = replace(replace(SPEC, num_kv_heads=6), **ASKS[field])
+    limited = replace(NOTHING, max_head_dim=11) if field == "head_dim" else NOTHING
+    assert unmet(limited, spec, "cpu"), f"{field} was let through"
+    assert unmet(EVERYTHING, spec, "cpu") == ()
+    assert all("the empty kernel" in reason for reason in unmet(limited, spec, "cpu"))
+
+
+def test_a_plain_call_asks_for_nothing() -> None:
+    assert unmet(NOTHING, replace(SPEC, num_kv_heads=6), "cpu") == ()
+
+
+@pytest.mark.parametrize(
+    "field", [name for name in ASKS if name not in ("head_dim", "value_dim", "num_kv_heads", "dtype")]
+)
+def test_a_field_without_a_check_is_refused(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(CHECKS, field)
+    spec = replace(SPEC, **ASKS[field])
+    expected = f"{field}={getattr(spec, field)!r}: no backend has claimed it"
+    assert expected in unmet(EVERYTHING, spec, "cpu")
+    assert unmet(EVERYTHING, replace(SPEC), "cpu") == ()
+    refused = explain(spec, CPU)
+    assert refused.backend is None
+    assert all(expected in refused.reasons(name) for name in backends.built())
+
+
+def test_a_new_field_is_refused_until_somebody_checks_it() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class TomorrowsSpec(AttentionSpec):
+        rotary: str | None = None
+        __hash__ = AttentionSpec.__hash__
+
+    values = {field.name: getattr(SPEC, field.name) for field in fields(AttentionSpec)}
+    assert unmet(EVERYTHING, TomorrowsSpec(**values), "cpu") == ()
+    asked = TomorrowsSpec(**values, rotary="half")
+    assert unmet(EVERYTHING, asked, "cpu") == ("rotary='half': no backend has claimed it",)
+    assert explain(asked, CPU).backend is None
+
+
+def test_reasons_name_the_value_the_kernel_and_the_limit() -> None:
+    spec = replace(SPEC, dtype="float64", head_dim=16, value_dim=5, softcap=50.0, window=(3, None), return_lse=True)
+    claims = Support(
+        kernel="the small kernel",
+        devices=("sm90", "sm100"),
+        dtypes=("bfloat16", "float16"),
+        max_head_dim=8,
+        alignments=("top_left",),
+    )
+    assert unmet(claims, spec, "cpu") == (
+        "device cpu: the small kernel needs sm90 or sm100",
+        "num_kv_heads=3: the small kernel needs as many kv heads as heads (6)",
+        "head_dim=16: the small kernel stops at 8",
+        "value_dim=5: the small kernel needs value_dim == head_dim (16)",
+        "dtype float64: the small kernel takes bfloat16, float16",
+        "alignment=bottom_right with q_len 5 and kv_len 7: the small kernel has top_left",
+        "window=(3, None): the small kernel has none",
+        "softcap=50.0: the small kernel has none",
+        "return_lse: the small kernel has no log-sum-exp output",
+    )
+    eights = replace(EVERYTHING, head_dim_multiple=8)
+    assert unmet(eights, replace(SPEC, head_dim=16), "cpu") == ("head_dim=11: the full kernel takes multiples of 8",)
+
+
+def test_alignment_counts_only_where_it_changes_the_result() -> None:
+    claims = replace(EVERYTHING, alignments=("top_left",))
+    assert unmet(claims, SPEC, "cpu") == ()  # no band
+    assert unmet(claims, replace(SPEC, causal=True, q_len=7), "cpu") == ()  # a square
+    assert unmet(claims, replace(SPEC, causal=True), "cpu") != ()
+    packed = replace(SPEC, causal=True, q_len=7, **ASKS["documents"])  # square in all, not each document
+    assert unmet(claims, packed, "cpu") != ()
+
+
+def test_a_gradient_of_the_log_sum_exp_is_a_claim_of_its_own() -> None:
+    claims = replace(EVERYTHING, lse_gradient=False)
+    assert unmet(claims, replace(SPEC, return_lse=True), "cpu") == ()
+    assert unmet(claims, replace(SPEC, needs_backward=True), "cpu") == ()
+    reasons = unmet(claims, replace(SPEC, return_lse=True, needs_backward=True), "cpu")
+    assert reasons == ("return_lse with gradients: the full kernel takes no gradient of the log-sum-exp",)
+
+
+@pytest.mark.parametrize(
+    ("devices", "runs"),
+    [(("cpu",), {"cpu"}), (("cuda",), {"sm80", "sm90", "sm100"}), (("sm90", "cpu"), {"cpu", "sm90"})],
+)
+def test_devices(devices: tuple[str, ...], runs: set[str]) -> None:
+    claims = replace(NOTHING, devices=devices)
+    assert {device for device in ("cpu", "sm80", "sm90", "sm100", "meta") if claims.runs_on(device)} == runs
+
+
+# What is chosen
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: f"{target.framework}-{target.device}")
+@pytest.mark.parametrize("asked", [{}, *ASKS.values(), {"needs_backward": True}], ids=["plain", *ASKS, "training"])
+def test_the_first_in_order_that_can_is_chosen(target: Target, asked: dict[str, Any]) -> None:
+    spec = replace(SPEC, **asked)
+    found = explain(spec, target)
+    order = backends.PREFERENCE[target.framework, target.kind]
+    able = [name for name in order if not selection.refusals(name, spec, target)]
+    assert found.backend == (able[0] if able else None)
+    assert found.considered[: len(order)] == order
+    assert sorted(found.considered) == sorted(backends.NAMES)
+    assert dict(found.refusals) == {
+        name: why for name in backends.NAMES if (why := selection.refusals(name, spec, target))
+    }
+    assert found.requested is None
+    assert (found.spec, found.target) == (spec, target)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: f"{target.framework}-{target.device}")
+def test_plain_calls_run_everywhere_that_the_order_knows(target: Target) -> None:
+    chosen = select(SPEC, target)
+    assert chosen.backend == backends.PREFERENCE[target.framework, target.kind][0]
+    reasons = chosen.reasons("sdpa_flash")
+    assert reasons == (
+        () if target.device == "cpu" else (f"device {target.device}: the aten CPU flash kernel needs cpu",)
+    )
+    assert (chosen.reasons("jax_xla") == ("runs in JAX only",)) is (target.framework == "torch")
+
+
+def test_both_frameworks_choose_the_same_on_a_cpu() -> None:
+    for asked in ({}, *(changes for name, changes in ASKS.items() if name != "dropout")):
+        spec = replace(SPEC, **asked)
+        assert select(spec, CPU).backend == select(spec, Target("jax", "cpu")).backend
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_what_is_not_installed_is_passed_over_with_its_reason(framework: str) -> None:
+    reason = "not available: ImportError: No module named 'torch' (needs torch>=2.11)"
+    broken = Target(framework, "cpu", (("sdpa_flash", reason), ("math", reason)))
+    found = explain(SPEC, broken)
+    assert found.backend == ("flex" if framework == "torch" else "jax_xla")
+    assert found.reasons("sdpa_flash") == found.reasons("math") == (reason,)
+    nothing = Target(framework, "cpu", tuple((name, reason) for name in backends.built()))
+    with pytest.raises(NoBackendError, match=r"^no backend can run this call\n") as caught:
+        select(replace(SPEC, softcap=50.0), nothing)
+    assert caught.value.selection.reasons("sdpa_flash") == (reason, "softcap=50.0: the aten CPU flash kernel has none")
+
+
+def test_an_unknown_device_has_no_automatic_choice() -> None:
+    found = explain(SPEC, Target("torch", "mps"))
+    assert found.backend is None
+    assert found.reasons("math") == ("device mps: the torch math kernel needs cpu or cuda",)
+
+
+def test_an_explicit_backend_never_falls_back() -> None:
+    spec = replace(SPEC, softcap=50.0, sinks=True, dropout=0.1)
+    assert select(spec, CPU).backend == "math"
+    with pytest.raises(NoBackendError) as caught:
+        select(spec, CPU, "sdpa_flash")
+    found = caught.value.selection
+    assert (found.backend, found.requested) == (None, ("sdpa_flash",))
+    assert found.reasons("sdpa_flash") == tuple(
+        f"{what}: the aten CPU flash kernel has none" for what in ("softcap=50.0", "sinks", "dropout=0.1")
+    )
+    assert found.reasons("math") == ()
+    assert "never falls back" in str(caught.value)
+    assert str(found) in str(caught.value)
+    assert isinstance(caught.value, NotImplementedError)
+
+
+def test_several_names_are_a_preference_and_the_last_word() -> None:
+    assert select(SPEC, CPU, ("flex", "math")).backend == "flex"
+    assert select(SPEC, CPU, ("jax_xla", "math")).backend == "math"
+    found = select(replace(SPEC, needs_backward=True), CPU, ("flex", "math"))
+    assert (found.backend, found.requested) == ("math", ("flex", "math"))
+    assert found.reasons("flex") == ("backward: FlexAttention on CPU has no gradient",)
+    assert found.considered[:2] == ("flex", "math")
+    with pytest.raises(NoBackendError, match=r"^backend='flex, jax_xla' cannot run this call"):
+        select(replace(SPEC, needs_backward=True), CPU, ("flex", "jax_xla"))
+
+
+def test_backward_reasons_add_what_the_forward_did_not_say() -> None:
+    spec = replace(SPEC, bias_shape=(1, 6, 5, 7), bias_gradient=True, needs_backward=True, return_lse=True)
+    reasons = explain(spec, CPU).reasons("sdpa_flash")
+    assert len(reasons) == len(set(reasons)) == 2
+    assert any("gradient of the bias" in reason for reason in reasons)
+    assert any("return_lse with gradients" in reason for reason in reasons)
+
+
+def test_in_jax_only_the_xla_path_drops_out() -> None:
+    found = explain(replace(SPEC, dropout=0.1), Target("jax", "cpu"))
+    assert found.backend == "jax_xla"
+    assert "dropout=0.1: in JAX only the XLA path has dropout" in found.reasons("math")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("sdpa_flsh", "^backend='sdpa_flsh': unknown backend; did you mean sdpa_flash"),
+        ("Math", "did you mean math"),
+        ("qqq", "expected one of sdpa_flash, "),
+        (("math", "flash5"), "^backend='flash5': unknown backend; did you mean"),
+    ],
+)
+def test_unknown_names(name: Any, says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        select(SPEC, CPU, name)
+    with pytest.raises(SpecError, match=says):
+        explain(SPEC, CPU, name)
+
+
+def test_a_known_name_without_a_file_says_so() -> None:
+    for name in set(backends.NAMES) - set(backends.built()):
+        with pytest.raises(NoBackendError, match=f"{name} .*this version .* has no {name} backend"):
+            select(SPEC, CPU, name)
+
+
+def test_selections_are_values() -> None:
+    first, second = explain(SPEC, CPU), explain(SPEC, CPU)
+    assert first is second
+    assert pickle.loads(pickle.dumps(first)) == first
+    assert hash(first) == hash(pickle.loads(pickle.dumps(first)))
+    with pytest.raises(NoBackendError) as caught:
+        select(SPEC, CPU, "jax_xla")
+    again = pickle.loads(pickle.dumps(caught.value))  # it must be able to leave a worker process
+    assert (again.selection, str(again)) == (caught.value.selection, str(caught.value))
+
+
+# What is said
+
+
+@pytest.fixture
+def few_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version with four backends and a fifth name, so that the text stays as it is when backends are added."""
+    monkeypatch.setattr(backends, "NAMES", ("sdpa_flash", "flash9", "flex", "math", "jax_xla"))
+    monkeypatch.setattr(
+        backends, "PREFERENCE", {("torch", "cpu"): ("sdpa_flash", "math"), ("torch", "cuda"): ("math",)}
+    )
+    monkeypatch.setattr("attn_core.__version__", "1.2.3")
+
+
+HEAD = "float32, batch 2, q_len 5, kv_len 7, heads 6/3, head_dim 11"
+
+
+@pytest.mark.usefixtures("few_backends")
+def test_the_explanation_of_an_automatic_choice() -> None:
+    assert str(
+        explain(replace(SPEC, softcap=50.0, needs_backward=True, bias_shape=(1, 6, 5, 7), bias_gradient=True), CPU)
+    ) == (
+        f"attention in torch on cpu: {HEAD}, softcap=50.0, bias_shape=(1, 6, 5, 7), needs_backward, bias_gradient\n"
+        "  sdpa_flash  refused: softcap=50.0: the aten CPU flash kernel has none; "
+        "gradient of the bias: the aten CPU flash kernel has none\n"
+        "  math        selected\n"
+        "  flash9      refused: this version (1.2.3) has no flash9 backend\n"
+        "  flex        refused: gradient of the bias: FlexAttention on CPU has none; "
+        "backward: FlexAttention on CPU has no gradient\n"
+        "  jax_xla     refused: runs in JAX only"
+    )
+
+
+@pytest.mark.usefixtures("few_backends")
+def test_the_explanation_of_what_could_have_run() -> None:
+    assert str(explain(SPEC, CPU)) == (
+        f"attention in torch on cpu: {HEAD}\n"
+        "  sdpa_flash  selected\n"
+        "  math        can run it\n"
+        "  flash9      refused: this version (1.2.3) has no flash9 backend\n"
+        "  flex        can run it when asked for by name\n"
+        "  jax_xla     refused: runs in JAX only"
+    )
+
+
+@pytest.mark.usefixtures("few_backends")
+def test_the_explanation_of_a_refusal() -> None:
+    target = Target("torch", "sm90", (("math", "not available: OSError: libcudart.so.13 (needs torch>=2.11)"),))
+    with pytest.raises(NoBackendError) as caught:
+        select(replace(SPEC, dropout=0.1), target, ("flash9", "math"))
+    assert str(caught.value) == (
+        "backend='flash9, math' cannot run this call, and a backend asked for by name never falls back\n"
+        f"attention in torch on sm90: {HEAD}, dropout=0.1\n"
+        "  flash9      refused: this version (1.2.3) has no flash9 backend\n"
+        "  math        refused: not available: OSError: libcudart.so.13 (needs torch>=2.11)\n"
+        "  sdpa_flash  refused: device sm90: the aten CPU flash kernel needs cpu; "
+        "dropout=0.1: the aten CPU flash kernel has none\n"
+        "  flex        refused: device sm90: FlexAttention on CPU needs cpu; "
+        "dropout=0.1: FlexAttention on CPU has none\n"
+        "  jax_xla     refused: runs in JAX only"
+    )

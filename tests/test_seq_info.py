@@ -1,0 +1,185 @@
+"""SeqInfo: what it accepts, what it refuses by name, and the offsets it builds."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attn_core import DTypeError, SeqInfo, ShapeError, SpecError
+from attn_core.seq_info import check_cu_seqlens
+
+
+def offsets(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def test_from_lengths_of_one_side_serves_both() -> None:
+    info = SeqInfo.from_lengths([3, 0, 2])
+    assert info.cu_seqlens_q.tolist() == [0, 3, 3, 5]
+    assert info.cu_seqlens_k is info.cu_seqlens_q
+    assert (info.max_len_q, info.max_len_k, info.cu_seqlens_q.dtype) == (3, 3, np.int32)
+
+
+def test_from_lengths_of_two_sides() -> None:
+    info = SeqInfo.from_lengths([3, 2], [0, 7])
+    assert (info.cu_seqlens_q.tolist(), info.cu_seqlens_k.tolist()) == ([0, 3, 5], [0, 0, 7])
+    assert (info.max_len_q, info.max_len_k) == (3, 7)
+
+
+def test_from_lengths_makes_the_arrays_asked_for() -> None:
+    info = SeqInfo.from_lengths([3, 2], array=lambda array: array.tolist())
+    assert (info.cu_seqlens_q, info.max_len_k) == ([0, 3, 5], 3)
+    assert info.cu_seqlens_k is info.cu_seqlens_q
+    two = SeqInfo.from_lengths([3, 2], [1, 1], array=tuple)
+    assert (two.cu_seqlens_q, two.cu_seqlens_k) == ((0, 3, 5), (0, 1, 2))
+
+
+def test_from_lengths_takes_any_iterable_of_host_ints() -> None:
+    assert SeqInfo.from_lengths(iter((np.int64(3), 2))).cu_seqlens_q.tolist() == [0, 3, 5]
+    assert SeqInfo.from_lengths(np.array([3, 2])).max_len_q == 3
+    assert SeqInfo.from_lengths([0, 0]).max_len_q == 0
+
+
+@pytest.mark.parametrize(
+    ("lengths", "error", "says"),
+    [
+        (([],), ShapeError, "^lengths_q: expected at least one document, got none"),
+        (([3], []), ShapeError, "^lengths_k: expected at least one document"),
+        (([3, -1],), SpecError, "^lengths_q: .*non-negative ints, got -1"),
+        (([3, 2.0],), SpecError, "^lengths_q: .*got 2.0"),
+        (([True],), SpecError, "^lengths_q: .*got True"),
+        ((["3"],), SpecError, "^lengths_q: .*got '3'"),
+        (([3, 2], [5]), ShapeError, "^lengths_k: expected one length for each of the 2 query documents, got 1"),
+        (([2**31 - 1, 1],), SpecError, "^lengths_q: 2147483648 tokens in all, more than int32"),
+    ],
+)
+def test_from_lengths_refuses(lengths: tuple[Any, ...], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says) as caught:
+        SeqInfo.from_lengths(*lengths)
+    assert type(caught.value) is error
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "error", "says"),
+    [
+        (np.array([0, 5]), DTypeError, "^seq_info.cu_seqlens_q: expected dtype int32, got int64; .*astype"),
+        (np.array([0.0, 5.0]), DTypeError, "got float64"),
+        (offsets(1, 5), SpecError, "^seq_info.cu_seqlens_q: expected to start at 0, got 1; prepend"),
+        (offsets(-1, 5), SpecError, "expected to start at 0, got -1"),
+        (offsets(0, 5, 4), SpecError, "got 5 then 4 at position 2; pass cumulative lengths"),
+        (offsets(0), ShapeError, r"at least one document, got \[1\]"),
+        (offsets(), ShapeError, r"at least one document, got \[0\]"),
+        (offsets(0, 5)[None], ShapeError, r"expected shape \[documents \+ 1\] .* got \[1, 2\]"),
+        (offsets(0, 6), SpecError, "^seq_info.max_len_q=5: expected at least the longest document, 6 tokens"),
+    ],
+)
+def test_host_offsets_are_checked_at_once(cu_seqlens: np.ndarray, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says) as caught:
+        SeqInfo(cu_seqlens, offsets(0, 5), 5, 5)
+    assert type(caught.value) is error
+    with pytest.raises(error, match=re.sub("_q", "_k", says)):
+        SeqInfo(offsets(0, 5), cu_seqlens, 5, 5)
+
+
+@pytest.mark.parametrize("value", [5.0, True, None, "5", np.array(5), np.array([5]), np.float32(5), 1j])
+def test_longest_lengths_are_host_ints(value: Any) -> None:
+    with pytest.raises(SpecError, match=r"^seq_info.max_len_q=.*: expected a host int .*synchronisation"):
+        SeqInfo(offsets(0, 5), offsets(0, 5), value, 5)
+    with pytest.raises(SpecError, match=r"^seq_info.max_len_k=.*: expected a host int"):
+        SeqInfo(offsets(0, 5), offsets(0, 5), 5, value)
+
+
+def test_numpy_integers_become_ints() -> None:
+    info = SeqInfo(offsets(0, 5), offsets(0, 5), np.int64(7), np.int32(5))
+    assert [type(info.max_len_q), type(info.max_len_k)] == [int, int]
+    assert info.max_len_q == 7
+
+
+def test_a_negative_longest_length_is_refused_whatever_holds_the_offsets() -> None:
+    with pytest.raises(SpecError, match=r"^seq_info.max_len_k=-1: expected the longest document in tokens, 0 or more"):
+        SeqInfo(object(), object(), 0, -1)
+
+
+def test_a_bound_may_be_larger_than_the_longest_document() -> None:
+    assert SeqInfo(offsets(0, 3, 5), offsets(0, 3, 5), 128, 128).max_len_q == 128
+
+
+def test_device_arrays_are_kept_as_they_are() -> None:
+    held = object()
+    info = SeqInfo(held, held, 5, 5)
+    assert info.cu_seqlens_q is held
+
+
+def test_coerce() -> None:
+    info = SeqInfo.from_lengths([3, 2])
+    assert SeqInfo.coerce(None) is None
+    assert SeqInfo.coerce(info) is info
+    lengths, cu_seqlens = offsets(3, 2), offsets(0, 3, 5)
+    for sequence in ((lengths, cu_seqlens, 3), [lengths, cu_seqlens, 3]):
+        made = SeqInfo.coerce(sequence)
+        assert made is not None
+        assert made.cu_seqlens_q is made.cu_seqlens_k is cu_seqlens
+        assert (made.max_len_q, made.max_len_k) == (3, 3)
+
+
+@pytest.mark.parametrize("value", [(1, 2), [3, 2], "3,2", {"lengths": [3]}, 5, offsets(0, 3, 5)])
+def test_coerce_refuses(value: Any) -> None:
+    says = f"^seq_info: expected a SeqInfo or the triple .* got {type(value).__name__}; build one"
+    with pytest.raises(SpecError, match=says):
+        SeqInfo.coerce(value)
+
+
+def test_converts_once_for_each_place() -> None:
+    info, calls = SeqInfo.from_lengths([3, 2]), []
+
+    def convert(array: np.ndarray) -> list[int]:
+        calls.append(1)
+        return array.tolist()
+
+    first = info.converted("here", convert)
+    assert info.converted("here", convert) is first
+    assert first[0] is first[1]
+    assert len(calls) == 1
+    two = SeqInfo.from_lengths([3, 2], [1, 1])
+    assert two.converted("here", convert) == ([0, 3, 5], [0, 1, 2])
+    info.converted("there", convert)
+    assert len(calls) == 4
+
+
+def test_offsets_must_end_at_the_tokens() -> None:
+    check_cu_seqlens(offsets(0, 3, 5), 3, side="q", tokens=5)
+    for tokens in (4, 6):
+        says = rf"^seq_info.cu_seqlens_k: expected to end at the token count {tokens}, got 5; .*padding"
+        with pytest.raises(SpecError, match=says):
+            check_cu_seqlens(offsets(0, 3, 5), 3, side="k", tokens=tokens)
+
+
+def test_differences_beyond_int32_are_seen() -> None:
+    """The difference of two int32 offsets may not fit int32: -2^31 after 2^31 - 1 would look like growth."""
+    with pytest.raises(SpecError, match="non-decreasing"):
+        check_cu_seqlens(offsets(0, 2**31 - 1, -(2**31)), 2**31 - 1, side="q")
+
+
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=9))
+def test_offsets_are_running_sums(lengths: list[int]) -> None:
+    info = SeqInfo.from_lengths(lengths)
+    assert np.diff(info.cu_seqlens_q).tolist() == lengths
+    assert info.cu_seqlens_q[-1] == sum(lengths)
+    assert info.max_len_q == max(lengths)
+
+
+@given(st.lists(st.integers(-3, 99), min_size=1, max_size=6), st.integers(0, 99))
+def test_offsets_are_accepted_exactly_when_they_describe_documents(values: list[int], longest: int) -> None:
+    steps = [later - earlier for earlier, later in itertools.pairwise(values)]
+    right = len(values) > 1 and values[0] == 0 and min(steps) >= 0 and max(steps) <= longest
+    if right:
+        SeqInfo(offsets(*values), offsets(*values), longest, longest)
+    else:
+        with pytest.raises(SpecError):
+            SeqInfo(offsets(*values), offsets(*values), longest, longest)

@@ -1,0 +1,600 @@
+"""Unsloth's run_attention: one meaning whatever the backend word, in both frontends, against the float64 reference."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from frameworks import BOTH, JAX, TORCH, Framework, as_numpy, spied
+
+from attn_core import AttentionSpec, DTypeError, SeqInfo, ShapeError, SpecError, reference, unsloth
+from attn_core.backends import Inputs
+
+WORDS = (unsloth.FLASH_VARLEN, unsloth.FLASH_DENSE, unsloth.XFORMERS, unsloth.SDPA)
+BSZ, Q_LEN, KV_LEN, HEADS, KV_HEADS, HEAD_DIM = 2, 5, 7, 6, 3, 11
+LENGTHS = (3, 4, 1, 6)  # documents over two rows of 7 tokens, one across the border
+Arrays = dict[str, np.ndarray]
+
+
+class LowerTriangularMask:
+    """Stands for xformers' class of this name."""
+
+
+def numbers(q_len: int = Q_LEN, kv_len: int = KV_LEN, value_dim: int = HEAD_DIM, bsz: int = BSZ) -> Arrays:
+    """Q, K, V as the host lays them out: ``[bsz, heads, len, head_dim]``."""
+    random = np.random.default_rng(0)
+    shapes = {
+        "Q": (bsz, HEADS, q_len, HEAD_DIM),
+        "K": (bsz, KV_HEADS, kv_len, HEAD_DIM),
+        "V": (bsz, KV_HEADS, kv_len, value_dim),
+    }
+    return {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def config(framework: Framework, word: str = unsloth.SDPA, **bags: Any) -> Any:
+    return framework.frontend.AttentionConfig(word, KV_HEADS, HEADS // KV_HEADS, **bags)
+
+
+def context(framework: Framework, arrays: Arrays, **what: Any) -> Any:
+    bsz, heads, q_len, head_dim = arrays["Q"].shape
+    return framework.frontend.AttentionContext(bsz, q_len, arrays["K"].shape[2], heads, head_dim, **what)
+
+
+def run(framework: Framework, arrays: Arrays, word: str = unsloth.SDPA, bags: Any = None, **what: Any) -> np.ndarray:
+    """The output of one call; numpy arrays in bags and context become the framework's."""
+
+    def own(value: Any) -> Any:
+        return framework.array(value) if isinstance(value, np.ndarray) else value
+
+    given = {bag: {key: own(value) for key, value in entries.items()} for bag, entries in (bags or {}).items()}
+    out = framework.frontend.run_attention(
+        config=config(framework, word, **given),
+        context=context(framework, arrays, **{name: own(value) for name, value in what.items()}),
+        **{name: framework.array(array) for name, array in arrays.items()},
+    )
+    assert tuple(out.shape) == (arrays["Q"].shape[0], arrays["Q"].shape[2], HEADS, arrays["V"].shape[3])
+    return as_numpy(out)
+
+
+def expected(
+    arrays: Arrays, *, mask: Any = None, bias: Any = None, slopes: Any = None, lengths: Any = None, **fields: Any
+) -> np.ndarray:
+    """The reference's output in the host's layout; ``lengths`` of documents over the rows laid end to end."""
+    q, k, v = (array.swapaxes(1, 2) for array in arrays.values())  # [bsz, len, heads, head_dim]
+    offsets = None
+    if lengths is not None:
+        q, k, v = (array.reshape(-1, *array.shape[2:]) for array in (q, k, v))
+        offsets = SeqInfo.from_lengths(lengths).cu_seqlens_q
+        fields |= {"documents": len(lengths), "max_len_q": max(lengths), "max_len_k": max(lengths)}
+    batch, q_len, kv_len = (1, len(q), len(k)) if lengths else (len(q), q.shape[1], k.shape[1])
+    spec = AttentionSpec(
+        **{"batch": batch, "q_len": q_len, "kv_len": kv_len, "num_heads": HEADS, "num_kv_heads": KV_HEADS},
+        **{"head_dim": HEAD_DIM, "value_dim": v.shape[-1], "dtype": "float32", "causal": True, **fields},
+        mask_shape=None if mask is None else mask.shape,
+        bias_shape=None if bias is None else bias.shape,
+        alibi_shape=None if slopes is None else slopes.shape,
+    )
+    out, _ = reference.forward(spec, Inputs(q, k, v, mask, bias, slopes, cu_seqlens_q=offsets, cu_seqlens_k=offsets))
+    bsz, _, rows, _ = arrays["Q"].shape
+    return out.reshape(bsz, rows, HEADS, -1)
+
+
+def close(found: np.ndarray, right: np.ndarray) -> None:
+    np.testing.assert_allclose(found, right, atol=2e-5, rtol=0)
+
+
+def seq_info(framework: Framework, kind: str, lengths: Any = LENGTHS) -> Any:
+    """The documents as a SeqInfo of host or framework arrays, or as the host's triple."""
+    cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
+    if kind == "host":
+        return SeqInfo.from_lengths(lengths)
+    if kind == "arrays":
+        return SeqInfo.from_lengths(lengths, array=lambda array: framework.array(array))
+    return framework.array(np.array(lengths, np.int32)), framework.array(cu_seqlens), max(lengths)
+
+
+both = pytest.mark.parametrize("framework", BOTH, ids=str)
+KEEP = np.array([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 1]], np.int32)
+RANDOM = np.random.default_rng(1)
+FULL_MASK = RANDOM.random((BSZ, 1, Q_LEN, KV_LEN)) < 0.6
+FULL_BIAS = np.where(FULL_MASK, RANDOM.normal(size=(BSZ, 1, Q_LEN, KV_LEN)), -np.inf).astype(np.float32)
+
+
+# One meaning
+
+
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "keep mask": ({"attention_mask": KEEP}, {"mask": KEEP[:, None, None, :] != 0}),
+    "bool keep mask": ({"attention_mask": KEEP != 0}, {"mask": KEEP[:, None, None, :] != 0}),
+    "float keep mask": ({"attention_mask": KEEP.astype(np.float32)}, {"mask": KEEP[:, None, None, :] != 0}),
+    "3-D mask": ({"attention_mask": FULL_MASK[:, 0]}, {"mask": FULL_MASK, "causal": False}),
+    "3-D additive mask": ({"attention_mask": FULL_BIAS[:, 0]}, {"bias": FULL_BIAS, "causal": False}),
+    "4-D mask": ({"attention_mask": FULL_MASK}, {"mask": FULL_MASK, "causal": False}),
+    "4-D mask of one row": ({"attention_mask": FULL_MASK[:, :, :1]}, {"mask": FULL_MASK[:, :, :1], "causal": False}),
+    "4-D additive mask": ({"attention_mask": FULL_BIAS}, {"bias": FULL_BIAS, "causal": False}),
+    "causal_mask": ({"causal_mask": FULL_MASK}, {"mask": FULL_MASK, "causal": False}),
+    "2-D causal_mask": ({"causal_mask": FULL_MASK[0, 0]}, {"mask": FULL_MASK[:1], "causal": False}),
+    "triangle": ({"causal_mask": LowerTriangularMask()}, {}),
+    "triangle and keep mask": (
+        {"causal_mask": LowerTriangularMask(), "attention_mask": KEEP},
+        {"mask": KEEP[:, None, None, :] != 0},
+    ),
+    "sliding window": ({"sliding_window": 3}, {"window": (2, 0)}),
+    "sliding window of one key": ({"sliding_window": 1}, {"window": (0, 0)}),
+    "sliding window over all": ({"sliding_window": 99}, {}),
+    "sliding window 0": ({"sliding_window": 0}, {}),
+    "sliding window -1": ({"sliding_window": -1}, {}),
+    "sliding window and keep mask": (
+        {"sliding_window": 3, "attention_mask": KEEP},
+        {"window": (2, 0), "mask": KEEP[:, None, None, :] != 0},
+    ),
+    "sliding window and complete mask": (
+        {"sliding_window": 3, "attention_mask": FULL_MASK},
+        {"mask": FULL_MASK, "causal": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("name", CALLS)
+@both
+def test_every_word_means_the_same(framework: Framework, name: str, word: str) -> None:
+    what, fields = CALLS[name]
+    close(run(framework, numbers(), word, **what), expected(numbers(), **fields))
+
+
+SLOPES = np.geomspace(0.5, 0.01, HEADS).astype(np.float32)
+FLASH_BAGS = ("flash_dense_kwargs", "flash_varlen_kwargs")
+BAGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "not causal": ({"flash_dense_kwargs": {"causal": False}}, {"causal": False}),
+    "is_causal": ({"sdpa_kwargs": {"is_causal": False}}, {"causal": False}),
+    "scale for flash": ({"flash_varlen_kwargs": {"softmax_scale": 0.7}}, {"scale": 0.7}),
+    "scale for sdpa": ({"sdpa_kwargs": {"scale": 0.7, "enable_gqa": True}}, {"scale": 0.7}),
+    "scale for xformers": ({"xformers_kwargs": {"scale": 0.7}}, {"scale": 0.7}),
+    "softcap for flash": ({"flash_dense_kwargs": {"softcap": 1.5}}, {"softcap": 1.5}),
+    "softcap for xformers": ({"xformers_kwargs": {"softcap": 1.5}}, {"softcap": 1.5}),
+    "no softcap": ({"flash_dense_kwargs": {"softcap": 0.0}}, {}),
+    "window": ({"flash_varlen_kwargs": {"window_size": (2, 0)}}, {"window": (2, 0)}),
+    "window in a list": ({"flash_varlen_kwargs": {"window_size": [2, -1]}}, {"window": (2, None)}),
+    "two-sided window": (
+        {"flash_varlen_kwargs": {"window_size": (2, 1), "causal": False}},
+        {"window": (2, 1), "causal": False},
+    ),
+    "no window": ({"flash_varlen_kwargs": {"window_size": (-1, -1)}}, {}),
+    "slopes": ({"flash_dense_kwargs": {"alibi_slopes": SLOPES}}, {"slopes": SLOPES}),
+    "mask for sdpa": ({"sdpa_kwargs": {"attn_mask": FULL_MASK}}, {"mask": FULL_MASK, "causal": False}),
+    "2-D mask for sdpa": ({"sdpa_kwargs": {"attn_mask": FULL_MASK[1, 0]}}, {"mask": FULL_MASK[1:], "causal": False}),
+    "2-D bias for sdpa": ({"sdpa_kwargs": {"attn_mask": FULL_BIAS[1, 0]}}, {"bias": FULL_BIAS[1:], "causal": False}),
+    "bias for xformers": ({"xformers_kwargs": {"attn_bias": FULL_BIAS}}, {"bias": FULL_BIAS, "causal": False}),
+    "triangle for xformers": ({"xformers_kwargs": {"attn_bias": LowerTriangularMask()}}, {}),
+    "complete mask and window": (
+        {"sdpa_kwargs": {"attn_mask": FULL_MASK}, "flash_dense_kwargs": {"window_size": (2, 1)}},
+        {"mask": FULL_MASK, "causal": False, "window": (2, 1)},
+    ),
+    "complete mask and causal": (
+        {"sdpa_kwargs": {"attn_mask": FULL_MASK, "is_causal": True}},
+        {"mask": FULL_MASK, "causal": True},
+    ),
+    "nothing said": ({"flash_dense_kwargs": {"softmax_scale": None, "alibi_slopes": None, "dropout_p": 0.0}}, {}),
+    "the same twice": (
+        {
+            "flash_dense_kwargs": {"causal": True, "softmax_scale": 0.7},
+            "sdpa_kwargs": {"is_causal": True, "scale": 0.7},
+        },
+        {"scale": 0.7},
+    ),
+}
+
+
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("name", BAGS)
+@both
+def test_an_option_counts_wherever_it_is_written(framework: Framework, name: str, word: str) -> None:
+    bags, fields = BAGS[name]
+    close(run(framework, numbers(), word, bags), expected(numbers(), **fields))
+
+
+@pytest.mark.parametrize("bag", FLASH_BAGS)
+@pytest.mark.parametrize("pair", [(3, 3), (2, 0), (2, 2), (3, 0), (3, -1)])
+@both
+def test_flash_distances_beside_a_sliding_window_are_that_many_keys(framework: Framework, bag: str, pair: Any) -> None:
+    found = run(framework, numbers(), bags={bag: {"window_size": pair, "causal": True}}, sliding_window=3)
+    close(found, expected(numbers(), window=(2, 0)))
+
+
+@pytest.mark.parametrize("pair", [(3, 3), (2, 2), None])
+@both
+def test_a_sliding_window_around_self(framework: Framework, pair: Any) -> None:
+    found = run(
+        framework, numbers(), bags={"flash_dense_kwargs": {"window_size": pair, "causal": False}}, sliding_window=3
+    )
+    close(found, expected(numbers(), window=(2, 2), causal=False))
+
+
+# Packed documents
+
+
+@pytest.mark.parametrize("kind", ["host", "arrays", "triple"])
+@pytest.mark.parametrize(("bsz", "length"), [(1, 14), (2, 7), (7, 2)])
+@both
+def test_documents_run_through_the_rows(framework: Framework, kind: str, bsz: int, length: int) -> None:
+    arrays = numbers(length, length, bsz=bsz)
+    for word in WORDS:
+        close(run(framework, arrays, word, seq_info=seq_info(framework, kind)), expected(arrays, lengths=LENGTHS))
+
+
+@both
+def test_documents_that_are_rows_are_the_batch(framework: Framework) -> None:
+    arrays = numbers(7, 7)
+    packed = run(framework, arrays, seq_info=seq_info(framework, "triple", (7, 7)))
+    close(packed, run(framework, arrays))
+
+
+@pytest.mark.parametrize("dtype", [np.bool_, np.int64, np.int32])
+@pytest.mark.parametrize("bsz", [1, 2])
+@both
+def test_documents_and_a_keep_mask_hold_both(framework: Framework, bsz: int, dtype: Any) -> None:
+    length = 14 // bsz
+    arrays = numbers(length, length, bsz=bsz)
+    keep = np.random.default_rng(2).random((bsz, length)) < 0.6
+    found = run(framework, arrays, seq_info=seq_info(framework, "arrays"), attention_mask=keep.astype(dtype))
+    close(found, expected(arrays, lengths=LENGTHS, mask=keep.reshape(1, 1, 1, -1)))
+
+
+@pytest.mark.parametrize("heads", [1, HEADS])
+@pytest.mark.parametrize("rows", [1, 14])
+@both
+def test_documents_and_a_complete_mask_of_one_row(framework: Framework, rows: int, heads: int) -> None:
+    arrays = numbers(14, 14, bsz=1)
+    mask = np.random.default_rng(3).random((1, heads, rows, 14)) < 0.6
+    found = run(framework, arrays, seq_info=seq_info(framework, "arrays"), attention_mask=mask)
+    close(found, expected(arrays, lengths=LENGTHS, mask=mask, causal=False))
+
+
+@both
+def test_documents_with_every_option(framework: Framework) -> None:
+    arrays = numbers(7, 7)
+    bags = {"flash_varlen_kwargs": {"causal": True, "softcap": 1.5, "softmax_scale": 0.7, "window_size": (3, 3)}}
+    found = run(framework, arrays, bags=bags, seq_info=seq_info(framework, "triple"), sliding_window=3)
+    close(found, expected(arrays, lengths=LENGTHS, softcap=1.5, scale=0.7, window=(2, 0)))
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 7), (3, 7), (7, 7), (7, 3)])
+@pytest.mark.parametrize("window", [None, 2])
+@both
+def test_new_queries_stand_at_the_end_of_the_keys(framework: Framework, q_len: int, kv_len: int, window: Any) -> None:
+    """Decoding, chunked prefill, prefill, and rows before the first key, which see nothing."""
+    arrays = numbers(q_len, kv_len)
+    for word in WORDS:
+        found = run(framework, arrays, word, sliding_window=window)
+        close(found, expected(arrays, window=(None, None) if window is None else (window - 1, 0)))
+
+
+@both
+def test_values_may_have_channels_of_their_own(framework: Framework) -> None:
+    arrays = numbers(value_dim=5)
+    close(run(framework, arrays), expected(arrays))
+
+
+@pytest.mark.parametrize(
+    "arrays", [numbers(0, 7), numbers(5, 0), numbers(5, 7, bsz=0)], ids=["no queries", "no keys", "no rows"]
+)
+@both
+def test_nothing_to_attend_is_zeros(framework: Framework, arrays: Arrays) -> None:
+    assert not run(framework, arrays).any()
+
+
+@both
+def test_no_rows_of_documents(framework: Framework) -> None:
+    empty = seq_info(framework, "arrays", (0, 0))
+    keep = np.ones((0, 7), np.int32)
+    assert run(framework, numbers(7, 7, bsz=0), seq_info=empty, attention_mask=keep).shape == (0, 7, HEADS, HEAD_DIM)
+
+
+@both
+def test_rows_of_padding_are_zeros(framework: Framework) -> None:
+    """The first query of row 0 sees only keys that the mask drops."""
+    out = run(framework, numbers(7, 7), attention_mask=KEEP)
+    assert not out[0, :2].any()
+    assert np.isfinite(out).all()
+
+
+# Gradients and tracing
+
+
+def loss_gradients(framework: Framework, arrays: Arrays, word: str, what: dict[str, Any]) -> Arrays:
+    settings = {"config": config(framework, word), "context": context(framework, arrays, requires_grad=True, **what)}
+    own = {name: framework.array(array) for name, array in arrays.items()}
+    if framework is TORCH:
+        leaves = {name: tensor.requires_grad_() for name, tensor in own.items()}
+        framework.frontend.run_attention(**settings, **leaves).square().sum().backward()
+        return {name: as_numpy(leaf.grad) for name, leaf in leaves.items()}
+
+    def loss(own: Any) -> Any:
+        return (framework.frontend.run_attention(**settings, **own) ** 2).sum()
+
+    return {name: as_numpy(gradient) for name, gradient in jax.jit(jax.grad(loss))(own).items()}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@both
+def test_gradients_flow(framework: Framework, packed: bool) -> None:
+    arrays = numbers(7, 7)
+    what = {"seq_info": seq_info(framework, "arrays")} if packed else {"sliding_window": 3}
+    fields: dict[str, Any] = {"lengths": LENGTHS} if packed else {"window": (2, 0)}
+    found = loss_gradients(framework, arrays, unsloth.FLASH_VARLEN, what)
+    direction = {name: np.random.default_rng(4).normal(size=array.shape) for name, array in arrays.items()}
+    step = 1e-4
+
+    def loss(size: float) -> float:
+        return float(
+            (expected({name: array + size * direction[name] for name, array in arrays.items()}, **fields) ** 2).sum()
+        )
+
+    slope = (loss(step) - loss(-step)) / (2 * step)
+    assert sum((found[name] * direction[name]).sum() for name in found) == pytest.approx(slope, rel=1e-3)
+    others = [loss_gradients(framework, arrays, word, what) for word in WORDS]
+    assert all(np.array_equal(other[name], found[name]) for other in others for name in found)
+
+
+@pytest.mark.parametrize(
+    "what", [{}, {"sliding_window": 3}, {"attention_mask": KEEP}], ids=["plain", "window", "keep mask"]
+)
+def test_jit_traces_everything_that_is_an_array(what: dict[str, Any]) -> None:
+    arrays = numbers()
+
+    @jax.jit
+    def program(own: Any, given: Any) -> Any:
+        return JAX.frontend.run_attention(config=config(JAX), context=context(JAX, arrays, **{**what, **given}), **own)
+
+    own = {name: JAX.array(array) for name, array in arrays.items()}
+    masks = {name: JAX.array(value) for name, value in what.items() if isinstance(value, np.ndarray)}
+    np.testing.assert_array_equal(as_numpy(program(own, masks)), run(JAX, arrays, **what))
+
+
+@pytest.mark.parametrize(
+    "what", [{}, {"sliding_window": 3}, {"attention_mask": KEEP}], ids=["plain", "window", "keep mask"]
+)
+def test_both_frameworks_give_the_same_bits(what: dict[str, Any]) -> None:
+    """From the same memory: torch reads views as they lie, and the last bit of its products depends on strides."""
+    arrays = numbers()
+    seen_by_jax = run(JAX, arrays, **what)  # XLA lays them out as [bsz, len, heads, head_dim]
+    alike = {
+        name: torch.from_numpy(array).transpose(1, 2).contiguous().transpose(1, 2) for name, array in arrays.items()
+    }
+    given = {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in what.items()}
+    out = TORCH.frontend.run_attention(config=config(TORCH), context=context(TORCH, arrays, **given), **alike)
+    np.testing.assert_array_equal(as_numpy(out), seen_by_jax)
+    close(run(TORCH, arrays, **what), seen_by_jax)
+
+
+def test_dropout_is_drawn_in_torch_and_refused_without_a_key_in_jax() -> None:
+    bags = {"sdpa_kwargs": {"dropout_p": 0.5}}
+    torch.manual_seed(0)
+    first = run(TORCH, numbers(), bags=bags)
+    torch.manual_seed(0)
+    np.testing.assert_array_equal(run(TORCH, numbers(), bags=bags), first)
+    assert np.abs(first - run(TORCH, numbers())).max() > 0.1
+    with pytest.raises(SpecError, match=r"^dropout=0.5: expected dropout_rng"):
+        run(JAX, numbers(), bags=bags)
+
+
+@both
+def test_the_word_is_a_preference_and_use_backend_an_order(
+    framework: Framework, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with spied(monkeypatch) as ran:
+        for word in WORDS:
+            run(framework, numbers(), word)
+        assert set(ran) == {"sdpa_flash"}
+        ran.clear()
+        run(framework, numbers(), bags={"flash_dense_kwargs": {"softcap": 2.0}})
+        assert set(ran) == {"math"}  # what the word's kernels cannot run
+        ran.clear()
+        with framework.frontend.use_backend("math"):
+            run(framework, numbers())
+        assert set(ran) == {"math"}
+
+
+def test_the_word_of_a_machine() -> None:
+    assert TORCH.frontend.select_attention_backend() == JAX.frontend.select_attention_backend() == "sdpa"
+    assert TORCH.frontend.select_attention_backend(use_varlen=True) == "sdpa"
+    for available, words in (
+        (("flash3", "xformers", "sdpa_flash"), ("flash_dense", "flash_varlen")),
+        (("flash4",), ("flash_dense", "flash_varlen")),
+        (("xformers", "sdpa_flash"), ("xformers", "xformers")),
+        (("sdpa_cudnn",), ("sdpa", "sdpa")),
+    ):
+        assert tuple(unsloth.choose_word(available, use_varlen) for use_varlen in (False, True)) == words
+
+
+def test_preferences_end_with_automatic_choice() -> None:
+    for word in WORDS:
+        names = unsloth.preference(config(TORCH, word), "torch", "sm90")
+        assert names[0] == unsloth.FAMILIES[word][0]
+        assert "math" in names
+        assert len(names) == len(set(names))
+
+
+# What is refused
+
+
+def bags_of(**entries: Any) -> dict[str, Any]:
+    return {"bags": entries}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "unknown word": (
+        {"word": "flash"},
+        SpecError,
+        "^config.backend='flash': expected one of flash_varlen, flash_dense, xformers, sdpa",
+    ),
+    "unknown key": (
+        bags_of(flash_dense_kwargs={"windowsize": 3}),
+        SpecError,
+        r"^config.flash_dense_kwargs\['windowsize'\]: unknown; expected one of causal,",
+    ),
+    "key of another bag": (
+        bags_of(sdpa_kwargs={"softcap": 3.0}),
+        SpecError,
+        r"^config.sdpa_kwargs\['softcap'\]: unknown",
+    ),
+    "contradicting scales": (
+        bags_of(flash_dense_kwargs={"softmax_scale": 0.5}, sdpa_kwargs={"scale": 0.25}),
+        SpecError,
+        r"^config.sdpa_kwargs\['scale'\]=0.25 contradicts config.flash_dense_kwargs\['softmax_scale'\]=0.5; state",
+    ),
+    "contradicting causal": (
+        bags_of(flash_varlen_kwargs={"causal": True}, sdpa_kwargs={"is_causal": False}),
+        SpecError,
+        "contradicts .*; state causal once",
+    ),
+    "contradicting softcaps": (
+        bags_of(flash_varlen_kwargs={"softcap": 0.0}, xformers_kwargs={"softcap": 30.0}),
+        SpecError,
+        "contradicts .*; state softcap once",
+    ),
+    "contradicting masks": (
+        {"attention_mask": KEEP, "causal_mask": FULL_MASK},
+        SpecError,
+        r"^context.causal_mask=<array of shape \[2, 1, 5, 7\]> contradicts context.attention_mask=<array",
+    ),
+    "contradicting triangle": (
+        {"causal_mask": LowerTriangularMask(), **bags_of(flash_dense_kwargs={"causal": False})},
+        SpecError,
+        r"^context.causal_mask is LowerTriangularMask, causal=True contradicts config.flash_dense_kwargs",
+    ),
+    "contradicting window": (
+        {"sliding_window": 3, **bags_of(flash_dense_kwargs={"window_size": (4, 4)})},
+        SpecError,
+        r"^config.flash_dense_kwargs\['window_size'\]=\(4, 4\) contradicts context.sliding_window=3, which is 3 keys",
+    ),
+    "contradicting right side": (
+        {"sliding_window": 3, **bags_of(flash_dense_kwargs={"window_size": (2, 5), "causal": False})},
+        SpecError,
+        "contradicts context.sliding_window=3",
+    ),
+    "contradicting windows": (
+        bags_of(flash_dense_kwargs={"window_size": (2, 0)}, flash_varlen_kwargs={"window_size": (3, 0)}),
+        SpecError,
+        "contradicts",
+    ),
+    "window of one number": (
+        bags_of(flash_dense_kwargs={"window_size": 3}),
+        SpecError,
+        r"^config.flash_dense_kwargs\['window_size'\]=3: expected two distances",
+    ),
+    "window of three": (bags_of(flash_dense_kwargs={"window_size": (1, 2, 3)}), SpecError, "expected two distances"),
+    "window of floats": (bags_of(flash_dense_kwargs={"window_size": (1.0, 0)}), SpecError, "expected two distances"),
+    "sliding window of a float": (
+        {"sliding_window": 3.0},
+        SpecError,
+        "^context.sliding_window=3.0: expected how many keys",
+    ),
+    "sliding window of a bool": ({"sliding_window": True}, SpecError, "^context.sliding_window=True: "),
+    "softcap": (bags_of(flash_dense_kwargs={"softcap": -1.0}), SpecError, "^softcap=-1.0: "),
+    "scale": (bags_of(sdpa_kwargs={"scale": 0.0}), SpecError, "^scale=0.0: "),
+    "dropout": (bags_of(xformers_kwargs={"p": 1.5}), SpecError, "^dropout=1.5: "),
+    "int 4-D mask": (
+        {"attention_mask": FULL_MASK.astype(np.int32)},
+        DTypeError,
+        r"^context.attention_mask: expected bool .*got .*int32 of shape \[2, 1, 5, 7\]; .*mask != 0",
+    ),
+    "int 3-D mask": (
+        {"attention_mask": FULL_MASK[:, 0].astype(np.int32)},
+        DTypeError,
+        "^context.attention_mask: expected bool",
+    ),
+    "int attn_mask": (
+        bags_of(sdpa_kwargs={"attn_mask": FULL_MASK[0, 0].astype(np.int32)}),
+        DTypeError,
+        r"^config.sdpa_kwargs\['attn_mask'\]: expected bool",
+    ),
+    "keep mask of queries": (
+        {"attention_mask": np.ones((BSZ, Q_LEN), np.int32)},
+        ShapeError,
+        r"^context.attention_mask: .*\[bsz, kv_len\] = \[2, 7\], got \[2, 5\]",
+    ),
+    "keep mask of one row": ({"attention_mask": KEEP[:1]}, ShapeError, r"got \[1, 7\]"),
+    "mask of one axis": (
+        {"attention_mask": KEEP[0] != 0},
+        ShapeError,
+        r"^context.attention_mask: expected 2, 3 or 4 axes, got \[7\]",
+    ),
+    "mask of five axes": ({"attention_mask": FULL_MASK[None]}, ShapeError, "expected 2, 3 or 4 axes"),
+    "mask of other sizes": (
+        {"attention_mask": FULL_MASK[..., :5]},
+        ShapeError,
+        r"^mask: .* = \[2, 6, 5, 7\], got \[2, 1, 5, 5\]",
+    ),
+    "list as mask": (
+        {"attention_mask": KEEP.tolist()},
+        TypeError,
+        "^context.attention_mask: expected a .*, got builtins.list",
+    ),
+    "xformers' other masks": (
+        {"causal_mask": object()},
+        TypeError,
+        "^context.causal_mask: expected a .*, got builtins.object",
+    ),
+    "seq_info": ({"seq_info": [3, 4]}, SpecError, "^seq_info: expected a SeqInfo or the triple"),
+    "documents of other lengths than the rows": ({"seq_info": SeqInfo.from_lengths([3, 4])}, SpecError, "^seq_info"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@both
+def test_refused_by_name_before_anything_runs(framework: Framework, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    what, error, says = REFUSED[name]
+    with spied(monkeypatch) as ran, pytest.raises(error, match=says) as caught:
+        run(framework, numbers(), **what)
+    assert type(caught.value) is error
+    assert ran == []
+
+
+SIZES = {
+    "Q": (("Q", (2, 6, 4, 11)), r"^Q: expected \[2, 6, 5, 11\] from config and context, got \[2, 6, 4, 11\]"),
+    "K": (("K", (2, 3, 8, 11)), r"^K: expected \[2, 3, 7, 11\] from config and context, got \[2, 3, 8, 11\]"),
+    "kv heads": (("K", (2, 6, 7, 11)), r"^K: expected \[2, 3, 7, 11\]"),
+    "V": (("V", (2, 3, 8, 11)), r"^V: expected \[2, 3, 7, 11\] from config and context, got \[2, 3, 8, 11\]"),
+    "V laid out otherwise": (("V", (1, 3, 14, 11)), r"^V: expected \[2, 3, 7, 11\]"),
+    "rank of Q": (("Q", (6, 5, 11)), r"^Q: expected \[2, 6, 5, 11\] from config and context, got \[6, 5, 11\]"),
+    "rank of V": (("V", (3, 7, 11)), r"^V: expected \[2, 3, 7, 11\]"),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("packed", [False, True])
+@both
+def test_sizes_must_be_those_that_are_told(framework: Framework, packed: bool, name: str) -> None:
+    (which, size), says = SIZES[name]
+    arrays = numbers()
+    own = {letter: framework.array(array) for letter, array in arrays.items()} | {which: framework.zeros(*size)}
+    what = {"seq_info": seq_info(framework, "arrays")} if packed else {}
+    with pytest.raises(ShapeError, match=says):
+        framework.frontend.run_attention(config=config(framework), context=context(framework, arrays, **what), **own)
+
+
+@both
+def test_groups_must_fit_the_heads(framework: Framework) -> None:
+    arrays = numbers()
+    own = {name: framework.array(array) for name, array in arrays.items()}
+    wrong = framework.frontend.AttentionConfig(unsloth.SDPA, KV_HEADS, 3)
+    with pytest.raises(ShapeError, match=r"^config.n_groups=3: expected n_heads // n_kv_heads = 6 // 3"):
+        framework.frontend.run_attention(config=wrong, context=context(framework, arrays), **own)
+
+
+@both
+def test_tensors_of_the_other_framework(framework: Framework) -> None:
+    arrays = numbers()
+    own = {name: framework.array(array) for name, array in arrays.items()} | {"K": framework.other.zeros(2, 3, 7, 11)}
+    with pytest.raises(TypeError, match=f"^K: expected a .*; use {re.escape(framework.other.name)}_frontend"):
+        framework.frontend.run_attention(config=config(framework), context=context(framework, arrays), **own)
