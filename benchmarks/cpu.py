@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,18 +36,25 @@ MIB = 2**20
 
 def torch_overhead() -> list[dict[str, Any]]:
     """Microseconds of torch_frontend.attention above scaled_dot_product_attention, each in its own layout."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     found = []
-    try:
+    with _one_thread():
         for mode in ("no gradient", "forward, gradient recorded", "forward + backward"):
             seconds = side_by_side(_torch_candidates(mode), calls=2000, rounds=25)
             extra = median_difference(seconds, "attention", "torch") * 1e6
             limit = {"no gradient": 8.0, "forward, gradient recorded": 13.0}.get(mode)
             found.append(_figure(f"torch call, {mode}", "microseconds above torch", extra, limit, "<=", seconds))
+    return found
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """torch on one thread: what a call costs, without what waking a second thread costs on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
     finally:
         torch.set_num_threads(threads)
-    return found
 
 
 def _torch_candidates(mode: str) -> dict[str, Callable[[], Any]]:
@@ -80,7 +88,7 @@ def jax_speed() -> list[dict[str, Any]]:
     for what, limit, rounds in (("forward", 4.0, 7), ("forward + backward", 3.0, 5)):
         candidates = {"jax.nn xla": theirs, "attention": ours}
         runs = {name: _jax_run(function, what, (q, k, v, dout)) for name, function in candidates.items()}
-        seconds = side_by_side(runs, calls=1, rounds=rounds)
+        seconds = side_by_side(runs, calls=3, rounds=rounds)
         times = median_ratio(seconds, "attention", "jax.nn xla")
         shape = "1 x 4096, 8 heads x 64, float32, causal"
         found.append(_figure(f"jax.jit, {what}, {shape}", "times jax.nn xla's speed", times, limit, ">=", seconds))
@@ -110,7 +118,8 @@ def bridge_cost() -> list[dict[str, Any]]:
         "empty": lambda: empty(q, q, q).block_until_ready(),
         "attention": lambda: bridged(q, q, q).block_until_ready(),
     }
-    seconds = side_by_side(runs, calls=1000, rounds=25)
+    with _one_thread():
+        seconds = side_by_side(runs, calls=1000, rounds=25)
     extra = median_difference(seconds, "attention", "empty") * 1e6
     found = [
         _figure("jax.jit call through the bridge", "microseconds above an empty jit call", extra, 40.0, "<=", seconds)
@@ -159,11 +168,11 @@ def page(result: dict[str, Any]) -> str:
 
 Written by `python -m benchmarks.cpu --write` on {where["date"]}: {where["processor"]}, {result["cores"]} cores,
 Python {where["python"]}, {versions}. Raw times: `benchmarks/results/cpu.json`. Each figure is a difference or a ratio
-of candidates that took turns in one process; the absolute times belong to that machine.
+of candidates that took turns in one process, the first call of each turn left out; absolute times are that machine's.
 
 {table(result["figures"])}
 
-The torch calls run on one thread, on tensors of {TINY} (batch, seq, heads, head_dim), and torch's own
+The small calls run with torch on one thread, on tensors of {TINY} (batch, seq, heads, head_dim), and torch's own
 `scaled_dot_product_attention` gets its own layout, (batch, heads, seq, head_dim). "Through the bridge" is the whole way
 from a jitted JAX function to torch's CPU kernel and back, that kernel included.
 

@@ -13,7 +13,10 @@ from typing import Any
 
 
 def side_by_side(candidates: dict[str, Callable[[], Any]], *, calls: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds per call of each candidate in each round; the rounds interleave the candidates, in turn."""
+    """Seconds per call of each candidate in each round; the rounds interleave the candidates, in turn.
+
+    Each turn begins with a call that is not counted: right after another candidate, its threads are still in the way.
+    """
     for run in candidates.values():
         for _ in range(3):
             run()
@@ -23,6 +26,7 @@ def side_by_side(candidates: dict[str, Callable[[], Any]], *, calls: int, rounds
     try:
         for _ in range(rounds):
             for name, run in candidates.items():
+                run()
                 began = time.perf_counter()
                 for _ in range(calls):
                     run()
