@@ -39,8 +39,15 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         yield names
 
 
-def test_is_one_function_in_both_frontends() -> None:
-    assert torch_frontend.use_backend is jax_frontend.use_backend is use_backend
+def test_is_one_choice_in_both_frontends() -> None:
+    assert torch_frontend.use_backend is use_backend
+    with jax_frontend.use_backend("math"):
+        assert requested() == ("math",)
+        with torch_frontend.use_backend("flex"):
+            assert requested() == ("flex",)
+    assert requested() is None
+    with pytest.raises(SpecError, match="unknown backend"), jax_frontend.use_backend("mathh"):
+        pass
 
 
 def test_nests_and_is_restored() -> None:
