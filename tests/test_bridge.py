@@ -22,6 +22,13 @@ SPEC = AttentionSpec(
 CALL = bridge.BridgedCall("forward", "math", "cpu", SPEC, ("q", "k", "v"))
 
 
+def in_its_own_process(script, **environment):
+    """Runs Python text on the CPU in a process that has seen nothing of this one."""
+    paths = ":".join(path for path in sys.path if path)
+    env = {"PATH": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, **environment}
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, check=False)
+
+
 def test_a_token_is_short_and_means_the_same_in_every_process():
     token = bridge.token_of(CALL)
     assert len(token) == bridge.TOKEN_LENGTH == 7, "tvm-ffi keeps 7 characters inside the value, and frees longer ones"
@@ -31,9 +38,8 @@ def test_a_token_is_short_and_means_the_same_in_every_process():
         f"print(bridge.token_of(bridge.BridgedCall('forward', 'math', 'cpu', {SPEC!r}, ('q', 'k', 'v'))))"
     )
     for seed in ("0", "1"):
-        env = {"PYTHONHASHSEED": seed, "PATH": "", "PYTHONPATH": ":".join(path for path in sys.path if path)}
-        found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, check=True)
-        assert found.stdout.strip() == token
+        found = in_its_own_process(script, PYTHONHASHSEED=seed)
+        assert found.stdout.strip() == token, found.stderr
 
 
 def test_two_calls_never_share_a_token(monkeypatch):
@@ -139,12 +145,7 @@ for _ in range(20):
         assert np.array_equal(np.asarray(found), expected)
 print("ok")
 """
-    env = {
-        "PATH": "",
-        "PYTHONPATH": ":".join(path for path in sys.path if path),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-    }
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, check=False)
+    found = in_its_own_process(script, XLA_FLAGS="--xla_force_host_platform_device_count=4")
     assert found.stdout.strip() == "ok", found.stderr
 
 
@@ -158,6 +159,5 @@ call(x).block_until_ready()
 for _ in range(20):
     call(x)  # nobody waits for these
 """
-    env = {"PATH": "", "PYTHONPATH": ":".join(path for path in sys.path if path)}
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, check=False)
+    found = in_its_own_process(script)
     assert (found.returncode, found.stderr) == (0, "")
