@@ -161,3 +161,26 @@ for _ in range(20):
 """
     found = in_its_own_process(script)
     assert (found.returncode, found.stderr) == (0, "")
+
+
+def test_jax_alone_has_its_own_attention():
+    script = """
+import sys
+
+class Absent:
+    def find_spec(self, name, *rest):
+        if name.partition(".")[0] in ("torch", "jax_tvm_ffi", "tvm_ffi"):
+            raise ImportError(f"{name} is not installed")
+
+sys.meta_path.insert(0, Absent())
+import jax, jax.numpy as jnp
+from jax_frontend import attention, available_backends, explain
+x = jnp.ones((1, 5, 2, 8))
+chosen = explain(x, x, x, causal=True)
+assert chosen.backend == "jax_xla" and "torch is not installed" in str(chosen), chosen
+assert "torch is not installed" in available_backends()["math"].reason
+assert jax.jit(jax.grad(lambda x: attention(x, x, x, causal=True, softcap=3.0).sum()))(x).shape == x.shape
+print("ok")
+"""
+    found = in_its_own_process(script)
+    assert found.stdout.strip() == "ok", found.stderr
