@@ -183,11 +183,15 @@ def _window(stated: Stated, sliding_window: int | None, causal: bool) -> tuple[i
     pair = distances(stated)
     if keys is None:
         return normalise_window(pair, causal)
+    if not causal:
+        raise SpecError(
+            f"context.sliding_window={sliding_window}: expected a causal call, for it means that many keys up to and "
+            "including self; without causal state window_size=(left, right) alone"
+        )
     # The host's callers write window_size=(W, W) beside sliding_window=W, meaning W keys: (W - 1, 0).
-    right = keys - 1 if pair is None or causal else pair[1]
-    if pair is not None and not {pair[0], right} <= {keys - 1, keys}:
+    if pair is not None and pair[0] not in (keys - 1, keys):
         raise SpecError(
             f"{stated.where}={stated.value} contradicts context.sliding_window={sliding_window}, which is {keys} keys, "
-            f"self included: window_size=({keys - 1}, {0 if causal else keys - 1})"
+            f"self included: window_size=({keys - 1}, 0)"
         )
-    return (keys - 1, 0 if causal else keys - 1)
+    return (keys - 1, 0)
