@@ -54,6 +54,8 @@ def band(spec: AttentionSpec, q_len: int | None = None, kv_len: int | None = Non
         right = 0 if right is None else min(right, 0)
     queries = spec.q_len if q_len is None else q_len
     keys = spec.kv_len if kv_len is None else kv_len
+    reach = spec.q_len + spec.kv_len  # as good as any longer distance, and any integer type holds it
+    left, right = (None if distance is None else min(distance, reach) for distance in (left, right))
     return Band(left, right, keys - queries if spec.alignment == "bottom_right" else 0)
 
 

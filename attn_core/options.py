@@ -48,12 +48,12 @@ def requested_names(backend: Any) -> tuple[str, ...] | None:
     Raises:
         SpecError: for what is neither a name nor names.
     """
-    if isinstance(backend, str):
-        return (backend,) if backend else None
-    names = () if backend is None else backend
-    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+    if backend is None:
+        return None
+    names = (backend,) if isinstance(backend, str) else backend
+    if not isinstance(names, (tuple, list)) or not names or not all(isinstance(name, str) and name for name in names):
         raise SpecError(f"backend={backend!r}: expected a backend's name, or a tuple of names in order of preference")
-    return tuple(names) or None
+    return tuple(names)
 
 
 def normalise_window(window: Any, causal: bool) -> tuple[int | None, int | None]:

@@ -20,7 +20,8 @@ def use_backend(*names: str) -> Iterator[None]:
     """Runs every attention call of the block on the first of ``names`` that can run it; none that can is an error.
 
     A call's own ``backend=`` wins. Without names, automatic choice is restored for the block. Under ``jax.jit`` the
-    names count while the function is traced; under ``torch.compile`` while the compiled function runs.
+    names count while the function is traced, and only ``jax_frontend.use_backend`` has compiled functions traced anew;
+    under ``torch.compile`` they count while the compiled function runs.
 
     Raises:
         SpecError: for a name nobody knows, with the close matches.

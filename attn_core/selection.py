@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from attn_core import backends
+from attn_core.errors import SpecError
 from attn_core.spec import AttentionSpec
 from attn_core.support import unmet
 
@@ -98,6 +99,8 @@ class NoBackendError(NotImplementedError):
 def explain(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] | None = None) -> Selection:
     """The Selection of a call, whether or not any backend can run it. Pure: it looks at nothing but its arguments."""
     requested = (backend,) if isinstance(backend, str) else backend
+    if requested is not None and not requested:
+        raise SpecError(f"backend={backend!r}: expected a backend's name, names in order of preference, or None")
     for name in requested or ():
         backends.check_name(name)
     candidates = requested or backends.PREFERENCE.get((target.framework, target.kind), ())

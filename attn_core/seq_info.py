@@ -115,7 +115,10 @@ class SeqInfo:
         if value is None or isinstance(value, cls):
             return value
         if isinstance(value, (tuple, list)) and len(value) == 3:
-            _, cu_seqlens, max_seqlen = value
+            seq_lens, cu_seqlens, max_seqlen = value
+            lengths = np.diff(cu_seqlens).tolist() if isinstance(cu_seqlens, np.ndarray) else None
+            if lengths is not None and isinstance(seq_lens, (list, tuple, np.ndarray)) and list(seq_lens) != lengths:
+                raise SpecError(f"seq_info: expected seq_lens {lengths}, the steps of cu_seqlens, got {list(seq_lens)}")
             return cls(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
         raise SpecError(
             f"seq_info: expected a SeqInfo or the triple (seq_lens, cu_seqlens, max_seqlen), got "

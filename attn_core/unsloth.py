@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from attn_core import backends
 from attn_core.errors import ShapeError, SpecError
-from attn_core.options import normalise_window
+from attn_core.options import flag, normalise_window
 from attn_core.seq_info import is_host_int
 from attn_core.unsloth_bags import Stated, distances, state_mask, stated_in
 
@@ -97,6 +97,10 @@ def interpret(config: AttentionConfig, context: AttentionContext) -> Meaning:
     """
     if config.backend not in FAMILIES:
         raise SpecError(f"config.backend={config.backend!r}: expected one of {', '.join(FAMILIES)}")
+    if context.sliding_window is not None and not is_host_int(context.sliding_window):
+        raise SpecError(
+            f"context.sliding_window={context.sliding_window!r}: expected how many keys a query sees, an int, or None"
+        )
     stated = stated_in(config)
     for name in ("attention_mask", "causal_mask"):
         value = getattr(context, name)
@@ -107,7 +111,7 @@ def interpret(config: AttentionConfig, context: AttentionContext) -> Meaning:
     complete = mask is not None and not keep
     if stated["triangle"].where and stated["causal"].value is not None and not stated["causal"].value:
         stated["causal"].state(True, f"{stated['triangle'].where} is {stated['triangle'].value.__name__}, causal")
-    causal = not complete if stated["causal"].value is None else bool(stated["causal"].value)
+    causal = not complete if stated["causal"].value is None else _flag(stated["causal"])
     if complete and stated["causal"].value is None:
         window: Any = distances(stated["window"])  # the host's sliding window is in its mask; a bag's own still counts
     else:
@@ -118,7 +122,7 @@ def interpret(config: AttentionConfig, context: AttentionContext) -> Meaning:
         softcap=stated["softcap"].value or None,
         scale=stated["scale"].value,
         dropout=stated["dropout"].value or 0.0,
-        deterministic=bool(stated["deterministic"].value),
+        deterministic=stated["deterministic"].value is not None and _flag(stated["deterministic"]),
         alibi_slopes=stated["alibi_slopes"].value,
         mask=mask,
         mask_name=stated["mask"].where,
@@ -166,6 +170,10 @@ def check_sizes(config: AttentionConfig, context: AttentionContext, q: Any, k: A
         )
 
 
+def _flag(stated: Stated) -> bool:
+    return flag(stated.where, stated.value)
+
+
 def choose_word(available: tuple[str, ...], use_varlen: bool) -> str:
     """The host's backend word for a machine with these backends: flash-attn, then xformers, then SDPA."""
     if any(name in available for name in ("flash2", "flash3", "flash4")):
@@ -175,10 +183,6 @@ def choose_word(available: tuple[str, ...], use_varlen: bool) -> str:
 
 def _window(stated: Stated, sliding_window: int | None, causal: bool) -> tuple[int | None, int | None]:
     """One window out of flash-attn's ``window_size`` distances and the host's ``sliding_window`` keys."""
-    if sliding_window is not None and not is_host_int(sliding_window):
-        raise SpecError(
-            f"context.sliding_window={sliding_window!r}: expected how many keys a query sees, an int, or None"
-        )
     keys = None if sliding_window is None or sliding_window <= 0 else sliding_window
     pair = distances(stated)
     if keys is None:

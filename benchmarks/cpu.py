@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,17 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = (1, 5, 2, 16)  # batch, seq, heads, head_dim: the kernel is next to nothing, the call is what is left
 LARGE = (1, 4096, 8, 64)
 MIB = 2**20
+
+
+def import_time() -> list[dict[str, Any]]:
+    """Milliseconds of ``import attn_core`` in a fresh process, numpy included."""
+    script = "import time; began = time.perf_counter(); import attn_core; print(time.perf_counter() - began)"
+    runs = [
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True) for _ in range(7)
+    ]
+    seconds = {"import attn_core": [float(run.stdout) for run in runs]}
+    value = medians(seconds)["import attn_core"] * 1e3
+    return [_figure("import attn_core in a fresh process", "milliseconds", value, 150.0, "<=", seconds)]
 
 
 def torch_overhead() -> list[dict[str, Any]]:
@@ -189,7 +201,7 @@ def main() -> int:
         "--write", action="store_true", help="write benchmarks/results/cpu.json and docs/performance.md"
     )
     write = parser.parse_args().write
-    figures = [*torch_overhead(), *bridge_cost(), *jax_speed()]
+    figures = [*import_time(), *torch_overhead(), *bridge_cost(), *jax_speed()]
     result = {"environment": environment(), "cores": psutil.cpu_count(), "figures": figures}
     print(table(figures))
     if write:

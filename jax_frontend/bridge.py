@@ -109,8 +109,12 @@ def _register_targets() -> None:
 def _drain() -> None:
     """Waits for the calls that XLA has yet to run: one that met a finalising interpreter would abort the process.
 
-    Each device runs what it is given in order, so a computation put last comes back last.
+    Each device runs what one thread gives it in order, so a computation put last comes back last. Calls that another
+    thread left behind are waited for as long as somebody holds their results.
     """
+    for array in jax.live_arrays():
+        if not array.is_deleted():
+            array.block_until_ready()
     for device in jax.local_devices():
         (jax.device_put(np.float32(0), device) + 1).block_until_ready()
 

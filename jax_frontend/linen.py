@@ -117,7 +117,7 @@ class Attention(nn.Module):
             key=heads((sizes.num_kv_heads, sizes.head_dim), name="key"),
             value=heads((sizes.num_kv_heads, sizes.value_dim), name="value"),
             out=dense(
-                self.out_features or features,
+                features if self.out_features is None else self.out_features,
                 axis=(-2, -1),
                 kernel_init=self.out_kernel_init or self.kernel_init,
                 bias_init=self.out_bias_init or self.bias_init,

@@ -104,6 +104,8 @@ def _batched(
         array if axis is None else jnp.moveaxis(array, axis, 0) for array, axis in zip(operands, axes, strict=True)
     ]
     mapped = [axis is not None for axis in axes]
+    if size == 0:
+        return _no_results(call, front, mapped)
     spec = _folded_spec(call, size, dict(zip(names, mapped, strict=True)))
     if spec is None or refusals(call.backend, spec, Target.here("jax", call.device)):
         return _one_by_one(primitive, front, mapped, call)
@@ -113,6 +115,13 @@ def _batched(
     results = primitive.bind(*folded, call=call._replace(spec=spec))
     split = [array.reshape(size, array.shape[0] // size, *array.shape[1:]) for array in results]
     return split, [0] * len(split)
+
+
+def _no_results(call: bridge.BridgedCall, front: list[Any], mapped: list[bool]) -> tuple[list[Any], list[int]]:
+    """What a vmap over nothing gives: results with a leading axis of 0."""
+    one = [Shape(array.shape[was:], array.dtype) for array, was in zip(front, mapped, strict=True)]
+    shapes = _result_shapes(call, *one)
+    return [jnp.zeros((0, *shape.shape), shape.dtype) for shape in shapes], [0] * len(shapes)
 
 
 def _folded_spec(call: bridge.BridgedCall, size: int, mapped: dict[str, bool]) -> AttentionSpec | None:

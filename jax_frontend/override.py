@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import jax
 
@@ -16,11 +17,19 @@ _traced_under = jax.make_user_context(default_value=None)
 def use_backend(*names: str) -> Iterator[None]:
     """``attn_core.override.use_backend``, under which functions that ``jax.jit`` has already compiled are traced anew.
 
-    JAX keeps such a context per thread. Asyncio tasks of one thread that hold blocks open across an ``await`` should
-    name ``backend=`` in the call instead.
+    JAX keeps such a context per thread, and the asyncio tasks of a thread would see each other's. Inside a task the
+    names therefore count for eager calls and for what is traced there, and a function that was compiled before keeps
+    the backend it was compiled with: name ``backend=`` in its call.
 
     Raises:
         SpecError: for a name nobody knows, with the close matches.
     """
-    with override.use_backend(*names), _traced_under(names or None):
+    with override.use_backend(*names), nullcontext() if _inside_a_task() else _traced_under(names or None):
         yield
+
+
+def _inside_a_task() -> bool:
+    try:
+        return asyncio.current_task() is not None
+    except RuntimeError:  # no event loop runs in this thread
+        return False

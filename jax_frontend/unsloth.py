@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_core import override
-from attn_core.errors import DTypeError
+from attn_core.errors import DTypeError, SpecError
 from attn_core.seq_info import SeqInfo
 from attn_core.unsloth import (
     FLASH_DENSE,
@@ -57,6 +57,11 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Arra
         check_array(name, array)
     check_sizes(config, context, Q.shape, K.shape, V.shape)
     meaning = interpret(config, context)
+    if meaning.dropout and 0 < meaning.dropout < 1:  # what is no probability, attention refuses
+        raise SpecError(
+            f"dropout_p={meaning.dropout}: expected 0, for run_attention has no place for the PRNG key that dropout "
+            "needs in JAX; call jax_frontend.attention with dropout_rng="
+        )
     mask, bias = split_mask(meaning, context)
     info = SeqInfo.coerce(context.seq_info)
     q, k, v = (array.swapaxes(1, 2) for array in (Q, K, V))  # [bsz, len, heads, head_dim]

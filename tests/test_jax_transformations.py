@@ -182,3 +182,12 @@ def test_dropout_in_jax_is_the_xla_path_and_needs_a_key(arrays):
         call()
     with pytest.raises(NoBackendError, match=r"dropout=0\.5: in JAX only the XLA path has dropout"):
         call(dropout_rng=jax.random.key(0), backend="math")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_vmap_over_nothing_is_nothing(arrays, backend):
+    call = partial(attention, causal=True, backend=backend)
+    none = [jnp.zeros((0, *array.shape)) for array in arrays]
+    assert jax.vmap(call)(*none).shape == (0, BATCH, Q_LEN, HEADS, DIM)
+    gradients = jax.grad(lambda *a: jax.vmap(call, (0, None, None))(*a).sum(), argnums=(0, 1))(none[0], *arrays[1:])
+    assert [g.shape for g in gradients] == [none[0].shape, arrays[1].shape]

@@ -121,8 +121,12 @@ def test_the_calls_own_backend_wins(framework: Framework) -> None:
         assert chosen(framework, backend="flex") == "flex"
         assert chosen(framework, backend=("flex", "math")) == "flex"
         assert chosen(framework, backend=["flex"]) == "flex"
-        for nothing in (None, (), [], ""):  # no name of its own
-            assert chosen(framework, backend=nothing) == "math"
+        assert chosen(framework, backend=None) == "math"
+    for nothing in ((), [], "", 0, False):  # neither a name nor None
+        with pytest.raises(SpecError, match=r"^backend="):
+            chosen(framework, backend=nothing)
+        with pytest.raises(SpecError, match=r"^backend="):
+            framework.frontend.attention(**call(framework), backend=nothing)
 
 
 @pytest.mark.parametrize("framework", BOTH, ids=str)

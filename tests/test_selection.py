@@ -347,3 +347,24 @@ def test_the_explanation_of_a_refusal() -> None:
         "dropout=0.1: FlexAttention on CPU has none\n"
         "  jax_xla     refused: runs in JAX only"
     )
+
+
+@pytest.mark.parametrize("alignment", ["bottom_right", "top_left"])
+def test_long_causal_documents_stay_with_the_flash_kernel(alignment):
+    spec = AttentionSpec(
+        batch=1,
+        q_len=40_000,
+        kv_len=40_000,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
+        value_dim=8,
+        dtype="float32",
+        causal=True,
+        alignment=alignment,
+        documents=2,
+        max_len_q=20_000,
+        max_len_k=20_000,
+    )
+    assert explain(spec, Target("torch", "cpu")).backend == "sdpa_flash"
+    assert "additive mask" in str(explain(replace(spec, window=(9, 0)), Target("torch", "cpu"), "sdpa_flash"))

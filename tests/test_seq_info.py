@@ -183,3 +183,12 @@ def test_offsets_are_accepted_exactly_when_they_describe_documents(values: list[
     else:
         with pytest.raises(SpecError):
             SeqInfo(offsets(*values), offsets(*values), longest, longest)
+
+
+def test_a_triple_that_contradicts_itself_is_refused():
+    offsets = np.array([0, 3, 5], np.int32)
+    assert SeqInfo.coerce(([3, 2], offsets, 3)).max_len_q == 3
+    with pytest.raises(
+        SpecError, match=r"^seq_info: expected seq_lens \[3, 2\], the steps of cu_seqlens, got \[1, 4\]"
+    ):
+        SeqInfo.coerce(([1, 4], offsets, 4))

@@ -91,6 +91,19 @@ def test_use_backend_is_read_when_the_compiled_function_runs():
         compiled(*qkv)
 
 
+def test_a_backward_stays_with_the_backend_of_its_forward():
+    qkv = tensors()
+    compiled = torch.compile(lambda *a: attention(*a, causal=True), fullgraph=True, backend="aot_eager")
+    for name, later in (("math", "sdpa_flash"), ("sdpa_flash", "math"), ("math", "flex")):
+        found = []
+        for function in (compiled, lambda *a: attention(*a, causal=True)):
+            with use_backend(name):
+                out = function(*qkv)
+            with use_backend(later):
+                found.append(torch.autograd.grad(out.square().sum(), qkv))
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_checkpointing_and_strides():
     qkv = tensors()
     strided = [t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in qkv]
@@ -142,11 +155,11 @@ def test_opcheck(needs_backward):
     torch.library.opcheck(torch.ops.attn.forward, call)
     if needs_backward:
         with torch.no_grad():
-            out, lse = torch.ops.attn.forward(*call)
+            out, lse, chosen = torch.ops.attn.forward(*call)
             detached = [t.detach() for t in qkv]
             torch.library.opcheck(
                 torch.ops.attn.backward,
-                (torch.randn_like(out), torch.randn_like(lse), out, lse, *detached, *(None,) * 7, *plain),
+                (torch.randn_like(out), torch.randn_like(lse), out, lse, chosen, *detached, *(None,) * 7, *plain),
             )
 
 

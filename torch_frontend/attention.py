@@ -10,7 +10,7 @@ import torch
 from attn_core import override
 from attn_core.backends import Inputs
 from attn_core.errors import SpecError
-from attn_core.options import Options, checked, normalise_window, requested_names
+from attn_core.options import Options, checked, flag, normalise_window, requested_names
 from attn_core.selection import Selection
 from attn_core.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.spec import AttentionSpec
@@ -88,7 +88,7 @@ def attention(
             k.device,
             v.device,
             needs_backward,
-            backend or _requested(),
+            _requested() if backend is None else backend,
             causal,
             alignment,
             window,
@@ -140,7 +140,7 @@ def explain(
     """
     tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-    inputs, options = _gathered(tensors, seq_info, options, dropout_rng)
+    inputs, options = _gathered(tensors, seq_info, options, dropout_rng, draw=False)
     wanted, bias_gradient = _gradients_wanted(inputs)
     needs = wanted if needs_backward is None else needs_backward
     requested = requested_names(backend) or override.requested()
@@ -150,7 +150,12 @@ def explain(
 
 
 def _gathered(
-    tensors: tuple[Any, ...], seq_info: Any, options: Options, generator: torch.Generator | None
+    tensors: tuple[Any, ...],
+    seq_info: Any,
+    options: Options,
+    generator: torch.Generator | None,
+    *,
+    draw: bool = True,
 ) -> tuple[Inputs, Options]:
     """The arguments of a call as Inputs and Options, with what can be checked of each by itself checked."""
     for name, tensor in zip(Inputs._fields, tensors, strict=False):
@@ -159,6 +164,8 @@ def _gathered(
     q, k, v, mask, bias, alibi_slopes, sinks = tensors
     plan.check_gradient_free("alibi_slopes", alibi_slopes)
     if torch.compiler.is_compiling():  # numbers may be symbols here; the op checks their values when it runs
+        for name in ("causal", "deterministic", "return_lse"):
+            flag(name, getattr(options, name))
         options = options._replace(window=normalise_window(options.window, options.causal))
     else:
         options = checked(options)
@@ -168,7 +175,7 @@ def _gathered(
         cu_q, cu_k = _offsets(info, q.device)
         inputs = inputs._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
         options = options._replace(max_len_q=info.max_len_q, max_len_k=info.max_len_k)
-    if options.dropout:
+    if options.dropout and draw:
         rng = torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator, device=q.device)
         inputs = inputs._replace(rng=rng)
     return inputs, options
@@ -176,7 +183,7 @@ def _gathered(
 
 def _offsets(info: SeqInfo, device: torch.device) -> tuple[Tensor, Tensor]:
     """A SeqInfo's offsets as tensors; host arrays are copied to another device once, not once a call."""
-    if isinstance(info.cu_seqlens_q, np.ndarray):
+    if isinstance(info.cu_seqlens_q, np.ndarray) and isinstance(info.cu_seqlens_k, np.ndarray):
         if device.type == "cpu":
             return torch.from_numpy(info.cu_seqlens_q), torch.from_numpy(info.cu_seqlens_k)
         return info.converted(device, lambda offsets: torch.from_numpy(offsets).to(device))

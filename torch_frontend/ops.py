@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attn_core import override
-from attn_core.backends import Gradients, Inputs
+from attn_core.backends import NAMES, Gradients, Inputs
 from attn_core.options import Options
 from torch_frontend.plan import Plan, gradients_in_order, metadata, plan, run_backward, run_forward
 
@@ -46,7 +46,8 @@ class PlainOptions(NamedTuple):
     backend: list[str] | None
 
 
-def _op_plan(inputs: Inputs, plain: PlainOptions) -> Plan:
+def _op_plan(inputs: Inputs, plain: PlainOptions, chosen: Tensor | None = None) -> Plan:
+    """The plan of a call; for a backward, on the backend that the forward chose."""
     options = Options(
         causal=plain.causal,
         alignment=plain.alignment,
@@ -60,48 +61,52 @@ def _op_plan(inputs: Inputs, plain: PlainOptions) -> Plan:
         return_lse=plain.return_lse,
     )
     requested = tuple(plain.backend) if plain.backend else override.requested()
+    if chosen is not None:
+        requested = (NAMES[int(chosen)],)
     return plan(metadata(inputs), options, plain.needs_backward, plain.bias_gradient, requested)
 
 
-def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs, plain = Inputs(*arguments[:_OPTIONS_AT]), PlainOptions(*arguments[_OPTIONS_AT:])
-    out, lse = run_forward(_op_plan(inputs, plain), inputs)
-    return out.contiguous(), lse.contiguous()
+    made = _op_plan(inputs, plain)
+    out, lse = run_forward(made, inputs)
+    return out.contiguous(), lse.contiguous(), torch.tensor(NAMES.index(made.backend))
 
 
-def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs = Inputs(*arguments[:_OPTIONS_AT])
     q, heads, tokens = inputs.q, inputs.q.shape[-2], inputs.q.shape[-3]
     out = q.new_empty((*q.shape[:-1], inputs.v.shape[-1]))
     rows = (heads, tokens) if inputs.cu_seqlens_q is not None else (q.shape[0], heads, tokens)
-    return out, q.new_empty(rows, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    lse = q.new_empty(rows, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return out, lse, torch.empty((), dtype=torch.int64)
 
 
 def _backward_op(*arguments: Any) -> tuple[Tensor, ...]:
-    dout, dlse, out, lse, *call = arguments
+    dout, dlse, out, lse, chosen, *call = arguments
     inputs, plain = Inputs(*call[:_OPTIONS_AT]), PlainOptions(*call[_OPTIONS_AT:])
-    found = run_backward(_op_plan(inputs, plain), inputs, out, lse, dout, dlse)
+    found = run_backward(_op_plan(inputs, plain, chosen), inputs, out, lse, dout, dlse)
     nothing = inputs.q.new_empty(0)
     return tuple(nothing.clone() if gradient is None else gradient.contiguous() for gradient in found)
 
 
 def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    call = arguments[4:]
+    call = arguments[5:]
     inputs, plain = Inputs(*call[:_OPTIONS_AT]), PlainOptions(*call[_OPTIONS_AT:])
     wanted = (*inputs[:3], inputs.bias if plain.bias_gradient else None, inputs.sinks)
     return tuple(inputs.q.new_empty(0) if t is None else t.new_empty(t.shape) for t in wanted)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.plain = PlainOptions(*inputs[_OPTIONS_AT:])
     ctx.save_for_backward(*inputs[:_OPTIONS_AT], *output)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    *tensors, out, lse = ctx.saved_tensors
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
+    *tensors, out, lse, chosen = ctx.saved_tensors
     plain: PlainOptions = ctx.plain
-    found = torch.ops.attn.backward(dout, dlse if plain.return_lse else None, out, lse, *tensors, *plain)
+    found = torch.ops.attn.backward(dout, dlse if plain.return_lse else None, out, lse, chosen, *tensors, *plain)
     dbias = found[3] if plain.bias_gradient else None
     dsinks = found[4] if Inputs(*tensors).sinks is not None else None
     return (
@@ -115,9 +120,9 @@ def _refuse_second_derivative(ctx: Any, *_: Any) -> None:
 
 
 _library = torch.library.Library("attn", "DEF")
-_library.define(f"forward({_SCHEMA}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(f"forward({_SCHEMA}) -> (Tensor, Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
-    f"backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {_SCHEMA}) "
+    f"backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor chosen, {_SCHEMA}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -130,4 +135,5 @@ torch.library.register_autograd("attn::backward", _refuse_second_derivative, lib
 
 def traced(inputs: Inputs, plain: PlainOptions) -> tuple[Tensor, Tensor]:
     """(out, lse) through the op."""
-    return torch.ops.attn.forward(*inputs, *plain)  # type: ignore[no-any-return]
+    out, lse, _ = torch.ops.attn.forward(*inputs, *plain)
+    return out, lse

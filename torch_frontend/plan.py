@@ -24,6 +24,7 @@ class Plan(NamedTuple):
     """A call that has been checked and given to a backend."""
 
     spec: AttentionSpec
+    backend: str
     forward: Callable[..., tuple[Any, Any]]
     backward: Callable[..., Gradients]
     one_row: bool
@@ -35,7 +36,7 @@ class Plan(NamedTuple):
 Metadata = tuple[torch.Size, torch.dtype, torch.device]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096, typed=True)  # True and 1.0 are not 1
 def dense_plan(
     q_shape: torch.Size,
     k_shape: torch.Size,
@@ -80,8 +81,10 @@ def plan(
         raise AssertionError(f"{selection.backend} was selected without a module")
     one_row = spec.packed and len(metadata[0][0]) == 4 if metadata[0] else False
     if spec.empty:
-        return Plan(spec, _empty_forward, _empty_backward, one_row)
-    return Plan(spec, module.forward, module.backward, one_row, backends.shortcut(module, spec))
+        return Plan(spec, selection.backend or "", _empty_forward, _empty_backward, one_row)
+    return Plan(
+        spec, selection.backend or "", module.forward, module.backward, one_row, backends.shortcut(module, spec)
+    )
 
 
 def explanation(*arguments: Any) -> Selection:

@@ -2,7 +2,8 @@
 
 Limits: no softcap, ALiBi, sinks or dropout; value_dim == head_dim; no gradient of a bias or of the log-sum-exp. Causal
 is top-left in the kernel. Windows, bottom-right causal with unequal lengths, masks and biases become one additive mask,
-built per call and bounded by MASK_LIMIT. Packed documents run one after another, so that nothing crosses between them.
+built per call and bounded by MASK_LIMIT (by its own lengths for a packed document whose queries and keys differ in
+number). Packed documents run one after another, so that nothing crosses between them.
 Upstream: ``aten::_scaled_dot_product_flash_attention_for_cpu``, torch 2.11 to 2.15. The raw op reads wrong memory when
 the last stride is not 1, and reports a log-sum-exp of 0 for rows that see nothing: both are put right here.
 """
@@ -168,7 +169,11 @@ def _mask_elements(spec: AttentionSpec) -> int:
     if spec.packed:
         heads = max((shape[1] for shape in (spec.mask_shape, spec.bias_shape) if shape), default=1)
         edge = band(spec)
-        bare = edge.left is None and edge.right is None and not spec.mask_shape and not spec.bias_shape
+        # Causal alone is the kernel's own where it is top-left, or a document's queries are as many as its keys.
+        own = edge.right is None or (
+            edge.right == 0 and (spec.alignment == "top_left" or spec.max_len_q == spec.max_len_k)
+        )
+        bare = edge.left is None and own and not spec.mask_shape and not spec.bias_shape
         return 0 if bare else heads * (spec.max_len_q or 0) * (spec.max_len_k or 0)
     if not lower(spec)["additive_mask"]:
         return 0
