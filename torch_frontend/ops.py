@@ -119,6 +119,7 @@ def _refuse_second_derivative(ctx: Any, *_: Any) -> None:
     raise RuntimeError("attention has no second derivative: its backward cannot be differentiated again")
 
 
+# torch's compiler caches keep programs by the names of their ops: once released, a changed schema needs a new op name.
 _library = torch.library.Library("attn", "DEF")
 _library.define(f"forward({_SCHEMA}) -> (Tensor, Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
