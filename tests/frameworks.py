@@ -95,9 +95,10 @@ def spied(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def forget_plans() -> None:
-    """Empties the frontends' caches of plans."""
+    """Empties the frontends' caches of plans, and of the programs that were traced from them."""
     for name in ("torch_frontend.plan", "jax_frontend.plan"):
         module = import_module(name)
         module.plan.cache_clear()
         if hasattr(module, "dense_plan"):
             module.dense_plan.cache_clear()
+    import_module("jax_frontend.attention")._compiled.clear_cache()  # what eager calls were traced with
