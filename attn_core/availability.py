@@ -24,8 +24,9 @@ def report(framework: str, device: str) -> dict[str, Availability]:
 
 
 def _of(name: str, framework: str, device: str) -> Availability:
-    backend = backends.load(name)
-    version, reason = backends.availability(name)
+    kind = backends.kind_of(device)
+    backend = backends.load(name, kind)
+    version, reason = backends.availability(name, kind)
     if backend is None or reason is not None:
         return Availability(None, reason)
     if not backend.FORWARD.runs_on(device):

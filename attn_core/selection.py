@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from attn_core import backends
+from attn_core import backends, preference
 from attn_core.errors import SpecError
 from attn_core.spec import AttentionSpec
-from attn_core.support import unmet
+from attn_core.support import Build, Support, narrowed, unmet
 
 Reasons = tuple[str, ...]
 
@@ -21,11 +21,13 @@ class Target:
         framework: ``"torch"`` or ``"jax"``: whose tensors the caller holds.
         device: ``"cpu"``, or the compute capability of an NVIDIA GPU as ``"sm80"``, ``"sm90"``, ``"sm100"``.
         unavailable: ``((backend, reason), ...)`` for what is not installed there.
+        builds: ``((backend, Build), ...)`` for what is particular about the installed builds.
     """
 
     framework: str
     device: str
     unavailable: tuple[tuple[str, str], ...] = ()
+    builds: tuple[tuple[str, Build], ...] = ()
 
     @classmethod
     def here(cls, framework: str, device: str) -> Target:
@@ -34,8 +36,16 @@ class Target:
 
     @property
     def kind(self) -> str:
-        """``"cuda"`` for every sm device, else the device itself."""
-        return "cuda" if self.device.startswith("sm") else self.device
+        """``"cuda"`` for every NVIDIA GPU, ``"rocm"`` for AMD's, else the device itself."""
+        return backends.kind_of(self.device)
+
+    def claims(self, name: str) -> tuple[Support, Support | None]:
+        """What a backend that has a file claims here: (forward, backward), narrowed to the installed build."""
+        backend, build = backends.load(name, self.kind), dict(self.builds).get(name)
+        if backend is None:
+            raise SpecError(f"backend={name!r}: this version has no such backend")
+        backward = None if build is not None and "backward" in build.without else backend.BACKWARD
+        return narrowed(backend.FORWARD, build) or backend.FORWARD, narrowed(backward, build)
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,7 @@ class Selection:
 
     @property
     def _automatic(self) -> tuple[str, ...]:
-        return backends.PREFERENCE.get((self.target.framework, self.target.kind), ())
+        return preference.order(self.spec, self.target.framework, self.target.device)
 
 
 class NoBackendError(NotImplementedError):
@@ -103,7 +113,7 @@ def explain(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] 
         raise SpecError(f"backend={backend!r}: expected a backend's name, names in order of preference, or None")
     for name in requested or ():
         backends.check_name(name)
-    candidates = requested or backends.PREFERENCE.get((target.framework, target.kind), ())
+    candidates = requested or preference.order(spec, target.framework, target.device)
     considered = (*candidates, *(name for name in backends.NAMES if name not in candidates))
     reasons = {name: refusals(name, spec, target) for name in considered}
     chosen = next((name for name in candidates if not reasons[name]), None)
@@ -130,7 +140,7 @@ def select(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] |
 
 def refusals(name: str, spec: AttentionSpec, target: Target) -> Reasons:
     """Every reason why one backend cannot run a call on a target."""
-    backend = backends.load(name)
+    backend = backends.load(name, target.kind)
     missing = dict(target.unavailable).get(name)
     if backend is None:
         return (backends.availability(name)[1] or "",)
@@ -139,35 +149,44 @@ def refusals(name: str, spec: AttentionSpec, target: Target) -> Reasons:
         reasons.append("runs in JAX only")
     if spec.dropout and backend.FRAMEWORK == "torch" and target.framework == "jax":
         reasons.append(f"dropout={spec.dropout}: in JAX only the XLA path has dropout")
-    forward = unmet(backend.FORWARD, spec, target.device)
+    claims, gradient_claims = target.claims(name)
+    forward = unmet(claims, spec, target.device)
     reasons += forward
-    reasons += backend.refuses(spec, target.device)
+    reasons += backend.refuses(spec, target.device, dict(target.builds).get(name))
     if spec.needs_backward:
-        reasons += _backward_refusals(backend, spec, target, forward)
+        reasons += _backward_refusals(claims, gradient_claims, spec, target, forward)
     return tuple(reasons)
 
 
-def _backward_refusals(backend: backends.Backend, spec: AttentionSpec, target: Target, forward: Reasons) -> list[str]:
-    if backend.BACKWARD is None:
-        return [f"backward: {backend.FORWARD.kernel} has no gradient"]
-    return [f"backward: {why}" for why in unmet(backend.BACKWARD, spec, target.device) if why not in forward]
+def _backward_refusals(
+    claims: Support, gradient_claims: Support | None, spec: AttentionSpec, target: Target, forward: Reasons
+) -> list[str]:
+    if gradient_claims is None:
+        return [f"backward: {claims.kernel} has no gradient"]
+    return [f"backward: {why}" for why in unmet(gradient_claims, spec, target.device) if why not in forward]
 
 
 @lru_cache(maxsize=64)
 def _here(framework: str, device: str) -> Target:
-    missing = []
+    kind, missing, builds = backends.kind_of(device), [], []
     for name in backends.built():
-        backend = backends.load(name)
+        backend = backends.load(name, kind)
         if backend is None or not backend.FORWARD.runs_on(device):
             continue
         if backend.FRAMEWORK == "jax" and framework == "torch":
             continue
-        reason = backends.availability(name)[1]
+        reason = backends.availability(name, kind)[1]
         if reason is None and backend.FRAMEWORK == "torch" and framework == "jax":
             reason = bridge_reason()
+        if reason is None:
+            try:
+                build = backends.installed_build(name, device)
+                builds += [] if build is None else [(name, build)]
+            except Exception as error:  # a kernel that cannot even be looked at
+                reason = f"not available: {type(error).__name__}: {error} (needs {backend.REQUIRES})"
         if reason is not None:
             missing.append((name, reason))
-    return Target(framework, device, tuple(missing))
+    return Target(framework, device, tuple(missing), tuple(builds))
 
 
 @lru_cache(maxsize=1)

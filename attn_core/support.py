@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from attn_core.masks import band
 from attn_core.spec import AttentionSpec
@@ -24,6 +25,9 @@ class Support:
         causal, window, softcap, mask, bias, bias_gradient, alibi, sinks, packed, dropout: the features.
         deterministic: it can promise equal bits on every run.
         lse: it returns the log-sum-exp; lse_gradient: its backward takes a gradient of it.
+        portable_dropout: it drops just the weights that ``attn_core.dropout`` names, not those of its own generator.
+        approximate: its numbers are not right to the precision of its dtypes (quantised inputs, say), so that it runs
+            only when it is asked for by name.
     """
 
     kernel: str
@@ -47,10 +51,44 @@ class Support:
     deterministic: bool = False
     lse: bool = False
     lse_gradient: bool = False
+    portable_dropout: bool = False
+    approximate: bool = False
 
     def runs_on(self, device: str) -> bool:
         """Whether the claim covers a device such as ``"cpu"`` or ``"sm90"``."""
         return device in self.devices or (device.startswith("sm") and "cuda" in self.devices)
+
+
+@dataclass(frozen=True)
+class Build:
+    """What is particular about an installed build of a kernel: found once by looking, plain data from then on.
+
+    Attributes:
+        name: how a refusal names the build, e.g. ``"ROCm CK"``.
+        without: claims of Support that it lacks, and ``"backward"`` if it has no gradient.
+        max_head_dim: the largest head dimension it was compiled for, if that is less than its Support says.
+        head_dims: the widths it was compiled for, ascending; empty where every width runs.
+        version: of the library that decides what is right, e.g. cuDNN's ``(9, 19, 0)``; empty where it does not matter.
+    """
+
+    name: str
+    without: tuple[str, ...] = ()
+    max_head_dim: int | None = None
+    head_dims: tuple[int, ...] = ()
+    version: tuple[int, ...] = ()
+
+
+def narrowed(support: Support | None, build: Build | None) -> Support | None:
+    """The claims that are left of ``support`` in an installed build; None for a backward that it lacks."""
+    if support is None or build is None:
+        return support
+    claims = [field.name for field in fields(Support) if field.default is False]
+    lost: dict[str, Any] = {name: False for name in claims if name in build.without}
+    limits = [limit for limit in (support.max_head_dim, build.max_head_dim, *build.head_dims[-1:]) if limit is not None]
+    limit = min(limits, default=None)
+    if not lost and limit == support.max_head_dim:
+        return support
+    return replace(support, kernel=f"{support.kernel} ({build.name})", max_head_dim=limit, **lost)
 
 
 Check = Callable[[Support, AttentionSpec], str | None]

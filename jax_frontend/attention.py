@@ -16,6 +16,7 @@ from attn_core.options import Options, checked, requested_names
 from attn_core.selection import Selection
 from attn_core.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.spec import AttentionSpec
+from attn_core.xla_tiles import safe_offsets
 from jax_frontend import ops, plan
 
 Array = jax.Array
@@ -83,12 +84,16 @@ def attention(
     arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     info = SeqInfo.coerce(seq_info)
-    inputs, options = _gathered(arrays, info, options, dropout_rng)
+    inputs, options = gathered(arrays, info, options, dropout_rng)
     call = Call(options, requested_names(backend) or override.requested(), plan.device_name(q))
-    # errors before any tracing
-    made = plan.plan(plan.metadata(inputs), call.device, options, False, False, call.requested)
+    return run(call, inputs, info)
+
+
+def run(call: Call, inputs: Inputs, info: SeqInfo | None) -> Any:
+    """A gathered call; its errors come before any tracing."""
+    made = plan.plan(plan.metadata(inputs), call.device, call.options, False, False, call.requested)
     _check_offsets(made.spec, info)
-    return _compiled(call, inputs)
+    return compiled(call, inputs)
 
 
 def explain(
@@ -121,7 +126,7 @@ def explain(
     arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     info = SeqInfo.coerce(seq_info)
-    inputs, options = _gathered(arrays, info, options, dropout_rng, shapes_only=True)
+    inputs, options = gathered(arrays, info, options, dropout_rng, shapes_only=True)
     wanted, requested = bool(needs_backward), requested_names(backend) or override.requested()
     bias_gradient = wanted and bias is not None
     selection = plan.explanation(plan.metadata(inputs), plan.device_name(q), options, wanted, bias_gradient, requested)
@@ -129,7 +134,7 @@ def explain(
     return selection
 
 
-def _gathered(
+def gathered(
     arrays: tuple[Any, ...], info: SeqInfo | None, options: Options, key: Any, *, shapes_only: bool = False
 ) -> tuple[Inputs, Options]:
     """The arguments of a call as Inputs and Options, with what can be checked of each by itself checked."""
@@ -174,23 +179,36 @@ def _check_offsets(spec: AttentionSpec, info: SeqInfo | None) -> None:
             check_cu_seqlens(np.asarray(offsets), longest or 0, side=side, tokens=tokens)
 
 
+def _planned(call: Call, inputs: Inputs, needs_backward: bool, bias_gradient: bool) -> plan.Plan:
+    metadata = plan.metadata(inputs)
+    made = plan.plan(metadata, call.device, call.options, needs_backward, bias_gradient, call.requested)
+    return made._replace(as_one=inputs.k is None)
+
+
 def _run(made: plan.Plan, inputs: Inputs, *, with_lse: bool) -> tuple[Array, Array]:
     out, lse = ops.forward(made, _rows(made, inputs), with_lse=with_lse)
     return (out[None] if made.one_row else out), lse
 
 
 def _rows(made: plan.Plan, inputs: Inputs) -> Inputs:
-    """The inputs as backends take them: packed rows without the row axis, masks and biases with four axes."""
+    """The inputs as backends take them: packed rows without the row axis, masks and biases with four axes.
+
+    Offsets on a GPU cannot be looked at, so they are made safe; equal computations in one program are done once.
+    """
     if made.one_row:  # [1, tokens, heads, dim] -> [tokens, heads, dim]
-        inputs = inputs._replace(q=inputs.q[0], k=inputs.k[0], v=inputs.v[0])
+        q, k, v = (None if array is None else array[0] for array in inputs[:3])
+        inputs = inputs._replace(q=q, k=k, v=v)
+    if made.spec.packed and made.device != "cpu":
+        queries = safe_offsets(inputs.cu_seqlens_q, made.spec.q_len)
+        keys = safe_offsets(inputs.cu_seqlens_k, made.spec.kv_len)
+        inputs = inputs._replace(cu_seqlens_q=queries, cu_seqlens_k=keys)
     shapes = {"mask": made.spec.mask_shape, "bias": made.spec.bias_shape}
     return inputs._replace(**{name: getattr(inputs, name).reshape(shape) for name, shape in shapes.items() if shape})
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(call: Call, inputs: Inputs) -> Any:
-    made = plan.plan(plan.metadata(inputs), call.device, call.options, False, False, call.requested)
-    out, lse = _run(made, inputs, with_lse=call.options.return_lse)
+    out, lse = _run(_planned(call, inputs, False, False), inputs, with_lse=call.options.return_lse)
     return (out, lse) if call.options.return_lse else out
 
 
@@ -201,7 +219,7 @@ def _attention_forward(call: Call, marked: Inputs) -> tuple[Any, Any]:
     }
     if "alibi_slopes" in perturbed:
         raise SpecError("alibi_slopes: expected no gradient, it is not defined here; use jax.lax.stop_gradient")
-    made = plan.plan(plan.metadata(inputs), call.device, call.options, True, "bias" in perturbed, call.requested)
+    made = _planned(call, inputs, True, "bias" in perturbed)
     out, lse = _run(made, inputs, with_lse=True)
     return ((out, lse) if call.options.return_lse else out), (inputs, out, lse, made.spec.bias_gradient)
 
@@ -209,14 +227,14 @@ def _attention_forward(call: Call, marked: Inputs) -> tuple[Any, Any]:
 def _attention_backward(call: Call, saved: Any, cotangents: Any) -> tuple[Inputs]:
     inputs, out, lse, bias_gradient = saved
     dout, dlse = cotangents if call.options.return_lse else (cotangents, None)
-    made = plan.plan(plan.metadata(inputs), call.device, call.options, True, bias_gradient, call.requested)
+    made = _planned(call, inputs, True, bias_gradient)
     dout = jnp.zeros_like(out) if _is_zero(dout) else dout
     dlse = None if dlse is None or _is_zero(dlse) else dlse
     rows = _rows(made, inputs)
     if made.one_row:
         out, dout = out[0], dout[0]
     found = ops.backward(made, rows, out, lse, dout, dlse)
-    dq, dk, dv = (gradient[None] if made.one_row else gradient for gradient in found[:3])
+    dq, dk, dv = found[:3] if not made.one_row else (None if g is None else g[None] for g in found[:3])
     dbias = None if found.dbias is None else found.dbias.reshape(inputs.bias.shape)
     return (Inputs(dq, dk, dv, bias=dbias, sinks=found.dsinks),)
 
@@ -226,7 +244,7 @@ def _is_zero(cotangent: Any) -> bool:
 
 
 _attention.defvjp(_attention_forward, _attention_backward, symbolic_zeros=True)
-_compiled = jax.jit(_attention, static_argnums=0, inline=True)
+compiled = jax.jit(_attention, static_argnums=0, inline=True)
 
 jax.tree_util.register_pytree_node(
     SeqInfo,

@@ -1,10 +1,10 @@
 """The bridge: torch's kernels inside JAX programs. The only file of the project where JAX and torch meet.
 
 XLA calls one registered function for each direction through its foreign function interface (jax-tvm-ffi), with its own
-buffers as DLPack tensors and, on a GPU, its own stream. Nothing is copied on the way in; the backend's results are
-copied once, into XLA's buffers. Which call it is travels as one attribute, the token of a plan: a text of 7 characters,
-the longest that tvm-ffi keeps inside the value itself (jax-tvm-ffi 0.1.3 does not keep longer ones alive, and numbers
-cost 16 bytes on every call).
+buffers as DLPack tensors and, on a GPU, its own stream. Nothing is copied on the way in; a backend that can writes its
+results into XLA's buffers, and the results of others are copied there. Which call it is travels as one attribute, the
+token of a plan: a text of 7 characters, the longest that tvm-ffi keeps inside the value itself (jax-tvm-ffi 0.1.3 does
+not keep longer ones alive, and numbers cost 16 bytes on every call).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from attn_core import backends
-from attn_core.backends import Inputs
+from attn_core.backends import Gradients, Inputs
 from attn_core.errors import BridgeError
 from attn_core.spec import AttentionSpec
 
@@ -35,11 +35,17 @@ class BridgedCall(NamedTuple):
     device: str
     spec: AttentionSpec
     operands: tuple[str, ...]
-    """Which fields of ``Inputs`` the leading operands are."""
+    """Which fields of ``Inputs`` the leading operands are; "qkv" for q, k and v in one array."""
     extras: tuple[str, ...] = ()
     """What the operands after those are: out, lse, dout, dlse in a backward."""
     with_lse: bool = True
     """Whether a forward has the log-sum-exp as its second result."""
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """The fields of ``Gradients`` that a backward gives; of q, k and v in one array, those are one result."""
+        spec = self.spec
+        return ("dq", "dk", "dv", *(["dbias"] if spec.bias_gradient else []), *(["dsinks"] if spec.sinks else []))
 
 
 _calls: dict[str, BridgedCall] = {}
@@ -52,6 +58,17 @@ def run(call: BridgedCall, results: tuple[jax.ShapeDtypeStruct, ...], *operands:
     """The results of a backend's forward or backward on JAX arrays; traceable, one custom call in the program."""
     _register_targets()
     return tuple(jax.ffi.ffi_call(_target(call.direction), results)(*operands, call=token_of(call)))
+
+
+def warm_up(name: str, spec: AttentionSpec, kind: str, index: int) -> None:
+    """Compiles what a backend would compile when the call first runs, on a GPU of this process."""
+    module = backends.load(name, kind)
+    if module is None or kind != "cuda" or module.FRAMEWORK != "torch":
+        return
+    import torch
+
+    with torch.cuda.device(index), torch.no_grad():
+        backends.warm_up(module, spec)
 
 
 def token_of(call: BridgedCall) -> str:
@@ -84,10 +101,7 @@ def _register_targets() -> None:
         finally:
             torch.set_flush_denormal(True)
 
-    def on_stream(*values: Any) -> None:
-        device, token = values[0].device, values[-2]
-        with torch.cuda.device(device), torch.cuda.stream(_stream(values[-1], device.index)):
-            (_callbacks.get(token) or _callback(token))(values)
+    on_stream = _on_stream()
 
     platforms = {
         "cpu": (on_host, ["args", "rets", "attrs.call"]),
@@ -119,11 +133,41 @@ def _drain() -> None:
         (jax.device_put(np.float32(0), device) + 1).block_until_ready()
 
 
-@cache
-def _stream(pointer: int, device: int) -> Any:
+def _on_stream() -> Callable[..., None]:
+    """The GPU's callback: runs a call on XLA's stream and device, and leaves torch's own as they were.
+
+    torch's context managers for the same cost 29 us a call, these functions under them 2.
+    """
     import torch
 
-    return torch.cuda.ExternalStream(pointer, device)
+    # compiled without CUDA, torch has none of them, and nothing here runs
+    functions = ("_cuda_getCurrentStream", "_cuda_setStream", "_cuda_getDevice", "_cuda_setDevice")
+    current, enter, device_now, to_device = (getattr(torch._C, name, None) for name in functions)
+
+    @cache
+    def identity(pointer: int, device: int) -> tuple[int, int, int]:
+        stream = torch.cuda.ExternalStream(pointer, device)
+        return stream.stream_id, stream.device_index, stream.device_type
+
+    def on_stream(*values: Any) -> None:
+        device = values[0].get_device()
+        device_before = device_now()  # type: ignore[misc]
+        if device_before != device:
+            to_device(device)  # type: ignore[misc]
+        before = current(device)  # type: ignore[misc]
+        _enter(enter, identity(values[-1], device))
+        try:
+            (_callbacks.get(values[-2]) or _callback(values[-2]))(values)
+        finally:
+            _enter(enter, before)
+            if device_before != device:
+                to_device(device_before)  # type: ignore[misc]
+
+    return on_stream
+
+
+def _enter(enter: Any, stream: tuple[int, int, int]) -> None:
+    enter(stream_id=stream[0], device_index=stream[1], device_type=stream[2])
 
 
 def _callback(token: str) -> Callable[[tuple[Any, ...]], None]:
@@ -139,39 +183,56 @@ def _callback(token: str) -> Callable[[tuple[Any, ...]], None]:
 
 
 def _forward(call: BridgedCall) -> Callable[[tuple[Any, ...]], None]:
-    module: Any = backends.load(call.backend)
-    spec, count = call.spec, len(call.operands)
-    if call.operands != Inputs._fields[:count]:
-        names = call.operands
-
-        def gather(values: tuple[Any, ...]) -> Inputs:
-            return Inputs(**dict(zip(names, values, strict=False)))
-    else:
-
-        def gather(values: tuple[Any, ...]) -> Inputs:
-            return Inputs(*values[:count])
-
-    kernel, with_lse = module.forward, call.with_lse
+    module: Any = backends.load(call.backend, backends.kind_of(call.device))
+    spec, count, gather = call.spec, len(call.operands), _gatherer(call.operands)
+    kernel, with_lse, writes = module.forward, call.with_lse, backends.writes_into(module)
 
     def forward(values: tuple[Any, ...]) -> None:
-        out, lse = kernel(spec, gather(values))
-        values[count].copy_(out)
-        if with_lse:
+        place, lse_place = values[count], values[count + 1] if with_lse else None
+        inputs = gather(values)
+        out, lse = kernel(spec, inputs, (place, lse_place)) if writes else kernel(spec, inputs)
+        if out is not place:
+            place.copy_(out)
+        if with_lse and lse is not lse_place:
             values[count + 1].copy_(lse)
 
     return forward
 
 
 def _backward(call: BridgedCall) -> Callable[[tuple[Any, ...]], None]:
-    module: Any = backends.load(call.backend)
+    module: Any = backends.load(call.backend, backends.kind_of(call.device))
     count, results = len(call.operands), len(call.operands) + len(call.extras)
+    gather, writes, as_one = _gatherer(call.operands), backends.writes_into(module), call.operands[0] == "qkv"
+    names = call.gradients
 
     def backward(values: tuple[Any, ...]) -> None:
-        inputs = Inputs(**dict(zip(call.operands, values, strict=False)))
         saved = dict(zip(call.extras, values[count:results], strict=True))
-        gradients = module.backward(call.spec, inputs, saved["out"], saved["lse"], saved["dout"], saved.get("dlse"))
-        found = [gradient for gradient in gradients if gradient is not None]
-        for buffer, gradient in zip(values[results : results + len(found)], found, strict=True):
-            buffer.copy_(gradient)
+        first, *rest = values[results : results + len(names) - 2 * as_one]
+        qkv = first.unbind(-3) if as_one else (first, *rest[:2])
+        places = Gradients(**dict(zip(names, (*qkv, *(rest if as_one else rest[2:])), strict=True)))
+        arguments = (call.spec, gather(values), saved["out"], saved["lse"], saved["dout"], saved.get("dlse"))
+        found = module.backward(*arguments, places) if writes else module.backward(*arguments)
+        for place, gradient in zip(places, found, strict=True):
+            if place is not None and gradient is not place:
+                place.copy_(gradient)
 
     return backward
+
+
+def _gatherer(operands: tuple[str, ...]) -> Callable[[tuple[Any, ...]], Inputs]:
+    """What makes Inputs of a call's values."""
+    count = len(operands)
+    if operands[0] == "qkv":  # [..., tokens, 3, heads, head_dim] -> three views
+
+        def gather(values: tuple[Any, ...]) -> Inputs:
+            return Inputs(*values[0].unbind(-3), **dict(zip(operands[1:], values[1:], strict=False)))
+    elif operands != Inputs._fields[:count]:
+
+        def gather(values: tuple[Any, ...]) -> Inputs:
+            return Inputs(**dict(zip(operands, values, strict=False)))
+    else:
+
+        def gather(values: tuple[Any, ...]) -> Inputs:
+            return Inputs(*values[:count])
+
+    return gather

@@ -23,48 +23,66 @@ from jax_frontend import bridge
 from jax_frontend.plan import Plan
 
 Shape = jax.ShapeDtypeStruct
-_BATCHED = ("q", "k", "v", "out", "lse", "dout", "dlse")  # operands whose leading axis is the batch
+_BATCHED = ("q", "k", "v", "qkv", "out", "lse", "dout", "dlse")  # operands whose leading axis is the batch
 
 
 def forward(made: Plan, inputs: Inputs, *, with_lse: bool = True) -> tuple[Any, Any]:
-    """(out, lse) of a planned call, traceable; lse may be None unless it is asked for."""
+    """(out, lse) of a planned call, traceable; lse may be None unless it is asked for.
+
+    Where ``made.as_one``, ``inputs.q`` is q, k and v in one array and ``inputs.k`` and ``inputs.v`` are None.
+    """
     spec = made.spec
     if spec.empty:
         return jnp.zeros(spec.out_shape, spec.dtype), jnp.full(spec.lse_shape, -jnp.inf, spec.lse_dtype)
-    module: Any = backends.load(made.backend)
+    module: Any = backends.load(made.backend, backends.kind_of(made.device))
     if module.FRAMEWORK == "jax":
-        return module.forward(spec, inputs)
-    names, given = _present(inputs)
+        return module.forward(spec, apart(made, inputs))
+    names, given = _present(made, inputs)
     call = bridge.BridgedCall("forward", made.backend, made.device, spec, names, with_lse=with_lse)
     out, *lse = forward_p.bind(*given, call=call)
     return out, lse[0] if with_lse else None
 
 
 def backward(made: Plan, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
-    """The gradients of a planned call, traceable; dlse is None when nothing depends on the log-sum-exp."""
+    """The gradients of a planned call, traceable; dlse is None when nothing depends on the log-sum-exp.
+
+    Where ``made.as_one``, dq is the gradient of the one array, and dk and dv are None.
+    """
     spec = made.spec
     if spec.empty:
-        dbias = jnp.zeros_like(inputs.bias) if spec.bias_gradient else None
-        dsinks = None if inputs.sinks is None else jnp.zeros_like(inputs.sinks)
-        return Gradients(jnp.zeros_like(inputs.q), jnp.zeros_like(inputs.k), jnp.zeros_like(inputs.v), dbias, dsinks)
-    module: Any = backends.load(made.backend)
+        zeros = Inputs(*(None if array is None else jnp.zeros_like(array) for array in inputs))
+        dbias, dsinks = zeros.bias if spec.bias_gradient else None, zeros.sinks
+        return Gradients(zeros.q, zeros.k, zeros.v, dbias, dsinks)
+    module: Any = backends.load(made.backend, backends.kind_of(made.device))
     if module.FRAMEWORK == "jax":
-        return module.backward(spec, inputs, out, lse, dout, dlse)
-    names, given = _present(inputs)
+        found = module.backward(spec, apart(made, inputs), out, lse, dout, dlse)
+        return _together(found) if made.as_one else found
+    names, given = _present(made, inputs)
     saved = {"out": out, "lse": lse, "dout": dout, **({} if dlse is None else {"dlse": dlse})}
     call = bridge.BridgedCall("backward", made.backend, made.device, spec, names, tuple(saved))
-    found = dict(zip(_gradient_names(spec), backward_p.bind(*given, *saved.values(), call=call), strict=True))
-    return Gradients(**found)
+    results = backward_p.bind(*given, *saved.values(), call=call)
+    if made.as_one:
+        rest = dict(zip(call.gradients[3:], results[1:], strict=True))
+        return Gradients(results[0], None, None, **rest)
+    return Gradients(**dict(zip(call.gradients, results, strict=True)))
 
 
-def _present(inputs: Inputs) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+def apart(made: Plan, inputs: Inputs) -> Inputs:
+    """The inputs with q, k and v as three arrays."""
+    if not made.as_one:
+        return inputs
+    q, k, v = (inputs.q[..., which, :, :] for which in range(3))  # [..., tokens, 3, heads, head_dim]
+    return inputs._replace(q=q, k=k, v=v)
+
+
+def _together(found: Gradients) -> Gradients:
+    return found._replace(dq=jnp.stack(found[:3], -3), dk=None, dv=None)
+
+
+def _present(made: Plan, inputs: Inputs) -> tuple[tuple[str, ...], tuple[Any, ...]]:
     found = [(name, array) for name, array in zip(Inputs._fields, inputs, strict=True) if array is not None]
     names, given = zip(*found, strict=True)
-    return names, given
-
-
-def _gradient_names(spec: AttentionSpec) -> tuple[str, ...]:
-    return ("dq", "dk", "dv", *(["dbias"] if spec.bias_gradient else []), *(["dsinks"] if spec.sinks else []))
+    return ("qkv", *names[1:]) if made.as_one else names, given
 
 
 def _result_shapes(call: bridge.BridgedCall, *operands: Any) -> list[Shape]:
@@ -73,7 +91,8 @@ def _result_shapes(call: bridge.BridgedCall, *operands: Any) -> list[Shape]:
         lse = [Shape(spec.lse_shape, jnp.dtype(spec.lse_dtype))] if call.with_lse else []
         return [Shape(spec.out_shape, jnp.dtype(spec.dtype)), *lse]
     by_name = dict(zip(call.operands, operands, strict=False))
-    like = [by_name[name[1:]] for name in _gradient_names(spec)]
+    names = ("qkv", *(name[1:] for name in call.gradients[3:])) if "qkv" in by_name else None
+    like = [by_name[name] for name in names or (name[1:] for name in call.gradients)]
     return [Shape(array.shape, array.dtype) for array in like]
 
 

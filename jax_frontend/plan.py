@@ -23,6 +23,8 @@ class Plan(NamedTuple):
     device: str
     one_row: bool
     """Whether packed arrays came as ``[1, tokens, ...]`` and go back so."""
+    as_one: bool = False
+    """Whether q, k and v are one array, ``[..., tokens, 3, heads, head_dim]``."""
 
 
 Metadata = tuple[tuple[int, ...], np.dtype]
@@ -70,22 +72,32 @@ def question(
 
 
 def metadata(inputs: Inputs) -> tuple[Metadata | None, ...]:
-    """(shape, dtype) of every array that ``attn_core.call.Arrays`` names."""
+    """(shape, dtype) of every array that ``attn_core.call.Arrays`` names; k and v of none are q's, in one array."""
+    if inputs.k is None:
+        one = jax.ShapeDtypeStruct((*inputs.q.shape[:-3], *inputs.q.shape[-2:]), inputs.q.dtype)
+        inputs = inputs._replace(q=one, k=one, v=one)
     given = inputs[: len(Arrays._fields)]
     return tuple(None if array is None else (tuple(array.shape), np.dtype(array.dtype)) for array in given)
 
 
 def device_name(array: Any) -> str:
     """``"cpu"`` or ``"sm90"`` for where an array is, or where a traced one will be: JAX's default device."""
-    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
-        device = next(iter(array.devices()))
-    else:
-        device = jax.config.jax_default_device or jax.devices()[0]  # type: ignore[attr-defined]
-        if isinstance(device, str):
-            device = jax.devices(device)[0]
+    device = _device(array)
     if device.platform not in ("gpu", "cuda"):
         return str(device.platform)
     return "sm" + str(device.compute_capability).replace(".", "")
+
+
+def device_index(array: Any) -> int:
+    """Which of this process's devices of a kind that is; torch counts GPUs the same way."""
+    return int(_device(array).local_hardware_id or 0)
+
+
+def _device(array: Any) -> Any:
+    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+        return next(iter(array.devices()))
+    device = jax.config.jax_default_device or jax.devices()[0]  # type: ignore[attr-defined]
+    return jax.devices(device)[0] if isinstance(device, str) else device
 
 
 def check_array(name: str, value: Any, *, shapes_only: bool = False) -> None:

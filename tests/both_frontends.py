@@ -28,6 +28,28 @@ DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.cuda))
 Results = dict[str, np.ndarray]
 
 
+def claimed(names: tuple[str, ...] | None = None, *devices: str) -> list[Any]:
+    """(backend, device), as params: this version's backends (or ``names``) and the devices that each claims."""
+    pairs = [(name, device) for name in names or backends.built() for device in devices or ("cpu", "cuda")]
+    marks = {"cuda": (pytest.mark.cuda,)}
+    return [
+        pytest.param(name, device, marks=marks.get(device, ()), id=f"{name}-{device}")
+        for name, device in pairs
+        if claims_device(name, device)
+    ]
+
+
+def claims_device(name: str, device: str) -> bool:
+    """Whether a backend has a file that claims a kind of device."""
+    devices = module_on(name, device).FORWARD.devices
+    return device in devices or (device == "cuda" and any(claim.startswith("sm") for claim in devices))
+
+
+def module_on(name: str, device: str) -> Any:
+    """A backend's module for a kind of device."""
+    return backends.load(name, device)
+
+
 def run(framework: str, call: Call, backend: str | None = None, device: str = "cpu") -> Results:
     """out, lse where the caller asks for it, and dq, dk, dv, dbias, dsinks as far as the call has gradients.
 
@@ -229,3 +251,13 @@ def backends_of(framework: str) -> tuple[str, ...]:
     """The backends of this version whose kernels speak a framework's arrays."""
     found = ((name, backends.load(name)) for name in backends.built())
     return tuple(name for name, module in found if module is not None and framework == module.FRAMEWORK)
+
+
+def reachable(framework: str, backend: str, device: str) -> str | None:
+    """Why a backend cannot be reached from a framework on a device of this machine, or None when it can."""
+    where = target(framework, device)
+    if not module_on(backend, device).FORWARD.runs_on(where.device):
+        return f"{backend} does not claim {where.device}"
+    if framework == "torch" and module_on(backend, device).FRAMEWORK == "jax":
+        return f"{backend} runs in JAX only"
+    return dict(where.unavailable).get(backend)

@@ -101,4 +101,4 @@ def forget_plans() -> None:
         module.plan.cache_clear()
         if hasattr(module, "dense_plan"):
             module.dense_plan.cache_clear()
-    import_module("jax_frontend.attention")._compiled.clear_cache()  # what eager calls were traced with
+    import_module("jax_frontend.attention").compiled.clear_cache()  # what eager calls were traced with

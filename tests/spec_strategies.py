@@ -152,19 +152,31 @@ PACKED_SIZES = (  # tokens are drawn with the documents
     _sizes(1, 0, 0, 2, 2, 7, 7),
     _sizes(1, 0, 0, 3, 1, 5, 13),
 )
+GPU_SIZES = (  # several tiles of a kernel each way, the widths that kernels are compiled for, and some between
+    _sizes(2, 131, 389, 4, 2, 64, 64),
+    _sizes(1, 257, 257, 6, 2, 128, 128),
+    _sizes(3, 1, 523, 8, 2, 128, 128),
+    _sizes(1, 197, 127, 4, 1, 80, 80),
+    _sizes(2, 67, 193, 2, 2, 256, 256),
+)
 WINDOWS = ((2, 1), (0, 0), (None, 1), (3, None), (1, 4))
 FEATURES = ("causal", "window", "softcap", "mask", "bias", "alibi", "sinks", "dropout", "scale")
 
 
 @st.composite
-def document_lengths(draw: Any, documents: int | None = None, tokens: tuple[int, int] | None = None) -> Lengths:
+def document_lengths(
+    draw: Any,
+    documents: int | None = None,
+    tokens: tuple[int, int] | None = None,
+    sizes: tuple[int, ...] = (3, 1, 0, 5, 2, 7),
+) -> Lengths:
     """Lengths of query and of key documents, some of them 0; of fixed sums when ``tokens`` says so."""
     count = documents or draw(st.integers(1, 5), label="documents")
     if tokens is not None:
         cuts = [draw(st.lists(st.integers(0, n), min_size=count - 1, max_size=count - 1)) for n in tokens]
         queries, keys = (tuple(np.diff([0, *sorted(c), n]).tolist()) for c, n in zip(cuts, tokens, strict=True))
         return queries, keys
-    one_side = st.lists(st.sampled_from((3, 1, 0, 5, 2, 7)), min_size=count, max_size=count).map(tuple)
+    one_side = st.lists(st.sampled_from(sizes), min_size=count, max_size=count).map(tuple)
     queries = draw(one_side)
     return queries, draw(st.one_of(st.just(queries), one_side))
 
@@ -174,8 +186,12 @@ def calls(draw: Any, claims: Support | None = None, *, without: tuple[str, ...] 
     """Any call with gradients; mostly within a backend's claims when they are given."""
     within = claims if claims is not None and draw(st.integers(0, 3)) else None
     packed = draw(st.booleans()) if within is None or within.packed else False
-    lengths = draw(document_lengths()) if packed else None
+    on_gpu = claims is not None and "cpu" not in claims.devices
+    longer = (131, 1, 0, 67, 2, 197) if on_gpu else (3, 1, 0, 5, 2, 7)
+    lengths = draw(document_lengths(sizes=longer)) if packed else None
     offered_sizes = PACKED_SIZES if packed else DENSE_SIZES
+    if on_gpu and not packed and draw(st.booleans()):
+        offered_sizes = tuple(size for size in GPU_SIZES if size["head_dim"] <= (claims.max_head_dim or 256))  # type: ignore[union-attr]
     if within is not None and not within.value_dim:
         offered_sizes = tuple(sizes for sizes in offered_sizes if sizes["value_dim"] == sizes["head_dim"])
     fields: dict[str, Any] = dict(draw(st.sampled_from(offered_sizes)))
@@ -186,7 +202,8 @@ def calls(draw: Any, claims: Support | None = None, *, without: tuple[str, ...] 
         fields |= draw(_feature(feature, fields))
     if isinstance(fields.get("window"), int):
         fields["causal"] = True
-    fields["dtype"] = draw(st.sampled_from(("float32", *DTYPES)))
+    fields["dtype"] = draw(st.sampled_from(("float32", *DTYPES) if within is None else within.dtypes))
+    alignments = ("bottom_right", "top_left") if within is None or not within.alignments else within.alignments
     extras = draw(st.sampled_from((fields["dtype"], fields["dtype"] if fields["dtype"] == "float64" else "float32")))
     gradient_of_bias = "bias_shape" in fields and (within is None or within.bias_gradient) and draw(st.booleans())
     lse = draw(st.booleans()) and (within is None or within.lse_gradient)
@@ -200,8 +217,8 @@ def calls(draw: Any, claims: Support | None = None, *, without: tuple[str, ...] 
         one_row=packed and draw(st.booleans()),
         low_rank=draw(st.booleans()),
         extras_dtype=extras,
-        alignment=draw(st.sampled_from(("bottom_right", "top_left"))),
-        deterministic=draw(st.booleans()),
+        alignment=draw(st.sampled_from(alignments)),
+        deterministic=draw(st.booleans()) and (within is None or within.deterministic),
         needs_backward=True,
         bias_gradient=gradient_of_bias,
         return_lse=lse,
@@ -250,9 +267,17 @@ SIGNATURES: tuple[dict[str, Any], ...] = (
 
 
 @st.composite
-def compiled_calls(draw: Any) -> Call:
-    """A call of one of SIGNATURES."""
-    fields = draw(st.sampled_from(SIGNATURES))
+def compiled_calls(draw: Any, claims: Support | None = None) -> Call:
+    """A call of one of SIGNATURES; in the dtypes, widths and alignments that a backend claims where it has not all."""
+    fields = dict(draw(st.sampled_from(SIGNATURES)))
+    if claims is not None and fields["dtype"] not in claims.dtypes:
+        fields["dtype"] = claims.dtypes[0]
+    if claims is not None and fields.get("alignment", "bottom_right") not in claims.alignments:
+        fields["alignment"] = (*claims.alignments, "bottom_right")[0]
+    if claims is not None and fields["head_dim"] % claims.head_dim_multiple:
+        fields["head_dim"] = fields["value_dim"] = -(-fields["head_dim"] // 8) * 8
+    if claims is not None and not claims.portable_dropout:
+        fields.pop("dropout", None)
     lengths = draw(document_lengths(fields["documents"], _PACKED_TOKENS)) if "documents" in fields else None
     return make_call(
         draw(st.integers(0, 2**16), label="seed"), lengths, hiding=draw(st.booleans()), needs_backward=True, **fields

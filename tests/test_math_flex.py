@@ -438,7 +438,7 @@ def test_claims():
         spec, _ = make(case, needs_backward=True, bias_gradient="bias_shape" in CASES[case], return_lse=True)
         for device in ("cpu", "sm90"):
             assert unmet(math.FORWARD, spec, device) == unmet(math.BACKWARD, spec, device) == ()
-        assert math.refuses(spec, "cpu") == ()
+        assert math.refuses(spec, "cpu", None) == ()
         flexed, _ = make(case, return_lse=True)
         reasons = unmet(flex.FORWARD, flexed, "cpu")
         assert reasons == (() if case in FLEX_CASES else (f"dropout={flexed.dropout}: FlexAttention on CPU has none",))
@@ -455,7 +455,7 @@ def test_flex_refuses_a_score_matrix_over_its_limit():
         "more than MAX_SCORES (67108864)",
     )
     packed, _ = make("packed", q_len=2**20, kv_len=2**20)
-    assert flex.refuses(packed, "cpu") == ()  # what counts is the longest document
+    assert flex.refuses(packed, "cpu", None) == ()  # what counts is the longest document
 
 
 def test_lower():

@@ -11,7 +11,7 @@ import pytest
 
 from attn_core import AttentionSpec, NoBackendError, SpecError, Target, backends, explain, select, selection
 from attn_core.spec import DTYPES
-from attn_core.support import CHECKS, Support, unmet
+from attn_core.support import CHECKS, Build, Support, unmet
 
 SPEC = AttentionSpec(
     batch=2, q_len=5, kv_len=7, num_heads=6, num_kv_heads=3, head_dim=11, value_dim=11, dtype="float32"
@@ -180,12 +180,35 @@ def test_the_first_in_order_that_can_is_chosen(target: Target, asked: dict[str, 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: f"{target.framework}-{target.device}")
 def test_plain_calls_run_everywhere_that_the_order_knows(target: Target) -> None:
     chosen = select(SPEC, target)
-    assert chosen.backend == backends.PREFERENCE[target.framework, target.kind][0]
-    reasons = chosen.reasons("sdpa_flash")
-    assert reasons == (
-        () if target.device == "cpu" else (f"device {target.device}: the aten CPU flash kernel needs cpu",)
-    )
+    if target.device == "cpu":
+        assert chosen.backend == backends.PREFERENCE[target.framework, "cpu"][0]
     assert (chosen.reasons("jax_xla") == ("runs in JAX only",)) is (target.framework == "torch")
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("device", ["cpu", "sm90"])
+def test_what_is_approximate_is_never_chosen_unasked(framework: str, device: str) -> None:
+    rough = [name for name in backends.built() if backends.load(name, backends.kind_of(device)).FORWARD.approximate]
+    assert not set(rough) & set(backends.PREFERENCE[framework, backends.kind_of(device)])
+    half = replace(SPEC, dtype="bfloat16", head_dim=64, value_dim=64, kv_len=64, q_len=64)
+    everything_else_missing = tuple((name, "gone") for name in backends.NAMES if name not in rough)
+    assert explain(half, Target(framework, device, everything_else_missing)).backend is None
+
+
+NARROW = Build("a small build", without=("softcap", "backward"), head_dims=(8,))
+
+
+def test_an_installed_build_narrows_the_claims() -> None:
+    narrow = Target("torch", "cpu", builds=(("math", NARROW),))
+    assert select(replace(SPEC, head_dim=8, value_dim=8), narrow, "math").backend == "math"
+    with pytest.raises(NoBackendError) as caught:
+        select(replace(SPEC, softcap=3.0, needs_backward=True), narrow, "math")
+    assert caught.value.selection.reasons("math") == (
+        "head_dim=11: the torch math kernel (a small build) stops at 8",
+        "softcap=3.0: the torch math kernel (a small build) has none",
+        "backward: the torch math kernel (a small build) has no gradient",
+    )
+    assert select(replace(SPEC, softcap=3.0), CPU, "math").backend == "math"
 
 
 def test_both_frameworks_choose_the_same_on_a_cpu() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from attn_core import override
@@ -14,7 +13,7 @@ from attn_core.options import Options, checked, flag, normalise_window, requeste
 from attn_core.selection import Selection
 from attn_core.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.spec import AttentionSpec
-from torch_frontend import ops, plan
+from torch_frontend import offsets, ops, plan
 
 Tensor = torch.Tensor
 _is_compiling, _is_grad_enabled, _requested = torch.compiler.is_compiling, torch.is_grad_enabled, override.requested
@@ -57,7 +56,8 @@ def attention(
         alibi_slopes: ``[heads]`` or ``[batch, heads]``: adds ``-slope * |i + offset - j|``. No gradient.
         sinks: ``[heads]``: one logit per head that joins every row's softmax without a value.
         seq_info: a ``SeqInfo`` or ``(seq_lens, cu_seqlens, max_seqlen)``: packed documents, which never see each other.
-        dropout: probability of dropping a softmax weight; drawn from ``dropout_rng`` or torch's default generator.
+        dropout: probability of dropping a softmax weight; drawn from ``dropout_rng`` (best on the CPU, whatever q's
+            device is) or torch's default generator.
         deterministic: only kernels that give the same bits on every run.
         backend: a name, which runs or raises; names in order of preference; or None for automatic choice.
         return_lse: also return the log-sum-exp, ``[batch, heads, q_len]`` (packed ``[heads, tokens]``), natural log,
@@ -74,7 +74,7 @@ def attention(
     if not no_extras or dropout or type(window) is list or _is_compiling():
         tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-        return _attention(*_gathered(tensors, seq_info, options, dropout_rng), backend)
+        return attend(*gathered(tensors, seq_info, options, dropout_rng), backend)
     try:
         needs_backward = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         made = plan.dense_plan(
@@ -102,7 +102,7 @@ def attention(
             raise
         # An argument that is no tensor or no plain value. The careful path names it, or takes it: a list of names, say.
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-        return _attention(*_gathered((q, k, v, None, None, None, None), None, options, None), backend)
+        return attend(*gathered((q, k, v, None, None, None, None), None, options, None), backend)
     if made.shortcut is not None:
         out, lse = made.shortcut(q, k, v)
     elif needs_backward:
@@ -140,16 +140,16 @@ def explain(
     """
     tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-    inputs, options = _gathered(tensors, seq_info, options, dropout_rng, draw=False)
+    inputs, options = gathered(tensors, seq_info, options, dropout_rng, draw=False)
     wanted, bias_gradient = _gradients_wanted(inputs)
     needs = wanted if needs_backward is None else needs_backward
     requested = requested_names(backend) or override.requested()
     selection = plan.explanation(plan.metadata(inputs), options, needs, bias_gradient and needs, requested)
-    _check_offsets(selection.spec, inputs)
+    check_offsets(selection.spec, inputs)
     return selection
 
 
-def _gathered(
+def gathered(
     tensors: tuple[Any, ...],
     seq_info: Any,
     options: Options,
@@ -172,24 +172,25 @@ def _gathered(
     info = SeqInfo.coerce(seq_info)
     inputs = Inputs(q, k, v, mask, bias, alibi_slopes, sinks)
     if info is not None:
-        cu_q, cu_k = _offsets(info, q.device)
+        cu_q, cu_k = offsets.of(info, q, k)
         inputs = inputs._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
         options = options._replace(max_len_q=info.max_len_q, max_len_k=info.max_len_k)
     if options.dropout and draw:
-        rng = torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator, device=q.device)
+        where = _dropout_device(q, generator)
+        rng = torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator, device=where)
         inputs = inputs._replace(rng=rng)
     return inputs, options
 
 
-def _offsets(info: SeqInfo, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A SeqInfo's offsets as tensors; host arrays are copied to another device once, not once a call."""
-    if isinstance(info.cu_seqlens_q, np.ndarray) and isinstance(info.cu_seqlens_k, np.ndarray):
-        if device.type == "cpu":
-            return torch.from_numpy(info.cu_seqlens_q), torch.from_numpy(info.cu_seqlens_k)
-        return info.converted(device, lambda offsets: torch.from_numpy(offsets).to(device))
-    for side in ("q", "k"):
-        plan.check_tensor(f"seq_info.cu_seqlens_{side}", getattr(info, f"cu_seqlens_{side}"))
-    return info.cu_seqlens_q, info.cu_seqlens_k
+def _dropout_device(q: Tensor, generator: torch.Generator | None) -> Any:
+    """Where a call's two random words are drawn: the host, where kernels with a generator of their own read them.
+
+    While a CUDA graph is captured they are drawn on the device, so that every replay has its own.
+    """
+    if generator is not None:
+        return generator.device
+    compiling = torch.compiler.is_compiling()
+    return q.device if q.is_cuda and not compiling and torch.cuda.is_current_stream_capturing() else "cpu"
 
 
 def _gradients_wanted(inputs: Inputs) -> tuple[bool, bool]:
@@ -201,7 +202,7 @@ def _gradients_wanted(inputs: Inputs) -> tuple[bool, bool]:
     return bias or sinks or any(tensor.requires_grad for tensor in inputs[:3]), bias
 
 
-def _attention(inputs: Inputs, options: Options, backend: Any) -> Any:
+def attend(inputs: Inputs, options: Options, backend: Any) -> Any:
     """The call with every feature: eager through a plan, or through the ops while a compiler looks on."""
     needs_backward, bias_gradient = _gradients_wanted(inputs)
     if torch.compiler.is_compiling():
@@ -227,14 +228,14 @@ def _attention(inputs: Inputs, options: Options, backend: Any) -> Any:
         return (out, lse) if options.return_lse else out
     requested = requested_names(backend) or override.requested()
     made = plan.plan(plan.metadata(inputs), options, needs_backward, bias_gradient, requested)
-    _check_offsets(made.spec, inputs)
+    check_offsets(made.spec, inputs)
     if needs_backward:
         return plan.Attention.apply(made, *inputs)
     out, lse = plan.run_forward(made, inputs)
     return (out, lse) if options.return_lse else out
 
 
-def _check_offsets(spec: AttentionSpec, inputs: Inputs) -> None:
+def check_offsets(spec: AttentionSpec, inputs: Inputs) -> None:
     """Checks the values of a packed call's offsets wherever they are on the host."""
     if spec.packed and inputs.q.device.type == "cpu":
         check_cu_seqlens(inputs.cu_seqlens_q.numpy(), spec.max_len_q or 0, side="q", tokens=spec.q_len)

@@ -31,6 +31,8 @@ class Plan(NamedTuple):
     """Whether packed tensors came as ``[1, tokens, ...]`` and go back so."""
     shortcut: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None
     """The backend's own way for q, k, v alone, gradients included, if it has one."""
+    writes_into: bool = False
+    """Whether forward and backward take ``into``."""
 
 
 Metadata = tuple[torch.Size, torch.dtype, torch.device]
@@ -76,15 +78,15 @@ def plan(
         requested: ``backend=`` of the call, or what ``use_backend`` asks for.
     """
     selection = select(*question(metadata, options, needs_backward, bias_gradient, requested))
-    module, spec = backends.load(selection.backend or ""), selection.spec
+    module, spec = backends.load(selection.backend or "", selection.target.kind), selection.spec
     if module is None:
         raise AssertionError(f"{selection.backend} was selected without a module")
     one_row = spec.packed and len(metadata[0][0]) == 4 if metadata[0] else False
+    name = selection.backend or ""
     if spec.empty:
-        return Plan(spec, selection.backend or "", _empty_forward, _empty_backward, one_row)
-    return Plan(
-        spec, selection.backend or "", module.forward, module.backward, one_row, backends.shortcut(module, spec)
-    )
+        return Plan(spec, name, _empty_forward, _empty_backward, one_row)
+    shortcut = backends.shortcut(module, spec)
+    return Plan(spec, name, module.forward, module.backward, one_row, shortcut, backends.writes_into(module))
 
 
 def explanation(*arguments: Any) -> Selection:
@@ -136,15 +138,23 @@ def run_forward(made: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def run_backward(
-    made: Plan, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
+    made: Plan,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    into: Gradients | None = None,
 ) -> Gradients:
-    """The gradients of a plan, in the shapes of its inputs."""
+    """The gradients of a plan, in the shapes of its inputs; dq, dk, dv are those of ``into`` where they fit there."""
     if dout is None:
         dout = torch.zeros_like(out)
     if made.one_row:
         inputs = inputs._replace(q=inputs.q[0], k=inputs.k[0], v=inputs.v[0])
         out, dout = out[0], dout[0]
-    found = made.backward(made.spec, _four_dimensional(inputs), out, lse, dout, dlse)
+        into = into and into._replace(dq=into.dq[0], dk=into.dk[0], dv=into.dv[0])
+    buffers = {"into": into} if into is not None and made.writes_into else {}
+    found = made.backward(made.spec, _four_dimensional(inputs), out, lse, dout, dlse, **buffers)
     if made.one_row:
         found = found._replace(dq=found.dq[None], dk=found.dk[None], dv=found.dv[None])
     if found.dbias is not None:

@@ -14,23 +14,40 @@ from typing import Any, NamedTuple, Protocol
 
 from attn_core.errors import SpecError
 from attn_core.spec import AttentionSpec
-from attn_core.support import Support
+from attn_core.support import Build, Support
+
+VARIANTS = {
+    "flash3_fp8": ("flash3", "fp8"),
+    "xformers_cutlass": ("xformers", "cutlass"),
+    "xformers_flash": ("xformers", "flash"),
+    "xformers_flash3": ("xformers", "flash3"),
+    "xformers_splitk": ("xformers", "splitk"),
+    "sage_fp16_cuda": ("sage", "fp16_cuda"),
+    "sage_fp16_triton": ("sage", "fp16_triton"),
+    "sage_fp8_cuda": ("sage", "fp8_cuda"),
+    "sage_fp8_cuda_sm90": ("sage", "fp8_cuda_sm90"),
+}
+"""Names for one kernel among several of a package: (the backend's file, what its ``variant`` is asked for)."""
 
 NAMES = (
-    *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flash2", "flash3", "flash4"),
-    *("xformers", "flex", "sage", "math", "jax_cudnn", "jax_xla"),
+    *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flash2", "flash3", "flash4", "flex"),
+    *("xformers", "xformers_cutlass", "xformers_flash", "xformers_flash3", "xformers_splitk"),
+    *("flash3_fp8", "sage", "sage_fp16_cuda", "sage_fp16_triton", "sage_fp8_cuda", "sage_fp8_cuda_sm90"),
+    *("math", "jax_cudnn", "jax_xla"),
 )
 """Every name of the field's kernels. One without a file here is refused with that reason."""
 
+_CUDA = ("flash3", "flash4", "sdpa_cudnn", "flash2", "sdpa_flash", "flex", "xformers", "sdpa_efficient")
 PREFERENCE = {
     ("torch", "cpu"): ("sdpa_flash", "math", "flex"),
     ("jax", "cpu"): ("sdpa_flash", "math", "jax_xla", "flex"),
-    ("torch", "cuda"): ("math",),
-    ("jax", "cuda"): ("jax_xla", "math"),
+    ("torch", "cuda"): (*_CUDA, "math"),
+    ("jax", "cuda"): (*_CUDA, "jax_cudnn", "jax_xla", "math"),
 }
 """Automatic choice per (framework, kind of device), best first. A name left out runs only when asked for.
 
-On a CPU both frameworks have the same order, so that the same call gives the same bits in both.
+Both frameworks have the same order of torch's kernels, so that the same call gives the same bits in both. Where a
+device was measured, ``attn_core.preference`` refines the order by the shape of the call.
 """
 
 
@@ -70,6 +87,11 @@ class Backend(Protocol):
     FRAMEWORK: ``"torch"`` or ``"jax"``: whose tensors forward and backward take.
     REQUIRES: the upstream packages with their ranges, for people.
     FORWARD, BACKWARD: its claims; BACKWARD is None when there is no gradient.
+
+    Besides, a module may have: ``WRITES_INTO = True``, and then its forward and backward take a last argument ``into``,
+    buffers for their results: (out, lse) or Gradients. What they return counts; a result that is not the buffer itself
+    is copied there by the caller. ``build()`` (see Support's Build), ``warm_up(spec)``, ``shortcut(spec)`` and
+    ``variant(word)``: see the functions below.
     """
 
     FRAMEWORK: str
@@ -77,8 +99,11 @@ class Backend(Protocol):
     FORWARD: Support
     BACKWARD: Support | None
 
-    def refuses(self, spec: AttentionSpec, device: str) -> tuple[str, ...]:
-        """Reasons that join two facts, known upstream bugs among them; empty when there are none."""
+    def refuses(self, spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
+        """Reasons that join two facts, known upstream bugs among them; empty when there are none.
+
+        device: such as ``"sm90"``; build: what is particular about the installed one, None for an ordinary one.
+        """
 
     def probe(self) -> str:
         """Imports the kernel's symbols and returns the version; raises whatever the import raises."""
@@ -104,16 +129,50 @@ def shortcut(backend: Backend, spec: AttentionSpec) -> Callable[[Any, Any, Any],
     return None if offered is None or spec.empty else offered(spec)
 
 
+def writes_into(backend: Backend) -> bool:
+    """Whether the backend's functions take ``into``."""
+    return getattr(backend, "WRITES_INTO", False)
+
+
+def warm_up(backend: Backend, spec: AttentionSpec) -> None:
+    """Compiles what a backend would compile when the call first runs; nothing for most. On the current device."""
+    prepare = getattr(backend, "warm_up", None)
+    if prepare is not None and not spec.empty:
+        prepare(spec)
+
+
 @cache
-def load(name: str) -> Backend | None:
-    """The module of a backend name, or None where this version has no such backend.
+def load(name: str, kind: str = "cpu") -> Backend | None:
+    """The module of a backend name for a kind of device, or None where this version has no such backend.
+
+    ``flex_cuda.py`` is what "flex" means on a GPU, where there is such a file; else a name has one for all devices.
 
     Raises:
         SpecError: for a name nobody knows, with the close matches.
     """
     check_name(name)
-    module = f"{__name__}.{name}"
-    return importlib.import_module(module) if find_spec(module) else None  # type: ignore[return-value]
+    file, word = VARIANTS.get(name, (name, None))
+    module = next((path for path in (f"{__name__}.{file}_{kind}", f"{__name__}.{file}") if find_spec(path)), None)
+    return None if module is None else _import(module, word)
+
+
+@cache
+def _import(module: str, word: str | None) -> Backend:
+    found: Any = importlib.import_module(module)
+    return found if word is None else found.variant(word)
+
+
+def files(name: str) -> dict[str, Backend]:
+    """The modules behind a name, by kind of device: ``{"": module}``, or one for "cpu" and one for "cuda"."""
+    main, cuda = load(name), load(name, "cuda")
+    if main is None:
+        return {}
+    return {"": main} if cuda is main or cuda is None else {"cpu": main, "cuda": cuda}
+
+
+def kind_of(device: str) -> str:
+    """``"cuda"`` for a device such as "sm90", ``"rocm"`` for one such as "gfx942", else the device itself."""
+    return "cuda" if device.startswith("sm") else "rocm" if device.startswith("gfx") else device
 
 
 def check_name(name: str) -> None:
@@ -132,18 +191,26 @@ def built() -> tuple[str, ...]:
 
 
 @cache
-def availability(name: str) -> tuple[str | None, str | None]:
+def availability(name: str, kind: str = "cpu") -> tuple[str | None, str | None]:
     """``(version, None)`` when the backend's kernel imports here, else ``(None, reason)``; any failure is a reason."""
-    backend = load(name)
+    backend = load(name, kind)
     if backend is None:
         return None, _not_built(name)
     try:
         return backend.probe(), None
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # an import may fail in any way; each way is this backend's reason, never another's
+    except (Exception, SystemExit) as error:  # an import may fail in any way; it is this backend's reason alone
         return None, f"not available: {type(error).__name__}: {error} (needs {backend.REQUIRES})"
+
+
+@cache
+def installed_build(name: str, device: str) -> Build | None:
+    """What is particular about the installed build of an available backend on a device of this machine, if anything.
+
+    Raises whatever looking raises: the caller makes a reason of it.
+    """
+    backend = load(name, kind_of(device))
+    look = getattr(backend, "build", None)
+    return None if look is None else look()
 
 
 def _not_built(name: str) -> str:

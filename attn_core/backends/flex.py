@@ -19,7 +19,7 @@ from attn_core.backends import Gradients, Inputs
 from attn_core.masks import Band, band
 from attn_core.packed import documents
 from attn_core.spec import DTYPES, AttentionSpec
-from attn_core.support import Support
+from attn_core.support import Build, Support
 
 FRAMEWORK = "torch"
 REQUIRES = "torch>=2.11"
@@ -48,7 +48,7 @@ MAX_SCORES = 2**26
 """Elements of the score matrix ``[batch, heads, q_len, kv_len]`` that the eager form may write; 256 MiB in float32."""
 
 
-def refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
+def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
     """A score matrix over MAX_SCORES."""
     q_len = spec.q_len if spec.max_len_q is None else spec.max_len_q
     kv_len = spec.kv_len if spec.max_len_k is None else spec.max_len_k

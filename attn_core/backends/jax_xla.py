@@ -18,7 +18,7 @@ from attn_core import xla_attention, xla_tiles
 from attn_core.backends import Gradients, Inputs
 from attn_core.masks import Band, band
 from attn_core.spec import DTYPES, AttentionSpec
-from attn_core.support import Support
+from attn_core.support import Build, Support
 from attn_core.xla_tiles import Blocks
 
 FRAMEWORK = "jax"
@@ -41,6 +41,7 @@ FORWARD = Support(
     sinks=True,
     packed=True,
     dropout=True,
+    portable_dropout=True,
     deterministic=True,
     lse=True,
     lse_gradient=True,
@@ -54,7 +55,7 @@ LARGEST_BLOCKS = {"cpu": Blocks(256, 256), "cuda": Blocks(1024, 1024)}
 """Largest blocks of the blocked maths: what fits a CPU's cache; what keeps a GPU busy (H200: 6 times 256 x 256)."""
 
 
-def refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
+def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
     """None: the maths has no gaps. float64 needs jax_enable_x64, without which no float64 array reaches a spec."""
     return ()
 

@@ -22,7 +22,7 @@ from attn_core.backends import Gradients, Inputs
 from attn_core.blocks import blocks
 from attn_core.masks import band
 from attn_core.spec import DTYPES, AttentionSpec
-from attn_core.support import Support
+from attn_core.support import Build, Support
 from attn_core.torch_attention import (
     Saved,
     Sums,
@@ -53,6 +53,7 @@ FORWARD = Support(
     sinks=True,
     packed=True,
     dropout=True,
+    portable_dropout=True,
     deterministic=True,
     lse=True,
     lse_gradient=True,
@@ -63,7 +64,7 @@ QUERY_BLOCK = 128
 """Query rows computed at once: the scores in memory are ``[batch, heads, QUERY_BLOCK, kv_len]``."""
 
 
-def refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
+def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
     """Nothing: no two facts exclude each other here."""
     return ()
 

@@ -19,7 +19,7 @@ from attn_core.backends import Gradients, Inputs
 from attn_core.masks import band
 from attn_core.packed import dense_inputs, dense_spec, documents
 from attn_core.spec import DTYPES, AttentionSpec
-from attn_core.support import Support
+from attn_core.support import Build, Support
 
 FRAMEWORK = "torch"
 REQUIRES = "torch>=2.11"
@@ -44,7 +44,7 @@ MASK_LIMIT = 2**26
 """Elements of the additive mask that stands in for what the kernel lacks; 256 MiB in float32."""
 
 
-def refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
+def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
     """A stand-in mask that would not fit its bound."""
     elements = _mask_elements(spec)
     if elements <= MASK_LIMIT:

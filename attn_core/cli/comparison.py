@@ -30,6 +30,8 @@ class Row:
         outcome: what it gave, or None.
         accuracy: its comparison with the reference; None when it did not run or the call is too large for that.
         failed: it was selected and raised; a defect, where a refusal is an answer.
+        device: where it was asked to run.
+        approximate: the backend does not promise the precision of its dtypes, so that a bound it misses is no defect.
     """
 
     backend: str
@@ -38,11 +40,15 @@ class Row:
     outcome: Outcome | None = None
     accuracy: Accuracy | None = None
     failed: bool = False
+    device: str = "cpu"
+    approximate: bool = False
 
     @property
     def wrong(self) -> bool:
-        """It raised, or its numbers are outside their bounds."""
-        return self.failed or (self.accuracy is not None and not self.accuracy.ok)
+        """It raised, or its numbers are outside their bounds; NaN is wrong even where they are approximate."""
+        if self.failed or self.accuracy is None:
+            return self.failed
+        return self.accuracy.worst == float("inf") if self.approximate else not self.accuracy.ok
 
     def as_json(self) -> dict[str, Any]:
         """The row as plain data."""
@@ -79,11 +85,15 @@ def bit_equality(rows: list[Row]) -> dict[str, bool]:
 
 
 def _row(trial: Trial, expected: Expected | None, name: str, framework: str, device: str, repeats: int) -> Row:
-    reasons = attn_core.explain(trial.spec, Target.here(framework, device), name).reasons(name)
+    where = Target.here(framework, device)
+    reasons = attn_core.explain(trial.spec, where, name).reasons(name)
     if reasons:
-        return Row(name, framework, reasons)
+        return Row(name, framework, reasons, device=device)
+    approximate = where.claims(name)[0].approximate
     try:
         outcome = RUN[framework](trial, name, device, repeats)
     except Exception as error:  # whatever a backend raises is what this table is there to show
-        return Row(name, framework, (f"raised {type(error).__name__}: {error}",), failed=True)
-    return Row(name, framework, (), outcome, judged(expected, outcome) if expected is not None else None)
+        failure = (f"raised {type(error).__name__}: {error}",)
+        return Row(name, framework, failure, failed=True, device=device, approximate=approximate)
+    accuracy = judged(expected, outcome) if expected is not None else None
+    return Row(name, framework, (), outcome, accuracy, device=device, approximate=approximate)

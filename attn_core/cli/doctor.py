@@ -15,7 +15,7 @@ from attn_core import backends
 from attn_core.cli.comparison import Row, rows_of
 from attn_core.cli.frameworks import devices_of, installed, versions
 from attn_core.cli.trial import draw
-from attn_core.selection import bridge_reason
+from attn_core.selection import Target, bridge_reason
 from attn_core.spec import AttentionSpec
 
 CHECKED = AttentionSpec(
@@ -52,13 +52,22 @@ def _findings(progress: Console) -> dict[str, Any]:
     with progress.status("looking for frameworks"):
         here = installed()
         devices = {framework: _devices(framework) for framework in here}
-        found = {name: dict(zip(("version", "reason"), backends.availability(name))) for name in backends.NAMES}
+        found: dict[str, Any] = {
+            label: {"name": name, "kind": kind, **dict(zip(("version", "reason"), backends.availability(name, kind)))}
+            for label, name, kind in _files()
+        }
         bridge = bridge_reason() if {"torch", "jax"} <= set(here) else "needs both torch and jax"
     rows: list[Row] = []
     with progress.status("checking the backends"):
-        for name, state in found.items():
-            rows += _check(name, devices) if state["reason"] is None else []
+        for state in found.values():
+            rows += _check(state["name"], state["kind"], devices) if state["reason"] is None else []
     return {"versions": versions(), "devices": devices, "backends": found, "bridge": bridge, "rows": rows}
+
+
+def _files() -> list[tuple[str, str, str]]:
+    """(label, name, kind of device) for every file of every backend: a name may have one for CPUs and one for GPUs."""
+    found = [(name, kind or "cpu") for name in backends.NAMES for kind in backends.files(name) or ("",)]
+    return [(name if kind == "cpu" else f"{name} ({kind})", name, kind) for name, kind in found]
 
 
 def _devices(framework: str) -> list[str]:
@@ -68,22 +77,26 @@ def _devices(framework: str) -> list[str]:
         return [f"{type(error).__name__}: {error}"]
 
 
-def _check(name: str, devices: dict[str, list[str]]) -> list[Row]:
-    backend = backends.load(name)
+def _check(name: str, kind: str, devices: dict[str, list[str]]) -> list[Row]:
+    backend = backends.load(name, kind)
     assert backend is not None
-    spec = replace(CHECKED, needs_backward=backend.BACKWARD is not None)
-    present = dict.fromkeys(device for found in devices.values() for device in found if backend.FORWARD.runs_on(device))
+    every = dict.fromkeys(device for found in devices.values() for device in found if backend.FORWARD.runs_on(device))
+    # a file for one kind of device is checked there; a file for all of them on the first device there is
+    present = [device for device in every if len(backends.files(name)) == 1 or backends.kind_of(device) == kind]
     if not present:
         return []
     half = "bfloat16" if "bfloat16" in backend.FORWARD.dtypes else backend.FORWARD.dtypes[0]
-    spec = spec if "float32" in backend.FORWARD.dtypes else replace(spec, dtype=half)
-    return list(rows_of(draw(spec), next(iter(present)), repeats=1, names=(name,)))
+    spec = CHECKED if "float32" in backend.FORWARD.dtypes else replace(CHECKED, dtype=half)
+    if not backend.FORWARD.causal or "bottom_right" not in backend.FORWARD.alignments:
+        spec = replace(spec, kv_len=spec.q_len, causal=backend.FORWARD.causal)
+    forward = Target.here(next(iter(devices)), present[0]).claims(name)[1] is None
+    return list(rows_of(draw(replace(spec, needs_backward=not forward)), present[0], repeats=1, names=(name,)))
 
 
 def _show(console: Console, found: dict[str, Any], rows: list[Row]) -> None:
     here = [f"{name} {version}" for name, version in found["versions"].items() if version is not None]
     absent = [name for name, version in found["versions"].items() if version is None]
-    unbuilt = [name for name in found["backends"] if backends.load(name) is None]
+    unbuilt = [state["name"] for state in found["backends"].values() if backends.load(state["name"]) is None]
     facts = {
         "versions": ", ".join(here),
         "not installed": ", ".join(absent),
@@ -100,19 +113,24 @@ def _show(console: Console, found: dict[str, Any], rows: list[Row]) -> None:
     console.print(_backends_table(found["backends"], rows))
 
 
-def _backends_table(found: dict[str, dict[str, str | None]], rows: list[Row]) -> Table:
+def _backends_table(found: dict[str, dict[str, Any]], rows: list[Row]) -> Table:
     """A line for every backend, and one for each framework it was checked in."""
     table = Table(box=None, pad_edge=False, show_header=False)
-    for name, state in found.items():
-        if backends.load(name) is not None:
-            table.add_row(Text(name), Text(state["version"] or ""), Text(state["reason"] or "available"))
-        for row in (row for row in rows if row.backend == name):
+    for label, state in found.items():
+        if backends.load(state["name"]) is not None:
+            table.add_row(Text(label), Text(state["version"] or ""), Text(state["reason"] or "available"))
+        for row in (row for row in rows if row.backend == state["name"] and _in_file(row, state["kind"])):
             table.add_row("", Text(f"in {row.framework}"), Text(_verdict(row)))
     return table
+
+
+def _in_file(row: Row, kind: str) -> bool:
+    return len(backends.files(row.backend)) == 1 or backends.kind_of(row.device) == kind
 
 
 def _verdict(row: Row) -> str:
     if row.accuracy is None:
         return ("FAILED: " if row.failed else "refused: ") + "; ".join(row.reasons)
     what = "forward and gradients" if row.outcome and "dq" in row.outcome.arrays else "forward"
-    return f"{what} {'right' if row.accuracy.ok else 'WRONG'}: {row.accuracy.worst:.2f} of the bound"
+    word = "WRONG" if row.wrong else "approximate" if row.approximate else "right"
+    return f"{what} {word}: {row.accuracy.worst:.2f} of the bound"

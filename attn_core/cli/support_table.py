@@ -24,6 +24,8 @@ FEATURES = {
     "deterministic": "`deterministic=True`",
     "lse": "`return_lse=True`",
     "lse_gradient": "gradient of the log-sum-exp",
+    "portable_dropout": "drops the same weights in every backend that says so",
+    "approximate": "approximate: by name only",
 }
 """Every boolean claim of Support and how the table names it."""
 
@@ -39,8 +41,12 @@ A claim covers one feature at a time. What two of them together, or a size, rule
 
 def render() -> str:
     """The whole page as Markdown."""
-    built = {name: backend for name in backends.NAMES if (backend := backends.load(name)) is not None}
-    missing = [f"`{name}`" for name in backends.NAMES if name not in built]
+    built = {
+        f"`{name}`" + (f" ({kind})" if kind else ""): backend
+        for name in backends.NAMES
+        for kind, backend in backends.files(name).items()
+    }
+    missing = [f"`{name}`" for name in backends.NAMES if backends.load(name) is None]
     sections = [HEAD, "## Features\n\n" + _features(built), "## Limits\n\n" + _limits(built), _preference()]
     if missing:
         sections.append(f"## Not in this version\n\n{', '.join(missing)}: known names, refused with that reason.\n")
@@ -48,9 +54,10 @@ def render() -> str:
 
 
 def _features(built: dict[str, Backend]) -> str:
-    rows = [["", *(f"`{name}`" for name in built)]]
-    for claim, title in FEATURES.items():
-        rows.append([title, *(_cell(backend, claim) for backend in built.values())])
+    titles = list(FEATURES.values())
+    rows = [["", *titles]]  # a line for each backend: there are more of them than features
+    for name, backend in built.items():
+        rows.append([name, *(_cell(backend, claim) for claim in FEATURES)])
     return _table(rows)
 
 
@@ -68,7 +75,7 @@ def _limits(built: dict[str, Backend]) -> str:
         forward = backend.FORWARD
         rows.append(
             [
-                f"`{name}`",
+                name,
                 forward.kernel,
                 backend.FRAMEWORK,
                 f"`{backend.REQUIRES}`",

@@ -1,0 +1,61 @@
+"""attention_qkvpacked: queries, keys and values in one array, as one projection writes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from attn_core import override
+from attn_core.errors import ShapeError
+from attn_core.options import Options, requested_names
+from attn_core.seq_info import SeqInfo
+from jax_frontend import plan
+from jax_frontend.attention import Call, Window, gathered, run
+
+Array = jax.Array
+
+
+def attention_qkvpacked(
+    qkv: Array,
+    *,
+    causal: bool = False,
+    alignment: str = "bottom_right",
+    window: Window = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    seq_info: Any = None,
+    dropout: float = 0.0,
+    deterministic: bool = False,
+    backend: str | tuple[str, ...] | None = None,
+    return_lse: bool = False,
+    dropout_rng: Array | None = None,
+) -> Any:
+    """``attention`` of q, k and v that lie in one array: torch's kernels read it in place, and write one gradient.
+
+    Args:
+        qkv: ``[batch, seq, 3, heads, head_dim]``; packed ``[tokens, 3, heads, head_dim]``, alone or as one row
+            ``[1, ...]``. As many kv heads as heads.
+
+    The other arguments, the result and the errors are those of ``attention``.
+    """
+    plan.check_array("qkv", qkv)
+    check_shape(tuple(qkv.shape))
+    options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
+    info = SeqInfo.coerce(seq_info)
+    inputs, options = gathered((qkv, qkv, qkv, mask, bias, alibi_slopes, sinks), info, options, dropout_rng)
+    call = Call(options, requested_names(backend) or override.requested(), plan.device_name(qkv))
+    return run(call, inputs._replace(k=None, v=None), info)
+
+
+def check_shape(shape: tuple[int, ...]) -> None:
+    """Raises ShapeError unless a shape has q, k and v on its third axis from the end."""
+    if len(shape) not in (4, 5) or shape[-3] != 3:
+        raise ShapeError(
+            "qkv: expected shape [batch, seq, 3, heads, head_dim], or packed [tokens, 3, heads, head_dim], "
+            f"got {list(shape)}"
+        )

@@ -1,0 +1,137 @@
+"""attention_qkvpacked is attention of three views, in both frontends, and its gradient is one array."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("jax")
+import jax
+import jax.numpy as jnp
+import torch
+from frameworks import BOTH, Framework, as_numpy
+
+import jax_frontend
+import torch_frontend
+from attn_core import SeqInfo, ShapeError
+from torch_frontend import offsets
+
+CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "dense": ((2, 11, 3, 6, 16), {"causal": True}),
+    "window and softcap": ((2, 11, 3, 6, 16), {"causal": True, "window": 3, "softcap": 5.0}),
+    "documents": ((17, 3, 6, 16), {"seq_info": SeqInfo.from_lengths([5, 0, 9, 3]), "causal": True}),
+    "documents in one row": ((1, 17, 3, 6, 16), {"seq_info": SeqInfo.from_lengths([5, 0, 9, 3])}),
+    "log-sum-exp": ((2, 11, 3, 6, 16), {"return_lse": True, "backend": "math"}),
+}
+BACKENDS = ("sdpa_flash", "math", "jax_xla")
+
+
+def drawn(shape: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+def results(framework: Framework, qkv: np.ndarray, whole: bool, options: dict[str, Any]) -> list[np.ndarray]:
+    """out (and lse) and the gradient of their sum, through qkv as one array or through three slices of it."""
+    front = framework.frontend
+
+    def attend(array: Any) -> Any:
+        if whole:
+            found = front.attention_qkvpacked(array, **options)
+        else:
+            found = front.attention(*(array[..., which, :, :] for which in range(3)), **options)
+        return found if isinstance(found, tuple) else (found,)
+
+    if framework.name == "torch":
+        leaf = torch.from_numpy(qkv).requires_grad_()
+        found = attend(leaf)
+        (gradient,) = torch.autograd.grad([(part * part).sum() for part in found], leaf)
+        return [as_numpy(part) for part in (*found, gradient)]
+    found = attend(jnp.asarray(qkv))
+    gradient = jax.jit(jax.grad(lambda array: sum((part * part).sum() for part in attend(array))))(jnp.asarray(qkv))
+    return [as_numpy(part) for part in (*found, gradient)]
+
+
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_attention_of_three_views(case: str, backend: str, framework: Framework) -> None:
+    shape, options = CASES[case]
+    options = {**options, "backend": options.get("backend", backend)}
+    if framework.name == "torch" and options["backend"] == "jax_xla":
+        pytest.skip("jax_xla runs in JAX only")
+    if "softcap" in options and backend == "sdpa_flash":
+        pytest.skip("sdpa_flash has no softcap")
+    one, three = (results(framework, drawn(shape), whole, options) for whole in (True, False))
+    assert one[-1].shape == shape
+    for whole, apart in zip(one, three, strict=True):
+        np.testing.assert_array_equal(whole, apart)
+
+
+@pytest.mark.parametrize("case", ["dense", "documents"])
+def test_torch_and_jax_give_the_same_bits(case: str) -> None:
+    shape, options = CASES[case]
+    found = [results(framework, drawn(shape), True, {**options, "backend": "math"}) for framework in BOTH]
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_the_gradient_reaches_mask_free_extras() -> None:
+    qkv = torch.from_numpy(drawn((2, 7, 3, 4, 8))).requires_grad_()
+    sinks, bias = torch.randn(4, requires_grad=True), torch.randn(1, 4, 7, 7, requires_grad=True)
+    torch_frontend.attention_qkvpacked(qkv, sinks=sinks, bias=bias, backend="math").square().sum().backward()
+    found = [qkv.grad, sinks.grad, bias.grad]
+    again = [tensor.detach().clone().requires_grad_() for tensor in (qkv, sinks, bias)]
+    q, k, v = again[0].unbind(2)
+    torch_frontend.attention(q, k, v, sinks=again[1], bias=again[2], backend="math").square().sum().backward()
+    assert all(torch.equal(one, other.grad) for one, other in zip(found, again, strict=True))
+
+
+def test_jax_reads_the_array_in_place() -> None:
+    """One operand and one result reach the kernel, not three slices."""
+    qkv = jnp.asarray(drawn((2, 7, 3, 4, 8)))
+    program = jax.make_jaxpr(jax.grad(lambda x: jax_frontend.attention_qkvpacked(x, backend="math").sum()))(qkv)
+    calls = [equation for equation in program.eqns if equation.primitive.name.startswith("attn_")]
+    assert [len(equation.outvars) for equation in calls] == [2, 1]
+    assert calls[0].invars[0].aval.shape == qkv.shape == calls[1].outvars[0].aval.shape
+
+
+def test_vmap_and_compile() -> None:
+    qkv = drawn((3, 2, 7, 3, 4, 8))
+    rows = jnp.stack([jax_frontend.attention_qkvpacked(jnp.asarray(row), causal=True, backend="math") for row in qkv])
+    mapped = jax.vmap(lambda row: jax_frontend.attention_qkvpacked(row, causal=True, backend="math"))(jnp.asarray(qkv))
+    np.testing.assert_array_equal(rows, mapped)
+    leaf = torch.from_numpy(qkv[0]).requires_grad_()
+    compiled = torch.compile(torch_frontend.attention_qkvpacked, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(leaf, causal=True), torch_frontend.attention_qkvpacked(leaf, causal=True))
+
+
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+@pytest.mark.parametrize("shape", [(2, 7, 4, 8), (2, 7, 2, 4, 8), (3, 4, 8), (1, 2, 7, 3, 4, 8)])
+def test_other_shapes_are_refused(shape: tuple[int, ...], framework: Framework) -> None:
+    with pytest.raises(ShapeError, match=r"^qkv: expected shape \[batch, seq, 3, heads, head_dim\]"):
+        framework.frontend.attention_qkvpacked(framework.zeros(*shape))
+
+
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+def test_warm_up_answers_as_explain_does(framework: Framework) -> None:
+    q, k, v = (framework.zeros(2, 7, 4, 8) for _ in range(3))
+    options = {"causal": True, "softcap": 3.0, "needs_backward": True}
+    assert framework.frontend.warm_up(q, k, v, **options) == framework.frontend.explain(q, k, v, **options)
+    with pytest.raises(NotImplementedError, match="never falls back"):
+        framework.frontend.warm_up(q, k, v, softcap=3.0, backend="sdpa_flash")
+
+
+@pytest.mark.parametrize(
+    ("given", "safe"),
+    [
+        ([0, 3, 3, 9], [0, 3, 3, 9]),
+        ([2, 3, 1, 4], [0, 3, 3, 9]),
+        ([-5, 100, 4, 8], [0, 9, 9, 9]),
+        ([0, -1], [0, 9]),
+    ],
+)
+def test_offsets_on_a_device_lead_no_kernel_outside(given: list[int], safe: list[int]) -> None:
+    assert offsets.within(torch.tensor(given, dtype=torch.int32), 9).tolist() == safe

@@ -1,0 +1,108 @@
+"""Widths, sinks and the gradient of the log-sum-exp around a kernel that has none of them, against the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+from oracle_cases import make  # noqa: E402
+
+from attn_core import accuracy, backends, torch_rewrites  # noqa: E402
+from attn_core.backends import Gradients, Inputs  # noqa: E402
+from attn_core.spec import AttentionSpec  # noqa: E402
+
+math: Any = backends.load("math")
+
+
+def bare_forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
+    assert not spec.sinks and inputs.sinks is None and spec.head_dim % 8 == 0
+    out, lse = math.forward(spec, inputs)
+    if into is not None:
+        into[0].copy_(out)
+        return into[0], lse
+    return out, lse
+
+
+def bare_backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any) -> Gradients:
+    assert not spec.sinks and inputs.sinks is None and spec.head_dim % 8 == 0
+    return math.backward(spec, inputs, out, lse, dout, None)
+
+
+def eights(dim: int) -> int:
+    return -(-dim // 8) * 8
+
+
+SAME = torch_rewrites.Kernel(bare_forward, bare_backward, eights)
+APART = SAME._replace(same_width=False)
+CASES = {
+    "plain": {},
+    "rows that see nothing": {"causal": True, "q_len": 7, "kv_len": 5},
+    "window": {"window": (2, 1)},
+    "packed": {"batch": 1, "q_len": 12, "kv_len": 14, "documents": 6, "causal": True, "max_len_q": 6, "max_len_k": 5},
+    "alibi": {"alibi_shape": (9,), "causal": True},
+    "a width it has": {"head_dim": 16, "value_dim": 16},
+}
+
+
+def tensors(inputs: Inputs) -> Inputs:
+    return Inputs(*(None if array is None else torch.from_numpy(np.asarray(array)) for array in inputs))
+
+
+@pytest.mark.parametrize("kernel", [SAME, APART], ids=["one width", "widths apart"])
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("with_lse", [False, True], ids=["", "gradient of lse"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_rewrites_are_exact(name: str, dtype: str, with_lse: bool, sinks: bool, kernel: Any) -> None:
+    case = make({**CASES[name], "sinks": sinks, "needs_backward": True, "return_lse": with_lse}, dtype)
+    kind = getattr(torch, dtype)
+    inputs = tensors(case.inputs)
+    inputs = inputs._replace(q=inputs.q.to(kind), k=inputs.k.to(kind), v=inputs.v.to(kind))
+    dout, dlse = torch.from_numpy(case.dout).to(kind), torch.from_numpy(case.dlse) if with_lse else None
+    out, lse = torch_rewrites.forward(kernel, case.spec, inputs)
+    found = torch_rewrites.backward(kernel, case.spec, inputs, out, lse, dout, dlse)
+    expected = accuracy.expect(case.spec, case.inputs, dout=case.dout, dlse=case.dlse if with_lse else None)
+    gradients = Gradients(*(None if part is None else part.double().numpy() for part in found))
+    verdict = expected.judge(out=out.double().numpy(), lse=lse.numpy(), gradients=gradients)
+    assert verdict.ok, verdict
+    assert found.dq.dtype == inputs.q.dtype and found.dk.shape == inputs.k.shape and found.dv.shape == inputs.v.shape
+    assert not sinks or found.dsinks.dtype == inputs.sinks.dtype
+
+
+def test_buffers_are_written_where_the_kernel_can() -> None:
+    case = make({"head_dim": 8, "value_dim": 8})
+    inputs = tensors(case.inputs)
+    into = (torch.empty(case.spec.out_shape, dtype=torch.float64), None)
+    out, _ = torch_rewrites.forward(SAME, case.spec, inputs, into)
+    assert out is into[0]
+    case = make({"head_dim": 5, "value_dim": 5})
+    into = (torch.full(case.spec.out_shape, 7.0, dtype=torch.float64), None)
+    out, _ = torch_rewrites.forward(SAME, case.spec, tensors(case.inputs), into)
+    assert out is not into[0] and (into[0] == 7.0).all()
+
+
+def test_what_the_rewrite_cannot_do_is_refused() -> None:
+    asked = {"needs_backward": True, "return_lse": True}
+    assert torch_rewrites.refusals(make({**asked}).spec) == ()
+    for more, words in (({"softcap": 5.0}, "softcap=5.0"), ({"dropout": 0.1}, "dropout=0.1")):
+        (why,) = torch_rewrites.refusals(make({**asked, **more}).spec)
+        assert words in why
+    assert torch_rewrites.refusals(make({"softcap": 5.0, "needs_backward": True}).spec) == ()
+
+
+def test_readable_copies_only_what_a_kernel_cannot_read() -> None:
+    whole = torch.zeros(2, 6, 4, 32, dtype=torch.bfloat16)
+    for tensor in (whole, whole.transpose(1, 2), whole[:, 1:], whole[..., 8:24], whole[:, ::2]):
+        assert torch_rewrites.readable(tensor) is tensor
+    for tensor in (
+        whole[..., 1:17],
+        whole[..., ::2],
+        whole[:, :, :1].expand(2, 6, 4, 32),
+        whole.view(-1)[3:99].view(1, 3, 4, 8),
+    ):
+        copy = torch_rewrites.readable(tensor)
+        assert copy is not tensor and copy.is_contiguous() and copy.data_ptr() % 16 == 0
+        assert torch.equal(copy, tensor)

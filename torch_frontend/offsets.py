@@ -1,0 +1,38 @@
+"""The offsets of packed documents as tensors that no kernel can be led outside its buffers by."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from attn_core.seq_info import SeqInfo
+from torch_frontend import plan
+
+Tensor = torch.Tensor
+
+
+def of(info: SeqInfo, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """A SeqInfo's offsets ``(cu_seqlens_q, cu_seqlens_k)`` as tensors on the device of q.
+
+    Host arrays were checked when the SeqInfo was made, and are copied to a device once, not once a call. Offsets that
+    are on a GPU cannot be looked at without waiting for it, so they are made safe there, on every call: they may have
+    been written to since the last one (a CUDA graph's static buffer is). That costs four small launches.
+    """
+    if isinstance(info.cu_seqlens_q, np.ndarray) and isinstance(info.cu_seqlens_k, np.ndarray):
+        if q.device.type == "cpu":
+            return torch.from_numpy(info.cu_seqlens_q), torch.from_numpy(info.cu_seqlens_k)
+        return info.converted(q.device, lambda offsets: torch.from_numpy(offsets).to(q.device))
+    queries, keys = info.cu_seqlens_q, info.cu_seqlens_k
+    for side, offsets in (("q", queries), ("k", keys)):
+        plan.check_tensor(f"seq_info.cu_seqlens_{side}", offsets)
+    if not all(o.is_cuda and o.dtype == torch.int32 and o.dim() == 1 and o.shape[0] > 1 for o in (queries, keys)):
+        return queries, keys  # on the host the values are checked, and whatever else is wrong is refused by name
+    safe = within(queries, q.shape[-3])
+    return safe, safe if keys is queries and q.shape[-3] == k.shape[-3] else within(keys, k.shape[-3])
+
+
+def within(offsets: Tensor, tokens: int) -> Tensor:
+    """The offsets, made to start at 0, never to decrease, and to end at ``tokens``; right ones are left as they are."""
+    safe = offsets.clamp(0, tokens)
+    safe[0], safe[-1] = 0, tokens
+    return torch.cummax(safe, 0).values

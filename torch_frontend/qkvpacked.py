@@ -1,0 +1,94 @@
+"""attention_qkvpacked: queries, keys and values in one tensor, as one projection writes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from attn_core import override
+from attn_core.backends import Gradients, Inputs
+from attn_core.errors import ShapeError
+from attn_core.options import Options, requested_names
+from torch_frontend import plan
+from torch_frontend.attention import Window, attend, check_offsets, gathered
+
+Tensor = torch.Tensor
+
+
+def attention_qkvpacked(
+    qkv: Tensor,
+    *,
+    causal: bool = False,
+    alignment: str = "bottom_right",
+    window: Window = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    seq_info: Any = None,
+    dropout: float = 0.0,
+    deterministic: bool = False,
+    backend: str | tuple[str, ...] | None = None,
+    return_lse: bool = False,
+    dropout_rng: torch.Generator | None = None,
+) -> Any:
+    """``attention`` of q, k and v that lie in one tensor. They are views of it, and its gradient is written as one.
+
+    Args:
+        qkv: ``[batch, seq, 3, heads, head_dim]``; packed ``[tokens, 3, heads, head_dim]``, alone or as one row
+            ``[1, ...]``. As many kv heads as heads.
+
+    The other arguments, the result and the errors are those of ``attention``.
+    """
+    plan.check_tensor("qkv", qkv)
+    check_shape(tuple(qkv.shape))
+    options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
+    learns = torch.is_grad_enabled() and qkv.requires_grad
+    if torch.compiler.is_compiling() or not learns:
+        tensors = (*qkv.unbind(-3), mask, bias, alibi_slopes, sinks)
+        return attend(*gathered(tensors, seq_info, options, dropout_rng), backend)
+    tensors = (*qkv.detach().unbind(-3), mask, bias, alibi_slopes, sinks)
+    inputs, options = gathered(tensors, seq_info, options, dropout_rng)
+    bias_gradient = bias is not None and bias.requires_grad
+    requested = requested_names(backend) or override.requested()
+    made = plan.plan(plan.metadata(inputs), options, True, bias_gradient, requested)
+    check_offsets(made.spec, inputs)
+    return QkvAttention.apply(made, qkv, *inputs[3:])
+
+
+def check_shape(shape: tuple[int, ...]) -> None:
+    """Raises ShapeError unless a shape has q, k and v on its third axis from the end but one."""
+    if len(shape) not in (4, 5) or shape[-3] != 3:
+        raise ShapeError(
+            "qkv: expected shape [batch, seq, 3, heads, head_dim], or packed [tokens, 3, heads, head_dim], "
+            f"got {list(shape)}"
+        )
+
+
+class QkvAttention(torch.autograd.Function):
+    """``plan.Attention`` of one tensor. Arguments: the plan, qkv, then the fields of ``Inputs`` from mask on."""
+
+    @staticmethod
+    def forward(ctx: Any, made: plan.Plan, qkv: Tensor, *rest: Tensor | None) -> Any:
+        out, lse = plan.run_forward(made, Inputs(*qkv.unbind(-3), *rest))
+        ctx.made = made
+        ctx.save_for_backward(qkv, *rest, out, lse)
+        ctx.set_materialize_grads(False)
+        return (out, lse) if made.spec.return_lse else out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
+        qkv, *rest, out, lse = ctx.saved_tensors
+        dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+        places = Gradients(*dqkv.unbind(-3))
+        inputs = Inputs(*qkv.unbind(-3), *rest)
+        found = plan.run_backward(ctx.made, inputs, out, lse, dout, dlse, into=places)
+        for place, gradient in zip(places[:3], found[:3], strict=True):
+            if gradient is not place and gradient.data_ptr() != place.data_ptr():
+                place.copy_(gradient)
+        return None, dqkv, *plan.gradients_in_order(found, len(inputs))[3:]

@@ -1,0 +1,32 @@
+"""warm_up: everything that a call's first run would do, done before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attn_core import backends
+from attn_core.selection import NoBackendError, Selection
+from torch_frontend.attention import explain
+
+Tensor = torch.Tensor
+
+
+def warm_up(q: Tensor, k: Tensor, v: Tensor, *, needs_backward: bool | None = None, **options: Any) -> Selection:
+    """Chooses the backend of a call, and compiles the kernels that it would compile when it first runs.
+
+    Call it before a CUDA graph is captured, or before the first request is timed. It takes the arguments of ``explain``
+    and returns the same Selection; the tensors are looked at for their shapes, and nothing is computed with them.
+
+    Raises:
+        NoBackendError: when no backend, or not the one asked for, can run the call.
+    """
+    selection = explain(q, k, v, needs_backward=needs_backward, **options)
+    if selection.backend is None:
+        raise NoBackendError(selection)
+    module = backends.load(selection.backend, selection.target.kind)
+    if module is not None and q.is_cuda:
+        with torch.cuda.device(q.device), torch.no_grad():
+            backends.warm_up(module, selection.spec)
+    return selection
