@@ -7,7 +7,8 @@ A the magnitude of what a logit is summed from, and Abar = sum_j p A:
     out     4 u (sum p |v| + |out|) + 8 e sum p (A + Abar) |v|
     lse     2e-5 (2e-4 in half precision) + 8 e (Abar + |lse|)
     dX      8 (u (cond + |dX|) + e condA): cond is dX's own sum taken over magnitudes, condA that sum with the logits'
-            errors in it; and where weights or dS may underflow in the dtype, its smallest step for each term of the sum
+            errors in it; and where weights or dS (scaled or not) may underflow in the dtype, its smallest step for
+            each term of the sum, times what a weight is multiplied by
 
 The first term of a bound is rounding, the second what a relative error e of each logit's terms does to the result. A
 wrong logit moves p by p (dlogit - mean dlogit), hence A + Abar.
@@ -122,7 +123,8 @@ def _sums(spec: AttentionSpec, call: Softmax, sizes: Magnitudes, dout: Array, dl
     # The backward recomputes p = exp(logit - lse) from an lse rounded to float32: |lse| beside the logits' own errors.
     reach = sizes.logits + (sizes.mean + sizes.lse)[..., None]
     cond = np.where(call.seen, call.weights * (call.kept * dweights + delta[..., None]), 0.0)
-    dlogits = _Sum(cond, np.where(call.seen, reach * cond + call.weights * delta_logits[..., None], 0.0), terms)
+    logits = np.where(call.seen, reach * cond + call.weights * delta_logits[..., None], 0.0)
+    dlogits = _Sum(cond, logits, np.where(call.seen, 1.0 + call.kept * dweights + delta[..., None], 0.0))
     dscores = _dscores(spec, call, sizes, dlogits)
     sink, sink_reach = call.sink_weights, sizes.sink + sizes.mean + sizes.lse
     dsinks = _Sum(sink * delta, sink * (sink_reach * delta + delta_logits), np.zeros_like(delta))
@@ -141,7 +143,7 @@ def _dscores(spec: AttentionSpec, call: Softmax, sizes: Magnitudes, dlogits: _Su
     if spec.softcap is not None:
         bent = abs(call.capped) / spec.softcap
         logits = logits + dlogits.cond * 2 * bent * (bent + call.slope * sizes.scores / spec.softcap)
-    return _Sum(spec.scale * cond, spec.scale * logits, spec.scale * dlogits.terms)
+    return _Sum(spec.scale * cond, spec.scale * logits, max(spec.scale, 1.0) * dlogits.terms)
 
 
 def _float32(spec: AttentionSpec) -> float:

@@ -58,7 +58,7 @@ def refusals(spec: AttentionSpec) -> tuple[str, ...]:
 def forward(kernel: Kernel, spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
     """(out, lse) of any call, by a kernel that lacks the above; ``into`` as in ``Backend.forward``."""
     wide = _widened(kernel, spec)
-    if wide is spec:
+    if wide is None:
         return kernel.forward(spec, inputs, into)
     out, lse = kernel.forward(wide, _wide_inputs(wide, inputs), None if spec.sinks or _pads_out(spec, wide) else into)
     if _pads_out(spec, wide):
@@ -72,18 +72,15 @@ def backward(
     """The gradients of any call, from the out and lse that ``forward`` gave; ``into`` as in ``Backend.backward``."""
     wide = _widened(kernel, spec)
     native = {"dlse": dlse} if kernel.lse_gradient and dlse is not None else {}
-    if wide is spec:
-        found = kernel.backward(spec, inputs, out, lse, dout, into, **native)
+    if wide is None:
+        wide, found = spec, kernel.backward(spec, inputs, out, lse, dout, into, **native)
     else:
-        padded = wide.head_dim != spec.head_dim or _pads_out(spec, wide)
-        wide_inputs, wide_out, wide_dout = (
-            _wide_inputs(wide, inputs),
-            _padded(out, wide.value_dim),
-            _padded(dout, wide.value_dim),
-        )
-        found = kernel.backward(wide, wide_inputs, wide_out, lse, wide_dout, None if padded else into, **native)
-        dq, dk, dv = found.dq[..., : spec.head_dim], found.dk[..., : spec.head_dim], found.dv[..., : spec.value_dim]
-        found = found._replace(dq=dq, dk=dk, dv=dv)
+        padded = (wide.head_dim, wide.value_dim) != (spec.head_dim, spec.value_dim)
+        saved = (_padded(out, wide.value_dim), lse, _padded(dout, wide.value_dim))
+        found = kernel.backward(wide, _wide_inputs(wide, inputs), *saved, None if padded else into, **native)
+        if padded:
+            dq, dk, dv = found.dq[..., : spec.head_dim], found.dk[..., : spec.head_dim], found.dv[..., : spec.value_dim]
+            found = found._replace(dq=dq, dk=dk, dv=dv)
     if dlse is not None and not native:
         found = _with_lse_gradient(kernel, wide, spec, inputs, out, lse, dlse, found)
     if spec.sinks:
@@ -113,13 +110,13 @@ def _contiguous() -> Any:
 
 
 @lru_cache(maxsize=4096)
-def _widened(kernel: Kernel, spec: AttentionSpec) -> AttentionSpec:
-    """The spec that the kernel is given: ``spec`` itself where it can run as it is."""
+def _widened(kernel: Kernel, spec: AttentionSpec) -> AttentionSpec | None:
+    """The spec that the kernel is given instead, or None where it can run the call as it is."""
     head_dim, value_dim = kernel.width(spec.head_dim), kernel.width(spec.value_dim)
     if kernel.same_width:
         head_dim = value_dim = kernel.width(max(spec.head_dim, spec.value_dim))
     if (head_dim, value_dim) == (spec.head_dim, spec.value_dim) and not spec.sinks:
-        return spec
+        return None
     return replace(spec, head_dim=head_dim, value_dim=value_dim, sinks=False)
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from attn_core import backends
+from attn_core import backends, compiled_calls
 from attn_core.backends import Gradients, Inputs
 from attn_core.errors import BridgeError
 from attn_core.spec import AttentionSpec
@@ -61,14 +61,14 @@ def run(call: BridgedCall, results: tuple[jax.ShapeDtypeStruct, ...], *operands:
 
 
 def warm_up(name: str, spec: AttentionSpec, kind: str, index: int) -> None:
-    """Compiles what a backend would compile when the call first runs, on a GPU of this process."""
+    """Does what a torch backend's call would do when it first runs, on a GPU of this process."""
     module = backends.load(name, kind)
     if module is None or kind != "cuda" or module.FRAMEWORK != "torch":
         return
     import torch
 
     with torch.cuda.device(index), torch.no_grad():
-        backends.warm_up(module, spec)
+        compiled_calls.warm_up(module, spec)
 
 
 def token_of(call: BridgedCall) -> str:

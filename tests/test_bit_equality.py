@@ -65,7 +65,7 @@ def test_torch_and_jax_give_the_same_bits(backend: str, device: str) -> None:
             assert different == [], f"{backend}: {accepted}"
 
     every_call()
-    assert sum(compared) > len(compared) / 3
+    assert sum(compared) > len(compared) / (16 if module_on(backend, device).FORWARD.approximate else 3)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

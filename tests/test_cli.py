@@ -29,7 +29,7 @@ def test_version() -> None:
     assert attn("--version").stdout == f"attn-core {attn_core.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["doctor", "explain", "compare", "mask", "support", "demo"])
+@pytest.mark.parametrize("command", ["doctor", "explain", "compare", "bench", "mask", "support", "demo"])
 def test_help(command: str) -> None:
     done = attn(command, "--help")
     assert done.exit_code == 0, done.output

@@ -34,7 +34,7 @@ BACKENDS = backends.built()
 def drawn_for(backend: str, device: str) -> st.SearchStrategy[Call]:
     """Calls for a backend: free ones, or, where a compiler would compile each, those of a few signatures."""
     module = module_on(backend, device)
-    if module.FRAMEWORK == "jax" or (backend, device) == ("flex", "cuda"):
+    if backend == "jax_xla" or (backend, device) == ("flex", "cuda"):
         return compiled_calls(module.FORWARD)
     without = (
         () if module.FORWARD.portable_dropout else ("dropout",)
@@ -88,7 +88,8 @@ def test_claims(backend: str, device: str, framework: str) -> None:
             accepted.append(conforms(framework, call, backend, device))
 
     every_call()
-    assert sum(accepted) > len(accepted) / 4, "too few of the drawn calls were run to mean anything"
+    enough = len(accepted) / (16 if module_on(backend, device).FORWARD.approximate else 4)
+    assert sum(accepted) > enough, "too few of the drawn calls were run to mean anything"
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -177,7 +178,7 @@ def document_boundary(spec: AttentionSpec, inputs: Inputs) -> tuple[AttentionSpe
     def moved(offsets: Any) -> Any:
         if isinstance(offsets, jax.Array):
             return offsets.at[1].add(1)
-        return offsets + torch.tensor([at == 1 for at in range(len(offsets))], dtype=torch.int32)
+        return offsets + torch.tensor([at == 1 for at in range(len(offsets))], dtype=torch.int32).to(offsets.device)
 
     cu_q, cu_k = moved(inputs.cu_seqlens_q), moved(inputs.cu_seqlens_k)
     return spec, inputs._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
@@ -206,7 +207,7 @@ def faulty(module: Any, fault: Any) -> tuple[Any, Any]:
 
     def swap(spec: AttentionSpec, *arrays: Any) -> list[Any]:  # head h reads kv head h % kv_heads, not h // group
         order = np.arange(spec.num_heads).reshape(spec.group_size, spec.num_kv_heads).T.ravel()
-        return [array if array is None else array[..., order, :] for array in arrays]
+        return [array if array is None else array[..., order, :] for array in arrays]  # lse: [..., heads, rows]
 
     def unswap(spec: AttentionSpec, array: Any) -> Any:
         order = np.arange(spec.num_heads).reshape(spec.num_kv_heads, spec.group_size).T.ravel()
@@ -214,7 +215,7 @@ def faulty(module: Any, fault: Any) -> tuple[Any, Any]:
 
     def swapped_forward(spec: AttentionSpec, inputs: Inputs, *into: Any) -> tuple[Any, Any]:
         out, lse = forward(spec, inputs._replace(q=swap(spec, inputs.q)[0]))
-        return unswap(spec, out), unswap(spec, lse)
+        return unswap(spec, out), None if lse is None else unswap(spec, lse)
 
     def swapped_backward(spec: AttentionSpec, inputs: Inputs, *rest: Any) -> Gradients:
         q, *rest = swap(spec, inputs.q, *rest[:4])
@@ -289,11 +290,15 @@ def test_planted_faults_are_caught_in_every_kernel(
     dtypes = [kind for kind in ("float32", "float16") if kind in module_on(backend, device).FORWARD.dtypes]
     changes, fault = FAULTS[name]
     sizes = {} if "lengths" in changes else {"q_len": 61, "kv_len": 67}
-    call = make_call(**{**changes, **sizes, "head_dim": 64, "value_dim": 64, "dtype": dtypes[0]}, needs_backward=True)
+    peaked = {"scale": 0.5}  # logits far apart: where all weights are alike, a percent is less than float16 can show
+    widths = {"head_dim": 64, "value_dim": 64, "dtype": dtypes[0]}
+    call = make_call(**{**changes, **sizes, **peaked, **widths}, needs_backward=True)
     where = target(framework, device)
     asked = next((c for c in (call, call.inference) if explain(c.spec, where, backend).backend), None)
     if asked is None or where.claims(backend)[0].approximate:
         pytest.skip(f"{backend} does not run this, or promises no precision")
+    if name == "alignment flipped" and "top_left" not in where.claims(backend)[0].alignments:
+        pytest.skip(f"{backend} knows one alignment, and cannot be told of another")
     with planted(monkeypatch, backend, fault, "both", device):
         verdict = judge(framework, asked, run(framework, asked, backend, device), device)
     assert {"out", *(f"d{x}" for x in asked.learned)} <= {q.name for q in verdict.quantities if q.use > 1}, verdict

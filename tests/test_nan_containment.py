@@ -38,15 +38,21 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "rows, bfloat16": {**ROWS, "causal": True, "dtype": "bfloat16"},
 }
+HIDES_POISON = ("xformers_splitk",)
+"""Its merging of splits drops a part that is NaN, so that such a row comes out as 0; docs/semantics.md says so."""
 POISONS = {"NaN": np.nan, "Inf": np.inf}
 
 
 def runnable(framework: str, backend: str, device: str, **fields: Any) -> Call:
     """The case with gradients where the backend has them, else without; skips where it refuses both."""
     dtypes = module_on(backend, device).FORWARD.dtypes
+    if module_on(backend, device).FORWARD.approximate:
+        pytest.skip(f"{backend} is approximate: an Inf spoils what it is quantised with")
     if fields["dtype"] not in dtypes:
         fields["dtype"] = dtypes[0]
-    call = make_call(1, **fields, needs_backward=True)
+    # where a kernel adds in any order, only the deterministic one can show that bits are kept
+    steady = device == "cuda" and module_on(backend, device).FORWARD.deterministic
+    call = make_call(1, **fields, needs_backward=True, deterministic=steady)
     where = target(framework, device)
     for attempt in (call, call.inference):
         if explain(attempt.spec, where, backend).backend is not None:
@@ -96,9 +102,8 @@ def test_a_broken_document_or_row_stays_alone(backend: str, case: str, framework
         broken = poisoned(call, value, ("q", "k", "v", "dout"), slice(first_q), slice(first_k))
         results = run(framework, broken, backend, device)
         assert differing(untouched(call, clean), untouched(call, results)) == []
-        assert not np.isfinite(results["out"][:first_q].astype(np.float64)).all(), (
-            "the poison must show where it is seen"
-        )
+        shown = not np.isfinite(results["out"][:first_q].astype(np.float64)).all()
+        assert shown or backend in HIDES_POISON, "the poison must show where it is seen"
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -131,7 +136,7 @@ def test_a_broken_query_stays_in_its_row(backend: str, case: str, value: str, fr
             others = np.ones(clean[name].shape[: 1 if call.spec.packed else 2], bool)
             others[at] = False
             assert clean[name][others].tobytes() == broken[name][others].tobytes(), name
-    assert not np.isfinite(broken["out"][at].astype(np.float64)).all()
+    assert backend in HIDES_POISON or not np.isfinite(broken["out"][at].astype(np.float64)).all()
     assert differing(untouched(call, clean), untouched(call, broken)) == []
 
 

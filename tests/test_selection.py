@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from attn_core import AttentionSpec, NoBackendError, SpecError, Target, backends, explain, select, selection
+from attn_core import AttentionSpec, NoBackendError, SpecError, Target, backends, explain, preference, select, selection
 from attn_core.spec import DTYPES
 from attn_core.support import CHECKS, Build, Support, unmet
 
@@ -165,7 +165,7 @@ def test_devices(devices: tuple[str, ...], runs: set[str]) -> None:
 def test_the_first_in_order_that_can_is_chosen(target: Target, asked: dict[str, Any]) -> None:
     spec = replace(SPEC, **asked)
     found = explain(spec, target)
-    order = backends.PREFERENCE[target.framework, target.kind]
+    order = preference.order(spec, target.framework, target.device)
     able = [name for name in order if not selection.refusals(name, spec, target)]
     assert found.backend == (able[0] if able else None)
     assert found.considered[: len(order)] == order
@@ -320,6 +320,7 @@ def few_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         backends, "PREFERENCE", {("torch", "cpu"): ("sdpa_flash", "math"), ("torch", "cuda"): ("math",)}
     )
+    monkeypatch.setattr(preference, "measured", lambda device: ())
     monkeypatch.setattr("attn_core.__version__", "1.2.3")
 
 
@@ -364,10 +365,9 @@ def test_the_explanation_of_a_refusal() -> None:
         f"attention in torch on sm90: {HEAD}, dropout=0.1\n"
         "  flash9      refused: this version (1.2.3) has no flash9 backend\n"
         "  math        refused: not available: OSError: libcudart.so.13 (needs torch>=2.11)\n"
-        "  sdpa_flash  refused: device sm90: the aten CPU flash kernel needs cpu; "
-        "dropout=0.1: the aten CPU flash kernel has none\n"
-        "  flex        refused: device sm90: FlexAttention on CPU needs cpu; "
-        "dropout=0.1: FlexAttention on CPU has none\n"
+        "  sdpa_flash  refused: dtype float32: the aten CUDA flash kernel takes bfloat16, float16; "
+        "dropout=0.1: the aten CUDA flash kernel has none\n"
+        "  flex        refused: dropout=0.1: FlexAttention has none\n"
         "  jax_xla     refused: runs in JAX only"
     )
 

@@ -34,5 +34,6 @@ def of(info: SeqInfo, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 def within(offsets: Tensor, tokens: int) -> Tensor:
     """The offsets, made to start at 0, never to decrease, and to end at ``tokens``; right ones are left as they are."""
     safe = offsets.clamp(0, tokens)
-    safe[0], safe[-1] = 0, tokens
+    safe[:1].zero_()
+    safe[-1:].fill_(tokens)  # assigning a number to an element would copy it from the host, and wait
     return torch.cummax(safe, 0).values

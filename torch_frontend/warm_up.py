@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attn_core import backends
+from attn_core import backends, compiled_calls
 from attn_core.selection import NoBackendError, Selection
 from torch_frontend.attention import explain
 
@@ -14,10 +14,10 @@ Tensor = torch.Tensor
 
 
 def warm_up(q: Tensor, k: Tensor, v: Tensor, *, needs_backward: bool | None = None, **options: Any) -> Selection:
-    """Chooses the backend of a call, and compiles the kernels that it would compile when it first runs.
+    """Chooses the backend of a call, and does on a GPU what the call would do when it first runs: compile, above all.
 
     Call it before a CUDA graph is captured, or before the first request is timed. It takes the arguments of ``explain``
-    and returns the same Selection; the tensors are looked at for their shapes, and nothing is computed with them.
+    and returns the same Selection; the tensors are looked at for their shapes, and what runs runs on zeros.
 
     Raises:
         NoBackendError: when no backend, or not the one asked for, can run the call.
@@ -28,5 +28,5 @@ def warm_up(q: Tensor, k: Tensor, v: Tensor, *, needs_backward: bool | None = No
     module = backends.load(selection.backend, selection.target.kind)
     if module is not None and q.is_cuda:
         with torch.cuda.device(q.device), torch.no_grad():
-            backends.warm_up(module, selection.spec)
+            compiled_calls.warm_up(module, selection.spec)
     return selection

@@ -37,7 +37,7 @@ NAMES = (
 )
 """Every name of the field's kernels. One without a file here is refused with that reason."""
 
-_CUDA = ("flash3", "flash4", "sdpa_cudnn", "flash2", "sdpa_flash", "flex", "xformers", "sdpa_efficient")
+_CUDA = ("flash3", "flash4", "sdpa_cudnn", "flash2", "sdpa_flash", "xformers", "sdpa_efficient", "flex")
 PREFERENCE = {
     ("torch", "cpu"): ("sdpa_flash", "math", "flex"),
     ("jax", "cpu"): ("sdpa_flash", "math", "jax_xla", "flex"),
@@ -134,11 +134,9 @@ def writes_into(backend: Backend) -> bool:
     return getattr(backend, "WRITES_INTO", False)
 
 
-def warm_up(backend: Backend, spec: AttentionSpec) -> None:
-    """Compiles what a backend would compile when the call first runs; nothing for most. On the current device."""
-    prepare = getattr(backend, "warm_up", None)
-    if prepare is not None and not spec.empty:
-        prepare(spec)
+def own_warm_up(backend: Backend) -> Callable[[AttentionSpec], None] | None:
+    """What a backend that compiles its kernels offers for doing so ahead, on the current device."""
+    return getattr(backend, "warm_up", None)
 
 
 @cache

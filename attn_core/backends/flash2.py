@@ -1,20 +1,20 @@
 """FlashAttention 2: the kernels of the flash-attn package, dense and packed, with gradients.
 
 Limits: float16 and bfloat16, head_dim up to 256 (what the installed build was compiled for is found by calling it), no
-mask or bias, bottom-right alignment alone. Dropout keeps the weights that the kernel's own Philox stream names, in
-steps of 1/256: with ``k = floor(255 * (1 - dropout)) + 1`` of 256 kept, while the scale is the exact 1 / (1 - dropout).
-Upstream: flash-attn 2.6.2 to 2.8; 2.6.0 takes other arguments, and before 2.6.2 the gradient forgot softcap's slope.
+mask or bias, bottom-right alignment alone. Dropout keeps the weights that the kernel's own random stream names, ``k =
+floor(255 * (1 - dropout)) + 1`` of 256, while their scale is the exact 1 / (1 - dropout).
+Upstream: flash-attn 2.6.2 to 2.8: 2.6.0 takes other arguments, and before 2.6.2 the gradient forgets softcap's slope.
 2.6 returns eight tensors where later versions return four; the log-sum-exp is the third from behind in both.
 
-Put right here: the log-sum-exp of rows that see no key (+inf in the kernel; its backward takes -inf); ALiBi under the
-causal mask, where the kernel adds ``slope * key`` and so returns a log-sum-exp larger by ``slope * (query + offset)``
-(float32 rounds it there); packed windows (see ``lower``); head dimensions, sinks and the gradient of the log-sum-exp
-(``attn_core.torch_rewrites``). Packed tokens of no document come out as rows that see nothing.
-ROCm builds take the same arguments and silently ignore some: ROCM_CK and ROCM_TRITON say which. Never run on an AMD GPU.
+Put right here: the log-sum-exp of rows that see no key (+inf in the kernel, whose backward takes -inf as well); that of
+causal ALiBi (``attn_core.torch_flash2``); packed windows (``lower``); head dimensions, sinks and the gradient of the
+log-sum-exp (``attn_core.torch_rewrites``). Packed tokens of no document come out as rows that see nothing.
+ROCm builds take the same arguments and silently ignore some: ROCM_CK and ROCM_TRITON say which. None was ever run.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,6 +27,7 @@ from attn_core.backends import Gradients, Inputs
 from attn_core.masks import band
 from attn_core.spec import AttentionSpec
 from attn_core.support import Build, Support
+from attn_core.torch_flash2 import generator_of, rng_state_of, shifted, slopes_of
 from attn_core.torch_rewrites import readable
 
 FRAMEWORK = "torch"
@@ -58,81 +59,67 @@ WRITES_INTO = True
 ROCM_CK = Build("ROCm CK", without=("softcap",))
 ROCM_TRITON = Build("ROCm Triton", without=("softcap", "window"))
 
-OLDEST = (2, 6, 2)
 WIDTHS = (32, 64, 96, 128, 160, 192, 224, 256)
 """Each stands for the head dimensions above the one before it: one kernel serves them all (160 and 224 in old ones)."""
 SMALL_MEMORY = ("sm86", "sm89", "sm120")
 """Devices with 99 KiB of shared memory a block: no gradient kernel for dropout with more than 192 channels fits."""
-GRID = 65535
-"""The most that CUDA's grid holds along the axes of batch and heads."""
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
     """What the kernel gets wrong, or cannot launch, that no single claim names."""
-    reasons = [*torch_rewrites.refusals(spec), *_dropout_refusals(spec, device, build)]
-    rocm = device.startswith("gfx")
-    if not spec.packed and _wrong_window(spec):
-        lengths = f"q_len {spec.q_len} and kv_len {spec.kv_len}"
-        why = "takes kv_len for an open or long right side, too little where q_len exceeds kv_len + 1"
-        reasons.append(f"window={spec.window} with {lengths}: {NAME} {why}")
-    if spec.alibi_shape and spec.alignment == "top_left" and (spec.packed or spec.q_len != spec.kv_len):
-        reasons.append(f"alignment=top_left with alibi_slopes: {NAME} measures from the bottom_right diagonal")
-    rows = spec.documents or spec.batch
-    if max(rows, spec.num_heads) > GRID:
-        reasons.append(f"{rows} rows and {spec.num_heads} heads: {NAME} launches at most {GRID} of each")
-    if not rocm and spec.needs_backward and _overflows(spec, build):
-        reasons.append(f"q_len={spec.q_len}: the gradient of flash-attn before 2.8.3 counts its buffer in 32 bits")
-    if not rocm and build and build.version and device in ("sm100", "sm120") and build.version < (2, 7, 3):
-        reasons.append(f"device {device}: {NAME} has it since flash-attn 2.7.3")
-    return (*reasons, *(_rocm_refusals(spec, build) if rocm else ()))
-
-
-def _wrong_window(spec: AttentionSpec) -> bool:
-    """Whether the kernel's stand-in for an open right side, kv_len, hides or shows other keys than the window does."""
-    edge = band(spec)
-    bounded = edge.left is not None and edge.left < spec.kv_len
-    if edge.right is not None and edge.right < spec.kv_len or edge.hides_nothing(spec.q_len, spec.kv_len):
-        return False
-    return (bounded or edge.right is not None) and spec.q_len > spec.kv_len + 1
-
-
-def _dropout_refusals(spec: AttentionSpec, device: str, build: Build | None) -> Iterator[str]:
-    if not spec.dropout:
-        return
-    if spec.softcap is not None:
-        yield f"dropout={spec.dropout} with softcap={spec.softcap}: {NAME} has one or the other"
-    if not 1 / 256 <= spec.dropout <= 255 / 256:
-        yield f"dropout={spec.dropout}: {NAME} drops in steps of 1/256"
     width = width_of(max(spec.head_dim, spec.value_dim), build.head_dims if build else ())
-    if spec.needs_backward and width > 192 and device in SMALL_MEMORY:
+    found = [*torch_rewrites.refusals(spec), *_refusals(spec, device, width)]
+    old = build is None or build.version < (2, 8, 3)
+    tokens = (spec.max_len_q or spec.q_len) + 127 + 128 * (spec.documents or 0)
+    if spec.needs_backward and old and tokens * spec.num_heads * -(-width // 64) * 64 >= 2**31:
+        found.append(f"backward: q_len={spec.q_len}: flash-attn before 2.8.3 counts the sums of dq in 32 bits")
+    return (*found, *(_rocm_refusals(spec, build) if device.startswith("gfx") else ()))
+
+
+def _refusals(spec: AttentionSpec, device: str, width: int) -> Iterator[str]:
+    if _wrong_window(spec):
+        why = "takes a long right side for an open one, and that for kv_len: wrong where q_len exceeds kv_len + 1"
+        yield f"window={spec.window} with q_len {spec.q_len} and kv_len {spec.kv_len}: {NAME} {why}"
+    if spec.alibi_shape and spec.alignment == "top_left" and (spec.packed or spec.q_len != spec.kv_len):
+        yield f"alignment=top_left with alibi_slopes: {NAME} measures from the bottom_right diagonal"
+    if (rows := spec.documents or spec.batch) > 65535:
+        yield f"batch={rows}: {NAME} launches at most 65535 rows"
+    if spec.dropout and spec.softcap is not None:
+        yield f"dropout={spec.dropout} with softcap={spec.softcap}: {NAME} has one or the other"
+    if spec.dropout and not 1 / 256 <= spec.dropout <= 255 / 256:
+        yield f"dropout={spec.dropout}: {NAME} drops in steps of 1/256"
+    if spec.dropout and spec.needs_backward and width > 192 and device in SMALL_MEMORY:
         yield f"backward: dropout={spec.dropout} with head_dim={width}: {NAME} has none on {device}"
 
 
-def _overflows(spec: AttentionSpec, build: Build | None) -> bool:
-    """Whether float32 sums of dq need more elements than an int counts, where the build (or none known) minds."""
-    if build is not None and build.version >= (2, 8, 3):
+def _wrong_window(spec: AttentionSpec) -> bool:
+    """Whether the kernel's idea of an open right side makes another window. Packed, ``lower`` sees to it."""
+    edge, kv_len = band(spec), spec.kv_len
+    if spec.packed or spec.q_len <= kv_len + 1 or (edge.right is not None and edge.right < kv_len):
         return False
-    rows = -(-(spec.max_len_q or spec.q_len) // 128) * 128 + 128 * (spec.documents or 0)
-    return rows * spec.num_heads * 64 * -(-max(spec.head_dim, spec.value_dim) // 64) >= 2**31
+    if edge.left is None or edge.left >= kv_len:  # the kernel then has no window at all
+        return edge.right is not None and not edge.hides_nothing(spec.q_len, kv_len)
+    return edge.right != kv_len
 
 
 def _rocm_refusals(spec: AttentionSpec, build: Build | None) -> Iterator[str]:
-    unknown = {f"softcap={spec.softcap}": spec.softcap is not None, f"window={spec.window}": spec.window != (None, None)}
-    for asked in (name for name, used in unknown.items() if used and build is None):
-        yield f"{asked}: ROCm builds of flash-attn ignore it silently, and which build this is is not known"
-    if spec.alibi_shape:
-        yield "alibi_slopes: the log-sum-exp of ROCm builds of flash-attn with ALiBi is not known"
-    if spec.dropout:
-        yield f"dropout={spec.dropout}: ROCm builds of flash-attn do not draw it from the seed of the call"
-    if spec.deterministic and spec.needs_backward and build != ROCM_CK:
-        yield "backward: deterministic=True: the ROCm Triton build of flash-attn ignores it"
+    nameless = build is None and "ROCm builds ignore it silently, and which build this is is not known"
+    ignored = spec.deterministic and spec.needs_backward and build != ROCM_CK
+    why = {
+        f"softcap={spec.softcap}": spec.softcap is not None and nameless,
+        f"window={spec.window}": spec.window != (None, None) and nameless,
+        "alibi_slopes": spec.alibi_shape and "what ROCm builds make of the log-sum-exp is not known",
+        f"dropout={spec.dropout}": spec.dropout and "ROCm builds do not all draw it from the call's own seed",
+        "backward: deterministic=True": ignored and "the ROCm Triton build ignores it",
+    }
+    return (f"{asked}: {reason}" for asked, reason in why.items() if reason)
 
 
 def probe() -> str:
     """flash-attn's version, once its interface and its extension import (flash-attn-4 alone has neither)."""
     _extension()
     version = import_module("flash_attn").__version__
-    if _release(version) < OLDEST:
+    if _release(version) < (2, 6, 2):
         raise ImportError(f"flash-attn {version}: the gradient with softcap is wrong before 2.6.2")
     return version
 
@@ -144,7 +131,7 @@ def build() -> Build:
 
     version = probe()
     if torch.version.hip:
-        return ROCM_TRITON if _is_triton() else ROCM_CK
+        return ROCM_CK if _extension().__name__ == "flash_attn_2_cuda" else ROCM_TRITON
     head_dims = tuple(width for width in WIDTHS if _runs(width))
     if not head_dims:
         raise RuntimeError(f"flash-attn {version}: none of its kernels runs on this GPU")
@@ -159,8 +146,6 @@ def _runs(width: int) -> bool:
     out = torch.zeros_like(ones)  # a kernel that writes nothing must not find an earlier call's ones
     try:
         _extension().fwd(ones, ones, ones, out, None, 0.0, 1.0, False, -1, -1, 0.0, False, None)
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError:
         return False
     return bool((out == 1).all())
@@ -183,10 +168,10 @@ def width_of(dim: int, head_dims: tuple[int, ...]) -> int:
 def lower(spec: AttentionSpec) -> dict[str, Any]:
     """The kernel's own arguments, and whether its log-sum-exp needs putting right.
 
-    The kernel takes a side of ``max_seqlen_k`` or more for an open one, and that for an open one beside a bounded one.
-    Packed, it may be larger than any document: of ``max_seqlen_q - 1`` at least, the stand-in hides nothing (dense, it is
-    kv_len, and ``refuses`` steps in). It only sizes launches otherwise. Of documents that all have one query the kernel
-    makes a batch of grouped heads; max_seqlen_q = 2 keeps it from that where some have none.
+    The kernel takes a side of ``max_seqlen_k`` or more for an open one, and an open one beside a bounded one for that.
+    Packed, it may be more than any document has: from ``max_seqlen_q - 1`` on it hides nothing, and else it only sizes
+    launches. Where no document has two queries the kernel assumes that each has one and groups heads by it;
+    ``max_seqlen_q = 2`` keeps it from that where some have none.
     """
     edge, lengths, max_k = band(spec), {}, spec.kv_len
     if spec.packed:
@@ -214,11 +199,8 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 def _extension() -> Any:
     """The module of ``fwd``, ``bwd``, ``varlen_fwd`` and ``varlen_bwd``."""
     interface = import_module("flash_attn.flash_attn_interface")  # loads torch's libraries, which the extension needs
-    return interface.flash_attn_gpu if _is_triton() else import_module("flash_attn_2_cuda")
-
-
-def _is_triton() -> bool:
-    return getattr(import_module("flash_attn.flash_attn_interface"), "USE_TRITON_ROCM", False)
+    triton = getattr(interface, "USE_TRITON_ROCM", False)
+    return interface.flash_attn_gpu if triton else import_module("flash_attn_2_cuda")
 
 
 def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
@@ -231,3 +213,48 @@ def backward(
 ) -> Gradients:
     """See ``Backend.backward``."""
     return torch_rewrites.backward(KERNEL, spec, inputs, out, lse, dout, dlse, into)
+
+
+def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
+    how, slopes, extension = lower(spec), slopes_of(spec, inputs), _extension()
+    wanted = None if into is None else _writable(into[0])
+    run = extension.varlen_fwd if spec.packed else extension.fwd
+    offsets = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, None, None, None) if spec.packed else ()
+    generator = generator_of(inputs) if spec.dropout else None
+    q, k, v = readable(inputs.q), readable(inputs.k), readable(inputs.v)
+    found = run(q, k, v, wanted, *offsets, *_settings(spec, how, slopes), False, generator)
+    out, lse = found[0], found[-3]
+    out = wanted if wanted is not None and out.data_ptr() == wanted.data_ptr() else out  # it may be another view of it
+    if how["empty_rows"]:
+        lse.nan_to_num_(nan=math.nan, posinf=-math.inf, neginf=-math.inf)
+    return out, shifted(spec, inputs, lse, slopes, -1) if how["shifted_lse"] else lse
+
+
+def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any) -> Gradients:
+    how, slopes, extension = lower(spec), slopes_of(spec, inputs), _extension()
+    wanted = (None, None, None) if into is None else tuple(map(_writable, into[:3]))
+    run = extension.varlen_bwd if spec.packed else extension.bwd
+    offsets = (inputs.cu_seqlens_q, inputs.cu_seqlens_k) if spec.packed else ()
+    rng_state = rng_state_of(inputs) if spec.dropout else None
+    lse = shifted(spec, inputs, lse, slopes, 1) if how["shifted_lse"] else lse
+    tensors = map(readable, (dout, inputs.q, inputs.k, inputs.v, out))
+    settings = _settings(spec, how, slopes)
+    found = run(*tensors, lse.contiguous(), *wanted, *offsets, *settings, how["deterministic"], None, rng_state)
+    return Gradients(*found[:3])
+
+
+def _settings(spec: AttentionSpec, how: dict[str, Any], slopes: Any) -> tuple[Any, ...]:
+    """What all four functions take in this order; packed ones zero their results first (the True)."""
+    mask = (how["causal"], how["window_size_left"], how["window_size_right"], how["softcap"])
+    if spec.packed:
+        lengths = (how["max_seqlen_q"], how["max_seqlen_k"])
+        return (slopes, *lengths, how["dropout_p"], how["softmax_scale"], True, *mask)
+    return (slopes, how["dropout_p"], how["softmax_scale"], *mask)
+
+
+def _writable(tensor: Any) -> Any:
+    """A buffer that the kernel can write into as it can read it, else None."""
+    return tensor if tensor is not None and readable(tensor) is tensor else None
+
+
+KERNEL = torch_rewrites.Kernel(_forward, _backward, lambda dim: width_of(dim, build().head_dims))

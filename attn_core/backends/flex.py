@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+from attn_core import flex_functions
 from attn_core.backends import Gradients, Inputs
 from attn_core.masks import Band, band
 from attn_core.packed import documents
@@ -132,7 +133,7 @@ def _attend(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> tuple[Any, An
     q, k, v = (tensor.detach() for tensor in (inputs.q, inputs.k, inputs.v))  # any that wants a gradient is refused
     q, k, v = (tensor[None] if spec.packed else tensor for tensor in (q, k, v))
     q, k, v = (part.transpose(1, 2) for part in (q[:, piece.rows], k[:, piece.keys], v[:, piece.keys]))
-    mask_function = _mask_function(inputs, piece) if how["mask"] else None
+    mask_function = _mask_function(inputs, piece)
     block_mask = None
     if mask_function is not None:
         batch, heads = (None, None) if spec.mask_shape is None else (spec.batch, spec.num_heads)
@@ -141,7 +142,7 @@ def _attend(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> tuple[Any, An
         q,
         k,
         v,
-        score_mod=_score_function(spec, inputs, piece) if how["score"] else None,
+        score_mod=_score_function(spec, inputs, piece),
         block_mask=block_mask,
         scale=how["scale"],
         enable_gqa=how["enable_gqa"],
@@ -157,48 +158,27 @@ def _attend(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> tuple[Any, An
     return out, torch.logaddexp(lse, sinks).masked_fill(empty, -torch.inf)
 
 
-def _mask_function(inputs: Inputs, piece: _Piece) -> Callable[..., Any]:
+def _mask_function(inputs: Inputs, piece: _Piece) -> Callable[..., Any] | None:
     """``(batch, head, row, column) -> visible``, each a scalar tensor."""
-    edge, mask = piece.edge, _whole(inputs.mask, inputs, piece)
-    banded = edge.left is not None or edge.right is not None
-
-    def visible(batch: Any, head: Any, row: Any, column: Any) -> Any:
-        if mask is None:
-            return edge.contains(row, column)
-        seen = mask[batch, head, row, column]
-        return seen & edge.contains(row, column) if banded else seen
-
-    return visible
+    edge = piece.edge
+    mask = flex_functions.reader(_cut(inputs.mask, piece))
+    return flex_functions.mask_function(mask, edge.left, edge.right, flex_functions.distance_function(edge.offset))
 
 
-def _score_function(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> Callable[..., Any]:
+def _score_function(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> Callable[..., Any] | None:
     """``(score, batch, head, row, column) -> score`` with softcap, then bias and ALiBi."""
     import torch
 
-    wide, softcap, offset = getattr(torch, spec.lse_dtype), spec.softcap, piece.edge.offset
-    bias = _whole(None if inputs.bias is None else inputs.bias.to(wide), inputs, piece)
-    slopes = None
-    if inputs.alibi_slopes is not None:
-        slopes = inputs.alibi_slopes.to(wide).expand(spec.batch, spec.num_heads)
-
-    def changed(score: Any, batch: Any, head: Any, row: Any, column: Any) -> Any:
-        if softcap is not None:
-            score = softcap * torch.tanh(score / softcap)
-        if bias is not None:
-            score = score + bias[batch, head, row, column]
-        if slopes is not None:
-            score = score - slopes[batch, head] * (row + offset - column).abs()
-        return score
-
-    return changed
+    wide = getattr(torch, spec.lse_dtype)
+    bias = flex_functions.reader(_cut(inputs.bias, piece), wide)
+    slope = flex_functions.slope_reader(inputs.alibi_slopes, wide)
+    distance = flex_functions.distance_function(piece.edge.offset)
+    return flex_functions.score_function(spec.softcap, bias, slope, distance)
 
 
-def _whole(table: Any, inputs: Inputs, piece: _Piece) -> Any:
-    """A mask's or bias's part for the piece as a view ``[batch, heads, rows, keys]`` that any index can read."""
+def _cut(table: Any, piece: _Piece) -> Any:
+    """A mask's or bias's part for the piece: a view ``[batch, heads, rows, keys]``, any of them 1."""
     if table is None:
         return None
     rows = table if table.shape[2] == 1 else table[:, :, piece.rows]
-    both = rows if table.shape[3] == 1 else rows[..., piece.keys]
-    batch = inputs.q.shape[0] if inputs.q.ndim == 4 else 1
-    lengths = (piece.rows.stop - piece.rows.start, piece.keys.stop - piece.keys.start)
-    return both.expand(batch, inputs.q.shape[-2], *lengths)
+    return rows if table.shape[3] == 1 else rows[..., piece.keys]

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import attn_core
+from attn_core.cli.bench import bench
 from attn_core.cli.compare import compare
 from attn_core.cli.demo import demo
 from attn_core.cli.doctor import doctor
@@ -19,7 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
-for command in (doctor, explain, compare, mask, support, demo):
+for command in (doctor, explain, compare, bench, mask, support, demo):
     app.command()(command)
 
 

@@ -99,7 +99,10 @@ def _preference() -> str:
         f"- {framework} on {kind}: " + ", ".join(f"`{name}`" for name in names)
         for (framework, kind), names in backends.PREFERENCE.items()
     ]
-    lines.append("\nWhat is not in a line runs only when asked for by name.\n")
+    lines.append(
+        "\nOn a device that was measured, the order depends on the call and follows the measurements (`attn bench`). What\n"
+        "neither a line nor a measurement names runs only when asked for by name, and so does all that is approximate.\n"
+    )
     return "## Order of automatic choice\n\n" + "\n".join(lines)
 
 

@@ -1,0 +1,257 @@
+"""FlashAttention-4: the CuTe DSL kernels of flash-attn-4, compiled for the call when it first runs (about 2 s each).
+
+Proven on sm90 (Hopper). On sm100 (Blackwell) it is claimed as upstream's sources and tests say, up to head_dim 128, and
+was not run. Limits: no mask, bias, ALiBi or dropout. Sinks and the widths below are ``attn_core.torch_rewrites``; the
+gradient of the log-sum-exp is the kernel's own. Softcap runs through ``attn_core.flash4_scores``, not ``softcap=``.
+
+Conventions put right: causal and windows become distances from the bottom-right diagonal, None where nothing is hidden
+(-1 would be the distance -1). Rows that see no key give out 0, log-sum-exp -inf and gradients 0 in the kernel itself,
+whose ``learnable_sink`` would make their log-sum-exp the sink. On sm90 the backward writes its dq in widths of 16 and
+reads it in widths of 32 (or 64): it is given no width on which the two differ. dq, and dk and dv of grouped heads, are
+summed by atomics unless ``deterministic``. A NaN or Inf in a document can reach the document before it, because the
+last tile of one holds the first tokens of the next, with weight 0.
+
+Nothing here synchronises, and no graph is recorded: the kernels are given detached tensors. A call costs about 60 µs of
+Python, nearly all in ``flash_attn.cute.interface``, which builds the key of the compiled kernel anew for every call.
+Upstream: flash-attn-4 >= 4.0.0b30; its sources were read at b30 and b36.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache, lru_cache
+from typing import Any
+
+from attn_core import compiled_calls
+from attn_core import torch_rewrites as rewrites
+from attn_core.backends import Gradients, Inputs
+from attn_core.masks import band
+from attn_core.spec import AttentionSpec
+from attn_core.support import Build, Support
+
+FRAMEWORK = "torch"
+REQUIRES = "flash-attn-4>=4.0.0b30"
+
+FORWARD = Support(
+    kernel="FlashAttention-4",
+    devices=("sm90", "sm100"),
+    dtypes=("bfloat16", "float16"),
+    max_head_dim=256,
+    value_dim=True,
+    grouped_heads=True,
+    alignments=("bottom_right", "top_left"),
+    causal=True,
+    window=True,
+    softcap=True,
+    sinks=True,
+    packed=True,
+    deterministic=True,
+    lse=True,
+    lse_gradient=True,
+)
+BACKWARD = replace(FORWARD)
+WRITES_INTO = True
+
+OLDEST = "4.0.0b30"
+MAX_BATCH = 65535
+"""Rows of a dense batch: each is one step of a launch grid's third axis."""
+
+
+def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
+    """Top-left bands of packed documents, a batch over MAX_BATCH, and head dimensions over 128 on sm100."""
+    reasons = []
+    edge, widest = band(spec), max(spec.head_dim, spec.value_dim)
+    if spec.packed and spec.alignment == "top_left" and (edge.left is not None or edge.right is not None):
+        reasons.append(
+            f"alignment=top_left with causal={spec.causal}, window={spec.window} and packed documents: "
+            "FlashAttention-4 is bottom-right in each document"
+        )
+    if spec.batch > MAX_BATCH:
+        reasons.append(f"batch={spec.batch}: FlashAttention-4 launches at most {MAX_BATCH} rows")
+    if device == "sm100" and 128 < widest <= 256:
+        reasons.append(f"head_dim={widest}: FlashAttention-4 on sm100 is not claimed above 128")
+    return tuple(reasons)
+
+
+def probe() -> str:
+    """The version of flash-attn-4, once its kernels import.
+
+    Raises:
+        ImportError: when it is missing, broken, or older than OLDEST.
+    """
+    from importlib.metadata import version
+
+    found = version("flash-attn-4")
+    if _age(found) < _age(OLDEST):
+        raise ImportError(f"flash-attn-4 {found} is too old: {OLDEST} or newer is needed")
+    _kernels()
+    return found
+
+
+@lru_cache(maxsize=4096)
+def lower(spec: AttentionSpec) -> dict[str, Any]:
+    """The kernel's keywords for "forward" and "backward", and the softcap whose score functions go with them."""
+    left, right = _window(spec)
+    causal = left is None and right == 0
+    both = {
+        "causal": causal,
+        "window_size_left": left,
+        "window_size_right": None if causal else right,
+        "max_seqlen_q": spec.max_len_q,
+        "max_seqlen_k": spec.max_len_k,
+    }
+    scale = spec.scale or 1.0  # never None in a spec
+    return {
+        "forward": {"softmax_scale": scale / (spec.softcap or 1.0), **both},
+        "backward": {"softmax_scale": scale, "deterministic": spec.deterministic, **both},
+        "softcap": spec.softcap,
+    }
+
+
+@cache
+def _kernels() -> tuple[Any, Any]:
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    return _flash_attn_fwd, _flash_attn_bwd
+
+
+def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
+    """See ``Backend.forward``. Raises RuntimeError where a CUDA graph would have to capture the compilation."""
+    kernel = _kernel(spec, gradient=False)
+    return compiled_calls.run(
+        _key(spec, "forward", inputs.q),
+        lambda: rewrites.forward(kernel, spec, inputs, into),
+        lambda: f"the flash4 forward of ({spec})",
+    )
+
+
+def backward(
+    spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any, into: Any = None
+) -> Gradients:
+    """See ``Backend.backward``, and ``forward`` for the error."""
+    kernel = _kernel(spec, gradient=True)
+    return compiled_calls.run(
+        _key(spec, "backward" if dlse is None else "backward of out and lse", inputs.q),
+        lambda: rewrites.backward(kernel, spec, inputs, out, lse, dout, dlse, into),
+        lambda: f"the flash4 backward of ({spec})",
+    )
+
+
+def warm_up(spec: AttentionSpec) -> None:
+    """Compiles what the call needs, by running it on zeros of its shapes on the current CUDA device."""
+    inputs = compiled_calls.zeros(spec)
+    out, lse = forward(spec, inputs)
+    if spec.needs_backward:
+        for dlse in (None, lse) if spec.return_lse else (None,):
+            backward(spec, inputs, out, lse, out, dlse)
+
+
+def _window(spec: AttentionSpec) -> tuple[int | None, int | None]:
+    """The band as distances from the bottom-right diagonal, negative ones among them; None where nothing is hidden."""
+    left, right, offset = band(spec)
+    if spec.packed:
+        return left, right
+    shift = spec.kv_len - spec.q_len - offset  # how far the bottom-right diagonal lies to the right of the spec's
+    left = None if left is None or left + shift >= spec.kv_len - 1 else left + shift
+    right = None if right is None or right - shift >= spec.q_len - 1 else right - shift
+    return left, right
+
+
+def _age(version: str) -> tuple[int, int, int, str, int]:
+    """A version's place in time: its pre-releases (a, b, rc) come before a release."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)(?:(a|b|rc)(\d+))?", version)
+    if found is None:
+        raise ImportError(f"flash-attn-4 {version}: expected a version such as {OLDEST}")
+    major, minor, patch, stage, number = found.groups()
+    return int(major), int(minor), int(patch), stage or "released", int(number or 0)
+
+
+@lru_cache(maxsize=4096)
+def _key_of(spec: AttentionSpec) -> AttentionSpec:
+    """What compiled code depends on, and more: its key is dtype, group, widths, and some facts about the lengths."""
+    return replace(spec, scale=1.0, needs_backward=False, return_lse=False)
+
+
+def _key(spec: AttentionSpec, half: str, q: Any) -> tuple[AttentionSpec, str, int]:
+    return _key_of(spec), half, q.device.index
+
+
+@lru_cache(maxsize=4096)
+def _arguments(spec: AttentionSpec, half: str) -> dict[str, Any]:
+    how = lower(spec)
+    if how["softcap"] is None:
+        return how[half]
+    from attn_core.flash4_scores import score_functions
+
+    functions = score_functions(how["softcap"])
+    if half == "forward":
+        return {**how[half], "score_mod": functions.forward}
+    return {**how[half], "score_mod": functions.again, "score_mod_bwd": functions.gradient}
+
+
+def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
+    out, lse = (None, None) if into is None else map(_writable, into)
+    found = _kernels()[0](
+        *map(_spread, inputs[:3]),
+        cu_seqlens_q=inputs.cu_seqlens_q,
+        cu_seqlens_k=inputs.cu_seqlens_k,
+        return_lse=True,
+        out=out,
+        lse=lse,
+        **_arguments(spec, "forward"),
+    )
+    return found[0], found[1]
+
+
+def _backward(
+    spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any, dlse: Any = None
+) -> Gradients:
+    dq, dk, dv = (None, None, None) if into is None else map(_writable, into[:3])
+    if dlse is not None:  # in rows that see nothing it has weight 0, whatever it is
+        dlse = dlse.masked_fill(lse == -float("inf"), 0.0)
+    found = _kernels()[1](
+        *map(_spread, (*inputs[:3], out, dout)),
+        lse,
+        cu_seqlens_q=inputs.cu_seqlens_q,
+        cu_seqlens_k=inputs.cu_seqlens_k,
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        dlse=dlse,
+        **_arguments(spec, "backward"),
+    )
+    return Gradients(*found[:3])
+
+
+def _spread(tensor: Any) -> Any:
+    """The tensor without expanded axes, which would each be a kernel of their own. What else the kernel cannot read
+    (strides and addresses that are no multiple of 16 bytes) the entry points copy themselves."""
+    if 0 not in tensor.stride():
+        return tensor
+    import torch
+
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _writable(buffer: Any) -> Any:
+    """A buffer that the kernel can write into, or None: it stores 16 bytes at a time."""
+    if buffer is None:
+        return None
+    strides, size = buffer.stride(), buffer.element_size()
+    dense = strides[-1] == 1 and all(step > 0 and step * size % 16 == 0 for step in strides[:-1])
+    return buffer if (dense or buffer.is_contiguous()) and buffer.data_ptr() % 16 == 0 else None
+
+
+def _backward_width(dim: int) -> int:
+    return -(-dim // 32) * 32 if dim <= 128 else -(-dim // 64) * 64
+
+
+@lru_cache(maxsize=4096)
+def _kernel(spec: AttentionSpec, gradient: bool) -> rewrites.Kernel:
+    """The halves with the widths of one of them. Values narrower than queries are not padded where the kernel is tuned
+    for that: head_dim in (128, 192] with value_dim up to 128, except in the backward of grouped heads, which has none.
+    """
+    apart = 128 < spec.head_dim <= 192 and spec.value_dim <= 128 and not (gradient and spec.group_size > 1)
+    width = _backward_width if gradient else lambda dim: -(-dim // 8) * 8
+    return rewrites.Kernel(_forward, _backward, width, same_width=not apart, lse_gradient=True)

@@ -1,0 +1,216 @@
+"""SageAttention: q and k as 8-bit integers, weights times v in half precision or fp8. For inference, and approximate.
+
+``sage`` is the package's own choice (``sageattn``: Triton kernels in 1.x, by architecture in 2.x). ``sage_fp16_cuda``,
+``sage_fp16_triton``, ``sage_fp8_cuda`` and ``sage_fp8_cuda_sm90`` are kernels of 2.x. None is chosen automatically.
+
+Limits: no gradient, window, mask, bias, softcap or sinks; causal only where q_len == kv_len; head dims up to 128, zero
+padded to 64 or 128. A value of v beyond float16's 65504 overflows, and one of q or k that is not finite spoils the
+128 rows or 64 keys that share a scale with it. Documents are refused: the packed kernel waits for the device on every
+call, smooths k by one mean over all documents, and the rules below would need lengths that are on the device.
+The Triton kernels count the keys that pad kv_len to a multiple of 64, so that other lengths are refused. Causal calls
+hide those keys, but read scales past their end: rows are padded to a multiple of 128 for them, and cut again.
+Put right: 1.x subtracts k's mean from the caller's own k. Here it is subtracted from a copy, before the kernel, and its
+share of the log-sum-exp added behind it in float32.
+Upstream: sageattention 1.0.6, and 2.x (which has a log-sum-exp; 1.x has none).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, lru_cache, partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from attn_core import torch_rewrites as rewrites
+from attn_core.backends import Gradients, Inputs
+from attn_core.masks import band
+from attn_core.spec import AttentionSpec
+from attn_core.support import Build, Support
+
+FRAMEWORK = "torch"
+REQUIRES = "sageattention>=1.0.6"
+
+FORWARD = Support(
+    kernel="SageAttention",
+    devices=("sm80", "sm86", "sm89", "sm90"),
+    dtypes=("bfloat16", "float16"),
+    max_head_dim=128,
+    value_dim=True,
+    grouped_heads=True,
+    alignments=("bottom_right", "top_left"),
+    causal=True,
+    deterministic=True,
+    lse=True,
+    approximate=True,
+)
+BACKWARD = None
+
+
+class Function(NamedTuple):
+    """A function of the package: its name, its claims, what it is asked for, and the flag that says it was compiled."""
+
+    name: str
+    support: Support
+    options: dict[str, str]
+    compiled: str = ""
+
+
+def _named(kernel: str, *devices: str) -> Support:
+    return replace(FORWARD, kernel=f"SageAttention's {kernel} kernel", devices=devices or FORWARD.devices)
+
+
+_TWO_SUMS = {"pv_accum_dtype": "fp32+fp32"}
+"""The fp8 tensor cores sum 22 bits of a float32; every few steps into a whole one."""
+FUNCTIONS = {
+    "auto": Function("sageattn", FORWARD, {}),
+    "fp16_triton": Function("sageattn_qk_int8_pv_fp16_triton", _named("fp16 Triton"), {}),
+    "fp16_cuda": Function(
+        "sageattn_qk_int8_pv_fp16_cuda", _named("fp16 CUDA"), {"pv_accum_dtype": "fp32"}, "SM80_ENABLED"
+    ),
+    "fp8_cuda": Function("sageattn_qk_int8_pv_fp8_cuda", _named("fp8 CUDA", "sm89"), _TWO_SUMS, "SM89_ENABLED"),
+    "fp8_cuda_sm90": Function(
+        "sageattn_qk_int8_pv_fp8_cuda_sm90", _named("fp8 Hopper", "sm90"), _TWO_SUMS, "SM90_ENABLED"
+    ),
+}
+_KEYS, _ROWS = 64, 128
+"""Keys and query rows that a Triton kernel takes at once."""
+
+
+def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
+    """See ``_refuses``."""
+    return _refuses("auto", spec, device, build)
+
+
+def _refuses(word: str, spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
+    """What the kernels get wrong: causal calls that are no square, and keys that fill no block of a Triton kernel's."""
+    kernel, square = FUNCTIONS[word].support.kernel, spec.q_len == spec.kv_len
+    triton = word == "fp16_triton" or (word == "auto" and (build is None or build.version < (2,) or device == "sm86"))
+    reasons = []
+    if spec.causal and not square and not band(spec).hides_nothing(spec.q_len, spec.kv_len):
+        reasons.append(
+            f"causal with q_len {spec.q_len} and kv_len {spec.kv_len}: {kernel} needs as many keys as queries"
+        )
+    if triton and spec.kv_len % _KEYS and not (spec.causal and square):
+        reasons.append(
+            f"kv_len={spec.kv_len} without causal: {kernel} counts the keys that pad it to a multiple of {_KEYS}"
+        )
+    elements = spec.batch * max(spec.q_len, spec.kv_len) * spec.num_heads * _width(max(spec.head_dim, spec.value_dim))
+    if elements >= 2**31:
+        reasons.append(f"{elements} elements in q, k or v: {kernel} counts them in 32 bits")
+    return tuple(reasons)
+
+
+def probe() -> str:
+    """The package's version, once its function is there."""
+    return _probe("auto")
+
+
+def _probe(word: str) -> str:
+    from importlib.metadata import version
+
+    import sageattention.core  # type: ignore[import-not-found]
+
+    function, installed = FUNCTIONS[word], version("sageattention")
+    if not hasattr(sageattention, function.name):
+        raise ImportError(f"sageattention {installed} has no {function.name}")
+    if not getattr(sageattention.core, function.compiled, True):
+        raise ImportError(f"{function.name} was not compiled into this sageattention {installed}")
+    return installed
+
+
+def build() -> Build:
+    """1.x has no log-sum-exp."""
+    installed = probe()
+    numbers = tuple(int(part) for part in installed.split("+")[0].split(".") if part.isdigit())
+    return Build(f"sageattention {installed}", ("lse",) if numbers < (2,) else (), version=numbers)
+
+
+def lower(spec: AttentionSpec) -> dict[str, Any]:
+    """The arguments of ``sageattn``."""
+    return _lower("auto", spec)
+
+
+@lru_cache(maxsize=4096)
+def _lower(word: str, spec: AttentionSpec) -> dict[str, Any]:
+    """The function's own arguments; ``rows`` is how many q, k and v are padded to, ``repeat`` how often k's heads are.
+
+    The package's own choice of 2.x smooths k again and cannot correct the log-sum-exp of grouped heads for it.
+    """
+    is_causal = spec.causal and spec.q_len == spec.kv_len
+    padded = is_causal and word in ("auto", "fp16_triton")
+    arguments = {"tensor_layout": "NHD", "is_causal": is_causal, "sm_scale": spec.scale, "smooth_k": False}
+    return {
+        "function": FUNCTIONS[word].name,
+        "arguments": {**arguments, **FUNCTIONS[word].options, **({"return_lse": True} if spec.return_lse else {})},
+        "rows": -(-spec.q_len // _ROWS) * _ROWS if padded else None,
+        "repeat": spec.group_size if spec.return_lse and word == "auto" else 1,
+    }
+
+
+@cache
+def _function(name: str) -> Any:
+    import sageattention  # type: ignore[import-not-found]
+
+    return getattr(sageattention, name)
+
+
+def _width(dim: int) -> int:
+    return 64 if dim <= 64 else 128
+
+
+def _half(word: str, spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
+    """(out, lse) of q, k and v of a width that the kernels have; NaN for a log-sum-exp that nobody asked for."""
+    import torch
+
+    how = _lower(word, spec)
+    with torch.no_grad():
+        q, k, v = (rewrites.readable(tensor) for tensor in inputs[:3])
+        mean = k.mean(1, keepdim=True)  # [batch, 1, kv_heads, head_dim]
+        operands: tuple[Any, ...] = (q, k - mean, v)
+        if how["rows"] not in (None, spec.q_len):
+            missing = (0, 0, 0, 0, 0, how["rows"] - spec.q_len)
+            operands = tuple(torch.nn.functional.pad(tensor, missing) for tensor in operands)
+        if how["repeat"] > 1:
+            keys_and_values = (tensor.repeat_interleave(how["repeat"], dim=2) for tensor in operands[1:])
+            operands = (operands[0], *keys_and_values)
+        found = _function(how["function"])(*operands, **how["arguments"])
+        if not spec.return_lse:
+            return found[:, : spec.q_len], q.new_full(spec.lse_shape, torch.nan, dtype=torch.float32)
+        out, lse = found[0][:, : spec.q_len], found[1][..., : spec.q_len]
+        means = mean.float().repeat_interleave(spec.group_size, dim=2)
+        taken = (q.float() * means).sum(-1).transpose(1, 2)  # [batch, heads, q_len]: q . mean, taken from every score
+        return out, lse + spec.scale * taken
+
+
+@cache
+def _kernel(word: str) -> rewrites.Kernel:
+    return rewrites.Kernel(partial(_half, word), _no_gradient, _width)
+
+
+def _no_gradient(*_: Any) -> Gradients:
+    raise NotImplementedError("backward: SageAttention has no gradient")
+
+
+def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+    """See ``Backend.forward``."""
+    return rewrites.forward(_kernel("auto"), spec, inputs)
+
+
+def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+    """None: SageAttention has no gradient, and BACKWARD says so."""
+    return _no_gradient()
+
+
+def variant(word: str) -> Any:
+    """One kernel of 2.x as a backend of its own: fp16_cuda, fp16_triton, fp8_cuda or fp8_cuda_sm90."""
+    return SimpleNamespace(
+        FRAMEWORK=FRAMEWORK,
+        REQUIRES="sageattention>=2",
+        FORWARD=FUNCTIONS[word].support,
+        BACKWARD=None,
+        refuses=partial(_refuses, word),
+        probe=partial(_probe, word),
+        lower=partial(_lower, word),
+        forward=partial(rewrites.forward, _kernel(word)),
+        backward=backward,
+    )

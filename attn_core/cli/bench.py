@@ -1,0 +1,151 @@
+"""``attn bench``: a sweep through every backend side by side, and the order of preference that follows from it."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from attn_core import preference
+from attn_core.cli.bench_report import page, regret_table, write_report
+from attn_core.cli.bench_sweep import Record, Sweep, read, write
+from attn_core.cli.bench_timing import DeviceLostError
+from attn_core.cli.explain import target_of
+from attn_core.cli.frameworks import devices_of
+from attn_core.errors import SpecError
+from attn_core.preference_table import derive, regrets, right_times
+from attn_core.sweep import QUICK, SWEEP
+
+
+def bench(
+    device: Annotated[str | None, typer.Option(help="cpu, or a GPU that is here (sm90); the GPU if left out.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only cases whose name holds this text; repeat it for several.")
+    ] = None,
+    backend: Annotated[list[str] | None, typer.Option(help="Only this backend; repeat it for several.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A handful of tiny cases, to see that it works.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each backend; the median counts.")] = 5,
+    everything: Annotated[bool, typer.Option("--everything", help="FlexAttention in every case: it compiles.")] = False,
+    seconds: Annotated[float | None, typer.Option(help="Start no further case after so long; see --resume.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the raw times there, after every case.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the cases that --json does not hold yet.")
+    ] = False,
+    report: Annotated[Path | None, typer.Option(help="Measure nothing: show this raw file as tables.")] = None,
+    derive_from: Annotated[
+        Path | None, typer.Option("--derive", help="Measure nothing: derive the order of preference of this raw file.")
+    ] = None,
+    write_to: Annotated[
+        Path | None, typer.Option("--write", help="The folder for what --report (with plots) or --derive makes.")
+    ] = None,
+) -> None:
+    """Time every case of a sweep on every backend, forward and training; derive and judge the automatic choice.
+
+    Exit code: 0 when done, 1 if a backend failed or gave wrong numbers or the time was up, 2 for options that make no
+    sense here.
+    """
+    try:
+        if report is not None or derive_from is not None:
+            _show(report, derive_from, write_to)
+            return
+        if write_to is not None:
+            raise SpecError("--write: expected --report or --derive beside it; raw times go to --json")
+        sweep = Sweep(_device(device), tuple(backend or ()), rounds, everything)
+        if resume:
+            if json is None:
+                raise SpecError("--resume: expected --json, the file to go on with")
+            if json.exists():
+                sweep.resume(read(json))
+        complete = _measure(sweep, quick, only or [], seconds, json)
+    except SpecError as error:
+        typer.echo(f"attn: {error}", err=True)
+        raise typer.Exit(2) from None
+    if not complete or any(_faulty(record) for record in sweep.raw["cases"]):
+        raise typer.Exit(1)
+
+
+def _device(asked: str | None) -> str:
+    if find_spec("torch") is None:
+        raise SpecError("attn bench measures torch's kernels: install torch")
+    here = devices_of("torch")
+    device = here[-1] if asked is None else asked
+    target_of("torch", device, False)  # a device by a name that targets know
+    if device not in here:
+        raise SpecError(f"--device={device}: no such device here")
+    return device
+
+
+def _measure(sweep: Sweep, quick: bool, only: list[str], seconds: float | None, path: Path | None) -> bool:
+    cases = [case for case in (QUICK if quick else SWEEP) if not only or any(text in case.name for text in only)]
+    if not cases:
+        raise SpecError(f"--only={', '.join(only)}: no case has that in its name")
+    console = Console(stderr=True)
+
+    def done(record: Record) -> None:
+        console.print(_line(record), highlight=False)
+        if path is not None:
+            _replace(path, sweep.raw)
+
+    try:
+        complete = sweep.run(cases, seconds, done)
+    except DeviceLostError as error:
+        if path is not None:
+            _replace(path, sweep.raw)
+        raise SpecError(f"the device cannot be used any more after {error}; go on with --resume") from None
+    typer.echo(regret_table(sweep.raw, preference.measured(sweep.target.device)))
+    if path is not None:
+        typer.echo(f"written to {path}")
+    return complete
+
+
+def _replace(path: Path, raw: dict[str, Any]) -> None:
+    beside = path.with_name(path.name + ".part")
+    write(raw, beside)
+    os.replace(beside, path)  # a file that is cut off would lose what was measured before
+
+
+def _line(record: Record) -> str:
+    times = right_times(record)
+    best = min(times, key=lambda name: times[name]) if times else "nothing ran"
+    rest = sorted((time, name) for name, time in times.items())
+    shown = ", ".join(f"{name} {time:.0f}" for time, name in rest)
+    faults = "; ".join(f"[red]{name} {escape(why)}[/red]" for name, why in _faulty(record).items())
+    head = f"{escape(record['name'])} ({record['direction']}, {record['seconds']:.1f} s): "
+    return head + f"[bold]{best}[/bold], µs: {shown}" + (f"; {faults}" if faults else "")
+
+
+def _faulty(record: Record) -> dict[str, str]:
+    right = right_times(record)
+    found = {name: f"failed: {entry['failed']}" for name, entry in record["backends"].items() if "failed" in entry}
+    for name, entry in record["backends"].items():
+        if "median" in entry and name not in right:
+            found[name] = f"differs by {entry['difference']:.2g} from {record['reference']}"
+    return found
+
+
+def _show(report: Path | None, derive_from: Path | None, folder: Path | None) -> None:
+    if report is not None and derive_from is not None:
+        raise SpecError("--report and --derive: expected one of them")
+    if report is not None:
+        raw = read(report)
+        cases = preference.measured(raw["device"])
+        if folder is None:
+            typer.echo(page(raw, cases))
+        for path in [] if folder is None else write_report(raw, cases, folder):
+            typer.echo(f"written to {path}")
+    elif derive_from is not None:
+        raw = read(derive_from)
+        table = derive(raw)
+        cases = preference.cases_of(table)
+        typer.echo(regret_table(raw, cases))
+        for regret in sorted(regrets(raw, cases, leave_out=True), key=lambda regret: -regret.ratio)[:10]:
+            typer.echo(f"unseen: {regret.ratio:.2f} {regret.case}: {regret.chosen} for {regret.best}")
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            write(table, folder / f"{raw['device']}.json")
+            typer.echo(f"written to {folder / (raw['device'] + '.json')}")

@@ -1,0 +1,158 @@
+"""A sweep as tables and pictures: what was fastest, what automatic choice would run, and what that costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from attn_core.errors import SpecError
+from attn_core.preference import Case
+from attn_core.preference_table import GOALS, Regret, record_spec, regrets, right_times, summary
+
+DIRECTIONS = ("forward", "training")
+
+
+def write_report(raw: dict[str, Any], cases: Sequence[Case], folder: Path) -> list[Path]:
+    """Writes the page and its two pictures; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"sweep-{raw['device']}"
+    pictures = {f"{stem}-causal.png": speeds(raw), f"{stem}-regret.png": histogram(regrets(raw, cases))}
+    paths = [folder / f"{stem}.md", *(folder / name for name in pictures)]
+    paths[0].write_text(page(raw, cases, list(pictures)), encoding="utf-8")
+    for path, figure in zip(paths[1:], pictures.values(), strict=True):
+        figure.savefig(path, dpi=150)
+    return paths
+
+
+def page(raw: dict[str, Any], cases: Sequence[Case], pictures: Sequence[str] = ()) -> str:
+    """The whole page as Markdown."""
+    versions = ", ".join(f"{name} {version}" for name, version in raw["versions"].items() if version)
+    chosen = regrets(raw, cases)
+    parts = [
+        f"# Sweep on {raw['device_name']} ({raw['device']})\n",
+        f"Written by `attn bench --report` from times measured on {raw['date']}, {len(raw['cases'])} measurements in "
+        f"{raw['seconds']:.0f} s; {versions}.\n",
+        f"Each case: two calls to warm up, then {raw['rounds']} rounds in which the backends take turns (fewer for "
+        "what is far behind); medians in µs per call, host time included. Training is the forward and the gradients "
+        "of q, k and v.\n",
+        "Regret: the time of the backend that automatic choice runs over the time of the fastest.\n",
+        "## Regret of automatic choice\n",
+        regret_table(raw, cases),
+        *(f"![{name}]({name})\n" for name in pictures),
+    ]
+    for direction in DIRECTIONS:
+        rows = [record for record in raw["cases"] if record["direction"] == direction]
+        if rows:
+            parts += [f"## {direction.capitalize()}, µs per call\n", _times(rows, chosen)]
+    return "\n".join([*parts, _left_out(raw)])
+
+
+def regret_table(raw: dict[str, Any], cases: Sequence[Case]) -> str:
+    """The summary of three orders, as a Markdown table: the table's, the same for unseen cases, the static one."""
+    kinds = {
+        "measured order": regrets(raw, cases),
+        "measured order, each case looked up among the others": regrets(raw, cases, leave_out=True),
+        "static order": regrets(raw, ()),
+    }
+    lines = ["| order | direction | cases | geometric mean | worst | where |", "|---|---|---|---|---|---|"]
+    for kind, found in kinds.items() if cases else [("static order", kinds["static order"])]:
+        for direction, facts in summary(found).items():
+            numbers = f"{facts['geometric mean']:.3f} | {facts['worst']:.2f}"
+            lines.append(f"| {kind} | {direction} | {facts['cases']} | {numbers} | {facts['worst case']} |")
+    goals = ", ".join(f"{name} at most {value}" for name, value in GOALS.items())
+    return "\n".join([*lines, f"\nGoals of the first: {goals}.\n"])
+
+
+def _times(records: list[dict[str, Any]], chosen: list[Regret]) -> str:
+    names = list(dict.fromkeys(name for record in records for name, e in record["backends"].items() if "median" in e))
+    by_case = {(regret.case, regret.training): regret for regret in chosen}
+    lines = ["| case | best | chosen | regret | " + " | ".join(names) + " |", "|---" * (4 + len(names)) + "|"]
+    for record in records:
+        regret = by_case.get((record["name"], record["direction"] == "training"))
+        verdict = (regret.best, regret.chosen, f"{regret.ratio:.2f}") if regret else ("none", "", "")
+        right = right_times(record)
+        cells = [_cell(record["backends"].get(name, {}), name in right) for name in names]
+        lines.append(f"| {record['name']} | " + " | ".join((*verdict, *cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(entry: dict[str, Any], right: bool) -> str:
+    if "median" in entry:
+        return f"{entry['median']:.0f}" if right else "WRONG"
+    return "FAILED" if "failed" in entry else "skipped" if "skipped" in entry else "—"
+
+
+def _left_out(raw: dict[str, Any]) -> str:
+    """Failures, wrong numbers and the rules of what was skipped, each once with how often."""
+    counts: dict[str, int] = {}
+    for record in raw["cases"]:
+        right = right_times(record)
+        for name, entry in record["backends"].items():
+            said = f"failed: {entry['failed']}" if "failed" in entry else ""
+            if "skipped" in entry:
+                said = "skipped: " + entry["skipped"].partition(" scores, ")[2] or entry["skipped"]
+            if "median" in entry and name not in right:
+                said = f"wrong in {record['name']} ({record['direction']}): differs by {entry['difference']:.2g}"
+            if said:
+                counts[f"{name}: {said}"] = counts.get(f"{name}: {said}", 0) + 1
+    lines = [f"- {said} ({count} times)" for said, count in counts.items()]
+    return "\n".join(["## Not measured, or not counted\n", *(lines or ["Nothing."]), ""])
+
+
+def speeds(raw: dict[str, Any]) -> Any:
+    """TFLOP/s by row length for plain causal bfloat16 calls with head_dim 128; a line per backend."""
+    figure = _figure(11, 4.5)
+    for axes, direction in zip(figure.subplots(1, 2), DIRECTIONS, strict=True):
+        lines: dict[str, dict[int, float]] = {}
+        for record in raw["cases"]:
+            if record["direction"] == direction and _is_plain_causal(record):
+                for name, time in right_times(record).items():
+                    found = lines.setdefault(name, {})
+                    found[record["spec"]["q_len"]] = record["gigaflop"] / time * 1e3  # GFLOP / µs = 1000 TFLOP/s
+        for name, points in lines.items():
+            lengths = sorted(points)
+            axes.plot(lengths, [points[length] for length in lengths], marker="o", markersize=3, label=name)
+        axes.set(title=f"{direction}, causal, heads 32/8, d 128, 16K tokens", xlabel="row length", ylabel="TFLOP/s")
+        axes.grid(alpha=0.3)
+        if lines:
+            axes.set_xscale("log", base=2)
+            axes.legend(fontsize=7)
+    figure.suptitle(f"{raw['device_name']}, {raw['date']}", fontsize=8)
+    return figure
+
+
+def _is_plain_causal(record: dict[str, Any]) -> bool:
+    spec = record_spec(record)
+    shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim, spec.dtype)
+    return record["name"].startswith("causal ") and shape == (32, 8, 128, 128, "bfloat16") and _fills(spec)
+
+
+def _fills(spec: Any) -> bool:
+    return spec.q_len == spec.kv_len and spec.batch * spec.q_len == 16384
+
+
+def histogram(found: Sequence[Regret]) -> Any:
+    """How many cases have which regret, forward and training apart."""
+    figure = _figure(8, 3.5)
+    axes = figure.subplots()
+    finite = {
+        direction: [regret.ratio for regret in found if regret.training is training and math.isfinite(regret.ratio)]
+        for direction, training in zip(DIRECTIONS, (False, True))
+    }
+    top = max([1.3, *(ratio for ratios in finite.values() for ratio in ratios)])
+    edges = [1 + (top - 1) * number / 24 for number in range(25)]
+    axes.hist(list(finite.values()), bins=edges, label=[f"{name} ({len(finite[name])})" for name in finite])
+    axes.axvline(GOALS["worst"], color="black", linewidth=0.8)
+    axes.set(xlabel="time of the automatic choice / time of the fastest", ylabel="cases", yscale="symlog")
+    axes.legend()
+    return figure
+
+
+def _figure(width: float, height: float) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise SpecError("--report --write: matplotlib is not installed; pip install 'attn-core[cli]'") from None
+    return Figure(figsize=(width, height), layout="constrained")

@@ -1,0 +1,203 @@
+"""The loop of ``attn bench``: every case in both directions on every backend that can run it, as plain data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import attn_core
+from attn_core import backends, selection
+from attn_core.cli.bench_timing import DeviceLostError, Entry, Timing, caller, measure
+from attn_core.cli.frameworks import versions
+from attn_core.errors import SpecError
+from attn_core.selection import Target
+from attn_core.spec import AttentionSpec
+from attn_core.sweep import SweepCase, plain_fields
+from attn_core.work import flops
+
+MOST_SCORES = 2**31
+"""The math backend forms every score; from so many on it is timed only where nothing else runs."""
+
+INSTEAD_OF_FLEX = ("flash3", "flash4", "sdpa_cudnn")
+"""Compiling FlexAttention takes seconds for every shape: it is timed only where none of these runs, or when asked."""
+
+Record = dict[str, Any]
+
+
+class Sweep:
+    """A sweep that fills its raw data case by case.
+
+    Attributes:
+        raw: what the raw JSON file holds.
+        target: the installation and device that are measured.
+    """
+
+    def __init__(self, device: str, names: tuple[str, ...], rounds: int, everything: bool) -> None:
+        self.target = Target.here("torch", device)
+        for name in names:
+            _check_exact(name, self.target)
+        self.names, self.rounds, self.everything = names or candidates(self.target), rounds, everything
+        self.raw = self._head()
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "format": 1,
+            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            "framework": "torch",
+            "device": self.target.device,
+            "device_name": _device_name(self.target.device),
+            "versions": versions(),
+            "backends": list(self.names),
+            "unavailable": dict(self.target.unavailable),
+            "builds": {name: asdict(build) for name, build in self.target.builds},
+            "rounds": self.rounds,
+            "seconds": 0.0,
+            "cases": [],
+        }
+
+    def resume(self, before: dict[str, Any]) -> None:
+        """Goes on where an earlier raw file ended.
+
+        Raises:
+            SpecError: when it was measured with other versions or on another device.
+        """
+        for name in ("format", "device", "device_name", "versions", "builds", "rounds", "backends"):
+            if before.get(name) != self.raw[name]:
+                raise SpecError(f"--resume: {name} was {before.get(name)}, and is {self.raw[name]} now; start anew")
+        self.raw = before
+
+    def run(self, cases: Iterable[SweepCase], seconds: float | None, done: Callable[[Record], None]) -> bool:
+        """Measures what is not measured yet; False when the time was up before the last case.
+
+        Raises:
+            DeviceLostError: after a kernel broke the device; the data holds what was measured, and whose fault it was.
+        """
+        began, spent = perf_counter(), self.raw["seconds"]
+        have = {(record["name"], record["direction"]) for record in self.raw["cases"]}
+        for case in cases:
+            for direction in ("forward", "training") if case.training else ("forward",):
+                if (case.name, direction) in have:
+                    continue
+                if seconds is not None and perf_counter() - began > seconds:
+                    return False
+                spec = replace(case.spec, needs_backward=direction == "training")
+                try:
+                    record = self._record(case, spec, direction)
+                finally:
+                    self.raw["seconds"] = round(spent + perf_counter() - began, 1)
+                done(record)
+        return True
+
+    def _record(self, case: SweepCase, spec: AttentionSpec, direction: str) -> Record:
+        began = perf_counter()
+        entries = self._refused(spec)
+        able = [name for name in self.names if name not in entries]
+        entries |= self._skipped(spec, able)
+        work = flops(spec, case.lengths)
+        record: Record = {
+            "name": case.name,
+            "direction": direction,
+            "spec": plain_fields(case.spec),
+            "lengths": case.lengths and list(case.lengths),
+            "gigaflop": round(work / 1e9, 6),
+            "selected": attn_core.explain(spec, self.target).backend,
+        }
+        timed = [name for name in able if name not in entries]
+        try:
+            timing = self._timing(case, spec, timed)
+        except DeviceLostError as error:
+            guilty = str(error).partition(":")[0]
+            lost = {name: {"skipped": f"the device was lost to {guilty}"} for name in timed}
+            self._keep(record, entries | lost | {guilty: {"failed": str(error)}}, None, began)
+            raise
+        for entry in timing.entries.values():
+            if "median" in entry:
+                entry["tflops"] = round(work / 1e6 / entry["median"], 4)
+        return self._keep(record, timing.entries | entries, timing.reference, began)
+
+    def _keep(self, record: Record, entries: dict[str, Entry], reference: str | None, began: float) -> Record:
+        took = {"reference": reference, "seconds": round(perf_counter() - began, 2)}
+        self.raw["cases"].append(record | took | {"backends": entries})
+        return self.raw["cases"][-1]
+
+    def _timing(self, case: SweepCase, spec: AttentionSpec, names: list[str]) -> Timing:
+        import torch
+
+        device = torch.device("cpu" if self.target.device == "cpu" else "cuda")
+        return measure(caller(case, spec, device), names, self.rounds, device)
+
+    def _refused(self, spec: AttentionSpec) -> dict[str, Entry]:
+        reasons = {name: selection.refusals(name, spec, self.target) for name in self.names}
+        return {name: {"refused": list(why)} for name, why in reasons.items() if why}
+
+    def _skipped(self, spec: AttentionSpec, able: list[str]) -> dict[str, Entry]:
+        """What is not worth its time in a sweep, by rules that the data repeats."""
+        found: dict[str, Entry] = {}
+        others = [name for name in able if name not in ("math", "flex")]
+        scores = spec.batch * spec.num_heads * spec.q_len * spec.kv_len
+        if "math" in able and others and scores >= MOST_SCORES:
+            found["math"] = {"skipped": f"{scores:.1e} scores, and it forms every one; others run this case"}
+        if "flex" in able and not self.everything and any(name in able for name in INSTEAD_OF_FLEX):
+            found["flex"] = {"skipped": f"compiles for every shape; timed only where none of {INSTEAD_OF_FLEX} runs"}
+        return found
+
+
+def candidates(target: Target) -> tuple[str, ...]:
+    """The backends to measure on a target: torch's, installed, and right to the precision of their dtypes."""
+    found = []
+    for name in backends.NAMES:
+        backend = backends.load(name, target.kind)
+        if backend is None or backend.FRAMEWORK != "torch" or name in dict(target.unavailable):
+            continue
+        if backend.FORWARD.runs_on(target.device) and not backend.FORWARD.approximate:
+            found.append(name)
+    return tuple(found)
+
+
+def _check_exact(name: str, target: Target) -> None:
+    backend = backends.load(name, target.kind)
+    if backend is not None and backend.FORWARD.approximate:
+        raise SpecError(
+            f"--backend={name}: approximate, and never chosen automatically; `attn compare` shows its error"
+        )
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A raw file.
+
+    Raises:
+        SpecError: when there is none, or it is something else.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(raw, dict) or raw.get("format") != 1:
+        raise SpecError(f"{path}: expected the file of `attn bench --json`")
+    return raw
+
+
+def write(data: dict[str, Any], path: Path) -> None:
+    """JSON with a line for each case, so that a difference between two files can be read."""
+    head = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in data.items() if name != "cases"]
+    cases = ",\n".join("  " + json.dumps(case) for case in data["cases"])
+    path.write_text(
+        "{\n" + "".join(f" {line},\n" for line in head) + f' "cases": [\n{cases}\n ]\n}}\n', encoding="utf-8"
+    )
+
+
+def _device_name(device: str) -> str:
+    if device != "cpu":
+        import torch
+
+        return torch.cuda.get_device_name()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return "CPU"

@@ -1,0 +1,210 @@
+"""Times one call on several backends of torch_frontend, side by side, and compares what they compute."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from attn_core.seq_info import SeqInfo
+from attn_core.spec import AttentionSpec
+from attn_core.sweep import SweepCase
+
+WARM_UPS = 2
+"""Calls before the first that is timed; the first of them compiles."""
+
+TURN = 0.006
+"""Seconds that one backend's queue of calls should take in each round."""
+
+MOST_CALLS = 200
+"""The longest queue of calls in a round."""
+
+TOO_SLOW = 50.0
+"""A backend whose first timed call takes so many times as long as the fastest's is not timed further."""
+
+BEHIND, BEHIND_ROUNDS = 3.0, 2
+"""What takes three times as long as the fastest takes part in two rounds; its exact time decides nothing."""
+
+Entry = dict[str, Any]
+Run = Callable[[str], tuple[Any, ...]]
+
+
+class DeviceLostError(RuntimeError):
+    """A kernel left the device unusable in this process; nothing after it can be measured."""
+
+
+class Timing(NamedTuple):
+    """What timing one case gave: an entry per backend, and the backend that the others were compared with."""
+
+    entries: dict[str, Entry]
+    reference: str | None
+
+
+def measure(run: Run, names: list[str], rounds: int, device: Any) -> Timing:
+    """Microseconds per call of each backend in each round; the backends take turns within a round.
+
+    Returns:
+        Per backend ``{"microseconds": [...], "median": ..., "difference": ...}``, where the difference is the largest
+        between its results and the first backend's, relative to the largest of each result; or ``{"failed": reason}``.
+    """
+    found: dict[str, Entry] = {}
+    alone: dict[str, float] = {}
+    results: tuple[Any, ...] | None = None
+    reference = None
+    for name in names:
+        try:
+            outcome, alone[name] = _warmed(run, name, device)
+        except Exception as error:  # whatever a backend raises belongs into the table
+            found[name] = {"failed": _one_line(error)}
+            _check_device(device, name)
+            continue
+        if not all(bool(result.isfinite().all()) for result in outcome):
+            found[name] = {"failed": "its results are not finite"}
+            del alone[name]
+            continue
+        if results is None:
+            results, reference = outcome, name
+        found[name] = {"difference": _difference(outcome, results)}
+        del outcome
+    fastest = min(alone.values(), default=0.0)
+    slow = {name: [alone.pop(name)] for name, seconds in list(alone.items()) if seconds > TOO_SLOW * fastest}
+    for name, timed in (_rounds(run, alone, rounds, device) | slow).items():
+        micro = [round(1e6 * seconds, 3) for seconds in timed]
+        found[name] |= {"microseconds": micro, "median": round(statistics.median(micro), 3)}
+    for name in slow:
+        found[name]["note"] = f"timed once: over {TOO_SLOW:.0f} times as slow as the fastest"
+    return Timing({name: found[name] for name in names}, reference)
+
+
+def _warmed(run: Run, name: str, device: Any) -> tuple[tuple[Any, ...], float]:
+    outcome = run(name)
+    for _ in range(WARM_UPS - 1):
+        outcome = run(name)
+    return outcome, min(_queue(run, name, 1, device) for _ in range(2))
+
+
+def _rounds(run: Run, alone: dict[str, float], rounds: int, device: Any) -> dict[str, list[float]]:
+    calls = {name: min(MOST_CALLS, max(1, round(TURN / seconds))) for name, seconds in alone.items()}
+    behind = {name for name in alone if alone[name] > BEHIND * min(alone.values())}
+    seconds: dict[str, list[float]] = {name: [] for name in alone}
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(rounds):
+            for name in list(calls) if number % 2 == 0 else reversed(calls):  # nobody always follows the same one
+                if name in behind and number >= BEHIND_ROUNDS:
+                    continue
+                if calls[name] > 1:
+                    run(name)
+                seconds[name].append(_queue(run, name, calls[name], device))
+    finally:
+        gc.enable()
+    return seconds
+
+
+def _queue(run: Run, name: str, calls: int, device: Any) -> float:
+    """Seconds per call of a queue of calls: the host's time and the device's, whichever is the longer."""
+    if device.type != "cuda":
+        began = perf_counter()
+        for _ in range(calls):
+            run(name)
+        return (perf_counter() - began) / calls
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)  # an idle device passes the first event at once, so that the host's time counts
+    begin.record()
+    for _ in range(calls):
+        run(name)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / calls
+
+
+def caller(case: SweepCase, spec: AttentionSpec, device: Any) -> Run:
+    """The call as a function of a backend's name: (out,), or (out, dq, dk, dv) where the spec needs a backward."""
+    import torch
+
+    from torch_frontend import attention
+
+    dtype = getattr(torch, spec.dtype)
+    generator = torch.Generator(device=device).manual_seed(0)
+
+    def normal(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(*shape, device=device, dtype=of, generator=generator)
+
+    row = () if spec.packed else (spec.batch,)
+    q = normal(*row, spec.q_len, spec.num_heads, spec.head_dim)
+    k = normal(*row, spec.kv_len, spec.num_kv_heads, spec.head_dim)
+    v = normal(*row, spec.kv_len, spec.num_kv_heads, spec.value_dim)
+    keywords = {name: getattr(spec, name) for name in ("causal", "alignment", "window", "softcap", "scale")}
+    keywords |= {
+        "mask": None if spec.mask_shape is None else _mask(spec.mask_shape, device),
+        "bias": None if spec.bias_shape is None else normal(*spec.bias_shape),
+        "alibi_slopes": None if spec.alibi_shape is None else _slopes(spec, device),
+        "sinks": normal(spec.num_heads, of=torch.float32) if spec.sinks else None,
+        "seq_info": None if case.lengths is None else _documents(case.lengths, device),
+    }
+    if not spec.needs_backward:
+        return lambda backend: (attention(q, k, v, backend=backend, **keywords),)
+    learned, dout = [tensor.requires_grad_() for tensor in (q, k, v)], normal(*spec.out_shape)
+
+    def train(backend: str) -> tuple[Any, ...]:
+        out = attention(q, k, v, backend=backend, **keywords)
+        return (out.detach(), *torch.autograd.grad(out, learned, dout))
+
+    return train
+
+
+def _mask(shape: tuple[int, int, int, int], device: Any) -> Any:
+    """Padding at the end of rows of different lengths, or a fifth hidden at random; no row is left without keys."""
+    import torch
+
+    batch, _, rows, keys = shape
+    if rows == 1:
+        lengths = torch.linspace(keys // 2, keys, batch, device=device).long()
+        return torch.arange(keys, device=device) < lengths[:, None, None, None]  # [batch, 1, 1, keys]
+    generator = torch.Generator(device=device).manual_seed(1)
+    mask = torch.rand(shape, device=device, generator=generator) > 0.2
+    return mask | torch.eye(rows, keys, dtype=torch.bool, device=device)
+
+
+def _slopes(spec: AttentionSpec, device: Any) -> Any:
+    import torch
+
+    return 2.0 ** (-8.0 * torch.arange(1, spec.num_heads + 1, device=device, dtype=torch.float32) / spec.num_heads)
+
+
+def _documents(lengths: tuple[int, ...], device: Any) -> SeqInfo:
+    import torch
+
+    return SeqInfo.from_lengths(lengths, array=lambda offsets: torch.from_numpy(offsets).to(device))
+
+
+def _difference(found: tuple[Any, ...], reference: tuple[Any, ...]) -> float:
+    if found is reference:
+        return 0.0
+    gaps = (
+        float((one - other).abs().max()) / max(float(other.abs().max()), 1e-30)
+        for one, other in zip(found, reference, strict=True)
+    )
+    return round(max(gaps), 8)
+
+
+def _check_device(device: Any, name: str) -> None:
+    if device.type != "cuda":
+        return
+    import torch
+
+    try:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # after running out of memory, the next backend should not
+    except Exception as error:
+        raise DeviceLostError(f"{name}: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"

@@ -1,0 +1,67 @@
+"""FlashAttention 3's two torch operators, whichever package brings them, and their arguments laid out by name.
+
+Builds differ in what their operators take: arguments at the end, names without a default. An argument that we do not
+set keeps the schema's default.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+PACKAGES = ("flash_attn_3", "fa3_fwd")
+"""Each has an extension ``_C`` that registers ``torch.ops.<package>.fwd`` and ``bwd``. The first one there is used."""
+
+
+class Operators(NamedTuple):
+    """The operators of the installed build, and whose they are, e.g. ``"tokenspeed-fa3 3.0.0"``."""
+
+    forward: Any
+    backward: Any
+    build: str
+
+
+@cache
+def operators() -> Operators:
+    """The installed operators; raises whatever the import of their extension raises."""
+    import torch
+
+    package = next((name for name in PACKAGES if find_spec(name)), PACKAGES[0])
+    import_module(f"{package}._C")
+    library = getattr(torch.ops, package)
+    distribution = metadata.packages_distributions().get(package, [package])[0]
+    try:
+        version = metadata.version(distribution)
+    except metadata.PackageNotFoundError:  # a build that was copied into place
+        version = "of unknown version"
+    return Operators(library.fwd.default, library.bwd.default, f"{distribution} {version}")
+
+
+class Plan(NamedTuple):
+    """An operator's arguments in its own order, tensors still missing, and where each name stands."""
+
+    values: tuple[Any, ...]
+    places: dict[str, int]
+
+    def filled(self, **tensors: Any) -> list[Any]:
+        """All arguments, with the tensors in their places; KeyError for a name that the operator does not have."""
+        values = list(self.values)
+        for name, tensor in tensors.items():
+            values[self.places[name]] = tensor
+        return values
+
+
+def plan(schema: Any, settings: dict[str, Any]) -> Plan:
+    """Lays settings out as a schema (``torch._C.FunctionSchema``) orders them.
+
+    Arguments without a setting have the schema's default, or None where it has none: those are tensors.
+
+    Raises:
+        TypeError: when the operator has no argument of a setting's name.
+    """
+    places = {argument.name: place for place, argument in enumerate(schema.arguments)}
+    if unknown := settings.keys() - places.keys():
+        raise TypeError(f"{schema.name}: this build takes no {', '.join(sorted(unknown))}")
+    return Plan(tuple(settings.get(argument.name, argument.default_value) for argument in schema.arguments), places)

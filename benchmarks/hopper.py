@@ -1,0 +1,141 @@
+"""The headline figures on one Hopper GPU: ratios of candidates that took turns in one process.
+
+python -m benchmarks.hopper --json hopper.json                      # measures everything, on an NVIDIA GPU
+python -m benchmarks.hopper --json hopper.json --only softcap jax   # some of it
+python -m benchmarks.hopper --render hopper.json --junit results.xml --memcheck memcheck.txt --sweep sweep.json
+                                                                    # prints the page; needs no GPU
+... --render ... --write                                            # benchmarks/results/hopper.json, docs/hopper.md
+
+A package that is missing, or a call that is refused, leaves a row "not run" with its reason. JAX holds three quarters
+of the GPU's memory once it starts, so torch is measured first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from benchmarks.hopper_report import MEASURES, combined, figures_of, page
+from benchmarks.measure import environment
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("triton", "flash-attn", "tokenspeed-fa3", "flash-attn-4", "xformers", "sageattention", "tokamax")
+
+
+def measures() -> dict[str, Callable[[], list[Any]]]:
+    """What is measured, in the order of measuring; each gives groups."""
+    from benchmarks import hopper_checks, hopper_torch
+
+    def jax_beside_torch() -> list[Any]:
+        from benchmarks import hopper_jax
+
+        return hopper_jax.jax_beside_torch()
+
+    def callback_lane() -> list[Any]:
+        from benchmarks import hopper_jax
+
+        return hopper_jax.callback_lane()
+
+    return {
+        "memory": hopper_checks.memory,
+        "attention": hopper_torch.attention_beside_kernels,
+        "softcap": hopper_torch.softcap_speed,
+        "softcap_error": hopper_checks.softcap_error,
+        "small": hopper_torch.small_calls,
+        "jax": jax_beside_torch,
+        "callback": callback_lane,
+    }
+
+
+def measured(names: list[str], target: Path) -> dict[str, Any]:
+    """Runs the named measures and writes the result after each, so that what goes wrong later loses nothing."""
+    result: dict[str, Any] = {"environment": gpu_environment(), "measures": {}}
+    for name, run in measures().items():
+        if name not in names:
+            continue
+        print(f"{MEASURES[name]} ...", flush=True)
+        try:
+            groups = [group.as_json() for group in run()]
+            result["measures"][name] = {"groups": groups, "error": None}
+        except Exception as error:  # the other measures are worth having
+            result["measures"][name] = {"groups": [], "error": f"failed: {type(error).__name__}: {error}"}
+            print(result["measures"][name]["error"], flush=True)
+        target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return result
+
+
+def gpu_environment() -> dict[str, Any]:
+    """When and with what: ``environment()`` with the GPU and the packages of its kernels."""
+    import torch
+
+    where = environment()
+    for package in PACKAGES:
+        try:
+            where["versions"][package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            where["versions"][package] = None
+    where["versions"] |= {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version(), "driver": _driver()}
+    where["device"] = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
+    return where
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--json", type=Path, metavar="OUT", help="measure, and write the raw result here")
+    what.add_argument("--render", type=Path, metavar="JSON", help="print the page of such a result")
+    parser.add_argument(
+        "--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="measure no more than these"
+    )
+    parser.add_argument("--junit", type=Path, nargs="+", default=[], metavar="XML", help="pytest's JUnit XML files")
+    parser.add_argument("--memcheck", type=Path, metavar="LOG", help="the log of compute-sanitizer")
+    parser.add_argument("--sweep", type=Path, metavar="JSON", help="the sweep through all backends")
+    parser.add_argument("--write", action="store_true", help="with --render: also write the result and docs/hopper.md")
+    return parser
+
+
+def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
+    """Measures, or renders; exit code 1 unless ``all_well``, 2 without a GPU to measure on."""
+    asked = _parser().parse_args(arguments)
+    if asked.json is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            print(f"benchmarks.hopper needs an NVIDIA GPU: torch {torch.__version__} sees none", file=sys.stderr)
+            return 2
+        result = measured(asked.only, asked.json)
+    else:
+        result = combined(asked.render, asked.junit, asked.memcheck, asked.sweep)
+    text = page(result)
+    print(text)
+    if asked.render is not None and asked.write:
+        (root / "benchmarks/results/hopper.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        (root / "docs/hopper.md").write_text(text, encoding="utf-8")
+    return 0 if all_well(result) else 1
+
+
+def all_well(result: dict[str, Any]) -> bool:
+    """Whether no goal was missed, and no measure, test or memcheck went wrong, of those that were run."""
+    missed = any(figure["held"] is False for _, figure in figures_of(result))
+    errors = any(found["error"] for found in result["measures"].values())
+    failed = any(outcome["failed"] for outcome in result.get("tests") or ())
+    memcheck = result.get("memcheck")
+    return not (missed or errors or failed or (memcheck is not None and memcheck["errors"] != 0))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""What JAX shows on a GPU: jitted calls beside torch's on the same kernel and JAX's own; what the bridge adds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+import jax_frontend
+import torch_frontend
+from attn_core import backends
+from attn_core.backends import Inputs
+from benchmarks import hopper_torch
+from benchmarks.hopper_group import LARGE, TINY, Group, Shape, Turn, host_turn, jax_turn
+from benchmarks.hopper_torch import FORWARD, TRAINING
+
+CHAIN = 24
+LANES = ("flash2", "sdpa_flash", "flash3", "flash4")
+GOALS = {FORWARD: 1.15, TRAINING: 1.10}
+"""Beside jax.nn on cuDNN."""
+
+
+def jax_beside_torch() -> list[Group]:
+    """attention under jax.jit at the large shape: beside torch on the same backend, jax.nn on cuDNN, and tokamax."""
+    return [
+        _beside_torch(FORWARD, named=("flash3", "flash4"), fastest="flash3"),
+        _beside_torch(TRAINING, named=("flash4",), fastest="flash4"),
+    ]
+
+
+def _beside_torch(what: str, named: tuple[str, ...], fastest: str) -> Group:
+    note = f"{LARGE}; all by the host's clock around a queue of 40 calls, until the last result is there"
+    group = Group(f"JAX under jit, {what}", note, LARGE.flops(what))
+    ours = partial(jax_frontend.attention, causal=True)
+    jax_nn = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+    makers: dict[str, Callable[[], Turn]] = {}
+    for name in named:
+        call = partial(torch_frontend.attention, causal=True, backend=name)
+        makers[f"attention in torch {name}"] = hopper_torch.turn_of(lambda call=call: call, what, clock=host_turn)  # type: ignore[misc]
+        makers[f"attention in JAX {name}"] = partial(_jitted, partial(ours, backend=name), what)
+    makers["attention in JAX"] = partial(_jitted, ours, what)
+    makers["jax.nn cudnn"] = partial(_jitted, jax_nn, what)
+    makers["tokamax mosaic"] = lambda: _jitted(_tokamax(), what)
+    group.measure(makers, calls=40, rounds=9)
+    for name in named:
+        group.speed(f"backend={name!r} beside torch", f"attention in JAX {name}", f"attention in torch {name}", 0.97)
+    group.speed(f"backend={fastest!r} beside jax.nn", f"attention in JAX {fastest}", "jax.nn cudnn", GOALS[what])
+    group.speed(f"automatic choice ({_choice(what)}) beside jax.nn", "attention in JAX", "jax.nn cudnn", GOALS[what])
+    group.speed(f"automatic choice ({_choice(what)}) beside tokamax", "attention in JAX", "tokamax mosaic", 1.0)
+    return group
+
+
+def _tokamax() -> Callable[..., Any]:
+    import tokamax
+
+    return partial(tokamax.dot_product_attention, is_causal=True, implementation="mosaic")
+
+
+def _choice(what: str) -> str | None:
+    q, k, v, _ = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in _sizes(LARGE))
+    return jax_frontend.explain(q, k, v, causal=True, needs_backward=what == TRAINING).backend
+
+
+def _sizes(shape: Shape) -> tuple[tuple[int, ...], ...]:
+    return (shape.query, shape.key, shape.key, shape.query)
+
+
+def _arrays(shape: Shape) -> list[jax.Array]:
+    """q, k, v and dout, standard normal."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    return [jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, _sizes(shape), strict=True)]
+
+
+def _jitted(function: Callable[..., Any], what: str) -> Turn:
+    q, k, v, dout = _arrays(LARGE)
+    if what == FORWARD:
+        forward = jax.jit(function)
+        return jax_turn(lambda: forward(q, k, v))
+
+    def gradients(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out, pull = jax.vjp(function, q, k, v)
+        return out, pull(dout)
+
+    both = jax.jit(gradients)
+    return jax_turn(lambda: both(q, k, v, dout))
+
+
+def callback_lane() -> list[Group]:
+    """What the callback lane adds to a call: JAX's time per call less torch's for the backend's own forward."""
+    note = (
+        f"{TINY}. JAX: one jitted program of {CHAIN} calls, each on the last one's output. torch: the "
+        "same chain of the backend's own forward(spec, inputs) in a Python loop. Both by the host's clock, until the "
+        "last result is there, divided by the number of calls"
+    )
+    group = Group("The callback lane", note)
+    makers: dict[str, Callable[[], Turn]] = {}
+    for name in LANES:
+        makers[f"forward() in torch {name}"] = partial(_torch_chain, name)
+        makers[f"attention in JAX {name}"] = partial(
+            _jax_chain, partial(jax_frontend.attention, causal=True, backend=name)
+        )
+    jax_nn = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+    makers["jax.nn cudnn"] = partial(_jax_chain, jax_nn)
+    group.measure(makers, calls=50, rounds=15)
+    for name in LANES:
+        group.extra(f"backend={name!r}", f"attention in JAX {name}", f"forward() in torch {name}", 12.0)
+    return [group]
+
+
+def _torch_chain(backend: str) -> Turn:
+    q, k, v, _ = hopper_torch.tensors(TINY, FORWARD)
+    selection = torch_frontend.explain(q, k, v, causal=True, backend=backend)
+    torch_frontend.attention(
+        q, k, v, causal=True, backend=backend
+    )  # raises every reason where the backend cannot run it
+    module: Any = backends.load(backend, "cuda")
+    spec, forward = selection.spec, module.forward
+
+    def chain() -> torch.Tensor:
+        last = q
+        for _ in range(CHAIN):
+            last, _ = forward(spec, Inputs(last, k, v))
+        return last
+
+    return host_turn(chain, CHAIN)
+
+
+def _jax_chain(function: Callable[..., Any]) -> Turn:
+    q, k, v, _ = _arrays(TINY)
+
+    @jax.jit
+    def chain(last: Any, k: Any, v: Any) -> Any:
+        for _ in range(CHAIN):
+            last = function(last, k, v)
+        return last
+
+    return jax_turn(lambda: chain(q, k, v), CHAIN)

@@ -1,0 +1,259 @@
+"""docs/hopper.md from what was measured: figures, tests, memcheck and sweep, and everything that was not run.
+
+Nothing here measures and nothing is filled in: what a file does not hold is listed as not run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+MEASURES = {
+    "attention": "attention() beside the kernels it calls",
+    "jax": "JAX beside torch, jax.nn and tokamax",
+    "softcap": "Softcap: speed",
+    "softcap_error": "Softcap: error",
+    "callback": "The callback lane",
+    "memory": "Peak memory",
+    "small": "Small calls",
+}
+"""The measurements in the page's order, and their headings."""
+
+NEVER_RUN = (
+    "Any GPU but the one named above.",
+    "AMD GPUs: what is known of their builds is data, tested on a CPU alone.",
+)
+REGRET_GOALS = {"geometric_mean": 1.03, "worst": 1.25}
+
+
+def combined(figures: Path, junit: list[Path], memcheck: Path | None, sweep: Path | None) -> dict[str, Any]:
+    """The figures with what the tests, compute-sanitizer and the sweep left behind, as one piece of plain data."""
+    result = json.loads(figures.read_text(encoding="utf-8"))
+    result["tests"] = [junit_outcome(path) for path in junit]
+    result["memcheck"] = None if memcheck is None else memcheck_outcome(memcheck)
+    result["sweep"] = None if sweep is None else sweep_outcome(sweep)
+    return result
+
+
+def junit_outcome(path: Path) -> dict[str, Any]:
+    """Counts by file, what failed, and what was skipped with its reasons, from pytest's JUnit XML."""
+    files: dict[str, Counter[str]] = {}
+    failed: list[str] = []
+    skipped: Counter[str] = Counter()
+    suites = list(ElementTree.parse(path).getroot().iter("testsuite"))
+    for case in (case for suite in suites for case in suite.iter("testcase")):
+        classname = case.get("classname", "")
+        file = next((part for part in classname.split(".") if part.startswith("test_")), classname)
+        outcome = "passed"
+        for child in case:
+            if child.tag in ("failure", "error"):
+                outcome = "failed"
+                failed.append(f"{classname}.{case.get('name')}")
+            elif child.tag == "skipped":
+                outcome = "skipped"
+                skipped[child.get("message") or "no reason given"] += 1
+        files.setdefault(file, Counter())[outcome] += 1
+    return {
+        "source": path.name,
+        "date": suites[0].get("timestamp", "")[:10] if suites else "",
+        "files": {name: dict(counts) for name, counts in sorted(files.items())},
+        "failed": failed,
+        "skipped": dict(skipped.most_common()),
+    }
+
+
+def memcheck_outcome(path: Path) -> dict[str, Any]:
+    """The errors that compute-sanitizer counted, None where its log has no summary; and what the program said."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    summaries = [int(count) for count in re.findall(r"ERROR SUMMARY: (\d+) error", text)]
+    said = re.findall(r"^memcheck cases: .*$", text, re.MULTILINE)
+    refused = re.findall(r"^not run: (.*)$", text, re.MULTILINE)
+    return {"source": path.name, "errors": sum(summaries) if summaries else None, "said": said, "not_run": refused}
+
+
+def sweep_outcome(path: Path) -> dict[str, Any]:
+    """What the page shows of the sweep: its ``environment`` and its ``regret`` by direction, where it has them.
+
+    For "forward" and "training", ``regret`` has ``geometric_mean``, ``worst``, ``worst_call`` (a text) and ``calls``.
+    """
+    sweep = json.loads(path.read_text(encoding="utf-8"))
+    return {"source": path.name, "environment": sweep.get("environment"), "regret": sweep.get("regret") or {}}
+
+
+def page(result: dict[str, Any]) -> str:
+    """docs/hopper.md."""
+    parts = [_head(result), _verdict(result), *_measures(result), _sweep(result), _tests(result), _memcheck(result)]
+    return "\n\n".join([*parts, _not_run(result)]) + "\n"
+
+
+def _head(result: dict[str, Any]) -> str:
+    where = result["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items() if version)
+    return f"""# On a Hopper GPU
+
+Written by `python -m benchmarks.hopper --render` from `benchmarks/results/hopper.json`, measured on {where["date"]}:
+{where.get("device", "unknown device")}, {where["processor"]}, Python {where["python"]}, {versions}.
+
+The candidates of one table took turns in one process; each turn queues its calls behind one that is not counted. torch
+is timed by CUDA events, JAX by the host's clock until the last result is there. Ratios and differences are medians over
+the rounds; absolute times are that machine's."""
+
+
+def figures_of(result: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every figure with its group's title, in the page's order."""
+    for measure in MEASURES:
+        for group in result["measures"].get(measure, {}).get("groups", ()):
+            for figure in group["figures"]:
+                yield group["title"], figure
+
+
+def _verdict(result: dict[str, Any]) -> str:
+    goals = [(title, figure) for title, figure in figures_of(result) if figure["goal"]]
+    missed = [(title, figure) for title, figure in goals if figure["held"] is False]
+    open_goals = sum(figure["held"] is None for _, figure in goals)
+    met = len(goals) - len(missed) - open_goals
+    lines = ["## Goals", "", f"Met: {met}. Missed: {len(missed)}. Not run: {open_goals}."]
+    if missed:
+        lines += ["", "Missed:", ""]
+        lines += [f"- {title}, {figure['name']}: {_shown(figure)}, goal {figure['goal']}" for title, figure in missed]
+    return "\n".join(lines)
+
+
+def _measures(result: dict[str, Any]) -> Iterator[str]:
+    for measure, heading in MEASURES.items():
+        found = result["measures"].get(measure)
+        yield f"## {heading}" + ("\n\nNot run." if found is None else "")
+        if found is not None and not found["groups"]:
+            yield str(found["error"])
+        for group in (found or {}).get("groups", ()):
+            yield _group(group)
+
+
+def _group(group: dict[str, Any]) -> str:
+    lines = [f"### {group['title']}", ""]
+    if group["note"]:
+        lines += [f"{group['note']}.", ""]
+    if group["median_seconds"]:
+        speeds = group["tflops"]
+        lines += [
+            "| candidate | median µs |" + (" TFLOP/s |" if speeds else ""),
+            "|---|---|" + ("---|" if speeds else ""),
+        ]
+        for name, seconds in group["median_seconds"].items():
+            speed = f" {speeds[name]:,.0f} |" if speeds else ""
+            lines.append(f"| {name} | {seconds * 1e6:,.1f} |{speed}")
+        lines.append("")
+    shown = [figure for figure in group["figures"] if figure["not_run"] is None or figure["held"] is False]
+    if shown:
+        lines += ["| figure | measured | goal | |", "|---|---|---|---|"]
+        lines += [_row(figure) for figure in shown]
+    return "\n".join(lines).rstrip()
+
+
+def _row(figure: dict[str, Any]) -> str:
+    verdict = {True: "met", False: "missed", None: ""}[figure["held"]]
+    detail = f" ({figure['detail']})" if figure["detail"] else ""
+    return f"| {figure['name']} | {_cell(_shown(figure) + detail)} | {figure['goal'] or ''} | {verdict} |"
+
+
+def _shown(figure: dict[str, Any]) -> str:
+    if figure["value"] is None:
+        return str(figure["not_run"])
+    digits = 0 if abs(figure["value"]) >= 100 else 3 if abs(figure["value"]) < 10 else 1
+    return f"{figure['value']:,.{digits}f} {figure['unit']}".rstrip()
+
+
+def _cell(text: str) -> str:
+    return _plain(text).replace("|", "\\|")
+
+
+def _plain(text: str) -> str:
+    """A text of any origin on one line, without what Markdown would take for a link."""
+    return " ".join(text.replace("](", "] (").split())
+
+
+def _sweep(result: dict[str, Any]) -> str:
+    heading, sweep = "## Automatic choice", result.get("sweep")
+    if sweep is None:
+        return f"{heading}\n\nNot run."
+    if not sweep["regret"]:
+        return f"{heading}\n\n`{sweep['source']}` names no regret."
+    date = (sweep["environment"] or {}).get("date", "an unknown date")
+    lines = [heading, "", f"Regret (its time ÷ the best backend's) over the sweep of {date}, `{sweep['source']}`.", ""]
+    lines += ["| | calls | geometric mean | goal | | worst | goal | | the worst call |", "|---" * 9 + "|"]
+    for direction, regret in sweep["regret"].items():
+        cells = [direction, str(regret.get("calls", ""))]
+        for name, goal in REGRET_GOALS.items():
+            value = regret.get(name)
+            verdict = "not run" if value is None else "met" if value <= goal else "missed"
+            cells += ["" if value is None else f"{value:.3f}", f"<= {goal:g}", verdict]
+        lines.append("| " + " | ".join([*cells, _cell(str(regret.get("worst_call", "")))]) + " |")
+    return "\n".join(lines)
+
+
+def _tests(result: dict[str, Any]) -> str:
+    lines = ["## Tests"]
+    if not result.get("tests"):
+        lines += ["", "Not run."]
+    for outcome in result.get("tests") or ():
+        total: Counter[str] = Counter()
+        for counts in outcome["files"].values():
+            total.update(counts)
+        summary = ", ".join(f"{total[name]} {name}" for name in ("passed", "failed", "skipped"))
+        lines += ["", f"`{outcome['source']}`, {outcome['date'] or 'no date'}: {summary}.", ""]
+        lines += ["| file | passed | failed | skipped |", "|---|---|---|---|"]
+        for name, counts in outcome["files"].items():
+            cells = " | ".join(str(counts.get(kind, 0)) for kind in ("passed", "failed", "skipped"))
+            lines.append(f"| {name} | {cells} |")
+        if outcome["failed"]:
+            lines += ["", "Failed:", "", *(f"- `{name}`" for name in outcome["failed"])]
+    return "\n".join(lines)
+
+
+def _memcheck(result: dict[str, Any]) -> str:
+    heading, found = "## compute-sanitizer memcheck", result.get("memcheck")
+    if found is None:
+        return f"{heading}\n\nNot run."
+    said = "; ".join(line.removeprefix("memcheck cases: ") for line in found["said"]) or "the program said nothing"
+    if found["errors"] is None:
+        return f"{heading}\n\n`{found['source']}` has no summary of compute-sanitizer: not shown to have run. ({said})"
+    log = found["source"]
+    return f"{heading}\n\n`python tests/memcheck_cases.py` under it, `{log}`: {found['errors']} errors; {said}."
+
+
+def _not_run(result: dict[str, Any]) -> str:
+    items: dict[str, list[str]] = {}
+
+    def add(what: str, where: str) -> None:
+        items.setdefault(_plain(what), []).append(where)
+
+    for measure, heading in MEASURES.items():
+        found = result["measures"].get(measure)
+        if found is None or found.get("error"):
+            add(heading if found is None else f"{heading}: {found['error']}", "")
+        for group in (found or {}).get("groups", ()):
+            for name, why in group["not_run"].items():
+                add(f"{name}: {why.removeprefix('not run: ')}", group["title"])
+            for figure in group["figures"]:
+                if figure["goal"] and figure["held"] is None and figure["not_run"]:
+                    add(f"{figure['name']}: {figure['not_run'].removeprefix('not run: ')}", group["title"])
+    for name in ("sweep", "tests", "memcheck"):
+        if not result.get(name):
+            add({"sweep": "The sweep", "tests": "The tests", "memcheck": "compute-sanitizer"}[name], "")
+    for outcome in result.get("tests") or ():
+        for why, count in outcome["skipped"].items():
+            add(f"{count} tests: {why}", outcome["source"])
+    for why in (result.get("memcheck") or {}).get("not_run", ()):
+        add(f"memcheck: {why}", "")
+    lines = [f"- {what}{_places(where)}" for what, where in items.items()]
+    return "\n".join(["## Not run", "", *lines, *(f"- {text}" for text in NEVER_RUN)])
+
+
+def _places(where: list[str]) -> str:
+    named = list(dict.fromkeys(filter(None, where)))
+    return f" (in {len(named)} tables)" if len(named) > 2 else f" ({'; '.join(named)})" if named else ""

@@ -1,0 +1,200 @@
+"""``attn bench``: a quick sweep on the CPU from end to end, what happens to failures, and its pages."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from attn_core.cli import bench_sweep, bench_timing
+from attn_core.cli.bench import bench
+from attn_core.cli.bench_report import page
+from attn_core.cli.bench_sweep import Sweep, candidates, read
+from attn_core.preference import cases_of
+from attn_core.preference_table import derive, regrets
+from attn_core.selection import Target
+from attn_core.sweep import QUICK, SweepCase
+
+torch = pytest.importorskip("torch")
+
+app = typer.Typer()
+app.command()(bench)
+FEW = ["--device", "cpu", "--quick", "--rounds", "1", "--backend", "sdpa_flash", "--backend", "math"]
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", "NO_COLOR": "1"})
+
+
+@pytest.fixture(scope="module")
+def raw_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bench") / "raw.json"
+    done = run(*FEW, "--json", str(path))
+    assert done.exit_code == 0, done.output
+    return path
+
+
+def test_a_quick_sweep_on_the_cpu(raw_file: Path) -> None:
+    raw = read(raw_file)
+    assert raw["device"] == "cpu" and raw["device_name"] and raw["versions"]["torch"] and raw["date"]
+    directions = {(record["name"], record["direction"]) for record in raw["cases"]}
+    assert directions == {(case.name, "forward") for case in QUICK} | {
+        (case.name, "training") for case in QUICK if case.training
+    }
+    for record in raw["cases"]:
+        math_entry, flash = record["backends"]["math"], record["backends"]["sdpa_flash"]
+        assert math_entry["median"] > 0 and math_entry["tflops"] > 0 and len(math_entry["microseconds"]) == 1
+        assert math_entry["difference"] < 1e-5
+        if "softcap" in record["name"]:
+            assert flash == {"refused": ["softcap=50.0: the aten CPU flash kernel has none"]}
+            assert (record["reference"], record["selected"]) == ("math", "math")
+        else:
+            assert flash["median"] > 0 and record["selected"] == "sdpa_flash"
+
+
+def test_derive_and_report(raw_file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    done = run("--derive", str(raw_file), "--write", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert "each case looked up among the others | training" in done.output
+    table = json.loads((tmp_path / "cpu.json").read_text())
+    assert table == json.loads(json.dumps(derive(read(raw_file))))
+    cases = cases_of(table)
+    assert len(cases) == len(read(raw_file)["cases"])
+    assert all(regret.ratio <= 1.02 for regret in regrets(read(raw_file), cases))
+    done = run("--report", str(raw_file), "--write", str(tmp_path / "pages"))
+    assert done.exit_code == 0, done.output
+    names = {path.name for path in (tmp_path / "pages").iterdir()}
+    assert names == {"sweep-cpu.md", "sweep-cpu-causal.png", "sweep-cpu-regret.png"}
+    text = (tmp_path / "pages/sweep-cpu.md").read_text()
+    assert f"| {QUICK[0].name} | " in text and "## Training" in text
+    assert run("--report", str(raw_file)).stdout.startswith("# Sweep on ")
+
+
+def test_a_sweep_goes_on_where_it_ended(raw_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "raw.json"
+    assert run(*FEW, "--only", "quick mask", "--json", str(path)).exit_code == 0
+    first = read(path)
+    assert [record["direction"] for record in first["cases"]] == ["forward", "training"]
+    assert run(*FEW, "--resume", "--seconds", "0", "--json", str(path)).exit_code == 1  # no time for more
+    assert read(path)["cases"] == first["cases"]
+    assert run(*FEW, "--resume", "--json", str(path)).exit_code == 0
+    found = read(path)
+    assert found["cases"][:2] == first["cases"]
+    assert len(found["cases"]) == len(read(raw_file)["cases"])
+    done = run(*FEW[:-2], "--resume", "--json", str(path))
+    assert done.exit_code == 2
+    assert "--resume: backends was" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--device", "sm90"], "--device=sm90: no such device here"),
+        (["--device", "tpu"], "--device='tpu': expected cpu, or a compute capability"),
+        (["--device", "cpu", "--only", "nothing like it"], "no case has that in its name"),
+        (["--device", "cpu", "--resume"], "--resume: expected --json"),
+        (["--device", "cpu", "--backend", "flsh3"], "did you mean flash3"),
+        (["--write", "somewhere"], "--write: expected --report or --derive"),
+        (["--report", "a", "--derive", "b"], "expected one of them"),
+        (["--report", "no such file"], "no such file: cannot be read"),
+        (["--derive", __file__], "cannot be read"),
+    ],
+)
+def test_bad_options_are_named_and_exit_with_2(arguments: list[str], text: str) -> None:
+    if torch.cuda.is_available() and "sm90" in arguments:
+        pytest.skip("there may be one")
+    done = run(*arguments)
+    assert done.exit_code == 2, done.output
+    assert text in done.stderr.replace("\n", " ")
+
+
+def test_approximate_backends_are_not_measured() -> None:
+    assert set(candidates(Target("torch", "cpu"))) >= {"sdpa_flash", "math"}
+    for name in candidates(Target("torch", "sm90")):
+        assert not name.startswith(("sage", "jax_", "flash3_fp8"))
+
+
+# Timing, with callables in place of backends
+
+
+def one(value: float) -> tuple[Any, ...]:
+    return (torch.full((3,), value),)
+
+
+def measure(results: dict[str, Any], rounds: int = 3) -> bench_timing.Timing:
+    def call(name: str) -> tuple[Any, ...]:
+        found = results[name]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    return bench_timing.measure(call, list(results), rounds, torch.device("cpu"))
+
+
+def test_results_are_compared_with_the_first_backend_that_ran() -> None:
+    found = measure(
+        {"a": ValueError("no\nreally"), "b": one(math.nan), "c": one(2.0), "d": one(2.5), "e": one(2.0)}, rounds=4
+    )
+    assert found.reference == "c"
+    assert list(found.entries) == ["a", "b", "c", "d", "e"]
+    assert found.entries["a"] == {"failed": "ValueError: no"}
+    assert found.entries["b"] == {"failed": "its results are not finite"}
+    assert [found.entries[name]["difference"] for name in "cde"] == [0.0, 0.25, 0.0]
+    for name in "cde":
+        entry = found.entries[name]
+        assert len(entry["microseconds"]) == 4
+        assert min(entry["microseconds"]) <= entry["median"] <= max(entry["microseconds"])
+
+
+def test_nothing_ran() -> None:
+    found = measure({"a": ValueError("no")})
+    assert found == ({"a": {"failed": "ValueError: no"}}, None)
+
+
+def test_what_is_very_slow_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = {"quick": 0, "slow": 0}
+    seconds = {"quick": 0.001, "slow": 1.0}
+    monkeypatch.setattr(bench_timing, "_queue", lambda run, name, count, device: (run(name), seconds[name])[1])
+
+    def call(name: str) -> tuple[Any, ...]:
+        calls[name] += 1
+        return one(1.0)
+
+    found = bench_timing.measure(call, ["slow", "quick"], 5, torch.device("cpu")).entries
+    assert found["slow"]["microseconds"] == [1e6]
+    assert "timed once: over 50 times" in found["slow"]["note"]
+    assert found["quick"]["microseconds"] == [1e3] * 5
+    assert calls == {"slow": 4, "quick": 4 + 10}
+    seconds["slow"] = 0.0031
+    found = bench_timing.measure(call, ["slow", "quick"], 5, torch.device("cpu")).entries
+    assert [len(found[name]["microseconds"]) for name in found] == [2, 5]
+
+
+def test_the_data_says_what_was_skipped_and_who_lost_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_sweep, "MOST_SCORES", 1)
+    monkeypatch.setattr(bench_sweep, "INSTEAD_OF_FLEX", ("sdpa_flash",))
+    sweep = Sweep("cpu", ("sdpa_flash", "math", "flex"), 1, everything=False)
+    dense = [case for case in QUICK if case.name.startswith("quick full")]
+    assert sweep.run(dense, None, lambda record: None)
+    forward = sweep.raw["cases"][0]["backends"]
+    assert forward["math"]["skipped"].endswith("others run this case")
+    assert "compiles for every shape" in forward["flex"]["skipped"]
+    text = page(sweep.raw, ())
+    assert "- math: skipped: and it forms every one; others run this case (2 times)" in text
+
+    def lost(*_: Any) -> Any:
+        raise bench_timing.DeviceLostError("sdpa_flash: RuntimeError: an illegal memory access")
+
+    monkeypatch.setattr(Sweep, "_timing", lost)
+    other: list[SweepCase] = [case for case in QUICK if case.name.startswith("quick causal")]
+    with pytest.raises(bench_timing.DeviceLostError):
+        sweep.run(other, None, lambda record: None)
+    entries = sweep.raw["cases"][-1]["backends"]
+    assert entries["sdpa_flash"] == {"failed": "sdpa_flash: RuntimeError: an illegal memory access"}
+    assert sweep.run(dense, None, lambda record: pytest.fail("measured again"))

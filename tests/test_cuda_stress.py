@@ -1,0 +1,464 @@
+"""How calls run on a GPU: memory that does not grow, streams, threads, devices, graphs, and never a synchronisation.
+
+What they compute is held to the reference elsewhere; here results are compared with the same call's own, bit for bit
+where the backend promises equal bits.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("jax")
+import jax
+import jax.numpy as jnp
+import torch
+from both_frontends import jax_device
+from small_calls import KINDS, SmallCall, most_it_can, small_call, torch_backends, why_not
+
+import jax_frontend
+import torch_frontend
+from attn_core import SeqInfo, backends
+from benchmarks import hopper_checks
+from jax_frontend import bridge
+
+pytestmark = pytest.mark.cuda
+BACKENDS = torch_backends()
+MIB = 2**20
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+every_kind = pytest.mark.parametrize("kind", KINDS)
+Results = tuple[Any, ...]
+
+
+def able(call: SmallCall, backend: str) -> tuple[bool, dict[str, Any]]:
+    """(with gradients, options) for a backend; skips the test where it cannot run the call."""
+    found = most_it_can(call, backend)
+    return pytest.skip(why_not(call, backend)) if found is None else found
+
+
+def check_same(found: Results, expected: Results, *, exact: bool = True) -> None:
+    """Equal bits; where gradients are not promised to repeat, the output's bits and gradients that agree closely."""
+    assert torch.equal(found[0], expected[0])
+    for one, other in zip(found[1:], expected[1:], strict=True):
+        if exact:
+            assert torch.equal(one, other)
+        else:
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+def busy(turns: int = 60) -> Any:
+    """Milliseconds of matrix products, queued on the current stream; the last is a finite matrix."""
+    matrix = torch.full((4096, 4096), 1 / 4096, device="cuda", dtype=torch.bfloat16)
+    last = matrix
+    for _ in range(turns):
+        last = last @ matrix
+    return last
+
+
+@pytest.fixture
+def jax_gpu() -> Iterator[Any]:
+    """JAX's GPU as its default device; skips where it sees none."""
+    device = jax_device("cuda")
+    with jax.default_device(device):
+        yield device
+
+
+def to_jax(tensor: Any) -> Any:
+    """The same values in JAX, through the host."""
+    tensor = tensor.detach()
+    if tensor.dtype == torch.bfloat16:
+        return jnp.asarray(tensor.float().cpu().numpy(), jnp.bfloat16)
+    return jnp.asarray(tensor.cpu().numpy())
+
+
+def as_numpy(results: Any) -> list[np.ndarray]:
+    """Results of either framework as float32, which holds every bfloat16."""
+    return [
+        one.float().cpu().numpy() if isinstance(one, torch.Tensor) else np.asarray(one, np.float32) for one in results
+    ]
+
+
+class JaxCall:
+    """A small call under ``jax.jit``: arrays, and a function of q, k, v that gives (out,) or (out, dq, dk, dv)."""
+
+    def __init__(self, call: SmallCall, backend: str) -> None:
+        info = call.options.get("seq_info")
+        self.qkv = [to_jax(tensor) for tensor in (call.q, call.k, call.v)]
+        self.dout, options = to_jax(call.dout), dict(call.options)
+        if info is not None:
+            offsets = to_jax(info.cu_seqlens_q)
+            options["seq_info"] = SeqInfo(offsets, offsets, info.max_len_q, info.max_len_k)
+        explain = partial(jax_frontend.explain, *self.qkv, **options, backend=backend)
+        choices = [(trained, more) for trained in (True, False) for more in ({"deterministic": True}, {})]
+        accepted = [
+            (trained, more) for trained, more in choices if explain(**more, needs_backward=trained).backend is not None
+        ]
+        if not accepted:
+            pytest.skip(f"{backend} in JAX: {'; '.join(explain().reasons(backend))}")
+        self.trained, self.more = accepted[0]
+        self.attention = partial(jax_frontend.attention, **options, **self.more, backend=backend)
+
+    @property
+    def exact(self) -> bool:
+        return bool(self.more) or not self.trained
+
+    def function(self, q: Any, k: Any, v: Any) -> Results:
+        if not self.trained:
+            return (self.attention(q, k, v),)
+        out, pull = jax.vjp(self.attention, q, k, v)
+        return (out, *pull(self.dout))
+
+    def check(self, found: Any, expected: Any) -> None:
+        """As ``check_same``."""
+        pairs = list(zip(as_numpy(found), as_numpy(expected), strict=True))
+        for index, (one, other) in enumerate(pairs):
+            if self.exact or index == 0:
+                assert np.array_equal(one, other)
+            else:
+                np.testing.assert_allclose(one, other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.slow
+@every_backend
+def test_ten_thousand_calls_leave_no_memory_behind(backend: str) -> None:
+    call = small_call("dense")
+    trained, _ = able(call, backend)
+    process = psutil.Process()
+    run_many(lambda: call.run(backend, trained), 500)
+    allocated, resident = torch.cuda.memory_allocated(), process.memory_info().rss
+    run_many(lambda: call.run(backend, trained), 10_000)
+    assert torch.cuda.memory_allocated() <= allocated
+    assert process.memory_info().rss - resident < 16 * MIB
+
+
+def run_many(run: Callable[[], Any], times: int) -> None:
+    for _ in range(times):
+        run()
+    torch.cuda.synchronize()
+    gc.collect()
+
+
+@pytest.mark.slow
+@every_backend
+def test_ten_thousand_jitted_calls_leave_no_memory_behind(backend: str, jax_gpu: Any) -> None:
+    call, process = JaxCall(small_call("dense"), backend), psutil.Process()
+    function = jax.jit(call.function)
+
+    def many(times: int) -> None:
+        for index in range(times):
+            last = function(*call.qkv)
+            if index % 100 == 0:
+                jax.block_until_ready(last)
+        jax.block_until_ready(last)
+        del last
+        gc.collect()
+
+    many(500)
+    known, allocated, resident = len(bridge._calls), torch.cuda.memory_allocated(), process.memory_info().rss
+    in_use = jax_gpu.memory_stats()["bytes_in_use"]
+    many(10_000)
+    assert len(bridge._calls) == known
+    assert torch.cuda.memory_allocated() <= allocated
+    assert jax_gpu.memory_stats()["bytes_in_use"] == in_use
+    assert process.memory_info().rss - resident < 16 * MIB
+
+
+def in_threads(*works: Callable[[], None]) -> None:
+    """Runs each in a thread of its own, all at once; raises what the first of them raised."""
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(len(works))
+
+    def guarded(work: Callable[[], None]) -> None:
+        try:
+            barrier.wait()
+            work()
+        except BaseException as error:  # the main thread raises it
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def repeated(call: SmallCall, backend: str, trained: bool, more: dict[str, Any]) -> Callable[[], None]:
+    """50 runs on a stream of their own, each compared with the result of this thread now."""
+    expected, exact = call.run(backend, trained, **more), bool(more) or not trained
+    torch.cuda.synchronize()
+
+    def work() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(50):
+                found = call.run(backend, trained, **more)
+                torch.cuda.current_stream().synchronize()
+                check_same(found, expected, exact=exact)
+
+    return work
+
+
+@every_kind
+def test_two_threads_with_different_backends_do_not_meet(kind: str) -> None:
+    calls = {name: small_call(kind, seed=index) for index, name in enumerate(BACKENDS)}
+    found = {name: most_it_can(call, name) for name, call in calls.items()}
+    names = [name for name, choice in found.items() if choice is not None]
+    if len(names) < 2:
+        pytest.skip(f"needs two backends that can run this call, got {names}")
+    works = {name: repeated(calls[name], name, *found[name]) for name in names}  # type: ignore[misc]
+    for one, other in pairwise([*names, names[0]]):
+        in_threads(works[one], works[other])
+
+
+@every_backend
+def test_torch_and_jax_threads_do_not_meet(backend: str, jax_gpu: Any) -> None:
+    call = small_call("dense")
+    in_torch, in_jax = repeated(call, backend, *able(call, backend)), JaxCall(small_call("dense", seed=1), backend)
+    function = jax.jit(in_jax.function)
+    expected = as_numpy(function(*in_jax.qkv))
+
+    def work() -> None:
+        for _ in range(50):
+            in_jax.check(function(*in_jax.qkv), expected)
+
+    in_threads(in_torch, work)
+
+
+@every_kind
+@every_backend
+def test_inputs_that_another_stream_is_still_making(backend: str, kind: str) -> None:
+    call = small_call(kind)
+    trained, more = able(call, backend)
+    expected, exact = call.run(backend, trained, **more), bool(more) or not trained
+    for consumer_waits in (False, True):
+        late = call.laid_out(lambda tensor: torch.full_like(tensor, torch.nan))
+        torch.cuda.synchronize()
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            busy()
+            for name in ("q", "k", "v", "dout"):
+                getattr(late, name).copy_(getattr(call, name))
+            if not consumer_waits:
+                found = late.run(backend, trained, **more)
+        if consumer_waits:
+            torch.cuda.current_stream().wait_stream(side)
+            found = late.run(backend, trained, **more)
+        torch.cuda.synchronize()
+        check_same(found, expected, exact=exact)
+
+
+@every_backend
+def test_jax_work_queued_before_a_bridged_call(backend: str, jax_gpu: Any) -> None:
+    call = JaxCall(small_call("dense"), backend)
+    function = jax.jit(call.function)
+
+    @jax.jit
+    def slowly(matrix: Any, q: Any, factor: Any) -> Any:
+        product = jax.lax.fori_loop(0, 40, lambda _, last: last @ matrix, matrix)
+        return q * (factor + 0 * product[0, 0])
+
+    matrix = jnp.full((4096, 4096), 1 / 4096, jnp.bfloat16)
+    factors = [jnp.asarray(2.0 ** (index % 5), jnp.bfloat16) for index in range(20)]
+    q, k, v = call.qkv
+    expected = [as_numpy(function((q * factor).block_until_ready(), k, v)) for factor in factors]
+    together = jax.jit(lambda q, factor: call.function(slowly(matrix, q, factor), k, v))
+    queued = [function(slowly(matrix, q, factor), k, v) for factor in factors]
+    queued += [together(q, factor) for factor in factors]
+    for found, wanted in zip(queued, expected * 2, strict=True):
+        call.check(found, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+@every_kind
+@every_backend
+def test_donated_arguments(backend: str, kind: str, jax_gpu: Any) -> None:
+    call = JaxCall(small_call(kind), backend)
+    kept, donating = jax.jit(call.function), jax.jit(call.function, donate_argnums=(0, 1, 2))
+    forward = jax.jit(lambda q, k, v: call.attention(q, k, v))
+    chained = jax.jit(lambda q, k, v: call.attention(q, k, v), donate_argnums=0)
+    expected, (q, k, v) = as_numpy(kept(*call.qkv)), call.qkv
+    for _ in range(20):
+        call.check(donating(*(array.copy() for array in call.qkv)), expected)
+    one, other = q.copy(), q
+    for _ in range(10):
+        one, other = chained(one, k, v), forward(other, k, v)
+        assert np.array_equal(np.asarray(one), np.asarray(other))
+
+
+@every_backend
+def test_a_device_that_is_not_the_current_one(backend: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    here = small_call("dense")
+    trained, more = able(here, backend)
+    there = here.laid_out(lambda tensor: tensor.to("cuda:1"))
+    expected, found = here.run(backend, trained, **more), there.run(backend, trained, **more)
+    assert torch.cuda.current_device() == 0 and {tensor.device.index for tensor in found} == {1}
+    check_same(tuple(tensor.to("cuda:0") for tensor in found), expected, exact=bool(more) or not trained)
+
+
+@every_backend
+def test_a_jax_device_that_is_not_the_default(backend: str, jax_gpu: Any) -> None:
+    devices = jax.devices("gpu")
+    if len(devices) < 2:
+        pytest.skip("needs two GPUs")
+    call = JaxCall(small_call("dense"), backend)
+    function = jax.jit(call.attention)
+    expected = as_numpy([function(*call.qkv)])
+    there = function(*(jax.device_put(array, devices[1]) for array in call.qkv))
+    assert there.devices() == {devices[1]}
+    assert np.array_equal(as_numpy([there])[0], expected[0])
+
+
+@every_backend
+def test_grad_mode_in_threads_that_torch_does_not_know(
+    backend: str, jax_gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No graph is built behind a bridged call, whatever the calling thread's mode is."""
+    call, module, graphs = JaxCall(small_call("dense"), backend), backends.load(backend, "cuda"), []
+    original: Any = getattr(module, "forward", None)
+
+    def spy(*arguments: Any, **keywords: Any) -> Any:
+        results = original(*arguments, **keywords)
+        graphs.extend(tensor.requires_grad for tensor in results if tensor is not None)
+        return results
+
+    monkeypatch.setattr(module, "forward", spy)
+    monkeypatch.setattr(bridge, "_callbacks", {})
+    function = jax.jit(call.function)
+    expected = as_numpy(function(*call.qkv))
+
+    def work(mode: Any) -> None:
+        with mode():
+            call.check(function(*call.qkv), expected)
+
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        in_threads(partial(work, mode))
+    assert not any(graphs)
+
+
+@every_backend
+def test_a_backward_in_another_thread_than_its_forward(backend: str) -> None:
+    call = small_call("dense")
+    trained, more = able(call, backend)
+    if not trained:
+        pytest.skip(f"{backend} has no gradient for this call")
+    expected = call.run(backend, trained, **more)
+    learned = [tensor.detach().requires_grad_() for tensor in (call.q, call.k, call.v)]
+    out: list[Any] = []
+    found: list[Any] = []
+    attend = partial(torch_frontend.attention, *learned, **call.options, **more, backend=backend)
+    in_threads(lambda: out.append(attend()))
+    in_threads(lambda: found.extend(torch.autograd.grad(out[0], learned, call.dout)))
+    torch.cuda.synchronize()
+    check_same((out[0].detach(), *found), expected, exact=bool(more))
+
+
+@every_kind
+@every_backend
+def test_cuda_graphs_replay_what_was_warmed_up(backend: str, kind: str) -> None:
+    call = small_call(kind, batch=3, seq=192)  # a shape of its own, so that warm_up alone has prepared it
+    trained, more = able(call, backend)
+    learned = [tensor.detach().requires_grad_(trained) for tensor in (call.q, call.k, call.v)]
+    options = {**call.options, **more, "backend": backend}
+    torch_frontend.warm_up(*learned, **options, needs_backward=trained)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = torch_frontend.attention(*learned, **options)
+        results = (out, *torch.autograd.grad(out, learned, call.dout)) if trained else (out,)
+    for seed in (1, 2):
+        other = small_call(kind, batch=3, seq=192, seed=seed)
+        with torch.no_grad():
+            for target, source in zip((*learned, call.dout), other[:4], strict=True):
+                target.copy_(source)
+        graph.replay()
+        torch.cuda.synchronize()
+        found = tuple(tensor.detach().clone() for tensor in results)
+        check_same(found, other.run(backend, trained, **more), exact=bool(more) or not trained)
+
+
+@contextmanager
+def synchronising_is_an_error() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_synchronisation_would_be_seen() -> None:
+    tensor = torch.ones(1, device="cuda")
+    with pytest.raises(RuntimeError, match="synchroniz"), synchronising_is_an_error():
+        tensor.item()
+
+
+@every_kind
+@every_backend
+def test_nothing_synchronises_after_the_first_call(backend: str, kind: str) -> None:
+    call = small_call(kind)
+    trained, more = able(call, backend)
+    attempts: list[dict[str, Any]] = [more, {}] if more else [{}]
+    for options in attempts:
+        expected = call.run(backend, trained, **options)
+        with synchronising_is_an_error():
+            for _ in range(3):
+                found = call.run(backend, trained, **options)
+        check_same(found, expected, exact=bool(options) or not trained)
+
+
+def surrounded(tensor: Any, filling: float, layout: str) -> Any:
+    """The same values in the middle of a larger buffer: one block, or each row among others and wider."""
+    if layout == "block":
+        zone = 4096
+        buffer = torch.full((tensor.numel() + 2 * zone,), filling, device=tensor.device, dtype=tensor.dtype)
+        view = buffer[zone : zone + tensor.numel()].view(tensor.shape)
+    else:
+        *lead, seq, heads, dim = tensor.shape
+        sizes = ([lead[0] + 2] if lead else []) + [seq + 32, heads + 2, dim + 16]
+        buffer = torch.full(sizes, filling, device=tensor.device, dtype=tensor.dtype)
+        inner = buffer[1:-1] if lead else buffer
+        view = inner[..., 16 : 16 + seq, 1 : 1 + heads, 8 : 8 + dim]
+    view.copy_(tensor)
+    return view
+
+
+@pytest.mark.parametrize("layout", ["block", "rows"])
+@every_kind
+@every_backend
+def test_what_lies_around_the_inputs_is_never_read(backend: str, kind: str, layout: str) -> None:
+    """NaN around every tensor gives the bits that zeros give in the same layout."""
+    call = small_call(kind, seq=131)
+    trained, more = able(call, backend)
+    clean, poisoned = (
+        call.laid_out(partial(surrounded, filling=filling, layout=layout)) for filling in (0.0, torch.nan)
+    )
+    expected, found = clean.run(backend, trained, **more), poisoned.run(backend, trained, **more)
+    assert all(bool(tensor.isfinite().all()) for tensor in found)
+    check_same(found, expected, exact=bool(more) or not trained)
+
+
+@pytest.mark.parametrize("what", [hopper_checks.FORWARD, hopper_checks.TRAINING])
+@pytest.mark.parametrize("kind", ["packed", "windowed"])
+@every_backend
+def test_peak_memory_grows_with_the_tokens_alone(backend: str, kind: str, what: str) -> None:
+    """Four documents, or a window: a q × kv matrix anywhere would take four times the bytes per token."""
+    lengths = (4096, 16384)
+    try:
+        per_token = [hopper_checks.extra_bytes(backend, kind, what, length) / length for length in lengths]
+    except torch_frontend.NoBackendError as error:
+        pytest.skip(f"{backend}: {'; '.join(error.selection.reasons(backend))}")
+    short, long = (max(value, hopper_checks.FLOOR) for value in per_token)
+    assert long / short <= 1.25, per_token

@@ -1,0 +1,478 @@
+"""FlashAttention 3: how calls are lowered, what builds refuse, arguments by name, and e4m3; a stand-in for the kernel.
+
+The stand-in has the operators' schemas and computes with the math backend, so that everything around the kernel runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+from oracle_cases import make  # noqa: E402
+
+from attn_core import AttentionSpec, Target, accuracy, backends, build_trials, explain  # noqa: E402
+from attn_core.backends import Gradients, Inputs, flash3  # noqa: E402
+from attn_core.flash3_operators import Operators, plan  # noqa: E402
+from attn_core.support import Build  # noqa: E402
+from attn_core.torch_fp8 import SMALLEST, quantised  # noqa: E402
+
+math: Any = backends.load("math")
+fp8: Any = flash3.variant("fp8")
+
+SPEC = AttentionSpec(
+    batch=2, q_len=131, kv_len=257, num_heads=8, num_kv_heads=2, head_dim=128, value_dim=128, dtype="bfloat16"
+)
+PACKED = replace(SPEC, batch=1, documents=3, max_len_q=101, max_len_k=199)
+FORWARD_ONLY = Build("tokenspeed-fa3 3.0.0", without=("softcap", "backward"))
+FULL = Build("flash-attn-3 3.0.0")
+
+
+# The kernel's arguments
+
+PLAIN = {
+    "softmax_scale": 1 / 128**0.5,
+    "is_causal": False,
+    "window_size_left": -1,
+    "window_size_right": -1,
+    "softcap": 0.0,
+    "num_splits": 0,
+    "deterministic": False,
+}
+LENGTHS = {"max_seqlen_q": 101, "max_seqlen_k": 199}
+
+
+@pytest.mark.parametrize(
+    ("spec", "changes"),
+    [
+        (SPEC, {}),
+        (replace(SPEC, causal=True), {"is_causal": True, "window_size_right": 0}),
+        (replace(SPEC, window=(None, 0)), {"is_causal": True, "window_size_right": 0}),
+        (replace(SPEC, causal=True, window=(7, 3)), {"window_size_left": 7, "window_size_right": 0}),
+        (replace(SPEC, causal=True, window=(7, None)), {"window_size_left": 7, "window_size_right": 0}),
+        (replace(SPEC, window=(5, None)), {"window_size_left": 5}),
+        (replace(SPEC, window=(None, 2)), {"window_size_right": 2}),
+        (replace(SPEC, window=(0, 0)), {"window_size_left": 0, "window_size_right": 0}),
+        (replace(SPEC, window=(2**62, 1)), {"window_size_left": 388, "window_size_right": 1}),
+        (replace(SPEC, softcap=50), {"softcap": 50.0}),
+        (replace(SPEC, scale=0.5), {"softmax_scale": 0.5}),
+        (replace(SPEC, deterministic=True), {"deterministic": True}),
+        (PACKED, LENGTHS),
+        (replace(PACKED, causal=True), LENGTHS | {"is_causal": True, "window_size_right": 0}),
+        (replace(PACKED, q_len=4096), LENGTHS),
+        (replace(PACKED, q_len=4097), LENGTHS | {"num_splits": 1}),  # more than 2^15 rows of heads
+        (replace(SPEC, q_len=4097), {}),
+    ],
+    ids=str,
+)
+def test_lower(spec: AttentionSpec, changes: dict[str, Any]) -> None:
+    assert flash3.lower(spec) == PLAIN | changes
+    assert fp8.lower(spec) == PLAIN | changes
+
+
+def test_widths_are_multiples_unless_the_build_lacks_their_kernel() -> None:
+    assert [flash3.width_of(dim, ()) for dim in (1, 8, 11, 64, 72, 80, 96, 130, 256)] == [
+        *(8, 8, 16, 64, 72, 80, 96, 136, 256)
+    ]
+    assert [flash3.width_of(dim, (), 16) for dim in (1, 16, 24, 80, 200)] == [16, 16, 32, 80, 208]
+    assert [flash3.width_of(dim, (64, 128)) for dim in (40, 64, 72, 96, 100)] == [40, 64, 128, 128, 104]
+    assert flash3.width_of(136, (64, 128)) == 136  # refused before, as above what the build has
+
+
+# What is refused
+
+
+def reasons(spec: AttentionSpec, build: Build | None, name: str = "flash3", device: str = "sm90") -> tuple[str, ...]:
+    where = Target("torch", device, builds=() if build is None else ((name, build),))
+    return explain(spec, where, name).reasons(name)
+
+
+def test_a_plain_call_is_refused_by_no_build() -> None:
+    for build in (None, FULL, FORWARD_ONLY, replace(FORWARD_ONLY, head_dims=(64, 128))):
+        for spec in (SPEC, PACKED, replace(SPEC, causal=True, sinks=True, return_lse=True, value_dim=64)):
+            assert reasons(spec, build) == ()
+    assert reasons(replace(SPEC, needs_backward=True, softcap=5.0), FULL) == ()
+
+
+def test_other_devices_are_refused() -> None:
+    for device in ("sm80", "sm100", "cpu"):
+        assert reasons(SPEC, None, device=device) == (f"device {device}: the FlashAttention 3 kernel needs sm90",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "build", "words"),
+    [
+        ({"softcap": 50.0}, FORWARD_ONLY, "softcap=50.0: the FlashAttention 3 kernel (tokenspeed-fa3 3.0.0) has none"),
+        ({"needs_backward": True}, FORWARD_ONLY, "backward: "),
+        ({"window": (3, None)}, Build("fa3-fwd 0.0.3", ("window",)), "window=(3, None): the Fla"),
+        ({"dtype": "float16"}, Build("fa3-fwd 0.0.3", ("float16",)), "dtype float16: the FlashAttention 3 kernel (fa3"),
+        ({"head_dim": 192}, Build("small 1", head_dims=(64, 128)), "head_dim=192: the FlashAttention 3 kernel (small"),
+        ({"head_dim": 257}, FULL, "head_dim=257: the FlashAttention 3 kernel stops at 256"),
+        ({"causal": True, "alignment": "top_left"}, FULL, "alignment=top_left"),
+        ({"dropout": 0.1}, FULL, "dropout=0.1"),
+        ({"alibi_shape": (8,)}, FULL, "alibi_slopes"),
+        ({"mask_shape": (1, 1, 131, 257)}, FULL, "mask of shape"),
+        ({"batch": 65536}, FULL, "batch=65536: the FlashAttention 3 kernel launches at most 65535 rows"),
+        ({"return_lse": True, "needs_backward": True, "softcap": 5.0}, FULL, "return_lse with gradients and softcap"),
+        (
+            {"deterministic": True, "needs_backward": True, "head_dim": 256},
+            FULL,
+            "deterministic=True with head_dim=256",
+        ),
+        ({"deterministic": True, "needs_backward": True}, None, "backward: deterministic=True: the FlashAttention 3"),
+        (
+            {"deterministic": True, "needs_backward": True},
+            replace(FULL, without=(flash3.ORDERED,)),
+            "not known to keep",
+        ),
+    ],
+    ids=str,
+)
+def test_refusals(fields: dict[str, Any], build: Build | None, words: str) -> None:
+    found = reasons(replace(SPEC, **fields), build)
+    assert any(words in reason for reason in found), found
+
+
+def test_order_is_kept_by_new_builds_and_by_every_forward() -> None:
+    assert reasons(replace(SPEC, deterministic=True, needs_backward=True), FULL) == ()
+    assert reasons(replace(SPEC, deterministic=True), None) == ()
+    assert reasons(replace(SPEC, deterministic=True, head_dim=256), replace(FULL, without=(flash3.ORDERED,))) == ()
+
+
+def test_fp8_runs_only_by_name_and_has_no_gradient() -> None:
+    assert reasons(SPEC, FULL, "flash3_fp8") == () == reasons(PACKED, None, "flash3_fp8")
+    assert "has no gradient" in reasons(replace(SPEC, needs_backward=True), FULL, "flash3_fp8")[-1]
+    (why,) = reasons(SPEC, replace(FULL, without=("fp8",)), "flash3_fp8")
+    assert why == "fp8: the FlashAttention 3 kernel (flash-attn-3 3.0.0) has none"
+    assert reasons(replace(SPEC, dtype="float16"), replace(FULL, without=("float16",)), "flash3_fp8") == ()
+    assert explain(SPEC, Target("torch", "sm90")).backend != "flash3_fp8"
+    with pytest.raises(ValueError, match="int4"):
+        flash3.variant("int4")
+    with pytest.raises(NotImplementedError):
+        fp8.backward(SPEC, None, None, None, None, None)
+
+
+# Arguments by name
+
+
+def schema(text: str) -> Any:
+    return torch._C.parse_schema(text)
+
+
+def test_arguments_follow_the_schema_and_not_our_order() -> None:
+    other = schema(
+        "x::fwd(bool is_causal, Tensor v, Tensor q, Tensor? out, float softmax_scale, Tensor k, Tensor? page_table, "
+        "int num_splits=3, float softcap=0.0, Tensor? sinks=None, str extra='as it is') -> (Tensor, Tensor)"
+    )
+    laid_out = plan(other, {"softmax_scale": 0.25, "is_causal": True, "softcap": 7.0})
+    filled = laid_out.filled(q="Q", k="K", v="V", out="OUT")
+    assert filled == [True, "V", "Q", "OUT", 0.25, "K", None, 3, 7.0, None, "as it is"]
+    assert laid_out.filled(q="Q")[5] is None  # the plan itself stays as it was
+    with pytest.raises(TypeError, match=r"x::fwd: this build takes no attention_sink, pack"):
+        plan(other, {"pack": 1, "attention_sink": 2})
+    with pytest.raises(KeyError):
+        laid_out.filled(cu_seqlens_q="offsets")
+
+
+# The whole path, with a stand-in for the kernel
+
+ARGUMENTS = {
+    "forward": (
+        "flash_attn_3::fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(out!)? out=None, "
+        "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, "
+        "Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, float? softmax_scale=None, "
+        "bool is_causal=False, int window_size_left=-1, int window_size_right=-1, int attention_chunk=0, "
+        "float softcap=0.0, int num_splits=0, bool? pack_gqa=None, int sm_margin=0, Tensor? sinks=None)"
+        " -> (Tensor(out!), Tensor, Tensor, Tensor)"
+    ),
+    "backward": (
+        "flash_attn_3::bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+        "Tensor(dq!)? dq, Tensor(dk!)? dk, Tensor(dv!)? dv, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+        "Tensor? seqused_q, int? max_seqlen_q, int? max_seqlen_k, float softmax_scale, bool is_causal, "
+        "int window_size_left=-1, int window_size_right=-1, float softcap=0.0, bool deterministic=False, "
+        "int sm_margin=0) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+}
+
+
+class StandIn:
+    """An operator that reads its arguments by their places, as the kernel does, and computes with the math backend."""
+
+    def __init__(self, direction: str, lacks: tuple[str, ...] = (), text: str | None = None) -> None:
+        self._schema, self.direction, self.lacks = schema(text or ARGUMENTS[direction]), direction, lacks
+        self.seen: dict[str, Any] = {}
+
+    def __call__(self, *values: Any) -> tuple[Any, ...]:
+        names = [argument.name for argument in self._schema.arguments]
+        given = self.seen = dict(zip(names, values, strict=True))
+        bounded = given["window_size_left"] >= 0 or given["window_size_right"] > 0
+        asked = {
+            "softcap": given["softcap"] > 0,
+            "window": bounded,
+            "packed": given["cu_seqlens_q"] is not None,
+            "float16": given["q"].dtype == torch.float16,
+            "fp8": given["q"].dtype == torch.float8_e4m3fn,
+            "backward": self.direction == "backward",
+        }
+        for word in self.lacks:
+            if asked.get(word):
+                raise RuntimeError(f"This flash attention build does not support {word}.")
+        return self.run(given)
+
+    def run(self, given: dict[str, Any]) -> tuple[Any, ...]:
+        inputs = Inputs(
+            *(widened(given, name) for name in "qkv"),
+            cu_seqlens_q=given["cu_seqlens_q"],
+            cu_seqlens_k=given["cu_seqlens_k"],
+        )
+        spec = spec_of(given, inputs)
+        assert all(given[name].stride(-1) == 1 for name in "qkv")
+        if self.direction == "forward":
+            out, lse = math.forward(spec, inputs)
+            out = out if given["out"] is None else given["out"].copy_(out)
+            return out, lse, None, None
+        saved = (given["out"], given["softmax_lse"], given["dout"])
+        found = math.backward(spec, inputs, *saved, None)
+        for name, gradient in zip(("dq", "dk", "dv"), found):
+            given[name].copy_(gradient)
+        return (None,) * 5
+
+
+def widened(given: dict[str, Any], name: str) -> Any:
+    """The values behind an e4m3 tensor, in bfloat16 as the kernel's output has them; any other tensor as it is."""
+    tensor, factors = given[name], given.get(f"{name}_descale")
+    if tensor.dtype != torch.float8_e4m3fn:
+        assert factors is None
+        return tensor
+    offsets = given["cu_seqlens_q" if name == "q" else "cu_seqlens_k"]
+    return restored(tensor, factors, offsets).to(torch.bfloat16)
+
+
+def restored(tensor: Any, factors: Any, offsets: Any = None) -> Any:
+    """The float32 values of ``quantised``'s results, by plain loops over documents."""
+    heads = factors.repeat_interleave(tensor.shape[-2] // factors.shape[1], dim=1)  # [batch or documents, heads]
+    if offsets is None:
+        return tensor.float() * heads[:, None, :, None]
+    values = tensor.float()
+    for at, (start, stop) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist())):
+        values[start:stop] *= heads[at][:, None]
+    return values
+
+
+def spec_of(given: dict[str, Any], inputs: Inputs) -> AttentionSpec:
+    packed = given["cu_seqlens_q"] is not None
+    q, k, v = (tensor[None] if packed else tensor for tensor in inputs[:3])
+    left, right = (None if side < 0 else side for side in (given["window_size_left"], given["window_size_right"]))
+    documents = len(given["cu_seqlens_q"]) - 1 if packed else None
+    return AttentionSpec(
+        **dict(zip(("batch", "q_len", "num_heads", "head_dim"), q.shape)),
+        **{"kv_len": k.shape[1], "num_kv_heads": k.shape[2], "value_dim": v.shape[3]},
+        dtype=str(inputs.q.dtype).removeprefix("torch."),
+        causal=given["is_causal"],
+        window=(left, right),
+        softcap=given["softcap"] or None,
+        scale=given["softmax_scale"],
+        documents=documents,
+        max_len_q=given["max_seqlen_q"],
+        max_len_k=given["max_seqlen_k"],
+    )
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Puts stand-ins in place of the operators; ``build`` then says what they have."""
+
+    def put(lacks: tuple[str, ...] = (), backward: str | None = None) -> Operators:
+        found = Operators(StandIn("forward", lacks), StandIn("backward", lacks, backward), "stand-in 1.2")
+        monkeypatch.setattr(flash3, "operators", lambda: found)
+        ones = build_trials._ones
+        monkeypatch.setattr(build_trials, "_ones", lambda spec, device: ones(spec, "cpu"))
+        forget()
+        return found
+
+    def forget() -> None:
+        for cached in (flash3.build, flash3._plan, flash3.torch_rewrites._widened):
+            cached.cache_clear()
+
+    yield put
+    forget()
+
+
+def test_build_finds_what_is_lacking(install: Any) -> None:
+    install()
+    assert flash3.build() == Build("stand-in 1.2") == fp8.build()
+    lacks = ("float16", "window", "softcap", "packed", "fp8", "backward")
+    install(lacks)
+    assert flash3.build() == Build("stand-in 1.2", without=lacks)
+    install(backward=ARGUMENTS["backward"].replace("-> (", "-> (Tensor, Tensor, Tensor, "))
+    assert flash3.build() == Build("stand-in 1.2", without=(flash3.ORDERED,))
+    assert flash3.probe() == "stand-in 1.2"
+
+
+def test_build_sees_arguments_that_are_not_there(install: Any) -> None:
+    operators = install()
+    text = ARGUMENTS["forward"].replace("Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, ", "")
+    operators.forward._schema = schema(text)
+    assert flash3.build().without == ("fp8",)
+
+
+def test_build_finds_the_widths(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    install()
+    whole = StandIn.run
+
+    def small(self: StandIn, given: dict[str, Any]) -> tuple[Any, ...]:
+        if given["q"].shape[-1] > 128:
+            raise RuntimeError("no kernel")
+        if given["q"].shape[-1] == 96:  # a build may also leave the output as it was
+            return given["out"], None, None, None
+        return whole(self, given)
+
+    monkeypatch.setattr(StandIn, "run", small)
+    assert flash3.build() == Build("stand-in 1.2", head_dims=(64, 128))
+
+    def nothing(self: StandIn, given: dict[str, Any]) -> tuple[Any, ...]:
+        raise RuntimeError("no kernel")
+
+    flash3.build.cache_clear()
+    monkeypatch.setattr(StandIn, "run", nothing)
+    with pytest.raises(RuntimeError, match=r"stand-in 1\.2: none of its kernels"):
+        flash3.build()
+
+    def full(self: StandIn, given: dict[str, Any]) -> tuple[Any, ...]:
+        raise torch.OutOfMemoryError("says nothing about the build")
+
+    monkeypatch.setattr(StandIn, "run", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        flash3.build()
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"head_dim": 16, "value_dim": 16},
+    "narrow, rows that see nothing": {"causal": True, "q_len": 7, "kv_len": 5},
+    "window": {"window": (2, 1)},
+    "softcap": {"softcap": 2.0, "scale": 0.7},
+    "sinks": {"sinks": True, "causal": True, "return_lse": True},
+    "packed": {"batch": 1, "q_len": 12, "kv_len": 14, "documents": 6, "causal": True, "max_len_q": 6, "max_len_k": 5},
+}
+
+
+def tensors_of(inputs: Inputs, dtype: Any) -> Inputs:
+    made = Inputs(*(None if array is None else torch.from_numpy(np.asarray(array)) for array in inputs))
+    return made._replace(q=made.q.to(dtype), k=made.k.to(dtype), v=made.v.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", CASES)
+def test_forward_and_backward_are_right_around_the_kernel(install: Any, name: str, dtype: str) -> None:
+    operators = install()
+    case = make({**CASES[name], "needs_backward": True}, dtype)
+    kind = getattr(torch, dtype)
+    inputs, dout = tensors_of(case.inputs, kind), torch.from_numpy(case.dout).to(kind)
+    dlse = torch.from_numpy(case.dlse) if case.spec.return_lse else None
+    inputs = inputs._replace(q=inputs.q.requires_grad_())
+    out, lse = flash3.forward(case.spec, inputs)
+    assert not out.requires_grad and operators.forward.seen["num_splits"] == 0
+    found = flash3.backward(case.spec, inputs, out, lse, dout, dlse)
+    assert operators.backward.seen["deterministic"] is False and operators.forward.seen["sinks"] is None
+    expected = accuracy.expect(case.spec, case.inputs, dout=case.dout, dlse=None if dlse is None else case.dlse)
+    gradients = Gradients(*(None if part is None else part.double().numpy() for part in found))
+    verdict = expected.judge(out=out.double().numpy(), lse=lse.numpy(), gradients=gradients)
+    assert verdict.ok, verdict
+
+
+def test_results_are_written_where_the_kernel_can(install: Any) -> None:
+    install()
+    case = make({"head_dim": 16, "value_dim": 16, "needs_backward": True}, "bfloat16")
+    inputs, dout = tensors_of(case.inputs, torch.bfloat16), torch.from_numpy(case.dout).to(torch.bfloat16)
+    buffer = torch.empty(case.spec.out_shape, dtype=torch.bfloat16)
+    out, lse = flash3.forward(case.spec, inputs, (buffer, torch.empty(case.spec.lse_shape)))
+    assert out is buffer
+    shifted = torch.empty(buffer.numel() + 1, dtype=torch.bfloat16)[1:].view(buffer.shape)
+    assert flash3.forward(case.spec, inputs, (shifted, None))[0] is not shifted  # its address is no multiple of 16
+    into = Gradients(*(torch.empty_like(tensor) for tensor in inputs[:3]))
+    found = flash3.backward(case.spec, inputs, out, lse, dout, None, into)
+    assert all(one is other for one, other in zip(found[:3], into[:3]))
+    free = flash3.backward(case.spec, inputs, out, lse, dout, None)
+    assert all(torch.equal(one, other) for one, other in zip(found[:3], free[:3]))
+    assert fp8.forward(case.spec, inputs, (buffer, None))[0] is buffer
+
+
+# e4m3
+
+
+def error_bound(values: Any, factors_of_elements: Any) -> Any:
+    """Half a step of e4m3: 2^-4 of a normal number, 2^-10 factors below those; and float32's own rounding."""
+    return torch.maximum(values.abs() * (2.0**-4 + 2.0**-20), factors_of_elements * 2.0**-10 * 1.001)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("offsets", [None, [0, 5, 5, 12, 13]], ids=["dense", "packed"])
+def test_quantised_values_are_within_e4m3s_error(offsets: list[int] | None, dtype: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shape = (3, 13, 6, 16) if offsets is None else (13, 6, 16)
+    values = torch.randn(shape, generator=generator) * torch.tensor([1e-3, 1e-3, 1.0, 7.0, 900.0, 2.0])[:, None]
+    values = values.to(getattr(torch, dtype))
+    cu = None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
+    rounded, factors = quantised(values, 3, cu)
+    assert rounded.dtype == torch.float8_e4m3fn and rounded.shape == values.shape
+    assert factors.dtype == torch.float32 and factors.shape == ((3, 3) if offsets is None else (4, 3))
+    found = restored(rounded, factors, cu)
+    step = restored(torch.ones_like(rounded), factors, cu)
+    assert ((found - values.float()).abs() <= error_bound(values.float(), step)).all()
+    assert rounded.float().abs().max() == 448  # the largest of a group is the largest of e4m3
+    assert offsets is None or (factors[1] == SMALLEST).all()  # a document without tokens
+
+
+def test_zeros_and_tiny_values_give_no_nan() -> None:
+    values = torch.zeros(2, 5, 4, 16, dtype=torch.bfloat16)
+    values[1, :, 2:] = torch.finfo(torch.bfloat16).smallest_normal
+    rounded, factors = quantised(values, 2)
+    assert (factors > 0).all() and torch.isfinite(factors).all() and torch.isfinite(rounded.float()).all()
+    assert (restored(rounded, factors) - values.float()).abs().max() <= SMALLEST
+    huge = torch.full((1, 3, 2, 16), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
+    rounded, factors = quantised(huge, 2)
+    assert (rounded.float() == 448).all() and torch.isfinite(factors).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_in_its_element(value: float) -> None:
+    values = torch.randn(2, 5, 4, 16, generator=torch.Generator().manual_seed(1))
+    clean, factors = quantised(values, 2)
+    largest = values[1, :, :2].abs().amax()
+    broken = values.clone()
+    broken[1, 2, 1, 3] = value
+    assert values[1, 2, 1, 3].abs() < largest
+    rounded, same = quantised(broken, 2)
+    assert torch.equal(factors, same)
+    differs = rounded.float() != clean.float()
+    assert differs.sum() == 1 and torch.isnan(rounded.float()[1, 2, 1, 3])
+
+
+def test_tokens_of_no_document_have_no_say() -> None:
+    values = torch.randn(9, 2, 16, generator=torch.Generator().manual_seed(2))
+    offsets = torch.tensor([0, 4, 7], dtype=torch.int32)
+    _, factors = quantised(values, 2, offsets)
+    values[7:] = 1e9
+    rounded, same = quantised(values, 2, offsets)
+    assert torch.equal(factors, same) and rounded.shape == values.shape
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", CASES)
+def test_fp8_is_near(install: Any, name: str, dtype: str) -> None:
+    operators = install()
+    case = make(CASES[name], dtype)
+    kind = getattr(torch, dtype)
+    inputs = tensors_of(case.inputs, kind)
+    inputs = inputs._replace(q=inputs.q.transpose(-1, -2).contiguous().transpose(-1, -2))  # its last axis is not dense
+    out, lse = fp8.forward(case.spec, inputs)
+    assert out.dtype == kind and not torch.isnan(out).any() and lse.dtype == torch.float32
+    seen = operators.forward.seen
+    assert seen["q"].dtype == seen["v"].dtype == torch.float8_e4m3fn and seen["q"].shape[-1] % 16 == 0
+    assert seen["q_descale"].shape == seen["v_descale"].shape == (case.spec.documents or case.spec.batch, 3)
+    truth = torch.from_numpy(accuracy.expect(case.spec, case.inputs).truth["out"])
+    assert (out.double() - truth).square().mean().sqrt() <= 0.08 * truth.square().mean().sqrt()

@@ -1,0 +1,541 @@
+"""FlashAttention-4: what is asked of the kernel, what is refused, and everything around it beside a stand-in for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import metadata
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from attn_core import AttentionSpec, Target, accuracy, backends, compiled_calls, flash4_scores, selection
+from attn_core.backends import Gradients, Inputs, flash4
+from attn_core.masks import band
+
+torch = pytest.importorskip("torch")
+from oracle_cases import make  # noqa: E402
+
+SPEC = AttentionSpec(
+    batch=2, q_len=5, kv_len=7, num_heads=6, num_kv_heads=3, head_dim=64, value_dim=64, dtype="bfloat16", scale=0.25
+)
+PACKED = {"batch": 1, "q_len": 12, "kv_len": 14, "documents": 6, "max_len_q": 6, "max_len_k": 5}
+UNBOUNDED = {
+    **{"causal": False, "window_size_left": None, "window_size_right": None},
+    **{"max_seqlen_q": None, "max_seqlen_k": None},
+}
+
+
+def spec_of(**changes: Any) -> AttentionSpec:
+    return replace(SPEC, **changes)
+
+
+def reasons(spec: AttentionSpec, device: str = "sm90") -> tuple[str, ...]:
+    return selection.refusals("flash4", spec, Target("torch", device))
+
+
+# The kernel's own arguments
+
+
+@pytest.mark.parametrize(
+    ("changes", "differs"),
+    [
+        ({}, {}),
+        ({"causal": True}, {"causal": True}),
+        ({"causal": True, "q_len": 9}, {"causal": True}),
+        ({"causal": True, "q_len": 1}, {}),  # the one query sees every key
+        ({"window": (3, 0)}, {"window_size_left": 3, "window_size_right": 0}),
+        ({"window": (3, 2), "causal": True}, {"window_size_left": 3, "window_size_right": 0}),
+        ({"window": (None, 2)}, {"window_size_right": 2}),
+        ({"window": (None, 0)}, {"causal": True}),
+        ({"window": (2, None)}, {"window_size_left": 2}),
+        ({"window": (5, 3)}, {"window_size_left": 5, "window_size_right": 3}),
+        ({"window": (6, 4)}, {}),
+        ({"window": (6, 0)}, {"causal": True}),
+        ({"alignment": "top_left", "causal": True}, {"window_size_right": -2}),
+        ({"alignment": "top_left", "window": (1, 0)}, {"window_size_left": 3, "window_size_right": -2}),
+        ({"alignment": "top_left", "causal": True, "q_len": 9}, {"window_size_right": 2}),
+        ({"alignment": "top_left", "window": (1, None), "q_len": 9}, {"window_size_left": -1}),
+        ({"alignment": "top_left", "causal": True, "q_len": 7}, {"causal": True}),
+        ({**PACKED, "causal": True}, {"causal": True, "max_seqlen_q": 6, "max_seqlen_k": 5}),
+        (
+            {**PACKED, "window": (2, 1)},
+            {"window_size_left": 2, "window_size_right": 1} | {"max_seqlen_q": 6} | {"max_seqlen_k": 5},
+        ),
+    ],
+)
+def test_lowering(changes: dict[str, Any], differs: dict[str, Any]) -> None:
+    both = {"softmax_scale": 0.25, **UNBOUNDED, **differs}
+    assert flash4.lower(spec_of(**changes)) == {
+        "forward": both,
+        "backward": {**both, "deterministic": False},
+        "softcap": None,
+    }
+
+
+def test_lowering_of_softcap_and_deterministic() -> None:
+    how = flash4.lower(spec_of(softcap=50.0, deterministic=True))
+    assert how["softcap"] == 50.0
+    assert how["forward"] == {"softmax_scale": 0.25 / 50.0, **UNBOUNDED}  # the score function gets s / cap
+    assert how["backward"] == {"softmax_scale": 0.25, "deterministic": True, **UNBOUNDED}
+
+
+SIDES = (None, 0, 1, 2, 4, 7, 9)
+
+
+def test_every_dense_band_is_the_kernels_own() -> None:
+    for q_len, kv_len, left, right, alignment in product(
+        range(1, 8), range(1, 7), SIDES, SIDES, ("bottom_right", "top_left")
+    ):
+        spec = spec_of(q_len=q_len, kv_len=kv_len, window=(left, right), alignment=alignment)
+        wanted = band(spec).contains(np.arange(q_len)[:, None], np.arange(kv_len)[None])
+        seen = kernel_sees(q_len, kv_len, **window_of(flash4.lower(spec)["forward"]))
+        assert (seen == np.broadcast_to(wanted, seen.shape)).all(), spec
+
+
+def window_of(how: dict[str, Any]) -> dict[str, Any]:
+    return {name: how[name] for name in ("causal", "window_size_left", "window_size_right")}
+
+
+def kernel_sees(
+    q_len: int, kv_len: int, *, causal: bool, window_size_left: int | None, window_size_right: int | None
+) -> np.ndarray:
+    """The pairs that interface.py and mask.py let see each other: two negative sides would be taken for none."""
+    left, right = window_size_left, window_size_right
+    assert left is None or right is None or left >= 0 or right >= 0
+    right = 0 if causal else right
+    distance = np.arange(kv_len)[None] - (np.arange(q_len)[:, None] + kv_len - q_len)
+    seen = np.ones((q_len, kv_len), bool)
+    if left is not None:
+        seen &= distance >= -left
+    return seen if right is None else seen & (distance <= right)
+
+
+@pytest.mark.parametrize(
+    ("dim", "forward", "backward"),
+    [(1, 8, 32), (8, 8, 32), (64, 64, 64), (72, 72, 96), (80, 80, 96), (100, 104, 128), (128, 128, 128)]
+    + [(136, 136, 192), (192, 192, 192), (200, 200, 256), (256, 256, 256)],
+)
+def test_the_widths_that_a_head_dimension_runs_at(dim: int, forward: int, backward: int) -> None:
+    spec = spec_of(head_dim=dim, value_dim=dim)
+    assert flash4._kernel(spec, False).width(dim) == forward
+    assert flash4._kernel(spec, True).width(dim) == backward
+
+
+def test_where_values_keep_a_width_of_their_own() -> None:
+    deep = spec_of(head_dim=192, value_dim=128)
+    assert not flash4._kernel(deep, False).same_width
+    assert flash4._kernel(deep, True).same_width  # grouped heads
+    assert not flash4._kernel(replace(deep, num_kv_heads=6), True).same_width
+    for head_dim, value_dim in ((64, 128), (128, 64), (192, 192), (256, 128)):
+        assert flash4._kernel(spec_of(head_dim=head_dim, value_dim=value_dim), False).same_width
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {**PACKED, "alignment": "top_left", "causal": True},
+            "alignment=top_left with causal=True, window=(None, None) and packed documents: FlashAttention-4",
+        ),
+        ({**PACKED, "alignment": "top_left", "window": (3, None)}, "window=(3, None) and packed documents"),
+        ({"batch": 65536}, "batch=65536: FlashAttention-4 launches at most 65535 rows"),
+        ({"head_dim": 264}, "head_dim=264: FlashAttention-4 stops at 256"),
+        ({"dtype": "float32"}, "dtype float32: FlashAttention-4 takes bfloat16, float16"),
+        ({"mask_shape": (1, 1, 1, 7)}, "mask of shape [1, 1, 1, 7]: FlashAttention-4 has none"),
+        ({"bias_shape": (1, 1, 5, 7)}, "bias of shape"),
+        ({"alibi_shape": (6,)}, "alibi_slopes"),
+        ({"dropout": 0.1}, "dropout=0.1"),
+    ],
+)
+def test_refusals_name_the_value(changes: dict[str, Any], words: str) -> None:
+    (why,) = reasons(spec_of(**changes))
+    assert words in why
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {**PACKED, "alignment": "top_left"},
+        {"alignment": "top_left", "causal": True, "window": (3, None)},
+        {"causal": True, "q_len": 9},
+        {**PACKED, "window": (2, 0), "softcap": 30.0},
+        {"head_dim": 5, "value_dim": 13, "sinks": True, "softcap": 50.0, "return_lse": True, "deterministic": True},
+        {"head_dim": 256, "value_dim": 256, "dtype": "float16"},
+    ],
+)
+def test_what_fits_is_not_refused(changes: dict[str, Any]) -> None:
+    assert reasons(spec_of(**changes, needs_backward=True)) == ()
+
+
+def test_devices() -> None:
+    assert reasons(SPEC, "sm100") == ()
+    (why,) = reasons(spec_of(head_dim=192, value_dim=128), "sm100")
+    assert why == "head_dim=192: FlashAttention-4 on sm100 is not claimed above 128"
+    for device in ("cpu", "sm80", "sm89", "sm120"):
+        assert f"device {device}: FlashAttention-4 needs sm90 or sm100" in reasons(SPEC, device)
+
+
+# The installation
+
+
+@pytest.mark.parametrize("version", ["4.0.0b29", "4.0.0a40", "3.9.9", "4.0.0b4"])
+def test_old_versions_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    monkeypatch.setattr(flash4, "_kernels", lambda: pytest.fail("looked inside"))
+    with pytest.raises(ImportError, match=rf"flash-attn-4 {version} is too old: 4\.0\.0b30 or newer is needed"):
+        flash4.probe()
+
+
+@pytest.mark.parametrize("version", ["4.0.0b30", "4.0.0b36", "4.0.0rc1", "4.0.0", "4.0.0.post1", "4.1.0a1", "10.0.0"])
+def test_new_versions_are_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    monkeypatch.setattr(flash4, "_kernels", lambda: (None, None))
+    assert flash4.probe() == version
+
+
+def test_a_version_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: "main")
+    with pytest.raises(ImportError, match=r"flash-attn-4 main: expected a version such as 4\.0\.0b30"):
+        flash4.probe()
+
+
+# The score functions
+
+
+@pytest.mark.parametrize("cap", [0.5, 30.0, 50.0])
+def test_the_arithmetic_of_softcap(cap: float) -> None:
+    scores = np.linspace(-4 * cap, 4 * cap, 1001)
+    expected = cap * np.tanh(scores / cap)
+    assert np.allclose(flash4_scores.capped(scores, cap, np.tanh), expected, rtol=1e-14, atol=1e-14)
+    assert np.allclose(flash4_scores.capped_share(scores / cap, cap, np.tanh), expected, rtol=1e-14, atol=1e-14)
+    step = 1e-6 * cap
+    slope = (cap * np.tanh((scores + step) / cap) - cap * np.tanh((scores - step) / cap)) / (2 * step)
+    gradient = np.cos(scores)
+    found = flash4_scores.capped_gradient(gradient, scores, cap, np.tanh)
+    assert np.allclose(found, gradient * slope, atol=1e-8)
+
+
+def test_a_cap_has_score_functions_of_its_own() -> None:
+    thirty, fifty = flash4_scores.score_functions(30.0), flash4_scores.score_functions(50.0)
+    assert flash4_scores.score_functions(50.0) is fifty
+    texts = [function.__cute_hash__ for function in (*thirty, *fifty)]
+    assert len(set(texts)) == 6
+    assert texts[3] == "attn_core.softcap.forward(50.0)"
+    close = flash4_scores.score_functions(np.nextafter(50.0, 51.0).item())
+    assert close.forward.__cute_hash__ != fifty.forward.__cute_hash__
+    assert not any(hasattr(function, "__vec_size__") for function in fifty)  # the kernel's own choice
+
+
+# What surrounds the kernel, with a stand-in for it
+
+
+PLACES = {"q_idx": 0, "kv_idx": 0, "seqlen_info": None, "aux_tensors": ()}
+
+
+class Kernel:
+    """The two entry points as torch operations: their arguments, layouts and conventions, in the dtype they are given.
+
+    Attributes:
+        calls: the keywords of every call.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def forward(self, q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_k: Any, **how: Any) -> Any:
+        self.calls.append(how)
+        assert how["return_lse"]
+        out = q.new_full((*q.shape[:-1], v.shape[-1]), torch.nan) if how["out"] is None else how["out"]
+        tokens = q.shape[-3]
+        lse_shape = (q.shape[1], tokens) if q.dim() == 3 else (q.shape[0], q.shape[2], tokens)
+        lse = q.new_full(lse_shape, torch.nan) if how["lse"] is None else how["lse"]
+        for rows, keys in spans(q, k, cu_seqlens_q, cu_seqlens_k):
+            _, logits = scores(q[..., rows, :, :], k[..., keys, :, :], how)
+            part = torch.logsumexp(logits, -1)
+            weights = torch.exp(logits - part.masked_fill(part == -torch.inf, 0.0)[..., None])
+            out[..., rows, :, :] = join(weights @ heads(v[..., keys, :, :], q.shape[-2]))
+            lse[..., rows] = part
+        return out, lse, None, None, None
+
+    def backward(self, q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, **how: Any) -> Any:
+        self.calls.append(how)
+        assert q.shape[-1] % 32 == 0
+        dq, dk, dv = (
+            torch.empty_like(like) if how[name] is None else how[name]
+            for name, like in (("dq", q), ("dk", k), ("dv", v))
+        )
+        for rows, keys in spans(q, k, how["cu_seqlens_q"], how["cu_seqlens_k"]):
+            part, key, value = q[..., rows, :, :], k[..., keys, :, :], v[..., keys, :, :]
+            scaled, logits = scores(part, key, how)
+            own = lse[..., rows]
+            weights = torch.exp(logits - own.masked_fill(own == -torch.inf, 0.0)[..., None])
+            upstream = heads(dout[..., rows, :, :], part.shape[-2])
+            delta = (dout[..., rows, :, :] * out[..., rows, :, :]).sum(-1).transpose(-1, -2)
+            if how["dlse"] is not None:
+                delta = delta - how["dlse"][..., rows]
+            dlogits = weights * (upstream @ heads(value, part.shape[-2]).mT - delta[..., None])
+            if how.get("score_mod_bwd") is not None:
+                dlogits = how["score_mod_bwd"](dlogits, scaled, None, None, **PLACES)
+            dlogits = dlogits * how["softmax_scale"]
+            dq[..., rows, :, :] = join(dlogits @ heads(key, part.shape[-2]))
+            dk[..., keys, :, :] = join(grouped(dlogits.mT @ heads(part, part.shape[-2]), key.shape[-2]))
+            dv[..., keys, :, :] = join(grouped(weights.mT @ upstream, key.shape[-2]))
+        return dq, dk, dv
+
+
+def spans(q: Any, k: Any, cu_seqlens_q: Any, cu_seqlens_k: Any) -> list[tuple[slice, slice]]:
+    if cu_seqlens_q is None:
+        return [(slice(0, q.shape[-3]), slice(0, k.shape[-3]))]
+    ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    return [(slice(a, b), slice(c, d)) for a, b, c, d in zip(ends_q, ends_q[1:], ends_k, ends_k[1:])]
+
+
+def heads(tensor: Any, count: int) -> Any:
+    """``[..., length, kv_heads, dim]`` -> ``[..., heads, length, dim]``."""
+    return tensor.transpose(-2, -3).repeat_interleave(count // tensor.shape[-2], dim=-3)
+
+
+def join(tensor: Any) -> Any:
+    return tensor.transpose(-2, -3)
+
+
+def grouped(tensor: Any, count: int) -> Any:
+    """``[..., heads, length, dim]`` summed over the query heads of each of ``count`` kv heads."""
+    return tensor.unflatten(-3, (count, -1)).sum(-3)
+
+
+def scores(q: Any, k: Any, how: dict[str, Any]) -> tuple[Any, Any]:
+    """What the score functions are given, and the logits ``[..., heads, rows, keys]`` after them and the mask."""
+    scaled = heads(q, q.shape[-2]) @ heads(k, q.shape[-2]).mT * how["softmax_scale"]
+    logits = scaled
+    if how.get("score_mod") is not None:
+        logits = how["score_mod"](scaled, None, None, **PLACES)
+    seen = kernel_sees(q.shape[-3], k.shape[-3], **window_of(how))
+    return scaled, logits.masked_fill(~torch.from_numpy(seen), -torch.inf)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
+    stand_in = Kernel()
+    monkeypatch.setattr(flash4, "_kernels", lambda: (stand_in.forward, stand_in.backward))
+    monkeypatch.setattr(flash4_scores, "_each", lambda function, *vectors: function(*vectors))
+    monkeypatch.setattr(flash4_scores, "tanh_approx", torch.tanh)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    compiled_calls._compiled.cache_clear()
+    yield stand_in
+    compiled_calls._compiled.cache_clear()
+
+
+def tensors(inputs: Inputs) -> Inputs:
+    return Inputs(*(None if array is None else torch.from_numpy(np.asarray(array)) for array in inputs))
+
+
+EMPTY_ROWS = {"causal": True, "q_len": 7, "kv_len": 5}
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rows that see nothing": EMPTY_ROWS,
+    "window": {"window": (2, 1)},
+    "top left": {"causal": True, "alignment": "top_left"},
+    "top left, long queries": {"window": (1, 0), "alignment": "top_left", "q_len": 11, "kv_len": 7},
+    "packed": {**PACKED, "causal": True},
+    "packed, window": {**PACKED, "window": (2, 0)},
+    "wide queries": {"head_dim": 136, "value_dim": 40, "num_kv_heads": 9},
+    "wide queries, grouped": {"head_dim": 136, "value_dim": 40},
+    "a width it has": {"head_dim": 32, "value_dim": 32},
+}
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("softcap", [None, 1.5], ids=["", "softcap"])
+@pytest.mark.parametrize("with_lse", [False, True], ids=["", "gradient of lse"])
+@pytest.mark.parametrize("name", CASES)
+def test_what_surrounds_the_kernel_is_exact(
+    name: str, with_lse: bool, softcap: float | None, sinks: bool, kernel: Kernel
+) -> None:
+    features = {**CASES[name], "softcap": softcap, "sinks": sinks, "needs_backward": True, "return_lse": with_lse}
+    case = make(features)
+    inputs, dout = tensors(case.inputs), torch.from_numpy(case.dout)
+    dlse = torch.from_numpy(case.dlse) if with_lse else None
+    out, lse = flash4.forward(case.spec, inputs)
+    found = flash4.backward(case.spec, inputs, out, lse, dout, dlse)
+    expected = accuracy.expect(case.spec, case.inputs, dout=case.dout, dlse=case.dlse if with_lse else None)
+    gradients = Gradients(*(None if part is None else part.numpy() for part in found))
+    verdict = expected.judge(out=out.numpy(), lse=lse.numpy(), gradients=gradients)
+    assert verdict.ok, verdict
+    assert len(kernel.calls) == 2  # the gradient of the log-sum-exp is the kernel's own
+    assert (kernel.calls[1]["dlse"] is not None) is with_lse
+
+
+def test_a_gradient_of_the_log_sum_exp_of_rows_that_see_nothing_is_nothing(kernel: Kernel) -> None:
+    case = make({**EMPTY_ROWS, "needs_backward": True, "return_lse": True})
+    inputs, dout, dlse = tensors(case.inputs), torch.from_numpy(case.dout), torch.from_numpy(case.dlse)
+    out, lse = flash4.forward(case.spec, inputs)
+    wild = dlse.masked_fill(lse == -torch.inf, torch.inf)
+    assert (wild == torch.inf).any()
+    for one, other in zip(
+        flash4.backward(case.spec, inputs, out, lse, dout, dlse)[:3],
+        flash4.backward(case.spec, inputs, out, lse, dout, wild)[:3],
+    ):
+        assert torch.equal(one, other)
+
+
+def test_the_kernel_writes_into_buffers_that_it_can_store_to(kernel: Kernel) -> None:
+    case = make({"head_dim": 32, "value_dim": 32, "num_kv_heads": 9, "q_len": 7, "needs_backward": True})
+    inputs, spec = tensors(case.inputs), case.spec
+    out, lse = torch.empty(spec.out_shape, dtype=torch.float64), torch.empty(spec.lse_shape, dtype=torch.float64)
+    found = flash4.forward(spec, inputs, (out, lse))
+    assert found[0] is out and found[1] is lse
+    together = torch.empty(*inputs.q.shape[:2], 3, *inputs.q.shape[2:], dtype=torch.float64)
+    into = Gradients(*together.unbind(2))
+    gradients = flash4.backward(spec, inputs, out, lse, torch.from_numpy(case.dout), None, into)
+    assert all(one is other for one, other in zip(gradients[:3], into[:3]))
+    odd = torch.empty(*spec.out_shape[:-1], 33, dtype=torch.float64)[..., 1:]
+    assert flash4.forward(spec, inputs, (odd, lse))[0] is not odd
+    assert flash4._writable(torch.empty(3, 5, 1, 32).expand(3, 5, 2, 32)) is None
+    assert flash4._writable(torch.empty(3, 5, 32, 2).mT) is None
+
+
+def test_expanded_axes_are_copied(kernel: Kernel) -> None:
+    case = make({"num_kv_heads": 9, "head_dim": 32, "value_dim": 32, "needs_backward": True})
+    inputs = tensors(case.inputs)
+    one = inputs.k[:, :, :1].expand_as(inputs.k)
+    copied = one.contiguous()
+    out, lse = flash4.forward(case.spec, inputs._replace(k=copied, v=copied))
+    assert torch.equal(flash4.forward(case.spec, inputs._replace(k=one, v=one))[0], out)
+    assert 0 not in flash4._spread(one).stride() and flash4._spread(copied) is copied
+    assert 0 not in flash4._spread(torch.as_strided(copied, (1, 3, 4), (0, 4, 1))).stride()
+    flash4.backward(case.spec, inputs, out, lse, out.new_ones(()).expand_as(out), None)
+
+
+def test_score_functions_reach_the_kernel(kernel: Kernel) -> None:
+    case = make({"softcap": 30.0, "needs_backward": True})
+    out, lse = flash4.forward(case.spec, tensors(case.inputs))
+    flash4.backward(case.spec, tensors(case.inputs), out, lse, out, None)
+    functions = flash4_scores.score_functions(30.0)
+    forward, backward = kernel.calls
+    assert forward["score_mod"] is functions.forward and "score_mod_bwd" not in forward
+    assert backward["score_mod"] is functions.again and backward["score_mod_bwd"] is functions.gradient
+    assert all("softcap" not in call and "learnable_sink" not in call for call in kernel.calls)
+
+
+# Compilation
+
+
+def test_a_graph_refuses_what_is_not_compiled(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make({"needs_backward": True, "return_lse": True})
+    spec, inputs = case.spec, tensors(case.inputs)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r"the flash4 forward of .* is not compiled yet.*call warm_up first"):
+        flash4.forward(spec, inputs)
+    assert kernel.calls == []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(compiled_calls, "zeros", lambda spec: inputs)
+    flash4.warm_up(spec)
+    assert len(kernel.calls) == 3  # forward, backward, backward with a gradient of the log-sum-exp
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for same in (spec, replace(spec, scale=0.7, return_lse=False), replace(spec, needs_backward=False)):
+        out, lse = flash4.forward(same, inputs)
+    flash4.backward(spec, inputs, out, lse, out, None)
+    flash4.backward(spec, inputs, out, lse, out, lse)
+    for other in (replace(spec, softcap=30.0), replace(spec, causal=True), replace(spec, dtype="float16")):
+        with pytest.raises(RuntimeError, match="call warm_up first"):
+            flash4.forward(other, inputs)
+
+
+def test_a_failed_compilation_is_not_remembered(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make({})
+    inputs = tensors(case.inputs)
+    with monkeypatch.context() as broken:
+        broken.setattr(flash4, "_kernels", lambda: (lambda *args, **how: 1 / 0, None))
+        with pytest.raises(ZeroDivisionError):
+            flash4.forward(case.spec, inputs)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="call warm_up first"):
+        flash4.forward(case.spec, inputs)
+
+
+def test_zeros_have_the_shapes_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros, tensor = torch.zeros, torch.tensor
+    monkeypatch.setattr(torch, "zeros", lambda shape, dtype, device: zeros(shape, dtype=dtype))
+    monkeypatch.setattr(torch, "tensor", lambda data, dtype, device: tensor(data, dtype=dtype))
+    made = compiled_calls.zeros(spec_of(sinks=True, value_dim=32))
+    assert made.q.shape == (2, 5, 6, 64) and made.k.shape == (2, 7, 3, 64) and made.v.shape == (2, 7, 3, 32)
+    assert made.q.dtype == torch.bfloat16 and made.sinks.shape == (6,) and made.cu_seqlens_q is None
+    made = compiled_calls.zeros(spec_of(**PACKED))
+    assert made.q.shape == (12, 6, 64) and made.k.shape == (14, 3, 64)
+    assert made.cu_seqlens_q.tolist() == [0, 6, 12, 12, 12, 12, 12]
+    assert made.cu_seqlens_k.tolist() == [0, 5, 10, 14, 14, 14, 14] and made.cu_seqlens_k.dtype == torch.int32
+
+
+# On a GPU
+
+
+def gpu_case(**features: Any) -> tuple[AttentionSpec, Inputs]:
+    spec = AttentionSpec(
+        **{
+            **{"batch": 2, "q_len": 193, "kv_len": 257, "num_heads": 6, "num_kv_heads": 2, "head_dim": 64},
+            **{"value_dim": 64, "dtype": "bfloat16", "needs_backward": True, **features},
+        }
+    )
+    if backends.availability("flash4", "cuda")[1] or reasons(spec, device_here()):
+        pytest.skip("no flash4 here")
+    blank = compiled_calls.zeros(spec)
+    return spec, Inputs(*(x.normal_() if x is not None and x.is_floating_point() else x for x in blank))
+
+
+def device_here() -> str:
+    return "sm{}{}".format(*torch.cuda.get_device_capability())
+
+
+@pytest.mark.cuda
+def test_after_warm_up_a_graph_gives_the_same_bits() -> None:
+    spec, inputs = gpu_case(softcap=20.0, causal=True)
+    compiled_calls._compiled.cache_clear()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="call warm_up first"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        flash4.forward(spec, inputs)
+    flash4.warm_up(spec)
+    out, lse = flash4.forward(spec, inputs)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        again, lse_again = flash4.forward(spec, inputs)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(again, out) and torch.equal(lse_again, lse)
+
+
+@pytest.mark.cuda
+def test_two_caps_are_two_kernels_and_one_cap_is_one() -> None:
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    spec, inputs = gpu_case(softcap=2.0)
+    results = {}
+    for cap in (2.0, 3.0, 2.0):
+        capped = replace(spec, softcap=cap)
+        out, lse = flash4.forward(capped, inputs)
+        flash4.backward(capped, inputs, out, lse, out, None)
+        assert cap not in results or torch.equal(results[cap], out)
+        results[cap] = out
+        counts = len(_flash_attn_fwd.compile_cache.cache), len(_flash_attn_bwd.compile_cache.cache)
+    flash4_scores.score_functions.cache_clear()  # new functions of an old cap
+    flash4._arguments.cache_clear()
+    flash4.forward(spec, inputs)
+    assert (len(_flash_attn_fwd.compile_cache.cache), len(_flash_attn_bwd.compile_cache.cache)) == counts
+    assert not torch.equal(results[2.0], results[3.0])
+
+
+@pytest.mark.cuda
+def test_a_gradient_is_written_into_one_tensor_of_three() -> None:
+    spec, inputs = gpu_case(num_kv_heads=6, q_len=257, causal=True, deterministic=True)
+    out, lse = flash4.forward(spec, inputs)
+    plain = flash4.backward(spec, inputs, out, lse, out, None)
+    together = torch.full((2, 257, 3, 6, 64), torch.nan, dtype=torch.bfloat16, device="cuda")
+    into = Gradients(*together.unbind(2))
+    found = flash4.backward(spec, inputs, out, lse, out, None, into)
+    assert all(one is other for one, other in zip(found[:3], into[:3]))
+    assert all(torch.equal(one, other) for one, other in zip(plain[:3], into[:3]))

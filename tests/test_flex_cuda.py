@@ -1,0 +1,497 @@
+"""FlexAttention on CUDA: what can be known without a GPU. Its functions and block tables against the definition of
+visible, its arithmetic through torch's compiler (uncompiled kernels stand in), one program per signature, refusals."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from oracle_cases import FEATURES, Case, fill, make  # noqa: E402
+
+from attn_core import AttentionSpec, Target, accuracy, explain, flex_blocks, flex_functions, flex_operands  # noqa: E402
+from attn_core import flex_program as programs  # noqa: E402
+from attn_core.backends import Gradients, Inputs, flex_cuda  # noqa: E402
+from attn_core.masks import visible  # noqa: E402
+from attn_core.support import unmet  # noqa: E402
+
+SPEC = AttentionSpec(
+    batch=2, q_len=256, kv_len=384, num_heads=6, num_kv_heads=2, head_dim=80, value_dim=40, dtype="bfloat16"
+)
+CASES = [name for name, fields in FEATURES.items() if not fields.get("dropout")]
+COMPILED = ("plain", "causal with empty rows", "packed, causal", "packed, bias, mask, sinks", "whole")
+WHOLE = {**FEATURES["everything"], "dropout": 0.0, "bias_gradient": False}
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for the kernels, on the CPU")
+
+
+def tensors(inputs: Inputs, kind: Any) -> Inputs:
+    """float inputs of a case in a dtype of torch, the others as they are."""
+    return Inputs(
+        *(
+            None if array is None else torch.from_numpy(np.array(array)).to(kind if array.dtype == np.float64 else None)
+            for array in inputs
+        )
+    )
+
+
+def case_of(name: str, **changes: Any) -> tuple[Case, Inputs]:
+    fields = WHOLE if name == "whole" else {**FEATURES[name], "bias_gradient": False}
+    case = make({**fields, **changes}, "float32")
+    return case, tensors(case.inputs, torch.float32)
+
+
+# The spec as arguments
+
+
+def test_lower() -> None:
+    assert flex_cuda.lower(replace(SPEC, causal=True, softcap=50.0, sinks=True)) == {
+        "scale": 80**-0.5,
+        "enable_gqa": True,
+        "widths": (128, 64),
+        "score": ("softcap",),
+        "mask": ("band",),
+        "kernel_options": {"BACKEND": "TRITON", "IS_DIVISIBLE": True},
+    }
+    packed = replace(SPEC, batch=1, documents=3, mask_shape=(1, 6, 256, 1), alibi_shape=(6,), bias_shape=(1, 1, 1, 384))
+    assert flex_cuda.lower(packed)["score"] == ("bias", "alibi")
+    assert flex_cuda.lower(packed)["mask"] == ("documents", "mask")
+    decode = replace(SPEC, q_len=1, causal=True, dtype="float32", num_kv_heads=6, head_dim=5, value_dim=193, scale=0.5)
+    assert flex_cuda.lower(decode) == {
+        "scale": 0.5,
+        "enable_gqa": False,
+        "widths": (256, 256),  # the block sizes are chosen by q's, and v must fit
+        "score": (),
+        "mask": (),  # one query at the end sees everything
+        "kernel_options": {"BACKEND": "AUTO", "IS_DIVISIBLE": False, "FLOAT32_PRECISION": "'ieee'"},
+    }
+    assert flex_cuda.lower(replace(decode, num_heads=128, num_kv_heads=1))["kernel_options"]["BACKEND"] == "TRITON"
+
+
+def test_refusals() -> None:
+    def reasons(spec: AttentionSpec, device: str = "sm90") -> tuple[str, ...]:
+        return (*unmet(flex_cuda.BACKWARD, spec, device), *flex_cuda.refuses(spec, device, None))
+
+    learning = replace(SPEC, needs_backward=True, return_lse=True, sinks=True, softcap=2.0, alibi_shape=(6,))
+    assert (
+        reasons(learning) == reasons(replace(learning, batch=1, documents=2, window=(3, 1), deterministic=True)) == ()
+    )
+    assert reasons(replace(SPEC, dtype="float64", head_dim=257, dropout=0.1)) == (
+        "head_dim=257: FlexAttention on CUDA stops at 256",
+        "dtype float64: FlexAttention on CUDA takes float32, bfloat16, float16",
+        "dropout=0.1: FlexAttention on CUDA has none",
+    )
+    assert reasons(replace(SPEC, bias_shape=(1, 1, 256, 384), bias_gradient=True)) == (
+        "gradient of the bias: FlexAttention on CUDA has none",
+    )
+    assert reasons(SPEC, "sm75") == ("device sm75: FlexAttention on CUDA needs sm80",)
+    assert explain(SPEC, Target("torch", "sm90"), "flex").backend == "flex"
+
+
+def test_a_shortcut_only_for_gradients_of_plain_calls() -> None:
+    learning = replace(SPEC, needs_backward=True, causal=True, softcap=2.0)
+    assert flex_cuda.shortcut(learning) is not None
+    packed = replace(learning, batch=1, documents=2)
+    others = (replace(learning, needs_backward=False), replace(learning, sinks=True), packed)
+    assert [flex_cuda.shortcut(spec) for spec in others] == [None] * 3
+
+
+# Score and mask functions, evaluated by torch as FlexAttention traces them
+
+
+def functions_of(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+    """(score function, mask function) as the compiled program makes them."""
+    made = flex_functions.edges(spec)
+    where = None
+    if spec.packed:
+        lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, spec.q_len, spec.kv_len)
+        where = flex_functions.places(*lengths, spec.alignment == "bottom_right")
+    distance = flex_functions.distance_function(made.offset, where)
+    bias = flex_functions.reader(inputs.bias, torch.float64)
+    slope = flex_functions.slope_reader(inputs.alibi_slopes, torch.float64)
+    mask = flex_functions.reader(inputs.mask)
+    return (
+        flex_functions.score_function(spec.softcap, bias, slope, distance),
+        flex_functions.mask_function(mask, made.left, made.right, distance, where),
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_mask_functions_show_what_is_visible(name: str) -> None:
+    from torch.nn.attention.flex_attention import create_mask
+
+    spec, inputs, *_ = make(FEATURES[name])
+    _, mask = functions_of(spec, tensors(inputs, None))
+    got = create_mask(mask, spec.batch, spec.num_heads, spec.q_len, spec.kv_len, "cpu").numpy()
+    expected = visible(spec, inputs.mask, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    np.testing.assert_array_equal(got, np.broadcast_to(expected, got.shape))
+
+
+@pytest.mark.parametrize(
+    "name", ["softcap", "bias", "bias by head", "bias by batch", "alibi", "alibi by batch", "whole"]
+)
+def test_score_functions(name: str) -> None:
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    spec, inputs, *_ = make(WHOLE if name == "whole" else FEATURES[name])
+    score, _ = functions_of(spec, tensors(inputs, None))
+    for dims in (
+        (0, None, None, None, 0),
+        (0, None, None, 0, None),
+        (0, None, 0, None, None),
+        (0, 0, None, None, None),
+    ):
+        score = torch.vmap(score, dims)
+    shape = (spec.batch, spec.num_heads, spec.q_len, spec.kv_len)
+    plain = np.random.default_rng(0).normal(size=shape)
+    with TransformGetItemToIndex():
+        got = score(torch.from_numpy(plain), *map(torch.arange, shape)).numpy()
+    expected = plain if spec.softcap is None else spec.softcap * np.tanh(plain / spec.softcap)
+    expected = expected + (0 if inputs.bias is None else inputs.bias)
+    if inputs.alibi_slopes is not None:
+        offset = spec.kv_len - spec.q_len if spec.alignment == "bottom_right" else 0
+        away = np.arange(spec.kv_len) - (np.arange(spec.q_len)[:, None] + offset)
+        expected = expected - np.broadcast_to(inputs.alibi_slopes, shape[:2])[..., None, None] * abs(away)
+    np.testing.assert_allclose(got, expected, rtol=1e-12)
+
+
+def test_tokens_outside_every_document_meet_nobody() -> None:
+    offsets = torch.tensor([0, 5, 5, 9]).int()
+    where = flex_functions.places(offsets, offsets, 12, 12, True)
+    together = where.of_query[:, None] == where.of_key[None]
+    assert together.sum() == 5 * 5 + 4 * 4
+    assert not together[9:].any() and not together[:, 9:].any()
+    assert where.of_query.dtype == where.at_key.dtype == torch.int32
+
+
+# Block tables
+
+
+@st.composite
+def calls(draw: Any) -> Case:
+    """Any band over some blocks of 8, dense or packed, with or without a mask."""
+    length = st.integers(1, 45)
+    distance = st.none() | st.integers(0, 30)
+    fields: dict[str, Any] = {
+        **{"batch": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 1, "value_dim": 1, "dtype": "float64"},
+        **{"causal": draw(st.booleans()), "window": (draw(distance), draw(distance))},
+        "alignment": draw(st.sampled_from(("bottom_right", "top_left"))),
+    }
+    lengths = None
+    if draw(st.booleans()):
+        pairs = draw(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=5))
+        lengths = tuple(zip(*(*pairs, (1, 1))))
+        fields |= {"q_len": sum(lengths[0]), "kv_len": sum(lengths[1]), "documents": len(lengths[0])}
+    else:
+        fields |= {"q_len": draw(length), "kv_len": draw(length)}
+    if draw(st.booleans()):
+        whole = (1, 2, fields["q_len"], fields["kv_len"])
+        fields["mask_shape"] = tuple(draw(st.sampled_from((size, 1))) for size in whole)
+    return fill(AttentionSpec(**fields), draw(st.integers(0, 99)), *(lengths or ()))
+
+
+def matrices(one: flex_blocks.Table, others: int) -> tuple[np.ndarray, np.ndarray]:
+    """(partial, full) of a table as boolean ``[batch, heads, blocks, others]``."""
+    found = []
+    for count, numbers in ((one.partial_count, one.partial), (one.full_count, one.full)):
+        meant = np.arange(numbers.shape[-1]) < count.numpy()[..., None]
+        dense = np.zeros((*count.shape, others), int)
+        for at in zip(*np.nonzero(meant)):
+            dense[(*at[:-1], int(numbers[tuple(map(int, at))]))] += 1
+        assert dense.max(initial=0) <= 1, "a block twice"
+        assert ((numbers >= 0) & (numbers < others)).all(), "the kernel reads one number ahead"
+        found.append(dense.astype(bool))
+    return found[0], found[1]
+
+
+@given(case=calls())
+@settings(max_examples=150)
+def test_block_tables(case: Case) -> None:
+    """Every visible pair lies in a block of the table, nothing hidden in a full one, and rows agree with keys."""
+    spec, inputs = case.spec, tensors(case.inputs, torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex_blocks, "BLOCK", 8)
+        patch.setattr(programs, "compiled", lambda function: function)
+        for cache in (flex_blocks.widths, flex_operands.facts, flex_operands._kept, programs.program):
+            cache.cache_clear()
+        made = flex_operands.operands(spec, inputs)
+        counts = flex_blocks.blocks(spec.q_len), flex_blocks.blocks(spec.kv_len)
+    for cache in (flex_blocks.widths, flex_operands.facts, flex_operands._kept, programs.program):
+        cache.cache_clear()
+    seen = visible(spec, case.inputs.mask, case.inputs.cu_seqlens_q, case.inputs.cu_seqlens_k)
+    if made.tables is None:
+        assert seen.all()
+        return
+    shape = (*seen.shape[:2], counts[0] * 8, counts[1] * 8)
+    some, every = np.zeros(shape, bool), np.ones(shape, bool)
+    some[:, :, : spec.q_len, : spec.kv_len] = every[:, :, : spec.q_len, : spec.kv_len] = seen
+    tiles = (*seen.shape[:2], counts[0], 8, counts[1], 8)
+    some, every = some.reshape(tiles).any((3, 5)), every.reshape(tiles).all((3, 5))
+    partial, full = matrices(made.tables[0], counts[1])
+    assert not (partial & full).any()
+    assert ((partial | full) >= some).all() and (full <= every).all()
+    by_key = [matrix.swapaxes(2, 3) for matrix in matrices(made.tables[1], counts[0])]
+    assert not (by_key[0] & by_key[1]).any()
+    assert ((by_key[0] | by_key[1]) >= some).all() and (by_key[1] <= every).all()
+    if not spec.packed and spec.mask_shape is None:
+        np.testing.assert_array_equal(partial | full, some)
+        np.testing.assert_array_equal(by_key[0] | by_key[1], some)
+
+
+def test_tables_of_a_window_are_narrow() -> None:
+    spec = replace(SPEC, q_len=2**17, kv_len=2**17, window=(256, 0))
+    assert flex_blocks.widths(spec) == (3, 3)
+    assert flex_blocks.widths(replace(spec, causal=True, window=(None, None))) == (1024, 1024)
+
+
+# The whole backend through torch's compiler, with torch's own unfused maths where the kernels would be
+
+
+@pytest.fixture
+def standing_in(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Compiles with the kernels replaced, also for gradients on the CPU; the list grows with every compilation."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    graphs: list[Any] = []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, examples)
+
+    monkeypatch.setattr(
+        programs, "compiled", lambda function: torch.compile(function, backend=backend, fullgraph=True, dynamic=True)
+    )
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda q, k, v: None)
+    programs.program.cache_clear()
+    yield graphs
+    programs.program.cache_clear()
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("name", COMPILED)
+def test_forward_and_gradients(name: str, standing_in: list[Any]) -> None:
+    case, inputs = case_of(name, needs_backward=True, return_lse=True)
+    out, lse = flex_cuda.forward(case.spec, inputs)
+    dout, dlse = torch.from_numpy(case.dout).float(), torch.from_numpy(case.dlse).float()
+    given_dlse = dlse.masked_fill(lse == -torch.inf, torch.inf)  # as the gradient of lse ** 2 has there
+    found = flex_cuda.backward(case.spec, inputs, out, lse, dout, given_dlse)
+    expected = accuracy.expect(case.spec, case.inputs, dout=case.dout, dlse=dlse.double().numpy())
+    arrays = Gradients(*(None if gradient is None else gradient.numpy() for gradient in found))
+    verdict = expected.judge(out=out.numpy(), lse=lse.numpy(), gradients=arrays)
+    assert verdict.ok, verdict
+    assert not out.requires_grad and not lse.requires_grad
+
+
+@needs_no_gpu
+def test_the_shortcut_gives_the_same_bits(standing_in: list[Any]) -> None:
+    case, inputs = case_of("causal with empty rows", needs_backward=True)
+    spec = case.spec
+    run = flex_cuda.shortcut(spec)
+    assert run is not None
+    out, lse = flex_cuda.forward(spec, inputs)
+    q, k, v = inputs.q.requires_grad_(), inputs.k, inputs.v.requires_grad_()  # one gradient nobody asks for
+    again, again_lse = run(q, k, v)
+    dout = torch.from_numpy(case.dout).float()
+    expected = flex_cuda.backward(spec, inputs, out, lse, dout, None)
+    compilations = len(standing_in)
+    dq, dv = torch.autograd.grad(again, (q, v), dout)
+    pairs = ((again, out), (again_lse, lse), (dq, expected.dq), (dv, expected.dv))
+    assert all(torch.equal(got.detach(), wanted) for got, wanted in pairs)
+    assert compilations == len(standing_in) == 2  # with gradients and without
+    with torch.no_grad():
+        assert not run(q, k, v)[0].requires_grad
+
+
+@needs_no_gpu
+def test_one_program_serves_every_length(standing_in: list[Any]) -> None:
+    """Lengths that happen to be equal, to each other or to the batch, compile nothing anew; nor do windows."""
+    sizes = ((2, 130, 140, (5, 0)), (3, 200, 300, (7, 2)), (139, 139, 130, (3, None)), (4, 333, 257, (None, 3)))
+    for batch, q_len, kv_len, window in sizes:
+        spec = AttentionSpec(
+            **{"batch": batch, "q_len": q_len, "kv_len": kv_len, "window": window, "dtype": "float32"},
+            **{"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "value_dim": 16},
+        )
+        q, k = torch.randn(batch, q_len, 2, 16), torch.randn(batch, kv_len, 1, 16)
+        out, _ = flex_cuda.forward(spec, Inputs(q, k, k))
+        assert out.isfinite().all() and len(standing_in) == 1
+
+
+@needs_no_gpu
+def test_poison_stays_in_its_document(standing_in: list[Any]) -> None:
+    case, inputs = case_of("packed, causal", needs_backward=True)
+    spec, dout = case.spec, torch.from_numpy(case.dout).float()
+    clean = (*flex_cuda.forward(spec, inputs), None)
+    clean = (*clean[:2], flex_cuda.backward(spec, inputs, *clean[:2], dout, None))
+    first_q, first_k = (int(cu[1]) for cu in (inputs.cu_seqlens_q, inputs.cu_seqlens_k))
+    broken_parts = (("v", first_k, np.inf), ("k", first_k, np.nan), ("q", first_q, np.nan), ("dout", first_q, np.inf))
+    for name, tokens, poison in broken_parts:
+        broken = {"dout": dout.clone(), **{part: getattr(inputs, part).clone() for part in "qkv"}}
+        broken[name][:tokens] = poison
+        other_dout = broken.pop("dout")
+        changed = inputs._replace(**broken)
+        out, lse = flex_cuda.forward(spec, changed)
+        found = flex_cuda.backward(spec, changed, out, lse, other_dout, None)
+        assert torch.equal(out[first_q:], clean[0][first_q:]) and torch.equal(lse[:, first_q:], clean[1][:, first_q:])
+        for got, wanted, start in zip(found[:3], clean[2], (first_q, first_k, first_k)):
+            assert torch.equal(got[start:], wanted[start:]) and not got[:start].isfinite().all()
+        assert name == "dout" or not out[:first_q].isfinite().all()
+
+
+@needs_no_gpu
+def test_another_thread_and_autocast(standing_in: list[Any]) -> None:
+    case, inputs = case_of("plain", needs_backward=True)
+    found: list[Any] = []
+
+    def elsewhere() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out, lse = flex_cuda.forward(case.spec, inputs)
+            found.extend((out, *flex_cuda.backward(case.spec, inputs, out, lse, torch.ones_like(out), None)[:3]))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    out, lse = flex_cuda.forward(case.spec, inputs)
+    expected = (out, *flex_cuda.backward(case.spec, inputs, out, lse, torch.ones_like(out), None)[:3])
+    assert out.dtype == torch.float32 and all(map(torch.equal, found, expected))
+
+
+@needs_no_gpu
+def test_a_warm_call_compiles_nothing(standing_in: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    case, inputs = case_of("packed, causal", needs_backward=True)
+    blank = flex_operands.blank_inputs(case.spec, "cpu")
+    monkeypatch.setattr(flex_cuda, "blank_inputs", lambda spec, device: blank)
+    flex_cuda.warm_up(case.spec)
+    compilations = len(standing_in)
+    out, lse = flex_cuda.forward(case.spec, inputs)
+    flex_cuda.backward(case.spec, inputs, out, lse, torch.ones_like(out), None)
+    assert len(standing_in) == compilations > 0
+
+
+# Programs
+
+
+def test_no_number_of_signatures_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives up on a function after 8 variants of its code; every signature here has code of its own."""
+    compilations = []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        compilations.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(programs, "compiled", lambda f: torch.compile(f, backend=backend, fullgraph=True, dynamic=True))
+    ones = torch.ones(3)
+    for number in range(20):
+        assert torch.equal(programs.program(_times, str(number))(ones), number * ones)
+    assert len(compilations) == 20
+    assert programs.program(_times, "3") is programs.program(_times, "3")
+    programs.program.cache_clear()
+
+
+def _times(how: tuple[str], values: Any) -> Any:
+    return values * int(how[0])
+
+
+def test_nothing_compiles_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    program = programs.Program(_times, ("2",))
+    with pytest.raises(RuntimeError, match=r"program .* not compiled yet.*CUDA graph.*warm_up"):
+        program(torch.ones(3))
+    program.run = lambda *arguments: "ran"  # as if it had been compiled before
+    program.ready.add(torch.is_grad_enabled())
+    assert program(torch.ones(3)) == "ran"
+    flex_operands._kept.cache_clear()
+    with pytest.raises(RuntimeError, match="block tables"):
+        flex_operands.operands(replace(SPEC, causal=True), Inputs(*(torch.zeros(2, 3, 4, 5),) * 3))
+
+
+def test_layouts_are_copied_only_where_no_program_fits() -> None:
+    whole = torch.zeros(2, 5, 4, 8)
+    heads = whole.transpose(1, 2).contiguous().transpose(1, 2)
+    packed = torch.zeros(2, 5, 3, 4, 8).unbind(2)[1]
+    for tensor, layout in ((whole, "tokens"), (heads, "heads"), (packed, 96)):
+        same, found = flex_operands.arranged(tensor)
+        assert same is tensor and found == layout
+    for tensor in (whole[..., ::2], whole[:, :, :1].expand(-1, -1, 4, -1), whole[:, ::2]):
+        copied, found = flex_operands.arranged(tensor)
+        assert found == "tokens" and copied.is_contiguous() and torch.equal(copied, tensor)
+    expanded = torch.zeros(1, 1, 5, 7).expand(2, 4, 5, 7)
+    assert flex_operands._condensed(expanded).shape == (1, 1, 5, 7)
+
+
+# On a GPU: what the generated suites do not look at
+
+
+def on_gpu(spec: AttentionSpec) -> Inputs:
+    case = fill(spec, 0, *((spec.q_len // 2, spec.q_len // 2),) * 2) if spec.packed else fill(spec, 0)
+    return Inputs(*(t if t is None else t.cuda() for t in tensors(case.inputs, getattr(torch, spec.dtype))))
+
+
+@pytest.mark.cuda
+def test_a_captured_call_after_warm_up() -> None:
+    spec = replace(SPEC, causal=True, softcap=3.0, sinks=True)
+    flex_cuda.warm_up(spec)
+    inputs = on_gpu(spec)
+    expected, _ = flex_cuda.forward(spec, inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = flex_cuda.forward(spec, inputs)
+    graph.replay()
+    assert torch.equal(out, expected)
+    with pytest.raises(RuntimeError, match="CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        flex_cuda.forward(replace(spec, softcap=3.5), inputs)
+
+
+@pytest.mark.cuda
+def test_float32_is_not_rounded_to_tf32() -> None:
+    spec = replace(SPEC, dtype="float32", needs_backward=True)
+    inputs = on_gpu(spec)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        out, lse = flex_cuda.forward(spec, inputs)
+        found = flex_cuda.backward(spec, inputs, out, lse, torch.ones_like(out), None)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    arrays = Inputs(*(None if t is None else t.double().cpu().numpy() for t in inputs))
+    expected = accuracy.expect(spec, arrays, dout=np.ones(spec.out_shape))
+    gradients = Gradients(*(None if t is None else t.cpu().numpy() for t in found))
+    verdict = expected.judge(out=out.cpu().numpy(), lse=lse.cpu().numpy(), gradients=gradients)
+    assert verdict.ok, verdict
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("changes", [{"window": (128, 0)}, {"documents": 2, "causal": True}])
+def test_memory_grows_with_tokens(changes: dict[str, Any]) -> None:
+    spec = AttentionSpec(
+        **{"batch": 1, "q_len": 2**15, "kv_len": 2**15, "num_heads": 2, "num_kv_heads": 1, "head_dim": 64},
+        **{"value_dim": 64, "dtype": "bfloat16", "needs_backward": True, **changes},
+    )
+    inputs = on_gpu(spec)
+    flex_cuda.warm_up(spec)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out, lse = flex_cuda.forward(spec, inputs)
+    flex_cuda.backward(spec, inputs, out, lse, torch.ones_like(out), None)
+    assert torch.cuda.max_memory_allocated() - before < 16 * sum(t.nbytes for t in inputs[:3])
+
+
+@pytest.mark.cuda
+def test_the_shortcut_gives_the_same_bits_on_a_gpu() -> None:
+    for causal, dtype in itertools.product((False, True), ("bfloat16", "float32")):
+        spec = replace(SPEC, causal=causal, dtype=dtype, needs_backward=True)
+        inputs = on_gpu(spec)
+        run = flex_cuda.shortcut(spec)
+        assert run is not None
+        out, lse = flex_cuda.forward(spec, inputs)
+        leaves = [tensor.requires_grad_() for tensor in inputs[:3]]
+        again, again_lse = run(*leaves)
+        expected = flex_cuda.backward(spec, inputs, out, lse, torch.ones_like(out), None)
+        got = torch.autograd.grad(again, leaves, torch.ones_like(out))
+        assert torch.equal(again, out) and torch.equal(again_lse, lse) and all(map(torch.equal, got, expected[:3]))

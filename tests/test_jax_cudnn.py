@@ -1,0 +1,179 @@
+"""cuDNN through jax.nn: what is asked of it, what is refused, and the arithmetic around it with XLA in its place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+import jax.numpy as jnp  # noqa: E402
+from oracle_cases import fill  # noqa: E402
+
+from attn_core import AttentionSpec, Target, accuracy, explain  # noqa: E402
+from attn_core.backends import Gradients, Inputs, jax_cudnn  # noqa: E402
+from attn_core.support import Build, unmet  # noqa: E402
+
+SPEC = AttentionSpec(
+    batch=2, q_len=6, kv_len=10, num_heads=4, num_kv_heads=2, head_dim=16, value_dim=16, dtype="bfloat16"
+)
+SQUARE = replace(SPEC, q_len=10)
+PLAIN = {"scale": 0.25, "implementation": "cudnn", "return_residual": False}
+NEW, OLD = Build("cuDNN 9.26.1", version=(9, 26, 1)), Build("cuDNN 9.19.0", version=(9, 19, 0))
+
+
+def reasons(spec: AttentionSpec, device: str = "sm90", build: Build | None = NEW) -> tuple[str, ...]:
+    """Every reason of the module itself, the claims' included."""
+    claims = jax_cudnn.BACKWARD if spec.needs_backward else jax_cudnn.FORWARD
+    return (*unmet(claims, spec, device), *jax_cudnn.refuses(spec, device, build))
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (SPEC, {}),
+        (replace(SPEC, needs_backward=True), {"return_residual": True}),
+        (replace(SPEC, causal=True, alignment="top_left"), {"is_causal": True}),
+        (replace(SQUARE, causal=True), {"is_causal": True}),
+        (replace(SPEC, q_len=1, causal=True), {}),  # one query at the end sees everything
+        (replace(SQUARE, causal=True, window=(3, None)), {"is_causal": True, "local_window_size": (3, 0)}),
+        (replace(SQUARE, window=(3, 0)), {"is_causal": True, "local_window_size": (3, 0)}),
+        (replace(SQUARE, window=(0, 0)), {"is_causal": True, "local_window_size": (0, 0)}),
+        (replace(SQUARE, window=(9, 0)), {"is_causal": True}),  # reaches every key before it
+        (replace(SQUARE, window=(9, 9)), {}),
+        (replace(SQUARE, mask_shape=(2, 1, 10, 10), causal=True), {"is_causal": True}),
+    ],
+)
+def test_lower(spec: AttentionSpec, expected: dict[str, Any]) -> None:
+    assert jax_cudnn.lower(spec) == {**PLAIN, **expected}
+    assert reasons(spec) == ()
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (
+            replace(SPEC, causal=True),
+            "alignment=bottom_right with q_len 6 and kv_len 10: cuDNN through jax.nn has top_left",
+        ),
+        (
+            replace(SQUARE, window=(3, 1)),
+            "window=(3, 1): cuDNN through jax.nn has none that is open or positive to the right",
+        ),
+        (
+            replace(SQUARE, window=(3, None)),
+            "window=(3, None): cuDNN through jax.nn has none that is open or positive to the right",
+        ),
+        (
+            replace(SPEC, q_len=13, window=(2, 0), alignment="top_left"),
+            "window=(2, 0) with q_len 13 and kv_len 10: cuDNN through jax.nn has no rows that see nothing",
+        ),
+        (
+            replace(SPEC, q_len=11, window=(2, 0), alignment="top_left"),
+            "window=(2, 0) with q_len 11 and kv_len 10: cuDNN has windows for q_len <= kv_len",
+        ),
+        (
+            replace(SQUARE, window=(2, 0), mask_shape=(1, 1, 10, 10)),
+            "window=(2, 0) and a mask: cuDNN has one or the other",
+        ),
+        (
+            replace(SPEC, mask_shape=(2, 1, 1, 10)),
+            "mask of shape [2, 1, 1, 10]: cuDNN through jax.nn needs all rows and keys, [.., 6, 10]",
+        ),
+        (
+            replace(SPEC, mask_shape=(2, 1, 6, 10), dtype="float16"),
+            "mask of shape [2, 1, 6, 10] with dtype float16: jax.nn hides keys behind -32768, "
+            "which scores can outweigh",
+        ),
+        (
+            replace(SPEC, q_len=5, needs_backward=True),
+            "backward: q_len 5 and kv_len 10: jax.nn has gradients of cuDNN's attention for even lengths",
+        ),
+        (replace(SPEC, kv_len=1), "kv_len=1: cuDNN's kernel needs two keys"),
+        (replace(SPEC, batch=65536), "batch=65536: cuDNN stops at 65535"),
+        (replace(SPEC, bias_shape=(1, 1, 6, 10)), "bias of shape [1, 1, 6, 10]: cuDNN through jax.nn has none"),
+        (replace(SPEC, softcap=2.0), "softcap=2.0: cuDNN through jax.nn has none"),
+        (replace(SPEC, return_lse=True), "return_lse: cuDNN through jax.nn has no log-sum-exp output"),
+        (replace(SPEC, head_dim=12, value_dim=12), "head_dim=12: cuDNN through jax.nn takes multiples of 8"),
+        (replace(SPEC, batch=1, documents=2), "seq_info with 2 packed documents: cuDNN through jax.nn has none"),
+        (replace(SPEC, needs_backward=True, deterministic=True), "deterministic=True: cuDNN through jax.nn has none"),
+    ],
+)
+def test_refusals(spec: AttentionSpec, expected: str) -> None:
+    assert reasons(spec) == (expected,)
+
+
+def test_what_a_version_of_cudnn_decides() -> None:
+    wide = replace(SPEC, head_dim=256, value_dim=256)
+    assert reasons(wide) == reasons(wide, "sm90", OLD) == ()
+    assert reasons(wide, "sm100") == ("head_dim=256 on sm100: cuDNN 9.26.1 stops at 128",)
+    assert reasons(wide, "sm90", None) == ("head_dim=256 on sm90: cuDNN (of unknown version) stops at 128",)
+    nan = replace(SPEC, q_len=64, kv_len=192, needs_backward=True)
+    why = "backward: kv_len=192: cuDNN 9.19.0 can give NaN where kv_len % 128 == 64"
+    assert reasons(nan, "sm90", OLD) == (why,)
+    assert reasons(replace(nan, causal=True, q_len=192, mask_shape=(1, 1, 192, 192)), "sm90", OLD) == (why,)
+    assert reasons(nan) == reasons(nan, "sm80", OLD) == reasons(replace(nan, kv_len=128), "sm90", OLD) == ()
+    assert reasons(replace(nan, causal=True, q_len=192), "sm90", OLD) == ()
+    single = replace(SPEC, q_len=1, needs_backward=True)
+    assert "backward: q_len=1: cuDNN 9.26.1 can give NaN for a single query" in reasons(single)
+
+
+def test_only_jax_reaches_it() -> None:
+    assert "runs in JAX only" in explain(SPEC, Target("torch", "sm90"), "jax_cudnn").reasons("jax_cudnn")
+    there = Target("jax", "sm90", builds=(("jax_cudnn", OLD),))
+    assert explain(SPEC, there, "jax_cudnn").backend == "jax_cudnn"
+    nan = replace(SPEC, q_len=64, kv_len=192, needs_backward=True)
+    assert "cuDNN 9.19.0" in explain(nan, there, "jax_cudnn").reasons("jax_cudnn")[0]
+
+
+def test_the_build_is_the_loaded_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax_cudnn, "_cudnn_version", lambda: 91900)
+    assert jax_cudnn.build() == OLD and jax_cudnn.probe() == jax.__version__
+    monkeypatch.undo()
+    monkeypatch.setattr(jax_cudnn, "VERSIONS", ("no_such_plugin",))
+    with pytest.raises(ImportError, match="no_such_plugin"):
+        jax_cudnn.probe()
+
+
+# The arithmetic around jax.nn, with its XLA implementation, which knows the same arguments
+
+
+@pytest.fixture
+def without_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *a, **k: real(*a, **{**k, "implementation": "xla"}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"q_len": 10, "causal": True, "window": (3, None)},
+        {"causal": True, "alignment": "top_left", "q_len": 12},
+        {"mask_shape": (2, 1, 6, 10)},
+        {"mask_shape": (1, 4, 10, 10), "q_len": 10, "causal": True},
+    ],
+)
+def test_forward_and_gradients(changes: dict[str, Any], without_cudnn: None) -> None:
+    spec = replace(SPEC, needs_backward=True, **changes)
+    assert reasons(spec) == ()
+    case = fill(spec, 3)
+    given = case.inputs
+    if given.mask is not None:
+        given.mask[0, 0, 2] = False  # a row that the mask alone empties, and one that it and causal empty together
+        given.mask[-1, -1, 3, :4] = False
+    arrays = Inputs(*(None if a is None else jnp.asarray(a, bool if a.dtype == bool else spec.dtype) for a in given))
+    dout = jnp.asarray(case.dout, spec.dtype)
+    out, lse = jax.jit(lambda inputs: jax_cudnn.forward(spec, inputs))(arrays)
+    found = jax.jit(lambda *tensors: jax_cudnn.backward(spec, tensors[0], out, lse, tensors[1], None))(arrays, dout)
+    assert lse is None and out.dtype == spec.dtype
+    expected = accuracy.expect(spec, given, dout=np.asarray(case.dout))
+    gradients = Gradients(*(None if part is None else np.asarray(part) for part in found))
+    verdict = expected.judge(out=np.asarray(out), lse=None, gradients=gradients)
+    assert verdict.ok, verdict
+    if given.mask is not None:
+        empty = (slice(None), 2) if spec.mask_shape == (1, 4, 10, 10) else (0, 2)
+        heads = np.s_[0] if spec.mask_shape == (1, 4, 10, 10) else np.s_[:]
+        assert not np.asarray(out[empty])[..., heads, :].any() and not np.asarray(found.dq[empty])[..., heads, :].any()

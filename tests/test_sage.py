@@ -1,0 +1,218 @@
+"""SageAttention's backends without a GPU: arguments and refusals as data, and the arithmetic around its functions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle_cases import make
+
+from attn_core import AttentionSpec, Target, backends
+from attn_core.backends import Inputs, sage
+from attn_core.selection import refusals
+from attn_core.support import Build
+
+NAMES = ("sage", "sage_fp16_cuda", "sage_fp16_triton", "sage_fp8_cuda", "sage_fp8_cuda_sm90")
+SPEC = AttentionSpec(
+    **{"batch": 2, "q_len": 5, "kv_len": 64, "num_heads": 6, "num_kv_heads": 3, "head_dim": 64, "value_dim": 64},
+    **{"dtype": "bfloat16", "scale": 0.125},
+)
+SQUARE = {"q_len": 70, "kv_len": 70, "causal": True}
+FIRST, SECOND = (
+    Build("sageattention 1.0.6", ("lse",), version=(1, 0, 6)),
+    Build("sageattention 2.2.0", version=(2, 2, 0)),
+)
+
+
+def on(device: str, build: Build | None = None) -> Target:
+    return Target("torch", device, builds=() if build is None else tuple((name, build) for name in NAMES))
+
+
+def reasons(name: str, target: Target, **asked: Any) -> tuple[str, ...]:
+    return refusals(name, replace(SPEC, **asked), target)
+
+
+PLAIN = {
+    "function": "sageattn",
+    "arguments": {"tensor_layout": "NHD", "is_causal": False, "sm_scale": 0.125, "smooth_k": False},
+    **{"rows": None, "repeat": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "expected", "arguments"),
+    [
+        ("sage", {}, {}, {}),
+        ("sage", SQUARE, {"rows": 128}, {"is_causal": True}),
+        ("sage", {"causal": True, "q_len": 1}, {}, {}),
+        ("sage", {"return_lse": True}, {"repeat": 2}, {"return_lse": True}),
+        ("sage_fp16_triton", SQUARE, {"function": "sageattn_qk_int8_pv_fp16_triton", "rows": 128}, {"is_causal": True}),
+        (
+            "sage_fp16_cuda",
+            {**SQUARE, "return_lse": True},
+            {"function": "sageattn_qk_int8_pv_fp16_cuda"},
+            {"is_causal": True, "return_lse": True, "pv_accum_dtype": "fp32"},
+        ),
+        ("sage_fp8_cuda", {}, {"function": "sageattn_qk_int8_pv_fp8_cuda"}, {"pv_accum_dtype": "fp32+fp32"}),
+        (
+            "sage_fp8_cuda_sm90",
+            {"scale": 0.3},
+            {"function": "sageattn_qk_int8_pv_fp8_cuda_sm90"},
+            {"sm_scale": 0.3, "pv_accum_dtype": "fp32+fp32"},
+        ),
+    ],
+)
+def test_lower(name: str, asked: dict[str, Any], expected: dict[str, Any], arguments: dict[str, Any]) -> None:
+    module: Any = backends.load(name)
+    merged = {**PLAIN, **expected, "arguments": {**PLAIN["arguments"], **arguments}}
+    assert module.lower(replace(SPEC, **asked)) == merged
+
+
+def test_never_chosen_automatically() -> None:
+    for name in NAMES:
+        module: Any = backends.load(name)
+        assert module.FORWARD.approximate and module.BACKWARD is None
+        assert all(name not in order for order in backends.PREFERENCE.values())
+
+
+@pytest.mark.parametrize(
+    ("target", "asked", "says"),
+    [
+        (on("sm90", FIRST), {"kv_len": 63}, "kv_len=63 without causal: SageAttention counts the keys that pad it"),
+        (on("sm90"), {"kv_len": 63}, "kv_len=63 without causal: SageAttention counts the keys that pad it"),
+        (on("sm86", SECOND), {"kv_len": 63}, "kv_len=63 without causal: SageAttention counts the keys that pad it"),
+        (on("sm90", FIRST), {"causal": True}, "causal with q_len 5 and kv_len 64: SageAttention needs as many keys as"),
+        (on("sm90", FIRST), {"return_lse": True}, "return_lse: SageAttention (sageattention 1.0.6) has no log-sum-exp"),
+        (on("sm90", FIRST), {"window": (3, 0)}, "window=(3, 0): SageAttention (sageattention 1.0.6) has none"),
+        (on("sm90", SECOND), {"softcap": 9.0}, "softcap=9.0: SageAttention has none"),
+        (on("sm90", SECOND), {"mask_shape": (1, 1, 1, 64)}, "mask of shape [1, 1, 1, 64]: SageAttention has none"),
+        (on("sm90", SECOND), {"sinks": True}, "sinks: SageAttention has none"),
+        (on("sm90", SECOND), {"head_dim": 129}, "head_dim=129: SageAttention stops at 128"),
+        (on("sm90", SECOND), {"dtype": "float32"}, "dtype float32: SageAttention takes bfloat16, float16"),
+        (on("sm90", SECOND), {"needs_backward": True}, "backward: SageAttention has no gradient"),
+        (
+            on("sm90", SECOND),
+            {"kv_len": 2**22},
+            "3221225472 elements in q, k or v: SageAttention counts them in 32 bits",
+        ),
+        (
+            on("sm90", FIRST),
+            {"batch": 1, "documents": 2, "max_len_q": 5, "max_len_k": 64},
+            "seq_info with 2 packed documents: SageAttention (sageattention 1.0.6) has none",
+        ),
+    ],
+)
+def test_refusals_name_value_and_limit(target: Target, asked: dict[str, Any], says: str) -> None:
+    assert any(why.startswith(says) for why in reasons("sage", target, **asked)), reasons("sage", target, **asked)
+
+
+def test_what_it_runs() -> None:
+    for asked in ({}, SQUARE, {"causal": True, "q_len": 1}, {"head_dim": 96, "value_dim": 40}, {"kv_len": 128}):
+        assert reasons("sage", on("sm90", FIRST), **asked) == ()
+    assert reasons("sage", on("sm90", SECOND), kv_len=63, return_lse=True) == ()
+    assert reasons("sage_fp16_cuda", on("sm90", SECOND), kv_len=63, return_lse=True) == ()
+    assert reasons("sage_fp16_triton", on("sm90", SECOND), kv_len=63) != ()
+    assert reasons("sage_fp8_cuda", on("sm90")) == ("device sm90: SageAttention's fp8 CUDA kernel needs sm89",)
+    assert reasons("sage_fp8_cuda_sm90", on("sm90"), kv_len=63) == ()
+
+
+class Core:
+    """Stands for ``sageattention.core``: what is compiled in."""
+
+    SM80_ENABLED, SM90_ENABLED = True, False
+
+
+@pytest.mark.parametrize("installed", ["1.0.6", "2.2.0+cu130"])
+def test_what_is_installed(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+    from types import ModuleType
+
+    package: Any = ModuleType("sageattention")
+    package.core, package.sageattn = Core, print
+    if installed.startswith("2"):
+        for function in sage.FUNCTIONS.values():
+            setattr(package, function.name, print)
+    monkeypatch.setitem(sys.modules, "sageattention", package)
+    monkeypatch.setitem(sys.modules, "sageattention.core", package.core)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: installed)
+    assert sage.probe() == installed
+    if installed == "1.0.6":
+        assert sage.build() == FIRST
+        with pytest.raises(ImportError, match=r"sageattention 1\.0\.6 has no sageattn_qk_int8_pv_fp16_triton"):
+            backends.load("sage_fp16_triton").probe()  # type: ignore[union-attr]
+        return
+    assert sage.build() == Build("sageattention 2.2.0+cu130", version=(2, 2, 0))
+    assert backends.load("sage_fp16_cuda").probe() == installed  # type: ignore[union-attr]
+    with pytest.raises(ImportError, match="cuda_sm90 was not compiled into this sageattention"):
+        backends.load("sage_fp8_cuda_sm90").probe()  # type: ignore[union-attr]
+
+
+# The arithmetic around the functions, with a stand-in that has their faults
+
+torch = pytest.importorskip("torch")
+from attn_core import accuracy  # noqa: E402
+
+
+def stand_in(q: Any, k: Any, v: Any, *, triton: bool, is_causal: bool, sm_scale: float, **rest: Any) -> Any:
+    """Exact in float64, but it counts padded keys and changes its k as the Triton kernels do."""
+    assert rest.pop("tensor_layout") == "NHD" and rest.pop("smooth_k") is False
+    return_lse = rest.pop("return_lse", False)
+    rows, keys, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    assert q.shape[-1] in (64, 128) and not torch.is_grad_enabled()
+    assert not is_causal or (rows == keys and (keys % 128 == 0 or not triton))
+    wide = torch.nn.functional.pad(k, (0, 0, 0, 0, 0, -keys % 64)) if triton else k
+    operands = (q, wide.repeat_interleave(group, 2), v.repeat_interleave(group, 2))
+    q64, k64, v64 = (tensor.double().transpose(1, 2) for tensor in operands)
+    scores = sm_scale * q64 @ k64.mT
+    if is_causal:
+        scores += torch.full((rows, rows), -torch.inf, dtype=torch.float64).triu(1)
+    out = (torch.softmax(scores, -1)[..., :keys] @ v64).transpose(1, 2).to(q.dtype)
+    k.zero_()
+    return (out, scores.logsumexp(-1).float()) if return_lse else out
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"kv_len": 64},
+    "causal": {"q_len": 7, "causal": True},
+    "causal, more than a block": {"batch": 1, "q_len": 130, "kv_len": 130, "causal": True},
+    "causal of a block": {"batch": 1, "q_len": 128, "kv_len": 128, "causal": True, "num_kv_heads": 9},
+    "wide heads": {"kv_len": 64, "head_dim": 96, "value_dim": 70},
+    "one query": {"q_len": 1, "kv_len": 128, "causal": True},
+}
+
+
+@pytest.mark.parametrize("with_lse", [False, True], ids=["", "log-sum-exp"])
+@pytest.mark.parametrize("name", ["sage", "sage_fp16_triton", "sage_fp16_cuda"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_half_is_exact(case: str, name: str, with_lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = backends.load(name)
+    triton = name != "sage_fp16_cuda"
+
+    def function(asked: str) -> Any:
+        def run(*operands: Any, pv_accum_dtype: str = "", **arguments: Any) -> Any:
+            return stand_in(*operands, triton=triton, **arguments)
+
+        return run
+
+    monkeypatch.setattr(sage, "_function", function)
+    made = make({**CASES[case], "return_lse": with_lse}, "float32")
+    assert module.refuses(made.spec, "sm90", FIRST) == ()
+    tensors = [None if array is None else torch.from_numpy(np.asarray(array)).float() for array in made.inputs]
+    inputs, keys = Inputs(*tensors), tensors[1].clone()
+    out, lse = module.forward(made.spec, inputs)
+    assert torch.equal(inputs.k, keys), "the caller's k has been changed"
+    assert out.shape == made.spec.out_shape and lse.shape == made.spec.lse_shape and lse.dtype == torch.float32
+    expected = accuracy.expect(made.spec, made.inputs)
+    verdict = expected.judge(out=out.double().numpy(), lse=lse.numpy() if with_lse else None)
+    assert verdict.ok, verdict
+    assert with_lse or lse.isnan().all()
+
+
+def test_the_stand_in_has_the_fault_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sage, "_function", lambda name: lambda *a, **kw: stand_in(*a, triton=True, **kw))
+    made = make({"kv_len": 63}, "float32")
+    assert "kv_len=63" in sage.refuses(made.spec, "sm90", FIRST)[0]
+    out, _ = sage.forward(made.spec, Inputs(*(None if x is None else torch.from_numpy(x).float() for x in made.inputs)))
+    assert not accuracy.expect(made.spec, made.inputs).judge(out=out.double().numpy()).ok

@@ -1,0 +1,686 @@
+"""torch's own CUDA kernels without a GPU: what they are asked for and refused, and the arithmetic around them.
+
+Stand-ins take the kernels' places: plain torch, with the kernels' own shapes, conventions and faults. What they leave
+unwritten is NaN, and what the real ones check or get wrong, they assert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+from oracle_cases import make  # noqa: E402
+
+from attn_core import Target, accuracy, aten_documents, aten_efficient, aten_masks, backends, selection  # noqa: E402
+from attn_core.backends import Gradients, Inputs  # noqa: E402
+from attn_core.masks import visible  # noqa: E402
+from attn_core.spec import AttentionSpec  # noqa: E402
+from attn_core.support import Build  # noqa: E402
+
+flash: Any = backends.load("sdpa_flash", "cuda")
+efficient: Any = backends.load("sdpa_efficient", "cuda")
+cudnn: Any = backends.load("sdpa_cudnn", "cuda")
+NAN, INF = float("nan"), float("inf")
+CUDNN = Build("cuDNN 9.19.0", version=(9, 19, 0))
+SPEC = AttentionSpec(
+    **{"batch": 2, "q_len": 40, "kv_len": 96, "num_heads": 6, "num_kv_heads": 2, "head_dim": 64, "value_dim": 64},
+    **{"dtype": "bfloat16", "scale": 0.5},
+)
+PACKED = {"batch": 1, "documents": 3, "max_len_q": 9, "max_len_k": 20}
+
+
+def refusals(name: str, device: str = "sm90", build: Build | None = CUDNN, **changes: Any) -> tuple[str, ...]:
+    builds = ((name, build),) if build is not None and name == "sdpa_cudnn" else ()
+    return selection.refusals(name, replace(SPEC, **changes), Target("torch", device, builds=builds))
+
+
+# What the kernels are asked for
+
+
+def test_the_flash_kernel_s_arguments() -> None:
+    assert flash.lower(SPEC) == {
+        **{"max_q": 40, "max_k": 96, "is_causal": False, "scale": 0.5},
+        **{"window_size_left": None, "window_size_right": None, "empty_rows": False},
+    }
+    causal = flash.lower(replace(SPEC, causal=True))
+    assert (causal["is_causal"], causal["window_size_left"], causal["window_size_right"]) == (True, None, None)
+    assert flash.lower(replace(SPEC, causal=True, q_len=97))["empty_rows"]
+    window = flash.lower(replace(SPEC, causal=True, window=(7, 0)))
+    assert (window["is_causal"], window["window_size_left"], window["window_size_right"]) == (True, 7, 0)
+    assert flash.lower(replace(SPEC, window=(7, 3)))["window_size_right"] == 3
+    assert flash.lower(replace(SPEC, window=(700, 300))) == flash.lower(SPEC), "a window that hides nothing"
+    decode = flash.lower(replace(SPEC, causal=True, window=(7, None), q_len=1))
+    assert (decode["window_size_left"], decode["window_size_right"]) == (7, 0)
+    packed = flash.lower(replace(SPEC, **PACKED, causal=True))
+    assert (packed["max_q"], packed["max_k"], packed["empty_rows"]) == (9, 20, True)
+    assert flash.lower(replace(SPEC, **{**PACKED, "max_len_q": 1}))["max_q"] == 2
+
+
+def test_the_memory_efficient_kernel_s_arguments() -> None:
+    assert efficient.lower(SPEC) == {
+        **{"rows": slice(0, 40), "max_q": None, "max_k": None, "custom_mask_type": 0, "scale": 0.5},
+        **{"window_size": None, "num_splits_key": None, "split_documents": False},
+    }
+
+    def asked(*names: str, **changes: Any) -> tuple[Any, ...]:
+        return tuple(efficient.lower(replace(SPEC, **changes))[name] for name in names)
+
+    band = "rows", "custom_mask_type", "window_size"
+    assert asked(*band, causal=True) == (slice(0, 40), 2, None)
+    assert asked(*band, causal=True, alignment="top_left") == (slice(0, 40), 1, None)
+    assert asked(*band, causal=True, kv_len=40) == (slice(0, 40), 1, None)
+    assert asked(*band, causal=True, kv_len=30) == (slice(10, 40), 1, None), "ten rows see nothing"
+    assert asked(*band, causal=True, q_len=1) == (slice(0, 1), 0, None)
+    assert asked(*band, causal=True, window=(7, 0)) == (slice(0, 40), 2, 8)
+    assert asked(*band, window=(7, None), q_len=1) == (slice(0, 1), 2, 8)
+    assert asked(*band, causal=True, window=(7, 0), kv_len=20, alignment="top_left") == (slice(0, 27), 1, 8)
+    assert asked(*band, causal=True, window=(7, 0), kv_len=20) == (slice(20, 40), 1, 8)
+    assert asked("num_splits_key", deterministic=True) == (1,)
+    documents = "max_q", "max_k", "custom_mask_type", "num_splits_key", "split_documents"
+    assert asked(*documents, **PACKED) == (9, 20, 0, 1, False)
+    assert asked(*documents, **PACKED, causal=True) == (9, 20, 2, None, True)
+    assert asked(*documents, **PACKED, causal=True, alignment="top_left") == (9, 20, 1, None, False)
+    assert asked("max_q", "max_k", **{**PACKED, "max_len_q": 70, "max_len_k": 90}) == (40, 90)
+
+
+def test_cudnn_s_arguments() -> None:
+    assert cudnn.lower(SPEC) == {"is_causal": False, "band_in_mask": False, "scale": 0.5}
+    assert cudnn.lower(replace(SPEC, causal=True, kv_len=40))["is_causal"]
+    assert not cudnn.lower(replace(SPEC, causal=True, q_len=1))["is_causal"], "the last row sees every key"
+    masked = cudnn.lower(replace(SPEC, causal=True, mask_shape=(2, 1, 1, 96)))
+    assert (masked["is_causal"], masked["band_in_mask"]) == (False, True)
+
+
+# What they are refused
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("sdpa_flash", {}),
+        ("sdpa_flash", {"causal": True, "window": (7, 0), "needs_backward": True, "return_lse": True, "sinks": True}),
+        ("sdpa_flash", {"window": (7, 3), "q_len": 97}),
+        ("sdpa_flash", {**PACKED, "causal": True, "window": (7, 0), "dtype": "float16", "value_dim": 40}),
+        ("sdpa_efficient", {"causal": True, "value_dim": 24, "needs_backward": True, "deterministic": True}),
+        ("sdpa_efficient", {"mask_shape": (2, 1, 1, 96), "causal": True, "needs_backward": True}),
+        ("sdpa_efficient", {"dtype": "float32", "bias_shape": (1, 6, 40, 1), "bias_gradient": True}),
+        ("sdpa_efficient", {**PACKED, "causal": True, "needs_backward": True, "dtype": "float32"}),
+        ("sdpa_efficient", {"causal": True, "window": (7, 0)}),
+        ("sdpa_efficient", {"causal": True, "window": (7, 0), "kv_len": 30, "needs_backward": True}),
+        ("sdpa_cudnn", {"needs_backward": True, "return_lse": True, "sinks": True, "value_dim": 40}),
+        ("sdpa_cudnn", {"head_dim": 256, "value_dim": 256}),
+        ("sdpa_cudnn", {"causal": True, "kv_len": 40, "needs_backward": True}),
+        ("sdpa_cudnn", {"causal": True, "mask_shape": (2, 1, 1, 96)}),
+        ("sdpa_cudnn", {"causal": True, "q_len": 1}),
+        ("sdpa_cudnn", {"causal": True, "alignment": "top_left", "needs_backward": True}),
+    ],
+)
+def test_what_they_take(name: str, changes: dict[str, Any]) -> None:
+    assert refusals(name, **changes) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "changes", "words"),
+    [
+        ("sdpa_flash", "sm75", {}, "device sm75: the aten CUDA flash kernel needs sm80 or newer"),
+        ("sdpa_flash", "sm90", {"window": (7, 3), "q_len": 98}, r"window=\(7, 3\) with q_len 98 and kv_len 96"),
+        ("sdpa_flash", "sm90", {"window": (7, None), "q_len": 98}, "open or positive right side"),
+        ("sdpa_flash", "sm90", {**PACKED, "window": (7, 3)}, r"window=\(7, 3\) in packed documents"),
+        ("sdpa_flash", "sm90", {"causal": True, "alignment": "top_left"}, "alignment=top_left"),
+        ("sdpa_flash", "sm90", {"alibi_shape": (6,)}, "alibi_slopes: the aten CUDA flash kernel has none"),
+        ("sdpa_flash", "sm90", {"dropout": 0.1}, "dropout=0.1: the aten CUDA flash kernel has none"),
+        ("sdpa_flash", "sm90", {"softcap": 5.0}, "softcap=5.0"),
+        ("sdpa_flash", "sm90", {"needs_backward": True, "deterministic": True}, "backward: deterministic=True"),
+        ("sdpa_flash", "sm89", {"needs_backward": True, "head_dim": 256}, "head_dim=256 on sm89"),
+        ("sdpa_flash", "sm90", {"dtype": "float32"}, "dtype float32"),
+        ("sdpa_flash", "sm90", {"batch": 70_000}, "70000 batch rows or documents"),
+        ("sdpa_efficient", "sm90", {"window": (7, 3)}, r"window=\(7, 3\): the aten memory-efficient kernel has causal"),
+        ("sdpa_efficient", "sm90", {"window": (7, None)}, r"window=\(7, None\): .* causal windows only"),
+        ("sdpa_efficient", "sm90", {**PACKED, "window": (7, 0)}, r"window=\(7, 0\) with packed documents"),
+        ("sdpa_efficient", "sm90", {**PACKED, "mask_shape": (1, 1, 40, 96)}, r"mask of shape \[1, 1, 40, 96\] with pa"),
+        ("sdpa_efficient", "sm90", {"bias_shape": (1, 6, 40, 96)}, "would round it to bfloat16"),
+        (
+            *("sdpa_efficient", "sm90", {"causal": True, "window": (7, 0), "needs_backward": True}),
+            "backward: .* window top_left",
+        ),
+        ("sdpa_efficient", "sm90", {"batch": 1, "q_len": 2**21, "kv_len": 2**23}, r"2\*\*31 elements"),
+        (
+            *("sdpa_efficient", "sm90"),
+            *({"batch": 1, "q_len": 2**16, "kv_len": 2**16, "mask_shape": (1, 1, 2**16, 2**16)}, "pytorch#162588"),
+        ),
+        ("sdpa_efficient", "sm90", {**PACKED, "documents": 40_000, "causal": True}, "80000 batch rows or documents"),
+        ("sdpa_cudnn", "sm90", {"causal": True}, "bottom_right, with q_len 40 and kv_len 96"),
+        ("sdpa_cudnn", "sm90", {"window": (7, 0)}, r"window=\(7, 0\): cuDNN attention has none"),
+        ("sdpa_cudnn", "sm90", {"bias_shape": (1, 6, 40, 96)}, "bias of shape"),
+        ("sdpa_cudnn", "sm90", PACKED, "packed documents"),
+        ("sdpa_cudnn", "sm90", {"kv_len": 1}, "kv_len=1"),
+        ("sdpa_cudnn", "sm80", {"head_dim": 136}, "head_dim=136 on sm80 with cuDNN 9.19.0"),
+        ("sdpa_cudnn", "sm90", {"deterministic": True, "needs_backward": True}, "backward: deterministic=True"),
+        ("sdpa_cudnn", "sm90", {"kv_len": 192, "needs_backward": True}, "pytorch#196678"),
+        (
+            *("sdpa_cudnn", "sm90"),
+            *({"kv_len": 64, "needs_backward": True, "mask_shape": (1, 1, 1, 64), "causal": True}, "pytorch#196678"),
+        ),
+        ("sdpa_cudnn", "sm90", {"q_len": 1, "needs_backward": True}, "cudnn-frontend#1072"),
+        ("sdpa_cudnn", "sm100", {"q_len": 1}, "pytorch#193893"),
+    ],
+)
+def test_what_they_are_refused(name: str, device: str, changes: dict[str, Any], words: str) -> None:
+    import re
+
+    reasons = refusals(name, device, **changes)
+    assert any(re.search(words, reason) for reason in reasons), reasons
+
+
+def test_cudnn_s_version_decides() -> None:
+    nan = {"kv_len": 192, "needs_backward": True}
+    newer = Build("cuDNN 9.26.0", version=(9, 26, 0))
+    assert refusals("sdpa_cudnn", build=newer, **nan) == ()
+    assert refusals("sdpa_cudnn", "sm80", **nan) == (), "the faulty kernel is sm90's"
+    assert refusals("sdpa_cudnn", **{**nan, "kv_len": 200}) == ()
+    assert refusals("sdpa_cudnn", **{**nan, "q_len": 192, "causal": True}) == ()
+    assert "unknown cuDNN" in refusals("sdpa_cudnn", build=None, **nan)[0]
+    assert "stops at 128" in refusals("sdpa_cudnn", build=None, head_dim=256)[0]
+    assert "stops at 128" in refusals("sdpa_cudnn", build=Build("", version=(9, 8, 0)), head_dim=256)[0]
+    for version, refused in (((9, 18, 1), 0), ((9, 25, 0), 1), ((9, 24, 1), 0), ((9, 25, 1), 0), ((), 1)):
+        assert len(refusals("sdpa_cudnn", "sm100", Build("", version=version), q_len=1)) == refused
+
+
+def test_cudnn_s_version_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    assert cudnn.build() == CUDNN and cudnn.probe() == f"{torch.__version__} (cuDNN 9.19.0)"
+    for found in (None, 8907):
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda found=found: found)
+        with pytest.raises(ImportError, match="no cuDNN 9"):
+            cudnn.probe()
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch was built with CUDA")
+def test_a_torch_without_cuda_has_none_of_them() -> None:
+    for name in ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn"):
+        assert "not available" in (backends.availability(name, "cuda")[1] or "")
+
+
+# The arithmetic around the kernels
+
+
+def softmax(q: Any, k: Any, v: Any, seen: Any, bias: Any, scale: float) -> tuple[Any, Any]:
+    """out and lse (-inf where nothing is seen) in float32; ``[rows, heads, dim]`` with equal heads."""
+    score = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * scale + (0 if bias is None else bias.float())
+    score = torch.where(seen, score, -INF)
+    lse = torch.logsumexp(score, -1)
+    weights = torch.exp(score - lse.masked_fill(lse == -INF, 0.0)[..., None])
+    return torch.einsum("hqk,khd->qhd", weights, v.float()), lse
+
+
+def softmax_backward(q: Any, k: Any, v: Any, seen: Any, bias: Any, scale: float, out: Any, lse: Any, dout: Any) -> Any:
+    """(dq, dk, dv, dscore) from whatever lse is given; hidden weights are exp(-inf - lse)."""
+    score = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * scale + (0 if bias is None else bias.float())
+    weights = torch.exp(torch.where(seen, score, -INF) - lse[..., None])
+    delta = (dout.float() * out.float()).sum(-1).t()  # [heads, rows]
+    dscore = weights * (torch.einsum("qhd,khd->hqk", dout.float(), v.float()) - delta[..., None])
+    dq, dk = torch.einsum("hqk,khd->qhd", dscore, k.float()), torch.einsum("hqk,qhd->khd", dscore, q.float())
+    return dq * scale, dk * scale, torch.einsum("hqk,qhd->khd", weights, dout.float()), dscore
+
+
+def sequences(q: Any, k: Any, cu_q: Any, cu_k: Any) -> list[tuple[int, int, slice, slice]]:
+    """(index, batch row, rows, keys) of each batch row or document."""
+    if cu_q is None:
+        return [(n, n, slice(0, q.shape[1]), slice(0, k.shape[1])) for n in range(q.shape[0])]
+    ends_q, ends_k = cu_q.tolist(), cu_k.tolist()
+    return [(n, 0, slice(*ends_q[n : n + 2]), slice(*ends_k[n : n + 2])) for n in range(len(ends_q) - 1)]
+
+
+def efficient_pieces(q: Any, k: Any, bias: Any, cu_q: Any, cu_k: Any, mask_type: int, window: int | None) -> Any:
+    """(index of lse, batch row, rows, keys, visible, bias, offset) of each sequence."""
+    assert q.shape[2] == k.shape[2], "equal heads"
+    assert q.stride(-1) == k.stride(-1) == 1
+    assert window is None or mask_type
+    if bias is not None:
+        assert cu_q is None and bias.dtype == q.dtype and bias.stride(-1) == 1
+        assert bias.shape == (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+        assert all(n <= 1 or s % 8 == 0 for n, s in zip(bias.shape[:3], bias.stride()[:3], strict=True))
+    for index, batch, rows, keys in sequences(q, k, cu_q, cu_k):
+        queries, count = rows.stop - rows.start, keys.stop - keys.start
+        offset = count - queries if mask_type == 2 else 0
+        assert offset >= 0 or count == 0, "unsigned: the kernel would mask nothing"
+        distance = torch.arange(count) - torch.arange(queries)[:, None] - offset
+        seen = distance <= 0 if mask_type else torch.full(distance.shape, True)
+        if window is not None:
+            seen &= distance > -window
+            assert seen.any(-1).all(), "tiles that meet no key stay unwritten"
+        yield index, batch, rows, keys, seen, None if bias is None else bias[batch], offset
+
+
+def efficient_forward(
+    q, k, v, bias, cu_q, cu_k, max_q, max_k, dropout, mask_type, want_lse, *, scale, window_size
+) -> Any:
+    assert want_lse and dropout == 0.0 and (max_q is None) == (cu_q is None)
+    count, longest = (q.shape[0], q.shape[1]) if cu_q is None else (len(cu_q) - 1, max_q)
+    raw = torch.full((count, q.shape[2], -(-longest // 32) * 32), NAN)
+    out = q.new_full((*q.shape[:3], v.shape[3]), NAN)
+    for index, batch, rows, keys, seen, some, _ in efficient_pieces(q, k, bias, cu_q, cu_k, mask_type, window_size):
+        if seen.numel():
+            part, lse = softmax(q[batch, rows], k[batch, keys], v[batch, keys], seen, some, scale)
+            out[batch, rows] = part.to(out.dtype)
+            raw[index, :, : lse.shape[1]] = lse.masked_fill(lse == -INF, 0.0)
+    return out, raw, None, None, max_q, max_k
+
+
+def efficient_backward(*given: Any, scale: float, num_splits_key: int | None, window_size: int | None) -> Any:
+    dout, q, k, v, bias, out, cu_q, cu_k, max_q, max_k, lse, dropout, seed, state, mask_type, want_dbias = given
+    assert lse.shape[2] == -(-max_q // 32) * 32 and lse.is_contiguous() and dout.shape == out.shape
+    assert out[0].is_contiguous(), "the kernel knows one row stride of out"
+    assert max_q <= q.shape[1] and max_k <= k.shape[1] and seed.dtype == state.dtype == torch.int64 and dropout == 0.0
+    assert cu_q is None or mask_type or num_splits_key == 1, "a division by the queries of a document"
+    found = [torch.full_like(t, NAN, memory_format=torch.contiguous_format) for t in (q, k, v)]
+    dbias = torch.full(bias.shape, NAN) if want_dbias else None
+    pieces = efficient_pieces(q, k, bias, cu_q, cu_k, mask_type, window_size)
+    for index, batch, rows, keys, seen, some, offset in pieces:
+        assert window_size is None or offset == 0, "the gradient's window is top-left"
+        found[1][batch, keys], found[2][batch, keys] = 0.0, 0.0
+        if not seen.numel():
+            continue
+        count = rows.stop - rows.start
+        assert (lse[index, :, count:] == INF).all()
+        tensors = q[batch, rows], k[batch, keys], v[batch, keys], seen, some, scale, out[batch, rows]
+        *parts, dscore = softmax_backward(*tensors, lse[index, :, :count], dout[batch, rows])
+        for gradient, place, part in zip(found, (rows, keys, keys), parts, strict=True):
+            gradient[batch, place] = part.to(gradient.dtype)
+        if dbias is not None:
+            dbias[batch] = torch.where(seen, dscore, NAN)
+    return (*found, dbias)
+
+
+def flash_pieces(q: Any, k: Any, cu_q: Any, cu_k: Any, how: dict[str, Any]) -> Any:
+    """(place of lse, rows of q, keys of k, visible) of each sequence; bottom-right."""
+    assert q.shape[-1] == k.shape[-1] and q.shape[-1] % 8 == 0
+    left, right = how["window_size_left"], 0 if how["is_causal"] else how["window_size_right"]
+    for _, batch, rows, keys in sequences(q, k, cu_q, cu_k):
+        queries, count = rows.stop - rows.start, keys.stop - keys.start
+        distance = torch.arange(count) - torch.arange(queries)[:, None] - (count - queries)
+        seen = torch.full(distance.shape, True)
+        seen &= True if left is None else distance >= -left
+        seen &= True if right is None else distance <= right
+        if cu_q is None:
+            yield np.s_[batch], np.s_[batch, rows], np.s_[batch, keys], seen
+        else:
+            yield np.s_[:, rows], rows, keys, seen
+
+
+def flash_forward(*given: Any, scale: float, **window: Any) -> Any:
+    q, k, v, cu_q, cu_k, max_q, _, dropout, is_causal, debug = given
+    assert dropout == 0.0 and not debug and (cu_q is None or max_q > 1)
+    out, group = torch.full_like(q, NAN), q.shape[-2] // k.shape[-2]
+    lse = torch.full((q.shape[1], q.shape[0]) if cu_q is not None else (q.shape[0], q.shape[2], q.shape[1]), NAN)
+    k, v = (t.repeat_interleave(group, -2) for t in (k, v))
+    for place, rows, keys, seen in flash_pieces(q, k, cu_q, cu_k, {**window, "is_causal": is_causal}):
+        part, sums = softmax(q[rows], k[keys], v[keys], seen, None, scale)
+        out[rows], lse[place] = part.to(q.dtype), sums.masked_fill(sums == -INF, INF)
+    return out, lse, None, None, None
+
+
+def flash_backward(*given: Any, scale: float, **window: Any) -> Any:
+    dout, q, k, v, out, lse, cu_q, cu_k, _, _, dropout, is_causal, state, unused = given
+    assert state.dtype == unused.dtype == torch.uint64 and state.shape == (2,) and dropout == 0.0
+    assert lse.is_contiguous() and not (lse == -INF).any()
+    heads, group = k.shape[-2], q.shape[-2] // k.shape[-2]
+    k, v = (t.repeat_interleave(group, -2) for t in (k, v))
+    found = [torch.full(t.shape, NAN) for t in (q, k, v)]
+    for place, rows, keys, seen in flash_pieces(q, k, cu_q, cu_k, {**window, "is_causal": is_causal}):
+        tensors = q[rows], k[keys], v[keys], seen, None, scale, out[rows], lse[place], dout[rows]
+        found[0][rows], found[1][keys], found[2][keys], _ = softmax_backward(*tensors)
+    dq, *others = found
+    return dq.to(q.dtype), *(t.unflatten(-2, (heads, group)).sum(-2).to(q.dtype) for t in others)
+
+
+def cudnn_seen(q: Any, k: Any, bias: Any, is_causal: bool) -> Any:
+    assert bias is None or (bias.dtype == q.dtype and bias.dim() == 4 and not is_causal)
+    assert bias is None or not (bias == -INF).all(-1).any(), "versions differ about rows that see nothing"
+    return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(0 if is_causal else k.shape[2])
+
+
+def cudnn_forward(q, k, v, bias, want_lse, dropout, is_causal, debug, *, scale) -> Any:
+    assert want_lse and dropout == 0.0 and not debug
+    group, seen = q.shape[1] // k.shape[1], cudnn_seen(q, k, bias, is_causal)
+    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+    out, lse = torch.empty_like(q), torch.empty(*q.shape[:3], 1)
+    bias = None if bias is None else bias.expand(q.shape[0], -1, q.shape[2], k.shape[2])
+    for n in range(q.shape[0]):
+        rows = (t[n].transpose(0, 1) for t in (q, k, v))
+        part, sums = softmax(*rows, seen, None if bias is None else bias[n], scale)
+        out[n], lse[n] = part.transpose(0, 1).to(q.dtype), sums[..., None]
+    return out, lse, None, None, q.shape[2], k.shape[2], None, None, None
+
+
+def cudnn_backward(*given: Any, scale: float) -> Any:
+    dout, q, k, v, out, lse, seed, state, bias, cu_q, cu_k, max_q, max_k, dropout, is_causal = given
+    assert cu_q is None and cu_k is None and (max_q, max_k, dropout) == (q.shape[2], k.shape[2], 0.0)
+    assert all(t.transpose(1, 2).is_contiguous() for t in (out, dout)), "torch's plans hold one layout"
+    assert lse.shape == (*q.shape[:3], 1) and lse.is_contiguous() and lse.isfinite().all()
+    assert seed.dtype == state.dtype == torch.int64
+    heads, group, seen = k.shape[1], q.shape[1] // k.shape[1], cudnn_seen(q, k, bias, is_causal)
+    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+    bias = None if bias is None else bias.expand(q.shape[0], -1, q.shape[2], k.shape[2])
+    found: list[list[Any]] = [[], [], []]
+    for n in range(q.shape[0]):
+        q_n, k_n, v_n, out_n, dout_n = (t[n].transpose(0, 1) for t in (q, k, v, out, dout))
+        some = None if bias is None else bias[n]
+        *parts, _ = softmax_backward(q_n, k_n, v_n, seen, some, scale, out_n, lse[n, ..., 0], dout_n)
+        for rows, part in zip(found, parts, strict=True):
+            rows.append(part.transpose(0, 1))
+    dq, dk, dv = (torch.stack(rows) for rows in found)
+    return dq.to(q.dtype), *(t.unflatten(1, (heads, group)).sum(2).to(q.dtype) for t in (dk, dv))
+
+
+LENGTHS = {"batch": 1, "q_len": 12, "kv_len": 14, "documents": 6, "max_len_q": 6, "max_len_k": 5}  # of oracle_cases
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("flash efficient cudnn", {}),
+    "a width of their own": ("flash efficient cudnn", {"head_dim": 16, "value_dim": 16}),
+    "causal": ("flash efficient", {"causal": True}),
+    "causal, rows that see nothing": ("flash efficient", {"causal": True, "q_len": 11, "kv_len": 7}),
+    "causal top_left": ("efficient cudnn", {"causal": True, "alignment": "top_left"}),
+    "causal top_left, more queries": ("efficient cudnn", {"causal": True, "alignment": "top_left", "q_len": 11}),
+    "causal square": ("flash efficient cudnn", {"causal": True, "q_len": 7}),
+    "decoding": ("flash efficient cudnn", {"causal": True, "q_len": 1}),
+    "decoding in a window": ("flash efficient", {"causal": True, "q_len": 1, "window": (2, 0), "no_gradient": True}),
+    "window": ("flash", {"window": (2, 1)}),
+    "window to the left": ("flash", {"window": (2, None)}),
+    "causal window": ("flash efficient", {"causal": True, "window": (2, 0), "no_gradient": True}),
+    "causal window, gradient": ("flash", {"causal": True, "window": (2, 0)}),
+    "causal window, square": ("flash efficient", {"causal": True, "window": (2, 0), "q_len": 7}),
+    "causal window, rows before": ("flash efficient", {"causal": True, "window": (2, 0), "q_len": 13}),
+    "causal window, rows after": (
+        "efficient",
+        {"causal": True, "window": (2, 0), "q_len": 13, "alignment": "top_left"},
+    ),
+    "mask": ("efficient cudnn", {"mask_shape": (2, 9, 5, 7)}),
+    "mask by key": ("efficient cudnn", {"mask_shape": (2, 1, 1, 7)}),
+    "mask by query": ("efficient cudnn", {"mask_shape": (2, 1, 5, 1)}),
+    "mask by batch": ("efficient cudnn", {"mask_shape": (2, 1, 1, 1)}),
+    "mask by key, causal": ("efficient cudnn", {"mask_shape": (2, 1, 1, 7), "causal": True}),
+    "mask, causal, empty": ("efficient cudnn", {"mask_shape": (2, 9, 11, 7), "causal": True, "q_len": 11}),
+    "mask by key, causal window": (
+        "efficient",
+        {"mask_shape": (2, 1, 1, 7), "causal": True, "window": (1, 0), "q_len": 7},
+    ),
+    "bias": ("efficient", {"bias_shape": (2, 9, 5, 7), "bias_gradient": True}),
+    "bias of aligned rows": ("efficient", {"bias_shape": (2, 9, 5, 16), "bias_gradient": True, "kv_len": 16}),
+    "bias by head": ("efficient", {"bias_shape": (1, 9, 1, 7), "bias_gradient": True}),
+    "bias by batch": ("efficient", {"bias_shape": (2, 1, 5, 1), "bias_gradient": True}),
+    "bias, causal": ("efficient", {"bias_shape": (1, 9, 5, 7), "bias_gradient": True, "causal": True}),
+    "bias, mask, rows that see nothing": (
+        "efficient",
+        {
+            **{"bias_shape": (1, 9, 11, 7), "mask_shape": (2, 1, 1, 7), "bias_gradient": True},
+            **{"causal": True, "q_len": 11, "sinks": True},
+        },
+    ),
+    "packed": ("flash efficient", LENGTHS),
+    "packed, causal": ("flash efficient", {**LENGTHS, "causal": True}),
+    "packed, causal top_left": ("efficient", {**LENGTHS, "causal": True, "alignment": "top_left"}),
+    "packed, a bound for a length": ("efficient", {**LENGTHS, "causal": True, "max_len_q": 99, "max_len_k": 99}),
+    "packed, causal window": ("flash", {**LENGTHS, "causal": True, "window": (1, 0)}),
+}
+STANDINS = {
+    "flash": (flash, "sdpa_flash", (flash_forward, flash_backward)),
+    "efficient": (efficient, "sdpa_efficient", (efficient_forward, efficient_backward)),
+    "cudnn": (cudnn, "sdpa_cudnn", (cudnn_forward, cudnn_backward)),
+}
+
+
+def tensors(inputs: Inputs, dtype: str) -> Inputs:
+    """As torch tensors; q, k, v in the call's dtype, the rest of what is float in float32."""
+    found = {}
+    for name, array in inputs._asdict().items():
+        tensor = None if array is None else torch.from_numpy(np.asarray(array))
+        if tensor is not None and tensor.is_floating_point():
+            tensor = tensor.to(getattr(torch, dtype) if name in "qkv" else torch.float32)
+        found[name] = tensor
+    return Inputs(**found)
+
+
+@pytest.mark.parametrize("extra", ["", "sinks", "return_lse"])
+@pytest.mark.parametrize(
+    ("kernel", "case"), [(kernel, case) for case, (kernels, _) in CASES.items() for kernel in kernels.split()]
+)
+def test_the_arithmetic_is_right(kernel: str, case: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, name, ops = STANDINS[kernel]
+    monkeypatch.setattr(module, "_kernels", lambda: ops)
+    fields = {**CASES[case][1], **({extra: True} if extra else {})}
+    learns = not fields.pop("no_gradient", False)
+    if extra == "return_lse":
+        fields.pop("bias_gradient", None)  # refused together
+    for dtype in module.FORWARD.dtypes[:2]:
+        if dtype != "float32" and "bias_shape" in fields:
+            continue
+        made = make({**fields, "needs_backward": learns}, dtype)
+        target = Target("torch", "sm80", builds=(("sdpa_cudnn", CUDNN),))
+        assert selection.refusals(name, made.spec, target) == ()
+        inputs = tensors(made.inputs, dtype)
+        out, lse = module.forward(made.spec, inputs)
+        gradients = None
+        dlse = made.dlse if extra == "return_lse" else None
+        if learns:
+            dout = torch.from_numpy(made.dout).to(inputs.q.dtype)
+            found = module.backward(
+                made.spec, inputs, out, lse, dout, None if dlse is None else torch.from_numpy(dlse).float()
+            )
+            assert [part.dtype for part in found if part is not None][:3] == [inputs.q.dtype] * 3
+            gradients = Gradients(*(None if part is None else part.double().numpy() for part in found))
+        expected = accuracy.expect(made.spec, made.inputs, dout=made.dout if learns else None, dlse=dlse)
+        verdict = expected.judge(out=out.double().numpy(), lse=lse.double().numpy(), gradients=gradients)
+        assert verdict.ok, verdict
+        assert tuple(out.shape) == made.spec.out_shape and tuple(lse.shape) == made.spec.lse_shape
+
+
+# Its parts
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rows_that_see_nothing_are_found(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    q_len, kv_len = (int(n) for n in random.integers(1, 9, 2))
+    shape = tuple(int(random.choice((1, n))) for n in (2, 3, q_len, kv_len))
+    fields = {"causal": bool(random.random() < 0.7), "alignment": str(random.choice(("top_left", "bottom_right")))}
+    window = (int(random.integers(0, 4)), 0) if fields["causal"] and random.random() < 0.5 else (None, None)
+    spec = AttentionSpec(
+        **{"batch": 2, "q_len": q_len, "kv_len": kv_len, "num_heads": 3, "num_kv_heads": 3, "head_dim": 8},
+        **{"value_dim": 8, "dtype": "float32", "mask_shape": shape, "window": window, **fields},
+    )
+    mask = random.random(shape) < 0.4
+    added = torch.where(torch.from_numpy(mask), 0.0, -INF)
+    edge = aten_masks.needed_band(spec)
+    found = aten_masks.empty_rows(added, edge, slice(0, q_len), kv_len).expand(2, 3, q_len)
+    assert np.array_equal(found.numpy(), np.broadcast_to(~visible(spec, mask).any(-1), (2, 3, q_len)))
+
+
+def test_additive_rows_lie_where_kernels_can_load_them() -> None:
+    for keys in (7, 8, 13):
+        for whole in (torch.randn(2, 1, 5, keys), torch.randn(2, 1, keys, 5).mT, torch.randn(2, 1, 5, 1)):
+            found = aten_masks.aligned(whole, keys)
+            assert torch.equal(found, whole.expand(2, 1, 5, keys))
+            assert found.stride(-1) == 1 and found.stride(-2) % 8 == 0 and found.data_ptr() % 16 == 0
+    fits = torch.randn(2, 1, 5, 16)
+    assert aten_masks.aligned(fits, 16) is fits, "no copy of what is right"
+
+
+def test_a_mask_is_exact_in_any_dtype_and_a_bias_keeps_its_own() -> None:
+    mask, bias = torch.tensor([[[[True, False]]]]), torch.tensor([[[[1.5, 2.5]]]])
+    q = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16)
+    added = aten_masks.additive(Inputs(q, q, q, mask=mask), q.dtype)
+    assert added.dtype == torch.bfloat16 and added.tolist() == [[[[0.0, -INF]]]]
+    both = aten_masks.additive(Inputs(q, q, q, mask=mask, bias=bias), torch.float32)
+    assert both.dtype == torch.float32 and both.tolist() == [[[[1.5, -INF]]]]
+
+
+def test_log_sum_exps_change_places_by_token_and_by_document() -> None:
+    cu_q, cu_k = torch.tensor([0, 3, 3, 5, 11], dtype=torch.int32), torch.tensor([0, 5, 7, 7, 9], dtype=torch.int32)
+    where = aten_documents.places(cu_q, cu_k, 11, 32)
+    assert where.document.tolist() == [0, 0, 0, 2, 2, 3, 3, 3, 3, 3, 3]
+    assert where.position.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 5]
+    assert where.empty.tolist() == [False] * 3 + [True] * 2 + [False] * 6
+    raw = torch.randn(4, 2, 32)
+    lse = aten_documents.by_token(raw, where)
+    assert torch.equal(lse[:, :3], raw[0, :, :3]) and torch.equal(lse[:, 5:], raw[3, :, :6])
+    assert (lse[:, 3:5] == -INF).all()
+    again = aten_documents.by_document(lse, where, 4, 32)
+    assert torch.equal(again[0, :, :3], raw[0, :, :3]) and torch.equal(again[3, :, :6], raw[3, :, :6])
+    assert (again[0, :, 3:] == INF).all() and (again[1:3] == INF).all() and (again[3, :, 6:] == INF).all()
+
+
+def test_queries_without_a_key_become_documents_of_their_own() -> None:
+    cu_q, cu_k = torch.tensor([0, 3, 3, 5, 11], dtype=torch.int32), torch.tensor([0, 5, 7, 7, 9], dtype=torch.int32)
+    queries, keys = aten_documents.split_at_first_key(cu_q, cu_k)
+    assert queries.dtype == keys.dtype == torch.int32
+    assert queries.tolist() == [0, 0, 3, 3, 3, 5, 5, 9, 11]
+    assert keys.tolist() == [0, 0, 5, 5, 7, 7, 7, 7, 9]
+
+
+def test_offsets_that_lie_read_nothing_outside() -> None:
+    lies = torch.tensor([0, 900, 2, 5], dtype=torch.int32)
+    where = aten_documents.places(lies, lies, 7, 32)
+    assert (where.document >= 0).all() and (where.document < 3).all()
+    assert (where.position >= 0).all() and (where.position < 32).all()
+
+
+def test_groups_of_heads() -> None:
+    k = torch.randn(2, 5, 3, 8)
+    wide = aten_efficient.for_each_head(k, 4)
+    assert torch.equal(wide, k.repeat_interleave(4, dim=2))
+    one = aten_efficient.for_each_head(k[:, :, :1], 4)
+    assert one.shape == (2, 5, 4, 8) and one.data_ptr() == k.data_ptr(), "one kv head is not copied"
+    low = torch.randn(2, 5, 12, 8).bfloat16()
+    assert torch.equal(aten_efficient.by_kv_head(low, 3), low.float().unflatten(2, (3, 4)).sum(3).bfloat16())
+    assert aten_efficient.by_kv_head(low, 12) is low
+
+
+# The ops themselves, on tensors without storage: names, order and types of their arguments
+
+
+def fits(kind: str, value: Any) -> bool:
+    """Whether a value may stand for an argument of a schema; a missing tensor is None."""
+    types = {"Tensor": torch.Tensor, "int": int, "float": float, "bool": bool}
+    word = next(word for word in types if word in kind)
+    return value is None if value is None and (word == "Tensor" or "Optional" in kind) else type(value) is types[word]
+
+
+def checked(op: Any) -> Any:
+    """The op, its arguments held against its schema first. torch's stand-in for one backward op has the wrong ones."""
+
+    def run(*given: Any, **named: Any) -> Any:
+        arguments = op._schema.arguments
+        positional = [argument for argument in arguments if not argument.kwarg_only]
+        assert len(given) == len(positional)
+        names = {argument.name: argument for argument in arguments if argument.kwarg_only}
+        pairs = [*zip(positional, given, strict=True), *((names[name], value) for name, value in named.items())]
+        wrong = [argument.name for argument, value in pairs if not fits(str(argument.type), value)]
+        assert not wrong, wrong
+        if op is torch.ops.aten._efficient_attention_backward.default:
+            return (*(torch.empty_like(given[at]) for at in (1, 2, 3)), None)
+        return op(*given, **named)
+
+    return run
+
+
+@pytest.mark.parametrize("kernel", STANDINS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_arguments_are_those_of_the_installed_torch(
+    kernel: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, name, _ = STANDINS[kernel]
+    ops = tuple(map(checked, module._kernels()))
+    monkeypatch.setattr(module, "_kernels", lambda: ops)
+    changes: dict[str, Any] = {"causal": True, "kv_len": 40, "needs_backward": True, "sinks": True}
+    changes |= PACKED if packed else {}
+    if packed and not module.FORWARD.packed:
+        assert refusals(name, **changes)
+        return
+    spec = replace(SPEC, **changes, head_dim=44, value_dim=44)
+
+    def empty(*shape: int, dtype: Any = torch.bfloat16) -> Any:
+        return torch.empty(shape if packed else (2, *shape), dtype=dtype, device="meta")
+
+    q, k = empty(40, 6, 44), empty(40, 2, 44)
+    offsets = torch.empty(4, dtype=torch.int32, device="meta") if packed else None
+    sinks = torch.empty(6, device="meta")
+    inputs = Inputs(q.requires_grad_(), k, k, sinks=sinks, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    out, lse = module.forward(spec, inputs)
+    assert tuple(out.shape) == spec.out_shape and out.dtype == torch.bfloat16 and not out.requires_grad
+    assert tuple(lse.shape) == spec.lse_shape and lse.dtype == torch.float32
+    found = module.backward(spec, inputs, out, lse, torch.empty_like(q), None)
+    assert (found.dq.shape, found.dk.shape, found.dv.shape) == (q.shape, k.shape, k.shape)
+
+
+# On a GPU: what the generated suites do not draw
+
+
+def judged(name: str, fields: dict[str, Any], dtype: str) -> Any:
+    """The verdict on one call with gradients on the GPU."""
+    made = make({**fields, "needs_backward": True}, dtype)
+    target, module = Target.here("torch", _device()), backends.load(name, "cuda")
+    if reasons := selection.refusals(name, made.spec, target):
+        pytest.skip("; ".join(reasons))
+    inputs = Inputs(*(None if tensor is None else tensor.cuda() for tensor in tensors(made.inputs, dtype)))
+    out, lse = module.forward(made.spec, inputs)
+    dout = torch.from_numpy(made.dout).to(inputs.q)
+    found = module.backward(made.spec, inputs, out, lse, dout, None)
+    gradients = Gradients(*(None if part is None else part.double().cpu().numpy() for part in found))
+    expected = accuracy.expect(made.spec, made.inputs, dout=made.dout)
+    return expected.judge(out=out.double().cpu().numpy(), lse=lse.double().cpu().numpy(), gradients=gradients)
+
+
+def _device() -> str:
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm{major}{minor}"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("widths", [(512, 320), (320, 512), (136, 24)])
+def test_wide_heads(widths: tuple[int, int], dtype: str) -> None:
+    sizes = {
+        "q_len": 67,
+        "kv_len": 131,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": widths[0],
+        "value_dim": widths[1],
+    }
+    verdict = judged("sdpa_efficient", {**sizes, "causal": True}, dtype)
+    assert verdict.ok, verdict
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["sdpa_flash", "sdpa_efficient"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_documents_of_more_queries_than_keys(name: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole tiles of queries see nothing, in some documents, and some documents have no query."""
+    queries, keys = (300, 0, 129, 70, 1), (100, 257, 0, 70, 5)
+    monkeypatch.setattr("oracle_cases.LENGTHS_Q", queries)
+    monkeypatch.setattr("oracle_cases.LENGTHS_K", keys)
+    sizes = {"batch": 1, "q_len": sum(queries), "kv_len": sum(keys), "documents": 5, "max_len_q": 300, "max_len_k": 257}
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 160, "value_dim": 160}
+    verdict = judged(name, {**sizes, **heads, "causal": causal}, "bfloat16")
+    assert verdict.ok, verdict
+
+
+@pytest.mark.cuda
+def test_cudnn_s_backward_takes_gradients_of_any_layout() -> None:
+    """torch keeps cuDNN's plans by the layout of q, k and v: another dout must not meet the plan of the first."""
+    spec = replace(SPEC, kv_len=40, needs_backward=True)
+    target, module = Target.here("torch", _device()), backends.load("sdpa_cudnn", "cuda")
+    if reasons := selection.refusals("sdpa_cudnn", spec, target):
+        pytest.skip("; ".join(reasons))
+    q, k, dout = (torch.randn(2, 40, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (6, 2, 6))
+    inputs = Inputs(q, k, torch.randn_like(k))
+    out, lse = module.forward(spec, inputs)
+    layouts = (dout, dout.transpose(1, 2).contiguous().transpose(1, 2), torch.stack((dout, dout), -1)[..., 0])
+    first, *others = (module.backward(spec, inputs, out, lse, layout, None) for layout in layouts)
+    for other in others:
+        for one, two in zip(first[:3], other[:3], strict=True):
+            torch.testing.assert_close(one, two, rtol=2e-2, atol=2e-2)
