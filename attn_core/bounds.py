@@ -143,7 +143,7 @@ def _dscores(spec: AttentionSpec, call: Softmax, sizes: Magnitudes, dlogits: _Su
     if spec.softcap is not None:
         bent = abs(call.capped) / spec.softcap
         logits = logits + dlogits.cond * 2 * bent * (bent + call.slope * sizes.scores / spec.softcap)
-    return _Sum(spec.scale * cond, spec.scale * logits, max(spec.scale, 1.0) * dlogits.terms)
+    return _Sum(spec.scale * cond, spec.scale * logits, max(spec.scale or 1.0, 1.0) * dlogits.terms)
 
 
 def _float32(spec: AttentionSpec) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -146,6 +147,7 @@ def extra_bytes(backend: str, kind: str, what: str, length: int) -> int:
 
     run()
     torch.cuda.synchronize()
+    gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -162,14 +162,21 @@ def reason(name: str, error: Exception) -> str:
 
 
 def take_turns(turns: dict[str, Turn], *, calls: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds per call of each candidate in each round; the rounds interleave the candidates."""
+    """Seconds per call of each candidate in each round; the rounds interleave the candidates.
+
+    Each round begins with the next candidate and every other one goes backwards, so that nobody always comes after the
+    same neighbour: a GPU is slower for a while behind a kernel that drew more power.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in turns}
+    order = list(turns)
     gc.collect()
     gc.disable()
     try:
-        for _ in range(rounds):
-            for name, turn in turns.items():
-                seconds[name].append(turn(calls))
+        for number in range(rounds):
+            begin = number % max(len(order), 1)
+            turned = order[begin:] + order[:begin]
+            for name in reversed(turned) if number % 2 else turned:
+                seconds[name].append(turns[name](calls))
     finally:
         gc.enable()
     return seconds

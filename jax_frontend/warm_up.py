@@ -12,7 +12,8 @@ from jax_frontend.attention import explain
 def warm_up(q: Any, k: Any, v: Any, *, needs_backward: bool | None = None, **options: Any) -> Selection:
     """Chooses the backend of a call, and does on a GPU what its kernels would do when they first run.
 
-    XLA's own compilation comes with ``jax.jit`` as always; this is about torch's kernels. It takes the arguments of ``explain``, arrays or ``jax.ShapeDtypeStruct``, and returns the same Selection.
+    XLA's own compilation comes with ``jax.jit`` as always; this is about torch's kernels. It takes the arguments of
+    ``explain``, arrays or ``jax.ShapeDtypeStruct``, and returns the same Selection.
 
     Raises:
         NoBackendError: when no backend, or not the one asked for, can run the call.

@@ -88,7 +88,8 @@ def test_claims(backend: str, device: str, framework: str) -> None:
             accepted.append(conforms(framework, call, backend, device))
 
     every_call()
-    enough = len(accepted) / (16 if module_on(backend, device).FORWARD.approximate else 4)
+    few = module_on(backend, device).FORWARD.approximate or backend == "jax_cudnn"  # of these, much is refused
+    enough = len(accepted) / (16 if few else 4)
     assert sum(accepted) > enough, "too few of the drawn calls were run to mean anything"
 
 
@@ -234,6 +235,7 @@ def planted(
     forward, backward = faulty(module, fault)
     with monkeypatch.context() as patch:
         patch.setattr(bridge, "_callbacks", {})
+        patch.setattr(module, "shortcut", lambda spec: None, raising=False)
         if where != "backward":
             patch.setattr(module, "forward", forward)
         if where != "forward":

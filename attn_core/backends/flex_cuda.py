@@ -135,6 +135,11 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     """See ``Backend.backward``. The forward runs once more: its own saved tensors are out of reach."""
     import torch
 
+    if torch.is_inference_mode_enabled():  # autograd takes no tensors that were made in there
+        with torch.inference_mode(False):
+            out, lse, dout, dlse = (t if t is None else t.clone() for t in (out, lse, dout, dlse))
+            copies = Inputs(*(t if t is None else t.clone() for t in inputs))
+            return backward(spec, copies, out, lse, dout, dlse)
     dsinks, clean = None, None
     with torch.no_grad(), _without_autocast(inputs.q):
         q, k, v, out, dout = _with_batch(spec, *(tensor.detach() for tensor in (*inputs[:3], out, dout)))

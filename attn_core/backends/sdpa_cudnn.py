@@ -3,7 +3,8 @@
 Limits: fp16 and bf16, head_dim up to 128 (256 on sm90 with cuDNN 9.10), two keys or more, causal from the top left, no
 windows, softcap, bias, ALiBi, dropout or packed documents. A boolean mask becomes an additive one of 0 and -inf, exact
 in any dtype; a float bias would be rounded to the dtype of q, and is refused. value_dim, sinks and the gradient of the
-log-sum-exp come from ``torch_rewrites``. The backward adds up in any order, so its bits are not claimed.
+log-sum-exp come from ``torch_rewrites``. The backward adds up in any order, and so does the log-sum-exp of one query:
+no bits are claimed.
 Upstream: ``aten::_scaled_dot_product_cudnn_attention`` and its backward, torch 2.11 to 2.15, cuDNN 9. Put right here:
 rows that see nothing are shown every key and their results thrown away, for versions differ about them; the backward
 gets out, dout and the log-sum-exp in one layout, for torch keeps its plans by the layout of q, k and v alone.
@@ -36,11 +37,10 @@ FORWARD = Support(
     causal=True,
     mask=True,
     sinks=True,
-    deterministic=True,
     lse=True,
     lse_gradient=True,
 )
-BACKWARD = replace(FORWARD, deterministic=False)
+BACKWARD = replace(FORWARD)
 
 NO_WEIGHT = 1e30
 """A log-sum-exp under which every weight is 0, and with which arithmetic stays finite."""

@@ -67,8 +67,9 @@ class Sweep:
             SpecError: when it was measured with other versions or on another device.
         """
         for name in ("format", "device", "device_name", "versions", "builds", "rounds", "backends"):
-            if before.get(name) != self.raw[name]:
-                raise SpecError(f"--resume: {name} was {before.get(name)}, and is {self.raw[name]} now; start anew")
+            now = json.loads(json.dumps(self.raw[name]))  # as a file holds it: lists, where this has tuples
+            if before.get(name) != now:
+                raise SpecError(f"--resume: {name} was {before.get(name)}, and is {now} now; start anew")
         self.raw = before
 
     def run(self, cases: Iterable[SweepCase], seconds: float | None, done: Callable[[Record], None]) -> bool:
