@@ -134,7 +134,8 @@ def all_well(result: dict[str, Any]) -> bool:
     errors = any(found["error"] for found in result["measures"].values())
     failed = any(outcome["failed"] for outcome in result.get("tests") or ())
     memcheck = result.get("memcheck")
-    return not (missed or errors or failed or (memcheck is not None and memcheck["errors"] != 0))
+    unclean = memcheck is not None and memcheck["errors"] != sum(memcheck["api_calls"].values())
+    return not (missed or errors or failed or unclean)
 
 
 if __name__ == "__main__":

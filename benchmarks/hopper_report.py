@@ -6,12 +6,12 @@ Nothing here measures and nothing is filled in: what a file does not hold is lis
 from __future__ import annotations
 
 import json
-import re
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from benchmarks.hopper_evidence import junit_outcome, memcheck_outcome, sweep_outcome
 
 MEASURES = {
     "attention": "attention() beside the kernels it calls",
@@ -28,7 +28,9 @@ NEVER_RUN = (
     "Any GPU but the one named above.",
     "AMD GPUs: what is known of their builds is data, tested on a CPU alone.",
 )
-REGRET_GOALS = {"geometric_mean": 1.03, "worst": 1.25}
+SHOWN_REASONS = 40
+"""How many reasons for skipped tests the page has; the most frequent first."""
+REGRET_GOALS = {"geometric mean": 1.03, "worst": 1.25}
 
 
 def combined(figures: Path, junit: list[Path], memcheck: Path | None, sweep: Path | None) -> dict[str, Any]:
@@ -38,51 +40,6 @@ def combined(figures: Path, junit: list[Path], memcheck: Path | None, sweep: Pat
     result["memcheck"] = None if memcheck is None else memcheck_outcome(memcheck)
     result["sweep"] = None if sweep is None else sweep_outcome(sweep)
     return result
-
-
-def junit_outcome(path: Path) -> dict[str, Any]:
-    """Counts by file, what failed, and what was skipped with its reasons, from pytest's JUnit XML."""
-    files: dict[str, Counter[str]] = {}
-    failed: list[str] = []
-    skipped: Counter[str] = Counter()
-    suites = list(ElementTree.parse(path).getroot().iter("testsuite"))
-    for case in (case for suite in suites for case in suite.iter("testcase")):
-        classname = case.get("classname", "")
-        file = next((part for part in classname.split(".") if part.startswith("test_")), classname)
-        outcome = "passed"
-        for child in case:
-            if child.tag in ("failure", "error"):
-                outcome = "failed"
-                failed.append(f"{classname}.{case.get('name')}")
-            elif child.tag == "skipped":
-                outcome = "skipped"
-                skipped[child.get("message") or "no reason given"] += 1
-        files.setdefault(file, Counter())[outcome] += 1
-    return {
-        "source": path.name,
-        "date": suites[0].get("timestamp", "")[:10] if suites else "",
-        "files": {name: dict(counts) for name, counts in sorted(files.items())},
-        "failed": failed,
-        "skipped": dict(skipped.most_common()),
-    }
-
-
-def memcheck_outcome(path: Path) -> dict[str, Any]:
-    """The errors that compute-sanitizer counted, None where its log has no summary; and what the program said."""
-    text = path.read_text(encoding="utf-8", errors="replace")
-    summaries = [int(count) for count in re.findall(r"ERROR SUMMARY: (\d+) error", text)]
-    said = re.findall(r"^memcheck cases: .*$", text, re.MULTILINE)
-    refused = re.findall(r"^not run: (.*)$", text, re.MULTILINE)
-    return {"source": path.name, "errors": sum(summaries) if summaries else None, "said": said, "not_run": refused}
-
-
-def sweep_outcome(path: Path) -> dict[str, Any]:
-    """What the page shows of the sweep: its ``environment`` and its ``regret`` by direction, where it has them.
-
-    For "forward" and "training", ``regret`` has ``geometric_mean``, ``worst``, ``worst_call`` (a text) and ``calls``.
-    """
-    sweep = json.loads(path.read_text(encoding="utf-8"))
-    return {"source": path.name, "environment": sweep.get("environment"), "regret": sweep.get("regret") or {}}
 
 
 def page(result: dict[str, Any]) -> str:
@@ -183,16 +140,23 @@ def _sweep(result: dict[str, Any]) -> str:
         return f"{heading}\n\nNot run."
     if not sweep["regret"]:
         return f"{heading}\n\n`{sweep['source']}` names no regret."
-    date = (sweep["environment"] or {}).get("date", "an unknown date")
-    lines = [heading, "", f"Regret (its time ÷ the best backend's) over the sweep of {date}, `{sweep['source']}`.", ""]
+    lines = [
+        heading,
+        "",
+        f"Regret (its time ÷ the best backend's) over the sweep of {sweep['date']}, `{sweep['source']}`;",
+    ]
+    lines += ["unseen: each call chosen for by the measurements of the others alone.", ""]
     lines += ["| | calls | geometric mean | goal | | worst | goal | | the worst call |", "|---" * 9 + "|"]
-    for direction, regret in sweep["regret"].items():
-        cells = [direction, str(regret.get("calls", ""))]
+    rows = [(name, *item) for name in ("regret", "unseen") for item in sweep[name].items()]
+    for name, direction, regret in rows:
+        cells = [direction if name == "regret" else f"{direction}, unseen", str(regret["cases"])]
+        if name == "unseen":
+            cells += [f"{regret['geometric mean']:.3f}", "", "", f"{regret['worst']:.3f}", "", ""]
+            lines.append("| " + " | ".join([*cells, _cell(regret["worst case"])]) + " |")
+            continue
         for name, goal in REGRET_GOALS.items():
-            value = regret.get(name)
-            verdict = "not run" if value is None else "met" if value <= goal else "missed"
-            cells += ["" if value is None else f"{value:.3f}", f"<= {goal:g}", verdict]
-        lines.append("| " + " | ".join([*cells, _cell(str(regret.get("worst_call", "")))]) + " |")
+            cells += [f"{regret[name]:.3f}", f"<= {goal:g}", "met" if regret[name] <= goal else "missed"]
+        lines.append("| " + " | ".join([*cells, _cell(regret["worst case"])]) + " |")
     return "\n".join(lines)
 
 
@@ -222,8 +186,12 @@ def _memcheck(result: dict[str, Any]) -> str:
     said = "; ".join(line.removeprefix("memcheck cases: ") for line in found["said"]) or "the program said nothing"
     if found["errors"] is None:
         return f"{heading}\n\n`{found['source']}` has no summary of compute-sanitizer: not shown to have run. ({said})"
+    calls = found["api_calls"]
+    inside = found["errors"] - sum(calls.values())
+    api = ", ".join(f"{count} × `{name}`" for name, count in calls.items())
+    more = f" Calls of the CUDA API that returned an error, of whoever made them: {api}." if calls else ""
     log = found["source"]
-    return f"{heading}\n\n`python tests/memcheck_cases.py` under it, `{log}`: {found['errors']} errors; {said}."
+    return f"{heading}\n\n`python tests/memcheck_cases.py` under it, `{log}`: {inside} errors in kernels; {said}.{more}"
 
 
 def _not_run(result: dict[str, Any]) -> str:
@@ -246,8 +214,14 @@ def _not_run(result: dict[str, Any]) -> str:
         if not result.get(name):
             add({"sweep": "The sweep", "tests": "The tests", "memcheck": "compute-sanitizer"}[name], "")
     for outcome in result.get("tests") or ():
-        for why, count in outcome["skipped"].items():
+        reasons = list(outcome["skipped"].items())
+        for why, count in reasons[:SHOWN_REASONS]:
             add(f"{count} tests: {why}", outcome["source"])
+        if rest := reasons[SHOWN_REASONS:]:
+            count = sum(number for _, number in rest)
+            add(
+                f"{count} tests for {len(rest)} other reasons, all in benchmarks/results/hopper.json", outcome["source"]
+            )
     for why in (result.get("memcheck") or {}).get("not_run", ()):
         add(f"memcheck: {why}", "")
     lines = [f"- {what}{_places(where)}" for what, where in items.items()]

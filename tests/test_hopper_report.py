@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from attn_core import AttentionSpec, NoBackendError, Target, explain
-from benchmarks import hopper
+from benchmarks import hopper, hopper_evidence
+from benchmarks.hopper_evidence import junit_outcome, memcheck_outcome
 from benchmarks.hopper_group import LARGE, Group, Shape, holds, reason
-from benchmarks.hopper_report import MEASURES, combined, junit_outcome, memcheck_outcome, page
+from benchmarks.hopper_report import MEASURES, combined, page
 
 ENVIRONMENT = {
     "date": "1999-12-31",
@@ -34,8 +35,16 @@ not run: packed: other: refused it
 memcheck cases: 1 ran, 0 wrong
 ========= ERROR SUMMARY: 0 errors
 """
-REGRET = {"geometric_mean": 1.01, "worst": 1.5, "worst_call": "a made-up call", "calls": 3}
-SWEEP = {"environment": {"date": "1999-12-30"}, "regret": {"forward": REGRET, "training": {}}}
+REGRET = {"cases": 3, "geometric mean": 1.01, "worst": 1.5, "worst case": "a made-up call"}
+SWEEP = {"device": "sm0", "date": "1999-12-30", "cases": []}
+
+
+@pytest.fixture(autouse=True)
+def made_up_regret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device with measurements, whatever they are, and a regret of them."""
+    monkeypatch.setattr(hopper_evidence, "measured", lambda device: (device,))
+    monkeypatch.setattr(hopper_evidence, "regrets", lambda raw, cases, leave_out: leave_out)
+    monkeypatch.setattr(hopper_evidence, "summary", lambda unseen: {"training" if unseen else "forward": REGRET})
 
 
 def after(seconds: float) -> Any:
@@ -124,19 +133,22 @@ def test_the_outcome_of_the_tests(files: dict[str, Path]) -> None:
 
 
 def test_memcheck_is_believed_only_with_a_summary(files: dict[str, Path]) -> None:
-    assert "`memcheck.txt`: 0 errors; 1 ran, 0 wrong." in rendered(files, *FILES)
-    files["memcheck.txt"].write_text(MEMCHECK.replace("0 errors", "3 errors"), encoding="utf-8")
+    assert "`memcheck.txt`: 0 errors in kernels; 1 ran, 0 wrong." in rendered(files, *FILES)
+    call = 'Program hit CUDA_ERROR_INVALID_VALUE (error 1) due to "invalid argument" on CUDA API call to cuMadeUp.\n'
+    files["memcheck.txt"].write_text("========= " + call + MEMCHECK.replace("0 errors", "3 errors"), encoding="utf-8")
     assert memcheck_outcome(files["memcheck.txt"])["errors"] == 3
+    text = rendered(files, *FILES)
+    assert "2 errors in kernels; 1 ran, 0 wrong." in text and "1 × `cuMadeUp`" in text
     files["memcheck.txt"].write_text("memcheck cases: 1 ran, 0 wrong\n", encoding="utf-8")
     assert "has no summary of compute-sanitizer: not shown to have run" in rendered(files, *FILES)
 
 
-def test_the_regret_of_the_automatic_choice(files: dict[str, Path]) -> None:
+def test_the_regret_of_the_automatic_choice(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     text = rendered(files, *FILES)
     assert "over the sweep of 1999-12-30, `sweep.json`" in text
     assert "| forward | 3 | 1.010 | <= 1.03 | met | 1.500 | <= 1.25 | missed | a made-up call |" in text
-    assert "| training |  |  | <= 1.03 | not run |  | <= 1.25 | not run |  |" in text
-    files["sweep.json"].write_text("{}", encoding="utf-8")
+    assert "| training, unseen | 3 | 1.010 |  |  | 1.500 |  |  | a made-up call |" in text
+    monkeypatch.setattr(hopper_evidence, "measured", lambda device: ())
     assert "`sweep.json` names no regret." in rendered(files, *FILES)
 
 
@@ -172,8 +184,8 @@ def test_all_is_well_only_when_nothing_is_amiss() -> None:
     fine: dict[str, Any] = {"measures": {"small": {"groups": [{"title": "", "figures": [figure]}], "error": None}}}
     assert hopper.all_well(fine)
     assert not hopper.all_well({**fine, "tests": [{"failed": ["test_made_up"]}]})
-    assert not hopper.all_well({**fine, "memcheck": {"errors": 1}})
-    assert not hopper.all_well({**fine, "memcheck": {"errors": None}})
+    assert not hopper.all_well({**fine, "memcheck": {"errors": 1, "api_calls": {}}})
+    assert not hopper.all_well({**fine, "memcheck": {"errors": None, "api_calls": {}}})
     assert not hopper.all_well({"measures": {"small": {"groups": [], "error": "failed"}}})
     figure["held"] = False
     assert not hopper.all_well(fine)
