@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from attn_core import kernel_limits
 from attn_core.backends import Inputs
 from attn_core.masks import Band, band
 from attn_core.spec import AttentionSpec
 from attn_core.torch_rewrites import readable
-
-GRID_LIMIT = 65535
-"""Blocks that CUDA launches along the second and the third axis of a grid: those of heads and of batch rows."""
 
 ROW_MULTIPLE = 8
 """Rows of an additive tensor begin at multiples of 8 elements: 16 bytes in the smallest dtype."""
@@ -49,11 +47,7 @@ def limits(spec: AttentionSpec, device: str, kernel: str, sequences: int | None 
     reasons = []
     if 0 < compute_capability(device) < 80:
         reasons.append(f"device {device}: {kernel} needs sm80 or newer")
-    rows = sequences or spec.documents or spec.batch
-    for name, count in (("batch rows or documents", rows), ("heads", spec.num_heads)):
-        if count > GRID_LIMIT:
-            reasons.append(f"{count} {name}: {kernel} stops at {GRID_LIMIT}")
-    return tuple(reasons)
+    return (*reasons, *kernel_limits.grid(spec, kernel, sequences))
 
 
 def additive(inputs: Inputs, dtype: Any) -> Any:

@@ -35,6 +35,22 @@ class Arrays(NamedTuple):
     cu_seqlens_k: ArrayFacts | None = None
 
 
+def check_qkv_as_one(facts: ArrayFacts, packed: bool) -> None:
+    """Raises ShapeError or DTypeError for a ``qkv`` that does not hold q, k and v of one call on its third last axis.
+
+    Args:
+        packed: whether there are documents: then ``[tokens, 3, heads, head_dim]`` or one row of it.
+    """
+    shape, wanted = facts.shape, "[batch, seq, 3, heads, head_dim]"
+    if packed:
+        wanted = "packed [tokens, 3, heads, head_dim], or [1, tokens, 3, heads, head_dim]"
+    right_rank = len(shape) in (4, 5) if packed else len(shape) == 5
+    if not right_rank or shape[-3] != 3 or (packed and len(shape) == 5 and shape[0] != 1):
+        raise ShapeError(f"qkv: expected shape {wanted}, got {list(shape)}")
+    if facts.dtype not in DTYPES:
+        raise DTypeError(f"qkv: expected one of {', '.join(DTYPES)}, got {facts.dtype}")
+
+
 def build_spec(
     arrays: Arrays, options: Options, *, needs_backward: bool = False, bias_gradient: bool = False
 ) -> AttentionSpec:

@@ -10,6 +10,9 @@ from typing import Any
 from attn_core.backends import Backend, Inputs, own_warm_up
 from attn_core.spec import AttentionSpec
 
+MOST_KEYS = 2**15
+"""How many keys are remembered. Forgetting one compiles nothing again: it only asks for warm_up before a capture."""
+
 
 @cache
 def _compiled() -> set[Hashable]:
@@ -42,6 +45,8 @@ def run(key: Hashable, call: Callable[[], Any], what: Callable[[], str]) -> Any:
         )
     with _compiling():
         found = call()
+        if len(_compiled()) >= MOST_KEYS:  # decoding has a new length at every step
+            _compiled().clear()
         _compiled().add(key)
     return found
 

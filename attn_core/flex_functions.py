@@ -158,6 +158,6 @@ def _of_tokens(cu_seqlens: Any, tokens: int) -> tuple[Any, Any]:
     import torch
 
     token = torch.arange(tokens, device=cu_seqlens.device, dtype=torch.int32)
-    # The whole of the offsets, not a view that begins at the second: a compiled searchsorted may forget where it begins.
+    # The whole of the offsets, not a view from the second on: a compiled searchsorted may forget where that begins.
     document = torch.searchsorted(cu_seqlens, token, right=True) - 1
     return document, token - cu_seqlens[document]

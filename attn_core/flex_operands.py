@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from attn_core.backends import Inputs
@@ -103,11 +103,21 @@ def _constants(spec: AttentionSpec, device: Any) -> tuple[Edges, tuple[Table, Ta
     kept = _kept(edges(spec), (spec.q_len, spec.kv_len, *widths(spec)) if alone else None, device)
     stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
     if stream not in kept:
-        if kept and torch.cuda.is_current_stream_capturing():
-            return next(iter(kept.values()))
-        refuse_capture("the block tables of this call do not exist yet")
-        kept[stream] = _made(spec, device, alone)
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if kept and capturing:
+            kept[stream] = next(iter(kept.values()))
+        else:
+            refuse_capture("the block tables of this call do not exist yet")
+            kept[stream] = _made(spec, device, alone)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _in_graphs().append(kept[stream])  # the graph has only their addresses: they must outlive it
     return kept[stream]
+
+
+@cache
+def _in_graphs() -> list[Any]:
+    """What CUDA graphs read in place, kept for as long as the process: nobody says when a graph is gone."""
+    return []
 
 
 @lru_cache(maxsize=64)

@@ -183,6 +183,8 @@ def _here(framework: str, device: str) -> Target:
                 build = backends.installed_build(name, device)
                 builds += [] if build is None else [(name, build)]
             except Exception as error:  # a kernel that cannot even be looked at
+                if type(error).__name__ == "OutOfMemoryError":  # that passes, and a reason here would stay
+                    raise
                 reason = f"not available: {type(error).__name__}: {error} (needs {backend.REQUIRES})"
         if reason is not None:
             missing.append((name, reason))

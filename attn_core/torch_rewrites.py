@@ -152,7 +152,7 @@ def _with_sinks(out: Any, lse: Any, sinks: Any) -> tuple[Any, Any]:
 
     sinks = _by_head(sinks.detach().to(lse.dtype))
     empty = lse == -torch.inf
-    gate = torch.sigmoid(lse - sinks)  # 0 in rows that see nothing, where out is 0
+    gate = torch.sigmoid(lse - sinks).masked_fill(empty, 0.0)  # a sink of -inf makes it NaN there
     out = (out.to(lse.dtype) * _by_row(gate)).to(out.dtype)
     return out, torch.logaddexp(lse, sinks).masked_fill(empty, -torch.inf)
 

@@ -56,6 +56,8 @@ def runs(word: str, width: int, *, backward: bool = False) -> bool:
             out, lse = fmha.memory_efficient_attention_forward_requires_grad(x, x, x, op=forward_op)
             if backward:
                 fmha.memory_efficient_attention_backward(x, out, lse, x, x, x, op=backward_op)
+    except torch.OutOfMemoryError:  # which says nothing about the installation
+        raise
     except (RuntimeError, ValueError):
         return False
     return True

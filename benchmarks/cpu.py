@@ -190,8 +190,8 @@ from a jitted JAX function to torch's CPU kernel and back, that kernel included.
 
 ## On a GPU
 
-[On a Hopper GPU](hopper.md) has what an H200 showed: figures beside the bare kernels and JAX's own attention, the tests'
-outcome, and what was not run.
+[On a Hopper GPU](hopper.md) has what an H200 showed: figures beside the bare kernels and JAX's own attention, the
+tests' outcome, and what was not run.
 """
 
 

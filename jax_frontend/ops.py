@@ -167,6 +167,8 @@ def _fold(name: str, array: Any, mapped: bool, batch: int, size: int) -> Any:
         if not mapped:
             array = jnp.broadcast_to(array, (size, *array.shape))
         return array.reshape(size * batch, *array.shape[2:])
+    if name == "sinks":  # [heads], of every batch row alike; mapped ones never get here
+        return array
     if name == "alibi_slopes":
         if not mapped and array.ndim == 1:
             return array

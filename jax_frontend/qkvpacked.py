@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from attn_core import override
-from attn_core.errors import ShapeError
+from attn_core.call import ArrayFacts, check_qkv_as_one
 from attn_core.options import Options, requested_names
 from attn_core.seq_info import SeqInfo
 from jax_frontend import plan
@@ -44,18 +44,9 @@ def attention_qkvpacked(
     The other arguments, the result and the errors are those of ``attention``.
     """
     plan.check_array("qkv", qkv)
-    check_shape(tuple(qkv.shape))
+    check_qkv_as_one(ArrayFacts(tuple(qkv.shape), str(qkv.dtype), ""), seq_info is not None)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     info = SeqInfo.coerce(seq_info)
     inputs, options = gathered((qkv, qkv, qkv, mask, bias, alibi_slopes, sinks), info, options, dropout_rng)
     call = Call(options, requested_names(backend) or override.requested(), plan.device_name(qkv))
     return run(call, inputs._replace(k=None, v=None), info)
-
-
-def check_shape(shape: tuple[int, ...]) -> None:
-    """Raises ShapeError unless a shape has q, k and v on its third axis from the end."""
-    if len(shape) not in (4, 5) or shape[-3] != 3:
-        raise ShapeError(
-            "qkv: expected shape [batch, seq, 3, heads, head_dim], or packed [tokens, 3, heads, head_dim], "
-            f"got {list(shape)}"
-        )

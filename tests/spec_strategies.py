@@ -159,6 +159,7 @@ GPU_SIZES = (  # several tiles of a kernel each way, the widths that kernels are
     _sizes(1, 197, 127, 4, 1, 80, 80),
     _sizes(2, 67, 193, 2, 2, 256, 256),
 )
+GPU_PACKED_SIZES = (_sizes(1, 0, 0, 4, 2, 64, 64), _sizes(1, 0, 0, 6, 2, 128, 128))
 WINDOWS = ((2, 1), (0, 0), (None, 1), (3, None), (1, 4))
 FEATURES = ("causal", "window", "softcap", "mask", "bias", "alibi", "sinks", "dropout", "scale")
 
@@ -182,16 +183,24 @@ def document_lengths(
 
 
 @st.composite
-def calls(draw: Any, claims: Support | None = None, *, without: tuple[str, ...] = ()) -> Call:
-    """Any call with gradients; mostly within a backend's claims when they are given."""
+def calls(
+    draw: Any, claims: Support | None = None, *, without: tuple[str, ...] = (), on_gpu: bool | None = None
+) -> Call:
+    """Any call with gradients; mostly within a backend's claims when they are given.
+
+    on_gpu: whether the sizes of GPU kernels are drawn as well; by the claims' devices if left out.
+    """
     within = claims if claims is not None and draw(st.integers(0, 3)) else None
     packed = draw(st.booleans()) if within is None or within.packed else False
-    on_gpu = claims is not None and "cpu" not in claims.devices
+    if on_gpu is None:
+        on_gpu = claims is not None and "cpu" not in claims.devices
     longer = (131, 1, 0, 67, 2, 197) if on_gpu else (3, 1, 0, 5, 2, 7)
     lengths = draw(document_lengths(sizes=longer)) if packed else None
     offered_sizes = PACKED_SIZES if packed else DENSE_SIZES
-    if on_gpu and not packed and draw(st.booleans()):
-        offered_sizes = tuple(size for size in GPU_SIZES if size["head_dim"] <= (claims.max_head_dim or 256))  # type: ignore[union-attr]
+    if on_gpu and draw(st.booleans()):
+        widest = (claims and claims.max_head_dim) or 256
+        fitting = GPU_PACKED_SIZES if packed else GPU_SIZES
+        offered_sizes = tuple(size for size in fitting if size["head_dim"] <= widest)
     if within is not None and not within.value_dim:
         offered_sizes = tuple(sizes for sizes in offered_sizes if sizes["value_dim"] == sizes["head_dim"])
     fields: dict[str, Any] = dict(draw(st.sampled_from(offered_sizes)))

@@ -79,16 +79,20 @@ def test_torch_and_jax_give_the_same_bits(backend: str, device: str) -> None:
 def test_deterministic_means_the_same_bits_every_time(backend: str, device: str, framework: str) -> None:
     if missing := reachable(framework, backend, device):
         pytest.skip(missing)
+    asked: list[bool] = []
 
     @settings(max_examples=settings().max_examples // 3)
     @given(call=drawn_for(backend, device, framework))
     def every_call(call: Call) -> None:
         accepted = accepted_by(framework, backend, replace(call, spec=replace(call.spec, deterministic=True)), device)
+        asked.append(accepted is not None)
         if accepted is not None:
             first, *others = (run(framework, accepted, backend, device) for _ in range(3))
             assert all(same_bits(first, other) == [] for other in others), f"{backend} in {framework}: {accepted}"
 
     every_call()
+    if not any(asked):
+        pytest.skip(f"{backend} promises no bits, or refuses all that was drawn")
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -119,7 +119,7 @@ def test_automatic_choice(framework: str, device: str) -> None:
     """
     without = ("dropout",) if framework == "jax" or device == "cuda" else ()
 
-    @given(call=calls(without=without), learns=st.booleans())
+    @given(call=calls(without=without, on_gpu=device == "cuda"), learns=st.booleans())
     def every_call(call: Call, learns: bool) -> None:
         call = call if learns else call.inference
         selection = explain(call.spec, target(framework, device))

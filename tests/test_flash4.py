@@ -143,7 +143,7 @@ def test_where_values_keep_a_width_of_their_own() -> None:
             "alignment=top_left with causal=True, window=(None, None) and packed documents: FlashAttention-4",
         ),
         ({**PACKED, "alignment": "top_left", "window": (3, None)}, "window=(3, None) and packed documents"),
-        ({"batch": 65536}, "batch=65536: FlashAttention-4 launches at most 65535 rows"),
+        ({"batch": 65536}, "65536 batch rows or documents: FlashAttention-4 stops at 65535"),
         ({"head_dim": 264}, "head_dim=264: FlashAttention-4 stops at 256"),
         ({"dtype": "float32"}, "dtype float32: FlashAttention-4 takes bfloat16, float16"),
         ({"mask_shape": (1, 1, 1, 7)}, "mask of shape [1, 1, 1, 7]: FlashAttention-4 has none"),

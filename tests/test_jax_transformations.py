@@ -65,7 +65,7 @@ def test_vmap_is_a_loop(arrays, backend, in_axes):
 
 
 @pytest.mark.parametrize("backend", ("sdpa_flash", "math"))
-@pytest.mark.parametrize("extra", ["mask", "shared mask", "bias", "alibi_slopes", "sinks", "softcap"])
+@pytest.mark.parametrize("extra", ["mask", "shared mask", "bias", "alibi_slopes", "sinks", "shared sinks", "softcap"])
 def test_vmap_folds_or_repeats_every_operand(arrays, backend, extra):
     generator = np.random.default_rng(1)
     options, mapped = {}, None
@@ -73,6 +73,8 @@ def test_vmap_folds_or_repeats_every_operand(arrays, backend, extra):
         mapped = jnp.asarray(generator.random((3, BATCH, 1, Q_LEN, KV_LEN)) > 0.4)
     elif extra == "shared mask":
         options["mask"] = jnp.asarray(generator.random((1, 1, Q_LEN, KV_LEN)) > 0.4)
+    elif extra == "shared sinks":
+        options["sinks"] = jnp.asarray(generator.standard_normal(HEADS), jnp.float32)
     elif extra == "bias":
         mapped = jnp.asarray(generator.standard_normal((3, 1, HEADS, 1, KV_LEN)), jnp.float32)
     elif extra == "alibi_slopes":
@@ -81,7 +83,7 @@ def test_vmap_folds_or_repeats_every_operand(arrays, backend, extra):
         mapped = jnp.asarray(generator.standard_normal((3, HEADS)), jnp.float32)
     else:
         options["softcap"] = 2.0
-    if backend == "sdpa_flash" and extra in ("alibi_slopes", "sinks", "softcap"):
+    if backend == "sdpa_flash" and extra in ("alibi_slopes", "sinks", "shared sinks", "softcap"):
         with pytest.raises(NoBackendError):
             attention(*arrays, backend=backend, **options, **({} if mapped is None else {extra: mapped[0]}))
         return

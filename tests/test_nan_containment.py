@@ -52,9 +52,7 @@ def runnable(framework: str, backend: str, device: str, **fields: Any) -> Call:
         pytest.skip(f"{backend} is approximate: an Inf spoils what it is quantised with")
     if fields["dtype"] not in dtypes:
         fields["dtype"] = dtypes[0]
-    # where a kernel adds in any order, only the deterministic one can show that bits are kept
-    steady = device == "cuda" and module_on(backend, device).FORWARD.deterministic
-    call = make_call(1, **fields, needs_backward=True, deterministic=steady)
+    call = make_call(1, **fields, needs_backward=True, deterministic=steady(backend, device))
     where = target(framework, device)
     for attempt in (call, call.inference):
         if explain(attempt.spec, where, backend).backend is not None:
@@ -62,6 +60,20 @@ def runnable(framework: str, backend: str, device: str, **fields: Any) -> Call:
     pytest.skip(
         f"{backend} in {framework} on {where.device}: " + "; ".join(explain(call.spec, where, backend).reasons(backend))
     )
+
+
+def steady(backend: str, device: str) -> bool:
+    """Whether to ask for a deterministic call: on a GPU, where it alone can show that bits are kept."""
+    claims = module_on(backend, device)
+    return device == "cuda" and (claims.BACKWARD or claims.FORWARD).deterministic
+
+
+def changed(backend: str, device: str, one: Results, other: Results) -> list[str]:
+    """The names of results that differ: in any bit, or for gradients that are added in any order, by more than that."""
+    kept = device == "cpu" or steady(backend, device)
+    loose = [] if kept else [name for name in one if name.startswith("d")]
+    wrong = [name for name in loose if not np.allclose(*(x[name].astype(np.float64) for x in (one, other)), atol=0.03)]
+    return wrong + [name for name in differing(one, other) if name not in loose]
 
 
 def poisoned(call: Call, value: float, names: tuple[str, ...], rows: slice, keys: slice) -> Call:
@@ -103,7 +115,7 @@ def test_a_broken_document_or_row_stays_alone(backend: str, case: str, framework
     for value in POISONS.values():
         broken = poisoned(call, value, ("q", "k", "v", "dout"), slice(first_q), slice(first_k))
         results = run(framework, broken, backend, device)
-        assert differing(untouched(call, clean), untouched(call, results)) == []
+        assert changed(backend, device, untouched(call, clean), untouched(call, results)) == []
         shown = not np.isfinite(results["out"][:first_q].astype(np.float64)).all()
         assert shown or backend in HIDES_POISON, "the poison must show where it is seen"
 
@@ -121,7 +133,7 @@ def test_a_broken_last_document_leaves_those_before_it(backend: str, device: str
     for name in ("out", "dq", "dk", "dv"):
         if name in clean:
             before = slice(None, (last_k if name in ("dk", "dv") else last_q).start)
-            assert clean[name][before].tobytes() == results[name][before].tobytes(), name
+            assert changed(backend, device, *({name: array[name][before]} for array in (clean, results))) == []
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -134,7 +146,7 @@ def test_one_broken_tensor_is_enough_to_tell(backend: str, device: str, case: st
     first_q, first_k = (LENGTHS[0][0], LENGTHS[1][0]) if call.spec.packed else (1, 1)
     clean = run(framework, call, backend, device)
     broken = run(framework, poisoned(call, np.nan, (name,), slice(first_q), slice(first_k)), backend, device)
-    assert differing(untouched(call, clean), untouched(call, broken)) == []
+    assert changed(backend, device, untouched(call, clean), untouched(call, broken)) == []
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -153,9 +165,10 @@ def test_a_broken_query_stays_in_its_row(backend: str, case: str, value: str, fr
         if name in clean:
             others = np.ones(clean[name].shape[: 1 if call.spec.packed else 2], bool)
             others[at] = False
-            assert clean[name][others].tobytes() == broken[name][others].tobytes(), name
+            parts = ({name: array[name][others]} for array in (clean, broken))
+            assert changed(backend, device, *parts) == []
     assert backend in HIDES_POISON or not np.isfinite(broken["out"][at].astype(np.float64)).all()
-    assert differing(untouched(call, clean), untouched(call, broken)) == []
+    assert changed(backend, device, untouched(call, clean), untouched(call, broken)) == []
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -16,7 +16,7 @@ from frameworks import BOTH, Framework, as_numpy
 
 import jax_frontend
 import torch_frontend
-from attn_core import SeqInfo, ShapeError
+from attn_core import DTypeError, SeqInfo, ShapeError
 from torch_frontend import offsets
 
 CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
@@ -109,10 +109,22 @@ def test_vmap_and_compile() -> None:
 
 
 @pytest.mark.parametrize("framework", BOTH, ids=str)
-@pytest.mark.parametrize("shape", [(2, 7, 4, 8), (2, 7, 2, 4, 8), (3, 4, 8), (1, 2, 7, 3, 4, 8)])
-def test_other_shapes_are_refused(shape: tuple[int, ...], framework: Framework) -> None:
-    with pytest.raises(ShapeError, match=r"^qkv: expected shape \[batch, seq, 3, heads, head_dim\]"):
-        framework.frontend.attention_qkvpacked(framework.zeros(*shape))
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(2, 7, 4, 8), (2, 7, 2, 4, 8), (3, 4, 8), (1, 2, 7, 3, 4, 8), (2, 7, 3, 4, 8), (7, 3, 4, 8)]
+)
+def test_other_shapes_are_refused(shape: tuple[int, ...], packed: bool, framework: Framework) -> None:
+    if (shape == (2, 7, 3, 4, 8) and not packed) or (shape == (7, 3, 4, 8) and packed):
+        return  # these are right
+    info = SeqInfo.from_lengths([3, 4]) if packed else None
+    with pytest.raises(ShapeError, match=r"^qkv: expected shape (\[batch, seq|packed \[tokens), 3, heads, head_dim\]"):
+        framework.frontend.attention_qkvpacked(framework.zeros(*shape), seq_info=info)
+
+
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+def test_other_dtypes_are_refused_by_the_name_of_the_argument(framework: Framework) -> None:
+    with pytest.raises(DTypeError, match=r"^qkv: expected one of float64, float32, bfloat16, float16, got int32"):
+        framework.frontend.attention_qkvpacked(framework.zeros(2, 7, 3, 4, 8, dtype="int32"))
 
 
 @pytest.mark.parametrize("framework", BOTH, ids=str)

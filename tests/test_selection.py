@@ -367,7 +367,7 @@ def test_the_explanation_of_a_refusal() -> None:
         "  math        refused: not available: OSError: libcudart.so.13 (needs torch>=2.11)\n"
         "  sdpa_flash  refused: dtype float32: the aten CUDA flash kernel takes bfloat16, float16; "
         "dropout=0.1: the aten CUDA flash kernel has none\n"
-        "  flex        refused: dropout=0.1: FlexAttention has none\n"
+        "  flex        refused: dropout=0.1: FlexAttention on CUDA has none\n"
         "  jax_xla     refused: runs in JAX only"
     )
 

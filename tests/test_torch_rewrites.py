@@ -72,6 +72,17 @@ def test_the_rewrites_are_exact(name: str, dtype: str, with_lse: bool, sinks: bo
     assert not sinks or found.dsinks.dtype == inputs.sinks.dtype
 
 
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    case = make({"causal": True, "q_len": 7, "kv_len": 5, "sinks": True})
+    inputs = tensors(case.inputs)._replace(sinks=torch.full((9,), -torch.inf, dtype=torch.float64))
+    out, lse = torch_rewrites.forward(SAME, case.spec, inputs)
+    plain, plain_lse = math.forward(make({"causal": True, "q_len": 7, "kv_len": 5}).spec, inputs._replace(sinks=None))
+    torch.testing.assert_close(out, plain)
+    torch.testing.assert_close(lse, plain_lse)
+    found = torch_rewrites.backward(SAME, case.spec, inputs, out, lse, torch.from_numpy(case.dout), None)
+    assert not any(part.isnan().any() for part in (found.dq, found.dk, found.dv, found.dsinks))
+
+
 def test_buffers_are_written_where_the_kernel_can() -> None:
     case = make({"head_dim": 8, "value_dim": 8})
     inputs = tensors(case.inputs)

@@ -85,8 +85,24 @@ def plan(
     name = selection.backend or ""
     if spec.empty:
         return Plan(spec, name, _empty_forward, _empty_backward, one_row)
-    shortcut = backends.shortcut(module, spec)
-    return Plan(spec, name, module.forward, module.backward, one_row, shortcut, backends.writes_into(module))
+    shortcut, device = backends.shortcut(module, spec), metadata[0][2] if metadata[0] else torch.device("cpu")
+    forward, backward = (_on_device(function, device) for function in (module.forward, module.backward))
+    return Plan(spec, name, forward, backward, one_row, _on_device(shortcut, device), backends.writes_into(module))
+
+
+def _on_device(function: Any, device: torch.device) -> Any:
+    """The function, run with its tensors' GPU as the current one: Triton's kernels start on whichever is current.
+
+    Where there is one GPU, or none, the function itself.
+    """
+    if function is None or device.type != "cuda" or torch.cuda.device_count() < 2:
+        return function
+
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        with torch.cuda.device(device):
+            return function(*arguments, **keywords)
+
+    return run
 
 
 def explanation(*arguments: Any) -> Selection:

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from attn_core import override
 from attn_core.backends import Gradients, Inputs
-from attn_core.errors import ShapeError
+from attn_core.call import ArrayFacts, check_qkv_as_one
 from attn_core.options import Options, requested_names
 from torch_frontend import plan
 from torch_frontend.attention import Window, attend, check_offsets, gathered
@@ -45,7 +45,8 @@ def attention_qkvpacked(
     The other arguments, the result and the errors are those of ``attention``.
     """
     plan.check_tensor("qkv", qkv)
-    check_shape(tuple(qkv.shape))
+    facts = ArrayFacts(tuple(qkv.shape), str(qkv.dtype).removeprefix("torch."), str(qkv.device))
+    check_qkv_as_one(facts, seq_info is not None)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     learns = torch.is_grad_enabled() and qkv.requires_grad
     if torch.compiler.is_compiling() or not learns:
@@ -58,15 +59,6 @@ def attention_qkvpacked(
     made = plan.plan(plan.metadata(inputs), options, True, bias_gradient, requested)
     check_offsets(made.spec, inputs)
     return QkvAttention.apply(made, qkv, *inputs[3:])
-
-
-def check_shape(shape: tuple[int, ...]) -> None:
-    """Raises ShapeError unless a shape has q, k and v on its third axis from the end but one."""
-    if len(shape) not in (4, 5) or shape[-3] != 3:
-        raise ShapeError(
-            "qkv: expected shape [batch, seq, 3, heads, head_dim], or packed [tokens, 3, heads, head_dim], "
-            f"got {list(shape)}"
-        )
 
 
 class QkvAttention(torch.autograd.Function):

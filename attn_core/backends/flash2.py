@@ -22,7 +22,7 @@ from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any
 
-from attn_core import torch_rewrites
+from attn_core import kernel_limits, torch_rewrites
 from attn_core.backends import Gradients, Inputs
 from attn_core.masks import band
 from attn_core.spec import AttentionSpec
@@ -69,10 +69,8 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
     """What the kernel gets wrong, or cannot launch, that no single claim names."""
     width = width_of(max(spec.head_dim, spec.value_dim), build.head_dims if build else ())
     found = [*torch_rewrites.refusals(spec), *_refusals(spec, device, width)]
-    old = build is None or build.version < (2, 8, 3)
-    tokens = (spec.max_len_q or spec.q_len) + 127 + 128 * (spec.documents or 0)
-    if spec.needs_backward and old and tokens * spec.num_heads * -(-width // 64) * 64 >= 2**31:
-        found.append(f"backward: q_len={spec.q_len}: flash-attn before 2.8.3 counts the sums of dq in 32 bits")
+    found += kernel_limits.grid(spec, NAME)
+    found += kernel_limits.sums_of_dq(spec, NAME) if build is None or build.version < (2, 8, 3) else ()
     return (*found, *(_rocm_refusals(spec, build) if device.startswith("gfx") else ()))
 
 
@@ -82,8 +80,6 @@ def _refusals(spec: AttentionSpec, device: str, width: int) -> Iterator[str]:
         yield f"window={spec.window} with q_len {spec.q_len} and kv_len {spec.kv_len}: {NAME} {why}"
     if spec.alibi_shape and spec.alignment == "top_left" and (spec.packed or spec.q_len != spec.kv_len):
         yield f"alignment=top_left with alibi_slopes: {NAME} measures from the bottom_right diagonal"
-    if (rows := spec.documents or spec.batch) > 65535:
-        yield f"batch={rows}: {NAME} launches at most 65535 rows"
     if spec.dropout and spec.softcap is not None:
         yield f"dropout={spec.dropout} with softcap={spec.softcap}: {NAME} has one or the other"
     if spec.dropout and not 1 / 256 <= spec.dropout <= 255 / 256:
@@ -146,6 +142,8 @@ def _runs(width: int) -> bool:
     out = torch.zeros_like(ones)  # a kernel that writes nothing must not find an earlier call's ones
     try:
         _extension().fwd(ones, ones, ones, out, None, 0.0, 1.0, False, -1, -1, 0.0, False, None)
+    except torch.OutOfMemoryError:  # which says nothing about the build
+        raise
     except RuntimeError:
         return False
     return bool((out == 1).all())

@@ -23,7 +23,7 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
-from attn_core import compiled_calls
+from attn_core import compiled_calls, kernel_limits
 from attn_core import torch_rewrites as rewrites
 from attn_core.backends import Gradients, Inputs
 from attn_core.masks import band
@@ -54,21 +54,17 @@ BACKWARD = replace(FORWARD)
 WRITES_INTO = True
 
 OLDEST = "4.0.0b30"
-MAX_BATCH = 65535
-"""Rows of a dense batch: each is one step of a launch grid's third axis."""
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """Top-left bands of packed documents, a batch over MAX_BATCH, and head dimensions over 128 on sm100."""
-    reasons = []
+    """Top-left bands of packed documents, more rows or heads than a grid has, and head dimensions over 128 on sm100."""
+    reasons = [*kernel_limits.grid(spec, FORWARD.kernel, spec.batch)]
     edge, widest = band(spec), max(spec.head_dim, spec.value_dim)
     if spec.packed and spec.alignment == "top_left" and (edge.left is not None or edge.right is not None):
         reasons.append(
             f"alignment=top_left with causal={spec.causal}, window={spec.window} and packed documents: "
             "FlashAttention-4 is bottom-right in each document"
         )
-    if spec.batch > MAX_BATCH:
-        reasons.append(f"batch={spec.batch}: FlashAttention-4 launches at most {MAX_BATCH} rows")
     if device == "sm100" and 128 < widest <= 256:
         reasons.append(f"head_dim={widest}: FlashAttention-4 on sm100 is not claimed above 128")
     return tuple(reasons)

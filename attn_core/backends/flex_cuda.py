@@ -26,6 +26,7 @@ from attn_core.backends import Gradients, Inputs
 from attn_core.flex_blocks import BLOCK
 from attn_core.flex_operands import Operands, arranged, blank_inputs, contained, facts, hides, marked, operands
 from attn_core.flex_program import Signature, flex, program
+from attn_core.kernel_limits import tables
 from attn_core.spec import AttentionSpec
 from attn_core.support import Build, Support
 
@@ -56,10 +57,10 @@ BACKWARD = replace(FORWARD)
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """GPUs before sm80, whose Triton kernels nobody has tried."""
-    if device.startswith("sm") and int(device[2:]) < 80:
-        return (f"device {device}: FlexAttention on CUDA needs sm80",)
-    return ()
+    """GPUs before sm80, whose Triton kernels nobody has tried, and tables that 32 bits cannot count."""
+    old = device.startswith("sm") and int(device[2:]) < 80
+    reasons = (f"device {device}: FlexAttention on CUDA needs sm80",) if old else ()
+    return (*reasons, *tables(spec, FORWARD.kernel))
 
 
 def probe() -> str:
@@ -237,8 +238,9 @@ def _with_sinks(out: Any, lse: Any, sinks: Any) -> tuple[Any, Any]:
     import torch
 
     sinks = sinks.detach().to(lse.dtype)[:, None]  # [heads, 1] beside [batch, heads, q_len]
-    gate = torch.sigmoid(lse - sinks).transpose(1, 2)[..., None]
-    joined = torch.logaddexp(lse, sinks).masked_fill(lse == -torch.inf, -torch.inf)
+    empty = lse == -torch.inf
+    gate = torch.sigmoid(lse - sinks).masked_fill(empty, 0.0).transpose(1, 2)[..., None]
+    joined = torch.logaddexp(lse, sinks).masked_fill(empty, -torch.inf)
     return (out * gate).to(out.dtype), joined
 
 

@@ -21,6 +21,7 @@ from functools import cache, lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from attn_core import kernel_limits
 from attn_core import torch_rewrites as rewrites
 from attn_core.backends import Gradients, Inputs
 from attn_core.masks import band
@@ -85,7 +86,7 @@ def _refuses(word: str, spec: AttentionSpec, device: str, build: Build | None) -
     """What the kernels get wrong: causal calls that are no square, and keys that fill no block of a Triton kernel's."""
     kernel, square = FUNCTIONS[word].support.kernel, spec.q_len == spec.kv_len
     triton = word == "fp16_triton" or (word == "auto" and (build is None or build.version < (2,) or device == "sm86"))
-    reasons = []
+    reasons = [*kernel_limits.grid(spec, kernel)]
     if spec.causal and not square and not band(spec).hides_nothing(spec.q_len, spec.kv_len):
         reasons.append(
             f"causal with q_len {spec.q_len} and kv_len {spec.kv_len}: {kernel} needs as many keys as queries"

@@ -52,6 +52,9 @@ BACKWARD = replace(FORWARD)
 NO_MASK, TOP_LEFT, BOTTOM_RIGHT = 0, 1, 2
 """The kernel's custom_mask_type."""
 
+MOST_PADDING = 16
+"""How many times the tokens a packed log-sum-exp may hold."""
+
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
     """Windows the kernel has not, biases it would round, what packed documents cannot have, and int32 overflows."""
@@ -68,7 +71,15 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
         reasons.append(
             f"bias of shape {list(spec.bias_shape)} with dtype {spec.dtype}: {NAME} would round it to {spec.dtype}"
         )
-    return (*reasons, *_size_refusals(spec))
+    return (*reasons, *_size_refusals(spec), *_packed_refusals(spec))
+
+
+def _packed_refusals(spec: AttentionSpec) -> tuple[str, ...]:
+    """Documents so unequal that a log-sum-exp padded to the longest would be far longer than all tokens."""
+    if not spec.documents or spec.documents * (spec.max_len_q or 0) <= MOST_PADDING * max(spec.q_len, 4096):
+        return ()
+    sizes = f"{spec.documents} documents of up to {spec.max_len_q} queries in {spec.q_len} tokens"
+    return (f"{sizes}: {NAME} pads the log-sum-exp of each to the longest",)
 
 
 def _band_refusals(spec: AttentionSpec, edge: Any) -> list[str]:

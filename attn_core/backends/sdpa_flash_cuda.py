@@ -18,6 +18,7 @@ from typing import Any
 from attn_core import torch_rewrites as rewrites
 from attn_core.aten_masks import compute_capability, limits, needed_band
 from attn_core.backends import Gradients, Inputs
+from attn_core.kernel_limits import sums_of_dq
 from attn_core.spec import AttentionSpec
 from attn_core.support import Build, Support
 
@@ -49,7 +50,7 @@ SMALL_SHARED_MEMORY = (86, 87, 89, 120, 121)
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
     """Windows that FlashAttention 2 gets wrong, wide heads' gradients on small GPUs, and the limits of a grid."""
-    reasons = [*rewrites.refusals(spec), *limits(spec, device, NAME)]
+    reasons = [*rewrites.refusals(spec), *limits(spec, device, NAME), *sums_of_dq(spec, NAME)]
     edge = needed_band(spec)
     windowed = (edge.left is not None or edge.right is not None) and edge.right != 0
     q_len, kv_len = (

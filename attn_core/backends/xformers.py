@@ -20,6 +20,7 @@ from functools import cache, lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from attn_core import kernel_limits
 from attn_core import torch_rewrites as rewrites
 from attn_core import xformers_operators as operators
 from attn_core.backends import Gradients, Inputs
@@ -128,7 +129,8 @@ def _refuses(word: str, spec: AttentionSpec, device: str, build: Build | None) -
     kernel, name = OPERATORS[word].forward.kernel, mask_of(spec).name
     band_asked = f"causal={spec.causal}, window={spec.window}, alignment={spec.alignment}"
     asked = f"{band_asked} with q_len {spec.q_len} and kv_len {spec.kv_len}"
-    reasons = [*_mask_refusals(word, spec, name, asked)]
+    reasons = [*_mask_refusals(word, spec, name, asked), *kernel_limits.grid(spec, kernel)]
+    reasons += kernel_limits.sums_of_dq(spec, kernel) if word == "flash" else kernel_limits.tables(spec, kernel)
     if word == "flash" and name == _TWO_SIDED and spec.q_len > spec.kv_len + 1:
         reasons.append(f"{asked}: {kernel} gets windows that are not causal wrong where q_len > kv_len + 1")
     if word == "splitk" and name in _ROW_MASKS and spec.q_len > _SPLITK_ROWS:

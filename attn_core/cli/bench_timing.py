@@ -70,7 +70,10 @@ def measure(run: Run, names: list[str], rounds: int, device: Any) -> Timing:
         del outcome
     fastest = min(alone.values(), default=0.0)
     slow = {name: [alone.pop(name)] for name, seconds in list(alone.items()) if seconds > TOO_SLOW * fastest}
-    for name, timed in (_rounds(run, alone, rounds, device) | slow).items():
+    timings, lost = _rounds(run, alone, rounds, device)
+    for name, raised in lost.items():
+        found[name] = {"failed": _one_line(raised)}
+    for name, timed in (timings | slow).items():
         micro = [round(1e6 * seconds, 3) for seconds in timed]
         found[name] |= {"microseconds": micro, "median": round(statistics.median(micro), 3)}
     for name in slow:
@@ -85,7 +88,11 @@ def _warmed(run: Run, name: str, device: Any) -> tuple[tuple[Any, ...], float]:
     return outcome, min(_queue(run, name, 1, device) for _ in range(2))
 
 
-def _rounds(run: Run, alone: dict[str, float], rounds: int, device: Any) -> dict[str, list[float]]:
+def _rounds(
+    run: Run, alone: dict[str, float], rounds: int, device: Any
+) -> tuple[dict[str, list[float]], dict[str, Exception]]:
+    """(seconds per call by round, what was raised), by name; who raises is out of the rounds that follow."""
+    lost: dict[str, Exception] = {}
     calls = {name: min(MOST_CALLS, max(1, round(TURN / seconds))) for name, seconds in alone.items()}
     behind = {name for name in alone if alone[name] > BEHIND * min(alone.values())}
     seconds: dict[str, list[float]] = {name: [] for name in alone}
@@ -94,14 +101,18 @@ def _rounds(run: Run, alone: dict[str, float], rounds: int, device: Any) -> dict
     try:
         for number in range(rounds):
             for name in list(calls) if number % 2 == 0 else reversed(calls):  # nobody always follows the same one
-                if name in behind and number >= BEHIND_ROUNDS:
+                if name in lost or (name in behind and number >= BEHIND_ROUNDS):
                     continue
-                if calls[name] > 1:
-                    run(name)
-                seconds[name].append(_queue(run, name, calls[name], device))
+                try:
+                    if calls[name] > 1:
+                        run(name)
+                    seconds[name].append(_queue(run, name, calls[name], device))
+                except Exception as error:  # out of memory, say: it belongs into the table, too
+                    lost[name] = error
+                    _check_device(device, name)
     finally:
         gc.enable()
-    return seconds
+    return {name: times for name, times in seconds.items() if name not in lost}, lost
 
 
 def _queue(run: Run, name: str, calls: int, device: Any) -> float:

@@ -100,8 +100,9 @@ def _preference() -> str:
         for (framework, kind), names in backends.PREFERENCE.items()
     ]
     lines.append(
-        "\nOn a device that was measured, the order depends on the call and follows the measurements (`attn bench`). What\n"
-        "neither a line nor a measurement names runs only when asked for by name, and so does all that is approximate.\n"
+        "\nOn a device that was measured, the order depends on the call and follows the measurements (`attn bench`).\n"
+        "What neither a line nor a measurement names runs only when asked for by name, and so does all that is\n"
+        "approximate.\n"
     )
     return "## Order of automatic choice\n\n" + "\n".join(lines)
 
