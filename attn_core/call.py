@@ -82,6 +82,7 @@ def build_spec(
         scale=number("scale", options.scale),
         mask_shape=_four("mask", arrays.mask),
         bias_shape=_four("bias", arrays.bias),
+        bias_dtype=arrays.bias.dtype if arrays.bias is not None and arrays.bias.dtype != arrays.q.dtype else None,
         alibi_shape=None if arrays.alibi_slopes is None else arrays.alibi_slopes.shape,
         sinks=_sinks(arrays.sinks, num_heads),
         documents=_documents(arrays, options),

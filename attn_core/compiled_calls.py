@@ -89,7 +89,7 @@ def zeros(spec: AttentionSpec) -> Inputs:
         made(*rows, spec.kv_len, spec.num_kv_heads, spec.head_dim),
         made(*rows, spec.kv_len, spec.num_kv_heads, spec.value_dim),
         mask=None if spec.mask_shape is None else extra(spec.mask_shape, torch.bool),
-        bias=extra(spec.bias_shape),
+        bias=extra(spec.bias_shape, getattr(torch, spec.bias_dtype or spec.dtype)),
         alibi_slopes=extra(spec.alibi_shape),
         sinks=made(spec.num_heads) if spec.sinks else None,
         cu_seqlens_q=offsets(spec.q_len, spec.max_len_q),

@@ -227,7 +227,7 @@ def blank_inputs(spec: AttentionSpec, device: str) -> Inputs:
         k=zeros(*lead, spec.kv_len, spec.num_kv_heads, spec.head_dim, dtype=kind),
         v=zeros(*lead, spec.kv_len, spec.num_kv_heads, spec.value_dim, dtype=kind),
         mask=~zeros(*spec.mask_shape, dtype=torch.bool) if spec.mask_shape else None,
-        bias=zeros(*spec.bias_shape) if spec.bias_shape else None,
+        bias=zeros(*spec.bias_shape, dtype=getattr(torch, spec.bias_dtype or spec.dtype)) if spec.bias_shape else None,
         alibi_slopes=zeros(*spec.alibi_shape) if spec.alibi_shape else None,
         sinks=zeros(spec.num_heads) if spec.sinks else None,
         cu_seqlens_q=offsets,

@@ -34,6 +34,7 @@ class AttentionSpec:
         softcap: ``c`` in ``c * tanh(s / c)``, applied after scale and before bias, ALiBi and mask.
         scale: factor on ``q . k``; ``1 / sqrt(head_dim)`` when None is given.
         mask_shape, bias_shape: 4-D shapes broadcastable to ``[batch, num_heads, q_len, kv_len]``, or None.
+        bias_dtype: of the bias; None where there is none, or it is ``dtype``.
         alibi_shape: ``(num_heads,)`` or ``(batch, num_heads)``, or None; adds ``-slope * |i + offset - j|``.
         sinks: one logit per head joins each row's softmax without a value.
         documents: how many documents are packed in the row, or None; max_len_q and max_len_k bound their lengths.
@@ -62,6 +63,7 @@ class AttentionSpec:
     scale: float | None = None
     mask_shape: Shape4 | None = None
     bias_shape: Shape4 | None = None
+    bias_dtype: str | None = None
     alibi_shape: tuple[int, ...] | None = None
     sinks: bool = False
     documents: int | None = None
@@ -103,6 +105,14 @@ class AttentionSpec:
     def empty(self) -> bool:
         """Whether the result is defined without looking at any value: no rows, or no keys."""
         return 0 in (self.batch, self.q_len, self.kv_len)
+
+    @property
+    def rounds_bias(self) -> bool:
+        """Whether a bias would lose something in the dtype of q, k and v."""
+        if self.bias_shape is None or self.bias_dtype in (None, self.dtype):
+            return False
+        wider = {"float64": ("float32", "bfloat16", "float16"), "float32": ("bfloat16", "float16")}
+        return self.bias_dtype not in wider.get(self.dtype, ())
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -210,5 +220,7 @@ def _check_choices(spec: AttentionSpec) -> None:
             )
     check_alignment(spec.alignment)
     check_numbers(spec.softcap, spec.scale, spec.dropout)
+    if spec.bias_dtype is not None and (spec.bias_shape is None or spec.bias_dtype not in DTYPES):
+        raise SpecError(f"bias_dtype={spec.bias_dtype!r}: expected one of {', '.join(DTYPES)}, beside a bias_shape")
     if spec.bias_gradient and spec.bias_shape is None:
         raise SpecError("bias_gradient=True: expected a bias to take the gradient of, got none")

@@ -177,9 +177,8 @@ def _return_lse(support: Support, spec: AttentionSpec) -> str | None:
 
 
 CHECKS: dict[str, Check] = {
-    **dict.fromkeys(
-        ("batch", "q_len", "kv_len", "num_heads", "scale", "max_len_q", "max_len_k", "needs_backward"), _nothing
-    ),
+    **dict.fromkeys(("batch", "q_len", "kv_len", "num_heads", "scale", "max_len_q", "max_len_k"), _nothing),
+    **dict.fromkeys(("needs_backward", "bias_dtype"), _nothing),  # backends have rules of their own about them
     "dtype": _dtype,
     "head_dim": _head_dim,
     "value_dim": _value_dim,

@@ -111,6 +111,9 @@ def make_call(seed: int = 0, lengths: Lengths | None = None, *, hiding: bool = F
         longest = {"max_len_q": max(lengths[0]), "max_len_k": max(lengths[1])}
         sizes = {"batch": 1, "q_len": sum(lengths[0]), "kv_len": sum(lengths[1]), "documents": len(lengths[0])}
         fields = {**longest, **fields, **sizes}
+    extras = passing.setdefault("extras_dtype", fields["dtype"])
+    if fields.get("bias_shape") is not None and extras != fields["dtype"]:
+        fields["bias_dtype"] = extras
     pair = (window - 1, 0) if isinstance(window, int) else window or (None, None)
     spec = AttentionSpec(**fields, window=pair)
     case = fill(spec, seed, *(lengths or ()))
@@ -122,7 +125,6 @@ def make_call(seed: int = 0, lengths: Lengths | None = None, *, hiding: bool = F
         alike = {name: getattr(inputs, name)[..., :1, :] for name in ("q", "k", "v")}
         inputs = inputs._replace(**{n: np.broadcast_to(a, getattr(inputs, n).shape).copy() for n, a in alike.items()})
         case = case._replace(dout=np.broadcast_to(case.dout[..., :1, :], case.dout.shape).copy())
-    passing.setdefault("extras_dtype", spec.dtype)
     return Call(spec, inputs._replace(rng=None), case.dout, case.dlse, window, seed=seed, **passing)
 
 

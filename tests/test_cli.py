@@ -107,7 +107,7 @@ def test_options_make_the_spec_they_say(options: dict, fields: dict) -> None:
 
 
 def test_every_choice_of_the_spec_has_an_option() -> None:
-    elsewhere = {"max_len_q": "lengths", "max_len_k": "kv_lengths", "bias_gradient": None}
+    elsewhere = {"max_len_q": "lengths", "max_len_k": "kv_lengths", "bias_gradient": None, "bias_dtype": None}
     renamed = {
         **{"num_heads": "heads", "num_kv_heads": "kv_heads", "mask_shape": "mask", "bias_shape": "bias"},
         **{"alibi_shape": "alibi", "needs_backward": "backward"},
@@ -212,7 +212,7 @@ def test_doctor_reports_everything() -> None:
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found["versions"]["numpy"] == np.__version__
-    assert set(found["backends"]) == set(backends.NAMES)
+    assert {state["name"] for state in found["backends"].values()} == set(backends.NAMES)
     for name, state in found["backends"].items():
         assert (state["version"] is None) != (state["reason"] is None), name
     for row in found["checks"]:

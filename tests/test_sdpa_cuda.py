@@ -142,7 +142,12 @@ def test_what_they_take(name: str, changes: dict[str, Any]) -> None:
         ("sdpa_efficient", "sm90", {"window": (7, None)}, r"window=\(7, None\): .* causal windows only"),
         ("sdpa_efficient", "sm90", {**PACKED, "window": (7, 0)}, r"window=\(7, 0\) with packed documents"),
         ("sdpa_efficient", "sm90", {**PACKED, "mask_shape": (1, 1, 40, 96)}, r"mask of shape \[1, 1, 40, 96\] with pa"),
-        ("sdpa_efficient", "sm90", {"bias_shape": (1, 6, 40, 96)}, "would round it to bfloat16"),
+        (
+            "sdpa_efficient",
+            "sm90",
+            {"bias_shape": (1, 6, 40, 96), "bias_dtype": "float32"},
+            "would round it to bfloat16",
+        ),
         (
             *("sdpa_efficient", "sm90", {"causal": True, "window": (7, 0), "needs_backward": True}),
             "backward: .* window top_left",

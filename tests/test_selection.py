@@ -38,7 +38,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "return_lse": {"return_lse": True},
 }
 """What a spec asks for through each of its fields. The rest every backend takes as it comes."""
-FREE = {"batch", "q_len", "kv_len", "num_heads", "scale", "max_len_q", "max_len_k", "needs_backward"}
+FREE = {"batch", "q_len", "kv_len", "num_heads", "scale", "max_len_q", "max_len_k", "needs_backward", "bias_dtype"}
 
 NOTHING = Support(kernel="the empty kernel", devices=("cpu",), dtypes=("float32",))
 EVERYTHING = Support(

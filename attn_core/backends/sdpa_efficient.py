@@ -1,8 +1,8 @@
 """torch's memory-efficient attention on NVIDIA GPUs, by its raw ops: the cutlass kernel that xformers began with.
 
 Limits: causal windows only; no softcap, ALiBi or dropout; packed documents without mask, bias or window. A bias is
-taken in float32 calls alone: the kernel wants it in the dtype of q, and rounding the caller's numbers is not ours to
-do. A boolean mask becomes an additive one of 0 and -inf, exact in any dtype. float32 products are 3xTF32.
+taken where the dtype of q, which the kernel wants, holds it: rounding the caller's numbers is not ours to do. A boolean
+mask becomes an additive one of 0 and -inf, exact in any dtype. float32 products are 3xTF32.
 Equal heads: grouped k and v are expanded, and the groups' dk and dv summed in float32. Sinks and the gradient of the
 log-sum-exp come from ``torch_rewrites``.
 Upstream: ``aten::_efficient_attention_forward`` and ``_backward``, torch 2.11 to 2.15. Put right here: a log-sum-exp of
@@ -67,10 +67,8 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
     extras |= {f"bias of shape {list(spec.bias_shape or ())}": spec.bias_shape}
     if spec.packed:
         reasons += [f"{what} with packed documents: {NAME} has none" for what, shape in extras.items() if shape]
-    if spec.bias_shape and spec.dtype != "float32":
-        reasons.append(
-            f"bias of shape {list(spec.bias_shape)} with dtype {spec.dtype}: {NAME} would round it to {spec.dtype}"
-        )
+    if spec.rounds_bias:
+        reasons.append(f"bias in {spec.bias_dtype} beside {spec.dtype}: {NAME} would round it to {spec.dtype}")
     return (*reasons, *_size_refusals(spec), *_packed_refusals(spec))
 
 

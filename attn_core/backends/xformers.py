@@ -6,8 +6,8 @@ alone: xformers would also choose its backward, which a forward-only build does 
 
 Limits: no softcap, ALiBi, dropout or bias gradient. Windows that are not causal: flash and flash3, outside documents.
 Documents: flash and flash3. (CUTLASS is undefined for one with fewer keys than queries, split-KV wants causal ones of
-one length, and the lengths are on the device.) Masks and biases: CUTLASS, biases in float32 only, and split-KV, which
-has no gradient. Gradients repeat k and v for grouped heads, and sum over each group in float32.
+one length, and the lengths are on the device.) Masks and biases: CUTLASS, which wants biases that q's dtype holds, and
+split-KV, which has no gradient. Gradients repeat k and v for grouped heads, and sum over each group in float32.
 Put right: the log-sum-exp of rows that see nothing (+inf in flash, 0 in CUTLASS), CUTLASS' padding of it to 32 rows.
 Upstream: xformers >= 0.0.29. Its flash operator is flash-attn's where that is installed, otherwise torch's.
 """
@@ -142,10 +142,8 @@ def _refuses(word: str, spec: AttentionSpec, device: str, build: Build | None) -
         elements = max(spec.q_len, spec.kv_len) * spec.num_heads * max(spec.head_dim, spec.value_dim)
         if name in (_CAUSAL, _WINDOW) and spec.q_len > spec.kv_len:
             reasons.append(f"{asked}: {kernel} is undefined where rows see no key")
-        if spec.bias_shape is not None and spec.dtype != "float32":
-            reasons.append(
-                f"bias of shape {list(spec.bias_shape)} in {spec.dtype}: {kernel} rounds a bias to q's dtype"
-            )
+        if spec.rounds_bias:
+            reasons.append(f"bias in {spec.bias_dtype} beside {spec.dtype}: {kernel} rounds a bias to q's dtype")
         if elements >= 2**31:
             reasons.append(f"{elements} elements in a row of q, k or v: {kernel} counts them in 32 bits")
     return tuple(reasons)
