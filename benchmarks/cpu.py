@@ -191,7 +191,14 @@ from a jitted JAX function to torch's CPU kernel and back, that kernel included.
 ## On a GPU
 
 [On a Hopper GPU](hopper.md) has what an H200 showed: figures beside the bare kernels and JAX's own attention, the
-tests' outcome, and what was not run.
+tests' outcome, and what was not run. On a GPU of your own:
+
+```bash
+python -m benchmarks.hopper --json hopper.json           # the figures
+attn bench --json times.json                             # every backend on a sweep of calls, side by side
+attn bench --report times.json --write times             # tables, plots, and the regret of automatic choice
+attn bench --derive times.json --write attn_core/preferences   # from a clone: the order that automatic choice follows
+```
 """
 
 
