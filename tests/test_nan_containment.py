@@ -124,16 +124,19 @@ def test_a_broken_document_or_row_stays_alone(backend: str, case: str, framework
 @pytest.mark.parametrize(("backend", "device"), claimed())
 def test_a_broken_last_document_leaves_those_before_it(backend: str, device: str, framework: str) -> None:
     """The last tile of a document may hold the first tokens of the next, with a weight of 0: NaN * 0 is NaN."""
-    if backend in REACHES_BACK:
-        pytest.skip(f"{backend}: {REACHES_BACK[backend]}")
     call = runnable(framework, backend, device, **CASES["documents, causal"])
     last_q, last_k = (slice(sum(lengths[:-1]), None) for lengths in LENGTHS)
     broken = poisoned(call, np.nan, ("q", "k", "v", "dout"), last_q, last_k)
     clean, results = run(framework, call, backend, device), run(framework, broken, backend, device)
+    reached = []
     for name in ("out", "dq", "dk", "dv"):
         if name in clean:
             before = slice(None, (last_k if name in ("dk", "dv") else last_q).start)
-            assert changed(backend, device, *({name: array[name][before]} for array in (clean, results))) == []
+            reached += changed(backend, device, *({name: array[name][before]} for array in (clean, results)))
+    if backend in REACHES_BACK:
+        assert reached, f"{backend} keeps documents apart after all: say so in docs/semantics.md"
+        pytest.xfail(f"{backend}: {REACHES_BACK[backend]}: {', '.join(reached)}")
+    assert reached == []
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

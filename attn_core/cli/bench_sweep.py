@@ -118,7 +118,7 @@ class Sweep:
             raise
         for entry in timing.entries.values():
             if "median" in entry:
-                entry["tflops"] = round(work / 1e6 / entry["median"], 4)
+                entry["tflops"] = float(f"{work / 1e6 / entry['median']:.4g}")
         return self._keep(record, timing.entries | entries, timing.reference, began)
 
     def _keep(self, record: Record, entries: dict[str, Entry], reference: str | None, began: float) -> Record:
