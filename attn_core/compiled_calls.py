@@ -69,19 +69,19 @@ def warm_up(backend: Backend, spec: AttentionSpec) -> None:
         backend.backward(spec, inputs, out, lse, out, lse if spec.return_lse else None)
 
 
-def zeros(spec: AttentionSpec) -> Inputs:
-    """Zeros of a call's shapes on the current CUDA device; packed tokens fill the documents in order."""
+def zeros(spec: AttentionSpec, device: str = "cuda") -> Inputs:
+    """Zeros of a call's shapes, on the current CUDA device or another; packed tokens fill the documents in order."""
     import torch
 
     def made(*shape: int) -> Any:
-        return torch.zeros(shape, dtype=getattr(torch, spec.dtype), device="cuda")
+        return torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
 
     def offsets(tokens: int, longest: int | None) -> Any:
         ends = [min(document * (longest or 0), tokens) for document in range((spec.documents or 0) + 1)]
-        return torch.tensor(ends, dtype=torch.int32, device="cuda") if spec.packed else None
+        return torch.tensor(ends, dtype=torch.int32, device=device) if spec.packed else None
 
     def extra(shape: Any, dtype: Any = torch.float32) -> Any:
-        return None if shape is None else torch.zeros(shape, dtype=dtype, device="cuda")
+        return None if shape is None else torch.zeros(shape, dtype=dtype, device=device)
 
     rows = () if spec.packed else (spec.batch,)
     return Inputs(

@@ -210,26 +210,3 @@ def marked(results: Any, tokens: Any, lse: Any = None) -> Any:
     if lse is not None:  # [1, heads, tokens] -> [1, tokens, heads, 1]
         places = places & (lse != -torch.inf).transpose(1, 2)[..., None]
     return results.masked_fill_(places, torch.nan)
-
-
-def blank_inputs(spec: AttentionSpec, device: str) -> Inputs:
-    """Contiguous zeros for a call, with everything visible that a mask could hide; packed documents are all empty."""
-    import torch
-
-    kind, lead = getattr(torch, spec.dtype), () if spec.packed else (spec.batch,)
-
-    def zeros(*shape: int, dtype: Any = torch.float32) -> Any:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    offsets = zeros(spec.documents + 1, dtype=torch.int32) if spec.documents else None
-    return Inputs(
-        q=zeros(*lead, spec.q_len, spec.num_heads, spec.head_dim, dtype=kind),
-        k=zeros(*lead, spec.kv_len, spec.num_kv_heads, spec.head_dim, dtype=kind),
-        v=zeros(*lead, spec.kv_len, spec.num_kv_heads, spec.value_dim, dtype=kind),
-        mask=~zeros(*spec.mask_shape, dtype=torch.bool) if spec.mask_shape else None,
-        bias=zeros(*spec.bias_shape, dtype=getattr(torch, spec.bias_dtype or spec.dtype)) if spec.bias_shape else None,
-        alibi_slopes=zeros(*spec.alibi_shape) if spec.alibi_shape else None,
-        sinks=zeros(spec.num_heads) if spec.sinks else None,
-        cu_seqlens_q=offsets,
-        cu_seqlens_k=offsets,
-    )

@@ -103,6 +103,11 @@ def readable(tensor: Any) -> Any:
     return tensor
 
 
+def writable(buffer: Any) -> Any:
+    """A buffer, or None, that a kernel can write into as it can read it; else None."""
+    return buffer if buffer is not None and readable(buffer) is buffer else None
+
+
 def _contiguous() -> Any:
     import torch
 

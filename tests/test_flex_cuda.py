@@ -16,7 +16,16 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from oracle_cases import FEATURES, Case, fill, make  # noqa: E402
 
-from attn_core import AttentionSpec, Target, accuracy, explain, flex_blocks, flex_functions, flex_operands  # noqa: E402
+from attn_core import (  # noqa: E402
+    AttentionSpec,
+    Target,
+    accuracy,
+    compiled_calls,
+    explain,
+    flex_blocks,
+    flex_functions,
+    flex_operands,
+)
 from attn_core import flex_program as programs  # noqa: E402
 from attn_core.backends import Gradients, Inputs, flex_cuda  # noqa: E402
 from attn_core.masks import visible  # noqa: E402
@@ -364,8 +373,8 @@ def test_another_thread_and_autocast(standing_in: list[Any]) -> None:
 @needs_no_gpu
 def test_a_warm_call_compiles_nothing(standing_in: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     case, inputs = case_of("packed, causal", needs_backward=True)
-    blank = flex_operands.blank_inputs(case.spec, "cpu")
-    monkeypatch.setattr(flex_cuda, "blank_inputs", lambda spec, device: blank)
+    blank = compiled_calls.zeros(case.spec, "cpu")
+    monkeypatch.setattr(compiled_calls, "zeros", lambda spec: blank)
     flex_cuda.warm_up(case.spec)
     compilations = len(standing_in)
     out, lse = flex_cuda.forward(case.spec, inputs)

@@ -28,7 +28,7 @@ from attn_core.masks import band
 from attn_core.spec import AttentionSpec
 from attn_core.support import Build, Support
 from attn_core.torch_flash2 import generator_of, rng_state_of, shifted, slopes_of
-from attn_core.torch_rewrites import readable
+from attn_core.torch_rewrites import readable, writable
 
 FRAMEWORK = "torch"
 REQUIRES = "flash-attn>=2.6.2,<3"
@@ -215,7 +215,7 @@ def backward(
 
 def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
     how, slopes, extension = lower(spec), slopes_of(spec, inputs), _extension()
-    wanted = None if into is None else _writable(into[0])
+    wanted = None if into is None else writable(into[0])
     run = extension.varlen_fwd if spec.packed else extension.fwd
     offsets = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, None, None, None) if spec.packed else ()
     generator = generator_of(inputs) if spec.dropout else None
@@ -230,7 +230,7 @@ def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
 
 def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any) -> Gradients:
     how, slopes, extension = lower(spec), slopes_of(spec, inputs), _extension()
-    wanted = (None, None, None) if into is None else tuple(map(_writable, into[:3]))
+    wanted = (None, None, None) if into is None else tuple(map(writable, into[:3]))
     run = extension.varlen_bwd if spec.packed else extension.bwd
     offsets = (inputs.cu_seqlens_q, inputs.cu_seqlens_k) if spec.packed else ()
     rng_state = rng_state_of(inputs) if spec.dropout else None
@@ -248,11 +248,6 @@ def _settings(spec: AttentionSpec, how: dict[str, Any], slopes: Any) -> tuple[An
         lengths = (how["max_seqlen_q"], how["max_seqlen_k"])
         return (slopes, *lengths, how["dropout_p"], how["softmax_scale"], True, *mask)
     return (slopes, how["dropout_p"], how["softmax_scale"], *mask)
-
-
-def _writable(tensor: Any) -> Any:
-    """A buffer that the kernel can write into as it can read it, else None."""
-    return tensor if tensor is not None and readable(tensor) is tensor else None
 
 
 KERNEL = torch_rewrites.Kernel(_forward, _backward, lambda dim: width_of(dim, build().head_dims))

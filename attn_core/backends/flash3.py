@@ -32,7 +32,7 @@ from attn_core.masks import band
 from attn_core.spec import AttentionSpec
 from attn_core.support import Build, Support
 from attn_core.torch_fp8 import quantised
-from attn_core.torch_rewrites import readable
+from attn_core.torch_rewrites import readable, writable
 
 FRAMEWORK = "torch"
 REQUIRES = "flash-attn-3 (source build), tokenspeed-fa3 or fa3-fwd"
@@ -155,7 +155,7 @@ def backward(
 
 def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
     tensors = {"q": readable(inputs.q), "k": readable(inputs.k), "v": readable(inputs.v)}
-    return _run_forward(spec, inputs, tensors, None if into is None else _writable(into[0]))
+    return _run_forward(spec, inputs, tensors, None if into is None else writable(into[0]))
 
 
 def _fp8_forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
@@ -168,7 +168,7 @@ def _fp8_forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, A
             rounded, factors = quantised(getattr(inputs, name), spec.num_kv_heads, offsets)
             tensors |= {name: readable(rounded), f"{name}_descale": factors}
     native = spec.dtype == "bfloat16"
-    out, lse = _run_forward(spec, inputs, tensors, _writable(into[0]) if native and into is not None else None)
+    out, lse = _run_forward(spec, inputs, tensors, writable(into[0]) if native and into is not None else None)
     return out if native else out.to(inputs.q.dtype), lse
 
 
@@ -186,7 +186,7 @@ def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any
 
     names = ("dout", "q", "k", "v", "out")
     tensors = dict(zip(names, map(readable, (dout, inputs.q, inputs.k, inputs.v, out))))
-    wanted = (None, None, None) if into is None else map(_writable, into[:3])
+    wanted = (None, None, None) if into is None else map(writable, into[:3])
     made = [  # given, for what the operator returns differs between builds
         torch.empty(like.shape, dtype=like.dtype, device=like.device) if buffer is None else buffer
         for buffer, like in zip(wanted, inputs[:3])
@@ -202,11 +202,6 @@ def _offsets(spec: AttentionSpec, inputs: Inputs) -> dict[str, Any]:
     if not spec.packed:
         return {}
     return {"cu_seqlens_q": inputs.cu_seqlens_q.contiguous(), "cu_seqlens_k": inputs.cu_seqlens_k.contiguous()}
-
-
-def _writable(buffer: Any) -> Any:
-    """A buffer that the kernel can write into as it can read it, else None."""
-    return buffer if buffer is not None and readable(buffer) is buffer else None
 
 
 def width_of(dim: int, head_dims: tuple[int, ...], multiple: int = 8) -> int:

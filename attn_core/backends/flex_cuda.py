@@ -22,9 +22,10 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
+from attn_core import compiled_calls
 from attn_core.backends import Gradients, Inputs
 from attn_core.flex_blocks import BLOCK
-from attn_core.flex_operands import Operands, arranged, blank_inputs, contained, facts, hides, marked, operands
+from attn_core.flex_operands import Operands, arranged, contained, facts, hides, marked, operands
 from attn_core.flex_program import Signature, flex, program
 from attn_core.kernel_limits import tables
 from attn_core.spec import AttentionSpec
@@ -163,10 +164,10 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
 
 
 def warm_up(spec: AttentionSpec) -> None:
-    """Compiles and runs the call once on the current device, on contiguous zeros, with bias and slopes in float32."""
+    """Compiles and runs the call once on the current device, on contiguous zeros, with slopes in float32."""
     import torch
 
-    inputs = blank_inputs(spec, "cuda")
+    inputs = compiled_calls.zeros(spec)
     out, lse = forward(spec, inputs)
     if spec.needs_backward:
         backward(spec, inputs, out, lse, torch.zeros_like(out), None)
