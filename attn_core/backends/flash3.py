@@ -28,6 +28,7 @@ from attn_core import torch_rewrites
 from attn_core.backends import Gradients, Inputs
 from attn_core.build_trials import averages, differentiates, runs
 from attn_core.flash3_operators import Plan, operators, plan
+from attn_core.kernel_limits import GRID_LIMIT
 from attn_core.masks import band
 from attn_core.spec import AttentionSpec
 from attn_core.support import Build, Support
@@ -75,8 +76,8 @@ def _refusals(spec: AttentionSpec, build: Build | None) -> Iterator[str]:
     without, name = (build.without, f"{NAME} ({build.name})") if build else ((ORDERED,), NAME)
     if spec.dtype in without:
         yield f"dtype {spec.dtype}: {name} has none"
-    if (rows := spec.documents or spec.batch) > 65535:
-        yield f"batch={rows}: {NAME} launches at most 65535 rows"
+    if (rows := spec.documents or spec.batch) > GRID_LIMIT:
+        yield f"batch={rows}: {NAME} launches at most {GRID_LIMIT} rows"
     if spec.deterministic and spec.needs_backward:
         width = max(spec.head_dim, spec.value_dim)
         if width > 192:

@@ -22,6 +22,7 @@ from importlib import import_module
 from typing import Any
 
 from attn_core.backends import Gradients, Inputs
+from attn_core.kernel_limits import GRID_LIMIT
 from attn_core.masks import band
 from attn_core.spec import AttentionSpec
 from attn_core.support import Build, Support
@@ -99,7 +100,7 @@ def _size_reasons(spec: AttentionSpec, device: str, version: tuple[int, ...]) ->
     if spec.needs_backward and (spec.q_len % 2 or spec.kv_len % 2):
         lengths = f"q_len {spec.q_len} and kv_len {spec.kv_len}"
         found.append(f"backward: {lengths}: jax.nn has gradients of cuDNN's attention for even lengths")
-    found += [f"{name}={size}: cuDNN stops at 65535" for name, size in _grid(spec) if size > 65535]
+    found += [f"{name}={size}: cuDNN stops at {GRID_LIMIT}" for name, size in _grid(spec) if size > GRID_LIMIT]
     return found
 
 
