@@ -1,4 +1,4 @@
-"""Two conventions of FlashAttention 2's kernel in torch operations: ALiBi's log-sum-exp, and where dropout draws from.
+"""Conventions of FlashAttention 2's kernel: the longest query document, ALiBi's log-sum-exp, where dropout draws from.
 
 Under the causal mask the kernel adds ``slope * key`` to a score, not ``-slope * (query + offset - key)``. The softmax
 is the same and the log-sum-exp is larger by ``slope * (query + offset)``; float32 rounds it there. Windows and full
@@ -12,6 +12,15 @@ from typing import Any
 from attn_core.backends import Inputs
 from attn_core.masks import band
 from attn_core.spec import AttentionSpec
+
+
+def longest_query(spec: AttentionSpec) -> int:
+    """``max_seqlen_q`` of packed documents, for every build of the kernel.
+
+    Where no document has two queries the kernel assumes that each has one and groups heads by it; 2 keeps it from that
+    where some have none. An upper bound is all that it needs.
+    """
+    return max(spec.max_len_q or 0, 1 if spec.q_len == spec.documents else 2)
 
 
 def slopes_of(spec: AttentionSpec, inputs: Inputs) -> Any:

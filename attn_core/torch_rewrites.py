@@ -94,7 +94,10 @@ def readable(tensor: Any) -> Any:
     Kernels copy 16 bytes at a time: the last axis must be dense, and every other stride and the address a multiple of
     16 bytes. An axis that was expanded (stride 0) is copied as well.
     """
-    strides, size = tensor.stride(), tensor.element_size()
+    size = tensor.element_size()
+    if tensor.is_contiguous() and not tensor.shape[-1] * size % 16 and not tensor.data_ptr() % 16:
+        return tensor  # what nearly every call has, told in half the time
+    strides = tensor.stride()
     if strides[-1] != 1 or tensor.data_ptr() % 16:
         return tensor.contiguous() if strides[-1] != 1 else tensor.clone(memory_format=_contiguous())
     for length, stride in zip(tensor.shape[:-1], strides[:-1], strict=True):

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from attn_core.backends import Inputs
 from attn_core.masks import Band, band
 from attn_core.spec import AttentionSpec
+from attn_core.torch_flash2 import longest_query
 
 TENSOR = "Tensor"
 """Stands for a tensor that is added to the scores, in place of a class."""
@@ -73,7 +74,7 @@ def _needed(spec: AttentionSpec) -> Band:
 
 def documents_mask(attn_bias: Any, mask: Mask, spec: AttentionSpec, inputs: Inputs) -> Any:
     """A block-diagonal mask of the documents; ``attn_bias`` is xformers' module of that name."""
-    sides = ((inputs.cu_seqlens_q, spec.max_len_q), (inputs.cu_seqlens_k, spec.max_len_k))
+    sides = ((inputs.cu_seqlens_q, longest_query(spec)), (inputs.cu_seqlens_k, spec.max_len_k))
     queries, keys = (
         attn_bias._SeqLenInfo(seqstart=offsets, max_seqlen=longest, min_seqlen=0, seqstart_py=[])
         for offsets, longest in sides

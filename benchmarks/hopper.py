@@ -101,7 +101,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="measure no more than these"
     )
-    parser.add_argument("--junit", type=Path, nargs="+", default=[], metavar="XML", help="pytest's JUnit XML files")
+    parser.add_argument(
+        "--junit", type=Path, nargs="+", default=[], metavar="XML", help="pytest's JUnit XML; the last counts"
+    )
     parser.add_argument("--memcheck", type=Path, metavar="LOG", help="the log of compute-sanitizer")
     parser.add_argument("--sweep", type=Path, metavar="JSON", help="the sweep through all backends")
     parser.add_argument("--write", action="store_true", help="with --render: also write the result and docs/hopper.md")
@@ -132,7 +134,7 @@ def all_well(result: dict[str, Any]) -> bool:
     """Whether no goal was missed, and no measure, test or memcheck went wrong, of those that were run."""
     missed = any(figure["held"] is False for _, figure in figures_of(result))
     errors = any(found["error"] for found in result["measures"].values())
-    failed = any(outcome["failed"] for outcome in result.get("tests") or ())
+    failed = bool((result.get("tests") or {}).get("failed"))
     memcheck = result.get("memcheck")
     unclean = memcheck is not None and memcheck["errors"] != sum(memcheck["api_calls"].values())
     return not (missed or errors or failed or unclean)

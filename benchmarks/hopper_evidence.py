@@ -13,31 +13,51 @@ from attn_core.preference import measured
 from attn_core.preference_table import regrets, summary
 
 
-def junit_outcome(path: Path) -> dict[str, Any]:
-    """Counts by file, what failed, and what was skipped with its reasons, from pytest's JUnit XML."""
+def junit_outcome(paths: list[Path]) -> dict[str, Any]:
+    """Counts by file, what failed, and what was skipped with its reasons, from pytest's JUnit XML.
+
+    Of a test that several files have, the last one counts. Outcomes are "passed", "failed", "skipped" and "xfailed",
+    for what is known not to hold.
+    """
+    cases: dict[tuple[str, str], tuple[str, str]] = {}
+    sources = []
+    for path in paths:
+        suites = list(ElementTree.parse(path).getroot().iter("testsuite"))
+        found = {
+            (case.get("classname", ""), case.get("name", "")): _outcome(case)
+            for suite in suites
+            for case in suite.iter("testcase")
+        }
+        again = len(found.keys() & cases.keys())
+        date = suites[0].get("timestamp", "")[:10] if suites else ""
+        sources.append({"source": path.name, "date": date, "tests": len(found), "again": again})
+        cases |= found
     files: dict[str, Counter[str]] = {}
-    failed: list[str] = []
-    skipped: Counter[str] = Counter()
-    suites = list(ElementTree.parse(path).getroot().iter("testsuite"))
-    for case in (case for suite in suites for case in suite.iter("testcase")):
-        classname = case.get("classname", "")
+    for (classname, _), (outcome, _) in cases.items():
         file = next((part for part in classname.split(".") if part.startswith("test_")), classname)
-        outcome = "passed"
-        for child in case:
-            if child.tag in ("failure", "error"):
-                outcome = "failed"
-                failed.append(f"{classname}.{case.get('name')}")
-            elif child.tag == "skipped":
-                outcome = "skipped"
-                skipped[child.get("message") or "no reason given"] += 1
         files.setdefault(file, Counter())[outcome] += 1
+    reasons = {
+        kind: dict(Counter(why for outcome, why in cases.values() if outcome == kind).most_common())
+        for kind in ("skipped", "xfailed")
+    }
+    failed = [f"{classname}.{name}" for (classname, name), (outcome, _) in cases.items() if outcome == "failed"]
     return {
-        "source": path.name,
-        "date": suites[0].get("timestamp", "")[:10] if suites else "",
+        "sources": sources,
         "files": {name: dict(counts) for name, counts in sorted(files.items())},
         "failed": failed,
-        "skipped": dict(skipped.most_common()),
+        **reasons,
     }
+
+
+def _outcome(case: ElementTree.Element) -> tuple[str, str]:
+    """What became of a test, and the reason that it gives."""
+    children = {child.tag: child for child in case}
+    if children.keys() & {"failure", "error"}:
+        return "failed", ""
+    if "skipped" not in children:
+        return "passed", ""
+    kind = "xfailed" if children["skipped"].get("type") == "pytest.xfail" else "skipped"
+    return kind, children["skipped"].get("message") or "no reason given"
 
 
 def memcheck_outcome(path: Path) -> dict[str, Any]:

@@ -71,8 +71,12 @@ class Group:
     not_run: dict[str, str] = field(default_factory=dict)
     figures: list[dict[str, Any]] = field(default_factory=list)
 
-    def measure(self, makers: dict[str, Callable[[], Turn]], *, calls: int, rounds: int) -> Group:
-        """Prepares each candidate and tries it, leaves out those that cannot run, and times the others in turns."""
+    def measure(self, makers: dict[str, Callable[[], Turn]], *, calls: int, rounds: int, rest: float = 0.0) -> Group:
+        """Prepares each candidate and tries it, leaves out those that cannot run, and times the others in turns.
+
+        Args:
+            rest: seconds of doing nothing before each turn.
+        """
         turns: dict[str, Turn] = {}
         for name, make in makers.items():
             try:
@@ -82,7 +86,7 @@ class Group:
                 turns[name] = turn
             except Exception as error:  # whatever a candidate raises is its own reason
                 self.not_run[name] = reason(name, error)
-        self.seconds = take_turns(turns, calls=calls, rounds=rounds)
+        self.seconds = take_turns(turns, calls=calls, rounds=rounds, rest=rest)
         return self
 
     def speed(self, name: str, candidate: str, baseline: str, goal: float | None = None) -> None:
@@ -161,11 +165,12 @@ def reason(name: str, error: Exception) -> str:
     return f"{lead}: {type(error).__name__}: {lines[0][:300]}"
 
 
-def take_turns(turns: dict[str, Turn], *, calls: int, rounds: int) -> dict[str, list[float]]:
+def take_turns(turns: dict[str, Turn], *, calls: int, rounds: int, rest: float = 0.0) -> dict[str, list[float]]:
     """Seconds per call of each candidate in each round; the rounds interleave the candidates.
 
-    Each round begins with the next candidate and every other one goes backwards, so that nobody always comes after the
-    same neighbour: a GPU is slower for a while behind a kernel that drew more power.
+    A GPU is slower for a while behind a kernel that drew much power. So each round begins with the next candidate and
+    every other one goes backwards, that nobody always comes after the same neighbour, and ``rest`` seconds before each
+    turn let the GPU recover: a candidate that runs the same kernel as its neighbour would else be seen to be slower.
     """
     seconds: dict[str, list[float]] = {name: [] for name in turns}
     order = list(turns)
@@ -176,6 +181,7 @@ def take_turns(turns: dict[str, Turn], *, calls: int, rounds: int) -> dict[str, 
             begin = number % max(len(order), 1)
             turned = order[begin:] + order[:begin]
             for name in reversed(turned) if number % 2 else turned:
+                time.sleep(rest)
                 seconds[name].append(turns[name](calls))
     finally:
         gc.enable()

@@ -22,6 +22,8 @@ CHAIN = 24
 LANES = ("flash2", "sdpa_flash", "flash3", "flash4")
 GOALS = {FORWARD: 1.15, TRAINING: 1.10}
 """Beside jax.nn on cuDNN."""
+REST = 0.3
+"""Seconds before each turn at the large shape."""
 
 
 def jax_beside_torch() -> list[Group]:
@@ -33,7 +35,10 @@ def jax_beside_torch() -> list[Group]:
 
 
 def _beside_torch(what: str, named: tuple[str, ...], fastest: str) -> Group:
-    note = f"{LARGE}; all by the host's clock around a queue of 40 calls, until the last result is there"
+    note = (
+        f"{LARGE}; all by the host's clock around a queue of 40 calls, until the last result is there; {REST} s of "
+        "rest before each turn, for a GPU is slower behind a kernel that drew much power"
+    )
     group = Group(f"JAX under jit, {what}", note, LARGE.flops(what))
     ours = partial(jax_frontend.attention, causal=True)
     jax_nn = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
@@ -45,7 +50,7 @@ def _beside_torch(what: str, named: tuple[str, ...], fastest: str) -> Group:
     makers["attention in JAX"] = partial(_jitted, ours, what)
     makers["jax.nn cudnn"] = partial(_jitted, jax_nn, what)
     makers["tokamax mosaic"] = lambda: _jitted(_tokamax(), what)
-    group.measure(makers, calls=40, rounds=9)
+    group.measure(makers, calls=40, rounds=9, rest=REST)
     for name in named:
         group.speed(f"backend={name!r} beside torch", f"attention in JAX {name}", f"attention in torch {name}", 0.97)
     group.speed(f"backend={fastest!r} beside jax.nn", f"attention in JAX {fastest}", "jax.nn cudnn", GOALS[what])

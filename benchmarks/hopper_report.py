@@ -36,7 +36,7 @@ REGRET_GOALS = {"geometric mean": 1.03, "worst": 1.25}
 def combined(figures: Path, junit: list[Path], memcheck: Path | None, sweep: Path | None) -> dict[str, Any]:
     """The figures with what the tests, compute-sanitizer and the sweep left behind, as one piece of plain data."""
     result = json.loads(figures.read_text(encoding="utf-8"))
-    result["tests"] = [junit_outcome(path) for path in junit]
+    result["tests"] = junit_outcome(junit) if junit else None
     result["memcheck"] = None if memcheck is None else memcheck_outcome(memcheck)
     result["sweep"] = None if sweep is None else sweep_outcome(sweep)
     return result
@@ -161,21 +161,28 @@ def _sweep(result: dict[str, Any]) -> str:
 
 
 def _tests(result: dict[str, Any]) -> str:
-    lines = ["## Tests"]
-    if not result.get("tests"):
-        lines += ["", "Not run."]
-    for outcome in result.get("tests") or ():
-        total: Counter[str] = Counter()
-        for counts in outcome["files"].values():
-            total.update(counts)
-        summary = ", ".join(f"{total[name]} {name}" for name in ("passed", "failed", "skipped"))
-        lines += ["", f"`{outcome['source']}`, {outcome['date'] or 'no date'}: {summary}.", ""]
-        lines += ["| file | passed | failed | skipped |", "|---|---|---|---|"]
-        for name, counts in outcome["files"].items():
-            cells = " | ".join(str(counts.get(kind, 0)) for kind in ("passed", "failed", "skipped"))
-            lines.append(f"| {name} | {cells} |")
-        if outcome["failed"]:
-            lines += ["", "Failed:", "", *(f"- `{name}`" for name in outcome["failed"])]
+    found, lines = result.get("tests"), ["## Tests", ""]
+    if not found:
+        return "\n".join([*lines, "Not run."])
+    kinds = ("passed", "failed", "xfailed", "skipped")
+    total: Counter[str] = Counter()
+    for counts in found["files"].values():
+        total.update(counts)
+    lines.append(
+        f"{', '.join(f'{total[kind]:,} {kind}' for kind in kinds)}. Of a test that ran twice the last run counts."
+    )
+    lines.append("")
+    for source in found["sources"]:
+        again = f", {source['again']:,} of them again" if source["again"] else ""
+        lines.append(f"- `{source['source']}`, {source['date'] or 'no date'}: {source['tests']:,} tests{again}")
+    lines += ["", f"| file | {' | '.join(kinds)} |", "|---|---|---|---|---|"]
+    for name, counts in found["files"].items():
+        lines.append(f"| {name} | {' | '.join(str(counts.get(kind, 0)) for kind in kinds)} |")
+    if found["failed"]:
+        lines += ["", "Failed:", "", *(f"- `{name}`" for name in found["failed"])]
+    if found["xfailed"]:
+        known = (f"- {count} tests: {why}" for why, count in found["xfailed"].items())
+        lines += ["", "Known not to hold (docs/semantics.md), and seen not to:", "", *known]
     return "\n".join(lines)
 
 
@@ -213,15 +220,12 @@ def _not_run(result: dict[str, Any]) -> str:
     for name in ("sweep", "tests", "memcheck"):
         if not result.get(name):
             add({"sweep": "The sweep", "tests": "The tests", "memcheck": "compute-sanitizer"}[name], "")
-    for outcome in result.get("tests") or ():
-        reasons = list(outcome["skipped"].items())
-        for why, count in reasons[:SHOWN_REASONS]:
-            add(f"{count} tests: {why}", outcome["source"])
-        if rest := reasons[SHOWN_REASONS:]:
-            count = sum(number for _, number in rest)
-            add(
-                f"{count} tests for {len(rest)} other reasons, all in benchmarks/results/hopper.json", outcome["source"]
-            )
+    reasons = list((result.get("tests") or {"skipped": {}})["skipped"].items())
+    for why, count in reasons[:SHOWN_REASONS]:
+        add(f"{count} tests: {why}", "")
+    if rest := reasons[SHOWN_REASONS:]:
+        count = sum(number for _, number in rest)
+        add(f"{count} tests for {len(rest)} other reasons, all in benchmarks/results/hopper.json", "")
     for why in (result.get("memcheck") or {}).get("not_run", ()):
         add(f"memcheck: {why}", "")
     lines = [f"- {what}{_places(where)}" for what, where in items.items()]

@@ -138,25 +138,30 @@ def _drain() -> None:
         (jax.device_put(np.float32(0), device) + 1).block_until_ready()
 
 
-def _staying() -> Callable[[], None]:
-    """What lets one of XLA's threads stay known to Python after its first callback.
+def _staying() -> Callable[[], bool]:
+    """What lets one of XLA's threads stay known to Python after its first callback; says whether this is such a thread.
 
     A thread that Python did not start gets a thread state when it calls in and loses it when it returns, which costs
     microseconds each time. Holding it once keeps it: some kilobytes for each of XLA's threads.
     """
     here, hold = threading.local(), ctypes.pythonapi.PyGILState_Ensure
 
-    def stay() -> None:
-        if not hasattr(here, "held"):
+    def stay() -> bool:
+        try:
+            return here.foreign  # type: ignore[no-any-return]
+        except AttributeError:
+            here.foreign = threading.get_ident() not in {thread.ident for thread in threading.enumerate()}
             here.held = hold()
+            return here.foreign  # type: ignore[no-any-return]
 
     return stay
 
 
-def _on_stream(stay: Callable[[], None]) -> Callable[..., None]:
-    """The GPU's callback: runs a call on XLA's stream and device, and leaves torch's own as they were.
+def _on_stream(stay: Callable[[], bool]) -> Callable[..., None]:
+    """The GPU's callback: runs a call on XLA's device and stream.
 
-    By the functions under torch's context managers, which would build a stream object for every call.
+    By the functions under torch's context managers, which would build a stream object for every call. A thread of
+    Python's gets torch's device and stream back as they were; one of XLA's keeps them from call to call.
     """
     import torch
 
@@ -170,19 +175,20 @@ def _on_stream(stay: Callable[[], None]) -> Callable[..., None]:
         return stream.stream_id, stream.device_index, stream.device_type
 
     def on_stream(*values: Any) -> None:
-        stay()
-        device = values[0].get_device()
+        keeps, device = stay(), values[0].get_device()
         device_before = device_now()  # type: ignore[misc]
         if device_before != device:
             to_device(device)  # type: ignore[misc]
-        before = current(device)  # type: ignore[misc]
-        _enter(enter, identity(values[-1], device))
+        before, wanted = current(device), identity(values[-1], device)  # type: ignore[misc]
+        if before != wanted:
+            _enter(enter, wanted)
         try:
             (_callbacks.get(values[-2]) or _callback(values[-2]))(values)
         finally:
-            _enter(enter, before)
-            if device_before != device:
-                to_device(device_before)  # type: ignore[misc]
+            if not keeps:
+                _enter(enter, before)
+                if device_before != device:
+                    to_device(device_before)  # type: ignore[misc]
 
     return on_stream
 

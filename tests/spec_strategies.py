@@ -208,6 +208,8 @@ def calls(
     fields: dict[str, Any] = dict(draw(st.sampled_from(offered_sizes)))
     if packed and lengths is not None:
         fields |= {"batch": 1, "q_len": sum(lengths[0]), "kv_len": sum(lengths[1])}
+    elif within is not None and within.approximate and draw(st.booleans()):  # these run few lengths
+        fields["q_len"] = fields["kv_len"] = draw(st.sampled_from((64, 192)))
     offered = [name for name in FEATURES if name not in without and (within is None or getattr(within, name, True))]
     for feature in sorted(draw(st.sets(st.sampled_from(offered), max_size=4))):
         fields |= draw(_feature(feature, fields))

@@ -119,17 +119,33 @@ def test_the_page_lists_everything_that_was_not_run(files: dict[str, Path]) -> N
     assert "AMD GPUs" in text and "Any GPU but the one named above" in text
     complete = rendered(files, *FILES).partition("## Not run\n")[2]
     assert "- The sweep\n" not in complete
-    assert "- 1 tests: needs two GPUs (results.xml)" in complete
+    assert "- 1 tests: needs two GPUs\n" in complete
     assert "- memcheck: packed: other: refused it" in complete
 
 
 def test_the_outcome_of_the_tests(files: dict[str, Path]) -> None:
-    outcome = junit_outcome(files["results.xml"])
+    outcome = junit_outcome([files["results.xml"]])
     assert outcome["files"] == {"test_made_up": {"passed": 2}, "test_other": {"failed": 1, "skipped": 1}}
     text = rendered(files, *FILES)
-    assert "`results.xml`, 1999-12-31: 2 passed, 1 failed, 1 skipped." in text
-    assert "| test_other | 0 | 1 | 1 |" in text
+    assert "2 passed, 1 failed, 0 xfailed, 1 skipped." in text
+    assert "- `results.xml`, 1999-12-31: 4 tests\n" in text
+    assert "| test_other | 0 | 1 | 0 | 1 |" in text
     assert "- `tests.test_other.test_three`" in text
+
+
+def test_the_last_run_of_a_test_counts(files: dict[str, Path], tmp_path: Path) -> None:
+    later = tmp_path / "later.xml"
+    skipped = '<skipped type="pytest.xfail" message="known">x</skipped>'
+    mended = JUNIT.replace('<failure message="no">no</failure>', "").replace('name="test_two"', 'name="test_new"')
+    later.write_text(mended.replace('time="1"/>', f'time="1">{skipped}</testcase>', 1), encoding="utf-8")
+    result = combined(files["hopper.json"], [files["results.xml"], later], None, None)
+    assert result["tests"]["files"] == {
+        "test_made_up": {"xfailed": 1, "passed": 2},
+        "test_other": {"passed": 1, "skipped": 1},
+    }
+    assert result["tests"]["failed"] == [] and result["tests"]["skipped"] == {"needs two GPUs": 1}
+    text = page(result)
+    assert "- `later.xml`, 1999-12-31: 4 tests, 3 of them again" in text and "- 1 tests: known" in text
 
 
 def test_memcheck_is_believed_only_with_a_summary(files: dict[str, Path]) -> None:
@@ -183,7 +199,7 @@ def test_all_is_well_only_when_nothing_is_amiss() -> None:
     figure = {"goal": ">= 1", "held": True}
     fine: dict[str, Any] = {"measures": {"small": {"groups": [{"title": "", "figures": [figure]}], "error": None}}}
     assert hopper.all_well(fine)
-    assert not hopper.all_well({**fine, "tests": [{"failed": ["test_made_up"]}]})
+    assert not hopper.all_well({**fine, "tests": {"failed": ["test_made_up"]}})
     assert not hopper.all_well({**fine, "memcheck": {"errors": 1, "api_calls": {}}})
     assert not hopper.all_well({**fine, "memcheck": {"errors": None, "api_calls": {}}})
     assert not hopper.all_well({"measures": {"small": {"groups": [], "error": "failed"}}})

@@ -40,7 +40,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 HIDES_POISON = ("xformers_splitk",)
 """Its merging of splits drops a part that is NaN, so that such a row comes out as 0; docs/semantics.md says so."""
-REACHES_BACK = dict.fromkeys(("flash3", "flash4", "xformers_flash3"), "its sources say that it does not promise this")
+REACHES_BACK = dict.fromkeys(
+    ("flash3", "flash4", "xformers_flash3"), "the last tile of a document holds the next one's first tokens"
+)
 """docs/semantics.md says so."""
 POISONS = {"NaN": np.nan, "Inf": np.inf}
 

@@ -121,6 +121,15 @@ def test_xformers_agrees_where_it_is_installed() -> None:
             assert (ours.q_seqinfo.seqstart is offsets[0], ours.k_seqinfo.max_seqlen) == (True, 5)
 
 
+@pytest.mark.parametrize(("q_len", "longest", "expected"), [(3, 1, 1), (2, 1, 2), (8, 5, 5)])
+def test_documents_of_at_most_one_query(q_len: int, longest: int, expected: int) -> None:
+    """FlashAttention 2 takes ``max_seqlen_q = 1`` for one query in every document."""
+    modules = SimpleNamespace(_SeqLenInfo=SimpleNamespace, BlockDiagonalMask=SimpleNamespace)
+    spec = replace(SPEC, **{**DOCUMENTS, "q_len": q_len, "kv_len": 15, "max_len_q": longest})
+    made = documents_mask(modules, Mask("BlockDiagonalMask", {}), spec, Inputs(*(None,) * 9))
+    assert made.q_seqinfo.max_seqlen == expected
+
+
 # What is lowered and what is refused
 
 PLAIN = {

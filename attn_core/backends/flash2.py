@@ -27,7 +27,7 @@ from attn_core.backends import Gradients, Inputs
 from attn_core.masks import band
 from attn_core.spec import AttentionSpec
 from attn_core.support import Build, Support
-from attn_core.torch_flash2 import generator_of, rng_state_of, shifted, slopes_of
+from attn_core.torch_flash2 import generator_of, longest_query, rng_state_of, shifted, slopes_of
 from attn_core.torch_rewrites import readable, writable
 
 FRAMEWORK = "torch"
@@ -168,12 +168,11 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 
     The kernel takes a side of ``max_seqlen_k`` or more for an open one, and an open one beside a bounded one for that.
     Packed, it may be more than any document has: from ``max_seqlen_q - 1`` on it hides nothing, and else it only sizes
-    launches. Where no document has two queries the kernel assumes that each has one and groups heads by it;
-    ``max_seqlen_q = 2`` keeps it from that where some have none.
+    launches.
     """
     edge, lengths, max_k = band(spec), {}, spec.kv_len
     if spec.packed:
-        max_q = max(spec.max_len_q or 0, 1 if spec.q_len == spec.documents else 2)
+        max_q = longest_query(spec)
         max_k = max(spec.max_len_k or 0, max_q - 1)
         lengths = {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
     causal = edge.right == 0  # the kernel then sets the right side itself
