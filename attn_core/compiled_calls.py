@@ -83,11 +83,11 @@ def zeros(spec: AttentionSpec, device: str = "cuda") -> Inputs:
     def extra(shape: Any, dtype: Any = torch.float32) -> Any:
         return None if shape is None else torch.zeros(shape, dtype=dtype, device=device)
 
-    rows = () if spec.packed else (spec.batch,)
+    q, k, v = (made(*shape) for shape in shapes(spec))
     return Inputs(
-        made(*rows, spec.q_len, spec.num_heads, spec.head_dim),
-        made(*rows, spec.kv_len, spec.num_kv_heads, spec.head_dim),
-        made(*rows, spec.kv_len, spec.num_kv_heads, spec.value_dim),
+        q,
+        k,
+        v,
         mask=None if spec.mask_shape is None else extra(spec.mask_shape, torch.bool),
         bias=extra(spec.bias_shape, getattr(torch, spec.bias_dtype or spec.dtype)),
         alibi_slopes=extra(spec.alibi_shape),
@@ -95,4 +95,14 @@ def zeros(spec: AttentionSpec, device: str = "cuda") -> Inputs:
         cu_seqlens_q=offsets(spec.q_len, spec.max_len_q),
         cu_seqlens_k=offsets(spec.kv_len, spec.max_len_k),
         rng=torch.zeros(2, dtype=torch.int64) if spec.dropout else None,
+    )
+
+
+def shapes(spec: AttentionSpec) -> tuple[tuple[int, ...], ...]:
+    """The shapes of q, k and v as backends take them: ``[batch, seq, heads, dim]``, packed without the batch axis."""
+    rows = () if spec.packed else (spec.batch,)
+    return (
+        (*rows, spec.q_len, spec.num_heads, spec.head_dim),
+        (*rows, spec.kv_len, spec.num_kv_heads, spec.head_dim),
+        (*rows, spec.kv_len, spec.num_kv_heads, spec.value_dim),
     )

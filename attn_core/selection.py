@@ -58,6 +58,8 @@ class Selection:
         backend: the chosen backend, or None.
         refusals: ``((backend, reasons), ...)``, every reason of every backend that cannot run the call.
         considered: all backends in the order they were considered.
+        lane: how JAX reaches a torch backend: ``("compiled", ())``, XLA launches its kernels; or ``("callback", why)``,
+            XLA calls Python, and why not the other; None where there is nothing to reach.
     """
 
     spec: AttentionSpec
@@ -66,6 +68,7 @@ class Selection:
     backend: str | None
     refusals: tuple[tuple[str, Reasons], ...]
     considered: tuple[str, ...]
+    lane: tuple[str, Reasons] | None = None
 
     def reasons(self, name: str) -> Reasons:
         """Why a backend cannot run the call; empty when it can."""
@@ -76,13 +79,20 @@ class Selection:
         width = max(len(name) for name in self.considered)
         lines = [f"attention in {self.target.framework} on {self.target.device}: {self.spec}"]
         for name in self.considered:
-            verdict = "selected" if name == self.backend else "can run it"
+            verdict = "selected" + self._lane if name == self.backend else "can run it"
             if name in refused:
                 verdict = "refused: " + "; ".join(refused[name])
             elif name != self.backend and name not in self._automatic:
                 verdict = "can run it when asked for by name"
             lines.append(f"  {name:<{width}}  {verdict}")
         return "\n".join(lines)
+
+    @property
+    def _lane(self) -> str:
+        if self.lane is None:
+            return ""
+        name, why = self.lane
+        return f", {name} lane" + (f" ({'; '.join(why)})" if why else "")
 
     @property
     def _automatic(self) -> tuple[str, ...]:
@@ -118,7 +128,17 @@ def explain(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] 
     reasons = {name: refusals(name, spec, target) for name in considered}
     chosen = next((name for name in candidates if not reasons[name]), None)
     refused = tuple((name, why) for name, why in reasons.items() if why)
-    return Selection(spec, target, requested, chosen, refused, considered)
+    return Selection(spec, target, requested, chosen, refused, considered, lane_of(chosen, spec, target))
+
+
+def lane_of(name: str | None, spec: AttentionSpec, target: Target) -> tuple[str, Reasons] | None:
+    """How JAX would reach a backend, as far as data tell; see ``Selection.lane``."""
+    backend = backends.load(name, target.kind) if name else None
+    if backend is None or target.framework != "jax" or backend.FRAMEWORK != "torch":
+        return None
+    refuses = getattr(backend, "program_refuses", None)
+    why = () if refuses is None else refuses(spec, target.device)
+    return ("callback" if refuses is None or why else "compiled"), why
 
 
 def select(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] | None = None) -> Selection:

@@ -41,6 +41,11 @@ class Kernel(NamedTuple):
     same_width: bool = True
     lse_gradient: bool = False
 
+    def pads(self, spec: AttentionSpec) -> bool:
+        """Whether the head dimensions of a call are not those that the kernel runs."""
+        wide = _widened(self, replace(spec, sinks=False))
+        return wide is not None and wide != spec
+
 
 def refusals(spec: AttentionSpec) -> tuple[str, ...]:
     """What the rewrite of the log-sum-exp's gradient cannot do, for a kernel that has none of its own."""

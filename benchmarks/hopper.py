@@ -4,6 +4,7 @@ python -m benchmarks.hopper --json hopper.json                      # measures e
 python -m benchmarks.hopper --json hopper.json --only softcap jax   # some of it
 python -m benchmarks.hopper --render hopper.json --junit results.xml --memcheck memcheck.txt --sweep sweep.json
                                                                     # prints the page; needs no GPU
+... --render first.json later.json                                  # what a later run measured again replaces it
 ... --render ... --write                                            # benchmarks/results/hopper.json, docs/hopper.md
 
 A package that is missing, or a call that is refused, leaves a row "not run" with its reason. JAX holds three quarters
@@ -42,6 +43,11 @@ def measures() -> dict[str, Callable[[], list[Any]]]:
 
         return hopper_jax.callback_lane()
 
+    def compiled_lane() -> list[Any]:
+        from benchmarks import hopper_lane
+
+        return hopper_lane.compiled()
+
     return {
         "memory": hopper_checks.memory,
         "attention": hopper_torch.attention_beside_kernels,
@@ -49,6 +55,7 @@ def measures() -> dict[str, Callable[[], list[Any]]]:
         "softcap_error": hopper_checks.softcap_error,
         "small": hopper_torch.small_calls,
         "jax": jax_beside_torch,
+        "compiled": compiled_lane,
         "callback": callback_lane,
     }
 
@@ -97,7 +104,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--json", type=Path, metavar="OUT", help="measure, and write the raw result here")
-    what.add_argument("--render", type=Path, metavar="JSON", help="print the page of such a result")
+    what.add_argument(
+        "--render", type=Path, nargs="+", metavar="JSON", help="print the page of such results; the last counts"
+    )
     parser.add_argument(
         "--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="measure no more than these"
     )

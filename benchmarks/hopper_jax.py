@@ -103,11 +103,12 @@ def callback_lane() -> list[Group]:
     )
     group = Group("The callback lane", note)
     makers: dict[str, Callable[[], Turn]] = {}
+    from benchmarks.hopper_lane import in_callback  # flash4 would be launched without one
+
     for name in LANES:
         makers[f"forward() in torch {name}"] = partial(_torch_chain, name)
-        makers[f"attention in JAX {name}"] = partial(
-            _jax_chain, partial(jax_frontend.attention, causal=True, backend=name)
-        )
+        call = partial(jax_frontend.attention, causal=True, backend=name)
+        makers[f"attention in JAX {name}"] = in_callback(partial(_jax_chain, call))
     jax_nn = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
     makers["jax.nn cudnn"] = partial(_jax_chain, jax_nn)
     group.measure(makers, calls=50, rounds=15)

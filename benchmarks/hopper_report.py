@@ -18,6 +18,7 @@ MEASURES = {
     "jax": "JAX beside torch, jax.nn and tokamax",
     "softcap": "Softcap: speed",
     "softcap_error": "Softcap: error",
+    "compiled": "The compiled lane",
     "callback": "The callback lane",
     "memory": "Peak memory",
     "small": "Small calls",
@@ -33,9 +34,21 @@ SHOWN_REASONS = 40
 REGRET_GOALS = {"geometric mean": 1.03, "worst": 1.25}
 
 
-def combined(figures: Path, junit: list[Path], memcheck: Path | None, sweep: Path | None) -> dict[str, Any]:
-    """The figures with what the tests, compute-sanitizer and the sweep left behind, as one piece of plain data."""
-    result = json.loads(figures.read_text(encoding="utf-8"))
+def combined(figures: list[Path], junit: list[Path], memcheck: Path | None, sweep: Path | None) -> dict[str, Any]:
+    """The figures with what the tests, compute-sanitizer and the sweep left behind, as one piece of plain data.
+
+    Of several files of figures, each replaces the measures of those before it that it has as well.
+
+    Raises:
+        ValueError: when their versions differ.
+    """
+    result, *later = (json.loads(path.read_text(encoding="utf-8")) for path in figures)
+    result["later"] = []
+    for more in later:
+        if more["environment"]["versions"] != result["environment"]["versions"]:
+            raise ValueError(f"{[str(path) for path in figures]}: measured with different versions")
+        result["measures"] |= more["measures"]
+        result["later"].append({"date": more["environment"]["date"], "measures": list(more["measures"])})
     result["tests"] = junit_outcome(junit) if junit else None
     result["memcheck"] = None if memcheck is None else memcheck_outcome(memcheck)
     result["sweep"] = None if sweep is None else sweep_outcome(sweep)
@@ -56,9 +69,18 @@ def _head(result: dict[str, Any]) -> str:
 Written by `python -m benchmarks.hopper --render` from `benchmarks/results/hopper.json`, measured on {where["date"]}:
 {where.get("device", "unknown device")}, {where["processor"]}, Python {where["python"]}, {versions}.
 
-The candidates of one table took turns in one process; each turn queues its calls behind one that is not counted. torch
-is timed by CUDA events, JAX by the host's clock until the last result is there. Ratios and differences are medians over
-the rounds; absolute times are that machine's."""
+{_later(result)}The candidates of one table took turns in one process; each turn queues its calls behind one that is not
+counted. torch is timed by CUDA events, JAX by the host's clock until the last result is there. Ratios and differences
+are medians over the rounds; absolute times are that machine's."""
+
+
+def _later(result: dict[str, Any]) -> str:
+    """Which measures come from another run, on a machine of the same kind."""
+    texts = []
+    for run in result.get("later") or ():
+        names = ", ".join(heading for name, heading in MEASURES.items() if name in run["measures"])
+        texts.append(f"{names}: from a later run, {run['date']}, on a host of the same kind.\n\n")
+    return "".join(texts)
 
 
 def figures_of(result: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,6 +1,7 @@
 """The bridge: torch's kernels inside JAX programs. The only file of the project where JAX and torch meet.
 
-XLA calls one registered function for each direction through its foreign function interface (jax-tvm-ffi), with its own
+What the compiled lane (``compiled_lane``) takes, XLA launches itself. In the callback lane, which takes every call, XLA
+calls one registered function for each direction through its foreign function interface (jax-tvm-ffi), with its own
 buffers as DLPack tensors and, on a GPU, its own stream. Nothing is copied on the way in; a backend that can writes its
 results into XLA's buffers, and the results of others are copied there. Which call it is travels as one attribute, the
 token of a plan: a text of 7 characters, the longest that tvm-ffi keeps inside the value itself (jax-tvm-ffi 0.1.3 does
@@ -25,6 +26,7 @@ from attn_core import backends, compiled_calls
 from attn_core.backends import Gradients, Inputs
 from attn_core.errors import BridgeError
 from attn_core.spec import AttentionSpec
+from jax_frontend import compiled_lane
 
 TOKEN_LENGTH = 7
 
@@ -57,7 +59,10 @@ _callbacks: dict[str, Callable[[tuple[Any, ...]], None]] = {}
 
 
 def run(call: BridgedCall, results: tuple[jax.ShapeDtypeStruct, ...], *operands: Any) -> tuple[Any, ...]:
-    """The results of a backend's forward or backward on JAX arrays; traceable, one custom call in the program."""
+    """The results of a backend's forward or backward on JAX arrays; traceable, a few custom calls in the program."""
+    lane = compiled_lane.lane_of(call)
+    if lane.program is not None:
+        return compiled_lane.run(lane.program, call, results, operands)
     _register_targets()
     return tuple(jax.ffi.ffi_call(_target(call.direction), results)(*operands, call=token_of(call)))
 

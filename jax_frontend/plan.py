@@ -13,6 +13,7 @@ from attn_core.call import ArrayFacts, Arrays, build_spec
 from attn_core.options import Options
 from attn_core.selection import Selection, Target, explain, select
 from attn_core.spec import AttentionSpec
+from jax_frontend import compiled_lane
 
 
 class Plan(NamedTuple):
@@ -54,7 +55,7 @@ def plan(
 
 def explanation(*arguments: Any) -> Selection:
     """The Selection behind ``plan``, whether or not a backend can run the call."""
-    return explain(*question(*arguments))
+    return compiled_lane.told(explain(*question(*arguments)))
 
 
 def question(

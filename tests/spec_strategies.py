@@ -259,6 +259,16 @@ def _feature(name: str, fields: dict[str, Any]) -> st.SearchStrategy[dict[str, A
 
 _PACKED_TOKENS = (13, 17)
 _IN_DOCUMENTS = {**_sizes(1, *_PACKED_TOKENS, 6, 2, 7, 7), "documents": 4, "max_len_q": 13, "max_len_k": 17}
+
+
+def few_numbers(call: Call) -> Call:
+    """The call with one scale, one softcap and few windows: for compilers that make numbers part of their code."""
+    spec, (left, right) = call.spec, call.spec.window
+    window = tuple(None if side is None else min(side, most) for side, most in ((left, 2), (right, 1)))
+    softcap = None if spec.softcap is None else 1.5
+    return replace(call, spec=replace(spec, scale=None, window=window, softcap=softcap))
+
+
 SIGNATURES: tuple[dict[str, Any], ...] = (
     {**DENSE_SIZES[0], "dtype": "float32"},
     {**DENSE_SIZES[2], "dtype": "float32", "causal": True, "return_lse": True},

@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attn_core import AttentionSpec, Target, accuracy, backends, compiled_calls, flash4_scores, selection
+from attn_core import (
+    AttentionSpec,
+    Target,
+    accuracy,
+    backends,
+    compiled_calls,
+    flash4_operands,
+    flash4_scores,
+    selection,
+)
 from attn_core.backends import Gradients, Inputs, flash4
 from attn_core.masks import band
 
@@ -396,8 +405,8 @@ def test_the_kernel_writes_into_buffers_that_it_can_store_to(kernel: Kernel) -> 
     assert all(one is other for one, other in zip(gradients[:3], into[:3]))
     odd = torch.empty(*spec.out_shape[:-1], 33, dtype=torch.float64)[..., 1:]
     assert flash4.forward(spec, inputs, (odd, lse))[0] is not odd
-    assert flash4._writable(torch.empty(3, 5, 1, 32).expand(3, 5, 2, 32)) is None
-    assert flash4._writable(torch.empty(3, 5, 32, 2).mT) is None
+    assert flash4_operands.writable(torch.empty(3, 5, 1, 32).expand(3, 5, 2, 32)) is None
+    assert flash4_operands.writable(torch.empty(3, 5, 32, 2).mT) is None
 
 
 def test_expanded_axes_are_copied(kernel: Kernel) -> None:
@@ -407,8 +416,8 @@ def test_expanded_axes_are_copied(kernel: Kernel) -> None:
     copied = one.contiguous()
     out, lse = flash4.forward(case.spec, inputs._replace(k=copied, v=copied))
     assert torch.equal(flash4.forward(case.spec, inputs._replace(k=one, v=one))[0], out)
-    assert 0 not in flash4._spread(one).stride() and flash4._spread(copied) is copied
-    assert 0 not in flash4._spread(torch.as_strided(copied, (1, 3, 4), (0, 4, 1))).stride()
+    assert 0 not in flash4_operands.spread(one).stride() and flash4_operands.spread(copied) is copied
+    assert 0 not in flash4_operands.spread(torch.as_strided(copied, (1, 3, 4), (0, 4, 1))).stride()
     flash4.backward(case.spec, inputs, out, lse, out.new_ones(()).expand_as(out), None)
 
 

@@ -90,7 +90,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
 
 def rendered(files: dict[str, Path], *names: str) -> str:
     junit = [files["results.xml"]] if "results.xml" in names else []
-    return page(combined(files["hopper.json"], junit, *(files[n] if n in names else None for n in FILES[1:])))
+    return page(combined([files["hopper.json"]], junit, *(files[n] if n in names else None for n in FILES[1:])))
 
 
 FILES = ("results.xml", "memcheck.txt", "sweep.json")
@@ -138,7 +138,7 @@ def test_the_last_run_of_a_test_counts(files: dict[str, Path], tmp_path: Path) -
     skipped = '<skipped type="pytest.xfail" message="known">x</skipped>'
     mended = JUNIT.replace('<failure message="no">no</failure>', "").replace('name="test_two"', 'name="test_new"')
     later.write_text(mended.replace('time="1"/>', f'time="1">{skipped}</testcase>', 1), encoding="utf-8")
-    result = combined(files["hopper.json"], [files["results.xml"], later], None, None)
+    result = combined([files["hopper.json"]], [files["results.xml"], later], None, None)
     assert result["tests"]["files"] == {
         "test_made_up": {"xfailed": 1, "passed": 2},
         "test_other": {"passed": 1, "skipped": 1},
@@ -224,3 +224,16 @@ def test_goals_and_counts() -> None:
     shape = Shape(1, 2, 3, 1, 5)
     assert shape.flops("forward") == 2 * 2 * 3 * 2 * 2 * 5 / 2
     assert shape.flops("forward + backward") == 3.5 * shape.flops("forward")
+
+
+def test_a_later_run_replaces_what_it_measured_again(files: dict[str, Path], tmp_path: Path) -> None:
+    first, later = json.loads(files["hopper.json"].read_text(encoding="utf-8")), tmp_path / "later.json"
+    again = {"softcap": {"groups": [], "error": "failed: made up again"}}
+    later.write_text(json.dumps({**first, "measures": again}), encoding="utf-8")
+    result = combined([files["hopper.json"], later], [], None, None)
+    assert result["measures"] == {**first["measures"], **again}
+    assert "Softcap: speed: from a later run, 1999-12-31, on a host of the same kind." in page(result)
+    other = {**first["environment"], "versions": {"torch": "0.0.1"}}
+    later.write_text(json.dumps({"environment": other, "measures": again}), encoding="utf-8")
+    with pytest.raises(ValueError, match="different versions"):
+        combined([files["hopper.json"], later], [], None, None)

@@ -26,6 +26,8 @@ from typing import Any
 from attn_core import compiled_calls, kernel_limits
 from attn_core import torch_rewrites as rewrites
 from attn_core.backends import Gradients, Inputs
+from attn_core.flash4_operands import spread, window, writable
+from attn_core.kernel_programs import Program
 from attn_core.masks import band
 from attn_core.spec import AttentionSpec
 from attn_core.support import Build, Support
@@ -88,7 +90,7 @@ def probe() -> str:
 @lru_cache(maxsize=4096)
 def lower(spec: AttentionSpec) -> dict[str, Any]:
     """The kernel's keywords for "forward" and "backward", and the softcap whose score functions go with them."""
-    left, right = _window(spec)
+    left, right = window(spec)
     causal = left is None and right == 0
     both = {
         "causal": causal,
@@ -143,15 +145,33 @@ def warm_up(spec: AttentionSpec) -> None:
             backward(spec, inputs, out, lse, out, dlse)
 
 
-def _window(spec: AttentionSpec) -> tuple[int | None, int | None]:
-    """The band as distances from the bottom-right diagonal, negative ones among them; None where nothing is hidden."""
-    left, right, offset = band(spec)
-    if spec.packed:
-        return left, right
-    shift = spec.kv_len - spec.q_len - offset  # how far the bottom-right diagonal lies to the right of the spec's
-    left = None if left is None or left + shift >= spec.kv_len - 1 else left + shift
-    right = None if right is None or right - shift >= spec.q_len - 1 else right - shift
-    return left, right
+def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
+    """Why there is no ``program`` of a call that the backend takes: what torch operations do around the kernels."""
+    reasons = [] if device == "sm90" else [f"{device}: proven on sm90 alone"]
+    if spec.sinks:
+        reasons.append("sinks: added by torch operations behind the kernel")
+    if any(_kernel(spec, gradient).pads(spec) for gradient in ({False, spec.needs_backward})):
+        reasons.append(f"head_dim={spec.head_dim}, value_dim={spec.value_dim}: padded by torch operations")
+    return tuple(reasons)
+
+
+@lru_cache(maxsize=1024)
+def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> Program:
+    """The kernels of a call that ``program_refuses`` says nothing against, and the buffers between them.
+
+    Operands are the fields of ``Inputs``; in a backward also out, lse, dout, and ``with_dlse`` dlse, 0 in rows that see
+    no key. Compiles nothing. Raises Unrecordable where flash-attn-4 is not as it was when this was proven.
+    """
+    from attn_core import flash4_program
+
+    def run(kernels: Any, inputs: Inputs, others: dict[str, Any]) -> None:
+        if direction == "forward":
+            _forward(spec, inputs, (others["out"], others["lse"]), kernels)
+        else:
+            out, lse, dout, *places = (others[name] for name in ("out", "lse", "dout", "dq", "dk", "dv"))
+            _gradients(spec, inputs, out, lse, dout, Gradients(*places), others.get("dlse"), kernels)
+
+    return flash4_program.program(spec, direction, with_dlse, run)
 
 
 def _age(version: str) -> tuple[int, int, int, str, int]:
@@ -186,10 +206,10 @@ def _arguments(spec: AttentionSpec, half: str) -> dict[str, Any]:
     return {**how[half], "score_mod": functions.again, "score_mod_bwd": functions.gradient}
 
 
-def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
-    out, lse = (None, None) if into is None else map(_writable, into)
-    found = _kernels()[0](
-        *map(_spread, inputs[:3]),
+def _forward(spec: AttentionSpec, inputs: Inputs, into: Any, kernels: Any = None) -> tuple[Any, Any]:
+    out, lse = (None, None) if into is None else map(writable, into)
+    found = (kernels or _kernels())[0](
+        *map(spread, inputs[:3]),
         cu_seqlens_q=inputs.cu_seqlens_q,
         cu_seqlens_k=inputs.cu_seqlens_k,
         return_lse=True,
@@ -203,11 +223,17 @@ def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
 def _backward(
     spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any, dlse: Any = None
 ) -> Gradients:
-    dq, dk, dv = (None, None, None) if into is None else map(_writable, into[:3])
     if dlse is not None:  # in rows that see nothing it has weight 0, whatever it is
         dlse = dlse.masked_fill(lse == -float("inf"), 0.0)
-    found = _kernels()[1](
-        *map(_spread, (*inputs[:3], out, dout)),
+    return _gradients(spec, inputs, out, lse, dout, into, dlse, _kernels())
+
+
+def _gradients(
+    spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any, dlse: Any, kernels: Any
+) -> Gradients:
+    dq, dk, dv = (None, None, None) if into is None else map(writable, into[:3])
+    found = kernels[1](
+        *map(spread, (*inputs[:3], out, dout)),
         lse,
         cu_seqlens_q=inputs.cu_seqlens_q,
         cu_seqlens_k=inputs.cu_seqlens_k,
@@ -218,25 +244,6 @@ def _backward(
         **_arguments(spec, "backward"),
     )
     return Gradients(*found[:3])
-
-
-def _spread(tensor: Any) -> Any:
-    """The tensor without expanded axes, which would each be a kernel of their own. What else the kernel cannot read
-    (strides and addresses that are no multiple of 16 bytes) the entry points copy themselves."""
-    if 0 not in tensor.stride():
-        return tensor
-    import torch
-
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _writable(buffer: Any) -> Any:
-    """A buffer that the kernel can write into, or None: it stores 16 bytes at a time."""
-    if buffer is None:
-        return None
-    strides, size = buffer.stride(), buffer.element_size()
-    dense = strides[-1] == 1 and all(step > 0 and step * size % 16 == 0 for step in strides[:-1])
-    return buffer if (dense or buffer.is_contiguous()) and buffer.data_ptr() % 16 == 0 else None
 
 
 def _backward_width(dim: int) -> int:

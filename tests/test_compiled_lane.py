@@ -1,0 +1,337 @@
+"""The compiled lane: which calls take it, and that XLA runs a program's kernels as they are meant.
+
+Without a GPU a stand-in hands out a program: the math backend's halves cut into kernels that read, write, update and
+sum into zeros, as FlashAttention-4's do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("jax_tvm_ffi")
+import jax
+import jax.numpy as jnp
+import jax_tvm_ffi
+import torch
+import tvm_ffi
+
+import jax_frontend
+import torch_frontend
+from attn_core import AttentionSpec, Target, explain
+from attn_core.backends import Inputs, flash4, math
+from attn_core.kernel_programs import SCRATCH, Buffer, Program, Step
+from jax_frontend import compiled_lane
+
+SPEC = AttentionSpec(
+    batch=2, q_len=64, kv_len=64, num_heads=4, num_kv_heads=2, head_dim=64, value_dim=64, dtype="bfloat16", scale=0.125
+)
+
+
+# Which lane, as data
+
+
+@pytest.mark.parametrize(
+    ("changes", "lane", "why"),
+    [
+        ({}, "compiled", ""),
+        ({"causal": True, "softcap": 50.0, "needs_backward": True}, "compiled", ""),
+        ({"return_lse": True, "needs_backward": True}, "compiled", ""),
+        ({"documents": 3, "max_len_q": 40, "max_len_k": 40, "batch": 1}, "compiled", ""),
+        ({"sinks": True}, "callback", "sinks: added by torch operations"),
+        ({"head_dim": 70, "value_dim": 70}, "callback", "head_dim=70, value_dim=70: padded by torch operations"),
+        ({"head_dim": 72, "value_dim": 72}, "compiled", ""),
+        ({"head_dim": 72, "value_dim": 72, "needs_backward": True}, "callback", "head_dim=72"),
+    ],
+)
+def test_the_selection_says_which_lane_and_why(changes: dict[str, Any], lane: str, why: str) -> None:
+    selection = explain(replace(SPEC, **changes), Target("jax", "sm90"), "flash4")
+    assert selection.lane is not None and selection.lane[0] == lane
+    assert why in "; ".join(selection.lane[1]) and bool(why) == bool(selection.lane[1])
+    assert f"selected, {lane} lane" in str(selection) and why in str(selection)
+
+
+def test_who_has_a_lane() -> None:
+    assert explain(SPEC, Target("torch", "sm90"), "flash4").lane is None
+    assert explain(SPEC, Target("jax", "sm90"), "jax_cudnn").lane is None
+    assert explain(SPEC, Target("jax", "sm90"), "flash2").lane == ("callback", ())
+    assert explain(SPEC, Target("jax", "sm100"), "flash4").lane == ("callback", ("sm100: proven on sm90 alone",))
+    assert explain(replace(SPEC, dropout=0.5), Target("jax", "sm90"), "flash4").lane is None
+
+
+# A program of the math backend
+
+LAUNCHED: list[str] = []
+
+
+def kernel(name: str, run: Any) -> Any:
+    """A stand-in for a compiled kernel: a function of tensors alone."""
+
+    def launch(*tensors: torch.Tensor) -> None:
+        LAUNCHED.append(name)
+        run(*tensors)
+
+    return lambda: tvm_ffi.convert_func(launch, tensor_cls=torch.Tensor)
+
+
+def forward_program(spec: AttentionSpec) -> Program:
+    names = ("q", "k", "v", *(("cu_seqlens_q", "cu_seqlens_k") if spec.packed else ()))
+
+    def run(*tensors: torch.Tensor) -> None:
+        given, (out, lse) = tensors[: len(names)], tensors[len(names) :]
+        found = math.forward(spec, Inputs(**dict(zip(names, given, strict=True))))
+        out.copy_(found[0])
+        lse.copy_(found[1])
+
+    shapes = operand_shapes(spec)
+    buffers = (
+        *(Buffer(name, *shapes[name]) for name in names),
+        *(Buffer(name, *shapes[name]) for name in ("out", "lse")),
+    )
+    places = tuple(range(len(names)))
+    target = f"attn_core.stand_in.forward.{abs(hash(spec))}"
+    return Program(buffers, (Step(target, places, (len(names), len(names) + 1), kernel("forward", run)),))
+
+
+def operand_shapes(spec: AttentionSpec) -> dict[str, tuple[tuple[int, ...], str]]:
+    rows = () if spec.packed else (spec.batch,)
+    q = (*rows, spec.q_len, spec.num_heads, spec.head_dim), spec.dtype
+    k = (*rows, spec.kv_len, spec.num_kv_heads, spec.head_dim), spec.dtype
+    offsets = ((spec.documents or 0) + 1,), "int32"
+    lse = spec.lse_shape, spec.lse_dtype
+    named = {"q": q, "k": k, "v": k, "out": q, "dout": q, "lse": lse, "dlse": lse, "dq": q, "dk": k, "dv": k}
+    return {**named, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+
+
+def backward_program(spec: AttentionSpec, with_dlse: bool) -> Program:
+    """Three kernels: gradients into scratch, of k and v summed into zeros; one of those doubled; and all rounded."""
+    names = ["q", "k", "v", "out", "lse", "dout", *(["dlse"] if with_dlse else [])]
+    shapes = operand_shapes(spec)
+    results = ["dq", "dk", "dv"]
+    made = [*(Buffer(name, *shapes[name]) for name in (*names, *results))]
+    made += [Buffer(SCRATCH, shapes["q"][0], "float32"), *(Buffer(SCRATCH, shapes["k"][0], "float32", True),) * 2]
+    count = len(names)
+    dq, dk, dv, wide_q, wide_k, wide_v = range(count, count + 6)
+
+    def gradients(*tensors: torch.Tensor) -> None:
+        given = dict(zip(names, tensors, strict=False))
+        old_k, old_v, new_q, new_k, new_v = tensors[count:]
+        assert old_k.data_ptr() == new_k.data_ptr() and old_v.data_ptr() == new_v.data_ptr()
+        assert new_k.data_ptr() != new_v.data_ptr() and not new_k.any() and not new_v.any()
+        inputs = Inputs(given["q"], given["k"], given["v"])
+        found = math.backward(spec, inputs, given["out"], given["lse"], given["dout"], given.get("dlse"))
+        new_q.copy_(found.dq)
+        new_k.add_(found.dk)
+        new_v.add_(found.dv)
+
+    def doubled(old: torch.Tensor, new: torch.Tensor) -> None:
+        assert old.data_ptr() == new.data_ptr()
+        new.mul_(2)
+
+    def rounded(*tensors: torch.Tensor) -> None:
+        for wide, narrow in zip(tensors[:3], tensors[-3:], strict=True):
+            narrow.copy_(wide)
+
+    stem = f"attn_core.stand_in.backward.{with_dlse}.{abs(hash(spec))}"
+    return Program(
+        tuple(made),
+        (
+            Step(
+                f"{stem}.0", (*range(count), wide_k, wide_v), (wide_q, wide_k, wide_v), kernel("gradients", gradients)
+            ),
+            Step(f"{stem}.1", (wide_k,), (wide_k,), kernel("doubled", doubled)),
+            Step(f"{stem}.2", (wide_q, wide_k, wide_v), (dq, dk, dv), kernel("rounded", rounded)),
+        ),
+    )
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> Program:
+        return forward_program(spec) if direction == "forward" else backward_program(spec, with_dlse)
+
+    register = jax_tvm_ffi.register_ffi_target
+    monkeypatch.setattr(math, "program", program, raising=False)
+    monkeypatch.setattr(math, "program_refuses", lambda spec, device: (), raising=False)
+
+    def with_owners(*given: Any, allow_cuda_graph: bool = False, **options: Any) -> Any:
+        return register(*given, **{**options, "pass_owned_tensor": True})  # which torch's tensors want
+
+    monkeypatch.setattr(jax_tvm_ffi, "register_ffi_target", with_owners)
+    forget()
+    LAUNCHED.clear()
+    yield
+    forget()
+
+
+def forget() -> None:
+    explain.cache_clear()
+    compiled_lane.lane_of.cache_clear()
+    jax.clear_caches()
+
+
+def arrays(packed: bool = False) -> tuple[jax.Array, ...]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    rows = (11,) if packed else (2, 5)
+    shapes = ((*rows, 4, 8), (*rows, 2, 8), (*rows, 2, 8), (*rows, 4, 8))
+    return tuple(jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+
+
+def in_torch(*given: jax.Array, with_lse: bool = False) -> list[np.ndarray]:
+    """out, dq, dk and dv of torch_frontend on the same bytes."""
+    q, k, v, dout = (torch.from_numpy(np.array(array)) for array in given)
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    out = torch_frontend.attention(q, k, v, causal=True, backend="math", return_lse=with_lse)
+    outs, douts = (out, (dout, dout[..., 0].mT.contiguous())) if with_lse else ((out,), (dout,))
+    return [outs[0].detach().numpy(), *(found.numpy() for found in torch.autograd.grad(outs, leaves, douts))]
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_a_program_runs_as_it_is_meant(with_lse: bool) -> None:
+    q, k, v, dout = arrays()
+
+    @jax.jit
+    def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        def function(q: Any, k: Any, v: Any) -> Any:
+            return jax_frontend.attention(q, k, v, causal=True, backend="math", return_lse=with_lse)
+
+        out, pull = jax.vjp(function, q, k, v)
+        cotangent = (dout, jnp.swapaxes(dout[..., 0], 1, 2)) if with_lse else dout
+        return (out[0] if with_lse else out), pull(cotangent)
+
+    out, (dq, dk, dv) = both(q, k, v, dout)
+    expected = in_torch(q, k, v, dout, with_lse=with_lse)
+    for ours, theirs, factor in zip((out, dq, dk, dv), expected, (1, 1, 2, 1), strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), theirs * factor)
+    jax.block_until_ready(dq)
+    assert LAUNCHED == ["forward", "gradients", "doubled", "rounded"]
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_packed_documents_have_their_offsets() -> None:
+    q, k, v, _ = arrays(packed=True)
+    info = jax_frontend.SeqInfo.from_lengths([4, 7])
+    out, lse = jax.jit(lambda q, k, v: jax_frontend.attention(q, k, v, seq_info=info, backend="math", return_lse=True))(
+        q, k, v
+    )
+    tensors = (torch.from_numpy(np.array(array)) for array in (q, k, v))
+    expected = torch_frontend.attention(
+        *tensors, seq_info=torch_frontend.SeqInfo.from_lengths([4, 7]), backend="math", return_lse=True
+    )
+    np.testing.assert_array_equal(np.asarray(out), expected[0].numpy())
+    np.testing.assert_array_equal(np.asarray(lse), expected[1].numpy())
+    assert LAUNCHED == ["forward"]
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_one_array_goes_by_callback() -> None:
+    qkv = jax.random.normal(jax.random.key(0), (2, 5, 3, 4, 8))
+    out = jax_frontend.attention_qkvpacked(qkv, causal=True, backend="math")
+    parts = (torch.from_numpy(np.array(qkv[:, :, which])) for which in range(3))
+    expected = torch_frontend.attention(*parts, causal=True, backend="math")
+    np.testing.assert_array_equal(np.asarray(out), expected.numpy())
+    assert LAUNCHED == []
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("fails", ["program", "compile"])
+def test_what_cannot_be_compiled_goes_by_callback_and_says_why(
+    fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*given: Any, **more: Any) -> Any:
+        raise TypeError("upstream changed its mind")
+
+    made = math.program  # type: ignore[attr-defined]
+
+    def half_broken(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> Program:
+        program = made(spec, direction, with_dlse)
+        steps = (program.steps[0]._replace(target="attn_core.stand_in.broken", compile=broken),)
+        return program._replace(steps=steps)
+
+    monkeypatch.setattr(math, "program", broken if fails == "program" else half_broken)
+    q, k, v, dout = arrays()
+    with caplog.at_level("WARNING", "attn_core.compiled_lane"):
+        out = jax_frontend.attention(q, k, v, causal=True, backend="math")
+    np.testing.assert_array_equal(np.asarray(out), in_torch(q, k, v, dout)[0])
+    assert LAUNCHED == [] and "upstream changed its mind" in caplog.text and "runs by callback" in caplog.text
+    if fails == "program":
+        selection = jax_frontend.explain(q, k, v, causal=True, backend="math")
+        assert selection.lane == ("callback", ("math: TypeError: upstream changed its mind",))
+        assert "selected, callback lane (math: TypeError: upstream changed its mind)" in str(selection)
+
+
+# On a GPU
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"causal": True, "window": 17},
+        {"causal": True, "softcap": 30.0},
+        {"heads": (4, 4), "causal": True},
+        {"dim": 128, "causal": True, "dtype": "float16"},
+        {"dim": 256, "causal": True},
+        {"packed": True, "causal": True},
+        {"packed": True, "window": (5, 3)},
+    ],
+)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_flash4_gives_torchs_bits_without_python(options: dict[str, Any], deterministic: bool) -> None:
+    if flash4_missing():
+        pytest.skip(flash4_missing())
+    options = {"heads": (4, 2), "dim": 64, "packed": False, "dtype": "bfloat16", **options}
+    (heads, kv_heads), dim, packed, dtype = (options.pop(name) for name in ("heads", "dim", "packed", "dtype"))
+    rows, rng = ((300,) if packed else (2, 150)), np.random.default_rng(0)
+    shapes = ((*rows, heads, dim), (*rows, kv_heads, dim), (*rows, kv_heads, dim), (*rows, heads, dim))
+    given = [jnp.asarray(rng.standard_normal(shape, np.float32), dtype) for shape in shapes]
+    options |= {"deterministic": deterministic, "backend": "flash4"}
+    lengths = {"seq_info": jax_frontend.SeqInfo.from_lengths([130, 1, 169])} if packed else {}
+
+    def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out, pull = jax.vjp(lambda *x: jax_frontend.attention(*x, **options, **lengths), q, k, v)
+        return out, *pull(dout)
+
+    compiled = jax.jit(both).lower(*given).compile()
+    text = compiled.as_text()
+    assert "attn_core.flash4." in text and "attn_core.callback" not in text
+    ours = [np.asarray(found.astype(jnp.float32)) for found in compiled(*given)]
+    q, k, v, dout = (torch.from_numpy(np.array(x.astype(jnp.float32))).to("cuda", getattr(torch, dtype)) for x in given)
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    lengths = {"seq_info": torch_frontend.SeqInfo.from_lengths([130, 1, 169])} if packed else {}
+    out = torch_frontend.attention(*leaves, **options, **lengths)
+    theirs = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    exact = len(ours) if deterministic else 1  # else sums come in any order
+    for place, (one, other) in enumerate(zip(ours, (x.float().cpu().numpy() for x in theirs), strict=True)):
+        if place < exact:
+            np.testing.assert_array_equal(one, other)
+        else:
+            np.testing.assert_allclose(one, other, rtol=0.05, atol=0.02 * np.abs(other).max())
+
+
+def flash4_missing() -> str:
+    target = Target.here("jax", "sm90")
+    return dict(target.unavailable).get("flash4", "")
+
+
+@pytest.mark.cuda
+def test_flash4_names_its_kernels_and_their_time() -> None:
+    if flash4_missing():
+        pytest.skip(flash4_missing())
+    spec = replace(SPEC, causal=True, needs_backward=True)
+    steps = [step for direction in ("forward", "backward") for step in flash4.program(spec, direction).steps]
+    assert [step.target for step in steps] == [
+        step.target for d in ("forward", "backward") for step in flash4.program.__wrapped__(spec, d).steps
+    ]
+    q = jnp.zeros((2, 64, 4, 64), jnp.bfloat16)
+    k = jnp.zeros((2, 64, 2, 64), jnp.bfloat16)
+    jax.jit(lambda q, k: jax_frontend.attention(q, k, k, causal=True, scale=0.125, backend="flash4"))(q, k)
+    assert compiled_lane.compile_seconds().keys() & {step.target for step in steps}
