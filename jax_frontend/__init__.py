@@ -3,6 +3,7 @@
 from attn_core import NoBackendError, Selection, SeqInfo
 from jax_frontend.attention import attention, explain
 from jax_frontend.backends import available_backends
+from jax_frontend.dot_product_attention import dot_product_attention
 from jax_frontend.override import use_backend
 from jax_frontend.qkvpacked import attention_qkvpacked
 from jax_frontend.unsloth import (
@@ -30,6 +31,7 @@ __all__ = [
     "attention",
     "attention_qkvpacked",
     "available_backends",
+    "dot_product_attention",
     "explain",
     "run_attention",
     "select_attention_backend",

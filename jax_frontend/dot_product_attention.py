@@ -1,0 +1,208 @@
+"""dot_product_attention: the signature and the meaning of ``jax.nn.dot_product_attention``, on every kernel.
+
+What differs on purpose is in docs/jax.md. Source of the meaning: jax/_src/nn/functions.py, jax 0.10 to 0.12.
+
+Lengths of a padded batch never become a table of queries and keys. Keys past a row's end are hidden by a mask
+``[batch, 1, 1, kv_len]``; queries past it are computed like any other and then set to 0, which stops their gradients:
+a row whose cotangent is 0 gives nothing to dq, dk, dv and dbias. A causal call with one array for both lengths needs no
+mask, so kernels without masks can run it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from attn_core.errors import DTypeError, ShapeError, SpecError
+from attn_core.options import flag, number, requested_names
+from attn_core.seq_info import is_host_int
+from attn_core.spec import DTYPES
+from jax_frontend import plan
+from jax_frontend.attention import attention
+
+Array = jax.Array
+
+_BACKENDS = {"xla": "jax_xla", "cudnn": "jax_cudnn"}
+"""What jax.nn's implementations are called here."""
+
+
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
+    return_residual: bool = False,
+    backend: str | tuple[str, ...] | None = None,
+) -> Any:
+    """``jax.nn.dot_product_attention`` on the best kernel that honours every argument.
+
+    Args:
+        query: ``[batch, q_len, heads, head_dim]``, or one row of a batch without its axis.
+        key: ``[batch, kv_len, kv_heads, head_dim]``; query head h reads kv head ``h // (heads // kv_heads)``.
+        value: ``[batch, kv_len, kv_heads, value_dim]``. float64, float32, bfloat16 or float16, as query and key.
+        bias: float, added to the scaled scores; broadcastable to ``[batch, heads, q_len, kv_len]``.
+        mask: bool, True = visible; the same shapes.
+        scale: factor on ``query . key``, known on the host; ``1 / sqrt(head_dim)`` when None.
+        is_causal: query i sees keys 0 to i, whatever the lengths (``alignment="top_left"`` in ``attention``).
+        query_seq_lengths: int32 ``[batch]``, may be traced: queries from there on give 0 and no gradient.
+        key_value_seq_lengths: int32 ``[batch]``, may be traced: keys from there on are seen by nobody.
+        local_window_size: inclusive distances ``(left, right)`` around key i; an int is both.
+        implementation: "xla" and "cudnn" mean ``backend="jax_xla"`` and ``"jax_cudnn"``; None chooses.
+        return_residual: also return the log-sum-exp.
+        backend: (ours) as in ``attention``: a name, which runs or raises; names in order of preference; or None.
+
+    Returns:
+        The output, of query's shape with value_dim channels. With return_residual, ``(out, residual)``: the
+        log-sum-exp ``[batch, q_len, heads]`` in query's dtype and without a gradient, -inf where a query sees no key
+        or lies past its row's end; without the batch axis where query has none.
+
+    Raises:
+        ShapeError, DTypeError, SpecError: naming the argument that describes no call, or none that is offered here.
+        NoBackendError: when no backend, or not the one asked for, can run it; the message has every reason.
+    """
+    given = {"query": query, "key": key, "value": value}
+    query, key, value = (_array(name, array) for name, array in given.items())
+    shape = query.shape  # query may lack the batch axis, which the result then lacks as well
+    query, key, value = (_with_batch(name, array) for name, array in zip(given, (query, key, value), strict=True))
+    _check_together(query, key, value)
+    queries_there = _within("query_seq_lengths", query_seq_lengths, query)
+    keys_there = _within("key_value_seq_lengths", key_value_seq_lengths, key)
+    if is_causal and query_seq_lengths is key_value_seq_lengths:
+        keys_there = None  # query i < length sees keys j <= i < length: causal hides all others already
+    scores = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])  # [batch, heads, q_len, kv_len]
+    found = attention(
+        query,
+        key,
+        value,
+        causal=flag("is_causal", is_causal),
+        alignment="top_left",
+        window=_window(local_window_size),
+        scale=number("scale", scale),
+        mask=_visible(None if mask is None else _array("mask", mask), keys_there, scores),
+        bias=None if bias is None else _array("bias", bias),
+        backend=_requested(implementation, backend),
+        return_lse=flag("return_residual", return_residual),
+    )
+    out, lse = found if return_residual else (found, None)
+    if queries_there is not None:
+        out = jnp.where(queries_there[:, :, None, None], out, jnp.zeros_like(out))
+    out = out.reshape(*shape[:-1], value.shape[-1])
+    if lse is None:
+        return out
+    return out, _residual(lse, queries_there, query.dtype).reshape(shape[:-1])
+
+
+def _array(name: str, value: Any) -> Array:
+    """What jax.nn takes for an array, as one; a torch tensor, whose gradient would be lost on the way, is refused."""
+    if type(value).__module__.partition(".")[0] == "torch":
+        plan.check_array(name, value)
+    return jnp.asarray(value)
+
+
+def _with_batch(name: str, array: Array) -> Array:
+    if array.ndim not in (3, 4):
+        raise ShapeError(
+            f"{name}: expected [batch, length, heads, head_dim] or [length, heads, head_dim], got {list(array.shape)}"
+        )
+    return array if array.ndim == 4 else array[None]  # [length, heads, dim] -> [1, length, heads, dim]
+
+
+def _check_together(query: Array, key: Array, value: Array) -> None:
+    """What must agree between query, key and value, under the names they have here."""
+    if str(query.dtype) not in DTYPES:
+        raise DTypeError(f"query: expected a dtype out of {', '.join(DTYPES)}, got {query.dtype}; cast it")
+    heads, kv_heads = query.shape[2], key.shape[2]
+    for name, array in (("key", key), ("value", value)):
+        if array.dtype != query.dtype:
+            raise DTypeError(
+                f"{name}: expected the dtype of query ({query.dtype}), got {array.dtype}; cast them to one"
+            )
+        if array.shape[0] != query.shape[0]:
+            raise ShapeError(
+                f"{name}: expected the batch of query ({query.shape[0]}), got {array.shape[0]}; nothing is broadcast"
+            )
+    if key.shape[3] != query.shape[3]:
+        raise ShapeError(f"key: expected the head_dim of query ({query.shape[3]}), got {key.shape[3]}")
+    if value.shape[1:3] != key.shape[1:3]:
+        wanted, got = list(key.shape[1:3]), list(value.shape[1:3])
+        raise ShapeError(f"value: expected the length and heads of key {wanted}, got {got}")
+    if kv_heads == 0 or heads % kv_heads:
+        raise ShapeError(f"key: expected kv heads that divide the {heads} heads of query, got {kv_heads}")
+
+
+def _within(name: str, lengths: Any, tokens: Array) -> Array | None:
+    """bool ``[batch, length]``: which tokens lie before their row's end; None where no lengths are given."""
+    if lengths is None:
+        return None
+    lengths, (batch, longest) = _array(name, lengths), tokens.shape[:2]
+    if lengths.dtype != jnp.int32:
+        raise DTypeError(f"{name}: expected dtype int32, got {lengths.dtype}; cast it to int32")
+    if lengths.shape != (batch,):
+        raise ShapeError(f"{name}: expected one length per row, shape [{batch}], got {list(lengths.shape)}")
+    return jnp.arange(longest, dtype=jnp.int32)[None, :] < lengths[:, None]
+
+
+def _visible(mask: Array | None, keys_there: Array | None, scores: tuple[int, ...]) -> Array | None:
+    """The caller's mask and the keys that are there as one mask; its rows are the caller's, or one for all queries."""
+    if keys_there is None:
+        return mask
+    keys_there = keys_there[:, None, None, :]  # [batch, kv_len] -> [batch, 1, 1, kv_len]
+    if mask is None:
+        return keys_there
+    if mask.dtype != jnp.bool_:
+        raise DTypeError(f"mask: expected dtype bool (True = visible), got {mask.dtype}; an additive mask is bias=")
+    padded = (1,) * (4 - mask.ndim) + mask.shape
+    if mask.ndim > 4 or any(size not in (1, full) for size, full in zip(padded, scores, strict=True)):
+        raise ShapeError(
+            f"mask: expected a shape broadcastable to [batch, heads, q, kv] = {list(scores)}, got {list(mask.shape)}"
+        )
+    return mask.reshape(padded) & keys_there
+
+
+def _window(size: Any) -> tuple[int, int] | None:
+    """``local_window_size`` as inclusive distances to the left and right."""
+    if size is None:
+        return None
+    pair = (size, size) if is_host_int(size) else size
+    if isinstance(pair, (tuple, list)) and len(pair) == 2 and all(is_host_int(side) and side >= 0 for side in pair):
+        return int(pair[0]), int(pair[1])
+    raise SpecError(
+        f"local_window_size={size!r}: expected an int or a pair (left, right) of ints, 0 or more and known on the host"
+    )
+
+
+def _requested(implementation: Any, backend: Any) -> str | tuple[str, ...] | None:
+    if implementation is None:
+        return backend
+    if not isinstance(implementation, str) or implementation not in _BACKENDS:
+        raise SpecError(
+            f"implementation={implementation!r}: expected 'xla', 'cudnn' or None; other kernels have names for backend="
+        )
+    name = _BACKENDS[implementation]
+    if backend is not None and requested_names(backend) != (name,):
+        raise SpecError(
+            f"implementation={implementation!r} with backend={backend!r}: they name different kernels; "
+            f"implementation={implementation!r} is backend={name!r}, so give one of the two"
+        )
+    return name
+
+
+def _residual(lse: Array, queries_there: Array | None, dtype: Any) -> Array:
+    """``[batch, heads, q_len]`` -> ``[batch, q_len, heads]``, as jax.nn rounds it and without its gradient."""
+    lse = jnp.swapaxes(lse, 1, 2)
+    if queries_there is not None:
+        lse = jnp.where(queries_there[:, :, None], lse, jnp.full_like(lse, -math.inf))
+    return lax.stop_gradient(lse.astype(dtype))
