@@ -1,0 +1,146 @@
+"""``python -m examples.training``: one small Gemma-2-like model, trained in torch and in Flax, losses compared."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from examples.smollm2.stages import Stages
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, IMAGES, PAGE = ROOT / "benchmarks/results", ROOT / "docs/images", ROOT / "docs/training.md"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Trains and compares; returns 0 when torch and JAX agree and learned, else 1."""
+    given, console = _parser().parse_args(arguments), Console()
+    if given.render:
+        render()
+        return 0
+    with Stages(console) as stages:
+        with stages.stage("importing torch, JAX and Flax"):
+            from examples.training.config import GemmaConfig
+            from examples.training.run import Options, compare
+        on_tensor_cores = (given.device, given.dtype) == ("cuda", "bfloat16")
+        given.implementation = given.implementation or ("cudnn" if on_tensor_cores else "xla")
+        names = ("steps", "length", "seed", "device", "dtype", "backend", "implementation")
+        options = Options(**{name: getattr(given, name) for name in names})
+        if given.attention:
+            return _alone(given.attention, options, stages, console)
+        result = compare(GemmaConfig(), options, stages, controls=given.write)
+    failed = _show(result, console)
+    for path in [*([given.json] if given.json else []), *([RESULTS / f"{stem(result)}.json"] if given.write else [])]:
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if given.write:
+        render()
+    return 1 if failed else 0
+
+
+def stem(result: dict[str, Any]) -> str:
+    """The name of a result's files: the CPU's in float32 is "training", others say what they are."""
+    place = result["options"]["device"], result["options"]["dtype"]
+    return "training" if place == ("cpu", "float32") else "-".join(("training", *place))
+
+
+def render() -> None:
+    """Writes docs/training.md and its pictures from the results that are there."""
+    from examples.training.plot import draw
+
+    results = stored()
+    for name, result in results.items():
+        draw(result, IMAGES / f"{name}.png")
+    PAGE.write_text(rendered(results), encoding="utf-8")
+
+
+def stored() -> dict[str, dict[str, Any]]:
+    """The results in benchmarks/results by the stems of their files, the CPU's first."""
+    paths = sorted(RESULTS.glob("training*.json"), key=lambda path: (len(path.stem), path.stem))
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def rendered(results: dict[str, dict[str, Any]]) -> str:
+    """The page."""
+    from examples.training.report import page
+
+    return page(results)
+
+
+def _alone(attention: str, options: Any, stages: Stages, console: Console) -> int:
+    """The Flax model by itself, dense and without softcap on scores, with one attention or the other."""
+    from examples.training import data, report, weights
+    from examples.training.config import GemmaConfig
+    from examples.training.jax_nn import OURS, with_attention
+    from examples.training.run import train
+
+    config = GemmaConfig()
+    text, first = data.python_documentation(), weights.initial(config, options.seed)
+    batches = itertools.islice(data.dense_batches(text, **options.dense, seed=options.seed), options.steps)
+    named = {"backend": options.backend} if attention == OURS else {"implementation": options.implementation}
+    with stages.stage(f"training in JAX, attention {attention}", total=options.steps) as advance:
+        trainer = with_attention(attention, config, first, **named, **options.trainer)
+        run = train(trainer, batches, advance)
+    losses = run["losses"]
+    console.print(f"{attention}: loss {losses[0]:.4f} to {losses[-1]:.4f}, {report.milliseconds(run):.1f} ms per step")
+    return 0
+
+
+def _show(result: dict[str, Any], console: Console) -> list[str]:
+    """Prints what was found; returns what failed."""
+    from examples.training import report
+    from examples.training.run import TORCH
+
+    table = Table(title="Losses", title_justify="left")
+    columns = ("first", "last 10", f"first {report.FIRST} steps", "all steps", "ms per step")
+    for column in ("run", *columns):
+        table.add_column(column)
+    for name, run in result["runs"].items():
+        began, ended = report.drop(result, name)
+        apart = ("", "")
+        if name != TORCH:
+            apart = (f"{report.apart_at_first(result, name):.1e}", f"{report.difference(result, name).max():.1e}")
+        table.add_row(name, f"{began:.4f}", f"{ended:.4f}", *apart, f"{report.milliseconds(run):.0f}")
+    console.print(table)
+    console.print(f"attention: {result['backends']}; the first steps' differences are relative", highlight=False)
+    failed = report.failures(result)
+    for failure in failed:
+        console.print(f"[bold red]FAILED[/] {escape(failure)}")
+    if not failed:
+        console.print("[bold green]OK[/] the same losses in torch and JAX, the same kernels, one compilation")
+    return failed
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {value}")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m examples.training", description=__doc__)
+    parser.add_argument("--steps", type=_positive, default=200, metavar="N", help="how many (200)")
+    parser.add_argument("--length", type=_positive, default=1024, metavar="N", help="tokens of a step's row (1024)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of products and attention")
+    parser.add_argument("--backend", metavar="NAME", help="attention's backend; chosen for each call when left out")
+    parser.add_argument("--attention", choices=("ours", "jax.nn"), help="the Flax model alone, dense, with this one")
+    parser.add_argument(
+        "--implementation", choices=("xla", "cudnn"), help="jax.nn's (xla; cudnn for bfloat16 on a GPU)"
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the numbers there")
+    parser.add_argument("--write", action="store_true", help="with control runs; writes docs/training.md and its files")
+    parser.add_argument("--render", action="store_true", help="only writes the page and its plots from stored results")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

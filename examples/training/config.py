@@ -1,0 +1,80 @@
+"""The model's shape and the optimizer's numbers: plain data that both frameworks read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class GemmaConfig:
+    """The shape of a Gemma 2 decoder ("Gemma 2: Improving Open Language Models at a Practical Size", arXiv:2408.00118).
+
+    Attributes:
+        vocab_size: 256 bytes, and the token that begins a document.
+        window: keys that a query of an even layer sees, itself included; odd layers see the whole document.
+        attention_softcap, final_softcap: ``cap * tanh(x / cap)`` on the scores and on the logits; None is none.
+        rope_theta: the base of RoPE's wavelengths (arXiv:2104.09864).
+        max_positions: the longest document or row, in tokens.
+    """
+
+    vocab_size: int = 257
+    hidden_size: int = 128
+    mlp_size: int = 512
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    window: int = 64
+    attention_softcap: float | None = 50.0
+    final_softcap: float | None = 30.0
+    norm_epsilon: float = 1e-6
+    rope_theta: float = 10000.0
+    max_positions: int = 512
+
+    def layer_window(self, layer: int) -> int | None:
+        """Layers alternate, beginning with a window."""
+        return self.window if layer % 2 == 0 else None
+
+    def rotary_table(self) -> tuple[np.ndarray, np.ndarray]:
+        """(cos, sin), float32 ``[max_positions, head_dim / 2]``: computed once in float64, the same in both frameworks.
+
+        float32 powers may differ by one rounding between two libraries, and position 500 makes 500 of it.
+        """
+        frequencies = self.rope_theta ** -(np.arange(0, self.head_dim, 2) / self.head_dim)
+        angles = np.arange(self.max_positions)[:, None] * frequencies  # [max_positions, head_dim / 2]
+        return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW (arXiv:1711.05101) as ``torch.optim.AdamW`` and ``optax.adamw`` both define it, every number given.
+
+    With m and v the running means of g and g², both corrected for their start at zero, both libraries compute
+    ``p <- p - rate * (m / (sqrt(v) + epsilon) + weight_decay * p)``: torch as ``p *= 1 - rate * weight_decay`` and then
+    the step, optax as one sum. epsilon stands outside the root in both (optax's ``eps_root`` is 0), and weight decay is
+    multiplied by the rate in both. What differs is what they assume when nothing is said (weight_decay is 1e-2 in
+    torch, 1e-4 in optax), so nothing is left unsaid. All parameters decay, norms too: theirs count from zero.
+
+    The correction ``1 - beta ** t`` is computed in float64 by torch and in float32 by optax, where 1 - 0.95 is off by
+    2e-7 of itself, and for every weight alike. Betas of few bits have no such error: these are near 0.9 and 0.95.
+    """
+
+    peak_rate: float = 3e-3
+    beta1: float = 29 / 32
+    beta2: float = 15 / 16
+    epsilon: float = 1e-8
+    weight_decay: float = 0.01
+    warmup: int = 20
+
+    def rates(self, steps: int) -> np.ndarray:
+        """float32 ``[steps]``: linear warmup, then a cosine down to a tenth. A table, so that both read one number."""
+        step = np.arange(steps)
+        done = np.clip((step - self.warmup) / max(steps - self.warmup, 1), 0, 1)
+        cosine = 0.55 + 0.45 * np.cos(np.pi * done)
+        return (self.peak_rate * np.minimum((step + 1) / self.warmup, cosine)).astype(np.float32)
+
+
+ADAMW = AdamW()
+"""The numbers as they stand."""

@@ -1,0 +1,74 @@
+"""The Flax model with its attention swapped, for step times beside ``jax.nn.dot_product_attention``.
+
+jax.nn has neither softcap nor packed documents, so that comparison is of another model: softcap off, and rows that are
+one document each, in both variants.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+
+from attn_core.errors import SpecError
+from examples.training.config import GemmaConfig
+from examples.training.jax_side import JaxTrainer
+from examples.training.weights import Weights
+from jax_frontend.flax_layer import Rotary, token_positions
+from jax_frontend.nnx import Attention
+
+OURS, JAX_NN = "ours", "jax.nn"
+
+
+class JaxNNAttention(Attention):
+    """``jax_frontend.nnx.Attention`` with the same projections, around ``jax.nn.dot_product_attention``."""
+
+    def __init__(
+        self, *args: Any, window: int | None, rotary: Rotary, implementation: Any = None, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        if self.softcap is not None:
+            raise SpecError(f"softcap={self.softcap}: jax.nn.dot_product_attention has none")
+        self.turn, self.implementation = rotary, implementation
+        # jax.nn counts inclusive distances, ours counts keys, the query's own among them
+        self.distances = None if window is None else (window - 1, 0)
+
+    def __call__(self, x: jax.Array, *args: Any, seq_info: Any = None, **options: Any) -> jax.Array:
+        """x ``[rows, length, features]``, alone."""
+        if args or options or seq_info is not None:
+            raise SpecError("this layer takes x alone: jax.nn.dot_product_attention has no packed documents")
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        q, k = (y.astype(v.dtype) for y in self.turn(q, k, token_positions(None, None, *q.shape[:2])))
+        distances, implementation = self.distances, self.implementation
+        out = jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, local_window_size=distances, implementation=implementation
+        )
+        return self.out(out)
+
+
+def with_attention(
+    name: str,
+    config: GemmaConfig,
+    weights: Weights,
+    *,
+    implementation: str | None = None,
+    backend: str | None = None,
+    **options: Any,
+) -> JaxTrainer:
+    """A trainer for batches of ``data.dense_batches``, with one attention or the other and no softcap on scores.
+
+    Args:
+        name: "ours" or "jax.nn".
+        implementation: jax.nn's: "xla", "cudnn" or None.
+        backend: ours, by name; None for automatic choice.
+        options: those of ``JaxTrainer``: steps, optimizer, device, dtype.
+    """
+    config = replace(config, attention_softcap=None)
+    if name == OURS:
+        return JaxTrainer(config, weights, backend=backend, **options)
+    if name == JAX_NN:
+        attention = partial(JaxNNAttention, implementation=implementation)
+        return JaxTrainer(config, weights, attention=attention, **options)
+    raise SpecError(f"name={name!r}: expected {OURS!r} or {JAX_NN!r}")

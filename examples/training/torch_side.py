@@ -1,0 +1,86 @@
+"""Training steps in torch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as functional
+
+from attn_core import Selection
+from examples.training.config import ADAMW, AdamW, GemmaConfig
+from examples.training.data import Batch
+from examples.training.torch_gemma import Gemma
+from examples.training.weights import Weights
+from torch_frontend import explain
+
+
+class TorchTrainer:
+    """A model and its optimizer, moved one step by each batch.
+
+    Args:
+        steps: how many there will be, which is what the learning rate follows.
+        device: "cpu" or "cuda".
+        dtype: "float32", or "bfloat16" for the matrix products and attention; parameters are float32 either way.
+        backend: attention's backend by name; None for automatic choice.
+    """
+
+    def __init__(
+        self,
+        config: GemmaConfig,
+        weights: Weights,
+        *,
+        steps: int,
+        optimizer: AdamW = ADAMW,
+        device: str = "cpu",
+        dtype: str = "float32",
+        backend: str | None = None,
+    ) -> None:
+        self.config, self.device, self.dtype = config, device, getattr(torch, dtype)
+        self.backend = backend
+        self.model = Gemma(config, backend)
+        self.model.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
+        self.model.to(device)
+        self.rates, self.taken = optimizer.rates(steps), 0
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=float(self.rates[0]),
+            betas=(optimizer.beta1, optimizer.beta2),
+            eps=optimizer.epsilon,
+            weight_decay=optimizer.weight_decay,
+        )
+
+    def step(self, batch: Batch) -> float:
+        """Moves the weights by one batch; returns the loss before it, in nats per counted token."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = float(self.rates[min(self.taken, len(self.rates) - 1)])
+        self.taken += 1
+        self.optimizer.zero_grad()
+        loss = self._loss(batch)
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+    def _loss(self, batch: Batch) -> torch.Tensor:
+        tokens, targets, counted = (torch.from_numpy(x).to(self.device) for x in batch[:3])
+        with torch.autocast(torch.device(self.device).type, self.dtype, enabled=self.dtype != torch.float32):
+            logits = self.model(tokens, batch.seq_info)  # [rows, length, vocabulary]
+        each = functional.cross_entropy(logits.flatten(0, 1), targets.flatten().long(), reduction="none")
+        return (each * counted.flatten()).sum() / counted.sum()
+
+    def selection(self, batch: Batch, layer: int) -> Selection:
+        """Which backend runs a layer's attention, and why not the others."""
+        rows, length = batch.tokens.shape
+        q, k = (
+            torch.empty(rows, length, heads, self.config.head_dim, dtype=self.dtype, device=self.device)
+            for heads in (self.config.num_heads, self.config.num_kv_heads)
+        )
+        return explain(
+            q,
+            k,
+            k,
+            causal=True,
+            window=self.config.layer_window(layer),
+            softcap=self.config.attention_softcap,
+            seq_info=batch.seq_info,
+            backend=self.backend,
+            needs_backward=True,
+        )

@@ -1,0 +1,241 @@
+"""The training example, tiny: torch and Flax give the same losses, JAX traces once, and planted faults show."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("flax")
+pytest.importorskip("rich")
+
+from rich.console import Console
+
+from attn_core.errors import SpecError
+from examples.smollm2.stages import Stages
+from examples.training import __main__ as command
+from examples.training import data, report, weights
+from examples.training.config import AdamW, GemmaConfig
+from examples.training.jax_nn import JaxNNAttention, with_attention
+from examples.training.jax_side import JaxTrainer
+from examples.training.run import FAULT, JAX, TORCH, TWIN, Options, compare, train
+from examples.training.torch_side import TorchTrainer
+
+TINY = GemmaConfig(
+    hidden_size=48,
+    mlp_size=80,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=3,
+    head_dim=8,
+    window=7,
+    attention_softcap=2.0,  # low enough that even the scores and logits of first weights are bent
+    final_softcap=3.0,
+    max_positions=83,
+)
+OPTIMIZER = AdamW(warmup=2, weight_decay=0.1)
+OPTIONS = Options(steps=8, length=211, longest=83, optimizer=OPTIMIZER)
+CLOSE = report.CLOSE["float32"]
+needs_bridge = pytest.mark.skipif(
+    find_spec("jax_tvm_ffi") is None, reason="without jax-tvm-ffi JAX cannot reach torch's kernels"
+)
+
+
+@pytest.fixture(scope="module")
+def text() -> data.Text:
+    return data.python_documentation()
+
+
+@pytest.fixture(scope="module")
+def batches(text: data.Text) -> list[data.Batch]:
+    """What ``compare`` trains on."""
+    endless = data.packed_batches(text, OPTIONS.length, OPTIONS.longest, OPTIONS.seed)
+    return list(itertools.islice(endless, OPTIONS.steps))
+
+
+@pytest.fixture(scope="module")
+def first() -> weights.Weights:
+    """What ``compare`` begins with."""
+    return weights.initial(TINY, OPTIONS.seed)
+
+
+@pytest.fixture(scope="module")
+def result() -> dict[str, Any]:
+    """The whole example on the tiny model, with its control runs."""
+    with Stages(Console(file=io.StringIO())) as stages:
+        found = compare(TINY, OPTIONS, stages, controls=True)
+    return json.loads(json.dumps(found))
+
+
+def torch_losses(
+    config: GemmaConfig, first: weights.Weights, batches: list[data.Batch], optimizer: AdamW = OPTIMIZER
+) -> np.ndarray:
+    trainer = TorchTrainer(config, first, steps=OPTIONS.steps, optimizer=optimizer)
+    return np.array(train(trainer, batches)["losses"])
+
+
+def apart(losses: np.ndarray, others: np.ndarray) -> float:
+    return float((np.abs(losses - others) / others).max())
+
+
+def test_batches_are_whole_documents_of_real_text_in_one_shape(text: data.Text, batches: list[data.Batch]) -> None:
+    known = [bytes(paragraph[1:].astype(np.uint8)) for paragraph in text.paragraphs]
+    for batch in batches:
+        offsets = batch.seq_info.cu_seqlens_q
+        assert offsets.shape == batches[0].seq_info.cu_seqlens_q.shape and offsets[-1] == OPTIONS.length
+        tokens, targets, counted = (array[0] for array in batch[:3])
+        spans = [(start, end) for start, end in itertools.pairwise(offsets) if end > start]
+        assert len(spans) > 1
+        for start, end in spans:
+            assert tokens[start] == data.BEGIN
+            document = bytes(tokens[start + 1 : end].astype(np.uint8))
+            assert any(paragraph.startswith(document) for paragraph in known)
+            assert (targets[start : end - 1] == tokens[start + 1 : end]).all()
+            assert counted[start:end].tolist() == [1.0] * (end - start - 1) + [0.0]
+
+
+def test_dense_rows_run_on_through_the_text(text: data.Text) -> None:
+    one, two = itertools.islice(data.dense_batches(text, 3, 290, seed=3), 2)
+    assert one.seq_info is None and one.tokens.shape == (3, 290)
+    running = np.concatenate([one.tokens.ravel(), two.tokens.ravel()])
+    begins = np.flatnonzero(running == data.BEGIN)
+    known = {bytes(paragraph[1:].astype(np.uint8)) for paragraph in text.paragraphs}
+    assert bytes(running[begins[0] + 1 : begins[1]].astype(np.uint8)) in known
+    assert (one.targets[:, :-1] == one.tokens[:, 1:]).all() and one.counted.sum() == 3 * 289
+
+
+def test_losses_agree_and_jax_traces_once(result: dict[str, Any]) -> None:
+    ours, theirs = (report.losses(result, name) for name in (TORCH, JAX))
+    assert apart(theirs, ours) <= CLOSE
+    assert ours[-1] < ours[0] - 0.2, "nothing was learned, so the optimizers were not compared"
+    assert result["traces"] == 1
+
+
+def test_a_batch_of_another_shape_would_be_traced_again(batches: list[data.Batch], first: weights.Weights) -> None:
+    trainer = JaxTrainer(replace(TINY, num_layers=1), weights.initial(replace(TINY, num_layers=1), 0), steps=2)
+    info = batches[0].seq_info
+    used = np.unique(info.cu_seqlens_q)  # without the spare offsets
+    assert len(used) < len(info.cu_seqlens_q)
+    train(trainer, [batches[0], batches[0]._replace(seq_info=replace(info, cu_seqlens_q=used, cu_seqlens_k=used))])
+    assert trainer.traces == 2
+
+
+def _one_document(batch: data.Batch) -> data.Batch:
+    return batch._replace(seq_info=None)
+
+
+def _boundaries_counted(batch: data.Batch) -> data.Batch:
+    return batch._replace(counted=np.ones_like(batch.counted))
+
+
+FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[data.Batch], data.Batch]]] = {
+    "window one wider": ({"window": TINY.window + 1}, {}, lambda batch: batch),
+    "window one narrower": ({"window": TINY.window - 1}, {}, lambda batch: batch),
+    "no softcap on scores": ({"attention_softcap": None}, {}, lambda batch: batch),
+    "no softcap on logits": ({"final_softcap": None}, {}, lambda batch: batch),
+    "another base of RoPE": ({"rope_theta": 9000.0}, {}, lambda batch: batch),
+    "documents see each other": ({"max_positions": OPTIONS.length}, {}, _one_document),
+    "boundaries counted": ({}, {}, _boundaries_counted),
+    "optax's own weight decay": ({}, {"weight_decay": 1e-4}, lambda batch: batch),
+    "both libraries' own beta2": ({}, {"beta2": 0.999}, lambda batch: batch),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_one_framework_shows(
+    name: str, batches: list[data.Batch], first: weights.Weights, result: dict[str, Any]
+) -> None:
+    model, optimizer, change = FAULTS[name]
+    given = [change(batch) for batch in batches]
+    losses = torch_losses(replace(TINY, **model), first, given, replace(OPTIMIZER, **optimizer))
+    assert apart(losses, report.losses(result, JAX)) > 3 * CLOSE
+
+
+def test_a_packed_document_is_as_if_alone(batches: list[data.Batch], first: weights.Weights) -> None:
+    """The loss of a row is that of its documents, each by itself and without seq_info."""
+    batch = batches[0]
+    expected, count = 0.0, 0.0
+    for start, end in itertools.pairwise(batch.seq_info.cu_seqlens_q):
+        if end - start > 1:
+            alone = data.Batch(*(array[:, start:end] for array in batch[:3]), None)
+            expected += torch_losses(TINY, first, [alone])[0] * alone.counted.sum()
+            count += alone.counted.sum()
+    assert torch_losses(TINY, first, [batch])[0] == pytest.approx(expected / count, rel=1e-6)
+
+
+def test_ours_and_jax_nn_are_the_same_model(result: dict[str, Any]) -> None:
+    ours, theirs = (np.array(run["losses"]) for run in result["swap"]["runs"].values())
+    assert apart(ours, theirs) <= CLOSE and ours[-1] < ours[0] - 0.2
+
+
+def test_attention_to_swap_in_is_checked(first: weights.Weights) -> None:
+    with pytest.raises(SpecError, match=r"name='flash'.*'ours' or 'jax\.nn'"):
+        with_attention("flash", TINY, first, steps=4)
+    with pytest.raises(SpecError, match=r"softcap=2\.0: jax\.nn"):
+        JaxTrainer(TINY, first, steps=4, attention=JaxNNAttention)
+
+
+@needs_bridge
+def test_the_example_finds_nothing_wrong(result: dict[str, Any]) -> None:
+    assert report.failures(result) == []
+    assert result["backends"][TORCH] == result["backends"][JAX] == ["math", "math"]
+    assert report.difference(result, TWIN).max() > 0, "the control run says nothing about rounding"
+    assert report.apart_at_first(result, FAULT) > 10 * report.apart_at_first(result, JAX)
+
+
+def test_what_counts_as_failure(result: dict[str, Any]) -> None:
+    def failures(**changes: Any) -> str:
+        return " ".join(report.failures({**result, **changes}))
+
+    runs, flat = result["runs"], {"losses": [5.0] * 100, "seconds": [0.0] * 100}
+    assert "losses differ by" in failures(runs={**runs, JAX: runs[FAULT]})
+    assert "losses differ by" in failures(runs={**runs, JAX: {**runs[JAX], "losses": [np.nan] * OPTIONS.steps}})
+    assert "traced the step 2 times" in failures(traces=2)
+    assert "not the same attention kernels" in failures(backends={TORCH: ["math"], JAX: ["jax_xla"]})
+    assert "planted fault shows by 0.0e+00" in failures(runs={**runs, FAULT: runs[TORCH]})
+    assert "torch did not learn" in failures(runs={TORCH: flat, JAX: flat})
+
+
+def test_page_and_plot_are_made_from_results(result: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from examples.training.plot import draw
+
+    draw(result, tmp_path / "images" / "training.png")
+    assert (tmp_path / "images" / "training.png").read_bytes().startswith(b"\x89PNG")
+    page = report.page({"training": result})
+    assert "images/training.png" in page and "8 keys in the window for 7" in page
+
+
+def test_docs_page_is_what_the_stored_results_say() -> None:
+    stored = command.stored()
+    assert "training" in stored
+    stale = "stale: run python -m examples.training --render"
+    assert command.PAGE.read_text(encoding="utf-8") == command.rendered(stored), stale
+    for name, result in stored.items():
+        assert command.stem(result) == name
+        assert (command.IMAGES / f"{name}.png").is_file()
+        assert report.failures(result) == []
+
+
+def test_one_rounding_away_is_the_nearest_other_weights(first: weights.Weights) -> None:
+    for name, moved in weights.one_rounding_away(first, 3).items():
+        array = first[name]
+        assert moved.dtype == np.float32
+        assert (np.abs(moved - array) <= np.spacing(np.abs(array))).all()
+        assert (moved == array).all() == (array == 0).all()
+
+
+def test_learning_rates_warm_up_and_fall_to_a_tenth() -> None:
+    optimizer = AdamW(peak_rate=1.0, warmup=4)
+    rates = optimizer.rates(20)
+    assert rates[:4].tolist() == [0.25, 0.5, 0.75, 1.0]
+    assert (np.diff(rates[4:]) < 0).all() and rates[-1] == pytest.approx(0.1, abs=0.02)
