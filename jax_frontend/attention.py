@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,19 +15,11 @@ from attn_core.options import Options, checked, requested_names
 from attn_core.selection import Selection
 from attn_core.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.spec import AttentionSpec
-from attn_core.xla_tiles import safe_offsets
-from jax_frontend import ops, plan
+from jax_frontend import plan
+from jax_frontend.differentiable import Call, compiled, varying_alike
 
 Array = jax.Array
 Window = int | tuple[int | None, int | None] | None
-
-
-class Call(NamedTuple):
-    """What is static of a call: its options and where it runs."""
-
-    options: Options
-    requested: str | tuple[str, ...] | None
-    device: str
 
 
 def attention(
@@ -68,7 +59,9 @@ def attention(
         sinks: ``[heads]``: one logit per head that joins every row's softmax without a value.
         seq_info: a ``SeqInfo`` or ``(seq_lens, cu_seqlens, max_seqlen)``: packed documents, which never see each other.
             A SeqInfo is a pytree: its offsets may be traced, its maximum lengths are static.
-        dropout: probability of dropping a softmax weight; needs ``dropout_rng``, a PRNG key.
+        dropout: probability of dropping a softmax weight; needs ``dropout_rng``, a PRNG key. Which weights drop depends
+            on the key and their indices, however arrays are sharded; inside ``jax.shard_map`` indices are those of the
+            device's part, and each device wants a key of its own.
         deterministic: only kernels that give the same bits on every run.
         backend: a name, which runs or raises; names in order of preference; or None for automatic choice.
         return_lse: also return the log-sum-exp, ``[batch, heads, q_len]`` (packed ``[heads, tokens]``), natural log,
@@ -93,7 +86,7 @@ def run(call: Call, inputs: Inputs, info: SeqInfo | None) -> Any:
     """A gathered call; its errors come before any tracing."""
     made = plan.plan(plan.metadata(inputs), call.device, call.options, False, False, call.requested)
     _check_offsets(made.spec, info)
-    return compiled(call, inputs)
+    return compiled(call, varying_alike(inputs))
 
 
 def explain(
@@ -178,73 +171,6 @@ def _check_offsets(spec: AttentionSpec, info: SeqInfo | None) -> None:
         if isinstance(offsets, np.ndarray) or (concrete and plan.device_name(offsets) == "cpu"):
             check_cu_seqlens(np.asarray(offsets), longest or 0, side=side, tokens=tokens)
 
-
-def _planned(call: Call, inputs: Inputs, needs_backward: bool, bias_gradient: bool) -> plan.Plan:
-    metadata = plan.metadata(inputs)
-    made = plan.plan(metadata, call.device, call.options, needs_backward, bias_gradient, call.requested)
-    return made._replace(as_one=inputs.k is None)
-
-
-def _run(made: plan.Plan, inputs: Inputs, *, with_lse: bool) -> tuple[Array, Array]:
-    out, lse = ops.forward(made, _rows(made, inputs), with_lse=with_lse)
-    return (out[None] if made.one_row else out), lse
-
-
-def _rows(made: plan.Plan, inputs: Inputs) -> Inputs:
-    """The inputs as backends take them: packed rows without the row axis, masks and biases with four axes.
-
-    Offsets on a GPU cannot be looked at, so they are made safe; equal computations in one program are done once.
-    """
-    if made.one_row:  # [1, tokens, heads, dim] -> [tokens, heads, dim]
-        q, k, v = (None if array is None else array[0] for array in inputs[:3])
-        inputs = inputs._replace(q=q, k=k, v=v)
-    if made.spec.packed and made.device != "cpu":
-        queries = safe_offsets(inputs.cu_seqlens_q, made.spec.q_len)
-        keys = safe_offsets(inputs.cu_seqlens_k, made.spec.kv_len)
-        inputs = inputs._replace(cu_seqlens_q=queries, cu_seqlens_k=keys)
-    shapes = {"mask": made.spec.mask_shape, "bias": made.spec.bias_shape}
-    return inputs._replace(**{name: getattr(inputs, name).reshape(shape) for name, shape in shapes.items() if shape})
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(call: Call, inputs: Inputs) -> Any:
-    out, lse = _run(_planned(call, inputs, False, False), inputs, with_lse=call.options.return_lse)
-    return (out, lse) if call.options.return_lse else out
-
-
-def _attention_forward(call: Call, marked: Inputs) -> tuple[Any, Any]:
-    inputs = Inputs(*(entry if entry is None else entry.value for entry in marked))
-    perturbed = {
-        name for name, entry in zip(Inputs._fields, marked, strict=True) if entry is not None and entry.perturbed
-    }
-    if "alibi_slopes" in perturbed:
-        raise SpecError("alibi_slopes: expected no gradient, it is not defined here; use jax.lax.stop_gradient")
-    made = _planned(call, inputs, True, "bias" in perturbed)
-    out, lse = _run(made, inputs, with_lse=True)
-    return ((out, lse) if call.options.return_lse else out), (inputs, out, lse, made.spec.bias_gradient)
-
-
-def _attention_backward(call: Call, saved: Any, cotangents: Any) -> tuple[Inputs]:
-    inputs, out, lse, bias_gradient = saved
-    dout, dlse = cotangents if call.options.return_lse else (cotangents, None)
-    made = _planned(call, inputs, True, bias_gradient)
-    dout = jnp.zeros_like(out) if _is_zero(dout) else dout
-    dlse = None if dlse is None or _is_zero(dlse) else dlse
-    rows = _rows(made, inputs)
-    if made.one_row:
-        out, dout = out[0], dout[0]
-    found = ops.backward(made, rows, out, lse, dout, dlse)
-    dq, dk, dv = found[:3] if not made.one_row else (None if g is None else g[None] for g in found[:3])
-    dbias = None if found.dbias is None else found.dbias.reshape(inputs.bias.shape)
-    return (Inputs(dq, dk, dv, bias=dbias, sinks=found.dsinks),)
-
-
-def _is_zero(cotangent: Any) -> bool:
-    return isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
-
-
-_attention.defvjp(_attention_forward, _attention_backward, symbolic_zeros=True)
-compiled = jax.jit(_attention, static_argnums=0, inline=True)
 
 jax.tree_util.register_pytree_node(
     SeqInfo,

@@ -17,7 +17,7 @@ import hashlib
 import threading
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,31 +27,9 @@ from attn_core.backends import Gradients, Inputs
 from attn_core.errors import BridgeError
 from attn_core.spec import AttentionSpec
 from jax_frontend import compiled_lane
+from jax_frontend.bridged_call import BridgedCall, calls_of
 
 TOKEN_LENGTH = 7
-
-
-class BridgedCall(NamedTuple):
-    """What a callback needs to know of a call; the operands come with every run."""
-
-    direction: str
-    backend: str
-    device: str
-    spec: AttentionSpec
-    operands: tuple[str, ...]
-    """Which fields of ``Inputs`` the leading operands are; "qkv" for q, k and v in one array."""
-    extras: tuple[str, ...] = ()
-    """What the operands after those are: out, lse, dout, dlse in a backward."""
-    with_lse: bool = True
-    """Whether a forward has the log-sum-exp as its second result."""
-
-    @property
-    def gradients(self) -> tuple[str, ...]:
-        """The fields of ``Gradients`` that a backward gives; of q, k and v in one array, those are one result."""
-        spec = self.spec
-        return ("dq", "dk", "dv", *(["dbias"] if spec.bias_gradient else []), *(["dsinks"] if spec.sinks else []))
-
-
 _calls: dict[str, BridgedCall] = {}
 """token -> call. Content-addressed: a token means the same in every process, and entries are never changed."""
 _callbacks: dict[str, Callable[[tuple[Any, ...]], None]] = {}
@@ -67,10 +45,13 @@ def run(call: BridgedCall, results: tuple[jax.ShapeDtypeStruct, ...], *operands:
     return tuple(jax.ffi.ffi_call(_target(call.direction), results)(*operands, call=token_of(call)))
 
 
-def warm_up(name: str, spec: AttentionSpec, kind: str, index: int) -> None:
+def warm_up(name: str, spec: AttentionSpec, device: str, index: int) -> None:
     """Does what a torch backend's call would do when it first runs, on a GPU of this process."""
+    kind = backends.kind_of(device)
     module = backends.load(name, kind)
-    if module is None or kind != "cuda" or module.FRAMEWORK != "torch":
+    if module is None or kind != "cuda" or module.FRAMEWORK != "torch" or spec.empty:
+        return
+    if all(compiled_lane.lane_of(call).program for call in calls_of(name, spec, device)):
         return
     import torch
 

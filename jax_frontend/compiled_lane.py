@@ -13,16 +13,14 @@ import threading
 import time
 from dataclasses import replace
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from attn_core import backends
 from attn_core.selection import Selection
-
-if TYPE_CHECKING:
-    from jax_frontend.bridge import BridgedCall
+from jax_frontend.bridged_call import BridgedCall
 
 log = logging.getLogger("attn_core.compiled_lane")
 MOST_TARGETS = 1000

@@ -21,5 +21,5 @@ def warm_up(q: Any, k: Any, v: Any, *, needs_backward: bool | None = None, **opt
     selection = explain(q, k, v, needs_backward=needs_backward, **options)
     if selection.backend is None:
         raise NoBackendError(selection)
-    bridge.warm_up(selection.backend, selection.spec, selection.target.kind, plan.device_index(q))
+    bridge.warm_up(selection.backend, selection.spec, selection.target.device, plan.device_index(q))
     return selection

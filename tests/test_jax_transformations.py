@@ -1,14 +1,21 @@
 """jit, grad, vmap, remat, scan and their combinations mean the same as the plain call, on every backend."""
 
+import itertools
+from collections import Counter
+from contextlib import contextmanager
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from both_frontends import judge
+from spec_strategies import make_call
+from test_bridge import in_its_own_process
 
-from attn_core import NoBackendError, SpecError
-from jax_frontend import SeqInfo, attention
+from attn_core import NoBackendError, SpecError, Target, backends, selection
+from jax_frontend import SeqInfo, attention, bridge, plan
+from jax_frontend.export import export_checks
 
 BATCH, Q_LEN, KV_LEN, HEADS, KV_HEADS, DIM = 2, 5, 7, 6, 3, 8
 BACKENDS = ("sdpa_flash", "math", "jax_xla")
@@ -193,3 +200,276 @@ def test_vmap_over_nothing_is_nothing(arrays, backend):
     assert jax.vmap(call)(*none).shape == (0, BATCH, Q_LEN, HEADS, DIM)
     gradients = jax.grad(lambda *a: jax.vmap(call, (0, None, None))(*a).sum(), argnums=(0, 1))(none[0], *arrays[1:])
     assert [g.shape for g in gradients] == [none[0].shape, arrays[1].shape]
+
+
+# Every transformation against the float64 reference.
+
+SIZES = {"batch": 2, "q_len": 5, "kv_len": 7, "num_heads": 6, "num_kv_heads": 3, "head_dim": 8, "value_dim": 8}
+CASES = {
+    "grouped heads": SIZES,
+    "causal, window, softcap": {**SIZES, "causal": True, "window": (3, 0), "softcap": 1.5},
+    "jax.nn's own window": {**SIZES, "kv_len": 5, "causal": True, "window": (2, 0)},
+    "rows that see no key": {**SIZES, "q_len": 9, "causal": True, "sinks": True},
+    "packed": {**SIZES, "lengths": ((3, 0, 4, 1), (2, 5, 3, 0)), "causal": True},
+    "a bias": {**SIZES, "bias_shape": (1, 6, 1, 7), "bias_gradient": True},
+}
+
+
+def claimed_cases():
+    for (label, fields), backend in itertools.product(CASES.items(), BACKENDS):
+        call = transformed_calls(fields)[0]
+        if not selection.refusals(backend, call.spec, Target.here("jax", "cpu")):
+            yield pytest.param(fields, backend, id=f"{label}-{backend}")
+
+
+def transformed_calls(fields):
+    """Two calls that differ in their numbers."""
+    return [make_call(seed, **{**fields, "dtype": "float32", "needs_backward": True}) for seed in (0, 1)]
+
+
+def each(function, arrays, douts):
+    pairs = [(jax.tree.map(lambda a, i=i: a[i], arrays), douts[i]) for i in range(len(douts))]
+    results = [jax.jit(partial(pulled, function))(*pair) for pair in pairs]
+    return jax.tree.map(lambda *both: jnp.stack(both), *results)
+
+
+def pulled(function, arrays, dout):
+    out, pull = jax.vjp(function, arrays)
+    return out, *pull(dout)
+
+
+def scanned(function):
+    return lambda arrays: jax.lax.scan(lambda _, row: (None, function(row)), None, arrays)[1]
+
+
+NAMED = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
+TRANSFORMED = {
+    "eager": lambda f, arrays, douts: jax.tree.map(
+        lambda *both: jnp.stack(both), *(pulled(f, jax.tree.map(lambda a, i=i: a[i], arrays), douts[i]) for i in (0, 1))
+    ),
+    "jit": each,
+    "grad of jit": lambda f, *given: each(jax.jit(f), *given),
+    "vmap of grad": lambda f, *given: jax.jit(jax.vmap(partial(pulled, f)))(*given),
+    "grad of vmap": lambda f, *given: jax.jit(partial(pulled, jax.vmap(f)))(*given),
+    "vmap of vmap": lambda f, arrays, douts: jax.tree.map(
+        lambda a: a[0],
+        jax.vmap(jax.vmap(partial(pulled, f)))(jax.tree.map(lambda a: a[None], arrays), douts[None]),
+    ),
+    "remat": lambda f, *given: each(jax.checkpoint(f), *given),
+    "remat that saves out and lse": lambda f, *given: each(jax.checkpoint(f, policy=NAMED), *given),
+    "grad of scan": lambda f, *given: jax.jit(partial(pulled, scanned(f)))(*given),
+    "grad of scan of remat": lambda f, *given: jax.jit(partial(pulled, scanned(jax.checkpoint(f))))(*given),
+    "scan of grad": lambda f, *given: jax.lax.scan(lambda _, pair: (None, pulled(f, *pair)), None, given)[1],
+    "vmap of linearize": lambda f, *given: jax.vmap(partial(linearized, f))(*given),
+}
+
+
+def linearized(function, arrays, dout):
+    out, tangent = jax.linearize(function, arrays)
+    return out, *jax.linear_transpose(tangent, arrays)(dout)
+
+
+@pytest.mark.parametrize("transformation", TRANSFORMED.values(), ids=TRANSFORMED)
+@pytest.mark.parametrize("fields, backend", list(claimed_cases()))
+def test_every_transformation_is_as_right_as_the_call(fields, backend, transformation):
+    calls = transformed_calls(fields)
+    options, info = calls[0].options, None
+    if calls[0].spec.packed:
+        inputs, spec = calls[0].inputs, calls[0].spec
+        offsets = (jnp.asarray(cu, jnp.int32) for cu in (inputs.cu_seqlens_q, inputs.cu_seqlens_k))
+        info = SeqInfo(*offsets, spec.max_len_q, spec.max_len_k)
+    arrays = {name: jnp.stack([c.arrays()[name] for c in calls]).astype("float32") for name in calls[0].arrays()}
+    douts = jnp.stack([c.dout for c in calls]).astype("float32")
+    out, gradients = transformation(
+        lambda given: attention(**given, **options, seq_info=info, backend=backend), arrays, douts
+    )
+    for index, call in enumerate(calls):
+        results = {"out": out[index], **{f"d{name}": gradients[name][index] for name in call.learned}}
+        accuracy = judge("jax", call, {name: np.asarray(array) for name, array in results.items()})
+        assert accuracy.ok, accuracy
+
+
+@contextmanager
+def counted_runs(monkeypatch, backend="math"):
+    """How often a torch kernel's two halves run."""
+    module, runs = backends.load(backend), Counter()
+
+    def watched(half, function):
+        def run(*arguments):
+            runs[half] += 1
+            return function(*arguments)
+
+        return run
+
+    for half in ("forward", "backward"):
+        monkeypatch.setattr(module, half, watched(half, getattr(module, half)))
+    monkeypatch.setattr(bridge, "_callbacks", {})
+    yield runs
+
+
+@pytest.mark.parametrize("policy, forwards", [(None, 6), (NAMED, 3)], ids=["all again", "out and lse saved"])
+def test_remat_runs_the_forward_again_unless_its_results_are_saved(arrays, monkeypatch, policy, forwards):
+    _, k, v = arrays
+
+    def layer(q, _):
+        return q + jnp.sin(attention(2 * q, k, v, causal=True, backend="math")), None
+
+    def network(layer, q):
+        return jax.lax.scan(layer, q, None, length=3)[0].sum()
+
+    expected = jax.block_until_ready(jax.value_and_grad(partial(network, layer))(arrays[0]))
+    step = jax.jit(jax.value_and_grad(partial(network, jax.checkpoint(layer, policy=policy))))
+    with counted_runs(monkeypatch) as runs:
+        close(jax.block_until_ready(step(arrays[0])), expected)
+    assert runs == {"forward": forwards, "backward": 3}
+
+
+def test_equal_steps_trace_and_describe_the_call_once(arrays):
+    traces = []
+
+    @jax.jit
+    def step(q, k, v):
+        traces.append(1)
+        return jax.grad(partial(loss, causal=True, softcap=3.0, backend="math"), argnums=(0, 1, 2))(q, k, v)
+
+    step(*arrays)
+    known, plans = len(bridge._calls), plan.plan.cache_info().currsize
+    for scale in (1.0, 2.0, 3.0):
+        step(*(scale * array for array in arrays))
+    assert len(traces) == 1 and len(bridge._calls) == known and plan.plan.cache_info().currsize == plans
+
+
+# Forward mode.
+
+FORWARD_CASES = {
+    **CASES,
+    "everything": {
+        **{**SIZES, "causal": True, "window": (4, 1), "softcap": 1.5, "mask_shape": (2, 1, 5, 7), "scale": 0.4},
+        **{"bias_shape": (2, 6, 5, 7), "bias_gradient": True, "alibi_shape": (2, 6), "sinks": True},
+    },
+    "blocks": {**SIZES, "batch": 1, "q_len": 263, "kv_len": 269, "causal": True, "value_dim": 3},
+}
+
+
+def in_float64(fields):
+    """(function of the learned arrays that gives out and lse, those arrays, tangents of them)."""
+    call = make_call(3, **{**fields, "dtype": "float64", "needs_backward": True, "return_lse": True})
+    info = None
+    if call.spec.packed:
+        offsets = (jnp.asarray(cu, jnp.int32) for cu in (call.inputs.cu_seqlens_q, call.inputs.cu_seqlens_k))
+        info = SeqInfo(*offsets, call.spec.max_len_q, call.spec.max_len_k)
+    arrays = {name: jnp.asarray(array) for name, array in call.arrays().items()}
+    learned = {name: arrays.pop(name) for name in call.learned}
+    if "mask" in arrays:
+        arrays["mask"] = arrays["mask"].astype(bool)
+    generator = np.random.default_rng(4)
+    tangents = {name: jnp.asarray(generator.standard_normal(array.shape)) for name, array in learned.items()}
+
+    def function(learned):
+        return attention(**learned, **arrays, **call.options, seq_info=info, backend="jax_xla")
+
+    return function, learned, tangents
+
+
+@pytest.mark.parametrize("fields", FORWARD_CASES.values(), ids=FORWARD_CASES)
+def test_forward_mode_on_the_xla_path_is_the_derivative(fields):
+    """Against central differences in float64, and against reverse mode: <dout, J t> = <J' dout, t>."""
+    with jax.enable_x64(True):
+        function, primals, tangents = in_float64(fields)
+        results, moved = jax.jit(lambda p, t: jax.jvp(function, (p,), (t,)))(primals, tangents)
+        close(results, function(primals), rtol=1e-12, atol=1e-12)
+        step = 1e-5
+        ahead, behind = (
+            function(jax.tree.map(lambda p, t, by=by: p + by * t, primals, tangents)) for by in (step, -step)
+        )
+        for one, other, found in zip(ahead, behind, moved, strict=True):
+            seen = jnp.isfinite(one)  # the log-sum-exp of a row that sees nothing is -inf, and its tangent 0
+            wanted = jnp.where(seen, (jnp.where(seen, one, 0) - jnp.where(seen, other, 0)) / (2 * step), 0)
+            np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-8)
+        cotangents = jax.tree.map(jnp.cos, moved)
+        (pulled_back,) = jax.vjp(function, primals)[1](cotangents)
+        left, right = (
+            sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+            for one, other in ((cotangents, moved), (pulled_back, tangents))
+        )
+        np.testing.assert_allclose(left, right, rtol=1e-10)
+
+
+def test_forward_mode_composes(arrays):
+    q, k, v = arrays
+    call = lambda q: attention(q, k, v, causal=True, backend="jax_xla")  # noqa: E731
+    reverse = jax.jacrev(lambda q: call(q)[0, :2])(q)
+    close(jax.jacfwd(lambda q: call(q)[0, :2])(q), reverse)
+    tangents = jnp.stack([q, jnp.cos(q), q * q])
+    along = lambda t: jax.jvp(call, (q,), (t,))[1]  # noqa: E731
+    expected = jnp.stack([along(t) for t in tangents])
+    close(jax.vmap(along)(tangents), expected)
+    close(jax.vmap(jax.linearize(jax.jit(call), q)[1])(tangents), expected)
+    close(jax.jvp(jax.vmap(call), (jnp.stack([q] * 3),), (tangents,))[1], expected)
+    close(jax.jvp(jax.checkpoint(call), (q,), (tangents[0],))[1], expected[0])
+    once = lambda q: jax.jvp(call, (q,), (tangents[1],))[1]  # noqa: E731
+    step = 1e-2
+    close(jax.jvp(once, (q,), (q,))[1], (once(q + step * q) - once(q - step * q)) / (2 * step), rtol=1e-2, atol=2e-3)
+    gradient = jax.grad(lambda q: (call(q) ** 2).sum())
+    product = (gradient(q + step * q) - gradient(q - step * q)) / (2 * step)
+    close(jax.jvp(gradient, (q,), (q,))[1], product, rtol=1e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("backend", ("sdpa_flash", "math"))
+def test_kernels_have_no_forward_mode_and_say_what_has(arrays, backend):
+    q, k, v = arrays
+    call = lambda q: attention(q, k, v, backend=backend)  # noqa: E731
+    no_forward_mode = rf"backend='{backend}': expected reverse mode .*no forward mode .*backend=\"jax_xla\" has both"
+    for forward in (
+        lambda: jax.jvp(call, (q,), (q,)),
+        lambda: jax.jit(lambda q: jax.jvp(call, (q,), (q,)))(q),
+        lambda: jax.linearize(call, q)[1](q),
+        lambda: jax.jacfwd(call)(q),
+        lambda: jax.vmap(lambda t: jax.jvp(call, (q,), (t,))[1])(q[None]),
+    ):
+        with pytest.raises(SpecError, match=no_forward_mode):
+            forward()
+    once = jax.grad(lambda q: call(q).sum())
+    for second in (lambda: jax.jvp(once, (q,), (q,)), lambda: jax.grad(lambda q: once(q).sum())(q)):
+        with pytest.raises(SpecError, match=rf"backend='{backend}': expected first derivatives in reverse mode"):
+            second()
+
+
+# Ahead of time.
+
+
+@pytest.mark.parametrize("backend", ("sdpa_flash", "math"))
+def test_export_keeps_the_bits(arrays, backend):
+    step = jax.jit(jax.value_and_grad(partial(loss, causal=True, backend=backend), argnums=(0, 1, 2)))
+    with pytest.raises(ValueError, match=r"compatibility guarantees(.|\n)*attn_core\.callback"):
+        jax.export.export(step)(*arrays)
+    exported = jax.export.export(step, disabled_checks=export_checks())(*arrays)
+    for found, expected in zip(jax.tree.leaves(exported.call(*arrays)), jax.tree.leaves(step(*arrays)), strict=True):
+        assert np.array_equal(found, expected)
+
+
+def test_an_exported_program_needs_its_calls_to_be_known(arrays, tmp_path):
+    pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
+    step = jax.jit(partial(attention, causal=True, backend="math"))
+    exported = jax.export.export(step, disabled_checks=export_checks())(*arrays)
+    (tmp_path / "program").write_bytes(exported.serialize())
+    expected = np.asarray(step(*arrays))
+    np.savez(tmp_path / "arrays.npz", *arrays, expected)
+    again = jax.export.deserialize(bytearray((tmp_path / "program").read_bytes()))
+    assert np.array_equal(again.call(*arrays), expected)
+    script = f"""
+import jax, numpy as np
+from functools import partial
+from jax_frontend import attention
+*arrays, expected = np.load({str(tmp_path / "arrays.npz")!r}).values()
+program = jax.export.deserialize(bytearray(open({str(tmp_path / "program")!r}, "rb").read()))
+attention(*map(jax.numpy.asarray, arrays), softcap=2.0, backend="math")  # another call
+try:
+    program.call(*arrays).block_until_ready()
+except Exception as error:
+    print("no attention call" in str(error))
+jax.eval_shape(partial(attention, causal=True, backend="math"), *map(jax.numpy.asarray, arrays))
+print(np.array_equal(program.call(*arrays), expected))
+"""
+    found = in_its_own_process(script)
+    assert found.stdout.split() == ["True", "True"], found.stderr

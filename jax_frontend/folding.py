@@ -1,0 +1,143 @@
+"""A call under vmap: its mapped axes folded into its batch, or its mapped elements kept apart.
+
+The fold happens where the call runs, on a device's own part, so that neither a sharded mapped axis nor a sharded batch
+is gathered for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from attn_core.selection import Target, refusals
+from attn_core.spec import AttentionSpec
+from jax_frontend import local_call
+from jax_frontend.bridged_call import BridgedCall
+
+_BATCH_FIRST = ("q", "k", "v", "qkv", "out", "lse", "dout", "dlse")
+"""Operands whose leading axis is the batch."""
+
+
+class Folded(NamedTuple):
+    """A call whose operands have mapped axes in front, outermost first, and whose results all do."""
+
+    call: BridgedCall
+    """That of one mapped element."""
+    sizes: tuple[int, ...] = ()
+    mapped: tuple[tuple[bool, ...], ...] = ()
+    """For every mapped axis, which operands have it."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the operands."""
+        return local_call.names_of(self.call)[0]
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """What runs: the call's spec with the mapped axes in its batch."""
+        spec = self.call.spec
+        if not self.sizes:
+            return spec
+        batch = spec.batch * prod(self.sizes)
+        changes: dict[str, Any] = {"batch": batch}
+        for name, has in zip(self.names, map(any, zip(*self.mapped, strict=True)), strict=True):
+            if name in ("mask", "bias"):
+                shape = getattr(spec, f"{name}_shape")
+                changes[f"{name}_shape"] = (batch, *shape[1:]) if has or shape[0] != 1 else shape
+            elif name == "alibi_slopes" and (has or len(spec.alibi_shape or ()) == 2):
+                changes["alibi_shape"] = (batch, spec.num_heads)
+        return replace(spec, **changes)
+
+    def axes_in_front(self, at: int) -> tuple[int, ...]:
+        """Which mapped axes an operand has."""
+        return tuple(axis for axis, mapped in enumerate(self.mapped) if mapped[at])
+
+    def refusals(self) -> tuple[str, ...]:
+        """Why the backend cannot run it."""
+        return refusals(self.call.backend, self.spec, Target.here("jax", self.call.device))
+
+    def under(self, size: int, mapped: Sequence[bool]) -> Folded:
+        """The call with one more mapped axis, outside the others."""
+        return Folded(self.call, (size, *self.sizes), (tuple(mapped), *self.mapped))
+
+    def foldable(self) -> bool:
+        """Whether a larger batch means the same, and the backend can run it.
+
+        Documents, sinks and dropout's words have no batch axis. Gradients of sinks and of a bias belong to one mapped
+        element each, and a larger batch would sum them.
+        """
+        spec = self.call.spec
+        alone = {name for at, name in enumerate(self.names) if name in ("sinks", "rng") and self.axes_in_front(at)}
+        summed = self.call.direction == "backward" and (spec.sinks or spec.bias_gradient)
+        return not (spec.packed or alone or summed) and not self.refusals()
+
+    def run(self, *operands: Any) -> list[Any]:
+        """The results; traceable."""
+        if not self.sizes:
+            return local_call.run(self.call, *operands)
+        given = [self._fold(at, array) for at, array in enumerate(operands)]
+        results = local_call.run(self.call._replace(spec=self.spec), *given)
+        # [mapped * batch, ...] -> [*mapped, batch, ...]
+        return [array.reshape(*self.sizes, array.shape[0] // prod(self.sizes), *array.shape[1:]) for array in results]
+
+    def _fold(self, at: int, array: Any) -> Any:
+        """An operand with its mapped axes in its batch axis; as it is, where one serves all rows of the batch."""
+        name, has, batch = self.names[at], self.axes_in_front(at), self.call.spec.batch
+        rest = array.shape[len(has) :]
+        if name == "alibi_slopes" and len(rest) == 1 and has:
+            rest = (1, *rest)
+        if name == "sinks" or (name not in _BATCH_FIRST and not has and (rest[0] == 1 or len(rest) == 1)):
+            return array
+        lead = tuple(size if axis in has else 1 for axis, size in enumerate(self.sizes))
+        wide = jnp.broadcast_to(array.reshape(*lead, *rest), (*self.sizes, batch, *rest[1:]))
+        return wide.reshape(-1, *rest[1:])  # [*mapped, batch, ...] -> [mapped * batch, ...]
+
+
+Bind = Callable[..., list[Any]]
+"""``(folded, *operands) -> results``: the primitive that the rule is of."""
+
+
+def batched(
+    bind: Bind, operands: Sequence[Any], axes: Sequence[int | None], *, call: Folded, **_: Any
+) -> tuple[list[Any], list[int]]:
+    """vmap of a call."""
+    size, front, mapped = mapped_first(operands, axes)
+    wider = call.under(size, mapped)
+    if size == 0:
+        results = _no_results(call, front, mapped)
+    elif wider.foldable():
+        results = bind(wider, *front)
+    else:
+        results = _apart(bind, call, front, mapped)
+    return results, [0] * len(results)
+
+
+def mapped_first(arrays: Sequence[Any], axes: Sequence[int | None]) -> tuple[int, list[Any], list[bool]]:
+    """(size of the mapped axis, the arrays with it in front, which of them have it)."""
+    size = next(array.shape[axis] for array, axis in zip(arrays, axes, strict=True) if axis is not None)
+    front = [array if axis is None else jnp.moveaxis(array, axis, 0) for array, axis in zip(arrays, axes, strict=True)]
+    return size, front, [axis is not None for axis in axes]
+
+
+def _no_results(call: Folded, front: list[Any], mapped: list[bool]) -> list[Any]:
+    """What a vmap over nothing gives: results with a leading axis of 0."""
+    one = [jax.ShapeDtypeStruct(array.shape[was:], array.dtype) for array, was in zip(front, mapped, strict=True)]
+    return [jnp.zeros((0, *shape.shape), shape.dtype) for shape in jax.eval_shape(call.run, *one)]
+
+
+def _apart(bind: Bind, call: Folded, front: list[Any], mapped: list[bool]) -> list[Any]:
+    """Every mapped element as a call of its own: JAX's operations with one more axis, kernels one after another."""
+    if local_call.speaks_jax(call.call):
+        return list(jax.vmap(partial(call.run), [0 if was else None for was in mapped])(*front))
+
+    def one(rows: list[Any]) -> list[Any]:
+        moving = iter(rows)
+        return bind(call, *(next(moving) if was else fixed for fixed, was in zip(front, mapped, strict=True)))
+
+    return list(jax.lax.map(one, [array for array, was in zip(front, mapped, strict=True) if was]))

@@ -1,0 +1,79 @@
+"""One half of a backend on JAX arrays: what a device runs, of a whole call or of its part of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from attn_core import backends
+from attn_core.backends import Gradients, Inputs
+from jax_frontend import bridge
+from jax_frontend.bridged_call import BridgedCall
+from jax_frontend.plan import Plan
+
+
+def names_of(call: BridgedCall) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of a call's operands, and of its results; "qkv" and "dqkv" where q, k and v are one array."""
+    operands = (*call.operands, *call.extras)
+    if call.direction == "forward":
+        return operands, ("out", "lse") if call.with_lse else ("out",)
+    return operands, ("dqkv", *call.gradients[3:]) if call.operands[0] == "qkv" else call.gradients
+
+
+def result_types(call: BridgedCall, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The types of a call's results, varying over the mesh axes of ``shard_map`` that its first operand varies over.
+
+    Without this JAX would take the results for equal on every device. The operands vary alike (``attention.run``).
+    """
+    spec, like = call.spec, jax.typeof(operands[0])
+    if call.direction == "forward":
+        types = [(spec.out_shape, spec.dtype), (spec.lse_shape, spec.lse_dtype)][: 1 + call.with_lse]
+    else:
+        names, gradients = names_of(call)
+        by_name = dict(zip(names, operands, strict=True))
+        types = [(by_name[name[1:]].shape, by_name[name[1:]].dtype) for name in gradients]
+    whole = jax.sharding.NamedSharding(like.sharding.mesh, jax.sharding.PartitionSpec())  # type: ignore[attr-defined]
+    varying = like.manual_axis_type  # type: ignore[attr-defined]
+    return tuple(
+        jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=whole, manual_axis_type=varying)
+        for shape, dtype in types
+    )
+
+
+def speaks_jax(call: BridgedCall | Plan) -> bool:
+    """Whether the backend's halves are JAX functions, which JAX can look into."""
+    module: Any = backends.load(call.backend, backends.kind_of(call.device))
+    return bool(module.FRAMEWORK == "jax")
+
+
+def run(call: BridgedCall, *operands: Any) -> list[Any]:
+    """The results of a call: of one bridged call, or of the backend's own JAX functions; traceable."""
+    if not speaks_jax(call):
+        return list(bridge.run(call, result_types(call, *operands), *operands))
+    module: Any = backends.load(call.backend, backends.kind_of(call.device))
+    named = dict(zip(names_of(call)[0], operands, strict=True))
+    saved = [named.pop(name, None) for name in ("out", "lse", "dout", "dlse")]
+    inputs = apart(named)
+    if call.direction == "forward":
+        return list(module.forward(call.spec, inputs)[: 1 + call.with_lse])
+    found: Gradients = module.backward(call.spec, inputs, *saved)
+    gradients = found._asdict() | ({"dqkv": jnp.stack(found[:3], -3)} if "qkv" in named else {})
+    return [gradients[name] for name in names_of(call)[1]]
+
+
+def apart(named: dict[str, Any]) -> Inputs:
+    """Named operands as Inputs, q, k and v as three arrays."""
+    rest = {name: array for name, array in named.items() if name != "qkv"}
+    if "qkv" not in named:
+        return Inputs(**rest)
+    return Inputs(*(named["qkv"][..., which, :, :] for which in range(3)), **rest)  # [..., tokens, 3, heads, head_dim]
+
+
+def present(inputs: Inputs, as_one: bool) -> tuple[tuple[str, ...], Sequence[Any]]:
+    """The names of the operands that a call has, and the operands."""
+    found = [(name, array) for name, array in zip(Inputs._fields, inputs, strict=True) if array is not None]
+    names, given = zip(*found, strict=True)
+    return ("qkv", *names[1:]) if as_one else names, given
