@@ -72,12 +72,24 @@ def _run(primitive: Primitive, call: BridgedCall, operands: Sequence[Any]) -> li
 
 def _bind(primitive: Primitive, call: Folded, *operands: Any) -> list[Any]:
     program = _traceable(call, partitioning.partly_manual()).trace(*operands).jaxpr
-    return primitive.bind(*operands, call=call, program=program)  # type: ignore[no-any-return]
+    return primitive.bind(*operands, call=call, program=_low(program))  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=4096)
 def _traceable(call: Folded, partly_manual: bool) -> Any:
     return jax.jit(partitioning.partitioned(call, partly_manual))
+
+
+@lru_cache(maxsize=4096)
+def _low(program: ClosedJaxpr) -> ClosedJaxpr:
+    """The program in operations that JAX can lower: those of jnp may be made of others (searchsorted, in jax 0.12)."""
+    if not program.is_high:
+        return program
+    types = [
+        jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=kind.sharding, manual_axis_type=kind.manual_axis_type)
+        for kind in program.in_avals
+    ]
+    return jax.jit(jaxpr_as_fun(program)).trace(*types).lojax.jaxpr
 
 
 @lru_cache(maxsize=4096)
