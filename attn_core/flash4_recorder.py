@@ -9,6 +9,7 @@ Upstream: flash-attn-4 4.0.0b36, ``flash_attn.cute.interface``.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
@@ -59,6 +60,7 @@ class Recorder:
                     function.compile_cache = _NotingCache(name, self.calls)
             self.kernels = copy._flash_attn_fwd, copy._flash_attn_bwd
             stack.enter_context(FakeTensorMode())
+            _warned()
             self._stack = stack.pop_all()
         return self
 
@@ -98,6 +100,19 @@ class _NotingCache:
 
     def __getitem__(self, key: Any) -> Callable[..., None]:
         return lambda *arguments: self._calls.append(Call(self._made[key], f"{self._name} {key!r}", arguments))
+
+
+@cache
+def _warned() -> None:
+    """Lets torch say here, to nobody, what it says once in a process: that a FakeTensor's address was asked for.
+
+    cutlass asks for the addresses of all tensors that it is shown, those that have none among them.
+    """
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.empty(1).data_ptr()
 
 
 @cache

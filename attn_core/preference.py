@@ -3,6 +3,10 @@
 The measurements are data (``attn_core/preferences/<device>.json``). A call finds its like in two steps: the cases that
 share its features, where features are given up in the order of RELAXED until some case is left; then the nearest of
 those by size. Where nothing was measured the static order of ``attn_core.backends`` stands.
+
+What was measured is torch. From JAX the same kernels take as long, but where they are short it counts who launches
+them: a call through Python costs tens of microseconds, one that XLA launches by itself less than ten. So in JAX those
+come first for calls that are short, and nowhere else: both frameworks then choose alike.
 """
 
 from __future__ import annotations
@@ -27,6 +31,14 @@ HEAD_DIM_CLASSES = (64, 96, 128, 192, 256)
 
 SLOW = 4.0
 """Measured backends that took so many times as long as the best stand behind those that were never measured."""
+
+
+SHORT = {False: 60.0, True: 250.0}
+"""Forward alone, and training: calls whose fastest backend took torch fewer microseconds are short in JAX.
+
+That is what most backends cost there through Python (``benchmarks/results/hopper.json``, JAX: the backends by the size
+of a call), and about where torch's own launching is all that the sweep has measured.
+"""
 
 
 class Features(NamedTuple):
@@ -56,6 +68,7 @@ class Case(NamedTuple):
         name: of the case in the sweep.
         features, sizes: what ``features`` and ``sizes`` say of its spec.
         times: ``((backend, time relative to the fastest), ...)`` in the order of preference.
+        microseconds: of the fastest.
         failed: the backends that raised or gave wrong numbers, though they claim the case.
     """
 
@@ -63,6 +76,7 @@ class Case(NamedTuple):
     features: Features
     sizes: tuple[float, ...]
     times: tuple[tuple[str, float], ...]
+    microseconds: float
     failed: tuple[str, ...] = ()
 
 
@@ -73,7 +87,21 @@ def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
     if not cases:
         return usual
     case = nearest(features(spec), sizes(spec), cases)
-    return usual if case is None else ranking(case, usual)
+    if case is None:
+        return usual
+    found = ranking(case, usual)
+    if framework != "jax" or case.microseconds >= SHORT[spec.needs_backward]:
+        return found
+    first = [name for name in found if name not in case.failed and _launched_by_xla(name, spec, device)]
+    return (*first, *(name for name in found if name not in first))
+
+
+def _launched_by_xla(name: str, spec: AttentionSpec, device: str) -> bool:
+    """Whether a JAX program runs a fused kernel of this backend without Python."""
+    if name == "jax_cudnn":
+        return True
+    refuses = getattr(backends.load(name, backends.kind_of(device)), "program_refuses", None)
+    return refuses is not None and not refuses(spec, device)
 
 
 def features(spec: AttentionSpec) -> Features:
@@ -160,6 +188,7 @@ def cases_of(table: dict[str, Any]) -> tuple[Case, ...]:
             Features(**case["features"]),
             tuple(case["sizes"]),
             tuple(case["times"].items()),
+            case["microseconds"],
             tuple(case.get("failed", ())),
         )
         for case in table["cases"]

@@ -36,7 +36,7 @@ class Regret(NamedTuple):
 
 
 def derive(raw: dict[str, Any]) -> dict[str, Any]:
-    """The table of a raw file: per case its features, sizes, and relative times in the order of preference.
+    """The table of a raw file: per case its features, sizes, relative times in the order of preference, best time.
 
     Cases where nothing could be measured are left out, and so are those of which nobody knows who is right: where more
     than half of the backends disagree with the first.
@@ -58,6 +58,7 @@ def _case(record: dict[str, Any], usual: tuple[str, ...]) -> dict[str, Any] | No
         "features": preference.features(spec)._asdict(),
         "sizes": list(preference.sizes(spec)),
         "times": {name: round(times[name] / best, 3) for name in stable_order(times, usual)},
+        "microseconds": round(best, 1),
     } | ({"failed": failed} if failed else {})
 
 

@@ -26,7 +26,7 @@ from benchmarks.hopper_report import MEASURES, combined, figures_of, page
 from benchmarks.measure import environment
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("triton", "flash-attn", "tokenspeed-fa3", "flash-attn-4", "xformers", "sageattention", "tokamax")
+PACKAGES = ("triton", "flash-attn", "tokenspeed-fa3", "flash-attn-4", "xformers", "sageattention", "tokamax", "fa4-jax")
 
 
 def measures() -> dict[str, Callable[[], list[Any]]]:
@@ -48,6 +48,16 @@ def measures() -> dict[str, Callable[[], list[Any]]]:
 
         return hopper_lane.compiled()
 
+    def jax_backends() -> list[Any]:
+        from benchmarks import hopper_jax_backends
+
+        return hopper_jax_backends.by_size()
+
+    def training_steps() -> list[Any]:
+        from benchmarks import hopper_training
+
+        return hopper_training.training_steps()
+
     return {
         "memory": hopper_checks.memory,
         "attention": hopper_torch.attention_beside_kernels,
@@ -57,6 +67,8 @@ def measures() -> dict[str, Callable[[], list[Any]]]:
         "jax": jax_beside_torch,
         "compiled": compiled_lane,
         "callback": callback_lane,
+        "training": training_steps,
+        "jax_backends": jax_backends,
     }
 
 

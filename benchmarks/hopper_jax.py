@@ -46,10 +46,10 @@ def _beside_torch(what: str, named: tuple[str, ...], fastest: str) -> Group:
     for name in named:
         call = partial(torch_frontend.attention, causal=True, backend=name)
         makers[f"attention in torch {name}"] = hopper_torch.turn_of(lambda call=call: call, what, clock=host_turn)  # type: ignore[misc]
-        makers[f"attention in JAX {name}"] = partial(_jitted, partial(ours, backend=name), what)
-    makers["attention in JAX"] = partial(_jitted, ours, what)
-    makers["jax.nn cudnn"] = partial(_jitted, jax_nn, what)
-    makers["tokamax mosaic"] = lambda: _jitted(_tokamax(), what)
+        makers[f"attention in JAX {name}"] = partial(jitted, partial(ours, backend=name), what)
+    makers["attention in JAX"] = partial(jitted, ours, what)
+    makers["jax.nn cudnn"] = partial(jitted, jax_nn, what)
+    makers["tokamax mosaic"] = lambda: jitted(tokamax(), what)
     group.measure(makers, calls=40, rounds=9, rest=REST)
     for name in named:
         group.speed(f"backend={name!r} beside torch", f"attention in JAX {name}", f"attention in torch {name}", 0.97)
@@ -59,29 +59,29 @@ def _beside_torch(what: str, named: tuple[str, ...], fastest: str) -> Group:
     return group
 
 
-def _tokamax() -> Callable[..., Any]:
+def tokamax() -> Callable[..., Any]:
     import tokamax
 
     return partial(tokamax.dot_product_attention, is_causal=True, implementation="mosaic")
 
 
 def _choice(what: str) -> str | None:
-    q, k, v, _ = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in _sizes(LARGE))
+    q, k, v, _ = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes(LARGE))
     return jax_frontend.explain(q, k, v, causal=True, needs_backward=what == TRAINING).backend
 
 
-def _sizes(shape: Shape) -> tuple[tuple[int, ...], ...]:
+def sizes(shape: Shape) -> tuple[tuple[int, ...], ...]:
     return (shape.query, shape.key, shape.key, shape.query)
 
 
-def _arrays(shape: Shape) -> list[jax.Array]:
+def arrays(shape: Shape) -> list[jax.Array]:
     """q, k, v and dout, standard normal."""
     keys = jax.random.split(jax.random.key(0), 4)
-    return [jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, _sizes(shape), strict=True)]
+    return [jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, sizes(shape), strict=True)]
 
 
-def _jitted(function: Callable[..., Any], what: str) -> Turn:
-    q, k, v, dout = _arrays(LARGE)
+def jitted(function: Callable[..., Any], what: str) -> Turn:
+    q, k, v, dout = arrays(LARGE)
     if what == FORWARD:
         forward = jax.jit(function)
         return jax_turn(lambda: forward(q, k, v))
@@ -108,9 +108,9 @@ def callback_lane() -> list[Group]:
     for name in LANES:
         makers[f"forward() in torch {name}"] = partial(_torch_chain, name)
         call = partial(jax_frontend.attention, causal=True, backend=name)
-        makers[f"attention in JAX {name}"] = in_callback(partial(_jax_chain, call))
+        makers[f"attention in JAX {name}"] = in_callback(partial(jax_chain, call))
     jax_nn = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
-    makers["jax.nn cudnn"] = partial(_jax_chain, jax_nn)
+    makers["jax.nn cudnn"] = partial(jax_chain, jax_nn)
     group.measure(makers, calls=50, rounds=15)
     for name in LANES:
         group.extra(f"backend={name!r}", f"attention in JAX {name}", f"forward() in torch {name}", 12.0)
@@ -135,8 +135,8 @@ def _torch_chain(backend: str) -> Turn:
     return host_turn(chain, CHAIN)
 
 
-def _jax_chain(function: Callable[..., Any]) -> Turn:
-    q, k, v, _ = _arrays(TINY)
+def jax_chain(function: Callable[..., Any]) -> Turn:
+    q, k, v, _ = arrays(TINY)
 
     @jax.jit
     def chain(last: Any, k: Any, v: Any) -> Any:

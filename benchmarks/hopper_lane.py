@@ -63,10 +63,10 @@ def _large(what: str) -> Group:
     jax_nn = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
     makers: dict[str, Callable[[], Turn]] = {
         "attention in torch flash4": hopper_torch.turn_of(lambda: call, what, clock=host_turn),
-        "attention in JAX flash4": partial(hopper_jax._jitted, OURS, what),
-        "jax.nn cudnn": partial(hopper_jax._jitted, jax_nn, what),
-        "tokamax mosaic": lambda: hopper_jax._jitted(hopper_jax._tokamax(), what),
-        "fa4-jax": lambda: hopper_jax._jitted(_fa4_jax(), what),
+        "attention in JAX flash4": partial(hopper_jax.jitted, OURS, what),
+        "jax.nn cudnn": partial(hopper_jax.jitted, jax_nn, what),
+        "tokamax mosaic": lambda: hopper_jax.jitted(hopper_jax.tokamax(), what),
+        "fa4-jax": lambda: hopper_jax.jitted(_fa4_jax(), what),
     }
     group.measure(makers, calls=40, rounds=9, rest=hopper_jax.REST)
     group.speed("beside torch", "attention in JAX flash4", "attention in torch flash4", 0.98)
@@ -79,7 +79,7 @@ def _large(what: str) -> Group:
 def _fa4_jax() -> Callable[..., Any]:
     import fa4_jax  # type: ignore[import-not-found]
 
-    return partial(fa4_jax.dot_product_attention, is_causal=True)
+    return partial(fa4_jax.flash_attn, causal=True, backend="cute")
 
 
 def _chain() -> Group:
@@ -87,9 +87,9 @@ def _chain() -> Group:
     group = Group("A chain of tiny calls", note)
     jax_nn = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
     makers = {
-        "attention in JAX flash4": partial(hopper_jax._jax_chain, OURS),
-        "attention in JAX flash4, callback lane": in_callback(partial(hopper_jax._jax_chain, OURS)),
-        "jax.nn cudnn": partial(hopper_jax._jax_chain, jax_nn),
+        "attention in JAX flash4": partial(hopper_jax.jax_chain, OURS),
+        "attention in JAX flash4, callback lane": in_callback(partial(hopper_jax.jax_chain, OURS)),
+        "jax.nn cudnn": partial(hopper_jax.jax_chain, jax_nn),
     }
     group.measure(makers, calls=50, rounds=15)
     name = "attention in JAX flash4"
@@ -110,7 +110,7 @@ def _chain() -> Group:
 
 def _graph_launches() -> tuple[int, int]:
     """How often 10 runs of the chain launch a CUDA graph, and a kernel by itself, by JAX's profiler."""
-    turn = hopper_jax._jax_chain(OURS)
+    turn = hopper_jax.jax_chain(OURS)
     turn(3)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -126,7 +126,7 @@ def _call_site() -> Group:
     group = Group(
         "A call site", f"{TINY}; trace and lower, not XLA's compilation; of a program of 20 calls less one of 1"
     )
-    q, k, v, _ = hopper_jax._arrays(TINY)
+    q, k, v, _ = hopper_jax.arrays(TINY)
 
     def lowered(count: int) -> float:
         def program(last: Any, k: Any, v: Any) -> Any:

@@ -20,6 +20,8 @@ MEASURES = {
     "softcap_error": "Softcap: error",
     "compiled": "The compiled lane",
     "callback": "The callback lane",
+    "training": "Training steps in JAX",
+    "jax_backends": "JAX: the backends by the size of a call",
     "memory": "Peak memory",
     "small": "Small calls",
 }

@@ -73,7 +73,7 @@ def told(selection: Selection) -> Selection:
 
 def static_reasons(call: BridgedCall, backend: Any) -> tuple[str, ...]:
     """Why a call takes the callback lane, as far as data tell."""
-    if not hasattr(backend, "program"):
+    if not hasattr(backend, "program_refuses"):
         return (f"{call.backend} hands out no compiled kernels",)
     apart = () if call.operands[0] != "qkv" else ("q, k and v in one array: a callback reads them in place",)
     return (*apart, *backend.program_refuses(call.spec, call.device))

@@ -47,7 +47,7 @@ def varying_alike(inputs: Inputs) -> Inputs:
 
 
 class Derivative(NamedTuple):
-    """The derivative of one call, as ``tangent.Linear`` has it; the residuals are its inputs, out and lse."""
+    """The derivative of one call, as ``tangent.Linear`` has it; the residuals are its inputs, out and any lse."""
 
     made: plan.Plan
     with_lse: bool
@@ -90,7 +90,7 @@ class Derivative(NamedTuple):
 
     def _split(self, arrays: tuple[Any, ...]) -> tuple[Inputs, Any, Any]:
         residuals = dict(zip(self.names, arrays, strict=False))
-        out, lse = residuals.pop("out"), residuals.pop("lse")
+        out, lse = residuals.pop("out"), residuals.pop("lse", None)
         return Inputs(**{"k": None, "v": None, **residuals}), out, lse
 
 
@@ -109,8 +109,10 @@ def _derivative(call: Call, primals: tuple[Inputs], tangents: tuple[Inputs]) -> 
         raise SpecError("alibi_slopes: expected no gradient, it is not defined here; use jax.lax.stop_gradient")
     made, with_lse = _planned(call, inputs, True, "bias" in moving), call.options.return_lse
     out, lse = _run(made, inputs, with_lse=True)
-    out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
-    residuals = {**_given(inputs), "out": out, "lse": lse}
+    out = checkpoint_name(out, OUT_NAME)
+    residuals = {**_given(inputs), "out": out}
+    if lse is not None:
+        residuals["lse"] = lse = checkpoint_name(lse, LSE_NAME)
     derivative = Derivative(made, with_lse, tuple(residuals), tuple(moving))
     found = tangent.of(derivative, list(residuals.values()), list(moving.values()))
     return ((out, lse), tuple(found)) if with_lse else (out, found[0])
@@ -125,7 +127,7 @@ def _planned(call: Call, inputs: Inputs, needs_backward: bool, bias_gradient: bo
     return made._replace(as_one=inputs.k is None)
 
 
-def _run(made: plan.Plan, inputs: Inputs, *, with_lse: bool) -> tuple[Array, Array]:
+def _run(made: plan.Plan, inputs: Inputs, *, with_lse: bool) -> tuple[Any, Any]:
     out, lse = ops.forward(made, _rows(made, inputs), with_lse=with_lse)
     return (out[None] if made.one_row else out), lse
 

@@ -49,6 +49,12 @@ def speaks_jax(call: BridgedCall | Plan) -> bool:
     return bool(module.FRAMEWORK == "jax")
 
 
+def has_lse(made: Plan) -> bool:
+    """Whether the backend's forward gives the log-sum-exp."""
+    module: Any = backends.load(made.backend, backends.kind_of(made.device))
+    return bool(module.FORWARD.lse)
+
+
 def run(call: BridgedCall, *operands: Any) -> list[Any]:
     """The results of a call: of one bridged call, or of the backend's own JAX functions; traceable."""
     if not speaks_jax(call):

@@ -25,7 +25,7 @@ from jax_frontend.plan import Plan
 
 
 def forward(made: Plan, inputs: Inputs, *, with_lse: bool = True) -> tuple[Any, Any]:
-    """(out, lse) of a planned call, traceable; lse may be None unless it is asked for.
+    """(out, lse) of a planned call, traceable; lse is None unless it is asked for, and where the backend has none.
 
     Where ``made.as_one``, ``inputs.q`` is q, k and v in one array and ``inputs.k`` and ``inputs.v`` are None.
     """
@@ -33,13 +33,14 @@ def forward(made: Plan, inputs: Inputs, *, with_lse: bool = True) -> tuple[Any, 
     if spec.empty:
         return jnp.zeros(spec.out_shape, spec.dtype), jnp.full(spec.lse_shape, -jnp.inf, spec.lse_dtype)
     names, given = local_call.present(inputs, made.as_one)
+    with_lse = with_lse and local_call.has_lse(made)
     call = BridgedCall("forward", made.backend, made.device, spec, names, with_lse=with_lse)
     out, *lse = _run(forward_p, call, given)
     return out, lse[0] if with_lse else None
 
 
 def backward(made: Plan, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
-    """The gradients of a planned call, traceable; dlse is None when nothing depends on the log-sum-exp.
+    """The gradients of a planned call, traceable; dlse is None when nothing depends on the log-sum-exp, lse as above.
 
     Where ``made.as_one``, dq is the gradient of the one array, and dk and dv are None.
     """
@@ -49,7 +50,8 @@ def backward(made: Plan, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: An
         dbias, dsinks = zeros.bias if spec.bias_gradient else None, zeros.sinks
         return Gradients(zeros.q, zeros.k, zeros.v, dbias, dsinks)
     names, given = local_call.present(inputs, made.as_one)
-    saved = {"out": out, "lse": lse, "dout": dout, **({} if dlse is None else {"dlse": dlse})}
+    extras = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
+    saved = {name: array for name, array in extras.items() if array is not None}
     call = BridgedCall("backward", made.backend, made.device, spec, names, tuple(saved))
     results = _run(backward_p, call, (*given, *saved.values()))
     if made.as_one:

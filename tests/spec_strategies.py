@@ -186,11 +186,17 @@ def document_lengths(
 
 @st.composite
 def calls(
-    draw: Any, claims: Support | None = None, *, without: tuple[str, ...] = (), on_gpu: bool | None = None
+    draw: Any,
+    claims: Support | None = None,
+    *,
+    without: tuple[str, ...] = (),
+    on_gpu: bool | None = None,
+    squares: tuple[int, ...] = (),
 ) -> Call:
     """Any call with gradients; mostly within a backend's claims when they are given.
 
     on_gpu: whether the sizes of GPU kernels are drawn as well; by the claims' devices if left out.
+    squares: lengths of queries and keys alike, which half of the dense calls within the claims then have.
     """
     within = claims if claims is not None and draw(st.integers(0, 3)) else None
     packed = draw(st.booleans()) if within is None or within.packed else False
@@ -208,8 +214,8 @@ def calls(
     fields: dict[str, Any] = dict(draw(st.sampled_from(offered_sizes)))
     if packed and lengths is not None:
         fields |= {"batch": 1, "q_len": sum(lengths[0]), "kv_len": sum(lengths[1])}
-    elif within is not None and within.approximate and draw(st.booleans()):  # these run few lengths
-        fields["q_len"] = fields["kv_len"] = draw(st.sampled_from((64, 192)))
+    elif within is not None and squares and draw(st.booleans()):
+        fields["q_len"] = fields["kv_len"] = draw(st.sampled_from(squares))
     offered = [name for name in FEATURES if name not in without and (within is None or getattr(within, name, True))]
     for feature in sorted(draw(st.sets(st.sampled_from(offered), max_size=4))):
         fields |= draw(_feature(feature, fields))
@@ -266,7 +272,7 @@ def few_numbers(call: Call) -> Call:
     spec, (left, right) = call.spec, call.spec.window
     window = tuple(None if side is None else min(side, most) for side, most in ((left, 2), (right, 1)))
     softcap = None if spec.softcap is None else 1.5
-    return replace(call, spec=replace(spec, scale=None, window=window, softcap=softcap))
+    return replace(call, spec=replace(spec, scale=None, window=window, softcap=softcap), window=window)
 
 
 SIGNATURES: tuple[dict[str, Any], ...] = (

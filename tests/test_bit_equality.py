@@ -45,7 +45,8 @@ def drawn_for(backend: str, device: str, framework: str = "jax") -> Any:
     claims = module_on(backend, device).FORWARD
     if (backend, device) == ("flex", "cuda"):
         return compiled_calls(claims)
-    drawn = calls(claims, without=("dropout",) if framework == "jax" or not claims.portable_dropout else ())
+    without = ("dropout",) if framework == "jax" or not claims.portable_dropout else ()
+    drawn = calls(claims, without=without, squares=(64, 192) if claims.approximate else ())
     return drawn.map(few_numbers) if backend == "flash4" else drawn
 
 

@@ -23,10 +23,11 @@ import tvm_ffi
 
 import jax_frontend
 import torch_frontend
-from attn_core import AttentionSpec, Target, explain
+from attn_core import AttentionSpec, Target, backends, explain
 from attn_core.backends import Inputs, flash4, math
 from attn_core.kernel_programs import SCRATCH, Buffer, Program, Step
 from jax_frontend import compiled_lane
+from jax_frontend.bridged_call import calls_of
 
 SPEC = AttentionSpec(
     batch=2, q_len=64, kv_len=64, num_heads=4, num_kv_heads=2, head_dim=64, value_dim=64, dtype="bfloat16", scale=0.125
@@ -62,6 +63,20 @@ def test_who_has_a_lane() -> None:
     assert explain(SPEC, Target("jax", "sm90"), "flash2").lane == ("callback", ())
     assert explain(SPEC, Target("jax", "sm100"), "flash4").lane == ("callback", ("sm100: proven on sm90 alone",))
     assert explain(replace(SPEC, dropout=0.5), Target("jax", "sm90"), "flash4").lane is None
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_every_backend_of_torch_is_told_its_lane(kind: str) -> None:
+    device, bridged = {"cpu": "cpu", "cuda": "sm90"}[kind], []
+    for name in backends.NAMES:
+        module: Any = backends.load(name, kind)
+        if module is not None and module.FRAMEWORK == "torch":
+            bridged.append(name)
+            (call, *_) = calls_of(name, SPEC, device)
+            why = compiled_lane.static_reasons(call, module)
+            expected = () if kind == "cuda" else ("cpu: proven on sm90 alone",)
+            assert why == (expected if name == "flash4" else (f"{name} hands out no compiled kernels",))
+    assert {"cpu": "math", "cuda": "flex"}[kind] in bridged
 
 
 # A program of the math backend

@@ -71,7 +71,7 @@ def nnx_layer(params, in_features=FEATURES, **options):
     return layer
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "plain")
 def test_linen_and_nnx_agree_forward_and_backward(options):
     x = normal(0, BATCH, SEQ, FEATURES)
     layer, params = linen_layer(x, **options)
@@ -108,7 +108,7 @@ def test_parameters_and_numbers_are_those_of_flax(cross):
     np.testing.assert_allclose(nnx_ours(x, context, mask=mask), nnx_theirs(x, context, mask=mask), **TOLERANCE)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "plain")
 def test_packed_documents_equal_separate_rows(options):
     lengths = [3, 0, 5, 1]
     documents = [normal(seed, 1, length, FEATURES) for seed, length in enumerate(lengths)]

@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -14,7 +15,7 @@ from spec_strategies import make_call
 from test_bridge import in_its_own_process
 
 from attn_core import NoBackendError, SpecError, Target, backends, selection
-from jax_frontend import SeqInfo, attention, bridge, plan
+from jax_frontend import SeqInfo, attention, bridge, ops, plan
 from jax_frontend.export import export_checks
 
 BATCH, Q_LEN, KV_LEN, HEADS, KV_HEADS, DIM = 2, 5, 7, 6, 3, 8
@@ -45,6 +46,36 @@ def test_value_and_gradients_survive_every_transformation(arrays, backend, optio
     close(jax.jit(jax.value_and_grad(plain, argnums=(0, 1, 2)))(*arrays), expected)
     close(jax.value_and_grad(jax.jit(plain), argnums=(0, 1, 2))(*arrays), expected)
     close(jax.jit(jax.value_and_grad(jax.checkpoint(plain), argnums=(0, 1, 2)))(*arrays), expected)
+
+
+def test_a_backend_without_a_log_sum_exp(arrays, monkeypatch):
+    """As cuDNN through jax.nn is: its forward gives none and its backward asks for none."""
+    xla = backends.load("jax_xla", "cpu")
+    forward, gradients, seen = xla.forward, xla.backward, []
+
+    def without(spec, inputs):
+        return forward(spec, inputs)[0], None
+
+    def backward(spec, inputs, out, lse, dout, dlse):
+        seen.append((lse, dlse))
+        return gradients(spec, inputs, *forward(spec, inputs), dout, None)
+
+    expected = jax.value_and_grad(partial(loss, causal=True, backend="jax_xla"), argnums=(0, 1, 2))(*arrays)
+    monkeypatch.setattr(xla, "FORWARD", replace(xla.FORWARD, lse=False, lse_gradient=False))
+    monkeypatch.setattr(xla, "forward", without)
+    monkeypatch.setattr(xla, "backward", backward)
+    for cache in (selection.explain, ops._traceable):
+        cache.cache_clear()
+    jax.clear_caches()
+    plain = partial(loss, causal=True, backend="jax_xla")
+    close(plain(*arrays), expected[0])
+    policy = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
+    for function in (plain, jax.jit(plain), jax.checkpoint(plain), jax.checkpoint(plain, policy=policy)):
+        close(jax.value_and_grad(function, argnums=(0, 1, 2))(*arrays), expected)
+    rows = [jnp.stack([array, array]) for array in arrays]
+    found = jax.vmap(jax.value_and_grad(plain, argnums=(0, 1, 2)))(*rows)
+    close(found, jax.tree.map(lambda one: jnp.stack([one, one]), expected))
+    assert set(seen) == {(None, None)}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

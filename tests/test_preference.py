@@ -136,11 +136,28 @@ def test_the_order_of_the_nearest_case_and_then_the_usual_one() -> None:
 
 
 @pytest.mark.usefixtures("measured_gpu")
-def test_both_frameworks_choose_alike() -> None:
+def test_both_frameworks_choose_alike_where_calls_are_long() -> None:
     for spec in (SPEC, replace(SPEC, softcap=30.0), replace(SPEC, needs_backward=True)):
         torch, jax = order(spec, "torch", "sm90"), order(spec, "jax", "sm90")
         assert tuple(name for name in jax if not name.startswith("jax_")) == torch
         assert jax[jax.index("math") - 2 :] == ("jax_cudnn", "jax_xla", "math")
+
+
+@pytest.mark.usefixtures("measured_gpu")
+def test_short_calls_in_jax_begin_with_what_needs_no_python() -> None:
+    short = replace(SPEC, q_len=128, kv_len=128)
+    in_order = order(short, "torch", "sm90")
+    assert in_order[:3] == ("sdpa_cudnn", "flash2", "flash3") and in_order.index("flash4") > 2
+    rest = [name for name in in_order if name not in ("flash4", "math")]
+    assert order(short, "jax", "sm90") == ("flash4", "jax_cudnn", *rest, "jax_xla", "math")
+    by_callback = replace(short, sinks=True)  # which flash4's program has not
+    assert order(by_callback, "jax", "sm90")[:2] == ("jax_cudnn", "sdpa_cudnn")
+    (case,) = cases_of(derive(raw_of(record("x", short, {"flash2": 59.9, "flash4": {"failed": "it died"}}))))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(preference, "measured", lambda device: (case,))
+        assert order(short, "jax", "sm90")[0] == "jax_cudnn" and order(short, "jax", "sm90")[-1] == "flash4"
+        patched.setattr(preference, "measured", lambda device: (case._replace(microseconds=60.0),))
+        assert order(short, "jax", "sm90")[0] == "flash2"
 
 
 @pytest.mark.usefixtures("measured_gpu")

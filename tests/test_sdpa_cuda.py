@@ -621,7 +621,56 @@ def test_the_arguments_are_those_of_the_installed_torch(
     assert (found.dq.shape, found.dk.shape, found.dv.shape) == (q.shape, k.shape, k.shape)
 
 
+def flash_forward_in_place(place: Any, *given: Any, **how: Any) -> Any:
+    out, lse, *_ = flash_forward(*given, **how)
+    place.copy_(out)
+    return lse
+
+
+def test_the_flash_kernel_writes_into_a_buffer_that_it_can_store_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "_kernels", lambda: (flash_forward, flash_backward))
+    monkeypatch.setattr(flash, "_in_place", lambda: flash_forward_in_place)
+    made = make({"causal": True, "q_len": 11, "kv_len": 7, "head_dim": 16, "value_dim": 16}, "bfloat16")
+    inputs = tensors(made.inputs, "bfloat16")
+    out, lse = flash.forward(made.spec, inputs)
+    place = torch.full_like(out, NAN)
+    found = flash.forward(made.spec, inputs, (place, None))
+    assert found[0] is place and torch.equal(place, out) and torch.equal(found[1], lse)
+    odd = torch.full((*out.shape[:-1], 17), NAN, dtype=out.dtype)[..., 1:]
+    assert flash.forward(made.spec, inputs, (odd, None))[0] is not odd
+    one = make({"causal": True, "q_len": 1, "head_dim": 16, "value_dim": 16}, "bfloat16")
+    place = torch.empty(one.spec.out_shape, dtype=torch.bfloat16)
+    assert one.spec.group_size > 1
+    assert flash.forward(one.spec, tensors(one.inputs, "bfloat16"), (place, None))[0] is not place
+    monkeypatch.setattr(flash, "_in_place", lambda: None)
+    place = torch.empty_like(out)
+    assert flash.forward(made.spec, inputs, (place, None))[0] is not place
+
+
+def test_the_flash_kernel_in_place_has_the_installed_torchs_arguments() -> None:
+    if flash._in_place() is None:
+        pytest.skip(f"torch {torch.__version__} has no such op")
+    plain, in_place = (op._schema.arguments for op in (flash._kernels()[0], flash._in_place()))
+    assert [argument.name for argument in in_place] == ["out", *(argument.name for argument in plain)]
+    assert [argument.default_value for argument in in_place[1:]] == [argument.default_value for argument in plain]
+    assert len(flash._in_place()._schema.returns) == 1
+
+
 # On a GPU: what the generated suites do not draw
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("fields", [{"causal": True}, {"q_len": 1}, {**LENGTHS, "causal": True}])
+def test_the_flash_kernel_in_place_gives_the_same_bits(fields: dict[str, Any]) -> None:
+    if flash._in_place() is None:
+        pytest.skip(f"torch {torch.__version__} has no such op")
+    made = make({**fields, "head_dim": 64, "value_dim": 64}, "bfloat16")
+    inputs = Inputs(*(None if tensor is None else tensor.cuda() for tensor in tensors(made.inputs, "bfloat16")))
+    out, lse = flash.forward(made.spec, inputs)
+    place = torch.full_like(out, NAN)
+    found = flash.forward(made.spec, inputs, (place, None))
+    assert torch.equal(found[0], out) and torch.equal(found[1], lse)
+    assert (found[0] is place) is (made.spec.q_len > 1)
 
 
 def judged(name: str, fields: dict[str, Any], dtype: str) -> Any:

@@ -74,7 +74,7 @@ def flax_tree(named):
     return tree
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "plain")
 @pytest.mark.parametrize("packed", [False, True])
 def test_torch_and_flax_agree_forward_and_backward(options, packed):
     pytest.importorskip("flax")
@@ -133,7 +133,7 @@ def test_option_names_are_those_of_the_flax_layers():
     assert calls[0] == calls[1] - {"deterministic", "rngs"}
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "plain")
 def test_packed_documents_equal_separate_rows(options):
     lengths = [3, 0, 5, 1]
     documents = [normal(seed, 1, length, FEATURES) for seed, length in enumerate(lengths)]

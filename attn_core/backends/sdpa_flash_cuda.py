@@ -12,7 +12,7 @@ one. Refused: non-causal windows with more queries than keys, which FlashAttenti
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 from attn_core import torch_rewrites as rewrites
@@ -24,6 +24,7 @@ from attn_core.support import Build, Support
 
 FRAMEWORK = "torch"
 REQUIRES = "torch>=2.11 with CUDA"
+WRITES_INTO = True
 NAME = "the aten CUDA flash kernel"
 
 FORWARD = Support(
@@ -104,26 +105,40 @@ def _kernels() -> tuple[Any, Any]:
     return torch.ops.aten._flash_attention_forward.default, torch.ops.aten._flash_attention_backward.default
 
 
-def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+@cache
+def _in_place() -> Any:
+    """The forward op that stores into a tensor it is given, or None: not every torch has it."""
+    import torch
+
+    op = getattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace", None)
+    return None if op is None else op.default
+
+
+def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
     """See ``Backend.forward``."""
     import torch
 
     with torch.no_grad():
-        return rewrites.forward(KERNEL, spec, inputs)
+        return rewrites.forward(KERNEL, spec, inputs, into)
 
 
-def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+def backward(
+    spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any, into: Any = None
+) -> Gradients:
     """See ``Backend.backward``."""
     import torch
 
     with torch.no_grad():
-        return rewrites.backward(KERNEL, spec, inputs, out, lse, dout, dlse)
+        return rewrites.backward(KERNEL, spec, inputs, out, lse, dout, dlse, into)
 
 
 def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
-    """The op itself; it allocates its results, ``into`` is of no use to it."""
+    """One query for grouped heads is run as another shape, whose result is a view: that one goes by the plain op."""
     how = lower(spec)
-    out, lse, *_ = _kernels()[0](
+    one_query = spec.q_len == 1 and not spec.packed and spec.group_size > 1
+    place = None if into is None or one_query or _in_place() is None else rewrites.writable(into[0])
+    op = _kernels()[0] if place is None else partial(_in_place(), place)
+    made = op(
         *(rewrites.readable(tensor) for tensor in inputs[:3]),
         inputs.cu_seqlens_q,
         inputs.cu_seqlens_k,
@@ -136,11 +151,13 @@ def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
         window_size_left=how["window_size_left"],
         window_size_right=how["window_size_right"],
     )
+    out, lse = made[:2] if place is None else (place, made)
     infinity = float("inf")
     return out, lse.masked_fill(lse == infinity, -infinity) if how["empty_rows"] else lse
 
 
 def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any) -> Gradients:
+    """The op itself; it allocates its results, ``into`` is of no use to it."""
     import torch
 
     how = lower(spec)

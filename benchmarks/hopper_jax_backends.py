@@ -1,0 +1,80 @@
+"""Which backend is fastest from JAX, by the size of a call: there a lane's own cost counts beside the kernel's time.
+
+The sweep that the order of preference comes from is torch's. In JAX a kernel that XLA launches by itself costs less
+than one that goes through Python, and that shows where kernels are short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jax_frontend
+from benchmarks import hopper_jax
+from benchmarks.hopper_group import Group, Shape, Turn, jax_turn
+from benchmarks.hopper_torch import FORWARD, TRAINING
+from benchmarks.measure import median_ratio, medians
+
+CHAIN = 8
+NAMES = ("flash4", "flash3", "flash2", "sdpa_flash", "sdpa_cudnn", "jax_cudnn")
+SHAPES = (
+    Shape(1, 64, 4, 4, 64),
+    Shape(2, 512, 4, 2, 32),
+    Shape(1, 128, 32, 8, 128),
+    Shape(1, 512, 32, 8, 128),
+    Shape(1, 1024, 32, 8, 128),
+    Shape(2, 2048, 32, 8, 128),
+)
+
+
+def by_size() -> list[Group]:
+    """Every shape, forward and forward + backward."""
+    return [_group(shape, what) for what in (FORWARD, TRAINING) for shape in SHAPES]
+
+
+def _group(shape: Shape, what: str) -> Group:
+    note = f"One jitted program of {CHAIN} calls, each on the last one's output, by the host's clock; seconds per call"
+    group = Group(f"{shape}, {what}", note, shape.flops(what))
+    call = partial(jax_frontend.attention, causal=True)
+    names = [name for name in NAMES if what == FORWARD or name != "flash3"]
+    makers: dict[str, Callable[[], Turn]] = {
+        f"attention in JAX {name}": partial(_chain, partial(call, backend=name), shape, what) for name in names
+    }
+    group.measure(makers, calls=10, rounds=7)
+    chosen = _choice(shape, what)
+    best = min(medians(group.seconds).items(), key=lambda item: item[1])[0].rpartition(" ")[2] if group.seconds else ""
+    label = f"automatic choice ({chosen}) beside the fastest ({best})"
+    if f"attention in JAX {chosen}" in group.seconds:
+        times = median_ratio(group.seconds, f"attention in JAX {best}", f"attention in JAX {chosen}")
+        group.value(label, times, "times its time", "<= 1.25")
+    else:
+        group.missing(label, f"not run: {chosen} is not among the candidates", "<= 1.25")
+    return group
+
+
+def _choice(shape: Shape, what: str) -> str | None:
+    q, k, v, _ = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in hopper_jax.sizes(shape))
+    return jax_frontend.explain(q, k, v, causal=True, needs_backward=what == TRAINING).backend
+
+
+def _chain(function: Callable[..., Any], shape: Shape, what: str) -> Turn:
+    q, k, v, dout = hopper_jax.arrays(shape)
+
+    def chain(last: Any, k: Any, v: Any) -> Any:
+        for _ in range(CHAIN):
+            last = function(last, k, v)
+        return last
+
+    @jax.jit
+    def trained(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out, pull = jax.vjp(chain, q, k, v)
+        return out, pull(dout)
+
+    forward = jax.jit(chain)
+    if what == FORWARD:
+        return jax_turn(lambda: forward(q, k, v), CHAIN)
+    return jax_turn(lambda: trained(q, k, v, dout), CHAIN)
