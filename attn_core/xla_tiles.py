@@ -141,6 +141,7 @@ def zero_like(arrays: Any) -> Any:
 
 def summands(*arrays: Any) -> tuple[Summand, ...]:
     """The arrays as summands. One test for all, and for every element of a vmap, so that a cond on it stays a cond."""
+    import jax
     import jax.numpy as jnp
     from jax.custom_batching import custom_vmap
 
@@ -152,7 +153,7 @@ def summands(*arrays: Any) -> tuple[Summand, ...]:
     def _(axis_size: int, batched: Any, *arrays: Any) -> tuple[Any, bool]:
         return all_finite(*arrays), False
 
-    finite = all_finite(*arrays)
+    finite = all_finite(*map(jax.lax.stop_gradient, arrays))  # whether it is finite has no derivative
     return tuple(Summand(array, jnp.where(jnp.isfinite(array), array, 0), finite) for array in arrays)
 
 

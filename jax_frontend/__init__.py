@@ -4,6 +4,7 @@ from attn_core import NoBackendError, Selection, SeqInfo
 from jax_frontend.attention import attention, explain
 from jax_frontend.backends import available_backends
 from jax_frontend.dot_product_attention import dot_product_attention
+from jax_frontend.export import export_checks
 from jax_frontend.override import use_backend
 from jax_frontend.qkvpacked import attention_qkvpacked
 from jax_frontend.unsloth import (
@@ -33,6 +34,7 @@ __all__ = [
     "available_backends",
     "dot_product_attention",
     "explain",
+    "export_checks",
     "run_attention",
     "select_attention_backend",
     "use_backend",

@@ -141,10 +141,12 @@ def gathered(
         inputs = inputs._replace(cu_seqlens_q=_offsets(info, "q"), cu_seqlens_k=_offsets(info, "k"))
         options = options._replace(max_len_q=info.max_len_q, max_len_k=info.max_len_k)
     if options.dropout:
-        if key is None and not shapes_only:
+        if shapes_only:
+            return inputs._replace(rng=jax.ShapeDtypeStruct((2,), jnp.uint32)), options
+        if key is None:
             raise SpecError(f"dropout={options.dropout}: expected dropout_rng, a PRNG key such as jax.random.key(0)")
-        rng = jax.ShapeDtypeStruct((2,), jnp.uint32) if shapes_only else jax.random.bits(key, (2,), jnp.uint32)
-        inputs = inputs._replace(rng=rng)
+        plan.check_key(key)
+        inputs = inputs._replace(rng=jax.random.bits(key, (2,), jnp.uint32))
     return inputs, options
 
 

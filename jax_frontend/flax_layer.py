@@ -84,7 +84,7 @@ def attend(
         window=layer.window,
         softcap=layer.softcap,
         scale=layer.scale,
-        mask=call.mask,
+        mask=None if call.mask is None else jnp.asarray(call.mask) != 0,  # Flax's own helpers make float32
         bias=call.bias,
         alibi_slopes=call.alibi_slopes,
         sinks=call.sinks,

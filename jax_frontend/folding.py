@@ -128,7 +128,8 @@ def mapped_first(arrays: Sequence[Any], axes: Sequence[int | None]) -> tuple[int
 def _no_results(call: Folded, front: list[Any], mapped: list[bool]) -> list[Any]:
     """What a vmap over nothing gives: results with a leading axis of 0."""
     one = [jax.ShapeDtypeStruct(array.shape[was:], array.dtype) for array, was in zip(front, mapped, strict=True)]
-    return [jnp.zeros((0, *shape.shape), shape.dtype) for shape in jax.eval_shape(call.run, *one)]
+    made = (jnp.zeros((0, *shape.shape), shape.dtype) for shape in jax.eval_shape(call.run, *one))
+    return [local_call.varying_as(front, zeros) for zeros in made]
 
 
 def _apart(bind: Bind, call: Folded, front: list[Any], mapped: list[bool]) -> list[Any]:

@@ -70,6 +70,21 @@ def run(call: BridgedCall, *operands: Any) -> list[Any]:
     return [gradients[name] for name in names_of(call)[1]]
 
 
+def nothing(call: BridgedCall, *operands: Any) -> list[Any]:
+    """The results of a forward without queries or keys: out is 0, and every log-sum-exp -inf."""
+    values = (0.0, -jnp.inf)[: 1 + call.with_lse]
+    types = result_types(call, *operands)
+    return [
+        varying_as(operands, jnp.full(each.shape, value, each.dtype)) for each, value in zip(types, values, strict=True)
+    ]
+
+
+def varying_as(operands: Sequence[Any], constant: Any) -> Any:
+    """A constant typed, inside ``jax.shard_map``, as varying over every mesh axis that an operand varies over."""
+    axes = frozenset().union(*(jax.typeof(array).manual_axis_type.varying for array in operands))  # type: ignore[attr-defined]
+    return jax.lax.pcast(constant, tuple(sorted(axes)), to="varying") if axes else constant
+
+
 def apart(named: dict[str, Any]) -> Inputs:
     """Named operands as Inputs, q, k and v as three arrays."""
     rest = {name: array for name, array in named.items() if name != "qkv"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 
 from attn_core.backends import Gradients, Inputs
 from attn_core.errors import SpecError
-from jax_frontend import local_call, partitioning
+from jax_frontend import local_call, partitioning, tangent
 from jax_frontend.bridged_call import BridgedCall
 from jax_frontend.folding import Folded, batched
 from jax_frontend.plan import Plan
@@ -29,13 +29,13 @@ def forward(made: Plan, inputs: Inputs, *, with_lse: bool = True) -> tuple[Any, 
 
     Where ``made.as_one``, ``inputs.q`` is q, k and v in one array and ``inputs.k`` and ``inputs.v`` are None.
     """
-    spec = made.spec
-    if spec.empty:
-        return jnp.zeros(spec.out_shape, spec.dtype), jnp.full(spec.lse_shape, -jnp.inf, spec.lse_dtype)
     names, given = local_call.present(inputs, made.as_one)
     with_lse = with_lse and local_call.has_lse(made)
-    call = BridgedCall("forward", made.backend, made.device, spec, names, with_lse=with_lse)
-    out, *lse = _run(forward_p, call, given)
+    call = BridgedCall("forward", made.backend, made.device, made.spec, names, with_lse=with_lse)
+    if made.spec.empty:
+        out, *lse = partitioning.under_auto_axes(partial(local_call.nothing, call), Folded(call), given)
+    else:
+        out, *lse = _run(forward_p, call, given)
     return out, lse[0] if with_lse else None
 
 
@@ -118,16 +118,52 @@ def _derivative(primals: Any, tangents: Any, *, call: Folded, program: ClosedJax
             f"backend={call.call.backend!r}: expected first derivatives in reverse mode (jax.grad, jax.vjp), its "
             'kernels have no others; backend="jax_xla" has forward mode, also of its gradients'
         )
-    moving = [not isinstance(tangent, ad.Zero) for tangent in tangents]
+    moving = tuple(not isinstance(tangent, ad.Zero) for tangent in tangents)
+    tangents_in = [tangent for tangent, moves in zip(tangents, moving, strict=True) if moves]
+    derivative = OfOperations(call, moving)
+    if call.call.direction == "forward":
+        return derivative.jvp(primals, tangents_in)
+    results = backward_p.bind(*primals, call=call, program=program)
+    return results, tangent.of(derivative, [*primals, *results], tangents_in)
 
-    def run(*moved: Any) -> list[Any]:
-        rest = iter(moved)
-        return call.run(*(next(rest) if moves else x for x, moves in zip(primals, moving, strict=True)))
 
-    primals_in, tangents_in = (
-        [array for array, moves in zip(arrays, moving, strict=True) if moves] for arrays in (primals, tangents)
-    )
-    return jax.jvp(run, primals_in, tangents_in)  # type: ignore[no-any-return]
+class OfOperations(NamedTuple):
+    """The derivative of a JAX backend's half by the operations it is made of, as ``tangent.Linear`` has it.
+
+    Attributes:
+        moving: which operands have a tangent.
+    """
+
+    call: Folded
+    moving: tuple[bool, ...]
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """The residuals are the operands and the results."""
+        count = len(local_call.names_of(self.call.call)[1])
+        return tuple(range(len(self.moving), len(self.moving) + count))
+
+    def jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        """(results, their tangents)."""
+
+        def run(*moved: Any) -> list[Any]:
+            rest = iter(moved)
+            return self.call.run(*(next(rest) if moves else x for x, moves in zip(primals, self.moving, strict=True)))
+
+        moved = [array for array, moves in zip(primals, self.moving, strict=True) if moves]
+        return jax.jvp(run, moved, list(tangents))  # type: ignore[no-any-return]
+
+    def tangent(self, *arrays: Any) -> Sequence[Any]:
+        """Forward mode."""
+        residuals = len(self.moving) + len(self.results)
+        return self.jvp(arrays[: len(self.moving)], arrays[residuals:])[1]  # type: ignore[no-any-return]
+
+    def transpose(self, *arrays: Any) -> Sequence[Any]:
+        """Reverse mode of a gradient, which has loops without one."""
+        raise SpecError(
+            f"backend={self.call.call.backend!r}: expected second derivatives in forward over reverse mode "
+            "(jax.hessian, jax.jvp of jax.grad), its gradients have no reverse mode"
+        )
 
 
 def _primitive(name: str) -> Primitive:

@@ -10,6 +10,7 @@ import numpy as np
 
 from attn_core.backends import Inputs
 from attn_core.call import ArrayFacts, Arrays, build_spec
+from attn_core.errors import DTypeError, SpecError
 from attn_core.options import Options
 from attn_core.selection import Selection, Target, explain, select
 from attn_core.spec import AttentionSpec
@@ -101,9 +102,21 @@ def _device(array: Any) -> Any:
     return jax.devices(device)[0] if isinstance(device, str) else device
 
 
+def check_key(key: Any) -> None:
+    """Raises SpecError unless ``key`` is one PRNG key: of ``jax.random.key``, or the raw words of one."""
+    expected = "dropout_rng: expected one PRNG key such as jax.random.key(0), got"
+    if not isinstance(key, jax.Array):
+        raise SpecError(f"{expected} {key!r}")
+    typed = jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if key.ndim != (0 if typed else 1) or not (typed or key.dtype == np.uint32):
+        raise SpecError(f"{expected} an array of shape {list(key.shape)} and dtype {key.dtype}")
+
+
 def check_array(name: str, value: Any, *, shapes_only: bool = False) -> None:
-    """Raises TypeError unless ``value`` is a JAX array (or a ShapeDtypeStruct, where only shapes are looked at)."""
+    """Raises TypeError unless ``value`` is a JAX array of numbers (or a ShapeDtypeStruct, where only shapes count)."""
     if isinstance(value, jax.Array) or (shapes_only and isinstance(value, jax.ShapeDtypeStruct)):
+        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+            raise DTypeError(f"{name}: expected numbers, got dtype {value.dtype}")
         return
     kind = type(value)
     module = kind.__module__.partition(".")[0]

@@ -471,3 +471,30 @@ def test_nnx_layers_under_scan_remat_and_grad_on_a_mesh(auto_mesh, backend):
         return (forward(flax_nnx.merge(graph, params), x) ** 2).mean()
 
     check_layers(auto_mesh, loss, params, jnp.asarray(normal(0, BATCH, Q_LEN, FEATURES)))
+
+
+@pytest.mark.parametrize("backend", BOTH_WAYS)
+@pytest.mark.parametrize("keys", [0, KV_LEN])
+def test_nothing_to_see_has_the_types_of_what_is_seen(mesh, backend, keys):
+    """No keys, and a vmap over no elements: constants, which a scan must be able to carry on."""
+    query = jnp.asarray(normal(0, BATCH, KV_LEN, HEADS, DIM))
+    keys = jnp.asarray(normal(1, BATCH, keys, HEADS, DIM))
+    call = partial(attention, backend=backend)
+
+    def carried(q, k):
+        out = jax.lax.scan(lambda last, _: (call(last, k, k), None), q, None, length=2)[0]
+        (_, lse), pull = jax.vjp(lambda q: call(q, k, k, return_lse=True), q)
+        return out, pull((q, lse * 0 if k.shape[1] else jnp.zeros_like(lse)))
+
+    def over_nothing(q):
+        none = jnp.stack([q])[:0]
+        return jax.lax.scan(lambda last, _: (jax.vmap(lambda x: call(x, x, x))(last), None), none, None, length=2)[0]
+
+    with jax.set_mesh(mesh):
+        split = NamedSharding(mesh, P("data"))
+        placed = [jax.device_put(array, split) for array in (query, keys)]
+        jax.block_until_ready(jax.jit(carried)(*placed))
+        assert jax.jit(over_nothing)(placed[0]).shape == (0, *query.shape)
+        if "Auto" in str(mesh.axis_types):
+            body = jax.shard_map(lambda q, k: (carried(q, k), over_nothing(q)), in_specs=P("data"), out_specs=P("data"))
+            jax.block_until_ready(jax.jit(lambda q, k: jax.tree.leaves(body(q, k))[0])(*placed))

@@ -597,6 +597,9 @@ def test_dropout_in_jax_needs_a_key_and_the_xla_path() -> None:
     row = value(r"^dropout=0.1: expected dropout_rng, a PRNG key such as jax.random.key\(0\)")
     fails(row, lambda: JAX.frontend.attention(**dense(JAX), dropout=0.1))
     fails(row, lambda: traced(dense(JAX) | {"dropout": 0.1}))
+    for wrong in (0, jax.random.split(jax.random.key(0)), jnp.ones(2)):
+        row = value("^dropout_rng: expected one PRNG key such as")
+        fails(row, lambda: JAX.frontend.attention(**dense(JAX), dropout=0.1, dropout_rng=wrong))  # noqa: B023
     row = Bad({}, NoBackendError, ("math .*refused: dropout=0.1: in JAX only the XLA path has dropout",))
     key = jax.random.key(0)
     fails(row, lambda: JAX.frontend.attention(**dense(JAX), dropout=0.1, dropout_rng=key, backend="math"))

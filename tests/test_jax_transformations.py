@@ -48,7 +48,20 @@ def test_value_and_gradients_survive_every_transformation(arrays, backend, optio
     close(jax.jit(jax.value_and_grad(jax.checkpoint(plain), argnums=(0, 1, 2)))(*arrays), expected)
 
 
-def test_a_backend_without_a_log_sum_exp(arrays, monkeypatch):
+@pytest.fixture
+def fresh_plans():
+    """What is traced and chosen in a test stays in it."""
+
+    def forget():
+        for cache in (selection.explain, plan.plan, ops._traceable):
+            cache.cache_clear()
+        jax.clear_caches()
+
+    yield forget
+    forget()
+
+
+def test_a_backend_without_a_log_sum_exp(arrays, fresh_plans, monkeypatch):
     """As cuDNN through jax.nn is: its forward gives none and its backward asks for none."""
     xla = backends.load("jax_xla", "cpu")
     forward, gradients, seen = xla.forward, xla.backward, []
@@ -64,9 +77,7 @@ def test_a_backend_without_a_log_sum_exp(arrays, monkeypatch):
     monkeypatch.setattr(xla, "FORWARD", replace(xla.FORWARD, lse=False, lse_gradient=False))
     monkeypatch.setattr(xla, "forward", without)
     monkeypatch.setattr(xla, "backward", backward)
-    for cache in (selection.explain, ops._traceable):
-        cache.cache_clear()
-    jax.clear_caches()
+    fresh_plans()
     plain = partial(loss, causal=True, backend="jax_xla")
     close(plain(*arrays), expected[0])
     policy = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
@@ -444,6 +455,21 @@ def test_forward_mode_composes(arrays):
     gradient = jax.grad(lambda q: (call(q) ** 2).sum())
     product = (gradient(q + step * q) - gradient(q - step * q)) / (2 * step)
     close(jax.jvp(gradient, (q,), (q,))[1], product, rtol=1e-2, atol=2e-3)
+    close(jax.linearize(gradient, q)[1](q), product, rtol=1e-2, atol=2e-3)
+    every = jax.vmap(lambda t: jax.jvp(gradient, (q,), (t,))[1])(jnp.stack([q, q]))  # the tangent alone is mapped
+    close(every, jnp.stack([product, product]), rtol=1e-2, atol=2e-3)
+
+
+def test_hessians_are_those_of_plain_operations(arrays):
+    q = arrays[0][:1, :3, :2]
+    ours = lambda q: (attention(q, q, q, causal=True, backend="jax_xla") ** 2).sum()  # noqa: E731
+    plain = lambda q: (jax.nn.dot_product_attention(q, q, q, is_causal=True) ** 2).sum()  # noqa: E731
+    expected = jax.hessian(plain)(q)
+    for found in (jax.hessian(ours), jax.jit(jax.hessian(ours)), jax.jacrev(jax.jacfwd(ours))):
+        close(found(q), expected, rtol=1e-4, atol=1e-4)
+    for twice in (jax.jacrev(jax.grad(ours)), jax.jit(jax.jacrev(jax.grad(ours)))):
+        with pytest.raises(SpecError, match="backend='jax_xla': expected second derivatives in forward over reverse"):
+            twice(q)
 
 
 @pytest.mark.parametrize("backend", ("sdpa_flash", "math"))
