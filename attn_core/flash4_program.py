@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import warnings
 from collections.abc import Callable
 from functools import cache
 from importlib import metadata
@@ -113,7 +114,11 @@ def _compiled(target: str, call: Call, slots: list[int], described: list[Any]) -
                 filled.append(value)
         kernel.kernel(*filled, stream)
 
-    compiled = cute.compile(_entry(), launch, kernel.described[-1], *described, options=kernel.options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "Argument aux_data "
+        )  # cutlass: of an argument that flash-attn-4 leaves empty
+        compiled = cute.compile(_entry(), launch, kernel.described[-1], *described, options=kernel.options)
     _kept()[target] = compiled
     return _function(compiled)
 

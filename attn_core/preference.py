@@ -34,7 +34,7 @@ SLOW = 4.0
 
 
 SHORT = {False: 60.0, True: 250.0}
-"""Forward alone, and training: calls whose fastest backend took torch fewer microseconds are short in JAX.
+"""Forward alone, and training: calls whose fastest backend takes fewer microseconds in torch are short in JAX.
 
 That is what most backends cost there through Python (``benchmarks/results/hopper.json``, JAX: the backends by the size
 of a call), and about where torch's own launching is all that the sweep has measured.
@@ -90,10 +90,16 @@ def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
     if case is None:
         return usual
     found = ranking(case, usual)
-    if framework != "jax" or case.microseconds >= SHORT[spec.needs_backward]:
+    if framework != "jax" or not _is_short(spec, case):
         return found
     first = [name for name in found if name not in case.failed and _launched_by_xla(name, spec, device)]
     return (*first, *(name for name in found if name not in first))
+
+
+def _is_short(spec: AttentionSpec, case: Case) -> bool:
+    """Whether a call would take less than SHORT: the case's time, in proportion where the call has fewer pairs."""
+    pairs_less = sizes(spec)[0] - case.sizes[0]  # as a power of 2
+    return case.microseconds * 2.0 ** min(0.0, pairs_less) < SHORT[spec.needs_backward]
 
 
 def _launched_by_xla(name: str, spec: AttentionSpec, device: str) -> bool:

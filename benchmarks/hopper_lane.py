@@ -18,7 +18,7 @@ from benchmarks import hopper_jax, hopper_torch
 from benchmarks.hopper_group import LARGE, TINY, Group, Turn, host_turn
 from benchmarks.hopper_torch import FORWARD, TRAINING
 from benchmarks.measure import median_ratio
-from jax_frontend import compiled_lane
+from jax_frontend import compiled_lane, ops
 
 CHAIN_GOAL, SITE_GOAL = 6.5, 50.0
 """Microseconds a call in a chain, milliseconds of tracing and lowering a call site."""
@@ -35,13 +35,20 @@ def compiled() -> list[Group]:
 @contextmanager
 def by_callback() -> Iterator[None]:
     """What is compiled in here for the first time takes the callback lane."""
-    compiled_lane.lane_of.cache_clear()
+    _forget()
     reasons, compiled_lane.static_reasons = compiled_lane.static_reasons, lambda *_: ("asked for",)
     try:
         yield
     finally:
         compiled_lane.static_reasons = reasons
-        compiled_lane.lane_of.cache_clear()
+        _forget()
+
+
+def _forget() -> None:
+    """What was traced holds its lane."""
+    for cache in (compiled_lane.lane_of, ops._traceable):
+        cache.cache_clear()
+    jax.clear_caches()
 
 
 def in_callback(make: Callable[[], Turn]) -> Callable[[], Turn]:

@@ -497,4 +497,4 @@ def test_nothing_to_see_has_the_types_of_what_is_seen(mesh, backend, keys):
         assert jax.jit(over_nothing)(placed[0]).shape == (0, *query.shape)
         if "Auto" in str(mesh.axis_types):
             body = jax.shard_map(lambda q, k: (carried(q, k), over_nothing(q)), in_specs=P("data"), out_specs=P("data"))
-            jax.block_until_ready(jax.jit(lambda q, k: jax.tree.leaves(body(q, k))[0])(*placed))
+            jax.jit(body).lower(*placed)  # not compiled: XLA of jax 0.11 crashes on loops that carry an empty array

@@ -158,6 +158,8 @@ def test_short_calls_in_jax_begin_with_what_needs_no_python() -> None:
         assert order(short, "jax", "sm90")[0] == "jax_cudnn" and order(short, "jax", "sm90")[-1] == "flash4"
         patched.setattr(preference, "measured", lambda device: (case._replace(microseconds=60.0),))
         assert order(short, "jax", "sm90")[0] == "flash2"
+        assert order(replace(short, batch=3), "jax", "sm90")[0] == "jax_cudnn"  # three quarters of it
+        assert order(replace(short, batch=8), "jax", "sm90")[0] == "flash2"
 
 
 @pytest.mark.usefixtures("measured_gpu")
