@@ -107,8 +107,7 @@ def callback_lane() -> list[Group]:
 
     for name in LANES:
         makers[f"forward() in torch {name}"] = partial(_torch_chain, name)
-        call = partial(jax_frontend.attention, causal=True, backend=name)
-        makers[f"attention in JAX {name}"] = in_callback(partial(jax_chain, call))
+        makers[f"attention in JAX {name}"] = in_callback(name)
     jax_nn = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
     makers["jax.nn cudnn"] = partial(jax_chain, jax_nn)
     group.measure(makers, calls=50, rounds=15)

@@ -245,6 +245,28 @@ def calls(
     )
 
 
+CUDNN_SIZES = (
+    _sizes(2, 66, 66, 4, 2, 64, 64),
+    _sizes(1, 130, 130, 6, 2, 128, 128),
+    _sizes(3, 34, 66, 4, 1, 16, 16),
+    _sizes(2, 130, 34, 2, 2, 72, 72),
+)
+
+
+@st.composite
+def cudnn_calls(draw: Any) -> Call:
+    """Calls with gradients of the kind that cuDNN through jax.nn takes, and many that it does: even lengths."""
+    fields: dict[str, Any] = dict(draw(st.sampled_from(CUDNN_SIZES)))
+    fields |= draw(st.sampled_from(({}, {"causal": True}, {"causal": True, "window": 9}, {"window": (20, 0)})))
+    if draw(st.integers(0, 3)) == 0:
+        full = (fields["batch"], fields["num_heads"], fields["q_len"], fields["kv_len"])
+        fields["mask_shape"] = (full[0], draw(st.sampled_from((1, full[1]))), *full[2:])
+    fields["dtype"] = draw(st.sampled_from(("bfloat16", "float16")))
+    fields["scale"] = draw(st.sampled_from((None, 0.31)))
+    fields["alignment"] = draw(st.sampled_from(("bottom_right", "top_left")))
+    return make_call(draw(st.integers(0, 2**16), label="seed"), needs_backward=True, **fields)
+
+
 def _feature(name: str, fields: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
     """Fields that switch a feature on, for the sizes in ``fields``."""
     batch, heads = fields["batch"], fields["num_heads"]

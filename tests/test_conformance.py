@@ -17,7 +17,7 @@ import torch
 from both_frontends import DEVICES, FRAMEWORKS, claimed, judge, module_on, reachable, run, spec_seen, target
 from hypothesis import given
 from hypothesis import strategies as st
-from spec_strategies import Call, calls, compiled_calls, few_numbers, make_call
+from spec_strategies import Call, calls, compiled_calls, cudnn_calls, few_numbers, make_call
 
 import jax_frontend
 import torch_frontend
@@ -39,8 +39,9 @@ def drawn_for(backend: str, device: str, framework: str) -> st.SearchStrategy[Ca
     without = (
         () if module.FORWARD.portable_dropout else ("dropout",)
     )  # other masks than the oracle's: tests of their own
-    squares = (64, 192) if module.FORWARD.approximate else (66, 130) if backend == "jax_cudnn" else ()
-    drawn = calls(module.FORWARD, without=without, squares=squares)
+    drawn = calls(module.FORWARD, without=without, squares=(64, 192) if module.FORWARD.approximate else ())
+    if backend == "jax_cudnn":
+        return st.one_of(drawn, cudnn_calls())
     return drawn.map(few_numbers) if backend == "flash4" and framework == "jax" else drawn
 
 
