@@ -300,6 +300,7 @@ def test_donated_arguments(backend: str, kind: str, jax_gpu: Any) -> None:
 def test_a_device_that_is_not_the_current_one(backend: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
+    torch.cuda.set_device(0)  # a test before may have left this thread where JAX last ran something
     here = small_call("dense")
     trained, more = able(here, backend)
     there = here.laid_out(lambda tensor: tensor.to("cuda:1"))

@@ -66,7 +66,7 @@ def test_nothing_is_gathered(backend: str, spec: P, kind: str) -> None:
             assert all(shard.data.size * 2 == one.size for shard in one.addressable_shards)
         split = [np.asarray(jax.device_get(one)).astype(np.float32) for one in found]
     for place, (one, other) in enumerate(zip(split, alone, strict=True)):
-        if exact or place == 0:
+        if exact or (place == 0 and backend != "jax_xla"):
             np.testing.assert_array_equal(one, other)
         else:
             np.testing.assert_allclose(one, other, rtol=0.05, atol=0.02 * np.abs(other).max())
