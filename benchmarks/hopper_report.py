@@ -78,11 +78,13 @@ are medians over the rounds; absolute times are that machine's."""
 
 def _later(result: dict[str, Any]) -> str:
     """Which measures come from another run, on a machine of the same kind."""
-    texts = []
-    for run in result.get("later") or ():
-        names = ", ".join(heading for name, heading in MEASURES.items() if name in run["measures"])
-        texts.append(f"{names}: from a later run, {run['date']}, on a host of the same kind.\n\n")
-    return "".join(texts)
+    texts, replaced = [], set()
+    for run in reversed(result.get("later") or ()):
+        names = [heading for name, heading in MEASURES.items() if name in run["measures"] and name not in replaced]
+        replaced |= set(run["measures"])
+        if names:
+            texts.append(f"{', '.join(names)}: from a later run, {run['date']}, on a host of the same kind.\n\n")
+    return "".join(reversed(texts))
 
 
 def figures_of(result: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -107,7 +107,7 @@ def _show(result: dict[str, Any], console: Console) -> list[str]:
         apart = ("", "")
         if name != TORCH:
             apart = (f"{report.apart_at_first(result, name):.1e}", f"{report.difference(result, name).max():.1e}")
-        table.add_row(name, f"{began:.4f}", f"{ended:.4f}", *apart, f"{report.milliseconds(run):.0f}")
+        table.add_row(name, f"{began:.4f}", f"{ended:.4f}", *apart, f"{report.milliseconds(run):.1f}")
     console.print(table)
     console.print(f"attention: {result['backends']}; the first steps' differences are relative", highlight=False)
     failed = report.failures(result)

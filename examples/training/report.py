@@ -78,7 +78,7 @@ def agreement_table(result: dict[str, Any]) -> str:
         apart = ["", ""]
         if name != TORCH:
             apart = [_small(apart_at_first(result, name)), _small(difference(result, name).max())]
-        cells = [label(result, name), f"{began:.4f}", f"{ended:.4f}", *apart, f"{milliseconds(run):.0f}"]
+        cells = [label(result, name), f"{began:.4f}", f"{ended:.4f}", *apart, f"{milliseconds(run):.1f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -103,7 +103,7 @@ def swap_table(result: dict[str, Any]) -> str:
     names = [f"ours ({_kernels(found['backends'])})", f"jax.nn ({found['implementation']})"]
     lines = ["| attention | first loss | last loss | median ms per step |", "|---|---|---|---|"]
     for name, run in zip(names, (ours, theirs)):
-        lines.append(f"| {name} | {run['losses'][0]:.4f} | {run['losses'][-1]:.4f} | {milliseconds(run):.0f} |")
+        lines.append(f"| {name} | {run['losses'][0]:.4f} | {run['losses'][-1]:.4f} | {milliseconds(run):.1f} |")
     return "\n".join(lines)
 
 
