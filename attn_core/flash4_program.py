@@ -114,10 +114,8 @@ def _compiled(target: str, call: Call, slots: list[int], described: list[Any]) -
                 filled.append(value)
         kernel.kernel(*filled, stream)
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "Argument aux_data "
-        )  # cutlass: of an argument that flash-attn-4 leaves empty
+    with warnings.catch_warnings():  # of an argument that flash-attn-4 leaves empty
+        warnings.filterwarnings("ignore", "Argument aux_data ")
         compiled = cute.compile(_entry(), launch, kernel.described[-1], *described, options=kernel.options)
     _kept()[target] = compiled
     return _function(compiled)
