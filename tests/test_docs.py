@@ -55,7 +55,7 @@ def test_readme_names_the_commands_that_exist() -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(python|console)( title=\"([^\"\n]+)\")?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

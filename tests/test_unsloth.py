@@ -13,6 +13,7 @@ from frameworks import BOTH, JAX, TORCH, Framework, as_numpy, spied
 
 from attn_core import AttentionSpec, DTypeError, SeqInfo, ShapeError, SpecError, reference, unsloth
 from attn_core.backends import Inputs
+from torch_frontend import unsloth as unsloth_of_torch
 
 WORDS = (unsloth.FLASH_VARLEN, unsloth.FLASH_DENSE, unsloth.XFORMERS, unsloth.SDPA)
 BSZ, Q_LEN, KV_LEN, HEADS, KV_HEADS, HEAD_DIM = 2, 5, 7, 6, 3, 11
@@ -595,3 +596,23 @@ def test_tensors_of_the_other_framework(framework: Framework) -> None:
     own = {name: framework.array(array) for name, array in arrays.items()} | {"K": framework.other.zeros(2, 3, 7, 11)}
     with pytest.raises(TypeError, match=f"^K: expected a .*; use {re.escape(framework.other.name)}_frontend"):
         framework.frontend.run_attention(config=config(framework), context=context(framework, arrays), **own)
+
+
+def test_autocast_computes_float32_in_its_dtype_and_gives_float32_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays, seen = numbers(), []
+    attention = unsloth_of_torch.attention
+
+    def spy(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        seen.append((q.dtype, k.dtype, v.dtype))
+        return attention(q, k, v, **options)
+
+    monkeypatch.setattr(unsloth_of_torch, "attention", spy)
+    plain = run(TORCH, arrays)
+    tensors = {name: torch.from_numpy(array).requires_grad_() for name, array in arrays.items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        out = TORCH.frontend.run_attention(config=config(TORCH), context=context(TORCH, arrays), **tensors)
+    assert seen == [(torch.float32,) * 3, (torch.bfloat16,) * 3] and out.dtype == torch.float32
+    np.testing.assert_allclose(out.detach().numpy(), plain, rtol=0.05, atol=0.05)
+    assert not np.array_equal(out.detach().numpy(), plain)
+    out.sum().backward()
+    assert {tensor.grad.dtype for tensor in tensors.values()} == {torch.float32}

@@ -1,5 +1,7 @@
 """Attention for torch: one call, every kernel, and the reasons for the choice."""
 
+from typing import Any
+
 from attn_core import NoBackendError, Selection, SeqInfo
 from attn_core.override import use_backend
 from torch_frontend.attention import attention, explain
@@ -9,18 +11,36 @@ from torch_frontend.unsloth import (
     FLASH_DENSE,
     FLASH_VARLEN,
     SDPA,
+    SDPA_HAS_GQA,
     XFORMERS,
     AttentionConfig,
     AttentionContext,
     run_attention,
     select_attention_backend,
 )
+from torch_frontend.unsloth_packing import (
+    build_sdpa_packed_attention_mask,
+    build_xformers_block_causal_mask,
+    get_packed_info_from_kwargs,
+    mask_packed_sequence_boundaries,
+)
+from torch_frontend.unsloth_softcapping import (
+    HAS_FLEX_ATTENTION,
+    create_flex_attention_causal_mask,
+    create_flex_attention_sliding_window_mask,
+    slow_attention_softcapping,
+    slow_inference_attention_softcapping,
+)
 from torch_frontend.warm_up import warm_up
 
 __all__ = [
     "FLASH_DENSE",
     "FLASH_VARLEN",
+    "HAS_FLASH_ATTENTION",
+    "HAS_FLEX_ATTENTION",
+    "HAS_XFORMERS",
     "SDPA",
+    "SDPA_HAS_GQA",
     "XFORMERS",
     "AttentionConfig",
     "AttentionContext",
@@ -30,9 +50,25 @@ __all__ = [
     "attention",
     "attention_qkvpacked",
     "available_backends",
+    "build_sdpa_packed_attention_mask",
+    "build_xformers_block_causal_mask",
+    "create_flex_attention_causal_mask",
+    "create_flex_attention_sliding_window_mask",
     "explain",
+    "get_packed_info_from_kwargs",
+    "mask_packed_sequence_boundaries",
     "run_attention",
     "select_attention_backend",
+    "slow_attention_softcapping",
+    "slow_inference_attention_softcapping",
     "use_backend",
     "warm_up",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("HAS_FLASH_ATTENTION", "HAS_XFORMERS"):  # what is installed is looked up when it is asked for
+        from torch_frontend import unsloth
+
+        return getattr(unsloth, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

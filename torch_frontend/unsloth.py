@@ -28,7 +28,10 @@ from torch_frontend.plan import check_tensor, device_name
 __all__ = [
     "FLASH_DENSE",
     "FLASH_VARLEN",
+    "HAS_FLASH_ATTENTION",
+    "HAS_XFORMERS",
     "SDPA",
+    "SDPA_HAS_GQA",
     "XFORMERS",
     "AttentionConfig",
     "AttentionContext",
@@ -37,6 +40,22 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
+
+SDPA_HAS_GQA = True
+"""Whether torch's own attention takes grouped heads: every torch that this package supports."""
+
+HAS_FLASH_ATTENTION: bool
+"""Whether some FlashAttention package runs on this machine; looked up when it is first asked for."""
+HAS_XFORMERS: bool
+"""Whether xformers does."""
+
+
+def __getattr__(name: str) -> bool:
+    if name == "HAS_FLASH_ATTENTION":
+        return choose_word(available_here(), use_varlen=True) == FLASH_VARLEN
+    if name == "HAS_XFORMERS":
+        return "xformers" in available_here()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
@@ -47,7 +66,7 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
     result.
 
     Returns:
-        ``[bsz, q_len, n_heads, head_dim]``.
+        ``[bsz, q_len, n_heads, head_dim]`` in Q's dtype, also where ``torch.autocast`` has float32 computed in another.
 
     Raises:
         SpecError and its kinds: for contradictions, unknown keys and wrong sizes, before any kernel runs.
@@ -58,7 +77,7 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
     meaning = interpret(config, context)
     mask, bias = split_mask(meaning, context)
     info = SeqInfo.coerce(context.seq_info)
-    q, k, v = (tensor.transpose(1, 2) for tensor in (Q, K, V))  # [bsz, len, heads, head_dim]
+    q, k, v = (tensor.transpose(1, 2) for tensor in in_autocast(Q, K, V))  # [bsz, len, heads, head_dim]
     if info is not None:
         q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [bsz * len, heads, head_dim]
     out = attention(
@@ -77,7 +96,16 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
         deterministic=meaning.deterministic,
         backend=override.requested() or preference(config, "torch", device_name(Q.device)),
     )
-    return out.reshape(context.bsz, context.q_len, context.n_heads, V.shape[3])
+    return out.reshape(context.bsz, context.q_len, context.n_heads, V.shape[3]).to(Q.dtype)
+
+
+def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors as ``torch.autocast`` would have attention's: float32 ones in its dtype while it is on."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(tensor.to(dtype) if tensor.dtype == torch.float32 else tensor for tensor in tensors)
 
 
 def split_mask(meaning: Meaning, context: AttentionContext) -> tuple[Tensor | None, Tensor | None]:

@@ -1,0 +1,105 @@
+"""Unsloth's helpers around packed rows: what they give fits attention, and what they mask is what they say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch_frontend  # noqa: E402
+from attn_core import ShapeError, SpecError  # noqa: E402
+from torch_frontend import (  # noqa: E402
+    attention,
+    build_sdpa_packed_attention_mask,
+    build_xformers_block_causal_mask,
+    get_packed_info_from_kwargs,
+    mask_packed_sequence_boundaries,
+)
+
+LENGTHS = [3, 0, 1, 5]
+
+
+@pytest.mark.parametrize("given", [LENGTHS, torch.tensor(LENGTHS), torch.tensor([LENGTHS[:2], LENGTHS[2:]])])
+def test_seq_info_of_lengths(given: Any) -> None:
+    lengths, offsets, longest = get_packed_info_from_kwargs({"packed_seq_lengths": given}, "cpu")
+    assert lengths.dtype == offsets.dtype == torch.int32
+    assert (lengths.tolist(), offsets.tolist(), longest) == (LENGTHS, [0, 3, 3, 4, 9], 5)
+    assert get_packed_info_from_kwargs({}, "cpu") is None
+    assert get_packed_info_from_kwargs({"packed_seq_lengths": None}, "cpu") is None
+
+
+@pytest.mark.parametrize("given", [[3, -1], [2.5], torch.tensor([True])])
+def test_lengths_are_counts(given: Any) -> None:
+    with pytest.raises(SpecError, match="packed_seq_lengths: expected lengths"):
+        get_packed_info_from_kwargs({"packed_seq_lengths": given}, "cpu")
+
+
+@pytest.mark.parametrize("window", [None, 0, -1, 2])
+def test_the_dense_mask_means_what_seq_info_does(window: int | None) -> None:
+    packed = get_packed_info_from_kwargs({"packed_seq_lengths": LENGTHS}, "cpu")
+    mask = build_sdpa_packed_attention_mask(packed, dtype=torch.float32, device="cpu", sliding_window=window)
+    assert mask.shape == (1, 1, 9, 9) and mask.dtype == torch.float32
+    q, k, v = torch.randn(3, 1, 9, 2, 4)
+    dense = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask)
+    keys = window if window and window > 0 else None
+    ours = attention(q, k, v, causal=True, window=keys, seq_info=packed)
+    torch.testing.assert_close(dense.transpose(1, 2), ours)
+
+
+def test_a_changed_length_is_a_changed_mask() -> None:
+    """Nothing is kept by the identity of a tensor, which may be changed in place."""
+    lengths, offsets, longest = get_packed_info_from_kwargs({"packed_seq_lengths": [2, 2]}, "cpu")
+    before = build_sdpa_packed_attention_mask((lengths, offsets, longest), dtype=torch.float32, device="cpu")
+    lengths[:] = torch.tensor([1, 3])
+    after = build_sdpa_packed_attention_mask((lengths, offsets, 3), dtype=torch.float32, device="cpu")
+    assert before[0, 0, 2, 1] == -torch.inf and after[0, 0, 2, 1] == 0
+
+
+def test_xformers_bias() -> None:
+    base = object()
+    assert build_xformers_block_causal_mask(None, base_mask=base) is base
+    packed = get_packed_info_from_kwargs({"packed_seq_lengths": LENGTHS}, "cpu")
+    try:
+        from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
+    except ImportError:
+        assert build_xformers_block_causal_mask(packed) is None
+        return
+    mask = build_xformers_block_causal_mask(packed)
+    assert isinstance(mask, BlockDiagonalCausalMask) and mask.q_seqinfo.seqstart_py == [0, 3, 4, 9]
+    assert type(build_xformers_block_causal_mask(packed, sliding_window=2)) is not type(mask)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+def test_the_last_label_of_each_document_goes(layout: str) -> None:
+    labels = torch.arange(1, 10).reshape(1, 9) if layout == "contiguous" else torch.arange(1, 10).reshape(3, 3).mT
+    order = labels.reshape(-1).clone()
+    assert mask_packed_sequence_boundaries(labels, LENGTHS)
+    expected = order.clone()
+    expected[[2, 3, 8]] = -100
+    assert labels.reshape(-1).tolist() == expected.tolist()
+
+
+def test_documents_and_labels_that_do_not_end_together() -> None:
+    labels = torch.arange(1, 9)  # shifted: one label less than tokens
+    assert mask_packed_sequence_boundaries(labels, torch.tensor(LENGTHS), ignore_index=-1)
+    assert labels.tolist() == [1, 2, -1, -1, 5, 6, 7, 8]
+    padded = torch.arange(1, 13)
+    assert mask_packed_sequence_boundaries(padded, LENGTHS)
+    assert [at for at, label in enumerate(padded.tolist()) if label == -100] == [2, 3, 8]
+    leading = torch.arange(1, 4)
+    assert mask_packed_sequence_boundaries(leading, [0, 2, 1])
+    assert leading.tolist() == [1, -100, -100]
+    assert not mask_packed_sequence_boundaries(padded, None) and not mask_packed_sequence_boundaries(padded, [])
+    with pytest.raises(ShapeError, match="seq_lengths: expected no more than 4 tokens in all, got 5"):
+        mask_packed_sequence_boundaries(torch.arange(3), [2, 3])
+
+
+def test_flags_say_what_this_machine_has() -> None:
+    available = {name for name, entry in torch_frontend.available_backends().items() if entry.reason is None}
+    assert torch_frontend.SDPA_HAS_GQA is True
+    assert torch_frontend.HAS_XFORMERS is ("xformers" in available)
+    assert torch_frontend.HAS_FLASH_ATTENTION is bool(available & {"flash2", "flash3", "flash4"})
+    with pytest.raises(AttributeError, match="HAS_NOTHING"):
+        _ = torch_frontend.HAS_NOTHING

@@ -1,0 +1,119 @@
+"""Helpers around packed rows under Unsloth's names (``unsloth/utils/packing.py``), written from what they do.
+
+``seq_info`` is the host's triple ``(lengths int32 [documents], cu_seqlens int32 [documents + 1], longest document)``,
+which ``run_attention`` and ``attention`` take as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from attn_core.errors import ShapeError, SpecError
+
+__all__ = [
+    "build_sdpa_packed_attention_mask",
+    "build_xformers_block_causal_mask",
+    "get_packed_info_from_kwargs",
+    "mask_packed_sequence_boundaries",
+]
+
+Tensor = torch.Tensor
+Packed = tuple[Tensor, Tensor, int]
+
+
+def get_packed_info_from_kwargs(kwargs: Mapping[str, Any], device: Any) -> Packed | None:
+    """``seq_info`` of ``kwargs["packed_seq_lengths"]``; None where there is none.
+
+    The longest length must be on the host: a tensor on a GPU is read once, here.
+    """
+    given = kwargs.get("packed_seq_lengths")
+    if given is None:
+        return None
+    lengths = _lengths("packed_seq_lengths", given)
+    host = lengths.cpu()
+    if (host < 0).any():
+        raise SpecError(f"packed_seq_lengths: expected lengths of 0 or more, got {int(host.min())}")
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    offsets[1:] = host.cumsum(0)
+    longest = int(host.max()) if len(lengths) else 0
+    return host.to(device, torch.int32), offsets.to(device), longest
+
+
+def build_sdpa_packed_attention_mask(
+    seq_info: Packed, *, dtype: torch.dtype, device: Any, sliding_window: int | None = None
+) -> Tensor:
+    """An additive causal mask of all documents, ``[1, 1, tokens, tokens]``: 0 where visible, -inf where not.
+
+    tokens² elements, for code that calls SDPA itself; ``run_attention`` and ``attention`` take ``seq_info`` without it.
+
+    Args:
+        sliding_window: how many keys a query sees, itself included; None, 0 or less for all before it.
+    """
+    lengths = _lengths("seq_info", seq_info[0]).to(device, torch.int64)
+    tokens = int(lengths.sum())
+    document = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)  # [tokens]
+    distance = torch.arange(tokens, device=device)
+    distance = distance[:, None] - distance  # [queries, keys]: how far before the query a key is
+    visible = (document[:, None] == document) & (distance >= 0)
+    if sliding_window is not None and sliding_window > 0:
+        visible &= distance < sliding_window
+    mask = torch.zeros((tokens, tokens), dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
+    return mask[None, None]
+
+
+def build_xformers_block_causal_mask(
+    seq_info: Packed | None, *, sliding_window: int | None = None, base_mask: Any = None
+) -> Any:
+    """xformers' bias of the same, for code that calls xformers itself; None where xformers is not installed.
+
+    ``base_mask`` is returned where ``seq_info`` is None.
+    """
+    if seq_info is None:
+        return base_mask
+    try:
+        from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask  # type: ignore[import-not-found]
+    except ImportError:
+        return None
+    lengths = _lengths("seq_info", seq_info[0]).tolist()
+    mask = BlockDiagonalCausalMask.from_seqlens([length for length in lengths if length])
+    local = sliding_window is not None and sliding_window > 0
+    return mask.make_local_attention(window_size=sliding_window) if local else mask
+
+
+def mask_packed_sequence_boundaries(shift_labels: Tensor, seq_lengths: Any, *, ignore_index: int = -100) -> bool:
+    """Sets, in place, the label of each document's last token to ``ignore_index``: what follows is another document.
+
+    Labels of any layout are changed; documents of length 0 have no last token; the last document may end one token
+    behind the labels, as shifted labels do. Without a device synchronisation.
+
+    Returns:
+        Whether there were lengths.
+
+    Raises:
+        ShapeError: for documents that are longer than the labels by more than that one token (on the CPU, where the
+            lengths can be looked at).
+    """
+    if seq_lengths is None:
+        return False
+    lengths = _lengths("seq_lengths", seq_lengths).to(shift_labels.device, torch.int64)
+    if not len(lengths):
+        return False
+    total = shift_labels.numel()
+    ends = lengths.cumsum(0)
+    if ends.device.type == "cpu" and int(ends[-1]) > total + 1:
+        raise ShapeError(f"seq_lengths: expected no more than {total + 1} tokens in all, got {int(ends[-1])}")
+    last = torch.where(lengths > 0, ends - 1, total).clamp(max=total)  # what is not there goes behind the end
+    found = torch.zeros(total + 1, dtype=torch.bool, device=ends.device).index_fill_(0, last, True)
+    shift_labels.masked_fill_(found[:total].view(shift_labels.shape), ignore_index)
+    return True
+
+
+def _lengths(name: str, given: Any) -> Tensor:
+    """int64 ``[documents]``, where they are; of nested lists and tensors the elements in order."""
+    lengths = given if isinstance(given, Tensor) else torch.tensor(given)
+    if lengths.numel() and (lengths.is_floating_point() or lengths.dtype == torch.bool):
+        raise SpecError(f"{name}: expected lengths as integers, got {lengths.dtype}")
+    return lengths.reshape(-1).to(torch.int64)
