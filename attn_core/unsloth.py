@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from attn_core import backends
 from attn_core.errors import ShapeError, SpecError
 from attn_core.options import flag, normalise_window
 from attn_core.seq_info import is_host_int
-from attn_core.unsloth_bags import Stated, distances, state_mask, stated_in
+from attn_core.unsloth_bags import BAGS, Stated, distances, state_mask, stated_in
 
 FLASH_VARLEN = "flash_varlen"
 FLASH_DENSE = "flash_dense"
@@ -95,6 +96,36 @@ def interpret(config: AttentionConfig, context: AttentionContext) -> Meaning:
     Raises:
         SpecError: for keys nobody knows, bags that contradict each other, or an unknown backend word.
     """
+    if context.attention_mask is None and context.causal_mask is None:
+        try:
+            return _without_masks(config.backend, type(context.sliding_window), context.sliding_window, _plain(config))
+        except TypeError:  # something that cannot be a key: an array, say
+            pass
+    return _interpreted(config, context)
+
+
+def _plain(config: AttentionConfig) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+    """The bags as a key; TypeError where one holds an array, which is equal to nothing but itself."""
+    found = []
+    for name in BAGS:
+        bag = getattr(config, name)
+        if bag:
+            if any(hasattr(value, "shape") for value in bag.values()):
+                raise TypeError(name)
+            found.append((name, tuple((key, type(value), value) for key, value in bag.items())))
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def _without_masks(word: str, kind: type, sliding_window: int | None, bags: tuple[Any, ...]) -> Meaning:
+    """``_interpreted`` of a call that is nothing but plain values; ``kind`` keeps 1, 1.0 and True apart."""
+    named = {name: {key: value for key, _, value in items} for name, items in bags}
+    return _interpreted(
+        AttentionConfig(word, 1, 1, **named), AttentionContext(1, 1, 1, 1, 1, sliding_window=sliding_window)
+    )
+
+
+def _interpreted(config: AttentionConfig, context: AttentionContext) -> Meaning:
     if config.backend not in FAMILIES:
         raise SpecError(f"config.backend={config.backend!r}: expected one of {', '.join(FAMILIES)}")
     if context.sliding_window is not None and not is_host_int(context.sliding_window):
@@ -144,9 +175,12 @@ def check_mask(meaning: Meaning, context: AttentionContext) -> None:
 
 def preference(config: AttentionConfig, framework: str, device: str) -> tuple[str, ...]:
     """The backends to try: the family that the config names, then automatic choice."""
-    kind = "cuda" if device.startswith("sm") else device
-    automatic = backends.PREFERENCE.get((framework, kind), ())
-    return tuple(dict.fromkeys((*FAMILIES[config.backend], *automatic)))
+    return _preference(config.backend, framework, "cuda" if device.startswith("sm") else device)
+
+
+@lru_cache(maxsize=64)
+def _preference(word: str, framework: str, kind: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*FAMILIES[word], *backends.PREFERENCE.get((framework, kind), ()))))
 
 
 def check_sizes(config: AttentionConfig, context: AttentionContext, q: Any, k: Any, v: Any) -> None:

@@ -18,7 +18,7 @@ _FLASH = {
     "alibi_slopes": "alibi_slopes",
     "deterministic": "deterministic",
 }
-_BAGS: Mapping[str, Mapping[str, str | None]] = {
+BAGS: Mapping[str, Mapping[str, str | None]] = {
     "flash_dense_kwargs": _FLASH,
     "flash_varlen_kwargs": _FLASH,
     "sdpa_kwargs": {
@@ -58,7 +58,7 @@ def stated_in(config: Any) -> dict[str, Stated]:
     """
     names = (*dict.fromkeys(_FLASH.values()), "mask", "triangle")
     stated = {name: Stated(name) for name in names}
-    for bag, spellings in _BAGS.items():
+    for bag, spellings in BAGS.items():
         for key, value in (getattr(config, bag) or {}).items():
             if key not in spellings:
                 raise SpecError(f"config.{bag}[{key!r}]: unknown; expected one of {', '.join(spellings)}")

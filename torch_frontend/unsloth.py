@@ -96,7 +96,9 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
         deterministic=meaning.deterministic,
         backend=override.requested() or preference(config, "torch", device_name(Q.device)),
     )
-    return out.reshape(context.bsz, context.q_len, context.n_heads, V.shape[3]).to(Q.dtype)
+    if info is not None:  # [bsz * q_len, heads, value_dim]
+        out = out.reshape(context.bsz, context.q_len, context.n_heads, V.shape[3])
+    return out if out.dtype == Q.dtype else out.to(Q.dtype)
 
 
 def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
