@@ -98,7 +98,8 @@ def interpret(config: AttentionConfig, context: AttentionContext) -> Meaning:
     """
     if context.attention_mask is None and context.causal_mask is None:
         try:
-            return _without_masks(config.backend, type(context.sliding_window), context.sliding_window, _plain(config))
+            kind = type(context.sliding_window).__name__
+            return _without_masks(config.backend, kind, context.sliding_window, _plain(config))
         except TypeError:  # something that cannot be a key: an array, say
             pass
     return _interpreted(config, context)
@@ -117,7 +118,7 @@ def _plain(config: AttentionConfig) -> tuple[tuple[str, tuple[Any, ...]], ...]:
 
 
 @lru_cache(maxsize=1024)
-def _without_masks(word: str, kind: type, sliding_window: int | None, bags: tuple[Any, ...]) -> Meaning:
+def _without_masks(word: str, kind: str, sliding_window: int | None, bags: tuple[Any, ...]) -> Meaning:
     """``_interpreted`` of a call that is nothing but plain values; ``kind`` keeps 1, 1.0 and True apart."""
     named = {name: {key: value for key, _, value in items} for name, items in bags}
     return _interpreted(
