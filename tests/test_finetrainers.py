@@ -1,0 +1,966 @@
+"""Finetrainers' attention_dispatch: torch's meaning in torch's place, one meaning on every provider."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F
+from frameworks import BOTH, JAX, Framework, spied
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils.checkpoint import checkpoint
+
+from attn_core import AttentionSpec, NoBackendError, SpecError, Target, finetrainers, reference
+from attn_core.backends import Inputs
+from attn_core.kept_keys import kept_documents
+from torch_frontend import use_backend
+from torch_frontend.finetrainers import AttentionProvider, attention_dispatch, attention_provider, list_providers
+
+TORCH_ATTENTION = torch._C._nn.scaled_dot_product_attention
+WORDS = tuple(provider.value for provider in AttentionProvider)
+ON_CPU = ("flash", "flash_varlen", "flex", "native", "_native_flash", "_native_math")
+BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN, HEAD_DIM = 2, 6, 3, 5, 7, 11
+
+
+@pytest.fixture
+def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention_dispatch)
+    yield
+
+
+def tensors(q_len: int = Q_LEN, kv_len: int = KV_LEN, value_dim: int = HEAD_DIM, batch: int = BATCH) -> Any:
+    random = torch.Generator().manual_seed(0)
+    shapes = ((HEADS, q_len, HEAD_DIM), (KV_HEADS, kv_len, HEAD_DIM), (KV_HEADS, kv_len, value_dim))
+    return tuple(torch.randn(batch, *shape, generator=random) for shape in shapes)
+
+
+def expected(qkv: Any, *, mask: Any = None, bias: Any = None, slopes: Any = None, **fields: Any) -> Any:
+    """The reference's (output, log-sum-exp) in the host's layout."""
+    q, k, v = (tensor.numpy().swapaxes(1, 2) for tensor in qkv)  # [batch, len, heads, head_dim]
+    mask, bias = (None if given is None else np.asarray(given) for given in (mask, bias))
+    spec = AttentionSpec(
+        **{"batch": len(q), "q_len": q.shape[1], "kv_len": k.shape[1], "num_heads": HEADS, "num_kv_heads": KV_HEADS},
+        **{"head_dim": HEAD_DIM, "value_dim": v.shape[-1], "dtype": "float32", "alignment": "top_left", **fields},
+        mask_shape=None if mask is None else mask.shape,
+        bias_shape=None if bias is None else bias.shape,
+        alibi_shape=None if slopes is None else slopes.shape,
+    )
+    out, lse = reference.forward(spec, Inputs(q, k, v, mask, bias, slopes))
+    return out.swapaxes(1, 2), lse
+
+
+def close(found: Any, right: Any) -> None:
+    np.testing.assert_allclose(found.detach().numpy(), right, atol=2e-5, rtol=0)
+
+
+# In torch's place
+
+
+@st.composite
+def calls(draw: Any) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    """Arguments that torch's own function takes: (query, key, value), the others."""
+    rank = draw(st.sampled_from([4, 4, 4, 3, 2]))
+    batch, kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2]))
+    q_len, kv_len, head_dim = (draw(st.integers(1, 9)) for _ in range(3))
+    value_dim = draw(st.sampled_from([head_dim, 5]))
+    dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.float32]))
+    random = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    group = group if rank > 2 else 1
+    heads = kv_heads * group
+    full = [
+        torch.randn(batch, n, length, width, generator=random, dtype=dtype)
+        for n, length, width in ((heads, q_len, head_dim), (kv_heads, kv_len, head_dim), (kv_heads, kv_len, value_dim))
+    ]
+    if draw(st.booleans()):  # as models make them
+        full = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in full]
+    qkv = tuple(tensor[(0,) * (4 - rank)] for tensor in full)
+    options: dict[str, Any] = {"scale": draw(st.sampled_from([None, 0.3, 1]))}
+    options["enable_gqa"] = group > 1 or (rank > 2 and draw(st.booleans()))
+    kind = draw(st.sampled_from(["none", "bool", "float"]))
+    options["is_causal"] = draw(st.booleans())  # with a mask, too: some of torch's kernels take both
+    if kind != "none":
+        sizes = [batch, heads, q_len, kv_len][4 - rank :]
+        kept = draw(st.lists(st.booleans(), min_size=rank, max_size=rank))
+        shape = [size if keep else 1 for size, keep in zip(sizes, kept, strict=True)]
+        shape = shape[draw(st.integers(0, rank - 2)) :]
+        seen = torch.rand(shape, generator=random) < 0.7
+        added = torch.randn(shape, generator=random, dtype=dtype)
+        options["attn_mask"] = seen if kind == "bool" else added.masked_fill(~seen, -torch.inf)
+    return qkv, options
+
+
+@settings(max_examples=150, deadline=None)
+@given(calls())
+def test_it_is_torchs_function(call: Any) -> None:
+    qkv, options = call
+    try:
+        right_out, right = with_gradients(TORCH_ATTENTION, qkv, options)
+    except RuntimeError:
+        assert options["is_causal"] and "attn_mask" in options  # which some of torch's kernels refuse
+        return
+    found_out, found = with_gradients(attention_dispatch, qkv, options)
+    assert found_out.shape == right_out.shape and found_out.dtype == right_out.dtype
+    torch.testing.assert_close(found_out, right_out, atol=1e-5, rtol=1e-5)
+    for gradient, wanted in zip(found, right, strict=True):
+        torch.testing.assert_close(gradient, wanted, atol=1e-4, rtol=1e-4)
+
+
+def with_gradients(function: Any, qkv: Any, options: dict[str, Any]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    leaves = [tensor.clone().requires_grad_() for tensor in qkv]
+    out = function(*leaves, **options)
+    weights = torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype).reshape(out.shape)
+    (out * weights).sum().backward()
+    return out.detach(), [leaf.grad for leaf in leaves]
+
+
+def test_most_of_that_is_ours_and_not_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors(value_dim=5)
+    with spied(monkeypatch) as ran:
+        for options in ({}, {"is_causal": True}, {"attn_mask": torch.ones(Q_LEN, KV_LEN, dtype=torch.bool)}):
+            attention_dispatch(q, k, v, enable_gqa=True, **options)
+        attention_dispatch(q[0], k[0], v[0], enable_gqa=True)
+        attention_dispatch(q[0, 0], k[0, 0], v[0, 0])
+        attention_dispatch(q, k[:, :1], v[:, :1])
+    assert len(ran) == 6
+
+
+def test_arguments_by_position() -> None:
+    q, k, v = tensors(kv_len=Q_LEN)
+    mask = torch.ones(Q_LEN, Q_LEN).tril().bool()
+    with torch.no_grad():
+        by_position = attention_dispatch(q, k, v, None, 0.0, True, 0.3, True)
+        torch.testing.assert_close(by_position, attention_dispatch(q, k, v, mask, 0.0, False, 0.3, True))
+    close(by_position, expected((q, k, v), causal=True, scale=0.3)[0])
+
+
+def test_the_gradient_of_a_float_mask() -> None:
+    q, k, v = tensors()
+    found, right = (torch.zeros(1, HEADS, Q_LEN, KV_LEN, requires_grad=True) for _ in range(2))
+    for function, mask in ((attention_dispatch, found), (TORCH_ATTENTION, right)):
+        function(q, k, v, mask, enable_gqa=True).square().sum().backward()
+    torch.testing.assert_close(found.grad, right.grad, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_and_a_wider_mask(dtype: torch.dtype) -> None:
+    q, k, v = (tensor.to(dtype) for tensor in tensors())
+    bias = torch.randn(Q_LEN, KV_LEN)
+    found = attention_dispatch(q, k, v, bias, enable_gqa=True)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, TORCH_ATTENTION(q, k, v, bias.to(dtype), enable_gqa=True), atol=2e-2, rtol=2e-2)
+
+
+def test_rows_that_see_nothing_are_zeros() -> None:
+    q, k, v = tensors()
+    mask = torch.ones(Q_LEN, KV_LEN, dtype=torch.bool)
+    mask[2] = False
+    out, gradients = with_gradients(attention_dispatch, (q, k, v), {"attn_mask": mask, "enable_gqa": True})
+    assert not out[:, :, 2].any() and not gradients[0][:, :, 2].any()
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_dropout_is_drawn_from_torchs_generator_and_keeps_the_mean() -> None:
+    q, k, v = tensors(64, 64)
+    v = torch.ones_like(v)
+
+    def drawn() -> torch.Tensor:
+        torch.manual_seed(0)
+        return attention_dispatch(q, k, v, None, 0.25, enable_gqa=True)
+
+    assert torch.equal(drawn(), drawn())
+    assert drawn().std() > 0.01
+    assert drawn().mean().item() == pytest.approx(1.0, abs=0.02)
+    assert not attention_dispatch(q, k, v, None, 1.0, enable_gqa=True).any()
+
+
+def test_autocast_casts_as_torch_does(patched: None) -> None:
+    q, k, v = tensors()
+    bias = torch.randn(Q_LEN, KV_LEN)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, right = (f(q, k, v, bias, enable_gqa=True) for f in (F.scaled_dot_product_attention, TORCH_ATTENTION))
+        with attention_provider("flex"):
+            assert attention_dispatch(q, k, v.bfloat16(), enable_gqa=True).dtype == torch.bfloat16
+    assert found.dtype == right.dtype == torch.bfloat16
+    torch.testing.assert_close(found, right, atol=2e-2, rtol=2e-2)
+
+
+def unusual() -> dict[str, Any]:
+    """Calls that only torch's own function takes, by name: functions of it."""
+    q, k, v = (tensor[:, :3] for tensor in tensors())
+    nested = torch.nested.nested_tensor([torch.randn(3, 2, 4), torch.randn(5, 2, 4)], layout=torch.jagged)
+    return {
+        "five axes": lambda f: f(q[None], k[None], v[None]),
+        "a mask of more axes": lambda f: f(q[0], k[0], v[0], torch.ones(1, 1, Q_LEN, KV_LEN, dtype=torch.bool)),
+        "a row for a batch": lambda f: f(q, k[:1], v[:1]),
+        "vmap": lambda f: torch.vmap(f)(q, k, v),
+        "jvp": lambda f: torch.func.jvp(lambda q: f(q, k, v), (q,), (q,))[1],
+        "func.grad": lambda f: torch.func.grad(lambda q: f(q, k, v).sum())(q),
+        "meta": lambda f: f(*(tensor.to("meta") for tensor in (q, k, v))),
+        "no keys": lambda f: f(q, k[:, :, :0], v[:, :, :0]),
+        "no rows": lambda f: f(q[:0], k[:0], v[:0]),
+        "kv heads that differ": lambda f: f(*(torch.cat((q, q), 1), k, v[:, :1]), enable_gqa=True),
+        "nested": lambda f: f(*(nested.transpose(1, 2),) * 3).values(),
+        "dual": dual,
+    }
+
+
+def dual(function: Any) -> torch.Tensor:
+    q, k, v = (tensor[:, :3] for tensor in tensors(value_dim=5))
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(function(forward_ad.make_dual(q, q), k, v)).tangent
+
+
+@pytest.mark.parametrize("name", unusual())
+def test_the_rest_is_torchs_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = unusual()[name]
+    with spied(monkeypatch) as ran:
+        check_alike(call)
+    assert ran == []
+
+
+def check_alike(call: Any) -> None:
+    try:
+        right = call(TORCH_ATTENTION)
+    except (RuntimeError, NotImplementedError) as error:
+        with pytest.raises(type(error)):
+            call(attention_dispatch)
+        return
+    found = call(attention_dispatch)
+    assert found.shape == right.shape
+    if found.device.type != "meta":
+        torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"attn_mask": torch.ones(Q_LEN, KV_LEN, dtype=torch.int64)},
+        {"attn_mask": torch.ones(4, KV_LEN, dtype=torch.bool)},
+        {"dropout_p": 2.0},
+        {"enable_gqa": False},
+    ],
+    ids=["integers", "shape", "dropout", "heads"],
+)
+def test_what_torch_refuses_torch_refuses(arguments: dict[str, Any]) -> None:
+    call = {"enable_gqa": True, **arguments}
+    with pytest.raises(RuntimeError) as right:
+        TORCH_ATTENTION(*tensors(), **call)
+    with pytest.raises(RuntimeError) as found:
+        attention_dispatch(*tensors(), **call)
+    assert str(found.value) == str(right.value)
+
+
+@pytest.mark.parametrize("off", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION"])
+def test_torchs_own_switches_are_heeded(patched: None, off: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (tensor[:, :3] for tensor in tensors())
+    names = {"FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION"} - {off}
+    with spied(monkeypatch) as ran:
+        with torch.nn.attention.sdpa_kernel([getattr(torch.nn.attention.SDPBackend, name) for name in names]):
+            F.scaled_dot_product_attention(q, k, v)
+        assert ran == []
+        F.scaled_dot_product_attention(q, k, v)
+        assert ran == ["sdpa_flash"]
+
+
+def encoder() -> Any:
+    layer = torch.nn.TransformerEncoderLayer(24, 4, 32, dropout=0.0, batch_first=True)
+    x, padding = torch.randn(3, 7, 24), torch.zeros(3, 7, dtype=torch.bool)
+    padding[0, 5:] = True
+    return layer, lambda: layer(x, src_key_padding_mask=padding)
+
+
+def encoder_and_decoder() -> Any:
+    model = torch.nn.Transformer(24, 4, 1, 1, 32, dropout=0.0, batch_first=True)
+    source, target = torch.randn(2, 7, 24), torch.randn(2, 5, 24)
+    causal = model.generate_square_subsequent_mask(5)
+    return model, lambda: model(source, target, tgt_mask=causal, tgt_is_causal=True)
+
+
+def llama() -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=31, num_hidden_layers=2, attn_implementation="sdpa", **sizes)
+    model, ids = transformers.LlamaForCausalLM(config), torch.arange(14).reshape(2, 7)
+    keep = torch.ones(2, 7, dtype=torch.int64)
+    keep[0, :3] = 0  # left padding
+    return model, lambda: model(ids, attention_mask=keep).logits[:, 3:]
+
+
+@pytest.mark.parametrize("make", [encoder, encoder_and_decoder, llama], ids=lambda make: make.__name__)
+def test_swapped_in_and_out_of_models(make: Any) -> None:
+    """They call torch's function by its module's name."""
+    torch.manual_seed(0)
+    model, run = make()
+
+    def step() -> list[torch.Tensor]:
+        model.zero_grad()
+        out = run()
+        out.square().sum().backward()
+        return [out.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+    before, original = step(), F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = attention_dispatch
+    try:
+        with pytest.MonkeyPatch.context() as patch, spied(patch) as ran:
+            during = step()
+            assert ran
+        with attention_provider("_native_math"):
+            on_math = step()
+    finally:
+        F.scaled_dot_product_attention = original
+    after = step()
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    for found in (during, on_math):
+        for one, other in zip(before, found, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
+    assert finetrainers.stated_provider() is None
+    assert original is TORCH_ATTENTION
+
+
+def test_reading_the_module_again_under_the_swap_does_not_recurse(patched: None) -> None:
+    module = importlib.import_module("torch_frontend.finetrainers")
+    before = dict(vars(module))
+    try:
+        importlib.reload(module)
+        assert module._torch_attention is TORCH_ATTENTION
+        q, k, v = (tensor[None, :, :3] for tensor in tensors())  # five axes: torch's own
+        assert module.attention_dispatch(q, k, v).shape == q.shape
+    finally:
+        vars(module).update(before)
+
+
+# One meaning on every provider
+
+
+KEEP = np.array([[0, 0, 1, 1, 1, 0, 1], [1, 1, 0, 1, 0, 0, 0]], bool)  # left padding and a hole; right padding and one
+RANDOM = np.random.default_rng(1)
+TABLE = RANDOM.random((BATCH, HEADS, Q_LEN, KV_LEN)) < 0.7
+ADDED = RANDOM.normal(size=(BATCH, 1, Q_LEN, KV_LEN)).astype(np.float32)
+SLOPES = np.geomspace(0.5, 0.01, HEADS).astype(np.float32)
+KEEP4 = KEEP[:, None, None, :]
+
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    # name: (arguments, the spec's fields, how a refusal names it)
+    "plain": ({}, {}, ""),
+    "scale": ({"scale": 0.7}, {"scale": 0.7}, ""),
+    "scale below 0": ({"scale": -0.7}, {"scale": -0.7}, ""),
+    "is_causal": ({"is_causal": True}, {"causal": True}, ""),
+    "keys": ({"attn_mask": KEEP4}, {"mask": KEEP4}, "mask"),
+    "keys and causal": ({"attn_mask": KEEP4, "is_causal": True}, {"mask": KEEP4, "causal": True}, "mask"),
+    "table": ({"attn_mask": TABLE}, {"mask": TABLE}, "mask"),
+    "table and causal": ({"attn_mask": TABLE, "is_causal": True}, {"mask": TABLE, "causal": True}, "mask"),
+    "added": ({"attn_mask": ADDED}, {"bias": ADDED}, "bias|attn_mask"),
+    "window": ({"window_size": (2, 1)}, {"window": (2, 1), "alignment": "bottom_right"}, "window"),
+    "left window": ({"window_size": [3, -1]}, {"window": (3, None), "alignment": "bottom_right"}, "window"),
+    "no window": ({"window_size": (-1, -1)}, {}, ""),
+    "softcap": ({"softcap": 1.5}, {"softcap": 1.5}, "softcap=1.5"),
+    "no softcap": ({"softcap": 0.0}, {}, ""),
+    "slopes": ({"alibi_slopes": SLOPES}, {"slopes": SLOPES, "alignment": "bottom_right"}, "alibi_slopes"),
+    "deterministic": ({"deterministic": True}, {}, "deterministic"),
+    "return_lse": ({"return_lse": True}, {}, "return_lse"),
+    "dropout": ({"dropout_p": 1e-9}, {}, "dropout=1e-09"),
+    "window and keys": (
+        {"window_size": (2, 1), "attn_mask": KEEP4},
+        {"mask": KEEP4, "window": (2, 1), "alignment": "bottom_right"},
+        "window",
+    ),
+    "softcap and keys": ({"softcap": 1.5, "attn_mask": KEEP4}, {"softcap": 1.5, "mask": KEEP4}, "softcap|mask"),
+    "lse and keys": ({"return_lse": True, "attn_mask": KEEP4}, {"mask": KEEP4}, "mask|return_lse"),
+}
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+FIRST_EIGHT = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+REFUSED = {
+    "flash": {"softcap", "slopes", "dropout", "softcap and keys"},
+    "flash_varlen": {
+        "table",
+        "table and causal",
+        "added",
+        "softcap",
+        "slopes",
+        "dropout",
+        "window and keys",
+        "softcap and keys",
+    },
+    "flex": {"dropout"},
+    "native": set(),
+    "_native_flash": {"softcap", "slopes", "dropout", "softcap and keys"},
+    "_native_math": set(),
+}
+"""What the CPU's kernels lack; all else must be honoured."""
+
+
+def dispatched(word: str, qkv: Any, arguments: dict[str, Any]) -> Any:
+    own = {
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in arguments.items()
+    }
+    direct = {name: value for name, value in own.items() if name in FIRST_EIGHT}
+    kwargs = {name: value for name, value in own.items() if name not in FIRST_EIGHT}
+    with attention_provider(word):
+        return attention_dispatch(*qkv, **{"enable_gqa": True, **direct}, attention_kwargs=kwargs or None)
+
+
+def test_a_scale_of_0_is_the_mean() -> None:
+    q, k, v = tensors()
+    torch.testing.assert_close(
+        attention_dispatch(q, k, v, scale=0.0, enable_gqa=True)[:, 0], v.mean(2)[:, 0, None].expand(-1, Q_LEN, -1)
+    )
+
+
+def with_scale_above_0(qkv: Any, fields: dict[str, Any]) -> Any:
+    return (qkv[0] * np.sign(fields.get("scale", 1)), *qkv[1:])
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("word", WORDS)
+def test_every_argument_is_honoured_or_refused_by_name(word: str, name: str) -> None:
+    arguments, fields, reason = ARGUMENTS[name]
+    if word not in ON_CPU:
+        with pytest.raises((NoBackendError, SpecError)) as refusal:
+            dispatched(word, tensors(), arguments)
+        assert "needs" in str(refusal.value) or "attn_mask" in str(refusal.value)
+        return
+    if name in REFUSED[word]:
+        with pytest.raises((NoBackendError, SpecError), match=reason):
+            dispatched(word, tensors(), arguments)
+        return
+    found = dispatched(word, tensors(), arguments)
+    right, right_lse = expected(
+        with_scale_above_0(tensors(), fields), **fields | {"scale": abs(fields.get("scale", 11**-0.5))}
+    )
+    if arguments.get("return_lse"):
+        close(found[1], right_lse)
+        found = found[0]
+    close(found, right)
+
+
+@pytest.mark.parametrize("word", ("flash", "_native_math", "flash_varlen", "native"))
+@pytest.mark.parametrize("name", ["is_causal", "keys", "keys and causal", "window"])
+def test_gradients_on_every_provider(word: str, name: str) -> None:
+    arguments, fields, _ = ARGUMENTS[name]
+    qkv = tensors()
+    leaves = [tensor.clone().requires_grad_() for tensor in qkv]
+    dispatched(word, leaves, arguments).square().sum().backward()
+    mask = None if "mask" not in fields else torch.from_numpy(fields["mask"])
+    visible = torch.ones(BATCH, 1, Q_LEN, KV_LEN, dtype=torch.bool) if mask is None else mask.expand(-1, 1, Q_LEN, -1)
+    if fields.get("causal"):
+        visible = visible & torch.ones(Q_LEN, KV_LEN).tril().bool()
+    if "window" in fields:
+        distance = torch.arange(KV_LEN)[None, :] - torch.arange(Q_LEN)[:, None] - (KV_LEN - Q_LEN)
+        visible = visible & (distance >= -2) & (distance <= 1)
+    right = [tensor.clone().requires_grad_() for tensor in qkv]
+    TORCH_ATTENTION(*right, visible, enable_gqa=True).square().sum().backward()
+    for leaf, other in zip(leaves, right, strict=True):
+        torch.testing.assert_close(leaf.grad, other.grad, atol=1e-4, rtol=1e-4)
+
+
+def test_every_option_reaches_the_kernels_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On each of the ways that a call takes: dense, masks of keys, documents."""
+    module, seen = importlib.import_module("torch_frontend.finetrainers_call"), []
+    attention = module.attention
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        seen.append(options)
+        return attention(*arguments, **options)
+
+    monkeypatch.setattr(module, "attention", watched)
+    cu = torch.tensor([0, 7, 14], dtype=torch.int32)
+    documents = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 7, "max_seqlen_k": 7}
+    for what in ({}, {"attn_mask": KEEP}, {"attn_mask": KEEP, "is_causal": True}, documents):
+        seen.clear()
+        with use_backend("math"), monkeypatch.context() as patch:
+            patch.setattr(finetrainers, "DEFAULT", "flash_varlen")
+            given = {name: torch.from_numpy(value) if name == "attn_mask" else value for name, value in what.items()}
+            direct = {name: given.pop(name) for name in FIRST_EIGHT if name in given}
+            kwargs = {"deterministic": True, "softcap": 2.0, **given}
+            attention_dispatch(
+                *tensors(7, 7), dropout_p=0.1, scale=0.7, enable_gqa=True, **direct, attention_kwargs=kwargs
+            )
+        assert seen
+        for call in seen:
+            found = {name: call[name] for name in ("deterministic", "softcap", "scale", "dropout", "backend")}
+            assert found == {"deterministic": True, "softcap": 2.0, "scale": 0.7, "dropout": 0.1, "backend": ("math",)}
+
+
+@pytest.mark.parametrize("word", ["flash_varlen", "sage_varlen"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(7, 7), (5, 7), (7, 5), (1, 7)])
+@pytest.mark.parametrize("kind", ["left", "right", "holes", "nothing", "one row nothing", "all", "one for all rows"])
+def test_masks_of_keys_on_the_varlen_providers(
+    word: str, causal: bool, q_len: int, kv_len: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row by row, too, as sage_varlen runs: here on a kernel that the CPU has. Dropped keys may hold anything."""
+    if word == "sage_varlen":
+        kernels = {**finetrainers.KERNELS, AttentionProvider.SAGE_VARLEN: ("math",)}
+        for module in ("attn_core.finetrainers", "torch_frontend.finetrainers_call"):
+            monkeypatch.setattr(importlib.import_module(module), "KERNELS", kernels)
+    keep = np.ones((BATCH, kv_len), bool)
+    keep[0, {"left": slice(0, 3), "right": slice(-3, None), "holes": slice(1, None, 2)}.get(kind, slice(0, 0))] = False
+    keep[0] &= kind != "one row nothing"
+    keep &= kind != "nothing"
+    if kind == "one for all rows":
+        keep = np.arange(kv_len)[None, :] != 2
+    q, k, v = tensors(q_len, kv_len)
+    right, right_lse = expected((q, k, v), mask=keep[:, None, None, :], causal=causal)
+    dropped = torch.from_numpy(~keep)[:, None, :, None].expand(BATCH, KV_HEADS, -1, 1)
+    leaves = [q, k.masked_fill(dropped, torch.nan), v.masked_fill(dropped, torch.nan)]
+    leaves = [tensor.requires_grad_() for tensor in leaves]
+    arguments = {"attn_mask": keep, "is_causal": causal}
+    with torch.no_grad():
+        out, lse = dispatched(word, leaves, {**arguments, "return_lse": True})
+    close(out, right)
+    close(lse, right_lse)
+    out = dispatched(word, leaves, arguments)
+    close(out, right)
+    out.sum().backward()
+    assert all(leaf.grad.isfinite().all() for leaf in leaves)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 9), st.lists(st.lists(st.booleans(), min_size=7, max_size=7), min_size=1, max_size=3), st.booleans()
+)
+def test_documents_hold_exactly_what_is_visible(q_len: int, rows: list[list[bool]], causal: bool) -> None:
+    keep = np.array(rows)
+    seen = np.zeros((len(keep) * q_len, keep.size), int)
+    for queries, keys, square in kept_documents(keep, q_len, causal):
+        assert not square or len(queries) == len(keys)
+        seen[np.ix_(queries, keys)] += np.tri(len(queries), len(keys), dtype=int) if square else 1
+    for row, column in np.ndindex(len(keep), len(keep)):
+        block = seen[row * q_len : (row + 1) * q_len, column * 7 : (column + 1) * 7]
+        visible = keep[row] & (np.tri(q_len, 7, dtype=bool) if causal else True) & (row == column)
+        np.testing.assert_array_equal(block, np.broadcast_to(visible, block.shape))
+
+
+@pytest.mark.parametrize("word", ["flash", "flash_varlen", "_native_math", "native", "flex"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_documents_by_flash_attns_words(word: str, causal: bool) -> None:
+    """Over the rows laid end to end; int64 offsets are as good."""
+    q, k, v = tensors(7, 7)
+    cu = torch.tensor([0, 3, 8, 14])
+    kwargs = {"cu_seqlens_q": cu, "cu_seqlens_k": cu.int(), "max_seqlen_q": 6, "max_seqlen_k": 6, "return_lse": True}
+    out, lse = dispatched(word, (q, k, v), {"is_causal": causal, **kwargs})
+    rows = [tensor.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for tensor in (q, k, v)]
+    for start, end in ((0, 3), (3, 8), (8, 14)):
+        right, right_lse = expected([tensor[:, :, start:end].contiguous() for tensor in rows], causal=causal)
+        close(out.transpose(1, 2).flatten(0, 1)[start:end], right[0].swapaxes(0, 1))
+        close(lse.transpose(0, 1).flatten(1, 2)[:, start:end], right_lse[0])
+
+
+def test_documents_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = {**finetrainers.KERNELS, AttentionProvider.SAGE_VARLEN: ("math",)}
+    for module in ("attn_core.finetrainers", "torch_frontend.finetrainers_call"):
+        monkeypatch.setattr(importlib.import_module(module), "KERNELS", kernels)
+    cu = torch.tensor([0, 3, 3, 8, 14], dtype=torch.int32)
+    arguments = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 6, "max_seqlen_k": 6, "is_causal": True}
+    one_by_one, packed = (dispatched(word, tensors(7, 7), arguments) for word in ("sage_varlen", "flash_varlen"))
+    torch.testing.assert_close(one_by_one, packed, atol=1e-5, rtol=0)
+    with pytest.raises(SpecError, match="cu_seqlens_q: expected to end at the token count 14"):
+        wrong = torch.tensor([0, 3, 13], dtype=torch.int32)
+        dispatched("sage_varlen", tensors(7, 7), {**arguments, "cu_seqlens_q": wrong, "cu_seqlens_k": wrong})
+
+
+def test_two_axes_are_read_by_provider() -> None:
+    table = TABLE[0, 0]
+    close(dispatched("native", tensors(), {"attn_mask": table}), expected(tensors(), mask=table[None, None])[0])
+    for word in ("flash_varlen", "flex"):
+        close(dispatched(word, tensors(), {"attn_mask": KEEP}), expected(tensors(), mask=KEEP4)[0])
+    close(dispatched("flex", tensors(), {"attn_mask": table}), expected(tensors(), mask=table[None, None])[0])
+    square = tensors(BATCH, KV_LEN)
+    with pytest.raises(SpecError, match=r"attn_mask: \[2, 7\] is both \[batch, kv_len\] and \[q_len, kv_len\]"):
+        dispatched("flex", square, {"attn_mask": KEEP})
+    with pytest.raises(SpecError, match=r"attn_mask: expected .batch, kv_len. = .2, 7. or .q_len, kv_len. = .5, 7."):
+        dispatched("flex", tensors(), {"attn_mask": np.ones((3, 7), bool)})
+    assert {finetrainers.two_axes(AttentionProvider(word), (1, 7), 2, 5, 7) for word in ("flex", "native")} == {
+        "scores"
+    }
+
+
+def test_an_expanded_mask_of_keys_is_one_of_keys() -> None:
+    whole = torch.from_numpy(KEEP4).expand(BATCH, HEADS, Q_LEN, KV_LEN)
+    with attention_provider("flash_varlen"):
+        close(attention_dispatch(*tensors(), whole, enable_gqa=True), expected(tensors(), mask=KEEP4)[0])
+        with pytest.raises(SpecError, match=r"flash_varlen takes masks of keys .*another provider"):
+            attention_dispatch(*tensors(), whole.contiguous(), enable_gqa=True)
+
+
+def test_block_masks_are_written_out_for_flex_and_refused_elsewhere() -> None:
+    block = create_block_mask(lambda b, h, i, j: (i + 2 * j) % 3 > 0, None, None, Q_LEN, KV_LEN, device="cpu")
+    table = (np.arange(Q_LEN)[:, None] + 2 * np.arange(KV_LEN)) % 3 > 0
+    close(dispatched("flex", tensors(), {"attn_mask": block}), expected(tensors(), mask=table[None, None])[0])
+    with pytest.raises(SpecError, match=r"BlockMask of \[2 or 1, 6 or 1, 7, 7\], got \[1, 1, 5, 7\]"):
+        dispatched("flex", tensors(7), {"attn_mask": block})
+    with pytest.raises(TypeError, match=r"attn_mask: expected a torch.Tensor, got .*BlockMask"):
+        dispatched("_native_math", tensors(), {"attn_mask": block})
+
+
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "unknown": ("native", {"sinks": 1}, r"attention_kwargs\['sinks'\]: unknown; expected one of window_size, softcap"),
+    "another's": (
+        "flash",
+        {"smooth_k": True},
+        r"\['smooth_k'\]=True: provider flash has no such option; .*sage_varlen",
+    ),
+    "fixed": ("flash", {"return_attn_probs": True}, r"\['return_attn_probs'\]=True: expected False, which is how"),
+    "quantised": (
+        "_sage_qk_int8_pv_fp8_cuda",
+        {"pv_accum_dtype": "fp32"},
+        r"\['pv_accum_dtype'\]='fp32': expected 'fp32",
+    ),
+    "kernel options": ("flex", {"kernel_options": {"BLOCK_M": 64}}, r"\['kernel_options'\]=.*: expected None"),
+    "window": ("native", {"window_size": 3}, r"\['window_size'\]=3: expected two distances"),
+    "flag": ("native", {"deterministic": 1}, r"\['deterministic'\].*=1: expected True or False"),
+    "softcap": ("native", {"softcap": "high"}, "softcap='high': expected a number"),
+    "three of four": ("flash_varlen", {"cu_seqlens_q": [0], "max_seqlen_q": 7}, "without cu_seqlens_k, max_seqlen_k"),
+    "device int": (
+        "flash_varlen",
+        dict.fromkeys(OFFSETS, torch.ones(2)),
+        "max_seqlen_q.*known on the host",
+    ),
+    "causal window": (
+        "native",
+        {"is_causal": True, "window_size": (2, 0)},
+        "is_causal with window_size .* equal lengths",
+    ),
+    "heads": ("flash", {"enable_gqa": False}, "enable_gqa=False with 6 heads of query and 3 of key"),
+    "added": ("flash_varlen", {"attn_mask": ADDED}, "attn_mask: provider flash_varlen takes bool masks of keys"),
+    "integers": (
+        "flash",
+        {"attn_mask": KEEP.astype(np.int32)},
+        "attn_mask: expected bool .*becomes bool by attn_mask != 0",
+    ),
+    "dropout": ("flash", {"dropout_p": 0.5}, "dropout=0.5"),
+    "probability": ("flash", {"dropout_p": 2.0}, "dropout=2.0"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_honoured_is_named(name: str) -> None:
+    word, arguments, message = WRONG[name]
+    with pytest.raises((SpecError, NoBackendError), match=message):
+        dispatched(word, tensors(), arguments)
+
+
+def test_a_mask_and_offsets_say_it_twice() -> None:
+    cu = torch.tensor([0, 7, 14], dtype=torch.int32)
+    kwargs = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 7, "max_seqlen_k": 7}
+    with pytest.raises(SpecError, match="attn_mask with cu_seqlens_q"):
+        dispatched("flash_varlen", tensors(7, 7), {"attn_mask": KEEP, **kwargs})
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_tensors_that_do_not_fit_are_named(name: str) -> None:
+    for change in (lambda t: t[0], lambda t: t.half(), lambda t: t.numpy()):
+        given = dict(zip(("query", "key", "value"), tensors(), strict=True))
+        given[name] = change(given[name])
+        with attention_provider("flash"), pytest.raises((SpecError, TypeError), match=r"query|key|value"):
+            attention_dispatch(**given, enable_gqa=True)
+
+
+# Which provider
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_word_or_a_member_of_any_enumeration(word: str) -> None:
+    import enum
+
+    host = enum.Enum("AttentionProvider", {"SOME": word}, type=str)
+    for name in (word, AttentionProvider(word), host.SOME):
+        with attention_provider(name) as provider:
+            assert provider is finetrainers.stated_provider() is AttentionProvider(word)
+    with attention_provider() as provider:
+        assert provider is AttentionProvider.NATIVE
+
+
+def test_unknown_words_and_meshes_are_refused() -> None:
+    with (
+        pytest.raises(
+            ValueError, match="provider='flash_varlan': unknown attention provider; did you mean flash_varlen"
+        ),
+        attention_provider("flash_varlan"),
+    ):
+        pass
+    with (
+        pytest.raises(SpecError, match=r"mesh=.*context parallelism is not offered"),
+        attention_provider("flash", mesh=object()),
+    ):
+        pass
+    with attention_provider("flash", mesh=None, convert_to_fp32=True, rotate_method="alltoall"):
+        pass
+
+
+def test_blocks_nest_and_the_kernel_is_the_provider_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors()
+    with spied(monkeypatch) as ran:
+        for words in (["_native_math"], ["flex", "_native_flash"], ["flex", "native"], ["native", "flex"]):
+            enter(words, lambda: attention_dispatch(q, k, v, enable_gqa=True))
+        with attention_provider("flash"), use_backend("math"):
+            attention_dispatch(q, k, v, enable_gqa=True)
+        with pytest.raises(RuntimeError), attention_provider("flex"):
+            raise RuntimeError
+        attention_dispatch(q, k, v, enable_gqa=True)
+    assert ran == ["math", "sdpa_flash", "sdpa_flash", "flex", "math", "sdpa_flash"]
+
+
+def enter(words: list[str], function: Any) -> Any:
+    if not words:
+        return function()
+    with attention_provider(words[0]):
+        return enter(words[1:], function)
+
+
+def test_use_backend_never_falls_back_to_torchs_own() -> None:
+    with use_backend("xformers"), pytest.raises(NoBackendError, match="xformers"):
+        attention_dispatch(*tensors(), enable_gqa=True)
+
+
+def test_threads_have_providers_of_their_own() -> None:
+    together, found = threading.Barrier(3), {}
+
+    def run(word: str) -> None:
+        with attention_provider(word):
+            together.wait(10)
+            found[word] = finetrainers.stated_provider()
+            together.wait(10)
+
+    with attention_provider("flash"):
+        threads = [threading.Thread(target=run, args=(word,)) for word in ("flex", "native")]
+        [thread.start() for thread in threads]
+        together.wait(10)
+        found["here"] = finetrainers.stated_provider()
+        together.wait(10)
+        [thread.join() for thread in threads]
+    assert found == {"flex": "flex", "native": "native", "here": "flash"}
+    assert finetrainers.stated_provider() is None
+
+
+def test_tasks_have_providers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors()
+
+    async def run(word: str, ran: list[str]) -> tuple[str, str]:
+        with attention_provider(word):
+            await asyncio.sleep(0.01)
+            attention_dispatch(q, k, v, enable_gqa=True)
+            used = ran[-1]
+            await asyncio.sleep(0.01)
+            return word, used
+
+    async def all_of_them(ran: list[str]) -> list[tuple[str, str]]:
+        return await asyncio.gather(*(run(word, ran) for word in ("_native_math", "flex", "_native_flash")))
+
+    with spied(monkeypatch) as ran:
+        found = dict(asyncio.run(all_of_them(ran)))
+    assert found == {"_native_math": "math", "flex": "flex", "_native_flash": "sdpa_flash"}
+
+
+@pytest.mark.parametrize(
+    ("value", "outcome"), [("_native_math", "_native_math"), (None, "native"), ("falsh", "SpecError")]
+)
+def test_the_environment_names_the_provider_outside_of_blocks(value: str | None, outcome: str) -> None:
+    code = (
+        "from attn_core import SpecError, finetrainers\n"
+        "try: print(finetrainers.default_provider().value)\n"
+        "except SpecError as error: print('SpecError' if 'FINETRAINERS_ATTN_PROVIDER=' in str(error) else error)"
+    )
+    environment = {} if value is None else {"FINETRAINERS_ATTN_PROVIDER": value}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == outcome
+
+
+def test_the_provider_of_the_environment_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finetrainers, "DEFAULT", "_native_math")
+    with spied(monkeypatch) as ran:
+        attention_dispatch(*tensors(), enable_gqa=True)
+        with attention_provider("native"):
+            attention_dispatch(*tensors(), enable_gqa=True)
+    assert ran == ["math", "sdpa_flash"]
+    monkeypatch.setattr(finetrainers, "DEFAULT", "sage")
+    with pytest.raises(NoBackendError, match="sage"):
+        attention_dispatch(*tensors(), enable_gqa=True)
+
+
+# Which providers there are
+
+
+def test_the_list_of_this_machine_is_what_runs() -> None:
+    assert set(map(str, list_providers())) == set(ON_CPU)
+    for training, uses_mask in product((False, True), repeat=2):
+        listed = list_providers(training=training, uses_mask=uses_mask)
+        for provider in AttentionProvider:
+            assert (provider in listed) == runs(provider, training, uses_mask), (provider, training, uses_mask)
+
+
+def runs(provider: AttentionProvider, training: bool, uses_mask: bool) -> bool:
+    leaves = [tensor.requires_grad_(training) for tensor in tensors()]
+    try:
+        with attention_provider(provider):
+            mask = torch.from_numpy(KEEP4) if uses_mask else None
+            attention_dispatch(*leaves, mask, enable_gqa=True)
+    except NoBackendError:
+        return False
+    return True
+
+
+def listed(device: str, training: bool, uses_mask: bool, unavailable: Any = ()) -> set[str]:
+    target = Target("torch", device, unavailable)
+    return set(map(str, finetrainers.providers_on(target, training=training, uses_mask=uses_mask)))
+
+
+def test_the_hosts_table_on_a_machine_with_everything() -> None:
+    """docs/models/attention.md of the host: which providers are for which models."""
+    assert {"flash_varlen", "flex", "native"} <= listed("sm90", True, True)
+    assert {"flash", "flex", "native", "xformers"} <= listed("sm90", True, False)
+    assert {"flash_varlen", "flex", "native", "sage_varlen"} <= listed("sm90", False, True)
+    everyone = {"flash", "flash_varlen", "flex", "native", "sage", "sage_varlen", "xformers"}
+    assert everyone <= listed("sm90", False, False)
+    assert {"flash", "sage", "_native_flash"}.isdisjoint(listed("sm90", False, True))
+    assert not any("sage" in word for word in listed("sm90", True, False))
+    assert "_sage_qk_int8_pv_fp8_cuda_sm90" in listed("sm90", False, False) - listed("sm80", False, False)
+    without = tuple((name, "not installed") for name in ("flash2", "flash3", "flash4", "xformers", "sage"))
+    assert listed("sm90", True, True, without) >= {"flash_varlen", "native"}
+    assert {"xformers", "sage", "sage_varlen"}.isdisjoint(listed("sm90", False, False, without))
+
+
+# Compiled
+
+
+def test_compiled_without_a_break_on_the_provider_of_the_run(patched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    q, k, v = tensors()
+    added = torch.from_numpy(ADDED)
+    compiled = torch.compile(
+        lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    right = expected((q, k, v), bias=ADDED)[0]
+    with spied(monkeypatch) as ran:
+        close(compiled(q, k, v, added), right)
+        with attention_provider("flex"):
+            close(compiled(q, k, v, added), right)
+        with attention_provider("_native_cudnn"), pytest.raises(Exception, match="sdpa_cudnn"):
+            compiled(q, k, v, added)
+    assert ran == ["sdpa_flash", "flex"]
+
+
+def test_exported_programs_hold_our_op(patched: None) -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    program = torch.export.export(Layer(), tensors())
+    assert torch.ops.attn.forward.default in [node.target for node in program.graph.nodes]
+    close(program.module()(*tensors()), expected(tensors(), causal=True)[0])
+
+
+def test_compiled_lengths_may_change(patched: None) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+        fullgraph=True,
+        dynamic=True,
+        backend=counter,
+    )
+    for length in (5, 9, 17, 12):
+        qkv = tensors(length, length)
+        close(compiled(*qkv), expected(qkv, causal=True)[0])
+    assert counter.frame_count == 1
+
+
+def test_compiled_masks_of_keys_break_the_graph_and_are_right(patched: None) -> None:
+    torch._dynamo.reset()
+    q, k, v = tensors()
+    keep = torch.from_numpy(KEEP)
+
+    def layer(q: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q + 0, k, v, keep, enable_gqa=True) + 0
+
+    with attention_provider("flash_varlen"):
+        close(torch.compile(layer, backend="aot_eager")(q), expected((q, k, v), mask=KEEP4)[0])
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["backward in the block", "context_fn"])
+def test_checkpointing_recomputes_on_the_same_provider(inside: bool) -> None:
+    keep = torch.from_numpy(KEEP)
+
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention_dispatch(q * 2, k, v, keep, enable_gqa=True)
+
+    def gradients(function: Any, **options: Any) -> list[torch.Tensor]:
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors()]
+        with attention_provider("flash_varlen"):
+            loss = function(*leaves, **options).square().sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        return [leaf.grad for leaf in leaves]
+
+    options: dict[str, Any] = {"use_reentrant": False}
+    if not inside:
+        options["context_fn"] = lambda: (attention_provider("flash_varlen"), attention_provider("flash_varlen"))
+    right = gradients(layer)
+    found = gradients(lambda *leaves, **given: checkpoint(layer, *leaves, **given), **options)
+    assert all(torch.equal(one, other) for one, other in zip(found, right, strict=True))
+
+
+def test_the_page_s_examples_run() -> None:
+    page = Path(__file__).resolve().parent.parent / "docs/dropins/finetrainers.md"
+    original, blocks = F.scaled_dot_product_attention, re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert len(blocks) > 2
+    try:
+        for block in blocks:
+            exec(compile(block, page.name, "exec"), {"__name__": "example"})
+    finally:
+        F.scaled_dot_product_attention = original
+
+
+# JAX
+
+
+both = pytest.mark.parametrize("framework", BOTH, ids=str)
+
+
+@both
+def test_the_words_choose_the_kernel_of_attention(framework: Framework, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module(f"{framework.frontend.__name__}.finetrainers")
+    q = framework.zeros(1, 8, 2, 16)
+    with spied(monkeypatch) as ran:
+        for word in ("_native_math", "flex", AttentionProvider.FLASH, "native"):
+            with module.attention_provider(word):
+                framework.frontend.attention(q, q, q)
+    assert ran == ["math", "flex", "sdpa_flash", "sdpa_flash"]
+    with pytest.raises(NoBackendError, match="xformers"), module.attention_provider("xformers"):
+        framework.frontend.attention(q, q, q)
+    with pytest.raises(SpecError, match="did you mean"), module.attention_provider("xformer"):
+        pass
+    assert {"flash", "native", "_native_math"} <= set(map(str, module.list_providers(training=True)))
+
+
+def test_under_jit_the_words_have_functions_traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax_frontend.finetrainers import attention_provider as in_jax
+
+    q = JAX.zeros(1, 8, 2, 16)
+    with spied(monkeypatch) as ran:
+        program = jax.jit(lambda q: JAX.frontend.attention(q, q, q))
+        for word in ("_native_math", "native"):
+            with in_jax(word):
+                program(q).block_until_ready()
+    assert ran == ["math", "sdpa_flash"]

@@ -1,0 +1,155 @@
+"""Finetrainers' ``attention_dispatch`` for torch tensors, with one meaning on every provider.
+
+Without ``attention_kwargs``, and on the native provider, a call means what
+``torch.nn.functional.scaled_dot_product_attention`` means by the same arguments, and may stand in its place.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+
+from attn_core import finetrainers, override
+from attn_core.errors import SpecError
+from attn_core.finetrainers import NATIVE, AttentionProvider
+from attn_core.finetrainers_words import Words
+from attn_core.selection import NoBackendError, Target
+from torch_frontend.backends import here
+from torch_frontend.finetrainers_call import Call, check_heads, dense, on_provider, rephrased
+
+__all__ = ["AttentionProvider", "attention_dispatch", "attention_provider", "list_providers"]
+
+Tensor = torch.Tensor
+
+# The builtin itself: torch.nn.functional's name for it may be attention_dispatch by the time this is read again.
+_torch_attention = torch._C._nn.scaled_dot_product_attention
+
+
+def attention_provider(
+    provider: AttentionProvider | str = NATIVE,
+    *,
+    mesh: None = None,
+    convert_to_fp32: bool = True,
+    rotate_method: str = "allgather",
+) -> AbstractContextManager[AttentionProvider]:
+    """Runs the block's attention on a provider's kernel: ``attention_dispatch``, and ``attention`` as ``use_backend``.
+
+    Nests; safe with threads and asyncio tasks. An inner ``use_backend`` chooses another kernel for the same meaning.
+
+    Args:
+        provider: a name or a member of ``AttentionProvider``. native is automatic choice; any other runs or raises.
+        mesh: context parallelism is not offered; ``convert_to_fp32`` and ``rotate_method`` say how it would be done.
+
+    Raises:
+        SpecError: for a provider nobody knows, or a mesh.
+    """
+    return finetrainers.provided(provider, mesh, override.use_backend)
+
+
+def list_providers(*, training: bool = False, uses_mask: bool = False) -> list[AttentionProvider]:
+    """The providers that have a kernel on this machine, by what its backends claim.
+
+    Args:
+        training: whether it must have a gradient.
+        uses_mask: whether it must take a mask: of scores, on the varlen providers of keys.
+    """
+    return list(finetrainers.providers_on(Target.here("torch", here()), training=training, uses_mask=uses_mask))
+
+
+def attention_dispatch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    attention_kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Attention on the active provider: ``query [batch, heads, q_len, head_dim]``, and so the result.
+
+    Args:
+        key, value: ``[batch, kv_heads, kv_len, ...]``; fewer kv heads than heads need ``enable_gqa=True``.
+        attn_mask: bool, True = visible, or float, added; broadcastable to ``[batch, heads, q_len, kv_len]``. Two axes
+            are ``[q_len, kv_len]``; on the varlen providers ``[batch, kv_len]`` of keys, bool, and on flex and
+            xformers what the shape says. On flex also a ``BlockMask``.
+        is_causal: query i sees keys 0 to i, whatever the lengths.
+        attention_kwargs: ``window_size``, ``softcap``, ``alibi_slopes``, ``deterministic``, ``return_lse``,
+            ``cu_seqlens_q``, ``cu_seqlens_k``, ``max_seqlen_q``, ``max_seqlen_k``, by flash-attn's meaning, on whatever
+            provider; and what the host's kernels know besides, as far as it is what they do here.
+
+    Returns:
+        ``[batch, heads, q_len, value_dim]``; with ``return_lse`` also the log-sum-exp ``[batch, heads, q_len]``.
+
+    Raises:
+        SpecError and its kinds: for what means nothing, or nothing on this provider; NoBackendError: where the
+        provider's kernel cannot run the call, with every reason. On native, without ``attention_kwargs``, whatever no
+        backend takes is torch's own function's.
+    """
+    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if torch.compiler.is_compiling():
+        if attention_kwargs or finetrainers.DEFAULT != "native" or (attn_mask is not None and attn_mask.dim() == 2):
+            return _outside_the_graph(*call, attention_kwargs)
+        return _as_torch(call)  # on the provider's kernels, which the op asks for when it runs
+    provider = finetrainers.stated_provider() or finetrainers.default_provider()
+    if provider is NATIVE and not attention_kwargs:
+        return _as_torch(call)
+    return on_provider(provider, call, attention_kwargs)
+
+
+@torch.compiler.disable(reason="which provider is active decides what these arguments of attention_dispatch mean")
+def _outside_the_graph(*arguments: Any) -> Any:
+    return attention_dispatch(*arguments)
+
+
+def _as_torch(call: Call) -> Tensor:
+    """torch's meaning, on automatic choice or what ``use_backend`` asks for; torch's own function for all else."""
+    if _is_ours(call):
+        try:
+            check_heads(call)
+            return dense(rephrased(call), _NO_WORDS, None)[0]
+        except SpecError:  # what torch takes and we do not, or neither does: its own function knows
+            pass
+        except NoBackendError as error:
+            if error.selection.requested:
+                raise
+    return _torch_attention(*call[:6], scale=call.scale, enable_gqa=call.enable_gqa)
+
+
+_NO_WORDS = Words()
+_PLAIN = (Tensor, torch.nn.Parameter)
+_TRACED = (*_PLAIN, FakeTensor)  # torch.export shows the latter
+
+
+def _is_ours(call: Call) -> bool:
+    """Whether these are plain tensors, in a call whose result has the axes and rows of query."""
+    query, key, value, mask = call[:4]
+    eager = not torch.compiler.is_compiling()
+    for tensor in (query, key, value) if mask is None else (query, key, value, mask):
+        if type(tensor) not in (_PLAIN if eager else _TRACED) or tensor.layout is not torch.strided:
+            return False
+    rank, rows = query.dim(), query.shape[:-3]
+    if rank not in (2, 3, 4) or key.dim() != rank or value.dim() != rank:
+        return False
+    if key.shape[:-3] != rows or value.shape[:-3] != rows or query.device.type not in ("cpu", "cuda"):
+        return False
+    if 0 in query.shape or 0 in key.shape or 0 in value.shape:
+        return False
+    if mask is not None and (mask.dim() > rank or mask.dtype not in (torch.bool, torch.float32, query.dtype)):
+        return False
+    return not eager or _is_everyday()
+
+
+def _is_everyday() -> bool:
+    """Whether no transform is at work and torch's kernels are all allowed: what only torch's own function heeds."""
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return False
+    allowed = torch.backends.cuda
+    if not (allowed.flash_sdp_enabled() and allowed.mem_efficient_sdp_enabled()):
+        return False
+    return allowed.math_sdp_enabled() and allowed.cudnn_sdp_enabled()
