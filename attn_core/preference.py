@@ -106,8 +106,8 @@ def _launched_by_xla(name: str, spec: AttentionSpec, device: str) -> bool:
     """Whether a JAX program runs a fused kernel of this backend without Python."""
     if name == "jax_cudnn":
         return True
-    refuses = getattr(backends.load(name, backends.kind_of(device)), "program_refuses", None)
-    return refuses is not None and not refuses(spec, device)
+    backend = backends.load(name, backends.kind_of(device))
+    return backend is not None and backends.program_refusals(backend, spec, device) == ()
 
 
 def features(spec: AttentionSpec) -> Features:

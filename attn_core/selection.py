@@ -136,9 +136,8 @@ def lane_of(name: str | None, spec: AttentionSpec, target: Target) -> tuple[str,
     backend = backends.load(name, target.kind) if name else None
     if backend is None or target.framework != "jax" or backend.FRAMEWORK != "torch":
         return None
-    refuses = getattr(backend, "program_refuses", None)
-    why = () if refuses is None else refuses(spec, target.device)
-    return ("callback" if refuses is None or why else "compiled"), why
+    why = backends.program_refusals(backend, spec, target.device)
+    return ("compiled" if why == () else "callback"), why or ()
 
 
 def select(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] | None = None) -> Selection:

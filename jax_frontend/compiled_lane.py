@@ -73,10 +73,11 @@ def told(selection: Selection) -> Selection:
 
 def static_reasons(call: BridgedCall, backend: Any) -> tuple[str, ...]:
     """Why a call takes the callback lane, as far as data tell."""
-    if not hasattr(backend, "program_refuses"):
+    why = backends.program_refusals(backend, call.spec, call.device)
+    if why is None:
         return (f"{call.backend} hands out no compiled kernels",)
     apart = () if call.operands[0] != "qkv" else ("q, k and v in one array: a callback reads them in place",)
-    return (*apart, *backend.program_refuses(call.spec, call.device))
+    return (*apart, *why)
 
 
 def run(program: Any, call: BridgedCall, results: tuple[Any, ...], operands: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -134,6 +134,15 @@ def writes_into(backend: Backend) -> bool:
     return getattr(backend, "WRITES_INTO", False)
 
 
+def program_refusals(backend: Backend, spec: AttentionSpec, device: str) -> tuple[str, ...] | None:
+    """Why XLA cannot launch the kernels of a call by itself, as far as data tell; empty when it can.
+
+    None for a backend that hands out no kernels: only one with a ``program_refuses(spec, device)`` does.
+    """
+    refuses = getattr(backend, "program_refuses", None)
+    return None if refuses is None else refuses(spec, device)
+
+
 def own_warm_up(backend: Backend) -> Callable[[AttentionSpec], None] | None:
     """What a backend that compiles its kernels offers for doing so ahead, on the current device."""
     return getattr(backend, "warm_up", None)
