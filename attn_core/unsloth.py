@@ -176,7 +176,7 @@ def check_mask(meaning: Meaning, context: AttentionContext) -> None:
 
 def preference(config: AttentionConfig, framework: str, device: str) -> tuple[str, ...]:
     """The backends to try: the family that the config names, then automatic choice."""
-    return _preference(config.backend, framework, "cuda" if device.startswith("sm") else device)
+    return _preference(config.backend, framework, backends.kind_of(device))
 
 
 @lru_cache(maxsize=64)

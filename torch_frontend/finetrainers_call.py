@@ -14,6 +14,7 @@ from attn_core.finetrainers_words import Words, interpret
 from attn_core.kept_keys import kept_documents, offset_documents
 from attn_core.seq_info import SeqInfo, check_cu_seqlens
 from torch_frontend.attention import attention
+from torch_frontend.autocast import autocast_dtype, in_autocast
 from torch_frontend.finetrainers_masks import kept_keys, stated_mask
 from torch_frontend.kept_keys import attend_documents, attend_left
 from torch_frontend.plan import check_tensor
@@ -173,16 +174,7 @@ def rephrased(call: Call) -> Call:
     """
     if isinstance(call.scale, (int, float)) and call.scale <= 0:
         call = call._replace(query=call.query * (-1 if call.scale else 0), scale=-call.scale or 1.0)
-    kind = call.query.device.type
-    if not torch.is_autocast_enabled(kind):
-        return call
-    dtype = torch.get_autocast_dtype(kind)
-
-    def cast(tensor: Tensor | None) -> Any:
-        stays = tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64
-        return tensor if stays else tensor.to(dtype)  # type: ignore[union-attr]
-
-    query, key, value, mask = map(cast, call[:4])
+    query, key, value, mask = in_autocast(*call[:4])
     return call._replace(query=query, key=key, value=value, attn_mask=mask)
 
 
@@ -206,7 +198,7 @@ def _check_together(call: Call) -> None:
             raise ShapeError(f"{name}: expected [batch, heads, len, head_dim], got {list(tensor.shape)}")
         if tensor.shape[0] != query.shape[0]:
             raise ShapeError(f"{name}: expected the batch of query ({query.shape[0]}), got {tensor.shape[0]}")
-        if tensor.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
+        if tensor.dtype != query.dtype and autocast_dtype(query.device) is None:
             raise DTypeError(f"{name}: expected the dtype of query ({query.dtype}), got {tensor.dtype}; cast it")
     if key.shape[3] != query.shape[3]:
         raise ShapeError(f"key: expected the head_dim of query ({query.shape[3]}), got {key.shape[3]}")

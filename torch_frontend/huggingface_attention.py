@@ -10,6 +10,7 @@ import torch
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.seq_info import SeqInfo
 from torch_frontend.attention import attention
+from torch_frontend.autocast import in_autocast
 from torch_frontend.huggingface_described import DescribedMask, Visible
 
 Tensor = torch.Tensor
@@ -67,7 +68,7 @@ def attend(
         NoBackendError: when no backend, or not the one asked for, can run the call.
     """
     refuse(others)
-    q, k, v = (tensor.transpose(1, 2) for tensor in autocast(query, key, value))  # [batch, len, heads, head_dim]
+    q, k, v = (tensor.transpose(1, 2) for tensor in in_autocast(query, key, value))  # [batch, len, heads, head_dim]
     visible, mask, bias = split(attention_mask, module, is_causal, sliding_window, (q.shape[1], k.shape[1]))
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
@@ -141,15 +142,6 @@ def refuse(others: Mapping[str, Any]) -> None:
         }.get(name, "this attention has no such option")
         shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise SpecError(f"{name}={shown}: {remedy}" if len(shown) < 80 else f"{name}: {remedy}")
-
-
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in autocast's dtype where it is on, as torch's own attention takes them."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(tensor.to(dtype) if tensor.dtype != torch.float64 else tensor for tensor in tensors)
 
 
 def split(

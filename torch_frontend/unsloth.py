@@ -22,6 +22,7 @@ from attn_core.unsloth import (
     preference,
 )
 from torch_frontend.attention import attention
+from torch_frontend.autocast import autocast_dtype
 from torch_frontend.backends import available_here
 from torch_frontend.plan import check_tensor, device_name
 
@@ -77,7 +78,7 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
     meaning = interpret(config, context)
     mask, bias = split_mask(meaning, context)
     info = SeqInfo.coerce(context.seq_info)
-    q, k, v = (tensor.transpose(1, 2) for tensor in in_autocast(Q, K, V))  # [bsz, len, heads, head_dim]
+    q, k, v = (tensor.transpose(1, 2) for tensor in halved(Q, K, V))  # [bsz, len, heads, head_dim]
     if info is not None:
         q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [bsz * len, heads, head_dim]
     out = attention(
@@ -101,12 +102,11 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
     return out if out.dtype == Q.dtype else out.to(Q.dtype)
 
 
-def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors as ``torch.autocast`` would have attention's: float32 ones in its dtype while it is on."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
+def halved(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors, float32 ones in autocast's dtype while it is on."""
+    dtype = autocast_dtype(tensors[0].device)
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(kind)
     return tuple(tensor.to(dtype) if tensor.dtype == torch.float32 else tensor for tensor in tensors)
 
 

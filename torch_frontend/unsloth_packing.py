@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from attn_core.errors import ShapeError, SpecError
+from attn_core.seq_info import SeqInfo
 
 __all__ = [
     "build_sdpa_packed_attention_mask",
@@ -36,10 +37,8 @@ def get_packed_info_from_kwargs(kwargs: Mapping[str, Any], device: Any) -> Packe
     host = lengths.cpu()
     if (host < 0).any():
         raise SpecError(f"packed_seq_lengths: expected lengths of 0 or more, got {int(host.min())}")
-    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    offsets[1:] = host.cumsum(0)
-    longest = int(host.max()) if len(lengths) else 0
-    return host.to(device, torch.int32), offsets.to(device), longest
+    info = SeqInfo.from_lengths(host.tolist(), array=torch.from_numpy)
+    return host.to(device, torch.int32), info.cu_seqlens_q.to(device), info.max_len_q
 
 
 def build_sdpa_packed_attention_mask(
