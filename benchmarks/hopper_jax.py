@@ -54,8 +54,9 @@ def _beside_torch(what: str, named: tuple[str, ...], fastest: str) -> Group:
     for name in named:
         group.speed(f"backend={name!r} beside torch", f"attention in JAX {name}", f"attention in torch {name}", 0.97)
     group.speed(f"backend={fastest!r} beside jax.nn", f"attention in JAX {fastest}", "jax.nn cudnn", GOALS[what])
-    group.speed(f"automatic choice ({_choice(what)}) beside jax.nn", "attention in JAX", "jax.nn cudnn", GOALS[what])
-    group.speed(f"automatic choice ({_choice(what)}) beside tokamax", "attention in JAX", "tokamax mosaic", 1.0)
+    chosen = choice(LARGE, what)
+    group.speed(f"automatic choice ({chosen}) beside jax.nn", "attention in JAX", "jax.nn cudnn", GOALS[what])
+    group.speed(f"automatic choice ({chosen}) beside tokamax", "attention in JAX", "tokamax mosaic", 1.0)
     return group
 
 
@@ -65,8 +66,9 @@ def tokamax() -> Callable[..., Any]:
     return partial(tokamax.dot_product_attention, is_causal=True, implementation="mosaic")
 
 
-def _choice(what: str) -> str | None:
-    q, k, v, _ = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes(LARGE))
+def choice(shape: Shape, what: str) -> str | None:
+    """The backend that JAX's automatic choice takes."""
+    q, k, v, _ = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes(shape))
     return jax_frontend.explain(q, k, v, causal=True, needs_backward=what == TRAINING).backend
 
 
@@ -80,18 +82,19 @@ def arrays(shape: Shape) -> list[jax.Array]:
     return [jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, sizes(shape), strict=True)]
 
 
-def jitted(function: Callable[..., Any], what: str) -> Turn:
-    q, k, v, dout = arrays(LARGE)
+def jitted(function: Callable[..., Any], what: str, shape: Shape = LARGE, calls: int = 1) -> Turn:
+    """A function of q, k and v, or its output and gradients, as one program; ``calls`` of attention are in it."""
+    q, k, v, dout = arrays(shape)
     if what == FORWARD:
         forward = jax.jit(function)
-        return jax_turn(lambda: forward(q, k, v))
+        return jax_turn(lambda: forward(q, k, v), calls)
 
     def gradients(q: Any, k: Any, v: Any, dout: Any) -> Any:
         out, pull = jax.vjp(function, q, k, v)
         return out, pull(dout)
 
     both = jax.jit(gradients)
-    return jax_turn(lambda: both(q, k, v, dout))
+    return jax_turn(lambda: both(q, k, v, dout), calls)
 
 
 def callback_lane() -> list[Group]:
@@ -134,13 +137,17 @@ def _torch_chain(backend: str) -> Turn:
     return host_turn(chain, CHAIN)
 
 
-def jax_chain(function: Callable[..., Any]) -> Turn:
-    q, k, v, _ = arrays(TINY)
+def chained(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
+    """So many calls, each on the last one's output."""
 
-    @jax.jit
     def chain(last: Any, k: Any, v: Any) -> Any:
-        for _ in range(CHAIN):
+        for _ in range(calls):
             last = function(last, k, v)
         return last
 
-    return jax_turn(lambda: chain(q, k, v), CHAIN)
+    return chain
+
+
+def jax_chain(function: Callable[..., Any]) -> Turn:
+    """A chain of tiny calls."""
+    return jitted(chained(function, CHAIN), FORWARD, TINY, CHAIN)

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 import jax_frontend
 from benchmarks import hopper_jax
-from benchmarks.hopper_group import Group, Shape, Turn, jax_turn
+from benchmarks.hopper_group import Group, Shape, Turn
 from benchmarks.hopper_torch import FORWARD, TRAINING
 from benchmarks.measure import median_ratio, medians
 
@@ -42,10 +38,13 @@ def _group(shape: Shape, what: str) -> Group:
     call = partial(jax_frontend.attention, causal=True)
     names = [name for name in NAMES if what == FORWARD or name != "flash3"]
     makers: dict[str, Callable[[], Turn]] = {
-        f"attention in JAX {name}": partial(_chain, partial(call, backend=name), shape, what) for name in names
+        f"attention in JAX {name}": partial(
+            hopper_jax.jitted, hopper_jax.chained(partial(call, backend=name), CHAIN), what, shape, CHAIN
+        )
+        for name in names
     }
     group.measure(makers, calls=10, rounds=7)
-    chosen = _choice(shape, what)
+    chosen = hopper_jax.choice(shape, what)
     best = min(medians(group.seconds).items(), key=lambda item: item[1])[0].rpartition(" ")[2] if group.seconds else ""
     label = f"automatic choice ({chosen}) beside the fastest ({best})"
     if f"attention in JAX {chosen}" in group.seconds:
@@ -54,27 +53,3 @@ def _group(shape: Shape, what: str) -> Group:
     else:
         group.missing(label, f"not run: {chosen} is not among the candidates", "<= 1.25")
     return group
-
-
-def _choice(shape: Shape, what: str) -> str | None:
-    q, k, v, _ = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in hopper_jax.sizes(shape))
-    return jax_frontend.explain(q, k, v, causal=True, needs_backward=what == TRAINING).backend
-
-
-def _chain(function: Callable[..., Any], shape: Shape, what: str) -> Turn:
-    q, k, v, dout = hopper_jax.arrays(shape)
-
-    def chain(last: Any, k: Any, v: Any) -> Any:
-        for _ in range(CHAIN):
-            last = function(last, k, v)
-        return last
-
-    @jax.jit
-    def trained(q: Any, k: Any, v: Any, dout: Any) -> Any:
-        out, pull = jax.vjp(chain, q, k, v)
-        return out, pull(dout)
-
-    forward = jax.jit(chain)
-    if what == FORWARD:
-        return jax_turn(lambda: forward(q, k, v), CHAIN)
-    return jax_turn(lambda: trained(q, k, v, dout), CHAIN)
