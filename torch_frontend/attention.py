@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from attn_core import override
 from attn_core.backends import Inputs
@@ -13,10 +14,11 @@ from attn_core.options import Options, checked, flag, normalise_window, requeste
 from attn_core.selection import Selection
 from attn_core.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.spec import AttentionSpec
-from torch_frontend import offsets, ops, plan
+from torch_frontend import autocast, autograd, offsets, ops, plan, transforms
 
 Tensor = torch.Tensor
 _is_compiling, _is_grad_enabled, _requested = torch.compiler.is_compiling, torch.is_grad_enabled, override.requested
+_is_autocast_on, _is_transformed = autocast.is_on, transforms.are_active
 Window = int | tuple[int | None, int | None] | None
 
 
@@ -64,14 +66,16 @@ def attention(
             float32 (float64 for float64 inputs); -inf for a row that sees nothing, whose output and gradients are 0.
 
     Returns:
-        The output, of q's rank with value_dim channels; or ``(output, lse)``.
+        The output, of q's rank with value_dim channels and q's dtype; or ``(output, lse)``. Where ``torch.autocast`` is
+        on, q, k, v and bias are taken in its dtype, float64 ones apart, and the output is in that.
 
     Raises:
         ShapeError, DTypeError, DeviceError, SpecError: for arguments that describe no call.
         NoBackendError: when no backend, or not the one asked for, can run it; the message has every reason.
     """
     no_extras = mask is None and bias is None and alibi_slopes is None and sinks is None and seq_info is None
-    if not no_extras or dropout or type(window) is list or _is_compiling():
+    seen = _is_compiling() or _is_autocast_on() or _is_transformed() or forward_ad._current_level >= 0
+    if seen or not no_extras or dropout or type(window) is list:
         tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
         return attend(*gathered(tensors, seq_info, options, dropout_rng), backend)
@@ -106,7 +110,7 @@ def attention(
     if made.shortcut is not None:
         out, lse = made.shortcut(q, k, v)
     elif needs_backward:
-        return plan.Attention.apply(made, q, k, v)
+        return autograd.Attention.apply(made, q, k, v)
     else:
         out, lse = made.forward(made.spec, Inputs(q, k, v))
     return (out, lse) if return_lse else out
@@ -162,11 +166,13 @@ def gathered(
         if tensor is not None or name in ("q", "k", "v"):
             plan.check_tensor(name, tensor)
     q, k, v, mask, bias, alibi_slopes, sinks = tensors
+    q, k, v, bias = autocast.in_autocast(q, k, v, bias)
     plan.check_gradient_free("alibi_slopes", alibi_slopes)
     if torch.compiler.is_compiling():  # numbers may be symbols here; the op checks their values when it runs
         for name in ("causal", "deterministic", "return_lse"):
             flag(name, getattr(options, name))
-        options = options._replace(window=normalise_window(options.window, options.causal))
+        window = normalise_window(options.window, options.causal)
+        options = options._replace(window=window, dropout=options.dropout or 0.0)  # 0.0 itself may be a symbol
     else:
         options = checked(options)
     info = SeqInfo.coerce(seq_info)
@@ -203,9 +209,10 @@ def _gradients_wanted(inputs: Inputs) -> tuple[bool, bool]:
 
 
 def attend(inputs: Inputs, options: Options, backend: Any) -> Any:
-    """The call with every feature: eager through a plan, or through the ops while a compiler looks on."""
+    """The call with every feature: eager through a plan, or through the ops while a compiler or transform looks on."""
     needs_backward, bias_gradient = _gradients_wanted(inputs)
-    if torch.compiler.is_compiling():
+    transformed = transforms.at_work()
+    if transformed or _is_compiling():
         left, right = options.window  # type: ignore[misc]
         names = requested_names(backend)
         plain = ops.PlainOptions(
@@ -224,14 +231,15 @@ def attend(inputs: Inputs, options: Options, backend: Any) -> Any:
             bias_gradient,
             None if names is None else list(names),
         )
-        out, lse = ops.traced(inputs, plain)
+        out, lse = (transforms if transformed else ops).traced(inputs, plain)
         return (out, lse) if options.return_lse else out
     requested = requested_names(backend) or override.requested()
     made = plan.plan(plan.metadata(inputs), options, needs_backward, bias_gradient, requested)
     check_offsets(made.spec, inputs)
-    if needs_backward:
-        return plan.Attention.apply(made, *inputs)
-    out, lse = plan.run_forward(made, inputs)
+    with autocast.switched_off(inputs.q.device):
+        if needs_backward:
+            return autograd.Attention.apply(made, *inputs)
+        out, lse = plan.run_forward(made, inputs)
     return (out, lse) if options.return_lse else out
 
 

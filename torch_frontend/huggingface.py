@@ -14,7 +14,6 @@ import torch
 
 from attn_core import backends
 from attn_core.errors import SpecError
-from torch_frontend import huggingface_masks
 from torch_frontend.huggingface_attention import LAYER_BACKEND, attend
 
 __all__ = ["NAME", "register", "set_layer_backends", "unregister"]
@@ -68,6 +67,8 @@ def register() -> None:
     """
     from transformers import AttentionInterface, PreTrainedModel
     from transformers.masking_utils import AttentionMaskInterface
+
+    from torch_frontend import huggingface_masks
 
     for name, backend in implementations().items():
         AttentionInterface.register(name, partial(attend, backend=backend) if backend else attend)

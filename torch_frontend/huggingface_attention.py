@@ -10,8 +10,8 @@ import torch
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.seq_info import SeqInfo
 from torch_frontend.attention import attention
-from torch_frontend.autocast import in_autocast
 from torch_frontend.huggingface_described import DescribedMask, Visible
+from torch_frontend.plan import smaller
 
 Tensor = torch.Tensor
 
@@ -68,7 +68,7 @@ def attend(
         NoBackendError: when no backend, or not the one asked for, can run the call.
     """
     refuse(others)
-    q, k, v = (tensor.transpose(1, 2) for tensor in in_autocast(query, key, value))  # [batch, len, heads, head_dim]
+    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))  # [batch, len, heads, head_dim]
     visible, mask, bias = split(attention_mask, module, is_causal, sliding_window, (q.shape[1], k.shape[1]))
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
@@ -105,11 +105,14 @@ def placed(operands: Operands, visible: Visible) -> tuple[Operands, str]:
     """
     q, k, v, mask, bias = operands
     keys, alignment = visible.keys, "bottom_right"
-    seen = visible.offset + q.shape[1]
-    if visible.right == 0 and seen < k.shape[1]:
+    seen, causal = visible.offset + q.shape[1], visible.right == 0
+    first = torch.compiler.is_compiling() and causal and visible.offset == 0  # lengths may be symbols: ask nothing
+    if first:
+        seen = smaller(seen, k.shape[1])
+    if first or (causal and seen < k.shape[1]):
         k, v = k[:, :seen], v[:, :seen]
         keys, bias = (None if table is None else table[..., :seen] for table in (keys, bias))
-    elif seen != k.shape[1]:
+    if first or seen != k.shape[1]:
         alignment = "top_left"  # the offset is 0, or there is no band to place
     if keys is not None:
         mask = keys[:, None, None, :]  # [batch, 1, 1, kv_len]; what is visible comes with no mask of its own

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from transformers import masking_utils  # here, for older compilers trace no import of a lazy module
 
 from attn_core.errors import SpecError
 from attn_core.seq_info import SeqInfo
@@ -52,12 +53,10 @@ def mask(
     Returns:
         DescribedMask, or bool ``[batch, 1, q_length, kv_length]``.
     """
-    from transformers.masking_utils import sdpa_mask
-
     if isinstance(attention_mask, DescribedMask):  # made ahead by generate, and shown to the model's mask function
         return attention_mask
     build = partial(
-        sdpa_mask,
+        masking_utils.sdpa_mask,
         batch_size,
         q_length,
         kv_length,
@@ -129,8 +128,6 @@ def promised(function: Callable[..., Any], options: dict[str, Any]) -> Pattern |
     transformers' two skip flags promise that nothing was added to plain causal or bidirectional attention; the size of
     a band is a window where the config knows windows and not chunks.
     """
-    from transformers import masking_utils
-
     if function is masking_utils.causal_mask_function:
         return Pattern(right=0)
     if function is masking_utils.bidirectional_mask_function:
@@ -146,8 +143,6 @@ def promised(function: Callable[..., Any], options: dict[str, Any]) -> Pattern |
 
 def read(function: Callable[..., Any]) -> Pattern | None:
     """The pattern of one of transformers' mask functions, or None for a function that is not among those known."""
-    from transformers import masking_utils
-
     if function is masking_utils.causal_mask_function:
         return Pattern(right=0)
     if function is masking_utils.bidirectional_mask_function:

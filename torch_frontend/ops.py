@@ -2,11 +2,13 @@
 
 Eager calls go from a plan straight to the backend. Under torch.compile and torch.export the same steps happen inside
 these two opaque ops, which take the call as plain arguments: shapes may be symbolic outside, and are real inside. Eager
-never calls them, so their autograd registration costs eager nothing.
+calls them under transforms alone (torch_frontend.transforms), so their autograd registration costs eager nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +16,10 @@ import torch
 from attn_core import override
 from attn_core.backends import NAMES, Gradients, Inputs
 from attn_core.options import Options
-from torch_frontend.plan import Plan, gradients_in_order, metadata, plan, run_backward, run_forward
+from torch_frontend import folding
+from torch_frontend.autocast import switched_off
+from torch_frontend.autograd import gradients_in_order
+from torch_frontend.plan import Plan, metadata, plan, run_backward, run_forward
 
 Tensor = torch.Tensor
 
@@ -24,7 +29,11 @@ _SCHEMA = (
     "SymInt? window_right, float? softcap, float? scale, SymInt? max_len_q, SymInt? max_len_k, float dropout, "
     "bool deterministic, bool return_lse, bool needs_backward, bool bias_gradient, str[]? backend"
 )
-_OPTIONS_AT = len(Inputs._fields)
+TENSORS = 10
+"""How many tensors the schema has: the first fields of ``Inputs``."""
+
+ASKED = "use_backend"
+"""Before a call's names of backends: what ``use_backend`` asks for when the op runs comes before them."""
 
 
 class PlainOptions(NamedTuple):
@@ -46,6 +55,11 @@ class PlainOptions(NamedTuple):
     backend: list[str] | None
 
 
+def from_call(call: Sequence[Any]) -> tuple[Inputs, PlainOptions]:
+    """The arguments of ``attn::forward`` as what they are."""
+    return Inputs(*call[:TENSORS]), PlainOptions(*call[TENSORS:])
+
+
 def _op_plan(inputs: Inputs, plain: PlainOptions, chosen: Tensor | None = None) -> Plan:
     """The plan of a call; for a backward, on the backend that the forward chose."""
     options = Options(
@@ -61,20 +75,23 @@ def _op_plan(inputs: Inputs, plain: PlainOptions, chosen: Tensor | None = None) 
         return_lse=plain.return_lse,
     )
     requested = tuple(plain.backend) if plain.backend else override.requested()
+    if requested and requested[0] == ASKED:
+        requested = override.requested() or requested[1:]
     if chosen is not None:
         requested = (NAMES[int(chosen)],)
     return plan(metadata(inputs), options, plain.needs_backward, plain.bias_gradient, requested)
 
 
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    inputs, plain = Inputs(*arguments[:_OPTIONS_AT]), PlainOptions(*arguments[_OPTIONS_AT:])
+    inputs, plain = from_call(arguments)
     made = _op_plan(inputs, plain)
-    out, lse = run_forward(made, inputs)
+    with switched_off(inputs.q.device):
+        out, lse = run_forward(made, inputs)
     return out.contiguous(), lse.contiguous(), torch.tensor(NAMES.index(made.backend))
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = Inputs(*arguments[:_OPTIONS_AT])
+    inputs = Inputs(*arguments[:TENSORS])
     q, heads, tokens = inputs.q, inputs.q.shape[-2], inputs.q.shape[-3]
     out = q.new_empty((*q.shape[:-1], inputs.v.shape[-1]))
     rows = (heads, tokens) if inputs.cu_seqlens_q is not None else (q.shape[0], heads, tokens)
@@ -84,39 +101,100 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _backward_op(*arguments: Any) -> tuple[Tensor, ...]:
     dout, dlse, out, lse, chosen, *call = arguments
-    inputs, plain = Inputs(*call[:_OPTIONS_AT]), PlainOptions(*call[_OPTIONS_AT:])
-    found = run_backward(_op_plan(inputs, plain, chosen), inputs, out, lse, dout, dlse)
+    inputs, plain = from_call(call)
+    with switched_off(inputs.q.device):
+        found = run_backward(_op_plan(inputs, plain, chosen), inputs, out, lse, dout, dlse)
     nothing = inputs.q.new_empty(0)
     return tuple(nothing.clone() if gradient is None else gradient.contiguous() for gradient in found)
 
 
 def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     call = arguments[5:]
-    inputs, plain = Inputs(*call[:_OPTIONS_AT]), PlainOptions(*call[_OPTIONS_AT:])
+    inputs, plain = from_call(call)
     wanted = (*inputs[:3], inputs.bias if plain.bias_gradient else None, inputs.sinks)
     return tuple(inputs.q.new_empty(0) if t is None else t.new_empty(t.shape) for t in wanted)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.plain = PlainOptions(*inputs[_OPTIONS_AT:])
-    ctx.save_for_backward(*inputs[:_OPTIONS_AT], *output)
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """What the backward of ``attn::forward`` needs."""
+    ctx.plain = PlainOptions(*inputs[TENSORS:])
+    ctx.save_for_backward(*inputs[:TENSORS], *output)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
+def differentiate(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any, *, backward: Any = None
+) -> tuple[Any, ...]:
+    """The gradients of ``attn::forward``'s arguments, by ``attn::backward`` or what stands for it."""
     *tensors, out, lse, chosen = ctx.saved_tensors
     plain: PlainOptions = ctx.plain
-    found = torch.ops.attn.backward(dout, dlse if plain.return_lse else None, out, lse, chosen, *tensors, *plain)
+    backward = backward or torch.ops.attn.backward
+    found = backward(dout, dlse if plain.return_lse else None, out, lse, chosen, *tensors, *plain)
+    gradients = _asked_for(found, Inputs(*tensors), plain)
+    return *gradients_in_order(gradients, len(tensors)), *(None,) * len(plain)
+
+
+def _asked_for(found: Sequence[Tensor], inputs: Inputs, plain: PlainOptions) -> Gradients:
+    """The results of ``attn::backward`` without those that stand for nothing."""
     dbias = found[3] if plain.bias_gradient else None
-    dsinks = found[4] if Inputs(*tensors).sinks is not None else None
-    return (
-        *gradients_in_order(Gradients(found[0], found[1], found[2], dbias, dsinks), len(tensors)),
-        *(None,) * len(plain),
+    return Gradients(found[0], found[1], found[2], dbias, None if inputs.sinks is None else found[4])
+
+
+def refuse_second_derivative(ctx: Any, *_: Any) -> None:
+    """Stands where the derivative of ``attn::backward`` would be."""
+    raise RuntimeError("attention has no second derivative: its backward cannot be differentiated again")
+
+
+def mapped_forward(run: Any, info: Any, in_dims: tuple[Any, ...], *call: Any) -> folding.Found:
+    """vmap of ``run``, which is ``attn::forward`` or stands for it."""
+    inputs, plain = from_call(call)
+    return folding.forward(
+        lambda *tensors: run(*tensors[:TENSORS], *plain),
+        info.batch_size,
+        inputs,
+        Inputs(*in_dims[:TENSORS]),
+        plain.dropout,
     )
 
 
-def _refuse_second_derivative(ctx: Any, *_: Any) -> None:
-    raise RuntimeError("attention has no second derivative: its backward cannot be differentiated again")
+def mapped_backward(run: Any, info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> folding.Found:
+    """vmap of ``run``, which is ``attn::backward`` or stands for it."""
+    inputs, plain = from_call(arguments[5:])
+    return folding.backward(
+        lambda *tensors: run(*tensors[: 5 + TENSORS], *plain),
+        info.batch_size,
+        arguments[:5],
+        in_dims[:5],
+        inputs,
+        Inputs(*in_dims[5 : 5 + TENSORS]),
+        plain.dropout,
+        summed=plain.bias_gradient or inputs.sinks is not None,
+    )
+
+
+def mapped_gradients(
+    made: Plan, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
+) -> Gradients:
+    """A plan's gradients by ``attn::backward``, which has a rule for the vmap that is at work."""
+    spec = made.spec
+    plain = PlainOptions(
+        spec.causal,
+        spec.alignment,
+        *spec.window,
+        spec.softcap,
+        spec.scale,
+        spec.max_len_q,
+        spec.max_len_k,
+        spec.dropout,
+        spec.deterministic,
+        spec.return_lse,
+        spec.needs_backward,
+        spec.bias_gradient,
+        [made.backend],
+    )
+    chosen = torch.tensor(NAMES.index(made.backend))
+    found = torch.ops.attn.backward(dout, dlse, out, lse, chosen, *inputs[:TENSORS], *plain)
+    return _asked_for(found, inputs, plain)
 
 
 # torch's compiler caches keep programs by the names of their ops: once released, a changed schema needs a new op name.
@@ -130,11 +208,13 @@ _library.define(
 for _name, _body, _fake in (("forward", _forward_op, _forward_fake), ("backward", _backward_op, _backward_fake)):
     _library.impl(_name, _body, "CompositeExplicitAutograd")
     torch.library.register_fake(f"attn::{_name}", _fake, lib=_library)
-torch.library.register_autograd("attn::forward", _differentiate, setup_context=_save, lib=_library)
-torch.library.register_autograd("attn::backward", _refuse_second_derivative, lib=_library)
+torch.library.register_autograd("attn::forward", differentiate, setup_context=save, lib=_library)
+torch.library.register_autograd("attn::backward", refuse_second_derivative, lib=_library)
+for _name, _rule in (("forward", mapped_forward), ("backward", mapped_backward)):
+    torch.library.register_vmap(f"attn::{_name}", partial(_rule, getattr(torch.ops.attn, _name)), lib=_library)
 
 
 def traced(inputs: Inputs, plain: PlainOptions) -> tuple[Tensor, Tensor]:
     """(out, lse) through the op."""
-    out, lse, _ = torch.ops.attn.forward(*inputs, *plain)
+    out, lse, _ = torch.ops.attn.forward(*inputs[:TENSORS], *plain)
     return out, lse

@@ -1,4 +1,4 @@
-"""From tensors to a backend's forward and backward: the plan of a call, and the autograd function of eager calls."""
+"""From tensors to a backend's forward and backward: the plan of a call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from attn_core import backends
 from attn_core.backends import Gradients, Inputs
@@ -84,13 +83,13 @@ def plan(
     one_row = spec.packed and len(metadata[0][0]) == 4 if metadata[0] else False
     name = selection.backend or ""
     if spec.empty:
-        return Plan(spec, name, _empty_forward, _empty_backward, one_row)
+        return Plan(spec, name, empty_forward, _empty_backward, one_row)
     shortcut, device = backends.shortcut(module, spec), metadata[0][2] if metadata[0] else torch.device("cpu")
-    forward, backward = (_on_device(function, device) for function in (module.forward, module.backward))
-    return Plan(spec, name, forward, backward, one_row, _on_device(shortcut, device), backends.writes_into(module))
+    forward, backward = (on_device(function, device) for function in (module.forward, module.backward))
+    return Plan(spec, name, forward, backward, one_row, on_device(shortcut, device), backends.writes_into(module))
 
 
-def _on_device(function: Any, device: torch.device) -> Any:
+def on_device(function: Any, device: torch.device) -> Any:
     """The function, run with its tensors' GPU as the current one: Triton's kernels start on whichever is current.
 
     Where there is one GPU, or none, the function itself.
@@ -118,8 +117,8 @@ def question(
     requested: str | tuple[str, ...] | None,
 ) -> tuple[AttentionSpec, Target, str | tuple[str, ...] | None]:
     """What ``select`` is asked: the spec, the target and the requested backends."""
-    facts = Arrays(*(entry and _facts(*entry) for entry in metadata))  # type: ignore[arg-type]
-    spec = build_spec(facts, options, needs_backward=needs_backward, bias_gradient=bias_gradient)
+    arrays = Arrays(*(entry and facts(*entry) for entry in metadata))  # type: ignore[arg-type]
+    spec = build_spec(arrays, options, needs_backward=needs_backward, bias_gradient=bias_gradient)
     device = metadata[0][2] if metadata[0] else torch.device("cpu")
     return spec, Target.here("torch", device_name(device)), requested_names(requested)
 
@@ -129,7 +128,7 @@ def metadata(inputs: Inputs) -> tuple[Metadata | None, ...]:
     return tuple(None if t is None else (t.shape, t.dtype, t.device) for t in inputs[: len(Arrays._fields)])
 
 
-def _facts(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> ArrayFacts:
+def facts(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> ArrayFacts:
     if not isinstance(dtype, torch.dtype):  # numpy's arrays have a shape, a dtype and a device "cpu", too
         raise TypeError(f"expected a torch.dtype, got {dtype!r}")
     return ArrayFacts(tuple(shape), str(dtype).removeprefix("torch."), str(device))
@@ -187,7 +186,7 @@ def _four_dimensional(inputs: Inputs) -> Inputs:
     return inputs
 
 
-def _empty_forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:
+def empty_forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
     return inputs.q.new_zeros(spec.out_shape), inputs.q.new_full(spec.lse_shape, -torch.inf, dtype=lse_dtype)
 
@@ -197,35 +196,6 @@ def _empty_backward(spec: AttentionSpec, inputs: Inputs, *_: Any) -> Gradients:
     dsinks = torch.zeros_like(inputs.sinks) if spec.sinks else None
     dq, dk, dv = (torch.zeros_like(tensor) for tensor in inputs[:3])
     return Gradients(dq, dk, dv, dbias, dsinks)
-
-
-class Attention(torch.autograd.Function):
-    """A planned call with its backend's own backward. Arguments: the plan, then the fields of ``Inputs``."""
-
-    @staticmethod
-    def forward(ctx: Any, made: Plan, *tensors: Tensor | None) -> Any:
-        if len(tensors) == 3:  # q, k, v alone: nothing to reshape
-            out, lse = made.forward(made.spec, Inputs(*tensors))
-        else:
-            out, lse = run_forward(made, Inputs(*tensors))
-        ctx.made = made
-        ctx.save_for_backward(*tensors, out, lse)
-        ctx.set_materialize_grads(False)
-        return (out, lse) if made.spec.return_lse else out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
-        *tensors, out, lse = ctx.saved_tensors
-        made, inputs = ctx.made, Inputs(*tensors)
-        if len(tensors) == 3 and dout is not None:
-            return (None, *made.backward(made.spec, inputs, out, lse, dout, dlse)[:3])
-        return None, *gradients_in_order(run_backward(made, inputs, out, lse, dout, dlse), len(tensors))
-
-
-def gradients_in_order(found: Gradients, count: int) -> tuple[Tensor | None, ...]:
-    """Gradients in the order of the first ``count`` fields of ``Inputs``: q, k, v, mask, bias, alibi_slopes, ..."""
-    return (*found[:3], None, found.dbias, None, found.dsinks, None, None, None)[:count]
 
 
 def check_tensor(name: str, value: Any) -> None:
@@ -243,3 +213,12 @@ def check_gradient_free(name: str, value: Tensor | None) -> None:
     """Raises SpecError for a tensor whose gradient nobody computes."""
     if value is not None and value.requires_grad and torch.is_grad_enabled():
         raise SpecError(f"{name}: expected requires_grad=False, its gradient is not defined here; pass {name}.detach()")
+
+
+def smaller(one: Any, other: Any) -> Any:
+    """The smaller of two lengths, without a guard on symbols; Dynamo turns ``min`` of symbols into that itself."""
+    return (
+        torch.sym_min(one, other)
+        if isinstance(one, torch.SymInt) or isinstance(other, torch.SymInt)
+        else min(one, other)
+    )

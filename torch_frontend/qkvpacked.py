@@ -11,7 +11,7 @@ from attn_core import override
 from attn_core.backends import Gradients, Inputs
 from attn_core.call import ArrayFacts, check_qkv_as_one
 from attn_core.options import Options, requested_names
-from torch_frontend import plan
+from torch_frontend import autocast, autograd, plan, transforms
 from torch_frontend.attention import Window, attend, check_offsets, gathered
 
 Tensor = torch.Tensor
@@ -48,8 +48,9 @@ def attention_qkvpacked(
     facts = ArrayFacts(tuple(qkv.shape), str(qkv.dtype).removeprefix("torch."), str(qkv.device))
     check_qkv_as_one(facts, seq_info is not None)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
+    (qkv,) = autocast.in_autocast(qkv)
     learns = torch.is_grad_enabled() and qkv.requires_grad
-    if torch.compiler.is_compiling() or not learns:
+    if not learns or torch.compiler.is_compiling() or transforms.at_work():
         tensors = (*qkv.unbind(-3), mask, bias, alibi_slopes, sinks)
         return attend(*gathered(tensors, seq_info, options, dropout_rng), backend)
     tensors = (*qkv.detach().unbind(-3), mask, bias, alibi_slopes, sinks)
@@ -58,11 +59,12 @@ def attention_qkvpacked(
     requested = requested_names(backend) or override.requested()
     made = plan.plan(plan.metadata(inputs), options, True, bias_gradient, requested)
     check_offsets(made.spec, inputs)
-    return QkvAttention.apply(made, qkv, *inputs[3:])
+    with autocast.switched_off(qkv.device):
+        return QkvAttention.apply(made, qkv, *inputs[3:])
 
 
 class QkvAttention(torch.autograd.Function):
-    """``plan.Attention`` of one tensor. Arguments: the plan, qkv, then the fields of ``Inputs`` from mask on."""
+    """``autograd.Attention`` of one tensor. Arguments: the plan, qkv, then the fields of ``Inputs`` from mask on."""
 
     @staticmethod
     def forward(ctx: Any, made: plan.Plan, qkv: Tensor, *rest: Tensor | None) -> Any:
@@ -76,11 +78,14 @@ class QkvAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
         qkv, *rest, out, lse = ctx.saved_tensors
+        inputs = Inputs(*qkv.unbind(-3), *rest)
+        if not autograd.is_everyday(dout, dlse):
+            found = autograd.guarded_backward(ctx.made, inputs, out, lse, dout, dlse)
+            return None, torch.stack(found[:3], -3), *autograd.gradients_in_order(found, len(inputs))[3:]
         dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
         places = Gradients(*dqkv.unbind(-3))
-        inputs = Inputs(*qkv.unbind(-3), *rest)
         found = plan.run_backward(ctx.made, inputs, out, lse, dout, dlse, into=places)
         for place, gradient in zip(places[:3], found[:3], strict=True):
             if gradient is not place and gradient.data_ptr() != place.data_ptr():
                 place.copy_(gradient)
-        return None, dqkv, *plan.gradients_in_order(found, len(inputs))[3:]
+        return None, dqkv, *autograd.gradients_in_order(found, len(inputs))[3:]

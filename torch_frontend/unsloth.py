@@ -22,8 +22,8 @@ from attn_core.unsloth import (
     preference,
 )
 from torch_frontend.attention import attention
-from torch_frontend.autocast import autocast_dtype
 from torch_frontend.backends import available_here
+from torch_frontend.ops import ASKED
 from torch_frontend.plan import check_tensor, device_name
 
 __all__ = [
@@ -78,7 +78,7 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
     meaning = interpret(config, context)
     mask, bias = split_mask(meaning, context)
     info = SeqInfo.coerce(context.seq_info)
-    q, k, v = (tensor.transpose(1, 2) for tensor in halved(Q, K, V))  # [bsz, len, heads, head_dim]
+    q, k, v = (tensor.transpose(1, 2) for tensor in (Q, K, V))  # [bsz, len, heads, head_dim]
     if info is not None:
         q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [bsz * len, heads, head_dim]
     out = attention(
@@ -95,19 +95,16 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
         seq_info=info,
         dropout=meaning.dropout,
         deterministic=meaning.deterministic,
-        backend=override.requested() or preference(config, "torch", device_name(Q.device)),
+        backend=_backends(preference(config, "torch", device_name(Q.device))),
     )
     if info is not None:  # [bsz * q_len, heads, value_dim]
         out = out.reshape(context.bsz, context.q_len, context.n_heads, V.shape[3])
     return out if out.dtype == Q.dtype else out.to(Q.dtype)
 
 
-def halved(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors, float32 ones in autocast's dtype while it is on."""
-    dtype = autocast_dtype(tensors[0].device)
-    if dtype is None:
-        return tensors
-    return tuple(tensor.to(dtype) if tensor.dtype == torch.float32 else tensor for tensor in tensors)
+def _backends(preferred: tuple[str, ...]) -> tuple[str, ...]:
+    """What ``use_backend`` asks for, else the preferred ones; compiled code finds that out when it runs."""
+    return (ASKED, *preferred) if torch.compiler.is_compiling() else override.requested() or preferred
 
 
 def split_mask(meaning: Meaning, context: AttentionContext) -> tuple[Tensor | None, Tensor | None]:

@@ -69,7 +69,8 @@ def slow_attention_softcapping(
         self: the layer; its ``config`` has ``query_pre_attn_scalar`` and ``attn_logit_softcapping``.
 
     Returns:
-        ``[bsz, q_len, n_heads * head_dim]`` in Q's dtype; 0 for queries that see nothing.
+        ``[bsz, q_len, n_heads * head_dim]`` in Q's dtype, or that of ``torch.autocast`` where it is on; 0 for queries
+        that see nothing.
 
     Raises:
         ShapeError, DTypeError, SpecError: for what does not fit, before any kernel runs.

@@ -30,6 +30,7 @@ from attn_core.flex_program import Signature, flex, program
 from attn_core.kernel_limits import tables
 from attn_core.spec import AttentionSpec
 from attn_core.support import Build, Support
+from attn_core.torch_recording import recording
 
 FRAMEWORK = "torch"
 REQUIRES = "torch>=2.11 with its triton"
@@ -152,8 +153,8 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         if given.places is not None:
             clean = contained(spec, given.places, inputs, (q, dout), (k, v))
             q, dout, k, v = clean.tensors
-        leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-        with torch.enable_grad():
+        with recording():
+            leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
             results = _attend(spec, leaves[0], leaves[1], leaves[2], given)
             asked = (dout,) if dlse is None else (dout, dlse)
             dq, dk, dv = torch.autograd.grad(results[: len(asked)], leaves, asked)
