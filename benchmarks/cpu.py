@@ -27,6 +27,7 @@ import torch.nn.functional as functional
 
 import jax_frontend
 import torch_frontend
+from benchmarks import dropins
 from benchmarks.measure import environment, median_difference, median_ratio, medians, side_by_side
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,6 +89,31 @@ def _torch_candidates(mode: str) -> dict[str, Callable[[], Any]]:
         "torch": lambda: torch.autograd.grad(theirs(), heads, dout_heads),
         "attention": lambda: torch.autograd.grad(ours(), rows, dout),
     }
+
+
+def dropin_overhead() -> list[dict[str, Any]]:
+    """Microseconds of each drop-in's call above attention() with the same arguments, without gradients."""
+    found = []
+    with _one_thread(), torch.no_grad():
+        for name, (theirs, ours) in dropins.calls(TINY, "cpu", torch.float32).items():
+            seconds = side_by_side({"attention": ours, "drop-in": theirs}, calls=2000, rounds=25)
+            extra = median_difference(seconds, "drop-in", "attention") * 1e6
+            found.append(_figure(f"drop-in: {name}", "microseconds above attention", extra, 10.0, "<=", seconds))
+    hook, plain = _flax_calls()
+    seconds = side_by_side({"attention": plain, "drop-in": hook}, calls=1000, rounds=25)
+    extra = median_difference(seconds, "drop-in", "attention") * 1e6
+    name = "drop-in: Flax's attention_fn under jax.jit"
+    return [*found, _figure(name, "microseconds above attention", extra, 10.0, "<=", seconds)]
+
+
+def _flax_calls() -> tuple[Callable[[], Any], Callable[[], Any]]:
+    from jax_frontend import flax_hook
+
+    q = jnp.ones(TINY)
+    attend = flax_hook.attention_fn(causal=True)
+    hook = jax.jit(lambda q: attend(q, q, q))
+    plain = jax.jit(lambda q: jax_frontend.attention(q, q, q, causal=True))
+    return lambda: hook(q).block_until_ready(), lambda: plain(q).block_until_ready()
 
 
 def jax_speed() -> list[dict[str, Any]]:
@@ -209,7 +235,7 @@ def main() -> int:
         "--write", action="store_true", help="write benchmarks/results/cpu.json and docs/performance.md"
     )
     write = parser.parse_args().write
-    figures = [*import_time(), *torch_overhead(), *bridge_cost(), *jax_speed()]
+    figures = [*import_time(), *torch_overhead(), *dropin_overhead(), *bridge_cost(), *jax_speed()]
     result = {"environment": environment(), "cores": psutil.cpu_count(), "figures": figures}
     print(table(figures))
     if write:

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from attn_core import finetrainers, override
 from attn_core.errors import SpecError
-from attn_core.finetrainers import NATIVE, AttentionProvider
+from attn_core.finetrainers import KERNELS, NATIVE, AttentionProvider
 from attn_core.finetrainers_words import Words
 from attn_core.selection import NoBackendError, Target
+from torch_frontend.attention import attention
 from torch_frontend.backends import here
 from torch_frontend.finetrainers_call import Call, check_heads, dense, on_provider, rephrased
 
@@ -27,6 +29,7 @@ Tensor = torch.Tensor
 
 # The builtin itself: torch.nn.functional's name for it may be attention_dispatch by the time this is read again.
 _torch_attention = torch._C._nn.scaled_dot_product_attention
+_is_compiling, _modes = torch.compiler.is_compiling, torch._C._len_torch_function_stack
 
 
 def attention_provider(
@@ -91,15 +94,69 @@ def attention_dispatch(
         provider's kernel cannot run the call, with every reason. On native, without ``attention_kwargs``, whatever no
         backend takes is torch's own function's.
     """
-    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if torch.compiler.is_compiling():
+    if _is_compiling():
+        call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if attention_kwargs or finetrainers.DEFAULT != "native" or (attn_mask is not None and attn_mask.dim() == 2):
             return _outside_the_graph(*call, attention_kwargs)
         return _as_torch(call)  # on the provider's kernels, which the op asks for when it runs
+    if _modes() and (shown := _shown_to_modes(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)):
+        return shown[0]
     provider = finetrainers.stated_provider() or finetrainers.default_provider()
-    if provider is NATIVE and not attention_kwargs:
-        return _as_torch(call)
-    return on_provider(provider, call, attention_kwargs)
+    native = provider is NATIVE and not attention_kwargs
+    plain = attn_mask is None and not attention_kwargs and not dropout_p
+    if plain and _is_simple(query, key, value, is_causal, enable_gqa) and (not native or _is_everyday()):
+        try:
+            return _simply(query, key, value, is_causal, scale, override.requested() or KERNELS[provider] or None)
+        except SpecError:  # named below, or native's: what torch takes and we do not, a scale of 0, say
+            pass
+        except NoBackendError as error:
+            if not native or error.selection.requested:
+                raise
+    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return _as_torch(call) if native else on_provider(provider, call, attention_kwargs)
+
+
+def _is_simple(query: Any, key: Any, value: Any, is_causal: Any, enable_gqa: Any) -> bool:
+    """Whether these are plain tensors ``[batch, heads, len, head_dim]`` that fit, in a call without anything unusual.
+
+    What most calls are; the checks of all others cost more than a small kernel.
+    """
+    if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor:
+        return False
+    q, k, v = query.shape, key.shape, value.shape
+    if len(q) != 4 or len(k) != 4 or k[0] != q[0] or k[3] != q[3] or v[:3] != k[:3] or len(v) != 4:
+        return False
+    if (k[1] != q[1] and not (enable_gqa and k[1] and not q[1] % k[1])) or (is_causal and q[2] != k[2]):
+        return False
+    if query.layout is not torch.strided or key.layout is not torch.strided or value.layout is not torch.strided:
+        return False
+    return 0 not in q and 0 not in k and v[3] != 0 and query.device.type in ("cpu", "cuda")
+
+
+def _simply(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None, names: Any) -> Tensor:
+    out = attention(
+        query.transpose(1, 2),  # [batch, heads, len, head_dim] -> [batch, len, heads, head_dim]
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        causal=causal,
+        alignment="top_left",
+        scale=scale,
+        backend=names,
+    )
+    return out.transpose(1, 2)  # type: ignore[no-any-return]
+
+
+def _shown_to_modes(*arguments: Any) -> tuple[Any] | None:
+    """What a ``TorchFunctionMode`` that is active makes of the call, as it would of torch's own function.
+
+    One compares the function it is shown with ``F.scaled_dot_product_attention``, and so finds it where this stands in
+    its place. Tensor subclasses are torch's own function's, which shows them itself. None where nobody looks.
+    """
+    given = arguments[:3]
+    if not has_torch_function_variadic(*given) or not all(type(tensor) in _PLAIN for tensor in given):
+        return None
+    options = {"scale": arguments[6], "enable_gqa": arguments[7]}
+    return (handle_torch_function(attention_dispatch, given, *arguments[:6], **options),)
 
 
 @torch.compiler.disable(reason="which provider is active decides what these arguments of attention_dispatch mean")
@@ -149,7 +206,7 @@ def _is_everyday() -> bool:
     """Whether no transform is at work and torch's kernels are all allowed: what only torch's own function heeds."""
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return False
-    allowed = torch.backends.cuda
-    if not (allowed.flash_sdp_enabled() and allowed.mem_efficient_sdp_enabled()):
+    allowed = torch._C
+    if not (allowed._get_flash_sdp_enabled() and allowed._get_mem_efficient_sdp_enabled()):
         return False
-    return allowed.math_sdp_enabled() and allowed.cudnn_sdp_enabled()
+    return allowed._get_math_sdp_enabled() and allowed._get_cudnn_sdp_enabled()  # type: ignore[no-any-return]

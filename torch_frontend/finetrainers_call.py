@@ -17,7 +17,7 @@ from torch_frontend.attention import attention
 from torch_frontend.autocast import autocast_dtype, in_autocast
 from torch_frontend.finetrainers_masks import kept_keys, stated_mask
 from torch_frontend.kept_keys import attend_documents, attend_left
-from torch_frontend.plan import check_tensor
+from torch_frontend.plan import check_tensor, smaller
 
 Tensor = torch.Tensor
 Found = tuple[Tensor, Tensor | None]
@@ -58,15 +58,16 @@ def dense(call: Call, words: Words, backend: tuple[str, ...] | None) -> Found:
     query, key, value, mask, dropout, causal, scale, _ = call
     anchored = words.window is not None or words.alibi_slopes is not None
     q_len, kv_len = query.shape[-2], key.shape[-2]
-    if causal and q_len != kv_len:
+    if causal and torch.compiler.is_compiling():  # of symbols nothing is asked; attention_kwargs are not compiled
+        key, value, mask = _seen(smaller(q_len, kv_len), key, value, mask)
+    elif causal and q_len != kv_len:
         if anchored:
             raise SpecError(
                 f"is_causal with window_size or alibi_slopes, q_len {q_len} and kv_len {kv_len}: expected equal "
                 "lengths; is_causal counts from the first key, flash-attn's window_size and alibi_slopes from the last"
             )
-        if kv_len > q_len:  # nobody sees the keys behind; without them every kernel's alignment is the same
-            key, value = key[..., :q_len, :], value[..., :q_len, :]
-            mask = mask[..., :q_len] if mask is not None and mask.dim() and mask.shape[-1] == kv_len else mask
+        if kv_len > q_len:
+            key, value, mask = _seen(q_len, key, value, mask)
     missing = 4 - query.dim()
     if missing:  # axes of 1 in front
         query, key, value = (tensor[(None,) * missing] for tensor in (query, key, value))
@@ -91,6 +92,13 @@ def dense(call: Call, words: Words, backend: tuple[str, ...] | None) -> Found:
     out, lse = found if words.return_lse else (found, None)
     out = out.transpose(1, 2)
     return out[(0,) * missing] if missing else out, lse
+
+
+def _seen(length: int, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The keys up to the last query's: nobody sees those behind, and without them all kernels' alignments are one."""
+    if mask is not None and mask.dim() and mask.shape[-1] == key.shape[-2]:
+        mask = mask[..., :length]
+    return key[..., :length, :], value[..., :length, :], mask
 
 
 def _on_kept_keys(provider: AttentionProvider, call: Call, words: Words, names: tuple[str, ...] | None) -> Found:

@@ -1,0 +1,121 @@
+"""Calls of Finetrainers' attention_dispatch by argument, and the float64 reference beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from frameworks import as_numpy
+
+from attn_core import AttentionSpec, accuracy, reference
+from attn_core.backends import Inputs
+from torch_frontend.finetrainers import attention_dispatch, attention_provider
+
+BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN, HEAD_DIM = 2, 6, 3, 5, 7, 11
+
+
+def tensors(
+    q_len: int = Q_LEN,
+    kv_len: int = KV_LEN,
+    value_dim: int = HEAD_DIM,
+    batch: int = BATCH,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """query, key and value as the host lays them out, ``[batch, heads, len, head_dim]``; the same numbers anywhere."""
+    random = torch.Generator().manual_seed(0)
+    shapes = ((HEADS, q_len, HEAD_DIM), (KV_HEADS, kv_len, HEAD_DIM), (KV_HEADS, kv_len, value_dim))
+    return tuple(torch.randn(batch, *shape, generator=random).to(device, dtype) for shape in shapes)
+
+
+def described(
+    qkv: Any, *, mask: Any = None, bias: Any = None, slopes: Any = None, **fields: Any
+) -> tuple[AttentionSpec, Inputs]:
+    """A call for the reference; mask, bias and slopes are arrays, fields those of the spec."""
+    q, k, v = (as_numpy(tensor).swapaxes(1, 2) for tensor in qkv)  # [batch, len, heads, head_dim]
+    mask, bias = (None if given is None else np.asarray(given) for given in (mask, bias))
+    spec = AttentionSpec(
+        **{"batch": len(q), "q_len": q.shape[1], "kv_len": k.shape[1], "num_heads": HEADS, "num_kv_heads": KV_HEADS},
+        **{"head_dim": HEAD_DIM, "value_dim": v.shape[-1], "dtype": "float32", "alignment": "top_left", **fields},
+        mask_shape=None if mask is None else mask.shape,
+        bias_shape=None if bias is None else bias.shape,
+        alibi_shape=None if slopes is None else slopes.shape,
+    )
+    return spec, Inputs(q, k, v, mask, bias, slopes)
+
+
+def expected(qkv: Any, **call: Any) -> Any:
+    """The reference's (output, log-sum-exp) in the host's layout; ``call`` as ``described`` takes it."""
+    out, lse = reference.forward(*described(qkv, **call))
+    return out.swapaxes(1, 2), lse
+
+
+def close(found: Any, right: Any) -> None:
+    np.testing.assert_allclose(as_numpy(found), right, atol=2e-5, rtol=0)
+
+
+def judged(out: Any, lse: Any, qkv: Any, **call: Any) -> accuracy.Accuracy:
+    """How an output in the host's layout, and where there is one the log-sum-exp, keep within the dtype's bounds."""
+    spec, inputs = described(qkv, **call, dtype=str(out.dtype).removeprefix("torch."))
+    own = as_numpy(out).swapaxes(1, 2)  # [batch, q_len, heads, value_dim]
+    return accuracy.expect(spec, inputs).judge(out=own, lse=None if lse is None else as_numpy(lse))
+
+
+KEEP = np.array([[0, 0, 1, 1, 1, 0, 1], [1, 1, 0, 1, 0, 0, 0]], bool)  # left padding and a hole; right padding and one
+RANDOM = np.random.default_rng(1)
+TABLE = RANDOM.random((BATCH, HEADS, Q_LEN, KV_LEN)) < 0.7
+ADDED = RANDOM.normal(size=(BATCH, 1, Q_LEN, KV_LEN)).astype(np.float32)
+SLOPES = np.geomspace(0.5, 0.01, HEADS).astype(np.float32)
+KEEP4 = KEEP[:, None, None, :]
+
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    # name: (arguments, the spec's fields, how a refusal names it)
+    "plain": ({}, {}, ""),
+    "scale": ({"scale": 0.7}, {"scale": 0.7}, ""),
+    "scale below 0": ({"scale": -0.7}, {"scale": -0.7}, ""),
+    "is_causal": ({"is_causal": True}, {"causal": True}, ""),
+    "keys": ({"attn_mask": KEEP4}, {"mask": KEEP4}, "mask"),
+    "keys and causal": ({"attn_mask": KEEP4, "is_causal": True}, {"mask": KEEP4, "causal": True}, "mask"),
+    "table": ({"attn_mask": TABLE}, {"mask": TABLE}, "mask"),
+    "table and causal": ({"attn_mask": TABLE, "is_causal": True}, {"mask": TABLE, "causal": True}, "mask"),
+    "added": ({"attn_mask": ADDED}, {"bias": ADDED}, "bias|attn_mask"),
+    "window": ({"window_size": (2, 1)}, {"window": (2, 1), "alignment": "bottom_right"}, "window"),
+    "left window": ({"window_size": [3, -1]}, {"window": (3, None), "alignment": "bottom_right"}, "window"),
+    "no window": ({"window_size": (-1, -1)}, {}, ""),
+    "softcap": ({"softcap": 1.5}, {"softcap": 1.5}, "softcap=1.5"),
+    "no softcap": ({"softcap": 0.0}, {}, ""),
+    "slopes": ({"alibi_slopes": SLOPES}, {"slopes": SLOPES, "alignment": "bottom_right"}, "alibi_slopes"),
+    "deterministic": ({"deterministic": True}, {}, "deterministic"),
+    "return_lse": ({"return_lse": True}, {}, "return_lse"),
+    "dropout": ({"dropout_p": 1e-9}, {}, "dropout=1e-09"),
+    "window and keys": (
+        {"window_size": (2, 1), "attn_mask": KEEP4},
+        {"mask": KEEP4, "window": (2, 1), "alignment": "bottom_right"},
+        "window",
+    ),
+    "softcap and keys": ({"softcap": 1.5, "attn_mask": KEEP4}, {"softcap": 1.5, "mask": KEEP4}, "softcap|mask"),
+    "lse and keys": ({"return_lse": True, "attn_mask": KEEP4}, {"mask": KEEP4}, "mask|return_lse"),
+}
+
+FIRST_EIGHT = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+def dispatched(word: str, qkv: Any, arguments: dict[str, Any]) -> Any:
+    """attention_dispatch on a provider; arrays among the arguments go where the query is."""
+
+    def own(value: Any) -> Any:
+        given = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        return given.to(qkv[0].device) if isinstance(given, torch.Tensor) else given
+
+    placed = {name: own(value) for name, value in arguments.items()}
+    direct = {name: value for name, value in placed.items() if name in FIRST_EIGHT}
+    kwargs = {name: value for name, value in placed.items() if name not in FIRST_EIGHT}
+    with attention_provider(word):
+        return attention_dispatch(*qkv, **{"enable_gqa": True, **direct}, attention_kwargs=kwargs or None)
+
+
+def with_scale_above_0(qkv: Any, fields: dict[str, Any]) -> Any:
+    """A negative scale as the reference takes it: query turned around."""
+    return (qkv[0] * float(np.sign(fields.get("scale", 1))), *qkv[1:])

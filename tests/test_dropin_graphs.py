@@ -1,0 +1,120 @@
+"""The drop-ins inside a CUDA graph: captured once, replayed with other numbers, equal to the calls themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch_frontend  # noqa: E402
+from attn_core import unsloth  # noqa: E402
+from torch_frontend import NoBackendError  # noqa: E402
+from torch_frontend.finetrainers import attention_dispatch, attention_provider  # noqa: E402
+
+pytestmark = pytest.mark.cuda
+
+BATCH, LENGTH, HEADS, KV_HEADS, DIM = 2, 96, 4, 2, 64
+Call = Callable[[Any, Any, Any], Any]
+"""A call on q, k, v ``[batch, heads, length, head_dim]``."""
+
+
+def dispatched(word: str, **arguments: Any) -> Call:
+    def call(q: Any, k: Any, v: Any) -> Any:
+        with attention_provider(word):
+            return attention_dispatch(q, k, v, enable_gqa=True, **arguments)
+
+    return call
+
+
+def of_unsloth(word: str) -> Call:
+    config = torch_frontend.AttentionConfig(word, KV_HEADS, HEADS // KV_HEADS)
+    context = torch_frontend.AttentionContext(BATCH, LENGTH, LENGTH, HEADS, DIM, sliding_window=17)
+    return lambda q, k, v: torch_frontend.run_attention(config=config, context=context, Q=q, K=k, V=v)
+
+
+def packed(word: str) -> Call:
+    """Rows of documents, whose offsets are on the GPU."""
+    lengths = torch.tensor([40, 100, 52], dtype=torch.int32, device="cuda")
+    offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    config = torch_frontend.AttentionConfig(word, KV_HEADS, HEADS // KV_HEADS)
+    context = torch_frontend.AttentionContext(
+        BATCH, LENGTH, LENGTH, HEADS, DIM, seq_info=(lengths, offsets, 100), attention_mask=None
+    )
+    return lambda q, k, v: torch_frontend.run_attention(config=config, context=context, Q=q, K=k, V=v)
+
+
+def of_attention(backend: str | None) -> Call:
+    def call(q: Any, k: Any, v: Any) -> Any:
+        rows = (tensor.transpose(1, 2) for tensor in (q, k, v))  # [batch, length, heads, head_dim]
+        return torch_frontend.attention(*rows, causal=True, backend=backend)
+
+    return call
+
+
+def masked(word: str) -> Call:
+    """A mask of keys on the GPU, which a varlen provider packs away without a look at it."""
+    keep = torch.ones(BATCH, LENGTH, dtype=torch.bool, device="cuda")
+    keep[0, 70:] = False
+    return dispatched(word, attn_mask=keep)
+
+
+CALLS: dict[str, Callable[[], Call]] = {
+    "attention, automatic": lambda: of_attention(None),
+    "attention, flash2": lambda: of_attention("flash2"),
+    "attention, sdpa_flash": lambda: of_attention("sdpa_flash"),
+    "attention_dispatch, native": lambda: dispatched("native", is_causal=True),
+    "attention_dispatch, flash": lambda: dispatched("flash", is_causal=True),
+    "attention_dispatch, _native_flash": lambda: dispatched("_native_flash", is_causal=True),
+    "attention_dispatch, flash_varlen": lambda: masked("flash_varlen"),
+    "run_attention, flash_dense": lambda: of_unsloth(unsloth.FLASH_DENSE),
+    "run_attention, sdpa": lambda: of_unsloth(unsloth.SDPA),
+    "run_attention, packed": lambda: packed(unsloth.FLASH_VARLEN),
+}
+
+
+def numbers(seed: int) -> list[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((BATCH, heads, LENGTH, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    return [torch.randn(shape, generator=generator).to("cuda", torch.bfloat16) for shape in shapes]
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["forward", "training"])
+@pytest.mark.parametrize("name", CALLS)
+def test_captured_and_replayed_with_other_numbers(name: str, trained: bool) -> None:
+    call = CALLS[name]()
+
+    def step(given: list[Any]) -> list[Any]:
+        out = call(*given)
+        return [out, *torch.autograd.grad(out, given, torch.ones_like(out))] if trained else [out]
+
+    static = [tensor.requires_grad_(trained) for tensor in numbers(0)]
+    try:
+        warm_up(step, static)
+    except NoBackendError as error:  # a package that is not there
+        pytest.skip(str(error).partition("\n")[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(static)
+    for seed in (1, 2):
+        fresh = [tensor.requires_grad_(trained) for tensor in numbers(seed)]
+        with torch.no_grad():
+            for target, source in zip(static, fresh, strict=True):
+                target.copy_(source)
+        graph.replay()
+        torch.cuda.synchronize()
+        for found, right in zip(captured, step(fresh), strict=True):  # a gradient's sums may be in any order
+            torch.testing.assert_close(found, right, atol=0.02 if trained else 0.0, rtol=0.02 if trained else 0.0)
+
+
+def warm_up(step: Callable[[list[Any]], Any], given: list[Any]) -> None:
+    """A few steps on another stream, as torch asks for before a capture: kernels compile and workspaces are made."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step(given)
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
