@@ -15,10 +15,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from attn_core.errors import ShapeError, SpecError
+from attn_core.seq_info import SeqInfo
 from jax_frontend.attention import attention
+from jax_frontend.flax_layer import Rotary, token_positions
+from jax_frontend.flax_refusals import (
+    check_dropout,
+    check_one_causal_query,
+    check_positions,
+    check_precision,
+    refuse_weights,
+)
 
 _ARRAYS = ("alibi_slopes", "sinks", "seq_info")
 
@@ -33,6 +41,7 @@ def attention_fn(
     alibi_slopes: Any = None,
     sinks: Any = None,
     seq_info: Any = None,
+    rotary: Rotary | None = None,
     bitwise_deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
 ) -> AttentionFn:
@@ -45,6 +54,9 @@ def attention_fn(
             host's own ``is_causal`` (top_left), bottom_right inside the documents of a seq_info, and otherwise refuses
             to guess one for a causal, window or alibi_slopes given here. A layer in decode mode is such a call: its
             cache is longer than its one query, and only its mask knows where that query stands.
+        rotary: ``(q, k, positions) -> (q, k)``, as in our ``Attention`` layers: applied to the projected heads, with
+            the positions that the layer is called with (``input_positions`` of ``flax.nnx``), else counted from each
+            row's or document's start. Refused where queries and keys differ in length, as in decode mode.
         bitwise_deterministic: the kernels' promise of equal bits on every run (``deterministic=`` in
             ``jax_frontend.attention``); in Flax ``deterministic`` means "no dropout".
 
@@ -59,6 +71,7 @@ def attention_fn(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         seq_info=seq_info,
+        rotary=rotary,
         bitwise_deterministic=bitwise_deterministic,
         backend=backend,
     )
@@ -76,6 +89,7 @@ class AttentionFn:
     alibi_slopes: Any
     sinks: Any
     seq_info: Any
+    rotary: Rotary | None
     bitwise_deterministic: bool
     backend: str | tuple[str, ...] | None
 
@@ -99,6 +113,7 @@ class AttentionFn:
         attn_weights_value_einsum: Callable[..., Any] | None = None,
         promote_dtype: Callable[..., Any] | None = None,
         is_causal: bool = False,
+        input_positions: jax.Array | None = None,
     ) -> jax.Array:
         """Attention with the meaning of Flax's ``dot_product_attention``.
 
@@ -115,7 +130,8 @@ class AttentionFn:
             force_fp32_for_softmax: always so here (float64 for float64), whatever is passed.
             einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: refused: kernels run no einsum.
             promote_dtype: the NNX form, ``promote_dtype((query, key, value), dtype=dtype)``, instead of the above.
-            is_causal: query ``i`` sees keys ``0..i`` (top_left).
+            is_causal: query ``i`` sees keys ``0..i`` (top_left); refused for one query of a cache.
+            input_positions: ints ``[batch..., length]``, where rotary says what they are for; refused without it.
 
         Returns:
             ``[batch..., q_len, heads, value_dim]``.
@@ -124,15 +140,23 @@ class AttentionFn:
             SpecError, ShapeError: naming the keyword that cannot be honoured.
             NoBackendError: when no backend can run the call, with every reason.
         """
-        _refuse_weights(module, einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)
+        refuse_weights(module, einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)
         query, key, value = _promoted((query, key, value), dtype, promote_dtype)
-        _check_precision(precision, query.dtype)
+        check_precision(precision, query.dtype)
         batch = _batch_axes(query, key, value)
         dropping = not deterministic and dropout_rate != 0
         if dropping:
-            _check_dropout(broadcast_dropout, dropout_rng, dropout_rate)
+            check_dropout(broadcast_dropout, dropout_rng, dropout_rate)
+        query, key, value = (array.reshape(math.prod(batch), *array.shape[-3:]) for array in (query, key, value))
+        check_positions(input_positions, self.rotary, query.shape[1], key.shape[1])
+        if is_causal and self.alignment is None:
+            check_one_causal_query(query.shape[1], key.shape[1], mask)
+        if self.rotary is not None:
+            query, key = self._rotated(query, key, _row_positions(input_positions, batch, query.shape[1]))
         out = attention(
-            *(array.reshape(math.prod(batch), *array.shape[-3:]) for array in (query, key, value)),
+            query,
+            key,
+            value,
             causal=self.causal or is_causal,
             alignment=self._alignment(query.shape[-3], key.shape[-3]),
             window=self.window,
@@ -169,6 +193,13 @@ class AttentionFn:
             )
         return "top_left"
 
+    def _rotated(self, query: jax.Array, key: jax.Array, positions: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """``[batch, length, heads, head_dim]`` each, turned, in the dtypes they had."""
+        assert self.rotary is not None
+        where = token_positions(positions, SeqInfo.coerce(self.seq_info), *query.shape[:2])
+        turned = self.rotary(query, key, where)
+        return turned[0].astype(query.dtype), turned[1].astype(key.dtype)
+
     def _identity(self) -> tuple[Any, ...]:
         named = ((field.name, getattr(self, field.name)) for field in fields(self))
         return tuple(id(value) if name in _ARRAYS else value for name, value in named)
@@ -198,6 +229,18 @@ def _batch_axes(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int
     return query.shape[:-3]
 
 
+def _row_positions(positions: Any, batch: tuple[int, ...], length: int) -> jax.Array | None:
+    """``[batch..., length]`` positions, or what broadcasts to it, as ``[batch, length]``."""
+    if positions is None:
+        return None
+    given = jnp.asarray(positions)
+    full = (*batch, length)
+    missing = len(full) - given.ndim
+    if missing < 0 or any(size not in (1, axis) for size, axis in zip(given.shape, full[missing:], strict=True)):
+        raise ShapeError(f"input_positions: expected [batch..., length] = {list(full)}, got {list(given.shape)}")
+    return jnp.broadcast_to(given, full).reshape(math.prod(batch), length)
+
+
 def _four_axes(name: str, array: jax.Array, batch: tuple[int, ...]) -> jax.Array:
     """A mask or bias of up to ``[batch..., heads, q, kv]`` as four axes, ``[batch or 1, heads, q, kv]``."""
     rank = len(batch) + 3
@@ -210,42 +253,3 @@ def _four_axes(name: str, array: jax.Array, batch: tuple[int, ...]) -> jax.Array
     if any(size not in (1, full) for size, full in zip(lead, batch, strict=True)):
         raise ShapeError(f"{name}: expected batch axes broadcastable to {list(batch)}, got {list(lead)}")
     return jnp.broadcast_to(array.reshape(shape), (*batch, *tail)).reshape(math.prod(batch), *tail)
-
-
-def _check_dropout(broadcast_dropout: bool, dropout_rng: Any, dropout_rate: float) -> None:
-    if broadcast_dropout:
-        raise SpecError(
-            f"broadcast_dropout=True with dropout_rate={dropout_rate}: every softmax weight is dropped on its own "
-            "here, and no kernel shares one dropout mask over batch and heads; build the layer with "
-            "broadcast_dropout=False"
-        )
-    if dropout_rng is None:
-        raise SpecError(f"dropout_rng=None: expected a JAX random key for dropout_rate={dropout_rate}")
-
-
-def _check_precision(precision: Any, dtype: Any) -> None:
-    """``DEFAULT`` allows any accuracy; more is promised by no kernel, and JAX gives it a meaning in float32 only."""
-    for each in precision if isinstance(precision, tuple) else (precision,):
-        plain = isinstance(each, lax.Precision) or each in (None, "default", "fastest", "high", "highest")
-        wants_more = each not in (None, lax.Precision.DEFAULT, "default", "fastest")
-        if not plain or (wants_more and dtype == jnp.float32):
-            raise SpecError(
-                f"precision={precision!r}: expected None or jax.lax.Precision.DEFAULT for {dtype} attention; kernels "
-                "choose their own multiplications and promise no more"
-            )
-
-
-def _refuse_weights(module: Any, dot_general: Any, qk_einsum: Any, value_einsum: Any) -> None:
-    if module is not None:
-        raise SpecError(
-            "module: sow_weights=True asks for the attention weights, which are never in memory here; "
-            "call the layer with sow_weights=False"
-        )
-    einsums = {
-        "einsum_dot_general": dot_general,
-        "qk_attn_weights_einsum": qk_einsum,
-        "attn_weights_value_einsum": value_einsum,
-    }
-    for name, einsum in einsums.items():
-        if einsum is not None:
-            raise SpecError(f"{name}: expected None, for the kernels run no einsum that could be replaced")

@@ -24,11 +24,12 @@ def use_backend(*names: str) -> Iterator[None]:
     Raises:
         SpecError: for a name nobody knows, with the close matches.
     """
-    with override.use_backend(*names), nullcontext() if _inside_a_task() else _traced_under(names or None):
+    with override.use_backend(*names), nullcontext() if inside_a_task() else _traced_under(names or None):
         yield
 
 
-def _inside_a_task() -> bool:
+def inside_a_task() -> bool:
+    """Whether an asyncio task runs in this thread, where JAX's contexts would be seen by other tasks, too."""
     try:
         return asyncio.current_task() is not None
     except RuntimeError:  # no event loop runs in this thread

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 
 import numpy as np
 import pytest
@@ -12,12 +13,23 @@ pytest.importorskip("flax")
 import jax
 import jax.numpy as jnp
 from flax import linen, nnx
+from frameworks import jax_on
 
+from attn_core import SeqInfo
 from attn_core.errors import ShapeError, SpecError
 from jax_frontend.flax_hook import attention_fn
 
 BATCH, LENGTH, KV_LENGTH, HEADS, DIM = 2, 5, 7, 3, 11
-TOLERANCE = {"rtol": 1e-5, "atol": 2e-6}
+TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}
+
+
+@pytest.fixture(scope="module")
+def on_device(device):
+    with jax_on(device):
+        yield
+
+
+everywhere = pytest.mark.usefixtures("on_device")
 
 
 def normal(seed, *shape, dtype=jnp.float32):
@@ -61,8 +73,16 @@ def passed_by(host):
         layer.init_with_output(jax.random.key(0), x, sow_weights=True)
     else:
         layer = nnx.MultiHeadAttention(HEADS, HEADS * DIM, decode=False, attention_fn=recorder, rngs=nnx.Rngs(0))
-        layer(x, sow_weights=True)
+        known = inspect.signature(layer.__call__).parameters
+        positions = {"input_positions": jnp.arange(LENGTH)} if "input_positions" in known else {}
+        layer(x, sow_weights=True, **positions)
     return recorder.keywords
+
+
+def turned(query, key, positions):
+    """A rotary embedding: each head's channels, mixed by how far along the token stands."""
+    angles = (0.3 * positions)[..., None, None]  # [batch, length, 1, 1]
+    return tuple(x * jnp.cos(angles) + x[..., ::-1] * jnp.sin(angles) for x in (query, key))
 
 
 # For every keyword: a value, its companions, and what comes of it: "as linen" or "as nnx" (the number Flax computes,
@@ -94,6 +114,8 @@ KEYWORDS = [
     ("einsum_dot_general", jax.lax.dot_general, {}, "einsum_dot_general"),
     ("qk_attn_weights_einsum", jnp.einsum, {}, "qk_attn_weights_einsum"),
     ("attn_weights_value_einsum", jnp.einsum, {}, "attn_weights_value_einsum"),
+    ("input_positions", jnp.arange(LENGTH), {}, "input_positions: expected None without a rotary embedding"),
+    ("input_positions", None, {}, "same"),
 ]
 
 
@@ -108,6 +130,7 @@ def test_every_keyword_of_flax_is_named_and_tried(host):
     assert all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in ours.values())
 
 
+@everywhere
 @pytest.mark.parametrize(("name", "value", "companions", "effect"), KEYWORDS)
 def test_a_keyword_is_honoured_or_refused_by_name(name, value, companions, effect):
     arrays, hook = heads(), attention_fn()
@@ -133,6 +156,7 @@ def test_positional_order_is_flax_s():
         assert theirs == list(inspect.signature(attention_fn()).parameters)[:11]
 
 
+@everywhere
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3), (2, 1, 3), (0,)])
 @pytest.mark.parametrize("mask_batch", ["full", "ones", "first", "none"])
 def test_any_number_of_batch_axes(batch, mask_batch):
@@ -146,6 +170,7 @@ def test_any_number_of_batch_axes(batch, mask_batch):
     np.testing.assert_allclose(got, linen.dot_product_attention(*arrays, mask=mask, bias=bias), **TOLERANCE)
 
 
+@everywhere
 def test_a_query_that_sees_no_key_gives_zero():
     mask = some_mask(BATCH, 1, LENGTH, KV_LENGTH).at[:, :, 2].set(0)
     out = attention_fn()(*heads(), mask=mask)
@@ -164,6 +189,7 @@ def test_shapes_that_do_not_fit_are_named():
         attention_fn()(query[0, 0], key, value)
 
 
+@everywhere
 @pytest.mark.parametrize("masked", [False, True])
 def test_linen_layer_computes_the_same(masked):
     x, context = normal(0, BATCH, LENGTH, HEADS * DIM), normal(1, BATCH, KV_LENGTH, 13)
@@ -180,6 +206,7 @@ def test_linen_layer_computes_the_same(masked):
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
 
 
+@everywhere
 def test_linen_decodes_token_by_token():
     x = normal(0, BATCH, LENGTH, HEADS * DIM)
     full = linen.MultiHeadDotProductAttention(HEADS)
@@ -193,6 +220,7 @@ def test_linen_decodes_token_by_token():
         np.testing.assert_allclose(out[:, 0], expected[:, position], **TOLERANCE)
 
 
+@everywhere
 @pytest.mark.parametrize("kv_heads", [1, HEADS])
 @pytest.mark.parametrize("causal", [False, True])
 def test_nnx_layer_computes_the_same(kv_heads, causal):
@@ -205,6 +233,7 @@ def test_nnx_layer_computes_the_same(kv_heads, causal):
     np.testing.assert_allclose(got, expected, **TOLERANCE)
 
 
+@everywhere
 def test_nnx_decodes_token_by_token():
     x = normal(0, BATCH, LENGTH, HEADS * DIM)
     layer = nnx.MultiHeadAttention(HEADS, HEADS * DIM, decode=False, rngs=nnx.Rngs(0), attention_fn=attention_fn())
@@ -215,6 +244,26 @@ def test_nnx_decodes_token_by_token():
         np.testing.assert_allclose(out[:, 0], expected[:, position], **TOLERANCE)
 
 
+def test_is_causal_never_leaves_a_query_of_a_cache_its_first_key_alone():
+    query, key, value = heads(q_len=1)
+    mask = jnp.ones((BATCH, 1, 1, KV_LENGTH))
+    with pytest.raises(SpecError, match=r"is_causal=True with 1 query, 7 keys and a mask"):
+        attention_fn()(query, key, value, mask=mask, is_causal=True)
+    for alignment, keys in (("top_left", 1), ("bottom_right", KV_LENGTH)):
+        out = attention_fn(alignment=alignment)(query, key, value, mask=mask, is_causal=True)
+        np.testing.assert_allclose(out, attention_fn()(query, key[:, :keys], value[:, :keys]), **TOLERANCE)
+    layer = nnx.MultiHeadAttention(HEADS, HEADS * DIM, decode=True, attention_fn=attention_fn(), rngs=nnx.Rngs(0))
+    x = normal(0, BATCH, LENGTH, HEADS * DIM)
+    expected = layer(x, is_causal=True, decode=False)
+    layer.init_cache(x.shape)
+    try:
+        decoded = [layer(x[:, at : at + 1], is_causal=True)[:, 0] for at in range(LENGTH)]
+    except SpecError:  # flax 0.12.8
+        return
+    np.testing.assert_allclose(jnp.stack(decoded, axis=1), expected, **TOLERANCE)
+
+
+@everywhere
 @pytest.mark.parametrize("host", ["linen", "nnx"])
 def test_layers_refuse_what_no_kernel_has(host):
     x, rng = normal(0, BATCH, LENGTH, HEADS * DIM), {"dropout": jax.random.key(1), "params": jax.random.key(0)}
@@ -236,6 +285,7 @@ def test_layers_refuse_what_no_kernel_has(host):
     assert not np.allclose(dropped, call(), atol=1e-4)
 
 
+@everywhere
 def test_options_of_the_factory_reach_the_kernel():
     arrays = heads(kv_len=LENGTH)
     plain = attention_fn()(*arrays)
@@ -249,6 +299,7 @@ def test_options_of_the_factory_reach_the_kernel():
     np.testing.assert_allclose(results[2], attention_fn()(*arrays, mask=seen), **TOLERANCE)
 
 
+@everywhere
 def test_an_unnamed_alignment_is_refused_where_it_matters():
     arrays = heads()
     for options in ({"causal": True}, {"window": (1, 1)}, {"alibi_slopes": jnp.ones(HEADS)}):
@@ -260,8 +311,52 @@ def test_an_unnamed_alignment_is_refused_where_it_matters():
     assert not np.allclose(bottom, top, atol=1e-4)
 
 
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
+def test_rotary_turns_by_the_positions_of_the_call(batch):
+    query, key, value = heads(batch, kv_len=LENGTH)
+    full = (*batch, LENGTH)
+    positions = jnp.arange(math.prod(full)).reshape(full) % 11
+    hook, plain = attention_fn(rotary=turned), attention_fn()
+    for given, meant in ((positions, positions), (positions.reshape(-1)[-LENGTH:],) * 2, (None, jnp.arange(LENGTH))):
+        expected = plain(*turned(query, key, jnp.broadcast_to(meant, full)), value)
+        np.testing.assert_allclose(hook(query, key, value, input_positions=given), expected, **TOLERANCE)
+    assert not np.allclose(hook(query, key, value), plain(query, key, value), atol=1e-3)
+    assert hook(*heads(batch, kv_len=LENGTH, dtype=jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_rotary_counts_from_each_document_s_start():
+    info = SeqInfo.from_lengths([2, 3])
+    query, key, value = heads((1,), kv_len=LENGTH)
+    got = attention_fn(rotary=turned, seq_info=info)(query, key, value)
+    positions = jnp.asarray([[0, 1, 0, 1, 2]])
+    expected = attention_fn(seq_info=info)(*turned(query, key, positions), value)
+    np.testing.assert_allclose(got, expected, **TOLERANCE)
+
+
+def test_positions_that_do_not_fit_are_named():
+    with pytest.raises(SpecError, match=r"rotary: expected as many keys as queries, got 5 queries and 7 keys"):
+        attention_fn(rotary=turned)(*heads())
+    for wrong in (jnp.arange(LENGTH + 1), jnp.zeros((BATCH + 1, LENGTH)), jnp.zeros((1, BATCH, LENGTH))):
+        with pytest.raises(ShapeError, match=r"input_positions: expected \[batch\.\.\., length\] = \[2, 5\], got"):
+            attention_fn(rotary=turned)(*heads(kv_len=LENGTH), input_positions=wrong)
+
+
+def test_an_nnx_layer_hands_its_positions_over():
+    hook = attention_fn(rotary=turned)
+    layer = nnx.MultiHeadAttention(HEADS, HEADS * DIM, decode=False, attention_fn=hook, rngs=nnx.Rngs(0))
+    if "input_positions" not in inspect.signature(layer.__call__).parameters:  # flax before 0.12.9
+        with pytest.raises(TypeError, match="input_positions"):
+            layer(normal(0, BATCH, LENGTH, HEADS * DIM), input_positions=jnp.arange(LENGTH))
+        return
+    x = normal(0, BATCH, LENGTH, HEADS * DIM)
+    counted = layer(x)
+    np.testing.assert_array_equal(layer(x, input_positions=jnp.arange(LENGTH)), counted)
+    assert not np.allclose(layer(x, input_positions=2 * jnp.arange(LENGTH)), counted, atol=1e-3)
+
+
 def test_hooks_with_equal_options_are_equal():
     slopes = jnp.ones(HEADS)
     assert attention_fn(window=(1, 2)) == attention_fn(window=(1, 2)) != attention_fn(window=(1, 3))
     assert hash(attention_fn(alibi_slopes=slopes)) == hash(attention_fn(alibi_slopes=slopes))
     assert attention_fn(alibi_slopes=slopes) != attention_fn(alibi_slopes=jnp.ones(HEADS))
+    assert attention_fn(rotary=turned) == attention_fn(rotary=turned) != attention_fn()

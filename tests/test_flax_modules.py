@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as flax_linen
 from flax import nnx as flax_nnx
+from frameworks import jax_on
 
 from attn_core.errors import ShapeError, SpecError
 from attn_core.seq_info import SeqInfo
@@ -21,7 +22,16 @@ from jax_frontend import flax_layer, linen, nnx
 
 BATCH, SEQ, KV_SEQ, HEADS, KV_HEADS, DIM, VALUE_DIM, FEATURES, OUT = 2, 7, 5, 6, 3, 4, 8, 13, 11
 SIZES = {"num_kv_heads": KV_HEADS, "head_dim": DIM, "value_dim": VALUE_DIM, "out_features": OUT}
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+TOLERANCE = {"rtol": 1e-5, "atol": 5e-5}
+
+
+@pytest.fixture(scope="module")
+def on_device(device):
+    with jax_on(device):
+        yield
+
+
+everywhere = pytest.mark.usefixtures("on_device")
 
 
 def normal(seed, *shape):
@@ -71,6 +81,7 @@ def nnx_layer(params, in_features=FEATURES, **options):
     return layer
 
 
+@everywhere
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "plain")
 def test_linen_and_nnx_agree_forward_and_backward(options):
     x = normal(0, BATCH, SEQ, FEATURES)
@@ -87,6 +98,7 @@ def test_linen_and_nnx_agree_forward_and_backward(options):
         np.testing.assert_allclose(got, wanted, **TOLERANCE)
 
 
+@everywhere
 @pytest.mark.parametrize("cross", [False, True])
 def test_parameters_and_numbers_are_those_of_flax(cross):
     x, context = normal(0, BATCH, SEQ, HEADS * DIM), normal(1, BATCH, KV_SEQ, FEATURES) if cross else None
@@ -108,6 +120,7 @@ def test_parameters_and_numbers_are_those_of_flax(cross):
     np.testing.assert_allclose(nnx_ours(x, context, mask=mask), nnx_theirs(x, context, mask=mask), **TOLERANCE)
 
 
+@everywhere
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "plain")
 def test_packed_documents_equal_separate_rows(options):
     lengths = [3, 0, 5, 1]
@@ -125,6 +138,7 @@ def test_packed_documents_equal_separate_rows(options):
     np.testing.assert_allclose(layer.apply(params, packed, seq_info=triple), apart, **TOLERANCE)
 
 
+@everywhere
 def test_masks_of_flaxs_helpers_are_masks():
     x = normal(1, BATCH, SEQ, FEATURES)
     mask = flax_linen.make_causal_mask(jnp.ones((BATCH, SEQ)))
@@ -136,6 +150,7 @@ def test_masks_of_flaxs_helpers_are_masks():
     assert np.abs(expected - layer.apply(params, x)).max() > 0.01
 
 
+@everywhere
 def test_packed_cross_attention():
     x, context = normal(0, 5, FEATURES), normal(1, 9, FEATURES)
     info = SeqInfo.from_lengths([2, 3], [5, 4])
@@ -147,6 +162,7 @@ def test_packed_cross_attention():
     np.testing.assert_allclose(nnx_layer(params)(x, context, seq_info=info), apart, **TOLERANCE)
 
 
+@everywhere
 def test_rotary_sees_positions_and_is_applied():
     x, calls = normal(0, BATCH, SEQ, FEATURES), []
 
@@ -169,6 +185,7 @@ def test_rotary_sees_positions_and_is_applied():
     assert not np.allclose(stretched[1], counted[1], atol=1e-3)
 
 
+@everywhere
 def test_rotary_in_float32_keeps_a_bfloat16_layer_bfloat16():
     x = normal(0, BATCH, SEQ, FEATURES)
     layer, params = linen_layer(x, rotary=rope, dtype=jnp.bfloat16)
@@ -220,6 +237,7 @@ def test_both_layers_have_the_same_options():
     assert calls[0] - {"dropout_rng"} == calls[1] - {"rngs"}
 
 
+@everywhere
 def test_dropout_follows_flax():
     x = normal(0, BATCH, SEQ, FEATURES)
     plain, params = linen_layer(x)
@@ -285,6 +303,7 @@ def test_inputs_of_a_wrong_shape_are_named():
         linen.Attention(HEADS, **SIZES).init(jax.random.key(0), normal(0, 1, BATCH, SEQ, FEATURES))
 
 
+@everywhere
 def test_vmap_over_layers_and_remat():
     x = normal(0, BATCH, SEQ, FEATURES)
     layer, params = linen_layer(x, causal=True)

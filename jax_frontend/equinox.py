@@ -1,0 +1,151 @@
+"""``equinox.nn.MultiheadAttention`` on our attention: a function that runs the layer, as the layer has no hook.
+
+``layer(query, key_, value, mask, key=..., inference=..., process_heads=...)`` becomes ``attend(layer, ...)`` with the
+same arguments and numbers; the layer, its parameters and its checkpoints stay as they are. Options of ours follow.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from attn_core.errors import ShapeError, SpecError
+from jax_frontend.attention import attention
+
+__all__ = ["attend"]
+
+Array = jax.Array
+Window = int | tuple[int | None, int | None] | None
+ProcessHeads = Callable[[Array, Array, Array], tuple[Array, Array, Array]]
+
+
+def attend(
+    layer: eqx.nn.MultiheadAttention,
+    query: Array,
+    key_: Array,
+    value: Array,
+    mask: Array | None = None,
+    *,
+    key: Array | None = None,
+    inference: bool | None = None,
+    deterministic: bool | None = None,
+    process_heads: ProcessHeads | None = None,
+    causal: bool = False,
+    alignment: str = "bottom_right",
+    window: Window = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    bias: Array | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    seq_info: Any = None,
+    bitwise_deterministic: bool = False,
+    backend: str | tuple[str, ...] | None = None,
+) -> Array:
+    """What ``layer(query, key_, value, mask, ...)`` computes, with the attention of ``jax_frontend``.
+
+    Args:
+        query: ``[q_len, query_size]``; a batch is ``jax.vmap``'s, as for the layer itself.
+        key_, value: ``[kv_len, key_size]`` and ``[kv_len, value_size]``.
+        mask: ``[q_len, kv_len]`` or ``[heads, q_len, kv_len]``; nonzero = visible. A query that may see no key gives 0
+            before the output projection; the layer's own gives the mean of the values.
+        key: a PRNG key, for dropout. The weights that it drops are others than the layer's own would be.
+        inference: no dropout; the layer's own setting when None.
+        deterministic: the layer's deprecated word for inference.
+        process_heads: ``(q, k, v) -> (q, k, v)``, ``[length, heads, channels]`` each, of unchanged shapes.
+        causal, alignment, window, softcap, scale, bias, alibi_slopes, sinks, seq_info, backend: as in
+            ``jax_frontend.attention``. bias is ``[q_len, kv_len]`` or ``[heads, q_len, kv_len]``; with seq_info the
+            rows are packed documents.
+        bitwise_deterministic: the same bits on every run: ``deterministic=`` of ``jax_frontend.attention``.
+
+    Returns:
+        ``[q_len, output_size]``.
+
+    Raises:
+        SpecError, ShapeError, NoBackendError: naming the argument, its value and the remedy.
+    """
+    _check_rows(layer, query, key_, value)
+    if deterministic is not None:
+        warnings.warn("attend(deterministic=...) is the host's deprecated word: inference=...", stacklevel=2)
+        inference = deterministic
+    dropout = _dropout(layer.dropout, key, inference)
+    q, k, v = _heads(layer, (query, key_, value), process_heads)
+    sizes = (q.shape[1], q.shape[0], k.shape[0])  # heads, q_len, kv_len
+    out = attention(
+        *(heads if seq_info is not None else heads[None] for heads in (q, k, v)),
+        causal=causal,
+        alignment=alignment,
+        window=window,
+        softcap=softcap,
+        scale=scale,
+        mask=None if mask is None else _table("mask", jnp.asarray(mask) != 0, sizes),
+        bias=None if bias is None else _table("bias", jnp.asarray(bias), sizes),
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        seq_info=seq_info,
+        dropout=dropout,
+        deterministic=bitwise_deterministic,
+        backend=backend,
+        dropout_rng=key if dropout else None,
+    )
+    return jax.vmap(layer.output_proj)(out.reshape(sizes[1], -1))  # [q_len, heads * vo_size] -> [q_len, output_size]
+
+
+def _check_rows(layer: eqx.nn.MultiheadAttention, query: Array, key_: Array, value: Array) -> None:
+    sizes = (("query", query, "query_size"), ("key_", key_, "key_size"), ("value", value, "value_size"))
+    for name, array, size in sizes:
+        features = getattr(layer, size)
+        if array.ndim != 2 or array.shape[1] != features:
+            raise ShapeError(
+                f"{name}: expected [length, {size}] = [length, {features}], got {list(array.shape)}; "
+                "a batch goes through jax.vmap"
+            )
+    if key_.shape[0] != value.shape[0]:
+        raise ShapeError(f"value: expected the length of key_ ({key_.shape[0]}), got {value.shape[0]}")
+
+
+def _dropout(layer: eqx.nn.Dropout, key: Array | None, inference: bool | None) -> float:
+    """The rate of this call; 0 where dropout is off."""
+    off = layer.inference if inference is None else inference
+    if off or (isinstance(layer.p, (int, float)) and layer.p == 0):
+        return 0.0
+    if not isinstance(layer.p, (int, float)):
+        raise SpecError(
+            f"layer.dropout.p: expected a Python number, got {type(layer.p).__name__}; eqx.filter_jit keeps it one, "
+            "jax.jit does not"
+        )
+    if key is None:
+        raise SpecError(f"key=None: expected a PRNG key for dropout_p={layer.p}; or say inference=True")
+    return float(layer.p)
+
+
+def _heads(
+    layer: eqx.nn.MultiheadAttention, rows: tuple[Array, Array, Array], process_heads: ProcessHeads | None
+) -> tuple[Array, Array, Array]:
+    """``[length, features]`` each -> ``[length, heads, channels]``, of one dtype."""
+    projections = (layer.query_proj, layer.key_proj, layer.value_proj)
+    projected = [jax.vmap(project)(array) for project, array in zip(projections, rows, strict=True)]
+    heads = [array.reshape(array.shape[0], layer.num_heads, -1) for array in projected]
+    if process_heads is not None:
+        shapes, heads = [array.shape for array in heads], list(process_heads(*heads))
+        for name, array, shape in zip(("query", "key", "value"), heads, shapes, strict=True):
+            if array.shape != shape:
+                raise ShapeError(f"process_heads: expected {name} heads of {list(shape)}, got {list(array.shape)}")
+    dtype = jnp.result_type(*heads)
+    return heads[0].astype(dtype), heads[1].astype(dtype), heads[2].astype(dtype)
+
+
+def _table(name: str, given: Array, sizes: tuple[int, int, int]) -> Array:
+    """``[q_len, kv_len]`` or ``[heads, q_len, kv_len]`` as ``[1, heads or 1, q_len, kv_len]``."""
+    heads, q_len, kv_len = sizes
+    if given.shape not in ((q_len, kv_len), sizes):
+        raise ShapeError(
+            f"{name}: expected [q_len, kv_len] = [{q_len}, {kv_len}] or [heads, q_len, kv_len] = "
+            f"[{heads}, {q_len}, {kv_len}], got {list(given.shape)}"
+        )
+    return given.reshape(1, -1, q_len, kv_len)

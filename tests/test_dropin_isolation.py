@@ -1,0 +1,410 @@
+"""Hosts side by side, each on a kernel of its own, in threads and tasks; and drop-ins that leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here may reach for the network
+pytest.importorskip("transformers")
+pytest.importorskip("flax")
+
+import jax
+import jax.numpy as jnp
+import torch
+import torch.nn.functional as F
+import transformers
+from both_frontends import jax_device
+from flax import linen, nnx
+from frameworks import forget_plans
+from transformers.masking_utils import AttentionMaskInterface
+
+import jax_frontend
+import torch_frontend
+from attn_core import backends, finetrainers, override
+from jax_frontend import finetrainers as finetrainers_of_jax
+from jax_frontend.linen import attention_fn
+from torch_frontend import finetrainers as finetrainers_of_torch
+from torch_frontend import huggingface
+
+SIZES = {"hidden_size": 24, "intermediate_size": 32, "num_attention_heads": 3}
+ROUNDS = 3
+
+
+class Host(NamedTuple):
+    """One drop-in with its own choice of kernel: what it is told by, its call, and the backend that must run it."""
+
+    block: Callable[[], AbstractContextManager[Any]]
+    call: Callable[[], Any]
+    backend: str
+
+
+def torch_heads(length: int, device: str, *, heads_first: bool) -> Any:
+    random = torch.Generator().manual_seed(length)
+    shape = (2, 3, length, 16) if heads_first else (2, length, 3, 16)
+    return tuple(torch.randn(shape, generator=random).to(device) for _ in range(3))
+
+
+def jax_heads(length: int, device: str, *, heads_first: bool) -> Any:
+    arrays = torch_heads(length, "cpu", heads_first=heads_first)
+    return tuple(jax.device_put(array.numpy(), jax_device(device)) for array in arrays)
+
+
+def dispatch(module: Any, qkv: Any) -> Callable[[], Any]:
+    return lambda: module.attention_dispatch(*qkv, is_causal=True)
+
+
+def unsloth(frontend: Any, word: str, qkv: Any) -> Callable[[], Any]:
+    length = qkv[0].shape[2]
+    config, context = frontend.AttentionConfig(word, 3, 1), frontend.AttentionContext(2, length, length, 3, 16)
+    return lambda: frontend.run_attention(config=config, context=context, **dict(zip("QKV", qkv, strict=True)))
+
+
+def language_model(implementation: str, length: int, device: str) -> Callable[[], Any]:
+    config = transformers.LlamaConfig(
+        vocab_size=31, num_hidden_layers=1, attn_implementation=implementation, num_key_value_heads=3, **SIZES
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval().to(device)
+    ids = torch.arange(2 * length, device=device).reshape(2, length) % 31
+
+    def logits() -> Any:
+        with torch.no_grad():
+            return model(ids).logits
+
+    return logits
+
+
+def hosts(device: str) -> dict[int, Host]:
+    """Every host with another kernel than its neighbours, by the length of its keys, which tells the calls apart."""
+    plain = "sdpa_flash" if device == "cpu" else "sdpa_efficient"
+    word = "_native_flash" if device == "cpu" else "_native_efficient"
+    rows = {"heads_first": False}
+    first = {"heads_first": True}
+    use_torch, use_jax = torch_frontend.use_backend, jax_frontend.use_backend
+    layer = linen.MultiHeadDotProductAttention(3, attention_fn=attention_fn(backend="math"))
+    x = jax.device_put(jnp.linspace(-1, 1, 2 * 29 * 12).reshape(2, 29, 12), jax_device(device))
+    params = layer.init(jax.random.key(0), x)
+    return {
+        5: Host(lambda: use_torch("math"), lambda: torch_frontend.attention(*torch_heads(5, device, **rows)), "math"),
+        7: Host(lambda: use_torch(plain), unsloth(torch_frontend, "xformers", torch_heads(7, device, **first)), plain),
+        11: Host(
+            lambda: finetrainers_of_torch.attention_provider("_native_math"),
+            dispatch(finetrainers_of_torch, torch_heads(11, device, **first)),
+            "math",
+        ),
+        13: Host(
+            lambda: finetrainers_of_torch.attention_provider(word),
+            dispatch(finetrainers_of_torch, torch_heads(13, device, **first)),
+            plain,
+        ),
+        17: Host(nullcontext, language_model("attn_core:math", 17, device), "math"),
+        19: Host(nullcontext, language_model(f"attn_core:{plain}", 19, device), plain),
+        23: Host(lambda: use_jax("jax_xla"), lambda: jax_frontend.attention(*jax_heads(23, device, **rows)), "jax_xla"),
+        29: Host(lambda: use_jax("jax_xla"), lambda: layer.apply(params, x), "math"),
+        31: Host(
+            lambda: finetrainers_of_jax.attention_provider(word),
+            dispatch(finetrainers_of_jax, jax_heads(31, device, **first)),
+            plain,
+        ),
+        37: Host(lambda: use_jax("math"), unsloth(jax_frontend, "sdpa", jax_heads(37, device, **first)), "math"),
+    }
+
+
+def as_numpy(result: Any) -> np.ndarray:
+    return result.detach().cpu().numpy() if isinstance(result, torch.Tensor) else np.asarray(result)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[int, str]]]:
+    """(length of the keys, backend) of every forward that runs, whatever thread it runs in."""
+    seen: set[tuple[int, str]] = set()
+
+    def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(spec: Any, *arguments: Any) -> Any:
+            seen.add((spec.kv_len, name))
+            return function(spec, *arguments)
+
+        return run
+
+    for name in backends.built():
+        module: Any = backends.load(name)
+        monkeypatch.setattr(module, "forward", watched(name, module.forward))
+        if hasattr(module, "shortcut"):
+            monkeypatch.setattr(module, "shortcut", lambda spec: None)
+    monkeypatch.setattr(import_module("jax_frontend.bridge"), "_callbacks", {})
+    forget_plans()
+    yield seen
+    forget_plans()
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    huggingface.register()
+    yield
+    huggingface.unregister()
+
+
+def alone(table: dict[int, Host]) -> dict[int, np.ndarray]:
+    """Every host's result before there are others; a kernel that differs from this one's is seen later."""
+    results = {}
+    for length, host in table.items():
+        with host.block():
+            results[length] = as_numpy(host.call())
+    return results
+
+
+def check_all(
+    table: dict[int, Host], found: dict[int, list[np.ndarray]], right: Any, ran: set[tuple[int, str]]
+) -> None:
+    assert ran == {(length, host.backend) for length, host in table.items()}
+    for length, results in found.items():
+        assert len(results) == ROUNDS
+        for result in results:
+            np.testing.assert_allclose(result, right[length], atol=1e-6, rtol=0, err_msg=str(length))
+    assert override.requested() is None and finetrainers.stated_provider() is None
+
+
+def test_threads_have_kernels_of_their_own(device: str, registered: None, ran: set[tuple[int, str]]) -> None:
+    table = hosts(device)
+    right, together = alone(table), threading.Barrier(len(table), timeout=120)
+
+    def work(host: Host) -> list[np.ndarray]:
+        results = []
+        with host.block():
+            for _ in range(ROUNDS):
+                together.wait()  # everyone is inside a block of their own
+                results.append(as_numpy(host.call()))
+                together.wait()
+        assert override.requested() is None and finetrainers.stated_provider() is None
+        return results
+
+    with ThreadPoolExecutor(len(table)) as pool:
+        found = dict(zip(table, pool.map(work, table.values()), strict=True))
+    check_all(table, found, right, ran)
+
+
+def test_tasks_have_kernels_of_their_own(device: str, registered: None, ran: set[tuple[int, str]]) -> None:
+    table = hosts(device)
+    right = alone(table)
+
+    async def work(host: Host, together: asyncio.Barrier) -> list[np.ndarray]:
+        results = []
+        with host.block():
+            for _ in range(ROUNDS):
+                await together.wait()
+                results.append(as_numpy(host.call()))
+                await together.wait()
+        assert override.requested() is None and finetrainers.stated_provider() is None
+        return results
+
+    async def all_of_them() -> list[list[np.ndarray]]:
+        together = asyncio.Barrier(len(table))
+        return await asyncio.gather(*(work(host, together) for host in table.values()))
+
+    check_all(table, dict(zip(table, asyncio.run(all_of_them()), strict=True)), right, ran)
+
+
+def test_threads_share_a_jitted_function_and_not_its_kernel() -> None:
+    program, together = jax.jit(lambda q: jax_frontend.attention(q, q, q)), threading.Barrier(2, timeout=120)
+    q = jnp.ones((1, 5, 2, 8))
+
+    def work(name: str) -> list[bool]:
+        with jax_frontend.use_backend(name):
+            called_back = []
+            for _ in range(ROUNDS):
+                together.wait()
+                called_back.append("attn_core.callback" in program.lower(q).as_text())
+        return called_back
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, ["math", "jax_xla"])) == [[True] * ROUNDS, [False] * ROUNDS]
+
+
+# Swapped in and out
+
+
+def everything() -> dict[str, Any]:
+    """All that a drop-in could leave changed: functions by identity, registries, methods, contexts, the environment."""
+    return {
+        "torch": F.scaled_dot_product_attention,
+        "jax": jax.nn.dot_product_attention,
+        "linen": linen.dot_product_attention,
+        "nnx": nnx.dot_product_attention,
+        "defaults": (linen.MultiHeadDotProductAttention.attention_fn, nnx.MultiHeadAttention.__init__.__kwdefaults__),
+        "attention": dict(transformers.AttentionInterface._global_mapping),
+        "masks": dict(AttentionMaskInterface._global_mapping),
+        "methods": dict(vars(transformers.PreTrainedModel)),
+        "chosen": (override.requested(), finetrainers.stated_provider()),
+        "environment": dict(os.environ),
+    }
+
+
+class Zoo(NamedTuple):
+    """A model that calls its host's attention: how to run it, and how to put ours in its place for a block."""
+
+    run: Callable[[], list[np.ndarray]]
+    """Its output, and gradients where it has a cheap one."""
+    swapped: Callable[[], AbstractContextManager[Any]]
+
+
+@contextmanager
+def in_torchs_place() -> Iterator[None]:
+    """As Finetrainers documents it."""
+    original = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = finetrainers_of_torch.attention_dispatch
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = original
+
+
+def run_torch(model: torch.nn.Module, call: Callable[[], torch.Tensor]) -> list[np.ndarray]:
+    model.zero_grad()
+    out = call()
+    out.square().mean().backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [out.detach().numpy(), *(gradient.numpy().copy() for gradient in gradients)]
+
+
+def torch_layers() -> Zoo:
+    torch.manual_seed(0)
+    model = torch.nn.Transformer(12, 4, 1, 1, 16, dropout=0.0, batch_first=True)
+    source, target = torch.randn(2, 7, 12), torch.randn(2, 5, 12)
+    mask = model.generate_square_subsequent_mask(5)
+    return Zoo(
+        lambda: run_torch(model, lambda: model(source, target, tgt_mask=mask, tgt_is_causal=True)), in_torchs_place
+    )
+
+
+def transformers_model(family: str, way: str) -> Zoo:
+    configs = {
+        "llama": lambda: transformers.LlamaConfig(
+            vocab_size=31, num_hidden_layers=2, num_key_value_heads=1, attn_implementation="sdpa", **SIZES
+        ),
+        "bert": lambda: transformers.BertConfig(
+            vocab_size=31, num_hidden_layers=2, attn_implementation="sdpa", **SIZES
+        ),
+        "bart": lambda: transformers.BartConfig(
+            **{"vocab_size": 31, "d_model": 24, "max_position_embeddings": 16, "attn_implementation": "sdpa"},
+            **{f"{part}_{what}": 1 for part in ("encoder", "decoder") for what in ("layers",)},
+            **{f"{part}_attention_heads": 3 for part in ("encoder", "decoder")},
+            **{f"{part}_ffn_dim": 32 for part in ("encoder", "decoder")},
+        ),
+    }
+    torch.manual_seed(0)
+    model = transformers.AutoModel.from_config(configs[family]()).eval()
+    ids, keep = torch.arange(14).reshape(2, 7) + 3, torch.ones(2, 7, dtype=torch.int64)
+    keep[0, -3:] = 0  # right padding: every query sees something
+
+    @contextmanager
+    def registered_and_chosen() -> Iterator[None]:
+        huggingface.register()
+        model.set_attn_implementation("attn_core")
+        try:
+            yield
+        finally:
+            model.set_attn_implementation("sdpa")
+            huggingface.unregister()
+
+    def run() -> list[np.ndarray]:
+        return run_torch(model, lambda: model(ids, attention_mask=keep).last_hidden_state)
+
+    return Zoo(run, registered_and_chosen if way == "registered" else in_torchs_place)
+
+
+def linen_model() -> Zoo:
+    x = jax.random.normal(jax.random.key(0), (2, 7, 12))
+    mask = linen.make_causal_mask(x[..., 0])
+    held = {"layer": linen.MultiHeadDotProductAttention(3)}
+    params = held["layer"].init(jax.random.key(1), x)
+
+    @contextmanager
+    def swapped() -> Iterator[None]:
+        before, held["layer"] = held["layer"], held["layer"].clone(attention_fn=attention_fn())
+        yield
+        held["layer"] = before
+
+    @partial(jax.jit, static_argnums=0)
+    def step(layer: Any, params: Any) -> Any:
+        return jax.value_and_grad(lambda params: (layer.apply(params, x, mask=mask) ** 2).mean())(params)
+
+    def run() -> list[np.ndarray]:
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(step(held["layer"], params))]
+
+    return Zoo(run, swapped)
+
+
+def nnx_model() -> Zoo:
+    x = jax.random.normal(jax.random.key(0), (2, 7, 12))
+    model = nnx.MultiHeadAttention(4, 12, num_kv_heads=2, decode=False, rngs=nnx.Rngs(0))
+
+    @contextmanager
+    def swapped() -> Iterator[None]:
+        before, model.attention_fn = model.attention_fn, attention_fn()
+        yield
+        model.attention_fn = before
+
+    return Zoo(lambda: [np.asarray(model(x, is_causal=True))], swapped)
+
+
+ZOO: dict[str, Callable[[], Zoo]] = {
+    "torch's own layers": torch_layers,
+    **{
+        f"{family}, {way}": lambda family=family, way=way: transformers_model(family, way)
+        for family in ("llama", "bert", "bart")
+        for way in ("registered", "in torch's place")
+    },
+    "flax.linen": linen_model,
+    "flax.nnx": nnx_model,
+}
+
+
+@pytest.fixture
+def on_the_cpu() -> Iterator[None]:
+    with jax.default_device(jax_device("cpu")):
+        yield
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_swapped_in_and_out_of_a_model(name: str, on_the_cpu: None, ran: set[tuple[int, str]]) -> None:
+    """During the swap our kernels compute the model's numbers; after it, bit for bit, the model does, as before."""
+    model, at_first = ZOO[name](), everything()
+    before = model.run()
+    assert not ran
+    for _ in range(2):
+        with model.swapped():
+            during = model.run()
+        assert ran
+        ran.clear()
+        after = model.run()
+        assert not ran
+        assert everything() == at_first
+        assert all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))
+        for one, other in zip(before, during, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-4, rtol=1e-3)
+
+
+def test_what_is_compared_would_show_a_drop_in_left_behind() -> None:
+    at_first = everything()
+    with in_torchs_place():
+        assert everything() != at_first
+    huggingface.register()
+    try:
+        changed = {name for name, value in everything().items() if value != at_first[name]}
+        assert changed == {"attention", "masks", "methods"}
+    finally:
+        huggingface.unregister()
+    with finetrainers_of_jax.attention_provider("flash"):
+        assert everything() != at_first
+    assert everything() == at_first
