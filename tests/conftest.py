@@ -1,4 +1,4 @@
-"""How the tests run: hypothesis profiles, and what happens to GPU tests where there is no GPU.
+"""How the tests run: hypothesis profiles, the devices, and what happens to GPU tests where there is no GPU.
 
 ``ci`` (the default) is bounded and always draws the same examples; ``--hypothesis-profile=thorough`` draws many more,
 other ones each time. Neither has a deadline: a first call may compile.
@@ -25,6 +25,12 @@ settings.register_profile(
     "thorough", max_examples=1500, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("ci")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)], scope="module")
+def device(request: pytest.FixtureRequest) -> str:
+    """The kinds of device: a test that asks for it runs on the CPU and, marked ``cuda``, on a GPU."""
+    return str(request.param)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from both_frontends import jax_device
 
 import jax_frontend
 import torch_frontend
@@ -19,22 +20,29 @@ from attn_core import backends
 
 
 class Framework(NamedTuple):
-    """One frontend and how to make its arrays."""
+    """One frontend, and how to make its arrays on a device."""
 
     name: str
     frontend: Any
     array: Callable[..., Any]
     """(array-like, dtype=None) -> an array of the framework, of the array-like's dtype unless one is named."""
+    device: str = "cpu"
 
     def zeros(self, *shape: int, dtype: str = "float32") -> Any:
         return self.array(np.zeros(shape, np.float32), dtype)
 
     @property
     def other(self) -> Framework:
-        return JAX if self is TORCH else TORCH
+        return next(each for each in ALL if each.device == self.device and each.name != self.name)
+
+    @property
+    def device_name(self) -> str:
+        """What the frontend's plans call the device: ``"cpu"``, or a GPU's compute capability such as ``"sm90"``."""
+        plan = import_module(f"{self.name}_frontend.plan")
+        return plan.device_name(self.zeros(1) if self.name == "jax" else self.zeros(1).device)
 
     def __str__(self) -> str:
-        return self.name
+        return self.name if self.device == "cpu" else f"{self.name}-{self.device}"
 
 
 def _torch_array(values: Any, dtype: str | None = None) -> torch.Tensor:
@@ -46,17 +54,37 @@ def _jax_array(values: Any, dtype: str | None = None) -> jax.Array:
     return jnp.asarray(np.array(values), dtype=dtype)
 
 
+def _torch_array_on_gpu(values: Any, dtype: str | None = None) -> torch.Tensor:
+    return _torch_array(values, dtype).to("cuda")
+
+
+def _jax_array_on_gpu(values: Any, dtype: str | None = None) -> jax.Array:
+    return jax.device_put(_jax_array(values, dtype), jax_device("cuda"))
+
+
 TORCH = Framework("torch", torch_frontend, _torch_array)
 JAX = Framework("jax", jax_frontend, _jax_array)
 BOTH = (TORCH, JAX)
+TORCH_ON_GPU = Framework("torch", torch_frontend, _torch_array_on_gpu, "cuda")
+JAX_ON_GPU = Framework("jax", jax_frontend, _jax_array_on_gpu, "cuda")
+ALL = (*BOTH, TORCH_ON_GPU, JAX_ON_GPU)
+EVERYWHERE = (*BOTH, *(pytest.param(framework, marks=pytest.mark.cuda) for framework in (TORCH_ON_GPU, JAX_ON_GPU)))
+"""Both frontends on the CPU and on a GPU, as params."""
+
+
+@contextmanager
+def jax_on(device: str) -> Iterator[None]:
+    """JAX on a kind of device, where products of float32 are products of float32: a GPU's default rounds to TF32."""
+    with jax.default_device(jax_device(device)), jax.default_matmul_precision("highest"):
+        yield
 
 
 def as_numpy(array: Any) -> np.ndarray:
     """An array of either framework as numpy; bfloat16 as float32."""
     if isinstance(array, torch.Tensor):
-        array = array.detach()
+        array = array.detach().cpu()
         return (array.float() if array.dtype == torch.bfloat16 else array).numpy()
-    return np.asarray(array)
+    return np.asarray(array.astype(jnp.float32) if array.dtype == jnp.bfloat16 else array)
 
 
 @contextmanager
@@ -64,13 +92,14 @@ def spied(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The names of the backends whose forward runs in the block, in order.
 
     Plans hold references to the functions that are replaced here, so the caches of plans are emptied before and after.
+    Not seen: kernels that XLA launches by itself, from JAX on a GPU.
     """
     ran: list[str] = []
 
     def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
+        def run(*arguments: Any, **keywords: Any) -> Any:
             ran.append(name)
-            return function(*arguments)
+            return function(*arguments, **keywords)
 
         return run
 
@@ -82,10 +111,11 @@ def spied(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return offer
 
     for name in backends.built():
-        module: Any = backends.load(name)
-        patch.setattr(module, "forward", watched(name, module.forward))
-        if hasattr(module, "shortcut"):
-            patch.setattr(module, "shortcut", watched_shortcut(name, module.shortcut))
+        module: Any
+        for module in backends.files(name).values():
+            patch.setattr(module, "forward", watched(name, module.forward))
+            if hasattr(module, "shortcut"):
+                patch.setattr(module, "shortcut", watched_shortcut(name, module.shortcut))
     patch.setattr(import_module("jax_frontend.bridge"), "_callbacks", {})
     forget_plans()
     try:

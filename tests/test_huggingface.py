@@ -1,4 +1,7 @@
-"""transformers' models with ``attn_implementation="attn_core"`` against the same models with "eager", in float32."""
+"""transformers' models with ``attn_implementation="attn_core"`` against the same models with "eager", in float32.
+
+Models and tensors are made on the host, so that they are the same on every device.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import masking_utils  # noqa: E402
 
+import torch_frontend  # noqa: E402
 from attn_core import AttentionSpec, NoBackendError, masks  # noqa: E402
 from attn_core.errors import DTypeError, ShapeError, SpecError  # noqa: E402
 from torch_frontend import huggingface, huggingface_attention, huggingface_masks  # noqa: E402
@@ -47,7 +51,11 @@ DECODERS: dict[str, Any] = {
     "mistral": lambda: transformers.MistralConfig(**DECODER, sliding_window=WINDOW),
     "qwen3": lambda: transformers.Qwen3Config(**DECODER | ALTERNATING, use_sliding_window=True),
     "gpt_oss": lambda: transformers.GptOssConfig(
-        **DECODER | ALTERNATING, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64
+        **DECODER | ALTERNATING,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+        experts_implementation="eager",  # which has every dtype on every device
     ),
 }
 BERT = {"vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
@@ -97,7 +105,7 @@ def registered() -> Iterator[None]:
     huggingface.unregister()
 
 
-def build(kind: Any, config: Any, name: str = huggingface.NAME) -> Any:
+def build(kind: Any, config: Any, name: str = huggingface.NAME, device: str = "cpu") -> Any:
     """A model with the same weights for every name, large enough that attention decides the logits."""
     torch.manual_seed(0)
     model = kind.from_config(config, attn_implementation=name).eval()
@@ -107,19 +115,19 @@ def build(kind: Any, config: Any, name: str = huggingface.NAME) -> Any:
             parameter.data.mul_(factor)
         else:
             parameter.data.add_(torch.randn_like(parameter) * 0.3)  # sinks and biases that are not all alike
-    return model
+    return model.to(device)
 
 
-def decoders(config: Any, name: str = huggingface.NAME) -> tuple[Any, Any]:
+def decoders(config: Any, name: str = huggingface.NAME, device: str = "cpu") -> tuple[Any, Any]:
     kind = transformers.AutoModelForCausalLM
-    return build(kind, config(), "eager"), build(kind, config(), name)
+    return build(kind, config(), "eager", device), build(kind, config(), name, device)
 
 
-def tokens(rows: int = 3, length: int = LENGTH) -> torch.Tensor:
-    return torch.randint(2, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(1))
+def tokens(rows: int = 3, length: int = LENGTH, device: str = "cpu") -> torch.Tensor:
+    return torch.randint(2, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(1)).to(device)
 
 
-def padding(side: str) -> torch.Tensor:
+def padding(side: str, device: str = "cpu") -> torch.Tensor:
     keep = torch.ones(3, LENGTH, dtype=torch.long)
     if side == "left":
         keep[0, :4], keep[1, :7] = 0, 0
@@ -127,7 +135,7 @@ def padding(side: str) -> torch.Tensor:
         keep[0, -3:], keep[2, -7:] = 0, 0
     if side == "holes":
         keep[0, 2:5], keep[1, 6] = 0, 0
-    return keep
+    return keep.to(device)
 
 
 def targets(ids: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
@@ -166,29 +174,29 @@ def assert_same(eager: Any, ours: Any, keep: torch.Tensor | None = None, **input
 
 @pytest.mark.parametrize("side", ["none", "left", "right", "holes"])
 @pytest.mark.parametrize("family", DECODERS)
-def test_decoders_logits_loss_and_gradients(family: str, side: str) -> None:
-    keep, ids = padding(side), tokens()
+def test_decoders_logits_loss_and_gradients(family: str, side: str, device: str) -> None:
+    keep, ids = padding(side, device), tokens(device=device)
     given = {} if side == "none" else {"attention_mask": keep}
     labels = targets(ids, keep)
-    assert_same(*decoders(DECODERS[family]), keep, input_ids=ids, labels=labels, **given)
+    assert_same(*decoders(DECODERS[family], device=device), keep, input_ids=ids, labels=labels, **given)
 
 
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 @pytest.mark.parametrize("family", ENCODERS)
-def test_bidirectional_encoders(family: str, side: str) -> None:
-    kind, keep, ids = transformers.AutoModelForMaskedLM, padding(side), tokens()
-    eager, ours = (build(kind, ENCODERS[family](), name) for name in ("eager", huggingface.NAME))
+def test_bidirectional_encoders(family: str, side: str, device: str) -> None:
+    kind, keep, ids = transformers.AutoModelForMaskedLM, padding(side, device), tokens(device=device)
+    eager, ours = (build(kind, ENCODERS[family](), name, device) for name in ("eager", huggingface.NAME))
     given = {} if side == "none" else {"attention_mask": keep}
     assert_same(eager, ours, keep, input_ids=ids, labels=targets(ids, keep), **given)
 
 
 @pytest.mark.parametrize("side", ["none", "right"])
 @pytest.mark.parametrize("family", ENCODER_DECODERS)
-def test_encoder_decoders(family: str, side: str) -> None:
-    kind, keep, ids = transformers.AutoModelForSeq2SeqLM, padding(side), tokens()
-    eager, ours = (build(kind, ENCODER_DECODERS[family](), name) for name in ("eager", huggingface.NAME))
+def test_encoder_decoders(family: str, side: str, device: str) -> None:
+    kind, keep, ids = transformers.AutoModelForSeq2SeqLM, padding(side, device), tokens(device=device)
+    eager, ours = (build(kind, ENCODER_DECODERS[family](), name, device) for name in ("eager", huggingface.NAME))
     given = {} if side == "none" else {"attention_mask": keep}
-    assert_same(eager, ours, input_ids=ids, labels=tokens(3, 7), **given)
+    assert_same(eager, ours, input_ids=ids, labels=tokens(3, 7, device), **given)
     limits = {"max_new_tokens": 5, "do_sample": False, "num_beams": 2, "eos_token_id": None}
     assert eager.generate(ids, **limits, **given).tolist() == ours.generate(ids, **limits, **given).tolist()
 
@@ -197,22 +205,22 @@ POSITIONS = torch.cat([torch.arange(n) for n in (6, 1, 2 * WINDOW)])[None]
 
 
 @pytest.mark.parametrize("family", DECODERS)
-def test_packed_rows_told_apart_by_positions(family: str) -> None:
-    both = torch.cat([POSITIONS, torch.cat([torch.arange(9), torch.arange(8)])[None]])
-    ids = tokens(2, both.shape[1])
+def test_packed_rows_told_apart_by_positions(family: str, device: str) -> None:
+    both = torch.cat([POSITIONS, torch.cat([torch.arange(9), torch.arange(8)])[None]]).to(device)
+    ids = tokens(2, both.shape[1], device)
     given = {"input_ids": ids, "position_ids": both, "use_cache": False}
-    assert_same(*decoders(DECODERS[family]), labels=ids, **given)
+    assert_same(*decoders(DECODERS[family], device=device), labels=ids, **given)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_packed_rows_told_apart_by_offsets_are_separate_documents(family: str, use_cache: bool) -> None:
-    eager, ours = decoders(DECODERS[family])
-    ids, bounds = tokens(1, POSITIONS.shape[1]), torch.tensor([0, 6, 7, 7 + 2 * WINDOW])
-    offsets = bounds.to(torch.int32)
+def test_packed_rows_told_apart_by_offsets_are_separate_documents(family: str, use_cache: bool, device: str) -> None:
+    eager, ours = decoders(DECODERS[family], device=device)
+    ids, bounds = tokens(1, POSITIONS.shape[1], device), torch.tensor([0, 6, 7, 7 + 2 * WINDOW])
+    offsets = bounds.to(device, torch.int32)
     found = ours(
         ids,
-        position_ids=POSITIONS,
+        position_ids=POSITIONS.to(device),
         use_cache=use_cache,
         cu_seq_lens_q=offsets,
         cu_seq_lens_k=offsets,
@@ -226,12 +234,12 @@ def test_packed_rows_told_apart_by_offsets_are_separate_documents(family: str, u
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("family", DECODERS)
-def test_generate_token_for_token(family: str, cache: str) -> None:
+def test_generate_token_for_token(family: str, cache: str, device: str) -> None:
     """Left-padded prompts longer than the window, and as many new tokens again as the window holds."""
-    eager, ours = decoders(DECODERS[family])
-    limits = {"max_new_tokens": WINDOW + 3, "do_sample": False, "cache_implementation": cache}
-    for keep in (padding("left"), padding("none")):
-        ids = tokens().masked_fill(keep == 0, 0)
+    eager, ours = decoders(DECODERS[family], device=device)
+    limits = {"max_new_tokens": WINDOW + 3, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    for keep in (padding("left", device), padding("none", device)):
+        ids = tokens(device=device).masked_fill(keep == 0, 0)
         expected, found = (m.generate(ids, attention_mask=keep, **limits).tolist() for m in (eager, ours))
         assert found == expected
         assert len({tuple(row[LENGTH:]) for row in found}) > 1
@@ -239,9 +247,9 @@ def test_generate_token_for_token(family: str, cache: str) -> None:
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("family", DECODERS)
-def test_chunked_prefill(family: str, cache: str) -> None:
-    eager, ours = decoders(DECODERS[family])
-    ids, keep, results = tokens(), padding("left"), []
+def test_chunked_prefill(family: str, cache: str, device: str) -> None:
+    eager, ours = decoders(DECODERS[family], device=device)
+    ids, keep, results = tokens(device=device), padding("left", device), []
     for model in (eager, ours):
         past = transformers.DynamicCache(config=model.config)
         if cache == "static":
@@ -254,17 +262,17 @@ def test_chunked_prefill(family: str, cache: str) -> None:
     torch.testing.assert_close(results[1], results[0], rtol=TOLERANCE, atol=TOLERANCE * 10)
 
 
-def offsets_of(family: str) -> dict[str, Any]:
+def offsets_of(family: str, device: str) -> dict[str, Any]:
     """What a packed row needs beside its positions: transformers' gpt-oss does not show them to its mask functions."""
-    bounds = torch.tensor([0, 6, 7, 7 + 2 * WINDOW], dtype=torch.int32)
+    bounds = torch.tensor([0, 6, 7, 7 + 2 * WINDOW], dtype=torch.int32, device=device)
     longest = {"max_length_q": 2 * WINDOW, "max_length_k": 2 * WINDOW}
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, **longest} if family == "gpt_oss" else {}
 
 
 @pytest.mark.parametrize("family", DECODERS)
-def test_no_dense_mask_is_built(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_dense_mask_is_built(family: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither by the mask function, nor as a table with a row per query in the call itself."""
-    _, ours = decoders(DECODERS[family])
+    _, ours = decoders(DECODERS[family], device=device)
     calls: list[dict[str, Any]] = []
     plain = huggingface_attention.attention
 
@@ -277,15 +285,16 @@ def test_no_dense_mask_is_built(family: str, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(huggingface_attention, "attention", spy)
     monkeypatch.setattr(masking_utils, "sdpa_mask", refuse)
-    ids = tokens()
+    ids = tokens(device=device)
     ours(ids)
-    ours(ids, attention_mask=padding("none"))
+    ours(ids, attention_mask=padding("none", device))
     assert all(options["mask"] is None for options in calls)
     for side in ("left", "right", "holes"):
-        ours(ids, attention_mask=padding(side))
-    ours(tokens(1, POSITIONS.shape[1]), position_ids=POSITIONS, use_cache=False, **offsets_of(family))
+        ours(ids, attention_mask=padding(side, device))
+    packed = {"position_ids": POSITIONS.to(device), "use_cache": False, **offsets_of(family, device)}
+    ours(tokens(1, POSITIONS.shape[1], device), **packed)
     assert calls[-1]["seq_info"].max_len_q == 2 * WINDOW
-    ours.generate(ids, attention_mask=padding("left"), max_new_tokens=3, do_sample=False)
+    ours.generate(ids, attention_mask=padding("left", device), max_new_tokens=3, do_sample=False)
     assert len(calls) == 2 * (2 + 3 + 1 + 3)
     assert all(options["mask"] is None or options["mask"].shape[-2] == 1 for options in calls)
 
@@ -301,17 +310,19 @@ PLACES = [(7, 7, 0, 0), (3, 11, 8, 0), (1, 11, 10, 0), (4, 6, 9, 7), (3, 11, 2, 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("name", KNOWN)
-def test_a_description_shows_exactly_what_transformers_mask_shows(name: str, place: tuple[int, ...]) -> None:
+def test_a_description_shows_exactly_what_transformers_mask_shows(
+    name: str, place: tuple[int, ...], device: str
+) -> None:
     """Through the whole way down, by values that name their key: ``out > 0`` is the visible set."""
     q_len, kv_len, q_offset, kv_offset = place
-    keep = torch.ones(2, kv_len + kv_offset, dtype=torch.bool)
+    keep = torch.ones(2, kv_len + kv_offset, dtype=torch.bool, device=device)
     keep[1, kv_offset : kv_offset + 2] = False
     arguments = (2, q_len, kv_len, q_offset, kv_offset)
-    given = {"mask_function": KNOWN[name], "attention_mask": keep}
+    given = {"mask_function": KNOWN[name], "attention_mask": keep, "device": device}
     dense = masking_utils.sdpa_mask(*arguments, allow_is_causal_skip=False, **given)
     made = huggingface_masks.mask(*arguments, **given)
-    q, k = torch.zeros(2, 2, q_len, 16), torch.zeros(2, 1, kv_len, 16)
-    v = torch.eye(kv_len, 16).expand(2, 1, kv_len, 16)
+    q, k = (torch.zeros(2, heads, length, 16, device=device) for heads, length in ((2, q_len), (1, kv_len)))
+    v = torch.eye(kv_len, 16, device=device).expand(2, 1, kv_len, 16)
     out, _ = huggingface_attention.attend(SimpleNamespace(), q, k, v, made)  # [batch, q_len, heads, key]
     for head in range(2):
         assert torch.equal(out[:, :, head, :kv_len] > 0, dense[:, 0])
@@ -334,29 +345,29 @@ def test_what_each_known_function_is_read_as() -> None:
         assert np.array_equal(masks.visible(spec), dense.numpy()), name
 
 
-def test_any_other_mask_function_becomes_its_dense_mask() -> None:
+def test_any_other_mask_function_becomes_its_dense_mask(device: str) -> None:
     def prefix(batch: Any, head: Any, query: Any, key: Any) -> Any:
         return key < 3
 
-    _, ours = decoders(DECODERS["llama"])
-    embeddings = torch.zeros(2, 7, 48)
-    chunks = masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.long))
+    _, ours = decoders(DECODERS["llama"], device=device)
+    embeddings = torch.zeros(2, 7, 48, device=device)
+    chunks = masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.long, device=device))
     for function in (prefix, masking_utils.or_masks(masking_utils.causal_mask_function, prefix), chunks):
-        made = huggingface_masks.mask(2, 7, 7, mask_function=function)
-        expected = masking_utils.sdpa_mask(2, 7, 7, mask_function=function, allow_is_causal_skip=False)
+        made = huggingface_masks.mask(2, 7, 7, mask_function=function, device=device)
+        expected = masking_utils.sdpa_mask(2, 7, 7, mask_function=function, allow_is_causal_skip=False, device=device)
         assert type(made) is torch.Tensor and torch.equal(made, expected)
     made = masking_utils.create_causal_mask(ours.config, embeddings, None, None, or_mask_function=prefix)
-    expected = torch.ones(7, 7, dtype=torch.bool).tril()
+    expected = torch.ones(7, 7, dtype=torch.bool, device=device).tril()
     expected[:, :3] = True
     assert torch.equal(made, expected.expand(2, 1, 7, 7))
 
 
-def test_masks_of_four_axes_given_to_the_model() -> None:
-    eager, ours = decoders(DECODERS["llama"])
-    ids = tokens()
-    seen = torch.ones(3, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+def test_masks_of_four_axes_given_to_the_model(device: str) -> None:
+    eager, ours = decoders(DECODERS["llama"], device=device)
+    ids = tokens(device=device)
+    seen = torch.ones(3, 1, LENGTH, LENGTH, dtype=torch.bool, device=device).tril()
     seen[1, :, 5:, :4] = False
-    added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    added = torch.zeros(seen.shape, device=device).masked_fill(~seen, torch.finfo(torch.float32).min)
     expected = eager(ids, attention_mask=added).logits
     for mask in (seen, added):
         torch.testing.assert_close(ours(ids, attention_mask=mask).logits, expected, rtol=TOLERANCE, atol=TOLERANCE * 10)
@@ -444,10 +455,10 @@ def test_masks_and_offsets_that_make_no_sense_are_refused() -> None:
         )
 
 
-def test_without_a_mask_the_module_says_what_is_visible() -> None:
+def test_without_a_mask_the_module_says_what_is_visible(device: str) -> None:
     """As transformers' SDPA attention has it: aligned at the first key; a single query sees every key."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 5, 8, generator=generator) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(2, heads, 5, 8, generator=generator).to(device) for heads in (4, 2, 2))
     reference = transformers.integrations.sdpa_attention.sdpa_attention_forward
     for queries, causal in ((5, True), (5, False), (3, True), (3, False), (1, True)):
         module = SimpleNamespace(is_causal=causal, num_key_value_groups=2)
@@ -458,9 +469,9 @@ def test_without_a_mask_the_module_says_what_is_visible() -> None:
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_dropout_is_drawn_from_torchs_generator() -> None:
-    _, ours = decoders(lambda: transformers.LlamaConfig(**DECODER | {"attention_dropout": 0.5}))
-    ids, results = tokens(), []
+def test_dropout_is_drawn_from_torchs_generator(device: str) -> None:
+    _, ours = decoders(lambda: transformers.LlamaConfig(**DECODER | {"attention_dropout": 0.5}), device=device)
+    ids, results = tokens(device=device), []
     still = ours(ids).logits
     ours.train()
     for seed in (1, 1, 2):
@@ -481,22 +492,22 @@ def test_options_arrive_as_they_were_given(monkeypatch: pytest.MonkeyPatch) -> N
     assert [default[name] for name in (*names, "sinks")] == [False, None, None, 0.0, None]
 
 
-def test_autocast() -> None:
-    eager, ours = decoders(DECODERS["llama"])
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        expected, found = eager(tokens()).logits, ours(tokens()).logits
+def test_autocast(device: str) -> None:
+    eager, ours = decoders(DECODERS["llama"], device=device)
+    with torch.autocast(device, torch.bfloat16), torch.no_grad():
+        expected, found = eager(tokens(device=device)).logits, ours(tokens(device=device)).logits
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1 * float(expected.abs().max()))
 
 
-def test_a_backend_asked_for_by_name_runs_or_raises() -> None:
-    kind, ids = transformers.AutoModelForCausalLM, tokens()
-    plain = build(kind, DECODERS["llama"](), "attn_core:math")
-    torch.testing.assert_close(plain(ids).logits, build(kind, DECODERS["llama"]())(ids).logits, rtol=1e-4, atol=1e-4)
+def test_a_backend_asked_for_by_name_runs_or_raises(device: str) -> None:
+    kind, ids = transformers.AutoModelForCausalLM, tokens(device=device)
+    plain, ours = (build(kind, DECODERS["llama"](), name, device) for name in ("attn_core:math", huggingface.NAME))
+    torch.testing.assert_close(plain(ids).logits, ours(ids).logits, rtol=1e-4, atol=1e-4)
     for name in ("attn_core:flash3", "attn_core:fa3"):
         for family in ("llama", "gpt_oss"):
             with pytest.raises(NoBackendError, match="backend='flash3' cannot run this call"):
-                build(kind, DECODERS[family](), name)(ids)
+                build(kind, DECODERS[family](), name, device)(ids)
     plain.set_attn_implementation("attn_core:flash2")
     with pytest.raises(NoBackendError, match="backend='flash2'"):
         plain(ids)
@@ -504,8 +515,8 @@ def test_a_backend_asked_for_by_name_runs_or_raises() -> None:
         build(kind, DECODERS["llama"](), "attn_core:flash7")
 
 
-def test_layers_may_ask_for_different_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    eager, ours = decoders(DECODERS["llama"])
+def test_layers_may_ask_for_different_backends(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    eager, ours = decoders(DECODERS["llama"], device=device)
     asked: list[Any] = []
     plain = huggingface_attention.attention
 
@@ -514,10 +525,11 @@ def test_layers_may_ask_for_different_backends(monkeypatch: pytest.MonkeyPatch) 
         return plain(*tensors, **options)
 
     monkeypatch.setattr(huggingface_attention, "attention", spy)
-    huggingface.set_layer_backends(ours, {0: "math", 1: "sdpa_flash"})
-    ids = tokens()
+    other = "sdpa_flash" if device == "cpu" else "sdpa_efficient"  # which has float32 there
+    huggingface.set_layer_backends(ours, {0: "math", 1: other})
+    ids = tokens(device=device)
     assert_same(eager, ours, input_ids=ids, labels=ids)
-    assert asked == ["math", "sdpa_flash"]
+    assert asked == ["math", other]
     huggingface.set_layer_backends(ours, {0: None, 1: "flash3"})
     with pytest.raises(NoBackendError, match="flash3"):
         ours(ids)
@@ -528,40 +540,133 @@ def test_layers_may_ask_for_different_backends(monkeypatch: pytest.MonkeyPatch) 
         huggingface.set_layer_backends(ours, {0: "mth"})
 
 
-def test_gradient_checkpointing() -> None:
-    eager, ours = decoders(DECODERS["mistral"])
+def test_gradient_checkpointing(device: str) -> None:
+    eager, ours = decoders(DECODERS["mistral"], device=device)
     ours.gradient_checkpointing_enable()
     ours.train()
-    keep, ids = padding("left"), tokens()
+    keep, ids = padding("left", device), tokens(device=device)
     assert_same(eager, ours, keep, input_ids=ids, labels=targets(ids, keep), attention_mask=keep)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_compiled_without_a_graph_break(family: str) -> None:
-    eager, ours = decoders(DECODERS[family])
+def test_compiled_without_a_graph_break(family: str, device: str) -> None:
+    eager, ours = decoders(DECODERS[family], device=device)
     torch._dynamo.reset()
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")  # fullgraph: a graph break is an error
-    ids, keep = tokens(), padding("left")
+    ids, keep = tokens(device=device), padding("left", device)
     assert_same(eager, compiled, keep, input_ids=ids, labels=targets(ids, keep), attention_mask=keep)
     assert_same(eager, compiled, input_ids=ids, labels=ids)
-    packed = {"position_ids": POSITIONS, "use_cache": False}
-    ids = tokens(1, POSITIONS.shape[1])
+    packed = {"position_ids": POSITIONS.to(device), "use_cache": False}
+    ids = tokens(1, POSITIONS.shape[1], device)
     torch.testing.assert_close(
         compiled(ids, **packed).logits, eager(ids, **packed).logits, rtol=TOLERANCE, atol=TOLERANCE * 10
     )
 
 
-def test_layers_compiled_one_by_one() -> None:
-    _, ours = decoders(DECODERS["mistral"])
-    packed = {"input_ids": tokens(1, POSITIONS.shape[1]), "position_ids": POSITIONS, "use_cache": False}
-    padded = {"input_ids": tokens(), "attention_mask": padding("left")}
-    inputs = [packed, padded, {"input_ids": tokens(2, 19)}]
+def test_layers_compiled_one_by_one(device: str) -> None:
+    _, ours = decoders(DECODERS["mistral"], device=device)
+    packed = {"input_ids": tokens(1, POSITIONS.shape[1], device), "position_ids": POSITIONS.to(device)}
+    padded = {"input_ids": tokens(device=device), "attention_mask": padding("left", device)}
+    inputs = [packed | {"use_cache": False}, padded, {"input_ids": tokens(2, 19, device)}]
     expected = [ours(**given).logits for given in inputs]
     torch._dynamo.reset()
     for layer in ours.model.layers:
         layer.compile(fullgraph=True, backend="aot_eager")
     for given, logits in zip(inputs, expected):
         torch.testing.assert_close(ours(**given).logits, logits, rtol=TOLERANCE, atol=TOLERANCE * 10)
+
+
+# On a GPU: the dtype of its fused kernels, and kernels by name
+
+
+def half(config: Any, name: str) -> Any:
+    """The model in bfloat16. All experts serve every token: which ones do is no continuous function of the numbers."""
+    made = config()
+    if hasattr(made, "num_local_experts"):
+        made.num_experts_per_tok = made.num_local_experts
+    return build(transformers.AutoModelForCausalLM, made, name, "cuda").to(torch.bfloat16)
+
+
+def check_half(family: str, name: str, shown: Any = slice(None), **inputs: Any) -> None:
+    """Logits in bfloat16 stray no further from float32's than twice as far as those of ``eager`` in bfloat16 do."""
+    with torch.no_grad():
+        plain, ours = (half(DECODERS[family], each) for each in ("eager", name))
+        near, found = (model(**inputs).logits.float()[shown] for model in (plain, ours))
+        exact = plain.float()(**inputs).logits[shown]
+    assert found.isfinite().all()
+    allowed, strayed = ((logits - exact).abs().mean() for logits in (near, found))
+    assert strayed <= 2 * allowed, (strayed, allowed)
+
+
+def packed_row() -> dict[str, Any]:
+    """A packed row of three documents, told apart by their positions."""
+    return {"input_ids": tokens(1, POSITIONS.shape[1], "cuda"), "position_ids": POSITIONS.cuda(), "use_cache": False}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("family", DECODERS)
+def test_bfloat16(family: str, side: str) -> None:
+    keep = padding(side, "cuda")
+    given = {} if side == "none" else {"attention_mask": keep}
+    check_half(family, huggingface.NAME, keep.bool(), input_ids=tokens(device="cuda"), **given)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("family", [name for name in DECODERS if name != "gpt_oss"])
+def test_bfloat16_packed(family: str) -> None:
+    check_half(family, huggingface.NAME, **packed_row())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("backend", ["flash2", "flash3", "flash4", "sdpa_flash"])
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_flash_kernel_by_name(family: str, backend: str) -> None:
+    """Plain, windowed, packed; with softcap or sinks where the family has them: right, or refused for a stated reason.
+
+    A mask of padding is refused, for none of these kernels has one.
+    """
+    name = f"{huggingface.NAME}:{backend}"
+    if reason := torch_frontend.available_backends()[backend].reason:
+        pytest.skip(reason)
+    lacking = {"gemma2": "softcap"}.get(family, "") if backend in ("sdpa_flash", "flash3") else ""
+    ids = tokens(device="cuda")
+    try:
+        check_half(family, name, input_ids=ids)
+        if family != "gpt_oss":  # eager does not tell its packed documents apart
+            check_half(family, name, **packed_row())
+    except NoBackendError as refusal:
+        assert lacking and lacking in str(refusal.selection.reasons(backend)), refusal
+    with torch.no_grad(), pytest.raises(NoBackendError, match=f"{backend} .*mask of shape"):
+        half(DECODERS[family], name)(ids, attention_mask=padding("left", "cuda"))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_flash2_trains_in_bfloat16(family: str) -> None:
+    if reason := torch_frontend.available_backends()["flash2"].reason:
+        pytest.skip(reason)
+    ids, found = tokens(device="cuda"), []
+    for name, dtype in (("eager", torch.float32), ("eager", torch.bfloat16), ("attn_core:flash2", torch.bfloat16)):
+        model = build(transformers.AutoModelForCausalLM, DECODERS[family](), name, "cuda")
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16).to(dtype)
+        model(ids, labels=ids).loss.backward()
+        found.append([parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None])
+    for exact, near, ours in zip(*found, strict=True):
+        assert (ours - exact).abs().mean() <= 2 * (near - exact).abs().mean() + 1e-3 * exact.abs().mean()
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+def test_generate_compiles_its_decoding_with_a_static_cache() -> None:
+    """What ``generate`` does by itself on a GPU: a compiled step, in a CUDA graph."""
+    torch._dynamo.reset()
+    eager, ours = decoders(DECODERS["llama"], device="cuda")
+    ids, keep = tokens(device="cuda"), padding("left", "cuda")
+    limits = {"max_new_tokens": WINDOW + 3, "do_sample": False, "cache_implementation": "static"}
+    expected = eager.generate(ids, attention_mask=keep, **limits, disable_compile=True).tolist()
+    assert ours.generate(ids, attention_mask=keep, **limits).tolist() == expected
 
 
 @pytest.mark.slow

@@ -22,45 +22,48 @@ LENGTHS = [3, 0, 1, 5]
 
 
 @pytest.mark.parametrize("given", [LENGTHS, torch.tensor(LENGTHS), torch.tensor([LENGTHS[:2], LENGTHS[2:]])])
-def test_seq_info_of_lengths(given: Any) -> None:
-    lengths, offsets, longest = get_packed_info_from_kwargs({"packed_seq_lengths": given}, "cpu")
+def test_seq_info_of_lengths(given: Any, device: str) -> None:
+    given = given.to(device) if isinstance(given, torch.Tensor) else given
+    lengths, offsets, longest = get_packed_info_from_kwargs({"packed_seq_lengths": given}, device)
+    assert lengths.device.type == offsets.device.type == device and type(longest) is int
     assert lengths.dtype == offsets.dtype == torch.int32
     assert (lengths.tolist(), offsets.tolist(), longest) == (LENGTHS, [0, 3, 3, 4, 9], 5)
-    assert get_packed_info_from_kwargs({}, "cpu") is None
-    assert get_packed_info_from_kwargs({"packed_seq_lengths": None}, "cpu") is None
+    assert get_packed_info_from_kwargs({}, device) is None
+    assert get_packed_info_from_kwargs({"packed_seq_lengths": None}, device) is None
 
 
 @pytest.mark.parametrize("given", [[3, -1], [2.5], torch.tensor([True])])
-def test_lengths_are_counts(given: Any) -> None:
+def test_lengths_are_counts(given: Any, device: str) -> None:
+    given = given.to(device) if isinstance(given, torch.Tensor) else given
     with pytest.raises(SpecError, match="packed_seq_lengths: expected lengths"):
-        get_packed_info_from_kwargs({"packed_seq_lengths": given}, "cpu")
+        get_packed_info_from_kwargs({"packed_seq_lengths": given}, device)
 
 
 @pytest.mark.parametrize("window", [None, 0, -1, 2])
-def test_the_dense_mask_means_what_seq_info_does(window: int | None) -> None:
-    packed = get_packed_info_from_kwargs({"packed_seq_lengths": LENGTHS}, "cpu")
-    mask = build_sdpa_packed_attention_mask(packed, dtype=torch.float32, device="cpu", sliding_window=window)
+def test_the_dense_mask_means_what_seq_info_does(window: int | None, device: str) -> None:
+    packed = get_packed_info_from_kwargs({"packed_seq_lengths": LENGTHS}, device)
+    mask = build_sdpa_packed_attention_mask(packed, dtype=torch.float32, device=device, sliding_window=window)
     assert mask.shape == (1, 1, 9, 9) and mask.dtype == torch.float32
-    q, k, v = torch.randn(3, 1, 9, 2, 4)
+    q, k, v = torch.randn(3, 1, 9, 2, 4, generator=torch.Generator().manual_seed(0)).to(device)
     dense = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask)
     keys = window if window and window > 0 else None
     ours = attention(q, k, v, causal=True, window=keys, seq_info=packed)
-    torch.testing.assert_close(dense.transpose(1, 2), ours)
+    torch.testing.assert_close(dense.transpose(1, 2), ours, rtol=1e-5, atol=1e-5)
 
 
-def test_a_changed_length_is_a_changed_mask() -> None:
+def test_a_changed_length_is_a_changed_mask(device: str) -> None:
     """Nothing is kept by the identity of a tensor, which may be changed in place."""
-    lengths, offsets, longest = get_packed_info_from_kwargs({"packed_seq_lengths": [2, 2]}, "cpu")
-    before = build_sdpa_packed_attention_mask((lengths, offsets, longest), dtype=torch.float32, device="cpu")
-    lengths[:] = torch.tensor([1, 3])
-    after = build_sdpa_packed_attention_mask((lengths, offsets, 3), dtype=torch.float32, device="cpu")
+    lengths, offsets, longest = get_packed_info_from_kwargs({"packed_seq_lengths": [2, 2]}, device)
+    before = build_sdpa_packed_attention_mask((lengths, offsets, longest), dtype=torch.float32, device=device)
+    lengths[:] = torch.tensor([1, 3], device=device)
+    after = build_sdpa_packed_attention_mask((lengths, offsets, 3), dtype=torch.float32, device=device)
     assert before[0, 0, 2, 1] == -torch.inf and after[0, 0, 2, 1] == 0
 
 
-def test_xformers_bias() -> None:
+def test_xformers_bias(device: str) -> None:
     base = object()
     assert build_xformers_block_causal_mask(None, base_mask=base) is base
-    packed = get_packed_info_from_kwargs({"packed_seq_lengths": LENGTHS}, "cpu")
+    packed = get_packed_info_from_kwargs({"packed_seq_lengths": LENGTHS}, device)
     try:
         from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
     except ImportError:
@@ -72,8 +75,9 @@ def test_xformers_bias() -> None:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
-def test_the_last_label_of_each_document_goes(layout: str) -> None:
-    labels = torch.arange(1, 10).reshape(1, 9) if layout == "contiguous" else torch.arange(1, 10).reshape(3, 3).mT
+def test_the_last_label_of_each_document_goes(layout: str, device: str) -> None:
+    numbers = torch.arange(1, 10, device=device)
+    labels = numbers.reshape(1, 9) if layout == "contiguous" else numbers.reshape(3, 3).mT
     order = labels.reshape(-1).clone()
     assert mask_packed_sequence_boundaries(labels, LENGTHS)
     expected = order.clone()
@@ -81,21 +85,27 @@ def test_the_last_label_of_each_document_goes(layout: str) -> None:
     assert labels.reshape(-1).tolist() == expected.tolist()
 
 
-def test_documents_and_labels_that_do_not_end_together() -> None:
-    labels = torch.arange(1, 9)  # shifted: one label less than tokens
-    assert mask_packed_sequence_boundaries(labels, torch.tensor(LENGTHS), ignore_index=-1)
+def test_documents_and_labels_that_do_not_end_together(device: str) -> None:
+    labels = torch.arange(1, 9, device=device)  # shifted: one label less than tokens
+    assert mask_packed_sequence_boundaries(labels, torch.tensor(LENGTHS, device=device), ignore_index=-1)
     assert labels.tolist() == [1, 2, -1, -1, 5, 6, 7, 8]
-    padded = torch.arange(1, 13)
+    padded = torch.arange(1, 13, device=device)
     assert mask_packed_sequence_boundaries(padded, LENGTHS)
     assert [at for at, label in enumerate(padded.tolist()) if label == -100] == [2, 3, 8]
-    leading = torch.arange(1, 4)
+    leading = torch.arange(1, 4, device=device)
     assert mask_packed_sequence_boundaries(leading, [0, 2, 1])
     assert leading.tolist() == [1, -100, -100]
     assert not mask_packed_sequence_boundaries(padded, None) and not mask_packed_sequence_boundaries(padded, [])
-    with pytest.raises(ShapeError, match="seq_lengths: expected no more than 4 tokens in all, got 5"):
-        mask_packed_sequence_boundaries(torch.arange(3), [2, 3])
+    short = torch.arange(3, device=device)
+    if device == "cpu":
+        with pytest.raises(ShapeError, match="seq_lengths: expected no more than 4 tokens in all, got 5"):
+            mask_packed_sequence_boundaries(short, [2, 3])
+        return
+    assert mask_packed_sequence_boundaries(short, [2, 3])  # nobody waits for a GPU to tell its lengths
+    assert short.tolist() == [0, -100, 2]
 
 
+@pytest.mark.usefixtures("device")
 def test_flags_say_what_this_machine_has() -> None:
     available = {name for name, entry in torch_frontend.available_backends().items() if entry.reason is None}
     assert torch_frontend.SDPA_HAS_GQA is True

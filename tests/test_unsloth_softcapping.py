@@ -9,7 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from attn_core import DTypeError, ShapeError, SpecError  # noqa: E402
+from attn_core import AttentionSpec, DTypeError, ShapeError, SpecError, accuracy  # noqa: E402
+from attn_core.backends import Gradients, Inputs  # noqa: E402
 from torch_frontend import (  # noqa: E402
     HAS_FLEX_ATTENTION,
     create_flex_attention_causal_mask,
@@ -22,17 +23,27 @@ BSZ, HEADS, KV_HEADS, DIM, SCALAR, CAP = 2, 6, 3, 8, 24.0, 1.5
 LAYER = SimpleNamespace(config=SimpleNamespace(query_pre_attn_scalar=SCALAR, attn_logit_softcapping=CAP))
 
 
-def numbers(q_len: int, kv_len: int, dtype: Any = torch.float64) -> list[Any]:
+def numbers(q_len: int, kv_len: int, device: str, dtype: Any = torch.float64) -> list[Any]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((BSZ, HEADS, q_len, DIM), (BSZ, KV_HEADS, kv_len, DIM), (BSZ, KV_HEADS, kv_len, DIM))
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+    drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return [tensor.to(device, dtype).requires_grad_() for tensor in drawn]
 
 
-def additive(q_len: int, kv_len: int, window: int | None = None) -> Any:
+def additive(q_len: int, kv_len: int, device: str, window: int | None = None) -> Any:
     """What queries at the end of the keys see, ``[q_len, kv_len]``."""
     distance = torch.arange(kv_len - q_len, kv_len)[:, None] - torch.arange(kv_len)
     hidden = (distance < 0) | (distance >= (window or kv_len))
-    return torch.zeros(q_len, kv_len, dtype=torch.float64).masked_fill(hidden, -torch.inf)
+    return torch.zeros(q_len, kv_len, dtype=torch.float64).masked_fill(hidden, -torch.inf).to(device)
+
+
+def made_mask(form: str, q_len: int, kv_len: int, device: str, window: int | None) -> Any:
+    """The host's mask in one of its forms."""
+    if form == "a table of positions":
+        return additive(9, 9, device, window)
+    if form == "a table of the call":
+        return additive(q_len, kv_len, device, window)
+    return create_flex_attention_sliding_window_mask(64, window) if window else create_flex_attention_causal_mask(64)
 
 
 def formula(q: Any, k: Any, v: Any, mask: Any) -> Any:
@@ -41,21 +52,22 @@ def formula(q: Any, k: Any, v: Any, mask: Any) -> Any:
     return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize(("q_len", "kv_len"), [(7, 7), (1, 7), (3, 7)])
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("form", ["by positions", "a table of positions", "a table of the call"])
-def test_values_and_gradients_are_those_of_the_formula(q_len: int, kv_len: int, window: int | None, form: str) -> None:
-    given = numbers(q_len, kv_len)
-    if form == "by positions":
-        made = (
-            create_flex_attention_sliding_window_mask(64, window) if window else create_flex_attention_causal_mask(64)
-        )
-    else:
-        made = additive(9, 9, window) if form == "a table of positions" else additive(q_len, kv_len, window)
+shapes = pytest.mark.parametrize(("q_len", "kv_len"), [(7, 7), (1, 7), (3, 7)])
+windows = pytest.mark.parametrize("window", [None, 3])
+forms = pytest.mark.parametrize("form", ["by positions", "a table of positions", "a table of the call"])
+
+
+@shapes
+@windows
+@forms
+def test_values_and_gradients_are_those_of_the_formula(
+    q_len: int, kv_len: int, window: int | None, form: str, device: str
+) -> None:
+    given, made = numbers(q_len, kv_len, device), made_mask(form, q_len, kv_len, device, window)
     out = slow_attention_softcapping(*given, made, LAYER, BSZ, q_len)
-    expected = formula(*given, additive(q_len, kv_len, window))
+    expected = formula(*given, additive(q_len, kv_len, device, window))
     torch.testing.assert_close(out, expected)
-    dout = torch.cos(torch.arange(out.numel(), dtype=torch.float64)).view_as(out)
+    dout = torch.cos(torch.arange(out.numel(), dtype=torch.float64, device=device)).view_as(out)
     for one, other in zip(torch.autograd.grad(out, given, dout), torch.autograd.grad(expected, given, dout)):
         torch.testing.assert_close(one, other)
     with torch.no_grad():
@@ -64,10 +76,39 @@ def test_values_and_gradients_are_those_of_the_formula(q_len: int, kv_len: int, 
     assert not slow_inference_attention_softcapping(*given, made, LAYER, BSZ, q_len).requires_grad
 
 
-def test_bfloat16_is_nearer_to_the_truth_than_the_formula_in_bfloat16() -> None:
-    exact = numbers(64, 64)
+@shapes
+@windows
+@forms
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_other_dtypes_lose_what_an_honest_kernel_may(
+    q_len: int, kv_len: int, window: int | None, form: str, dtype: str, device: str
+) -> None:
+    """On a GPU these are the dtypes that fused kernels have."""
+    given = numbers(q_len, kv_len, device, getattr(torch, dtype))
+    made = made_mask(form, q_len, kv_len, device, window)
+    made = made.to(given[0].dtype) if isinstance(made, torch.Tensor) else made
+    out = slow_attention_softcapping(*given, made, LAYER, BSZ, q_len)
+    dout = torch.cos(torch.arange(out.numel(), device=device)).view_as(out).to(out.dtype)
+    gradients = torch.autograd.grad(out, given, dout)
+    spec = AttentionSpec(
+        **{"batch": BSZ, "q_len": q_len, "kv_len": kv_len, "num_heads": HEADS, "num_kv_heads": KV_HEADS},
+        **{"head_dim": DIM, "value_dim": DIM, "dtype": dtype, "causal": True, "softcap": CAP, "scale": SCALAR**-0.5},
+        **{"window": (None, None) if window is None else (window - 1, 0), "needs_backward": True},
+    )
+    in_rows = [array(tensor.transpose(1, 2)) for tensor in (*given, *gradients)]  # [bsz, len, heads, head_dim]
+    expected = accuracy.expect(spec, Inputs(*in_rows[:3]), dout=array(dout).reshape(spec.out_shape))
+    verdict = expected.judge(out=array(out).reshape(spec.out_shape), gradients=Gradients(*in_rows[3:]))
+    assert verdict.ok, verdict
+
+
+def array(tensor: Any) -> Any:
+    return tensor.detach().double().cpu().numpy()
+
+
+def test_bfloat16_is_nearer_to_the_truth_than_the_formula_in_bfloat16(device: str) -> None:
+    exact = numbers(64, 64, device)
     half = [tensor.detach().bfloat16() for tensor in exact]
-    mask = additive(64, 64)
+    mask = additive(64, 64, device)
     truth = formula(*(tensor.double() for tensor in half), mask)
     ours = slow_attention_softcapping(*half, create_flex_attention_causal_mask(64), LAYER, BSZ, 64)
     theirs = formula(*half, mask.bfloat16())
@@ -102,8 +143,9 @@ def test_the_makers_of_masks_can_be_called() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_named(changes: dict[str, Any], error: type[Exception], words: str) -> None:
-    q, k, v = numbers(7, 7)
+def test_what_does_not_fit_is_named(changes: dict[str, Any], error: type[Exception], words: str, device: str) -> None:
+    changes = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in changes.items()}
+    q, k, v = numbers(7, 7, device)
     mask = create_flex_attention_causal_mask(64)
     call = {"Q": q, "K": k, "V": v, "causal_mask": mask, "self": LAYER, "bsz": BSZ, "q_len": 7, **changes}
     with pytest.raises(error, match=words):
