@@ -4,6 +4,9 @@ Imports neither torch nor jax. The frontends are ``torch_frontend`` and ``jax_fr
 """
 
 from attn_core.errors import BridgeError, DeviceError, DTypeError, ShapeError, SpecError
+from attn_core.paged.allocator import PageAllocator, PoolFullError
+from attn_core.paged.book import Pages, Step
+from attn_core.paged.kv import PagedKV
 from attn_core.selection import NoBackendError, Selection, Target, explain, select
 from attn_core.seq_info import SeqInfo
 from attn_core.spec import AttentionSpec
@@ -17,10 +20,15 @@ __all__ = [
     "DTypeError",
     "DeviceError",
     "NoBackendError",
+    "PageAllocator",
+    "PagedKV",
+    "Pages",
+    "PoolFullError",
     "Selection",
     "SeqInfo",
     "ShapeError",
     "SpecError",
+    "Step",
     "Support",
     "Target",
     "explain",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from attn_core.backends import Gradients, Inputs
+from attn_core.backends import Gradients, Inputs, PagedInputs
 from attn_core.spec import AttentionSpec
 
 TOKENS = 8
@@ -47,11 +47,14 @@ def differentiates(
     return bool(((found.dv - 1).abs() < 0.01).all())
 
 
-def _ones(spec: AttentionSpec, device: str) -> Inputs:
-    """Queries and keys of zeros, values of ones; all tokens in one document where there are documents."""
+def _ones(spec: AttentionSpec, device: str) -> Any:
+    """Queries and keys of zeros, values of ones; all tokens in one document where there are documents, or one page."""
     import torch
 
     kind: dict[str, Any] = {"dtype": getattr(torch, spec.dtype), "device": device}
     zeros, ones = torch.zeros(spec.out_shape, **kind), torch.ones(spec.out_shape, **kind)
     offsets = torch.tensor([0, spec.q_len], dtype=torch.int32, device=device) if spec.packed else None
+    if spec.paged is not None:  # [tokens, heads, head_dim] -> [1, tokens, heads, head_dim]
+        table = torch.zeros((1, 1), dtype=torch.int32, device=device)
+        return PagedInputs(zeros, zeros[None], ones[None], table, torch.full_like(table[0], TOKENS), offsets)
     return Inputs(zeros, zeros, ones, cu_seqlens_q=offsets, cu_seqlens_k=offsets)

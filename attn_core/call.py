@@ -6,7 +6,7 @@ the caller wrote them. Everything that is wrong is raised here, before any kerne
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
 from attn_core.options import Options, flag, normalise_window, number
@@ -65,7 +65,7 @@ def build_spec(
     q, k, v = _rows(arrays, packed)
     _check_qkv(q, k, v)
     batch, q_len, num_heads, head_dim = q
-    lengths = {"max_len_q": options.max_len_q, "max_len_k": options.max_len_k} if packed else {}
+    lengths: dict[str, Any] = {"max_len_q": options.max_len_q, "max_len_k": options.max_len_k} if packed else {}
     return AttentionSpec(
         batch=batch,
         q_len=q_len,

@@ -82,7 +82,10 @@ class Case(NamedTuple):
 
 def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
     """The candidates for automatic choice, best first. Pure: the measurements are part of the package."""
-    usual = backends.PREFERENCE.get((framework, backends.kind_of(device)), ())
+    where = (framework, backends.kind_of(device))
+    if spec.paged is not None:
+        return _paged_order(spec, backends.PAGED_PREFERENCE.get(where, ()))
+    usual = backends.PREFERENCE.get(where, ())
     cases = measured(device) if usual else ()
     if not cases:
         return usual
@@ -94,6 +97,13 @@ def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
         return found
     first = [name for name in found if name not in case.failed and _launched_by_xla(name, spec, device)]
     return (*first, *(name for name in found if name not in first))
+
+
+def _paged_order(spec: AttentionSpec, usual: tuple[str, ...]) -> tuple[str, ...]:
+    """Where the queries are few, reading the keys is all, and the kernel that splits them best comes first."""
+    if backends.DECODING not in usual or (spec.max_len_q or 0) > FEW_QUERIES:
+        return usual
+    return (backends.DECODING, *(name for name in usual if name != backends.DECODING))
 
 
 def _is_short(spec: AttentionSpec, case: Case) -> bool:

@@ -58,6 +58,10 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Array, Array]:
 
     The inputs are anything numpy casts to float64 (bool, int for mask, cu_seqlens and rng), laid out as Inputs says.
     """
+    if spec.paged is not None:
+        from attn_core.paged.reference import gathered
+
+        return forward(*gathered(spec, inputs))
     with np.errstate(all="ignore"):
         call = softmax(spec, inputs)
         out = sum_over(call.weights * call.kept, call.seen, call.v)

@@ -128,8 +128,8 @@ class SeqInfo:
 
 def is_host_int(value: Any) -> bool:
     """Whether a value is an integer that costs no device anything to know: an int (symbolic, too), or numpy's."""
-    if isinstance(value, np.integer):
-        return True
+    if isinstance(value, (int, np.integer)):  # first, for Dynamo cannot ask a symbol for its attributes
+        return not isinstance(value, bool)
     return hasattr(value, "__index__") and not isinstance(value, bool) and not hasattr(value, "shape")
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Literal, get_args
 
 from attn_core.errors import DTypeError, ShapeError, SpecError
+from attn_core.paged.kv import PagedKV
 
 Alignment = Literal["bottom_right", "top_left"]
 Shape4 = tuple[int, int, int, int]
@@ -43,6 +44,8 @@ class AttentionSpec:
         needs_backward: a gradient of q, k or v may be asked for; bias_gradient: one of the bias, too.
         return_lse: the caller wants the log-sum-exp (natural log, float32, ``[batch, num_heads, q_len]``, packed
             ``[num_heads, tokens]``; float64 for float64 inputs).
+        paged: the pool that keys and values are read from, or None. The documents are then its sequences, q is packed,
+            ``kv_len`` is what a row of the table can hold, and there is no gradient.
 
     Raises:
         ShapeError, DTypeError, SpecError: on values that do not describe a call.
@@ -74,6 +77,7 @@ class AttentionSpec:
     needs_backward: bool = False
     bias_gradient: bool = False
     return_lse: bool = False
+    paged: PagedKV | None = None
 
     def __post_init__(self) -> None:
         _check_shapes(self)
@@ -224,3 +228,20 @@ def _check_choices(spec: AttentionSpec) -> None:
         raise SpecError(f"bias_dtype={spec.bias_dtype!r}: expected one of {', '.join(DTYPES)}, beside a bias_shape")
     if spec.bias_gradient and spec.bias_shape is None:
         raise SpecError("bias_gradient=True: expected a bias to take the gradient of, got none")
+    if spec.paged is not None:
+        _check_paged(spec, spec.paged)
+
+
+def _check_paged(spec: AttentionSpec, paged: PagedKV) -> None:
+    if not spec.packed or spec.alignment != "bottom_right" or spec.kv_len != paged.capacity:
+        raise SpecError(
+            "paged: expected documents, bottom-right alignment and kv_len = width * page_size "
+            f"({paged.capacity}), got documents={spec.documents}, {spec.alignment}, kv_len={spec.kv_len}"
+        )
+    if spec.needs_backward:
+        raise SpecError("paged: keys and values in pages are for inference, their gradient is not defined; use no_grad")
+    for name in ("mask_shape", "bias_shape", "alibi_shape"):
+        if getattr(spec, name) is not None:
+            raise SpecError(f"paged: expected no {name.removesuffix('_shape')}, got shape {getattr(spec, name)}")
+    if spec.dropout:
+        raise SpecError(f"dropout={spec.dropout}: expected 0 with keys and values in pages, which are for inference")

@@ -23,6 +23,7 @@ class Support:
         grouped_heads: fewer kv heads than heads.
         alignments: the causal/window alignments it has when q_len and kv_len differ (or documents are packed).
         causal, window, softcap, mask, bias, bias_gradient, alibi, sinks, packed, dropout: the features.
+        paged: it takes keys and values in pages of a pool.
         deterministic: it can promise equal bits on every run.
         lse: it returns the log-sum-exp; lse_gradient: its backward takes a gradient of it.
         portable_dropout: it drops just the weights that ``attn_core.dropout`` names, not those of its own generator.
@@ -53,6 +54,7 @@ class Support:
     lse_gradient: bool = False
     portable_dropout: bool = False
     approximate: bool = False
+    paged: bool = False
 
     def runs_on(self, device: str) -> bool:
         """Whether the claim covers a device such as ``"cpu"`` or ``"sm90"``."""
@@ -176,6 +178,10 @@ def _return_lse(support: Support, spec: AttentionSpec) -> str | None:
     return None
 
 
+def _page_size(spec: AttentionSpec) -> int:
+    return spec.paged.page_size if spec.paged else 0
+
+
 CHECKS: dict[str, Check] = {
     **dict.fromkeys(("batch", "q_len", "kv_len", "num_heads", "scale", "max_len_q", "max_len_k"), _nothing),
     **dict.fromkeys(("needs_backward", "bias_dtype"), _nothing),  # backends have rules of their own about them
@@ -196,4 +202,5 @@ CHECKS: dict[str, Check] = {
     "documents": _flag("packed", lambda s: s.packed, lambda s: f"seq_info with {s.documents} packed documents"),
     "dropout": _flag("dropout", lambda s: s.dropout, lambda s: f"dropout={s.dropout}"),
     "deterministic": _flag("deterministic", lambda s: s.deterministic, lambda s: "deterministic=True"),
+    "paged": _flag("paged", lambda s: s.paged, lambda s: f"keys and values in pages of {_page_size(s)}"),
 }

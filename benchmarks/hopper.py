@@ -58,17 +58,24 @@ def measures() -> dict[str, Callable[[], list[Any]]]:
 
         return hopper_training.training_steps()
 
+    def paged() -> list[Any]:
+        from benchmarks import hopper_paged
+
+        return hopper_paged.paged()
+
     return {
         "memory": hopper_checks.memory,
         "attention": hopper_torch.attention_beside_kernels,
         "softcap": hopper_torch.softcap_speed,
         "softcap_error": hopper_checks.softcap_error,
         "small": hopper_torch.small_calls,
+        "dropins": hopper_torch.dropins_beside_attention,
         "jax": jax_beside_torch,
         "compiled": compiled_lane,
         "callback": callback_lane,
         "training": training_steps,
         "jax_backends": jax_backends,
+        "paged": paged,
     }
 
 

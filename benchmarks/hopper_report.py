@@ -22,6 +22,8 @@ MEASURES = {
     "callback": "The callback lane",
     "training": "Training steps in JAX",
     "jax_backends": "JAX: the backends by the size of a call",
+    "paged": "Keys and values in pages",
+    "dropins": "Drop-ins",
     "memory": "Peak memory",
     "small": "Small calls",
 }

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import torch_frontend
+from benchmarks import dropins
 from benchmarks import hopper_kernels as kernels
 from benchmarks.hopper_group import LARGE, TINY, Group, Shape, Turn, event_turn, host_turn
 
@@ -144,3 +145,17 @@ def _small_calls(what: str) -> Group:
     for name in bare:
         group.extra(f"backend={name!r}", f"attention {name}", f"bare {name}")
     return group
+
+
+def dropins_beside_attention() -> list[Group]:
+    """What a host's signature costs on the host: the drop-ins' calls beside attention() itself, without gradients."""
+    groups = []
+    with torch.no_grad():
+        shape = (TINY.batch, TINY.seq, TINY.heads, TINY.head_dim)
+        for name, (theirs, ours_) in dropins.calls(shape, "cuda", torch.bfloat16).items():
+            group = Group(f"Drop-in: {name}", f"{TINY}, by the host's clock")
+            makers = {"attention": partial(host_turn, ours_), "attention by the drop-in": partial(host_turn, theirs)}
+            group.measure(makers, calls=1000, rounds=15)
+            group.extra("a call", "attention by the drop-in", "attention", 10.0)
+            groups.append(group)
+    return groups

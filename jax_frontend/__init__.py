@@ -1,11 +1,13 @@
 """Attention for JAX: one call, every kernel, under every transformation, and the reasons for the choice."""
 
-from attn_core import NoBackendError, Selection, SeqInfo
+from attn_core import NoBackendError, Pages, Selection, SeqInfo
 from jax_frontend.attention import attention, explain
 from jax_frontend.backends import available_backends
 from jax_frontend.dot_product_attention import dot_product_attention
 from jax_frontend.export import export_checks
 from jax_frontend.override import use_backend
+from jax_frontend.paged import append_kv, explain_paged, paged_attention
+from jax_frontend.paged_cache import PagedKVCache
 from jax_frontend.qkvpacked import attention_qkvpacked
 from jax_frontend.unsloth import (
     FLASH_DENSE,
@@ -27,14 +29,19 @@ __all__ = [
     "AttentionConfig",
     "AttentionContext",
     "NoBackendError",
+    "PagedKVCache",
+    "Pages",
     "Selection",
     "SeqInfo",
+    "append_kv",
     "attention",
     "attention_qkvpacked",
     "available_backends",
     "dot_product_attention",
     "explain",
+    "explain_paged",
     "export_checks",
+    "paged_attention",
     "run_attention",
     "select_attention_backend",
     "use_backend",

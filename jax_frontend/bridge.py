@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from attn_core import backends, compiled_calls
-from attn_core.backends import Gradients, Inputs
+from attn_core.backends import Gradients, Inputs, PagedInputs
 from attn_core.errors import BridgeError
 from attn_core.spec import AttentionSpec
 from jax_frontend import compiled_lane
@@ -232,20 +232,24 @@ def _backward(call: BridgedCall) -> Callable[[tuple[Any, ...]], None]:
     return backward
 
 
-def _gatherer(operands: tuple[str, ...]) -> Callable[[tuple[Any, ...]], Inputs]:
-    """What makes Inputs of a call's values."""
+def _gatherer(operands: tuple[str, ...]) -> Callable[[tuple[Any, ...]], Any]:
+    """What makes Inputs, or PagedInputs, of a call's values."""
     count = len(operands)
-    if operands[0] == "qkv":  # [..., tokens, 3, heads, head_dim] -> three views
+    if "block_table" in operands:
 
-        def gather(values: tuple[Any, ...]) -> Inputs:
+        def gather(values: tuple[Any, ...]) -> Any:
+            return PagedInputs(**dict(zip(operands, values, strict=False)))
+    elif operands[0] == "qkv":  # [..., tokens, 3, heads, head_dim] -> three views
+
+        def gather(values: tuple[Any, ...]) -> Any:
             return Inputs(*values[0].unbind(-3), **dict(zip(operands[1:], values[1:], strict=False)))
     elif operands != Inputs._fields[:count]:
 
-        def gather(values: tuple[Any, ...]) -> Inputs:
+        def gather(values: tuple[Any, ...]) -> Any:
             return Inputs(**dict(zip(operands, values, strict=False)))
     else:
 
-        def gather(values: tuple[Any, ...]) -> Inputs:
+        def gather(values: tuple[Any, ...]) -> Any:
             return Inputs(*values[:count])
 
     return gather

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from attn_core.layer import check_layer_inputs, check_rotary
+from attn_core.paged.book import Pages, Step, check_paged_layer
 from attn_core.seq_info import SeqInfo
 from jax_frontend.attention import attention
+from jax_frontend.paged import append_kv, paged_attention
 
 Rotary = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -48,11 +50,10 @@ class Call(NamedTuple):
     positions: jax.Array | None = None
     dropout: float = 0.0
     dropout_rng: Any = None
+    pages: Pages | None = None
 
 
-def attend(
-    layer: LayerOptions, projections: Projections, x: jax.Array, context: jax.Array | None, call: Call
-) -> jax.Array:
+def attend(layer: LayerOptions, projections: Projections, x: jax.Array, context: jax.Array | None, call: Call) -> Any:
     """Projects, rotates, attends and projects back.
 
     Args:
@@ -60,8 +61,10 @@ def attend(
         context: where keys and values come from, laid out as x; None for self-attention.
 
     Returns:
-        The rank of x, with the features of ``projections.out``.
+        The rank of x, with the features of ``projections.out``; with pages also the pool, ``(out, (k, v))``.
     """
+    if call.pages is not None:
+        return _attend_in_pages(layer, projections, x, context, call, call.pages)
     seq_info = SeqInfo.coerce(call.seq_info)
     check_layer_inputs(x.shape, None if context is None else context.shape, packed=seq_info is not None)
     queries = x[None] if x.ndim == 2 else x  # [batch, seq, features]
@@ -96,6 +99,47 @@ def attend(
     )
     out = projections.out(out)
     return out[0] if x.ndim == 2 else out
+
+
+def _attend_in_pages(
+    layer: LayerOptions, projections: Projections, x: jax.Array, context: jax.Array | None, call: Call, pages: Pages
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """New tokens ``[tokens, features]``: their keys and values go into the pages, and they see what those hold."""
+    others = {"context": context, "mask": call.mask, "bias": call.bias, "alibi_slopes": call.alibi_slopes}
+    others["seq_info"] = call.seq_info
+    check_paged_layer(x.shape, layer.alignment, call.dropout, others)
+    q, k, v = projections.query(x), projections.key(x), projections.value(x)  # [tokens, heads, dim]
+    dtype = jnp.result_type(q, k, v)
+    if layer.rotary is not None:
+        places = _places(pages.step, x.shape[0]) if call.positions is None else jnp.asarray(call.positions)
+        q, k = (rows[0] for rows in layer.rotary(q[None], k[None], places.reshape(1, -1)))
+    tables = pages.step.tables
+    kinds = (pages.k.dtype, pages.v.dtype)
+    pool = append_kv(pages.k, pages.v, *(new.astype(kind) for new, kind in zip((k, v), kinds, strict=True)), **tables)
+    out = paged_attention(
+        q.astype(pages.k.dtype),
+        *pool,
+        **tables,
+        max_len_q=pages.step.max_len_q,
+        causal=layer.causal,
+        window=layer.window,
+        softcap=layer.softcap,
+        scale=layer.scale,
+        sinks=call.sinks,
+        backend=layer.backend,
+    )
+    return projections.out(out.astype(dtype)), pool
+
+
+def _places(step: Step, tokens: int) -> jax.Array:
+    """int32 ``[tokens]``: the place of each new token in its own sequence."""
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    lengths = jnp.asarray(step.seq_lens)
+    if step.cu_seqlens_q is None:
+        return lengths - 1
+    ends = jnp.asarray(step.cu_seqlens_q)[1:]
+    of = jnp.minimum(jnp.searchsorted(ends, token, side="right"), len(ends) - 1)
+    return lengths[of] - (ends[of] - token)
 
 
 def token_positions(positions: jax.Array | None, seq_info: SeqInfo | None, batch: int, seq: int) -> jax.Array:

@@ -37,7 +37,9 @@ def attend_left(attend: Attend, q: Array, k: Array, v: Array, keep: Array) -> Fo
     ends_q = (np.arange(2 * batch + 1) + 1) // 2 * q_len
     ends_k = jnp.concatenate((jnp.zeros(1, jnp.int32), jnp.cumsum(lengths_k.reshape(-1), dtype=jnp.int32)))
     info = SeqInfo(jnp.asarray(ends_q, jnp.int32), ends_k, q_len, kv_len)
-    k, v = (jnp.take_along_axis(array, kept_first, axis=1) for array in (k, v))
+    # A kernel may look into the document behind, where 0 * NaN of padding would be NaN: what is left out becomes 0.
+    is_kept = jnp.take_along_axis(keep[:, :, None, None], kept_first, axis=1)
+    k, v = (jnp.where(is_kept, jnp.take_along_axis(array, kept_first, axis=1), 0) for array in (k, v))
     rows = (array.reshape(-1, *array.shape[2:]) for array in (q, k, v))  # [batch * len, heads, head_dim]
     out, lse = attend(*rows, causal=False, seq_info=info)
     rows_lse = None if lse is None else lse.reshape(heads, batch, q_len).swapaxes(0, 1)

@@ -11,6 +11,7 @@ from flax import linen as nn
 from flax.linen.linear import default_kernel_init
 
 from attn_core.layer import head_sizes
+from attn_core.paged.book import Pages
 from jax_frontend.flax_hook import AttentionFn, attention_fn
 from jax_frontend.flax_layer import Call, Projections, Rotary, attend
 
@@ -80,9 +81,10 @@ class Attention(nn.Module):
         alibi_slopes: jax.Array | None = None,
         seq_info: Any = None,
         positions: jax.Array | None = None,
+        pages: Pages | None = None,
         deterministic: bool | None = None,
         dropout_rng: Any = None,
-    ) -> jax.Array:
+    ) -> Any:
         """Applies the layer.
 
         Args:
@@ -90,11 +92,13 @@ class Attention(nn.Module):
             context: where keys and values come from, laid out as x; None for self-attention.
             mask, bias, alibi_slopes, seq_info: as in ``jax_frontend.attention`` (mask bool, True = visible).
             positions: ``[seq]`` or ``[batch, seq]`` for rotary; counted from each row's or document's start if omitted.
+            pages: for decoding, the layer's pool and the step's tables. x is then ``[tokens, features]``, the new
+                tokens of all sequences; their keys and values go into the pool.
             deterministic: no dropout.
             dropout_rng: a random key; the ``"dropout"`` stream when omitted.
 
         Returns:
-            ``[batch, seq, out_features]``, or the rank of x.
+            ``[batch, seq, out_features]``, or the rank of x; with pages also the pool as it is now, ``(out, (k, v))``.
 
         Raises:
             SpecError, ShapeError, NoBackendError: naming the argument, its value and the remedy.
@@ -105,7 +109,7 @@ class Attention(nn.Module):
         sinks = self.param("sink_logits", self.sinks_init, (self.num_heads,), self.param_dtype) if self.sinks else None
         dropout = self.dropout_rate if dropping else 0.0
         rng = dropout_rng if dropping else None
-        call = Call(mask, bias, alibi_slopes, sinks, seq_info, positions, dropout, rng)
+        call = Call(mask, bias, alibi_slopes, sinks, seq_info, positions, dropout, rng, pages)
         return attend(self, self._projections(x.shape[-1]), x, context, call)
 
     def _projections(self, features: int) -> Projections:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_core import backends
-from attn_core.backends import Gradients, Inputs
+from attn_core.backends import Gradients, Inputs, PagedInputs
 from jax_frontend import bridge
 from jax_frontend.bridged_call import BridgedCall
 from jax_frontend.plan import Plan
@@ -85,16 +85,18 @@ def varying_as(operands: Sequence[Any], constant: Any) -> Any:
     return jax.lax.pcast(constant, tuple(sorted(axes)), to="varying") if axes else constant
 
 
-def apart(named: dict[str, Any]) -> Inputs:
-    """Named operands as Inputs, q, k and v as three arrays."""
+def apart(named: dict[str, Any]) -> Any:
+    """Named operands as Inputs, q, k and v as three arrays; as PagedInputs where they are of a paged call."""
     rest = {name: array for name, array in named.items() if name != "qkv"}
+    if "block_table" in named:
+        return PagedInputs(**named)
     if "qkv" not in named:
         return Inputs(**rest)
     return Inputs(*(named["qkv"][..., which, :, :] for which in range(3)), **rest)  # [..., tokens, 3, heads, head_dim]
 
 
-def present(inputs: Inputs, as_one: bool) -> tuple[tuple[str, ...], Sequence[Any]]:
+def present(inputs: Any, as_one: bool) -> tuple[tuple[str, ...], Sequence[Any]]:
     """The names of the operands that a call has, and the operands."""
-    found = [(name, array) for name, array in zip(Inputs._fields, inputs, strict=True) if array is not None]
+    found = [(name, array) for name, array in zip(inputs._fields, inputs, strict=True) if array is not None]
     names, given = zip(*found, strict=True)
     return ("qkv", *names[1:]) if as_one else names, given

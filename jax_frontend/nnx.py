@@ -12,6 +12,7 @@ from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 
 from attn_core.errors import SpecError
 from attn_core.layer import check_features, head_sizes
+from attn_core.paged.book import Pages
 from jax_frontend.flax_hook import AttentionFn, attention_fn
 from jax_frontend.flax_layer import Call, Projections, Rotary, attend
 
@@ -117,9 +118,10 @@ class Attention(nnx.Module):
         alibi_slopes: jax.Array | None = None,
         seq_info: Any = None,
         positions: jax.Array | None = None,
+        pages: Pages | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
-    ) -> jax.Array:
+    ) -> Any:
         """Applies the layer.
 
         Args:
@@ -127,11 +129,13 @@ class Attention(nnx.Module):
             context: where keys and values come from, laid out as x; None for self-attention.
             mask, bias, alibi_slopes, seq_info: as in ``jax_frontend.attention`` (mask bool, True = visible).
             positions: ``[seq]`` or ``[batch, seq]`` for rotary; counted from each row's or document's start if omitted.
+            pages: for decoding, the layer's pool and the step's tables. x is then ``[tokens, features]``, the new
+                tokens of all sequences; their keys and values go into the pool.
             deterministic: no dropout; goes before the layer's own.
             rngs: where the dropout key comes from; goes before the layer's own.
 
         Returns:
-            ``[batch, seq, out_features]``, or the rank of x.
+            ``[batch, seq, out_features]``, or the rank of x; with pages also the pool as it is now, ``(out, (k, v))``.
 
         Raises:
             SpecError, ShapeError, NoBackendError: naming the argument, its value and the remedy.
@@ -139,7 +143,7 @@ class Attention(nnx.Module):
         check_features(x.shape, None if context is None else context.shape, self.in_features, self.in_kv_features)
         dropout, dropout_rng = self._dropout(deterministic, rngs)
         sinks = None if self.sink_logits is None else self.sink_logits[...]
-        call = Call(mask, bias, alibi_slopes, sinks, seq_info, positions, dropout, dropout_rng)
+        call = Call(mask, bias, alibi_slopes, sinks, seq_info, positions, dropout, dropout_rng, pages)
         return attend(self, Projections(self.query, self.key, self.value, self.out), x, context, call)
 
     def _dropout(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> tuple[float, Any]:

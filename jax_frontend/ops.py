@@ -24,7 +24,7 @@ from jax_frontend.folding import Folded, batched
 from jax_frontend.plan import Plan
 
 
-def forward(made: Plan, inputs: Inputs, *, with_lse: bool = True) -> tuple[Any, Any]:
+def forward(made: Plan, inputs: Any, *, with_lse: bool = True) -> tuple[Any, Any]:
     """(out, lse) of a planned call, traceable; lse is None unless it is asked for, and where the backend has none.
 
     Where ``made.as_one``, ``inputs.q`` is q, k and v in one array and ``inputs.k`` and ``inputs.v`` are None.

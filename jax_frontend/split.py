@@ -26,10 +26,14 @@ _AXES = {
     "cu_seqlens_q": ("documents",),
     "cu_seqlens_k": ("documents",),
     "rng": ("words",),
+    "block_table": ("documents", "width"),
+    "seq_lens": ("documents",),
     "out": ("batch", "queries", "heads", "dim"),
     "lse": ("batch", "heads", "queries"),
 }
 """The axes of every operand; its gradient has the same. Packed arrays have no batch, and slopes may have none."""
+_POOL = ("pages", "slots", "kv_heads", "dim")
+"""Those of k and v where they are in pages."""
 _BROADCAST = ("mask", "bias", "alibi_slopes")
 
 Known = Sequence[tuple[str, Sequence[int], Sequence[Any]]]
@@ -76,6 +80,8 @@ def axes_of(call: Folded, name: str, shape: Sequence[int]) -> tuple[str, ...]:
     own = shape[len(mapped) :]
     like = name.removeprefix("d")
     axes = _AXES[like][len(_AXES[like]) - len(own) :]
+    if call.call.spec.paged is not None and like in ("k", "v"):
+        axes = _POOL
     if call.call.spec.group_size == 1:
         axes = tuple("heads" if axis == "kv_heads" else axis for axis in axes)
     if like in _BROADCAST:

@@ -20,7 +20,19 @@ from flax import nnx as flax_nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_frontend import SeqInfo, attention, attention_qkvpacked, bridge, linen, local_call, nnx, ops, partitioning
+from jax_frontend import (
+    SeqInfo,
+    append_kv,
+    attention,
+    attention_qkvpacked,
+    bridge,
+    linen,
+    local_call,
+    nnx,
+    ops,
+    paged_attention,
+    partitioning,
+)
 
 BACKENDS = ("sdpa_flash", "math", "jax_xla")
 BOTH_WAYS = ("math", "jax_xla")
@@ -182,6 +194,35 @@ def test_gradients_that_sum_over_a_split_axis_are_summed_over_devices(mesh, back
     found, collectives, _ = split(mesh, call, arrays, specs)
     same(found, expected)
     assert whole or collectives.keys() == {"all-reduce"}
+
+
+@pytest.mark.parametrize("backend", BOTH_WAYS)
+def test_pages_split_by_kv_heads(mesh, backend):
+    """A step of a cache whose pools are split by heads: nothing is gathered, and the pools stay split."""
+    tables = {
+        "block_table": jnp.array([[5, 0, 2], [3, 1, -1]], jnp.int32),
+        "seq_lens": jnp.array([11, 6], jnp.int32),
+        "cu_seqlens_q": jnp.array([0, 4, 6], jnp.int32),
+    }
+    arrays = [normal(seed, 6, heads, DIM) for seed, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))]
+    pools = [normal(seed, 7, 4, KV_HEADS, DIM) for seed in (3, 4)]
+
+    def step(q, k, v, k_pages, v_pages):
+        pools = append_kv(k_pages, v_pages, k, v, **tables)
+        out, lse = paged_attention(q, *pools, **tables, window=5, max_len_q=4, return_lse=True, backend=backend)
+        return out, lse, *pools
+
+    expected = jax.jit(step)(*map(jnp.asarray, (*arrays, *pools)))
+    spec, pool_spec = P(None, "model"), P(None, None, "model")
+    program = jax.jit(step)
+    with jax.set_mesh(mesh):
+        on_mesh = placed(mesh, (*arrays, *pools), (*(spec,) * 3, *(pool_spec,) * 2))
+        text = program.lower(*on_mesh).compile().as_text()
+        found = program(*on_mesh)
+    same(found, expected)
+    assert not _COLLECTIVE.findall(text), "each device has all that it needs"
+    assert entries(found[0]) == (None, "model", None) and entries(found[1]) == ("model", None)
+    assert all(entries(pool) == (None, None, "model", None) for pool in found[2:])
 
 
 @pytest.mark.parametrize("backend", BOTH_WAYS)

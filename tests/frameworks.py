@@ -131,4 +131,6 @@ def forget_plans() -> None:
         module.plan.cache_clear()
         if hasattr(module, "dense_plan"):
             module.dense_plan.cache_clear()
+    import_module("torch_frontend.paged_plan").planned.cache_clear()
+    import_module("jax_frontend.paged")._plan.cache_clear()
     import_module("jax_frontend.attention").compiled.clear_cache()  # what eager calls were traced with

@@ -15,9 +15,19 @@ import pytest
 torch = pytest.importorskip("torch")
 from oracle_cases import make  # noqa: E402
 
-from attn_core import AttentionSpec, Target, accuracy, backends, build_trials, explain  # noqa: E402
-from attn_core.backends import Gradients, Inputs, flash3  # noqa: E402
+from attn_core import (  # noqa: E402
+    AttentionSpec,
+    PagedKV,
+    Target,
+    accuracy,
+    backends,
+    build_trials,
+    explain,
+    reference,
+)
+from attn_core.backends import Gradients, Inputs, PagedInputs, flash3  # noqa: E402
 from attn_core.flash3_operators import Operators, plan  # noqa: E402
+from attn_core.paged import reference as paged_reference  # noqa: E402
 from attn_core.support import Build  # noqa: E402
 from attn_core.torch_fp8 import SMALLEST, quantised  # noqa: E402
 
@@ -185,7 +195,8 @@ def test_arguments_follow_the_schema_and_not_our_order() -> None:
 ARGUMENTS = {
     "forward": (
         "flash_attn_3::fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(out!)? out=None, "
-        "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, "
+        "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
+        "int? max_seqlen_q=None, int? max_seqlen_k=None, Tensor? page_table=None, "
         "Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, float? softmax_scale=None, "
         "bool is_causal=False, int window_size_left=-1, int window_size_right=-1, int attention_chunk=0, "
         "float softcap=0.0, int num_splits=0, bool? pack_gqa=None, int sm_margin=0, Tensor? sinks=None)"
@@ -215,7 +226,8 @@ class StandIn:
         asked = {
             "softcap": given["softcap"] > 0,
             "window": bounded,
-            "packed": given["cu_seqlens_q"] is not None,
+            "packed": given["cu_seqlens_q"] is not None and given.get("page_table") is None,
+            "paged": given.get("page_table") is not None,
             "float16": given["q"].dtype == torch.float16,
             "fp8": given["q"].dtype == torch.float8_e4m3fn,
             "backward": self.direction == "backward",
@@ -226,6 +238,8 @@ class StandIn:
         return self.run(given)
 
     def run(self, given: dict[str, Any]) -> tuple[Any, ...]:
+        if given.get("page_table") is not None:
+            return run_in_pages(given)
         inputs = Inputs(
             *(widened(given, name) for name in "qkv"),
             cu_seqlens_q=given["cu_seqlens_q"],
@@ -242,6 +256,26 @@ class StandIn:
         for name, gradient in zip(("dq", "dk", "dv"), found):
             given[name].copy_(gradient)
         return (None,) * 5
+
+
+def run_in_pages(given: dict[str, Any]) -> tuple[Any, ...]:
+    """The forward on pages: packed queries, or a batch of rows of one query each."""
+    q, alone = given["q"], given["cu_seqlens_q"] is None
+    table, lengths = given["page_table"], given["seqused_k"]
+    paged = PagedKV(num_pages=given["k"].shape[0], page_size=given["k"].shape[1], width=table.shape[1])
+    left, right = (None if side < 0 else side for side in (given["window_size_left"], given["window_size_right"]))
+    rows = q[:, 0] if alone else q  # [tokens, heads, head_dim]
+    spec = AttentionSpec(
+        **{"batch": 1, "q_len": len(rows), "kv_len": paged.capacity, "num_heads": rows.shape[1]},
+        **{"num_kv_heads": given["k"].shape[2], "head_dim": rows.shape[2], "value_dim": given["v"].shape[3]},
+        **{"dtype": str(q.dtype).removeprefix("torch."), "causal": given["is_causal"], "window": (left, right)},
+        **{"softcap": given["softcap"] or None, "scale": given["softmax_scale"], "documents": len(lengths)},
+        **{"max_len_q": given["max_seqlen_q"], "max_len_k": given["max_seqlen_k"], "paged": paged},
+    )
+    assert given["cu_seqlens_k"] is None and all(0 <= page < paged.num_pages for page in table.flatten().tolist())
+    out, lse = math.forward(spec, PagedInputs(rows, given["k"], given["v"], table, lengths, given["cu_seqlens_q"]))
+    out, lse = (out[:, None], lse.T[..., None]) if alone else (out, lse)  # [tokens, 1, heads, dim], [tokens, heads, 1]
+    return out if given["out"] is None else given["out"].copy_(out), lse, None, None
 
 
 def widened(given: dict[str, Any], name: str) -> Any:
@@ -307,12 +341,51 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_build_finds_what_is_lacking(install: Any) -> None:
     install()
     assert flash3.build() == Build("stand-in 1.2") == fp8.build()
-    lacks = ("float16", "window", "softcap", "packed", "fp8", "backward")
+    lacks = ("float16", "window", "softcap", "packed", "paged", "fp8", "backward")
     install(lacks)
     assert flash3.build() == Build("stand-in 1.2", without=lacks)
     install(backward=ARGUMENTS["backward"].replace("-> (", "-> (Tensor, Tensor, Tensor, "))
     assert flash3.build() == Build("stand-in 1.2", without=(flash3.ORDERED,))
     assert flash3.probe() == "stand-in 1.2"
+
+
+@pytest.mark.parametrize("new", [(1, 1, 1), (3, 0, 5)], ids=["one query each", "chunks"])
+@pytest.mark.parametrize("into", [False, True])
+def test_pages(install: Any, new: tuple[int, ...], into: bool) -> None:
+    install()
+    paged = PagedKV(num_pages=40, page_size=3, width=7)
+    spec = AttentionSpec(
+        **{"batch": 1, "q_len": sum(new), "kv_len": paged.capacity, "num_heads": 4, "num_kv_heads": 2},
+        **{"head_dim": 64, "value_dim": 64, "dtype": "float32", "causal": True, "window": (5, 0), "sinks": True},
+        **{"documents": 3, "max_len_q": max(new), "max_len_k": paged.capacity, "paged": paged},
+    )
+    drawn = paged_reference.inputs_of(spec, np.random.default_rng(0), (17, 2, 21), new)
+    expected, expected_lse = reference.forward(spec, drawn)
+    inputs = PagedInputs(
+        *(torch.from_numpy(a).float() if a.dtype == np.float64 else torch.from_numpy(a) for a in drawn)
+    )
+    if max(new) == 1:
+        inputs = inputs._replace(cu_seqlens_q=None)
+    buffers = (torch.empty(spec.out_shape), torch.empty(spec.lse_shape)) if into else None
+    out, lse = flash3.forward(spec, inputs, buffers)
+    np.testing.assert_allclose(out.numpy(), expected, atol=1e-5)
+    np.testing.assert_allclose(lse.numpy(), expected_lse, atol=1e-5)
+
+
+def test_pages_it_refuses() -> None:
+    def reasons(page_size: int, queries: int, **fields: Any) -> str:
+        paged = PagedKV(num_pages=9, page_size=page_size, width=2)
+        sizes = {"q_len": 3 * queries, "kv_len": paged.capacity, "max_len_q": queries, "max_len_k": paged.capacity}
+        spec = AttentionSpec(
+            **{"batch": 1, "num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "value_dim": 128, "dtype": "bfloat16"}
+            | {"causal": True, "documents": 3, "paged": paged, **sizes, **fields}
+        )
+        return "; ".join(flash3.refuses(spec, "sm90", None))
+
+    assert not reasons(64, 500) and not reasons(256, 16) and not reasons(1, 1)
+    assert reasons(256, 17).startswith("page_size=256 with 17 queries of a sequence: the FlashAttention 3 kernel reads")
+    assert "head_dim=128/64: the FlashAttention 3 kernel would need a padded copy" in reasons(16, 1, value_dim=64)
+    assert "head_dim=60/60" in reasons(16, 1, head_dim=60, value_dim=60)
 
 
 def test_build_sees_arguments_that_are_not_there(install: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from attn_core import AttentionSpec, NoBackendError, SpecError, Target, backends, explain, preference, select, selection
+from attn_core.paged.kv import PagedKV
 from attn_core.spec import DTYPES
 from attn_core.support import CHECKS, Build, Support, unmet
 
@@ -36,6 +37,10 @@ ASKS: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.1},
     "deterministic": {"deterministic": True},
     "return_lse": {"return_lse": True},
+    "paged": {
+        **{"batch": 1, "kv_len": 12, "documents": 3, "max_len_q": 5, "max_len_k": 12},
+        "paged": PagedKV(num_pages=9, page_size=4, width=3),
+    },
 }
 """What a spec asks for through each of its fields. The rest every backend takes as it comes."""
 FREE = {"batch", "q_len", "kv_len", "num_heads", "scale", "max_len_q", "max_len_k", "needs_backward", "bias_dtype"}

@@ -2,10 +2,12 @@
 
 from typing import Any
 
-from attn_core import NoBackendError, Selection, SeqInfo
+from attn_core import NoBackendError, Pages, Selection, SeqInfo
 from attn_core.override import use_backend
 from torch_frontend.attention import attention, explain
 from torch_frontend.backends import available_backends
+from torch_frontend.paged import append_kv, explain_paged, paged_attention
+from torch_frontend.paged_cache import PagedKVCache
 from torch_frontend.qkvpacked import attention_qkvpacked
 from torch_frontend.unsloth import (
     FLASH_DENSE,
@@ -45,8 +47,11 @@ __all__ = [
     "AttentionConfig",
     "AttentionContext",
     "NoBackendError",
+    "PagedKVCache",
+    "Pages",
     "Selection",
     "SeqInfo",
+    "append_kv",
     "attention",
     "attention_qkvpacked",
     "available_backends",
@@ -55,8 +60,10 @@ __all__ = [
     "create_flex_attention_causal_mask",
     "create_flex_attention_sliding_window_mask",
     "explain",
+    "explain_paged",
     "get_packed_info_from_kwargs",
     "mask_packed_sequence_boundaries",
+    "paged_attention",
     "run_attention",
     "select_attention_backend",
     "slow_attention_softcapping",

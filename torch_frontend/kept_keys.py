@@ -38,7 +38,9 @@ def attend_left(attend: Attend, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -
     lengths_k = torch.stack((kept, kv_len - kept), dim=1)
     ends_q = (torch.arange(2 * batch + 1, dtype=torch.int32, device=keep.device) + 1) // 2 * q_len
     info = SeqInfo(ends_q, _offsets(lengths_k), q_len, kv_len)
-    k, v = (tensor.flatten(0, 1).index_select(0, order) for tensor in (k, v))  # [batch * kv_len, kv_heads, dim]
+    # A kernel may look into the document behind, where 0 * NaN of padding would be NaN: what is left out becomes 0.
+    out_of_it = ~keep.flatten()[order][:, None, None]
+    k, v = (tensor.flatten(0, 1).index_select(0, order).masked_fill(out_of_it, 0) for tensor in (k, v))
     out, lse = attend(q.flatten(0, 1), k, v, causal=False, seq_info=info)
     rows_lse = None if lse is None else lse.unflatten(1, (batch, q_len)).transpose(0, 1)
     return out.unflatten(0, (batch, q_len)), rows_lse

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from attn_core.layer import check_features, check_layer_inputs, check_rotary, head_sizes
+from attn_core.paged.book import Pages, Step, check_paged_layer
 from attn_core.seq_info import SeqInfo
 from torch_frontend.attention import attention
+from torch_frontend.paged import append_kv, paged_attention
 
 Rotary = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -94,7 +96,8 @@ class Attention(nn.Module):
         alibi_slopes: Tensor | None = None,
         seq_info: Any = None,
         positions: Tensor | None = None,
-    ) -> Tensor:
+        pages: Pages | None = None,
+    ) -> Any:
         """Applies the layer.
 
         Args:
@@ -102,13 +105,18 @@ class Attention(nn.Module):
             context: where keys and values come from, laid out as x; None for self-attention.
             mask, bias, alibi_slopes, seq_info: as in ``torch_frontend.attention`` (mask bool, True = visible).
             positions: ``[seq]`` or ``[batch, seq]`` for rotary; counted from each row's or document's start if omitted.
+            pages: for decoding, the layer's pool and the step's tables. x is then ``[tokens, features]``, the new
+                tokens of all sequences; their keys and values go into the pool.
 
         Returns:
-            ``[batch, seq, out_features]``, or the rank of x.
+            ``[batch, seq, out_features]``, or the rank of x; with pages also the pool, ``(out, (k, v))``.
 
         Raises:
             SpecError, ShapeError, NoBackendError: naming the argument, its value and the remedy.
         """
+        if pages is not None:
+            others = {"context": context, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes}
+            return self._in_pages(x, others | {"seq_info": seq_info}, positions, pages)
         seq_info = SeqInfo.coerce(seq_info)
         queries, keys = self._rows(x, context, seq_info, positions)
         q = self.q_proj(queries).unflatten(-1, (self.num_heads, self.head_dim))  # [batch, seq, heads, head_dim]
@@ -137,6 +145,35 @@ class Attention(nn.Module):
         )
         out = self.o_proj(out.flatten(-2))  # [batch, seq, heads, value_dim] -> [batch, seq, out_features]
         return out[0] if x.ndim == 2 else out
+
+    def _in_pages(
+        self, x: Tensor, others: dict[str, Any], positions: Tensor | None, pages: Pages
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """New tokens ``[tokens, features]``: their keys and values go into the pages, and they see what those hold."""
+        check_paged_layer(tuple(x.shape), self.alignment, self.dropout_rate if self.training else 0.0, others)
+        check_features(tuple(x.shape), None, self.in_features, self.in_kv_features)
+        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))  # [tokens, heads, head_dim]
+        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.value_dim))
+        dtype, pool_dtype, step = v.dtype, pages.k.dtype, pages.step
+        if self.rotary is not None:
+            places = token_places(step, x.shape[0]) if positions is None else positions
+            q, k = (rows[0] for rows in self.rotary(q[None], k[None], places.reshape(1, -1)))
+        append_kv(pages.k, pages.v, k.to(pool_dtype), v.to(pool_dtype), **step.tables)
+        out = paged_attention(
+            q.to(pool_dtype),
+            pages.k,
+            pages.v,
+            **step.tables,
+            max_len_q=step.max_len_q,
+            causal=self.causal,
+            window=self.window,
+            softcap=self.softcap,
+            scale=self.scale,
+            sinks=self.sink_logits,
+            backend=self.backend,
+        )
+        return self.o_proj(out.to(dtype).flatten(-2)), (pages.k, pages.v)
 
     def _rows(
         self, x: Tensor, context: Tensor | None, seq_info: SeqInfo | None, positions: Tensor | None
@@ -174,3 +211,13 @@ def token_positions(positions: Tensor | None, seq_info: SeqInfo | None, q: Tenso
             document = torch.searchsorted(starts[1:-1].contiguous(), positions, right=True)  # [tokens]
             positions = positions - starts[document]
     return positions.expand(q.shape[:2])
+
+
+def token_places(step: Step, tokens: int) -> Tensor:
+    """int ``[tokens]``: the place of each new token of a step in its own sequence."""
+    lengths: Tensor = step.seq_lens
+    if step.cu_seqlens_q is None:
+        return lengths - 1
+    token, ends = torch.arange(tokens, device=lengths.device), step.cu_seqlens_q[1:]
+    of = torch.searchsorted(ends, token, right=True).clamp(max=len(ends) - 1)
+    return lengths[of] - (ends[of] - token)

@@ -33,7 +33,7 @@ NAMES = (
     *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flash2", "flash3", "flash4", "flex"),
     *("xformers", "xformers_cutlass", "xformers_flash", "xformers_flash3", "xformers_splitk"),
     *("flash3_fp8", "sage", "sage_fp16_cuda", "sage_fp16_triton", "sage_fp8_cuda", "sage_fp8_cuda_sm90"),
-    *("math", "jax_cudnn", "jax_xla"),
+    *("triton_splitkv", "math", "jax_cudnn", "jax_xla"),
 )
 """Every name of the field's kernels. One without a file here is refused with that reason."""
 
@@ -49,6 +49,16 @@ PREFERENCE = {
 Both frameworks have the same order of torch's kernels, so that the same call gives the same bits in both. Where a
 device was measured, ``attn_core.preference`` refines the order by the shape of the call.
 """
+
+PAGED_PREFERENCE = {
+    **PREFERENCE,
+    ("torch", "cuda"): ("flash3", "flash2", "triton_splitkv", "math"),
+    ("jax", "cuda"): ("flash3", "flash2", "triton_splitkv", "jax_xla", "math"),
+}
+"""The same for keys and values in pages, where each sequence has many queries."""
+
+DECODING = "triton_splitkv"
+"""What comes first where they have few."""
 
 
 class Inputs(NamedTuple):
@@ -69,6 +79,23 @@ class Inputs(NamedTuple):
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
     rng: Any = None
+
+
+class PagedInputs(NamedTuple):
+    """The tensors of a call whose keys and values are in pages: what ``forward`` gets where ``spec.paged``.
+
+    Shapes: q ``[tokens, heads, head_dim]``, k and v pools ``[num_pages, page_size, kv_heads, dim]``, block_table int32
+    ``[documents, width]``, seq_lens int32 ``[documents]``, cu_seqlens_q int32 ``[documents + 1]`` or None where every
+    sequence has one query. Values of these three on a GPU may say anything, and must not lead out of a pool.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    block_table: Any
+    seq_lens: Any
+    cu_seqlens_q: Any = None
+    sinks: Any = None
 
 
 class Gradients(NamedTuple):
@@ -112,7 +139,10 @@ class Backend(Protocol):
         """The kernel's own arguments for a spec: pure, no tensor."""
 
     def forward(self, spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
-        """(out, lse), shapes as ``spec.out_shape`` and ``spec.lse_shape``; never called when ``spec.empty``."""
+        """(out, lse), shapes as ``spec.out_shape`` and ``spec.lse_shape``; never called when ``spec.empty``.
+
+        One that claims ``paged`` takes PagedInputs as well.
+        """
 
     def backward(self, spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
         """Gradients from the saved out and lse; dlse is None when nothing depends on the log-sum-exp."""

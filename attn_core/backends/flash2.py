@@ -25,6 +25,7 @@ from typing import Any
 from attn_core import kernel_limits, torch_rewrites
 from attn_core.backends import Gradients, Inputs
 from attn_core.masks import band
+from attn_core.paged import flash_kernels
 from attn_core.spec import AttentionSpec
 from attn_core.support import Build, Support
 from attn_core.torch_flash2 import generator_of, longest_query, rng_state_of, shifted, slopes_of
@@ -52,8 +53,9 @@ FORWARD = Support(
     deterministic=True,
     lse=True,
     lse_gradient=True,
+    paged=True,
 )
-BACKWARD = replace(FORWARD)
+BACKWARD = replace(FORWARD, paged=False)
 WRITES_INTO = True
 
 ROCM_CK = Build("ROCm CK", without=("softcap",))
@@ -75,6 +77,8 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
 
 
 def _refusals(spec: AttentionSpec, device: str, width: int) -> Iterator[str]:
+    if spec.paged is not None:
+        yield from flash_kernels.flash2_refusals(spec, NAME, width)
     if _wrong_window(spec):
         why = "takes a long right side for an open one, and that for kv_len: wrong where q_len exceeds kv_len + 1"
         yield f"window={spec.window} with q_len {spec.q_len} and kv_len {spec.kv_len}: {NAME} {why}"
@@ -212,7 +216,9 @@ def backward(
     return torch_rewrites.backward(KERNEL, spec, inputs, out, lse, dout, dlse, into)
 
 
-def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
+def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
+    if spec.paged is not None:
+        return flash_kernels.flash2(spec, inputs, into, _extension().varlen_fwd, _settings(spec, lower(spec), None))
     how, slopes, extension = lower(spec), slopes_of(spec, inputs), _extension()
     wanted = None if into is None else writable(into[0])
     run = extension.varlen_fwd if spec.packed else extension.fwd

@@ -26,10 +26,12 @@ from typing import Any
 
 from attn_core import torch_rewrites
 from attn_core.backends import Gradients, Inputs
-from attn_core.build_trials import averages, differentiates, runs
+from attn_core.build_trials import TOKENS, averages, differentiates, runs
 from attn_core.flash3_operators import Plan, operators, plan
 from attn_core.kernel_limits import GRID_LIMIT
 from attn_core.masks import band
+from attn_core.paged import flash_kernels
+from attn_core.paged.kv import PagedKV
 from attn_core.spec import AttentionSpec
 from attn_core.support import Build, Support
 from attn_core.torch_fp8 import quantised
@@ -55,8 +57,9 @@ FORWARD = Support(
     deterministic=True,
     lse=True,
     lse_gradient=True,
+    paged=True,
 )
-BACKWARD = replace(FORWARD)
+BACKWARD = replace(FORWARD, paged=False)
 WRITES_INTO = True
 
 WIDTHS = (64, 96, 128, 192, 256)
@@ -76,6 +79,11 @@ def _refusals(spec: AttentionSpec, build: Build | None) -> Iterator[str]:
     without, name = (build.without, f"{NAME} ({build.name})") if build else ((ORDERED,), NAME)
     if spec.dtype in without:
         yield f"dtype {spec.dtype}: {name} has none"
+    widths = build.head_dims if build else ()
+    if spec.paged is not None:
+        yield from flash_kernels.flash3_refusals(
+            spec, name, {width_of(d, widths) for d in (spec.head_dim, spec.value_dim)}
+        )
     if (rows := spec.documents or spec.batch) > GRID_LIMIT:
         yield f"batch={rows}: {NAME} launches at most {GRID_LIMIT} rows"
     if spec.deterministic and spec.needs_backward:
@@ -104,6 +112,7 @@ def build() -> Build:
         "window": (plain, {"window": (3, 1)}),
         "softcap": (plain, {"softcap": 30.0}),
         "packed": (plain, {"documents": 1}),
+        "paged": (plain, {"documents": 1, "paged": PagedKV(num_pages=1, page_size=TOKENS, width=1)}),
         "fp8": (reduced, {}),
         "backward": (partial(differentiates, _forward, _backward), {}),
     }
@@ -154,7 +163,9 @@ def backward(
     return torch_rewrites.backward(KERNEL, spec, inputs, out, lse, dout, dlse, into)
 
 
-def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
+def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
+    if spec.paged is not None:
+        return flash_kernels.flash3(spec, inputs, into, operators().forward, _plan(spec, "forward"))
     tensors = {"q": readable(inputs.q), "k": readable(inputs.k), "v": readable(inputs.v)}
     return _run_forward(spec, inputs, tensors, None if into is None else writable(into[0]))
 
@@ -218,7 +229,7 @@ def variant(word: str) -> SimpleNamespace:
     """What "fp8" names, the forward on e4m3 inputs, under a backend's contract; ValueError for any other word."""
     if word != "fp8":
         raise ValueError(f"{word!r}: {NAME} has one variant, 'fp8'")
-    claims = replace(FORWARD, kernel=f"{NAME} for e4m3", lse_gradient=False, approximate=True)
+    claims = replace(FORWARD, kernel=f"{NAME} for e4m3", lse_gradient=False, paged=False, approximate=True)
     shared = {"FRAMEWORK": FRAMEWORK, "REQUIRES": REQUIRES, "WRITES_INTO": True, "probe": probe, "build": _fp8_build}
     functions = {"refuses": _fp8_refuses, "lower": lower, "forward": _fp8, "backward": _no_backward}
     return SimpleNamespace(FORWARD=claims, BACKWARD=None, **shared, **functions)

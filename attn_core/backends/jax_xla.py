@@ -17,6 +17,7 @@ from typing import Any
 from attn_core import xla_attention, xla_tiles
 from attn_core.backends import Gradients, Inputs
 from attn_core.masks import Band, band
+from attn_core.paged import gathered_jax
 from attn_core.spec import DTYPES, AttentionSpec
 from attn_core.support import Build, Support
 from attn_core.xla_tiles import Blocks
@@ -45,8 +46,9 @@ FORWARD = Support(
     deterministic=True,
     lse=True,
     lse_gradient=True,
+    paged=True,
 )
-BACKWARD = replace(FORWARD)
+BACKWARD = replace(FORWARD, paged=False)
 
 MAX_SCORES = 2**22
 """Scores (batch * heads * q_len * kv_len) above which the blocked maths replaces ``jax.nn``'s full matrix."""
@@ -78,8 +80,11 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
     return {"path": "jax_nn", "blocks": blocks, "jax_nn": keywords}
 
 
-def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
     """(out, lse) in ``spec.out_shape`` and ``spec.lse_shape``; traceable."""
+    if spec.paged is not None:
+        with _usual_promotion():
+            return gathered_jax.forward(spec, inputs, forward)
     lowered = lower(spec)
     with _usual_promotion():
         if lowered["path"] == "blocked":

@@ -21,6 +21,7 @@ from typing import Any
 from attn_core.backends import Gradients, Inputs
 from attn_core.blocks import blocks
 from attn_core.masks import band
+from attn_core.paged import gathered_torch
 from attn_core.spec import DTYPES, AttentionSpec
 from attn_core.support import Build, Support
 from attn_core.torch_attention import (
@@ -57,8 +58,9 @@ FORWARD = Support(
     deterministic=True,
     lse=True,
     lse_gradient=True,
+    paged=True,
 )
-BACKWARD = replace(FORWARD)
+BACKWARD = replace(FORWARD, paged=False)
 
 QUERY_BLOCK = 128
 """Query rows computed at once: the scores in memory are ``[batch, heads, QUERY_BLOCK, kv_len]``."""
@@ -86,8 +88,10 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
     }
 
 
-def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
     """See ``Backend.forward``. The log-sum-exp is float32, or float64 for float64 inputs."""
+    if spec.paged is not None:
+        return gathered_torch.forward(spec, inputs, forward)
     with _plainly(inputs.q):
         operands = operands_of(spec, inputs)
         out = inputs.q.new_zeros((spec.batch, spec.q_len, spec.num_heads, spec.value_dim))

@@ -26,6 +26,7 @@ FEATURES = {
     "lse_gradient": "gradient of the log-sum-exp",
     "portable_dropout": "drops the same weights in every backend that says so",
     "approximate": "approximate: by name only",
+    "paged": "keys and values in pages",
 }
 """Every boolean claim of Support and how the table names it."""
 

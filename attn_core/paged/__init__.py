@@ -1,0 +1,1 @@
+"""Keys and values in pages of a pool: the allocator, the tables, the reference, and what backends share."""

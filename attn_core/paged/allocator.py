@@ -1,0 +1,249 @@
+"""PageAllocator: which pages of a pool belong to which sequence. Pure Python; it never touches the pool itself.
+
+A page serves any number of sequences as long as none of them writes to it: a fork shares all pages of its parent, and
+a sequence that is about to write into a page that others read gets a copy of it (copy-on-write). Who copies is whoever
+holds the pool: ``extend`` says which pages, and the caller copies them before the new tokens are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from attn_core.errors import SpecError
+from attn_core.seq_info import is_host_int
+
+UNUSED = -1
+"""What stands in a block table where a sequence has no page."""
+
+
+class PoolFullError(MemoryError):
+    """The pool has too few free pages for what was asked; nothing was changed."""
+
+
+class Copies(NamedTuple):
+    """Pages to copy, ``source[i]`` to ``target[i]``, before the sequence that was extended is written to."""
+
+    source: tuple[int, ...] = ()
+    target: tuple[int, ...] = ()
+
+
+class PoolReport(NamedTuple):
+    """How full a pool is, in pages but for the last two, which are tokens.
+
+    Attributes:
+        num_pages: of the pool; free: those that nobody holds; shared: those that more than one sequence holds.
+        tokens: held by the sequences, a token in a shared page once.
+        waste: places for tokens in held pages that hold none: less than a page for each sequence.
+    """
+
+    num_pages: int
+    free: int
+    shared: int
+    tokens: int
+    waste: int
+
+
+class PageAllocator:
+    """Gives out the pages of a pool.
+
+    Args:
+        num_pages: pages in the pool.
+        page_size: tokens in a page.
+
+    A sequence is named by whatever the caller likes that can be hashed. Not for several threads at once.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        for name, value in (("num_pages", num_pages), ("page_size", page_size)):
+            if not is_host_int(value) or value < 1:
+                raise SpecError(f"{name}={value!r}: expected a number of 1 or more")
+        self.num_pages, self.page_size = int(num_pages), int(page_size)
+        self._free = list(range(self.num_pages))[::-1]  # a stack: the page freed last is the next one given out
+        self._holders = [0] * self.num_pages
+        self._pages: dict[Hashable, list[int]] = {}
+        self._lengths: dict[Hashable, int] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._pages
+
+    def __len__(self) -> int:
+        """How many sequences there are."""
+        return len(self._pages)
+
+    @property
+    def sequences(self) -> tuple[Hashable, ...]:
+        """The names of the sequences, oldest first."""
+        return tuple(self._pages)
+
+    def length(self, name: Hashable) -> int:
+        """The tokens of a sequence."""
+        return self._lengths[self._known(name)]
+
+    def pages(self, name: Hashable) -> tuple[int, ...]:
+        """The pages of a sequence, in the order of its tokens."""
+        return tuple(self._pages[self._known(name)])
+
+    def allocate(self, name: Hashable, tokens: int = 0) -> None:
+        """Starts a sequence of so many tokens, on pages of its own.
+
+        Raises:
+            SpecError: when there is a sequence of that name; PoolFullError: when there are too few free pages.
+        """
+        if name in self._pages:
+            raise SpecError(f"name={name!r}: expected a new name, there is a sequence of this one; free it first")
+        count = self._count(tokens)
+        self._room_for(self._pages_for(count), name)
+        self._pages[name] = [self._take() for _ in range(self._pages_for(count))]
+        self._lengths[name] = count
+
+    def fork(self, parent: Hashable, name: Hashable, tokens: int | None = None) -> None:
+        """Starts a sequence that shares the parent's first ``tokens`` (all of them when None), without a copy.
+
+        Raises:
+            SpecError: for a name that is taken, or more tokens than the parent has.
+        """
+        if name in self._pages:
+            raise SpecError(f"name={name!r}: expected a new name, there is a sequence of this one; free it first")
+        length = self.length(parent)
+        count = length if tokens is None else self._count(tokens)
+        if count > length:
+            raise SpecError(f"tokens={tokens}: expected at most the {length} that {parent!r} has")
+        self._pages[name] = self._pages[parent][: self._pages_for(count)]
+        self._lengths[name] = count
+        for page in self._pages[name]:
+            self._holders[page] += 1
+
+    def extend(self, name: Hashable, tokens: int = 1) -> Copies:
+        """Makes room for so many more tokens at the end of a sequence.
+
+        Returns:
+            The pages to copy first: the last page, where it is shared and has room, becomes the sequence's own.
+
+        Raises:
+            PoolFullError: when there are too few free pages; the sequence is then as it was.
+        """
+        length, count, pages = self.length(name), self._count(tokens), self._pages[name]
+        copies, more = self._growth(name, count)
+        self._room_for(more + copies, name)
+        source: tuple[int, ...] = ()
+        if copies:
+            source = (pages[-1],)
+            self._release(pages[-1])
+            pages[-1] = self._take()
+        target = tuple(pages[-1:]) if copies else ()
+        pages += [self._take() for _ in range(more)]
+        self._lengths[name] = length + count
+        return Copies(source, target)
+
+    def needed(self, tokens: Mapping[Hashable, int]) -> int:
+        """The free pages that extending these sequences by so many tokens each would take."""
+        wanted, readers = 0, dict[int, int]()
+        for name, count in tokens.items():
+            copies, more = self._growth(name, self._count(count))
+            wanted += more + copies
+            if copies:
+                last = self._pages[name][-1]
+                readers[last] = readers.get(last, 0) + 1
+        # the last holder of a page that all others left for a copy writes to the page itself
+        return wanted - sum(count == self._holders[page] for page, count in readers.items())
+
+    def _growth(self, name: Hashable, count: int) -> tuple[bool, int]:
+        """Whether the last page must be copied before ``count`` tokens are written behind it, and how many follow."""
+        length, pages = self.length(name), self._pages[name]
+        copies = bool(count and length % self.page_size and self._holders[pages[-1]] > 1)
+        return copies, self._pages_for(length + count) - len(pages)
+
+    def free(self, name: Hashable) -> tuple[int, ...]:
+        """Ends a sequence. Returns the pages that nobody holds any longer."""
+        pages = self._pages.pop(self._known(name))
+        del self._lengths[name]
+        return tuple(page for page in reversed(pages) if self._release(page))
+
+    def block_table(self, names: Sequence[Hashable], width: int | None = None) -> np.ndarray:
+        """int32 ``[len(names), width]``: each sequence's pages in order, ``UNUSED`` behind them.
+
+        Args:
+            width: columns; as many as the longest sequence has pages when None. A fixed width keeps shapes the same.
+
+        Raises:
+            SpecError: when a sequence has more pages than columns.
+        """
+        rows = [self._pages[self._known(name)] for name in names]
+        longest = self.check_width(width, (self._lengths[name] for name in names))
+        table = np.full((len(rows), longest if width is None else width), UNUSED, np.int32)
+        for row, pages in zip(table, rows, strict=True):
+            row[: len(pages)] = pages
+        return table
+
+    def check_width(self, width: int | None, lengths: Iterable[int]) -> int:
+        """The pages of the longest of sequences of so many tokens; SpecError when a table has fewer columns."""
+        longest = self._pages_for(max(lengths, default=0))
+        if width is not None and width < longest:
+            raise SpecError(f"width={width}: expected at least the {longest} pages of the longest sequence")
+        return longest
+
+    def seq_lens(self, names: Sequence[Hashable]) -> np.ndarray:
+        """int32 ``[len(names)]``: the tokens of each sequence."""
+        return np.array([self.length(name) for name in names], np.int32)
+
+    def __str__(self) -> str:
+        """A picture of the pool: a line for each page, # for a place that holds a token, and who reads it."""
+        report = self.report()
+        held = self.num_pages - report.free
+        lines = [f"{self.num_pages} pages of {self.page_size}: {held} held, {report.shared} of them by several"]
+        for page in range(self.num_pages):
+            readers = [name for name, pages in self._pages.items() if page in pages]
+            tokens = max((self._tokens_in(name, self._pages[name].index(page)) for name in readers), default=0)
+            cells = "#" * tokens + "." * (self.page_size - tokens)
+            lines.append(f"{page:>5} |{cells}| {', '.join(map(str, readers)) or 'free'}")
+        return "\n".join(lines)
+
+    def report(self) -> PoolReport:
+        """How full the pool is."""
+        filled: dict[int, int] = {}
+        for name, pages in self._pages.items():
+            for at, page in enumerate(pages):
+                filled[page] = max(filled.get(page, 0), self._tokens_in(name, at))
+        tokens = sum(filled.values())
+        shared = sum(holders > 1 for holders in self._holders)
+        waste = len(filled) * self.page_size - tokens
+        return PoolReport(self.num_pages, len(self._free), shared, tokens, waste)
+
+    def _tokens_in(self, name: Hashable, at: int) -> int:
+        """How many tokens of a sequence its page number ``at`` holds."""
+        return min(self.page_size, self._lengths[name] - at * self.page_size)
+
+    def _known(self, name: Hashable) -> Hashable:
+        if name not in self._pages:
+            raise SpecError(f"name={name!r}: expected a sequence of this allocator, it has none of this name")
+        return name
+
+    def _count(self, tokens: int) -> int:
+        if not is_host_int(tokens) or tokens < 0:
+            raise SpecError(f"tokens={tokens!r}: expected a number of 0 or more")
+        return int(tokens)
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def _room_for(self, pages: int, name: Hashable) -> None:
+        if pages > len(self._free):
+            raise PoolFullError(
+                f"{name!r} needs {pages} more pages of {self.page_size} tokens, and {len(self._free)} of the pool's "
+                f"{self.num_pages} are free; free a sequence, or make the pool larger"
+            )
+
+    def _take(self) -> int:
+        page = self._free.pop()
+        self._holders[page] = 1
+        return page
+
+    def _release(self, page: int) -> bool:
+        self._holders[page] -= 1
+        if self._holders[page]:
+            return False
+        self._free.append(page)
+        return True

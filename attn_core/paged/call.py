@@ -1,0 +1,166 @@
+"""From the arguments of a paged call to its spec: the one place where both frontends' arguments are checked."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from attn_core.call import ArrayFacts
+from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
+from attn_core.options import Options, flag, normalise_window, number
+from attn_core.paged.kv import PagedKV, check_table_types
+from attn_core.spec import DTYPES, AttentionSpec
+
+
+class PagedArrays(NamedTuple):
+    """The facts of every array of a call, by the fields of ``PagedInputs``; None where there is none."""
+
+    q: ArrayFacts
+    k: ArrayFacts
+    v: ArrayFacts
+    block_table: ArrayFacts
+    seq_lens: ArrayFacts
+    cu_seqlens_q: ArrayFacts | None = None
+    sinks: ArrayFacts | None = None
+
+
+ARGUMENTS = ("q", "k_pages", "v_pages", "block_table", "seq_lens", "cu_seqlens_q", "sinks")
+"""What the caller calls them."""
+
+
+def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
+    """The spec of a call on keys and values in pages.
+
+    ``options.max_len_q`` bounds the queries of a sequence; None: as many as there are.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, SpecError: naming argument, value, what was expected and the remedy.
+    """
+    _check_one_place(arrays)
+    paged, batch = _check_pool(arrays)
+    tokens, heads, head_dim = _rank_three("q", arrays.q, "[tokens, heads, head_dim]")
+    if arrays.k.shape[3] != head_dim:
+        raise ShapeError(f"k_pages: expected the head_dim of q ({head_dim}), got {arrays.k.shape[3]}")
+    if arrays.sinks is not None and arrays.sinks.shape != (heads,):
+        raise ShapeError(f"sinks: expected one logit per query head, shape [{heads}], got {list(arrays.sinks.shape)}")
+    longest = tokens if options.max_len_q is None else options.max_len_q
+    if arrays.cu_seqlens_q is None:
+        if tokens != batch:
+            raise ShapeError(
+                f"cu_seqlens_q: expected the queries' offsets, got None, which means one query for each of the {batch} "
+                f"sequences of block_table, beside {tokens} in q"
+            )
+        longest = 1
+    elif tokens > batch * longest:
+        raise SpecError(
+            f"max_len_q={longest}: expected at least the longest sequence's queries; {batch} sequences of at most "
+            f"{longest} cannot hold the {tokens} of q"
+        )
+    return AttentionSpec(
+        batch=1,
+        q_len=tokens,
+        kv_len=paged.capacity,
+        num_heads=heads,
+        num_kv_heads=arrays.k.shape[2],
+        head_dim=head_dim,
+        value_dim=arrays.v.shape[3],
+        dtype=arrays.q.dtype,
+        causal=flag("causal", options.causal),
+        window=normalise_window(options.window, options.causal),
+        softcap=number("softcap", options.softcap),
+        scale=number("scale", options.scale),
+        sinks=arrays.sinks is not None,
+        documents=batch,
+        max_len_q=min(longest, tokens),
+        max_len_k=paged.capacity,
+        return_lse=flag("return_lse", options.return_lse),
+        paged=paged,
+    )
+
+
+def one_query_each(spec: AttentionSpec) -> bool:
+    """Whether every sequence of a paged call has one query: as many queries as sequences, and none has more."""
+    return spec.max_len_q == 1 and spec.q_len == spec.documents
+
+
+def check_pool(k_pages: ArrayFacts, v_pages: ArrayFacts) -> None:
+    """Raises ShapeError or DTypeError unless two arrays are one pool of keys and values."""
+    for name, facts in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if len(facts.shape) != 4 or 0 in facts.shape[1:]:
+            raise ShapeError(f"{name}: expected [num_pages, page_size, kv_heads, dim], got {list(facts.shape)}")
+        if facts.dtype not in DTYPES:
+            raise DTypeError(f"{name}: expected a dtype out of {', '.join(DTYPES)}, got {facts.dtype}")
+    if k_pages.shape[:3] != v_pages.shape[:3]:
+        raise ShapeError(
+            f"v_pages: expected the pages, page size and heads of k_pages, {list(k_pages.shape[:3])}, "
+            f"got {list(v_pages.shape[:3])}"
+        )
+    if k_pages.dtype != v_pages.dtype:
+        raise DTypeError(f"v_pages: expected the dtype of k_pages, {k_pages.dtype}, got {v_pages.dtype}; cast it")
+
+
+def check_append(named: dict[str, ArrayFacts | None]) -> None:
+    """Checks what ``append_kv`` is given, by the names of its arguments.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: naming argument, value and what was expected.
+    """
+    check_one_place(named, "k_pages")
+    facts = {name: found for name, found in named.items() if found is not None}
+    k_pages, v_pages = facts["k_pages"], facts["v_pages"]
+    check_pool(k_pages, v_pages)
+    tokens = facts["k"].shape[0] if facts["k"].shape else 0
+    for name, pool in (("k", k_pages), ("v", v_pages)):
+        expected = (tokens, *pool.shape[2:])
+        if facts[name].shape != expected:
+            raise ShapeError(
+                f"{name}: expected [tokens, kv_heads, dim] = {list(expected)}, got {list(facts[name].shape)}"
+            )
+        if facts[name].dtype != pool.dtype:
+            raise DTypeError(
+                f"{name}: expected the dtype of {name}_pages, {pool.dtype}, got {facts[name].dtype}; cast it"
+            )
+    table = facts["block_table"]
+    check_table_types("block_table", table.dtype, table.shape, ("batch", "width"))
+    check_table_types("seq_lens", facts["seq_lens"].dtype, facts["seq_lens"].shape, (table.shape[0],))
+    if "cu_seqlens_q" in facts:
+        check_table_types(
+            "cu_seqlens_q", facts["cu_seqlens_q"].dtype, facts["cu_seqlens_q"].shape, (table.shape[0] + 1,)
+        )
+    elif tokens != table.shape[0]:
+        raise ShapeError(
+            f"cu_seqlens_q: expected the new tokens' offsets, got None, which means one token for each of the "
+            f"{table.shape[0]} sequences of block_table, beside {tokens} in k"
+        )
+
+
+def check_one_place(named: dict[str, ArrayFacts | None], first: str) -> None:
+    """Raises DeviceError unless all arrays are on the device of the first."""
+    where = named[first].device  # type: ignore[union-attr]
+    for name, facts in named.items():
+        if facts is not None and facts.device != where:
+            raise DeviceError(f"{name}: expected the device of {first} ({where}), got {facts.device}; move it there")
+
+
+def _check_one_place(arrays: PagedArrays) -> None:
+    check_one_place(dict(zip(ARGUMENTS, arrays, strict=True)), "q")
+
+
+def _check_pool(arrays: PagedArrays) -> tuple[PagedKV, int]:
+    """The pool and the number of sequences."""
+    check_pool(arrays.k, arrays.v)
+    if arrays.q.dtype != arrays.k.dtype:
+        raise DTypeError(f"q: expected the dtype of k_pages, {arrays.k.dtype}, got {arrays.q.dtype}; cast it")
+    check_table_types("block_table", arrays.block_table.dtype, arrays.block_table.shape, ("batch", "width"))
+    batch, width = arrays.block_table.shape
+    check_table_types("seq_lens", arrays.seq_lens.dtype, arrays.seq_lens.shape, (batch,))
+    if arrays.cu_seqlens_q is not None:
+        check_table_types("cu_seqlens_q", arrays.cu_seqlens_q.dtype, arrays.cu_seqlens_q.shape, (batch + 1,))
+    if arrays.sinks is not None and arrays.sinks.dtype not in DTYPES:
+        raise DTypeError(f"sinks: expected a dtype out of {', '.join(DTYPES)}, got {arrays.sinks.dtype}; cast it")
+    return PagedKV(num_pages=arrays.k.shape[0], page_size=arrays.k.shape[1], width=width), batch
+
+
+def _rank_three(name: str, facts: ArrayFacts, expected: str) -> tuple[int, ...]:
+    if len(facts.shape) != 3:
+        raise ShapeError(f"{name}: expected {expected}, got {list(facts.shape)}")
+    return facts.shape

@@ -1,0 +1,204 @@
+"""Triton kernels for keys and values in pages: attention that splits the keys of a sequence.
+
+Attention, one program for a key/value head of a sequence, a block of its queries and a share of its keys. The query
+heads of a group are rows of one tile, so each key is read once for all of them. A program keeps the running maximum and
+sum of FlashAttention (Dao et al. 2022, arXiv:2205.14135); where the keys are split, a second kernel merges the shares
+by their log-sum-exps (flash-decoding), sinks with them, and a share that saw no key has -inf and weighs nothing.
+
+Nothing that a table says is believed: pages are brought into the pool, lengths into the table, offsets into the
+queries. A key past the end of its sequence is never read, so whatever lies in the rest of its page goes nowhere.
+
+This module imports triton; what imports it does so when it runs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _merged(top, other):
+    """The running maximum of scores and the factor for what was summed under the old one; -inf stays without NaN."""
+    new = tl.maximum(top, other)
+    base = tl.where(new == float("-inf"), 0.0, new)
+    return new, base, tl.exp2(top - base)
+
+
+@triton.jit(do_not_specialize=["tokens", "num_pages", "width", "left", "right"])
+def attend(
+    q,
+    k_pages,
+    v_pages,
+    block_table,
+    seq_lens,
+    cu_seqlens_q,
+    sinks,
+    out,
+    lse,
+    scale,
+    softcap,
+    tokens,
+    num_pages,
+    width,
+    left,
+    right,
+    q_token,
+    q_head,
+    k_page,
+    k_slot,
+    k_head,
+    v_page,
+    v_slot,
+    v_head,
+    table_row,
+    out_split,
+    out_token,
+    out_head,
+    lse_split,
+    lse_head,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ONE_QUERY: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """out and lse of one share of the keys; where SPLITS > 1 they are float32 partial results, one for each split.
+
+    q ``[tokens, heads, head_dim]``; out ``[splits, tokens, heads, value_dim]``; lse ``[splits, heads, tokens]``,
+    natural. ROWS and KEYS: queries (times GROUP) and keys of a tile.
+    """
+    sequence = tl.program_id(0) // KV_HEADS
+    kv_head = tl.program_id(0) % KV_HEADS
+    split = tl.program_id(1)
+    length = tl.load(seq_lens + sequence)
+    length = tl.minimum(tl.maximum(length, 0), width * PAGE)
+    if ONE_QUERY:
+        first = sequence
+        queries = 1
+    else:
+        first = tl.minimum(tl.maximum(tl.load(cu_seqlens_q + sequence), 0), tokens)
+        queries = tl.minimum(tl.maximum(tl.load(cu_seqlens_q + sequence + 1), first), tokens) - first
+    begin = tl.program_id(2) * ROWS
+    if begin >= queries * GROUP:
+        return
+
+    row = begin + tl.arange(0, ROWS)
+    query = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    is_row = query < queries
+    token = (first + query).to(tl.int64)
+    diagonal = query + length - queries  # the key that stands where the query stands
+
+    # the keys that some row of the tile may see, and this program's share of them in whole tiles
+    last_query = tl.minimum((begin + ROWS - 1) // GROUP, queries - 1)
+    low = tl.maximum(begin // GROUP + length - queries - left, 0)
+    high = tl.minimum(last_query + length - queries + right + 1, length)
+    tiles = tl.maximum(high - low + KEYS - 1, 0) // KEYS
+    share = (tiles + SPLITS - 1) // SPLITS
+    start = low + split * share * KEYS
+    stop = tl.minimum(start + share * KEYS, high)
+
+    channel = tl.arange(0, HEAD_DIM)
+    value_channel = tl.arange(0, VALUE_DIM)
+    rows_at = q + token[:, None] * q_token + head[:, None] * q_head + channel[None, :]
+    queries_tile = tl.load(rows_at, mask=is_row[:, None], other=0.0)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    summed = tl.zeros([ROWS, VALUE_DIM], tl.float32)
+    table = block_table + sequence.to(tl.int64) * table_row
+    for at in range(start, stop, KEYS):
+        key = at + tl.arange(0, KEYS)
+        is_key = key < stop
+        page = tl.load(table + key // PAGE, mask=is_key, other=0)
+        page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
+        slot = key % PAGE
+        keys_at = k_pages + kv_head * k_head + page[None, :] * k_page + slot[None, :] * k_slot + channel[:, None]
+        keys_tile = tl.load(keys_at, mask=is_key[None, :], other=0.0)
+        scores = tl.dot(queries_tile, keys_tile)
+        if SOFTCAP:
+            bent = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2_E * scale / softcap)))  # tanh
+            scores = bent * (softcap * LOG2_E)
+        else:
+            scores = scores * (scale * LOG2_E)
+        distance = key[None, :] - diagonal[:, None]
+        seen = is_key[None, :] & (distance <= right) & (distance >= -left)
+        scores = tl.where(seen, scores, float("-inf"))
+        top, base, fade = _merged(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - base[:, None])
+        total = total * fade + tl.sum(weights, 1)
+        values_at = v_pages + kv_head * v_head + page[:, None] * v_page + slot[:, None] * v_slot
+        values_tile = tl.load(values_at + value_channel[None, :], mask=is_key[:, None], other=0.0)
+        summed = summed * fade[:, None] + tl.dot(weights.to(values_tile.dtype), values_tile)
+
+    empty = total == 0.0
+    if SINKS and SPLITS == 1:
+        sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+        top, base, fade = _merged(top, sink)
+        total = total * fade + tl.exp2(sink - base)
+        summed = summed * fade[:, None]
+    result = tl.where(empty[:, None], 0.0, summed / tl.where(empty, 1.0, total)[:, None])
+    found = tl.where(empty, float("-inf"), (top + tl.log2(tl.where(empty, 1.0, total))) * LN_2)
+    out_at = out + split.to(tl.int64) * out_split + token[:, None] * out_token + head[:, None] * out_head
+    tl.store(out_at + value_channel[None, :], result.to(out.dtype.element_ty), mask=is_row[:, None])
+    tl.store(lse + split.to(tl.int64) * lse_split + head * lse_head + token, found, mask=is_row)
+
+
+@triton.jit
+def merge(
+    part,
+    part_lse,
+    sinks,
+    out,
+    lse,
+    part_split,
+    part_token,
+    part_head,
+    part_lse_split,
+    part_lse_head,
+    out_token,
+    out_head,
+    lse_head,
+    VALUE_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SINKS: tl.constexpr,
+    SHARES: tl.constexpr,
+):
+    """The partial results of all splits as one, for a query and a head. SHARES: splits read at once."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    channel = tl.arange(0, VALUE_DIM)
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    summed = tl.zeros([VALUE_DIM], tl.float32)
+    for first in range(0, SPLITS, SHARES):
+        split = first + tl.arange(0, SHARES)
+        exists = split < SPLITS
+        lse_at = part_lse + split * part_lse_split + head * part_lse_head + token
+        found = tl.load(lse_at, mask=exists, other=float("-inf")) * LOG2_E
+        top, base, fade = _merged(top, tl.max(found, 0))
+        weights = tl.exp2(found - base)
+        part_at = part + split.to(tl.int64)[:, None] * part_split + token * part_token + head * part_head
+        values = tl.load(part_at + channel[None, :], mask=exists[:, None], other=0.0)
+        total = total * fade + tl.sum(weights, 0)
+        summed = summed * fade + tl.sum(values * weights[:, None], 0)
+    empty = total == 0.0
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        top, base, fade = _merged(top, sink)
+        total = total * fade + tl.exp2(sink - base)
+        summed = summed * fade
+    total = tl.where(empty, 1.0, total)
+    result = tl.where(empty, 0.0, summed / total)
+    tl.store(out + token * out_token + head * out_head + channel, result.to(out.dtype.element_ty))
+    one = tl.arange(0, 1)
+    tl.store(lse + head * lse_head + token + one, tl.where(empty, float("-inf"), (top + tl.log2(total)) * LN_2))

@@ -1,0 +1,94 @@
+"""Triton kernels that follow a block table on a GPU: the append, and tables that other kernels can believe.
+
+This module imports triton; what imports it does so when it runs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_pages", "width", "batch"])
+def append(
+    k,
+    v,
+    k_pages,
+    v_pages,
+    block_table,
+    seq_lens,
+    cu_seqlens_q,
+    num_pages,
+    width,
+    batch,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    k_page,
+    k_slot,
+    k_pool_head,
+    v_page,
+    v_slot,
+    v_pool_head,
+    table_row,
+    PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+    ONE_QUERY: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+):
+    """Writes one head of one token's key and value where its sequence's table says; a place outside is left out.
+
+    WIDE: a power of two that holds both widths; SEQUENCES: how many offsets are read at once.
+    """
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    sequence = token
+    behind = 1  # tokens from this one to the end of its sequence
+    if not ONE_QUERY:
+        sequence = token * 0
+        for first in range(0, batch, SEQUENCES):
+            at = first + tl.arange(0, SEQUENCES)
+            ends = tl.load(cu_seqlens_q + 1 + at, mask=at < batch, other=2147483647)
+            sequence += tl.sum((ends <= token).to(tl.int32), 0)
+        if sequence >= batch:
+            return
+        behind = tl.load(cu_seqlens_q + 1 + sequence) - token
+    position = tl.load(seq_lens + sequence) - behind
+    if (position < 0) | (position >= width * PAGE):
+        return
+    page = tl.load(block_table + sequence.to(tl.int64) * table_row + position // PAGE)
+    if (page < 0) | (page >= num_pages):
+        return
+    channel = tl.arange(0, WIDE)
+    page = page.to(tl.int64)
+    slot = position % PAGE
+    from_token = token.to(tl.int64)
+    key = tl.load(k + from_token * k_token + head * k_head + channel, mask=channel < HEAD_DIM)
+    value = tl.load(v + from_token * v_token + head * v_head + channel, mask=channel < VALUE_DIM)
+    tl.store(k_pages + page * k_page + slot * k_slot + head * k_pool_head + channel, key, mask=channel < HEAD_DIM)
+    tl.store(v_pages + page * v_page + slot * v_slot + head * v_pool_head + channel, value, mask=channel < VALUE_DIM)
+
+
+@triton.jit(do_not_specialize=["num_pages", "width", "entries", "batch"])
+def sanitise(
+    block_table,
+    seq_lens,
+    safe_table,
+    safe_lens,
+    table_row,
+    num_pages,
+    width,
+    entries,
+    batch,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copies of a table and of lengths with pages of the pool and lengths that the table holds, in one launch."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    page = tl.load(block_table + (at // width) * table_row + at % width, mask=at < entries, other=0)
+    tl.store(safe_table + at, tl.minimum(tl.maximum(page, 0), num_pages - 1), mask=at < entries)
+    length = tl.load(seq_lens + at, mask=at < batch, other=0)
+    tl.store(safe_lens + at, tl.minimum(tl.maximum(length, 0), width * PAGE), mask=at < batch)

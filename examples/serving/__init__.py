@@ -1,0 +1,1 @@
+"""Many prompts of different lengths decoded together, from one pool of pages."""

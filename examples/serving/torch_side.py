@@ -1,0 +1,62 @@
+"""The transformers Llama with keys and values in pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from attn_core import Step
+from torch_frontend import PagedKVCache
+
+NAME = "attn_core_serving"
+"""What ``set_attn_implementation`` takes."""
+
+
+def attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    pages: PagedKVCache,
+    step: Step,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention hook: q ``[1, heads, tokens, head_dim]`` in, out ``[1, tokens, heads, head_dim]``."""
+    if attention_mask is not None or dropout:
+        raise NotImplementedError("the tables say what each token sees: no attention mask, and no dropout")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, head_dim]
+    pages.update(module.layer_idx, k, v, step)
+    return pages.attend(module.layer_idx, q, step, scale=scaling)[None], None
+
+
+class TorchForward:
+    """Runs steps through a LlamaForCausalLM whose keys and values are in a cache's pages."""
+
+    def __init__(self, model: Any, *, num_pages: int, page_size: int) -> None:
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface
+
+        AttentionInterface.register(NAME, attention)
+        AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+        model.set_attn_implementation(NAME)
+        config, self.model = model.config, model
+        self.cache = PagedKVCache(
+            num_layers=config.num_hidden_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+        )
+
+    @torch.inference_mode()
+    def __call__(self, tokens: np.ndarray, places: np.ndarray, step: Step) -> np.ndarray:
+        """float32 logits ``[tokens, vocabulary]`` of the new tokens."""
+        ids, positions = (torch.from_numpy(np.asarray(x, np.int64))[None] for x in (tokens, places))  # [1, tokens]
+        given = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+        return self.model(**given, pages=self.cache, step=step).logits[0].numpy()

@@ -1,0 +1,387 @@
+"""Bad arguments of calls on pages: one typed error that names argument, value and limit, before any kernel runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+import torch
+from frameworks import BOTH, JAX, TORCH, Framework, spied
+
+from attn_core import DeviceError, DTypeError, NoBackendError, ShapeError, SpecError
+from jax_frontend import paged as jax_paged
+from torch_frontend import paged_plan as torch_plan
+
+Make = Callable[[Framework], Any]
+
+
+class Bad(NamedTuple):
+    """What differs from a good call, the exact exception, and how its message begins."""
+
+    changes: dict[str, Any]
+    error: type[Exception]
+    says: str
+    only: Framework | None = None
+    eager: bool = False
+    """Whether it takes the values of tables, which a traced call has not."""
+
+
+def good(f: Framework) -> dict[str, Any]:
+    """Two sequences of 5 and 3 tokens, 3 and 1 of which are queries, in a pool of 7 pages of 4."""
+    return {
+        "q": f.zeros(4, 6, 8),
+        "k_pages": f.zeros(7, 4, 3, 8),
+        "v_pages": f.zeros(7, 4, 3, 5),
+        "block_table": table([4, 2, -1], [0, -1, -1])(f),
+        "seq_lens": table(5, 3)(f),
+        "cu_seqlens_q": table(0, 3, 4)(f),
+    }
+
+
+def good_append(f: Framework) -> dict[str, Any]:
+    arguments = good(f)
+    del arguments["q"]
+    return {"k": f.zeros(4, 3, 8), "v": f.zeros(4, 3, 5), **arguments}
+
+
+def table(*values: Any, dtype: str = "int32") -> Make:
+    return lambda f: f.array(np.array(values, np.int64).astype(dtype))
+
+
+def zeros(*shape: int, dtype: str = "float32") -> Make:
+    return lambda f: f.zeros(*shape, dtype=dtype)
+
+
+def numpys(*values: Any) -> Make:
+    return lambda f: np.array(values)
+
+
+TABLES: dict[str, Bad] = {
+    "table of int16": Bad(
+        {"block_table": table([4, 2], [0, -1], dtype="int16")},
+        DTypeError,
+        "^block_table: expected dtype int32, got int16; cast",
+    ),
+    "lengths of float": Bad(
+        {"seq_lens": zeros(2)}, DTypeError, "^seq_lens: expected dtype int32, got float32; cast it"
+    ),
+    "offsets of int16": Bad(
+        {"cu_seqlens_q": table(0, 3, 4, dtype="int16")}, DTypeError, "^cu_seqlens_q: expected dtype int32, got int16"
+    ),
+    "flat table": Bad(
+        {"block_table": table(4, 2)}, ShapeError, r"^block_table: expected shape \[batch, width\], got \[2\]"
+    ),
+    "square lengths": Bad({"seq_lens": table([5, 3])}, ShapeError, r"^seq_lens: expected shape \[2\], got \[1, 2\]"),
+    "too many lengths": Bad({"seq_lens": table(5, 3, 1)}, ShapeError, r"^seq_lens: expected shape \[2\], got \[3\]"),
+    "too few offsets": Bad(
+        {"cu_seqlens_q": table(0, 4)}, ShapeError, r"^cu_seqlens_q: expected shape \[3\], got \[2\]"
+    ),
+    "no offsets": Bad({"cu_seqlens_q": None}, ShapeError, "^cu_seqlens_q: expected .*each of the 2 .*, beside 4 in "),
+    "no table": Bad({"block_table": None}, TypeError, "^block_table: expected a .*, got .*NoneType"),
+    "no lengths": Bad({"seq_lens": None}, TypeError, "^seq_lens: expected a .*, got .*NoneType"),
+    "a list for a table": Bad({"block_table": [[4, 2], [0, -1]]}, TypeError, "^block_table: expected a .*, got .*list"),
+    "a list for lengths": Bad({"seq_lens": [5, 3]}, TypeError, "^seq_lens: expected a .*, got .*list"),
+    "a list of offsets": Bad({"cu_seqlens_q": [0, 3, 4]}, TypeError, "^cu_seqlens_q: expected a .*, got .*list"),
+    "an int for lengths": Bad({"seq_lens": 5}, TypeError, "^seq_lens: expected a .*, got .*int"),
+    "page beyond the pool": Bad(
+        {"block_table": table([4, 7, -1], [0, -1, -1])},
+        SpecError,
+        r"^block_table\[0, 1\]=7: expected a page of the pool's 7 for token 4 of 5",
+        eager=True,
+    ),
+    "page that is missing": Bad(
+        {"block_table": table([4, 2, -1], [-1, 1, -1])},
+        SpecError,
+        r"^block_table\[1, 0\]=-1: expected a page of the pool's 7 for token 0 of 3",
+        eager=True,
+    ),
+    "negative length": Bad(
+        {"seq_lens": table(5, -1)}, SpecError, r"^seq_lens\[1\]=-1: expected 0 to 12 tokens, .*3 pages of 4", eager=True
+    ),
+    "length beyond the table": Bad(
+        {"seq_lens": table(13, 3)}, SpecError, r"^seq_lens\[0\]=13: expected 0 to 12 tokens, .*3 pages of 4", eager=True
+    ),
+    "fewer tokens than queries": Bad(
+        {"seq_lens": table(2, 3)},
+        SpecError,
+        r"^seq_lens\[0\]=2: expected at least the 3 queries of the sequence; ",
+        eager=True,
+    ),
+    "offsets that start late": Bad(
+        {"cu_seqlens_q": table(1, 3, 4)}, SpecError, "^cu_seqlens_q: expected to start at 0, got 1", eager=True
+    ),
+    "offsets that go back": Bad(
+        {"cu_seqlens_q": table(0, 5, 4)},
+        SpecError,
+        "^cu_seqlens_q: expected non-decreasing offsets, got 5 then 4",
+        eager=True,
+    ),
+    "offsets that end early": Bad(
+        {"cu_seqlens_q": table(0, 1, 3)},
+        SpecError,
+        "^cu_seqlens_q: expected to end at the token count 4, got 3",
+        eager=True,
+    ),
+    "numpy page beyond the pool": Bad(
+        {
+            "block_table": numpys(np.int32([4, 9]), np.int32([0, 0])),
+            "seq_lens": numpys(np.int32(5), np.int32(3)),
+            "cu_seqlens_q": numpys(*np.int32([0, 3, 4])),
+        },
+        SpecError,
+        r"^block_table\[0, 1\]=9: expected a page of the pool's 7",
+        eager=True,
+    ),
+    "numpy table of int64": Bad(
+        {
+            "block_table": numpys([4, 2], [0, 0]),
+            "seq_lens": numpys(*np.int32([5, 3])),
+            "cu_seqlens_q": numpys(*np.int32([0, 3, 4])),
+        },
+        DTypeError,
+        "^block_table: expected dtype int32, got int64; cast it",
+    ),
+}
+
+POOLS: dict[str, Bad] = {
+    "pool of three axes": Bad(
+        {"k_pages": zeros(28, 3, 8)}, ShapeError, r"^k_pages: .*\[num_pages, .*, got \[28, 3, 8\]"
+    ),
+    "values of three axes": Bad({"v_pages": zeros(28, 3, 5)}, ShapeError, r"^v_pages: .*, got \[28, 3, 5\]"),
+    "pages of v": Bad({"v_pages": zeros(8, 4, 3, 5)}, ShapeError, r"^v_pages: .*\[7, 4, 3\], got \[8, 4, 3\]"),
+    "heads of v": Bad({"v_pages": zeros(7, 4, 1, 5)}, ShapeError, r"^v_pages: .*\[7, 4, 3\], got \[7, 4, 1\]"),
+    "dtype of v": Bad(
+        {"v_pages": zeros(7, 4, 3, 5, dtype="float16")},
+        DTypeError,
+        "^v_pages: expected the dtype of k_pages, float32, got float16; cast it",
+    ),
+    "pools of ints": Bad(
+        {name: zeros(7, 4, 3, 8, dtype="int32") for name in ("k_pages", "v_pages")},
+        DTypeError,
+        "^k_pages: expected a dtype out of float64, float32, bfloat16, float16, got int32",
+    ),
+    "a list for a pool": Bad({"k_pages": [0.0]}, TypeError, "^k_pages: expected a .*, got .*list"),
+    "numpy for a pool": Bad(
+        {"v_pages": lambda f: np.zeros((7, 4, 3, 5))}, TypeError, "^v_pages: expected a .*, got numpy"
+    ),
+}
+
+ATTENTION: dict[str, Bad] = {
+    **TABLES,
+    **POOLS,
+    "q of four axes": Bad(
+        {"q": zeros(1, 4, 6, 8)}, ShapeError, r"^q: expected \[tokens, heads, head_dim\], got \[1, 4, 6, 8\]"
+    ),
+    "heads": Bad({"q": zeros(4, 4, 8)}, ShapeError, "^k: expected kv heads that divide the 4 query heads, got 3"),
+    "head_dim": Bad({"q": zeros(4, 6, 7)}, ShapeError, r"^k_pages: expected the head_dim of q \(7\), got 8"),
+    "dtype of q": Bad(
+        {"q": zeros(4, 6, 8, dtype="bfloat16")}, DTypeError, "^q: expected the dtype of k_pages, float32, got bf"
+    ),
+    "no q": Bad({"q": None}, TypeError, "^q: expected a .*, got .*NoneType"),
+    "numpy q": Bad({"q": lambda f: np.zeros((4, 6, 8))}, TypeError, "^q: expected a .*, got numpy.ndarray"),
+    "sinks of one head": Bad({"sinks": zeros(1)}, ShapeError, r"^sinks: .* per query head, shape \[6\], got \[1\]"),
+    "sinks of ints": Bad(
+        {"sinks": zeros(6, dtype="int32")}, DTypeError, "^sinks: expected a dtype out of .*, got int32"
+    ),
+    "a list of sinks": Bad({"sinks": [0.0] * 6}, TypeError, "^sinks: expected a .*, got .*list"),
+    "max_len_q too small for all": Bad(
+        {"max_len_q": 1},
+        SpecError,
+        "^max_len_q=1: expected at least the longest sequence's queries; .* hold the 4 of q",
+    ),
+    "max_len_q too small for one": Bad(
+        {"max_len_q": 2}, SpecError, "^max_len_q=2: expected at least the longest document, 3 tokens", eager=True
+    ),
+    **{
+        f"max_len_q {value!r}": Bad({"max_len_q": value}, SpecError, f"^max_len_q={value!r}: expected a host int")
+        for value in (-1, True, 2.0, "3")
+    },
+    "causal": Bad({"causal": 1}, SpecError, "^causal=1: expected True or False"),
+    "window": Bad({"window": 0}, SpecError, "^window=0: expected 1 or more keys"),
+    "window without causal": Bad({"window": 3, "causal": False}, SpecError, "^window=3: .*needs causal=True"),
+    "softcap": Bad({"softcap": -1.0}, SpecError, "^softcap=-1.0: expected a finite number above 0"),
+    "scale": Bad({"scale": 0.0}, SpecError, "^scale=0.0: expected a finite number above 0"),
+    "return_lse": Bad({"return_lse": None}, SpecError, "^return_lse=None: expected True or False"),
+    "backend": Bad({"backend": "mth"}, SpecError, "^backend='mth': unknown backend; did you mean math"),
+    "backend of another kind": Bad({"backend": 3}, SpecError, "^backend=3: expected a backend's name"),
+    "backend without pages": Bad({"backend": "sdpa_flash"}, NoBackendError, "keys and values in pages of 4: "),
+    "q on another device": Bad(
+        {"q": lambda f: torch.zeros(4, 6, 8, device="meta")},
+        DeviceError,
+        r"^k_pages: expected the device of q \(meta\), got cpu; move it there",
+        only=TORCH,
+    ),
+    "table on another device": Bad(
+        {"block_table": lambda f: torch.zeros(2, 3, dtype=torch.int32, device="meta")},
+        DeviceError,
+        r"^block_table: expected the device of q \(cpu\), got meta; move it there",
+        only=TORCH,
+    ),
+}
+
+APPEND: dict[str, Bad] = {
+    **TABLES,
+    **POOLS,
+    "k of two axes": Bad({"k": zeros(4, 24)}, ShapeError, r"^k: expected .*\[4, 3, 8\], got \[4, 24\]"),
+    "width of v": Bad({"v": zeros(4, 3, 8)}, ShapeError, r"^v: expected .*\[4, 3, 5\], got \[4, 3, 8\]"),
+    "tokens of v": Bad({"v": zeros(5, 3, 5)}, ShapeError, r"^v: expected .*\[4, 3, 5\], got \[5, 3, 5\]"),
+    "dtype of k": Bad(
+        {"k": zeros(4, 3, 8, dtype="float16")}, DTypeError, "^k: expected the dtype of k_pages, float32, got"
+    ),
+    "no k": Bad({"k": None}, TypeError, "^k: expected a .*, got .*NoneType"),
+    "numpy v": Bad({"v": lambda f: np.zeros((4, 3, 5))}, TypeError, "^v: expected a .*, got numpy.ndarray"),
+    "a page that two sequences write to": Bad(
+        {"block_table": table([4, 2, -1], [2, -1, -1]), "seq_lens": table(5, 1)},
+        SpecError,
+        "^block_table: expected a slot of its own for each new token, slot 8 would be written 2 times; ",
+        eager=True,
+    ),
+    "k on another device": Bad(
+        {"k": lambda f: torch.zeros(4, 3, 8, device="meta")},
+        DeviceError,
+        r"^k: expected the device of k_pages \(cpu\), got meta; move it there",
+        only=TORCH,
+    ),
+}
+POOL_NAMES = ("width of v", "heads of v")
+
+
+def rows(cases: dict[str, Bad]) -> list[Any]:
+    """(framework, case) as params."""
+    return [
+        pytest.param(framework, case, id=f"{framework}-{name}")
+        for name, case in cases.items()
+        for framework in BOTH
+        if case.only in (None, framework)
+    ]
+
+
+def arguments(f: Framework, case: Bad, base: dict[str, Any]) -> dict[str, Any]:
+    return {**base, **{name: make(f) if callable(make) else make for name, make in case.changes.items()}}
+
+
+def called(f: Framework, name: str, given: dict[str, Any]) -> Any:
+    first = ("q", "k_pages", "v_pages") if name != "append_kv" else ("k_pages", "v_pages", "k", "v")
+    rest = {key: value for key, value in given.items() if key not in first}
+    return getattr(f.frontend, name)(*(given[key] for key in first), **rest)
+
+
+def test_the_good_calls_are_good() -> None:
+    for f in BOTH:
+        assert called(f, "paged_attention", good(f)).shape == (4, 6, 5)
+        called(f, "append_kv", good_append(f))
+
+
+@pytest.mark.parametrize(("framework", "case"), rows(ATTENTION))
+def test_attention(framework: Framework, case: Bad, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = arguments(framework, case, good(framework))
+    torch_plan.planned.cache_clear()
+    jax_paged._plan.cache_clear()
+    with spied(monkeypatch) as ran, pytest.raises(case.error, match=case.says) as refused:
+        called(framework, "paged_attention", given)
+    assert refused.type is case.error
+    assert ran == []
+    if not case.eager and case.error is not NoBackendError:
+        with pytest.raises(case.error, match=case.says):
+            called(framework, "explain_paged", given)
+    torch_plan.planned.cache_clear()
+
+
+@pytest.mark.parametrize(("framework", "case"), rows(APPEND))
+def test_append(framework: Framework, case: Bad) -> None:
+    given = arguments(framework, case, good_append(framework))
+    with pytest.raises(case.error, match=case.says) as refused:
+        called(framework, "append_kv", given)
+    assert refused.type is case.error
+    for name in ("k_pages", "v_pages"):
+        if framework is JAX and isinstance(given[name], jax.Array):
+            assert not given[name].is_deleted(), "what is refused is not donated"
+        elif framework is TORCH and isinstance(given[name], torch.Tensor) and given[name].is_floating_point():
+            assert not given[name].any()
+
+
+@pytest.mark.parametrize("name", [name for name, case in ATTENTION.items() if not case.eager and not case.only])
+def test_attention_inside_jit(name: str) -> None:
+    """While it traces JAX says the same, of everything but values."""
+    case = ATTENTION[name]
+    given = arguments(JAX, case, good(JAX))
+    traced = {key: value for key, value in given.items() if isinstance(value, jax.Array)}
+    rest = {key: value for key, value in given.items() if key not in traced}
+    with pytest.raises(case.error, match=case.says):
+        jax.jit(lambda arrays: called(JAX, "paged_attention", {**arrays, **rest}))(traced)
+
+
+@pytest.mark.parametrize("name", ["page beyond the pool", "length beyond the table", "offsets that go back"])
+def test_tables_that_are_constants_of_a_jitted_function_are_checked(name: str) -> None:
+    case = ATTENTION[name]
+    given = arguments(JAX, case, good(JAX))
+    with pytest.raises(case.error, match=case.says):
+        jax.jit(lambda q: called(JAX, "paged_attention", {**given, "q": q}))(given["q"])
+
+
+def test_an_append_without_a_place_on_the_host_writes_nothing() -> None:
+    for f in BOTH:
+        given = {**good_append(f), "block_table": table([4, -1, -1], [0, -1, -1])(f)}
+        given["k"] = f.array(np.ones((4, 3, 8), np.float32))
+        with pytest.raises(SpecError, match=r"^block_table\[0, 1\]=-1: "):
+            called(f, "append_kv", given)
+        assert not given["k_pages"].any()
+
+
+# Inference only
+
+
+def test_torch_refuses_gradients_by_name() -> None:
+    for name in ("q", "k_pages", "v_pages", "sinks"):
+        given = {**good(TORCH), "sinks": torch.zeros(6)}
+        given[name].requires_grad_()
+        says = f"^{name}: expected requires_grad=False, keys and values in pages are for inference; use torch.no_grad"
+        for function in ("paged_attention", "explain_paged"):
+            with pytest.raises(SpecError, match=says):
+                called(TORCH, function, given)
+        with torch.no_grad():
+            assert not called(TORCH, "paged_attention", given).requires_grad
+        with torch.inference_mode():
+            called(TORCH, "paged_attention", given)
+
+
+def test_an_append_under_no_grad_and_in_inference_mode() -> None:
+    for mode in (torch.no_grad, torch.inference_mode):
+        given = good_append(TORCH)
+        given["k"] = torch.ones(4, 3, 8, requires_grad=True)
+        with mode():
+            called(TORCH, "append_kv", given)
+        assert given["k_pages"].sum() == 4 * 3 * 8 and not given["k_pages"].requires_grad
+
+
+@pytest.mark.parametrize("backend", ["math", "jax_xla"])
+@pytest.mark.parametrize("name", ["q", "k_pages", "v_pages", "sinks"])
+def test_jax_refuses_gradients_by_name(name: str, backend: str) -> None:
+    given = {**good(JAX), "sinks": jnp.zeros(6), "backend": backend}
+
+    def total(array: Any) -> Any:
+        return called(JAX, "paged_attention", {**given, name: array}).sum()
+
+    says = "^paged: keys and values in pages are for inference, .*; use jax.lax.stop_gradient"
+    with pytest.raises(SpecError, match=says):
+        jax.grad(total)(given[name])
+    with pytest.raises(SpecError, match=says):
+        jax.jit(jax.grad(total))(given[name])
+    with pytest.raises(SpecError, match=says):
+        jax.jvp(total, (given[name],), (given[name],))
+
+
+def test_jax_with_a_gradient_that_stops() -> None:
+    given = good(JAX)
+
+    def total(weight: Any) -> Any:
+        frozen = {"q": jax.lax.stop_gradient(given["q"] * weight)}
+        return called(JAX, "paged_attention", {**given, **frozen}).sum() + weight**2
+
+    assert jax.grad(total)(3.0) == 6.0

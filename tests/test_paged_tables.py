@@ -1,0 +1,393 @@
+"""Tables of pages: their checks by name, their form as rows end to end, and the specs of calls that have them."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attn_core import AttentionSpec, DeviceError, DTypeError, ShapeError, SpecError, reference
+from attn_core.call import ArrayFacts
+from attn_core.options import Options
+from attn_core.paged import call
+from attn_core.paged.allocator import UNUSED, PageAllocator
+from attn_core.paged.kv import (
+    PagedKV,
+    check_offsets,
+    check_slots,
+    check_tables,
+    rows_of_table,
+    slots_of,
+    table_of_rows,
+)
+from attn_core.paged.reference import append, inputs_of
+from attn_core.spec import DTYPES
+
+POOL = PagedKV(num_pages=7, page_size=4, width=3)
+
+
+def int32(*values: Any) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+@st.composite
+def sequences(draw: Any) -> tuple[PagedKV, np.ndarray, np.ndarray, np.ndarray]:
+    """(pool, block_table, seq_lens, cu_seqlens_q) that fit together, pages in any order."""
+    page_size, lengths = draw(st.integers(1, 5)), draw(st.lists(st.integers(0, 12), max_size=5))
+    new = [draw(st.integers(0, length)) for length in lengths]
+    counts = [-(-length // page_size) for length in lengths]
+    paged = PagedKV(
+        num_pages=sum(counts) + draw(st.integers(0, 3)),
+        page_size=page_size,
+        width=max(counts, default=0) + draw(st.integers(0, 2)),
+    )
+    free = draw(st.permutations(range(paged.num_pages)))
+    table = np.full((len(lengths), paged.width), UNUSED, np.int32)
+    for row, count in zip(table, counts):
+        row[:count], free = free[:count], free[count:]
+    return paged, table, int32(*lengths), np.cumsum([0, *new]).astype(np.int32)
+
+
+# PagedKV
+
+
+def test_a_pool_as_plain_data() -> None:
+    assert POOL.capacity == 12
+    assert PagedKV(num_pages=0, page_size=1, width=0).capacity == 0
+    assert hash(POOL) == hash(PagedKV(num_pages=7, page_size=4, width=3))
+    assert pickle.loads(pickle.dumps(POOL)) == POOL
+
+
+@pytest.mark.parametrize(("name", "least"), [("num_pages", 0), ("page_size", 1), ("width", 0)])
+def test_numbers_of_a_pool(name: str, least: int) -> None:
+    with pytest.raises(ShapeError, match=f"^{name}={least - 1}: expected {least} or more$"):
+        replace(POOL, **{name: least - 1})
+
+
+# Tables by rows
+
+
+@given(sequences())
+def test_rows_end_to_end_and_back(drawn: Any) -> None:
+    paged, table, lengths, _ = drawn
+    rows = rows_of_table(table, lengths, paged.page_size)
+    assert {array.dtype for array in rows} == {np.dtype(np.int32)}
+    assert rows.indptr[-1] == len(rows.indices) == sum(-(-n // paged.page_size) for n in lengths.tolist())
+    for at, length in enumerate(lengths.tolist()):
+        pages = rows.indices[rows.indptr[at] : rows.indptr[at + 1]]
+        assert pages.tolist() == table[at][: len(pages)].tolist()
+        assert max(len(pages) - 1, 0) * paged.page_size + rows.last_page_len[at] == length
+        assert 1 <= rows.last_page_len[at] <= paged.page_size or (length == 0 and rows.last_page_len[at] == 0)
+    again, lengths_again = table_of_rows(rows, paged.page_size, paged.width)
+    assert again.dtype == lengths_again.dtype == np.int32
+    assert again.tolist() == table.tolist() and lengths_again.tolist() == lengths.tolist()
+
+
+def test_rows_leave_out_pages_without_tokens() -> None:
+    rows = rows_of_table(int32([5, 2, 6], [1, UNUSED, UNUSED], [3, 4, 0]), int32(5, 0, 8), 4)
+    assert [array.tolist() for array in rows] == [[0, 2, 2, 4], [5, 2, 3, 4], [1, 0, 4]]
+    table, lengths = table_of_rows(rows, 4)
+    assert table.tolist() == [[5, 2], [UNUSED, UNUSED], [3, 4]] and lengths.tolist() == [5, 0, 8]
+
+
+# Slots
+
+
+@given(sequences())
+def test_slots_are_those_of_the_last_tokens(drawn: Any) -> None:
+    paged, table, lengths, cu = drawn
+    expected = [
+        int(row[position // paged.page_size]) * paged.page_size + position % paged.page_size
+        for row, length, new in zip(table, lengths.tolist(), np.diff(cu).tolist())
+        for position in range(length - new, length)
+    ]
+    slots = slots_of(table, lengths, cu, paged.page_size)
+    assert slots.tolist() == expected and slots.dtype == np.int64
+    check_slots(slots)
+
+
+@given(sequences(), st.integers(0, 2**16))
+def test_an_append_writes_those_places_and_no_other(drawn: Any, seed: int) -> None:
+    paged, table, lengths, cu = drawn
+    pages = np.random.default_rng(seed).normal(size=(paged.num_pages, paged.page_size, 2, 3))
+    new = np.random.default_rng(seed + 1).normal(size=(cu[-1], 2, 3))
+    made = append(pages, new, table, lengths, cu)
+    slots = slots_of(table, lengths, cu, paged.page_size)
+    assert (made.reshape(-1, 2, 3)[slots] == new).all()
+    rest = np.setdiff1d(np.arange(paged.num_pages * paged.page_size), slots)
+    assert (made.reshape(-1, 2, 3)[rest] == pages.reshape(-1, 2, 3)[rest]).all()
+
+
+@pytest.mark.parametrize(("slots", "slot", "times"), [((3, 5, 3), 3, 2), ((0, 0), 0, 2), ((-1, 4, -1, 4, 4), 4, 3)])
+def test_two_tokens_in_one_slot(slots: Any, slot: int, times: int) -> None:
+    says = f"^block_table: expected a slot of its own .*, slot {slot} would be written {times} times; sequences share"
+    with pytest.raises(SpecError, match=says):
+        check_slots(np.array(slots))
+
+
+def test_a_token_without_a_slot_is_written_nowhere() -> None:
+    check_slots(np.array([-1, 2, -1]))
+    check_slots(np.array([], np.int64))
+
+
+# Tables on the host
+
+
+@given(sequences())
+def test_what_fits_is_let_through(drawn: Any) -> None:
+    paged, table, lengths, cu = drawn
+    check_tables(paged, table, lengths, cu)
+    if (lengths > 0).all():
+        check_tables(paged, table, lengths, None)
+
+
+@given(sequences(), st.data())
+def test_a_page_out_of_the_pool_is_refused_where_tokens_are(drawn: Any, data: Any) -> None:
+    paged, table, lengths, cu = drawn
+    if table.size == 0:
+        return
+    row, column = data.draw(st.integers(0, len(table) - 1)), data.draw(st.integers(0, paged.width - 1))
+    wrong = data.draw(st.sampled_from([-1, -(2**31), paged.num_pages, 2**31 - 1]))
+    table[row, column] = wrong
+    if column * paged.page_size >= lengths[row]:
+        check_tables(paged, table, lengths, cu)
+        return
+    says = rf"^block_table\[{row}, {column}\]={wrong}: expected a page of the pool's {paged.num_pages} for token "
+    with pytest.raises(SpecError, match=says + f"{column * paged.page_size} of {lengths[row]}$"):
+        check_tables(paged, table, lengths, cu)
+
+
+@pytest.mark.parametrize("wrong", [-1, 13, -(2**31), 2**31 - 1])
+def test_lengths_that_the_table_cannot_hold(wrong: int) -> None:
+    says = rf"^seq_lens\[1\]={wrong}: expected 0 to 12 tokens, the block table has 3 pages of 4 for a sequence$"
+    with pytest.raises(SpecError, match=says):
+        check_tables(POOL, int32([0, 1, 2], [3, 4, 5]), int32(2, wrong), None)
+
+
+@pytest.mark.parametrize(("cu", "queries"), [(None, 1), (int32(0, 1, 4), 3)])
+def test_more_queries_than_tokens(cu: Any, queries: int) -> None:
+    lengths = int32(1, queries - 1)
+    says = rf"^seq_lens\[1\]={queries - 1}: expected at least the {queries} queries of the sequence; .* appended$"
+    with pytest.raises(SpecError, match=says):
+        check_tables(POOL, int32([0, 1, 2], [3, 4, 5]), lengths, cu)
+
+
+@pytest.mark.parametrize(
+    ("cu", "says"),
+    [
+        ((1, 2, 5), "^cu_seqlens_q: expected to start at 0, got 1"),
+        ((0, 4, 3), "^cu_seqlens_q: expected non-decreasing offsets, got 4 then 3"),
+        ((0, 2, 4), "^cu_seqlens_q: expected to end at the token count 5, got 4"),
+        ((0, 1, 5), "^max_len_q=3: expected at least the longest document, 4 tokens"),
+    ],
+)
+def test_offsets(cu: Any, says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        check_offsets(int32(*cu), 5, 3)
+    check_offsets(int32(0, 2, 5), 5, 3)
+    check_offsets(int32(0, 0, 5), 5, None)
+
+
+# Specs
+
+SPEC = AttentionSpec(
+    **{"batch": 1, "q_len": 5, "kv_len": 12, "num_heads": 6, "num_kv_heads": 3, "head_dim": 11, "value_dim": 7},
+    **{"dtype": "float32", "documents": 2, "max_len_q": 5, "max_len_k": 12, "paged": POOL},
+)
+REFUSED = {
+    "mask": ({"mask_shape": (1, 1, 5, 12)}, r"^paged: expected no mask, got shape \(1, 1, 5, 12\)$"),
+    "bias": ({"bias_shape": (1, 6, 5, 12)}, "^paged: expected no bias, got shape"),
+    "slopes": ({"alibi_shape": (6,)}, r"^paged: expected no alibi, got shape \(6,\)$"),
+    "dropout": ({"dropout": 0.1}, "^dropout=0.1: expected 0 with keys and values in pages"),
+    "gradients": ({"needs_backward": True}, "^paged: keys and values in pages are for inference, .*use no_grad$"),
+    "no documents": ({"documents": None}, "^paged: expected documents, .*got documents=None"),
+    "top_left": ({"alignment": "top_left"}, "^paged: expected .* bottom-right alignment .*, got .*top_left"),
+    "kv_len": ({"kv_len": 11}, r"^paged: expected .* kv_len = width \* page_size \(12\), got .*kv_len=11$"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_spec_of_a_paged_call_that_nobody_could_run(name: str) -> None:
+    changes, says = REFUSED[name]
+    with pytest.raises(SpecError, match=says):
+        replace(SPEC, **changes)
+
+
+def test_a_spec_of_a_paged_call() -> None:
+    assert SPEC.packed and SPEC.out_shape == (5, 6, 7) and SPEC.lse_shape == (6, 5)
+    assert SPEC.key != replace(SPEC, paged=replace(POOL, num_pages=8)).key
+    assert pickle.loads(pickle.dumps(SPEC)) == SPEC
+    assert "paged=PagedKV(num_pages=7, page_size=4, width=3)" in str(SPEC)
+
+
+def test_the_references_inputs_hold_nothing_but_nan_where_no_sequence_is() -> None:
+    inputs = inputs_of(SPEC, np.random.default_rng(0), (9, 4), (4, 1))
+    held = slots_of(inputs.block_table, inputs.seq_lens, int32(0, 9, 13), 4)
+    for pool in (inputs.k, inputs.v):
+        flat = np.isfinite(pool).all((2, 3)).ravel()
+        assert flat.sum() == 13 and flat[held].all() and np.isnan(pool.reshape(28, -1)[~flat]).all()
+    out, lse = reference.forward(SPEC, inputs)
+    assert np.isfinite(out).all() and np.isfinite(lse).all()
+
+
+# What the frontends ask of their arguments
+
+FACTS = call.PagedArrays(
+    q=ArrayFacts((5, 6, 11), "float32", "cpu"),
+    k=ArrayFacts((7, 4, 3, 11), "float32", "cpu"),
+    v=ArrayFacts((7, 4, 3, 7), "float32", "cpu"),
+    block_table=ArrayFacts((2, 3), "int32", "cpu"),
+    seq_lens=ArrayFacts((2,), "int32", "cpu"),
+    cu_seqlens_q=ArrayFacts((3,), "int32", "cpu"),
+)
+OPTIONS = Options(window=(None, None))
+
+
+def test_the_spec_of_arguments() -> None:
+    assert call.build_spec(FACTS, OPTIONS) == SPEC
+    assert call.build_spec(FACTS, OPTIONS._replace(max_len_q=3)).max_len_q == 3
+    assert call.build_spec(FACTS, OPTIONS._replace(max_len_q=99)).max_len_q == 5
+    assert not call.one_query_each(SPEC)
+    decoding = FACTS._replace(q=FACTS.q._replace(shape=(2, 6, 11)), cu_seqlens_q=None)
+    spec = call.build_spec(decoding, OPTIONS)
+    assert spec.max_len_q == 1 and call.one_query_each(spec)
+    sinks = FACTS._replace(sinks=ArrayFacts((6,), "bfloat16", "cpu"))
+    assert call.build_spec(sinks, OPTIONS).sinks
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_has_a_spec(dtype: str) -> None:
+    arrays = {name: getattr(FACTS, name)._replace(dtype=dtype) for name in "qkv"}
+    assert call.build_spec(FACTS._replace(**arrays), OPTIONS).dtype == dtype
+
+
+BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
+    **{
+        f"device of {argument}": (field, {"device": "cuda:0"}, DeviceError, f"^{argument}: expected the device of q ")
+        for field, argument in zip(call.PagedArrays._fields[1:-1], call.ARGUMENTS[1:-1])
+    },
+    "rank of q": ("q", {"shape": (1, 5, 6, 11)}, ShapeError, r"^q: expected \[tokens, heads, head_dim\], got \[1, 5"),
+    "rank of k": ("k", {"shape": (28, 3, 11)}, ShapeError, r"^k_pages: expected \[num_pages, .*, got \[28, 3, 11\]$"),
+    "rank of v": ("v", {"shape": (28, 3, 7)}, ShapeError, r"^v_pages: expected \[num_pages, .*, got \[28, 3, 7\]$"),
+    "pages of nothing": ("k", {"shape": (7, 0, 3, 11)}, ShapeError, r"^k_pages: .*got \[7, 0, 3, 11\]$"),
+    "pages of v": ("v", {"shape": (8, 4, 3, 7)}, ShapeError, r"^v_pages: .*\[7, 4, 3\], got \[8, 4, 3\]"),
+    "page size of v": ("v", {"shape": (7, 2, 3, 7)}, ShapeError, r"^v_pages: .*, got \[7, 2, 3\]"),
+    "heads of v": ("v", {"shape": (7, 4, 1, 7)}, ShapeError, r"^v_pages: .*, got \[7, 4, 1\]"),
+    "head_dim of k": ("k", {"shape": (7, 4, 3, 8)}, ShapeError, r"^k_pages: expected the head_dim of q \(11\), got 8$"),
+    "heads": ("q", {"shape": (5, 4, 11)}, ShapeError, "^k: expected kv heads that divide the 4 query heads, got 3"),
+    "no heads": ("q", {"shape": (5, 0, 11)}, ShapeError, "^num_heads=0: expected at least 1$"),
+    "dtype of q": ("q", {"dtype": "bfloat16"}, DTypeError, "^q: expected the dtype of k_pages, float32, got bfloat16"),
+    "dtype of v": ("v", {"dtype": "float16"}, DTypeError, "^v_pages: expected .*, float32, got float16; cast it$"),
+    "dtype of k": ("k", {"dtype": "int8"}, DTypeError, "^k_pages: expected a dtype out of .*, got int8"),
+    "table of int64": ("block_table", {"dtype": "int64"}, DTypeError, "^block_table: expected dtype int32, got int64;"),
+    "flat table": ("block_table", {"shape": (6,)}, ShapeError, r"^block_table: expected shape \[batch, width\], got"),
+    "lengths of int64": ("seq_lens", {"dtype": "int64"}, DTypeError, "^seq_lens: expected dtype int32, got int64;"),
+    "too few lengths": ("seq_lens", {"shape": (1,)}, ShapeError, r"^seq_lens: expected shape \[2\], got \[1\]$"),
+    "offsets of int64": ("cu_seqlens_q", {"dtype": "int64"}, DTypeError, "^cu_seqlens_q: expected dtype int32, got"),
+    "too few offsets": (
+        "cu_seqlens_q",
+        {"shape": (2,)},
+        ShapeError,
+        r"^cu_seqlens_q: expected shape \[3\], got \[2\]$",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_arguments_that_make_no_call(name: str) -> None:
+    field, changes, error, says = BAD[name]
+    with pytest.raises(error, match=says):
+        call.build_spec(FACTS._replace(**{field: getattr(FACTS, field)._replace(**changes)}), OPTIONS)
+
+
+def test_arguments_that_do_not_fit_together() -> None:
+    with pytest.raises(ShapeError, match=r"^cu_seqlens_q: expected .*one query for each of the 2 .*, beside 5 in q$"):
+        call.build_spec(FACTS._replace(cu_seqlens_q=None), OPTIONS)
+    with pytest.raises(SpecError, match=r"^max_len_q=2: expected at least the longest .* cannot hold the 5 of q$"):
+        call.build_spec(FACTS, OPTIONS._replace(max_len_q=2))
+    for sinks, error in (((5,), "float32"), ((6,), "int32")):
+        with pytest.raises(SpecError, match=r"^sinks: expected "):
+            call.build_spec(FACTS._replace(sinks=ArrayFacts(sinks, error, "cpu")), OPTIONS)
+
+
+APPEND = {
+    "k_pages": FACTS.k,
+    "v_pages": FACTS.v,
+    "k": ArrayFacts((5, 3, 11), "float32", "cpu"),
+    "v": ArrayFacts((5, 3, 7), "float32", "cpu"),
+    "block_table": FACTS.block_table,
+    "seq_lens": FACTS.seq_lens,
+    "cu_seqlens_q": FACTS.cu_seqlens_q,
+}
+BAD_APPENDS: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
+    **{
+        f"device of {name}": (
+            name,
+            {"device": "cuda:0"},
+            DeviceError,
+            rf"^{name}: expected the device of k_pages \(cpu",
+        )
+        for name in APPEND
+        if name != "k_pages"
+    },
+    "rank of k": (
+        "k",
+        {"shape": (5, 33)},
+        ShapeError,
+        r"^k: .*\[tokens, kv_heads, dim\] = \[5, 3, 11\], got \[5, 33\]$",
+    ),
+    "no axes": ("k", {"shape": ()}, ShapeError, r"^k: expected .*, got \[\]$"),
+    "heads of k": ("k", {"shape": (5, 1, 11)}, ShapeError, r"^k: expected .* \[5, 3, 11\], got \[5, 1, 11\]$"),
+    "tokens of v": ("v", {"shape": (4, 3, 7)}, ShapeError, r"^v: expected .* \[5, 3, 7\], got \[4, 3, 7\]$"),
+    "width of v": ("v", {"shape": (5, 3, 11)}, ShapeError, r"^v: expected .* \[5, 3, 7\], got \[5, 3, 11\]$"),
+    "dtype of k": (
+        "k",
+        {"dtype": "float16"},
+        DTypeError,
+        "^k: expected the dtype of k_pages, float32, got float16; cast",
+    ),
+    "dtype of v": (
+        "v",
+        {"dtype": "float64"},
+        DTypeError,
+        "^v: expected the dtype of v_pages, float32, got float64; cast",
+    ),
+    "pool of v": ("v_pages", {"shape": (7, 4, 2, 7)}, ShapeError, "^v_pages: expected the pages"),
+    "table of int64": ("block_table", {"dtype": "int64"}, DTypeError, "^block_table: expected dtype int32, got int64;"),
+    "flat table": ("block_table", {"shape": (6,)}, ShapeError, r"^block_table: expected shape \[batch, width\], got"),
+    "too few lengths": ("seq_lens", {"shape": (1,)}, ShapeError, r"^seq_lens: expected shape \[2\], got \[1\]$"),
+    "too few offsets": (
+        "cu_seqlens_q",
+        {"shape": (2,)},
+        ShapeError,
+        r"^cu_seqlens_q: expected shape \[3\], got \[2\]$",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_APPENDS)
+def test_what_cannot_be_appended(name: str) -> None:
+    call.check_append(dict(APPEND))
+    argument, changes, error, says = BAD_APPENDS[name]
+    with pytest.raises(error, match=says):
+        call.check_append({**APPEND, argument: APPEND[argument]._replace(**changes)})
+
+
+def test_appending_without_offsets_is_one_token_for_each_sequence() -> None:
+    says = "^cu_seqlens_q: expected the new tokens' offsets, got None, .*each of the 2 .*, beside 5 in k$"
+    with pytest.raises(ShapeError, match=says):
+        call.check_append({**APPEND, "cu_seqlens_q": None})
+
+
+def test_an_allocators_tables_are_right() -> None:
+    allocator = PageAllocator(7, 4)
+    for name, length in (("a", 9), ("b", 0), ("c", 4)):
+        allocator.allocate(name, length)
+    table, lengths = allocator.block_table(["a", "b", "c"], 3), allocator.seq_lens(["a", "b", "c"])
+    check_tables(POOL, table, lengths, int32(0, 9, 9, 13))
+    check_slots(slots_of(table, lengths, int32(0, 9, 9, 13), 4))

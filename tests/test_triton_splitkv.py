@@ -1,0 +1,134 @@
+"""Our Triton kernel: what it takes and how it is launched, as plain data; and the kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attn_core import AttentionSpec, Target, explain
+from attn_core.backends import triton_splitkv
+from attn_core.paged.kv import PagedKV
+
+GPU = Target("torch", "sm90")
+
+
+def made(batch: int = 64, tokens: int = 8192, new: int = 1, page_size: int = 16, **fields: Any) -> AttentionSpec:
+    """A call of sequences of so many tokens, 32 query heads on 8."""
+    width = -(-tokens // page_size)
+    paged = PagedKV(num_pages=batch * width, page_size=page_size, width=width)
+    sizes = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "value_dim": 128, "dtype": "bfloat16"}
+    return AttentionSpec(
+        **{"batch": 1, "q_len": batch * new, "kv_len": paged.capacity, "documents": batch, "max_len_q": new},
+        **{**sizes, "causal": True, "max_len_k": paged.capacity, "paged": paged, **fields},
+    )
+
+
+def test_the_kernels_in_the_interpreter() -> None:
+    """In a process of its own: see ``triton_interpreted``."""
+    pytest.importorskip("triton")
+    pytest.importorskip("torch")
+    paths = ":".join(path for path in sys.path if path)
+    env = {
+        **{name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ},
+        **{"PYTHONPATH": paths, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"},
+        "OMP_NUM_THREADS": "1",
+    }
+    checks = Path(__file__).with_name("triton_interpreted.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(checks)]
+    found = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=500)
+    assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
+    assert " passed" in found.stdout and "skipped" not in found.stdout
+
+
+# What it takes
+
+
+def reasons(spec: AttentionSpec) -> tuple[str, ...]:
+    return explain(spec, GPU, "triton_splitkv").reasons("triton_splitkv")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"dtype": "float16", "page_size": 1},
+        {"page_size": 3, "head_dim": 64, "value_dim": 256},
+        {"new": 7, "window": (99, 0), "softcap": 30.0, "sinks": True, "return_lse": True},
+        {"head_dim": 16, "value_dim": 32, "num_heads": 5, "num_kv_heads": 1, "deterministic": True},
+    ],
+)
+def test_what_it_takes(fields: dict[str, Any]) -> None:
+    assert reasons(made(**fields)) == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"dtype": "float32"}, "dtype float32: the Triton split-KV kernel takes bfloat16, float16"),
+        ({"head_dim": 80, "value_dim": 80}, "head_dim=80: the Triton split-KV kernel takes powers of two from 16 on"),
+        ({"value_dim": 8}, "head_dim=8: the Triton split-KV kernel takes powers of two from 16 on"),
+        ({"head_dim": 512, "value_dim": 512}, "head_dim=512: the Triton split-KV kernel stops at 256"),
+        (
+            {"paged": None},
+            "keys and values not in pages: the Triton split-KV kernel reads pages alone",
+        ),
+        (
+            {"batch": 1, "tokens": 2**21, "new": 2**21, "num_heads": 8},
+            "max_len_q=2097152: the Triton split-KV kernel launches at most 65535 blocks, not 65536",
+        ),
+    ],
+)
+def test_what_it_refuses(fields: dict[str, Any], says: str) -> None:
+    if "num_heads" in fields:  # two query heads for each of four
+        fields = {**fields, "num_kv_heads": 4}
+    assert says in reasons(made(**fields))
+
+
+def test_a_cpu_is_none_of_its_devices() -> None:
+    found = explain(made(), Target("torch", "cpu"), "triton_splitkv").reasons("triton_splitkv")
+    assert "device cpu: the Triton split-KV kernel needs cuda" in found
+
+
+# How it is launched
+
+
+def test_the_kernels_numbers() -> None:
+    assert triton_splitkv.lower(made(softcap=20.0, window=(5, None), sinks=True, scale=0.3)) == {
+        **{"scale": 0.3, "softcap": 20.0, "left": 5, "right": 0, "ONE_QUERY": True, "SOFTCAP": True, "SINKS": True}
+    }
+    open_sides = triton_splitkv.lower(made(new=3, causal=False))
+    assert open_sides["left"] == open_sides["right"] == 2**30 and not open_sides["ONE_QUERY"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "rows"),
+    [(made(), 16), (made(new=5), 32), (made(new=500), 64), (made(num_kv_heads=32), 16), (made(num_kv_heads=1), 32)],
+)
+def test_tiles_hold_the_queries_of_a_group(spec: AttentionSpec, rows: int) -> None:
+    assert triton_splitkv.tiles(spec).rows == rows
+
+
+def test_splits_fill_a_gpu_and_no_more() -> None:
+    one = made(batch=1, tokens=131072)
+    assert triton_splitkv.splits(made(batch=512), 132) == 1, "there are programs enough"
+    assert 1 < triton_splitkv.splits(one, 132) <= triton_splitkv.MOST_SPLITS
+    assert triton_splitkv.splits(made(batch=1, tokens=triton_splitkv.FEWEST_KEYS), 132) == 1, (
+        "too few keys to be worth it"
+    )
+    assert triton_splitkv.splits(replace(one, window=(triton_splitkv.FEWEST_KEYS - 1, 0)), 132) == 1, (
+        "a window leaves few keys"
+    )
+    assert triton_splitkv.splits(one, 1) <= triton_splitkv.splits(one, 132)
+    assert triton_splitkv.splits(one, 10**6) <= triton_splitkv.MOST_SPLITS
+
+
+def test_splits_go_by_shapes_alone() -> None:
+    """Equal calls give equal bits: nothing but the spec and the device decides."""
+    assert triton_splitkv.splits(made(), 132) == triton_splitkv.splits(made(), 132)
+    assert triton_splitkv.FORWARD.deterministic and triton_splitkv.BACKWARD is None

@@ -1,0 +1,259 @@
+"""The Triton kernels of paged attention in Triton's interpreter, on the CPU; run by ``test_triton_splitkv``.
+
+Triton decides when it is first imported whether kernels are compiled or interpreted, hence a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.runtime.interpreter as interpreter
+from both_frontends import _numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_cases import PagedCall, judge, laid_out, make_paged, most_shared, without_answers
+
+from attn_core.backends import PagedInputs, triton_splitkv
+from attn_core.paged import pools_torch, triton_tables
+from attn_core.paged.reference import append
+from torch_frontend import offsets
+from torch_frontend.paged_append import on_gpu
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "test_triton_splitkv runs these with the interpreter switched on"
+
+_patch_of_triton = interpreter._patch_lang_tensor
+
+
+def _patch(tensor: Any, scope: Any) -> None:
+    """Triton's, with an ``__index__`` that numpy 2.4 allows: an array of one element is no number there any longer."""
+    _patch_of_triton(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+interpreter._patch_lang_tensor = _patch
+
+
+def splits_of(patch: pytest.MonkeyPatch, count: int) -> None:
+    """So many splits, however few keys there are."""
+    patch.setattr(triton_splitkv, "splits", lambda spec, multiprocessors: count)
+    triton_splitkv._settings.cache_clear()
+
+
+def tensors(call: PagedCall) -> PagedInputs:
+    kind = getattr(torch, call.spec.dtype)
+    q, k, v = (torch.tensor(array, dtype=kind) for array in call.inputs[:3])
+    k, v = laid_out(k, v, call.layout)
+    tables = {n: None if table is None else torch.tensor(table) for n, table in call.tables.items()}
+    sinks = None if call.inputs.sinks is None else torch.tensor(call.inputs.sinks, dtype=kind)
+    return PagedInputs(q, k, v, **tables, sinks=sinks)
+
+
+def attended(call: PagedCall, inputs: PagedInputs | None = None) -> dict[str, np.ndarray]:
+    """The kernels' results, written into memory that was NaN."""
+    spec, inputs = call.spec, inputs or tensors(call)
+    assert triton_splitkv.refuses(spec, "sm90", None) == ()
+    into = (
+        torch.full(spec.out_shape, torch.nan, dtype=inputs.q.dtype),
+        torch.full(spec.lse_shape, torch.nan, dtype=torch.float32),
+    )
+    out, lse = triton_splitkv.forward(spec, inputs, into)
+    assert out is into[0] and lse is into[1]
+    return {"out": _numpy(out), "lse": _numpy(lse)}
+
+
+def check(call: PagedCall) -> None:
+    verdict = judge(call, attended(call))
+    assert verdict.ok, f"{call}\n{verdict}"
+
+
+# float16 alone: triton 3.6's interpreter multiplies the bits of bfloat16 as if they were integers
+HALF = {"dtype": "float16", "head_dim": 16, "value_dim": 16, "return_lse": True}
+CASES: dict[str, dict[str, Any]] = {
+    "decode": {"lengths": (5, 70, 1)},
+    "decode, page 1": {"lengths": (5, 70), "page_size": 1},
+    "decode, page 3": {"lengths": (5, 70), "page_size": 3},
+    "decode, page 16": {"lengths": (16, 70), "page_size": 16, "head_dim": 32, "value_dim": 32},
+    "prefill": {"lengths": (9, 19), "new": (9, 19)},
+    "chunks": {"lengths": (70, 0, 33, 9), "new": (5, 0, 1, 9), "page_size": 3},
+    "many rows": {"lengths": (81,), "new": (40,), "num_heads": 6, "num_kv_heads": 2, "page_size": 16},
+    "no causal": {"lengths": (70, 8), "new": (5, 3), "causal": False},
+    "window": {"lengths": (90, 9), "new": (4, 9), "window": 7},
+    "window both sides": {"lengths": (90, 9), "new": (4, 9), "window": (6, 3), "causal": False},
+    "right side alone": {"lengths": (70, 9), "new": (4, 9), "window": (None, 2), "causal": False},
+    "softcap": {"lengths": (70, 9), "new": (4, 9), "softcap": 0.7, "scale": 1.3},
+    "sinks": {"lengths": (70, 9, 0), "new": (4, 9, 0), "sinks": True},
+    "sinks, decode": {"lengths": (70, 9), "sinks": True, "softcap": 5.0},
+    "one kv head": {"lengths": (70, 9), "num_heads": 5, "num_kv_heads": 1},
+    "many kv heads": {"lengths": (70, 9), "num_heads": 3, "num_kv_heads": 3},
+    "narrow values": {"lengths": (70, 9), "new": (2, 3), "head_dim": 32},
+    "wide values": {"lengths": (70, 9), "new": (2, 3), "value_dim": 32},
+    "shared pages": {"lengths": (40, 23), "new": (2, 3), "shared": 5},
+    "heads outside": {"lengths": (40, 23), "new": (2, 3), "layout": "heads_outside"},
+    "one tensor": {"lengths": (40, 23), "new": (2, 3), "layout": "one_tensor"},
+    "a loose bound": {"lengths": (40, 23), "new": (2, 3), "bound": 9},
+}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_attention(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    splits_of(monkeypatch, count)
+    fields = {**HALF, **CASES[name]}
+    check(make_paged(fields.pop("lengths"), fields.pop("new", None), **fields))
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_any_call(data: Any) -> None:
+    page_size = data.draw(st.sampled_from((1, 3, 16)))
+    lengths = data.draw(st.lists(st.integers(0, 80), min_size=1, max_size=3))
+    new = [data.draw(st.integers(0, min(n, 6))) for n in lengths]
+    heads, kv_heads = data.draw(st.sampled_from(((1, 1), (4, 2), (3, 1))))
+    with pytest.MonkeyPatch.context() as patch:
+        splits_of(patch, data.draw(st.integers(1, 4)))
+        check(
+            make_paged(
+                lengths,
+                new,
+                page_size=page_size,
+                shared=data.draw(st.integers(0, most_shared(lengths, page_size))),
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                causal=data.draw(st.booleans()),
+                window=data.draw(st.sampled_from((None, (3, 1), (0, 0), (20, None), (None, 5)))),
+                softcap=data.draw(st.sampled_from((None, 2.0))),
+                sinks=data.draw(st.booleans()),
+                seed=data.draw(st.integers(0, 99)),
+                **HALF,
+            )
+        )
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_rows_that_see_no_key(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows that lie before the first key or behind the last, and lengths below the queries' number."""
+    splits_of(monkeypatch, count)
+    call = make_paged((9, 6, 4), (3, 1, 4), causal=False, sinks=True, window=(2, None), **HALF)
+    short = call.inputs._replace(seq_lens=np.array([1, 0, 2], np.int32))
+    call = replace(call, inputs=short)
+    found = attended(call)
+    verdict = judge(call, found)
+    assert verdict.ok, verdict
+    assert not found["out"][3].any() and np.isneginf(found["lse"][:, 3]).all()
+
+
+@pytest.mark.parametrize("fault", ["window", "scale", "length", "table", "heads"])
+def test_faults_are_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    splits_of(monkeypatch, 2)
+    call = without_answers(make_paged((40, 37), (4, 3), window=9, scale=1.0, **HALF))
+    assert judge(call, attended(call)).ok
+    given = tensors(call)
+    spec, inputs = {
+        "window": (replace(call.spec, window=(9, 0)), given),
+        "scale": (replace(call.spec, scale=1.01), given),
+        "length": (call.spec, given._replace(seq_lens=given.seq_lens - 1)),
+        "table": (call.spec, given._replace(block_table=given.block_table.flip(0))),
+        "heads": (call.spec, given._replace(k=given.k.flip(2), v=given.v.flip(2))),
+    }[fault]
+    assert not judge(call, attended(replace(call, spec=spec), inputs)).ok
+
+
+LIES: dict[str, dict[str, Any]] = {
+    "pages": {"block_table": [[99, 2**31 - 1, 10**6] * 3, [-1, -(2**31), -5] * 3]},
+    "lengths beyond the table": {"seq_lens": [10**6, 2**31 - 1]},
+    "negative lengths": {"seq_lens": [-1, -(2**31)]},
+    "offsets": {"cu_seqlens_q": [99, -5, 2**31 - 1]},
+    "offsets that go back": {"cu_seqlens_q": [0, 7, 3]},
+    "one long sequence": {"cu_seqlens_q": [0, 7, 7]},
+}
+
+
+def amid_nan(pool: torch.Tensor) -> torch.Tensor:
+    """The same pool as the middle of a tensor that is NaN on both sides."""
+    wide = pool.new_full((3 * len(pool), *pool.shape[1:]), torch.nan)
+    wide[len(pool) : 2 * len(pool)] = pool
+    return wide[len(pool) : 2 * len(pool)]
+
+
+def lying(lie: str) -> tuple[PagedCall, PagedInputs]:
+    """A call whose tables lie, with offsets as the frontends make them safe, and pools between pages of NaN."""
+    call = without_answers(make_paged((30, 33), (4, 3), page_size=4, wider=0, **HALF))
+    tables = {name: np.array(table, np.int32) for name, table in LIES[lie].items()}
+    given = tensors(replace(call, inputs=call.inputs._replace(**tables)))
+    cu = offsets.within(given.cu_seqlens_q, call.spec.q_len)
+    return call, given._replace(k=amid_nan(given.k), v=amid_nan(given.v), cu_seqlens_q=cu)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("lie", LIES)
+def test_tables_that_lie_lead_nowhere_outside_the_pool(lie: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    splits_of(monkeypatch, count)
+    call, inputs = lying(lie)
+    found = attended(call, inputs)
+    assert np.isfinite(found["out"]).all(), "NaN from outside the pool, or a row that nobody wrote"
+    assert not np.isnan(found["lse"]).any()
+
+
+def test_safe_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch that makes tables safe for kernels of others: right ones unchanged, others brought into the pool."""
+    table = torch.tensor([[0, 5, -1, 7, 2**31 - 1], [-(2**31), 3, 6, 1, 9]], dtype=torch.int32)
+    lengths = torch.tensor([15, -3], dtype=torch.int32)
+    for rows in (table, torch.cat([table, table + 1], 1)[:, :5]):
+        made, safe = torch.full((2, 5), 77, dtype=torch.int32), torch.full((2,), 77, dtype=torch.int32)
+        triton_tables.sanitise[(1,)](rows, lengths, made, safe, rows.stride(0), 7, 5, 10, 2, PAGE=2, BLOCK=16)
+        assert made.tolist() == table.clamp(0, 6).tolist() and safe.tolist() == [10, 0]
+    several = torch.full((10,), 77, dtype=torch.int32)
+    triton_tables.sanitise[(3,)](
+        table, lengths, several, torch.zeros(2, dtype=torch.int32), 5, 7, 5, 10, 2, PAGE=2, BLOCK=4
+    )
+    assert several.tolist() == table.clamp(0, 6).flatten().tolist()
+    call = make_paged((9, 5), (2, 1))
+    inputs = tensors(call)
+    made, safe = pools_torch.safe_tables(call.spec.paged, inputs)
+    assert made.tolist() == inputs.block_table.clamp(min=0).tolist() and safe.tolist() == inputs.seq_lens.tolist()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "heads_outside", "one_tensor"])
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("new", [None, (4, 0, 1, 7)], ids=["decode", "prefill"])
+def test_append(new: Any, page_size: int, layout: str) -> None:
+    value_dim = 8 if layout == "one_tensor" else 5
+    call = make_paged((9, 4, 30, 7), new, page_size=page_size, layout=layout, dtype="float16", value_dim=value_dim)
+    inputs, random = tensors(call), np.random.default_rng(0)
+    parts = [random.integers(-99, 99, (call.spec.q_len, 2, dim)) for dim in (8, value_dim)]
+    wide = [torch.tensor(np.concatenate([part, part], 1), dtype=torch.float16)[:, :2] for part in parts]  # strided
+    on_gpu(inputs.k, inputs.v, *wide, inputs.block_table, inputs.seq_lens, inputs.cu_seqlens_q)
+    cu = np.arange(5) if new is None else call.inputs.cu_seqlens_q
+    for pool, before, part in zip(inputs[1:3], call.inputs[1:3], parts):
+        expected = append(before, part, call.inputs.block_table, call.inputs.seq_lens, cu)
+        np.testing.assert_array_equal(pool.numpy(), expected.astype(np.float16))
+
+
+def test_append_of_many_sequences() -> None:
+    """More sequences than offsets are read at once."""
+    lengths = [1 + n % 3 for n in range(1100)]
+    new = [int(n % 20 == 0) for n in range(1100)]
+    call = make_paged(lengths, new, num_heads=1, num_kv_heads=1, head_dim=1, value_dim=1)
+    inputs = tensors(call)
+    part = torch.arange(55.0).reshape(-1, 1, 1)
+    on_gpu(inputs.k, inputs.v, part, -part, inputs.block_table, inputs.seq_lens, inputs.cu_seqlens_q)
+    tables = call.inputs.block_table, call.inputs.seq_lens, call.inputs.cu_seqlens_q
+    np.testing.assert_array_equal(inputs.k.numpy(), append(call.inputs.k, part, *tables).astype(np.float32))
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_appends_write_nowhere_outside_the_pool(lie: str) -> None:
+    call, inputs = lying(lie)
+    parts = [torch.ones(7, 2, 16, dtype=torch.float16) for _ in "kv"]
+    raw = torch.tensor(LIES[lie].get("cu_seqlens_q", call.inputs.cu_seqlens_q), dtype=torch.int32)
+    for cu in (inputs.cu_seqlens_q, raw):
+        on_gpu(inputs.k, inputs.v, *parts, inputs.block_table, inputs.seq_lens, cu)
+        for pool in inputs[1:3]:
+            wide = pool._base
+            assert wide[: len(pool)].isnan().all() and wide[2 * len(pool) :].isnan().all()
+            assert pool.isfinite().all()
