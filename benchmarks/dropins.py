@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import torch_frontend
 from torch_frontend import finetrainers, huggingface_attention, unsloth, unsloth_softcapping
 
+IN_A_BLOCK = 100
 
-def calls(
-    shape: tuple[int, int, int, int], device: str, dtype: torch.dtype
-) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
-    """(a drop-in's call, ``attention`` with the same arguments) by what it stands for.
 
-    shape: ``[batch, seq, heads, head_dim]``.
-    """
+class Calls(NamedTuple):
+    """A drop-in's call, and ``attention`` on the same tensors, as views of its own layout; so many times a run."""
+
+    dropin: Callable[[], Any]
+    attention: Callable[[], Any]
+    times: int = 1
+
+
+def calls(shape: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> dict[str, Calls]:
+    """The calls by what they stand for; shape: ``[batch, seq, heads, head_dim]``."""
     batch, length, heads, dim = shape
     rows = [torch.randn(shape, device=device, dtype=dtype) for _ in range(3)]  # [batch, seq, heads, head_dim]
     q, k, v = (tensor.transpose(1, 2) for tensor in rows)  # as the hosts lay them out
@@ -34,27 +39,34 @@ def calls(
     )
     mask = unsloth_softcapping.create_flex_attention_causal_mask(length)
     capped = unsloth_softcapping.slow_attention_softcapping
-    causal = partial(torch_frontend.attention, *rows, causal=True)
-    softcapped = partial(torch_frontend.attention, *rows, causal=True, softcap=30.0)
+    kernels = ("flash3", "flash4", "flash2", "sdpa_flash")
 
-    def provided() -> Any:
-        with finetrainers.attention_provider("flash"):
-            return finetrainers.attention_dispatch(q, k, v, is_causal=True)
+    def plain(**options: Any) -> Any:  # what a caller of attention with these tensors writes
+        return torch_frontend.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True, **options)
 
-    def chosen() -> Any:
-        with torch_frontend.use_backend("flash3", "flash4", "flash2", "sdpa_flash"):
-            return causal()
+    def in_a_block(block: Any, call: Callable[[], Any]) -> None:
+        with block:
+            for _ in range(IN_A_BLOCK):
+                call()
 
+    def dispatch() -> Any:
+        return finetrainers.attention_dispatch(q, k, v, is_causal=True)
+
+    def in_the_hosts_layout() -> Any:
+        return plain(alignment="top_left").transpose(1, 2)
+
+    blocks = (
+        lambda: in_a_block(finetrainers.attention_provider("flash"), dispatch),
+        lambda: in_a_block(torch_frontend.use_backend(*kernels), in_the_hosts_layout),
+    )
     return {
-        "Unsloth's run_attention": (
-            lambda: unsloth.run_attention(config=config, context=context, Q=q, K=k, V=v),
-            causal,
+        "Unsloth's run_attention": Calls(
+            lambda: unsloth.run_attention(config=config, context=context, Q=q, K=k, V=v), plain
         ),
-        "Unsloth's softcapped attention": (lambda: capped(q, k, v, mask, layer, batch, length), softcapped),
-        "Finetrainers' attention_dispatch": (
-            lambda: finetrainers.attention_dispatch(q, k, v, is_causal=True),
-            partial(torch_frontend.attention, *rows, causal=True, alignment="top_left"),
+        "Unsloth's softcapped attention": Calls(
+            lambda: capped(q, k, v, mask, layer, batch, length), partial(plain, softcap=30.0)
         ),
-        "Finetrainers' attention_dispatch in a provider's block": (provided, chosen),
-        "transformers' attention interface": (lambda: huggingface_attention.attend(layer, q, k, v, None), causal),
+        "Finetrainers' attention_dispatch": Calls(dispatch, in_the_hosts_layout),
+        "Finetrainers' attention_dispatch in a provider's block": Calls(*blocks, IN_A_BLOCK),
+        "transformers' attention interface": Calls(lambda: huggingface_attention.attend(layer, q, k, v, None), plain),
     }

@@ -813,15 +813,17 @@ def test_the_list_of_this_machine_is_what_runs(device: str) -> None:
 
 def runs(provider: AttentionProvider, training: bool, uses_mask: bool, device: str) -> bool:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16  # which every kernel of a GPU has
-    made = tensors(device=device, dtype=dtype)
-    if device == "cuda":  # a width that every kernel has: the list says what there is, not for which calls
+    made, keep = tensors(device=device, dtype=dtype), torch.from_numpy(KEEP4)
+    if device == "cuda":  # sizes that every kernel has: the list says what there is, not for which calls
+        made = tensors(64, 64, device=device, dtype=dtype)
         made = tuple(torch.nn.functional.pad(tensor, (0, 64 - tensor.shape[-1])) for tensor in made)
+        keep = torch.arange(64).expand(len(made[0]), 1, 1, 64) != 3
     leaves = [tensor.detach().requires_grad_(training) for tensor in made]
     try:
         with attention_provider(provider):
-            mask = torch.from_numpy(KEEP4).to(device) if uses_mask else None
-            attention_dispatch(*leaves, mask, enable_gqa=True)
-    except NoBackendError:
+            attention_dispatch(*leaves, keep.to(device) if uses_mask else None, enable_gqa=True)
+    except NoBackendError as error:
+        print(provider, error)
         return False
     return True
 

@@ -68,7 +68,7 @@ def attend(
         NoBackendError: when no backend, or not the one asked for, can run the call.
     """
     refuse(others)
-    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))  # [batch, len, heads, head_dim]
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [batch, len, heads, head_dim]
     visible, mask, bias = split(attention_mask, module, is_causal, sliding_window, (q.shape[1], k.shape[1]))
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
@@ -95,7 +95,9 @@ def attend(
         deterministic=bool(deterministic),
         backend=getattr(module, LAYER_BACKEND, None) or backend,
     )
-    return out.reshape(q.shape[0], q.shape[1], *out.shape[-2:]).contiguous(), None
+    if info is not None:  # [batch * len, heads, value_dim] -> [batch, len, heads, value_dim]
+        out = out.reshape(q.shape[0], q.shape[1], *out.shape[-2:])
+    return out.contiguous(), None
 
 
 def placed(operands: Operands, visible: Visible) -> tuple[Operands, str]:

@@ -82,7 +82,9 @@ def slow_attention_softcapping(
     if (Q.shape[0], Q.shape[2]) != (bsz, q_len):
         raise ShapeError(f"Q: expected bsz={bsz} and q_len={q_len} in [bsz, n_heads, q_len, ..], got {list(Q.shape)}")
     out = attention(
-        *(tensor.transpose(1, 2) for tensor in (Q, K, V)),  # [bsz, length, heads, head_dim]
+        Q.transpose(1, 2),  # [bsz, length, heads, head_dim]
+        K.transpose(1, 2),
+        V.transpose(1, 2),
         softcap=_number(self, "attn_logit_softcapping"),
         scale=_number(self, "query_pre_attn_scalar") ** -0.5,
         **_visible(causal_mask, q_len, K.shape[2]),

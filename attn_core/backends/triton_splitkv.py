@@ -83,12 +83,13 @@ class Tiles(NamedTuple):
 
 
 def tiles(spec: AttentionSpec) -> Tiles:
-    """The tile sizes for a call."""
-    rows = _rows(spec)
-    wide = max(spec.head_dim, spec.value_dim)
-    if rows <= 16:  # H200, 64 sequences of 8192 tokens: 4.2 TB/s, with 4 warps or 3 stages 0 to 30 % less
-        return Tiles(rows, 64, 2, 2) if wide <= 128 else Tiles(rows, 32, 2, 2)
-    return Tiles(rows, 64, 4, 3) if wide <= 128 else Tiles(rows, 32, 4, 2)
+    """The tile sizes for a call: the best of those tried on an H200, one query each of 64 sequences of 8192 tokens."""
+    rows, wide = _rows(spec), max(spec.head_dim, spec.value_dim)
+    if rows > 16:
+        return Tiles(rows, 32, 4, 2)
+    if wide <= 64:
+        return Tiles(rows, 128, 4, 2)
+    return Tiles(rows, 64, 2, 2) if wide <= 128 else Tiles(rows, 32, 4, 2)
 
 
 def _rows(spec: AttentionSpec) -> int:
