@@ -708,3 +708,12 @@ def test_unregister_takes_everything_back() -> None:
         huggingface.unregister()
     finally:
         huggingface.register()
+
+
+def test_continuous_batching_takes_a_closed_list() -> None:
+    """Should this no longer raise, docs/paged.md and docs/dropins/transformers.md must say something else."""
+    model = build(transformers.AutoModelForCausalLM, DECODERS["llama"]())
+    limits = transformers.GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    config = transformers.ContinuousBatchingConfig(auto_switch_to_flash=False)
+    with pytest.raises(ValueError, match="Implementation attn_core is not supported for continuous batching"):
+        model.generate_batch([[1, 2, 3]], generation_config=limits, continuous_batching_config=config)
