@@ -18,11 +18,12 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: help venv demo demo-short test lint format docs support clean
+.PHONY: help venv demo demo-short serve-demo test lint format docs support clean
 
 help:
 	@echo "make demo        SmolLM2-135M answers packed prompts through torch and through JAX, and the two are compared"
 	@echo "make demo-short  the same with fewer prompts and tokens"
+	@echo "make serve-demo  SmolLM2-135M answers many prompts at once from one pool of pages"
 	@echo "make test        the tests (PYTEST_ARGS='-k mask -x' passes on)"
 	@echo "make lint        ruff and mypy"
 	@echo "make format      ruff's fixes and formatting"
@@ -50,6 +51,9 @@ demo: $(STAMP)
 
 demo-short: $(STAMP)
 	$(RUN) -m examples.smollm2 --short
+
+serve-demo: $(STAMP)
+	$(RUN) -m examples.serving
 
 # As many processes as there are cores, one thread each: threads of several processes would get in each other's way.
 test: $(STAMP)

@@ -24,13 +24,13 @@ def _compiling() -> threading.Lock:
     return threading.Lock()
 
 
-def run(key: Hashable, call: Callable[[], Any], what: Callable[[], str]) -> Any:
+def run(key: Hashable, call: Callable[[], Any], what: Callable[[], str], remedy: str = "call warm_up first") -> Any:
     """The call's result. The first call of a key compiles: alone in this process, and not while a graph is captured.
 
     Args:
         key: everything that the compiled code depends on, the device among it.
         call: must not come back here.
-        what: names the call for the error.
+        what: names the call for the error; remedy: what the error asks for.
 
     Raises:
         RuntimeError: where torch is capturing a CUDA graph and nothing has run with this key.
@@ -40,9 +40,7 @@ def run(key: Hashable, call: Callable[[], Any], what: Callable[[], str]) -> Any:
     import torch
 
     if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{what()} is not compiled yet, and a CUDA graph cannot capture the compilation; call warm_up first"
-        )
+        raise RuntimeError(f"{what()} is not compiled yet, and a CUDA graph cannot capture the compilation; {remedy}")
     with _compiling():
         found = call()
         if len(_compiled()) >= MOST_KEYS:  # decoding has a new length at every step

@@ -151,7 +151,9 @@ def _prefill(call: Decoding) -> Group:
     del tensors, tables
     group = Group("A chunk of a prompt", f"{call}; automatic choice: {chosen}")
     makers = {"attention": _turn(call)}
-    makers |= {f"attention {name}": _turn(call, backend=name) for name in ("flash3", "flash2", "triton_splitkv")}
+    makers |= {
+        f"attention {name}": _turn(call, backend=name) for name in ("flash3", "flash2", "flash4", "triton_splitkv")
+    }
     makers["attention, contiguous"] = partial(_contiguous, call)
     group.measure(makers, calls=10, rounds=5)
     group.speed("in pages beside contiguous", "attention", "attention, contiguous")

@@ -108,11 +108,18 @@ def _attend_in_pages(
     others = {"context": context, "mask": call.mask, "bias": call.bias, "alibi_slopes": call.alibi_slopes}
     others["seq_info"] = call.seq_info
     check_paged_layer(x.shape, layer.alignment, call.dropout, others)
+    positions = None if call.positions is None else jnp.asarray(call.positions)
+    check_rotary(
+        rotary=layer.rotary is not None,
+        cross=False,
+        positions=None if positions is None else positions.shape,
+        rows=(1, x.shape[0]),
+    )
     q, k, v = projections.query(x), projections.key(x), projections.value(x)  # [tokens, heads, dim]
     dtype = jnp.result_type(q, k, v)
     if layer.rotary is not None:
-        places = _places(pages.step, x.shape[0]) if call.positions is None else jnp.asarray(call.positions)
-        q, k = (rows[0] for rows in layer.rotary(q[None], k[None], places.reshape(1, -1)))
+        places = _places(pages.step, x.shape[0]) if positions is None else positions
+        q, k = (rows[0].astype(dtype) for rows in layer.rotary(q[None], k[None], places.reshape(1, -1)))
     tables = pages.step.tables
     kinds = (pages.k.dtype, pages.v.dtype)
     pool = append_kv(pages.k, pages.v, *(new.astype(kind) for new, kind in zip((k, v), kinds, strict=True)), **tables)

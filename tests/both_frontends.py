@@ -30,13 +30,19 @@ Results = dict[str, np.ndarray]
 
 def claimed(names: tuple[str, ...] | None = None, *devices: str) -> list[Any]:
     """(backend, device), as params: this version's backends (or ``names``) and the devices that each claims."""
-    pairs = [(name, device) for name in names or backends.built() for device in devices or ("cpu", "cuda")]
+    pairs = [(name, device) for name in _of_any_call(names) for device in devices or ("cpu", "cuda")]
     marks = {"cuda": (pytest.mark.cuda,)}
     return [
         pytest.param(name, device, marks=marks.get(device, ()), id=f"{name}-{device}")
         for name, device in pairs
         if claims_device(name, device)
     ]
+
+
+def _of_any_call(names: tuple[str, ...] | None) -> list[str]:
+    """The backends that are not for keys and values in pages alone: tests/test_paged.py has those."""
+    modules: dict[str, Any] = {name: backends.load(name) for name in names or backends.built()}
+    return [name for name, module in modules.items() if not backends.reads_pages_alone(module)]
 
 
 def claims_device(name: str, device: str) -> bool:

@@ -29,7 +29,7 @@ def test_version() -> None:
     assert attn("--version").stdout == f"attn-core {attn_core.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["doctor", "explain", "compare", "bench", "mask", "support", "demo"])
+@pytest.mark.parametrize("command", ["doctor", "explain", "compare", "bench", "mask", "support", "demo", "serve-demo"])
 def test_help(command: str) -> None:
     done = attn(command, "--help")
     assert done.exit_code == 0, done.output
@@ -108,6 +108,7 @@ def test_options_make_the_spec_they_say(options: dict, fields: dict) -> None:
 
 def test_every_choice_of_the_spec_has_an_option() -> None:
     elsewhere = {"max_len_q": "lengths", "max_len_k": "kv_lengths", "bias_gradient": None, "bias_dtype": None}
+    elsewhere["paged"] = None  # explain_paged's, of either frontend
     renamed = {
         **{"num_heads": "heads", "num_kv_heads": "kv_heads", "mask_shape": "mask", "bias_shape": "bias"},
         **{"alibi_shape": "alibi", "needs_backward": "backward"},
@@ -240,7 +241,13 @@ def test_support_writes_and_checks_the_page(tmp_path: Path) -> None:
     assert attn("support", "--check", str(page)).exit_code == 1
 
 
-def test_demo_runs_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
+EXAMPLES = pytest.mark.parametrize(
+    ("command", "module"), [("demo", "examples.smollm2"), ("serve-demo", "examples.serving")]
+)
+
+
+@EXAMPLES
+def test_a_demo_runs_its_example(monkeypatch: pytest.MonkeyPatch, command: str, module: str) -> None:
     commands = []
 
     def run(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
@@ -249,12 +256,14 @@ def test_demo_runs_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(demo_command, "find_spec", lambda name: object())
     monkeypatch.setattr(demo_command.subprocess, "run", run)
-    assert attn("demo", "--short").exit_code == 3
-    assert commands == [["-m", "examples.smollm2", "--short"]]
+    assert attn(command, "--short").exit_code == 3
+    assert attn(command).exit_code == 3
+    assert commands == [["-m", module, "--short"], ["-m", module]]
 
 
-def test_demo_says_how_to_get_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
+@EXAMPLES
+def test_a_demo_says_how_to_get_its_example(monkeypatch: pytest.MonkeyPatch, command: str, module: str) -> None:
     monkeypatch.setattr(demo_command, "find_spec", lambda name: None)
-    done = attn("demo")
+    done = attn(command)
     assert done.exit_code == 1
-    assert "make demo" in done.stderr
+    assert f"make {command}" in done.stderr and f"python -m {module}" in done.stderr

@@ -12,16 +12,22 @@ import pytest
 
 from attn_core import (
     AttentionSpec,
+    PagedKV,
     Target,
     accuracy,
     backends,
     compiled_calls,
     flash4_operands,
     flash4_scores,
+    flash4_versions,
+    reference,
     selection,
 )
-from attn_core.backends import Gradients, Inputs, flash4
+from attn_core.backends import Gradients, Inputs, PagedInputs, flash4
 from attn_core.masks import band
+from attn_core.paged import flash4_kernel
+from attn_core.paged import reference as paged_reference
+from attn_core.support import Build
 
 torch = pytest.importorskip("torch")
 from oracle_cases import make  # noqa: E402
@@ -189,6 +195,44 @@ def test_devices() -> None:
         assert f"device {device}: FlashAttention-4 needs sm90 or sm100" in reasons(SPEC, device)
 
 
+def paged_spec(page_size: int, **changes: Any) -> AttentionSpec:
+    paged = PagedKV(num_pages=40, page_size=page_size, width=7)
+    call = {"batch": 1, "q_len": 900, "documents": 3, "max_len_q": 500, "causal": True}
+    return spec_of(**{**call, "kv_len": paged.capacity, "max_len_k": paged.capacity, "paged": paged, **changes})
+
+
+@pytest.mark.parametrize(("head_dim", "tile", "windowed"), [(64, 128, 128), (128, 128, 128), (256, 80, 64)])
+def test_pages_of_one_tile_are_refused(head_dim: int, tile: int, windowed: int) -> None:
+    """A window changes the tile; causal alone, and a window that says the same, do not."""
+    widths = {"head_dim": head_dim, "value_dim": head_dim}
+    for page_size in (1, 16, 64, 80, 96, 112, 128, 144, 256):
+        for changes in ({}, {"causal": False}, {"window": (None, 0)}):
+            refused = reasons(paged_spec(page_size, **widths, **changes))
+            assert bool(refused) is (page_size == tile), (refused, changes)
+            if refused:
+                why = f"page_size={tile} with head_dim={head_dim}: FlashAttention-4 reads last pages to their end"
+                assert len(refused) == 1 and refused[0].startswith(why)
+        for window in ((9, 0), (None, 3), (4, None)):
+            refused = reasons(paged_spec(page_size, **widths, window=window, causal=False))
+            assert bool(refused) is (page_size == windowed), (refused, window)
+
+
+def test_what_else_of_pages_is_refused() -> None:
+    assert reasons(paged_spec(16, softcap=30.0, sinks=True, return_lse=True, window=(40, 0))) == ()
+    for head_dim, value_dim in ((96, 96), (192, 128), (64, 32), (60, 60)):
+        (why,) = reasons(paged_spec(16, head_dim=head_dim, value_dim=value_dim))
+        assert why.startswith(f"head_dim={head_dim}/{value_dim}: FlashAttention-4 reads pages at 64, 128, 256")
+    (why,) = reasons(paged_spec(16), "sm100")
+    assert why == "keys and values in pages of 16: FlashAttention-4 is not claimed for them on sm100"
+    assert not flash4.BACKWARD.paged
+
+
+def test_no_program_of_pages() -> None:
+    (why,) = flash4.program_refuses(paged_spec(16), "sm90")
+    assert why.startswith("keys and values in pages: torch operations")
+    assert flash4.program_refuses(spec_of(**PACKED), "sm90") == ()
+
+
 # The installation
 
 
@@ -211,6 +255,19 @@ def test_a_version_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: "main")
     with pytest.raises(ImportError, match=r"flash-attn-4 main: expected a version such as 4\.0\.0b30"):
         flash4.probe()
+
+
+@pytest.mark.parametrize(("version", "has_pages"), [("4.0.0b30", False), ("4.0.0b35", False), ("4.0.0b36", True)])
+def test_a_version_whose_paged_kernels_were_not_read(
+    version: str, has_pages: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    found = flash4.build()
+    assert found == flash4_versions.build() == (None if has_pages else Build(f"flash-attn-4 {version}", ("paged",)))
+    here = Target("torch", "sm90", builds=() if found is None else (("flash4", found),))
+    lacking = f"keys and values in pages of 16: FlashAttention-4 (flash-attn-4 {version}) has none"
+    assert selection.refusals("flash4", paged_spec(16), here) == (() if has_pages else (lacking,))
+    assert selection.refusals("flash4", SPEC, here) == ()
 
 
 # The score functions
@@ -256,8 +313,11 @@ class Kernel:
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
 
-    def forward(self, q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_k: Any, **how: Any) -> Any:
+    def forward(self, q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_k: Any = None, **how: Any) -> Any:
         self.calls.append(how)
+        if "page_table" in how:
+            assert cu_seqlens_q is not None and cu_seqlens_k is None
+            k, v, cu_seqlens_k = out_of_pages(k, v, how)
         assert how["return_lse"]
         out = q.new_full((*q.shape[:-1], v.shape[-1]), torch.nan) if how["out"] is None else how["out"]
         tokens = q.shape[-3]
@@ -302,6 +362,18 @@ def spans(q: Any, k: Any, cu_seqlens_q: Any, cu_seqlens_k: Any) -> list[tuple[sl
         return [(slice(0, q.shape[-3]), slice(0, k.shape[-3]))]
     ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     return [(slice(a, b), slice(c, d)) for a, b, c, d in zip(ends_q, ends_q[1:], ends_k, ends_k[1:])]
+
+
+def out_of_pages(k: Any, v: Any, how: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Keys and values end to end, and their offsets, as the kernel reads them: whole pages where they are tiles."""
+    table, lengths = how["page_table"], how["seqused_k"]
+    assert table.dtype == lengths.dtype == torch.int32 and table.min() >= 0 and table.max() < len(k)
+    assert how["tile_mn"][1] != k.shape[1]
+    # [num_pages, page_size, kv_heads, dim] -> [tokens, kv_heads, dim]
+    rows = [
+        torch.cat([pool[row.long()].flatten(0, 1)[:n] for row, n in zip(table, lengths.tolist())]) for pool in (k, v)
+    ]
+    return *rows, torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
 def heads(tensor: Any, count: int) -> Any:
@@ -391,6 +463,56 @@ def test_a_gradient_of_the_log_sum_exp_of_rows_that_see_nothing_is_nothing(kerne
         flash4.backward(case.spec, inputs, out, lse, dout, wild)[:3],
     ):
         assert torch.equal(one, other)
+
+
+PAGED_CASES: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "all see all": {"causal": False},
+    "window": {"window": (5, 0)},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": True, "softcap": 1.5, "window": (3, None), "causal": False},
+    "wide": {"head_dim": 256, "value_dim": 256, "num_kv_heads": 6},
+}
+
+
+@pytest.mark.parametrize("into", [False, True], ids=["", "into"])
+@pytest.mark.parametrize("new", [(1, 1, 1), (3, 0, 5)], ids=["one query each", "chunks"])
+@pytest.mark.parametrize("name", PAGED_CASES)
+def test_pages(name: str, new: tuple[int, ...], into: bool, kernel: Kernel) -> None:
+    """What no sequence holds is NaN, and no entry of the table that nobody needs names a page."""
+    fields = {"q_len": sum(new), "max_len_q": max(new), "dtype": "float32", **PAGED_CASES[name]}
+    spec = replace(paged_spec(3), **fields)
+    drawn = paged_reference.inputs_of(spec, np.random.default_rng(0), (17, 2, 21), new)
+    expected, expected_lse = reference.forward(spec, drawn)
+    inputs = PagedInputs(
+        *(
+            None if a is None else torch.from_numpy(a.astype(np.float32 if a.dtype == np.float64 else a.dtype))
+            for a in drawn
+        )
+    )
+    if max(new) == 1:
+        inputs = inputs._replace(cu_seqlens_q=None)
+    buffers = (torch.empty(spec.out_shape), torch.empty(spec.lse_shape)) if into else None
+    out, lse = flash4.forward(spec, inputs, buffers)
+    np.testing.assert_allclose(out.numpy(), expected, atol=1e-5)
+    np.testing.assert_allclose(lse.numpy(), expected_lse, atol=1e-5)
+    assert buffers is None or spec.sinks or (out is buffers[0] and lse is buffers[1])
+    (call,) = kernel.calls
+    assert call["tile_mn"] == flash4_kernel.tile(spec) and call["max_seqlen_q"] == max(new)
+
+
+def test_a_capture_asks_for_a_run_of_the_same_pages(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``warm_up`` takes no pages, so the error does not name it."""
+    spec = replace(paged_spec(3), q_len=3, max_len_q=1, dtype="float32")
+    drawn = paged_reference.inputs_of(spec, np.random.default_rng(0), (17, 2, 21), (1, 1, 1))
+    inputs = PagedInputs(*(None if a is None else torch.from_numpy(a) for a in drawn))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="cannot capture the compilation; run the same call once before the capture"):
+        flash4.forward(spec, inputs)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    first = flash4.forward(spec, inputs)[0]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert torch.equal(flash4.forward(spec, inputs)[0], first)
 
 
 def test_the_kernel_writes_into_buffers_that_it_can_store_to(kernel: Kernel) -> None:

@@ -38,7 +38,7 @@ from paged_cases import (
 
 import jax_frontend
 import torch_frontend
-from attn_core import NoBackendError, backends, explain
+from attn_core import NoBackendError, SpecError, backends, explain
 from attn_core.backends import PagedInputs
 from attn_core.paged.reference import append, gathered
 from jax_frontend import bridge
@@ -49,8 +49,10 @@ CLAIMED = [
     pytest.param(name, device, marks=(pytest.mark.cuda,) if device == "cuda" else (), id=f"{name}-{device}")
     for name, device in paged_backends()
 ]
-PAGE_SIZES = {"flash2": (256, 512)}
+PAGE_SIZES = {"flash2": (256, 512), "torch_varlen": (256, 512)}
 """Of backends that take few; of the rest all are drawn."""
+READS_TABLES = ("flashinfer",)
+"""Backends that copy a GPU's tables to the host, and then say what is wrong with them."""
 
 
 def able(framework: str, backend: str, device: str) -> Any:
@@ -464,7 +466,11 @@ def test_tables_on_a_gpu_lead_nowhere_outside_the_pool(backend: str, device: str
         call = replace(call, inputs=call.inputs._replace(cu_seqlens_q=None))
     (q, *pools), tables = torch_arguments(call, device)
     pools = [amid_nan(pool) for pool in pools]
-    out, lse = torch_frontend.paged_attention(q, *pools, **tables, causal=True, return_lse=True, backend=backend)
+    try:
+        out, lse = torch_frontend.paged_attention(q, *pools, **tables, causal=True, return_lse=True, backend=backend)
+    except SpecError:
+        assert backend in READS_TABLES
+        return
     torch.cuda.synchronize()
     assert out.isfinite().all(), "NaN from outside the pool, or from memory that nobody wrote"
     assert not lse.isnan().any()

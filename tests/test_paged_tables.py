@@ -59,6 +59,7 @@ def sequences(draw: Any) -> tuple[PagedKV, np.ndarray, np.ndarray, np.ndarray]:
 def test_a_pool_as_plain_data() -> None:
     assert POOL.capacity == 12
     assert PagedKV(num_pages=0, page_size=1, width=0).capacity == 0
+    assert replace(POOL, num_pages=0).capacity == 0  # a table of a pool without pages leads nowhere
     assert hash(POOL) == hash(PagedKV(num_pages=7, page_size=4, width=3))
     assert pickle.loads(pickle.dumps(POOL)) == POOL
 

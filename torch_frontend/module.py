@@ -152,13 +152,19 @@ class Attention(nn.Module):
         """New tokens ``[tokens, features]``: their keys and values go into the pages, and they see what those hold."""
         check_paged_layer(tuple(x.shape), self.alignment, self.dropout_rate if self.training else 0.0, others)
         check_features(tuple(x.shape), None, self.in_features, self.in_kv_features)
+        check_rotary(
+            rotary=self.rotary is not None,
+            cross=False,
+            positions=None if positions is None else tuple(positions.shape),
+            rows=(1, x.shape[0]),
+        )
         q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))  # [tokens, heads, head_dim]
         k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.value_dim))
         dtype, pool_dtype, step = v.dtype, pages.k.dtype, pages.step
         if self.rotary is not None:
-            places = token_places(step, x.shape[0]) if positions is None else positions
-            q, k = (rows[0] for rows in self.rotary(q[None], k[None], places.reshape(1, -1)))
+            places = token_places(step, x) if positions is None else positions
+            q, k = (rows[0].to(dtype) for rows in self.rotary(q[None], k[None], places.reshape(1, -1)))
         append_kv(pages.k, pages.v, k.to(pool_dtype), v.to(pool_dtype), **step.tables)
         out = paged_attention(
             q.to(pool_dtype),
@@ -213,11 +219,12 @@ def token_positions(positions: Tensor | None, seq_info: SeqInfo | None, q: Tenso
     return positions.expand(q.shape[:2])
 
 
-def token_places(step: Step, tokens: int) -> Tensor:
-    """int ``[tokens]``: the place of each new token of a step in its own sequence."""
-    lengths: Tensor = step.seq_lens
+def token_places(step: Step, x: Tensor) -> Tensor:
+    """int ``[tokens]``: the place of each new token ``x [tokens, features]`` of a step in its own sequence."""
+    lengths = torch.as_tensor(step.seq_lens, device=x.device)
     if step.cu_seqlens_q is None:
         return lengths - 1
-    token, ends = torch.arange(tokens, device=lengths.device), step.cu_seqlens_q[1:]
+    ends = torch.as_tensor(step.cu_seqlens_q, device=x.device)[1:]
+    token = torch.arange(x.shape[0], dtype=ends.dtype, device=x.device)
     of = torch.searchsorted(ends, token, right=True).clamp(max=len(ends) - 1)
     return lengths[of] - (ends[of] - token)

@@ -33,7 +33,7 @@ NAMES = (
     *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flash2", "flash3", "flash4", "flex"),
     *("xformers", "xformers_cutlass", "xformers_flash", "xformers_flash3", "xformers_splitk"),
     *("flash3_fp8", "sage", "sage_fp16_cuda", "sage_fp16_triton", "sage_fp8_cuda", "sage_fp8_cuda_sm90"),
-    *("triton_splitkv", "math", "jax_cudnn", "jax_xla"),
+    *("triton_splitkv", "torch_varlen", "flashinfer", "math", "jax_cudnn", "jax_xla"),
 )
 """Every name of the field's kernels. One without a file here is refused with that reason."""
 
@@ -50,15 +50,16 @@ Both frameworks have the same order of torch's kernels, so that the same call gi
 device was measured, ``attn_core.preference`` refines the order by the shape of the call.
 """
 
+DECODING = "triton_splitkv"
+_PAGED = ("flash3", "flash2", "flash4", DECODING, "torch_varlen")
 PAGED_PREFERENCE = {
     **PREFERENCE,
-    ("torch", "cuda"): ("flash3", "flash2", "triton_splitkv", "math"),
-    ("jax", "cuda"): ("flash3", "flash2", "triton_splitkv", "jax_xla", "math"),
+    ("torch", "cuda"): (*_PAGED, "math"),
+    ("jax", "cuda"): (*_PAGED, "jax_xla", "math"),
 }
-"""The same for keys and values in pages, where each sequence has many queries."""
+"""The same for keys and values in pages; where each sequence has few queries, DECODING comes first.
 
-DECODING = "triton_splitkv"
-"""What comes first where they have few."""
+"flashinfer" is not here: it waits for the GPU on every call."""
 
 
 class Inputs(NamedTuple):
@@ -162,6 +163,11 @@ def shortcut(backend: Backend, spec: AttentionSpec) -> Callable[[Any, Any, Any],
 def writes_into(backend: Backend) -> bool:
     """Whether the backend's functions take ``into``."""
     return getattr(backend, "WRITES_INTO", False)
+
+
+def reads_pages_alone(backend: Backend) -> bool:
+    """Whether the backend is for keys and values in pages and refuses every other call (``PAGES_ALONE = True``)."""
+    return getattr(backend, "PAGES_ALONE", False)
 
 
 def program_refusals(backend: Backend, spec: AttentionSpec, device: str) -> tuple[str, ...] | None:

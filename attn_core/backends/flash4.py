@@ -13,22 +13,23 @@ last tile of one holds the first tokens of the next, with weight 0.
 
 Nothing here synchronises, and no graph is recorded: the kernels are given detached tensors. A call costs about 60 µs of
 Python, nearly all in ``flash_attn.cute.interface``, which builds the key of the compiled kernel anew for every call.
+Keys and values in pages: ``attn_core.paged.flash4_kernel``.
 Upstream: flash-attn-4 >= 4.0.0b30; its sources were read at b30 and b36.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
-from attn_core import compiled_calls, kernel_limits
+from attn_core import compiled_calls, flash4_versions, kernel_limits
 from attn_core import torch_rewrites as rewrites
 from attn_core.backends import Gradients, Inputs
 from attn_core.flash4_operands import spread, window, writable
 from attn_core.kernel_programs import Program
 from attn_core.masks import band
+from attn_core.paged import flash4_kernel
 from attn_core.spec import AttentionSpec
 from attn_core.support import Build, Support
 
@@ -51,16 +52,17 @@ FORWARD = Support(
     deterministic=True,
     lse=True,
     lse_gradient=True,
+    paged=True,
 )
-BACKWARD = replace(FORWARD)
+BACKWARD = replace(FORWARD, paged=False)
 WRITES_INTO = True
-
-OLDEST = "4.0.0b30"
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """Top-left bands of packed documents, more rows or heads than a grid has, and head dimensions over 128 on sm100."""
+    """Top-left bands of packed documents, more rows or heads than a grid has, widths over 128 on sm100, some pages."""
     reasons = [*kernel_limits.grid(spec, FORWARD.kernel, spec.batch)]
+    if spec.paged is not None:
+        reasons += flash4_kernel.refusals(spec, device, FORWARD.kernel)
     edge, widest = band(spec), max(spec.head_dim, spec.value_dim)
     if spec.packed and spec.alignment == "top_left" and (edge.left is not None or edge.right is not None):
         reasons.append(
@@ -73,18 +75,15 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
 
 
 def probe() -> str:
-    """The version of flash-attn-4, once its kernels import.
-
-    Raises:
-        ImportError: when it is missing, broken, or older than OLDEST.
-    """
-    from importlib.metadata import version
-
-    found = version("flash-attn-4")
-    if _age(found) < _age(OLDEST):
-        raise ImportError(f"flash-attn-4 {found} is too old: {OLDEST} or newer is needed")
+    """The version of flash-attn-4, once its kernels import; see ``flash4_versions.installed`` for what it raises."""
+    found = flash4_versions.installed()
     _kernels()
     return found
+
+
+def build() -> Build | None:
+    """See ``flash4_versions.build``."""
+    return flash4_versions.build()
 
 
 @lru_cache(maxsize=4096)
@@ -121,6 +120,7 @@ def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any,
         _key(spec, "forward", inputs.q),
         lambda: rewrites.forward(kernel, spec, inputs, into),
         lambda: f"the flash4 forward of ({spec})",
+        *(() if spec.paged is None else ("run the same call once before the capture",)),
     )
 
 
@@ -148,6 +148,8 @@ def warm_up(spec: AttentionSpec) -> None:
 def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
     """Why there is no ``program`` of a call that the backend takes: what torch operations do around the kernels."""
     reasons = [] if device == "sm90" else [f"{device}: proven on sm90 alone"]
+    if spec.paged is not None:
+        reasons.append("keys and values in pages: torch operations make tables safe before the kernel")
     if spec.sinks:
         reasons.append("sinks: added by torch operations behind the kernel")
     if any(_kernel(spec, gradient).pads(spec) for gradient in ({False, spec.needs_backward})):
@@ -174,15 +176,6 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> Pro
     return flash4_program.program(spec, direction, with_dlse, run)
 
 
-def _age(version: str) -> tuple[int, int, int, str, int]:
-    """A version's place in time: its pre-releases (a, b, rc) come before a release."""
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)(?:(a|b|rc)(\d+))?", version)
-    if found is None:
-        raise ImportError(f"flash-attn-4 {version}: expected a version such as {OLDEST}")
-    major, minor, patch, stage, number = found.groups()
-    return int(major), int(minor), int(patch), stage or "released", int(number or 0)
-
-
 @lru_cache(maxsize=4096)
 def _key_of(spec: AttentionSpec) -> AttentionSpec:
     """What compiled code depends on, and more: its key is dtype, group, widths, and some facts about the lengths."""
@@ -206,7 +199,9 @@ def _arguments(spec: AttentionSpec, half: str) -> dict[str, Any]:
     return {**how[half], "score_mod": functions.again, "score_mod_bwd": functions.gradient}
 
 
-def _forward(spec: AttentionSpec, inputs: Inputs, into: Any, kernels: Any = None) -> tuple[Any, Any]:
+def _forward(spec: AttentionSpec, inputs: Any, into: Any, kernels: Any = None) -> tuple[Any, Any]:
+    if spec.paged is not None:
+        return flash4_kernel.forward(spec, inputs, into, _kernels()[0], _arguments(spec, "forward"))
     out, lse = (None, None) if into is None else map(writable, into)
     found = (kernels or _kernels())[0](
         *map(spread, inputs[:3]),

@@ -42,6 +42,7 @@ FORWARD = Support(
     paged=True,
 )
 BACKWARD = None
+PAGES_ALONE = True
 WRITES_INTO = True
 
 PROGRAMS = 4

@@ -1,4 +1,4 @@
-"""``attn demo``: the example in ``examples/smollm2``, by the same entry point as ``make demo``."""
+"""``attn demo`` and ``attn serve-demo``: the examples in ``examples``, by the same entry points as ``make``'s."""
 
 from __future__ import annotations
 
@@ -9,24 +9,33 @@ from typing import Annotated
 
 import typer
 
-MODULE = "examples.smollm2"
+Short = Annotated[bool, typer.Option("--short", help="Fewer prompts and tokens.")]
 
 
-def demo(short: Annotated[bool, typer.Option("--short", help="Fewer prompts and tokens.")] = False) -> None:
+def demo(short: Short = False) -> None:
     """Let a real model answer packed prompts through torch and through JAX, and compare the two."""
-    if not _importable():
+    _run("examples.smollm2", "demo", short)
+
+
+def serve_demo(short: Short = False) -> None:
+    """Let a real model answer many prompts at once from one pool of pages, and compare with one at a time."""
+    _run("examples.serving", "serve-demo", short)
+
+
+def _run(module: str, target: str, short: bool) -> None:
+    if not _importable(module):
         typer.echo(
-            f"attn: the demo is not part of the installed package; get the source and run `make demo` there "
-            f"(or `python -m {MODULE}` from its root)",
+            f"attn: the demo is not part of the installed package; get the source and run `make {target}` there "
+            f"(or `python -m {module}` from its root)",
             err=True,
         )
         raise typer.Exit(1)
-    command = [sys.executable, "-m", MODULE, *(["--short"] if short else [])]
+    command = [sys.executable, "-m", module, *(["--short"] if short else [])]
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 
 
-def _importable() -> bool:
+def _importable(module: str) -> bool:
     try:
-        return find_spec(MODULE) is not None
+        return find_spec(module) is not None
     except ModuleNotFoundError:  # not even a package called "examples"
         return False

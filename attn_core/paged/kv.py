@@ -39,8 +39,8 @@ class PagedKV:
 
     @property
     def capacity(self) -> int:
-        """The most tokens of a sequence."""
-        return self.width * self.page_size
+        """The most tokens of a sequence; none where the pool has no page, whatever a table says."""
+        return self.width * self.page_size if self.num_pages else 0
 
 
 class PagedRows(NamedTuple):

@@ -78,7 +78,7 @@ def attend(
     natural. ROWS and KEYS: queries (times GROUP) and keys of a tile.
     """
     sequence = tl.program_id(0) // KV_HEADS
-    kv_head = tl.program_id(0) % KV_HEADS
+    kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)  # times a stride, which may be that of a whole pool
     split = tl.program_id(1)
     length = tl.load(seq_lens + sequence)
     length = tl.minimum(tl.maximum(length, 0), width * PAGE)

@@ -44,7 +44,7 @@ def append(
     WIDE: a power of two that holds both widths; SEQUENCES: how many offsets are read at once.
     """
     token = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)  # times a stride, which may be that of a whole pool
     sequence = token
     behind = 1  # tokens from this one to the end of its sequence
     if not ONE_QUERY:
@@ -64,7 +64,7 @@ def append(
         return
     channel = tl.arange(0, WIDE)
     page = page.to(tl.int64)
-    slot = position % PAGE
+    slot = (position % PAGE).to(tl.int64)
     from_token = token.to(tl.int64)
     key = tl.load(k + from_token * k_token + head * k_head + channel, mask=channel < HEAD_DIM)
     value = tl.load(v + from_token * v_token + head * v_head + channel, mask=channel < VALUE_DIM)

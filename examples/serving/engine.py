@@ -1,7 +1,8 @@
 """Continuous batching: requests join and leave a running batch, and share one pool of pages. No framework here.
 
-A request is admitted when the pool can hold its prompt and the longest answer it may give, so that nobody who has begun
-must stop for want of a page. Prompts and single tokens go through the model in one call.
+A request is admitted when the pool can hold its prompt and the longest answer it may give, beside those of all that
+run, so that nobody who has begun must stop for want of a page; first come, first served. Prompts and single tokens go
+through the model in one call.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from attn_core import PageAllocator
+from attn_core.paged.allocator import PoolFullError
 
 PREFIX = "what all prompts begin with"
 """The name of the sequence whose pages the requests share."""
@@ -50,7 +52,7 @@ class Served:
     Attributes:
         answers: token ids for each prompt, without the stop token.
         steps: calls of the model; largest_batch: the most requests in one of them.
-        waste: the most places without a token in held pages, and how many sequences held pages then.
+        waste: places without a token in held pages, and how many sequences there were, when it was most for each.
         shared: the most pages that several sequences held.
         lead: the smallest lead, in logits, that a chosen token had over the runner-up.
     """
@@ -73,18 +75,29 @@ def serve(
     together: int,
     on_answer: Callable[[], None] = lambda: None,
 ) -> Served:
-    """Answers every prompt greedily with at most ``new_tokens``, up to ``together`` at a time; the cache ends empty."""
+    """Answers every prompt greedily with at most ``new_tokens``, up to ``together`` at a time; the cache ends empty.
+
+    Args:
+        cache: no sequence in it is named by a number or ``PREFIX``; what its others hold is left to them.
+        stop: the token that ends an answer and is left out of it.
+
+    Raises:
+        ValueError: for a prompt without tokens, or fewer than one new token or request.
+        PoolFullError: when the longest answer to some prompt fits in no free pages, before anything runs.
+    """
+    room = _Room(cache.allocator, new_tokens)
+    _check(prompts, new_tokens, together, room)
     waiting = deque(Request(number, list(prompt)) for number, prompt in enumerate(prompts))
     running: list[Request] = []
     result = Served([[] for _ in prompts])
-    common = _common_prefix(prompts)
+    common = room.share(prompts)
     if common:
         cache.add(PREFIX)
         step = cache.step([PREFIX], [common])
         forward(np.array(prompts[0][:common]), np.arange(common), step)
         result.steps += 1
     while waiting or running:
-        while waiting and len(running) < together and _fits(cache.allocator, waiting[0], running, new_tokens, common):
+        while waiting and len(running) < together and room.fits(waiting[0], running):
             request = waiting.popleft()
             if common:
                 cache.fork(PREFIX, request.number)
@@ -116,15 +129,46 @@ def _common_prefix(prompts: Sequence[Sequence[int]]) -> int:
     return next((at for at, is_same in enumerate(same) if not is_same), shortest)
 
 
-def _fits(allocator: PageAllocator, request: Request, running: Sequence[Request], new_tokens: int, common: int) -> bool:
-    """Whether the pool holds this request and all that run to their longest ends, pages not shared counted in full."""
+class _Room:
+    """The free pages of a pool, and what requests may come to hold of them."""
 
-    def pages(one: Request) -> int:
-        longest = len(one.prompt) + new_tokens - common // allocator.page_size * allocator.page_size
-        return -(-longest // allocator.page_size)
+    def __init__(self, allocator: PageAllocator, new_tokens: int) -> None:
+        self.pages, self.page_size = allocator.report().free, allocator.page_size
+        self.new_tokens, self.common = new_tokens, 0
 
-    prefix = -(-common // allocator.page_size)
-    return prefix + sum(map(pages, (*running, request))) <= allocator.num_pages or not running
+    def share(self, prompts: Sequence[Sequence[int]]) -> int:
+        """How many tokens at the beginning of all prompts are kept once.
+
+        The last page of them may be partly filled; everybody copies it to go on. Where the pool has no page for that,
+        only whole pages are shared, which never cost more than sharing nothing.
+        """
+        self.common = _common_prefix(prompts)
+        if not all(self.fits(Request(0, list(prompt)), ()) for prompt in prompts):
+            self.common -= self.common % self.page_size
+        return self.common
+
+    def fits(self, request: Request, running: Sequence[Request]) -> bool:
+        """Whether there are pages for this request and all that run, to their longest ends, and the shared ones."""
+        own = sum(self.held(len(one.prompt)) for one in (*running, request))
+        return own + -(-self.common // self.page_size) <= self.pages
+
+    def held(self, prompt: int) -> int:
+        """The pages of one request at its longest, without those that it shares to the end; its last token has none."""
+        return -(-(prompt + self.new_tokens - 1) // self.page_size) - self.common // self.page_size
+
+
+def _check(prompts: Sequence[Sequence[int]], new_tokens: int, together: int, room: _Room) -> None:
+    for name, value in (("new_tokens", new_tokens), ("together", together)):
+        if value < 1:
+            raise ValueError(f"{name}={value}: expected 1 or more")
+    for number, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompts[{number}]: expected at least one token, got none")
+        if (needed := room.held(len(prompt))) > room.pages:
+            raise PoolFullError(
+                f"prompts[{number}]: {len(prompt)} tokens and an answer of up to {new_tokens} need {needed} pages of "
+                f"{room.page_size}, and {room.pages} are free; make the pool larger, or new_tokens smaller"
+            )
 
 
 def _advance(forward: Forward, cache: Cache, running: Sequence[Request], common: int) -> np.ndarray:
@@ -141,7 +185,9 @@ def _advance(forward: Forward, cache: Cache, running: Sequence[Request], common:
 def _note(result: Served, allocator: PageAllocator, running: Sequence[Request]) -> None:
     report = allocator.report()
     result.largest_batch = max(result.largest_batch, len(running))
-    result.waste = max(result.waste, (report.waste, len(allocator)))
+    result.waste = max(
+        result.waste, (report.waste, len(allocator)), key=lambda found: (found[0] / max(found[1], 1), found)
+    )
     result.shared = max(result.shared, report.shared)
 
 

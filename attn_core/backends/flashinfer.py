@@ -1,0 +1,188 @@
+"""FlashInfer's FA2 kernels on keys and values in pages, by ``BatchPrefillWithPagedKVCacheWrapper``.
+
+Never run here: there was no GPU with FlashInfer on it. Tested is everything around the wrapper, with a stand-in of its
+signatures, which are those of flashinfer 0.6.
+
+It runs only when it is asked for by name. The wrapper's ``plan`` schedules the work on the host and needs the lengths
+there, so each call waits for the GPU to copy the tables back; no other backend does. Having them on the host, it checks
+them by value, as on a CPU. A CUDA graph cannot capture that copy: there the call is refused. FlashInfer's calls
+without a plan (``trtllm_batch_decode_with_kv_cache``, XQA) return no log-sum-exp, so they are no way around it.
+
+Limits: paged calls only, forward only; fp16 and bf16, head_dim 64, 128 or 256 and value_dim the same, any page size;
+causal or not, windows without a right side, softcap. The pools of keys and of values must have the same strides. Sinks
+come from ``torch_rewrites``. FlashInfer compiles its kernels on first use, unless flashinfer-jit-cache is installed.
+Put right here: its log-sum-exp is to the base 2, ``[tokens, heads]``.
+Each thread has a workspace of 128 MiB for each stream that it calls from: a plan lives in it until its kernel has run.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+from attn_core import torch_rewrites
+from attn_core.aten_masks import limits
+from attn_core.backends import Gradients, PagedInputs
+from attn_core.errors import ShapeError
+from attn_core.masks import band
+from attn_core.paged.kv import PagedRows, check_offsets, check_tables, rows_of_table
+from attn_core.paged.pools_torch import pools
+from attn_core.spec import AttentionSpec
+from attn_core.support import Build, Support
+
+FRAMEWORK = "torch"
+REQUIRES = "flashinfer-python>=0.6"
+
+NAME = "the FlashInfer kernel"
+FORWARD = Support(
+    kernel=NAME,
+    devices=("cuda",),
+    dtypes=("bfloat16", "float16"),
+    max_head_dim=256,
+    grouped_heads=True,
+    alignments=("bottom_right",),
+    causal=True,
+    window=True,
+    softcap=True,
+    sinks=True,
+    packed=True,
+    lse=True,
+    paged=True,
+)
+BACKWARD = None
+PAGES_ALONE = True
+WRITES_INTO = True
+
+HEAD_DIMS = (64, 128, 256)
+WORKSPACE = 128 * 2**20
+"""Bytes of the workspace, as FlashInfer recommends."""
+
+
+def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
+    """Calls without pages, other widths, windows with a right side, old GPUs, and the limits of a grid."""
+    reasons = list(limits(spec, device, NAME))
+    if spec.paged is None:
+        reasons.append(f"keys and values not in pages: {NAME} is called on pages alone")
+    if spec.head_dim not in HEAD_DIMS:
+        reasons.append(f"head_dim={spec.head_dim}: {NAME} takes {', '.join(map(str, HEAD_DIMS))}")
+    if spec.paged is not None and _sides(spec)[1] not in (None, 0):
+        reasons.append(f"window={spec.window}: {NAME} has a left side alone, and causal")
+    return tuple(reasons)
+
+
+def probe() -> str:
+    """FlashInfer's version, once its wrapper imports."""
+    package = import_module("flashinfer")
+    _ = package.BatchPrefillWithPagedKVCacheWrapper
+    return str(package.__version__)
+
+
+@lru_cache(maxsize=4096)
+def lower(spec: AttentionSpec) -> dict[str, Any]:
+    """The arguments of the wrapper's ``plan``, its tables and dtypes aside."""
+    (left, right), paged = _sides(spec), spec.paged
+    assert paged is not None
+    return {
+        "num_qo_heads": spec.num_heads,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim_qk": spec.head_dim,
+        "page_size": paged.page_size,
+        "causal": right == 0,
+        "sm_scale": spec.scale,
+        "window_left": -1 if left is None else left,
+        "logits_soft_cap": spec.softcap or 0.0,
+    }
+
+
+def _sides(spec: AttentionSpec) -> tuple[int | None, int | None]:
+    """How far a query sees to the left and to the right; None where that hides nothing of any sequence."""
+    capacity = spec.paged.capacity if spec.paged else spec.kv_len
+    left, right = (None if side is None or side >= capacity else side for side in band(spec)[:2])
+    return left, right
+
+
+def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple[Any, Any]:
+    """See ``Backend.forward``. Waits for the GPU.
+
+    Raises:
+        RuntimeError: while a CUDA graph is captured.
+        SpecError: for tables that lead out of the pool, and offsets that are those of no call.
+        ShapeError: for pools that the kernel could read only as copies.
+    """
+    import torch
+
+    if inputs.q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "backend='flashinfer' while a CUDA graph is captured: it reads the tables on the host, which a graph "
+            "cannot capture; ask for 'triton_splitkv' or another backend that reads them on the GPU"
+        )
+    with torch.no_grad():
+        return torch_rewrites.forward(KERNEL, spec, inputs, into)  # type: ignore[arg-type]
+
+
+def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
+    k, v = pools(inputs)
+    if k.stride() != v.stride():
+        raise ShapeError(
+            f"v_pages: expected the strides of k_pages, {list(k.stride())}, which {NAME} reads both by, "
+            f"got {list(v.stride())}; a pool is never copied"
+        )
+    offsets, rows = _on_the_host(spec, inputs)
+    wrapper = _wrapper(inputs.q.device)
+    wrapper.plan(
+        qo_indptr=offsets,
+        **_named(rows),
+        **lower(spec),
+        q_data_type=inputs.q.dtype,
+        kv_data_type=k.dtype,
+    )
+    place = None if into is None or not into[0].is_contiguous() else into[0]
+    out, lse = wrapper.run(torch_rewrites.readable(inputs.q), (k, v), out=place, return_lse=True)
+    return out, (lse * math.log(2)).T  # [tokens, heads] -> [heads, tokens]
+
+
+def _on_the_host(spec: AttentionSpec, inputs: Any) -> tuple[Any, PagedRows]:
+    """(int32 offsets of the queries as a CPU tensor, the table by rows), both checked by value."""
+    import torch
+
+    assert spec.paged is not None
+    lengths = inputs.seq_lens.cpu().numpy()
+    table, cu = inputs.block_table.cpu().numpy(), inputs.cu_seqlens_q
+    offsets = torch.arange(spec.q_len + 1, dtype=torch.int32) if cu is None else cu.cpu()
+    check_offsets(offsets.numpy(), spec.q_len, spec.max_len_q)
+    check_tables(spec.paged, table, lengths, offsets.numpy())
+    return offsets, rows_of_table(table, lengths, spec.paged.page_size)
+
+
+def _named(rows: PagedRows) -> dict[str, Any]:
+    import torch
+
+    return {f"paged_kv_{name}": torch.from_numpy(array) for name, array in rows._asdict().items()}
+
+
+_OF_THREAD = threading.local()
+"""Each thread's wrappers, by device and stream: two calls at once must not plan in one workspace."""
+
+
+def _wrapper(device: Any) -> Any:
+    import torch
+
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    made: dict[Any, Any] = _OF_THREAD.__dict__.setdefault("wrappers", {})
+    if (device, stream) not in made:
+        workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+        make = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
+        made[device, stream] = make(workspace, kv_layout="NHD", backend="fa2")
+    return made[device, stream]
+
+
+def backward(spec: AttentionSpec, inputs: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+    """None: keys and values in pages are for inference."""
+    raise NotImplementedError(f"backward: {NAME} has no gradient")
+
+
+KERNEL = torch_rewrites.Kernel(_forward, backward, lambda dim: dim)
+"""What ``torch_rewrites`` completes: sinks alone, no width is padded."""

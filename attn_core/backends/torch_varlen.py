@@ -1,0 +1,161 @@
+"""torch's own flash attention on keys and values in pages: the kernel under ``torch.nn.attention.varlen.varlen_attn``.
+
+Limits: paged calls only, forward only; fp16 and bf16, head_dim a multiple of 8 up to 256 and value_dim the same (a
+padded pool would be a copy of it), pages of multiples of 256 tokens, bottom-right alignment; windows, no softcap. Sinks
+come from ``torch_rewrites``.
+Upstream: ``aten::_flash_attention_forward`` with a ``block_table``, torch 2.13 and later; FlashAttention 2 inside.
+Never run on a GPU here: what is tested is everything around the kernel, with a stand-in of the op's own schema.
+
+The raw op is called, not ``varlen_attn``, which wraps it in a custom op (costly in eager calls) and returns the same.
+Put right here: keys are never split (``num_splits=1``), which the kernel gets wrong for packed queries (pytorch issue
+194167: the rows of all sequences but the first are not written); ``max_q`` is never 1, whose shortcut for grouped heads
+writes to another place than ``out``; a log-sum-exp of +inf for rows that see nothing. Equal calls give equal bits.
+While another implementation is active (``activate_flash_attention_impl``), calls are refused: the op is then not this.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache, lru_cache, partial
+from typing import Any
+
+from attn_core import torch_rewrites
+from attn_core.aten_masks import limits
+from attn_core.backends import Gradients, PagedInputs
+from attn_core.masks import band
+from attn_core.paged.flash_kernels import FLASH2_PAGES
+from attn_core.paged.pools_torch import pools, safe_tables
+from attn_core.spec import AttentionSpec
+from attn_core.support import Build, Support
+
+FRAMEWORK = "torch"
+REQUIRES = "torch>=2.13 with CUDA"
+
+NAME = "the aten CUDA flash kernel on pages"
+FORWARD = Support(
+    kernel=NAME,
+    devices=("cuda",),
+    dtypes=("bfloat16", "float16"),
+    max_head_dim=256,
+    head_dim_multiple=8,
+    grouped_heads=True,
+    alignments=("bottom_right",),
+    causal=True,
+    window=True,
+    sinks=True,
+    packed=True,
+    deterministic=True,
+    lse=True,
+    paged=True,
+)
+BACKWARD = None
+PAGES_ALONE = True
+WRITES_INTO = True
+
+NEEDED = ("seqused_k", "block_table", "num_splits")
+"""Arguments that the op has not had in every torch."""
+
+
+def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
+    """Calls without pages, pages of other sizes, old GPUs, and the limits of a grid."""
+    reasons = list(limits(spec, device, NAME))
+    if spec.paged is None:
+        reasons.append(f"keys and values not in pages: {NAME} reads pages alone")
+    elif spec.paged.page_size % FLASH2_PAGES:
+        reasons.append(f"page_size={spec.paged.page_size}: {NAME} takes pages of multiples of {FLASH2_PAGES} tokens")
+    return tuple(reasons)
+
+
+def probe() -> str:
+    """torch's version, once its op is known to take a block table and to have a kernel."""
+    import torch
+
+    for op in _kernels():
+        has = {argument.name for argument in op._schema.arguments}
+        if missing := [name for name in NEEDED if name not in has]:
+            raise ImportError(f"torch {torch.__version__}: {op._schema.name} takes no {', '.join(missing)}")
+    if not torch.backends.cuda.is_flash_attention_available():
+        raise ImportError(f"torch {torch.__version__} was built without flash attention")
+    return torch.__version__
+
+
+@cache
+def _kernels() -> tuple[Any, Any]:
+    """The op, and the one that stores into a tensor it is given; ImportError where this torch has no such op."""
+    import torch
+
+    names = ("_flash_attention_forward", "_flash_attention_forward_no_dropout_inplace")
+    found = tuple(getattr(torch.ops.aten, name, None) for name in names)
+    if None in found:
+        raise ImportError(f"torch {torch.__version__}: it has no aten::{names[found.index(None)]}")
+    return found[0].default, found[1].default  # type: ignore[union-attr]
+
+
+@lru_cache(maxsize=4096)
+def lower(spec: AttentionSpec) -> dict[str, Any]:
+    """The op's own arguments.
+
+    The kernel takes a side of ``max_k`` or more for an open one, and an open one beside a bounded one for ``max_k``,
+    so that is more than any distance. Both lengths are upper bounds.
+    """
+    edge, max_q = band(spec), max(2, spec.max_len_q or 0)
+    max_k = max(spec.max_len_k or spec.kv_len, max_q - 1)
+    left, right = (None if side is None or side >= max_k else side for side in edge[:2])
+    return {
+        "max_q": max_q,
+        "max_k": max_k,
+        "is_causal": right == 0,
+        "scale": spec.scale,
+        "window_size_left": left,
+        "window_size_right": None if left is None and right == 0 else right,
+        "num_splits": 1,
+    }
+
+
+def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple[Any, Any]:
+    """See ``Backend.forward``.
+
+    Raises:
+        RuntimeError: while the program has put another implementation in the op's place.
+    """
+    import torch
+
+    active = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+    if active is not None:
+        raise RuntimeError(
+            f"torch_varlen: the flash attention implementation {active!r} is active in its place; call "
+            "torch.nn.attention.restore_flash_attention_impl(), or ask for another backend"
+        )
+    with torch.no_grad():
+        return torch_rewrites.forward(KERNEL, spec, inputs, into)  # type: ignore[arg-type]
+
+
+def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
+    import torch
+
+    assert spec.paged is not None
+    (k, v), (table, lengths) = pools(inputs), safe_tables(spec.paged, inputs)
+    given, queries = dict(lower(spec)), inputs.cu_seqlens_q
+    if queries is None:
+        queries = torch.arange(spec.q_len + 1, dtype=torch.int32, device=inputs.q.device)
+    queries = queries.contiguous()
+    place = None if into is None else torch_rewrites.writable(into[0])
+    op = _kernels()[0] if place is None else partial(_kernels()[1], place)
+    made = op(  # how many keys a sequence has comes from seqused_k; the key offsets must be there and are not read
+        *(torch_rewrites.readable(inputs.q), k, v, queries, queries, given.pop("max_q"), given.pop("max_k")),
+        *(0.0, given.pop("is_causal"), False),
+        seqused_k=lengths,
+        block_table=table.contiguous(),
+        **given,
+    )
+    out, lse = made[:2] if place is None else (place, made)
+    return out, lse.nan_to_num_(nan=math.nan, posinf=-math.inf, neginf=-math.inf)
+
+
+def backward(spec: AttentionSpec, inputs: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+    """None: keys and values in pages are for inference."""
+    raise NotImplementedError(f"backward: {NAME} has no gradient")
+
+
+KERNEL = torch_rewrites.Kernel(_forward, backward, lambda dim: dim)
+"""What ``torch_rewrites`` completes: sinks alone, no width is padded."""

@@ -1,0 +1,119 @@
+"""Small calls on keys and values in pages on a GPU, for tests that watch memory. Imports no JAX.
+
+A pool lies in the middle of an allocation of its own, between pages of NaN: what is read just outside of it shows in
+the result, what is written there shows in the NaN, and what lies further off is outside of the allocation.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+import torch_frontend
+from attn_core import backends
+from attn_core.selection import Selection
+
+KINDS = ("paged decode", "paged chunk", "paged decode, lying tables", "paged chunk, lying tables")
+"""One new token of each sequence, or some of each; and the same with tables on the device that lead elsewhere."""
+PAGE_SIZES = (16, 128, 256)
+"""Tried in this order: a backend's is the first that it takes."""
+GUARD = 3
+"""Pages of NaN before a pool, and behind it."""
+PAGES, WIDTH, LENGTHS, NEW = 11, 4, (2.5, 0.1, 3.0, 1.0), (5, 1, 16, 0)
+"""Of the pool and the table; tokens of each sequence in pages, and how many of them a chunk has."""
+
+
+class PagedCall(NamedTuple):
+    """q ``[tokens, heads, head_dim]``, k and v ``[tokens, kv_heads, head_dim]``; the pools, the allocations that they
+    lie in, ``[GUARD + PAGES + GUARD, page_size, kv_heads, head_dim]``, and the tables."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    pools: tuple[torch.Tensor, torch.Tensor]
+    around: tuple[torch.Tensor, torch.Tensor]
+    tables: dict[str, Any]
+
+    def selection(self, backend: str) -> Selection:
+        """Whether a backend can run it, and why not."""
+        return torch_frontend.explain_paged(self.q, *self.pools, **self.tables, backend=backend)
+
+    def attend(self, backend: str) -> torch.Tensor:
+        """``[tokens, heads, head_dim]``."""
+        out: torch.Tensor = torch_frontend.paged_attention(self.q, *self.pools, **self.tables, backend=backend)
+        return out
+
+    def append(self) -> None:
+        """Writes k and v where the tables say."""
+        torch_frontend.append_kv(*self.pools, self.k, self.v, **self.tables)
+
+    def guarded(self) -> bool:
+        """Whether all around the pools is NaN still."""
+        return all(bool(a[:GUARD].isnan().all() and a[-GUARD:].isnan().all()) for a in self.around)
+
+
+def paged_call(kind: str, page_size: int, *, seed: int = 0, device: str = "cuda") -> PagedCall:
+    """A call of one of KINDS in bfloat16, 8 query and 2 key/value heads of 64 channels; no place of the pool is NaN."""
+    generator = torch.Generator(device).manual_seed(seed)
+    made: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.bfloat16}
+    decode, lying = "decode" in kind, "lying" in kind
+    tokens = len(LENGTHS) if decode else sum(NEW)
+    around = [torch.randn((PAGES + 2 * GUARD, page_size, 2, 64), **made) for _ in "kv"]
+    pools = [whole[GUARD:-GUARD] for whole in around]
+    for whole in around:
+        whole[:GUARD] = whole[-GUARD:] = torch.nan
+    q, k, v = (torch.randn((tokens, heads, 64), **made) for heads in (8, 2, 2))
+    table, lengths, offsets = _lying(page_size, tokens) if lying else _true(page_size)
+    tables = {"block_table": table, "seq_lens": lengths, "cu_seqlens_q": None if decode else offsets}
+    kept = {name: rows for name, rows in tables.items() if rows is not None}
+    there = {name: torch.tensor(rows, dtype=torch.int32, device=device) for name, rows in kept.items()}
+    return PagedCall(q, k, v, tuple(pools), tuple(around), there)  # type: ignore[arg-type]
+
+
+def _true(page_size: int) -> tuple[list[list[int]], list[int], list[int]]:
+    """(block_table, seq_lens, cu_seqlens_q) with the pages of the pool in no order; those of nobody are -1."""
+    free = [(5 * page + 3) % PAGES for page in range(PAGES)]
+    lengths = [max(int(pages * page_size), new) for pages, new in zip(LENGTHS, NEW, strict=True)]
+    rows = []
+    for length in lengths:
+        count = -(-length // page_size)
+        rows.append([free.pop() for _ in range(count)] + [-1] * (WIDTH - count))
+    return rows, lengths, [0, *(sum(NEW[: at + 1]) for at in range(len(NEW)))]
+
+
+def _lying(page_size: int, tokens: int) -> tuple[list[list[int]], list[int], list[int]]:
+    """Pages just outside of the pool and far from it, lengths below 0 and beyond the table, offsets in no order.
+
+    The first sequence's last token has its place: an append that writes nowhere would prove nothing.
+    """
+    table = [
+        [-1, PAGES, PAGES + GUARD - 1, 4],
+        [-(2**31), 2**31 - 1, -(2**20), 2**20],
+        [0, PAGES - 1, PAGES + GUARD, -GUARD - 1],
+        [2**30, -(2**30), 1, -GUARD],
+    ]
+    return table, [WIDTH * page_size, 2**31 - 1, WIDTH * page_size + 1, -5], [-7, 5, 2**31 - 1, 2, tokens + 100]
+
+
+def paged_backends() -> tuple[str, ...]:
+    """The names whose kernels on a GPU claim to read pages of torch tensors, installed or not."""
+    found = {name: backends.load(name, "cuda") for name in backends.NAMES}
+    return tuple(
+        name for name, module in found.items() if module and module.FRAMEWORK == "torch" and module.FORWARD.paged
+    )
+
+
+def able(kind: str, backend: str, device: str = "cuda") -> PagedCall | None:
+    """The call on pages of the first size that the backend takes; None where it takes none."""
+    for page_size in PAGE_SIZES:
+        call = paged_call(kind, page_size, device=device)
+        if call.selection(backend).backend is not None:
+            return call
+    return None
+
+
+def why_not(kind: str, backend: str, device: str = "cuda") -> str:
+    """Every reason why a backend cannot run it on the largest pages, on one line."""
+    call = paged_call(kind, PAGE_SIZES[-1], device=device)
+    return f"{backend}: {'; '.join(call.selection(backend).reasons(backend))}"
