@@ -44,12 +44,13 @@ def combined(figures: list[Path], junit: list[Path], memcheck: Path | None, swee
     Of several files of figures, each replaces the measures of those before it that it has as well.
 
     Raises:
-        ValueError: when their versions differ.
+        ValueError: when their versions differ; what a later run did without has not changed.
     """
     result, *later = (json.loads(path.read_text(encoding="utf-8")) for path in figures)
     result["later"] = []
     for more in later:
-        if more["environment"]["versions"] != result["environment"]["versions"]:
+        had = result["environment"]["versions"]
+        if any(version not in (None, had.get(name)) for name, version in more["environment"]["versions"].items()):
             raise ValueError(f"{[str(path) for path in figures]}: measured with different versions")
         result["measures"] |= more["measures"]
         result["later"].append({"date": more["environment"]["date"], "measures": list(more["measures"])})

@@ -133,6 +133,7 @@ def _attend_in_pages(
         softcap=layer.softcap,
         scale=layer.scale,
         sinks=call.sinks,
+        deterministic=layer.bitwise_deterministic,
         backend=layer.backend,
     )
     return projections.out(out.astype(dtype)), pool

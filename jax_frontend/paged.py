@@ -40,6 +40,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Array | None = None,
     scale: float | None = None,
+    deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
 ) -> Any:
@@ -57,7 +58,7 @@ def paged_attention(
         seq_lens: int32 ``[batch]``: the tokens of each sequence, its new ones included.
         cu_seqlens_q: int32 ``[batch + 1]``, the offsets of the sequences in q; None where each has one new token.
         max_len_q: host int, at least the most new tokens of a sequence; as many as q has when None.
-        causal, window, softcap, scale, sinks: as in ``attention``.
+        causal, window, softcap, scale, sinks, deterministic: as in ``attention``.
         backend: a name, which runs or raises; names in order of preference; or None for automatic choice.
         return_lse: also return the log-sum-exp, ``[heads, tokens]``, natural log, float32.
 
@@ -71,7 +72,7 @@ def paged_attention(
         NoBackendError: when no backend, or not the one asked for, can run it; the message has every reason.
     """
     inputs = _gathered(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks)
-    options = _options(causal, window, softcap, scale, return_lse, max_len_q)
+    options = _options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     requested = requested_names(backend) or override.requested()
     made = _plan(_metadata(inputs), plan.device_name(q), options, requested)
     _check_values(made.spec.max_len_q, q.shape[0], k_pages.shape, *inputs[3:6])
@@ -92,12 +93,13 @@ def explain_paged(
     softcap: float | None = None,
     sinks: Any = None,
     scale: float | None = None,
+    deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
 ) -> Selection:
     """Which backend ``paged_attention`` runs with the same arguments, and why the others do not. Runs nothing."""
     inputs = _gathered(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, shapes_only=True)
-    options = _options(causal, window, softcap, scale, return_lse, max_len_q)
+    options = _options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     requested = requested_names(backend) or override.requested()
     return compiled_lane.told(explain(*_question(_metadata(inputs), plan.device_name(q), options, requested)))
 
@@ -183,10 +185,14 @@ def _metadata(inputs: PagedInputs) -> tuple[Metadata | None, ...]:
     return tuple(None if array is None else (tuple(array.shape), np.dtype(array.dtype)) for array in inputs)
 
 
-def _options(causal: Any, window: Any, softcap: Any, scale: Any, return_lse: Any, max_len_q: Any) -> Options:
+def _options(
+    causal: Any, window: Any, softcap: Any, scale: Any, deterministic: Any, return_lse: Any, max_len_q: Any
+) -> Options:
     if max_len_q is not None and (not is_host_int(max_len_q) or max_len_q < 0):
         raise SpecError(f"max_len_q={max_len_q!r}: expected a host int, at least the most new tokens of a sequence")
-    return checked(Options(causal, "bottom_right", window, softcap, scale, max_len_q, None, 0.0, False, return_lse))
+    return checked(
+        Options(causal, "bottom_right", window, softcap, scale, max_len_q, None, 0.0, deterministic, return_lse)
+    )
 
 
 def _gathered(

@@ -815,9 +815,9 @@ def runs(provider: AttentionProvider, training: bool, uses_mask: bool, device: s
     dtype = torch.float32 if device == "cpu" else torch.bfloat16  # which every kernel of a GPU has
     made, keep = tensors(device=device, dtype=dtype), torch.from_numpy(KEEP4)
     if device == "cuda":  # sizes that every kernel has: the list says what there is, not for which calls
-        made = tensors(64, 64, device=device, dtype=dtype)
+        made = tensors(64, 128, device=device, dtype=dtype)
         made = tuple(torch.nn.functional.pad(tensor, (0, 64 - tensor.shape[-1])) for tensor in made)
-        keep = torch.arange(64).expand(len(made[0]), 1, 1, 64) != 3
+        keep = torch.arange(128).expand(len(made[0]), 1, 1, 128) < 64
     leaves = [tensor.detach().requires_grad_(training) for tensor in made]
     try:
         with attention_provider(provider):

@@ -146,6 +146,10 @@ def test_the_last_run_of_a_test_counts(files: dict[str, Path], tmp_path: Path) -
     assert result["tests"]["failed"] == [] and result["tests"]["skipped"] == {"needs two GPUs": 1}
     text = page(result)
     assert "- `later.xml`, 1999-12-31: 4 tests, 3 of them again" in text and "- 1 tests: known" in text
+    nothing_there = tmp_path / "bare.xml"
+    nothing_there.write_text(JUNIT.replace('<failure message="no">no</failure>', '<skipped message="bare"/>'), "utf-8")
+    found = combined([files["hopper.json"]], [later, nothing_there], None, None)["tests"]
+    assert found["failed"] == [] and "bare" not in found["skipped"]  # a skip takes no outcome back
 
 
 def test_memcheck_is_believed_only_with_a_summary(files: dict[str, Path]) -> None:

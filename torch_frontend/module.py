@@ -177,6 +177,7 @@ class Attention(nn.Module):
             softcap=self.softcap,
             scale=self.scale,
             sinks=self.sink_logits,
+            deterministic=self.bitwise_deterministic,
             backend=self.backend,
         )
         return self.o_proj(out.to(dtype).flatten(-2)), (pages.k, pages.v)

@@ -30,6 +30,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
+    deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
 ) -> Any:
@@ -47,7 +48,7 @@ def paged_attention(
         seq_lens: int32 ``[batch]``: the tokens of each sequence, its new ones included.
         cu_seqlens_q: int32 ``[batch + 1]``, the offsets of the sequences in q; None where each has one new token.
         max_len_q: host int, at least the most new tokens of a sequence; as many as q has when None.
-        causal, window, softcap, scale, sinks: as in ``attention``.
+        causal, window, softcap, scale, sinks, deterministic: as in ``attention``.
         backend: a name, which runs or raises; names in order of preference; or None for automatic choice.
         return_lse: also return the log-sum-exp, ``[heads, tokens]``, natural log, float32.
 
@@ -60,14 +61,14 @@ def paged_attention(
             checked by value; what a table on a GPU says is not believed, but not checked either.
         NoBackendError: when no backend, or not the one asked for, can run it; the message has every reason.
     """
-    options = options_of(causal, window, softcap, scale, return_lse, max_len_q)
+    options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     if torch.compiler.is_compiling():
         left, right = options.window  # type: ignore[misc]
         names = requested_names(backend)
         names_given = None if names is None else list(names)
         out, lse = torch.ops.attn.paged_forward(
             *(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, max_len_q, causal, left, right),
-            *(softcap, scale, return_lse, names_given),
+            *(softcap, scale, deterministic, return_lse, names_given),
         )
         return (out, lse) if return_lse else out
     inputs = gathered(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, max_len_q)
@@ -89,11 +90,12 @@ def explain_paged(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
+    deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
 ) -> Selection:
     """Which backend ``paged_attention`` runs with the same arguments, and why the others do not. Runs nothing."""
-    options = options_of(causal, window, softcap, scale, return_lse, max_len_q)
+    options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     inputs = gathered(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, max_len_q)
     return explain(*question(metadata(inputs), options, requested_names(backend) or override.requested()))
 

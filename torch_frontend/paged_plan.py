@@ -52,22 +52,29 @@ def metadata(inputs: PagedInputs) -> tuple[Metadata | None, ...]:
     return tuple(None if t is None else (t.shape, t.dtype, t.device) for t in inputs)
 
 
-def options_of(causal: Any, window: Any, softcap: Any, scale: Any, return_lse: Any, max_len_q: Any) -> Options:
+def options_of(
+    causal: Any, window: Any, softcap: Any, scale: Any, deterministic: Any, return_lse: Any, max_len_q: Any
+) -> Options:
     if torch.compiler.is_compiling():  # numbers may be symbols here; the op checks their values when it runs
         flag("causal", causal)
+        flag("deterministic", deterministic)
         window = normalise_window(window, causal)
-        return Options(causal, "bottom_right", window, softcap, scale, max_len_q, None, 0.0, False, return_lse)
+        return Options(causal, "bottom_right", window, softcap, scale, max_len_q, None, 0.0, deterministic, return_lse)
     try:
-        return _checked(causal, window, softcap, scale, return_lse, max_len_q)
+        return _checked(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     except TypeError:  # something that cannot be hashed: a list for a window, or nothing that an option can be
-        return _checked.__wrapped__(causal, window, softcap, scale, return_lse, max_len_q)
+        return _checked.__wrapped__(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
 
 
 @lru_cache(maxsize=1024, typed=True)  # True and 1.0 are not 1
-def _checked(causal: Any, window: Any, softcap: Any, scale: Any, return_lse: Any, max_len_q: Any) -> Options:
+def _checked(
+    causal: Any, window: Any, softcap: Any, scale: Any, deterministic: Any, return_lse: Any, max_len_q: Any
+) -> Options:
     if max_len_q is not None and (not is_host_int(max_len_q) or max_len_q < 0):
         raise SpecError(f"max_len_q={max_len_q!r}: expected a host int, at least the most new tokens of a sequence")
-    return checked(Options(causal, "bottom_right", window, softcap, scale, max_len_q, None, 0.0, False, return_lse))
+    return checked(
+        Options(causal, "bottom_right", window, softcap, scale, max_len_q, None, 0.0, deterministic, return_lse)
+    )
 
 
 def gathered(

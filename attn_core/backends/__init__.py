@@ -28,7 +28,6 @@ VARIANTS = {
     "sage_fp8_cuda_sm90": ("sage", "fp8_cuda_sm90"),
 }
 """Names for one kernel among several of a package: (the backend's file, what its ``variant`` is asked for)."""
-
 NAMES = (
     *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flash2", "flash3", "flash4", "flex"),
     *("xformers", "xformers_cutlass", "xformers_flash", "xformers_flash3", "xformers_splitk"),
@@ -47,11 +46,10 @@ PREFERENCE = {
 """Automatic choice per (framework, kind of device), best first. A name left out runs only when asked for.
 
 Both frameworks have the same order of torch's kernels, so that the same call gives the same bits in both. Where a
-device was measured, ``attn_core.preference`` refines the order by the shape of the call.
-"""
+device was measured, ``attn_core.preference`` refines the order by the shape of the call."""
 
 DECODING = "triton_splitkv"
-_PAGED = ("flash3", "flash2", "flash4", DECODING, "torch_varlen")
+_PAGED = ("flash3", "flash4", "flash2", DECODING, "torch_varlen")
 PAGED_PREFERENCE = {
     **PREFERENCE,
     ("torch", "cuda"): (*_PAGED, "math"),
@@ -166,7 +164,7 @@ def writes_into(backend: Backend) -> bool:
 
 
 def reads_pages_alone(backend: Backend) -> bool:
-    """Whether the backend is for keys and values in pages and refuses every other call (``PAGES_ALONE = True``)."""
+    """Whether the backend has ``PAGES_ALONE = True``: it refuses every call but those on keys and values in pages."""
     return getattr(backend, "PAGES_ALONE", False)
 
 

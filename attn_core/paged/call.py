@@ -72,6 +72,7 @@ def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
         documents=batch,
         max_len_q=min(longest, tokens),
         max_len_k=paged.capacity,
+        deterministic=flag("deterministic", options.deterministic),
         return_lse=flag("return_lse", options.return_lse),
         paged=paged,
     )
