@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from attn_core.backends import Gradients, Inputs
 from torch_frontend import autocast
-from torch_frontend.plan import Plan, run_backward, run_forward
+from torch_frontend.plan import Plan, gradients_in_order, run_backward, run_forward
 
 Tensor = torch.Tensor
 
@@ -38,11 +38,6 @@ class Attention(torch.autograd.Function):
         if len(tensors) == 3 and dout is not None:
             return (None, *made.backward(made.spec, inputs, out, lse, dout, dlse)[:3])
         return None, *gradients_in_order(run_backward(made, inputs, out, lse, dout, dlse), len(tensors))
-
-
-def gradients_in_order(found: Gradients, count: int) -> tuple[Tensor | None, ...]:
-    """Gradients in the order of the first ``count`` fields of ``Inputs``: q, k, v, mask, bias, alibi_slopes, ..."""
-    return (*found[:3], None, found.dbias, None, found.dsinks, *(None,) * count)[:count]
 
 
 def is_everyday(dout: Tensor | None, dlse: Tensor | None) -> bool:

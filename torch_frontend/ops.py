@@ -18,8 +18,7 @@ from attn_core.backends import NAMES, Gradients, Inputs
 from attn_core.options import Options
 from torch_frontend import folding
 from torch_frontend.autocast import switched_off
-from torch_frontend.autograd import gradients_in_order
-from torch_frontend.plan import Plan, metadata, plan, run_backward, run_forward
+from torch_frontend.plan import Plan, gradients_in_order, metadata, plan, run_backward, run_forward
 
 Tensor = torch.Tensor
 

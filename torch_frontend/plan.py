@@ -198,6 +198,11 @@ def _empty_backward(spec: AttentionSpec, inputs: Inputs, *_: Any) -> Gradients:
     return Gradients(dq, dk, dv, dbias, dsinks)
 
 
+def gradients_in_order(found: Gradients, count: int) -> tuple[Tensor | None, ...]:
+    """Gradients in the order of the first ``count`` fields of ``Inputs``: q, k, v, mask, bias, alibi_slopes, ..."""
+    return (*found[:3], None, found.dbias, None, found.dsinks, *(None,) * count)[:count]
+
+
 def check_tensor(name: str, value: Any) -> None:
     """Raises TypeError unless ``value`` is a torch tensor."""
     if isinstance(value, Tensor):

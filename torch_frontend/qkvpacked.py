@@ -81,11 +81,11 @@ class QkvAttention(torch.autograd.Function):
         inputs = Inputs(*qkv.unbind(-3), *rest)
         if not autograd.is_everyday(dout, dlse):
             found = autograd.guarded_backward(ctx.made, inputs, out, lse, dout, dlse)
-            return None, torch.stack(found[:3], -3), *autograd.gradients_in_order(found, len(inputs))[3:]
+            return None, torch.stack(found[:3], -3), *plan.gradients_in_order(found, len(inputs))[3:]
         dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
         places = Gradients(*dqkv.unbind(-3))
         found = plan.run_backward(ctx.made, inputs, out, lse, dout, dlse, into=places)
         for place, gradient in zip(places[:3], found[:3], strict=True):
             if gradient is not place and gradient.data_ptr() != place.data_ptr():
                 place.copy_(gradient)
-        return None, dqkv, *autograd.gradients_in_order(found, len(inputs))[3:]
+        return None, dqkv, *plan.gradients_in_order(found, len(inputs))[3:]
