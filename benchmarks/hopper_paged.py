@@ -10,6 +10,7 @@ import torch
 
 import torch_frontend
 from benchmarks.hopper_group import Group, Turn, event_turn, host_turn, jax_turn
+from benchmarks.measure import medians
 from torch_frontend.paged import explain_paged, paged_attention
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -110,7 +111,7 @@ def _decoding(call: Decoding, goal: float | None, triton: float | None = None, s
 
 
 def _bandwidth(group: Group, call: Decoding, candidate: str, goal: float | None) -> None:
-    seconds = sorted(group.seconds[candidate])[len(group.seconds[candidate]) // 2]
+    seconds = medians(group.seconds)[candidate]
     text = None if goal is None else f">= {goal:g}"
     group.value(candidate, call.bytes_read / seconds / 1e12, "TB/s of keys and values read", text)
 
@@ -122,8 +123,7 @@ def _short(call: Decoding) -> Group:
     makers |= {"attention without a graph": partial(_by_host, call)}
     group.measure(makers, calls=20, rounds=9)
     if "attention" in group.seconds:
-        median = sorted(group.seconds["attention"])[len(group.seconds["attention"]) // 2]
-        group.value("a call in a graph", median * 1e6, "µs", "<= 25")
+        group.value("a call in a graph", medians(group.seconds)["attention"] * 1e6, "µs", "<= 25")
     return group
 
 

@@ -13,11 +13,10 @@ from attn_core import override
 from attn_core.backends import PagedInputs
 from attn_core.call import ArrayFacts
 from attn_core.errors import SpecError
-from attn_core.options import Options, checked, requested_names
+from attn_core.options import Options, requested_names
 from attn_core.paged import call
 from attn_core.paged.kv import PagedKV, check_offsets, check_slots, check_tables, slots_of
 from attn_core.selection import Selection, Target, explain, select
-from attn_core.seq_info import is_host_int
 from attn_core.spec import AttentionSpec
 from attn_core.xla_tiles import safe_offsets
 from jax_frontend import compiled_lane, ops, plan
@@ -72,7 +71,7 @@ def paged_attention(
         NoBackendError: when no backend, or not the one asked for, can run it; the message has every reason.
     """
     inputs = _gathered(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks)
-    options = _options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
+    options = call.checked_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     requested = requested_names(backend) or override.requested()
     made = _plan(_metadata(inputs), plan.device_name(q), options, requested)
     _check_values(made.spec.max_len_q, q.shape[0], k_pages.shape, *inputs[3:6])
@@ -99,7 +98,7 @@ def explain_paged(
 ) -> Selection:
     """Which backend ``paged_attention`` runs with the same arguments, and why the others do not. Runs nothing."""
     inputs = _gathered(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, shapes_only=True)
-    options = _options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
+    options = call.checked_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     requested = requested_names(backend) or override.requested()
     return compiled_lane.told(explain(*_question(_metadata(inputs), plan.device_name(q), options, requested)))
 
@@ -183,16 +182,6 @@ def _question(
 
 def _metadata(inputs: PagedInputs) -> tuple[Metadata | None, ...]:
     return tuple(None if array is None else (tuple(array.shape), np.dtype(array.dtype)) for array in inputs)
-
-
-def _options(
-    causal: Any, window: Any, softcap: Any, scale: Any, deterministic: Any, return_lse: Any, max_len_q: Any
-) -> Options:
-    if max_len_q is not None and (not is_host_int(max_len_q) or max_len_q < 0):
-        raise SpecError(f"max_len_q={max_len_q!r}: expected a host int, at least the most new tokens of a sequence")
-    return checked(
-        Options(causal, "bottom_right", window, softcap, scale, max_len_q, None, 0.0, deterministic, return_lse)
-    )
 
 
 def _gathered(

@@ -11,11 +11,10 @@ import torch
 from attn_core import backends, override
 from attn_core.backends import PagedInputs
 from attn_core.errors import SpecError
-from attn_core.options import Options, checked, flag, normalise_window
+from attn_core.options import Options, flag, normalise_window
 from attn_core.paged import call
 from attn_core.paged.kv import PagedKV, check_offsets, check_tables
 from attn_core.selection import Target, select
-from attn_core.seq_info import is_host_int
 from attn_core.spec import AttentionSpec
 from torch_frontend import offsets, plan
 
@@ -63,18 +62,10 @@ def options_of(
     try:
         return _checked(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     except TypeError:  # something that cannot be hashed: a list for a window, or nothing that an option can be
-        return _checked.__wrapped__(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
+        return call.checked_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
 
 
-@lru_cache(maxsize=1024, typed=True)  # True and 1.0 are not 1
-def _checked(
-    causal: Any, window: Any, softcap: Any, scale: Any, deterministic: Any, return_lse: Any, max_len_q: Any
-) -> Options:
-    if max_len_q is not None and (not is_host_int(max_len_q) or max_len_q < 0):
-        raise SpecError(f"max_len_q={max_len_q!r}: expected a host int, at least the most new tokens of a sequence")
-    return checked(
-        Options(causal, "bottom_right", window, softcap, scale, max_len_q, None, 0.0, deterministic, return_lse)
-    )
+_checked = lru_cache(maxsize=1024, typed=True)(call.checked_options)  # typed: True and 1.0 are not 1
 
 
 def gathered(

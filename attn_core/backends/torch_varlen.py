@@ -24,7 +24,7 @@ from attn_core.aten_masks import limits
 from attn_core.backends import Gradients, PagedInputs
 from attn_core.masks import band
 from attn_core.paged.flash_kernels import FLASH2_PAGES
-from attn_core.paged.pools_torch import pools, safe_tables
+from attn_core.paged.pools_torch import pools, query_offsets, safe_tables
 from attn_core.spec import AttentionSpec
 from attn_core.support import Build, Support
 
@@ -131,14 +131,9 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple
 
 
 def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
-    import torch
-
     assert spec.paged is not None
     (k, v), (table, lengths) = pools(inputs), safe_tables(spec.paged, inputs)
-    given, queries = dict(lower(spec)), inputs.cu_seqlens_q
-    if queries is None:
-        queries = torch.arange(spec.q_len + 1, dtype=torch.int32, device=inputs.q.device)
-    queries = queries.contiguous()
+    given, queries = dict(lower(spec)), query_offsets(spec, inputs)
     place = None if into is None else torch_rewrites.writable(into[0])
     op = _kernels()[0] if place is None else partial(_kernels()[1], place)
     made = op(  # how many keys a sequence has comes from seqused_k; the key offsets must be there and are not read

@@ -78,6 +78,11 @@ class PageAllocator:
         """The names of the sequences, oldest first."""
         return tuple(self._pages)
 
+    @property
+    def free_pages(self) -> int:
+        """The pages that nobody holds."""
+        return len(self._free)
+
     def length(self, name: Hashable) -> int:
         """The tokens of a sequence."""
         return self._lengths[self._known(name)]
@@ -210,7 +215,7 @@ class PageAllocator:
         tokens = sum(filled.values())
         shared = sum(holders > 1 for holders in self._holders)
         waste = len(filled) * self.page_size - tokens
-        return PoolReport(self.num_pages, len(self._free), shared, tokens, waste)
+        return PoolReport(self.num_pages, self.free_pages, shared, tokens, waste)
 
     def _tokens_in(self, name: Hashable, at: int) -> int:
         """How many tokens of a sequence its page number ``at`` holds."""
@@ -230,9 +235,9 @@ class PageAllocator:
         return -(-tokens // self.page_size)
 
     def _room_for(self, pages: int, name: Hashable) -> None:
-        if pages > len(self._free):
+        if pages > self.free_pages:
             raise PoolFullError(
-                f"{name!r} needs {pages} more pages of {self.page_size} tokens, and {len(self._free)} of the pool's "
+                f"{name!r} needs {pages} more pages of {self.page_size} tokens, and {self.free_pages} of the pool's "
                 f"{self.num_pages} are free; free a sequence, or make the pool larger"
             )
 

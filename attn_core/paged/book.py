@@ -79,10 +79,10 @@ def advance(
     if len(counts) != len(names) or len(set(names)) != len(names):
         raise SpecError(f"names, new: expected a count for each of {len(names)} sequences, each named once, got {new}")
     needed = allocator.needed(dict(zip(names, counts, strict=True)))
-    if needed > allocator.report().free:
+    if needed > allocator.free_pages:
         raise PoolFullError(
             f"names: {needed} more pages of {allocator.page_size} tokens are needed for this step, and "
-            f"{allocator.report().free} of the pool's {allocator.num_pages} are free; free a sequence, or take fewer"
+            f"{allocator.free_pages} of the pool's {allocator.num_pages} are free; free a sequence, or take fewer"
         )
     allocator.check_width(width, (allocator.length(name) + count for name, count in zip(names, counts, strict=True)))
     made = [allocator.extend(name, count) for name, count in zip(names, counts, strict=True)]

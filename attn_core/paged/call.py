@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from attn_core.call import ArrayFacts
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
-from attn_core.options import Options, flag, normalise_window, number
+from attn_core.options import Options, checked, flag, normalise_window, number
 from attn_core.paged.kv import PagedKV, check_table_types
+from attn_core.seq_info import is_host_int
 from attn_core.spec import DTYPES, AttentionSpec
 
 
@@ -25,6 +26,17 @@ class PagedArrays(NamedTuple):
 
 ARGUMENTS = ("q", "k_pages", "v_pages", "block_table", "seq_lens", "cu_seqlens_q", "sinks")
 """What the caller calls them."""
+
+
+def checked_options(
+    causal: Any, window: Any, softcap: Any, scale: Any, deterministic: Any, return_lse: Any, max_len_q: Any
+) -> Options:
+    """The options of a paged call, each of its kind and on the host; SpecError names the one that is not."""
+    if max_len_q is not None and (not is_host_int(max_len_q) or max_len_q < 0):
+        raise SpecError(f"max_len_q={max_len_q!r}: expected a host int, at least the most new tokens of a sequence")
+    return checked(
+        Options(causal, "bottom_right", window, softcap, scale, max_len_q, None, 0.0, deterministic, return_lse)
+    )
 
 
 def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:

@@ -16,7 +16,7 @@ from typing import Any
 
 from attn_core.backends import PagedInputs
 from attn_core.flash4_operands import window, writable
-from attn_core.paged.pools_torch import pools, safe_tables
+from attn_core.paged.pools_torch import pools, query_offsets, safe_tables
 from attn_core.spec import AttentionSpec
 from attn_core.torch_rewrites import readable
 
@@ -54,17 +54,12 @@ def forward(
     Args:
         entry: flash-attn-4's ``_flash_attn_fwd``; settings: its keywords that are no tensors.
     """
-    import torch
-
     assert spec.paged is not None
     (k, v), (table, lengths) = pools(inputs), safe_tables(spec.paged, inputs)
     out, lse = (None, None) if into is None else map(writable, into)
-    queries = inputs.cu_seqlens_q
-    if queries is None:
-        queries = torch.arange(spec.q_len + 1, dtype=torch.int32, device=inputs.q.device)
     found = entry(
         *(readable(inputs.q), k, v),
-        cu_seqlens_q=queries.contiguous(),
+        cu_seqlens_q=query_offsets(spec, inputs),
         seqused_k=lengths,
         page_table=table,
         tile_mn=tile(spec),

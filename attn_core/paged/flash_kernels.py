@@ -9,7 +9,7 @@ from typing import Any
 from attn_core.backends import PagedInputs
 from attn_core.flash3_operators import Plan
 from attn_core.paged.call import one_query_each
-from attn_core.paged.pools_torch import pools, safe_tables
+from attn_core.paged.pools_torch import pools, query_offsets, safe_tables
 from attn_core.spec import AttentionSpec
 from attn_core.torch_rewrites import readable, writable
 
@@ -47,14 +47,9 @@ def flash2(
     spec: AttentionSpec, inputs: PagedInputs, into: Any, varlen_fwd: Callable[..., Any], settings: tuple[Any, ...]
 ) -> tuple[Any, Any]:
     """(out, lse). How many keys a sequence has comes from ``seqused_k``; the kernel reads no key offsets beside it."""
-    import torch
-
     assert spec.paged is not None
     (k, v), (table, lengths) = pools(inputs), safe_tables(spec.paged, inputs)
-    queries, wanted = inputs.cu_seqlens_q, None if into is None else writable(into[0])
-    if queries is None:
-        queries = torch.arange(spec.q_len + 1, dtype=torch.int32, device=inputs.q.device)
-    queries = queries.contiguous()
+    queries, wanted = query_offsets(spec, inputs), None if into is None else writable(into[0])
     offsets = (queries, queries, lengths, None, table)
     found = varlen_fwd(readable(inputs.q), k, v, wanted, *offsets, *settings, False, None)
     out, lse = found[0], found[-3]

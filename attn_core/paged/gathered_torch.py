@@ -10,6 +10,7 @@ from attn_core.backends import Inputs, PagedInputs
 from attn_core.masks import band
 from attn_core.paged.dense import dense_rows
 from attn_core.paged.kv import check_offsets, check_tables
+from attn_core.paged.pools_torch import query_offsets
 from attn_core.spec import AttentionSpec
 
 Forward = Callable[[AttentionSpec, Inputs], tuple[Any, Any]]
@@ -31,9 +32,7 @@ def _packed(spec: AttentionSpec, inputs: PagedInputs) -> tuple[AttentionSpec, In
 
     paged = spec.paged
     assert paged is not None
-    table, lengths, cu_q = inputs.block_table, inputs.seq_lens.long(), inputs.cu_seqlens_q
-    if cu_q is None:
-        cu_q = torch.arange(len(lengths) + 1, dtype=torch.int32)
+    table, lengths, cu_q = inputs.block_table, inputs.seq_lens.long(), query_offsets(spec, inputs)
     check_offsets(cu_q.numpy(), spec.q_len, spec.max_len_q)
     check_tables(paged, table.numpy(), lengths.numpy(), cu_q.numpy())
     cu_k = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
@@ -49,7 +48,7 @@ def _packed(spec: AttentionSpec, inputs: PagedInputs) -> tuple[AttentionSpec, In
 def _in_rows(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[Any, Any]:
     import torch
 
-    paged, batch = spec.paged, spec.documents or 0
+    paged = spec.paged
     assert paged is not None
     rows, device = min(spec.max_len_q or spec.q_len, spec.q_len), inputs.q.device
     lengths = inputs.seq_lens.clamp(0, paged.capacity)
@@ -60,10 +59,7 @@ def _in_rows(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[An
     k, v = (
         pool.detach()[pages].flatten(1, 2).masked_fill(~held[:, :, None, None], 0.0) for pool in (inputs.k, inputs.v)
     )
-    cu_q = inputs.cu_seqlens_q
-    if cu_q is None:
-        cu_q = torch.arange(batch + 1, dtype=torch.int32, device=device)
-    cu_q = cu_q.clamp(0, spec.q_len)
+    cu_q = query_offsets(spec, inputs).clamp(0, spec.q_len)
     count = (cu_q[1:] - cu_q[:-1]).clamp(0, rows)
     query = torch.arange(rows, device=device)
     token = (cu_q[:-1, None] + query).clamp(max=max(spec.q_len - 1, 0))  # [batch, rows]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from attn_core.backends import PagedInputs
 from attn_core.errors import ShapeError
 from attn_core.paged.kv import PagedKV
+from attn_core.spec import AttentionSpec
 from attn_core.torch_rewrites import readable
 
 
@@ -23,6 +25,15 @@ def pools(inputs: PagedInputs) -> tuple[Any, Any]:
                 f"strides {list(pool.stride())} at {pool.data_ptr() % 16} bytes from one; a pool is never copied"
             )
     return inputs.k, inputs.v
+
+
+def query_offsets(spec: AttentionSpec, inputs: PagedInputs) -> Any:
+    """int32 ``[documents + 1]``, dense: the caller's, or those of one query for each sequence."""
+    import torch
+
+    if inputs.cu_seqlens_q is None:
+        return torch.arange(spec.q_len + 1, dtype=torch.int32, device=inputs.q.device)
+    return inputs.cu_seqlens_q.contiguous()
 
 
 def safe_tables(paged: PagedKV, inputs: PagedInputs) -> tuple[Any, Any]:
@@ -47,6 +58,7 @@ def safe_tables(paged: PagedKV, inputs: PagedInputs) -> tuple[Any, Any]:
     return made, made_lengths
 
 
+@cache
 def _has_triton() -> bool:
     from importlib.util import find_spec
 

@@ -133,7 +133,7 @@ class _Room:
     """The free pages of a pool, and what requests may come to hold of them."""
 
     def __init__(self, allocator: PageAllocator, new_tokens: int) -> None:
-        self.pages, self.page_size = allocator.report().free, allocator.page_size
+        self.pages, self.page_size = allocator.free_pages, allocator.page_size
         self.new_tokens, self.common = new_tokens, 0
 
     def share(self, prompts: Sequence[Sequence[int]]) -> int:
