@@ -148,7 +148,7 @@ def test_torch_checks_its_ops() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("backend", ["flash3", "triton_splitkv", "math", None])
+@pytest.mark.parametrize("backend", ["flash3", "flash4", "triton_splitkv", "math", None])
 def test_a_cuda_graph_replays_other_lengths(backend: str | None) -> None:
     """A step is captured once; then the tables in its buffers change, and it is right."""
     calls = steps(dtype="float16")
