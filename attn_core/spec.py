@@ -46,6 +46,8 @@ class AttentionSpec:
             ``[num_heads, tokens]``; float64 for float64 inputs).
         paged: the pool that keys and values are read from, or None. The documents are then its sequences, q is packed,
             ``kv_len`` is what a row of the table can hold, and there is no gradient.
+        partial: the keys are a part of each row's, and the log-sum-exp of that part is wanted; a backward is given the
+            output and the log-sum-exp of the whole row, and returns the part's gradients. Sinks are the whole row's.
 
     Raises:
         ShapeError, DTypeError, SpecError: on values that do not describe a call.
@@ -78,6 +80,7 @@ class AttentionSpec:
     bias_gradient: bool = False
     return_lse: bool = False
     paged: PagedKV | None = None
+    partial: bool = False
 
     def __post_init__(self) -> None:
         _check_shapes(self)
@@ -228,6 +231,8 @@ def _check_choices(spec: AttentionSpec) -> None:
         raise SpecError(f"bias_dtype={spec.bias_dtype!r}: expected one of {', '.join(DTYPES)}, beside a bias_shape")
     if spec.bias_gradient and spec.bias_shape is None:
         raise SpecError("bias_gradient=True: expected a bias to take the gradient of, got none")
+    if spec.partial and (spec.sinks or spec.dropout or spec.paged is not None):
+        raise SpecError("partial: expected no sinks, no dropout and no pages: they belong to whole rows")
     if spec.paged is not None:
         _check_paged(spec, spec.paged)
 

@@ -26,6 +26,8 @@ class Support:
         paged: it takes keys and values in pages of a pool.
         deterministic: it can promise equal bits on every run.
         lse: it returns the log-sum-exp; lse_gradient: its backward takes a gradient of it.
+        partial: it can attend to a part of each row's keys: it returns the log-sum-exp, and its backward computes with
+            the output and the log-sum-exp that it is given, those of whole rows.
         portable_dropout: it drops just the weights that ``attn_core.dropout`` names, not those of its own generator.
         approximate: its numbers are not right to the precision of its dtypes (quantised inputs, say), so that it runs
             only when it is asked for by name.
@@ -55,6 +57,7 @@ class Support:
     portable_dropout: bool = False
     approximate: bool = False
     paged: bool = False
+    partial: bool = False
 
     def runs_on(self, device: str) -> bool:
         """Whether the claim covers a device such as ``"cpu"`` or ``"sm90"``."""
@@ -202,5 +205,6 @@ CHECKS: dict[str, Check] = {
     "documents": _flag("packed", lambda s: s.packed, lambda s: f"seq_info with {s.documents} packed documents"),
     "dropout": _flag("dropout", lambda s: s.dropout, lambda s: f"dropout={s.dropout}"),
     "deterministic": _flag("deterministic", lambda s: s.deterministic, lambda s: "deterministic=True"),
+    "partial": _flag("partial", lambda s: s.partial, lambda s: "a part of each row's keys"),
     "paged": _flag("paged", lambda s: s.paged, lambda s: f"keys and values in pages of {_page_size(s)}"),
 }

@@ -52,6 +52,7 @@ FORWARD = Support(
     dropout=True,
     deterministic=True,
     lse=True,
+    partial=True,
     lse_gradient=True,
     paged=True,
 )

@@ -56,6 +56,7 @@ FORWARD = Support(
     packed=True,
     deterministic=True,
     lse=True,
+    partial=True,
     lse_gradient=True,
     paged=True,
 )

@@ -51,6 +51,7 @@ FORWARD = Support(
     packed=True,
     deterministic=True,
     lse=True,
+    partial=True,
     lse_gradient=True,
     paged=True,
 )

@@ -57,6 +57,7 @@ FORWARD = Support(
     portable_dropout=True,
     deterministic=True,
     lse=True,
+    partial=True,
     lse_gradient=True,
     paged=True,
 )

@@ -38,6 +38,7 @@ FORWARD = Support(
     mask=True,
     sinks=True,
     lse=True,
+    partial=True,
     lse_gradient=True,
 )
 BACKWARD = replace(FORWARD)

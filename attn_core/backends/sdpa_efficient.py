@@ -45,6 +45,7 @@ FORWARD = Support(
     packed=True,
     deterministic=True,
     lse=True,
+    partial=True,
     lse_gradient=True,
 )
 BACKWARD = replace(FORWARD)

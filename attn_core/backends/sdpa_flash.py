@@ -37,6 +37,7 @@ FORWARD = Support(
     packed=True,
     deterministic=True,
     lse=True,
+    partial=True,
 )
 BACKWARD = replace(FORWARD)
 

@@ -41,7 +41,7 @@ def safe_tables(paged: PagedKV, inputs: PagedInputs) -> tuple[Any, Any]:
     import torch
 
     table, lengths = inputs.block_table, inputs.seq_lens
-    if not table.is_cuda or not _has_triton():
+    if not table.is_cuda or not has_triton():
         return table.clamp(0, paged.num_pages - 1), lengths.clamp(0, paged.capacity)
     from attn_core.paged import triton_tables
 
@@ -59,7 +59,8 @@ def safe_tables(paged: PagedKV, inputs: PagedInputs) -> tuple[Any, Any]:
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether Triton is installed."""
     from importlib.util import find_spec
 
     return find_spec("triton") is not None

@@ -1,0 +1,1 @@
+"""Context parallelism as plain data: who holds which positions, who computes which part, and what that costs."""

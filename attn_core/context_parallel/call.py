@@ -1,0 +1,160 @@
+"""A context-parallel call: the whole call's spec, its plan, and each of its tiles as a call on a kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from attn_core import preference
+from attn_core.backends import load
+from attn_core.context_parallel.plan import Plan, plan
+from attn_core.context_parallel.tiles import Tile, Visible
+from attn_core.errors import ShapeError, SpecError
+from attn_core.masks import band
+from attn_core.selection import Target, refusals, select
+from attn_core.spec import AttentionSpec
+
+
+@dataclass(frozen=True)
+class ContextCall:
+    """One attention call over ranks, ready to run.
+
+    Attributes:
+        spec: the whole call, as on one device.
+        plan: who computes what.
+        repeats: how often each kv head is copied before heads are exchanged, so that they divide.
+        head_groups: in how many groups of heads the call runs, one's exchange during another's computation.
+        backends: ``((spec of a tile, backend), ...)`` for every kind of tile of every rank.
+    """
+
+    spec: AttentionSpec
+    plan: Plan
+    repeats: int
+    head_groups: int
+    backends: tuple[tuple[AttentionSpec, str], ...]
+
+    def backend_of(self, tile: Tile) -> tuple[AttentionSpec, str]:
+        """(the tile as a call of its own, the backend that runs it)."""
+        spec = tile_spec(self.spec, tile, *self.heads)
+        return spec, dict(self.backends)[spec]
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """(query heads, kv heads) that a rank computes at a time: of one group, after heads were exchanged."""
+        shared = self.plan.inner * self.head_groups
+        return self.spec.num_heads // shared, self.spec.num_kv_heads * self.repeats // shared
+
+
+@lru_cache(maxsize=1024)
+def context_call(
+    spec: AttentionSpec,
+    documents: tuple[int, ...] | None,
+    strategy: str,
+    layout: str,
+    outer: int,
+    inner: int,
+    head_groups: int,
+    target: Target,
+    requested: tuple[str, ...] | None,
+) -> ContextCall:
+    """Plans a call and chooses the kernels of its tiles; the same question is answered once.
+
+    Args:
+        spec: the whole call, as on one device.
+        documents: offsets of the whole row's packed documents.
+        strategy, layout, outer, inner: see ``attn_core.context_parallel.plan.plan``.
+        requested: ``backend=`` of the call, or what ``use_backend`` asks for.
+
+    Raises:
+        SpecError: for what context parallelism does not have, and heads that cannot be shared.
+        NoBackendError: when no backend, or not the one asked for, can run a tile; the message has every reason.
+    """
+    check_spec(spec)
+    repeats = kv_repeats(spec.num_heads, spec.num_kv_heads, inner)
+    local = spec.num_kv_heads * repeats // inner
+    if head_groups < 1 or local % head_groups:
+        raise SpecError(f"head_groups={head_groups}: expected a divisor of the {local} kv heads that a rank computes")
+    edge = band(spec)
+    made = plan(
+        *(strategy, layout, outer, inner, spec.q_len, spec.kv_len),
+        Visible(edge.left, edge.right, edge.offset, documents),
+    )
+    call = ContextCall(spec, made, repeats, head_groups, ())
+    kinds = {tile_spec(spec, tile, *call.heads): None for step in made.steps for mine in step.tiles for tile in mine}
+    return replace(call, backends=_runners(tuple(kinds), target, requested))
+
+
+def check_spec(spec: AttentionSpec) -> None:
+    """Raises SpecError for an argument of ``attention`` that a row over several ranks cannot honour."""
+    for name, why in (
+        ("mask_shape", "it would have to be cut for every rank; use causal, window and seq_info"),
+        ("bias_shape", "it would have to be cut for every rank"),
+        ("alibi_shape", "its distances would need every rank's positions"),
+    ):
+        if getattr(spec, name) is not None:
+            raise SpecError(f"{name.removesuffix('_shape')}: expected none in context parallelism, {why}")
+    if spec.dropout:
+        raise SpecError(
+            f"dropout={spec.dropout}: expected 0 in context parallelism; which weights drop would depend on the rank"
+        )
+
+
+def kv_repeats(num_heads: int, num_kv_heads: int, inner: int) -> int:
+    """How often each kv head must be copied for ``inner`` ranks to share heads evenly; 1 where they divide.
+
+    Raises:
+        ShapeError: where no number of copies does it.
+    """
+    repeats = inner // math.gcd(num_kv_heads, inner)
+    if num_heads % num_kv_heads == 0 and (num_heads // num_kv_heads) % repeats == 0:
+        return repeats
+    raise ShapeError(
+        f"q: expected heads that {inner} ranks can share, got {num_heads} heads over {num_kv_heads} kv heads; "
+        "take another number of ranks for heads, or strategy='ring' or 'all_gather'"
+    )
+
+
+def tile_spec(spec: AttentionSpec, tile: Tile, num_heads: int, num_kv_heads: int) -> AttentionSpec:
+    """A tile as a call of its own: dense where it has one segment, packed where it has several."""
+    several = len(tile.segments) > 1
+    lengths = {
+        "documents": len(tile.segments) if several else None,
+        "max_len_q": max(segment.q_len for segment in tile.segments) if several else None,
+        "max_len_k": max(segment.k_len for segment in tile.segments) if several else None,
+    }
+    window: tuple[int | None, int | None] = (tile.left, None if tile.causal else tile.right)
+    return AttentionSpec(
+        batch=spec.batch,
+        q_len=tile.q_len,
+        kv_len=tile.k_len,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=spec.head_dim,
+        value_dim=spec.value_dim,
+        dtype=spec.dtype,
+        causal=tile.causal,
+        window=window,
+        softcap=spec.softcap,
+        scale=spec.scale,
+        deterministic=spec.deterministic,
+        needs_backward=spec.needs_backward,
+        return_lse=spec.return_lse,
+        partial=True,
+        **lengths,  # type: ignore[arg-type]
+    )
+
+
+def _runners(
+    specs: Sequence[AttentionSpec], target: Target, requested: tuple[str, ...] | None
+) -> tuple[tuple[AttentionSpec, str], ...]:
+    """One backend for all tiles where one can run them all, so that they are computed alike; else each its best."""
+    if not specs:
+        return ()
+    largest = max(specs, key=lambda spec: spec.q_len * spec.kv_len)
+    names = requested or preference.order(largest, target.framework, target.device)
+    for name in names:
+        if load(name, target.kind) is not None and not any(refusals(name, spec, target) for spec in specs):
+            return tuple((spec, name) for spec in specs)
+    return tuple((spec, select(spec, target, requested).backend or "") for spec in specs)

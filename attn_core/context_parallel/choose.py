@@ -1,0 +1,239 @@
+"""choose: which strategy exchanges keys and values, what each would cost, and every reason why some cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from attn_core.context_parallel.call import check_spec, kv_repeats
+from attn_core.context_parallel.cost import Estimate, estimate
+from attn_core.context_parallel.layout import LAYOUTS
+from attn_core.context_parallel.machine import GIB, Constants
+from attn_core.context_parallel.plan import Plan, plan
+from attn_core.context_parallel.tiles import Visible
+from attn_core.errors import ShapeError, SpecError
+from attn_core.masks import band
+from attn_core.spec import AttentionSpec
+
+Axes = tuple[int] | tuple[int, int]
+"""The ranks of one axis; or of two, (outer, inner), of which the inner one's exchange heads."""
+
+CANDIDATES = {1: ("all_gather", "ulysses", "ring"), 2: ("all_gather", "ring")}
+"""By the number of axes: the strategies, of two that wait equally long the earlier is taken. On two axes the outer's."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy: what it costs, and every reason why it cannot be taken.
+
+    Attributes:
+        estimate: None where its heads cannot be shared.
+    """
+
+    strategy: str
+    refusals: tuple[str, ...]
+    estimate: Estimate | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The answer to "how do ranks share this call, and why": ``str(choice)`` is the explanation.
+
+    Attributes:
+        spec, layout, axes, constants, memory: the question; memory is the bytes that a rank may use, None any.
+        requested: the strategy that the caller named, or None.
+        strategy: the chosen one, or None.
+        candidates: all strategies, in order.
+    """
+
+    spec: AttentionSpec
+    layout: str
+    axes: Axes
+    constants: Constants
+    memory: float | None
+    requested: str | None
+    strategy: str | None
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """What the chosen strategy costs."""
+        return next((one.estimate for one in self.candidates if one.strategy == self.strategy), None)
+
+    def reasons(self, strategy: str) -> tuple[str, ...]:
+        """Why a strategy cannot be taken; empty when it can."""
+        return next((one.refusals for one in self.candidates if one.strategy == strategy), ())
+
+    def __str__(self) -> str:
+        ranks = " x ".join(map(str, self.axes))
+        lines = [f"context parallelism over {ranks} ranks, {self.layout}: {self.spec}"]
+        width = max(len(self._name(one.strategy)) for one in self.candidates)
+        for one in self.candidates:
+            said = "refused: " + "; ".join(one.refusals) if one.refusals else str(one.estimate)
+            chosen = "selected: " if one.strategy == self.strategy else ""
+            lines.append(f"  {self._name(one.strategy):<{width}}  {chosen}{said}")
+        memory = "" if self.memory is None else f"; {self.memory / GIB:.2f} GiB may be used on a rank"
+        return "\n".join([*lines, f"  (estimates by the figures of {self.constants.device_name}{memory})"])
+
+    def _name(self, strategy: str) -> str:
+        return strategy if len(self.axes) == 1 else f"{strategy} x ulysses"
+
+
+class NoStrategyError(NotImplementedError):
+    """No strategy, or not the one that was asked for, can run the call. ``error.choice`` has every reason."""
+
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
+        lead = "no strategy can share this call"
+        if choice.requested:
+            lead = f"strategy={choice.requested!r} cannot share this call, and one asked for by name never falls back"
+        super().__init__(f"{lead}\n{choice}")
+
+    def __reduce__(self) -> tuple[type[NoStrategyError], tuple[Choice]]:  # so that it can leave a worker process
+        return NoStrategyError, (self.choice,)
+
+
+def choose(
+    spec: AttentionSpec,
+    documents: tuple[int, ...] | None,
+    layout: str,
+    axes: Axes,
+    constants: Constants,
+    memory: float | None = None,
+    strategy: str | None = None,
+) -> Choice:
+    """The strategy whose estimate waits least, among those that can run the call; pure, and each question answered once.
+
+    Args:
+        spec: the whole call, as on one device.
+        documents: offsets of the whole row's packed documents.
+        layout: one of ``attn_core.context_parallel.layout.LAYOUTS``.
+        axes: ``(ranks,)`` or ``(outer, inner)``.
+        constants: of the machine, ``Constants.of(device)``.
+        memory: bytes that the call may use on a rank, its inputs and results included; None for any.
+        strategy: None to choose; a name, which is then taken or refused.
+
+    Raises:
+        NoStrategyError: when none can, with every reason.
+        SpecError: for what context parallelism does not have, and names that nobody knows.
+    """
+    choice = explain_choice(spec, documents, layout, axes, constants, memory, strategy)
+    if choice.strategy is None:
+        raise NoStrategyError(choice)
+    return choice
+
+
+@lru_cache(maxsize=1024)
+def explain_choice(
+    spec: AttentionSpec,
+    documents: tuple[int, ...] | None,
+    layout: str,
+    axes: Axes,
+    constants: Constants,
+    memory: float | None = None,
+    strategy: str | None = None,
+) -> Choice:
+    """The Choice of a call, whether or not any strategy can run it; see ``choose``."""
+    check_spec(spec)
+    names = _names(axes, layout)
+    if strategy is not None and strategy not in names:
+        raise SpecError(f"strategy={strategy!r}: expected one of {', '.join(names)} on {len(axes)} axes, or None")
+    candidates = tuple(_candidate(spec, documents, name, layout, axes, constants, memory) for name in names)
+    able = [(one.estimate.seconds, one.strategy) for one in candidates if one.estimate and not one.refusals]
+    able = [(seconds, name) for seconds, name in able if strategy in (None, name)]
+    chosen = min(able, key=lambda one: one[0])[1] if able else None
+    return Choice(spec, layout, axes, constants, memory, strategy, chosen, candidates)
+
+
+def plan_of(spec: AttentionSpec, documents: tuple[int, ...] | None, strategy: str, layout: str, axes: Axes) -> Plan:
+    """The plan of a strategy on axes as a caller names them."""
+    outer, inner = axes if len(axes) == 2 else (1, *axes) if strategy == "ulysses" else (*axes, 1)
+    edge = band(spec)
+    visible = Visible(edge.left, edge.right, edge.offset, documents)
+    return plan(strategy, layout, outer, inner, spec.q_len, spec.kv_len, visible)
+
+
+def _names(axes: Axes, layout: str) -> tuple[str, ...]:
+    if len(axes) not in CANDIDATES or any(size < 1 for size in axes):
+        raise SpecError(f"axes={axes}: expected (ranks,) or (outer, inner), each of at least one rank")
+    if layout not in LAYOUTS:
+        raise SpecError(f"layout={layout!r}: expected one of {', '.join(LAYOUTS)}")
+    return CANDIDATES[len(axes)]
+
+
+def _candidate(
+    spec: AttentionSpec,
+    documents: tuple[int, ...] | None,
+    strategy: str,
+    layout: str,
+    axes: Axes,
+    constants: Constants,
+    memory: float | None,
+) -> Candidate:
+    inner = axes[-1] if len(axes) == 2 or strategy == "ulysses" else 1
+    try:
+        kv_repeats(spec.num_heads, spec.num_kv_heads, inner)
+    except ShapeError as error:
+        return Candidate(strategy, (str(error),), None)
+    found = estimate(spec, plan_of(spec, documents, strategy, layout, axes), constants)
+    refusals = ()
+    if memory is not None and found.peak > memory:
+        refusals = (f"memory: {found.peak / GIB:.2f} GiB a rank, more than the {memory / GIB:.2f} GiB it may use",)
+    return Candidate(strategy, refusals, found)
+
+
+@dataclass(frozen=True)
+class Projection:
+    """What the cost model says of a call over more ranks than were measured.
+
+    Attributes:
+        axes, strategy: over which ranks, and how.
+        estimate: what it costs there.
+        alone: what the whole row would cost on one of the ranks, if it had the memory.
+    """
+
+    axes: Axes
+    strategy: str
+    estimate: Estimate
+    alone: Estimate
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return self.axes[0] * (self.axes[1] if len(self.axes) == 2 else 1)
+
+    @property
+    def efficiency(self) -> tuple[float, float]:
+        """``E = T_1 / (P T_P)`` of a forward, and of forward + backward."""
+        forward = self.alone.forward.seconds / (self.world * self.estimate.forward.seconds)
+        return forward, self.alone.both / (self.world * self.estimate.both)
+
+
+def project(
+    spec: AttentionSpec,
+    worlds: Iterable[Axes],
+    constants: Constants,
+    layout: str = "zigzag",
+    strategy: str | None = None,
+    memory: float | None = None,
+) -> tuple[Projection, ...]:
+    """Estimates for rows that grow with the number of ranks. A projection: nothing of it is measured.
+
+    Args:
+        spec: the call with one rank's part of the row as its lengths.
+        worlds: the axes of each projection, see ``choose``.
+        strategy: None to choose for each.
+
+    Raises:
+        NoStrategyError: where no strategy can run one.
+    """
+    found = []
+    for axes in worlds:
+        ranks = axes[0] * (axes[1] if len(axes) == 2 else 1)
+        whole = replace(spec, q_len=spec.q_len * ranks, kv_len=spec.kv_len * ranks)
+        choice = choose(whole, None, layout, axes, constants, memory, strategy)
+        alone = estimate(whole, plan_of(whole, None, "all_gather", "contiguous", (1,)), constants)
+        assert choice.strategy is not None and choice.estimate is not None
+        found.append(Projection(axes, choice.strategy, choice.estimate, alone))
+    return tuple(found)

@@ -1,0 +1,34 @@
+"""Partial attentions of the same queries made one, in torch: by their log-sum-exp, in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attn_core.paged.pools_torch import has_triton
+
+
+def merge(out: Any, lse: Any, part_out: Any, part_lse: Any) -> None:
+    """Adds a part's keys to ``out`` and ``lse``, which are changed.
+
+    With l the larger of both log-sum-exp (0 where both are -inf) and z = e^(lse - l) + e^(part_lse - l): the new
+    log-sum-exp is l + log z, the part's weight w = e^(part_lse - l) / z, and out moves by w (part_out - out). A row
+    that has seen nothing, or sees nothing of the part, needs no case of its own. (Dao et al. 2022; Liu et al. 2023.)
+
+    Args:
+        out: ``[batch, rows, heads, value_dim]``, float32 or float64; lse: ``[batch, heads, rows]``, of the same dtype.
+        part_out, part_lse: the same shapes; part_out of any dtype.
+    """
+    import torch
+
+    if out.is_cuda and out.dtype == torch.float32 and has_triton():
+        from attn_core.context_parallel.merge_triton import merge as merge_on_gpu
+
+        merge_on_gpu(out, lse, part_out, part_lse)
+        return
+    larger = torch.maximum(lse, part_lse)
+    larger = larger.masked_fill(larger == -torch.inf, 0.0)
+    mine, its = (lse - larger).exp_(), (part_lse - larger).exp_()
+    total = mine.add_(its)
+    weight = torch.where(total == 0, 0.0, its / total)
+    lse.copy_(larger + total.log_())
+    out.add_((part_out - out).mul_(weight.transpose(1, 2)[..., None]))

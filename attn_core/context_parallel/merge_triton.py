@@ -1,0 +1,78 @@
+"""``merge_torch.merge`` as one Triton kernel: every tensor is read once, and the result written once.
+
+This module imports triton; what imports it does so when it runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+ROWS = 32
+
+
+@triton.jit
+def _merge(
+    out,
+    lse,
+    part_out,
+    part_lse,
+    rows,
+    heads,
+    out_batch,
+    out_row,
+    out_head,
+    lse_batch,
+    lse_head,
+    lse_row,
+    part_batch,
+    part_row,
+    part_head,
+    part_lse_batch,
+    part_lse_head,
+    part_lse_row,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """ROWS rows of one head; WIDE: a power of two that holds DIM. Strides are counted in 64 bits."""
+    batch = (tl.program_id(1) // heads).to(tl.int64)
+    head = (tl.program_id(1) % heads).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    of_lse = lse + batch * lse_batch + head * lse_head + row * lse_row
+    old = tl.load(of_lse, mask=inside, other=0.0)
+    new = tl.load(part_lse + batch * part_lse_batch + head * part_lse_head + row * part_lse_row, mask=inside, other=0.0)
+    larger = tl.maximum(old, new)
+    larger = tl.where(larger == -float("inf"), 0.0, larger)
+    its = tl.exp(new - larger)
+    total = tl.exp(old - larger) + its
+    weight = tl.where(total == 0.0, 0.0, its / total)
+    tl.store(of_lse, larger + tl.log(total), mask=inside)
+    channel = tl.arange(0, WIDE)
+    held = inside[:, None] & (channel < DIM)[None, :]
+    of_out = out + batch * out_batch + head * out_head + row[:, None] * out_row + channel[None, :]
+    of_part = part_out + batch * part_batch + head * part_head + row[:, None] * part_row + channel[None, :]
+    before = tl.load(of_out, mask=held, other=0.0)
+    part = tl.load(of_part, mask=held, other=0.0).to(tl.float32)
+    tl.store(of_out, before + weight[:, None] * (part - before), mask=held)
+
+
+def merge(out: Any, lse: Any, part_out: Any, part_lse: Any) -> None:
+    """As ``merge_torch.merge``, for float32 ``out`` on a GPU with dense channels."""
+    part_out = part_out if part_out.stride(-1) == 1 else part_out.contiguous()
+    batch, rows, heads, dim = out.shape
+    if not out.numel():
+        return
+    _merge[(triton.cdiv(rows, ROWS), batch * heads)](
+        *(out, lse, part_out, part_lse, rows, heads),
+        *(out.stride(0), out.stride(1), out.stride(2)),
+        *(lse.stride(0), lse.stride(1), lse.stride(2)),
+        *(part_out.stride(0), part_out.stride(1), part_out.stride(2)),
+        *(part_lse.stride(0), part_lse.stride(1), part_lse.stride(2)),
+        DIM=dim,
+        WIDE=triton.next_power_of_2(dim),
+        ROWS=ROWS,
+    )

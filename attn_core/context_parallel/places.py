@@ -1,0 +1,69 @@
+"""Places as index arrays: how shards are cut from a row and put together again, and how blocks are ordered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from attn_core.context_parallel.layout import Block, Layout, Run
+
+
+def positions(runs: Sequence[Run]) -> np.ndarray:
+    """The positions of runs, place by place, int64."""
+    parts = [run.start + run.stride * np.arange(run.count) for run in runs]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+@lru_cache(maxsize=64)
+def of_shards(layout: Layout) -> np.ndarray:
+    """int64 ``[world, shard]``: the position at every place of every rank; ``layout.length`` where there is none."""
+    found = np.full((layout.world, layout.shard), layout.length, np.int64)
+    for rank, runs in enumerate(layout.runs):
+        held = positions(runs)
+        found[rank, : len(held)] = held
+    return found
+
+
+@lru_cache(maxsize=64)
+def in_order(layout: Layout) -> np.ndarray:
+    """int64 ``[length]``: the place of every position among all ranks' shards end to end."""
+    found = np.zeros(layout.length + 1, np.int64)
+    flat = of_shards(layout).ravel()
+    found[flat] = np.arange(len(flat))
+    return found[: layout.length]
+
+
+@lru_cache(maxsize=256)
+def order(layout: Layout, block: Block) -> np.ndarray:
+    """int64 ``[block.count]``: where a block's positions lie in its ranks' shards, end to end in the order of ranks."""
+    start = {rank: at * layout.shard for at, rank in enumerate(block.ranks)}
+    places = in_order(layout)[positions(block.runs)]
+    rank, place = places // layout.shard, places % layout.shard
+    first = np.zeros(layout.world, np.int64)
+    for name, at in start.items():
+        first[name] = at
+    return first[rank] + place
+
+
+@lru_cache(maxsize=256)
+def in_blocks(blocks: tuple[Block, ...], size: int, wanted: Block) -> np.ndarray:
+    """int64 ``[wanted.count]``: where its positions lie in blocks end to end, each in ``size`` places."""
+    held = [positions(block.runs) for block in blocks]
+    found = np.zeros(max((int(part.max()) + 1 for part in held if len(part)), default=0), np.int64)
+    for at, part in enumerate(held):
+        found[part] = at * size + np.arange(len(part))
+    return found[positions(wanted.runs)]
+
+
+def slices(index: np.ndarray, limit: int = 64) -> list[tuple[int, int]] | None:
+    """An index array as ``[start, stop)`` of neighbours, where that takes no more than ``limit`` of them; else None."""
+    if not len(index):
+        return []
+    breaks = np.flatnonzero(np.diff(index) != 1) + 1
+    if len(breaks) >= limit:
+        return None
+    starts = np.concatenate([[0], breaks])
+    stops = np.concatenate([breaks, [len(index)]])
+    return [(int(index[start]), int(index[stop - 1]) + 1) for start, stop in zip(starts, stops, strict=True)]

@@ -1,0 +1,150 @@
+"""Plan: who computes what of an attention call whose row is spread over ranks, step by step, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from attn_core.context_parallel import layout as layouts
+from attn_core.context_parallel.layout import Block, Layout
+from attn_core.context_parallel.tiles import Tile, Visible, tiles
+from attn_core.errors import SpecError
+
+STRATEGIES = ("all_gather", "ring", "ulysses")
+"""How ranks exchange keys and values: everybody gets all of them; they travel from rank to rank; or heads are exchanged
+for positions. On two axes the first two are the outer one's, with "ulysses" inside."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Attention of every part's queries to one block of keys and values.
+
+    Attributes:
+        shift: in a ring, how far the block has come: part p computes with the block of part ``(p - shift) % parts``.
+            0 where everybody has everything.
+        tiles: for each part the calls that it makes; empty for one that sees nothing of the block.
+    """
+
+    shift: int
+    tiles: tuple[tuple[Tile, ...], ...]
+
+    @property
+    def pairs(self) -> tuple[int, ...]:
+        """The (query, key) pairs that each part computes."""
+        return tuple(sum(tile.pairs for tile in mine) for mine in self.tiles)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One attention call over ranks. Rank ``part * inner + i`` is the i-th of a part, whose ranks exchange heads.
+
+    Attributes:
+        strategy: of the outer axis, one of STRATEGIES; "ulysses" where there is no outer axis.
+        outer, inner: how many parts the row has; how many ranks share a part by heads.
+        q_layout, k_layout: what each rank holds of the queries, and of the keys and values.
+        q_blocks, k_blocks: what each part works on once its ranks have exchanged heads.
+        gathered: all keys, where everybody gets them; else None.
+        steps: in order; those in which nobody sees anything are left out.
+    """
+
+    strategy: str
+    outer: int
+    inner: int
+    q_layout: Layout
+    k_layout: Layout
+    q_blocks: tuple[Block, ...]
+    k_blocks: tuple[Block, ...]
+    gathered: Block | None
+    steps: tuple[Step, ...]
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return self.outer * self.inner
+
+    @property
+    def pairs(self) -> tuple[int, ...]:
+        """The (query, key) pairs that each part computes, per head."""
+        return tuple(map(sum, zip(*(step.pairs for step in self.steps), strict=True))) or (0,) * self.outer
+
+    @property
+    def balance(self) -> float:
+        """The mean work of the parts over that of the busiest; 1 is even, and bounds the efficiency."""
+        pairs = self.pairs
+        return sum(pairs) / (len(pairs) * max(pairs)) if max(pairs) else 1.0
+
+    @property
+    def critical_pairs(self) -> int:
+        """The pairs that one waits for where parts go step by step together: each step's busiest part, summed."""
+        return sum(max(step.pairs) for step in self.steps)
+
+
+@lru_cache(maxsize=256)
+def plan(
+    strategy: str,
+    layout: str,
+    outer: int,
+    inner: int,
+    q_len: int,
+    kv_len: int,
+    visible: Visible,
+) -> Plan:
+    """The plan of a call.
+
+    Args:
+        strategy: one of STRATEGIES: of the outer axis; "ulysses" needs ``outer`` 1.
+        layout: ``"contiguous"``, ``"zigzag"`` or ``"striped"``, see ``attn_core.context_parallel.layout``.
+        outer, inner: the sizes of the two axes; inner ranks exchange heads.
+        q_len, kv_len: of the whole row; packed documents have one length for both.
+
+    Raises:
+        SpecError: for an unknown strategy or layout, or sizes that do not go together.
+        ShapeError: for offsets of documents that do not fill the row.
+    """
+    if strategy not in STRATEGIES:
+        raise SpecError(f"strategy={strategy!r}: expected one of {', '.join(STRATEGIES)}")
+    if strategy == "ulysses" and outer != 1:
+        raise SpecError(f"strategy='ulysses': expected all {outer * inner} ranks on its axis, got {outer} x {inner}")
+    if visible.documents is not None and q_len != kv_len:
+        raise SpecError(f"seq_info: expected as many queries as keys of every document, got {q_len} and {kv_len}")
+    if visible.documents is not None:
+        layouts.check_documents(visible.documents, q_len)
+    per_document = visible.documents if layout == "zigzag" else None
+    q_layout = layouts.layout(layout, q_len, outer, inner, per_document)
+    k_layout = q_layout if q_len == kv_len else layouts.layout(layout, kv_len, outer, inner)
+    members = [tuple(range(part * inner, (part + 1) * inner)) for part in range(outer)]
+    q_blocks = tuple(layouts.block(q_layout, ranks) for ranks in members)
+    k_blocks = tuple(layouts.block(k_layout, ranks) for ranks in members)
+    if strategy == "ring":
+        gathered, steps = None, _ring(q_blocks, k_blocks, visible)
+    else:
+        gathered = _together(k_layout, k_blocks)
+        steps = _kept([Step(0, tuple(tiles(block.runs, gathered.runs, visible) for block in q_blocks))])
+    return Plan(strategy, outer, inner, q_layout, k_layout, q_blocks, k_blocks, gathered, steps)
+
+
+def _together(layout: Layout, blocks: Sequence[Block]) -> Block:
+    """All keys in the order of positions; stripes stay apart, so that a stripe of queries sees a band of each."""
+    if layout.kind == "striped":
+        return Block(tuple(run for block in blocks for run in block.runs), tuple(range(layout.world)))
+    return layouts.block(layout, range(layout.world))
+
+
+def _ring(q_blocks: Sequence[Block], k_blocks: Sequence[Block], visible: Visible) -> tuple[Step, ...]:
+    parts = len(q_blocks)
+    return _kept(
+        [
+            Step(
+                shift,
+                tuple(
+                    tiles(q_blocks[part].runs, k_blocks[(part - shift) % parts].runs, visible) for part in range(parts)
+                ),
+            )
+            for shift in range(parts)
+        ]
+    )
+
+
+def _kept(steps: Sequence[Step]) -> tuple[Step, ...]:
+    return tuple(step for step in steps if any(step.tiles))

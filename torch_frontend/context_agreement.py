@@ -1,0 +1,52 @@
+"""Whether all ranks of a group make the same call: asked the first time that a rank makes a call of its kind."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from attn_core.errors import SpecError
+from torch_frontend.context_exchange import Axis
+
+
+def agree(asked: Any, *axes: Axis) -> None:
+    """Compares a call of a new kind over each axis of ranks; a call that was compared costs nothing.
+
+    Raises:
+        SpecError: on every rank, where they differ; it tells what each of them calls.
+    """
+    for axis in axes:
+        if axis.size > 1:
+            _compared(_told(asked), str(asked.device), axis)
+
+
+def _told(asked: Any) -> str:
+    """What has to be the same everywhere, in words; process groups have names of their own on every rank."""
+    shapes = " ".join(f"{name} {list(shape)}" for name, shape in zip("qkv", asked.shapes, strict=True))
+    ranks, options = asked.ranks, asked.options
+    documents = "" if asked.documents is None else f" documents {asked.documents}"
+    sinks = "" if asked.sinks is None else " sinks"
+    return (
+        f"{shapes}{sinks} {asked.dtype}, length {ranks.q_len}/{ranks.kv_len}, strategy {ranks.strategy}, layout "
+        f"{ranks.layout}, head_groups {ranks.head_groups}, {options}{documents}, gradients {asked.needs_backward}, "
+        f"backend {asked.requested}"
+    )
+
+
+@lru_cache(maxsize=4096)
+def _compared(told: str, device: str, axis: Axis) -> None:
+    group = dist.distributed_c10d._resolve_process_group(axis.name)  # type: ignore[arg-type, unused-ignore]
+    digest = hashlib.sha256(told.encode()).digest()
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device)
+    found = torch.ops._c10d_functional.all_gather_into_tensor(mine, axis.size, axis.name)
+    everyone = torch.ops._c10d_functional.wait_tensor(found).view(axis.size, -1).cpu()
+    if bool((everyone == everyone[0]).all()):
+        return
+    texts: list[Any] = [None] * axis.size
+    dist.all_gather_object(texts, told, group=group)
+    lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
+    raise SpecError(f"context_parallel_attention: expected the same call on every rank, got\n{lines}")

@@ -1,0 +1,57 @@
+"""DTensors in context parallelism: their local parts go in, and what comes out is sharded alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from attn_core.errors import SpecError
+
+
+def local(tensors: Sequence[Any], mesh: DeviceMesh) -> tuple[Any, ...]:
+    """The tensors, DTensors as what this rank holds of them.
+
+    Raises:
+        SpecError: for a DTensor that is not sharded on its positions over all axes of ``mesh``, or is split otherwise
+            than by batch and heads over other axes.
+    """
+    if not any(isinstance(tensor, DTensor) for tensor in tensors):
+        return tuple(tensors)
+    return tuple(_local(name, tensor, mesh) for name, tensor in zip("qkv", tensors, strict=True))
+
+
+def _local(name: str, tensor: Any, mesh: DeviceMesh) -> Any:
+    if not isinstance(tensor, DTensor):
+        raise SpecError(f"{name}: expected a DTensor, as the others of q, k and v are")
+    axes = tensor.device_mesh.mesh_dim_names or ()
+    of_row = mesh.mesh_dim_names or ()
+    positions = tensor.dim() - 3
+    for axis, placement in zip(axes, tensor.placements, strict=True):
+        on_row = isinstance(placement, Shard) and placement.dim == positions
+        if on_row != (axis in of_row):
+            wanted = f"Shard({positions}), the positions" if axis in of_row else "positions that are not split"
+            raise SpecError(f"{name}: expected {wanted}, over mesh axis {axis!r}, got {placement}")
+        if not isinstance(placement, (Shard, Replicate)):
+            raise SpecError(f"{name}: expected whole numbers over mesh axis {axis!r}, got {placement}")
+    if not set(of_row) <= set(axes):
+        raise SpecError(f"{name}: expected a DTensor over the axes {of_row} of mesh, got one over {axes}")
+    return tensor.to_local()
+
+
+def wrapped(out: torch.Tensor, like: Any, mesh: DeviceMesh) -> Any:
+    """The output as a DTensor where q is one: sharded as q is."""
+    if not isinstance(like, DTensor):
+        return out
+    shape = (*like.shape[:-1], out.shape[-1])
+    return DTensor.from_local(out, like.device_mesh, like.placements, shape=torch.Size(shape), stride=_strides(shape))
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides))

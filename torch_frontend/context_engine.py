@@ -1,0 +1,229 @@
+"""The forward and the backward of one rank's part of a context-parallel call, exchanges included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from attn_core.backends import Inputs
+from attn_core.context_parallel.merge_torch import merge
+from torch_frontend import context_exchange as exchange
+from torch_frontend.context_exchange import Axis
+from torch_frontend.context_program import Program, Run
+
+Tensor = torch.Tensor
+
+
+class Work(NamedTuple):
+    """A prepared call and the two axes of its ranks."""
+
+    program: Program
+    outer: Axis
+    inner: Axis
+
+
+class Saved(NamedTuple):
+    """What a group's backward needs of its forward, as the kernels saw it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def forward(work: Work, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[list[Tensor], list[Saved]]:
+    """(out ``[batch, shard, heads, value_dim]`` and, where it is asked for, lse ``[batch, heads, shard]``; residuals).
+
+    Shards are ``[batch, shard, heads, dim]``.
+    """
+    spec, groups = work.program.call.spec, work.program.call.head_groups
+    arriving = (_exchanged(work, q, k, v, group) for group in range(groups))
+    saved, returns = [], []
+    for group, (mine, keys) in one_ahead(arriving):
+        out, lse = _attend(work, mine, keys)
+        if sinks is not None:
+            out, lse = _with_sinks(work, out, lse, of_heads(work, sinks, group))
+        q_rows, k_rows, v_rows = mine
+        saved.append(Saved(q_rows, k_rows, v_rows, out, lse))
+        returns.append(_returned(work, out, lse if spec.return_lse else None))
+    found = [of_all_heads(list(each)) for each in zip(*(wait() for wait in returns), strict=True)]
+    if spec.return_lse:
+        rank = work.outer.rank * work.inner.size + work.inner.rank
+        found[1] = found[1][..., 0].transpose(1, 2)  # [batch, shard, heads, 1] -> [batch, heads, shard]
+        found[1][:, :, work.program.call.plan.q_layout.held(rank) :] = -torch.inf
+    return found, saved
+
+
+def of_all_heads(groups: list[Tensor]) -> Tensor:
+    """``[batch, shard, ranks, heads of a group, dim]`` of every group as ``[batch, shard, heads, dim]``."""
+    return (torch.cat(groups, 3) if len(groups) > 1 else groups[0]).flatten(2, 3)
+
+
+def one_ahead(makers: Iterator[Callable[[], object]]) -> Iterator:
+    """Results of what waits for exchanges, each exchange started before the one before it is waited for."""
+    ahead = next(makers, None)
+    group = 0
+    while ahead is not None:
+        following = next(makers, None)
+        yield group, ahead()
+        ahead, group = following, group + 1
+
+
+def _exchanged(work: Work, q: Tensor, k: Tensor, v: Tensor, group: int) -> Callable[[], tuple[list[Tensor], Keys]]:
+    """Starts a group's exchanges; what waits for (q, k, v of this rank's block) and for the keys it attends to."""
+    tensors = [group_of(work, tensor, group, kv=at > 0) for at, tensor in enumerate((q, k, v))]
+    if work.inner.size == 1:
+        keys = keys_of(work, tensors[1:])
+        return lambda: (tensors, keys)
+    received = exchange.heads_to_positions(work.inner, [by_rank(work, tensor) for tensor in tensors])
+
+    def wait() -> tuple[list[Tensor], Keys]:
+        whole, held = received(), (work.program.q_held, work.program.k_held, work.program.k_held)
+        mine = [places.of(tensor) for places, tensor in zip(held, whole, strict=True)]
+        return mine, keys_of(work, mine[1:])
+
+    return wait
+
+
+def group_of(work: Work, tensor: Tensor, group: int, *, kv: bool) -> Tensor:
+    """The heads of one group, kv heads with their copies: ``[batch, shard, heads, dim]``."""
+    call = work.program.call
+    if kv and call.repeats > 1:
+        tensor = tensor.repeat_interleave(call.repeats, 2)
+    if call.head_groups == 1:
+        return tensor
+    return tensor.unflatten(2, (work.inner.size, call.head_groups, -1))[:, :, :, group].flatten(2, 3)
+
+
+def by_rank(work: Work, tensor: Tensor) -> Tensor:
+    return tensor.unflatten(2, (work.inner.size, -1))
+
+
+def of_heads(work: Work, vector: Tensor, group: int) -> Tensor:
+    """The entries ``[heads]`` of the heads that this rank computes in a group."""
+    return vector.unflatten(0, (work.inner.size, work.program.call.head_groups, -1))[work.inner.rank, group]
+
+
+class Keys(NamedTuple):
+    """Where a group's keys and values come from, block by block.
+
+    Attributes:
+        wait: for (k, v) of the first block; every one of a row that is gathered.
+        shapes: of k and v of a block; buffer: where they travel together, in a ring.
+    """
+
+    wait: Callable[[], Sequence[Tensor]]
+    shapes: tuple[torch.Size, torch.Size] | None = None
+
+
+def keys_of(work: Work, tensors: Sequence[Tensor]) -> Keys:
+    program = work.program
+    if work.outer.size == 1:
+        return Keys(lambda: tensors)
+    blocks = [_padded(tensor, program.k_size) for tensor in tensors]
+    if program.call.plan.strategy == "ring":
+        k, v = (block.shape for block in blocks)
+        return Keys(lambda: [exchange.flat(blocks)], (k, v))
+    received = exchange.gather(work.outer, blocks)
+    places = program.gathered
+    assert places is not None
+    # [parts, batch, size, heads, dim] -> [batch, parts * size, heads, dim], in the order of positions
+    return Keys(lambda: [places.of(part.transpose(0, 1).flatten(1, 2)) for part in received()])
+
+
+def _padded(tensor: Tensor, size: int) -> Tensor:
+    lacking = size - tensor.shape[1]
+    return torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, lacking)) if lacking else tensor
+
+
+def blocks(work: Work, keys: Keys) -> Iterator[tuple[int, tuple[Run, ...], Sequence[Tensor]]]:
+    """Every step: how far its block has come, what this rank does with it, and the block; the next one under way."""
+    steps = work.program.steps
+    if keys.shapes is None:
+        block = keys.wait() if steps else ()
+        yield from ((shift, runs, block) for shift, runs in steps)
+        return
+    (buffer,) = keys.wait()
+    waiting: Callable[[], Tensor] = exchange.hop(work.outer, buffer, steps[0][0]) if steps else lambda: buffer
+    for at, (shift, runs) in enumerate(steps):
+        buffer = waiting()
+        if at + 1 < len(steps):
+            waiting = exchange.hop(work.outer, buffer, steps[at + 1][0] - shift)
+        yield shift, runs, exchange.parts_of(buffer, keys.shapes)
+
+
+def _attend(work: Work, mine: Sequence[Tensor], keys: Keys) -> tuple[Tensor, Tensor]:
+    """(out ``[batch, places, heads, value_dim]``, lse ``[batch, heads, places]``) of a group over all blocks."""
+    program, q, v = work.program, mine[0], mine[2]
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    batch, rows, heads = q.shape[:3]
+    shape = (batch, rows, heads, v.shape[3])
+    out = q.new_zeros(shape) if program.alone else q.new_zeros(shape, dtype=wide)
+    lse = q.new_full((batch, heads, rows), -torch.inf, dtype=wide)
+    for _, runs, (k, v) in blocks(work, keys):
+        for run in runs:
+            part = run.made.forward(run.made.spec, inputs_of(run, q, k, v))
+            part_out, part_lse = (tensor[None] for tensor in part) if run.made.spec.packed else part
+            if run.first:
+                run.q.put(out, part_out)
+                run.q.put(lse, part_lse, 2)
+            else:
+                _merge(run, out, lse, part_out, part_lse)
+    return out.to(q.dtype), lse
+
+
+def _merge(run: Run, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    before, before_lse = run.q.of(out), run.q.of(lse, 2)
+    merge(before, before_lse, part_out, part_lse)
+    if run.q.range is None:
+        run.q.put(out, before)
+        run.q.put(lse, before_lse, 2)
+
+
+def inputs_of(run: Run, q: Tensor, k: Tensor, v: Tensor) -> Inputs:
+    q, k, v = run.q.of(q), run.k.of(k), run.k.of(v)
+    if run.cu_seqlens is None:
+        return Inputs(q, k, v)
+    cu_q, cu_k = run.cu_seqlens
+    return Inputs(q[0], k[0], v[0], cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+
+
+def _with_sinks(work: Work, out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """The softmax with one logit more for each head, on the places that hold a query."""
+    held = work.program.call.plan.q_blocks[work.program.part].count
+    joined = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+    kept = (lse - joined).exp().transpose(1, 2)[..., None]
+    joined[:, :, held:] = -torch.inf
+    return (out * kept).to(out.dtype), joined
+
+
+def _returned(work: Work, out: Tensor, lse: Tensor | None) -> Callable[[], list[Tensor]]:
+    """Starts a group's way back to shards; what waits for out and any lse, ``[batch, shard, ranks, heads, dim]``."""
+    if lse is not None:
+        lse = lse.transpose(1, 2)[..., None]  # [batch, heads, places] -> [batch, places, heads, 1]
+    if work.inner.size == 1:
+        return lambda: [tensor[:, :, None] for tensor in (out, lse) if tensor is not None]
+    size = work.inner.size * work.program.call.plan.q_layout.shard
+    waits = [
+        exchange.positions_to_heads(work.inner, [work.program.q_held.spread(tensor, size)])
+        for tensor in (out, lse)
+        if tensor is not None
+    ]
+    return lambda: [part for received in waits for part in received()]
+
+
+def again(work: Work, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[Saved]:
+    """The residuals of a forward from its shards and results, exchanged once more where heads were."""
+    saved = []
+    for group in range(work.program.call.head_groups):
+        mine, _ = _exchanged(work, q, k, v, group)()
+        results = [group_of(work, each, group, kv=False) for each in (out, lse.transpose(1, 2)[..., None])]
+        if work.inner.size > 1:
+            waits = [exchange.heads_to_positions(work.inner, [by_rank(work, each)]) for each in results]
+            results = [work.program.q_held.of(part) for received in waits for part in received()]
+        q_rows, k_rows, v_rows = mine
+        saved.append(Saved(q_rows, k_rows, v_rows, results[0], results[1][..., 0].transpose(1, 2)))
+    return saved

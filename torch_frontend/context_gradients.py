@@ -1,0 +1,190 @@
+"""The backward of one rank's part of a context-parallel call: explicit, from whole rows' output and log-sum-exp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from torch_frontend import context_engine as engine
+from torch_frontend import context_exchange as exchange
+from torch_frontend.context_engine import Saved, Work
+from torch_frontend.context_program import Run
+
+Tensor = torch.Tensor
+
+
+class Sums(NamedTuple):
+    """Gradients that tiles add to, in float32 (float64 for float64)."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def backward(
+    work: Work, saved: Sequence[Saved], sinks: Tensor | None, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dq, dk, dv, dsinks) of a shard from those of its output; dsinks is this rank's share of the sum over ranks."""
+    call, dsinks = work.program.call, None if sinks is None else torch.zeros_like(sinks, dtype=saved[0].lse.dtype)
+    arriving = (_arriving(work, dout, dlse, group) for group in range(call.head_groups))
+    returns = []
+    for group, (mine, of_lse) in engine.one_ahead(arriving):
+        kept = saved[group]
+        if dsinks is not None and sinks is not None:
+            share = _of_sinks(work, engine.of_heads(work, sinks, group), kept, mine, of_lse)
+            engine.of_heads(work, dsinks, group).add_(share)
+        returns.append(_group(work, kept, mine, of_lse))
+    found = [wait() for wait in returns]
+    dq, dk, dv = (engine.of_all_heads([group[at] for group in found]) for at in range(3))
+    if call.repeats > 1:  # every kv head's copies lie side by side
+        dk, dv = (each.unflatten(2, (-1, call.repeats)).sum(3).to(dq.dtype) for each in (dk, dv))
+    return dq, dk, dv, None if dsinks is None or sinks is None else dsinks.to(sinks.dtype)
+
+
+def _arriving(work: Work, dout: Tensor, dlse: Tensor | None, group: int) -> Callable[[], tuple[Tensor, Tensor | None]]:
+    """Starts the exchange of a group's dout and dlse; what waits for them as the kernels want them."""
+    parts = [dout] if dlse is None else [dout, dlse.transpose(1, 2)[..., None]]
+    parts = [engine.group_of(work, part, group, kv=False) for part in parts]
+    if work.inner.size == 1:
+        return lambda: _pair(parts)
+    waits = [exchange.heads_to_positions(work.inner, [engine.by_rank(work, part)]) for part in parts]
+    return lambda: _pair([work.program.q_held.of(part) for received in waits for part in received()])
+
+
+def _pair(parts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    return parts[0], None if len(parts) == 1 else parts[1][..., 0].transpose(1, 2)
+
+
+def _of_sinks(work: Work, sinks: Tensor, saved: Saved, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """What the logits of this rank's heads ``[heads]`` get: their weights times (dlse - sum(dout * out))."""
+    held = work.program.call.plan.q_blocks[work.program.part].count
+    lse = saved.lse[:, :, :held]
+    weight = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
+    moved = -(dout[:, :held].to(lse.dtype) * saved.out[:, :held]).sum(-1).transpose(1, 2)
+    moved = moved if dlse is None else moved + dlse[:, :, :held]
+    return (weight * moved).sum((0, 2))
+
+
+def _group(work: Work, saved: Saved, dout: Tensor, dlse: Tensor | None) -> Callable[[], list[Tensor]]:
+    """A group's gradients; what waits for them as ``[batch, shard, ranks, heads, dim]``."""
+    keys = engine.keys_of(work, [saved.k, saved.v])
+    if keys.shapes:
+        waiting = _in_a_ring(work, saved, dout, dlse, keys, keys.shapes)
+    else:
+        waiting = _of_one(work, saved, dout, dlse, keys)
+    if work.outer.size == 1:
+        return _home(work, waiting(), saved.q.dtype)
+    return lambda: _home(work, waiting(), saved.q.dtype)()
+
+
+def _of_one(work: Work, saved: Saved, dout: Tensor, dlse: Tensor | None, keys: engine.Keys) -> Callable[[], Sums]:
+    """Of a row whose keys are all here, or were gathered: their gradients are summed over the ranks that saw them."""
+    program = work.program
+    k, v = keys.wait()
+    dq = _dq(work, saved)
+    pair: tuple[Tensor, Tensor] | None = None
+    if not program.keys_alone:
+        wide = saved.lse.dtype
+        pair = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    for _, runs in program.steps:
+        for run in runs:
+            found = _tile(run, saved, k, v, dout, dlse)
+            _add_rows(run, dq, found.dq)
+            if pair is None:
+                pair = found.dk, found.dv
+            else:
+                run.k.add(pair[0], found.dk)
+                run.k.add(pair[1], found.dv)
+    assert pair is not None
+    dk, dv = pair
+    if work.outer.size == 1:
+        return lambda: Sums(dq, dk, dv)
+    places, parts, size = program.gathered, work.outer.size, program.k_size
+    assert places is not None
+    # [batch, row, heads, dim] -> [parts, batch, size, heads, dim], zeros at places that hold nothing
+    spread = [places.spread(each.to(saved.lse.dtype), parts * size) for each in (dk, dv)]
+    received = exchange.scatter_sums(work.outer, [each.unflatten(1, (parts, size)).transpose(0, 1) for each in spread])
+    return lambda: Sums(dq, *(each[:, : saved.k.shape[1]] for each in received()))
+
+
+def _in_a_ring(
+    work: Work, saved: Saved, dout: Tensor, dlse: Tensor | None, keys: engine.Keys, shapes: Sequence[torch.Size]
+) -> Callable[[], Sums]:
+    """The gradients of keys travel with their block, a step behind it, and go home from the last of its ranks."""
+    dq, wide, count = _dq(work, saved), saved.lse.dtype, saved.k.shape[1]
+    waiting: Callable[[], Tensor] | None = None
+    for shift, runs, (k, v) in engine.blocks(work, keys):
+        tiles = [_tile(run, saved, k, v, dout, dlse) for run in runs]
+        for run, found in zip(runs, tiles, strict=True):
+            _add_rows(run, dq, found.dq)
+        sums = k.new_zeros(k.numel() + v.numel(), dtype=wide) if waiting is None else waiting()
+        dk, dv = exchange.parts_of(sums, shapes)
+        for run, found in zip(runs, tiles, strict=True):
+            run.k.add(dk, found.dk)
+            run.k.add(dv, found.dv)
+        waiting = exchange.hop(work.outer, sums, _to_next(work, shift))
+
+    def wait() -> Sums:
+        if waiting is None:  # nobody sees anything
+            return Sums(dq, torch.zeros_like(saved.k, dtype=wide), torch.zeros_like(saved.v, dtype=wide))
+        dk, dv = exchange.parts_of(waiting(), shapes)
+        return Sums(dq, dk[:, :count], dv[:, :count])
+
+    return wait
+
+
+def _to_next(work: Work, shift: int) -> int:
+    """How far the sums of a block go after a step: on to the next step's rank, or home after the last."""
+    shifts = [step for step, _ in work.program.steps]
+    at = shifts.index(shift)
+    return shifts[at + 1] - shift if at + 1 < len(shifts) else work.outer.size - shift
+
+
+def _dq(work: Work, saved: Saved) -> Tensor:
+    return torch.zeros_like(saved.q, dtype=None if work.program.alone else saved.lse.dtype)
+
+
+def _add_rows(run: Run, dq: Tensor, found: Tensor) -> None:
+    if run.first:
+        run.q.put(dq, found)
+    else:
+        run.q.add(dq, found)
+
+
+class Tile(NamedTuple):
+    """One tile's gradients, with a batch axis."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def _tile(run: Run, saved: Saved, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None) -> Tile:
+    inputs = engine.inputs_of(run, saved.q, k, v)
+    rows, lse = (
+        [run.q.of(saved.out), run.q.of(dout)],
+        [run.q.of(each, 2) for each in (saved.lse, dlse) if each is not None],
+    )
+    packed = run.made.spec.packed
+    if packed:
+        rows, lse = [each[0] for each in rows], [each[0] for each in lse]
+    found = run.made.backward(
+        run.made.spec, inputs, rows[0], lse[0].contiguous(), rows[1], lse[1] if len(lse) > 1 else None
+    )
+    return Tile(*(each[None] if packed else each for each in found[:3]))
+
+
+def _home(work: Work, sums: Sums, dtype: torch.dtype) -> Callable[[], list[Tensor]]:
+    """Starts the way of dq, dk, dv back to shards; copies of kv heads are still apart, and then in the sums' dtype."""
+    call, inner = work.program.call, work.inner.size
+    dq, pair = sums.dq.to(dtype), [each if call.repeats > 1 else each.to(dtype) for each in sums[1:]]
+    if inner == 1:
+        return lambda: [each[:, :, None] for each in (dq, *pair)]
+    dq = work.program.q_held.spread(dq, inner * call.plan.q_layout.shard)
+    pair = [work.program.k_held.spread(each, inner * call.plan.k_layout.shard) for each in pair]
+    if call.repeats == 1 and call.plan.q_layout.shard == call.plan.k_layout.shard:
+        return exchange.positions_to_heads(work.inner, [dq, *pair])
+    waits = [exchange.positions_to_heads(work.inner, each) for each in ([dq], pair)]
+    return lambda: [part for received in waits for part in received()]

@@ -1,0 +1,249 @@
+"""A context-parallel call as autograd and compilers see it: one function forward, one backward.
+
+Eager calls keep what the kernels saw. Under torch.compile the same happens inside two opaque ops, which take the call
+as plain arguments and exchange once more in the backward.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from attn_core import override
+from attn_core.call import ArrayFacts, Arrays, build_spec
+from attn_core.context_parallel.call import context_call
+from attn_core.errors import ShapeError
+from attn_core.options import Options
+from attn_core.selection import Target
+from torch_frontend import autocast, context_engine, context_gradients
+from torch_frontend.context_agreement import agree
+from torch_frontend.context_engine import Work
+from torch_frontend.context_exchange import Axis, axis
+from torch_frontend.context_program import program
+from torch_frontend.plan import device_name
+
+Tensor = torch.Tensor
+
+
+class Ranks(NamedTuple):
+    """The process groups of a call by name ("" where an axis has one rank), and how heads and positions are shared."""
+
+    outer: str
+    inner: str
+    strategy: str
+    layout: str
+    q_len: int
+    kv_len: int
+    head_groups: int
+
+
+class Question(NamedTuple):
+    """All that a call is, besides the values of its tensors."""
+
+    shapes: tuple[torch.Size, torch.Size, torch.Size]
+    sinks: tuple[torch.Size, torch.dtype] | None
+    dtype: torch.dtype
+    device: torch.device
+    ranks: Ranks
+    options: Options
+    documents: tuple[int, ...] | None
+    needs_backward: bool
+    requested: tuple[str, ...] | None
+
+
+def work(asked: Question) -> Work:
+    """The prepared call, once for every call of its kind and group."""
+    outer, inner = axis(asked.ranks.outer), axis(asked.ranks.inner)
+    agree(asked, outer, inner)  # first: what only one rank refuses would leave the others waiting for it
+    return _work(asked, outer, inner)
+
+
+@lru_cache(maxsize=1024)
+def _work(asked: Question, outer: Axis, inner: Axis) -> Work:
+    (batch, _, heads, dim), (_, _, kv_heads, _), (_, _, _, value_dim) = asked.shapes
+    dtype, device = str(asked.dtype).removeprefix("torch."), str(asked.device)
+
+    def facts(*shape: int) -> ArrayFacts:
+        return ArrayFacts(shape, dtype, device)
+
+    row = (batch,) if asked.documents is None else ()
+    q_len, kv_len = asked.ranks.q_len, asked.ranks.kv_len
+    arrays = Arrays(
+        facts(*row, q_len, heads, dim), facts(*row, kv_len, kv_heads, dim), facts(*row, kv_len, kv_heads, value_dim)
+    )
+    if asked.documents is not None:
+        offsets = ArrayFacts((len(asked.documents),), "int32", device)
+        arrays = arrays._replace(cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    spec = build_spec(arrays, asked.options, needs_backward=asked.needs_backward, bias_gradient=False)
+    target = Target.here("torch", device_name(asked.device))
+    ranks = asked.ranks
+    call = context_call(
+        *(spec, asked.documents, ranks.strategy, ranks.layout, outer.size, inner.size, ranks.head_groups),
+        *(target, asked.requested),
+    )
+    for name, shape, held in zip("qkv", asked.shapes, (call.plan.q_layout, *(call.plan.k_layout,) * 2), strict=True):
+        if shape[1] != held.shard:
+            raise ShapeError(
+                f"{name}: expected shards of {held.shard} positions, {held.length} over {held.world} ranks in a "
+                f"{held.kind} layout, got {shape[1]}; shard_sequence makes them, and length= is that of the whole row"
+            )
+    return Work(program(call, outer.rank, asked.device), outer, inner)
+
+
+class Attention(torch.autograd.Function):
+    """Arguments: the question, then q, k, v ``[batch, shard, heads, dim]`` and sinks or None."""
+
+    @staticmethod
+    def forward(ctx: Any, asked: Question, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
+        made = work(asked)
+        results, saved = context_engine.forward(made, q, k, v, sinks)
+        ctx.work, ctx.groups = made, len(saved)
+        ctx.save_for_backward(sinks, *(tensor for group in saved for tensor in group))
+        ctx.set_materialize_grads(False)
+        return tuple(results) if len(results) > 1 else results[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
+        sinks, *tensors = ctx.saved_tensors
+        saved = [context_engine.Saved(*tensors[at * 5 : at * 5 + 5]) for at in range(ctx.groups)]
+        if dout is None:
+            assert dlse is not None
+            out = saved[0].out
+            shard, heads = dlse.shape[2], dlse.shape[1]
+            dout = out.new_zeros(dlse.shape[0], shard, heads, out.shape[3])
+        with autocast.switched_off(dout.device):
+            return None, *context_gradients.backward(ctx.work, saved, sinks, dout, dlse)
+
+
+def run(asked: Question, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, ...]:
+    """(out,) or (out, lse) of an eager call."""
+    with autocast.switched_off(q.device):
+        if asked.needs_backward:
+            found = Attention.apply(asked, q, k, v, sinks)
+            return found if isinstance(found, tuple) else (found,)
+        results, _ = context_engine.forward(work(asked), q, k, v, sinks)
+        return tuple(results)
+
+
+# The ops
+
+_SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor? sinks, str outer, str inner, str strategy, str layout, SymInt q_len, "
+    "SymInt kv_len, SymInt head_groups, SymInt[]? documents, bool causal, str alignment, SymInt? window_left, "
+    "SymInt? window_right, float? softcap, float? scale, bool deterministic, bool return_lse, bool needs_backward, "
+    "str[]? backend"
+)
+TENSORS, RANKS = 4, 7
+
+
+def plain(asked: Question) -> tuple[Any, ...]:
+    """The arguments of the ops behind the tensors."""
+    options = asked.options
+    left, right = options.window  # type: ignore[misc]
+    return (
+        *asked.ranks,
+        None if asked.documents is None else list(asked.documents),
+        *(options.causal, options.alignment, left, right, options.softcap, options.scale),
+        *(options.deterministic, options.return_lse, asked.needs_backward),
+        None if asked.requested is None else list(asked.requested),
+    )
+
+
+def _question(arguments: tuple[Any, ...]) -> Question:
+    q, k, v, sinks = arguments[:TENSORS]
+    ranks = Ranks(*arguments[TENSORS : TENSORS + RANKS])
+    documents, causal, alignment, left, right, softcap, scale, deterministic, _, needs, backend = arguments[
+        TENSORS + RANKS :
+    ]
+    # The backward needs the log-sum-exp of this rank's positions, whether the caller does or not.
+    options = Options(causal, alignment, (left, right), softcap, scale, None, None, 0.0, deterministic, True)
+    lengths = longest(documents)
+    return Question(
+        (q.shape, k.shape, v.shape),
+        None if sinks is None else (sinks.shape, sinks.dtype),
+        *(q.dtype, q.device, ranks, options._replace(max_len_q=lengths, max_len_k=lengths)),
+        *(None if documents is None else tuple(documents), needs),
+        tuple(backend) if backend else override.requested(),
+    )
+
+
+def longest(documents: Any) -> int | None:
+    return None if documents is None else max(stop - start for start, stop in pairwise(documents))
+
+
+def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
+    made = work(_question(arguments))
+    with autocast.switched_off(arguments[0].device):
+        (out, lse), _ = context_engine.forward(made, *arguments[:TENSORS])
+    return out.contiguous(), lse.contiguous()
+
+
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = q.new_empty((*q.shape[:3], v.shape[3]))
+    return out, q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=lse_dtype)
+
+
+def _backward_op(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    made, (q, k, v, sinks) = work(_question(arguments)), arguments[:TENSORS]
+    with autocast.switched_off(q.device):
+        saved = context_engine.again(made, q, k, v, out, lse)
+        found = context_gradients.backward(made, saved, sinks, dout, dlse)
+    dq, dk, dv, dsinks = (None if each is None else each.contiguous() for each in found)
+    return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks  # type: ignore[return-value]
+
+
+def _backward_fake(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, sinks = arguments[:TENSORS]
+    return (
+        *(torch.empty_like(each, memory_format=torch.contiguous_format) for each in (q, k, v)),
+        q.new_empty(0) if sinks is None else torch.empty_like(sinks),
+    )  # type: ignore[return-value]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks = inputs[:TENSORS]
+    ctx.rest = inputs[TENSORS:]
+    ctx.save_for_backward(q, k, v, sinks, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, sinks, out, lse = ctx.saved_tensors
+    nothing = (None,) * len(ctx.rest)
+    if dout is None and dlse is None:
+        return (None,) * TENSORS + nothing
+    dout = torch.zeros_like(out) if dout is None else dout
+    dq, dk, dv, dsinks = torch.ops.attn.context_backward(dout, dlse, out, lse, q, k, v, sinks, *ctx.rest)
+    return dq, dk, dv, None if sinks is None else dsinks, *nothing
+
+
+_library = torch.library.Library("attn", "FRAGMENT")
+_tags = (torch.Tag.pt2_compliant_tag,)
+_library.define(f"context_forward({_SCHEMA}) -> (Tensor, Tensor)", tags=_tags)
+_library.define(
+    f"context_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    tags=_tags,
+)
+for _name, _body, _fake in (
+    ("context_forward", _forward_op, _forward_fake),
+    ("context_backward", _backward_op, _backward_fake),
+):
+    _library.impl(_name, _body, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"attn::{_name}", _fake, lib=_library)
+torch.library.register_autograd("attn::context_forward", _differentiate, setup_context=_save, lib=_library)
+
+
+def traced(asked: Question, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(out, lse) through the op."""
+    return torch.ops.attn.context_forward(q, k, v, sinks, *plain(asked))  # type: ignore[no-any-return]
