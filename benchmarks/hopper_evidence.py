@@ -27,6 +27,7 @@ def junit_outcome(paths: list[Path]) -> dict[str, Any]:
             (case.get("classname", ""), case.get("name", "")): _outcome(case)
             for suite in suites
             for case in suite.iter("testcase")
+            if case.get("name")  # what was under way when a run was ended has none
         }
         again = len(found.keys() & cases.keys())
         date = suites[0].get("timestamp", "")[:10] if suites else ""

@@ -3,6 +3,12 @@
 from attn_core import NoBackendError, Pages, Selection, SeqInfo
 from jax_frontend.attention import attention, explain
 from jax_frontend.backends import available_backends
+from jax_frontend.context_parallel import (
+    context_parallel_attention,
+    explain_context_parallel,
+    shard_sequence,
+    unshard_sequence,
+)
 from jax_frontend.dot_product_attention import dot_product_attention
 from jax_frontend.export import export_checks
 from jax_frontend.override import use_backend
@@ -37,13 +43,17 @@ __all__ = [
     "attention",
     "attention_qkvpacked",
     "available_backends",
+    "context_parallel_attention",
     "dot_product_attention",
     "explain",
+    "explain_context_parallel",
     "explain_paged",
     "export_checks",
     "paged_attention",
     "run_attention",
     "select_attention_backend",
+    "shard_sequence",
+    "unshard_sequence",
     "use_backend",
     "warm_up",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -12,6 +13,7 @@ from attn_core.layer import check_layer_inputs, check_rotary
 from attn_core.paged.book import Pages, Step, check_paged_layer
 from attn_core.seq_info import SeqInfo
 from jax_frontend.attention import attention
+from jax_frontend.context_layer import attend_spread, held_positions, is_spread
 from jax_frontend.paged import append_kv, paged_attention
 
 Rotary = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
@@ -28,6 +30,10 @@ class LayerOptions(Protocol):
     rotary: Rotary | None
     bitwise_deterministic: bool
     backend: str | tuple[str, ...] | None
+    context_axis: str | tuple[str, str] | None
+    context_strategy: str | None
+    context_layout: str
+    context_length: int | tuple[int, int] | None
 
 
 class Projections(NamedTuple):
@@ -79,8 +85,11 @@ def attend(layer: LayerOptions, projections: Projections, x: jax.Array, context:
     q, k, v = projections.query(queries), projections.key(keys), projections.value(keys)
     dtype = jnp.result_type(q, k, v)
     if layer.rotary is not None:
+        if positions is None and is_spread(layer):
+            positions = held_positions(layer, seq_info, q.shape[1])
         q, k = layer.rotary(q, k, token_positions(positions, seq_info, *q.shape[:2]))
-    out = attention(
+    run = partial(attend_spread, layer) if is_spread(layer) else partial(attention, dropout_rng=call.dropout_rng)
+    out = run(
         *(array.astype(dtype) for array in (q, k, v)),
         causal=layer.causal,
         alignment=layer.alignment,
@@ -95,7 +104,6 @@ def attend(layer: LayerOptions, projections: Projections, x: jax.Array, context:
         dropout=call.dropout,
         deterministic=layer.bitwise_deterministic,
         backend=layer.backend,
-        dropout_rng=call.dropout_rng,
     )
     out = projections.out(out)
     return out[0] if x.ndim == 2 else out
@@ -105,8 +113,13 @@ def _attend_in_pages(
     layer: LayerOptions, projections: Projections, x: jax.Array, context: jax.Array | None, call: Call, pages: Pages
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """New tokens ``[tokens, features]``: their keys and values go into the pages, and they see what those hold."""
-    others = {"context": context, "mask": call.mask, "bias": call.bias, "alibi_slopes": call.alibi_slopes}
-    others["seq_info"] = call.seq_info
+    others: dict[str, Any] = {
+        "context": context,
+        "mask": call.mask,
+        "bias": call.bias,
+        "alibi_slopes": call.alibi_slopes,
+    }
+    others |= {"seq_info": call.seq_info, "context_axis": layer.context_axis}
     check_paged_layer(x.shape, layer.alignment, call.dropout, others)
     positions = None if call.positions is None else jnp.asarray(call.positions)
     check_rotary(

@@ -40,6 +40,10 @@ class Attention(nn.Module):
         deterministic: no dropout, as everywhere in Flax; given here or in the call, and needed only with dropout_rate.
         bitwise_deterministic: the same bits on every run, gradients included: ``deterministic=`` of
             ``jax_frontend.attention``.
+        context_axis: the mesh axis that rows are spread over, or two, ``(outer, inner)``: inside ``jax.shard_map`` x is
+            then this device's shard, as ``jax_frontend.shard_sequence`` gives it, and attention that of
+            ``jax_frontend.context_parallel_attention``. Positions for rotary are then counted by what the shard holds.
+        context_strategy, context_layout, context_length: ``strategy``, ``layout`` and ``length`` of that.
         dtype, param_dtype: of the computation (inferred from inputs and parameters when None), and of the parameters.
         kernel_init, bias_init, out_kernel_init, out_bias_init, sinks_init: initialisers; those of ``out`` are
             kernel_init and bias_init when omitted.
@@ -62,6 +66,10 @@ class Attention(nn.Module):
     deterministic: bool | None = None
     bitwise_deterministic: bool = False
     backend: str | tuple[str, ...] | None = None
+    context_axis: str | tuple[str, str] | None = None
+    context_strategy: str | None = None
+    context_layout: str = "zigzag"
+    context_length: int | tuple[int, int] | None = None
     dtype: Any = None
     param_dtype: Any = jnp.float32
     kernel_init: nn.initializers.Initializer = default_kernel_init

@@ -43,6 +43,10 @@ class Attention(nnx.Module):
             and needed only with dropout_rate.
         bitwise_deterministic: the same bits on every run, gradients included: ``deterministic=`` of
             ``jax_frontend.attention``.
+        context_axis: the mesh axis that rows are spread over, or two, ``(outer, inner)``: inside ``jax.shard_map`` x is
+            then this device's shard, as ``jax_frontend.shard_sequence`` gives it, and attention that of
+            ``jax_frontend.context_parallel_attention``. Positions for rotary are then counted by what the shard holds.
+        context_strategy, context_layout, context_length: ``strategy``, ``layout`` and ``length`` of that.
         dtype, param_dtype: of the computation (inferred from inputs and parameters when None), and of the parameters.
         kernel_init, bias_init, out_kernel_init, out_bias_init, sinks_init: initialisers; those of ``out`` are
             kernel_init and bias_init when omitted.
@@ -72,6 +76,10 @@ class Attention(nnx.Module):
         deterministic: bool | None = None,
         bitwise_deterministic: bool = False,
         backend: str | tuple[str, ...] | None = None,
+        context_axis: str | tuple[str, str] | None = None,
+        context_strategy: str | None = None,
+        context_layout: str = "zigzag",
+        context_length: int | tuple[int, int] | None = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         kernel_init: nnx.Initializer = default_kernel_init,
@@ -89,6 +97,8 @@ class Attention(nnx.Module):
         self.sinks, self.rotary = sinks, rotary
         self.dropout_rate, self.deterministic = dropout_rate, deterministic
         self.bitwise_deterministic, self.backend = bitwise_deterministic, backend
+        self.context_axis, self.context_strategy = context_axis, context_strategy
+        self.context_layout, self.context_length = context_layout, context_length
 
         linear = partial(nnx.LinearGeneral, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         heads = partial(linear, kernel_init=kernel_init, bias_init=bias_init)

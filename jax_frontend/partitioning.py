@@ -134,7 +134,8 @@ def _rule(call: Folded, mesh: Any, operands: Any, results: Any) -> tuple[str, di
 
     Kv heads are the outer factor of the heads that share them, if no choice of mesh axes could split that factor
     unevenly: then Shardy would split one mesh axis between both factors, which no PartitionSpec says. Elsewhere they
-    are a factor of their own, and ``_partition`` brings both together.
+    are a factor of their own, and ``_partition`` brings both together. So is a single kv head, for Shardy takes no
+    factor of size 1 beside another.
     """
     spec = call.call.spec
     factors = {
@@ -145,7 +146,7 @@ def _rule(call: Folded, mesh: Any, operands: Any, results: Any) -> tuple[str, di
     }
     whole: list[str] = []
     sizes = {}
-    if spec.group_size > 1 and spec.num_kv_heads % max(mesh.size, 1) == 0:
+    if spec.group_size > 1 and spec.num_kv_heads > 1 and spec.num_kv_heads % max(mesh.size, 1) == 0:
         factors["heads"], sizes = "(k g)", {"g": spec.group_size}
 
     def factor(axis: str) -> str:

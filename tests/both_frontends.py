@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import xla_compiler
 from spec_strategies import Call
 
 import jax_frontend
@@ -56,13 +57,18 @@ def module_on(name: str, device: str) -> Any:
     return backends.load(name, device)
 
 
-def run(framework: str, call: Call, backend: str | None = None, device: str = "cpu") -> Results:
+def run(
+    framework: str, call: Call, backend: str | None = None, device: str = "cpu", *, rounding_matters: bool = True
+) -> Results:
     """out, lse where the caller asks for it, and dq, dk, dv, dbias, dsinks as far as the call has gradients.
 
     Shapes are those of the spec; that the frontend gave back the caller's own shapes is checked here.
-    JAX runs inside ``jax.jit``.
+    JAX runs inside ``jax.jit``; where rounding does not matter, compiled as quickly as it can be.
     """
-    found = (_run_torch if framework == "torch" else _run_jax)(call, backend, device)
+    if framework == "torch":
+        found = _run_torch(call, backend, device)
+    else:
+        found = _run_jax(call, backend, device, rounding_matters)
     given, spec = call.arrays(), call.spec
     shapes = {"out": (*given["q"].shape[:-1], spec.value_dim), "lse": spec.lse_shape}
     shapes |= {f"d{name}": given[name].shape for name in call.learned}
@@ -221,22 +227,27 @@ def _jax_info(call: Call) -> tuple[SeqInfo | None, Any]:
     return info, jax.random.key(call.seed) if call.spec.dropout else None
 
 
-def _run_jax(call: Call, backend: str | None, device: str) -> Results:
+def _run_jax(call: Call, backend: str | None, device: str, rounding_matters: bool) -> Results:
     with _jax_on(call, device):
         given = _jax_arrays(call)
         learned = {name: given.pop(name) for name in call.learned}
         dout = jnp.asarray(call.dout[None] if call.one_row else call.dout, call.spec.dtype)
         cotangents = (dout, jnp.asarray(call.dlse, call.spec.lse_dtype))[: 1 + call.spec.return_lse]
-        program = _program(backend, tuple(sorted(call.options.items())))
+        program = _program(backend, tuple(sorted(call.options.items())), rounding_matters)
         found = program(learned, given, *_jax_info(call), cotangents)
         return {name: np.asarray(array) for name, array in found.items()}
 
 
+def compiled_as(backend: str | None) -> Any:
+    """``compiler_options`` for a call whose numbers are judged: XLA's defaults where XLA does the arithmetic."""
+    return None if backend in backends_of("torch") else xla_compiler.as_users_have_it()
+
+
 @lru_cache(maxsize=256)
-def _program(backend: str | None, options: tuple[tuple[str, Any], ...]) -> Any:
+def _program(backend: str | None, options: tuple[tuple[str, Any], ...], rounding_matters: bool) -> Any:
     """A compiled function of (learned inputs, other inputs, seq_info, key, cotangents) that gives the named results."""
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=compiled_as(backend) if rounding_matters else None)
     def program(learned: Any, given: Any, info: Any, key: Any, cotangents: tuple[Any, ...]) -> dict[str, Any]:
         def forward(learned: dict[str, Any]) -> tuple[Any, ...]:
             found = jax_frontend.attention(

@@ -2,14 +2,21 @@
 
 ``ci`` (the default) is bounded and always draws the same examples; ``--hypothesis-profile=thorough`` draws many more,
 other ones each time. Neither has a deadline: a first call may compile.
+
+On a machine without a GPU JAX compiles the quick way (``xla_compiler``), the programs by which claims are judged apart
+(``both_frontends``, ``paged_cases``). Where XLA_FLAGS is set, it is left as it is.
 """
 
 from __future__ import annotations
 
+import gc
+import os
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+import xla_compiler
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -26,6 +33,9 @@ settings.register_profile(
 )
 settings.load_profile("ci")
 
+if not Path("/dev/nvidiactl").exists():  # before JAX starts, in this process and in those that tests start
+    os.environ.setdefault("XLA_FLAGS", xla_compiler.QUICK_FLAGS)
+
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)], scope="module")
 def device(request: pytest.FixtureRequest) -> str:
@@ -34,9 +44,16 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # first: one left for the end runs alone
     for item in items:
         if item.get_closest_marker("cuda") and (reason := no_gpu()):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """What imports and collecting made lives until the end: no collection of garbage has to look through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -77,9 +77,20 @@ def trained(call: Any) -> Any:
     return run
 
 
+@cache
+def call_of(**options: Any) -> Any:
+    """``attention`` with options: one object for equal options, so that ``alone`` compiles them once."""
+    return partial(attention, **options)
+
+
+@cache
+def _on_one_device(call: Any) -> Any:
+    return jax.jit(trained(call))
+
+
 def alone(call: Any, *arrays: Any) -> Any:
-    """What ``trained`` gives on one device."""
-    return jax.tree.map(np.asarray, jax.jit(trained(call))(*map(jnp.asarray, arrays)))
+    """What ``trained`` gives on one device. Compiled once for a call and shapes, however often it is asked for."""
+    return jax.tree.map(np.asarray, _on_one_device(call)(*map(jnp.asarray, arrays)))
 
 
 def placed(mesh: Any, arrays: Any, specs: Any) -> list[Any]:
@@ -129,7 +140,7 @@ SPLITS = {
 @pytest.mark.parametrize("spec", SPLITS.values(), ids=SPLITS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_batch_and_heads_stay_split(mesh, backend, spec):
-    call = partial(attention, causal=True, window=9, backend=backend)
+    call = call_of(causal=True, window=9, backend=backend)
     (out, gradients), collectives, _ = check_split(mesh, call, qkv(), (spec,) * 3)
     for array in (out, *gradients):
         assert entries(array) == (*spec, *(None,) * (4 - len(spec)))
@@ -144,7 +155,7 @@ def test_kv_heads_that_the_axis_does_not_divide_stay_whole(mesh, backend, heads,
     """They are on every device anyway; nothing else is gathered for them, and their gradients are one sum."""
     spec = P(None, None, axes)
     (out, gradients), collectives, _ = check_split(
-        mesh, partial(attention, backend=backend), qkv(heads, kv_heads), (spec, P(), P())
+        mesh, call_of(backend=backend), qkv(heads, kv_heads), (spec, P(), P())
     )
     assert entries(out) == entries(gradients[0]) == (None, None, axes, None)
     assert collectives.keys() == {"all-reduce"}
@@ -154,7 +165,7 @@ def test_kv_heads_that_the_axis_does_not_divide_stay_whole(mesh, backend, heads,
 @pytest.mark.parametrize("spec", [P("data", "model"), P("data", None, None, "model")], ids=["sequence", "channels"])
 def test_other_axes_are_gathered_alone(mesh, backend, spec):
     """The batch stays split: what is gathered has half of it."""
-    call = partial(attention, causal=True, backend=backend)
+    call = call_of(causal=True, backend=backend)
     _, _, text = check_split(mesh, call, qkv(), (spec,) * 3, gathers=3)
     gathered = re.findall(r"f32\[([\d,]+)\][^=]* all-gather", text)
     assert len(gathered) == 3
@@ -164,6 +175,19 @@ def test_other_axes_are_gathered_alone(mesh, backend, spec):
             BATCH // 2 * Q_LEN * HEADS * DIM,
             BATCH // 2 * KV_LEN * KV_HEADS * DIM,
         )
+
+
+@cache
+def with_every_extra(backend):
+    mask = normal(7, BATCH, 1, Q_LEN, KV_LEN) > -0.5
+    slopes = abs(normal(8, BATCH, HEADS))
+
+    def call(q, k, v, bias, sinks):
+        return attention(
+            q, k, v, bias=bias, sinks=sinks, mask=jnp.asarray(mask), alibi_slopes=jnp.asarray(slopes), backend=backend
+        )
+
+    return call
 
 
 @pytest.mark.parametrize("backend", BOTH_WAYS)
@@ -179,14 +203,7 @@ def test_other_axes_are_gathered_alone(mesh, backend, spec):
     ids=str,
 )
 def test_gradients_that_sum_over_a_split_axis_are_summed_over_devices(mesh, backend, shape, spec):
-    mask = normal(7, BATCH, 1, Q_LEN, KV_LEN) > -0.5
-    slopes = abs(normal(8, BATCH, HEADS))
-
-    def call(q, k, v, bias, sinks):
-        return attention(
-            q, k, v, bias=bias, sinks=sinks, mask=jnp.asarray(mask), alibi_slopes=jnp.asarray(slopes), backend=backend
-        )
-
+    call = with_every_extra(backend)
     arrays = (*qkv(), normal(5, *shape), normal(6, HEADS))
     specs = (P("data", None, "model"),) * 3 + (spec, P("model"))
     whole = shape == (BATCH, HEADS, Q_LEN, KV_LEN)  # its gradient has its type: on an Explicit mesh that is whole
@@ -225,11 +242,17 @@ def test_pages_split_by_kv_heads(mesh, backend):
     assert all(entries(pool) == (None, None, "model", None) for pool in found[2:])
 
 
+@cache
+def of_documents(backend):
+    return partial(
+        attention, causal=True, seq_info=SeqInfo.from_lengths([3, 0, 5, 4], array=jnp.asarray), backend=backend
+    )
+
+
 @pytest.mark.parametrize("backend", BOTH_WAYS)
 @pytest.mark.parametrize("one_row", [False, True])
 def test_packed_documents_split_by_heads(mesh, backend, one_row):
-    info = SeqInfo.from_lengths([3, 0, 5, 4], array=jnp.asarray)
-    call = partial(attention, causal=True, seq_info=info, backend=backend)
+    call = of_documents(backend)
     arrays = [normal(seed, *(1,) * one_row, 12, heads, DIM) for seed, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))]
     _, collectives, _ = check_split(mesh, call, arrays, (P(*(None,) * one_row, None, "model"),) * 3)
     assert not collectives
@@ -237,24 +260,38 @@ def test_packed_documents_split_by_heads(mesh, backend, one_row):
         check_split(mesh, call, arrays, (P("data", "model"),) * 3, gathers=3)
 
 
+@cache
+def in_one_array(backend):
+    return partial(attention_qkvpacked, causal=True, window=3, backend=backend)
+
+
 @pytest.mark.parametrize("backend", BOTH_WAYS)
 def test_q_k_and_v_in_one_array_split(mesh, backend):
-    call = partial(attention_qkvpacked, causal=True, window=3, backend=backend)
+    call = in_one_array(backend)
     spec = P("data", None, None, "model")
     (_, (gradient,)), collectives, _ = check_split(mesh, call, [normal(0, BATCH, Q_LEN, 3, HEADS, DIM)], [spec])
     assert not collectives and entries(gradient)[:4] == tuple(spec)
 
 
+@cache
+def with_dropout():
+    return partial(attention, dropout=0.4, dropout_rng=jax.random.key(3))
+
+
 @pytest.mark.parametrize("spec", [P("data"), P(None, None, "model"), P("data", None, "model")], ids=str)
 def test_dropout_drops_the_same_weights_under_any_sharding(mesh, spec):
-    call = partial(attention, dropout=0.4, dropout_rng=jax.random.key(3))
-    check_split(mesh, call, qkv(), (spec,) * 3)
+    check_split(mesh, with_dropout(), qkv(), (spec,) * 3)
+
+
+@cache
+def mapped_twice(backend):
+    return jax.vmap(jax.vmap(partial(attention, causal=True, backend=backend), (0, None, 0)), (0, 0, 0))
 
 
 @pytest.mark.parametrize("backend", BOTH_WAYS)
 @pytest.mark.parametrize("spec", [P(None, "data", None, "model"), P("data", None, None, "model")], ids=str)
 def test_vmap_keeps_both_the_mapped_axis_and_the_batch_split(mesh, backend, spec):
-    call = jax.vmap(jax.vmap(partial(attention, causal=True, backend=backend), (0, None, 0)), (0, 0, 0))
+    call = mapped_twice(backend)
     arrays = [normal(0, 2, 3, BATCH, Q_LEN, HEADS, DIM)]
     arrays += [normal(1, 2, BATCH, Q_LEN, KV_HEADS, DIM), normal(2, 2, 3, BATCH, Q_LEN, KV_HEADS, DIM)]
     inner = P(spec[0], None, *spec[1:])
@@ -262,9 +299,14 @@ def test_vmap_keeps_both_the_mapped_axis_and_the_batch_split(mesh, backend, spec
     assert not collectives
 
 
+@cache
+def mapped(backend, **options):
+    return jax.vmap(partial(attention, backend=backend, **options), (0, None, 0))
+
+
 @pytest.mark.parametrize("backend", BOTH_WAYS)
 def test_vmap_of_kv_heads_that_stay_whole(mesh, backend):
-    call = jax.vmap(partial(attention, backend=backend), (0, None, 0))
+    call = mapped(backend)
     q, k, v = qkv(6, 3)
     q, v = np.stack([q, 2 * q, -q]), np.stack([v, v + 1, 2 * v])
     _, collectives, _ = check_split(mesh, call, (q, k, v), (P(None, "data", None, "model"), P("data"), P(None, "data")))
@@ -298,7 +340,7 @@ IN_SHARD_MAP = {"batch": P("data"), "heads": P(None, None, "model"), "both": P("
 @pytest.mark.parametrize("spec", IN_SHARD_MAP.values(), ids=IN_SHARD_MAP)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_shard_map_checks_what_varies_and_gradients_pass(auto_mesh, backend, spec):
-    call = partial(attention, causal=True, backend=backend)
+    call = call_of(causal=True, backend=backend)
     expected, arrays = alone(call, *qkv()), [jnp.asarray(array) for array in qkv()]
     mapped = jax.shard_map(call, mesh=auto_mesh, in_specs=(spec,) * 3, out_specs=spec)
     same(jax.jit(trained(mapped))(*arrays), expected)  # the gradient of a mapped function
@@ -350,7 +392,7 @@ def test_vmap_inside_shard_map(auto_mesh, backend):
 
 @pytest.mark.parametrize("backend", BOTH_WAYS)
 def test_a_shard_map_over_some_axes(mesh, backend):
-    call = partial(attention, causal=True, backend=backend)
+    call = call_of(causal=True, backend=backend)
     mapped = jax.shard_map(call, mesh=mesh, in_specs=(P("data"),) * 3, out_specs=P("data"), axis_names={"data"})
     expected = alone(call, *qkv())
     check, collectives, _ = split(mesh, mapped, qkv(), (P("data"),) * 3)
@@ -362,6 +404,15 @@ def test_a_shard_map_over_some_axes(mesh, backend):
         return
     with pytest.raises(jax.errors.JaxRuntimeError, match="q: expected to be whole along every mesh axis that"):
         split(mesh, mapped, qkv(), heads_too)
+
+
+@pytest.mark.parametrize("backend", BOTH_WAYS)
+@pytest.mark.parametrize("heads", [1, HEADS])
+def test_one_kv_head_in_a_shard_map_over_some_axes(mesh, backend, heads):
+    call = call_of(causal=True, backend=backend)
+    specs = (P("data"),) * 3
+    mapped = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P("data"), axis_names={"data"})
+    same(split(mesh, mapped, qkv(heads, 1), specs)[0], alone(call, *qkv(heads, 1)))
 
 
 def test_a_part_that_the_backend_cannot_run_is_refused_with_its_reason(auto_mesh, monkeypatch):
@@ -386,8 +437,8 @@ def test_a_part_that_the_backend_cannot_run_is_refused_with_its_reason(auto_mesh
 def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     def forget() -> None:
         jax.clear_caches()
-        for cache in (partitioning.partitioned, ops._traceable):
-            cache.cache_clear()
+        for cached in (partitioning.partitioned, ops._traceable):
+            cached.cache_clear()
 
     forget()
     yield monkeypatch

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from both_frontends import Results, _numpy, jax_device, module_on
+from both_frontends import Results, _numpy, compiled_as, jax_device, module_on
 from hypothesis import strategies as st
 from oracle_cases import rounded
 
@@ -347,7 +347,8 @@ def _run_jax(call: PagedCall, backend: Any, device: str) -> Any:
 @lru_cache(maxsize=256)
 def _program(backend: Any, options: tuple[tuple[str, Any], ...]) -> Any:
     return jax.jit(
-        lambda arrays, tables: jax_frontend.paged_attention(*arrays, **tables, **dict(options), backend=backend)
+        lambda arrays, tables: jax_frontend.paged_attention(*arrays, **tables, **dict(options), backend=backend),
+        compiler_options=compiled_as(backend),
     )
 
 

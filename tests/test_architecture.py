@@ -60,7 +60,8 @@ def test_the_reader_of_imports_sees_them() -> None:
     assert set(_imports(tree, False)) >= {"triton", "attn_core.spec", "transformers"}
 
 
-TRITON_KERNELS = sorted((ROOT / "attn_core/paged").glob("triton_*.py"))
+MERGE_KERNEL = ROOT / "attn_core/context_parallel/merge_triton.py"
+TRITON_KERNELS = [MERGE_KERNEL, *sorted((ROOT / "attn_core/paged").glob("triton_*.py"))]
 """Written in Triton from the first line on: what runs them imports them when it does."""
 
 
@@ -73,7 +74,7 @@ def test_attn_core_imports_no_framework_at_module_level(path: Path) -> None:
         allowed |= {"triton"}
     names = list(imports(path, module_level=True))
     assert {top(name) for name in names} <= allowed
-    kernels = tuple(f"attn_core.paged.{kernel.stem}" for kernel in TRITON_KERNELS)
+    kernels = tuple(".".join(kernel.relative_to(ROOT).with_suffix("").parts) for kernel in TRITON_KERNELS)
     assert path in TRITON_KERNELS or not [name for name in names if name.startswith(kernels)]
 
 
@@ -146,6 +147,40 @@ def test_the_import_check_can_fail() -> None:
     done = python(f"import attn_core, jax\n{LOADED}")
     assert done.returncode == 1
     assert "jax" in done.stdout.split()
+
+
+WITHOUT_DISTRIBUTED = """
+import sys
+
+PARTS = ("_c10d", "_distributed", "_rpc", "_dist_autograd", "_faulty")
+
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("torch._C._distributed"):
+            raise ModuleNotFoundError(name)
+        if name == "torch.distributed":  # its first import by torch, which goes by what the library has
+            library = sys.modules["torch._C"]
+            for part in [part for part in dir(library) if part.startswith(PARTS)]:
+                delattr(library, part)
+
+sys.meta_path.insert(0, Without())
+import torch
+assert not torch.distributed.is_available()
+from torch_frontend import *
+attention(*torch.ones(3, 1, 2, 4, 8))
+try:
+    from torch_frontend import shard_sequence
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_torch_frontend_works_where_torch_was_built_without_distributed() -> None:
+    pytest.importorskip("torch")
+    done = python(WITHOUT_DISTRIBUTED)
+    assert done.returncode == 0, done.stderr
+    expected = "torch_frontend.shard_sequence needs torch.distributed, which this build of torch does not have"
+    assert done.stdout.strip() == expected
 
 
 def test_every_backend_is_described_without_a_framework() -> None:

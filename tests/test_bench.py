@@ -83,10 +83,13 @@ def test_a_sweep_goes_on_where_it_ended(raw_file: Path, tmp_path: Path) -> None:
     assert [record["direction"] for record in first["cases"]] == ["forward", "training"]
     assert run(*FEW, "--resume", "--seconds", "0", "--json", str(path)).exit_code == 1  # no time for more
     assert read(path)["cases"] == first["cases"]
+    others = [record for record in read(raw_file)["cases"] if "quick mask" not in record["name"]]
+    *done_before, missing = others  # as if the sweep had ended before its last case
+    path.write_text(json.dumps({**first, "cases": [*first["cases"], *done_before]}))
     assert run(*FEW, "--resume", "--json", str(path)).exit_code == 0
     found = read(path)
-    assert found["cases"][:2] == first["cases"]
-    assert len(found["cases"]) == len(read(raw_file)["cases"])
+    assert found["cases"][:-1] == [*first["cases"], *done_before]
+    assert [found["cases"][-1][key] for key in ("name", "direction")] == [missing["name"], missing["direction"]]
     done = run(*FEW[:-2], "--resume", "--json", str(path))
     assert done.exit_code == 2
     assert "--resume: backends was" in done.stderr

@@ -29,7 +29,10 @@ def test_version() -> None:
     assert attn("--version").stdout == f"attn-core {attn_core.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["doctor", "explain", "compare", "bench", "mask", "support", "demo", "serve-demo"])
+COMMANDS = ["doctor", "explain", "compare", "bench", "mask", "context-plan", "support", "demo", "serve-demo"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help(command: str) -> None:
     done = attn(command, "--help")
     assert done.exit_code == 0, done.output
@@ -109,6 +112,7 @@ def test_options_make_the_spec_they_say(options: dict, fields: dict) -> None:
 def test_every_choice_of_the_spec_has_an_option() -> None:
     elsewhere = {"max_len_q": "lengths", "max_len_k": "kv_lengths", "bias_gradient": None, "bias_dtype": None}
     elsewhere["paged"] = None  # explain_paged's, of either frontend
+    elsewhere["partial"] = None  # of the tiles that context-plan shows, never of a user's call
     renamed = {
         **{"num_heads": "heads", "num_kv_heads": "kv_heads", "mask_shape": "mask", "bias_shape": "bias"},
         **{"alibi_shape": "alibi", "needs_backward": "backward"},

@@ -286,7 +286,7 @@ def test_planted_faults_are_caught_in_xla(name: str, monkeypatch: pytest.MonkeyP
     changes, fault = FAULTS[name]
     call = make_call(**changes, needs_backward=True, return_lse=True)
     with planted(monkeypatch, "jax_xla", fault, "both"):
-        verdict = judge("jax", call, run("jax", call, "jax_xla"))
+        verdict = judge("jax", call, run("jax", call, "jax_xla", rounding_matters=False))
     assert {"out", "dq", "dk", "dv"} <= {quantity.name for quantity in verdict.quantities if quantity.use > 1}, verdict
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from importlib import import_module
 from importlib.util import find_spec
@@ -91,7 +93,21 @@ def test_examples_run(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
     for framework in ("torch", "jax"):
         if re.search(rf"^(import|from) {framework}\b|^(import|from) {framework}_frontend\b", block.text, re.MULTILINE):
             pytest.importorskip(framework)
-    exec(compile(block.text, block.name, "exec"), {"__name__": "example"})
+    with _one_rank(monkeypatch) if "torch.distributed" in block.text else nullcontext():
+        exec(compile(block.text, block.name, "exec"), {"__name__": "example"})
+
+
+@contextmanager
+def _one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What torchrun tells the only process of a run."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    try:
+        yield
+    finally:
+        distributed = import_module("torch.distributed")
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
 
 
 @_of("python", titled=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,9 @@ def broken() -> Any:
     raise ValueError("a made-up fault")
 
 
+@cache
 def made_up_group() -> Group:
+    """One for all tests, none of which changes it: timing begins with a collection of garbage, which is slow here."""
     group = Group("Made-up speeds", "made up", LARGE.flops("forward"))
     makers = {"bare x": after(1e-3), "attention x": after(2e-3), "bare y": absent, "attention z": broken}
     group.measure(makers, calls=2, rounds=3)

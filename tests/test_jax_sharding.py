@@ -5,16 +5,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import xla_compiler
 
 pytest.importorskip("flax")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_on_four_devices():
     paths = ":".join(path for path in sys.path if path)
     env = {
         **{"PATH": "", "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"},
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {xla_compiler.QUICK_FLAGS}",
     }
     checks = Path(__file__).with_name("four_devices.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(checks)]

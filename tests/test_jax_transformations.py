@@ -271,7 +271,8 @@ def transformed_calls(fields):
 
 def each(function, arrays, douts):
     pairs = [(jax.tree.map(lambda a, i=i: a[i], arrays), douts[i]) for i in range(len(douts))]
-    results = [jax.jit(partial(pulled, function))(*pair) for pair in pairs]
+    program = jax.jit(partial(pulled, function))
+    results = [program(*pair) for pair in pairs]
     return jax.tree.map(lambda *both: jnp.stack(both), *results)
 
 

@@ -37,6 +37,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.1},
     "deterministic": {"deterministic": True},
     "return_lse": {"return_lse": True},
+    "partial": {"partial": True},
     "paged": {
         **{"batch": 1, "kv_len": 12, "documents": 3, "max_len_q": 5, "max_len_k": 12},
         "paged": PagedKV(num_pages=9, page_size=4, width=3),

@@ -143,6 +143,7 @@ def test_option_names_are_those_of_the_flax_layers():
     of_torch = set(inspect.signature(Attention.__init__).parameters)
     initialisers = {name for name in of_flax if name.endswith("_init") and not name.startswith("__")}
     flax_only = {"deterministic", "param_dtype", "rngs", "keep_rngs"} | initialisers
+    flax_only |= {"context_axis", "context_strategy", "context_layout", "context_length"}  # torch: use_context_parallel
     assert of_torch - {"device"} == of_flax - flax_only
     calls = [set(inspect.signature(call).parameters) for call in (Attention.forward, nnx.Attention.__call__)]
     assert calls[0] == calls[1] - {"deterministic", "rngs"}

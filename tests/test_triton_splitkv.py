@@ -29,6 +29,7 @@ def made(batch: int = 64, tokens: int = 8192, new: int = 1, page_size: int = 16,
     )
 
 
+@pytest.mark.slow
 def test_the_kernels_in_the_interpreter() -> None:
     """In a process of its own: see ``triton_interpreted``."""
     pytest.importorskip("triton")

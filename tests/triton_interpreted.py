@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from paged_cases import PagedCall, judge, laid_out, make_paged, most_shared, without_answers
 
 from attn_core.backends import PagedInputs, triton_splitkv
+from attn_core.context_parallel import merge_torch, merge_triton
 from attn_core.paged import pools_torch, triton_tables
 from attn_core.paged.reference import append
 from torch_frontend import offsets
@@ -257,3 +258,50 @@ def test_appends_write_nowhere_outside_the_pool(lie: str) -> None:
             wide = pool._base
             assert wide[: len(pool)].isnan().all() and wide[2 * len(pool) :].isnan().all()
             assert pool.isfinite().all()
+
+
+# Partial attentions merged
+
+
+@pytest.mark.parametrize("rows", [1, 67])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["contiguous", "heads_outside", "a part of rows", "stepped"])
+def test_merge(layout: str, kind: str, rows: int) -> None:
+    """The launch that merges two parts is the formula in torch, with rows that see nothing of either, or of both."""
+    random = torch.Generator().manual_seed(rows)
+    batch, heads, dim = 2, 3, 5
+    out, part = (torch.randn(batch, rows, heads, dim, generator=random) for _ in range(2))
+    lse, part_lse = (3 * torch.randn(batch, heads, rows, generator=random) for _ in range(2))
+    lse[:, :, ::3], part_lse[:, :, ::2] = -torch.inf, -torch.inf
+    out[:, ::3], part[:, ::2] = 0, 0
+    part = part.to(getattr(torch, kind))
+    right, right_lse = out.clone(), lse.clone()
+    merge_torch.merge(right, right_lse, part, part_lse)
+    given = [spread(each, layout, axis) for each, axis in ((out, 1), (lse, 2), (part, 1), (part_lse, 2))]
+    merge_triton.merge(*given)
+    torch.testing.assert_close(given[0], right, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(given[1], right_lse, rtol=1e-6, atol=1e-6)
+    assert given[0].isfinite().all() and (given[1] == -torch.inf).sum() == 2 * 3 * len(range(0, rows, 6))
+    for view in given[:2]:
+        if view._base is not None:
+            view.fill_(torch.nan)
+            assert view._base.isnan().all(), "what lies between the rows of a view was written to"
+
+
+def spread(tensor: torch.Tensor, layout: str, axis: int) -> torch.Tensor:
+    """The same values in other memory; what lies between them is NaN."""
+    if layout == "heads_outside":
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "contiguous":
+        return tensor
+    rows = tensor.shape[axis]
+    shape = list(tensor.shape)
+    shape[axis] = 2 * rows + 3
+    wide = tensor.new_full(shape, torch.nan)
+    view = (
+        wide.narrow(axis, 2, rows)
+        if layout == "a part of rows"
+        else wide.movedim(axis, 0)[1 : 2 * rows : 2].movedim(0, axis)
+    )
+    view.copy_(tensor)
+    return view

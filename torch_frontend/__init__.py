@@ -2,10 +2,13 @@
 
 from typing import Any
 
+import torch.distributed
+
 from attn_core import NoBackendError, Pages, Selection, SeqInfo
 from attn_core.override import use_backend
 from torch_frontend.attention import attention, explain
 from torch_frontend.backends import available_backends
+from torch_frontend.context_active import use_context_parallel
 from torch_frontend.paged import append_kv, explain_paged, paged_attention
 from torch_frontend.paged_cache import PagedKVCache
 from torch_frontend.qkvpacked import attention_qkvpacked
@@ -69,11 +72,24 @@ __all__ = [
     "slow_attention_softcapping",
     "slow_inference_attention_softcapping",
     "use_backend",
+    "use_context_parallel",
     "warm_up",
 ]
 
+if torch.distributed.is_available():  # torch can be built without it
+    from torch_frontend.context_parallel import (
+        context_parallel_attention,
+        explain_context_parallel,
+        shard_sequence,
+        unshard_sequence,
+    )
+
+    __all__ += ["context_parallel_attention", "explain_context_parallel", "shard_sequence", "unshard_sequence"]
+
 
 def __getattr__(name: str) -> Any:
+    if name in ("context_parallel_attention", "explain_context_parallel", "shard_sequence", "unshard_sequence"):
+        raise ImportError(f"torch_frontend.{name} needs torch.distributed, which this build of torch does not have")
     if name in ("HAS_FLASH_ATTENTION", "HAS_XFORMERS"):  # what is installed is looked up when it is asked for
         from torch_frontend import unsloth
 

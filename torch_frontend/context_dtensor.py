@@ -27,8 +27,7 @@ def local(tensors: Sequence[Any], mesh: DeviceMesh) -> tuple[Any, ...]:
 def _local(name: str, tensor: Any, mesh: DeviceMesh) -> Any:
     if not isinstance(tensor, DTensor):
         raise SpecError(f"{name}: expected a DTensor, as the others of q, k and v are")
-    axes = tensor.device_mesh.mesh_dim_names or ()
-    of_row = mesh.mesh_dim_names or ()
+    axes, of_row = _axes(name, tensor, mesh)
     positions = tensor.dim() - 3
     for axis, placement in zip(axes, tensor.placements, strict=True):
         on_row = isinstance(placement, Shard) and placement.dim == positions
@@ -37,9 +36,17 @@ def _local(name: str, tensor: Any, mesh: DeviceMesh) -> Any:
             raise SpecError(f"{name}: expected {wanted}, over mesh axis {axis!r}, got {placement}")
         if not isinstance(placement, (Shard, Replicate)):
             raise SpecError(f"{name}: expected whole numbers over mesh axis {axis!r}, got {placement}")
-    if not set(of_row) <= set(axes):
-        raise SpecError(f"{name}: expected a DTensor over the axes {of_row} of mesh, got one over {axes}")
     return tensor.to_local()
+
+
+def _axes(name: str, tensor: DTensor, mesh: DeviceMesh) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The axes of a DTensor's mesh, and those of them that share a row: by name, or by number on one and the same."""
+    if tensor.device_mesh == mesh:
+        return range(mesh.ndim), range(mesh.ndim)
+    axes, of_row = tensor.device_mesh.mesh_dim_names or (), mesh.mesh_dim_names or ()
+    if not of_row or not set(of_row) <= set(axes):
+        raise SpecError(f"{name}: expected a DTensor over the axes {of_row} of mesh, got one over {axes}")
+    return axes, of_row
 
 
 def wrapped(out: torch.Tensor, like: Any, mesh: DeviceMesh) -> Any:

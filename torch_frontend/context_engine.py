@@ -11,6 +11,7 @@ from attn_core.backends import Inputs
 from attn_core.context_parallel.merge_torch import merge
 from torch_frontend import context_exchange as exchange
 from torch_frontend.context_exchange import Axis
+from torch_frontend.context_places import Places
 from torch_frontend.context_program import Program, Run
 
 Tensor = torch.Tensor
@@ -45,7 +46,7 @@ def forward(work: Work, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
     for group, (mine, keys) in one_ahead(arriving):
         out, lse = _attend(work, mine, keys)
         if sinks is not None:
-            out, lse = _with_sinks(work, out, lse, of_heads(work, sinks, group))
+            out, lse = _with_sinks(lse, out, of_heads(work, sinks, group))
         q_rows, k_rows, v_rows = mine
         saved.append(Saved(q_rows, k_rows, v_rows, out, lse))
         returns.append(_returned(work, out, lse if spec.return_lse else None))
@@ -78,28 +79,30 @@ def _exchanged(work: Work, q: Tensor, k: Tensor, v: Tensor, group: int) -> Calla
     if work.inner.size == 1:
         keys = keys_of(work, tensors[1:])
         return lambda: (tensors, keys)
-    received = exchange.heads_to_positions(work.inner, [by_rank(work, tensor) for tensor in tensors])
+    received = exchange.heads_to_positions(work.inner, tensors, held(work))
 
     def wait() -> tuple[list[Tensor], Keys]:
-        whole, held = received(), (work.program.q_held, work.program.k_held, work.program.k_held)
-        mine = [places.of(tensor) for places, tensor in zip(held, whole, strict=True)]
+        mine = received()
         return mine, keys_of(work, mine[1:])
 
     return wait
 
 
+def held(work: Work) -> tuple[Places, Places, Places]:
+    """Where the positions of q, k and v lie in the shards of this part's ranks; one object where they are the same."""
+    program, plan = work.program, work.program.call.plan
+    keys = program.q_held if plan.q_layout is plan.k_layout else program.k_held
+    return program.q_held, keys, keys
+
+
 def group_of(work: Work, tensor: Tensor, group: int, *, kv: bool) -> Tensor:
-    """The heads of one group, kv heads with their copies: ``[batch, shard, heads, dim]``."""
+    """The heads of one group, kv heads with their copies: ``[batch, shard, heads, dim]``; by ranks where these exchange
+    them, ``[batch, shard, ranks, heads of one, dim]``."""
     call = work.program.call
     if kv and call.repeats > 1:
         tensor = tensor.repeat_interleave(call.repeats, 2)
-    if call.head_groups == 1:
-        return tensor
-    return tensor.unflatten(2, (work.inner.size, call.head_groups, -1))[:, :, :, group].flatten(2, 3)
-
-
-def by_rank(work: Work, tensor: Tensor) -> Tensor:
-    return tensor.unflatten(2, (work.inner.size, -1))
+    tensor = tensor.unflatten(2, (work.inner.size, call.head_groups, -1))[:, :, :, group]
+    return tensor if work.inner.size > 1 else tensor[:, :, 0]
 
 
 def of_heads(work: Work, vector: Tensor, group: int) -> Tensor:
@@ -127,11 +130,7 @@ def keys_of(work: Work, tensors: Sequence[Tensor]) -> Keys:
     if program.call.plan.strategy == "ring":
         k, v = (block.shape for block in blocks)
         return Keys(lambda: [exchange.flat(blocks)], (k, v))
-    received = exchange.gather(work.outer, blocks)
-    places = program.gathered
-    assert places is not None
-    # [parts, batch, size, heads, dim] -> [batch, parts * size, heads, dim], in the order of positions
-    return Keys(lambda: [places.of(part.transpose(0, 1).flatten(1, 2)) for part in received()])
+    return Keys(exchange.gather(work.outer, blocks))
 
 
 def _padded(tensor: Tensor, size: int) -> Tensor:
@@ -161,13 +160,17 @@ def _attend(work: Work, mine: Sequence[Tensor], keys: Keys) -> tuple[Tensor, Ten
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     batch, rows, heads = q.shape[:3]
     shape = (batch, rows, heads, v.shape[3])
-    out = q.new_zeros(shape) if program.alone else q.new_zeros(shape, dtype=wide)
+    # What two tiles give is rounded once when they are joined; more of them are added up in more digits.
+    made, summed = q.new_empty if program.covered else q.new_zeros, q.dtype if program.most < 3 else wide
+    out = made(shape, dtype=summed)
     lse = q.new_full((batch, heads, rows), -torch.inf, dtype=wide)
     for _, runs, (k, v) in blocks(work, keys):
         for run in runs:
             part = run.made.forward(run.made.spec, inputs_of(run, q, k, v))
             part_out, part_lse = (tensor[None] for tensor in part) if run.made.spec.packed else part
-            if run.first:
+            if run.first and run.q.are_all_of(rows) and part_out.dtype == summed:
+                out, lse = part_out, part_lse
+            elif run.first:
                 run.q.put(out, part_out)
                 run.q.put(lse, part_lse, 2)
             else:
@@ -178,7 +181,7 @@ def _attend(work: Work, mine: Sequence[Tensor], keys: Keys) -> tuple[Tensor, Ten
 def _merge(run: Run, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     before, before_lse = run.q.of(out), run.q.of(lse, 2)
     merge(before, before_lse, part_out, part_lse)
-    if run.q.range is None:
+    if not run.q.are_neighbours:
         run.q.put(out, before)
         run.q.put(lse, before_lse, 2)
 
@@ -191,13 +194,11 @@ def inputs_of(run: Run, q: Tensor, k: Tensor, v: Tensor) -> Inputs:
     return Inputs(q[0], k[0], v[0], cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
 
 
-def _with_sinks(work: Work, out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """The softmax with one logit more for each head, on the places that hold a query."""
-    held = work.program.call.plan.q_blocks[work.program.part].count
-    joined = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
-    kept = (lse - joined).exp().transpose(1, 2)[..., None]
-    joined[:, :, held:] = -torch.inf
-    return (out * kept).to(out.dtype), joined
+def _with_sinks(lse_of_keys: Tensor, out: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the softmax with one logit more for each head; a row that sees no key keeps its 0 and -inf."""
+    joined = torch.logaddexp(lse_of_keys, sinks.to(lse_of_keys.dtype)[None, :, None])
+    kept = (lse_of_keys - joined).exp().transpose(1, 2)[..., None]
+    return (out * kept).to(out.dtype), joined.masked_fill(lse_of_keys == -torch.inf, -torch.inf)
 
 
 def _returned(work: Work, out: Tensor, lse: Tensor | None) -> Callable[[], list[Tensor]]:
@@ -206,9 +207,9 @@ def _returned(work: Work, out: Tensor, lse: Tensor | None) -> Callable[[], list[
         lse = lse.transpose(1, 2)[..., None]  # [batch, heads, places] -> [batch, places, heads, 1]
     if work.inner.size == 1:
         return lambda: [tensor[:, :, None] for tensor in (out, lse) if tensor is not None]
-    size = work.inner.size * work.program.call.plan.q_layout.shard
+    places, shard = work.program.q_held, work.program.call.plan.q_layout.shard
     waits = [
-        exchange.positions_to_heads(work.inner, [work.program.q_held.spread(tensor, size)])
+        exchange.positions_to_heads(work.inner, [tensor], [places], [shard])
         for tensor in (out, lse)
         if tensor is not None
     ]
@@ -222,8 +223,8 @@ def again(work: Work, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor)
         mine, _ = _exchanged(work, q, k, v, group)()
         results = [group_of(work, each, group, kv=False) for each in (out, lse.transpose(1, 2)[..., None])]
         if work.inner.size > 1:
-            waits = [exchange.heads_to_positions(work.inner, [by_rank(work, each)]) for each in results]
-            results = [work.program.q_held.of(part) for received in waits for part in received()]
+            waits = [exchange.heads_to_positions(work.inner, [each], [work.program.q_held]) for each in results]
+            results = [part for received in waits for part in received()]
         q_rows, k_rows, v_rows = mine
         saved.append(Saved(q_rows, k_rows, v_rows, results[0], results[1][..., 0].transpose(1, 2)))
     return saved

@@ -12,8 +12,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from torch_frontend.context_places import Places
+
 Tensor = torch.Tensor
 _c10d = torch.ops._c10d_functional
+
+
+Waiting = Callable[[], list[Tensor]]
+"""What waits for tensors that are on their way."""
 
 
 class Axis(NamedTuple):
@@ -32,69 +38,107 @@ def axis(name: str) -> Axis:
     return Axis(name, group.size(), group.rank())
 
 
-def heads_to_positions(axis: Axis, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+def heads_to_positions(axis: Axis, tensors: Sequence[Tensor], held: Sequence[Places]) -> Waiting:
     """All positions of this rank's heads for this rank's positions of all heads.
 
     Args:
         tensors: ``[batch, shard, ranks, heads of one, dim]``, of one dtype.
+        held: for each where its positions lie in the ranks' shards end to end.
 
     Returns:
-        What waits for them: ``[batch, ranks * shard, heads of one, dim]``, the ranks' shards end to end.
+        What waits for them: ``[batch, positions, heads of one, dim]``.
     """
-    sent = _all_to_all(axis, [tensor.permute(2, 0, 1, 3, 4) for tensor in tensors])
+    if len(tensors) > 1 and len({tensor.shape[-1] for tensor in tensors}) == 1 and len(set(map(id, held))) == 1:
+        heads = [tensor.shape[3] for tensor in tensors]  # one message, in which each has heads of its own
+        packed = _side_by_side([tensor.permute(2, 0, 1, 3, 4) for tensor in tensors], 3)
+        sent = _to_all(axis, packed)
+        return lambda: list(held[0].of(sent().transpose(0, 1).flatten(1, 2)).split(heads, 2))
+    waits = [_to_all(axis, tensor.permute(2, 0, 1, 3, 4).contiguous()) for tensor in tensors]
+    return lambda: [places.of(wait().transpose(0, 1).flatten(1, 2)) for wait, places in zip(waits, held, strict=True)]
 
-    def received() -> list[Tensor]:
-        # [ranks, batch, shard, heads, dim] -> [batch, ranks * shard, heads, dim]
-        return [part.permute(1, 0, 2, 3, 4).flatten(1, 2) for part in sent()]
 
-    return received
-
-
-def positions_to_heads(axis: Axis, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+def positions_to_heads(axis: Axis, tensors: Sequence[Tensor], held: Sequence[Places], shards: Sequence[int]) -> Waiting:
     """The way back.
 
     Args:
-        tensors: ``[batch, ranks * shard, heads of one, dim]``, of one dtype.
+        tensors: ``[batch, positions, heads of one, dim]``; held: as above; shards: places of each one's shard.
 
     Returns:
-        What waits for them: ``[batch, shard, ranks, heads of one, dim]``.
+        What waits for them: ``[batch, shard, ranks, heads of one, dim]``, zeros where a place holds nothing.
     """
-    sent = _all_to_all(axis, [tensor.unflatten(1, (axis.size, -1)).transpose(0, 1) for tensor in tensors])
-    return lambda: [part.permute(1, 2, 0, 3, 4) for part in sent()]
+    waits = []
+    for tensor, places, shard in zip(tensors, held, shards, strict=True):
+        whole = places.spread(tensor, axis.size * shard)
+        waits.append(_to_all(axis, whole.unflatten(1, (axis.size, shard)).transpose(0, 1).contiguous()))
+    return lambda: [wait().permute(1, 2, 0, 3, 4) for wait in waits]
 
 
-def _all_to_all(axis: Axis, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-    """Sends ``tensor[r]`` of every tensor to rank r, all in one message; what waits for what the ranks sent here."""
-    shapes = [tensor.shape[1:] for tensor in tensors]
-    packed = torch.cat([tensor.reshape(axis.size, -1) for tensor in tensors], 1)
-    even = [packed.shape[1]] * axis.size
-    sent = _c10d.all_to_all_single(packed.flatten(), even, even, axis.name)
+def _to_all(axis: Axis, tensor: Tensor) -> Callable[[], Tensor]:
+    """Sends ``tensor[r]`` to rank r; what waits for what the ranks sent here, in the same shape."""
+    even = [tensor.numel() // axis.size] * axis.size
+    sent = _c10d.all_to_all_single(tensor.view(-1), even, even, axis.name)
+    return lambda: _c10d.wait_tensor(sent).view(tensor.shape)  # type: ignore[no-any-return]
+
+
+def gather(axis: Axis, tensors: Sequence[Tensor]) -> Waiting:
+    """Every rank's ``[batch, places, heads, dim]``, of one dtype; what waits for ``[batch, ranks * places, ...]``."""
+    one = len({tensor.shape[-1] for tensor in tensors}) == 1
+    heads = [tensor.shape[2] for tensor in tensors]
+    parts = [_side_by_side(tensors, 2)] if one else [tensor.contiguous() for tensor in tensors]
+    waits = [(_c10d.all_gather_into_tensor(part.view(-1), axis.size, axis.name), part.shape) for part in parts]
 
     def received() -> list[Tensor]:
-        parts = _c10d.wait_tensor(sent).view(axis.size, -1).split([prod(shape) for shape in shapes], 1)
-        return [part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)]
+        found = [_c10d.wait_tensor(sent).view(axis.size, *shape).transpose(0, 1).flatten(1, 2) for sent, shape in waits]
+        return list(found[0].split(heads, 2)) if one else found
 
     return received
 
 
-def gather(axis: Axis, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-    """Every rank's tensors, which are of one dtype; what waits for them: ``[ranks, ...]`` each."""
-    sent = _c10d.all_gather_into_tensor(flat(tensors), axis.size, axis.name)
-    shapes = [tensor.shape for tensor in tensors]
+def sums_like(
+    axis: Axis, tensors: Sequence[Tensor], size: int, dtype: torch.dtype
+) -> tuple[list[Tensor], Callable[[], Waiting]]:
+    """Zeros for sums beside what ``gather`` gives of ``size`` places of such tensors, and what starts adding them up.
 
-    def received() -> list[Tensor]:
-        parts = _c10d.wait_tensor(sent).view(axis.size, -1).split([prod(shape) for shape in shapes], 1)
-        return [part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)]
+    Args:
+        tensors: ``[batch, places, heads, dim]``.
 
-    return received
+    Returns:
+        ``[batch, ranks * size, heads, dim]`` each; and a function that sends them and gives what waits for this rank's
+        ``[batch, size, heads, dim]`` of the sum over ranks.
+    """
+    one = len({tensor.shape[-1] for tensor in tensors}) == 1
+    heads, batch = [tensor.shape[2] for tensor in tensors], tensors[0].shape[0]
+    shapes = [(sum(heads), tensors[0].shape[3])] if one else [tuple(tensor.shape[2:]) for tensor in tensors]
+    made = [tensors[0].new_zeros((axis.size, batch, size, *shape), dtype=dtype) for shape in shapes]
+    # [ranks, batch, places, heads, dim] -> [batch, ranks * places, heads, dim]: a view where there is one row
+    whole = [each.transpose(0, 1).flatten(1, 2) for each in made]
+    views = list(whole[0].split(heads, 2)) if one else whole
+
+    def start() -> Waiting:
+        waits = []
+        for each in whole:
+            packed = each.unflatten(1, (axis.size, size)).transpose(0, 1).contiguous()
+            sent = _c10d.reduce_scatter_tensor(packed.view(-1), "sum", axis.size, axis.name)
+            waits.append((sent, packed.shape[1:]))
+
+        def received() -> list[Tensor]:
+            found = [_c10d.wait_tensor(sent).view(shape) for sent, shape in waits]
+            return list(found[0].split(heads, 2)) if one else found
+
+        return received
+
+    return views, start
 
 
-def scatter_sums(axis: Axis, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-    """The sum over ranks of ``tensor[this rank]``, of each ``[ranks, ...]``; what waits for it."""
-    packed = torch.cat([tensor.flatten(1) for tensor in tensors], 1)
-    sent = _c10d.reduce_scatter_tensor(packed.flatten(), "sum", axis.size, axis.name)
-    shapes = [tensor.shape[1:] for tensor in tensors]
-    return lambda: parts_of(_c10d.wait_tensor(sent), shapes)
+def _side_by_side(tensors: Sequence[Tensor], axis: int) -> Tensor:
+    """The tensors joined at an axis, dense; ``torch.cat`` may keep the order of permuted axes."""
+    shape = list(tensors[0].shape)
+    shape[axis] = sum(tensor.shape[axis] for tensor in tensors)
+    made, at = tensors[0].new_empty(shape), 0
+    for tensor in tensors:
+        made.narrow(axis, at, tensor.shape[axis]).copy_(tensor)
+        at += tensor.shape[axis]
+    return made
 
 
 def hop(axis: Axis, buffer: Tensor, distance: int) -> Callable[[], Tensor]:
@@ -111,7 +155,10 @@ def hop(axis: Axis, buffer: Tensor, distance: int) -> Callable[[], Tensor]:
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors of one dtype in one buffer."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    made = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
+    for part, tensor in zip(parts_of(made, [tensor.shape for tensor in tensors]), tensors, strict=True):
+        part.copy_(tensor)
+    return made
 
 
 def parts_of(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -33,7 +33,7 @@ def backward(
     for group, (mine, of_lse) in engine.one_ahead(arriving):
         kept = saved[group]
         if dsinks is not None and sinks is not None:
-            share = _of_sinks(work, engine.of_heads(work, sinks, group), kept, mine, of_lse)
+            share = _of_sinks(engine.of_heads(work, sinks, group), kept, mine, of_lse)
             engine.of_heads(work, dsinks, group).add_(share)
         returns.append(_group(work, kept, mine, of_lse))
     found = [wait() for wait in returns]
@@ -49,22 +49,22 @@ def _arriving(work: Work, dout: Tensor, dlse: Tensor | None, group: int) -> Call
     parts = [engine.group_of(work, part, group, kv=False) for part in parts]
     if work.inner.size == 1:
         return lambda: _pair(parts)
-    waits = [exchange.heads_to_positions(work.inner, [engine.by_rank(work, part)]) for part in parts]
-    return lambda: _pair([work.program.q_held.of(part) for received in waits for part in received()])
+    waits = [exchange.heads_to_positions(work.inner, [part], [work.program.q_held]) for part in parts]
+    return lambda: _pair([part for received in waits for part in received()])
 
 
 def _pair(parts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
     return parts[0], None if len(parts) == 1 else parts[1][..., 0].transpose(1, 2)
 
 
-def _of_sinks(work: Work, sinks: Tensor, saved: Saved, dout: Tensor, dlse: Tensor | None) -> Tensor:
-    """What the logits of this rank's heads ``[heads]`` get: their weights times (dlse - sum(dout * out))."""
-    held = work.program.call.plan.q_blocks[work.program.part].count
-    lse = saved.lse[:, :, :held]
+def _of_sinks(sinks: Tensor, saved: Saved, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """What the logits of this rank's heads ``[heads]`` get: their weights times (dlse - sum(dout * out)), over the rows
+    that see a key."""
+    lse = saved.lse
+    moved = -(dout.to(lse.dtype) * saved.out).sum(-1).transpose(1, 2)
+    moved = moved if dlse is None else moved + dlse
     weight = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
-    moved = -(dout[:, :held].to(lse.dtype) * saved.out[:, :held]).sum(-1).transpose(1, 2)
-    moved = moved if dlse is None else moved + dlse[:, :, :held]
-    return (weight * moved).sum((0, 2))
+    return torch.where(lse == -torch.inf, 0.0, weight * moved).sum((0, 2))
 
 
 def _group(work: Work, saved: Saved, dout: Tensor, dlse: Tensor | None) -> Callable[[], list[Tensor]]:
@@ -81,32 +81,27 @@ def _group(work: Work, saved: Saved, dout: Tensor, dlse: Tensor | None) -> Calla
 
 def _of_one(work: Work, saved: Saved, dout: Tensor, dlse: Tensor | None, keys: engine.Keys) -> Callable[[], Sums]:
     """Of a row whose keys are all here, or were gathered: their gradients are summed over the ranks that saw them."""
-    program = work.program
-    k, v = keys.wait()
+    program, (k, v), wide = work.program, keys.wait(), saved.lse.dtype
+    if program.keys_alone:
+        ((run,),) = (runs for _, runs in program.steps)
+        found = _tile(run, saved, k, v, dout, dlse)
+        return lambda: Sums(run.q.spread(found.dq, program.q_size), found.dk, found.dv)
     dq = _dq(work, saved)
-    pair: tuple[Tensor, Tensor] | None = None
-    if not program.keys_alone:
-        wide = saved.lse.dtype
-        pair = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    start: Callable[[], exchange.Waiting] | None = None
+    if work.outer.size == 1:
+        sums = [torch.zeros_like(each, dtype=wide) for each in (k, v)]
+    else:
+        sums, start = exchange.sums_like(work.outer, (saved.k, saved.v), program.k_size, wide)
     for _, runs in program.steps:
         for run in runs:
             found = _tile(run, saved, k, v, dout, dlse)
             _add_rows(run, dq, found.dq)
-            if pair is None:
-                pair = found.dk, found.dv
-            else:
-                run.k.add(pair[0], found.dk)
-                run.k.add(pair[1], found.dv)
-    assert pair is not None
-    dk, dv = pair
-    if work.outer.size == 1:
-        return lambda: Sums(dq, dk, dv)
-    places, parts, size = program.gathered, work.outer.size, program.k_size
-    assert places is not None
-    # [batch, row, heads, dim] -> [parts, batch, size, heads, dim], zeros at places that hold nothing
-    spread = [places.spread(each.to(saved.lse.dtype), parts * size) for each in (dk, dv)]
-    received = exchange.scatter_sums(work.outer, [each.unflatten(1, (parts, size)).transpose(0, 1) for each in spread])
-    return lambda: Sums(dq, *(each[:, : saved.k.shape[1]] for each in received()))
+            run.k.add(sums[0], found.dk)
+            run.k.add(sums[1], found.dv)
+    if start is None:
+        return lambda: Sums(dq, *sums)
+    received, count = start(), saved.k.shape[1]
+    return lambda: Sums(dq, *(each[:, :count] for each in received()))
 
 
 def _in_a_ring(
@@ -143,7 +138,7 @@ def _to_next(work: Work, shift: int) -> int:
 
 
 def _dq(work: Work, saved: Saved) -> Tensor:
-    return torch.zeros_like(saved.q, dtype=None if work.program.alone else saved.lse.dtype)
+    return torch.zeros_like(saved.q, dtype=None if work.program.most < 2 else saved.lse.dtype)
 
 
 def _add_rows(run: Run, dq: Tensor, found: Tensor) -> None:
@@ -182,9 +177,6 @@ def _home(work: Work, sums: Sums, dtype: torch.dtype) -> Callable[[], list[Tenso
     dq, pair = sums.dq.to(dtype), [each if call.repeats > 1 else each.to(dtype) for each in sums[1:]]
     if inner == 1:
         return lambda: [each[:, :, None] for each in (dq, *pair)]
-    dq = work.program.q_held.spread(dq, inner * call.plan.q_layout.shard)
-    pair = [work.program.k_held.spread(each, inner * call.plan.k_layout.shard) for each in pair]
-    if call.repeats == 1 and call.plan.q_layout.shard == call.plan.k_layout.shard:
-        return exchange.positions_to_heads(work.inner, [dq, *pair])
-    waits = [exchange.positions_to_heads(work.inner, each) for each in ([dq], pair)]
-    return lambda: [part for received in waits for part in received()]
+    held = engine.held(work)
+    shards = call.plan.q_layout.shard, *(call.plan.k_layout.shard,) * 2
+    return exchange.positions_to_heads(work.inner, [dq, *pair], held, shards)

@@ -6,92 +6,18 @@ as plain arguments and exchange once more in the backward.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from attn_core import override
-from attn_core.call import ArrayFacts, Arrays, build_spec
-from attn_core.context_parallel.call import context_call
-from attn_core.errors import ShapeError
 from attn_core.options import Options
-from attn_core.selection import Target
 from torch_frontend import autocast, context_engine, context_gradients
-from torch_frontend.context_agreement import agree
-from torch_frontend.context_engine import Work
-from torch_frontend.context_exchange import Axis, axis
-from torch_frontend.context_program import program
-from torch_frontend.plan import device_name
+from torch_frontend.context_work import Question, Ranks, prepared
 
 Tensor = torch.Tensor
-
-
-class Ranks(NamedTuple):
-    """The process groups of a call by name ("" where an axis has one rank), and how heads and positions are shared."""
-
-    outer: str
-    inner: str
-    strategy: str
-    layout: str
-    q_len: int
-    kv_len: int
-    head_groups: int
-
-
-class Question(NamedTuple):
-    """All that a call is, besides the values of its tensors."""
-
-    shapes: tuple[torch.Size, torch.Size, torch.Size]
-    sinks: tuple[torch.Size, torch.dtype] | None
-    dtype: torch.dtype
-    device: torch.device
-    ranks: Ranks
-    options: Options
-    documents: tuple[int, ...] | None
-    needs_backward: bool
-    requested: tuple[str, ...] | None
-
-
-def work(asked: Question) -> Work:
-    """The prepared call, once for every call of its kind and group."""
-    outer, inner = axis(asked.ranks.outer), axis(asked.ranks.inner)
-    agree(asked, outer, inner)  # first: what only one rank refuses would leave the others waiting for it
-    return _work(asked, outer, inner)
-
-
-@lru_cache(maxsize=1024)
-def _work(asked: Question, outer: Axis, inner: Axis) -> Work:
-    (batch, _, heads, dim), (_, _, kv_heads, _), (_, _, _, value_dim) = asked.shapes
-    dtype, device = str(asked.dtype).removeprefix("torch."), str(asked.device)
-
-    def facts(*shape: int) -> ArrayFacts:
-        return ArrayFacts(shape, dtype, device)
-
-    row = (batch,) if asked.documents is None else ()
-    q_len, kv_len = asked.ranks.q_len, asked.ranks.kv_len
-    arrays = Arrays(
-        facts(*row, q_len, heads, dim), facts(*row, kv_len, kv_heads, dim), facts(*row, kv_len, kv_heads, value_dim)
-    )
-    if asked.documents is not None:
-        offsets = ArrayFacts((len(asked.documents),), "int32", device)
-        arrays = arrays._replace(cu_seqlens_q=offsets, cu_seqlens_k=offsets)
-    spec = build_spec(arrays, asked.options, needs_backward=asked.needs_backward, bias_gradient=False)
-    target = Target.here("torch", device_name(asked.device))
-    ranks = asked.ranks
-    call = context_call(
-        *(spec, asked.documents, ranks.strategy, ranks.layout, outer.size, inner.size, ranks.head_groups),
-        *(target, asked.requested),
-    )
-    for name, shape, held in zip("qkv", asked.shapes, (call.plan.q_layout, *(call.plan.k_layout,) * 2), strict=True):
-        if shape[1] != held.shard:
-            raise ShapeError(
-                f"{name}: expected shards of {held.shard} positions, {held.length} over {held.world} ranks in a "
-                f"{held.kind} layout, got {shape[1]}; shard_sequence makes them, and length= is that of the whole row"
-            )
-    return Work(program(call, outer.rank, asked.device), outer, inner)
 
 
 class Attention(torch.autograd.Function):
@@ -99,7 +25,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, asked: Question, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
-        made = work(asked)
+        made = prepared(asked).work
         results, saved = context_engine.forward(made, q, k, v, sinks)
         ctx.work, ctx.groups = made, len(saved)
         ctx.save_for_backward(sinks, *(tensor for group in saved for tensor in group))
@@ -126,7 +52,7 @@ def run(asked: Question, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) 
         if asked.needs_backward:
             found = Attention.apply(asked, q, k, v, sinks)
             return found if isinstance(found, tuple) else (found,)
-        results, _ = context_engine.forward(work(asked), q, k, v, sinks)
+        results, _ = context_engine.forward(prepared(asked).work, q, k, v, sinks)
         return tuple(results)
 
 
@@ -177,7 +103,7 @@ def longest(documents: Any) -> int | None:
 
 
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
-    made = work(_question(arguments))
+    made = prepared(_question(arguments)).work
     with autocast.switched_off(arguments[0].device):
         (out, lse), _ = context_engine.forward(made, *arguments[:TENSORS])
     return out.contiguous(), lse.contiguous()
@@ -192,7 +118,7 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Ten
 def _backward_op(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    made, (q, k, v, sinks) = work(_question(arguments)), arguments[:TENSORS]
+    made, (q, k, v, sinks) = prepared(_question(arguments)).work, arguments[:TENSORS]
     with autocast.switched_off(q.device):
         saved = context_engine.again(made, q, k, v, out, lse)
         found = context_gradients.backward(made, saved, sinks, dout, dlse)

@@ -12,9 +12,10 @@ from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
 from attn_core.options import Options, checked, flag, normalise_window, requested_names
 from torch_frontend import autocast, context_ops, plan
 from torch_frontend.context_dtensor import local, wrapped
-from torch_frontend.context_ops import Question, Ranks
-from torch_frontend.context_shards import documents_of, group_names
-from torch_frontend.context_strategy import chosen
+from torch_frontend.context_shards import documents_of, group_names, shard_sequence, unshard_sequence
+from torch_frontend.context_work import Explanation, Question, Ranks, explanation
+
+__all__ = ["context_parallel_attention", "explain_context_parallel", "shard_sequence", "unshard_sequence"]
 
 Tensor = torch.Tensor
 Window = int | tuple[int | None, int | None] | None
@@ -92,6 +93,35 @@ def context_parallel_attention(
     return out, found[1] if documents is None else found[1][0]
 
 
+def explain_context_parallel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: DeviceMesh,
+    strategy: str | None = None,
+    layout: str = "zigzag",
+    length: int | tuple[int, int] | None = None,
+    head_groups: int | None = None,
+    causal: bool = False,
+    alignment: str = "bottom_right",
+    window: Window = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    seq_info: Any = None,
+    deterministic: bool = False,
+    backend: str | tuple[str, ...] | None = None,
+    return_lse: bool = False,
+) -> Explanation:
+    """How ``context_parallel_attention`` runs a call with the same arguments, and why. Runs nothing, sends nothing."""
+    rows = tuple(tensor[None] if tensor.dim() == 3 else tensor for tensor in local((q, k, v), mesh))
+    options = _options(causal, alignment, window, softcap, scale, deterministic, return_lse)
+    documents = documents_of(seq_info)
+    asked = question(rows, sinks, mesh, strategy, layout, length, head_groups, options, documents, backend)
+    return explanation(asked)
+
+
 def question(
     rows: tuple[Tensor, ...],
     sinks: Tensor | None,
@@ -104,8 +134,10 @@ def question(
     documents: tuple[int, ...] | None,
     backend: Any,
 ) -> Question:
-    """All that a call is, besides the values of its tensors; the strategy chosen where none is named."""
+    """All that a call is, besides the values of its tensors; besides what is chosen for it."""
     q, k, v = rows
+    if q.dim() != 4:
+        raise ShapeError(f"q: expected [batch, shard, heads, dim], or seq_info beside {list(q.shape)}")
     needs_backward = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (*rows, sinks)
     )
@@ -114,7 +146,7 @@ def question(
     if documents is not None:
         longest = context_ops.longest(documents)
         options = options._replace(max_len_q=longest, max_len_k=longest)
-    asked = Question(
+    return Question(
         (q.shape, k.shape, v.shape),
         None if sinks is None else (sinks.shape, sinks.dtype),
         q.dtype,
@@ -125,7 +157,6 @@ def question(
         needs_backward,
         requested_names(backend) or (None if torch.compiler.is_compiling() else override.requested()),
     )
-    return chosen(asked, mesh)
 
 
 def _lengths(length: Any, rows: tuple[Tensor, ...], world: int, documents: tuple[int, ...] | None) -> tuple[int, int]:

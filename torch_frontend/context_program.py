@@ -13,48 +13,10 @@ from attn_core import backends
 from attn_core.context_parallel import places
 from attn_core.context_parallel.call import ContextCall
 from attn_core.context_parallel.tiles import Tile
+from torch_frontend.context_places import Places
 from torch_frontend.plan import Plan, device_name, on_device
 
 Tensor = torch.Tensor
-
-
-class Places:
-    """Some places of an axis of positions: one range where they are neighbours, else an index on the device."""
-
-    def __init__(self, index: np.ndarray, device: torch.device) -> None:
-        self.count = len(index)
-        ranges = places.slices(index, 2)
-        self.range = (0, 0) if not self.count else ranges[0] if ranges and len(ranges) == 1 else None
-        self.index: Any = None if self.range is not None else torch.from_numpy(index).to(device)
-
-    def of(self, tensor: Tensor, axis: int = 1) -> Tensor:
-        """The tensor at these places: a view of a range, else a copy."""
-        if self.range is not None:
-            return tensor.narrow(axis, self.range[0], self.count)
-        return tensor.index_select(axis, self.index)
-
-    def put(self, tensor: Tensor, values: Tensor, axis: int = 1) -> None:
-        """Writes values to these places."""
-        if self.range is not None:
-            self.of(tensor, axis).copy_(values)
-        else:
-            tensor.index_copy_(axis, self.index, values.to(tensor.dtype))
-
-    def add(self, tensor: Tensor, values: Tensor, axis: int = 1) -> None:
-        """Adds values to these places, in the tensor's dtype."""
-        if self.range is not None:
-            self.of(tensor, axis).add_(values)
-        else:
-            tensor.index_add_(axis, self.index, values.to(tensor.dtype))
-
-    def spread(self, values: Tensor, size: int, axis: int = 1) -> Tensor:
-        """A tensor of ``size`` places with the values at these, and zeros elsewhere."""
-        if self.range == (0, size):
-            return values
-        shape = (*values.shape[:axis], size, *values.shape[axis + 1 :])
-        made = values.new_zeros(shape)
-        self.put(made, values, axis)
-        return made
 
 
 class Run(NamedTuple):
@@ -75,9 +37,9 @@ class Program(NamedTuple):
         part: which part of the row its ranks share.
         steps: ``(shift, runs)`` of every step of the plan, those in which this part does nothing among them.
         q_held, k_held: where a part's ranks hold its positions, in their shards end to end.
-        gathered: where all keys lie in every part's block, ``k_size`` places each.
-        k_size: places of a block that travels.
-        alone: whether every query is touched once at most; covered: at least once.
+        k_size, q_size: places of a block of keys that travels, and of this part's queries.
+        most: how many runs touch a query at most; covered: whether every query is touched by a run that is the first to
+            touch any of its own.
         keys_alone: whether a single run reads every key of the block.
     """
 
@@ -86,10 +48,9 @@ class Program(NamedTuple):
     steps: tuple[tuple[int, tuple[Run, ...]], ...]
     q_held: Places
     k_held: Places
-    gathered: Places | None
     k_size: int
     q_size: int
-    alone: bool
+    most: int
     covered: bool
     keys_alone: bool
 
@@ -102,19 +63,22 @@ def program(call: ContextCall, part: int, device: torch.device) -> Program:
     split = plan.inner > 1
     q_size = q_block.count if split else plan.q_layout.shard
     k_size = max(block.count for block in plan.k_blocks) if split else plan.k_layout.shard
-    touched = np.zeros(q_size, np.int64)
+    touched, begun = np.zeros(q_size, np.int64), np.zeros(q_size, bool)
+    travels = plan.outer > 1 and plan.gathered is not None
+    # Where everybody gets all keys, they stay as they come, block after block: tiles find theirs there.
+    of_key = places.in_blocks(plan.k_blocks, k_size, plan.gathered) if travels and plan.gathered else None
     steps = []
     for step in plan.steps:
         runs = []
         for tile in step.tiles[part]:
             rows = _index([segment[:2] for segment in tile.segments])
-            runs.append(_run(call, tile, device, first=not touched[rows].any()))
+            keys = _index([segment[2:] for segment in tile.segments])
+            keys = keys if of_key is None else of_key[keys]
+            first = not touched[rows].any()
+            runs.append(_run(call, tile, rows, keys, device, first=first))
             touched[rows] += 1
+            begun[rows] |= first
         steps.append((step.shift, tuple(runs)))
-    gathered = None
-    if plan.outer > 1 and plan.gathered is not None:
-        gathered = Places(places.in_blocks(plan.k_blocks, k_size, plan.gathered), device)
-    everything = plan.gathered.count if plan.gathered is not None and (split or plan.outer > 1) else k_size
     every_run = [run for _, runs in steps for run in runs]
     return Program(
         call=call,
@@ -122,27 +86,27 @@ def program(call: ContextCall, part: int, device: torch.device) -> Program:
         steps=tuple(steps),
         q_held=Places(places.order(plan.q_layout, q_block) if split else np.arange(q_size), device),
         k_held=Places(places.order(plan.k_layout, k_block) if split else np.arange(k_size), device),
-        gathered=gathered,
         k_size=k_size,
         q_size=q_size,
-        alone=bool((touched <= 1).all()),
-        covered=bool(touched.all()),
-        keys_alone=len(every_run) == 1 and every_run[0].k.range == (0, everything),
+        most=int(touched.max(initial=0)),
+        covered=bool(begun.all()),
+        keys_alone=len(every_run) == 1 and plan.outer == 1 and every_run[0].k.are_all_of(k_size),
     )
 
 
-def _run(call: ContextCall, tile: Tile, device: torch.device, *, first: bool) -> Run:
+def _run(
+    call: ContextCall, tile: Tile, rows: np.ndarray, keys: np.ndarray, device: torch.device, *, first: bool
+) -> Run:
     spec, name = call.backend_of(tile)
     module: Any = backends.load(name, backends.kind_of(device_name(device)))
     forward, backward = (on_device(function, device) for function in (module.forward, module.backward))
     made = Plan(spec, name, forward, backward, False, None, backends.writes_into(module))
-    q, k = (Places(_index([segment[at : at + 2] for segment in tile.segments]), device) for at in (0, 2))
     offsets = None
     if spec.packed:
         lengths = ([segment.q_len for segment in tile.segments], [segment.k_len for segment in tile.segments])
         one, other = (torch.tensor([0, *np.cumsum(each)], dtype=torch.int32, device=device) for each in lengths)
         offsets = one, other
-    return Run(made, q, k, offsets, first)
+    return Run(made, Places(rows, device), Places(keys, device), offsets, first)
 
 
 def _index(ranges: Sequence[Sequence[int]]) -> np.ndarray:

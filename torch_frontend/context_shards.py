@@ -63,7 +63,7 @@ def unshard_sequence(
     shards = x.movedim(dim, 0).contiguous()
     for name in reversed(group_names(mesh)):
         if name:
-            shards = gather(axis(name), [shards])()[0].flatten(0, 1)
+            shards = gather(axis(name), [shards[None, :, None]])()[0][0, :, 0]
     return shards.index_select(0, torch.from_numpy(places.in_order(made)).to(x.device)).movedim(0, dim)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.seq_info import SeqInfo
+from torch_frontend import huggingface_context
 from torch_frontend.attention import attention
 from torch_frontend.huggingface_described import DescribedMask, Visible
 from torch_frontend.plan import smaller
@@ -69,7 +70,20 @@ def attend(
     """
     refuse(others)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [batch, len, heads, head_dim]
+    context = huggingface_context.of(module, attention_mask)
+    if context is not None:
+        given = {"attention_mask": attention_mask, "position_bias": position_bias, "cu_seq_lens_q": cu_seq_lens_q}
+        huggingface_context.refuse(given | {"cu_seq_lens_k": cu_seq_lens_k}, q, k)
     visible, mask, bias = split(attention_mask, module, is_causal, sliding_window, (q.shape[1], k.shape[1]))
+    options: dict[str, Any] = {
+        "causal": visible.right == 0,
+        "window": (visible.left, None if visible.right == 0 else visible.right),
+        **{"softcap": softcap, "scale": scaling, "sinks": s_aux, "dropout": dropout},
+        "deterministic": bool(deterministic),
+        "backend": getattr(module, LAYER_BACKEND, None) or backend,
+    }
+    if context is not None:
+        return context.attend(q, k, v, **options).contiguous(), None
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
     info = given_documents(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k) or visible.seq_info
@@ -82,18 +96,11 @@ def attend(
         operands.q,
         operands.k,
         operands.v,
-        causal=visible.right == 0,
         alignment=alignment,
-        window=(visible.left, None if visible.right == 0 else visible.right),
-        softcap=softcap,
-        scale=scaling,
         mask=operands.mask,
         bias=operands.bias,
-        sinks=s_aux,
         seq_info=info,
-        dropout=dropout,
-        deterministic=bool(deterministic),
-        backend=getattr(module, LAYER_BACKEND, None) or backend,
+        **options,
     )
     if info is not None:  # [batch * len, heads, value_dim] -> [batch, len, heads, value_dim]
         out = out.reshape(q.shape[0], q.shape[1], *out.shape[-2:])
@@ -192,7 +199,8 @@ def without_mask(module: Any, is_causal: bool | None, sliding_window: int | None
 
 def check_window(visible: Visible, sliding_window: int | None) -> None:
     """Raises SpecError where a causal mask and the layer's ``sliding_window`` contradict each other."""
-    if sliding_window is None or visible.right != 0 or sliding_window >= visible.lengths[1]:
+    whole = visible.context is None  # a window may be wider than a part of a row, and still hide much of the row
+    if sliding_window is None or visible.right != 0 or (whole and sliding_window >= visible.lengths[1]):
         return
     if visible.left != sliding_window - 1:
         shown = "no window" if visible.left is None else f"a window of {visible.left + 1} keys"

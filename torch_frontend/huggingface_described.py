@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from attn_core.seq_info import SeqInfo
+from torch_frontend.context_active import Active
 
 Tensor = torch.Tensor
 
@@ -22,6 +23,8 @@ class Visible(NamedTuple):
         lengths: (q_len, kv_len).
         keys: bool ``[batch, kv_len]``, False for padding; or None.
         seq_info: the documents of all rows laid end to end, or None.
+        context: the ``use_context_parallel`` block whose rows these are parts of; left and right are then of whole
+            rows, and offset says nothing.
     """
 
     left: int | None
@@ -30,6 +33,7 @@ class Visible(NamedTuple):
     lengths: tuple[int, int]
     keys: Tensor | None = None
     seq_info: SeqInfo | None = None
+    context: Active | None = None
 
 
 class DescribedMask:

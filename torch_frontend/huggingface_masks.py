@@ -17,6 +17,7 @@ from transformers import masking_utils  # here, for older compilers trace no imp
 
 from attn_core.errors import SpecError
 from attn_core.seq_info import SeqInfo
+from torch_frontend import context_active, huggingface_context
 from torch_frontend.huggingface_described import DescribedMask, Visible
 
 Tensor = torch.Tensor
@@ -55,6 +56,10 @@ def mask(
     """
     if isinstance(attention_mask, DescribedMask):  # made ahead by generate, and shown to the model's mask function
         return attention_mask
+    context = context_active.active()
+    if context is not None:
+        sizes = batch_size, (q_length, kv_length), (q_offset, kv_offset)
+        return huggingface_context.mask(context, *sizes, read, mask_function, attention_mask, device)
     build = partial(
         masking_utils.sdpa_mask,
         batch_size,

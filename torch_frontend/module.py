@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from attn_core.errors import SpecError
 from attn_core.layer import check_features, check_layer_inputs, check_rotary, head_sizes
 from attn_core.paged.book import Pages, Step, check_paged_layer
 from attn_core.seq_info import SeqInfo
+from torch_frontend import context_active
 from torch_frontend.attention import attention
 from torch_frontend.paged import append_kv, paged_attention
 
@@ -114,18 +117,27 @@ class Attention(nn.Module):
         Raises:
             SpecError, ShapeError, NoBackendError: naming the argument, its value and the remedy.
         """
+        context_parallel = context_active.of(self)
         if pages is not None:
+            if context_parallel is not None:
+                raise SpecError("pages: expected None in context parallelism, whose keys and values travel as shards")
             others = {"context": context, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes}
             return self._in_pages(x, others | {"seq_info": seq_info}, positions, pages)
         seq_info = SeqInfo.coerce(seq_info)
+        if context_parallel is not None:
+            context_parallel = context_parallel.with_documents(seq_info)
+            seq_info = context_parallel.seq_info
         queries, keys = self._rows(x, context, seq_info, positions)
         q = self.q_proj(queries).unflatten(-1, (self.num_heads, self.head_dim))  # [batch, seq, heads, head_dim]
         k = self.k_proj(keys).unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = self.v_proj(keys).unflatten(-1, (self.num_kv_heads, self.value_dim))
         if self.rotary is not None:
+            if positions is None and context_parallel is not None:
+                positions = context_parallel.positions(q.shape[1], q.device)
             q, k = self.rotary(q, k, token_positions(positions, seq_info, q))
             q, k = q.to(v.dtype), k.to(v.dtype)
-        out = attention(
+        attend = partial(attention, seq_info=seq_info) if context_parallel is None else context_parallel.attend
+        out = attend(
             q,
             k,
             v,
@@ -138,7 +150,6 @@ class Attention(nn.Module):
             bias=bias,
             alibi_slopes=alibi_slopes,
             sinks=self.sink_logits,
-            seq_info=seq_info,
             dropout=self.dropout_rate if self.training else 0.0,
             deterministic=self.bitwise_deterministic,
             backend=self.backend,

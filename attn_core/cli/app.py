@@ -9,6 +9,7 @@ import typer
 import attn_core
 from attn_core.cli.bench import bench
 from attn_core.cli.compare import compare
+from attn_core.cli.context import context_plan
 from attn_core.cli.demo import demo, serve_demo
 from attn_core.cli.doctor import doctor
 from attn_core.cli.explain import explain
@@ -20,7 +21,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
-for command in (doctor, explain, compare, bench, mask, support, demo, serve_demo):
+for command in (doctor, explain, compare, bench, mask, context_plan, support, demo, serve_demo):
     app.command()(command)
 
 

@@ -88,13 +88,13 @@ def context_call(
 
 def check_spec(spec: AttentionSpec) -> None:
     """Raises SpecError for an argument of ``attention`` that a row over several ranks cannot honour."""
-    for name, why in (
-        ("mask_shape", "it would have to be cut for every rank; use causal, window and seq_info"),
-        ("bias_shape", "it would have to be cut for every rank"),
-        ("alibi_shape", "its distances would need every rank's positions"),
+    for name, given, why in (
+        ("mask", spec.mask_shape, "it would have to be cut for every rank; use causal, window and seq_info"),
+        ("bias", spec.bias_shape, "it would have to be cut for every rank"),
+        ("alibi_slopes", spec.alibi_shape, "its distances would need every rank's positions"),
     ):
-        if getattr(spec, name) is not None:
-            raise SpecError(f"{name.removesuffix('_shape')}: expected none in context parallelism, {why}")
+        if given is not None:
+            raise SpecError(f"{name}: expected none in context parallelism, {why}")
     if spec.dropout:
         raise SpecError(
             f"dropout={spec.dropout}: expected 0 in context parallelism; which weights drop would depend on the rank"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -20,7 +19,7 @@ Axes = tuple[int] | tuple[int, int]
 """The ranks of one axis; or of two, (outer, inner), of which the inner one's exchange heads."""
 
 CANDIDATES = {1: ("all_gather", "ulysses", "ring"), 2: ("all_gather", "ring")}
-"""By the number of axes: the strategies, of two that wait equally long the earlier is taken. On two axes the outer's."""
+"""By the number of axes the strategies, of two equally fast the earlier first. On two axes they are the outer one's."""
 
 
 @dataclass(frozen=True)
@@ -41,35 +40,44 @@ class Choice:
     """The answer to "how do ranks share this call, and why": ``str(choice)`` is the explanation.
 
     Attributes:
-        spec, layout, axes, constants, memory: the question; memory is the bytes that a rank may use, None any.
+        spec, documents, layout, axes, constants, memory: the question, see ``choose``.
         requested: the strategy that the caller named, or None.
         strategy: the chosen one, or None.
-        candidates: all strategies, in order.
     """
 
     spec: AttentionSpec
+    documents: tuple[int, ...] | None
     layout: str
     axes: Axes
     constants: Constants
     memory: float | None
     requested: str | None
     strategy: str | None
-    candidates: tuple[Candidate, ...]
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """All strategies, in order. Where the caller named one, the others are estimated when somebody looks."""
+        return tuple(map(self.candidate, CANDIDATES[len(self.axes)]))
+
+    def candidate(self, strategy: str) -> Candidate:
+        """One of them."""
+        return _candidate(self.spec, self.documents, strategy, self.layout, self.axes, self.constants, self.memory)
 
     @property
     def estimate(self) -> Estimate | None:
         """What the chosen strategy costs."""
-        return next((one.estimate for one in self.candidates if one.strategy == self.strategy), None)
+        return None if self.strategy is None else self.candidate(self.strategy).estimate
 
     def reasons(self, strategy: str) -> tuple[str, ...]:
         """Why a strategy cannot be taken; empty when it can."""
-        return next((one.refusals for one in self.candidates if one.strategy == strategy), ())
+        return self.candidate(strategy).refusals
 
     def __str__(self) -> str:
         ranks = " x ".join(map(str, self.axes))
         lines = [f"context parallelism over {ranks} ranks, {self.layout}: {self.spec}"]
-        width = max(len(self._name(one.strategy)) for one in self.candidates)
-        for one in self.candidates:
+        candidates = self.candidates
+        width = max(len(self._name(one.strategy)) for one in candidates)
+        for one in candidates:
             said = "refused: " + "; ".join(one.refusals) if one.refusals else str(one.estimate)
             chosen = "selected: " if one.strategy == self.strategy else ""
             lines.append(f"  {self._name(one.strategy):<{width}}  {chosen}{said}")
@@ -103,7 +111,7 @@ def choose(
     memory: float | None = None,
     strategy: str | None = None,
 ) -> Choice:
-    """The strategy whose estimate waits least, among those that can run the call; pure, and each question answered once.
+    """The strategy with the shortest estimate, among those that can run the call; pure, each question answered once.
 
     Args:
         spec: the whole call, as on one device.
@@ -111,7 +119,8 @@ def choose(
         layout: one of ``attn_core.context_parallel.layout.LAYOUTS``.
         axes: ``(ranks,)`` or ``(outer, inner)``.
         constants: of the machine, ``Constants.of(device)``.
-        memory: bytes that the call may use on a rank, its inputs and results included; None for any.
+        memory: bytes that the call may use on a rank, its inputs and results included; None for any. Every rank must
+            ask with the same, or they may choose apart.
         strategy: None to choose; a name, which is then taken or refused.
 
     Raises:
@@ -139,11 +148,10 @@ def explain_choice(
     names = _names(axes, layout)
     if strategy is not None and strategy not in names:
         raise SpecError(f"strategy={strategy!r}: expected one of {', '.join(names)} on {len(axes)} axes, or None")
-    candidates = tuple(_candidate(spec, documents, name, layout, axes, constants, memory) for name in names)
-    able = [(one.estimate.seconds, one.strategy) for one in candidates if one.estimate and not one.refusals]
-    able = [(seconds, name) for seconds, name in able if strategy in (None, name)]
-    chosen = min(able, key=lambda one: one[0])[1] if able else None
-    return Choice(spec, layout, axes, constants, memory, strategy, chosen, candidates)
+    asked = Choice(spec, documents, layout, axes, constants, memory, strategy, None)
+    able = [asked.candidate(name) for name in names if strategy in (None, name) and not asked.reasons(name)]
+    estimates = [(one.estimate.seconds, one.strategy) for one in able if one.estimate]
+    return replace(asked, strategy=min(estimates, key=lambda one: one[0])[1] if estimates else None)
 
 
 def plan_of(spec: AttentionSpec, documents: tuple[int, ...] | None, strategy: str, layout: str, axes: Axes) -> Plan:
@@ -162,6 +170,7 @@ def _names(axes: Axes, layout: str) -> tuple[str, ...]:
     return CANDIDATES[len(axes)]
 
 
+@lru_cache(maxsize=1024)
 def _candidate(
     spec: AttentionSpec,
     documents: tuple[int, ...] | None,
@@ -177,63 +186,7 @@ def _candidate(
     except ShapeError as error:
         return Candidate(strategy, (str(error),), None)
     found = estimate(spec, plan_of(spec, documents, strategy, layout, axes), constants)
-    refusals = ()
+    refusals: tuple[str, ...] = ()
     if memory is not None and found.peak > memory:
         refusals = (f"memory: {found.peak / GIB:.2f} GiB a rank, more than the {memory / GIB:.2f} GiB it may use",)
     return Candidate(strategy, refusals, found)
-
-
-@dataclass(frozen=True)
-class Projection:
-    """What the cost model says of a call over more ranks than were measured.
-
-    Attributes:
-        axes, strategy: over which ranks, and how.
-        estimate: what it costs there.
-        alone: what the whole row would cost on one of the ranks, if it had the memory.
-    """
-
-    axes: Axes
-    strategy: str
-    estimate: Estimate
-    alone: Estimate
-
-    @property
-    def world(self) -> int:
-        """How many ranks there are."""
-        return self.axes[0] * (self.axes[1] if len(self.axes) == 2 else 1)
-
-    @property
-    def efficiency(self) -> tuple[float, float]:
-        """``E = T_1 / (P T_P)`` of a forward, and of forward + backward."""
-        forward = self.alone.forward.seconds / (self.world * self.estimate.forward.seconds)
-        return forward, self.alone.both / (self.world * self.estimate.both)
-
-
-def project(
-    spec: AttentionSpec,
-    worlds: Iterable[Axes],
-    constants: Constants,
-    layout: str = "zigzag",
-    strategy: str | None = None,
-    memory: float | None = None,
-) -> tuple[Projection, ...]:
-    """Estimates for rows that grow with the number of ranks. A projection: nothing of it is measured.
-
-    Args:
-        spec: the call with one rank's part of the row as its lengths.
-        worlds: the axes of each projection, see ``choose``.
-        strategy: None to choose for each.
-
-    Raises:
-        NoStrategyError: where no strategy can run one.
-    """
-    found = []
-    for axes in worlds:
-        ranks = axes[0] * (axes[1] if len(axes) == 2 else 1)
-        whole = replace(spec, q_len=spec.q_len * ranks, kv_len=spec.kv_len * ranks)
-        choice = choose(whole, None, layout, axes, constants, memory, strategy)
-        alone = estimate(whole, plan_of(whole, None, "all_gather", "contiguous", (1,)), constants)
-        assert choice.strategy is not None and choice.estimate is not None
-        found.append(Projection(axes, choice.strategy, choice.estimate, alone))
-    return tuple(found)

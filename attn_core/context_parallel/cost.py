@@ -11,8 +11,8 @@ element, a rank receives in a forward
 
 which are the counts of Ring Attention (arXiv:2310.01889), of the all-gather in Llama 3's training (arXiv:2407.21783,
 3.3.2) and of DeepSpeed-Ulysses (arXiv:2309.14509). A backward exchanges the same again, and the gradients of k and v in
-accumulators' precision. Whole rows in a step wait for the busiest part. One group of heads is taken; nothing is hidden
-but a ring's hops.
+accumulators' precision. In every step all wait for the busiest part. One group of heads is taken; nothing but a ring's
+hops goes on while something is computed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from attn_core.context_parallel.call import kv_repeats
 from attn_core.context_parallel.machine import GIB, Constants
-from attn_core.context_parallel.plan import Plan, Step
+from attn_core.context_parallel.plan import Plan
 from attn_core.context_parallel.tiles import Tile
 from attn_core.spec import AttentionSpec
 from attn_core.work import BACKWARD_WORK
@@ -75,7 +75,7 @@ class Estimate:
 
     def __str__(self) -> str:
         what = "forward + backward" if self.training else "forward"
-        waiting = f"{self.exposed * 1e3:.2f} ms of it exchange"
+        waiting = f"{self.exposed * 1e3:.2f} ms of it exchanging"
         return f"{self.seconds * 1e3:.2f} ms {what}, {waiting}, {self.peak / GIB:.2f} GiB a rank"
 
 
@@ -119,13 +119,13 @@ def estimate(spec: AttentionSpec, plan: Plan, constants: Constants) -> Estimate:
 
 
 def _forward(spec: AttentionSpec, plan: Plan, sizes: Sizes, constants: Constants) -> Half:
-    steps = [_computing(spec, plan, step, constants, backward=False) for step in plan.steps]
+    steps = _computing(spec, plan, constants, backward=False)
     block = sizes.kv * sizes.element
     heads = _heads_exchange(plan, (sizes.q + sizes.kv) * sizes.element, constants)
     heads += _heads_exchange(plan, sizes.out * sizes.element, constants)
     if plan.strategy == "ring":
-        hops = [_hop(plan, block, constants) for _ in steps[1:]]
-        seconds = _in_turn(steps, [*hops, 0.0], constants)
+        hop = _hop(plan, block, constants)
+        seconds = _in_turn(steps, [hop if at < len(steps) - 1 else 0.0 for at in range(len(steps))], constants)
         buffers = block * min(2, len(steps)) + sizes.out * sizes.accumulator * (len(steps) > 1)
     else:
         seconds = _gather(plan, block, constants) + sum(steps)
@@ -136,7 +136,7 @@ def _forward(spec: AttentionSpec, plan: Plan, sizes: Sizes, constants: Constants
 
 
 def _backward(spec: AttentionSpec, plan: Plan, sizes: Sizes, constants: Constants) -> Half:
-    steps = [_computing(spec, plan, step, constants, backward=True) for step in plan.steps]
+    steps = _computing(spec, plan, constants, backward=True)
     block, gradient = sizes.kv * sizes.element, sizes.kv * sizes.accumulator
     heads = _heads_exchange(plan, (sizes.q + sizes.kv + 2 * sizes.out) * sizes.element, constants)
     heads += _heads_exchange(plan, sizes.q * sizes.element + gradient, constants)
@@ -160,13 +160,25 @@ def _in_turn(steps: Sequence[float], exchanges: Sequence[float], constants: Cons
     return sum(constants.together(step, exchange) for step, exchange in zip(steps, exchanges, strict=True))
 
 
-def _computing(spec: AttentionSpec, plan: Plan, step: Step, constants: Constants, *, backward: bool) -> float:
-    """Seconds that the busiest part computes in a step, and adds up what it computed."""
-    several = len(plan.steps) > 1
-    return max(
-        sum(_tile(spec, plan.inner, tile, constants, backward=backward, added=several) for tile in mine)
-        for mine in step.tiles
-    )
+def _computing(spec: AttentionSpec, plan: Plan, constants: Constants, *, backward: bool) -> list[float]:
+    """Seconds that the busiest part computes in each step, and adds up what it computed."""
+    added = _adds_up(plan, backward=backward)
+    return [
+        max(
+            sum(_tile(spec, plan.inner, tile, constants, backward=backward, added=adds) for tile in mine)
+            for mine, adds in zip(step.tiles, added, strict=True)
+        )
+        for step in plan.steps
+    ]
+
+
+def _adds_up(plan: Plan, *, backward: bool) -> list[bool]:
+    """For each part whether several of its calls add to one result: rows of queries forward, any gradient backward."""
+    mine = [[tile for step in plan.steps for tile in step.tiles[part]] for part in range(plan.outer)]
+    if backward:
+        return [len(tiles) > 1 for tiles in mine]
+    rows = [sum(tile.q_len for tile in tiles) for tiles in mine]
+    return [count > block.count for count, block in zip(rows, plan.q_blocks, strict=True)]
 
 
 def _tile(spec: AttentionSpec, inner: int, tile: Tile, constants: Constants, *, backward: bool, added: bool) -> float:

@@ -15,15 +15,17 @@ def merge(out: Any, lse: Any, part_out: Any, part_lse: Any) -> None:
     that has seen nothing, or sees nothing of the part, needs no case of its own. (Dao et al. 2022; Liu et al. 2023.)
 
     Args:
-        out: ``[batch, rows, heads, value_dim]``, float32 or float64; lse: ``[batch, heads, rows]``, of the same dtype.
+        out: ``[batch, rows, heads, value_dim]``, of any dtype; lse: ``[batch, heads, rows]``, float32 or float64, which
+            the arithmetic is in.
         part_out, part_lse: the same shapes; part_out of any dtype.
     """
     import torch
 
-    if out.is_cuda and out.dtype == torch.float32 and has_triton():
+    if out.is_cuda and lse.dtype == torch.float32 and has_triton():
         from attn_core.context_parallel.merge_triton import merge as merge_on_gpu
 
-        merge_on_gpu(out, lse, part_out, part_lse)
+        with torch.cuda.device(out.device):  # where Triton's kernels start
+            merge_on_gpu(out, lse, part_out, part_lse)
         return
     larger = torch.maximum(lse, part_lse)
     larger = larger.masked_fill(larger == -torch.inf, 0.0)
@@ -31,4 +33,5 @@ def merge(out: Any, lse: Any, part_out: Any, part_lse: Any) -> None:
     total = mine.add_(its)
     weight = torch.where(total == 0, 0.0, its / total)
     lse.copy_(larger + total.log_())
-    out.add_((part_out - out).mul_(weight.transpose(1, 2)[..., None]))
+    before = out.to(lse.dtype)
+    out.copy_(before + (part_out - before).mul_(weight.transpose(1, 2)[..., None]))

@@ -19,6 +19,7 @@ def _merge(
     lse,
     part_out,
     part_lse,
+    new_lse,
     rows,
     heads,
     out_batch,
@@ -37,37 +38,41 @@ def _merge(
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """ROWS rows of one head; WIDE: a power of two that holds DIM. Strides are counted in 64 bits."""
+    """ROWS rows of one head; WIDE: a power of two that holds DIM. Strides are counted in 64 bits.
+
+    The new log-sum-exp goes to a buffer of its own, dense: several warps read each row's old one, and nothing keeps one
+    of them from being done before another begins.
+    """
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
-    of_lse = lse + batch * lse_batch + head * lse_head + row * lse_row
-    old = tl.load(of_lse, mask=inside, other=0.0)
+    old = tl.load(lse + batch * lse_batch + head * lse_head + row * lse_row, mask=inside, other=0.0)
     new = tl.load(part_lse + batch * part_lse_batch + head * part_lse_head + row * part_lse_row, mask=inside, other=0.0)
     larger = tl.maximum(old, new)
     larger = tl.where(larger == -float("inf"), 0.0, larger)
     its = tl.exp(new - larger)
     total = tl.exp(old - larger) + its
     weight = tl.where(total == 0.0, 0.0, its / total)
-    tl.store(of_lse, larger + tl.log(total), mask=inside)
+    tl.store(new_lse + tl.program_id(1).to(tl.int64) * rows + row, larger + tl.log(total), mask=inside)
     channel = tl.arange(0, WIDE)
     held = inside[:, None] & (channel < DIM)[None, :]
     of_out = out + batch * out_batch + head * out_head + row[:, None] * out_row + channel[None, :]
     of_part = part_out + batch * part_batch + head * part_head + row[:, None] * part_row + channel[None, :]
-    before = tl.load(of_out, mask=held, other=0.0)
+    before = tl.load(of_out, mask=held, other=0.0).to(tl.float32)
     part = tl.load(of_part, mask=held, other=0.0).to(tl.float32)
     tl.store(of_out, before + weight[:, None] * (part - before), mask=held)
 
 
 def merge(out: Any, lse: Any, part_out: Any, part_lse: Any) -> None:
-    """As ``merge_torch.merge``, for float32 ``out`` on a GPU with dense channels."""
+    """As ``merge_torch.merge``, for float32 ``lse`` on a GPU, and ``out`` with dense channels."""
     part_out = part_out if part_out.stride(-1) == 1 else part_out.contiguous()
     batch, rows, heads, dim = out.shape
     if not out.numel():
         return
+    joined = lse.new_empty((batch, heads, rows))
     _merge[(triton.cdiv(rows, ROWS), batch * heads)](
-        *(out, lse, part_out, part_lse, rows, heads),
+        *(out, lse, part_out, part_lse, joined, rows, heads),
         *(out.stride(0), out.stride(1), out.stride(2)),
         *(lse.stride(0), lse.stride(1), lse.stride(2)),
         *(part_out.stride(0), part_out.stride(1), part_out.stride(2)),
@@ -76,3 +81,4 @@ def merge(out: Any, lse: Any, part_out: Any, part_lse: Any) -> None:
         WIDE=triton.next_power_of_2(dim),
         ROWS=ROWS,
     )
+    lse.copy_(joined)

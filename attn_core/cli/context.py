@@ -1,0 +1,60 @@
+"""``attn context-plan``: how ranks would share a call, as a picture; and which strategy would be chosen, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attn_core.cli.spec_options import SpecOptions, takes_spec
+from attn_core.context_parallel.choose import Axes, explain_choice, plan_of
+from attn_core.context_parallel.machine import GIB, Constants
+from attn_core.context_parallel.picture import LIMIT, draw, svg
+from attn_core.errors import SpecError
+
+
+@takes_spec
+def context_plan(
+    options: SpecOptions,
+    ranks: Annotated[
+        str, typer.Option(help="How many: one number, or OUTER,INNER, whose inner ones share heads.")
+    ] = "4",
+    layout: Annotated[str, typer.Option(help="contiguous, zigzag or striped.")] = "zigzag",
+    strategy: Annotated[str | None, typer.Option(help="all_gather, ring or ulysses; left out: the fastest.")] = None,
+    device: Annotated[str, typer.Option(help="Whose figures the estimates are by, such as sm90.")] = "sm90",
+    memory: Annotated[float | None, typer.Option(help="GiB that the call may use on a rank.")] = None,
+    picture: Annotated[Path | None, typer.Option("--svg", help="Write the plan there as an SVG picture, too.")] = None,
+) -> None:
+    """Show who holds and who computes what in context parallelism. Needs neither GPU nor framework.
+
+    Exit code: 0 if a strategy was selected, 1 if none can share the call, 2 if the options do not describe one.
+    """
+    if options.kv_lengths is not None:
+        raise SpecError("--kv-lengths: expected as many queries as keys of every document")
+    spec, info, axes = options.spec(device), options.seq_info(), _axes(ranks)
+    documents = None if info is None else tuple(int(offset) for offset in info.cu_seqlens_q)
+    budget = None if memory is None else memory * GIB
+    choice = explain_choice(spec, documents, layout, axes, Constants.of(device), budget, strategy)
+    if choice.strategy is not None:
+        plan = plan_of(spec, documents, choice.strategy, layout, axes)
+        if picture is not None:
+            picture.write_text(svg(plan), encoding="utf-8")
+        drawn = max(spec.q_len, spec.kv_len, plan.world) <= LIMIT
+        typer.echo(draw(plan) if drawn else f"(rows and ranks up to {LIMIT} are drawn)")
+        typer.echo()
+    typer.echo(str(choice))
+    if choice.strategy is None:
+        raise typer.Exit(1)
+
+
+def _axes(text: str) -> Axes:
+    try:
+        found = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        found = ()
+    if len(found) == 1:
+        return (found[0],)
+    if len(found) == 2:
+        return (found[0], found[1])
+    raise SpecError(f"--ranks={text!r}: expected a number, or OUTER,INNER such as 2,4")

@@ -1,0 +1,179 @@
+"""Plans as pictures: which rank holds which positions, and who computes which (query, key) pairs when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import numpy as np
+
+from attn_core.context_parallel import places
+from attn_core.context_parallel.layout import Layout, Run
+from attn_core.context_parallel.plan import Plan
+from attn_core.context_parallel.tiles import Tile
+from attn_core.errors import SpecError
+from attn_core.masks import Band
+
+LIMIT = 64
+"""The longest row that is drawn, and the most ranks: a picture is to be read."""
+
+SIGNS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+-"
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#999999")
+"""Colours that readers with any colour vision tell apart (Paul Tol's bright scheme, one added)."""
+
+CELL, STRIP = 18, 16
+"""Pixels of a pair, and of the strips that say which rank holds a position."""
+
+
+def step_of_pairs(plan: Plan) -> np.ndarray:
+    """int64 ``[q_len, kv_len]``: the index of the step that computes each pair; -1 where none does."""
+    found = np.full((plan.q_layout.length, plan.k_layout.length), -1, np.int64)
+    for at, step in enumerate(plan.steps):
+        for part, mine in enumerate(step.tiles):
+            keys = plan.gathered or plan.k_blocks[(part - step.shift) % plan.outer]
+            held = places.positions(plan.q_blocks[part].runs), places.positions(keys.runs)
+            for tile in mine:
+                _mark(found, tile, *held, at)
+    return found
+
+
+def _mark(found: np.ndarray, tile: Tile, queries: np.ndarray, keys: np.ndarray, step: int) -> None:
+    for segment in tile.segments:
+        edge = Band(tile.left, tile.right, segment.k_len - segment.q_len)
+        inside = np.ones((segment.q_len, segment.k_len), bool)
+        inside &= edge.contains(np.arange(segment.q_len)[:, None], np.arange(segment.k_len)[None])
+        rows, columns = np.nonzero(inside)
+        found[queries[segment.q_start + rows], keys[segment.k_start + columns]] = step
+
+
+def ranks_of(layout: Layout) -> np.ndarray:
+    """int64 ``[length]``: which rank holds each position."""
+    return places.in_order(layout) // max(1, layout.shard)
+
+
+def draw(plan: Plan) -> str:
+    """A plan as text: what each rank holds, a sign for each pair that says when it is computed, and how many there are.
+
+    Raises:
+        SpecError: for a row or a number of ranks above LIMIT.
+    """
+    _check(plan)
+    lines = [_title(plan), *_holdings(plan), "", *_matrix(plan), "", *_table(plan)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _check(plan: Plan) -> None:
+    longest = max(plan.q_layout.length, plan.k_layout.length)
+    if longest > LIMIT or plan.world > LIMIT:
+        raise SpecError(f"length {longest} over {plan.world} ranks: at most {LIMIT} positions and ranks can be drawn")
+
+
+def _title(plan: Plan) -> str:
+    ranks = f"{plan.outer}" if plan.inner == 1 or plan.strategy == "ulysses" else f"{plan.outer} x {plan.inner}"
+    if plan.strategy == "ulysses":
+        ranks = f"{plan.inner}"
+    return f"{plan.q_layout.kind} over {ranks} ranks, {plan.strategy}"
+
+
+def _holdings(plan: Plan) -> list[str]:
+    lines = []
+    for rank, runs in enumerate(plan.q_layout.runs):
+        line = f"rank {rank} holds {', '.join(map(_said, runs)) or 'nothing'}"
+        if plan.k_layout != plan.q_layout:
+            line += f"; of the keys {', '.join(map(_said, plan.k_layout.runs[rank])) or 'nothing'}"
+        lines.append(line)
+    return lines
+
+
+def _said(run: Run) -> str:
+    if run.count == 1:
+        return f"{run.start}"
+    return f"{run.start}-{run.last}" if run.stride == 1 else f"{run.start}, {run.start + run.stride} .. {run.last}"
+
+
+def _matrix(plan: Plan) -> list[str]:
+    """A line for each query, in the order of positions, with the rank that holds it; a column for each key."""
+    steps, signs = step_of_pairs(plan), _signs(plan)
+    of_query, of_key = ranks_of(plan.q_layout), ranks_of(plan.k_layout)
+    lines = ["held by   " + " ".join(SIGNS[rank] for rank in of_key) + "   keys"]
+    for query, row in enumerate(steps):
+        lines.append(f"{of_query[query]:>5} {query:>3} " + " ".join(signs[step] for step in row))
+    moment = "the step that computes a pair" if plan.strategy == "ring" else "■ a pair that is computed"
+    return [*lines, f"queries   {moment}, · none"]
+
+
+def _signs(plan: Plan) -> str:
+    """The sign of each step, the last for a pair that is not visible."""
+    return (SIGNS[: len(plan.steps)] if plan.strategy == "ring" else "■" * len(plan.steps)) + "·"
+
+
+def _table(plan: Plan) -> list[str]:
+    """The pairs of each part at each step."""
+    name = "rank" if plan.inner == 1 else "part"
+    width = max(len(name) + 3, *(len(str(count)) + 2 for count in plan.pairs))
+    lines = ["pairs    " + "".join(f"{f'{name} {part}':>{width}}" for part in range(plan.outer))]
+    for at, step in enumerate(plan.steps if plan.strategy == "ring" else ()):
+        source = f"{name[0]} - {step.shift}" if step.shift else f"{name[0]} itself"
+        counts = "".join(f"{count:>{width}}" for count in step.pairs)
+        lines.append(f"step {at:<4}{counts}   {name} {name[0]} has the keys of {source}")
+    lines.append("sum      " + "".join(f"{count:>{width}}" for count in plan.pairs))
+    if plan.inner > 1:
+        for part, block in enumerate(plan.q_blocks):
+            ranks = ", ".join(map(str, sorted(block.ranks)))
+            lines.append(f"part {part}: the ranks {ranks} compute it together, each for its share of the heads")
+    return lines
+
+
+def svg(plan: Plan) -> str:
+    """A plan as an SVG picture: a square for each pair in the colour of the rank that holds its query, with its step.
+
+    The strips on the left and above are the ranks that hold the queries and the keys.
+
+    Raises:
+        SpecError: for a row or a number of ranks above LIMIT.
+    """
+    _check(plan)
+    of_query, of_key = ranks_of(plan.q_layout), ranks_of(plan.k_layout)
+    origin, top = STRIP + 4, STRIP + 24
+    width, height = origin + CELL * len(of_key) + 4, top + CELL * len(of_query) + 4
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'font-family="monospace" font-size="10" text-anchor="middle">',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        f'<text x="4" y="13" text-anchor="start" font-size="11">{_title(plan)}</text>',
+    ]
+    lines += [_strip(of_key, (origin, top - STRIP - 2), across=True), _strip(of_query, (2, top), across=False)]
+    signs = _signs(plan) if plan.strategy == "ring" else " " * (len(plan.steps) + 1)
+    for query, row in enumerate(step_of_pairs(plan)):
+        lines += _row(row, signs, COLOURS[of_query[query] % len(COLOURS)], origin, top + CELL * query)
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def _strip(ranks: np.ndarray, corner: tuple[int, int], *, across: bool) -> str:
+    x, y = corner
+    parts = []
+    for at, rank in enumerate(ranks):
+        left, upper = (x + CELL * at, y) if across else (x, y + CELL * at)
+        wide, high = (CELL - 1, STRIP) if across else (STRIP, CELL - 1)
+        colour = COLOURS[rank % len(COLOURS)]
+        parts.append(f'<rect x="{left}" y="{upper}" width="{wide}" height="{high}" fill="{colour}"/>')
+        parts.append(f'<text x="{left + wide / 2:g}" y="{upper + high / 2 + 4:g}" fill="#ffffff">{rank}</text>')
+    return "\n".join(parts)
+
+
+def _row(steps: Sequence[int], signs: str, colour: str, left: int, top: int) -> list[str]:
+    """A query's squares, neighbours of one step in one; later steps are paler."""
+    lines = []
+    for step, group in groupby(range(len(steps)), key=lambda key: int(steps[key])):
+        keys = list(group)
+        if step < 0:
+            continue
+        x, wide = left + CELL * keys[0], CELL * len(keys) - 1
+        opacity = max(0.25, 0.85 - 0.2 * step)
+        lines.append(
+            f'<rect x="{x}" y="{top}" width="{wide}" height="{CELL - 1}" fill="{colour}" opacity="{opacity:g}"/>'
+        )
+        if signs[step].strip():
+            centres = " ".join(f"{left + CELL * key + CELL / 2:g}" for key in keys)
+            lines.append(f'<text x="{centres}" y="{top + CELL / 2 + 3:g}">{signs[step] * len(keys)}</text>')
+    return lines

@@ -1,0 +1,37 @@
+"""What the benchmarks of context parallelism measure, in both frameworks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+SHARDS = (8192, 16384, 32768)
+"""Tokens of a rank."""
+LONG = (2**19, 2**20)
+"""Tokens of rows whose forward alone is run."""
+
+
+class Shape(NamedTuple):
+    """One causal row of bfloat16 over ``world`` ranks."""
+
+    shard: int
+    world: int
+
+    @property
+    def tokens(self) -> int:
+        """Of the whole row."""
+        return self.shard * self.world
+
+
+CANDIDATES: dict[str, dict[str, Any]] = {
+    "ring, zigzag": {"strategy": "ring", "layout": "zigzag"},
+    "all_gather, zigzag": {"strategy": "all_gather", "layout": "zigzag"},
+    "ulysses, contiguous": {"strategy": "ulysses", "layout": "contiguous"},
+    "ulysses, contiguous, 2 groups of heads": {"strategy": "ulysses", "layout": "contiguous", "head_groups": 2},
+}
+"""Keywords of ``context_parallel_attention`` by name."""
+
+
+def calls_of(shape: Shape) -> int:
+    """How many calls are timed together."""
+    return max(2, min(20, 2**19 // shape.tokens))

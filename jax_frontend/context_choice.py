@@ -1,0 +1,54 @@
+"""Which strategy a context-parallel call takes, and why."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from attn_core.context_parallel.call import ContextCall
+from attn_core.context_parallel.choose import Choice, choose
+from attn_core.context_parallel.machine import Constants
+from attn_core.errors import SpecError
+from attn_core.seq_info import is_host_int
+from jax_frontend.context_mesh import Place
+from jax_frontend.context_question import Question
+
+
+class Explanation(NamedTuple):
+    """How a call runs, and why: ``str(explanation)``.
+
+    Attributes:
+        choice: the strategies, and why one was taken.
+        call: the plan, and the backend of every tile.
+    """
+
+    choice: Choice
+    call: ContextCall
+
+    def __str__(self) -> str:
+        names = sorted({name for _, name in self.call.backends})
+        plan = self.call.plan
+        lines = [
+            str(self.choice),
+            f"  steps: {len(plan.steps)}; groups of heads: {self.call.head_groups}; copies of each kv head: "
+            f"{self.call.repeats}; balance: {plan.balance:.3f}",
+            f"  backends: {', '.join(names) or 'none, nothing is visible'}",
+        ]
+        return "\n".join(lines)
+
+
+def chosen(question: Question, place: Place, strategy: str | None, head_groups: int | None) -> tuple[Question, Choice]:
+    """The question with the strategy that the caller names, or the one that is fastest in training, and why.
+
+    Raises:
+        SpecError: for a strategy nobody knows, or that the mesh has no axis for.
+        NoStrategyError: when none can, or not the one asked for, with every reason.
+    """
+    if head_groups is not None and not is_host_int(head_groups):
+        raise SpecError(f"head_groups={head_groups!r}: expected in how many groups heads are computed, an int, or None")
+    if strategy is not None and not isinstance(strategy, str):
+        raise SpecError(f"strategy={strategy!r}: expected a strategy's name, or None for automatic choice")
+    spec, constants = question.spec(True)[0], Constants.of(question.device)
+    choice = choose(spec, question.documents, question.layout, place.sizes, constants, None, strategy)
+    groups = 1 if head_groups is None else int(head_groups)
+    made = question._replace(strategy=choice.strategy or "", axes=place.axes(choice.strategy), head_groups=groups)
+    return made, choice

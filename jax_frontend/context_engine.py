@@ -1,0 +1,224 @@
+"""Attention of a row that is spread over devices: the forward and the explicit backward of one device.
+
+Both exchange what the plan says and compute their tiles. The loop over steps is unrolled, collectives stand outside the
+branches that ranks take, and what the next step needs is sent before this step computes. Arrays are this device's
+shards, ``[batch, shard, heads, dim]``; between the exchanges they are those of a part's block,
+``[batch, places, heads, dim]`` with the log-sum-exp as ``[batch, heads, places]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from attn_core.context_parallel.call import ContextCall
+from attn_core.context_parallel.plan import Step
+from jax_frontend import context_exchange as exchange
+from jax_frontend import context_tiles as tiles
+from jax_frontend.context_exchange import Axes, Pair
+from jax_frontend.context_order import Order, order
+from jax_frontend.context_sinks import sinks_gradient, with_sinks
+from jax_frontend.local_call import varying_as
+
+Array = jax.Array
+
+
+class Engine(NamedTuple):
+    """One call on this device."""
+
+    call: ContextCall
+    axes: Axes
+    device: str
+
+    @property
+    def runner(self) -> tiles.Runner:
+        """What tiles need to know."""
+        return tiles.Runner(self.call, self.device)
+
+    @property
+    def queries(self) -> Order:
+        """How the places of a part's queries lie."""
+        return order(self.call.plan.q_layout, self.call.plan.q_blocks)
+
+    @property
+    def keys(self) -> Order:
+        """How the places of the keys lie that a step computes with."""
+        plan = self.call.plan
+        return order(plan.k_layout, plan.k_blocks if plan.gathered is None else (plan.gathered,))
+
+    def first_head(self, group: int) -> Array:
+        """The first of the query heads that this device computes of a group."""
+        heads, _ = self.call.heads
+        return jnp.asarray((group * self.axes.members + self.axes.member) * heads, jnp.int32)
+
+    def own_sinks(self, sinks: Array, group: int) -> Array:
+        """The sinks of the heads that this device computes of a group, in the dtype of the log-sum-exp."""
+        own = lax.dynamic_slice_in_dim(sinks, self.first_head(group), self.call.heads[0])
+        return own.astype(self.call.spec.lse_dtype)
+
+    def block_of_queries(self, array: Array) -> Array:
+        """``[batch, shard, all heads, ...]`` as this part's block with this member's heads, in order."""
+        return self.queries.sorted(exchange.heads_for_positions(self.axes, array), self.axes.part)
+
+    def shard_of_queries(self, block: Array) -> Array:
+        """The way back."""
+        return exchange.positions_for_heads(self.axes, self.queries.unsorted(block, self.axes.part))
+
+    def block_of_keys(self, array: Array) -> Array:
+        """``[batch, shard, all kv heads, ...]`` as the block that a step computes with, kv heads copied as needed."""
+        copied = array if self.call.repeats == 1 else jnp.repeat(array, self.call.repeats, axis=2)
+        array = exchange.heads_for_positions(self.axes, copied)
+        if self.call.plan.gathered is not None:
+            array = exchange.from_all_parts(self.axes, array)
+        return self.keys.sorted(array, self.axes.part)
+
+    def shard_of_keys(self, block: Array, dtype: Any) -> Array:
+        """The gradient of a block, which lies with the part whose keys it is, as that of the shard."""
+        block = self.keys.unsorted(block, self.axes.part)
+        if self.call.plan.gathered is not None:
+            block = exchange.summed_for_each_part(self.axes, block)
+        repeats = self.call.repeats
+        shard = exchange.positions_for_heads(self.axes, block.astype(dtype) if repeats == 1 else block)
+        if repeats == 1:
+            return shard
+        # [batch, shard, heads * copies, dim] -> [batch, shard, heads, dim]
+        copies = shard.reshape(*shard.shape[:2], -1, repeats, shard.shape[-1])
+        return copies.astype(self.call.spec.lse_dtype).sum(3).astype(dtype)
+
+
+class Brought(NamedTuple):
+    """What a group of heads computes with, and what a backward has of whole rows beside it."""
+
+    q: Array
+    keys: Pair
+    saved: tiles.Saved | None = None
+
+
+def forward(
+    engine: Engine, q: Array, k: Array, v: Array, sinks: Array | None, *, with_lse: bool
+) -> tuple[Array, Array | None, tuple[Array, ...]]:
+    """(out, lse of the shard where it is asked for, each group's lse as it was computed, which the backward wants)."""
+    call, parts = engine.call, [_by_group(engine, array) for array in (q, k, v)]
+
+    def bring(group: int) -> Brought:
+        mine, keys, values = (array[group] for array in parts)
+        return Brought(engine.block_of_queries(mine), Pair.of(engine.block_of_keys(keys), engine.block_of_keys(values)))
+
+    outs, lses, saved = [], [], []
+    for group, brought in _one_ahead(call.head_groups, bring):
+        out, lse = _attend(engine, brought)
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, engine.own_sinks(sinks, group))
+        outs.append(engine.shard_of_queries(out.astype(q.dtype)))
+        saved.append(lse)
+        if with_lse:  # [batch, heads, places] as [batch, places, heads, 1], the shape of what is exchanged
+            lses.append(engine.shard_of_queries(lse.swapaxes(1, 2)[..., None]))
+    whole_lse = _one(lses)[..., 0].swapaxes(1, 2) if with_lse else None
+    return _one(outs), whole_lse, tuple(saved)
+
+
+def backward(
+    engine: Engine, inputs: tuple[Array, Array, Array, Array | None], out: Array, lses: tuple[Array, ...], given: Any
+) -> tuple[Array, Array, Array, Array | None]:
+    """(dq, dk, dv, dsinks) from the output and the log-sum-exp of whole rows.
+
+    Args:
+        inputs: q, k, v and the sinks; lses: each group's, as the forward left it.
+        given: the gradients of the output and of the log-sum-exp, the latter None where nothing depends on it.
+    """
+    q, k, v, sinks = inputs
+    dout, dlse = given
+    parts = [_by_group(engine, array) for array in (q, k, v, out, dout)]
+    lse_parts = None if dlse is None else _by_group(engine, dlse.swapaxes(1, 2)[..., None])
+
+    def bring(group: int) -> Brought:
+        mine, keys, values, *rest = (array[group] for array in parts)
+        blocks = Pair.of(engine.block_of_keys(keys), engine.block_of_keys(values))
+        out, dout = (engine.block_of_queries(array) for array in rest)
+        dlse = None if lse_parts is None else engine.block_of_queries(lse_parts[group])[..., 0].swapaxes(1, 2)
+        return Brought(engine.block_of_queries(mine), blocks, tiles.Saved(out, lses[group], dout, dlse))
+
+    found: list[tuple[Array, Array, Array]] = []
+    dsinks = None if sinks is None else varying_as((sinks,), jnp.zeros(sinks.shape, engine.call.spec.lse_dtype))
+    for group, brought in _one_ahead(engine.call.head_groups, bring):
+        dq, dkv = _gradients(engine, brought)
+        dk, dv = dkv.both
+        dq = engine.shard_of_queries(dq.astype(q.dtype))
+        found.append((dq, engine.shard_of_keys(dk, k.dtype), engine.shard_of_keys(dv, v.dtype)))
+        if sinks is not None and dsinks is not None and brought.saved is not None:
+            own = sinks_gradient(engine.own_sinks(sinks, group), brought.saved)
+            dsinks = lax.dynamic_update_slice_in_dim(dsinks, own, engine.first_head(group), axis=0)
+    dq, dk, dv = (_one(list(gradients)) for gradients in zip(*found, strict=True))
+    return dq, dk, dv, None if sinks is None or dsinks is None else dsinks.astype(sinks.dtype)
+
+
+def _attend(engine: Engine, brought: Brought) -> tuple[Array, Array]:
+    """(out, lse) of a group of heads, over all steps."""
+    so_far = None
+    for step, keys in _steps(engine, brought.keys):
+        run = partial(_attend_step, engine.runner)
+        so_far = exchange.each_its_own(engine.axes, step.tiles, run, brought.q, *keys.both, so_far)
+    return so_far or tiles.attend(engine.runner, (), brought.q, *brought.keys.both, None)
+
+
+def _attend_step(runner: tiles.Runner, mine: tiles.Tiles, *operands: Any) -> tuple[Array, Array]:
+    return tiles.attend(runner, mine, *operands)
+
+
+def _gradients(engine: Engine, brought: Brought) -> tuple[Array, Pair]:
+    """dq of a group of heads, and dk and dv of this part's block; of all keys where everybody has them all.
+
+    In a ring the gradients of a block follow it, so that each part adds its own, and take the rest of the way home.
+    """
+    dq: Array | None = None
+    travelling: Pair | None = None
+    shift = 0
+    for step, keys in _steps(engine, brought.keys):
+        arrived = None if travelling is None else travelling.hop(engine.axes, step.shift - shift)
+        run = partial(_gradients_step, engine.runner)
+        found, dk, dv = exchange.each_its_own(engine.axes, step.tiles, run, brought.q, *keys.both, brought.saved)
+        dq = found if dq is None else dq + found
+        travelling = Pair.of(dk, dv) if arrived is None else arrived.plus(Pair.of(dk, dv))
+        shift = step.shift
+    if dq is None or travelling is None:
+        dq, dk, dv = _gradients_step(engine.runner, (), brought.q, *brought.keys.both, brought.saved)
+        travelling = Pair.of(dk, dv)
+    return dq, travelling.hop(engine.axes, -shift)
+
+
+def _gradients_step(runner: tiles.Runner, mine: tiles.Tiles, *operands: Any) -> tuple[Array, Array, Array]:
+    return tiles.gradients(runner, mine, *operands)
+
+
+def _steps(engine: Engine, keys: Pair) -> Iterator[tuple[Step, Pair]]:
+    """Each step with its block of keys and values; the block of the next one is on its way before this one computes."""
+    steps = engine.call.plan.steps
+    keys = keys.hop(engine.axes, steps[0].shift) if steps else keys
+    for step, following in zip(steps, (*steps[1:], None), strict=False):
+        coming = keys if following is None else keys.hop(engine.axes, following.shift - step.shift)
+        yield step, keys
+        keys = coming
+
+
+def _one_ahead(groups: int, bring: Any) -> Iterator[tuple[int, Brought]]:
+    """Each group's arrays; those of the next one are on their way before this one computes."""
+    coming = bring(0)
+    for group in range(groups):
+        brought = coming
+        if group + 1 < groups:
+            coming = bring(group + 1)
+        yield group, brought
+
+
+def _by_group(engine: Engine, array: Array) -> list[Array]:
+    """``[batch, shard, heads, dim]`` cut into groups of heads that stand side by side."""
+    return jnp.split(array, engine.call.head_groups, axis=2)
+
+
+def _one(groups: list[Array]) -> Array:
+    return groups[0] if len(groups) == 1 else jnp.concatenate(groups, axis=2)

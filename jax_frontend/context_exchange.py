@@ -1,0 +1,141 @@
+"""What ranks of a mesh send each other in context parallelism: heads for positions, blocks in a ring, or everything.
+
+Arrays are ``[batch, places, heads, dim]``. Every function is for use inside ``jax.shard_map`` and is never
+differentiated: the backward of context parallelism says itself what it sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Array = jax.Array
+
+
+class Axes(NamedTuple):
+    """The mesh axes that a row is spread over. Rank ``part * members + member`` is a part's member.
+
+    Attributes:
+        outer: the axis of the parts, None where there is one part; inner: that of a part's members, who share heads.
+        parts, members: their sizes.
+    """
+
+    outer: str | None
+    inner: str | None
+    parts: int
+    members: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The axes, in the order of ranks."""
+        return tuple(name for name in (self.outer, self.inner) if name is not None)
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return self.parts * self.members
+
+    @property
+    def part(self) -> Any:
+        """Which part this device belongs to."""
+        return 0 if self.outer is None else lax.axis_index(self.outer)
+
+    @property
+    def member(self) -> Any:
+        """Which member of its part this device is."""
+        return 0 if self.inner is None else lax.axis_index(self.inner)
+
+    @property
+    def rank(self) -> Any:
+        """Which rank this device is."""
+        return self.part * self.members + self.member
+
+
+def heads_for_positions(axes: Axes, array: Array) -> Array:
+    """``[batch, shard, members * heads, dim]`` of each member as ``[batch, members * shard, heads, dim]``."""
+    if axes.inner is None:
+        return array
+    return lax.all_to_all(array, axes.inner, split_axis=2, concat_axis=1, tiled=True)
+
+
+def positions_for_heads(axes: Axes, array: Array) -> Array:
+    """The way back: ``[batch, members * shard, heads, dim]`` as ``[batch, shard, members * heads, dim]``."""
+    if axes.inner is None:
+        return array
+    return lax.all_to_all(array, axes.inner, split_axis=1, concat_axis=2, tiled=True)
+
+
+def from_all_parts(axes: Axes, array: Array) -> Array:
+    """``[batch, places, ...]`` of every part end to end: ``[batch, parts * places, ...]``."""
+    return array if axes.outer is None else lax.all_gather(array, axes.outer, axis=1, tiled=True)
+
+
+def summed_for_each_part(axes: Axes, array: Array) -> Array:
+    """``[batch, parts * places, ...]`` summed over the parts, each of which gets its own places."""
+    return array if axes.outer is None else lax.psum_scatter(array, axes.outer, scatter_dimension=1, tiled=True)
+
+
+class Pair(NamedTuple):
+    """Two arrays that travel together: in one array ``[2, ...]`` where they have one shape, and apart elsewhere."""
+
+    arrays: tuple[Array, ...]
+
+    @classmethod
+    def of(cls, one: Array, other: Array) -> Pair:
+        """Packs two arrays."""
+        return cls((jnp.stack((one, other)),) if one.shape == other.shape else (one, other))
+
+    @property
+    def both(self) -> tuple[Array, Array]:
+        """The two arrays."""
+        one, other = self.arrays[0] if len(self.arrays) == 1 else self.arrays
+        return one, other
+
+    def hop(self, axes: Axes, distance: int) -> Pair:
+        """What the part ``distance`` places before this one holds, in a ring of parts."""
+        if axes.outer is None or distance % axes.parts == 0:
+            return self
+        ring = [(part, (part + distance) % axes.parts) for part in range(axes.parts)]
+        return Pair(tuple(lax.ppermute(array, axes.outer, ring) for array in self.arrays))
+
+    def plus(self, other: Pair) -> Pair:
+        """The sums."""
+        return Pair(tuple(mine + its for mine, its in zip(self.arrays, other.arrays, strict=True)))
+
+
+def each_its_own(axes: Axes, kinds: Sequence[Any], run: Callable[..., Any], *operands: Any) -> Any:
+    """Runs ``run(kind, *operands)`` with the kind of this device's part: a branch for each distinct kind.
+
+    ``run`` must hold no collective, for parts take different branches.
+    """
+    distinct = tuple(dict.fromkeys(kinds))
+    if len(distinct) == 1:
+        return run(distinct[0], *operands)
+    branches = [lambda *given, kind=kind: run(kind, *given) for kind in distinct]
+    select = jnp.asarray([distinct.index(kind) for kind in kinds], jnp.int32)
+    return lax.switch(select[axes.part], branches, *operands)
+
+
+def varying_over(axes: Axes, *arrays: Any) -> tuple[Any, ...]:
+    """The arrays (or None) typed as varying over the axes, and over every other that one of them varies over.
+
+    What a rank computes depends on which rank it is. The gradient of an array that was equal on every device is then
+    summed over them, as JAX does for its own operations.
+    """
+    ranks = [lax.axis_index(name) for name in axes.names]  # typed as varying where types are checked
+    kinds = [_varies_over(array) for array in (*ranks, *arrays) if array is not None]
+    every: frozenset[str] = frozenset().union(*kinds)
+    return tuple(array if array is None else _over(array, every) for array in arrays)
+
+
+def _over(array: Array, every: frozenset[str]) -> Array:
+    lacking = tuple(sorted(every - _varies_over(array)))
+    return lax.pcast(array, lacking, to="varying") if lacking else array
+
+
+def _varies_over(array: Any) -> frozenset[str]:
+    return jax.typeof(array).manual_axis_type.varying  # type: ignore[attr-defined, no-any-return]

@@ -1,0 +1,159 @@
+"""The tiles of a step on one device: each a call of a backend on a part of the rows and keys, results put together.
+
+Queries are ``[batch, rows, heads, dim]``, keys ``[batch, keys, kv_heads, dim]``, and the log-sum-exp
+``[batch, heads, rows]``.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core.backends import Gradients, Inputs
+from attn_core.context_parallel.call import ContextCall
+from attn_core.context_parallel.plan import Plan as ContextPlan
+from attn_core.context_parallel.tiles import Tile
+from jax_frontend import ops
+from jax_frontend.context_order import put, spans, taken
+from jax_frontend.differentiable import varying_alike
+from jax_frontend.local_call import varying_as
+from jax_frontend.plan import Plan
+
+Array = jax.Array
+Tiles = tuple[Tile, ...]
+
+
+class Runner(NamedTuple):
+    """What a tile needs to know of the call that it belongs to."""
+
+    call: ContextCall
+    device: str
+
+    def accumulator(self, side: str) -> Any:
+        """The dtype in which results along "q" or "k" are put together: float32, or that of the inputs where every
+        place gets one part at most, and float64 for float64."""
+        spec = self.call.spec
+        return jnp.dtype(spec.dtype if _disjoint(self.call.plan, side) else spec.lse_dtype)
+
+    def planned(self, tile: Tile) -> Plan:
+        """The tile as a call of the kernel that was chosen for it."""
+        return Plan(*self.call.backend_of(tile), self.device, one_row=False)
+
+
+class Saved(NamedTuple):
+    """What a backward is given of whole rows; dlse is None where nothing depends on the log-sum-exp."""
+
+    out: Array
+    lse: Array
+    dout: Array
+    dlse: Array | None
+
+
+def attend(
+    runner: Runner, tiles: Tiles, q: Array, k: Array, v: Array, so_far: tuple[Array, Array] | None
+) -> tuple[Array, Array]:
+    """(out, lse) of the rows over the keys of some tiles and those ``so_far``; a row without keys has 0 and -inf.
+
+    Rows that no tile has touched yet take a tile's result as it is.
+    """
+    touched = np.full(q.shape[1], so_far is not None)
+    out, lse = so_far or _nothing(runner, q, v)
+    for tile in tiles:
+        rows = spans([segment[:2] for segment in tile.segments])
+        made = runner.planned(tile)
+        part, part_lse = ops.forward(made, _inputs(made, tile, q, k, v))
+        if made.spec.packed:
+            part, part_lse = part[None], part_lse[None]
+        part = part.astype(out.dtype)
+        if touched[rows].any():
+            part, part_lse = merged(taken(out, rows, 1), taken(lse, rows, 2), part, part_lse)
+        out, lse = put(out, part, rows, 1), put(lse, part_lse, rows, 2)
+        touched[rows] = True
+    return out, lse
+
+
+def merged(out: Array, lse: Array, other: Array, other_lse: Array) -> tuple[Array, Array]:
+    """Attention to two sets of keys as that to both (Milakov, Gimelshein, 2018, arXiv:1805.02867, for two parts).
+
+    A log-sum-exp of -inf is a part without keys, of which both may be.
+    """
+    top = jnp.maximum(lse, other_lse)
+    base = jnp.where(top == -jnp.inf, 0, top)
+    weight, other_weight = jnp.exp(lse - base), jnp.exp(other_lse - base)
+    total = weight + other_weight
+    share = jnp.where(total == 0, 0, other_weight / jnp.where(total == 0, 1, total))
+    share = share.swapaxes(1, 2)[..., None].astype(out.dtype)  # [batch, heads, rows] -> [batch, rows, heads, 1]
+    return out + share * (other - out), base + jnp.log(total)
+
+
+def gradients(runner: Runner, tiles: Tiles, q: Array, k: Array, v: Array, saved: Saved) -> tuple[Array, Array, Array]:
+    """(dq, dk, dv) of some tiles, from the output and the log-sum-exp of whole rows; 0 at the places of no tile."""
+    totals = [
+        varying_as((q, k, v), jnp.zeros(array.shape, runner.accumulator(side)))
+        for array, side in ((q, "q"), (k, "k"), (v, "k"))
+    ]
+    touched = [np.zeros(array.shape[1], bool) for array in totals]
+    for tile in tiles:
+        found = _tile_gradients(runner.planned(tile), tile, q, k, v, saved)
+        rows = spans([segment[:2] for segment in tile.segments])
+        keys = spans([segment[2:] for segment in tile.segments])
+        for at, (part, index) in enumerate(((found.dq, rows), (found.dk, keys), (found.dv, keys))):
+            part = part.astype(totals[at].dtype)
+            if touched[at][index].any():
+                part = taken(totals[at], index, 1) + part
+            totals[at] = put(totals[at], part, index, 1)
+            touched[at][index] = True
+    dq, dk, dv = totals
+    return dq, dk, dv
+
+
+def _tile_gradients(made: Plan, tile: Tile, q: Array, k: Array, v: Array, saved: Saved) -> Gradients:
+    rows, packed = spans([segment[:2] for segment in tile.segments]), made.spec.packed
+
+    def cut(array: Any, axis: int) -> Any:
+        if array is None:
+            return None
+        array = taken(array, rows, axis)
+        return array[0] if packed else array  # packed documents are one row: [1, tokens, ...] -> [tokens, ...]
+
+    out, lse, dout, dlse = cut(saved.out, 1), cut(saved.lse, 2), cut(saved.dout, 1), cut(saved.dlse, 2)
+    found = ops.backward(made, _inputs(made, tile, q, k, v), out, lse, dout, dlse)
+    return Gradients(*(array[None] for array in found[:3])) if packed else found
+
+
+def _inputs(made: Plan, tile: Tile, q: Array, k: Array, v: Array) -> Inputs:
+    """The tile's rows and keys; several segments as packed documents, without the row axis."""
+    rows = spans([segment[:2] for segment in tile.segments])
+    keys = spans([segment[2:] for segment in tile.segments])
+    inputs = Inputs(taken(q, rows, 1), taken(k, keys, 1), taken(v, keys, 1))
+    if not made.spec.packed:
+        return inputs
+    lengths = [(segment.q_len, segment.k_len) for segment in tile.segments]
+    cu_q, cu_k = (jnp.asarray([0, *accumulate(side)], jnp.int32) for side in zip(*lengths, strict=True))
+    q, k, v = (array[0] for array in inputs[:3])
+    return varying_alike(Inputs(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k))
+
+
+def _nothing(runner: Runner, q: Array, v: Array) -> tuple[Array, Array]:
+    """(out, lse) of rows that have seen no key yet."""
+    batch, rows, heads, _ = q.shape
+    out = jnp.zeros((batch, rows, heads, v.shape[-1]), runner.accumulator("q"))
+    lse = jnp.full((batch, heads, rows), -jnp.inf, runner.call.spec.lse_dtype)
+    return varying_as((q, v), out), varying_as((q, v), lse)
+
+
+def _disjoint(plan: ContextPlan, side: str) -> bool:
+    """Whether no place of the queries ("q") or the keys ("k") of any part is in two tiles of the whole plan."""
+    if len(plan.steps) > 1 or (side == "k" and plan.outer > 1):
+        return False
+    first = 0 if side == "q" else 2
+    for step in plan.steps:
+        for tiles in step.tiles:
+            ranges = sorted(segment[first : first + 2] for tile in tiles for segment in tile.segments)
+            if any(stop > start for (_, stop), (start, _) in pairwise(ranges)):
+                return False
+    return True

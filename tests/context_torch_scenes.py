@@ -1,0 +1,319 @@
+"""What ranks do besides cases: jobs of ``context_torch_worker`` for ``test_context_torch_ranks``."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from context_torch_worker import Case, mesh_of, run
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils.checkpoint import checkpoint
+
+from attn_core import SeqInfo
+from attn_core.context_parallel import places
+from torch_frontend.context_active import active, use_context_parallel
+from torch_frontend.context_parallel import context_parallel_attention
+from torch_frontend.context_shards import layout_of, rank_of, shard_sequence, unshard_sequence
+from torch_frontend.module import Attention
+
+Tensor = torch.Tensor
+LENGTH = 23
+
+
+def counted(case: Case) -> dict[str, int]:
+    """How many collectives of each kind the second run of a case needs: the first also compares the ranks' calls."""
+    run(case)
+    with CommDebugMode() as mode:
+        run(case)
+    return {str(kind).rpartition(".")[2]: number for kind, number in mode.get_comm_counts().items() if number}
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    """The kind and the text of what a call raises; "" for nothing."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def tensors(*shapes: tuple[int, ...], dtype: Any = torch.float64) -> list[Tensor]:
+    """The same numbers in every process."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+
+
+def row(heads: int = 4, kv_heads: int = 2, length: int = LENGTH, batch: int = 2) -> list[Tensor]:
+    """q, k, v and the output's gradient, of whole rows."""
+    kv = (batch, length, kv_heads, 5)
+    return tensors((batch, length, heads, 5), kv, kv, (batch, length, heads, 5))
+
+
+# DTensor
+
+
+def dtensors(strategy: str, length: int) -> dict[str, Any]:
+    """A call on DTensors, batch over "dp" and positions over "cp": what comes out whole, in the order of positions."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    made = layout_of(mesh["cp"], "zigzag", length, None)
+    order, back = (torch.from_numpy(each.ravel()) for each in (places.of_shards(made), places.in_order(made)))
+    placed = [
+        distribute_tensor(torch.nn.functional.pad(each, (0, 0, 0, 0, 0, 1))[:, order], mesh, [Shard(0), Shard(1)])
+        for each in row(length=length)
+    ]
+    q, k, v = (each.detach().requires_grad_() for each in placed[:3])
+    out = context_parallel_attention(q, k, v, mesh=mesh["cp"], strategy=strategy, length=length, causal=True)
+    out.backward(placed[3])
+    found = {"out": out, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    alike = all(isinstance(each, DTensor) and each.placements == q.placements for each in found.values())
+    whole = {name: each.full_tensor()[:, back].detach().numpy() for name, each in found.items()}
+
+    def refused(*placements: Any, others: Any = None) -> str:
+        local = placed[0].to_local()
+        one = DTensor.from_local(local, mesh, placements, run_check=False)
+        rest = [local, local] if others else [one, one]
+        return error_of(lambda: context_parallel_attention(one, *rest, mesh=mesh["cp"], strategy=strategy))
+
+    refusals = {
+        "replicated": refused(Replicate(), Replicate()),
+        "other axis": refused(Shard(1), Shard(1)),
+        "partial": refused(Partial(), Shard(1)),
+        "mixed": refused(Shard(0), Shard(1), others="plain"),
+    }
+    return {"alike": alike, "same shape": out.shape == q.shape, "refusals": refusals, **whole}
+
+
+def dtensors_on_two_axes() -> dict[str, Any]:
+    """Positions over both axes of a mesh without names."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    made = layout_of(mesh, "zigzag", LENGTH, None)
+    order, back = (torch.from_numpy(each.ravel()) for each in (places.of_shards(made), places.in_order(made)))
+    q, k, v, _ = (
+        distribute_tensor(torch.nn.functional.pad(each, (0, 0, 0, 0, 0, 1))[:, order], mesh, [Shard(1), Shard(1)])
+        for each in row()
+    )
+    out = context_parallel_attention(q, k, v, mesh=mesh, strategy="ring", length=LENGTH, causal=True)
+    return {"out": out.full_tensor()[:, back].numpy()}
+
+
+# Shards
+
+
+def round_trips(axes: tuple[int, ...]) -> list[str]:
+    """Rows that do not come back as they were, or whose shards' gradients are not theirs."""
+    mesh, wrong = mesh_of(axes), []
+    for kind in ("contiguous", "zigzag", "striped"):
+        for length, documents in ((LENGTH, None), (24, None), (1, None), (LENGTH, (3, 0, 11, 1, 8))):
+            info = SeqInfo.from_lengths(documents) if documents else None
+            given = {"layout": kind, "seq_info": info}
+            for dim, dtype in ((1, torch.float32), (0, torch.int64), (-1, torch.bfloat16)):
+                shape = [2, 3, 2]
+                shape[dim] = length
+                x = torch.arange(np.prod(shape)).reshape(shape).to(dtype)
+                shard = shard_sequence(x, mesh, dim=dim, **given)
+                if not torch.equal(unshard_sequence(shard, mesh, length=length, dim=dim, **given), x):
+                    wrong.append(f"{kind} {length} {documents} dim {dim}")
+            x = torch.ones(1, length, requires_grad=True)
+            (shard_sequence(x, mesh, **given) * (1 + rank_of(mesh))).sum().backward()
+            dist.all_reduce(x.grad)
+            shares = [
+                unshard_sequence(
+                    torch.full_like(shard_sequence(x, mesh, **given), 1.0 + rank_of(mesh)).detach(),
+                    mesh,
+                    length=length,
+                    **given,
+                )
+            ]
+            if not torch.equal(x.grad, shares[0]):
+                wrong.append(f"{kind} {length} {documents}: gradient")
+    return wrong
+
+
+# Ranks that differ, and ranks that are gone
+
+
+def disagreeing() -> dict[str, Any]:
+    """What every rank is told when rank 1 calls otherwise; and whether they agree again afterwards."""
+    mesh, rank = mesh_of((3,)), dist.get_rank()
+    q, k, v, _ = (shard_sequence(each, mesh) for each in row())
+    narrow = [each[..., :3] for each in (q, k, v)] if rank == 1 else [q, k, v]
+    shapes = error_of(lambda: context_parallel_attention(*narrow, mesh=mesh, strategy="ring", length=LENGTH))
+    window = error_of(
+        lambda: context_parallel_attention(q, k, v, mesh=mesh, strategy="ring", length=LENGTH, window=(rank, 0))
+    )
+    fine = context_parallel_attention(q, k, v, mesh=mesh, strategy="ring", length=LENGTH)
+    return {"shapes": shapes, "window": window, "fine": bool(fine.isfinite().all())}
+
+
+def without_one(how: str) -> tuple[str, float]:
+    """(what a rank is told when the last one dies, or does not come, after a call that all made; after how long)."""
+    mesh, last = mesh_of((3,)), dist.get_rank() == 2
+    q, k, v, _ = (shard_sequence(each, mesh) for each in row())
+
+    def call() -> Any:
+        return context_parallel_attention(q, k, v, mesh=mesh, strategy="ring", length=LENGTH, causal=True)
+
+    call()
+    if last and how == "dies":
+        os._exit(1)
+    started = time.monotonic()
+    if last:
+        time.sleep(20)
+        return "", 0.0
+    return error_of(call), time.monotonic() - started
+
+
+# What is refused
+
+
+def refusals() -> dict[str, str]:
+    mesh = mesh_of((2,))
+    q, k, v, _ = (shard_sequence(each, mesh) for each in row())
+    info = SeqInfo.from_lengths((3, 20))
+    elsewhere = SeqInfo.from_lengths((3, 20), array=lambda offsets: torch.tensor(offsets, device="meta"))
+    one = [each[:1] for each in (q, k, v)]
+    cube = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c"))
+    square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ring", "ulysses"))
+    table = torch.zeros(1, 1, LENGTH, LENGTH)
+
+    def told(*given: Tensor, **options: Any) -> str:
+        options = {"mesh": mesh, "length": LENGTH, "strategy": "ring", **options}
+        return error_of(lambda: context_parallel_attention(*(given or (q, k, v)), **options))
+
+    return {
+        "dropout": told(dropout=0.1),
+        "mask": told(mask=table.bool()),
+        "bias": told(bias=table),
+        "alibi_slopes": told(alibi_slopes=torch.ones(4)),
+        "device offsets": told(*one, seq_info=elsewhere),
+        "documents that differ": told(*one, seq_info=SeqInfo.from_lengths((3, 20), (4, 19))),
+        "length of documents": told(*one, seq_info=info, length=24),
+        "documents in a batch": told(seq_info=info, length=None),
+        "shard": told(length=25),
+        "shard of keys": told(q, k[:, :-1], v[:, :-1]),
+        "length": told(length=2.5),
+        "three axes": told(mesh=cube),
+        "no mesh": told(mesh="cp"),
+        "heads": told(q[:, :, :3], k[:, :, :1], v[:, :, :1], strategy="ulysses"),
+        "kv heads": told(q[:, :, :3], k, v),
+        "head_groups": told(head_groups=3),
+        "strategy": told(strategy="rings"),
+        "ulysses outside": told(mesh=square, strategy="ulysses"),
+        "layout": told(layout="zebra"),
+        "backend": told(backend="flash9"),
+        "a backend that cannot": told(backend="sage"),
+        "window": told(window=3),
+        "dtype": told(q, k.float(), v),
+        "rank of tensors": told(q[0], k[0], v[0]),
+        "sinks": told(sinks=torch.zeros(3, dtype=torch.float64)),
+        "context length": error_of(lambda: use_context_parallel(mesh, length=True).__enter__()),
+        "context layout": error_of(lambda: use_context_parallel(mesh, layout="zebra").__enter__()),
+        "context mesh": error_of(lambda: use_context_parallel(cube).__enter__()),
+        "context documents": error_of(lambda: use_context_parallel(mesh, length=24, seq_info=info).__enter__()),
+    }
+
+
+# Layers
+
+
+def rotary(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Halves turned by the position; ``[batch, seq, heads, head_dim]``."""
+    half = q.shape[-1] // 2
+    turn = positions[..., None, None] * 0.3 ** torch.arange(half, dtype=q.dtype)
+    cos, sin = turn.cos(), turn.sin()
+
+    def turned(x: Tensor) -> Tensor:
+        one, other = x[..., :half], x[..., half:]
+        return torch.cat([one * cos - other * sin, other * cos + one * sin], -1)
+
+    return turned(q), turned(k)
+
+
+def layer_of(window: Any = 7) -> Attention:
+    torch.manual_seed(0)
+    options = {"causal": True, "window": window, "softcap": 3.0, "sinks": True, "rotary": rotary}
+    return Attention(4, 24, num_kv_heads=2, head_dim=6, dtype=torch.float64, **options)
+
+
+def layers(documents: tuple[int, ...] | None, recomputed: bool) -> dict[str, float]:
+    """By how much two layers on shards differ from the same layers on whole rows: output, and every gradient.
+
+    Recomputed layers have their backward behind the block, in another thread.
+    """
+    mesh = mesh_of((2,))
+    info = SeqInfo.from_lengths(documents) if documents else None
+    x, dout = tensors(*((1 if documents else 2, LENGTH, 24),) * 2)
+    alone, shared = (nn.ModuleList([layer_of(), layer_of(None)]) for _ in range(2))
+    right = x.requires_grad_()
+    for layer in alone:
+        right = layer(right, seq_info=info)
+    right.backward(dout)
+    given = {"seq_info": info}
+    part, dpart = (shard_sequence(each.detach(), mesh, **given) for each in (x, dout))
+    found = part.requires_grad_()
+    with use_context_parallel(mesh, length=LENGTH, seq_info=info):
+        for layer in shared:
+            found = checkpoint(layer, found, use_reentrant=False) if recomputed else layer(found)
+    thread = threading.Thread(target=lambda: found.backward(dpart))
+    thread.start()
+    thread.join()
+
+    def off(one: Tensor, other: Tensor) -> float:
+        return float((one - other).detach().abs().max())
+
+    whole = {"length": LENGTH, **given}
+    errors = {"out": off(unshard_sequence(found, mesh, **whole), right)}
+    errors["dx"] = off(unshard_sequence(part.grad, mesh, **whole), x.grad)
+    for (name, one), (_, other) in zip(shared.named_parameters(), alone.named_parameters(), strict=True):
+        dist.all_reduce(one.grad)
+        errors[name] = off(one.grad, other.grad)
+    return errors
+
+
+def scopes() -> dict[str, Any]:
+    """What a block reaches, and what its layers refuse."""
+    mesh, layer = mesh_of((2,)), layer_of()
+    x = tensors((2, LENGTH, 24))[0]
+    shard, seen = shard_sequence(x, mesh), []
+    with use_context_parallel(mesh, layout="striped"):
+        with use_context_parallel(mesh, length=LENGTH):
+            inner = active()
+            thread = threading.Thread(target=lambda: seen.append(active()))
+            thread.start()
+            thread.join()
+            mask = error_of(lambda: layer(shard, mask=torch.ones(1, 1, 12, 12, dtype=torch.bool)))
+            pages = error_of(lambda: layer(shard[0], pages=object()))
+            twice = replace(SeqInfo.from_lengths((LENGTH,)))
+            with use_context_parallel(mesh, seq_info=twice):
+                documents = error_of(lambda: layer(shard[:1], seq_info=twice))
+        outer = active()
+    return {
+        **{"inner": inner.layout, "outer": outer.layout, "after": active(), "thread": seen},
+        **{"mask": mask, "pages": pages, "documents": documents},
+    }
+
+
+def compiled_layer() -> tuple[str, float]:
+    """(what a graph that must be whole says, how much a compiled layer in a block differs from one that is not)."""
+    mesh, layer = mesh_of((2,)), layer_of()
+    shard = shard_sequence(tensors((2, LENGTH, 24))[0], mesh)
+    whole = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    parts = torch.compile(layer, backend="aot_eager")
+    before = parts(shard)
+    assert torch.equal(whole(shard), before)
+    with use_context_parallel(mesh, length=LENGTH):
+        says = error_of(lambda: whole(shard))
+        right, found = layer(shard), parts(shard)
+    after = parts(shard)
+    assert torch.equal(after, before) and not torch.allclose(right, before)
+    return says, float((found - right).detach().abs().max())

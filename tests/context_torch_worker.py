@@ -1,0 +1,263 @@
+"""Ranks of context-parallel torch calls, in gloo processes: what ``test_context_torch`` and others ask them to run.
+
+``main(folder)`` reads ``asked.pickle``: for each world its name, its number of ranks and its jobs, ``(module, function,
+arguments)``. It forks the ranks of all worlds at once (torch is imported once), and rank r of world w writes what its
+jobs gave, ``{job: result}``, to ``w.r.pickle``. A job that raises gives a ``Failed`` with the traceback, and ends its
+rank's work: the ranks no longer agree.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import traceback
+from datetime import timedelta
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from attn_core import SeqInfo
+from attn_core.context_parallel.layout import layout
+from torch_frontend.context_parallel import context_parallel_attention
+from torch_frontend.context_shards import rank_of, shard_sequence
+
+Array = np.ndarray
+AXES = {1: ("cp",), 2: ("outer", "inner")}
+
+
+class World(NamedTuple):
+    """So many ranks, the jobs that they run one after another, and how long they wait for each other.
+
+    On "cpu" they talk by gloo; on "cuda" each has a GPU, and they talk by NCCL.
+    """
+
+    name: str
+    ranks: int
+    jobs: dict[str, tuple[str, str, Any]]
+    timeout: float = 60.0
+    device: str = "cpu"
+
+
+class Failed(NamedTuple):
+    """What a job gives that raised."""
+
+    text: str
+
+
+class Case(NamedTuple):
+    """One call over ranks, as plain data; inputs are drawn from ``seed``.
+
+    Attributes:
+        axes: of the mesh.
+        length: positions of q, and of k and v; documents: their lengths in a packed row.
+        options: other keywords of ``context_parallel_attention``.
+        lse_gradient: whether the log-sum-exp has one, too; without it, it is that of a call without gradients.
+        device: of the world that runs it.
+        how: "eager", "compile", "compile in parts" (offsets of documents are no part of a graph) or "checkpoint".
+    """
+
+    axes: tuple[int, ...]
+    strategy: str | None
+    layout: str
+    length: tuple[int, int]
+    heads: tuple[int, int]
+    documents: tuple[int, ...] | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+    sinks: bool = False
+    dims: tuple[int, int] = (5, 3)
+    batch: int = 2
+    head_groups: int | None = None
+    dtype: str = "float64"
+    how: str = "eager"
+    lse_gradient: bool = True
+    seed: int = 0
+    device: str = "cpu"
+
+    @property
+    def name(self) -> str:
+        ranks = "x".join(map(str, self.axes))
+        return f"{ranks} {self.strategy} {self.layout} {self.length} heads {self.heads} {self.documents or ''} " + (
+            f"{dict(self.options)} sinks={self.sinks} groups={self.head_groups} {self.dtype} {self.how} {self.seed}"
+        )
+
+
+class Values(NamedTuple):
+    """Whole rows: inputs of a case and the gradients that come from behind; float64 that the case's dtype holds."""
+
+    q: Array
+    k: Array
+    v: Array
+    dout: Array
+    dlse: Array
+    sinks: Array
+
+
+def values(case: Case) -> Values:
+    """``[batch, length, heads, dim]`` and ``[batch, heads, length]``, the same in every process."""
+    random = np.random.default_rng(case.seed)
+    (q_len, k_len), (heads, kv_heads), (dim, value_dim) = case.length, case.heads, case.dims
+    batch = 1 if case.documents else case.batch
+    shapes = (
+        *((batch, q_len, heads, dim), (batch, k_len, kv_heads, dim), (batch, k_len, kv_heads, value_dim)),
+        *((batch, q_len, heads, value_dim), (batch, heads, q_len), (heads,)),
+    )
+    kind = getattr(torch, case.dtype)
+    found = [torch.from_numpy(random.normal(size=shape)).to(kind).double().numpy() for shape in shapes]
+    found[4] = random.normal(size=shapes[4])
+    return Values(*found)
+
+
+@cache
+def mesh_of(axes: tuple[int, ...], device: str = "cpu") -> DeviceMesh:
+    return init_device_mesh(device, axes, mesh_dim_names=AXES[len(axes)])
+
+
+def run(case: Case) -> dict[str, Array]:
+    """This rank's shards of out, lse, dq, dk, dv, and its share of dsinks; in the dtypes that the call gives."""
+    mesh, given, kind = mesh_of(case.axes, case.device), values(case), getattr(torch, case.dtype)
+    info = SeqInfo.from_lengths(case.documents) if case.documents else None
+
+    def shard(array: Array, length: int, dim: int = 1, dtype: Any = kind) -> torch.Tensor:
+        whole = torch.from_numpy(array).to(case.device, dtype)
+        part = shard_sequence(whole, mesh, layout=case.layout, dim=dim, seq_info=info)
+        outer, inner = (*case.axes, 1)[:2]
+        documents = info.cu_seqlens_q.tolist() if info is not None and case.layout == "zigzag" else None
+        held = layout(case.layout, length, outer, inner, documents).held(rank_of(mesh))
+        part.narrow(dim, held, part.shape[dim] - held).fill_(torch.nan)  # what lies where no position is
+        return part
+
+    q_len, k_len = case.length
+    q, k, v = (shard(each, length) for each, length in zip(given[:3], (q_len, k_len, k_len)))
+    learned = [each.requires_grad_() for each in (q, k, v)]
+    sinks = None
+    if case.sinks:
+        sinks = torch.from_numpy(given.sinks).to(case.device, kind).requires_grad_()
+        learned.append(sinks)
+
+    def call(*given: Any, return_lse: bool = case.lse_gradient) -> Any:
+        return context_parallel_attention(
+            *given[:3],
+            **{"mesh": mesh, "strategy": case.strategy, "layout": case.layout, "seq_info": info, "sinks": given[3]},
+            **{"length": q_len if q_len == k_len else case.length, "head_groups": case.head_groups},
+            **dict(case.options),
+            return_lse=return_lse,
+        )
+
+    called = call
+    if case.how.startswith("compile"):
+        called = torch.compile(call, fullgraph=case.how == "compile", backend="aot_eager")
+    elif case.how == "checkpoint":
+        called = partial(checkpoint, call, use_reentrant=False)
+    found, cotangents = called(q, k, v, sinks), [shard(given.dout, q_len)]
+    if case.lse_gradient:
+        out, lse = found
+        cotangents.append(shard(given.dlse, q_len, 2, lse.dtype).reshape(lse.shape))  # packed: [heads, shard]
+    else:
+        out = found
+        with torch.no_grad():
+            again, lse = call(q, k, v, sinks, return_lse=True)
+        assert torch.equal(out, again)
+    gradients = torch.autograd.grad([out, lse][: len(cotangents)], learned, cotangents)
+    lse_rows = lse[None] if lse.dim() == 2 else lse
+    names = ("out", "lse", "dq", "dk", "dv", "dsinks")
+    return {name: as_numpy(each) for name, each in zip(names, (out, lse_rows, *gradients))}
+
+
+def as_numpy(tensor: torch.Tensor) -> Array:
+    """Its values; bfloat16 as float32."""
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def _work(world: World, rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(world.device == "cpu")  # which also fills memory that nobody wrote to with NaN
+    if world.device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if world.device == "cuda" else "gloo",
+        init_method=f"file://{folder / world.name}.store",
+        rank=rank,
+        world_size=world.ranks,
+        timeout=timedelta(seconds=world.timeout),
+    )
+    found: dict[str, Any] = {}
+    for name, (module, function, arguments) in world.jobs.items():
+        try:
+            job = getattr(importlib.import_module(module), function)
+            found[name] = job(*arguments)
+        except Exception:
+            found[name] = Failed(traceback.format_exc())
+            break
+    (folder / f"{world.name}.{rank}.pickle").write_bytes(pickle.dumps(found))
+    sys.stdout.flush()
+    os._exit(0)  # without a farewell to ranks that may be gone
+
+
+def main(folder: Path) -> None:
+    worlds = pickle.loads((folder / "asked.pickle").read_bytes())
+    for name in {module for world in worlds for module, _, _ in world.jobs.values()}:
+        importlib.import_module(name)  # before the fork, so once
+    context = multiprocessing.get_context("fork")
+    started = [
+        context.Process(target=_work, args=(world, rank, folder)) for world in worlds for rank in range(world.ranks)
+    ]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+
+
+def in_ranks(worlds: list[World], folder: Path, seconds: float) -> dict[str, list[dict[str, Any]]]:
+    """Runs worlds in processes of their own: the results of every rank of each; of a rank that died, what it had."""
+    (folder / "asked.pickle").write_bytes(pickle.dumps(worlds))
+    here = Path(__file__).parent
+    paths = [str(here.parent), str(here), *(path for path in sys.path if path)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    if all(world.device == "cpu" for world in worlds):
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    program = f"import context_torch_worker, pathlib; context_torch_worker.main(pathlib.Path({str(folder)!r}))"
+    with (folder / "log").open("w") as log:
+        running = subprocess.Popen(
+            [sys.executable, "-c", program], env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            running.wait(seconds)
+        finally:
+            if running.poll() is None:
+                os.killpg(running.pid, signal.SIGKILL)  # its ranks, too
+    assert running.returncode == 0, (folder / "log").read_text()[-3000:]
+    files = {world.name: [folder / f"{world.name}.{rank}.pickle" for rank in range(world.ranks)] for world in worlds}
+    return {
+        name: [pickle.loads(file.read_bytes()) if file.exists() else {} for file in each]
+        for name, each in files.items()
+    }
+
+
+def once(worlds: list[World], name: str, factory: Any, seconds: float) -> tuple[list[World], dict[str, Any]]:
+    """``in_ranks`` once for all of pytest's processes, where there are several: the others wait for the first.
+
+    Returns:
+        (the worlds as the first of them asked for them, what they gave).
+    """
+    root = factory.getbasetemp()
+    folder = (root.parent if os.environ.get("PYTEST_XDIST_WORKER") else root) / f"ranks-of-{name}"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = folder / "done.pickle"
+        if not done.exists():
+            done.write_bytes(pickle.dumps((worlds, in_ranks(worlds, folder, seconds))))
+        return tuple(pickle.loads(done.read_bytes()))

@@ -1,0 +1,442 @@
+"""What a plan costs, which strategy is chosen and why, and the pictures of plans."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_context_plan import questions, visible_set
+from typer.testing import CliRunner
+
+from attn_core import AttentionSpec, SpecError
+from attn_core.cli.app import app
+from attn_core.context_parallel import choose as choosing
+from attn_core.context_parallel.choose import Axes, Choice, NoStrategyError, choose, explain_choice, plan_of
+from attn_core.context_parallel.cost import Estimate, estimate
+from attn_core.context_parallel.machine import GIB, LINKS, MIB, Constants
+from attn_core.context_parallel.picture import LIMIT, draw, ranks_of, step_of_pairs, svg
+from attn_core.context_parallel.plan import plan
+from attn_core.context_parallel.projection import project, table
+from attn_core.context_parallel.tiles import Visible
+from attn_core.preference import measured
+
+H200 = Constants.of("sm90")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def call(length: int, heads: tuple[int, int] = (32, 8), **options: Any) -> AttentionSpec:
+    """A causal bfloat16 call of head_dim 128."""
+    shape = {"batch": 1, "q_len": length, "kv_len": length, "num_heads": heads[0], "num_kv_heads": heads[1]}
+    shape |= {"head_dim": 128, "value_dim": 128}
+    return AttentionSpec(**{**shape, "dtype": "bfloat16", "causal": True, **options})
+
+
+def cost(spec: AttentionSpec, strategy: str, axes: Axes, layout: str = "zigzag", by: Constants = H200) -> Estimate:
+    return estimate(spec, plan_of(spec, None, strategy, layout, axes), by)
+
+
+# Constants
+
+ONLY_LINKS = replace(
+    H200,
+    forward_tflops=1e12,
+    backward_tflops=1e12,
+    call_us=0.0,
+    memory_gib_s=1e12,
+    links=tuple((kind, ((1e-9, 1.0),)) for kind in LINKS),
+)
+"""A machine that does nothing but send, 1 GiB in a second: its seconds are bytes."""
+
+
+def sweep_cases() -> list[Any]:
+    """The measured calls of grouped heads that are long enough for kernels, not launches, to count."""
+    found = []
+    for case in measured("sm90"):
+        name = re.fullmatch(r"(full|causal) (\d+)x(\d+) h32/(8|1) d128 bf16", case.name)
+        if name and case.microseconds > (1000 if case.features.training else 300) and int(name[3]) >= 1024:
+            options = {"causal": name[1] == "causal", "batch": int(name[2])}
+            spec = call(int(name[3]), (32, int(name[4])), needs_backward=case.features.training, **options)
+            found.append(pytest.param(spec, case.microseconds, id=f"{case.name} {case.features.training}"))
+    return found
+
+
+@pytest.mark.parametrize(("spec", "microseconds"), sweep_cases())
+def test_kernels_take_as_long_as_they_were_measured(spec: AttentionSpec, microseconds: float) -> None:
+    on_one = cost(spec, "all_gather", (1,))
+    assert on_one.seconds * 1e6 == pytest.approx(microseconds, rel=0.07)
+    assert on_one.exposed == 0
+
+
+def test_many_measured_calls_were_compared() -> None:
+    assert len(sweep_cases()) >= 20
+
+
+@pytest.mark.parametrize("kind", LINKS)
+def test_links_have_their_measured_rates(kind: str) -> None:
+    for mib, rate in dict(H200.links)[kind]:
+        assert H200.received(kind, mib * MIB) == pytest.approx(mib * MIB / (rate * GIB))
+    smallest, largest = dict(H200.links)[kind][0], dict(H200.links)[kind][-1]
+    assert H200.received(kind, 1) == pytest.approx(smallest[0] * MIB / (smallest[1] * GIB))  # latency alone
+    assert H200.received(kind, 1024 * MIB) == pytest.approx(1024 * MIB / (largest[1] * GIB))
+    assert H200.received(kind, 0) == 0
+    assert H200.received(kind, MIB, from_hosts=45 * GIB) == 1.0
+
+
+@given(st.sampled_from(LINKS), st.floats(1, 1e10), st.floats(1, 1e10))
+def test_more_bytes_take_longer(kind: str, one: float, other: float) -> None:
+    assert H200.received(kind, min(one, other)) <= H200.received(kind, max(one, other))
+
+
+def test_constants_are_checked() -> None:
+    table = {name: getattr(H200, name) for name in Constants.__dataclass_fields__}
+    assert Constants.from_table({**table, "links": {kind: list(rows) for kind, rows in H200.links}}) == H200
+    with pytest.raises(SpecError, match=r"^links: expected ring, all_gather, all_to_all, got ring$"):
+        replace(H200, links=H200.links[:1])
+    with pytest.raises(SpecError, match=r"^links: ring: expected rising sizes"):
+        replace(H200, links=(("ring", ((8, 1), (1, 1))), *H200.links[1:]))
+    with pytest.raises(SpecError, match=r"^links: ring: expected rising sizes that take rising times"):
+        replace(H200, links=(("ring", ((1, 1), (8, 100))), *H200.links[1:]))
+
+
+@pytest.mark.parametrize("device", ["cpu", "sm80", "sm100"])
+def test_a_device_that_was_not_measured_chooses_as_the_one_that_was(device: str) -> None:
+    assert Constants.of(device) is not None and Constants.of(device) == H200
+
+
+# Bytes: what every rank receives, and what it holds
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (32, 32), (24, 3)])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_the_bytes_of_a_forward(heads: tuple[int, int], ranks: int) -> None:
+    """S positions a rank, 2 bytes: all-gather and ring 4 (P-1) S Hk D, Ulysses 4 (P-1)/P S (H + Hk) D."""
+    shard, (num, kv) = 4096, heads
+    spec, width = call(shard * ranks, heads), 128
+    gathered = 4 * (ranks - 1) * shard * kv * width
+    assert cost(spec, "all_gather", (ranks,), by=ONLY_LINKS).seconds * GIB == pytest.approx(gathered, rel=1e-3)
+    assert cost(spec, "ring", (ranks,), by=ONLY_LINKS).seconds * GIB == pytest.approx(gathered, rel=1e-3)
+    if num % ranks == kv % ranks == 0:
+        exchanged = 4 * (ranks - 1) / ranks * shard * (num + kv) * width
+        assert cost(spec, "ulysses", (ranks,), by=ONLY_LINKS).seconds * GIB == pytest.approx(exchanged, rel=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_the_bytes_of_a_backward(ranks: int) -> None:
+    """k and v again in 2 bytes each, their gradients in 4: by a ring home, too; by an all-gather there and back."""
+    shard = 4096
+    spec, block = call(shard * ranks, needs_backward=True), 2 * shard * 8 * 128
+    ring, gather = (cost(spec, name, (ranks,), by=ONLY_LINKS).backward.seconds * GIB for name in ("ring", "all_gather"))
+    assert ring == pytest.approx(2 * (ranks - 1) * block + 4 * ranks * block, rel=1e-3)
+    assert gather == pytest.approx((2 + 4) * (ranks - 1) * block, rel=1e-3)
+
+
+def test_copied_heads_are_sent() -> None:
+    """Over 4 ranks 2 kv heads become 4; queries and output are what they were."""
+    spec = call(16384, (32, 2))
+    exchanged = 4 * 3 / 4 * 4096 * (32 + 4) * 128
+    assert cost(spec, "ulysses", (4,), by=ONLY_LINKS).seconds * GIB == pytest.approx(exchanged, rel=1e-3)
+
+
+def test_two_axes_share_parts() -> None:
+    """In 2 x 4, the inner 4 exchange heads; a rank then holds its quarter of the heads of half the row."""
+    spec, shard = call(32768), 4096
+    inside = 4 * 3 / 4 * shard * (32 + 8) * 128
+    outside = 4 * shard * 8 * 128
+    for strategy in ("ring", "all_gather"):
+        found = cost(spec, strategy, (2, 4), by=ONLY_LINKS).seconds * GIB
+        assert found == pytest.approx(inside + outside, rel=1e-3)
+
+
+def test_memory_of_a_ring_is_that_of_a_shard() -> None:
+    def peaks(strategy: str, training: bool) -> list[float]:
+        specs = [call(8192 * ranks, needs_backward=training) for ranks in (2, 4, 8)]
+        return [cost(spec, strategy, (ranks,)).peak for spec, ranks in zip(specs, (2, 4, 8), strict=True)]
+
+    for training in (False, True):
+        ring, gather, ulysses = (peaks(name, training) for name in ("ring", "all_gather", "ulysses"))
+        assert len(set(ring)) == 1 and len(set(ulysses)) == 1
+        assert gather[2] - gather[1] == pytest.approx(2 * (gather[1] - gather[0])) and gather[0] < gather[1]
+        keys = 8192 * 8 * 2 * 128 * 2  # bytes of a shard's k and v
+        assert ring[0] >= (2 if training else 1) * (8192 * 32 * 2 * 128 * 2) + 2 * keys
+    assert peaks("ring", True)[2] < peaks("ulysses", True)[2] < peaks("all_gather", True)[2]
+
+
+# Seconds
+
+
+def test_all_wait_for_the_busiest_rank() -> None:
+    """A contiguous causal ring takes 2 - 1/P of the work's share; see Striped Attention, arXiv:2311.09431."""
+    spec, by = call(1 << 18), replace(H200, links=tuple((kind, ((1e-9, 1e9),)) for kind in LINKS))
+    contiguous, zigzag = (cost(spec, "ring", (4,), layout, by).seconds for layout in ("contiguous", "zigzag"))
+    assert contiguous / zigzag == pytest.approx(2 - 1 / 4, rel=0.02)
+
+
+def test_a_dropped_hop_costs_nothing() -> None:
+    windowed = call(65536, window=(1023, None))
+    everything, near = (cost(spec, "ring", (4,), "contiguous") for spec in (call(65536), windowed))
+    assert near.exposed == pytest.approx(everything.exposed / 3)  # one hop of three
+
+
+def test_wider_types_are_slower() -> None:
+    """Half the products a second for twice the bytes: an assumption, for 16-bit types are what was measured."""
+    only_products = replace(H200, call_us=0.0, memory_gib_s=1e12)
+    halves, floats, doubles = (
+        cost(call(8192, dtype=dtype), "all_gather", (1,), by=only_products).seconds
+        for dtype in ("bfloat16", "float32", "float64")
+    )
+    assert (floats, doubles) == (pytest.approx(2 * halves, rel=1e-3), pytest.approx(4 * halves, rel=1e-3))
+
+
+def test_order_and_accumulators_go_through_memory() -> None:
+    spec, shard = call(32768, causal=False), 8192
+    gathered = [cost(spec, "all_gather", (4,), layout) for layout in ("zigzag", "contiguous")]
+    keys = 4 * shard * 8 * 256 * 2  # bytes of the row's k and v, read and written
+    assert gathered[0].exposed - gathered[1].exposed == pytest.approx(H200.moved(2 * keys))
+    only_memory = replace(H200, forward_tflops=1e12, call_us=0.0)
+    ring, gather = (cost(spec, name, (4,), "contiguous", only_memory).forward for name in ("ring", "all_gather"))
+    queries = shard * 32 * 128  # elements of a shard's queries, as many as of its output
+    again = 3 * 2 * queries * 2 + 4 * queries * (4 + 4 + 2)  # q and out three times more; four accumulations
+    extra = (ring.seconds - ring.exposed) - (gather.seconds - gather.exposed)
+    assert extra == pytest.approx(H200.moved(again), rel=1e-3)
+
+
+def test_overlap_hides_what_it_can() -> None:
+    spec = call(1 << 18)
+    hidden, none = (cost(spec, "ring", (4,), by=replace(H200, overlap=share)) for share in (0.0, 1.0))
+    assert hidden.exposed < 0.01 * none.exposed
+
+
+def test_another_host_is_slower() -> None:
+    spec = call(1 << 19)
+    for strategy in ("all_gather", "ulysses", "ring"):
+        one, two, four = (cost(spec, strategy, (16,), by=replace(H200, ranks_per_host=n)).exposed for n in (16, 8, 4))
+        assert one <= two <= four and one < four
+
+
+# Choosing
+
+
+def chosen(spec: AttentionSpec, axes: Axes, layout: str = "zigzag", **options: Any) -> str | None:
+    return choose(spec, None, layout, axes, H200, **options).strategy
+
+
+def test_an_all_gather_moves_less_while_ranks_are_few() -> None:
+    """Fewer than (H + Hk) / Hk: 5 for heads 32/8, 2 for 32/32, 33 for 32/1."""
+    assert chosen(call(16384), (2,)) == "all_gather"
+    assert chosen(call(65536), (8,)) == "ulysses"
+    assert chosen(call(16384, (32, 32)), (4,)) == "ulysses"
+    assert chosen(call(65536, (32, 1)), (8,)) == "all_gather"
+
+
+def test_a_small_window_takes_the_few_hops_that_it_sees() -> None:
+    assert chosen(call(65536, window=(1023, None)), (4,), "contiguous") == "ring"
+
+
+def test_memory_decides_where_it_is_short() -> None:
+    spec = call(262144, needs_backward=True)
+    peaks = {name: cost(spec, name, (8,)).peak for name in ("ring", "ulysses", "all_gather")}
+    assert chosen(spec, (8,)) == "ulysses"
+    assert chosen(spec, (8,), memory=peaks["ulysses"]) == "ulysses"
+    assert chosen(spec, (8,), memory=peaks["ulysses"] - 1) == "ring"
+    with pytest.raises(NoStrategyError):
+        chosen(spec, (8,), memory=peaks["ring"] - 1)
+
+
+def test_the_constants_decide() -> None:
+    """A machine with slow links for all but neighbours, which overlap: planted, it must choose otherwise."""
+    slow = tuple((kind, rows if kind == "ring" else ((1, 0.5),)) for kind, rows in H200.links)
+    ring = replace(H200, links=slow, overlap=0.0)
+    assert choose(call(65536), None, "zigzag", (8,), H200).strategy == "ulysses"
+    assert choose(call(65536), None, "zigzag", (8,), ring).strategy == "ring"
+
+
+def test_equal_estimates_go_to_the_earlier() -> None:
+    choice = choose(call(4096), None, "zigzag", (1,), H200)
+    assert len({one.estimate.seconds for one in choice.candidates if one.estimate}) == 1
+    assert choice.strategy == "all_gather"
+
+
+def test_two_axes_choose_the_outer_ones() -> None:
+    choice = choose(call(65536), None, "zigzag", (2, 4), H200)
+    assert [one.strategy for one in choice.candidates] == ["all_gather", "ring"]
+    assert "all_gather x ulysses  selected: " in str(choice)
+    refused = explain_choice(call(65536, (6, 2)), None, "zigzag", (2, 4), H200)
+    assert refused.strategy is None and all("4 ranks can share" in one.refusals[0] for one in refused.candidates)
+
+
+def test_packed_documents_count_what_they_see() -> None:
+    documents = tuple(range(0, 65537, 4096))
+    spec = call(65536, documents=16, max_len_q=4096, max_len_k=4096)
+    packed, whole = choose(spec, documents, "zigzag", (4,), H200), choose(call(65536), None, "zigzag", (4,), H200)
+    assert packed.estimate is not None and whole.estimate is not None
+    assert packed.estimate.seconds < whole.estimate.seconds / 4
+
+
+def test_the_explanation() -> None:
+    choice = choose(call(131072, (6, 2)), None, "zigzag", (4,), H200, 0.35 * GIB)
+    ring = cost(call(131072, (6, 2)), "ring", (4,))
+    assert str(choice).splitlines() == [
+        f"context parallelism over 4 ranks, zigzag: {call(131072, (6, 2))}",
+        "  all_gather  refused: memory: 0.38 GiB a rank, more than the 0.35 GiB it may use",
+        "  ulysses     refused: q: expected heads that 4 ranks can share, got 6 heads over 2 kv heads; take another "
+        "number of ranks for heads, or strategy='ring' or 'all_gather'",
+        f"  ring        selected: {ring.seconds * 1e3:.2f} ms forward, {ring.exposed * 1e3:.2f} ms of it exchanging, "
+        f"{ring.peak / GIB:.2f} GiB a rank",
+        "  (estimates by the figures of NVIDIA H200; 0.35 GiB may be used on a rank)",
+    ]
+    assert choice.reasons("ulysses")[0].startswith("q: expected heads") and choice.reasons("ring") == ()
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(NoStrategyError, match=r"^no strategy can share this call\n") as caught:
+        choose(call(65536, (6, 2)), None, "zigzag", (4,), H200, memory=1.0)
+    choice = caught.value.choice
+    assert choice.strategy is None and choice.estimate is None
+    assert [bool(one.refusals) for one in choice.candidates] == [True] * 3
+    for one in choice.candidates:
+        assert one.refusals[0] in str(caught.value)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == str(caught.value) and again.choice == choice
+
+
+def test_a_strategy_by_name_never_falls_back() -> None:
+    slower = choose(call(16384), None, "zigzag", (2,), H200, strategy="ring")
+    assert slower.strategy == "ring" and slower.candidates == choose(call(16384), None, "zigzag", (2,), H200).candidates
+    message = r"^strategy='ulysses' cannot share this call, and one asked for by name never falls back\n"
+    with pytest.raises(NoStrategyError, match=message):
+        choose(call(16384, (6, 2)), None, "zigzag", (4,), H200, strategy="ulysses")
+
+
+def test_strategies_that_nobody_asks_about_are_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A packed row is another one in every batch, and a plan of it takes time."""
+    planned = []
+    monkeypatch.setattr(choosing, "plan", lambda strategy, *rest: planned.append(strategy) or plan(strategy, *rest))
+    spec, documents = call(4099, documents=2, max_len_q=4000, max_len_k=4000), (0, 99, 4099)
+    choice = choose(spec, documents, "zigzag", (2,), H200, strategy="all_gather")
+    assert planned == ["all_gather"]
+    assert len(str(choice).splitlines()) == 5 and planned == ["all_gather", "ulysses", "ring"]
+
+
+def test_a_question_is_answered_once() -> None:
+    def ask() -> Choice:
+        return choose(call(16384), None, "zigzag", (4,), Constants.of("sm90"))
+
+    assert ask() is ask()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"axes": (2, 2, 2)}, "axes=(2, 2, 2): expected (ranks,) or (outer, inner), each of at least one rank"),
+        ({"axes": (0,)}, "axes=(0,): expected (ranks,) or (outer, inner), each of at least one rank"),
+        ({"layout": "snake"}, "layout='snake': expected one of contiguous, zigzag, striped"),
+        ({"strategy": "rings"}, "strategy='rings': expected one of all_gather, ulysses, ring on 1 axes, or None"),
+        ({"axes": (2, 2), "strategy": "ulysses"}, "strategy='ulysses': expected one of all_gather, ring on 2 axes"),
+        ({"spec": call(64, dropout=0.5)}, "dropout=0.5: expected 0 in context parallelism"),
+        ({"spec": call(64, mask_shape=(1, 1, 64, 64))}, "mask: expected none in context parallelism"),
+    ],
+)
+def test_what_is_no_question_is_refused_by_name(changed: dict[str, Any], message: str) -> None:
+    asked = {"spec": call(64), "documents": None, "layout": "zigzag", "axes": (2,), "constants": H200, **changed}
+    with pytest.raises(SpecError, match=f"^{re.escape(message)}"):
+        choose(**asked)
+
+
+@given(questions(), st.booleans())
+def test_any_plan_has_an_estimate(question: tuple[Any, ...], training: bool) -> None:
+    strategy, _, _, inner, q_len, kv_len, _ = question
+    spec = call(0, (12 * inner, 6 * inner), q_len=q_len, kv_len=kv_len, causal=False, needs_backward=training)
+    found = estimate(spec, plan(*question), H200)
+    assert 0 <= found.exposed <= found.seconds and found.peak >= 0
+    assert found.seconds >= found.forward.seconds and (inner > 1 or strategy != "ulysses" or found.exposed == 0)
+
+
+def test_projections() -> None:
+    """Of 32K tokens a rank: nothing exceeds 1, and several hosts are worse than one."""
+    found = project(call(32768, needs_backward=True), [(2,), (8,), (64,), (8, 8)], H200)
+    assert [one.world for one in found] == [2, 8, 64, 64]
+    assert all(0.8 < efficiency < 1 for one in found for efficiency in one.efficiency)
+    assert found[2].efficiency < found[1].efficiency and found[3].efficiency > found[2].efficiency
+    ring = project(call(32768), [(4,)], H200, strategy="ring")[0]
+    assert ring.strategy == "ring" and ring.estimate == cost(call(131072), "ring", (4,))
+    alone = cost(call(131072), "all_gather", (1,))
+    assert ring.efficiency[0] == pytest.approx(alone.forward.seconds / (4 * ring.estimate.forward.seconds))
+
+
+def test_the_projection_of_the_documents_is_current() -> None:
+    worlds: list[Axes] = [(2,), (4,), (8,), (16,), (32,), (64,), (8, 8), (16, 8), (32, 8)]
+    found = table(project(call(32768, needs_backward=True), worlds, H200))
+    assert found in (ROOT / "docs/context_parallel.md").read_text(encoding="utf-8"), f"stale, now:\n{found}"
+
+
+# Pictures
+
+PICTURES = {
+    "contiguous": ["--q-len", "16", "--layout", "contiguous"],
+    "zigzag": ["--q-len", "16", "--layout", "zigzag"],
+    "striped": ["--q-len", "16", "--layout", "striped"],
+    "documents": ["--lengths", "12,4", "--ranks", "2"],
+}
+
+
+def attn(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["context-plan", *arguments], env={"COLUMNS": "100"})
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_the_pictures_of_the_documents_are_current(name: str, tmp_path: Path) -> None:
+    path, there = tmp_path / "plan.svg", ROOT / f"docs/images/plan-{name}.svg"
+    options = [*PICTURES[name], "--causal", "--strategy", "ring"]
+    assert attn(*options, "--svg", str(path)).exit_code == 0
+    again = f"stale: run attn context-plan {' '.join(options)} --svg docs/images/{there.name}"
+    assert there.is_file() and path.read_text(encoding="utf-8") == there.read_text(encoding="utf-8"), again
+
+
+@given(questions())
+def test_a_picture_shows_every_visible_pair(question: tuple[Any, ...]) -> None:
+    made, (q_len, kv_len, visible) = plan(*question), question[-3:]
+    assert np.array_equal(step_of_pairs(made) >= 0, visible_set(q_len, kv_len, visible))
+    if max(q_len, kv_len) <= LIMIT:
+        ElementTree.fromstring(svg(made))
+        assert len(draw(made).splitlines()) > q_len
+
+
+def test_a_picture_shows_who_and_when() -> None:
+    made = plan("ring", "contiguous", 2, 1, 4, 4, Visible(None, 0))
+    assert ranks_of(made.q_layout).tolist() == [0, 0, 1, 1]
+    assert step_of_pairs(made).tolist() == [[0, -1, -1, -1], [0, 0, -1, -1], [1, 1, 0, -1], [1, 1, 0, 0]]
+    text = draw(made)
+    assert "rank 0 holds 0-1\nrank 1 holds 2-3" in text
+    assert "    1   2 1 1 0 ·\n    1   3 1 1 0 0\n" in text
+    assert "step 1         0      4   rank r has the keys of r - 1" in text
+    squares = ElementTree.fromstring(svg(made)).findall("{http://www.w3.org/2000/svg}rect")
+    assert len(squares) == 1 + 4 + 4 + 6  # the ground, two strips, and the rows' pieces: 1, 1, 2 and 2
+
+
+def test_a_long_row_is_not_drawn() -> None:
+    made = plan("ring", "zigzag", 2, 1, LIMIT + 1, LIMIT + 1, Visible(None, 0))
+    for picture in (draw, svg):
+        with pytest.raises(SpecError, match=r"^length 65 over 2 ranks: at most 64 positions and ranks can be drawn$"):
+            picture(made)
+    done = attn("--q-len", str(LIMIT + 1), "--causal")
+    assert done.exit_code == 0 and done.output.startswith("(rows and ranks up to 64 are drawn)\n")
+
+
+def test_the_command_tells_what_it_refuses() -> None:
+    none = attn("--q-len", "32", "--heads", "6", "--kv-heads", "2", "--strategy", "ulysses")
+    assert none.exit_code == 1 and "refused: q: expected heads that 4 ranks can share" in none.output
+    for options, message in (
+        (["--ranks", "two"], "attn: --ranks='two': expected a number, or OUTER,INNER such as 2,4\n"),
+        (["--ranks", "2,2,2"], "attn: --ranks='2,2,2': expected a number, or OUTER,INNER such as 2,4\n"),
+        (["--lengths", "3,4", "--kv-lengths", "4,3"], "attn: --kv-lengths: expected as many queries as keys of every"),
+    ):
+        done = attn(*options)
+        assert done.exit_code == 2 and done.output.startswith(message)

@@ -1,0 +1,265 @@
+"""Every backend that claims ``partial``, on keys cut in two: its parts merged, their gradients added, are the row's.
+
+A part's forward gives the log-sum-exp of the part, and its backward is given the output and the log-sum-exp of whole
+rows, as context parallelism does. Judged against the float64 reference, beside the same kernel on whole rows: the mean
+error at most 1.5 times, the largest at most 3 times as large.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from both_frontends import FRAMEWORKS, _numpy, backends_of, claimed, module_on, target
+from oracle_cases import rounded
+
+from attn_core import AttentionSpec, SeqInfo, Target, explain, reference
+from attn_core.backends import Gradients, Inputs
+from jax_frontend import ops
+from jax_frontend.plan import Plan
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+SLACK = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 1e-5, "float16": 1e-5}
+Q_LEN, KV_LEN, CUT = 7, 29, 11
+LENGTHS_Q, LENGTHS_K, CUTS = (5, 2), (17, 12), (6, 5)
+LATER = {"causal": True}
+FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    # the whole row's fields, the first part's (seen from the part's last key), the second part's
+    "full": ({}, {}, {}),
+    "causal": (LATER, {}, LATER),
+    "window": (
+        {"causal": True, "window": (24, None)},
+        {"window": (24 - (KV_LEN - CUT), KV_LEN - CUT)},
+        {"causal": True, "window": (24, None)},
+    ),
+    "softcap": ({"softcap": 0.8}, {"softcap": 0.8}, {"softcap": 0.8}),
+    "packed": (LATER, {}, LATER),
+}
+
+
+class Part(NamedTuple):
+    """One call: its spec and which keys it has."""
+
+    spec: AttentionSpec
+    keys: np.ndarray
+    cu_q: np.ndarray | None
+    cu_k: np.ndarray | None
+
+
+def parts(feature: str, dtype: str, dim: int, dlse: bool) -> list[Part]:
+    """The whole row, and its two parts."""
+    packed = feature == "packed"
+    found = []
+    for at, fields in enumerate(FEATURES[feature]):
+        keys, lengths_k, cu_q, cu_k = np.arange(KV_LEN), LENGTHS_K, None, None
+        if packed:
+            ends = np.cumsum(LENGTHS_K)
+            starts = ends - LENGTHS_K
+            middle = starts + CUTS
+            ranges = [zip(starts, ends), zip(starts, middle), zip(middle, ends)][at]
+            keys = np.concatenate([np.arange(start, stop) for start, stop in ranges])
+            lengths_k = [LENGTHS_K, CUTS, tuple(np.subtract(LENGTHS_K, CUTS).tolist())][at]
+            info = SeqInfo.from_lengths(LENGTHS_Q, lengths_k)
+            cu_q, cu_k = info.cu_seqlens_q, info.cu_seqlens_k
+        elif at:
+            keys = [keys[:CUT], keys[CUT:]][at - 1]
+        documents = {"documents": 2, "max_len_q": max(LENGTHS_Q), "max_len_k": max(lengths_k)} if packed else {}
+        spec = AttentionSpec(
+            **{"batch": 1 if packed else 2, "q_len": Q_LEN, "kv_len": len(keys), "num_heads": 4, "num_kv_heads": 2},
+            **{"head_dim": dim, "value_dim": dim, "dtype": dtype, "needs_backward": True, "return_lse": dlse},
+            **{"partial": at > 0, **documents, **fields},
+        )
+        found.append(Part(spec, keys, cu_q, cu_k))
+    return found
+
+
+class Values(NamedTuple):
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    dout: np.ndarray
+    dlse: np.ndarray | None
+
+
+def values(spec: AttentionSpec) -> Values:
+    random = np.random.default_rng(3)
+    rows = () if spec.packed else (spec.batch,)
+
+    def normal(length: int, heads: int) -> np.ndarray:
+        return rounded(random.normal(size=(*rows, length, heads, spec.head_dim)), spec.dtype)
+
+    q, k, v, dout = (normal(*size) for size in ((Q_LEN, 4), (KV_LEN, 2), (KV_LEN, 2), (Q_LEN, 4)))
+    return Values(q, k, v, dout, random.normal(size=spec.lse_shape) if spec.return_lse else None)
+
+
+class Torch:
+    """A backend's two halves on numpy arrays, by torch."""
+
+    def __init__(self, name: str, device: str) -> None:
+        self.module, self.device = module_on(name, device), device
+
+    def tensor(self, array: Any, dtype: str) -> Any:
+        return None if array is None else torch.from_numpy(np.array(array)).to(self.device, getattr(torch, dtype))
+
+    def inputs(self, part: Part, given: Values) -> Inputs:
+        at = part.keys
+        q, k, v = given.q, given.k[..., at, :, :], given.v[..., at, :, :]
+        cu = [self.tensor(each, "int32") for each in (part.cu_q, part.cu_k)]
+        q, k, v = (self.tensor(each, part.spec.dtype) for each in (q, k, v))
+        return Inputs(q, k, v, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1])
+
+    def forward(self, part: Part, given: Values) -> list[np.ndarray]:
+        return [wide(_numpy(each)) for each in self.module.forward(part.spec, self.inputs(part, given))[:2]]
+
+    def backward(self, part: Part, given: Values, out: np.ndarray, lse: np.ndarray) -> list[np.ndarray]:
+        spec = part.spec
+        saved = self.tensor(out, spec.dtype), self.tensor(lse, spec.lse_dtype), self.tensor(given.dout, spec.dtype)
+        dlse = self.tensor(given.dlse, spec.lse_dtype)
+        found = self.module.backward(spec, self.inputs(part, given), *saved, dlse)
+        return [wide(_numpy(each)) for each in found[:3]]
+
+
+class Jax(Torch):
+    """The same by JAX, through its primitives, under ``jax.jit``."""
+
+    def __init__(self, name: str, device: str) -> None:
+        self.name, self.device = name, target("jax", device).device
+
+    def tensor(self, array: Any, dtype: str) -> Any:
+        return None if array is None else jnp.asarray(array, dtype)
+
+    def _run(self, part: Part, half: Any, *given: Any) -> list[np.ndarray]:
+        made = Plan(part.spec, self.name, self.device, one_row=False)
+        found = jax.jit(lambda *arrays: tuple(half(made, *arrays)))(*given)
+        return [wide(np.asarray(each)) for each in found[:3] if each is not None]
+
+    def forward(self, part: Part, given: Values) -> list[np.ndarray]:
+        return self._run(part, ops.forward, self.inputs(part, given))
+
+    def backward(self, part: Part, given: Values, out: np.ndarray, lse: np.ndarray) -> list[np.ndarray]:
+        spec = part.spec
+        saved = self.tensor(out, spec.dtype), self.tensor(lse, spec.lse_dtype), self.tensor(given.dout, spec.dtype)
+        dlse = self.tensor(given.dlse, spec.lse_dtype)
+        return self._run(part, ops.backward, self.inputs(part, given), *saved, dlse)
+
+
+def wide(array: np.ndarray) -> np.ndarray:
+    return np.asarray(array, np.float64)
+
+
+def merged(whole: AttentionSpec, one: list[np.ndarray], other: list[np.ndarray]) -> list[np.ndarray]:
+    """(out, lse) of two parts: each weighs as much as its share of the sum of exponentials."""
+    (out, lse), (out2, lse2) = one, other
+    assert np.isfinite(lse).all() and np.isfinite(lse2).all(), "every row sees some key of both parts"
+    total = np.logaddexp(lse, lse2)
+    weights = [np.exp(each - total) for each in (lse, lse2)]  # [batch, heads, rows]; packed [heads, rows]
+    weights = [np.moveaxis(each, -2, -1)[..., None] for each in weights]
+    return [rounded(weights[0] * out + weights[1] * out2, whole.dtype), total]
+
+
+def in_two(runner: Any, calls: list[Part], given: Values) -> dict[str, np.ndarray]:
+    whole, halves = calls[0], calls[1:]
+    out, lse = merged(whole.spec, *(runner.forward(part, given) for part in halves))
+    dq, dk, dv = 0.0, np.zeros(given.k.shape), np.zeros(given.v.shape)
+    for part in halves:
+        found = runner.backward(part, given, out, lse)
+        dq = dq + found[0]
+        dk[..., part.keys, :, :] += found[1]
+        dv[..., part.keys, :, :] += found[2]
+    return dict(zip(NAMES, (out, lse, dq, dk, dv), strict=True))
+
+
+def in_one(runner: Any, whole: Part, given: Values) -> dict[str, np.ndarray]:
+    out, lse = runner.forward(whole, given)
+    return dict(zip(NAMES, (out, lse, *runner.backward(whole, given, out, lse)), strict=True))
+
+
+def right(whole: Part, given: Values) -> dict[str, np.ndarray]:
+    inputs = Inputs(given.q, given.k, given.v, cu_seqlens_q=whole.cu_q, cu_seqlens_k=whole.cu_k)
+    out, lse = reference.forward(whole.spec, inputs)
+    found: Gradients = reference.backward(whole.spec, inputs, out, lse, given.dout, given.dlse)
+    return dict(zip(NAMES, (out, lse, found.dq, found.dk, found.dv), strict=True))
+
+
+def faults(found: dict[str, np.ndarray], alone: dict[str, np.ndarray], exact: Any, dtype: str) -> list[str]:
+    said = []
+    for name, array in exact.items():
+        now, before = abs(found[name] - array), abs(alone[name] - array)
+        if now.mean() > 1.5 * before.mean() + SLACK[dtype] or now.max() > 3 * before.max() + SLACK[dtype]:
+            said.append(
+                f"{name}: mean {now.mean():.1e} ({before.mean():.1e}), max {now.max():.1e} ({before.max():.1e})"
+            )
+    return said
+
+
+def claiming(framework: str) -> list[Any]:
+    """(backend, device) of every claim of ``partial`` that the framework can put to the proof."""
+    own = backends_of(framework) if framework == "torch" else None
+    return [
+        param
+        for param in claimed(own)
+        if module_on(*param.values).FORWARD.partial and (framework == "jax" or param.values[0] != "jax_xla")
+    ]
+
+
+CASES = [
+    pytest.param(framework, *param.values, marks=param.marks, id=f"{framework}-{param.id}")
+    for framework in FRAMEWORKS
+    for param in claiming(framework)
+]
+
+
+def able(feature: str, dtype: str, name: str, where: Target, dim: int) -> list[Part] | None:
+    """The calls of a feature, with a gradient of the log-sum-exp where one is taken; None where one is refused."""
+    for dlse in (True, False):
+        calls = parts(feature, dtype, dim, dlse)
+        if not any(explain(part.spec, where, name).reasons(name) for part in calls):
+            return calls
+    return None
+
+
+@pytest.mark.parametrize(("framework", "name", "device"), CASES)
+def test_parts_make_the_row(framework: str, name: str, device: str) -> None:
+    where = target(framework, device)
+    if reason := dict(where.unavailable).get(name):
+        pytest.skip(reason)
+    runner = (Torch if framework == "torch" else Jax)(name, device)
+    module, proven = module_on(name, device), []
+    dtypes = module.FORWARD.dtypes if framework == "torch" else [d for d in module.FORWARD.dtypes if d != "float64"][:1]
+    for dtype in dtypes:
+        for feature in FEATURES:
+            calls = able(feature, dtype, name, where, 16 if device == "cpu" else 64)
+            if calls is None:
+                continue
+            given = values(calls[0].spec)
+            found, alone = in_two(runner, calls, given), in_one(runner, calls[0], given)
+            assert not faults(found, alone, right(calls[0], given), dtype), (dtype, feature)
+            proven.append(feature)
+    assert "full" in proven
+    if name in ("math", "jax_xla", "flash2", "flash4"):
+        assert set(proven) == set(FEATURES)
+
+
+@pytest.mark.parametrize("fault", ["own log-sum-exp", "own output", "merge weight"])
+def test_the_proof_finds_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward that takes the part's own results for the whole row's, and weights that are not the parts' shares."""
+    runner = Torch("math", "cpu")
+    calls = parts("causal", "float64", 16, True)
+    given = values(calls[0].spec)
+    exact, backward = right(calls[0], given), runner.backward
+
+    def wrong(part: Part, given: Values, out: np.ndarray, lse: np.ndarray) -> list[np.ndarray]:
+        own_out, own_lse = runner.forward(part, given)
+        return backward(part, given, *((out, own_lse) if fault == "own log-sum-exp" else (own_out, lse)))
+
+    if fault == "merge weight":
+        monkeypatch.setattr(np, "logaddexp", np.maximum)
+    else:
+        monkeypatch.setattr(runner, "backward", wrong)
+    found = in_two(runner, calls, given)
+    monkeypatch.undo()
+    assert faults(found, in_one(runner, calls[0], given), exact, "float64")

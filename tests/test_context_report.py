@@ -1,0 +1,64 @@
+"""The page's section on context parallelism is what the benchmarks wrote, and says what is missing."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from benchmarks import context_parallel as report
+
+SECONDS = {
+    report.ONE: [4.0, 4.2, 4.4],
+    "ring, zigzag": [2.5, 2.5, 2.5],
+    "ring, zigzag, nothing sent": [2.25, 2.25, 2.25],
+    "ulysses, contiguous": [2.1, 2.1, 2.1],
+}
+TORCH: dict[str, Any] = {
+    "framework": "torch",
+    "world": 2,
+    "environment": {"date": "2020-02-02", "versions": {"torch": "9.9", "jax": None}},
+    "speed": [
+        {
+            "shard": 8192,
+            "tokens": 16384,
+            "seconds": {"forward": SECONDS, "forward + backward": SECONDS},
+            "memory": {"forward": {}, "forward + backward": {"ring, zigzag": 1.5e9}},
+            "notes": {"forward": {report.ONE: "flash3"}, "forward + backward": {report.ONE: "flash4"}},
+        }
+    ],
+    "long": [{"tokens": 7, "seconds": 1.5, "bytes beyond inputs": 2e9, "largest error of a row": 1e-5}],
+}
+JAX = {"framework": "jax", "world": 2, "speed": [{"shard": 8192, "seconds": {"forward": {"ring, zigzag": [2.4]}}}]}
+
+
+def test_the_section_holds_every_figure() -> None:
+    text = report.section(report.combined([TORCH, JAX]))
+    assert "measured on 2020-02-02, torch 9.9." in text
+    assert "Backend: flash3 forward, flash4 with backward." in text
+    row = next(line for line in text.splitlines() if line.startswith("| ring, zigzag |"))
+    assert row == "| ring, zigzag | 2500.00 | 0.840 | 250.00 | 2400.00 | 2500.00 | 0.840 | 250.00 |  | 1.50 |"
+    assert "| 7 | 1.50 | 2.0 | 1.0e-05 |" in text
+
+
+@pytest.mark.parametrize(
+    ("fastest", "verdict"), [(2.1, "E 1.000, goal >= 0.85: met"), (2.6, "E 0.808, goal >= 0.85: missed")]
+)
+def test_goals_are_judged_by_the_strategies_they_name(fastest: float, verdict: str) -> None:
+    torch = copy.deepcopy(TORCH)
+    for seconds in torch["speed"][0]["seconds"].values():
+        seconds["ulysses, contiguous"] = [fastest] * 3
+    assert f"- forward, all_gather or ulysses: {verdict}" in report.section(report.combined([torch]))
+
+
+def test_a_later_file_replaces_what_it_measured_again() -> None:
+    later = {"framework": "torch", "world": 2, "long": [{"error": "OutOfMemoryError"}]}
+    found = report.combined([TORCH, later])
+    assert found["torch"]["speed"]["rows"] == TORCH["speed"]
+    assert "not run: OutOfMemoryError" in report.section(found)
+
+
+def test_the_section_takes_the_place_of_the_one_there_is() -> None:
+    page = f"# Title\n\n{report.HEADING}\n\nold\n\n## Next\n\nkept\n"
+    assert report.in_page(page, f"{report.HEADING}\n\nnew\n") == page.replace("old", "new")

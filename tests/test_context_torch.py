@@ -1,0 +1,261 @@
+"""Context parallelism in torch, on gloo ranks: every strategy, layout and mask against the float64 reference.
+
+Cases are drawn here and run by ``context_torch_worker`` in worlds of 2, 3 and 4 ranks; what the ranks give is put
+together and judged here. ``context_torch_scenes`` has what is not a call and its gradients.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+if not torch.distributed.is_available():
+    pytest.skip("torch was built without torch.distributed", allow_module_level=True)
+
+from context_torch_worker import AXES, Case, Failed, World, once, values  # noqa: E402
+
+from attn_core import AttentionSpec, SeqInfo, reference  # noqa: E402
+from attn_core.backends import Inputs  # noqa: E402
+from attn_core.context_parallel.layout import LAYOUTS, Layout, layout  # noqa: E402
+from attn_core.options import normalise_window  # noqa: E402
+
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
+TOLERANCE = 1e-9
+WAYS = (
+    *((axes, strategy) for axes in ((2,), (3,), (4,)) for strategy in ("ring", "all_gather", "ulysses")),
+    *(((2, 2), strategy) for strategy in ("ring", "all_gather")),
+)
+HEADS = {1: (4, 2), 2: (4, 1), 3: (6, 2), 4: (8, 2)}
+"""By how many ranks share heads: query and kv heads; from 2 ranks on, fewer kv heads than ranks, which are copied."""
+CAUSAL = ("causal", True)
+DOCUMENTS = (3, 0, 11, 1, 8)
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"options": (CAUSAL,)},
+    "window": {"options": (CAUSAL, ("window", 5), ("scale", 0.4))},
+    "window, softcap, sinks": {"options": (CAUSAL, ("window", 4), ("softcap", 1.5)), "sinks": True},
+    "window both sides": {"options": (("window", (3, 2)),)},
+    "fewer queries": {"options": (CAUSAL,), "length": (11, 23)},
+    "rows without keys": {"options": (CAUSAL, ("window", 6)), "length": (23, 11), "sinks": True},
+    "top left": {"options": (CAUSAL, ("alignment", "top_left")), "length": (17, 23)},
+    "documents": {"options": (CAUSAL,), "documents": DOCUMENTS},
+    "documents, window, softcap, sinks": {
+        **{"options": (("window", (4, 1)), ("softcap", 2.0)), "documents": (2, 19, 0, 2), "sinks": True}
+    },
+}
+
+
+def ranks_sharing_heads(axes: tuple[int, ...], strategy: str | None) -> int:
+    return axes[1] if len(axes) == 2 else axes[0] if strategy == "ulysses" else 1
+
+
+def grid() -> list[Case]:
+    """Every strategy on every mask in every layout; heads run in two groups in a third of them, where they can."""
+    cases = []
+    for at, ((axes, strategy), kind, mask) in enumerate(product(WAYS, LAYOUTS, MASKS)):
+        shared = ranks_sharing_heads(axes, strategy)
+        groups = 2 if at % 3 == 0 and shared in (1,) else None
+        heads = HEADS[shared]
+        if at % 3 == 0 and shared > 1:  # as many kv heads as queries, in two groups
+            heads, groups = (2 * shared, 2 * shared), 2
+        fields = {"length": (23, 23), **MASKS[mask]}
+        cases.append(Case(axes, strategy, kind, **{**fields, "heads": heads, "head_groups": groups, "seed": at}))
+    return cases
+
+
+@st.composite
+def any_case(draw: st.DrawFn) -> Case:
+    axes = draw(st.sampled_from(((2,), (3,), (4,), (2, 2), (1, 3), (2, 1))))
+    strategy = draw(st.sampled_from(("ring", "all_gather", "ulysses", None)[: 4 if len(axes) == 1 else 2]))
+    shared = ranks_sharing_heads(axes, strategy)
+    kv_heads = draw(st.sampled_from((1, 2, 3)))
+    heads = kv_heads * draw(st.sampled_from((1, 2))) * shared
+    documents, length = None, (draw(st.integers(1, 40)),) * 2
+    if draw(st.booleans()):
+        documents = tuple(draw(st.lists(st.integers(0, 17), min_size=1, max_size=6).filter(any)))
+        length = (sum(documents),) * 2
+    elif draw(st.booleans()):
+        length = (length[0], draw(st.integers(1, 40)))
+    window = draw(st.sampled_from((None, 1, 5, (3, None), (0, 0), (2, 4), (None, 3))))
+    options = {"causal": draw(st.booleans()), "window": window, "softcap": draw(st.sampled_from((None, 1.5)))}
+    options["alignment"] = draw(st.sampled_from(("bottom_right", "top_left")))
+    if options["causal"] and isinstance(window, tuple):
+        options["window"] = (window[0], None)
+    elif isinstance(window, int) and not options["causal"]:
+        options["window"] = (window, window)
+    return Case(
+        *(axes, strategy, draw(st.sampled_from(LAYOUTS)), length, (heads, kv_heads), documents),
+        **{"options": tuple(options.items()), "sinks": draw(st.booleans()), "batch": draw(st.sampled_from((1, 2)))},
+        seed=draw(st.integers(0, 999)),
+    )
+
+
+def drawn() -> list[Case]:
+    """What hypothesis draws in the profile at hand."""
+    cases: list[Case] = []
+
+    @settings(max_examples=settings.default.max_examples)
+    @given(any_case())
+    def collect(case: Case) -> None:
+        cases.append(case)
+
+    collect()
+    return cases
+
+
+def special() -> list[Case]:
+    """Compiled, recomputed, and of rows shorter than there are places."""
+    base = Case((2,), "ring", "zigzag", (23, 23), (4, 2), None, (CAUSAL,), True)
+    compiled = base._replace(how="compile")
+    return [
+        compiled,
+        compiled._replace(strategy="ulysses", heads=(4, 1), head_groups=1),
+        compiled._replace(strategy="all_gather", documents=DOCUMENTS, head_groups=2, how="compile in parts"),
+        base._replace(how="checkpoint"),
+        base._replace(how="checkpoint", strategy="ulysses"),
+        *(base._replace(axes=axes, strategy=strategy, heads=(8, 2), length=(2, 2)) for axes, strategy in WAYS[6:]),
+        *(base._replace(axes=axes, strategy=strategy, heads=(8, 2), length=(1, 9)) for axes, strategy in WAYS[6:]),
+    ]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[Any]]:
+    """What every rank gives for each case."""
+    cases = list(dict.fromkeys([*grid(), *drawn(), *special()]))
+    worlds = [
+        World(
+            *(str(ranks), ranks),
+            {case.name: ("context_torch_worker", "run", (case,)) for case in cases if np.prod(case.axes) == ranks},
+        )
+        for ranks in (2, 3, 4)
+    ]
+    asked, found = once(worlds, "cases", tmp_path_factory, seconds=550)
+    return {
+        case: [rank.get(name) for rank in found[world.name]]
+        for world in asked
+        for name, (_, _, (case,)) in world.jobs.items()
+    }
+
+
+def spec_of(case: Case) -> AttentionSpec:
+    options = {name: value for name, value in case.options if name != "backend"}
+    window = normalise_window(options.pop("window", None), options.get("causal", False))
+    documents = case.documents
+    longest = max(documents) if documents else None
+    return AttentionSpec(
+        **{"batch": 1 if documents else case.batch, "q_len": case.length[0], "kv_len": case.length[1]},
+        **{"num_heads": case.heads[0], "num_kv_heads": case.heads[1], "dtype": case.dtype, "sinks": case.sinks},
+        **{"head_dim": case.dims[0], "value_dim": case.dims[1], "window": window, **options},
+        **{"documents": len(documents) if documents else None, "max_len_q": longest, "max_len_k": longest},
+        needs_backward=True,
+    )
+
+
+@cache
+def expected(case: Case) -> dict[str, np.ndarray]:
+    """out, lse and the gradients of whole rows, with a batch axis."""
+    spec, whole = spec_of(case), values(case)
+    q, k, v, dout, dlse = (each[0] if case.documents else each for each in whole[:5])
+    cu = SeqInfo.from_lengths(case.documents).cu_seqlens_q if case.documents else None
+    inputs = Inputs(q, k, v, sinks=whole.sinks if case.sinks else None, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    out, lse = reference.forward(spec, inputs)
+    dlse = dlse if case.lse_gradient else None
+    gradients = reference.backward(spec, inputs, out, lse, dout, dlse)
+    found = [out, lse, gradients.dq, gradients.dk, gradients.dv]
+    found = [each[None] if case.documents else each for each in found] + [gradients.dsinks]
+    return {name: each for name, each in zip(NAMES, found, strict=True) if each is not None}
+
+
+def layout_of(case: Case, length: int) -> Layout:
+    outer, inner = (*case.axes, 1)[:2]
+    documents = None
+    if case.documents and case.layout == "zigzag":
+        documents = SeqInfo.from_lengths(case.documents).cu_seqlens_q.tolist()
+    return layout(case.layout, length, outer, inner, documents)
+
+
+def together(made: Layout, shards: list[np.ndarray], axis: int, nothing: float) -> np.ndarray:
+    """The row of its shards; every place that holds no position holds ``nothing``."""
+    shape = list(shards[0].shape)
+    shape[axis] = made.length
+    whole = np.full(shape, np.nan)
+    for shard, runs in zip(shards, made.runs, strict=True):
+        assert shard.shape[axis] == made.shard
+        held = [run.start + at * run.stride for run in runs for at in range(run.count)]
+        values = np.moveaxis(np.asarray(shard, np.float64), axis, 0)
+        np.moveaxis(whole, axis, 0)[held] = values[: len(held)]
+        assert (values[len(held) :] == nothing).all()
+    return whole
+
+
+def whole_rows(case: Case, ranks: list[Any]) -> dict[str, np.ndarray]:
+    for rank, found in enumerate(ranks):
+        assert not isinstance(found, Failed), f"rank {rank}: {found.text}"
+        assert found is not None, f"rank {rank} did not come to this case: an earlier one failed"
+    q_layout, k_layout = (layout_of(case, length) for length in case.length)
+    rows = {}
+    for name in NAMES[: 6 if case.sinks else 5]:
+        shards = [found[name] for found in ranks]
+        if name == "dsinks":
+            rows[name] = np.sum(shards, 0)
+            continue
+        made = k_layout if name in ("dk", "dv") else q_layout
+        axis, nothing = (2, -np.inf) if name == "lse" else (1, 0.0)
+        rows[name] = together(made, shards, axis, nothing)
+    return rows
+
+
+def faults(case: Case, ranks: list[Any]) -> list[str]:
+    """What differs from the reference by more than float64's rounding."""
+    found, right = whole_rows(case, ranks), expected(case)
+    assert found.keys() == right.keys()
+    said = []
+    for name, array in right.items():
+        finite = np.isfinite(array)
+        if not np.array_equal(finite, np.isfinite(found[name])):
+            said.append(f"{name}: finite at other places")
+            continue
+        error = np.abs(np.where(finite, found[name] - np.where(finite, array, 0), 0)).max(initial=0)
+        if error > TOLERANCE:
+            said.append(f"{name}: off by {error:.1e}")
+    return said
+
+
+def assert_right(results: dict[Case, list[Any]], cases: list[Case]) -> None:
+    assert cases
+    wrong = {case.name: said for case in cases if (said := faults(case, results[case]))}
+    assert not wrong, f"{len(wrong)} of {len(cases)} cases: {dict(list(wrong.items())[:5])}"
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize(("axes", "strategy"), WAYS, ids=lambda each: str(each))
+def test_strategies_layouts_and_masks(results: Any, axes: tuple[int, ...], strategy: str, kind: str) -> None:
+    assert_right(results, [c for c in grid() if (c.axes, c.strategy, c.layout) == (axes, strategy, kind)])
+
+
+def test_any_call(results: Any) -> None:
+    named = {*grid(), *special()}
+    assert_right(results, [case for case in results if case not in named])
+
+
+@pytest.mark.parametrize("case", special(), ids=lambda case: case.name)
+def test_compiled_recomputed_and_short_rows(results: Any, case: Case) -> None:
+    assert_right(results, [case])
+
+
+def test_the_cases_have_what_they_are_for() -> None:
+    """Copies of kv heads, groups of heads, rows that do not divide, documents that are empty or longer than a shard."""
+    cases = grid()
+    assert any(case.heads[1] < ranks_sharing_heads(case.axes, case.strategy) for case in cases)
+    assert any(case.head_groups == 2 and ranks_sharing_heads(case.axes, case.strategy) > 1 for case in cases)
+    assert any(case.documents and max(case.documents) > layout_of(case, 23).shard for case in cases)
+    assert any(case.documents and 0 in case.documents for case in cases)
+    assert all(case.length[0] % np.prod(case.axes) for case in cases)
+    assert set(AXES) == {len(case.axes) for case in cases}

@@ -1,0 +1,314 @@
+"""Context parallelism on gloo ranks: how often they talk, DTensors, layers, what is refused, and lost ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.distributed.is_available():
+    pytest.skip("torch was built without torch.distributed", allow_module_level=True)
+
+import context_torch_scenes as scenes  # noqa: E402
+from context_torch_worker import Case, Failed, World, in_ranks, once, values  # noqa: E402
+from test_context_torch import CAUSAL, NAMES, expected, layout_of, spec_of, whole_rows  # noqa: E402
+
+from attn_core.context_parallel import places  # noqa: E402
+from attn_core.context_parallel.layout import layout  # noqa: E402
+from attn_core.context_parallel.plan import Plan, plan  # noqa: E402
+from attn_core.context_parallel.tiles import Visible  # noqa: E402
+from attn_core.masks import band  # noqa: E402
+from torch_frontend import attention  # noqa: E402
+
+TIMEOUT = 10.0
+LENGTH = scenes.LENGTH
+SQUARE = {"dims": (5, 5)}  # k and v as wide as each other, which may share a message
+COUNTED = [
+    Case((4,), "ring", "zigzag", (LENGTH, LENGTH), (4, 2), None, (CAUSAL,), **SQUARE),
+    Case((4,), "ring", "contiguous", (40, 40), (4, 2), None, (CAUSAL, ("window", 3)), **SQUARE),
+    Case((4,), "all_gather", "zigzag", (LENGTH, LENGTH), (4, 2), None, (CAUSAL,), **SQUARE),
+    Case((4,), "ulysses", "contiguous", (LENGTH, LENGTH), (4, 4), None, (CAUSAL,), **SQUARE),
+    Case((4,), "ulysses", "contiguous", (LENGTH, LENGTH), (8, 8), None, (CAUSAL,), head_groups=2, **SQUARE),
+    Case((2, 2), "ring", "zigzag", (LENGTH, LENGTH), (4, 2), None, (CAUSAL,), **SQUARE),
+]
+ROUNDED = [
+    Case(
+        *((2,), strategy, "zigzag", (67, 67), (4, 2), None, (CAUSAL, ("backend", backend))),
+        **{"dims": (16, 16), "dtype": "bfloat16", "lse_gradient": backend == "math"},
+    )
+    for backend in ("sdpa_flash", "math")
+    for strategy in ("ring", "all_gather", "ulysses")
+]
+SCENES = "context_torch_scenes"
+WORLDS = [
+    World(
+        "two",
+        2,
+        {
+            "refusals": (SCENES, "refusals", ()),
+            "scopes": (SCENES, "scopes", ()),
+            "compiled layer": (SCENES, "compiled_layer", ()),
+            **{
+                f"layers {documents} {again}": (SCENES, "layers", (documents, again))
+                for documents in (None, (3, 0, 11, 1, 8))
+                for again in (False, True)
+            },
+            **{case.name: ("context_torch_worker", "run", (case,)) for case in ROUNDED},
+        },
+    ),
+    World(
+        "three",
+        3,
+        {"trips": (SCENES, "round_trips", ((3,),)), "disagreeing": (SCENES, "disagreeing", ())},
+    ),
+    World(
+        "four",
+        4,
+        {
+            "trips": (SCENES, "round_trips", ((2, 2),)),
+            "two axes": (SCENES, "dtensors_on_two_axes", ()),
+            **{f"dtensors {way}": (SCENES, "dtensors", (way, LENGTH)) for way in ("ring", "all_gather", "ulysses")},
+            **{case.name: (SCENES, "counted", (case,)) for case in COUNTED},
+        },
+    ),
+    World("dies", 3, {"dies": (SCENES, "without_one", ("dies",))}, TIMEOUT),
+    World("does not come", 3, {"does not come": (SCENES, "without_one", ("does not come",))}, TIMEOUT),
+]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What every rank gives: ``ranks(world, job)``."""
+    _, found = once(WORLDS, "scenes", tmp_path_factory, seconds=550)
+
+    def of(world: str, job: str) -> list[Any]:
+        given = [rank.get(job) for rank in found[world]]
+        for rank, one in enumerate(given):
+            assert not isinstance(one, Failed), f"rank {rank}: {one.text}"
+            if world not in ("dies", "does not come"):
+                assert one is not None, f"rank {rank} did not come to {job}: {list(found[world][rank].values())[-1]}"
+        return given
+
+    return of
+
+
+# How often ranks talk
+
+
+def plan_of(case: Case) -> Plan:
+    outer, inner = (
+        case.axes if len(case.axes) == 2 else (1, *case.axes) if case.strategy == "ulysses" else (*case.axes, 1)
+    )
+    edge = band(spec_of(case))
+    return plan(
+        case.strategy, case.layout, outer, inner, *case.length, Visible(edge.left, edge.right, edge.offset, None)
+    )
+
+
+def talks(case: Case) -> dict[str, int]:
+    """Of a forward and a backward with gradients of out and lse, as the plan has it."""
+    made, groups = plan_of(case), case.head_groups or 1
+    found = {"all_to_all_single": 0, "all_gather_into_tensor": 0, "reduce_scatter_tensor": 0}
+    if made.inner > 1:  # q, k and v in one message, out, lse; then dout, dlse; and dq, dk, dv
+        found["all_to_all_single"] += groups * (3 + 2 + 3)
+    if made.outer > 1 and made.strategy == "ring":  # keys twice, from step to step; their gradients, and home
+        shifts = [step.shift for step in made.steps]
+        assert shifts[0] == 0
+        hops = len(shifts) - 1
+        found["all_to_all_single"] += groups * (2 * hops + hops + (shifts[-1] > 0))
+    elif made.outer > 1:
+        found["all_gather_into_tensor"], found["reduce_scatter_tensor"] = 2 * groups, groups
+    return {kind: number for kind, number in found.items() if number}
+
+
+@pytest.mark.parametrize("case", COUNTED, ids=lambda case: case.name)
+def test_ranks_talk_as_often_as_the_plan_says(ranks: Any, case: Case) -> None:
+    assert ranks("four", case.name) == [talks(case)] * 4
+
+
+def test_a_window_drops_hops() -> None:
+    assert len(plan_of(COUNTED[1]).steps) == 2 < len(plan_of(COUNTED[0]).steps) == 4
+
+
+# Precision
+
+
+def assert_as_near_as_alone(case: Case, found: list[Any]) -> None:
+    """Mean error at most 1.5 times, the largest at most 3 times that of the same kernel on the whole row."""
+    whole, right = values(case), expected(case)
+    kind, device = torch.bfloat16, case.device
+    q, k, v = (torch.from_numpy(each).to(device, kind).requires_grad_() for each in whole[:3])
+    with torch.set_grad_enabled(case.lse_gradient):
+        out, lse = attention(q, k, v, **dict(case.options), return_lse=True)
+    results, cotangents = [out, lse], [torch.from_numpy(whole.dout).to(device, kind)]
+    if case.lse_gradient:
+        cotangents.append(torch.from_numpy(whole.dlse).to(device, lse.dtype))
+    else:
+        results = [attention(q, k, v, **dict(case.options))]
+    alone = [out, lse, *torch.autograd.grad(results, [q, k, v], cotangents)]
+    rows = whole_rows(case, found)
+    for name, one in zip(NAMES, alone):
+        before, now = (np.abs(each - right[name]) for each in (one.detach().cpu().double().numpy(), rows[name]))
+        assert now.mean() <= 1.5 * before.mean() + 1e-5, name
+        assert now.max() <= 3 * before.max() + 1e-5, name
+
+
+@pytest.mark.parametrize("case", ROUNDED, ids=lambda case: case.name)
+def test_bfloat16_is_as_near_as_on_one_device(ranks: Any, case: Case) -> None:
+    assert_as_near_as_alone(case, ranks("two", case.name))
+
+
+@pytest.mark.cuda
+def test_bfloat16_on_two_gpus(tmp_path: Any) -> None:
+    """By NCCL, on the kernels that are chosen there, with a row that does not divide."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    base = ROUNDED[0]._replace(device="cuda", options=(CAUSAL,), length=(517, 517), heads=(8, 2), dims=(64, 64))
+    cases = [
+        one._replace(strategy=strategy, layout=kind)
+        for one in (base, base._replace(options=(CAUSAL, ("window", 100))))
+        for strategy in ("ring", "all_gather", "ulysses")
+        for kind in ("zigzag", "striped")
+    ]
+    jobs = {case.name: ("context_torch_worker", "run", (case,)) for case in cases}
+    (found,) = in_ranks([World("gpus", 2, jobs, 120.0, "cuda")], tmp_path, 500).values()
+    for case in cases:
+        assert_as_near_as_alone(case, [rank.get(case.name) for rank in found])
+
+
+# DTensor
+
+
+def dense(length: int = LENGTH) -> dict[str, np.ndarray]:
+    """out, dq, dk and dv of the scenes' whole rows."""
+    q, k, v, dout = scenes.row(length=length)
+    out = attention(*(each.requires_grad_() for each in (q, k, v)), causal=True)
+    found = [out, *torch.autograd.grad(out, [q, k, v], dout)]
+    return {name: each.detach().numpy() for name, each in zip(("out", "dq", "dk", "dv"), found)}
+
+
+@pytest.mark.parametrize("way", ["ring", "all_gather", "ulysses"])
+def test_dtensors_in_and_out(ranks: Any, way: str) -> None:
+    right = dense()
+    for found in ranks("four", f"dtensors {way}"):
+        assert found["alike"] and found["same shape"]
+        for name, array in right.items():
+            np.testing.assert_allclose(found[name], array, rtol=0, atol=1e-9, err_msg=name)
+        refusals = found["refusals"]
+        assert "q: expected Shard(1), the positions, over mesh axis 'cp', got R" in refusals["replicated"]
+        assert "q: expected positions that are not split, over mesh axis 'dp', got S" in refusals["other axis"]
+        assert "q: expected whole numbers over mesh axis 'dp', got P" in refusals["partial"]
+        assert "k: expected a DTensor, as the others of q, k and v are" in refusals["mixed"]
+
+
+def test_dtensors_over_two_axes_without_names(ranks: Any) -> None:
+    for found in ranks("four", "two axes"):
+        np.testing.assert_allclose(found["out"], dense()["out"], rtol=0, atol=1e-9)
+
+
+# Shards
+
+
+@pytest.mark.parametrize("world", ["three", "four"])
+def test_rows_come_back_from_their_shards(ranks: Any, world: str) -> None:
+    assert all(wrong == [] for wrong in ranks(world, "trips"))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_zigzag_is_torchs_head_tail_balancing(world: int) -> None:
+    balancing = pytest.importorskip("torch.distributed.tensor.experimental._context_parallel._load_balancer")
+    balancer = balancing._HeadTailLoadBalancer(12 * world, world, "cpu")
+    theirs = balancer._generate_indices(restore=False).numpy().ravel()
+    made = layout("zigzag", 12 * world, world)
+    np.testing.assert_array_equal(places.of_shards(made).ravel(), theirs)
+    theirs = balancer._generate_indices(restore=True).numpy().ravel()
+    np.testing.assert_array_equal(places.in_order(made), theirs)
+    assert layout_of(COUNTED[0], 8).shard == 2
+
+
+# Ranks that differ, and ranks that are gone
+
+
+def test_ranks_that_call_differently_are_all_told(ranks: Any) -> None:
+    for found in ranks("three", "disagreeing"):
+        for text in (found["shapes"], found["window"]):
+            assert text.startswith("SpecError: context_parallel_attention: expected the same call on every rank")
+        assert "rank 0: q [2, 8, 4, 5]" in found["shapes"] and "rank 1: q [2, 8, 4, 3]" in found["shapes"]
+        assert all(f"rank {rank}: " in found["window"] for rank in range(3))
+        assert found["fine"]
+
+
+@pytest.mark.parametrize("how", ["dies", "does not come"])
+def test_a_rank_that_is_gone_is_an_error(ranks: Any, how: str) -> None:
+    for text, seconds in ranks(how, how)[:2]:
+        assert text and not text.startswith(("AttributeError", "TypeError", "NameError")), text
+        assert seconds < TIMEOUT + 8, "within the timeout of the process group, and what a busy machine adds"
+
+
+# What is refused
+
+SAYS = {
+    "dropout": "SpecError: dropout=0.1: expected 0 in context parallelism",
+    "mask": "SpecError: mask: expected None in context parallelism",
+    "bias": "SpecError: bias: expected None in context parallelism",
+    "alibi_slopes": "SpecError: alibi_slopes: expected None in context parallelism",
+    "device offsets": "SpecError: seq_info.cu_seqlens_q: expected offsets on the host",
+    "documents that differ": "SpecError: seq_info: expected the same documents for queries and keys",
+    "length of documents": "SpecError: length=24: expected the 23 positions of seq_info's documents",
+    "documents in a batch": "ShapeError: q: ",
+    "shard": "ShapeError: q: expected shards of 13 positions, 25 over 2 ranks in a zigzag layout, got 12",
+    "shard of keys": "ShapeError: k: expected shards of 12 positions",
+    "length": "SpecError: length=2.5: expected the positions of the whole row",
+    "three axes": "ShapeError: mesh: expected one axis of ranks or two (outer, inner), got 3",
+    "no mesh": "TypeError: mesh: expected a torch DeviceMesh",
+    "heads": "heads that 2 ranks can share, got 3 heads over 1 kv heads",
+    "kv heads": "ShapeError: k: expected kv heads that divide the 3 query heads, got 2",
+    "head_groups": "SpecError: head_groups=3: expected a divisor of the 2 kv heads",
+    "strategy": "SpecError: strategy='rings': expected one of",
+    "ulysses outside": "SpecError: strategy='ulysses': expected",
+    "layout": "SpecError: layout='zebra': expected one of",
+    "backend": "SpecError: backend='flash9'",
+    "a backend that cannot": "NoBackendError: ",
+    "window": "SpecError: window=3: ",
+    "dtype": "DTypeError: k: expected the dtype of q",
+    "rank of tensors": "ShapeError: q: expected [batch, shard, heads, dim], or seq_info beside [12, 4, 5]",
+    "sinks": "ShapeError: sinks: expected",
+    "context length": "SpecError: length=True: expected the positions of the whole row",
+    "context layout": "SpecError: layout='zebra': expected one of",
+    "context mesh": "ShapeError: mesh: expected one axis of ranks or two (outer, inner), got 3",
+    "context documents": "SpecError: length=24: expected the 23 positions of seq_info's documents",
+}
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_refusals_name_the_argument_on_every_rank(ranks: Any, name: str) -> None:
+    for found in ranks("two", "refusals"):
+        assert found.keys() == SAYS.keys()
+        assert SAYS[name] in found[name]
+
+
+# Layers
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("documents", [None, (3, 0, 11, 1, 8)], ids=["dense", "packed"])
+def test_layers_on_shards_are_layers_on_rows(ranks: Any, documents: Any, again: bool) -> None:
+    for errors in ranks("two", f"layers {documents} {again}"):
+        assert "0.sink_logits" in errors and "1.q_proj.weight" in errors
+        assert max(errors.values()) < 1e-9, errors
+
+
+def test_what_a_block_reaches(ranks: Any) -> None:
+    for found in ranks("two", "scopes"):
+        assert (found["inner"], found["outer"], found["after"], found["thread"]) == ("zigzag", "striped", None, [None])
+        assert found["mask"].startswith("SpecError: mask: expected None in context parallelism")
+        assert found["pages"].startswith("SpecError: pages: expected None in context parallelism")
+        assert found["documents"].startswith("SpecError: seq_info: expected it once")
+
+
+def test_a_compiled_layer_in_a_block_is_no_other_layer(ranks: Any) -> None:
+    """It runs in parts; a graph that must be whole is refused, and none that was compiled before is used."""
+    for says, error in ranks("two", "compiled layer"):
+        assert says.startswith("Unsupported") and error < 1e-9

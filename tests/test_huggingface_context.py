@@ -1,0 +1,83 @@
+"""transformers' models on two gloo ranks under ``use_context_parallel``: those of one process, or a refusal by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+if not torch.distributed.is_available():
+    pytest.skip("torch was built without torch.distributed", allow_module_level=True)
+
+from context_torch_worker import Failed, World, once  # noqa: E402
+
+SCENES = "context_huggingface_scenes"
+DOCUMENTS = (4, 7, 2)
+TRAINED: list[tuple[str, dict[str, Any], Any, str]] = [
+    ("llama", {}, None, "plain"),
+    ("llama", {"strategy": "ring"}, DOCUMENTS, "plain"),
+    ("llama", {"strategy": "ring", "layout": "striped"}, None, "recomputed"),
+    ("llama", {"strategy": "ulysses", "layout": "contiguous"}, None, "masked"),
+    ("gemma2", {"strategy": "ring"}, None, "plain"),
+    ("gemma2", {"strategy": "all_gather"}, None, "recomputed"),
+    ("gpt_oss", {"strategy": "ring", "layout": "contiguous"}, None, "plain"),
+    ("mistral", {"strategy": "ulysses"}, None, "plain"),
+]
+REFUSED = {
+    "padding": "SpecError: attention_mask: expected no padding in context parallelism, got 1 tokens of it",
+    "a row's mask": "SpecError: attention_mask: expected this rank's shard [batch, 7], got shape [2, 13]",
+    "table": "SpecError: attention_mask: expected None in context parallelism",
+    "cache": "SpecError: past_key_values: expected none with content in context parallelism, got 8 keys for 1 queries",
+    "static cache": "SpecError: past_key_values: expected none with content",
+    "generate": "SpecError: past_key_values: expected none with content",
+    "offsets": "SpecError: cu_seq_lens_q: expected None in context parallelism",
+    "position_bias": "SpecError: position_bias: expected None in context parallelism",
+    "dropout": "SpecError: dropout=0.1: expected 0 in context parallelism",
+    "chunks": "SpecError: attention_mask: expected a causal mask, a sliding window or none in context parallelism",
+    "a mask from outside": "SpecError: attention_mask: expected one made within the block of use_context_parallel",
+    "the window of a layer": "SpecError: sliding_window=9: the model's mask has no window; they must agree",
+    "the mask as a table": "SpecError: attention_mask: expected a model that hands its mask on to attention",
+}
+
+
+def named(case: tuple[Any, ...]) -> str:
+    family, options, documents, how = case
+    return " ".join([family, *options.values(), *(["packed"] if documents else []), how])
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What every rank gives for a job."""
+    jobs = {named(case): (SCENES, "trained", case) for case in TRAINED}
+    jobs |= {"compiled": (SCENES, "compiled", ()), "refusals": (SCENES, "refusals", ())}
+    _, given = once([World("models", 2, jobs)], "models", tmp_path_factory, seconds=550)
+    found = given["models"]
+
+    def of(job: str) -> list[Any]:
+        for rank, results in enumerate(found):
+            assert not isinstance(results.get(job), Failed), f"rank {rank}: {results[job].text}"
+            assert job in results, f"rank {rank} did not come to {job}"
+        return [results[job] for results in found]
+
+    return of
+
+
+@pytest.mark.parametrize("case", TRAINED, ids=named)
+def test_a_model_on_shards_is_the_model(ranks: Any, case: tuple[Any, ...]) -> None:
+    """Logits of every token, and every parameter's gradient, summed over ranks."""
+    for errors in ranks(named(case)):
+        assert len(errors) > 10
+        assert max(errors.values()) < 1e-4, {name: error for name, error in errors.items() if error >= 1e-4}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_ranks_cannot_share_is_refused(ranks: Any, name: str) -> None:
+    for found in ranks("refusals"):
+        assert found.keys() == REFUSED.keys()
+        assert REFUSED[name] in found[name]
+
+
+def test_a_compiled_model_in_a_block_is_no_other_model(ranks: Any) -> None:
+    assert max(ranks("compiled")) < 1e-5

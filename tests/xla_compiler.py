@@ -1,0 +1,33 @@
+"""How the tests have XLA compile: most of a JAX test's time goes there, and most tests ask nothing of it.
+
+Without LLVM's optimisation, and with XLA's older code for fusions as long as it has any, programs for a CPU compile
+several times faster. What XLA does to a program before (simplification, fusion, partitioning) is as ever.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+
+_QUICK: dict[str, bool | int | str] = {"xla_backend_optimization_level": 0}
+_USUAL: dict[str, bool | int | str] = {"xla_backend_optimization_level": 3}
+
+
+def _jaxlib() -> str:
+    try:
+        return version("jaxlib")
+    except PackageNotFoundError:
+        return ""
+
+
+if _jaxlib().startswith("0.10."):  # later ones end the process at a flag that they do not know
+    _QUICK["xla_cpu_use_fusion_emitters"] = False
+    _USUAL["xla_cpu_use_fusion_emitters"] = True
+
+QUICK_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in _QUICK.items())
+"""For the environment variable XLA_FLAGS, which is read when JAX starts."""
+
+
+def as_users_have_it() -> dict[str, bool | int | str] | None:
+    """``compiler_options`` of ``jax.jit`` that undo QUICK_FLAGS: for programs whose numbers are judged."""
+    return _USUAL if QUICK_FLAGS in os.environ.get("XLA_FLAGS", "") else None

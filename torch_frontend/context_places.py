@@ -1,0 +1,74 @@
+"""Some places of an axis of positions, on a device: read, written and added to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from attn_core.context_parallel import places
+
+Tensor = torch.Tensor
+MOST = 16
+"""Ranges up to which each is copied by itself; from there on an index is kept on the device."""
+
+
+class Places:
+    """Places in an order: a few ranges of neighbours, or an index on the device. A place may come twice in ranges."""
+
+    def __init__(self, index: np.ndarray, device: torch.device) -> None:
+        self.count = len(index)
+        self.ranges = places.slices(index, MOST)
+        self.index: Any = None if self.ranges is not None else torch.from_numpy(index).to(device)
+
+    def are_all_of(self, size: int) -> bool:
+        """Whether they are all of ``size`` places, in order."""
+        return self.ranges == [(0, size)] or size == self.count == 0
+
+    @property
+    def are_neighbours(self) -> bool:
+        """Whether reading them copies nothing."""
+        return self.ranges is not None and len(self.ranges) < 2
+
+    def of(self, tensor: Tensor, axis: int = 1) -> Tensor:
+        """The tensor at these places: a view of neighbours, else a copy."""
+        if self.ranges is None:
+            return tensor.index_select(axis, self.index)
+        if self.are_neighbours:
+            return tensor.narrow(axis, self.ranges[0][0] if self.ranges else 0, self.count)
+        shape = (*tensor.shape[:axis], self.count, *tensor.shape[axis + 1 :])
+        made, at = tensor.new_empty(shape), 0
+        for start, stop in self.ranges:
+            made.narrow(axis, at, stop - start).copy_(tensor.narrow(axis, start, stop - start))
+            at += stop - start
+        return made
+
+    def put(self, tensor: Tensor, values: Tensor, axis: int = 1) -> None:
+        """Writes values to these places."""
+        if self.ranges is None:
+            tensor.index_copy_(axis, self.index, values.to(tensor.dtype))
+            return
+        at = 0
+        for start, stop in self.ranges:
+            tensor.narrow(axis, start, stop - start).copy_(values.narrow(axis, at, stop - start))
+            at += stop - start
+
+    def add(self, tensor: Tensor, values: Tensor, axis: int = 1) -> None:
+        """Adds values to these places, in the tensor's dtype, in their order."""
+        if self.ranges is None:
+            tensor.index_add_(axis, self.index, values.to(tensor.dtype))
+            return
+        at = 0
+        for start, stop in self.ranges:
+            tensor.narrow(axis, start, stop - start).add_(values.narrow(axis, at, stop - start))
+            at += stop - start
+
+    def spread(self, values: Tensor, size: int, axis: int = 1) -> Tensor:
+        """A tensor of ``size`` places with the values at these, and zeros elsewhere."""
+        if self.are_all_of(size):
+            return values
+        shape = (*values.shape[:axis], size, *values.shape[axis + 1 :])
+        made = values.new_empty(shape) if self.count == size else values.new_zeros(shape)
+        self.put(made, values, axis)
+        return made
