@@ -2,38 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from attn_core.context_parallel.call import ContextCall
 from attn_core.context_parallel.choose import Choice, choose
 from attn_core.context_parallel.machine import Constants
 from attn_core.errors import SpecError
 from attn_core.seq_info import is_host_int
 from jax_frontend.context_mesh import Place
 from jax_frontend.context_question import Question
-
-
-class Explanation(NamedTuple):
-    """How a call runs, and why: ``str(explanation)``.
-
-    Attributes:
-        choice: the strategies, and why one was taken.
-        call: the plan, and the backend of every tile.
-    """
-
-    choice: Choice
-    call: ContextCall
-
-    def __str__(self) -> str:
-        names = sorted({name for _, name in self.call.backends})
-        plan = self.call.plan
-        lines = [
-            str(self.choice),
-            f"  steps: {len(plan.steps)}; groups of heads: {self.call.head_groups}; copies of each kv head: "
-            f"{self.call.repeats}; balance: {plan.balance:.3f}",
-            f"  backends: {', '.join(names) or 'none, nothing is visible'}",
-        ]
-        return "\n".join(lines)
 
 
 def chosen(question: Question, place: Place, strategy: str | None, head_groups: int | None) -> tuple[Question, Choice]:

@@ -10,11 +10,12 @@ from jax.sharding import PartitionSpec as P
 
 from attn_core import override
 from attn_core.backends import Inputs
+from attn_core.context_parallel.choose import Explanation
 from attn_core.options import Options, requested_names
 from attn_core.seq_info import SeqInfo
 from jax_frontend import context_mesh, plan
 from jax_frontend.attention import Window
-from jax_frontend.context_choice import Explanation, chosen
+from jax_frontend.context_choice import chosen
 from jax_frontend.context_differentiable import on_shards
 from jax_frontend.context_mesh import Place, Rows
 from jax_frontend.context_question import Question, asked, check_shards, shards_of

@@ -363,6 +363,19 @@ def test_forward_mode_and_second_derivatives_are_refused_in_words(entry: Entry, 
             torch.func.grad(lambda q: torch.func.grad(call)(q).sum())(q)
 
 
+@every_entry
+def test_second_derivatives_are_refused_where_only_a_part_of_a_sum_has_one(entry: Entry, device: str) -> None:
+    """The other part must not be returned alone, whichever way leads to the attention."""
+    if not entry.learns or entry.torchs:
+        return
+    words = "attention has no second derivative|attention_.*backward is not implemented"  # or torch's own
+    tensors = [tensor.requires_grad_() for tensor in qkv(device, *lengths(entry)[0])]
+    for moving in tensors[: 1 if entry.self_only else 3]:
+        (first,) = torch.autograd.grad(entry.call(*tensors).square().sum(), moving, create_graph=True)
+        with pytest.raises(RuntimeError, match=words):
+            torch.autograd.grad(first.square().sum() + moving.pow(3).sum(), moving)
+
+
 def test_forward_mode_is_refused_in_compiled_code(device: str) -> None:
     q, k, v = qkv(device, 3, 5, 9)
     call = partial(attention, causal=True)

@@ -23,11 +23,14 @@ from rich.console import Console
 from attn_core.errors import SpecError
 from examples.smollm2.stages import Stages
 from examples.training import __main__ as command
-from examples.training import data, report, weights
-from examples.training.config import AdamW, GemmaConfig
+from examples.training import data, ranks, report, weights
+from examples.training.config import AdamW, GemmaConfig, Options
 from examples.training.jax_nn import JaxNNAttention, with_attention
 from examples.training.jax_side import JaxTrainer
-from examples.training.run import FAULT, JAX, TORCH, TWIN, Options, compare, train
+from examples.training.run import FAULT, JAX, TORCH, TWIN, compare
+from examples.training.spread import FAULT as WRONG_LAYOUT
+from examples.training.spread import RANKS, Asked, Spread
+from examples.training.steps import train
 from examples.training.torch_side import TorchTrainer
 
 TINY = GemmaConfig(
@@ -239,3 +242,44 @@ def test_learning_rates_warm_up_and_fall_to_a_tenth() -> None:
     rates = optimizer.rates(20)
     assert rates[:4].tolist() == [0.25, 0.5, 0.75, 1.0]
     assert (np.diff(rates[4:]) < 0).all() and rates[-1] == pytest.approx(0.1, abs=0.02)
+
+
+@pytest.mark.slow
+def test_over_two_ranks_the_losses_of_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both frameworks; a row's positions do not divide by its pieces. What would count as failure does."""
+    asked = Asked(TINY, replace(OPTIONS, steps=3, length=2 * 83), Spread(2, "ring"))
+    with Stages(Console(file=io.StringIO())) as stages:
+        found = ranks.compare(asked, stages)
+    assert ranks.failures(found, "float32") == []
+    for runs in found.values():
+        losses = runs[RANKS]["losses"]
+        assert len(losses) == 3 and losses[-1] < losses[0]
+        assert all(how.startswith("ring on ") for how in runs["explained"])
+
+    def failures(framework: str, **changes: Any) -> str:
+        return " ".join(ranks.failures({**found, framework: {**found[framework], **changes}}, "float32"))
+
+    right, wrong = found[TORCH][RANKS], found[TORCH][WRONG_LAYOUT]
+    assert "torch: the first losses differ" in failures(TORCH, **{RANKS: wrong})
+    assert "torch: the planted fault shows by" in failures(TORCH, **{WRONG_LAYOUT: right})
+    halved = {**right, "moments": [value / 2 for value in right["moments"]]}
+    assert "torch: gradients differ by 5.0e-01" in failures(TORCH, **{RANKS: halved})
+    nothing = {"losses": [np.nan], "moments": [np.nan]}
+    assert "over ranks JAX's first losses differ by nan" in failures(JAX, **{RANKS: nothing})
+
+    monkeypatch.setattr(ranks, "compare", lambda asked, stages: found)
+    assert command.main(["--ranks", "2", "--steps", "3"]) == 0
+    assert "attention: ring on" in capsys.readouterr().out
+    found[JAX][RANKS] = found[JAX][WRONG_LAYOUT]
+    assert command.main(["--ranks", "2", "--steps", "3"]) == 1
+    assert "FAILED JAX: the first losses differ" in capsys.readouterr().out
+
+
+def test_a_rank_that_fails_tells_why() -> None:
+    with pytest.raises(ranks.RankError, match=r"(?s)JAX ended with 1:.*FileNotFoundError"):
+        ranks.run(JAX, ["examples.training.jax_ranks", "nowhere"])
+
+
+def test_ranks_have_no_page() -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["--ranks", "2", "--write"])

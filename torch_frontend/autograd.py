@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from attn_core.backends import Gradients, Inputs
 from torch_frontend import autocast
+from torch_frontend.once import once_differentiable
 from torch_frontend.plan import Plan, gradients_in_order, run_backward, run_forward
 
 Tensor = torch.Tensor

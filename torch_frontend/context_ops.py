@@ -10,12 +10,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from attn_core import override
 from attn_core.options import Options
 from torch_frontend import autocast, context_engine, context_gradients
 from torch_frontend.context_work import Question, Ranks, prepared
+from torch_frontend.once import refuse_second_derivative
 
 Tensor = torch.Tensor
 
@@ -33,8 +33,9 @@ class Attention(torch.autograd.Function):
         return tuple(results) if len(results) > 1 else results[0]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True: what was saved has no way back to the shards
+            refuse_second_derivative(ctx)
         sinks, *tensors = ctx.saved_tensors
         saved = [context_engine.Saved(*tensors[at * 5 : at * 5 + 5]) for at in range(ctx.groups)]
         if dout is None:

@@ -8,12 +8,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from attn_core import override
+from attn_core.context_parallel.choose import Explanation
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
 from attn_core.options import Options, checked, flag, normalise_window, requested_names
 from torch_frontend import autocast, context_ops, plan
 from torch_frontend.context_dtensor import local, wrapped
 from torch_frontend.context_shards import documents_of, group_names, shard_sequence, unshard_sequence
-from torch_frontend.context_work import Explanation, Question, Ranks, explanation
+from torch_frontend.context_work import Question, Ranks, explanation
 
 __all__ = ["context_parallel_attention", "explain_context_parallel", "shard_sequence", "unshard_sequence"]
 

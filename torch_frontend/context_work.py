@@ -9,7 +9,7 @@ import torch
 
 from attn_core.call import ArrayFacts, Arrays, build_spec
 from attn_core.context_parallel.call import ContextCall, context_call
-from attn_core.context_parallel.choose import Choice, choose
+from attn_core.context_parallel.choose import Choice, Explanation, choose
 from attn_core.context_parallel.machine import Constants
 from attn_core.errors import ShapeError
 from attn_core.options import Options
@@ -119,29 +119,6 @@ def _check_shards(asked: Question, call: ContextCall) -> None:
                 f"{name}: expected shards of {held.shard} positions, {held.length} over {held.world} ranks in a "
                 f"{held.kind} layout, got {shape[1]}; shard_sequence makes them, and length= is that of the whole row"
             )
-
-
-class Explanation(NamedTuple):
-    """How a call runs, and why: ``str(explanation)``.
-
-    Attributes:
-        choice: the strategies, and why one was taken.
-        call: the plan, and the backend of every tile.
-    """
-
-    choice: Choice
-    call: ContextCall
-
-    def __str__(self) -> str:
-        names = sorted({name for _, name in self.call.backends})
-        plan = self.call.plan
-        lines = [
-            str(self.choice),
-            f"  steps: {len(plan.steps)}; groups of heads: {self.call.head_groups}; copies of each kv head: "
-            f"{self.call.repeats}; balance: {plan.balance:.3f}",
-            f"  backends: {', '.join(names) or 'none, nothing is visible'}",
-        ]
-        return "\n".join(lines)
 
 
 def explanation(asked: Question) -> Explanation:

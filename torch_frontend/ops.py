@@ -18,6 +18,7 @@ from attn_core.backends import NAMES, Gradients, Inputs
 from attn_core.options import Options
 from torch_frontend import folding
 from torch_frontend.autocast import switched_off
+from torch_frontend.once import refuse_second_derivative
 from torch_frontend.plan import Plan, gradients_in_order, metadata, plan, run_backward, run_forward
 
 Tensor = torch.Tensor
@@ -137,11 +138,6 @@ def _asked_for(found: Sequence[Tensor], inputs: Inputs, plain: PlainOptions) -> 
     """The results of ``attn::backward`` without those that stand for nothing."""
     dbias = found[3] if plain.bias_gradient else None
     return Gradients(found[0], found[1], found[2], dbias, None if inputs.sinks is None else found[4])
-
-
-def refuse_second_derivative(ctx: Any, *_: Any) -> None:
-    """Stands where the derivative of ``attn::backward`` would be."""
-    raise RuntimeError("attention has no second derivative: its backward cannot be differentiated again")
 
 
 def mapped_forward(run: Any, info: Any, in_dims: tuple[Any, ...], *call: Any) -> folding.Found:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from attn_core import override
 from attn_core.backends import Gradients, Inputs
@@ -13,6 +12,7 @@ from attn_core.call import ArrayFacts, check_qkv_as_one
 from attn_core.options import Options, requested_names
 from torch_frontend import autocast, autograd, plan, transforms
 from torch_frontend.attention import Window, attend, check_offsets, gathered
+from torch_frontend.once import once_differentiable
 
 Tensor = torch.Tensor
 

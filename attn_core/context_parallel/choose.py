@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
-from attn_core.context_parallel.call import check_spec, kv_repeats
+from attn_core.context_parallel.call import ContextCall, check_spec, kv_repeats
 from attn_core.context_parallel.cost import Estimate, estimate
 from attn_core.context_parallel.layout import LAYOUTS
 from attn_core.context_parallel.machine import GIB, Constants
@@ -86,6 +87,29 @@ class Choice:
 
     def _name(self, strategy: str) -> str:
         return strategy if len(self.axes) == 1 else f"{strategy} x ulysses"
+
+
+class Explanation(NamedTuple):
+    """How a call runs, and why: ``str(explanation)``.
+
+    Attributes:
+        choice: the strategies, and why one was taken.
+        call: the plan, and the backend of every tile.
+    """
+
+    choice: Choice
+    call: ContextCall
+
+    def __str__(self) -> str:
+        names = sorted({name for _, name in self.call.backends})
+        plan = self.call.plan
+        lines = [
+            str(self.choice),
+            f"  steps: {len(plan.steps)}; groups of heads: {self.call.head_groups}; copies of each kv head: "
+            f"{self.call.repeats}; balance: {plan.balance:.3f}",
+            f"  backends: {', '.join(names) or 'none, nothing is visible'}",
+        ]
+        return "\n".join(lines)
 
 
 class NoStrategyError(NotImplementedError):

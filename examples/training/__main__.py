@@ -22,20 +22,25 @@ RESULTS, IMAGES, PAGE = ROOT / "benchmarks/results", ROOT / "docs/images", ROOT 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trains and compares; returns 0 when torch and JAX agree and learned, else 1."""
-    given, console = _parser().parse_args(arguments), Console()
+    parser, console = _parser(), Console()
+    given = parser.parse_args(arguments)
+    if given.ranks and (given.attention or given.implementation or given.write):
+        parser.error("--ranks: expected without --attention, --implementation and --write")
     if given.render:
         render()
         return 0
     with Stages(console) as stages:
         with stages.stage("importing torch, JAX and Flax"):
-            from examples.training.config import GemmaConfig
-            from examples.training.run import Options, compare
+            from examples.training.config import GemmaConfig, Options
+            from examples.training.run import compare
         on_tensor_cores = (given.device, given.dtype) == ("cuda", "bfloat16")
         given.implementation = given.implementation or ("cudnn" if on_tensor_cores else "xla")
         names = ("steps", "length", "seed", "device", "dtype", "backend", "implementation")
         options = Options(**{name: getattr(given, name) for name in names})
         if given.attention:
             return _alone(given.attention, options, stages, console)
+        if given.ranks:
+            return _over_ranks(given, options, stages, console)
         result = compare(GemmaConfig(), options, stages, controls=given.write)
     failed = _show(result, console)
     for path in [*([given.json] if given.json else []), *([RESULTS / f"{stem(result)}.json"] if given.write else [])]:
@@ -79,7 +84,7 @@ def _alone(attention: str, options: Any, stages: Stages, console: Console) -> in
     from examples.training import data, report, weights
     from examples.training.config import GemmaConfig
     from examples.training.jax_nn import OURS, with_attention
-    from examples.training.run import train
+    from examples.training.steps import train
 
     config = GemmaConfig()
     text, first = data.python_documentation(), weights.initial(config, options.seed)
@@ -91,6 +96,33 @@ def _alone(attention: str, options: Any, stages: Stages, console: Console) -> in
     losses = run["losses"]
     console.print(f"{attention}: loss {losses[0]:.4f} to {losses[-1]:.4f}, {report.milliseconds(run):.1f} ms per step")
     return 0
+
+
+def _over_ranks(given: argparse.Namespace, options: Any, stages: Stages, console: Console) -> int:
+    """Both frameworks over ranks, each beside itself on one."""
+    from examples.training import ranks
+    from examples.training.config import GemmaConfig
+    from examples.training.spread import FAULT, FIRST, ONE, RANKS, Asked, Spread
+
+    asked = Asked(GemmaConfig(), options, Spread(given.ranks, given.strategy, given.layout))
+    found = ranks.compare(asked, stages)
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    names = {RANKS: f"{given.ranks} ranks", FAULT: f"{given.ranks}, wrong layout"}
+    table = Table(title="Losses, and the relative difference from one rank's", title_justify="left")
+    for column in ("step", *(f"{framework}, {names.get(name, name)}" for framework in found for name in (ONE, *names))):
+        table.add_column(column)
+    for step in (step for step in range(options.steps) if step < FIRST or step % FIRST == FIRST - 1):
+        table.add_row(str(step), *(cell for runs in found.values() for cell in ranks.cells(runs, step)))
+    console.print(table)
+    for framework, runs in found.items():
+        console.print(f"{framework}: {ranks.summary(runs)}", highlight=False)
+    failed = ranks.failures(found, options.dtype)
+    for failure in failed:
+        console.print(f"[bold red]FAILED[/] {escape(failure)}")
+    if not failed:
+        console.print(f"[bold green]OK[/] over {given.ranks} ranks the losses of one, in torch and in JAX")
+    return 1 if failed else 0
 
 
 def _show(result: dict[str, Any], console: Console) -> list[str]:
@@ -136,6 +168,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--implementation", choices=("xla", "cudnn"), help="jax.nn's (xla; cudnn for bfloat16 on a GPU)"
     )
+    parser.add_argument("--ranks", type=_positive, metavar="N", help="rows spread over so many, beside one rank")
+    parser.add_argument("--strategy", choices=("all_gather", "ring", "ulysses"), help="of --ranks (chosen)")
+    parser.add_argument("--layout", choices=("zigzag", "contiguous", "striped"), default="zigzag", help="of --ranks")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the numbers there")
     parser.add_argument("--write", action="store_true", help="with control runs; writes docs/training.md and its files")
     parser.add_argument("--render", action="store_true", help="only writes the page and its plots from stored results")

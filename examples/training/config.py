@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -78,3 +79,33 @@ class AdamW:
 
 ADAMW = AdamW()
 """The numbers as they stand."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run is: steps of ``length`` tokens in one packed row, documents of at most ``longest``.
+
+    Attributes:
+        device: "cpu" or "cuda"; dtype: "float32", or "bfloat16" for matrix products and attention.
+        backend: attention's in both frameworks; implementation: jax.nn's, where it takes attention's place.
+    """
+
+    steps: int = 200
+    length: int = 1024
+    longest: int = 512
+    seed: int = 0
+    device: str = "cpu"
+    dtype: str = "float32"
+    backend: str | None = None
+    implementation: str = "xla"
+    optimizer: AdamW = ADAMW
+
+    @property
+    def dense(self) -> dict[str, int]:
+        """The shape of as many tokens where nothing is packed."""
+        return {"rows": max(1, self.length // self.longest), "length": min(self.length, self.longest)}
+
+    @property
+    def trainer(self) -> dict[str, Any]:
+        """What any trainer needs to know of it, beside attention."""
+        return {"steps": self.steps, "optimizer": self.optimizer, "device": self.device, "dtype": self.dtype}

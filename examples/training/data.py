@@ -35,7 +35,7 @@ class Batch(NamedTuple):
     tokens: Any
     targets: Any
     counted: Any
-    seq_info: SeqInfo | None
+    seq_info: SeqInfo | None = None
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,12 @@ class JaxTrainer:
         """Moves the weights by one batch; returns the loss before it, in nats per counted token."""
         # A GPU would otherwise compute float32 matrix products in TensorFloat-32, with 10 bits, where torch does not.
         with jax.default_device(self.device), jax.default_matmul_precision("float32"):
-            self.state, loss = self._step(self.state, jax.tree.map(jnp.asarray, batch))
+            self.state, loss = self._step(self.state, self._placed(batch))
         return float(loss)
+
+    def _placed(self, batch: Batch) -> Batch:
+        """The batch as the step takes it."""
+        return jax.tree.map(jnp.asarray, batch)  # type: ignore[no-any-return]
 
     def _traced(self, state: tuple[Any, Any], batch: Batch) -> tuple[tuple[Any, Any], jax.Array]:
         self.traces += 1
@@ -75,26 +79,37 @@ class JaxTrainer:
         return (optax.apply_updates(weights, updates), moments), loss
 
     def _loss(self, weights: Any, batch: Batch) -> jax.Array:
+        return self._sum(weights, batch) / batch.counted.sum()
+
+    def _sum(self, weights: Any, batch: Batch) -> jax.Array:
+        """The losses of all counted tokens, summed."""
         logits = nnx.merge(self.graph, weights)(batch.tokens, batch.seq_info)  # [rows, length, vocabulary]
         each = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
-        return (each * batch.counted).sum() / batch.counted.sum()
+        return (each * batch.counted).sum()
+
+    def moment(self) -> float:
+        """The norm of AdamW's running mean of gradients, over all parameters."""
+        return float(optax.global_norm(optax.tree_utils.tree_get(self.state[1], "mu")))
 
     def selection(self, batch: Batch, layer: int) -> Selection:
         """Which backend runs a layer's attention, and why not the others."""
-        rows, length = batch.tokens.shape
         with jax.default_device(self.device):
-            q, k = (
-                jax.ShapeDtypeStruct((rows, length, heads, self.config.head_dim), self.dtype)
-                for heads in (self.config.num_heads, self.config.num_kv_heads)
-            )
-            return explain(
-                q,
-                k,
-                k,
-                causal=True,
-                window=self.config.layer_window(layer),
-                softcap=self.config.attention_softcap,
-                seq_info=batch.seq_info,
-                backend=self.backend,
-                needs_backward=True,
-            )
+            q, k, v = self._heads(*batch.tokens.shape)
+            return explain(q, k, v, seq_info=batch.seq_info, needs_backward=True, **self._asked(layer))
+
+    def _heads(self, rows: int, length: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The shapes of q, k and v of a layer."""
+        q, k = (
+            jax.ShapeDtypeStruct((rows, length, heads, self.config.head_dim), self.dtype)
+            for heads in (self.config.num_heads, self.config.num_kv_heads)
+        )
+        return q, k, k
+
+    def _asked(self, layer: int) -> dict[str, Any]:
+        """What a layer asks of attention."""
+        return {
+            "causal": True,
+            "window": self.config.layer_window(layer),
+            "softcap": self.config.attention_softcap,
+            "backend": self.backend,
+        }

@@ -117,7 +117,12 @@ def page(results: dict[str, dict[str, Any]]) -> str:
     Args:
         results: by the stem of their file, "training" and whichever others there are.
     """
-    return "\n\n".join([_head(), *(_section(stem, result) for stem, result in results.items()), _swap_how()]) + "\n"
+    return (
+        "\n\n".join(
+            [_head(), *(_section(stem, result) for stem, result in results.items()), _swap_how(), _over_ranks()]
+        )
+        + "\n"
+    )
 
 
 def _head() -> str:
@@ -130,6 +135,7 @@ same batches of real text, and compares the loss of every step.
 pip install -e '.[torch,jax,cli]'         # from a clone
 python -m examples.training               # torch and JAX, on the CPU
 python -m examples.training --steps 20    # a first look
+python -m examples.training --ranks 2     # rows spread over two ranks, beside one
 python -m examples.training --device cuda --dtype bfloat16
 python -m examples.training --write       # also the control runs below; writes this page
 ```
@@ -206,3 +212,21 @@ def _swap_how() -> str:
 `python -m examples.training --attention jax.nn --implementation cudnn` trains the Flax model alone, with
 `jax.nn.dot_product_attention` in it; `--attention ours` is the same model with ours. Both are without softcap on scores
 and on dense rows. `examples.training.jax_nn.with_attention` makes either for a benchmark."""
+
+
+def _over_ranks() -> str:
+    return f"""## Rows spread over ranks
+
+`python -m examples.training --ranks 2` trains the model by [context parallelism](context_parallel.md): in torch over
+two processes that `torch.distributed.run` starts (gloo on a CPU, NCCL on GPUs), in JAX over two devices of one process
+(on a CPU XLA is asked for two). Each step's rows are cut by `shard_sequence`, tokens, targets and weights alike; a
+rank's loss is its share of the mean over all tokens, and gradients are summed over ranks. `--strategy` and `--layout`
+name what is else chosen. Rows are dense: offsets of packed documents are part of a plan, and JAX would compile a step
+for each.
+
+Every step's loss stands beside that of the same model on one rank, and so does the norm of AdamW's running mean of
+gradients, for AdamW hides a factor that all gradients share. The run fails (exit code 1) if over the first {FIRST}
+steps losses are further apart than 1e-5 of themselves (in bfloat16 2e-4), if they ever are than 1e-4 (3e-2), if JAX's
+differ from torch's, or if a planted fault does not show: for {FIRST} steps the model is told another layout than that
+of its shards. On a CPU, 200 steps of two rows of 512 tokens, losses over two ranks were never further from those of one
+than 2.4e-6 in torch and 1.4e-6 in JAX; the planted fault came to 9e-4 in its first steps."""

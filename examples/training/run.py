@@ -3,74 +3,25 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from attn_core import Selection
 from benchmarks.measure import environment
 from examples.smollm2.stages import Stages
 from examples.training import data, weights
-from examples.training.config import ADAMW, AdamW, GemmaConfig
+from examples.training.config import GemmaConfig, Options
 from examples.training.data import Batch
 from examples.training.jax_nn import JAX_NN, OURS, with_attention
 from examples.training.jax_side import JaxTrainer
+from examples.training.steps import Trainer, train
 from examples.training.torch_side import TorchTrainer
 
 TORCH, JAX, TWIN, FAULT = "torch", "JAX", "one rounding away", "planted fault"
 SWAP_STEPS = 12
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a run is: steps of ``length`` tokens in one packed row, documents of at most ``longest``.
-
-    Attributes:
-        device: "cpu" or "cuda"; dtype: "float32", or "bfloat16" for matrix products and attention.
-        backend: attention's in both frameworks; implementation: jax.nn's, where it takes attention's place.
-    """
-
-    steps: int = 200
-    length: int = 1024
-    longest: int = 512
-    seed: int = 0
-    device: str = "cpu"
-    dtype: str = "float32"
-    backend: str | None = None
-    implementation: str = "xla"
-    optimizer: AdamW = ADAMW
-
-    @property
-    def dense(self) -> dict[str, int]:
-        """The shape of as many tokens where nothing is packed."""
-        return {"rows": max(1, self.length // self.longest), "length": min(self.length, self.longest)}
-
-    @property
-    def trainer(self) -> dict[str, Any]:
-        """What any trainer needs to know of it, beside attention."""
-        return {"steps": self.steps, "optimizer": self.optimizer, "device": self.device, "dtype": self.dtype}
-
-
-class Trainer(Protocol):
-    """What both sides offer."""
-
-    def step(self, batch: Batch) -> float: ...
-    def selection(self, batch: Batch, layer: int) -> Selection: ...
-
-
-def train(trainer: Trainer, batches: Iterable[Batch], on_step: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Takes all steps: the loss before each, and its seconds until that loss is on the host."""
-    losses, seconds = [], []
-    for batch in batches:
-        began = time.perf_counter()
-        losses.append(trainer.step(batch))
-        seconds.append(time.perf_counter() - began)
-        on_step()
-    return {"losses": losses, "seconds": seconds}
 
 
 def compare(config: GemmaConfig, options: Options, stages: Stages, *, controls: bool = False) -> dict[str, Any]:

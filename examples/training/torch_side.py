@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as functional
+from torch import Tensor
 
-from attn_core import Selection
+from attn_core import Selection, SeqInfo
 from examples.training.config import ADAMW, AdamW, GemmaConfig
 from examples.training.data import Batch
 from examples.training.torch_gemma import Gemma
@@ -54,33 +57,50 @@ class TorchTrainer:
             group["lr"] = float(self.rates[min(self.taken, len(self.rates) - 1)])
         self.taken += 1
         self.optimizer.zero_grad()
-        loss = self._loss(batch)
-        loss.backward()
+        loss = self._gradients(batch)
         self.optimizer.step()
         return loss.item()
 
-    def _loss(self, batch: Batch) -> torch.Tensor:
-        tokens, targets, counted = (torch.from_numpy(x).to(self.device) for x in batch[:3])
+    def _gradients(self, batch: Batch) -> Tensor:
+        """The loss of a batch; its gradients are then the parameters'."""
+        loss = self._sum(self._tensors(batch), batch.seq_info) / float(batch.counted.sum())
+        loss.backward()
+        return loss
+
+    def _tensors(self, batch: Batch) -> list[Tensor]:
+        """tokens, targets and counted, on the device."""
+        return [torch.from_numpy(x).to(self.device) for x in batch[:3]]
+
+    def _sum(self, rows: list[Tensor], seq_info: SeqInfo | None) -> Tensor:
+        """The losses of all counted tokens, summed; rows: tokens, targets and counted."""
+        tokens, targets, counted = rows
         with torch.autocast(torch.device(self.device).type, self.dtype, enabled=self.dtype != torch.float32):
-            logits = self.model(tokens, batch.seq_info)  # [rows, length, vocabulary]
+            logits = self.model(tokens, seq_info)  # [rows, length, vocabulary]
         each = functional.cross_entropy(logits.flatten(0, 1), targets.flatten().long(), reduction="none")
-        return (each * counted.flatten()).sum() / counted.sum()
+        return (each * counted.flatten()).sum()
+
+    def moment(self) -> float:
+        """The norm of AdamW's running mean of gradients, over all parameters."""
+        return float(torch.stack([state["exp_avg"].norm() for state in self.optimizer.state.values()]).norm())
 
     def selection(self, batch: Batch, layer: int) -> Selection:
         """Which backend runs a layer's attention, and why not the others."""
-        rows, length = batch.tokens.shape
+        q, k, v = self._heads(*batch.tokens.shape)
+        return explain(q, k, v, seq_info=batch.seq_info, needs_backward=True, **self._asked(layer))
+
+    def _heads(self, rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Some q, k and v of a layer."""
         q, k = (
             torch.empty(rows, length, heads, self.config.head_dim, dtype=self.dtype, device=self.device)
             for heads in (self.config.num_heads, self.config.num_kv_heads)
         )
-        return explain(
-            q,
-            k,
-            k,
-            causal=True,
-            window=self.config.layer_window(layer),
-            softcap=self.config.attention_softcap,
-            seq_info=batch.seq_info,
-            backend=self.backend,
-            needs_backward=True,
-        )
+        return q, k, k
+
+    def _asked(self, layer: int) -> dict[str, Any]:
+        """What a layer asks of attention."""
+        return {
+            "causal": True,
+            "window": self.config.layer_window(layer),
+            "softcap": self.config.attention_softcap,
+            "backend": self.backend,
+        }

@@ -1,0 +1,94 @@
+"""The training in JAX over the devices of one process: ``python -m examples.training.jax_ranks FOLDER``.
+
+It trains on one device first, and then on all, each with its shards of every row. On a CPU XLA is asked for as many
+devices as there are to be ranks, which must happen before it starts: hence a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from examples.training.data import Batch
+from examples.training.jax_side import JaxTrainer
+from examples.training.spread import AXIS, FAULT, ONE, RANKS, Asked, Spread, runs
+from jax_frontend import explain_context_parallel, shard_sequence
+from jax_frontend.nnx import Attention
+
+
+class RanksTrainer(JaxTrainer):
+    """All ranks: rows in the order of shards, and weights on every device.
+
+    Args:
+        spread: what the model is told; cut: the layout of the shards, which is to be the same.
+        length: positions of a row.
+    """
+
+    def __init__(self, mesh: Mesh, spread: Spread, cut: str, length: int, **given: Any) -> None:
+        self.mesh, self.spread, self.cut, self.length = mesh, spread, cut, length
+        layer: dict[str, Any] = {"context_axis": AXIS, "context_length": length}
+        layer |= {"context_strategy": spread.strategy, "context_layout": spread.layout}
+        super().__init__(attention=partial(Attention, **layer), **given)
+        self.state = jax.device_put(self.state, NamedSharding(mesh, P()))
+
+    def _placed(self, batch: Batch) -> Batch:
+        shards: list[Any] = [shard_sequence(jnp.asarray(whole), self.mesh, layout=self.cut) for whole in batch[:3]]
+        return Batch(*shards)
+
+    def _loss(self, weights: Any, batch: Batch) -> jax.Array:
+        def total(weights: Any, *shards: Any) -> jax.Array:
+            return jax.lax.psum(self._sum(weights, Batch(*shards)), AXIS)
+
+        row = P(None, AXIS)
+        mapped = jax.shard_map(total, mesh=self.mesh, in_specs=(P(), row, row, row), out_specs=P())
+        return mapped(weights, *batch[:3]) / batch.counted.sum()  # and gradients of weights are summed over devices
+
+    def explained(self, batch: Batch, layer: int) -> str:
+        """How a layer's attention runs: strategy and backends."""
+        q, k, v = self._heads(*self._placed(batch).tokens.shape)
+        found = explain_context_parallel(
+            q,
+            k,
+            v,
+            mesh=self.mesh,
+            strategy=self.spread.strategy,
+            layout=self.spread.layout,
+            length=self.length,
+            needs_backward=True,
+            **self._asked(layer),
+        )
+        return f"{found.choice.strategy} on {', '.join(sorted({name for _, name in found.call.backends}))}"
+
+
+def main(folder: Path) -> None:
+    """Trains, and writes what was found."""
+    asked = Asked.read(folder)
+    spread, device, batches = asked.spread, asked.options.device, asked.batches()
+    if device == "cpu":
+        jax.config.update("jax_num_cpu_devices", spread.ranks)
+    mesh = Mesh(np.array(jax.devices(device)[: spread.ranks]), (AXIS,))
+    ranks = partial(RanksTrainer, mesh, cut=spread.layout, length=asked.length, **asked.trainer)
+    found: dict[str, Any] = runs(
+        {
+            ONE: partial(JaxTrainer, **asked.trainer),
+            RANKS: partial(ranks, spread=spread),
+            FAULT: partial(ranks, spread=spread.mistaken),
+        },
+        batches,
+    )
+    trainer = ranks(spread=spread)
+    found["explained"] = [trainer.explained(batches[0], layer) for layer in (0, 1)]
+    (folder / "jax.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
