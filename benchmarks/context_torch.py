@@ -148,9 +148,6 @@ class _Silent:
     def all_to_all_single(self, tensor: torch.Tensor, sizes: list[int], given: list[int], name: str) -> torch.Tensor:
         return tensor
 
-    def reduce_scatter_tensor(self, tensor: torch.Tensor, how: str, size: int, name: str) -> torch.Tensor:
-        return tensor[: tensor.shape[0] // size]
-
     def wait_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
@@ -250,14 +247,14 @@ def errors(mesh: DeviceMesh) -> dict[str, Any]:
             parts = [shard_sequence(tensor, mesh, layout=keywords["layout"]) for tensor in whole[:3]]
             tensors = [part.requires_grad_() for part in parts]
             call = explain_context_parallel(*tensors, mesh=mesh, length=tokens, **keywords, **options).call
-            chosen = call.backends[0][1]
+            chosen = tuple(dict.fromkeys(name for _, name in call.backends))
             several = _several(mesh, whole, tokens, {**keywords, **options, "backend": chosen})
             one = _results(partial(torch_frontend.attention, backend=chosen, **options), whole)
             compared = {
                 result: {"several": _error(several[result], right), "one": _error(one[result], right)}
                 for result, right in exact.items()
             }
-            found.append({"case": str(options), "candidate": name, "backend": chosen, "errors": compared})
+            found.append({"case": str(options), "candidate": name, "backend": " ".join(chosen), "errors": compared})
     return {"tokens": tokens, "found": found}
 
 

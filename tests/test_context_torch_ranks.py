@@ -110,7 +110,7 @@ def plan_of(case: Case) -> Plan:
 def talks(case: Case) -> dict[str, int]:
     """Of a forward and a backward with gradients of out and lse, as the plan has it."""
     made, groups = plan_of(case), case.head_groups or 1
-    found = {"all_to_all_single": 0, "all_gather_into_tensor": 0, "reduce_scatter_tensor": 0}
+    found = {"all_to_all_single": 0, "all_gather_into_tensor": 0}
     if made.inner > 1:  # q, k and v in one message, out, lse; then dout, dlse; and dq, dk, dv
         found["all_to_all_single"] += groups * (3 + 2 + 3)
     if made.outer > 1 and made.strategy == "ring":  # keys twice, from step to step; their gradients, and home
@@ -119,7 +119,8 @@ def talks(case: Case) -> dict[str, int]:
         hops = len(shifts) - 1
         found["all_to_all_single"] += groups * (2 * hops + hops + (shifts[-1] > 0))
     elif made.outer > 1:
-        found["all_gather_into_tensor"], found["reduce_scatter_tensor"] = 2 * groups, groups
+        found["all_gather_into_tensor"] = 2 * groups
+        found["all_to_all_single"] += groups  # every rank's part of the gradients of all keys
     return {kind: number for kind, number in found.items() if number}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -80,13 +81,18 @@ class Active(NamedTuple):
     @torch.compiler.disable
     def positions(self, shard: int, device: Any) -> Tensor:
         """int32 ``[shard]``: the position at each of this rank's places, in its document; 0 where there is none."""
-        made, documents = self.shards(shard), self.documents
-        found = places.of_shards(made)[self.rank]
-        found = np.where(found < made.length, found, 0)
-        if documents is not None:
-            starts = np.asarray(documents)
-            found = found - starts[np.searchsorted(starts[1:-1], found, side="right")]
-        return torch.from_numpy(found.astype(np.int32)).to(device)
+        return _positions(self.shards(shard), self.documents, self.rank, torch.device(device))
+
+
+@lru_cache(maxsize=16)
+def _positions(made: Layout, documents: tuple[int, ...] | None, rank: int, device: torch.device) -> Tensor:
+    """Copied to a device once: a copy from the host waits for what the device does."""
+    found = places.of_shards(made)[rank]
+    found = np.where(found < made.length, found, 0)
+    if documents is not None:
+        starts = np.asarray(documents)
+        found = found - starts[np.searchsorted(starts[1:-1], found, side="right")]
+    return torch.from_numpy(found.astype(np.int32)).to(device)
 
 
 _active: ContextVar[Active | None] = ContextVar("attn_core_context_parallel", default=None)

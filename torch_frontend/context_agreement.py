@@ -13,15 +13,18 @@ from attn_core.errors import SpecError
 from torch_frontend.context_exchange import Axis
 
 
-def agree(asked: Any, *axes: Axis) -> None:
+def agree(asked: Any, outcome: str, *axes: Axis) -> None:
     """Compares a call of a new kind over each axis of ranks; a call that was compared costs nothing.
+
+    Args:
+        asked: the question; outcome: what this rank makes of it.
 
     Raises:
         SpecError: on every rank, where they differ; it tells what each of them calls.
     """
     for axis in axes:
         if axis.size > 1:
-            _compared(_told(asked), str(asked.device), axis)
+            _compared(f"{_told(asked)}: {outcome}", str(asked.device), axis)
 
 
 def _told(asked: Any) -> str:

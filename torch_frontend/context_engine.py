@@ -35,23 +35,28 @@ class Saved(NamedTuple):
     lse: Tensor
 
 
-def forward(work: Work, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[list[Tensor], list[Saved]]:
-    """(out ``[batch, shard, heads, value_dim]`` and, where it is asked for, lse ``[batch, heads, shard]``; residuals).
+def forward(
+    work: Work, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, with_lse: bool, keep: bool
+) -> tuple[list[Tensor], list[Saved]]:
+    """([out ``[batch, shard, heads, value_dim]``] or [out, lse ``[batch, heads, shard]``]; what a backward needs).
 
-    Shards are ``[batch, shard, heads, dim]``.
+    Args:
+        q, k, v: shards ``[batch, shard, heads, dim]``.
+        keep: whether there will be a backward; else nothing is kept for it.
     """
-    spec, groups = work.program.call.spec, work.program.call.head_groups
-    arriving = (_exchanged(work, q, k, v, group) for group in range(groups))
+    arriving = (_exchanged(work, q, k, v, group) for group in range(work.program.call.head_groups))
     saved, returns = [], []
     for group, (mine, keys) in one_ahead(arriving):
         out, lse = _attend(work, mine, keys)
         if sinks is not None:
             out, lse = _with_sinks(lse, out, of_heads(work, sinks, group))
-        q_rows, k_rows, v_rows = mine
-        saved.append(Saved(q_rows, k_rows, v_rows, out, lse))
-        returns.append(_returned(work, out, lse if spec.return_lse else None))
+        if keep:
+            q_rows, k_rows, v_rows = mine
+            saved.append(Saved(q_rows, k_rows, v_rows, out, lse))
+        returns.append(_returned(work, out, lse if with_lse else None))
+        del mine, keys, out, lse
     found = [of_all_heads(list(each)) for each in zip(*(wait() for wait in returns), strict=True)]
-    if spec.return_lse:
+    if with_lse:
         rank = work.outer.rank * work.inner.size + work.inner.rank
         found[1] = found[1][..., 0].transpose(1, 2)  # [batch, shard, heads, 1] -> [batch, heads, shard]
         found[1][:, :, work.program.call.plan.q_layout.held(rank) :] = -torch.inf
@@ -69,23 +74,32 @@ def one_ahead(makers: Iterator[Callable[[], object]]) -> Iterator:
     group = 0
     while ahead is not None:
         following = next(makers, None)
-        yield group, ahead()
-        ahead, group = following, group + 1
+        found, ahead = ahead(), following  # what has come is not held here while it is worked on
+        yield group, found
+        group += 1
 
 
 def _exchanged(work: Work, q: Tensor, k: Tensor, v: Tensor, group: int) -> Callable[[], tuple[list[Tensor], Keys]]:
     """Starts a group's exchanges; what waits for (q, k, v of this rank's block) and for the keys it attends to."""
-    tensors = [group_of(work, tensor, group, kv=at > 0) for at, tensor in enumerate((q, k, v))]
+    received = _of_block(work, q, k, v, group)
     if work.inner.size == 1:
-        keys = keys_of(work, tensors[1:])
-        return lambda: (tensors, keys)
-    received = exchange.heads_to_positions(work.inner, tensors, held(work))
+        mine = received()
+        keys = keys_of(work, mine[1:])
+        return lambda: (mine, keys)
 
     def wait() -> tuple[list[Tensor], Keys]:
         mine = received()
         return mine, keys_of(work, mine[1:])
 
     return wait
+
+
+def _of_block(work: Work, q: Tensor, k: Tensor, v: Tensor, group: int) -> exchange.Waiting:
+    """Starts what brings a group's q, k and v of this rank's block here; what waits for them."""
+    tensors = [group_of(work, tensor, group, kv=at > 0) for at, tensor in enumerate((q, k, v))]
+    if work.inner.size == 1:
+        return lambda: tensors
+    return exchange.heads_to_positions(work.inner, tensors, held(work))
 
 
 def held(work: Work) -> tuple[Places, Places, Places]:
@@ -123,8 +137,9 @@ class Keys(NamedTuple):
 
 
 def keys_of(work: Work, tensors: Sequence[Tensor]) -> Keys:
+    """Starts the way of keys and values to the ranks that attend to them, if there are any."""
     program = work.program
-    if work.outer.size == 1:
+    if work.outer.size == 1 or not program.steps:
         return Keys(lambda: tensors)
     blocks = [_padded(tensor, program.k_size) for tensor in tensors]
     if program.call.plan.strategy == "ring":
@@ -162,19 +177,25 @@ def _attend(work: Work, mine: Sequence[Tensor], keys: Keys) -> tuple[Tensor, Ten
     shape = (batch, rows, heads, v.shape[3])
     # What two tiles give is rounded once when they are joined; more of them are added up in more digits.
     made, summed = q.new_empty if program.covered else q.new_zeros, q.dtype if program.most < 3 else wide
-    out = made(shape, dtype=summed)
-    lse = q.new_full((batch, heads, rows), -torch.inf, dtype=wide)
+    out = lse = None
     for _, runs, (k, v) in blocks(work, keys):
         for run in runs:
             part = run.made.forward(run.made.spec, inputs_of(run, q, k, v))
             part_out, part_lse = (tensor[None] for tensor in part) if run.made.spec.packed else part
-            if run.first and run.q.are_all_of(rows) and part_out.dtype == summed:
+            if out is None and run.q.are_all_of(rows) and part_out.dtype == summed:
                 out, lse = part_out, part_lse
-            elif run.first:
+                continue
+            if out is None or lse is None:
+                out, lse = made(shape, dtype=summed), q.new_full((batch, heads, rows), -torch.inf, dtype=wide)
+            if run.first:
                 run.q.put(out, part_out)
                 run.q.put(lse, part_lse, 2)
             else:
                 _merge(run, out, lse, part_out, part_lse)
+            del part, part_out, part_lse
+        del k, v  # the next block arrives beside the one after it, and not beside this one as well
+    if out is None or lse is None:  # nobody sees anything
+        return q.new_zeros(shape), q.new_full((batch, heads, rows), -torch.inf, dtype=wide)
     return out.to(q.dtype), lse
 
 
@@ -220,7 +241,7 @@ def again(work: Work, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor)
     """The residuals of a forward from its shards and results, exchanged once more where heads were."""
     saved = []
     for group in range(work.program.call.head_groups):
-        mine, _ = _exchanged(work, q, k, v, group)()
+        mine = _of_block(work, q, k, v, group)()
         results = [group_of(work, each, group, kv=False) for each in (out, lse.transpose(1, 2)[..., None])]
         if work.inner.size > 1:
             waits = [exchange.heads_to_positions(work.inner, [each], [work.program.q_held]) for each in results]

@@ -1,6 +1,6 @@
 """What ranks send each other in context parallelism: torch's functional collectives, started early and waited for late.
 
-Everything works on any backend of torch.distributed that has all-to-all, all-gather and reduce-scatter (NCCL, gloo).
+Everything works on any backend of torch.distributed that has all-to-all and all-gather (NCCL, gloo).
 """
 
 from __future__ import annotations
@@ -76,8 +76,20 @@ def positions_to_heads(axis: Axis, tensors: Sequence[Tensor], held: Sequence[Pla
 def _to_all(axis: Axis, tensor: Tensor) -> Callable[[], Tensor]:
     """Sends ``tensor[r]`` to rank r; what waits for what the ranks sent here, in the same shape."""
     even = [tensor.numel() // axis.size] * axis.size
-    sent = _c10d.all_to_all_single(tensor.view(-1), even, even, axis.name)
-    return lambda: _c10d.wait_tensor(sent).view(tensor.shape)  # type: ignore[no-any-return]
+    arrived, shape = _under_way(_c10d.all_to_all_single(tensor.view(-1), even, even, axis.name)), tensor.shape
+    return lambda: arrived().view(shape)
+
+
+def _under_way(sent: Tensor) -> Callable[[], Tensor]:
+    """What waits for a collective's result.
+
+    Those on the CPU are waited for at once: gloo's corrupt memory where several are under way (seen with torch 2.13, by
+    a program of torch alone, two all-gathers and four all-to-alls of a few hundred numbers).
+    """
+    if sent.device.type == "cpu":
+        here = _c10d.wait_tensor(sent)
+        return lambda: here
+    return lambda: _c10d.wait_tensor(sent)  # type: ignore[no-any-return]
 
 
 def gather(axis: Axis, tensors: Sequence[Tensor]) -> Waiting:
@@ -85,10 +97,12 @@ def gather(axis: Axis, tensors: Sequence[Tensor]) -> Waiting:
     one = len({tensor.shape[-1] for tensor in tensors}) == 1
     heads = [tensor.shape[2] for tensor in tensors]
     parts = [_side_by_side(tensors, 2)] if one else [tensor.contiguous() for tensor in tensors]
-    waits = [(_c10d.all_gather_into_tensor(part.view(-1), axis.size, axis.name), part.shape) for part in parts]
+    waits = [
+        (_under_way(_c10d.all_gather_into_tensor(part.view(-1), axis.size, axis.name)), part.shape) for part in parts
+    ]
 
     def received() -> list[Tensor]:
-        found = [_c10d.wait_tensor(sent).view(axis.size, *shape).transpose(0, 1).flatten(1, 2) for sent, shape in waits]
+        found = [arrived().view(axis.size, *shape).transpose(0, 1).flatten(1, 2) for arrived, shape in waits]
         return list(found[0].split(heads, 2)) if one else found
 
     return received
@@ -115,14 +129,10 @@ def sums_like(
     views = list(whole[0].split(heads, 2)) if one else whole
 
     def start() -> Waiting:
-        waits = []
-        for each in whole:
-            packed = each.unflatten(1, (axis.size, size)).transpose(0, 1).contiguous()
-            sent = _c10d.reduce_scatter_tensor(packed.view(-1), "sum", axis.size, axis.name)
-            waits.append((sent, packed.shape[1:]))
+        waits = [_to_all(axis, each.unflatten(1, (axis.size, size)).transpose(0, 1).contiguous()) for each in whole]
 
         def received() -> list[Tensor]:
-            found = [_c10d.wait_tensor(sent).view(shape) for sent, shape in waits]
+            found = [wait().sum(0) for wait in waits]  # in the order of ranks, so that it is the same on every run
             return list(found[0].split(heads, 2)) if one else found
 
         return received
@@ -150,7 +160,7 @@ def hop(axis: Axis, buffer: Tensor, distance: int) -> Callable[[], Tensor]:
     size = buffer.numel()
     sizes = ([size * (rank == other) for rank in range(axis.size)] for other in (of, to))
     sent = _c10d.all_to_all_single(buffer, *sizes, axis.name)
-    return lambda: _c10d.wait_tensor(sent)  # type: ignore[no-any-return]
+    return _under_way(sent)
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:

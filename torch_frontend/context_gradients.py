@@ -112,14 +112,16 @@ def _in_a_ring(
     waiting: Callable[[], Tensor] | None = None
     for shift, runs, (k, v) in engine.blocks(work, keys):
         tiles = [_tile(run, saved, k, v, dout, dlse) for run in runs]
-        for run, found in zip(runs, tiles, strict=True):
-            _add_rows(run, dq, found.dq)
+        for at, run in enumerate(runs):
+            _add_rows(run, dq, tiles[at].dq)
         sums = k.new_zeros(k.numel() + v.numel(), dtype=wide) if waiting is None else waiting()
         dk, dv = exchange.parts_of(sums, shapes)
-        for run, found in zip(runs, tiles, strict=True):
-            run.k.add(dk, found.dk)
-            run.k.add(dv, found.dv)
+        for at, run in enumerate(runs):
+            run.k.add(dk, tiles[at].dk)
+            run.k.add(dv, tiles[at].dv)
         waiting = exchange.hop(work.outer, sums, _to_next(work, shift))
+        del k, v
+        tiles.clear()  # a step's tensors are not held while the next one's are made
 
     def wait() -> Sums:
         if waiting is None:  # nobody sees anything

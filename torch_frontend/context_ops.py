@@ -14,6 +14,7 @@ import torch
 from attn_core import override
 from attn_core.options import Options
 from torch_frontend import autocast, context_engine, context_gradients
+from torch_frontend.context_engine import Work
 from torch_frontend.context_work import Question, Ranks, prepared
 from torch_frontend.once import refuse_second_derivative
 
@@ -26,7 +27,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, asked: Question, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
         made = prepared(asked).work
-        results, saved = context_engine.forward(made, q, k, v, sinks)
+        results, saved = context_engine.forward(made, q, k, v, sinks, with_lse=asked.options.return_lse, keep=True)
         ctx.work, ctx.groups = made, len(saved)
         ctx.save_for_backward(sinks, *(tensor for group in saved for tensor in group))
         ctx.set_materialize_grads(False)
@@ -44,7 +45,16 @@ class Attention(torch.autograd.Function):
             shard, heads = dlse.shape[2], dlse.shape[1]
             dout = out.new_zeros(dlse.shape[0], shard, heads, out.shape[3])
         with autocast.switched_off(dout.device):
-            return None, *context_gradients.backward(ctx.work, saved, sinks, dout, dlse)
+            return None, *context_gradients.backward(ctx.work, saved, sinks, dout, _sent(ctx.work, dout, dlse))
+
+
+def _sent(made: Work, dout: Tensor, dlse: Tensor | None) -> Tensor | None:
+    """The gradient of the log-sum-exp as every rank sends it, whether its own loss depends on it or not."""
+    spec = made.program.call.spec
+    if dlse is not None or not spec.return_lse or made.inner.size == 1:
+        return dlse
+    dtype = torch.float64 if dout.dtype == torch.float64 else torch.float32
+    return dout.new_zeros((dout.shape[0], dout.shape[2], dout.shape[1]), dtype=dtype)
 
 
 def run(asked: Question, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, ...]:
@@ -53,7 +63,8 @@ def run(asked: Question, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) 
         if asked.needs_backward:
             found = Attention.apply(asked, q, k, v, sinks)
             return found if isinstance(found, tuple) else (found,)
-        results, _ = context_engine.forward(prepared(asked).work, q, k, v, sinks)
+        made, with_lse = prepared(asked).work, asked.options.return_lse
+        results, _ = context_engine.forward(made, q, k, v, sinks, with_lse=with_lse, keep=False)
         return tuple(results)
 
 
@@ -84,11 +95,10 @@ def plain(asked: Question) -> tuple[Any, ...]:
 def _question(arguments: tuple[Any, ...]) -> Question:
     q, k, v, sinks = arguments[:TENSORS]
     ranks = Ranks(*arguments[TENSORS : TENSORS + RANKS])
-    documents, causal, alignment, left, right, softcap, scale, deterministic, _, needs, backend = arguments[
+    documents, causal, alignment, left, right, softcap, scale, deterministic, with_lse, needs, backend = arguments[
         TENSORS + RANKS :
     ]
-    # The backward needs the log-sum-exp of this rank's positions, whether the caller does or not.
-    options = Options(causal, alignment, (left, right), softcap, scale, None, None, 0.0, deterministic, True)
+    options = Options(causal, alignment, (left, right), softcap, scale, None, None, 0.0, deterministic, with_lse)
     lengths = longest(documents)
     return Question(
         (q.shape, k.shape, v.shape),
@@ -106,7 +116,7 @@ def longest(documents: Any) -> int | None:
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
     made = prepared(_question(arguments)).work
     with autocast.switched_off(arguments[0].device):
-        (out, lse), _ = context_engine.forward(made, *arguments[:TENSORS])
+        (out, lse), _ = context_engine.forward(made, *arguments[:TENSORS], with_lse=True, keep=False)
     return out.contiguous(), lse.contiguous()
 
 
@@ -122,7 +132,7 @@ def _backward_op(
     made, (q, k, v, sinks) = prepared(_question(arguments)).work, arguments[:TENSORS]
     with autocast.switched_off(q.device):
         saved = context_engine.again(made, q, k, v, out, lse)
-        found = context_gradients.backward(made, saved, sinks, dout, dlse)
+        found = context_gradients.backward(made, saved, sinks, dout, _sent(made, dout, dlse))
     dq, dk, dv, dsinks = (None if each is None else each.contiguous() for each in found)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks  # type: ignore[return-value]
 

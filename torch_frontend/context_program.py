@@ -55,7 +55,7 @@ class Program(NamedTuple):
     keys_alone: bool
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def program(call: ContextCall, part: int, device: torch.device) -> Program:
     """Prepares a rank's part of a call; once for every call of its kind."""
     plan = call.plan

@@ -64,13 +64,26 @@ class Prepared(NamedTuple):
 
 
 def prepared(asked: Question) -> Prepared:
-    """A call once it is compared between ranks and planned; once for every call of its kind."""
-    outer, inner = axis(asked.ranks.outer), axis(asked.ranks.inner)
-    agree(asked, outer, inner)  # first: what only one rank refuses would leave the others waiting for it
-    return planned(asked, outer, inner)
+    """A call once it is planned and compared between ranks; once for every call of its kind.
+
+    What only some ranks refuse, or plan otherwise, is an error on every rank: the others would wait for them.
+    """
+    return _compared(asked, axis(asked.ranks.outer), axis(asked.ranks.inner))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
+def _compared(asked: Question, outer: Axis, inner: Axis) -> Prepared:
+    try:
+        found = planned(asked, outer, inner)
+    except Exception as error:
+        agree(asked, f"{type(error).__name__}: {str(error).splitlines()[0]}", outer, inner)
+        raise
+    names = sorted({name for _, name in found.work.program.call.backends})
+    agree(asked, f"{found.choice.strategy} on {', '.join(names)}", outer, inner)
+    return found
+
+
+@lru_cache(maxsize=64)
 def planned(asked: Question, outer: Axis, inner: Axis) -> Prepared:
     """The same without a word to other ranks."""
     spec, ranks, device = _whole(asked), asked.ranks, device_name(asked.device)

@@ -47,7 +47,7 @@ class ContextCall:
         return self.spec.num_heads // shared, self.spec.num_kv_heads * self.repeats // shared
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)
 def context_call(
     spec: AttentionSpec,
     documents: tuple[int, ...] | None,
