@@ -87,7 +87,8 @@ def _head(speed: dict[str, Any], world: int) -> list[str]:
     return [
         f"{world} x NVIDIA H200 of one host, NVLink multicast off; {made}. One causal row of bfloat16, heads 32/8, "
         "head_dim 128. E is the time of one GPU with the whole row over that of the ranks, divided by their number; "
-        "the backend is the same. Medians over rounds in which the candidates took turns; the slowest rank counts. "
+        "the backend named is that of one GPU, and of a strategy whose every tile it can run; else the next that can. "
+        "Medians over rounds in which the candidates took turns; the slowest rank counts. "
         '"waiting" is how much longer a call takes than without anything being sent.',
         "",
     ]
