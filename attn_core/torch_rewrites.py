@@ -68,7 +68,7 @@ def forward(kernel: Kernel, spec: AttentionSpec, inputs: Inputs, into: Any = Non
     out, lse = kernel.forward(wide, _wide_inputs(wide, inputs), None if spec.sinks or _pads_out(spec, wide) else into)
     if _pads_out(spec, wide):
         out = out[..., : spec.value_dim]
-    return _with_sinks(out, lse, inputs.sinks) if spec.sinks else (out, lse)
+    return with_sinks(out, lse, inputs.sinks) if spec.sinks else (out, lse)
 
 
 def backward(
@@ -89,7 +89,7 @@ def backward(
     if dlse is not None and not native:
         found = _with_lse_gradient(kernel, wide, spec, inputs, out, lse, dlse, found)
     if spec.sinks:
-        found = found._replace(dsinks=_sink_gradient(inputs.sinks, out, lse, dout, dlse))
+        found = found._replace(dsinks=sink_gradient(inputs.sinks, out, lse, dout, dlse))
     return found
 
 
@@ -160,7 +160,8 @@ def _by_head(values: Any) -> Any:
     return values[:, None]
 
 
-def _with_sinks(out: Any, lse: Any, sinks: Any) -> tuple[Any, Any]:
+def with_sinks(out: Any, lse: Any, sinks: Any) -> tuple[Any, Any]:
+    """(out, lse) of the softmax with one logit ``[heads]`` more; a row that sees no key keeps its 0 and -inf."""
     import torch
 
     sinks = _by_head(sinks.detach().to(lse.dtype))
@@ -170,13 +171,16 @@ def _with_sinks(out: Any, lse: Any, sinks: Any) -> tuple[Any, Any]:
     return out, torch.logaddexp(lse, sinks).masked_fill(empty, -torch.inf)
 
 
-def _sink_gradient(sinks: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Any:
-    """``[heads]``: a sink's weight in a row is exp(sink - lse'), its logit's gradient -weight * (delta - dlse)."""
+def sink_gradient(sinks: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Any:
+    """``[heads]``: a sink's weight in a row is exp(sink - lse'), its logit's gradient -weight * (delta - dlse).
+
+    A row that sees no key adds nothing, whatever its dout is.
+    """
     import torch
 
-    share = torch.exp(_by_head(sinks.detach().to(lse.dtype)) - lse).masked_fill(lse == -torch.inf, 0.0)
+    share = torch.exp(_by_head(sinks.detach().to(lse.dtype)) - lse)
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(-1, -2)  # [..., heads, rows]
-    total = share * (delta if dlse is None else delta - dlse)
+    total = (share * (delta if dlse is None else delta - dlse)).masked_fill(lse == -torch.inf, 0.0)
     rows = (0, 2) if total.dim() == 3 else (1,)
     return -total.sum(rows).to(sinks.dtype)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.context_shapes import CANDIDATES, DIM, HEADS, KV_HEADS, SHARDS, Shape, calls_of
+from benchmarks.hopper_group import jax_turn, take_turns
 from benchmarks.measure import environment
 from jax_frontend.context_parallel import context_parallel_attention
 
@@ -54,7 +54,8 @@ def speed(mesh: Any, shape: Shape) -> dict[str, Any]:
                 continue
             runs[name] = run
         found["notes"][word] = notes
-        found["seconds"][word] = _rounds(runs, calls_of(shape))
+        turns = {name: jax_turn(run) for name, run in runs.items()}
+        found["seconds"][word] = take_turns(turns, calls=calls_of(shape), rounds=ROUNDS)
     return found
 
 
@@ -78,21 +79,6 @@ def _compiled(mesh: Any, keywords: dict[str, Any], training: bool) -> Callable[.
     spec = PartitionSpec(None, AXIS)
     body = both if training else attend
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))  # type: ignore[no-any-return]
-
-
-def _rounds(runs: dict[str, Callable[[], Any]], calls: int) -> dict[str, list[float]]:
-    names = list(runs)
-    found: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(ROUNDS):
-        at = turn % max(1, len(names))
-        for name in (*names[at:], *names[:at]):
-            jax.block_until_ready(runs[name]())
-            began = time.perf_counter()
-            for _ in range(calls):
-                last = runs[name]()
-            jax.block_until_ready(last)
-            found[name].append((time.perf_counter() - began) / calls)
-    return found
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torch_frontend
 from benchmarks.context_shapes import CANDIDATES, DIM, HEADS, KV_HEADS, LONG, SHARDS, Shape, calls_of
+from benchmarks.hopper_group import take_turns
 from benchmarks.measure import environment
 from torch_frontend import context_exchange
 from torch_frontend.context_parallel import context_parallel_attention, explain_context_parallel
@@ -89,7 +90,7 @@ def speed(mesh: DeviceMesh, shard: int) -> dict[str, Any]:
         runs, notes = _runs(mesh, whole, training)
         found["notes"][word] = notes
         found["memory"][word] = {name: _memory(run) for name, run in runs.items()}
-        found["seconds"][word] = _rounds(runs, calls, ROUNDS)
+        found["seconds"][word] = _rounds(runs, calls)
         del runs
     return found
 
@@ -102,7 +103,7 @@ def peers(mesh: DeviceMesh, shard: int) -> dict[str, Any]:
     for training in (False, True):
         word = "forward + backward" if training else "forward"
         with _peer(mesh, whole, training) as runs:
-            found["seconds"][word] = _rounds(runs, calls_of(shape), ROUNDS)
+            found["seconds"][word] = _rounds(runs, calls_of(shape))
     return found
 
 
@@ -193,18 +194,13 @@ def _peer(mesh: DeviceMesh, whole: list[torch.Tensor], training: bool) -> Iterat
         yield runs
 
 
-def _rounds(runs: dict[str, Run], calls: int, rounds: int) -> dict[str, list[float]]:
-    """The slowest rank's seconds per call; candidates take turns, and the first of a round is another every time."""
-    names = list(runs)
-    for name in names:
+def _rounds(runs: dict[str, Run], calls: int) -> dict[str, list[float]]:
+    """The slowest rank's seconds per call; every rank takes the same turns."""
+    for run in runs.values():
         for _ in range(2):
-            runs[name]()
-    found: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
-        at = turn % len(names)
-        for name in (*names[at:], *names[:at]):
-            found[name].append(_timed(runs[name], calls))
-    return found
+            run()
+    turns = {name: partial(_timed, run) for name, run in runs.items()}
+    return take_turns(turns, calls=calls, rounds=ROUNDS)
 
 
 def _timed(run: Run, calls: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -81,8 +80,3 @@ def put(whole: Array, part: Array, index: np.ndarray, axis: int) -> Array:
         whole = lax.dynamic_update_slice_in_dim(whole, piece, start, axis=axis)
         at += stop - start
     return whole
-
-
-def spans(ranges: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Ranges ``[start, stop)`` of places as one index array."""
-    return np.concatenate([np.arange(start, stop) for start, stop in ranges])

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from attn_core.context_parallel import places
@@ -98,20 +97,15 @@ def positions_held(place: Place, layout: str, length: int, documents: tuple[int,
 
     Inside ``jax.shard_map`` of this device's places, ``[shard]``, and outside of all of them end to end.
     """
-    axes = place.axes(None)
-    table = places.of_shards(
-        spread(layout, length, axes.parts, axes.members, documents if layout == "zigzag" else None)
-    )
-    held = table < length
-    if documents is not None:
-        starts = np.asarray(documents)
-        table = table - starts[np.searchsorted(starts[1:-1], table, side="right")]
-    found = jnp.asarray(np.where(held, table, 0), jnp.int32)
-    return found[axes.rank] if place.inside else found.ravel()
+    found = jnp.asarray(places.held_positions(_spread(place, layout, length, documents), documents))
+    return found[place.axes(None).rank] if place.inside else found.ravel()
 
 
 def _layout(place: Place, layout: str, length: int, seq_info: Any) -> Layout:
-    documents = documents_of(SeqInfo.coerce(seq_info))
+    return _spread(place, layout, length, documents_of(SeqInfo.coerce(seq_info)))
+
+
+def _spread(place: Place, layout: str, length: int, documents: tuple[int, ...] | None) -> Layout:
     axes = place.axes(None)
     return spread(layout, length, axes.parts, axes.members, documents if layout == "zigzag" else None)
 

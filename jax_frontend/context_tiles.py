@@ -15,10 +15,11 @@ import numpy as np
 
 from attn_core.backends import Gradients, Inputs
 from attn_core.context_parallel.call import ContextCall
+from attn_core.context_parallel.places import spans
 from attn_core.context_parallel.plan import Plan as ContextPlan
 from attn_core.context_parallel.tiles import Tile
 from jax_frontend import ops
-from jax_frontend.context_order import put, spans, taken
+from jax_frontend.context_order import put, taken
 from jax_frontend.differentiable import varying_alike
 from jax_frontend.local_call import varying_as
 from jax_frontend.plan import Plan

@@ -14,7 +14,6 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
 from attn_core.context_parallel import places
@@ -57,8 +56,9 @@ class Active(NamedTuple):
         """Who holds what, for shards of so many places."""
         from torch_frontend.context_shards import layout_of
 
-        length = self.length if self.documents is None else self.documents[-1]
-        return layout_of(self.mesh, self.layout, places * self.mesh.size() if length is None else length, self.seq_info)
+        documents = self.documents
+        length = self.length if documents is None else documents[-1]
+        return layout_of(self.mesh, self.layout, places * self.mesh.size() if length is None else length, documents)
 
     @property
     def documents(self) -> tuple[int, ...] | None:
@@ -87,12 +87,7 @@ class Active(NamedTuple):
 @lru_cache(maxsize=16)
 def _positions(made: Layout, documents: tuple[int, ...] | None, rank: int, device: torch.device) -> Tensor:
     """Copied to a device once: a copy from the host waits for what the device does."""
-    found = places.of_shards(made)[rank]
-    found = np.where(found < made.length, found, 0)
-    if documents is not None:
-        starts = np.asarray(documents)
-        found = found - starts[np.searchsorted(starts[1:-1], found, side="right")]
-    return torch.from_numpy(found.astype(np.int32)).to(device)
+    return torch.from_numpy(places.held_positions(made, documents)[rank]).to(device)
 
 
 _active: ContextVar[Active | None] = ContextVar("attn_core_context_parallel", default=None)

@@ -9,6 +9,7 @@ import torch
 
 from attn_core.backends import Inputs
 from attn_core.context_parallel.merge_torch import merge
+from attn_core.torch_rewrites import with_sinks
 from torch_frontend import context_exchange as exchange
 from torch_frontend.context_exchange import Axis
 from torch_frontend.context_places import Places
@@ -49,7 +50,7 @@ def forward(
     for group, (mine, keys) in one_ahead(arriving):
         out, lse = _attend(work, mine, keys)
         if sinks is not None:
-            out, lse = _with_sinks(lse, out, of_heads(work, sinks, group))
+            out, lse = with_sinks(out, lse, of_heads(work, sinks, group))
         if keep:
             q_rows, k_rows, v_rows = mine
             saved.append(Saved(q_rows, k_rows, v_rows, out, lse))
@@ -128,8 +129,8 @@ class Keys(NamedTuple):
     """Where a group's keys and values come from, block by block.
 
     Attributes:
-        wait: for (k, v) of the first block; every one of a row that is gathered.
-        shapes: of k and v of a block; buffer: where they travel together, in a ring.
+        wait: for (k, v), of a row that is gathered all; in a ring for the buffer that travels, this rank's own block.
+        shapes: in a ring, of k and v in that buffer.
     """
 
     wait: Callable[[], Sequence[Tensor]]
@@ -161,7 +162,7 @@ def blocks(work: Work, keys: Keys) -> Iterator[tuple[int, tuple[Run, ...], Seque
         yield from ((shift, runs, block) for shift, runs in steps)
         return
     (buffer,) = keys.wait()
-    waiting: Callable[[], Tensor] = exchange.hop(work.outer, buffer, steps[0][0]) if steps else lambda: buffer
+    waiting = exchange.hop(work.outer, buffer, steps[0][0])
     for at, (shift, runs) in enumerate(steps):
         buffer = waiting()
         if at + 1 < len(steps):
@@ -172,7 +173,7 @@ def blocks(work: Work, keys: Keys) -> Iterator[tuple[int, tuple[Run, ...], Seque
 def _attend(work: Work, mine: Sequence[Tensor], keys: Keys) -> tuple[Tensor, Tensor]:
     """(out ``[batch, places, heads, value_dim]``, lse ``[batch, heads, places]``) of a group over all blocks."""
     program, q, v = work.program, mine[0], mine[2]
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = getattr(torch, program.call.spec.lse_dtype)
     batch, rows, heads = q.shape[:3]
     shape = (batch, rows, heads, v.shape[3])
     # What two tiles give is rounded once when they are joined; more of them are added up in more digits.
@@ -213,13 +214,6 @@ def inputs_of(run: Run, q: Tensor, k: Tensor, v: Tensor) -> Inputs:
         return Inputs(q, k, v)
     cu_q, cu_k = run.cu_seqlens
     return Inputs(q[0], k[0], v[0], cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
-
-
-def _with_sinks(lse_of_keys: Tensor, out: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the softmax with one logit more for each head; a row that sees no key keeps its 0 and -inf."""
-    joined = torch.logaddexp(lse_of_keys, sinks.to(lse_of_keys.dtype)[None, :, None])
-    kept = (lse_of_keys - joined).exp().transpose(1, 2)[..., None]
-    return (out * kept).to(out.dtype), joined.masked_fill(lse_of_keys == -torch.inf, -torch.inf)
 
 
 def _returned(work: Work, out: Tensor, lse: Tensor | None) -> Callable[[], list[Tensor]]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from attn_core.torch_rewrites import sink_gradient
 from torch_frontend import context_engine as engine
 from torch_frontend import context_exchange as exchange
 from torch_frontend.context_engine import Saved, Work
@@ -27,20 +28,20 @@ def backward(
     work: Work, saved: Sequence[Saved], sinks: Tensor | None, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsinks) of a shard from those of its output; dsinks is this rank's share of the sum over ranks."""
-    call, dsinks = work.program.call, None if sinks is None else torch.zeros_like(sinks, dtype=saved[0].lse.dtype)
+    call, dsinks = work.program.call, None if sinks is None else torch.zeros_like(sinks)
     arriving = (_arriving(work, dout, dlse, group) for group in range(call.head_groups))
     returns = []
     for group, (mine, of_lse) in engine.one_ahead(arriving):
         kept = saved[group]
         if dsinks is not None and sinks is not None:
-            share = _of_sinks(engine.of_heads(work, sinks, group), kept, mine, of_lse)
-            engine.of_heads(work, dsinks, group).add_(share)
+            own = sink_gradient(engine.of_heads(work, sinks, group), kept.out, kept.lse, mine, of_lse)
+            engine.of_heads(work, dsinks, group).copy_(own)
         returns.append(_group(work, kept, mine, of_lse))
     found = [wait() for wait in returns]
     dq, dk, dv = (engine.of_all_heads([group[at] for group in found]) for at in range(3))
     if call.repeats > 1:  # every kv head's copies lie side by side
         dk, dv = (each.unflatten(2, (-1, call.repeats)).sum(3).to(dq.dtype) for each in (dk, dv))
-    return dq, dk, dv, None if dsinks is None or sinks is None else dsinks.to(sinks.dtype)
+    return dq, dk, dv, dsinks
 
 
 def _arriving(work: Work, dout: Tensor, dlse: Tensor | None, group: int) -> Callable[[], tuple[Tensor, Tensor | None]]:
@@ -55,16 +56,6 @@ def _arriving(work: Work, dout: Tensor, dlse: Tensor | None, group: int) -> Call
 
 def _pair(parts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
     return parts[0], None if len(parts) == 1 else parts[1][..., 0].transpose(1, 2)
-
-
-def _of_sinks(sinks: Tensor, saved: Saved, dout: Tensor, dlse: Tensor | None) -> Tensor:
-    """What the logits of this rank's heads ``[heads]`` get: their weights times (dlse - sum(dout * out)), over the rows
-    that see a key."""
-    lse = saved.lse
-    moved = -(dout.to(lse.dtype) * saved.out).sum(-1).transpose(1, 2)
-    moved = moved if dlse is None else moved + dlse
-    weight = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
-    return torch.where(lse == -torch.inf, 0.0, weight * moved).sum((0, 2))
 
 
 def _group(work: Work, saved: Saved, dout: Tensor, dlse: Tensor | None) -> Callable[[], list[Tensor]]:
@@ -124,8 +115,7 @@ def _in_a_ring(
         tiles.clear()  # a step's tensors are not held while the next one's are made
 
     def wait() -> Sums:
-        if waiting is None:  # nobody sees anything
-            return Sums(dq, torch.zeros_like(saved.k, dtype=wide), torch.zeros_like(saved.v, dtype=wide))
+        assert waiting is not None  # keys travel where there are steps
         dk, dv = exchange.parts_of(waiting(), shapes)
         return Sums(dq, dk[:, :count], dv[:, :count])
 

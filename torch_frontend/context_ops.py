@@ -53,8 +53,7 @@ def _sent(made: Work, dout: Tensor, dlse: Tensor | None) -> Tensor | None:
     spec = made.program.call.spec
     if dlse is not None or not spec.return_lse or made.inner.size == 1:
         return dlse
-    dtype = torch.float64 if dout.dtype == torch.float64 else torch.float32
-    return dout.new_zeros((dout.shape[0], dout.shape[2], dout.shape[1]), dtype=dtype)
+    return dout.new_zeros((dout.shape[0], dout.shape[2], dout.shape[1]), dtype=getattr(torch, spec.lse_dtype))
 
 
 def run(asked: Question, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, ...]:

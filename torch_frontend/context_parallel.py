@@ -135,7 +135,7 @@ def question(
     documents: tuple[int, ...] | None,
     backend: Any,
 ) -> Question:
-    """All that a call is, besides the values of its tensors; besides what is chosen for it."""
+    """All that a call is, but for the values of its tensors and for what is chosen."""
     q, k, v = rows
     if q.dim() != 4:
         raise ShapeError(f"q: expected [batch, shard, heads, dim], or seq_info beside {list(q.shape)}")

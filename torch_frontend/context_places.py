@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -37,31 +38,30 @@ class Places:
             return tensor.index_select(axis, self.index)
         if self.are_neighbours:
             return tensor.narrow(axis, self.ranges[0][0] if self.ranges else 0, self.count)
-        shape = (*tensor.shape[:axis], self.count, *tensor.shape[axis + 1 :])
-        made, at = tensor.new_empty(shape), 0
-        for start, stop in self.ranges:
-            made.narrow(axis, at, stop - start).copy_(tensor.narrow(axis, start, stop - start))
-            at += stop - start
+        made = tensor.new_empty((*tensor.shape[:axis], self.count, *tensor.shape[axis + 1 :]))
+        for place, piece in self._pieces(tensor, made, axis):
+            piece.copy_(place)
         return made
 
     def put(self, tensor: Tensor, values: Tensor, axis: int = 1) -> None:
         """Writes values to these places."""
         if self.ranges is None:
             tensor.index_copy_(axis, self.index, values.to(tensor.dtype))
-            return
-        at = 0
-        for start, stop in self.ranges:
-            tensor.narrow(axis, start, stop - start).copy_(values.narrow(axis, at, stop - start))
-            at += stop - start
+        for place, piece in self._pieces(tensor, values, axis):
+            place.copy_(piece)
 
     def add(self, tensor: Tensor, values: Tensor, axis: int = 1) -> None:
         """Adds values to these places, in the tensor's dtype, in their order."""
         if self.ranges is None:
             tensor.index_add_(axis, self.index, values.to(tensor.dtype))
-            return
+        for place, piece in self._pieces(tensor, values, axis):
+            place.add_(piece)
+
+    def _pieces(self, tensor: Tensor, values: Tensor, axis: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each range of places, and the values that belong there: views; none where there is an index."""
         at = 0
-        for start, stop in self.ranges:
-            tensor.narrow(axis, start, stop - start).add_(values.narrow(axis, at, stop - start))
+        for start, stop in self.ranges or ():
+            yield tensor.narrow(axis, start, stop - start), values.narrow(axis, at, stop - start)
             at += stop - start
 
     def spread(self, values: Tensor, size: int, axis: int = 1) -> Tensor:

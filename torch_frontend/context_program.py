@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -71,8 +70,8 @@ def program(call: ContextCall, part: int, device: torch.device) -> Program:
     for step in plan.steps:
         runs = []
         for tile in step.tiles[part]:
-            rows = _index([segment[:2] for segment in tile.segments])
-            keys = _index([segment[2:] for segment in tile.segments])
+            rows = places.spans([segment[:2] for segment in tile.segments])
+            keys = places.spans([segment[2:] for segment in tile.segments])
             keys = keys if of_key is None else of_key[keys]
             first = not touched[rows].any()
             runs.append(_run(call, tile, rows, keys, device, first=first))
@@ -107,7 +106,3 @@ def _run(
         one, other = (torch.tensor([0, *np.cumsum(each)], dtype=torch.int32, device=device) for each in lengths)
         offsets = one, other
     return Run(made, Places(rows, device), Places(keys, device), offsets, first)
-
-
-def _index(ranges: Sequence[Sequence[int]]) -> np.ndarray:
-    return np.concatenate([np.arange(start, stop) for start, stop in ranges])

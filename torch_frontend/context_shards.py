@@ -19,9 +19,8 @@ from torch_frontend.context_exchange import axis, gather
 Tensor = torch.Tensor
 
 
-def layout_of(mesh: DeviceMesh, layout: str, length: int, seq_info: Any) -> Layout:
+def layout_of(mesh: DeviceMesh, layout: str, length: int, documents: tuple[int, ...] | None) -> Layout:
     """Who holds what of a row."""
-    documents = documents_of(seq_info)
     outer, inner = (mesh.size(0), mesh.size(1)) if mesh.ndim == 2 else (mesh.size(), 1)
     group_names(mesh)
     return layouts.layout(layout, length, outer, inner, documents if layout == "zigzag" else None)
@@ -40,7 +39,7 @@ def shard_sequence(
         ``shard`` places at ``dim``; zeros at the last places where the row does not fill them. Differentiable.
     """
     plan.check_tensor("x", x)
-    made = layout_of(mesh, layout, x.shape[dim], seq_info)
+    made = layout_of(mesh, layout, x.shape[dim], documents_of(seq_info))
     index = torch.from_numpy(places.of_shards(made)[rank_of(mesh)]).to(x.device)
     held = made.held(rank_of(mesh))
     found = x.index_select(dim, index[:held])
@@ -57,7 +56,7 @@ def unshard_sequence(
 ) -> Tensor:
     """The whole row of ``length`` positions, on every rank, from every rank's shard ``x``. Without gradients."""
     plan.check_tensor("x", x)
-    made = layout_of(mesh, layout, length, seq_info)
+    made = layout_of(mesh, layout, length, documents_of(seq_info))
     if x.shape[dim] != made.shard:
         raise ShapeError(f"x: expected a shard of {made.shard} positions at dim {dim}, got {x.shape[dim]}")
     shards = x.movedim(dim, 0).contiguous()

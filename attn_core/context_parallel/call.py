@@ -76,14 +76,19 @@ def context_call(
     local = spec.num_kv_heads * repeats // inner
     if head_groups < 1 or local % head_groups:
         raise SpecError(f"head_groups={head_groups}: expected a divisor of the {local} kv heads that a rank computes")
-    edge = band(spec)
-    made = plan(
-        *(strategy, layout, outer, inner, spec.q_len, spec.kv_len),
-        Visible(edge.left, edge.right, edge.offset, documents),
-    )
+    made = spread(spec, documents, strategy, layout, outer, inner)
     call = ContextCall(spec, made, repeats, head_groups, ())
     kinds = {tile_spec(spec, tile, *call.heads): None for step in made.steps for mine in step.tiles for tile in mine}
     return replace(call, backends=_runners(tuple(kinds), target, requested))
+
+
+def spread(
+    spec: AttentionSpec, documents: tuple[int, ...] | None, strategy: str, layout: str, outer: int, inner: int
+) -> Plan:
+    """The plan of a call."""
+    edge = band(spec)
+    visible = Visible(edge.left, edge.right, edge.offset, documents)
+    return plan(strategy, layout, outer, inner, spec.q_len, spec.kv_len, visible)
 
 
 def check_spec(spec: AttentionSpec) -> None:

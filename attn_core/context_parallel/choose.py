@@ -6,14 +6,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from attn_core.context_parallel.call import ContextCall, check_spec, kv_repeats
+from attn_core.context_parallel.call import ContextCall, check_spec, kv_repeats, spread
 from attn_core.context_parallel.cost import Estimate, estimate
 from attn_core.context_parallel.layout import LAYOUTS
 from attn_core.context_parallel.machine import GIB, Constants
-from attn_core.context_parallel.plan import Plan, plan
-from attn_core.context_parallel.tiles import Visible
+from attn_core.context_parallel.plan import Plan
 from attn_core.errors import ShapeError, SpecError
-from attn_core.masks import band
 from attn_core.spec import AttentionSpec
 
 Axes = tuple[int] | tuple[int, int]
@@ -181,9 +179,7 @@ def explain_choice(
 def plan_of(spec: AttentionSpec, documents: tuple[int, ...] | None, strategy: str, layout: str, axes: Axes) -> Plan:
     """The plan of a strategy on axes as a caller names them."""
     outer, inner = axes if len(axes) == 2 else (1, *axes) if strategy == "ulysses" else (*axes, 1)
-    edge = band(spec)
-    visible = Visible(edge.left, edge.right, edge.offset, documents)
-    return plan(strategy, layout, outer, inner, spec.q_len, spec.kv_len, visible)
+    return spread(spec, documents, strategy, layout, outer, inner)
 
 
 def _names(axes: Axes, layout: str) -> tuple[str, ...]:

@@ -57,6 +57,21 @@ def in_blocks(blocks: tuple[Block, ...], size: int, wanted: Block) -> np.ndarray
     return found[positions(wanted.runs)]
 
 
+def held_positions(layout: Layout, documents: tuple[int, ...] | None) -> np.ndarray:
+    """int32 ``[world, shard]``: the position in its row, or in its document, at every place; 0 where there is none."""
+    found = of_shards(layout)
+    held = found < layout.length
+    if documents is not None:
+        starts = np.asarray(documents)
+        found = found - starts[np.searchsorted(starts[1:-1], found, side="right")]
+    return np.where(held, found, 0).astype(np.int32)
+
+
+def spans(ranges: Sequence[Sequence[int]]) -> np.ndarray:
+    """Ranges ``[start, stop)`` of places as one index array."""
+    return np.concatenate([np.arange(start, stop) for start, stop in ranges])
+
+
 def slices(index: np.ndarray, limit: int = 64) -> list[tuple[int, int]] | None:
     """An index array as ``[start, stop)`` of neighbours, where that takes no more than ``limit`` of them; else None."""
     if not len(index):
