@@ -47,9 +47,8 @@ class Engine(NamedTuple):
 
     @property
     def keys(self) -> Order:
-        """How the places of the keys lie that a step computes with."""
-        plan = self.call.plan
-        return order(plan.k_layout, plan.k_blocks if plan.gathered is None else (plan.gathered,))
+        """How the places of a part's keys lie."""
+        return order(self.call.plan.k_layout, self.call.plan.k_blocks)
 
     def first_head(self, group: int) -> Array:
         """The first of the query heads that this device computes of a group."""
@@ -70,18 +69,13 @@ class Engine(NamedTuple):
         return exchange.positions_for_heads(self.axes, self.queries.unsorted(block, self.axes.part))
 
     def block_of_keys(self, array: Array) -> Array:
-        """``[batch, shard, all kv heads, ...]`` as the block that a step computes with, kv heads copied as needed."""
+        """``[batch, shard, all kv heads, ...]`` as this part's block, in order, kv heads copied as needed."""
         copied = array if self.call.repeats == 1 else jnp.repeat(array, self.call.repeats, axis=2)
-        array = exchange.heads_for_positions(self.axes, copied)
-        if self.call.plan.gathered is not None:
-            array = exchange.from_all_parts(self.axes, array)
-        return self.keys.sorted(array, self.axes.part)
+        return self.keys.sorted(exchange.heads_for_positions(self.axes, copied), self.axes.part)
 
     def shard_of_keys(self, block: Array, dtype: Any) -> Array:
-        """The gradient of a block, which lies with the part whose keys it is, as that of the shard."""
+        """The gradient of this part's block as that of the shard."""
         block = self.keys.unsorted(block, self.axes.part)
-        if self.call.plan.gathered is not None:
-            block = exchange.summed_for_each_part(self.axes, block)
         repeats = self.call.repeats
         shard = exchange.positions_for_heads(self.axes, block.astype(dtype) if repeats == 1 else block)
         if repeats == 1:
@@ -157,52 +151,65 @@ def backward(
     return dq, dk, dv, None if sinks is None or dsinks is None else dsinks.astype(sinks.dtype)
 
 
+NOTHING = tiles.Mine(())
+
+
 def _attend(engine: Engine, brought: Brought) -> tuple[Array, Array]:
     """(out, lse) of a group of heads, over all steps."""
     so_far = None
-    for step, keys in _steps(engine, brought.keys):
-        run = partial(_attend_step, engine.runner)
-        so_far = exchange.each_its_own(engine.axes, step.tiles, run, brought.q, *keys.both, so_far)
-    return so_far or tiles.attend(engine.runner, (), brought.q, *brought.keys.both, None)
-
-
-def _attend_step(runner: tiles.Runner, mine: tiles.Tiles, *operands: Any) -> tuple[Array, Array]:
-    return tiles.attend(runner, mine, *operands)
+    run = partial(tiles.attend, engine.runner)
+    for _, kinds, keys in _steps(engine, brought.keys):
+        so_far = exchange.each_its_own(engine.axes, kinds, run, brought.q, *keys.both, so_far)
+    return so_far or run(NOTHING, brought.q, *brought.keys.both, None)
 
 
 def _gradients(engine: Engine, brought: Brought) -> tuple[Array, Pair]:
-    """dq of a group of heads, and dk and dv of this part's block; of all keys where everybody has them all.
+    """dq of a group of heads, and dk and dv of this part's block.
 
     In a ring the gradients of a block follow it, so that each part adds its own, and take the rest of the way home.
+    Where keys are gathered each part sends those of all others at once.
     """
+    assert brought.saved is not None
+    axes, run_of = engine.axes, partial(partial, tiles.gradients, engine.runner)
     dq: Array | None = None
-    travelling: Pair | None = None
+    own: Pair | None = None
+    sent: Pair | None = None
     shift = 0
-    for step, keys in _steps(engine, brought.keys):
-        arrived = None if travelling is None else travelling.hop(engine.axes, step.shift - shift)
-        run = partial(_gradients_step, engine.runner)
-        found, dk, dv = exchange.each_its_own(engine.axes, step.tiles, run, brought.q, *keys.both, brought.saved)
+    for step, kinds, keys in _steps(engine, brought.keys):
+        arrived = None if sent is None else sent.hop(axes, step.shift - shift)
+        run = run_of("own" if step.own else "sent")
+        found, dk, dv = exchange.each_its_own(axes, kinds, run, brought.q, *keys.both, brought.saved)
         dq = found if dq is None else dq + found
-        travelling = Pair.of(dk, dv) if arrived is None else arrived.plus(Pair.of(dk, dv))
-        shift = step.shift
-    if dq is None or travelling is None:
-        dq, dk, dv = _gradients_step(engine.runner, (), brought.q, *brought.keys.both, brought.saved)
-        travelling = Pair.of(dk, dv)
-    return dq, travelling.hop(engine.axes, -shift)
+        pair = Pair.of(dk, dv)
+        if step.own:
+            own = pair
+        elif step.gathered:
+            sent = pair.summed_for_each_part(axes, engine.call.spec.lse_dtype)
+        else:
+            sent, shift = pair if arrived is None else arrived.plus(pair), step.shift
+    if dq is None:
+        dq, *pair_of_nothing = tiles.gradients(
+            engine.runner, "own", NOTHING, brought.q, *brought.keys.both, brought.saved
+        )
+        own = Pair.of(*pair_of_nothing)
+    home = None if sent is None else sent.hop(axes, -shift)
+    whole = [pair for pair in (own, home) if pair is not None]
+    return dq, whole[0] if len(whole) == 1 else whole[0].plus(whole[1])
 
 
-def _gradients_step(runner: tiles.Runner, mine: tiles.Tiles, *operands: Any) -> tuple[Array, Array, Array]:
-    return tiles.gradients(runner, mine, *operands)
+def _steps(engine: Engine, keys: Pair) -> Iterator[tuple[Step, list[tiles.Mine], Pair]]:
+    """Each step with what every part does in it, and its block of keys and values.
 
-
-def _steps(engine: Engine, keys: Pair) -> Iterator[tuple[Step, Pair]]:
-    """Each step with its block of keys and values; the block of the next one is on its way before this one computes."""
-    steps = engine.call.plan.steps
-    keys = keys.hop(engine.axes, steps[0].shift) if steps else keys
+    What the next step computes with is on its way before this one computes.
+    """
+    steps, axes = engine.call.plan.steps, engine.axes
+    coming = keys.hop(axes, steps[0].shift) if steps and not steps[0].gathered else keys
     for step, following in zip(steps, (*steps[1:], None), strict=False):
-        coming = keys if following is None else keys.hop(engine.axes, following.shift - step.shift)
-        yield step, keys
-        keys = coming
+        block = coming.of_all_parts(axes) if step.gathered and step is steps[0] else coming
+        if following is not None:
+            coming = block.of_all_parts(axes) if following.gathered else block.hop(axes, following.shift - step.shift)
+        kinds = [tiles.Mine(mine, part if step.gathered else None) for part, mine in enumerate(step.tiles)]
+        yield step, kinds, block
 
 
 def _one_ahead(groups: int, bring: Any) -> Iterator[tuple[int, Brought]]:

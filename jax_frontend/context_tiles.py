@@ -6,7 +6,7 @@ Queries are ``[batch, rows, heads, dim]``, keys ``[batch, keys, kv_heads, dim]``
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +15,7 @@ import numpy as np
 
 from attn_core.backends import Gradients, Inputs
 from attn_core.context_parallel.call import ContextCall
-from attn_core.context_parallel.places import spans
-from attn_core.context_parallel.plan import Plan as ContextPlan
+from attn_core.context_parallel.places import in_blocks, spans
 from attn_core.context_parallel.tiles import Tile
 from jax_frontend import ops
 from jax_frontend.context_order import put, taken
@@ -28,21 +27,53 @@ Array = jax.Array
 Tiles = tuple[Tile, ...]
 
 
+class Mine(NamedTuple):
+    """What one part computes in a step.
+
+    Attributes:
+        tiles: its calls.
+        of_part: the part, where its keys are among those that were gathered; else None.
+    """
+
+    tiles: Tiles
+    of_part: int | None = None
+
+
 class Runner(NamedTuple):
     """What a tile needs to know of the call that it belongs to."""
 
     call: ContextCall
     device: str
 
-    def accumulator(self, side: str) -> Any:
-        """The dtype in which results along "q" or "k" are put together: float32, or that of the inputs where every
-        place gets one part at most, and float64 for float64."""
-        spec = self.call.spec
-        return jnp.dtype(spec.dtype if _disjoint(self.call.plan, side) else spec.lse_dtype)
+    def accumulator(self, of: str) -> Any:
+        """The dtype in which results are put together, of rows ("q"), of the own block's keys ("own") or of keys whose
+        gradients go to another part ("sent").
+
+        It is float32, float64 for float64; or that of the inputs where nothing is rounded twice for it: where no key
+        gets two parts, for these are added up later, and no row three.
+        """
+        spec, plan = self.call.spec, self.call.plan
+        parts = range(plan.outer)
+        narrow = {
+            "q": lambda: all(plan.calls_of_a_query(part) < 3 for part in parts),
+            "own": lambda: all(plan.own_gradients_alone(part) for part in parts),
+            "sent": lambda: plan.gradients_travel_alone,
+        }
+        return jnp.dtype(spec.dtype if narrow[of]() else spec.lse_dtype)
 
     def planned(self, tile: Tile) -> Plan:
         """The tile as a call of the kernel that was chosen for it."""
         return Plan(*self.call.backend_of(tile), self.device, one_row=False)
+
+    def places(self, mine: Mine, tile: Tile) -> tuple[np.ndarray, np.ndarray]:
+        """Where a tile's rows and keys lie. What was gathered stays as it came, one part's block after the other."""
+        rows = spans([segment[:2] for segment in tile.segments])
+        keys = spans([segment[2:] for segment in tile.segments])
+        plan = self.call.plan
+        if mine.of_part is None or plan.others is None:
+            return rows, keys
+        size = plan.inner * plan.k_layout.shard
+        return rows, in_blocks(plan.k_blocks, size, plan.others[mine.of_part])[keys]
 
 
 class Saved(NamedTuple):
@@ -55,7 +86,7 @@ class Saved(NamedTuple):
 
 
 def attend(
-    runner: Runner, tiles: Tiles, q: Array, k: Array, v: Array, so_far: tuple[Array, Array] | None
+    runner: Runner, mine: Mine, q: Array, k: Array, v: Array, so_far: tuple[Array, Array] | None
 ) -> tuple[Array, Array]:
     """(out, lse) of the rows over the keys of some tiles and those ``so_far``; a row without keys has 0 and -inf.
 
@@ -63,10 +94,10 @@ def attend(
     """
     touched = np.full(q.shape[1], so_far is not None)
     out, lse = so_far or _nothing(runner, q, v)
-    for tile in tiles:
-        rows = spans([segment[:2] for segment in tile.segments])
+    for tile in mine.tiles:
+        rows, keys = runner.places(mine, tile)
         made = runner.planned(tile)
-        part, part_lse = ops.forward(made, _inputs(made, tile, q, k, v))
+        part, part_lse = ops.forward(made, _inputs(made, tile, (rows, keys), q, k, v))
         if made.spec.packed:
             part, part_lse = part[None], part_lse[None]
         part = part.astype(out.dtype)
@@ -80,28 +111,33 @@ def attend(
 def merged(out: Array, lse: Array, other: Array, other_lse: Array) -> tuple[Array, Array]:
     """Attention to two sets of keys as that to both (Milakov, Gimelshein, 2018, arXiv:1805.02867, for two parts).
 
-    A log-sum-exp of -inf is a part without keys, of which both may be.
+    A log-sum-exp of -inf is a part without keys, of which both may be. Computed in its dtype, and rounded once.
     """
     top = jnp.maximum(lse, other_lse)
     base = jnp.where(top == -jnp.inf, 0, top)
     weight, other_weight = jnp.exp(lse - base), jnp.exp(other_lse - base)
     total = weight + other_weight
     share = jnp.where(total == 0, 0, other_weight / jnp.where(total == 0, 1, total))
-    share = share.swapaxes(1, 2)[..., None].astype(out.dtype)  # [batch, heads, rows] -> [batch, rows, heads, 1]
-    return out + share * (other - out), base + jnp.log(total)
+    share = share.swapaxes(1, 2)[..., None]  # [batch, heads, rows] -> [batch, rows, heads, 1]
+    before, further = out.astype(share.dtype), other.astype(share.dtype)
+    return (before + share * (further - before)).astype(out.dtype), base + jnp.log(total)
 
 
-def gradients(runner: Runner, tiles: Tiles, q: Array, k: Array, v: Array, saved: Saved) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) of some tiles, from the output and the log-sum-exp of whole rows; 0 at the places of no tile."""
+def gradients(
+    runner: Runner, of_keys: str, mine: Mine, q: Array, k: Array, v: Array, saved: Saved
+) -> tuple[Array, Array, Array]:
+    """(dq, dk, dv) of some tiles, from the output and the log-sum-exp of whole rows; 0 at the places of no tile.
+
+    ``of_keys`` is "own" or "sent", see ``Runner.accumulator``.
+    """
     totals = [
-        varying_as((q, k, v), jnp.zeros(array.shape, runner.accumulator(side)))
-        for array, side in ((q, "q"), (k, "k"), (v, "k"))
+        varying_as((q, k, v), jnp.zeros(array.shape, runner.accumulator(of)))
+        for array, of in ((q, "q"), (k, of_keys), (v, of_keys))
     ]
     touched = [np.zeros(array.shape[1], bool) for array in totals]
-    for tile in tiles:
-        found = _tile_gradients(runner.planned(tile), tile, q, k, v, saved)
-        rows = spans([segment[:2] for segment in tile.segments])
-        keys = spans([segment[2:] for segment in tile.segments])
+    for tile in mine.tiles:
+        rows, keys = runner.places(mine, tile)
+        found = _tile_gradients(runner.planned(tile), tile, (rows, keys), q, k, v, saved)
         for at, (part, index) in enumerate(((found.dq, rows), (found.dk, keys), (found.dv, keys))):
             part = part.astype(totals[at].dtype)
             if touched[at][index].any():
@@ -112,24 +148,27 @@ def gradients(runner: Runner, tiles: Tiles, q: Array, k: Array, v: Array, saved:
     return dq, dk, dv
 
 
-def _tile_gradients(made: Plan, tile: Tile, q: Array, k: Array, v: Array, saved: Saved) -> Gradients:
-    rows, packed = spans([segment[:2] for segment in tile.segments]), made.spec.packed
+Index = tuple[np.ndarray, np.ndarray]
+"""The places of a tile's rows and of its keys."""
+
+
+def _tile_gradients(made: Plan, tile: Tile, index: Index, q: Array, k: Array, v: Array, saved: Saved) -> Gradients:
+    packed = made.spec.packed
 
     def cut(array: Any, axis: int) -> Any:
         if array is None:
             return None
-        array = taken(array, rows, axis)
+        array = taken(array, index[0], axis)
         return array[0] if packed else array  # packed documents are one row: [1, tokens, ...] -> [tokens, ...]
 
     out, lse, dout, dlse = cut(saved.out, 1), cut(saved.lse, 2), cut(saved.dout, 1), cut(saved.dlse, 2)
-    found = ops.backward(made, _inputs(made, tile, q, k, v), out, lse, dout, dlse)
+    found = ops.backward(made, _inputs(made, tile, index, q, k, v), out, lse, dout, dlse)
     return Gradients(*(array[None] for array in found[:3])) if packed else found
 
 
-def _inputs(made: Plan, tile: Tile, q: Array, k: Array, v: Array) -> Inputs:
+def _inputs(made: Plan, tile: Tile, index: Index, q: Array, k: Array, v: Array) -> Inputs:
     """The tile's rows and keys; several segments as packed documents, without the row axis."""
-    rows = spans([segment[:2] for segment in tile.segments])
-    keys = spans([segment[2:] for segment in tile.segments])
+    rows, keys = index
     inputs = Inputs(taken(q, rows, 1), taken(k, keys, 1), taken(v, keys, 1))
     if not made.spec.packed:
         return inputs
@@ -145,16 +184,3 @@ def _nothing(runner: Runner, q: Array, v: Array) -> tuple[Array, Array]:
     out = jnp.zeros((batch, rows, heads, v.shape[-1]), runner.accumulator("q"))
     lse = jnp.full((batch, heads, rows), -jnp.inf, runner.call.spec.lse_dtype)
     return varying_as((q, v), out), varying_as((q, v), lse)
-
-
-def _disjoint(plan: ContextPlan, side: str) -> bool:
-    """Whether no place of the queries ("q") or the keys ("k") of any part is in two tiles of the whole plan."""
-    if len(plan.steps) > 1 or (side == "k" and plan.outer > 1):
-        return False
-    first = 0 if side == "q" else 2
-    for step in plan.steps:
-        for tiles in step.tiles:
-            ranges = sorted(segment[first : first + 2] for tile in tiles for segment in tile.segments)
-            if any(stop > start for (_, stop), (start, _) in pairwise(ranges)):
-                return False
-    return True

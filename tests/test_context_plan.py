@@ -59,7 +59,9 @@ def calls(made: Plan) -> Iterator[tuple[Tile, np.ndarray, np.ndarray]]:
     """Every tile with the positions of its queries' block and its keys' block, by which block a rank has then."""
     for step in made.steps:
         for part, mine in enumerate(step.tiles):
-            keys = made.gathered or made.k_blocks[(part - step.shift) % made.outer]
+            keys = made.k_blocks[(part - step.shift) % made.outer]
+            if step.gathered:
+                keys = made.others[part]
             for tile in mine:
                 yield tile, positions_of(made.q_blocks[part].runs), positions_of(keys.runs)
 
@@ -144,10 +146,13 @@ def test_shards_and_blocks_hold_every_position_once(question: tuple[Any, ...]) -
         together = np.concatenate([positions_of(block.runs) for block in blocks])
         assert sorted(together) == list(range(held.length))
         assert [len(positions_of(block.runs)) for block in blocks] == [block.count for block in blocks]
-    if made.gathered is not None:
-        assert sorted(positions_of(made.gathered.runs)) == list(range(made.k_layout.length))
+    assert (made.others is None) == (made.strategy == "ring" or made.outer == 1)
+    for own, others in zip(made.k_blocks, made.others or (), strict=False):
+        both = [*positions_of(own.runs), *positions_of(others.runs)]
+        assert sorted(both) == list(range(made.k_layout.length))
     assert all(any(step.tiles) for step in made.steps)
-    assert [step.shift for step in made.steps] == sorted({step.shift for step in made.steps})
+    order = [(step.gathered, step.shift) for step in made.steps]
+    assert order == sorted(set(order)) and not any(step.gathered and step.shift for step in made.steps)
 
 
 # Faults that the judge must find
@@ -168,7 +173,7 @@ def with_tile(made: Plan, change: Callable[[Tile], tuple[Tile, ...]]) -> Plan:
             tuple(new for tile in of_part for new in (change(tile) if tile == largest else (tile,)))
             for of_part in step.tiles
         )
-        steps.append(Step(step.shift, mine))
+        steps.append(replace(step, tiles=mine))
     return replace(made, steps=tuple(steps))
 
 

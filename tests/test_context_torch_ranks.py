@@ -113,14 +113,14 @@ def talks(case: Case) -> dict[str, int]:
     found = {"all_to_all_single": 0, "all_gather_into_tensor": 0}
     if made.inner > 1:  # q, k and v in one message, out, lse; then dout, dlse; and dq, dk, dv
         found["all_to_all_single"] += groups * (3 + 2 + 3)
-    if made.outer > 1 and made.strategy == "ring":  # keys twice, from step to step; their gradients, and home
+    if made.outer > 1 and made.strategy == "ring":
         shifts = [step.shift for step in made.steps]
         assert shifts[0] == 0
-        hops = len(shifts) - 1
-        found["all_to_all_single"] += groups * (2 * hops + hops + (shifts[-1] > 0))
+        hops = len(shifts) - 1  # of keys twice, from step to step; their gradients begin at the second one, and go home
+        found["all_to_all_single"] += groups * (2 * hops + hops)
     elif made.outer > 1:
         found["all_gather_into_tensor"] = 2 * groups
-        found["all_to_all_single"] += groups  # every rank's part of the gradients of all keys
+        found["all_to_all_single"] += groups  # what every rank has of the gradients of all keys
     return {kind: number for kind, number in found.items() if number}
 
 

@@ -9,6 +9,7 @@ import torch
 
 from attn_core.backends import Inputs
 from attn_core.context_parallel.merge_torch import merge
+from attn_core.context_parallel.plan import Step
 from attn_core.torch_rewrites import with_sinks
 from torch_frontend import context_exchange as exchange
 from torch_frontend.context_exchange import Axis
@@ -129,10 +130,13 @@ class Keys(NamedTuple):
     """Where a group's keys and values come from, block by block.
 
     Attributes:
-        wait: for (k, v), of a row that is gathered all; in a ring for the buffer that travels, this rank's own block.
+        own: k and v of this rank's block.
+        wait: for (k, v) of everybody's, where they are gathered; in a ring for the buffer that travels, at first with
+            the own block.
         shapes: in a ring, of k and v in that buffer.
     """
 
+    own: Sequence[Tensor]
     wait: Callable[[], Sequence[Tensor]]
     shapes: tuple[torch.Size, torch.Size] | None = None
 
@@ -140,13 +144,13 @@ class Keys(NamedTuple):
 def keys_of(work: Work, tensors: Sequence[Tensor]) -> Keys:
     """Starts the way of keys and values to the ranks that attend to them, if there are any."""
     program = work.program
-    if work.outer.size == 1 or not program.steps:
-        return Keys(lambda: tensors)
+    if all(step.own for step, _ in program.steps):
+        return Keys(tensors, lambda: tensors)
     blocks = [_padded(tensor, program.k_size) for tensor in tensors]
-    if program.call.plan.strategy == "ring":
-        k, v = (block.shape for block in blocks)
-        return Keys(lambda: [exchange.flat(blocks)], (k, v))
-    return Keys(exchange.gather(work.outer, blocks))
+    if program.gathers:
+        return Keys(tensors, exchange.gather(work.outer, blocks))
+    k, v = (block.shape for block in blocks)
+    return Keys(tensors, lambda: [exchange.flat(blocks)], (k, v))
 
 
 def _padded(tensor: Tensor, size: int) -> Tensor:
@@ -154,20 +158,20 @@ def _padded(tensor: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, lacking)) if lacking else tensor
 
 
-def blocks(work: Work, keys: Keys) -> Iterator[tuple[int, tuple[Run, ...], Sequence[Tensor]]]:
-    """Every step: how far its block has come, what this rank does with it, and the block; the next one under way."""
+def blocks(work: Work, keys: Keys) -> Iterator[tuple[Step, tuple[Run, ...], Sequence[Tensor]]]:
+    """Every step, what this rank does in it, and its block; the next step's block is under way meanwhile."""
     steps = work.program.steps
     if keys.shapes is None:
-        block = keys.wait() if steps else ()
-        yield from ((shift, runs, block) for shift, runs in steps)
+        for step, runs in steps:
+            yield step, runs, keys.wait() if step.gathered else keys.own
         return
     (buffer,) = keys.wait()
-    waiting = exchange.hop(work.outer, buffer, steps[0][0])
-    for at, (shift, runs) in enumerate(steps):
+    waiting = exchange.hop(work.outer, buffer, steps[0][0].shift)
+    for at, (step, runs) in enumerate(steps):
         buffer = waiting()
         if at + 1 < len(steps):
-            waiting = exchange.hop(work.outer, buffer, steps[at + 1][0] - shift)
-        yield shift, runs, exchange.parts_of(buffer, keys.shapes)
+            waiting = exchange.hop(work.outer, buffer, steps[at + 1][0].shift - step.shift)
+        yield step, runs, exchange.parts_of(buffer, keys.shapes)
 
 
 def _attend(work: Work, mine: Sequence[Tensor], keys: Keys) -> tuple[Tensor, Tensor]:
@@ -176,15 +180,14 @@ def _attend(work: Work, mine: Sequence[Tensor], keys: Keys) -> tuple[Tensor, Ten
     wide = getattr(torch, program.call.spec.lse_dtype)
     batch, rows, heads = q.shape[:3]
     shape = (batch, rows, heads, v.shape[3])
-    # What two tiles give is rounded once when they are joined; more of them are added up in more digits.
-    made, summed = q.new_empty if program.covered else q.new_zeros, q.dtype if program.most < 3 else wide
+    made, summed = q.new_empty if program.covered else q.new_zeros, summed_in(work, q, wide)
     out = lse = None
     for _, runs, (k, v) in blocks(work, keys):
         for run in runs:
             part = run.made.forward(run.made.spec, inputs_of(run, q, k, v))
             part_out, part_lse = (tensor[None] for tensor in part) if run.made.spec.packed else part
-            if out is None and run.q.are_all_of(rows) and part_out.dtype == summed:
-                out, lse = part_out, part_lse
+            if out is None and run.q.are_all_of(rows):
+                out, lse = part_out.to(summed), part_lse
                 continue
             if out is None or lse is None:
                 out, lse = made(shape, dtype=summed), q.new_full((batch, heads, rows), -torch.inf, dtype=wide)
@@ -198,6 +201,11 @@ def _attend(work: Work, mine: Sequence[Tensor], keys: Keys) -> tuple[Tensor, Ten
     if out is None or lse is None:  # nobody sees anything
         return q.new_zeros(shape), q.new_full((batch, heads, rows), -torch.inf, dtype=wide)
     return out.to(q.dtype), lse
+
+
+def summed_in(work: Work, q: Tensor, wide: torch.dtype) -> torch.dtype:
+    """The dtype in which a query's parts are put together: two are rounded once, more add up in ``wide``."""
+    return q.dtype if work.program.most < 3 else wide
 
 
 def _merge(run: Run, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:

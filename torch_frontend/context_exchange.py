@@ -108,36 +108,35 @@ def gather(axis: Axis, tensors: Sequence[Tensor]) -> Waiting:
     return received
 
 
-def sums_like(
-    axis: Axis, tensors: Sequence[Tensor], size: int, dtype: torch.dtype
-) -> tuple[list[Tensor], Callable[[], Waiting]]:
-    """Zeros for sums beside what ``gather`` gives of ``size`` places of such tensors, and what starts adding them up.
+class Sums:
+    """Sums beside what ``gather`` gives, zeros at first, and their way to the ranks whose they are.
 
-    Args:
-        tensors: ``[batch, places, heads, dim]``.
-
-    Returns:
-        ``[batch, ranks * size, heads, dim]`` each; and a function that sends them and gives what waits for this rank's
-        ``[batch, size, heads, dim]`` of the sum over ranks.
+    Attributes:
+        views: for each tensor ``[batch, ranks * size, heads, dim]``.
     """
-    one = len({tensor.shape[-1] for tensor in tensors}) == 1
-    heads, batch = [tensor.shape[2] for tensor in tensors], tensors[0].shape[0]
-    shapes = [(sum(heads), tensors[0].shape[3])] if one else [tuple(tensor.shape[2:]) for tensor in tensors]
-    made = [tensors[0].new_zeros((axis.size, batch, size, *shape), dtype=dtype) for shape in shapes]
-    # [ranks, batch, places, heads, dim] -> [batch, ranks * places, heads, dim]: a view where there is one row
-    whole = [each.transpose(0, 1).flatten(1, 2) for each in made]
-    views = list(whole[0].split(heads, 2)) if one else whole
 
-    def start() -> Waiting:
-        waits = [_to_all(axis, each.unflatten(1, (axis.size, size)).transpose(0, 1).contiguous()) for each in whole]
+    def __init__(self, axis: Axis, tensors: Sequence[Tensor], size: int, dtype: torch.dtype) -> None:
+        """``tensors``: what is gathered, ``[batch, places, heads, dim]``, in ``size`` places; the sums' ``dtype``."""
+        self._axis, self._size, self._heads = axis, size, [tensor.shape[2] for tensor in tensors]
+        self._one = len({tensor.shape[-1] for tensor in tensors}) == 1
+        like, shapes = tensors[0], [tuple(tensor.shape[2:]) for tensor in tensors]
+        shapes = [(sum(self._heads), like.shape[3])] if self._one else shapes
+        made = (like.new_zeros((axis.size, like.shape[0], size, *shape), dtype=dtype) for shape in shapes)
+        # [ranks, batch, places, heads, dim] -> [batch, ranks * places, heads, dim]: a view where there is one row
+        self._whole = [each.transpose(0, 1).flatten(1, 2) for each in made]
+        self.views = list(self._whole[0].split(self._heads, 2)) if self._one else self._whole
+
+    def start(self) -> Waiting:
+        """Sends them; what waits for this rank's ``[batch, size, heads, dim]`` of the sum over ranks."""
+        parts = (each.unflatten(1, (self._axis.size, self._size)).transpose(0, 1) for each in self._whole)
+        waits = [_to_all(self._axis, part.contiguous()) for part in parts]
 
         def received() -> list[Tensor]:
-            found = [wait().sum(0) for wait in waits]  # in the order of ranks, so that it is the same on every run
-            return list(found[0].split(heads, 2)) if one else found
+            # In the order of ranks, so that it is the same on every run; rounded once.
+            found = [wait().sum(0) for wait in waits]
+            return list(found[0].split(self._heads, 2)) if self._one else found
 
         return received
-
-    return views, start
 
 
 def _side_by_side(tensors: Sequence[Tensor], axis: int) -> Tensor:

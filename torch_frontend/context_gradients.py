@@ -2,26 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
 
+from attn_core.context_parallel.plan import Step
 from attn_core.torch_rewrites import sink_gradient
 from torch_frontend import context_engine as engine
 from torch_frontend import context_exchange as exchange
 from torch_frontend.context_engine import Saved, Work
+from torch_frontend.context_places import Places
 from torch_frontend.context_program import Run
 
 Tensor = torch.Tensor
 
 
-class Sums(NamedTuple):
-    """Gradients that tiles add to, in float32 (float64 for float64)."""
+class Found(NamedTuple):
+    """Gradients of a group's block, ``[batch, places, heads, dim]`` each."""
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
+
+
+class Total:
+    """Gradients along the places of a block, of a dtype, to which runs add theirs."""
+
+    def __init__(self, block: Tensor, dtype: torch.dtype) -> None:
+        self.block, self.dtype = block, dtype
+        self.so_far: Tensor | None = None
+
+    def add(self, places: Places, found: Tensor) -> None:
+        """Adds a run's; the first that reaches all places is taken as it is."""
+        if self.so_far is None and places.are_all_of(self.block.shape[1]):
+            self.so_far = found.to(self.dtype)
+        else:
+            places.add(self.value(), found)
+
+    def value(self) -> Tensor:
+        """What has been added; zeros at first."""
+        if self.so_far is None:
+            self.so_far = torch.zeros_like(self.block, dtype=self.dtype)
+        return self.so_far
 
 
 def backward(
@@ -60,95 +84,91 @@ def _pair(parts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
 
 def _group(work: Work, saved: Saved, dout: Tensor, dlse: Tensor | None) -> Callable[[], list[Tensor]]:
     """A group's gradients; what waits for them as ``[batch, shard, ranks, heads, dim]``."""
-    keys = engine.keys_of(work, [saved.k, saved.v])
-    if keys.shapes:
-        waiting = _in_a_ring(work, saved, dout, dlse, keys, keys.shapes)
-    else:
-        waiting = _of_one(work, saved, dout, dlse, keys)
+    steps = _steps(work, saved, dout, dlse)
+    waiting = (_of_everybody if work.program.gathers else _of_blocks)(work, saved, steps)
     if work.outer.size == 1:
         return _home(work, waiting(), saved.q.dtype)
     return lambda: _home(work, waiting(), saved.q.dtype)()
 
 
-def _of_one(work: Work, saved: Saved, dout: Tensor, dlse: Tensor | None, keys: engine.Keys) -> Callable[[], Sums]:
-    """Of a row whose keys are all here, or were gathered: their gradients are summed over the ranks that saw them."""
-    program, (k, v), wide = work.program, keys.wait(), saved.lse.dtype
-    if program.keys_alone:
-        ((run,),) = (runs for _, runs in program.steps)
-        found = _tile(run, saved, k, v, dout, dlse)
-        return lambda: Sums(run.q.spread(found.dq, program.q_size), found.dk, found.dv)
-    dq = _dq(work, saved)
-    start: Callable[[], exchange.Waiting] | None = None
-    if work.outer.size == 1:
-        sums = [torch.zeros_like(each, dtype=wide) for each in (k, v)]
-    else:
-        sums, start = exchange.sums_like(work.outer, (saved.k, saved.v), program.k_size, wide)
-    for _, runs in program.steps:
-        for run in runs:
-            found = _tile(run, saved, k, v, dout, dlse)
-            _add_rows(run, dq, found.dq)
-            run.k.add(sums[0], found.dk)
-            run.k.add(sums[1], found.dv)
-    if start is None:
-        return lambda: Sums(dq, *sums)
-    received, count = start(), saved.k.shape[1]
-    return lambda: Sums(dq, *(each[:, :count] for each in received()))
+Steps = Iterator[tuple[Step, tuple[Run, ...], list[Found]]]
+"""Every step with what its runs found, computed when it is asked for."""
 
 
-def _in_a_ring(
-    work: Work, saved: Saved, dout: Tensor, dlse: Tensor | None, keys: engine.Keys, shapes: Sequence[torch.Size]
-) -> Callable[[], Sums]:
-    """The gradients of keys travel with their block, a step behind it, and go home from the last of its ranks."""
-    dq, wide, count = _dq(work, saved), saved.lse.dtype, saved.k.shape[1]
+def _steps(work: Work, saved: Saved, dout: Tensor, dlse: Tensor | None) -> Steps:
+    for step, runs, (k, v) in engine.blocks(work, engine.keys_of(work, [saved.k, saved.v])):
+        found = [_run(run, saved, k, v, dout, dlse) for run in runs]
+        del k, v  # a block is not held while the one after the next arrives
+        yield step, runs, found
+
+
+def _of_everybody(work: Work, saved: Saved, steps: Steps) -> Callable[[], Found]:
+    """Where keys were gathered: a rank adds up their gradients for everybody, and gets its own of every rank."""
+    program, size = work.program, work.program.k_size
+    dtype = saved.k.dtype if program.sent_alone else saved.lse.dtype
+    dq, sent = _dq(work, saved), exchange.Sums(work.outer, (saved.k, saved.v), size, dtype)
+    for step, runs, found in steps:
+        for run, (its_dq, *pair) in zip(runs, found, strict=True):
+            dq.add(run.q, its_dq)
+            for whole, part in zip(sent.views, pair, strict=True):
+                place = whole if step.gathered else whole.narrow(1, work.outer.rank * size, size)
+                run.k.add(place, part)
+        found.clear()
+    received, count = sent.start(), saved.k.shape[1]
+    return lambda: Found(dq.value(), *(each[:, :count] for each in received()))
+
+
+def _of_blocks(work: Work, saved: Saved, steps: Steps) -> Callable[[], Found]:
+    """The gradients of other ranks' blocks travel with them, a step behind, and go home from the last that sees them;
+    those of the own one stay."""
+    program, shapes = work.program, [_padded_shape(each, work.program.k_size) for each in (saved.k, saved.v)]
+    narrow, wide = saved.k.dtype, saved.lse.dtype
+    dq, own = _dq(work, saved), [Total(each, narrow if program.own_alone else wide) for each in (saved.k, saved.v)]
     waiting: Callable[[], Tensor] | None = None
-    for shift, runs, (k, v) in engine.blocks(work, keys):
-        tiles = [_tile(run, saved, k, v, dout, dlse) for run in runs]
-        for at, run in enumerate(runs):
-            _add_rows(run, dq, tiles[at].dq)
-        sums = k.new_zeros(k.numel() + v.numel(), dtype=wide) if waiting is None else waiting()
-        dk, dv = exchange.parts_of(sums, shapes)
-        for at, run in enumerate(runs):
-            run.k.add(dk, tiles[at].dk)
-            run.k.add(dv, tiles[at].dv)
-        waiting = exchange.hop(work.outer, sums, _to_next(work, shift))
-        del k, v
-        tiles.clear()  # a step's tensors are not held while the next one's are made
+    for step, runs, found in steps:
+        sums: list[Tensor] = []
+        if not step.own:
+            buffer = _zeros(shapes, saved.k, narrow if program.sent_alone else wide) if waiting is None else waiting()
+            sums = exchange.parts_of(buffer, shapes)
+        for run, (its_dq, *pair) in zip(runs, found, strict=True):
+            dq.add(run.q, its_dq)
+            for at, part in enumerate(pair):
+                run.k.add(sums[at], part) if sums else own[at].add(run.k, part)
+        found.clear()  # a step's tensors are not held while the next one's are made
+        if sums:
+            waiting = exchange.hop(work.outer, buffer, _to_next(work, step))
+    count = saved.k.shape[1]
 
-    def wait() -> Sums:
-        assert waiting is not None  # keys travel where there are steps
-        dk, dv = exchange.parts_of(waiting(), shapes)
-        return Sums(dq, dk[:, :count], dv[:, :count])
+    def wait() -> Found:
+        if waiting is None:
+            return Found(dq.value(), own[0].value(), own[1].value())
+        arrived = exchange.parts_of(waiting(), shapes)
+        return Found(dq.value(), *(mine.value() + its[:, :count] for mine, its in zip(own, arrived, strict=True)))
 
     return wait
 
 
-def _to_next(work: Work, shift: int) -> int:
+def _padded_shape(tensor: Tensor, size: int) -> tuple[int, ...]:
+    return (tensor.shape[0], size, *tensor.shape[2:])
+
+
+def _zeros(shapes: Sequence[Sequence[int]], like: Tensor, dtype: torch.dtype) -> Tensor:
+    return like.new_zeros(sum(map(prod, shapes)), dtype=dtype)
+
+
+def _to_next(work: Work, step: Step) -> int:
     """How far the sums of a block go after a step: on to the next step's rank, or home after the last."""
-    shifts = [step for step, _ in work.program.steps]
-    at = shifts.index(shift)
-    return shifts[at + 1] - shift if at + 1 < len(shifts) else work.outer.size - shift
+    shifts = [each.shift for each, _ in work.program.steps]
+    at = shifts.index(step.shift)
+    return (shifts[at + 1] if at + 1 < len(shifts) else work.outer.size) - step.shift
 
 
-def _dq(work: Work, saved: Saved) -> Tensor:
-    return torch.zeros_like(saved.q, dtype=None if work.program.most < 2 else saved.lse.dtype)
+def _dq(work: Work, saved: Saved) -> Total:
+    return Total(saved.q, engine.summed_in(work, saved.q, saved.lse.dtype))
 
 
-def _add_rows(run: Run, dq: Tensor, found: Tensor) -> None:
-    if run.first:
-        run.q.put(dq, found)
-    else:
-        run.q.add(dq, found)
-
-
-class Tile(NamedTuple):
-    """One tile's gradients, with a batch axis."""
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-
-
-def _tile(run: Run, saved: Saved, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None) -> Tile:
+def _run(run: Run, saved: Saved, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None) -> Found:
+    """The gradients of what one run computes."""
     inputs = engine.inputs_of(run, saved.q, k, v)
     rows, lse = (
         [run.q.of(saved.out), run.q.of(dout)],
@@ -160,10 +180,10 @@ def _tile(run: Run, saved: Saved, k: Tensor, v: Tensor, dout: Tensor, dlse: Tens
     found = run.made.backward(
         run.made.spec, inputs, rows[0], lse[0].contiguous(), rows[1], lse[1] if len(lse) > 1 else None
     )
-    return Tile(*(each[None] if packed else each for each in found[:3]))
+    return Found(*(each[None] if packed else each for each in found[:3]))
 
 
-def _home(work: Work, sums: Sums, dtype: torch.dtype) -> Callable[[], list[Tensor]]:
+def _home(work: Work, sums: Found, dtype: torch.dtype) -> Callable[[], list[Tensor]]:
     """Starts the way of dq, dk, dv back to shards; copies of kv heads are still apart, and then in the sums' dtype."""
     call, inner = work.program.call, work.inner.size
     dq, pair = sums.dq.to(dtype), [each if call.repeats > 1 else each.to(dtype) for each in sums[1:]]

@@ -11,6 +11,7 @@ import torch
 from attn_core import backends
 from attn_core.context_parallel import places
 from attn_core.context_parallel.call import ContextCall
+from attn_core.context_parallel.plan import Step
 from attn_core.context_parallel.tiles import Tile
 from torch_frontend.context_places import Places
 from torch_frontend.plan import Plan, device_name, on_device
@@ -34,24 +35,31 @@ class Program(NamedTuple):
 
     Attributes:
         part: which part of the row its ranks share.
-        steps: ``(shift, runs)`` of every step of the plan, those in which this part does nothing among them.
+        steps: ``(step, runs)`` of every step of the plan, those in which this part does nothing among them.
         q_held, k_held: where a part's ranks hold its positions, in their shards end to end.
         k_size, q_size: places of a block of keys that travels, and of this part's queries.
         most: how many runs touch a query at most; covered: whether every query is touched by a run that is the first to
             touch any of its own.
-        keys_alone: whether a single run reads every key of the block.
+        own_alone, sent_alone: whether the gradients of the own block's keys, and those that ranks send each other, are
+            each a single run's, and no sums.
     """
 
     call: ContextCall
     part: int
-    steps: tuple[tuple[int, tuple[Run, ...]], ...]
+    steps: tuple[tuple[Step, tuple[Run, ...]], ...]
     q_held: Places
     k_held: Places
     k_size: int
     q_size: int
     most: int
     covered: bool
-    keys_alone: bool
+    own_alone: bool
+    sent_alone: bool
+
+    @property
+    def gathers(self) -> bool:
+        """Whether any rank sees keys of other parts that everybody gets."""
+        return any(step.gathered for step, _ in self.steps)
 
 
 @lru_cache(maxsize=64)
@@ -63,11 +71,10 @@ def program(call: ContextCall, part: int, device: torch.device) -> Program:
     q_size = q_block.count if split else plan.q_layout.shard
     k_size = max(block.count for block in plan.k_blocks) if split else plan.k_layout.shard
     touched, begun = np.zeros(q_size, np.int64), np.zeros(q_size, bool)
-    travels = plan.outer > 1 and plan.gathered is not None
-    # Where everybody gets all keys, they stay as they come, block after block: tiles find theirs there.
-    of_key = places.in_blocks(plan.k_blocks, k_size, plan.gathered) if travels and plan.gathered else None
     steps = []
     for step in plan.steps:
+        # What is gathered stays as it comes, block after block: tiles find their keys there.
+        of_key = places.in_blocks(plan.k_blocks, k_size, plan.keys(step, part)) if step.gathered else None
         runs = []
         for tile in step.tiles[part]:
             rows = places.spans([segment[:2] for segment in tile.segments])
@@ -77,8 +84,7 @@ def program(call: ContextCall, part: int, device: torch.device) -> Program:
             runs.append(_run(call, tile, rows, keys, device, first=first))
             touched[rows] += 1
             begun[rows] |= first
-        steps.append((step.shift, tuple(runs)))
-    every_run = [run for _, runs in steps for run in runs]
+        steps.append((step, tuple(runs)))
     return Program(
         call=call,
         part=part,
@@ -87,9 +93,10 @@ def program(call: ContextCall, part: int, device: torch.device) -> Program:
         k_held=Places(places.order(plan.k_layout, k_block) if split else np.arange(k_size), device),
         k_size=k_size,
         q_size=q_size,
-        most=int(touched.max(initial=0)),
+        most=plan.calls_of_a_query(part),
         covered=bool(begun.all()),
-        keys_alone=len(every_run) == 1 and plan.outer == 1 and every_run[0].k.are_all_of(k_size),
+        own_alone=plan.own_gradients_alone(part),
+        sent_alone=plan.gradients_travel_alone,
     )
 
 

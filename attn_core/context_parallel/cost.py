@@ -6,13 +6,13 @@ its operands and results take through memory, and its launch; its backward takes
 element, a rank receives in a forward
 
     ring        S Hk 2D e at every step but the last, while it computes
-    all_gather  (P - 1) S Hk 2D e, before it computes
+    all_gather  (P - 1) S Hk 2D e, while it computes with its own keys
     ulysses     (U - 1) / U  S (2H + 2Hk) D e, partly before and partly after it computes
 
 which are the counts of Ring Attention (arXiv:2310.01889), of the all-gather in Llama 3's training (arXiv:2407.21783,
-3.3.2) and of DeepSpeed-Ulysses (arXiv:2309.14509). A backward exchanges the same again, and the gradients of k and v in
-accumulators' precision. In every step all wait for the busiest part. One group of heads is taken; nothing but a ring's
-hops goes on while something is computed.
+3.3.2) and of DeepSpeed-Ulysses (arXiv:2309.14509). A backward exchanges the same again, and the gradients of k and v:
+as a tile made them, or in accumulators' precision where they are sums of several tiles'. In every step of a ring all
+wait for the busiest part. One group of heads is taken.
 """
 
 from __future__ import annotations
@@ -125,66 +125,95 @@ def _forward(spec: AttentionSpec, plan: Plan, sizes: Sizes, constants: Constants
     heads += _heads_exchange(plan, sizes.out * sizes.element, constants)
     if plan.strategy == "ring":
         hop = _hop(plan, block, constants)
-        seconds = _in_turn(steps, [hop if at < len(steps) - 1 else 0.0 for at in range(len(steps))], constants)
-        buffers = block * min(2, len(steps)) + sizes.out * sizes.accumulator * (len(steps) > 1)
+        busy, seconds = _in_turn(steps, [hop if at < len(steps) - 1 else 0.0 for at in range(len(steps))], constants)
+        buffers = block * min(2, len(steps)) + sizes.out * sizes.accumulator * (len(steps) > 2)
     else:
-        seconds = _gather(plan, block, constants) + sum(steps)
-        buffers = block * plan.outer * _copies(plan) * (plan.outer > 1)
+        busy, seconds = _gathering(steps, plan, block, constants)
+        buffers = block * plan.outer * _copies(plan) * _gathers(plan)
     own = (sizes.q + sizes.out + sizes.kv) * sizes.element
     exchanged = own if plan.inner > 1 else 0
-    return Half(heads + seconds, heads + seconds - sum(steps), own + exchanged + buffers)
+    return Half(heads + seconds, heads + seconds - busy, own + exchanged + buffers)
 
 
 def _backward(spec: AttentionSpec, plan: Plan, sizes: Sizes, constants: Constants) -> Half:
     steps = _computing(spec, plan, constants, backward=True)
-    block, gradient = sizes.kv * sizes.element, sizes.kv * sizes.accumulator
+    block = sizes.kv * sizes.element
+    gradient = sizes.kv * (sizes.element if plan.gradients_travel_alone else sizes.accumulator)
     heads = _heads_exchange(plan, (sizes.q + sizes.kv + 2 * sizes.out) * sizes.element, constants)
-    heads += _heads_exchange(plan, sizes.q * sizes.element + gradient, constants)
+    heads += _heads_exchange(plan, (sizes.q + sizes.kv) * sizes.element, constants)
     if plan.strategy == "ring":
-        # The gradients of a block follow it one step behind, and come home after the last.
-        sent = [(block if at < len(steps) - 1 else 0) + (gradient if at else 0) for at in range(len(steps))]
-        home = _hop(plan, gradient, constants) if len(steps) > 1 else 0.0
-        seconds = _in_turn(steps, [_hop(plan, size, constants) for size in sent], constants) + home
+        # The gradients of a block follow it one step behind, from the first rank that is not its own on, and come home
+        # after the last; those of the own step stay.
+        sent = [(block if at < len(steps) - 1 else 0) + (gradient if at > 1 else 0) for at in range(len(steps))]
+        busy, seconds = _in_turn(steps, [_hop(plan, size, constants) for size in sent], constants)
+        seconds += _hop(plan, gradient, constants) if len(steps) > 1 else 0.0
         buffers = (block + gradient) * min(2, len(steps))
     else:
-        seconds = _gather(plan, block, constants) + sum(steps) + _gather(plan, gradient, constants)
-        buffers = (block * _copies(plan) + gradient) * plan.outer * (plan.outer > 1)
+        busy, seconds = _gathering(steps, plan, block, constants)
+        seconds += _gather(plan, gradient, constants) * _gathers(plan)
+        buffers = (block * _copies(plan) + gradient) * plan.outer * _gathers(plan)
     buffers += sizes.q * sizes.accumulator
     own = 2 * (sizes.q + sizes.out + sizes.kv) * sizes.element  # with dq, dout, dk and dv
     exchanged = own if plan.inner > 1 else 0
-    return Half(heads + seconds, heads + seconds - sum(steps), own + exchanged + buffers)
+    return Half(heads + seconds, heads + seconds - busy, own + exchanged + buffers)
 
 
-def _in_turn(steps: Sequence[float], exchanges: Sequence[float], constants: Constants) -> float:
-    """Seconds of steps that compute while the next one's block is on its way."""
-    return sum(constants.together(step, exchange) for step, exchange in zip(steps, exchanges, strict=True))
+Steps = Sequence[Sequence[float]]
+"""For each step, the seconds that each part computes."""
 
 
-def _computing(spec: AttentionSpec, plan: Plan, constants: Constants, *, backward: bool) -> list[float]:
-    """Seconds that the busiest part computes in each step, and adds up what it computed."""
-    added = _adds_up(plan, backward=backward)
+def _in_turn(steps: Steps, exchanges: Sequence[float], constants: Constants) -> tuple[float, float]:
+    """(seconds that the busiest part of each step computes, seconds in all): the next block is then on its way."""
+    busiest = [max(step) for step in steps]
+    together = map(constants.together, busiest, exchanges)
+    return sum(busiest), sum(together)
+
+
+def _gathering(steps: Steps, plan: Plan, block: float, constants: Constants) -> tuple[float, float]:
+    """(seconds that the busiest part computes, seconds in all): others' keys come while it has its own."""
+    arriving = _gather(plan, block, constants) if _gathers(plan) else 0.0
+    ordering = constants.moved(2 * plan.outer * block) if _gathers(plan) and _copies(plan) > 1 else 0.0
+    found = []
+    for of_part in zip(*steps, strict=True):
+        own = of_part[0] if plan.steps[0].own else 0.0
+        found.append((sum(of_part), constants.together(own, arriving) + ordering + sum(of_part) - own))
+    return max(found, key=lambda each: each[1], default=(0.0, 0.0))
+
+
+def _gathers(plan: Plan) -> bool:
+    """Whether anybody sees keys of other parts, so that these are gathered."""
+    return any(step.gathered for step in plan.steps)
+
+
+def _computing(spec: AttentionSpec, plan: Plan, constants: Constants, *, backward: bool) -> Steps:
+    """Seconds that each part computes in each step, and adds up what it computed."""
+    widths = [_width_of_sums(spec, plan, part, backward=backward) for part in range(plan.outer)]
     return [
-        max(
-            sum(_tile(spec, plan.inner, tile, constants, backward=backward, added=adds) for tile in mine)
-            for mine, adds in zip(step.tiles, added, strict=True)
-        )
+        [
+            sum(
+                _tile(spec, plan.inner, tile, constants, backward=backward, summed=0 if step.own and narrow else width)
+                for tile in mine
+            )
+            for mine, (width, narrow) in zip(step.tiles, widths, strict=True)
+        ]
         for step in plan.steps
     ]
 
 
-def _adds_up(plan: Plan, *, backward: bool) -> list[bool]:
-    """For each part whether several of its calls add to one result: rows of queries forward, any gradient backward."""
-    mine = [[tile for step in plan.steps for tile in step.tiles[part]] for part in range(plan.outer)]
-    if backward:
-        return [len(tiles) > 1 for tiles in mine]
-    rows = [sum(tile.q_len for tile in tiles) for tiles in mine]
-    return [count > block.count for count, block in zip(rows, plan.q_blocks, strict=True)]
+def _width_of_sums(spec: AttentionSpec, plan: Plan, part: int, *, backward: bool) -> tuple[int, bool]:
+    """(bytes of an element of what several calls add to, 0 where none do; whether what the first made is taken as it
+    is, for at most one more is added to it)."""
+    element, calls = ELEMENT[spec.dtype], plan.calls_of_a_query(part)
+    several = calls > 1 or (backward and sum(len(step.tiles[part]) for step in plan.steps) > 1)
+    narrow = calls < 3 and (not backward or plan.gradients_travel_alone)
+    return (0, True) if not several else (element, True) if narrow else (max(4, element), False)
 
 
-def _tile(spec: AttentionSpec, inner: int, tile: Tile, constants: Constants, *, backward: bool, added: bool) -> float:
+def _tile(spec: AttentionSpec, inner: int, tile: Tile, constants: Constants, *, backward: bool, summed: int) -> float:
     """Seconds of one call of a kernel on one rank.
 
-    Where several calls add to one result, they read and write accumulators besides what the kernel writes.
+    Where several calls add to one result, they read and write sums of ``summed`` bytes an element besides what the
+    kernel writes.
     """
     heads = spec.num_heads / inner
     kv_heads = spec.num_kv_heads * kv_repeats(spec.num_heads, spec.num_kv_heads, inner) / inner
@@ -197,14 +226,14 @@ def _tile(spec: AttentionSpec, inner: int, tile: Tile, constants: Constants, *, 
     if backward:
         products, rate = products * BACKWARD_WORK, constants.backward_tflops
         traffic, results = 2 * traffic * constants.backward_traffic, operands - results
-    if added:
-        traffic += results * (2 * max(4, element) + element)
+    if summed:
+        traffic += results * (2 * summed + element)
     return products / (rate * 1e12) + constants.moved(traffic) + constants.call_us * 1e-6
 
 
 def _copies(plan: Plan) -> int:
     """How often gathered keys are in memory at once: as they came and, where that is another, in order."""
-    return 1 if plan.q_layout.kind == "contiguous" else 2
+    return 1 if plan.q_layout.kind == "contiguous" or plan.outer == 2 else 2
 
 
 def _hop(plan: Plan, size: float, constants: Constants) -> float:
@@ -212,14 +241,12 @@ def _hop(plan: Plan, size: float, constants: Constants) -> float:
 
 
 def _gather(plan: Plan, size: float, constants: Constants) -> float:
-    """Everybody gets every part's ``size`` bytes and puts them in order; or the way back, where they are added up.
+    """Everybody gets every part's ``size`` bytes; or the way back, where they are added up.
 
     The ranks of a host share what comes from other hosts.
     """
     near = min(plan.outer, max(1, constants.ranks_per_host // plan.inner))  # parts on one host
-    seconds = constants.received("all_gather", (plan.outer - 1) * size, (plan.outer - near) * size / near)
-    ordered = plan.outer > 1 and _copies(plan) > 1
-    return seconds + (constants.moved(2 * plan.outer * size) if ordered else 0.0)
+    return constants.received("all_gather", (plan.outer - 1) * size, (plan.outer - near) * size / near)
 
 
 def _heads_exchange(plan: Plan, size: float, constants: Constants) -> float:

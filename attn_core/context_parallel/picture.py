@@ -30,8 +30,7 @@ def step_of_pairs(plan: Plan) -> np.ndarray:
     found = np.full((plan.q_layout.length, plan.k_layout.length), -1, np.int64)
     for at, step in enumerate(plan.steps):
         for part, mine in enumerate(step.tiles):
-            keys = plan.gathered or plan.k_blocks[(part - step.shift) % plan.outer]
-            held = places.positions(plan.q_blocks[part].runs), places.positions(keys.runs)
+            held = places.positions(plan.q_blocks[part].runs), places.positions(plan.keys(step, part).runs)
             for tile in mine:
                 _mark(found, tile, *held, at)
     return found

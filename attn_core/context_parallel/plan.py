@@ -8,12 +8,12 @@ from functools import lru_cache
 
 from attn_core.context_parallel import layout as layouts
 from attn_core.context_parallel.layout import Block, Layout
-from attn_core.context_parallel.tiles import Tile, Visible, tiles
+from attn_core.context_parallel.tiles import Tile, Visible, deepest, tiles
 from attn_core.errors import SpecError
 
 STRATEGIES = ("all_gather", "ring", "ulysses")
-"""How ranks exchange keys and values: everybody gets all of them; they travel from rank to rank; or heads are exchanged
-for positions. On two axes the first two are the outer one's, with "ulysses" inside."""
+"""How ranks exchange keys and values: everybody gets all of them, at once; they travel from rank to rank; or heads are
+exchanged for positions. On two axes the first two are the outer one's, with "ulysses" inside."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,19 @@ class Step:
     """Attention of every part's queries to one block of keys and values.
 
     Attributes:
-        shift: in a ring, how far the block has come: part p computes with the block of part ``(p - shift) % parts``.
-            0 where everybody has everything.
+        shift: how far the block has come: part p computes with the block of part ``(p - shift) % parts``.
         tiles: for each part the calls that it makes; empty for one that sees nothing of the block.
+        gathered: whether the block is that of all parts but p, at once.
     """
 
     shift: int
     tiles: tuple[tuple[Tile, ...], ...]
+    gathered: bool = False
+
+    @property
+    def own(self) -> bool:
+        """Whether every part computes with its own block, for which nothing is sent."""
+        return not self.shift and not self.gathered
 
     @property
     def pairs(self) -> tuple[int, ...]:
@@ -44,8 +50,8 @@ class Plan:
         outer, inner: how many parts the row has; how many ranks share a part by heads.
         q_layout, k_layout: what each rank holds of the queries, and of the keys and values.
         q_blocks, k_blocks: what each part works on once its ranks have exchanged heads.
-        gathered: all keys, where everybody gets them; else None.
-        steps: in order; those in which nobody sees anything are left out.
+        others: for each part the keys of all other parts, where everybody gets them; else None.
+        steps: in order, that of the own block first; those in which nobody sees anything are left out.
     """
 
     strategy: str
@@ -55,13 +61,45 @@ class Plan:
     k_layout: Layout
     q_blocks: tuple[Block, ...]
     k_blocks: tuple[Block, ...]
-    gathered: Block | None
+    others: tuple[Block, ...] | None
     steps: tuple[Step, ...]
 
     @property
     def world(self) -> int:
         """How many ranks there are."""
         return self.outer * self.inner
+
+    def keys(self, step: Step, part: int) -> Block:
+        """The keys that a part has in a step."""
+        if step.gathered and self.others is not None:
+            return self.others[part]
+        return self.k_blocks[(part - step.shift) % self.outer]
+
+    @property
+    def gradients_travel_alone(self) -> bool:
+        """Whether the gradient of every key goes to its rank as one tile made it, and not as a sum of several tiles'.
+
+        In a ring that of the own block stays where it is; where all are gathered, each part sends one for every key.
+        """
+        reached: dict[tuple[int, bool], list[tuple[int, int]]] = {}
+        for step in self.steps:
+            for part, mine in enumerate(step.tiles):
+                if self.others is None and step.own:
+                    continue
+                name = part if self.others is not None else (part - step.shift) % self.outer
+                keys = reached.setdefault((name, step.gathered), [])
+                keys += [(segment.k_start, segment.k_stop) for tile in mine for segment in tile.segments]
+        return all(deepest(keys) < 2 for keys in reached.values())
+
+    def own_gradients_alone(self, part: int) -> bool:
+        """Whether no key of a part's own block is in two of its tiles."""
+        mine = (tile for step in self.steps if step.own for tile in step.tiles[part])
+        return deepest((segment.k_start, segment.k_stop) for tile in mine for segment in tile.segments) < 2
+
+    def calls_of_a_query(self, part: int) -> int:
+        """How many of a part's calls see one query at most."""
+        mine = (tile for step in self.steps for tile in step.tiles[part])
+        return deepest((segment.q_start, segment.q_stop) for tile in mine for segment in tile.segments)
 
     @property
     def pairs(self) -> tuple[int, ...]:
@@ -116,35 +154,30 @@ def plan(
     members = [tuple(range(part * inner, (part + 1) * inner)) for part in range(outer)]
     q_blocks = tuple(layouts.block(q_layout, ranks) for ranks in members)
     k_blocks = tuple(layouts.block(k_layout, ranks) for ranks in members)
-    if strategy == "ring":
-        gathered, steps = None, _ring(q_blocks, k_blocks, visible)
-    else:
-        gathered = _together(k_layout, k_blocks)
-        steps = _kept([Step(0, tuple(tiles(block.runs, gathered.runs, visible) for block in q_blocks))])
-    return Plan(strategy, outer, inner, q_layout, k_layout, q_blocks, k_blocks, gathered, steps)
+    others = None
+    shifts = range(outer)
+    if strategy != "ring" and outer > 1:
+        others = tuple(_together(k_layout, k_blocks[:part] + k_blocks[part + 1 :]) for part in range(outer))
+        shifts = range(1)
+    steps = [_step(q_blocks, k_blocks, shift, visible) for shift in shifts]
+    if others is not None:
+        rest = (tiles(block.runs, its.runs, visible) for block, its in zip(q_blocks, others, strict=True))
+        steps.append(Step(0, tuple(rest), gathered=True))
+    kept = tuple(step for step in steps if any(step.tiles))
+    return Plan(strategy, outer, inner, q_layout, k_layout, q_blocks, k_blocks, others, kept)
 
 
-def _together(layout: Layout, blocks: Sequence[Block]) -> Block:
-    """All keys in the order of positions; stripes stay apart, so that a stripe of queries sees a band of each."""
-    if layout.kind == "striped":
-        return Block(tuple(run for block in blocks for run in block.runs), tuple(range(layout.world)))
-    return layouts.block(layout, range(layout.world))
-
-
-def _ring(q_blocks: Sequence[Block], k_blocks: Sequence[Block], visible: Visible) -> tuple[Step, ...]:
-    parts = len(q_blocks)
-    return _kept(
-        [
-            Step(
-                shift,
-                tuple(
-                    tiles(q_blocks[part].runs, k_blocks[(part - shift) % parts].runs, visible) for part in range(parts)
-                ),
-            )
-            for shift in range(parts)
-        ]
+def _step(q_blocks: Sequence[Block], k_blocks: Sequence[Block], shift: int, visible: Visible) -> Step:
+    parts = range(len(q_blocks))
+    return Step(
+        shift, tuple(tiles(q_blocks[part].runs, k_blocks[(part - shift) % len(parts)].runs, visible) for part in parts)
     )
 
 
-def _kept(steps: Sequence[Step]) -> tuple[Step, ...]:
-    return tuple(step for step in steps if any(step.tiles))
+def _together(layout: Layout, blocks: Sequence[Block]) -> Block:
+    """Several parts' keys in the order of positions; stripes stay apart, so that a stripe of queries sees a band of
+    each."""
+    ranks = tuple(rank for block in blocks for rank in block.ranks)
+    if layout.kind == "striped":
+        return Block(tuple(run for block in blocks for run in block.runs), ranks)
+    return layouts.block(layout, ranks)

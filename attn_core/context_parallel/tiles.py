@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from attn_core.context_parallel.bands import Part, Segment, Visible, between, one
@@ -45,6 +45,12 @@ class Tile(NamedTuple):
     def _part(self, segment: Segment) -> Part:
         low = None if self.left is None else segment.offset - self.left
         return Part(segment, low, None if self.right is None else segment.offset + self.right)
+
+
+def deepest(ranges: Iterable[tuple[int, int]]) -> int:
+    """In how many of the ranges ``[start, stop)`` a place is at most."""
+    ends = sorted((place, step) for start, stop in ranges for place, step in ((start, 1), (stop, -1)) if start < stop)
+    return max(accumulate(step for _, step in ends), default=0)
 
 
 class Piece(NamedTuple):
