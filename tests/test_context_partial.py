@@ -50,7 +50,7 @@ class Part(NamedTuple):
     cu_k: np.ndarray | None
 
 
-def parts(feature: str, dtype: str, dim: int, dlse: bool) -> list[Part]:
+def parts(feature: str, dtype: str, dim: int, dlse: bool, training: bool = True) -> list[Part]:
     """The whole row, and its two parts."""
     packed = feature == "packed"
     found = []
@@ -70,7 +70,7 @@ def parts(feature: str, dtype: str, dim: int, dlse: bool) -> list[Part]:
         documents = {"documents": 2, "max_len_q": max(LENGTHS_Q), "max_len_k": max(lengths_k)} if packed else {}
         spec = AttentionSpec(
             **{"batch": 1 if packed else 2, "q_len": Q_LEN, "kv_len": len(keys), "num_heads": 4, "num_kv_heads": 2},
-            **{"head_dim": dim, "value_dim": dim, "dtype": dtype, "needs_backward": True, "return_lse": dlse},
+            **{"head_dim": dim, "value_dim": dim, "dtype": dtype, "needs_backward": training, "return_lse": dlse},
             **{"partial": at > 0, **documents, **fields},
         )
         found.append(Part(spec, keys, cu_q, cu_k))
@@ -164,6 +164,8 @@ def merged(whole: AttentionSpec, one: list[np.ndarray], other: list[np.ndarray])
 def in_two(runner: Any, calls: list[Part], given: Values) -> dict[str, np.ndarray]:
     whole, halves = calls[0], calls[1:]
     out, lse = merged(whole.spec, *(runner.forward(part, given) for part in halves))
+    if not whole.spec.needs_backward:
+        return {"out": out, "lse": lse}
     dq, dk, dv = 0.0, np.zeros(given.k.shape), np.zeros(given.v.shape)
     for part in halves:
         found = runner.backward(part, given, out, lse)
@@ -175,7 +177,8 @@ def in_two(runner: Any, calls: list[Part], given: Values) -> dict[str, np.ndarra
 
 def in_one(runner: Any, whole: Part, given: Values) -> dict[str, np.ndarray]:
     out, lse = runner.forward(whole, given)
-    return dict(zip(NAMES, (out, lse, *runner.backward(whole, given, out, lse)), strict=True))
+    gradients = runner.backward(whole, given, out, lse) if whole.spec.needs_backward else ()
+    return dict(zip(NAMES, (out, lse, *gradients), strict=False))
 
 
 def right(whole: Part, given: Values) -> dict[str, np.ndarray]:
@@ -187,8 +190,9 @@ def right(whole: Part, given: Values) -> dict[str, np.ndarray]:
 
 def faults(found: dict[str, np.ndarray], alone: dict[str, np.ndarray], exact: Any, dtype: str) -> list[str]:
     said = []
-    for name, array in exact.items():
-        now, before = abs(found[name] - array), abs(alone[name] - array)
+    assert found.keys() == alone.keys()
+    for name in found:
+        now, before = abs(found[name] - exact[name]), abs(alone[name] - exact[name])
         if now.mean() > 1.5 * before.mean() + SLACK[dtype] or now.max() > 3 * before.max() + SLACK[dtype]:
             said.append(
                 f"{name}: mean {now.mean():.1e} ({before.mean():.1e}), max {now.max():.1e} ({before.max():.1e})"
@@ -213,13 +217,27 @@ CASES = [
 ]
 
 
-def able(feature: str, dtype: str, name: str, where: Target, dim: int) -> list[Part] | None:
-    """The calls of a feature, with a gradient of the log-sum-exp where one is taken; None where one is refused."""
-    for dlse in (True, False):
-        calls = parts(feature, dtype, dim, dlse)
+def able(feature: str, dtype: str, name: str, where: Target, dim: int, *, training: bool) -> list[Part] | None:
+    """The calls of a feature, with a gradient of the log-sum-exp where one is taken; None where one is refused.
+
+    ``training``: with their backwards; a backend that has none is asked for forwards.
+    """
+    for dlse in (True, False) if training else (False,):
+        calls = parts(feature, dtype, dim, dlse, training)
         if not any(explain(part.spec, where, name).reasons(name) for part in calls):
             return calls
     return None
+
+
+def has_backward(name: str, where: Target) -> bool:
+    """Whether the installed build can train; one that cannot says so of the plainest call."""
+    forward, both = (
+        explain(parts("full", "bfloat16", 64, False, training)[0].spec, where, name).reasons(name)
+        for training in (False, True)
+    )
+    lacking = set(both) - set(forward)
+    assert all("backward" in reason for reason in lacking), lacking
+    return not lacking
 
 
 @pytest.mark.parametrize(("framework", "name", "device"), CASES)
@@ -229,10 +247,11 @@ def test_parts_make_the_row(framework: str, name: str, device: str) -> None:
         pytest.skip(reason)
     runner = (Torch if framework == "torch" else Jax)(name, device)
     module, proven = module_on(name, device), []
+    training = has_backward(name, where)
     dtypes = module.FORWARD.dtypes if framework == "torch" else [d for d in module.FORWARD.dtypes if d != "float64"][:1]
     for dtype in dtypes:
         for feature in FEATURES:
-            calls = able(feature, dtype, name, where, 16 if device == "cpu" else 64)
+            calls = able(feature, dtype, name, where, 16 if device == "cpu" else 64, training=training)
             if calls is None:
                 continue
             given = values(calls[0].spec)

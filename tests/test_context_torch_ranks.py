@@ -119,8 +119,8 @@ def talks(case: Case) -> dict[str, int]:
         hops = len(shifts) - 1  # of keys twice, from step to step; their gradients begin at the second one, and go home
         found["all_to_all_single"] += groups * (2 * hops + hops)
     elif made.outer > 1:
-        found["all_gather_into_tensor"] = 2 * groups
-        found["all_to_all_single"] += groups  # what every rank has of the gradients of all keys
+        found["all_gather_into_tensor"] = 2 * 2 * groups  # k and v, twice
+        found["all_to_all_single"] += 2 * groups  # dk and dv
     return {kind: number for kind, number in found.items() if number}
 
 

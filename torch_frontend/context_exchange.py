@@ -93,50 +93,35 @@ def _under_way(sent: Tensor) -> Callable[[], Tensor]:
 
 
 def gather(axis: Axis, tensors: Sequence[Tensor]) -> Waiting:
-    """Every rank's ``[batch, places, heads, dim]``, of one dtype; what waits for ``[batch, ranks * places, ...]``."""
-    one = len({tensor.shape[-1] for tensor in tensors}) == 1
-    heads = [tensor.shape[2] for tensor in tensors]
-    parts = [_side_by_side(tensors, 2)] if one else [tensor.contiguous() for tensor in tensors]
+    """Every rank's ``[batch, places, heads, dim]``; what waits for ``[batch, ranks * places, heads, dim]`` of each."""
     waits = [
-        (_under_way(_c10d.all_gather_into_tensor(part.view(-1), axis.size, axis.name)), part.shape) for part in parts
+        _under_way(_c10d.all_gather_into_tensor(tensor.contiguous().view(-1), axis.size, axis.name))
+        for tensor in tensors
+    ]
+    shapes = [tensor.shape for tensor in tensors]
+    return lambda: [
+        arrived().view(axis.size, *shape).transpose(0, 1).flatten(1, 2)
+        for arrived, shape in zip(waits, shapes, strict=True)
     ]
 
-    def received() -> list[Tensor]:
-        found = [arrived().view(axis.size, *shape).transpose(0, 1).flatten(1, 2) for arrived, shape in waits]
-        return list(found[0].split(heads, 2)) if one else found
 
-    return received
+def to_their_ranks(axis: Axis, tensors: Sequence[Tensor]) -> Waiting:
+    """Sends every other rank what is here for it, and nothing to this one.
 
+    Args:
+        tensors: ``[batch, (ranks - 1) * places, heads, dim]``, in the order of ranks.
 
-class Sums:
-    """Sums beside what ``gather`` gives, zeros at first, and their way to the ranks whose they are.
-
-    Attributes:
-        views: for each tensor ``[batch, ranks * size, heads, dim]``.
+    Returns:
+        What waits for ``[ranks - 1, batch, places, heads, dim]`` of each: what the other ranks had for this one.
     """
-
-    def __init__(self, axis: Axis, tensors: Sequence[Tensor], size: int, dtype: torch.dtype) -> None:
-        """``tensors``: what is gathered, ``[batch, places, heads, dim]``, in ``size`` places; the sums' ``dtype``."""
-        self._axis, self._size, self._heads = axis, size, [tensor.shape[2] for tensor in tensors]
-        self._one = len({tensor.shape[-1] for tensor in tensors}) == 1
-        like, shapes = tensors[0], [tuple(tensor.shape[2:]) for tensor in tensors]
-        shapes = [(sum(self._heads), like.shape[3])] if self._one else shapes
-        made = (like.new_zeros((axis.size, like.shape[0], size, *shape), dtype=dtype) for shape in shapes)
-        # [ranks, batch, places, heads, dim] -> [batch, ranks * places, heads, dim]: a view where there is one row
-        self._whole = [each.transpose(0, 1).flatten(1, 2) for each in made]
-        self.views = list(self._whole[0].split(self._heads, 2)) if self._one else self._whole
-
-    def start(self) -> Waiting:
-        """Sends them; what waits for this rank's ``[batch, size, heads, dim]`` of the sum over ranks."""
-        parts = (each.unflatten(1, (self._axis.size, self._size)).transpose(0, 1) for each in self._whole)
-        waits = [_to_all(self._axis, part.contiguous()) for part in parts]
-
-        def received() -> list[Tensor]:
-            # In the order of ranks, so that it is the same on every run; rounded once.
-            found = [wait().sum(0) for wait in waits]
-            return list(found[0].split(self._heads, 2)) if self._one else found
-
-        return received
+    waits, shapes = [], []
+    for tensor in tensors:
+        parts = tensor.unflatten(1, (axis.size - 1, -1)).transpose(0, 1).contiguous()
+        each = parts.numel() // (axis.size - 1)
+        sizes = [0 if rank == axis.rank else each for rank in range(axis.size)]
+        waits.append(_under_way(_c10d.all_to_all_single(parts.view(-1), sizes, sizes, axis.name)))
+        shapes.append(parts.shape)
+    return lambda: [arrived().view(shape) for arrived, shape in zip(waits, shapes, strict=True)]
 
 
 def _side_by_side(tensors: Sequence[Tensor], axis: int) -> Tensor:

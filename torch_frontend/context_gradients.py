@@ -28,15 +28,15 @@ class Found(NamedTuple):
 
 
 class Total:
-    """Gradients along the places of a block, of a dtype, to which runs add theirs."""
+    """Gradients along ``size`` places, in other respects of a block's shape, to which runs add theirs."""
 
-    def __init__(self, block: Tensor, dtype: torch.dtype) -> None:
-        self.block, self.dtype = block, dtype
+    def __init__(self, block: Tensor, size: int, dtype: torch.dtype) -> None:
+        self.shape, self.dtype, self.device = (block.shape[0], size, *block.shape[2:]), dtype, block.device
         self.so_far: Tensor | None = None
 
     def add(self, places: Places, found: Tensor) -> None:
         """Adds a run's; the first that reaches all places is taken as it is."""
-        if self.so_far is None and places.are_all_of(self.block.shape[1]):
+        if self.so_far is None and places.are_all_of(self.shape[1]):
             self.so_far = found.to(self.dtype)
         else:
             places.add(self.value(), found)
@@ -44,7 +44,7 @@ class Total:
     def value(self) -> Tensor:
         """What has been added; zeros at first."""
         if self.so_far is None:
-            self.so_far = torch.zeros_like(self.block, dtype=self.dtype)
+            self.so_far = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         return self.so_far
 
 
@@ -103,27 +103,32 @@ def _steps(work: Work, saved: Saved, dout: Tensor, dlse: Tensor | None) -> Steps
 
 
 def _of_everybody(work: Work, saved: Saved, steps: Steps) -> Callable[[], Found]:
-    """Where keys were gathered: a rank adds up their gradients for everybody, and gets its own of every rank."""
-    program, size = work.program, work.program.k_size
-    dtype = saved.k.dtype if program.sent_alone else saved.lse.dtype
-    dq, sent = _dq(work, saved), exchange.Sums(work.outer, (saved.k, saved.v), size, dtype)
+    """Where keys were gathered: a rank adds up their gradients for every other, and each sends it those of its own."""
+    program, others = work.program, work.outer.size - 1
+    dq, own, narrow, wide = _totals(work, saved)
+    dtype = narrow if program.sent_alone else wide
+    sent = [Total(each, others * program.k_size, dtype) for each in (saved.k, saved.v)]
     for step, runs, found in steps:
         for run, (its_dq, *pair) in zip(runs, found, strict=True):
             dq.add(run.q, its_dq)
-            for whole, part in zip(sent.views, pair, strict=True):
-                place = whole if step.gathered else whole.narrow(1, work.outer.rank * size, size)
-                run.k.add(place, part)
+            for total, part in zip(sent if step.gathered else own, pair, strict=True):
+                total.add(run.sums, part)
         found.clear()
-    received, count = sent.start(), saved.k.shape[1]
-    return lambda: Found(dq.value(), *(each[:, :count] for each in received()))
+    received, count = exchange.to_their_ranks(work.outer, [total.value() for total in sent]), saved.k.shape[1]
+
+    def wait() -> Found:
+        # In the order of ranks, so that it is the same on every run.
+        parts = [each[0] if others == 1 else each.sum(0, dtype=wide) for each in received()]
+        return Found(dq.value(), *(mine.value() + its[:, :count] for mine, its in zip(own, parts, strict=True)))
+
+    return wait
 
 
 def _of_blocks(work: Work, saved: Saved, steps: Steps) -> Callable[[], Found]:
     """The gradients of other ranks' blocks travel with them, a step behind, and go home from the last that sees them;
     those of the own one stay."""
     program, shapes = work.program, [_padded_shape(each, work.program.k_size) for each in (saved.k, saved.v)]
-    narrow, wide = saved.k.dtype, saved.lse.dtype
-    dq, own = _dq(work, saved), [Total(each, narrow if program.own_alone else wide) for each in (saved.k, saved.v)]
+    dq, own, narrow, wide = _totals(work, saved)
     waiting: Callable[[], Tensor] | None = None
     for step, runs, found in steps:
         sums: list[Tensor] = []
@@ -133,7 +138,7 @@ def _of_blocks(work: Work, saved: Saved, steps: Steps) -> Callable[[], Found]:
         for run, (its_dq, *pair) in zip(runs, found, strict=True):
             dq.add(run.q, its_dq)
             for at, part in enumerate(pair):
-                run.k.add(sums[at], part) if sums else own[at].add(run.k, part)
+                run.sums.add(sums[at], part) if sums else own[at].add(run.sums, part)
         found.clear()  # a step's tensors are not held while the next one's are made
         if sums:
             waiting = exchange.hop(work.outer, buffer, _to_next(work, step))
@@ -146,6 +151,22 @@ def _of_blocks(work: Work, saved: Saved, steps: Steps) -> Callable[[], Found]:
         return Found(dq.value(), *(mine.value() + its[:, :count] for mine, its in zip(own, arrived, strict=True)))
 
     return wait
+
+
+class Totals(NamedTuple):
+    """Nothing yet of dq and of the own block's (dk, dv), and the two dtypes that sums may have."""
+
+    dq: Total
+    own: list[Total]
+    narrow: torch.dtype
+    wide: torch.dtype
+
+
+def _totals(work: Work, saved: Saved) -> Totals:
+    narrow, wide = saved.k.dtype, saved.lse.dtype
+    of_own = narrow if work.program.own_alone else wide
+    dq = Total(saved.q, saved.q.shape[1], engine.summed_in(work, saved.q, wide))
+    return Totals(dq, [Total(each, each.shape[1], of_own) for each in (saved.k, saved.v)], narrow, wide)
 
 
 def _padded_shape(tensor: Tensor, size: int) -> tuple[int, ...]:
@@ -161,10 +182,6 @@ def _to_next(work: Work, step: Step) -> int:
     shifts = [each.shift for each, _ in work.program.steps]
     at = shifts.index(step.shift)
     return (shifts[at + 1] if at + 1 < len(shifts) else work.outer.size) - step.shift
-
-
-def _dq(work: Work, saved: Saved) -> Total:
-    return Total(saved.q, engine.summed_in(work, saved.q, saved.lse.dtype))
 
 
 def _run(run: Run, saved: Saved, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None) -> Found:

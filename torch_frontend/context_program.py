@@ -20,14 +20,20 @@ Tensor = torch.Tensor
 
 
 class Run(NamedTuple):
-    """A tile as a call of a backend."""
+    """A tile as a call of a backend.
+
+    Attributes:
+        q, k: where its queries and keys lie in their blocks.
+        sums: where its keys' gradients lie; of gathered keys they have no places for the own block.
+        first: whether no tile before has touched its queries.
+    """
 
     made: Plan
     q: Places
     k: Places
+    sums: Places
     cu_seqlens: tuple[Tensor, Tensor] | None
     first: bool
-    """Whether no tile before has touched its queries."""
 
 
 class Program(NamedTuple):
@@ -73,15 +79,17 @@ def program(call: ContextCall, part: int, device: torch.device) -> Program:
     touched, begun = np.zeros(q_size, np.int64), np.zeros(q_size, bool)
     steps = []
     for step in plan.steps:
-        # What is gathered stays as it comes, block after block: tiles find their keys there.
-        of_key = places.in_blocks(plan.k_blocks, k_size, plan.keys(step, part)) if step.gathered else None
+        of_key = of_sum = None
+        if step.gathered:  # what is gathered stays as it comes, block after block: tiles find their keys there
+            wanted, others = plan.keys(step, part), plan.k_blocks[:part] + plan.k_blocks[part + 1 :]
+            of_key, of_sum = (places.in_blocks(blocks, k_size, wanted) for blocks in (plan.k_blocks, others))
         runs = []
         for tile in step.tiles[part]:
             rows = places.spans([segment[:2] for segment in tile.segments])
             keys = places.spans([segment[2:] for segment in tile.segments])
-            keys = keys if of_key is None else of_key[keys]
+            read, summed = (keys if index is None else index[keys] for index in (of_key, of_sum))
             first = not touched[rows].any()
-            runs.append(_run(call, tile, rows, keys, device, first=first))
+            runs.append(_run(call, tile, (rows, read, summed), device, first=first))
             touched[rows] += 1
             begun[rows] |= first
         steps.append((step, tuple(runs)))
@@ -100,9 +108,7 @@ def program(call: ContextCall, part: int, device: torch.device) -> Program:
     )
 
 
-def _run(
-    call: ContextCall, tile: Tile, rows: np.ndarray, keys: np.ndarray, device: torch.device, *, first: bool
-) -> Run:
+def _run(call: ContextCall, tile: Tile, index: tuple[np.ndarray, ...], device: torch.device, *, first: bool) -> Run:
     spec, name = call.backend_of(tile)
     module: Any = backends.load(name, backends.kind_of(device_name(device)))
     forward, backward = (on_device(function, device) for function in (module.forward, module.backward))
@@ -112,4 +118,5 @@ def _run(
         lengths = ([segment.q_len for segment in tile.segments], [segment.k_len for segment in tile.segments])
         one, other = (torch.tensor([0, *np.cumsum(each)], dtype=torch.int32, device=device) for each in lengths)
         offsets = one, other
-    return Run(made, Places(rows, device), Places(keys, device), offsets, first)
+    q, k, sums = (Places(each, device) for each in index)
+    return Run(made, q, k, sums, offsets, first)
