@@ -15,13 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks.context_shapes import CANDIDATES, DIM, HEADS, KV_HEADS, SHARDS, Shape, calls_of
+from benchmarks.context_shapes import CANDIDATES, DIM, HEADS, KV_HEADS, REST, ROUNDS, SHARDS, Shape, calls_of
 from benchmarks.hopper_group import jax_turn, take_turns
 from benchmarks.measure import environment
 from jax_frontend.context_parallel import context_parallel_attention
 
 AXIS = "cp"
-ROUNDS = 3
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -55,7 +54,7 @@ def speed(mesh: Any, shape: Shape) -> dict[str, Any]:
             runs[name] = run
         found["notes"][word] = notes
         turns = {name: jax_turn(run) for name, run in runs.items()}
-        found["seconds"][word] = take_turns(turns, calls=calls_of(shape), rounds=ROUNDS)
+        found["seconds"][word] = take_turns(turns, calls=calls_of(shape), rounds=ROUNDS, rest=REST)
     return found
 
 

@@ -9,6 +9,8 @@ SHARDS = (8192, 16384, 32768)
 """Tokens of a rank."""
 LONG = (2**19, 2**20)
 """Tokens of rows whose forward alone is run."""
+ROUNDS, REST = 5, 0.1
+"""How often each candidate has its turn, and the seconds before one in which the GPUs recover."""
 
 
 class Shape(NamedTuple):

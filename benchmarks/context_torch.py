@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torch_frontend
-from benchmarks.context_shapes import CANDIDATES, DIM, HEADS, KV_HEADS, LONG, SHARDS, Shape, calls_of
+from benchmarks.context_shapes import CANDIDATES, DIM, HEADS, KV_HEADS, LONG, REST, ROUNDS, SHARDS, Shape, calls_of
 from benchmarks.hopper_group import take_turns
 from benchmarks.measure import environment
 from torch_frontend import context_exchange
@@ -29,7 +29,6 @@ from torch_frontend.context_parallel import context_parallel_attention, explain_
 from torch_frontend.context_shards import shard_sequence, unshard_sequence
 
 Run = Callable[[], Any]
-ROUNDS = 3
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -200,7 +199,7 @@ def _rounds(runs: dict[str, Run], calls: int) -> dict[str, list[float]]:
         for _ in range(2):
             run()
     turns = {name: partial(_timed, run) for name, run in runs.items()}
-    return take_turns(turns, calls=calls, rounds=ROUNDS)
+    return take_turns(turns, calls=calls, rounds=ROUNDS, rest=REST)
 
 
 def _timed(run: Run, calls: int) -> float:

@@ -85,11 +85,15 @@ class Engine(NamedTuple):
         return copies.astype(self.call.spec.lse_dtype).sum(3).astype(dtype)
 
 
+Keys = tuple[Array, Array]
+"""k and v of a block."""
+
+
 class Brought(NamedTuple):
     """What a group of heads computes with, and what a backward has of whole rows beside it."""
 
     q: Array
-    keys: Pair
+    keys: Keys
     saved: tiles.Saved | None = None
 
 
@@ -101,7 +105,7 @@ def forward(
 
     def bring(group: int) -> Brought:
         mine, keys, values = (array[group] for array in parts)
-        return Brought(engine.block_of_queries(mine), Pair.of(engine.block_of_keys(keys), engine.block_of_keys(values)))
+        return Brought(engine.block_of_queries(mine), (engine.block_of_keys(keys), engine.block_of_keys(values)))
 
     outs, lses, saved = [], [], []
     for group, brought in _one_ahead(call.head_groups, bring):
@@ -132,7 +136,7 @@ def backward(
 
     def bring(group: int) -> Brought:
         mine, keys, values, *rest = (array[group] for array in parts)
-        blocks = Pair.of(engine.block_of_keys(keys), engine.block_of_keys(values))
+        blocks = engine.block_of_keys(keys), engine.block_of_keys(values)
         out, dout = (engine.block_of_queries(array) for array in rest)
         dlse = None if lse_parts is None else engine.block_of_queries(lse_parts[group])[..., 0].swapaxes(1, 2)
         return Brought(engine.block_of_queries(mine), blocks, tiles.Saved(out, lses[group], dout, dlse))
@@ -140,8 +144,7 @@ def backward(
     found: list[tuple[Array, Array, Array]] = []
     dsinks = None if sinks is None else varying_as((sinks,), jnp.zeros(sinks.shape, engine.call.spec.lse_dtype))
     for group, brought in _one_ahead(engine.call.head_groups, bring):
-        dq, dkv = _gradients(engine, brought)
-        dk, dv = dkv.both
+        dq, (dk, dv) = _gradients(engine, brought)
         dq = engine.shard_of_queries(dq.astype(q.dtype))
         found.append((dq, engine.shard_of_keys(dk, k.dtype), engine.shard_of_keys(dv, v.dtype)))
         if sinks is not None and dsinks is not None and brought.saved is not None:
@@ -159,57 +162,64 @@ def _attend(engine: Engine, brought: Brought) -> tuple[Array, Array]:
     so_far = None
     run = partial(tiles.attend, engine.runner)
     for _, kinds, keys in _steps(engine, brought.keys):
-        so_far = exchange.each_its_own(engine.axes, kinds, run, brought.q, *keys.both, so_far)
-    return so_far or run(NOTHING, brought.q, *brought.keys.both, None)
+        so_far = exchange.each_its_own(engine.axes, kinds, run, brought.q, *keys, so_far)
+    return so_far or run(NOTHING, brought.q, *brought.keys, None)
 
 
-def _gradients(engine: Engine, brought: Brought) -> tuple[Array, Pair]:
+def _gradients(engine: Engine, brought: Brought) -> tuple[Array, Keys]:
     """dq of a group of heads, and dk and dv of this part's block.
 
     In a ring the gradients of a block follow it, so that each part adds its own, and take the rest of the way home.
     Where keys are gathered each part sends those of all others at once.
     """
-    assert brought.saved is not None
-    axes, run_of = engine.axes, partial(partial, tiles.gradients, engine.runner)
+    axes, dtype = engine.axes, engine.call.spec.lse_dtype
     dq: Array | None = None
-    own: Pair | None = None
+    found: list[Keys] = []  # this part's of its own block, and all others'
     sent: Pair | None = None
     shift = 0
     for step, kinds, keys in _steps(engine, brought.keys):
         arrived = None if sent is None else sent.hop(axes, step.shift - shift)
-        run = run_of("own" if step.own else "sent")
-        found, dk, dv = exchange.each_its_own(axes, kinds, run, brought.q, *keys.both, brought.saved)
-        dq = found if dq is None else dq + found
-        pair = Pair.of(dk, dv)
+        run = partial(tiles.gradients, engine.runner, "own" if step.own else "sent")
+        more, dk, dv = exchange.each_its_own(axes, kinds, run, brought.q, *keys, brought.saved)
+        dq = more if dq is None else dq + more
         if step.own:
-            own = pair
+            found.append((dk, dv))
         elif step.gathered:
-            sent = pair.summed_for_each_part(axes, engine.call.spec.lse_dtype)
+            dk, dv = (exchange.summed_for_each_part(axes, each, dtype) for each in (dk, dv))
+            found.append((dk, dv))
         else:
-            sent, shift = pair if arrived is None else arrived.plus(pair), step.shift
+            pair, shift = Pair.of(dk, dv), step.shift
+            sent = pair if arrived is None else arrived.plus(pair)
     if dq is None:
-        dq, *pair_of_nothing = tiles.gradients(
-            engine.runner, "own", NOTHING, brought.q, *brought.keys.both, brought.saved
-        )
-        own = Pair.of(*pair_of_nothing)
-    home = None if sent is None else sent.hop(axes, -shift)
-    whole = [pair for pair in (own, home) if pair is not None]
-    return dq, whole[0] if len(whole) == 1 else whole[0].plus(whole[1])
+        nothing = partial(tiles.gradients, engine.runner, "own", NOTHING)
+        dq, *zeros = nothing(brought.q, *brought.keys, brought.saved)  # type: ignore[arg-type]
+        found.append((zeros[0], zeros[1]))
+    if sent is not None:
+        found.append(sent.hop(axes, -shift).both)
+    dk, dv = found[0] if len(found) == 1 else (mine + its for mine, its in zip(*found, strict=True))
+    return dq, (dk, dv)
 
 
-def _steps(engine: Engine, keys: Pair) -> Iterator[tuple[Step, list[tiles.Mine], Pair]]:
-    """Each step with what every part does in it, and its block of keys and values.
-
-    What the next step computes with is on its way before this one computes.
-    """
-    steps, axes = engine.call.plan.steps, engine.axes
-    coming = keys.hop(axes, steps[0].shift) if steps and not steps[0].gathered else keys
-    for step, following in zip(steps, (*steps[1:], None), strict=False):
-        block = coming.of_all_parts(axes) if step.gathered and step is steps[0] else coming
-        if following is not None:
-            coming = block.of_all_parts(axes) if following.gathered else block.hop(axes, following.shift - step.shift)
+def _steps(engine: Engine, keys: Keys) -> Iterator[tuple[Step, list[tiles.Mine], Keys]]:
+    """Each step with what every part does in it, and its block of keys and values."""
+    for step, block in zip(engine.call.plan.steps, _blocks(engine, keys), strict=True):
         kinds = [tiles.Mine(mine, part if step.gathered else None) for part, mine in enumerate(step.tiles)]
         yield step, kinds, block
+
+
+def _blocks(engine: Engine, keys: Keys) -> Iterator[Keys]:
+    """The block of each step, the next one's sent before."""
+    steps, axes = engine.call.plan.steps, engine.axes
+    if all(step.own or step.gathered for step in steps):
+        everybody = [exchange.from_all_parts(axes, each) for each in keys if any(step.gathered for step in steps)]
+        yield from ((everybody[0], everybody[1]) if step.gathered else keys for step in steps)
+        return
+    travelling = Pair.of(*keys).hop(axes, steps[0].shift)
+    for at, step in enumerate(steps):
+        block = keys if step.own else travelling.both
+        if at + 1 < len(steps):
+            travelling = travelling.hop(axes, steps[at + 1].shift - step.shift)
+        yield block
 
 
 def _one_ahead(groups: int, bring: Any) -> Iterator[tuple[int, Brought]]:

@@ -69,6 +69,22 @@ def positions_for_heads(axes: Axes, array: Array) -> Array:
     return lax.all_to_all(array, axes.inner, split_axis=1, concat_axis=2, tiled=True)
 
 
+def from_all_parts(axes: Axes, array: Array) -> Array:
+    """``[batch, places, ...]`` of every part end to end: ``[batch, parts * places, ...]``."""
+    return array if axes.outer is None else lax.all_gather(array, axes.outer, axis=1, tiled=True)
+
+
+def summed_for_each_part(axes: Axes, array: Array, dtype: Any) -> Array:
+    """``[batch, parts * places, ...]`` summed over the parts, each of which gets its own places.
+
+    It is added up in ``dtype`` and in the order of parts, whatever the array's own.
+    """
+    if axes.outer is None:
+        return array
+    parts = array.reshape(array.shape[0], axes.parts, -1, *array.shape[2:])
+    return lax.all_to_all(parts, axes.outer, split_axis=1, concat_axis=1).sum(1, dtype=dtype)
+
+
 class Pair(NamedTuple):
     """Two arrays that travel together: in one array ``[2, ...]`` where they have one shape, and apart elsewhere."""
 
@@ -91,30 +107,6 @@ class Pair(NamedTuple):
             return self
         ring = [(part, (part + distance) % axes.parts) for part in range(axes.parts)]
         return Pair(tuple(lax.ppermute(array, axes.outer, ring) for array in self.arrays))
-
-    def of_all_parts(self, axes: Axes) -> Pair:
-        """Every part's, end to end: ``[batch, parts * places, ...]``."""
-        if axes.outer is None:
-            return self
-        return Pair(tuple(lax.all_gather(array, axes.outer, axis=self._places, tiled=True) for array in self.arrays))
-
-    def summed_for_each_part(self, axes: Axes, dtype: Any) -> Pair:
-        """Of arrays ``[batch, parts * places, ...]`` the sum over parts, of which each gets its own places.
-
-        It is added up in ``dtype`` and in the order of parts, whatever the arrays' own.
-        """
-        if axes.outer is None:
-            return self
-        return Pair(tuple(self._summed(axes, array, dtype) for array in self.arrays))
-
-    def _summed(self, axes: Axes, array: Array, dtype: Any) -> Array:
-        at = self._places
-        parts = array.reshape(*array.shape[:at], axes.parts, -1, *array.shape[at + 1 :])
-        return lax.all_to_all(parts, axes.outer, split_axis=at, concat_axis=at).sum(at, dtype=dtype)
-
-    @property
-    def _places(self) -> int:
-        return 3 - len(self.arrays)  # [2, batch, places, ...] or [batch, places, ...]
 
     def plus(self, other: Pair) -> Pair:
         """The sums."""

@@ -53,14 +53,17 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsinks) of a shard from those of its output; dsinks is this rank's share of the sum over ranks."""
     call, dsinks = work.program.call, None if sinks is None else torch.zeros_like(sinks)
-    arriving = (_arriving(work, dout, dlse, group) for group in range(call.head_groups))
+    arriving = (_arriving(work, saved[group], dout, dlse, group) for group in range(call.head_groups))
     returns = []
-    for group, (mine, of_lse) in engine.one_ahead(arriving):
+    for group, (mine, of_lse, keys) in engine.one_ahead(arriving):
         kept = saved[group]
         if dsinks is not None and sinks is not None:
             own = sink_gradient(engine.of_heads(work, sinks, group), kept.out, kept.lse, mine, of_lse)
             engine.of_heads(work, dsinks, group).copy_(own)
-        returns.append(_group(work, kept, mine, of_lse))
+        # The last group's own step hides what its other step sends, and the first one's what that waits for.
+        own_last = 0 < group == call.head_groups - 1
+        returns.append(_group(work, kept, _steps(work, kept, keys, mine, of_lse, own_last=own_last)))
+        del mine, of_lse, keys
     found = [wait() for wait in returns]
     dq, dk, dv = (engine.of_all_heads([group[at] for group in found]) for at in range(3))
     if call.repeats > 1:  # every kv head's copies lie side by side
@@ -68,38 +71,41 @@ def backward(
     return dq, dk, dv, dsinks
 
 
-def _arriving(work: Work, dout: Tensor, dlse: Tensor | None, group: int) -> Callable[[], tuple[Tensor, Tensor | None]]:
-    """Starts the exchange of a group's dout and dlse; what waits for them as the kernels want them."""
+def _arriving(
+    work: Work, saved: Saved, dout: Tensor, dlse: Tensor | None, group: int
+) -> Callable[[], tuple[Tensor, Tensor | None, engine.Keys]]:
+    """Starts the exchange of a group's dout and dlse, and the way of its keys; what waits for them as the kernels want
+    them."""
     parts = [dout] if dlse is None else [dout, dlse.transpose(1, 2)[..., None]]
     parts = [engine.group_of(work, part, group, kv=False) for part in parts]
+    keys = engine.keys_of(work, [saved.k, saved.v])
     if work.inner.size == 1:
-        return lambda: _pair(parts)
+        return lambda: (*_pair(parts), keys)
     waits = [exchange.heads_to_positions(work.inner, [part], [work.program.q_held]) for part in parts]
-    return lambda: _pair([part for received in waits for part in received()])
+    return lambda: (*_pair([part for received in waits for part in received()]), keys)
 
 
 def _pair(parts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
     return parts[0], None if len(parts) == 1 else parts[1][..., 0].transpose(1, 2)
 
 
-def _group(work: Work, saved: Saved, dout: Tensor, dlse: Tensor | None) -> Callable[[], list[Tensor]]:
-    """A group's gradients; what waits for them as ``[batch, shard, ranks, heads, dim]``."""
-    steps = _steps(work, saved, dout, dlse)
-    waiting = (_of_everybody if work.program.gathers else _of_blocks)(work, saved, steps)
-    if work.outer.size == 1:
-        return _home(work, waiting(), saved.q.dtype)
-    return lambda: _home(work, waiting(), saved.q.dtype)()
-
-
 Steps = Iterator[tuple[Step, tuple[Run, ...], list[Found]]]
 """Every step with what its runs found, computed when it is asked for."""
 
 
-def _steps(work: Work, saved: Saved, dout: Tensor, dlse: Tensor | None) -> Steps:
-    for step, runs, (k, v) in engine.blocks(work, engine.keys_of(work, [saved.k, saved.v])):
+def _steps(work: Work, saved: Saved, keys: engine.Keys, dout: Tensor, dlse: Tensor | None, *, own_last: bool) -> Steps:
+    for step, runs, (k, v) in engine.blocks(work, keys, own_last=own_last):
         found = [_run(run, saved, k, v, dout, dlse) for run in runs]
         del k, v  # a block is not held while the one after the next arrives
         yield step, runs, found
+
+
+def _group(work: Work, saved: Saved, steps: Steps) -> Callable[[], list[Tensor]]:
+    """A group's gradients; what waits for them as ``[batch, shard, ranks, heads, dim]``."""
+    waiting = (_of_everybody if work.program.gathers else _of_blocks)(work, saved, steps)
+    if work.outer.size == 1:
+        return _home(work, waiting(), saved.q.dtype)
+    return lambda: _home(work, waiting(), saved.q.dtype)()
 
 
 def _of_everybody(work: Work, saved: Saved, steps: Steps) -> Callable[[], Found]:
@@ -114,7 +120,9 @@ def _of_everybody(work: Work, saved: Saved, steps: Steps) -> Callable[[], Found]
             for total, part in zip(sent if step.gathered else own, pair, strict=True):
                 total.add(run.sums, part)
         found.clear()
-    received, count = exchange.to_their_ranks(work.outer, [total.value() for total in sent]), saved.k.shape[1]
+        if step.gathered:
+            received = exchange.to_their_ranks(work.outer, [total.value() for total in sent])
+    count = saved.k.shape[1]
 
     def wait() -> Found:
         # In the order of ranks, so that it is the same on every run.
