@@ -28,7 +28,6 @@ class Shape(NamedTuple):
 CANDIDATES: dict[str, dict[str, Any]] = {
     "ring, zigzag": {"strategy": "ring", "layout": "zigzag"},
     "all_gather, zigzag": {"strategy": "all_gather", "layout": "zigzag"},
-    "all_gather, zigzag, 2 groups of heads": {"strategy": "all_gather", "layout": "zigzag", "head_groups": 2},
     "ulysses, contiguous": {"strategy": "ulysses", "layout": "contiguous"},
     "ulysses, contiguous, 2 groups of heads": {"strategy": "ulysses", "layout": "contiguous", "head_groups": 2},
 }

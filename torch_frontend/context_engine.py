@@ -158,16 +158,11 @@ def _padded(tensor: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, lacking)) if lacking else tensor
 
 
-def blocks(
-    work: Work, keys: Keys, *, own_last: bool = False
-) -> Iterator[tuple[Step, tuple[Run, ...], Sequence[Tensor]]]:
-    """Every step, what this rank does in it, and its block; the next step's block is under way meanwhile.
-
-    ``own_last``: where keys are gathered, the step of the own block comes after that of the others.
-    """
+def blocks(work: Work, keys: Keys) -> Iterator[tuple[Step, tuple[Run, ...], Sequence[Tensor]]]:
+    """Every step, what this rank does in it, and its block; the next step's block is under way meanwhile."""
     steps = work.program.steps
     if keys.shapes is None:
-        for step, runs in reversed(steps) if own_last else steps:
+        for step, runs in steps:
             yield step, runs, keys.wait() if step.gathered else keys.own
         return
     (buffer,) = keys.wait()

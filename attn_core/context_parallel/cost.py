@@ -1,9 +1,7 @@
 """What a plan costs: seconds and bytes, from its counts and the constants of a machine. Pure arithmetic.
 
-A kernel of n (query, key) pairs a head takes ``2 n heads (head_dim + value_dim) / tflops``, and besides the time that
-its operands and results take through memory, and its launch; its backward takes 2.5 times the arithmetic
-(``attn_core.work``). With S positions a rank, P parts, U ranks that share heads, H and Hk heads, width D and e bytes an
-element, a rank receives in a forward
+``attn_core.context_parallel.computing`` has what kernels take. With S positions a rank, P parts, U ranks that share
+heads, H and Hk heads, width D and e bytes an element, a rank receives in a forward
 
     ring        S Hk 2D e at every step but the last, while it computes
     all_gather  (P - 1) S Hk 2D e, while it computes with its own keys
@@ -22,14 +20,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from attn_core.context_parallel.call import kv_repeats
+from attn_core.context_parallel.computing import ELEMENT, Steps, computing
 from attn_core.context_parallel.machine import GIB, Constants
 from attn_core.context_parallel.plan import Plan
-from attn_core.context_parallel.tiles import Tile
 from attn_core.spec import AttentionSpec
-from attn_core.work import BACKWARD_WORK
-
-ELEMENT = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of an element."""
 
 
 class Half(NamedTuple):
@@ -119,7 +113,7 @@ def estimate(spec: AttentionSpec, plan: Plan, constants: Constants) -> Estimate:
 
 
 def _forward(spec: AttentionSpec, plan: Plan, sizes: Sizes, constants: Constants) -> Half:
-    steps = _computing(spec, plan, constants, backward=False)
+    steps = computing(spec, plan, constants, backward=False)
     block = sizes.kv * sizes.element
     heads = _heads_exchange(plan, (sizes.q + sizes.kv) * sizes.element, constants)
     heads += _heads_exchange(plan, sizes.out * sizes.element, constants)
@@ -128,7 +122,7 @@ def _forward(spec: AttentionSpec, plan: Plan, sizes: Sizes, constants: Constants
         busy, seconds = _in_turn(steps, [hop if at < len(steps) - 1 else 0.0 for at in range(len(steps))], constants)
         buffers = block * min(2, len(steps)) + sizes.out * sizes.accumulator * (len(steps) > 2)
     else:
-        busy, seconds = _gathering(steps, plan, block, constants)
+        busy, seconds = _gathering(steps, plan, [block], constants)
         buffers = block * plan.outer * _copies(plan) * _gathers(plan)
     own = (sizes.q + sizes.out + sizes.kv) * sizes.element
     exchanged = own if plan.inner > 1 else 0
@@ -136,7 +130,7 @@ def _forward(spec: AttentionSpec, plan: Plan, sizes: Sizes, constants: Constants
 
 
 def _backward(spec: AttentionSpec, plan: Plan, sizes: Sizes, constants: Constants) -> Half:
-    steps = _computing(spec, plan, constants, backward=True)
+    steps = computing(spec, plan, constants, backward=True)
     block = sizes.kv * sizes.element
     gradient = sizes.kv * (sizes.element if plan.gradients_travel_alone else sizes.accumulator)
     heads = _heads_exchange(plan, (sizes.q + sizes.kv + 2 * sizes.out) * sizes.element, constants)
@@ -149,17 +143,12 @@ def _backward(spec: AttentionSpec, plan: Plan, sizes: Sizes, constants: Constant
         seconds += _hop(plan, gradient, constants) if len(steps) > 1 else 0.0
         buffers = (block + gradient) * min(2, len(steps))
     else:
-        busy, seconds = _gathering(steps, plan, block, constants)
-        seconds += _gather(plan, gradient, constants) * _gathers(plan)
+        busy, seconds = _gathering(steps, plan, [block, gradient], constants)
         buffers = (block * _copies(plan) + gradient) * plan.outer * _gathers(plan)
     buffers += sizes.q * sizes.accumulator
     own = 2 * (sizes.q + sizes.out + sizes.kv) * sizes.element  # with dq, dout, dk and dv
     exchanged = own if plan.inner > 1 else 0
     return Half(heads + seconds, heads + seconds - busy, own + exchanged + buffers)
-
-
-Steps = Sequence[Sequence[float]]
-"""For each step, the seconds that each part computes."""
 
 
 def _in_turn(steps: Steps, exchanges: Sequence[float], constants: Constants) -> tuple[float, float]:
@@ -169,66 +158,24 @@ def _in_turn(steps: Steps, exchanges: Sequence[float], constants: Constants) -> 
     return sum(busiest), sum(together)
 
 
-def _gathering(steps: Steps, plan: Plan, block: float, constants: Constants) -> tuple[float, float]:
-    """(seconds that the busiest part computes, seconds in all): others' keys come while it has its own."""
-    arriving = _gather(plan, block, constants) if _gathers(plan) else 0.0
-    ordering = constants.moved(2 * plan.outer * block) if _gathers(plan) and _copies(plan) > 1 else 0.0
+def _gathering(steps: Steps, plan: Plan, sizes: Sequence[float], constants: Constants) -> tuple[float, float]:
+    """(seconds that the busiest part computes, seconds in all): an equal part of the own step goes on during each
+    exchange, of others' keys and of their gradients."""
+    if not _gathers(plan):
+        sizes = []
+    exchanges = [_gather(plan, size, constants) for size in sizes]
+    ordering = constants.moved(2 * plan.outer * sizes[0]) if sizes and _copies(plan) > 1 else 0.0
     found = []
     for of_part in zip(*steps, strict=True):
-        own = of_part[0] if plan.steps[0].own else 0.0
-        found.append((sum(of_part), constants.together(own, arriving) + ordering + sum(of_part) - own))
+        own = of_part[0] if exchanges and plan.steps[0].own else 0.0
+        together = sum(constants.together(own / len(exchanges), exchange) for exchange in exchanges)
+        found.append((sum(of_part), together + ordering + sum(of_part) - own))
     return max(found, key=lambda each: each[1], default=(0.0, 0.0))
 
 
 def _gathers(plan: Plan) -> bool:
     """Whether anybody sees keys of other parts, so that these are gathered."""
     return any(step.gathered for step in plan.steps)
-
-
-def _computing(spec: AttentionSpec, plan: Plan, constants: Constants, *, backward: bool) -> Steps:
-    """Seconds that each part computes in each step, and adds up what it computed."""
-    widths = [_width_of_sums(spec, plan, part, backward=backward) for part in range(plan.outer)]
-    return [
-        [
-            sum(
-                _tile(spec, plan.inner, tile, constants, backward=backward, summed=0 if step.own and narrow else width)
-                for tile in mine
-            )
-            for mine, (width, narrow) in zip(step.tiles, widths, strict=True)
-        ]
-        for step in plan.steps
-    ]
-
-
-def _width_of_sums(spec: AttentionSpec, plan: Plan, part: int, *, backward: bool) -> tuple[int, bool]:
-    """(bytes of an element of what several calls add to, 0 where none do; whether what the first made is taken as it
-    is, for at most one more is added to it)."""
-    element, calls = ELEMENT[spec.dtype], plan.calls_of_a_query(part)
-    several = calls > 1 or (backward and sum(len(step.tiles[part]) for step in plan.steps) > 1)
-    narrow = calls < 3 and (not backward or plan.gradients_travel_alone)
-    return (0, True) if not several else (element, True) if narrow else (max(4, element), False)
-
-
-def _tile(spec: AttentionSpec, inner: int, tile: Tile, constants: Constants, *, backward: bool, summed: int) -> float:
-    """Seconds of one call of a kernel on one rank.
-
-    Where several calls add to one result, they read and write sums of ``summed`` bytes an element besides what the
-    kernel writes.
-    """
-    heads = spec.num_heads / inner
-    kv_heads = spec.num_kv_heads * kv_repeats(spec.num_heads, spec.num_kv_heads, inner) / inner
-    width, element = spec.head_dim + spec.value_dim, ELEMENT[spec.dtype]
-    queries = spec.batch * heads * tile.q_len  # rows of all heads
-    operands = (queries + spec.batch * kv_heads * tile.k_len) * width  # q and out, k and v
-    products = 2.0 * spec.batch * heads * tile.pairs * width * (element / 2)  # wider types are as much slower
-    results = queries * spec.value_dim
-    rate, traffic = constants.forward_tflops, operands * element
-    if backward:
-        products, rate = products * BACKWARD_WORK, constants.backward_tflops
-        traffic, results = 2 * traffic * constants.backward_traffic, operands - results
-    if summed:
-        traffic += results * (2 * summed + element)
-    return products / (rate * 1e12) + constants.moved(traffic) + constants.call_us * 1e-6
 
 
 def _copies(plan: Plan) -> int:
