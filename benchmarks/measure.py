@@ -53,10 +53,17 @@ def median_ratio(seconds: dict[str, list[float]], name: str, baseline: str) -> f
     return statistics.median(other / one for one, other in pairs)
 
 
+PACKAGES = (
+    *("attn-core", "numpy", "torch", "triton", "jax", "jaxlib", "flax", "jax-tvm-ffi", "transformers"),
+    *("flash-attn", "tokenspeed-fa3", "flash-attn-4", "nvidia-cudnn-cu13"),
+)
+"""Whose versions are written down; those of kernels where they are installed."""
+
+
 def environment() -> dict[str, Any]:
     """When and with what a result was measured."""
     versions = {}
-    for package in ("attn-core", "numpy", "torch", "jax", "jaxlib", "flax", "jax-tvm-ffi", "transformers"):
+    for package in PACKAGES:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -162,9 +162,9 @@ def test_memory_of_a_ring_is_that_of_a_shard() -> None:
 
     for training in (False, True):
         ring, gather, ulysses = (peaks(name, training) for name in ("ring", "all_gather", "ulysses"))
-        assert len(set(ring)) == 1 and len(set(ulysses)) == 1
-        assert gather[2] - gather[1] == pytest.approx(2 * (gather[1] - gather[0])) and gather[0] < gather[1]
-        keys = 8192 * 8 * 2 * 128 * 2  # bytes of a shard's k and v
+        assert ring[0] <= ring[1] == ring[2] and len(set(ulysses)) == 1  # two ranks need no accumulators
+        keys = 8192 * 8 * 2 * 128 * 2  # bytes of a shard's k and v; with gradients of twice as many
+        assert gather[2] - gather[1] == 4 * (2 + 2 * training) * keys and gather[0] < gather[1]
         assert ring[0] >= (2 if training else 1) * (8192 * 32 * 2 * 128 * 2) + 2 * keys
     assert peaks("ring", True)[2] < peaks("ulysses", True)[2] < peaks("all_gather", True)[2]
 
@@ -203,7 +203,8 @@ def test_order_and_accumulators_go_through_memory() -> None:
     only_memory = replace(H200, forward_tflops=1e12, call_us=0.0)
     ring, gather = (cost(spec, name, (4,), "contiguous", only_memory).forward for name in ("ring", "all_gather"))
     queries = shard * 32 * 128  # elements of a shard's queries, as many as of its output
-    again = 3 * 2 * queries * 2 + 4 * queries * (4 + 4 + 2)  # q and out three times more; four accumulations
+    # q and out are read four times, not twice; four parts are accumulated, and not one added to one
+    again = 2 * 2 * queries * 2 + 4 * queries * (4 + 4 + 2) - queries * (2 + 2 + 2)
     extra = (ring.seconds - ring.exposed) - (gather.seconds - gather.exposed)
     assert extra == pytest.approx(H200.moved(again), rel=1e-3)
 
@@ -230,7 +231,7 @@ def chosen(spec: AttentionSpec, axes: Axes, layout: str = "zigzag", **options: A
 
 def test_an_all_gather_moves_less_while_ranks_are_few() -> None:
     """Fewer than (H + Hk) / Hk: 5 for heads 32/8, 2 for 32/32, 33 for 32/1."""
-    assert chosen(call(16384), (2,)) == "all_gather"
+    assert chosen(call(32768), (4,)) == "all_gather"
     assert chosen(call(65536), (8,)) == "ulysses"
     assert chosen(call(16384, (32, 32)), (4,)) == "ulysses"
     assert chosen(call(65536, (32, 1)), (8,)) == "all_gather"
@@ -265,7 +266,7 @@ def test_equal_estimates_go_to_the_earlier() -> None:
 
 
 def test_two_axes_choose_the_outer_ones() -> None:
-    choice = choose(call(65536), None, "zigzag", (2, 4), H200)
+    choice = choose(call(65536), None, "zigzag", (4, 2), H200)
     assert [one.strategy for one in choice.candidates] == ["all_gather", "ring"]
     assert "all_gather x ulysses  selected: " in str(choice)
     refused = explain_choice(call(65536, (6, 2)), None, "zigzag", (2, 4), H200)

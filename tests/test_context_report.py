@@ -30,32 +30,58 @@ TORCH: dict[str, Any] = {
     ],
     "long": [{"tokens": 7, "seconds": 1.5, "bytes beyond inputs": 2e9, "largest error of a row": 1e-5}],
 }
-JAX = {"framework": "jax", "world": 2, "speed": [{"shard": 8192, "seconds": {"forward": {"ring, zigzag": [2.4]}}}]}
+JAX = {
+    "framework": "jax",
+    "world": 2,
+    "environment": TORCH["environment"],
+    "speed": [{"shard": 8192, "seconds": {"forward": {"ring, zigzag": [2.4], "ulysses, contiguous": [2.2]}}}],
+}
 
 
 def test_the_section_holds_every_figure() -> None:
     text = report.section(report.combined([TORCH, JAX]))
-    assert "measured on 2020-02-02, torch 9.9." in text
-    assert "Backend: flash3 forward, flash4 with backward." in text
+    assert "Measured jax on 2020-02-02, torch 9.9; torch on 2020-02-02, torch 9.9." in text
+    assert "One GPU: flash3 forward, flash4 with backward." in text
     row = next(line for line in text.splitlines() if line.startswith("| ring, zigzag |"))
     assert row == "| ring, zigzag | 2500.00 | 0.840 | 250.00 | 2400.00 | 2500.00 | 0.840 | 250.00 |  | 1.50 |"
     assert "| 7 | 1.50 | 2.0 | 1.0e-05 |" in text
 
 
 @pytest.mark.parametrize(
-    ("fastest", "verdict"), [(2.1, "E 1.000, goal >= 0.85: met"), (2.6, "E 0.808, goal >= 0.85: missed")]
+    ("fastest", "verdict"),
+    [(2.1, "1.000 | >= 0.85 | met | 1.048 (ulysses, contiguous), met |"), (2.6, "0.808 | >= 0.85 | missed | 0.846")],
 )
 def test_goals_are_judged_by_the_strategies_they_name(fastest: float, verdict: str) -> None:
     torch = copy.deepcopy(TORCH)
     for seconds in torch["speed"][0]["seconds"].values():
         seconds["ulysses, contiguous"] = [fastest] * 3
-    assert f"- forward, all_gather or ulysses: {verdict}" in report.section(report.combined([torch]))
+    text = report.section(report.combined([torch, JAX]))
+    assert f"| 8192 | forward | ulysses, contiguous | {verdict}" in text
+
+
+@pytest.mark.parametrize(("largest", "verdict"), [(2.9, "met"), (3.1, "missed")])
+def test_errors_are_judged(largest: float, verdict: str) -> None:
+    errors = {"out": {"several": {"mean": 1.2, "max": largest}, "one": {"mean": 1.0, "max": 1.0}}}
+    case = {"candidate": "ring, zigzag", "case": "{}", "backend": "flash4", "errors": errors}
+    text = report.section(report.combined([{**TORCH, "errors": [{"found": [case]}]}]))
+    assert f"Worst: 1.20, {largest:.2f}; goal <= 1.5, 3: {verdict}." in text
+
+
+def test_the_fastest_stand_beside_the_peer() -> None:
+    theirs = {"forward": {"torch context_parallel, allgather": [2.8], "torch context_parallel, alltoall": [2.52]}}
+    text = report.section(report.combined([{**TORCH, "peers": [{"shard": 8192, "seconds": theirs}]}]))
+    assert "| 8192 | forward | 2520.00 (alltoall) | 2100.00 (ulysses, contiguous) | 1.20 |" in text
+
+
+def test_worlds_stand_apart() -> None:
+    text = report.section(report.combined([{**TORCH, "world": 4}, TORCH]))
+    assert text.index("### 2 GPUs") < text.index("### 4 GPUs")
 
 
 def test_a_later_file_replaces_what_it_measured_again() -> None:
     later = {"framework": "torch", "world": 2, "long": [{"error": "OutOfMemoryError"}]}
-    found = report.combined([TORCH, later])
-    assert found["torch"]["speed"]["rows"] == TORCH["speed"]
+    found = report.combined([TORCH, {**later, "environment": TORCH["environment"]}])
+    assert found["2"]["torch"]["speed"]["rows"] == TORCH["speed"]
     assert "not run: OutOfMemoryError" in report.section(found)
 
 
