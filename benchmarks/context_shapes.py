@@ -9,7 +9,7 @@ SHARDS = (8192, 16384, 32768)
 """Tokens of a rank."""
 LONG = (2**19, 2**20)
 """Tokens of rows whose forward alone is run."""
-ROUNDS, REST = 5, 0.1
+ROUNDS, REST = 4, 0.05
 """How often each candidate has its turn, and the seconds before one in which the GPUs recover."""
 
 
@@ -36,4 +36,4 @@ CANDIDATES: dict[str, dict[str, Any]] = {
 
 def calls_of(shape: Shape) -> int:
     """How many calls are timed together."""
-    return max(2, min(20, 2**19 // shape.tokens))
+    return max(2, min(20, 2**18 // shape.tokens))

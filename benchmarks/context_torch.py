@@ -142,8 +142,8 @@ def _call(attend: Callable[..., Any], tensors: list[torch.Tensor], training: boo
 class _Silent:
     """Collectives that send nothing: what is left of a call's time is its own work."""
 
-    def all_gather_into_tensor(self, tensor: torch.Tensor, size: int, name: str) -> torch.Tensor:
-        return tensor.expand(size, *tensor.shape).flatten(0, 1)
+    def all_gather_into_tensor_coalesced(self, parts: list[torch.Tensor], size: int, name: str) -> list[torch.Tensor]:
+        return [part.new_empty(size * part.numel()) for part in parts]
 
     def all_to_all_single(self, tensor: torch.Tensor, sizes: list[int], given: list[int], name: str) -> torch.Tensor:
         return tensor

@@ -162,8 +162,8 @@ def _attend(engine: Engine, brought: Brought) -> tuple[Array, Array]:
     so_far = None
     run = partial(tiles.attend, engine.runner)
     for _, kinds, keys in _steps(engine, brought.keys):
-        so_far = exchange.each_its_own(engine.axes, kinds, run, brought.q, *keys, so_far)
-    return so_far or run(NOTHING, brought.q, *brought.keys, None)
+        so_far = exchange.each_its_own(engine.axes, kinds, run, brought.q, keys, so_far)
+    return so_far or run(NOTHING, brought.q, brought.keys, None)
 
 
 def _gradients(engine: Engine, brought: Brought) -> tuple[Array, Keys]:
@@ -180,7 +180,7 @@ def _gradients(engine: Engine, brought: Brought) -> tuple[Array, Keys]:
     for step, kinds, keys in _steps(engine, brought.keys):
         arrived = None if sent is None else sent.hop(axes, step.shift - shift)
         run = partial(tiles.gradients, engine.runner, "own" if step.own else "sent")
-        more, dk, dv = exchange.each_its_own(axes, kinds, run, brought.q, *keys, brought.saved)
+        more, dk, dv = exchange.each_its_own(axes, kinds, run, brought.q, keys, brought.saved)
         dq = more if dq is None else dq + more
         if step.own:
             found.append((dk, dv))
@@ -192,7 +192,7 @@ def _gradients(engine: Engine, brought: Brought) -> tuple[Array, Keys]:
             sent = pair if arrived is None else arrived.plus(pair)
     if dq is None:
         nothing = partial(tiles.gradients, engine.runner, "own", NOTHING)
-        dq, *zeros = nothing(brought.q, *brought.keys, brought.saved)  # type: ignore[arg-type]
+        dq, *zeros = nothing(brought.q, brought.keys, brought.saved)  # type: ignore[arg-type]
         found.append((zeros[0], zeros[1]))
     if sent is not None:
         found.append(sent.hop(axes, -shift).both)
@@ -200,19 +200,19 @@ def _gradients(engine: Engine, brought: Brought) -> tuple[Array, Keys]:
     return dq, (dk, dv)
 
 
-def _steps(engine: Engine, keys: Keys) -> Iterator[tuple[Step, list[tiles.Mine], Keys]]:
+def _steps(engine: Engine, keys: Keys) -> Iterator[tuple[Step, list[tiles.Mine], tuple[Array, ...]]]:
     """Each step with what every part does in it, and its block of keys and values."""
     for step, block in zip(engine.call.plan.steps, _blocks(engine, keys), strict=True):
         kinds = [tiles.Mine(mine, part if step.gathered else None) for part, mine in enumerate(step.tiles)]
         yield step, kinds, block
 
 
-def _blocks(engine: Engine, keys: Keys) -> Iterator[Keys]:
-    """The block of each step, the next one's sent before."""
+def _blocks(engine: Engine, keys: Keys) -> Iterator[tuple[Array, ...]]:
+    """The block of each step, or what was gathered; the next one's sent before."""
     steps, axes = engine.call.plan.steps, engine.axes
     if all(step.own or step.gathered for step in steps):
-        everybody = [exchange.from_all_parts(axes, each) for each in keys if any(step.gathered for step in steps)]
-        yield from ((everybody[0], everybody[1]) if step.gathered else keys for step in steps)
+        everybody = exchange.from_all_parts(axes, *keys) if any(step.gathered for step in steps) else keys
+        yield from (everybody if step.gathered else keys for step in steps)
         return
     travelling = Pair.of(*keys).hop(axes, steps[0].shift)
     for at, step in enumerate(steps):

@@ -69,9 +69,20 @@ def positions_for_heads(axes: Axes, array: Array) -> Array:
     return lax.all_to_all(array, axes.inner, split_axis=1, concat_axis=2, tiled=True)
 
 
-def from_all_parts(axes: Axes, array: Array) -> Array:
-    """``[batch, places, ...]`` of every part end to end: ``[batch, parts * places, ...]``."""
-    return array if axes.outer is None else lax.all_gather(array, axes.outer, axis=1, tiled=True)
+def from_all_parts(axes: Axes, one: Array, other: Array) -> tuple[Array, ...]:
+    """Two arrays ``[batch, places, ...]`` of every part, as they travel; ``of_all_parts`` takes them apart.
+
+    They travel in one array ``[parts, 2, batch, places, ...]`` where they have one shape.
+    """
+    assert axes.outer is not None
+    return tuple(lax.all_gather(array, axes.outer) for array in Pair.of(one, other).arrays)
+
+
+def of_all_parts(gathered: tuple[Array, ...]) -> tuple[Array, Array]:
+    """Two arrays ``[batch, parts * places, ...]``, every part's end to end, from what ``from_all_parts`` gave."""
+    pair = [gathered[0][:, 0], gathered[0][:, 1]] if len(gathered) == 1 else gathered
+    one, other = (array.swapaxes(0, 1).reshape(array.shape[1], -1, *array.shape[3:]) for array in pair)
+    return one, other
 
 
 def summed_for_each_part(axes: Axes, array: Array, dtype: Any) -> Array:

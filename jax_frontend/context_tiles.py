@@ -18,6 +18,7 @@ from attn_core.context_parallel.call import ContextCall
 from attn_core.context_parallel.places import in_blocks, spans
 from attn_core.context_parallel.tiles import Tile
 from jax_frontend import ops
+from jax_frontend.context_exchange import of_all_parts
 from jax_frontend.context_order import put, taken
 from jax_frontend.differentiable import varying_alike
 from jax_frontend.local_call import varying_as
@@ -37,6 +38,13 @@ class Mine(NamedTuple):
 
     tiles: Tiles
     of_part: int | None = None
+
+    def block(self, keys: tuple[Array, ...]) -> tuple[Array, Array]:
+        """(k, v); of what was gathered end to end, taken apart here, so that only what a part reads is copied."""
+        if self.of_part is not None:
+            return of_all_parts(keys)
+        k, v = keys
+        return k, v
 
 
 class Runner(NamedTuple):
@@ -86,18 +94,20 @@ class Saved(NamedTuple):
 
 
 def attend(
-    runner: Runner, mine: Mine, q: Array, k: Array, v: Array, so_far: tuple[Array, Array] | None
+    runner: Runner, mine: Mine, q: Array, keys: tuple[Array, ...], so_far: tuple[Array, Array] | None
 ) -> tuple[Array, Array]:
     """(out, lse) of the rows over the keys of some tiles and those ``so_far``; a row without keys has 0 and -inf.
 
-    Rows that no tile has touched yet take a tile's result as it is.
+    ``keys`` are k and v of a block, or what ``context_exchange.from_all_parts`` gathered. Rows that no tile has touched
+    yet take a tile's result as it is.
     """
+    k, v = mine.block(keys)
     touched = np.full(q.shape[1], so_far is not None)
     out, lse = so_far or _nothing(runner, q, v)
     for tile in mine.tiles:
-        rows, keys = runner.places(mine, tile)
+        index = rows, _ = runner.places(mine, tile)
         made = runner.planned(tile)
-        part, part_lse = ops.forward(made, _inputs(made, tile, (rows, keys), q, k, v))
+        part, part_lse = ops.forward(made, _inputs(made, tile, index, q, k, v))
         if made.spec.packed:
             part, part_lse = part[None], part_lse[None]
         part = part.astype(out.dtype)
@@ -124,21 +134,22 @@ def merged(out: Array, lse: Array, other: Array, other_lse: Array) -> tuple[Arra
 
 
 def gradients(
-    runner: Runner, of_keys: str, mine: Mine, q: Array, k: Array, v: Array, saved: Saved
+    runner: Runner, of_keys: str, mine: Mine, q: Array, keys: tuple[Array, ...], saved: Saved
 ) -> tuple[Array, Array, Array]:
     """(dq, dk, dv) of some tiles, from the output and the log-sum-exp of whole rows; 0 at the places of no tile.
 
-    ``of_keys`` is "own" or "sent", see ``Runner.accumulator``.
+    ``of_keys`` is "own" or "sent", see ``Runner.accumulator``; keys as in ``attend``.
     """
+    k, v = mine.block(keys)
     totals = [
         varying_as((q, k, v), jnp.zeros(array.shape, runner.accumulator(of)))
         for array, of in ((q, "q"), (k, of_keys), (v, of_keys))
     ]
     touched = [np.zeros(array.shape[1], bool) for array in totals]
     for tile in mine.tiles:
-        rows, keys = runner.places(mine, tile)
-        found = _tile_gradients(runner.planned(tile), tile, (rows, keys), q, k, v, saved)
-        for at, (part, index) in enumerate(((found.dq, rows), (found.dk, keys), (found.dv, keys))):
+        rows, of_key = runner.places(mine, tile)
+        found = _tile_gradients(runner.planned(tile), tile, (rows, of_key), q, k, v, saved)
+        for at, (part, index) in enumerate(((found.dq, rows), (found.dk, of_key), (found.dv, of_key))):
             part = part.astype(totals[at].dtype)
             if touched[at][index].any():
                 part = taken(totals[at], index, 1) + part

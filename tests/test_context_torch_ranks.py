@@ -110,7 +110,7 @@ def plan_of(case: Case) -> Plan:
 def talks(case: Case) -> dict[str, int]:
     """Of a forward and a backward with gradients of out and lse, as the plan has it."""
     made, groups = plan_of(case), case.head_groups or 1
-    found = {"all_to_all_single": 0, "all_gather_into_tensor": 0}
+    found = {"all_to_all_single": 0, "all_gather_into_tensor_coalesced": 0}
     if made.inner > 1:  # q, k and v in one message, out, lse; then dout, dlse; and dq, dk, dv
         found["all_to_all_single"] += groups * (3 + 2 + 3)
     if made.outer > 1 and made.strategy == "ring":
@@ -119,7 +119,7 @@ def talks(case: Case) -> dict[str, int]:
         hops = len(shifts) - 1  # of keys twice, from step to step; their gradients begin at the second one, and go home
         found["all_to_all_single"] += groups * (2 * hops + hops)
     elif made.outer > 1:
-        found["all_gather_into_tensor"] = 2 * 2 * groups  # k and v, twice
+        found["all_gather_into_tensor_coalesced"] = 2 * groups  # k and v
         found["all_to_all_single"] += 2 * groups  # dk and dv
     return {kind: number for kind, number in found.items() if number}
 

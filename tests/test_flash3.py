@@ -75,7 +75,8 @@ LENGTHS = {"max_seqlen_q": 101, "max_seqlen_k": 199}
         (replace(PACKED, causal=True), LENGTHS | {"is_causal": True, "window_size_right": 0}),
         (replace(PACKED, q_len=4096), LENGTHS),
         (replace(PACKED, q_len=4097), LENGTHS | {"num_splits": 1}),  # more than 2^15 rows of heads
-        (replace(SPEC, q_len=4097), {}),
+        (replace(SPEC, batch=1, q_len=4096), {}),
+        (replace(SPEC, batch=1, q_len=4097), {"num_splits": 1}),
     ],
     ids=str,
 )

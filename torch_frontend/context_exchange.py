@@ -93,12 +93,13 @@ def _under_way(sent: Tensor) -> Callable[[], Tensor]:
 
 
 def gather(axis: Axis, tensors: Sequence[Tensor]) -> Waiting:
-    """Every rank's ``[batch, places, heads, dim]``; what waits for ``[batch, ranks * places, heads, dim]`` of each."""
-    waits = [
-        _under_way(_c10d.all_gather_into_tensor(tensor.contiguous().view(-1), axis.size, axis.name))
-        for tensor in tensors
-    ]
-    shapes = [tensor.shape for tensor in tensors]
+    """Every rank's ``[batch, places, heads, dim]``; what waits for ``[batch, ranks * places, heads, dim]`` of each.
+
+    They travel at once: on a GPU a second message would not begin before the kernel ends that runs beside the first.
+    """
+    flat = [tensor.contiguous().view(-1) for tensor in tensors]
+    sent = _c10d.all_gather_into_tensor_coalesced(flat, axis.size, axis.name)
+    waits, shapes = [_under_way(each) for each in sent], [tensor.shape for tensor in tensors]
     return lambda: [
         arrived().view(axis.size, *shape).transpose(0, 1).flatten(1, 2)
         for arrived, shape in zip(waits, shapes, strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -19,10 +19,6 @@ from torch_frontend.context_program import Run
 Tensor = torch.Tensor
 
 
-EVERY = slice(None)
-"""All heads."""
-
-
 class Found(NamedTuple):
     """Gradients of a group's block, ``[batch, places, heads, dim]`` each."""
 
@@ -36,36 +32,20 @@ class Total:
 
     def __init__(self, block: Tensor, size: int, dtype: torch.dtype) -> None:
         self.shape, self.dtype, self.device = (block.shape[0], size, *block.shape[2:]), dtype, block.device
-        self.parts: list[tuple[Places, slice, Tensor]] = []
         self.so_far: Tensor | None = None
 
-    def add(self, places: Places, found: Tensor, heads: slice = EVERY) -> None:
-        """Adds a run's, of some of the heads."""
-        self.parts.append((places, heads, found))
+    def add(self, places: Places, found: Tensor) -> None:
+        """Adds a run's; the first that reaches all places is taken as it is."""
+        if self.so_far is None and places.are_all_of(self.shape[1]):
+            self.so_far = found.to(self.dtype)
+        else:
+            places.add(self.value(), found)
 
-    def value(self, base: Tensor | None = None) -> Tensor:
-        """What has been added, to ``base`` where there is one, which is changed.
-
-        Else the first that reaches everything is taken as it is, and nothing where there is none.
-        """
-        parts, self.parts = self.parts, []
-        if base is None:
-            base = self.so_far
-        if base is None:
-            whole = (at for at, (places, heads, _) in enumerate(parts) if self._is_all(places, heads))
-            at = next(whole, None)
-            base = self._zeros() if at is None else parts.pop(at)[2]
-        total = base.to(self.dtype)
-        for places, heads, found in parts:
-            places.add(total[:, :, heads], found)
-        self.so_far = total
-        return total
-
-    def _is_all(self, places: Places, heads: slice) -> bool:
-        return heads == EVERY and places.are_all_of(self.shape[1])
-
-    def _zeros(self) -> Tensor:
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+    def value(self) -> Tensor:
+        """What has been added; zeros at first."""
+        if self.so_far is None:
+            self.so_far = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        return self.so_far
 
 
 def backward(
@@ -80,7 +60,7 @@ def backward(
         if dsinks is not None and sinks is not None:
             own = sink_gradient(engine.of_heads(work, sinks, group), kept.out, kept.lse, mine, of_lse)
             engine.of_heads(work, dsinks, group).copy_(own)
-        returns.append(_group(work, Given(kept, mine, of_lse), keys))
+        returns.append(_group(work, kept, _steps(work, kept, keys, mine, of_lse)))
         del mine, of_lse, keys
     found = [wait() for wait in returns]
     dq, dk, dv = (engine.of_all_heads([group[at] for group in found]) for at in range(3))
@@ -107,74 +87,54 @@ def _pair(parts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
     return parts[0], None if len(parts) == 1 else parts[1][..., 0].transpose(1, 2)
 
 
-class Given(NamedTuple):
-    """What a group's forward left, and the gradients of its out and lse."""
-
-    saved: Saved
-    dout: Tensor
-    dlse: Tensor | None
+Steps = Iterator[tuple[Step, tuple[Run, ...], list[Found]]]
+"""Every step with what its runs found, computed when it is asked for."""
 
 
-def _group(work: Work, given: Given, keys: engine.Keys) -> Callable[[], list[Tensor]]:
+def _steps(work: Work, saved: Saved, keys: engine.Keys, dout: Tensor, dlse: Tensor | None) -> Steps:
+    for step, runs, (k, v) in engine.blocks(work, keys):
+        found = [_run(run, saved, k, v, dout, dlse) for run in runs]
+        del k, v  # a block is not held while the one after the next arrives
+        yield step, runs, found
+
+
+def _group(work: Work, saved: Saved, steps: Steps) -> Callable[[], list[Tensor]]:
     """A group's gradients; what waits for them as ``[batch, shard, ranks, heads, dim]``."""
-    waiting = (_of_everybody if work.program.gathers else _of_blocks)(work, given, keys)
+    waiting = (_of_everybody if work.program.gathers else _of_blocks)(work, saved, steps)
     if work.outer.size == 1:
-        return _home(work, waiting(), given.dout.dtype)
-    return lambda: _home(work, waiting(), given.dout.dtype)()
+        return _home(work, waiting(), saved.q.dtype)
+    return lambda: _home(work, waiting(), saved.q.dtype)()
 
 
-def _of_everybody(work: Work, given: Given, keys: engine.Keys) -> Callable[[], Found]:
-    """Where keys were gathered: a rank adds up their gradients for every other, and each sends it those of its own.
-
-    Half of the own step's heads come before, while keys are on their way, and half after, while gradients are.
-    """
-    program, others, saved = work.program, work.outer.size - 1, given.saved
-    narrow, wide, (k, v) = saved.k.dtype, saved.lse.dtype, keys.own
+def _of_everybody(work: Work, saved: Saved, steps: Steps) -> Callable[[], Found]:
+    """Where keys were gathered: a rank adds up their gradients for every other, and each sends it those of its own."""
+    program, others = work.program, work.outer.size - 1
+    dq, own, narrow, wide = _totals(work, saved)
     dtype = narrow if program.sent_alone else wide
-    dq, own = _totals(work, saved, dtype if others == 1 and program.own_alone else wide)
     sent = [Total(each, others * program.k_size, dtype) for each in (saved.k, saved.v)]
-    halves = (0, 1) if program.call.halved else (None,)
-
-    def with_own(half: int | None) -> None:
-        for step, runs in program.steps:
-            for run in runs if step.own else ():
-                heads, kv_heads, found = _run(run, given, k, v, half)
-                dq.add(run.q, found.dq, heads)
-                for total, part in zip(own, found[1:], strict=True):
-                    total.add(run.sums, part, kv_heads)
-
-    with_own(halves[0])
-    everyones_k, everyones_v = keys.wait()
-    for step, runs in program.steps:
-        for run in runs if step.gathered else ():
-            _, _, found = _run(run, given, everyones_k, everyones_v, None)
-            dq.add(run.q, found.dq)
-            for total, part in zip(sent, found[1:], strict=True):
+    for step, runs, found in steps:
+        for run, (its_dq, *pair) in zip(runs, found, strict=True):
+            dq.add(run.q, its_dq)
+            for total, part in zip(sent if step.gathered else own, pair, strict=True):
                 total.add(run.sums, part)
+        found.clear()
     received, count = exchange.to_their_ranks(work.outer, [total.value() for total in sent]), saved.k.shape[1]
-    for half in halves[1:]:
-        with_own(half)
 
     def wait() -> Found:
         # In the order of ranks, so that it is the same on every run.
-        arrived = [each[0] if others == 1 else each.sum(0, dtype=wide) for each in received()]
-        dk, dv = (total.value(base[:, :count]) for total, base in zip(own, arrived, strict=True))
-        return Found(dq.value(), dk, dv)
+        parts = [each[0] if others == 1 else each.sum(0, dtype=wide) for each in received()]
+        return Found(dq.value(), *(mine.value() + its[:, :count] for mine, its in zip(own, parts, strict=True)))
 
     return wait
 
 
-def _of_blocks(work: Work, given: Given, keys: engine.Keys) -> Callable[[], Found]:
+def _of_blocks(work: Work, saved: Saved, steps: Steps) -> Callable[[], Found]:
     """The gradients of other ranks' blocks travel with them, a step behind, and go home from the last that sees them;
     those of the own one stay."""
-    program, saved = work.program, given.saved
-    shapes = [_padded_shape(each, program.k_size) for each in (saved.k, saved.v)]
-    narrow, wide = saved.k.dtype, saved.lse.dtype
-    dq, own = _totals(work, saved, narrow if program.own_alone else wide)
+    program, shapes = work.program, [_padded_shape(each, work.program.k_size) for each in (saved.k, saved.v)]
+    dq, own, narrow, wide = _totals(work, saved)
     waiting: Callable[[], Tensor] | None = None
-    for step, runs, (k, v) in engine.blocks(work, keys):
-        found = [_run(run, given, k, v, None)[2] for run in runs]
-        del k, v  # a block is not held while the one after the next arrives
+    for step, runs, found in steps:
         sums: list[Tensor] = []
         if not step.own:
             buffer = _zeros(shapes, saved.k, narrow if program.sent_alone else wide) if waiting is None else waiting()
@@ -184,8 +144,6 @@ def _of_blocks(work: Work, given: Given, keys: engine.Keys) -> Callable[[], Foun
             for at, part in enumerate(pair):
                 run.sums.add(sums[at], part) if sums else own[at].add(run.sums, part)
         found.clear()  # a step's tensors are not held while the next one's are made
-        for total in (dq, *own):
-            total.value()
         if sums:
             waiting = exchange.hop(work.outer, buffer, _to_next(work, step))
     count = saved.k.shape[1]
@@ -199,10 +157,20 @@ def _of_blocks(work: Work, given: Given, keys: engine.Keys) -> Callable[[], Foun
     return wait
 
 
-def _totals(work: Work, saved: Saved, dtype: torch.dtype) -> tuple[Total, list[Total]]:
-    """Nothing yet of dq, and of (dk, dv) of the own block in a dtype."""
-    dq = Total(saved.q, saved.q.shape[1], engine.summed_in(work, saved.q, saved.lse.dtype))
-    return dq, [Total(each, each.shape[1], dtype) for each in (saved.k, saved.v)]
+class Totals(NamedTuple):
+    """Nothing yet of dq and of the own block's (dk, dv), and the two dtypes that sums may have."""
+
+    dq: Total
+    own: list[Total]
+    narrow: torch.dtype
+    wide: torch.dtype
+
+
+def _totals(work: Work, saved: Saved) -> Totals:
+    narrow, wide = saved.k.dtype, saved.lse.dtype
+    of_own = narrow if work.program.own_alone else wide
+    dq = Total(saved.q, saved.q.shape[1], engine.summed_in(work, saved.q, wide))
+    return Totals(dq, [Total(each, each.shape[1], of_own) for each in (saved.k, saved.v)], narrow, wide)
 
 
 def _padded_shape(tensor: Tensor, size: int) -> tuple[int, ...]:
@@ -220,24 +188,20 @@ def _to_next(work: Work, step: Step) -> int:
     return (shifts[at + 1] if at + 1 < len(shifts) else work.outer.size) - step.shift
 
 
-def _run(run: Run, given: Given, k: Tensor, v: Tensor, half: int | None) -> tuple[slice, slice, Found]:
-    """(heads, kv heads, the gradients of what one run computes of them): all heads, or the first or second half."""
-    (q, _, _, out, lse), dout, dlse = given
-    made, heads, kv_heads = run.made, EVERY, EVERY
-    if half is not None and run.half is not None:
-        made = run.half
-        heads, kv_heads = (
-            slice(half * count, (half + 1) * count) for count in (made.spec.num_heads, made.spec.num_kv_heads)
-        )
-    inputs = engine.inputs_of(run, q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads])
-    rows = [run.q.of(each[:, :, heads]) for each in (out, dout)]
-    of_lse = [run.q.of(each[:, heads], 2) for each in (lse, dlse) if each is not None]
-    if made.spec.packed:
-        rows, of_lse = [each[0] for each in rows], [each[0] for each in of_lse]
-    found = made.backward(
-        made.spec, inputs, rows[0], of_lse[0].contiguous(), rows[1], of_lse[1] if len(of_lse) > 1 else None
+def _run(run: Run, saved: Saved, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None) -> Found:
+    """The gradients of what one run computes."""
+    inputs = engine.inputs_of(run, saved.q, k, v)
+    rows, lse = (
+        [run.q.of(saved.out), run.q.of(dout)],
+        [run.q.of(each, 2) for each in (saved.lse, dlse) if each is not None],
     )
-    return heads, kv_heads, Found(*(each[None] if made.spec.packed else each for each in found[:3]))
+    packed = run.made.spec.packed
+    if packed:
+        rows, lse = [each[0] for each in rows], [each[0] for each in lse]
+    found = run.made.backward(
+        run.made.spec, inputs, rows[0], lse[0].contiguous(), rows[1], lse[1] if len(lse) > 1 else None
+    )
+    return Found(*(each[None] if packed else each for each in found[:3]))
 
 
 def _home(work: Work, sums: Found, dtype: torch.dtype) -> Callable[[], list[Tensor]]:

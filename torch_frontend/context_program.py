@@ -13,7 +13,6 @@ from attn_core.context_parallel import places
 from attn_core.context_parallel.call import ContextCall
 from attn_core.context_parallel.plan import Step
 from attn_core.context_parallel.tiles import Tile
-from attn_core.spec import AttentionSpec
 from torch_frontend.context_places import Places
 from torch_frontend.plan import Plan, device_name, on_device
 
@@ -24,14 +23,12 @@ class Run(NamedTuple):
     """A tile as a call of a backend.
 
     Attributes:
-        made: the call; half: the same on half of the heads, where a backward makes two of it.
         q, k: where its queries and keys lie in their blocks.
         sums: where its keys' gradients lie; of gathered keys they have no places for the own block.
         first: whether no tile before has touched its queries.
     """
 
     made: Plan
-    half: Plan | None
     q: Places
     k: Places
     sums: Places
@@ -92,8 +89,7 @@ def program(call: ContextCall, part: int, device: torch.device) -> Program:
             keys = places.spans([segment[2:] for segment in tile.segments])
             read, summed = (keys if index is None else index[keys] for index in (of_key, of_sum))
             first = not touched[rows].any()
-            halved = call.halved and step.own
-            runs.append(_run(call, tile, (rows, read, summed), device, first=first, halved=halved))
+            runs.append(_run(call, tile, (rows, read, summed), device, first=first))
             touched[rows] += 1
             begun[rows] |= first
         steps.append((step, tuple(runs)))
@@ -112,21 +108,15 @@ def program(call: ContextCall, part: int, device: torch.device) -> Program:
     )
 
 
-def _run(
-    call: ContextCall, tile: Tile, index: tuple[np.ndarray, ...], device: torch.device, *, first: bool, halved: bool
-) -> Run:
-    made = _planned(*call.backend_of(tile), device)
-    half = _planned(*call.backend_of(tile, 2), device) if halved else None
+def _run(call: ContextCall, tile: Tile, index: tuple[np.ndarray, ...], device: torch.device, *, first: bool) -> Run:
+    spec, name = call.backend_of(tile)
+    module: Any = backends.load(name, backends.kind_of(device_name(device)))
+    forward, backward = (on_device(function, device) for function in (module.forward, module.backward))
+    made = Plan(spec, name, forward, backward, False, None, backends.writes_into(module))
     offsets = None
-    if made.spec.packed:
+    if spec.packed:
         lengths = ([segment.q_len for segment in tile.segments], [segment.k_len for segment in tile.segments])
         one, other = (torch.tensor([0, *np.cumsum(each)], dtype=torch.int32, device=device) for each in lengths)
         offsets = one, other
     q, k, sums = (Places(each, device) for each in index)
-    return Run(made, half, q, k, sums, offsets, first)
-
-
-def _planned(spec: AttentionSpec, name: str, device: torch.device) -> Plan:
-    module: Any = backends.load(name, backends.kind_of(device_name(device)))
-    forward, backward = (on_device(function, device) for function in (module.forward, module.backward))
-    return Plan(spec, name, forward, backward, False, None, backends.writes_into(module))
+    return Run(made, q, k, sums, offsets, first)

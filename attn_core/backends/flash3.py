@@ -66,7 +66,7 @@ WRITES_INTO = True
 WIDTHS = (64, 96, 128, 192, 256)
 """The head dimensions that have kernels; each serves those above the one before it."""
 LONGEST_SPLIT = 2**15
-"""Packed rows (tokens times heads) up to which the keys may be split: 256 tiles of queries, two for each of 132 SMs."""
+"""Rows (queries times heads) up to which the keys may be split: 256 tiles of queries, two for each of 132 SMs."""
 ORDERED = "deterministic backward"
 """What ``Build.without`` calls a gradient whose sums come in any order."""
 
@@ -129,10 +129,12 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 
     num_splits = 0 lets the kernel split the keys where queries are too few to fill the GPU, which decoding lives on. It
     goes by shapes (and packed lengths) alone, so that equal calls give equal bits, and is 1 in builds without splits.
-    Packed, it goes by the longest document but takes memory for all tokens: many tokens fill the GPU without it.
+    Many queries fill the GPU without it. There it would take memory for every split of all of them, in float32: packed,
+    for it goes by the longest document; and without a mask where the keys of a head do not fit into the L2 cache.
     """
     edge = band(spec)
     lengths = {"max_seqlen_q": spec.max_len_q, "max_seqlen_k": spec.max_len_k} if spec.packed else {}
+    rows = spec.q_len * (1 if spec.packed else spec.batch)
     return {
         **lengths,
         "softmax_scale": spec.scale,
@@ -140,7 +142,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
         "window_size_left": -1 if edge.left is None else edge.left,
         "window_size_right": -1 if edge.right is None else edge.right,
         "softcap": spec.softcap or 0.0,
-        "num_splits": 1 if spec.packed and spec.q_len * spec.num_heads > LONGEST_SPLIT else 0,
+        "num_splits": 1 if rows * spec.num_heads > LONGEST_SPLIT else 0,
         "deterministic": spec.deterministic,
     }
 

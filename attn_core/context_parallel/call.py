@@ -26,7 +26,7 @@ class ContextCall:
         plan: who computes what.
         repeats: how often each kv head is copied before heads are exchanged, so that they divide.
         head_groups: in how many groups of heads the call runs, one's exchange during another's computation.
-        backends: ``((spec, backend), ...)`` for every one of ``calls``.
+        backends: ``((spec of a tile, backend), ...)`` for every kind of tile of every rank.
     """
 
     spec: AttentionSpec
@@ -35,34 +35,10 @@ class ContextCall:
     head_groups: int
     backends: tuple[tuple[AttentionSpec, str], ...]
 
-    def backend_of(self, tile: Tile, share: int = 1) -> tuple[AttentionSpec, str]:
-        """(the tile as a call of its own on one of ``share`` parts of the heads, the backend that runs it)."""
-        spec = self.spec_of(tile, share)
+    def backend_of(self, tile: Tile) -> tuple[AttentionSpec, str]:
+        """(the tile as a call of its own, the backend that runs it)."""
+        spec = tile_spec(self.spec, tile, *self.heads)
         return spec, dict(self.backends)[spec]
-
-    def spec_of(self, tile: Tile, share: int = 1) -> AttentionSpec:
-        """The tile as a call of its own, on one of ``share`` parts of the heads."""
-        heads, kv_heads = self.heads
-        return tile_spec(self.spec, tile, heads // share, kv_heads // share)
-
-    @property
-    def halved(self) -> bool:
-        """Whether a backward computes with the own block in two halves of the heads.
-
-        One then hides that other parts' keys come, and the other that their gradients go.
-        """
-        steps = self.plan.steps
-        both = any(step.gathered for step in steps) and any(step.own for step in steps)
-        return self.spec.needs_backward and both and self.heads[1] % 2 == 0
-
-    @property
-    def calls(self) -> tuple[AttentionSpec, ...]:
-        """Every kind of call of a kernel that any rank makes."""
-        tiles = [(step, tile) for step in self.plan.steps for mine in step.tiles for tile in mine]
-        found = [self.spec_of(tile) for _, tile in tiles]
-        if self.halved:
-            found += [self.spec_of(tile, 2) for step, tile in tiles if step.own]
-        return tuple(dict.fromkeys(found))
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -102,7 +78,8 @@ def context_call(
         raise SpecError(f"head_groups={head_groups}: expected a divisor of the {local} kv heads that a rank computes")
     made = spread(spec, documents, strategy, layout, outer, inner)
     call = ContextCall(spec, made, repeats, head_groups, ())
-    return replace(call, backends=_runners(call.calls, target, requested))
+    kinds = {tile_spec(spec, tile, *call.heads): None for step in made.steps for mine in step.tiles for tile in mine}
+    return replace(call, backends=_runners(tuple(kinds), target, requested))
 
 
 def spread(

@@ -122,7 +122,7 @@ def _forward(spec: AttentionSpec, plan: Plan, sizes: Sizes, constants: Constants
         busy, seconds = _in_turn(steps, [hop if at < len(steps) - 1 else 0.0 for at in range(len(steps))], constants)
         buffers = block * min(2, len(steps)) + sizes.out * sizes.accumulator * (len(steps) > 2)
     else:
-        busy, seconds = _gathering(steps, plan, [block], constants)
+        busy, seconds = _gathering(steps, plan, block, constants)
         buffers = block * plan.outer * _copies(plan) * _gathers(plan)
     own = (sizes.q + sizes.out + sizes.kv) * sizes.element
     exchanged = own if plan.inner > 1 else 0
@@ -143,7 +143,8 @@ def _backward(spec: AttentionSpec, plan: Plan, sizes: Sizes, constants: Constant
         seconds += _hop(plan, gradient, constants) if len(steps) > 1 else 0.0
         buffers = (block + gradient) * min(2, len(steps))
     else:
-        busy, seconds = _gathering(steps, plan, [block, gradient], constants)
+        busy, seconds = _gathering(steps, plan, block, constants)
+        seconds += _gather(plan, gradient, constants) * _gathers(plan)
         buffers = (block * _copies(plan) + gradient) * plan.outer * _gathers(plan)
     buffers += sizes.q * sizes.accumulator
     own = 2 * (sizes.q + sizes.out + sizes.kv) * sizes.element  # with dq, dout, dk and dv
@@ -158,18 +159,14 @@ def _in_turn(steps: Steps, exchanges: Sequence[float], constants: Constants) -> 
     return sum(busiest), sum(together)
 
 
-def _gathering(steps: Steps, plan: Plan, sizes: Sequence[float], constants: Constants) -> tuple[float, float]:
-    """(seconds that the busiest part computes, seconds in all): an equal part of the own step goes on during each
-    exchange, of others' keys and of their gradients."""
-    if not _gathers(plan):
-        sizes = []
-    exchanges = [_gather(plan, size, constants) for size in sizes]
-    ordering = constants.moved(2 * plan.outer * sizes[0]) if sizes and _copies(plan) > 1 else 0.0
+def _gathering(steps: Steps, plan: Plan, block: float, constants: Constants) -> tuple[float, float]:
+    """(seconds that the busiest part computes, seconds in all): others' keys come while it has its own."""
+    arriving = _gather(plan, block, constants) if _gathers(plan) else 0.0
+    ordering = constants.moved(2 * plan.outer * block) if _gathers(plan) and _copies(plan) > 1 else 0.0
     found = []
     for of_part in zip(*steps, strict=True):
-        own = of_part[0] if exchanges and plan.steps[0].own else 0.0
-        together = sum(constants.together(own / len(exchanges), exchange) for exchange in exchanges)
-        found.append((sum(of_part), together + ordering + sum(of_part) - own))
+        own = of_part[0] if plan.steps[0].own else 0.0
+        found.append((sum(of_part), constants.together(own, arriving) + ordering + sum(of_part) - own))
     return max(found, key=lambda each: each[1], default=(0.0, 0.0))
 
 
