@@ -134,7 +134,10 @@ def _goals(rows: list[dict[str, Any]], world: int, found: Measures) -> list[str]
                 ratio = f"{share:.3f} ({name}), {'met' if share <= SLOWER else 'missed'}"
             cells = row["shard"], word, best, f"{reached:.3f}", f">= {goal}", verdict, ratio
             lines.append(f"| {' | '.join(map(str, cells))} |")
-    return [*lines, ""] if len(lines) > 2 else []
+    measured = {row["shard"] for row in rows if "error" not in row}
+    for shard in (shard for shard, ranks in GOALS if ranks == world and shard not in measured):
+        lines.append(f"| {shard} | | not measured | | | | |")
+    return [*lines, ""]
 
 
 def _silent(name: str) -> bool:

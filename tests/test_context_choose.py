@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 from dataclasses import replace
@@ -109,6 +110,42 @@ def test_constants_are_checked() -> None:
 @pytest.mark.parametrize("device", ["cpu", "sm80", "sm100"])
 def test_a_device_that_was_not_measured_chooses_as_the_one_that_was(device: str) -> None:
     assert Constants.of(device) is not None and Constants.of(device) == H200
+
+
+def measured_on_ranks() -> list[Any]:
+    """Of every shape that was measured on several GPUs, the seconds of each strategy, its heads in one group."""
+    found = json.loads((ROOT / "benchmarks/results/context-parallel.json").read_text(encoding="utf-8"))
+    shapes = [
+        (int(ranks), row["tokens"], word, seconds)
+        for ranks, measures in found.items()
+        for row in measures["torch"]["speed"]["rows"]
+        for word, seconds in row["seconds"].items()
+    ]
+    return [
+        pytest.param(
+            ranks,
+            call(tokens, needs_backward="backward" in word),
+            {name: np.median(times) for name, times in seconds.items() if name.count(", ") == 1},
+            id=f"{ranks} {tokens} {word}",
+        )
+        for ranks, tokens, word, seconds in shapes
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "spec", "seconds"), measured_on_ranks())
+def test_the_fastest_by_estimate_is_the_fastest_as_measured(ranks: int, spec: AttentionSpec, seconds: Any) -> None:
+    """Up to 2 %, which is how far apart two runs of one strategy are."""
+    assert set(seconds) == {"ring, zigzag", "all_gather, zigzag", "ulysses, contiguous"}
+
+    def estimated(name: str) -> float:
+        strategy, kind = name.split(", ")
+        return cost(spec, strategy, (ranks,), kind).seconds
+
+    assert seconds[min(seconds, key=estimated)] <= 1.02 * min(seconds.values())
+
+
+def test_measurements_on_two_and_four_gpus_were_compared() -> None:
+    assert len(measured_on_ranks()) >= 10
 
 
 # Bytes: what every rank receives, and what it holds

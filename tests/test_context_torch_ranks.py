@@ -120,7 +120,7 @@ def talks(case: Case) -> dict[str, int]:
         found["all_to_all_single"] += groups * (2 * hops + hops)
     elif made.outer > 1:
         found["all_gather_into_tensor_coalesced"] = 2 * groups  # k and v
-        found["all_to_all_single"] += 2 * groups  # dk and dv
+        found["all_to_all_single"] += groups  # their gradients
     return {kind: number for kind, number in found.items() if number}
 
 

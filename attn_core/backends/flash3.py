@@ -129,8 +129,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 
     num_splits = 0 lets the kernel split the keys where queries are too few to fill the GPU, which decoding lives on. It
     goes by shapes (and packed lengths) alone, so that equal calls give equal bits, and is 1 in builds without splits.
-    Many queries fill the GPU without it. There it would take memory for every split of all of them, in float32: packed,
-    for it goes by the longest document; and without a mask where the keys of a head do not fit into the L2 cache.
+    Of many queries every split would take memory: packed, and where a head's keys do not fit into the L2 cache.
     """
     edge = band(spec)
     lengths = {"max_seqlen_q": spec.max_len_q, "max_seqlen_k": spec.max_len_k} if spec.packed else {}

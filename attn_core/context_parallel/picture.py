@@ -97,13 +97,18 @@ def _matrix(plan: Plan) -> list[str]:
     lines = ["held by   " + " ".join(SIGNS[rank] for rank in of_key) + "   keys"]
     for query, row in enumerate(steps):
         lines.append(f"{of_query[query]:>5} {query:>3} " + " ".join(signs[step] for step in row))
-    moment = "the step that computes a pair" if plan.strategy == "ring" else "■ a pair that is computed"
+    moment = "the step that computes a pair" if _in_steps(plan) else "■ a pair that is computed"
     return [*lines, f"queries   {moment}, · none"]
+
+
+def _in_steps(plan: Plan) -> bool:
+    """Whether a part computes with keys that come from others."""
+    return plan.outer > 1
 
 
 def _signs(plan: Plan) -> str:
     """The sign of each step, the last for a pair that is not visible."""
-    return (SIGNS[: len(plan.steps)] if plan.strategy == "ring" else "■" * len(plan.steps)) + "·"
+    return (SIGNS[: len(plan.steps)] if _in_steps(plan) else "■" * len(plan.steps)) + "·"
 
 
 def _table(plan: Plan) -> list[str]:
@@ -111,8 +116,9 @@ def _table(plan: Plan) -> list[str]:
     name = "rank" if plan.inner == 1 else "part"
     width = max(len(name) + 3, *(len(str(count)) + 2 for count in plan.pairs))
     lines = ["pairs    " + "".join(f"{f'{name} {part}':>{width}}" for part in range(plan.outer))]
-    for at, step in enumerate(plan.steps if plan.strategy == "ring" else ()):
-        source = f"{name[0]} - {step.shift}" if step.shift else f"{name[0]} itself"
+    for at, step in enumerate(plan.steps if _in_steps(plan) else ()):
+        source = f"all but {name[0]}" if step.gathered else f"{name[0]} - {step.shift}"
+        source = f"{name[0]} itself" if step.own else source
         counts = "".join(f"{count:>{width}}" for count in step.pairs)
         lines.append(f"step {at:<4}{counts}   {name} {name[0]} has the keys of {source}")
     lines.append("sum      " + "".join(f"{count:>{width}}" for count in plan.pairs))
@@ -142,7 +148,7 @@ def svg(plan: Plan) -> str:
         f'<text x="4" y="13" text-anchor="start" font-size="11">{_title(plan)}</text>',
     ]
     lines += [_strip(of_key, (origin, top - STRIP - 2), across=True), _strip(of_query, (2, top), across=False)]
-    signs = _signs(plan) if plan.strategy == "ring" else " " * (len(plan.steps) + 1)
+    signs = _signs(plan) if _in_steps(plan) else " " * (len(plan.steps) + 1)
     for query, row in enumerate(step_of_pairs(plan)):
         lines += _row(row, signs, COLOURS[of_query[query] % len(COLOURS)], origin, top + CELL * query)
     return "\n".join([*lines, "</svg>", ""])
