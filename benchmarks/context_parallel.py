@@ -5,7 +5,8 @@ python -m benchmarks.context_jax --json jax.json
 python -m benchmarks.context_parallel torch.json jax.json                      # prints the section; needs no GPU
 ... --write                                                                    # docs/context_parallel.md, results/
 
-Of several files of one framework a later one replaces the measures that it has as well.
+Of several files of one framework a later one replaces the measures that it has as well. What was written before is such
+a file, too: benchmarks/results/context-parallel.json.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args(arguments)
-    found = combined([json.loads(path.read_text(encoding="utf-8")) for path in options.files])
+    read = (json.loads(path.read_text(encoding="utf-8")) for path in options.files)
+    found = combined([part for file in read for part in ([file] if "framework" in file else apart(file))])
     text = section(found)
     if not options.write:
         print(text)
@@ -66,6 +68,16 @@ def combined(files: list[dict[str, Any]]) -> Found:
     return found
 
 
+def apart(found: Found) -> list[dict[str, Any]]:
+    """What was combined, as a file for each measure."""
+    return [
+        {"framework": framework, "world": int(world), "environment": measure["environment"], name: measure["rows"]}
+        for world, frameworks in found.items()
+        for framework, measures in frameworks.items()
+        for name, measure in measures.items()
+    ]
+
+
 def in_page(page: str, text: str) -> str:
     """The page with the section in place of the one that it has."""
     before, _, rest = page.partition(f"{HEADING}\n")
@@ -82,8 +94,8 @@ def section(found: Found) -> str:
         "",
         "One causal row of bfloat16, heads 32/8, head_dim 128, over H200s of one host, NVLink multicast off. E is the "
         "time of one GPU with the whole row over that of the ranks, divided by their number. Medians over rounds in "
-        'which the candidates took turns; the slowest rank counts. "waiting" is how much longer a call takes than '
-        "without anything being sent.",
+        'which the candidates took turns; the slowest rank counts. "waiting" is how much longer a call takes than one '
+        "that sends nothing and computes with what its buffers hold.",
         "",
     ]
     for world, measures in found.items():

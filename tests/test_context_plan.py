@@ -155,6 +155,26 @@ def test_shards_and_blocks_hold_every_position_once(question: tuple[Any, ...]) -
     assert order == sorted(set(order)) and not any(step.gathered and step.shift for step in made.steps)
 
 
+@given(questions())
+def test_what_is_summed_is_counted(question: tuple[Any, ...]) -> None:
+    """How many calls see a query, and how many make the gradient of a key that stays with its part or goes there."""
+    made = plan(*question)
+    queries = [np.zeros(block.count, np.int64) for block in made.q_blocks]
+    own = [np.zeros(block.count, np.int64) for block in made.k_blocks]
+    sent: dict[Any, np.ndarray] = {}
+    for step in made.steps:
+        for part, mine in enumerate(step.tiles):
+            whose = part if made.others else (part - step.shift) % made.outer
+            keys = own[part] if step.own else sent.setdefault(whose, np.zeros(made.k_layout.length, np.int64))
+            for segment in (segment for tile in mine for segment in tile.segments):
+                queries[part][segment.q_start : segment.q_stop] += 1
+                keys[segment.k_start : segment.k_stop] += 1
+    for part in range(made.outer):
+        assert made.calls_of_a_query(part) == queries[part].max(initial=0)
+        assert made.own_gradients_alone(part) == (own[part].max(initial=0) < 2)
+    assert made.gradients_travel_alone == all(keys.max(initial=0) < 2 for keys in sent.values())
+
+
 # Faults that the judge must find
 
 RING = ("ring", "zigzag", 3, 1, 29, 29, Visible(None, 0))

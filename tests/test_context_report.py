@@ -85,6 +85,11 @@ def test_a_later_file_replaces_what_it_measured_again() -> None:
     assert "not run: OutOfMemoryError" in report.section(found)
 
 
+def test_what_was_combined_can_be_combined_again() -> None:
+    found = report.combined([TORCH, JAX, {**TORCH, "world": 4}])
+    assert report.combined(report.apart(found)) == found
+
+
 def test_the_section_takes_the_place_of_the_one_there_is() -> None:
     page = f"# Title\n\n{report.HEADING}\n\nold\n\n## Next\n\nkept\n"
     assert report.in_page(page, f"{report.HEADING}\n\nnew\n") == page.replace("old", "new")

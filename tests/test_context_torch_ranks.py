@@ -41,6 +41,12 @@ ROUNDED = [
     for backend in ("sdpa_flash", "math")
     for strategy in ("ring", "all_gather", "ulysses")
 ]
+SUMMED = [
+    ROUNDED[0]._replace(axes=(4,), strategy=strategy, layout=kind)
+    for strategy in ("ring", "all_gather")
+    for kind in ("zigzag", "striped")
+]
+"""More than two results of each query and key."""
 SCENES = "context_torch_scenes"
 WORLDS = [
     World(
@@ -71,6 +77,7 @@ WORLDS = [
             "two axes": (SCENES, "dtensors_on_two_axes", ()),
             **{f"dtensors {way}": (SCENES, "dtensors", (way, LENGTH)) for way in ("ring", "all_gather", "ulysses")},
             **{case.name: (SCENES, "counted", (case,)) for case in COUNTED},
+            **{case.name: ("context_torch_worker", "run", (case,)) for case in SUMMED},
         },
     ),
     World("dies", 3, {"dies": (SCENES, "without_one", ("dies",))}, TIMEOUT),
@@ -159,6 +166,11 @@ def assert_as_near_as_alone(case: Case, found: list[Any]) -> None:
 @pytest.mark.parametrize("case", ROUNDED, ids=lambda case: case.name)
 def test_bfloat16_is_as_near_as_on_one_device(ranks: Any, case: Case) -> None:
     assert_as_near_as_alone(case, ranks("two", case.name))
+
+
+@pytest.mark.parametrize("case", SUMMED, ids=lambda case: case.name)
+def test_sums_of_bfloat16_are_as_near(ranks: Any, case: Case) -> None:
+    assert_as_near_as_alone(case, ranks("four", case.name))
 
 
 @pytest.mark.cuda

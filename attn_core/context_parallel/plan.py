@@ -77,17 +77,15 @@ class Plan:
 
     @property
     def gradients_travel_alone(self) -> bool:
-        """Whether the gradient of every key goes to its rank as one tile made it, and not as a sum of several tiles'.
+        """Whether the gradient of every key that goes to its rank is what one tile made, and not a sum of several.
 
-        In a ring that of the own block stays where it is; where all are gathered, each part sends one for every key.
+        In a ring it is summed on its way; where all are gathered, each part sends its own sum. That of a part's own
+        block stays where it is.
         """
-        reached: dict[tuple[int, bool], list[tuple[int, int]]] = {}
-        for step in self.steps:
+        reached: dict[int, list[tuple[int, int]]] = {}
+        for step in (step for step in self.steps if not step.own):
             for part, mine in enumerate(step.tiles):
-                if self.others is None and step.own:
-                    continue
-                name = part if self.others is not None else (part - step.shift) % self.outer
-                keys = reached.setdefault((name, step.gathered), [])
+                keys = reached.setdefault(part if step.gathered else (part - step.shift) % self.outer, [])
                 keys += [(segment.k_start, segment.k_stop) for tile in mine for segment in tile.segments]
         return all(deepest(keys) < 2 for keys in reached.values())
 
