@@ -39,9 +39,9 @@ def measures() -> dict[str, Callable[[], list[Any]]]:
         return hopper_jax.jax_beside_torch()
 
     def callback_lane() -> list[Any]:
-        from benchmarks import hopper_jax
+        from benchmarks import hopper_lane
 
-        return hopper_jax.callback_lane()
+        return hopper_lane.callback_lane()
 
     def compiled_lane() -> list[Any]:
         from benchmarks import hopper_lane

@@ -1,4 +1,4 @@
-"""What JAX shows on a GPU: jitted calls beside torch's on the same kernel and JAX's own; what the bridge adds."""
+"""What JAX shows on a GPU: jitted calls beside torch's on the same kernel and JAX's own."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import torch
 
 import jax_frontend
 import torch_frontend
-from attn_core import backends
-from attn_core.backends import Inputs
 from benchmarks import hopper_torch
 from benchmarks.hopper_group import LARGE, TINY, Group, Shape, Turn, host_turn, jax_turn
 from benchmarks.hopper_torch import FORWARD, TRAINING
 
 CHAIN = 24
-LANES = ("flash2", "sdpa_flash", "flash3", "flash4")
 GOALS = {FORWARD: 1.15, TRAINING: 1.10}
 """Beside jax.nn on cuDNN."""
 REST = 0.3
@@ -95,46 +91,6 @@ def jitted(function: Callable[..., Any], what: str, shape: Shape = LARGE, calls:
 
     both = jax.jit(gradients)
     return jax_turn(lambda: both(q, k, v, dout), calls)
-
-
-def callback_lane() -> list[Group]:
-    """What the callback lane adds to a call: JAX's time per call less torch's for the backend's own forward."""
-    note = (
-        f"{TINY}. JAX: one jitted program of {CHAIN} calls, each on the last one's output. torch: the "
-        "same chain of the backend's own forward(spec, inputs) in a Python loop. Both by the host's clock, until the "
-        "last result is there, divided by the number of calls"
-    )
-    group = Group("The callback lane", note)
-    makers: dict[str, Callable[[], Turn]] = {}
-    from benchmarks.hopper_lane import in_callback  # flash4 would be launched without one
-
-    for name in LANES:
-        makers[f"forward() in torch {name}"] = partial(_torch_chain, name)
-        makers[f"attention in JAX {name}"] = in_callback(name)
-    jax_nn = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
-    makers["jax.nn cudnn"] = partial(jax_chain, jax_nn)
-    group.measure(makers, calls=50, rounds=15)
-    for name in LANES:
-        group.extra(f"backend={name!r}", f"attention in JAX {name}", f"forward() in torch {name}", 12.0)
-    return [group]
-
-
-def _torch_chain(backend: str) -> Turn:
-    q, k, v, _ = hopper_torch.tensors(TINY, FORWARD)
-    selection = torch_frontend.explain(q, k, v, causal=True, backend=backend)
-    torch_frontend.attention(
-        q, k, v, causal=True, backend=backend
-    )  # raises every reason where the backend cannot run it
-    module: Any = backends.load(backend, "cuda")
-    spec, forward = selection.spec, module.forward
-
-    def chain() -> torch.Tensor:
-        last = q
-        for _ in range(CHAIN):
-            last, _ = forward(spec, Inputs(last, k, v))
-        return last
-
-    return host_turn(chain, CHAIN)
 
 
 def chained(function: Callable[..., Any], calls: int) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""What the compiled lane is worth on a GPU: flash4 launched by XLA itself, beside torch, jax.nn and tokamax."""
+"""JAX's lanes on a GPU: what callbacks add to a call; flash4 launched by XLA itself, beside torch, jax.nn and tokamax."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import torch
 
 import jax_frontend
 import torch_frontend
+from attn_core import backends
+from attn_core.backends import Inputs
 from benchmarks import hopper_jax, hopper_torch
 from benchmarks.hopper_group import LARGE, TINY, Group, Turn, host_turn
 from benchmarks.hopper_torch import FORWARD, TRAINING
@@ -25,6 +28,7 @@ CHAIN_GOAL, SITE_GOAL = 6.5, 50.0
 JAX_NN_GOALS = {FORWARD: 1.10, TRAINING: 1.12}
 TOKAMAX_GOALS = {FORWARD: None, TRAINING: 1.15}
 OURS = partial(jax_frontend.attention, causal=True, backend="flash4")
+CALLED_BACK = ("flash2", "sdpa_flash", "flash3", "flash4")
 
 
 def compiled() -> list[Group]:
@@ -145,3 +149,41 @@ def _call_site() -> Group:
     seconds = compiled_lane.compile_seconds().values()
     group.value(f"compiling {len(seconds)} kernels in this process", sum(seconds), "s")
     return group
+
+
+def callback_lane() -> list[Group]:
+    """What the callback lane adds to a call: JAX's time per call less torch's for the backend's own forward."""
+    note = (
+        f"{TINY}. JAX: one jitted program of {hopper_jax.CHAIN} calls, each on the last one's output. torch: the "
+        "same chain of the backend's own forward(spec, inputs) in a Python loop. Both by the host's clock, until the "
+        "last result is there, divided by the number of calls"
+    )
+    group = Group("The callback lane", note)
+    makers: dict[str, Callable[[], Turn]] = {}
+    for name in CALLED_BACK:
+        makers[f"forward() in torch {name}"] = partial(_torch_chain, name)
+        makers[f"attention in JAX {name}"] = in_callback(name)  # flash4 would be launched without one
+    jax_nn = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+    makers["jax.nn cudnn"] = partial(hopper_jax.jax_chain, jax_nn)
+    group.measure(makers, calls=50, rounds=15)
+    for name in CALLED_BACK:
+        group.extra(f"backend={name!r}", f"attention in JAX {name}", f"forward() in torch {name}", 12.0)
+    return [group]
+
+
+def _torch_chain(backend: str) -> Turn:
+    q, k, v, _ = hopper_torch.tensors(TINY, FORWARD)
+    selection = torch_frontend.explain(q, k, v, causal=True, backend=backend)
+    torch_frontend.attention(
+        q, k, v, causal=True, backend=backend
+    )  # raises every reason where the backend cannot run it
+    module: Any = backends.load(backend, "cuda")
+    spec, forward = selection.spec, module.forward
+
+    def chain() -> torch.Tensor:
+        last = q
+        for _ in range(hopper_jax.CHAIN):
+            last, _ = forward(spec, Inputs(last, k, v))
+        return last
+
+    return host_turn(chain, hopper_jax.CHAIN)
