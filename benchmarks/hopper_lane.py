@@ -1,4 +1,4 @@
-"""JAX's lanes on a GPU: what callbacks add to a call; flash4 launched by XLA itself, beside torch, jax.nn and tokamax."""
+"""JAX's lanes on a GPU: what callbacks add; flash4 launched by XLA itself, beside torch, jax.nn and tokamax."""
 
 from __future__ import annotations
 
