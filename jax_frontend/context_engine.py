@@ -203,7 +203,11 @@ def _gradients(engine: Engine, brought: Brought) -> tuple[Array, Keys]:
 def _steps(engine: Engine, keys: Keys) -> Iterator[tuple[Step, list[tiles.Mine], tuple[Array, ...]]]:
     """Each step with what every part does in it, and its block of keys and values."""
     for step, block in zip(engine.call.plan.steps, _blocks(engine, keys), strict=True):
-        kinds = [tiles.Mine(mine, part if step.gathered else None) for part, mine in enumerate(step.tiles)]
+        # Which part it is goes in only where it matters: every kind is a branch to compile.
+        kinds = [
+            tiles.Mine(mine, step.gathered, part if step.gathered and mine else None)
+            for part, mine in enumerate(step.tiles)
+        ]
         yield step, kinds, block
 
 
@@ -211,7 +215,7 @@ def _blocks(engine: Engine, keys: Keys) -> Iterator[tuple[Array, ...]]:
     """The block of each step, or what was gathered; the next one's sent before."""
     steps, axes = engine.call.plan.steps, engine.axes
     if all(step.own or step.gathered for step in steps):
-        everybody = exchange.from_all_parts(axes, *keys) if any(step.gathered for step in steps) else keys
+        everybody = exchange.from_all_parts(axes, *keys) if engine.call.plan.gathers else keys
         yield from (everybody if step.gathered else keys for step in steps)
         return
     travelling = Pair.of(*keys).hop(axes, steps[0].shift)

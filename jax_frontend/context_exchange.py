@@ -90,8 +90,7 @@ def summed_for_each_part(axes: Axes, array: Array, dtype: Any) -> Array:
 
     It is added up in ``dtype`` and in the order of parts, whatever the array's own.
     """
-    if axes.outer is None:
-        return array
+    assert axes.outer is not None
     parts = array.reshape(array.shape[0], axes.parts, -1, *array.shape[2:])
     return lax.all_to_all(parts, axes.outer, split_axis=1, concat_axis=1).sum(1, dtype=dtype)
 

@@ -33,15 +33,16 @@ class Mine(NamedTuple):
 
     Attributes:
         tiles: its calls.
-        of_part: the part, where its keys are among those that were gathered; else None.
+        gathered: whether its keys are among those that were gathered; of_part: which part it is, where that matters.
     """
 
     tiles: Tiles
+    gathered: bool = False
     of_part: int | None = None
 
     def block(self, keys: tuple[Array, ...]) -> tuple[Array, Array]:
         """(k, v); of what was gathered end to end, taken apart here, so that only what a part reads is copied."""
-        if self.of_part is not None:
+        if self.gathered:
             return of_all_parts(keys)
         k, v = keys
         return k, v
@@ -57,17 +58,16 @@ class Runner(NamedTuple):
         """The dtype in which results are put together, of rows ("q"), of the own block's keys ("own") or of keys whose
         gradients go to another part ("sent").
 
-        It is float32, float64 for float64; or that of the inputs where nothing is rounded twice for it: where no key
-        gets two parts, for these are added up later, and no row three.
+        That of the inputs; of the log-sum-exp where some part of the call adds up in more digits.
         """
-        spec, plan = self.call.spec, self.call.plan
-        parts = range(plan.outer)
-        narrow = {
-            "q": lambda: all(plan.calls_of_a_query(part) < 3 for part in parts),
-            "own": lambda: all(plan.own_gradients_alone(part) for part in parts),
-            "sent": lambda: plan.gradients_travel_alone,
+        call = self.call
+        parts = range(call.plan.outer)
+        wide = {
+            "q": lambda: any(map(call.sums_rows_wide, parts)),
+            "own": lambda: any(map(call.sums_own_wide, parts)),
+            "sent": lambda: call.sums_sent_wide,
         }
-        return jnp.dtype(spec.dtype if narrow[of]() else spec.lse_dtype)
+        return jnp.dtype(call.spec.lse_dtype if wide[of]() else call.spec.dtype)
 
     def planned(self, tile: Tile) -> Plan:
         """The tile as a call of the kernel that was chosen for it."""
@@ -78,8 +78,9 @@ class Runner(NamedTuple):
         rows = spans([segment[:2] for segment in tile.segments])
         keys = spans([segment[2:] for segment in tile.segments])
         plan = self.call.plan
-        if mine.of_part is None or plan.others is None:
+        if mine.of_part is None:
             return rows, keys
+        assert plan.others is not None
         size = plan.inner * plan.k_layout.shard
         return rows, in_blocks(plan.k_blocks, size, plan.others[mine.of_part])[keys]
 

@@ -52,6 +52,7 @@ def forward(
         out, lse = _attend(work, mine, keys)
         if sinks is not None:
             out, lse = with_sinks(out, lse, of_heads(work, sinks, group))
+        out = out.to(q.dtype)
         if keep:
             q_rows, k_rows, v_rows = mine
             saved.append(Saved(q_rows, k_rows, v_rows, out, lse))
@@ -76,8 +77,9 @@ def one_ahead(makers: Iterator[Callable[[], object]]) -> Iterator:
     group = 0
     while ahead is not None:
         following = next(makers, None)
-        found, ahead = ahead(), following  # what has come is not held here while it is worked on
+        found, ahead = ahead(), following
         yield group, found
+        del found  # what has come is not held here while the next exchange starts
         group += 1
 
 
@@ -132,25 +134,25 @@ class Keys(NamedTuple):
     Attributes:
         own: k and v of this rank's block.
         wait: for (k, v) of everybody's, where they are gathered; in a ring for the buffer that travels, at first with
-            the own block.
+            the own block; None where nobody needs more than the own one.
         shapes: in a ring, of k and v in that buffer.
     """
 
     own: Sequence[Tensor]
-    wait: Callable[[], Sequence[Tensor]]
+    wait: exchange.Waiting | None = None
     shapes: tuple[torch.Size, torch.Size] | None = None
 
 
 def keys_of(work: Work, tensors: Sequence[Tensor]) -> Keys:
-    """Starts the way of keys and values to the ranks that attend to them, if there are any."""
+    """Keys and values on their way to the ranks that attend to them: gathered from now on, in a ring step by step."""
     program = work.program
     if all(step.own for step, _ in program.steps):
-        return Keys(tensors, lambda: tensors)
-    blocks = [_padded(tensor, program.k_size) for tensor in tensors]
-    if program.gathers:
-        return Keys(tensors, exchange.gather(work.outer, blocks))
-    k, v = (block.shape for block in blocks)
-    return Keys(tensors, lambda: [exchange.flat(blocks)], (k, v))
+        return Keys(tensors)
+    padded = [_padded(tensor, program.k_size) for tensor in tensors]
+    if program.call.plan.gathers:
+        return Keys(tensors, exchange.gather(work.outer, padded))
+    k, v = (tensor.shape for tensor in padded)
+    return Keys(tensors, lambda: [exchange.flat(padded)], (k, v))
 
 
 def _padded(tensor: Tensor, size: int) -> Tensor:
@@ -163,8 +165,9 @@ def blocks(work: Work, keys: Keys) -> Iterator[tuple[Step, tuple[Run, ...], Sequ
     steps = work.program.steps
     if keys.shapes is None:
         for step, runs in steps:
-            yield step, runs, keys.wait() if step.gathered else keys.own
+            yield step, runs, keys.wait() if step.gathered and keys.wait else keys.own
         return
+    assert keys.wait is not None
     (buffer,) = keys.wait()
     waiting = exchange.hop(work.outer, buffer, steps[0][0].shift)
     for at, (step, runs) in enumerate(steps):
@@ -175,7 +178,7 @@ def blocks(work: Work, keys: Keys) -> Iterator[tuple[Step, tuple[Run, ...], Sequ
 
 
 def _attend(work: Work, mine: Sequence[Tensor], keys: Keys) -> tuple[Tensor, Tensor]:
-    """(out ``[batch, places, heads, value_dim]``, lse ``[batch, heads, places]``) of a group over all blocks."""
+    """(out ``[batch, places, heads, value_dim]``, lse ``[batch, heads, places]``) of a group, in the dtype of sums."""
     program, q, v = work.program, mine[0], mine[2]
     wide = getattr(torch, program.call.spec.lse_dtype)
     batch, rows, heads = q.shape[:3]
@@ -200,12 +203,12 @@ def _attend(work: Work, mine: Sequence[Tensor], keys: Keys) -> tuple[Tensor, Ten
         del k, v  # the next block arrives beside the one after it, and not beside this one as well
     if out is None or lse is None:  # nobody sees anything
         return q.new_zeros(shape), q.new_full((batch, heads, rows), -torch.inf, dtype=wide)
-    return out.to(q.dtype), lse
+    return out, lse
 
 
 def summed_in(work: Work, q: Tensor, wide: torch.dtype) -> torch.dtype:
-    """The dtype in which a query's parts are put together: two are rounded once, more add up in ``wide``."""
-    return q.dtype if work.program.most < 3 else wide
+    """The dtype in which a query's results are put together."""
+    return wide if work.program.rows_wide else q.dtype
 
 
 def _merge(run: Run, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:

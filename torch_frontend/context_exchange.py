@@ -97,14 +97,20 @@ def gather(axis: Axis, tensors: Sequence[Tensor]) -> Waiting:
 
     They travel at once: on a GPU a second message would not begin before the kernel ends that runs beside the first.
     """
-    flat = [tensor.contiguous().view(-1) for tensor in tensors]
-    sent = _c10d.all_gather_into_tensor_coalesced(flat, axis.size, axis.name)
-    waits, shapes = [_under_way(each) for each in sent], [tensor.shape for tensor in tensors]
+    dense = [tensor.contiguous().view(-1) for tensor in tensors]
+    sent = _c10d.all_gather_into_tensor_coalesced(dense, axis.size, axis.name)
+    waits = [(_under_way(each), tensor.shape) for each, tensor in zip(sent, tensors, strict=True)]
     _let_begin(tensors[0].device)
-    return lambda: [
-        arrived().view(axis.size, *shape).transpose(0, 1).flatten(1, 2)
-        for arrived, shape in zip(waits, shapes, strict=True)
-    ]
+    del dense, sent
+
+    def received() -> list[Tensor]:
+        found = []
+        while waits:  # what has come is not held here, where it was put in order
+            arrived, shape = waits.pop(0)
+            found.append(arrived().view(axis.size, *shape).transpose(0, 1).flatten(1, 2))
+        return found
+
+    return received
 
 
 HEAD_START = 10_000
@@ -117,14 +123,16 @@ def _let_begin(device: torch.device) -> None:
     Two streams have no order of their own; an exchange that comes second waits for that kernel, and hides nothing.
     """
     if device.type == "cuda":
-        torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call, unused-ignore]
+        with torch.cuda.device(device):
+            torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call, unused-ignore]
 
 
-def to_their_ranks(axis: Axis, tensors: Sequence[Tensor]) -> Waiting:
+def to_their_ranks(axis: Axis, tensors: list[Tensor]) -> Waiting:
     """Sends every other rank what is here for it, and nothing to this one, in one message.
 
     Args:
-        tensors: ``[batch, (ranks - 1) * places, heads, dim]``, in the order of ranks, of one dtype.
+        tensors: ``[batch, (ranks - 1) * places, heads, dim]``, in the order of ranks, of one dtype. The list is
+            emptied: what has been copied is not held while it is sent.
 
     Returns:
         What waits for ``[ranks - 1, batch, places, heads, dim]`` of each: what the other ranks had for this one.
@@ -133,11 +141,13 @@ def to_their_ranks(axis: Axis, tensors: Sequence[Tensor]) -> Waiting:
     parts = [tensor.unflatten(1, (others, -1)).transpose(0, 1) for tensor in tensors]
     shapes = [part.shape for part in parts]
     buffer = tensors[0].new_empty(others, sum(prod(shape[1:]) for shape in shapes))
-    for place, part in zip(_columns(buffer, shapes), parts, strict=True):
-        place.copy_(part)
-    sizes = [0 if rank == axis.rank else buffer.shape[1] for rank in range(axis.size)]
+    for place in _columns(buffer, shapes):
+        place.copy_(parts.pop(0))
+    tensors.clear()
+    sizes, shape = [0 if rank == axis.rank else buffer.shape[1] for rank in range(axis.size)], buffer.shape
     arrived = _under_way(_c10d.all_to_all_single(buffer.view(-1), sizes, sizes, axis.name))
-    return lambda: _columns(arrived().view(buffer.shape), shapes)
+    _let_begin(buffer.device)
+    return lambda: _columns(arrived().view(shape), shapes)
 
 
 def _columns(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:

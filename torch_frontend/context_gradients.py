@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 
 class Found(NamedTuple):
-    """Gradients of a group's block, ``[batch, places, heads, dim]`` each."""
+    """Gradients ``[batch, places, heads, dim]``: of a run's rows and keys, and in the end of a group's block."""
 
     dq: Tensor
     dk: Tensor
@@ -34,18 +34,32 @@ class Total:
         self.shape, self.dtype, self.device = (block.shape[0], size, *block.shape[2:]), dtype, block.device
         self.so_far: Tensor | None = None
 
+    @classmethod
+    def in_place(cls, tensor: Tensor) -> Total:
+        """Of a tensor that holds some already, and is changed."""
+        made = cls(tensor, tensor.shape[1], tensor.dtype)
+        made.so_far = tensor
+        return made
+
     def add(self, places: Places, found: Tensor) -> None:
         """Adds a run's; the first that reaches all places is taken as it is."""
         if self.so_far is None and places.are_all_of(self.shape[1]):
             self.so_far = found.to(self.dtype)
         else:
-            places.add(self.value(), found)
+            places.add(self.tensor(), found)
 
-    def value(self) -> Tensor:
+    def tensor(self) -> Tensor:
         """What has been added; zeros at first."""
         if self.so_far is None:
             self.so_far = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         return self.so_far
+
+
+def _add(run: Run, found: Found, dq: Total, keys: Sequence[Total]) -> None:
+    """Adds what a run found to dq and to (dk, dv); nothing of it is held on return."""
+    dq.add(run.q, found.dq)
+    for total, part in zip(keys, found[1:], strict=True):
+        total.add(run.sums, part)
 
 
 def backward(
@@ -100,7 +114,7 @@ def _steps(work: Work, saved: Saved, keys: engine.Keys, dout: Tensor, dlse: Tens
 
 def _group(work: Work, saved: Saved, steps: Steps) -> Callable[[], list[Tensor]]:
     """A group's gradients; what waits for them as ``[batch, shard, ranks, heads, dim]``."""
-    waiting = (_of_everybody if work.program.gathers else _of_blocks)(work, saved, steps)
+    waiting = (_of_everybody if work.program.call.plan.gathers else _of_blocks)(work, saved, steps)
     if work.outer.size == 1:
         return _home(work, waiting(), saved.q.dtype)
     return lambda: _home(work, waiting(), saved.q.dtype)()
@@ -108,22 +122,20 @@ def _group(work: Work, saved: Saved, steps: Steps) -> Callable[[], list[Tensor]]
 
 def _of_everybody(work: Work, saved: Saved, steps: Steps) -> Callable[[], Found]:
     """Where keys were gathered: a rank adds up their gradients for every other, and each sends it those of its own."""
-    program, others = work.program, work.outer.size - 1
-    dq, own, narrow, wide = _totals(work, saved)
-    dtype = narrow if program.sent_alone else wide
-    sent = [Total(each, others * program.k_size, dtype) for each in (saved.k, saved.v)]
+    program, others, count, wide = work.program, work.outer.size - 1, saved.k.shape[1], saved.lse.dtype
+    dq, own = _totals(work, saved)
+    sent = [Total(each, others * program.k_size, _sent_in(work, saved)) for each in (saved.k, saved.v)]
     for step, runs, found in steps:
-        for run, (its_dq, *pair) in zip(runs, found, strict=True):
-            dq.add(run.q, its_dq)
-            for total, part in zip(sent if step.gathered else own, pair, strict=True):
-                total.add(run.sums, part)
-        found.clear()
-    received, count = exchange.to_their_ranks(work.outer, [total.value() for total in sent]), saved.k.shape[1]
+        for run in runs:
+            _add(run, found.pop(0), dq, sent if step.gathered else own)
+    tensors = [total.tensor() for total in sent]
+    sent.clear()
+    received = exchange.to_their_ranks(work.outer, tensors)
 
     def wait() -> Found:
         # In the order of ranks, so that it is the same on every run.
         parts = [each[0] if others == 1 else each.sum(0, dtype=wide) for each in received()]
-        return Found(dq.value(), *(mine.value() + its[:, :count] for mine, its in zip(own, parts, strict=True)))
+        return Found(dq.tensor(), *(mine.tensor() + its[:, :count] for mine, its in zip(own, parts, strict=True)))
 
     return wait
 
@@ -131,54 +143,42 @@ def _of_everybody(work: Work, saved: Saved, steps: Steps) -> Callable[[], Found]
 def _of_blocks(work: Work, saved: Saved, steps: Steps) -> Callable[[], Found]:
     """The gradients of other ranks' blocks travel with them, a step behind, and go home from the last that sees them;
     those of the own one stay."""
-    program, shapes = work.program, [_padded_shape(each, work.program.k_size) for each in (saved.k, saved.v)]
-    dq, own, narrow, wide = _totals(work, saved)
+    count, size = saved.k.shape[1], work.program.k_size
+    shapes = [(each.shape[0], size, *each.shape[2:]) for each in (saved.k, saved.v)]
+    dq, own = _totals(work, saved)
     waiting: Callable[[], Tensor] | None = None
     for step, runs, found in steps:
-        sums: list[Tensor] = []
+        keys, buffer = own, None
         if not step.own:
-            buffer = _zeros(shapes, saved.k, narrow if program.sent_alone else wide) if waiting is None else waiting()
-            sums = exchange.parts_of(buffer, shapes)
-        for run, (its_dq, *pair) in zip(runs, found, strict=True):
-            dq.add(run.q, its_dq)
-            for at, part in enumerate(pair):
-                run.sums.add(sums[at], part) if sums else own[at].add(run.sums, part)
-        found.clear()  # a step's tensors are not held while the next one's are made
-        if sums:
+            buffer = (
+                saved.k.new_zeros(sum(map(prod, shapes)), dtype=_sent_in(work, saved)) if not waiting else waiting()
+            )
+            keys = [Total.in_place(part) for part in exchange.parts_of(buffer, shapes)]
+        for run in runs:
+            _add(run, found.pop(0), dq, keys)
+        if buffer is not None:
             waiting = exchange.hop(work.outer, buffer, _to_next(work, step))
-    count = saved.k.shape[1]
 
     def wait() -> Found:
         if waiting is None:
-            return Found(dq.value(), own[0].value(), own[1].value())
+            return Found(dq.tensor(), own[0].tensor(), own[1].tensor())
         arrived = exchange.parts_of(waiting(), shapes)
-        return Found(dq.value(), *(mine.value() + its[:, :count] for mine, its in zip(own, arrived, strict=True)))
+        return Found(dq.tensor(), *(mine.tensor() + its[:, :count] for mine, its in zip(own, arrived, strict=True)))
 
     return wait
 
 
-class Totals(NamedTuple):
-    """Nothing yet of dq and of the own block's (dk, dv), and the two dtypes that sums may have."""
-
-    dq: Total
-    own: list[Total]
-    narrow: torch.dtype
-    wide: torch.dtype
-
-
-def _totals(work: Work, saved: Saved) -> Totals:
-    narrow, wide = saved.k.dtype, saved.lse.dtype
-    of_own = narrow if work.program.own_alone else wide
+def _totals(work: Work, saved: Saved) -> tuple[Total, list[Total]]:
+    """Nothing yet of dq, and of (dk, dv) of the own block."""
+    wide = saved.lse.dtype
+    dtype = wide if work.program.own_wide else saved.k.dtype
     dq = Total(saved.q, saved.q.shape[1], engine.summed_in(work, saved.q, wide))
-    return Totals(dq, [Total(each, each.shape[1], of_own) for each in (saved.k, saved.v)], narrow, wide)
+    return dq, [Total(each, each.shape[1], dtype) for each in (saved.k, saved.v)]
 
 
-def _padded_shape(tensor: Tensor, size: int) -> tuple[int, ...]:
-    return (tensor.shape[0], size, *tensor.shape[2:])
-
-
-def _zeros(shapes: Sequence[Sequence[int]], like: Tensor, dtype: torch.dtype) -> Tensor:
-    return like.new_zeros(sum(map(prod, shapes)), dtype=dtype)
+def _sent_in(work: Work, saved: Saved) -> torch.dtype:
+    """The dtype of the gradients of keys that ranks send each other."""
+    return saved.lse.dtype if work.program.sent_wide else saved.k.dtype
 
 
 def _to_next(work: Work, step: Step) -> int:

@@ -43,11 +43,10 @@ class Program(NamedTuple):
         part: which part of the row its ranks share.
         steps: ``(step, runs)`` of every step of the plan, those in which this part does nothing among them.
         q_held, k_held: where a part's ranks hold its positions, in their shards end to end.
-        k_size, q_size: places of a block of keys that travels, and of this part's queries.
-        most: how many runs touch a query at most; covered: whether every query is touched by a run that is the first to
-            touch any of its own.
-        own_alone, sent_alone: whether the gradients of the own block's keys, and those that ranks send each other, are
-            each a single run's, and no sums.
+        k_size: places of a block of keys that travels.
+        covered: whether every query is touched by a run that is the first to touch any of its own.
+        rows_wide, own_wide, sent_wide: whether results of queries, the gradients of the own block's keys, and those
+            that ranks send each other are added up in more digits, see ``ContextCall``.
     """
 
     call: ContextCall
@@ -56,16 +55,10 @@ class Program(NamedTuple):
     q_held: Places
     k_held: Places
     k_size: int
-    q_size: int
-    most: int
     covered: bool
-    own_alone: bool
-    sent_alone: bool
-
-    @property
-    def gathers(self) -> bool:
-        """Whether any rank sees keys of other parts that everybody gets."""
-        return any(step.gathered for step, _ in self.steps)
+    rows_wide: bool
+    own_wide: bool
+    sent_wide: bool
 
 
 @lru_cache(maxsize=64)
@@ -100,11 +93,10 @@ def program(call: ContextCall, part: int, device: torch.device) -> Program:
         q_held=Places(places.order(plan.q_layout, q_block) if split else np.arange(q_size), device),
         k_held=Places(places.order(plan.k_layout, k_block) if split else np.arange(k_size), device),
         k_size=k_size,
-        q_size=q_size,
-        most=plan.calls_of_a_query(part),
         covered=bool(begun.all()),
-        own_alone=plan.own_gradients_alone(part),
-        sent_alone=plan.gradients_travel_alone,
+        rows_wide=call.sums_rows_wide(part),
+        own_wide=call.sums_own_wide(part),
+        sent_wide=call.sums_sent_wide,
     )
 
 

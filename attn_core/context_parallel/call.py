@@ -40,6 +40,22 @@ class ContextCall:
         spec = tile_spec(self.spec, tile, *self.heads)
         return spec, dict(self.backends)[spec]
 
+    def sums_rows_wide(self, part: int) -> bool:
+        """Whether a part's results of a query are put together in more digits than they have.
+
+        They are where there are three and more; or two, and sinks join the sum after, which would round it twice.
+        """
+        return self.plan.calls_of_a_query(part) > (1 if self.spec.sinks else 2)
+
+    def sums_own_wide(self, part: int) -> bool:
+        """The same of the gradients of a part's own keys: where a key gets several, or copies of a head join after."""
+        return self.repeats > 1 or not self.plan.own_gradients_alone(part)
+
+    @property
+    def sums_sent_wide(self) -> bool:
+        """The same of the gradients of keys that parts send each other."""
+        return not self.plan.gradients_travel_alone
+
     @property
     def heads(self) -> tuple[int, int]:
         """(query heads, kv heads) that a rank computes at a time: of one group, after heads were exchanged."""

@@ -25,7 +25,8 @@ Steps = Sequence[Sequence[float]]
 
 def computing(spec: AttentionSpec, plan: Plan, constants: Constants, *, backward: bool) -> Steps:
     """Seconds that each part computes in each step, and adds up what it computed."""
-    widths = [_width_of_sums(spec, plan, part, backward=backward) for part in range(plan.outer)]
+    alone = not backward or plan.gradients_travel_alone
+    widths = [_width_of_sums(spec, plan, part, backward=backward, alone=alone) for part in range(plan.outer)]
     return [
         [
             sum(
@@ -38,12 +39,12 @@ def computing(spec: AttentionSpec, plan: Plan, constants: Constants, *, backward
     ]
 
 
-def _width_of_sums(spec: AttentionSpec, plan: Plan, part: int, *, backward: bool) -> tuple[int, bool]:
+def _width_of_sums(spec: AttentionSpec, plan: Plan, part: int, *, backward: bool, alone: bool) -> tuple[int, bool]:
     """(bytes of an element of what several calls add to, 0 where none do; whether what the first made is taken as it
-    is, for at most one more is added to it)."""
+    is, for at most one more is added to it). ``alone``: whether no sums of keys' gradients travel."""
     element, calls = ELEMENT[spec.dtype], plan.calls_of_a_query(part)
     several = calls > 1 or (backward and sum(len(step.tiles[part]) for step in plan.steps) > 1)
-    narrow = calls < 3 and (not backward or plan.gradients_travel_alone)
+    narrow = calls < 3 and alone
     return (0, True) if not several else (element, True) if narrow else (max(4, element), False)
 
 

@@ -120,10 +120,12 @@ def _forward(spec: AttentionSpec, plan: Plan, sizes: Sizes, constants: Constants
     if plan.strategy == "ring":
         hop = _hop(plan, block, constants)
         busy, seconds = _in_turn(steps, [hop if at < len(steps) - 1 else 0.0 for at in range(len(steps))], constants)
-        buffers = block * min(2, len(steps)) + sizes.out * sizes.accumulator * (len(steps) > 2)
+        seconds += 0.0 if plan.steps[:1] and plan.steps[0].own else hop * bool(steps)
+        buffers = block * min(2, len(steps))
     else:
         busy, seconds = _gathering(steps, plan, block, constants)
-        buffers = block * plan.outer * _copies(plan) * _gathers(plan)
+        buffers = block * plan.outer * _copies(plan) * plan.gathers
+    buffers += sizes.out * sizes.accumulator * _sums_rows(plan)
     own = (sizes.q + sizes.out + sizes.kv) * sizes.element
     exchanged = own if plan.inner > 1 else 0
     return Half(heads + seconds, heads + seconds - busy, own + exchanged + buffers)
@@ -138,15 +140,16 @@ def _backward(spec: AttentionSpec, plan: Plan, sizes: Sizes, constants: Constant
     if plan.strategy == "ring":
         # The gradients of a block follow it one step behind, from the first rank that is not its own on, and come home
         # after the last; those of the own step stay.
-        sent = [(block if at < len(steps) - 1 else 0) + (gradient if at > 1 else 0) for at in range(len(steps))]
+        away = [not step.own for step in plan.steps]
+        sent = [block * (at < len(steps) - 1) + gradient * any(away[:at]) for at in range(len(steps))]
         busy, seconds = _in_turn(steps, [_hop(plan, size, constants) for size in sent], constants)
-        seconds += _hop(plan, gradient, constants) if len(steps) > 1 else 0.0
+        seconds += _hop(plan, block, constants) * any(away[:1]) + _hop(plan, gradient, constants) * any(away)
         buffers = (block + gradient) * min(2, len(steps))
     else:
         busy, seconds = _gathering(steps, plan, block, constants)
-        seconds += _gather(plan, gradient, constants) * _gathers(plan)
-        buffers = (block * _copies(plan) + gradient) * plan.outer * _gathers(plan)
-    buffers += sizes.q * sizes.accumulator
+        seconds += _spread(plan, "all_to_all", gradient, constants) * plan.gathers
+        buffers = (block * plan.outer * _copies(plan) + 2 * gradient * (plan.outer - 1)) * plan.gathers
+    buffers += sizes.q * sizes.accumulator * _sums_rows(plan)
     own = 2 * (sizes.q + sizes.out + sizes.kv) * sizes.element  # with dq, dout, dk and dv
     exchanged = own if plan.inner > 1 else 0
     return Half(heads + seconds, heads + seconds - busy, own + exchanged + buffers)
@@ -161,8 +164,8 @@ def _in_turn(steps: Steps, exchanges: Sequence[float], constants: Constants) -> 
 
 def _gathering(steps: Steps, plan: Plan, block: float, constants: Constants) -> tuple[float, float]:
     """(seconds that the busiest part computes, seconds in all): others' keys come while it has its own."""
-    arriving = _gather(plan, block, constants) if _gathers(plan) else 0.0
-    ordering = constants.moved(2 * plan.outer * block) if _gathers(plan) and _copies(plan) > 1 else 0.0
+    arriving = _spread(plan, "all_gather", block, constants) * plan.gathers
+    ordering = constants.moved(2 * plan.outer * block) * (plan.gathers and _copies(plan) > 1)
     found = []
     for of_part in zip(*steps, strict=True):
         own = of_part[0] if plan.steps[0].own else 0.0
@@ -170,9 +173,9 @@ def _gathering(steps: Steps, plan: Plan, block: float, constants: Constants) -> 
     return max(found, key=lambda each: each[1], default=(0.0, 0.0))
 
 
-def _gathers(plan: Plan) -> bool:
-    """Whether anybody sees keys of other parts, so that these are gathered."""
-    return any(step.gathered for step in plan.steps)
+def _sums_rows(plan: Plan) -> bool:
+    """Whether some part adds up more than two results of a query."""
+    return any(plan.calls_of_a_query(part) > 2 for part in range(plan.outer))
 
 
 def _copies(plan: Plan) -> int:
@@ -184,13 +187,13 @@ def _hop(plan: Plan, size: float, constants: Constants) -> float:
     return constants.received("ring", size, size if plan.world > constants.ranks_per_host else 0.0)
 
 
-def _gather(plan: Plan, size: float, constants: Constants) -> float:
-    """Everybody gets every part's ``size`` bytes; or the way back, where they are added up.
+def _spread(plan: Plan, kind: str, size: float, constants: Constants) -> float:
+    """Everybody gets ``size`` bytes of every other part: its keys, or the gradients that it has for them.
 
     The ranks of a host share what comes from other hosts.
     """
     near = min(plan.outer, max(1, constants.ranks_per_host // plan.inner))  # parts on one host
-    return constants.received("all_gather", (plan.outer - 1) * size, (plan.outer - near) * size / near)
+    return constants.received(kind, (plan.outer - 1) * size, (plan.outer - near) * size / near)
 
 
 def _heads_exchange(plan: Plan, size: float, constants: Constants) -> float:

@@ -102,7 +102,7 @@ def _matrix(plan: Plan) -> list[str]:
 
 
 def _in_steps(plan: Plan) -> bool:
-    """Whether a part computes with keys that come from others."""
+    """Whether there are several parts, which compute step by step."""
     return plan.outer > 1
 
 

@@ -21,7 +21,8 @@ class Step:
     """Attention of every part's queries to one block of keys and values.
 
     Attributes:
-        shift: how far the block has come: part p computes with the block of part ``(p - shift) % parts``.
+        shift: how far the block has come: part p computes with the block of part ``(p - shift) % parts``; 0 where it is
+            gathered.
         tiles: for each part the calls that it makes; empty for one that sees nothing of the block.
         gathered: whether the block is that of all parts but p, at once.
     """
@@ -69,9 +70,15 @@ class Plan:
         """How many ranks there are."""
         return self.outer * self.inner
 
+    @property
+    def gathers(self) -> bool:
+        """Whether any part sees keys of others that everybody gets."""
+        return any(step.gathered for step in self.steps)
+
     def keys(self, step: Step, part: int) -> Block:
         """The keys that a part has in a step."""
-        if step.gathered and self.others is not None:
+        if step.gathered:
+            assert self.others is not None
             return self.others[part]
         return self.k_blocks[(part - step.shift) % self.outer]
 
