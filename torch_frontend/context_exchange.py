@@ -77,6 +77,7 @@ def _to_all(axis: Axis, tensor: Tensor) -> Callable[[], Tensor]:
     """Sends ``tensor[r]`` to rank r; what waits for what the ranks sent here, in the same shape."""
     even = [tensor.numel() // axis.size] * axis.size
     arrived, shape = _under_way(_c10d.all_to_all_single(tensor.view(-1), even, even, axis.name)), tensor.shape
+    _let_begin(tensor.device)
     return lambda: arrived().view(shape)
 
 
@@ -90,6 +91,21 @@ def _under_way(sent: Tensor) -> Callable[[], Tensor]:
         here = _c10d.wait_tensor(sent)
         return lambda: here
     return lambda: _c10d.wait_tensor(sent)  # type: ignore[no-any-return]
+
+
+HEAD_START = 10_000
+"""Cycles of a GPU's clock, about 5 microseconds."""
+
+
+def _let_begin(device: torch.device) -> None:
+    """Lets what was sent begin before the kernel that comes next and would take every multiprocessor until it ends.
+
+    Two streams have no order of their own; an exchange that comes second waits for that kernel, and hides nothing. It
+    costs nothing where the exchange itself is waited for next, for that takes longer.
+    """
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def gather(axis: Axis, tensors: Sequence[Tensor]) -> Waiting:
@@ -111,20 +127,6 @@ def gather(axis: Axis, tensors: Sequence[Tensor]) -> Waiting:
         return found
 
     return received
-
-
-HEAD_START = 10_000
-"""Cycles of a GPU's clock, about 5 microseconds."""
-
-
-def _let_begin(device: torch.device) -> None:
-    """Lets what was sent begin before the kernel that comes next and would take every multiprocessor until it ends.
-
-    Two streams have no order of their own; an exchange that comes second waits for that kernel, and hides nothing.
-    """
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def to_their_ranks(axis: Axis, tensors: list[Tensor]) -> Waiting:
