@@ -18,6 +18,7 @@ from jax import lax
 
 from attn_core.context_parallel.call import ContextCall
 from attn_core.context_parallel.plan import Step
+from jax_frontend import context_alike
 from jax_frontend import context_exchange as exchange
 from jax_frontend import context_tiles as tiles
 from jax_frontend.context_exchange import Axes, Pair
@@ -161,8 +162,12 @@ def _attend(engine: Engine, brought: Brought) -> tuple[Array, Array]:
     """(out, lse) of a group of heads, over all steps."""
     so_far = None
     run = partial(tiles.attend, engine.runner)
-    for _, kinds, keys in _steps(engine, brought.keys):
-        so_far = exchange.each_its_own(engine.axes, kinds, run, brought.q, keys, so_far)
+    for step, kinds, keys in _steps(engine, brought.keys):
+        made = context_alike.one_call(engine.call, engine.device, step)
+        if made is not None:
+            so_far = context_alike.attend(engine.runner, step, made, engine.axes.part, brought.q, keys, so_far)
+        else:
+            so_far = exchange.each_its_own(engine.axes, kinds, run, brought.q, keys, so_far)
     return so_far or run(NOTHING, brought.q, brought.keys, None)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -286,6 +286,51 @@ def test_the_other_strategies_exchange_once_each_way():
     assert gathered.keys() == {"all-gather", "all-to-all"} and max(gathered.values()) <= 2, gathered
     heads = counted(Case("ulysses", (2,), lengths=(24, 24), **CAUSAL), forward_alone=True)
     assert heads.keys() == {"all-to-all"} and heads["all-to-all"] <= 4, heads  # q, k, v and the output
+
+
+ALIKE = {
+    f"{strategy}-{layout}-{'x'.join(map(str, sizes))}{'-wide' if dims[0] != dims[1] else ''}": Case(
+        strategy, sizes, layout, (32, 32), batch=1, dims=dims, sinks=sinks, options={"causal": True, **options}
+    )
+    for strategy, layout, sizes, dims, sinks, options in (
+        ("all_gather", "zigzag", (2,), (5, 5), False, {}),
+        ("all_gather", "zigzag", (4,), (5, 5), True, {"return_lse": True}),
+        ("all_gather", "zigzag", (4,), (5, 3), False, {}),
+        ("all_gather", "zigzag", (2, 2), (5, 5), False, {"softcap": 2.0}),
+        ("ring", "zigzag", (2,), (5, 5), False, {}),
+        ("ring", "zigzag", (4,), (5, 3), False, {}),
+        ("ring", "zigzag", (2, 2), (5, 5), True, {}),
+    )
+}
+
+
+@pytest.mark.parametrize("case", ALIKE.values(), ids=ALIKE)
+def test_kernels_called_back_take_no_branches_forward(case):
+    """Parts of equal work make one packed call each, on offsets and keys of their own."""
+    check(case, backend="math")
+    given = shards(case, case.arrays())
+    options = {"strategy": case.strategy, "layout": case.layout, "length": 32, "mesh": case.mesh, "backend": "math"}
+    call = partial(context_parallel_attention, axis_name=case.axis_name, causal=True, **options)
+    found = list(operations(jax.make_jaxpr(call)(*(given[name] for name in "qkv")).jaxpr))
+    assert ("attn_forward", False) in found and "cond" not in {name for name, _ in found}
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"lengths": (23, 23)}, "parts of unequal work"),
+        ({"batch": 2}, "rows of a batch"),
+        ({"layout": "striped"}, "a mask"),
+    ],
+)
+def test_what_cannot_be_alike_takes_branches(changed, why):
+    case = replace(ALIKE["all_gather-zigzag-4"], sinks=False, options={"causal": True}, **changed)
+    check(case, backend="math")
+    given = shards(case, case.arrays())
+    options = {"strategy": case.strategy, "layout": case.layout, "length": case.lengths, "mesh": case.mesh}
+    call = partial(context_parallel_attention, axis_name=case.axis_name, causal=True, backend="math", **options)
+    found = {name for name, _ in operations(jax.make_jaxpr(call)(*(given[name] for name in "qkv")).jaxpr)}
+    assert "cond" in found, why
 
 
 def operations(jaxpr: Any, branch: bool = False) -> Iterator[tuple[str, bool]]:
