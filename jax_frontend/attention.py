@@ -131,12 +131,7 @@ def gathered(
     arrays: tuple[Any, ...], info: SeqInfo | None, options: Options, key: Any, *, shapes_only: bool = False
 ) -> tuple[Inputs, Options]:
     """The arguments of a call as Inputs and Options, with what can be checked of each by itself checked."""
-    for name, array in zip(Inputs._fields, arrays, strict=False):
-        if array is not None or name in ("q", "k", "v"):
-            plan.check_array(name, array, shapes_only=shapes_only)
-    q, k, v, mask, bias, alibi_slopes, sinks = arrays
-    options = checked(options)
-    inputs = Inputs(q, k, v, mask, bias, alibi_slopes, sinks)
+    inputs, options = plan.checked_arrays(arrays, shapes_only=shapes_only), checked(options)
     if info is not None:
         inputs = inputs._replace(cu_seqlens_q=_offsets(info, "q"), cu_seqlens_k=_offsets(info, "k"))
         options = options._replace(max_len_q=info.max_len_q, max_len_k=info.max_len_k)

@@ -196,9 +196,9 @@ def _gradients(engine: Engine, brought: Brought) -> tuple[Array, Keys]:
             pair, shift = Pair.of(dk, dv), step.shift
             sent = pair if arrived is None else arrived.plus(pair)
     if dq is None:
-        nothing = partial(tiles.gradients, engine.runner, "own", NOTHING)
-        dq, *zeros = nothing(brought.q, brought.keys, brought.saved)  # type: ignore[arg-type]
-        found.append((zeros[0], zeros[1]))
+        assert brought.saved is not None
+        dq, dk, dv = tiles.gradients(engine.runner, "own", NOTHING, brought.q, brought.keys, brought.saved)
+        found.append((dk, dv))
     if sent is not None:
         found.append(sent.hop(axes, -shift).both)
     dk, dv = found[0] if len(found) == 1 else (mine + its for mine, its in zip(*found, strict=True))

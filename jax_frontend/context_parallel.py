@@ -9,7 +9,6 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from attn_core import override
-from attn_core.backends import Inputs
 from attn_core.context_parallel.choose import Explanation
 from attn_core.options import Options, requested_names
 from attn_core.seq_info import SeqInfo
@@ -89,7 +88,7 @@ def context_parallel_attention(
         NoBackendError: when no backend, or not the one asked for, can run a tile of it; the message has every reason.
     """
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-    inputs = _checked((q, k, v, mask, bias, alibi_slopes, sinks))
+    inputs = plan.checked_arrays((q, k, v, mask, bias, alibi_slopes, sinks))
     place = context_mesh.found(mesh, axis_name)
     requested = requested_names(backend) or override.requested()
     question = asked(place, inputs, SeqInfo.coerce(seq_info), options, layout, length, requested)
@@ -135,7 +134,7 @@ def explain_context_parallel(
     Takes arrays or ``jax.ShapeDtypeStruct``; ``needs_backward=True`` asks about training.
     """
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-    inputs = _checked((q, k, v, mask, bias, alibi_slopes, sinks), shapes_only=True)
+    inputs = plan.checked_arrays((q, k, v, mask, bias, alibi_slopes, sinks), shapes_only=True)
     place = context_mesh.found(mesh, axis_name)
     requested = requested_names(backend) or override.requested()
     question = asked(place, inputs, SeqInfo.coerce(seq_info), options, layout, length, requested)
@@ -143,14 +142,6 @@ def explain_context_parallel(
     call = question.answer(bool(needs_backward))
     check_shards(call, shards_of(inputs, place))
     return Explanation(choice, call)
-
-
-def _checked(arrays: tuple[Any, ...], *, shapes_only: bool = False) -> Inputs:
-    """The arguments that are arrays, each checked by itself."""
-    for name, array in zip(Inputs._fields, arrays, strict=False):
-        if array is not None or name in ("q", "k", "v"):
-            plan.check_array(name, array, shapes_only=shapes_only)
-    return Inputs(*arrays)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))

@@ -44,7 +44,7 @@ def shard_sequence(
     """
     plan.check_array("x", x)
     place, dim = context_mesh.found(mesh, axis_name), _axis(x, dim)
-    made = _layout(place, layout, x.shape[dim], seq_info)
+    made = _spread(place, layout, x.shape[dim], documents_of(SeqInfo.coerce(seq_info)))
     table = places.of_shards(made)
     if place.inside:
         mine = jnp.asarray(table, jnp.int32)[place.axes(None).rank]
@@ -78,7 +78,7 @@ def unshard_sequence(
     documents = documents_of(SeqInfo.coerce(seq_info))
     every = x.shape[dim] * (place.world if place.inside else 1)
     length = length if length is not None else every if documents is None else documents[-1]
-    made = _layout(place, layout, length, seq_info)
+    made = _spread(place, layout, length, documents)
     if made.shard * place.world != every:
         raise ShapeError(
             f"x: expected {place.world} shards of {made.shard} places, for length={length} in layout={layout!r}, got "
@@ -99,10 +99,6 @@ def positions_held(place: Place, layout: str, length: int, documents: tuple[int,
     """
     found = jnp.asarray(places.held_positions(_spread(place, layout, length, documents), documents))
     return found[place.axes(None).rank] if place.inside else found.ravel()
-
-
-def _layout(place: Place, layout: str, length: int, seq_info: Any) -> Layout:
-    return _spread(place, layout, length, documents_of(SeqInfo.coerce(seq_info)))
 
 
 def _spread(place: Place, layout: str, length: int, documents: tuple[int, ...] | None) -> Layout:

@@ -15,7 +15,7 @@ import numpy as np
 
 from attn_core.backends import Gradients, Inputs
 from attn_core.context_parallel.call import ContextCall
-from attn_core.context_parallel.places import in_blocks, spans
+from attn_core.context_parallel.places import among_all, spans
 from attn_core.context_parallel.tiles import Tile
 from jax_frontend import ops
 from jax_frontend.context_exchange import of_all_parts
@@ -77,12 +77,7 @@ class Runner(NamedTuple):
         """Where a tile's rows and keys lie. What was gathered stays as it came, one part's block after the other."""
         rows = spans([segment[:2] for segment in tile.segments])
         keys = spans([segment[2:] for segment in tile.segments])
-        plan = self.call.plan
-        if mine.of_part is None:
-            return rows, keys
-        assert plan.others is not None
-        size = plan.inner * plan.k_layout.shard
-        return rows, in_blocks(plan.k_blocks, size, plan.others[mine.of_part])[keys]
+        return rows, keys if mine.of_part is None else among_all(self.call.plan, mine.of_part)[keys]
 
 
 class Saved(NamedTuple):

@@ -112,6 +112,14 @@ def check_key(key: Any) -> None:
         raise SpecError(f"{expected} an array of shape {list(key.shape)} and dtype {key.dtype}")
 
 
+def checked_arrays(arrays: tuple[Any, ...], *, shapes_only: bool = False) -> Inputs:
+    """The first fields of Inputs, each checked by itself: q, k, v, and of the others those that there are."""
+    for name, array in zip(Inputs._fields, arrays, strict=False):
+        if array is not None or name in ("q", "k", "v"):
+            check_array(name, array, shapes_only=shapes_only)
+    return Inputs(*arrays)
+
+
 def check_array(name: str, value: Any, *, shapes_only: bool = False) -> None:
     """Raises TypeError unless ``value`` is a JAX array of numbers (or a ShapeDtypeStruct, where only shapes count)."""
     if isinstance(value, jax.Array) or (shapes_only and isinstance(value, jax.ShapeDtypeStruct)):

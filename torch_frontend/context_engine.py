@@ -142,6 +142,11 @@ class Keys(NamedTuple):
     wait: exchange.Waiting | None = None
     shapes: tuple[torch.Size, torch.Size] | None = None
 
+    def arrived(self) -> Sequence[Tensor]:
+        """What ``wait`` gives, once."""
+        assert self.wait is not None
+        return self.wait()
+
 
 def keys_of(work: Work, tensors: Sequence[Tensor]) -> Keys:
     """Keys and values on their way to the ranks that attend to them: gathered from now on, in a ring step by step."""
@@ -165,10 +170,9 @@ def blocks(work: Work, keys: Keys) -> Iterator[tuple[Step, tuple[Run, ...], Sequ
     steps = work.program.steps
     if keys.shapes is None:
         for step, runs in steps:
-            yield step, runs, keys.wait() if step.gathered and keys.wait else keys.own
+            yield step, runs, keys.arrived() if step.gathered else keys.own
         return
-    assert keys.wait is not None
-    (buffer,) = keys.wait()
+    (buffer,) = keys.arrived()
     waiting = exchange.hop(work.outer, buffer, steps[0][0].shift)
     for at, (step, runs) in enumerate(steps):
         buffer = waiting()

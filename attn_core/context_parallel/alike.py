@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from attn_core.context_parallel.call import ContextCall, tile_spec
-from attn_core.context_parallel.places import in_blocks, slices
+from attn_core.context_parallel.places import among_all, slices
 from attn_core.context_parallel.plan import Plan, Step
 from attn_core.context_parallel.tiles import Segment, Tile
 from attn_core.spec import AttentionSpec
@@ -80,5 +80,5 @@ def _ranges(plan: Plan, step: Step, part: int, mine: Sequence[Ranges]) -> Ranges
     ranges = [keys for each in mine for keys in each]
     if not step.gathered or not ranges:
         return tuple(ranges)
-    index = in_blocks(plan.k_blocks, plan.inner * plan.k_layout.shard, plan.keys(step, part))
+    index = among_all(plan, part)
     return tuple(piece for keys in ranges for piece in slices(index[slice(*keys)], len(index) + 1) or ())

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from attn_core import preference
 from attn_core.backends import load
-from attn_core.context_parallel.plan import Plan, plan
+from attn_core.context_parallel.plan import ROUNDED_ONCE, Plan, plan
 from attn_core.context_parallel.tiles import Tile, Visible
 from attn_core.errors import ShapeError, SpecError
 from attn_core.masks import band
@@ -43,9 +43,9 @@ class ContextCall:
     def sums_rows_wide(self, part: int) -> bool:
         """Whether a part's results of a query are put together in more digits than they have.
 
-        They are where there are three and more; or two, and sinks join the sum after, which would round it twice.
+        They are where there are more than ROUNDED_ONCE, to which sinks count, for they join the sum after.
         """
-        return self.plan.calls_of_a_query(part) > (1 if self.spec.sinks else 2)
+        return self.plan.calls_of_a_query(part) + bool(self.spec.sinks) > ROUNDED_ONCE
 
     def sums_own_wide(self, part: int) -> bool:
         """The same of the gradients of a part's own keys: where a key gets several, or copies of a head join after."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from attn_core.context_parallel.call import kv_repeats
 from attn_core.context_parallel.machine import Constants
-from attn_core.context_parallel.plan import Plan
+from attn_core.context_parallel.plan import ROUNDED_ONCE, Plan
 from attn_core.context_parallel.tiles import Tile
 from attn_core.spec import AttentionSpec
 from attn_core.work import BACKWARD_WORK
@@ -44,7 +44,7 @@ def _width_of_sums(spec: AttentionSpec, plan: Plan, part: int, *, backward: bool
     is, for at most one more is added to it). ``alone``: whether no sums of keys' gradients travel."""
     element, calls = ELEMENT[spec.dtype], plan.calls_of_a_query(part)
     several = calls > 1 or (backward and sum(len(step.tiles[part]) for step in plan.steps) > 1)
-    narrow = calls < 3 and alone
+    narrow = calls <= ROUNDED_ONCE and alone
     return (0, True) if not several else (element, True) if narrow else (max(4, element), False)
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from attn_core.context_parallel.call import kv_repeats
 from attn_core.context_parallel.computing import ELEMENT, Steps, computing
 from attn_core.context_parallel.machine import GIB, Constants
-from attn_core.context_parallel.plan import Plan
+from attn_core.context_parallel.plan import ROUNDED_ONCE, Plan
 from attn_core.spec import AttentionSpec
 
 
@@ -120,7 +120,7 @@ def _forward(spec: AttentionSpec, plan: Plan, sizes: Sizes, constants: Constants
     if plan.strategy == "ring":
         hop = _hop(plan, block, constants)
         busy, seconds = _in_turn(steps, [hop if at < len(steps) - 1 else 0.0 for at in range(len(steps))], constants)
-        seconds += 0.0 if plan.steps[:1] and plan.steps[0].own else hop * bool(steps)
+        seconds += hop * any(not step.own for step in plan.steps[:1])
         buffers = block * min(2, len(steps))
     else:
         busy, seconds = _gathering(steps, plan, block, constants)
@@ -174,8 +174,8 @@ def _gathering(steps: Steps, plan: Plan, block: float, constants: Constants) -> 
 
 
 def _sums_rows(plan: Plan) -> bool:
-    """Whether some part adds up more than two results of a query."""
-    return any(plan.calls_of_a_query(part) > 2 for part in range(plan.outer))
+    """Whether some part adds up more results of a query than are rounded once."""
+    return any(plan.calls_of_a_query(part) > ROUNDED_ONCE for part in range(plan.outer))
 
 
 def _copies(plan: Plan) -> int:

@@ -8,6 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from attn_core.context_parallel.layout import Block, Layout, Run
+from attn_core.context_parallel.plan import Plan
 
 
 def positions(runs: Sequence[Run]) -> np.ndarray:
@@ -55,6 +56,13 @@ def in_blocks(blocks: tuple[Block, ...], size: int, wanted: Block) -> np.ndarray
     for at, part in enumerate(held):
         found[part] = at * size + np.arange(len(part))
     return found[positions(wanted.runs)]
+
+
+def among_all(plan: Plan, part: int) -> np.ndarray:
+    """int64: where the keys of all parts but one lie in every part's block end to end, each in as many places as the
+    shards of its ranks have."""
+    assert plan.others is not None
+    return in_blocks(plan.k_blocks, plan.inner * plan.k_layout.shard, plan.others[part])
 
 
 def held_positions(layout: Layout, documents: tuple[int, ...] | None) -> np.ndarray:

@@ -16,6 +16,10 @@ STRATEGIES = ("all_gather", "ring", "ulysses")
 exchanged for positions. On two axes the first two are the outer one's, with "ulysses" inside."""
 
 
+ROUNDED_ONCE = 2
+"""Results of one query or key that are added as kernels give them, and rounded once; more are added in more digits."""
+
+
 @dataclass(frozen=True)
 class Step:
     """Attention of every part's queries to one block of keys and values.

@@ -38,6 +38,10 @@ class GemmaConfig:
         """Layers alternate, beginning with a window."""
         return self.window if layer % 2 == 0 else None
 
+    def attention(self, layer: int) -> dict[str, Any]:
+        """What a layer asks of attention, as keywords."""
+        return {"causal": True, "window": self.layer_window(layer), "softcap": self.attention_softcap}
+
     def rotary_table(self) -> tuple[np.ndarray, np.ndarray]:
         """(cos, sin), float32 ``[max_positions, head_dim / 2]``: computed once in float64, the same in both frameworks.
 

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from examples.training.data import Batch
 from examples.training.jax_side import JaxTrainer
-from examples.training.spread import AXIS, FAULT, ONE, RANKS, Asked, Spread, runs
+from examples.training.spread import AXIS, Asked, Spread, compared
 from jax_frontend import explain_context_parallel, shard_sequence
 from jax_frontend.nnx import Attention
 
@@ -77,16 +77,7 @@ def main(folder: Path) -> None:
         jax.config.update("jax_num_cpu_devices", spread.ranks)
     mesh = Mesh(np.array(jax.devices(device)[: spread.ranks]), (AXIS,))
     ranks = partial(RanksTrainer, mesh, cut=spread.layout, length=asked.length, **asked.trainer)
-    found: dict[str, Any] = runs(
-        {
-            ONE: partial(JaxTrainer, **asked.trainer),
-            RANKS: partial(ranks, spread=spread),
-            FAULT: partial(ranks, spread=spread.mistaken),
-        },
-        batches,
-    )
-    trainer = ranks(spread=spread)
-    found["explained"] = [trainer.explained(batches[0], layer) for layer in (0, 1)]
+    found = compared(partial(JaxTrainer, **asked.trainer), ranks, spread, batches)
     (folder / "jax.json").write_text(json.dumps(found), encoding="utf-8")
 
 

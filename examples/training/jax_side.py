@@ -107,9 +107,4 @@ class JaxTrainer:
 
     def _asked(self, layer: int) -> dict[str, Any]:
         """What a layer asks of attention."""
-        return {
-            "causal": True,
-            "window": self.config.layer_window(layer),
-            "softcap": self.config.attention_softcap,
-            "backend": self.backend,
-        }
+        return {**self.config.attention(layer), "backend": self.backend}

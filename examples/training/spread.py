@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -76,6 +77,19 @@ class Asked(NamedTuple):
         """Dense rows: the offsets of packed documents are part of a plan, and JAX would compile a step for each."""
         endless = data.dense_batches(data.python_documentation(), **self.options.dense, seed=self.options.seed)
         return list(itertools.islice(endless, self.options.steps))
+
+
+def compared(
+    alone: Callable[[], SpreadTrainer], ranks: Callable[..., Any], spread: Spread, batches: list[Batch]
+) -> dict[str, Any]:
+    """One rank, all of them, and all with a planted fault; and how the first two layers ran over ranks.
+
+    ``ranks(spread=...)`` makes a trainer.
+    """
+    makers = {ONE: alone, RANKS: partial(ranks, spread=spread), FAULT: partial(ranks, spread=spread.mistaken)}
+    found: dict[str, Any] = runs(makers, batches)
+    trainer = ranks(spread=spread)
+    return {**found, "explained": [trainer.explained(batches[0], layer) for layer in (0, 1)]}
 
 
 def runs(trainers: dict[str, Callable[[], SpreadTrainer]], batches: list[Batch]) -> dict[str, dict[str, Any]]:

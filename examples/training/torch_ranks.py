@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from examples.training.data import Batch
-from examples.training.spread import AXIS, FAULT, ONE, RANKS, Asked, Spread, runs
+from examples.training.spread import AXIS, Asked, Spread, compared
 from examples.training.torch_side import TorchTrainer
 from torch_frontend.context_active import use_context_parallel
 from torch_frontend.context_parallel import explain_context_parallel, shard_sequence
@@ -69,16 +69,7 @@ def main(folder: Path) -> None:
     mesh = init_device_mesh(device, (asked.spread.ranks,), mesh_dim_names=(AXIS,))
     spread, batches = asked.spread, asked.batches()
     ranks = partial(RankTrainer, mesh, cut=spread.layout, **asked.trainer)
-    found: dict[str, Any] = runs(
-        {
-            ONE: partial(TorchTrainer, **asked.trainer),
-            RANKS: partial(ranks, spread=spread),
-            FAULT: partial(ranks, spread=spread.mistaken),
-        },
-        batches,
-    )
-    trainer = ranks(spread=spread)
-    found["explained"] = [trainer.explained(batches[0], layer) for layer in (0, 1)]
+    found = compared(partial(TorchTrainer, **asked.trainer), ranks, spread, batches)
     if dist.get_rank() == 0:
         (folder / "torch.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()

@@ -98,9 +98,4 @@ class TorchTrainer:
 
     def _asked(self, layer: int) -> dict[str, Any]:
         """What a layer asks of attention."""
-        return {
-            "causal": True,
-            "window": self.config.layer_window(layer),
-            "softcap": self.config.attention_softcap,
-            "backend": self.backend,
-        }
+        return {**self.config.attention(layer), "backend": self.backend}
