@@ -129,27 +129,48 @@ def gather(axis: Axis, tensors: Sequence[Tensor]) -> Waiting:
     return received
 
 
-def to_their_ranks(axis: Axis, tensors: list[Tensor]) -> Waiting:
-    """Sends every other rank what is here for it, and nothing to this one, in one message.
+class Parcel:
+    """Sums that a rank has for every other, ``[batch, others * places, heads, dim]`` each, which go in one message.
 
-    Args:
-        tensors: ``[batch, (ranks - 1) * places, heads, dim]``, in the order of ranks, of one dtype. The list is
-            emptied: what has been copied is not held while it is sent.
-
-    Returns:
-        What waits for ``[ranks - 1, batch, places, heads, dim]`` of each: what the other ranks had for this one.
+    Attributes:
+        others: how many other ranks there are.
+        homes: where sums lie in the message from the beginning; None where they are copied, for more ranks than one.
     """
-    others = axis.size - 1
-    parts = [tensor.unflatten(1, (others, -1)).transpose(0, 1) for tensor in tensors]
-    shapes = [part.shape for part in parts]
-    buffer = tensors[0].new_empty(others, sum(prod(shape[1:]) for shape in shapes))
-    for place in _columns(buffer, shapes):
-        place.copy_(parts.pop(0))
-    tensors.clear()
-    sizes, shape = [0 if rank == axis.rank else buffer.shape[1] for rank in range(axis.size)], buffer.shape
-    arrived = _under_way(_c10d.all_to_all_single(buffer.view(-1), sizes, sizes, axis.name))
-    _let_begin(buffer.device)
-    return lambda: _columns(arrived().view(shape), shapes)
+
+    def __init__(self, axis: Axis, places: int, blocks: Sequence[Tensor], dtype: torch.dtype) -> None:
+        self._axis, self.others = axis, axis.size - 1
+        self._shapes = [(self.others, block.shape[0], places, *block.shape[2:]) for block in blocks]
+        self._like = blocks[0].new_empty(0, dtype=dtype)
+        self._buffer: Tensor | None = None
+        self.homes: list[Tensor | None] = [None] * len(blocks)
+        if self.others == 1:
+            self._buffer = self._message()
+            self.homes = [column[0] for column in _columns(self._buffer, self._shapes)]
+
+    def send(self, sums: list[Tensor]) -> Waiting:
+        """Sends every other rank what is here for it, and nothing to this one.
+
+        Args:
+            sums: the homes; else in the order of ranks. The list is emptied: what has been copied is not held while it
+                is sent.
+
+        Returns:
+            What waits for ``[others, batch, places, heads, dim]`` of each: what the other ranks had for this one.
+        """
+        axis, buffer = self._axis, self._buffer
+        if buffer is None:
+            buffer = self._message()
+            for place in _columns(buffer, self._shapes):
+                place.copy_(sums.pop(0).unflatten(1, (self.others, -1)).transpose(0, 1))
+        sums.clear()
+        sizes = [0 if rank == axis.rank else buffer.shape[1] for rank in range(axis.size)]
+        arrived = _under_way(_c10d.all_to_all_single(buffer.view(-1), sizes, sizes, axis.name))
+        shape, shapes = buffer.shape, self._shapes
+        _let_begin(buffer.device)
+        return lambda: _columns(arrived().view(shape), shapes)
+
+    def _message(self) -> Tensor:
+        return self._like.new_empty(self.others, sum(prod(shape[1:]) for shape in self._shapes))
 
 
 def _columns(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -28,10 +28,14 @@ class Found(NamedTuple):
 
 
 class Total:
-    """Gradients along ``size`` places, in other respects of a block's shape, to which runs add theirs."""
+    """Gradients along ``size`` places, in other respects of a block's shape, to which runs add theirs.
 
-    def __init__(self, block: Tensor, size: int, dtype: torch.dtype) -> None:
+    They lie in ``home`` where that is given; what it holds at first does not count.
+    """
+
+    def __init__(self, block: Tensor, size: int, dtype: torch.dtype, home: Tensor | None = None) -> None:
         self.shape, self.dtype, self.device = (block.shape[0], size, *block.shape[2:]), dtype, block.device
+        self.home = home
         self.so_far: Tensor | None = None
 
     @classmethod
@@ -42,22 +46,31 @@ class Total:
         return made
 
     def add(self, places: Places, found: Tensor) -> None:
-        """Adds a run's; the first that reaches all places is taken as it is."""
-        if self.so_far is None and places.are_all_of(self.shape[1]):
+        """Adds a run's; the first is taken as it is."""
+        if self.so_far is not None:
+            places.add(self.so_far, found)
+        elif self.home is None and places.are_all_of(self.shape[1]):
             self.so_far = found.to(self.dtype)
+        elif places.distinct:
+            self.so_far = self._begun(zeros=not places.are_all_of(self.shape[1]))
+            places.put(self.so_far, found)
         else:
             places.add(self.tensor(), found)
 
     def tensor(self) -> Tensor:
         """What has been added; zeros at first."""
         if self.so_far is None:
-            self.so_far = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+            self.so_far = self._begun(zeros=True)
         return self.so_far
 
+    def _begun(self, *, zeros: bool) -> Tensor:
+        if self.home is not None:
+            return self.home.zero_() if zeros else self.home
+        return (torch.zeros if zeros else torch.empty)(self.shape, dtype=self.dtype, device=self.device)
 
-def _add(run: Run, found: Found, dq: Total, keys: Sequence[Total]) -> None:
-    """Adds what a run found to dq and to (dk, dv); nothing of it is held on return."""
-    dq.add(run.q, found.dq)
+
+def _add_keys(run: Run, found: Found, keys: Sequence[Total]) -> None:
+    """Adds what a run found to (dk, dv)."""
     for total, part in zip(keys, found[1:], strict=True):
         total.add(run.sums, part)
 
@@ -122,15 +135,25 @@ def _group(work: Work, saved: Saved, steps: Steps) -> Callable[[], list[Tensor]]
 
 def _of_everybody(work: Work, saved: Saved, steps: Steps) -> Callable[[], Found]:
     """Where keys were gathered: a rank adds up their gradients for every other, and each sends it those of its own."""
-    program, others, count, wide = work.program, work.outer.size - 1, saved.k.shape[1], saved.lse.dtype
+    program, count, wide = work.program, saved.k.shape[1], saved.lse.dtype
     dq, own = _totals(work, saved)
-    sent = [Total(each, others * program.k_size, _sent_in(work, saved)) for each in (saved.k, saved.v)]
+    dtype, pair = _sent_in(work, saved), (saved.k, saved.v)
+    parcel = exchange.Parcel(work.outer, program.k_size, pair, dtype)
+    others = parcel.others
+    sent = [
+        Total(each, others * program.k_size, dtype, home) for each, home in zip(pair, parcel.homes, strict=True)
+    ]
+    rows: list[tuple[Places, Tensor]] = []
     for step, runs, found in steps:
+        _add_rows(dq, rows)
         for run in runs:
-            _add(run, found.pop(0), dq, sent if step.gathered else own)
+            part = found.pop(0)
+            _add_keys(run, part, sent if step.gathered else own)
+            rows.append((run.q, part.dq))
     tensors = [total.tensor() for total in sent]
     sent.clear()
-    received = exchange.to_their_ranks(work.outer, tensors)
+    received = parcel.send(tensors)
+    _add_rows(dq, rows)  # beside what was just sent
 
     def wait() -> Found:
         # In the order of ranks, so that it is the same on every run.
@@ -148,16 +171,19 @@ def _of_blocks(work: Work, saved: Saved, steps: Steps) -> Callable[[], Found]:
     dq, own = _totals(work, saved)
     waiting: Callable[[], Tensor] | None = None
     for step, runs, found in steps:
-        keys, buffer = own, None
+        keys, buffer, rows = own, None, []
         if not step.own:
             buffer = (
                 saved.k.new_zeros(sum(map(prod, shapes)), dtype=_sent_in(work, saved)) if not waiting else waiting()
             )
             keys = [Total.in_place(part) for part in exchange.parts_of(buffer, shapes)]
         for run in runs:
-            _add(run, found.pop(0), dq, keys)
+            part = found.pop(0)
+            _add_keys(run, part, keys)
+            rows.append((run.q, part.dq))
         if buffer is not None:
             waiting = exchange.hop(work.outer, buffer, _to_next(work, step))
+        _add_rows(dq, rows)  # beside what was just sent
 
     def wait() -> Found:
         if waiting is None:
@@ -166,6 +192,12 @@ def _of_blocks(work: Work, saved: Saved, steps: Steps) -> Callable[[], Found]:
         return Found(dq.tensor(), *(mine.tensor() + its[:, :count] for mine, its in zip(own, arrived, strict=True)))
 
     return wait
+
+
+def _add_rows(dq: Total, rows: list[tuple[Places, Tensor]]) -> None:
+    """Adds gradients of queries, which are not held any longer."""
+    while rows:
+        dq.add(*rows.pop(0))
 
 
 def _totals(work: Work, saved: Saved) -> tuple[Total, list[Total]]:

@@ -20,6 +20,7 @@ class Places:
 
     def __init__(self, index: np.ndarray, device: torch.device) -> None:
         self.count = len(index)
+        self.distinct = len(np.unique(index)) == self.count
         self.ranges = places.slices(index, MOST)
         self.index: Any = None if self.ranges is not None else torch.from_numpy(index).to(device)
 
