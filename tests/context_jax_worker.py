@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from attn_core.errors import ShapeError, SpecError
 from attn_core.options import Options
 from jax_frontend import (
     attention,
+    context_alike,
     context_exchange,
     context_parallel_attention,
     context_tiles,
@@ -312,7 +314,30 @@ def test_kernels_called_back_take_no_branches_forward(case):
     options = {"strategy": case.strategy, "layout": case.layout, "length": 32, "mesh": case.mesh, "backend": "math"}
     call = partial(context_parallel_attention, axis_name=case.axis_name, causal=True, **options)
     found = list(operations(jax.make_jaxpr(call)(*(given[name] for name in "qkv")).jaxpr))
-    assert ("attn_forward", False) in found and "cond" not in {name for name, _ in found}
+    names = [name for name, _ in found]
+    assert ("attn_forward", False) in found and "cond" not in names
+    calls = [at for at, name in enumerate(names) if name == "attn_forward"]  # the first one's keys need no copy
+    assert all("optimization_barrier" in names[one:other] for one, other in pairwise(calls))
+
+
+def test_a_step_of_much_work_takes_branches(monkeypatch):
+    """A packed call of it takes longer than the branch that it saves."""
+    case = ALIKE["all_gather-zigzag-2"]
+
+    def forget():
+        context_alike.one_call.cache_clear()
+        jax.clear_caches()
+
+    monkeypatch.setattr(context_alike, "MOST_WORK", 1.0)
+    forget()
+    try:
+        given = shards(case, case.arrays())
+        call = partial(context_parallel_attention, axis_name=case.axis_name, mesh=case.mesh, length=32, backend="math")
+        call = partial(call, strategy=case.strategy, layout=case.layout, causal=True)
+        found = {name for name, _ in operations(jax.make_jaxpr(call)(*(given[name] for name in "qkv")).jaxpr)}
+    finally:
+        forget()
+    assert "cond" in found
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ PLAIN = {
     "window_size_right": -1,
     "softcap": 0.0,
     "num_splits": 0,
+    "pack_gqa": None,
     "deterministic": False,
 }
 LENGTHS = {"max_seqlen_q": 101, "max_seqlen_k": 199}
@@ -74,7 +75,9 @@ LENGTHS = {"max_seqlen_q": 101, "max_seqlen_k": 199}
         (PACKED, LENGTHS),
         (replace(PACKED, causal=True), LENGTHS | {"is_causal": True, "window_size_right": 0}),
         (replace(PACKED, q_len=4096), LENGTHS),
-        (replace(PACKED, q_len=4097), LENGTHS | {"num_splits": 1}),  # more than 2^15 rows of heads
+        (replace(PACKED, q_len=4097), LENGTHS | {"num_splits": 1, "pack_gqa": False}),  # more than 2^15 rows of heads
+        (replace(PACKED, q_len=1024 * 3, num_heads=16), LENGTHS | {"num_splits": 1, "pack_gqa": False}),
+        (replace(PACKED, q_len=1024 * 3 - 1, num_heads=16), LENGTHS | {"num_splits": 1}),  # short ones
         (replace(SPEC, batch=1, q_len=4096), {}),
         (replace(SPEC, batch=1, q_len=4097), {"num_splits": 1}),
     ],

@@ -140,9 +140,7 @@ def _of_everybody(work: Work, saved: Saved, steps: Steps) -> Callable[[], Found]
     dtype, pair = _sent_in(work, saved), (saved.k, saved.v)
     parcel = exchange.Parcel(work.outer, program.k_size, pair, dtype)
     others = parcel.others
-    sent = [
-        Total(each, others * program.k_size, dtype, home) for each, home in zip(pair, parcel.homes, strict=True)
-    ]
+    sent = [Total(each, others * program.k_size, dtype, home) for each, home in zip(pair, parcel.homes, strict=True)]
     rows: list[tuple[Places, Tensor]] = []
     for step, runs, found in steps:
         _add_rows(dq, rows)
