@@ -54,7 +54,8 @@ def speed(mesh: Any, shape: Shape) -> dict[str, Any]:
             runs[name] = run
         found["notes"][word] = notes
         turns = {name: jax_turn(run) for name, run in runs.items()}
-        found["seconds"][word] = take_turns(turns, calls=calls_of(shape), rounds=ROUNDS, rest=REST)
+        calls = calls_of(shape, training=training)
+        found["seconds"][word] = take_turns(turns, calls=calls, rounds=ROUNDS, rest=REST)
     return found
 
 

@@ -83,13 +83,12 @@ def speed(mesh: DeviceMesh, shard: int) -> dict[str, Any]:
     shape = Shape(shard, mesh.size())
     found: dict[str, Any] = {"shard": shard, "tokens": shape.tokens, "seconds": {}, "memory": {}, "notes": {}}
     whole = row(shape.tokens, HEADS, KV_HEADS, KV_HEADS, HEADS)
-    calls = calls_of(shape)
     for training in (False, True):
         word = "forward + backward" if training else "forward"
         runs, notes = _runs(mesh, whole, training)
         found["notes"][word] = notes
         found["memory"][word] = {name: _memory(run) for name, run in runs.items()}
-        found["seconds"][word] = _rounds(runs, calls)
+        found["seconds"][word] = _rounds(runs, calls_of(shape, training=training))
         del runs
     return found
 
@@ -102,7 +101,7 @@ def peers(mesh: DeviceMesh, shard: int) -> dict[str, Any]:
     for training in (False, True):
         word = "forward + backward" if training else "forward"
         with _peer(mesh, whole, training) as runs:
-            found["seconds"][word] = _rounds(runs, calls_of(shape))
+            found["seconds"][word] = _rounds(runs, calls_of(shape, training=training))
     return found
 
 

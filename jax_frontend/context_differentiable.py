@@ -28,16 +28,16 @@ def _attention(question: Question, q: Array, k: Array, v: Array, sinks: Array | 
 def _forward(question: Question, q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Any, Any]:
     """The results, and what the backward needs; ``jax.checkpoint`` policies find it by the names of ``attention``."""
     with_lse = question.options.return_lse
-    out, lse, lses = context_engine.forward(_engine(question, True), q, k, v, sinks, with_lse=with_lse)
+    out, lse, kept = context_engine.forward(_engine(question, True), q, k, v, sinks, with_lse=with_lse)
     out = checkpoint_name(out, OUT_NAME)
-    lses = tuple(checkpoint_name(each, LSE_NAME) for each in lses)
-    return ((out, lse) if with_lse else out), ((q, k, v, sinks), out, lses)
+    kept = tuple(each._replace(lse=checkpoint_name(each.lse, LSE_NAME)) for each in kept)
+    return ((out, lse) if with_lse else out), ((q, k, v, sinks), out, kept)
 
 
 def _backward(question: Question, saved: Any, given: Any) -> tuple[Array, Array, Array, Array | None]:
     given = given if question.options.return_lse else (given, None)
-    inputs, out, lses = saved
-    return context_engine.backward(_engine(question, True), inputs, out, lses, given)
+    inputs, out, kept = saved
+    return context_engine.backward(_engine(question, True), inputs, out, kept, given)
 
 
 _attention.defvjp(_forward, _backward)

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from attn_core.context_parallel.call import ContextCall
-from attn_core.context_parallel.plan import Step
 from jax_frontend import context_alike
 from jax_frontend import context_exchange as exchange
 from jax_frontend import context_tiles as tiles
 from jax_frontend.context_exchange import Axes, Pair
+from jax_frontend.context_keys import Brought, Kept, Keys, steps_of
 from jax_frontend.context_order import Order, order
 from jax_frontend.context_sinks import sinks_gradient, with_sinks
 from jax_frontend.local_call import varying_as
@@ -86,22 +86,10 @@ class Engine(NamedTuple):
         return copies.astype(self.call.spec.lse_dtype).sum(3).astype(dtype)
 
 
-Keys = tuple[Array, Array]
-"""k and v of a block."""
-
-
-class Brought(NamedTuple):
-    """What a group of heads computes with, and what a backward has of whole rows beside it."""
-
-    q: Array
-    keys: Keys
-    saved: tiles.Saved | None = None
-
-
 def forward(
     engine: Engine, q: Array, k: Array, v: Array, sinks: Array | None, *, with_lse: bool
-) -> tuple[Array, Array | None, tuple[Array, ...]]:
-    """(out, lse of the shard where it is asked for, each group's lse as it was computed, which the backward wants)."""
+) -> tuple[Array, Array | None, tuple[Kept, ...]]:
+    """(out, lse of the shard where it is asked for, what the backward wants of each group)."""
     call, parts = engine.call, [_by_group(engine, array) for array in (q, k, v)]
 
     def bring(group: int) -> Brought:
@@ -110,11 +98,11 @@ def forward(
 
     outs, lses, saved = [], [], []
     for group, brought in _one_ahead(call.head_groups, bring):
-        out, lse = _attend(engine, brought)
+        (out, lse), gathered = _attend(engine, brought)
         if sinks is not None:
             out, lse = with_sinks(out, lse, engine.own_sinks(sinks, group))
         outs.append(engine.shard_of_queries(out.astype(q.dtype)))
-        saved.append(lse)
+        saved.append(Kept(lse, gathered if call.keeps_gathered else ()))
         if with_lse:  # [batch, heads, places] as [batch, places, heads, 1], the shape of what is exchanged
             lses.append(engine.shard_of_queries(lse.swapaxes(1, 2)[..., None]))
     whole_lse = _one(lses)[..., 0].swapaxes(1, 2) if with_lse else None
@@ -122,12 +110,12 @@ def forward(
 
 
 def backward(
-    engine: Engine, inputs: tuple[Array, Array, Array, Array | None], out: Array, lses: tuple[Array, ...], given: Any
+    engine: Engine, inputs: tuple[Array, Array, Array, Array | None], out: Array, kept: tuple[Kept, ...], given: Any
 ) -> tuple[Array, Array, Array, Array | None]:
     """(dq, dk, dv, dsinks) from the output and the log-sum-exp of whole rows.
 
     Args:
-        inputs: q, k, v and the sinks; lses: each group's, as the forward left it.
+        inputs: q, k, v and the sinks; kept: of each group, as the forward left it.
         given: the gradients of the output and of the log-sum-exp, the latter None where nothing depends on it.
     """
     q, k, v, sinks = inputs
@@ -139,8 +127,12 @@ def backward(
         mine, keys, values, *rest = (array[group] for array in parts)
         blocks = engine.block_of_keys(keys), engine.block_of_keys(values)
         out, dout = (engine.block_of_queries(array) for array in rest)
+        if engine.axes.parts > 1 and not kept[group].gathered:
+            # Else XLA would take what the forward was sent, and a rank hold the whole row until its backward.
+            blocks, dout = lax.optimization_barrier((blocks, dout))
         dlse = None if lse_parts is None else engine.block_of_queries(lse_parts[group])[..., 0].swapaxes(1, 2)
-        return Brought(engine.block_of_queries(mine), blocks, tiles.Saved(out, lses[group], dout, dlse))
+        lse, gathered = kept[group]
+        return Brought(engine.block_of_queries(mine), blocks, tiles.Saved(out, lse, dout, dlse), gathered)
 
     found: list[tuple[Array, Array, Array]] = []
     dsinks = None if sinks is None else varying_as((sinks,), jnp.zeros(sinks.shape, engine.call.spec.lse_dtype))
@@ -158,17 +150,19 @@ def backward(
 NOTHING = tiles.Mine(())
 
 
-def _attend(engine: Engine, brought: Brought) -> tuple[Array, Array]:
-    """(out, lse) of a group of heads, over all steps."""
-    so_far = None
+def _attend(engine: Engine, brought: Brought) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    """(out, lse) of a group of heads, over all steps, and the keys that were gathered for it."""
+    so_far: tuple[Array, Array] | None = None
+    gathered: tuple[Array, ...] = ()
     run = partial(tiles.attend, engine.runner)
-    for step, kinds, keys in _steps(engine, brought.keys):
+    for step, kinds, keys in steps_of(engine.call, engine.axes, brought):
+        gathered = keys if step.gathered else gathered
         made = context_alike.one_call(engine.call, engine.device, step)
         if made is not None:
             so_far = context_alike.attend(engine.runner, step, made, engine.axes.part, brought.q, keys, so_far)
         else:
             so_far = exchange.each_its_own(engine.axes, kinds, run, brought.q, keys, so_far)
-    return so_far or run(NOTHING, brought.q, brought.keys, None)
+    return so_far or run(NOTHING, brought.q, brought.keys, None), gathered
 
 
 def _gradients(engine: Engine, brought: Brought) -> tuple[Array, Keys]:
@@ -182,7 +176,7 @@ def _gradients(engine: Engine, brought: Brought) -> tuple[Array, Keys]:
     found: list[Keys] = []  # this part's of its own block, and all others'
     sent: Pair | None = None
     shift = 0
-    for step, kinds, keys in _steps(engine, brought.keys):
+    for step, kinds, keys in steps_of(engine.call, engine.axes, brought):
         arrived = None if sent is None else sent.hop(axes, step.shift - shift)
         run = partial(tiles.gradients, engine.runner, "own" if step.own else "sent")
         more, dk, dv = exchange.each_its_own(axes, kinds, run, brought.q, keys, brought.saved)
@@ -190,8 +184,7 @@ def _gradients(engine: Engine, brought: Brought) -> tuple[Array, Keys]:
         if step.own:
             found.append((dk, dv))
         elif step.gathered:
-            dk, dv = (exchange.summed_for_each_part(axes, each, dtype) for each in (dk, dv))
-            found.append((dk, dv))
+            found.append(exchange.summed_for_each_part(axes, dk, dv, dtype))
         else:
             pair, shift = Pair.of(dk, dv), step.shift
             sent = pair if arrived is None else arrived.plus(pair)
@@ -203,32 +196,6 @@ def _gradients(engine: Engine, brought: Brought) -> tuple[Array, Keys]:
         found.append(sent.hop(axes, -shift).both)
     dk, dv = found[0] if len(found) == 1 else (mine + its for mine, its in zip(*found, strict=True))
     return dq, (dk, dv)
-
-
-def _steps(engine: Engine, keys: Keys) -> Iterator[tuple[Step, list[tiles.Mine], tuple[Array, ...]]]:
-    """Each step with what every part does in it, and its block of keys and values."""
-    for step, block in zip(engine.call.plan.steps, _blocks(engine, keys), strict=True):
-        # Which part it is goes in only where it matters: every kind is a branch to compile.
-        kinds = [
-            tiles.Mine(mine, step.gathered, part if step.gathered and mine else None)
-            for part, mine in enumerate(step.tiles)
-        ]
-        yield step, kinds, block
-
-
-def _blocks(engine: Engine, keys: Keys) -> Iterator[tuple[Array, ...]]:
-    """The block of each step, or what was gathered; the next one's sent before."""
-    steps, axes = engine.call.plan.steps, engine.axes
-    if all(step.own or step.gathered for step in steps):
-        everybody = exchange.from_all_parts(axes, *keys) if engine.call.plan.gathers else keys
-        yield from (everybody if step.gathered else keys for step in steps)
-        return
-    travelling = Pair.of(*keys).hop(axes, steps[0].shift)
-    for at, step in enumerate(steps):
-        block = keys if step.own else travelling.both
-        if at + 1 < len(steps):
-            travelling = travelling.hop(axes, steps[at + 1].shift - step.shift)
-        yield block
 
 
 def _one_ahead(groups: int, bring: Any) -> Iterator[tuple[int, Brought]]:

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_frontend.local_call import varying_as
+
 Array = jax.Array
 
 
@@ -85,14 +87,26 @@ def of_all_parts(gathered: tuple[Array, ...]) -> tuple[Array, Array]:
     return one, other
 
 
-def summed_for_each_part(axes: Axes, array: Array, dtype: Any) -> Array:
-    """``[batch, parts * places, ...]`` summed over the parts, each of which gets its own places.
+def summed_for_each_part(axes: Axes, one: Array, other: Array, dtype: Any) -> tuple[Array, Array]:
+    """Two arrays ``[batch, parts * places, ...]`` summed over the parts, each of which gets its own places.
 
-    It is added up in ``dtype`` and in the order of parts, whatever the array's own.
+    They are added up in ``dtype`` and in the order of parts, whatever their own.
     """
     assert axes.outer is not None
-    parts = array.reshape(array.shape[0], axes.parts, -1, *array.shape[2:])
-    return lax.all_to_all(parts, axes.outer, split_axis=1, concat_axis=1).sum(1, dtype=dtype)
+    # [batch, parts * places, ...] -> [parts, batch, places, ...]
+    first, second = (x.reshape(x.shape[0], axes.parts, -1, *x.shape[2:]).swapaxes(0, 1) for x in (one, other))
+    sent = [_stacked(first, second, 1)] if one.shape == other.shape else [first, second]
+    found = [lax.all_to_all(array, axes.outer, 0, 0).sum(0, dtype=dtype) for array in sent]
+    return Pair(tuple(found)).both
+
+
+def _stacked(one: Array, other: Array, axis: int) -> Array:
+    """``jnp.stack``, by two copies: XLA's concatenation takes twice as long (41 µs for 32 MiB on an H200)."""
+    shape = (*one.shape[:axis], 2, *one.shape[axis:])
+    made = varying_as((one, other), lax.empty(shape, one.dtype))
+    for at, array in enumerate((one, other)):
+        made = lax.dynamic_update_slice_in_dim(made, jnp.expand_dims(array, axis), at, axis)
+    return made
 
 
 class Pair(NamedTuple):
@@ -103,7 +117,7 @@ class Pair(NamedTuple):
     @classmethod
     def of(cls, one: Array, other: Array) -> Pair:
         """Packs two arrays."""
-        return cls((jnp.stack((one, other)),) if one.shape == other.shape else (one, other))
+        return cls((_stacked(one, other, 0),) if one.shape == other.shape else (one, other))
 
     @property
     def both(self) -> tuple[Array, Array]:

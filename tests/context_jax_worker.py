@@ -283,6 +283,26 @@ def test_a_ring_sends_one_time_less_than_it_has_parts_and_leaves_out_what_nobody
     assert counted(apart, forward_alone=True) == {"collective-permute": 6}  # k and v do not fit into one array
 
 
+def sent(case: Case) -> Counter[str]:
+    """How many of each collective a program has as it is traced, before XLA leaves out what it finds to be the same."""
+    jaxpr = jax.make_jaxpr(program(case))(shards(case, case.arrays())).jaxpr
+    names = [name for name, _ in operations(jaxpr)]
+    return Counter(name for name in names if name in ("all_gather", "ppermute", "all_to_all"))
+
+
+def test_what_is_gathered_is_kept_for_the_backward_where_it_is_small_and_sent_again_elsewhere():
+    many = Case("all_gather", (4,), lengths=(24, 24), dims=(5, 5), **CAUSAL)
+    assert sent(many) == {"all_gather": 2, "all_to_all": 1}
+    few = replace(many, heads=(8, 1))
+    assert sent(few) == {"all_gather": 1, "all_to_all": 1}
+    check(few)
+    ring = Case("ring", (4,), lengths=(24, 24), **CAUSAL)
+    assert sent(ring)["ppermute"] == 3 + 3 + 3
+    names = [name for name, _ in operations(jax.make_jaxpr(program(ring))(shards(ring, ring.arrays())).jaxpr)]
+    hops = [at for at, name in enumerate(names) if name == "ppermute"]
+    assert "optimization_barrier" in names[hops[2] : hops[3]]  # or XLA would keep every block until the backward
+
+
 def test_the_other_strategies_exchange_once_each_way():
     gathered = counted(Case("all_gather", (4,), lengths=(24, 24), **CAUSAL))
     assert gathered.keys() == {"all-gather", "all-to-all"} and max(gathered.values()) <= 2, gathered

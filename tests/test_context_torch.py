@@ -33,6 +33,7 @@ WAYS = (
     *(((2, 2), strategy) for strategy in ("ring", "all_gather")),
 )
 HEADS = {1: (4, 2), 2: (4, 1), 3: (6, 2), 4: (8, 2)}
+FEW_KEYS = (8, 1)  # so few kv heads that what was gathered is kept for the backward
 """By how many ranks share heads: query and kv heads; from 2 ranks on, fewer kv heads than ranks, which are copied."""
 CAUSAL = ("causal", True)
 DOCUMENTS = (3, 0, 11, 1, 8)
@@ -65,6 +66,8 @@ def grid() -> list[Case]:
         heads = HEADS[shared]
         if at % 3 == 0 and shared > 1:  # as many kv heads as queries, in two groups
             heads, groups = (2 * shared, 2 * shared), 2
+        if at % 3 == 1 and strategy == "all_gather":
+            heads = FEW_KEYS
         fields = {"length": (23, 23), **MASKS[mask]}
         cases.append(Case(axes, strategy, kind, **{**fields, "heads": heads, "head_groups": groups, "seed": at}))
     return cases
@@ -76,7 +79,7 @@ def any_case(draw: st.DrawFn) -> Case:
     strategy = draw(st.sampled_from(("ring", "all_gather", "ulysses", None)[: 4 if len(axes) == 1 else 2]))
     shared = ranks_sharing_heads(axes, strategy)
     kv_heads = draw(st.sampled_from((1, 2, 3)))
-    heads = kv_heads * draw(st.sampled_from((1, 2))) * shared
+    heads = kv_heads * draw(st.sampled_from((1, 2, 8))) * shared
     documents, length = None, (draw(st.integers(1, 40)),) * 2
     if draw(st.booleans()):
         documents = tuple(draw(st.lists(st.integers(0, 17), min_size=1, max_size=6).filter(any)))

@@ -13,7 +13,7 @@ if not torch.distributed.is_available():
 
 import context_torch_scenes as scenes  # noqa: E402
 from context_torch_worker import Case, Failed, World, in_ranks, once, values  # noqa: E402
-from test_context_torch import CAUSAL, NAMES, expected, layout_of, spec_of, whole_rows  # noqa: E402
+from test_context_torch import CAUSAL, FEW_KEYS, NAMES, expected, layout_of, spec_of, whole_rows  # noqa: E402
 
 from attn_core.context_parallel import places  # noqa: E402
 from attn_core.context_parallel.layout import layout  # noqa: E402
@@ -29,6 +29,7 @@ COUNTED = [
     Case((4,), "ring", "zigzag", (LENGTH, LENGTH), (4, 2), None, (CAUSAL,), **SQUARE),
     Case((4,), "ring", "contiguous", (40, 40), (4, 2), None, (CAUSAL, ("window", 3)), **SQUARE),
     Case((4,), "all_gather", "zigzag", (LENGTH, LENGTH), (4, 2), None, (CAUSAL,), **SQUARE),
+    Case((4,), "all_gather", "zigzag", (LENGTH, LENGTH), FEW_KEYS, None, (CAUSAL,), **SQUARE),
     Case((4,), "ulysses", "contiguous", (LENGTH, LENGTH), (4, 4), None, (CAUSAL,), **SQUARE),
     Case((4,), "ulysses", "contiguous", (LENGTH, LENGTH), (8, 8), None, (CAUSAL,), head_groups=2, **SQUARE),
     Case((2, 2), "ring", "zigzag", (LENGTH, LENGTH), (4, 2), None, (CAUSAL,), **SQUARE),
@@ -41,6 +42,7 @@ ROUNDED = [
     for backend in ("sdpa_flash", "math")
     for strategy in ("ring", "all_gather", "ulysses")
 ]
+ROUNDED.append(ROUNDED[1]._replace(heads=FEW_KEYS))
 SUMMED = [
     ROUNDED[0]._replace(axes=(4,), strategy=strategy, layout=kind)
     for strategy in ("ring", "all_gather")
@@ -126,7 +128,8 @@ def talks(case: Case) -> dict[str, int]:
         hops = len(shifts) - 1  # of keys twice, from step to step; their gradients begin at the second one, and go home
         found["all_to_all_single"] += groups * (2 * hops + hops)
     elif made.outer > 1:
-        found["all_gather_into_tensor_coalesced"] = 2 * groups  # k and v
+        once = case.heads == FEW_KEYS  # kept for the backward
+        found["all_gather_into_tensor_coalesced"] = (1 if once else 2) * groups  # k and v
         found["all_to_all_single"] += groups  # their gradients
     return {kind: number for kind, number in found.items() if number}
 

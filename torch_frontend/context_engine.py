@@ -9,32 +9,25 @@ import torch
 
 from attn_core.backends import Inputs
 from attn_core.context_parallel.merge_torch import merge
-from attn_core.context_parallel.plan import Step
 from attn_core.torch_rewrites import with_sinks
 from torch_frontend import context_exchange as exchange
-from torch_frontend.context_exchange import Axis
+from torch_frontend.context_keys import Keys, blocks, keys_of
 from torch_frontend.context_places import Places
-from torch_frontend.context_program import Program, Run
+from torch_frontend.context_program import Run, Work
 
 Tensor = torch.Tensor
 
 
-class Work(NamedTuple):
-    """A prepared call and the two axes of its ranks."""
-
-    program: Program
-    outer: Axis
-    inner: Axis
-
-
 class Saved(NamedTuple):
-    """What a group's backward needs of its forward, as the kernels saw it."""
+    """What a group's backward needs of its forward, as the kernels saw it; everybody's k and v where they are kept."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     out: Tensor
     lse: Tensor
+    all_k: Tensor | None = None
+    all_v: Tensor | None = None
 
 
 def forward(
@@ -49,15 +42,16 @@ def forward(
     arriving = (_exchanged(work, q, k, v, group) for group in range(work.program.call.head_groups))
     saved, returns = [], []
     for group, (mine, keys) in one_ahead(arriving):
+        keys, kept = keys.kept() if keep and work.program.call.keeps_gathered else (keys, [])
         out, lse = _attend(work, mine, keys)
         if sinks is not None:
             out, lse = with_sinks(out, lse, of_heads(work, sinks, group))
         out = out.to(q.dtype)
         if keep:
             q_rows, k_rows, v_rows = mine
-            saved.append(Saved(q_rows, k_rows, v_rows, out, lse))
+            saved.append(Saved(q_rows, k_rows, v_rows, out, lse, *kept))
         returns.append(_returned(work, out, lse if with_lse else None))
-        del mine, keys, out, lse
+        del mine, keys, kept, out, lse
     found = [of_all_heads(list(each)) for each in zip(*(wait() for wait in returns), strict=True)]
     if with_lse:
         rank = work.outer.rank * work.inner.size + work.inner.rank
@@ -126,59 +120,6 @@ def group_of(work: Work, tensor: Tensor, group: int, *, kv: bool) -> Tensor:
 def of_heads(work: Work, vector: Tensor, group: int) -> Tensor:
     """The entries ``[heads]`` of the heads that this rank computes in a group."""
     return vector.unflatten(0, (work.inner.size, work.program.call.head_groups, -1))[work.inner.rank, group]
-
-
-class Keys(NamedTuple):
-    """Where a group's keys and values come from, block by block.
-
-    Attributes:
-        own: k and v of this rank's block.
-        wait: for (k, v) of everybody's, where they are gathered; in a ring for the buffer that travels, at first with
-            the own block; None where nobody needs more than the own one.
-        shapes: in a ring, of k and v in that buffer.
-    """
-
-    own: Sequence[Tensor]
-    wait: exchange.Waiting | None = None
-    shapes: tuple[torch.Size, torch.Size] | None = None
-
-    def arrived(self) -> Sequence[Tensor]:
-        """What ``wait`` gives, once."""
-        assert self.wait is not None
-        return self.wait()
-
-
-def keys_of(work: Work, tensors: Sequence[Tensor]) -> Keys:
-    """Keys and values on their way to the ranks that attend to them: gathered from now on, in a ring step by step."""
-    program = work.program
-    if all(step.own for step, _ in program.steps):
-        return Keys(tensors)
-    padded = [_padded(tensor, program.k_size) for tensor in tensors]
-    if program.call.plan.gathers:
-        return Keys(tensors, exchange.gather(work.outer, padded))
-    k, v = (tensor.shape for tensor in padded)
-    return Keys(tensors, lambda: [exchange.flat(padded)], (k, v))
-
-
-def _padded(tensor: Tensor, size: int) -> Tensor:
-    lacking = size - tensor.shape[1]
-    return torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, lacking)) if lacking else tensor
-
-
-def blocks(work: Work, keys: Keys) -> Iterator[tuple[Step, tuple[Run, ...], Sequence[Tensor]]]:
-    """Every step, what this rank does in it, and its block; the next step's block is under way meanwhile."""
-    steps = work.program.steps
-    if keys.shapes is None:
-        for step, runs in steps:
-            yield step, runs, keys.arrived() if step.gathered else keys.own
-        return
-    (buffer,) = keys.arrived()
-    waiting = exchange.hop(work.outer, buffer, steps[0][0].shift)
-    for at, (step, runs) in enumerate(steps):
-        buffer = waiting()
-        if at + 1 < len(steps):
-            waiting = exchange.hop(work.outer, buffer, steps[at + 1][0].shift - step.shift)
-        yield step, runs, exchange.parts_of(buffer, keys.shapes)
 
 
 def _attend(work: Work, mine: Sequence[Tensor], keys: Keys) -> tuple[Tensor, Tensor]:

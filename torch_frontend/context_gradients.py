@@ -12,9 +12,10 @@ from attn_core.context_parallel.plan import Step
 from attn_core.torch_rewrites import sink_gradient
 from torch_frontend import context_engine as engine
 from torch_frontend import context_exchange as exchange
-from torch_frontend.context_engine import Saved, Work
+from torch_frontend.context_engine import Saved
+from torch_frontend.context_keys import Keys, blocks, keys_of
 from torch_frontend.context_places import Places
-from torch_frontend.context_program import Run
+from torch_frontend.context_program import Run, Work
 
 Tensor = torch.Tensor
 
@@ -98,16 +99,24 @@ def backward(
 
 def _arriving(
     work: Work, saved: Saved, dout: Tensor, dlse: Tensor | None, group: int
-) -> Callable[[], tuple[Tensor, Tensor | None, engine.Keys]]:
+) -> Callable[[], tuple[Tensor, Tensor | None, Keys]]:
     """Starts the exchange of a group's dout and dlse, and the way of its keys; what waits for them as the kernels want
     them."""
     parts = [dout] if dlse is None else [dout, dlse.transpose(1, 2)[..., None]]
     parts = [engine.group_of(work, part, group, kv=False) for part in parts]
-    keys = engine.keys_of(work, [saved.k, saved.v])
+    keys = _keys(work, saved)
     if work.inner.size == 1:
         return lambda: (*_pair(parts), keys)
     waits = [exchange.heads_to_positions(work.inner, [part], [work.program.q_held]) for part in parts]
     return lambda: (*_pair([part for received in waits for part in received()]), keys)
+
+
+def _keys(work: Work, saved: Saved) -> Keys:
+    """A group's keys: on their way once more, where they were not kept."""
+    own, all_k, all_v = [saved.k, saved.v], saved.all_k, saved.all_v
+    if all_k is None or all_v is None:
+        return keys_of(work, own)
+    return Keys(own, lambda: [all_k, all_v], here=True)
 
 
 def _pair(parts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -118,8 +127,8 @@ Steps = Iterator[tuple[Step, tuple[Run, ...], list[Found]]]
 """Every step with what its runs found, computed when it is asked for."""
 
 
-def _steps(work: Work, saved: Saved, keys: engine.Keys, dout: Tensor, dlse: Tensor | None) -> Steps:
-    for step, runs, (k, v) in engine.blocks(work, keys):
+def _steps(work: Work, saved: Saved, keys: Keys, dout: Tensor, dlse: Tensor | None) -> Steps:
+    for step, runs, (k, v) in blocks(work, keys):
         found = [_run(run, saved, k, v, dout, dlse) for run in runs]
         del k, v  # a block is not held while the one after the next arrives
         yield step, runs, found
@@ -141,20 +150,23 @@ def _of_everybody(work: Work, saved: Saved, steps: Steps) -> Callable[[], Found]
     parcel = exchange.Parcel(work.outer, program.k_size, pair, dtype)
     others = parcel.others
     sent = [Total(each, others * program.k_size, dtype, home) for each, home in zip(pair, parcel.homes, strict=True)]
-    rows: list[tuple[Places, Tensor]] = []
+    received: exchange.Waiting | None = None
     for step, runs, found in steps:
-        _add_rows(dq, rows)
+        rows = []
         for run in runs:
             part = found.pop(0)
             _add_keys(run, part, sent if step.gathered else own)
             rows.append((run.q, part.dq))
-    tensors = [total.tensor() for total in sent]
-    sent.clear()
-    received = parcel.send(tensors)
-    _add_rows(dq, rows)  # beside what was just sent
+        if step.gathered:
+            sums = [total.tensor() for total in sent]
+            sent.clear()
+            received = parcel.send(sums)
+        _add_rows(dq, rows)  # beside what was just sent
+    del parcel
 
     def wait() -> Found:
         # In the order of ranks, so that it is the same on every run.
+        assert received is not None
         parts = [each[0] if others == 1 else each.sum(0, dtype=wide) for each in received()]
         return Found(dq.tensor(), *(mine.tensor() + its[:, :count] for mine, its in zip(own, parts, strict=True)))
 

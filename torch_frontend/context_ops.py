@@ -14,7 +14,7 @@ import torch
 from attn_core import override
 from attn_core.options import Options
 from torch_frontend import autocast, context_engine, context_gradients
-from torch_frontend.context_engine import Work
+from torch_frontend.context_program import Work
 from torch_frontend.context_work import Question, Ranks, prepared
 from torch_frontend.once import refuse_second_derivative
 
@@ -28,7 +28,7 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, asked: Question, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
         made = prepared(asked).work
         results, saved = context_engine.forward(made, q, k, v, sinks, with_lse=asked.options.return_lse, keep=True)
-        ctx.work, ctx.groups = made, len(saved)
+        ctx.work = made
         ctx.save_for_backward(sinks, *(tensor for group in saved for tensor in group))
         ctx.set_materialize_grads(False)
         return tuple(results) if len(results) > 1 else results[0]
@@ -38,7 +38,8 @@ class Attention(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: what was saved has no way back to the shards
             refuse_second_derivative(ctx)
         sinks, *tensors = ctx.saved_tensors
-        saved = [context_engine.Saved(*tensors[at * 5 : at * 5 + 5]) for at in range(ctx.groups)]
+        size = len(context_engine.Saved._fields)
+        saved = [context_engine.Saved(*tensors[at : at + size]) for at in range(0, len(tensors), size)]
         if dout is None:
             assert dlse is not None
             out = saved[0].out

@@ -13,6 +13,7 @@ from attn_core.context_parallel import places
 from attn_core.context_parallel.call import ContextCall
 from attn_core.context_parallel.plan import Step
 from attn_core.context_parallel.tiles import Tile
+from torch_frontend.context_exchange import Axis
 from torch_frontend.context_places import Places
 from torch_frontend.plan import Plan, device_name, on_device
 
@@ -59,6 +60,14 @@ class Program(NamedTuple):
     rows_wide: bool
     own_wide: bool
     sent_wide: bool
+
+
+class Work(NamedTuple):
+    """A prepared call and the two axes of its ranks."""
+
+    program: Program
+    outer: Axis
+    inner: Axis
 
 
 @lru_cache(maxsize=64)

@@ -16,9 +16,8 @@ from attn_core.options import Options
 from attn_core.selection import Target
 from attn_core.spec import AttentionSpec
 from torch_frontend.context_agreement import agree
-from torch_frontend.context_engine import Work
 from torch_frontend.context_exchange import Axis, axis
-from torch_frontend.context_program import program
+from torch_frontend.context_program import Work, program
 from torch_frontend.plan import device_name
 
 Tensor = torch.Tensor

@@ -57,6 +57,11 @@ class ContextCall:
         return not self.plan.gradients_travel_alone
 
     @property
+    def keeps_gathered(self) -> bool:
+        """Whether the keys and values that a rank was sent are kept for its backward; see ``keeps_gathered``."""
+        return keeps_gathered(self.spec, self.plan)
+
+    @property
     def heads(self) -> tuple[int, int]:
         """(query heads, kv heads) that a rank computes at a time: of one group, after heads were exchanged."""
         shared = self.plan.inner * self.head_groups
@@ -135,6 +140,16 @@ def kv_repeats(num_heads: int, num_kv_heads: int, inner: int) -> int:
         f"q: expected heads that {inner} ranks can share, got {num_heads} heads over {num_kv_heads} kv heads; "
         "take another number of ranks for heads, or strategy='ring' or 'all_gather'"
     )
+
+
+def keeps_gathered(spec: AttentionSpec, plan: Plan) -> bool:
+    """Whether keys and values that were gathered are kept for the backward, and not sent once more.
+
+    They are where everybody's together take no more room than a rank's own queries, which are kept as well.
+    """
+    kv_heads = spec.num_kv_heads * kv_repeats(spec.num_heads, spec.num_kv_heads, plan.inner)
+    gathered = plan.outer * spec.kv_len * kv_heads * (spec.head_dim + spec.value_dim)
+    return plan.gathers and gathered <= spec.q_len * spec.num_heads * spec.head_dim
 
 
 def tile_spec(spec: AttentionSpec, tile: Tile, num_heads: int, num_kv_heads: int) -> AttentionSpec:

@@ -9,7 +9,8 @@ heads, H and Hk heads, width D and e bytes an element, a rank receives in a forw
 
 which are the counts of Ring Attention (arXiv:2310.01889), of the all-gather in Llama 3's training (arXiv:2407.21783,
 3.3.2) and of DeepSpeed-Ulysses (arXiv:2309.14509). A backward exchanges the same again, and the gradients of k and v:
-as a tile made them, or in accumulators' precision where they are sums of several tiles'. In every step of a ring all
+as a tile made them, or in accumulators' precision where they are sums of several tiles'. What was gathered and kept is
+not sent again, and the gradients travel while a rank computes with its own keys. In every step of a ring all
 wait for the busiest part. One group of heads is taken.
 """
 
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from attn_core.context_parallel.call import kv_repeats
+from attn_core.context_parallel.call import keeps_gathered, kv_repeats
 from attn_core.context_parallel.computing import ELEMENT, Steps, computing
 from attn_core.context_parallel.machine import GIB, Constants
 from attn_core.context_parallel.plan import ROUNDED_ONCE, Plan
@@ -123,7 +124,7 @@ def _forward(spec: AttentionSpec, plan: Plan, sizes: Sizes, constants: Constants
         seconds += hop * any(not step.own for step in plan.steps[:1])
         buffers = block * min(2, len(steps))
     else:
-        busy, seconds = _gathering(steps, plan, block, constants)
+        busy, seconds = _gathered(steps, plan, _spread(plan, "all_gather", block, constants), block, constants)
         buffers = block * plan.outer * _copies(plan) * plan.gathers
     buffers += sizes.out * sizes.accumulator * _sums_rows(plan)
     own = (sizes.q + sizes.out + sizes.kv) * sizes.element
@@ -146,8 +147,10 @@ def _backward(spec: AttentionSpec, plan: Plan, sizes: Sizes, constants: Constant
         seconds += _hop(plan, block, constants) * any(away[:1]) + _hop(plan, gradient, constants) * any(away)
         buffers = (block + gradient) * min(2, len(steps))
     else:
-        busy, seconds = _gathering(steps, plan, block, constants)
-        seconds += _spread(plan, "all_to_all", gradient, constants) * plan.gathers
+        travels = [_spread(plan, "all_gather", block, constants), _spread(plan, "all_to_all", gradient, constants)]
+        beside, after = (travels[1], 0.0) if keeps_gathered(spec, plan) else travels
+        busy, seconds = _gathered(steps, plan, beside, block, constants)
+        seconds += after * plan.gathers
         buffers = (block * plan.outer * _copies(plan) + 2 * gradient * (plan.outer - 1)) * plan.gathers
     buffers += sizes.q * sizes.accumulator * _sums_rows(plan)
     own = 2 * (sizes.q + sizes.out + sizes.kv) * sizes.element  # with dq, dout, dk and dv
@@ -162,14 +165,14 @@ def _in_turn(steps: Steps, exchanges: Sequence[float], constants: Constants) -> 
     return sum(busiest), sum(together)
 
 
-def _gathering(steps: Steps, plan: Plan, block: float, constants: Constants) -> tuple[float, float]:
-    """(seconds that the busiest part computes, seconds in all): others' keys come while it has its own."""
-    arriving = _spread(plan, "all_gather", block, constants) * plan.gathers
+def _gathered(steps: Steps, plan: Plan, beside: float, block: float, constants: Constants) -> tuple[float, float]:
+    """(seconds that the busiest part computes, seconds in all): what goes ``beside`` does while a part has its own."""
+    beside = beside if plan.gathers else 0.0
     ordering = constants.moved(2 * plan.outer * block) * (plan.gathers and _copies(plan) > 1)
     found = []
     for of_part in zip(*steps, strict=True):
         own = of_part[0] if plan.steps[0].own else 0.0
-        found.append((sum(of_part), constants.together(own, arriving) + ordering + sum(of_part) - own))
+        found.append((sum(of_part), constants.together(own, beside) + ordering + sum(of_part) - own))
     return max(found, key=lambda each: each[1], default=(0.0, 0.0))
 
 
