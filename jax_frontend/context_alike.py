@@ -83,15 +83,27 @@ def attend(
 def _index(made: Alike, part: Any) -> Array:
     """int32 ``[kv_len]``: the place of every key, from a part's ranges.
 
-    It rises by one, but for a leap at the start of each range.
+    It rises by one, but for a leap at the start of each range. All of it is elementwise, which XLA makes part of the
+    copy.
     """
     starts, stops = np.moveaxis(np.array(made.keys, np.int32), -1, 0)  # [parts, ranges]
     ends = np.cumsum(stops - starts, axis=1)
     begins = np.concatenate([np.zeros_like(ends[:, :1]), ends[:, :-1]], axis=1)
     leaps = np.diff(starts - begins, axis=1, prepend=0)
     key = jnp.arange(made.spec.kv_len, dtype=jnp.int32)
-    begin, leap = (jnp.asarray(table, jnp.int32)[part] for table in (begins, leaps))
-    return key + jnp.where(key[:, None] >= begin, leap, 0).sum(1, dtype=jnp.int32)
+    index = key
+    for begin, leap in zip(begins.T, leaps.T, strict=True):
+        index = index + jnp.where(key >= _of_part(part, begin), _of_part(part, leap), 0)
+    return index
+
+
+def _of_part(part: Any, values: np.ndarray) -> Array:
+    """int32: the value of this part, of one for each."""
+    found = jnp.int32(int(values[0]))
+    for at, value in enumerate(values[1:], 1):
+        if value != values[at - 1]:
+            found = jnp.where(part >= at, jnp.int32(int(value)), found)
+    return found
 
 
 def _rows(keys: tuple[Array, ...], index: Array, *, gathered: bool) -> tuple[Array, Array]:

@@ -74,9 +74,12 @@ def positions_for_heads(axes: Axes, array: Array) -> Array:
 def from_all_parts(axes: Axes, one: Array, other: Array) -> tuple[Array, ...]:
     """Two arrays ``[batch, places, ...]`` of every part, as they travel; ``of_all_parts`` takes them apart.
 
-    They travel in one array ``[parts, 2, batch, places, ...]`` where they have one shape.
+    They travel in one array ``[parts, 2, batch, places, ...]`` where they have one shape. Two parts swap theirs: each
+    gets ``[1, ...]``, the other's.
     """
     assert axes.outer is not None
+    if axes.parts == 2:
+        return tuple(array[None] for array in Pair.of(one, other).hop(axes, 1).arrays)
     return tuple(lax.all_gather(array, axes.outer) for array in Pair.of(one, other).arrays)
 
 
@@ -88,11 +91,14 @@ def of_all_parts(gathered: tuple[Array, ...]) -> tuple[Array, Array]:
 
 
 def summed_for_each_part(axes: Axes, one: Array, other: Array, dtype: Any) -> tuple[Array, Array]:
-    """Two arrays ``[batch, parts * places, ...]`` summed over the parts, each of which gets its own places.
+    """Two arrays of the shapes that ``of_all_parts`` gives, summed over the parts, each of which gets its own places.
 
     They are added up in ``dtype`` and in the order of parts, whatever their own.
     """
     assert axes.outer is not None
+    if axes.parts == 2:
+        mine, its = Pair.of(one, other).hop(axes, 1).both
+        return mine.astype(dtype), its.astype(dtype)
     # [batch, parts * places, ...] -> [parts, batch, places, ...]
     first, second = (x.reshape(x.shape[0], axes.parts, -1, *x.shape[2:]).swapaxes(0, 1) for x in (one, other))
     sent = [_stacked(first, second, 1)] if one.shape == other.shape else [first, second]

@@ -40,11 +40,12 @@ def packed_pairs(call: ContextCall, step: int, part: int) -> np.ndarray:
     assert made is not None
     found = np.zeros((plan.q_layout.length, plan.k_layout.length), np.int64)
     rows = positions(plan.q_blocks[part].runs)
-    # places of keys: in all parts' blocks end to end where they are gathered, each of as many places
+    # places of what a part gets: of gathered keys all parts' blocks end to end, or of two parts the other's alone
     size = plan.inner * plan.k_layout.shard
     if plan.steps[step].gathered:
-        held = np.full(plan.outer * size, -1)
-        for at, block in enumerate(plan.k_blocks):
+        came = [at for at in range(plan.outer) if plan.outer > 2 or at != part]
+        held = np.full(len(came) * size, -1)
+        for at, block in enumerate(plan.k_blocks[each] for each in came):
             held[at * size : at * size + block.count] = positions(block.runs)
     else:
         held = positions(plan.keys(plan.steps[step], part).runs)

@@ -59,10 +59,11 @@ def in_blocks(blocks: tuple[Block, ...], size: int, wanted: Block) -> np.ndarray
 
 
 def among_all(plan: Plan, part: int) -> np.ndarray:
-    """int64: where the keys of all parts but one lie in every part's block end to end, each in as many places as the
-    shards of its ranks have."""
+    """int64: where the keys of all parts but one lie in what it gets: every part's block end to end, each in as many
+    places as the shards of its ranks have; of two parts the other's block alone."""
     assert plan.others is not None
-    return in_blocks(plan.k_blocks, plan.inner * plan.k_layout.shard, plan.others[part])
+    blocks = plan.k_blocks if plan.outer > 2 else plan.k_blocks[1 - part : 2 - part]
+    return in_blocks(blocks, plan.inner * plan.k_layout.shard, plan.others[part])
 
 
 def held_positions(layout: Layout, documents: tuple[int, ...] | None) -> np.ndarray:
