@@ -36,4 +36,4 @@ CANDIDATES: dict[str, dict[str, Any]] = {
 
 def calls_of(shape: Shape, *, training: bool) -> int:
     """How many calls are timed together: forwards of short rows are many, so that a queue's beginning counts little."""
-    return max(2, min(16, 2**18 // shape.tokens) if training else min(128, 2**35 // shape.tokens**2))
+    return max(2, min(16, 2**18 // shape.tokens) if training else min(64, 2**34 // shape.tokens**2))

@@ -243,6 +243,10 @@ def _gatherer(operands: tuple[str, ...]) -> Callable[[tuple[Any, ...]], Any]:
 
         def gather(values: tuple[Any, ...]) -> Any:
             return Inputs(*values[0].unbind(-3), **dict(zip(operands[1:], values[1:], strict=False)))
+    elif operands[1] == "kv":  # [2, keys, kv_heads, head_dim] -> two views
+
+        def gather(values: tuple[Any, ...]) -> Any:
+            return Inputs(values[0], *values[1].unbind(0), **dict(zip(operands[2:], values[2:], strict=False)))
     elif operands != Inputs._fields[:count]:
 
         def gather(values: tuple[Any, ...]) -> Any:

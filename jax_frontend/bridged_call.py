@@ -15,7 +15,7 @@ class BridgedCall(NamedTuple):
     device: str
     spec: AttentionSpec
     operands: tuple[str, ...]
-    """Which fields of ``Inputs`` the leading operands are; "qkv" for q, k and v in one array."""
+    """Which fields of ``Inputs`` the leading operands are; "qkv" for q, k and v in one array, "kv" for k and v."""
     extras: tuple[str, ...] = ()
     """What the operands after those are: out, lse, dout, dlse in a backward."""
     with_lse: bool = True

@@ -17,8 +17,10 @@ from attn_core.context_parallel.plan import Step
 from attn_core.selection import Target, refusals
 from jax_frontend import compiled_lane, local_call, ops
 from jax_frontend.bridged_call import calls_of
+from jax_frontend.context_exchange import Axes, Pair
 from jax_frontend.context_tiles import Runner, merged
 from jax_frontend.differentiable import varying_alike
+from jax_frontend.partitioning import partly_manual
 from jax_frontend.plan import Plan
 
 Array = jax.Array
@@ -63,13 +65,15 @@ def attend(
     q: Array,
     keys: tuple[Array, ...],
     so_far: tuple[Array, Array] | None,
+    *,
+    picked: bool,
 ) -> tuple[Array, Array]:
-    """``context_tiles.attend`` of a step as one call of this part."""
+    """``context_tiles.attend`` of a step as one call of this part; ``picked`` where its keys are from ``picked``."""
     name = next(runner.call.backend_of(tile)[1] for mine in step.tiles for tile in mine)
     # Not before the step before this one: XLA would copy the keys as soon as they have come, and wait for them.
     after: Any = lax.optimization_barrier((keys, so_far))
     keys, before = after
-    k, v = _rows(keys, _index(made, part), gathered=step.gathered)
+    k, v = (keys[0], None) if picked else _rows(keys, _index(made, part), gathered=step.gathered)
     cu_q, cu_k = jnp.asarray(made.cu_q, jnp.int32), jnp.asarray(made.cu_k, jnp.int32)[part]
     inputs = varying_alike(Inputs(q[0], k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k))
     out, lse = ops.forward(Plan(made.spec, name, runner.device, one_row=False), inputs)
@@ -78,6 +82,23 @@ def attend(
     out, lse = jnp.where(sees[:, None, None], out, 0)[None], jnp.where(sees, lse, -jnp.inf)[None]
     out = out.astype(runner.accumulator("q"))
     return (out, lse) if before is None else merged(before[0], before[1], out, lse)
+
+
+def swap_of(call: ContextCall, axes: Axes, device: str, keys: tuple[Array, Array]) -> Alike | None:
+    """The step of two parts with each other's keys, where these are not needed but for one call: see ``picked``."""
+    k, v = keys
+    if axes.parts != 2 or call.spec.needs_backward or k.shape != v.shape or partly_manual():
+        return None
+    step = next((step for step in call.plan.steps if not step.own), None)
+    return None if step is None else one_call(call, device, step)
+
+
+def picked(made: Alike, axes: Axes, keys: tuple[Array, Array]) -> Array:
+    """Sends the other of two parts what it reads, as it reads it: each gets ``[2, keys, kv_heads, dim]``, k and v."""
+    index = _index(made, 1 - axes.part)
+    k, v = (_taken(array[0], index) for array in keys)
+    (found,) = Pair.of(k, v).hop(axes, 1).arrays
+    return found
 
 
 def _index(made: Alike, part: Any) -> Array:

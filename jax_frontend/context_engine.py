@@ -155,11 +155,13 @@ def _attend(engine: Engine, brought: Brought) -> tuple[tuple[Array, Array], tupl
     so_far: tuple[Array, Array] | None = None
     gathered: tuple[Array, ...] = ()
     run = partial(tiles.attend, engine.runner)
-    for step, kinds, keys in steps_of(engine.call, engine.axes, brought):
+    swap = context_alike.swap_of(engine.call, engine.axes, engine.device, brought.keys)
+    for step, kinds, keys in steps_of(engine.call, engine.axes, brought, swap):
         gathered = keys if step.gathered else gathered
         made = context_alike.one_call(engine.call, engine.device, step)
         if made is not None:
-            so_far = context_alike.attend(engine.runner, step, made, engine.axes.part, brought.q, keys, so_far)
+            mine = engine.axes.part, brought.q, keys
+            so_far = context_alike.attend(engine.runner, step, made, *mine, so_far, picked=swap is not None)
         else:
             so_far = exchange.each_its_own(engine.axes, kinds, run, brought.q, keys, so_far)
     return so_far or run(NOTHING, brought.q, brought.keys, None), gathered

@@ -87,16 +87,20 @@ def varying_as(operands: Sequence[Any], constant: Any) -> Any:
 
 def apart(named: dict[str, Any]) -> Any:
     """Named operands as Inputs, q, k and v as three arrays; as PagedInputs where they are of a paged call."""
-    rest = {name: array for name, array in named.items() if name != "qkv"}
+    rest = {name: array for name, array in named.items() if name not in ("qkv", "kv")}
     if "block_table" in named:
         return PagedInputs(**named)
+    if "kv" in named:  # [2, keys, kv_heads, head_dim]
+        return Inputs(rest.pop("q"), *named["kv"], **rest)
     if "qkv" not in named:
         return Inputs(**rest)
     return Inputs(*(named["qkv"][..., which, :, :] for which in range(3)), **rest)  # [..., tokens, 3, heads, head_dim]
 
 
 def present(inputs: Any, as_one: bool) -> tuple[tuple[str, ...], Sequence[Any]]:
-    """The names of the operands that a call has, and the operands."""
+    """The names of the operands that a call has, and the operands; k without v is both in one array, "kv"."""
     found = [(name, array) for name, array in zip(inputs._fields, inputs, strict=True) if array is not None]
     names, given = zip(*found, strict=True)
-    return ("qkv", *names[1:]) if as_one else names, given
+    if as_one:
+        return ("qkv", *names[1:]), given
+    return tuple("kv" if name == "k" and "v" not in names else name for name in names), given

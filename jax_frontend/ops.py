@@ -27,7 +27,8 @@ from jax_frontend.plan import Plan
 def forward(made: Plan, inputs: Any, *, with_lse: bool = True) -> tuple[Any, Any]:
     """(out, lse) of a planned call, traceable; lse is None unless it is asked for, and where the backend has none.
 
-    Where ``made.as_one``, ``inputs.q`` is q, k and v in one array and ``inputs.k`` and ``inputs.v`` are None.
+    Where ``made.as_one``, ``inputs.q`` is q, k and v in one array and ``inputs.k`` and ``inputs.v`` are None. Where
+    ``inputs.v`` alone is None, ``inputs.k`` is both, ``[2, keys, kv_heads, dim]`` of packed documents.
     """
     names, given = local_call.present(inputs, made.as_one)
     with_lse = with_lse and local_call.has_lse(made)

@@ -340,6 +340,20 @@ def test_kernels_called_back_take_no_branches_forward(case):
     assert all("optimization_barrier" in names[one:other] for one, other in pairwise(calls))
 
 
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_two_parts_send_each_other_what_the_other_reads(strategy):
+    """As its kernel reads it, where no backward asks for the block: k and v in one array."""
+    case = ALIKE[f"{strategy}-zigzag-2"]
+    given = shards(case, case.arrays())
+    options = {"strategy": strategy, "layout": case.layout, "length": 32, "mesh": case.mesh, "backend": "math"}
+    call = partial(context_parallel_attention, axis_name=case.axis_name, causal=True, **options)
+    traced = jax.make_jaxpr(call)(*(given[name] for name in "qkv"))
+    assert [name for name, _ in operations(traced.jaxpr) if name in ("ppermute", "all_gather")] == ["ppermute"]
+    assert "f64[2,16,2,5]" in str(traced)
+    alone, with_gradients = jax.jit(call)(*(given[name] for name in "qkv")), program(case, backend="math")(given)
+    assert (alone == with_gradients["out"]).all()
+
+
 def test_a_step_of_much_work_takes_branches(monkeypatch):
     """A packed call of it takes longer than the branch that it saves."""
     case = ALIKE["all_gather-zigzag-2"]
