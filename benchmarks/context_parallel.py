@@ -64,7 +64,11 @@ def combined(files: list[dict[str, Any]]) -> Found:
         of = found.setdefault(str(file["world"]), {}).setdefault(file["framework"], {})
         for name in MEASURES:
             if file.get(name):
-                of[name] = {"environment": file.get("environment"), "rows": file[name]}
+                rows = [row for row in of.get(name, {}).get("rows", []) if row.get("shard", -1) > 0]
+                again = {row.get("shard") for row in file[name]}
+                kept = [row for row in rows if row["shard"] not in again]
+                rows = sorted([*kept, *file[name]], key=lambda row: row.get("shard", 0))
+                of[name] = {"environment": file.get("environment"), "rows": rows}
     return found
 
 

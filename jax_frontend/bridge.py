@@ -23,11 +23,12 @@ import jax
 import numpy as np
 
 from attn_core import backends, compiled_calls
-from attn_core.backends import Gradients, Inputs, PagedInputs
+from attn_core.backends import Gradients
+from attn_core.context_parallel.head_start import head_start
 from attn_core.errors import BridgeError
 from attn_core.spec import AttentionSpec
 from jax_frontend import compiled_lane
-from jax_frontend.bridged_call import BridgedCall, calls_of
+from jax_frontend.bridged_call import BridgedCall, calls_of, gatherer
 
 TOKEN_LENGTH = 7
 _calls: dict[str, BridgedCall] = {}
@@ -38,7 +39,7 @@ _callbacks: dict[str, Callable[[tuple[Any, ...]], None]] = {}
 
 def run(call: BridgedCall, results: tuple[jax.ShapeDtypeStruct, ...], *operands: Any) -> tuple[Any, ...]:
     """The results of a backend's forward or backward on JAX arrays; traceable, a few custom calls in the program."""
-    lane = compiled_lane.lane_of(call)
+    lane = compiled_lane.lane_of(call._replace(beside=False))  # one program for both: it gives no head start
     if lane.program is not None:
         return compiled_lane.run(lane.program, call, results, operands)
     _register_targets()
@@ -197,10 +198,12 @@ def _callback(token: str) -> Callable[[tuple[Any, ...]], None]:
 
 def _forward(call: BridgedCall) -> Callable[[tuple[Any, ...]], None]:
     module: Any = backends.load(call.backend, backends.kind_of(call.device))
-    spec, count, gather = call.spec, len(call.operands), _gatherer(call.operands)
-    kernel, with_lse, writes = module.forward, call.with_lse, backends.writes_into(module)
+    spec, count, gather = call.spec, len(call.operands), gatherer(call.operands)
+    kernel, with_lse, writes, beside = module.forward, call.with_lse, backends.writes_into(module), call.beside
 
     def forward(values: tuple[Any, ...]) -> None:
+        if beside:
+            head_start(values[0].device)
         place, lse_place = values[count], values[count + 1] if with_lse else None
         inputs = gather(values)
         out, lse = kernel(spec, inputs, (place, lse_place)) if writes else kernel(spec, inputs)
@@ -215,10 +218,12 @@ def _forward(call: BridgedCall) -> Callable[[tuple[Any, ...]], None]:
 def _backward(call: BridgedCall) -> Callable[[tuple[Any, ...]], None]:
     module: Any = backends.load(call.backend, backends.kind_of(call.device))
     count, results = len(call.operands), len(call.operands) + len(call.extras)
-    gather, writes, as_one = _gatherer(call.operands), backends.writes_into(module), call.operands[0] == "qkv"
+    gather, writes, as_one = gatherer(call.operands), backends.writes_into(module), call.operands[0] == "qkv"
     names = call.gradients
 
     def backward(values: tuple[Any, ...]) -> None:
+        if call.beside:
+            head_start(values[0].device)
         saved = dict(zip(call.extras, values[count:results], strict=True))
         first, *rest = values[results : results + len(names) - 2 * as_one]
         qkv = first.unbind(-3) if as_one else (first, *rest[:2])
@@ -230,30 +235,3 @@ def _backward(call: BridgedCall) -> Callable[[tuple[Any, ...]], None]:
                 place.copy_(gradient)
 
     return backward
-
-
-def _gatherer(operands: tuple[str, ...]) -> Callable[[tuple[Any, ...]], Any]:
-    """What makes Inputs, or PagedInputs, of a call's values."""
-    count = len(operands)
-    if "block_table" in operands:
-
-        def gather(values: tuple[Any, ...]) -> Any:
-            return PagedInputs(**dict(zip(operands, values, strict=False)))
-    elif operands[0] == "qkv":  # [..., tokens, 3, heads, head_dim] -> three views
-
-        def gather(values: tuple[Any, ...]) -> Any:
-            return Inputs(*values[0].unbind(-3), **dict(zip(operands[1:], values[1:], strict=False)))
-    elif operands[1] == "kv":  # [2, keys, kv_heads, head_dim] -> two views
-
-        def gather(values: tuple[Any, ...]) -> Any:
-            return Inputs(values[0], *values[1].unbind(0), **dict(zip(operands[2:], values[2:], strict=False)))
-    elif operands != Inputs._fields[:count]:
-
-        def gather(values: tuple[Any, ...]) -> Any:
-            return Inputs(**dict(zip(operands, values, strict=False)))
-    else:
-
-        def gather(values: tuple[Any, ...]) -> Any:
-            return Inputs(*values[:count])
-
-    return gather

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+from attn_core.backends import Inputs, PagedInputs
 from attn_core.spec import AttentionSpec
 
 
@@ -20,6 +22,8 @@ class BridgedCall(NamedTuple):
     """What the operands after those are: out, lse, dout, dlse in a backward."""
     with_lse: bool = True
     """Whether a forward has the log-sum-exp as its second result."""
+    beside: bool = False
+    """Whether the kernel runs beside an exchange that was started just before, and gives it a head start."""
 
     @property
     def gradients(self) -> tuple[str, ...]:
@@ -39,3 +43,30 @@ def calls_of(name: str, spec: AttentionSpec, device: str) -> list[BridgedCall]:
             for more in ((), *((("dlse",),) if spec.return_lse else ()))
         ]
     return calls
+
+
+def gatherer(operands: tuple[str, ...]) -> Callable[[tuple[Any, ...]], Any]:
+    """What makes Inputs, or PagedInputs, of a call's values."""
+    count = len(operands)
+    if "block_table" in operands:
+
+        def gather(values: tuple[Any, ...]) -> Any:
+            return PagedInputs(**dict(zip(operands, values, strict=False)))
+    elif operands[0] == "qkv":  # [..., tokens, 3, heads, head_dim] -> three views
+
+        def gather(values: tuple[Any, ...]) -> Any:
+            return Inputs(*values[0].unbind(-3), **dict(zip(operands[1:], values[1:], strict=False)))
+    elif operands[1] == "kv":  # [2, keys, kv_heads, head_dim] -> two views
+
+        def gather(values: tuple[Any, ...]) -> Any:
+            return Inputs(values[0], *values[1].unbind(0), **dict(zip(operands[2:], values[2:], strict=False)))
+    elif operands != Inputs._fields[:count]:
+
+        def gather(values: tuple[Any, ...]) -> Any:
+            return Inputs(**dict(zip(operands, values, strict=False)))
+    else:
+
+        def gather(values: tuple[Any, ...]) -> Any:
+            return Inputs(*values[:count])
+
+    return gather

@@ -76,7 +76,7 @@ def attend(
     k, v = (keys[0], None) if picked else _rows(keys, _index(made, part), gathered=step.gathered)
     cu_q, cu_k = jnp.asarray(made.cu_q, jnp.int32), jnp.asarray(made.cu_k, jnp.int32)[part]
     inputs = varying_alike(Inputs(q[0], k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k))
-    out, lse = ops.forward(Plan(made.spec, name, runner.device, one_row=False), inputs)
+    out, lse = ops.forward(Plan(made.spec, name, runner.device, one_row=False, beside=runner.beside), inputs)
     # Kernels differ in what they give of rows whose document has no keys.
     sees = jnp.asarray(_seeing(made))[part]  # [rows]
     out, lse = jnp.where(sees[:, None, None], out, 0)[None], jnp.where(sees, lse, -jnp.inf)[None]

@@ -36,10 +36,9 @@ class Engine(NamedTuple):
     axes: Axes
     device: str
 
-    @property
-    def runner(self) -> tiles.Runner:
-        """What tiles need to know."""
-        return tiles.Runner(self.call, self.device)
+    def runner(self, *, beside: bool = False) -> tiles.Runner:
+        """What tiles need to know; ``beside`` which of them an exchange is under way."""
+        return tiles.Runner(self.call, self.device, beside)
 
     @property
     def queries(self) -> Order:
@@ -154,17 +153,17 @@ def _attend(engine: Engine, brought: Brought) -> tuple[tuple[Array, Array], tupl
     """(out, lse) of a group of heads, over all steps, and the keys that were gathered for it."""
     so_far: tuple[Array, Array] | None = None
     gathered: tuple[Array, ...] = ()
-    run = partial(tiles.attend, engine.runner)
     swap = context_alike.swap_of(engine.call, engine.axes, engine.device, brought.keys)
     for step, kinds, keys in steps_of(engine.call, engine.axes, brought, swap):
         gathered = keys if step.gathered else gathered
+        runner = engine.runner(beside=step is not engine.call.plan.steps[-1])  # beside the last one nothing is sent
         made = context_alike.one_call(engine.call, engine.device, step)
         if made is not None:
             mine = engine.axes.part, brought.q, keys
-            so_far = context_alike.attend(engine.runner, step, made, *mine, so_far, picked=swap is not None)
+            so_far = context_alike.attend(runner, step, made, *mine, so_far, picked=swap is not None)
         else:
-            so_far = exchange.each_its_own(engine.axes, kinds, run, brought.q, keys, so_far)
-    return so_far or run(NOTHING, brought.q, brought.keys, None), gathered
+            so_far = exchange.each_its_own(engine.axes, kinds, partial(tiles.attend, runner), brought.q, keys, so_far)
+    return so_far or tiles.attend(engine.runner(), NOTHING, brought.q, brought.keys, None), gathered
 
 
 def _gradients(engine: Engine, brought: Brought) -> tuple[Array, Keys]:
@@ -173,14 +172,14 @@ def _gradients(engine: Engine, brought: Brought) -> tuple[Array, Keys]:
     In a ring the gradients of a block follow it, so that each part adds its own, and take the rest of the way home.
     Where keys are gathered each part sends those of all others at once.
     """
-    axes, dtype = engine.axes, engine.call.spec.lse_dtype
+    axes, dtype, runner = engine.axes, engine.call.spec.lse_dtype, engine.runner(beside=engine.axes.parts > 1)
     dq: Array | None = None
     found: list[Keys] = []  # this part's of its own block, and all others'
     sent: Pair | None = None
     shift = 0
     for step, kinds, keys in steps_of(engine.call, engine.axes, brought):
         arrived = None if sent is None else sent.hop(axes, step.shift - shift)
-        run = partial(tiles.gradients, engine.runner, "own" if step.own else "sent")
+        run = partial(tiles.gradients, runner, "own" if step.own else "sent")
         more, dk, dv = exchange.each_its_own(axes, kinds, run, brought.q, keys, brought.saved)
         dq = more if dq is None else dq + more
         if step.own:
@@ -192,7 +191,7 @@ def _gradients(engine: Engine, brought: Brought) -> tuple[Array, Keys]:
             sent = pair if arrived is None else arrived.plus(pair)
     if dq is None:
         assert brought.saved is not None
-        dq, dk, dv = tiles.gradients(engine.runner, "own", NOTHING, brought.q, brought.keys, brought.saved)
+        dq, dk, dv = tiles.gradients(runner, "own", NOTHING, brought.q, brought.keys, brought.saved)
         found.append((dk, dv))
     if sent is not None:
         found.append(sent.hop(axes, -shift).both)

@@ -49,10 +49,15 @@ class Mine(NamedTuple):
 
 
 class Runner(NamedTuple):
-    """What a tile needs to know of the call that it belongs to."""
+    """What a tile needs to know of the call that it belongs to.
+
+    Attributes:
+        beside: whether an exchange was started before, which the tile's kernel is to give a head start.
+    """
 
     call: ContextCall
     device: str
+    beside: bool = False
 
     def accumulator(self, of: str) -> Any:
         """The dtype in which results are put together, of rows ("q"), of the own block's keys ("own") or of keys whose
@@ -71,7 +76,7 @@ class Runner(NamedTuple):
 
     def planned(self, tile: Tile) -> Plan:
         """The tile as a call of the kernel that was chosen for it."""
-        return Plan(*self.call.backend_of(tile), self.device, one_row=False)
+        return Plan(*self.call.backend_of(tile), self.device, one_row=False, beside=self.beside)
 
     def places(self, mine: Mine, tile: Tile) -> tuple[np.ndarray, np.ndarray]:
         """Where a tile's rows and keys lie. What was gathered stays as it came, one part's block after the other."""

@@ -32,7 +32,7 @@ def forward(made: Plan, inputs: Any, *, with_lse: bool = True) -> tuple[Any, Any
     """
     names, given = local_call.present(inputs, made.as_one)
     with_lse = with_lse and local_call.has_lse(made)
-    call = BridgedCall("forward", made.backend, made.device, made.spec, names, with_lse=with_lse)
+    call = BridgedCall("forward", made.backend, made.device, made.spec, names, with_lse=with_lse, beside=made.beside)
     if made.spec.empty:
         out, *lse = partitioning.under_auto_axes(partial(local_call.nothing, call), Folded(call), given)
     else:
@@ -53,7 +53,7 @@ def backward(made: Plan, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: An
     names, given = local_call.present(inputs, made.as_one)
     extras = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
     saved = {name: array for name, array in extras.items() if array is not None}
-    call = BridgedCall("backward", made.backend, made.device, spec, names, tuple(saved))
+    call = BridgedCall("backward", made.backend, made.device, spec, names, tuple(saved), beside=made.beside)
     results = _run(backward_p, call, (*given, *saved.values()))
     if made.as_one:
         rest = dict(zip(call.gradients[3:], results[1:], strict=True))

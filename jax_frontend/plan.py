@@ -27,6 +27,8 @@ class Plan(NamedTuple):
     """Whether packed arrays came as ``[1, tokens, ...]`` and go back so."""
     as_one: bool = False
     """Whether q, k and v are one array, ``[..., tokens, 3, heads, head_dim]``."""
+    beside: bool = False
+    """See ``BridgedCall``."""
 
 
 Metadata = tuple[tuple[int, ...], np.dtype]

@@ -340,6 +340,23 @@ def test_kernels_called_back_take_no_branches_forward(case):
     assert all("optimization_barrier" in names[one:other] for one, other in pairwise(calls))
 
 
+def test_kernels_beside_an_exchange_give_it_a_head_start():
+    """In a ring all but the last step's; a call on one device does not."""
+
+    def of(call, given):
+        return [
+            each.params["call"].call.beside
+            for each, _ in equations(jax.make_jaxpr(call)(*(given[name] for name in "qkv")).jaxpr)
+            if each.primitive.name == "attn_forward"
+        ]
+
+    case = ALIKE["ring-zigzag-4-wide"]
+    options = {"strategy": "ring", "layout": "zigzag", "length": 32, "mesh": case.mesh, "axis_name": case.axis_name}
+    ring = partial(context_parallel_attention, causal=True, backend="math", **options)
+    assert of(ring, shards(case, case.arrays())) == [True, True, True, False]
+    assert of(partial(attention, backend="math"), case.arrays()) == [False]
+
+
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 def test_two_parts_send_each_other_what_the_other_reads(strategy):
     """As its kernel reads it, where no backward asks for the block: k and v in one array."""
@@ -392,17 +409,22 @@ def test_what_cannot_be_alike_takes_branches(changed, why):
     assert "cond" in found, why
 
 
-def operations(jaxpr: Any, branch: bool = False) -> Iterator[tuple[str, bool]]:
+def operations(jaxpr: Any) -> Iterator[tuple[str, bool]]:
     """(name, whether in a branch) of every operation of a traced program, in the order in which it is written."""
+    return ((equation.primitive.name, branch) for equation, branch in equations(jaxpr))
+
+
+def equations(jaxpr: Any, branch: bool = False) -> Iterator[tuple[Any, bool]]:
+    """The same, each operation whole."""
     for equation in jaxpr.eqns:
         inner = [
             each for each in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")) if each is not None
         ]
-        yield equation.primitive.name, branch
+        yield equation, branch
         if equation.primitive.name not in ("attn_forward", "attn_backward"):
             for each in inner:
                 if hasattr(each, "eqns"):
-                    yield from operations(each, branch or equation.primitive.name == "cond")
+                    yield from equations(each, branch or equation.primitive.name == "cond")
 
 
 def test_the_next_block_is_sent_before_this_one_computes():

@@ -48,6 +48,16 @@ def test_two_calls_never_share_a_token(monkeypatch):
     assert bridge.token_of(CALL) != token
 
 
+def test_a_kernel_beside_an_exchange_waits_a_moment_first(monkeypatch):
+    order = []
+    monkeypatch.setattr(bridge, "head_start", lambda device: order.append(str(device)))
+    q, out, lse = torch.ones(1, 5, 2, 16), torch.empty(1, 5, 2, 16), torch.empty(1, 2, 5)
+    bridge._forward(CALL)((q, q, q, out, lse))
+    assert order == []
+    bridge._forward(CALL._replace(beside=True))((q, q, q, out, lse))
+    assert order == ["cpu"] and (out == 1).all()
+
+
 def test_results_do_not_alias_and_inputs_are_not_written():
     q = jnp.asarray(np.random.default_rng(0).standard_normal((1, 5, 2, 16)), jnp.float32)
     before = np.asarray(q).copy()

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from attn_core.context_parallel.head_start import head_start
 from torch_frontend.context_places import Places
 
 Tensor = torch.Tensor
@@ -77,7 +78,7 @@ def _to_all(axis: Axis, tensor: Tensor) -> Callable[[], Tensor]:
     """Sends ``tensor[r]`` to rank r; what waits for what the ranks sent here, in the same shape."""
     even = [tensor.numel() // axis.size] * axis.size
     arrived, shape = _under_way(_c10d.all_to_all_single(tensor.view(-1), even, even, axis.name)), tensor.shape
-    _let_begin(tensor.device)
+    head_start(tensor.device)
     return lambda: arrived().view(shape)
 
 
@@ -93,21 +94,6 @@ def _under_way(sent: Tensor) -> Callable[[], Tensor]:
     return lambda: _c10d.wait_tensor(sent)  # type: ignore[no-any-return]
 
 
-HEAD_START = 10_000
-"""Cycles of a GPU's clock, about 5 microseconds."""
-
-
-def _let_begin(device: torch.device) -> None:
-    """Lets what was sent begin before the kernel that comes next and would take every multiprocessor until it ends.
-
-    Two streams have no order of their own; an exchange that comes second waits for that kernel, and hides nothing. It
-    costs nothing where the exchange itself is waited for next, for that takes longer.
-    """
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call, unused-ignore]
-
-
 def gather(axis: Axis, tensors: Sequence[Tensor]) -> Waiting:
     """Every rank's ``[batch, places, heads, dim]``; what waits for ``[batch, ranks * places, heads, dim]`` of each.
 
@@ -116,7 +102,7 @@ def gather(axis: Axis, tensors: Sequence[Tensor]) -> Waiting:
     dense = [tensor.contiguous().view(-1) for tensor in tensors]
     sent = _c10d.all_gather_into_tensor_coalesced(dense, axis.size, axis.name)
     waits = [(_under_way(each), tensor.shape) for each, tensor in zip(sent, tensors, strict=True)]
-    _let_begin(tensors[0].device)
+    head_start(tensors[0].device)
     del dense, sent
 
     def received() -> list[Tensor]:
@@ -166,7 +152,7 @@ class Parcel:
         sizes = [0 if rank == axis.rank else buffer.shape[1] for rank in range(axis.size)]
         arrived = _under_way(_c10d.all_to_all_single(buffer.view(-1), sizes, sizes, axis.name))
         shape, shapes = buffer.shape, self._shapes
-        _let_begin(buffer.device)
+        head_start(buffer.device)
         return lambda: _columns(arrived().view(shape), shapes)
 
     def _message(self) -> Tensor:
@@ -199,7 +185,7 @@ def hop(axis: Axis, buffer: Tensor, distance: int) -> Callable[[], Tensor]:
     size = buffer.numel()
     sizes = ([size * (rank == other) for rank in range(axis.size)] for other in (of, to))
     waiting = _under_way(_c10d.all_to_all_single(buffer, *sizes, axis.name))
-    _let_begin(buffer.device)
+    head_start(buffer.device)
     return waiting
 
 

@@ -27,7 +27,7 @@ from typing import Any
 from attn_core import torch_rewrites
 from attn_core.backends import Gradients, Inputs
 from attn_core.build_trials import TOKENS, averages, differentiates, runs
-from attn_core.flash3_operators import Plan, operators, plan
+from attn_core.flash3_operators import Plan, forward_tiles, operators, plan
 from attn_core.kernel_limits import GRID_LIMIT
 from attn_core.masks import band
 from attn_core.paged import flash_kernels
@@ -65,12 +65,6 @@ WRITES_INTO = True
 
 WIDTHS = (64, 96, 128, 192, 256)
 """The head dimensions that have kernels; each serves those above the one before it."""
-LONGEST_SPLIT = 2**15
-"""Rows (queries times heads) up to which the keys may be split: 256 tiles of queries, two for each of 132 SMs."""
-LONG_DOCUMENTS = 2**10
-"""Mean queries of packed documents from which tiles of one head each are faster than the tiles of a whole group of
-heads, which the kernel takes for every packed call: by 5 to 12 % on an H200, with equal bits. Shorter ones fill less of
-them."""
 ONE_DIRECTION = {"forward": {"deterministic"}, "backward": {"num_splits", "pack_gqa"}}
 """Settings that a direction's operator does not take."""
 ORDERED = "deterministic backward"
@@ -131,16 +125,9 @@ def build() -> Build:
 
 @lru_cache(maxsize=4096)
 def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """The operators' own arguments, tensors apart, of both directions.
-
-    num_splits = 0 lets the kernel split the keys where queries are too few to fill the GPU, which decoding lives on. It
-    goes by shapes (and packed lengths) alone, so that equal calls give equal bits, and is 1 in builds without splits.
-    Of many queries every split would take memory: packed, and where a head's keys do not fit into the L2 cache.
-    """
+    """The operators' own arguments, tensors apart, of both directions."""
     edge = band(spec)
     lengths = {"max_seqlen_q": spec.max_len_q, "max_seqlen_k": spec.max_len_k} if spec.packed else {}
-    whole = spec.q_len * (1 if spec.packed else spec.batch) * spec.num_heads > LONGEST_SPLIT
-    long = spec.documents is not None and spec.paged is None and spec.q_len >= LONG_DOCUMENTS * spec.documents
     return {
         **lengths,
         "softmax_scale": spec.scale,
@@ -148,8 +135,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
         "window_size_left": -1 if edge.left is None else edge.left,
         "window_size_right": -1 if edge.right is None else edge.right,
         "softcap": spec.softcap or 0.0,
-        "num_splits": 1 if whole else 0,
-        "pack_gqa": False if whole and long else None,  # None is for the kernel to choose; where it splits, it must
+        **forward_tiles(spec),
         "deterministic": spec.deterministic,
     }
 
