@@ -5,8 +5,8 @@ python -m benchmarks.context_jax --json jax.json
 python -m benchmarks.context_parallel torch.json jax.json                      # prints the section; needs no GPU
 ... --write                                                                    # docs/context_parallel.md, results/
 
-Of several files of one framework a later one replaces the measures that it has as well. What was written before is such
-a file, too: benchmarks/results/context-parallel.json.
+Of several files of one framework a later one replaces what it has as well: of rows for each size of a shard, those of
+its sizes. What was written before is such a file, too: benchmarks/results/context-parallel.json.
 """
 
 from __future__ import annotations
@@ -64,12 +64,16 @@ def combined(files: list[dict[str, Any]]) -> Found:
         of = found.setdefault(str(file["world"]), {}).setdefault(file["framework"], {})
         for name in MEASURES:
             if file.get(name):
-                rows = [row for row in of.get(name, {}).get("rows", []) if row.get("shard", -1) > 0]
-                again = {row.get("shard") for row in file[name]}
-                kept = [row for row in rows if row["shard"] not in again]
-                rows = sorted([*kept, *file[name]], key=lambda row: row.get("shard", 0))
+                rows = _together(of.get(name, {}).get("rows", []), file[name])
                 of[name] = {"environment": file.get("environment"), "rows": rows}
     return found
+
+
+def _together(rows: list[dict[str, Any]], later: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Later rows, and those before of other sizes of shards; rows of no size are all replaced."""
+    again = {row.get("shard") for row in later}
+    kept = [row for row in rows if "shard" in row and None not in again and row["shard"] not in again]
+    return sorted([*kept, *later], key=lambda row: row.get("shard", 0))
 
 
 def apart(found: Found) -> list[dict[str, Any]]:

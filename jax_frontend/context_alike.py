@@ -25,8 +25,8 @@ from jax_frontend.plan import Plan
 
 Array = jax.Array
 MOST_WORK = 1.5e12
-"""Floating-point operations of a part's step from which branches are faster: about 2 ms of an H200, on which a packed
-call of FA3 took 3 to 8 % longer than the dense ones that it stands for, and a branch 0.15 to 0.2 ms of waiting."""
+"""Floating-point operations of a part's step from which branches are faster: about 2 ms of an H200, where a packed call
+of FA3 takes some percent longer than the dense ones that it stands for, and a branch 0.15 to 0.2 ms of waiting."""
 
 
 @lru_cache(maxsize=256)

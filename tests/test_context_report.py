@@ -85,6 +85,13 @@ def test_a_later_file_replaces_what_it_measured_again() -> None:
     assert "not run: OutOfMemoryError" in report.section(found)
 
 
+def test_sizes_that_were_not_measured_again_stay() -> None:
+    small, large = ({**TORCH["speed"][0], "shard": shard} for shard in (8192, 32768))
+    before = {**TORCH, "speed": [large, {**small, "tokens": 1}]}
+    found = report.combined([before, {**TORCH, "speed": [small]}])["2"]["torch"]["speed"]["rows"]
+    assert found == [small, large]
+
+
 def test_what_was_combined_can_be_combined_again() -> None:
     found = report.combined([TORCH, JAX, {**TORCH, "world": 4}])
     assert report.combined(report.apart(found)) == found
