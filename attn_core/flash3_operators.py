@@ -73,7 +73,7 @@ LONGEST_SPLIT = 2**15
 """Rows (queries times heads) up to which the keys may be split: 256 tiles of queries, two for each of 132 SMs."""
 LONG_DOCUMENTS = 2**10
 """Mean queries of packed documents from which tiles of one head each are faster than the tiles of a whole group of
-heads, which the kernel takes for every packed call, with equal bits (on an H200, head_dim 128, heads 32/8). Shorter ones
+heads, which the kernel takes for every packed call: on an H200, head_dim 128, heads 32/8, with equal bits. Shorter ones
 fill less of them."""
 
 
