@@ -35,8 +35,8 @@ ONE = "one GPU"
 SLOWER = 1.05
 """How much longer JAX may take than torch."""
 
-Measures = dict[str, dict[str, dict[str, Any]]]
-"""``{framework: {measure: {environment, rows}}}``."""
+Measures = dict[str, dict[str, list[dict[str, Any]]]]
+"""``{framework: {measure: rows}}``, each row with the environment that it was made in."""
 Found = dict[str, Measures]
 """By the number of ranks."""
 
@@ -58,14 +58,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def combined(files: list[dict[str, Any]]) -> Found:
-    """``{ranks: {framework: measures}}`` of files; each measure with where it was made."""
+    """``{ranks: {framework: measures}}`` of files; each row with where it was made."""
     found: Found = {}
     for file in sorted(files, key=lambda file: file["world"]):
         of = found.setdefault(str(file["world"]), {}).setdefault(file["framework"], {})
         for name in MEASURES:
             if file.get(name):
-                rows = _together(of.get(name, {}).get("rows", []), file[name])
-                of[name] = {"environment": file.get("environment"), "rows": rows}
+                rows = [{"environment": file.get("environment"), **row} for row in file[name]]
+                of[name] = _together(of.get(name, []), rows)
     return found
 
 
@@ -79,10 +79,10 @@ def _together(rows: list[dict[str, Any]], later: list[dict[str, Any]]) -> list[d
 def apart(found: Found) -> list[dict[str, Any]]:
     """What was combined, as a file for each measure."""
     return [
-        {"framework": framework, "world": int(world), "environment": measure["environment"], name: measure["rows"]}
+        {"framework": framework, "world": int(world), name: rows}
         for world, frameworks in found.items()
         for framework, measures in frameworks.items()
-        for name, measure in measures.items()
+        for name, rows in measures.items()
     ]
 
 
@@ -113,16 +113,18 @@ def section(found: Found) -> str:
 
 def _world(world: int, found: Measures) -> list[str]:
     torch, lines = found.get("torch", {}), [f"### {world} GPUs", ""]
-    where = [(name, of) for name, measures in found.items() for of in measures.values()]
-    made = {f"{name} on {each['environment']['date']}, {_versions(each['environment'])}" for name, each in where}
+    where = [
+        (name, row["environment"]) for name, measures in found.items() for rows in measures.values() for row in rows
+    ]
+    made = {f"{name} on {each['date']}, {_versions(each)}" for name, each in where}
     lines += [f"Measured {'; '.join(sorted(made))}.", ""]
-    speed = torch.get("speed", {}).get("rows", [])
+    speed = torch.get("speed", [])
     lines += _goals(speed, world, found)
     for row in speed:
         lines += _speed(row, world, found)
     for name, write in (("peers", _peers), ("errors", _errors), ("long", _long)):
         if torch.get(name):
-            lines += write(torch[name]["rows"], speed)
+            lines += write(torch[name], speed)
     return lines
 
 
@@ -197,7 +199,7 @@ def _cells(row: dict[str, Any], word: str, name: str, world: int, found: Measure
 
 def _jax(row: dict[str, Any], word: str, found: Measures) -> dict[str, list[float]]:
     """JAX's seconds of the same shape, by candidate."""
-    rows = found.get("jax", {}).get("speed", {}).get("rows", [])
+    rows = found.get("jax", {}).get("speed", [])
     same = next((other for other in rows if other.get("shard") == row["shard"]), {})
     return same.get("seconds", {}).get(word, {})  # type: ignore[no-any-return]
 

@@ -46,8 +46,8 @@ def main(arguments: list[str] | None = None) -> None:
     faulthandler.dump_traceback_later(options.stop_after, exit=True)
     for name in options.only:
         found[name] = []
-        for measure in MEASURES[name](mesh, options.shards):
-            found[name].append(guarded(measure))
+        for about, measure in MEASURES[name](mesh, options.shards):
+            found[name].append(guarded(about, measure))
             if dist.get_rank() == 0:
                 with open(options.json, "w") as file:
                     json.dump(found, file, indent=1)
@@ -56,15 +56,16 @@ def main(arguments: list[str] | None = None) -> None:
     dist.destroy_process_group()
 
 
-Measures = Iterable[Callable[[], Any]]
+Measures = Iterable[tuple[dict[str, int], Callable[[], Any]]]
+"""What is measured, and how."""
 
 
-def guarded(measure: Callable[[], Any]) -> Any:
+def guarded(about: dict[str, int], measure: Callable[[], Any]) -> Any:
     """A measurement, or what went wrong; memory is given back."""
     try:
         result = measure()
     except Exception as error:
-        result = {"error": f"{type(error).__name__}: {error}"}
+        result = {**about, "error": f"{type(error).__name__}: {error}"}
         if dist.get_rank() == 0:
             print(result, flush=True)
     gc.collect()
@@ -317,10 +318,10 @@ def long_forward(mesh: DeviceMesh, tokens: int) -> dict[str, Any]:
 
 
 MEASURES: dict[str, Callable[[DeviceMesh, list[int]], Measures]] = {
-    "errors": lambda mesh, shards: [partial(errors, mesh)],
-    "speed": lambda mesh, shards: [partial(speed, mesh, shard) for shard in shards],
-    "peers": lambda mesh, shards: [partial(peers, mesh, shard) for shard in shards],
-    "long": lambda mesh, shards: [partial(long_forward, mesh, tokens) for tokens in LONG],
+    "errors": lambda mesh, shards: [({}, partial(errors, mesh))],
+    "speed": lambda mesh, shards: [({"shard": shard}, partial(speed, mesh, shard)) for shard in shards],
+    "peers": lambda mesh, shards: [({"shard": shard}, partial(peers, mesh, shard)) for shard in shards],
+    "long": lambda mesh, shards: [({"tokens": tokens}, partial(long_forward, mesh, tokens)) for tokens in LONG],
 }
 """What is measured, by name."""
 

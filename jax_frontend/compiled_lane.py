@@ -76,7 +76,8 @@ def static_reasons(call: BridgedCall, backend: Any) -> tuple[str, ...]:
     why = backends.program_refusals(backend, call.spec, call.device)
     if why is None:
         return (f"{call.backend} hands out no compiled kernels",)
-    apart = () if call.operands[0] != "qkv" else ("q, k and v in one array: a callback reads them in place",)
+    one = {"qkv", "kv"} & set(call.operands)
+    apart = ("q, k and v, or k and v, in one array: a callback reads them in place",) if one else ()
     return (*apart, *why)
 
 

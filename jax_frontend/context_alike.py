@@ -24,6 +24,8 @@ from jax_frontend.partitioning import partly_manual
 from jax_frontend.plan import Plan
 
 Array = jax.Array
+ONE_BY_ONE = 8
+"""Ranges of keys up to which each is an operation of its own."""
 MOST_WORK = 1.5e12
 """Floating-point operations of a part's step from which branches are faster: about 2 ms of an H200, where a packed call
 of FA3 takes some percent longer than the dense ones that it stands for, and a branch 0.15 to 0.2 ms of waiting."""
@@ -87,10 +89,11 @@ def attend(
 def swap_of(call: ContextCall, axes: Axes, device: str, keys: tuple[Array, Array]) -> Alike | None:
     """The step of two parts with each other's keys, where these are not needed but for one call: see ``picked``."""
     k, v = keys
-    if axes.parts != 2 or call.spec.needs_backward or k.shape != v.shape or partly_manual():
+    if not axes.swap or call.spec.needs_backward or k.shape != v.shape or partly_manual():
         return None
     step = next((step for step in call.plan.steps if not step.own), None)
-    return None if step is None else one_call(call, device, step)
+    made = None if step is None else one_call(call, device, step)
+    return made if made is not None and made.spec.kv_len <= k.shape[1] else None  # keys that several read count twice
 
 
 def picked(made: Alike, axes: Axes, keys: tuple[Array, Array]) -> Array:
@@ -104,7 +107,7 @@ def picked(made: Alike, axes: Axes, keys: tuple[Array, Array]) -> Array:
 def _index(made: Alike, part: Any) -> Array:
     """int32 ``[kv_len]``: the place of every key, from a part's ranges.
 
-    It rises by one, but for a leap at the start of each range. All of it is elementwise, which XLA makes part of the
+    It rises by one, but for a leap at the start of each range. A few are added one by one, which becomes a part of the
     copy.
     """
     starts, stops = np.moveaxis(np.array(made.keys, np.int32), -1, 0)  # [parts, ranges]
@@ -112,24 +115,15 @@ def _index(made: Alike, part: Any) -> Array:
     begins = np.concatenate([np.zeros_like(ends[:, :1]), ends[:, :-1]], axis=1)
     leaps = np.diff(starts - begins, axis=1, prepend=0)
     key = jnp.arange(made.spec.kv_len, dtype=jnp.int32)
-    index = key
-    for begin, leap in zip(begins.T, leaps.T, strict=True):
-        index = index + jnp.where(key >= _of_part(part, begin), _of_part(part, leap), 0)
-    return index
-
-
-def _of_part(part: Any, values: np.ndarray) -> Array:
-    """int32: the value of this part, of one for each."""
-    found = jnp.int32(int(values[0]))
-    for at, value in enumerate(values[1:], 1):
-        if value != values[at - 1]:
-            found = jnp.where(part >= at, jnp.int32(int(value)), found)
-    return found
+    begin, leap = (jnp.asarray(table, jnp.int32)[part] for table in (begins, leaps))
+    if len(begin) > ONE_BY_ONE:
+        return key + jnp.where(key[:, None] >= begin, leap, 0).sum(1, dtype=jnp.int32)
+    return sum((jnp.where(key >= begin[at], leap[at], 0) for at in range(len(begin))), key)
 
 
 def _rows(keys: tuple[Array, ...], index: Array, *, gathered: bool) -> tuple[Array, Array]:
     """k and v at places, ``[places, kv_heads, dim]``; of what was gathered without putting it in order before."""
-    if len(keys) == 1:  # [parts, 2, 1, places, kv_heads, dim]
+    if len(keys) == 1:  # [parts, or 1 where two swap, 2, 1, places, kv_heads, dim]
         size = keys[0].shape[3]
         rows = keys[0].reshape(-1, *keys[0].shape[4:])
         first = index // size * (2 * size) + index % size

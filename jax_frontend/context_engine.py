@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from attn_core.context_parallel.call import ContextCall
+from attn_core.context_parallel.plan import Step
 from jax_frontend import context_alike
 from jax_frontend import context_exchange as exchange
 from jax_frontend import context_tiles as tiles
@@ -36,8 +37,15 @@ class Engine(NamedTuple):
     axes: Axes
     device: str
 
-    def runner(self, *, beside: bool = False) -> tiles.Runner:
-        """What tiles need to know; ``beside`` which of them an exchange is under way."""
+    def runner(self, step: Step | None, *, backward: bool = False) -> tiles.Runner:
+        """What a step's tiles need to know, among it whether an exchange is under way while their kernels run.
+
+        None is beside a forward's last step, nor beside one whose keys were gathered; one may be beside all others, and
+        beside all of several groups of heads.
+        """
+        steps = self.call.plan.steps
+        sends = len(steps) > 1 and step is not None and not step.gathered
+        beside = self.call.head_groups > 1 or (sends and (backward or step is not steps[-1]))
         return tiles.Runner(self.call, self.device, beside)
 
     @property
@@ -156,14 +164,14 @@ def _attend(engine: Engine, brought: Brought) -> tuple[tuple[Array, Array], tupl
     swap = context_alike.swap_of(engine.call, engine.axes, engine.device, brought.keys)
     for step, kinds, keys in steps_of(engine.call, engine.axes, brought, swap):
         gathered = keys if step.gathered else gathered
-        runner = engine.runner(beside=step is not engine.call.plan.steps[-1])  # beside the last one nothing is sent
+        runner = engine.runner(step)
         made = context_alike.one_call(engine.call, engine.device, step)
         if made is not None:
-            mine = engine.axes.part, brought.q, keys
-            so_far = context_alike.attend(runner, step, made, *mine, so_far, picked=swap is not None)
+            mine, picked = (engine.axes.part, brought.q, keys), swap is not None and not step.own
+            so_far = context_alike.attend(runner, step, made, *mine, so_far, picked=picked)
         else:
             so_far = exchange.each_its_own(engine.axes, kinds, partial(tiles.attend, runner), brought.q, keys, so_far)
-    return so_far or tiles.attend(engine.runner(), NOTHING, brought.q, brought.keys, None), gathered
+    return so_far or tiles.attend(engine.runner(None), NOTHING, brought.q, brought.keys, None), gathered
 
 
 def _gradients(engine: Engine, brought: Brought) -> tuple[Array, Keys]:
@@ -172,14 +180,14 @@ def _gradients(engine: Engine, brought: Brought) -> tuple[Array, Keys]:
     In a ring the gradients of a block follow it, so that each part adds its own, and take the rest of the way home.
     Where keys are gathered each part sends those of all others at once.
     """
-    axes, dtype, runner = engine.axes, engine.call.spec.lse_dtype, engine.runner(beside=engine.axes.parts > 1)
+    axes, dtype = engine.axes, engine.call.spec.lse_dtype
     dq: Array | None = None
     found: list[Keys] = []  # this part's of its own block, and all others'
     sent: Pair | None = None
     shift = 0
     for step, kinds, keys in steps_of(engine.call, engine.axes, brought):
         arrived = None if sent is None else sent.hop(axes, step.shift - shift)
-        run = partial(tiles.gradients, runner, "own" if step.own else "sent")
+        run = partial(tiles.gradients, engine.runner(step, backward=True), "own" if step.own else "sent")
         more, dk, dv = exchange.each_its_own(axes, kinds, run, brought.q, keys, brought.saved)
         dq = more if dq is None else dq + more
         if step.own:
@@ -191,7 +199,7 @@ def _gradients(engine: Engine, brought: Brought) -> tuple[Array, Keys]:
             sent = pair if arrived is None else arrived.plus(pair)
     if dq is None:
         assert brought.saved is not None
-        dq, dk, dv = tiles.gradients(runner, "own", NOTHING, brought.q, brought.keys, brought.saved)
+        dq, dk, dv = tiles.gradients(engine.runner(None), "own", NOTHING, brought.q, brought.keys, brought.saved)
         found.append((dk, dv))
     if sent is not None:
         found.append(sent.hop(axes, -shift).both)

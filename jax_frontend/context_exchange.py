@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_frontend.local_call import varying_as
+from jax_frontend.partitioning import partly_manual
 
 Array = jax.Array
 
@@ -40,6 +41,11 @@ class Axes(NamedTuple):
     def world(self) -> int:
         """How many ranks there are."""
         return self.parts * self.members
+
+    @property
+    def swap(self) -> bool:
+        """Whether there are two parts, which swap what more of them would gather; ``places.among_all`` counts so."""
+        return self.parts == 2
 
     @property
     def part(self) -> Any:
@@ -78,13 +84,13 @@ def from_all_parts(axes: Axes, one: Array, other: Array) -> tuple[Array, ...]:
     gets ``[1, ...]``, the other's.
     """
     assert axes.outer is not None
-    if axes.parts == 2:
+    if axes.swap:
         return tuple(array[None] for array in Pair.of(one, other).hop(axes, 1).arrays)
     return tuple(lax.all_gather(array, axes.outer) for array in Pair.of(one, other).arrays)
 
 
 def of_all_parts(gathered: tuple[Array, ...]) -> tuple[Array, Array]:
-    """Two arrays ``[batch, parts * places, ...]``, every part's end to end, from what ``from_all_parts`` gave."""
+    """Two arrays ``[batch, parts * places, ...]``, end to end, from what ``from_all_parts`` gave: one part's of two."""
     pair = [gathered[0][:, 0], gathered[0][:, 1]] if len(gathered) == 1 else gathered
     one, other = (array.swapaxes(0, 1).reshape(array.shape[1], -1, *array.shape[3:]) for array in pair)
     return one, other
@@ -93,10 +99,10 @@ def of_all_parts(gathered: tuple[Array, ...]) -> tuple[Array, Array]:
 def summed_for_each_part(axes: Axes, one: Array, other: Array, dtype: Any) -> tuple[Array, Array]:
     """Two arrays of the shapes that ``of_all_parts`` gives, summed over the parts, each of which gets its own places.
 
-    They are added up in ``dtype`` and in the order of parts, whatever their own.
+    They are added up in ``dtype`` and in the order of parts, whatever their own. Of two parts each gets the other's.
     """
     assert axes.outer is not None
-    if axes.parts == 2:
+    if axes.swap:
         mine, its = Pair.of(one, other).hop(axes, 1).both
         return mine.astype(dtype), its.astype(dtype)
     # [batch, parts * places, ...] -> [parts, batch, places, ...]
@@ -107,7 +113,12 @@ def summed_for_each_part(axes: Axes, one: Array, other: Array, dtype: Any) -> tu
 
 
 def _stacked(one: Array, other: Array, axis: int) -> Array:
-    """``jnp.stack``, by two copies: XLA's concatenation takes twice as long on a GPU."""
+    """``jnp.stack``, by two copies: XLA's concatenation takes twice as long on a GPU.
+
+    Not inside a ``jax.shard_map`` over some axes of a mesh, where the buffer would have to be split as the arrays are.
+    """
+    if partly_manual():
+        return jnp.stack((one, other), axis)
     shape = (*one.shape[:axis], 2, *one.shape[axis:])
     made = varying_as((one, other), lax.empty(shape, one.dtype))
     for at, array in enumerate((one, other)):

@@ -24,7 +24,7 @@ class Brought(NamedTuple):
     """What a group of heads computes with, and what a backward has of whole rows beside it.
 
     Attributes:
-        gathered: everybody's keys and values, as they came, where a backward finds them kept; else ().
+        gathered: the keys and values of all parts, as they came, where a backward finds them kept; else ().
     """
 
     q: Array
@@ -35,7 +35,7 @@ class Brought(NamedTuple):
 
 class Kept(NamedTuple):
     """What a backward needs besides inputs and output: of each group of heads the log-sum-exp as it was computed, and
-    everybody's keys and values where they are kept."""
+    the keys and values that came where they are kept."""
 
     lse: Array
     gathered: tuple[Array, ...]

@@ -87,11 +87,9 @@ def varying_as(operands: Sequence[Any], constant: Any) -> Any:
 
 def apart(named: dict[str, Any]) -> Any:
     """Named operands as Inputs, q, k and v as three arrays; as PagedInputs where they are of a paged call."""
-    rest = {name: array for name, array in named.items() if name not in ("qkv", "kv")}
+    rest = {name: array for name, array in named.items() if name != "qkv"}
     if "block_table" in named:
         return PagedInputs(**named)
-    if "kv" in named:  # [2, keys, kv_heads, head_dim]
-        return Inputs(rest.pop("q"), *named["kv"], **rest)
     if "qkv" not in named:
         return Inputs(**rest)
     return Inputs(*(named["qkv"][..., which, :, :] for which in range(3)), **rest)  # [..., tokens, 3, heads, head_dim]

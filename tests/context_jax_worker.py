@@ -371,6 +371,21 @@ def test_two_parts_send_each_other_what_the_other_reads(strategy):
     assert (alone == with_gradients["out"]).all()
 
 
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+@pytest.mark.parametrize("layout, documents", [("contiguous", (0, 1, 7, 8)), ("striped", (0, 3, 6, 9, 12))])
+def test_a_forward_alone_of_two_parts_without_a_mask(strategy, layout, documents):
+    """Each part's own step is a packed call, too; what several documents' queries read is not sent more than once."""
+    case = Case(strategy, (2,), layout, (documents[-1],) * 2, documents=documents, batch=1)
+    arrays = case.arrays()
+    given = shards(case, arrays)
+    options = {"strategy": strategy, "layout": layout, "seq_info": case.info, "mesh": case.mesh, "backend": "math"}
+    call = partial(context_parallel_attention, axis_name=case.axis_name, **options)
+    found = jax.jit(call)(*(given[name] for name in "qkv"))
+    truth = program(case, backend="math")(given)["out"]  # which ``check`` holds to the reference
+    check(case, backend="math")
+    assert np.abs(np.asarray(found - truth)).max() <= NEAR
+
+
 def test_a_step_of_much_work_takes_branches(monkeypatch):
     """A packed call of it takes longer than the branch that it saves."""
     case = ALIKE["all_gather-zigzag-2"]
@@ -504,6 +519,21 @@ def test_axes_that_stay_automatic_beside_it():
     assert max(differences(case, found, expected(case, case.arrays())).values()) < NEAR
     with pytest.raises(jax.errors.JaxRuntimeError, match="q: expected to be whole along every mesh axis that"):
         program(case, mesh=mesh, axis_name="cp", backend="math")(given)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_ring_inside_shard_map_over_one_of_two_axes(kind):
+    """What is sent is split over the other axis, as its arrays are."""
+    case = Case("ring", (2,), "contiguous", (24, 24), dims=(5, 5))
+    arrays = case.arrays()
+    mesh = jax.make_mesh((2, 2), ("data", "cp"), axis_types=(kind, kind))
+    call = partial(context_parallel_attention, axis_name="cp", strategy="ring", layout="contiguous", length=24)
+    with jax.set_mesh(mesh):
+        row = P(None, "cp")
+        mapped = jax.shard_map(partial(call, backend="jax_xla"), in_specs=(row,) * 3, out_specs=row, axis_names={"cp"})
+        given = [jax.device_put(arrays[name], NamedSharding(mesh, P("data", "cp"))) for name in "qkv"]
+        out = jax.jit(mapped)(*given)
+    assert np.abs(np.asarray(out) - expected(case, arrays)["out"]).max() < NEAR
 
 
 def test_layers_under_scan_and_remat():

@@ -48,14 +48,21 @@ def test_two_calls_never_share_a_token(monkeypatch):
     assert bridge.token_of(CALL) != token
 
 
-def test_a_kernel_beside_an_exchange_waits_a_moment_first(monkeypatch):
-    order = []
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_kernel_beside_an_exchange_waits_a_moment_first(monkeypatch, direction):
+    order, math = [], backends.load("math", "cpu")
+    kernel = getattr(math, direction)
     monkeypatch.setattr(bridge, "head_start", lambda device: order.append(str(device)))
-    q, out, lse = torch.ones(1, 5, 2, 16), torch.empty(1, 5, 2, 16), torch.empty(1, 2, 5)
-    bridge._forward(CALL)((q, q, q, out, lse))
-    assert order == []
-    bridge._forward(CALL._replace(beside=True))((q, q, q, out, lse))
-    assert order == ["cpu"] and (out == 1).all()
+    monkeypatch.setattr(math, direction, lambda *given: [order.append("kernel"), kernel(*given)][1])
+    q, out, lse = torch.ones(1, 5, 2, 16), torch.empty(1, 5, 2, 16), torch.zeros(1, 2, 5)
+    gradients = [torch.empty_like(q) for _ in range(3)]
+    values = (q, q, q, out, lse) if direction == "forward" else (q, q, q, q, lse, q, *gradients)
+    extras = () if direction == "forward" else ("out", "lse", "dout")
+    call, made = CALL._replace(direction=direction, extras=extras), getattr(bridge, f"_{direction}")
+    made(call)(values)
+    assert order == ["kernel"]
+    made(call._replace(beside=True))(values)
+    assert order == ["kernel", "cpu", "kernel"]
 
 
 def test_results_do_not_alias_and_inputs_are_not_written():

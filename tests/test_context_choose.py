@@ -119,7 +119,7 @@ def measured_on_ranks() -> list[Any]:
     shapes = [
         (int(ranks), row["tokens"], word, seconds)
         for ranks, measures in found.items()
-        for row in measures["torch"]["speed"]["rows"]
+        for row in measures["torch"]["speed"]
         for word, seconds in row["seconds"].items()
     ]
     return [

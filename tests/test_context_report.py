@@ -81,15 +81,28 @@ def test_worlds_stand_apart() -> None:
 def test_a_later_file_replaces_what_it_measured_again() -> None:
     later = {"framework": "torch", "world": 2, "long": [{"error": "OutOfMemoryError"}]}
     found = report.combined([TORCH, {**later, "environment": TORCH["environment"]}])
-    assert found["2"]["torch"]["speed"]["rows"] == TORCH["speed"]
+    assert found["2"]["torch"]["speed"] == [{**TORCH["speed"][0], "environment": TORCH["environment"]}]
     assert "not run: OutOfMemoryError" in report.section(found)
 
 
 def test_sizes_that_were_not_measured_again_stay() -> None:
     small, large = ({**TORCH["speed"][0], "shard": shard} for shard in (8192, 32768))
     before = {**TORCH, "speed": [large, {**small, "tokens": 1}]}
-    found = report.combined([before, {**TORCH, "speed": [small]}])["2"]["torch"]["speed"]["rows"]
-    assert found == [small, large]
+    other = {"date": "2021-01-01", "versions": {"torch": "10.0"}}
+    found = report.combined([before, {**TORCH, "environment": other, "speed": [small]}])
+    assert found["2"]["torch"]["speed"] == [
+        {**small, "environment": other},
+        {**large, "environment": TORCH["environment"]},
+    ]
+    text = report.section(found)
+    assert "torch on 2020-02-02, torch 9.9" in text and "torch on 2021-01-01, torch 10.0" in text
+
+
+def test_a_size_that_failed_later_replaces_its_own_alone() -> None:
+    small, large = ({**TORCH["speed"][0], "shard": shard} for shard in (8192, 32768))
+    failed = {"shard": 8192, "error": "OutOfMemoryError"}
+    found = report.combined([{**TORCH, "speed": [small, large]}, {**TORCH, "speed": [failed]}])["2"]["torch"]["speed"]
+    assert [row.get("error") for row in found] == ["OutOfMemoryError", None]
 
 
 def test_what_was_combined_can_be_combined_again() -> None:

@@ -149,6 +149,7 @@ class Parcel:
             for place in _columns(buffer, self._shapes):
                 place.copy_(sums.pop(0).unflatten(1, (self.others, -1)).transpose(0, 1))
         sums.clear()
+        self._buffer, self.homes = None, []
         sizes = [0 if rank == axis.rank else buffer.shape[1] for rank in range(axis.size)]
         arrived = _under_way(_c10d.all_to_all_single(buffer.view(-1), sizes, sizes, axis.name))
         shape, shapes = buffer.shape, self._shapes

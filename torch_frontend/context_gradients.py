@@ -47,7 +47,7 @@ class Total:
         return made
 
     def add(self, places: Places, found: Tensor) -> None:
-        """Adds a run's; the first is taken as it is."""
+        """Adds a run's; the first is taken as it is where nothing else is asked of it."""
         if self.so_far is not None:
             places.add(self.so_far, found)
         elif self.home is None and places.are_all_of(self.shape[1]):
@@ -157,6 +157,7 @@ def _of_everybody(work: Work, saved: Saved, steps: Steps) -> Callable[[], Found]
             part = found.pop(0)
             _add_keys(run, part, sent if step.gathered else own)
             rows.append((run.q, part.dq))
+            del part  # or it is held while the next step computes
         if step.gathered:
             sums = [total.tensor() for total in sent]
             sent.clear()
@@ -191,6 +192,7 @@ def _of_blocks(work: Work, saved: Saved, steps: Steps) -> Callable[[], Found]:
             part = found.pop(0)
             _add_keys(run, part, keys)
             rows.append((run.q, part.dq))
+            del part  # or it is held while the next step computes
         if buffer is not None:
             waiting = exchange.hop(work.outer, buffer, _to_next(work, step))
         _add_rows(dq, rows)  # beside what was just sent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,14 @@ class Places:
 
     def __init__(self, index: np.ndarray, device: torch.device) -> None:
         self.count = len(index)
-        self.distinct = len(np.unique(index)) == self.count
+        self._index = index
         self.ranges = places.slices(index, MOST)
         self.index: Any = None if self.ranges is not None else torch.from_numpy(index).to(device)
+
+    @cached_property
+    def distinct(self) -> bool:
+        """Whether no place comes twice."""
+        return len(np.unique(self._index)) == self.count
 
     def are_all_of(self, size: int) -> bool:
         """Whether they are all of ``size`` places, in order."""

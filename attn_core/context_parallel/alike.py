@@ -31,7 +31,7 @@ class Alike(NamedTuple):
         spec: the packed call, over all places of a part's queries.
         cu_q: offsets of the documents in them, for all parts; cu_k: in the keys, for each part.
         keys: for each part the ranges of places of the keys, in the block of the step; of keys that were gathered, in
-            all parts' blocks end to end. As many for each part, of which some may be empty.
+            what ``places.among_all`` counts. As many for each part, of which some may be empty.
     """
 
     spec: AttentionSpec
