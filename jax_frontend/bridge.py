@@ -193,17 +193,23 @@ def _callback(token: str) -> Callable[[tuple[Any, ...]], None]:
             "before the function that holds the call was traced here"
         )
     run_call = _forward(call) if call.direction == "forward" else _backward(call)
-    return _callbacks.setdefault(token, run_call)
+    return _callbacks.setdefault(token, _behind_a_head_start(run_call) if call.beside else run_call)
+
+
+def _behind_a_head_start(run_call: Callable[[tuple[Any, ...]], None]) -> Callable[[tuple[Any, ...]], None]:
+    def run(values: tuple[Any, ...]) -> None:
+        head_start(values[0].device)
+        run_call(values)
+
+    return run
 
 
 def _forward(call: BridgedCall) -> Callable[[tuple[Any, ...]], None]:
     module: Any = backends.load(call.backend, backends.kind_of(call.device))
     spec, count, gather = call.spec, len(call.operands), gatherer(call.operands)
-    kernel, with_lse, writes, beside = module.forward, call.with_lse, backends.writes_into(module), call.beside
+    kernel, with_lse, writes = module.forward, call.with_lse, backends.writes_into(module)
 
     def forward(values: tuple[Any, ...]) -> None:
-        if beside:
-            head_start(values[0].device)
         place, lse_place = values[count], values[count + 1] if with_lse else None
         inputs = gather(values)
         out, lse = kernel(spec, inputs, (place, lse_place)) if writes else kernel(spec, inputs)
@@ -222,8 +228,6 @@ def _backward(call: BridgedCall) -> Callable[[tuple[Any, ...]], None]:
     names = call.gradients
 
     def backward(values: tuple[Any, ...]) -> None:
-        if call.beside:
-            head_start(values[0].device)
         saved = dict(zip(call.extras, values[count:results], strict=True))
         first, *rest = values[results : results + len(names) - 2 * as_one]
         qkv = first.unbind(-3) if as_one else (first, *rest[:2])

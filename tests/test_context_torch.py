@@ -33,8 +33,9 @@ WAYS = (
     *(((2, 2), strategy) for strategy in ("ring", "all_gather")),
 )
 HEADS = {1: (4, 2), 2: (4, 1), 3: (6, 2), 4: (8, 2)}
-FEW_KEYS = (8, 1)  # so few kv heads that what was gathered is kept for the backward
 """By how many ranks share heads: query and kv heads; from 2 ranks on, fewer kv heads than ranks, which are copied."""
+FEW_KEYS = (8, 1)
+"""So few kv heads that what was gathered is kept for the backward."""
 CAUSAL = ("causal", True)
 DOCUMENTS = (3, 0, 11, 1, 8)
 MASKS: dict[str, dict[str, Any]] = {

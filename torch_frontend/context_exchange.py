@@ -119,17 +119,16 @@ class Parcel:
     """Sums that a rank has for every other, ``[batch, others * places, heads, dim]`` each, which go in one message.
 
     Attributes:
-        others: how many other ranks there are.
         homes: where sums lie in the message from the beginning; None where they are copied, for more ranks than one.
     """
 
     def __init__(self, axis: Axis, places: int, blocks: Sequence[Tensor], dtype: torch.dtype) -> None:
-        self._axis, self.others = axis, axis.size - 1
-        self._shapes = [(self.others, block.shape[0], places, *block.shape[2:]) for block in blocks]
+        self._axis, self._others = axis, axis.size - 1
+        self._shapes = [(self._others, block.shape[0], places, *block.shape[2:]) for block in blocks]
         self._like = blocks[0].new_empty(0, dtype=dtype)
         self._buffer: Tensor | None = None
         self.homes: list[Tensor | None] = [None] * len(blocks)
-        if self.others == 1:
+        if self._others == 1:
             self._buffer = self._message()
             self.homes = [column[0] for column in _columns(self._buffer, self._shapes)]
 
@@ -147,7 +146,7 @@ class Parcel:
         if buffer is None:
             buffer = self._message()
             for place in _columns(buffer, self._shapes):
-                place.copy_(sums.pop(0).unflatten(1, (self.others, -1)).transpose(0, 1))
+                place.copy_(sums.pop(0).unflatten(1, (self._others, -1)).transpose(0, 1))
         sums.clear()
         self._buffer, self.homes = None, []
         sizes = [0 if rank == axis.rank else buffer.shape[1] for rank in range(axis.size)]
@@ -157,7 +156,7 @@ class Parcel:
         return lambda: _columns(arrived().view(shape), shapes)
 
     def _message(self) -> Tensor:
-        return self._like.new_empty(self.others, sum(prod(shape[1:]) for shape in self._shapes))
+        return self._like.new_empty(self._others, sum(prod(shape[1:]) for shape in self._shapes))
 
 
 def _columns(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:

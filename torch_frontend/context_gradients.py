@@ -70,10 +70,25 @@ class Total:
         return (torch.zeros if zeros else torch.empty)(self.shape, dtype=self.dtype, device=self.device)
 
 
-def _add_keys(run: Run, found: Found, keys: Sequence[Total]) -> None:
-    """Adds what a run found to (dk, dv)."""
-    for total, part in zip(keys, found[1:], strict=True):
-        total.add(run.sums, part)
+Rows = list[tuple[Places, Tensor]]
+"""Gradients of queries, and where they belong."""
+
+
+def _add_keys(runs: Sequence[Run], found: list[Found], keys: Sequence[Total]) -> Rows:
+    """Adds what runs found to (dk, dv), of which nothing is held on return; what is left to add to dq."""
+    rows = []
+    for run in runs:
+        dq, *pair = found.pop(0)
+        rows.append((run.q, dq))
+        for total in keys:
+            total.add(run.sums, pair.pop(0))
+    return rows
+
+
+def _add_rows(dq: Total, rows: Rows) -> None:
+    """Adds gradients of queries, which are not held any longer."""
+    while rows:
+        dq.add(*rows.pop(0))
 
 
 def backward(
@@ -146,24 +161,17 @@ def _of_everybody(work: Work, saved: Saved, steps: Steps) -> Callable[[], Found]
     """Where keys were gathered: a rank adds up their gradients for every other, and each sends it those of its own."""
     program, count, wide = work.program, saved.k.shape[1], saved.lse.dtype
     dq, own = _totals(work, saved)
-    dtype, pair = _sent_in(work, saved), (saved.k, saved.v)
+    others, dtype, pair = work.outer.size - 1, _sent_in(work, saved), (saved.k, saved.v)
     parcel = exchange.Parcel(work.outer, program.k_size, pair, dtype)
-    others = parcel.others
     sent = [Total(each, others * program.k_size, dtype, home) for each, home in zip(pair, parcel.homes, strict=True)]
     received: exchange.Waiting | None = None
     for step, runs, found in steps:
-        rows = []
-        for run in runs:
-            part = found.pop(0)
-            _add_keys(run, part, sent if step.gathered else own)
-            rows.append((run.q, part.dq))
-            del part  # or it is held while the next step computes
+        rows = _add_keys(runs, found, sent if step.gathered else own)
         if step.gathered:
             sums = [total.tensor() for total in sent]
             sent.clear()
             received = parcel.send(sums)
         _add_rows(dq, rows)  # beside what was just sent
-    del parcel
 
     def wait() -> Found:
         # In the order of ranks, so that it is the same on every run.
@@ -182,17 +190,13 @@ def _of_blocks(work: Work, saved: Saved, steps: Steps) -> Callable[[], Found]:
     dq, own = _totals(work, saved)
     waiting: Callable[[], Tensor] | None = None
     for step, runs, found in steps:
-        keys, buffer, rows = own, None, []
+        keys, buffer = own, None
         if not step.own:
             buffer = (
                 saved.k.new_zeros(sum(map(prod, shapes)), dtype=_sent_in(work, saved)) if not waiting else waiting()
             )
             keys = [Total.in_place(part) for part in exchange.parts_of(buffer, shapes)]
-        for run in runs:
-            part = found.pop(0)
-            _add_keys(run, part, keys)
-            rows.append((run.q, part.dq))
-            del part  # or it is held while the next step computes
+        rows = _add_keys(runs, found, keys)
         if buffer is not None:
             waiting = exchange.hop(work.outer, buffer, _to_next(work, step))
         _add_rows(dq, rows)  # beside what was just sent
@@ -204,12 +208,6 @@ def _of_blocks(work: Work, saved: Saved, steps: Steps) -> Callable[[], Found]:
         return Found(dq.tensor(), *(mine.tensor() + its[:, :count] for mine, its in zip(own, arrived, strict=True)))
 
     return wait
-
-
-def _add_rows(dq: Total, rows: list[tuple[Places, Tensor]]) -> None:
-    """Adds gradients of queries, which are not held any longer."""
-    while rows:
-        dq.add(*rows.pop(0))
 
 
 def _totals(work: Work, saved: Saved) -> tuple[Total, list[Total]]:
