@@ -23,15 +23,14 @@ import jax
 import numpy as np
 
 from attn_core import backends, compiled_calls
-from attn_core.backends import Gradients
-from attn_core.context_parallel.head_start import head_start
 from attn_core.errors import BridgeError
 from attn_core.spec import AttentionSpec
 from jax_frontend import compiled_lane
-from jax_frontend.bridged_call import BridgedCall, calls_of, gatherer
+from jax_frontend.bridged_call import BridgedCall, BridgedStep, calls_of
+from jax_frontend.bridged_run import run_of
 
 TOKEN_LENGTH = 7
-_calls: dict[str, BridgedCall] = {}
+_calls: dict[str, BridgedCall | BridgedStep] = {}
 """token -> call. Content-addressed: a token means the same in every process, and entries are never changed."""
 _callbacks: dict[str, Callable[[tuple[Any, ...]], None]] = {}
 """token -> what runs the call on (operands, result buffers), derived from ``_calls`` when it first runs."""
@@ -44,6 +43,19 @@ def run(call: BridgedCall, results: tuple[jax.ShapeDtypeStruct, ...], *operands:
         return compiled_lane.run(lane.program, call, results, operands)
     _register_targets()
     return tuple(jax.ffi.ffi_call(_target(call.direction), results)(*operands, call=token_of(call)))
+
+
+def run_step(call: BridgedStep, results: tuple[jax.ShapeDtypeStruct, ...], *operands: Any) -> tuple[Any, ...]:
+    """(out, lse) of a step of context parallelism on JAX arrays; traceable, one callback.
+
+    Args:
+        results: their types, and those of the scratch for both. Results so far, which are operands, become these.
+    """
+    at = 1 + call.step.arrays
+    becomes = {at: 0, at + 1: 1} if call.step.after else {}
+    _register_targets()
+    launch = jax.ffi.ffi_call(_target("step"), results, input_output_aliases=becomes)
+    return tuple(launch(*operands, call=token_of(call))[:2])
 
 
 def warm_up(name: str, spec: AttentionSpec, device: str, index: int) -> None:
@@ -60,7 +72,7 @@ def warm_up(name: str, spec: AttentionSpec, device: str, index: int) -> None:
         compiled_calls.warm_up(module, spec)
 
 
-def token_of(call: BridgedCall) -> str:
+def token_of(call: BridgedCall | BridgedStep) -> str:
     """The token of a call, known to the callbacks from now on."""
     rest = tuple(value for value in call if value is not call.spec)
     for salt in range(100):
@@ -99,7 +111,7 @@ def _register_targets() -> None:
         "cpu": (on_host, ["args", "rets", "attrs.call"]),
         "gpu": (on_stream, ["args", "rets", "attrs.call", "ctx.stream"]),
     }
-    for direction in ("forward", "backward"):
+    for direction in ("forward", "backward", "step"):
         for platform, (function, arguments) in platforms.items():
             jax_tvm_ffi.register_ffi_target(
                 _target(direction),
@@ -192,50 +204,4 @@ def _callback(token: str) -> Callable[[tuple[Any, ...]], None]:
             f"no attention call {token!r} in this process: a compiled program from another process was run "
             "before the function that holds the call was traced here"
         )
-    run_call = _forward(call) if call.direction == "forward" else _backward(call)
-    return _callbacks.setdefault(token, _behind_a_head_start(run_call) if call.beside else run_call)
-
-
-def _behind_a_head_start(run_call: Callable[[tuple[Any, ...]], None]) -> Callable[[tuple[Any, ...]], None]:
-    def run(values: tuple[Any, ...]) -> None:
-        head_start(values[0].device)
-        run_call(values)
-
-    return run
-
-
-def _forward(call: BridgedCall) -> Callable[[tuple[Any, ...]], None]:
-    module: Any = backends.load(call.backend, backends.kind_of(call.device))
-    spec, count, gather = call.spec, len(call.operands), gatherer(call.operands)
-    kernel, with_lse, writes = module.forward, call.with_lse, backends.writes_into(module)
-
-    def forward(values: tuple[Any, ...]) -> None:
-        place, lse_place = values[count], values[count + 1] if with_lse else None
-        inputs = gather(values)
-        out, lse = kernel(spec, inputs, (place, lse_place)) if writes else kernel(spec, inputs)
-        if out is not place:
-            place.copy_(out)
-        if with_lse and lse is not lse_place:
-            values[count + 1].copy_(lse)
-
-    return forward
-
-
-def _backward(call: BridgedCall) -> Callable[[tuple[Any, ...]], None]:
-    module: Any = backends.load(call.backend, backends.kind_of(call.device))
-    count, results = len(call.operands), len(call.operands) + len(call.extras)
-    gather, writes, as_one = gatherer(call.operands), backends.writes_into(module), call.operands[0] == "qkv"
-    names = call.gradients
-
-    def backward(values: tuple[Any, ...]) -> None:
-        saved = dict(zip(call.extras, values[count:results], strict=True))
-        first, *rest = values[results : results + len(names) - 2 * as_one]
-        qkv = first.unbind(-3) if as_one else (first, *rest[:2])
-        places = Gradients(**dict(zip(names, (*qkv, *(rest if as_one else rest[2:])), strict=True)))
-        arguments = (call.spec, gather(values), saved["out"], saved["lse"], saved["dout"], saved.get("dlse"))
-        found = module.backward(*arguments, places) if writes else module.backward(*arguments)
-        for place, gradient in zip(places, found, strict=True):
-            if place is not None and gradient is not place:
-                place.copy_(gradient)
-
-    return backward
+    return _callbacks.setdefault(token, run_of(call))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from attn_core.backends import Inputs, PagedInputs
+from attn_core.context_parallel.step_torch import StepCall
 from attn_core.spec import AttentionSpec
 
 
@@ -17,7 +18,7 @@ class BridgedCall(NamedTuple):
     device: str
     spec: AttentionSpec
     operands: tuple[str, ...]
-    """Which fields of ``Inputs`` the leading operands are; "qkv" for q, k and v in one array, "kv" for k and v."""
+    """Which fields of ``Inputs`` the leading operands are; "qkv" for q, k and v in one array."""
     extras: tuple[str, ...] = ()
     """What the operands after those are: out, lse, dout, dlse in a backward."""
     with_lse: bool = True
@@ -30,6 +31,27 @@ class BridgedCall(NamedTuple):
         """The fields of ``Gradients`` that a backward gives; of q, k and v in one array, those are one result."""
         spec = self.spec
         return ("dq", "dk", "dv", *(["dbias"] if spec.bias_gradient else []), *(["dsinks"] if spec.sinks else []))
+
+
+class BridgedStep(NamedTuple):
+    """A step of context parallelism, whose tiles each part has of its own. Operands: q, the keys, any results so far.
+
+    Its results are out and lse, which the results so far become, and scratch for both.
+    """
+
+    step: StepCall
+    device: str
+    beside: bool
+    """See ``BridgedCall``."""
+    parts: tuple[tuple[int, int], ...] = ()
+    """(the id of a device, which part it belongs to) of every device of the mesh; empty where the last operand is the
+    part, as on CPUs, whose memory is the host's."""
+    direction: str = "step"
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The whole call, as on one device."""
+        return self.step.call.spec
 
 
 def calls_of(name: str, spec: AttentionSpec, device: str) -> list[BridgedCall]:
@@ -56,10 +78,6 @@ def gatherer(operands: tuple[str, ...]) -> Callable[[tuple[Any, ...]], Any]:
 
         def gather(values: tuple[Any, ...]) -> Any:
             return Inputs(*values[0].unbind(-3), **dict(zip(operands[1:], values[1:], strict=False)))
-    elif operands[1] == "kv":  # [2, keys, kv_heads, head_dim] -> two views
-
-        def gather(values: tuple[Any, ...]) -> Any:
-            return Inputs(values[0], *values[1].unbind(0), **dict(zip(operands[2:], values[2:], strict=False)))
     elif operands != Inputs._fields[:count]:
 
         def gather(values: tuple[Any, ...]) -> Any:

@@ -76,8 +76,7 @@ def static_reasons(call: BridgedCall, backend: Any) -> tuple[str, ...]:
     why = backends.program_refusals(backend, call.spec, call.device)
     if why is None:
         return (f"{call.backend} hands out no compiled kernels",)
-    one = {"qkv", "kv"} & set(call.operands)
-    apart = ("q, k and v, or k and v, in one array: a callback reads them in place",) if one else ()
+    apart = () if call.operands[0] != "qkv" else ("q, k and v in one array: a callback reads them in place",)
     return (*apart, *why)
 
 

@@ -18,8 +18,8 @@ from jax import lax
 
 from attn_core.context_parallel.call import ContextCall
 from attn_core.context_parallel.plan import Step
-from jax_frontend import context_alike
 from jax_frontend import context_exchange as exchange
+from jax_frontend import context_step
 from jax_frontend import context_tiles as tiles
 from jax_frontend.context_exchange import Axes, Pair
 from jax_frontend.context_keys import Brought, Kept, Keys, steps_of
@@ -161,16 +161,9 @@ def _attend(engine: Engine, brought: Brought) -> tuple[tuple[Array, Array], tupl
     """(out, lse) of a group of heads, over all steps, and the keys that were gathered for it."""
     so_far: tuple[Array, Array] | None = None
     gathered: tuple[Array, ...] = ()
-    swap = context_alike.swap_of(engine.call, engine.axes, engine.device, brought.keys)
-    for step, kinds, keys in steps_of(engine.call, engine.axes, brought, swap):
+    for step, kinds, keys in steps_of(engine.call, engine.axes, brought):
         gathered = keys if step.gathered else gathered
-        runner = engine.runner(step)
-        made = context_alike.one_call(engine.call, engine.device, step)
-        if made is not None:
-            mine, picked = (engine.axes.part, brought.q, keys), swap is not None and not step.own
-            so_far = context_alike.attend(runner, step, made, *mine, so_far, picked=picked)
-        else:
-            so_far = exchange.each_its_own(engine.axes, kinds, partial(tiles.attend, runner), brought.q, keys, so_far)
+        so_far = context_step.attend(engine.runner(step), engine.axes, step, kinds, brought.q, keys, so_far)
     return so_far or tiles.attend(engine.runner(None), NOTHING, brought.q, brought.keys, None), gathered
 
 
@@ -188,7 +181,7 @@ def _gradients(engine: Engine, brought: Brought) -> tuple[Array, Keys]:
     for step, kinds, keys in steps_of(engine.call, engine.axes, brought):
         arrived = None if sent is None else sent.hop(axes, step.shift - shift)
         run = partial(tiles.gradients, engine.runner(step, backward=True), "own" if step.own else "sent")
-        more, dk, dv = exchange.each_its_own(axes, kinds, run, brought.q, keys, brought.saved)
+        more, dk, dv = exchange.each_its_own(axes.part, kinds, run, brought.q, keys, brought.saved)
         dq = more if dq is None else dq + more
         if step.own:
             found.append((dk, dv))

@@ -154,8 +154,8 @@ class Pair(NamedTuple):
         return Pair(tuple(mine + its for mine, its in zip(self.arrays, other.arrays, strict=True)))
 
 
-def each_its_own(axes: Axes, kinds: Sequence[Any], run: Callable[..., Any], *operands: Any) -> Any:
-    """Runs ``run(kind, *operands)`` with the kind of this device's part: a branch for each distinct kind.
+def each_its_own(part: Any, kinds: Sequence[Any], run: Callable[..., Any], *operands: Any) -> Any:
+    """Runs ``run(kind, *operands)`` with the kind of a device's part: a branch for each distinct kind.
 
     ``run`` must hold no collective, for parts take different branches.
     """
@@ -164,7 +164,7 @@ def each_its_own(axes: Axes, kinds: Sequence[Any], run: Callable[..., Any], *ope
         return run(distinct[0], *operands)
     branches = [lambda *given, kind=kind: run(kind, *given) for kind in distinct]
     select = jnp.asarray([distinct.index(kind) for kind in kinds], jnp.int32)
-    return lax.switch(select[axes.part], branches, *operands)
+    return lax.switch(select[part], branches, *operands)
 
 
 def varying_over(axes: Axes, *arrays: Any) -> tuple[Any, ...]:

@@ -7,10 +7,8 @@ from typing import NamedTuple
 
 import jax
 
-from attn_core.context_parallel.alike import Alike
 from attn_core.context_parallel.call import ContextCall
 from attn_core.context_parallel.plan import Step
-from jax_frontend import context_alike
 from jax_frontend import context_exchange as exchange
 from jax_frontend import context_tiles as tiles
 from jax_frontend.context_exchange import Axes, Pair
@@ -42,16 +40,16 @@ class Kept(NamedTuple):
 
 
 def steps_of(
-    call: ContextCall, axes: Axes, brought: Brought, swap: Alike | None = None
+    call: ContextCall, axes: Axes, brought: Brought
 ) -> Iterator[tuple[Step, list[tiles.Mine], tuple[Array, ...]]]:
-    """Each step with what every part does in it, and its block of keys and values; of a ``swap`` what was picked.
+    """Each step with what every part does in it, and its block of keys and values; one array where they travelled so.
 
     Where everybody's are here already, the step with them comes first: what it gives for others is then sent in time.
     """
     steps = call.plan.steps
     if brought.gathered:
         steps = tuple(sorted(steps, key=lambda step: step.own))
-    for step, block in zip(steps, _blocks(call, axes, steps, brought, swap), strict=True):
+    for step, block in zip(steps, _blocks(call, axes, steps, brought), strict=True):
         # Which part it is goes in only where it matters: every kind is a branch to compile.
         kinds = [
             tiles.Mine(mine, step.gathered, part if step.gathered and mine else None)
@@ -60,15 +58,9 @@ def steps_of(
         yield step, kinds, block
 
 
-def _blocks(
-    call: ContextCall, axes: Axes, steps: tuple[Step, ...], brought: Brought, swap: Alike | None
-) -> Iterator[tuple[Array, ...]]:
+def _blocks(call: ContextCall, axes: Axes, steps: tuple[Step, ...], brought: Brought) -> Iterator[tuple[Array, ...]]:
     """The block of each step, or what was gathered; the next one's sent before."""
     keys = brought.keys
-    if swap is not None:
-        its = (context_alike.picked(swap, axes, keys),)
-        yield from (keys if step.own else its for step in steps)
-        return
     if all(step.own or step.gathered for step in steps):
         everybody: tuple[Array, ...] = brought.gathered or keys
         if call.plan.gathers and not brought.gathered:
@@ -77,7 +69,7 @@ def _blocks(
         return
     travelling = Pair.of(*keys).hop(axes, steps[0].shift)
     for at, step in enumerate(steps):
-        block = keys if step.own else travelling.both
+        block = keys if step.own else travelling.arrays
         if at + 1 < len(steps):
             travelling = travelling.hop(axes, steps[at + 1].shift - step.shift)
         yield block

@@ -18,7 +18,7 @@ from attn_core.context_parallel.call import ContextCall
 from attn_core.context_parallel.places import among_all, spans
 from attn_core.context_parallel.tiles import Tile
 from jax_frontend import ops
-from jax_frontend.context_exchange import of_all_parts
+from jax_frontend.context_exchange import Pair, of_all_parts
 from jax_frontend.context_order import put, taken
 from jax_frontend.differentiable import varying_alike
 from jax_frontend.local_call import varying_as
@@ -42,10 +42,7 @@ class Mine(NamedTuple):
 
     def block(self, keys: tuple[Array, ...]) -> tuple[Array, Array]:
         """(k, v); of what was gathered end to end, taken apart here, so that only what a part reads is copied."""
-        if self.gathered:
-            return of_all_parts(keys)
-        k, v = keys
-        return k, v
+        return of_all_parts(keys) if self.gathered else Pair(keys).both
 
 
 class Runner(NamedTuple):

@@ -35,8 +35,13 @@ def result_types(call: BridgedCall, *operands: Any) -> tuple[jax.ShapeDtypeStruc
         names, gradients = names_of(call)
         by_name = dict(zip(names, operands, strict=True))
         types = [(by_name[name[1:]].shape, by_name[name[1:]].dtype) for name in gradients]
-    whole = jax.sharding.NamedSharding(like.sharding.mesh, jax.sharding.PartitionSpec())  # type: ignore[attr-defined]
-    varying = like.manual_axis_type  # type: ignore[attr-defined]
+    return types_like(like, types)
+
+
+def types_like(like: Any, types: Sequence[tuple[tuple[int, ...], Any]]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Types of (shape, dtype) for arrays that vary over the mesh axes that one of the type ``like`` varies over."""
+    whole = jax.sharding.NamedSharding(like.sharding.mesh, jax.sharding.PartitionSpec())
+    varying = like.manual_axis_type
     return tuple(
         jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=whole, manual_axis_type=varying)
         for shape, dtype in types
@@ -96,9 +101,7 @@ def apart(named: dict[str, Any]) -> Any:
 
 
 def present(inputs: Any, as_one: bool) -> tuple[tuple[str, ...], Sequence[Any]]:
-    """The names of the operands that a call has, and the operands; k without v is both in one array, "kv"."""
+    """The names of the operands that a call has, and the operands."""
     found = [(name, array) for name, array in zip(inputs._fields, inputs, strict=True) if array is not None]
     names, given = zip(*found, strict=True)
-    if as_one:
-        return ("qkv", *names[1:]), given
-    return tuple("kv" if name == "k" and "v" not in names else name for name in names), given
+    return ("qkv", *names[1:]) if as_one else names, given

@@ -27,8 +27,7 @@ from jax_frontend.plan import Plan
 def forward(made: Plan, inputs: Any, *, with_lse: bool = True) -> tuple[Any, Any]:
     """(out, lse) of a planned call, traceable; lse is None unless it is asked for, and where the backend has none.
 
-    Where ``made.as_one``, ``inputs.q`` is q, k and v in one array and ``inputs.k`` and ``inputs.v`` are None. Where
-    ``inputs.v`` alone is None, ``inputs.k`` is both, ``[2, keys, kv_heads, dim]`` of packed documents.
+    Where ``made.as_one``, ``inputs.q`` is q, k and v in one array and ``inputs.k`` and ``inputs.v`` are None.
     """
     names, given = local_call.present(inputs, made.as_one)
     with_lse = with_lse and local_call.has_lse(made)
@@ -75,7 +74,7 @@ def _run(primitive: Primitive, call: BridgedCall, operands: Sequence[Any]) -> li
 
 def _bind(primitive: Primitive, call: Folded, *operands: Any) -> list[Any]:
     program = _traceable(call, partitioning.partly_manual()).trace(*operands).jaxpr
-    return primitive.bind(*operands, call=call, program=_low(program))  # type: ignore[no-any-return]
+    return primitive.bind(*operands, call=call, program=low(program))  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=4096)
@@ -84,7 +83,7 @@ def _traceable(call: Folded, partly_manual: bool) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def _low(program: ClosedJaxpr) -> ClosedJaxpr:
+def low(program: ClosedJaxpr) -> ClosedJaxpr:
     """The program in operations that JAX can lower: those of jnp may be made of others (searchsorted, in jax 0.12)."""
     if not program.is_high:
         return program

@@ -18,7 +18,6 @@ _AXES = {
     "q": ("batch", "queries", "heads", "dim"),
     "k": ("batch", "keys", "kv_heads", "dim"),
     "v": ("batch", "keys", "kv_heads", "dim"),
-    "kv": ("two", "keys", "kv_heads", "dim"),
     "qkv": ("batch", "queries", "three", "heads", "dim"),
     "mask": ("batch", "heads", "queries", "keys"),
     "bias": ("batch", "heads", "queries", "keys"),

@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from flax import nnx as flax_nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -25,13 +25,14 @@ from jax.sharding import PartitionSpec as P
 from attn_core import SeqInfo, reference
 from attn_core.backends import Inputs
 from attn_core.call import ArrayFacts, Arrays, build_spec
-from attn_core.context_parallel import places
+from attn_core.context_parallel import places, step_torch
 from attn_core.context_parallel.layout import layout as spread
 from attn_core.errors import ShapeError, SpecError
 from attn_core.options import Options
 from jax_frontend import (
     attention,
-    context_alike,
+    bridge,
+    bridged_run,
     context_exchange,
     context_parallel_attention,
     context_tiles,
@@ -41,6 +42,10 @@ from jax_frontend import (
     shard_sequence,
     unshard_sequence,
 )
+from torch_frontend import context_engine as torch_engine
+from torch_frontend import context_exchange as torch_exchange
+from torch_frontend import context_keys as torch_keys
+from torch_frontend import context_program as torch_program
 
 COLLECTIVES = re.compile(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 NEAR = 1e-9
@@ -229,6 +234,18 @@ def test_every_strategy_gives_what_one_device_gives(case):
     check(case)
 
 
+@pytest.mark.parametrize(
+    "name", ["ring-4-band", "ring-3-rows", "ring-4-uneven", "all_gather-4-scores", "ring-2x2-causal"]
+)
+def test_operations_of_xla_take_branches(name):
+    """XLA's own need no host to launch them, and a branch of them costs little."""
+    case = CASES[name]
+    check(case, backend="jax_xla")
+    traced = jax.make_jaxpr(program(case, backend="jax_xla"))(shards(case, case.arrays())).jaxpr
+    names = {name for name, _ in operations(traced)}
+    assert "cond" in names and "attn_step" not in names
+
+
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 def test_a_kernel_behind_the_bridge_runs_the_tiles(strategy):
     case = Case(strategy, (2, 2)[: 1 + (strategy == "ring")], **CAUSAL)
@@ -311,7 +328,7 @@ def test_the_other_strategies_exchange_once_each_way():
     assert heads.keys() == {"all-to-all"} and heads["all-to-all"] <= 4, heads  # q, k, v and the output
 
 
-ALIKE = {
+CALLED = {
     f"{strategy}-{layout}-{'x'.join(map(str, sizes))}{'-wide' if dims[0] != dims[1] else ''}": Case(
         strategy, sizes, layout, (32, 32), batch=1, dims=dims, sinks=sinks, options={"causal": True, **options}
     )
@@ -326,19 +343,104 @@ ALIKE = {
     )
 }
 
+"""Parts of equal work without a mask, after their own step."""
+UNEQUAL = {
+    "lengths": Case("all_gather", (4,), "zigzag", (23, 31), options={"causal": True}),
+    "lengths-wide": Case("all_gather", (3,), "zigzag", (23, 23), dims=(5, 3), options={"causal": True}),
+    "a-row-of-each": Case("all_gather", (4,), "striped", (24, 24), batch=1, options={"causal": True}),
+    "window": Case("ring", (4,), "contiguous", (29, 29), options={"causal": True, "window": 9}, sinks=True),
+    "window-both-sides": Case("ring", (3,), "zigzag", (29, 31), options={"window": (4, 6), "return_lse": True}),
+    "documents": Case("ring", (4,), "contiguous", (23, 23), batch=1, documents=(0, 1, 7, 8, 23)),
+    "documents-causal": Case(
+        "all_gather", (3,), "striped", (23, 23), batch=1, documents=(0, 2, 11, 23), options={"causal": True}
+    ),
+    "documents-zigzag": Case(
+        "all_gather", (2, 2), "zigzag", (24, 24), batch=1, documents=(0, 9, 24), options={"causal": True}
+    ),
+}
 
-@pytest.mark.parametrize("case", ALIKE.values(), ids=ALIKE)
+
+@pytest.mark.parametrize("case", [*CALLED.values(), *UNEQUAL.values()], ids=[*CALLED, *UNEQUAL])
 def test_kernels_called_back_take_no_branches_forward(case):
-    """Parts of equal work make one packed call each, on offsets and keys of their own."""
+    """The host runs each part's own tiles."""
     check(case, backend="math")
     given = shards(case, case.arrays())
-    options = {"strategy": case.strategy, "layout": case.layout, "length": 32, "mesh": case.mesh, "backend": "math"}
-    call = partial(context_parallel_attention, axis_name=case.axis_name, causal=True, **options)
-    found = list(operations(jax.make_jaxpr(call)(*(given[name] for name in "qkv")).jaxpr))
-    names = [name for name, _ in found]
-    assert ("attn_forward", False) in found and "cond" not in names
-    calls = [at for at, name in enumerate(names) if name == "attn_forward"]  # the first one's keys need no copy
-    assert all("optimization_barrier" in names[one:other] for one, other in pairwise(calls))
+    options = {"strategy": case.strategy, "layout": case.layout, "mesh": case.mesh, "backend": "math", **case.options}
+    options |= {"seq_info": case.info} if case.documents else {"length": case.lengths}
+    call = partial(context_parallel_attention, axis_name=case.axis_name, **options)
+    names = [name for name, _ in operations(jax.make_jaxpr(call)(*(given[name] for name in "qkv")).jaxpr)]
+    assert "attn_step" in names and "cond" not in names
+
+
+def forward_of(case: Case, **keywords: Any) -> Any:
+    """A forward of shards end to end: q, k and v."""
+    options = {"strategy": case.strategy, "layout": case.layout, "mesh": case.mesh, "axis_name": case.axis_name}
+    options |= {"seq_info": case.info} if case.documents else {"length": case.lengths}
+    return partial(context_parallel_attention, **{**options, **case.options, "backend": "math", **keywords})
+
+
+@pytest.mark.parametrize("name", ["all_gather-zigzag-2", "all_gather-zigzag-4", "a-row-of-each", "documents-causal"])
+def test_the_bits_are_those_that_a_rank_of_torch_computes(name):
+    """Of one plan, on the same keys: the same kernels on the same tiles, put together in the same order."""
+    case = replace((CALLED | UNEQUAL)[name], sinks=False)
+    given = {key: jnp.asarray(array, jnp.float32) for key, array in shards(case, case.arrays()).items()}
+    run = forward_of(case)
+    found = run(*(given[key] for key in "qkv"))
+    found = np.asarray(found[0] if case.options.get("return_lse") else found)
+    steps = equations(jax.make_jaxpr(run)(*(given[key] for key in "qkv")).jaxpr)
+    call = next(each.params["call"].step.call for each, _ in steps if each.primitive.name == "attn_step")
+    parts = call.plan.outer
+    rows = [torch.from_numpy(np.array(given[key])) for key in "qkv"]
+    rows = [row if row.ndim == 4 else row[None] for row in rows]
+    found = found if found.ndim == 4 else found[None]
+    for part, (mine, own) in enumerate(zip(zip(*(row.chunk(parts, 1) for row in rows)), np.split(found, parts, 1))):
+        one = torch_program.program(call, part, torch.device("cpu"))
+        work = torch_program.Work(one, torch_exchange.Axis("", parts, part), torch_exchange.Axis("", 1, 0))
+        keys = torch_keys.Keys(mine[1:], lambda: rows[1:])
+        out, _ = torch_engine._attend(work, mine, keys)
+        held = call.plan.q_layout.held(part)
+        assert np.array_equal(out.numpy()[:, :held], own[:, :held])
+
+
+DEVICES = {
+    "in order": ((4,), ("outer",), (0, 1, 2, 3)),
+    "turned": ((4,), ("outer",), (3, 1, 0, 2)),
+    "beside data": ((2, 2), ("data", "outer"), (0, 1, 2, 3)),
+    "before data": ((2, 2), ("outer", "data"), (2, 3, 1, 0)),
+}
+
+
+@pytest.mark.parametrize(("sizes", "names", "order"), DEVICES.values(), ids=DEVICES)
+def test_a_program_for_gpus_knows_which_device_is_which_part(sizes, names, order):
+    """What is known of devices when it is lowered, for the host to find its part by."""
+    mesh = Mesh(np.array(jax.devices())[list(order)].reshape(sizes), names)
+    case = Case("ring", (mesh.shape["outer"],), "zigzag", (32, 32), options={"causal": True})
+    given = shards(case, case.arrays())
+    placed = [jax.device_put(given[key], NamedSharding(mesh, P(None, "outer"))) for key in "qkv"]
+    inside, row = forward_of(case, mesh=None, axis_name="outer"), P(None, "outer")
+    run = jax.shard_map(inside, mesh=mesh, in_specs=(row,) * 3, out_specs=row)
+    text = jax.jit(run).trace(*placed).lower(lowering_platforms=("cuda",)).as_text()
+    tokens = re.findall(r'attn_core.callback.step.v1.*call = "([^"]{7})"', text)
+    assert len(tokens) == mesh.shape["outer"] - 1 and "stablehlo.case" not in text
+    right = np.moveaxis(mesh.devices, names.index("outer"), 0)
+    for token in tokens:
+        parts = dict(bridge._calls[token].parts)
+        assert parts == {device.id: part for part, devices in enumerate(right) for device in np.ravel(devices)}
+        here = bridged_run._of_devices(tuple(parts.items()))
+        assert here == {device.local_hardware_id: parts[device.id] for device in jax.devices()}
+    truth = jax.jit(forward_of(case))(*(given[key] for key in "qkv"))
+    assert np.abs(np.asarray(jax.jit(run)(*placed)) - np.asarray(truth)).max() < NEAR
+
+
+def test_a_program_for_gpus_without_devices_takes_branches():
+    """As one that is exported for a mesh that it does not know."""
+    case = CALLED["ring-zigzag-2"]
+    run, row = forward_of(case, mesh=None, axis_name="outer"), P(None, "outer")
+    mesh = jax.sharding.AbstractMesh((2,), ("outer",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=(row,) * 3, out_specs=row)
+    given = [jax.ShapeDtypeStruct(shards(case, case.arrays())[key].shape, jnp.float32) for key in "qkv"]
+    text = jax.jit(mapped).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    assert "callback.step" not in text and "stablehlo.case" in text
 
 
 def test_kernels_beside_an_exchange_give_it_a_head_start():
@@ -346,83 +448,16 @@ def test_kernels_beside_an_exchange_give_it_a_head_start():
 
     def of(call, given):
         return [
-            each.params["call"].call.beside
+            getattr(each.params["call"], "call", each.params["call"]).beside
             for each, _ in equations(jax.make_jaxpr(call)(*(given[name] for name in "qkv")).jaxpr)
-            if each.primitive.name == "attn_forward"
+            if each.primitive.name in ("attn_forward", "attn_step")
         ]
 
-    case = ALIKE["ring-zigzag-4-wide"]
+    case = CALLED["ring-zigzag-4-wide"]
     options = {"strategy": "ring", "layout": "zigzag", "length": 32, "mesh": case.mesh, "axis_name": case.axis_name}
     ring = partial(context_parallel_attention, causal=True, backend="math", **options)
     assert of(ring, shards(case, case.arrays())) == [True, True, True, False]
     assert of(partial(attention, backend="math"), case.arrays()) == [False]
-
-
-@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
-def test_two_parts_send_each_other_what_the_other_reads(strategy):
-    """As its kernel reads it, where no backward asks for the block: k and v in one array."""
-    case = ALIKE[f"{strategy}-zigzag-2"]
-    given = shards(case, case.arrays())
-    options = {"strategy": strategy, "layout": case.layout, "length": 32, "mesh": case.mesh, "backend": "math"}
-    call = partial(context_parallel_attention, axis_name=case.axis_name, causal=True, **options)
-    traced = jax.make_jaxpr(call)(*(given[name] for name in "qkv"))
-    assert [name for name, _ in operations(traced.jaxpr) if name in ("ppermute", "all_gather")] == ["ppermute"]
-    assert "f64[2,16,2,5]" in str(traced)
-    alone, with_gradients = jax.jit(call)(*(given[name] for name in "qkv")), program(case, backend="math")(given)
-    assert (alone == with_gradients["out"]).all()
-
-
-@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
-@pytest.mark.parametrize("layout, documents", [("contiguous", (0, 1, 7, 8)), ("striped", (0, 3, 6, 9, 12))])
-def test_a_forward_alone_of_two_parts_without_a_mask(strategy, layout, documents):
-    """Each part's own step is a packed call, too; what several documents' queries read is not sent more than once."""
-    case = Case(strategy, (2,), layout, (documents[-1],) * 2, documents=documents, batch=1)
-    arrays = case.arrays()
-    given = shards(case, arrays)
-    options = {"strategy": strategy, "layout": layout, "seq_info": case.info, "mesh": case.mesh, "backend": "math"}
-    call = partial(context_parallel_attention, axis_name=case.axis_name, **options)
-    found = jax.jit(call)(*(given[name] for name in "qkv"))
-    truth = program(case, backend="math")(given)["out"]  # which ``check`` holds to the reference
-    check(case, backend="math")
-    assert np.abs(np.asarray(found - truth)).max() <= NEAR
-
-
-def test_a_step_of_much_work_takes_branches(monkeypatch):
-    """A packed call of it takes longer than the branch that it saves."""
-    case = ALIKE["all_gather-zigzag-2"]
-
-    def forget():
-        context_alike.one_call.cache_clear()
-        jax.clear_caches()
-
-    monkeypatch.setattr(context_alike, "MOST_WORK", 1.0)
-    forget()
-    try:
-        given = shards(case, case.arrays())
-        call = partial(context_parallel_attention, axis_name=case.axis_name, mesh=case.mesh, length=32, backend="math")
-        call = partial(call, strategy=case.strategy, layout=case.layout, causal=True)
-        found = {name for name, _ in operations(jax.make_jaxpr(call)(*(given[name] for name in "qkv")).jaxpr)}
-    finally:
-        forget()
-    assert "cond" in found
-
-
-@pytest.mark.parametrize(
-    ("changed", "why"),
-    [
-        ({"lengths": (23, 23)}, "parts of unequal work"),
-        ({"batch": 2}, "rows of a batch"),
-        ({"layout": "striped"}, "a mask"),
-    ],
-)
-def test_what_cannot_be_alike_takes_branches(changed, why):
-    case = replace(ALIKE["all_gather-zigzag-4"], sinks=False, options={"causal": True}, **changed)
-    check(case, backend="math")
-    given = shards(case, case.arrays())
-    options = {"strategy": case.strategy, "layout": case.layout, "length": case.lengths, "mesh": case.mesh}
-    call = partial(context_parallel_attention, axis_name=case.axis_name, causal=True, backend="math", **options)
-    found = {name for name, _ in operations(jax.make_jaxpr(call)(*(given[name] for name in "qkv")).jaxpr)}
-    assert "cond" in found, why
 
 
 def operations(jaxpr: Any) -> Iterator[tuple[str, bool]]:
@@ -437,7 +472,7 @@ def equations(jaxpr: Any, branch: bool = False) -> Iterator[tuple[Any, bool]]:
             each for each in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")) if each is not None
         ]
         yield equation, branch
-        if equation.primitive.name not in ("attn_forward", "attn_backward"):
+        if equation.primitive.name not in ("attn_forward", "attn_backward", "attn_step"):
             for each in inner:
                 if hasattr(each, "eqns"):
                     yield from equations(each, branch or equation.primitive.name == "cond")
@@ -740,12 +775,19 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_planted_a_merge_with_a_wrong_log_sum_exp(planted):
-    right = context_tiles.merged
-    planted.setattr(
-        context_tiles, "merged", lambda out, lse, other, other_lse: right(out, lse, other, other_lse + 1e-6)
-    )
+    """In branches, by XLA's operations; and where kernels are called back, by torch's."""
+    for module, name, backend in ((context_tiles, "merged", "jax_xla"), (step_torch, "merge", "math")):
+        right = getattr(module, name)
+        planted.setattr(module, name, lambda *arrays, right=right: right(*arrays[:3], arrays[3] + 1e-6))
+        with pytest.raises(AssertionError):
+            check(CASES["ring-3-causal"], backend=backend)
+
+
+def test_planted_a_host_that_takes_a_device_for_another_part(planted):
+    right = step_torch.runs_of
+    planted.setattr(step_torch, "runs_of", lambda call, part, device: right(call, 1 - part, device))
     with pytest.raises(AssertionError):
-        check(CASES["ring-3-causal"])
+        check(replace(CASES["ring-2-scores"], batch=1), backend="math")
 
 
 def test_planted_gradients_that_are_not_brought_home(planted):

@@ -18,6 +18,7 @@ from oracle_cases import make  # noqa: E402
 from attn_core import (  # noqa: E402
     AttentionSpec,
     PagedKV,
+    SeqInfo,
     Target,
     accuracy,
     backends,
@@ -30,6 +31,8 @@ from attn_core.flash3_operators import Operators, plan  # noqa: E402
 from attn_core.paged import reference as paged_reference  # noqa: E402
 from attn_core.support import Build  # noqa: E402
 from attn_core.torch_fp8 import SMALLEST, quantised  # noqa: E402
+from torch_frontend import attention  # noqa: E402
+from torch_frontend import explain as explained  # noqa: E402
 
 math: Any = backends.load("math")
 fp8: Any = flash3.variant("fp8")
@@ -555,3 +558,24 @@ def test_fp8_is_near(install: Any, name: str, dtype: str) -> None:
     assert seen["q_descale"].shape == seen["v_descale"].shape == (case.spec.documents or case.spec.batch, 3)
     truth = torch.from_numpy(accuracy.expect(case.spec, case.inputs).truth["out"])
     assert (out.double() - truth).square().mean().sqrt() <= 0.08 * truth.square().mean().sqrt()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window": 300}, {}], ids=str)
+def test_long_documents_give_what_each_gives_alone(options: dict[str, Any]) -> None:
+    """Documents so long that tiles hold the rows of one head: other tiles than a document alone has."""
+    if reason := dict(Target.here("torch", "sm90").unavailable).get("flash3"):
+        pytest.skip(reason)
+    lengths = [1500, 2600, 1023, 1]
+    info = SeqInfo.from_lengths(lengths)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(sum(lengths), heads, 128, device="cuda", dtype=torch.bfloat16) * 0.7 for heads in (16, 4, 4))
+    assert flash3.lower(explained(q, k, v, seq_info=info, **options).spec)["pack_gqa"] is False
+    found = attention(q, k, v, seq_info=info, backend="flash3", **options)
+    alone = list(zip(*(each.split(lengths) for each in (q, k, v)), strict=True))
+    usual, truth = (
+        torch.cat([attention(*(x[None].to(dtype) for x in each), backend="math", **options)[0] for each in alone])
+        for dtype in (torch.bfloat16, torch.float64)
+    )
+    usual, error = ((each.double() - truth).abs() for each in (usual, found))
+    assert error.mean() <= 1.5 * usual.mean() and error.max() <= 3 * usual.max()

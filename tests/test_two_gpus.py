@@ -1,4 +1,7 @@
-"""A mesh of two GPUs: a split batch or split heads stay split, on every lane, and give the bits of one GPU."""
+"""A mesh of two GPUs: a split batch or split heads stay split, on every lane, and give the bits of one GPU.
+
+And a row over both, where the host must take each device for the part that it is.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from attn_core import Target
-from jax_frontend import attention
+from attn_core import NoBackendError, SeqInfo, Target
+from jax_frontend import attention, context_parallel_attention, shard_sequence, unshard_sequence
 
 BACKENDS = ("flash4", "flash2", "flash3", "sdpa_flash", "jax_cudnn", "jax_xla")
 SPLITS = {"batch": P("x"), "heads": P(None, None, "x")}
@@ -29,10 +32,8 @@ _COLLECTIVE = re.compile(r" (all-gather|all-reduce|all-to-all|collective-permute
 pytestmark = pytest.mark.cuda
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("spec", SPLITS.values(), ids=SPLITS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_is_gathered(backend: str, spec: P, kind: str) -> None:
+def two_gpus_for(backend: str) -> list[Any]:
+    """JAX's GPUs, or a skip with its reason."""
     try:
         devices = jax.devices("gpu")
     except RuntimeError as error:
@@ -41,6 +42,14 @@ def test_nothing_is_gathered(backend: str, spec: P, kind: str) -> None:
         pytest.skip("needs two GPUs")
     if reason := dict(Target.here("jax", "sm90").unavailable).get(backend, ""):
         pytest.skip(reason)
+    return devices
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("spec", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_is_gathered(backend: str, spec: P, kind: str) -> None:
+    devices = two_gpus_for(backend)
     trained = backend != "flash3"  # whose published build has no backward
     exact = backend in ("flash4", "flash2")  # the others have gradients in any order, or code made for a shape
     call = partial(attention, causal=True, window=70, deterministic=trained and exact, backend=backend)
@@ -70,3 +79,48 @@ def test_nothing_is_gathered(backend: str, spec: P, kind: str) -> None:
             np.testing.assert_array_equal(one, other)
         else:
             np.testing.assert_allclose(one, other, rtol=0.05, atol=0.02 * np.abs(other).max())
+
+
+ROWS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": 100},
+    "documents": {"causal": True, "seq_info": SeqInfo.from_lengths([70, 201, 150])},
+}
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["in order", "turned"])
+@pytest.mark.parametrize("options", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("strategy, layout", [("all_gather", "zigzag"), ("ring", "zigzag"), ("ring", "striped")])
+@pytest.mark.parametrize("backend", ["flash3", "flash2", "flash4", "sdpa_flash", "jax_xla"])
+def test_a_row_over_both_is_a_row_on_one(
+    backend: str, strategy: str, layout: str, options: dict[str, Any], turned: bool
+) -> None:
+    """Whichever of the devices comes first in the mesh. A row that does not divide, and its gradients."""
+    devices = two_gpus_for(backend)[:2]
+    trained = backend != "flash3" and not turned
+    rng, length = np.random.default_rng(0), 421
+    shapes = ((1, length, 4, 64), (1, length, 2, 64), (1, length, 2, 64), (1, length, 4, 64))
+    whole = [jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16) for shape in shapes]
+
+    def run(call: Any, q: Any, k: Any, v: Any, dout: Any) -> Any:
+        if not trained:
+            return (call(q, k, v),)
+        out, pull = jax.vjp(call, q, k, v)
+        return out, *pull(dout)
+
+    mesh = jax.sharding.Mesh(np.array(devices[::-1] if turned else devices), ("cp",))
+    where = {"mesh": mesh, "axis_name": "cp", "layout": layout, "seq_info": options.get("seq_info")}
+    given = [shard_sequence(array, **where) for array in whole]
+    length_of = {} if "seq_info" in options else {"length": length}
+    call = partial(
+        context_parallel_attention, mesh=mesh, axis_name="cp", strategy=strategy, layout=layout, backend=backend
+    )
+    try:
+        alone = jax.jit(partial(run, partial(attention, backend=backend, **options)))(*whole)
+        found = jax.jit(partial(run, partial(call, **options, **length_of)))(*given)
+    except NoBackendError as error:
+        pytest.skip(str(error))
+    for one, other in zip(found, alone, strict=True):
+        one, other = unshard_sequence(one, **where, **length_of), jax.device_get(other)
+        one, other = (np.asarray(jax.device_get(each)).astype(np.float32) for each in (one, other))
+        np.testing.assert_allclose(one, other, rtol=0.05, atol=0.02 * np.abs(other).max())

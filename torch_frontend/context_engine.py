@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 
 from attn_core.backends import Inputs
-from attn_core.context_parallel.merge_torch import merge
+from attn_core.context_parallel.places_torch import Places
+from attn_core.context_parallel.step_torch import put_together
 from attn_core.torch_rewrites import with_sinks
 from torch_frontend import context_exchange as exchange
 from torch_frontend.context_keys import Keys, blocks, keys_of
-from torch_frontend.context_places import Places
 from torch_frontend.context_program import Run, Work
 
 Tensor = torch.Tensor
@@ -139,11 +139,7 @@ def _attend(work: Work, mine: Sequence[Tensor], keys: Keys) -> tuple[Tensor, Ten
                 continue
             if out is None or lse is None:
                 out, lse = made(shape, dtype=summed), q.new_full((batch, heads, rows), -torch.inf, dtype=wide)
-            if run.first:
-                run.q.put(out, part_out)
-                run.q.put(lse, part_lse, 2)
-            else:
-                _merge(run, out, lse, part_out, part_lse)
+            put_together(run.q, out, lse, part_out, part_lse, first=run.first)
             del part, part_out, part_lse
         del k, v  # the next block arrives beside the one after it, and not beside this one as well
     if out is None or lse is None:  # nobody sees anything
@@ -154,14 +150,6 @@ def _attend(work: Work, mine: Sequence[Tensor], keys: Keys) -> tuple[Tensor, Ten
 def summed_in(work: Work, q: Tensor, wide: torch.dtype) -> torch.dtype:
     """The dtype in which a query's results are put together."""
     return wide if work.program.rows_wide else q.dtype
-
-
-def _merge(run: Run, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    before, before_lse = run.q.of(out), run.q.of(lse, 2)
-    merge(before, before_lse, part_out, part_lse)
-    if not run.q.are_neighbours:
-        run.q.put(out, before)
-        run.q.put(lse, before_lse, 2)
 
 
 def inputs_of(run: Run, q: Tensor, k: Tensor, v: Tensor) -> Inputs:

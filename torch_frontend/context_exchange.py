@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from attn_core.context_parallel.head_start import head_start
-from torch_frontend.context_places import Places
+from attn_core.context_parallel.places_torch import Places
 
 Tensor = torch.Tensor
 _c10d = torch.ops._c10d_functional

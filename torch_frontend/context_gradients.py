@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import torch
 
+from attn_core.context_parallel.places_torch import Places
 from attn_core.context_parallel.plan import Step
 from attn_core.torch_rewrites import sink_gradient
 from torch_frontend import context_engine as engine
 from torch_frontend import context_exchange as exchange
 from torch_frontend.context_engine import Saved
 from torch_frontend.context_keys import Keys, blocks, keys_of
-from torch_frontend.context_places import Places
 from torch_frontend.context_program import Run, Work
 
 Tensor = torch.Tensor

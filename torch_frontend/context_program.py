@@ -11,10 +11,10 @@ import torch
 from attn_core import backends
 from attn_core.context_parallel import places
 from attn_core.context_parallel.call import ContextCall
+from attn_core.context_parallel.places_torch import Places
 from attn_core.context_parallel.plan import Step
 from attn_core.context_parallel.tiles import Tile
 from torch_frontend.context_exchange import Axis
-from torch_frontend.context_places import Places
 from torch_frontend.plan import Plan, device_name, on_device
 
 Tensor = torch.Tensor

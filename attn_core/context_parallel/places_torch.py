@@ -1,4 +1,4 @@
-"""Some places of an axis of positions, on a device: read, written and added to."""
+"""Some places of an axis of positions, on a device: read, written and added to. On torch tensors."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 
 from attn_core.context_parallel import places
 
-Tensor = torch.Tensor
+Tensor = Any
 MOST = 16
 """Ranges up to which each is copied by itself; from there on an index is kept on the device."""
 
@@ -19,11 +18,15 @@ MOST = 16
 class Places:
     """Places in an order: a few ranges of neighbours, or an index on the device. A place may come twice in ranges."""
 
-    def __init__(self, index: np.ndarray, device: torch.device) -> None:
+    def __init__(self, index: np.ndarray, device: Any) -> None:
         self.count = len(index)
         self._index = index
         self.ranges = places.slices(index, MOST)
-        self.index: Any = None if self.ranges is not None else torch.from_numpy(index).to(device)
+        self.index: Any = None
+        if self.ranges is None:
+            import torch
+
+            self.index = torch.from_numpy(index).to(device)
 
     @cached_property
     def distinct(self) -> bool:

@@ -1,0 +1,98 @@
+"""What the bridge runs: a call of a backend on torch tensors that are XLA's buffers, without a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from attn_core import backends
+from attn_core.backends import Gradients
+from attn_core.context_parallel import step_torch
+from attn_core.context_parallel.head_start import head_start
+from jax_frontend.bridged_call import BridgedCall, BridgedStep, gatherer
+
+Run = Callable[[tuple[Any, ...]], None]
+"""Runs a call on XLA's values: operands, then the buffers of the results, then attributes."""
+
+
+def run_of(call: BridgedCall | BridgedStep) -> Run:
+    """What runs a call."""
+    if isinstance(call, BridgedStep):
+        run = _step(call)
+    else:
+        run = _forward(call) if call.direction == "forward" else _backward(call)
+    return _behind_a_head_start(run) if call.beside else run
+
+
+def _behind_a_head_start(run_call: Run) -> Run:
+    def run(values: tuple[Any, ...]) -> None:
+        head_start(values[0].device)
+        run_call(values)
+
+    return run
+
+
+def _forward(call: BridgedCall) -> Run:
+    module: Any = backends.load(call.backend, backends.kind_of(call.device))
+    spec, count, gather = call.spec, len(call.operands), gatherer(call.operands)
+    kernel, with_lse, writes = module.forward, call.with_lse, backends.writes_into(module)
+
+    def forward(values: tuple[Any, ...]) -> None:
+        place, lse_place = values[count], values[count + 1] if with_lse else None
+        inputs = gather(values)
+        out, lse = kernel(spec, inputs, (place, lse_place)) if writes else kernel(spec, inputs)
+        if out is not place:
+            place.copy_(out)
+        if with_lse and lse is not lse_place:
+            values[count + 1].copy_(lse)
+
+    return forward
+
+
+def _backward(call: BridgedCall) -> Run:
+    module: Any = backends.load(call.backend, backends.kind_of(call.device))
+    count, results = len(call.operands), len(call.operands) + len(call.extras)
+    gather, writes, as_one = gatherer(call.operands), backends.writes_into(module), call.operands[0] == "qkv"
+    names = call.gradients
+
+    def backward(values: tuple[Any, ...]) -> None:
+        saved = dict(zip(call.extras, values[count:results], strict=True))
+        first, *rest = values[results : results + len(names) - 2 * as_one]
+        qkv = first.unbind(-3) if as_one else (first, *rest[:2])
+        places = Gradients(**dict(zip(names, (*qkv, *(rest if as_one else rest[2:])), strict=True)))
+        arguments = (call.spec, gather(values), saved["out"], saved["lse"], saved["dout"], saved.get("dlse"))
+        found = module.backward(*arguments, places) if writes else module.backward(*arguments)
+        for place, gradient in zip(places, found, strict=True):
+            if place is not None and gradient is not place:
+                place.copy_(gradient)
+
+    return backward
+
+
+def _step(call: BridgedStep) -> Run:
+    step = call.step
+    prepared: dict[tuple[int, int], step_torch.Runs] = {}
+    keys = 1 + step.arrays
+    given = keys + 2 * step.after
+    first = given + (not call.parts)
+    parts = _of_devices(call.parts)
+
+    def run(values: tuple[Any, ...]) -> None:
+        device = values[0].get_device()
+        part = parts[device] if parts else int(values[given])
+        runs = prepared.get((device, part))
+        if runs is None:
+            runs = prepared[device, part] = step_torch.runs_of(step, part, values[0].device)
+        out, lse, *scratch = values[first : first + 4]
+        step_torch.attend(runs, values[0], values[1:keys], (out, lse), scratch)
+
+    return run
+
+
+def _of_devices(parts: tuple[tuple[int, int], ...]) -> dict[int, int]:
+    """Which part a device of this process belongs to, by the number that torch knows it by."""
+    ids = dict(parts)
+    here = jax.local_devices() if ids else []
+    return {device.local_hardware_id: ids[device.id] for device in here if device.id in ids}

@@ -1,0 +1,165 @@
+"""A step whose tiles differ between parts, as one call of torch's kernels that runs each part's own.
+
+A program that all devices share has a branch for every part whose tiles differ, and the host waits for the GPU to know
+which one to launch. Where the host calls back into Python to launch kernels it can tell by the device which part it is:
+it then runs what a rank of torch's runs, tile by tile, in place.
+
+Which device is which part is known when the program is lowered, from the mesh, whose devices JAX runs a program on in
+their order. Where there is none (an abstract mesh, as of an exported program) the branches are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+from attn_core.context_parallel.call import ContextCall
+from attn_core.context_parallel.plan import Step
+from attn_core.context_parallel.step_torch import StepCall
+from jax_frontend import bridge, compiled_lane, local_call
+from jax_frontend import context_tiles as tiles
+from jax_frontend.bridged_call import BridgedStep, calls_of
+from jax_frontend.context_exchange import Axes, each_its_own
+from jax_frontend.context_tiles import Mine, Runner
+from jax_frontend.ops import low
+from jax_frontend.partitioning import partly_manual
+from jax_frontend.plan import Plan
+
+Array = jax.Array
+Rows = tuple[Array, Array]
+"""out and lse."""
+
+
+def attend(
+    runner: Runner,
+    axes: Axes,
+    step: Step,
+    kinds: Sequence[Mine],
+    q: Array,
+    keys: tuple[Array, ...],
+    so_far: Rows | None,
+) -> Rows:
+    """``context_tiles.attend`` of this device's kind."""
+    if len(set(kinds)) == 1 or partly_manual() or not _called_back(runner.call, runner.device, step):
+        return each_its_own(axes.part, kinds, partial(tiles.attend, runner), q, keys, so_far)  # type: ignore[no-any-return]
+    operands = (q, *keys, *(so_far or ()))
+    wide = runner.accumulator("q") != jnp.dtype(runner.call.spec.dtype)
+    at = runner.call.plan.steps.index(step)
+    made = StepCall(runner.call, at, paired=len(keys) == 1, after=so_far is not None, wide=wide)
+    part = axes.part
+    branches = _branches(runner, tuple(kinds), len(keys)).trace(part, *operands).jaxpr
+    out, lse = step_p.bind(
+        *(*operands, part),
+        call=BridgedStep(made, runner.device, runner.beside),
+        axis=axes.outer,
+        mesh=jax.sharding.get_abstract_mesh(),
+        branches=low(branches),
+    )
+    return out, lse
+
+
+@lru_cache(maxsize=256)
+def _called_back(call: ContextCall, device: str, step: Step) -> bool:
+    """Whether all kernels of a step are torch's, and launched by a callback; branches cost others little."""
+    kinds = {call.backend_of(tile) for mine in step.tiles for tile in mine}
+    if any(local_call.speaks_jax(Plan(spec, name, device, one_row=False)) for spec, name in kinds):
+        return False
+    return all(compiled_lane.lane_of(calls_of(name, spec, device)[0]).program is None for spec, name in kinds)
+
+
+@lru_cache(maxsize=256)
+def _branches(runner: Runner, kinds: tuple[Mine, ...], count: int) -> Any:
+    """A function of a device's part and the operands of its call, in operations that need no mesh."""
+
+    def run(part: Array, q: Array, *rest: Array) -> Rows:
+        keys, so_far = rest[:count], rest[count:]
+        return each_its_own(part, kinds, partial(tiles.attend, runner), q, keys, so_far or None)  # type: ignore[no-any-return]
+
+    return jax.jit(run)
+
+
+def _rearranged(branches: ClosedJaxpr, *operands: Any) -> list[Any]:
+    *arrays, part = operands
+    return list(jaxpr_as_fun(branches)(part, *arrays))
+
+
+@lru_cache(maxsize=256)
+def _compiled(branches: ClosedJaxpr) -> Any:
+    return jax.jit(lambda *operands: _rearranged(branches, *operands))
+
+
+def _impl(*operands: Any, call: BridgedStep, axis: str, mesh: Any, branches: ClosedJaxpr) -> list[Any]:
+    return list(_compiled(branches)(*operands))
+
+
+def _abstract(*operands: Any, call: BridgedStep, axis: str, mesh: Any, branches: ClosedJaxpr) -> list[Any]:
+    return list(branches.out_avals)
+
+
+def _taken(*operands: Any, call: BridgedStep, axis: str, mesh: Any, branches: ClosedJaxpr) -> list[Any]:
+    return _rearranged(branches, *operands)
+
+
+def _called(*operands: Any, call: BridgedStep, branches: ClosedJaxpr) -> list[Any]:
+    out, lse = branches.out_avals
+    types = [(out.shape, out.dtype), (lse.shape, lse.dtype)]
+    scratch = [((call.step.scratch,), call.spec.dtype), ((lse.size,), lse.dtype)]
+    return list(bridge.run_step(call, local_call.types_like(out, [*types, *scratch]), *operands))
+
+
+_by_branches = mlir.lower_fun(_taken, multiple_results=True)
+_by_callback = mlir.lower_fun(_called, multiple_results=True)
+
+
+def _lowered_for_cpu(ctx: Any, *operands: Any, call: BridgedStep, branches: ClosedJaxpr, **_: Any) -> Any:
+    return _by_callback(ctx, *operands, call=call, branches=branches)
+
+
+def _lowered_for_gpu(ctx: Any, *operands: Any, call: BridgedStep, axis: str, mesh: Any, branches: ClosedJaxpr) -> Any:
+    parts = parts_of(ctx, axis)
+    if not parts:
+        return _by_branches(ctx, *operands, call=call, axis=axis, mesh=mesh, branches=branches)
+    known = ctx.replace(avals_in=ctx.avals_in[:-1])
+    return _by_callback(known, *operands[:-1], call=call._replace(parts=parts), branches=branches)
+
+
+def parts_of(ctx: Any, axis: str) -> tuple[tuple[int, int], ...]:
+    """(the id of a device, its index along a mesh axis) of every device that a program is lowered for.
+
+    Of an abstract mesh, none. JAX checks that the devices of a program are those of its meshes, in their order, and
+    lowers it again for others, as it does for everything that holds a ``custom_partitioning``, which the branches do.
+    """
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    if not isinstance(mesh, jax.sharding.Mesh):
+        return ()
+    along = mesh.axis_names.index(axis)
+    return tuple((device.id, int(index[along])) for index, device in np.ndenumerate(mesh.devices))
+
+
+def _batched(operands: Any, mapped: Any, *, branches: ClosedJaxpr, **_: Any) -> tuple[list[Any], list[int]]:
+    found = jax.vmap(lambda *arrays: _rearranged(branches, *arrays), in_axes=tuple(mapped))(*operands)
+    return found, [0] * len(found)
+
+
+def _derivative(primals: Any, tangents: Any, *, branches: ClosedJaxpr, **_: Any) -> tuple[Any, Any]:
+    """Of its branches, whose kernels say that they have none."""
+    moved = [ad.instantiate_zeros(each) for each in tangents]
+    return jax.jvp(lambda *arrays: _rearranged(branches, *arrays), primals, moved)  # type: ignore[no-any-return]
+
+
+step_p = Primitive("attn_step")
+step_p.multiple_results = True
+step_p.def_impl(_impl)
+step_p.def_abstract_eval(_abstract)
+mlir.register_lowering(step_p, _by_branches)
+mlir.register_lowering(step_p, _lowered_for_cpu, platform="cpu")
+mlir.register_lowering(step_p, _lowered_for_gpu, platform="cuda")
+ad.primitive_jvps[step_p] = _derivative
+batching.primitive_batchers[step_p] = _batched
