@@ -13,14 +13,30 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks.context_shapes import CANDIDATES, DIM, HEADS, KV_HEADS, REST, ROUNDS, SHARDS, Shape, calls_of
+from benchmarks.context_shapes import (
+    CANDIDATES,
+    CASES,
+    CHECKED,
+    DIM,
+    HEADS,
+    KV_HEADS,
+    MORE,
+    REST,
+    ROUNDS,
+    SHARDS,
+    Shape,
+    calls_of,
+)
 from benchmarks.hopper_group import jax_turn, take_turns
 from benchmarks.measure import environment
+from jax_frontend import attention, explain_context_parallel, shard_sequence, unshard_sequence
 from jax_frontend.context_parallel import context_parallel_attention
 
 AXIS = "cp"
+RESULTS = ("out", "dq", "dk", "dv")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -28,13 +44,69 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True)
     parser.add_argument("--shards", type=int, nargs="+", default=list(SHARDS))
+    parser.add_argument("--only", nargs="+", default=["errors", "speed"], choices=("errors", "speed"))
     options = parser.parse_args(arguments)
     mesh = jax.make_mesh((jax.device_count(),), (AXIS,))
-    found: dict[str, Any] = {"framework": "jax", "world": mesh.size, "environment": environment(), "speed": []}
-    for shard in options.shards:
-        found["speed"].append(speed(mesh, Shape(shard, mesh.size)))
-        with open(options.json, "w") as file:
-            json.dump(found, file, indent=1)
+    found: dict[str, Any] = {"framework": "jax", "world": mesh.size, "environment": environment()}
+    measures = {
+        "errors": [partial(errors, mesh)],
+        "speed": [partial(speed, mesh, Shape(shard, mesh.size)) for shard in options.shards],
+    }
+    for name in options.only:
+        found[name] = []
+        for measure in measures[name]:
+            found[name].append(measure())
+            with open(options.json, "w") as file:
+                json.dump(found, file, indent=1)
+
+
+def errors(mesh: Any) -> dict[str, Any]:
+    """Mean and largest errors against float64, of several GPUs beside those of one with the same backend."""
+    import torch
+
+    from torch_frontend import attention as exactly
+
+    tokens = CHECKED * mesh.size + MORE
+    rng, heads = np.random.default_rng(1), (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    whole = [jnp.asarray(rng.standard_normal((1, tokens, each, DIM), np.float32), jnp.bfloat16) for each in heads]
+    *leaves, dout = (torch.tensor(np.asarray(array, np.float64), device="cuda", requires_grad=True) for array in whole)
+    where: dict[str, Any] = {"mesh": mesh, "axis_name": AXIS}
+    found = []
+    for options in CASES:
+        right = exactly(*leaves, backend="math", **options)
+        gradients = torch.autograd.grad(right, leaves, dout.detach())
+        exact = {name: each.detach().cpu().numpy() for name, each in zip(RESULTS, (right, *gradients), strict=True)}
+        for name, keywords in CANDIDATES.items():
+            of = {**where, "layout": keywords["layout"]}
+            parts = [shard_sequence(array, **of) for array in whole]
+            attend = partial(context_parallel_attention, length=tokens, **where, **keywords, **options)
+            call = explain_context_parallel(
+                *parts[:3], length=tokens, needs_backward=True, **where, **keywords, **options
+            ).call
+            chosen = tuple(dict.fromkeys(backend for _, backend in call.backends))
+            several = [unshard_sequence(each, length=tokens, **of) for each in _both(attend, chosen)(*parts)]
+            one = _both(partial(attention, **options), chosen)(*whole)
+            compared = {
+                result: {"several": _error(mine, exact[result]), "one": _error(alone, exact[result])}
+                for result, mine, alone in zip(RESULTS, several, one, strict=True)
+            }
+            found.append({"case": str(options), "candidate": name, "backend": " ".join(chosen), "errors": compared})
+    return {"tokens": tokens, "found": found}
+
+
+def _both(attend: Callable[..., Any], backend: tuple[str, ...]) -> Callable[..., Any]:
+    """The output and the gradients of q, k and v."""
+
+    def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out, pull = jax.vjp(partial(attend, backend=backend), q, k, v)
+        return (out, *pull(dout))
+
+    return jax.jit(both)  # type: ignore[no-any-return]
+
+
+def _error(found: Any, right: np.ndarray) -> dict[str, float]:
+    apart = np.abs(np.asarray(jax.device_get(found)).astype(np.float64) - right)
+    return {"mean": float(apart.mean()), "max": float(apart.max())}
 
 
 def speed(mesh: Any, shape: Shape) -> dict[str, Any]:

@@ -122,9 +122,13 @@ def _world(world: int, found: Measures) -> list[str]:
     lines += _goals(speed, world, found)
     for row in speed:
         lines += _speed(row, world, found)
-    for name, write in (("peers", _peers), ("errors", _errors), ("long", _long)):
-        if torch.get(name):
-            lines += write(torch[name], speed)
+    if torch.get("peers"):
+        lines += _peers(torch["peers"], speed)
+    for name in ("torch", "jax"):
+        if rows := found.get(name, {}).get("errors"):
+            lines += _errors(rows, {"torch": "torch", "jax": "JAX"}[name])
+    if torch.get("long"):
+        lines += _long(torch["long"])
     return lines
 
 
@@ -237,11 +241,12 @@ def _peers(rows: list[dict[str, Any]], speed: list[dict[str, Any]]) -> list[str]
     return [*lines, ""]
 
 
-def _errors(rows: list[dict[str, Any]], speed: list[dict[str, Any]]) -> list[str]:
+def _errors(rows: list[dict[str, Any]], framework: str) -> list[str]:
+    heading = f"#### Errors in {framework}"
     failed = [row["error"].splitlines()[0] for row in rows if "error" in row]
     if failed:
-        return ["#### Errors", "", *(f"Not run: {why}" for why in failed), ""]
-    lines = ["#### Errors", "", "Against float64, over those of one GPU with the same backend: mean, largest.", ""]
+        return [heading, "", *(f"Not run: {why}" for why in failed), ""]
+    lines = [heading, "", "Against float64, over those of one GPU with the same backend: mean, largest.", ""]
     lines += ["| | backend | out | dq | dk | dv |", "|---|---|---|---|---|---|"]
     worst = {"mean": 0.0, "max": 0.0}
     for row in (case for part in rows for case in part.get("found", [])):
@@ -255,7 +260,7 @@ def _errors(rows: list[dict[str, Any]], speed: list[dict[str, Any]]) -> list[str
     return [*lines, "", f"Worst: {worst['mean']:.2f}, {worst['max']:.2f}; goal <= 1.5, 3: {verdict}.", ""]
 
 
-def _long(rows: list[dict[str, Any]], speed: list[dict[str, Any]]) -> list[str]:
+def _long(rows: list[dict[str, Any]]) -> list[str]:
     lines = ["#### Long rows", "", "A forward in a zigzag ring; an element of a late row is compared with float64.", ""]
     lines += ["| tokens | seconds | GB a rank beyond inputs | largest error |", "|---|---|---|---|"]
     for row in rows:

@@ -34,6 +34,16 @@ CANDIDATES: dict[str, dict[str, Any]] = {
 """Keywords of ``context_parallel_attention`` by name."""
 
 
+CASES: tuple[dict[str, Any], ...] = (
+    {"causal": True},
+    {"causal": True, "softcap": 30.0},
+    {"causal": True, "window": 777},
+)
+"""Options whose errors are measured."""
+CHECKED, MORE = 2048, 77
+"""Tokens of a rank whose errors are measured, and what the row has besides, so that it does not divide."""
+
+
 def calls_of(shape: Shape, *, training: bool) -> int:
     """How many calls are timed together: forwards of short rows are many, so that a queue's beginning counts little."""
     return max(2, min(16, 2**18 // shape.tokens) if training else min(64, 2**34 // shape.tokens**2))

@@ -21,7 +21,21 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torch_frontend
-from benchmarks.context_shapes import CANDIDATES, DIM, HEADS, KV_HEADS, LONG, REST, ROUNDS, SHARDS, Shape, calls_of
+from benchmarks.context_shapes import (
+    CANDIDATES,
+    CASES,
+    CHECKED,
+    DIM,
+    HEADS,
+    KV_HEADS,
+    LONG,
+    MORE,
+    REST,
+    ROUNDS,
+    SHARDS,
+    Shape,
+    calls_of,
+)
 from benchmarks.hopper_group import take_turns
 from benchmarks.measure import environment
 from torch_frontend import context_exchange
@@ -236,15 +250,12 @@ def _memory(run: Run) -> int:
 
 def errors(mesh: DeviceMesh) -> dict[str, Any]:
     """Mean and largest errors against float64, of several GPUs beside those of one with the same backend."""
-    tokens = 2048 * mesh.size() + 77
+    tokens = CHECKED * mesh.size() + MORE
     whole = row(tokens, HEADS, KV_HEADS, KV_HEADS, HEADS, seed=1)
-    exact = _results(partial(torch_frontend.attention, backend="math"), [tensor.double() for tensor in whole])
     found = []
-    for options in ({"causal": True}, {"causal": True, "softcap": 30.0}, {"causal": True, "window": 777}):
-        if len(options) > 1:
-            exact = _results(
-                partial(torch_frontend.attention, backend="math", **options), [tensor.double() for tensor in whole]
-            )
+    for options in CASES:
+        exactly = partial(torch_frontend.attention, backend="math", **options)
+        exact = _results(exactly, [tensor.double() for tensor in whole])
         for name, keywords in CANDIDATES.items():
             parts = [shard_sequence(tensor, mesh, layout=keywords["layout"]) for tensor in whole[:3]]
             tensors = [part.requires_grad_() for part in parts]
@@ -262,7 +273,7 @@ def errors(mesh: DeviceMesh) -> dict[str, Any]:
 
 def _results(attend: Callable[..., Any], tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     *leaves, dout = (tensor.clone().requires_grad_() for tensor in tensors)
-    out = attend(*leaves, causal=True) if "causal" not in getattr(attend, "keywords", {}) else attend(*leaves)
+    out = attend(*leaves)
     gradients = torch.autograd.grad(out, leaves, dout)
     return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
 

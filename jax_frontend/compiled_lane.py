@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from attn_core import backends
 from attn_core.selection import Selection
@@ -86,11 +87,8 @@ def run(program: Any, call: BridgedCall, results: tuple[Any, ...], operands: tup
     if "dlse" in given:  # rows that see no key have weight 0, whatever their gradient is
         given["dlse"] = jnp.where(given["lse"] == -jnp.inf, 0.0, given["dlse"])
     like = results[0]
-    held = {
-        place: given[buffer.name] if buffer.name in given else jnp.zeros(buffer.shape, buffer.dtype)
-        for place, buffer in enumerate(program.buffers)
-        if buffer.name in given or buffer.zeros
-    }
+    held = {place: given[buffer.name] for place, buffer in enumerate(program.buffers) if buffer.name in given}
+    held |= _zeros(program.buffers, operands[0])
     for step in program.steps:
         types = [_type(program.buffers[place], like) for place in step.writes]
         updated = {step.reads.index(place): at for at, place in enumerate(step.writes) if place in step.reads}
@@ -99,6 +97,23 @@ def run(program: Any, call: BridgedCall, results: tuple[Any, ...], operands: tup
     named = {buffer.name: held[place] for place, buffer in enumerate(program.buffers) if place in held}
     names = ("out", "lse") if call.direction == "forward" else call.gradients
     return tuple(named[name] for name, _ in zip(names, results, strict=False))
+
+
+def _zeros(buffers: tuple[Any, ...], operand: Any) -> dict[int, Any]:
+    """Zeros for the buffers, by their places, that a kernel adds to: no two of one call are one value to XLA.
+
+    In a branch XLA gave one kernel the same memory for two of them, which it had found to be the same zeros (jax 0.11.2
+    on GPUs, the sums of dk and dv of flash4). Each is therefore another number of which XLA cannot know that it is 0:
+    how many bits of an element are set, which are at most 64, divided by a larger power of 2.
+    """
+    element = lax.slice(operand, (0,) * operand.ndim, (1,) * operand.ndim).reshape(())
+    whole = jnp.dtype(f"uint{8 * operand.dtype.itemsize}")
+    bits = lax.population_count(lax.bitcast_convert_type(element, whole)).astype(jnp.int32)
+    places = [place for place, buffer in enumerate(buffers) if buffer.zeros]
+    return {
+        place: jnp.broadcast_to((bits >> 7 + at).astype(buffers[place].dtype), buffers[place].shape)
+        for at, place in enumerate(places)
+    }
 
 
 def _type(buffer: Any, like: Any) -> Any:

@@ -6,6 +6,7 @@ sum into zeros, as FlashAttention-4's do.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -226,6 +227,24 @@ def test_a_program_runs_as_it_is_meant(with_lse: bool) -> None:
         np.testing.assert_array_equal(np.asarray(ours), theirs * factor)
     jax.block_until_ready(dq)
     assert LAUNCHED == ["forward", "gradients", "doubled", "rounded"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_no_two_zeros_are_one_value_to_xla(dtype: str) -> None:
+    """It may give one memory to what it knows to be equal, even where a kernel adds to both."""
+    buffers = tuple(Buffer(SCRATCH, (2, 8), kind, True) for kind in ("float32", "float32", "int32", "int32", "float32"))
+    buffers = (*buffers[:2], Buffer("q", (2, 8), dtype), *buffers[2:])
+    zeros = jax.jit(lambda operand: compiled_lane._zeros(buffers, operand))
+    whole = np.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
+    for bits in (0, 1, np.iinfo(whole).max):  # the last is a NaN with every bit set
+        found = zeros(jnp.asarray(np.full((2, 3), bits, whole).view(jnp.dtype(dtype))))
+        assert list(found) == [0, 1, 3, 4, 5]
+        for place, array in found.items():
+            assert array.shape == buffers[place].shape and array.dtype == buffers[place].dtype and not array.any()
+    text = zeros.lower(jnp.ones((2, 3), dtype)).compile().as_text()
+    (root,) = re.findall(r"ROOT .* tuple\((.*)\)", text.split("ENTRY")[1]) or [""]
+    results = re.findall(r"%[\w.\-]+", root) or [""]
+    assert len(set(results)) == len(results) and text.count("shift-right-arithmetic(") >= 5
 
 
 @pytest.mark.usefixtures("stand_in")
