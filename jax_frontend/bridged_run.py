@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -77,7 +77,7 @@ def _step(call: BridgedStep) -> Run:
     keys = 1 + step.arrays
     given = keys + 2 * step.after
     first = given + (not call.parts)
-    parts = _of_devices(call.parts)
+    parts = _of_devices(call.parts, jax.local_devices(backend="gpu")) if call.parts else {}
 
     def run(values: tuple[Any, ...]) -> None:
         device = values[0].get_device()
@@ -91,8 +91,7 @@ def _step(call: BridgedStep) -> Run:
     return run
 
 
-def _of_devices(parts: tuple[tuple[int, int], ...]) -> dict[int, int]:
-    """Which part a device of this process belongs to, by the number that torch knows it by."""
+def _of_devices(parts: tuple[tuple[int, int], ...], here: Sequence[Any]) -> dict[int, int]:
+    """Which part each of this process's devices belongs to, by the number that torch knows it by."""
     ids = dict(parts)
-    here = jax.local_devices() if ids else []
     return {device.local_hardware_id: ids[device.id] for device in here if device.id in ids}

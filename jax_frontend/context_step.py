@@ -5,7 +5,7 @@ which one to launch. Where the host calls back into Python to launch kernels it 
 it then runs what a rank of torch's runs, tile by tile, in place.
 
 Which device is which part is known when the program is lowered, from the mesh, whose devices JAX runs a program on in
-their order. Where there is none (an abstract mesh, as of an exported program) the branches are taken.
+their order. Where there is none, and in a program that is exported, the branches are taken.
 """
 
 from __future__ import annotations
@@ -118,16 +118,23 @@ _by_branches = mlir.lower_fun(_taken, multiple_results=True)
 _by_callback = mlir.lower_fun(_called, multiple_results=True)
 
 
-def _lowered_for_cpu(ctx: Any, *operands: Any, call: BridgedStep, branches: ClosedJaxpr, **_: Any) -> Any:
+def _lowered_for_cpu(ctx: Any, *operands: Any, call: BridgedStep, axis: str, mesh: Any, branches: ClosedJaxpr) -> Any:
+    if _exported(ctx):
+        return _by_branches(ctx, *operands, call=call, axis=axis, mesh=mesh, branches=branches)
     return _by_callback(ctx, *operands, call=call, branches=branches)
 
 
 def _lowered_for_gpu(ctx: Any, *operands: Any, call: BridgedStep, axis: str, mesh: Any, branches: ClosedJaxpr) -> Any:
-    parts = parts_of(ctx, axis)
+    parts = () if _exported(ctx) else parts_of(ctx, axis)
     if not parts:
         return _by_branches(ctx, *operands, call=call, axis=axis, mesh=mesh, branches=branches)
     known = ctx.replace(avals_in=ctx.avals_in[:-1])
     return _by_callback(known, *operands[:-1], call=call._replace(parts=parts), branches=branches)
+
+
+def _exported(ctx: Any) -> bool:
+    """Whether a program is for other processes, which have devices of their own, and know what they have traced."""
+    return bool(ctx.module_context.lowering_parameters.for_export)
 
 
 def parts_of(ctx: Any, axis: str) -> tuple[tuple[int, int], ...]:

@@ -42,6 +42,7 @@ from jax_frontend import (
     shard_sequence,
     unshard_sequence,
 )
+from jax_frontend.export import export_checks
 from torch_frontend import context_engine as torch_engine
 from torch_frontend import context_exchange as torch_exchange
 from torch_frontend import context_keys as torch_keys
@@ -426,14 +427,28 @@ def test_a_program_for_gpus_knows_which_device_is_which_part(sizes, names, order
     for token in tokens:
         parts = dict(bridge._calls[token].parts)
         assert parts == {device.id: part for part, devices in enumerate(right) for device in np.ravel(devices)}
-        here = bridged_run._of_devices(tuple(parts.items()))
+        here = bridged_run._of_devices(tuple(parts.items()), jax.devices())
         assert here == {device.local_hardware_id: parts[device.id] for device in jax.devices()}
     truth = jax.jit(forward_of(case))(*(given[key] for key in "qkv"))
     assert np.abs(np.asarray(jax.jit(run)(*placed)) - np.asarray(truth)).max() < NEAR
 
 
+def test_an_exported_program_runs_on_devices_in_another_order():
+    """It takes branches, for it knows no devices."""
+    case, row = CALLED["all_gather-zigzag-2"], P(None, "outer")
+    given = [shards(case, case.arrays())[key] for key in "qkv"]
+    here, there = (Mesh(np.array(jax.devices())[list(order)], ("outer",)) for order in ((0, 1), (3, 1)))
+    inside = forward_of(case, mesh=None, axis_name="outer")
+    run = jax.jit(jax.shard_map(inside, mesh=here, in_specs=(row,) * 3, out_specs=row))
+    right = np.asarray(run(*given))
+    placed = [jax.device_put(array, NamedSharding(here, row)) for array in given]
+    exported = jax.export.export(run, disabled_checks=export_checks())(*placed)
+    assert "callback.step" not in exported.mlir_module() and "stablehlo.case" in exported.mlir_module()
+    elsewhere = [jax.device_put(array, NamedSharding(there, row)) for array in given]
+    assert np.abs(np.asarray(jax.jit(exported.call)(*elsewhere)) - right).max() < NEAR
+
+
 def test_a_program_for_gpus_without_devices_takes_branches():
-    """As one that is exported for a mesh that it does not know."""
     case = CALLED["ring-zigzag-2"]
     run, row = forward_of(case, mesh=None, axis_name="outer"), P(None, "outer")
     mesh = jax.sharding.AbstractMesh((2,), ("outer",), axis_types=(AxisType.Auto,))
