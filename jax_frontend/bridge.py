@@ -1,4 +1,4 @@
-"""The bridge: torch's kernels inside JAX programs. The only file of the project where JAX and torch meet.
+"""The bridge: torch's kernels inside JAX programs. The only file of the project that imports JAX and torch.
 
 What the compiled lane (``compiled_lane``) takes, XLA launches itself. In the callback lane, which takes every call, XLA
 calls one registered function for each direction through its foreign function interface (jax-tvm-ffi), with its own

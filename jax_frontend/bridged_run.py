@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from attn_core import backends
 from attn_core.backends import Gradients
 from attn_core.context_parallel import step_torch
 from attn_core.context_parallel.head_start import head_start
+from attn_core.errors import BridgeError
 from jax_frontend.bridged_call import BridgedCall, BridgedStep, gatherer
 
 Run = Callable[[tuple[Any, ...]], None]
@@ -18,11 +20,10 @@ Run = Callable[[tuple[Any, ...]], None]
 
 
 def run_of(call: BridgedCall | BridgedStep) -> Run:
-    """What runs a call."""
+    """What runs a call; one beside an exchange behind a head start for that."""
     if isinstance(call, BridgedStep):
-        run = _step(call)
-    else:
-        run = _forward(call) if call.direction == "forward" else _backward(call)
+        return _OfParts(call).run
+    run = _forward(call) if call.direction == "forward" else _backward(call)
     return _behind_a_head_start(run) if call.beside else run
 
 
@@ -71,27 +72,48 @@ def _backward(call: BridgedCall) -> Run:
     return backward
 
 
-def _step(call: BridgedStep) -> Run:
-    step = call.step
-    prepared: dict[tuple[int, int], step_torch.Runs] = {}
-    keys = 1 + step.arrays
-    given = keys + 2 * step.after
-    first = given + (not call.parts)
-    parts = _of_devices(call.parts, jax.local_devices(backend="gpu")) if call.parts else {}
+class _OfParts:
+    """What runs a step of context parallelism: on each device what the part that it is does."""
 
-    def run(values: tuple[Any, ...]) -> None:
+    def __init__(self, call: BridgedStep) -> None:
+        step = call.step
+        self._step, self._beside = step, call.beside
+        self._keys = 1 + step.arrays
+        self._given = self._keys + 2 * step.after
+        self._results = self._given + (not call.parts)
+        self._parts = of_devices(call.parts, jax.local_devices(backend="gpu")) if call.parts else None
+
+    def run(self, values: tuple[Any, ...]) -> None:
+        """See ``Run``."""
+        q = values[0]
+        runs = _prepared(self, self._part(values), q.device)
+        if self._beside and runs.tiles:
+            head_start(q.device)
+        out, lse, *scratch = values[self._results : self._results + 4]
+        step_torch.attend(runs, q, values[1 : self._keys], (out, lse), scratch)
+
+    def prepared(self, part: int, device: Any) -> step_torch.Runs:
+        """What a part does."""
+        return step_torch.runs_of(self._step, part, device)
+
+    def _part(self, values: tuple[Any, ...]) -> int:
+        if self._parts is None:
+            return int(values[self._given])
         device = values[0].get_device()
-        part = parts[device] if parts else int(values[given])
-        runs = prepared.get((device, part))
-        if runs is None:
-            runs = prepared[device, part] = step_torch.runs_of(step, part, values[0].device)
-        out, lse, *scratch = values[first : first + 4]
-        step_torch.attend(runs, values[0], values[1:keys], (out, lse), scratch)
-
-    return run
+        if device not in self._parts:
+            raise BridgeError(
+                f"GPU {device}: expected one of {sorted(self._parts)}, those of the mesh that a program with context "
+                "parallelism was compiled for; compile it for the devices that it runs on"
+            )
+        return self._parts[device]
 
 
-def _of_devices(parts: tuple[tuple[int, int], ...], here: Sequence[Any]) -> dict[int, int]:
+@lru_cache(maxsize=64)
+def _prepared(step: _OfParts, part: int, device: Any) -> step_torch.Runs:
+    return step.prepared(part, device)
+
+
+def of_devices(parts: tuple[tuple[int, int], ...], here: Sequence[Any]) -> dict[int, int]:
     """Which part each of this process's devices belongs to, by the number that torch knows it by."""
     ids = dict(parts)
     return {device.local_hardware_id: ids[device.id] for device in here if device.id in ids}

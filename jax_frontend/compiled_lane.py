@@ -25,7 +25,7 @@ from jax_frontend.bridged_call import BridgedCall
 
 log = logging.getLogger("attn_core.compiled_lane")
 MOST_TARGETS = 1000
-"""jax-tvm-ffi keeps 1024 functions in a process; the callback lane needs two."""
+"""jax-tvm-ffi keeps 1024 functions in a process; the callback lane needs one for each direction."""
 
 
 class Lane(NamedTuple):

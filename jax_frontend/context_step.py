@@ -20,6 +20,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
+from attn_core.backends import kind_of
 from attn_core.context_parallel.call import ContextCall
 from attn_core.context_parallel.plan import Step
 from attn_core.context_parallel.step_torch import StepCall
@@ -31,6 +32,11 @@ from jax_frontend.context_tiles import Mine, Runner
 from jax_frontend.ops import low
 from jax_frontend.partitioning import partly_manual
 from jax_frontend.plan import Plan
+
+try:  # jax.sharding.get_mesh is the same, and refused while JAX traces
+    from jax._src.mesh import get_concrete_mesh
+except ImportError:  # then programs for GPUs take branches
+    get_concrete_mesh = None  # type: ignore[assignment]
 
 Array = jax.Array
 Rows = tuple[Array, Array]
@@ -47,7 +53,8 @@ def attend(
     so_far: Rows | None,
 ) -> Rows:
     """``context_tiles.attend`` of this device's kind."""
-    if len(set(kinds)) == 1 or partly_manual() or not _called_back(runner.call, runner.device, step):
+    same = len(set(kinds)) == 1 and so_far is None  # where there is something to add to, torch's merge does it
+    if same or partly_manual() or not _called_back(runner.call, runner.device, step):
         return each_its_own(axes.part, kinds, partial(tiles.attend, runner), q, keys, so_far)  # type: ignore[no-any-return]
     operands = (q, *keys, *(so_far or ()))
     wide = runner.accumulator("q") != jnp.dtype(runner.call.spec.dtype)
@@ -59,7 +66,7 @@ def attend(
         *(*operands, part),
         call=BridgedStep(made, runner.device, runner.beside),
         axis=axes.outer,
-        mesh=jax.sharding.get_abstract_mesh(),
+        meshes=(jax.sharding.get_abstract_mesh(), _in_force()),
         branches=low(branches),
     )
     return out, lse
@@ -95,22 +102,22 @@ def _compiled(branches: ClosedJaxpr) -> Any:
     return jax.jit(lambda *operands: _rearranged(branches, *operands))
 
 
-def _impl(*operands: Any, call: BridgedStep, axis: str, mesh: Any, branches: ClosedJaxpr) -> list[Any]:
+def _impl(*operands: Any, call: BridgedStep, axis: str, meshes: Any, branches: ClosedJaxpr) -> list[Any]:
     return list(_compiled(branches)(*operands))
 
 
-def _abstract(*operands: Any, call: BridgedStep, axis: str, mesh: Any, branches: ClosedJaxpr) -> list[Any]:
+def _abstract(*operands: Any, call: BridgedStep, axis: str, meshes: Any, branches: ClosedJaxpr) -> list[Any]:
     return list(branches.out_avals)
 
 
-def _taken(*operands: Any, call: BridgedStep, axis: str, mesh: Any, branches: ClosedJaxpr) -> list[Any]:
+def _taken(*operands: Any, call: BridgedStep, axis: str, meshes: Any, branches: ClosedJaxpr) -> list[Any]:
     return _rearranged(branches, *operands)
 
 
 def _called(*operands: Any, call: BridgedStep, branches: ClosedJaxpr) -> list[Any]:
     out, lse = branches.out_avals
     types = [(out.shape, out.dtype), (lse.shape, lse.dtype)]
-    scratch = [((call.step.scratch,), call.spec.dtype), ((lse.size,), lse.dtype)]
+    scratch = [((call.step.scratch(kind_of(call.device)),), call.spec.dtype), ((lse.size,), lse.dtype)]
     return list(bridge.run_step(call, local_call.types_like(out, [*types, *scratch]), *operands))
 
 
@@ -118,16 +125,16 @@ _by_branches = mlir.lower_fun(_taken, multiple_results=True)
 _by_callback = mlir.lower_fun(_called, multiple_results=True)
 
 
-def _lowered_for_cpu(ctx: Any, *operands: Any, call: BridgedStep, axis: str, mesh: Any, branches: ClosedJaxpr) -> Any:
+def _lowered_for_cpu(ctx: Any, *operands: Any, call: BridgedStep, axis: str, meshes: Any, branches: ClosedJaxpr) -> Any:
     if _exported(ctx):
-        return _by_branches(ctx, *operands, call=call, axis=axis, mesh=mesh, branches=branches)
+        return _by_branches(ctx, *operands, call=call, axis=axis, meshes=meshes, branches=branches)
     return _by_callback(ctx, *operands, call=call, branches=branches)
 
 
-def _lowered_for_gpu(ctx: Any, *operands: Any, call: BridgedStep, axis: str, mesh: Any, branches: ClosedJaxpr) -> Any:
-    parts = () if _exported(ctx) else parts_of(ctx, axis)
+def _lowered_for_gpu(ctx: Any, *operands: Any, call: BridgedStep, axis: str, meshes: Any, branches: ClosedJaxpr) -> Any:
+    parts = () if _exported(ctx) else parts_of(ctx, axis, meshes[1])
     if not parts:
-        return _by_branches(ctx, *operands, call=call, axis=axis, mesh=mesh, branches=branches)
+        return _by_branches(ctx, *operands, call=call, axis=axis, meshes=meshes, branches=branches)
     known = ctx.replace(avals_in=ctx.avals_in[:-1])
     return _by_callback(known, *operands[:-1], call=call._replace(parts=parts), branches=branches)
 
@@ -137,17 +144,24 @@ def _exported(ctx: Any) -> bool:
     return bool(ctx.module_context.lowering_parameters.for_export)
 
 
-def parts_of(ctx: Any, axis: str) -> tuple[tuple[int, int], ...]:
+def parts_of(ctx: Any, axis: str, traced_under: Any) -> tuple[tuple[int, int], ...]:
     """(the id of a device, its index along a mesh axis) of every device that a program is lowered for.
 
-    Of an abstract mesh, none. JAX checks that the devices of a program are those of its meshes, in their order, and
-    lowers it again for others, as it does for everything that holds a ``custom_partitioning``, which the branches do.
+    Empty where that is not known. JAX checks that the devices of a program are those of its meshes, in their order, and
+    lowers it again for others, as it does for everything that holds a ``custom_partitioning``, which the branches do. A
+    mesh that ``jax.shard_map`` took from ``jax.set_mesh`` is only known to be the program's if the same was in force
+    when it was traced.
     """
-    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
-    if not isinstance(mesh, jax.sharding.Mesh):
+    mesh, now = getattr(ctx.module_context.axis_context, "mesh", None), _in_force()
+    if now is None or not isinstance(mesh, jax.sharding.Mesh) or (mesh == now and now != traced_under):
         return ()
     along = mesh.axis_names.index(axis)
     return tuple((device.id, int(index[along])) for index, device in np.ndenumerate(mesh.devices))
+
+
+def _in_force() -> Any:
+    """The mesh of ``jax.set_mesh``, with its devices; an empty one where there is none, None where JAX does not say."""
+    return None if get_concrete_mesh is None else get_concrete_mesh()
 
 
 def _batched(operands: Any, mapped: Any, *, branches: ClosedJaxpr, **_: Any) -> tuple[list[Any], list[int]]:
@@ -161,6 +175,7 @@ def _derivative(primals: Any, tangents: Any, *, branches: ClosedJaxpr, **_: Any)
     return jax.jvp(lambda *arrays: _rearranged(branches, *arrays), primals, moved)  # type: ignore[no-any-return]
 
 
+# Its parameter ``meshes`` is part of what JAX knows a lowering by: two meshes of one program must not share theirs.
 step_p = Primitive("attn_step")
 step_p.multiple_results = True
 step_p.def_impl(_impl)

@@ -27,7 +27,7 @@ from attn_core.backends import Inputs
 from attn_core.call import ArrayFacts, Arrays, build_spec
 from attn_core.context_parallel import places, step_torch
 from attn_core.context_parallel.layout import layout as spread
-from attn_core.errors import ShapeError, SpecError
+from attn_core.errors import BridgeError, ShapeError, SpecError
 from attn_core.options import Options
 from jax_frontend import (
     attention,
@@ -344,7 +344,6 @@ CALLED = {
     )
 }
 
-"""Parts of equal work without a mask, after their own step."""
 UNEQUAL = {
     "lengths": Case("all_gather", (4,), "zigzag", (23, 31), options={"causal": True}),
     "lengths-wide": Case("all_gather", (3,), "zigzag", (23, 23), dims=(5, 3), options={"causal": True}),
@@ -380,26 +379,49 @@ def forward_of(case: Case, **keywords: Any) -> Any:
     return partial(context_parallel_attention, **{**options, **case.options, "backend": "math", **keywords})
 
 
-@pytest.mark.parametrize("name", ["all_gather-zigzag-2", "all_gather-zigzag-4", "a-row-of-each", "documents-causal"])
-def test_the_bits_are_those_that_a_rank_of_torch_computes(name):
+EQUAL = {
+    "ring-alike": Case("ring", (3,), "zigzag", (48, 48)),
+    "ring-alike-wide": Case("ring", (4,), "contiguous", (64, 64), dims=(5, 3)),
+    "ring-striped": Case("ring", (4,), "striped", (24, 24), options={"causal": True}),
+}
+BITS = [
+    "all_gather-zigzag-2",
+    "all_gather-zigzag-4",
+    "a-row-of-each",
+    "documents-causal",
+    "ring-zigzag-2",
+    "window",
+    *EQUAL,
+]
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_the_bits_are_those_that_a_rank_of_torch_computes(name, monkeypatch):
     """Of one plan, on the same keys: the same kernels on the same tiles, put together in the same order."""
-    case = replace((CALLED | UNEQUAL)[name], sinks=False)
+    case = replace((CALLED | UNEQUAL | EQUAL)[name], sinks=False)
     given = {key: jnp.asarray(array, jnp.float32) for key, array in shards(case, case.arrays()).items()}
     run = forward_of(case)
     found = run(*(given[key] for key in "qkv"))
     found = np.asarray(found[0] if case.options.get("return_lse") else found)
     steps = equations(jax.make_jaxpr(run)(*(given[key] for key in "qkv")).jaxpr)
     call = next(each.params["call"].step.call for each, _ in steps if each.primitive.name == "attn_step")
-    parts = call.plan.outer
+    plan = call.plan
     rows = [torch.from_numpy(np.array(given[key])) for key in "qkv"]
     rows = [row if row.ndim == 4 else row[None] for row in rows]
     found = found if found.ndim == 4 else found[None]
-    for part, (mine, own) in enumerate(zip(zip(*(row.chunk(parts, 1) for row in rows)), np.split(found, parts, 1))):
+    blocks = list(zip(*(row.chunk(plan.outer, 1) for row in rows), strict=True))
+
+    def arrived(work, keys):
+        for step, runs in work.program.steps:
+            source = plan.k_blocks.index(plan.keys(step, work.program.part)) if not step.gathered else None
+            yield step, runs, rows[1:] if step.gathered else blocks[source][1:]
+
+    monkeypatch.setattr(torch_engine, "blocks", arrived)
+    for part, (mine, own) in enumerate(zip(blocks, np.split(found, plan.outer, 1), strict=True)):
         one = torch_program.program(call, part, torch.device("cpu"))
-        work = torch_program.Work(one, torch_exchange.Axis("", parts, part), torch_exchange.Axis("", 1, 0))
-        keys = torch_keys.Keys(mine[1:], lambda: rows[1:])
-        out, _ = torch_engine._attend(work, mine, keys)
-        held = call.plan.q_layout.held(part)
+        work = torch_program.Work(one, torch_exchange.Axis("", plan.outer, part), torch_exchange.Axis("", 1, 0))
+        out, _ = torch_engine._attend(work, mine, torch_keys.Keys(mine[1:]))
+        held = plan.q_layout.held(part)
         assert np.array_equal(out.numpy()[:, :held], own[:, :held])
 
 
@@ -427,7 +449,7 @@ def test_a_program_for_gpus_knows_which_device_is_which_part(sizes, names, order
     for token in tokens:
         parts = dict(bridge._calls[token].parts)
         assert parts == {device.id: part for part, devices in enumerate(right) for device in np.ravel(devices)}
-        here = bridged_run._of_devices(tuple(parts.items()), jax.devices())
+        here = bridged_run.of_devices(tuple(parts.items()), jax.devices())
         assert here == {device.local_hardware_id: parts[device.id] for device in jax.devices()}
     truth = jax.jit(forward_of(case))(*(given[key] for key in "qkv"))
     assert np.abs(np.asarray(jax.jit(run)(*placed)) - np.asarray(truth)).max() < NEAR
@@ -446,6 +468,34 @@ def test_an_exported_program_runs_on_devices_in_another_order():
     assert "callback.step" not in exported.mlir_module() and "stablehlo.case" in exported.mlir_module()
     elsewhere = [jax.device_put(array, NamedSharding(there, row)) for array in given]
     assert np.abs(np.asarray(jax.jit(exported.call)(*elsewhere)) - right).max() < NEAR
+
+
+def test_a_program_traced_under_one_mesh_and_lowered_under_another_takes_branches():
+    """JAX runs it on the devices of the first, and names those of the second when it lowers it."""
+    case, row = CALLED["ring-zigzag-2"], P(None, "outer")
+    given = [shards(case, case.arrays())[key] for key in "qkv"]
+    one, other = (
+        Mesh(np.array(jax.devices())[list(order)], ("outer",), axis_types=(AxisType.Auto,))
+        for order in ((0, 1), (1, 0))
+    )
+    for later, taken in ((one, True), (other, False)):
+        jax.clear_caches()  # what was lowered under the first stays right
+        inside = forward_of(case, mesh=None, axis_name="outer")
+        run = jax.jit(jax.shard_map(inside, in_specs=(row,) * 3, out_specs=row))
+        with jax.set_mesh(one):
+            traced = run.trace(*given)
+        with jax.set_mesh(later):
+            assert ("callback.step" in traced.lower(lowering_platforms=("cuda",)).as_text()) == taken
+
+
+def test_a_device_that_a_program_was_not_compiled_for_is_named(monkeypatch):
+    case = CALLED["ring-zigzag-2"]
+    traced = jax.make_jaxpr(forward_of(case))(*(shards(case, case.arrays())[key] for key in "qkv"))
+    step = next(each.params["call"] for each, _ in equations(traced.jaxpr) if each.primitive.name == "attn_step")
+    monkeypatch.setattr(jax, "local_devices", lambda backend: jax.devices()[:1])
+    run = bridged_run.run_of(step._replace(parts=((jax.devices()[0].id, 1),)))
+    with pytest.raises(BridgeError, match=r"GPU -1: expected one of .* that a program with context parallelism"):
+        run((torch.zeros(1),))
 
 
 def test_a_program_for_gpus_without_devices_takes_branches():
@@ -500,9 +550,10 @@ def test_the_next_block_is_sent_before_this_one_computes():
         context_parallel_attention, mesh=case.mesh, strategy="ring", layout="contiguous", length=case.lengths
     )
     traced = jax.make_jaxpr(partial(call, backend="math"))(*(given[name] for name in "qkv")).jaxpr
-    wanted = ("ppermute", "attn_forward")
+    wanted = ("ppermute", "attn_forward", "attn_step")
     found = [name for name, _ in operations(traced) if name in wanted]
-    assert found == ["ppermute", "ppermute", "attn_forward"] * 3 + ["attn_forward"]
+    hops = ["ppermute", "ppermute"]
+    assert found == [*hops, "attn_forward", *hops, "attn_step", *hops, "attn_step", "attn_step"]
 
 
 @pytest.mark.parametrize("case", ["ring-3-causal", "ring-2x2-causal", "all_gather-2x2-zigzag-rows"])
@@ -785,6 +836,7 @@ def test_a_choice_says_why():
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> Any:
     jax.clear_caches()
+    monkeypatch.setattr(bridge, "_callbacks", {})  # what they have prepared goes with them
     yield monkeypatch
     jax.clear_caches()
 

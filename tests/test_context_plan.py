@@ -346,7 +346,7 @@ def test_the_place_of_another_layout_is_found() -> None:
 
 @given(st.lists(st.integers(0, 30), max_size=20))
 def test_slices_are_the_index(index: list[int]) -> None:
-    found = places.slices(np.array(index, np.int64))
+    found = places.slices(np.array(index, np.int64), limit=64)
     assert found is not None
     assert [place for start, stop in found for place in range(start, stop)] == index
     assert all(start < stop for start, stop in found)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from attn_core.backends import Inputs
+from attn_core.context_parallel import step_torch
 from attn_core.context_parallel.places_torch import Places
 from attn_core.context_parallel.step_torch import put_together
 from attn_core.torch_rewrites import with_sinks
@@ -153,11 +154,8 @@ def summed_in(work: Work, q: Tensor, wide: torch.dtype) -> torch.dtype:
 
 
 def inputs_of(run: Run, q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-    q, k, v = run.q.of(q), run.k.of(k), run.k.of(v)
-    if run.cu_seqlens is None:
-        return Inputs(q, k, v)
-    cu_q, cu_k = run.cu_seqlens
-    return Inputs(q[0], k[0], v[0], cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    """A run's operands of a block's."""
+    return step_torch.inputs_of(run.q.of(q), run.k.of(k), run.k.of(v), run.cu_seqlens)
 
 
 def _returned(work: Work, out: Tensor, lse: Tensor | None) -> Callable[[], list[Tensor]]:

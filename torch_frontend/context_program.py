@@ -13,6 +13,7 @@ from attn_core.context_parallel import places
 from attn_core.context_parallel.call import ContextCall
 from attn_core.context_parallel.places_torch import Places
 from attn_core.context_parallel.plan import Step
+from attn_core.context_parallel.step_torch import Touched, offsets_of, places_of
 from attn_core.context_parallel.tiles import Tile
 from torch_frontend.context_exchange import Axis
 from torch_frontend.plan import Plan, device_name, on_device
@@ -78,7 +79,7 @@ def program(call: ContextCall, part: int, device: torch.device) -> Program:
     split = plan.inner > 1
     q_size = q_block.count if split else plan.q_layout.shard
     k_size = max(block.count for block in plan.k_blocks) if split else plan.k_layout.shard
-    touched, begun = np.zeros(q_size, np.int64), np.zeros(q_size, bool)
+    touched = Touched(q_size)
     steps = []
     for step in plan.steps:
         of_key = of_sum = None
@@ -87,13 +88,9 @@ def program(call: ContextCall, part: int, device: torch.device) -> Program:
             of_key, of_sum = (places.in_blocks(blocks, k_size, wanted) for blocks in (plan.k_blocks, others))
         runs = []
         for tile in step.tiles[part]:
-            rows = places.spans([segment[:2] for segment in tile.segments])
-            keys = places.spans([segment[2:] for segment in tile.segments])
+            rows, keys = places_of(tile)
             read, summed = (keys if index is None else index[keys] for index in (of_key, of_sum))
-            first = not touched[rows].any()
-            runs.append(_run(call, tile, (rows, read, summed), device, first=first))
-            touched[rows] += 1
-            begun[rows] |= first
+            runs.append(_run(call, tile, (rows, read, summed), device, first=touched.by(rows)))
         steps.append((step, tuple(runs)))
     return Program(
         call=call,
@@ -102,7 +99,7 @@ def program(call: ContextCall, part: int, device: torch.device) -> Program:
         q_held=Places(places.order(plan.q_layout, q_block) if split else np.arange(q_size), device),
         k_held=Places(places.order(plan.k_layout, k_block) if split else np.arange(k_size), device),
         k_size=k_size,
-        covered=bool(begun.all()),
+        covered=touched.covered,
         rows_wide=call.sums_rows_wide(part),
         own_wide=call.sums_own_wide(part),
         sent_wide=call.sums_sent_wide,
@@ -114,10 +111,5 @@ def _run(call: ContextCall, tile: Tile, index: tuple[np.ndarray, ...], device: t
     module: Any = backends.load(name, backends.kind_of(device_name(device)))
     forward, backward = (on_device(function, device) for function in (module.forward, module.backward))
     made = Plan(spec, name, forward, backward, False, None, backends.writes_into(module))
-    offsets = None
-    if spec.packed:
-        lengths = ([segment.q_len for segment in tile.segments], [segment.k_len for segment in tile.segments])
-        one, other = (torch.tensor([0, *np.cumsum(each)], dtype=torch.int32, device=device) for each in lengths)
-        offsets = one, other
     q, k, sums = (Places(each, device) for each in index)
-    return Run(made, q, k, sums, offsets, first)
+    return Run(made, q, k, sums, offsets_of(spec, tile, device), first)

@@ -81,7 +81,7 @@ def spans(ranges: Sequence[Sequence[int]]) -> np.ndarray:
     return np.concatenate([np.arange(start, stop) for start, stop in ranges])
 
 
-def slices(index: np.ndarray, limit: int = 64) -> list[tuple[int, int]] | None:
+def slices(index: np.ndarray, limit: int) -> list[tuple[int, int]] | None:
     """An index array as ``[start, stop)`` of neighbours, where that takes no more than ``limit`` of them; else None."""
     if not len(index):
         return []

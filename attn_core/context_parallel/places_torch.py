@@ -82,3 +82,33 @@ class Places:
         made = values.new_empty(shape) if self.count == size else values.new_zeros(shape)
         self.put(made, values, axis)
         return made
+
+
+class PlacesOfParts:
+    """Places among the blocks of several parts as they were gathered, ``size`` places each, in an order; to be read."""
+
+    def __init__(self, index: np.ndarray, size: int, device: Any) -> None:
+        self.count = len(index)
+        self._ranges: list[tuple[int, int, int]] | None = []  # (part, start, stop)
+        for start, stop in places.slices(index, MOST) or ():
+            for part in range(start // size, (stop - 1) // size + 1):
+                self._ranges.append((part, max(start - part * size, 0), min(stop - part * size, size)))
+        if self.count and not self._ranges:
+            import torch
+
+            self._ranges = None
+            self._part, self._place = (torch.from_numpy(each).to(device) for each in (index // size, index % size))
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """``[batch, count, ...]`` of a tensor ``[parts, batch, size, ...]``: a view of neighbours, else a copy."""
+        if self._ranges is None:
+            return tensor[self._part, :, self._place].transpose(0, 1)
+        if len(self._ranges) == 1:
+            part, start, stop = self._ranges[0]
+            return tensor[part, :, start:stop]
+        made = tensor.new_empty((tensor.shape[1], self.count, *tensor.shape[3:]))
+        at = 0
+        for part, start, stop in self._ranges:
+            made[:, at : at + stop - start].copy_(tensor[part, :, start:stop])
+            at += stop - start
+        return made

@@ -18,7 +18,7 @@ from attn_core.backends import Inputs
 from attn_core.context_parallel.call import ContextCall
 from attn_core.context_parallel.merge_torch import merge
 from attn_core.context_parallel.places import among_all, spans
-from attn_core.context_parallel.places_torch import Places
+from attn_core.context_parallel.places_torch import Places, PlacesOfParts
 from attn_core.context_parallel.plan import Step
 from attn_core.context_parallel.tiles import Tile
 from attn_core.spec import AttentionSpec
@@ -58,18 +58,20 @@ class StepCall(NamedTuple):
         """The places of a part's queries."""
         return self.call.plan.inner * self.call.plan.q_layout.shard
 
-    @property
-    def scratch(self) -> int:
-        """Elements of the largest result that is not written where it stays, over all parts; at least 1."""
-        tiles = (self._in_order(part) for part in range(self.call.plan.outer))
-        return max((prod(spec.out_shape) for mine in tiles for spec, direct in mine if not direct), default=1)
+    def scratch(self, kind: str) -> int:
+        """Elements of the largest result that a kernel may write where it does not stay, over all parts; at least 1.
 
-    def _in_order(self, part: int) -> list[tuple[AttentionSpec, bool]]:
-        """(spec, whether a kernel writes all rows of the step's result at once) of each tile of a part."""
-        return [
-            (self.call.backend_of(tile)[0], at == 0 and self.writes_all(tile))
-            for at, tile in enumerate(self.step.tiles[part])
-        ]
+        Args:
+            kind: of the devices, "cpu" or "cuda".
+        """
+        found = [1]
+        for mine in self.step.tiles:
+            for at, tile in enumerate(mine):
+                spec, name = self.call.backend_of(tile)
+                module: Any = backends.load(name, kind)
+                if backends.writes_into(module) and not (at == 0 and self.writes_all(tile)):
+                    found.append(prod(spec.out_shape))
+        return max(found)
 
     def writes_all(self, tile: Tile) -> bool:
         """Whether a part's first tile is its whole result: every row, in the dtype that results are put together in."""
@@ -82,7 +84,7 @@ class TileRun(NamedTuple):
 
     Attributes:
         forward: the backend's; writes: whether it takes buffers for its results.
-        rows, k, v: where its queries, keys and values lie in the step's.
+        rows, keys: where its queries and keys lie in the step's.
         first: whether no tile, and no step, before has touched its queries.
         direct: whether it writes the step's whole result.
     """
@@ -91,8 +93,7 @@ class TileRun(NamedTuple):
     forward: Callable[..., Any]
     writes: bool
     rows: Places
-    k: Places
-    v: Places
+    keys: Places | PlacesOfParts
     cu_seqlens: tuple[Tensor, Tensor] | None
     first: bool
     direct: bool
@@ -110,68 +111,74 @@ class Runs(NamedTuple):
     fresh: bool
 
 
+class Touched:
+    """Which rows have a result as tiles are gone through in their order; all where there were some ``before``."""
+
+    def __init__(self, rows: int, *, before: bool = False) -> None:
+        self._touched, self._begun = np.full(rows, before), np.full(rows, before)
+
+    def by(self, rows: np.ndarray) -> bool:
+        """Whether a tile is the first to touch any of its rows."""
+        first = not self._touched[rows].any()
+        self._touched[rows] = True
+        self._begun[rows] |= first
+        return first
+
+    @property
+    def covered(self) -> bool:
+        """Whether every row was touched by a tile that was the first to touch any of its own."""
+        return bool(self._begun.all())
+
+
+def places_of(tile: Tile) -> tuple[np.ndarray, np.ndarray]:
+    """Where a tile's queries and keys lie in their blocks."""
+    return spans([segment[:2] for segment in tile.segments]), spans([segment[2:] for segment in tile.segments])
+
+
+def offsets_of(spec: AttentionSpec, tile: Tile, device: Any) -> tuple[Tensor, Tensor] | None:
+    """The offsets of a tile's documents, int32 on a torch.device; None where it is not packed."""
+    if not spec.packed:
+        return None
+    import torch
+
+    lengths = ([segment.q_len for segment in tile.segments], [segment.k_len for segment in tile.segments])
+    one, other = (torch.tensor([*accumulate(side, initial=0)], dtype=torch.int32, device=device) for side in lengths)
+    return one, other
+
+
+def inputs_of(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple[Tensor, Tensor] | None) -> Inputs:
+    """A tile's operands, of packed documents without the axis of rows."""
+    if cu_seqlens is None:
+        return Inputs(q, k, v)
+    return Inputs(q[0], k[0], v[0], cu_seqlens_q=cu_seqlens[0], cu_seqlens_k=cu_seqlens[1])
+
+
 def runs_of(call: StepCall, part: int, device: Any) -> Runs:
     """Prepares a part's tiles on a torch.device."""
-    touched = np.full(call.rows, call.after)
-    begun = touched.copy()
-    found = []
+    touched, found, plan = Touched(call.rows, before=call.after), [], call.call.plan
     for tile in call.step.tiles[part]:
-        rows = spans([segment[:2] for segment in tile.segments])
-        keys = spans([segment[2:] for segment in tile.segments])
-        first = not touched[rows].any()
-        found.append(_run(call, tile, rows, _places(call, part, keys), device, first=first))
-        touched[rows] = True
-        begun[rows] |= first
-    return Runs(call, tuple(found), not begun.all())
-
-
-def _run(
-    call: StepCall, tile: Tile, rows: np.ndarray, keys: tuple[np.ndarray, ...], device: Any, *, first: bool
-) -> TileRun:
-    spec, name = call.call.backend_of(tile)
-    module: Any = backends.load(name, device.type)
-    offsets = None
-    if spec.packed:
-        import torch
-
-        lengths = ([segment.q_len for segment in tile.segments], [segment.k_len for segment in tile.segments])
-        sides = ([*accumulate(each, initial=0)] for each in lengths)
-        one, other = (torch.tensor(side, dtype=torch.int32, device=device) for side in sides)
-        offsets = one, other
-    k, v = (Places(index, device) for index in keys)
-    writes = backends.writes_into(module)
-    direct = first and call.writes_all(tile)
-    return TileRun(spec, module.forward, writes, Places(rows, device), k, v, offsets, first, direct)
-
-
-def _places(call: StepCall, part: int, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where a tile's keys and values lie along the axis that ``_of_keys`` gives them."""
-    plan = call.call.plan
-    if not call.step.gathered:
-        return keys, keys
-    keys = among_all(plan, part)[keys]
-    if not _in_turn(call):
-        return keys, keys
-    size = plan.inner * plan.k_layout.shard
-    k = keys // size * (2 * size) + keys % size
-    return k, k + size
-
-
-def _in_turn(call: StepCall) -> bool:
-    """Whether gathered keys are read as they came, a part's k and v in turn; of one row, which has one such axis."""
-    return call.step.gathered and call.paired and call.call.spec.batch == 1
-
-
-def _of_keys(call: StepCall, keys: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """k and v as ``[batch, places, heads, dim]``; one tensor for both where their places lie in turn."""
-    if not call.step.gathered:
-        k, v = keys[0] if call.paired else keys
-        return k, v
-    if _in_turn(call):
-        every = keys[0].flatten(0, 3)[None]
-        return every, every
-    k, v = (keys[0][:, 0], keys[0][:, 1]) if call.paired else keys
-    return k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2)
+        spec, name = call.call.backend_of(tile)
+        module: Any = backends.load(name, device.type)
+        rows, keys = places_of(tile)
+        first = touched.by(rows)
+        if call.step.gathered:
+            index = among_all(plan, part)[keys]
+            of_keys: Any = PlacesOfParts(index, plan.inner * plan.k_layout.shard, device)
+        else:
+            of_keys = Places(keys, device)
+        found.append(
+            TileRun(
+                spec=spec,
+                forward=module.forward,
+                writes=backends.writes_into(module),
+                rows=Places(rows, device),
+                keys=of_keys,
+                cu_seqlens=offsets_of(spec, tile, device),
+                first=first,
+                direct=first and call.writes_all(tile),
+            )
+        )
+    return Runs(call, tuple(found), not touched.covered)
 
 
 def attend(
@@ -185,14 +192,20 @@ def attend(
         scratch: room for a tile's out and lse, of one axis each: ``StepCall.scratch`` elements, and as many as lse has.
     """
     out, lse = results
-    k, v = _of_keys(runs.call, keys)
     if runs.fresh:
         out.zero_()
         lse.fill_(-float("inf"))
+    k, v = keys if len(keys) == 2 else keys[0].unbind(1 if runs.call.step.gathered else 0)
     for run in runs.tiles:
-        shapes = run.spec.out_shape, run.spec.lse_shape
-        room = results if run.direct else tuple(map(_room, scratch, shapes))
-        part_out, part_lse = _computed(run, q, k, v, room)
+        inputs = inputs_of(run.rows.of(q), run.keys.of(k), run.keys.of(v), run.cu_seqlens)
+        if run.writes:
+            shapes = run.spec.out_shape, run.spec.lse_shape
+            room = results if run.direct else tuple(map(_room, scratch, shapes))
+            part_out, part_lse = run.forward(run.spec, inputs, room)
+        else:
+            part_out, part_lse = run.forward(run.spec, inputs)
+        if run.spec.packed:
+            part_out, part_lse = part_out[None], part_lse[None]
         if run.direct:
             for place, found in ((out, part_out), (lse, part_lse)):
                 if found is not place:
@@ -203,16 +216,6 @@ def attend(
 
 def _room(scratch: Tensor, shape: tuple[int, ...]) -> Tensor:
     return scratch[: prod(shape)].view(shape)
-
-
-def _computed(run: TileRun, q: Tensor, k: Tensor, v: Tensor, room: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a tile, with the axis of rows."""
-    inputs = Inputs(run.rows.of(q), run.k.of(k), run.v.of(v))
-    if run.cu_seqlens is not None:
-        cu_q, cu_k = run.cu_seqlens
-        inputs = Inputs(inputs.q[0], inputs.k[0], inputs.v[0], cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
-    out, lse = run.forward(run.spec, inputs, room) if run.writes else run.forward(run.spec, inputs)
-    return (out, lse) if run.cu_seqlens is None else (out[None], lse[None])
 
 
 def put_together(rows: Places, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, *, first: bool) -> None:
