@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -12,9 +13,11 @@ import psutil
 import pytest
 import torch
 
-from attn_core import AttentionSpec, backends
+from attn_core import AttentionSpec, Target, backends
 from attn_core.backends import Inputs
-from jax_frontend import attention, bridge
+from attn_core.context_parallel import step_torch
+from attn_core.context_parallel.call import context_call
+from jax_frontend import attention, bridge, bridged_call, bridged_run
 
 SPEC = AttentionSpec(
     batch=1, q_len=5, kv_len=5, num_heads=2, num_kv_heads=2, head_dim=16, value_dim=16, dtype="float32"
@@ -52,7 +55,7 @@ def test_two_calls_never_share_a_token(monkeypatch):
 def test_a_kernel_beside_an_exchange_waits_a_moment_first(monkeypatch, direction):
     order, math = [], backends.load("math", "cpu")
     kernel = getattr(math, direction)
-    monkeypatch.setattr(bridge, "head_start", lambda device: order.append(str(device)))
+    monkeypatch.setattr(bridged_run, "head_start", lambda device: order.append(str(device)))
     monkeypatch.setattr(math, direction, lambda *given: [order.append("kernel"), kernel(*given)][1])
     q, out, lse = torch.ones(1, 5, 2, 16), torch.empty(1, 5, 2, 16), torch.zeros(1, 2, 5)
     gradients = [torch.empty_like(q) for _ in range(3)]
@@ -64,6 +67,21 @@ def test_a_kernel_beside_an_exchange_waits_a_moment_first(monkeypatch, direction
     assert order == ["kernel"]
     bridge._callback(bridge.token_of(call._replace(beside=True)))(values)
     assert order == ["kernel", "cpu", "kernel"]
+
+
+def test_a_step_of_context_parallelism_waits_only_where_its_part_computes(monkeypatch):
+    """A contiguous causal row over two parts: in the second step the first part sees nothing of the other's keys."""
+    started = []
+    monkeypatch.setattr(bridged_run, "head_start", lambda device: started.append(str(device)))
+    spec = replace(SPEC, q_len=10, kv_len=10, causal=True, return_lse=True)
+    call = context_call(spec, None, "ring", "contiguous", 2, 1, 1, Target("jax", "cpu"), ("math",))
+    step = bridged_call.BridgedStep(step_torch.StepCall(call, 1, paired=False, after=True, wide=False), "cpu", True)
+    q, out, lse = torch.ones(1, 5, 2, 16), torch.full((1, 5, 2, 16), 7.0), torch.zeros(1, 2, 5)
+    scratch = torch.empty(step.step.scratch("cpu")), torch.empty(lse.numel())
+    run = bridged_run.run_of(step)
+    for part, computes in ((0, False), (1, True)):
+        run((q, q, q, out, lse, torch.tensor(part), out, lse, *scratch, "token"))
+        assert started == ["cpu"] * computes and bool((out == 7).all()) != computes
 
 
 def test_results_do_not_alias_and_inputs_are_not_written():
@@ -151,6 +169,7 @@ def test_the_kernel_sees_xla_buffers_without_a_copy(monkeypatch):
 def test_several_devices_of_one_process():
     script = """
 import jax, jax.numpy as jnp, numpy as np
+from dataclasses import replace
 from functools import partial
 from jax_frontend import attention
 call = jax.jit(partial(attention, causal=True, backend="sdpa_flash"))
