@@ -25,6 +25,7 @@ from benchmarks.context_shapes import (
     KV_HEADS,
     MORE,
     REST,
+    RESULTS,
     ROUNDS,
     SHARDS,
     Shape,
@@ -36,7 +37,6 @@ from jax_frontend import attention, explain_context_parallel, shard_sequence, un
 from jax_frontend.context_parallel import context_parallel_attention
 
 AXIS = "cp"
-RESULTS = ("out", "dq", "dk", "dv")
 
 
 def main(arguments: list[str] | None = None) -> None:

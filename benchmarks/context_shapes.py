@@ -40,6 +40,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"causal": True, "window": 777},
 )
 """Options whose errors are measured."""
+RESULTS = ("out", "dq", "dk", "dv")
+"""Whose errors those are."""
 CHECKED, MORE = 2048, 77
 """Tokens of a rank whose errors are measured, and what the row has besides, so that it does not divide."""
 

@@ -31,6 +31,7 @@ from benchmarks.context_shapes import (
     LONG,
     MORE,
     REST,
+    RESULTS,
     ROUNDS,
     SHARDS,
     Shape,
@@ -275,7 +276,7 @@ def _results(attend: Callable[..., Any], tensors: list[torch.Tensor]) -> dict[st
     *leaves, dout = (tensor.clone().requires_grad_() for tensor in tensors)
     out = attend(*leaves)
     gradients = torch.autograd.grad(out, leaves, dout)
-    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
+    return dict(zip(RESULTS, (out.detach(), *gradients), strict=True))
 
 
 def _several(

@@ -76,10 +76,9 @@ class _OfParts:
     """What runs a step of context parallelism: on each device what the part that it is does."""
 
     def __init__(self, call: BridgedStep) -> None:
-        step = call.step
-        self._step, self._beside = step, call.beside
-        self._keys = 1 + step.arrays
-        self._given = self._keys + 2 * step.after
+        self.step, self._beside = call.step, call.beside
+        self._keys = 1 + call.step.arrays
+        self._given = self._keys + 2 * call.step.after
         self._results = self._given + (not call.parts)
         self._parts = of_devices(call.parts, jax.local_devices(backend="gpu")) if call.parts else None
 
@@ -91,10 +90,6 @@ class _OfParts:
             head_start(q.device)
         out, lse, *scratch = values[self._results : self._results + 4]
         step_torch.attend(runs, q, values[1 : self._keys], (out, lse), scratch)
-
-    def prepared(self, part: int, device: Any) -> step_torch.Runs:
-        """What a part does."""
-        return step_torch.runs_of(self._step, part, device)
 
     def _part(self, values: tuple[Any, ...]) -> int:
         if self._parts is None:
@@ -109,8 +104,8 @@ class _OfParts:
 
 
 @lru_cache(maxsize=64)
-def _prepared(step: _OfParts, part: int, device: Any) -> step_torch.Runs:
-    return step.prepared(part, device)
+def _prepared(of: _OfParts, part: int, device: Any) -> step_torch.Runs:
+    return step_torch.runs_of(of.step, part, device)
 
 
 def of_devices(parts: tuple[tuple[int, int], ...], here: Sequence[Any]) -> dict[int, int]:

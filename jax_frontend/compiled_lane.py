@@ -88,7 +88,8 @@ def run(program: Any, call: BridgedCall, results: tuple[Any, ...], operands: tup
         given["dlse"] = jnp.where(given["lse"] == -jnp.inf, 0.0, given["dlse"])
     like = results[0]
     held = {place: given[buffer.name] for place, buffer in enumerate(program.buffers) if buffer.name in given}
-    held |= _zeros(program.buffers, operands[0])
+    if any(buffer.zeros for buffer in program.buffers):
+        held |= _zeros(program.buffers, operands[0])
     for step in program.steps:
         types = [_type(program.buffers[place], like) for place in step.writes]
         updated = {step.reads.index(place): at for at, place in enumerate(step.writes) if place in step.reads}

@@ -15,7 +15,6 @@ from functools import lru_cache, partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
@@ -29,7 +28,7 @@ from jax_frontend import context_tiles as tiles
 from jax_frontend.bridged_call import BridgedStep, calls_of
 from jax_frontend.context_exchange import Axes, each_its_own
 from jax_frontend.context_tiles import Mine, Runner
-from jax_frontend.ops import low
+from jax_frontend.ops import compiled, low
 from jax_frontend.partitioning import partly_manual
 from jax_frontend.plan import Plan
 
@@ -56,14 +55,12 @@ def attend(
     same = len(set(kinds)) == 1 and so_far is None  # where there is something to add to, torch's merge does it
     if same or partly_manual() or not _called_back(runner.call, runner.device, step):
         return each_its_own(axes.part, kinds, partial(tiles.attend, runner), q, keys, so_far)  # type: ignore[no-any-return]
-    operands = (q, *keys, *(so_far or ()))
-    wide = runner.accumulator("q") != jnp.dtype(runner.call.spec.dtype)
-    at = runner.call.plan.steps.index(step)
-    made = StepCall(runner.call, at, paired=len(keys) == 1, after=so_far is not None, wide=wide)
-    part = axes.part
-    branches = _branches(runner, tuple(kinds), len(keys)).trace(part, *operands).jaxpr
+    operands = (q, *keys, *(so_far or ()), axes.part)
+    made = StepCall(runner.call, runner.call.plan.steps.index(step), paired=len(keys) == 1)
+    assert made.after == (so_far is not None)
+    branches = _branches(runner, tuple(kinds), made.arrays).trace(*operands).jaxpr
     out, lse = step_p.bind(
-        *(*operands, part),
+        *operands,
         call=BridgedStep(made, runner.device, runner.beside),
         axis=axes.outer,
         meshes=(jax.sharding.get_abstract_mesh(), _in_force()),
@@ -83,27 +80,17 @@ def _called_back(call: ContextCall, device: str, step: Step) -> bool:
 
 @lru_cache(maxsize=256)
 def _branches(runner: Runner, kinds: tuple[Mine, ...], count: int) -> Any:
-    """A function of a device's part and the operands of its call, in operations that need no mesh."""
+    """A function of the operands of a device's call and its part, in operations that need no mesh."""
 
-    def run(part: Array, q: Array, *rest: Array) -> Rows:
-        keys, so_far = rest[:count], rest[count:]
+    def run(q: Array, *rest: Array) -> Rows:
+        keys, so_far, part = rest[:count], rest[count:-1], rest[-1]
         return each_its_own(part, kinds, partial(tiles.attend, runner), q, keys, so_far or None)  # type: ignore[no-any-return]
 
     return jax.jit(run)
 
 
-def _rearranged(branches: ClosedJaxpr, *operands: Any) -> list[Any]:
-    *arrays, part = operands
-    return list(jaxpr_as_fun(branches)(part, *arrays))
-
-
-@lru_cache(maxsize=256)
-def _compiled(branches: ClosedJaxpr) -> Any:
-    return jax.jit(lambda *operands: _rearranged(branches, *operands))
-
-
 def _impl(*operands: Any, call: BridgedStep, axis: str, meshes: Any, branches: ClosedJaxpr) -> list[Any]:
-    return list(_compiled(branches)(*operands))
+    return list(compiled(branches)(*operands))
 
 
 def _abstract(*operands: Any, call: BridgedStep, axis: str, meshes: Any, branches: ClosedJaxpr) -> list[Any]:
@@ -111,7 +98,7 @@ def _abstract(*operands: Any, call: BridgedStep, axis: str, meshes: Any, branche
 
 
 def _taken(*operands: Any, call: BridgedStep, axis: str, meshes: Any, branches: ClosedJaxpr) -> list[Any]:
-    return _rearranged(branches, *operands)
+    return list(jaxpr_as_fun(branches)(*operands))
 
 
 def _called(*operands: Any, call: BridgedStep, branches: ClosedJaxpr) -> list[Any]:
@@ -165,14 +152,14 @@ def _in_force() -> Any:
 
 
 def _batched(operands: Any, mapped: Any, *, branches: ClosedJaxpr, **_: Any) -> tuple[list[Any], list[int]]:
-    found = jax.vmap(lambda *arrays: _rearranged(branches, *arrays), in_axes=tuple(mapped))(*operands)
+    found = jax.vmap(jaxpr_as_fun(branches), in_axes=tuple(mapped))(*operands)
     return found, [0] * len(found)
 
 
 def _derivative(primals: Any, tangents: Any, *, branches: ClosedJaxpr, **_: Any) -> tuple[Any, Any]:
     """Of its branches, whose kernels say that they have none."""
     moved = [ad.instantiate_zeros(each) for each in tangents]
-    return jax.jvp(lambda *arrays: _rearranged(branches, *arrays), primals, moved)  # type: ignore[no-any-return]
+    return jax.jvp(jaxpr_as_fun(branches), primals, moved)  # type: ignore[no-any-return]
 
 
 # Its parameter ``meshes`` is part of what JAX knows a lowering by: two meshes of one program must not share theirs.

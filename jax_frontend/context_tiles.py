@@ -6,7 +6,6 @@ Queries are ``[batch, rows, heads, dim]``, keys ``[batch, keys, kv_heads, dim]``
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +14,7 @@ import numpy as np
 
 from attn_core.backends import Gradients, Inputs
 from attn_core.context_parallel.call import ContextCall
-from attn_core.context_parallel.places import among_all, spans
+from attn_core.context_parallel.places import among_all, of_tile
 from attn_core.context_parallel.tiles import Tile
 from jax_frontend import ops
 from jax_frontend.context_exchange import Pair, of_all_parts
@@ -77,8 +76,7 @@ class Runner(NamedTuple):
 
     def places(self, mine: Mine, tile: Tile) -> tuple[np.ndarray, np.ndarray]:
         """Where a tile's rows and keys lie. What was gathered stays as it came, one part's block after the other."""
-        rows = spans([segment[:2] for segment in tile.segments])
-        keys = spans([segment[2:] for segment in tile.segments])
+        rows, keys = of_tile(tile)
         return rows, keys if mine.of_part is None else among_all(self.call.plan, mine.of_part)[keys]
 
 
@@ -181,8 +179,7 @@ def _inputs(made: Plan, tile: Tile, index: Index, q: Array, k: Array, v: Array) 
     inputs = Inputs(taken(q, rows, 1), taken(k, keys, 1), taken(v, keys, 1))
     if not made.spec.packed:
         return inputs
-    lengths = [(segment.q_len, segment.k_len) for segment in tile.segments]
-    cu_q, cu_k = (jnp.asarray([0, *accumulate(side)], jnp.int32) for side in zip(*lengths, strict=True))
+    cu_q, cu_k = (jnp.asarray(side, jnp.int32) for side in tile.offsets)
     q, k, v = (array[0] for array in inputs[:3])
     return varying_alike(Inputs(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k))
 

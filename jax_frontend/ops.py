@@ -95,12 +95,13 @@ def low(program: ClosedJaxpr) -> ClosedJaxpr:
 
 
 @lru_cache(maxsize=4096)
-def _compiled(program: ClosedJaxpr) -> Any:
+def compiled(program: ClosedJaxpr) -> Any:
+    """The program as a jitted function."""
     return jax.jit(jaxpr_as_fun(program))
 
 
 def _eager(*operands: Any, call: Folded, program: ClosedJaxpr) -> list[Any]:
-    return list(_compiled(program)(*operands))
+    return list(compiled(program)(*operands))
 
 
 def _abstract(*operands: Any, call: Folded, program: ClosedJaxpr) -> list[Any]:

@@ -75,7 +75,7 @@ def test_a_step_of_context_parallelism_waits_only_where_its_part_computes(monkey
     monkeypatch.setattr(bridged_run, "head_start", lambda device: started.append(str(device)))
     spec = replace(SPEC, q_len=10, kv_len=10, causal=True, return_lse=True)
     call = context_call(spec, None, "ring", "contiguous", 2, 1, 1, Target("jax", "cpu"), ("math",))
-    step = bridged_call.BridgedStep(step_torch.StepCall(call, 1, paired=False, after=True, wide=False), "cpu", True)
+    step = bridged_call.BridgedStep(step_torch.StepCall(call, 1, paired=False), "cpu", True)
     q, out, lse = torch.ones(1, 5, 2, 16), torch.full((1, 5, 2, 16), 7.0), torch.zeros(1, 2, 5)
     scratch = torch.empty(step.step.scratch("cpu")), torch.empty(lse.numel())
     run = bridged_run.run_of(step)

@@ -10,7 +10,6 @@ import torch
 from attn_core.backends import Inputs
 from attn_core.context_parallel import step_torch
 from attn_core.context_parallel.places_torch import Places
-from attn_core.context_parallel.step_torch import put_together
 from attn_core.torch_rewrites import with_sinks
 from torch_frontend import context_exchange as exchange
 from torch_frontend.context_keys import Keys, blocks, keys_of
@@ -140,7 +139,7 @@ def _attend(work: Work, mine: Sequence[Tensor], keys: Keys) -> tuple[Tensor, Ten
                 continue
             if out is None or lse is None:
                 out, lse = made(shape, dtype=summed), q.new_full((batch, heads, rows), -torch.inf, dtype=wide)
-            put_together(run.q, out, lse, part_out, part_lse, first=run.first)
+            step_torch.put_together(run.q, out, lse, part_out, part_lse, first=run.first)
             del part, part_out, part_lse
         del k, v  # the next block arrives beside the one after it, and not beside this one as well
     if out is None or lse is None:  # nobody sees anything

@@ -13,7 +13,7 @@ from attn_core.context_parallel import places
 from attn_core.context_parallel.call import ContextCall
 from attn_core.context_parallel.places_torch import Places
 from attn_core.context_parallel.plan import Step
-from attn_core.context_parallel.step_torch import Touched, offsets_of, places_of
+from attn_core.context_parallel.step_torch import Touched, offsets_of
 from attn_core.context_parallel.tiles import Tile
 from torch_frontend.context_exchange import Axis
 from torch_frontend.plan import Plan, device_name, on_device
@@ -88,7 +88,7 @@ def program(call: ContextCall, part: int, device: torch.device) -> Program:
             of_key, of_sum = (places.in_blocks(blocks, k_size, wanted) for blocks in (plan.k_blocks, others))
         runs = []
         for tile in step.tiles[part]:
-            rows, keys = places_of(tile)
+            rows, keys = places.of_tile(tile)
             read, summed = (keys if index is None else index[keys] for index in (of_key, of_sum))
             runs.append(_run(call, tile, (rows, read, summed), device, first=touched.by(rows)))
         steps.append((step, tuple(runs)))

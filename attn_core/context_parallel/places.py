@@ -9,6 +9,7 @@ import numpy as np
 
 from attn_core.context_parallel.layout import Block, Layout, Run
 from attn_core.context_parallel.plan import Plan
+from attn_core.context_parallel.tiles import Tile
 
 
 def positions(runs: Sequence[Run]) -> np.ndarray:
@@ -79,6 +80,11 @@ def held_positions(layout: Layout, documents: tuple[int, ...] | None) -> np.ndar
 def spans(ranges: Sequence[Sequence[int]]) -> np.ndarray:
     """Ranges ``[start, stop)`` of places as one index array."""
     return np.concatenate([np.arange(start, stop) for start, stop in ranges])
+
+
+def of_tile(tile: Tile) -> tuple[np.ndarray, np.ndarray]:
+    """Where a tile's queries and keys lie in their blocks."""
+    return spans([segment[:2] for segment in tile.segments]), spans([segment[2:] for segment in tile.segments])
 
 
 def slices(index: np.ndarray, limit: int) -> list[tuple[int, int]] | None:

@@ -89,14 +89,19 @@ class PlacesOfParts:
 
     def __init__(self, index: np.ndarray, size: int, device: Any) -> None:
         self.count = len(index)
-        self._ranges: list[tuple[int, int, int]] | None = []  # (part, start, stop)
-        for start, stop in places.slices(index, MOST) or ():
-            for part in range(start // size, (stop - 1) // size + 1):
-                self._ranges.append((part, max(start - part * size, 0), min(stop - part * size, size)))
-        if self.count and not self._ranges:
+        ranges = places.slices(index, MOST)
+        self._ranges = (
+            None
+            if ranges is None
+            else [
+                (part, max(start - part * size, 0), min(stop - part * size, size))
+                for start, stop in ranges
+                for part in range(start // size, (stop - 1) // size + 1)
+            ]
+        )
+        if ranges is None:
             import torch
 
-            self._ranges = None
             self._part, self._place = (torch.from_numpy(each).to(device) for each in (index // size, index % size))
 
     def of(self, tensor: Tensor) -> Tensor:

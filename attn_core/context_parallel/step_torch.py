@@ -7,7 +7,6 @@ For a host that learns only then which part it is. That of JAX is one, whose pro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from attn_core import backends
 from attn_core.backends import Inputs
 from attn_core.context_parallel.call import ContextCall
 from attn_core.context_parallel.merge_torch import merge
-from attn_core.context_parallel.places import among_all, spans
+from attn_core.context_parallel.places import among_all, of_tile
 from attn_core.context_parallel.places_torch import Places, PlacesOfParts
 from attn_core.context_parallel.plan import Step
 from attn_core.context_parallel.tiles import Tile
@@ -33,20 +32,21 @@ class StepCall(NamedTuple):
         at: which of the plan's steps it is.
         paired: whether k and v are one array: ``[2, batch, places, kv_heads, dim]``, or ``[parts, 2, batch, places,
             ...]`` where they were gathered; else each is ``[batch, places, ...]`` or ``[parts, batch, places, ...]``.
-        after: whether results of steps before it are there to be added to.
-        wide: whether results are put together in the dtype of the log-sum-exp.
     """
 
     call: ContextCall
     at: int
     paired: bool
-    after: bool
-    wide: bool
 
     @property
     def step(self) -> Step:
         """The step."""
         return self.call.plan.steps[self.at]
+
+    @property
+    def after(self) -> bool:
+        """Whether results of steps before it are there to be added to."""
+        return self.at > 0
 
     @property
     def arrays(self) -> int:
@@ -75,7 +75,9 @@ class StepCall(NamedTuple):
 
     def writes_all(self, tile: Tile) -> bool:
         """Whether a part's first tile is its whole result: every row, in the dtype that results are put together in."""
-        alone = not self.after and not self.wide and len(tile.segments) == 1
+        call = self.call
+        wide = call.spec.lse_dtype != call.spec.dtype and any(map(call.sums_rows_wide, range(call.plan.outer)))
+        alone = not self.after and not wide and len(tile.segments) == 1
         return alone and tile.segments[0][:2] == (0, self.rows)
 
 
@@ -130,20 +132,14 @@ class Touched:
         return bool(self._begun.all())
 
 
-def places_of(tile: Tile) -> tuple[np.ndarray, np.ndarray]:
-    """Where a tile's queries and keys lie in their blocks."""
-    return spans([segment[:2] for segment in tile.segments]), spans([segment[2:] for segment in tile.segments])
-
-
 def offsets_of(spec: AttentionSpec, tile: Tile, device: Any) -> tuple[Tensor, Tensor] | None:
     """The offsets of a tile's documents, int32 on a torch.device; None where it is not packed."""
     if not spec.packed:
         return None
     import torch
 
-    lengths = ([segment.q_len for segment in tile.segments], [segment.k_len for segment in tile.segments])
-    one, other = (torch.tensor([*accumulate(side, initial=0)], dtype=torch.int32, device=device) for side in lengths)
-    return one, other
+    q, k = (torch.tensor(side, dtype=torch.int32, device=device) for side in tile.offsets)
+    return q, k
 
 
 def inputs_of(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple[Tensor, Tensor] | None) -> Inputs:
@@ -159,7 +155,7 @@ def runs_of(call: StepCall, part: int, device: Any) -> Runs:
     for tile in call.step.tiles[part]:
         spec, name = call.call.backend_of(tile)
         module: Any = backends.load(name, device.type)
-        rows, keys = places_of(tile)
+        rows, keys = of_tile(tile)
         first = touched.by(rows)
         if call.step.gathered:
             index = among_all(plan, part)[keys]

@@ -38,6 +38,13 @@ class Tile(NamedTuple):
         return sum(segment.k_len for segment in self.segments)
 
     @property
+    def offsets(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where each segment's queries and keys begin among those of all, and where the last end."""
+        lengths = ((segment.q_len, segment.k_len) for segment in self.segments)
+        q, k = (tuple(accumulate(side, initial=0)) for side in zip(*lengths, strict=True))
+        return q, k
+
+    @property
     def pairs(self) -> int:
         """How many (query, key) pairs it computes."""
         return sum(self._part(segment).pairs for segment in self.segments)
