@@ -18,12 +18,15 @@ from typing import Any, NamedTuple
 
 from attn_core import flex_functions as functions
 from attn_core.flex_blocks import BLOCK, Table
+from attn_core.torch_recording import differentiable_once
 
 SETTINGS = (
     # Two lengths that happen to be equal are still two lengths.
     ("torch.fx.experimental._config", "use_duck_shape", False),
     # The gradient compiles with its forward, not when autograd's thread first runs it.
     ("torch._functorch.config", "force_non_lazy_backward_lowering", True),
+    # Its graph can be kept.
+    ("torch._functorch.config", "donated_buffer", False),
 )
 """What torch's compiler is told, as far as this version of it has the setting."""
 
@@ -78,6 +81,8 @@ class Program:
                     if hasattr(config, name):
                         settings.enter_context(config.patch(**{name: value}))
                 results = self.run(*arguments)
+            if gradients:
+                differentiable_once(results[0])
             self.ready.add(gradients)
             return results
 

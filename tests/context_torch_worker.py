@@ -65,7 +65,8 @@ class Case(NamedTuple):
         options: other keywords of ``context_parallel_attention``.
         lse_gradient: whether the log-sum-exp has one, too; without it, it is that of a call without gradients.
         device: of the world that runs it.
-        how: "eager", "compile", "compile in parts" (offsets of documents are no part of a graph) or "checkpoint".
+        how: "eager", "compile", "compile in parts" (offsets of documents are no part of a graph), "checkpoint", or
+            "kept": differentiated twice, as ``retain_graph=True`` allows.
     """
 
     axes: tuple[int, ...]
@@ -169,7 +170,10 @@ def run(case: Case) -> dict[str, Array]:
         with torch.no_grad():
             again, lse = call(q, k, v, sinks, return_lse=True)
         assert torch.equal(out, again)
-    gradients = torch.autograd.grad([out, lse][: len(cotangents)], learned, cotangents)
+    differentiate = partial(torch.autograd.grad, [out, lse][: len(cotangents)], learned, cotangents)
+    before = differentiate(retain_graph=True) if case.how == "kept" else ()
+    gradients = differentiate()
+    assert not before or all(map(torch.equal, before, gradients))
     lse_rows = lse[None] if lse.dim() == 2 else lse
     names = ("out", "lse", "dq", "dk", "dv", "dsinks")
     return {name: as_numpy(each) for name, each in zip(names, (out, lse_rows, *gradients))}

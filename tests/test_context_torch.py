@@ -115,7 +115,7 @@ def drawn() -> list[Case]:
 
 
 def special() -> list[Case]:
-    """Compiled, recomputed, and of rows shorter than there are places."""
+    """Compiled, recomputed, differentiated twice, and of rows shorter than there are places."""
     base = Case((2,), "ring", "zigzag", (23, 23), (4, 2), None, (CAUSAL,), True)
     compiled = base._replace(how="compile")
     return [
@@ -124,6 +124,7 @@ def special() -> list[Case]:
         compiled._replace(strategy="all_gather", documents=DOCUMENTS, head_groups=2, how="compile in parts"),
         base._replace(how="checkpoint"),
         base._replace(how="checkpoint", strategy="ulysses"),
+        *(base._replace(how="kept", strategy=strategy) for strategy in ("all_gather", "ring", "ulysses")),
         *(base._replace(axes=axes, strategy=strategy, heads=(8, 2), length=(2, 2)) for axes, strategy in WAYS[6:]),
         *(base._replace(axes=axes, strategy=strategy, heads=(8, 2), length=(1, 9)) for axes, strategy in WAYS[6:]),
     ]
@@ -250,7 +251,7 @@ def test_any_call(results: Any) -> None:
 
 
 @pytest.mark.parametrize("case", special(), ids=lambda case: case.name)
-def test_compiled_recomputed_and_short_rows(results: Any, case: Case) -> None:
+def test_compiled_recomputed_kept_and_short_rows(results: Any, case: Case) -> None:
     assert_right(results, [case])
 
 

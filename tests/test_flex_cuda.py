@@ -318,6 +318,21 @@ def test_the_shortcut_gives_the_same_bits(standing_in: list[Any]) -> None:
 
 
 @needs_no_gpu
+def test_a_graph_of_the_shortcut_is_kept_and_differentiated_once(standing_in: list[Any]) -> None:
+    for name in ("plain", "causal with empty rows"):
+        case, inputs = case_of(name, needs_backward=True)
+        run = flex_cuda.shortcut(case.spec)
+        assert run is not None
+        leaves = [tensor.requires_grad_() for tensor in inputs[:3]]
+        out, _ = run(*leaves)
+        dout = torch.from_numpy(case.dout).float()
+        first, again = (torch.autograd.grad(out, leaves, dout, retain_graph=True) for _ in range(2))
+        assert all(map(torch.equal, first, again))
+        with pytest.raises(RuntimeError, match="attention has no second derivative"):
+            torch.autograd.grad(out, leaves, dout, create_graph=True)
+
+
+@needs_no_gpu
 def test_one_program_serves_every_length(standing_in: list[Any]) -> None:
     """Lengths that happen to be equal, to each other or to the batch, compile nothing anew; nor do windows."""
     sizes = ((2, 130, 140, (5, 0)), (3, 200, 300, (7, 2)), (139, 139, 130, (3, None)), (4, 333, 257, (None, 3)))

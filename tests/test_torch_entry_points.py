@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import subprocess
 import sys
@@ -370,10 +371,25 @@ def test_second_derivatives_are_refused_where_only_a_part_of_a_sum_has_one(entry
         return
     words = "attention has no second derivative|attention_.*backward is not implemented"  # or torch's own
     tensors = [tensor.requires_grad_() for tensor in qkv(device, *lengths(entry)[0])]
-    for moving in tensors[: 1 if entry.self_only else 3]:
-        (first,) = torch.autograd.grad(entry.call(*tensors).square().sum(), moving, create_graph=True)
-        with pytest.raises(RuntimeError, match=words):
+    losses = (torch.square, torch.clone)  # whose gradient depends on the attention, and whose does not
+    for moving, loss in itertools.product(tensors[: 1 if entry.self_only else 3], losses):
+        with pytest.raises(RuntimeError, match=words):  # of the gradient already, where a compiler made it
+            (first,) = torch.autograd.grad(loss(entry.call(*tensors)).sum(), moving, create_graph=True)
             torch.autograd.grad(first.square().sum() + moving.pow(3).sum(), moving)
+
+
+@every_entry
+def test_a_graph_is_kept(entry: Entry, device: str) -> None:
+    """``retain_graph=True``: two losses of one forward, one after the other."""
+    if not entry.learns:
+        return
+    tensors = [tensor.requires_grad_() for tensor in qkv(device, *lengths(entry)[0])]
+    moving = tensors[: 1 if entry.self_only else 3]
+    out = entry.call(*tensors)
+    parts = [torch.autograd.grad(loss, moving, retain_graph=True) for loss in (out.sum(), out.square().sum())]
+    whole = torch.autograd.grad(out.sum() + out.square().sum(), moving)
+    for one, other, expected in zip(*parts, whole, strict=True):
+        close(one + other, expected)
 
 
 def test_forward_mode_is_refused_in_compiled_code(device: str) -> None:

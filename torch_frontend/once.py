@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from attn_core.torch_recording import refuse_second_derivative
+
 Tensor = torch.Tensor
 Backward = Callable[..., Any]
 
@@ -40,9 +42,4 @@ class _Found(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        refuse_second_derivative(ctx)
-
-
-def refuse_second_derivative(ctx: Any, *_: Any) -> None:
-    """Stands where the derivative of a backward would be."""
-    raise RuntimeError("attention has no second derivative: its backward cannot be differentiated again")
+        refuse_second_derivative()

@@ -12,8 +12,8 @@ import torch
 from torch.autograd import forward_ad
 
 from attn_core.backends import Inputs
+from attn_core.torch_recording import refuse_second_derivative
 from torch_frontend import folding, ops
-from torch_frontend.once import refuse_second_derivative
 from torch_frontend.ops import PlainOptions, from_call
 
 Tensor = torch.Tensor
@@ -92,7 +92,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        refuse_second_derivative(ctx)
+        refuse_second_derivative()
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> folding.Found:
@@ -100,4 +100,4 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Any:
-        refuse_second_derivative(ctx)
+        refuse_second_derivative()
