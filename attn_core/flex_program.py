@@ -97,8 +97,22 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """``torch.compile`` with symbolic lengths, and an error where it would run uncompiled."""
     import torch
 
-    options: dict[str, Any] = {"triton.cudagraphs": False}  # its results live in memory that the next call reuses
-    return torch.compile(function, fullgraph=True, dynamic=True, options=options)
+    return torch.compile(function, fullgraph=True, dynamic=True, backend=Compiler())
+
+
+class Compiler:
+    """Inductor; where torch forgets what it compiled (``torch.compiler.reset``), the programs are forgotten, too."""
+
+    def __call__(self, graph: Any, examples: Any) -> Any:
+        """What runs a graph."""
+        from torch._inductor.compile_fx import compile_fx
+
+        no_graphs = {"triton.cudagraphs": False}  # their results live in memory that the next call reuses
+        return compile_fx(graph, examples, config_patches=no_graphs)
+
+    def reset(self) -> None:
+        """For torch to call: what compiles again does so with our settings."""
+        program.cache_clear()
 
 
 @cache
