@@ -30,8 +30,6 @@ from jax_frontend.bridged_call import BridgedCall, BridgedStep, calls_of
 from jax_frontend.bridged_run import run_of
 
 TOKEN_LENGTH = 7
-PATIENCE = 0.002
-"""Seconds that a GPU's callback waits at most for those of others."""
 _calls: dict[str, BridgedCall | BridgedStep] = {}
 """token -> call. Content-addressed: a token means the same in every process, and entries are never changed."""
 _callbacks: dict[str, Callable[[tuple[Any, ...]], None]] = {}
@@ -107,7 +105,7 @@ def _register_targets() -> None:
         finally:
             torch.set_flush_denormal(True)
 
-    on_stream = in_turn(_on_stream(stay))
+    on_stream = _on_stream(stay)
 
     platforms = {
         "cpu": (on_host, ["args", "rets", "attrs.call"]),
@@ -156,27 +154,6 @@ def _staying() -> Callable[[], bool]:
             return here.foreign  # type: ignore[no-any-return]
 
     return stay
-
-
-def in_turn(call: Callable[..., None]) -> Callable[..., None]:
-    """Runs callbacks one after another, those of one GPU and of others.
-
-    Each GPU has a thread of its own, and only one of them can run Python. torch gives up Python's lock in every
-    operation, so that threads which want it at once spend most of their time passing it on: four took four times as
-    long as one after the other. None waits longer than ``PATIENCE``, for the one before may itself be waiting for a GPU
-    (memory is freed, code compiled), and that for this one.
-    """
-    turn = threading.Lock()
-
-    def run(*values: Any) -> None:
-        mine = turn.acquire(timeout=PATIENCE)
-        try:
-            call(*values)
-        finally:
-            if mine:
-                turn.release()
-
-    return run
 
 
 def _on_stream(stay: Callable[[], bool]) -> Callable[..., None]:

@@ -3,8 +3,6 @@
 import subprocess
 import sys
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -51,29 +49,6 @@ def test_two_calls_never_share_a_token(monkeypatch):
     token = bridge.token_of(CALL)
     monkeypatch.setitem(bridge._calls, token, CALL._replace(backend="flex"))
     assert bridge.token_of(CALL) != token
-
-
-def test_callbacks_of_several_gpus_take_turns_but_wait_for_none_that_waits_for_them(monkeypatch):
-    inside, most, together = [], [], threading.Barrier(4)
-
-    def alone(number):
-        inside.append(number)
-        most.append(len(inside))
-        time.sleep(0.001)  # gives up Python's lock, as torch does
-        inside.remove(number)
-
-    def several(call):
-        with ThreadPoolExecutor(4) as threads:
-            list(threads.map(call, range(4)))
-
-    monkeypatch.setattr(bridge, "PATIENCE", 5.0)
-    turns = bridge.in_turn(lambda number: alone(number) if number >= 0 else 1 / 0)
-    with pytest.raises(ZeroDivisionError):  # its turn ends all the same
-        turns(-1)
-    several(turns)
-    assert most == [1, 1, 1, 1]
-    monkeypatch.setattr(bridge, "PATIENCE", 0.001)
-    several(bridge.in_turn(lambda number: together.wait(60)))
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
