@@ -1,12 +1,14 @@
-"""Context parallelism in JAX on several GPUs of one host, in one process.
+"""Context parallelism in JAX on several GPUs of one host: in one process, or in one for each GPU, as torch's ranks are.
 
 python -m benchmarks.context_jax --json part.json
+torchrun --nproc-per-node 2 -m benchmarks.context_jax --json part.json         # speed alone
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -46,18 +48,31 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shards", type=int, nargs="+", default=list(SHARDS))
     parser.add_argument("--only", nargs="+", default=["errors", "speed"], choices=("errors", "speed"))
     options = parser.parse_args(arguments)
+    several = _joined()
     mesh = jax.make_mesh((jax.device_count(),), (AXIS,))
-    found: dict[str, Any] = {"framework": "jax", "world": mesh.size, "environment": environment()}
+    framework = "jax, a process a GPU" if several else "jax"
+    found: dict[str, Any] = {"framework": framework, "world": mesh.size, "environment": environment()}
     measures = {
         "errors": [partial(errors, mesh)],
         "speed": [partial(speed, mesh, Shape(shard, mesh.size)) for shard in options.shards],
     }
-    for name in options.only:
+    for name in ("speed",) if several else options.only:  # errors compare whole rows, which no process of several holds
         found[name] = []
         for measure in measures[name]:
             found[name].append(measure())
-            with open(options.json, "w") as file:
-                json.dump(found, file, indent=1)
+            if jax.process_index() == 0:
+                with open(options.json, "w") as file:
+                    json.dump(found, file, indent=1)
+
+
+def _joined() -> bool:
+    """Whether this is one of several processes, which ``torchrun`` started; then each has the GPU of its number."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        address = f"{os.environ['MASTER_ADDR']}:{int(os.environ['MASTER_PORT']) + 1}"  # that one is torch's
+        jax.distributed.initialize(address, world, rank, local_device_ids=[local])
+    return world > 1
 
 
 def errors(mesh: Any) -> dict[str, Any]:

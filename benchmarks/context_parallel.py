@@ -2,7 +2,8 @@
 
 torchrun --nproc-per-node 2 -m benchmarks.context_torch --json torch.json      # on the GPUs
 python -m benchmarks.context_jax --json jax.json
-python -m benchmarks.context_parallel torch.json jax.json                      # prints the section; needs no GPU
+torchrun --nproc-per-node 2 -m benchmarks.context_jax --json jaxes.json
+python -m benchmarks.context_parallel torch.json jax.json jaxes.json           # prints the section; needs no GPU
 ... --write                                                                    # docs/context_parallel.md, results/
 
 Of several files of one framework a later one replaces what it has as well: of rows for each size of a shard, those of
@@ -32,6 +33,8 @@ GOALS = {
 """By tokens of a rank and ranks: the least efficiency forward, and with backward, of the best of these strategies."""
 MEASURES = ("speed", "errors", "peers", "long")
 ONE = "one GPU"
+JAX = {"jax, a process a GPU": "JAX, a process a GPU", "jax": "JAX, one process"}
+"""How the page calls JAX's processes: as many as torch has ranks, or one with every GPU."""
 SLOWER = 1.05
 """How much longer JAX may take than torch."""
 
@@ -141,7 +144,9 @@ def _versions(where: dict[str, Any]) -> str:
 
 def _goals(rows: list[dict[str, Any]], world: int, found: Measures) -> list[str]:
     """What was to be reached, and what was: by the fastest of the strategies that the goal names."""
-    lines = ["| tokens a rank | | fastest | E | goal | | JAX / torch, goal <= 1.05 |", "|---|---|---|---|---|---|---|"]
+    ways = [name for name in JAX if found.get(name)]
+    shown = "".join(f" {JAX[name]} / torch, goal <= {SLOWER} |" for name in ways)
+    lines = [f"| tokens a rank | | fastest | E | goal | |{shown}", "|---|---|---|---|---|---|" + "---|" * len(ways)]
     for row in (row for row in rows if "error" not in row):
         *least, strategies = GOALS.get((row["shard"], world), (None, None, ()))
         for word, goal in zip(row["seconds"], least, strict=False):
@@ -152,18 +157,24 @@ def _goals(rows: list[dict[str, Any]], world: int, found: Measures) -> list[str]
             best = max(able, key=lambda name: _efficiency(seconds, name, world))
             reached = _efficiency(seconds, best, world)
             verdict = "met" if reached >= goal else "missed"
-            jax = {name: time for name, time in _jax(row, word, found).items() if name.startswith(strategies)}
-            ratio = ""
-            if jax:
-                name = min(jax, key=lambda name: statistics.median(jax[name]))
-                share = statistics.median(jax[name]) / min(statistics.median(seconds[name]) for name in able)
-                ratio = f"{share:.3f} ({name}), {'met' if share <= SLOWER else 'missed'}"
-            cells = row["shard"], word, best, f"{reached:.3f}", f">= {goal}", verdict, ratio
+            torch_takes = min(statistics.median(seconds[name]) for name in able)
+            ratios = [_beside(_jax(row, word, found, way), strategies, torch_takes) for way in ways]
+            cells = row["shard"], word, best, f"{reached:.3f}", f">= {goal}", verdict, *ratios
             lines.append(f"| {' | '.join(map(str, cells))} |")
     measured = {row["shard"] for row in rows if "error" not in row}
     for shard in (shard for shard, ranks in GOALS if ranks == world and shard not in measured):
-        lines.append(f"| {shard} | | not measured | | | | |")
+        lines.append(f"| {shard} | | not measured | | | |{' |' * len(ways)}")
     return [*lines, ""]
+
+
+def _beside(jax: dict[str, list[float]], strategies: tuple[str, ...], torch: float) -> str:
+    """The fastest of JAX's over torch's seconds, and whether that is well."""
+    times = {name: statistics.median(each) for name, each in jax.items() if name.startswith(strategies)}
+    if not times:
+        return "not measured"
+    name = min(times, key=lambda name: times[name])
+    share = times[name] / torch
+    return f"{share:.3f} ({name}), {'met' if share <= SLOWER else 'missed'}"
 
 
 def _silent(name: str) -> bool:
@@ -177,33 +188,34 @@ def _speed(row: dict[str, Any], world: int, found: Measures) -> list[str]:
     backend = row["notes"][words[0]].get(ONE, ""), row["notes"][words[-1]].get(ONE, "")
     lines = [f"#### {row['shard']} tokens a rank, {world} GPUs", ""]
     lines += [f"One GPU: {backend[0]} forward, {backend[1]} with backward.", ""]
-    lines += [
-        "| | " + " | ".join(f"{word}, ms | E | waiting, ms | JAX, ms" for word in words) + " | beyond inputs, GB |"
-    ]
-    lines += ["|---" * (2 + 4 * len(words)) + "|"]
+    ways = [name for name in JAX if _jax(row, words[0], found, name)]
+    columns = " | ".join(["ms", "E", "waiting, ms", *(f"{JAX[name]}, ms" for name in ways)])
+    lines += ["| | " + " | ".join(f"{word}, {columns}" for word in words) + " | beyond inputs, GB |"]
+    lines += ["|---" * (2 + (3 + len(ways)) * len(words)) + "|"]
     for name in (name for name in row["seconds"][words[0]] if not _silent(name)):
-        cells = [cell for word in words for cell in _cells(row, word, name, world, found)]
+        cells = [cell for word in words for cell in _cells(row, word, name, world, found, ways)]
         memory = row["memory"][words[-1]].get(name)
         lines.append(f"| {name} | {' | '.join(cells)} | {'' if memory is None else f'{memory / 1e9:.2f}'} |")
     return [*lines, ""]
 
 
-def _cells(row: dict[str, Any], word: str, name: str, world: int, found: Measures) -> Iterator[str]:
+def _cells(row: dict[str, Any], word: str, name: str, world: int, found: Measures, ways: list[str]) -> Iterator[str]:
     seconds = row["seconds"][word]
     if name not in seconds:
-        yield from ("not run", "", "", "")
+        yield from ("not run", "", "", *("" for _ in ways))
         return
     yield _ms(seconds[name])
     yield "" if name == ONE else f"{_efficiency(seconds, name, world):.3f}"
     silent = seconds.get(f"{name}, nothing sent")
     yield "" if silent is None else f"{1e3 * (statistics.median(seconds[name]) - statistics.median(silent)):.2f}"
-    times = _jax(row, word, found).get(name)
-    yield "" if times is None else _ms(times)
+    for way in ways:
+        times = _jax(row, word, found, way).get(name)
+        yield "" if times is None else _ms(times)
 
 
-def _jax(row: dict[str, Any], word: str, found: Measures) -> dict[str, list[float]]:
+def _jax(row: dict[str, Any], word: str, found: Measures, way: str) -> dict[str, list[float]]:
     """JAX's seconds of the same shape, by candidate."""
-    rows = found.get("jax", {}).get("speed", [])
+    rows = found.get(way, {}).get("speed", [])
     same = next((other for other in rows if other.get("shard") == row["shard"]), {})
     return same.get("seconds", {}).get(word, {})  # type: ignore[no-any-return]
 

@@ -59,6 +59,17 @@ def test_goals_are_judged_by_the_strategies_they_name(fastest: float, verdict: s
     assert f"| 8192 | forward | ulysses, contiguous | {verdict}" in text
 
 
+def test_jax_in_one_process_and_in_several_stand_beside_each_other() -> None:
+    several = {**JAX, "framework": "jax, a process a GPU"}
+    several["speed"] = [{"shard": 8192, "seconds": {"forward": {"ulysses, contiguous": [2.31]}}}]
+    text = report.section(report.combined([TORCH, JAX, several]))
+    assert "| JAX, a process a GPU / torch, goal <= 1.05 | JAX, one process / torch, goal <= 1.05 |" in text
+    assert "| 1.100 (ulysses, contiguous), missed | 1.048 (ulysses, contiguous), met |" in text
+    row = next(line for line in text.splitlines() if line.startswith("| ulysses, contiguous |"))
+    assert row.split(" | ")[4:6] == ["2310.00", "2200.00"]
+    assert "| not measured | not measured |" in next(line for line in text.splitlines() if "8192 | forward + b" in line)
+
+
 @pytest.mark.parametrize(("largest", "verdict"), [(2.9, "met"), (3.1, "missed")])
 def test_errors_are_judged(largest: float, verdict: str) -> None:
     errors = {"out": {"several": {"mean": 1.2, "max": largest}, "one": {"mean": 1.0, "max": 1.0}}}
