@@ -41,23 +41,26 @@ REGRET_GOALS = {"geometric mean": 1.03, "worst": 1.25}
 def combined(figures: list[Path], junit: list[Path], memcheck: Path | None, sweep: Path | None) -> dict[str, Any]:
     """The figures with what the tests, compute-sanitizer and the sweep left behind, as one piece of plain data.
 
-    Of several files of figures, each replaces the measures of those before it that it has as well.
+    Of several files of figures, each replaces the measures of those before it that it has as well. The first may be
+    what was combined before, benchmarks/results/hopper.json: what is not given again stays as it was there.
 
     Raises:
         ValueError: when their versions differ; what a later run did without has not changed.
     """
     result, *later = (json.loads(path.read_text(encoding="utf-8")) for path in figures)
-    result["later"] = []
+    result.setdefault("later", [])
     for more in later:
         had = result["environment"]["versions"]
         if any(version not in (None, had.get(name)) for name, version in more["environment"]["versions"].items()):
             raise ValueError(f"{[str(path) for path in figures]}: measured with different versions")
         result["measures"] |= more["measures"]
         result["later"].append({"date": more["environment"]["date"], "measures": list(more["measures"])})
-    result["tests"] = junit_outcome(junit) if junit else None
-    result["memcheck"] = None if memcheck is None else memcheck_outcome(memcheck)
-    result["sweep"] = None if sweep is None else sweep_outcome(sweep)
-    return result
+    found = {
+        "tests": junit_outcome(junit) if junit else None,
+        "memcheck": None if memcheck is None else memcheck_outcome(memcheck),
+        "sweep": None if sweep is None else sweep_outcome(sweep),
+    }
+    return result | {name: made if made is not None else result.get(name) for name, made in found.items()}
 
 
 def page(result: dict[str, Any]) -> str:

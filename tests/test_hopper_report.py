@@ -244,3 +244,16 @@ def test_a_later_run_replaces_what_it_measured_again(files: dict[str, Path], tmp
     later.write_text(json.dumps({"environment": other, "measures": again}), encoding="utf-8")
     with pytest.raises(ValueError, match="different versions"):
         combined([files["hopper.json"], later], [], None, None)
+
+
+def test_what_is_not_given_again_stays(files: dict[str, Path], tmp_path: Path) -> None:
+    whole = combined(
+        [files["hopper.json"], files["hopper.json"]], [files["results.xml"]], *(files[n] for n in FILES[1:])
+    )
+    before, later = tmp_path / "before.json", tmp_path / "later.xml"
+    before.write_text(json.dumps(whole), encoding="utf-8")
+    assert combined([before], [], None, None) == json.loads(before.read_text(encoding="utf-8"))
+    later.write_text(JUNIT.replace("tests.test_", "tests.test_other_"), encoding="utf-8")
+    found = combined([before], [later], None, None)
+    assert [source["source"] for source in found["tests"]["sources"]] == ["later.xml"]
+    assert {**found, "tests": None} == {**json.loads(before.read_text(encoding="utf-8")), "tests": None}
