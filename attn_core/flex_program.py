@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from attn_core import flex_functions as functions
 from attn_core.flex_blocks import BLOCK, Table
-from attn_core.torch_recording import differentiable_once
+from attn_core.torch_autograd import differentiable_once
 
 SETTINGS = (
     # Two lengths that happen to be equal are still two lengths.

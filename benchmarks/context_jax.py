@@ -46,9 +46,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True)
     parser.add_argument("--shards", type=int, nargs="+", default=list(SHARDS))
-    parser.add_argument("--only", nargs="+", default=["errors", "speed"], choices=("errors", "speed"))
+    parser.add_argument("--only", nargs="+", choices=("errors", "speed"), help="all that there is, if not given")
     options = parser.parse_args(arguments)
     several = _joined()
+    if several and "errors" in (options.only or ()):
+        parser.error("errors: are of whole rows, which no process of several holds; run it in one")
     mesh = jax.make_mesh((jax.device_count(),), (AXIS,))
     framework = "jax, a process a GPU" if several else "jax"
     found: dict[str, Any] = {"framework": framework, "world": mesh.size, "environment": environment()}
@@ -56,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
         "errors": [partial(errors, mesh)],
         "speed": [partial(speed, mesh, Shape(shard, mesh.size)) for shard in options.shards],
     }
-    for name in ("speed",) if several else options.only:  # errors compare whole rows, which no process of several holds
+    for name in options.only or (["speed"] if several else list(measures)):
         found[name] = []
         for measure in measures[name]:
             found[name].append(measure())

@@ -13,7 +13,7 @@ import torch
 
 from attn_core import override
 from attn_core.options import Options
-from attn_core.torch_recording import refuse_second_derivative
+from attn_core.torch_autograd import refuse_second_derivative
 from torch_frontend import autocast, context_engine, context_gradients
 from torch_frontend.context_program import Work
 from torch_frontend.context_work import Question, Ranks, prepared

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from attn_core.torch_recording import refuse_second_derivative
+from attn_core.torch_autograd import refuse_second_derivative
 
 Tensor = torch.Tensor
 Backward = Callable[..., Any]

@@ -16,7 +16,7 @@ import torch
 from attn_core import override
 from attn_core.backends import NAMES, Gradients, Inputs
 from attn_core.options import Options
-from attn_core.torch_recording import refuse_second_derivative
+from attn_core.torch_autograd import refuse_second_derivative
 from torch_frontend import folding
 from torch_frontend.autocast import switched_off
 from torch_frontend.plan import Plan, gradients_in_order, metadata, plan, run_backward, run_forward

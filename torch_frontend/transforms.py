@@ -12,7 +12,7 @@ import torch
 from torch.autograd import forward_ad
 
 from attn_core.backends import Inputs
-from attn_core.torch_recording import refuse_second_derivative
+from attn_core.torch_autograd import refuse_second_derivative
 from torch_frontend import folding, ops
 from torch_frontend.ops import PlainOptions, from_call
 

@@ -30,7 +30,7 @@ from attn_core.flex_program import Signature, flex, program
 from attn_core.kernel_limits import tables
 from attn_core.spec import AttentionSpec
 from attn_core.support import Build, Support
-from attn_core.torch_recording import recording
+from attn_core.torch_autograd import recording
 
 FRAMEWORK = "torch"
 REQUIRES = "torch>=2.11 with its triton"
