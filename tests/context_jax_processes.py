@@ -1,10 +1,12 @@
 """One of several processes that share a row in JAX: what it finds is compared with the whole row in one.
 
 python context_jax_processes.py RANK PROCESSES PORT cpu|cuda BACKEND
+python context_jax_processes.py RANK PROCESSES PORT dies ""            # the last one dies between two calls
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 from typing import Any
@@ -19,18 +21,46 @@ CASES = {
 }
 
 
+HEARTBEAT = 10
+"""Seconds without a sign of life after which a process counts as dead."""
+
+
+def joined(rank: int, processes: int, port: int, *, on_cpu: bool = True) -> Any:
+    """The mesh of all processes, each with two CPU devices or a GPU."""
+    if on_cpu:
+        jax.config.update("jax_num_cpu_devices", 2)
+    devices = None if on_cpu else [rank]
+    jax.distributed.initialize(
+        f"localhost:{port}", processes, rank, local_device_ids=devices, heartbeat_timeout_seconds=HEARTBEAT
+    )
+    mesh = jax.make_mesh((jax.device_count(),), ("cp",))
+    assert mesh.size == processes * (2 if on_cpu else 1) == processes * jax.local_device_count()
+    return mesh
+
+
+def without_one(rank: int, processes: int, port: int) -> None:
+    """Calls twice; the last process only once."""
+    from jax_frontend import context_parallel_attention, shard_sequence
+
+    where = {"mesh": joined(rank, processes, port), "axis_name": "cp"}
+    x = shard_sequence(jax.numpy.ones((1, LENGTH, 2, 8)), **where)
+    call = jax.jit(lambda x: context_parallel_attention(x, x, x, causal=True, length=LENGTH, **where))
+    call(x).block_until_ready()
+    print("called once", flush=True)
+    if rank == processes - 1:
+        os._exit(3)
+    call(x).block_until_ready()
+    print("called twice", flush=True)
+
+
 def main(rank: int, processes: int, port: int, device: str, backend: str) -> None:
     """Raises AssertionError for a result that is not that of one device."""
     on_cpu = device == "cpu"
-    if on_cpu:
-        jax.config.update("jax_num_cpu_devices", 2)  # of each process
-    jax.distributed.initialize(f"localhost:{port}", processes, rank, local_device_ids=None if on_cpu else [rank])
+    mesh = joined(rank, processes, port, on_cpu=on_cpu)
     from jax.experimental.multihost_utils import process_allgather
 
     from jax_frontend import attention, context_parallel_attention, shard_sequence, unshard_sequence
 
-    mesh = jax.make_mesh((jax.device_count(),), ("cp",))
-    assert mesh.size == processes * (2 if on_cpu else 1) == processes * jax.local_device_count()
     rng, dim, dtype = np.random.default_rng(0), *((8, jax.numpy.float64) if on_cpu else (64, jax.numpy.bfloat16))
     whole = [jax.numpy.asarray(rng.standard_normal((1, LENGTH, heads, dim)), dtype) for heads in (8, 4, 4, 8)]
     trained = backend != "flash3"  # whose published build has no backward
@@ -57,4 +87,5 @@ def main(rank: int, processes: int, port: int, device: str, backend: str) -> Non
 
 if __name__ == "__main__":
     number, count, where_to_meet, kind, name = sys.argv[1:]
-    main(int(number), int(count), int(where_to_meet), kind, name)
+    place = int(number), int(count), int(where_to_meet)
+    without_one(*place) if kind == "dies" else main(*place, kind, name)

@@ -12,14 +12,14 @@ from attn_core import Target
 
 pytest.importorskip("flax")
 
+ON_CPU = {"PATH": "", "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1", "OMP_NUM_THREADS": "1"}
+
 
 @pytest.mark.timeout(1800)
 def test_on_four_devices():
     paths = ":".join(path for path in sys.path if path)
-    env = {
-        **{"PATH": "", "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1", "OMP_NUM_THREADS": "1"},
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
-    }
+    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    env = {**ON_CPU, "PYTHONPATH": paths, "XLA_FLAGS": flags}
     checks = Path(__file__).with_name("context_jax_worker.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=8", str(checks)]
     found = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
@@ -28,7 +28,7 @@ def test_on_four_devices():
 
 
 def in_processes(count, device, backend, **environment):
-    """Runs ``context_jax_processes.py`` so many times at once, and asserts that each is content."""
+    """(exit codes, what each said) of ``context_jax_processes.py``, run so many times at once."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -47,14 +47,20 @@ def in_processes(count, device, backend, **environment):
     finally:
         for process in started:
             process.kill()
-    assert [process.returncode for process in started] == [0] * count, "\n".join(text[-3000:] for text in said)
+    return [process.returncode for process in started], said
 
 
 @pytest.mark.timeout(500)
 def test_two_processes_share_a_row():
-    flags = "--xla_backend_optimization_level=0"
-    environment = {"PATH": "", "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1", "OMP_NUM_THREADS": "1"}
-    in_processes(2, "cpu", "math", **environment, XLA_FLAGS=flags)
+    codes, said = in_processes(2, "cpu", "math", **ON_CPU, XLA_FLAGS="--xla_backend_optimization_level=0")
+    assert codes == [0, 0], "\n".join(text[-3000:] for text in said)
+
+
+@pytest.mark.timeout(500)
+def test_a_process_that_dies_ends_the_others_with_an_error():
+    codes, said = in_processes(2, "dies", "", **ON_CPU)
+    assert all("called once" in text and "called twice" not in text for text in said)
+    assert codes[1] == 3 and codes[0] not in (0, 3) and "heartbeat" in said[0], said[0][-3000:]
 
 
 @pytest.mark.cuda
@@ -66,4 +72,5 @@ def test_a_process_for_each_gpu(backend):
         pytest.skip("needs two GPUs")
     if reason := dict(Target.here("jax", "sm90").unavailable).get(backend, ""):
         pytest.skip(reason)
-    in_processes(2, "cuda", backend, **{**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+    codes, said = in_processes(2, "cuda", backend, **{**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+    assert codes == [0, 0], "\n".join(text[-3000:] for text in said)
