@@ -7,8 +7,8 @@ signature holds all that would make a variant, lengths and batch are symbols in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache, lru_cache
 from hashlib import sha256
 from importlib import import_module
@@ -20,15 +20,26 @@ from attn_core import flex_functions as functions
 from attn_core.flex_blocks import BLOCK, Table
 from attn_core.torch_autograd import differentiable_once
 
-SETTINGS = (
-    # Two lengths that happen to be equal are still two lengths.
-    ("torch.fx.experimental._config", "use_duck_shape", False),
+TRACING = (("torch.fx.experimental._config", "use_duck_shape", False),)
+"""What torch is told while it traces a program: two lengths that happen to be equal are still two lengths."""
+COMPILING = (
     # The gradient compiles with its forward, not when autograd's thread first runs it.
     ("torch._functorch.config", "force_non_lazy_backward_lowering", True),
-    # Its graph can be kept.
+    # A backward overwrites nothing that its forward saved; see differentiable_once.
     ("torch._functorch.config", "donated_buffer", False),
 )
-"""What torch's compiler is told, as far as this version of it has the setting."""
+"""What torch is told while it compiles one, also where it does so again. Of torch 2.11 other threads see it, too."""
+
+
+@contextmanager
+def told(settings: tuple[tuple[str, str, Any], ...]) -> Iterator[None]:
+    """A block in which torch has these settings, as far as its version knows them."""
+    with ExitStack() as stack:
+        for module, name, value in settings:
+            config: Any = import_module(module)
+            if hasattr(config, name):
+                stack.enter_context(config.patch(**{name: value}))
+        yield
 
 
 class Signature(NamedTuple):
@@ -63,7 +74,8 @@ class Program:
         digest = sha256(repr(signature).encode()).hexdigest()[:8]
         code = program.__code__.replace(co_name=f"{function.__name__}_{digest}")
         own = FunctionType(code, program.__globals__, code.co_name, None, program.__closure__)
-        self.run = compiled(own)
+        self.compiler = Compiler()
+        self.run = compiled(own, self.compiler)
         self.name = function.__name__.strip("_")
         self.ready: set[bool] = set()
 
@@ -73,17 +85,15 @@ class Program:
         gradients = torch.is_grad_enabled()
         with lock():
             if gradients in self.ready:
-                return self.run(*arguments)
-            refuse_capture(f"the {self.name} program of this call is not compiled yet")
-            with ExitStack() as settings:
-                for module, name, value in SETTINGS:
-                    config: Any = import_module(module)
-                    if hasattr(config, name):
-                        settings.enter_context(config.patch(**{name: value}))
                 results = self.run(*arguments)
-            if gradients:
+            else:
+                refuse_capture(f"the {self.name} program of this call is not compiled yet")
+                with told(TRACING):
+                    results = self.run(*arguments)
+                self.ready.add(gradients)
+            if self.compiler.fresh:  # torch compiles again where a setting of the process has changed, for one
+                self.compiler.fresh = False
                 differentiable_once(results[0])
-            self.ready.add(gradients)
             return results
 
 
@@ -93,26 +103,38 @@ def program(function: Callable[..., Any], *signature: Hashable) -> Program:
     return Program(function, signature)
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], compiler: Compiler) -> Callable[..., Any]:
     """``torch.compile`` with symbolic lengths, and an error where it would run uncompiled."""
     import torch
 
-    return torch.compile(function, fullgraph=True, dynamic=True, backend=Compiler())
+    return torch.compile(function, fullgraph=True, dynamic=True, backend=compiler)
 
 
 class Compiler:
-    """Inductor; where torch forgets what it compiled (``torch.compiler.reset``), the programs are forgotten, too."""
+    """Inductor with our settings, every time; ``fresh`` where it has compiled and nobody has taken note.
+
+    Where torch forgets what it compiled (``torch.compiler.reset``), the programs are forgotten, too.
+    """
+
+    fresh = False
 
     def __call__(self, graph: Any, examples: Any) -> Any:
         """What runs a graph."""
-        from torch._inductor.compile_fx import compile_fx
-
-        no_graphs = {"triton.cudagraphs": False}  # their results live in memory that the next call reuses
-        return compile_fx(graph, examples, config_patches=no_graphs)
+        with told(COMPILING):
+            made = inductor(graph, examples)
+        self.fresh = True
+        return made
 
     def reset(self) -> None:
-        """For torch to call: what compiles again does so with our settings."""
+        """For torch to call."""
         program.cache_clear()
+
+
+def inductor(graph: Any, examples: Any) -> Any:
+    """torch's own compiler, without CUDA graphs, whose results live in memory that the next call reuses."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(graph, examples, config_patches={"triton.cudagraphs": False})
 
 
 @cache

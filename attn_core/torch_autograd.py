@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,18 +30,30 @@ def recording() -> Iterator[None]:
 def differentiable_once(result: Any) -> None:
     """Lets the graph of a compiled function be kept (``retain_graph=True``), and refuses to differentiate its gradient.
 
-    torch refuses both in one error, since its backward may overwrite what the forward saved. Compiled with
-    ``donated_buffer=False`` it overwrites nothing, and refuses all the same; told otherwise, it would differentiate a
-    gradient without a word, by what depends on ``dout`` alone. Torch without these two names keeps its error.
+    torch refuses both in one error, for its backward may overwrite what the forward saved. Of a function compiled with
+    ``donated_buffer=False`` it overwrites nothing, and torch refuses all the same until ``bw_donated_idxs`` says that
+    there is nothing. Then it would differentiate a gradient by what depends on ``dout`` alone, or by nothing, without
+    an error. A torch that does not say ``bw_donated_idxs`` keeps its own.
 
     Args:
         result: an output of the compiled function, whose every graph is changed; one without a graph changes nothing.
     """
     made: Any = getattr(getattr(result, "grad_fn", None), "_forward_cls", None)
     metadata: Any = getattr(made, "metadata", None)
-    if hasattr(made, "_double_backward") and getattr(metadata, "bw_donated_idxs", ()) is None:
-        made._double_backward = staticmethod(refuse_second_derivative)
+    if getattr(metadata, "bw_donated_idxs", ()) is None:
+        made.backward = staticmethod(_once(made.backward))
         metadata.bw_donated_idxs = []
+
+
+def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(ctx: Any, *gradients: Any) -> Any:
+        import torch
+
+        if torch.is_grad_enabled():  # create_graph=True
+            refuse_second_derivative()
+        return backward(ctx, *gradients)
+
+    return run
 
 
 def refuse_second_derivative(*_: Any) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.context_shapes import (
@@ -33,7 +34,7 @@ from benchmarks.context_shapes import (
     Shape,
     calls_of,
 )
-from benchmarks.hopper_group import jax_turn, take_turns
+from benchmarks.hopper_group import Turn, jax_turn, take_turns
 from benchmarks.measure import environment
 from jax_frontend import attention, explain_context_parallel, shard_sequence, unshard_sequence
 from jax_frontend.context_parallel import context_parallel_attention
@@ -137,15 +138,29 @@ def speed(mesh: Any, shape: Shape) -> dict[str, Any]:
             try:
                 jax.block_until_ready(run())
             except Exception as error:
+                if jax.process_count() > 1:
+                    raise  # the others run it, and wait
                 notes[name] = f"not run: {type(error).__name__}: {error}"
                 print(name, notes[name][:600], flush=True)
                 continue
             runs[name] = run
         found["notes"][word] = notes
-        turns = {name: jax_turn(run) for name, run in runs.items()}
+        turns = {name: _of_all(jax_turn(run)) for name, run in runs.items()}
         calls = calls_of(shape, training=training)
         found["seconds"][word] = take_turns(turns, calls=calls, rounds=ROUNDS, rest=REST)
     return found
+
+
+def _of_all(turn: Turn) -> Turn:
+    """A turn that processes begin together, and that takes as long as the slowest of them."""
+    if jax.process_count() == 1:
+        return turn
+
+    def together(calls: int) -> float:
+        multihost_utils.sync_global_devices("turn")
+        return float(np.max(multihost_utils.process_allgather(np.float32(turn(calls)))))
+
+    return together
 
 
 def _arrays(mesh: Any, tokens: int) -> list[Any]:

@@ -144,9 +144,8 @@ def _versions(where: dict[str, Any]) -> str:
 
 def _goals(rows: list[dict[str, Any]], world: int, found: Measures) -> list[str]:
     """What was to be reached, and what was: by the fastest of the strategies that the goal names."""
-    ways = [name for name in JAX if found.get(name)]
-    shown = "".join(f" {JAX[name]} / torch, goal <= {SLOWER} |" for name in ways)
-    lines = [f"| tokens a rank | | fastest | E | goal | |{shown}", "|---|---|---|---|---|---|" + "---|" * len(ways)]
+    shown = "".join(f" {way} / torch, goal <= {SLOWER} |" for way in JAX.values())
+    lines = [f"| tokens a rank | | fastest | E | goal | |{shown}", "|---|---|---|---|---|---|" + "---|" * len(JAX)]
     for row in (row for row in rows if "error" not in row):
         *least, strategies = GOALS.get((row["shard"], world), (None, None, ()))
         for word, goal in zip(row["seconds"], least, strict=False):
@@ -158,12 +157,12 @@ def _goals(rows: list[dict[str, Any]], world: int, found: Measures) -> list[str]
             reached = _efficiency(seconds, best, world)
             verdict = "met" if reached >= goal else "missed"
             torch_takes = min(statistics.median(seconds[name]) for name in able)
-            ratios = [_beside(_jax(row, word, found, way), strategies, torch_takes) for way in ways]
+            ratios = [_beside(_jax(row, word, found, way), strategies, torch_takes) for way in JAX]
             cells = row["shard"], word, best, f"{reached:.3f}", f">= {goal}", verdict, *ratios
             lines.append(f"| {' | '.join(map(str, cells))} |")
     measured = {row["shard"] for row in rows if "error" not in row}
     for shard in (shard for shard, ranks in GOALS if ranks == world and shard not in measured):
-        lines.append(f"| {shard} | | not measured | | | |{' |' * len(ways)}")
+        lines.append(f"| {shard} | | not measured | | | |{' |' * len(JAX)}")
     return [*lines, ""]
 
 

@@ -1,13 +1,14 @@
 """One of several processes that share a row in JAX: what it finds is compared with the whole row in one.
 
 python context_jax_processes.py RANK PROCESSES PORT cpu|cuda BACKEND
-python context_jax_processes.py RANK PROCESSES PORT dies ""            # the last one dies between two calls
+python context_jax_processes.py RANK PROCESSES PORT dies ""            # the last one dies after a call
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from functools import partial
 from typing import Any
 
@@ -21,17 +22,17 @@ CASES = {
 }
 
 
-HEARTBEAT = 10
-"""Seconds without a sign of life after which a process counts as dead."""
+def joined(rank: int, processes: int, port: int, *, on_cpu: bool = True, heartbeat: int = 100) -> Any:
+    """The mesh of all processes, each with two CPU devices or a GPU.
 
-
-def joined(rank: int, processes: int, port: int, *, on_cpu: bool = True) -> Any:
-    """The mesh of all processes, each with two CPU devices or a GPU."""
+    Args:
+        heartbeat: seconds without a sign of life after which a process counts as dead.
+    """
     if on_cpu:
         jax.config.update("jax_num_cpu_devices", 2)
     devices = None if on_cpu else [rank]
     jax.distributed.initialize(
-        f"localhost:{port}", processes, rank, local_device_ids=devices, heartbeat_timeout_seconds=HEARTBEAT
+        f"localhost:{port}", processes, rank, local_device_ids=devices, heartbeat_timeout_seconds=heartbeat
     )
     mesh = jax.make_mesh((jax.device_count(),), ("cp",))
     assert mesh.size == processes * (2 if on_cpu else 1) == processes * jax.local_device_count()
@@ -39,18 +40,18 @@ def joined(rank: int, processes: int, port: int, *, on_cpu: bool = True) -> Any:
 
 
 def without_one(rank: int, processes: int, port: int) -> None:
-    """Calls twice; the last process only once."""
+    """Calls once, after which the last process dies and the others wait, for nothing that it has."""
     from jax_frontend import context_parallel_attention, shard_sequence
 
-    where = {"mesh": joined(rank, processes, port), "axis_name": "cp"}
+    where = {"mesh": joined(rank, processes, port, heartbeat=10), "axis_name": "cp"}
     x = shard_sequence(jax.numpy.ones((1, LENGTH, 2, 8)), **where)
     call = jax.jit(lambda x: context_parallel_attention(x, x, x, causal=True, length=LENGTH, **where))
     call(x).block_until_ready()
-    print("called once", flush=True)
+    print("called", flush=True)
     if rank == processes - 1:
         os._exit(3)
-    call(x).block_until_ready()
-    print("called twice", flush=True)
+    time.sleep(100)
+    print("waited", flush=True)
 
 
 def main(rank: int, processes: int, port: int, device: str, backend: str) -> None:

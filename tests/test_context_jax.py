@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -27,50 +28,48 @@ def test_on_four_devices():
     assert " passed" in found.stdout and "skipped" not in found.stdout
 
 
-def in_processes(count, device, backend, **environment):
-    """(exit codes, what each said) of ``context_jax_processes.py``, run so many times at once."""
+def in_processes(folder, count, device, backend, **environment):
+    """(exit codes, what each said) of ``context_jax_processes.py``, run so many times at once; a late one is killed."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    paths = ":".join(path for path in sys.path if path)
     script = str(Path(__file__).with_name("context_jax_processes.py"))
-    started = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), str(count), port, device, backend],
-            **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True},
-            env={**environment, "PYTHONPATH": paths},
-        )
-        for rank in range(count)
-    ]
-    try:
-        said = [process.communicate(timeout=400)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [process.returncode for process in started], said
+    env = {**environment, "PYTHONPATH": ":".join(path for path in sys.path if path)}
+    started, said = [], [folder / f"{rank}.txt" for rank in range(count)]
+    for rank, path in enumerate(said):
+        command = [sys.executable, script, str(rank), str(count), port, device, backend]
+        with path.open("w") as file:
+            started.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env))
+    end = time.monotonic() + 400
+    while any(process.poll() is None for process in started) and time.monotonic() < end:
+        time.sleep(0.1)
+    for process in started:
+        process.kill()
+    return [process.wait() for process in started], [path.read_text() for path in said]
 
 
 @pytest.mark.timeout(500)
-def test_two_processes_share_a_row():
-    codes, said = in_processes(2, "cpu", "math", **ON_CPU, XLA_FLAGS="--xla_backend_optimization_level=0")
+def test_two_processes_share_a_row(tmp_path):
+    codes, said = in_processes(tmp_path, 2, "cpu", "math", **ON_CPU, XLA_FLAGS="--xla_backend_optimization_level=0")
     assert codes == [0, 0], "\n".join(text[-3000:] for text in said)
 
 
 @pytest.mark.timeout(500)
-def test_a_process_that_dies_ends_the_others_with_an_error():
-    codes, said = in_processes(2, "dies", "", **ON_CPU)
-    assert all("called once" in text and "called twice" not in text for text in said)
+def test_a_process_that_dies_ends_the_others_with_an_error(tmp_path):
+    codes, said = in_processes(tmp_path, 2, "dies", "", **ON_CPU)
+    assert all("called" in text and "waited" not in text for text in said), said
     assert codes[1] == 3 and codes[0] not in (0, 3) and "heartbeat" in said[0], said[0][-3000:]
 
 
 @pytest.mark.cuda
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("backend", ["flash3", "flash4", "flash2", "sdpa_flash"])
-def test_a_process_for_each_gpu(backend):
+def test_a_process_for_each_gpu(backend, tmp_path):
     jax = pytest.importorskip("jax")
     if len(jax.devices("gpu")) < 2:
         pytest.skip("needs two GPUs")
     if reason := dict(Target.here("jax", "sm90").unavailable).get(backend, ""):
         pytest.skip(reason)
-    codes, said = in_processes(2, "cuda", backend, **{**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    codes, said = in_processes(tmp_path, 2, "cuda", backend, **environment)
     assert codes == [0, 0], "\n".join(text[-3000:] for text in said)
