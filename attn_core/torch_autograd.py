@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 _KEYS = ("ADInplaceOrView", "AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
@@ -41,15 +42,18 @@ def differentiable_once(result: Any) -> None:
     made: Any = getattr(getattr(result, "grad_fn", None), "_forward_cls", None)
     metadata: Any = getattr(made, "metadata", None)
     if getattr(metadata, "bw_donated_idxs", ()) is None:
-        made.backward = staticmethod(_once(made.backward))
+        made.backward = staticmethod(without_create_graph(made.backward))
         metadata.bw_donated_idxs = []
 
 
-def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
+def without_create_graph(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """An autograd function's backward that refuses to be recorded, where what was saved has no way to the inputs."""
+
+    @wraps(backward)
     def run(ctx: Any, *gradients: Any) -> Any:
         import torch
 
-        if torch.is_grad_enabled():  # create_graph=True
+        if torch.is_grad_enabled():
             refuse_second_derivative()
         return backward(ctx, *gradients)
 

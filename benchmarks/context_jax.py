@@ -7,7 +7,6 @@ torchrun --nproc-per-node 2 -m benchmarks.context_jax --json part.json         #
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Callable
 from functools import partial
@@ -33,6 +32,7 @@ from benchmarks.context_shapes import (
     SHARDS,
     Shape,
     calls_of,
+    write_measures,
 )
 from benchmarks.hopper_group import Turn, jax_turn, take_turns
 from benchmarks.measure import environment
@@ -49,33 +49,29 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shards", type=int, nargs="+", default=list(SHARDS))
     parser.add_argument("--only", nargs="+", choices=("errors", "speed"), help="all that there is, if not given")
     options = parser.parse_args(arguments)
-    several = _joined()
+    _join()
+    several = jax.process_count() > 1
     if several and "errors" in (options.only or ()):
         parser.error("errors: are of whole rows, which no process of several holds; run it in one")
     mesh = jax.make_mesh((jax.device_count(),), (AXIS,))
     framework = "jax, a process a GPU" if several else "jax"
     found: dict[str, Any] = {"framework": framework, "world": mesh.size, "environment": environment()}
-    measures = {
+    measures: dict[str, list[Callable[[], Any]]] = {
         "errors": [partial(errors, mesh)],
         "speed": [partial(speed, mesh, Shape(shard, mesh.size)) for shard in options.shards],
     }
-    for name in options.only or (["speed"] if several else list(measures)):
-        found[name] = []
-        for measure in measures[name]:
-            found[name].append(measure())
-            if jax.process_index() == 0:
-                with open(options.json, "w") as file:
-                    json.dump(found, file, indent=1)
+    names = options.only or (["speed"] if several else list(measures))
+    path = options.json if jax.process_index() == 0 else None
+    write_measures(found, {name: measures[name] for name in names}, path)
 
 
-def _joined() -> bool:
-    """Whether this is one of several processes, which ``torchrun`` started; then each has the GPU of its number."""
+def _join() -> None:
+    """Of several processes, which ``torchrun`` started, each takes the GPU of its number."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         address = f"{os.environ['MASTER_ADDR']}:{int(os.environ['MASTER_PORT']) + 1}"  # that one is torch's
         jax.distributed.initialize(address, world, rank, local_device_ids=[local])
-    return world > 1
 
 
 def errors(mesh: Any) -> dict[str, Any]:

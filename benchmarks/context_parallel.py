@@ -127,9 +127,9 @@ def _world(world: int, found: Measures) -> list[str]:
         lines += _speed(row, world, found)
     if torch.get("peers"):
         lines += _peers(torch["peers"], speed)
-    for name in ("torch", "jax"):
+    for name, called in (("torch", "torch"), ("jax", "JAX")):
         if rows := found.get(name, {}).get("errors"):
-            lines += _errors(rows, {"torch": "torch", "jax": "JAX"}[name])
+            lines += _errors(rows, called)
     if torch.get("long"):
         lines += _long(torch["long"])
     return lines

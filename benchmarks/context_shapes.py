@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -49,3 +51,14 @@ CHECKED, MORE = 2048, 77
 def calls_of(shape: Shape, *, training: bool) -> int:
     """How many calls are timed together: forwards of short rows are many, so that a queue's beginning counts little."""
     return max(2, min(16, 2**18 // shape.tokens) if training else min(64, 2**34 // shape.tokens**2))
+
+
+def write_measures(found: dict[str, Any], measures: dict[str, Iterable[Callable[[], Any]]], path: str | None) -> None:
+    """Adds to ``found`` what each of the measures gives, and writes it after every one; nowhere without a path."""
+    for name, of_name in measures.items():
+        found[name] = []
+        for measure in of_name:
+            found[name].append(measure())
+            if path is not None:
+                with open(path, "w") as file:
+                    json.dump(found, file, indent=1)

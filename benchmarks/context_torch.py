@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -36,6 +35,7 @@ from benchmarks.context_shapes import (
     SHARDS,
     Shape,
     calls_of,
+    write_measures,
 )
 from benchmarks.hopper_group import take_turns
 from benchmarks.measure import environment
@@ -59,13 +59,9 @@ def main(arguments: list[str] | None = None) -> None:
     mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("cp",))
     found: dict[str, Any] = {"framework": "torch", "world": mesh.size(), "environment": environment()}
     faulthandler.dump_traceback_later(options.stop_after, exit=True)
-    for name in options.only:
-        found[name] = []
-        for about, measure in MEASURES[name](mesh, options.shards):
-            found[name].append(guarded(about, measure))
-            if dist.get_rank() == 0:
-                with open(options.json, "w") as file:
-                    json.dump(found, file, indent=1)
+    asked = {name: MEASURES[name](mesh, options.shards) for name in options.only}
+    measures = {name: [partial(guarded, *each) for each in of_name] for name, of_name in asked.items()}
+    write_measures(found, measures, options.json if dist.get_rank() == 0 else None)
     faulthandler.cancel_dump_traceback_later()
     dist.barrier()
     dist.destroy_process_group()

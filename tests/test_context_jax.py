@@ -13,14 +13,14 @@ from attn_core import Target
 
 pytest.importorskip("flax")
 
-ON_CPU = {"PATH": "", "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1", "OMP_NUM_THREADS": "1"}
+PATHS = {"PYTHONPATH": ":".join(path for path in sys.path if path)}
+ON_CPU = {**PATHS, "PATH": "", "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.timeout(1800)
 def test_on_four_devices():
-    paths = ":".join(path for path in sys.path if path)
     flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
-    env = {**ON_CPU, "PYTHONPATH": paths, "XLA_FLAGS": flags}
+    env = {**ON_CPU, "XLA_FLAGS": flags}
     checks = Path(__file__).with_name("context_jax_worker.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=8", str(checks)]
     found = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
@@ -34,12 +34,11 @@ def in_processes(folder, count, device, backend, **environment):
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     script = str(Path(__file__).with_name("context_jax_processes.py"))
-    env = {**environment, "PYTHONPATH": ":".join(path for path in sys.path if path)}
     started, said = [], [folder / f"{rank}.txt" for rank in range(count)]
     for rank, path in enumerate(said):
         command = [sys.executable, script, str(rank), str(count), port, device, backend]
         with path.open("w") as file:
-            started.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env))
+            started.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment))
     end = time.monotonic() + 400
     while any(process.poll() is None for process in started) and time.monotonic() < end:
         time.sleep(0.1)
@@ -70,6 +69,6 @@ def test_a_process_for_each_gpu(backend, tmp_path):
         pytest.skip("needs two GPUs")
     if reason := dict(Target.here("jax", "sm90").unavailable).get(backend, ""):
         pytest.skip(reason)
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment = {**os.environ, **PATHS, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     codes, said = in_processes(tmp_path, 2, "cuda", backend, **environment)
     assert codes == [0, 0], "\n".join(text[-3000:] for text in said)

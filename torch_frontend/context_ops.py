@@ -13,7 +13,7 @@ import torch
 
 from attn_core import override
 from attn_core.options import Options
-from attn_core.torch_autograd import refuse_second_derivative
+from attn_core.torch_autograd import without_create_graph
 from torch_frontend import autocast, context_engine, context_gradients
 from torch_frontend.context_program import Work
 from torch_frontend.context_work import Question, Ranks, prepared
@@ -34,9 +34,8 @@ class Attention(torch.autograd.Function):
         return tuple(results) if len(results) > 1 else results[0]
 
     @staticmethod
+    @without_create_graph
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
-        if torch.is_grad_enabled():  # create_graph=True: what was saved has no way back to the shards
-            refuse_second_derivative()
         sinks, *tensors = ctx.saved_tensors
         size = len(context_engine.Saved._fields)
         saved = [context_engine.Saved(*tensors[at : at + size]) for at in range(0, len(tensors), size)]
