@@ -16,8 +16,8 @@ from attn_core.preference_table import regrets, summary
 def junit_outcome(paths: list[Path]) -> dict[str, Any]:
     """Counts by file, what failed, and what was skipped with its reasons, from pytest's JUnit XML.
 
-    Of a test that several files have, the last one that did not skip it counts. Outcomes are "passed", "failed",
-    "skipped" and "xfailed", for what is known not to hold.
+    Of a test that several files have, the last one that did not skip it counts, or the last where all did. Outcomes are
+    "passed", "failed", "skipped" and "xfailed", for what is known not to hold.
     """
     cases: dict[tuple[str, str], tuple[str, str]] = {}
     sources = []
@@ -32,7 +32,9 @@ def junit_outcome(paths: list[Path]) -> dict[str, Any]:
         again = len(found.keys() & cases.keys())
         date = suites[0].get("timestamp", "")[:10] if suites else ""
         sources.append({"source": path.name, "date": date, "tests": len(found), "again": again})
-        cases |= {case: told for case, told in found.items() if told[0] != "skipped" or case not in cases}
+        for case, told in found.items():
+            if told[0] != "skipped" or cases.get(case, told)[0] == "skipped":
+                cases[case] = told
     files: dict[str, Counter[str]] = {}
     for (classname, _), (outcome, _) in cases.items():
         file = next((part for part in classname.split(".") if part.startswith("test_")), classname)

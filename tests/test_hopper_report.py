@@ -153,6 +153,9 @@ def test_the_last_run_of_a_test_counts(files: dict[str, Path], tmp_path: Path) -
     nothing_there.write_text(JUNIT.replace('<failure message="no">no</failure>', '<skipped message="bare"/>'), "utf-8")
     found = combined([files["hopper.json"]], [later, nothing_there], None, None)["tests"]
     assert found["failed"] == [] and "bare" not in found["skipped"]  # a skip takes no outcome back
+    nothing_there.write_text(JUNIT.replace("needs two GPUs", "bare"), "utf-8")
+    found = combined([files["hopper.json"]], [later, nothing_there], None, None)["tests"]
+    assert found["skipped"] == {"bare": 1}  # but it does another skip's reason
 
 
 def test_memcheck_is_believed_only_with_a_summary(files: dict[str, Path]) -> None:
