@@ -105,15 +105,15 @@ class PlacesOfParts:
             self._part, self._place = (torch.from_numpy(each).to(device) for each in (index // size, index % size))
 
     def of(self, tensor: Tensor) -> Tensor:
-        """``[batch, count, ...]`` of a tensor ``[parts, batch, size, ...]``: a view of neighbours, else a copy."""
+        """``[..., count, heads, dim]`` of ``[parts, ..., size, heads, dim]``: a view of neighbours, else a copy."""
         if self._ranges is None:
-            return tensor[self._part, :, self._place].transpose(0, 1)
+            return tensor.movedim(-3, 1)[self._part, self._place].movedim(0, -3)
         if len(self._ranges) == 1:
             part, start, stop = self._ranges[0]
-            return tensor[part, :, start:stop]
-        made = tensor.new_empty((tensor.shape[1], self.count, *tensor.shape[3:]))
+            return tensor[part].narrow(-3, start, stop - start)
+        made = tensor.new_empty((*tensor.shape[1:-3], self.count, *tensor.shape[-2:]))
         at = 0
         for part, start, stop in self._ranges:
-            made[:, at : at + stop - start].copy_(tensor[part, :, start:stop])
+            made.narrow(-3, at, stop - start).copy_(tensor[part].narrow(-3, start, stop - start))
             at += stop - start
         return made

@@ -86,7 +86,7 @@ class TileRun(NamedTuple):
 
     Attributes:
         forward: the backend's; writes: whether it takes buffers for its results.
-        rows, keys: where its queries and keys lie in the step's.
+        rows, keys: where its queries and keys lie in the step's; of what was gathered, in what the part takes of it.
         first: whether no tile, and no step, before has touched its queries.
         direct: whether it writes the step's whole result.
     """
@@ -95,7 +95,7 @@ class TileRun(NamedTuple):
     forward: Callable[..., Any]
     writes: bool
     rows: Places
-    keys: Places | PlacesOfParts
+    keys: Places
     cu_seqlens: tuple[Tensor, Tensor] | None
     first: bool
     direct: bool
@@ -105,11 +105,13 @@ class Runs(NamedTuple):
     """What a part does in a step.
 
     Attributes:
+        taken: of what was gathered, the keys that its tiles need, in their order; None where nothing was.
         fresh: whether rows are to be set to what those without keys have: 0 and -inf.
     """
 
     call: StepCall
     tiles: tuple[TileRun, ...]
+    taken: PlacesOfParts | None
     fresh: bool
 
 
@@ -151,30 +153,38 @@ def inputs_of(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple[Tensor, Tensor]
 
 def runs_of(call: StepCall, part: int, device: Any) -> Runs:
     """Prepares a part's tiles on a torch.device."""
-    touched, found, plan = Touched(call.rows, before=call.after), [], call.call.plan
-    for tile in call.step.tiles[part]:
+    touched, found, mine = Touched(call.rows, before=call.after), [], call.step.tiles[part]
+    needed = _needed(mine) if call.step.gathered else None
+    for tile in mine:
         spec, name = call.call.backend_of(tile)
         module: Any = backends.load(name, device.type)
         rows, keys = of_tile(tile)
         first = touched.by(rows)
-        if call.step.gathered:
-            index = among_all(plan, part)[keys]
-            of_keys: Any = PlacesOfParts(index, plan.inner * plan.k_layout.shard, device)
-        else:
-            of_keys = Places(keys, device)
         found.append(
             TileRun(
                 spec=spec,
                 forward=module.forward,
                 writes=backends.writes_into(module),
                 rows=Places(rows, device),
-                keys=of_keys,
+                keys=Places(keys if needed is None else np.searchsorted(needed, keys), device),
                 cu_seqlens=offsets_of(spec, tile, device),
                 first=first,
                 direct=first and call.writes_all(tile),
             )
         )
-    return Runs(call, tuple(found), not touched.covered)
+    return Runs(call, tuple(found), _taken(call, part, needed, device), not touched.covered)
+
+
+def _needed(tiles: Sequence[Tile]) -> np.ndarray:
+    """int64, in order: which of the keys of a step some tile needs."""
+    return np.unique(np.concatenate([np.zeros(0, np.int64), *(of_tile(tile)[1] for tile in tiles)]))
+
+
+def _taken(call: StepCall, part: int, needed: np.ndarray | None, device: Any) -> PlacesOfParts | None:
+    if needed is None:
+        return None
+    plan = call.call.plan
+    return PlacesOfParts(among_all(plan, part)[needed], plan.inner * plan.k_layout.shard, device)
 
 
 def attend(
@@ -191,7 +201,11 @@ def attend(
     if runs.fresh:
         out.zero_()
         lse.fill_(-float("inf"))
-    k, v = keys if len(keys) == 2 else keys[0].unbind(1 if runs.call.step.gathered else 0)
+    if not runs.tiles:
+        return
+    if runs.taken is not None:
+        keys = tuple(map(runs.taken.of, keys))
+    k, v = keys if len(keys) == 2 else keys[0].unbind(0)
     for run in runs.tiles:
         inputs = inputs_of(run.rows.of(q), run.keys.of(k), run.keys.of(v), run.cu_seqlens)
         if run.writes:

@@ -1,0 +1,58 @@
+"""Places on torch tensors, and a step's keys as a part takes them of what was gathered."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attn_core import AttentionSpec, Target
+from attn_core.context_parallel import step_torch
+from attn_core.context_parallel.call import context_call
+from attn_core.context_parallel.places_torch import MOST, Places, PlacesOfParts
+
+CPU = torch.device("cpu")
+
+
+def indices(size):
+    """Index arrays: ranges of neighbours, and many places apart, for which an index is kept."""
+    ranges = st.lists(st.tuples(st.integers(0, size - 1), st.integers(1, 9)), min_size=1, max_size=MOST)
+    neighbours = ranges.map(lambda found: np.concatenate([np.arange(a, min(a + n, size)) for a, n in found]))
+    apart = st.lists(st.integers(0, size - 1), min_size=1, max_size=3 * MOST).map(np.asarray)
+    return neighbours | apart
+
+
+@given(index=indices(40), axis=st.sampled_from([1, 2]))
+def test_places_are_read_and_written_as_an_index_would(index, axis):
+    whole = torch.randn(2, 40, 40, 3)
+    places, right = Places(index, CPU), whole.index_select(axis, torch.from_numpy(index))
+    assert torch.equal(places.of(whole, axis), right)
+    if places.distinct:
+        wiped = whole.clone()
+        places.put(wiped, torch.zeros_like(right), axis)
+        assert torch.equal(wiped, whole.index_fill(axis, torch.from_numpy(index), 0.0))
+
+
+@given(index=indices(4 * 10), pairs=st.booleans())
+def test_places_of_parts_are_those_of_their_blocks_end_to_end(index, pairs):
+    whole = torch.randn(4, *([2] if pairs else []), 3, 10, 2, 5)  # [parts, (k and v,) batch, size, heads, dim]
+    end_to_end = torch.cat(whole.unbind(0), -3)
+    found = PlacesOfParts(index, 10, CPU).of(whole)
+    assert torch.equal(found, end_to_end.index_select(-3, torch.from_numpy(index)))
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("part", range(4))
+def test_a_part_takes_each_gathered_key_once_and_tiles_share_it(monkeypatch, part, window):
+    """Of a zigzag row over four parts, whose two pieces of queries see much the same keys of others."""
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8}
+    window = {} if window is None else {"window": (window, 0)}
+    spec = AttentionSpec(
+        batch=1, q_len=160, kv_len=160, dtype="float32", causal=True, return_lse=True, **sizes, **window
+    )
+    call = context_call(spec, None, "all_gather", "zigzag", 4, 1, 1, Target("torch", "cpu"), ("math",))
+    (at,) = (at for at, step in enumerate(call.plan.steps) if step.gathered)
+    runs = step_torch.runs_of(step_torch.StepCall(call, at, paired=True), part, CPU)
+    used = np.concatenate([run.keys.of(torch.arange(runs.taken.count)[None]).ravel() for run in runs.tiles])
+    assert np.array_equal(np.unique(used), np.arange(runs.taken.count))  # nothing is taken that no tile needs
+    assert all(run.keys.are_neighbours for run in runs.tiles)  # and nothing is copied again for a tile
