@@ -116,11 +116,7 @@ def section(found: Found) -> str:
 
 def _world(world: int, found: Measures) -> list[str]:
     torch, lines = found.get("torch", {}), [f"### {world} GPUs", ""]
-    where = [
-        (name, row["environment"]) for name, measures in found.items() for rows in measures.values() for row in rows
-    ]
-    made = {f"{name} on {each['date']}, {_versions(each)}" for name, each in where}
-    lines += [f"Measured {'; '.join(sorted(made))}.", ""]
+    lines += [f"Measured {_made(found)}.", ""]
     speed = torch.get("speed", [])
     lines += _goals(speed, world, found)
     for row in speed:
@@ -133,6 +129,16 @@ def _world(world: int, found: Measures) -> list[str]:
     if torch.get("long"):
         lines += _long(torch["long"])
     return lines
+
+
+def _made(found: Measures) -> str:
+    """When and with what the rows were made, and of whom that is true."""
+    of: dict[str, set[str]] = {}
+    for name, measures in found.items():
+        for row in (row for rows in measures.values() for row in rows):
+            where = row["environment"]
+            of.setdefault(f"on {where['date']}, {_versions(where)}", set()).add(JAX.get(name, name))
+    return "; ".join(f"{made} ({'; '.join(sorted(names))})" for made, names in sorted(of.items()))
 
 
 def _versions(where: dict[str, Any]) -> str:

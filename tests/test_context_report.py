@@ -40,7 +40,7 @@ JAX = {
 
 def test_the_section_holds_every_figure() -> None:
     text = report.section(report.combined([TORCH, JAX]))
-    assert "Measured jax on 2020-02-02, torch 9.9; torch on 2020-02-02, torch 9.9." in text
+    assert "Measured on 2020-02-02, torch 9.9 (JAX, one process; torch)." in text
     assert "One GPU: flash3 forward, flash4 with backward." in text
     row = next(line for line in text.splitlines() if line.startswith("| ring, zigzag |"))
     assert row == "| ring, zigzag | 2500.00 | 0.840 | 250.00 | 2400.00 | 2500.00 | 0.840 | 250.00 |  | 1.50 |"
@@ -109,7 +109,7 @@ def test_sizes_that_were_not_measured_again_stay() -> None:
         {**large, "environment": TORCH["environment"]},
     ]
     text = report.section(found)
-    assert "torch on 2020-02-02, torch 9.9" in text and "torch on 2021-01-01, torch 10.0" in text
+    assert "Measured on 2020-02-02, torch 9.9 (torch); on 2021-01-01, torch 10.0 (torch)." in text
 
 
 def test_a_size_that_failed_later_replaces_its_own_alone() -> None:
