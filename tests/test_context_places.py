@@ -43,7 +43,7 @@ def test_places_of_parts_are_those_of_their_blocks_end_to_end(index, pairs):
 
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("part", range(4))
-def test_a_part_takes_each_gathered_key_once_and_tiles_share_it(monkeypatch, part, window):
+def test_a_part_takes_each_gathered_key_once_and_tiles_share_it(part, window):
     """Of a zigzag row over four parts, whose two pieces of queries see much the same keys of others."""
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8}
     window = {} if window is None else {"window": (window, 0)}
