@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from attn_core.layer import check_layer_inputs, check_rotary
 from attn_core.paged.book import Pages, Step, check_paged_layer
 from attn_core.seq_info import SeqInfo
+from attn_core.xla_documents import ended
 from jax_frontend.attention import attention
 from jax_frontend.context_layer import attend_spread, held_positions, is_spread
 from jax_frontend.paged import append_kv, paged_attention
@@ -159,7 +160,7 @@ def _places(step: Step, tokens: int) -> jax.Array:
     if step.cu_seqlens_q is None:
         return lengths - 1
     ends = jnp.asarray(step.cu_seqlens_q)[1:]
-    of = jnp.minimum(jnp.searchsorted(ends, token, side="right"), len(ends) - 1)
+    of = jnp.minimum(ended(ends, tokens), len(ends) - 1)
     return lengths[of] - (ends[of] - token)
 
 
@@ -170,6 +171,5 @@ def token_positions(positions: jax.Array | None, seq_info: SeqInfo | None, batch
         positions = jnp.arange(seq, dtype=jnp.int32)
         if seq_info is not None:
             starts = jnp.asarray(seq_info.cu_seqlens_q)
-            document = jnp.searchsorted(starts[1:-1], positions, side="right")  # [tokens]
-            positions = positions - starts[document]
+            positions = positions - starts[ended(starts[1:-1], seq)]
     return jnp.broadcast_to(positions, (batch, seq))

@@ -18,6 +18,7 @@ from attn_core.paged import call
 from attn_core.paged.kv import PagedKV, check_offsets, check_slots, check_tables, slots_of
 from attn_core.selection import Selection, Target, explain, select
 from attn_core.spec import AttentionSpec
+from attn_core.xla_documents import ended
 from attn_core.xla_tiles import safe_offsets
 from jax_frontend import compiled_lane, ops, plan
 
@@ -150,7 +151,7 @@ def _appended(k_pages: Array, v_pages: Array, k: Array, v: Array, table: Array, 
         return k_pages, v_pages
     token = jnp.arange(k.shape[0], dtype=jnp.int32)
     ends = token + 1 if cu is None else cu[1:]
-    of = jnp.searchsorted(ends, token, side="right")
+    of = ended(ends, k.shape[0])
     owned, of = of < batch, jnp.minimum(of, batch - 1)
     position = lengths[of] - (ends[of] - token)
     page = table[of, jnp.clip(position // page_size, 0, table.shape[1] - 1)]

@@ -29,6 +29,7 @@ from attn_core.context_parallel import places, step_torch
 from attn_core.context_parallel.layout import layout as spread
 from attn_core.errors import BridgeError, ShapeError, SpecError
 from attn_core.options import Options
+from attn_core.xla_documents import ended
 from jax_frontend import (
     attention,
     bridge,
@@ -636,6 +637,29 @@ def test_a_ring_inside_shard_map_over_one_of_two_axes(kind):
         given = [jax.device_put(arrays[name], NamedSharding(mesh, P("data", "cp"))) for name in "qkv"]
         out = jax.jit(mapped)(*given)
     assert np.abs(np.asarray(out) - expected(case, arrays)["out"]).max() < NEAR
+
+
+@pytest.mark.parametrize("strategy", ["all_gather", "ring", "ulysses"])
+def test_documents_beside_an_axis_that_stays_automatic(strategy):
+    case = Case(strategy, (2,), **ZIGZAG_ROWS)
+    arrays = case.arrays()
+    mesh = jax.make_mesh((2, 2), ("data", "cp"), axis_types=(AxisType.Auto,) * 2)
+    found = program(case, mesh=mesh, axis_name="cp", backend="jax_xla")(shards(case, arrays))
+    assert max(differences(case, found, expected(case, arrays)).values()) < NEAR
+
+
+@pytest.mark.parametrize("axes", [{"cp"}, {"data", "cp"}], ids=["one axis", "both"])
+@pytest.mark.parametrize("own", [False, True], ids=["the same", "each its own"])
+def test_the_document_of_a_place_inside_shard_map(axes, own):
+    """Also where a document is empty, ends outside of the row, or stands in another order."""
+    ends = np.array([[3, 3, 7, 11], [9, 0, 12, -1]])
+    mesh = jax.make_mesh((2, 2), ("data", "cp"), axis_types=(AxisType.Auto,) * 2)
+    split = P("cp") if own else P()
+    mapped = jax.shard_map(lambda ends: ended(ends[0], 9)[None], in_specs=split, out_specs=split, axis_names=axes)
+    with jax.set_mesh(mesh):
+        found = jax.jit(mapped)(jnp.asarray(ends if own else ends[:1]))
+    for one, row in zip(np.asarray(found), ends, strict=False):
+        np.testing.assert_array_equal(one, np.searchsorted(np.sort(row), np.arange(9), side="right"))
 
 
 def test_layers_under_scan_and_remat():
