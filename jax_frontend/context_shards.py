@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from attn_core.context_parallel import places
-from attn_core.context_parallel.layout import Layout
+from attn_core.context_parallel.layout import Layout, check_documents
 from attn_core.context_parallel.layout import layout as spread
 from attn_core.errors import ShapeError
-from attn_core.seq_info import SeqInfo
+from attn_core.seq_info import SeqInfo, is_host_int
 from jax_frontend import context_mesh, plan
 from jax_frontend.context_mesh import Place
 from jax_frontend.context_question import documents_of
@@ -103,10 +103,12 @@ def positions_held(place: Place, layout: str, length: int, documents: tuple[int,
 
 def _spread(place: Place, layout: str, length: int, documents: tuple[int, ...] | None) -> Layout:
     axes = place.axes(None)
+    if documents is not None:
+        check_documents(documents, length)
     return spread(layout, length, axes.parts, axes.members, documents if layout == "zigzag" else None)
 
 
 def _axis(x: Array, dim: int) -> int:
-    if not -x.ndim <= dim < x.ndim:
-        raise ShapeError(f"dim={dim}: expected one of the {x.ndim} axes of x")
+    if not (is_host_int(dim) and -x.ndim <= dim < x.ndim):
+        raise ShapeError(f"dim={dim!r}: expected one of the {x.ndim} axes of x")
     return dim % x.ndim

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from attn_core import SeqInfo
 from attn_core.context_parallel import places
 from torch_frontend.context_active import active, use_context_parallel
-from torch_frontend.context_parallel import context_parallel_attention
+from torch_frontend.context_parallel import context_parallel_attention, explain_context_parallel
 from torch_frontend.context_shards import layout_of, rank_of, shard_sequence, unshard_sequence
 from torch_frontend.module import Attention
 
@@ -142,14 +142,16 @@ def round_trips(axes: tuple[int, ...]) -> list[str]:
 # Ranks that differ, and ranks that are gone
 
 
-def disagreeing() -> dict[str, Any]:
+def disagreeing(sizes: tuple[int, ...]) -> dict[str, Any]:
     """What every rank is told when rank 1 calls otherwise; and whether they agree again afterwards."""
-    mesh, rank = mesh_of((3,)), dist.get_rank()
+    mesh, rank = mesh_of(sizes), dist.get_rank()
     q, k, v, _ = (shard_sequence(each, mesh) for each in row())
     narrow = [each[..., :3] for each in (q, k, v)] if rank == 1 else [q, k, v]
     shapes = error_of(lambda: context_parallel_attention(*narrow, mesh=mesh, strategy="ring", length=LENGTH))
     window = error_of(
-        lambda: context_parallel_attention(q, k, v, mesh=mesh, strategy="ring", length=LENGTH, window=(rank, 0))
+        lambda: context_parallel_attention(
+            q, k, v, mesh=mesh, strategy="ring", length=LENGTH, window=(int(rank == 1), 0)
+        )
     )
     fine = context_parallel_attention(q, k, v, mesh=mesh, strategy="ring", length=LENGTH)
     return {"shapes": shapes, "window": window, "fine": bool(fine.isfinite().all())}
@@ -179,7 +181,7 @@ def without_one(how: str) -> tuple[str, float]:
 def refusals() -> dict[str, str]:
     mesh = mesh_of((2,))
     q, k, v, _ = (shard_sequence(each, mesh) for each in row())
-    info = SeqInfo.from_lengths((3, 20))
+    info, five = SeqInfo.from_lengths((3, 20)), SeqInfo.from_lengths((5,))
     elsewhere = SeqInfo.from_lengths((3, 20), array=lambda offsets: torch.tensor(offsets, device="meta"))
     one = [each[:1] for each in (q, k, v)]
     cube = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c"))
@@ -207,7 +209,10 @@ def refusals() -> dict[str, str]:
         "heads": told(q[:, :, :3], k[:, :, :1], v[:, :, :1], strategy="ulysses"),
         "kv heads": told(q[:, :, :3], k, v),
         "head_groups": told(head_groups=3),
+        "head_groups of no number": told(head_groups=2.0),
+        "no head_groups": told(head_groups=0),
         "strategy": told(strategy="rings"),
+        "strategy of no name": told(strategy=""),
         "ulysses outside": told(mesh=square, strategy="ulysses"),
         "layout": told(layout="zebra"),
         "backend": told(backend="flash9"),
@@ -216,6 +221,13 @@ def refusals() -> dict[str, str]:
         "dtype": told(q, k.float(), v),
         "rank of tensors": told(q[0], k[0], v[0]),
         "sinks": told(sinks=torch.zeros(3, dtype=torch.float64)),
+        "sinks elsewhere": told(sinks=torch.zeros(4, device="meta")),
+        "explained dtype": error_of(lambda: explain_context_parallel(q, k.float(), v, mesh=mesh)),
+        "explained rank": error_of(lambda: explain_context_parallel(q[0], k[0], v[0], mesh=mesh)),
+        "axis": error_of(lambda: shard_sequence(q, mesh, dim=7)),
+        "axis of shards": error_of(lambda: unshard_sequence(q, mesh, dim=7, length=LENGTH)),
+        "length of shards": error_of(lambda: unshard_sequence(q, mesh, length=None)),
+        "other documents": error_of(lambda: shard_sequence(row()[0], mesh, layout="striped", seq_info=five)),
         "context length": error_of(lambda: use_context_parallel(mesh, length=True).__enter__()),
         "context layout": error_of(lambda: use_context_parallel(mesh, layout="zebra").__enter__()),
         "context mesh": error_of(lambda: use_context_parallel(cube).__enter__()),

@@ -14,7 +14,7 @@ from torch_frontend.context_exchange import Axis
 
 
 def agree(asked: Any, outcome: str, *axes: Axis) -> None:
-    """Compares a call of a new kind over each axis of ranks; a call that was compared costs nothing.
+    """Compares a call of a new kind over all axes of ranks; a call that was compared costs nothing.
 
     Args:
         asked: the question; outcome: what this rank makes of it.
@@ -22,9 +22,7 @@ def agree(asked: Any, outcome: str, *axes: Axis) -> None:
     Raises:
         SpecError: on every rank, where they differ; it tells what each of them calls.
     """
-    for axis in axes:
-        if axis.size > 1:
-            _compared(f"{_told(asked)}: {outcome}", str(asked.device), axis)
+    _compared(f"{_told(asked)}: {outcome}", str(asked.device), tuple(axis for axis in axes if axis.size > 1))
 
 
 def _told(asked: Any) -> str:
@@ -41,15 +39,23 @@ def _told(asked: Any) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _compared(told: str, device: str, axis: Axis) -> None:
-    group = dist.distributed_c10d._resolve_process_group(axis.name)  # type: ignore[arg-type, unused-ignore]
-    digest = hashlib.sha256(told.encode()).digest()
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device)
-    found = torch.ops._c10d_functional.all_gather_into_tensor(mine, axis.size, axis.name)
-    everyone = torch.ops._c10d_functional.wait_tensor(found).view(axis.size, -1).cpu()
-    if bool((everyone == everyone[0]).all()):
+def _compared(told: str, device: str, axes: tuple[Axis, ...]) -> None:
+    """Over one axis after the other, and nobody leaves before all are done: who differs from ranks along one axis only
+    is seen by all along the other."""
+    digest = torch.frombuffer(bytearray(hashlib.sha256(told.encode()).digest()), dtype=torch.int64).to(device)
+    differ = digest.new_zeros(1, dtype=torch.bool)
+    for axis in axes:
+        mine = torch.cat([digest, differ.to(digest.dtype)])
+        found = torch.ops._c10d_functional.all_gather_into_tensor(mine, axis.size, axis.name)
+        everyone = torch.ops._c10d_functional.wait_tensor(found).view(axis.size, -1)
+        differ = (everyone != everyone[0]).any() | (everyone[:1, -1] > 0)
+    if not bool(differ):
         return
-    texts: list[Any] = [None] * axis.size
-    dist.all_gather_object(texts, told, group=group)
+    texts = [told]
+    for axis in axes:
+        group = dist.distributed_c10d._resolve_process_group(axis.name)  # type: ignore[arg-type, unused-ignore]
+        gathered: list[Any] = [None] * axis.size
+        dist.all_gather_object(gathered, texts, group=group)
+        texts = [text for neighbours in zip(*gathered, strict=True) for text in neighbours]  # along the inner axis
     lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
     raise SpecError(f"context_parallel_attention: expected the same call on every rank, got\n{lines}")

@@ -11,6 +11,7 @@ from attn_core import override
 from attn_core.context_parallel.choose import Explanation
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
 from attn_core.options import Options, checked, flag, normalise_window, requested_names
+from attn_core.seq_info import is_host_int
 from torch_frontend import autocast, context_ops, plan
 from torch_frontend.context_dtensor import local, wrapped
 from torch_frontend.context_shards import documents_of, group_names, shard_sequence, unshard_sequence
@@ -116,9 +117,11 @@ def explain_context_parallel(
     return_lse: bool = False,
 ) -> Explanation:
     """How ``context_parallel_attention`` runs a call with the same arguments, and why. Runs nothing, sends nothing."""
-    rows = tuple(tensor[None] if tensor.dim() == 3 else tensor for tensor in local((q, k, v), mesh))
+    q, k, v = local((q, k, v), mesh)
+    _check(q, k, v, sinks, {}, 0.0)
     options = _options(causal, alignment, window, softcap, scale, deterministic, return_lse)
     documents = documents_of(seq_info)
+    rows = tuple(tensor[None] if tensor.dim() == 3 and documents is not None else tensor for tensor in (q, k, v))
     asked = question(rows, sinks, mesh, strategy, layout, length, head_groups, options, documents, backend)
     return explanation(asked)
 
@@ -139,6 +142,10 @@ def question(
     q, k, v = rows
     if q.dim() != 4:
         raise ShapeError(f"q: expected [batch, shard, heads, dim], or seq_info beside {list(q.shape)}")
+    if strategy is not None and not (isinstance(strategy, str) and strategy):
+        raise SpecError(f"strategy={strategy!r}: expected a strategy's name, or None for automatic choice")
+    if head_groups is not None and not (is_host_int(head_groups) and head_groups > 0):
+        raise SpecError(f"head_groups={head_groups!r}: expected in how many groups heads are computed, 1 or more")
     needs_backward = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (*rows, sinks)
     )
@@ -152,7 +159,7 @@ def question(
         None if sinks is None else (sinks.shape, sinks.dtype),
         q.dtype,
         q.device,
-        Ranks(*names, strategy or "", layout, q_len, kv_len, head_groups or 0),
+        Ranks(*names, strategy or "", layout, q_len, kv_len, int(head_groups or 0)),
         options,
         documents,
         needs_backward,
@@ -187,11 +194,12 @@ def _check(q: Any, k: Any, v: Any, sinks: Any, refused: dict[str, Any], dropout:
         raise SpecError(
             f"dropout={dropout}: expected 0 in context parallelism; which weights drop would depend on the rank"
         )
+    for name, tensor in (("k", k), ("v", v), ("sinks", sinks)):
+        if tensor is not None and tensor.device != q.device:
+            raise DeviceError(f"{name}: expected the device of q ({q.device}), got {tensor.device}; move it there")
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
             raise DTypeError(f"{name}: expected the dtype of q ({q.dtype}), got {tensor.dtype}; cast it")
-        if tensor.device != q.device:
-            raise DeviceError(f"{name}: expected the device of q ({q.device}), got {tensor.device}; move it there")
         if tensor.dim() != q.dim() or tensor.dim() not in (3, 4):
             raise ShapeError(
                 f"{name}: expected [batch, shard, heads, dim], as q; got {list(tensor.shape)} beside {list(q.shape)}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from attn_core.errors import ShapeError, SpecError
+from attn_core.seq_info import is_host_int
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 
@@ -67,6 +68,8 @@ def layout(kind: str, length: int, outer: int, inner: int = 1, documents: Sequen
     """
     if kind not in LAYOUTS:
         raise SpecError(f"layout={kind!r}: expected one of {', '.join(LAYOUTS)}")
+    if not is_host_int(length) or length < 0:
+        raise SpecError(f"length={length!r}: expected the positions of the whole row, an integer of 0 or more")
     if outer < 1 or inner < 1:
         raise SpecError(f"world={outer} x {inner}: expected at least one rank each way")
     world = outer * inner
