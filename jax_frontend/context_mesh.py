@@ -100,9 +100,11 @@ class Place(NamedTuple):
 
     def typed(self, array: Any, spec: P) -> Any:
         """The array as ``jax.shard_map`` takes it: on a mesh with Explicit axes its type says how it is split."""
-        if array is None or AxisType.Explicit not in jax.typeof(array).sharding.mesh.axis_types:  # type: ignore[attr-defined]
-            return array
-        return jax.sharding.reshard(array, NamedSharding(jax.typeof(array).sharding.mesh, spec))  # type: ignore[attr-defined]
+        if array is None:
+            return None
+        of_type = jax.typeof(array).sharding.mesh  # type: ignore[attr-defined]
+        mesh = next((mesh for mesh in (of_type, self.mesh) if AxisType.Explicit in mesh.axis_types), None)
+        return array if mesh is None else jax.sharding.reshard(array, NamedSharding(mesh, spec))
 
     def _known(self, array: Any) -> P | None:
         at = jax.typeof(array).sharding  # type: ignore[attr-defined]

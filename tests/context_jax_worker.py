@@ -611,6 +611,29 @@ def test_outside_shard_map_beside_data_and_tensor_parallelism(spec):
         assert tuple(found["out"].sharding.spec)[: len(spec)] == tuple(spec)
 
 
+@pytest.mark.parametrize("strategy", ["all_gather", "ring", "ulysses"])
+def test_sinks_of_no_mesh_beside_arrays_on_one_with_explicit_axes(strategy):
+    case = Case(strategy, (2,), heads=(8, 4), sinks=True, **CAUSAL)
+    arrays = case.arrays()
+    mesh = jax.make_mesh((2, 2), ("cp", "model"), axis_types=(AxisType.Explicit,) * 2)
+    given = {
+        name: array if name == "sinks" else jax.device_put(array, NamedSharding(mesh, P(None, "cp", "model")))
+        for name, array in shards(case, arrays).items()
+    }
+    found = program(case, mesh=mesh, axis_name="cp", backend="math")(given)
+    assert max(differences(case, found, expected(case, arrays)).values()) < NEAR
+
+
+def test_shards_of_other_documents_or_another_axis_are_refused():
+    x, mesh = jnp.ones((1, 23)), Case("ring", (2,)).mesh
+    with pytest.raises(ShapeError, match=r"seq_info: expected offsets that rise from 0 to the row's 23 positions"):
+        shard_sequence(x, mesh, layout="striped", seq_info=SeqInfo.from_lengths((5,)))
+    with pytest.raises(ShapeError, match="dim=2: expected one of the 2 axes of x"):
+        shard_sequence(x, mesh, dim=2)
+    with pytest.raises(SpecError, match=r"length=23\.0: expected the positions of the whole row"):
+        unshard_sequence(x, mesh, length=23.0)
+
+
 def test_axes_that_stay_automatic_beside_it():
     case = Case("ulysses", (2,), heads=(4, 4), **CAUSAL)
     mesh = jax.make_mesh((2, 2), ("data", "cp"), axis_types=(AxisType.Auto,) * 2)
