@@ -108,9 +108,10 @@ def use_context_parallel(
 
     Every rank runs the model on its shards, as ``shard_sequence`` cuts them, of everything that goes by position: token
     ids, labels, and the position ids, which a model would otherwise count from 0 on every rank
-    (``shard_sequence(torch.arange(length)[None], mesh)``). A loss is this rank's share of the sum over all tokens; its
-    gradients are to be summed over the mesh. Layers that are recomputed for a backward (activation checkpointing) run
-    as in their forward, wherever the backward runs. Nests, the innermost counts; safe with threads and asyncio tasks.
+    (``shard_sequence(torch.arange(length)[None], mesh)``). A loss is this rank's share of the sum over all tokens,
+    without places that hold none; its gradients are to be summed over the mesh. Layers that are recomputed for a
+    backward (activation checkpointing) run as in their forward, wherever the backward runs. Nests, the innermost
+    counts; safe with threads and asyncio tasks.
 
     Under torch.compile a block breaks the graph at every attention layer, and ``fullgraph=True`` raises; there,
     ``context_parallel_attention`` itself compiles whole.
