@@ -149,9 +149,7 @@ def disagreeing(sizes: tuple[int, ...]) -> dict[str, Any]:
     narrow = [each[..., :3] for each in (q, k, v)] if rank == 1 else [q, k, v]
     shapes = error_of(lambda: context_parallel_attention(*narrow, mesh=mesh, strategy="ring", length=LENGTH))
     window = error_of(
-        lambda: context_parallel_attention(
-            q, k, v, mesh=mesh, strategy="ring", length=LENGTH, window=(int(rank == 1), 0)
-        )
+        lambda: context_parallel_attention(q, k, v, mesh=mesh, strategy="ring", length=LENGTH, window=(rank, 0))
     )
     fine = context_parallel_attention(q, k, v, mesh=mesh, strategy="ring", length=LENGTH)
     return {"shapes": shapes, "window": window, "fine": bool(fine.isfinite().all())}
