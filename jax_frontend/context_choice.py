@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from attn_core.context_parallel.choose import Choice, choose
+from attn_core.context_parallel.choose import Choice, check_asked, choose
 from attn_core.context_parallel.machine import Constants
-from attn_core.errors import SpecError
-from attn_core.seq_info import is_host_int
 from jax_frontend.context_mesh import Place
 from jax_frontend.context_question import Question
 
@@ -17,10 +15,7 @@ def chosen(question: Question, place: Place, strategy: str | None, head_groups: 
         SpecError: for a strategy nobody knows, or that the mesh has no axis for.
         NoStrategyError: when none can, or not the one asked for, with every reason.
     """
-    if head_groups is not None and not is_host_int(head_groups):
-        raise SpecError(f"head_groups={head_groups!r}: expected in how many groups heads are computed, an int, or None")
-    if strategy is not None and not isinstance(strategy, str):
-        raise SpecError(f"strategy={strategy!r}: expected a strategy's name, or None for automatic choice")
+    check_asked(strategy, head_groups)
     spec, constants = question.spec(True)[0], Constants.of(question.device)
     choice = choose(spec, question.documents, question.layout, place.sizes, constants, None, strategy)
     groups = 1 if head_groups is None else int(head_groups)

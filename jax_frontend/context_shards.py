@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from attn_core.context_parallel import places
-from attn_core.context_parallel.layout import Layout, check_documents
+from attn_core.context_parallel.layout import Layout, axis_of
 from attn_core.context_parallel.layout import layout as spread
 from attn_core.errors import ShapeError
-from attn_core.seq_info import SeqInfo, is_host_int
+from attn_core.seq_info import SeqInfo
 from jax_frontend import context_mesh, plan
 from jax_frontend.context_mesh import Place
 from jax_frontend.context_question import documents_of
@@ -43,7 +43,7 @@ def shard_sequence(
         ShapeError, SpecError: naming the argument, its value and what was expected.
     """
     plan.check_array("x", x)
-    place, dim = context_mesh.found(mesh, axis_name), _axis(x, dim)
+    place, dim = context_mesh.found(mesh, axis_name), axis_of(dim, x.ndim)
     made = _spread(place, layout, x.shape[dim], documents_of(SeqInfo.coerce(seq_info)))
     table = places.of_shards(made)
     if place.inside:
@@ -74,7 +74,7 @@ def unshard_sequence(
         ShapeError, SpecError: naming the argument, its value and what was expected.
     """
     plan.check_array("x", x)
-    place, dim = context_mesh.found(mesh, axis_name), _axis(x, dim)
+    place, dim = context_mesh.found(mesh, axis_name), axis_of(dim, x.ndim)
     documents = documents_of(SeqInfo.coerce(seq_info))
     every = x.shape[dim] * (place.world if place.inside else 1)
     length = length if length is not None else every if documents is None else documents[-1]
@@ -103,12 +103,4 @@ def positions_held(place: Place, layout: str, length: int, documents: tuple[int,
 
 def _spread(place: Place, layout: str, length: int, documents: tuple[int, ...] | None) -> Layout:
     axes = place.axes(None)
-    if documents is not None:
-        check_documents(documents, length)
-    return spread(layout, length, axes.parts, axes.members, documents if layout == "zigzag" else None)
-
-
-def _axis(x: Array, dim: int) -> int:
-    if not (is_host_int(dim) and -x.ndim <= dim < x.ndim):
-        raise ShapeError(f"dim={dim!r}: expected one of the {x.ndim} axes of x")
-    return dim % x.ndim
+    return spread(layout, length, axes.parts, axes.members, documents)

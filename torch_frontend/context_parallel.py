@@ -8,10 +8,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from attn_core import override
-from attn_core.context_parallel.choose import Explanation
+from attn_core.context_parallel.choose import Explanation, check_asked
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
 from attn_core.options import Options, checked, flag, normalise_window, requested_names
-from attn_core.seq_info import is_host_int
 from torch_frontend import autocast, context_ops, plan
 from torch_frontend.context_dtensor import local, wrapped
 from torch_frontend.context_shards import documents_of, group_names, shard_sequence, unshard_sequence
@@ -142,10 +141,7 @@ def question(
     q, k, v = rows
     if q.dim() != 4:
         raise ShapeError(f"q: expected [batch, shard, heads, dim], or seq_info beside {list(q.shape)}")
-    if strategy is not None and not (isinstance(strategy, str) and strategy):
-        raise SpecError(f"strategy={strategy!r}: expected a strategy's name, or None for automatic choice")
-    if head_groups is not None and not (is_host_int(head_groups) and head_groups > 0):
-        raise SpecError(f"head_groups={head_groups!r}: expected in how many groups heads are computed, 1 or more")
+    check_asked(strategy, head_groups)
     needs_backward = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (*rows, sinks)
     )
@@ -159,7 +155,7 @@ def question(
         None if sinks is None else (sinks.shape, sinks.dtype),
         q.dtype,
         q.device,
-        Ranks(*names, strategy or "", layout, q_len, kv_len, int(head_groups or 0)),
+        Ranks(*names, strategy or "", layout, q_len, kv_len, int(head_groups or 1)),
         options,
         documents,
         needs_backward,

@@ -12,7 +12,7 @@ from attn_core.context_parallel import layout as layouts
 from attn_core.context_parallel import places
 from attn_core.context_parallel.layout import Layout
 from attn_core.errors import ShapeError, SpecError
-from attn_core.seq_info import SeqInfo, check_cu_seqlens, is_host_int
+from attn_core.seq_info import SeqInfo, check_cu_seqlens
 from torch_frontend import plan
 from torch_frontend.context_exchange import axis, gather
 
@@ -23,9 +23,7 @@ def layout_of(mesh: DeviceMesh, layout: str, length: int, documents: tuple[int, 
     """Who holds what of a row."""
     outer, inner = (mesh.size(0), mesh.size(1)) if mesh.ndim == 2 else (mesh.size(), 1)
     group_names(mesh)
-    if documents is not None:
-        layouts.check_documents(documents, length)
-    return layouts.layout(layout, length, outer, inner, documents if layout == "zigzag" else None)
+    return layouts.layout(layout, length, outer, inner, documents)
 
 
 def shard_sequence(
@@ -41,7 +39,7 @@ def shard_sequence(
         ``shard`` places at ``dim``; zeros at the last places where the row does not fill them. Differentiable.
     """
     plan.check_tensor("x", x)
-    _check_dim(x, dim)
+    dim = layouts.axis_of(dim, x.dim())
     made = layout_of(mesh, layout, x.shape[dim], documents_of(seq_info))
     index = torch.from_numpy(places.of_shards(made)[rank_of(mesh)]).to(x.device)
     held = made.held(rank_of(mesh))
@@ -59,7 +57,7 @@ def unshard_sequence(
 ) -> Tensor:
     """The whole row of ``length`` positions, on every rank, from every rank's shard ``x``. Without gradients."""
     plan.check_tensor("x", x)
-    _check_dim(x, dim)
+    dim = layouts.axis_of(dim, x.dim())
     made = layout_of(mesh, layout, length, documents_of(seq_info))
     if x.shape[dim] != made.shard:
         raise ShapeError(f"x: expected a shard of {made.shard} positions at dim {dim}, got {x.shape[dim]}")
@@ -68,11 +66,6 @@ def unshard_sequence(
         if name:
             shards = gather(axis(name), [shards[None, :, None]])()[0][0, :, 0]
     return shards.index_select(0, torch.from_numpy(places.in_order(made)).to(x.device)).movedim(0, dim)
-
-
-def _check_dim(x: Tensor, dim: int) -> None:
-    if not (is_host_int(dim) and -x.dim() <= dim < x.dim()):
-        raise ShapeError(f"dim={dim!r}: expected one of the {x.dim()} axes of x")
 
 
 def rank_of(mesh: DeviceMesh) -> int:

@@ -28,7 +28,7 @@ class Ranks(NamedTuple):
 
     Attributes:
         outer, inner: of two axes; of one axis it is the outer one, and inner is "".
-        strategy: "" to choose one; head_groups: 0 to choose.
+        strategy: "" to choose one.
         q_len, kv_len: of the whole row.
     """
 
@@ -92,7 +92,7 @@ def planned(asked: Question, outer: Axis, inner: Axis) -> Prepared:
     if strategy == "ulysses":
         outer, inner = Axis("", 1, 0), outer
     call = context_call(
-        *(spec, asked.documents, strategy, ranks.layout, outer.size, inner.size, ranks.head_groups or 1),
+        *(spec, asked.documents, strategy, ranks.layout, outer.size, inner.size, ranks.head_groups),
         *(Target.here("torch", device), asked.requested),
     )
     _check_shards(asked, call)

@@ -12,6 +12,7 @@ from attn_core.context_parallel.layout import LAYOUTS
 from attn_core.context_parallel.machine import GIB, Constants
 from attn_core.context_parallel.plan import Plan
 from attn_core.errors import ShapeError, SpecError
+from attn_core.seq_info import is_host_int
 from attn_core.spec import AttentionSpec
 
 Axes = tuple[int] | tuple[int, int]
@@ -19,6 +20,14 @@ Axes = tuple[int] | tuple[int, int]
 
 CANDIDATES = {1: ("all_gather", "ulysses", "ring"), 2: ("all_gather", "ring")}
 """By the number of axes the strategies, of two equally fast the earlier first. On two axes they are the outer one's."""
+
+
+def check_asked(strategy: object, head_groups: object) -> None:
+    """Raises SpecError for what names no strategy, and for no number of groups of heads."""
+    if strategy is not None and not (isinstance(strategy, str) and strategy):
+        raise SpecError(f"strategy={strategy!r}: expected a strategy's name, or None for automatic choice")
+    if head_groups is not None and not (is_host_int(head_groups) and head_groups > 0):  # type: ignore[operator]
+        raise SpecError(f"head_groups={head_groups!r}: expected in how many groups heads are computed, 1 or more")
 
 
 @dataclass(frozen=True)

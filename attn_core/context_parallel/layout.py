@@ -61,7 +61,7 @@ def layout(kind: str, length: int, outer: int, inner: int = 1, documents: Sequen
             ``"striped"``: rank r holds the positions r, r + P, r + 2P, ...
         inner: how many neighbours gather a part of the row between them (Ulysses); ranks that differ in it alone are
             next to each other.
-        documents: the offsets ``[documents + 1]`` of packed documents.
+        documents: the offsets ``[documents + 1]`` of packed documents, which the other layouts cut anywhere.
 
     Raises:
         SpecError, ShapeError: for what describes no layout.
@@ -92,6 +92,13 @@ def check_documents(documents: Sequence[int], length: int) -> None:
     if len(documents) < 2 or documents[0] != 0 or documents[-1] != length or not rising:
         shown = f"{tuple(documents[:8])}{'...' if len(documents) > 8 else ''}"
         raise ShapeError(f"seq_info: expected offsets that rise from 0 to the row's {length} positions, got {shown}")
+
+
+def axis_of(dim: int, rank: int) -> int:
+    """An axis of an array of ``rank`` axes, counted from the front; raises ShapeError for none of them."""
+    if not (is_host_int(dim) and -rank <= dim < rank):
+        raise ShapeError(f"dim={dim!r}: expected one of the {rank} axes of x")
+    return dim % rank
 
 
 def pieces(start: int, stop: int, count: int) -> list[Run]:

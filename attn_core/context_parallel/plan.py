@@ -155,10 +155,7 @@ def plan(
         raise SpecError(f"strategy='ulysses': expected all {outer * inner} ranks on its axis, got {outer} x {inner}")
     if visible.documents is not None and q_len != kv_len:
         raise SpecError(f"seq_info: expected as many queries as keys of every document, got {q_len} and {kv_len}")
-    if visible.documents is not None:
-        layouts.check_documents(visible.documents, q_len)
-    per_document = visible.documents if layout == "zigzag" else None
-    q_layout = layouts.layout(layout, q_len, outer, inner, per_document)
+    q_layout = layouts.layout(layout, q_len, outer, inner, visible.documents)
     k_layout = q_layout if q_len == kv_len else layouts.layout(layout, kv_len, outer, inner)
     members = [tuple(range(part * inner, (part + 1) * inner)) for part in range(outer)]
     q_blocks = tuple(layouts.block(q_layout, ranks) for ranks in members)

@@ -153,12 +153,15 @@ def inputs_of(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple[Tensor, Tensor]
 
 def runs_of(call: StepCall, part: int, device: Any) -> Runs:
     """Prepares a part's tiles on a torch.device."""
-    touched, found, mine = Touched(call.rows, before=call.after), [], call.step.tiles[part]
-    needed = _needed(mine) if call.step.gathered else None
-    for tile in mine:
+    touched, found, tiles = Touched(call.rows, before=call.after), [], call.step.tiles[part]
+    placed, taken = [of_tile(tile) for tile in tiles], None
+    if call.step.gathered:
+        plan, needed = call.call.plan, np.unique(np.concatenate([np.zeros(0, np.int64), *(keys for _, keys in placed)]))
+        taken = PlacesOfParts(among_all(plan, part)[needed], plan.inner * plan.k_layout.shard, device)
+        placed = [(rows, np.searchsorted(needed, keys)) for rows, keys in placed]
+    for tile, (rows, keys) in zip(tiles, placed, strict=True):
         spec, name = call.call.backend_of(tile)
         module: Any = backends.load(name, device.type)
-        rows, keys = of_tile(tile)
         first = touched.by(rows)
         found.append(
             TileRun(
@@ -166,25 +169,13 @@ def runs_of(call: StepCall, part: int, device: Any) -> Runs:
                 forward=module.forward,
                 writes=backends.writes_into(module),
                 rows=Places(rows, device),
-                keys=Places(keys if needed is None else np.searchsorted(needed, keys), device),
+                keys=Places(keys, device),
                 cu_seqlens=offsets_of(spec, tile, device),
                 first=first,
                 direct=first and call.writes_all(tile),
             )
         )
-    return Runs(call, tuple(found), _taken(call, part, needed, device), not touched.covered)
-
-
-def _needed(tiles: Sequence[Tile]) -> np.ndarray:
-    """int64, in order: which of the keys of a step some tile needs."""
-    return np.unique(np.concatenate([np.zeros(0, np.int64), *(of_tile(tile)[1] for tile in tiles)]))
-
-
-def _taken(call: StepCall, part: int, needed: np.ndarray | None, device: Any) -> PlacesOfParts | None:
-    if needed is None:
-        return None
-    plan = call.call.plan
-    return PlacesOfParts(among_all(plan, part)[needed], plan.inner * plan.k_layout.shard, device)
+    return Runs(call, tuple(found), taken, not touched.covered)
 
 
 def attend(
