@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
-from functools import cache
 from typing import Any
 
 from attn_core.backends import Backend, Inputs, own_warm_up
+from attn_core.cached_once import cached_once
 from attn_core.spec import AttentionSpec
 
 MOST_KEYS = 2**15
 """How many keys are remembered. Forgetting one compiles nothing again: it only asks for warm_up before a capture."""
 
 
-@cache
+@cached_once
 def _compiled() -> set[Hashable]:
     return set()
 
 
-@cache
+@cached_once
 def _compiling() -> threading.Lock:
     return threading.Lock()
 

@@ -6,11 +6,11 @@ set keeps the schema's default.
 
 from __future__ import annotations
 
-from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+from attn_core.cached_once import cached_once
 from attn_core.spec import AttentionSpec
 
 PACKAGES = ("flash_attn_3", "fa3_fwd")
@@ -25,7 +25,7 @@ class Operators(NamedTuple):
     build: str
 
 
-@cache
+@cached_once
 def operators() -> Operators:
     """The installed operators; raises whatever the import of their extension raises."""
     import torch

@@ -12,12 +12,12 @@ import hashlib
 import re
 import warnings
 from collections.abc import Callable
-from functools import cache
 from importlib import metadata
 from typing import Any
 
 from attn_core import compiled_calls
 from attn_core.backends import Inputs
+from attn_core.cached_once import cached_once
 from attn_core.flash4_recorder import Call, Recorder
 from attn_core.kernel_programs import RESULTS, SCRATCH, Buffer, Program, Step, Unrecordable
 from attn_core.spec import AttentionSpec
@@ -131,7 +131,7 @@ def _function(compiled: Any) -> Any:
     return function
 
 
-@cache
+@cached_once
 def _kept() -> Any:
     """flash-attn-4's own cache of compiled code: in this process, or on disk where its environment variable says so."""
     from flash_attn.cute.cache_utils import get_jit_cache  # type: ignore[import-not-found]
@@ -139,7 +139,7 @@ def _kept() -> Any:
     return get_jit_cache("attn_core")
 
 
-@cache
+@cached_once
 def _entry() -> Any:
     import cutlass
     from cutlass import cute
@@ -192,7 +192,7 @@ def _buffer(tensor: Any, name: str, shape: Any, zeros: Any = ()) -> Buffer:
     return Buffer(name, tuple(shape), str(tensor.dtype).removeprefix("torch."), _memory(tensor) in zeros)
 
 
-@cache
+@cached_once
 def _versions() -> tuple[str, ...]:
     return tuple(f"{name} {metadata.version(name)}" for name in PACKAGES)
 

@@ -12,10 +12,10 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cache
 from importlib import util
 from typing import Any, NamedTuple
 
+from attn_core.cached_once import cached_once
 from attn_core.kernel_programs import Unrecordable
 
 
@@ -102,7 +102,7 @@ class _NotingCache:
         return lambda *arguments: self._calls.append(Call(self._made[key], f"{self._name} {key!r}", arguments))
 
 
-@cache
+@cached_once
 def _warned() -> None:
     """Lets torch say here, to nobody, what it says once in a process: that a FakeTensor's address was asked for.
 
@@ -115,12 +115,12 @@ def _warned() -> None:
         torch.empty(1).data_ptr()
 
 
-@cache
+@cached_once
 def _recording() -> threading.Lock:
     return threading.Lock()
 
 
-@cache
+@cached_once
 def _private_copy() -> Any:
     """flash_attn.cute.interface once more, as a module of our own: nobody else's calls meet what is changed in it."""
     from flash_attn.cute import interface  # type: ignore[import-not-found]

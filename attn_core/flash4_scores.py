@@ -14,8 +14,9 @@ Upstream: flash-attn-4 >= 4.0.0b30 with nvidia-cutlass-dsl >= 4.6.2.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
+
+from attn_core.cached_once import cached_once
 
 Tanh = Callable[[Any], Any]
 
@@ -50,7 +51,7 @@ def capped_gradient(gradient: Any, score: Any, cap: float, tanh: Tanh) -> Any:
     return gradient * (1.0 - bent * bent)
 
 
-@cache
+@cached_once
 def score_functions(cap: float) -> ScoreFunctions:
     """The score functions of a cap, made once per process; needs the CuTe DSL.
 

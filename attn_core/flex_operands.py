@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from attn_core.backends import Inputs
+from attn_core.cached_once import cached_once
 from attn_core.flex_blocks import BLOCK, Table, blocks, dense_intervals, masked_tables, packed_intervals, table, widths
 from attn_core.flex_functions import Edges, Places, edges, places
 from attn_core.flex_program import program, refuse_capture
@@ -114,7 +115,7 @@ def _constants(spec: AttentionSpec, device: Any) -> tuple[Edges, tuple[Table, Ta
     return kept[stream]
 
 
-@cache
+@cached_once
 def _in_graphs() -> list[Any]:
     """What CUDA graphs read in place, kept for as long as the process: nobody says when a graph is gone."""
     return []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache, lru_cache
+from functools import lru_cache
 from hashlib import sha256
 from importlib import import_module
 from threading import RLock
@@ -17,6 +17,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 from attn_core import flex_functions as functions
+from attn_core.cached_once import cached_once
 from attn_core.flex_blocks import BLOCK, Table
 from attn_core.torch_autograd import differentiable_once
 
@@ -137,7 +138,7 @@ def inductor(graph: Any, examples: Any) -> Any:
     return compile_fx(graph, examples, config_patches={"triton.cudagraphs": False})
 
 
-@cache
+@cached_once
 def lock() -> Any:
     """One call at a time: tracing patches torch for the whole process, and XLA's threads call as well as ours."""
     return RLock()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from attn_core import backends, preference
+from attn_core.cached_once import cached_once
 from attn_core.errors import SpecError
 from attn_core.spec import AttentionSpec
 from attn_core.support import Build, Support, narrowed, unmet
@@ -210,7 +211,7 @@ def _here(framework: str, device: str) -> Target:
     return Target(framework, device, tuple(missing), tuple(builds))
 
 
-@lru_cache(maxsize=1)
+@cached_once
 def bridge_reason() -> str | None:
     """Why JAX cannot reach torch's kernels in this process, or None when it can."""
     try:

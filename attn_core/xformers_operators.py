@@ -7,10 +7,10 @@ repeated for it, and the gradients of a group summed in float32.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from attn_core.backends import Gradients, Inputs
+from attn_core.cached_once import cached_once
 from attn_core.spec import AttentionSpec
 from attn_core.torch_rewrites import readable
 from attn_core.xformers_bias import TENSOR, Mask, added_tensor, documents_mask, rows_mask
@@ -21,7 +21,7 @@ COMPILED = {"flash": (32, 64, 96, 128, 192, 256), "flash3": (64, 128, 192, 256)}
 """The head dimensions that a whole build of the flash kernels has; each runs the smaller ones as well."""
 
 
-@cache
+@cached_once
 def loaded(word: str) -> tuple[Any, Any, Any]:
     """``xformers.ops.fmha``, and an operator's forward and backward (None if it has none)."""
     import xformers.ops.fmha as fmha  # type: ignore[import-not-found]
@@ -30,7 +30,7 @@ def loaded(word: str) -> tuple[Any, Any, Any]:
     return fmha, module.FwOp, getattr(module, "BwOp", None)
 
 
-@cache
+@cached_once
 def widths(word: str) -> tuple[int, ...]:
     """The head dimensions that the installed flash kernels have, found by running each once on the current device.
 

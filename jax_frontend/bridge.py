@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from attn_core import backends, compiled_calls
+from attn_core.cached_once import cached_once
 from attn_core.errors import BridgeError
 from attn_core.spec import AttentionSpec
 from jax_frontend import compiled_lane
@@ -87,7 +88,7 @@ def _target(direction: str) -> str:
     return f"attn_core.callback.{direction}.v1"
 
 
-@cache
+@cached_once
 def _register_targets() -> None:
     import jax_tvm_ffi
     import torch

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from attn_core import backends
+from attn_core.cached_once import cached_once
 from attn_core.selection import Selection
 from jax_frontend.bridged_call import BridgedCall
 
@@ -144,11 +145,11 @@ def compile_seconds() -> dict[str, float]:
     return dict(_targets())
 
 
-@cache
+@cached_once
 def _targets() -> dict[str, float]:
     return {}
 
 
-@cache
+@cached_once
 def _registering() -> threading.Lock:
     return threading.Lock()

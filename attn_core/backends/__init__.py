@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
+from attn_core.cached_once import cached_once
 from attn_core.errors import SpecError
 from attn_core.spec import AttentionSpec
 from attn_core.support import Build, Support
@@ -182,7 +182,7 @@ def own_warm_up(backend: Backend) -> Callable[[AttentionSpec], None] | None:
     return getattr(backend, "warm_up", None)
 
 
-@cache
+@cached_once
 def load(name: str, kind: str = "cpu") -> Backend | None:
     """The module of a backend name for a kind of device, or None where this version has no such backend.
 
@@ -197,7 +197,7 @@ def load(name: str, kind: str = "cpu") -> Backend | None:
     return None if module is None else _import(module, word)
 
 
-@cache
+@cached_once
 def _import(module: str, word: str | None) -> Backend:
     found: Any = importlib.import_module(module)
     return found if word is None else found.variant(word)
@@ -231,7 +231,7 @@ def built() -> tuple[str, ...]:
     return tuple(name for name in NAMES if load(name) is not None)
 
 
-@cache
+@cached_once
 def availability(name: str, kind: str = "cpu") -> tuple[str | None, str | None]:
     """``(version, None)`` when the backend's kernel imports here, else ``(None, reason)``; any failure is a reason."""
     backend = load(name, kind)
@@ -243,7 +243,7 @@ def availability(name: str, kind: str = "cpu") -> tuple[str | None, str | None]:
         return None, f"not available: {type(error).__name__}: {error} (needs {backend.REQUIRES})"
 
 
-@cache
+@cached_once
 def installed_build(name: str, device: str) -> Build | None:
     """What is particular about the installed build of an available backend on a device of this machine, if anything.
 

@@ -18,12 +18,13 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
 from attn_core import kernel_limits, torch_rewrites
 from attn_core.backends import Gradients, Inputs
+from attn_core.cached_once import cached_once
 from attn_core.masks import band
 from attn_core.paged import flash_kernels
 from attn_core.spec import AttentionSpec
@@ -125,7 +126,7 @@ def probe() -> str:
     return version
 
 
-@cache
+@cached_once
 def build() -> Build:
     """The head dimensions that the installed build was compiled for, by calling it; or which ROCm build it is."""
     import torch
@@ -197,7 +198,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
     }
 
 
-@cache
+@cached_once
 def _extension() -> Any:
     """The module of ``fwd``, ``bwd``, ``varlen_fwd`` and ``varlen_bwd``."""
     interface = import_module("flash_attn.flash_attn_interface")  # loads torch's libraries, which the extension needs

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 
 from attn_core import torch_rewrites
 from attn_core.backends import Gradients, Inputs
 from attn_core.build_trials import TOKENS, averages, differentiates, runs
+from attn_core.cached_once import cached_once
 from attn_core.flash3_operators import Plan, forward_tiles, operators, plan
 from attn_core.kernel_limits import GRID_LIMIT
 from attn_core.masks import band
@@ -101,7 +102,7 @@ def probe() -> str:
     return operators().build
 
 
-@cache
+@cached_once
 def build() -> Build:
     """What the installed build lacks, by calling it: about a dozen tiny kernels on the current device."""
     name, plain, reduced = operators().build, partial(averages, _forward), partial(averages, _fp8_forward)

@@ -1,0 +1,132 @@
+"""The first calls of a process, made by several threads at once: whatever happens once happens once."""
+
+import threading
+import time
+
+import pytest
+from test_bridge import in_its_own_process
+
+from attn_core.cached_once import cached_once
+
+THREADS = 8
+TOGETHER = """
+import sys, threading, traceback
+sys.setswitchinterval(1e-5)
+barrier, failures = threading.Barrier(8), []
+
+def work(number):
+    barrier.wait()
+    try:
+        call(number)
+    except BaseException:
+        failures.append(traceback.format_exc())
+
+threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(*failures, sep="\\n")
+"""
+CALLS = {
+    "jax": """
+import jax, jax.numpy as jnp
+from jax_frontend import attention
+x = jnp.ones((1, 5, 2, 16))
+
+def call(number):
+    backend = (None, "math", "sdpa_flash", "jax_xla")[number % 4]
+    jax.jit(jax.grad(lambda x: attention(x, x, x, causal=True, backend=backend).sum()))(x).block_until_ready()
+""",
+    "torch": """
+import torch
+from torch_frontend import attention
+
+def call(number):
+    x = torch.ones(1, 5, 2, 16, requires_grad=number % 4 != 3)
+    found = attention(x, x, x, causal=True, backend=(None, "math", "sdpa_flash", "flex")[number % 4])
+    if x.requires_grad:
+        found.sum().backward()
+""",
+}
+
+
+@pytest.mark.parametrize("framework", CALLS)
+def test_threads_may_make_the_first_calls_of_a_process_together(framework):
+    found = in_its_own_process(CALLS[framework] + TOGETHER)
+    assert (found.returncode, found.stdout.strip()) == (0, ""), found.stdout + found.stderr
+
+
+def together(call):
+    """What ``call(number)`` gives in THREADS threads that start at one moment; an error is its type."""
+    barrier, found = threading.Barrier(THREADS), [None] * THREADS
+
+    def work(number):
+        barrier.wait()
+        try:
+            found[number] = call(number)
+        except ValueError as error:
+            found[number] = type(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_threads_that_ask_at_once_share_one_run_for_each_key():
+    runs = []
+
+    @cached_once
+    def made(key):
+        runs.append(key)
+        time.sleep(0.05)
+        return object()
+
+    found = together(lambda number: made(number % 2))
+    assert sorted(runs) == [0, 1]
+    assert all(found[number] is found[number % 2] for number in range(THREADS)) and found[0] is not found[1]
+    made.cache_clear()
+    assert made(0) is not found[0] and runs.count(0) == 2
+
+
+def test_one_key_does_not_wait_for_another():
+    started = threading.Event()
+
+    @cached_once
+    def made(key):
+        if key == "fast":
+            started.set()
+            return True
+        return started.wait(30)
+
+    slow = threading.Thread(target=made, args=("slow",))
+    slow.start()
+    assert made("fast")
+    slow.join()
+    assert made("slow")
+
+
+def test_an_error_is_raised_and_not_kept():
+    runs = []
+
+    @cached_once
+    def made():
+        runs.append(None)
+        time.sleep(0.01)
+        if len(runs) < 3:
+            raise ValueError
+        return len(runs)
+
+    assert sorted(map(str, together(lambda _: made()))) == sorted(map(str, [ValueError] * 2 + [3] * (THREADS - 2)))
+    assert len(runs) == 3
+
+
+def test_a_function_may_ask_for_itself():
+    @cached_once
+    def factorial(number):
+        return number * factorial(number - 1) if number else 1
+
+    assert factorial(5) == 120
