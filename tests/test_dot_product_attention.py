@@ -19,6 +19,7 @@ import torch
 from frameworks import spied
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_bridge import in_its_own_process
 
 from attn_core import NoBackendError
 from attn_core.errors import DTypeError, ShapeError, SpecError
@@ -522,3 +523,32 @@ def test_what_cannot_be_honoured_is_refused_by_name(changed: Any, error: type[Ex
 def test_a_traced_number_is_refused_by_name(name: str) -> None:
     with pytest.raises(SpecError, match=f"{name}=.*known on the host"):
         jax.jit(lambda number: dot_product_attention(**QKV, **{name: number}))(2)
+
+
+def test_it_may_stand_in_the_place_of_jax_nns(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = build(is_causal=True)
+    call = partial(dot_product_attention, is_causal=True, backend="jax_xla")
+    expected = np.asarray(call(**case.learned))
+    jax.clear_caches()  # what was traced before would not look for jax.nn's function again
+    monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
+    found = jax.nn.dot_product_attention(**case.learned, is_causal=True, implementation="xla")
+    assert np.array_equal(np.asarray(found), expected)
+    found, pull = jax.vjp(call, *case.learned.values())
+    assert np.array_equal(np.asarray(found), expected) and len(pull(found)) == len(case.learned)
+
+
+def test_it_may_stand_there_before_we_are_imported() -> None:
+    script = """
+import jax, jax.numpy as jnp
+real = jax.nn.dot_product_attention
+ours = []
+jax.nn.dot_product_attention = lambda *arrays, **keywords: ours[0](*arrays, **keywords)
+from jax_frontend import dot_product_attention
+ours.append(dot_product_attention)
+x = jnp.arange(160, dtype=jnp.float32).reshape(1, 5, 2, 16) / 160
+found = jax.jit(lambda x: jax.nn.dot_product_attention(x, x, x, implementation="xla"))(x)
+assert jnp.allclose(found, real(x, x, x)), "another result"
+print("ok")
+"""
+    found = in_its_own_process(script)
+    assert found.stdout.strip() == "ok", found.stderr

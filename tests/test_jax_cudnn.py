@@ -12,7 +12,7 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 from oracle_cases import fill  # noqa: E402
 
-from attn_core import AttentionSpec, Target, accuracy, explain  # noqa: E402
+from attn_core import AttentionSpec, Target, accuracy, explain, jax_nn  # noqa: E402
 from attn_core.backends import Gradients, Inputs, jax_cudnn  # noqa: E402
 from attn_core.support import Build, unmet  # noqa: E402
 
@@ -142,8 +142,8 @@ def test_the_build_is_the_loaded_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def without_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = jax.nn.dot_product_attention
-    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *a, **k: real(*a, **{**k, "implementation": "xla"}))
+    real = jax_nn.dot_product_attention
+    monkeypatch.setattr(jax_nn, "dot_product_attention", lambda *a, **k: real(*a, **{**k, "implementation": "xla"}))
 
 
 @pytest.mark.parametrize(

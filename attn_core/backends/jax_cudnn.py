@@ -21,6 +21,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
+from attn_core import jax_nn
 from attn_core.backends import Gradients, Inputs
 from attn_core.kernel_limits import GRID_LIMIT
 from attn_core.masks import band
@@ -127,9 +128,8 @@ def _spoken(version: tuple[int, ...]) -> str:
 def probe() -> str:
     """jax's version, once its attention and a CUDA plugin's cuDNN are there."""
     import jax
-    from jax.nn import dot_product_attention
 
-    _ = (dot_product_attention, _cudnn_version())
+    _ = (jax_nn.own(), _cudnn_version())
     return jax.__version__
 
 
@@ -191,11 +191,10 @@ def _usual_promotion() -> Iterator[None]:
 
 
 def _attend(spec: AttentionSpec, mask: Any, q: Any, k: Any, v: Any) -> Any:
-    import jax
     import jax.numpy as jnp
 
     how = lower(spec)
-    out = jax.nn.dot_product_attention(q, k, v, mask=mask, **how)
+    out = jax_nn.dot_product_attention(q, k, v, mask=mask, **how)
     out = out[0] if how["return_residual"] else out
     if mask is None:
         return out

@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from attn_core import xla_attention, xla_tiles
+from attn_core import jax_nn, xla_attention, xla_tiles
 from attn_core.backends import Gradients, Inputs
 from attn_core.masks import Band, band
 from attn_core.paged import gathered_jax
@@ -67,8 +67,8 @@ def probe() -> str:
     """The version of jax, once the functions used here import."""
     import jax
     from jax.custom_batching import custom_vmap  # noqa: F401
-    from jax.nn import dot_product_attention  # noqa: F401
 
+    jax_nn.own()
     return jax.__version__
 
 
@@ -154,7 +154,7 @@ def _jax_nn(spec: AttentionSpec, inputs: Inputs, keywords: dict[str, Any]) -> An
     (value,) = xla_tiles.summands(inputs.v)
     exact = jax.default_matmul_precision("highest") if spec.dtype == "float32" else nullcontext()
     with exact:  # no TF32 on GPUs
-        out = jax.nn.dot_product_attention(inputs.q, inputs.k, value.clean, **keywords)
+        out = jax_nn.dot_product_attention(inputs.q, inputs.k, value.clean, **keywords)
     rows, keys = xla_tiles.rows_of(spec), jnp.arange(spec.kv_len)
     seen = (keys >= rows.first[:, None]) & (keys < rows.stop[:, None])
     grouped = out.reshape(spec.batch, spec.q_len, spec.num_kv_heads, spec.group_size, spec.value_dim)
