@@ -1,8 +1,7 @@
-"""Unsloth's attention dispatch, as data: its two argument objects, and what a call with them means.
+"""Unsloth's attention dispatch, as data: its two argument objects, their sizes, and its words for backends.
 
-The names and fields are Unsloth's (``unsloth/utils/attention_dispatch.py``); the meaning is the same on every backend,
-where the host's own branches differ from each other (docs/semantics.md lists the choices). Nothing here is a tensor
-operation: the frontends turn a ``Meaning`` into a call of ``attention``.
+The names and fields are Unsloth's (``unsloth/utils/attention_dispatch.py``). What a call with them means is said in
+``attn_core.unsloth_meaning``.
 """
 
 from __future__ import annotations
@@ -10,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from attn_core import backends
-from attn_core.errors import ShapeError, SpecError
-from attn_core.options import flag, normalise_window
-from attn_core.seq_info import is_host_int
-from attn_core.unsloth_bags import BAGS, Stated, distances, state_mask, stated_in
+from attn_core.errors import ShapeError
 
 FLASH_VARLEN = "flash_varlen"
 FLASH_DENSE = "flash_dense"
@@ -65,115 +61,6 @@ class AttentionContext:
     sliding_window: int | None = None
 
 
-class Meaning(NamedTuple):
-    """A call in this library's words.
-
-    mask is what the host calls attention_mask, causal_mask, attn_mask or attn_bias, and mask_name where it was given.
-    keep: it is the host's 2-D ``attention_mask``, ``[bsz, kv_len]`` of keys, non-zero keeps. Any other mask is complete
-    by itself: ``[q_len, kv_len]``, ``[bsz, q_len, kv_len]`` or four axes.
-    """
-
-    causal: bool
-    window: Any
-    softcap: float | None
-    scale: float | None
-    dropout: float
-    deterministic: bool
-    alibi_slopes: Any
-    mask: Any
-    mask_name: str
-    keep: bool
-
-
-def interpret(config: AttentionConfig, context: AttentionContext) -> Meaning:
-    """What a call means, whichever backend runs it.
-
-    Without a mask the call is causal, bottom-right: new queries stand at the end of the keys. A 2-D ``attention_mask``
-    keeps keys and is joined with that; any other mask is complete by itself, as the host builds them: causal and the
-    sliding window are not added, unless a bag states causal. ``softcap=0`` and ``window_size=(-1, -1)`` are
-    flash-attn's "none".
-
-    Raises:
-        SpecError: for keys nobody knows, bags that contradict each other, or an unknown backend word.
-    """
-    if context.attention_mask is None and context.causal_mask is None:
-        try:
-            kind = type(context.sliding_window).__name__
-            return _without_masks(config.backend, kind, context.sliding_window, _plain(config))
-        except TypeError:  # something that cannot be a key: an array, say
-            pass
-    return _interpreted(config, context)
-
-
-def _plain(config: AttentionConfig) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """The bags as a key; TypeError where one holds an array, which is equal to nothing but itself."""
-    found = []
-    for name in BAGS:
-        bag = getattr(config, name)
-        if bag:
-            if any(hasattr(value, "shape") for value in bag.values()):
-                raise TypeError(name)
-            found.append((name, tuple((key, type(value), value) for key, value in bag.items())))
-    return tuple(found)
-
-
-@lru_cache(maxsize=1024)
-def _without_masks(word: str, kind: str, sliding_window: int | None, bags: tuple[Any, ...]) -> Meaning:
-    """``_interpreted`` of a call that is nothing but plain values; ``kind`` keeps 1, 1.0 and True apart."""
-    named = {name: {key: value for key, _, value in items} for name, items in bags}
-    return _interpreted(
-        AttentionConfig(word, 1, 1, **named), AttentionContext(1, 1, 1, 1, 1, sliding_window=sliding_window)
-    )
-
-
-def _interpreted(config: AttentionConfig, context: AttentionContext) -> Meaning:
-    if config.backend not in FAMILIES:
-        raise SpecError(f"config.backend={config.backend!r}: expected one of {', '.join(FAMILIES)}")
-    if context.sliding_window is not None and not is_host_int(context.sliding_window):
-        raise SpecError(
-            f"context.sliding_window={context.sliding_window!r}: expected how many keys a query sees, an int, or None"
-        )
-    stated = stated_in(config)
-    for name in ("attention_mask", "causal_mask"):
-        value = getattr(context, name)
-        if value is not None:
-            state_mask(stated, value, f"context.{name}")
-    mask = stated["mask"].value
-    keep = mask is not None and mask is context.attention_mask and len(getattr(mask, "shape", ())) == 2
-    complete = mask is not None and not keep
-    if stated["triangle"].where and stated["causal"].value is not None and not stated["causal"].value:
-        stated["causal"].state(True, f"{stated['triangle'].where} is {stated['triangle'].value.__name__}, causal")
-    causal = not complete if stated["causal"].value is None else _flag(stated["causal"])
-    if complete and stated["causal"].value is None:
-        window: Any = distances(stated["window"])  # the host's sliding window is in its mask; a bag's own still counts
-    else:
-        window = _window(stated["window"], context.sliding_window, causal)
-    return Meaning(
-        causal=causal,
-        window=window,
-        softcap=stated["softcap"].value or None,
-        scale=stated["scale"].value,
-        dropout=stated["dropout"].value or 0.0,
-        deterministic=stated["deterministic"].value is not None and _flag(stated["deterministic"]),
-        alibi_slopes=stated["alibi_slopes"].value,
-        mask=mask,
-        mask_name=stated["mask"].where,
-        keep=keep,
-    )
-
-
-def check_mask(meaning: Meaning, context: AttentionContext) -> None:
-    """Raises ShapeError for a mask whose axes cannot be told; ``attention`` checks the sizes of complete masks."""
-    shape = list(meaning.mask.shape)
-    if meaning.keep and shape != [context.bsz, context.kv_seq_len]:
-        raise ShapeError(
-            f"{meaning.mask_name}: expected the keys to keep, [bsz, kv_len] = [{context.bsz}, {context.kv_seq_len}], "
-            f"got {shape}"
-        )
-    if len(shape) not in (2, 3, 4):
-        raise ShapeError(f"{meaning.mask_name}: expected 2, 3 or 4 axes, got {shape}")
-
-
 def preference(config: AttentionConfig, framework: str, device: str) -> tuple[str, ...]:
     """The backends to try: the family that the config names, then automatic choice."""
     return _preference(config.backend, framework, backends.kind_of(device))
@@ -205,32 +92,8 @@ def check_sizes(config: AttentionConfig, context: AttentionContext, q: Any, k: A
         )
 
 
-def _flag(stated: Stated) -> bool:
-    return flag(stated.where, stated.value)
-
-
 def choose_word(available: tuple[str, ...], use_varlen: bool) -> str:
     """The host's backend word for a machine with these backends: flash-attn, then xformers, then SDPA."""
     if any(name in available for name in ("flash2", "flash3", "flash4")):
         return FLASH_VARLEN if use_varlen else FLASH_DENSE
     return XFORMERS if "xformers" in available else SDPA
-
-
-def _window(stated: Stated, sliding_window: int | None, causal: bool) -> tuple[int | None, int | None]:
-    """One window out of flash-attn's ``window_size`` distances and the host's ``sliding_window`` keys."""
-    keys = None if sliding_window is None or sliding_window <= 0 else sliding_window
-    pair = distances(stated)
-    if keys is None:
-        return normalise_window(pair, causal)
-    if not causal:
-        raise SpecError(
-            f"context.sliding_window={sliding_window}: expected a causal call, for it means that many keys up to and "
-            "including self; without causal state window_size=(left, right) alone"
-        )
-    # The host's callers write window_size=(W, W) beside sliding_window=W, meaning W keys: (W - 1, 0).
-    if pair is not None and pair[0] not in (keys - 1, keys):
-        raise SpecError(
-            f"{stated.where}={stated.value} contradicts context.sliding_window={sliding_window}, which is {keys} keys, "
-            f"self included: window_size=({keys - 1}, 0)"
-        )
-    return (keys - 1, 0)

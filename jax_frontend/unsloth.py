@@ -15,13 +15,11 @@ from attn_core.unsloth import (
     XFORMERS,
     AttentionConfig,
     AttentionContext,
-    Meaning,
-    check_mask,
     check_sizes,
     choose_word,
-    interpret,
     preference,
 )
+from attn_core.unsloth_meaning import Meaning, check_mask, interpret
 from jax_frontend.attention import attention
 from jax_frontend.backends import available_here
 from jax_frontend.plan import check_array, device_name

@@ -234,6 +234,72 @@ def test_flash_distances_beside_a_sliding_window_are_that_many_keys(framework: F
     close(found, expected(numbers(), window=(2, 0)))
 
 
+FLASH_WORDS = (unsloth.FLASH_VARLEN, unsloth.FLASH_DENSE)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kv_len", [7, 2])
+@pytest.mark.parametrize("slides", [True, False])
+@pytest.mark.parametrize("word", WORDS)
+@both
+def test_every_second_layer_of_gemma2_attends_to_all_keys(
+    framework: Framework, word: str, slides: bool, kv_len: int, packed: bool
+) -> None:
+    """Its layers all pass the config's window; the bool says which of them slide."""
+    arrays = numbers(kv_len, kv_len)
+    lengths = (2 * kv_len - 1, 1) if packed else None
+    pair = (3, 3) if slides and kv_len > 3 else (-1, -1)
+    bags = {"causal": True, "softcap": 50.0, "softmax_scale": 0.25, "window_size": pair}
+    found = run(
+        framework,
+        arrays,
+        word,
+        {"flash_dense_kwargs": bags, "flash_varlen_kwargs": {"dropout_p": 0.0, **bags}},
+        causal_mask=slides,
+        sliding_window=3,
+        seq_info=seq_info(framework, "arrays", lengths) if lengths else None,
+    )
+    window = (2, 0) if slides else (None, None)
+    close(found, expected(arrays, window=window, softcap=50.0, scale=0.25, lengths=lengths))
+
+
+@pytest.mark.parametrize("pair", [(-1, -1), (-1, 0)])
+@pytest.mark.parametrize("bag", FLASH_BAGS)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("word", WORDS)
+@both
+def test_flash_distances_without_bound_are_all_keys_where_flash_runs(
+    framework: Framework, word: str, masked: bool, bag: str, pair: Any
+) -> None:
+    """The host's flash branches go by their distances, its other branches by the sliding window."""
+    told = {"attention_mask": KEEP} if masked else {}  # leads the host to SDPA
+    found = run(framework, numbers(), word, {bag: {"window_size": pair}}, sliding_window=3, **told)
+    window = (None, None) if word in FLASH_WORDS and not masked else (2, 0)
+    close(found, expected(numbers(), window=window, mask=KEEP[:, None, None, :] != 0 if masked else None))
+
+
+@pytest.mark.parametrize("slides", [True, False])
+@pytest.mark.parametrize("word", WORDS)
+@both
+def test_a_bool_says_whether_a_layer_slides(framework: Framework, word: str, slides: bool) -> None:
+    for what, fields in ({}, {}), ({"attention_mask": KEEP}, {"mask": KEEP[:, None, None, :] != 0}):
+        found = run(framework, numbers(), word, causal_mask=slides, sliding_window=3, **what)
+        close(found, expected(numbers(), window=(2, 0) if slides else (None, None), **fields))
+
+
+@pytest.mark.parametrize("word", WORDS)
+@both
+def test_a_sliding_window_is_not_added_to_a_complete_mask_beside_causal(framework: Framework, word: str) -> None:
+    """It is in the mask already, as the host makes them; what a bag states still counts."""
+    for bags, fields in (
+        ({"flash_dense_kwargs": {"causal": True}}, {"causal": True}),
+        ({"flash_dense_kwargs": {"causal": True, "window_size": (4, 4)}}, {"causal": True, "window": (4, 0)}),
+        ({"sdpa_kwargs": {"is_causal": False}}, {"causal": False}),
+    ):
+        found = run(framework, numbers(), word, bags, attention_mask=FULL_MASK, sliding_window=3)
+        close(found, expected(numbers(), mask=FULL_MASK, **fields))
+
+
 @both
 def test_distances_around_self(framework: Framework) -> None:
     found = run(framework, numbers(), bags={"flash_dense_kwargs": {"window_size": (2, 1), "causal": False}})

@@ -14,13 +14,11 @@ from attn_core.unsloth import (
     XFORMERS,
     AttentionConfig,
     AttentionContext,
-    Meaning,
-    check_mask,
     check_sizes,
     choose_word,
-    interpret,
     preference,
 )
+from attn_core.unsloth_meaning import Meaning, check_mask, interpret
 from torch_frontend.attention import attention
 from torch_frontend.backends import available_here
 from torch_frontend.ops import ASKED
