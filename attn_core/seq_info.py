@@ -16,8 +16,9 @@ class SeqInfo:
     """Where each packed document begins and ends.
 
     Attributes:
-        cu_seqlens_q: int32 array of shape ``[documents + 1]``, the caller's own (numpy, torch or JAX): document ``d``
-            holds query tokens ``cu_seqlens_q[d] : cu_seqlens_q[d + 1]``. Empty documents are allowed.
+        cu_seqlens_q: int32 array of shape ``[documents + 1]``: document ``d`` holds query tokens
+            ``cu_seqlens_q[d] : cu_seqlens_q[d + 1]``. Empty documents are allowed. A torch or JAX array is kept as it
+            is, a numpy array is copied, because its owner may write the next batch into it before a backward runs.
         cu_seqlens_k: the same for key/value tokens; the documents pair up by position.
         max_len_q: host int, at least the longest query document (units: tokens).
         max_len_k: host int, at least the longest key document.
@@ -36,7 +37,7 @@ class SeqInfo:
     def converted(self, place: Any, convert: Callable[[Any], Any]) -> tuple[Any, Any]:
         """The offsets as ``convert`` makes them for a place (a device, say), made once for each place.
 
-        Only for arrays that cannot change under us: a frontend uses it for host arrays that it copies elsewhere.
+        Only for arrays that cannot change under us: a frontend uses it for numpy arrays, which are our own copies.
         """
         if place not in self._converted:
             queries = convert(self.cu_seqlens_q)
@@ -56,6 +57,7 @@ class SeqInfo:
                 raise SpecError(f"seq_info.{name}={value}: expected the longest document in tokens, 0 or more")
             if isinstance(value, np.integer):
                 object.__setattr__(self, name, int(value))
+        self._own_copies()
         for side in ("q", "k"):
             cu_seqlens = getattr(self, f"cu_seqlens_{side}")
             if isinstance(cu_seqlens, np.ndarray):
@@ -65,6 +67,13 @@ class SeqInfo:
                         "convert it with .astype('int32')"
                     )
                 check_cu_seqlens(cu_seqlens, getattr(self, f"max_len_{side}"), side=side)
+
+    def _own_copies(self) -> None:
+        given_q, given_k = self.cu_seqlens_q, self.cu_seqlens_k
+        if isinstance(given_q, np.ndarray):
+            object.__setattr__(self, "cu_seqlens_q", given_q.copy())
+        if isinstance(given_k, np.ndarray):
+            object.__setattr__(self, "cu_seqlens_k", self.cu_seqlens_q if given_k is given_q else given_k.copy())
 
     @classmethod
     def from_lengths(

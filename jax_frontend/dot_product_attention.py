@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
@@ -109,7 +110,7 @@ def _array(name: str, value: Any) -> Array:
     """What jax.nn takes for an array, as one; a torch tensor, whose gradient would be lost on the way, is refused."""
     if type(value).__module__.partition(".")[0] == "torch":
         plan.check_array(name, value)
-    return jnp.asarray(value)
+    return jnp.array(value) if isinstance(value, np.ndarray) else jnp.asarray(value)  # JAX may share numpy's memory
 
 
 def _with_batch(name: str, array: Array) -> Array:

@@ -140,7 +140,7 @@ def append_kv(
         {n: None if a is None else ArrayFacts(a.shape, str(a.dtype), device) for n, a in everything.items()}
     )
     _check_values(None, k.shape[0], k_pages.shape, block_table, seq_lens, cu_seqlens_q, writes=True)
-    arrays: list[Any] = [None if array is None else jnp.asarray(array) for array in everything.values()]
+    arrays: list[Any] = [_own(array) for array in everything.values()]
     traced = any(isinstance(array, jax.core.Tracer) for array in arrays)
     return (_appended if traced else _append_donated)(*arrays)  # type: ignore[no-any-return]
 
@@ -202,7 +202,12 @@ def _check_kinds(block_table: Any, seq_lens: Any, cu: Any, shapes_only: bool = F
 
 
 def _as_arrays(inputs: PagedInputs) -> PagedInputs:
-    return PagedInputs(*(jnp.asarray(array) if isinstance(array, np.ndarray) else array for array in inputs))
+    return PagedInputs(*(_own(array) for array in inputs))
+
+
+def _own(array: Any) -> Any:
+    """A numpy array as JAX's own copy: JAX may share memory, and its owner may write there before the call has run."""
+    return jnp.array(array) if isinstance(array, np.ndarray) else array
 
 
 def _check_values(

@@ -124,7 +124,7 @@ def test_coerce() -> None:
     for sequence in ((lengths, cu_seqlens, 3), [lengths, cu_seqlens, 3]):
         made = SeqInfo.coerce(sequence)
         assert made is not None
-        assert made.cu_seqlens_q is made.cu_seqlens_k is cu_seqlens
+        assert made.cu_seqlens_q is made.cu_seqlens_k and made.cu_seqlens_q.tolist() == [0, 3, 5]
         assert (made.max_len_q, made.max_len_k) == (3, 3)
 
 

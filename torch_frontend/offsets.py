@@ -34,6 +34,9 @@ def of(info: SeqInfo, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     queries, keys = info.cu_seqlens_q, info.cu_seqlens_k
     for side, offsets in (("q", queries), ("k", keys)):
         plan.check_tensor(f"seq_info.cu_seqlens_{side}", offsets)
+    if q.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        copy = queries.clone()  # their memory may be a numpy array's, and then autograd does not see who writes there
+        return copy, copy if keys is queries else keys.clone()
     fit = all(o.is_cuda and o.dtype == torch.int32 and o.dim() == 1 and o.shape[0] > 1 for o in (queries, keys))
     if not (fit and rows):
         return queries, keys  # on the host the values are checked, and whatever else is wrong is refused by name

@@ -1,0 +1,123 @@
+"""A loader writes the next batch into the arrays of the last one, between a call and its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+import torch
+from frameworks import BOTH, Framework, as_numpy
+from paged_cases import aligned
+
+from attn_core import SeqInfo
+
+TOKENS, HEADS, DIM = 12, 2, 8
+FIRST, NEXT = (0, 3, 12), (0, 9, 12)
+
+
+class Loader(SimpleNamespace):
+    """Offsets as a data loader holds them: one buffer, written for every batch."""
+
+    buffer: np.ndarray
+    given: Callable[[], Any]
+
+    def next(self) -> None:
+        self.buffer[:] = NEXT
+
+
+def loader(kind: str) -> Loader:
+    buffer = aligned(np.array(FIRST, np.int32))
+    own = np.array(FIRST, np.int32)
+    if kind == "keys":
+        made = SeqInfo(own, buffer, TOKENS, TOKENS)
+    elif kind == "both":
+        made = SeqInfo(buffer, buffer, TOKENS, TOKENS)
+    elif kind == "shared tensor":
+        tensor = torch.from_numpy(buffer)
+        made = SeqInfo(tensor, tensor, TOKENS, TOKENS)
+    else:
+        return Loader(buffer=buffer, given=lambda: (None, buffer, TOKENS))
+    return Loader(buffer=buffer, given=lambda: made)
+
+
+def attention(f: Framework, info: Any, q: Any, k: Any, v: Any) -> Any:
+    return f.frontend.attention(q, k, v, causal=True, seq_info=info)
+
+
+def qkvpacked(f: Framework, info: Any, q: Any, k: Any, v: Any) -> Any:
+    stack = torch.stack if f.name == "torch" else jax.numpy.stack
+    return f.frontend.attention_qkvpacked(stack((q, k, v), -3), causal=True, seq_info=info)
+
+
+def run_attention(f: Framework, info: Any, q: Any, k: Any, v: Any) -> Any:
+    unsloth = f.frontend
+    Q, K, V = (x[None].swapaxes(1, 2) for x in (q, k, v))
+    config = unsloth.AttentionConfig("sdpa", HEADS, 1)
+    context = unsloth.AttentionContext(1, TOKENS, TOKENS, HEADS, DIM, requires_grad=True, seq_info=info)
+    return unsloth.run_attention(config=config, context=context, Q=Q, K=K, V=V)[0]
+
+
+CALLS = (attention, qkvpacked, run_attention)
+
+
+def gradients_of(f: Framework, call: Any, info: Any, between: Callable[[], None]) -> list[Any]:
+    """The output and the gradients of q, k and v, with something done between the call and its backward."""
+    arrays = [np.random.default_rng(at).standard_normal((TOKENS, HEADS, DIM)) for at in range(4)]
+    if f.name == "torch":
+        *leaves, dout = (torch.tensor(array) for array in arrays)
+        for leaf in leaves:
+            leaf.requires_grad_()
+        out = call(f, info, *leaves)
+        between()
+        return [x.detach().numpy() for x in (out, *torch.autograd.grad(out, leaves, dout))]
+    *primals, dout = (jax.numpy.array(array, "float32") for array in arrays)
+    out, pull = jax.vjp(lambda *qkv: call(f, info, *qkv), *primals)
+    between()
+    return [np.array(x) for x in (out, *pull(dout))]
+
+
+@pytest.mark.parametrize("kind", ["both", "keys", "triple", "shared tensor"])
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+def test_a_buffer_written_between_a_call_and_its_backward(framework: Framework, call: Any, kind: str) -> None:
+    if framework.name == "jax" and kind == "shared tensor":
+        pytest.skip("JAX takes no tensors of torch")
+    kept, written = loader(kind), loader(kind)
+    right = gradients_of(framework, call, kept.given(), lambda: None)
+    found = gradients_of(framework, call, written.given(), written.next)
+    for name, one, other in zip(("out", "dq", "dk", "dv"), right, found, strict=True):
+        np.testing.assert_array_equal(other, one, err_msg=name)
+
+
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+def test_a_seq_info_means_what_it_said_when_it_was_made(framework: Framework) -> None:
+    written = loader("both")
+    info = written.given()
+    right = gradients_of(framework, attention, loader("both").given(), lambda: None)
+    written.next()
+    found = gradients_of(framework, attention, info, lambda: None)
+    for one, other in zip(right, found, strict=True):
+        np.testing.assert_array_equal(other, one)
+
+
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+def test_tables_of_pages_written_after_the_call(framework: Framework) -> None:
+    pool = np.random.default_rng(0).standard_normal((4, 16, HEADS, DIM)).astype(np.float32)
+    q = framework.array(np.random.default_rng(1).standard_normal((2, HEADS, DIM)).astype(np.float32))
+
+    def call(table: np.ndarray, lengths: np.ndarray) -> Any:
+        pages = framework.array(pool)
+        return framework.frontend.paged_attention(q, pages, pages, block_table=table, seq_lens=lengths)
+
+    table, lengths = np.array([[0, 1], [2, 3]], np.int32), np.array([20, 30], np.int32)
+    right = as_numpy(call(table, lengths))
+    table, lengths = aligned(table), aligned(lengths)
+    found = call(table, lengths)
+    table[:], lengths[:] = 0, 1
+    np.testing.assert_array_equal(as_numpy(found), right)
