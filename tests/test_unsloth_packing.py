@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -72,6 +75,73 @@ def test_xformers_bias(device: str) -> None:
     mask = build_xformers_block_causal_mask(packed)
     assert isinstance(mask, BlockDiagonalCausalMask) and mask.q_seqinfo.seqstart_py == [0, 3, 4, 9]
     assert type(build_xformers_block_causal_mask(packed, sliding_window=2)) is not type(mask)
+
+
+@dataclass
+class Offsets:
+    """Stands for a tensor of offsets."""
+
+    values: list[int]
+    device: Any = "meta"
+
+    def to(self, device: torch.device) -> Offsets:
+        return Offsets(self.values, device)
+
+
+@dataclass
+class SeqLenInfo:
+    """Stands for xformers' class that holds one side's offsets."""
+
+    seqstart: Offsets
+    seqstart_py: list[int]
+
+
+@dataclass
+class BlockDiagonalCausalMask:
+    """Stands for xformers' class of this name."""
+
+    q_seqinfo: SeqLenInfo
+    k_seqinfo: SeqLenInfo
+    window: int | None = None
+
+    @classmethod
+    def from_seqlens(cls, lengths: list[int]) -> BlockDiagonalCausalMask:
+        starts = [sum(lengths[:at]) for at in range(len(lengths) + 1)]
+        info = SeqLenInfo(Offsets(starts), starts)
+        return cls(info, info)
+
+    def make_local_attention(self, window_size: int) -> BlockDiagonalCausalMask:
+        return BlockDiagonalCausalMask(self.q_seqinfo, self.k_seqinfo, window_size)
+
+
+@pytest.mark.parametrize("window", [None, 0, -1, 3])
+@pytest.mark.usefixtures("device")
+def test_a_base_mask_gets_the_window(window: int | None) -> None:
+    base = BlockDiagonalCausalMask.from_seqlens([2, 7])
+    found = build_xformers_block_causal_mask(None, sliding_window=window, base_mask=base)
+    assert found == replace(base, window=3 if window == 3 else None) and base.window is None
+    table = torch.ones(2, 2)
+    assert build_xformers_block_causal_mask(None, sliding_window=window, base_mask=table) is table
+    assert build_xformers_block_causal_mask(None, sliding_window=window) is None
+    if window == 3:
+        with pytest.raises(SpecError, match="^sliding_window=3: expected a base_mask "):
+            build_xformers_block_causal_mask(None, sliding_window=window, base_mask=object())
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_an_xformers_bias_is_where_the_lengths_are(
+    window: int | None, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    names = ("xformers", "xformers.ops", "xformers.ops.fmha", "xformers.ops.fmha.attn_bias")
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules[names[-1]], "BlockDiagonalCausalMask", BlockDiagonalCausalMask, raising=False)
+    packed = get_packed_info_from_kwargs({"packed_seq_lengths": LENGTHS}, device)
+    mask = build_xformers_block_causal_mask(packed, sliding_window=window)
+    assert mask.window == window and packed is not None
+    for info in (mask.q_seqinfo, mask.k_seqinfo):
+        assert info.seqstart == Offsets([0, 3, 4, 9], packed[0].device)
+        assert info.seqstart_py == [0, 3, 4, 9]
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])

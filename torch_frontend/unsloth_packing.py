@@ -7,6 +7,7 @@ which ``run_attention`` and ``attention`` take as it is.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -68,18 +69,44 @@ def build_xformers_block_causal_mask(
 ) -> Any:
     """xformers' bias of the same, for code that calls xformers itself; None where xformers is not installed.
 
-    ``base_mask`` is returned where ``seq_info`` is None.
+    Its offsets are where the lengths are. Where ``seq_info`` is None it is ``base_mask``, with the window: a tensor or
+    None is returned as it is, for a tensor is complete by itself.
+
+    Raises:
+        SpecError: for a window beside a ``base_mask`` that cannot take it.
     """
+    local = sliding_window is not None and sliding_window > 0
     if seq_info is None:
-        return base_mask
+        return _windowed(base_mask, sliding_window) if local else base_mask
     try:
         from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask  # type: ignore[import-not-found]
     except ImportError:
         return None
-    lengths = _lengths("seq_info", seq_info[0]).tolist()
-    mask = BlockDiagonalCausalMask.from_seqlens([length for length in lengths if length])
-    local = sliding_window is not None and sliding_window > 0
-    return mask.make_local_attention(window_size=sliding_window) if local else mask
+    lengths = _lengths("seq_info", seq_info[0])
+    mask = BlockDiagonalCausalMask.from_seqlens([length for length in lengths.tolist() if length])
+    return _moved(_windowed(mask, sliding_window) if local else mask, lengths.device)
+
+
+def _windowed(mask: Any, sliding_window: int | None) -> Any:
+    if mask is None or isinstance(mask, Tensor):
+        return mask
+    if not hasattr(mask, "make_local_attention"):
+        raise SpecError(
+            f"sliding_window={sliding_window}: expected a base_mask that has make_local_attention, "
+            f"got {type(mask).__name__}"
+        )
+    return mask.make_local_attention(window_size=sliding_window)
+
+
+def _moved(mask: Any, device: torch.device) -> Any:
+    """The block-diagonal bias with its offsets on a device; not by its own ``to``, which some versions lack."""
+    sides = {}
+    for side in ("q_seqinfo", "k_seqinfo"):
+        info = getattr(mask, side)
+        values = {each.name: getattr(info, each.name) for each in fields(info)}
+        tensors = {name: value.to(device) for name, value in values.items() if hasattr(value, "to")}
+        sides[side] = replace(info, **tensors)
+    return replace(mask, **sides)
 
 
 def mask_packed_sequence_boundaries(shift_labels: Tensor, seq_lengths: Any, *, ignore_index: int = -100) -> bool:
