@@ -31,6 +31,7 @@ from jax_frontend.context_tiles import Mine, Runner
 from jax_frontend.ops import compiled, low
 from jax_frontend.partitioning import partly_manual
 from jax_frontend.plan import Plan
+from jax_frontend.platforms import at_home
 
 try:  # jax.sharding.get_mesh is the same, and refused while JAX traces
     from jax._src.mesh import get_concrete_mesh
@@ -113,13 +114,13 @@ _by_callback = mlir.lower_fun(_called, multiple_results=True)
 
 
 def _lowered_for_cpu(ctx: Any, *operands: Any, call: BridgedStep, axis: str, meshes: Any, branches: ClosedJaxpr) -> Any:
-    if _exported(ctx):
+    if _exported(ctx) or not at_home(call, "cpu"):
         return _by_branches(ctx, *operands, call=call, axis=axis, meshes=meshes, branches=branches)
     return _by_callback(ctx, *operands, call=call, branches=branches)
 
 
 def _lowered_for_gpu(ctx: Any, *operands: Any, call: BridgedStep, axis: str, meshes: Any, branches: ClosedJaxpr) -> Any:
-    parts = () if _exported(ctx) else parts_of(ctx, axis, meshes[1])
+    parts = () if _exported(ctx) or not at_home(call, "cuda") else parts_of(ctx, axis, meshes[1])
     if not parts:
         return _by_branches(ctx, *operands, call=call, axis=axis, meshes=meshes, branches=branches)
     known = ctx.replace(avals_in=ctx.avals_in[:-1])

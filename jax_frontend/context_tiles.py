@@ -72,7 +72,8 @@ class Runner(NamedTuple):
 
     def planned(self, tile: Tile) -> Plan:
         """The tile as a call of the kernel that was chosen for it."""
-        return Plan(*self.call.backend_of(tile), self.device, one_row=False, beside=self.beside)
+        spec, name = self.call.backend_of(tile)
+        return Plan(spec, name, self.device, one_row=False, beside=self.beside, requested=self.call.requested)
 
     def places(self, mine: Mine, tile: Tile) -> tuple[np.ndarray, np.ndarray]:
         """Where a tile's rows and keys lie. What was gathered stays as it came, one part's block after the other."""

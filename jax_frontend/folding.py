@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from attn_core.selection import Target, refusals
 from attn_core.spec import AttentionSpec
-from jax_frontend import local_call
+from jax_frontend import local_call, platforms
 from jax_frontend.bridged_call import BridgedCall
 
 _BATCH_FIRST = ("q", "k", "v", "qkv", "out", "lse", "dout", "dlse")
@@ -32,6 +32,8 @@ class Folded(NamedTuple):
     sizes: tuple[int, ...] = ()
     mapped: tuple[tuple[bool, ...], ...] = ()
     """For every mapped axis, which operands have it."""
+    requested: tuple[str, ...] | None = None
+    """The backends that the caller named, or None for automatic choice."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -64,7 +66,7 @@ class Folded(NamedTuple):
 
     def under(self, size: int, mapped: Sequence[bool]) -> Folded:
         """The call with one more mapped axis, outside the others."""
-        return Folded(self.call, (size, *self.sizes), (tuple(mapped), *self.mapped))
+        return self._replace(sizes=(size, *self.sizes), mapped=(tuple(mapped), *self.mapped))
 
     def foldable(self) -> bool:
         """Whether a larger batch means the same, and the backend can run it.
@@ -80,9 +82,9 @@ class Folded(NamedTuple):
     def run(self, *operands: Any) -> list[Any]:
         """The results; traceable."""
         if not self.sizes:
-            return local_call.run(self.call, *operands)
+            return platforms.run(self.call, self.requested, *operands)
         given = [self._fold(at, array) for at, array in enumerate(operands)]
-        results = local_call.run(self.call._replace(spec=self.spec), *given)
+        results = platforms.run(self.call._replace(spec=self.spec), self.requested, *given)
         # [mapped * batch, ...] -> [*mapped, batch, ...]
         return [array.reshape(*self.sizes, array.shape[0] // prod(self.sizes), *array.shape[1:]) for array in results]
 

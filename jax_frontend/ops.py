@@ -35,7 +35,7 @@ def forward(made: Plan, inputs: Any, *, with_lse: bool = True) -> tuple[Any, Any
     if made.spec.empty:
         out, *lse = partitioning.under_auto_axes(partial(local_call.nothing, call), Folded(call), given)
     else:
-        out, *lse = _run(forward_p, call, given)
+        out, *lse = _run(forward_p, Folded(call, requested=made.requested), given)
     return out, lse[0] if with_lse else None
 
 
@@ -53,20 +53,20 @@ def backward(made: Plan, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: An
     extras = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
     saved = {name: array for name, array in extras.items() if array is not None}
     call = BridgedCall("backward", made.backend, made.device, spec, names, tuple(saved), beside=made.beside)
-    results = _run(backward_p, call, (*given, *saved.values()))
+    results = _run(backward_p, Folded(call, requested=made.requested), (*given, *saved.values()))
     if made.as_one:
         rest = dict(zip(call.gradients[3:], results[1:], strict=True))
         return Gradients(results[0], None, None, **rest)
     return Gradients(**dict(zip(call.gradients, results, strict=True)))
 
 
-def _run(primitive: Primitive, call: BridgedCall, operands: Sequence[Any]) -> list[Any]:
+def _run(primitive: Primitive, whole: Folded, operands: Sequence[Any]) -> list[Any]:
     """A call by its primitive; or by the operations of a JAX backend, where XLA splits those and cannot split a call.
 
     With dropout: which weights are dropped depends on the indices of the whole call, which neither a part of it nor
     rows folded into a batch would have. And inside a ``jax.shard_map`` over some axes of a mesh.
     """
-    whole = Folded(call)
+    call = whole.call
     plain = call.spec.dropout or (partitioning.partly_manual() and local_call.speaks_jax(call))
     run = whole.run if plain else partial(_bind, primitive, whole)
     return partitioning.under_auto_axes(run, whole, operands)

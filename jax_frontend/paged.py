@@ -171,7 +171,7 @@ def _plan(
     metadata: tuple[Metadata | None, ...], device: str, options: Options, requested: tuple[str, ...] | None
 ) -> plan.Plan:
     selection = select(*_question(metadata, device, options, requested))
-    return plan.Plan(selection.spec, selection.backend or "", device, one_row=False)
+    return plan.Plan(selection.spec, selection.backend or "", device, one_row=False, requested=selection.requested)
 
 
 def _question(

@@ -29,6 +29,8 @@ class Plan(NamedTuple):
     """Whether q, k and v are one array, ``[..., tokens, 3, heads, head_dim]``."""
     beside: bool = False
     """See ``BridgedCall``."""
+    requested: tuple[str, ...] | None = None
+    """The backends that the caller named, or None for automatic choice."""
 
 
 Metadata = tuple[tuple[int, ...], np.dtype]
@@ -53,7 +55,7 @@ def plan(
     selection = select(*question(metadata, device, options, needs_backward, bias_gradient, requested))
     spec = selection.spec
     one_row = spec.packed and metadata[0] is not None and len(metadata[0][0]) == 4
-    return Plan(spec, selection.backend or "", device, one_row)
+    return Plan(spec, selection.backend or "", device, one_row, requested=selection.requested)
 
 
 def explanation(*arguments: Any) -> Selection:

@@ -116,7 +116,7 @@ def part_of(call: Folded, mesh: Any, split: Split) -> Part:
         SpecError: when the backend cannot run the part, though it can run the whole.
     """
     sizes = tuple(size // shards(mesh, over) for size, over in zip(call.sizes, split.mapped, strict=True))
-    local = Folded(call.call._replace(spec=_local_spec(call.call.spec, mesh, split)), sizes, call.mapped)
+    local = call._replace(call=call.call._replace(spec=_local_spec(call.call.spec, mesh, split)), sizes=sizes)
     reasons = local.refusals()
     if reasons:
         raise SpecError(

@@ -36,10 +36,12 @@ from jax_frontend import (
     bridged_run,
     context_exchange,
     context_parallel_attention,
+    context_step,
     context_tiles,
     explain_context_parallel,
     linen,
     nnx,
+    platforms,
     shard_sequence,
     unshard_sequence,
 )
@@ -434,8 +436,26 @@ DEVICES = {
 }
 
 
+@pytest.fixture
+def as_at_home(monkeypatch):
+    """What was planned for these CPUs counts as planned for the platform that it is lowered for, as GPUs' would."""
+    for module in (context_step, platforms):
+        monkeypatch.setattr(module, "at_home", lambda call, platform: True)
+
+
+def test_a_program_for_another_platform_takes_branches_of_xla_s_operations():
+    case, row = CALLED["ring-zigzag-2"], P(None, "outer")
+    mesh = Mesh(np.array(jax.devices())[:2], ("outer",))
+    inside = forward_of(case, mesh=None, axis_name="outer", backend=None)
+    run = jax.shard_map(inside, mesh=mesh, in_specs=(row,) * 3, out_specs=row)
+    given = [jax.device_put(shards(case, case.arrays())[key], NamedSharding(mesh, row)) for key in "qkv"]
+    assert "attn_core.callback" in jax.jit(run).trace(*given).lower().as_text()
+    text = jax.jit(run).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    assert "attn_core.callback" not in text and "stablehlo.case" in text
+
+
 @pytest.mark.parametrize(("sizes", "names", "order"), DEVICES.values(), ids=DEVICES)
-def test_a_program_for_gpus_knows_which_device_is_which_part(sizes, names, order):
+def test_a_program_for_gpus_knows_which_device_is_which_part(sizes, names, order, as_at_home):
     """What is known of devices when it is lowered, for the host to find its part by."""
     mesh = Mesh(np.array(jax.devices())[list(order)].reshape(sizes), names)
     case = Case("ring", (mesh.shape["outer"],), "zigzag", (32, 32), options={"causal": True})
@@ -471,7 +491,7 @@ def test_an_exported_program_runs_on_devices_in_another_order():
     assert np.abs(np.asarray(jax.jit(exported.call)(*elsewhere)) - right).max() < NEAR
 
 
-def test_a_program_traced_under_one_mesh_and_lowered_under_another_takes_branches():
+def test_a_program_traced_under_one_mesh_and_lowered_under_another_takes_branches(as_at_home):
     """JAX runs it on the devices of the first, and names those of the second when it lowers it."""
     case, row = CALLED["ring-zigzag-2"], P(None, "outer")
     given = [shards(case, case.arrays())[key] for key in "qkv"]
@@ -499,7 +519,7 @@ def test_a_device_that_a_program_was_not_compiled_for_is_named(monkeypatch):
         run((torch.zeros(1),))
 
 
-def test_a_program_for_gpus_without_devices_takes_branches():
+def test_a_program_for_gpus_without_devices_takes_branches(as_at_home):
     case = CALLED["ring-zigzag-2"]
     run, row = forward_of(case, mesh=None, axis_name="outer"), P(None, "outer")
     mesh = jax.sharding.AbstractMesh((2,), ("outer",), axis_types=(AxisType.Auto,))

@@ -27,6 +27,7 @@ class ContextCall:
         repeats: how often each kv head is copied before heads are exchanged, so that they divide.
         head_groups: in how many groups of heads the call runs, one's exchange during another's computation.
         backends: ``((spec of a tile, backend), ...)`` for every kind of tile of every rank.
+        requested: the backends that the caller named, or None for automatic choice.
     """
 
     spec: AttentionSpec
@@ -34,6 +35,7 @@ class ContextCall:
     repeats: int
     head_groups: int
     backends: tuple[tuple[AttentionSpec, str], ...]
+    requested: tuple[str, ...] | None = None
 
     def backend_of(self, tile: Tile) -> tuple[AttentionSpec, str]:
         """(the tile as a call of its own, the backend that runs it)."""
@@ -100,7 +102,7 @@ def context_call(
     made = spread(spec, documents, strategy, layout, outer, inner)
     call = ContextCall(spec, made, repeats, head_groups, ())
     kinds = {tile_spec(spec, tile, *call.heads): None for step in made.steps for mine in step.tiles for tile in mine}
-    return replace(call, backends=_runners(tuple(kinds), target, requested))
+    return replace(call, backends=_runners(tuple(kinds), target, requested), requested=requested)
 
 
 def spread(
