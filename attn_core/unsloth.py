@@ -33,7 +33,7 @@ class AttentionConfig:
     """How a layer wants its attention: a backend word, the grouping of heads, and keyword bags named after backends.
 
     The bags count on whatever backend runs: an option is honoured wherever it is written, and two bags that say
-    different things about one option are an error.
+    different things about one option are an error. Dropout alone is that of the bag of the host's branch.
     """
 
     backend: str
@@ -90,6 +90,16 @@ def check_sizes(config: AttentionConfig, context: AttentionContext, q: Any, k: A
             f"config.n_groups={config.n_groups}: expected n_heads // n_kv_heads = "
             f"{context.n_heads} // {config.n_kv_heads}"
         )
+
+
+def computed_in(*dtypes: str) -> str | None:
+    """The dtype that float32 is cast to beside one half dtype, as the host casts it; None where nothing is cast.
+
+    Adapters make some of Q, K and V float32 (DoRA).
+    """
+    others = set(dtypes) - {"float32"}
+    half = others.pop() if len(others) == 1 and "float32" in dtypes else None
+    return half if half in ("bfloat16", "float16") else None
 
 
 def choose_word(available: tuple[str, ...], use_varlen: bool) -> str:

@@ -50,24 +50,35 @@ class Stated:
         self.value, self.where = value, where
 
 
-def stated_in(config: Any) -> dict[str, Stated]:
+def stated_in(config: Any, branch: str) -> dict[str, Stated]:
     """Every option by our name for it, with its value where a bag of the config states one.
+
+    Dropout is that of the host's branch, if the branch's bag states one: hosts drop in some branches alone.
 
     Raises:
         SpecError: for keys nobody knows, and bags that contradict each other.
     """
     names = (*dict.fromkeys(_FLASH.values()), "mask", "triangle")
     stated = {name: Stated(name) for name in names}
+    own_dropout = _states_dropout(config, branch)
     for bag, spellings in BAGS.items():
         for key, value in (getattr(config, bag) or {}).items():
             if key not in spellings:
                 raise SpecError(f"config.{bag}[{key!r}]: unknown; expected one of {', '.join(spellings)}")
             option = spellings[key]
+            if option == "dropout" and own_dropout and bag != f"{branch}_kwargs":
+                continue
             if option == "mask" and value is not None:
                 state_mask(stated, value, f"config.{bag}[{key!r}]")
             elif option is not None and value is not None:
                 stated[option].state(value, f"config.{bag}[{key!r}]")
     return stated
+
+
+def _states_dropout(config: Any, branch: str) -> bool:
+    bag = f"{branch}_kwargs"
+    given = getattr(config, bag) or {}
+    return any(option == "dropout" and given.get(key) is not None for key, option in BAGS[bag].items())
 
 
 def state_mask(stated: dict[str, Stated], value: Any, where: str) -> None:

@@ -93,7 +93,7 @@ def _interpreted(config: AttentionConfig, context: AttentionContext) -> Meaning:
         raise SpecError(
             f"context.sliding_window={context.sliding_window!r}: expected how many keys a query sees, an int, or None"
         )
-    stated = stated_in(config)
+    stated = stated_in(config, host_branch(config, context))
     for name in ("attention_mask", "causal_mask"):
         value = getattr(context, name)
         if value is not None and not (name == "causal_mask" and isinstance(value, bool)):

@@ -17,6 +17,7 @@ from attn_core.unsloth import (
     AttentionContext,
     check_sizes,
     choose_word,
+    computed_in,
     preference,
 )
 from attn_core.unsloth_meaning import Meaning, check_mask, interpret
@@ -46,7 +47,8 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Arra
     result.
 
     Returns:
-        ``[bsz, q_len, n_heads, head_dim]``.
+        ``[bsz, q_len, n_heads, head_dim]`` in Q's dtype, also where float32 beside K or V of a half dtype is computed
+        in that.
 
     Raises:
         SpecError and its kinds: for contradictions, unknown keys and wrong sizes, before any kernel runs.
@@ -62,7 +64,9 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Arra
         )
     mask, bias = split_mask(meaning, context)
     info = SeqInfo.coerce(context.seq_info)
-    q, k, v = (array.swapaxes(1, 2) for array in (Q, K, V))  # [bsz, len, heads, head_dim]
+    half = computed_in(*(str(array.dtype) for array in (Q, K, V)))
+    alike = (array if half is None else array.astype(half) for array in (Q, K, V))
+    q, k, v = (array.swapaxes(1, 2) for array in alike)  # [bsz, len, heads, head_dim]
     if info is not None:
         q, k, v = (array.reshape(-1, *array.shape[2:]) for array in (q, k, v))  # [bsz * len, heads, head_dim]
     out = attention(
@@ -81,7 +85,7 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Arra
         deterministic=meaning.deterministic,
         backend=override.requested() or preference(config, "jax", device_name(Q)),
     )
-    return out.reshape(context.bsz, context.q_len, context.n_heads, V.shape[3])
+    return out.reshape(context.bsz, context.q_len, context.n_heads, V.shape[3]).astype(Q.dtype)
 
 
 def split_mask(meaning: Meaning, context: AttentionContext) -> tuple[Array | None, Array | None]:

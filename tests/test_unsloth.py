@@ -300,6 +300,60 @@ def test_a_sliding_window_is_not_added_to_a_complete_mask_beside_causal(framewor
         close(found, expected(numbers(), mask=FULL_MASK, **fields))
 
 
+def granite(dropout: float) -> dict[str, dict[str, Any]]:
+    """Its bags: packed rows never drop."""
+    return {
+        "flash_dense_kwargs": {"causal": True, "softmax_scale": 0.5, "dropout_p": dropout, "window_size": (14, 14)},
+        "flash_varlen_kwargs": {"causal": True, "softmax_scale": 0.5, "dropout_p": 0.0},
+        "sdpa_kwargs": {"scale": 0.5, "dropout_p": dropout},
+        "xformers_kwargs": {"scale": 0.5, "p": dropout},
+    }
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("word", WORDS)
+@in_torch
+def test_granites_dropout_is_that_of_the_bag_of_the_hosts_branch(
+    framework: Framework, word: str, packed: bool, masked: bool
+) -> None:
+    arrays = numbers(7, 7)
+    what = {"seq_info": seq_info(framework, "arrays")} if packed else {}
+    what |= {"attention_mask": np.ones((BSZ, 7), np.int32)} if masked else {}
+    found = run(framework, arrays, word, granite(0.1), **what)
+    kept = expected(arrays, scale=0.5, lengths=LENGTHS if packed else None)
+    if word == unsloth.FLASH_VARLEN and packed and not masked:
+        close(found, kept)
+    else:
+        assert np.abs(found - kept).max() > 0.01
+    none = {name: {"dropout_p" if name != "xformers_kwargs" else "p": 0.0} for name in granite(0.1)}
+    others = none | {f"{unsloth.SDPA}_kwargs": {"dropout_p": 0.5}}
+    if word != unsloth.SDPA and not masked:  # that bag has no say
+        close(run(framework, arrays, word, others), expected(arrays))
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize("letters", ["Q", "K", "QK", "KV"])
+@both
+def test_float32_beside_a_half_dtype_is_computed_in_that(framework: Framework, letters: str, half: str) -> None:
+    """Of Q, K and V some are float32 where adapters made them so."""
+    arrays = numbers()
+    own = {name: framework.array(array, None if name in letters else half) for name, array in arrays.items()}
+    told = {"config": config(framework), "context": context(framework, arrays)}
+    out = framework.frontend.run_attention(**told, **own)
+    assert out.dtype == own["Q"].dtype
+    np.testing.assert_array_equal(as_numpy(out), run(framework, arrays, dtype=half))
+
+
+@both
+def test_float32_beside_two_half_dtypes_is_refused(framework: Framework) -> None:
+    arrays = numbers()
+    dtypes = {"Q": "float32", "K": "bfloat16", "V": "float16"}
+    own = {name: framework.array(array, dtypes[name]) for name, array in arrays.items()}
+    with pytest.raises(DTypeError):
+        framework.frontend.run_attention(config=config(framework), context=context(framework, arrays), **own)
+
+
 @both
 def test_distances_around_self(framework: Framework) -> None:
     found = run(framework, numbers(), bags={"flash_dense_kwargs": {"window_size": (2, 1), "causal": False}})
@@ -630,6 +684,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"causal_mask": LowerTriangularMask(), **bags_of(flash_dense_kwargs={"causal": False})},
         SpecError,
         r"^context.causal_mask is LowerTriangularMask, causal=True contradicts config.flash_dense_kwargs",
+    ),
+    "contradicting dropouts of other branches": (
+        bags_of(flash_dense_kwargs={"dropout_p": 0.1}, xformers_kwargs={"p": 0.2}),
+        SpecError,
+        r"^config.xformers_kwargs\['p'\]=0.2 contradicts config.flash_dense_kwargs\['dropout_p'\]=0.1; state dropout",
     ),
     "contradicting window": (
         {"sliding_window": 3, **bags_of(flash_dense_kwargs={"window_size": (4, 4)})},

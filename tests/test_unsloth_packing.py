@@ -124,7 +124,7 @@ def test_a_base_mask_gets_the_window(window: int | None) -> None:
     assert build_xformers_block_causal_mask(None, sliding_window=window, base_mask=table) is table
     assert build_xformers_block_causal_mask(None, sliding_window=window) is None
     if window == 3:
-        with pytest.raises(SpecError, match="^sliding_window=3: expected a base_mask "):
+        with pytest.raises(SpecError, match=r"^sliding_window=3: expected a base_mask "):
             build_xformers_block_causal_mask(None, sliding_window=window, base_mask=object())
 
 

@@ -16,10 +16,12 @@ from attn_core.unsloth import (
     AttentionContext,
     check_sizes,
     choose_word,
+    computed_in,
     preference,
 )
 from attn_core.unsloth_meaning import Meaning, check_mask, interpret
 from torch_frontend.attention import attention
+from torch_frontend.autocast import autocast_dtype
 from torch_frontend.backends import available_here
 from torch_frontend.ops import ASKED
 from torch_frontend.plan import check_tensor, device_name
@@ -65,7 +67,8 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
     result.
 
     Returns:
-        ``[bsz, q_len, n_heads, head_dim]`` in Q's dtype, also where ``torch.autocast`` has float32 computed in another.
+        ``[bsz, q_len, n_heads, head_dim]`` in Q's dtype, also where float32 is computed in another: under
+        ``torch.autocast``, and beside K or V of a half dtype.
 
     Raises:
         SpecError and its kinds: for contradictions, unknown keys and wrong sizes, before any kernel runs.
@@ -76,7 +79,8 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
     meaning = interpret(config, context)
     mask, bias = split_mask(meaning, context)
     info = SeqInfo.coerce(context.seq_info)
-    q, k, v = (tensor.transpose(1, 2) for tensor in (Q, K, V))  # [bsz, len, heads, head_dim]
+    alike = (Q, K, V) if Q.dtype == K.dtype == V.dtype else _of_one_dtype(Q, K, V)
+    q, k, v = (tensor.transpose(1, 2) for tensor in alike)  # [bsz, len, heads, head_dim]
     if info is not None:
         q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [bsz * len, heads, head_dim]
     out = attention(
@@ -98,6 +102,14 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
     if info is not None:  # [bsz * q_len, heads, value_dim]
         out = out.reshape(context.bsz, context.q_len, context.n_heads, V.shape[3])
     return out if out.dtype == Q.dtype else out.to(Q.dtype)
+
+
+def _of_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Q, K, V with float32 cast to the half dtype beside it; as they are where autocast casts them."""
+    half = computed_in(*(str(tensor.dtype).removeprefix("torch.") for tensor in tensors))
+    if half is None or autocast_dtype(tensors[0].device) is not None:
+        return tensors
+    return tuple(tensor.to(getattr(torch, half)) for tensor in tensors)
 
 
 def _backends(preferred: tuple[str, ...]) -> tuple[str, ...]:
