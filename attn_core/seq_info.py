@@ -82,14 +82,23 @@ class SeqInfo:
         lengths_k: Iterable[int] | None = None,
         *,
         array: Callable[[np.ndarray], Any] | None = None,
+        max_len: int | tuple[int, int] | None = None,
+        max_documents: int | None = None,
     ) -> SeqInfo:
         """Builds a SeqInfo from document lengths (host ints, tokens).
+
+        The longest document and the number of documents are part of what a program is compiled for. Both limits make
+        them the same for every batch, so that ``jax.jit`` and ``torch.compile`` compile one program.
 
         Args:
             lengths_q: query tokens of each document; zeros are allowed.
             lengths_k: key tokens of each document; the same as ``lengths_q`` when omitted (self-attention).
             array: turns the int32 numpy offsets into the array the caller wants to hold, for example
                 ``torch.from_numpy`` or ``jnp.asarray``; numpy when omitted.
+            max_len: at least the longest document of any batch, or a pair for queries and keys; the longest of these
+                lengths when omitted.
+            max_documents: at least the number of documents in any batch. Documents without tokens are put at the end
+                until there are so many; none when omitted.
         """
         queries = _offsets(lengths_q, "lengths_q")
         keys = queries if lengths_k is None else _offsets(lengths_k, "lengths_k")
@@ -98,7 +107,11 @@ class SeqInfo:
                 f"lengths_k: expected one length for each of the {len(queries) - 1} query documents, "
                 f"got {len(keys) - 1}"
             )
-        max_len_q, max_len_k = (int(np.diff(offsets).max(initial=0)) for offsets in (queries, keys))
+        max_len_q, max_len_k = _longest(queries, keys, max_len)
+        if max_documents is not None:
+            same = keys is queries
+            queries = _with_documents(queries, max_documents)
+            keys = queries if same else _with_documents(keys, max_documents)
         if array is None:
             return cls(queries, keys, max_len_q, max_len_k)
         made = array(queries)
@@ -186,3 +199,25 @@ def _offsets(lengths: Iterable[int], name: str) -> np.ndarray:
             f"{name}: {total} tokens in all, more than int32 offsets can address ({np.iinfo(np.int32).max})"
         )
     return np.concatenate([[0], np.cumsum([int(length) for length in given])]).astype(np.int32)
+
+
+def _longest(queries: np.ndarray, keys: np.ndarray, max_len: Any) -> tuple[int, int]:
+    """The longest documents of queries and of keys, or the caller's limits, which may be one number for both."""
+    longest = tuple(int(np.diff(offsets).max(initial=0)) for offsets in (queries, keys))
+    if max_len is None:
+        return longest[0], longest[1]
+    limits = tuple(max_len) if isinstance(max_len, (tuple, list)) else (max_len, max_len)
+    if len(limits) != 2 or not all(map(is_host_int, limits)):
+        raise SpecError(f"max_len={max_len!r}: expected a host int, or a pair of them for queries and keys")
+    for side, limit, needed in zip("qk", limits, longest, strict=True):
+        if limit < needed:
+            raise SpecError(f"max_len={max_len!r}: expected at least the longest of lengths_{side}, {needed} tokens")
+    return int(limits[0]), int(limits[1])
+
+
+def _with_documents(offsets: np.ndarray, count: Any) -> np.ndarray:
+    """The offsets of so many documents, those that are missing without tokens."""
+    missing = count - (len(offsets) - 1) if is_host_int(count) else -1
+    if missing < 0:
+        raise SpecError(f"max_documents={count!r}: expected a host int, at least the {len(offsets) - 1} documents")
+    return np.pad(offsets, (0, int(missing)), "edge")

@@ -493,6 +493,25 @@ def test_kernels_have_no_forward_mode_and_say_what_has(arrays, backend):
             second()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("array", [jnp.asarray, None], ids=["JAX offsets", "numpy offsets"])
+def test_batches_of_other_documents_are_traced_once(array, backend):
+    """Between limits on how long documents are and how many there are, which are static."""
+    generator, traces = np.random.default_rng(0), []
+    q, k, v = (jnp.asarray(generator.standard_normal((9, heads, DIM)), jnp.float32) for heads in (6, 3, 3))
+
+    @jax.jit
+    def run(q, k, v, info):
+        traces.append(1)
+        return jax.value_and_grad(partial(loss, causal=True, seq_info=info, backend=backend), (0, 1, 2))(q, k, v)
+
+    for lengths in ([4, 5], [9], [1, 3, 0, 5], [2, 2, 2, 2, 1]):
+        info = SeqInfo.from_lengths(lengths, array=array, max_len=9, max_documents=5)
+        plain = SeqInfo.from_lengths(lengths)
+        close(run(q, k, v, info), jax.value_and_grad(partial(loss, causal=True, seq_info=plain), (0, 1, 2))(q, k, v))
+    assert len(traces) == 1
+
+
 # Ahead of time.
 
 

@@ -46,6 +46,45 @@ def test_from_lengths_takes_any_iterable_of_host_ints() -> None:
     assert SeqInfo.from_lengths([0, 0]).max_len_q == 0
 
 
+@pytest.mark.parametrize("array", (None, tuple))
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 7)), min_size=1, max_size=6), more=st.integers(0, 3)
+)
+def test_from_lengths_with_limits_says_the_same_of_every_batch(array: Any, lengths: Any, more: int) -> None:
+    """The documents that are missing are at the end, and without tokens."""
+    queries, keys = ([pair[side] for pair in lengths] for side in (0, 1))
+    most = len(lengths) + more
+    info = SeqInfo.from_lengths(queries, keys, max_len=(9, 7), max_documents=most, array=array)
+    assert (info.max_len_q, info.max_len_k) == (9, 7)
+    for side, own in (("q", queries), ("k", keys)):
+        found = getattr(info, f"cu_seqlens_{side}")
+        assert len(found) == most + 1 and np.diff(found).tolist() == own + [0] * more
+        assert array is tuple or found.dtype == np.int32
+    alone = SeqInfo.from_lengths(queries, max_len=9, max_documents=most, array=array)
+    assert alone.cu_seqlens_k is alone.cu_seqlens_q and (alone.max_len_q, alone.max_len_k) == (9, 9)
+    assert len(SeqInfo.from_lengths(queries, max_documents=most).cu_seqlens_q) == most + 1
+    assert SeqInfo.from_lengths(queries, max_len=np.int64(9)).max_len_q == 9
+
+
+@pytest.mark.parametrize(
+    ("limits", "says"),
+    [
+        ({"max_len": 2}, "^max_len=2: expected at least the longest of lengths_q, 3 tokens"),
+        ({"max_len": (3, 4)}, r"^max_len=\(3, 4\): expected at least the longest of lengths_k, 5 tokens"),
+        ({"max_len": (3, 5, 6)}, "^max_len=.*: expected a host int, or a pair"),
+        ({"max_len": 5.0}, "^max_len=5.0: expected a host int"),
+        ({"max_len": True}, "^max_len=True: expected a host int"),
+        ({"max_documents": 1}, "^max_documents=1: expected a host int, at least the 2 documents"),
+        ({"max_documents": 2.0}, "^max_documents=2.0: expected a host int"),
+        ({"max_documents": np.zeros(1, int)}, "^max_documents=.*: expected a host int"),
+    ],
+    ids=str,
+)
+def test_from_lengths_with_limits_refuses(limits: dict[str, Any], says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        SeqInfo.from_lengths([3, 2], [5, 1], array=tuple, **limits)
+
+
 @pytest.mark.parametrize(
     ("lengths", "error", "says"),
     [

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 from attn_core import NoBackendError
 from torch_frontend import SeqInfo, attention, use_backend
@@ -65,7 +66,7 @@ def test_the_default_compiler_takes_it_too(monkeypatch, tmp_path):
 
 
 def test_other_lengths_do_not_recompile():
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     compiled = torch.compile(
         lambda q, k, v: attention(q, k, v, causal=True), fullgraph=True, dynamic=True, backend=counter
     )
@@ -85,6 +86,21 @@ def test_packed_and_the_same_tensor_three_times(array):
         assert torch.equal(compiled(x, info), call(x, info))
         got, expected = (torch.autograd.grad(f(x, info).sum(), x)[0] for f in (compiled, call))
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dynamic", [False, True, None])
+@pytest.mark.parametrize("array", [torch.from_numpy, None], ids=["tensor offsets", "numpy offsets"])
+def test_other_documents_do_not_recompile_between_limits(array, dynamic):
+    """Without limits the longest document and the number of documents are those of each batch."""
+    counter = CompileCounterWithBackend("aot_eager")
+    call = lambda x, info: attention(x, x, x, causal=True, seq_info=info)  # noqa: E731
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=counter)
+    x, found = torch.randn(7, HEADS, DIM), []
+    for lengths in ([3, 4], [7], [1, 2, 1, 3], [0, 6, 1]):
+        info = SeqInfo.from_lengths(lengths, array=array, max_len=7, max_documents=5)
+        assert torch.equal(compiled(x, info), call(x, SeqInfo.from_lengths(lengths, array=array)))
+        found.append(counter.frame_count)
+    assert found == found[:1] * len(found)  # with dynamic=True torch counts the first call twice
 
 
 def test_use_backend_is_read_when_the_compiled_function_runs():
