@@ -387,7 +387,7 @@ def test_whatever_else_is_done_to_a_described_mask_is_done_to_the_dense_one() ->
         lambda mask: ~mask,
         lambda mask: mask & mask[:1],
         lambda mask: mask[:1] | mask,
-        lambda mask: torch.zeros(5) * mask,
+        lambda mask: torch.zeros(5).masked_fill(mask, 1.0),
         lambda mask: torch.cat([mask, mask]),
         lambda mask: torch.where(mask, 0.0, -1.0),
         lambda mask: mask.to(torch.float32),

@@ -6,6 +6,8 @@ by layer. The meaning is that of transformers' own ``eager`` attention: see hugg
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from typing import Any
@@ -63,7 +65,8 @@ def register() -> None:
 
     transformers takes any name with "flash" in it for a kernel of its own and loads that instead. For our names alone,
     two methods of ``PreTrainedModel`` therefore answer with the same backend's name in other letters
-    ("attn_core:flash3" is kept as "attn_core:fa3"); ``unregister`` takes that back.
+    ("attn_core:flash3" is kept as "attn_core:fa3"), and refuse a model whose attention asks nobody for a function.
+    ``unregister`` takes that back.
     """
     from transformers import AttentionInterface, PreTrainedModel
     from transformers.masking_utils import AttentionMaskInterface
@@ -93,13 +96,42 @@ def unregister() -> None:
             setattr(PreTrainedModel, method, current.__wrapped__)
 
 
+def refuse_own_attention(kind: type, requested: str) -> None:
+    """Raises SpecError for a class of models whose code does not ask transformers for an attention function.
+
+    Such a model would compute by itself, with a mask that was made for us. transformers finds that out from the source
+    of the class; a class without one (written in a notebook) is judged by the class that it extends.
+    """
+    from transformers import PreTrainedModel
+
+    known = (base for base in kind.__mro__ if issubclass(base, PreTrainedModel) and _has_source(base))
+    judge: Any = next(known, PreTrainedModel)
+    if judge is PreTrainedModel or not judge._can_set_attn_implementation():
+        raise SpecError(
+            f"attn_implementation={requested!r}: {kind.__name__} computes attention in its own code and does not call "
+            "the function that transformers' AttentionInterface names; load it with attn_implementation='eager'. Where "
+            'it is part of a larger model, name the other parts: attn_implementation={"text_config": "attn_core"}, say'
+        )
+
+
+def _has_source(kind: type) -> bool:
+    try:
+        return bool(inspect.getsource(sys.modules[kind.__module__]))
+    except (OSError, TypeError, KeyError):
+        return False
+
+
 _ANSWERING = ("_check_and_adjust_attn_implementation", "get_correct_attn_implementation")
 
 
 def _answering(original: Callable[..., str]) -> Callable[..., str]:
     @wraps(original)
     def answer(self: Any, requested: Any, *arguments: Any, **keywords: Any) -> str:
-        backend = implementations().get(requested) if isinstance(requested, str) else None
+        names = implementations()
+        if not isinstance(requested, str) or requested not in names:
+            return original(self, requested, *arguments, **keywords)
+        refuse_own_attention(type(self), requested)
+        backend = names[requested]
         return f"{NAME}:{spoken(backend)}" if backend else original(self, requested, *arguments, **keywords)
 
     return answer

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map
 
+from attn_core.errors import SpecError
 from attn_core.seq_info import SeqInfo
 from torch_frontend.context_active import Active
 
@@ -42,6 +43,8 @@ class DescribedMask:
     Models and ``generate`` may look at its shape, dtype and device. Whatever else is done to it, by operators, methods
     or torch functions, is done to the dense mask, which is built for that, so that no operation can lose its meaning.
     It is no Tensor, as compilers follow a plain object and its numbers more easily than a subclass.
+
+    Arithmetic is refused: a model that adds its mask to scores means 0 and -inf, not the 1 and 0 of a bool mask.
     """
 
     dtype, ndim = torch.bool, 4
@@ -52,6 +55,8 @@ class DescribedMask:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "").strip("_") in _ARITHMETIC:
+            _refuse_arithmetic(function.__name__)
         args, kwargs = tree_map(lambda each: each.build() if isinstance(each, cls) else each, (args, kwargs or {}))
         return function(*args, **kwargs)
 
@@ -77,6 +82,8 @@ class DescribedMask:
     def __getattr__(self, name: str) -> Any:  # only for what is not defined here
         if name.startswith("__") or name == "build":
             raise AttributeError(name)
+        if name.strip("_") in _ARITHMETIC:
+            _refuse_arithmetic(name)
         return getattr(self.build(), name)
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -93,5 +100,25 @@ def _through_dense(name: str) -> Callable[[DescribedMask, Any], Any]:
     return operator
 
 
-for _name in ("and", "or", "xor", "rand", "ror", "rxor", "add", "radd", "sub", "rsub", "mul", "rmul"):
+def _refusing(name: str) -> Callable[[DescribedMask, Any], Any]:
+    def operator(self: DescribedMask, other: Any) -> Any:
+        _refuse_arithmetic(name)
+
+    return operator
+
+
+def _refuse_arithmetic(name: str) -> None:
+    raise SpecError(
+        f"attention_mask: expected a model that hands its mask on to attention, or combines it with &, | and ~; got "
+        f"{name} on a bool mask (True = visible). A model that computes attention itself needs a mask of 0 and -inf: "
+        "load it with attn_implementation='eager'"
+    )
+
+
+_ARITHMETIC = {f"{turned}{name}" for name in ("add", "sub", "mul", "div", "truediv") for turned in ("", "r", "i")}
+_ARITHMETIC |= {"subtract", "multiply", "divide", "true_divide"}
+
+for _name in ("and", "or", "xor", "rand", "ror", "rxor"):
     setattr(DescribedMask, f"__{_name}__", _through_dense(f"__{_name}__"))
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"):
+    setattr(DescribedMask, f"__{_name}__", _refusing(f"__{_name}__"))

@@ -1,0 +1,129 @@
+"""Which models ``attn_implementation="attn_core"`` takes: those whose attention asks for a function, and no others."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here may reach for the network
+transformers = pytest.importorskip("transformers")
+
+from transformers import masking_utils  # noqa: E402
+
+from attn_core.errors import SpecError  # noqa: E402
+from torch_frontend import huggingface, huggingface_masks  # noqa: E402
+
+SIZES: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+OWN = {  # one of each kind: added masks, ALiBi, sparse and convolutional attention, a decoder beside an encoder
+    "bloom": SIZES,
+    "codegen": {"vocab_size": 97, "n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 8},
+    "mpt": {"vocab_size": 97, "d_model": 32, "n_layers": 1, "n_heads": 4},
+    "xglm": {"vocab_size": 97, "d_model": 32, "num_layers": 1, "attention_heads": 4, "ffn_dim": 32},
+    "big_bird": SIZES,
+    "convbert": SIZES,
+    "led": {"vocab_size": 97, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32},
+    "visual_bert": SIZES,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> Iterator[None]:
+    huggingface.register()
+    yield
+    huggingface.unregister()
+
+
+def llama() -> Any:
+    return transformers.LlamaConfig(**SIZES, intermediate_size=32)
+
+
+@pytest.mark.parametrize("name", [huggingface.NAME, "attn_core:math", "attn_core:flash3", "attn_core:fa3"])
+@pytest.mark.parametrize("family", OWN)
+def test_a_model_with_attention_of_its_own_is_refused_when_it_is_built(family: str, name: str) -> None:
+    def config() -> Any:
+        return transformers.CONFIG_MAPPING[family](**OWN[family])
+
+    with pytest.raises(SpecError, match=rf"attn_implementation='{name}': .* computes attention in its own code"):
+        transformers.AutoModel.from_config(config(), attn_implementation=name)
+    transformers.AutoModel.from_config(config())  # transformers itself is as it was
+
+
+def test_every_model_that_asks_for_no_function_is_refused() -> None:
+    """The whole list of transformers: what its own check says of a class, our names say."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    refused = 0
+    for listed in MODEL_MAPPING_NAMES.values():
+        for name in listed if isinstance(listed, (tuple, list)) else [listed]:
+            kind = getattr(transformers, name, None)
+            if not hasattr(kind, "_can_set_attn_implementation"):
+                continue
+            if kind._can_set_attn_implementation():
+                huggingface.refuse_own_attention(kind, huggingface.NAME)
+                continue
+            refused += 1
+            with pytest.raises(SpecError, match=kind.__name__):
+                huggingface.refuse_own_attention(kind, huggingface.NAME)
+    assert refused > 50
+
+
+def test_a_part_of_a_larger_model_is_refused_and_others_may_be_named() -> None:
+    def build(name: Any) -> Any:
+        vision = transformers.Swinv2Config(image_size=32, embed_dim=16, depths=[1], num_heads=[2], window_size=4)
+        config = transformers.LlavaConfig(vision_config=vision, text_config=llama())
+        return transformers.LlavaModel._from_config(config, attn_implementation=name)
+
+    with pytest.raises(SpecError, match="Swinv2Model computes attention in its own code"):
+        build(huggingface.NAME)
+    model = build({"text_config": huggingface.NAME})
+    used = [part.config._attn_implementation for part in (model.language_model, model.vision_tower)]
+    assert used == [huggingface.NAME, "eager"]
+
+
+def test_a_class_without_source_is_judged_by_the_class_that_it_extends() -> None:
+    """What a notebook holds."""
+    module = ModuleType("a_notebook")
+    sys.modules[module.__name__] = module
+    try:
+        exec(
+            "import transformers\nclass Mine(transformers.LlamaForCausalLM): pass\n"
+            "class Theirs(transformers.BloomForCausalLM): pass\nclass Alone(transformers.PreTrainedModel): pass",
+            module.__dict__,
+        )
+        module.Mine._from_config(llama(), attn_implementation=huggingface.NAME)
+        for kind in (module.Theirs, module.Alone):
+            with pytest.raises(SpecError, match=f"{kind.__name__} computes attention in its own code"):
+                huggingface.refuse_own_attention(kind, huggingface.NAME)
+    finally:
+        del sys.modules[module.__name__]
+
+
+ARITHMETIC = {
+    "scores + mask": lambda scores, mask: scores + mask,
+    "mask + scores": lambda scores, mask: mask + scores,
+    "scores += mask": lambda scores, mask: scores.__iadd__(mask),
+    "mask += scores": lambda scores, mask: mask.__add__(scores),
+    "scores - mask": lambda scores, mask: scores - mask,
+    "1.0 - mask": lambda scores, mask: 1.0 - mask,
+    "scores * mask": lambda scores, mask: scores * mask,
+    "mask * -10000.0": lambda scores, mask: mask * -10000.0,
+    "scores / mask": lambda scores, mask: scores / mask,
+    "scores.add_(mask)": lambda scores, mask: scores.add_(mask),
+    "torch.add": lambda scores, mask: torch.add(scores, mask, alpha=2),
+    "torch.rsub": lambda scores, mask: torch.rsub(scores, mask),
+    "mask.add": lambda scores, mask: mask.add(scores),
+    "mask.mul": lambda scores, mask: mask.mul(2),
+}
+
+
+@pytest.mark.parametrize("how", ARITHMETIC)
+def test_arithmetic_on_a_described_mask_is_refused(how: str) -> None:
+    mask = huggingface_masks.mask(1, 3, 5, 2, mask_function=masking_utils.causal_mask_function)
+    with pytest.raises(SpecError, match="attention_mask: expected a model that hands its mask on to attention"):
+        ARITHMETIC[how](torch.zeros(1, 2, 3, 5), mask)
