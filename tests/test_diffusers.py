@@ -24,7 +24,7 @@ from frameworks import spied
 
 from attn_core import NoBackendError
 from torch_frontend import diffusers as dropin
-from torch_frontend import finetrainers, use_backend
+from torch_frontend import plain, use_backend
 from torch_frontend.diffusers import install, installed, is_installed, uninstall
 from torch_frontend.finetrainers import attention_dispatch, attention_provider
 
@@ -59,7 +59,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[str], list[A
         returned.append((arguments, options))
         return TORCH_ATTENTION(*arguments, **options)
 
-    monkeypatch.setattr(finetrainers, "_torch_attention", torchs)
+    monkeypatch.setattr(plain, "_torch_attention", torchs)
     with spied(monkeypatch) as ran:
         yield ran, returned
 

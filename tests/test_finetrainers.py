@@ -364,15 +364,17 @@ def test_swapped_in_and_out_of_models(make: Any, device: str) -> None:
 
 
 def test_reading_the_module_again_under_the_swap_does_not_recurse(patched: None) -> None:
-    module = importlib.import_module("torch_frontend.finetrainers")
-    before = dict(vars(module))
+    plain, module = (importlib.import_module(f"torch_frontend.{name}") for name in ("plain", "finetrainers"))
+    before, rule = dict(vars(module)), dict(vars(plain))
     try:
+        importlib.reload(plain)
         importlib.reload(module)
-        assert module._torch_attention is TORCH_ATTENTION
+        assert plain._torch_attention is TORCH_ATTENTION
         q, k, v = (tensor[None, :, :3] for tensor in tensors())  # five axes: torch's own
         assert module.attention_dispatch(q, k, v).shape == q.shape
     finally:
         vars(module).update(before)
+        vars(plain).update(rule)
 
 
 # One meaning on every provider

@@ -11,7 +11,7 @@ from attn_core import override
 from attn_core.backends import Inputs
 from attn_core.errors import SpecError
 from attn_core.options import Options, checked, flag, normalise_window, requested_names
-from attn_core.selection import Selection
+from attn_core.selection import NoBackendError, Selection
 from attn_core.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.spec import AttentionSpec
 from torch_frontend import autocast, autograd, offsets, ops, plan, transforms
@@ -74,7 +74,8 @@ def attention(
         NoBackendError: when no backend, or not the one asked for, can run it; the message has every reason.
     """
     no_extras = mask is None and bias is None and alibi_slopes is None and sinks is None and seq_info is None
-    seen = _is_compiling() or _is_autocast_on() or _is_transformed() or forward_ad._current_level >= 0
+    plain = type(q) is type(k) is type(v) is Tensor  # what else is, and what is not, the careful path knows
+    seen = not plain or _is_compiling() or _is_autocast_on() or _is_transformed() or forward_ad._current_level >= 0
     if seen or not no_extras or dropout or type(window) is list:
         tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
@@ -101,18 +102,23 @@ def attention(
             deterministic,
             return_lse,
         )
-    except (AttributeError, TypeError) as error:
-        if isinstance(error, SpecError):
+    except (AttributeError, TypeError, RuntimeError) as error:
+        if isinstance(error, (SpecError, NoBackendError)):
             raise
         # An argument that is no tensor or no plain value. The careful path names it, or takes it: a list of names, say.
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
         return attend(*gathered((q, k, v, None, None, None, None), None, options, None), backend)
-    if made.shortcut is not None:
-        out, lse = made.shortcut(q, k, v)
-    elif needs_backward:
-        return autograd.Attention.apply(made, q, k, v)
-    else:
-        out, lse = made.forward(made.spec, Inputs(q, k, v))
+    try:
+        if made.shortcut is not None:
+            out, lse = made.shortcut(q, k, v)
+        elif needs_backward:
+            return autograd.Attention.apply(made, q, k, v)
+        else:
+            out, lse = made.forward(made.spec, Inputs(q, k, v))
+    except RuntimeError:  # a kernel says this of a layout that it cannot read
+        for name, tensor in zip("qkv", (q, k, v), strict=True):
+            plan.check_tensor(name, tensor)
+        raise
     return (out, lse) if return_lse else out
 
 

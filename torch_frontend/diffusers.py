@@ -19,6 +19,7 @@ import torch.nn.functional as functional
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from torch_frontend.finetrainers import attention_dispatch
+from torch_frontend.plain import PLAIN
 
 __all__ = ["install", "installed", "is_installed", "uninstall"]
 
@@ -91,12 +92,9 @@ def _attention(
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     given = (query, key, value)
     # Tensor subclasses go to torch's own function, which shows them itself.
-    if has_torch_function_variadic(*given) and all(type(tensor) in _PLAIN for tensor in given):
+    if has_torch_function_variadic(*given) and all(type(tensor) in PLAIN for tensor in given):
         return handle_torch_function(_attention, given, *given, attn_mask, dropout_p, is_causal, **options)
     return attention_dispatch(*given, attn_mask, dropout_p, is_causal, **options)
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class _Place:

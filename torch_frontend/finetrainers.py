@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
@@ -22,13 +21,12 @@ from attn_core.selection import NoBackendError, Target
 from torch_frontend.attention import attention
 from torch_frontend.backends import here
 from torch_frontend.finetrainers_call import Call, check_heads, dense, on_provider, rephrased
+from torch_frontend.plain import PLAIN, as_causal, is_foreign, is_plain, torchs_own
 
 __all__ = ["AttentionProvider", "attention_dispatch", "attention_provider", "list_providers"]
 
 Tensor = torch.Tensor
 
-# The builtin itself: torch.nn.functional's name for it may be attention_dispatch by the time this is read again.
-_torch_attention = torch._C._nn.scaled_dot_product_attention
 _is_compiling, _modes = torch.compiler.is_compiling, torch._C._len_torch_function_stack
 
 
@@ -94,9 +92,12 @@ def attention_dispatch(
         provider's kernel cannot run the call, with every reason. On native, without ``attention_kwargs``, whatever no
         backend takes is torch's own function's.
     """
+    if attn_mask is not None:
+        attn_mask, is_causal = as_causal(attn_mask, is_causal, query.device)
     if _is_compiling():
         call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        if attention_kwargs or finetrainers.DEFAULT != "native" or (attn_mask is not None and attn_mask.dim() == 2):
+        unclear = attention_kwargs or finetrainers.DEFAULT != "native" or any(map(is_foreign, call[:4]))
+        if unclear or (attn_mask is not None and attn_mask.dim() == 2):
             return _outside_the_graph(*call, attention_kwargs)
         return _as_torch(call)  # on the provider's kernels, which the op asks for when it runs
     if _modes() and (shown := _shown_to_modes(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)):
@@ -153,7 +154,7 @@ def _shown_to_modes(*arguments: Any) -> tuple[Any] | None:
     its place. Tensor subclasses are torch's own function's, which shows them itself. None where nobody looks.
     """
     given = arguments[:3]
-    if not has_torch_function_variadic(*given) or not all(type(tensor) in _PLAIN for tensor in given):
+    if not has_torch_function_variadic(*given) or not all(type(tensor) in PLAIN for tensor in given):
         return None
     options = {"scale": arguments[6], "enable_gqa": arguments[7]}
     return (handle_torch_function(attention_dispatch, given, *arguments[:6], **options),)
@@ -175,20 +176,17 @@ def _as_torch(call: Call) -> Tensor:
         except NoBackendError as error:
             if error.selection.requested:
                 raise
-    return _torch_attention(*call[:6], scale=call.scale, enable_gqa=call.enable_gqa)
+    return torchs_own(*call[:6], scale=call.scale, enable_gqa=call.enable_gqa)  # type: ignore[no-any-return]
 
 
 _NO_WORDS = Words()
-_PLAIN = (Tensor, torch.nn.Parameter)
-_TRACED = (*_PLAIN, FakeTensor)  # torch.export shows the latter
 
 
 def _is_ours(call: Call) -> bool:
     """Whether these are plain tensors, in a call whose result has the axes and rows of query."""
     query, key, value, mask = call[:4]
-    eager = not torch.compiler.is_compiling()
     for tensor in (query, key, value) if mask is None else (query, key, value, mask):
-        if type(tensor) not in (_PLAIN if eager else _TRACED) or tensor.layout is not torch.strided:
+        if not is_plain(tensor):
             return False
     rank, rows = query.dim(), query.shape[:-3]
     if rank not in (2, 3, 4) or key.dim() != rank or value.dim() != rank:
@@ -199,7 +197,7 @@ def _is_ours(call: Call) -> bool:
         return False
     if mask is not None and (mask.dim() > rank or mask.dtype not in (torch.bool, torch.float32, query.dtype)):
         return False
-    return not eager or _is_everyday()
+    return torch.compiler.is_compiling() or _is_everyday()
 
 
 def _is_everyday() -> bool:

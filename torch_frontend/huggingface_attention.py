@@ -12,7 +12,7 @@ from attn_core.seq_info import SeqInfo
 from torch_frontend import huggingface_context
 from torch_frontend.attention import attention
 from torch_frontend.huggingface_described import DescribedMask, Visible
-from torch_frontend.plan import smaller
+from torch_frontend.plan import check_tensor, smaller
 
 Tensor = torch.Tensor
 
@@ -173,6 +173,7 @@ def split(
         return without_mask(module, is_causal, sliding_window, lengths), None, None
     if not isinstance(attention_mask, Tensor):
         raise SpecError(f"attention_mask: expected a tensor of 4 axes or None, got {type(attention_mask).__name__}")
+    check_tensor("attention_mask", attention_mask)
     if attention_mask.dim() != 4:
         raise ShapeError(f"attention_mask: expected [batch, heads, q, kv], got {list(attention_mask.shape)}")
     everything = Visible(None, None, 0, lengths)

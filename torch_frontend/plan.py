@@ -15,6 +15,7 @@ from attn_core.errors import SpecError
 from attn_core.options import Options, requested_names
 from attn_core.selection import Selection, Target, explain, select
 from attn_core.spec import AttentionSpec
+from torch_frontend import plain
 
 Tensor = torch.Tensor
 
@@ -204,8 +205,9 @@ def gradients_in_order(found: Gradients, count: int) -> tuple[Tensor | None, ...
 
 
 def check_tensor(name: str, value: Any) -> None:
-    """Raises TypeError unless ``value`` is a torch tensor."""
+    """Raises TypeError unless ``value`` is a torch tensor, SpecError unless it is plain data."""
     if isinstance(value, Tensor):
+        plain.check(name, value)
         return
     kind = type(value)
     remedy = (

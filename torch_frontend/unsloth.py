@@ -75,6 +75,9 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
     """
     for name, tensor in (("Q", Q), ("K", K), ("V", V)):
         check_tensor(name, tensor)
+    for name in ("attention_mask", "causal_mask"):  # or what a host's own class says
+        if isinstance(getattr(context, name), Tensor):
+            check_tensor(f"context.{name}", getattr(context, name))
     check_sizes(config, context, Q.shape, K.shape, V.shape)
     meaning = interpret(config, context)
     mask, bias = split_mask(meaning, context)

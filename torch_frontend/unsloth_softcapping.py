@@ -123,6 +123,7 @@ def _visible(mask: Any, q_len: int, kv_len: int) -> dict[str, Any]:
         raise SpecError(
             f"causal_mask: expected a float tensor or a mask of create_flex_attention_causal_mask(), got {mask!r}"
         )
+    check_tensor("causal_mask", mask)
     if not mask.is_floating_point():
         raise DTypeError(f"causal_mask: expected a float mask to be added (0 or -inf), got {mask.dtype}")
     if mask.ndim != 2:

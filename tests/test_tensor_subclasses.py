@@ -1,0 +1,322 @@
+"""Subclasses of Tensor and layouts whose memory is not what they mean: read, forwarded to torch, or refused by name."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.masked import masked_tensor
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+from attn_core.errors import SpecError
+from torch_frontend import (
+    AttentionConfig,
+    AttentionContext,
+    SeqInfo,
+    append_kv,
+    attention,
+    attention_qkvpacked,
+    paged_attention,
+    run_attention,
+    slow_attention_softcapping,
+)
+from torch_frontend.diffusers import installed
+from torch_frontend.finetrainers import attention_dispatch, attention_provider
+from torch_frontend.module import Attention
+
+Tensor = torch.Tensor
+TORCHS_OWN = F.scaled_dot_product_attention
+HEADS, DIM = 2, 8
+
+
+class Negated(Tensor):
+    """Means minus its numbers, and knows it where attention is looked up under its name."""
+
+    named: Callable[..., Any] | None = None  # what it compares with; None: the name's own function of the moment
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is (cls.named or F.scaled_dot_product_attention):
+            meant = [-each.as_subclass(Tensor) if isinstance(each, Negated) else each for each in args]
+            return F.scaled_dot_product_attention(*meant, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class NegatedByBuiltin(Negated):
+    """The same by a comparison with the function that it found when it was written."""
+
+    named = TORCHS_OWN
+
+
+class NegatedByTable(Negated):
+    """The same, and nothing else is implemented."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in {TORCHS_OWN: True}:
+            meant = [-each.as_subclass(Tensor) if isinstance(each, Negated) else each for each in args]
+            return TORCHS_OWN(*meant, **(kwargs or {}))
+        if getattr(func, "__name__", "") in ("__get__", "dim", "as_subclass", "is_floating_point"):
+            return super().__torch_function__(func, types, args, kwargs)
+        return NotImplemented
+
+
+class Wrapped(Tensor):
+    """Numbers in a tensor inside; its own memory is nobody's."""
+
+    inside: Tensor
+
+    @staticmethod
+    def __new__(cls, inside: Tensor) -> Wrapped:
+        made = torch.Tensor._make_wrapper_subclass(cls, inside.shape, dtype=inside.dtype, device=inside.device)
+        made.inside = inside
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        unwrap = lambda each: each.inside if isinstance(each, cls) else each  # noqa: E731
+        args, kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs or {}))
+        return torch.utils._pytree.tree_map_only(Tensor, cls, func(*args, **kwargs))
+
+
+def jagged(*lengths: int) -> Tensor:
+    return torch.nested.nested_tensor([torch.randn(n, HEADS, DIM) for n in lengths], layout=torch.jagged)
+
+
+def masked(tensor: Tensor) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return masked_tensor(tensor, torch.ones(tensor.shape, dtype=torch.bool))
+
+
+SUBCLASSES: dict[str, Callable[[Tensor], Any]] = {
+    "user's": lambda tensor: tensor.as_subclass(Negated),
+    "wrapper": Wrapped,
+    "masked": masked,
+}
+LAYOUTS: dict[str, Callable[[Tensor], Any]] = {
+    "sparse": Tensor.to_sparse,
+    "sparse_csr": lambda tensor: tensor.to_sparse_csr(),
+    "mkldnn": Tensor.to_mkldnn,
+    "nested": lambda tensor: torch.nested.nested_tensor(list(tensor)),
+    "jagged": lambda tensor: torch.nested.nested_tensor(list(tensor), layout=torch.jagged),
+}
+
+
+@pytest.fixture(params=["diffusers", "finetrainers"])
+def in_torchs_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if request.param == "finetrainers":
+        monkeypatch.setattr(F, "scaled_dot_product_attention", attention_dispatch)
+        yield
+        return
+    with installed():
+        yield
+
+
+def rows(q_len: int = 5, kv_len: int = 9) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, HEADS, n, DIM) for n in (q_len, kv_len, kv_len)]
+
+
+@pytest.mark.parametrize("sizes", [(5, 9), (7, 7), (9, 5), (1, 6)])
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize("how", ["eager", "compiled", "math", "trained"])
+@pytest.mark.filterwarnings("ignore:Lower right causal bias")
+def test_causal_bias_in_torchs_place(in_torchs_place: None, make: Any, sizes: tuple[int, int], how: str) -> None:
+    q, k, v = rows(*sizes)
+    dense = make(*sizes)._materialize()
+    seen = dense.any(dim=-1)[:, None]  # a row that sees nothing is torch's NaN and our 0
+    expected = TORCHS_OWN(q, k, v, attn_mask=dense).masked_fill(~seen, 0.0)
+    call = lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, bias)  # noqa: E731
+    with attention_provider("_native_math" if how == "math" else "native"):
+        if how == "compiled":
+            torch._dynamo.reset()
+            call = torch.compile(call, backend="eager")
+        q.requires_grad_(how == "trained")
+        out = call(q, k, v, make(*sizes))
+    torch.testing.assert_close(out.masked_fill(~seen, 0.0), expected, rtol=1e-5, atol=1e-5)
+    if how == "trained":
+        out.masked_fill(~seen, 0.0).sum().backward()
+        assert q.grad is not None and bool(q.grad.isfinite().all())
+
+
+def test_causal_bias_beside_is_causal_is_refused_as_by_torch(in_torchs_place: None) -> None:
+    with pytest.raises(ValueError, match="CausalBias"):
+        F.scaled_dot_product_attention(*rows(), attn_mask=causal_upper_left(5, 9), is_causal=True)
+
+
+@pytest.mark.parametrize("kind", [Negated, NegatedByBuiltin, NegatedByTable])
+@pytest.mark.parametrize("at", ["query", "key", "value", "attn_mask"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_subclasses_say_what_they_mean_in_torchs_place(
+    in_torchs_place: None, kind: Any, at: str, compiled: bool
+) -> None:
+    if compiled and kind is NegatedByTable:
+        pytest.skip("torch.compile itself asks such a class for what it does not implement")
+    named = dict(zip(("query", "key", "value"), rows(), strict=True)) | {"attn_mask": torch.randn(5, 9)}
+    expected = TORCHS_OWN(**(named | {at: -named[at]}))
+    call = lambda *tensors: F.scaled_dot_product_attention(*tensors)  # noqa: E731
+    if compiled:
+        torch._dynamo.reset()
+        call = torch.compile(call, backend="eager")
+    out = call(*(named | {at: named[at].as_subclass(kind)}).values())
+    torch.testing.assert_close(out.as_subclass(Tensor), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_wrappers_reach_torchs_own_function(in_torchs_place: None, at: int) -> None:
+    tensors = [*rows(), torch.randn(5, 9)]
+    expected = TORCHS_OWN(*tensors)
+    out = F.scaled_dot_product_attention(*(Wrapped(t) if at == i else t for i, t in enumerate(tensors)))
+    torch.testing.assert_close(out.inside if isinstance(out, Wrapped) else out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_jagged_rows_reach_torchs_own_function(in_torchs_place: None) -> None:
+    q, k, v = (jagged(3, 5, 4) for _ in range(3))
+    out = F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (q, k, v)))
+    for got, *row in zip(out.unbind(), q.unbind(), k.unbind(), v.unbind(), strict=True):
+        expected = TORCHS_OWN(*(each.transpose(0, 1)[None] for each in row))[0]
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def _paged(**changed: Any) -> Any:
+    pools = {"k_pages": torch.randn(3, 4, HEADS, DIM), "v_pages": torch.randn(3, 4, HEADS, DIM)}
+    tables = {
+        "block_table": torch.tensor([[0, 1]], dtype=torch.int32),
+        "seq_lens": torch.tensor([3], dtype=torch.int32),
+    }
+    given = {"q": torch.randn(1, HEADS, DIM), **pools, **tables, "sinks": torch.randn(HEADS)} | changed
+    return paged_attention(**given)
+
+
+def _append(**changed: Any) -> Any:
+    tables = {
+        "block_table": torch.tensor([[0, 1]], dtype=torch.int32),
+        "seq_lens": torch.tensor([3], dtype=torch.int32),
+    }
+    given = {"k_pages": torch.zeros(3, 4, HEADS, DIM), "v_pages": torch.zeros(3, 4, HEADS, DIM), **tables}
+    given |= {"k": torch.randn(1, HEADS, DIM), "v": torch.randn(1, HEADS, DIM)} | changed
+    return append_kv(**given)
+
+
+def _attention(**changed: Any) -> Any:
+    given = {name: torch.randn(2, 5, HEADS, DIM) for name in "qkv"} | {"sinks": torch.randn(HEADS)}
+    given |= {"bias": torch.randn(5, 5), "mask": torch.ones(5, 5, dtype=torch.bool), "alibi_slopes": torch.rand(HEADS)}
+    return attention(**(given | changed))
+
+
+def _bare(**changed: Any) -> Any:
+    return attention(**({name: torch.randn(2, 5, HEADS, DIM) for name in "qkv"} | changed))
+
+
+def _packed(**changed: Any) -> Any:
+    tokens = torch.randn(5, HEADS, DIM)
+    offsets = {name: torch.tensor([0, 2, 5], dtype=torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")} | changed
+    return attention(tokens, tokens, tokens, seq_info=SeqInfo(**offsets, max_len_q=3, max_len_k=3))
+
+
+def _unsloth(**changed: Any) -> Any:
+    given = (
+        {name: torch.randn(2, HEADS, 5, DIM) for name in "QKV"} | {"attention_mask": torch.zeros(2, 1, 5, 5)} | changed
+    )
+    config = AttentionConfig("sdpa", n_kv_heads=HEADS, n_groups=1)
+    context = AttentionContext(2, 5, 5, HEADS, DIM, attention_mask=given.pop("attention_mask"))
+    return run_attention(config=config, context=context, **given)
+
+
+def _softcapping(**changed: Any) -> Any:
+    given = {name: torch.randn(2, HEADS, 5, DIM) for name in "QKV"} | {"causal_mask": torch.zeros(5, 5)} | changed
+    layer = SimpleNamespace(config=SimpleNamespace(query_pre_attn_scalar=4, attn_logit_softcapping=5.0))
+    return slow_attention_softcapping(**given, self=layer, bsz=2, q_len=5)
+
+
+def _qkvpacked(**changed: Any) -> Any:
+    return attention_qkvpacked(**({"qkv": torch.randn(2, 5, 3, HEADS, DIM)} | changed))
+
+
+def _provider(**changed: Any) -> Any:
+    given = dict(zip(("query", "key", "value"), rows(), strict=True)) | {"attn_mask": torch.zeros(5, 9)} | changed
+    with attention_provider("_native_math"):
+        return attention_dispatch(**given)
+
+
+ENTRIES: dict[Callable[..., Any], dict[str, tuple[int, ...]]] = {
+    _attention: {
+        **dict.fromkeys("qkv", (2, 5, HEADS, DIM)),
+        **{"bias": (5, 5), "mask": (5, 5), "alibi_slopes": (HEADS,), "sinks": (HEADS,)},
+    },
+    _bare: dict.fromkeys("qkv", (2, 5, HEADS, DIM)),
+    _packed: dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), (3,)),
+    _qkvpacked: {"qkv": (2, 5, 3, HEADS, DIM)},
+    _unsloth: {**dict.fromkeys("QKV", (2, HEADS, 5, DIM)), "attention_mask": (2, 1, 5, 5)},
+    _softcapping: {**dict.fromkeys("QKV", (2, HEADS, 5, DIM)), "causal_mask": (5, 5)},
+    _provider: {
+        "query": (2, HEADS, 5, DIM),
+        "key": (2, HEADS, 9, DIM),
+        "value": (2, HEADS, 9, DIM),
+        "attn_mask": (5, 9),
+    },
+    _paged: {
+        **{"q": (1, HEADS, DIM), "k_pages": (3, 4, HEADS, DIM), "v_pages": (3, 4, HEADS, DIM), "sinks": (HEADS,)},
+        **{"block_table": (1, 2), "seq_lens": (1,)},
+    },
+    _append: {
+        **{"k": (1, HEADS, DIM), "v": (1, HEADS, DIM), "k_pages": (3, 4, HEADS, DIM), "v_pages": (3, 4, HEADS, DIM)},
+        **{"block_table": (1, 2), "seq_lens": (1,)},
+    },
+}
+ARGUMENTS = [(entry, name) for entry, shapes in ENTRIES.items() for name in shapes]
+INTEGERS = ("cu_seqlens_q", "cu_seqlens_k", "block_table", "seq_lens")
+
+
+def given(entry: Callable[..., Any], name: str) -> Tensor:
+    shape = ENTRIES[entry][name]
+    if name in INTEGERS:
+        return torch.tensor([0, 2, 5] if name.startswith("cu") else [[0, 1]] if len(shape) == 2 else [3]).int()
+    return torch.ones(shape, dtype=torch.bool if name == "mask" else torch.float32)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_the_calls_themselves_are_right(entry: Callable[..., Any]) -> None:
+    entry()
+    for name in ENTRIES[entry]:
+        entry(**{name: given(entry, name)})
+
+
+@pytest.mark.parametrize("kind", [*SUBCLASSES, *LAYOUTS])
+@pytest.mark.parametrize(
+    ("entry", "name"), ARGUMENTS, ids=[f"{entry.__name__[1:]}-{name}" for entry, name in ARGUMENTS]
+)
+def test_every_other_entry_point_refuses_it_by_name(entry: Callable[..., Any], name: str, kind: str) -> None:
+    tensor = given(entry, name)
+    try:
+        made = (SUBCLASSES | LAYOUTS)[kind](tensor)
+    except (RuntimeError, TypeError, IndexError):
+        pytest.skip(f"torch has no {kind} tensor of this dtype and rank")
+    with pytest.raises(SpecError, match=rf"{name}'?\]?: expected (a plain|a strided)"):
+        entry(**{name: made})
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["bias", "mask"])
+def test_attention_refuses_a_causal_bias_and_says_how_to_ask(name: str, compiled: bool) -> None:
+    call: Any = lambda mask: attention(*(torch.zeros(1, 5, HEADS, DIM) for _ in "qkv"), **{name: mask})  # noqa: E731
+    if compiled:
+        torch._dynamo.reset()
+        call = torch.compile(call, backend="eager")
+    with pytest.raises((SpecError, torch._dynamo.exc.TorchDynamoException), match=f"{name}: .*CausalBias.*alignment"):
+        call(causal_upper_left(5, 5))
+
+
+def test_parameters_and_layers_are_plain() -> None:
+    q = torch.nn.Parameter(torch.randn(2, 5, HEADS, DIM))
+    attention(q, q, q).sum().backward()
+    assert q.grad is not None
+    assert Attention(HEADS, in_features=8)(torch.randn(2, 5, 8)).shape == (2, 5, 8)
