@@ -6,7 +6,7 @@ from typing import Any
 
 
 def dot_product_attention(*arrays: Any, **keywords: Any) -> Any:
-    """JAX's function of that name. It is never looked up in ``jax.nn``: ours might stand there, and would call itself."""
+    """JAX's function of that name. Never looked up in ``jax.nn``: ours might stand there, and would call itself."""
     return own()(*arrays, **keywords)
 
 

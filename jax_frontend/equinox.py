@@ -83,7 +83,7 @@ def attend(
         window=window,
         softcap=softcap,
         scale=scale,
-        mask=None if mask is None else _table("mask", jnp.asarray(mask) != 0, sizes),
+        mask=None if mask is None else _table("mask", jnp.asarray(mask).astype(bool), sizes),
         bias=None if bias is None else _table("bias", jnp.asarray(bias), sizes),
         alibi_slopes=alibi_slopes,
         sinks=sinks,

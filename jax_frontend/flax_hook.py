@@ -162,7 +162,7 @@ class AttentionFn:
             window=self.window,
             softcap=self.softcap,
             scale=self.scale,
-            mask=None if mask is None else _four_axes("mask", jnp.asarray(mask) != 0, batch),
+            mask=None if mask is None else _four_axes("mask", jnp.asarray(mask).astype(bool), batch),
             bias=None if bias is None else _four_axes("bias", jnp.asarray(bias), batch),
             alibi_slopes=self.alibi_slopes,
             sinks=self.sinks,

@@ -97,7 +97,7 @@ def attend(layer: LayerOptions, projections: Projections, x: jax.Array, context:
         window=layer.window,
         softcap=layer.softcap,
         scale=layer.scale,
-        mask=None if call.mask is None else jnp.asarray(call.mask) != 0,  # Flax's own helpers make float32
+        mask=None if call.mask is None else jnp.asarray(call.mask).astype(bool),  # Flax's own helpers make float32
         bias=call.bias,
         alibi_slopes=call.alibi_slopes,
         sinks=call.sinks,

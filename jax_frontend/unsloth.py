@@ -96,7 +96,7 @@ def split_mask(meaning: Meaning, context: AttentionContext) -> tuple[Array | Non
     check_array(meaning.mask_name, given)
     check_mask(meaning, context)
     if meaning.keep:
-        keys = given != 0
+        keys = given.astype(bool)
         if context.seq_info is not None:  # the rows laid end to end, as their keys are
             keys = keys.reshape(1, -1)
         return keys[:, None, None, :], None
