@@ -402,6 +402,45 @@ def test_whatever_else_is_done_to_a_described_mask_is_done_to_the_dense_one() ->
     assert again is made
 
 
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_description_is_of_the_moment_when_it_was_made(name: str, device: str) -> None:
+    """A static cache moves its length, and a caller may write into a mask, before anyone asks for the dense one."""
+    moved, keep = torch.tensor(4, device=device), torch.ones(1, 8, dtype=torch.bool, device=device)
+    keep[0, 1] = False
+    given = {"mask_function": KNOWN[name], "device": device}
+    for padding_mask in (None, torch.ones_like(keep), keep):
+        offset = moved.clone()
+        expected = masking_utils.sdpa_mask(
+            1, 2, 8, 4, attention_mask=padding_mask, allow_is_causal_skip=False, **given
+        ).clone()
+        made = huggingface_masks.mask(1, 2, 8, offset, 0, attention_mask=padding_mask, **given)
+        keys = getattr(made, "visible", None) and made.visible.keys
+        shown = None if keys is None else keys.clone()
+        offset.add_(2)
+        if padding_mask is not None:
+            padding_mask.logical_not_()
+        assert torch.equal(made[:], expected)
+        assert keys is None or torch.equal(keys, shown)
+
+
+def test_a_static_cache_of_a_model_that_builds_the_mask_late(device: str) -> None:
+    """Doge combines the mask with one of its own in every layer, after the first has moved the cache's length."""
+    eager, ours = decoders(lambda: transformers.DogeConfig(**DECODER, keep_window_size=64), device=device)
+    ids, keep = tokens(device=device), padding("left", device)
+    expected, found = (
+        torch.cat(
+            [
+                model(ids[:, a:b], attention_mask=keep[:, :b], past_key_values=past, use_cache=True).logits
+                for past in [transformers.StaticCache(config=model.config, max_cache_len=LENGTH + 4)]
+                for a, b in ((0, 4), (4, 10), (10, 13))
+            ],
+            1,
+        )[keep.bool()]
+        for model in (eager, ours)
+    )
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE * 10)
+
+
 def call(**keywords: Any) -> Any:
     q, k = torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 5, 8)
     return huggingface_attention.attend(SimpleNamespace(is_causal=True), q, k, k, **{"attention_mask": None} | keywords)

@@ -49,7 +49,8 @@ def mask(
     """transformers' mask interface: a DescribedMask, or the dense bool mask of a function that no pattern describes.
 
     Outside compilation the values of ``attention_mask`` (and of a static cache's offset) are looked at once, here, for
-    all layers: a batch without padding then needs no mask at all.
+    all layers: a batch without padding then needs no mask at all. What is described is what they are now, whatever a
+    cache or the caller writes into them later.
 
     Returns:
         DescribedMask, or bool ``[batch, 1, q_length, kv_length]``.
@@ -60,15 +61,13 @@ def mask(
     if context is not None:
         sizes = batch_size, (q_length, kv_length), (q_offset, kv_offset)
         return huggingface_context.mask(context, *sizes, read, mask_function, attention_mask, device)
-    build = partial(
+    dense = partial(
         masking_utils.sdpa_mask,
         batch_size,
         q_length,
         kv_length,
-        q_offset,
-        kv_offset,
-        mask_function,
-        attention_mask,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
         allow_is_causal_skip=False,
         allow_is_bidirectional_skip=False,
         use_vmap=options.get("use_vmap", False),
@@ -78,18 +77,21 @@ def mask(
     causal = "allow_is_bidirectional_skip" not in options
     steps = q_length == 1 and causal and not options.get("allow_is_causal_skip", True)  # decoding that may be compiled
     if steps or (compiling and isinstance(q_offset, Tensor)):
-        return build()  # one row of keys is as short as a description, and its values may change without a recompile
-    q_offset = int(q_offset)
+        # one row of keys is as short as a description, and its values may change without a recompile
+        return dense(q_offset=q_offset, attention_mask=attention_mask)
+    q_offset = int(q_offset)  # the cache moves a tensor in place
     pattern = promised(mask_function, options) if compiling else read(mask_function)
     offset = q_offset - kv_offset
     if pattern is None or not placeable(pattern, offset, q_length, kv_length):
-        return build()
+        return dense(q_offset=q_offset, attention_mask=attention_mask)
+    if attention_mask is not None:
+        attention_mask = attention_mask.to(torch.bool, copy=True)  # the caller's may change before it is built
     keys = visible_keys(attention_mask, kv_length, kv_offset)
     if keys is not None and not compiling and bool(keys.all()):
-        keys = None
+        attention_mask = keys = None
     info = None if pattern.documents is None else documents(pattern.documents)
     visible = Visible(pattern.left, pattern.right, offset, (q_length, kv_length), keys, info)
-    return DescribedMask(batch_size, device, visible, build)
+    return DescribedMask(batch_size, device, visible, partial(dense, q_offset=q_offset, attention_mask=attention_mask))
 
 
 def placeable(pattern: Pattern, offset: int, q_length: int, kv_length: int) -> bool:
@@ -100,7 +102,7 @@ def placeable(pattern: Pattern, offset: int, q_length: int, kv_length: int) -> b
 
 
 def visible_keys(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
-    """The 2-D mask ``[batch, seen tokens]`` for the keys at hand, bool ``[batch, kv_length]``; what it lacks is hidden.
+    """The bool mask ``[batch, seen tokens]`` for the keys at hand, ``[batch, kv_length]``; what it lacks is hidden.
 
     Raises:
         SpecError: for a mask of another rank, which nobody could apply.
@@ -115,7 +117,7 @@ def visible_keys(attention_mask: Tensor | None, kv_length: int, kv_offset: int) 
     missing = kv_length + kv_offset - attention_mask.shape[1]
     if missing > 0:
         attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
-    return attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+    return attention_mask[:, kv_offset : kv_offset + kv_length]
 
 
 def documents(numbers: Tensor) -> SeqInfo:
