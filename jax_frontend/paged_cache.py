@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.paged.allocator import PageAllocator
-from attn_core.paged.book import Step, advance
+from attn_core.paged.allocator import Copies, PageAllocator
+from attn_core.paged.book import Step, check_step, take_step
 from jax_frontend.paged import append_kv, paged_attention
 
 Array = jax.Array
@@ -76,23 +76,24 @@ class PagedKVCache:
             width: columns of the table; fixed, shapes stay the same from step to step (compiled code, CUDA graphs).
 
         Raises:
-            PoolFullError: when the pool has too few free pages; nothing was changed.
+            PoolFullError: when the pool has too few free pages; SpecError: for arguments that describe no step. Nothing
+                was changed then.
         """
-        made, copies = advance(self.allocator, names, new, width)
-        if copies.source:
-            source, target = (jnp.asarray(pages, jnp.int32) for pages in copies)
-            for pools in (self.k_pages, self.v_pages):
-                pools[:] = [_copied(pool, source, target) for pool in pools]
-        there = self._there
-        return Step(there(made.block_table), there(made.seq_lens), there(made.cu_seqlens_q), made.max_len_q)
+        return take_step(self.allocator, names, new, width, self._copy, self._there)
 
     def update(self, layer: int, k: Array, v: Array, step: Step) -> None:
-        """Writes a layer's new keys and values, ``[tokens, kv_heads, dim]``, where the step says."""
+        """Writes a layer's new keys and values, ``[tokens, kv_heads, dim]``, where the step says.
+
+        Raises:
+            SpecError: as ``check`` does. Nothing was written then.
+        """
+        self.check(step)
         pools = append_kv(self.k_pages[layer], self.v_pages[layer], k, v, **step.tables)
         self.k_pages[layer], self.v_pages[layer] = pools
 
     def attend(self, layer: int, q: Array, step: Step, **options: Any) -> Any:
-        """``paged_attention`` of a layer's queries ``[tokens, heads, head_dim]`` with its options."""
+        """``paged_attention`` of a layer's queries ``[tokens, heads, head_dim]`` with its options, after ``check``."""
+        self.check(step)
         k_pages, v_pages = self.k_pages[layer], self.v_pages[layer]
         return paged_attention(q, k_pages, v_pages, **step.tables, max_len_q=step.max_len_q, **options)
 
@@ -101,6 +102,19 @@ class PagedKVCache:
         if isinstance(device, jax.sharding.NamedSharding):
             return jax.sharding.NamedSharding(device.mesh, jax.sharding.PartitionSpec())
         return device
+
+    def check(self, step: Step) -> None:
+        """Checks that a step's tables still hold. ``update`` and ``attend`` do; before ``append_kv`` call it yourself.
+
+        Raises:
+            SpecError: naming the sequence that was freed, forked or stepped again after the step was taken.
+        """
+        check_step(self.allocator, step)
+
+    def _copy(self, copies: Copies) -> None:
+        source, target = (jnp.asarray(pages, jnp.int32) for pages in copies)
+        for pools in (self.k_pages, self.v_pages):
+            pools[:] = [_copied(pool, source, target) for pool in pools]
 
     def _there(self, array: np.ndarray | None) -> Any:
         if array is None:

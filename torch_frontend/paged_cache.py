@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from attn_core.paged.allocator import PageAllocator
-from attn_core.paged.book import Step, advance
+from attn_core.paged.allocator import Copies, PageAllocator
+from attn_core.paged.book import Step, check_step, take_step
 from torch_frontend.paged import append_kv, paged_attention
 
 Tensor = torch.Tensor
@@ -73,24 +73,39 @@ class PagedKVCache:
             width: columns of the table; fixed, shapes stay the same from step to step (compiled code, CUDA graphs).
 
         Raises:
-            PoolFullError: when the pool has too few free pages; nothing was changed.
+            PoolFullError: when the pool has too few free pages; SpecError: for arguments that describe no step. Nothing
+                was changed then.
         """
-        made, copies = advance(self.allocator, names, new, width)
-        if copies.source:
-            source, target = (torch.tensor(pages, device=self.k_pages[0].device) for pages in copies)
-            for pool in (*self.k_pages, *self.v_pages):
-                pool[target] = pool[source]
-        there = self._there
-        return Step(there(made.block_table), there(made.seq_lens), there(made.cu_seqlens_q), made.max_len_q)
+        return take_step(self.allocator, names, new, width, self._copy, self._there)
 
     def update(self, layer: int, k: Tensor, v: Tensor, step: Step) -> None:
-        """Writes a layer's new keys and values, ``[tokens, kv_heads, dim]``, where the step says."""
+        """Writes a layer's new keys and values, ``[tokens, kv_heads, dim]``, where the step says.
+
+        Raises:
+            SpecError: as ``check`` does. Nothing was written then.
+        """
+        self.check(step)
         append_kv(self.k_pages[layer], self.v_pages[layer], k, v, **step.tables)
 
     def attend(self, layer: int, q: Tensor, step: Step, **options: Any) -> Any:
-        """``paged_attention`` of a layer's queries ``[tokens, heads, head_dim]`` with its options."""
+        """``paged_attention`` of a layer's queries ``[tokens, heads, head_dim]`` with its options, after ``check``."""
+        self.check(step)
         k_pages, v_pages = self.k_pages[layer], self.v_pages[layer]
         return paged_attention(q, k_pages, v_pages, **step.tables, max_len_q=step.max_len_q, **options)
+
+    def check(self, step: Step) -> None:
+        """Checks that a step's tables still hold. ``update`` and ``attend`` do; before ``append_kv`` call it yourself.
+
+        Raises:
+            SpecError: naming the sequence that was freed, forked or stepped again after the step was taken.
+        """
+        if not torch.compiler.is_compiling():
+            check_step(self.allocator, step)
+
+    def _copy(self, copies: Copies) -> None:
+        source, target = (torch.tensor(pages, device=self.k_pages[0].device) for pages in copies)
+        for pool in (*self.k_pages, *self.v_pages):
+            pool[target] = pool[source]
 
     def _there(self, array: np.ndarray | None) -> Any:
         return None if array is None else torch.from_numpy(array).to(self.k_pages[0].device)

@@ -7,13 +7,18 @@ holds the pool: ``extend`` says which pages, and the caller copies them before t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from attn_core.errors import SpecError
+from attn_core.paged.changes import Changes
+from attn_core.paged.report import PoolReport, picture, report_of
 from attn_core.seq_info import is_host_int
+
+MOST_TOKENS = 2**31 - 1
+"""What lengths, which are int32, can count."""
 
 UNUSED = -1
 """What stands in a block table where a sequence has no page."""
@@ -30,28 +35,15 @@ class Copies(NamedTuple):
     target: tuple[int, ...] = ()
 
 
-class PoolReport(NamedTuple):
-    """How full a pool is, in pages but for the last two, which are tokens.
-
-    Attributes:
-        num_pages: of the pool; free: those that nobody holds; shared: those that more than one sequence holds.
-        tokens: held by the sequences, a token in a shared page once.
-        waste: places for tokens in held pages that hold none: less than a page for each sequence.
-    """
-
-    num_pages: int
-    free: int
-    shared: int
-    tokens: int
-    waste: int
-
-
 class PageAllocator:
     """Gives out the pages of a pool.
 
     Args:
         num_pages: pages in the pool.
         page_size: tokens in a page.
+
+    Attributes:
+        changes: what was done to each sequence, and when.
 
     A sequence is named by whatever the caller likes that can be hashed. Not for several threads at once.
     """
@@ -65,6 +57,7 @@ class PageAllocator:
         self._holders = [0] * self.num_pages
         self._pages: dict[Hashable, list[int]] = {}
         self._lengths: dict[Hashable, int] = {}
+        self.changes = Changes()
 
     def __contains__(self, name: object) -> bool:
         return name in self._pages
@@ -103,6 +96,7 @@ class PageAllocator:
         self._room_for(self._pages_for(count), name)
         self._pages[name] = [self._take() for _ in range(self._pages_for(count))]
         self._lengths[name] = count
+        self.changes.note(name, "started")
 
     def fork(self, parent: Hashable, name: Hashable, tokens: int | None = None) -> None:
         """Starts a sequence that shares the parent's first ``tokens`` (all of them when None), without a copy.
@@ -117,9 +111,11 @@ class PageAllocator:
         if count > length:
             raise SpecError(f"tokens={tokens}: expected at most the {length} that {parent!r} has")
         self._pages[name] = self._pages[parent][: self._pages_for(count)]
-        self._lengths[name] = count
         for page in self._pages[name]:
             self._holders[page] += 1
+        self._lengths[name] = count
+        self.changes.note(name, "started")
+        self.changes.note(parent, "forked")
 
     def extend(self, name: Hashable, tokens: int = 1) -> Copies:
         """Makes room for so many more tokens at the end of a sequence.
@@ -141,7 +137,25 @@ class PageAllocator:
         target = tuple(pages[-1:]) if copies else ()
         pages += [self._take() for _ in range(more)]
         self._lengths[name] = length + count
+        self.changes.note(name, "stepped again")
         return Copies(source, target)
+
+    def undo_extend(self, tokens: Mapping[Hashable, int]) -> Callable[[], None]:
+        """A function that puts these sequences back as they are now, after ``extend`` by so many tokens and no more."""
+        taken = self._free[len(self._free) - self.needed(tokens) :]
+        before = [(name, list(self._pages[name]), self._lengths[name]) for name in tokens]
+        last = {pages[-1]: self._holders[pages[-1]] for _, pages, _ in before if pages}
+
+        def undo() -> None:
+            self._free += taken
+            for page in taken:
+                self._holders[page] = 0
+            for page, holders in last.items():
+                self._holders[page] = holders
+            for name, pages, length in before:
+                self._pages[name], self._lengths[name] = pages, length
+
+        return undo
 
     def needed(self, tokens: Mapping[Hashable, int]) -> int:
         """The free pages that extending these sequences by so many tokens each would take."""
@@ -165,6 +179,7 @@ class PageAllocator:
         """Ends a sequence. Returns the pages that nobody holds any longer."""
         pages = self._pages.pop(self._known(name))
         del self._lengths[name]
+        self.changes.forget(name)
         return tuple(page for page in reversed(pages) if self._release(page))
 
     def block_table(self, names: Sequence[Hashable], width: int | None = None) -> np.ndarray:
@@ -186,6 +201,9 @@ class PageAllocator:
     def check_width(self, width: int | None, lengths: Iterable[int]) -> int:
         """The pages of the longest of sequences of so many tokens; SpecError when a table has fewer columns."""
         longest = self._pages_for(max(lengths, default=0))
+        if width is not None and not (is_host_int(width) and 0 <= width <= MOST_TOKENS // self.page_size):
+            most = MOST_TOKENS // self.page_size
+            raise SpecError(f"width={width!r}: expected a number of columns up to {most}, tokens are counted in int32")
         if width is not None and width < longest:
             raise SpecError(f"width={width}: expected at least the {longest} pages of the longest sequence")
         return longest
@@ -196,33 +214,14 @@ class PageAllocator:
 
     def __str__(self) -> str:
         """A picture of the pool: a line for each page, # for a place that holds a token, and who reads it."""
-        report = self.report()
-        held = self.num_pages - report.free
-        lines = [f"{self.num_pages} pages of {self.page_size}: {held} held, {report.shared} of them by several"]
-        for page in range(self.num_pages):
-            readers = [name for name, pages in self._pages.items() if page in pages]
-            tokens = max((self._tokens_in(name, self._pages[name].index(page)) for name in readers), default=0)
-            cells = "#" * tokens + "." * (self.page_size - tokens)
-            lines.append(f"{page:>5} |{cells}| {', '.join(map(str, readers)) or 'free'}")
-        return "\n".join(lines)
+        return picture(self)
 
     def report(self) -> PoolReport:
         """How full the pool is."""
-        filled: dict[int, int] = {}
-        for name, pages in self._pages.items():
-            for at, page in enumerate(pages):
-                filled[page] = max(filled.get(page, 0), self._tokens_in(name, at))
-        tokens = sum(filled.values())
-        shared = sum(holders > 1 for holders in self._holders)
-        waste = len(filled) * self.page_size - tokens
-        return PoolReport(self.num_pages, self.free_pages, shared, tokens, waste)
-
-    def _tokens_in(self, name: Hashable, at: int) -> int:
-        """How many tokens of a sequence its page number ``at`` holds."""
-        return min(self.page_size, self._lengths[name] - at * self.page_size)
+        return report_of(self)
 
     def _known(self, name: Hashable) -> Hashable:
-        if name not in self._pages:
+        if not isinstance(name, Hashable) or name not in self._pages:
             raise SpecError(f"name={name!r}: expected a sequence of this allocator, it has none of this name")
         return name
 

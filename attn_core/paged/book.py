@@ -1,8 +1,12 @@
-"""What a cache of pages knows on the host: which tokens come next, and the tables of that step. No framework."""
+"""What a cache of pages knows on the host: which tokens come next, the tables of that step, and how long they hold.
+
+No framework.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,6 +65,76 @@ def check_paged_layer(shape: tuple[int, ...], alignment: str, dropout: float, ot
         raise SpecError(f"dropout_rate={dropout}: expected none with pages, which are for inference; switch it off")
 
 
+class _Ticket(NamedTuple):
+    """What a step was made of: the sequences, and the time of it by the allocator's ``changes``."""
+
+    table: weakref.ref[Any]
+    allocator: PageAllocator
+    names: tuple[Hashable, ...]
+    time: int
+
+
+_TICKETS: dict[int, _Ticket] = {}
+"""By the id of a step's block table, while that lives. Compilers and pytrees, which see a step's fields, see no ticket:
+it would be new in every step, and what is new is traced again."""
+
+
+def take_step(
+    allocator: PageAllocator,
+    names: Sequence[Hashable],
+    new: int | Sequence[int],
+    width: int | None,
+    copy: Callable[[Copies], None],
+    there: Callable[[np.ndarray | None], Any],
+) -> Step:
+    """The next step of a cache, which ``check_step`` knows; if anything fails, the allocator is as it was.
+
+    Args:
+        names, new, width: as in ``advance``.
+        copy: copies pages of the pools; called where there are some.
+        there: puts a table where the pools are.
+
+    Raises:
+        SpecError, PoolFullError: as ``advance`` does.
+    """
+    counts = _counts(allocator, names, new, width)
+    undo = allocator.undo_extend(counts)
+    try:
+        made, copies = _advanced(allocator, counts, width)
+        if copies.source:
+            copy(copies)
+        step = Step(there(made.block_table), there(made.seq_lens), there(made.cu_seqlens_q), made.max_len_q)
+    except BaseException:
+        undo()
+        raise
+    key = id(step.block_table)
+    table = weakref.ref(step.block_table, lambda _: _TICKETS.pop(key, None))
+    _TICKETS[key] = _Ticket(table, allocator, tuple(counts), allocator.changes.now)
+    return step
+
+
+def check_step(allocator: PageAllocator, step: Step) -> None:
+    """Checks that a step's tables still are those of its sequences. A step of tables made by hand is not known here.
+
+    Raises:
+        SpecError: naming the sequence that was freed, forked or stepped again since then; or for what is no step.
+    """
+    if not isinstance(step, Step):
+        raise SpecError(f"step: expected what cache.step() returned, got {type(step).__name__}")
+    ticket = _TICKETS.get(id(step.block_table))
+    if ticket is None or ticket.table() is not step.block_table:
+        return
+    if ticket.allocator is not allocator:
+        raise SpecError("step: expected a step of this cache, got one of another cache, whose pages are others")
+    changed = allocator.changes.since(ticket.time, ticket.names)
+    if changed is not None:
+        name, what = changed
+        raise SpecError(
+            f"step: sequence {name!r} was {what} after this step was taken, so its pages may be another sequence's; "
+            "use a step in every layer first, then free, fork or step its sequences"
+        )
+
+
 def advance(
     allocator: PageAllocator, names: Sequence[Hashable], new: int | Sequence[int], width: int | None
 ) -> tuple[Step, Copies]:
@@ -74,19 +148,44 @@ def advance(
         PoolFullError: when the pool has too few free pages for all of them.
         Nothing was changed then.
     """
-    each: Any = [new] * len(names) if is_host_int(new) else new
-    counts: list[int] = list(each)
-    if len(counts) != len(names) or len(set(names)) != len(names):
-        raise SpecError(f"names, new: expected a count for each of {len(names)} sequences, each named once, got {new}")
-    needed = allocator.needed(dict(zip(names, counts, strict=True)))
+    return _advanced(allocator, _counts(allocator, names, new, width), width)
+
+
+def _advanced(allocator: PageAllocator, counts: dict[Hashable, int], width: int | None) -> tuple[Step, Copies]:
+    made = [allocator.extend(name, count) for name, count in counts.items()]
+    copies = Copies(sum((c.source for c in made), ()), sum((c.target for c in made), ()))
+    names, each = list(counts), list(counts.values())
+    offsets = None if all(count == 1 for count in each) else np.cumsum([0, *each]).astype(np.int32)
+    table, lengths = allocator.block_table(names, width), allocator.seq_lens(names)
+    return Step(table, lengths, offsets, max(each, default=0)), copies
+
+
+def _counts(
+    allocator: PageAllocator, names: Sequence[Hashable], new: int | Sequence[int], width: int | None
+) -> dict[Hashable, int]:
+    """The new tokens of each sequence, once everything about a step was checked."""
+    named = _listed("names", names)
+    for name in named:
+        allocator.length(name)  # raises for one that is unknown
+    each = [new] * len(named) if is_host_int(new) else _listed("new", new)
+    if len(each) != len(named) or len(set(named)) != len(named):
+        raise SpecError(f"names, new: expected a count for each of {len(named)} sequences, each named once, got {new}")
+    counts = dict(zip(named, each, strict=True))
+    needed = allocator.needed(counts)
     if needed > allocator.free_pages:
         raise PoolFullError(
             f"names: {needed} more pages of {allocator.page_size} tokens are needed for this step, and "
             f"{allocator.free_pages} of the pool's {allocator.num_pages} are free; free a sequence, or take fewer"
         )
-    allocator.check_width(width, (allocator.length(name) + count for name, count in zip(names, counts, strict=True)))
-    made = [allocator.extend(name, count) for name, count in zip(names, counts, strict=True)]
-    copies = Copies(sum((c.source for c in made), ()), sum((c.target for c in made), ()))
-    offsets = None if all(count == 1 for count in counts) else np.cumsum([0, *counts]).astype(np.int32)
-    table, lengths = allocator.block_table(names, width), allocator.seq_lens(names)
-    return Step(table, lengths, offsets, max(counts, default=0)), copies
+    allocator.check_width(width, (allocator.length(name) + count for name, count in counts.items()))
+    return {name: int(count) for name, count in counts.items()}
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    """A list of what was given; SpecError for what is no list, tuple, array or the like."""
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
+        expected = (
+            "the sequences' names, a list" if name == "names" else "a number of tokens, or a list of one for each"
+        )
+        raise SpecError(f"{name}={values!r}: expected {expected}")
+    return list(values)
