@@ -47,7 +47,10 @@ class AttentionConfig:
 
 @dataclass
 class AttentionContext:
-    """One call: its sizes and what is visible. ``sliding_window=W`` is W keys, self included; 0 or less is none."""
+    """One call: its sizes and what is visible. ``sliding_window=W`` is W keys, self included; 0 or less is none.
+
+    prefix_seg_info lays out groups of rows that share a prefix (see attn_core.unsloth_prefix).
+    """
 
     bsz: int
     q_len: int
@@ -59,6 +62,7 @@ class AttentionContext:
     attention_mask: Any = None
     causal_mask: Any = None
     sliding_window: int | None = None
+    prefix_seg_info: Any = None
 
 
 def preference(config: AttentionConfig, framework: str, device: str) -> tuple[str, ...]:

@@ -48,7 +48,8 @@ def interpret(config: AttentionConfig, context: AttentionContext) -> Meaning:
         SpecError: for keys nobody knows, bags that contradict each other, or an unknown backend word.
     """
     slides = context.causal_mask
-    if context.attention_mask is None and (slides is None or slides is True or slides is False):
+    told = context.attention_mask is None and context.prefix_seg_info is None
+    if told and (slides is None or slides is True or slides is False):
         try:
             kind, packed = type(context.sliding_window).__name__, context.seq_info is not None
             return _without_masks(config.backend, packed, slides, kind, context.sliding_window, _plain(config))
@@ -81,6 +82,8 @@ def _without_masks(
 
 def host_branch(config: AttentionConfig, context: AttentionContext) -> str:
     """The branch of the host that such a call lands in: its backend word, or where the host leads that word."""
+    if context.prefix_seg_info is not None:
+        return FLASH_VARLEN  # whose bag alone the host looks into there
     if context.attention_mask is not None:
         return SDPA
     return FLASH_DENSE if config.backend == FLASH_VARLEN and context.seq_info is None else config.backend

@@ -22,6 +22,7 @@ from jax_frontend.unsloth import (
     XFORMERS,
     AttentionConfig,
     AttentionContext,
+    resolve_prefix_seg_info,
     run_attention,
     select_attention_backend,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "explain_paged",
     "export_checks",
     "paged_attention",
+    "resolve_prefix_seg_info",
     "run_attention",
     "select_attention_backend",
     "shard_sequence",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from attn_core import override
 from attn_core.errors import DTypeError, SpecError
@@ -21,6 +24,8 @@ from attn_core.unsloth import (
     preference,
 )
 from attn_core.unsloth_meaning import Meaning, check_mask, interpret
+from attn_core.unsloth_prefix import resolve_prefix_seg_info, shared_prefixes
+from jax_frontend import unsloth_prefix
 from jax_frontend.attention import attention
 from jax_frontend.backends import available_here
 from jax_frontend.plan import check_array, device_name
@@ -32,6 +37,7 @@ __all__ = [
     "XFORMERS",
     "AttentionConfig",
     "AttentionContext",
+    "resolve_prefix_seg_info",
     "run_attention",
     "select_attention_backend",
 ]
@@ -43,8 +49,8 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Arra
     """Attention of a layer: ``Q [bsz, n_heads, q_len, head_dim]``, ``K, V [bsz, n_kv_heads, kv_len, head_dim]``.
 
     Causal unless a bag or a complete mask says otherwise; packed where ``context.seq_info`` says so, the rows laid end
-    to end. ``config.backend`` is a preference: what its kernels cannot run, automatic choice does, with the same
-    result.
+    to end; with shared prefixes where ``context.prefix_seg_info`` says so. ``config.backend`` is a preference: what its
+    kernels cannot run, automatic choice does, with the same result.
 
     Returns:
         ``[bsz, q_len, n_heads, head_dim]`` in Q's dtype, also where float32 beside K or V of a half dtype is computed
@@ -57,6 +63,7 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Arra
         check_array(name, array)
     check_sizes(config, context, Q.shape, K.shape, V.shape)
     meaning = interpret(config, context)
+    shared = None if context.prefix_seg_info is None else shared_prefixes(meaning, context, np.asarray)
     if meaning.dropout and 0 < meaning.dropout < 1:  # what is no probability, attention refuses
         raise SpecError(
             f"dropout_p={meaning.dropout}: expected 0, for run_attention has no place for the PRNG key that dropout "
@@ -67,24 +74,30 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Arra
     half = computed_in(*(str(array.dtype) for array in (Q, K, V)))
     alike = (array if half is None else array.astype(half) for array in (Q, K, V))
     q, k, v = (array.swapaxes(1, 2) for array in alike)  # [bsz, len, heads, head_dim]
-    if info is not None:
+    if info is not None or shared is not None:
         q, k, v = (array.reshape(-1, *array.shape[2:]) for array in (q, k, v))  # [bsz * len, heads, head_dim]
-    out = attention(
-        q,
-        k,
-        v,
-        causal=meaning.causal,
-        window=meaning.window,
-        softcap=meaning.softcap,
-        scale=meaning.scale,
-        mask=mask,
-        bias=bias,
-        alibi_slopes=meaning.alibi_slopes,
-        seq_info=info,
-        dropout=meaning.dropout,
-        deterministic=meaning.deterministic,
-        backend=override.requested() or preference(config, "jax", device_name(Q)),
-    )
+    options: dict[str, Any] = {
+        "softcap": meaning.softcap,
+        "scale": meaning.scale,
+        "deterministic": meaning.deterministic,
+        "backend": override.requested() or preference(config, "jax", device_name(Q)),
+    }
+    if shared is not None:
+        out = unsloth_prefix.attend(q, k, v, shared, **options)
+    else:
+        out = attention(
+            q,
+            k,
+            v,
+            causal=meaning.causal,
+            window=meaning.window,
+            mask=mask,
+            bias=bias,
+            alibi_slopes=meaning.alibi_slopes,
+            seq_info=info,
+            dropout=meaning.dropout,
+            **options,
+        )
     return out.reshape(context.bsz, context.q_len, context.n_heads, V.shape[3]).astype(Q.dtype)
 
 

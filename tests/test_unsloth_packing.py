@@ -18,6 +18,7 @@ from torch_frontend import (  # noqa: E402
     build_sdpa_packed_attention_mask,
     build_xformers_block_causal_mask,
     get_packed_info_from_kwargs,
+    mask_packed_boundary_labels,
     mask_packed_sequence_boundaries,
 )
 
@@ -173,6 +174,55 @@ def test_documents_and_labels_that_do_not_end_together(device: str) -> None:
         return
     assert mask_packed_sequence_boundaries(short, [2, 3])  # nobody waits for a GPU to tell its lengths
     assert short.tolist() == [0, -100, 2]
+
+
+@pytest.mark.parametrize("shape", [(9,), (1, 9), (3, 3)])
+@pytest.mark.parametrize("lengths", [LENGTHS, [3, 0, 1, 2], [9]])
+def test_labels_that_a_loss_will_shift(shape: tuple[int, ...], lengths: list[int], device: str) -> None:
+    """Shifted by the loss they are what the shifted labels would have been."""
+    labels = torch.arange(1, 10, device=device).reshape(shape)
+    before = labels.clone()
+    found = mask_packed_boundary_labels(labels, torch.tensor(lengths, device=device))
+    assert torch.equal(labels, before) and found.shape == labels.shape and found.dtype == labels.dtype
+    shifted = before.reshape(-1)[1:].clone()
+    mask_packed_sequence_boundaries(shifted, lengths)
+    assert torch.equal(found.reshape(-1)[1:], shifted)
+    assert found.reshape(-1)[0] == (-100 if sum(lengths) == 9 else 1)  # the first label is nobody's target
+    assert torch.equal(mask_packed_boundary_labels(found, lengths), found)
+    assert (mask_packed_boundary_labels(labels, [3, 6], ignore_index=-1) == -1).sum() == 2
+
+
+def test_labels_without_documents_are_what_they_were(device: str) -> None:
+    labels = torch.arange(4, device=device)
+    for lengths in (None, [], torch.tensor([], dtype=torch.int32)):
+        assert mask_packed_boundary_labels(labels, lengths) is labels
+    assert mask_packed_boundary_labels(None, [4]) is None
+    empty = labels[:0]
+    assert mask_packed_boundary_labels(empty, [0]) is empty
+    if device == "cpu":
+        with pytest.raises(ShapeError, match=r"^seq_lengths: expected no more than 4 tokens in all, got 5"):
+            mask_packed_boundary_labels(labels, [2, 3])
+
+
+@pytest.mark.usefixtures("device")
+def test_what_unsloths_models_import_is_here() -> None:
+    """The names that its models import from its dispatch and its packing helpers, at 015bdef0."""
+    from torch_frontend import unsloth, unsloth_packing
+
+    dispatch = (
+        *("AttentionConfig", "AttentionContext", "HAS_XFORMERS", "SDPA", "run_attention"),
+        *("FLASH_DENSE", "FLASH_VARLEN", "XFORMERS", "resolve_prefix_seg_info", "select_attention_backend"),
+    )
+    packing = (
+        *("build_sdpa_packed_attention_mask", "build_xformers_block_causal_mask", "get_packed_info_from_kwargs"),
+        *("mask_packed_boundary_labels", "mask_packed_sequence_boundaries"),
+    )
+    for module, names in ((unsloth, dispatch), (unsloth_packing, packing)):
+        for name in names:
+            assert getattr(torch_frontend, name) == getattr(module, name)
+    fields = ("requires_grad", "seq_info", "attention_mask", "causal_mask", "sliding_window", "prefix_seg_info")
+    context = torch_frontend.AttentionContext(1, 2, 3, 4, 5, *fields)  # in Unsloth's order
+    assert all(getattr(context, name) == name for name in fields)
 
 
 @pytest.mark.usefixtures("device")

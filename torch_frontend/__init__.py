@@ -20,6 +20,7 @@ from torch_frontend.unsloth import (
     XFORMERS,
     AttentionConfig,
     AttentionContext,
+    resolve_prefix_seg_info,
     run_attention,
     select_attention_backend,
 )
@@ -27,6 +28,7 @@ from torch_frontend.unsloth_packing import (
     build_sdpa_packed_attention_mask,
     build_xformers_block_causal_mask,
     get_packed_info_from_kwargs,
+    mask_packed_boundary_labels,
     mask_packed_sequence_boundaries,
 )
 from torch_frontend.unsloth_softcapping import (
@@ -65,8 +67,10 @@ __all__ = [
     "explain",
     "explain_paged",
     "get_packed_info_from_kwargs",
+    "mask_packed_boundary_labels",
     "mask_packed_sequence_boundaries",
     "paged_attention",
+    "resolve_prefix_seg_info",
     "run_attention",
     "select_attention_backend",
     "slow_attention_softcapping",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import torch
 
@@ -29,7 +31,8 @@ def of(info: SeqInfo, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if rows and not compiling:
             check_cu_seqlens(info.cu_seqlens_q, info.max_len_q, side="q", tokens=q.shape[-3])
             check_cu_seqlens(info.cu_seqlens_k, info.max_len_k, side="k", tokens=k.shape[-3])
-        queries, keys = info.converted(q.device, lambda offsets: torch.from_numpy(offsets).to(q.device))
+        with nullcontext() if compiling else torch.inference_mode(False):  # what is kept must do for training, too
+            queries, keys = info.converted(q.device, lambda offsets: torch.from_numpy(offsets).to(q.device))
         return (within(queries, q.shape[-3]), within(keys, k.shape[-3])) if compiling and rows else (queries, keys)
     queries, keys = info.cu_seqlens_q, info.cu_seqlens_k
     for side, offsets in (("q", queries), ("k", keys)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from attn_core import override
@@ -20,6 +22,8 @@ from attn_core.unsloth import (
     preference,
 )
 from attn_core.unsloth_meaning import Meaning, check_mask, interpret
+from attn_core.unsloth_prefix import resolve_prefix_seg_info, shared_prefixes
+from torch_frontend import unsloth_prefix
 from torch_frontend.attention import attention
 from torch_frontend.autocast import autocast_dtype
 from torch_frontend.backends import available_here
@@ -36,6 +40,7 @@ __all__ = [
     "XFORMERS",
     "AttentionConfig",
     "AttentionContext",
+    "resolve_prefix_seg_info",
     "run_attention",
     "select_attention_backend",
 ]
@@ -63,8 +68,8 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
     """Attention of a layer: ``Q [bsz, n_heads, q_len, head_dim]``, ``K, V [bsz, n_kv_heads, kv_len, head_dim]``.
 
     Causal unless a bag or a complete mask says otherwise; packed where ``context.seq_info`` says so, the rows laid end
-    to end. ``config.backend`` is a preference: what its kernels cannot run, automatic choice does, with the same
-    result.
+    to end; with shared prefixes where ``context.prefix_seg_info`` says so. ``config.backend`` is a preference: what its
+    kernels cannot run, automatic choice does, with the same result.
 
     Returns:
         ``[bsz, q_len, n_heads, head_dim]`` in Q's dtype, also where float32 is computed in another: under
@@ -80,29 +85,37 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
             check_tensor(f"context.{name}", getattr(context, name))
     check_sizes(config, context, Q.shape, K.shape, V.shape)
     meaning = interpret(config, context)
+    shared = None if context.prefix_seg_info is None else shared_prefixes(meaning, context, unsloth_prefix.on_host)
     mask, bias = split_mask(meaning, context)
     info = SeqInfo.coerce(context.seq_info)
     alike = (Q, K, V) if Q.dtype == K.dtype == V.dtype else _of_one_dtype(Q, K, V)
     q, k, v = (tensor.transpose(1, 2) for tensor in alike)  # [bsz, len, heads, head_dim]
-    if info is not None:
+    packed = info is not None or shared is not None
+    if packed:
         q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [bsz * len, heads, head_dim]
-    out = attention(
-        q,
-        k,
-        v,
-        causal=meaning.causal,
-        window=meaning.window,
-        softcap=meaning.softcap,
-        scale=meaning.scale,
-        mask=mask,
-        bias=bias,
-        alibi_slopes=meaning.alibi_slopes,
-        seq_info=info,
-        dropout=meaning.dropout,
-        deterministic=meaning.deterministic,
-        backend=_backends(preference(config, "torch", device_name(Q.device))),
-    )
-    if info is not None:  # [bsz * q_len, heads, value_dim]
+    options: dict[str, Any] = {
+        "softcap": meaning.softcap,
+        "scale": meaning.scale,
+        "deterministic": meaning.deterministic,
+        "backend": _backends(preference(config, "torch", device_name(Q.device))),
+    }
+    if shared is not None:
+        out = unsloth_prefix.attend(q, k, v, shared, **options)
+    else:
+        out = attention(
+            q,
+            k,
+            v,
+            causal=meaning.causal,
+            window=meaning.window,
+            mask=mask,
+            bias=bias,
+            alibi_slopes=meaning.alibi_slopes,
+            seq_info=info,
+            dropout=meaning.dropout,
+            **options,
+        )
+    if packed:  # [bsz * q_len, heads, value_dim]
         out = out.reshape(context.bsz, context.q_len, context.n_heads, V.shape[3])
     return out if out.dtype == Q.dtype else out.to(Q.dtype)
 

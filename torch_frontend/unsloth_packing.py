@@ -19,6 +19,7 @@ __all__ = [
     "build_sdpa_packed_attention_mask",
     "build_xformers_block_causal_mask",
     "get_packed_info_from_kwargs",
+    "mask_packed_boundary_labels",
     "mask_packed_sequence_boundaries",
 ]
 
@@ -135,6 +136,28 @@ def mask_packed_sequence_boundaries(shift_labels: Tensor, seq_lengths: Any, *, i
     found = torch.zeros(total + 1, dtype=torch.bool, device=ends.device).index_fill_(0, last, True)
     shift_labels.masked_fill_(found[:total].view(shift_labels.shape), ignore_index)
     return True
+
+
+def mask_packed_boundary_labels(labels: Any, seq_lengths: Any, *, ignore_index: int = -100) -> Any:
+    """A copy of labels that a loss will shift itself, with ``ignore_index`` where another document begins.
+
+    That label is what the document before it would have to predict. The first label, which nothing predicts, goes where
+    the documents end with the labels. Labels that are no tensor, or that have no lengths, are returned as they are.
+    Without a device synchronisation.
+
+    Raises:
+        ShapeError: for documents that are longer than the labels (on the CPU, where the lengths can be looked at).
+    """
+    if not isinstance(labels, Tensor) or seq_lengths is None or not labels.numel():
+        return labels
+    total = labels.numel()
+    ends = _lengths("seq_lengths", seq_lengths).to(labels.device).cumsum(0)
+    if not len(ends):
+        return labels
+    if ends.device.type == "cpu" and int(ends[-1]) > total:
+        raise ShapeError(f"seq_lengths: expected no more than {total} tokens in all, got {int(ends[-1])}")
+    first = torch.zeros(total, dtype=torch.bool, device=ends.device).index_fill_(0, ends.clamp(max=total) % total, True)
+    return labels.masked_fill(first.view(labels.shape), ignore_index)
 
 
 def _lengths(name: str, given: Any) -> Tensor:

@@ -1,0 +1,246 @@
+"""Rows that share a prefix, by Unsloth's labels: against the float64 reference with the mask that the labels mean."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from frameworks import EVERYWHERE, TORCH, Framework, as_numpy, spied
+
+from attn_core import AttentionSpec, SeqInfo, ShapeError, SpecError, reference, unsloth
+from attn_core.backends import Inputs
+from torch_frontend import offsets
+
+HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 6, 3, 11, 5
+PADDED = 64
+both = pytest.mark.parametrize("framework", EVERYWHERE, ids=str)
+Groups = tuple[tuple[int, tuple[int, ...]], ...]
+LAYOUTS: dict[str, Groups] = {
+    # groups of (the prefix's length, its suffixes' lengths)
+    "one group": ((7, (3, 5, 1)),),
+    "groups": ((7, (3, 5, 1)), (1, (2, 2)), (11, (13,))),
+    "a prefix that nothing continues": ((3, ()), (5, (2, 7))),
+    "no prefix": ((0, (3, 2)), (5, (4,))),
+    "one token": ((1, ()),),
+}
+
+
+def labels(groups: Groups, array: Any = torch.from_numpy, signature: Any = None) -> Any:
+    """What Unsloth's PrefixSegInfo holds: a label of each token, padded, and a key of the layout."""
+    group: list[int] = []
+    suffix: list[int] = []
+    for name, (prefix, suffixes) in enumerate(groups):
+        group += [name] * (prefix + sum(suffixes))
+        suffix += [-1] * prefix
+        for length in suffixes:
+            suffix += [max([*suffix, -1]) + 1] * length
+    tokens = len(group)
+    padding = [-99] * (PADDED - tokens)
+    is_prefix = np.array([each == -1 for each in suffix] + [False] * len(padding))
+    return SimpleNamespace(
+        group_of_kv=array(np.array(group + padding)),
+        is_prefix=array(is_prefix),
+        suffix_of_kv=array(np.array(suffix + padding)),
+        signature=("multi", PADDED, groups) if signature is None else signature,
+        T=tokens,
+        T_pad=PADDED,
+    )
+
+
+def visible(groups: Groups) -> np.ndarray:
+    """What the labels mean, token by token."""
+    told = labels(groups, np.asarray)
+    group, prefix, suffix = (each[: told.T] for each in (told.group_of_kv, told.is_prefix, told.suffix_of_kv))
+    same_suffix = (suffix[:, None] == suffix) & ~prefix[:, None]
+    return np.tril((group[:, None] == group) & (prefix | same_suffix))
+
+
+def arrays(tokens: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    shapes = {"Q": (1, HEADS, tokens, HEAD_DIM), "K": (1, KV_HEADS, tokens, HEAD_DIM)}
+    shapes["V"] = (1, KV_HEADS, tokens, VALUE_DIM)
+    return {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def described(groups: Groups, given: dict[str, np.ndarray], **fields: Any) -> tuple[AttentionSpec, Inputs]:
+    mask = visible(groups)[None, None]
+    tokens = mask.shape[-1]
+    spec = AttentionSpec(
+        **{"batch": 1, "q_len": tokens, "kv_len": tokens, "num_heads": HEADS, "num_kv_heads": KV_HEADS},
+        **{"head_dim": HEAD_DIM, "value_dim": VALUE_DIM, "dtype": "float32", "mask_shape": mask.shape, **fields},
+    )
+    return spec, Inputs(*(array.swapaxes(1, 2) for array in given.values()), mask)
+
+
+def settings(
+    framework: Framework, tokens: int, told: Any, bags: Any = None, bsz: int = 1, word: str = unsloth.SDPA, **what: Any
+) -> dict[str, Any]:
+    config = framework.frontend.AttentionConfig(word, KV_HEADS, HEADS // KV_HEADS, **(bags or {}))
+    sizes = {"bsz": bsz, "q_len": tokens // bsz, "kv_seq_len": tokens // bsz, "n_heads": HEADS, "head_dim": HEAD_DIM}
+    return {"config": config, "context": framework.frontend.AttentionContext(**sizes, prefix_seg_info=told, **what)}
+
+
+def run(framework: Framework, groups: Groups, given: dict[str, np.ndarray], told: Any = None, **what: Any) -> Any:
+    told = labels(groups, framework.array) if told is None else told
+    own = {name: framework.array(array) for name, array in given.items()}
+    return framework.frontend.run_attention(**settings(framework, given["Q"].shape[2], told, **what), **own)
+
+
+BAGS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plain": (None, {}),
+    "scale": ({"flash_varlen_kwargs": {"softmax_scale": 0.7, "dropout_p": 0.0, "causal": True}}, {"scale": 0.7}),
+    "softcap": ({"flash_dense_kwargs": {"softcap": 1.5, "dropout_p": 0.1}, "flash_varlen_kwargs": {"dropout_p": 0.0}},
+                {"softcap": 1.5}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", BAGS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("word", [unsloth.FLASH_VARLEN, unsloth.SDPA])
+@both
+def test_a_suffix_sees_its_prefix_and_itself(framework: Framework, word: str, layout: str, options: str) -> None:
+    groups, (bags, fields) = LAYOUTS[layout], BAGS[options]
+    given = arrays(len(visible(groups)))
+    right, _ = reference.forward(*described(groups, given, **fields))
+    found = run(framework, groups, given, word=word, bags=bags)
+    np.testing.assert_allclose(as_numpy(found), right, atol=2e-5, rtol=0)
+
+
+@both
+def test_gradients_flow_through_both_parts(framework: Framework) -> None:
+    groups = LAYOUTS["groups"]
+    given = arrays(len(visible(groups)))
+    told = settings(framework, given["Q"].shape[2], labels(groups, framework.array))
+    spec, inputs = described(groups, given, needs_backward=True)
+    out, lse = reference.forward(spec, inputs)
+    right = reference.backward(spec, inputs, out, lse, 2 * out, None)
+    own = {name: framework.array(array) for name, array in given.items()}
+    if framework.name == "torch":
+        leaves = {name: tensor.requires_grad_() for name, tensor in own.items()}
+        framework.frontend.run_attention(**told, **leaves).square().sum().backward()
+        found = {name: as_numpy(leaf.grad) for name, leaf in leaves.items()}
+    else:
+        squares = jax.jit(jax.grad(lambda own: (framework.frontend.run_attention(**told, **own) ** 2).sum()))
+        found = {name: as_numpy(gradient) for name, gradient in squares(own).items()}
+    for name, expected in zip(given, right[:3], strict=True):
+        np.testing.assert_allclose(found[name].swapaxes(1, 2), expected, atol=2e-4, rtol=0)
+
+
+@both
+def test_a_window_counts_if_it_hides_nothing(framework: Framework) -> None:
+    """The host ignores it here, for it caps what shares a prefix at the window."""
+    groups = LAYOUTS["groups"]  # 11 + 13 positions
+    given = arrays(len(visible(groups)))
+    plain = as_numpy(run(framework, groups, given))
+    bags = {"flash_dense_kwargs": {"window_size": (24, 24)}}
+    np.testing.assert_array_equal(as_numpy(run(framework, groups, given, bags=bags, sliding_window=24)), plain)
+    with pytest.raises(SpecError, match=r"^window of 23 keys: expected 24 or more beside context.prefix_seg_info"):
+        run(framework, groups, given, sliding_window=23)
+
+
+@pytest.mark.parametrize("signature", [None, "first", ["cannot be hashed"]])
+def test_labels_are_read_once_for_each_signature(signature: Any) -> None:
+    groups = LAYOUTS["one group"]
+    given = arrays(len(visible(groups)))
+    right, _ = reference.forward(*described(groups, given))
+    for _ in range(2):
+        told = labels(groups, signature=signature)
+        told.signature = signature
+        np.testing.assert_allclose(as_numpy(run(TORCH, groups, given, told)), right, atol=2e-5, rtol=0)
+    told.group_of_kv = None  # not looked at again
+    if signature == "first":
+        np.testing.assert_allclose(as_numpy(run(TORCH, groups, given, told)), right, atol=2e-5, rtol=0)
+    else:
+        with pytest.raises(ShapeError, match=r"^context.prefix_seg_info.group_of_kv: expected a label for each"):
+            run(TORCH, groups, given, told)
+
+
+def test_a_layout_first_met_without_gradients_serves_training(device: str) -> None:
+    """GRPO computes log-probabilities in inference mode first."""
+    groups = ((4, (3, 2)),)
+    framework = next(each for each in (TORCH, EVERYWHERE[2].values[0]) if each.device == device)
+    given = arrays(9)
+    with torch.inference_mode():
+        first = run(framework, groups, given)
+    own = {name: framework.array(array).requires_grad_() for name, array in given.items()}
+    told = settings(framework, 9, labels(groups, framework.array))
+    out = framework.frontend.run_attention(**told, **own)
+    out.sum().backward()
+    np.testing.assert_allclose(as_numpy(out), as_numpy(first), atol=1e-6, rtol=0)
+
+
+def test_offsets_kept_for_a_device_are_no_inference_tensors() -> None:
+    """Autograd could not save them for a backward."""
+    info, tokens = SeqInfo.from_lengths([4, 5]), torch.empty(9, 1, 1, device="meta")
+    with torch.inference_mode():
+        offsets.of(info, tokens, tokens)
+    assert not any(kept.is_inference() for kept in offsets.of(info, tokens, tokens))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "dropout": ({"bags": {"flash_varlen_kwargs": {"dropout_p": 0.5}}}, "^dropout_p=0.5: expected 0 beside context.p"),
+    "dropout elsewhere": ({"bags": {"xformers_kwargs": {"p": 0.5}}}, "^dropout_p=0.5: expected 0 beside context.p"),
+    "keep mask": ({"attention_mask": np.ones((1, 16), bool)}, "^context.attention_mask: expected None beside context."),
+    "mask": ({"causal_mask": np.ones((16, 16), bool)}, "^context.causal_mask: expected None beside context.prefix"),
+    "slopes": (
+        {"bags": {"flash_dense_kwargs": {"alibi_slopes": np.ones(HEADS, np.float32)}}},
+        "^alibi_slopes: expected None beside context.prefix_seg_info, got",
+    ),
+    "documents": (
+        {"seq_info": SeqInfo.from_lengths([16])},
+        "^context.seq_info: expected None beside context.prefix_seg_info, got SeqInfo",
+    ),
+    "not causal": ({"bags": {"flash_varlen_kwargs": {"causal": False}}}, "^causal=False: expected True beside context"),
+    "other tokens": ({"told": labels(((7, (3, 5)),))}, r"^context.prefix_seg_info.T=15: expected the 16 tokens of Q"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@both
+def test_refused_by_name_before_anything_runs(framework: Framework, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = LAYOUTS["one group"]
+    what, says = REFUSED[name]
+    own = {key: framework.array(value) if isinstance(value, np.ndarray) else value for key, value in what.items()}
+    with spied(monkeypatch) as ran, pytest.raises(SpecError, match=says):
+        run(framework, groups, arrays(16), **own)
+    assert ran == []
+
+
+SCATTERED = {
+    "a suffix in two pieces": ([0, 0, 0, 0], [-1, 0, 1, 0]),
+    "a group in two pieces": ([0, 1, 0, 0], [-1, -1, 0, 1]),
+    "a prefix behind its suffix": ([0, 0, 0, 0], [0, 0, -1, -1]),
+}
+
+
+@pytest.mark.parametrize("name", SCATTERED)
+def test_labels_of_another_layout_are_refused(name: str) -> None:
+    group, suffix = map(np.array, SCATTERED[name])
+    told = SimpleNamespace(group_of_kv=group, is_prefix=suffix == -1, suffix_of_kv=suffix, signature=None, T=4)
+    with pytest.raises(SpecError, match=r"^context.prefix_seg_info: expected the tokens of each group side by side"):
+        run(TORCH, (), arrays(4), told)
+
+
+@both
+def test_no_cache_beside_shared_prefixes(framework: Framework) -> None:
+    given = {name: array[:, :, -5:] if name == "Q" else array for name, array in arrays(16).items()}
+    told = settings(framework, 16, labels(LAYOUTS["one group"], framework.array))
+    told["context"].q_len = 5
+    own = {name: framework.array(array) for name, array in given.items()}
+    with pytest.raises(ShapeError, match=r"^context.kv_seq_len=16: expected q_len=5 beside context.prefix_seg_info"):
+        framework.frontend.run_attention(**told, **own)
+
+
+@both
+def test_the_layout_among_the_keywords_of_a_forward(framework: Framework) -> None:
+    resolve, told = framework.frontend.resolve_prefix_seg_info, object()
+    assert resolve({}, None, None) is None and resolve({"prefix_seg_info": None}, object(), object()) is None
+    assert resolve({"prefix_seg_info": told}, None, None) is told
+    with pytest.raises(SpecError, match=r"^past_key_value: expected None beside prefix_seg_info, got tuple"):
+        resolve({"prefix_seg_info": told}, (), None)
+    with pytest.raises(SpecError, match=r"^attention_mask: expected None beside prefix_seg_info, got object"):
+        resolve({"prefix_seg_info": told}, None, object())
