@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 
-from attn_core import AttentionSpec, SpecError, Target, blocks, explain, reference, torch_attention
+from attn_core import AttentionSpec, SpecError, Target, blocks, explain, reference, torch_attention, torch_plain
 from attn_core.backends import Inputs, flex, math
 from attn_core.masks import visible
 from attn_core.support import unmet
@@ -120,7 +120,7 @@ def check(name: str, got: torch.Tensor, expected: np.ndarray, dtype: str, factor
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(math, "QUERY_BLOCK", 7)
+    monkeypatch.setattr(torch_plain, "QUERY_BLOCK", 7)
 
 
 @pytest.fixture(params=["documents", "tokens"])
@@ -177,7 +177,9 @@ def test_math_packed_without_reading_the_offsets(case, small_blocks, packed_way)
 
 
 def test_math_fetches_no_value_from_a_device(small_blocks, monkeypatch):
-    monkeypatch.setattr(math, "_plainly", lambda q: torch.no_grad())  # the meta device has no autocast to switch off
+    monkeypatch.setattr(
+        torch_plain, "_plainly", lambda q: torch.no_grad()
+    )  # the meta device has no autocast to switch off
     spec, inputs = make("packed_everything", needs_backward=True, bias_gradient=True)
     inputs = Inputs(*(t if t is None else t.to("meta") for t in inputs))  # no values: a read of any raises
     out, lse = math.forward(spec, inputs)
@@ -391,7 +393,7 @@ def test_math_memory_grows_with_one_block_of_queries():
     with Largest() as largest:
         out, lse = math.forward(spec, Inputs(q, k, v))
         math.backward(spec, Inputs(q, k, v), out, lse, torch.ones_like(out), None)
-    assert 0 < largest.elements <= math.QUERY_BLOCK * length
+    assert 0 < largest.elements <= torch_plain.QUERY_BLOCK * length
 
 
 def test_math_gradcheck(small_blocks):
@@ -463,7 +465,7 @@ def test_lower():
         "scale": 5**-0.5,
         "softcap": None,
         "band": (3, 2, 4),
-        "query_block": math.QUERY_BLOCK,
+        "query_block": torch_plain.QUERY_BLOCK,
     }
     assert math.lower(make("packed_causal")[0])["band"] is None
     assert flex.lower(make("everything")[0]) == {

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("jax")
-from both_frontends import FRAMEWORKS, Results, claimed, module_on, run, target
+from both_frontends import FRAMEWORKS, Results, claimed, judge, module_on, run, target
 from spec_strategies import Call, make_call
 
 from attn_core import explain
@@ -185,3 +185,53 @@ def test_finite_inputs_give_no_nan(backend: str, device: str, framework: str) ->
         assert np.isfinite(array.astype(np.float64)).all(), name
     empty = 19 - 17
     assert not run(framework, call, backend, device)["out"][:, :empty].any()
+
+
+HIDES: dict[str, dict[str, Any]] = {
+    "mask": {"mask_shape": (3, 1, 1, 17)},
+    "mask, causal": {"mask_shape": (3, 1, 1, 17), "causal": True},
+    "mask of heads": {"mask_shape": (3, 6, 13, 17), "window": (9, 4)},
+    "bias": {"bias_shape": (3, 1, 1, 17)},
+    "window": {"window": (2, 1), "kv_len": 40},
+    "documents": {"lengths": ((5, 6), (7, 9)), "mask_shape": (1, 1, 1, 16), "batch": 1},
+}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("value", POISONS)
+@pytest.mark.parametrize("names", ["kv", "k", "v"])
+@pytest.mark.parametrize("case", HIDES)
+def test_a_hidden_key_reaches_nobody_on_the_automatic_choice_on_a_cpu(
+    case: str, names: str, value: str, framework: str
+) -> None:
+    """Whatever a key holds that no query sees, the results are those of the call without it."""
+    fields = {**ROWS, **HIDES[case], "needs_backward": True}
+    lengths = fields.pop("lengths", None)
+    call = make_call(5, lengths, **({**fields, "q_len": 11, "kv_len": 16} if lengths else fields))
+    unseen = 1 if not call.spec.packed else 0
+    inputs = call.inputs
+    if inputs.mask is not None:
+        inputs.mask[..., 3] = inputs.mask[..., 8:11] = False
+    if inputs.bias is not None:
+        inputs.bias[..., 3] = -np.inf
+    at = {"window": np.s_[unseen, :9]}.get(case, np.s_[3] if call.spec.packed else np.s_[unseen, 3])
+    arrays = {name: getattr(inputs, name).copy() for name in names}
+    for array in arrays.values():
+        array[at] = POISONS[value]
+    results = run(framework, replace(call, inputs=inputs._replace(**arrays)))
+    verdict = judge(framework, call, results)
+    assert verdict.ok, f"{explain(call.spec, target(framework)).backend}: {verdict}"
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_broken_key_reaches_only_those_who_see_it_on_the_automatic_choice_on_a_cpu(framework: str) -> None:
+    call = make_call(5, **ROWS, mask_shape=(3, 1, 13, 17), needs_backward=True)
+    seen = call.inputs.mask[1, 0, :, 3]
+    assert seen.any() and not seen.all()
+    k = call.inputs.k.copy()
+    k[1, 3] = np.nan
+    clean, broken = run(framework, call), run(framework, replace(call, inputs=call.inputs._replace(k=k)))
+    for name in ("out", "dq"):
+        assert np.isnan(broken[name][1, seen]).all()
+        np.testing.assert_allclose(broken[name][1, ~seen], clean[name][1, ~seen], rtol=1e-4, atol=1e-5)
+        assert differing({name: clean[name][[0, 2]]}, {name: broken[name][[0, 2]]}) == []

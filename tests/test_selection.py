@@ -396,4 +396,4 @@ def test_long_causal_documents_stay_with_the_flash_kernel(alignment):
         max_len_k=20_000,
     )
     assert explain(spec, Target("torch", "cpu")).backend == "sdpa_flash"
-    assert "additive mask" in str(explain(replace(spec, window=(9, 0)), Target("torch", "cpu"), "sdpa_flash"))
+    assert explain(replace(spec, window=(9, 0)), Target("torch", "cpu")).backend == "sdpa_flash"

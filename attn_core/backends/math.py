@@ -13,26 +13,15 @@ Upstream: torch 2.11 to 2.15.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from attn_core import torch_plain
 from attn_core.backends import Gradients, Inputs
-from attn_core.blocks import blocks
 from attn_core.masks import band
 from attn_core.paged import gathered_torch
 from attn_core.spec import DTYPES, AttentionSpec
 from attn_core.support import Build, Support
-from attn_core.torch_attention import (
-    Saved,
-    Sums,
-    backward_block,
-    empty_sums,
-    forward_block,
-    operands_of,
-    rows_first,
-)
 
 FRAMEWORK = "torch"
 REQUIRES = "torch>=2.11"
@@ -63,9 +52,6 @@ FORWARD = Support(
 )
 BACKWARD = replace(FORWARD, paged=False)
 
-QUERY_BLOCK = 128
-"""Query rows computed at once: the scores in memory are ``[batch, heads, QUERY_BLOCK, kv_len]``."""
-
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
     """Nothing: no two facts exclude each other here."""
@@ -85,7 +71,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
         "scale": spec.scale,
         "softcap": spec.softcap,
         "band": None if spec.packed else band(spec),
-        "query_block": QUERY_BLOCK,
+        "query_block": torch_plain.QUERY_BLOCK,
     }
 
 
@@ -93,44 +79,9 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
     """See ``Backend.forward``. The log-sum-exp is float32, or float64 for float64 inputs."""
     if spec.paged is not None:
         return gathered_torch.forward(spec, inputs, forward)
-    with _plainly(inputs.q):
-        operands = operands_of(spec, inputs)
-        out = inputs.q.new_zeros((spec.batch, spec.q_len, spec.num_heads, spec.value_dim))
-        lse = operands.k.new_full((spec.batch, spec.num_heads, spec.q_len), float("-inf"))
-        for block in blocks(spec, inputs, QUERY_BLOCK):
-            part, part_lse = forward_block(spec, operands, block)
-            out[:, block.rows] = rows_first(part)
-            lse[:, :, block.rows] = part_lse.flatten(1, 2)  # [batch, kv_heads, group, rows] -> [batch, heads, rows]
-    return (out[0], lse[0]) if spec.packed else (out, lse)
+    return torch_plain.forward(spec, inputs)
 
 
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
     """See ``Backend.backward``."""
-    with _plainly(inputs.q):
-        operands = operands_of(spec, inputs)
-        out, lse, dout, dlse = (t[None] if spec.packed and t is not None else t for t in (out, lse, dout, dlse))
-        saved = Saved(out, lse, dout, dlse)
-        sums = empty_sums(spec, operands)
-        for block in blocks(spec, inputs, QUERY_BLOCK):
-            backward_block(spec, operands, saved, sums, block)
-        return _gradients(spec, inputs, sums)
-
-
-@contextmanager
-def _plainly(q: Any) -> Iterator[None]:
-    """No autograd graph, and no autocast to round the float32 products."""
-    import torch
-
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        yield
-
-
-def _gradients(spec: AttentionSpec, inputs: Inputs, sums: Sums) -> Gradients:
-    # [batch, kv_heads, kv_len, dim] -> [batch, kv_len, kv_heads, dim]
-    dk, dv = (total.transpose(1, 2).to(inputs.k.dtype).contiguous() for total in (sums.dk, sums.dv))
-    dq = sums.dq
-    return Gradients(
-        *((dq[0], dk[0], dv[0]) if spec.packed else (dq, dk, dv)),
-        dbias=None if sums.dbias is None else sums.dbias.view(inputs.bias.shape).to(inputs.bias.dtype),
-        dsinks=None if sums.dsinks is None else sums.dsinks.view(spec.num_heads).to(inputs.sinks.dtype),
-    )
+    return torch_plain.backward(spec, inputs, out, lse, dout, dlse)

@@ -1,9 +1,9 @@
 """torch's own flash attention, as scaled_dot_product_attention uses it: the aten CPU flash kernel.
 
 Limits: no softcap, ALiBi, sinks or dropout; value_dim == head_dim; no gradient of a bias or of the log-sum-exp. Causal
-is top-left in the kernel. Windows, bottom-right causal with unequal lengths, masks and biases become one additive mask,
-built per call and bounded by MASK_LIMIT (by its own lengths for a packed document whose queries and keys differ in
-number). Packed documents run one after another, so that nothing crosses between them.
+is top-left in the kernel. Windows, bottom-right causal with unequal lengths, masks and biases become additive masks of
+blocks of queries (``aten_cpu_blocks``), and there a NaN in a hidden key is contained (``torch_containment``). Packed
+documents run one after another, so that nothing crosses between them.
 Upstream: ``aten::_scaled_dot_product_flash_attention_for_cpu``, torch 2.11 to 2.15. The raw op reads wrong memory when
 the last stride is not 1, and reports a log-sum-exp of 0 for rows that see nothing: both are put right here.
 """
@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
+from attn_core import aten_cpu_blocks, torch_containment
 from attn_core.backends import Gradients, Inputs
 from attn_core.masks import band
 from attn_core.packed import dense_inputs, dense_spec, documents
@@ -41,27 +42,17 @@ FORWARD = Support(
 )
 BACKWARD = replace(FORWARD)
 
-MASK_LIMIT = 2**26
-"""Elements of the additive mask that stands in for what the kernel lacks; 256 MiB in float32."""
-
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """A stand-in mask that would not fit its bound."""
-    elements = _mask_elements(spec)
-    if elements <= MASK_LIMIT:
-        return ()
-    what = "mask or bias" if spec.mask_shape or spec.bias_shape else f"causal={spec.causal}, window={spec.window}"
-    return (
-        f"{what} with q_len {spec.q_len} and kv_len {spec.kv_len}: the aten CPU flash kernel needs an additive mask "
-        f"of {elements} elements, more than {MASK_LIMIT}",
-    )
+    """Nothing: no two facts exclude each other here."""
+    return ()
 
 
 def probe() -> str:
     """torch's version, once the ops are there."""
     import torch
 
-    _kernels()
+    aten_cpu_blocks.kernels()
     return torch.__version__
 
 
@@ -82,35 +73,19 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
     }
 
 
-@cache
-def _kernels() -> tuple[Any, Any]:
-    import torch
-
-    backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    return torch._scaled_dot_product_flash_attention_for_cpu, backward_op
-
-
 def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     """See ``Backend.forward``."""
     how = lower(spec)
     if how["by_document"]:
         return _forward_packed(spec, inputs)
-    q, k, v = inputs.q, inputs.k, inputs.v
-    if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
-        q, k, v = _readable(q), _readable(k), _readable(v)
-    mask = _additive_mask(spec, inputs) if how["additive_mask"] else None
+    inputs = _all_readable(inputs)
+    if how["additive_mask"]:
+        out, lse = aten_cpu_blocks.forward(spec, inputs)
+        torch_containment.contain(spec, inputs, out, lse)
+        return out, lse
     # [batch, seq, heads, dim] -> [batch, heads, seq, dim] and back, as views
-    out, lse = _kernels()[0](
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        0.0,
-        how["is_causal"],
-        attn_mask=mask,
-        scale=how["scale"],
-    )
-    if mask is not None:
-        lse = lse.masked_fill((mask == -float("inf")).all(dim=-1), -float("inf"))
+    q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])
+    out, lse = aten_cpu_blocks.kernels()[0](q, k, v, 0.0, how["is_causal"], scale=how["scale"])
     return out.transpose(1, 2), lse
 
 
@@ -119,7 +94,7 @@ def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] 
     how = lower(spec)
     if how["by_document"] or how["additive_mask"]:
         return None
-    kernel, is_causal, scale = _kernels()[0], how["is_causal"], how["scale"]
+    kernel, is_causal, scale = aten_cpu_blocks.kernels()[0], how["is_causal"], how["scale"]
 
     def run(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
@@ -135,26 +110,22 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     how = lower(spec)
     if how["by_document"]:
         return _backward_packed(spec, inputs, out, lse, dout)
-    q, k, v = inputs.q, inputs.k, inputs.v
-    if not (dout.is_contiguous() and q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
-        dout, q, k, v = _readable(dout), _readable(q), _readable(k), _readable(v)
-    mask = None
+    inputs, dout = _all_readable(inputs), _readable(dout)
     if how["additive_mask"]:
-        mask = _additive_mask(spec, inputs)
-        lse = lse.masked_fill(lse == -float("inf"), 0.0)  # what the kernel itself reports for such a row
-    dq, dk, dv = _kernels()[1](
-        dout.transpose(1, 2),
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        out.transpose(1, 2),
-        lse,
-        0.0,
-        how["is_causal"],
-        attn_mask=mask,
-        scale=how["scale"],
-    )
+        gradients = aten_cpu_blocks.backward(spec, inputs, out, lse, dout)
+        torch_containment.contain_gradients(spec, inputs, out, lse, dout, gradients)
+        return Gradients(*gradients)
+    q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])
+    dout, out = dout.transpose(1, 2), out.transpose(1, 2)
+    dq, dk, dv = aten_cpu_blocks.kernels()[1](dout, q, k, v, out, lse, 0.0, how["is_causal"], scale=how["scale"])
     return Gradients(dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2))
+
+
+def _all_readable(inputs: Inputs) -> Inputs:
+    q, k, v = inputs[:3]
+    if q.is_contiguous() and k.is_contiguous() and v.is_contiguous():
+        return inputs
+    return inputs._replace(q=_readable(q), k=_readable(k), v=_readable(v))
 
 
 def _readable(tensor: Any) -> Any:
@@ -164,39 +135,6 @@ def _readable(tensor: Any) -> Any:
     if last_stride != 1 or min(seq_stride, head_stride) < width or batch_stride < 1:
         return tensor.contiguous()
     return tensor
-
-
-def _mask_elements(spec: AttentionSpec) -> int:
-    if spec.packed:
-        heads = max((shape[1] for shape in (spec.mask_shape, spec.bias_shape) if shape), default=1)
-        edge = band(spec)
-        # Causal alone is the kernel's own where it is top-left, or a document's queries are as many as its keys.
-        own = edge.right is None or (
-            edge.right == 0 and (spec.alignment == "top_left" or spec.max_len_q == spec.max_len_k)
-        )
-        bare = edge.left is None and own and not spec.mask_shape and not spec.bias_shape
-        return 0 if bare else heads * (spec.max_len_q or 0) * (spec.max_len_k or 0)
-    if not lower(spec)["additive_mask"]:
-        return 0
-    shapes = [shape for shape in (spec.mask_shape, spec.bias_shape) if shape] + [(1, 1, spec.q_len, spec.kv_len)]
-    batch, heads = (max(shape[axis] for shape in shapes) for axis in (0, 1))
-    return batch * heads * spec.q_len * spec.kv_len
-
-
-def _additive_mask(spec: AttentionSpec, inputs: Inputs) -> Any:
-    """Bias, mask and band as one additive mask ``[batch or 1, heads or 1, q_len, kv_len]``: -inf is hidden."""
-    import torch
-
-    dtype = inputs.q.dtype if inputs.q.dtype == torch.float64 else torch.float32
-    added = torch.zeros((), dtype=dtype) if inputs.bias is None else inputs.bias.to(dtype)
-    rows, columns = torch.arange(spec.q_len)[:, None], torch.arange(spec.kv_len)[None, :]
-    seen = band(spec).contains(rows, columns)
-    if inputs.mask is not None:
-        seen = inputs.mask & seen
-    if seen is not True:
-        added = torch.where(seen, added, -torch.inf)
-    shape = torch.broadcast_shapes(added.shape, (1, 1, spec.q_len, spec.kv_len))
-    return added.expand(shape)
 
 
 def _documents(spec: AttentionSpec, inputs: Inputs) -> list[tuple[AttentionSpec, Inputs, slice, slice]]:

@@ -1,0 +1,131 @@
+"""The aten CPU flash kernel in blocks of queries: right where blocks, band and tables meet, and small in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("jax")
+import torch
+from both_frontends import judge, run
+from hypothesis import given
+from hypothesis import strategies as st
+from spec_strategies import Call, make_call
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attn_core import AttentionSpec, Target, aten_cpu_blocks, explain
+from attn_core.backends import Inputs, sdpa_flash
+
+SIZES = {"batch": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8, "dtype": "float32"}
+WINDOWS = (None, (0, 0), (3, 0), (2, 1), (None, 2), (7, None), (40, 40))
+
+
+@contextmanager
+def blocks_of(rows: int) -> Iterator[None]:
+    """Blocks of so many queries, whether a window or the size of the mask bounds them."""
+    bounds = {"WINDOW_ROWS": rows, "FEWEST_ROWS": rows, "MASK_ELEMENTS": 1}
+    aten_cpu_blocks.blocks.cache_clear()
+    with mock.patch.multiple(aten_cpu_blocks, **bounds):
+        yield
+    aten_cpu_blocks.blocks.cache_clear()
+
+
+@st.composite
+def banded(draw: Any) -> Call:
+    """Calls with gradients whose queries and keys differ in number, with any band, mask and bias."""
+    q_len, kv_len = draw(st.integers(1, 23)), draw(st.integers(1, 23))
+    full = (SIZES["batch"], SIZES["num_heads"], q_len, kv_len)
+    table = st.none() | st.tuples(*(st.sampled_from((1, size)) for size in full))
+    fields = SIZES | {"q_len": q_len, "kv_len": kv_len, "dtype": draw(st.sampled_from(("float32", "bfloat16")))}
+    fields |= {"mask_shape": draw(table), "bias_shape": draw(table), "causal": draw(st.booleans())}
+    fields |= {"window": draw(st.sampled_from(WINDOWS)), "needs_backward": True}
+    fields["alignment"] = draw(st.sampled_from(("bottom_right", "top_left")))
+    return make_call(draw(st.integers(0, 2**16)), hiding=draw(st.booleans()), **fields)
+
+
+@given(call=banded(), rows=st.integers(1, 9))
+def test_blocks_of_any_height_are_right(call: Call, rows: int) -> None:
+    with blocks_of(rows):
+        verdict = judge("torch", call, run("torch", call, "sdpa_flash"))
+    assert verdict.ok, f"blocks of {rows}: {call}\n{verdict}"
+
+
+CORNERS: dict[str, dict[str, Any]] = {
+    "a window across blocks": {"q_len": 300, "kv_len": 300, "causal": True, "window": 70},
+    "a window wider than a block": {"q_len": 300, "kv_len": 300, "causal": True, "window": 200},
+    "one key each": {"q_len": 257, "kv_len": 257, "window": (0, 0)},
+    "blocks that see no key": {"q_len": 400, "kv_len": 40, "causal": True, "window": 9},
+    "no query sees a key": {"q_len": 3, "kv_len": 200, "window": (0, 0), "alignment": "top_left", "causal": True},
+    "more keys than queries": {"q_len": 140, "kv_len": 400, "causal": True, "window": 150},
+    "keys behind every query": {"q_len": 140, "kv_len": 400, "window": (5, 3), "alignment": "top_left"},
+    "a window to the right": {"q_len": 270, "kv_len": 290, "window": (4, 100)},
+    "a mask beside a window": {"q_len": 260, "kv_len": 260, "window": (60, 0), "mask_shape": (2, 1, 260, 260)},
+    "keys alone in a mask": {"q_len": 260, "kv_len": 270, "causal": True, "mask_shape": (2, 1, 1, 270)},
+    "a bias beside a window": {"q_len": 260, "kv_len": 260, "window": (60, 9), "bias_shape": (1, 4, 260, 1)},
+    "half precision": {"q_len": 300, "kv_len": 300, "causal": True, "window": 200, "dtype": "bfloat16"},
+    "double precision": {"q_len": 300, "kv_len": 310, "causal": True, "window": 200, "dtype": "float64"},
+}
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("case", CORNERS)
+def test_corners(case: str, framework: str) -> None:
+    call = make_call(3, **{**SIZES, **CORNERS[case]}, needs_backward=True)
+    verdict = judge(framework, call, run(framework, call, "sdpa_flash"))
+    assert verdict.ok, f"{case}: {verdict}"
+
+
+def test_documents_with_windows() -> None:
+    lengths = ((150, 0, 3, 200), (150, 4, 3, 260))
+    call = make_call(4, lengths, **{**SIZES, "batch": 1}, causal=True, window=70, needs_backward=True)
+    verdict = judge("torch", call, run("torch", call, "sdpa_flash"))
+    assert verdict.ok, str(verdict)
+
+
+class Largest(TorchDispatchMode):
+    """Counts the elements of the largest output of any operation, and the pairs that kernels meet forward."""
+
+    elements = pairs = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        outputs = result if isinstance(result, (tuple, list)) else (result,)
+        self.elements = max([self.elements, *(out.numel() for out in outputs if isinstance(out, torch.Tensor))])
+        if "flash_attention" in str(function) and "backward" not in str(function):
+            self.pairs += args[0].shape[2] * args[1].shape[2]
+        return result
+
+
+@pytest.mark.parametrize(
+    "band",
+    [
+        {"window": (255, 0)},
+        {"window": (100, 155)},
+        {"causal": True, "kv_len": 4096 + 512},
+        {"causal": True, "window": (255, None), "alignment": "top_left"},
+    ],
+    ids=str,
+)
+def test_no_mask_of_all_queries_and_keys_is_built(band: dict[str, Any]) -> None:
+    """Memory grows with the inputs and one block; under a window so do the pairs that the kernel meets."""
+    sizes = {"batch": 1, "q_len": 4096, "kv_len": 4096, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8}
+    spec = AttentionSpec(**{**sizes, "value_dim": 8, "dtype": "float32", "needs_backward": True, **band})
+    q, k, v = (torch.randn(1, length, 1, 8) for length in (spec.q_len, spec.kv_len, spec.kv_len))
+    with Largest() as largest:
+        out, lse = sdpa_flash.forward(spec, Inputs(q, k, v))
+        sdpa_flash.backward(spec, Inputs(q, k, v), out, lse, torch.ones_like(out), None)
+    assert 0 < largest.elements <= aten_cpu_blocks.MASK_ELEMENTS + aten_cpu_blocks.FEWEST_ROWS * spec.kv_len
+    if "window" in band:
+        assert largest.pairs <= spec.q_len * (256 + aten_cpu_blocks.WINDOW_ROWS)
+
+
+def test_however_long_the_rows_the_kernel_takes_windows_and_masks() -> None:
+    sizes = {"batch": 1, "q_len": 2**20, "kv_len": 2**20, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
+    for asked in ({"window": (255, 0)}, {"mask_shape": (1, 1, 1, 2**20)}):
+        spec = AttentionSpec(**{**sizes, "value_dim": 8, "dtype": "float32", "causal": True, **asked})
+        assert explain(spec, Target("torch", "cpu")).backend == "sdpa_flash"
