@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 
 from attn_core.errors import DTypeError, ShapeError, SpecError
-from attn_core.seq_info import SeqInfo
 from torch_frontend import huggingface_context
 from torch_frontend.attention import attention
 from torch_frontend.huggingface_described import DescribedMask, Visible
+from torch_frontend.huggingface_documents import given_documents, told_by_positions
 from torch_frontend.plan import check_tensor, smaller
 
 Tensor = torch.Tensor
@@ -20,7 +20,7 @@ LAYER_BACKEND = "attn_core_backend"
 """The attribute of an attention module that names the backend asked for in its layer."""
 
 _ANSWERED_ELSEWHERE = (
-    *("position_ids", "cache_position", "seq_idx"),  # the mask or the documents' offsets say it
+    *("cache_position", "seq_idx"),  # the mask or the documents' offsets say it
     *("use_cache", "output_hidden_states", "output_router_logits", "num_items_in_batch", "return_dict"),
     "logits_to_keep",
 )
@@ -54,6 +54,7 @@ def attend(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: Any = None,
     max_length_k: Any = None,
+    position_ids: Tensor | None = None,
     deterministic: bool | None = None,
     *,
     backend: str | None = None,
@@ -87,6 +88,8 @@ def attend(
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
     info = given_documents(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k) or visible.seq_info
+    if info is None and position_ids is not None:
+        info = told_by_positions(position_ids, q.shape[0], visible, attention_mask)
     operands, alignment = Operands(q, k, v, mask, bias), "bottom_right"
     if info is None:
         operands, alignment = placed(operands, visible)
@@ -206,17 +209,3 @@ def check_window(visible: Visible, sliding_window: int | None) -> None:
     if visible.left != sliding_window - 1:
         shown = "no window" if visible.left is None else f"a window of {visible.left + 1} keys"
         raise SpecError(f"sliding_window={sliding_window}: the model's mask has {shown}; they must agree")
-
-
-def given_documents(cu_q: Any, cu_k: Any, max_q: Any, max_k: Any) -> SeqInfo | None:
-    """The documents of ``cu_seq_lens_q/k`` and ``max_length_q/k``, or None without them."""
-    given = {"cu_seq_lens_q": cu_q, "cu_seq_lens_k": cu_k, "max_length_q": max_q, "max_length_k": max_k}
-    if cu_q is None and cu_k is None:
-        return None
-    missing = [name for name, value in given.items() if value is None]
-    if missing:
-        raise SpecError(f"{', '.join(missing)}: expected all of {', '.join(given)}, or none")
-    offsets_q = cu_q.to(torch.int32)
-    offsets_k = offsets_q if cu_k is cu_q else cu_k.to(torch.int32)
-    longest_q, longest_k = (int(length) if isinstance(length, Tensor) else length for length in (max_q, max_k))
-    return SeqInfo(offsets_q, offsets_k, longest_q, longest_k)

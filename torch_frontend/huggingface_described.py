@@ -52,6 +52,7 @@ class DescribedMask:
     def __init__(self, batch: int, device: Any, visible: Visible, build: Callable[[], Tensor]) -> None:
         self.shape = torch.Size((batch, 1, *visible.lengths))
         self.device, self.visible, self.build = device, visible, build
+        self.told: Any = None  # what the positions beside it said, in layers that ran before
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -11,14 +11,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from transformers import masking_utils  # here, for older compilers trace no import of a lazy module
 
 from attn_core.errors import SpecError
-from attn_core.seq_info import SeqInfo
 from torch_frontend import context_active, huggingface_context
 from torch_frontend.huggingface_described import DescribedMask, Visible
+from torch_frontend.huggingface_documents import numbered
 
 Tensor = torch.Tensor
 
@@ -89,7 +88,7 @@ def mask(
     keys = visible_keys(attention_mask, kv_length, kv_offset)
     if keys is not None and not compiling and bool(keys.all()):
         attention_mask = keys = None
-    info = None if pattern.documents is None else documents(pattern.documents)
+    info = None if pattern.documents is None else numbered(pattern.documents)
     visible = Visible(pattern.left, pattern.right, offset, (q_length, kv_length), keys, info)
     return DescribedMask(batch_size, device, visible, partial(dense, q_offset=q_offset, attention_mask=attention_mask))
 
@@ -118,15 +117,6 @@ def visible_keys(attention_mask: Tensor | None, kv_length: int, kv_offset: int) 
     if missing > 0:
         attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
     return attention_mask[:, kv_offset : kv_offset + kv_length]
-
-
-def documents(numbers: Tensor) -> SeqInfo:
-    """The documents of packed rows ``[batch, tokens]``, each token with its document's number, as one long row's."""
-    table = numbers.cpu().numpy()
-    starts = np.ones(table.shape, bool)
-    starts[:, 1:] = table[:, 1:] != table[:, :-1]
-    bounds = np.append(np.flatnonzero(starts.reshape(-1)), table.size)
-    return SeqInfo.from_lengths(np.diff(bounds).tolist())
 
 
 def promised(function: Callable[..., Any], options: dict[str, Any]) -> Pattern | None:

@@ -1,0 +1,140 @@
+"""Documents packed in the rows of transformers' models and told by their positions alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here may reach for the network
+transformers = pytest.importorskip("transformers")
+
+from transformers import masking_utils  # noqa: E402
+
+from torch_frontend import huggingface, huggingface_attention, huggingface_documents, huggingface_masks  # noqa: E402
+
+TOLERANCE = {"rtol": 3e-5, "atol": 3e-4}  # of logits of size ~10, two layers of float32 apart
+COMMON: dict[str, Any] = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
+GROUPED = COMMON | {"intermediate_size": 56, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
+WINDOWED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "intermediate_size": 56}
+FAMILIES: dict[str, Any] = {
+    "llama": lambda: transformers.LlamaConfig(**GROUPED),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **GROUPED | WINDOWED, num_local_experts=4, num_experts_per_tok=2, experts_implementation="eager"
+    ),
+    "afmoe": lambda: transformers.AfmoeConfig(
+        **GROUPED | WINDOWED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, num_dense_layers=2
+    ),
+    "opt": lambda: transformers.OPTConfig(**COMMON, ffn_dim=56, word_embed_proj_dim=48, dropout=0.0),
+    "biogpt": lambda: transformers.BioGptConfig(**COMMON | STILL, activation_dropout=0.0, layerdrop=0.0),
+    "bert": lambda: transformers.BertConfig(**COMMON | STILL, is_decoder=True),
+    "roberta": lambda: transformers.RobertaConfig(**COMMON | STILL, is_decoder=True),
+}
+LENGTHS = ((6, 1, 10), (9, 8))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> Iterator[None]:
+    huggingface.register()
+    yield
+    huggingface.unregister()
+
+
+def build(family: str, name: str, device: str) -> Any:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family](), attn_implementation=name).eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(5) if parameter.dim() > 1 else parameter.data.add_(torch.randn_like(parameter) * 0.3)
+    return model.to(device)
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("rows", [LENGTHS, LENGTHS[:1]], ids=["two rows", "one row"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_positions_that_restart_are_documents(family: str, rows: Any, use_cache: bool, device: str) -> None:
+    """Logits and the gradient of the embeddings, beside each document alone through eager."""
+    eager, ours = (build(family, name, device) for name in ("eager", huggingface.NAME))
+    first = 2 if family == "roberta" else 0
+    positions = torch.stack([torch.cat([torch.arange(n) + first for n in lengths]) for lengths in rows]).to(device)
+    ids = torch.randint(2, 97, positions.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    found = ours(ids, position_ids=positions, use_cache=use_cache).logits
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(2)).to(device)
+    (found * weights).sum().backward()
+    for row, lengths in enumerate(rows):
+        for document, mine in zip(ids[row].split(lengths), zip(found[row].split(lengths), weights[row].split(lengths))):
+            places = torch.arange(first, first + len(document), device=device)[None]
+            alone = eager(document[None], position_ids=places).logits[0]
+            assert alone.abs().max() > 0.5
+            torch.testing.assert_close(mine[0], alone, **TOLERANCE)
+            (alone * mine[1]).sum().backward()
+    expected, gradient = (model.get_input_embeddings().weight.grad for model in (eager, ours))
+    torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+
+PACKED = [0, 1, 2, 0, 1, 0, 1, 2]
+
+
+def told(positions: Any, **changed: Any) -> Any:
+    """What attention of eight tokens is told of its documents; each change is of a plain causal call."""
+    seen: list[Any] = []
+    given = {"queries": 8, "keys": 8, "function": masking_utils.causal_mask_function, "padding": None} | changed
+    q, k = (torch.zeros(1, 2, given[name], 8) for name in ("queries", "keys"))
+    mask = given.get("mask", "described")
+    if mask == "described":
+        offset = given["keys"] - given["queries"]
+        sizes = (1, given["queries"], given["keys"], offset)
+        mask = huggingface_masks.mask(*sizes, mask_function=given["function"], attention_mask=given["padding"])
+    module, patch = SimpleNamespace(is_causal=given.get("is_causal", True)), pytest.MonkeyPatch()
+    with patch.context() as context:
+        context.setattr(huggingface_attention, "attention", lambda q, k, v, **options: seen.append(options) or q)
+        huggingface_attention.attend(module, q, k, k, mask, position_ids=torch.tensor(positions))
+    info = seen[0]["seq_info"]
+    return None if info is None else info.cu_seqlens_q.tolist()
+
+
+def test_what_positions_tell() -> None:
+    assert told([PACKED]) == told([PACKED], mask=None) == [0, 3, 5, 8]
+    assert told([PACKED], padding=torch.ones(1, 8, dtype=torch.bool)) == [0, 3, 5, 8]
+    assert told([[4, 5, 4, 5, 6, 7, 4, 4]]) == [0, 2, 6, 7, 8]
+    offsets = torch.tensor([0, 8], dtype=torch.int32)
+    assert huggingface_documents.given_documents(offsets, offsets, 8, 8).max_len_q == 8
+
+
+SILENT: dict[str, tuple[Any, dict[str, Any]]] = {
+    "one document": ([list(range(8))], {}),
+    "a later part of one": ([list(range(5, 13))], {}),
+    "left padding, with ones": ([[1, 1, 1, 0, 1, 2, 3, 4]], {}),
+    "left padding, with zeros": ([[0, 0, 0, 0, 1, 2, 3, 4]], {"padding": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])}),
+    "right padding, with ones": ([[0, 1, 2, 3, 4, 1, 1, 1]], {}),
+    "jumps": ([[0, 1, 2, 7, 8, 9, 20, 21]], {}),
+    "jumps back, but not to the first": ([[0, 1, 2, 3, 2, 3, 4, 5]], {}),
+    "M-RoPE": ([[PACKED]] * 3, {}),
+    "another length": ([PACKED[:7]], {}),
+    "a cache with content": ([PACKED[:5]], {"queries": 5}),
+    "one new token": ([[0]], {"queries": 1}),
+    "both directions": ([PACKED], {"function": masking_utils.bidirectional_mask_function}),
+    "cross-attention": ([PACKED], {"mask": None, "is_causal": False}),
+    "a table": ([PACKED], {"mask": torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()}),
+}
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_positions_that_tell_of_no_documents(name: str) -> None:
+    positions, changed = SILENT[name]
+    assert told(positions, **changed) is None
+
+
+def test_positions_are_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, reads = build("llama", huggingface.NAME, "cpu"), []
+    plain = huggingface_documents._restarting
+    monkeypatch.setattr(huggingface_documents, "_restarting", lambda *given: reads.append(given) or plain(*given))
+    ids = torch.arange(2, 10)[None]
+    model(ids, position_ids=torch.tensor([PACKED]))
+    assert len(reads) == 1
+    model.generate(ids, max_new_tokens=3, do_sample=False)
+    assert len(reads) == 2  # of the prompt; a new token has nothing to tell
