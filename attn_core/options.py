@@ -81,6 +81,20 @@ def normalise_window(window: Any, causal: bool) -> tuple[int | None, int | None]
     raise SpecError(f"window={window!r}: expected an int, a pair (left, right) of ints or None, or None")
 
 
+def is_plain_window(window: Any) -> bool:
+    """Whether a window has the types that a key of a cache may have: an int, or a tuple of ints and Nones, or None.
+
+    ``(3.0, 0)`` and ``(True, 0)`` equal pairs of ints. A cache that knows only the types of its arguments would take
+    them for such, so what is no plain window is checked each time.
+    """
+    if type(window) is not tuple:
+        return window is None or type(window) is int
+    if len(window) != 2:
+        return False
+    left, right = window
+    return (left is None or type(left) is int) and (right is None or type(right) is int)
+
+
 def flag(name: str, value: Any) -> bool:
     """The value, if it is True or False and nothing like it."""
     if not isinstance(value, bool):
@@ -96,4 +110,7 @@ def number(name: str, value: Any) -> float | None:
         raise SpecError(
             f"{name}={value!r}: expected a number known on the host; under jit or compile it must be a static argument"
         )
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise SpecError(f"{name}: expected a number that a float can hold, got one beyond 1.8e308") from None

@@ -66,8 +66,13 @@ def _plain(config: AttentionConfig) -> tuple[tuple[str, tuple[Any, ...]], ...]:
         if bag:
             if any(hasattr(value, "shape") for value in bag.values()):
                 raise TypeError(name)
-            found.append((name, tuple((key, type(value), value) for key, value in bag.items())))
+            found.append((name, tuple((key, _kind(value), value) for key, value in bag.items())))
     return tuple(found)
+
+
+def _kind(value: Any) -> Any:
+    """The type of an option, and of what stands in a tuple: 3.0 and 3 are equal keys, and so are pairs of them."""
+    return tuple(map(type, value)) if type(value) is tuple else type(value)
 
 
 @lru_cache(maxsize=1024)

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from attn_core import override
 from attn_core.backends import Inputs
 from attn_core.errors import SpecError
-from attn_core.options import Options, checked, flag, normalise_window, requested_names
+from attn_core.options import Options, checked, flag, is_plain_window, normalise_window, requested_names
 from attn_core.selection import NoBackendError, Selection
 from attn_core.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.spec import AttentionSpec
@@ -76,7 +76,8 @@ def attention(
     no_extras = mask is None and bias is None and alibi_slopes is None and sinks is None and seq_info is None
     plain = type(q) is type(k) is type(v) is Tensor  # what else is, and what is not, the careful path knows
     seen = not plain or _is_compiling() or _is_autocast_on() or _is_transformed() or forward_ad._current_level >= 0
-    if seen or not no_extras or dropout or type(window) is list:
+    odd_window = window is not None and type(window) is not int and not is_plain_window(window)
+    if seen or not no_extras or dropout or odd_window or dropout_rng is not None:
         tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
         return attend(*gathered(tensors, seq_info, options, dropout_rng), backend)
@@ -99,6 +100,7 @@ def attention(
             window,
             softcap,
             scale,
+            dropout,
             deterministic,
             return_lse,
         )
@@ -181,6 +183,8 @@ def gathered(
         options = options._replace(window=window, dropout=options.dropout or 0.0)  # 0.0 itself may be a symbol
     else:
         options = checked(options)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise SpecError(f"dropout_rng: expected a torch.Generator, or None for torch's own, got {type(generator)}")
     info = SeqInfo.coerce(seq_info)
     inputs = Inputs(q, k, v, mask, bias, alibi_slopes, sinks)
     if info is not None:

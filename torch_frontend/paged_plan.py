@@ -11,7 +11,7 @@ import torch
 from attn_core import backends, override
 from attn_core.backends import PagedInputs
 from attn_core.errors import SpecError
-from attn_core.options import Options, flag, normalise_window
+from attn_core.options import Options, flag, is_plain_window, normalise_window
 from attn_core.paged import call
 from attn_core.paged.kv import PagedKV, check_offsets, check_tables
 from attn_core.selection import Target, select
@@ -59,8 +59,9 @@ def options_of(
         flag("deterministic", deterministic)
         window = normalise_window(window, causal)
         return Options(causal, "bottom_right", window, softcap, scale, max_len_q, None, 0.0, deterministic, return_lse)
+    known = _checked if is_plain_window(window) else call.checked_options
     try:
-        return _checked(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
+        return known(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     except TypeError:  # something that cannot be hashed: a list for a window, or nothing that an option can be
         return call.checked_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
 

@@ -12,7 +12,7 @@ from attn_core import backends
 from attn_core.backends import Gradients, Inputs
 from attn_core.call import ArrayFacts, Arrays, build_spec
 from attn_core.errors import SpecError
-from attn_core.options import Options, requested_names
+from attn_core.options import Options, checked, requested_names
 from attn_core.selection import Selection, Target, explain, select
 from attn_core.spec import AttentionSpec
 from torch_frontend import plain
@@ -53,14 +53,18 @@ def dense_plan(
     requested: str | tuple[str, ...] | None,
     *options: Any,
 ) -> Plan:
-    """The plan of a call on q, k and v alone: the path whose overhead counts. ``options`` are those of PLAIN_CALL."""
+    """The plan of a call on q, k and v alone: the path whose overhead counts. ``options`` are those of PLAIN_CALL.
+
+    A window among them is plain (``is_plain_window``): the key knows the types of options, not those inside a pair.
+    """
     qkv = ((q_shape, q_dtype, q_device), (k_shape, k_dtype, k_device), (v_shape, v_dtype, v_device))
-    asked = Options(**dict(zip(PLAIN_CALL, options, strict=True)))
+    # Checked here, where the types are part of the key: for ``plan`` causal=1 and causal=True are one question.
+    asked = checked(Options(**dict(zip(PLAIN_CALL, options, strict=True))))
     return plan((*qkv, *(None,) * 6), asked, needs_backward, False, requested)
 
 
-PLAIN_CALL = ("causal", "alignment", "window", "softcap", "scale", "deterministic", "return_lse")
-"""The options of a call without masks, packing or dropout."""
+PLAIN_CALL = ("causal", "alignment", "window", "softcap", "scale", "dropout", "deterministic", "return_lse")
+"""The options of a call without masks or packing."""
 
 
 @lru_cache(maxsize=4096)
