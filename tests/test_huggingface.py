@@ -6,6 +6,7 @@ Models and tensors are made on the host, so that they are the same on every devi
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from collections.abc import Iterator
 from functools import cache
@@ -462,6 +463,34 @@ def test_a_keyword_that_would_be_ignored_is_refused_by_name(name: str) -> None:
     with pytest.raises(SpecError, match=message):
         call(**{name: value})
     call(**{name: None}, position_ids=torch.zeros(1, 3), use_cache=True)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_keywords_of_a_loss_reach_the_loss(family: str, device: str) -> None:
+    ids = tokens(device=device)
+    shifted = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-1)
+    given: list[dict[str, Any]] = [
+        {"labels": ids, "shift_labels": shifted.masked_fill(shifted == -1, -100)},
+        {"labels": ids.masked_fill(ids % 3 == 0, -1), "ignore_index": -1},
+        {"labels": ids, "num_items_in_batch": torch.tensor(7, device=device)},
+    ]
+    for keywords in given:
+        assert_same(*decoders(DECODERS[family], device=device), input_ids=ids, **keywords)
+
+
+def test_every_keyword_of_transformers_losses_passes() -> None:
+    """Those that a call of a language model may name; what a model gives its loss itself never comes to attention."""
+    from transformers.loss import loss_utils
+
+    names = {"label_smoothing", "reduction"}  # of a loss that a user writes
+    for loss in ("ForCausalLM", "ForMaskedLM", "ForQuestionAnswering", "ForSequenceClassification"):
+        for name, parameter in inspect.signature(loss_utils.LOSS_MAPPING[loss]).parameters.items():
+            if parameter.default is not parameter.empty:
+                names.add(name)
+    assert {"num_items_in_batch", "ignore_index", "shift_labels"} <= names
+    call(**dict.fromkeys(names, torch.ones(1, 3)))
+    with pytest.raises(SpecError, match="shift_label=1: this attention has no such option"):
+        call(shift_label=1)
 
 
 @pytest.mark.parametrize("family", DECODERS)

@@ -21,8 +21,8 @@ LAYER_BACKEND = "attn_core_backend"
 
 _ANSWERED_ELSEWHERE = (
     *("cache_position", "seq_idx"),  # the mask or the documents' offsets say it
-    *("use_cache", "output_hidden_states", "output_router_logits", "num_items_in_batch", "return_dict"),
-    "logits_to_keep",
+    *("use_cache", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"),
+    *("num_items_in_batch", "ignore_index", "shift_labels", "label_smoothing", "reduction"),  # of a model's loss
 )
 """What models pass on to every layer and attention need not know."""
 
