@@ -44,6 +44,8 @@ REACHES_BACK = dict.fromkeys(
     ("flash3", "flash4", "xformers_flash3"), "the last tile of a document holds the next one's first tokens"
 )
 """docs/semantics.md says so."""
+LARGEST_SCORE = {"jax_xla": 1e8}
+"""XLA may compute one score in two places, with other roundings: beyond, their difference is more than exp can hold."""
 POISONS = {"NaN": np.nan, "Inf": np.inf}
 
 
@@ -235,3 +237,17 @@ def test_a_broken_key_reaches_only_those_who_see_it_on_the_automatic_choice_on_a
         assert np.isnan(broken[name][1, seen]).all()
         np.testing.assert_allclose(broken[name][1, ~seen], clean[name][1, ~seen], rtol=1e-4, atol=1e-5)
         assert differing({name: clean[name][[0, 2]]}, {name: broken[name][[0, 2]]}) == []
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(("backend", "device"), claimed(None, "cpu"))
+@pytest.mark.parametrize("case", ["rows", "rows, causal", "rows, window", "documents, causal"])
+def test_scores_close_to_the_end_of_float32_give_no_nan(case: str, backend: str, device: str, framework: str) -> None:
+    """The bound that docs/semantics.md says: what a score is summed from adds up to 1e38 in magnitude, or to 1e8."""
+    call = runnable(framework, backend, device, **CASES[case])
+    size = (LARGEST_SCORE.get(backend, 1e38) / call.spec.head_dim) ** 0.5
+    q, k = (np.float32(size * np.sign(array)) for array in call.inputs[:2])
+    q[..., :1] = k[..., :1] = size  # one channel alike, so that not all sums cancel
+    broken = replace(call, inputs=call.inputs._replace(q=np.float64(q), k=np.float64(k)))
+    for name, array in run(framework, broken, backend, device).items():
+        assert not np.isnan(array.astype(np.float64)).any(), name
