@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from attn_core import override
 from attn_core.errors import DTypeError, SpecError
@@ -24,7 +21,7 @@ from attn_core.unsloth import (
     preference,
 )
 from attn_core.unsloth_meaning import Meaning, check_mask, interpret
-from attn_core.unsloth_prefix import resolve_prefix_seg_info, shared_prefixes
+from attn_core.unsloth_prefix import resolve_prefix_seg_info
 from jax_frontend import unsloth_prefix
 from jax_frontend.attention import attention
 from jax_frontend.backends import available_here
@@ -63,7 +60,12 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Arra
         check_array(name, array)
     check_sizes(config, context, Q.shape, K.shape, V.shape)
     meaning = interpret(config, context)
-    shared = None if context.prefix_seg_info is None else shared_prefixes(meaning, context, np.asarray)
+    backend = override.requested() or preference(config, "jax", device_name(Q))
+    half = computed_in(*(str(array.dtype) for array in (Q, K, V)))
+    alike = (array if half is None else array.astype(half) for array in (Q, K, V))
+    q, k, v = (array.swapaxes(1, 2) for array in alike)  # [bsz, len, heads, head_dim]
+    if context.prefix_seg_info is not None:
+        return unsloth_prefix.attend(q, k, v, meaning, context, backend).astype(Q.dtype)
     if meaning.dropout and 0 < meaning.dropout < 1:  # what is no probability, attention refuses
         raise SpecError(
             f"dropout_p={meaning.dropout}: expected 0, for run_attention has no place for the PRNG key that dropout "
@@ -71,33 +73,24 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Arra
         )
     mask, bias = split_mask(meaning, context)
     info = SeqInfo.coerce(context.seq_info)
-    half = computed_in(*(str(array.dtype) for array in (Q, K, V)))
-    alike = (array if half is None else array.astype(half) for array in (Q, K, V))
-    q, k, v = (array.swapaxes(1, 2) for array in alike)  # [bsz, len, heads, head_dim]
-    if info is not None or shared is not None:
+    if info is not None:
         q, k, v = (array.reshape(-1, *array.shape[2:]) for array in (q, k, v))  # [bsz * len, heads, head_dim]
-    options: dict[str, Any] = {
-        "softcap": meaning.softcap,
-        "scale": meaning.scale,
-        "deterministic": meaning.deterministic,
-        "backend": override.requested() or preference(config, "jax", device_name(Q)),
-    }
-    if shared is not None:
-        out = unsloth_prefix.attend(q, k, v, shared, **options)
-    else:
-        out = attention(
-            q,
-            k,
-            v,
-            causal=meaning.causal,
-            window=meaning.window,
-            mask=mask,
-            bias=bias,
-            alibi_slopes=meaning.alibi_slopes,
-            seq_info=info,
-            dropout=meaning.dropout,
-            **options,
-        )
+    out = attention(
+        q,
+        k,
+        v,
+        causal=meaning.causal,
+        window=meaning.window,
+        softcap=meaning.softcap,
+        scale=meaning.scale,
+        mask=mask,
+        bias=bias,
+        alibi_slopes=meaning.alibi_slopes,
+        seq_info=info,
+        dropout=meaning.dropout,
+        deterministic=meaning.deterministic,
+        backend=backend,
+    )
     return out.reshape(context.bsz, context.q_len, context.n_heads, V.shape[3]).astype(Q.dtype)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from attn_core import override
@@ -22,7 +20,7 @@ from attn_core.unsloth import (
     preference,
 )
 from attn_core.unsloth_meaning import Meaning, check_mask, interpret
-from attn_core.unsloth_prefix import resolve_prefix_seg_info, shared_prefixes
+from attn_core.unsloth_prefix import resolve_prefix_seg_info
 from torch_frontend import unsloth_prefix
 from torch_frontend.attention import attention
 from torch_frontend.autocast import autocast_dtype
@@ -85,37 +83,33 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
             check_tensor(f"context.{name}", getattr(context, name))
     check_sizes(config, context, Q.shape, K.shape, V.shape)
     meaning = interpret(config, context)
-    shared = None if context.prefix_seg_info is None else shared_prefixes(meaning, context, unsloth_prefix.on_host)
+    backend = _backends(preference(config, "torch", device_name(Q.device)))
+    q, k, v = (Q, K, V) if Q.dtype == K.dtype == V.dtype else _of_one_dtype(Q, K, V)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [bsz, len, heads, head_dim]
+    if context.prefix_seg_info is not None:
+        out = unsloth_prefix.attend(q, k, v, meaning, context, backend)
+        return out if out.dtype == Q.dtype else out.to(Q.dtype)
     mask, bias = split_mask(meaning, context)
     info = SeqInfo.coerce(context.seq_info)
-    alike = (Q, K, V) if Q.dtype == K.dtype == V.dtype else _of_one_dtype(Q, K, V)
-    q, k, v = (tensor.transpose(1, 2) for tensor in alike)  # [bsz, len, heads, head_dim]
-    packed = info is not None or shared is not None
-    if packed:
+    if info is not None:
         q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [bsz * len, heads, head_dim]
-    options: dict[str, Any] = {
-        "softcap": meaning.softcap,
-        "scale": meaning.scale,
-        "deterministic": meaning.deterministic,
-        "backend": _backends(preference(config, "torch", device_name(Q.device))),
-    }
-    if shared is not None:
-        out = unsloth_prefix.attend(q, k, v, shared, **options)
-    else:
-        out = attention(
-            q,
-            k,
-            v,
-            causal=meaning.causal,
-            window=meaning.window,
-            mask=mask,
-            bias=bias,
-            alibi_slopes=meaning.alibi_slopes,
-            seq_info=info,
-            dropout=meaning.dropout,
-            **options,
-        )
-    if packed:  # [bsz * q_len, heads, value_dim]
+    out = attention(
+        q,
+        k,
+        v,
+        causal=meaning.causal,
+        window=meaning.window,
+        softcap=meaning.softcap,
+        scale=meaning.scale,
+        mask=mask,
+        bias=bias,
+        alibi_slopes=meaning.alibi_slopes,
+        seq_info=info,
+        dropout=meaning.dropout,
+        deterministic=meaning.deterministic,
+        backend=backend,
+    )
+    if info is not None:  # [bsz * q_len, heads, value_dim]
         out = out.reshape(context.bsz, context.q_len, context.n_heads, V.shape[3])
     return out if out.dtype == Q.dtype else out.to(Q.dtype)
 

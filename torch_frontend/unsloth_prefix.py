@@ -6,20 +6,27 @@ from typing import Any
 
 import torch
 
-from attn_core.unsloth_prefix import SharedPrefixes
+from attn_core.unsloth import AttentionContext
+from attn_core.unsloth_meaning import Meaning
+from attn_core.unsloth_prefix import shared_prefixes
 from torch_frontend.attention import attention
 
 Tensor = torch.Tensor
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, **options: Any) -> Tensor:
-    """``[tokens, heads, value_dim]`` of packed q, k, v: what each token sees of its own run, joined with its prefix."""
-    own, own_lse = attention(q, k, v, causal=True, seq_info=shared.own, return_lse=True, **options)
-    prefix, prefix_lse = attention(q, k, v, seq_info=shared.prefix, return_lse=True, **options)
-    share = torch.sigmoid(prefix_lse - own_lse).mT[..., None]  # [tokens, heads, 1]; 0 where no prefix is seen
-    return torch.lerp(own.to(share.dtype), prefix.to(share.dtype), share).to(own.dtype)
+def attend(q: Tensor, k: Tensor, v: Tensor, meaning: Meaning, context: AttentionContext, backend: Any) -> Tensor:
+    """``[bsz, len, heads, value_dim]``: what each token of q, k, v sees of its own run, joined with its prefix."""
+    shared = shared_prefixes(meaning, context, _on_host)
+    rows = [tensor.flatten(0, 1) for tensor in (q, k, v)]  # [bsz * len, heads, head_dim]
+    options: dict[str, Any] = {"softcap": meaning.softcap, "scale": meaning.scale}
+    options |= {"deterministic": meaning.deterministic, "backend": backend, "return_lse": True}
+    own, own_lse = attention(*rows, causal=True, seq_info=shared.own, **options)
+    prefix, prefix_lse = attention(*rows, seq_info=shared.prefix, **options)
+    share = torch.sigmoid(prefix_lse - own_lse).mT[..., None]  # [bsz * len, heads, 1]; 0 where no prefix is seen
+    joined = torch.lerp(own.to(share.dtype), prefix.to(share.dtype), share).to(own.dtype)
+    return joined.unflatten(0, q.shape[:2])
 
 
-def on_host(labels: Any) -> Any:
+def _on_host(labels: Any) -> Any:
     """Labels of tokens as a numpy array; a GPU is waited for."""
     return labels.cpu().numpy() if isinstance(labels, Tensor) else labels
