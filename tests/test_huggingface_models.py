@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -127,3 +128,76 @@ def test_arithmetic_on_a_described_mask_is_refused(how: str) -> None:
     mask = huggingface_masks.mask(1, 3, 5, 2, mask_function=masking_utils.causal_mask_function)
     with pytest.raises(SpecError, match="attention_mask: expected a model that hands its mask on to attention"):
         ARITHMETIC[how](torch.zeros(1, 2, 3, 5), mask)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "before and after"])
+def test_wrappers_of_other_libraries_stay(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those around ours and those within; once unregistered, ours does nothing, and registering again works."""
+    kind = transformers.PreTrainedModel
+    huggingface.unregister()
+    heard: list[str] = []
+
+    def wrap(when: str) -> None:
+        for method in huggingface._ANSWERING:
+            original = getattr(kind, method)
+
+            @functools.wraps(original)
+            def theirs(self: Any, *given: Any, original: Any = original, **keywords: Any) -> Any:
+                heard.append(when)
+                return original(self, *given, **keywords)
+
+            monkeypatch.setattr(kind, method, theirs)
+
+    def build(name: str) -> str:
+        heard.clear()
+        model = transformers.LlamaForCausalLM._from_config(llama(), attn_implementation=name)
+        assert set(heard) == set(when.split(" and ")) - ({"before"} if name == "attn_core:math" else set())
+        return str(model.config._attn_implementation)
+
+    try:
+        if "before" in when:
+            wrap("before")
+        huggingface.register()
+        if "after" in when:
+            wrap("after")
+        theirs = {method: getattr(kind, method) for method in huggingface._ANSWERING}
+        for _ in range(2):
+            huggingface.register()
+            assert (build(huggingface.NAME), build("attn_core:math"), build("sdpa")) == (
+                "attn_core",
+                "attn_core:math",
+                "sdpa",
+            )
+            if "after" in when:
+                assert all(getattr(kind, method) is wrapper for method, wrapper in theirs.items())
+            huggingface.unregister()
+            assert build("sdpa") == "sdpa"
+            with pytest.raises(ValueError, match="not supported"):
+                build("attn_core:math")
+        if when == "before":  # ours is gone altogether
+            assert not any(map(huggingface._is_ours, map(kind.__dict__.__getitem__, huggingface._ANSWERING)))
+    finally:
+        monkeypatch.undo()
+        huggingface.unregister()
+        huggingface.register()
+
+
+KEPT: dict[str, Any] = {
+    "opt": lambda: transformers.OPTConfig(**SIZES, ffn_dim=32, word_embed_proj_dim=32),
+    "stablelm": lambda: transformers.StableLmConfig(**SIZES, intermediate_size=32, num_key_value_heads=4),
+    "gpt2": lambda: transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=4),
+}
+
+
+@pytest.mark.parametrize("family", KEPT)
+def test_models_that_keep_output_attentions_to_themselves_return_no_weights(family: str) -> None:
+    """Their layers do not hand the word on to attention; a model whose layers do raises."""
+    kind, ids = transformers.AutoModelForCausalLM, torch.arange(2, 9)[None]
+    model = kind.from_config(KEPT[family](), attn_implementation=huggingface.NAME).eval()
+    found = model(ids, output_attentions=True)
+    assert not found.attentions
+    torch.testing.assert_close(found.logits, model(ids).logits, rtol=0, atol=0)
+    with pytest.raises(SpecError, match="output_attentions=True: fused kernels never hold the weights"):
+        kind.from_config(llama(), attn_implementation=huggingface.NAME)(ids, output_attentions=True)
+    with pytest.raises(ValueError, match="output_attentions"):  # transformers' own
+        model.config.output_attentions = True

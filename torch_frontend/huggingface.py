@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
 from typing import Any
 
@@ -77,13 +77,13 @@ def register() -> None:
         AttentionInterface.register(name, partial(attend, backend=backend) if backend else attend)
         AttentionMaskInterface.register(name, huggingface_masks.mask)
     for method in _ANSWERING:
-        original = getattr(PreTrainedModel, method)
-        if not hasattr(original, "__wrapped__"):
-            setattr(PreTrainedModel, method, _answering(original))
+        current = getattr(PreTrainedModel, method)
+        if not any(map(_is_ours, _layers(current))):
+            setattr(PreTrainedModel, method, _answering(current))
 
 
 def unregister() -> None:
-    """Takes back what ``register`` did."""
+    """Takes back what ``register`` did. A wrapper of another library around ours stays, and ours in it passes on."""
     from transformers import AttentionInterface, PreTrainedModel
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -92,7 +92,7 @@ def unregister() -> None:
         AttentionMaskInterface._global_mapping.pop(name, None)
     for method in _ANSWERING:
         current = getattr(PreTrainedModel, method)
-        if hasattr(current, "__wrapped__"):
+        if _is_ours(current):
             setattr(PreTrainedModel, method, current.__wrapped__)
 
 
@@ -124,10 +124,28 @@ def _has_source(kind: type) -> bool:
 _ANSWERING = ("_check_and_adjust_attn_implementation", "get_correct_attn_implementation")
 
 
+def _layers(method: Any) -> Iterator[Any]:
+    """A method and what it wraps, from the outside in."""
+    while method is not None:
+        yield method
+        method = getattr(method, "__wrapped__", None)
+
+
+def _is_ours(method: Any) -> bool:
+    """Whether this is one of our wrappers itself: ``wraps`` copies names and attributes to wrappers around it."""
+    return getattr(method, "__code__", None) is _OUR_CODE
+
+
+def _registered() -> bool:
+    from transformers import AttentionInterface
+
+    return NAME in AttentionInterface._global_mapping
+
+
 def _answering(original: Callable[..., str]) -> Callable[..., str]:
     @wraps(original)
     def answer(self: Any, requested: Any, *arguments: Any, **keywords: Any) -> str:
-        names = implementations()
+        names = implementations() if _registered() else {}
         if not isinstance(requested, str) or requested not in names:
             return original(self, requested, *arguments, **keywords)
         refuse_own_attention(type(self), requested)
@@ -135,3 +153,6 @@ def _answering(original: Callable[..., str]) -> Callable[..., str]:
         return f"{NAME}:{spoken(backend)}" if backend else original(self, requested, *arguments, **keywords)
 
     return answer
+
+
+_OUR_CODE = getattr(_answering(lambda *_: ""), "__code__")
