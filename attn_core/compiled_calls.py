@@ -92,7 +92,7 @@ def zeros(spec: AttentionSpec, device: str = "cuda") -> Inputs:
         sinks=made(spec.num_heads) if spec.sinks else None,
         cu_seqlens_q=offsets(spec.q_len, spec.max_len_q),
         cu_seqlens_k=offsets(spec.kv_len, spec.max_len_k),
-        rng=torch.zeros(2, dtype=torch.int64) if spec.dropout else None,
+        rng=torch.zeros(2, dtype=torch.int64, device="cpu") if spec.dropout else None,
     )
 
 

@@ -112,7 +112,7 @@ def _warned() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.empty(1).data_ptr()
+        torch.empty(1, device="cpu").data_ptr()
 
 
 @cached_once

@@ -87,7 +87,7 @@ def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     made = _op_plan(inputs, plain)
     with switched_off(inputs.q.device):
         out, lse = run_forward(made, inputs)
-    return out.contiguous(), lse.contiguous(), torch.tensor(NAMES.index(made.backend))
+    return out.contiguous(), lse.contiguous(), torch.tensor(NAMES.index(made.backend), device="cpu")
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,7 +96,7 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     out = q.new_empty((*q.shape[:-1], inputs.v.shape[-1]))
     rows = (heads, tokens) if inputs.cu_seqlens_q is not None else (q.shape[0], heads, tokens)
     lse = q.new_empty(rows, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-    return out, lse, torch.empty((), dtype=torch.int64)
+    return out, lse, torch.empty((), dtype=torch.int64, device="cpu")
 
 
 def _backward_op(*arguments: Any) -> tuple[Tensor, ...]:
@@ -187,7 +187,7 @@ def mapped_gradients(
         spec.bias_gradient,
         [made.backend],
     )
-    chosen = torch.tensor(NAMES.index(made.backend))
+    chosen = torch.tensor(NAMES.index(made.backend), device="cpu")
     found = torch.ops.attn.backward(dout, dlse, out, lse, chosen, *inputs[:TENSORS], *plain)
     return _asked_for(found, inputs, plain)
 

@@ -35,7 +35,7 @@ def append(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_len
 
 def _on_host(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, cu: Any) -> None:
     if cu is None:
-        cu = torch.arange(len(seq_lens) + 1, dtype=torch.int32)
+        cu = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device="cpu")
     tables = block_table.numpy(), seq_lens.numpy(), cu.numpy()
     check_values(None, k.shape[0], k_pages, *tables)
     slots = slots_of(*tables, k_pages.shape[1])

@@ -162,7 +162,7 @@ def mask_packed_boundary_labels(labels: Any, seq_lengths: Any, *, ignore_index: 
 
 def _lengths(name: str, given: Any) -> Tensor:
     """int64 ``[documents]``, where they are; of nested lists and tensors the elements in order."""
-    lengths = given if isinstance(given, Tensor) else torch.tensor(given)
+    lengths = given if isinstance(given, Tensor) else torch.tensor(given, device="cpu")
     if lengths.numel() and (lengths.is_floating_point() or lengths.dtype == torch.bool):
         raise SpecError(f"{name}: expected lengths as integers, got {lengths.dtype}")
     return lengths.reshape(-1).to(torch.int64)

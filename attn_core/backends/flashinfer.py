@@ -151,7 +151,7 @@ def _on_the_host(spec: AttentionSpec, inputs: Any) -> tuple[Any, PagedRows]:
     assert spec.paged is not None
     lengths = inputs.seq_lens.cpu().numpy()
     table, cu = inputs.block_table.cpu().numpy(), inputs.cu_seqlens_q
-    offsets = torch.arange(spec.q_len + 1, dtype=torch.int32) if cu is None else cu.cpu()
+    offsets = torch.arange(spec.q_len + 1, dtype=torch.int32, device="cpu") if cu is None else cu.cpu()
     check_offsets(offsets.numpy(), spec.q_len, spec.max_len_q)
     check_tables(spec.paged, table, lengths, offsets.numpy())
     return offsets, rows_of_table(table, lengths, spec.paged.page_size)

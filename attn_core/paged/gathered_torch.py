@@ -36,7 +36,7 @@ def _packed(spec: AttentionSpec, inputs: PagedInputs) -> tuple[AttentionSpec, In
     check_offsets(cu_q.numpy(), spec.q_len, spec.max_len_q)
     check_tables(paged, table.numpy(), lengths.numpy(), cu_q.numpy())
     cu_k = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-    position = torch.arange(paged.capacity).expand(len(lengths), -1)  # [batch, capacity]
+    position = torch.arange(paged.capacity, device=lengths.device).expand(len(lengths), -1)  # [batch, capacity]
     held = position < lengths[:, None]
     page = table.long().repeat_interleave(paged.page_size, dim=1)
     slots = (page * paged.page_size + position % paged.page_size)[held]

@@ -1,0 +1,149 @@
+"""torch's default device moves nothing of ours: every tensor that the product makes names its device."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._device import _device_constructors
+
+import torch_frontend
+from attn_core.seq_info import SeqInfo
+from attn_core.unsloth import AttentionConfig, AttentionContext
+
+ROOT = Path(__file__).parents[1]
+FACTORIES = {made.__name__ for made in _device_constructors()}
+LENGTH = 6
+
+
+def _without_device(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+        named = any(keyword.arg in ("device", None) for keyword in node.keywords)  # None: **keywords
+        if of_torch and node.func.attr in FACTORIES and not named:
+            found.append(f"{path.relative_to(ROOT)}:{node.lineno} torch.{node.func.attr}")
+    return found
+
+
+def test_every_factory_call_of_the_product_names_a_device() -> None:
+    paths = [
+        path for folder in ("attn_core", "torch_frontend", "jax_frontend") for path in (ROOT / folder).rglob("*.py")
+    ]
+    assert len(paths) > 100
+    assert [line for path in paths for line in _without_device(path)] == []
+
+
+def _tensors(*shape: int) -> list[torch.Tensor]:
+    random = np.random.default_rng(0)
+    return [torch.from_numpy(random.standard_normal(shape).astype(np.float32)) for _ in range(3)]
+
+
+def _attention(backend: str | None = None, **options: Any) -> Any:
+    q, k, v = (tensor.requires_grad_() for tensor in _tensors(1, LENGTH, 2, 16))
+    out = torch_frontend.attention(q, k, v, backend=backend, **options)
+    return out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+
+def _packed(backend: str | None = None, **options: Any) -> Any:
+    q, k, v = _tensors(LENGTH, 2, 16)
+    return torch_frontend.attention(q, k, v, seq_info=SeqInfo.from_lengths([4, 2]), backend=backend, **options)
+
+
+def _no_grad(backend: str | None = None, **options: Any) -> Any:
+    return torch_frontend.attention(*_tensors(1, LENGTH, 2, 16), backend=backend, **options)
+
+
+def _compiled() -> Any:
+    torch.compiler.reset()
+    return torch.compile(torch_frontend.attention, backend="eager")(*_tensors(1, LENGTH, 2, 16), causal=True)
+
+
+def _cache(**options: Any) -> Any:
+    cache = torch_frontend.PagedKVCache(num_layers=1, num_pages=9, page_size=2, kv_heads=2, head_dim=16)
+    cache.add("a")
+    made = []
+    for count in (3, 1):
+        if count == 1:
+            cache.fork("a", "b")
+        q, k, v = _tensors(2 if count == 1 else count, 2, 16)
+        step = cache.step(["a", "b"] if count == 1 else ["a"], count)
+        cache.update(0, k, v, step)
+        made.append(cache.attend(0, q, step, **options))
+    return made
+
+
+def _module() -> Any:
+    from torch_frontend.module import Attention
+
+    layer = Attention(2, 32, head_dim=16, sinks=True, device="cpu")
+    with torch.no_grad():
+        for number, parameter in enumerate(layer.parameters()):
+            parameter.copy_(torch.from_numpy(np.random.default_rng(number).standard_normal(parameter.shape)))
+    return layer(_tensors(1, LENGTH, 32)[0]).detach()
+
+
+def _run_attention() -> Any:
+    context = AttentionContext(1, LENGTH, LENGTH, 2, 16)
+    q, k, v = _tensors(1, 2, LENGTH, 16)
+    return torch_frontend.unsloth.run_attention(config=AttentionConfig("sdpa", 2, 1), context=context, Q=q, K=k, V=v)
+
+
+def _unsloth_packing() -> Any:
+    from torch_frontend import unsloth_packing
+
+    return unsloth_packing.get_packed_info_from_kwargs({"packed_seq_lengths": [4, 2]}, torch.device("cpu"))
+
+
+def _dispatch() -> Any:
+    from torch_frontend import finetrainers
+
+    q, k, v = _tensors(1, 2, LENGTH, 16)
+    return finetrainers.attention_dispatch(q, k, v, is_causal=True)
+
+
+ENTRIES: dict[str, Any] = {
+    **{
+        f"{name} on {backend}": (call, {"backend": backend, **options})
+        for backend in ("math", "sdpa_flash", "flex", None)
+        for name, call, options in (
+            ("training", _attention, {"causal": True}),
+            ("no gradient", _no_grad, {"causal": True, "return_lse": True}),
+            ("window", _no_grad, {"window": (2, 0)}),
+            ("softcap", _no_grad, {"softcap": 5.0}),
+            ("packed", _packed, {"causal": True}),
+            ("packed window", _packed, {"window": (1, 1)}),
+        )
+        if not (backend == "flex" and call is _attention) and not (backend == "sdpa_flash" and "softcap" in options)
+    },
+    "sinks": (lambda: _attention(sinks=torch.from_numpy(np.ones(2, np.float32))), {}),
+    "alibi": (lambda: _attention(alibi_slopes=torch.from_numpy(np.ones(2, np.float32)), causal=True), {}),
+    "bias": (lambda: _attention(bias=torch.from_numpy(np.ones((LENGTH, LENGTH), np.float32))), {}),
+    "mask": (lambda: _attention(mask=torch.from_numpy(np.tri(LENGTH) > 0)), {}),
+    "dropout": (lambda: [torch.manual_seed(0), _attention(dropout=0.5)][1], {}),
+    "empty": (lambda: torch_frontend.attention(*_tensors(0, LENGTH, 2, 16)), {}),
+    "explain": (lambda: str(torch_frontend.explain(*_tensors(1, LENGTH, 2, 16))), {}),
+    "qkvpacked": (lambda: torch_frontend.attention_qkvpacked(_tensors(1, LENGTH, 3, 2, 16)[0]), {}),
+    "pages": (_cache, {}),
+    "pages with a window": (_cache, {"window": (1, 0)}),
+    "module": (_module, {}),
+    "run_attention": (_run_attention, {}),
+    "unsloth's packing": (_unsloth_packing, {}),
+    "attention_dispatch": (_dispatch, {}),
+    "compiled": (_compiled, {}),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_another_default_device_changes_nothing(entry: str) -> None:
+    call, options = ENTRIES[entry]
+    with torch.device("meta"):
+        got = call(**options)
+    if not isinstance(got, str):
+        torch.testing.assert_close(got, call(**options), rtol=0, atol=0)
