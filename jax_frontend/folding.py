@@ -1,14 +1,13 @@
 """A call under vmap: its mapped axes folded into its batch, or its mapped elements kept apart.
 
-The fold happens where the call runs, on a device's own part, so that neither a sharded mapped axis nor a sharded batch
-is gathered for it.
+Both happen where the call runs, on a device's own part, so that neither a sharded mapped axis nor a sharded batch is
+gathered for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -41,8 +40,16 @@ class Folded(NamedTuple):
         return local_call.names_of(self.call)[0]
 
     @property
+    def inner(self) -> Folded:
+        """One element of the outermost mapped axis."""
+        return self._replace(sizes=self.sizes[1:], mapped=self.mapped[1:])
+
+    @property
     def spec(self) -> AttentionSpec:
-        """What runs: the call's spec with the mapped axes in its batch."""
+        """What runs: the call's spec with the mapped axes in its batch that are not kept apart."""
+        return self._wide_spec() if self.foldable() else self.inner.spec
+
+    def _wide_spec(self) -> AttentionSpec:
         spec = self.call.spec
         if not self.sizes:
             return spec
@@ -62,31 +69,50 @@ class Folded(NamedTuple):
 
     def refusals(self) -> tuple[str, ...]:
         """Why the backend cannot run it."""
-        return refusals(self.call.backend, self.spec, Target.here("jax", self.call.device))
+        return self._refused(self.spec)
+
+    def _refused(self, spec: AttentionSpec) -> tuple[str, ...]:
+        return refusals(self.call.backend, spec, Target.here("jax", self.call.device))
 
     def under(self, size: int, mapped: Sequence[bool]) -> Folded:
         """The call with one more mapped axis, outside the others."""
         return self._replace(sizes=(size, *self.sizes), mapped=(tuple(mapped), *self.mapped))
 
     def foldable(self) -> bool:
-        """Whether a larger batch means the same, and the backend can run it.
+        """Whether a larger batch means the same, and the backend can run it. If not, elements are kept apart.
 
         Documents, sinks and dropout's words have no batch axis. Gradients of sinks and of a bias belong to one mapped
         element each, and a larger batch would sum them.
         """
+        if not self.sizes:
+            return True
         spec = self.call.spec
         alone = {name for at, name in enumerate(self.names) if name in ("sinks", "rng") and self.axes_in_front(at)}
         summed = self.call.direction == "backward" and (spec.sinks or spec.bias_gradient)
-        return not (spec.packed or alone or summed) and not self.refusals()
+        return not (spec.packed or alone or summed or self._refused(self._wide_spec()))
 
     def run(self, *operands: Any) -> list[Any]:
         """The results; traceable."""
         if not self.sizes:
             return platforms.run(self.call, self.requested, *operands)
+        if not self.foldable():
+            return self._run_apart(operands)
         given = [self._fold(at, array) for at, array in enumerate(operands)]
         results = platforms.run(self.call._replace(spec=self.spec), self.requested, *given)
         # [mapped * batch, ...] -> [*mapped, batch, ...]
         return [array.reshape(*self.sizes, array.shape[0] // prod(self.sizes), *array.shape[1:]) for array in results]
+
+    def _run_apart(self, operands: Sequence[Any]) -> list[Any]:
+        """Every element a call of its own: JAX's operations with one more axis, kernels one after another."""
+        one, mapped = self.inner, self.mapped[0]
+        if local_call.speaks_jax(self.call):
+            return list(jax.vmap(one.run, [0 if was else None for was in mapped])(*operands))
+
+        def run(rows: list[Any]) -> list[Any]:
+            moving = iter(rows)
+            return one.run(*(next(moving) if was else fixed for fixed, was in zip(operands, mapped, strict=True)))
+
+        return list(jax.lax.map(run, [array for array, was in zip(operands, mapped, strict=True) if was]))
 
     def _fold(self, at: int, array: Any) -> Any:
         """An operand with its mapped axes in its batch axis; as it is, where one serves all rows of the batch."""
@@ -110,13 +136,7 @@ def batched(
 ) -> tuple[list[Any], list[int]]:
     """vmap of a call."""
     size, front, mapped = mapped_first(operands, axes)
-    wider = call.under(size, mapped)
-    if size == 0:
-        results = _no_results(call, front, mapped)
-    elif wider.foldable():
-        results = bind(wider, *front)
-    else:
-        results = _apart(bind, call, front, mapped)
+    results = bind(call.under(size, mapped), *front) if size else _no_results(call, front, mapped)
     return results, [0] * len(results)
 
 
@@ -132,15 +152,3 @@ def _no_results(call: Folded, front: list[Any], mapped: list[bool]) -> list[Any]
     one = [jax.ShapeDtypeStruct(array.shape[was:], array.dtype) for array, was in zip(front, mapped, strict=True)]
     made = (jnp.zeros((0, *shape.shape), shape.dtype) for shape in jax.eval_shape(call.run, *one))
     return [local_call.varying_as(front, zeros) for zeros in made]
-
-
-def _apart(bind: Bind, call: Folded, front: list[Any], mapped: list[bool]) -> list[Any]:
-    """Every mapped element as a call of its own: JAX's operations with one more axis, kernels one after another."""
-    if local_call.speaks_jax(call.call):
-        return list(jax.vmap(partial(call.run), [0 if was else None for was in mapped])(*front))
-
-    def one(rows: list[Any]) -> list[Any]:
-        moving = iter(rows)
-        return bind(call, *(next(moving) if was else fixed for fixed, was in zip(front, mapped, strict=True)))
-
-    return list(jax.lax.map(one, [array for array, was in zip(front, mapped, strict=True) if was]))

@@ -198,7 +198,8 @@ def _among_all_kv_heads(part: Part, gradient: Any, picked: Any) -> Any:
 def _absent(part: Part, name: str) -> tuple[str, ...]:
     """The mesh axes that a call is split by and the gradient of its bias or sinks is not: it is a sum over them."""
     spec = part.whole.call.spec
-    axes = axes_of(part.whole, name, spec.bias_shape or () if name == "dbias" else (spec.num_heads,))
+    shape = spec.bias_shape or () if name == "dbias" else (spec.num_heads,)
+    axes = axes_of(part.whole, name, (*part.whole.sizes, *shape))
     over = {"batch": part.split.batch, "heads": part.split.heads}
     return tuple(mesh_axis for axis, names in over.items() if axis not in axes for mesh_axis in names)
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_frontend.folding import mapped_first
 
@@ -95,10 +96,20 @@ def _batched(
     size, front, mapped = mapped_first(arrays, axes)
     for at in {*linear.results, *range(count, len(front))}:
         if not mapped[at]:
-            front[at], mapped[at] = jnp.broadcast_to(front[at], (size, *front[at].shape)), True
+            front[at], mapped[at] = _broadcast(front[at], size, front[mapped.index(True)]), True
     each = Mapped(linear, tuple(0 if was else None for was in mapped[:count]), size)
     results = of(each, front[:count], front[count:])
     return results, [0] * len(results)
+
+
+def _broadcast(array: Any, size: int, like: Any) -> Any:
+    """An array with a mapped axis in front; on a mesh with Explicit axes split as that of an array that has one."""
+    sharding = jax.typeof(like).sharding  # type: ignore[attr-defined]
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return jnp.broadcast_to(array, (size, *array.shape))
+    own = jax.typeof(array).sharding.spec  # type: ignore[attr-defined]
+    wanted = NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0], *own))
+    return jax.lax.broadcast(array, (size,), out_sharding=wanted)
 
 
 tangent_p = Primitive("attn_tangent")
