@@ -34,15 +34,13 @@ class SeqInfo:
     max_len_k: int
     _converted: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
-    def converted(self, place: Any, convert: Callable[[Any], Any]) -> tuple[Any, Any]:
-        """The offsets as ``convert`` makes them for a place (a device, say), made once for each place.
+    def converted(self, place: Any, convert: Callable[[SeqInfo], Any]) -> Any:
+        """What ``convert`` makes of the offsets for a place (a device, say), made once for each place.
 
         Only for arrays that cannot change under us: a frontend uses it for numpy arrays, which are our own copies.
         """
         if place not in self._converted:
-            queries = convert(self.cu_seqlens_q)
-            same = self.cu_seqlens_k is self.cu_seqlens_q
-            self._converted[place] = (queries, queries if same else convert(self.cu_seqlens_k))
+            self._converted[place] = convert(self)
         return self._converted[place]
 
     def __post_init__(self) -> None:
@@ -175,10 +173,10 @@ def check_cu_seqlens(cu_seqlens: np.ndarray, max_len: int, *, side: str, tokens:
             f"{name}: expected non-decreasing offsets, got {int(cu_seqlens[at])} then {int(cu_seqlens[at + 1])} "
             f"at position {at + 1}; pass cumulative lengths, not lengths"
         )
-    if tokens is not None and cu_seqlens[-1] != tokens:
+    if tokens is not None and cu_seqlens[-1] > tokens:
         raise SpecError(
-            f"{name}: expected to end at the token count {tokens}, got {int(cu_seqlens[-1])}; "
-            "every token must belong to a document (give trailing padding a document of its own)"
+            f"{name}: expected to end at the token count {tokens} or before it, got {int(cu_seqlens[-1])}; "
+            "tokens behind the last offset are padding, and there are none to read behind the last token"
         )
     if lengths.max(initial=0) > max_len:
         raise SpecError(

@@ -6,16 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from attn_core import override
 from attn_core.backends import Inputs
 from attn_core.errors import SpecError
 from attn_core.options import Options, checked, requested_names
 from attn_core.selection import Selection
-from attn_core.seq_info import SeqInfo, check_cu_seqlens
-from attn_core.spec import AttentionSpec
-from jax_frontend import plan
+from attn_core.seq_info import SeqInfo
+from jax_frontend import offsets, plan
 from jax_frontend.differentiable import Call, compiled, varying_alike
 
 Array = jax.Array
@@ -85,7 +83,7 @@ def attention(
 def run(call: Call, inputs: Inputs, info: SeqInfo | None) -> Any:
     """A gathered call; its errors come before any tracing."""
     made = plan.plan(plan.metadata(inputs), call.device, call.options, False, False, call.requested)
-    _check_offsets(made.spec, info)
+    offsets.check(made.spec, info)
     return compiled(call, varying_alike(inputs))
 
 
@@ -123,18 +121,23 @@ def explain(
     wanted, requested = bool(needs_backward), requested_names(backend) or override.requested()
     bias_gradient = wanted and bias is not None
     selection = plan.explanation(plan.metadata(inputs), plan.device_name(q), options, wanted, bias_gradient, requested)
-    _check_offsets(selection.spec, info)
+    offsets.check(selection.spec, info)
     return selection
 
 
 def gathered(
-    arrays: tuple[Any, ...], info: SeqInfo | None, options: Options, key: Any, *, shapes_only: bool = False
+    arrays: tuple[Any, ...],
+    info: SeqInfo | None,
+    options: Options,
+    key: Any,
+    *,
+    shapes_only: bool = False,
+    token_axis: int = -3,
 ) -> tuple[Inputs, Options]:
     """The arguments of a call as Inputs and Options, with what can be checked of each by itself checked."""
     inputs, options = plan.checked_arrays(arrays, shapes_only=shapes_only), checked(options)
     if info is not None:
-        inputs = inputs._replace(cu_seqlens_q=_offsets(info, "q"), cu_seqlens_k=_offsets(info, "k"))
-        options = options._replace(max_len_q=info.max_len_q, max_len_k=info.max_len_k)
+        inputs, options = offsets.of(info, inputs, options, token_axis)
     if options.dropout:
         if shapes_only:
             return inputs._replace(rng=jax.ShapeDtypeStruct((2,), jnp.uint32)), options
@@ -143,30 +146,6 @@ def gathered(
         plan.check_key(key)
         inputs = inputs._replace(rng=jax.random.bits(key, (2,), jnp.uint32))
     return inputs, options
-
-
-def _offsets(info: SeqInfo, side: str) -> Array:
-    """One side's offsets as an array."""
-    offsets = getattr(info, f"cu_seqlens_{side}")
-    if isinstance(offsets, np.ndarray):
-        return jnp.asarray(offsets)
-    if not isinstance(offsets, jax.ShapeDtypeStruct):
-        plan.check_array(f"seq_info.cu_seqlens_{side}", offsets)
-    return offsets
-
-
-def _check_offsets(spec: AttentionSpec, info: SeqInfo | None) -> None:
-    """Checks the values of a packed call's offsets wherever they are on the host; traced ones have none yet."""
-    if info is None:
-        return
-    checks = (
-        ("q", info.cu_seqlens_q, spec.q_len, spec.max_len_q),
-        ("k", info.cu_seqlens_k, spec.kv_len, spec.max_len_k),
-    )
-    for side, offsets, tokens, longest in checks:
-        concrete = isinstance(offsets, jax.Array) and not isinstance(offsets, jax.core.Tracer)
-        if isinstance(offsets, np.ndarray) or (concrete and plan.device_name(offsets) == "cpu"):
-            check_cu_seqlens(np.asarray(offsets), longest or 0, side=side, tokens=tokens)
 
 
 jax.tree_util.register_pytree_node(

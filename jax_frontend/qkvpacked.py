@@ -47,6 +47,7 @@ def attention_qkvpacked(
     check_qkv_as_one(ArrayFacts(tuple(qkv.shape), str(qkv.dtype), ""), seq_info is not None)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     info = SeqInfo.coerce(seq_info)
-    inputs, options = gathered((qkv, qkv, qkv, mask, bias, alibi_slopes, sinks), info, options, dropout_rng)
+    arrays = (qkv, qkv, qkv, mask, bias, alibi_slopes, sinks)
+    inputs, options = gathered(arrays, info, options, dropout_rng, token_axis=-4)
     call = Call(options, requested_names(backend) or override.requested(), plan.device_name(qkv))
     return run(call, inputs._replace(k=None, v=None), info)

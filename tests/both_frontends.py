@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from spec_strategies import Call
 
 import jax_frontend
 import torch_frontend
-from attn_core import SeqInfo, Target, accuracy, backends
+from attn_core import SeqInfo, Target, accuracy, backends, trailing_tokens
 from attn_core.backends import Gradients
 from attn_core.spec import AttentionSpec
 from jax_frontend import plan as jax_plan
@@ -109,6 +110,19 @@ def spec_seen(framework: str, call: Call, device: str = "cpu") -> AttentionSpec:
         return jax_frontend.explain(
             **arrays, **call.options, **key, seq_info=info, needs_backward=bool(call.learned)
         ).spec
+
+
+def with_every_token(call: Call) -> AttentionSpec:
+    """The spec of a drawn call whose offsets are on the host, with documents for the tokens behind the last one."""
+    spec, cu_q, cu_k = call.spec, call.inputs.cu_seqlens_q, call.inputs.cu_seqlens_k
+    if not spec.packed:
+        return spec
+    ended, longest = (int(cu_q[-1]), int(cu_k[-1])), (spec.max_len_q, spec.max_len_k)
+    tail = trailing_tokens.tail_of((spec.q_len, spec.kv_len), longest, spec.documents, ended)
+    if tail is None:
+        return spec
+    documents = spec.documents + len(tail.ends_q)
+    return replace(spec, documents=documents, max_len_q=tail.max_len_q, max_len_k=tail.max_len_k)
 
 
 def judge(framework: str, call: Call, results: Results, device: str = "cpu") -> accuracy.Accuracy:

@@ -100,17 +100,25 @@ Lengths = tuple[tuple[int, ...], tuple[int, ...]]
 """The lengths of query documents and of key documents."""
 
 
-def make_call(seed: int = 0, lengths: Lengths | None = None, *, hiding: bool = False, **fields: Any) -> Call:
+def make_call(
+    seed: int = 0,
+    lengths: Lengths | None = None,
+    *,
+    tail: tuple[int, int] = (0, 0),
+    hiding: bool = False,
+    **fields: Any,
+) -> Call:
     """A call from the fields of a spec and of Call; ``lengths`` are those of its query and key documents.
 
+    tail: how many tokens of q and of k follow the last document.
     hiding: a quarter of the bias is -inf.
     """
     passing = {name: fields.pop(name) for name in ("layout", "one_row", "low_rank", "extras_dtype") if name in fields}
     window = fields.pop("window", None)
     if lengths is not None:
         longest = {"max_len_q": max(lengths[0]), "max_len_k": max(lengths[1])}
-        sizes = {"batch": 1, "q_len": sum(lengths[0]), "kv_len": sum(lengths[1]), "documents": len(lengths[0])}
-        fields = {**longest, **fields, **sizes}
+        tokens = {"q_len": sum(lengths[0]) + tail[0], "kv_len": sum(lengths[1]) + tail[1]}
+        fields = {**longest, **fields, **tokens, "batch": 1, "documents": len(lengths[0])}
     extras = passing.setdefault("extras_dtype", fields["dtype"])
     if fields.get("bias_shape") is not None and extras != fields["dtype"]:
         fields["bias_dtype"] = extras
@@ -165,6 +173,9 @@ GPU_PACKED_SIZES = (_sizes(1, 0, 0, 4, 2, 64, 64), _sizes(1, 0, 0, 6, 2, 128, 12
 WINDOWS = ((2, 1), (0, 0), (None, 1), (3, None), (1, 4))
 FEATURES = ("causal", "window", "softcap", "mask", "bias", "alibi", "sinks", "dropout", "scale")
 
+TAILS = st.sampled_from(((0, 0), (0, 0), (3, 2), (0, 4), (5, 0), (11, 11)))
+"""How many tokens of q and of k follow the last document."""
+
 
 @st.composite
 def document_lengths(
@@ -173,11 +184,12 @@ def document_lengths(
     tokens: tuple[int, int] | None = None,
     sizes: tuple[int, ...] = (3, 1, 0, 5, 2, 7),
 ) -> Lengths:
-    """Lengths of query and of key documents, some of them 0; of fixed sums when ``tokens`` says so."""
+    """Lengths of query and of key documents, some of them 0; of at most ``tokens`` in all where that is given."""
     count = documents or draw(st.integers(1, 5), label="documents")
     if tokens is not None:
         cuts = [draw(st.lists(st.integers(0, n), min_size=count - 1, max_size=count - 1)) for n in tokens]
-        queries, keys = (tuple(np.diff([0, *sorted(c), n]).tolist()) for c, n in zip(cuts, tokens, strict=True))
+        ends = [draw(st.one_of(st.just(n), st.integers(max(cut, default=0), n))) for cut, n in zip(cuts, tokens)]
+        queries, keys = (tuple(np.diff([0, *sorted(c), end]).tolist()) for c, end in zip(cuts, ends, strict=True))
         return queries, keys
     one_side = st.lists(st.sampled_from(sizes), min_size=count, max_size=count).map(tuple)
     queries = draw(one_side)
@@ -204,6 +216,7 @@ def calls(
         on_gpu = claims is not None and "cpu" not in claims.devices
     longer = (131, 1, 0, 67, 2, 197) if on_gpu else (3, 1, 0, 5, 2, 7)
     lengths = draw(document_lengths(sizes=longer)) if packed else None
+    tail = draw(TAILS) if packed else (0, 0)
     offered_sizes = PACKED_SIZES if packed else DENSE_SIZES
     if on_gpu and draw(st.booleans()):
         widest = (claims and claims.max_head_dim) or 256
@@ -213,7 +226,7 @@ def calls(
         offered_sizes = tuple(sizes for sizes in offered_sizes if sizes["value_dim"] == sizes["head_dim"])
     fields: dict[str, Any] = dict(draw(st.sampled_from(offered_sizes)))
     if packed and lengths is not None:
-        fields |= {"batch": 1, "q_len": sum(lengths[0]), "kv_len": sum(lengths[1])}
+        fields |= {"batch": 1, "q_len": sum(lengths[0]) + tail[0], "kv_len": sum(lengths[1]) + tail[1]}
     elif within is not None and squares and draw(st.booleans()):
         fields["q_len"] = fields["kv_len"] = draw(st.sampled_from(squares))
     offered = [name for name in FEATURES if name not in without and (within is None or getattr(within, name, True))]
@@ -231,6 +244,7 @@ def calls(
     return make_call(
         draw(st.integers(0, 2**16), label="seed"),
         lengths,
+        tail=tail,
         hiding=draw(st.booleans()),
         layout=draw(st.sampled_from(LAYOUTS)),
         one_row=packed and draw(st.booleans()),
@@ -330,6 +344,6 @@ def compiled_calls(draw: Any, claims: Support | None = None) -> Call:
     if claims is not None and not claims.portable_dropout:
         fields.pop("dropout", None)
     lengths = draw(document_lengths(fields["documents"], _PACKED_TOKENS)) if "documents" in fields else None
-    return make_call(
-        draw(st.integers(0, 2**16), label="seed"), lengths, hiding=draw(st.booleans()), needs_backward=True, **fields
-    )
+    tail = tuple(n - sum(side) for n, side in zip(_PACKED_TOKENS, lengths)) if lengths else (0, 0)
+    seed = draw(st.integers(0, 2**16), label="seed")
+    return make_call(seed, lengths, tail=tail, hiding=draw(st.booleans()), needs_backward=True, **fields)

@@ -301,26 +301,31 @@ PACKED = {
         offsets(0, 3, 2, 5), SpecError, "^seq_info.cu_seqlens_q: .* got 3 then 2 at position 2; pass cumulative lengths"
     ),
     "lengths for offsets": documents(offsets(0, 3, 2), SpecError, "pass cumulative lengths, not lengths"),
-    "offsets that end early": documents(
-        offsets(0, 3),
+    "offsets that end late": documents(
+        offsets(0, 3, 13, longest=13),
         SpecError,
-        "^seq_info.cu_seqlens_q: expected to end at the token count 5, got 3; .*padding a document",
+        "^seq_info.cu_seqlens_q: expected to end at the token count 5 or before it, got 13; .* padding",
     ),
-    "offsets that end late": documents(offsets(0, 3, 13, longest=13), SpecError, "end at the token count 5, got 13"),
-    "key offsets that end early": documents(
-        lambda f: SeqInfo(f.array([0, 5], "int32"), f.array([0, 3], "int32"), 5, 5),
+    "key offsets that end late": documents(
+        lambda f: SeqInfo(f.array([0, 5], "int32"), f.array([0, 13], "int32"), 13, 13),
         SpecError,
-        "cu_seqlens_k: .*end at .* 5, got 3",
+        "cu_seqlens_k: .*end at .* 5 or before it, got 13",
     ),
-    "numpy offsets that end early": documents(
-        lambda f: SeqInfo.from_lengths([2, 1]),
+    "queries that end early, keys that end late": documents(
+        lambda f: SeqInfo(f.array([0, 3], "int32"), f.array([0, 13], "int32"), 13, 13),
         SpecError,
-        "max_len_q=2: .*a document for every token; 2 of at most 2 .* the 5 of q",
+        "cu_seqlens_k: .*end at .* 5 or before it, got 13",
     ),
-    "numpy offsets that end early, with room": documents(
-        lambda f: SeqInfo(*[np.array([0, 3], np.int32)] * 2, 5, 5),
+    "numpy offsets that end late": documents(
+        lambda f: SeqInfo(*[np.array([0, 3, 6], np.int32)] * 2, 5, 5),
         SpecError,
-        "cu_seqlens_q: .*end at the token count 5, got 3",
+        "cu_seqlens_q: .*end at the token count 5 or before it, got 6",
+    ),
+    "decreasing offsets that end early": documents(
+        offsets(0, 3, 2), SpecError, "^seq_info.cu_seqlens_q: .* got 3 then 2 at position 2; pass cumulative lengths"
+    ),
+    "too short a longest document before padding": documents(
+        offsets(0, 4, longest=3), SpecError, "^seq_info.max_len_q=3: expected at least the longest document, 4 tokens"
     ),
     "float offsets": documents(
         offsets(0, 5, dtype="float32"), DTypeError, "^seq_info.cu_seqlens_q: expected dtype int32, got float32; cast it"
@@ -351,8 +356,8 @@ PACKED = {
     "a longest document that cannot be": documents(
         offsets(0, 5, longest=4), SpecError, "^seq_info.max_len_q=4: .* 1 of at most 4 tokens cannot hold the 5 of q"
     ),
-    "triple that ends early": documents(
-        triple(0, 3), SpecError, "cu_seqlens_q: expected to end at the token count 5, got 3"
+    "triple that ends late": documents(
+        triple(0, 6), SpecError, "cu_seqlens_q: expected to end at the token count 5 or before it, got 6"
     ),
     "triple with a float": documents(
         triple(0, 5, longest=5.0), SpecError, r"^seq_info.max_len_q=5.0: expected a host int"
@@ -642,9 +647,10 @@ def test_traced_offsets_that_lie_are_caught_when_they_run(ran: list[str]) -> Non
     """Values that exist only at run time cannot be judged at trace time: the kernel's own check speaks through XLA."""
     program = jax.jit(lambda call: JAX.frontend.attention(**call))
     with pytest.raises(
-        jax.errors.JaxRuntimeError, match=r"seq_info.cu_seqlens_q: expected to end at the token count 5, got 3"
+        jax.errors.JaxRuntimeError,
+        match=r"seq_info.cu_seqlens_q: expected to end at the token count 5 or before it, got 6",
     ):
-        jax.block_until_ready(program(packed(JAX) | {"seq_info": offsets(0, 3)(JAX)}))
+        jax.block_until_ready(program(packed(JAX) | {"seq_info": offsets(0, 6)(JAX)}))
     ran.clear()  # it is the backend that checks
 
 

@@ -564,8 +564,8 @@ def test_documents_row_by_row(device: str, monkeypatch: pytest.MonkeyPatch) -> N
         dispatched(word, tensors(7, 7, device=device), arguments) for word in ("sage_varlen", "flash_varlen")
     )
     torch.testing.assert_close(one_by_one, packed, atol=1e-5, rtol=0)
-    with pytest.raises(SpecError, match="cu_seqlens_q: expected to end at the token count 14"):
-        wrong = torch.tensor([0, 3, 13], dtype=torch.int32)
+    with pytest.raises(SpecError, match="cu_seqlens_q: expected to end at the token count 14 or before it, got 15"):
+        wrong = torch.tensor([0, 3, 9, 15], dtype=torch.int32)
         dispatched(
             "sage_varlen", tensors(7, 7, device=device), {**arguments, "cu_seqlens_q": wrong, "cu_seqlens_k": wrong}
         )

@@ -188,9 +188,9 @@ def gathered(
     info = SeqInfo.coerce(seq_info)
     inputs = Inputs(q, k, v, mask, bias, alibi_slopes, sinks)
     if info is not None:
-        cu_q, cu_k = offsets.of(info, q, k)
-        inputs = inputs._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
-        options = options._replace(max_len_q=info.max_len_q, max_len_k=info.max_len_k)
+        seen = _is_compiling() or transforms.at_work()  # then an op completes the offsets, whose values it sees
+        inputs, longest = (offsets.given if seen else offsets.of)(info, inputs)
+        options = options._replace(max_len_q=longest[0], max_len_k=longest[1])
     if options.dropout and draw:
         where = _dropout_device(q, generator)
         rng = torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator, device=where)

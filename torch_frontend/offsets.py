@@ -1,50 +1,125 @@
-"""The offsets of packed documents as tensors that no kernel can be led outside its buffers by."""
+"""The offsets of packed documents as tensors that no kernel can be led outside its buffers by, for every token."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 
+from attn_core import trailing_tokens
+from attn_core.backends import Inputs
 from attn_core.seq_info import SeqInfo, check_cu_seqlens
 from torch_frontend import plan
 
 Tensor = torch.Tensor
+Longest = tuple[Any, Any]
+"""The longest documents of q and of k."""
 
 
-def of(info: SeqInfo, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """A SeqInfo's offsets ``(cu_seqlens_q, cu_seqlens_k)`` as tensors on the device of q.
-
-    Host arrays are checked here, and copied to a device once, not once a call. Offsets that are on a GPU cannot be
-    looked at without waiting for it, so they are made safe there, on every call: they may have been written to since
-    the last one (a CUDA graph's static buffer is). That costs four small launches.
-
-    Raises:
-        ShapeError, SpecError: for host arrays that do not fit the tokens of q and k.
-    """
-    rows = q.dim() >= 3 and k.dim() >= 3  # else there are no tokens to speak of, and the call is refused for that
-    if isinstance(info.cu_seqlens_q, np.ndarray) and isinstance(info.cu_seqlens_k, np.ndarray):
-        if q.device.type == "cpu":  # the frontend checks what is on the CPU, of any kind
-            return torch.from_numpy(info.cu_seqlens_q), torch.from_numpy(info.cu_seqlens_k)
-        compiling = torch.compiler.is_compiling()
-        if rows and not compiling:
-            check_cu_seqlens(info.cu_seqlens_q, info.max_len_q, side="q", tokens=q.shape[-3])
-            check_cu_seqlens(info.cu_seqlens_k, info.max_len_k, side="k", tokens=k.shape[-3])
-        with nullcontext() if compiling else torch.inference_mode(False):  # what is kept must do for training, too
-            queries, keys = info.converted(q.device, lambda offsets: torch.from_numpy(offsets).to(q.device))
-        return (within(queries, q.shape[-3]), within(keys, k.shape[-3])) if compiling and rows else (queries, keys)
+def given(info: SeqInfo, inputs: Inputs) -> tuple[Inputs, Longest]:
+    """Inputs with the offsets as the caller wrote them, and the longest documents: for a call that an op completes."""
     queries, keys = info.cu_seqlens_q, info.cu_seqlens_k
+    if isinstance(queries, np.ndarray) and isinstance(keys, np.ndarray):
+        queries, keys = (torch.from_numpy(offsets).to(inputs.q.device) for offsets in (queries, keys))
     for side, offsets in (("q", queries), ("k", keys)):
         plan.check_tensor(f"seq_info.cu_seqlens_{side}", offsets)
-    if q.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        copy = queries.clone()  # their memory may be a numpy array's, and then autograd does not see who writes there
-        return copy, copy if keys is queries else keys.clone()
-    fit = all(o.is_cuda and o.dtype == torch.int32 and o.dim() == 1 and o.shape[0] > 1 for o in (queries, keys))
-    if not (fit and rows):
-        return queries, keys  # on the host the values are checked, and whatever else is wrong is refused by name
-    safe = within(queries, q.shape[-3])
-    return safe, safe if keys is queries and q.shape[-3] == k.shape[-3] else within(keys, k.shape[-3])
+    return inputs._replace(cu_seqlens_q=queries, cu_seqlens_k=keys), (info.max_len_q, info.max_len_k)
+
+
+def of(info: SeqInfo, inputs: Inputs) -> tuple[Inputs, Longest]:
+    """The same with a document for every token (``attn_core.trailing_tokens``).
+
+    numpy arrays are checked, completed and copied to a device once, not once a call.
+
+    Raises:
+        ShapeError, SpecError: for offsets on the host that do not fit the tokens of q and k.
+    """
+    q, k = inputs.q, inputs.k
+    numpy = isinstance(info.cu_seqlens_q, np.ndarray) and isinstance(info.cu_seqlens_k, np.ndarray)
+    if numpy and q.dim() >= 3 and k.dim() >= 3 and info.cu_seqlens_q.shape == info.cu_seqlens_k.shape:
+
+        def complete(info: SeqInfo) -> SeqInfo:
+            if q.device.type != "cpu":  # what is on the CPU the frontend checks, of any kind
+                check_cu_seqlens(info.cu_seqlens_q, info.max_len_q, side="q", tokens=q.shape[-3])
+                check_cu_seqlens(info.cu_seqlens_k, info.max_len_k, side="k", tokens=k.shape[-3])
+            made = trailing_tokens.completed(info, (q.shape[-3], k.shape[-3]))
+            queries = torch.from_numpy(made.cu_seqlens_q).to(q.device)
+            same = made.cu_seqlens_k is made.cu_seqlens_q
+            keys = queries if same else torch.from_numpy(made.cu_seqlens_k).to(q.device)
+            return SeqInfo.unchecked(queries, keys, made.max_len_q, made.max_len_k)
+
+        with torch.inference_mode(False):  # what is kept must do for training, too
+            made = info.converted((q.device, q.shape[-3], k.shape[-3]), complete)
+        return given(made, inputs)
+    inputs, longest = given(info, inputs)
+    if q.device.type == "cpu" and not numpy and torch.is_grad_enabled():
+        # Their memory may be a numpy array's, and then autograd does not see who writes there.
+        copy, same = inputs.cu_seqlens_q.clone(), inputs.cu_seqlens_k is inputs.cu_seqlens_q
+        inputs = inputs._replace(cu_seqlens_q=copy, cu_seqlens_k=copy if same else inputs.cu_seqlens_k.clone())
+    return completed(inputs, longest)
+
+
+def completed(inputs: Inputs, longest: Longest) -> tuple[Inputs, Longest]:
+    """Inputs whose offsets have a document for every token, and the longest documents.
+
+    Offsets that are on a GPU cannot be looked at without waiting for it. So any may end early, and they are made safe,
+    on every call: they may have been written to since the last one (a CUDA graph's static buffer is).
+
+    Raises:
+        ShapeError, SpecError: for offsets on the CPU that end early and do not describe documents.
+    """
+    queries, keys = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    fit = all(o.dtype == torch.int32 and o.dim() == 1 and o.device == inputs.q.device for o in (queries, keys))
+    rows = inputs.q.dim() >= 3 and inputs.k.dim() >= 3  # else there are no tokens to speak of
+    if not (fit and rows and queries.shape == keys.shape and queries.shape[0] > 1):
+        return inputs, longest  # what is wrong is refused by name
+    tokens, documents = (inputs.q.shape[-3], inputs.k.shape[-3]), queries.shape[0] - 1
+    if queries.is_cuda:
+        tail = trailing_tokens.tail_of(tokens, longest, documents)
+        if tail is None:
+            return inputs, longest
+        queries, keys = _safe(queries, keys, *_ends(tokens, longest, documents, queries.device), tokens)
+    elif queries.device.type == "cpu":
+        tail = trailing_tokens.tail_of(tokens, longest, documents, (int(queries.numpy()[-1]), int(keys.numpy()[-1])))
+        if tail is None:
+            return inputs, longest
+        check_cu_seqlens(queries.numpy(), longest[0], side="q", tokens=tokens[0])
+        check_cu_seqlens(keys.numpy(), longest[1], side="k", tokens=tokens[1])
+        both = ((queries, tail.ends_q), (keys, tail.ends_k))
+        queries, keys = (torch.from_numpy(trailing_tokens.followed(o.numpy(), ends)) for o, ends in both)
+    else:
+        return inputs, longest
+    return inputs._replace(cu_seqlens_q=queries, cu_seqlens_k=keys), (tail.max_len_q, tail.max_len_k)
+
+
+def _safe(queries: Tensor, keys: Tensor, ends_q: Tensor, ends_k: Tensor, tokens: tuple[int, int]) -> tuple[Any, ...]:
+    """Offsets that start at 0, never decrease, and end at the token counts; right ones are as they were, in front."""
+    both = torch.cat((queries, ends_q, keys, ends_k)).view(2, -1)  # one launch for both sides
+    both[:, 0].zero_()
+    for row, count in zip(both, tokens):
+        row.clamp_(0, count)
+    return tuple(torch.cummax(row, 0).values for row in both)
+
+
+def _ends(tokens: tuple[int, int], longest: Longest, documents: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A tail's ends on a GPU. Those made while a CUDA graph is captured are the graph's own."""
+    capturing = torch.cuda.is_current_stream_capturing()
+    return (_made_ends if capturing else _kept_ends)(tokens, longest, documents, device)
+
+
+def _made_ends(tokens: tuple[int, int], longest: Longest, documents: int, device: Any) -> tuple[Tensor, Tensor]:
+    """The ends of ``tail_of``, without a copy from the host, which would wait: they are multiples of one length."""
+    tail = trailing_tokens.tail_of(tokens, longest, documents)
+    assert tail is not None
+    place = torch.arange(1, len(tail.ends_q) + 1, device=device)
+    queries = (place * tail.max_len_q).clamp_(0, tokens[0])
+    keys = ((place - tail.queries) * tail.max_len_k).clamp_(0, tokens[1])
+    return queries.int(), keys.int()
+
+
+_kept_ends = lru_cache(maxsize=256)(_made_ends)
 
 
 def within(offsets: Tensor, tokens: int) -> Tensor:

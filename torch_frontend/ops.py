@@ -17,7 +17,7 @@ from attn_core import override
 from attn_core.backends import NAMES, Gradients, Inputs
 from attn_core.options import Options
 from attn_core.torch_autograd import refuse_second_derivative
-from torch_frontend import folding
+from torch_frontend import folding, offsets
 from torch_frontend.autocast import switched_off
 from torch_frontend.plan import Plan, gradients_in_order, metadata, plan, run_backward, run_forward
 
@@ -60,6 +60,15 @@ def from_call(call: Sequence[Any]) -> tuple[Inputs, PlainOptions]:
     return Inputs(*call[:TENSORS]), PlainOptions(*call[TENSORS:])
 
 
+def _whole(call: Sequence[Any]) -> tuple[Inputs, PlainOptions]:
+    """The same with a document for every token, where there are documents."""
+    inputs, plain = from_call(call)
+    if inputs.cu_seqlens_q is None:
+        return inputs, plain
+    inputs, longest = offsets.completed(inputs, (plain.max_len_q, plain.max_len_k))
+    return inputs, plain._replace(max_len_q=longest[0], max_len_k=longest[1])
+
+
 def _op_plan(inputs: Inputs, plain: PlainOptions, chosen: Tensor | None = None) -> Plan:
     """The plan of a call; for a backward, on the backend that the forward chose."""
     options = Options(
@@ -83,7 +92,7 @@ def _op_plan(inputs: Inputs, plain: PlainOptions, chosen: Tensor | None = None) 
 
 
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    inputs, plain = from_call(arguments)
+    inputs, plain = _whole(arguments)
     made = _op_plan(inputs, plain)
     with switched_off(inputs.q.device):
         out, lse = run_forward(made, inputs)
@@ -101,7 +110,7 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _backward_op(*arguments: Any) -> tuple[Tensor, ...]:
     dout, dlse, out, lse, chosen, *call = arguments
-    inputs, plain = from_call(call)
+    inputs, plain = _whole(call)
     with switched_off(inputs.q.device):
         found = run_backward(_op_plan(inputs, plain, chosen), inputs, out, lse, dout, dlse)
     nothing = inputs.q.new_empty(0)

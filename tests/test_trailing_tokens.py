@@ -1,0 +1,262 @@
+"""Tokens behind the last offset of packed documents: 0, -inf, no gradient, and nothing of them anywhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+import jax
+import jax.numpy as jnp
+import torch
+from both_frontends import FRAMEWORKS, claimed, module_on, run, same_bits, target
+from spec_strategies import Call, make_call
+
+import jax_frontend
+import torch_frontend
+from attn_core import SeqInfo, explain
+from attn_core.trailing_tokens import completed, followed, tail_of
+from torch_frontend import offsets
+
+HEADS = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8, "dtype": "float32"}
+LENGTHS = ((5, 0, 7, 3), (4, 3, 9, 2))
+TAILS = {"both": (6, 9), "queries": (6, 0), "keys": (0, 9)}
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True, "return_lse": True},
+    "window": {"window": (2, 1), "alignment": "top_left"},
+    "slopes": {"causal": True, "alibi_shape": (6,)},
+    "sinks": {"causal": True, "sinks": True},
+    "softcap": {"softcap": 2.0, "return_lse": True},
+}
+
+
+# What a tail is
+
+sizes = st.tuples(st.integers(0, 60), st.integers(0, 60))
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.lists(st.integers(0, 9), min_size=5, max_size=5), sizes)
+def test_every_token_has_a_document(queries: list[int], keys: list[int], tail: tuple[int, int]) -> None:
+    """Known or not, the tail's documents have queries or keys and never both, and none is longer than it may be."""
+    info = SeqInfo.from_lengths(queries, keys[: len(queries)])
+    ended = (int(info.cu_seqlens_q[-1]), int(info.cu_seqlens_k[-1]))
+    tokens, longest = (ended[0] + tail[0], ended[1] + tail[1]), (info.max_len_q, info.max_len_k)
+    for known in (ended, None):
+        made = tail_of(tokens, longest, len(queries), known)
+        if made is None:
+            assert tail == (0, 0) if known else tokens == (0, 0)
+            continue
+        both = zip((info.cu_seqlens_q, info.cu_seqlens_k), made[:2], strict=True)
+        cu_q, cu_k = (followed(offsets, ends) for offsets, ends in both)
+        lengths_q, lengths_k = np.diff(cu_q), np.diff(cu_k)
+        assert (cu_q[-1], cu_k[-1]) == tokens and len(cu_q) == len(cu_k)
+        assert lengths_q.min() >= 0 and lengths_q.max() <= made.max_len_q
+        assert lengths_k.min() >= 0 and lengths_k.max() <= made.max_len_k
+        count = len(queries)
+        assert lengths_q[:count].tolist() == queries and lengths_k[:count].tolist() == keys[:count]
+        assert not (lengths_q[count:] * lengths_k[count:]).any()
+        assert not lengths_k[count : count + made.queries].any() and not lengths_q[count + made.queries :].any()
+        assert len(lengths_q) <= 3 * count + 4
+
+
+@given(sizes, sizes, st.integers(1, 6))
+def test_ends_made_on_a_device_are_those_of_the_host(
+    tokens: tuple[int, int], longest: tuple[int, int], count: int
+) -> None:
+    tail = tail_of(tokens, longest, count)
+    if tail is not None:
+        made = offsets._made_ends(tokens, longest, count, torch.device("cpu"))
+        assert [ends.tolist() for ends in made] == [tail.ends_q.tolist(), tail.ends_k.tolist()]
+        assert [ends.dtype for ends in made] == [torch.int32] * 2
+
+
+@given(st.lists(st.integers(-5, 70), min_size=2, max_size=6), sizes, st.integers(0, 60))
+def test_offsets_on_a_device_are_made_safe_and_complete(values: list[int], tokens: tuple[int, int], most: int) -> None:
+    """Whatever they say: from 0, never decreasing, to the token count; right ones are as the host completes them."""
+    if tokens == (0, 0):
+        return
+    info = torch.tensor(values, dtype=torch.int32)
+    longest, count = (most, most), len(values) - 1
+    ends = offsets._made_ends(tokens, longest, count, torch.device("cpu"))
+    made = [row.numpy() for row in offsets._safe(info, info, *ends, tokens)]
+    tail = tail_of(tokens, longest, count)
+    assert tail is not None
+    right = values[0] == 0 and sorted(values) == values
+    for row, last, end in zip(made, tokens, tail[:2], strict=True):
+        assert row[0] == 0 and row[-1] == last and (np.diff(row) >= 0).all()
+        if right and values[-1] <= last:
+            assert row.tolist() == followed(np.array(values, np.int32), end).tolist()
+
+
+def test_whole_rows_stay_as_they_are() -> None:
+    info = SeqInfo.from_lengths([3, 4], [2, 0])
+    assert completed(info, (7, 2)) is info
+    assert tail_of((0, 0), (0, 0), 1) is None
+
+
+# On every backend
+
+
+def padded(backend: str, device: str, framework: str, tail: str, **fields: Any) -> tuple[Call, Call]:
+    """A call whose rows go on behind the last document, with NaN there, and the call without that.
+
+    On a GPU another number: the last tile of a document may hold what follows it (tests/test_nan_containment.py).
+    """
+    dtypes = module_on(backend, device).FORWARD.dtypes
+    fields = {**HEADS, **fields, "lengths": LENGTHS}
+    fields["dtype"] = "float32" if "float32" in dtypes else dtypes[0]
+    whole, long = (make_call(1, **fields, tail=n, needs_backward=True) for n in ((0, 0), TAILS[tail]))
+    where = target(framework, device)
+    if explain(whole.spec, where, backend).backend is None:
+        whole, long = whole.inference, long.inference
+    reasons = explain(whole.spec, where, backend).reasons(backend)
+    if reasons:
+        pytest.skip(f"{backend} does not run this: {'; '.join(reasons)}")
+    inputs = {}
+    for name in ("q", "k", "v"):
+        array, own = getattr(long.inputs, name), getattr(whole.inputs, name)
+        array[: len(own)], array[len(own) :] = own, np.nan if device == "cpu" else 3.0
+        inputs[name] = array
+    long.dout[: len(whole.dout)], long.dlse[:, : whole.spec.q_len] = whole.dout, whole.dlse
+    long.dlse[:, whole.spec.q_len :] = 0.0 if whole.spec.sinks else long.dlse[:, whole.spec.q_len :]
+    object.__setattr__(long, "inputs", whole.inputs._replace(**inputs))
+    return whole, long
+
+
+PACKED = [each for each in claimed() if module_on(*each.values[:2]).FORWARD.packed]
+
+
+@pytest.mark.parametrize(
+    ("case", "tail"), [*((case, "both") for case in CASES), ("causal", "queries"), ("causal", "keys")]
+)
+@pytest.mark.parametrize(("backend", "device"), PACKED)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_what_a_row_holds_behind_its_documents_changes_nothing(
+    framework: str, backend: str, device: str, case: str, tail: str
+) -> None:
+    """The documents' results are those of the call without the tail, with equal bits on the CPU; the rest is 0."""
+    if module_on(backend, device).FORWARD.approximate:
+        pytest.skip(f"{backend} is approximate")
+    whole, long = padded(backend, device, framework, tail, **CASES[case])
+    expected, found = (run(framework, call, backend, device, rounding_matters=False) for call in (whole, long))
+    assert expected.keys() == found.keys()
+    own = {"out": len(whole.dout), "dq": len(whole.dout), "dk": whole.spec.kv_len, "dv": whole.spec.kv_len}
+    for name, count in own.items():
+        if name in found:
+            assert not found[name][count:].any(), name
+            found[name] = found[name][:count]
+    if "lse" in found:
+        assert (found["lse"][:, whole.spec.q_len :] == -np.inf).all()
+        found["lse"] = found["lse"][:, : whole.spec.q_len]
+    if backend == "jax_xla" or device == "cuda":  # other blocks
+        for name, array in expected.items():
+            one, other = (np.asarray(x, np.float64) for x in (found[name], array))
+            np.testing.assert_allclose(one, other, atol=3e-6 if device == "cpu" else 5e-2, rtol=0, err_msg=name)
+    else:
+        assert same_bits(found, expected) == []
+
+
+# Every way to a call
+
+
+CU = np.array([0, 3, 7], np.int32)
+TOKENS = 12
+
+
+def numbers(count: int) -> tuple[np.ndarray, ...]:
+    random = np.random.default_rng(0)
+    q, k, v, dout = (random.standard_normal((TOKENS, 2, 8)).astype(np.float32) for _ in range(4))
+    return q[:count], k[:count], v[:count], dout[:count]
+
+
+def in_torch(attend: Any, q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray) -> list[np.ndarray]:
+    leaves = [torch.tensor(x, requires_grad=True) for x in (q, k, v)]
+    out = attend(*leaves)
+    return [x.detach().numpy() for x in (out, *torch.autograd.grad(out, leaves, torch.tensor(dout)))]
+
+
+def in_jax(attend: Any, q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray) -> list[np.ndarray]:
+    out, pull = jax.vjp(attend, *map(jnp.asarray, (q, k, v)))
+    return [np.asarray(x) for x in (out, *pull(jnp.asarray(dout)))]
+
+
+def agree(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one[: CU[-1]], other, atol=2e-6, rtol=0)
+        assert not one[CU[-1] :].any()
+
+
+INFOS = {
+    "numpy": lambda f: SeqInfo(CU, CU, 4, 4),
+    "arrays": lambda f: SeqInfo(f(CU), f(CU), 4, 4),
+    "an upper bound": lambda f: SeqInfo(f(CU), f(CU), TOKENS, TOKENS),
+    "a triple": lambda f: ([3, 4], f(CU), 4),
+}
+
+
+@pytest.mark.parametrize("kind", INFOS)
+@pytest.mark.parametrize("way", ["eager", "compiled", "vjp", "vmap", "qkvpacked", "one row"])
+def test_every_way_in_torch(way: str, kind: str) -> None:
+    attention, info = torch_frontend.attention, INFOS[kind](torch.from_numpy)
+    expected = in_torch(lambda *x: attention(*x, causal=True, seq_info=([3, 4], CU, 4)), *numbers(7))
+
+    def call(*x: Any) -> Any:
+        return attention(*x, causal=True, seq_info=info)
+
+    if way == "compiled":
+        found = in_torch(torch.compile(call, fullgraph=True, backend="aot_eager"), *numbers(TOKENS))
+    elif way == "vjp":
+        q, k, v, dout = map(torch.from_numpy, numbers(TOKENS))
+        out, pull = torch.func.vjp(call, q, k, v)
+        found = [x.numpy() for x in (out, *pull(dout))]
+    elif way == "vmap":
+        found = in_torch(lambda *x: torch.func.vmap(call)(*(y[None] for y in x))[0], *numbers(TOKENS))
+    elif way == "qkvpacked":
+
+        def call_qkv(*x: Any) -> Any:
+            return torch_frontend.attention_qkvpacked(torch.stack(x, -3), causal=True, seq_info=info)
+
+        found = in_torch(call_qkv, *numbers(TOKENS))
+    elif way == "one row":
+        found = in_torch(lambda *x: call(*(y[None] for y in x))[0], *numbers(TOKENS))
+    else:
+        found = in_torch(call, *numbers(TOKENS))
+    agree(found, expected)
+
+
+@pytest.mark.parametrize("kind", INFOS)
+@pytest.mark.parametrize("backend", ["math", "sdpa_flash", "jax_xla"])
+@pytest.mark.parametrize("way", ["eager", "jit", "offsets traced", "vmap", "qkvpacked"])
+def test_every_way_in_jax(way: str, backend: str, kind: str) -> None:
+    info = SeqInfo.coerce(INFOS[kind](jnp.asarray))
+    made = {"causal": True, "backend": backend} if backend != "sdpa_flash" else {"backend": backend}
+
+    def call(*x: Any, seq_info: Any = info) -> Any:
+        return jax_frontend.attention(*x, seq_info=seq_info, **made)
+
+    expected = in_jax(lambda *x: call(*x, seq_info=([3, 4], CU, 4)), *numbers(7))
+    ways = {
+        "eager": call,
+        "jit": jax.jit(call),
+        "offsets traced": lambda *x: jax.jit(call)(*x, seq_info=info),
+        "vmap": lambda *x: jax.vmap(call)(*(y[None] for y in x))[0],
+        "qkvpacked": lambda *x: jax_frontend.attention_qkvpacked(jnp.stack(x, -3), seq_info=info, **made),
+    }
+    agree(in_jax(ways[way], *numbers(TOKENS)), expected)
+
+
+def test_one_program_takes_offsets_that_end_anywhere() -> None:
+    q, k, v, _ = map(jnp.asarray, numbers(TOKENS))
+    program = jax.jit(lambda info: jax_frontend.attention(q, k, v, seq_info=info, backend="jax_xla"))
+    for end in (7, 9, TOKENS):
+        cu = jnp.array([0, 3, end], jnp.int32)
+        found = program(SeqInfo(cu, cu, TOKENS, TOKENS))
+        right = jax_frontend.attention(q[:end], k[:end], v[:end], seq_info=SeqInfo(cu, cu, TOKENS, TOKENS))
+        np.testing.assert_allclose(found[:end], right, atol=2e-6, rtol=0)
+        assert not found[end:].any()
+    assert program._cache_size() == 1
