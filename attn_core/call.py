@@ -6,6 +6,7 @@ the caller wrote them. Everything that is wrong is raised here, before any kerne
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NamedTuple
 
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
@@ -65,6 +66,7 @@ def build_spec(
     q, k, v = _rows(arrays, packed)
     _check_qkv(q, k, v)
     batch, q_len, num_heads, head_dim = q
+    _warn_of_rows(arrays.mask, batch, q_len, k[1])
     lengths: dict[str, Any] = {"max_len_q": options.max_len_q, "max_len_k": options.max_len_k} if packed else {}
     return AttentionSpec(
         batch=batch,
@@ -201,6 +203,16 @@ def _four(name: str, facts: ArrayFacts | None) -> Shape4 | None:
             f"{name}: expected a shape broadcastable to [batch, heads, q, kv], at most 4 axes, got {list(shape)}"
         )
     return (1,) * (4 - len(shape)) + tuple(shape)  # type: ignore[return-value]
+
+
+def _warn_of_rows(mask: ArrayFacts | None, batch: int, q_len: int, kv_len: int) -> None:
+    """Warns of a mask that could be meant for the rows of a batch, and is read as [q, kv], as broadcasting does."""
+    if mask is not None and mask.shape == (batch, kv_len) and batch == q_len > 1:
+        warnings.warn(
+            f"mask: {list(mask.shape)} is read as [q, kv], the same for each row of the batch, which has as many rows "
+            f"({batch}); a mask of [batch, kv] is mask[:, None, None, :], one of [q, kv] is mask[None, None]",
+            stacklevel=2,
+        )
 
 
 def _sinks(facts: ArrayFacts | None, num_heads: int) -> bool:

@@ -50,6 +50,16 @@ class Stated:
         self.value, self.where = value, where
 
 
+def bag_of(config: Any, name: str) -> Mapping[str, Any]:
+    """A bag of the config, empty where there is none; SpecError for what is no mapping."""
+    bag = getattr(config, name)
+    if bag is None:
+        return {}
+    if type(bag) is not dict and not isinstance(bag, Mapping):
+        raise SpecError(f"config.{name}={_shown(bag)}: expected a dict of options by name, or None")
+    return bag
+
+
 def stated_in(config: Any, branch: str) -> dict[str, Stated]:
     """Every option by our name for it, with its value where a bag of the config states one.
 
@@ -62,7 +72,7 @@ def stated_in(config: Any, branch: str) -> dict[str, Stated]:
     stated = {name: Stated(name) for name in names}
     own_dropout = _states_dropout(config, branch)
     for bag, spellings in BAGS.items():
-        for key, value in (getattr(config, bag) or {}).items():
+        for key, value in bag_of(config, bag).items():
             if key not in spellings:
                 raise SpecError(f"config.{bag}[{key!r}]: unknown; expected one of {', '.join(spellings)}")
             option = spellings[key]
@@ -77,7 +87,7 @@ def stated_in(config: Any, branch: str) -> dict[str, Stated]:
 
 def _states_dropout(config: Any, branch: str) -> bool:
     bag = f"{branch}_kwargs"
-    given = getattr(config, bag) or {}
+    given = bag_of(config, bag)
     return any(option == "dropout" and given.get(key) is not None for key, option in BAGS[bag].items())
 
 

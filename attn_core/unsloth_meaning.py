@@ -13,7 +13,7 @@ from attn_core.errors import ShapeError, SpecError
 from attn_core.options import flag, normalise_window
 from attn_core.seq_info import is_host_int
 from attn_core.unsloth import FAMILIES, FLASH_DENSE, FLASH_VARLEN, SDPA, AttentionConfig, AttentionContext
-from attn_core.unsloth_bags import BAGS, Stated, distances, state_mask, stated_in
+from attn_core.unsloth_bags import BAGS, Stated, bag_of, distances, state_mask, stated_in
 
 
 class Meaning(NamedTuple):
@@ -62,7 +62,7 @@ def _plain(config: AttentionConfig) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     """The bags as a key; TypeError where one holds an array, which is equal to nothing but itself."""
     found = []
     for name in BAGS:
-        bag = getattr(config, name)
+        bag = bag_of(config, name)
         if bag:
             if any(hasattr(value, "shape") for value in bag.values()):
                 raise TypeError(name)

@@ -10,6 +10,7 @@ import jax
 
 from attn_core import finetrainers
 from attn_core.finetrainers import NATIVE, AttentionProvider
+from attn_core.options import flag
 from attn_core.selection import Target
 from jax_frontend.backends import here
 from jax_frontend.finetrainers_call import Call, on_provider
@@ -95,6 +96,7 @@ def attention_dispatch(
         SpecError and its kinds: for what means nothing, or nothing on this provider; NoBackendError: where no backend,
         or not the provider's kernel, can run the call, with every reason.
     """
+    flag("enable_gqa", enable_gqa)
     provider = finetrainers.stated_provider() or finetrainers.default_provider()
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, dropout_rng)
     return on_provider(provider, call, attention_kwargs)

@@ -12,6 +12,7 @@ import numpy as np
 
 from attn_core.paged.allocator import Copies, PageAllocator
 from attn_core.paged.book import Step, check_step, take_step
+from attn_core.paged.call import check_cache, check_layer
 from jax_frontend.paged import append_kv, paged_attention
 
 Array = jax.Array
@@ -45,12 +46,13 @@ class PagedKVCache:
         dtype: Any = jnp.float32,
         device: Any = None,
     ) -> None:
+        dims = {"head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim}
+        check_cache(np.dtype(dtype).name, num_layers=num_layers, kv_heads=kv_heads, **dims)
         self.allocator = PageAllocator(num_pages, page_size)
         self._place = self._place_of_tables(device)
-        widths = (head_dim, head_dim if value_dim is None else value_dim)
         self.k_pages, self.v_pages = (
             [jnp.zeros((num_pages, page_size, kv_heads, dim), dtype, device=device) for _ in range(num_layers)]
-            for dim in widths
+            for dim in dims.values()
         )
 
     def add(self, name: Hashable) -> None:
@@ -85,14 +87,16 @@ class PagedKVCache:
         """Writes a layer's new keys and values, ``[tokens, kv_heads, dim]``, where the step says.
 
         Raises:
-            SpecError: as ``check`` does. Nothing was written then.
+            SpecError: as ``check`` does, and for a layer that is not there. Nothing was written then.
         """
+        layer = check_layer(layer, len(self.k_pages))
         self.check(step)
         pools = append_kv(self.k_pages[layer], self.v_pages[layer], k, v, **step.tables)
         self.k_pages[layer], self.v_pages[layer] = pools
 
     def attend(self, layer: int, q: Array, step: Step, **options: Any) -> Any:
         """``paged_attention`` of a layer's queries ``[tokens, heads, head_dim]`` with its options, after ``check``."""
+        layer = check_layer(layer, len(self.k_pages))
         self.check(step)
         k_pages, v_pages = self.k_pages[layer], self.v_pages[layer]
         return paged_attention(q, k_pages, v_pages, **step.tables, max_len_q=step.max_len_q, **options)

@@ -17,6 +17,7 @@ from attn_core import finetrainers, override
 from attn_core.errors import SpecError
 from attn_core.finetrainers import KERNELS, NATIVE, AttentionProvider
 from attn_core.finetrainers_words import Words
+from attn_core.options import flag
 from attn_core.selection import NoBackendError, Target
 from torch_frontend.attention import attention
 from torch_frontend.backends import here
@@ -92,6 +93,8 @@ def attention_dispatch(
         provider's kernel cannot run the call, with every reason. On native, without ``attention_kwargs``, whatever no
         backend takes is torch's own function's.
     """
+    if enable_gqa is not True and enable_gqa is not False:
+        flag("enable_gqa", enable_gqa)
     if attn_mask is not None:
         attn_mask, is_causal = as_causal(attn_mask, is_causal, query.device)
     if _is_compiling():

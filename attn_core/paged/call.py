@@ -61,6 +61,8 @@ def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
                 f"cu_seqlens_q: expected the queries' offsets, got None, which means one query for each of the {batch} "
                 f"sequences of block_table, beside {tokens} in q"
             )
+        if longest < 1 <= tokens:
+            raise SpecError(f"max_len_q={longest}: expected 1 or more, each sequence of block_table has one query")
         longest = 1
     elif tokens > batch * longest:
         raise SpecError(
@@ -88,6 +90,22 @@ def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
         return_lse=flag("return_lse", options.return_lse),
         paged=paged,
     )
+
+
+def check_cache(dtype: str, **sizes: Any) -> None:
+    """Raises SpecError for a size of a cache that is no number of 1 or more, DTypeError for a dtype of no pool."""
+    for name, value in sizes.items():
+        if not is_host_int(value) or value < 1:
+            raise SpecError(f"{name}={value!r}: expected a number of 1 or more")
+    if dtype not in DTYPES:
+        raise DTypeError(f"dtype: expected a dtype out of {', '.join(DTYPES)}, got {dtype}")
+
+
+def check_layer(layer: Any, layers: int) -> int:
+    """The layer, if it is one of a cache's; SpecError otherwise."""
+    if not is_host_int(layer) or not 0 <= layer < layers:
+        raise SpecError(f"layer={layer!r}: expected a number from 0 to {layers - 1}, one of the cache's layers")
+    return int(layer)
 
 
 def one_query_each(spec: AttentionSpec) -> bool:
