@@ -9,10 +9,10 @@ import torch
 
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from torch_frontend import huggingface_context
-from torch_frontend.attention import attention
 from torch_frontend.huggingface_described import DescribedMask, Visible
 from torch_frontend.huggingface_documents import given_documents, told_by_positions
 from torch_frontend.plan import check_tensor, smaller
+from torch_frontend.recomputed import attention_of_layer as attention
 
 Tensor = torch.Tensor
 
@@ -103,6 +103,7 @@ def attend(
         mask=operands.mask,
         bias=operands.bias,
         seq_info=info,
+        trains=bool(getattr(module, "training", False)),
         **options,
     )
     if info is not None:  # [batch * len, heads, value_dim] -> [batch, len, heads, value_dim]

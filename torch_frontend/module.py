@@ -14,8 +14,8 @@ from attn_core.layer import check_features, check_layer_inputs, check_rotary, he
 from attn_core.paged.book import Pages, Step, check_paged_layer
 from attn_core.seq_info import SeqInfo
 from torch_frontend import context_active
-from torch_frontend.attention import attention
 from torch_frontend.paged import append_kv, paged_attention
+from torch_frontend.recomputed import attention_of_layer as attention
 
 Rotary = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -136,7 +136,8 @@ class Attention(nn.Module):
                 positions = context_parallel.positions(q.shape[1], q.device)
             q, k = self.rotary(q, k, token_positions(positions, seq_info, q))
             q, k = q.to(v.dtype), k.to(v.dtype)
-        attend = partial(attention, seq_info=seq_info) if context_parallel is None else context_parallel.attend
+        attend = partial(attention, trains=self.training, seq_info=seq_info)
+        attend = attend if context_parallel is None else context_parallel.attend
         out = attend(
             q,
             k,

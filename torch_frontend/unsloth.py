@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from attn_core import override
@@ -27,6 +29,7 @@ from torch_frontend.autocast import autocast_dtype
 from torch_frontend.backends import available_here
 from torch_frontend.ops import ASKED
 from torch_frontend.plan import check_tensor, device_name
+from torch_frontend.recomputed import attention_of_layer
 
 __all__ = [
     "FLASH_DENSE",
@@ -93,7 +96,8 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
     info = SeqInfo.coerce(context.seq_info)
     if info is not None:
         q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [bsz * len, heads, head_dim]
-    out = attention(
+    attend = partial(attention_of_layer, trains=True) if context.requires_grad else attention
+    out = attend(
         q,
         k,
         v,

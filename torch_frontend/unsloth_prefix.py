@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from attn_core.unsloth import AttentionContext
 from attn_core.unsloth_meaning import Meaning
 from attn_core.unsloth_prefix import shared_prefixes
-from torch_frontend.attention import attention
+from torch_frontend.recomputed import attention_of_layer
 
 Tensor = torch.Tensor
 
@@ -20,6 +21,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, meaning: Meaning, context: Attention
     rows = [tensor.flatten(0, 1) for tensor in (q, k, v)]  # [bsz * len, heads, head_dim]
     options: dict[str, Any] = {"softcap": meaning.softcap, "scale": meaning.scale}
     options |= {"deterministic": meaning.deterministic, "backend": backend, "return_lse": True}
+    attention = partial(attention_of_layer, trains=context.requires_grad)
     own, own_lse = attention(*rows, causal=True, seq_info=shared.own, **options)
     prefix, prefix_lse = attention(*rows, seq_info=shared.prefix, **options)
     share = torch.sigmoid(prefix_lse - own_lse).mT[..., None]  # [bsz * len, heads, 1]; 0 where no prefix is seen

@@ -17,8 +17,8 @@ import torch
 
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.seq_info import is_host_int
-from torch_frontend.attention import attention
 from torch_frontend.plan import check_tensor
+from torch_frontend.recomputed import attention_of_layer as attention
 
 __all__ = [
     "HAS_FLEX_ATTENTION",
@@ -87,6 +87,7 @@ def slow_attention_softcapping(
         V.transpose(1, 2),
         softcap=_number(self, "attn_logit_softcapping"),
         scale=_number(self, "query_pre_attn_scalar") ** -0.5,
+        trains=bool(getattr(self, "training", False)),
         **_visible(causal_mask, q_len, K.shape[2]),
     )
     return out.flatten(2)  # [bsz, q_len, n_heads * head_dim]

@@ -1,0 +1,132 @@
+"""Re-entrant checkpointing: its first pass, which is without gradients, runs the kernel of its second.
+
+On a CPU flex is the kernel that has no backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from frameworks import spied
+from torch.utils.checkpoint import checkpoint
+
+import torch_frontend
+from attn_core import NoBackendError, SeqInfo
+from torch_frontend import attention, huggingface_attention, use_backend
+from torch_frontend.module import Attention
+from torch_frontend.recomputed import attention_of_layer
+
+Tensor = torch.Tensor
+TOKENS, HEADS, HEAD_DIM = 6, 2, 4
+
+
+def heads(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2)  # [batch, heads, len, head_dim]
+
+
+def run_attention(x: Tensor, trains: bool) -> Tensor:
+    config = torch_frontend.AttentionConfig("sdpa", HEADS, 1)
+    context = torch_frontend.AttentionContext(len(x), x.shape[1], x.shape[1], HEADS, HEAD_DIM, requires_grad=trains)
+    return torch_frontend.run_attention(config=config, context=context, Q=heads(x), K=heads(x), V=heads(x))
+
+
+def packed(x: Tensor, trains: bool) -> Tensor:
+    config = torch_frontend.AttentionConfig("sdpa", HEADS, 1)
+    context = torch_frontend.AttentionContext(len(x), x.shape[1], x.shape[1], HEADS, HEAD_DIM, requires_grad=trains)
+    context.seq_info = SeqInfo.from_lengths([x.shape[0] * x.shape[1] - 1, 1])
+    return torch_frontend.run_attention(config=config, context=context, Q=heads(x), K=heads(x), V=heads(x))
+
+
+def shared_prefix(x: Tensor, trains: bool) -> Tensor:
+    config = torch_frontend.AttentionConfig("sdpa", HEADS, 1)
+    x = x[:1]
+    context = torch_frontend.AttentionContext(1, x.shape[1], x.shape[1], HEADS, HEAD_DIM, requires_grad=trains)
+    suffix = torch.tensor([-1, -1, 0, 0, 1, 1])
+    context.prefix_seg_info = SimpleNamespace(group_of_kv=suffix * 0, is_prefix=suffix < 0, suffix_of_kv=suffix)
+    return torch_frontend.run_attention(config=config, context=context, Q=heads(x), K=heads(x), V=heads(x))
+
+
+def softcapping(x: Tensor, trains: bool) -> Tensor:
+    capped = SimpleNamespace(query_pre_attn_scalar=HEAD_DIM, attn_logit_softcapping=30.0)
+    layer = SimpleNamespace(training=trains, config=capped)
+    mask = torch_frontend.create_flex_attention_causal_mask(TOKENS)
+    return torch_frontend.slow_attention_softcapping(heads(x), heads(x), heads(x), mask, layer, len(x), x.shape[1])
+
+
+def transformers(x: Tensor, trains: bool) -> Tensor:
+    layer = SimpleNamespace(training=trains, is_causal=True)
+    return huggingface_attention.attend(layer, heads(x), heads(x), heads(x), None)[0]
+
+
+MODULE = Attention(HEADS, HEADS * HEAD_DIM, causal=True)
+
+
+def module(x: Tensor, trains: bool) -> Tensor:
+    return MODULE.train(trains)(x)
+
+
+DOORS: dict[str, Callable[[Tensor, bool], Tensor]] = {
+    each.__name__: each for each in (run_attention, packed, shared_prefix, softcapping, transformers, module)
+}
+
+
+def gradient(function: Callable[[Tensor], Tensor]) -> Tensor:
+    x = torch.randn(2, TOKENS, HEADS * HEAD_DIM, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    torch.manual_seed(1)
+    function(x * 1).square().sum().backward()
+    return x.grad
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_both_passes_run_the_same_kernel(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def layer(x: Tensor) -> Tensor:
+        return DOORS[door](x, True)
+
+    with use_backend("flex", "math"), spied(monkeypatch) as ran:
+        found = gradient(lambda x: checkpoint(layer, x, use_reentrant=True))
+        assert set(ran) == {"math"}
+        assert torch.equal(found, gradient(layer))
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_what_does_not_train_takes_kernels_without_a_backward(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with use_backend("flex", "math"), spied(monkeypatch) as ran, torch.no_grad():
+        DOORS[door](torch.randn(2, TOKENS, HEADS * HEAD_DIM), False)
+    assert set(ran) == {"flex"}
+
+
+def test_a_layer_that_trains_may_ask_for_a_kernel_without_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While no gradient is wanted: a module is in training mode until somebody says otherwise."""
+    q = torch.randn(1, TOKENS, HEADS, HEAD_DIM)
+    with spied(monkeypatch) as ran, torch.no_grad():
+        out, lse = attention_of_layer(q, q, q, trains=True, backend="flex", causal=True, return_lse=True)
+    assert ran == ["flex"]
+    right, lse_right = attention(q, q, q, backend="math", causal=True, return_lse=True)
+    torch.testing.assert_close(out, right)
+    torch.testing.assert_close(lse, lse_right)
+    with pytest.raises(NoBackendError, match="backward: FlexAttention on CPU has no gradient"):
+        attention_of_layer(q.requires_grad_(), q, q, trains=True, backend="flex")
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_frozen_layers_choose_alike_with_and_without_gradients(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """q, k and v of a layer without adapters want no gradient in the second pass either."""
+    q = torch.randn(1, TOKENS, HEADS, HEAD_DIM)
+    bias = torch.zeros(1, HEADS, TOKENS, TOKENS).requires_grad_()
+    with spied(monkeypatch) as ran, torch.set_grad_enabled(recorded):
+        attention_of_layer(q, q, q, trains=True, backend=("flex", "math"))
+        attention_of_layer(q, q, q, trains=True, backend=("flex", "math"), bias=bias)
+    assert ran == ["math", "math"]
+
+
+def test_dropout_is_drawn_as_by_a_call_with_gradients() -> None:
+    q = torch.randn(1, TOKENS, HEADS, HEAD_DIM)
+    found = []
+    for recorded in (False, True):
+        torch.manual_seed(0)
+        with torch.set_grad_enabled(recorded):
+            found.append(attention_of_layer(q, q, q.clone().requires_grad_(recorded), trains=True, dropout=0.5))
+    assert torch.equal(*found)
