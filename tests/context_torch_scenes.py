@@ -151,8 +151,22 @@ def disagreeing(sizes: tuple[int, ...]) -> dict[str, Any]:
     window = error_of(
         lambda: context_parallel_attention(q, k, v, mesh=mesh, strategy="ring", length=LENGTH, window=(rank, 0))
     )
+    alone = {}
+    for name, (wrong, right) in {
+        "softcap": (-1.0, None),
+        "scale": ("1", 0.5),
+        "dropout": (0.5, 0.0),
+        "head_groups": (2.0, 1),
+        "backend": (7, None),
+    }.items():
+        given = {name: wrong if rank == 1 else right}
+        alone[name] = error_of(lambda g=given: context_parallel_attention(q, k, v, mesh=mesh, length=LENGTH, **g))
+    halves = (q, k.half() if rank == 1 else k, v)
+    alone["dtype"] = error_of(lambda: context_parallel_attention(*halves, mesh=mesh, length=LENGTH))
     fine = context_parallel_attention(q, k, v, mesh=mesh, strategy="ring", length=LENGTH)
-    return {"shapes": shapes, "window": window, "fine": bool(fine.isfinite().all())}
+    info, one = SeqInfo.from_lengths((3, 19) if rank == 1 else (3, 20)), [each[:1] for each in (q, k, v)]
+    alone["seq_info"] = error_of(lambda: context_parallel_attention(*one, mesh=mesh, length=LENGTH, seq_info=info))
+    return {"shapes": shapes, "window": window, "alone": alone, "fine": bool(fine.isfinite().all())}
 
 
 def without_one(how: str) -> tuple[str, float]:

@@ -22,7 +22,31 @@ def agree(asked: Any, outcome: str, *axes: Axis) -> None:
     Raises:
         SpecError: on every rank, where they differ; it tells what each of them calls.
     """
-    _compared(f"{_told(asked)}: {outcome}", str(asked.device), tuple(axis for axis in axes if axis.size > 1))
+    shared = tuple(axis for axis in axes if axis.size > 1)
+    _compared(f"{_told(asked)}: {outcome}", str(asked.device), shared)
+    if asked.documents is None:
+        if len(_SEEN) > 4096:
+            _SEEN.clear()
+        _SEEN.add((asked.shapes, asked.dtype, shared))
+
+
+_SEEN: set[Any] = set()
+"""The shapes, the dtype and the axes of the calls that were compared, but for packed ones: their offsets change."""
+
+
+def tell_refusal(error: Exception, tensors: tuple[Any, ...], packed: bool, device: str, *axes: Axis) -> None:
+    """Tells the other ranks what this one refuses, where they compare a call of a new kind and would wait for it.
+
+    What the others do is not known here: it is taken that a call is new to them if its shapes, or its documents, are
+    new to this rank. Elsewhere nothing is told, for they exchange keys already.
+
+    Raises:
+        SpecError: on every rank, unless all refuse alike; it tells what each of them calls.
+    """
+    shared = tuple(axis for axis in axes if axis.size > 1)
+    shapes = tuple(getattr(tensor, "shape", None) for tensor in tensors)
+    if packed or (shapes, getattr(tensors[0], "dtype", None), shared) not in _SEEN:
+        _compared(f"{type(error).__name__}: {str(error).splitlines()[0]}", device, shared)
 
 
 def _told(asked: Any) -> str:

@@ -12,7 +12,9 @@ from attn_core.context_parallel.choose import Explanation, check_asked
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
 from attn_core.options import Options, checked, flag, normalise_window, requested_names
 from torch_frontend import autocast, context_ops, plan
+from torch_frontend.context_agreement import tell_refusal
 from torch_frontend.context_dtensor import local, wrapped
+from torch_frontend.context_exchange import axis
 from torch_frontend.context_shards import documents_of, group_names, shard_sequence, unshard_sequence
 from torch_frontend.context_work import Question, Ranks, explanation
 
@@ -75,14 +77,19 @@ def context_parallel_attention(
             ranks make different calls.
         NoBackendError: when no backend, or not the one asked for, can run a part of the call.
     """
-    shards, unwrapped = (q, k, v), local((q, k, v), mesh)
-    q, k, v = autocast.in_autocast(*unwrapped)
-    _check(q, k, v, sinks, {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes}, dropout)
-    options = _options(causal, alignment, window, softcap, scale, deterministic, return_lse)
-    documents = documents_of(seq_info)
-    rank = 4 if documents is None else q.dim()
-    rows = tuple(tensor[None] if tensor.dim() == 3 and documents is not None else tensor for tensor in (q, k, v))
-    asked = question(rows, sinks, mesh, strategy, layout, length, head_groups, options, documents, backend)
+    shards, rows = (q, k, v), (q, k, v)
+    try:
+        q, k, v = rows = autocast.in_autocast(*local(shards, mesh))
+        _check(q, k, v, sinks, {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes}, dropout)
+        options = _options(causal, alignment, window, softcap, scale, deterministic, return_lse)
+        documents = documents_of(seq_info)
+        rank = 4 if documents is None else q.dim()
+        rows = tuple(tensor[None] if tensor.dim() == 3 and documents is not None else tensor for tensor in (q, k, v))
+        asked = question(rows, sinks, mesh, strategy, layout, length, head_groups, options, documents, backend)
+    except Exception as error:
+        if not torch.compiler.is_compiling():
+            _tell_others(error, rows, seq_info is not None, mesh)
+        raise
     if torch.compiler.is_compiling():
         found: tuple[Tensor, ...] = context_ops.traced(asked, *rows, sinks)  # type: ignore[call-arg]
     else:
@@ -161,6 +168,16 @@ def question(
         needs_backward,
         requested_names(backend) or (None if torch.compiler.is_compiling() else override.requested()),
     )
+
+
+def _tell_others(error: Exception, rows: tuple[Any, ...], packed: bool, mesh: Any) -> None:
+    """Raises SpecError on every rank where this one alone refuses a call; nothing where the mesh is not one of ranks."""
+    try:
+        names = group_names(mesh)
+    except (TypeError, ShapeError):
+        return
+    device = getattr(rows[0], "device", mesh.device_type)
+    tell_refusal(error, rows, packed, str(device), *map(axis, names))
 
 
 def _lengths(length: Any, rows: tuple[Tensor, ...], world: int, documents: tuple[int, ...] | None) -> tuple[int, int]:
