@@ -141,7 +141,7 @@ def test_torch_checks_its_ops() -> None:
     none = (None,) * 2
     torch.library.opcheck(
         torch.ops.attn.paged_forward.default,
-        (q, *pools, *given, None, 3, True, *none, None, None, False, True, ["math"]),
+        (q, *pools, *given, None, 3, True, *none, None, None, False, True, "math"),
     )
     new = [torch.zeros(4, 2, 8), torch.zeros(4, 2, 8)]
     torch.library.opcheck(torch.ops.attn.append_kv.default, (*pools, *new, *given))

@@ -6,6 +6,7 @@ import torch.distributed
 
 from attn_core import NoBackendError, Pages, Selection, SeqInfo
 from attn_core.override import use_backend
+from torch_frontend import flops  # noqa: F401  tells torch's counter
 from torch_frontend.attention import attention, explain
 from torch_frontend.backends import available_backends
 from torch_frontend.context_active import use_context_parallel

@@ -15,10 +15,11 @@ from attn_core.selection import NoBackendError, Selection
 from attn_core.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.spec import AttentionSpec
 from torch_frontend import autocast, autograd, offsets, ops, plan, transforms
+from torch_frontend.plain import are_jit_traces_active, are_modes_active, beside
 
 Tensor = torch.Tensor
 _is_compiling, _is_grad_enabled, _requested = torch.compiler.is_compiling, torch.is_grad_enabled, override.requested
-_is_autocast_on, _is_transformed = autocast.is_on, transforms.are_active
+_is_autocast_on, _is_transformed, _modes = autocast.is_on, transforms.are_active, are_modes_active
 Window = int | tuple[int | None, int | None] | None
 
 
@@ -74,10 +75,10 @@ def attention(
         NoBackendError: when no backend, or not the one asked for, can run it; the message has every reason.
     """
     no_extras = mask is None and bias is None and alibi_slopes is None and sinks is None and seq_info is None
+    seen = _is_compiling() or _is_autocast_on() or _is_transformed() or _modes() or forward_ad._current_level >= 0
     plain = type(q) is type(k) is type(v) is Tensor  # what else is, and what is not, the careful path knows
-    seen = not plain or _is_compiling() or _is_autocast_on() or _is_transformed() or forward_ad._current_level >= 0
     odd_window = window is not None and type(window) is not int and not is_plain_window(window)
-    if seen or not no_extras or dropout or odd_window or dropout_rng is not None:
+    if seen or not plain or not no_extras or dropout or odd_window or dropout_rng is not None:
         tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
         return attend(*gathered(tensors, seq_info, options, dropout_rng), backend)
@@ -111,12 +112,9 @@ def attention(
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
         return attend(*gathered((q, k, v, None, None, None, None), None, options, None), backend)
     try:
-        if made.shortcut is not None:
-            out, lse = made.shortcut(q, k, v)
-        elif needs_backward:
+        if made.shortcut is None and needs_backward:
             return autograd.Attention.apply(made, q, k, v)
-        else:
-            out, lse = made.forward(made.spec, Inputs(q, k, v))
+        out, lse = made.shortcut(q, k, v) if made.shortcut else made.forward(made.spec, Inputs(q, k, v))
     except RuntimeError:  # a kernel says this of a layout that it cannot read
         for name, tensor in zip("qkv", (q, k, v), strict=True):
             plan.check_tensor(name, tensor)
@@ -188,13 +186,14 @@ def gathered(
     info = SeqInfo.coerce(seq_info)
     inputs = Inputs(q, k, v, mask, bias, alibi_slopes, sinks)
     if info is not None:
-        seen = _is_compiling() or transforms.at_work()  # then an op completes the offsets, whose values it sees
-        inputs, longest = (offsets.given if seen else offsets.of)(info, inputs)
+        inputs, longest = (offsets.given if transforms.is_one_op(q) else offsets.of)(
+            info, inputs
+        )  # an op completes offsets
         options = options._replace(max_len_q=longest[0], max_len_k=longest[1])
     if options.dropout and draw:
         where = _dropout_device(q, generator)
         rng = torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator, device=where)
-        inputs = inputs._replace(rng=rng)
+        inputs = inputs._replace(rng=beside(q, rng))
     return inputs, options
 
 
@@ -211,6 +210,8 @@ def _dropout_device(q: Tensor, generator: torch.Generator | None) -> Any:
 
 def _gradients_wanted(inputs: Inputs) -> tuple[bool, bool]:
     """(any gradient, the bias's gradient) that autograd may ask of this call."""
+    if are_jit_traces_active() is not None:  # what is traced once runs with other tensors, whose gradients are wanted
+        return True, inputs.bias is not None
     if not torch.is_grad_enabled():
         return False, False
     bias = inputs.bias is not None and inputs.bias.requires_grad
@@ -221,10 +222,9 @@ def _gradients_wanted(inputs: Inputs) -> tuple[bool, bool]:
 def attend(inputs: Inputs, options: Options, backend: Any) -> Any:
     """The call with every feature: eager through a plan, or through the ops while a compiler or transform looks on."""
     needs_backward, bias_gradient = _gradients_wanted(inputs)
-    transformed = transforms.at_work()
-    if transformed or _is_compiling():
+    if transforms.is_one_op(inputs.q):
+        plan.check(inputs, options)
         left, right = options.window  # type: ignore[misc]
-        names = requested_names(backend)
         plain = ops.PlainOptions(
             options.causal,
             options.alignment,
@@ -239,9 +239,9 @@ def attend(inputs: Inputs, options: Options, backend: Any) -> Any:
             options.return_lse,
             needs_backward,
             bias_gradient,
-            None if names is None else list(names),
+            ops.joined(requested_names(backend)),
         )
-        out, lse = (transforms if transformed else ops).traced(inputs, plain)
+        out, lse = (transforms if transforms.at_work() else ops).traced(inputs, plain)
         return (out, lse) if options.return_lse else out
     requested = requested_names(backend) or override.requested()
     made = plan.plan(plan.metadata(inputs), options, needs_backward, bias_gradient, requested)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as functional
+from torch.jit._builtins import _register_builtin
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from torch_frontend.finetrainers import attention_dispatch
@@ -95,6 +96,9 @@ def _attention(
     if has_torch_function_variadic(*given) and all(type(tensor) in PLAIN for tensor in given):
         return handle_torch_function(_attention, given, *given, attn_mask, dropout_p, is_causal, **options)
     return attention_dispatch(*given, attn_mask, dropout_p, is_causal, **options)
+
+
+_register_builtin(_attention, f"aten::{NAME}")  # what torch.jit.script finds in the place is torch's own
 
 
 class _Place:

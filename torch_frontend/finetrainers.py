@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.jit._builtins import _register_builtin
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from attn_core import finetrainers, override
@@ -22,7 +23,7 @@ from attn_core.selection import NoBackendError, Target
 from torch_frontend.attention import attention
 from torch_frontend.backends import here
 from torch_frontend.finetrainers_call import Call, check_heads, dense, on_provider, rephrased
-from torch_frontend.plain import PLAIN, as_causal, is_foreign, is_plain, torchs_own
+from torch_frontend.plain import PLAIN, are_jit_traces_active, as_causal, is_foreign, is_plain, torchs_own
 
 __all__ = ["AttentionProvider", "attention_dispatch", "attention_provider", "list_providers"]
 
@@ -204,10 +205,15 @@ def _is_ours(call: Call) -> bool:
 
 
 def _is_everyday() -> bool:
-    """Whether no transform is at work and torch's kernels are all allowed: what only torch's own function heeds."""
+    """Whether no transform and no trace is at work, and torch's kernels are all allowed: what only torch heeds."""
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return False
+    if are_jit_traces_active() is not None:
         return False
     allowed = torch._C
     if not (allowed._get_flash_sdp_enabled() and allowed._get_mem_efficient_sdp_enabled()):
         return False
     return allowed._get_math_sdp_enabled() and allowed._get_cudnn_sdp_enabled()  # type: ignore[no-any-return]
+
+
+_register_builtin(attention_dispatch, "aten::scaled_dot_product_attention")  # what torch.jit.script finds in the place

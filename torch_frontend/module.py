@@ -15,6 +15,7 @@ from attn_core.paged.book import Pages, Step, check_paged_layer
 from attn_core.seq_info import SeqInfo
 from torch_frontend import context_active
 from torch_frontend.paged import append_kv, paged_attention
+from torch_frontend.plain import placed
 from torch_frontend.recomputed import attention_of_layer as attention
 
 Rotary = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -226,7 +227,7 @@ def token_positions(positions: Tensor | None, seq_info: SeqInfo | None, q: Tenso
     if positions is None:
         positions = torch.arange(q.shape[1], dtype=torch.int32, device=q.device)
         if seq_info is not None:
-            starts = torch.as_tensor(seq_info.cu_seqlens_q, device=q.device)
+            starts = placed(q, seq_info.cu_seqlens_q)
             document = torch.searchsorted(starts[1:-1].contiguous(), positions, right=True)  # [tokens]
             positions = positions - starts[document]
     return positions.expand(q.shape[:2])
@@ -234,10 +235,10 @@ def token_positions(positions: Tensor | None, seq_info: SeqInfo | None, q: Tenso
 
 def token_places(step: Step, x: Tensor) -> Tensor:
     """int ``[tokens]``: the place of each new token ``x [tokens, features]`` of a step in its own sequence."""
-    lengths = torch.as_tensor(step.seq_lens, device=x.device)
+    lengths = placed(x, step.seq_lens)
     if step.cu_seqlens_q is None:
         return lengths - 1
-    ends = torch.as_tensor(step.cu_seqlens_q, device=x.device)[1:]
+    ends = placed(x, step.cu_seqlens_q)[1:]
     token = torch.arange(x.shape[0], dtype=ends.dtype, device=x.device)
     of = torch.searchsorted(ends, token, right=True).clamp(max=len(ends) - 1)
     return lengths[of] - (ends[of] - token)

@@ -11,7 +11,7 @@ import torch
 from attn_core import trailing_tokens
 from attn_core.backends import Inputs
 from attn_core.seq_info import SeqInfo, check_cu_seqlens
-from torch_frontend import plan
+from torch_frontend import plain, plan
 
 Tensor = torch.Tensor
 Longest = tuple[Any, Any]
@@ -22,7 +22,10 @@ def given(info: SeqInfo, inputs: Inputs) -> tuple[Inputs, Longest]:
     """Inputs with the offsets as the caller wrote them, and the longest documents: for a call that an op completes."""
     queries, keys = info.cu_seqlens_q, info.cu_seqlens_k
     if isinstance(queries, np.ndarray) and isinstance(keys, np.ndarray):
-        queries, keys = (torch.from_numpy(offsets).to(inputs.q.device) for offsets in (queries, keys))
+        if plain.is_watched(inputs.q) and not torch.compiler.is_compiling():
+            check_cu_seqlens(queries, info.max_len_q, side="q", tokens=inputs.q.shape[-3])
+            check_cu_seqlens(keys, info.max_len_k, side="k", tokens=inputs.k.shape[-3])
+        queries, keys = (plain.placed(inputs.q, offsets) for offsets in (queries, keys))
     for side, offsets in (("q", queries), ("k", keys)):
         plan.check_tensor(f"seq_info.cu_seqlens_{side}", offsets)
     return inputs._replace(cu_seqlens_q=queries, cu_seqlens_k=keys), (info.max_len_q, info.max_len_k)

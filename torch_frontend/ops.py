@@ -27,7 +27,7 @@ _SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? rng, bool causal, str alignment, SymInt? window_left, "
     "SymInt? window_right, float? softcap, float? scale, SymInt? max_len_q, SymInt? max_len_k, float dropout, "
-    "bool deterministic, bool return_lse, bool needs_backward, bool bias_gradient, str[]? backend"
+    "bool deterministic, bool return_lse, bool needs_backward, bool bias_gradient, str? backend"
 )
 TENSORS = 10
 """How many tensors the schema has: the first fields of ``Inputs``."""
@@ -52,7 +52,13 @@ class PlainOptions(NamedTuple):
     return_lse: bool
     needs_backward: bool
     bias_gradient: bool
-    backend: list[str] | None
+    backend: str | None
+    """Names in order of preference, as ``joined`` puts them: torch.jit has no lists of them."""
+
+
+def joined(names: tuple[str, ...] | None) -> str | None:
+    """Names of backends as an op takes them."""
+    return None if names is None else "\n".join(names)
 
 
 def from_call(call: Sequence[Any]) -> tuple[Inputs, PlainOptions]:
@@ -83,7 +89,7 @@ def _op_plan(inputs: Inputs, plain: PlainOptions, chosen: Tensor | None = None) 
         deterministic=plain.deterministic,
         return_lse=plain.return_lse,
     )
-    requested = tuple(plain.backend) if plain.backend else override.requested()
+    requested = tuple(plain.backend.split("\n")) if plain.backend else override.requested()
     if requested and requested[0] == ASKED:
         requested = override.requested() or requested[1:]
     if chosen is not None:
@@ -194,7 +200,7 @@ def mapped_gradients(
         spec.return_lse,
         spec.needs_backward,
         spec.bias_gradient,
-        [made.backend],
+        made.backend,
     )
     chosen = torch.tensor(NAMES.index(made.backend), device="cpu")
     found = torch.ops.attn.backward(dout, dlse, out, lse, chosen, *inputs[:TENSORS], *plain)

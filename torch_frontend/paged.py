@@ -10,8 +10,11 @@ from attn_core import override
 from attn_core.options import requested_names
 from attn_core.selection import Selection, explain
 from torch_frontend import paged_ops  # noqa: F401  registers what compilers see
-from torch_frontend.paged_append import append
-from torch_frontend.paged_plan import gathered, metadata, options_of, question, run
+from torch_frontend.ops import joined
+from torch_frontend.paged_append import append, check_appended
+from torch_frontend.paged_plan import checked_beside, gathered, metadata, options_of, question, run, tables_beside
+from torch_frontend.plain import is_watched
+from torch_frontend.plan import check_tensor
 
 Tensor = torch.Tensor
 
@@ -62,13 +65,14 @@ def paged_attention(
         NoBackendError: when no backend, or not the one asked for, can run it; the message has every reason.
     """
     options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_watched(q):
+        tables = block_table, seq_lens, cu_seqlens_q
+        if not torch.compiler.is_compiling():
+            tables = checked_beside(q, k_pages, v_pages, tables, sinks, options)
         left, right = options.window  # type: ignore[misc]
-        names = requested_names(backend)
-        names_given = None if names is None else list(names)
         out, lse = torch.ops.attn.paged_forward(
-            *(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, max_len_q, causal, left, right),
-            *(softcap, scale, deterministic, return_lse, names_given),
+            *(q, k_pages, v_pages, *tables, sinks, max_len_q, causal, left, right),
+            *(softcap, scale, deterministic, return_lse, joined(requested_names(backend))),
         )
         return (out, lse) if return_lse else out
     inputs = gathered(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, max_len_q)
@@ -126,6 +130,11 @@ def append_kv(
     """
     if torch.compiler.is_compiling():
         torch.ops.attn.append_kv(k_pages, v_pages, k, v, block_table, seq_lens, cu_seqlens_q)
+    elif is_watched(k):
+        check_tensor("k", k)
+        tables = tables_beside(k, block_table, seq_lens, cu_seqlens_q)
+        check_appended(k_pages, v_pages, k, v, *tables)
+        torch.ops.attn.append_kv(k_pages, v_pages, k, v, *tables)
     else:
         append(k_pages, v_pages, k, v, block_table, seq_lens, cu_seqlens_q)
     return k_pages, v_pages

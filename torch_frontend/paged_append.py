@@ -15,15 +15,10 @@ from torch_frontend.paged_plan import check_no_gradient, check_values, tables_of
 
 
 def append(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, cu_seqlens_q: Any) -> None:
-    named = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v}
-    for name, tensor in named.items():
+    for name, tensor in (("k_pages", k_pages), ("k", k)):
         plan.check_tensor(name, tensor)
-        check_no_gradient(name, tensor)
     block_table, seq_lens, cu = tables_of(k, k_pages, None, block_table, seq_lens, cu_seqlens_q)
-    named |= {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu}
-    call.check_append(
-        {name: None if t is None else plan.facts(t.shape, t.dtype, t.device) for name, t in named.items()}
-    )
+    check_appended(k_pages, v_pages, k, v, block_table, seq_lens, cu)
     if k.shape[0] == 0:
         return
     with torch.no_grad():
@@ -31,6 +26,19 @@ def append(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_len
             _on_host(k_pages, v_pages, k, v, block_table, seq_lens, cu)
         else:
             plan.on_device(on_gpu, k.device)(k_pages, v_pages, k, v, block_table, seq_lens, cu)
+
+
+def check_appended(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, cu: Any) -> None:
+    """Raises what is wrong with the arguments of an append, apart from values."""
+    named = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v}
+    for name, tensor in named.items():
+        plan.check_tensor(name, tensor)
+        check_no_gradient(name, tensor)
+    named |= {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu}
+    if all(t is None or all(type(size) is int for size in t.shape) for t in named.values()):
+        call.check_append(
+            {name: None if t is None else plan.facts(t.shape, t.dtype, t.device) for name, t in named.items()}
+        )
 
 
 def _on_host(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, cu: Any) -> None:

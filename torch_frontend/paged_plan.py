@@ -16,7 +16,7 @@ from attn_core.paged import call
 from attn_core.paged.kv import PagedKV, check_offsets, check_tables
 from attn_core.selection import Target, select
 from attn_core.spec import AttentionSpec
-from torch_frontend import offsets, plan
+from torch_frontend import offsets, plain, plan
 
 Tensor = torch.Tensor
 Metadata = tuple[torch.Size, torch.dtype, torch.device]
@@ -107,6 +107,29 @@ def tables_of(q: Tensor, k_pages: Tensor, max_len_q: int | None, *tables: Any) -
     if cu is not None and cu.is_cuda and cu.dtype == torch.int32 and cu.dim() == 1 and q.dim() == 3:
         cu = offsets.within(cu, q.shape[0])
     return block_table, seq_lens, cu
+
+
+def tables_beside(q: Tensor, *tables: Any) -> tuple[Any, Any, Any]:
+    """The tables of a call that somebody looks at, as ops take them beside q."""
+    for name, table in zip(("block_table", "seq_lens", "cu_seqlens_q"), tables, strict=True):
+        if not isinstance(table, np.ndarray) and (table is not None or name != "cu_seqlens_q"):
+            plan.check_tensor(name, table)
+    return tuple(plain.placed(q, t) if isinstance(t, np.ndarray) else t for t in tables)  # type: ignore[return-value]
+
+
+def checked_beside(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: tuple[Any, ...], sinks: Tensor | None, options: Options
+) -> tuple[Any, Any, Any]:
+    """``tables_beside`` of a call whose other arguments are checked, as far as sizes that are no symbols say."""
+    for name, tensor in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages), ("sinks", sinks)):
+        if tensor is not None or name != "sinks":
+            plan.check_tensor(name, tensor)
+            check_no_gradient(name, tensor)  # type: ignore[arg-type]
+    made = tables_beside(q, *tables)
+    found = metadata(PagedInputs(q, k_pages, v_pages, *made, sinks=sinks))
+    if all(type(size) is int for entry in found if entry for size in entry[0]):
+        call.build_spec(call.PagedArrays(*(entry and plan.facts(*entry) for entry in found)), options)  # type: ignore[arg-type]
+    return made
 
 
 def check_values(max_len_q: int | None, tokens: int, pages: Tensor, block_table: Any, seq_lens: Any, cu: Any) -> None:

@@ -10,6 +10,7 @@ import threading
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as functional
 from torch._subclasses.fake_tensor import FakeTensor
@@ -38,13 +39,42 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested
 
 
+def is_watched(q: Any) -> bool:
+    """Whether somebody looks on for whom a call is to be one op: a dispatch mode, or a trace, with numbers or none."""
+    without_numbers = type(q) is FakeTensor or (isinstance(q, Tensor) and q.is_meta)
+    return without_numbers or are_modes_active() > 0 or are_jit_traces_active() is not None
+
+
+are_modes_active = torch._C._len_torch_dispatch_stack
+are_jit_traces_active = torch._C._get_tracing_state
+
+
+def beside(q: Tensor, made: Tensor) -> Tensor:
+    """A tensor of our own as ops take it beside q: a fake one beside a fake one."""
+    fake = type(q) is FakeTensor and type(made) is not FakeTensor
+    return q.fake_mode.from_tensor(made, static_shapes=True) if fake else made  # type: ignore[attr-defined, no-any-return]
+
+
+def constant(q: Tensor, array: np.ndarray) -> Tensor:
+    """A host array as a tensor on the CPU that ops take beside q; whoever traces the call keeps its values."""
+    made = torch.from_numpy(array)
+    return beside(q, torch.ops.aten.lift_fresh_copy(made) if are_modes_active() else made)
+
+
+def placed(q: Tensor, array: Any) -> Tensor:
+    """An array of offsets as a tensor on the device of q."""
+    if isinstance(array, np.ndarray) and not torch.compiler.is_compiling() and is_watched(q):
+        return constant(q, array).to(q.device)
+    return torch.as_tensor(array, device=q.device)
+
+
 def check(name: str, tensor: Tensor) -> None:
     """Raises SpecError unless the tensor is plain data."""
     kind = type(tensor)
     if kind not in PLAIN:
         told = f"{kind.__module__}.{kind.__qualname__}"
         remedy = {
-            _CAUSAL_BIAS: "say causal=True, alignment='top_left' for its upper left, 'bottom_right' for its lower right",
+            _CAUSAL_BIAS: "say causal=True, alignment='top_left' for upper left, 'bottom_right' for lower right",
             "torch.distributed.tensor.DTensor": "pass its to_local(), if that is a whole call of its own",
             "torch.nested._internal.nested_tensor.NestedTensor": "pass its values() with seq_info=",
         }.get(told, "pass a plain tensor, for what the subclass means by its numbers is not known here")

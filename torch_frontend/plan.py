@@ -57,6 +57,8 @@ def dense_plan(
 
     A window among them is plain (``is_plain_window``): the key knows the types of options, not those inside a pair.
     """
+    if q_device.type == "meta" or plain.are_jit_traces_active() is not None:
+        raise TypeError("no call of a kernel")  # shapes are tensors in a trace, so that no plan from outside is found
     qkv = ((q_shape, q_dtype, q_device), (k_shape, k_dtype, k_device), (v_shape, v_dtype, v_device))
     # Checked here, where the types are part of the key: for ``plan`` causal=1 and causal=True are one question.
     asked = checked(Options(**dict(zip(PLAIN_CALL, options, strict=True))))
@@ -126,6 +128,21 @@ def question(
     spec = build_spec(arrays, options, needs_backward=needs_backward, bias_gradient=bias_gradient)
     device = metadata[0][2] if metadata[0] else torch.device("cpu")
     return spec, Target.here("torch", device_name(device)), requested_names(requested)
+
+
+def check(inputs: Inputs, options: Options) -> None:
+    """Raises what is wrong with a call that an op stands for, where sizes are no symbols; the op itself sees the rest.
+
+    The longest documents are left to it: it completes the offsets first.
+    """
+    if torch.compiler.is_compiling():
+        return
+    entries = metadata(inputs)
+    if all(type(size) is int for entry in entries if entry for size in entry[0]):
+        arrays = Arrays(*(entry and facts(*entry) for entry in entries))  # type: ignore[arg-type]
+        if arrays.cu_seqlens_q is not None and len(arrays.q.shape) > 2 and len(arrays.k.shape) > 2:
+            options = options._replace(max_len_q=arrays.q.shape[-3], max_len_k=arrays.k.shape[-3])
+        build_spec(arrays, options)
 
 
 def metadata(inputs: Inputs) -> tuple[Metadata | None, ...]:

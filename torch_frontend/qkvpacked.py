@@ -13,6 +13,7 @@ from attn_core.options import Options, requested_names
 from torch_frontend import autocast, autograd, plan, transforms
 from torch_frontend.attention import Window, attend, check_offsets, gathered
 from torch_frontend.once import once_differentiable
+from torch_frontend.plain import is_watched
 
 Tensor = torch.Tensor
 
@@ -50,7 +51,7 @@ def attention_qkvpacked(
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     (qkv,) = autocast.in_autocast(qkv)
     learns = torch.is_grad_enabled() and qkv.requires_grad
-    if not learns or torch.compiler.is_compiling() or transforms.at_work():
+    if not learns or torch.compiler.is_compiling() or transforms.at_work() or is_watched(qkv):
         tensors = (*qkv.unbind(-3), mask, bias, alibi_slopes, sinks)
         return attend(*gathered(tensors, seq_info, options, dropout_rng), backend)
     tensors = (*qkv.detach().unbind(-3), mask, bias, alibi_slopes, sinks)

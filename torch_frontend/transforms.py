@@ -15,6 +15,7 @@ from attn_core.backends import Inputs
 from attn_core.torch_autograd import refuse_second_derivative
 from torch_frontend import folding, ops
 from torch_frontend.ops import PlainOptions, from_call
+from torch_frontend.plain import is_watched
 
 Tensor = torch.Tensor
 are_active = torch._C._are_functorch_transforms_active
@@ -24,6 +25,11 @@ are_active = torch._C._are_functorch_transforms_active
 def at_work() -> bool:
     """Whether a transform of torch.func, or forward-mode differentiation, sees this call."""
     return are_active() or forward_ad._current_level >= 0
+
+
+def is_one_op(q: Tensor) -> bool:
+    """Whether a compiler, a transform, a mode or a trace sees a call on q, for whom the call is one op."""
+    return torch.compiler.is_compiling() or at_work() or is_watched(q)
 
 
 def traced(inputs: Inputs, plain: PlainOptions) -> tuple[Tensor, Tensor]:

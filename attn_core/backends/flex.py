@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 from attn_core import flex_functions
@@ -90,6 +90,7 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast("cpu", enabled=False))  # flex_attention would cast q, k, v to its dtype
+        stack.enter_context(_vmap_allowed())
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
         out = inputs.q.new_zeros((spec.batch, spec.q_len, spec.num_heads, spec.value_dim))
@@ -104,6 +105,20 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
     """None: FlexAttention has no gradient on the CPU, and BACKWARD says so."""
     raise NotImplementedError("backward: FlexAttention on CPU has no gradient")
+
+
+def _vmap_allowed() -> AbstractContextManager[Any]:
+    """A block in which ``vmap`` works, of which flex_attention is made, though a dispatch mode (a counter of flops, a
+    tracer) looked at the call: torch leaves vmap's dispatch keys out of what such a mode runs."""
+    import torch
+
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return nullcontext()
+    for name in ("Batched", "VmapMode", "GradWrapper", "DynamicLayerFrontMode", "DynamicLayerBackMode"):
+        exclude = exclude.remove(getattr(torch._C.DispatchKey, f"FuncTorch{name}"))
+    guard: AbstractContextManager[Any] = torch._C._ForceDispatchKeyGuard(include, exclude)
+    return guard
 
 
 class _Piece(NamedTuple):
