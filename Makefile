@@ -18,13 +18,14 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: help venv demo demo-short serve-demo test lint format docs support clean
+.PHONY: help venv demo demo-short serve-demo test test-avx2 lint format docs support clean
 
 help:
 	@echo "make demo        SmolLM2-135M answers packed prompts through torch and through JAX, and the two are compared"
 	@echo "make demo-short  the same with fewer prompts and tokens"
 	@echo "make serve-demo  SmolLM2-135M answers many prompts at once from one pool of pages"
 	@echo "make test        the tests (PYTEST_ARGS='-k mask -x' passes on)"
+	@echo "make test-avx2   the tests of numbers again, as on a CPU without AVX-512"
 	@echo "make lint        ruff and mypy"
 	@echo "make format      ruff's fixes and formatting"
 	@echo "make docs        the documentation, into site/"
@@ -58,6 +59,14 @@ serve-demo: $(STAMP)
 # As many processes as there are cores, one thread each: threads of several processes would get in each other's way.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
+
+# Kernels and XLA round otherwise on another CPU: what compares numbers must hold there, too.
+NUMERIC := $(addprefix tests/test_,bit_equality.py conformance.py equinox.py jax_transformations.py \
+	sdpa_flash_cpu.py torch_entry_points.py)
+
+test-avx2: $(STAMP)
+	ATEN_CPU_CAPABILITY=avx2 XLA_FLAGS=--xla_cpu_max_isa=AVX2 OMP_NUM_THREADS=1 \
+		$(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal $(NUMERIC) $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .

@@ -4,7 +4,7 @@
 other ones each time. Neither has a deadline: a first call may compile.
 
 On a machine without a GPU JAX compiles the quick way (``xla_compiler``), the programs by which claims are judged apart
-(``both_frontends``, ``paged_cases``). Where XLA_FLAGS is set, it is left as it is.
+(``both_frontends``, ``paged_cases``). A flag that XLA_FLAGS says already stays as it is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ settings.register_profile(
 settings.load_profile("ci")
 
 if not Path("/dev/nvidiactl").exists():  # before JAX starts, in this process and in those that tests start
-    os.environ.setdefault("XLA_FLAGS", xla_compiler.QUICK_FLAGS)
+    os.environ["XLA_FLAGS"] = xla_compiler.flags()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)], scope="module")

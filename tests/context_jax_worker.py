@@ -731,7 +731,8 @@ def test_layers_under_scan_and_remat():
     found = jax.jit(partial(trained, spread_call))(split(arrays["q"]), split(arrays["dout"]))
     for at, (one, other) in enumerate(zip(found, right, strict=True)):
         one = one if at == 2 else unshard_sequence(one, case.mesh, length=23)
-        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=NEAR, atol=NEAR)
+        size = np.abs(other).max()  # sums of large terms of both signs: a small element may lose as much as a large one
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=NEAR, atol=NEAR * size)
 
 
 # Shards.

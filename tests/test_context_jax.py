@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import xla_compiler
 
 from attn_core import Target
 
@@ -15,12 +16,12 @@ pytest.importorskip("flax")
 
 PATHS = {"PYTHONPATH": ":".join(path for path in sys.path if path)}
 ON_CPU = {**PATHS, "PATH": "", "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1", "OMP_NUM_THREADS": "1"}
+ON_CPU |= xla_compiler.cpu()
 
 
 @pytest.mark.timeout(1800)
 def test_on_four_devices():
-    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
-    env = {**ON_CPU, "XLA_FLAGS": flags}
+    env = {**ON_CPU, "XLA_FLAGS": xla_compiler.flags("--xla_force_host_platform_device_count=4")}
     checks = Path(__file__).with_name("context_jax_worker.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=8", str(checks)]
     found = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
@@ -49,7 +50,7 @@ def in_processes(folder, count, device, backend, **environment):
 
 @pytest.mark.timeout(500)
 def test_two_processes_share_a_row(tmp_path):
-    codes, said = in_processes(tmp_path, 2, "cpu", "math", **ON_CPU, XLA_FLAGS="--xla_backend_optimization_level=0")
+    codes, said = in_processes(tmp_path, 2, "cpu", "math", **ON_CPU, XLA_FLAGS=xla_compiler.flags())
     assert codes == [0, 0], "\n".join(text[-3000:] for text in said)
 
 

@@ -148,7 +148,8 @@ def test_dropped_weights_depend_on_the_key_of_each_row_and_keep_the_mean():
     value = jnp.ones((64, HEADS * 4))
     keys = jax.random.split(jax.random.key(0), 3)
     out = jax.vmap(lambda key: attend(layer, query, key_, value, key=key))(keys)
-    np.testing.assert_array_equal(out[1], attend(layer, query, key_, value, key=keys[1]))
+    # A weight dropped or kept adds about 1 / 64; a program of three rows and one of one row may round otherwise.
+    np.testing.assert_allclose(out[1], attend(layer, query, key_, value, key=keys[1]), **TOLERANCE)
     assert not np.allclose(out[0], out[1], atol=1e-3)
     assert float(out.mean()) == pytest.approx(1.0, abs=0.02)
 

@@ -16,7 +16,8 @@ def test_on_four_devices():
     paths = ":".join(path for path in sys.path if path)
     env = {
         **{"PATH": "", "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"},
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {xla_compiler.QUICK_FLAGS}",
+        **xla_compiler.cpu(),
+        "XLA_FLAGS": xla_compiler.flags("--xla_force_host_platform_device_count=4"),
     }
     checks = Path(__file__).with_name("four_devices.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(checks)]

@@ -28,6 +28,21 @@ QUICK_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in _QUIC
 """For the environment variable XLA_FLAGS, which is read when JAX starts."""
 
 
+def flags(*own: str) -> str:
+    """XLA_FLAGS of a process of the tests: QUICK_FLAGS, and over them what the environment says and ``own``.
+
+    So a run that is asked for another CPU (``--xla_cpu_max_isa=AVX2``) has it in the processes that tests start, too.
+    """
+    given = {flag.split("=")[0]: flag for flag in (*QUICK_FLAGS.split(), *os.environ.get("XLA_FLAGS", "").split(), *own)}
+    return " ".join(given.values())
+
+
 def as_users_have_it() -> dict[str, bool | int | str] | None:
     """``compiler_options`` of ``jax.jit`` that undo QUICK_FLAGS: for programs whose numbers are judged."""
-    return _USUAL if QUICK_FLAGS in os.environ.get("XLA_FLAGS", "") else None
+    quick = set(QUICK_FLAGS.split()) <= set(os.environ.get("XLA_FLAGS", "").split())
+    return _USUAL if quick else None
+
+
+def cpu() -> dict[str, str]:
+    """What the environment says of the CPU that torch's kernels are to run as, for a process that tests start."""
+    return {name: os.environ[name] for name in ("ATEN_CPU_CAPABILITY",) if name in os.environ}
