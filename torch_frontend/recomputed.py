@@ -23,10 +23,10 @@ Tensor = torch.Tensor
 def attention_of_layer(q: Tensor, k: Tensor, v: Tensor, *, trains: bool, **options: Any) -> Any:
     """``attention`` with the same arguments, on a kernel that can be trained wherever the layer ``trains``.
 
-    Where no backend asked for has a backward, and no gradient is wanted, on one that has none. Under compilers and
+    Where no backend asked for has a backward, and no gradient is wanted, on one that has none. Under compilers, modes and
     transforms the tensors decide, as they do in ``attention``.
     """
-    if not trains or torch.compiler.is_compiling() or transforms.at_work():
+    if not trains or transforms.is_one_op(q):
         return attention(q, k, v, **options)
     learned = (q, k, v, options.get("bias"), options.get("sinks"))
     if torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in learned):
