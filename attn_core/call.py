@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
 from attn_core.options import Options, flag, normalise_window, number
+from attn_core.seq_info import is_number
 from attn_core.spec import DTYPES, AttentionSpec, Shape4
 
 
@@ -154,6 +155,11 @@ def _rows(arrays: Arrays, packed: bool) -> list[tuple[int, ...]]:
 
 def _check_qkv(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
     for name, shape in (("q", q), ("k", k), ("v", v)):
+        if not (is_number(shape[2]) and is_number(shape[3])):
+            raise ShapeError(
+                f"{name}: expected heads and channels that are numbers, got shape {_spoken(shape)}; only the batch, "
+                "lengths and the number of documents may be symbolic"
+            )
         if shape[2] < 1 or shape[3] < 1:
             raise ShapeError(f"{name}: expected at least one head and one channel, got shape {list(shape)}")
     for name, shape in (("k", k), ("v", v)):
@@ -168,12 +174,16 @@ def _check_qkv(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> No
             raise ShapeError(f"v: expected the {what} of k ({k[axis]}), got {v[axis]}; k and v are one set of keys")
 
 
+def _spoken(shape: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
 def _documents(arrays: Arrays, options: Options) -> int | None:
     if arrays.cu_seqlens_q is None or arrays.cu_seqlens_k is None:
         return None
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         shape = getattr(arrays, name).shape
-        if len(shape) != 1 or shape[0] < 2:
+        if len(shape) != 1 or (is_number(shape[0]) and shape[0] < 2):
             raise ShapeError(
                 f"seq_info.{name}: expected shape [documents + 1] with at least one document, got {list(shape)}"
             )
@@ -185,7 +195,8 @@ def _documents(arrays: Arrays, options: Options) -> int | None:
         )
     for side, facts in (("q", arrays.q), ("k", arrays.k)):
         tokens, longest = facts.shape[-3], getattr(options, f"max_len_{side}")
-        if longest is not None and tokens > count_q * longest:  # known without reading the offsets
+        sizes_known = is_number(tokens) and is_number(count_q)
+        if longest is not None and sizes_known and tokens > count_q * longest:  # known without reading the offsets
             raise SpecError(
                 f"seq_info.max_len_{side}={longest}: expected at least the longest document, and a document for every "
                 f"token; {count_q} of at most {longest} tokens cannot hold the {tokens} of {side}"

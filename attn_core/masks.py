@@ -8,6 +8,9 @@ import numpy as np
 
 from attn_core.spec import AttentionSpec
 
+UNKNOWN_REACH = 2**30
+"""A distance beyond every row whose length is symbolic; int32 holds its sum with a place of such a row."""
+
 
 class Band(NamedTuple):
     """Causal and window as one thing: key ``j`` is visible to query ``i`` iff ``-left <= j - (i + offset) <= right``.
@@ -54,7 +57,7 @@ def band(spec: AttentionSpec, q_len: int | None = None, kv_len: int | None = Non
         right = 0 if right is None else min(right, 0)
     queries = spec.q_len if q_len is None else q_len
     keys = spec.kv_len if kv_len is None else kv_len
-    reach = spec.q_len + spec.kv_len  # as good as any longer distance, and any integer type holds it
+    reach = UNKNOWN_REACH if spec.symbolic else spec.q_len + spec.kv_len  # as good as any longer distance
     left, right = (None if distance is None else min(distance, reach) for distance in (left, right))
     return Band(left, right, keys - queries if spec.alignment == "bottom_right" else 0)
 

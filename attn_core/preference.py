@@ -83,6 +83,8 @@ class Case(NamedTuple):
 def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
     """The candidates for automatic choice, best first. Pure: the measurements are part of the package."""
     where = (framework, backends.kind_of(device))
+    if spec.symbolic:  # of no size that was measured
+        return (backends.PREFERENCE if spec.paged is None else backends.PAGED_PREFERENCE).get(where, ())
     if spec.paged is not None:
         return _paged_order(spec, backends.PAGED_PREFERENCE.get(where, ()))
     usual = backends.PREFERENCE.get(where, ())

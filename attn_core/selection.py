@@ -172,6 +172,8 @@ def refusals(name: str, spec: AttentionSpec, target: Target) -> Reasons:
     claims, gradient_claims = target.claims(name)
     forward = unmet(claims, spec, target.device)
     reasons += forward
+    if spec.symbolic and not claims.symbolic:
+        return tuple(reasons)  # the rest compares sizes
     reasons += backend.refuses(spec, target.device, dict(target.builds).get(name))
     if spec.needs_backward:
         reasons += _backward_refusals(claims, gradient_claims, spec, target, forward)

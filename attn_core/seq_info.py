@@ -153,6 +153,11 @@ def is_host_int(value: Any) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, bool) and not hasattr(value, "shape")
 
 
+def is_number(size: Any) -> bool:
+    """Whether a size is known. To compare a symbolic one with a number may be an error of the framework it is from."""
+    return isinstance(size, (int, np.integer))
+
+
 def check_cu_seqlens(cu_seqlens: np.ndarray, max_len: int, *, side: str, tokens: int | None = None) -> None:
     """Checks offsets whose values are on the host, against the token count when it is known.
 

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.paged.kv import PagedKV
+from attn_core.seq_info import is_number
 
 Alignment = Literal["bottom_right", "top_left"]
 Shape4 = tuple[int, int, int, int]
@@ -104,6 +105,11 @@ class AttentionSpec:
         return self.documents is not None
 
     @property
+    def symbolic(self) -> bool:
+        """Whether a size is no number yet: a dimension that ``jax.export`` leaves open."""
+        return not all(map(is_number, (self.batch, self.q_len, self.kv_len, self.documents or 0)))
+
+    @property
     def group_size(self) -> int:
         """Query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
@@ -173,7 +179,7 @@ _SPOKEN_ELSEWHERE = (
 
 def _check_shapes(spec: AttentionSpec) -> None:
     for name in ("batch", "q_len", "kv_len"):
-        if getattr(spec, name) < 0:
+        if is_number(getattr(spec, name)) and getattr(spec, name) < 0:
             raise ShapeError(f"{name}={getattr(spec, name)}: expected a length of 0 or more")
     for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim"):
         if getattr(spec, name) < 1:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from attn_core.masks import band
+from attn_core.seq_info import is_number
 from attn_core.spec import AttentionSpec
 
 
@@ -29,6 +30,7 @@ class Support:
         partial: it can attend to a part of each row's keys: it returns the log-sum-exp, and its backward computes with
             the output and the log-sum-exp that it is given, those of whole rows.
         portable_dropout: it drops just the weights that ``attn_core.dropout`` names, not those of its own generator.
+        symbolic: it takes a batch, lengths and a number of documents that ``jax.export`` leaves open.
         approximate: its numbers are not right to the precision of its dtypes (quantised inputs, say), so that it runs
             only when it is asked for by name.
     """
@@ -58,6 +60,7 @@ class Support:
     approximate: bool = False
     paged: bool = False
     partial: bool = False
+    symbolic: bool = False
 
     def runs_on(self, device: str) -> bool:
         """Whether the claim covers a device such as ``"cpu"`` or ``"sm90"``."""
@@ -181,12 +184,29 @@ def _return_lse(support: Support, spec: AttentionSpec) -> str | None:
     return None
 
 
+def _size(name: str) -> Check:
+    def check(support: Support, spec: AttentionSpec) -> str | None:
+        size = getattr(spec, name)
+        if size is None or is_number(size) or support.symbolic:
+            return None
+        return f"{name}={size}: {support.kernel} needs a number, this one is symbolic"
+
+    return check
+
+
+def _documents(support: Support, spec: AttentionSpec) -> str | None:
+    if spec.packed and not support.packed:
+        return f"seq_info with {spec.documents} packed documents: {support.kernel} has none"
+    return _size("documents")(support, spec)
+
+
 def _page_size(spec: AttentionSpec) -> int:
     return spec.paged.page_size if spec.paged else 0
 
 
 CHECKS: dict[str, Check] = {
-    **dict.fromkeys(("batch", "q_len", "kv_len", "num_heads", "scale", "max_len_q", "max_len_k"), _nothing),
+    **{name: _size(name) for name in ("batch", "q_len", "kv_len")},
+    **dict.fromkeys(("num_heads", "scale", "max_len_q", "max_len_k"), _nothing),
     **dict.fromkeys(("needs_backward", "bias_dtype"), _nothing),  # backends have rules of their own about them
     "dtype": _dtype,
     "head_dim": _head_dim,
@@ -202,7 +222,7 @@ CHECKS: dict[str, Check] = {
     "bias_gradient": _flag("bias_gradient", lambda s: s.bias_gradient, lambda s: "gradient of the bias"),
     "alibi_shape": _flag("alibi", lambda s: s.alibi_shape, lambda s: "alibi_slopes"),
     "sinks": _flag("sinks", lambda s: s.sinks, lambda s: "sinks"),
-    "documents": _flag("packed", lambda s: s.packed, lambda s: f"seq_info with {s.documents} packed documents"),
+    "documents": _documents,
     "dropout": _flag("dropout", lambda s: s.dropout, lambda s: f"dropout={s.dropout}"),
     "deterministic": _flag("deterministic", lambda s: s.deterministic, lambda s: "deterministic=True"),
     "partial": _flag("partial", lambda s: s.partial, lambda s: "a part of each row's keys"),

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from attn_core.backends import Inputs
 from attn_core.masks import band
+from attn_core.seq_info import is_number
 from attn_core.spec import AttentionSpec
 from attn_core.xla_documents import ended
 
@@ -70,9 +71,9 @@ class Summand(NamedTuple):
 
 
 def block_sizes(spec: AttentionSpec, largest: Blocks) -> Blocks:
-    """The fewest blocks none of which is larger, all of nearly one size."""
+    """The fewest blocks none of which is larger, all of nearly one size; one block of a length that is symbolic."""
     lengths = ((spec.q_len, largest.queries), (spec.kv_len, largest.keys))
-    return Blocks(*(-(-length // -(-length // limit)) for length, limit in lengths))
+    return Blocks(*(-(-length // -(-length // limit)) if is_number(length) else length for length, limit in lengths))
 
 
 def rows_of(spec: AttentionSpec, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None) -> Rows:
@@ -88,9 +89,8 @@ def rows_of(spec: AttentionSpec, cu_seqlens_q: Any = None, cu_seqlens_k: Any = N
     offset = (k_stop - k_start) - (q_stop - q_start) if spec.alignment == "bottom_right" else 0
     diagonal = query - q_start + offset + k_start
     left, right, _ = band(spec)
-    reach = spec.q_len + spec.kv_len  # as good as any longer distance, and int32 holds it
-    first = k_start if left is None else jnp.maximum(k_start, diagonal - min(left, reach))
-    stop = k_stop if right is None else jnp.minimum(k_stop, diagonal + min(right, reach) + 1)
+    first = k_start if left is None else jnp.maximum(k_start, diagonal - left)
+    stop = k_stop if right is None else jnp.minimum(k_stop, diagonal + right + 1)
     return Rows(first, stop, diagonal)
 
 
@@ -237,5 +237,5 @@ def tokens_first(spec: AttentionSpec, array: Any) -> Any:
 def add_to_bias(total: Any, dlogits: Any, tile: Tile) -> Any:
     """Sums over the axes along which the bias was broadcast, and adds where the tile lies in the others."""
     axes = tuple(axis for axis, size in enumerate(total.shape) if size == 1)
-    starts = {axis: start for axis, start in ((3, tile.query), (4, tile.key)) if total.shape[axis] > 1}
+    starts = {axis: start for axis, start in ((3, tile.query), (4, tile.key)) if total.shape[axis] != 1}
     return add_at(total, dlogits.sum(axes, keepdims=True), starts)

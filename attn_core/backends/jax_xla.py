@@ -48,6 +48,7 @@ FORWARD = Support(
     partial=True,
     lse_gradient=True,
     paged=True,
+    symbolic=True,
 )
 BACKWARD = replace(FORWARD, paged=False)
 
@@ -122,6 +123,8 @@ def _where_it_runs(blocks: dict[str, Blocks], run: Callable[[Blocks], Any]) -> A
 
 
 def _jax_nn_means_it(spec: AttentionSpec) -> bool:
+    if spec.symbolic:
+        return False
     edge = band(spec)
     aligned = edge.offset == 0 or edge.hides_nothing(spec.q_len, spec.kv_len)
     extras = (spec.softcap, spec.mask_shape, spec.bias_shape, spec.alibi_shape, spec.documents)

@@ -27,6 +27,7 @@ FEATURES = {
     "portable_dropout": "drops the same weights in every backend that says so",
     "approximate": "approximate: by name only",
     "paged": "keys and values in pages",
+    "symbolic": "symbolic sizes (`jax.export`)",
     "partial": "a part of each row's keys (context parallelism)",
 }
 """Every boolean claim of Support and how the table names it."""

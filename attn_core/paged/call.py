@@ -8,7 +8,7 @@ from attn_core.call import ArrayFacts
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
 from attn_core.options import Options, checked, flag, normalise_window, number
 from attn_core.paged.kv import PagedKV, check_table_types
-from attn_core.seq_info import is_host_int
+from attn_core.seq_info import is_host_int, is_number
 from attn_core.spec import DTYPES, AttentionSpec
 
 
@@ -55,6 +55,7 @@ def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
     if arrays.sinks is not None and arrays.sinks.shape != (heads,):
         raise ShapeError(f"sinks: expected one logit per query head, shape [{heads}], got {list(arrays.sinks.shape)}")
     longest = tokens if options.max_len_q is None else options.max_len_q
+    numbers = is_number(tokens) and is_number(batch)
     if arrays.cu_seqlens_q is None:
         if tokens != batch:
             raise ShapeError(
@@ -64,7 +65,7 @@ def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
         if longest < 1 <= tokens:
             raise SpecError(f"max_len_q={longest}: expected 1 or more, each sequence of block_table has one query")
         longest = 1
-    elif tokens > batch * longest:
+    elif numbers and tokens > batch * longest:
         raise SpecError(
             f"max_len_q={longest}: expected at least the longest sequence's queries; {batch} sequences of at most "
             f"{longest} cannot hold the {tokens} of q"
@@ -84,7 +85,7 @@ def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
         scale=number("scale", options.scale),
         sinks=arrays.sinks is not None,
         documents=batch,
-        max_len_q=min(longest, tokens),
+        max_len_q=min(longest, tokens) if numbers else longest,
         max_len_k=paged.capacity,
         deterministic=flag("deterministic", options.deterministic),
         return_lse=flag("return_lse", options.return_lse),

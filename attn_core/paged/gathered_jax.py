@@ -8,6 +8,7 @@ from typing import Any
 from attn_core.backends import Inputs, PagedInputs
 from attn_core.masks import band
 from attn_core.paged.dense import dense_rows
+from attn_core.seq_info import is_number
 from attn_core.spec import AttentionSpec
 
 Forward = Callable[[AttentionSpec, Inputs], tuple[Any, Any]]
@@ -22,7 +23,8 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[Any
 
     paged, batch = spec.paged, spec.documents or 0
     assert paged is not None
-    rows = min(spec.max_len_q or spec.q_len, spec.q_len)
+    rows = spec.max_len_q or spec.q_len
+    rows = min(rows, spec.q_len) if is_number(spec.q_len) else rows
     lengths = jnp.clip(inputs.seq_lens, 0, paged.capacity)
     pages = jnp.clip(inputs.block_table, 0, paged.num_pages - 1)
     key = jnp.arange(paged.capacity, dtype=jnp.int32)
