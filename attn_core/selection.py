@@ -116,7 +116,7 @@ class NoBackendError(NotImplementedError):
         return NoBackendError, (self.selection,)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=64)  # the reasons of a call take 10 KiB; the frontends' plans, which are kept longer, hold none
 def explain(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] | None = None) -> Selection:
     """The Selection of a call, whether or not any backend can run it. Pure: it looks at nothing but its arguments."""
     requested = (backend,) if isinstance(backend, str) else backend

@@ -77,7 +77,8 @@ def context_parallel_attention(
             ranks make different calls.
         NoBackendError: when no backend, or not the one asked for, can run a part of the call.
     """
-    shards, rows = (q, k, v), (q, k, v)
+    shards: Any = (q, k, v)
+    rows: tuple[Tensor, ...] = shards
     try:
         q, k, v = rows = autocast.in_autocast(*local(shards, mesh))
         _check(q, k, v, sinks, {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes}, dropout)
@@ -171,7 +172,7 @@ def question(
 
 
 def _tell_others(error: Exception, rows: tuple[Any, ...], packed: bool, mesh: Any) -> None:
-    """Raises SpecError on every rank where this one alone refuses a call; nothing where the mesh is not one of ranks."""
+    """Raises SpecError on every rank where this one alone refuses a call; does nothing without a mesh of ranks."""
     try:
         names = group_names(mesh)
     except (TypeError, ShapeError):
