@@ -382,6 +382,36 @@ def forward_of(case: Case, **keywords: Any) -> Any:
     return partial(context_parallel_attention, **{**options, **case.options, "backend": "math", **keywords})
 
 
+def test_eager_gradients_on_explicit_axes():
+    """They need ``jax.set_mesh`` where those of JAX do: JAX itself makes the 1 that a gradient begins with."""
+    case = CALLED["ring-zigzag-2"]
+    mesh = jax.make_mesh((2,), (case.axis_name,), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    given = [shards(case, case.arrays())[key] for key in "qkv"]
+    placed = [jax.device_put(array, NamedSharding(mesh, P(None, case.axis_name))) for array in given]
+    call = forward_of(case, mesh=mesh)
+
+    def loss(*qkv):
+        return (call(*qkv) ** 2).sum()
+
+    gradient = jax.grad(loss, argnums=(0, 1, 2))
+    right = jax.jit(gradient)(*placed)
+    out, pull = jax.vjp(call, *placed)  # whose cotangent is the caller's
+    with jax.set_mesh(mesh):
+        inside = gradient(*placed)
+    for found in (inside, pull(2 * out)):
+        for one, other in zip(found, right, strict=True):
+            assert one.sharding.is_equivalent_to(other.sharding, 4)
+            assert np.abs(np.asarray(one) - np.asarray(other)).max() < NEAR
+    try:
+        jax.grad(lambda q: (q * q).sum())(placed[0])
+    except ValueError as error:
+        assert "jax.set_mesh" in str(error)
+        with pytest.raises(ValueError, match=r"jax\.set_mesh"):
+            gradient(*placed)
+    else:
+        gradient(*placed)
+
+
 EQUAL = {
     "ring-alike": Case("ring", (3,), "zigzag", (48, 48)),
     "ring-alike-wide": Case("ring", (4,), "contiguous", (64, 64), dims=(5, 3)),
