@@ -8,6 +8,7 @@ from typing import Any
 
 from attn_core.errors import SpecError
 from attn_core.seq_info import is_host_int
+from attn_core.unsloth_blocks import NAMES
 
 _FLASH = {
     "causal": "causal",
@@ -68,7 +69,7 @@ def stated_in(config: Any, branch: str) -> dict[str, Stated]:
     Raises:
         SpecError: for keys nobody knows, and bags that contradict each other.
     """
-    names = (*dict.fromkeys(_FLASH.values()), "mask", "triangle")
+    names = (*dict.fromkeys(_FLASH.values()), "mask", "triangle", "blocks")
     stated = {name: Stated(name) for name in names}
     own_dropout = _states_dropout(config, branch)
     for bag, spellings in BAGS.items():
@@ -92,8 +93,8 @@ def _states_dropout(config: Any, branch: str) -> bool:
 
 
 def state_mask(stated: dict[str, Stated], value: Any, where: str) -> None:
-    """States a mask, or under "triangle" the type of one that says no more than "causal"."""
-    name = "triangle" if _says_only_causal(value) else "mask"
+    """States a mask, under "triangle" the type of one that says no more than "causal", or under "blocks" xformers'."""
+    name = "triangle" if _says_only_causal(value) else "blocks" if type(value).__name__ in NAMES else "mask"
     stated[name].state(type(value) if name == "triangle" else value, where)
 
 

@@ -6,14 +6,16 @@ the choices. Nothing here is a tensor operation: the frontends turn a ``Meaning`
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from attn_core.errors import ShapeError, SpecError
 from attn_core.options import flag, normalise_window
-from attn_core.seq_info import is_host_int
+from attn_core.seq_info import SeqInfo, is_host_int
 from attn_core.unsloth import FAMILIES, FLASH_DENSE, FLASH_VARLEN, SDPA, AttentionConfig, AttentionContext
 from attn_core.unsloth_bags import BAGS, Stated, bag_of, distances, state_mask, stated_in
+from attn_core.unsloth_blocks import Blocks, blocks
 
 
 class Meaning(NamedTuple):
@@ -21,7 +23,7 @@ class Meaning(NamedTuple):
 
     mask is what the host calls attention_mask, causal_mask, attn_mask or attn_bias, and mask_name where it was given.
     keep: it is the host's 2-D ``attention_mask``, ``[bsz, kv_len]`` of keys, non-zero keeps. Any other mask is complete
-    by itself: ``[q_len, kv_len]``, ``[bsz, q_len, kv_len]`` or four axes.
+    by itself: ``[q_len, kv_len]``, ``[bsz, q_len, kv_len]`` or four axes. documents: those of an xformers mask.
     """
 
     causal: bool
@@ -34,6 +36,7 @@ class Meaning(NamedTuple):
     mask: Any
     mask_name: str
     keep: bool
+    documents: SeqInfo | None
 
 
 def interpret(config: AttentionConfig, context: AttentionContext) -> Meaning:
@@ -111,13 +114,18 @@ def _interpreted(config: AttentionConfig, context: AttentionContext) -> Meaning:
     complete = mask is not None and not keep
     if stated["triangle"].where and stated["causal"].value is not None and not stated["causal"].value:
         stated["causal"].state(True, f"{stated['triangle'].where} is {stated['triangle'].value.__name__}, causal")
+    found = None
+    if stated["blocks"].where:
+        found = blocks(stated["blocks"].value, stated["blocks"].where, context)
+        name = type(stated["blocks"].value).__name__
+        stated["causal"].state(found.causal, f"{stated['blocks'].where} is {name}, causal")
     causal = not complete if stated["causal"].value is None else _flag(stated["causal"])
     return Meaning(
         causal=causal,
         # The host's sliding window is in a complete mask; a bag's own distances still count.
         window=normalise_window(distances(stated["window"]), causal)
         if complete
-        else _window(stated["window"], config, context, causal),
+        else _window(stated["window"], config, _with_window(context, found), causal),
         softcap=stated["softcap"].value or None,
         scale=stated["scale"].value,
         dropout=stated["dropout"].value or 0.0,
@@ -126,7 +134,18 @@ def _interpreted(config: AttentionConfig, context: AttentionContext) -> Meaning:
         mask=mask,
         mask_name=stated["mask"].where,
         keep=keep,
+        documents=None if found is None else found.documents,
     )
+
+
+def _with_window(context: AttentionContext, found: Blocks | None) -> AttentionContext:
+    """The context with the window of an xformers mask, which says itself that the layer slides."""
+    if found is None or found.keys is None:
+        return context
+    keys = context.sliding_window
+    if keys is not None and keys > 0 and keys != found.keys:
+        raise SpecError(f"context.sliding_window={keys} contradicts the mask of xformers, whose window is {found.keys}")
+    return replace(context, sliding_window=found.keys, causal_mask=True)
 
 
 def _flag(stated: Stated) -> bool:

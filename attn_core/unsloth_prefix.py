@@ -75,12 +75,13 @@ def shared_prefixes(meaning: Meaning, context: AttentionContext, read: Callable[
 
 
 def _refuse(meaning: Meaning, context: AttentionContext) -> None:
-    stated = {
-        "context.seq_info": context.seq_info,
-        meaning.mask_name: meaning.mask,
-        "alibi_slopes": meaning.alibi_slopes,
-    }
-    for name, value in stated.items():
+    stated = (
+        ("context.seq_info", context.seq_info),
+        (meaning.mask_name, meaning.mask),
+        ("blocks of an xformers mask", meaning.documents),
+        ("alibi_slopes", meaning.alibi_slopes),
+    )
+    for name, value in stated:
         if value is not None:
             raise SpecError(f"{name}: expected None beside {NAME}, got {type(value).__name__}")
     if meaning.dropout:

@@ -72,7 +72,7 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Arra
             "needs in JAX; call jax_frontend.attention with dropout_rng="
         )
     mask, bias = split_mask(meaning, context)
-    info = SeqInfo.coerce(context.seq_info)
+    info = meaning.documents or SeqInfo.coerce(context.seq_info)
     if info is not None:
         q, k, v = (array.reshape(-1, *array.shape[2:]) for array in (q, k, v))  # [bsz * len, heads, head_dim]
     out = attention(
@@ -103,7 +103,7 @@ def split_mask(meaning: Meaning, context: AttentionContext) -> tuple[Array | Non
     check_mask(meaning, context)
     if meaning.keep:
         keys = given.astype(bool)
-        if context.seq_info is not None:  # the rows laid end to end, as their keys are
+        if context.seq_info is not None or meaning.documents is not None:  # the rows laid end to end, as their keys are
             keys = keys.reshape(1, -1)
         return keys[:, None, None, :], None
     table = given[:, None] if given.ndim == 3 else given

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -360,6 +360,86 @@ def test_distances_around_self(framework: Framework) -> None:
     close(found, expected(numbers(), window=(2, 1), causal=False))
 
 
+# xformers' masks
+
+
+class Starts(NamedTuple):
+    """Stands for xformers' class that holds the offsets of queries or keys."""
+
+    seqstart: Any
+    seqstart_py: list[int]
+    max_seqlen: int
+
+
+def xformers_mask(name: str, lengths: Any, lengths_k: Any = None, window: int | None = None, array: Any = None) -> Any:
+    """Stands for xformers' mask of that name; with ``array`` its offsets are on the device alone."""
+    mask = type(name, (), {} if window is None else {"_window_size": window})()
+    for side, sizes in (("q_seqinfo", lengths), ("k_seqinfo", lengths_k or lengths)):
+        starts = np.cumsum([0, *sizes]).astype(np.int32)
+        held = Starts(None, starts.tolist(), max(sizes)) if array is None else Starts(array(starts), [], max(sizes))
+        setattr(mask, side, held)
+    return mask
+
+
+BLOCKS: dict[str, tuple[str, int | None, dict[str, Any]]] = {
+    "all": ("BlockDiagonalMask", None, {"causal": False}),
+    "causal": ("BlockDiagonalCausalMask", None, {}),
+    "causal from the end": ("BlockDiagonalCausalFromBottomRightMask", None, {}),
+    "window": ("BlockDiagonalCausalLocalAttentionMask", 3, {"window": (2, 0)}),
+    "window from the end": ("BlockDiagonalCausalLocalAttentionFromBottomRightMask", 3, {"window": (2, 0)}),
+}
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("bsz", [1, 2])
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("word", WORDS)
+@both
+def test_blocks_of_an_xformers_mask_are_documents(
+    framework: Framework, word: str, name: str, bsz: int, on_device: bool
+) -> None:
+    kind, window, fields = BLOCKS[name]
+    arrays = numbers(14 // bsz, 14 // bsz, bsz=bsz)
+    mask = xformers_mask(kind, LENGTHS, window=window, array=framework.array if on_device else None)
+    right = expected(arrays, lengths=LENGTHS, **fields)
+    close(run(framework, arrays, word, causal_mask=mask), right)
+    close(run(framework, arrays, word, {"xformers_kwargs": {"attn_bias": mask}}), right)
+    keep = np.random.default_rng(2).random((bsz, 14 // bsz)) < 0.6
+    if fields.get("causal", True):
+        found = run(framework, arrays, word, causal_mask=mask, attention_mask=keep)
+        close(found, expected(arrays, lengths=LENGTHS, mask=keep.reshape(1, 1, 1, -1), **fields))
+
+
+@both
+def test_new_queries_stand_at_the_end_of_the_keys_of_their_block(framework: Framework) -> None:
+    mask = xformers_mask("BlockDiagonalCausalLocalAttentionFromBottomRightMask", (2, 3), (4, 3), window=2)
+    arrays = {name: array[:1] for name, array in numbers(5, 7).items()}
+    found = run(framework, arrays, causal_mask=mask)
+    for rows, keys in (slice(0, 2), slice(0, 4)), (slice(2, 5), slice(4, 7)):
+        part = {name: array[:, :, rows if name == "Q" else keys] for name, array in arrays.items()}
+        close(found[:, rows], expected(part, window=(1, 0)))
+    with pytest.raises(SpecError, match=r"^context.causal_mask is BlockDiagonalCausalMask: expected as many keys as"):
+        run(framework, arrays, causal_mask=xformers_mask("BlockDiagonalCausalMask", (2, 3), (4, 3)))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("word", WORDS)
+@both
+def test_mistral_past_its_window(framework: Framework, word: str, packed: bool) -> None:
+    """It tells its window three times: in flash's bag, in the context, and in a mask whose blocks are the rows."""
+    arrays = numbers(7, 7, bsz=1 if packed else BSZ)
+    mask = xformers_mask("BlockDiagonalCausalLocalAttentionMask", [7] * len(arrays["Q"]), window=3)
+    told = {"causal_mask": mask, "sliding_window": 3}
+    lengths = (5, 2) if packed else None
+    told |= {"seq_info": seq_info(framework, "arrays", lengths)} if packed else {}
+    bags = {"flash_dense_kwargs": {"causal": True, "window_size": (3, 3)}}
+    bags |= {"flash_varlen_kwargs": {"dropout_p": 0.0, "causal": True, "softmax_scale": None}}
+    close(run(framework, arrays, word, bags, **told), expected(arrays, window=(2, 0), lengths=lengths))
+    rows = type("LowerTriangularFromBottomRightLocalAttentionMask", (), {"_window_size": 3})()
+    told |= {"causal_mask": rows}
+    close(run(framework, arrays, word, bags, **told), expected(arrays, window=(2, 0), lengths=lengths))
+
+
 # Packed documents
 
 
@@ -690,6 +770,32 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         SpecError,
         r"^config.xformers_kwargs\['p'\]=0.2 contradicts config.flash_dense_kwargs\['dropout_p'\]=0.1; state dropout",
     ),
+    "blocks beside documents": (
+        {
+            "causal_mask": xformers_mask("BlockDiagonalCausalMask", (Q_LEN, KV_LEN)),
+            "seq_info": SeqInfo.from_lengths([Q_LEN] * BSZ, [KV_LEN] * BSZ),
+        },
+        SpecError,
+        "^context.causal_mask is BlockDiagonalCausalMask: expected no blocks but one row beside context.seq_info",
+    ),
+    "blocks with another window": (
+        {"causal_mask": xformers_mask("BlockDiagonalCausalLocalAttentionMask", (3, 7), window=4), "sliding_window": 3},
+        SpecError,
+        "^context.sliding_window=3 contradicts the mask of xformers, whose window is 4",
+    ),
+    "causal blocks": (
+        {
+            "causal_mask": xformers_mask("BlockDiagonalCausalMask", (3, 7)),
+            **bags_of(flash_dense_kwargs={"causal": False}),
+        },
+        SpecError,
+        r"^context.causal_mask is BlockDiagonalCausalMask, causal=True contradicts config.flash_dense_kwargs",
+    ),
+    "another mask of xformers": (
+        {"causal_mask": xformers_mask("BlockDiagonalPaddedKeysMask", (3, 7))},
+        TypeError,
+        "^context.causal_mask: expected a .*BlockDiagonalPaddedKeysMask",
+    ),
     "contradicting window": (
         {"sliding_window": 3, **bags_of(flash_dense_kwargs={"window_size": (4, 4)})},
         SpecError,
@@ -764,7 +870,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "^context.causal_mask: expected a .*, got builtins.object",
     ),
     "seq_info": ({"seq_info": [3, 4]}, SpecError, "^seq_info: expected a SeqInfo or the triple"),
-    "documents of other lengths than the rows": ({"seq_info": SeqInfo.from_lengths([3, 4])}, SpecError, "^seq_info"),
+    "documents that end behind the rows": ({"seq_info": SeqInfo.from_lengths([3, 8])}, SpecError, "^seq_info"),
 }
 
 

@@ -93,7 +93,7 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
         out = unsloth_prefix.attend(q, k, v, meaning, context, backend)
         return out if out.dtype == Q.dtype else out.to(Q.dtype)
     mask, bias = split_mask(meaning, context)
-    info = SeqInfo.coerce(context.seq_info)
+    info = meaning.documents or SeqInfo.coerce(context.seq_info)
     if info is not None:
         q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [bsz * len, heads, head_dim]
     attend = partial(attention_of_layer, trains=True) if context.requires_grad else attention
@@ -140,7 +140,7 @@ def split_mask(meaning: Meaning, context: AttentionContext) -> tuple[Tensor | No
     check_mask(meaning, context)
     if meaning.keep:
         keys = given != 0
-        if context.seq_info is not None:  # the rows laid end to end, as their keys are
+        if context.seq_info is not None or meaning.documents is not None:  # the rows laid end to end, as their keys are
             keys = keys.reshape(1, -1)
         return keys[:, None, None, :], None
     table = given[:, None] if given.ndim == 3 else given
