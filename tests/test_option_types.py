@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-import jax_frontend
-import torch_frontend
+import jax_frontend.finetrainers
+import torch_frontend.finetrainers
 from attn_core import SpecError
 from attn_core.options import is_plain_window
 from attn_core.unsloth import AttentionConfig, AttentionContext
+from torch_frontend.module import Attention
 
 # (option, value of a wrong type, the legal value that it equals or stands for, what else the call says)
 WRONG: list[tuple[str, Any, Any, dict[str, Any]]] = [
@@ -100,6 +101,26 @@ def _qkvpacked(frontend: Any, array: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _host(frontend: Any, array: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Finetrainers' dispatch (``[batch, heads, len, dim]``), or jax.nn's attention, under their names for options."""
+    names = {"causal": "is_causal"} | ({"dropout": "dropout_p"} if name == "attention_dispatch" else {})
+    names |= {"window": "local_window_size", "return_lse": "return_residual"}
+    of = frontend.finetrainers if name == "attention_dispatch" else frontend
+
+    def call(**options: Any) -> Any:
+        return getattr(of, name)(*_rows(array), **{names.get(key, key): value for key, value in options.items()})
+
+    return call
+
+
+def _layer(frontend: Any, array: Callable[..., Any]) -> Callable[..., Any]:
+    def call(**options: Any) -> Any:
+        torch.manual_seed(0)
+        return Attention(2, 16, head_dim=8, **options)(torch.ones(1, LENGTH, 16))
+
+    return call
+
+
 ARRAYS: dict[str, tuple[Any, Callable[..., Any]]] = {
     "torch": (torch_frontend, torch.from_numpy),
     "jax": (jax_frontend, jnp.asarray),
@@ -112,7 +133,17 @@ for kind, (frontend, array) in ARRAYS.items():
     ENTRIES[f"{kind} paged"] = _paged(frontend, array, "paged_attention")
     ENTRIES[f"{kind} explain_paged"] = _paged(frontend, array, "explain_paged")
     ENTRIES[f"{kind} run_attention"] = _run_attention(frontend, array)
-LACKS = {"paged": {"dropout"}, "explain_paged": {"dropout"}, "run_attention": {"return_lse"}}
+    ENTRIES[f"{kind} attention_dispatch"] = _host(frontend, array, "attention_dispatch")
+ENTRIES["jax dot_product_attention"] = _host(jax_frontend, jnp.asarray, "dot_product_attention")
+ENTRIES["torch layer"] = _layer(torch_frontend, torch.from_numpy)
+LACKS = {
+    "attention_dispatch": {"window", "softcap", "deterministic", "return_lse"},
+    "dot_product_attention": {"softcap", "deterministic", "dropout"},
+    "layer": {"dropout", "deterministic", "return_lse"},
+    "paged": {"dropout"},
+    "explain_paged": {"dropout"},
+    "run_attention": {"return_lse"},
+}
 
 
 def _cases() -> list[Any]:
@@ -122,6 +153,10 @@ def _cases() -> list[Any]:
             last = entry.split()[1]
             if name in LACKS.get(last, ()):
                 continue
+            if entry == "torch attention_dispatch" and isinstance(wrong, bool):
+                continue  # torch's own function, whose words these are, takes True for 1.0
+            if last == "dot_product_attention" and isinstance(legal, tuple) and None in legal:
+                continue  # both sides are bounded there
             if last == "run_attention":
                 if name == "window" and (not isinstance(wrong, tuple) or None in legal):
                     continue  # a bag has pairs, where -1 is unbounded
@@ -141,7 +176,7 @@ def test_a_wrong_type_is_refused_before_and_after_its_legal_twin(
         if value is legal:
             call(**given)
             continue
-        with pytest.raises(SpecError) as error:
+        with pytest.raises((SpecError, TypeError) if "dispatch" in entry else SpecError) as error:
             call(**given)
         told.append(str(error.value))
     assert len(set(told)) == 1, told

@@ -33,7 +33,9 @@ def flags(*own: str) -> str:
 
     So a run that is asked for another CPU (``--xla_cpu_max_isa=AVX2``) has it in the processes that tests start, too.
     """
-    given = {flag.split("=")[0]: flag for flag in (*QUICK_FLAGS.split(), *os.environ.get("XLA_FLAGS", "").split(), *own)}
+    given = {
+        flag.split("=")[0]: flag for flag in (*QUICK_FLAGS.split(), *os.environ.get("XLA_FLAGS", "").split(), *own)
+    }
     return " ".join(given.values())
 
 

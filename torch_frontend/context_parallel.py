@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attn_core import override
 from attn_core.context_parallel.choose import Explanation, check_asked
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
-from attn_core.options import Options, checked, flag, normalise_window, requested_names
+from attn_core.options import Options, checked, flag, normalise_window, number, requested_names
 from torch_frontend import autocast, context_ops, plan
 from torch_frontend.context_agreement import tell_refusal
 from torch_frontend.context_dtensor import local, wrapped
@@ -204,7 +204,7 @@ def _check(q: Any, k: Any, v: Any, sinks: Any, refused: dict[str, Any], dropout:
                 f"{name}: expected None in context parallelism, where it would have to be cut for every rank; use "
                 "causal, window and seq_info"
             )
-    if dropout:
+    if number("dropout", dropout):
         raise SpecError(
             f"dropout={dropout}: expected 0 in context parallelism; which weights drop would depend on the rank"
         )

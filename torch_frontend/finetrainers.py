@@ -111,7 +111,9 @@ def attention_dispatch(
     plain = attn_mask is None and not attention_kwargs and not dropout_p
     if plain and _is_simple(query, key, value, is_causal, enable_gqa) and (not native or _is_everyday()):
         try:
-            return _simply(query, key, value, is_causal, scale, override.requested() or KERNELS[provider] or None)
+            return _simply(
+                query, key, value, dropout_p, is_causal, scale, override.requested() or KERNELS[provider] or None
+            )
         except SpecError:  # named below, or native's: what torch takes and we do not, a scale of 0, say
             pass
         except NoBackendError as error:
@@ -138,7 +140,9 @@ def _is_simple(query: Any, key: Any, value: Any, is_causal: Any, enable_gqa: Any
     return 0 not in q and 0 not in k and v[3] != 0 and query.device.type in ("cpu", "cuda")
 
 
-def _simply(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None, names: Any) -> Tensor:
+def _simply(
+    query: Tensor, key: Tensor, value: Tensor, dropout: Any, causal: bool, scale: float | None, names: Any
+) -> Tensor:
     out = attention(
         query.transpose(1, 2),  # [batch, heads, len, head_dim] -> [batch, len, heads, head_dim]
         key.transpose(1, 2),
@@ -146,6 +150,7 @@ def _simply(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: floa
         causal=causal,
         alignment="top_left",
         scale=scale,
+        dropout=dropout,  # nothing, but of a type that counts: the plan knows
         backend=names,
     )
     return out.transpose(1, 2)  # type: ignore[no-any-return]
