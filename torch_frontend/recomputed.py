@@ -23,8 +23,8 @@ Tensor = torch.Tensor
 def attention_of_layer(q: Tensor, k: Tensor, v: Tensor, *, trains: bool, **options: Any) -> Any:
     """``attention`` with the same arguments, on a kernel that can be trained wherever the layer ``trains``.
 
-    Where no backend asked for has a backward, and no gradient is wanted, on one that has none. Under compilers, modes and
-    transforms the tensors decide, as they do in ``attention``.
+    Where no backend asked for has a backward, and no gradient is wanted, on one that has none. Under compilers, modes
+    and transforms the tensors decide, as they do in ``attention``.
     """
     if not trains or transforms.is_one_op(q):
         return attention(q, k, v, **options)
