@@ -1,7 +1,7 @@
 """How the tests run: hypothesis profiles, the devices, and what happens to GPU tests where there is no GPU.
 
 ``ci`` (the default) is bounded and always draws the same examples; ``--hypothesis-profile=thorough`` draws many more,
-other ones each time. Neither has a deadline: a first call may compile.
+other ones each time. Neither has a deadline: a first call may compile. ``--random-order`` shuffles the tests.
 
 On a machine without a GPU JAX compiles the quick way (``xla_compiler``), the programs by which claims are judged apart
 (``both_frontends``, ``paged_cases``). A flag that XLA_FLAGS says already stays as it is.
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+import compiled_programs
 import pytest
 import xla_compiler
 from hypothesis import HealthCheck, settings
@@ -41,6 +43,12 @@ if not Path("/dev/nvidiactl").exists():  # before JAX starts, in this process an
 def device(request: pytest.FixtureRequest) -> str:
     """The kinds of device: a test that asks for it runs on the CPU and, marked ``cuda``, on a GPU."""
     return str(request.param)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs_go_with_their_module() -> Iterator[None]:
+    yield
+    compiled_programs.let_go()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
