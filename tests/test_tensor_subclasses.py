@@ -138,7 +138,7 @@ def test_causal_bias_in_torchs_place(in_torchs_place: None, make: Any, sizes: tu
     with attention_provider("_native_math" if how == "math" else "native"):
         if how == "compiled":
             torch._dynamo.reset()
-            call = torch.compile(call, backend="eager")
+            call = torch.compile(call, backend="eager", fullgraph=True)
         q.requires_grad_(how == "trained")
         out = call(q, k, v, make(*sizes))
     torch.testing.assert_close(out.masked_fill(~seen, 0.0), expected, rtol=1e-5, atol=1e-5)
@@ -176,6 +176,26 @@ def test_wrappers_reach_torchs_own_function(in_torchs_place: None, at: int) -> N
     expected = TORCHS_OWN(*tensors)
     out = F.scaled_dot_product_attention(*(Wrapped(t) if at == i else t for i, t in enumerate(tensors)))
     torch.testing.assert_close(out.inside if isinstance(out, Wrapped) else out, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("kind", ["masked", "sparse", "sparse_csr", "mkldnn", "nested"])
+def test_whatever_torch_makes_of_it_comes_of_it(in_torchs_place: None, kind: str, at: int) -> None:
+    def outcome(call: Callable[..., Any]) -> Any:
+        torch.manual_seed(0)
+        try:
+            return call(*tensors)
+        except Exception as error:
+            return type(error)
+
+    tensors = [*rows(5, 5), torch.randn(2, 5)[:, None, None, :]]
+    tensors[at] = (SUBCLASSES | LAYOUTS)[kind](tensors[at])
+    expected, found = outcome(TORCHS_OWN), outcome(F.scaled_dot_product_attention)
+    assert type(found) is type(expected)
+    if isinstance(expected, type):
+        assert found is expected
+    elif type(expected) is Tensor:
+        torch.testing.assert_close(found, expected)
 
 
 def test_jagged_rows_reach_torchs_own_function(in_torchs_place: None) -> None:

@@ -97,7 +97,7 @@ def attention_dispatch(
     if enable_gqa is not True and enable_gqa is not False:
         flag("enable_gqa", enable_gqa)
     if attn_mask is not None:
-        attn_mask, is_causal = as_causal(attn_mask, is_causal, query.device)
+        attn_mask, is_causal = as_causal(attn_mask, is_causal, query)
     if _is_compiling():
         call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         unclear = attention_kwargs or finetrainers.DEFAULT != "native" or any(map(is_foreign, call[:4]))

@@ -85,7 +85,7 @@ def check(name: str, tensor: Tensor) -> None:
         raise SpecError(f"{name}: expected a strided tensor, got the layout {tensor.layout}; pass {name}.to_dense()")
 
 
-def as_causal(mask: Any, is_causal: bool, device: torch.device) -> tuple[Any, bool]:
+def as_causal(mask: Any, is_causal: bool, query: Tensor) -> tuple[Any, bool]:
     """torch's ``CausalBias`` as the ``(attn_mask, is_causal)`` that it stands for; other masks as they are.
 
     Raises:
@@ -98,7 +98,7 @@ def as_causal(mask: Any, is_causal: bool, device: torch.device) -> tuple[Any, bo
         raise ValueError("attn_mask: expected no CausalBias beside is_causal=True, for both say what is causal")
     if mask.variant.name == "UPPER_LEFT" or mask.seq_len_q == mask.seq_len_kv:
         return None, True
-    return mask._materialize(device), False
+    return mask._materialize(query.device)[(None,) * (query.dim() - 2)], False  # two axes may mean a mask of keys
 
 
 def torchs_own(*call: Any, **options: Any) -> Any:
