@@ -94,13 +94,16 @@ def rows_of(spec: AttentionSpec, cu_seqlens_q: Any = None, cu_seqlens_k: Any = N
     return Rows(first, stop, diagonal)
 
 
-def safe_offsets(cu_seqlens: Any, tokens: int) -> Any:
-    """Offsets that start at 0, never decrease and end at ``tokens``, whatever the array holds; valid ones unchanged."""
+def safe_offsets(cu_seqlens: Any, tokens: int, *, whole: bool = True) -> Any:
+    """Offsets that start at 0, never decrease and end at ``tokens``, whatever the array holds; valid ones unchanged.
+
+    whole: False lets them end before ``tokens``, too.
+    """
     import jax.numpy as jnp
     from jax import lax
 
-    bounded = jnp.clip(cu_seqlens.astype(jnp.int32), 0, tokens).at[0].set(0).at[-1].set(tokens)
-    return lax.cummax(bounded)
+    bounded = jnp.clip(cu_seqlens.astype(jnp.int32), 0, tokens).at[0].set(0)
+    return lax.cummax(bounded.at[-1].set(tokens) if whole else bounded)
 
 
 def arrange(spec: AttentionSpec, inputs: Inputs, blocks: Blocks) -> Call:

@@ -75,7 +75,7 @@ def paged_attention(
     options = call.checked_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     requested = requested_names(backend) or override.requested()
     made = _plan(_metadata(inputs), plan.device_name(q), options, requested)
-    _check_values(made.spec.max_len_q, q.shape[0], k_pages.shape, *inputs[3:6])
+    _check_values(options.max_len_q, q.shape[0], k_pages.shape, *inputs[3:6])
     return _compiled(made, _as_arrays(inputs))
 
 
@@ -220,7 +220,8 @@ def _check_values(
     assert block_table is not None and seq_lens is not None
     if cu is not None:
         check_offsets(cu, tokens, max_len_q)
-    check_tables(PagedKV(num_pages=pool[0], page_size=pool[1], width=block_table.shape[1]), block_table, seq_lens, cu)
+    paged = PagedKV(num_pages=pool[0], page_size=pool[1], width=block_table.shape[1])
+    check_tables(paged, block_table, seq_lens, cu, writes=writes)
     if writes:
         offsets = np.arange(len(seq_lens) + 1) if cu is None else cu
         check_slots(slots_of(block_table, seq_lens, offsets, pool[1]))
@@ -234,9 +235,13 @@ def _on_host(table: Any) -> bool:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attention(made: plan.Plan, inputs: PagedInputs) -> Any:
-    if inputs.cu_seqlens_q is not None and made.device != "cpu":
-        inputs = inputs._replace(cu_seqlens_q=safe_offsets(inputs.cu_seqlens_q, made.spec.q_len))
+    unsafe = inputs.cu_seqlens_q is not None and made.device != "cpu"
+    if unsafe:
+        inputs = inputs._replace(cu_seqlens_q=safe_offsets(inputs.cu_seqlens_q, made.spec.q_len, whole=False))
     out, lse = ops.forward(made, inputs, with_lse=made.spec.return_lse)
+    if unsafe:  # kernels leave unwritten what is behind the last offset
+        behind = jnp.arange(made.spec.q_len, dtype=jnp.int32) >= inputs.cu_seqlens_q[-1]
+        out, lse = jnp.where(behind[:, None, None], 0, out), None if lse is None else jnp.where(behind, -jnp.inf, lse)
     return (out, lse) if made.spec.return_lse else out
 
 

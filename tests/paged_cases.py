@@ -102,6 +102,8 @@ def make_paged(
     paged = PagedKV(num_pages=sum(counts) + spare, page_size=page_size, width=max(counts, default=0) + wider)
     queries = len(lengths) if new is None else sum(new)
     longest = 1 if new is None else min(queries if bound is None else bound, queries)
+    if new is not None and queries == len(lengths):
+        longest = max(longest, 2)  # offsets may say that a sequence has none
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8, "dtype": "float32", "causal": True}
     spec = AttentionSpec(
         **{**sizes, **fields},

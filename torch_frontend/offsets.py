@@ -126,8 +126,17 @@ _kept_ends = lru_cache(maxsize=256)(_made_ends)
 
 
 def within(offsets: Tensor, tokens: int) -> Tensor:
-    """The offsets, made to start at 0, never to decrease, and to end at ``tokens``; right ones are left as they are."""
+    """The offsets, made to start at 0, never to decrease, and to stay within ``tokens``; right ones as they are."""
     safe = offsets.clamp(0, tokens)
-    safe[:1].zero_()
-    safe[-1:].fill_(tokens)  # assigning a number to an element would copy it from the host, and wait
+    safe[:1].zero_()  # assigning a number to an element would copy it from the host, and wait
     return torch.cummax(safe, 0).values
+
+
+def cleared(out: Tensor, lse: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """A call's results with 0 and -inf for tokens behind the last offset, which kernels leave unwritten.
+
+    Args:
+        out: ``[tokens, heads, value_dim]``; lse: ``[heads, tokens]``.
+    """
+    behind = torch.arange(out.shape[0], device=out.device) >= offsets[-1]
+    return out.masked_fill_(behind[:, None, None], 0.0), lse.masked_fill_(behind, -torch.inf)

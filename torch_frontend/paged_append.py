@@ -45,12 +45,12 @@ def _on_host(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_l
     if cu is None:
         cu = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device="cpu")
     tables = block_table.numpy(), seq_lens.numpy(), cu.numpy()
-    check_values(None, k.shape[0], k_pages, *tables)
+    check_values(None, k.shape[0], k_pages, *tables, writes=True)
     slots = slots_of(*tables, k_pages.shape[1])
     check_slots(slots)
     page, offset = (torch.from_numpy(part) for part in np.divmod(slots, k_pages.shape[1]))
-    k_pages[page, offset] = k.detach()
-    v_pages[page, offset] = v.detach()
+    k_pages[page, offset] = k.detach()[: len(slots)]  # what is behind the last offset has no place
+    v_pages[page, offset] = v.detach()[: len(slots)]
 
 
 def on_gpu(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, cu: Any) -> None:

@@ -132,7 +132,16 @@ def checked_beside(
     return made
 
 
-def check_values(max_len_q: int | None, tokens: int, pages: Tensor, block_table: Any, seq_lens: Any, cu: Any) -> None:
+def check_values(
+    max_len_q: int | None,
+    tokens: int,
+    pages: Tensor,
+    block_table: Any,
+    seq_lens: Any,
+    cu: Any,
+    *,
+    writes: bool = False,
+) -> None:
     """Checks what tables on the host say; shapes and dtypes that are wrong are refused by name elsewhere."""
     block_table, seq_lens, cu = (None if table is None else np.asarray(table) for table in (block_table, seq_lens, cu))
     if block_table.ndim != 2 or seq_lens.shape != block_table.shape[:1] or pages.dim() != 4:
@@ -142,11 +151,13 @@ def check_values(max_len_q: int | None, tokens: int, pages: Tensor, block_table:
             return
         check_offsets(cu, tokens, max_len_q)
     paged = PagedKV(num_pages=pages.shape[0], page_size=pages.shape[1], width=block_table.shape[1])
-    check_tables(paged, block_table, seq_lens, cu)
+    check_tables(paged, block_table, seq_lens, cu, writes=writes)
 
 
 def run(inputs: PagedInputs, options: Options, requested: tuple[str, ...] | None) -> tuple[Tensor, Tensor]:
     made = planned(metadata(inputs), options, requested or override.requested())
     if inputs.q.device.type == "cpu":
-        check_values(made.spec.max_len_q, made.spec.q_len, inputs.k, *inputs[3:6])
-    return made.forward(made.spec, inputs)  # type: ignore[no-any-return]
+        check_values(options.max_len_q, made.spec.q_len, inputs.k, *inputs[3:6])
+    out, lse = made.forward(made.spec, inputs)
+    cu = inputs.cu_seqlens_q
+    return offsets.cleared(out, lse, cu) if cu is not None and cu.is_cuda else (out, lse)

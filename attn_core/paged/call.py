@@ -65,11 +65,9 @@ def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
         if longest < 1 <= tokens:
             raise SpecError(f"max_len_q={longest}: expected 1 or more, each sequence of block_table has one query")
         longest = 1
-    elif numbers and tokens > batch * longest:
-        raise SpecError(
-            f"max_len_q={longest}: expected at least the longest sequence's queries; {batch} sequences of at most "
-            f"{longest} cannot hold the {tokens} of q"
-        )
+    most = min(longest, tokens) if numbers else longest
+    if arrays.cu_seqlens_q is not None and numbers and tokens == batch:
+        most = max(most, 2)  # that each has one is not known: some may have none, and q may go on behind the last
     return AttentionSpec(
         batch=1,
         q_len=tokens,
@@ -85,7 +83,7 @@ def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
         scale=number("scale", options.scale),
         sinks=arrays.sinks is not None,
         documents=batch,
-        max_len_q=min(longest, tokens) if numbers else longest,
+        max_len_q=most,
         max_len_k=paged.capacity,
         deterministic=flag("deterministic", options.deterministic),
         return_lse=flag("return_lse", options.return_lse),
@@ -110,7 +108,7 @@ def check_layer(layer: Any, layers: int) -> int:
 
 
 def one_query_each(spec: AttentionSpec) -> bool:
-    """Whether every sequence of a paged call has one query: as many queries as sequences, and none has more."""
+    """Whether every sequence of a paged call has one query: only a call without offsets of queries says so."""
     return spec.max_len_q == 1 and spec.q_len == spec.documents
 
 

@@ -79,20 +79,27 @@ def table_of_rows(rows: PagedRows, page_size: int, width: int | None = None) -> 
 
 
 def check_tables(
-    paged: PagedKV, block_table: np.ndarray, seq_lens: np.ndarray, cu_seqlens_q: np.ndarray | None
+    paged: PagedKV,
+    block_table: np.ndarray,
+    seq_lens: np.ndarray,
+    cu_seqlens_q: np.ndarray | None,
+    *,
+    writes: bool = False,
 ) -> None:
     """Checks the values of a call's tables, which are on the host.
 
     Args:
         cu_seqlens_q: the offsets of the queries, checked already; None where each sequence has one query.
+        writes: whether the keys of the queries are about to be written, so that each needs a place.
 
     Raises:
-        SpecError: for lengths below 0 or beyond the table, fewer tokens than queries, and pages out of the pool.
+        SpecError: for lengths below 0 or beyond the table, pages out of the pool, and, for writes, fewer tokens than
+            queries.
     """
     lengths = np.asarray(seq_lens, np.int64)
     check_lengths(paged, lengths)
     queries = np.ones_like(lengths) if cu_seqlens_q is None else np.diff(np.asarray(cu_seqlens_q, np.int64))
-    if (short := queries > lengths).any():
+    if writes and (short := queries > lengths).any():
         at = int(np.argmax(short))
         raise SpecError(
             f"seq_lens[{at}]={lengths[at]}: expected at least the {queries[at]} queries of the sequence; "
