@@ -18,7 +18,7 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: help venv demo demo-short serve-demo test test-avx2 lint format docs support clean
+.PHONY: help venv demo demo-short serve-demo test test-avx2 sweep lint format docs support clean
 
 help:
 	@echo "make demo        SmolLM2-135M answers packed prompts through torch and through JAX, and the two are compared"
@@ -26,6 +26,7 @@ help:
 	@echo "make serve-demo  SmolLM2-135M answers many prompts at once from one pool of pages"
 	@echo "make test        the tests (PYTEST_ARGS='-k mask -x' passes on)"
 	@echo "make test-avx2   the tests of numbers again, as on a CPU without AVX-512"
+	@echo "make sweep       every type of transformers' models beside eager; make test has a third of them each day"
 	@echo "make lint        ruff and mypy"
 	@echo "make format      ruff's fixes and formatting"
 	@echo "make docs        the documentation, into site/"
@@ -67,6 +68,9 @@ NUMERIC := $(addprefix tests/test_,bit_equality.py conformance.py equinox.py jax
 test-avx2: $(STAMP)
 	ATEN_CPU_CAPABILITY=avx2 XLA_FLAGS=--xla_cpu_max_isa=AVX2 OMP_NUM_THREADS=1 \
 		$(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal $(NUMERIC) $(PYTEST_ARGS)
+
+sweep: $(STAMP)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal --sweep tests/test_transformers_sweep.py $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .

@@ -142,7 +142,7 @@ def _registered() -> bool:
     return NAME in AttentionInterface._global_mapping
 
 
-def _answering(original: Callable[..., str]) -> Callable[..., str]:
+def _answering(original: Callable[..., str]) -> Any:
     @wraps(original)
     def answer(self: Any, requested: Any, *arguments: Any, **keywords: Any) -> str:
         names = implementations() if _registered() else {}
@@ -155,4 +155,4 @@ def _answering(original: Callable[..., str]) -> Callable[..., str]:
     return answer
 
 
-_OUR_CODE = getattr(_answering(lambda *_: ""), "__code__")
+_OUR_CODE = _answering(lambda *_: "").__code__

@@ -1,0 +1,200 @@
+"""Every type of transformers' text and vision models on our attention, beside ``eager``, or refused when it is built.
+
+A third of the types runs each day, by the hash of their names; ``--sweep`` (``make sweep``) runs all. What cannot run
+is named with its reason in transformers_lists: a type that comes to run, or no longer does, is seen.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here may reach for the network
+transformers = pytest.importorskip("transformers")
+
+import transformers_lists as lists  # noqa: E402
+import transformers_types as types  # noqa: E402
+
+from attn_core.errors import SpecError  # noqa: E402
+from torch_frontend import huggingface  # noqa: E402
+
+LENGTH, NEW = 9, 5
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> Iterator[None]:
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    huggingface.register()
+    yield
+    huggingface.unregister()
+    transformers.logging.set_verbosity(level)
+
+
+def inputs(kind: str, made: Any, side: str | None) -> tuple[dict[str, Any], torch.Tensor]:
+    """A batch of two for a model, padded on one side of its first row, and which of its tokens are real."""
+    generator = torch.Generator().manual_seed(1)
+    keep = torch.ones(2, LENGTH, dtype=torch.long)
+    if kind == "vision":
+        config = getattr(made.config, "vision_config", made.config)
+        size = getattr(config, "image_size", 32)
+        size = size if isinstance(size, int) else size[0]
+        return {"pixel_values": torch.randn(2, config.num_channels, size, size, generator=generator)}, keep
+    ids = torch.randint(2, types.VOCABULARY - 1, (2, LENGTH), generator=generator)
+    if side is not None:
+        keep[0, slice(0, 3) if side == "left" else slice(-3, None)] = 0
+        ids = ids.masked_fill(keep == 0, 0)
+    given = {"input_ids": ids}
+    if side is not None:
+        given["attention_mask"] = keep
+    if made.config.is_encoder_decoder and kind == "seq2seq":
+        given["decoder_input_ids"] = torch.randint(2, types.VOCABULARY - 1, (2, LENGTH), generator=generator)
+        keep = torch.ones_like(keep)
+    return given, keep
+
+
+def logits(made: Any, **given: Any) -> torch.Tensor:
+    found = made(**given)
+    return found.logits if "logits" in found else next(each for each in found.values() if torch.is_tensor(each))
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, what: str, share: float = 1e-3) -> None:
+    size = float(expected.abs().max())
+    error = float((found - expected).abs().max())
+    assert error <= share * size + 1e-6, f"{what}: off by {error} of {size}"
+
+
+def gradients(made: Any, given: dict[str, Any], keep: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits of real tokens, and the gradient of every parameter."""
+    made.zero_grad()
+    found = logits(made, **given)
+    if found.dim() == 3 and found.shape[:2] == keep.shape:
+        found = found[keep.bool()]
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
+    (found * weights).sum().backward()
+    return found.detach(), {name: each.grad for name, each in made.named_parameters() if each.grad is not None}
+
+
+def compare_forward_and_gradients(kind: str, eager: Any, ours: Any, side: str | None) -> None:
+    given, keep = inputs(kind, eager, side)
+    (expected, slopes), (found, mine) = (gradients(each, given, keep) for each in (eager, ours))
+    assert expected.isfinite().all() and expected.abs().max() > 0
+    close(found, expected, f"logits, padding {side}")
+    assert slopes.keys() == mine.keys()
+    largest = max(float(each.abs().max()) for each in slopes.values() if each.numel())
+    for name, slope in ((name, slope) for name, slope in slopes.items() if slope.numel()):
+        error = float((mine[name] - slope).abs().max())
+        assert error <= 2e-3 * float(slope.abs().max()) + 1e-5 * largest, f"gradient of {name}, padding {side}: {error}"
+
+
+def compare_generated(kind: str, eager: Any, ours: Any, cache: str) -> None:
+    given, _ = inputs(kind, eager, "right" if kind == "seq2seq" else "left")
+    given.pop("decoder_input_ids", None)
+    limits = {"max_new_tokens": NEW, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    limits |= {"eos_token_id": None, "pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
+    try:
+        expected = eager.generate(**given, **limits)
+    except Exception:
+        return  # no such cache in this model
+    found = ours.generate(**given, **limits)
+    close(torch.stack(found.logits), torch.stack(expected.logits), f"generate with a {cache} cache")
+    assert torch.equal(found.sequences, expected.sequences), f"generate with a {cache} cache"
+
+
+def compare_packed(eager: Any, ours: Any, how: str) -> None:
+    """A packed row beside its documents alone, through eager."""
+    lengths = (4, 1, 5)
+    ids = torch.randint(2, types.VOCABULARY - 1, (1, sum(lengths)), generator=torch.Generator().manual_seed(3))
+    first = lists.FIRST.get(eager.config.model_type, 0)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None] + first
+    given: dict[str, Any] = {"position_ids": positions, "use_cache": False}
+    if how == "offsets":
+        bounds = torch.tensor([0, 4, 5, 10], dtype=torch.int32)
+        given |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 5, "max_length_k": 5}
+    with torch.no_grad():
+        found = logits(ours, input_ids=ids, **given)
+        if eager.config.model_type in lists.MIXED and how == "positions":
+            return close(found, logits(eager, input_ids=ids, **given), f"documents told by {how}, as eager has them")
+        alone = [logits(eager, input_ids=part, use_cache=False) for part in ids.split(lengths, 1)]
+    close(found, torch.cat(alone, 1), f"documents told by {how}")
+
+
+def trials(kind: str, eager: Any, ours: Any) -> Iterator[Callable[[], None]]:
+    """What is compared for a kind of model."""
+    yield lambda: compare_forward_and_gradients(kind, eager, ours, None)
+    if kind == "vision":
+        return
+    yield lambda: compare_forward_and_gradients(kind, eager, ours, "right")
+    if kind == "causal":
+        yield lambda: compare_forward_and_gradients(kind, eager, ours, "left")
+    if kind != "encoder":
+        yield lambda: compare_generated(kind, eager, ours, "dynamic")
+        yield lambda: compare_generated(kind, eager, ours, "static")
+    if kind == "causal" and types.accepts(eager, "position_ids"):
+        yield lambda: compare_packed(eager, ours, "positions")
+        if eager.config.model_type not in lists.MIXED:
+            yield lambda: compare_packed(eager, ours, "offsets")
+
+
+def pair(kind: str, name: str) -> tuple[Any, Any]:
+    """A type's model on ``eager`` and on our attention.
+
+    Raises:
+        Unbuildable: also for a model that does not run on ``eager``.
+        SpecError: for one that is refused when it is built.
+    """
+    ours = types.model(kind, name, huggingface.NAME)
+    eager = types.model(kind, name, "eager")
+    try:
+        with torch.no_grad():
+            logits(eager, **inputs(kind, eager, None)[0])
+    except Exception as error:
+        raise types.Unbuildable(f"{type(error).__name__}: {error}") from error
+    return eager, ours
+
+
+def small(kind: str, name: str) -> tuple[Any, Any] | None:
+    """The pair of a type, or None where it is refused by name or not built, as the lists say."""
+    known = lists.UNBUILDABLE.get(f"{kind} {name}")
+    try:
+        made = pair(kind, name)
+    except SpecError as error:
+        assert "computes attention in its own code" in str(error)
+        assert known is None, "this type is refused: take it off the list UNBUILDABLE"
+        return None
+    except types.Unbuildable as error:
+        if known is None and transformers.__version__ != lists.VERSION:
+            pytest.skip(f"the lists are of transformers {lists.VERSION}: {error}")
+        assert known is not None, f"neither on the list UNBUILDABLE nor built: {error}"
+        return None
+    assert known is None, "this type can be built and run: take it off the list UNBUILDABLE"
+    return made
+
+
+@pytest.mark.parametrize(("kind", "name"), types.CASES, ids=[f"{kind}-{name}" for kind, name in types.CASES])
+def test_a_type_is_right_or_refused(kind: str, name: str) -> None:
+    """Logits, gradients, tokens and packed rows of ``eager``; or an error that says why not, when built or called."""
+    made = small(kind, name)
+    if made is None:
+        return
+    refusal, compared = lists.REFUSED_WHEN_CALLED.get(f"{kind} {name}"), list(trials(kind, *made))
+    if refusal is None:
+        for trial in compared:
+            trial()
+        return
+    for trial in compared[:2]:  # with and without padding
+        with pytest.raises(SpecError, match=refusal):
+            trial()
+
+
+def test_the_lists_name_types_that_there_are() -> None:
+    if transformers.__version__ != lists.VERSION:
+        pytest.skip(f"the lists are of transformers {lists.VERSION}")
+    known = {f"{kind} {name}" for kind, name in types.CASES}
+    assert set(lists.UNBUILDABLE) | set(lists.REFUSED_WHEN_CALLED) <= known
+    assert {f"causal {name}" for name in lists.MIXED} <= known
+    assert all(lists.UNBUILDABLE.values()) and len(lists.UNBUILDABLE) < len(known) / 8
