@@ -22,7 +22,7 @@ def given(info: SeqInfo, inputs: Inputs) -> tuple[Inputs, Longest]:
     """Inputs with the offsets as the caller wrote them, and the longest documents: for a call that an op completes."""
     queries, keys = info.cu_seqlens_q, info.cu_seqlens_k
     if isinstance(queries, np.ndarray) and isinstance(keys, np.ndarray):
-        if plain.is_watched(inputs.q) and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and plain.is_watched(inputs.q):  # Dynamo cannot follow the question
             check_cu_seqlens(queries, info.max_len_q, side="q", tokens=inputs.q.shape[-3])
             check_cu_seqlens(keys, info.max_len_k, side="k", tokens=inputs.k.shape[-3])
         queries, keys = (plain.placed(inputs.q, offsets) for offsets in (queries, keys))
