@@ -17,6 +17,7 @@ from typing import Any
 from attn_core import dropout
 from attn_core.backends import Gradients, Inputs
 from attn_core.spec import AttentionSpec
+from attn_core.xla_precision import product_precision
 from attn_core.xla_tiles import (
     Blocks,
     Call,
@@ -76,7 +77,7 @@ def backward(
     out, dout = (queries_first(spec, array) for array in (out, dout))
     lse = lse.reshape(call.q.shape[:4])
     # How each row's logits move together: dlse - sum(dout * out).
-    shift = -jnp.einsum("bhgie,bhgie->bhgi", *(array.astype(spec.lse_dtype) for array in (dout, out)))
+    shift = -(dout.astype(spec.lse_dtype) * out.astype(spec.lse_dtype)).sum(-1)  # no product that might be rounded
     if dlse is not None:
         shift = shift + dlse.reshape(shift.shape).astype(shift.dtype)
     zero = zero_like((call.zero, lse, shift)).astype(spec.lse_dtype)
@@ -242,9 +243,8 @@ def _sum_over(spec: AttentionSpec, subscripts: str, weights: Any, seen: Any, sum
 
 def _dot(subscripts: str, left: Any, right: Any, dtype: str) -> Any:
     import jax.numpy as jnp
-    from jax.lax import Precision
 
-    precision = None if left.dtype.itemsize == 2 else Precision.HIGHEST
+    precision = product_precision(left.dtype)
     return jnp.einsum(subscripts, left, right, precision=precision, preferred_element_type=dtype)
 
 

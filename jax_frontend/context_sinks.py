@@ -27,7 +27,7 @@ def sinks_gradient(sinks: Array, saved: Saved) -> Array:
 
     That is ``exp(sink - lse) * (dlse - sum(dout * out))``.
     """
-    shift = -jnp.einsum("bihe,bihe->bhi", saved.dout.astype(sinks.dtype), saved.out.astype(sinks.dtype))
+    shift = -(saved.dout.astype(sinks.dtype) * saved.out.astype(sinks.dtype)).sum(-1).swapaxes(1, 2)
     if saved.dlse is not None:
         shift = shift + saved.dlse.astype(sinks.dtype)
     empty = saved.lse == -jnp.inf

@@ -125,7 +125,8 @@ class AttentionFn:
             broadcast_dropout: refused with dropout: every weight is dropped on its own here.
             dropout_rng, dropout_rate, deterministic: weights are dropped when the rate is not 0 and not deterministic.
             dtype: query, key and value are cast to it; None: to the dtype they promote to.
-            precision: None or ``DEFAULT``; float32 inputs refuse more, other dtypes are not touched by it.
+            precision: a ``jax.lax.Precision`` or its name. float32 is always multiplied at HIGHEST, unless
+                ``jax.default_matmul_precision`` says less: then more is refused. Other dtypes do not change.
             module: refused: attention weights never exist in memory, so there is nothing to sow.
             force_fp32_for_softmax: always so here (float64 for float64), whatever is passed.
             einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: refused: kernels run no einsum.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from attn_core.errors import SpecError
+from attn_core.xla_precision import in_force, level_in_force
 
 
 def check_dropout(broadcast_dropout: bool, dropout_rng: Any, dropout_rate: float) -> None:
@@ -23,14 +24,23 @@ def check_dropout(broadcast_dropout: bool, dropout_rng: Any, dropout_rate: float
 
 
 def check_precision(precision: Any, dtype: Any) -> None:
-    """``DEFAULT`` allows any accuracy; more is promised by no kernel, and JAX gives it a meaning in float32 only."""
+    """A ``jax.lax.Precision``, its name, or a pair of them. JAX gives it a meaning in float32 only.
+
+    Every kernel multiplies float32 as precisely as HIGHEST. ``jax_xla`` does unless ``jax.default_matmul_precision``
+    says less, so a layer that asks for more than that is refused.
+    """
     for each in precision if isinstance(precision, tuple) else (precision,):
-        plain = isinstance(each, lax.Precision) or each in (None, "default", "fastest", "high", "highest")
-        wants_more = each not in (None, lax.Precision.DEFAULT, "default", "fastest")
-        if not plain or (wants_more and dtype == jnp.float32):
+        try:
+            level = lax.Precision(each).value
+        except ValueError:
             raise SpecError(
-                f"precision={precision!r}: expected None or jax.lax.Precision.DEFAULT for {dtype} attention; kernels "
-                "choose their own multiplications and promise no more"
+                f"precision={precision!r}: expected None, a jax.lax.Precision or its name; kernels choose the "
+                "algorithm of their multiplications"
+            ) from None
+        if dtype == jnp.float32 and level > level_in_force():
+            raise SpecError(
+                f"precision={precision!r}: jax.default_matmul_precision is {in_force()!r} here, which says less, and a "
+                "layer cannot ask for more; raise it, or leave it unset (then float32 is multiplied at HIGHEST)"
             )
 
 

@@ -105,8 +105,9 @@ KEYWORDS = [
     ("dropout_rng", jax.random.key(5), DROPPING, "changes"),
     ("deterministic", True, {**DROPPING, "dropout_rng": jax.random.key(5)}, "same"),
     ("deterministic", False, {**DROPPING, "dropout_rng": jax.random.key(5)}, "changes"),
-    ("precision", jax.lax.Precision.HIGHEST, {}, "precision="),
-    ("precision", "high", {}, "precision='high'"),
+    ("precision", jax.lax.Precision.HIGHEST, {}, "same"),
+    ("precision", "high", {}, "same"),
+    ("precision", "precise", {}, "precision='precise'"),
     ("precision", jax.lax.DotAlgorithmPreset.F32_F32_F32, {"dtype": jnp.bfloat16}, "precision="),
     ("precision", jax.lax.Precision.DEFAULT, {}, "same"),
     ("force_fp32_for_softmax", True, {}, "same"),
@@ -279,7 +280,7 @@ def test_layers_refuse_what_no_kernel_has(host):
         call(dropout_rate=0.5)
     with pytest.raises(SpecError, match="sow_weights=True"):
         call(sow=True)
-    with pytest.raises(SpecError, match="precision="):
+    with pytest.raises(SpecError, match="precision="), jax.default_matmul_precision("default"):
         call(precision="highest")
     dropped = call(dropout_rate=0.5, broadcast_dropout=False)
     assert not np.allclose(dropped, call(), atol=1e-4)

@@ -20,6 +20,7 @@ from attn_core.masks import Band, band
 from attn_core.paged import gathered_jax
 from attn_core.spec import DTYPES, AttentionSpec
 from attn_core.support import Build, Support
+from attn_core.xla_precision import product_precision
 from attn_core.xla_tiles import Blocks
 
 FRAMEWORK = "jax"
@@ -155,8 +156,8 @@ def _jax_nn(spec: AttentionSpec, inputs: Inputs, keywords: dict[str, Any]) -> An
     import jax.numpy as jnp
 
     (value,) = xla_tiles.summands(inputs.v)
-    exact = jax.default_matmul_precision("highest") if spec.dtype == "float32" else nullcontext()
-    with exact:  # no TF32 on GPUs
+    precision = product_precision(inputs.q.dtype)
+    with nullcontext() if precision is None else jax.default_matmul_precision("highest"):
         out = jax_nn.dot_product_attention(inputs.q, inputs.k, value.clean, **keywords)
     rows, keys = xla_tiles.rows_of(spec), jnp.arange(spec.kv_len)
     seen = (keys >= rows.first[:, None]) & (keys < rows.stop[:, None])

@@ -1,0 +1,81 @@
+"""How precisely XLA multiplies float32, as the lowered program says: a CPU multiplies in full whatever is asked."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from attn_core.errors import SpecError
+from jax_frontend import attention, dot_product_attention
+from jax_frontend.flax_hook import attention_fn
+
+CALLS: dict[str, dict[str, Any]] = {
+    "blocks": {"causal": True, "softcap": 5.0},
+    "jax.nn": {"causal": True},
+    "sinks": {"sinks": jnp.zeros(2)},
+}
+
+
+def precisions(call: dict[str, Any]) -> set[str]:
+    """The precisions of the products in the lowered forward and backward.
+
+    Products of zeros and ones, which count where a NaN was seen, are exact in any precision and are left out.
+    """
+    x = jnp.ones((1, 16, 2, 8))
+    total = jax.grad(lambda x: attention(x, x, x, backend="jax_xla", **call).sum())
+    found, of_bools = set(), {}
+    for line in jax.jit(total).lower(x).as_text().splitlines():
+        if made := re.match(r"\s*(%\w+) = ", line):
+            of_bools[made[1]] = "stablehlo.convert" in line and "xi1>)" in line
+        product = re.search(r"dot_general (%\w+), (%\w+),.*precision = \[(\w+), \w+\]", line)
+        if product and not (of_bools.get(product[1]) and of_bools.get(product[2])):
+            found.add(product[3])
+    return found
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (None, "HIGHEST"),
+        ("highest", "HIGHEST"),
+        ("float32", "HIGHEST"),
+        ("tensorfloat32", "HIGH"),
+        ("high", "HIGH"),
+        ("bfloat16", "DEFAULT"),
+        ("default", "DEFAULT"),
+    ],
+)
+def test_float32_is_multiplied_as_said_and_else_in_full(said: str | None, expected: str, call: dict[str, Any]) -> None:
+    with jax.default_matmul_precision(said):
+        assert precisions(call) == {expected}
+
+
+def test_one_jitted_function_follows_what_is_said() -> None:
+    x = jnp.ones((1, 16, 2, 8))
+    jitted = jax.jit(lambda x: dot_product_attention(x, x, x, implementation="xla"))
+    for said, expected in (("default", "DEFAULT"), ("highest", "HIGHEST"), ("default", "DEFAULT")):
+        with jax.default_matmul_precision(said):
+            jitted(x)
+            assert f"precision = [{expected}, {expected}]" in jitted.lower(x).as_text()
+
+
+@pytest.mark.parametrize("said", [None, "highest", "high", "default", "BF16_BF16_F32"])
+@pytest.mark.parametrize("precision", [None, "default", "high", "highest", *jax.lax.Precision, ("high", "highest")])
+def test_a_layer_asks_for_no_more_than_is_said(precision: Any, said: str | None) -> None:
+    x = jnp.ones((1, 8, 2, 8))
+    pair = precision if isinstance(precision, tuple) else (precision, precision)
+    asked = max(jax.lax.Precision(each).value for each in pair)
+    levels = {None: 2, "highest": 2, "high": 1, "default": 0, "BF16_BF16_F32": 0}
+    with jax.default_matmul_precision(said):
+        if asked <= levels[said]:
+            attention_fn()(x, x, x, precision=precision)
+        else:
+            with pytest.raises(SpecError, match=f"jax.default_matmul_precision is {said!r}"):
+                attention_fn()(x, x, x, precision=precision)
+        half = x.astype(jnp.bfloat16)
+        attention_fn()(half, half, half, precision=precision)  # nothing to choose there
