@@ -50,14 +50,15 @@ def _completed(info: SeqInfo, tokens: tuple[int, int]) -> SeqInfo:
 def _followed(offsets: Any, ends: np.ndarray) -> Any:
     if isinstance(offsets, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((len(offsets) + len(ends),), offsets.dtype)
-    return jnp.concatenate((jnp.asarray(offsets), jnp.maximum(ends, offsets[-1])))
+    offsets, ends = (jax.device_put(part) for part in (offsets, ends))
+    return jnp.concatenate((offsets, jnp.maximum(ends, offsets[-1])))
 
 
 def _array(info: SeqInfo, side: str) -> Any:
-    """One side's offsets as an array."""
+    """One side's offsets as an array. Host arrays are moved in words, so that ``jax.transfer_guard`` lets them pass."""
     offsets = getattr(info, f"cu_seqlens_{side}")
     if isinstance(offsets, np.ndarray):
-        return jnp.asarray(offsets)
+        return jax.device_put(offsets)
     if not isinstance(offsets, jax.ShapeDtypeStruct):
         plan.check_array(f"seq_info.cu_seqlens_{side}", offsets)
     return offsets

@@ -67,9 +67,16 @@ def _run(primitive: Primitive, whole: Folded, operands: Sequence[Any]) -> list[A
     rows folded into a batch would have. And inside a ``jax.shard_map`` over some axes of a mesh.
     """
     call = whole.call
-    plain = call.spec.dropout or (partitioning.partly_manual() and local_call.speaks_jax(call))
-    run = whole.run if plain else partial(_bind, primitive, whole)
+    inside = partitioning.partly_manual()
+    plain = call.spec.dropout or (inside and local_call.speaks_jax(call))
+    run = (whole.run if inside else _operations(whole)) if plain else partial(_bind, primitive, whole)
     return partitioning.under_auto_axes(run, whole, operands)
+
+
+@lru_cache(maxsize=4096)
+def _operations(call: Folded) -> Any:
+    """The operations as one program: the backward of an eager call would else run them one by one."""
+    return jax.jit(call.run)
 
 
 def _bind(primitive: Primitive, call: Folded, *operands: Any) -> list[Any]:
