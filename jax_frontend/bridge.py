@@ -29,6 +29,7 @@ from attn_core.spec import AttentionSpec
 from jax_frontend import compiled_lane
 from jax_frontend.bridged_call import BridgedCall, BridgedStep, calls_of
 from jax_frontend.bridged_run import run_of
+from jax_frontend.interrupted import Interrupted
 
 TOKEN_LENGTH = 7
 _calls: dict[str, BridgedCall | BridgedStep] = {}
@@ -98,11 +99,12 @@ def _register_targets() -> None:
 
     # XLA's buffers never require a gradient, so nothing here builds a graph, whatever the thread's grad mode is.
     def on_host(*values: Any) -> None:
-        stay()
-        run_call = _callbacks.get(values[-1]) or _callback(values[-1])
-        torch.set_flush_denormal(False)  # XLA runs its programs with subnormal numbers flushed to 0; torch does not
         try:
-            run_call(values)
+            stay()
+            torch.set_flush_denormal(False)  # XLA runs its programs with subnormal numbers flushed to 0; torch does not
+            (_callbacks.get(values[-1]) or _callback(values[-1]))(values)
+        except KeyboardInterrupt as error:
+            raise Interrupted from error
         finally:
             torch.set_flush_denormal(True)
 
@@ -175,20 +177,23 @@ def _on_stream(stay: Callable[[], bool]) -> Callable[..., None]:
         return stream.stream_id, stream.device_index, stream.device_type
 
     def on_stream(*values: Any) -> None:
-        keeps, device = stay(), values[0].get_device()
-        device_before = device_now()  # type: ignore[misc]
-        if device_before != device:
-            to_device(device)  # type: ignore[misc]
-        before, wanted = current(device), identity(values[-1], device)  # type: ignore[misc]
-        if before != wanted:
-            _enter(enter, wanted)
         try:
-            (_callbacks.get(values[-2]) or _callback(values[-2]))(values)
-        finally:
-            if not keeps:
-                _enter(enter, before)
-                if device_before != device:
-                    to_device(device_before)  # type: ignore[misc]
+            keeps, device = stay(), values[0].get_device()
+            device_before = device_now()  # type: ignore[misc]
+            if device_before != device:
+                to_device(device)  # type: ignore[misc]
+            before, wanted = current(device), identity(values[-1], device)  # type: ignore[misc]
+            if before != wanted:
+                _enter(enter, wanted)
+            try:
+                (_callbacks.get(values[-2]) or _callback(values[-2]))(values)
+            finally:
+                if not keeps:
+                    _enter(enter, before)
+                    if device_before != device:
+                        to_device(device_before)  # type: ignore[misc]
+        except KeyboardInterrupt as error:
+            raise Interrupted from error
 
     return on_stream
 
