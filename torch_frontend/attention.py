@@ -186,9 +186,8 @@ def gathered(
     info = SeqInfo.coerce(seq_info)
     inputs = Inputs(q, k, v, mask, bias, alibi_slopes, sinks)
     if info is not None:
-        inputs, longest = (offsets.given if transforms.is_one_op(q) else offsets.of)(
-            info, inputs
-        )  # an op completes offsets
+        place = offsets.given if transforms.is_one_op(q) else offsets.of  # an op completes offsets itself
+        inputs, longest = place(info, inputs)
         options = options._replace(max_len_q=longest[0], max_len_k=longest[1])
     if options.dropout and draw:
         where = _dropout_device(q, generator)

@@ -107,9 +107,13 @@ def _safe(queries: Tensor, keys: Tensor, ends_q: Tensor, ends_k: Tensor, tokens:
 
 
 def _ends(tokens: tuple[int, int], longest: Longest, documents: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A tail's ends on a GPU. Those made while a CUDA graph is captured are the graph's own."""
-    capturing = torch.cuda.is_current_stream_capturing()
-    return (_made_ends if capturing else _kept_ends)(tokens, longest, documents, device)
+    """A tail's ends on a GPU. Those made while a CUDA graph is captured are the graph's own.
+
+    They are kept for each stream, because another stream could read them before they are written.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return _made_ends(tokens, longest, documents, device)
+    return _kept_ends(tokens, longest, documents, device, torch.cuda.current_stream(device).cuda_stream)
 
 
 def _made_ends(tokens: tuple[int, int], longest: Longest, documents: int, device: Any) -> tuple[Tensor, Tensor]:
@@ -122,7 +126,9 @@ def _made_ends(tokens: tuple[int, int], longest: Longest, documents: int, device
     return queries.int(), keys.int()
 
 
-_kept_ends = lru_cache(maxsize=256)(_made_ends)
+@lru_cache(maxsize=256)
+def _kept_ends(tokens: Any, longest: Any, documents: int, device: Any, stream: int) -> tuple[Tensor, Tensor]:
+    return _made_ends(tokens, longest, documents, device)
 
 
 def within(offsets: Tensor, tokens: int) -> Tensor:
