@@ -42,19 +42,8 @@ def of(info: SeqInfo, inputs: Inputs) -> tuple[Inputs, Longest]:
     q, k = inputs.q, inputs.k
     numpy = isinstance(info.cu_seqlens_q, np.ndarray) and isinstance(info.cu_seqlens_k, np.ndarray)
     if numpy and q.dim() >= 3 and k.dim() >= 3 and info.cu_seqlens_q.shape == info.cu_seqlens_k.shape:
-
-        def complete(info: SeqInfo) -> SeqInfo:
-            if q.device.type != "cpu":  # what is on the CPU the frontend checks, of any kind
-                check_cu_seqlens(info.cu_seqlens_q, info.max_len_q, side="q", tokens=q.shape[-3])
-                check_cu_seqlens(info.cu_seqlens_k, info.max_len_k, side="k", tokens=k.shape[-3])
-            made = trailing_tokens.completed(info, (q.shape[-3], k.shape[-3]))
-            queries = torch.from_numpy(made.cu_seqlens_q).to(q.device)
-            same = made.cu_seqlens_k is made.cu_seqlens_q
-            keys = queries if same else torch.from_numpy(made.cu_seqlens_k).to(q.device)
-            return SeqInfo.unchecked(queries, keys, made.max_len_q, made.max_len_k)
-
-        with torch.inference_mode(False):  # what is kept must do for training, too
-            made = info.converted((q.device, q.shape[-3], k.shape[-3]), complete)
+        tokens = (q.shape[-3], k.shape[-3])
+        made = info.converted((q.device, *tokens), lambda info: _kept(info, q.device, tokens))
         return given(made, inputs)
     inputs, longest = given(info, inputs)
     if q.device.type == "cpu" and not numpy and torch.is_grad_enabled():
@@ -62,6 +51,19 @@ def of(info: SeqInfo, inputs: Inputs) -> tuple[Inputs, Longest]:
         copy, same = inputs.cu_seqlens_q.clone(), inputs.cu_seqlens_k is inputs.cu_seqlens_q
         inputs = inputs._replace(cu_seqlens_q=copy, cu_seqlens_k=copy if same else inputs.cu_seqlens_k.clone())
     return completed(inputs, longest)
+
+
+def _kept(info: SeqInfo, device: torch.device, tokens: tuple[int, int]) -> SeqInfo:
+    """Offsets of numpy arrays as tensors on a device, which do for training wherever they were made."""
+    if device.type != "cpu":  # what is on the CPU the frontend checks, of any kind
+        check_cu_seqlens(info.cu_seqlens_q, info.max_len_q, side="q", tokens=tokens[0])
+        check_cu_seqlens(info.cu_seqlens_k, info.max_len_k, side="k", tokens=tokens[1])
+    made = trailing_tokens.completed(info, tokens)
+    with torch.inference_mode(False):
+        queries = torch.from_numpy(made.cu_seqlens_q).to(device)
+        same = made.cu_seqlens_k is made.cu_seqlens_q
+        keys = queries if same else torch.from_numpy(made.cu_seqlens_k).to(device)
+    return SeqInfo.unchecked(queries, keys, made.max_len_q, made.max_len_k)
 
 
 def completed(inputs: Inputs, longest: Longest) -> tuple[Inputs, Longest]:
