@@ -23,7 +23,7 @@ from attn_core.backends import kind_of
 from attn_core.context_parallel.call import ContextCall
 from attn_core.context_parallel.plan import Step
 from attn_core.context_parallel.step_torch import StepCall
-from jax_frontend import bridge, compiled_lane, local_call
+from jax_frontend import bridge, compiled_lane, local_call, primitive_rules
 from jax_frontend import context_tiles as tiles
 from jax_frontend.bridged_call import BridgedStep, calls_of
 from jax_frontend.context_exchange import Axes, each_its_own
@@ -172,4 +172,6 @@ mlir.register_lowering(step_p, _by_branches)
 mlir.register_lowering(step_p, _lowered_for_cpu, platform="cpu")
 mlir.register_lowering(step_p, _lowered_for_gpu, platform="cuda")
 ad.primitive_jvps[step_p] = _derivative
+primitive_rules.has_no_transpose(step_p)
+primitive_rules.gives_nan(step_p)
 batching.primitive_batchers[step_p] = _batched

@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 
 from attn_core.backends import Gradients, Inputs
 from attn_core.errors import SpecError
-from jax_frontend import local_call, partitioning, tangent
+from jax_frontend import local_call, partitioning, primitive_rules, tangent
 from jax_frontend.bridged_call import BridgedCall
 from jax_frontend.folding import Folded, batched
 from jax_frontend.plan import Plan
@@ -181,6 +181,8 @@ def _primitive(name: str) -> Primitive:
     primitive.def_abstract_eval(_abstract)
     mlir.register_lowering(primitive, mlir.lower_fun(_lowered, multiple_results=True))
     ad.primitive_jvps[primitive] = _derivative
+    primitive_rules.has_no_transpose(primitive)
+    primitive_rules.gives_nan(primitive)
     batching.primitive_batchers[primitive] = partial(batched, partial(_bind, primitive))
     return primitive
 

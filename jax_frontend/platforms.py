@@ -18,7 +18,7 @@ from jax.interpreters import mlir
 from attn_core import backends
 from attn_core.errors import SpecError
 from attn_core.selection import Target, refusals
-from jax_frontend import local_call
+from jax_frontend import local_call, primitive_rules
 from jax_frontend.bridged_call import BridgedCall
 
 Names = tuple[str, ...] | None
@@ -81,6 +81,8 @@ def _abstract(*operands: Any, call: BridgedCall, requested: Names, program: Clos
 bridged_p = Primitive("attn_bridged")
 bridged_p.multiple_results = True
 bridged_p.def_abstract_eval(_abstract)
+primitive_rules.has_no_transpose(bridged_p)
+primitive_rules.gives_nan(bridged_p)
 mlir.register_lowering(bridged_p, partial(_lowered, ""))
 for _platform in ("cpu", "cuda"):
     mlir.register_lowering(bridged_p, partial(_lowered, _platform), platform=_platform)

@@ -15,6 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jax_frontend import primitive_rules
 from jax_frontend.folding import mapped_first
 
 
@@ -119,4 +120,5 @@ tangent_p.def_abstract_eval(_abstract)
 mlir.register_lowering(tangent_p, mlir.lower_fun(_run, multiple_results=True))
 ad.primitive_jvps[tangent_p] = _derivative
 ad.primitive_transposes[tangent_p] = _transposed
+primitive_rules.gives_nan(tangent_p)
 batching.primitive_batchers[tangent_p] = _batched
