@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 from attn_core import trailing_tokens
 from attn_core.backends import Inputs
 from attn_core.options import Options
-from attn_core.seq_info import SeqInfo, check_cu_seqlens
+from attn_core.seq_info import SeqInfo, check_cu_seqlens, is_number
 from attn_core.spec import AttentionSpec
 from jax_frontend import plan
 
@@ -24,7 +25,9 @@ def of(info: SeqInfo, inputs: Inputs, options: Options, token_axis: int = -3) ->
     """
     rows = all(len(array.shape) >= -token_axis for array in (inputs.q, inputs.k))  # else the call is refused for that
     made = _completed(info, (inputs.q.shape[token_axis], inputs.k.shape[token_axis])) if rows else info
-    inputs = inputs._replace(cu_seqlens_q=_array(made, "q"), cu_seqlens_k=_array(made, "k"))
+    queries = _array("q", made.cu_seqlens_q)
+    keys = queries if made.cu_seqlens_k is made.cu_seqlens_q else _array("k", made.cu_seqlens_k)
+    inputs = inputs._replace(cu_seqlens_q=queries, cu_seqlens_k=keys)
     return inputs, options._replace(max_len_q=made.max_len_q, max_len_k=made.max_len_k)
 
 
@@ -32,10 +35,14 @@ def _completed(info: SeqInfo, tokens: tuple[int, int]) -> SeqInfo:
     """The SeqInfo with documents for tokens behind its last offsets; traced ones may end anywhere."""
     both = (info.cu_seqlens_q, info.cu_seqlens_k)
     kinds = (np.ndarray, jax.Array, jax.ShapeDtypeStruct)
-    fit = all(isinstance(o, kinds) and o.dtype == np.int32 and o.ndim == 1 and o.size > 1 for o in both)
-    if not fit or both[0].shape != both[1].shape:
+    fit = all(isinstance(o, kinds) and o.dtype == np.int32 and o.ndim == 1 for o in both)
+    if not fit or both[0].shape != both[1].shape or both[0].shape in ((0,), (1,)):
         return info  # what is wrong is refused by name
     longest = (info.max_len_q, info.max_len_k)
+    if not all(map(is_number, (*tokens, *both[0].shape))):
+        # One document of queries, one of keys. They may be longer than the longest, which no symbolic call asks for.
+        queries, keys = _followed(both, ((tokens[0], tokens[0]), (0, tokens[1])))
+        return SeqInfo.unchecked(queries, keys, *longest)
     if all(_on_host(offsets) for offsets in both):
         queries, keys = (np.asarray(offsets) for offsets in both)
         made = trailing_tokens.completed(SeqInfo.unchecked(queries, keys, *longest), tokens)
@@ -43,20 +50,27 @@ def _completed(info: SeqInfo, tokens: tuple[int, int]) -> SeqInfo:
     tail = trailing_tokens.tail_of(tokens, longest, len(both[0]) - 1)
     if tail is None:
         return info
-    queries, keys = (_followed(*each) for each in zip(both, (tail.ends_q, tail.ends_k), strict=True))
+    queries, keys = _followed(both, (tuple(tail.ends_q.tolist()), tuple(tail.ends_k.tolist())))
     return SeqInfo.unchecked(queries, keys, tail.max_len_q, tail.max_len_k)
 
 
-def _followed(offsets: Any, ends: np.ndarray) -> Any:
-    if isinstance(offsets, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((len(offsets) + len(ends),), offsets.dtype)
-    offsets, ends = (jax.device_put(part) for part in (offsets, ends))
-    return jnp.concatenate((offsets, jnp.maximum(ends, offsets[-1])))
+def _followed(both: tuple[Any, Any], ends: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[Any, Any]:
+    """The offsets of both sides with the ends behind them; only the types, where an array is only a type."""
+    both = tuple(jax.device_put(offsets) if isinstance(offsets, np.ndarray) else offsets for offsets in both)
+    if any(isinstance(offsets, jax.ShapeDtypeStruct) for offsets in both):
+        return jax.eval_shape(partial(_concatenated, ends=ends), both)  # type: ignore[no-any-return]
+    return _concatenated(both, ends=ends)  # type: ignore[no-any-return]
 
 
-def _array(info: SeqInfo, side: str) -> Any:
+@partial(jax.jit, static_argnames="ends", inline=True)
+def _concatenated(both: tuple[Any, Any], ends: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[Any, ...]:
+    """One program, so that an eager call on a GPU starts one."""
+    pairs = zip(both, (jnp.array(side, jnp.int32) for side in ends), strict=True)
+    return tuple(jnp.concatenate((offsets, jnp.maximum(tail, offsets[-1]))) for offsets, tail in pairs)
+
+
+def _array(side: str, offsets: Any) -> Any:
     """One side's offsets as an array. Host arrays are moved in words, so that ``jax.transfer_guard`` lets them pass."""
-    offsets = getattr(info, f"cu_seqlens_{side}")
     if isinstance(offsets, np.ndarray):
         return jax.device_put(offsets)
     if not isinstance(offsets, jax.ShapeDtypeStruct):

@@ -111,6 +111,22 @@ def test_packed_rows_and_documents(shapes: tuple[str, ...]) -> None:
     check(trained(call, 3), symbols(*shapes, integers=1), *((*rows, offsets(*lengths)) for lengths in many))
 
 
+def test_packed_rows_whose_offsets_end_before_them() -> None:
+    """What nobody's queries give and nobody's keys get is 0, whichever side ends early."""
+
+    def call(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any) -> Any:
+        return attention(q, k, v, causal=True, seq_info=SeqInfo(cu_q, cu_k, 9, 9))
+
+    rows, both = (normal(9, 6, 8), normal(7, 3, 8), -normal(7, 3, 8)), ((3, 2), (4, 1))
+    ends = [both, ((3, 6), both[1]), (both[0], (4, 3)), ((0, 0), (0, 0))]
+    given = symbols("t,6,8", "s,3,8", "s,3,8", "d", "d", integers=2)
+    check(trained(call, 3), given, *((*rows, *(offsets(*side) for side in each)) for each in ends))
+    _, gradients = jax.export.export(jax.jit(trained(call, 3)))(*given).call(*rows, *(offsets(*side) for side in both))
+    assert all(np.all(np.asarray(found)[5:] == 0) and np.any(np.asarray(found)[:5]) for found in gradients)
+    told = explain(*given[:3], seq_info=SeqInfo(*given[3:], 9, 9))
+    assert told.backend == "jax_xla", told
+
+
 def test_transformations_of_symbolic_sizes() -> None:
     causal = partial(attention, causal=True)
     mapped = tuple(f"c,{shape}" for shape in DENSE)

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from attn_core import SeqInfo
-from jax_frontend import attention, dot_product_attention
+from attn_core.backends import Inputs
+from attn_core.options import Options
+from jax_frontend import attention, dot_product_attention, offsets
 
 X = jnp.ones((1, 16, 2, 8))
 MASK = jnp.ones((1, 1, 16, 16), bool)
@@ -54,3 +56,13 @@ def test_dot_product_attention_moves_nothing_without_words() -> None:
         lengths = jax.device_put(np.array([5], np.int32))
         jitted = jax.jit(lambda q: dot_product_attention(q, q, q, key_value_seq_lengths=lengths))
         jax.block_until_ready(jitted(X))
+
+
+def test_offsets_that_only_a_device_knows_move_nothing_without_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose offsets are not read: they are continued there."""
+    monkeypatch.setattr(offsets, "_on_host", lambda array: False)
+    info = SeqInfo.from_lengths([6, 7], array=jax.device_put)
+    with jax.transfer_guard("disallow"):
+        jax.block_until_ready(attention(X[0], X[0], X[0], seq_info=info))
+    made = offsets.of(info, Inputs(X[0], X[0], X[0]), Options())[0]
+    assert made.cu_seqlens_q.tolist()[:3] == [0, 6, 13] and made.cu_seqlens_q.tolist()[-1] == 16
