@@ -14,7 +14,9 @@ import atexit
 import base64
 import ctypes
 import hashlib
+import pickle
 import threading
+import zlib
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -32,10 +34,16 @@ from jax_frontend.bridged_run import run_of
 from jax_frontend.interrupted import Interrupted
 
 TOKEN_LENGTH = 7
-_calls: dict[str, BridgedCall | BridgedStep] = {}
-"""token -> call. Content-addressed: a token means the same in every process, and entries are never changed."""
+_calls: dict[str, bytes] = {}
+"""token -> digest and description of the call. Content-addressed: a token means the same in every process.
+
+Entries are never changed and stay as long as the process: nothing tells when the last program that has the token is
+gone, for it may be a file. One takes half a kilobyte, that of a step of context parallelism one to some kilobytes.
+"""
 _callbacks: dict[str, Callable[[tuple[Any, ...]], None]] = {}
-"""token -> what runs the call on (operands, result buffers), derived from ``_calls`` when it first runs."""
+"""token -> what runs the call on (operands, result buffers), made from ``_calls`` when it runs; CALLBACKS at most."""
+CALLBACKS = 1024
+_making_room = threading.Lock()
 
 
 def run(call: BridgedCall, results: tuple[jax.ShapeDtypeStruct, ...], *operands: Any) -> tuple[Any, ...]:
@@ -80,9 +88,21 @@ def token_of(call: BridgedCall | BridgedStep) -> str:
     for salt in range(100):
         digest = hashlib.sha256(f"{salt}|{rest!r}|{call.spec.key}".encode()).digest()
         token = base64.b64encode(digest).decode()[:TOKEN_LENGTH]
-        if _calls.setdefault(token, call) == call:
+        known = _calls.get(token) or _calls.setdefault(token, digest + zlib.compress(pickle.dumps(call)))
+        if known.startswith(digest):
             return token
     raise BridgeError("no free token for a new attention call after 100 tries")
+
+
+def call_of(token: str) -> BridgedCall | BridgedStep:
+    """The call of a token."""
+    known = _calls.get(token)
+    if known is None:
+        raise BridgeError(
+            f"no attention call {token!r} in this process: a compiled program from another process was run "
+            "before the function that holds the call was traced here"
+        )
+    return pickle.loads(zlib.decompress(known[hashlib.sha256().digest_size :]))  # type: ignore[no-any-return]
 
 
 def _target(direction: str) -> str:
@@ -203,11 +223,9 @@ def _enter(enter: Any, stream: tuple[int, int, int]) -> None:
 
 
 def _callback(token: str) -> Callable[[tuple[Any, ...]], None]:
-    """What runs a registered call on XLA's values: operands, then the buffers of the results, then attributes."""
-    call = _calls.get(token)
-    if call is None:
-        raise BridgeError(
-            f"no attention call {token!r} in this process: a compiled program from another process was run "
-            "before the function that holds the call was traced here"
-        )
-    return _callbacks.setdefault(token, run_of(call))
+    """What runs a call on XLA's values: operands, then the buffers of the results, then attributes."""
+    run_call = run_of(call_of(token))
+    with _making_room:
+        while len(_callbacks) >= CALLBACKS:
+            del _callbacks[next(iter(_callbacks))]
+        return _callbacks.setdefault(token, run_call)

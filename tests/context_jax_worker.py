@@ -498,7 +498,7 @@ def test_a_program_for_gpus_knows_which_device_is_which_part(sizes, names, order
     assert len(tokens) == mesh.shape["outer"] - 1 and "stablehlo.case" not in text
     right = np.moveaxis(mesh.devices, names.index("outer"), 0)
     for token in tokens:
-        parts = dict(bridge._calls[token].parts)
+        parts = dict(bridge.call_of(token).parts)
         assert parts == {device.id: part for part, devices in enumerate(right) for device in np.ravel(devices)}
         here = bridged_run.of_devices(tuple(parts.items()), jax.devices())
         assert here == {device.local_hardware_id: parts[device.id] for device in jax.devices()}

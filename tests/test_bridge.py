@@ -1,5 +1,6 @@
 """The bridge itself: tokens, threads, errors inside a callback, memory, and what it leaves alone."""
 
+import pickle
 import subprocess
 import sys
 import threading
@@ -47,8 +48,11 @@ def test_a_token_is_short_and_means_the_same_in_every_process():
 
 def test_two_calls_never_share_a_token(monkeypatch):
     token = bridge.token_of(CALL)
-    monkeypatch.setitem(bridge._calls, token, CALL._replace(backend="flex"))
-    assert bridge.token_of(CALL) != token
+    other = bridge.token_of(CALL._replace(backend="flex"))
+    monkeypatch.setitem(bridge._calls, token, bridge._calls[other])
+    salted = bridge.token_of(CALL)
+    assert salted not in (token, other) and salted == bridge.token_of(CALL)
+    monkeypatch.delitem(bridge._calls, salted)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -105,6 +109,57 @@ def test_no_memory_grows_and_nothing_is_registered_again():
         call(q)[0].block_until_ready()
     assert process.memory_info().rss - before < 2 * 2**20
     assert len(bridge._calls) == known and bridge._register_targets.cache_info().currsize == 1
+
+
+def softcapped(softcap):
+    return jax.jit(partial(attention, causal=True, softcap=softcap, backend="math"))
+
+
+def test_programs_outlive_what_runs_their_calls(monkeypatch):
+    """More programs than callbacks are kept, run in turn: each finds its own call again."""
+    monkeypatch.setattr(bridge, "_callbacks", {})
+    monkeypatch.setattr(bridge, "CALLBACKS", 3)
+    q = jnp.asarray(np.random.default_rng(2).standard_normal((1, 5, 2, 16)), jnp.float32)
+    programs = [softcapped(1.0 + at) for at in range(7)]
+    expected = [np.asarray(program(q, q, q)) for program in programs]
+    assert len({result.tobytes() for result in expected}) == len(programs)
+    for _ in range(3):
+        for program, result in zip(programs, expected, strict=True):
+            assert np.array_equal(np.asarray(program(q, q, q)), result)
+            assert len(bridge._callbacks) == 3
+
+
+def test_what_runs_calls_is_bounded_whichever_threads_ask(monkeypatch):
+    monkeypatch.setattr(bridge, "_callbacks", {})
+    tokens = [bridge.token_of(CALL._replace(spec=replace(SPEC, softcap=2.0 + at))) for at in range(1500)]
+    threads = [threading.Thread(target=lambda: list(map(bridge._callback, tokens))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(bridge._callbacks) <= 1024
+
+
+def documents_step(at):
+    """A step of context parallelism over documents, of which each ``at`` has others: a plan of many tiles."""
+    offsets = (0, *(100 * each + at for each in range(1, 9)), 1024)
+    row = replace(SPEC, q_len=1024, kv_len=1024, causal=True, return_lse=True, documents=9)
+    row = replace(row, max_len_q=1024, max_len_k=1024)
+    call = context_call(row, offsets, "ring", "zigzag", 4, 1, 1, Target("jax", "cpu"), ("math",))
+    return bridged_call.BridgedStep(step_torch.StepCall(call, 1, paired=False), "cpu", False)
+
+
+def softcapped_call(at):
+    return CALL._replace(spec=replace(SPEC, softcap=0.5 / (at + 1)))
+
+
+@pytest.mark.parametrize(("make", "most"), [(softcapped_call, 600), (documents_step, 3000)])
+def test_what_stays_of_a_call_for_ever_is_small_and_all_of_it(make, most):
+    """It stays because nothing tells when the last program that has its token is gone: it may be a file."""
+    tokens = [bridge.token_of(make(at)) for at in range(4)]
+    assert len(set(tokens)) == 4
+    assert all(len(pickle.dumps(bridge._calls[token])) < most for token in tokens)
+    assert [bridge.call_of(token) for token in tokens] == [make(at) for at in range(4)]
 
 
 def test_threads_get_their_own_results():
