@@ -58,10 +58,8 @@ def tail_of(
 
 
 def _ends(first: int, tokens: int, step: int) -> tuple[int, ...]:
-    """Where documents of at most ``step`` tokens end, from ``first`` on or from any later place: at multiples of it."""
-    if first >= tokens:
-        return ()
-    return (*range((first // step + 1) * step, tokens, step), tokens)
+    """Where documents of at most ``step`` tokens end, from ``first`` or any later place on; the last at the end."""
+    return tuple(reversed(range(tokens, first, -step))) if first < tokens else ()
 
 
 def followed(offsets: np.ndarray, ends: np.ndarray) -> np.ndarray:

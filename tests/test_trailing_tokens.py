@@ -64,17 +64,6 @@ def test_every_token_has_a_document(queries: list[int], keys: list[int], tail: t
         assert len(lengths_q) <= 3 * count + 4
 
 
-@given(sizes, sizes, st.integers(1, 6))
-def test_ends_made_on_a_device_are_those_of_the_host(
-    tokens: tuple[int, int], longest: tuple[int, int], count: int
-) -> None:
-    tail = tail_of(tokens, longest, count)
-    if tail is not None:
-        made = offsets._made_ends(tokens, longest, count, torch.device("cpu"))
-        assert [ends.tolist() for ends in made] == [tail.ends_q.tolist(), tail.ends_k.tolist()]
-        assert [ends.dtype for ends in made] == [torch.int32] * 2
-
-
 @given(st.lists(st.integers(-5, 70), min_size=2, max_size=6), sizes, st.integers(0, 60))
 def test_offsets_on_a_device_are_made_safe_and_complete(values: list[int], tokens: tuple[int, int], most: int) -> None:
     """Whatever they say: from 0, never decreasing, to the token count; right ones are as the host completes them."""
@@ -82,15 +71,30 @@ def test_offsets_on_a_device_are_made_safe_and_complete(values: list[int], token
         return
     info = torch.tensor(values, dtype=torch.int32)
     longest, count = (most, most), len(values) - 1
-    ends = offsets._made_ends(tokens, longest, count, torch.device("cpu"))
-    made = [row.numpy() for row in offsets._safe(info, info, *ends, tokens)]
     tail = tail_of(tokens, longest, count)
     assert tail is not None
+    made = [row.numpy() for row in offsets._safe(info, info, tail, tokens)]
     right = values[0] == 0 and sorted(values) == values
     for row, last, end in zip(made, tokens, tail[:2], strict=True):
-        assert row[0] == 0 and row[-1] == last and (np.diff(row) >= 0).all()
+        assert row.dtype == np.int32 and row[0] == 0 and row[-1] == last and (np.diff(row) >= 0).all()
         if right and values[-1] <= last:
             assert row.tolist() == followed(np.array(values, np.int32), end).tolist()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("backend", [None, "math", "sdpa_flash"])
+def test_torchs_own_cuda_graphs_take_offsets_on_a_device(backend: str | None) -> None:
+    """torch.compile refuses a call that keeps a tensor of the memory in which it prepares a graph."""
+    q, k, v = (torch.randn(512, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+
+    def call(q: Any, k: Any, v: Any, cu: Any) -> Any:
+        return torch_frontend.attention(q, k, v, causal=True, seq_info=SeqInfo(cu, cu, 200, 200), backend=backend)
+
+    compiled = torch.compile(call, mode="reduce-overhead")
+    for ends in ([100, 250, 400], [1, 2, 3], [200, 400, 512]) * 2:  # prepared, captured, and replayed
+        cu = torch.tensor([0, *ends], dtype=torch.int32, device="cuda")
+        torch.compiler.cudagraph_mark_step_begin()
+        assert torch.equal(compiled(q, k, v, cu), call(q, k, v, cu))
 
 
 def test_whole_rows_stay_as_they_are() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 from attn_core import trailing_tokens
 from attn_core.backends import Inputs
 from attn_core.seq_info import SeqInfo, check_cu_seqlens
+from attn_core.trailing_tokens import Tail
 from torch_frontend import plain, plan
 
 Tensor = torch.Tensor
@@ -85,7 +85,7 @@ def completed(inputs: Inputs, longest: Longest) -> tuple[Inputs, Longest]:
         tail = trailing_tokens.tail_of(tokens, longest, documents)
         if tail is None:
             return inputs, longest
-        queries, keys = _safe(queries, keys, *_ends(tokens, longest, documents, queries.device), tokens)
+        queries, keys = _safe(queries, keys, tail, tokens)
     elif queries.device.type == "cpu":
         tail = trailing_tokens.tail_of(tokens, longest, documents, (int(queries.numpy()[-1]), int(keys.numpy()[-1])))
         if tail is None:
@@ -99,38 +99,30 @@ def completed(inputs: Inputs, longest: Longest) -> tuple[Inputs, Longest]:
     return inputs._replace(cu_seqlens_q=queries, cu_seqlens_k=keys), (tail.max_len_q, tail.max_len_k)
 
 
-def _safe(queries: Tensor, keys: Tensor, ends_q: Tensor, ends_k: Tensor, tokens: tuple[int, int]) -> tuple[Any, ...]:
-    """Offsets that start at 0, never decrease, and end at the token counts; right ones are as they were, in front."""
-    both = torch.cat((queries, ends_q, keys, ends_k)).view(2, -1)  # one launch for both sides
+def _safe(queries: Tensor, keys: Tensor, tail: Tail, tokens: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Offsets that start at 0, never decrease, and end at the token counts; right ones are as they were, in front.
+
+    The ends of the tail are made in every call, by kernels alone. A copy from the host would wait for the device. A
+    tensor that a call keeps while torch.compile prepares a CUDA graph lies in the graph's memory, which torch refuses.
+    """
+    device, others = queries.device, len(tail.ends_k) - tail.queries
+    ends_q = _ends(tokens[0], tail.queries, tail.max_len_q, device)
+    ends_k = _ends(tokens[1], others, tail.max_len_k, device)
+    # Documents of keys alone repeat the last offset of the queries, and the other way round.
+    pieces = queries, ends_q, queries[-1:].expand(others), keys, keys[-1:].expand(tail.queries), ends_k
+    both = torch.cat(pieces).view(2, -1)  # one launch for both sides
     both[:, 0].zero_()
     for row, count in zip(both, tokens):
         row.clamp_(0, count)
-    return tuple(torch.cummax(row, 0).values for row in both)
+    safe_q, safe_k = (torch.cummax(row, 0).values for row in both)
+    return safe_q, safe_k
 
 
-def _ends(tokens: tuple[int, int], longest: Longest, documents: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A tail's ends on a GPU. Those made while a CUDA graph is captured are the graph's own.
-
-    They are kept for each stream, because another stream could read them before they are written.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        return _made_ends(tokens, longest, documents, device)
-    return _kept_ends(tokens, longest, documents, device, torch.cuda.current_stream(device).cuda_stream)
-
-
-def _made_ends(tokens: tuple[int, int], longest: Longest, documents: int, device: Any) -> tuple[Tensor, Tensor]:
-    """The ends of ``tail_of``, without a copy from the host, which would wait: they are multiples of one length."""
-    tail = trailing_tokens.tail_of(tokens, longest, documents)
-    assert tail is not None
-    place = torch.arange(1, len(tail.ends_q) + 1, device=device)
-    queries = (place * tail.max_len_q).clamp_(0, tokens[0])
-    keys = ((place - tail.queries) * tail.max_len_k).clamp_(0, tokens[1])
-    return queries.int(), keys.int()
-
-
-@lru_cache(maxsize=256)
-def _kept_ends(tokens: Any, longest: Any, documents: int, device: Any, stream: int) -> tuple[Tensor, Tensor]:
-    return _made_ends(tokens, longest, documents, device)
+def _ends(tokens: int, number: int, step: int, device: Any) -> Tensor:
+    """So many ends of documents, int32: ``step`` tokens apart, the last behind the last token."""
+    step = max(1, min(step, tokens))
+    first = tokens - (number - 1) * step
+    return torch.arange(first, first + number * step, step, dtype=torch.int32, device=device)
 
 
 def within(offsets: Tensor, tokens: int) -> Tensor:
