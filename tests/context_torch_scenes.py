@@ -163,6 +163,8 @@ def disagreeing(sizes: tuple[int, ...]) -> dict[str, Any]:
         alone[name] = error_of(lambda g=given: context_parallel_attention(q, k, v, mesh=mesh, length=LENGTH, **g))
     halves = (q, k.half() if rank == 1 else k, v)
     alone["dtype"] = error_of(lambda: context_parallel_attention(*halves, mesh=mesh, length=LENGTH))
+    moved = (q.to("meta") if rank == 1 else q, k, v)  # where ranks cannot talk
+    alone["device"] = error_of(lambda: context_parallel_attention(*moved, mesh=mesh, length=LENGTH, scale=0.25))
     fine = context_parallel_attention(q, k, v, mesh=mesh, strategy="ring", length=LENGTH)
     info, one = SeqInfo.from_lengths((3, 19) if rank == 1 else (3, 20)), [each[:1] for each in (q, k, v)]
     alone["seq_info"] = error_of(lambda: context_parallel_attention(*one, mesh=mesh, length=LENGTH, seq_info=info))

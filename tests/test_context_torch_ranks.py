@@ -258,7 +258,7 @@ def test_ranks_that_call_differently_are_all_told(ranks: Any, world: str, size: 
             assert f"rank {rank}: q [2, {shard}, 4, {3 if rank == 1 else 5}]" in found["shapes"]
             assert f"rank {rank}: " in found["window"]
         for name, text in found["alone"].items():  # rank 1 alone refuses it, and the others do not wait
-            argument = {"dtype": "k", "seq_info": "length"}.get(name, name)
+            argument = {"dtype": "k", "device": "k", "seq_info": "length"}.get(name, name)
             lines = text.split("\n")
             assert lines[0] == "SpecError: context_parallel_attention: expected the same call on every rank, got", text
             refusing = [line for line in lines[1:] if re.match(rf"  rank \d: \w*Error: {argument}\b", line)]

@@ -177,8 +177,9 @@ def _tell_others(error: Exception, rows: tuple[Any, ...], packed: bool, mesh: An
         names = group_names(mesh)
     except (TypeError, ShapeError):
         return
-    device = getattr(rows[0], "device", mesh.device_type)
-    tell_refusal(error, rows, packed, str(device), *map(axis, names))
+    device = getattr(rows[0], "device", None)
+    where = device if getattr(device, "type", None) == mesh.device_type else mesh.device_type  # ranks talk there alone
+    tell_refusal(error, rows, packed, str(where), *map(axis, names))
 
 
 def _lengths(length: Any, rows: tuple[Tensor, ...], world: int, documents: tuple[int, ...] | None) -> tuple[int, int]:
