@@ -243,3 +243,13 @@ def test_a_step_that_fails_on_the_device_is_taken_back(fails: str) -> None:
             *((fail, lambda t: t) if fails == "copy" else (lambda _: None, fail)),
         )
     assert state() == before
+
+
+def test_a_step_that_is_interrupted_between_its_sequences_is_taken_back() -> None:
+    allocator = PageAllocator(8, 4)
+    for name in "ab":
+        allocator.allocate(name, 3)
+    before, undo = list(allocator._free), allocator.undo_extend({"a": 6, "b": 5})
+    allocator.extend("a", 6)
+    undo()
+    assert allocator._free == before and not any(allocator._holders[page] for page in before)

@@ -141,13 +141,17 @@ class PageAllocator:
         return Copies(source, target)
 
     def undo_extend(self, tokens: Mapping[Hashable, int]) -> Callable[[], None]:
-        """A function that puts these sequences back as they are now, after ``extend`` by so many tokens and no more."""
-        taken = self._free[len(self._free) - self.needed(tokens) :]
+        """A function that puts these sequences back as they are now, after ``extend`` of all, or of the first of them.
+
+        An interrupt can stop a step after any of its sequences.
+        """
+        kept = len(self._free) - self.needed(tokens)
+        taken = self._free[kept:]
         before = [(name, list(self._pages[name]), self._lengths[name]) for name in tokens]
         last = {pages[-1]: self._holders[pages[-1]] for _, pages, _ in before if pages}
 
         def undo() -> None:
-            self._free += taken
+            self._free[kept:] = taken
             for page in taken:
                 self._holders[page] = 0
             for page, holders in last.items():
