@@ -218,7 +218,7 @@ def _four(name: str, facts: ArrayFacts | None) -> Shape4 | None:
 
 def _warn_of_rows(mask: ArrayFacts | None, batch: int, q_len: int, kv_len: int) -> None:
     """Warns of a mask that could be meant for the rows of a batch, and is read as [q, kv], as broadcasting does."""
-    if mask is not None and mask.shape == (batch, kv_len) and batch == q_len > 1:
+    if mask is not None and is_number(batch) and mask.shape == (batch, kv_len) and batch == q_len > 1:
         warnings.warn(
             f"mask: {list(mask.shape)} is read as [q, kv], the same for each row of the batch, which has as many rows "
             f"({batch}); a mask of [batch, kv] is mask[:, None, None, :], one of [q, kv] is mask[None, None]",
