@@ -12,7 +12,8 @@ from functools import lru_cache
 from typing import Any
 
 from attn_core import backends
-from attn_core.errors import ShapeError
+from attn_core.errors import ShapeError, SpecError
+from attn_core.seq_info import SeqInfo
 
 FLASH_VARLEN = "flash_varlen"
 FLASH_DENSE = "flash_dense"
@@ -94,6 +95,18 @@ def check_sizes(config: AttentionConfig, context: AttentionContext, q: Any, k: A
             f"config.n_groups={config.n_groups}: expected n_heads // n_kv_heads = "
             f"{context.n_heads} // {config.n_kv_heads}"
         )
+
+
+def documents(context: AttentionContext) -> SeqInfo | None:
+    """The documents of ``context.seq_info``; SpecError for one list of lengths beside more keys than queries."""
+    info = SeqInfo.coerce(context.seq_info)
+    if info is not None and info.cu_seqlens_q is info.cu_seqlens_k and context.q_len != context.kv_seq_len:
+        raise SpecError(
+            f"seq_info: expected lengths of queries and of keys beside context.q_len={context.q_len} and "
+            f"context.kv_seq_len={context.kv_seq_len}, got one list for both; build one with "
+            "SeqInfo.from_lengths(lengths_q, lengths_k)"
+        )
+    return info
 
 
 def computed_in(*dtypes: str) -> str | None:

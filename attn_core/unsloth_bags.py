@@ -119,6 +119,8 @@ def _same(one: Any, other: Any) -> bool:
         return True
     if hasattr(one, "shape") or hasattr(other, "shape"):
         return False
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return list(one) == list(other)
     return bool(one == other)
 
 

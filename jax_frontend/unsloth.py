@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from attn_core import override
 from attn_core.errors import DTypeError, SpecError
-from attn_core.seq_info import SeqInfo
 from attn_core.unsloth import (
     FLASH_DENSE,
     FLASH_VARLEN,
@@ -18,6 +17,7 @@ from attn_core.unsloth import (
     check_sizes,
     choose_word,
     computed_in,
+    documents,
     preference,
 )
 from attn_core.unsloth_meaning import Meaning, check_mask, interpret
@@ -72,7 +72,7 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Arra
             "needs in JAX; call jax_frontend.attention with dropout_rng="
         )
     mask, bias = split_mask(meaning, context)
-    info = meaning.documents or SeqInfo.coerce(context.seq_info)
+    info = meaning.documents or documents(context)
     if info is not None:
         q, k, v = (array.reshape(-1, *array.shape[2:]) for array in (q, k, v))  # [bsz * len, heads, head_dim]
     out = attention(

@@ -870,7 +870,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "^context.causal_mask: expected a .*, got builtins.object",
     ),
     "seq_info": ({"seq_info": [3, 4]}, SpecError, "^seq_info: expected a SeqInfo or the triple"),
-    "documents that end behind the rows": ({"seq_info": SeqInfo.from_lengths([3, 8])}, SpecError, "^seq_info"),
+    "documents that end behind the rows": (
+        {"seq_info": SeqInfo.from_lengths([3, 8], [3, 11])},
+        SpecError,
+        "^seq_info.cu",
+    ),
 }
 
 
@@ -908,12 +912,39 @@ def test_sizes_must_be_those_that_are_told(framework: Framework, packed: bool, n
 
 
 @both
+def test_one_list_of_lengths_is_for_as_many_keys_as_queries(framework: Framework) -> None:
+    """The host's triple; beside a cache it would name the first keys alone."""
+    arrays = numbers()
+    own = {name: framework.array(array) for name, array in arrays.items()}
+    info = SeqInfo.from_lengths([4, 6], array=framework.array)
+    lengths = framework.array(np.array([4, 6], np.int32))
+    for given in ((lengths, info.cu_seqlens_q, 6), info):
+        with pytest.raises(SpecError, match=r"^seq_info: expected lengths of queries and of keys beside .*q_len=5 "):
+            what = context(framework, arrays, seq_info=given)
+            framework.frontend.run_attention(config=config(framework), context=what, **own)
+
+
+@both
 def test_groups_must_fit_the_heads(framework: Framework) -> None:
     arrays = numbers()
     own = {name: framework.array(array) for name, array in arrays.items()}
     wrong = framework.frontend.AttentionConfig(unsloth.SDPA, KV_HEADS, 3)
     with pytest.raises(ShapeError, match=r"^config.n_groups=3: expected n_heads // n_kv_heads = 6 // 3"):
         framework.frontend.run_attention(config=wrong, context=context(framework, arrays), **own)
+
+
+@both
+def test_a_list_and_a_tuple_of_distances_are_alike(framework: Framework) -> None:
+    found, right = (
+        run(
+            framework,
+            numbers(),
+            bags={"flash_dense_kwargs": {"window_size": pair}, "flash_varlen_kwargs": {"window_size": (3, 3)}},
+            sliding_window=3,
+        )
+        for pair in ([3, 3], (3, 3))
+    )
+    np.testing.assert_array_equal(found, right)
 
 
 @both

@@ -8,7 +8,6 @@ import torch
 
 from attn_core import override
 from attn_core.errors import DTypeError
-from attn_core.seq_info import SeqInfo
 from attn_core.unsloth import (
     FLASH_DENSE,
     FLASH_VARLEN,
@@ -19,6 +18,7 @@ from attn_core.unsloth import (
     check_sizes,
     choose_word,
     computed_in,
+    documents,
     preference,
 )
 from attn_core.unsloth_meaning import Meaning, check_mask, interpret
@@ -93,7 +93,7 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
         out = unsloth_prefix.attend(q, k, v, meaning, context, backend)
         return out if out.dtype == Q.dtype else out.to(Q.dtype)
     mask, bias = split_mask(meaning, context)
-    info = meaning.documents or SeqInfo.coerce(context.seq_info)
+    info = meaning.documents or documents(context)
     if info is not None:
         q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [bsz * len, heads, head_dim]
     attend = partial(attention_of_layer, trains=True) if context.requires_grad else attention
