@@ -92,7 +92,7 @@ def told(positions: Any, **changed: Any) -> Any:
     module, patch = SimpleNamespace(is_causal=given.get("is_causal", True)), pytest.MonkeyPatch()
     with patch.context() as context:
         context.setattr(huggingface_attention, "attention", lambda q, k, v, **options: seen.append(options) or q)
-        huggingface_attention.attend(module, q, k, k, mask, position_ids=torch.tensor(positions))
+        huggingface_attention.attend(module, q, k, k, mask, position_ids=torch.as_tensor(positions))
     info = seen[0]["seq_info"]
     return None if info is None else info.cu_seqlens_q.tolist()
 
@@ -101,6 +101,7 @@ def test_what_positions_tell() -> None:
     assert told([PACKED]) == told([PACKED], mask=None) == [0, 3, 5, 8]
     assert told([PACKED], padding=torch.ones(1, 8, dtype=torch.bool)) == [0, 3, 5, 8]
     assert told([[4, 5, 4, 5, 6, 7, 4, 4]]) == [0, 2, 6, 7, 8]
+    assert told(torch.tensor([PACKED]).bfloat16()) == [0, 3, 5, 8]
     offsets = torch.tensor([0, 8], dtype=torch.int32)
     assert huggingface_documents.given_documents(offsets, offsets, 8, 8).max_len_q == 8
 
@@ -115,6 +116,7 @@ SILENT: dict[str, tuple[Any, dict[str, Any]]] = {
     "jumps back, but not to the first": ([[0, 1, 2, 3, 2, 3, 4, 5]], {}),
     "M-RoPE": ([[PACKED]] * 3, {}),
     "another length": ([PACKED[:7]], {}),
+    "another number of rows": ([PACKED] * 2, {}),
     "a cache with content": ([PACKED[:5]], {"queries": 5}),
     "one new token": ([[0]], {"queries": 1}),
     "both directions": ([PACKED], {"function": masking_utils.bidirectional_mask_function}),
@@ -138,3 +140,10 @@ def test_positions_are_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch)
     assert len(reads) == 1
     model.generate(ids, max_new_tokens=3, do_sample=False)
     assert len(reads) == 2  # of the prompt; a new token has nothing to tell
+
+
+def test_a_mask_that_stays_where_it_is_keeps_what_it_was_told() -> None:
+    """accelerate moves what each layer gets to the layer's device, and so do the hooks of ``device_map``."""
+    made = huggingface_masks.mask(1, 8, 8, mask_function=masking_utils.causal_mask_function)
+    assert made.to("cpu") is made.to(torch.device("cpu"), non_blocking=True) is made
+    assert made.to("meta") is not made

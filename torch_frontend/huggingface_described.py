@@ -73,6 +73,8 @@ class DescribedMask:
         """Described on another device, as hooks of models on several devices ask for; dense for anything else."""
         if len(place) != 1 or keywords.keys() - {"non_blocking"} or not isinstance(place[0], (str, int, torch.device)):
             return self.build().to(*place, **keywords)
+        if torch.device(place[0]) == torch.device(self.device):  # with what it was told by layers that ran before
+            return self
         keys = self.visible.keys
         visible = self.visible if keys is None else self.visible._replace(keys=keys.to(place[0], **keywords))
         return DescribedMask(self.shape[0], torch.device(place[0]), visible, lambda: self.build().to(place[0]))

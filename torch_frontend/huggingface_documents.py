@@ -43,7 +43,7 @@ def told_by_positions(position_ids: Tensor, batch: int, visible: Visible, mask: 
     """
     queries, keys = visible.lengths
     whole = visible.right == 0 and visible.keys is None and queries == keys and queries != 1
-    if not whole or not _readable(position_ids, queries):
+    if not whole or not _readable(position_ids, batch, queries):
         return None
     if not isinstance(mask, DescribedMask):
         return _restarting(position_ids, batch)
@@ -52,9 +52,9 @@ def told_by_positions(position_ids: Tensor, batch: int, visible: Visible, mask: 
     return mask.told[1]
 
 
-def _readable(position_ids: Tensor, tokens: int) -> bool:
+def _readable(position_ids: Tensor, batch: int, tokens: int) -> bool:
     """Whether the positions are one a token (M-RoPE has three) and have values that can be looked at."""
-    if torch.compiler.is_compiling() or position_ids.dim() != 2 or position_ids.shape[1] != tokens:
+    if torch.compiler.is_compiling() or tuple(position_ids.shape) not in ((batch, tokens), (1, tokens)):
         return False
     if type(position_ids) is not Tensor or position_ids.is_meta:
         return False
@@ -66,7 +66,7 @@ def _restarting(position_ids: Tensor, batch: int) -> SeqInfo | None:
 
     Positions that do anything else (jump, or stand still on padding) tell of no documents.
     """
-    table = position_ids.cpu().numpy()
+    table = position_ids.to("cpu", torch.float64).numpy()  # numpy has no bfloat16
     again = table[:, 1:] == table[:, :1]
     if not again.any() or not (again | (np.diff(table, axis=1) == 1)).all():
         return None
