@@ -93,4 +93,5 @@ def check(spec: AttentionSpec, info: SeqInfo | None) -> None:
     )
     for side, offsets, tokens, longest in checks:
         if _on_host(offsets):
-            check_cu_seqlens(np.asarray(offsets), longest, side=side, tokens=tokens)
+            known = tokens if is_number(tokens) else None  # offsets beyond a symbolic length are cut off where they run
+            check_cu_seqlens(np.asarray(offsets), longest, side=side, tokens=known)

@@ -136,6 +136,13 @@ def test_packed_rows_whose_offsets_end_before_them() -> None:
     assert told.backend == "jax_xla", told
 
 
+def test_offsets_on_the_host_of_symbolic_rows() -> None:
+    """One program for rows of every length; the host cannot compare the offsets with it."""
+    call = partial(attention, causal=True, seq_info=SeqInfo.from_lengths([4, 0, 3]))
+    rows = ((normal(t, 6, 8), normal(t, 3, 8), -normal(t, 3, 8)) for t in (7, 12))
+    check(trained(call, 3), symbols("t,6,8", "t,3,8", "t,3,8"), *rows)
+
+
 def test_transformations_of_symbolic_sizes() -> None:
     causal = partial(attention, causal=True)
     mapped = tuple(f"c,{shape}" for shape in DENSE)
