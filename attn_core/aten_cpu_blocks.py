@@ -45,7 +45,7 @@ def kernels() -> tuple[Any, Any]:
     return torch._scaled_dot_product_flash_attention_for_cpu, backward_op
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)  # those of 65536 queries under a window take 330 KiB
 def blocks(spec: AttentionSpec) -> tuple[Block, ...]:
     """The blocks of a dense call in order; rows in no block see no key."""
     edge, step = band(spec), _height(spec)

@@ -64,14 +64,18 @@ def test_every_token_has_a_document(queries: list[int], keys: list[int], tail: t
         assert len(lengths_q) <= 3 * count + 4
 
 
-@given(st.lists(st.integers(-5, 70), min_size=2, max_size=6), sizes, st.integers(0, 60))
-def test_offsets_on_a_device_are_made_safe_and_complete(values: list[int], tokens: tuple[int, int], most: int) -> None:
+sides = sizes | st.integers(0, 60).map(lambda size: (size, size))
+
+
+@given(st.lists(st.integers(-5, 70), min_size=2, max_size=6), sides, sides)
+def test_offsets_on_a_device_are_made_safe_and_complete(
+    values: list[int], tokens: tuple[int, int], longest: tuple[int, int]
+) -> None:
     """Whatever they say: from 0, never decreasing, to the token count; right ones are as the host completes them."""
     if tokens == (0, 0):
         return
     info = torch.tensor(values, dtype=torch.int32)
-    longest, count = (most, most), len(values) - 1
-    tail = tail_of(tokens, longest, count)
+    tail = tail_of(tokens, longest, len(values) - 1)
     assert tail is not None
     made = [row.numpy() for row in offsets._safe(info, info, tail, tokens)]
     right = values[0] == 0 and sorted(values) == values

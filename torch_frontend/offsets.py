@@ -105,15 +105,16 @@ def _safe(queries: Tensor, keys: Tensor, tail: Tail, tokens: tuple[int, int]) ->
     The ends of the tail are made in every call, by kernels alone. A copy from the host would wait for the device. A
     tensor that a call keeps while torch.compile prepares a CUDA graph lies in the graph's memory, which torch refuses.
     """
-    device, others = queries.device, len(tail.ends_k) - tail.queries
+    device, others, as_many = queries.device, len(tail.ends_k) - tail.queries, tokens[0] == tokens[1]
+    alike = as_many and tail.max_len_q == tail.max_len_k  # then one kernel serves both sides
     ends_q = _ends(tokens[0], tail.queries, tail.max_len_q, device)
-    ends_k = _ends(tokens[1], others, tail.max_len_k, device)
+    ends_k = ends_q if alike else _ends(tokens[1], others, tail.max_len_k, device)
     # Documents of keys alone repeat the last offset of the queries, and the other way round.
     pieces = queries, ends_q, queries[-1:].expand(others), keys, keys[-1:].expand(tail.queries), ends_k
-    both = torch.cat(pieces).view(2, -1)  # one launch for both sides
+    both = torch.cat(pieces).view(2, -1)
     both[:, 0].zero_()
-    for row, count in zip(both, tokens):
-        row.clamp_(0, count)
+    for rows, count in [(both, tokens[0])] if as_many else zip(both, tokens):
+        rows.clamp_(0, count)
     safe_q, safe_k = (torch.cummax(row, 0).values for row in both)
     return safe_q, safe_k
 
