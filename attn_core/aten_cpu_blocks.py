@@ -1,4 +1,4 @@
-"""torch's CPU flash kernel on what it has no flag for, in blocks of queries that meet only the keys they may see.
+"""torch's CPU flash kernel under windows, masks and biases, in blocks of queries that read only keys they may see.
 
 The kernel hides keys by an additive mask alone. One mask of all queries and keys would cost memory and time for every
 pair, hidden ones too. So each block of queries is a call of its own: on the keys that its band reaches, with a mask of
@@ -91,7 +91,6 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
 
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any) -> tuple[Any, Any, Any]:
     """(dq, dk, dv) of a dense call; the kernel can read q, k, v and dout."""
-
     lse = lse.masked_fill(lse == -float("inf"), 0.0)  # as the kernel itself reports such a row
     q, k, v, out, dout = (tensor.transpose(1, 2) for tensor in (*inputs[:3], out, dout))
     sums: Any = None

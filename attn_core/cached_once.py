@@ -14,8 +14,8 @@ def cached_once(function: Callable[..., Result]) -> _lru_cache_wrapper[Result]:
     """Keeps a function's results by its arguments, and runs the function once for each, also where threads meet.
 
     ``functools.cache`` alone runs it in every thread that asks before the first result is there: two registrations, two
-    libraries loaded, two locks. Here the others wait, each for its own arguments only. An error is raised and not kept:
-    the next thread tries again. A function may ask for itself. A result that is there costs what it costs with
+    libraries loaded, two locks. Here the other threads wait, each for its own arguments only. An error is raised and
+    not kept: the next thread tries again. The function may call itself. Reading a kept result takes as long as with
     ``functools.cache``.
     """
     locks: dict[Hashable, Any] = {}

@@ -63,7 +63,7 @@ def band(spec: AttentionSpec, q_len: int | None = None, kv_len: int | None = Non
 
 
 def document_of(cu_seqlens: np.ndarray, tokens: int) -> np.ndarray:
-    """The index of the document that each of ``tokens`` tokens belongs to; nobody's have the documents' number."""
+    """The index of the document that each token belongs to; the number of documents for tokens behind the last."""
     return np.searchsorted(np.asarray(cu_seqlens)[1:], np.arange(tokens), side="right")
 
 
@@ -74,7 +74,7 @@ def positions(spec: AttentionSpec, cu_seqlens_q: Any = None, cu_seqlens_k: Any =
     cu_q, cu_k = (np.asarray(cu, dtype=np.int64) for cu in (cu_seqlens_q, cu_seqlens_k))
     of_query, of_key = document_of(cu_q, spec.q_len), document_of(cu_k, spec.kv_len)
     offsets = np.diff(cu_k) - np.diff(cu_q) if spec.alignment == "bottom_right" else np.zeros(len(cu_q) - 1, np.int64)
-    offsets = np.append(offsets, 0)  # of nobody's tokens
+    offsets = np.append(offsets, 0)  # for tokens behind the last offset
     return np.arange(spec.q_len) - cu_q[of_query] + offsets[of_query], np.arange(spec.kv_len) - cu_k[of_key]
 
 

@@ -154,7 +154,7 @@ def is_host_int(value: Any) -> bool:
 
 
 def is_number(size: Any) -> bool:
-    """Whether a size is known. To compare a symbolic one with a number may be an error of the framework it is from."""
+    """Whether a size is known. Comparing a symbolic size with a number can be an error in its framework."""
     return isinstance(size, (int, np.integer))
 
 

@@ -18,7 +18,7 @@ from attn_core.spec import AttentionSpec
 
 
 def contain(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any) -> None:
-    """Writes the rows of a dense forward whose keys or values are not finite again, into ``out`` and ``lse``."""
+    """Computes such rows of a dense forward again, and writes them into ``out`` and ``lse``."""
     for row in _broken_rows(inputs.k, inputs.v):
         part, part_lse = torch_plain.forward(_row_spec(spec), _row_inputs(inputs, row))
         out[row], lse[row] = part[0], part_lse[0]
@@ -27,7 +27,7 @@ def contain(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any) -> None:
 def contain_gradients(
     spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, gradients: tuple[Any, Any, Any]
 ) -> None:
-    """Writes the gradients dq, dk and dv of those rows again, into ``gradients``."""
+    """Computes dq, dk and dv of such rows again, and writes them into ``gradients``."""
     for row in _broken_rows(inputs.k, inputs.v):
         saved = [tensor[row : row + 1] for tensor in (out, lse, dout)]
         part = torch_plain.backward(_row_spec(spec), _row_inputs(inputs, row), saved[0], saved[1], saved[2], None)

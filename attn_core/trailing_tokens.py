@@ -18,8 +18,8 @@ from attn_core.seq_info import SeqInfo
 class Tail(NamedTuple):
     """What follows the offsets of a call: the ends of the documents that hold nobody's tokens.
 
-    Where the offsets end is known, or not before the kernel runs. The ends are made for the earliest end in question:
-    after a later one, ``max(end, last offset)`` is right, and gives some documents without a token.
+    The last offset may be unknown before the kernel runs. So the ends fit the earliest offset that it can be. For a
+    later one take ``max(end, last offset)``: some documents then have no token.
 
     Attributes:
         ends_q, ends_k: int32, of one length, ascending. The last are the token counts.
@@ -41,9 +41,9 @@ def tail_of(
     """The tail of offsets; None where every token has a document.
 
     Args:
-        tokens: of q and of k, as all pairs here.
+        tokens: how many q and k have. All pairs here are for q and for k.
         longest: ``max_len_q`` and ``max_len_k``.
-        documents: how many there are. They bound how many the tail has, whatever ``longest`` says.
+        documents: how many the offsets have. The tail has at most about twice as many, however small ``longest`` is.
         ended: the last offsets; None where they are traced or on a device.
     """
     firsts = ended or (0, 0)
@@ -68,7 +68,7 @@ def followed(offsets: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 
 def completed(info: SeqInfo, tokens: tuple[int, int]) -> SeqInfo:
-    """A SeqInfo of numpy arrays with documents for nobody's tokens; itself where there are none, or tokens lack."""
+    """A SeqInfo of numpy arrays with documents for nobody's tokens; the same if there are none, or too few tokens."""
     ended = (int(info.cu_seqlens_q[-1]), int(info.cu_seqlens_k[-1]))
     longest, documents = (info.max_len_q, info.max_len_k), len(info.cu_seqlens_q) - 1
     tail = tail_of(tokens, longest, documents, ended)

@@ -76,7 +76,7 @@ def attention(
     """
     no_extras = mask is None and bias is None and alibi_slopes is None and sinks is None and seq_info is None
     seen = _is_compiling() or _is_autocast_on() or _is_transformed() or _modes() or forward_ad._current_level >= 0
-    plain = type(q) is type(k) is type(v) is Tensor  # what else is, and what is not, the careful path knows
+    plain = type(q) is type(k) is type(v) is Tensor  # the careful path knows the others
     odd_window = window is not None and type(window) is not int and not is_plain_window(window)
     if seen or not plain or not no_extras or dropout or odd_window or dropout_rng is not None:
         tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
@@ -115,7 +115,7 @@ def attention(
         if made.shortcut is None and needs_backward:
             return autograd.Attention.apply(made, q, k, v)
         out, lse = made.shortcut(q, k, v) if made.shortcut else made.forward(made.spec, Inputs(q, k, v))
-    except RuntimeError:  # a kernel says this of a layout that it cannot read
+    except RuntimeError:  # a kernel raises it for a layout that it cannot read
         for name, tensor in zip("qkv", (q, k, v), strict=True):
             plan.check_tensor(name, tensor)
         raise

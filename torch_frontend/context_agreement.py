@@ -31,14 +31,14 @@ def agree(asked: Any, outcome: str, *axes: Axis) -> None:
 
 
 _SEEN: set[Any] = set()
-"""The shapes, the dtype and the axes of the calls that were compared, but for packed ones: their offsets change."""
+"""Shapes, dtype and axes of the calls that were compared. Packed calls are left out, because their offsets change."""
 
 
 def tell_refusal(error: Exception, tensors: tuple[Any, ...], packed: bool, device: str, *axes: Axis) -> None:
-    """Tells the other ranks what this one refuses, where they compare a call of a new kind and would wait for it.
+    """Tells the other ranks that this rank refuses a call, if they compare it now and would wait for this rank.
 
-    What the others do is not known here: it is taken that a call is new to them if its shapes, or its documents, are
-    new to this rank. Elsewhere nothing is told, for they exchange keys already.
+    This rank cannot know whether they do. It assumes so if the call is packed, or its shapes are new to this rank.
+    Otherwise it tells nothing: the other ranks exchange keys already, and compare nothing.
 
     Raises:
         SpecError: on every rank, unless all refuse alike; it tells what each of them calls.

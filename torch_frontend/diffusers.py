@@ -98,7 +98,7 @@ def _attention(
     return attention_dispatch(*given, attn_mask, dropout_p, is_causal, **options)
 
 
-_register_builtin(_attention, f"aten::{NAME}")  # what torch.jit.script finds in the place is torch's own
+_register_builtin(_attention, f"aten::{NAME}")  # torch.jit.script takes ours for torch's
 
 
 class _Place:

@@ -150,7 +150,7 @@ def _simply(
         causal=causal,
         alignment="top_left",
         scale=scale,
-        dropout=dropout,  # nothing, but of a type that counts: the plan knows
+        dropout=dropout,  # 0 of some type: the plan refuses a type that is wrong
         backend=names,
     )
     return out.transpose(1, 2)  # type: ignore[no-any-return]
@@ -221,4 +221,4 @@ def _is_everyday() -> bool:
     return allowed._get_math_sdp_enabled() and allowed._get_cudnn_sdp_enabled()  # type: ignore[no-any-return]
 
 
-_register_builtin(attention_dispatch, "aten::scaled_dot_product_attention")  # what torch.jit.script finds in the place
+_register_builtin(attention_dispatch, "aten::scaled_dot_product_attention")  # torch.jit.script takes ours for torch's

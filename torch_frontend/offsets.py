@@ -32,7 +32,9 @@ def given(info: SeqInfo, inputs: Inputs) -> tuple[Inputs, Longest]:
 
 
 def of(info: SeqInfo, inputs: Inputs) -> tuple[Inputs, Longest]:
-    """The same with a document for every token (``attn_core.trailing_tokens``).
+    """Inputs with offsets that have a document for every token, and the longest documents.
+
+    See ``attn_core.trailing_tokens``.
 
     numpy arrays are checked, completed and copied to a device once, not once a call.
 
@@ -54,7 +56,7 @@ def of(info: SeqInfo, inputs: Inputs) -> tuple[Inputs, Longest]:
 
 
 def _kept(info: SeqInfo, device: torch.device, tokens: tuple[int, int]) -> SeqInfo:
-    """Offsets of numpy arrays as tensors on a device, which do for training wherever they were made."""
+    """Offsets of numpy arrays as tensors on a device. Training can use them, also if inference mode was on first."""
     if device.type != "cpu":  # what is on the CPU the frontend checks, of any kind
         check_cu_seqlens(info.cu_seqlens_q, info.max_len_q, side="q", tokens=tokens[0])
         check_cu_seqlens(info.cu_seqlens_k, info.max_len_k, side="k", tokens=tokens[1])

@@ -53,7 +53,7 @@ class PlainOptions(NamedTuple):
     needs_backward: bool
     bias_gradient: bool
     backend: str | None
-    """Names in order of preference, as ``joined`` puts them: torch.jit has no lists of them."""
+    """Names in order of preference, as ``joined`` puts them: torch.jit takes no list of names."""
 
 
 def joined(names: tuple[str, ...] | None) -> str | None:
@@ -67,7 +67,7 @@ def from_call(call: Sequence[Any]) -> tuple[Inputs, PlainOptions]:
 
 
 def _whole(call: Sequence[Any]) -> tuple[Inputs, PlainOptions]:
-    """The same with a document for every token, where there are documents."""
+    """``from_call``, and offsets that have a document for every token."""
     inputs, plain = from_call(call)
     if inputs.cu_seqlens_q is None:
         return inputs, plain

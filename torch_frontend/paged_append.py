@@ -29,7 +29,7 @@ def append(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_len
 
 
 def check_appended(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, cu: Any) -> None:
-    """Raises what is wrong with the arguments of an append, apart from values."""
+    """Checks the arguments of an append, but for the values in its tables."""
     named = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v}
     for name, tensor in named.items():
         plan.check_tensor(name, tensor)

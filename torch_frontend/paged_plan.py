@@ -110,7 +110,7 @@ def tables_of(q: Tensor, k_pages: Tensor, max_len_q: int | None, *tables: Any) -
 
 
 def tables_beside(q: Tensor, *tables: Any) -> tuple[Any, Any, Any]:
-    """The tables of a call that somebody looks at, as ops take them beside q."""
+    """The tables of a call that is to be one op, in the form that ops accept together with q."""
     for name, table in zip(("block_table", "seq_lens", "cu_seqlens_q"), tables, strict=True):
         if not isinstance(table, np.ndarray) and (table is not None or name != "cu_seqlens_q"):
             plan.check_tensor(name, table)
@@ -120,7 +120,7 @@ def tables_beside(q: Tensor, *tables: Any) -> tuple[Any, Any, Any]:
 def checked_beside(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: tuple[Any, ...], sinks: Tensor | None, options: Options
 ) -> tuple[Any, Any, Any]:
-    """``tables_beside`` of a call whose other arguments are checked, as far as sizes that are no symbols say."""
+    """Checks the arguments of such a call, if its sizes are numbers, and returns ``tables_beside``."""
     for name, tensor in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages), ("sinks", sinks)):
         if tensor is not None or name != "sinks":
             plan.check_tensor(name, tensor)

@@ -40,7 +40,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def is_watched(q: Any) -> bool:
-    """Whether somebody looks on for whom a call is to be one op: a dispatch mode, or a trace, with numbers or none."""
+    """Whether a call on q is to be one op: a dispatch mode or a trace records it, or q has no numbers (fake, meta)."""
     without_numbers = type(q) is FakeTensor or (isinstance(q, Tensor) and q.is_meta)
     return without_numbers or are_modes_active() > 0 or are_jit_traces_active() is not None
 
@@ -50,13 +50,13 @@ are_jit_traces_active = torch._C._get_tracing_state
 
 
 def beside(q: Tensor, made: Tensor) -> Tensor:
-    """A tensor of our own as ops take it beside q: a fake one beside a fake one."""
+    """A tensor of our own in the form that ops accept together with q: fake if q is fake."""
     fake = type(q) is FakeTensor and type(made) is not FakeTensor
     return q.fake_mode.from_tensor(made, static_shapes=True) if fake else made  # type: ignore[attr-defined, no-any-return]
 
 
 def constant(q: Tensor, array: np.ndarray) -> Tensor:
-    """A host array as a tensor on the CPU that ops take beside q; whoever traces the call keeps its values."""
+    """A host array as a CPU tensor that ops accept together with q. A trace of the call keeps its values."""
     made = torch.from_numpy(array)
     return beside(q, torch.ops.aten.lift_fresh_copy(made) if are_modes_active() else made)
 
@@ -104,9 +104,9 @@ def as_causal(mask: Any, is_causal: bool, query: Tensor) -> tuple[Any, bool]:
 def torchs_own(*call: Any, **options: Any) -> Any:
     """torch's own attention, which asks the subclasses among its tensors what to do.
 
-    A subclass compares the function that it is shown with ``scaled_dot_product_attention``, as it finds it under that
-    name or as it was built in. Where another function stands under the name these are two: subclasses are asked about
-    that one and, if they make an ordinary call of it, which ends here again, about the builtin.
+    Some subclasses know attention as the function under the name ``scaled_dot_product_attention``, some as the builtin.
+    Our own function may stand under the name. Then subclasses are asked about the function under the name first. One
+    that does not know it calls it again, which ends here a second time: now subclasses are asked about the builtin.
     """
     if torch.compiler.is_compiling():
         return _torch_attention(*call, **options)

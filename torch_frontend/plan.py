@@ -58,7 +58,8 @@ def dense_plan(
     A window among them is plain (``is_plain_window``): the key knows the types of options, not those inside a pair.
     """
     if q_device.type == "meta" or plain.are_jit_traces_active() is not None:
-        raise TypeError("no call of a kernel")  # shapes are tensors in a trace, so that no plan from outside is found
+        # The careful path takes these. No plan is found for a trace: the sizes of its shapes are tensors.
+        raise TypeError("no call of a kernel")
     qkv = ((q_shape, q_dtype, q_device), (k_shape, k_dtype, k_device), (v_shape, v_dtype, v_device))
     # Checked here, where the types are part of the key: for ``plan`` causal=1 and causal=True are one question.
     asked = checked(Options(**dict(zip(PLAIN_CALL, options, strict=True))))
@@ -131,9 +132,9 @@ def question(
 
 
 def check(inputs: Inputs, options: Options) -> None:
-    """Raises what is wrong with a call that an op stands for, where sizes are no symbols; the op itself sees the rest.
+    """Checks a call that is to be one op, if its sizes are numbers; the op checks the rest when it runs.
 
-    The longest documents are left to it: it completes the offsets first.
+    Only the op checks the longest documents, because it completes the offsets first.
     """
     if torch.compiler.is_compiling():
         return

@@ -28,7 +28,7 @@ def at_work() -> bool:
 
 
 def is_one_op(q: Tensor) -> bool:
-    """Whether a compiler, a transform, a mode or a trace sees a call on q, for whom the call is one op."""
+    """Whether a call on q is to be one op, because a compiler, a transform, a mode or a trace sees it."""
     return torch.compiler.is_compiling() or at_work() or is_watched(q)
 
 

@@ -108,8 +108,10 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
 
 
 def _vmap_allowed() -> AbstractContextManager[Any]:
-    """A block in which ``vmap`` works, of which flex_attention is made, though a dispatch mode (a counter of flops, a
-    tracer) looked at the call: torch leaves vmap's dispatch keys out of what such a mode runs."""
+    """Lets ``vmap`` work inside the block, also under a dispatch mode (a counter of flops, a tracer).
+
+    flex_attention is made of vmap, and torch leaves vmap's dispatch keys out of what such a mode runs.
+    """
     import torch
 
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()

@@ -66,7 +66,7 @@ def check_paged_layer(shape: tuple[int, ...], alignment: str, dropout: float, ot
 
 
 class _Ticket(NamedTuple):
-    """What a step was made of: the sequences, and the time of it by the allocator's ``changes``."""
+    """What a step was made of: its sequences, and the time by the allocator's ``changes``."""
 
     table: weakref.ref[Any]
     allocator: PageAllocator
@@ -75,8 +75,8 @@ class _Ticket(NamedTuple):
 
 
 _TICKETS: dict[int, _Ticket] = {}
-"""By the id of a step's block table, while that lives. Compilers and pytrees, which see a step's fields, see no ticket:
-it would be new in every step, and what is new is traced again."""
+"""Tickets by the id of a step's block table, as long as the table lives. A ticket is no field of the step: it would be
+new in every step, and compilers trace again for a field that is new."""
 
 
 def take_step(

@@ -67,7 +67,7 @@ def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
         longest = 1
     most = min(longest, tokens) if numbers else longest
     if arrays.cu_seqlens_q is not None and numbers and tokens == batch:
-        most = max(most, 2)  # that each has one is not known: some may have none, and q may go on behind the last
+        most = max(most, 2)  # a sequence may have none, and q may go on behind the last offset
     return AttentionSpec(
         batch=1,
         q_len=tokens,
@@ -92,7 +92,7 @@ def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
 
 
 def check_cache(dtype: str, **sizes: Any) -> None:
-    """Raises SpecError for a size of a cache that is no number of 1 or more, DTypeError for a dtype of no pool."""
+    """Raises SpecError for a size of a cache that is no number of 1 or more, DTypeError for a dtype no pool has."""
     for name, value in sizes.items():
         if not is_host_int(value) or value < 1:
             raise SpecError(f"{name}={value!r}: expected a number of 1 or more")

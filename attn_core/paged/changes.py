@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class _Change(NamedTuple):
-    """The last change of a sequence; ``started`` and ``at`` are times: how many changes of the pool came before."""
+    """The last change of a sequence; ``started`` and ``at`` are times, counted in changes of the pool."""
 
     started: int
     at: int
