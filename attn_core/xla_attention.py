@@ -127,7 +127,7 @@ def _attend(spec: AttentionSpec, call: Call, value: Summand, rows: Rows, start: 
         logits, seen, _ = _logits(spec, call, q, cut(call.k, tile.key, keys, axis=2), rows, tile)
         # Forward mode takes the maximum for a constant, for it cancels: XLA may compute logits twice, not alike,
         # and a maximum that no logit equals has a tangent of 0 / 0.
-        new_top = jnp.maximum(top, lax.stop_gradient(logits.max(-1)))
+        new_top = jnp.maximum(top, lax.stop_gradient(logits.max(-1, initial=-jnp.inf)))
         base = jnp.where(new_top == -jnp.inf, 0, new_top)  # no key seen yet: exp(-inf - 0) is the 0 wanted
         weights = jnp.exp(logits - base[..., None])
         fade = jnp.exp(top - base)

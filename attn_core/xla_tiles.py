@@ -139,8 +139,11 @@ def zero_like(arrays: Any) -> Any:
     """A zero typed as varying over every mesh axis that an array varies over: jax.shard_map checks what loops carry."""
     import jax.numpy as jnp
 
-    zeros = (jnp.where(False, array[(0,) * array.ndim], 0) for array in arrays if array is not None)
-    return sum(zero.astype(jnp.float32) for zero in zeros)
+    def zero(array: Any) -> Any:
+        known = all(map(is_number, array.shape))  # a symbolic array may have no first element
+        return jnp.where(False, array[(0,) * array.ndim], 0) if known else jnp.where(False, array, 0).sum()
+
+    return sum(zero(array).astype(jnp.float32) for array in arrays if array is not None)
 
 
 def summands(*arrays: Any) -> tuple[Summand, ...]:
@@ -190,8 +193,8 @@ def key_blocks(spec: AttentionSpec, call: Call, rows: Rows) -> tuple[Any, Any]:
 
     keys = call.blocks.keys
     some = rows.first < rows.stop
-    start = jnp.where(some, rows.first, spec.kv_len).min()
-    stop = jnp.where(some, rows.stop, 0).max()
+    start = jnp.where(some, rows.first, spec.kv_len).min(initial=spec.kv_len)
+    stop = jnp.where(some, rows.stop, 0).max(initial=0)
     return start // keys, (stop + keys - 1) // keys
 
 

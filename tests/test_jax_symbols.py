@@ -89,6 +89,15 @@ def test_sizes_that_are_expressions() -> None:
     check(run, symbols("2*b-1,n+3,6,8", "2*b-1,2*n,3,8", "2*b-1,2*n,3,8"), dense(3, 5, 4))
 
 
+@pytest.mark.parametrize("shapes", [("b,n-1", "b,m"), ("b,n", "b,m-1"), ("b-1,n", "b-1,m")], ids=str)
+def test_sizes_that_may_be_0(shapes: tuple[str, str]) -> None:
+    """As of tokens that are shifted by one. The program holds for 0, too."""
+    queries, keys = (f"{shape},{heads},8" for shape, heads in zip(shapes, (6, 3), strict=True))
+    none = tuple(0 if "-" in size else 4 for size in (*shapes[0].split(","), shapes[1].split(",")[1]))
+    run = trained(partial(attention, causal=True), 3)
+    check(run, symbols(queries, keys, keys), dense(2, 5, 7), dense(*none))
+
+
 def test_every_extra_of_symbolic_sizes() -> None:
     def call(q: Any, k: Any, v: Any, bias: Any, sinks: Any, mask: Any, slopes: Any) -> Any:
         return attention(q, k, v, bias=bias, sinks=sinks, mask=mask > 0, alibi_slopes=slopes)
