@@ -65,13 +65,22 @@ def test_every_model_that_asks_for_no_function_is_refused() -> None:
             kind = getattr(transformers, name, None)
             if not hasattr(kind, "_can_set_attn_implementation"):
                 continue
-            if kind._can_set_attn_implementation():
+            if kind._can_set_attn_implementation() and kind is not transformers.InformerModel:
                 huggingface.refuse_own_attention(kind, huggingface.NAME)
                 continue
             refused += 1
             with pytest.raises(SpecError, match=kind.__name__):
                 huggingface.refuse_own_attention(kind, huggingface.NAME)
     assert refused > 50
+
+
+def test_a_model_with_attention_of_its_own_in_some_layers_is_refused() -> None:
+    """Informer adds the mask to scores in its ProbSparse layers; others ask for a function."""
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "prediction_length": 6}
+    config = transformers.InformerConfig(**sizes)
+    with pytest.raises(SpecError, match="InformerModel computes attention in its own code"):
+        transformers.InformerModel._from_config(config, attn_implementation=huggingface.NAME)
+    transformers.InformerModel._from_config(config, attn_implementation="eager")
 
 
 def test_a_part_of_a_larger_model_is_refused_and_others_may_be_named() -> None:

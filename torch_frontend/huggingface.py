@@ -106,7 +106,8 @@ def refuse_own_attention(kind: type, requested: str) -> None:
 
     known = (base for base in kind.__mro__ if issubclass(base, PreTrainedModel) and _has_source(base))
     judge: Any = next(known, PreTrainedModel)
-    if judge is PreTrainedModel or not judge._can_set_attn_implementation():
+    partly = getattr(getattr(kind, "config_class", None), "model_type", None) in _PARTLY_OWN
+    if partly or judge is PreTrainedModel or not judge._can_set_attn_implementation():
         raise SpecError(
             f"attn_implementation={requested!r}: {kind.__name__} computes attention in its own code and does not call "
             "the function that transformers' AttentionInterface names; load it with attn_implementation='eager'. Where "
@@ -120,6 +121,9 @@ def _has_source(kind: type) -> bool:
     except (OSError, TypeError, KeyError):
         return False
 
+
+_PARTLY_OWN = {"informer"}
+"""Types whose source asks for a function in some layers, and adds our mask in others (ProbSparse attention)."""
 
 _ANSWERING = ("_check_and_adjust_attn_implementation", "get_correct_attn_implementation")
 
