@@ -70,7 +70,7 @@ def _concatenated(both: tuple[Any, Any], ends: tuple[tuple[int, ...], tuple[int,
 
 
 def _array(side: str, offsets: Any) -> Any:
-    """One side's offsets as an array. Host arrays are moved in words, so that ``jax.transfer_guard`` lets them pass."""
+    """One side's offsets as an array. Host arrays move explicitly, which ``jax.transfer_guard`` allows."""
     if isinstance(offsets, np.ndarray):
         return jax.device_put(offsets)
     if not isinstance(offsets, jax.ShapeDtypeStruct):

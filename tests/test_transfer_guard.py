@@ -1,4 +1,4 @@
-"""What a call moves to a device under ``jax.transfer_guard("disallow")``: nothing without words."""
+"""What a call moves to a device under ``jax.transfer_guard("disallow")``: nothing implicitly."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("backend", [None, "jax_xla"])
 @pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-def test_nothing_is_moved_without_words(compiled: bool, call: dict[str, Any], backend: str | None) -> None:
+def test_no_transfer_is_implicit(compiled: bool, call: dict[str, Any], backend: str | None) -> None:
     forward: Callable[..., Any] = lambda q, k, v: attention(q, k, v, backend=backend, **call)  # noqa: E731
 
     def with_gradients(q: Any, k: Any, v: Any) -> Any:
@@ -50,7 +50,7 @@ def test_nothing_is_moved_without_words(compiled: bool, call: dict[str, Any], ba
         jax.block_until_ready(run(X, X, X))
 
 
-def test_dot_product_attention_moves_nothing_without_words() -> None:
+def test_no_transfer_of_dot_product_attention_is_implicit() -> None:
     with jax.transfer_guard("disallow"):
         jax.block_until_ready(dot_product_attention(X, X, X, local_window_size=3))
         lengths = jax.device_put(np.array([5], np.int32))
@@ -58,7 +58,7 @@ def test_dot_product_attention_moves_nothing_without_words() -> None:
         jax.block_until_ready(jitted(X))
 
 
-def test_offsets_that_only_a_device_knows_move_nothing_without_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offsets_that_only_a_device_knows_need_no_implicit_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, whose offsets are not read: they are continued there."""
     monkeypatch.setattr(offsets, "_on_host", lambda array: False)
     info = SeqInfo.from_lengths([6, 7], array=jax.device_put)
