@@ -6,8 +6,9 @@ keys that some query of the block may see, with the running softmax of FlashAtte
 arXiv:2205.14135): memory per head is O(block of queries * block of keys), and the trace holds one body whatever the
 lengths.
 
-Products accumulate in float32 (float64 for float64 inputs) and never round float32 operands to TF32. Axes in the
-einsums: b batch, h kv head, g query head of that kv head, i query, j key, d channel of q and k, e channel of v.
+Products accumulate in float32 (float64 for float64 inputs) and round float32 operands only if
+``jax.default_matmul_precision`` is set (``xla_precision``). Axes in the einsums: b batch, h kv head, g query head of
+that kv head, i query, j key, d channel of q and k, e channel of v.
 """
 
 from __future__ import annotations
