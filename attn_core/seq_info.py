@@ -181,7 +181,7 @@ def check_cu_seqlens(cu_seqlens: np.ndarray, max_len: int, *, side: str, tokens:
     if tokens is not None and cu_seqlens[-1] > tokens:
         raise SpecError(
             f"{name}: expected to end at the token count {tokens} or before it, got {int(cu_seqlens[-1])}; "
-            "tokens behind the last offset are padding, and there are none to read behind the last token"
+            "a row may be longer than its documents, not shorter"
         )
     if lengths.max(initial=0) > max_len:
         raise SpecError(
