@@ -8,8 +8,8 @@ from typing import Any
 def product_precision(dtype: Any) -> Any:
     """``precision=`` of products of arrays of that dtype; None leaves the choice to ``jax.default_matmul_precision``.
 
-    JAX's own default, DEFAULT, rounds float32 to TF32 on GPUs and to bfloat16 on TPUs. Attention would lose its accuracy,
-    so float32 is multiplied at HIGHEST unless the caller set a precision. float16 and bfloat16 need no rounding, and
+    JAX's own default, DEFAULT, rounds float32 to TF32 on GPUs and to bfloat16 on TPUs. Attention would lose accuracy.
+    So float32 is multiplied at HIGHEST unless the caller set a precision. float16 and bfloat16 need no rounding, and
     float64 is always multiplied at HIGHEST.
     """
     from jax.lax import Precision

@@ -32,15 +32,15 @@ def check_precision(precision: Any, dtype: Any) -> None:
     for each in precision if isinstance(precision, tuple) else (precision,):
         try:
             level = lax.Precision(each).value
-        except ValueError:
+        except (ValueError, TypeError):  # of what cannot be hashed
             raise SpecError(
                 f"precision={precision!r}: expected None, a jax.lax.Precision or its name; kernels choose the "
                 "algorithm of their multiplications"
             ) from None
         if dtype == jnp.float32 and level > level_in_force():
             raise SpecError(
-                f"precision={precision!r}: jax.default_matmul_precision is {in_force()!r} here, which says less, and a "
-                "layer cannot ask for more; raise it, or leave it unset (then float32 is multiplied at HIGHEST)"
+                f"precision={precision!r}: jax.default_matmul_precision is {in_force()!r} here, and a layer "
+                "cannot ask for more; raise it, or leave it unset (then float32 is multiplied at HIGHEST)"
             )
 
 

@@ -79,3 +79,10 @@ def test_a_layer_asks_for_no_more_than_is_said(precision: Any, said: str | None)
                 attention_fn()(x, x, x, precision=precision)
         half = x.astype(jnp.bfloat16)
         attention_fn()(half, half, half, precision=precision)  # nothing to choose there
+
+
+@pytest.mark.parametrize("precision", ["bogus", ["high"], jax.lax.DotAlgorithmPreset.F32_F32_F32])
+def test_what_is_no_precision_is_refused_by_name(precision: Any) -> None:
+    x = jnp.ones((1, 8, 2, 8))
+    with pytest.raises(SpecError, match=r"precision=.*: expected None, a jax.lax.Precision or its name"):
+        attention_fn()(x, x, x, precision=precision)
