@@ -181,7 +181,7 @@ def check_cu_seqlens(cu_seqlens: np.ndarray, max_len: int, *, side: str, tokens:
     if tokens is not None and cu_seqlens[-1] > tokens:
         raise SpecError(
             f"{name}: expected to end at the token count {tokens} or before it, got {int(cu_seqlens[-1])}; "
-            "a row may be longer than its documents, not shorter"
+            "a row may be longer than its documents, by padding, and never shorter"
         )
     if lengths.max(initial=0) > max_len:
         raise SpecError(
