@@ -48,7 +48,7 @@ class Magnitudes(NamedTuple):
             rounds at their magnitude.
         mean: Abar by row, what the log-sum-exp errs by, the sink being one more logit.
         sink: |sink| by row, 0 where no sink takes part.
-        lse: |lse| by row, 0 in rows that see no key.
+        lse: |lse| by row, 0 where it is -inf.
     """
 
     scores: Array
@@ -116,7 +116,7 @@ class _Sum(NamedTuple):
 def _sums(spec: AttentionSpec, call: Softmax, sizes: Magnitudes, dout: Array, dlse: Array) -> dict[str, _Sum]:
     """dout and dlse are magnitudes, heads first."""
     weights, terms = call.weights * call.kept, np.where(call.seen, 1.0, 0.0)
-    dweights = dout @ abs(call.v).swapaxes(-1, -2)
+    dweights = np.where(call.seen, dout @ abs(call.v).swapaxes(-1, -2), 0.0)
     # delta = dO . O comes from the rounded out and errs as out does: by its rounding and by its own logits' errors.
     delta = (weights * dweights).sum(-1) + dlse
     delta_logits = (weights * (sizes.logits + sizes.mean[..., None]) * dweights).sum(-1)

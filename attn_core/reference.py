@@ -12,7 +12,7 @@ import numpy as np
 
 from attn_core import dropout
 from attn_core.backends import Gradients, Inputs
-from attn_core.masks import positions, visible
+from attn_core.masks import document_of, positions, visible
 from attn_core.spec import AttentionSpec
 
 Array = np.ndarray
@@ -27,10 +27,11 @@ class Softmax(NamedTuple):
         capped, slope: ``softcap * tanh(scale * q.k / softcap)`` and its derivative by ``scale * q.k``; without softcap
             ``scale * q.k`` and 1.
         added: bias plus ALiBi, 0 without.
-        lse: ``[batch, heads, q_len]``, the natural log-sum-exp with the sink; -inf where a row sees no key.
-        sink: ``[1, heads, 1]``, the sinks' logits; -inf without.
+        lse: ``[batch, heads, q_len]``, the natural log-sum-exp with the sink: the sink where a row sees no key, and
+            -inf where it has none either, as in rows that belong to nobody.
+        sink: ``[1, heads, 1]`` or ``[1, heads, q_len]``, the sinks' logits; -inf without, and for rows of nobody.
         weights: the softmax weights before dropout, 0 where hidden; sink_weights: ``[batch, heads, q_len]``, the
-            sink's, 0 in rows that see no key.
+            sink's: 1 in rows that see no key, 0 where there is no sink.
         kept: what dropout multiplies each weight by: 0 or ``1 / (1 - dropout)``; 1 without dropout.
     """
 
@@ -79,7 +80,9 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     with np.errstate(all="ignore"):
         call = softmax(spec, inputs)
         dout = heads_first(spec, dout)
-        slope_of_row = per_row(spec, dlse) - (dout * heads_first(spec, out)).sum(-1)  # [batch, heads, q_len]
+        # [batch, heads, q_len]; out is 0 where no key is seen, whatever dout says there
+        delta = np.where(call.seen.any(-1), (dout * heads_first(spec, out)).sum(-1), 0.0)
+        slope_of_row = per_row(spec, dlse) - delta
         weights = np.where(call.seen, np.exp(call.logits - per_row(spec, lse)[..., None]), 0.0)
         dweights = call.kept * (dout @ call.v.swapaxes(-1, -2))
         dlogits = np.where(call.seen, weights * (dweights + slope_of_row[..., None]), 0.0)
@@ -88,7 +91,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         dq = sum_over(dscores, call.seen, call.k)
         dk = sum_over(dscores.swapaxes(-1, -2), by_key, call.q)
         dv = sum_over((weights * call.kept).swapaxes(-1, -2), by_key, dout)
-        dsinks = np.where(call.seen.any(-1), call.sink_weights * slope_of_row, 0.0).sum((0, 2))
+        dsinks = np.where(call.sink == -np.inf, 0.0, call.sink_weights * slope_of_row).sum((0, 2))
     return Gradients(
         from_heads_first(spec, dq),
         from_heads_first(spec, sum_groups(spec, dk)),
@@ -113,14 +116,14 @@ def softmax(spec: AttentionSpec, inputs: Inputs) -> Softmax:
     logits = capped + added
     sink = np.full((1, spec.num_heads, 1), -np.inf)
     if spec.sinks:
-        sink = np.asarray(inputs.sinks, np.float64).reshape(sink.shape)
+        sink = np.where(_owned(spec, inputs), np.asarray(inputs.sinks, np.float64).reshape(sink.shape), -np.inf)
     top = np.maximum(logits.max(-1, initial=-np.inf, where=seen), sink)
     total = np.where(seen, np.exp(logits - top[..., None]), 0.0).sum(-1) + np.exp(sink - top)
-    lse = np.where(seen.any(-1), np.log(total) + top, -np.inf)  # without a key and a sink, top is -inf and total NaN
+    lse = np.where(seen.any(-1) | (sink != -np.inf), np.log(total) + top, -np.inf)  # without both, total is NaN
     return Softmax(
         *(q, k, v, seen, capped, slope, added, lse, sink),
         weights=np.where(seen, np.exp(logits - lse[..., None]), 0.0),
-        sink_weights=np.where(seen.any(-1), np.exp(sink - lse), 0.0),
+        sink_weights=np.where(sink == -np.inf, 0.0, np.exp(sink - lse)),
         kept=_kept(spec, inputs.rng),
     )
 
@@ -160,6 +163,13 @@ def sum_to_bias(spec: AttentionSpec, dlogits: Array) -> Array:
     """Sums a gradient of the logits over the axes along which the bias was broadcast."""
     axes = tuple(axis for axis, size in enumerate(spec.bias_shape or ()) if size == 1)
     return dlogits.sum(axes, keepdims=True)
+
+
+def _owned(spec: AttentionSpec, inputs: Inputs) -> Array:
+    """bool ``[q_len]``, or True for all: the rows of some document. A row behind the last offset belongs to nobody."""
+    if not spec.packed:
+        return np.ones(1, bool)
+    return document_of(inputs.cu_seqlens_q, spec.q_len) < len(inputs.cu_seqlens_q) - 1
 
 
 def _added(spec: AttentionSpec, inputs: Inputs) -> Array:

@@ -63,7 +63,7 @@ def attention(
         deterministic: only kernels that give the same bits on every run.
         backend: a name, which runs or raises; names in order of preference; or None for automatic choice.
         return_lse: also return the log-sum-exp, ``[batch, heads, q_len]`` (packed ``[heads, tokens]``), natural log,
-            float32 (float64 for float64 inputs); -inf for a row that sees nothing, whose output and gradients are 0.
+            float32 (float64 for float64 inputs); of a row that sees nothing its sink, else -inf, and its output is 0.
 
     Returns:
         The output, of q's rank with value_dim channels; or ``(output, lse)``.
@@ -84,6 +84,8 @@ def run(call: Call, inputs: Inputs, info: SeqInfo | None) -> Any:
     """A gathered call; its errors come before any tracing."""
     made = plan.plan(plan.metadata(inputs), call.device, call.options, False, False, call.requested)
     offsets.check(made.spec, info)
+    if inputs.sinks is not None and info is not None:
+        call = call._replace(documents=len(info.cu_seqlens_q) - 1)
     return compiled(call, varying_alike(inputs))
 
 

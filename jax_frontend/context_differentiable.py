@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_frontend import context_engine
+from jax_frontend import context_engine, lone_sinks
 from jax_frontend.context_engine import Engine
 from jax_frontend.context_exchange import varying_over
 from jax_frontend.context_question import Question
@@ -47,6 +47,12 @@ def _engine(question: Question, needs_backward: bool) -> Engine:
     return Engine(question.answer(needs_backward), question.axes, question.device)
 
 
+def _count_of_queries(question: Question) -> Array:
+    """How many places of this device's shard of q hold a position: the first."""
+    held = question.answer(False).plan.q_layout
+    return jnp.asarray([held.held(rank) for rank in range(held.world)], jnp.int32)[question.axes.rank]
+
+
 @partial(jax.jit, static_argnums=0, inline=True)
 def on_shards(question: Question, q: Array, k: Array, v: Array, sinks: Array | None) -> Any:
     """The shard of the output, or ``(out, lse)`` of it.
@@ -66,4 +72,6 @@ def on_shards(question: Question, q: Array, k: Array, v: Array, sinks: Array | N
     out = out[0] if without_rows else out
     if lse is None:
         return out
+    if sinks is not None:
+        lse = lone_sinks.in_lse(lse, sinks, _count_of_queries(question))
     return out, lse[0] if question.packed else lse

@@ -13,7 +13,7 @@ from attn_core.backends import Inputs
 from attn_core.errors import SpecError
 from attn_core.options import Options
 from attn_core.xla_tiles import safe_offsets
-from jax_frontend import ops, plan, tangent
+from jax_frontend import lone_sinks, ops, plan, tangent
 from jax_frontend.local_call import speaks_jax
 
 Array = jax.Array
@@ -27,6 +27,8 @@ class Call(NamedTuple):
     options: Options
     requested: str | tuple[str, ...] | None
     device: str
+    documents: int | None = None
+    """How many documents the caller's offsets have; those for nobody's tokens are behind them."""
 
 
 def varying_alike(inputs: Inputs) -> Inputs:
@@ -118,7 +120,14 @@ def _derivative(call: Call, primals: tuple[Inputs], tangents: tuple[Inputs]) -> 
     return ((out, lse), tuple(found)) if with_lse else (out, found[0])
 
 
-compiled = jax.jit(_attention, static_argnums=0, inline=True)
+@partial(jax.jit, static_argnums=0, inline=True)
+def compiled(call: Call, inputs: Inputs) -> Any:
+    """The output of a call, or ``(out, lse)``."""
+    found = _attention(call, inputs)
+    if inputs.sinks is None or not call.options.return_lse:
+        return found
+    end = None if call.documents is None else inputs.cu_seqlens_q[call.documents]
+    return found[0], lone_sinks.in_lse(found[1], inputs.sinks, end)
 
 
 def _planned(call: Call, inputs: Inputs, needs_backward: bool, bias_gradient: bool) -> plan.Plan:

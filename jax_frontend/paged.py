@@ -20,7 +20,7 @@ from attn_core.selection import Selection, Target, explain, select
 from attn_core.spec import AttentionSpec
 from attn_core.xla_documents import ended
 from attn_core.xla_tiles import safe_offsets
-from jax_frontend import compiled_lane, ops, plan
+from jax_frontend import compiled_lane, lone_sinks, ops, plan
 
 Array = jax.Array
 Metadata = tuple[tuple[int, ...], np.dtype]
@@ -64,7 +64,7 @@ def paged_attention(
 
     Returns:
         The output ``[tokens, heads, value_dim]``; or ``(output, lse)``. A query of a sequence that has no key, or sees
-        none, gets 0 and -inf.
+        none, gets 0 and its sink, -inf without sinks; a query behind the last offset 0 and -inf.
 
     Raises:
         ShapeError, DTypeError, DeviceError, SpecError: for arguments that describe no call. Tables whose values are on
@@ -228,9 +228,8 @@ def _check_values(
 
 
 def _on_host(table: Any) -> bool:
-    if isinstance(table, jax.core.Tracer):
-        return False
-    return isinstance(table, np.ndarray) or plan.device_name(table) == "cpu"
+    concrete = not isinstance(table, jax.core.Tracer)
+    return concrete and (isinstance(table, np.ndarray) or plan.device_name(table) == "cpu")
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -242,6 +241,8 @@ def _attention(made: plan.Plan, inputs: PagedInputs) -> Any:
     if unsafe:  # kernels leave unwritten what is behind the last offset
         behind = jnp.arange(made.spec.q_len, dtype=jnp.int32) >= inputs.cu_seqlens_q[-1]
         out, lse = jnp.where(behind[:, None, None], 0, out), None if lse is None else jnp.where(behind, -jnp.inf, lse)
+    if lse is not None and inputs.sinks is not None:
+        lse = lone_sinks.in_lse(lse, inputs.sinks, None if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q[-1])
     return (out, lse) if made.spec.return_lse else out
 
 

@@ -203,7 +203,8 @@ BAND = {"layout": "striped", "lengths": (22, 22), "options": {"window": (4, 2)}}
 SCORES = {"sinks": True, "options": {"causal": True, "softcap": 2.0, "scale": 0.7, "return_lse": True}}
 ROWS = {"layout": "contiguous", "documents": DOCUMENTS, "options": {"causal": True, "window": 4}}
 ZIGZAG_ROWS = {"documents": DOCUMENTS, "sinks": True, "options": {"causal": True, "return_lse": True}}
-UNEVEN = {"layout": "contiguous", "lengths": (23, 11), "sinks": True, "options": {"causal": True}}  # rows that see none
+UNEVEN = {"layout": "contiguous", "lengths": (23, 11), "sinks": True}  # rows that see none
+UNEVEN |= {"options": {"causal": True, "return_lse": True}}
 CASES = {
     "ring-4-full": Case("ring", (4,), **FULL),
     "ring-3-causal": Case("ring", (3,), **CAUSAL),

@@ -514,6 +514,31 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     forget()
 
 
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("spec", [None, P(), P("model"), P("data")], ids=str)
+def test_rows_without_keys_have_their_sinks(mesh, spec, jit):
+    """Of no mesh (None) and of this one, split as the heads are or otherwise: the log-sum-exp and every gradient."""
+    arrays = (*(normal(seed, BATCH, n, HEADS, DIM) for seed, n in enumerate((Q_LEN, 3, 3))), normal(5, HEADS))
+
+    def call(q, k, v, sinks):
+        return attention(q, k, v, sinks=sinks, causal=True, return_lse=True, backend="jax_xla")
+
+    def loss(*arrays):
+        out, lse = call(*arrays)
+        return out.sum() + jnp.sin(lse).sum()
+
+    both = [call, jax.grad(loss, (0, 1, 2, 3))]
+    (_, lse), gradients = (f(*map(jnp.asarray, arrays)) for f in both)
+    assert (lse[..., : Q_LEN - 3] == arrays[3][:, None]).all()
+    with jax.set_mesh(mesh):
+        split = [jax.device_put(array, NamedSharding(mesh, P("data", None, "model"))) for array in arrays[:3]]
+        sinks = jnp.asarray(arrays[3]) if spec is None else jax.device_put(arrays[3], NamedSharding(mesh, spec))
+        (_, found), learned = ((jax.jit(f) if jit else f)(*split, sinks) for f in both)
+    np.testing.assert_allclose(found, lse, atol=1e-5)
+    for one, other in zip(learned, gradients, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
 def test_planted_a_partition_that_keeps_the_heads_whole_gathers(auto_mesh, planted):
     right = partitioning.split_of
     planted.setattr(partitioning, "split_of", lambda *known: right(*known)._replace(heads=(), kv_heads=()))

@@ -165,13 +165,13 @@ def _online_softmax(
         out = out * shrink[..., None] + _low(spec, weights * kept[block]) @ v[:, :, start : start + key_block]
         top = new
     alive = seen.any(-1)
-    total = np.where(alive, total, F32(1))
+    total = np.where(total > 0, total, F32(1))  # without a key and a sink
     out = np.where(alive[..., None], out / total[..., None], F32(0))
-    return _low(spec, out), np.where(alive, top + np.log(total), F32(-np.inf))
+    return _low(spec, out), top + np.log(total)
 
 
 def _gradients(case: Case, score: np.ndarray, logit: np.ndarray, seen: np.ndarray, kept, sink, out, lse) -> Gradients:
-    spec, inputs, alive = case.spec, case.inputs, seen.any(-1)
+    spec, inputs, alive = case.spec, case.inputs, np.isfinite(lse)
     q, k, v, dout = (_heads(spec, array) for array in (inputs.q, inputs.k, inputs.v, case.dout))
     base = np.where(alive, lse, F32(0))
     weights = np.where(seen, np.exp(logit - base[..., None]), F32(0))

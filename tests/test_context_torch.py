@@ -120,6 +120,7 @@ def special() -> list[Case]:
     compiled = base._replace(how="compile")
     return [
         compiled,
+        compiled._replace(options=(CAUSAL, ("window", 6)), length=(23, 11)),  # rows without keys, places without rows
         compiled._replace(strategy="ulysses", heads=(4, 1), head_groups=1),
         compiled._replace(strategy="all_gather", documents=DOCUMENTS, head_groups=2, how="compile in parts"),
         base._replace(how="checkpoint"),

@@ -31,9 +31,9 @@ def by_loops(case: Case) -> tuple[np.ndarray, np.ndarray]:
             distance = distance_to_diagonal(case, i, j)
             if distance is not None and is_visible(case, b, h, i, j, distance):
                 logits[j] = logit_of(case, row, b, h, g, i, j, distance)
-        if not logits:
-            continue
         sink = [inputs.sinks[h]] if spec.sinks else []
+        if not logits and not sink:
+            continue
         lse[(*row, h, i)] = total = math.log(sum(math.exp(logit) for logit in [*logits.values(), *sink]))
         for j, logit in logits.items():
             weight = math.exp(logit - total)
@@ -210,15 +210,19 @@ def test_a_row_that_sees_no_key(sinks):
     case = make({"causal": True, "q_len": 7, "kv_len": 5, "sinks": sinks})
     out, lse = reference.forward(case.spec, case.inputs)
     assert (out[:, :2] == 0).all() and (out[:, 2:] != 0).all()
-    assert (lse[..., :2] == -np.inf).all() and np.isfinite(lse[..., 2:]).all()
+    alone = case.inputs.sinks[:, None] if sinks else -np.inf
+    assert (lse[..., :2] == alone).all() and np.isfinite(lse[..., 2:]).all()
     gradients = reference.backward(case.spec, case.inputs, out, lse, case.dout, case.dlse)
     assert (gradients.dq[:, :2] == 0).all()
     assert all(np.isfinite(gradient).all() for gradient in gradients if gradient is not None)
     other = case.dout.copy(), case.dlse.copy()
-    other[0][:, :2], other[1][..., :2] = np.nan, np.nan  # what flows into such a row goes nowhere
+    other[0][:, :2], other[1][..., :2] = np.nan, 1e3  # what flows into such a row goes to its sink, if it has one
     again = reference.backward(case.spec, case.inputs, out, lse, *other)
-    for before, after in zip(gradients[1:], again[1:]):
+    for before, after in zip(gradients[1:4], again[1:4]):
         assert (before is None and after is None) or np.array_equal(before, after)
+    if sinks:
+        more = (other[1] - case.dlse).sum((0, 2))  # of dlse alone, with weight 1
+        np.testing.assert_allclose(again.dsinks - gradients.dsinks, more, rtol=1e-12)
 
 
 def test_a_sink_takes_its_share():
@@ -237,7 +241,8 @@ def test_zero_sizes_are_defined(zero, extra):
     case = make({**zero, **extra})
     out, lse = reference.forward(case.spec, case.inputs)
     assert out.shape == case.spec.out_shape and (out == 0).all()
-    assert lse.shape == case.spec.lse_shape and (lse == -np.inf).all()
+    alone = case.inputs.sinks[:, None] if case.spec.sinks else -np.inf
+    assert lse.shape == case.spec.lse_shape and (lse == alone).all()
     gradients = reference.backward(case.spec, case.inputs, out, lse, case.dout, case.dlse)
     for name, gradient in zip(("q", "k", "v"), gradients):
         assert gradient.shape == getattr(case.inputs, name).shape and (gradient == 0).all()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+from callers_view import told  # noqa: E402
 from oracle_cases import make  # noqa: E402
 
 from attn_core import Target, accuracy, aten_documents, aten_efficient, aten_masks, backends, selection  # noqa: E402
@@ -478,7 +479,8 @@ def test_the_arithmetic_is_right(kernel: str, case: str, extra: str, monkeypatch
             assert [part.dtype for part in found if part is not None][:3] == [inputs.q.dtype] * 3
             gradients = Gradients(*(None if part is None else part.double().numpy() for part in found))
         expected = accuracy.expect(made.spec, made.inputs, dout=made.dout if learns else None, dlse=dlse)
-        verdict = expected.judge(out=out.double().numpy(), lse=lse.double().numpy(), gradients=gradients)
+        seen, gradients = told(made.spec, made.inputs, lse, gradients, dlse)
+        verdict = expected.judge(out=out.double().numpy(), lse=seen, gradients=gradients)
         assert verdict.ok, verdict
         assert tuple(out.shape) == made.spec.out_shape and tuple(lse.shape) == made.spec.lse_shape
 
@@ -685,7 +687,8 @@ def judged(name: str, fields: dict[str, Any], dtype: str) -> Any:
     found = module.backward(made.spec, inputs, out, lse, dout, None)
     gradients = Gradients(*(None if part is None else part.double().cpu().numpy() for part in found))
     expected = accuracy.expect(made.spec, made.inputs, dout=made.dout)
-    return expected.judge(out=out.double().cpu().numpy(), lse=lse.double().cpu().numpy(), gradients=gradients)
+    seen, _ = told(made.spec, made.inputs, lse.cpu())
+    return expected.judge(out=out.double().cpu().numpy(), lse=seen, gradients=gradients)
 
 
 def _device() -> str:

@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "causal": {"causal": True, "return_lse": True},
     "window": {"window": (2, 1), "alignment": "top_left"},
     "slopes": {"causal": True, "alibi_shape": (6,)},
-    "sinks": {"causal": True, "sinks": True},
+    "sinks": {"causal": True, "sinks": True, "return_lse": True},
     "softcap": {"softcap": 2.0, "return_lse": True},
 }
 
@@ -131,7 +131,6 @@ def padded(backend: str, device: str, framework: str, tail: str, **fields: Any) 
         array[: len(own)], array[len(own) :] = own, np.nan if device == "cpu" else 3.0
         inputs[name] = array
     long.dout[: len(whole.dout)], long.dlse[:, : whole.spec.q_len] = whole.dout, whole.dlse
-    long.dlse[:, whole.spec.q_len :] = 0.0 if whole.spec.sinks else long.dlse[:, whole.spec.q_len :]
     object.__setattr__(long, "inputs", whole.inputs._replace(**inputs))
     return whole, long
 

@@ -67,7 +67,7 @@ def call(framework: Framework, name: str, extras: str, dtype: str = "float32") -
 
 
 def results(framework: Framework, given: dict[str, Any], *, jit: bool) -> dict[str, np.ndarray]:
-    """out, lse and the gradients of everything learnable, of ``sum(out)`` and (all of it -inf) no lse."""
+    """out, lse and the gradients of everything learnable, of ``sum(out)`` and no lse."""
     run = _torch_results if framework is TORCH else _jax_results
     return {name: as_numpy(array) for name, array in run(given, jit=jit).items()}
 
@@ -97,13 +97,13 @@ def _jax_results(given: dict[str, Any], *, jit: bool) -> dict[str, Any]:
 
 
 def check(found: dict[str, np.ndarray], given: dict[str, Any]) -> None:
-    """Zeros of the right shapes and dtypes, and a log-sum-exp of -inf."""
+    """Zeros of the right shapes and dtypes, and a log-sum-exp of -inf, or of a sink."""
     q = given["q"]
     packed = "seq_info" in given
     assert found["out"].shape == (*q.shape[:-1], 5)
     assert found["lse"].shape == ((6, q.shape[0]) if packed else (q.shape[0], 6, q.shape[1]))
     assert found["lse"].dtype == np.float32
-    assert (found["lse"] == -np.inf).all()
+    assert (found["lse"] == (1.0 if "sinks" in given else -np.inf)).all()
     assert (found["out"] == 0).all()
     for name in LEARNED:
         if name in given:

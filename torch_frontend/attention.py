@@ -14,7 +14,7 @@ from attn_core.options import Options, checked, flag, is_plain_window, normalise
 from attn_core.selection import NoBackendError, Selection
 from attn_core.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.spec import AttentionSpec
-from torch_frontend import autocast, autograd, offsets, ops, plan, transforms
+from torch_frontend import autocast, autograd, lone_sinks, offsets, ops, plan, transforms
 from torch_frontend.plain import are_jit_traces_active, are_modes_active, beside
 
 Tensor = torch.Tensor
@@ -64,7 +64,7 @@ def attention(
         deterministic: only kernels that give the same bits on every run.
         backend: a name, which runs or raises; names in order of preference; or None for automatic choice.
         return_lse: also return the log-sum-exp, ``[batch, heads, q_len]`` (packed ``[heads, tokens]``), natural log,
-            float32 (float64 for float64 inputs); -inf for a row that sees nothing, whose output and gradients are 0.
+            float32 (float64 for float64 inputs); of a row that sees nothing its sink, else -inf, and its output is 0.
 
     Returns:
         The output, of q's rank with value_dim channels and q's dtype; or ``(output, lse)``. Where ``torch.autocast`` is
@@ -81,7 +81,8 @@ def attention(
     if seen or not plain or not no_extras or dropout or odd_window or dropout_rng is not None:
         tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-        return attend(*gathered(tensors, seq_info, options, dropout_rng), backend)
+        given = gathered(tensors, seq_info, options, dropout_rng)
+        return lone_sinks.told(attend(*given, backend), given[0], seq_info)
     try:
         needs_backward = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         made = plan.dense_plan(

@@ -54,10 +54,14 @@ def forward(
         del mine, keys, kept, out, lse
     found = [of_all_heads(list(each)) for each in zip(*(wait() for wait in returns), strict=True)]
     if with_lse:
-        rank = work.outer.rank * work.inner.size + work.inner.rank
         found[1] = found[1][..., 0].transpose(1, 2)  # [batch, shard, heads, 1] -> [batch, heads, shard]
-        found[1][:, :, work.program.call.plan.q_layout.held(rank) :] = -torch.inf
+        found[1][:, :, count_of_queries(work) :] = -torch.inf
     return found, saved
+
+
+def count_of_queries(work: Work) -> int:
+    """How many places of this rank's shard of q hold a position: the first."""
+    return work.program.call.plan.q_layout.held(work.outer.rank * work.inner.size + work.inner.rank)
 
 
 def of_all_heads(groups: list[Tensor]) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from attn_core import override
 from attn_core.options import Options
 from attn_core.torch_autograd import without_create_graph
-from torch_frontend import autocast, context_engine, context_gradients
+from torch_frontend import autocast, context_engine, context_gradients, lone_sinks
 from torch_frontend.context_program import Work
 from torch_frontend.context_work import Question, Ranks, prepared
 
@@ -58,13 +58,16 @@ def _sent(made: Work, dout: Tensor, dlse: Tensor | None) -> Tensor | None:
 
 def run(asked: Question, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, ...]:
     """(out,) or (out, lse) of an eager call."""
+    made, with_lse = prepared(asked).work, asked.options.return_lse
     with autocast.switched_off(q.device):
         if asked.needs_backward:
             found = Attention.apply(asked, q, k, v, sinks)
-            return found if isinstance(found, tuple) else (found,)
-        made, with_lse = prepared(asked).work, asked.options.return_lse
-        results, _ = context_engine.forward(made, q, k, v, sinks, with_lse=with_lse, keep=False)
+            results = list(found) if with_lse else [found]
+        else:
+            results, _ = context_engine.forward(made, q, k, v, sinks, with_lse=with_lse, keep=False)
+    if sinks is None or not with_lse:
         return tuple(results)
+    return results[0], lone_sinks.in_lse(results[1], sinks, context_engine.count_of_queries(made))
 
 
 # The ops
@@ -112,17 +115,19 @@ def longest(documents: Any) -> int | None:
     return None if documents is None else max(stop - start for start, stop in pairwise(documents))
 
 
-def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     made = prepared(_question(arguments)).work
     with autocast.switched_off(arguments[0].device):
         (out, lse), _ = context_engine.forward(made, *arguments[:TENSORS], with_lse=True, keep=False)
-    return out.contiguous(), lse.contiguous()
+    count = torch.full((), context_engine.count_of_queries(made), device=out.device)
+    return out.contiguous(), lse.contiguous(), count
 
 
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_empty((*q.shape[:3], v.shape[3]))
-    return out, q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=lse_dtype)
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=lse_dtype)
+    return out, lse, q.new_empty((), dtype=torch.int64)
 
 
 def _backward_op(
@@ -146,14 +151,14 @@ def _backward_fake(
     )  # type: ignore[return-value]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, sinks = inputs[:TENSORS]
     ctx.rest = inputs[TENSORS:]
-    ctx.save_for_backward(q, k, v, sinks, *output)
+    ctx.save_for_backward(q, k, v, sinks, *output[:2])
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
     q, k, v, sinks, out, lse = ctx.saved_tensors
     nothing = (None,) * len(ctx.rest)
     if dout is None and dlse is None:
@@ -165,7 +170,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
 
 _library = torch.library.Library("attn", "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag,)
-_library.define(f"context_forward({_SCHEMA}) -> (Tensor, Tensor)", tags=_tags)
+_library.define(f"context_forward({_SCHEMA}) -> (Tensor, Tensor, Tensor)", tags=_tags)
 _library.define(
     f"context_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_SCHEMA}) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
@@ -182,4 +187,5 @@ torch.library.register_autograd("attn::context_forward", _differentiate, setup_c
 
 def traced(asked: Question, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """(out, lse) through the op."""
-    return torch.ops.attn.context_forward(q, k, v, sinks, *plain(asked))  # type: ignore[no-any-return]
+    out, lse, count = torch.ops.attn.context_forward(q, k, v, sinks, *plain(asked))
+    return out, lse if sinks is None else lone_sinks.in_lse(lse, sinks, count)

@@ -57,7 +57,7 @@ def paged_attention(
 
     Returns:
         The output ``[tokens, heads, value_dim]``; or ``(output, lse)``. A query of a sequence that has no key, or sees
-        none, gets 0 and -inf.
+        none, gets 0 and its sink, -inf without sinks; a query behind the last offset 0 and -inf.
 
     Raises:
         ShapeError, DTypeError, DeviceError, SpecError: for arguments that describe no call. Tables on the CPU are

@@ -16,7 +16,7 @@ from attn_core.paged import call
 from attn_core.paged.kv import PagedKV, check_offsets, check_tables
 from attn_core.selection import Target, select
 from attn_core.spec import AttentionSpec
-from torch_frontend import offsets, plain, plan
+from torch_frontend import lone_sinks, offsets, plain, plan
 
 Tensor = torch.Tensor
 Metadata = tuple[torch.Size, torch.dtype, torch.device]
@@ -160,4 +160,7 @@ def run(inputs: PagedInputs, options: Options, requested: tuple[str, ...] | None
         check_values(options.max_len_q, made.spec.q_len, inputs.k, *inputs[3:6])
     out, lse = made.forward(made.spec, inputs)
     cu = inputs.cu_seqlens_q
-    return offsets.cleared(out, lse, cu) if cu is not None and cu.is_cuda else (out, lse)
+    out, lse = offsets.cleared(out, lse, cu) if cu is not None and cu.is_cuda else (out, lse)
+    if inputs.sinks is None or not options.return_lse:
+        return out, lse
+    return out, lone_sinks.in_lse(lse, inputs.sinks, None if cu is None else cu[-1])

@@ -10,7 +10,7 @@ from attn_core import override
 from attn_core.backends import Gradients, Inputs
 from attn_core.call import ArrayFacts, check_qkv_as_one
 from attn_core.options import Options, requested_names
-from torch_frontend import autocast, autograd, plan, transforms
+from torch_frontend import autocast, autograd, lone_sinks, plan, transforms
 from torch_frontend.attention import Window, attend, check_offsets, gathered
 from torch_frontend.once import once_differentiable
 from torch_frontend.plain import is_watched
@@ -53,7 +53,8 @@ def attention_qkvpacked(
     learns = torch.is_grad_enabled() and qkv.requires_grad
     if not learns or torch.compiler.is_compiling() or transforms.at_work() or is_watched(qkv):
         tensors = (*qkv.unbind(-3), mask, bias, alibi_slopes, sinks)
-        return attend(*gathered(tensors, seq_info, options, dropout_rng), backend)
+        given = gathered(tensors, seq_info, options, dropout_rng)
+        return lone_sinks.told(attend(*given, backend), given[0], seq_info)
     tensors = (*qkv.detach().unbind(-3), mask, bias, alibi_slopes, sinks)
     inputs, options = gathered(tensors, seq_info, options, dropout_rng)
     bias_gradient = bias is not None and bias.requires_grad
@@ -61,7 +62,8 @@ def attention_qkvpacked(
     made = plan.plan(plan.metadata(inputs), options, True, bias_gradient, requested)
     check_offsets(made.spec, inputs)
     with autocast.switched_off(qkv.device):
-        return QkvAttention.apply(made, qkv, *inputs[3:])
+        found = QkvAttention.apply(made, qkv, *inputs[3:])
+    return lone_sinks.told(found, inputs, seq_info)
 
 
 class QkvAttention(torch.autograd.Function):

@@ -14,7 +14,7 @@ import torch
 
 from attn_core import override
 from attn_core.options import Options, requested_names
-from torch_frontend import autocast, plan, transforms
+from torch_frontend import autocast, lone_sinks, plan, transforms
 from torch_frontend.attention import attention, check_offsets, gathered
 
 Tensor = torch.Tensor
@@ -43,7 +43,7 @@ def attention_of_layer(q: Tensor, k: Tensor, v: Tensor, *, trains: bool, **optio
     check_offsets(made.spec, inputs)
     with autocast.switched_off(inputs.q.device):
         out, lse = plan.run_forward(made, inputs)
-    return (out, lse) if asked.return_lse else out
+    return lone_sinks.told((out, lse) if asked.return_lse else out, inputs, seq_info)
 
 
 @lru_cache(maxsize=4096)

@@ -140,7 +140,7 @@ class Backend(Protocol):
     def forward(self, spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
         """(out, lse), shapes as ``spec.out_shape`` and ``spec.lse_shape``; never called when ``spec.empty``.
 
-        One that claims ``paged`` takes PagedInputs as well.
+        lse is -inf where no key is seen, sinks or not. One that claims ``paged`` takes PagedInputs as well.
         """
 
     def backward(self, spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:

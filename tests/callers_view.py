@@ -1,0 +1,33 @@
+"""A backend's results as the frontends hand them to callers, in numpy: for tests that call a backend by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from attn_core import reference
+from attn_core.backends import Gradients
+from attn_core.spec import AttentionSpec
+
+
+def told(
+    spec: AttentionSpec, inputs: Any, lse: Any, gradients: Gradients | None = None, dlse: Any = None
+) -> tuple[np.ndarray, Gradients | None]:
+    """(lse, gradients) with the sink in rows that see no key: their log-sum-exp, and where its gradient goes.
+
+    All arrays are what numpy casts to float64.
+    """
+    lse = np.asarray(lse, np.float64)
+    if not spec.sinks:
+        return lse, gradients
+    if spec.paged is not None:
+        from attn_core.paged.reference import gathered
+
+        return told(*gathered(spec, inputs), lse, gradients, dlse)
+    rows, sink = reference.per_row(spec, lse), reference.softmax(spec, inputs).sink
+    alone = (rows == -np.inf) & (sink != -np.inf)
+    if gradients is not None:
+        more = np.where(alone, reference.per_row(spec, dlse), 0.0).sum((0, 2))
+        gradients = gradients._replace(dsinks=np.asarray(gradients.dsinks, np.float64) + more)
+    return np.where(alone, sink, rows).reshape(lse.shape), gradients
