@@ -15,7 +15,18 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import torch
-from both_frontends import DEVICES, FRAMEWORKS, backends_of, claimed, module_on, reachable, run, same_bits, target
+from both_frontends import (
+    DEVICES,
+    FRAMEWORKS,
+    backends_of,
+    claimed,
+    module_on,
+    reachable,
+    run,
+    same_bits,
+    target,
+    with_every_token,
+)
 from hypothesis import given, settings
 from spec_strategies import SIGNATURES, Call, calls, compiled_calls, few_numbers, make_call
 
@@ -29,7 +40,7 @@ BRIDGED = backends_of("torch")
 def accepted_by(framework: str, backend: str, call: Call, device: str) -> Call | None:
     """The call, or the same without gradients, or None: the most that the backend accepts."""
     for attempt in (call, call.inference):
-        if explain(attempt.spec, target(framework, device), backend).backend is not None:
+        if explain(with_every_token(attempt), target(framework, device), backend).backend is not None:
             return attempt
     return None
 
@@ -73,7 +84,7 @@ def test_torch_and_jax_give_the_same_bits(backend: str, device: str) -> None:
     every_call()
     if claims.approximate and not any(compared):
         pytest.skip(f"{backend} refuses all that was drawn")
-    assert claims.approximate or sum(compared) > len(compared) / 3
+    assert claims.approximate or sum(compared) > len(compared) / 4  # else too few calls were compared
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

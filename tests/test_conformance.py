@@ -58,16 +58,14 @@ def drawn_for(backend: str, device: str, framework: str) -> st.SearchStrategy[Ca
 
 def conforms(framework: str, call: Call, backend: str, device: str) -> bool:
     """Whether the backend accepts the call. Asserts that it is then right, and else refused with every reason."""
-    where = target(framework, device)
-    selection = explain(call.spec, where, backend)
+    where, spec = target(framework, device), with_every_token(call)
+    selection = explain(spec, where, backend)
     if selection.backend is None:
         with pytest.raises(NoBackendError) as refusal:
             run(framework, call, backend, device)
         reasons = selection.reasons(backend)
-        if (
-            framework == "jax"
-        ):  # where already the forward is refused, JAX does not yet know that a gradient will follow
-            alone = replace(call.spec, needs_backward=False, bias_gradient=False)
+        if framework == "jax":  # if the forward is refused, JAX does not know yet that a gradient will follow
+            alone = replace(spec, needs_backward=False, bias_gradient=False)
             reasons = explain(alone, where, backend).reasons(backend) or reasons
         assert reasons and [why for why in reasons if why not in str(refusal.value)] == []
         return False

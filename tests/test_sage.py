@@ -100,7 +100,7 @@ def test_never_chosen_automatically() -> None:
         (
             on("sm90", FIRST),
             {"batch": 1, "documents": 2, "max_len_q": 5, "max_len_k": 64},
-            "seq_info with 2 packed documents: SageAttention (sageattention 1.0.6) has none",
+            "seq_info with packed documents: SageAttention (sageattention 1.0.6) has none",
         ),
     ],
 )

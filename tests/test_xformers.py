@@ -256,7 +256,7 @@ def reasons(name: str, target: Target = SM90, **asked: Any) -> tuple[str, ...]:
             {"bias_shape": (1, 6, 5, 7), "bias_dtype": "float32"},
             "bias in float32 beside bfloat16: the xformers CUTLASS",
         ),
-        ("xformers_cutlass", DOCUMENTS, "seq_info with 3 packed documents: the xformers CUTLASS kernel has none"),
+        ("xformers_cutlass", DOCUMENTS, "seq_info with packed documents: the xformers CUTLASS kernel has none"),
         ("xformers_cutlass", {"kv_len": 2**23}, "3221225472 elements in a row of q, k or v"),
         ("xformers_splitk", {"q_len": 17, "causal": True, "kv_len": 40}, "the xformers split-KV kernel masks up to 16"),
         ("xformers_splitk", {"window": (2, 1)}, "the xformers split-KV kernel has no such mask"),
@@ -293,7 +293,7 @@ def test_every_reason_of_both_operators_is_given_once() -> None:
     found = reasons("xformers", mask_shape=(1, 1, 5, 7), **DOCUMENTS)
     assert found == (
         "mask of shape [1, 1, 5, 7]: the xformers flash kernel has none",
-        "seq_info with 3 packed documents: the xformers CUTLASS kernel has none",
+        "seq_info with packed documents: the xformers CUTLASS kernel has none",
     )
     assert reasons("xformers", softcap=3.0) == ("softcap=3.0: xformers has none",)
     training = reasons("xformers", window=(2, 0), dtype="float32", needs_backward=True)
