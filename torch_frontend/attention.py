@@ -82,7 +82,7 @@ def attention(
         tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
         given = gathered(tensors, seq_info, options, dropout_rng)
-        return lone_sinks.told(attend(*given, backend), given[0], seq_info)
+        return lone_sinks.for_caller(attend(*given, backend), given[0], seq_info)
     try:
         needs_backward = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         made = plan.dense_plan(

@@ -16,8 +16,8 @@ from attn_core.seq_info import SeqInfo
 Tensor = torch.Tensor
 
 
-def told(found: Any, inputs: Inputs, seq_info: Any) -> Any:
-    """What a call has found, ``(out, lse)`` or the output alone, as its caller gets it.
+def for_caller(found: Any, inputs: Inputs, seq_info: Any) -> Any:
+    """The results of a call, ``(out, lse)`` or the output alone, with the sinks of rows that see no key in lse.
 
     Args:
         inputs: with a document for every token or not; those of ``seq_info``, as the caller gave it, are the first.

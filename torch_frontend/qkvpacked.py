@@ -54,7 +54,7 @@ def attention_qkvpacked(
     if not learns or torch.compiler.is_compiling() or transforms.at_work() or is_watched(qkv):
         tensors = (*qkv.unbind(-3), mask, bias, alibi_slopes, sinks)
         given = gathered(tensors, seq_info, options, dropout_rng)
-        return lone_sinks.told(attend(*given, backend), given[0], seq_info)
+        return lone_sinks.for_caller(attend(*given, backend), given[0], seq_info)
     tensors = (*qkv.detach().unbind(-3), mask, bias, alibi_slopes, sinks)
     inputs, options = gathered(tensors, seq_info, options, dropout_rng)
     bias_gradient = bias is not None and bias.requires_grad
@@ -63,7 +63,7 @@ def attention_qkvpacked(
     check_offsets(made.spec, inputs)
     with autocast.switched_off(qkv.device):
         found = QkvAttention.apply(made, qkv, *inputs[3:])
-    return lone_sinks.told(found, inputs, seq_info)
+    return lone_sinks.for_caller(found, inputs, seq_info)
 
 
 class QkvAttention(torch.autograd.Function):

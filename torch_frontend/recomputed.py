@@ -43,7 +43,7 @@ def attention_of_layer(q: Tensor, k: Tensor, v: Tensor, *, trains: bool, **optio
     check_offsets(made.spec, inputs)
     with autocast.switched_off(inputs.q.device):
         out, lse = plan.run_forward(made, inputs)
-    return lone_sinks.told((out, lse) if asked.return_lse else out, inputs, seq_info)
+    return lone_sinks.for_caller((out, lse) if asked.return_lse else out, inputs, seq_info)
 
 
 @lru_cache(maxsize=4096)
