@@ -18,6 +18,7 @@ import torch
 from both_frontends import (
     DEVICES,
     FRAMEWORKS,
+    Results,
     backends_of,
     claimed,
     module_on,
@@ -52,6 +53,14 @@ def promising(call: Call, backend: str, device: str) -> Call:
     return replace(call, spec=replace(call.spec, deterministic=True))
 
 
+def of_the_kernel(call: Call, results: Results) -> Results:
+    """The results, less dsinks if lse holds a row that sees no key: each framework adds that row's gradient itself."""
+    if "dsinks" not in results or "lse" not in results:
+        return results
+    alone = results["lse"] == call.arrays()["sinks"].astype(results["lse"].dtype)[:, None]
+    return {name: found for name, found in results.items() if name != "dsinks" or not alone.any()}
+
+
 def drawn_for(backend: str, device: str, framework: str = "jax") -> Any:
     claims = module_on(backend, device).FORWARD
     if (backend, device) == ("flex", "cuda"):
@@ -75,7 +84,7 @@ def test_torch_and_jax_give_the_same_bits(backend: str, device: str) -> None:
         accepted = accepted_by("jax", backend, call, device)
         compared.append(accepted is not None)
         if accepted is not None:
-            results = [run(framework, accepted, backend, device) for framework in FRAMEWORKS]
+            results = [of_the_kernel(accepted, run(name, accepted, backend, device)) for name in FRAMEWORKS]
             if not claims.deterministic:  # its log-sum-exp and gradients may differ from itself
                 results = [{"out": found["out"]} for found in results]
             different = same_bits(*results)
