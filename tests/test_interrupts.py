@@ -11,6 +11,7 @@ import jax, jax.numpy as jnp
 from attn_core import backends
 from jax_frontend import attention
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that Ctrl-C is ignored
 direction, form = {direction!r}, {form!r}
 math = backends.load("math", "cpu")
 kernel, times = getattr(math, direction), []

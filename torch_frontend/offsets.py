@@ -117,7 +117,7 @@ def _safe(queries: Tensor, keys: Tensor, tail: Tail, tokens: tuple[int, int]) ->
     both[:, 0].zero_()
     for rows, count in [(both, tokens[0])] if as_many else zip(both, tokens):
         rows.clamp_(0, count)
-    safe_q, safe_k = (torch.cummax(row, 0).values for row in both)
+    safe_q, safe_k = torch.cummax(both, 1).values
     return safe_q, safe_k
 
 
