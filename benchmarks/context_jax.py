@@ -37,7 +37,7 @@ from benchmarks.context_shapes import (
 from benchmarks.hopper_group import Turn, jax_turn, take_turns
 from benchmarks.measure import environment
 from jax_frontend import attention, explain_context_parallel, shard_sequence, unshard_sequence
-from jax_frontend.context_parallel import context_parallel_attention
+from jax_frontend.context_parallel.attention import context_parallel_attention
 
 AXIS = "cp"
 

@@ -39,9 +39,9 @@ from benchmarks.context_shapes import (
 )
 from benchmarks.hopper_group import take_turns
 from benchmarks.measure import environment
-from torch_frontend import context_exchange
-from torch_frontend.context_parallel import context_parallel_attention, explain_context_parallel
-from torch_frontend.context_shards import shard_sequence, unshard_sequence
+from torch_frontend.context_parallel import exchange
+from torch_frontend.context_parallel.attention import context_parallel_attention, explain_context_parallel
+from torch_frontend.context_parallel.shards import shard_sequence, unshard_sequence
 
 Run = Callable[[], Any]
 
@@ -171,11 +171,11 @@ class _Silent:
 
 
 def _silent(run: Run, silent: _Silent) -> None:
-    real, context_exchange._c10d = context_exchange._c10d, silent
+    real, exchange._c10d = exchange._c10d, silent
     try:
         run()
     finally:
-        context_exchange._c10d = real
+        exchange._c10d = real
 
 
 @contextmanager

@@ -109,7 +109,7 @@ def dropin_overhead() -> list[dict[str, Any]]:
 
 
 def _flax_calls() -> tuple[Callable[[], Any], Callable[[], Any]]:
-    from jax_frontend import flax_hook
+    from jax_frontend.flax import hook as flax_hook
 
     q = jnp.ones(TINY)
     attend = flax_hook.attention_fn(causal=True)
@@ -225,7 +225,7 @@ tests' outcome, and what was not run. On a GPU of your own:
 python -m benchmarks.hopper --json hopper.json           # the figures
 attn bench --json times.json                             # every backend on a sweep of calls, side by side
 attn bench --report times.json --write times             # tables, plots, and the regret of automatic choice
-attn bench --derive times.json --write attn_core/preferences   # from a clone: the order that automatic choice follows
+attn bench --derive times.json --write attn_core/selection/measured   # the order of automatic choice
 ```
 """
 

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 import torch_frontend
-from torch_frontend import finetrainers, huggingface_attention, unsloth, unsloth_softcapping
+from torch_frontend import finetrainers, unsloth
+from torch_frontend.huggingface import attention as huggingface_attention
+from torch_frontend.unsloth import softcapping
 
 IN_A_BLOCK = 100
 
@@ -37,8 +39,8 @@ def calls(shape: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> 
         training=False,
         config=SimpleNamespace(query_pre_attn_scalar=dim, attn_logit_softcapping=30.0),
     )
-    mask = unsloth_softcapping.create_flex_attention_causal_mask(length)
-    capped = unsloth_softcapping.slow_attention_softcapping
+    mask = softcapping.create_flex_attention_causal_mask(length)
+    capped = softcapping.slow_attention_softcapping
     kernels = ("flash3", "flash4", "flash2", "sdpa_flash")
 
     def plain(**options: Any) -> Any:  # what a caller of attention with these tensors writes

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 import torch_frontend
-from attn_core import SeqInfo, accuracy, backends
-from attn_core.backends import Gradients, Inputs
+from attn_core import SeqInfo, backends
+from attn_core.call.tensors import Gradients, Inputs
+from attn_core.correctness import accuracy
 from benchmarks import hopper_kernels as kernels
 from benchmarks.hopper_group import Group, Shape, reason
 from benchmarks.hopper_torch import FORWARD, SOFTCAP, TRAINING
@@ -105,7 +106,7 @@ def _memory(kind: str, what: str) -> Group:
         f"Peak memory, {kind}, {what}",
         f"{note}. Bytes per token above inputs and results at {lengths} tokens; under {FLOOR:g} count as {FLOOR:g}",
     )
-    for name in backends.NAMES:
+    for name in backends.names():
         _memory_of(group, name, kind, what)
     return group
 

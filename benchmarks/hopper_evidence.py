@@ -9,8 +9,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from attn_core.preference import measured
-from attn_core.preference_table import regrets, summary
+from attn_core.selection.preference import measured
+from attn_core.selection.preference_table import regrets, summary
 
 
 def junit_outcome(paths: list[Path]) -> dict[str, Any]:

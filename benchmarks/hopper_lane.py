@@ -16,12 +16,12 @@ import torch
 import jax_frontend
 import torch_frontend
 from attn_core import backends
-from attn_core.backends import Inputs
+from attn_core.call.tensors import Inputs
 from benchmarks import hopper_jax, hopper_torch
 from benchmarks.hopper_group import LARGE, TINY, Group, Turn, host_turn
 from benchmarks.hopper_torch import FORWARD, TRAINING
 from benchmarks.measure import median_ratio
-from jax_frontend import compiled_lane
+from jax_frontend.bridge import compiled_lane
 
 CHAIN_GOAL, SITE_GOAL = 6.5, 50.0
 """Microseconds a call in a chain, milliseconds of tracing and lowering a call site."""

@@ -3,7 +3,7 @@
 from attn_core import NoBackendError, Pages, Selection, SeqInfo
 from jax_frontend.attention import attention, explain
 from jax_frontend.backends import available_backends
-from jax_frontend.context_parallel import (
+from jax_frontend.context_parallel.attention import (
     context_parallel_attention,
     explain_context_parallel,
     shard_sequence,
@@ -12,10 +12,10 @@ from jax_frontend.context_parallel import (
 from jax_frontend.dot_product_attention import dot_product_attention
 from jax_frontend.export import export_checks
 from jax_frontend.override import use_backend
-from jax_frontend.paged import append_kv, explain_paged, paged_attention
-from jax_frontend.paged_cache import PagedKVCache
+from jax_frontend.paged.attention import append_kv, explain_paged, paged_attention
+from jax_frontend.paged.cache import PagedKVCache
 from jax_frontend.qkvpacked import attention_qkvpacked
-from jax_frontend.unsloth import (
+from jax_frontend.unsloth.dispatch import (
     FLASH_DENSE,
     FLASH_VARLEN,
     SDPA,

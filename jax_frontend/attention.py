@@ -7,14 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from attn_core import override
-from attn_core.backends import Inputs
+from attn_core.call.options import Options, checked, requested_names
+from attn_core.call.seq_info import SeqInfo
+from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
-from attn_core.options import Options, checked, requested_names
-from attn_core.selection import Selection
-from attn_core.seq_info import SeqInfo
-from jax_frontend import offsets, plan
-from jax_frontend.differentiable import Call, compiled, varying_alike
+from attn_core.selection import Selection, override
+from jax_frontend.dispatch import offsets, plan
+from jax_frontend.dispatch.differentiable import Call, compiled, varying_alike
 
 Array = jax.Array
 Window = int | tuple[int | None, int | None] | None

@@ -19,12 +19,12 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from attn_core.call.options import flag, number, requested_names
+from attn_core.call.seq_info import is_host_int
+from attn_core.call.spec import DTYPES
 from attn_core.errors import DTypeError, ShapeError, SpecError
-from attn_core.options import flag, number, requested_names
-from attn_core.seq_info import is_host_int
-from attn_core.spec import DTYPES
-from jax_frontend import plan
 from jax_frontend.attention import attention
+from jax_frontend.dispatch import plan
 
 Array = jax.Array
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from jax.export import DisabledSafetyCheck
 
-from jax_frontend import bridge, compiled_lane
+from jax_frontend.bridge import compiled_lane
+from jax_frontend.bridge import targets as bridge
 
 
 def export_checks() -> list[DisabledSafetyCheck]:

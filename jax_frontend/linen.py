@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.linen.linear import default_kernel_init
 
-from attn_core.layer import head_sizes
-from attn_core.paged.book import Pages
-from jax_frontend.flax_hook import AttentionFn, attention_fn
-from jax_frontend.flax_layer import Call, Projections, Rotary, attend
+from attn_core.call.layer_shapes import head_sizes
+from attn_core.paged.step import Pages
+from jax_frontend.flax.hook import AttentionFn, attention_fn
+from jax_frontend.flax.layer import Call, Projections, Rotary, attend
 
 __all__ = ["Attention", "AttentionFn", "attention_fn"]
 

@@ -8,14 +8,14 @@ from contextlib import contextmanager, nullcontext
 
 import jax
 
-from attn_core import override
+from attn_core.selection import override
 
 _traced_under = jax.make_user_context(default_value=None)
 
 
 @contextmanager
 def use_backend(*names: str) -> Iterator[None]:
-    """``attn_core.override.use_backend``, under which functions that ``jax.jit`` has already compiled are traced anew.
+    """``attn_core``'s ``use_backend``, under which functions that ``jax.jit`` has already compiled are traced anew.
 
     JAX keeps such a context per thread, and the asyncio tasks of a thread would see each other's. Inside a task the
     names therefore count for eager calls and for what is traced there, and a function that was compiled before keeps

@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 
-from attn_core import override
-from attn_core.call import ArrayFacts, check_qkv_as_one
-from attn_core.options import Options, requested_names
-from attn_core.seq_info import SeqInfo
-from jax_frontend import plan
+from attn_core.call.arguments import ArrayFacts, check_qkv_as_one
+from attn_core.call.options import Options, requested_names
+from attn_core.call.seq_info import SeqInfo
+from attn_core.selection import override
 from jax_frontend.attention import Call, Window, gathered, run
+from jax_frontend.dispatch import plan
 
 Array = jax.Array
 

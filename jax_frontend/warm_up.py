@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from attn_core.selection import NoBackendError, Selection
-from jax_frontend import bridge, plan
 from jax_frontend.attention import explain
+from jax_frontend.bridge import targets
+from jax_frontend.dispatch import plan
 
 
 def warm_up(q: Any, k: Any, v: Any, *, needs_backward: bool | None = None, **options: Any) -> Selection:
@@ -21,5 +22,5 @@ def warm_up(q: Any, k: Any, v: Any, *, needs_backward: bool | None = None, **opt
     selection = explain(q, k, v, needs_backward=needs_backward, **options)
     if selection.backend is None:
         raise NoBackendError(selection)
-    bridge.warm_up(selection.backend, selection.spec, selection.target.device, plan.device_index(q))
+    targets.warm_up(selection.backend, selection.spec, selection.target.device, plan.device_index(q))
     return selection

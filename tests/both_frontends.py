@@ -19,11 +19,13 @@ from spec_strategies import Call
 
 import jax_frontend
 import torch_frontend
-from attn_core import SeqInfo, Target, accuracy, backends, trailing_tokens
-from attn_core.backends import Gradients
-from attn_core.spec import AttentionSpec
-from jax_frontend import plan as jax_plan
-from torch_frontend import plan as torch_plan
+from attn_core import SeqInfo, Target, backends
+from attn_core.call import trailing_tokens
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients
+from attn_core.correctness import accuracy
+from jax_frontend.dispatch import plan as jax_plan
+from torch_frontend.dispatch import plan as torch_plan
 
 FRAMEWORKS = ("torch", "jax")
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.cuda))
@@ -43,7 +45,7 @@ def claimed(names: tuple[str, ...] | None = None, *devices: str) -> list[Any]:
 
 def _of_any_call(names: tuple[str, ...] | None) -> list[str]:
     """The backends that are not for keys and values in pages alone: tests/test_paged.py has those."""
-    modules: dict[str, Any] = {name: backends.load(name) for name in names or backends.built()}
+    modules: dict[str, Any] = {name: backends.load(name) for name in names or backends.names()}
     return [name for name, module in modules.items() if not backends.reads_pages_alone(module)]
 
 
@@ -280,7 +282,7 @@ def _program(backend: str | None, options: tuple[tuple[str, Any], ...], rounding
 
 def backends_of(framework: str) -> tuple[str, ...]:
     """The backends of this version whose kernels speak a framework's arrays."""
-    found = ((name, backends.load(name)) for name in backends.built())
+    found = ((name, backends.load(name)) for name in backends.names())
     return tuple(name for name, module in found if module is not None and framework == module.FRAMEWORK)
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from attn_core import reference
-from attn_core.backends import Gradients
-from attn_core.spec import AttentionSpec
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients
+from attn_core.correctness import reference
 
 
 def told(
@@ -22,7 +22,7 @@ def told(
     if not spec.sinks:
         return lse, gradients
     if spec.paged is not None:
-        from attn_core.paged.reference import gathered
+        from attn_core.correctness.paged import gathered
 
         return told(*gathered(spec, inputs), lse, gradients, dlse)
     rows, sink = reference.per_row(spec, lse), reference.softmax(spec, inputs).sink

@@ -18,9 +18,10 @@ from test_huggingface import ALTERNATING, DECODER, DECODERS, VOCABULARY, build
 from transformers import masking_utils
 
 from attn_core import SeqInfo
-from torch_frontend import huggingface, huggingface_attention, huggingface_masks
-from torch_frontend.context_active import use_context_parallel
-from torch_frontend.context_shards import shard_sequence, unshard_sequence
+from torch_frontend import huggingface
+from torch_frontend.context_parallel.shards import shard_sequence, unshard_sequence
+from torch_frontend.context_parallel.use import use_context_parallel
+from torch_frontend.huggingface import attention, masks
 
 LENGTH = 13
 DOCUMENTS = (4, 7, 2)
@@ -98,17 +99,17 @@ def refusals() -> dict[str, str]:
     width = ids.shape[1]
     table = torch.zeros(1, 1, width, width)
     causal = {"mask_function": masking_utils.causal_mask_function}
-    outside = huggingface_masks.mask(1, width, width, **causal)
+    outside = masks.mask(1, width, width, **causal)
     q = torch.zeros(1, 2, width, 8)
 
     def attend(*operands: torch.Tensor, mask: Any = None, **options: Any) -> str:
-        return error_of(lambda: huggingface_attention.attend(SimpleNamespace(), *operands, mask, **options))
+        return error_of(lambda: attention.attend(SimpleNamespace(), *operands, mask, **options))
 
     with use_context_parallel(mesh, length=LENGTH):
         first = llama(**shards, use_cache=True)
         bounds = torch.tensor([0, width], dtype=torch.int32)
         chunked = masking_utils.chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.long))
-        made = huggingface_masks.mask(1, width, width, **causal)
+        made = masks.mask(1, width, width, **causal)
         return {
             "padding": error_of(lambda: llama(**shards, attention_mask=padding)),
             "a row's mask": error_of(lambda: llama(**shards, attention_mask=torch.ones_like(given["input_ids"]))),
@@ -121,7 +122,7 @@ def refusals() -> dict[str, str]:
             "offsets": attend(q, q, q, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=7, max_length_k=7),
             "position_bias": attend(q, q, q, position_bias=table),
             "dropout": attend(q, q, q, dropout=0.1),
-            "chunks": error_of(lambda: huggingface_masks.mask(1, width, width, mask_function=chunked)),
+            "chunks": error_of(lambda: masks.mask(1, width, width, mask_function=chunked)),
             "a mask from outside": attend(q, q, q, mask=outside),
             "the window of a layer": attend(q, q, q, mask=made, sliding_window=9),
             "the mask as a table": error_of(lambda: made[:, :, :, :3]),

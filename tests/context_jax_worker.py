@@ -22,34 +22,34 @@ from flax import nnx as flax_nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from attn_core import SeqInfo, reference
-from attn_core.backends import Inputs
-from attn_core.call import ArrayFacts, Arrays, build_spec
-from attn_core.context_parallel import places, step_torch
+from attn_core import SeqInfo
+from attn_core.backends.shared.jax_offsets import ended
+from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
+from attn_core.call.options import Options
+from attn_core.call.tensors import Inputs
+from attn_core.context_parallel import places
 from attn_core.context_parallel.layout import layout as spread
+from attn_core.context_parallel.on_torch import step as step_torch
+from attn_core.correctness import reference
 from attn_core.errors import BridgeError, ShapeError, SpecError
-from attn_core.options import Options
-from attn_core.xla_documents import ended
 from jax_frontend import (
     attention,
-    bridge,
-    bridged_run,
-    context_exchange,
     context_parallel_attention,
-    context_step,
-    context_tiles,
     explain_context_parallel,
     linen,
     nnx,
-    platforms,
     shard_sequence,
     unshard_sequence,
 )
+from jax_frontend.bridge import bridged_run, targets
+from jax_frontend.context_parallel import exchange, tiles
+from jax_frontend.context_parallel import step as context_step
+from jax_frontend.dispatch import platforms
 from jax_frontend.export import export_checks
-from torch_frontend import context_engine as torch_engine
-from torch_frontend import context_exchange as torch_exchange
-from torch_frontend import context_keys as torch_keys
-from torch_frontend import context_program as torch_program
+from torch_frontend.context_parallel import engine as torch_engine
+from torch_frontend.context_parallel import exchange as torch_exchange
+from torch_frontend.context_parallel import keys as torch_keys
+from torch_frontend.context_parallel import program as torch_program
 
 COLLECTIVES = re.compile(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 NEAR = 1e-9
@@ -499,7 +499,7 @@ def test_a_program_for_gpus_knows_which_device_is_which_part(sizes, names, order
     assert len(tokens) == mesh.shape["outer"] - 1 and "stablehlo.case" not in text
     right = np.moveaxis(mesh.devices, names.index("outer"), 0)
     for token in tokens:
-        parts = dict(bridge.call_of(token).parts)
+        parts = dict(targets.call_of(token).parts)
         assert parts == {device.id: part for part, devices in enumerate(right) for device in np.ravel(devices)}
         here = bridged_run.of_devices(tuple(parts.items()), jax.devices())
         assert here == {device.local_hardware_id: parts[device.id] for device in jax.devices()}
@@ -935,14 +935,14 @@ def test_a_choice_says_why():
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> Any:
     jax.clear_caches()
-    monkeypatch.setattr(bridge, "_callbacks", {})  # what they have prepared goes with them
+    monkeypatch.setattr(targets, "_callbacks", {})  # what they have prepared goes with them
     yield monkeypatch
     jax.clear_caches()
 
 
 def test_planted_a_merge_with_a_wrong_log_sum_exp(planted):
     """In branches, by XLA's operations; and where kernels are called back, by torch's."""
-    for module, name, backend in ((context_tiles, "merged", "jax_xla"), (step_torch, "merge", "math")):
+    for module, name, backend in ((tiles, "merged", "jax_xla"), (step_torch, "merge", "math")):
         right = getattr(module, name)
         planted.setattr(module, name, lambda *arrays, right=right: right(*arrays[:3], arrays[3] + 1e-6))
         with pytest.raises(AssertionError):
@@ -957,16 +957,16 @@ def test_planted_a_host_that_takes_a_device_for_another_part(planted):
 
 
 def test_planted_gradients_that_are_not_brought_home(planted):
-    right = context_exchange.Pair.hop
-    planted.setattr(context_exchange.Pair, "hop", lambda pair, axes, far: pair if far < 0 else right(pair, axes, far))
+    right = exchange.Pair.hop
+    planted.setattr(exchange.Pair, "hop", lambda pair, axes, far: pair if far < 0 else right(pair, axes, far))
     with pytest.raises(AssertionError):
         check(CASES["ring-3-causal"])
 
 
 def test_planted_sinks_in_every_tile(planted):
-    from jax_frontend import context_engine
+    from jax_frontend.context_parallel import engine
 
-    right = context_engine.with_sinks
-    planted.setattr(context_engine, "with_sinks", lambda out, lse, sinks: right(*right(out, lse, sinks), sinks))
+    right = engine.with_sinks
+    planted.setattr(engine, "with_sinks", lambda out, lse, sinks: right(*right(out, lse, sinks), sinks))
     with pytest.raises(AssertionError):
         check(CASES["ulysses-2-zigzag-rows"])

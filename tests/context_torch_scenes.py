@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from attn_core import SeqInfo
 from attn_core.context_parallel import places
-from torch_frontend.context_active import active, use_context_parallel
-from torch_frontend.context_parallel import context_parallel_attention, explain_context_parallel
-from torch_frontend.context_shards import layout_of, rank_of, shard_sequence, unshard_sequence
+from torch_frontend.context_parallel.attention import context_parallel_attention, explain_context_parallel
+from torch_frontend.context_parallel.shards import layout_of, rank_of, shard_sequence, unshard_sequence
+from torch_frontend.context_parallel.use import active, use_context_parallel
 from torch_frontend.module import Attention
 
 Tensor = torch.Tensor

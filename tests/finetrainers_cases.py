@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from frameworks import as_numpy
 
-from attn_core import AttentionSpec, accuracy, reference
-from attn_core.backends import Inputs
+from attn_core import AttentionSpec
+from attn_core.call.tensors import Inputs
+from attn_core.correctness import accuracy, reference
 from torch_frontend.finetrainers import attention_dispatch, attention_provider
 
 BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN, HEAD_DIM = 2, 6, 3, 5, 7, 11

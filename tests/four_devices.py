@@ -20,19 +20,9 @@ from flax import nnx as flax_nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_frontend import (
-    SeqInfo,
-    append_kv,
-    attention,
-    attention_qkvpacked,
-    bridge,
-    linen,
-    local_call,
-    nnx,
-    ops,
-    paged_attention,
-    partitioning,
-)
+from jax_frontend import SeqInfo, append_kv, attention, attention_qkvpacked, linen, nnx, paged_attention
+from jax_frontend.bridge import targets
+from jax_frontend.dispatch import local_call, ops, partitioning
 
 BACKENDS = ("sdpa_flash", "math", "jax_xla")
 BOTH_WAYS = ("math", "jax_xla")
@@ -394,7 +384,7 @@ def test_each_device_runs_its_own_part(auto_mesh, backend, monkeypatch):
         return forward(spec, *rest)
 
     monkeypatch.setattr(module, "forward", spy)
-    monkeypatch.setattr(bridge, "_callbacks", {})
+    monkeypatch.setattr(targets, "_callbacks", {})
     whole = (normal(seed, 2, 7, heads, 5) for seed, heads in enumerate((4, 2, 2)))
     arrays = placed(auto_mesh, whole, (P("data", None, "model"),) * 3)
     jax.jit(partial(attention, backend=backend))(*arrays).block_until_ready()
@@ -485,7 +475,7 @@ def test_one_kv_head_in_a_shard_map_over_some_axes(mesh, backend, heads):
 
 
 def test_a_part_that_the_backend_cannot_run_is_refused_with_its_reason(auto_mesh, monkeypatch):
-    module = __import__("attn_core.backends.math", fromlist=["refuses"])
+    module = __import__("attn_core.backends.math.backend", fromlist=["refuses"])
     refuses = module.refuses
 
     def no_odd_batch(spec, *rest):

@@ -38,7 +38,7 @@ class Framework(NamedTuple):
     @property
     def device_name(self) -> str:
         """What the frontend's plans call the device: ``"cpu"``, or a GPU's compute capability such as ``"sm90"``."""
-        plan = import_module(f"{self.name}_frontend.plan")
+        plan = import_module(f"{self.name}_frontend.dispatch.plan")
         return plan.device_name(self.zeros(1) if self.name == "jax" else self.zeros(1).device)
 
     def __str__(self) -> str:
@@ -110,13 +110,13 @@ def spied(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
         return offer
 
-    for name in backends.built():
+    for name in backends.names():
         module: Any
-        for module in backends.files(name).values():
+        for module in backends.modules(name).values():
             patch.setattr(module, "forward", watched(name, module.forward))
             if hasattr(module, "shortcut"):
                 patch.setattr(module, "shortcut", watched_shortcut(name, module.shortcut))
-    patch.setattr(import_module("jax_frontend.bridge"), "_callbacks", {})
+    patch.setattr(import_module("jax_frontend.bridge.targets"), "_callbacks", {})
     forget_plans()
     try:
         yield ran
@@ -126,11 +126,11 @@ def spied(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def forget_plans() -> None:
     """Empties the frontends' caches of plans, and of the programs that were traced from them."""
-    for name in ("torch_frontend.plan", "jax_frontend.plan"):
+    for name in ("torch_frontend.dispatch.plan", "jax_frontend.dispatch.plan"):
         module = import_module(name)
         module.plan.cache_clear()
         if hasattr(module, "dense_plan"):
             module.dense_plan.cache_clear()
-    import_module("torch_frontend.paged_plan").planned.cache_clear()
-    import_module("jax_frontend.paged")._plan.cache_clear()
+    import_module("torch_frontend.paged.plan").planned.cache_clear()
+    import_module("jax_frontend.paged.attention")._plan.cache_clear()
     import_module("jax_frontend.attention").compiled.clear_cache()  # what eager calls were traced with

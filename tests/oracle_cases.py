@@ -9,9 +9,9 @@ import ml_dtypes
 import numpy as np
 
 from attn_core import AttentionSpec, SeqInfo
-from attn_core.backends import Gradients, Inputs
-from attn_core.dropout import keep
-from attn_core.masks import positions, visible
+from attn_core.call.dropout import keep
+from attn_core.call.masks import positions, visible
+from attn_core.call.tensors import Gradients, Inputs
 
 SIZES = {"batch": 2, "q_len": 5, "kv_len": 7, "num_heads": 9, "num_kv_heads": 3, "head_dim": 11, "value_dim": 13}
 LENGTHS_Q, LENGTHS_K = (3, 0, 2, 6, 0, 1), (5, 2, 0, 4, 0, 3)

@@ -21,11 +21,12 @@ from oracle_cases import rounded
 
 import jax_frontend
 import torch_frontend
-from attn_core import AttentionSpec, NoBackendError, Selection, accuracy, backends
-from attn_core.backends import PagedInputs
-from attn_core.paged.kv import PagedKV
-from attn_core.paged.reference import gathered, inputs_of
-from attn_core.support import Support
+from attn_core import AttentionSpec, NoBackendError, Selection, backends
+from attn_core.backends.support import Support
+from attn_core.call.pages import PagedKV
+from attn_core.call.tensors import PagedInputs
+from attn_core.correctness import accuracy
+from attn_core.correctness.paged import gathered, inputs_of
 
 LAYOUTS = ("contiguous", "heads_outside", "one_tensor")
 """How torch's pools lie in memory: dense; by heads first; or keys and values of a page side by side in one tensor."""
@@ -357,7 +358,7 @@ def _program(backend: Any, options: tuple[tuple[str, Any], ...]) -> Any:
 def paged_backends(*devices: str) -> list[tuple[str, str]]:
     """(backend, device) of every backend that claims pages."""
     found = []
-    for name in backends.built():
+    for name in backends.names():
         for device in devices or ("cpu", "cuda"):
             module = module_on(name, device)
             claims = module.FORWARD

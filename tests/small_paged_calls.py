@@ -98,7 +98,7 @@ def _lying(page_size: int, tokens: int) -> tuple[list[list[int]], list[int], lis
 
 def paged_backends() -> tuple[str, ...]:
     """The names whose kernels on a GPU claim to read pages of torch tensors, installed or not."""
-    found = {name: backends.load(name, "cuda") for name in backends.NAMES}
+    found = {name: backends.load(name, "cuda") for name in backends.names()}
     return tuple(
         name for name, module in found.items() if module and module.FRAMEWORK == "torch" and module.FORWARD.paged
     )

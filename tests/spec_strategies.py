@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from oracle_cases import fill
 
 from attn_core import AttentionSpec
-from attn_core.backends import Inputs
-from attn_core.spec import DTYPES
-from attn_core.support import Support
+from attn_core.backends.support import Support
+from attn_core.call.spec import DTYPES
+from attn_core.call.tensors import Inputs
 
 LAYOUTS = ("contiguous", "heads_outside", "sliced", "stepped", "one_head_expanded")
 """How torch's q, k, v and output gradient lie in memory; see ``both_frontends.laid_out``."""

@@ -10,8 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracle_cases import FEATURES, PACKED, Case, altered, fill, honest, make, result_of, rounded
 
-from attn_core import AttentionSpec, SeqInfo, ShapeError, SpecError, accuracy, reference
-from attn_core.backends import Gradients
+from attn_core import AttentionSpec, SeqInfo, ShapeError, SpecError
+from attn_core.call.tensors import Gradients
+from attn_core.correctness import accuracy, reference
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 LOW = DTYPES[1:]

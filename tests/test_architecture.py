@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -60,8 +61,14 @@ def test_the_reader_of_imports_sees_them() -> None:
     assert set(_imports(tree, False)) >= {"triton", "attn_core.spec", "transformers"}
 
 
-MERGE_KERNEL = ROOT / "attn_core/context_parallel/merge_triton.py"
-TRITON_KERNELS = [MERGE_KERNEL, *sorted((ROOT / "attn_core/paged").glob("triton_*.py"))]
+TRITON_KERNELS = [
+    ROOT / "attn_core" / kernel
+    for kernel in (
+        "backends/triton_splitkv/kernels.py",
+        "context_parallel/on_torch/merge_triton.py",
+        "paged/triton_tables.py",
+    )
+]
 """Written in Triton from the first line on: what runs them imports them when it does."""
 
 
@@ -103,18 +110,53 @@ def test_jax_and_torch_meet_in_the_bridge_alone() -> None:
     meeting = {
         name_of(path) for path in (ROOT / "jax_frontend").rglob("*.py") if "torch" in {top(n) for n in imports(path)}
     }
-    assert meeting <= {"jax_frontend/bridge.py"}
+    assert meeting <= {"jax_frontend/bridge/targets.py"}
 
 
-BACKENDS = sorted(p for p in (ROOT / "attn_core/backends").glob("*.py") if p.stem != "__init__")
+BACKENDS = ROOT / "attn_core/backends"
+COMMON = {"contract", "shared", "support"}
+"""The rooms of attn_core/backends that every backend may use. Each of the others is a backend."""
 
 
-@pytest.mark.parametrize("path", BACKENDS, ids=name_of)
+@pytest.mark.parametrize(
+    "path", sorted(p for p in BACKENDS.rglob("*.py") if p.parent / p.stem != BACKENDS / "__init__"), ids=name_of
+)
 def test_a_backend_knows_neither_selection_nor_another_backend(path: Path) -> None:
-    siblings = {f"attn_core.backends.{other.stem}" for other in BACKENDS}
+    own = path.relative_to(BACKENDS).parts[0].removesuffix(".py")
     for name in imports(path):
         assert not name.startswith("attn_core.selection"), name
-        assert not any(name == sibling or name.startswith(sibling + ".") for sibling in siblings), name
+        if name.startswith("attn_core.backends."):
+            assert name.split(".")[2] in COMMON | {own}, name
+
+
+def rooms_of(package: str) -> dict[str, set[str]]:
+    """The files and folders at the root of a package, and which of them each imports, inside functions as well."""
+    rooms: dict[str, set[str]] = {}
+    for path in (ROOT / package).rglob("*.py"):
+        room = path.relative_to(ROOT / package).parts[0].removesuffix(".py")
+        reached = {
+            "__init__" if name == package else name.split(".")[1] for name in modules(path) if top(name) == package
+        }
+        rooms.setdefault(room, set()).update(reached - {room})
+    return rooms
+
+
+def modules(path: Path) -> Iterator[str]:
+    """The modules of this project that a file imports; of ``from package import name`` the package if name is none."""
+    for name in imports(path):
+        target = ROOT / name.replace(".", "/")
+        yield name if target.is_dir() or target.with_suffix(".py").is_file() else name.rpartition(".")[0]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_between_rooms_run_one_way(package: str) -> None:
+    graphlib.TopologicalSorter(rooms_of(package)).prepare()  # raises CycleError, which names the rooms
+
+
+@pytest.mark.parametrize(("package", "most"), [("attn_core", 12), ("torch_frontend", 20), ("jax_frontend", 20)])
+def test_the_root_of_a_package_stays_small(package: str, most: int) -> None:
+    entries = [entry.name for entry in (ROOT / package).iterdir() if entry.name != "__pycache__"]
+    assert len(entries) <= most, sorted(entries)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
@@ -135,7 +177,11 @@ LOADED = f"import sys; loaded = sorted({FRAMEWORKS!r} & set(sys.modules)); print
 
 @pytest.mark.parametrize(
     "statement",
-    ["import attn_core", "import attn_core.reference, attn_core.accuracy", "import attn_core.cli.app"],
+    [
+        "import attn_core",
+        "import attn_core.correctness.reference, attn_core.correctness.accuracy",
+        "import attn_core.cli.app",
+    ],
 )
 def test_import_loads_no_framework(statement: str) -> None:
     done = python(f"{statement}\n{LOADED}")
@@ -186,7 +232,7 @@ def test_torch_frontend_works_where_torch_was_built_without_distributed() -> Non
 def test_every_backend_is_described_without_a_framework() -> None:
     code = f"""
 from attn_core import backends
-for name in backends.built():
+for name in backends.names():
     backend = backends.load(name)
     assert backend.FORWARD.kernel and backend.REQUIRES and backend.FRAMEWORK in ("torch", "jax"), name
 {LOADED}"""

@@ -15,10 +15,10 @@ from attn_core.cli import bench_sweep, bench_timing
 from attn_core.cli.bench import bench
 from attn_core.cli.bench_report import page
 from attn_core.cli.bench_sweep import Sweep, candidates, read
-from attn_core.preference import cases_of
-from attn_core.preference_table import derive, regrets
 from attn_core.selection import Target
-from attn_core.sweep import QUICK, SweepCase
+from attn_core.selection.preference import cases_of
+from attn_core.selection.preference_table import derive, regrets
+from attn_core.selection.sweep import QUICK, SweepCase
 
 torch = pytest.importorskip("torch")
 

@@ -15,15 +15,16 @@ import pytest
 import torch
 
 from attn_core import AttentionSpec, Target, backends
-from attn_core.backends import Inputs
-from attn_core.context_parallel import step_torch
+from attn_core.call.tensors import Inputs
 from attn_core.context_parallel.call import context_call
-from jax_frontend import attention, bridge, bridged_call, bridged_run
+from attn_core.context_parallel.on_torch import step as step_torch
+from jax_frontend import attention
+from jax_frontend.bridge import bridged_call, bridged_run, targets
 
 SPEC = AttentionSpec(
     batch=1, q_len=5, kv_len=5, num_heads=2, num_kv_heads=2, head_dim=16, value_dim=16, dtype="float32"
 )
-CALL = bridge.BridgedCall("forward", "math", "cpu", SPEC, ("q", "k", "v"))
+CALL = targets.BridgedCall("forward", "math", "cpu", SPEC, ("q", "k", "v"))
 
 
 def in_its_own_process(script, **environment):
@@ -34,9 +35,9 @@ def in_its_own_process(script, **environment):
 
 
 def test_a_token_is_short_and_means_the_same_in_every_process():
-    token = bridge.token_of(CALL)
-    assert len(token) == bridge.TOKEN_LENGTH == 7, "tvm-ffi keeps 7 characters inside the value, and frees longer ones"
-    assert token == bridge.token_of(CALL) != bridge.token_of(CALL._replace(backend="flex"))
+    token = targets.token_of(CALL)
+    assert len(token) == targets.TOKEN_LENGTH == 7, "tvm-ffi keeps 7 characters inside the value, and frees longer ones"
+    assert token == targets.token_of(CALL) != targets.token_of(CALL._replace(backend="flex"))
     script = (
         "from attn_core import AttentionSpec; from jax_frontend import bridge\n"
         f"print(bridge.token_of(bridge.BridgedCall('forward', 'math', 'cpu', {SPEC!r}, ('q', 'k', 'v'))))"
@@ -47,12 +48,12 @@ def test_a_token_is_short_and_means_the_same_in_every_process():
 
 
 def test_two_calls_never_share_a_token(monkeypatch):
-    token = bridge.token_of(CALL)
-    other = bridge.token_of(CALL._replace(backend="flex"))
-    monkeypatch.setitem(bridge._calls, token, bridge._calls[other])
-    salted = bridge.token_of(CALL)
-    assert salted not in (token, other) and salted == bridge.token_of(CALL)
-    monkeypatch.delitem(bridge._calls, salted)
+    token = targets.token_of(CALL)
+    other = targets.token_of(CALL._replace(backend="flex"))
+    monkeypatch.setitem(targets._calls, token, targets._calls[other])
+    salted = targets.token_of(CALL)
+    assert salted not in (token, other) and salted == targets.token_of(CALL)
+    monkeypatch.delitem(targets._calls, salted)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -66,10 +67,10 @@ def test_a_kernel_beside_an_exchange_waits_a_moment_first(monkeypatch, direction
     values = (q, q, q, out, lse) if direction == "forward" else (q, q, q, q, lse, q, *gradients)
     extras = () if direction == "forward" else ("out", "lse", "dout")
     call = CALL._replace(direction=direction, extras=extras)
-    monkeypatch.setattr(bridge, "_callbacks", {})  # what is made here calls the kernel of above
-    bridge._callback(bridge.token_of(call))(values)
+    monkeypatch.setattr(targets, "_callbacks", {})  # what is made here calls the kernel of above
+    targets._callback(targets.token_of(call))(values)
     assert order == ["kernel"]
-    bridge._callback(bridge.token_of(call._replace(beside=True)))(values)
+    targets._callback(targets.token_of(call._replace(beside=True)))(values)
     assert order == ["kernel", "cpu", "kernel"]
 
 
@@ -103,12 +104,12 @@ def test_no_memory_grows_and_nothing_is_registered_again():
     call = jax.jit(jax.value_and_grad(lambda x: attention(x, x, x, causal=True, backend="sdpa_flash").sum()))
     for _ in range(500):
         call(q)[0].block_until_ready()
-    known, process = len(bridge._calls), psutil.Process()
+    known, process = len(targets._calls), psutil.Process()
     before = process.memory_info().rss
     for _ in range(10_000):
         call(q)[0].block_until_ready()
     assert process.memory_info().rss - before < 2 * 2**20
-    assert len(bridge._calls) == known and bridge._register_targets.cache_info().currsize == 1
+    assert len(targets._calls) == known and targets._register_targets.cache_info().currsize == 1
 
 
 def softcapped(softcap):
@@ -117,8 +118,8 @@ def softcapped(softcap):
 
 def test_programs_outlive_what_runs_their_calls(monkeypatch):
     """More programs than callbacks are kept, run in turn: each finds its own call again."""
-    monkeypatch.setattr(bridge, "_callbacks", {})
-    monkeypatch.setattr(bridge, "CALLBACKS", 3)
+    monkeypatch.setattr(targets, "_callbacks", {})
+    monkeypatch.setattr(targets, "CALLBACKS", 3)
     q = jnp.asarray(np.random.default_rng(2).standard_normal((1, 5, 2, 16)), jnp.float32)
     programs = [softcapped(1.0 + at) for at in range(7)]
     expected = [np.asarray(program(q, q, q)) for program in programs]
@@ -126,18 +127,18 @@ def test_programs_outlive_what_runs_their_calls(monkeypatch):
     for _ in range(3):
         for program, result in zip(programs, expected, strict=True):
             assert np.array_equal(np.asarray(program(q, q, q)), result)
-            assert len(bridge._callbacks) == 3
+            assert len(targets._callbacks) == 3
 
 
 def test_what_runs_calls_is_bounded_whichever_threads_ask(monkeypatch):
-    monkeypatch.setattr(bridge, "_callbacks", {})
-    tokens = [bridge.token_of(CALL._replace(spec=replace(SPEC, softcap=2.0 + at))) for at in range(1500)]
-    threads = [threading.Thread(target=lambda: list(map(bridge._callback, tokens))) for _ in range(4)]
+    monkeypatch.setattr(targets, "_callbacks", {})
+    tokens = [targets.token_of(CALL._replace(spec=replace(SPEC, softcap=2.0 + at))) for at in range(1500)]
+    threads = [threading.Thread(target=lambda: list(map(targets._callback, tokens))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(bridge._callbacks) <= 1024
+    assert len(targets._callbacks) <= 1024
 
 
 def documents_step(at):
@@ -156,10 +157,10 @@ def softcapped_call(at):
 @pytest.mark.parametrize(("make", "most"), [(softcapped_call, 600), (documents_step, 3000)])
 def test_what_stays_of_a_call_for_ever_is_small_and_all_of_it(make, most):
     """It stays because nothing tells when the last program that has its token is gone: it may be a file."""
-    tokens = [bridge.token_of(make(at)) for at in range(4)]
+    tokens = [targets.token_of(make(at)) for at in range(4)]
     assert len(set(tokens)) == 4
-    assert all(len(pickle.dumps(bridge._calls[token])) < most for token in tokens)
-    assert [bridge.call_of(token) for token in tokens] == [make(at) for at in range(4)]
+    assert all(len(pickle.dumps(targets._calls[token])) < most for token in tokens)
+    assert [targets.call_of(token) for token in tokens] == [make(at) for at in range(4)]
 
 
 def test_threads_get_their_own_results():
@@ -212,11 +213,11 @@ def test_the_kernel_sees_xla_buffers_without_a_copy(monkeypatch):
         return original(spec, inputs)
 
     monkeypatch.setattr(module, "forward", spy)
-    monkeypatch.setattr(bridge, "_callbacks", {})
+    monkeypatch.setattr(targets, "_callbacks", {})
     arrays = [jnp.full((1, 5, 2, 16), float(i)) for i in range(3)]
-    spec_call = bridge.BridgedCall("forward", "math", "cpu", SPEC, ("q", "k", "v"))
+    spec_call = targets.BridgedCall("forward", "math", "cpu", SPEC, ("q", "k", "v"))
     shapes = (jax.ShapeDtypeStruct(SPEC.out_shape, jnp.float32), jax.ShapeDtypeStruct(SPEC.lse_shape, jnp.float32))
-    jax.jit(lambda *a: bridge.run(spec_call, shapes, *a))(*arrays)[0].block_until_ready()
+    jax.jit(lambda *a: targets.run(spec_call, shapes, *a))(*arrays)[0].block_until_ready()
     assert seen == [[a.unsafe_buffer_pointer() for a in arrays]]
     assert isinstance(Inputs(*arrays).q, jax.Array)
 

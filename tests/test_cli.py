@@ -217,7 +217,7 @@ def test_doctor_reports_everything() -> None:
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found["versions"]["numpy"] == np.__version__
-    assert {state["name"] for state in found["backends"].values()} == set(backends.NAMES)
+    assert {state["name"] for state in found["backends"].values()} == set(backends.names())
     for name, state in found["backends"].items():
         assert (state["version"] is None) != (state["reason"] is None), name
     for row in found["checks"]:
@@ -228,7 +228,7 @@ def test_doctor_reports_everything() -> None:
 def test_doctor_prints_reasons_and_verdicts() -> None:
     done = attn("doctor")
     assert done.exit_code == 0, done.output
-    for name in backends.NAMES:
+    for name in backends.names():
         assert name in done.stdout
 
 

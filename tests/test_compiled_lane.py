@@ -25,10 +25,12 @@ import tvm_ffi
 import jax_frontend
 import torch_frontend
 from attn_core import AttentionSpec, Target, backends, explain
-from attn_core.backends import Inputs, flash4, math
-from attn_core.kernel_programs import SCRATCH, Buffer, Program, Step
-from jax_frontend import compiled_lane
-from jax_frontend.bridged_call import calls_of
+from attn_core.backends.flash4 import backend as flash4
+from attn_core.backends.math import backend as math
+from attn_core.backends.shared.kernel_programs import SCRATCH, Buffer, Program, Step
+from attn_core.call.tensors import Inputs
+from jax_frontend.bridge import compiled_lane
+from jax_frontend.bridge.bridged_call import calls_of
 
 SPEC = AttentionSpec(
     batch=2, q_len=64, kv_len=64, num_heads=4, num_kv_heads=2, head_dim=64, value_dim=64, dtype="bfloat16", scale=0.125
@@ -69,7 +71,7 @@ def test_who_has_a_lane() -> None:
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_every_backend_of_torch_is_told_its_lane(kind: str) -> None:
     device, bridged = {"cpu": "cpu", "cuda": "sm90"}[kind], []
-    for name in backends.NAMES:
+    for name in backends.names():
         module: Any = backends.load(name, kind)
         if module is not None and module.FRAMEWORK == "torch":
             bridged.append(name)

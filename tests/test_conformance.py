@@ -32,14 +32,15 @@ from spec_strategies import Call, calls, compiled_calls, cudnn_calls, few_number
 
 import jax_frontend
 import torch_frontend
-from attn_core import NoBackendError, accuracy, backends, explain
-from attn_core.backends import Gradients, Inputs
-from attn_core.spec import AttentionSpec
-from jax_frontend import bridge
-from jax_frontend import plan as jax_plan
-from torch_frontend import plan as torch_plan
+from attn_core import NoBackendError, backends, explain
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs
+from attn_core.correctness import accuracy
+from jax_frontend.bridge import targets
+from jax_frontend.dispatch import plan as jax_plan
+from torch_frontend.dispatch import plan as torch_plan
 
-BACKENDS = backends.built()
+BACKENDS = backends.names()
 
 
 def drawn_for(backend: str, device: str, framework: str) -> st.SearchStrategy[Call]:
@@ -252,7 +253,7 @@ def planted(
     module = module_on(backend, device)
     forward, backward = faulty(module, fault)
     with monkeypatch.context() as patch:
-        patch.setattr(bridge, "_callbacks", {})
+        patch.setattr(targets, "_callbacks", {})
         patch.setattr(module, "shortcut", lambda spec: None, raising=False)
         if where != "backward":
             patch.setattr(module, "forward", forward)

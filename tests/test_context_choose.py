@@ -19,16 +19,16 @@ from typer.testing import CliRunner
 
 from attn_core import AttentionSpec, SpecError
 from attn_core.cli.app import app
-from attn_core.context_parallel import choose as choosing
 from attn_core.context_parallel.call import keeps_gathered, spread
-from attn_core.context_parallel.choose import Axes, Choice, NoStrategyError, choose, explain_choice, plan_of
-from attn_core.context_parallel.cost import Estimate, estimate
-from attn_core.context_parallel.machine import GIB, LINKS, MIB, Constants
+from attn_core.context_parallel.cost import choose as choosing
+from attn_core.context_parallel.cost.choose import Axes, Choice, NoStrategyError, choose, explain_choice, plan_of
+from attn_core.context_parallel.cost.estimate import Estimate, estimate
+from attn_core.context_parallel.cost.machine import GIB, LINKS, MIB, Constants
+from attn_core.context_parallel.cost.projection import project, table
 from attn_core.context_parallel.picture import LIMIT, draw, ranks_of, step_of_pairs, svg
 from attn_core.context_parallel.plan import plan
-from attn_core.context_parallel.projection import project, table
 from attn_core.context_parallel.tiles import Visible
-from attn_core.preference import measured
+from attn_core.selection.preference import measured
 
 H200 = Constants.of("sm90")
 ROOT = Path(__file__).resolve().parent.parent

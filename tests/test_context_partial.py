@@ -17,10 +17,11 @@ import torch
 from both_frontends import FRAMEWORKS, _numpy, backends_of, claimed, module_on, target
 from oracle_cases import rounded
 
-from attn_core import AttentionSpec, SeqInfo, Target, explain, reference
-from attn_core.backends import Gradients, Inputs
-from jax_frontend import ops
-from jax_frontend.plan import Plan
+from attn_core import AttentionSpec, SeqInfo, Target, explain
+from attn_core.call.tensors import Gradients, Inputs
+from attn_core.correctness import reference
+from jax_frontend.dispatch import ops
+from jax_frontend.dispatch.plan import Plan
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 SLACK = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 1e-5, "float16": 1e-5}

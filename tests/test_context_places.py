@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_core import AttentionSpec, Target
-from attn_core.context_parallel import step_torch
 from attn_core.context_parallel.call import context_call
-from attn_core.context_parallel.places_torch import MOST, Places, PlacesOfParts
+from attn_core.context_parallel.on_torch import step as step_torch
+from attn_core.context_parallel.on_torch.places import MOST, Places, PlacesOfParts
 
 CPU = torch.device("cpu")
 

@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_core import SpecError
+from attn_core.call.masks import Band, document_of
 from attn_core.context_parallel import places
 from attn_core.context_parallel.bands import Segment
 from attn_core.context_parallel.layout import LAYOUTS, Layout, Run, layout
 from attn_core.context_parallel.plan import STRATEGIES, Plan, Step, plan
 from attn_core.context_parallel.tiles import Tile, Visible
 from attn_core.errors import ShapeError
-from attn_core.masks import Band, document_of
 
 BANDS = ((None, 0), (None, None), (5, 0), (3, 2), (None, 2), (0, 0), (5, None))
 AXES = ((1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (2, 2), (3, 2), (2, 3), (1, 4))

@@ -19,12 +19,13 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
 
-from context_torch_worker import AXES, Case, Failed, World, once, values  # noqa: E402
+from context_torch_worker import AXES, Case, Failed, World, once, values
 
-from attn_core import AttentionSpec, SeqInfo, reference  # noqa: E402
-from attn_core.backends import Inputs  # noqa: E402
-from attn_core.context_parallel.layout import LAYOUTS, Layout, layout  # noqa: E402
-from attn_core.options import normalise_window  # noqa: E402
+from attn_core import AttentionSpec, SeqInfo
+from attn_core.call.options import normalise_window
+from attn_core.call.tensors import Inputs
+from attn_core.context_parallel.layout import LAYOUTS, Layout, layout
+from attn_core.correctness import reference
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 TOLERANCE = 1e-9

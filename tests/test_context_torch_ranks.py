@@ -12,16 +12,16 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
 
-import context_torch_scenes as scenes  # noqa: E402
-from context_torch_worker import Case, Failed, World, in_ranks, once, values  # noqa: E402
-from test_context_torch import CAUSAL, FEW_KEYS, NAMES, expected, layout_of, spec_of, whole_rows  # noqa: E402
+import context_torch_scenes as scenes
+from context_torch_worker import Case, Failed, World, in_ranks, once, values
+from test_context_torch import CAUSAL, FEW_KEYS, NAMES, expected, layout_of, spec_of, whole_rows
 
-from attn_core.context_parallel import places  # noqa: E402
-from attn_core.context_parallel.layout import layout  # noqa: E402
-from attn_core.context_parallel.plan import Plan, plan  # noqa: E402
-from attn_core.context_parallel.tiles import Visible  # noqa: E402
-from attn_core.masks import band  # noqa: E402
-from torch_frontend import attention  # noqa: E402
+from attn_core.call.masks import band
+from attn_core.context_parallel import places
+from attn_core.context_parallel.layout import layout
+from attn_core.context_parallel.plan import Plan, plan
+from attn_core.context_parallel.tiles import Visible
+from torch_frontend import attention
 
 TIMEOUT = 10.0
 LENGTH = scenes.LENGTH

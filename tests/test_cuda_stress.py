@@ -30,7 +30,7 @@ import jax_frontend
 import torch_frontend
 from attn_core import SeqInfo, backends
 from benchmarks import hopper_checks
-from jax_frontend import bridge
+from jax_frontend.bridge import targets
 
 pytestmark = pytest.mark.cuda
 BACKENDS = torch_backends()
@@ -164,10 +164,10 @@ def test_ten_thousand_jitted_calls_leave_no_memory_behind(backend: str, jax_gpu:
         gc.collect()
 
     many(500)
-    known, allocated, resident = len(bridge._calls), torch.cuda.memory_allocated(), process.memory_info().rss
+    known, allocated, resident = len(targets._calls), torch.cuda.memory_allocated(), process.memory_info().rss
     in_use = jax_gpu.memory_stats()["bytes_in_use"]
     many(10_000)
-    assert len(bridge._calls) == known
+    assert len(targets._calls) == known
     assert torch.cuda.memory_allocated() < allocated + MIB  # autograd's thread may still hold the last call's tensors
     assert jax_gpu.memory_stats()["bytes_in_use"] == in_use
     assert process.memory_info().rss - resident < 16 * MIB
@@ -336,7 +336,7 @@ def test_grad_mode_in_threads_that_torch_does_not_know(
         return results
 
     monkeypatch.setattr(module, "forward", spy)
-    monkeypatch.setattr(bridge, "_callbacks", {})
+    monkeypatch.setattr(targets, "_callbacks", {})
     function = jax.jit(call.function)
     expected = as_numpy(function(*call.qkv))
 

@@ -12,8 +12,8 @@ import torch
 from torch.utils._device import _device_constructors
 
 import torch_frontend
-from attn_core.seq_info import SeqInfo
-from attn_core.unsloth import AttentionConfig, AttentionContext
+from attn_core.call.seq_info import SeqInfo
+from attn_core.dropins.unsloth.arguments import AttentionConfig, AttentionContext
 
 ROOT = Path(__file__).parents[1]
 FACTORIES = {made.__name__ for made in _device_constructors()}
@@ -96,9 +96,9 @@ def _run_attention() -> Any:
 
 
 def _unsloth_packing() -> Any:
-    from torch_frontend import unsloth_packing
+    from torch_frontend.unsloth import packing
 
-    return unsloth_packing.get_packed_info_from_kwargs({"packed_seq_lengths": [4, 2]}, torch.device("cpu"))
+    return packing.get_packed_info_from_kwargs({"packed_seq_lengths": [4, 2]}, torch.device("cpu"))
 
 
 def _dispatch() -> Any:

@@ -24,8 +24,9 @@ from frameworks import spied
 
 from attn_core import NoBackendError
 from torch_frontend import diffusers as dropin
-from torch_frontend import plain, use_backend
+from torch_frontend import use_backend
 from torch_frontend.diffusers import install, installed, is_installed, uninstall
+from torch_frontend.dispatch import plain
 from torch_frontend.finetrainers import attention_dispatch, attention_provider
 
 TORCH_ATTENTION = torch._C._nn.scaled_dot_product_attention

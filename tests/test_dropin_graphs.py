@@ -9,10 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch_frontend  # noqa: E402
-from attn_core import unsloth  # noqa: E402
-from torch_frontend import NoBackendError  # noqa: E402
-from torch_frontend.finetrainers import attention_dispatch, attention_provider  # noqa: E402
+import torch_frontend
+from attn_core.dropins.unsloth import arguments as unsloth
+from torch_frontend import NoBackendError
+from torch_frontend.finetrainers import attention_dispatch, attention_provider
 
 pytestmark = pytest.mark.cuda
 

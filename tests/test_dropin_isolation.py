@@ -31,7 +31,9 @@ from transformers.masking_utils import AttentionMaskInterface
 
 import jax_frontend
 import torch_frontend
-from attn_core import backends, finetrainers, override
+from attn_core import backends
+from attn_core.dropins import finetrainers
+from attn_core.selection import override
 from jax_frontend import finetrainers as finetrainers_of_jax
 from jax_frontend.linen import attention_fn
 from torch_frontend import finetrainers as finetrainers_of_torch
@@ -137,12 +139,12 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[int, str]]]:
 
         return run
 
-    for name in backends.built():
+    for name in backends.names():
         module: Any = backends.load(name)
         monkeypatch.setattr(module, "forward", watched(name, module.forward))
         if hasattr(module, "shortcut"):
             monkeypatch.setattr(module, "shortcut", lambda spec: None)
-    monkeypatch.setattr(import_module("jax_frontend.bridge"), "_callbacks", {})
+    monkeypatch.setattr(import_module("jax_frontend.bridge.targets"), "_callbacks", {})
     forget_plans()
     jax.clear_caches()  # a program that JAX has traced already does not ask for the backend again
     yield seen

@@ -45,8 +45,9 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
-from attn_core import NoBackendError, SpecError, Target, finetrainers
-from attn_core.kept_keys import kept_documents
+from attn_core import NoBackendError, SpecError, Target
+from attn_core.dropins import finetrainers
+from attn_core.dropins.key_masks import kept_documents
 from torch_frontend import explain, use_backend
 from torch_frontend.finetrainers import AttentionProvider, attention_dispatch, attention_provider, list_providers
 
@@ -364,7 +365,9 @@ def test_swapped_in_and_out_of_models(make: Any, device: str) -> None:
 
 
 def test_reading_the_module_again_under_the_swap_does_not_recurse(patched: None) -> None:
-    plain, module = (importlib.import_module(f"torch_frontend.{name}") for name in ("plain", "finetrainers"))
+    plain, module = (
+        importlib.import_module(f"torch_frontend.{name}") for name in ("dispatch.plain", "finetrainers.dispatch")
+    )
     before, rule = dict(vars(module)), dict(vars(plain))
     try:
         importlib.reload(plain)
@@ -453,7 +456,7 @@ def test_gradients_on_every_provider(word: str, name: str) -> None:
 
 def test_every_option_reaches_the_kernels_call(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On each of the ways that a call takes: dense, masks of keys, documents."""
-    module, seen = importlib.import_module("torch_frontend.finetrainers_call"), []
+    module, seen = importlib.import_module("torch_frontend.finetrainers.call"), []
     attention = module.attention
 
     def watched(*arguments: Any, **options: Any) -> Any:
@@ -497,7 +500,7 @@ def test_masks_of_keys_on_the_varlen_providers(
     """Row by row, too, as sage_varlen runs: here on a kernel that the CPU has. Dropped keys may hold anything."""
     if word == "sage_varlen":
         kernels = {**finetrainers.KERNELS, AttentionProvider.SAGE_VARLEN: ("math",)}
-        for module in ("attn_core.finetrainers", "torch_frontend.finetrainers_call"):
+        for module in ("attn_core.dropins.finetrainers", "torch_frontend.finetrainers.call"):
             monkeypatch.setattr(importlib.import_module(module), "KERNELS", kernels)
     keep = np.ones((BATCH, kv_len), bool)
     keep[0, {"left": slice(0, 3), "right": slice(-3, None), "holes": slice(1, None, 2)}.get(kind, slice(0, 0))] = False
@@ -556,7 +559,7 @@ def test_documents_row_by_row(device: str, monkeypatch: pytest.MonkeyPatch) -> N
     kernels = {**finetrainers.KERNELS, AttentionProvider.SAGE_VARLEN: ("math",)}
     if device == "cuda":  # whose flash kernels have no float32
         kernels[AttentionProvider.FLASH_VARLEN] = ("math",)
-    for module in ("attn_core.finetrainers", "torch_frontend.finetrainers_call"):
+    for module in ("attn_core.dropins.finetrainers", "torch_frontend.finetrainers.call"):
         monkeypatch.setattr(importlib.import_module(module), "KERNELS", kernels)
     cu = torch.tensor([0, 3, 3, 8, 14], dtype=torch.int32)
     arguments = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 6, "max_seqlen_k": 6, "is_causal": True}

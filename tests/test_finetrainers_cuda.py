@@ -11,8 +11,9 @@ import torch
 from finetrainers_cases import ARGUMENTS, BATCH, HEADS, KEEP, described, dispatched, judged, tensors, with_scale_above_0
 from frameworks import as_numpy
 
-from attn_core import NoBackendError, SpecError, accuracy
-from attn_core.backends import Gradients
+from attn_core import NoBackendError, SpecError
+from attn_core.call.tensors import Gradients
+from attn_core.correctness import accuracy
 
 pytestmark = pytest.mark.cuda
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 from frameworks import JAX, TORCH, Framework, as_numpy, spied
 
-from attn_core import NoBackendError, SpecError, finetrainers
-from attn_core.finetrainers import AttentionProvider
+from attn_core import NoBackendError, SpecError
+from attn_core.dropins import finetrainers
+from attn_core.dropins.finetrainers import AttentionProvider
 from jax_frontend import use_backend
 from jax_frontend.finetrainers import attention_dispatch, attention_provider
 from torch_frontend import finetrainers as of_torch
@@ -134,7 +135,7 @@ def test_gradients_are_those_of_torch() -> None:
 def test_row_by_row_where_a_kernel_has_no_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     """As sage_varlen runs: here on a kernel that the CPU has."""
     kernels = {**finetrainers.KERNELS, AttentionProvider.SAGE_VARLEN: ("math",)}
-    for module in ("attn_core.finetrainers", "jax_frontend.finetrainers_call"):
+    for module in ("attn_core.dropins.finetrainers", "jax_frontend.finetrainers.call"):
         monkeypatch.setattr(importlib.import_module(module), "KERNELS", kernels)
     left, rows = np.arange(7) >= np.array([[2], [0]]), np.array([0, 7, 14], np.int32)
     documents = {"cu_seqlens_q": rows, "cu_seqlens_k": rows, "max_seqlen_q": 7, "max_seqlen_k": 7}

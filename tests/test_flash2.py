@@ -10,14 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attn_core import AttentionSpec, Target, accuracy, backends, reference, selection, torch_rewrites
-from attn_core.backends import Gradients, Inputs, flash2
-from attn_core.masks import band
-from attn_core.support import Build
+from attn_core import AttentionSpec, Target, backends, selection
+from attn_core.backends import flash2
+from attn_core.backends.shared import rewrites
+from attn_core.backends.support import Build
+from attn_core.call.masks import band
+from attn_core.call.tensors import Gradients, Inputs
+from attn_core.correctness import accuracy, reference
 
 torch = pytest.importorskip("torch")
-from callers_view import told  # noqa: E402
-from oracle_cases import make  # noqa: E402
+from callers_view import told
+from oracle_cases import make
 
 SPEC = AttentionSpec(
     batch=2, q_len=5, kv_len=7, num_heads=6, num_kv_heads=3, head_dim=64, value_dim=64, dtype="bfloat16", scale=0.25
@@ -249,10 +252,10 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str = "2.8.3", **interfa
 
 @pytest.fixture(autouse=True)
 def _forgotten() -> Any:
-    for cached in (flash2._extension, flash2.build, torch_rewrites._widened):
+    for cached in (flash2._extension, flash2.build, rewrites._widened):
         cached.cache_clear()
     yield
-    for cached in (flash2._extension, flash2.build, torch_rewrites._widened):
+    for cached in (flash2._extension, flash2.build, rewrites._widened):
         cached.cache_clear()
 
 
@@ -499,7 +502,7 @@ class Drawn:
 
 
 def needs_flash2() -> None:
-    from torch_frontend.plan import device_name
+    from torch_frontend.dispatch.plan import device_name
 
     reason = backends.availability("flash2", "cuda")[1]
     device = device_name(torch.device("cuda"))

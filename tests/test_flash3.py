@@ -13,27 +13,20 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from callers_view import told  # noqa: E402
-from oracle_cases import make  # noqa: E402
+from callers_view import told
+from oracle_cases import make
 
-from attn_core import (  # noqa: E402
-    AttentionSpec,
-    PagedKV,
-    SeqInfo,
-    Target,
-    accuracy,
-    backends,
-    build_trials,
-    explain,
-    reference,
-)
-from attn_core.backends import Gradients, Inputs, PagedInputs, flash3  # noqa: E402
-from attn_core.flash3_operators import Operators, plan  # noqa: E402
-from attn_core.paged import reference as paged_reference  # noqa: E402
-from attn_core.support import Build  # noqa: E402
-from attn_core.torch_fp8 import SMALLEST, quantised  # noqa: E402
-from torch_frontend import attention  # noqa: E402
-from torch_frontend import explain as explained  # noqa: E402
+from attn_core import AttentionSpec, PagedKV, SeqInfo, Target, backends, explain
+from attn_core.backends.flash3 import backend as flash3
+from attn_core.backends.flash3.fp8 import SMALLEST, quantised
+from attn_core.backends.shared import build_trials
+from attn_core.backends.shared.flash3_operators import Operators, plan
+from attn_core.backends.support import Build
+from attn_core.call.tensors import Gradients, Inputs, PagedInputs
+from attn_core.correctness import accuracy, reference
+from attn_core.correctness import paged as paged_reference
+from torch_frontend import attention
+from torch_frontend import explain as explained
 
 math: Any = backends.load("math")
 fp8: Any = flash3.variant("fp8")
@@ -339,7 +332,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         return found
 
     def forget() -> None:
-        for cached in (flash3.build, flash3._plan, flash3.torch_rewrites._widened):
+        for cached in (flash3.build, flash3._plan, flash3.rewrites._widened):
             cached.cache_clear()
 
     yield put

@@ -10,28 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attn_core import (
-    AttentionSpec,
-    PagedKV,
-    Target,
-    accuracy,
-    backends,
-    compiled_calls,
-    flash4_operands,
-    flash4_scores,
-    flash4_versions,
-    reference,
-    selection,
-)
-from attn_core.backends import Gradients, Inputs, PagedInputs, flash4
-from attn_core.masks import band
-from attn_core.paged import flash4_kernel
-from attn_core.paged import reference as paged_reference
-from attn_core.support import Build
+from attn_core import AttentionSpec, PagedKV, Target, backends, selection
+from attn_core.backends.flash4 import backend as flash4
+from attn_core.backends.flash4 import operands, versions
+from attn_core.backends.flash4 import paged as flash4_kernel
+from attn_core.backends.flash4 import softcap as flash4_scores
+from attn_core.backends.shared import dry_run, first_call
+from attn_core.backends.support import Build
+from attn_core.call.masks import band
+from attn_core.call.tensors import Gradients, Inputs, PagedInputs
+from attn_core.correctness import accuracy, reference
+from attn_core.correctness import paged as paged_reference
 
 torch = pytest.importorskip("torch")
-from callers_view import told  # noqa: E402
-from oracle_cases import make  # noqa: E402
+from callers_view import told
+from oracle_cases import make
 
 SPEC = AttentionSpec(
     batch=2, q_len=5, kv_len=7, num_heads=6, num_kv_heads=3, head_dim=64, value_dim=64, dtype="bfloat16", scale=0.25
@@ -264,7 +257,7 @@ def test_a_version_whose_paged_kernels_were_not_read(
 ) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: version)
     found = flash4.build()
-    assert found == flash4_versions.build() == (None if has_pages else Build(f"flash-attn-4 {version}", ("paged",)))
+    assert found == versions.build() == (None if has_pages else Build(f"flash-attn-4 {version}", ("paged",)))
     here = Target("torch", "sm90", builds=() if found is None else (("flash4", found),))
     lacking = f"keys and values in pages of 16: FlashAttention-4 (flash-attn-4 {version}) has none"
     assert selection.refusals("flash4", paged_spec(16), here) == (() if has_pages else (lacking,))
@@ -408,9 +401,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(flash4_scores, "_each", lambda function, *vectors: function(*vectors))
     monkeypatch.setattr(flash4_scores, "tanh_approx", torch.tanh)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    compiled_calls._compiled.cache_clear()
+    first_call._compiled.cache_clear()
     yield stand_in
-    compiled_calls._compiled.cache_clear()
+    first_call._compiled.cache_clear()
 
 
 def tensors(inputs: Inputs) -> Inputs:
@@ -529,8 +522,8 @@ def test_the_kernel_writes_into_buffers_that_it_can_store_to(kernel: Kernel) -> 
     assert all(one is other for one, other in zip(gradients[:3], into[:3]))
     odd = torch.empty(*spec.out_shape[:-1], 33, dtype=torch.float64)[..., 1:]
     assert flash4.forward(spec, inputs, (odd, lse))[0] is not odd
-    assert flash4_operands.writable(torch.empty(3, 5, 1, 32).expand(3, 5, 2, 32)) is None
-    assert flash4_operands.writable(torch.empty(3, 5, 32, 2).mT) is None
+    assert operands.writable(torch.empty(3, 5, 1, 32).expand(3, 5, 2, 32)) is None
+    assert operands.writable(torch.empty(3, 5, 32, 2).mT) is None
 
 
 def test_expanded_axes_are_copied(kernel: Kernel) -> None:
@@ -540,8 +533,8 @@ def test_expanded_axes_are_copied(kernel: Kernel) -> None:
     copied = one.contiguous()
     out, lse = flash4.forward(case.spec, inputs._replace(k=copied, v=copied))
     assert torch.equal(flash4.forward(case.spec, inputs._replace(k=one, v=one))[0], out)
-    assert 0 not in flash4_operands.spread(one).stride() and flash4_operands.spread(copied) is copied
-    assert 0 not in flash4_operands.spread(torch.as_strided(copied, (1, 3, 4), (0, 4, 1))).stride()
+    assert 0 not in operands.spread(one).stride() and operands.spread(copied) is copied
+    assert 0 not in operands.spread(torch.as_strided(copied, (1, 3, 4), (0, 4, 1))).stride()
     flash4.backward(case.spec, inputs, out, lse, out.new_ones(()).expand_as(out), None)
 
 
@@ -567,7 +560,7 @@ def test_a_graph_refuses_what_is_not_compiled(kernel: Kernel, monkeypatch: pytes
         flash4.forward(spec, inputs)
     assert kernel.calls == []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(compiled_calls, "zeros", lambda spec: inputs)
+    monkeypatch.setattr(dry_run, "zeros", lambda spec: inputs)
     flash4.warm_up(spec)
     assert len(kernel.calls) == 3  # forward, backward, backward with a gradient of the log-sum-exp
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -596,10 +589,10 @@ def test_zeros_have_the_shapes_of_the_call(monkeypatch: pytest.MonkeyPatch) -> N
     zeros, tensor = torch.zeros, torch.tensor
     monkeypatch.setattr(torch, "zeros", lambda shape, dtype, device: zeros(shape, dtype=dtype))
     monkeypatch.setattr(torch, "tensor", lambda data, dtype, device: tensor(data, dtype=dtype))
-    made = compiled_calls.zeros(spec_of(sinks=True, value_dim=32))
+    made = dry_run.zeros(spec_of(sinks=True, value_dim=32))
     assert made.q.shape == (2, 5, 6, 64) and made.k.shape == (2, 7, 3, 64) and made.v.shape == (2, 7, 3, 32)
     assert made.q.dtype == torch.bfloat16 and made.sinks.shape == (6,) and made.cu_seqlens_q is None
-    made = compiled_calls.zeros(spec_of(**PACKED))
+    made = dry_run.zeros(spec_of(**PACKED))
     assert made.q.shape == (12, 6, 64) and made.k.shape == (14, 3, 64)
     assert made.cu_seqlens_q.tolist() == [0, 6, 12, 12, 12, 12, 12]
     assert made.cu_seqlens_k.tolist() == [0, 5, 10, 14, 14, 14, 14] and made.cu_seqlens_k.dtype == torch.int32
@@ -617,7 +610,7 @@ def gpu_case(**features: Any) -> tuple[AttentionSpec, Inputs]:
     )
     if backends.availability("flash4", "cuda")[1] or reasons(spec, device_here()):
         pytest.skip("no flash4 here")
-    blank = compiled_calls.zeros(spec)
+    blank = dry_run.zeros(spec)
     return spec, Inputs(*(x.normal_() if x is not None and x.is_floating_point() else x for x in blank))
 
 
@@ -628,7 +621,7 @@ def device_here() -> str:
 @pytest.mark.cuda
 def test_after_warm_up_a_graph_gives_the_same_bits() -> None:
     spec, inputs = gpu_case(softcap=20.0, causal=True)
-    compiled_calls._compiled.cache_clear()
+    first_call._compiled.cache_clear()
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="call warm_up first"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         flash4.forward(spec, inputs)

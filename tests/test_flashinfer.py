@@ -15,13 +15,16 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from paged_cases import PagedCall, make_paged  # noqa: E402
+from paged_cases import PagedCall, make_paged
 
-from attn_core import AttentionSpec, Target, accuracy, backends, explain, reference  # noqa: E402
-from attn_core.backends import PagedInputs, flashinfer  # noqa: E402
-from attn_core.errors import ShapeError, SpecError  # noqa: E402
-from attn_core.paged.kv import PagedKV, PagedRows, table_of_rows  # noqa: E402
-from attn_core.paged.reference import gathered  # noqa: E402
+from attn_core import AttentionSpec, Target, backends, explain
+from attn_core.backends import flashinfer
+from attn_core.call.pages import PagedKV
+from attn_core.call.tensors import PagedInputs
+from attn_core.correctness import accuracy, reference
+from attn_core.correctness.paged import gathered
+from attn_core.errors import ShapeError, SpecError
+from attn_core.paged.tables import PagedRows, table_of_rows
 
 PAGED = PagedKV(num_pages=90, page_size=16, width=64)
 SPEC = AttentionSpec(
@@ -96,7 +99,7 @@ def test_refusals(fields: dict[str, Any], words: str) -> None:
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_it_runs_only_by_name(framework: str) -> None:
-    others = tuple((name, "gone") for name in backends.NAMES if name != "flashinfer")
+    others = tuple((name, "gone") for name in backends.names() if name != "flashinfer")
     for spec in (SPEC, replace(SPEC, q_len=3, max_len_q=1)):
         found = explain(spec, Target(framework, "sm90", unavailable=others))
         assert found.backend is None and "can run it when asked for by name" in str(found)

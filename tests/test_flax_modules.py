@@ -16,9 +16,10 @@ from flax import linen as flax_linen
 from flax import nnx as flax_nnx
 from frameworks import jax_on
 
+from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import ShapeError, SpecError
-from attn_core.seq_info import SeqInfo
-from jax_frontend import flax_layer, linen, nnx
+from jax_frontend import linen, nnx
+from jax_frontend.flax import layer as flax_layer
 
 BATCH, SEQ, KV_SEQ, HEADS, KV_HEADS, DIM, VALUE_DIM, FEATURES, OUT = 2, 7, 5, 6, 3, 4, 8, 13, 11
 SIZES = {"num_kv_heads": KV_HEADS, "head_dim": DIM, "value_dim": VALUE_DIM, "out_features": OUT}

@@ -12,25 +12,26 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from callers_view import told  # noqa: E402
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from oracle_cases import FEATURES, Case, fill, make  # noqa: E402
+from callers_view import told
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle_cases import FEATURES, Case, fill, make
 
-from attn_core import (  # noqa: E402
-    AttentionSpec,
-    Target,
-    accuracy,
-    compiled_calls,
-    explain,
-    flex_blocks,
-    flex_functions,
-    flex_operands,
+from attn_core import AttentionSpec, Target, explain
+from attn_core.backends.flex import (
+    blocks,
+    functions,
+    operands,
 )
-from attn_core import flex_program as programs  # noqa: E402
-from attn_core.backends import Gradients, Inputs, flex_cuda  # noqa: E402
-from attn_core.masks import visible  # noqa: E402
-from attn_core.support import unmet  # noqa: E402
+from attn_core.backends.flex import (
+    cuda as flex_cuda,
+)
+from attn_core.backends.flex import program as programs
+from attn_core.backends.shared import dry_run
+from attn_core.backends.support import unmet
+from attn_core.call.masks import visible
+from attn_core.call.tensors import Gradients, Inputs
+from attn_core.correctness import accuracy
 
 SPEC = AttentionSpec(
     batch=2, q_len=256, kv_len=384, num_heads=6, num_kv_heads=2, head_dim=80, value_dim=40, dtype="bfloat16"
@@ -117,18 +118,18 @@ def test_a_shortcut_only_for_gradients_of_plain_calls() -> None:
 
 def functions_of(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     """(score function, mask function) as the compiled program makes them."""
-    made = flex_functions.edges(spec)
+    made = functions.edges(spec)
     where = None
     if spec.packed:
         lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, spec.q_len, spec.kv_len)
-        where = flex_functions.places(*lengths, spec.alignment == "bottom_right")
-    distance = flex_functions.distance_function(made.offset, where)
-    bias = flex_functions.reader(inputs.bias, torch.float64)
-    slope = flex_functions.slope_reader(inputs.alibi_slopes, torch.float64)
-    mask = flex_functions.reader(inputs.mask)
+        where = functions.places(*lengths, spec.alignment == "bottom_right")
+    distance = functions.distance_function(made.offset, where)
+    bias = functions.reader(inputs.bias, torch.float64)
+    slope = functions.slope_reader(inputs.alibi_slopes, torch.float64)
+    mask = functions.reader(inputs.mask)
     return (
-        flex_functions.score_function(spec.softcap, bias, slope, distance),
-        flex_functions.mask_function(mask, made.left, made.right, distance, where),
+        functions.score_function(spec.softcap, bias, slope, distance),
+        functions.mask_function(mask, made.left, made.right, distance, where),
     )
 
 
@@ -173,7 +174,7 @@ def test_score_functions(name: str) -> None:
 
 def test_tokens_outside_every_document_meet_nobody() -> None:
     offsets = torch.tensor([0, 5, 5, 9]).int()
-    where = flex_functions.places(offsets, offsets, 12, 12, True)
+    where = functions.places(offsets, offsets, 12, 12, True)
     together = where.of_query[:, None] == where.of_key[None]
     assert together.sum() == 5 * 5 + 4 * 4
     assert not together[9:].any() and not together[:, 9:].any()
@@ -206,7 +207,7 @@ def calls(draw: Any) -> Case:
     return fill(AttentionSpec(**fields), draw(st.integers(0, 99)), *(lengths or ()))
 
 
-def matrices(one: flex_blocks.Table, others: int) -> tuple[np.ndarray, np.ndarray]:
+def matrices(one: blocks.Table, others: int) -> tuple[np.ndarray, np.ndarray]:
     """(partial, full) of a table as boolean ``[batch, heads, blocks, others]``."""
     found = []
     for count, numbers in ((one.partial_count, one.partial), (one.full_count, one.full)):
@@ -226,13 +227,13 @@ def test_block_tables(case: Case) -> None:
     """Every visible pair lies in a block of the table, nothing hidden in a full one, and rows agree with keys."""
     spec, inputs = case.spec, tensors(case.inputs, torch.float64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flex_blocks, "BLOCK", 8)
+        patch.setattr(blocks, "BLOCK", 8)
         patch.setattr(programs, "compiled", lambda function, compiler: function)
-        for cache in (flex_blocks.widths, flex_operands.facts, flex_operands._kept, programs.program):
+        for cache in (blocks.widths, operands.facts, operands._kept, programs.program):
             cache.cache_clear()
-        made = flex_operands.operands(spec, inputs)
-        counts = flex_blocks.blocks(spec.q_len), flex_blocks.blocks(spec.kv_len)
-    for cache in (flex_blocks.widths, flex_operands.facts, flex_operands._kept, programs.program):
+        made = operands.operands(spec, inputs)
+        counts = blocks.blocks(spec.q_len), blocks.blocks(spec.kv_len)
+    for cache in (blocks.widths, operands.facts, operands._kept, programs.program):
         cache.cache_clear()
     seen = visible(spec, case.inputs.mask, case.inputs.cu_seqlens_q, case.inputs.cu_seqlens_k)
     if made.tables is None:
@@ -256,8 +257,8 @@ def test_block_tables(case: Case) -> None:
 
 def test_tables_of_a_window_are_narrow() -> None:
     spec = replace(SPEC, q_len=2**17, kv_len=2**17, window=(256, 0))
-    assert flex_blocks.widths(spec) == (3, 3)
-    assert flex_blocks.widths(replace(spec, causal=True, window=(None, None))) == (1024, 1024)
+    assert blocks.widths(spec) == (3, 3)
+    assert blocks.widths(replace(spec, causal=True, window=(None, None))) == (1024, 1024)
 
 
 # The whole backend through torch's compiler, with torch's own unfused maths where the kernels would be
@@ -400,8 +401,8 @@ def test_another_thread_and_autocast(standing_in: list[Any]) -> None:
 @needs_no_gpu
 def test_a_warm_call_compiles_nothing(standing_in: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     case, inputs = case_of("packed, causal", needs_backward=True)
-    blank = compiled_calls.zeros(case.spec, "cpu")
-    monkeypatch.setattr(compiled_calls, "zeros", lambda spec: blank)
+    blank = dry_run.zeros(case.spec, "cpu")
+    monkeypatch.setattr(dry_run, "zeros", lambda spec: blank)
     flex_cuda.warm_up(case.spec)
     compilations = len(standing_in)
     out, lse = flex_cuda.forward(case.spec, inputs)
@@ -442,9 +443,9 @@ def test_nothing_compiles_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> N
     program.run = lambda *arguments: "ran"  # as if it had been compiled before
     program.ready.add(torch.is_grad_enabled())
     assert program(torch.ones(3)) == "ran"
-    flex_operands._kept.cache_clear()
+    operands._kept.cache_clear()
     with pytest.raises(RuntimeError, match="block tables"):
-        flex_operands.operands(replace(SPEC, causal=True), Inputs(*(torch.zeros(2, 3, 4, 5),) * 3))
+        operands.operands(replace(SPEC, causal=True), Inputs(*(torch.zeros(2, 3, 4, 5),) * 3))
 
 
 def test_layouts_are_copied_only_where_no_program_fits() -> None:
@@ -452,13 +453,13 @@ def test_layouts_are_copied_only_where_no_program_fits() -> None:
     heads = whole.transpose(1, 2).contiguous().transpose(1, 2)
     packed = torch.zeros(2, 5, 3, 4, 8).unbind(2)[1]
     for tensor, layout in ((whole, "tokens"), (heads, "heads"), (packed, 96)):
-        same, found = flex_operands.arranged(tensor)
+        same, found = operands.arranged(tensor)
         assert same is tensor and found == layout
     for tensor in (whole[..., ::2], whole[:, :, :1].expand(-1, -1, 4, -1), whole[:, ::2]):
-        copied, found = flex_operands.arranged(tensor)
+        copied, found = operands.arranged(tensor)
         assert found == "tokens" and copied.is_contiguous() and torch.equal(copied, tensor)
     expanded = torch.zeros(1, 1, 5, 7).expand(2, 4, 5, 7)
-    assert flex_operands._condensed(expanded).shape == (1, 1, 5, 7)
+    assert operands._condensed(expanded).shape == (1, 1, 5, 7)
 
 
 # On a GPU: what the generated suites do not look at

@@ -22,12 +22,15 @@ import torch
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here may reach for the network
 transformers = pytest.importorskip("transformers")
 
-from transformers import masking_utils  # noqa: E402
+from transformers import masking_utils
 
-import torch_frontend  # noqa: E402
-from attn_core import AttentionSpec, NoBackendError, masks  # noqa: E402
-from attn_core.errors import DTypeError, ShapeError, SpecError  # noqa: E402
-from torch_frontend import huggingface, huggingface_attention, huggingface_masks  # noqa: E402
+import torch_frontend
+from attn_core import AttentionSpec, NoBackendError
+from attn_core.call import masks
+from attn_core.errors import DTypeError, ShapeError, SpecError
+from torch_frontend import huggingface
+from torch_frontend.huggingface import attention, registration
+from torch_frontend.huggingface import masks as huggingface_masks
 
 VOCABULARY, WINDOW, LENGTH = 97, 5, 13
 TOLERANCE = 3e-5  # of logits of size ~10, two layers of float32 apart
@@ -276,7 +279,7 @@ def test_no_dense_mask_is_built(family: str, device: str, monkeypatch: pytest.Mo
     """Neither by the mask function, nor as a table with a row per query in the call itself."""
     _, ours = decoders(DECODERS[family], device=device)
     calls: list[dict[str, Any]] = []
-    plain = huggingface_attention.attention
+    plain = attention.attention
 
     def spy(*tensors: Any, **options: Any) -> Any:
         calls.append(options)
@@ -285,7 +288,7 @@ def test_no_dense_mask_is_built(family: str, device: str, monkeypatch: pytest.Mo
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a dense mask was asked for")
 
-    monkeypatch.setattr(huggingface_attention, "attention", spy)
+    monkeypatch.setattr(attention, "attention", spy)
     monkeypatch.setattr(masking_utils, "sdpa_mask", refuse)
     ids = tokens(device=device)
     ours(ids)
@@ -325,7 +328,7 @@ def test_a_description_shows_exactly_what_transformers_mask_shows(
     made = huggingface_masks.mask(*arguments, **given)
     q, k = (torch.zeros(2, heads, length, 16, device=device) for heads, length in ((2, q_len), (1, kv_len)))
     v = torch.eye(kv_len, 16, device=device).expand(2, 1, kv_len, 16)
-    out, _ = huggingface_attention.attend(SimpleNamespace(), q, k, v, made)  # [batch, q_len, heads, key]
+    out, _ = attention.attend(SimpleNamespace(), q, k, v, made)  # [batch, q_len, heads, key]
     for head in range(2):
         assert torch.equal(out[:, :, head, :kv_len] > 0, dense[:, 0])
 
@@ -444,7 +447,7 @@ def test_a_static_cache_of_a_model_that_builds_the_mask_late(device: str) -> Non
 
 def call(**keywords: Any) -> Any:
     q, k = torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 5, 8)
-    return huggingface_attention.attend(SimpleNamespace(is_causal=True), q, k, k, **{"attention_mask": None} | keywords)
+    return attention.attend(SimpleNamespace(is_causal=True), q, k, k, **{"attention_mask": None} | keywords)
 
 
 REFUSED = {
@@ -534,7 +537,7 @@ def test_without_a_mask_the_module_says_what_is_visible(device: str) -> None:
         expected, _ = reference(module, q[:, :, :queries], k, v, None, scaling=0.3)
         for given in ({}, {"is_causal": causal}):
             module.is_causal = causal if not given else not causal
-            found, _ = huggingface_attention.attend(module, q[:, :, :queries], k, v, None, scaling=0.3, **given)
+            found, _ = attention.attend(module, q[:, :, :queries], k, v, None, scaling=0.3, **given)
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -552,7 +555,7 @@ def test_dropout_is_drawn_from_torchs_generator(device: str) -> None:
 
 def test_options_arrive_as_they_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(huggingface_attention, "attention", lambda q, k, v, **options: seen.append(options) or q)
+    monkeypatch.setattr(attention, "attention", lambda q, k, v, **options: seen.append(options) or q)
     call(deterministic=True, scaling=0.3, softcap=7.0, dropout=0.1, s_aux=torch.zeros(2))
     call()
     given, default = seen
@@ -587,13 +590,13 @@ def test_a_backend_asked_for_by_name_runs_or_raises(device: str) -> None:
 def test_layers_may_ask_for_different_backends(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     eager, ours = decoders(DECODERS["llama"], device=device)
     asked: list[Any] = []
-    plain = huggingface_attention.attention
+    plain = attention.attention
 
     def spy(*tensors: Any, **options: Any) -> Any:
         asked.append(options["backend"])
         return plain(*tensors, **options)
 
-    monkeypatch.setattr(huggingface_attention, "attention", spy)
+    monkeypatch.setattr(attention, "attention", spy)
     other = "sdpa_flash" if device == "cpu" else "sdpa_efficient"  # which has float32 there
     huggingface.set_layer_backends(ours, {0: "math", 1: other})
     ids = tokens(device=device)
@@ -770,7 +773,7 @@ def test_real_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unregister_takes_everything_back() -> None:
     from transformers import AttentionInterface, PreTrainedModel
 
-    methods = {name: getattr(PreTrainedModel, name) for name in huggingface._ANSWERING}
+    methods = {name: getattr(PreTrainedModel, name) for name in registration._ANSWERING}
     try:
         huggingface.unregister()
         mappings = (AttentionInterface._global_mapping, masking_utils.AttentionMaskInterface._global_mapping)

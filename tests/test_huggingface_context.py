@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 if not torch.distributed.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
 
-from context_torch_worker import Failed, World, once  # noqa: E402
+from context_torch_worker import Failed, World, once
 
 SCENES = "context_huggingface_scenes"
 DOCUMENTS = (4, 7, 2)

@@ -13,9 +13,10 @@ import torch
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here may reach for the network
 transformers = pytest.importorskip("transformers")
 
-from transformers import masking_utils  # noqa: E402
+from transformers import masking_utils
 
-from torch_frontend import huggingface, huggingface_attention, huggingface_documents, huggingface_masks  # noqa: E402
+from torch_frontend import huggingface
+from torch_frontend.huggingface import attention, documents, masks
 
 TOLERANCE = {"rtol": 3e-5, "atol": 3e-4}  # of logits of size ~10, two layers of float32 apart
 COMMON: dict[str, Any] = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
@@ -88,11 +89,11 @@ def told(positions: Any, **changed: Any) -> Any:
     if mask == "described":
         offset = given["keys"] - given["queries"]
         sizes = (1, given["queries"], given["keys"], offset)
-        mask = huggingface_masks.mask(*sizes, mask_function=given["function"], attention_mask=given["padding"])
+        mask = masks.mask(*sizes, mask_function=given["function"], attention_mask=given["padding"])
     module, patch = SimpleNamespace(is_causal=given.get("is_causal", True)), pytest.MonkeyPatch()
     with patch.context() as context:
-        context.setattr(huggingface_attention, "attention", lambda q, k, v, **options: seen.append(options) or q)
-        huggingface_attention.attend(module, q, k, k, mask, position_ids=torch.as_tensor(positions))
+        context.setattr(attention, "attention", lambda q, k, v, **options: seen.append(options) or q)
+        attention.attend(module, q, k, k, mask, position_ids=torch.as_tensor(positions))
     info = seen[0]["seq_info"]
     return None if info is None else info.cu_seqlens_q.tolist()
 
@@ -103,7 +104,7 @@ def test_what_positions_tell() -> None:
     assert told([[4, 5, 4, 5, 6, 7, 4, 4]]) == [0, 2, 6, 7, 8]
     assert told(torch.tensor([PACKED]).bfloat16()) == [0, 3, 5, 8]
     offsets = torch.tensor([0, 8], dtype=torch.int32)
-    assert huggingface_documents.given_documents(offsets, offsets, 8, 8).max_len_q == 8
+    assert documents.given_documents(offsets, offsets, 8, 8).max_len_q == 8
 
 
 SILENT: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -133,8 +134,8 @@ def test_positions_that_tell_of_no_documents(name: str) -> None:
 
 def test_positions_are_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     model, reads = build("llama", huggingface.NAME, "cpu"), []
-    plain = huggingface_documents._restarting
-    monkeypatch.setattr(huggingface_documents, "_restarting", lambda *given: reads.append(given) or plain(*given))
+    plain = documents._restarting
+    monkeypatch.setattr(documents, "_restarting", lambda *given: reads.append(given) or plain(*given))
     ids = torch.arange(2, 10)[None]
     model(ids, position_ids=torch.tensor([PACKED]))
     assert len(reads) == 1
@@ -144,6 +145,6 @@ def test_positions_are_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_mask_that_stays_where_it_is_keeps_what_it_was_told() -> None:
     """accelerate moves what each layer gets to the layer's device, and so do the hooks of ``device_map``."""
-    made = huggingface_masks.mask(1, 8, 8, mask_function=masking_utils.causal_mask_function)
+    made = masks.mask(1, 8, 8, mask_function=masking_utils.causal_mask_function)
     assert made.to("cpu") is made.to(torch.device("cpu"), non_blocking=True) is made
     assert made.to("meta") is not made

@@ -15,10 +15,11 @@ import torch
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here may reach for the network
 transformers = pytest.importorskip("transformers")
 
-from transformers import masking_utils  # noqa: E402
+from transformers import masking_utils
 
-from attn_core.errors import SpecError  # noqa: E402
-from torch_frontend import huggingface, huggingface_masks  # noqa: E402
+from attn_core.errors import SpecError
+from torch_frontend import huggingface
+from torch_frontend.huggingface import masks, registration
 
 SIZES: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
 OWN = {  # one of each kind: added masks, ALiBi, sparse and convolutional attention, a decoder beside an encoder
@@ -66,11 +67,11 @@ def test_every_model_that_asks_for_no_function_is_refused() -> None:
             if not hasattr(kind, "_can_set_attn_implementation"):
                 continue
             if kind._can_set_attn_implementation() and kind is not transformers.InformerModel:
-                huggingface.refuse_own_attention(kind, huggingface.NAME)
+                registration.refuse_own_attention(kind, huggingface.NAME)
                 continue
             refused += 1
             with pytest.raises(SpecError, match=kind.__name__):
-                huggingface.refuse_own_attention(kind, huggingface.NAME)
+                registration.refuse_own_attention(kind, huggingface.NAME)
     assert refused > 50
 
 
@@ -109,7 +110,7 @@ def test_a_class_without_source_is_judged_by_the_class_that_it_extends() -> None
         module.Mine._from_config(llama(), attn_implementation=huggingface.NAME)
         for kind in (module.Theirs, module.Alone):
             with pytest.raises(SpecError, match=f"{kind.__name__} computes attention in its own code"):
-                huggingface.refuse_own_attention(kind, huggingface.NAME)
+                registration.refuse_own_attention(kind, huggingface.NAME)
     finally:
         del sys.modules[module.__name__]
 
@@ -134,7 +135,7 @@ ARITHMETIC = {
 
 @pytest.mark.parametrize("how", ARITHMETIC)
 def test_arithmetic_on_a_described_mask_is_refused(how: str) -> None:
-    mask = huggingface_masks.mask(1, 3, 5, 2, mask_function=masking_utils.causal_mask_function)
+    mask = masks.mask(1, 3, 5, 2, mask_function=masking_utils.causal_mask_function)
     with pytest.raises(SpecError, match="attention_mask: expected a model that hands its mask on to attention"):
         ARITHMETIC[how](torch.zeros(1, 2, 3, 5), mask)
 
@@ -147,7 +148,7 @@ def test_wrappers_of_other_libraries_stay(when: str, monkeypatch: pytest.MonkeyP
     heard: list[str] = []
 
     def wrap(when: str) -> None:
-        for method in huggingface._ANSWERING:
+        for method in registration._ANSWERING:
             original = getattr(kind, method)
 
             @functools.wraps(original)
@@ -169,7 +170,7 @@ def test_wrappers_of_other_libraries_stay(when: str, monkeypatch: pytest.MonkeyP
         huggingface.register()
         if "after" in when:
             wrap("after")
-        theirs = {method: getattr(kind, method) for method in huggingface._ANSWERING}
+        theirs = {method: getattr(kind, method) for method in registration._ANSWERING}
         for _ in range(2):
             huggingface.register()
             assert (build(huggingface.NAME), build("attn_core:math"), build("sdpa")) == (
@@ -184,7 +185,7 @@ def test_wrappers_of_other_libraries_stay(when: str, monkeypatch: pytest.MonkeyP
             with pytest.raises(ValueError, match="not supported"):
                 build("attn_core:math")
         if when == "before":  # ours is gone altogether
-            assert not any(map(huggingface._is_ours, map(kind.__dict__.__getitem__, huggingface._ANSWERING)))
+            assert not any(map(registration._is_ours, map(kind.__dict__.__getitem__, registration._ANSWERING)))
     finally:
         monkeypatch.undo()
         huggingface.unregister()

@@ -11,7 +11,8 @@ import pytest
 from jax.experimental import checkify
 
 from attn_core.errors import SpecError
-from jax_frontend import attention, primitive_rules
+from jax_frontend import attention
+from jax_frontend.dispatch import primitive_rules
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, 2, 16)), jnp.float32)
 SEES_NOTHING = jnp.ones((2, 1, 8, 8), bool).at[:, :, 2].set(False)  # one query of each row

@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 
 jax = pytest.importorskip("jax")
-import jax.numpy as jnp  # noqa: E402
-from oracle_cases import fill  # noqa: E402
+import jax.numpy as jnp
+from oracle_cases import fill
 
-from attn_core import AttentionSpec, Target, accuracy, explain, jax_nn  # noqa: E402
-from attn_core.backends import Gradients, Inputs, jax_cudnn  # noqa: E402
-from attn_core.support import Build, unmet  # noqa: E402
+from attn_core import AttentionSpec, Target, explain
+from attn_core.backends import jax_cudnn
+from attn_core.backends.shared import jax_nn
+from attn_core.backends.support import Build, unmet
+from attn_core.call.tensors import Gradients, Inputs
+from attn_core.correctness import accuracy
 
 SPEC = AttentionSpec(
     batch=2, q_len=6, kv_len=10, num_heads=4, num_kv_heads=2, head_dim=16, value_dim=16, dtype="bfloat16"

@@ -11,7 +11,7 @@ import pytest
 
 from attn_core.errors import SpecError
 from jax_frontend import attention, dot_product_attention
-from jax_frontend.flax_hook import attention_fn
+from jax_frontend.flax.hook import attention_fn
 
 CALLS: dict[str, dict[str, Any]] = {
     "blocks": {"causal": True, "softcap": 5.0},

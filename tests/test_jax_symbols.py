@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import NoBackendError, SeqInfo, Target, preference
+from attn_core import NoBackendError, SeqInfo, Target
 from attn_core.errors import ShapeError, SpecError
+from attn_core.selection import preference
 from jax_frontend import (
     append_kv,
     attention,

@@ -15,7 +15,9 @@ from spec_strategies import make_call
 from test_bridge import in_its_own_process
 
 from attn_core import NoBackendError, SpecError, Target, backends, selection
-from jax_frontend import SeqInfo, attention, bridge, ops, plan
+from jax_frontend import SeqInfo, attention
+from jax_frontend.bridge import targets
+from jax_frontend.dispatch import ops, plan
 from jax_frontend.export import export_checks
 
 BATCH, Q_LEN, KV_LEN, HEADS, KV_HEADS, DIM = 2, 5, 7, 6, 3, 8
@@ -346,7 +348,7 @@ def counted_runs(monkeypatch, backend="math"):
 
     for half in ("forward", "backward"):
         monkeypatch.setattr(module, half, watched(half, getattr(module, half)))
-    monkeypatch.setattr(bridge, "_callbacks", {})
+    monkeypatch.setattr(targets, "_callbacks", {})
     yield runs
 
 
@@ -376,10 +378,10 @@ def test_equal_steps_trace_and_describe_the_call_once(arrays):
         return jax.grad(partial(loss, causal=True, softcap=3.0, backend="math"), argnums=(0, 1, 2))(q, k, v)
 
     step(*arrays)
-    known, plans = len(bridge._calls), plan.plan.cache_info().currsize
+    known, plans = len(targets._calls), plan.plan.cache_info().currsize
     for scale in (1.0, 2.0, 3.0):
         step(*(scale * array for array in arrays))
-    assert len(traces) == 1 and len(bridge._calls) == known and plan.plan.cache_info().currsize == plans
+    assert len(traces) == 1 and len(targets._calls) == known and plan.plan.cache_info().currsize == plans
 
 
 # Forward mode.

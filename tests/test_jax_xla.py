@@ -10,14 +10,21 @@ import numpy as np
 import pytest
 
 jax = pytest.importorskip("jax")
-import jax.numpy as jnp  # noqa: E402
-import xla_compiler  # noqa: E402
-from callers_view import told  # noqa: E402
+import jax.numpy as jnp
+import xla_compiler
+from callers_view import told
 
-from attn_core import reference, xla_tiles  # noqa: E402
-from attn_core.backends import Gradients, Inputs, jax_xla  # noqa: E402
-from attn_core.spec import AttentionSpec  # noqa: E402
-from attn_core.xla_tiles import Blocks  # noqa: E402
+from attn_core.backends.jax_xla import (
+    backend as jax_xla,
+)
+from attn_core.backends.jax_xla import (
+    tiles,
+)
+from attn_core.backends.jax_xla.tiles import Blocks
+from attn_core.backends.shared.jax_offsets import safe_offsets
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs
+from attn_core.correctness import reference
 
 TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 LSE_TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "float16": 2e-4, "bfloat16": 2e-4}
@@ -207,7 +214,7 @@ def test_lower_to_blocks(changes):
 
 def test_block_sizes_share_the_length_evenly():
     spec = replace(DENSE, q_len=257, kv_len=5)
-    assert xla_tiles.block_sizes(spec, Blocks(256, 256)) == (129, 5)
+    assert tiles.block_sizes(spec, Blocks(256, 256)) == (129, 5)
     assert jax_xla.lower(spec)["blocks"] == {"cpu": (129, 5), "cuda": (257, 5)}
 
 
@@ -271,7 +278,7 @@ def test_hidden_keys_may_hold_anything(name):
     ],
 )
 def test_offsets_on_the_device_are_made_safe(given, safe):
-    assert xla_tiles.safe_offsets(jnp.asarray(given, jnp.int32), 9).tolist() == safe
+    assert safe_offsets(jnp.asarray(given, jnp.int32), 9).tolist() == safe
 
 
 def long_spec(tokens: int, **changes: Any) -> AttentionSpec:

@@ -16,7 +16,7 @@ from hypothesis import settings
 from spec_strategies import Call, make_call
 
 from attn_core import explain
-from attn_core.accuracy import MaskProbe, mask_probe
+from attn_core.correctness.accuracy import MaskProbe, mask_probe
 
 # One call shows everything: as many channels as there are pairs of key and kv head.
 DENSE = {"batch": 2, "num_heads": 6, "num_kv_heads": 2, "dtype": "float32"}

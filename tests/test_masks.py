@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attn_core import AttentionSpec, SeqInfo
-from attn_core.masks import Band, band, document_of, positions, visible
+from attn_core.call.masks import Band, band, document_of, positions, visible
 
 
 def spec_of(q_len: int, kv_len: int, **fields) -> AttentionSpec:

@@ -9,13 +9,17 @@ import callers_view
 import numpy as np
 import pytest
 
-from attn_core import AttentionSpec, SpecError, Target, blocks, explain, reference, torch_attention, torch_plain
-from attn_core.backends import Inputs, flex, math
-from attn_core.masks import visible
-from attn_core.support import unmet
+from attn_core import AttentionSpec, SpecError, Target, explain
+from attn_core.backends.flex import cpu as flex
+from attn_core.backends.math import backend as math
+from attn_core.backends.shared import block_attention, plain_attention, row_blocks
+from attn_core.backends.support import unmet
+from attn_core.call.masks import visible
+from attn_core.call.tensors import Inputs
+from attn_core.correctness import reference
 
 torch = pytest.importorskip("torch")
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DENSE = {"batch": 2, "q_len": 19, "kv_len": 23, "num_heads": 6, "num_kv_heads": 2, "head_dim": 5, "value_dim": 3}
 LENGTHS_Q, LENGTHS_K = (3, 0, 11, 5, 0), (7, 2, 5, 0, 3)  # one document without queries, one without keys, an empty end
@@ -126,15 +130,15 @@ def check(name: str, got: torch.Tensor, expected: np.ndarray, dtype: str, factor
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(torch_plain, "QUERY_BLOCK", 7)
+    monkeypatch.setattr(plain_attention, "QUERY_BLOCK", 7)
 
 
 @pytest.fixture(params=["documents", "tokens"])
 def packed_way(request, monkeypatch):
     """Both ways of running packed documents: the offsets read on the host, and left on the device."""
     if request.param == "tokens":
-        monkeypatch.setattr(blocks, "_host_blocks", blocks._token_blocks)
-        monkeypatch.setattr(torch_attention, "_harmless", lambda values, hidden: hidden is None)
+        monkeypatch.setattr(row_blocks, "_host_blocks", row_blocks._token_blocks)
+        monkeypatch.setattr(block_attention, "_harmless", lambda values, hidden: hidden is None)
     return request.param
 
 
@@ -187,7 +191,7 @@ def test_math_packed_without_reading_the_offsets(case, small_blocks, packed_way)
 
 def test_math_fetches_no_value_from_a_device(small_blocks, monkeypatch):
     monkeypatch.setattr(
-        torch_plain, "_plainly", lambda q: torch.no_grad()
+        plain_attention, "_plainly", lambda q: torch.no_grad()
     )  # the meta device has no autocast to switch off
     spec, inputs = make("packed_everything", needs_backward=True, bias_gradient=True)
     inputs = Inputs(*(t if t is None else t.to("meta") for t in inputs))  # no values: a read of any raises
@@ -402,7 +406,7 @@ def test_math_memory_grows_with_one_block_of_queries():
     with Largest() as largest:
         out, lse = math.forward(spec, Inputs(q, k, v))
         math.backward(spec, Inputs(q, k, v), out, lse, torch.ones_like(out), None)
-    assert 0 < largest.elements <= torch_plain.QUERY_BLOCK * length
+    assert 0 < largest.elements <= plain_attention.QUERY_BLOCK * length
 
 
 def test_math_gradcheck(small_blocks):
@@ -438,7 +442,7 @@ def test_offsets_that_lie_are_refused_on_the_host(backend, broken):
 
 @pytest.mark.parametrize("broken", [(5, 3, 40, -7, 19, 19), (0, 3, 3, 14, 18, 18), (0, 0, 0, 0, 0, 2**30)])
 def test_offsets_that_lie_on_a_device_read_nothing_outside(broken, monkeypatch):
-    monkeypatch.setattr(blocks, "_host_blocks", blocks._token_blocks)
+    monkeypatch.setattr(row_blocks, "_host_blocks", row_blocks._token_blocks)
     spec, inputs = make("packed_causal")
     out, lse = math.forward(spec, inputs._replace(cu_seqlens_q=torch.tensor(broken).int()))
     assert out.isfinite().all() and not lse.isnan().any()
@@ -474,7 +478,7 @@ def test_lower():
         "scale": 5**-0.5,
         "softcap": None,
         "band": (3, 2, 4),
-        "query_block": torch_plain.QUERY_BLOCK,
+        "query_block": plain_attention.QUERY_BLOCK,
     }
     assert math.lower(make("packed_causal")[0])["band"] is None
     assert flex.lower(make("everything")[0]) == {

@@ -19,8 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 import jax_frontend
 import torch_frontend
-from attn_core import NoBackendError, SpecError, override, selection
-from attn_core.override import requested, use_backend
+from attn_core import NoBackendError, SpecError, selection
+from attn_core.selection import override
+from attn_core.selection.override import requested, use_backend
 
 SIZES = {"q": (1, 3, 2, 5), "k": (1, 3, 2, 5), "v": (1, 3, 2, 5)}
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from attn_core import SpecError
 from attn_core.paged.allocator import UNUSED, Copies, PageAllocator, PoolFullError, PoolReport
-from attn_core.paged.book import advance
+from attn_core.paged.step import advance
 
 
 def holding(**tokens: int) -> PageAllocator:

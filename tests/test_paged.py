@@ -39,11 +39,11 @@ from paged_cases import (
 import jax_frontend
 import torch_frontend
 from attn_core import NoBackendError, SpecError, backends, explain
-from attn_core.backends import PagedInputs
-from attn_core.paged.reference import append, gathered
-from jax_frontend import bridge
-from jax_frontend import paged as jax_paged
-from torch_frontend import paged_plan as torch_plan
+from attn_core.call.tensors import PagedInputs
+from attn_core.correctness.paged import append, gathered
+from jax_frontend.bridge import targets
+from jax_frontend.paged import attention as jax_paged
+from torch_frontend.paged import plan as torch_plan
 
 CLAIMED = [
     pytest.param(name, device, marks=(pytest.mark.cuda,) if device == "cuda" else (), id=f"{name}-{device}")
@@ -145,13 +145,13 @@ def test_both_frontends_describe_a_call_alike() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_explain_has_a_reason_for_every_backend_but_one(device: str, framework: str) -> None:
     selection = explained(framework, make_paged((5, 2), (3, 2)), None, device)
-    assert sorted(selection.considered) == sorted(backends.NAMES)
+    assert sorted(selection.considered) == sorted(backends.names())
     claimed = {name for name, _ in paged_backends(device)}
-    for name in backends.NAMES:
+    for name in backends.names():
         if name not in claimed:
             assert selection.reasons(name), name
     where = target(framework, device)
-    for name in backends.built():
+    for name in backends.names():
         module = module_on(name, device)
         reachable_without_pages = framework == module.FRAMEWORK and not explain(plain(), where).reasons(name)
         if reachable_without_pages and not module.FORWARD.paged:
@@ -560,7 +560,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, backend: str, device: str, fault: A
         return forward(*(fault(spec, inputs) if spec.paged else (spec, inputs)), *into)
 
     with monkeypatch.context() as patch:
-        patch.setattr(bridge, "_callbacks", {})
+        patch.setattr(targets, "_callbacks", {})
         patch.setattr(module, "forward", misreading)
         forget_plans(module)
         yield

@@ -14,10 +14,10 @@ import torch
 from frameworks import BOTH, Framework, as_numpy
 from paged_cases import make_paged
 
-from attn_core import reference
-from attn_core.backends import PagedInputs
-from attn_core.xla_tiles import safe_offsets
-from torch_frontend import offsets
+from attn_core.backends.shared.jax_offsets import safe_offsets
+from attn_core.call.tensors import PagedInputs
+from attn_core.correctness import reference
+from torch_frontend.dispatch import offsets
 
 BACKENDS = {"torch": ("math",), "jax": ("math", "jax_xla")}
 WAYS = [(f, backend, way) for f in BOTH for backend in BACKENDS[f.name] for way in ("eager", "compiled")]

@@ -15,8 +15,8 @@ import torch
 from frameworks import BOTH, JAX, TORCH, Framework, spied
 
 from attn_core import DeviceError, DTypeError, NoBackendError, ShapeError, SpecError
-from jax_frontend import paged as jax_paged
-from torch_frontend import paged_plan as torch_plan
+from jax_frontend.paged import attention as jax_paged
+from torch_frontend.paged import plan as torch_plan
 
 Make = Callable[[Framework], Any]
 

@@ -21,7 +21,7 @@ import jax_frontend
 import torch_frontend
 from attn_core import PageAllocator
 from attn_core.errors import ShapeError, SpecError
-from attn_core.paged.book import Pages, advance
+from attn_core.paged.step import Pages, advance
 from jax_frontend import linen, nnx
 from torch_frontend import module
 

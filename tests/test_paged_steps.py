@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from attn_core import SpecError
-from attn_core.paged import book
+from attn_core.paged import step as book
 from attn_core.paged.allocator import PageAllocator, PoolFullError
 
 FRAMEWORKS = [each for each in ALL if each.device == "cpu"]

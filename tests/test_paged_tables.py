@@ -11,22 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_core import AttentionSpec, DeviceError, DTypeError, ShapeError, SpecError, reference
-from attn_core.call import ArrayFacts
-from attn_core.options import Options
-from attn_core.paged import call
+from attn_core import AttentionSpec, DeviceError, DTypeError, ShapeError, SpecError
+from attn_core.call.arguments import ArrayFacts
+from attn_core.call.options import Options
+from attn_core.call.pages import PagedKV
+from attn_core.call.spec import DTYPES
+from attn_core.correctness import reference
+from attn_core.correctness.paged import append, inputs_of
+from attn_core.paged import arguments
 from attn_core.paged.allocator import UNUSED, PageAllocator
-from attn_core.paged.kv import (
-    PagedKV,
-    check_offsets,
-    check_slots,
-    check_tables,
-    rows_of_table,
-    slots_of,
-    table_of_rows,
-)
-from attn_core.paged.reference import append, inputs_of
-from attn_core.spec import DTYPES
+from attn_core.paged.tables import check_offsets, check_slots, check_tables, rows_of_table, slots_of, table_of_rows
 
 POOL = PagedKV(num_pages=7, page_size=4, width=3)
 
@@ -240,7 +234,7 @@ def test_the_references_inputs_hold_nothing_but_nan_where_no_sequence_is() -> No
 
 # What the frontends ask of their arguments
 
-FACTS = call.PagedArrays(
+FACTS = arguments.PagedArrays(
     q=ArrayFacts((5, 6, 11), "float32", "cpu"),
     k=ArrayFacts((7, 4, 3, 11), "float32", "cpu"),
     v=ArrayFacts((7, 4, 3, 7), "float32", "cpu"),
@@ -252,30 +246,30 @@ OPTIONS = Options(window=(None, None))
 
 
 def test_the_spec_of_arguments() -> None:
-    assert call.build_spec(FACTS, OPTIONS) == SPEC
-    assert call.build_spec(FACTS, OPTIONS._replace(max_len_q=3)).max_len_q == 3
-    assert call.build_spec(FACTS, OPTIONS._replace(max_len_q=99)).max_len_q == 5
-    assert not call.one_query_each(SPEC)
+    assert arguments.build_spec(FACTS, OPTIONS) == SPEC
+    assert arguments.build_spec(FACTS, OPTIONS._replace(max_len_q=3)).max_len_q == 3
+    assert arguments.build_spec(FACTS, OPTIONS._replace(max_len_q=99)).max_len_q == 5
+    assert not arguments.one_query_each(SPEC)
     decoding = FACTS._replace(q=FACTS.q._replace(shape=(2, 6, 11)), cu_seqlens_q=None)
-    spec = call.build_spec(decoding, OPTIONS)
-    assert spec.max_len_q == 1 and call.one_query_each(spec)
+    spec = arguments.build_spec(decoding, OPTIONS)
+    assert spec.max_len_q == 1 and arguments.one_query_each(spec)
     for longest in (None, 1, 2):  # offsets may say that one has none, and that q goes on behind the last
         told = decoding._replace(cu_seqlens_q=ArrayFacts((3,), "int32", "cpu"))
-        assert not call.one_query_each(call.build_spec(told, OPTIONS._replace(max_len_q=longest)))
+        assert not arguments.one_query_each(arguments.build_spec(told, OPTIONS._replace(max_len_q=longest)))
     sinks = FACTS._replace(sinks=ArrayFacts((6,), "bfloat16", "cpu"))
-    assert call.build_spec(sinks, OPTIONS).sinks
+    assert arguments.build_spec(sinks, OPTIONS).sinks
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_has_a_spec(dtype: str) -> None:
     arrays = {name: getattr(FACTS, name)._replace(dtype=dtype) for name in "qkv"}
-    assert call.build_spec(FACTS._replace(**arrays), OPTIONS).dtype == dtype
+    assert arguments.build_spec(FACTS._replace(**arrays), OPTIONS).dtype == dtype
 
 
 BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     **{
         f"device of {argument}": (field, {"device": "cuda:0"}, DeviceError, f"^{argument}: expected the device of q ")
-        for field, argument in zip(call.PagedArrays._fields[1:-1], call.ARGUMENTS[1:-1])
+        for field, argument in zip(arguments.PagedArrays._fields[1:-1], arguments.ARGUMENTS[1:-1])
     },
     "rank of q": ("q", {"shape": (1, 5, 6, 11)}, ShapeError, r"^q: expected \[tokens, heads, head_dim\], got \[1, 5"),
     "rank of k": ("k", {"shape": (28, 3, 11)}, ShapeError, r"^k_pages: expected \[num_pages, .*, got \[28, 3, 11\]$"),
@@ -308,16 +302,16 @@ BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
 def test_arguments_that_make_no_call(name: str) -> None:
     field, changes, error, says = BAD[name]
     with pytest.raises(error, match=says):
-        call.build_spec(FACTS._replace(**{field: getattr(FACTS, field)._replace(**changes)}), OPTIONS)
+        arguments.build_spec(FACTS._replace(**{field: getattr(FACTS, field)._replace(**changes)}), OPTIONS)
 
 
 def test_arguments_that_do_not_fit_together() -> None:
     with pytest.raises(ShapeError, match=r"^cu_seqlens_q: expected .*one query for each of the 2 .*, beside 5 in q$"):
-        call.build_spec(FACTS._replace(cu_seqlens_q=None), OPTIONS)
-    assert call.build_spec(FACTS, OPTIONS._replace(max_len_q=2)).max_len_q == 2  # the fifth query may be nobody's
+        arguments.build_spec(FACTS._replace(cu_seqlens_q=None), OPTIONS)
+    assert arguments.build_spec(FACTS, OPTIONS._replace(max_len_q=2)).max_len_q == 2  # the fifth query may be nobody's
     for sinks, error in (((5,), "float32"), ((6,), "int32")):
         with pytest.raises(SpecError, match=r"^sinks: expected "):
-            call.build_spec(FACTS._replace(sinks=ArrayFacts(sinks, error, "cpu")), OPTIONS)
+            arguments.build_spec(FACTS._replace(sinks=ArrayFacts(sinks, error, "cpu")), OPTIONS)
 
 
 APPEND = {
@@ -377,16 +371,16 @@ BAD_APPENDS: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", BAD_APPENDS)
 def test_what_cannot_be_appended(name: str) -> None:
-    call.check_append(dict(APPEND))
+    arguments.check_append(dict(APPEND))
     argument, changes, error, says = BAD_APPENDS[name]
     with pytest.raises(error, match=says):
-        call.check_append({**APPEND, argument: APPEND[argument]._replace(**changes)})
+        arguments.check_append({**APPEND, argument: APPEND[argument]._replace(**changes)})
 
 
 def test_appending_without_offsets_is_one_token_for_each_sequence() -> None:
     says = "^cu_seqlens_q: expected the new tokens' offsets, got None, .*each of the 2 .*, beside 5 in k$"
     with pytest.raises(ShapeError, match=says):
-        call.check_append({**APPEND, "cu_seqlens_q": None})
+        arguments.check_append({**APPEND, "cu_seqlens_q": None})
 
 
 def test_an_allocators_tables_are_right() -> None:

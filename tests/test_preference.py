@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attn_core import backends, masks, preference
-from attn_core.preference import Features, cases_of, features, measured, nearest, order, ranking, sizes
-from attn_core.preference_table import derive, regrets, right_times, stable_order, summary
-from attn_core.spec import AttentionSpec
-from attn_core.sweep import QUICK, SWEEP, plain_fields, spec_of
-from attn_core.work import flops, pairs
+from attn_core import backends
+from attn_core.call import masks
+from attn_core.call.arithmetic import flops, pairs
+from attn_core.call.spec import AttentionSpec
+from attn_core.selection import preference
+from attn_core.selection.preference import Features, cases_of, features, measured, nearest, order, ranking, sizes
+from attn_core.selection.preference_table import derive, regrets, right_times, stable_order, summary
+from attn_core.selection.sweep import QUICK, SWEEP, plain_fields, spec_of
 
 ROOT = Path(__file__).resolve().parent.parent
 SPEC = AttentionSpec(
@@ -307,17 +309,18 @@ def test_flops_of_a_call() -> None:
 
 
 def test_shipped_tables_are_of_known_backends_that_are_exact() -> None:
-    for path in (ROOT / "attn_core/preferences").glob("*.json"):
+    for path in (ROOT / "attn_core/selection/measured").glob("*.json"):
         cases = measured(path.stem)
         assert cases
         for case in cases:
             names = {name for name, _ in case.times} | set(case.failed)
-            assert names <= set(backends.NAMES)
+            assert names <= set(backends.names())
             for name in names:
                 backend = backends.load(name, backends.kind_of(path.stem))
                 assert backend is not None and not backend.FORWARD.approximate
 
 
 def test_the_order_needs_neither_framework() -> None:
-    code = "import sys; import attn_core.preference; sys.exit(bool({'torch', 'jax', 'typer'} & set(sys.modules)))"
+    imports = "import sys; import attn_core.selection.preference"
+    code = imports + "; sys.exit(bool({'torch', 'jax', 'typer'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -17,7 +17,7 @@ from frameworks import BOTH, Framework, as_numpy
 import jax_frontend
 import torch_frontend
 from attn_core import DTypeError, SeqInfo, ShapeError
-from torch_frontend import offsets
+from torch_frontend.dispatch import offsets
 
 CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "dense": ((2, 11, 3, 6, 16), {"causal": True}),

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_frontend
 from attn_core import NoBackendError, SeqInfo
-from torch_frontend import attention, huggingface_attention, use_backend
+from torch_frontend import attention, use_backend
+from torch_frontend.huggingface import attention as huggingface_attention
 from torch_frontend.module import Attention
 from torch_frontend.recomputed import attention_of_layer
 

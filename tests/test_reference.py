@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_cases import FEATURES, LENGTHS_K, LENGTHS_Q, Case, altered, fill, make
 
-from attn_core import AttentionSpec, reference
-from attn_core.backends import Inputs
-from attn_core.dropout import keep
+from attn_core import AttentionSpec
+from attn_core.call.dropout import keep
+from attn_core.call.tensors import Inputs
+from attn_core.correctness import reference
 
 SMALL = {"num_heads": 6, "head_dim": 3, "value_dim": 5}
 

@@ -10,9 +10,10 @@ import pytest
 from oracle_cases import make
 
 from attn_core import AttentionSpec, Target, backends
-from attn_core.backends import Inputs, sage
+from attn_core.backends import sage
+from attn_core.backends.support import Build
+from attn_core.call.tensors import Inputs
 from attn_core.selection import refusals
-from attn_core.support import Build
 
 NAMES = ("sage", "sage_fp16_cuda", "sage_fp16_triton", "sage_fp8_cuda", "sage_fp8_cuda_sm90")
 SPEC = AttentionSpec(
@@ -152,7 +153,7 @@ def test_what_is_installed(installed: str, monkeypatch: pytest.MonkeyPatch) -> N
 # The arithmetic around the functions, with a stand-in that has their faults
 
 torch = pytest.importorskip("torch")
-from attn_core import accuracy  # noqa: E402
+from attn_core.correctness import accuracy
 
 
 def stand_in(q: Any, k: Any, v: Any, *, triton: bool, is_causal: bool, sm_scale: float, **rest: Any) -> Any:

@@ -13,14 +13,18 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from callers_view import told  # noqa: E402
-from oracle_cases import make  # noqa: E402
+from callers_view import told
+from oracle_cases import make
 
-from attn_core import Target, accuracy, aten_documents, aten_efficient, aten_masks, backends, selection  # noqa: E402
-from attn_core.backends import Gradients, Inputs  # noqa: E402
-from attn_core.masks import visible  # noqa: E402
-from attn_core.spec import AttentionSpec  # noqa: E402
-from attn_core.support import Build  # noqa: E402
+from attn_core import Target, backends, selection
+from attn_core.backends.sdpa_efficient import documents as aten_documents
+from attn_core.backends.sdpa_efficient import operands
+from attn_core.backends.shared import aten_masks
+from attn_core.backends.support import Build
+from attn_core.call.masks import visible
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs
+from attn_core.correctness import accuracy
 
 flash: Any = backends.load("sdpa_flash", "cuda")
 efficient: Any = backends.load("sdpa_efficient", "cuda")
@@ -557,13 +561,13 @@ def test_offsets_that_lie_read_nothing_outside() -> None:
 
 def test_groups_of_heads() -> None:
     k = torch.randn(2, 5, 3, 8)
-    wide = aten_efficient.for_each_head(k, 4)
+    wide = operands.for_each_head(k, 4)
     assert torch.equal(wide, k.repeat_interleave(4, dim=2))
-    one = aten_efficient.for_each_head(k[:, :, :1], 4)
+    one = operands.for_each_head(k[:, :, :1], 4)
     assert one.shape == (2, 5, 4, 8) and one.data_ptr() == k.data_ptr(), "one kv head is not copied"
     low = torch.randn(2, 5, 12, 8).bfloat16()
-    assert torch.equal(aten_efficient.by_kv_head(low, 3), low.float().unflatten(2, (3, 4)).sum(3).bfloat16())
-    assert aten_efficient.by_kv_head(low, 12) is low
+    assert torch.equal(operands.by_kv_head(low, 3), low.float().unflatten(2, (3, 4)).sum(3).bfloat16())
+    assert operands.by_kv_head(low, 12) is low
 
 
 # The ops themselves, on tensors without storage: names, order and types of their arguments

@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from spec_strategies import Call, make_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_core import AttentionSpec, Target, aten_cpu_blocks, explain
-from attn_core.backends import Inputs, sdpa_flash
+from attn_core import AttentionSpec, Target, explain
+from attn_core.backends.sdpa_flash import cpu as sdpa_flash
+from attn_core.backends.sdpa_flash import cpu_blocks
+from attn_core.call.tensors import Inputs
 
 SIZES = {"batch": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8, "dtype": "float32"}
 WINDOWS = (None, (0, 0), (3, 0), (2, 1), (None, 2), (7, None), (40, 40))
@@ -29,10 +31,10 @@ WINDOWS = (None, (0, 0), (3, 0), (2, 1), (None, 2), (7, None), (40, 40))
 def blocks_of(rows: int) -> Iterator[None]:
     """Blocks of so many queries, whether a window or the size of the mask bounds them."""
     bounds = {"WINDOW_ROWS": rows, "FEWEST_ROWS": rows, "MASK_ELEMENTS": 1}
-    aten_cpu_blocks.blocks.cache_clear()
-    with mock.patch.multiple(aten_cpu_blocks, **bounds):
+    cpu_blocks.blocks.cache_clear()
+    with mock.patch.multiple(cpu_blocks, **bounds):
         yield
-    aten_cpu_blocks.blocks.cache_clear()
+    cpu_blocks.blocks.cache_clear()
 
 
 @st.composite
@@ -119,9 +121,9 @@ def test_no_mask_of_all_queries_and_keys_is_built(band: dict[str, Any]) -> None:
     with Largest() as largest:
         out, lse = sdpa_flash.forward(spec, Inputs(q, k, v))
         sdpa_flash.backward(spec, Inputs(q, k, v), out, lse, torch.ones_like(out), None)
-    assert 0 < largest.elements <= aten_cpu_blocks.MASK_ELEMENTS + aten_cpu_blocks.FEWEST_ROWS * spec.kv_len
+    assert 0 < largest.elements <= cpu_blocks.MASK_ELEMENTS + cpu_blocks.FEWEST_ROWS * spec.kv_len
     if "window" in band:
-        assert largest.pairs <= spec.q_len * (256 + aten_cpu_blocks.WINDOW_ROWS)
+        assert largest.pairs <= spec.q_len * (256 + cpu_blocks.WINDOW_ROWS)
 
 
 def test_however_long_the_rows_the_kernel_takes_windows_and_masks() -> None:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_core import AttentionSpec, DTypeError, ShapeError, SpecError
-from attn_core.spec import DTYPES
+from attn_core.call.spec import DTYPES
 
 PLAIN: dict[str, Any] = {
     **{"batch": 2, "q_len": 5, "kv_len": 7, "num_heads": 6, "num_kv_heads": 3, "head_dim": 11, "value_dim": 13},

@@ -171,7 +171,7 @@ def turned(q: Any, k: Any, positions: Any) -> tuple[Any, Any]:
 def in_flax(module: str, masked: Any) -> Any:
     from flax import linen, nnx
 
-    from jax_frontend.flax_hook import attention_fn
+    from jax_frontend.flax.hook import attention_fn
 
     x = normal(1, TOKENS, HEADS * DIM)
     if module == "linen":

@@ -6,7 +6,7 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 from attn_core import NoBackendError
 from torch_frontend import SeqInfo, attention, use_backend
-from torch_frontend.ops import PlainOptions
+from torch_frontend.dispatch.ops import PlainOptions
 
 HEADS, KV_HEADS, DIM = 6, 3, 8
 

@@ -17,16 +17,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.nn.functional as F  # noqa: E402
-from frameworks import spied  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend  # noqa: E402
-from torch.autograd import forward_ad  # noqa: E402
-from torch.export import Dim  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+import torch.nn.functional as F
+from frameworks import spied
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch.autograd import forward_ad
+from torch.export import Dim
+from torch.utils.checkpoint import checkpoint
 
-from attn_core import NoBackendError  # noqa: E402
-from torch_frontend import (  # noqa: E402
+from attn_core import NoBackendError
+from torch_frontend import (
     AttentionConfig,
     AttentionContext,
     SeqInfo,
@@ -38,9 +38,9 @@ from torch_frontend import (  # noqa: E402
     slow_inference_attention_softcapping,
     use_backend,
 )
-from torch_frontend.finetrainers import attention_dispatch, attention_provider  # noqa: E402
-from torch_frontend.huggingface_attention import attend as transformers_attention  # noqa: E402
-from torch_frontend.module import Attention  # noqa: E402
+from torch_frontend.finetrainers import attention_dispatch, attention_provider
+from torch_frontend.huggingface.attention import attend as transformers_attention
+from torch_frontend.module import Attention
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 GEMMA = SimpleNamespace(config=SimpleNamespace(query_pre_attn_scalar=float(DIM), attn_logit_softcapping=5.0))

@@ -11,8 +11,8 @@ pytest.importorskip("torch")
 
 import torch
 
+from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import DTypeError, ShapeError, SpecError
-from attn_core.seq_info import SeqInfo
 from torch_frontend import module
 from torch_frontend.module import Attention
 

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from callers_view import told  # noqa: E402
-from oracle_cases import make  # noqa: E402
+from callers_view import told
+from oracle_cases import make
 
-from attn_core import accuracy, backends, torch_rewrites  # noqa: E402
-from attn_core.backends import Gradients, Inputs  # noqa: E402
-from attn_core.spec import AttentionSpec  # noqa: E402
+from attn_core import backends
+from attn_core.backends.shared import rewrites
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs
+from attn_core.correctness import accuracy
 
 math: Any = backends.load("math")
 
@@ -36,7 +38,7 @@ def eights(dim: int) -> int:
     return -(-dim // 8) * 8
 
 
-SAME = torch_rewrites.Kernel(bare_forward, bare_backward, eights)
+SAME = rewrites.Kernel(bare_forward, bare_backward, eights)
 APART = SAME._replace(same_width=False)
 CASES = {
     "plain": {},
@@ -63,8 +65,8 @@ def test_the_rewrites_are_exact(name: str, dtype: str, with_lse: bool, sinks: bo
     inputs = tensors(case.inputs)
     inputs = inputs._replace(q=inputs.q.to(kind), k=inputs.k.to(kind), v=inputs.v.to(kind))
     dout, dlse = torch.from_numpy(case.dout).to(kind), torch.from_numpy(case.dlse) if with_lse else None
-    out, lse = torch_rewrites.forward(kernel, case.spec, inputs)
-    found = torch_rewrites.backward(kernel, case.spec, inputs, out, lse, dout, dlse)
+    out, lse = rewrites.forward(kernel, case.spec, inputs)
+    found = rewrites.backward(kernel, case.spec, inputs, out, lse, dout, dlse)
     expected = accuracy.expect(case.spec, case.inputs, dout=case.dout, dlse=case.dlse if with_lse else None)
     gradients = Gradients(*(None if part is None else part.double().numpy() for part in found))
     seen, gradients = told(case.spec, case.inputs, lse, gradients, dlse)
@@ -77,11 +79,11 @@ def test_the_rewrites_are_exact(name: str, dtype: str, with_lse: bool, sinks: bo
 def test_a_sink_of_minus_infinity_is_none() -> None:
     case = make({"causal": True, "q_len": 7, "kv_len": 5, "sinks": True})
     inputs = tensors(case.inputs)._replace(sinks=torch.full((9,), -torch.inf, dtype=torch.float64))
-    out, lse = torch_rewrites.forward(SAME, case.spec, inputs)
+    out, lse = rewrites.forward(SAME, case.spec, inputs)
     plain, plain_lse = math.forward(make({"causal": True, "q_len": 7, "kv_len": 5}).spec, inputs._replace(sinks=None))
     torch.testing.assert_close(out, plain)
     torch.testing.assert_close(lse, plain_lse)
-    found = torch_rewrites.backward(SAME, case.spec, inputs, out, lse, torch.from_numpy(case.dout), None)
+    found = rewrites.backward(SAME, case.spec, inputs, out, lse, torch.from_numpy(case.dout), None)
     assert not any(part.isnan().any() for part in (found.dq, found.dk, found.dv, found.dsinks))
 
 
@@ -89,33 +91,33 @@ def test_buffers_are_written_where_the_kernel_can() -> None:
     case = make({"head_dim": 8, "value_dim": 8})
     inputs = tensors(case.inputs)
     into = (torch.empty(case.spec.out_shape, dtype=torch.float64), None)
-    out, _ = torch_rewrites.forward(SAME, case.spec, inputs, into)
+    out, _ = rewrites.forward(SAME, case.spec, inputs, into)
     assert out is into[0]
     case = make({"head_dim": 5, "value_dim": 5})
     into = (torch.full(case.spec.out_shape, 7.0, dtype=torch.float64), None)
-    out, _ = torch_rewrites.forward(SAME, case.spec, tensors(case.inputs), into)
+    out, _ = rewrites.forward(SAME, case.spec, tensors(case.inputs), into)
     assert out is not into[0] and (into[0] == 7.0).all()
 
 
 def test_what_the_rewrite_cannot_do_is_refused() -> None:
     asked = {"needs_backward": True, "return_lse": True}
-    assert torch_rewrites.refusals(make({**asked}).spec) == ()
+    assert rewrites.refusals(make({**asked}).spec) == ()
     for more, words in (({"softcap": 5.0}, "softcap=5.0"), ({"dropout": 0.1}, "dropout=0.1")):
-        (why,) = torch_rewrites.refusals(make({**asked, **more}).spec)
+        (why,) = rewrites.refusals(make({**asked, **more}).spec)
         assert words in why
-    assert torch_rewrites.refusals(make({"softcap": 5.0, "needs_backward": True}).spec) == ()
+    assert rewrites.refusals(make({"softcap": 5.0, "needs_backward": True}).spec) == ()
 
 
 def test_readable_copies_only_what_a_kernel_cannot_read() -> None:
     whole = torch.zeros(2, 6, 4, 32, dtype=torch.bfloat16)
     for tensor in (whole, whole.transpose(1, 2), whole[:, 1:], whole[..., 8:24], whole[:, ::2]):
-        assert torch_rewrites.readable(tensor) is tensor
+        assert rewrites.readable(tensor) is tensor
     for tensor in (
         whole[..., 1:17],
         whole[..., ::2],
         whole[:, :, :1].expand(2, 6, 4, 32),
         whole.view(-1)[3:99].view(1, 3, 4, 8),
     ):
-        copy = torch_rewrites.readable(tensor)
+        copy = rewrites.readable(tensor)
         assert copy is not tensor and copy.is_contiguous() and copy.data_ptr() % 16 == 0
         assert torch.equal(copy, tensor)

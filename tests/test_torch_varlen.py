@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from callers_view import told  # noqa: E402
-from paged_cases import make_paged  # noqa: E402
+from callers_view import told
+from paged_cases import make_paged
 
-from attn_core import AttentionSpec, Target, accuracy, backends, explain, reference  # noqa: E402
-from attn_core.backends import PagedInputs, torch_varlen  # noqa: E402
-from attn_core.paged.kv import PagedKV  # noqa: E402
-from attn_core.paged.reference import gathered  # noqa: E402
+from attn_core import AttentionSpec, Target, backends, explain
+from attn_core.backends import torch_varlen
+from attn_core.call.pages import PagedKV
+from attn_core.call.tensors import Inputs, PagedInputs
+from attn_core.correctness import accuracy, reference
+from attn_core.correctness.paged import gathered
 
 TYPES = (
     "(Tensor query, Tensor key, Tensor value, Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, SymInt max_k, "
@@ -172,7 +174,7 @@ def attend(given: dict[str, Any], out: Any) -> Any:
             **{"head_dim": q.shape[2], "value_dim": v.shape[3], "dtype": "float64", "scale": given["scale"]},
             window=(None if left < 0 else left, None if right < 0 else right),
         )
-        made, found = reference.forward(spec, backends.Inputs(q[start:stop][None], *(part[None] for part in parts)))
+        made, found = reference.forward(spec, Inputs(q[start:stop][None], *(part[None] for part in parts)))
         out[start:stop] = torch.from_numpy(made[0]).to(out.dtype)
         lse[:, start:stop] = torch.from_numpy(found[0]).float()
     return lse.masked_fill_(lse == -torch.inf, torch.inf)

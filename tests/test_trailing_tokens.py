@@ -19,8 +19,8 @@ from spec_strategies import Call, make_call
 import jax_frontend
 import torch_frontend
 from attn_core import SeqInfo, explain
-from attn_core.trailing_tokens import completed, followed, tail_of
-from torch_frontend import offsets
+from attn_core.call.trailing_tokens import completed, followed, tail_of
+from torch_frontend.dispatch import offsets
 
 HEADS = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8, "dtype": "float32"}
 LENGTHS = ((5, 0, 7, 3), (4, 3, 9, 2))

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from attn_core import SeqInfo
-from attn_core.backends import Inputs
-from attn_core.options import Options
-from jax_frontend import attention, dot_product_attention, offsets
+from attn_core.call.options import Options
+from attn_core.call.tensors import Inputs
+from jax_frontend import attention, dot_product_attention
+from jax_frontend.dispatch import offsets
 
 X = jnp.ones((1, 16, 2, 8))
 MASK = jnp.ones((1, 1, 16, 16), bool)

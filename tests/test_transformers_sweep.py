@@ -16,11 +16,11 @@ import torch
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here may reach for the network
 transformers = pytest.importorskip("transformers")
 
-import transformers_lists as lists  # noqa: E402
-import transformers_types as types  # noqa: E402
+import transformers_lists as lists
+import transformers_types as types
 
-from attn_core.errors import SpecError  # noqa: E402
-from torch_frontend import huggingface  # noqa: E402
+from attn_core.errors import SpecError
+from torch_frontend import huggingface
 
 LENGTH, NEW = 9, 5
 

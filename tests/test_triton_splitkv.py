@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from attn_core import AttentionSpec, Target, explain
-from attn_core.backends import triton_splitkv
-from attn_core.paged.kv import PagedKV
+from attn_core.backends.triton_splitkv import backend as triton_splitkv
+from attn_core.call.pages import PagedKV
 
 GPU = Target("torch", "sm90")
 

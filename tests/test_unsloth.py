@@ -11,10 +11,12 @@ import pytest
 import torch
 from frameworks import EVERYWHERE, JAX, JAX_ON_GPU, TORCH, TORCH_ON_GPU, Framework, as_numpy, spied
 
-from attn_core import AttentionSpec, DTypeError, SeqInfo, ShapeError, SpecError, accuracy, reference, unsloth
-from attn_core.backends import Inputs
+from attn_core import AttentionSpec, DTypeError, SeqInfo, ShapeError, SpecError
+from attn_core.call.tensors import Inputs
+from attn_core.correctness import accuracy, reference
+from attn_core.dropins.unsloth import arguments
 
-WORDS = (unsloth.FLASH_VARLEN, unsloth.FLASH_DENSE, unsloth.XFORMERS, unsloth.SDPA)
+WORDS = (arguments.FLASH_VARLEN, arguments.FLASH_DENSE, arguments.XFORMERS, arguments.SDPA)
 BSZ, Q_LEN, KV_LEN, HEADS, KV_HEADS, HEAD_DIM = 2, 5, 7, 6, 3, 11
 LENGTHS = (3, 4, 1, 6)  # documents over two rows of 7 tokens, one across the border
 Arrays = dict[str, np.ndarray]
@@ -35,7 +37,7 @@ def numbers(q_len: int = Q_LEN, kv_len: int = KV_LEN, value_dim: int = HEAD_DIM,
     return {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def config(framework: Framework, word: str = unsloth.SDPA, **bags: Any) -> Any:
+def config(framework: Framework, word: str = arguments.SDPA, **bags: Any) -> Any:
     return framework.frontend.AttentionConfig(word, KV_HEADS, HEADS // KV_HEADS, **bags)
 
 
@@ -47,7 +49,7 @@ def context(framework: Framework, arrays: Arrays, **what: Any) -> Any:
 def run(
     framework: Framework,
     arrays: Arrays,
-    word: str = unsloth.SDPA,
+    word: str = arguments.SDPA,
     bags: Any = None,
     dtype: str | None = None,
     **what: Any,
@@ -234,7 +236,7 @@ def test_flash_distances_beside_a_sliding_window_are_that_many_keys(framework: F
     close(found, expected(numbers(), window=(2, 0)))
 
 
-FLASH_WORDS = (unsloth.FLASH_VARLEN, unsloth.FLASH_DENSE)
+FLASH_WORDS = (arguments.FLASH_VARLEN, arguments.FLASH_DENSE)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -322,13 +324,13 @@ def test_granites_dropout_is_that_of_the_bag_of_the_hosts_branch(
     what |= {"attention_mask": np.ones((BSZ, 7), np.int32)} if masked else {}
     found = run(framework, arrays, word, granite(0.1), **what)
     kept = expected(arrays, scale=0.5, lengths=LENGTHS if packed else None)
-    if word == unsloth.FLASH_VARLEN and packed and not masked:
+    if word == arguments.FLASH_VARLEN and packed and not masked:
         close(found, kept)
     else:
         assert np.abs(found - kept).max() > 0.01
     none = {name: {"dropout_p" if name != "xformers_kwargs" else "p": 0.0} for name in granite(0.1)}
-    others = none | {f"{unsloth.SDPA}_kwargs": {"dropout_p": 0.5}}
-    if word != unsloth.SDPA and not masked:  # that bag has no say
+    others = none | {f"{arguments.SDPA}_kwargs": {"dropout_p": 0.5}}
+    if word != arguments.SDPA and not masked:  # that bag has no say
         close(run(framework, arrays, word, others), expected(arrays))
 
 
@@ -554,7 +556,7 @@ def test_gradients_flow(framework: Framework, packed: bool) -> None:
     arrays = numbers(7, 7)
     what = {"seq_info": seq_info(framework, "arrays")} if packed else {"sliding_window": 3}
     fields: dict[str, Any] = {"lengths": LENGTHS} if packed else {"window": (2, 0)}
-    found = loss_gradients(framework, arrays, unsloth.FLASH_VARLEN, what)
+    found = loss_gradients(framework, arrays, arguments.FLASH_VARLEN, what)
     direction = {name: np.random.default_rng(4).normal(size=array.shape) for name, array in arrays.items()}
     step = 1e-4
 
@@ -620,7 +622,7 @@ def test_dropout_is_drawn_in_torch_and_refused_without_a_key_in_jax(framework: F
 def first_that_can(framework: Framework, word: str, arrays: Arrays, dtype: str, **options: Any) -> str:
     """The backend that a word leads to for a causal call: of those it prefers, the first that can run it."""
     q, k, v = (framework.array(array, dtype).swapaxes(1, 2) for array in arrays.values())
-    names = unsloth.preference(config(framework, word), framework.name, framework.device_name)
+    names = arguments.preference(config(framework, word), framework.name, framework.device_name)
     return framework.frontend.explain(q, k, v, causal=True, backend=names, **options).backend
 
 
@@ -629,7 +631,7 @@ def test_the_word_is_a_preference_and_use_backend_an_order(
     framework: Framework, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = [first_that_can(framework, word, numbers(), "float32") for word in WORDS]
-    softcap = first_that_can(framework, unsloth.SDPA, numbers(), "float32", softcap=2.0)
+    softcap = first_that_can(framework, arguments.SDPA, numbers(), "float32", softcap=2.0)
     if framework.device == "cpu":
         assert ({*plain}, softcap) == ({"sdpa_flash"}, "math")
     with spied(monkeypatch) as ran:
@@ -681,7 +683,7 @@ def test_on_a_gpu_a_word_runs_kernels_of_its_own(word: str, monkeypatch: pytest.
     """As far as they are installed, in the dtype that all of them have."""
     name = first_that_can(TORCH_ON_GPU, word, numbers(), "bfloat16")
     available = {each for each, entry in TORCH.frontend.available_backends().items() if entry.reason is None}
-    assert name in unsloth.FAMILIES[word] or not available & set(unsloth.FAMILIES[word])
+    assert name in arguments.FAMILIES[word] or not available & set(arguments.FAMILIES[word])
     with spied(monkeypatch) as ran:
         run(TORCH_ON_GPU, numbers(), word, dtype="bfloat16")
     assert ran == [name]
@@ -694,7 +696,7 @@ def test_the_word_of_this_machine() -> None:
         available = tuple(name for name, entry in entries if entry.reason is None)
         for use_varlen in (False, True):
             found = framework.frontend.select_attention_backend(use_varlen=use_varlen)
-            assert found == unsloth.choose_word(available, use_varlen)
+            assert found == arguments.choose_word(available, use_varlen)
 
 
 def test_the_word_of_a_machine() -> None:
@@ -706,13 +708,13 @@ def test_the_word_of_a_machine() -> None:
         (("xformers", "sdpa_flash"), ("xformers", "xformers")),
         (("sdpa_cudnn",), ("sdpa", "sdpa")),
     ):
-        assert tuple(unsloth.choose_word(available, use_varlen) for use_varlen in (False, True)) == words
+        assert tuple(arguments.choose_word(available, use_varlen) for use_varlen in (False, True)) == words
 
 
 def test_preferences_end_with_automatic_choice() -> None:
     for word in WORDS:
-        names = unsloth.preference(config(TORCH, word), "torch", "sm90")
-        assert names[0] == unsloth.FAMILIES[word][0]
+        names = arguments.preference(config(TORCH, word), "torch", "sm90")
+        assert names[0] == arguments.FAMILIES[word][0]
         assert "math" in names
         assert len(names) == len(set(names))
 
@@ -928,7 +930,7 @@ def test_one_list_of_lengths_is_for_as_many_keys_as_queries(framework: Framework
 def test_groups_must_fit_the_heads(framework: Framework) -> None:
     arrays = numbers()
     own = {name: framework.array(array) for name, array in arrays.items()}
-    wrong = framework.frontend.AttentionConfig(unsloth.SDPA, KV_HEADS, 3)
+    wrong = framework.frontend.AttentionConfig(arguments.SDPA, KV_HEADS, 3)
     with pytest.raises(ShapeError, match=r"^config.n_groups=3: expected n_heads // n_kv_heads = 6 // 3"):
         framework.frontend.run_attention(config=wrong, context=context(framework, arrays), **own)
 

@@ -11,9 +11,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch_frontend  # noqa: E402
-from attn_core import ShapeError, SpecError  # noqa: E402
-from torch_frontend import (  # noqa: E402
+import torch_frontend
+from attn_core import ShapeError, SpecError
+from torch_frontend import (
     attention,
     build_sdpa_packed_attention_mask,
     build_xformers_block_causal_mask,
@@ -207,7 +207,8 @@ def test_labels_without_documents_are_what_they_were(device: str) -> None:
 @pytest.mark.usefixtures("device")
 def test_what_unsloths_models_import_is_here() -> None:
     """The names that its models import from its dispatch and its packing helpers, at 015bdef0."""
-    from torch_frontend import unsloth, unsloth_packing
+    from torch_frontend import unsloth
+    from torch_frontend.unsloth import packing as unsloth_packing
 
     dispatch = (
         *("AttentionConfig", "AttentionContext", "HAS_XFORMERS", "SDPA", "run_attention"),

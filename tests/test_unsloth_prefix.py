@@ -11,9 +11,11 @@ import pytest
 import torch
 from frameworks import EVERYWHERE, TORCH, Framework, as_numpy, spied
 
-from attn_core import AttentionSpec, SeqInfo, ShapeError, SpecError, reference, unsloth
-from attn_core.backends import Inputs
-from torch_frontend import offsets
+from attn_core import AttentionSpec, SeqInfo, ShapeError, SpecError
+from attn_core.call.tensors import Inputs
+from attn_core.correctness import reference
+from attn_core.dropins.unsloth import arguments
+from torch_frontend.dispatch import offsets
 
 HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 6, 3, 11, 5
 PADDED = 64
@@ -77,7 +79,13 @@ def described(groups: Groups, given: dict[str, np.ndarray], **fields: Any) -> tu
 
 
 def settings(
-    framework: Framework, tokens: int, told: Any, bags: Any = None, bsz: int = 1, word: str = unsloth.SDPA, **what: Any
+    framework: Framework,
+    tokens: int,
+    told: Any,
+    bags: Any = None,
+    bsz: int = 1,
+    word: str = arguments.SDPA,
+    **what: Any,
 ) -> dict[str, Any]:
     config = framework.frontend.AttentionConfig(word, KV_HEADS, HEADS // KV_HEADS, **(bags or {}))
     sizes = {"bsz": bsz, "q_len": tokens // bsz, "kv_seq_len": tokens // bsz, "n_heads": HEADS, "head_dim": HEAD_DIM}
@@ -100,7 +108,7 @@ BAGS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("options", BAGS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("word", [unsloth.FLASH_VARLEN, unsloth.SDPA])
+@pytest.mark.parametrize("word", [arguments.FLASH_VARLEN, arguments.SDPA])
 @both
 def test_a_suffix_sees_its_prefix_and_itself(framework: Framework, word: str, layout: str, options: str) -> None:
     groups, (bags, fields) = LAYOUTS[layout], BAGS[options]

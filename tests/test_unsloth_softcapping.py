@@ -9,9 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from attn_core import AttentionSpec, DTypeError, ShapeError, SpecError, accuracy  # noqa: E402
-from attn_core.backends import Gradients, Inputs  # noqa: E402
-from torch_frontend import (  # noqa: E402
+from attn_core import AttentionSpec, DTypeError, ShapeError, SpecError
+from attn_core.call.tensors import Gradients, Inputs
+from attn_core.correctness import accuracy
+from torch_frontend import (
     HAS_FLEX_ATTENTION,
     create_flex_attention_causal_mask,
     create_flex_attention_sliding_window_mask,

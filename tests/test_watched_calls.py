@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from attn_core.errors import SpecError
-from attn_core.paged.book import Step
+from attn_core.paged.step import Step
 from torch_frontend import (
     AttentionConfig,
     AttentionContext,
@@ -31,7 +31,7 @@ from torch_frontend import (
 )
 from torch_frontend.diffusers import installed
 from torch_frontend.finetrainers import attention_dispatch, attention_provider
-from torch_frontend.huggingface_attention import attend
+from torch_frontend.huggingface.attention import attend
 from torch_frontend.module import Attention
 
 Tensor = torch.Tensor

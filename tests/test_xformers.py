@@ -13,12 +13,13 @@ from callers_view import told
 from oracle_cases import LENGTHS_K, LENGTHS_Q, PACKED, make
 
 from attn_core import AttentionSpec, Target, backends
-from attn_core import xformers_operators as operators
-from attn_core.backends import Gradients, Inputs, xformers
-from attn_core.masks import visible
+from attn_core.backends.support import Build
+from attn_core.backends.xformers import backend as xformers
+from attn_core.backends.xformers import operators
+from attn_core.backends.xformers.bias import NO_CLASS, TENSOR, Mask, added_tensor, documents_mask, mask_of, rows_mask
+from attn_core.call.masks import visible
+from attn_core.call.tensors import Gradients, Inputs
 from attn_core.selection import refusals
-from attn_core.support import Build
-from attn_core.xformers_bias import NO_CLASS, TENSOR, Mask, added_tensor, documents_mask, mask_of, rows_mask
 
 WORDS = ("flash", "cutlass", "flash3", "splitk")
 SM90 = Target("torch", "sm90")
@@ -325,7 +326,7 @@ def test_a_missing_package_is_the_reason() -> None:
 # The arithmetic around the kernels, with stand-ins that have xformers' conventions
 
 torch = pytest.importorskip("torch")
-from attn_core import accuracy  # noqa: E402
+from attn_core.correctness import accuracy
 
 
 class StandIn:

@@ -19,12 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_cases import PagedCall, judge, laid_out, make_paged, most_shared, without_answers
 
-from attn_core.backends import PagedInputs, triton_splitkv
-from attn_core.context_parallel import merge_torch, merge_triton
-from attn_core.paged import pools_torch, triton_tables
-from attn_core.paged.reference import append
-from torch_frontend import offsets
-from torch_frontend.paged_append import on_gpu
+from attn_core.backends.shared import pools
+from attn_core.backends.triton_splitkv import backend as triton_splitkv
+from attn_core.call.tensors import PagedInputs
+from attn_core.context_parallel.on_torch import merge, merge_triton
+from attn_core.correctness.paged import append
+from attn_core.paged import triton_tables
+from torch_frontend.dispatch import offsets
+from torch_frontend.paged.append import on_gpu
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "test_triton_splitkv runs these with the interpreter switched on"
 
@@ -216,7 +218,7 @@ def test_safe_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert several.tolist() == table.clamp(0, 6).flatten().tolist()
     call = make_paged((9, 5), (2, 1))
     inputs = tensors(call)
-    made, safe = pools_torch.safe_tables(call.spec.paged, inputs)
+    made, safe = pools.safe_tables(call.spec.paged, inputs)
     assert made.tolist() == inputs.block_table.clamp(min=0).tolist() and safe.tolist() == inputs.seq_lens.tolist()
 
 
@@ -277,7 +279,7 @@ def test_merge(layout: str, kind: str, rows: int) -> None:
     out[:, ::3], part[:, ::2] = 0, 0
     part = part.to(getattr(torch, kind))
     right, right_lse = out.clone(), lse.clone()
-    merge_torch.merge(right, right_lse, part, part_lse)
+    merge.merge(right, right_lse, part, part_lse)
     given = [spread(each, layout, axis) for each, axis in ((out, 1), (lse, 2), (part, 1), (part_lse, 2))]
     merge_triton.merge(*given)
     torch.testing.assert_close(given[0], right, rtol=1e-6, atol=1e-6)

@@ -5,37 +5,33 @@ from typing import Any
 import torch.distributed
 
 from attn_core import NoBackendError, Pages, Selection, SeqInfo
-from attn_core.override import use_backend
+from attn_core.selection.override import use_backend
 from torch_frontend import flops  # noqa: F401  tells torch's counter
 from torch_frontend.attention import attention, explain
 from torch_frontend.backends import available_backends
-from torch_frontend.context_active import use_context_parallel
-from torch_frontend.paged import append_kv, explain_paged, paged_attention
-from torch_frontend.paged_cache import PagedKVCache
+from torch_frontend.context_parallel.use import use_context_parallel
+from torch_frontend.paged.attention import append_kv, explain_paged, paged_attention
+from torch_frontend.paged.cache import PagedKVCache
 from torch_frontend.qkvpacked import attention_qkvpacked
 from torch_frontend.unsloth import (
     FLASH_DENSE,
     FLASH_VARLEN,
+    HAS_FLEX_ATTENTION,
     SDPA,
     SDPA_HAS_GQA,
     XFORMERS,
     AttentionConfig,
     AttentionContext,
-    resolve_prefix_seg_info,
-    run_attention,
-    select_attention_backend,
-)
-from torch_frontend.unsloth_packing import (
     build_sdpa_packed_attention_mask,
     build_xformers_block_causal_mask,
+    create_flex_attention_causal_mask,
+    create_flex_attention_sliding_window_mask,
     get_packed_info_from_kwargs,
     mask_packed_boundary_labels,
     mask_packed_sequence_boundaries,
-)
-from torch_frontend.unsloth_softcapping import (
-    HAS_FLEX_ATTENTION,
-    create_flex_attention_causal_mask,
-    create_flex_attention_sliding_window_mask,
+    resolve_prefix_seg_info,
+    run_attention,
+    select_attention_backend,
     slow_attention_softcapping,
     slow_inference_attention_softcapping,
 )
@@ -82,7 +78,7 @@ __all__ = [
 ]
 
 if torch.distributed.is_available():  # torch can be built without it
-    from torch_frontend.context_parallel import (
+    from torch_frontend.context_parallel.attention import (
         context_parallel_attention,
         explain_context_parallel,
         shard_sequence,
@@ -96,7 +92,7 @@ def __getattr__(name: str) -> Any:
     if name in ("context_parallel_attention", "explain_context_parallel", "shard_sequence", "unshard_sequence"):
         raise ImportError(f"torch_frontend.{name} needs torch.distributed, which this build of torch does not have")
     if name in ("HAS_FLASH_ATTENTION", "HAS_XFORMERS"):  # what is installed is looked up when it is asked for
-        from torch_frontend import unsloth
+        from torch_frontend.unsloth import dispatch
 
-        return getattr(unsloth, name)
+        return getattr(dispatch, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,15 +7,14 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from attn_core import override
-from attn_core.backends import Inputs
+from attn_core.call.options import Options, checked, flag, is_plain_window, normalise_window, requested_names
+from attn_core.call.seq_info import SeqInfo, check_cu_seqlens
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
-from attn_core.options import Options, checked, flag, is_plain_window, normalise_window, requested_names
-from attn_core.selection import NoBackendError, Selection
-from attn_core.seq_info import SeqInfo, check_cu_seqlens
-from attn_core.spec import AttentionSpec
-from torch_frontend import autocast, autograd, lone_sinks, offsets, ops, plan, transforms
-from torch_frontend.plain import are_jit_traces_active, are_modes_active, beside
+from attn_core.selection import NoBackendError, Selection, override
+from torch_frontend.dispatch import autocast, autograd, lone_sinks, offsets, ops, plan, transforms
+from torch_frontend.dispatch.plain import are_jit_traces_active, are_modes_active, beside
 
 Tensor = torch.Tensor
 _is_compiling, _is_grad_enabled, _requested = torch.compiler.is_compiling, torch.is_grad_enabled, override.requested

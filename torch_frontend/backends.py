@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from attn_core import availability
-from attn_core.availability import Availability
-from torch_frontend.plan import device_name
+from attn_core.selection import availability
+from attn_core.selection.availability import Availability
+from torch_frontend.dispatch.plan import device_name
 
 
 def available_backends() -> dict[str, Availability]:

@@ -12,9 +12,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from attn_core.backends import Inputs
-from torch_frontend import paged_ops  # noqa: F401  registers its op
-from torch_frontend.ops import PlainOptions, from_call
+from attn_core.call.tensors import Inputs
+from torch_frontend.dispatch.ops import PlainOptions, from_call
+from torch_frontend.paged import ops  # noqa: F401  registers its op
 
 Tensor = torch.Tensor
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attn_core.call.layer_shapes import check_features, check_layer_inputs, check_rotary, head_sizes
+from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import SpecError
-from attn_core.layer import check_features, check_layer_inputs, check_rotary, head_sizes
-from attn_core.paged.book import Pages, Step, check_paged_layer
-from attn_core.seq_info import SeqInfo
-from torch_frontend import context_active
-from torch_frontend.paged import append_kv, paged_attention
-from torch_frontend.plain import placed
+from attn_core.paged.step import Pages, Step, check_paged_layer
+from torch_frontend.context_parallel import use
+from torch_frontend.dispatch.plain import placed
+from torch_frontend.paged.attention import append_kv, paged_attention
 from torch_frontend.recomputed import attention_of_layer as attention
 
 Rotary = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -118,7 +118,7 @@ class Attention(nn.Module):
         Raises:
             SpecError, ShapeError, NoBackendError: naming the argument, its value and the remedy.
         """
-        context_parallel = context_active.of(self)
+        context_parallel = use.of(self)
         if pages is not None:
             if context_parallel is not None:
                 raise SpecError("pages: expected None in context parallelism, whose keys and values travel as shards")

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from attn_core import override
-from attn_core.backends import Gradients, Inputs
-from attn_core.call import ArrayFacts, check_qkv_as_one
-from attn_core.options import Options, requested_names
-from torch_frontend import autocast, autograd, lone_sinks, plan, transforms
+from attn_core.call.arguments import ArrayFacts, check_qkv_as_one
+from attn_core.call.options import Options, requested_names
+from attn_core.call.tensors import Gradients, Inputs
+from attn_core.selection import override
 from torch_frontend.attention import Window, attend, check_offsets, gathered
-from torch_frontend.once import once_differentiable
-from torch_frontend.plain import is_watched
+from torch_frontend.dispatch import autocast, autograd, lone_sinks, plan, transforms
+from torch_frontend.dispatch.plain import is_watched
+from torch_frontend.dispatch.second_derivative import once_differentiable
 
 Tensor = torch.Tensor
 

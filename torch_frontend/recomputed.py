@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from attn_core import override
-from attn_core.options import Options, requested_names
-from torch_frontend import autocast, lone_sinks, plan, transforms
+from attn_core.call.options import Options, requested_names
+from attn_core.selection import override
 from torch_frontend.attention import attention, check_offsets, gathered
+from torch_frontend.dispatch import autocast, lone_sinks, plan, transforms
 
 Tensor = torch.Tensor
 

@@ -7,8 +7,8 @@ Upstream: flash-attn 2.6.2 to 2.8: 2.6.0 takes other arguments, and before 2.6.2
 2.6 returns eight tensors where later versions return four; the log-sum-exp is the third from behind in both.
 
 Put right here: the log-sum-exp of rows that see no key (+inf in the kernel, whose backward takes -inf as well); that of
-causal ALiBi (``attn_core.torch_flash2``); packed windows (``lower``); head dimensions, sinks and the gradient of the
-log-sum-exp (``attn_core.torch_rewrites``). Packed tokens of no document come out as rows that see nothing.
+causal ALiBi (``shared.flash2_conventions``); packed windows (``lower``); head dimensions, sinks and the gradient of the
+log-sum-exp (``attn_core.backends.shared.rewrites``). Packed tokens of no document come out as rows that see nothing.
 ROCm builds take the same arguments and silently ignore some: ROCM_CK and ROCM_TRITON say which. None was ever run.
 """
 
@@ -22,15 +22,14 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from attn_core import kernel_limits, torch_rewrites
-from attn_core.backends import Gradients, Inputs
-from attn_core.cached_once import cached_once
-from attn_core.masks import band
-from attn_core.paged import flash_kernels
-from attn_core.spec import AttentionSpec
-from attn_core.support import Build, Support
-from attn_core.torch_flash2 import generator_of, longest_query, rng_state_of, shifted, slopes_of
-from attn_core.torch_rewrites import readable, writable
+from attn_core.backends.shared import flash_paged, kernel_limits, rewrites
+from attn_core.backends.shared.cached_once import cached_once
+from attn_core.backends.shared.flash2_conventions import generator_of, longest_query, rng_state_of, shifted, slopes_of
+from attn_core.backends.shared.rewrites import readable, writable
+from attn_core.backends.support import Build, Support
+from attn_core.call.masks import band
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs
 
 FRAMEWORK = "torch"
 REQUIRES = "flash-attn>=2.6.2,<3"
@@ -72,7 +71,7 @@ SMALL_MEMORY = ("sm86", "sm89", "sm120")
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
     """What the kernel gets wrong, or cannot launch, that no single claim names."""
     width = width_of(max(spec.head_dim, spec.value_dim), build.head_dims if build else ())
-    found = [*torch_rewrites.refusals(spec), *_refusals(spec, device, width)]
+    found = [*rewrites.refusals(spec), *_refusals(spec, device, width)]
     found += kernel_limits.grid(spec, NAME)
     found += kernel_limits.sums_of_dq(spec, NAME) if build is None or build.version < (2, 8, 3) else ()
     return (*found, *(_rocm_refusals(spec, build) if device.startswith("gfx") else ()))
@@ -80,7 +79,7 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
 
 def _refusals(spec: AttentionSpec, device: str, width: int) -> Iterator[str]:
     if spec.paged is not None:
-        yield from flash_kernels.flash2_refusals(spec, NAME, width)
+        yield from flash_paged.flash2_refusals(spec, NAME, width)
     if _wrong_window(spec):
         why = "takes a long right side for an open one, and that for kv_len: wrong where q_len exceeds kv_len + 1"
         yield f"window={spec.window} with q_len {spec.q_len} and kv_len {spec.kv_len}: {NAME} {why}"
@@ -208,19 +207,19 @@ def _extension() -> Any:
 
 def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
     """See ``Backend.forward``."""
-    return torch_rewrites.forward(KERNEL, spec, inputs, into)
+    return rewrites.forward(KERNEL, spec, inputs, into)
 
 
 def backward(
     spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any, into: Any = None
 ) -> Gradients:
     """See ``Backend.backward``."""
-    return torch_rewrites.backward(KERNEL, spec, inputs, out, lse, dout, dlse, into)
+    return rewrites.backward(KERNEL, spec, inputs, out, lse, dout, dlse, into)
 
 
 def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
     if spec.paged is not None:
-        return flash_kernels.flash2(spec, inputs, into, _extension().varlen_fwd, _settings(spec, lower(spec), None))
+        return flash_paged.flash2(spec, inputs, into, _extension().varlen_fwd, _settings(spec, lower(spec), None))
     how, slopes, extension = lower(spec), slopes_of(spec, inputs), _extension()
     wanted = None if into is None else writable(into[0])
     run = extension.varlen_fwd if spec.packed else extension.fwd
@@ -257,4 +256,4 @@ def _settings(spec: AttentionSpec, how: dict[str, Any], slopes: Any) -> tuple[An
     return (slopes, how["dropout_p"], how["softmax_scale"], *mask)
 
 
-KERNEL = torch_rewrites.Kernel(_forward, _backward, lambda dim: width_of(dim, build().head_dims))
+KERNEL = rewrites.Kernel(_forward, _backward, lambda dim: width_of(dim, build().head_dims))

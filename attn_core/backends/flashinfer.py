@@ -23,15 +23,15 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from attn_core import torch_rewrites
-from attn_core.aten_masks import limits
-from attn_core.backends import Gradients, PagedInputs
+from attn_core.backends.shared import rewrites
+from attn_core.backends.shared.aten_masks import limits
+from attn_core.backends.shared.pools import pools
+from attn_core.backends.support import Build, Support
+from attn_core.call.masks import band
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, PagedInputs
 from attn_core.errors import ShapeError
-from attn_core.masks import band
-from attn_core.paged.kv import PagedRows, check_offsets, check_tables, rows_of_table
-from attn_core.paged.pools_torch import pools
-from attn_core.spec import AttentionSpec
-from attn_core.support import Build, Support
+from attn_core.paged.tables import PagedRows, check_offsets, check_tables, rows_of_table
 
 FRAMEWORK = "torch"
 REQUIRES = "flashinfer-python>=0.6"
@@ -120,7 +120,7 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple
             "cannot capture; ask for 'triton_splitkv' or another backend that reads them on the GPU"
         )
     with torch.no_grad():
-        return torch_rewrites.forward(KERNEL, spec, inputs, into)  # type: ignore[arg-type]
+        return rewrites.forward(KERNEL, spec, inputs, into)  # type: ignore[arg-type]
 
 
 def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
@@ -140,7 +140,7 @@ def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
         kv_data_type=k.dtype,
     )
     place = None if into is None or not into[0].is_contiguous() else into[0]
-    out, lse = wrapper.run(torch_rewrites.readable(inputs.q), (k, v), out=place, return_lse=True)
+    out, lse = wrapper.run(rewrites.readable(inputs.q), (k, v), out=place, return_lse=True)
     return out, (lse * math.log(2)).T  # [tokens, heads] -> [heads, tokens]
 
 
@@ -184,5 +184,5 @@ def backward(spec: AttentionSpec, inputs: Any, out: Any, lse: Any, dout: Any, dl
     raise NotImplementedError(f"backward: {NAME} has no gradient")
 
 
-KERNEL = torch_rewrites.Kernel(_forward, backward, lambda dim: dim)
+KERNEL = rewrites.Kernel(_forward, backward, lambda dim: dim)
 """What ``torch_rewrites`` completes: sinks alone, no width is padded."""

@@ -21,12 +21,12 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from attn_core import jax_nn
-from attn_core.backends import Gradients, Inputs
-from attn_core.kernel_limits import GRID_LIMIT
-from attn_core.masks import band
-from attn_core.spec import AttentionSpec
-from attn_core.support import Build, Support
+from attn_core.backends.shared import jax_nn
+from attn_core.backends.shared.kernel_limits import GRID_LIMIT
+from attn_core.backends.support import Build, Support
+from attn_core.call.masks import band
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs
 
 FRAMEWORK = "jax"
 REQUIRES = "jax[cuda13]>=0.10 or jax[cuda12]>=0.10"

@@ -21,12 +21,11 @@ from functools import cache, lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from attn_core import kernel_limits
-from attn_core import torch_rewrites as rewrites
-from attn_core.backends import Gradients, Inputs
-from attn_core.masks import band
-from attn_core.spec import AttentionSpec
-from attn_core.support import Build, Support
+from attn_core.backends.shared import kernel_limits, rewrites
+from attn_core.backends.support import Build, Support
+from attn_core.call.masks import band
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs
 
 FRAMEWORK = "torch"
 REQUIRES = "sageattention>=1.0.6"
@@ -200,6 +199,9 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
     """None: SageAttention has no gradient, and BACKWARD says so."""
     return _no_gradient()
+
+
+VARIANTS = {f"sage_{word}": word for word in ("fp16_cuda", "fp16_triton", "fp8_cuda", "fp8_cuda_sm90")}
 
 
 def variant(word: str) -> Any:

@@ -16,11 +16,11 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
-from attn_core import torch_rewrites as rewrites
-from attn_core.aten_masks import compute_capability, limits, needed_band
-from attn_core.backends import Gradients, Inputs
-from attn_core.spec import AttentionSpec
-from attn_core.support import Build, Support
+from attn_core.backends.shared import rewrites
+from attn_core.backends.shared.aten_masks import compute_capability, limits, needed_band
+from attn_core.backends.support import Build, Support
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs
 
 FRAMEWORK = "torch"
 REQUIRES = "torch>=2.11 with CUDA and cuDNN 9"

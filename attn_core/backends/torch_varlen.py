@@ -19,14 +19,14 @@ import math
 from functools import cache, lru_cache, partial
 from typing import Any
 
-from attn_core import torch_rewrites
-from attn_core.aten_masks import limits
-from attn_core.backends import Gradients, PagedInputs
-from attn_core.masks import band
-from attn_core.paged.flash_kernels import FLASH2_PAGES
-from attn_core.paged.pools_torch import pools, query_offsets, safe_tables
-from attn_core.spec import AttentionSpec
-from attn_core.support import Build, Support
+from attn_core.backends.shared import rewrites
+from attn_core.backends.shared.aten_masks import limits
+from attn_core.backends.shared.flash_paged import FLASH2_PAGES
+from attn_core.backends.shared.pools import pools, query_offsets, safe_tables
+from attn_core.backends.support import Build, Support
+from attn_core.call.masks import band
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, PagedInputs
 
 FRAMEWORK = "torch"
 REQUIRES = "torch>=2.13 with CUDA"
@@ -127,17 +127,17 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple
             "torch.nn.attention.restore_flash_attention_impl(), or ask for another backend"
         )
     with torch.no_grad():
-        return torch_rewrites.forward(KERNEL, spec, inputs, into)  # type: ignore[arg-type]
+        return rewrites.forward(KERNEL, spec, inputs, into)  # type: ignore[arg-type]
 
 
 def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
     assert spec.paged is not None
     (k, v), (table, lengths) = pools(inputs), safe_tables(spec.paged, inputs)
     given, queries = dict(lower(spec)), query_offsets(spec, inputs)
-    place = None if into is None else torch_rewrites.writable(into[0])
+    place = None if into is None else rewrites.writable(into[0])
     op = _kernels()[0] if place is None else partial(_kernels()[1], place)
     made = op(  # how many keys a sequence has comes from seqused_k; the key offsets must be there and are not read
-        *(torch_rewrites.readable(inputs.q), k, v, queries, queries, given.pop("max_q"), given.pop("max_k")),
+        *(rewrites.readable(inputs.q), k, v, queries, queries, given.pop("max_q"), given.pop("max_k")),
         *(0.0, given.pop("is_causal"), False),
         seqused_k=lengths,
         block_table=table.contiguous(),
@@ -152,5 +152,5 @@ def backward(spec: AttentionSpec, inputs: Any, out: Any, lse: Any, dout: Any, dl
     raise NotImplementedError(f"backward: {NAME} has no gradient")
 
 
-KERNEL = torch_rewrites.Kernel(_forward, backward, lambda dim: dim)
+KERNEL = rewrites.Kernel(_forward, backward, lambda dim: dim)
 """What ``torch_rewrites`` completes: sinks alone, no width is padded."""

@@ -11,15 +11,15 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from attn_core import preference
 from attn_core.cli.bench_report import page, regret_table, write_report
 from attn_core.cli.bench_sweep import Record, Sweep, read, write
 from attn_core.cli.bench_timing import DeviceLostError
 from attn_core.cli.explain import target_of
 from attn_core.cli.frameworks import devices_of
 from attn_core.errors import SpecError
-from attn_core.preference_table import derive, regrets, right_times
-from attn_core.sweep import QUICK, SWEEP
+from attn_core.selection import preference
+from attn_core.selection.preference_table import derive, regrets, right_times
+from attn_core.selection.sweep import QUICK, SWEEP
 
 
 def bench(

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from attn_core.errors import SpecError
-from attn_core.preference import Case
-from attn_core.preference_table import GOALS, Regret, record_spec, regrets, right_times, summary
+from attn_core.selection.preference import Case
+from attn_core.selection.preference_table import GOALS, Regret, record_spec, regrets, right_times, summary
 
 DIRECTIONS = ("forward", "training")
 

@@ -11,14 +11,14 @@ from time import perf_counter
 from typing import Any
 
 import attn_core
-from attn_core import backends, selection
+from attn_core import backends
+from attn_core.call.arithmetic import flops
+from attn_core.call.spec import AttentionSpec
 from attn_core.cli.bench_timing import DeviceLostError, Entry, Timing, caller, measure
 from attn_core.cli.frameworks import versions
 from attn_core.errors import SpecError
-from attn_core.selection import Target
-from attn_core.spec import AttentionSpec
-from attn_core.sweep import SweepCase, plain_fields
-from attn_core.work import flops
+from attn_core.selection import Target, choice
+from attn_core.selection.sweep import SweepCase, plain_fields
 
 MOST_SCORES = 2**31
 """The math backend forms every score; from so many on it is timed only where nothing else runs."""
@@ -133,7 +133,7 @@ class Sweep:
         return measure(caller(case, spec, device), names, self.rounds, device)
 
     def _refused(self, spec: AttentionSpec) -> dict[str, Entry]:
-        reasons = {name: selection.refusals(name, spec, self.target) for name in self.names}
+        reasons = {name: choice.refusals(name, spec, self.target) for name in self.names}
         return {name: {"refused": list(why)} for name, why in reasons.items() if why}
 
     def _skipped(self, spec: AttentionSpec, able: list[str]) -> dict[str, Entry]:
@@ -151,9 +151,9 @@ class Sweep:
 def candidates(target: Target) -> tuple[str, ...]:
     """The backends to measure on a target: torch's, installed, and right to the precision of their dtypes."""
     found = []
-    for name in backends.NAMES:
+    for name in backends.names():
         backend = backends.load(name, target.kind)
-        if backend is None or backend.FRAMEWORK != "torch" or name in dict(target.unavailable):
+        if backend.FRAMEWORK != "torch" or name in dict(target.unavailable):
             continue
         if backend.FORWARD.runs_on(target.device) and not backend.FORWARD.approximate:
             found.append(name)
@@ -161,8 +161,7 @@ def candidates(target: Target) -> tuple[str, ...]:
 
 
 def _check_exact(name: str, target: Target) -> None:
-    backend = backends.load(name, target.kind)
-    if backend is not None and backend.FORWARD.approximate:
+    if backends.load(name, target.kind).FORWARD.approximate:
         raise SpecError(
             f"--backend={name}: approximate, and never chosen automatically; `attn compare` shows its error"
         )

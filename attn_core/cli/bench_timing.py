@@ -8,9 +8,9 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from attn_core.seq_info import SeqInfo
-from attn_core.spec import AttentionSpec
-from attn_core.sweep import SweepCase
+from attn_core.call.seq_info import SeqInfo
+from attn_core.call.spec import AttentionSpec
+from attn_core.selection.sweep import SweepCase
 
 WARM_UPS = 2
 """Calls before the first that is timed; the first of them compiles."""

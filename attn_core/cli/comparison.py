@@ -8,10 +8,10 @@ from typing import Any
 
 import attn_core
 from attn_core import backends
-from attn_core.accuracy import Accuracy, Expected
 from attn_core.cli import in_jax, in_torch
 from attn_core.cli.frameworks import installed
 from attn_core.cli.trial import Outcome, Trial, expectation, judged, same_bits
+from attn_core.correctness.accuracy import Accuracy, Expected
 from attn_core.selection import Target
 
 RUN: dict[str, Callable[..., Outcome]] = {"torch": in_torch.run, "jax": in_jax.run}
@@ -64,7 +64,7 @@ class Row:
 def rows_of(trial: Trial, device: str, repeats: int, names: tuple[str, ...] | None = None) -> Iterator[Row]:
     """A row for every backend of this version (or of ``names``) in every installed framework, as each is done."""
     expected = expectation(trial) if fits_oracle(trial) else None
-    for name in names or backends.built():
+    for name in names or backends.names():
         for framework in installed():
             yield _row(trial, expected, name, framework, device, repeats)
 

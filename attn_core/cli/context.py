@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from attn_core.cli.spec_options import SpecOptions, takes_spec
-from attn_core.context_parallel.choose import Axes, explain_choice, plan_of
-from attn_core.context_parallel.machine import GIB, Constants
+from attn_core.context_parallel.cost.choose import Axes, explain_choice, plan_of
+from attn_core.context_parallel.cost.machine import GIB, Constants
 from attn_core.context_parallel.picture import LIMIT, draw, svg
 from attn_core.errors import SpecError
 

@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from attn_core import backends
+from attn_core.call.spec import AttentionSpec
 from attn_core.cli.comparison import Row, rows_of
 from attn_core.cli.frameworks import devices_of, installed, versions
 from attn_core.cli.trial import draw
-from attn_core.selection import Target, bridge_reason
-from attn_core.spec import AttentionSpec
+from attn_core.selection.choice import Target, bridge_reason
 
 CHECKED = AttentionSpec(
     batch=2,
@@ -66,7 +66,7 @@ def _findings(progress: Console) -> dict[str, Any]:
 
 def _files() -> list[tuple[str, str, str]]:
     """(label, name, kind of device) for every file of every backend: a name may have one for CPUs and one for GPUs."""
-    found = [(name, kind or "cpu") for name in backends.NAMES for kind in backends.files(name) or ("",)]
+    found = [(name, kind or "cpu") for name in backends.names() for kind in backends.modules(name)]
     return [(name if kind == "cpu" else f"{name} ({kind})", name, kind) for name, kind in found]
 
 
@@ -79,10 +79,9 @@ def _devices(framework: str) -> list[str]:
 
 def _check(name: str, kind: str, devices: dict[str, list[str]]) -> list[Row]:
     backend = backends.load(name, kind)
-    assert backend is not None
     every = dict.fromkeys(device for found in devices.values() for device in found if backend.FORWARD.runs_on(device))
     # a file for one kind of device is checked there; a file for all of them on the first device there is
-    present = [device for device in every if len(backends.files(name)) == 1 or backends.kind_of(device) == kind]
+    present = [device for device in every if len(backends.modules(name)) == 1 or backends.kind_of(device) == kind]
     if not present:
         return []
     half = "bfloat16" if "bfloat16" in backend.FORWARD.dtypes else backend.FORWARD.dtypes[0]
@@ -96,13 +95,11 @@ def _check(name: str, kind: str, devices: dict[str, list[str]]) -> list[Row]:
 def _show(console: Console, found: dict[str, Any], rows: list[Row]) -> None:
     here = [f"{name} {version}" for name, version in found["versions"].items() if version is not None]
     absent = [name for name, version in found["versions"].items() if version is None]
-    unbuilt = [state["name"] for state in found["backends"].values() if backends.load(state["name"]) is None]
     facts = {
         "versions": ", ".join(here),
         "not installed": ", ".join(absent),
         **{f"{framework} devices": ", ".join(devices) for framework, devices in found["devices"].items()},
         "bridge": found["bridge"] or "JAX reaches torch's kernels",
-        "not in this version": ", ".join(unbuilt),
     }
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, text in facts.items():
@@ -125,7 +122,7 @@ def _backends_table(found: dict[str, dict[str, Any]], rows: list[Row]) -> Table:
 
 
 def _in_file(row: Row, kind: str) -> bool:
-    return len(backends.files(row.backend)) == 1 or backends.kind_of(row.device) == kind
+    return len(backends.modules(row.backend)) == 1 or backends.kind_of(row.device) == kind
 
 
 def _verdict(row: Row) -> str:

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from attn_core.call.masks import visible
+from attn_core.call.spec import AttentionSpec
 from attn_core.cli.spec_options import SpecOptions, takes_spec
 from attn_core.errors import SpecError
-from attn_core.masks import visible
-from attn_core.spec import AttentionSpec
 
 LIMIT = 2**24
 """The most (query, key) pairs that are drawn: above it the picture shows nothing and costs hundreds of megabytes."""

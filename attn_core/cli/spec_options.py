@@ -11,11 +11,11 @@ from typing import Annotated, Any, get_type_hints
 import numpy as np
 import typer
 
-from attn_core.call import ArrayFacts, Arrays, build_spec
+from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
+from attn_core.call.options import Options
+from attn_core.call.seq_info import SeqInfo, check_cu_seqlens
+from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
-from attn_core.options import Options
-from attn_core.seq_info import SeqInfo, check_cu_seqlens
-from attn_core.spec import AttentionSpec
 
 SHAPE, CHOICE, DOCUMENTS = "Shapes", "What is computed", "Packed documents"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attn_core import backends
 from attn_core.backends import Backend
-from attn_core.support import Support
+from attn_core.backends.support import Support
 
 BOTH, FORWARD_ONLY, NONE = "✓", "forward", "—"
 
@@ -46,13 +46,10 @@ def render() -> str:
     """The whole page as Markdown."""
     built = {
         f"`{name}`" + (f" ({kind})" if kind else ""): backend
-        for name in backends.NAMES
-        for kind, backend in backends.files(name).items()
+        for name in backends.names()
+        for kind, backend in backends.modules(name).items()
     }
-    missing = [f"`{name}`" for name in backends.NAMES if backends.load(name) is None]
     sections = [HEAD, "## Features\n\n" + _features(built), "## Limits\n\n" + _limits(built), _preference()]
-    if missing:
-        sections.append(f"## Not in this version\n\n{', '.join(missing)}: known names, refused with that reason.\n")
     return "\n".join(sections)
 
 

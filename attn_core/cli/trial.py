@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attn_core.accuracy import Accuracy, Expected, expect
-from attn_core.backends import Gradients, Inputs
-from attn_core.seq_info import SeqInfo
-from attn_core.spec import AttentionSpec
+from attn_core.call.seq_info import SeqInfo
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs
+from attn_core.correctness.accuracy import Accuracy, Expected, expect
 
 
 class Trial(NamedTuple):

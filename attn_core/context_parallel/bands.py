@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import product
 from typing import NamedTuple
 
+from attn_core.call.arithmetic import banded_pairs
+from attn_core.call.masks import Band
 from attn_core.context_parallel.layout import Run
-from attn_core.masks import Band
-from attn_core.work import banded_pairs
 
 
 class Visible(NamedTuple):

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from attn_core import preference
 from attn_core.backends import load
+from attn_core.call.masks import band
+from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel.plan import ROUNDED_ONCE, Plan, plan
 from attn_core.context_parallel.tiles import Tile, Visible
 from attn_core.errors import ShapeError, SpecError
-from attn_core.masks import band
-from attn_core.selection import Target, refusals, select
-from attn_core.spec import AttentionSpec
+from attn_core.selection import Target, preference, refusals, select
 
 
 @dataclass(frozen=True)

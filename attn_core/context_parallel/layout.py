@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from attn_core.call.seq_info import is_host_int
 from attn_core.errors import ShapeError, SpecError
-from attn_core.seq_info import is_host_int
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 

@@ -7,12 +7,12 @@ from itertools import groupby
 
 import numpy as np
 
+from attn_core.call.masks import Band
 from attn_core.context_parallel import places
 from attn_core.context_parallel.layout import Layout, Run
 from attn_core.context_parallel.plan import Plan
 from attn_core.context_parallel.tiles import Tile
 from attn_core.errors import SpecError
-from attn_core.masks import Band
 
 LIMIT = 64
 """The longest row that is drawn, and the most ranks: a picture is to be read."""

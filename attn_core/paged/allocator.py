@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from attn_core.call.seq_info import is_host_int
 from attn_core.errors import SpecError
 from attn_core.paged.changes import Changes
 from attn_core.paged.report import PoolReport, picture, report_of
-from attn_core.seq_info import is_host_int
 
 MOST_TOKENS = 2**31 - 1
 """What lengths, which are int32, can count."""

@@ -11,7 +11,7 @@ from flax import nnx
 
 from attn_core import SeqInfo
 from examples.training.config import GemmaConfig
-from jax_frontend.flax_layer import Rotary
+from jax_frontend.flax.layer import Rotary
 from jax_frontend.nnx import Attention
 
 AttentionLayer = Callable[..., Any]

@@ -16,7 +16,7 @@ from attn_core.errors import SpecError
 from examples.training.config import GemmaConfig
 from examples.training.jax_side import JaxTrainer
 from examples.training.weights import Weights
-from jax_frontend.flax_layer import Rotary, token_positions
+from jax_frontend.flax.layer import Rotary, token_positions
 from jax_frontend.nnx import Attention
 
 OURS, JAX_NN = "ours", "jax.nn"

@@ -1,0 +1,256 @@
+"""FlashAttention 3: the Hopper kernels, dense and packed, with gradients where the build has them; and "flash3_fp8".
+
+Limits: sm90, float16 and bfloat16, head_dim up to 256, bottom-right alignment alone; no mask, bias, ALiBi or dropout.
+The operators are called as they are, never through the package's Python functions: those cost more than a small kernel,
+and their autograd forgets packed offsets and ``deterministic``. Their arguments are filled in by name from the
+operator's own schema, which differs between builds. What the installed build lacks, ``build`` finds by calling it.
+Upstream: FlashAttention 3.0 with torch operators, as a source build of ``hopper/``, tokenspeed-fa3 (forward only, no
+softcap) or fa3-fwd (forward only, no window, no float16). Gradients need a source build; none was run so far.
+
+Conventions: natural log-sum-exp, -inf for rows that see no key, as here; -1 is an open side of a window. Head
+dimensions between those of the kernels run as they are in multiples of 8; the rest is ``shared.rewrites``.
+Equal bits on every run: the forward always; the gradient where the build is new enough, and never at head_dim > 192.
+A tile of keys may reach into the next packed document: what it finds there weighs 0, but 0 * NaN is NaN. Where the
+kernel splits the keys of few queries, a row with a NaN score is NaN in the log-sum-exp and 0 in the output.
+
+flash3_fp8: the same forward on q, k and v rounded to e4m3. See ``attn_core.backends.flash3.fp8``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache, partial
+from types import SimpleNamespace
+from typing import Any
+
+from attn_core.backends.flash3.fp8 import quantised
+from attn_core.backends.shared import flash_paged, rewrites
+from attn_core.backends.shared.build_trials import TOKENS, averages, differentiates, runs
+from attn_core.backends.shared.cached_once import cached_once
+from attn_core.backends.shared.flash3_operators import Plan, forward_tiles, operators, plan
+from attn_core.backends.shared.kernel_limits import GRID_LIMIT
+from attn_core.backends.shared.rewrites import readable, writable
+from attn_core.backends.support import Build, Support
+from attn_core.call.masks import band
+from attn_core.call.pages import PagedKV
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs
+
+FRAMEWORK = "torch"
+REQUIRES = "flash-attn-3 (source build), tokenspeed-fa3 or fa3-fwd"
+
+NAME = "the FlashAttention 3 kernel"
+FORWARD = Support(
+    kernel=NAME,
+    devices=("sm90",),
+    dtypes=("bfloat16", "float16"),
+    max_head_dim=256,
+    value_dim=True,
+    grouped_heads=True,
+    alignments=("bottom_right",),
+    causal=True,
+    window=True,
+    softcap=True,
+    sinks=True,
+    packed=True,
+    deterministic=True,
+    lse=True,
+    partial=True,
+    lse_gradient=True,
+    paged=True,
+)
+BACKWARD = replace(FORWARD, paged=False)
+WRITES_INTO = True
+
+WIDTHS = (64, 96, 128, 192, 256)
+"""The head dimensions that have kernels; each serves those above the one before it."""
+ONE_DIRECTION = {"forward": {"deterministic"}, "backward": {"num_splits", "pack_gqa"}}
+"""Settings that a direction's operator does not take."""
+ORDERED = "deterministic backward"
+"""What ``Build.without`` calls a gradient whose sums come in any order."""
+
+
+def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
+    """What the kernel, or the installed build, cannot run though each claim alone holds."""
+    return (*rewrites.refusals(spec), *_refusals(spec, build))
+
+
+def _refusals(spec: AttentionSpec, build: Build | None) -> Iterator[str]:
+    without, name = (build.without, f"{NAME} ({build.name})") if build else ((ORDERED,), NAME)
+    if spec.dtype in without:
+        yield f"dtype {spec.dtype}: {name} has none"
+    widths = build.head_dims if build else ()
+    if spec.paged is not None:
+        yield from flash_paged.flash3_refusals(
+            spec, name, {width_of(d, widths) for d in (spec.head_dim, spec.value_dim)}
+        )
+    if (rows := spec.documents or spec.batch) > GRID_LIMIT:
+        yield f"batch={rows}: {NAME} launches at most {GRID_LIMIT} rows"
+    if spec.deterministic and spec.needs_backward:
+        width = max(spec.head_dim, spec.value_dim)
+        if width > 192:
+            yield f"backward: deterministic=True with head_dim={width}: {NAME} has none above 192"
+        if ORDERED in without:
+            why = "before late 2025 it ignored the flag, or lost count of windows, documents and grouped heads"
+            yield f"backward: deterministic=True: {name} is not known to keep it; {why}"
+
+
+def probe() -> str:
+    """The installed package and its version, once its operators are there."""
+    return operators().build
+
+
+@cached_once
+def build() -> Build:
+    """What the installed build lacks, by calling it: about a dozen tiny kernels on the current device."""
+    name, plain, reduced = operators().build, partial(averages, _forward), partial(averages, _fp8_forward)
+    head_dims = tuple(width for width in WIDTHS if runs(plain, width))
+    if not head_dims:
+        raise RuntimeError(f"{name}: none of its kernels runs on this GPU")
+    trials: dict[str, tuple[Any, dict[str, Any]]] = {
+        "float16": (plain, {"dtype": "float16"}),
+        "window": (plain, {"window": (3, 1)}),
+        "softcap": (plain, {"softcap": 30.0}),
+        "packed": (plain, {"documents": 1}),
+        "paged": (plain, {"documents": 1, "paged": PagedKV(num_pages=1, page_size=TOKENS, width=1)}),
+        "fp8": (reduced, {}),
+        "backward": (partial(differentiates, _forward, _backward), {}),
+    }
+    lacking = [word for word, (trial, fields) in trials.items() if not runs(trial, head_dims[0], **fields)]
+    if len(operators().backward._schema.returns) != 5:  # it returned the gradients, too, until after it kept order
+        lacking.append(ORDERED)
+    return Build(name, tuple(lacking), head_dims=() if head_dims == WIDTHS else head_dims)
+
+
+@lru_cache(maxsize=4096)
+def lower(spec: AttentionSpec) -> dict[str, Any]:
+    """The operators' own arguments, tensors apart, of both directions."""
+    edge = band(spec)
+    lengths = {"max_seqlen_q": spec.max_len_q, "max_seqlen_k": spec.max_len_k} if spec.packed else {}
+    return {
+        **lengths,
+        "softmax_scale": spec.scale,
+        "is_causal": edge.left is None and edge.right == 0,
+        "window_size_left": -1 if edge.left is None else edge.left,
+        "window_size_right": -1 if edge.right is None else edge.right,
+        "softcap": spec.softcap or 0.0,
+        **forward_tiles(spec),
+        "deterministic": spec.deterministic,
+    }
+
+
+@lru_cache(maxsize=4096)
+def _plan(spec: AttentionSpec, direction: str) -> Plan:
+    settings = {name: value for name, value in lower(spec).items() if name not in ONE_DIRECTION[direction]}
+    return plan(getattr(operators(), direction)._schema, settings)
+
+
+def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
+    """See ``Backend.forward``."""
+    return rewrites.forward(KERNEL, spec, inputs, into)
+
+
+def backward(
+    spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any, into: Any = None
+) -> Gradients:
+    """See ``Backend.backward``."""
+    return rewrites.backward(KERNEL, spec, inputs, out, lse, dout, dlse, into)
+
+
+def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
+    if spec.paged is not None:
+        return flash_paged.flash3(spec, inputs, into, operators().forward, _plan(spec, "forward"))
+    tensors = {"q": readable(inputs.q), "k": readable(inputs.k), "v": readable(inputs.v)}
+    return _run_forward(spec, inputs, tensors, None if into is None else writable(into[0]))
+
+
+def _fp8_forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
+    """The kernel writes bfloat16 whatever it reads, and float16 is made of that."""
+    import torch
+
+    tensors: dict[str, Any] = {}
+    with torch.no_grad():
+        for name, offsets in zip("qkv", (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.cu_seqlens_k)):
+            rounded, factors = quantised(getattr(inputs, name), spec.num_kv_heads, offsets)
+            tensors |= {name: readable(rounded), f"{name}_descale": factors}
+    native = spec.dtype == "bfloat16"
+    out, lse = _run_forward(spec, inputs, tensors, writable(into[0]) if native and into is not None else None)
+    return out if native else out.to(inputs.q.dtype), lse
+
+
+def _run_forward(spec: AttentionSpec, inputs: Inputs, tensors: dict[str, Any], out: Any) -> tuple[Any, Any]:
+    import torch
+
+    arguments = _plan(spec, "forward").filled(**tensors, **_offsets(spec, inputs), out=out)
+    with torch.no_grad():  # an operator without a derivative would still leave a node that warns
+        made, lse, *_ = operators().forward(*arguments)
+    return made if out is None else out, lse
+
+
+def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any) -> Gradients:
+    import torch
+
+    names = ("dout", "q", "k", "v", "out")
+    tensors = dict(zip(names, map(readable, (dout, inputs.q, inputs.k, inputs.v, out))))
+    wanted = (None, None, None) if into is None else map(writable, into[:3])
+    made = [  # given, for what the operator returns differs between builds
+        torch.empty(like.shape, dtype=like.dtype, device=like.device) if buffer is None else buffer
+        for buffer, like in zip(wanted, inputs[:3])
+    ]
+    tensors |= dict(zip(("dq", "dk", "dv"), made))
+    arguments = _plan(spec, "backward").filled(**tensors, **_offsets(spec, inputs), softmax_lse=lse.contiguous())
+    with torch.no_grad():
+        operators().backward(*arguments)
+    return Gradients(*made)
+
+
+def _offsets(spec: AttentionSpec, inputs: Inputs) -> dict[str, Any]:
+    if not spec.packed:
+        return {}
+    return {"cu_seqlens_q": inputs.cu_seqlens_q.contiguous(), "cu_seqlens_k": inputs.cu_seqlens_k.contiguous()}
+
+
+def width_of(dim: int, head_dims: tuple[int, ...], multiple: int = 8) -> int:
+    """The head dimension to run ``dim`` at: the next multiple, or a width whose kernel the build has in its place."""
+    width = -(-dim // multiple) * multiple
+    native = next((kernel for kernel in WIDTHS if kernel >= width), width)
+    if not head_dims or native in head_dims:
+        return width
+    return next((kernel for kernel in head_dims if kernel > width), width)
+
+
+VARIANTS = {"flash3_fp8": "fp8"}
+
+
+def variant(word: str) -> SimpleNamespace:
+    """What "fp8" names, the forward on e4m3 inputs, under a backend's contract; ValueError for any other word."""
+    if word != "fp8":
+        raise ValueError(f"{word!r}: {NAME} has one variant, 'fp8'")
+    claims = replace(FORWARD, kernel=f"{NAME} for e4m3", lse_gradient=False, paged=False, approximate=True)
+    shared = {"FRAMEWORK": FRAMEWORK, "REQUIRES": REQUIRES, "WRITES_INTO": True, "probe": probe, "build": _fp8_build}
+    functions = {"refuses": _fp8_refuses, "lower": lower, "forward": _fp8, "backward": _no_backward}
+    return SimpleNamespace(FORWARD=claims, BACKWARD=None, **shared, **functions)
+
+
+def _fp8_build() -> Build:
+    found = build()
+    if "fp8" in found.without:
+        raise RuntimeError(f"{found.name} was built without fp8")
+    return found
+
+
+def _fp8_refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
+    return refuses(replace(spec, dtype="bfloat16"), device, build)  # it needs no float16 kernel for float16 inputs
+
+
+def _fp8(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
+    return rewrites.forward(FP8, spec, inputs, into)
+
+
+def _no_backward(*_: Any) -> Gradients:
+    raise NotImplementedError(f"backward: {NAME} for e4m3 has no gradient")
+
+
+KERNEL = rewrites.Kernel(_forward, _backward, lambda dim: width_of(dim, build().head_dims))
+FP8 = KERNEL._replace(forward=_fp8_forward, width=lambda dim: width_of(dim, build().head_dims, 16))

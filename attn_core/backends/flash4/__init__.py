@@ -1,0 +1,1 @@
+"""flash4: FlashAttention-4 (CuTe DSL)."""

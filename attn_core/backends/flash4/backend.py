@@ -1,0 +1,255 @@
+"""FlashAttention-4: the CuTe DSL kernels of flash-attn-4, compiled for the call when it first runs (about 2 s each).
+
+Proven on sm90 (Hopper). On sm100 (Blackwell) it is claimed as upstream's sources and tests say, up to head_dim 128, and
+was not run. Limits: no mask, bias, ALiBi or dropout. Sinks and the widths below are ``shared.rewrites``; the
+gradient of the log-sum-exp is the kernel's own. Softcap runs through ``softcap.py``, not ``softcap=``.
+
+Conventions put right: causal and windows become distances from the bottom-right diagonal, None where nothing is hidden
+(-1 would be the distance -1). Rows that see no key give out 0, log-sum-exp -inf and gradients 0 in the kernel itself,
+whose ``learnable_sink`` would make their log-sum-exp the sink. On sm90 the backward writes its dq in widths of 16 and
+reads it in widths of 32 (or 64): it is given no width on which the two differ. dq, and dk and dv of grouped heads, are
+summed by atomics unless ``deterministic``. A NaN or Inf in a document can reach the document before it, because the
+last tile of one holds the first tokens of the next, with weight 0.
+
+Nothing here synchronises, and no graph is recorded: the kernels are given detached tensors. A call costs about 60 µs of
+Python, nearly all in ``flash_attn.cute.interface``, which builds the key of the compiled kernel anew for every call.
+Keys and values in pages: ``attn_core.backends.flash4.paged``.
+Upstream: flash-attn-4 >= 4.0.0b30; its sources were read at b30 and b36.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, lru_cache
+from typing import Any
+
+from attn_core.backends.flash4 import paged, versions
+from attn_core.backends.flash4.operands import spread, window, writable
+from attn_core.backends.shared import dry_run, first_call, kernel_limits, rewrites
+from attn_core.backends.shared.kernel_programs import Program
+from attn_core.backends.support import Build, Support
+from attn_core.call.masks import band
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs
+
+FRAMEWORK = "torch"
+REQUIRES = "flash-attn-4>=4.0.0b30"
+
+FORWARD = Support(
+    kernel="FlashAttention-4",
+    devices=("sm90", "sm100"),
+    dtypes=("bfloat16", "float16"),
+    max_head_dim=256,
+    value_dim=True,
+    grouped_heads=True,
+    alignments=("bottom_right", "top_left"),
+    causal=True,
+    window=True,
+    softcap=True,
+    sinks=True,
+    packed=True,
+    deterministic=True,
+    lse=True,
+    partial=True,
+    lse_gradient=True,
+    paged=True,
+)
+BACKWARD = replace(FORWARD, paged=False)
+WRITES_INTO = True
+
+
+def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
+    """Top-left bands of packed documents, more rows or heads than a grid has, widths over 128 on sm100, some pages."""
+    reasons = [*kernel_limits.grid(spec, FORWARD.kernel, spec.batch)]
+    if spec.paged is not None:
+        reasons += paged.refusals(spec, device, FORWARD.kernel)
+    edge, widest = band(spec), max(spec.head_dim, spec.value_dim)
+    if spec.packed and spec.alignment == "top_left" and (edge.left is not None or edge.right is not None):
+        reasons.append(
+            f"alignment=top_left with causal={spec.causal}, window={spec.window} and packed documents: "
+            "FlashAttention-4 is bottom-right in each document"
+        )
+    if device == "sm100" and 128 < widest <= 256:
+        reasons.append(f"head_dim={widest}: FlashAttention-4 on sm100 is not claimed above 128")
+    return tuple(reasons)
+
+
+def probe() -> str:
+    """The version of flash-attn-4, once its kernels import; see ``flash4_versions.installed`` for what it raises."""
+    found = versions.installed()
+    _kernels()
+    return found
+
+
+def build() -> Build | None:
+    """See ``flash4_versions.build``."""
+    return versions.build()
+
+
+@lru_cache(maxsize=4096)
+def lower(spec: AttentionSpec) -> dict[str, Any]:
+    """The kernel's keywords for "forward" and "backward", and the softcap whose score functions go with them."""
+    left, right = window(spec)
+    causal = left is None and right == 0
+    both = {
+        "causal": causal,
+        "window_size_left": left,
+        "window_size_right": None if causal else right,
+        "max_seqlen_q": spec.max_len_q,
+        "max_seqlen_k": spec.max_len_k,
+    }
+    scale = spec.scale or 1.0  # never None in a spec
+    return {
+        "forward": {"softmax_scale": scale / (spec.softcap or 1.0), **both},
+        "backward": {"softmax_scale": scale, "deterministic": spec.deterministic, **both},
+        "softcap": spec.softcap,
+    }
+
+
+@cache
+def _kernels() -> tuple[Any, Any]:
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    return _flash_attn_fwd, _flash_attn_bwd
+
+
+def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
+    """See ``Backend.forward``. Raises RuntimeError where a CUDA graph would have to capture the compilation."""
+    kernel = _kernel(spec, gradient=False)
+    return first_call.run(
+        _key(spec, "forward", inputs.q),
+        lambda: rewrites.forward(kernel, spec, inputs, into),
+        lambda: f"the flash4 forward of ({spec})",
+        *(() if spec.paged is None else ("run the same call once before the capture",)),
+    )
+
+
+def backward(
+    spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any, into: Any = None
+) -> Gradients:
+    """See ``Backend.backward``, and ``forward`` for the error."""
+    kernel = _kernel(spec, gradient=True)
+    return first_call.run(
+        _key(spec, "backward" if dlse is None else "backward of out and lse", inputs.q),
+        lambda: rewrites.backward(kernel, spec, inputs, out, lse, dout, dlse, into),
+        lambda: f"the flash4 backward of ({spec})",
+    )
+
+
+def warm_up(spec: AttentionSpec) -> None:
+    """Compiles what the call needs, by running it on zeros of its shapes on the current CUDA device."""
+    inputs = dry_run.zeros(spec)
+    out, lse = forward(spec, inputs)
+    if spec.needs_backward:
+        for dlse in (None, lse) if spec.return_lse else (None,):
+            backward(spec, inputs, out, lse, out, dlse)
+
+
+def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
+    """Why there is no ``program`` of a call that the backend takes: what torch operations do around the kernels."""
+    reasons = [] if device == "sm90" else [f"{device}: proven on sm90 alone"]
+    if spec.paged is not None:
+        reasons.append("keys and values in pages: torch operations make tables safe before the kernel")
+    if spec.sinks:
+        reasons.append("sinks: added by torch operations behind the kernel")
+    if any(_kernel(spec, gradient).pads(spec) for gradient in ({False, spec.needs_backward})):
+        reasons.append(f"head_dim={spec.head_dim}, value_dim={spec.value_dim}: padded by torch operations")
+    return tuple(reasons)
+
+
+@lru_cache(maxsize=1024)
+def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> Program:
+    """The kernels of a call that ``program_refuses`` says nothing against, and the buffers between them.
+
+    Operands are the fields of ``Inputs``; in a backward also out, lse, dout, and ``with_dlse`` dlse, 0 in rows that see
+    no key. Compiles nothing. Raises Unrecordable where flash-attn-4 is not as it was when this was proven.
+    """
+    from attn_core.backends.flash4 import program as flash4_program
+
+    def run(kernels: Any, inputs: Inputs, others: dict[str, Any]) -> None:
+        if direction == "forward":
+            _forward(spec, inputs, (others["out"], others["lse"]), kernels)
+        else:
+            out, lse, dout, *places = (others[name] for name in ("out", "lse", "dout", "dq", "dk", "dv"))
+            _gradients(spec, inputs, out, lse, dout, Gradients(*places), others.get("dlse"), kernels)
+
+    return flash4_program.program(spec, direction, with_dlse, run)
+
+
+@lru_cache(maxsize=4096)
+def _key_of(spec: AttentionSpec) -> AttentionSpec:
+    """What compiled code depends on, and more: its key is dtype, group, widths, and some facts about the lengths."""
+    return replace(spec, scale=1.0, needs_backward=False, return_lse=False)
+
+
+def _key(spec: AttentionSpec, half: str, q: Any) -> tuple[AttentionSpec, str, int]:
+    return _key_of(spec), half, q.device.index
+
+
+@lru_cache(maxsize=4096)
+def _arguments(spec: AttentionSpec, half: str) -> dict[str, Any]:
+    how = lower(spec)
+    if how["softcap"] is None:
+        return how[half]
+    from attn_core.backends.flash4.softcap import score_functions
+
+    functions = score_functions(how["softcap"])
+    if half == "forward":
+        return {**how[half], "score_mod": functions.forward}
+    return {**how[half], "score_mod": functions.again, "score_mod_bwd": functions.gradient}
+
+
+def _forward(spec: AttentionSpec, inputs: Any, into: Any, kernels: Any = None) -> tuple[Any, Any]:
+    if spec.paged is not None:
+        return paged.forward(spec, inputs, into, _kernels()[0], _arguments(spec, "forward"))
+    out, lse = (None, None) if into is None else map(writable, into)
+    found = (kernels or _kernels())[0](
+        *map(spread, inputs[:3]),
+        cu_seqlens_q=inputs.cu_seqlens_q,
+        cu_seqlens_k=inputs.cu_seqlens_k,
+        return_lse=True,
+        out=out,
+        lse=lse,
+        **_arguments(spec, "forward"),
+    )
+    return found[0], found[1]
+
+
+def _backward(
+    spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any, dlse: Any = None
+) -> Gradients:
+    if dlse is not None:  # in rows that see nothing it has weight 0, whatever it is
+        dlse = dlse.masked_fill(lse == -float("inf"), 0.0)
+    return _gradients(spec, inputs, out, lse, dout, into, dlse, _kernels())
+
+
+def _gradients(
+    spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any, dlse: Any, kernels: Any
+) -> Gradients:
+    dq, dk, dv = (None, None, None) if into is None else map(writable, into[:3])
+    found = kernels[1](
+        *map(spread, (*inputs[:3], out, dout)),
+        lse,
+        cu_seqlens_q=inputs.cu_seqlens_q,
+        cu_seqlens_k=inputs.cu_seqlens_k,
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        dlse=dlse,
+        **_arguments(spec, "backward"),
+    )
+    return Gradients(*found[:3])
+
+
+def _backward_width(dim: int) -> int:
+    return -(-dim // 32) * 32 if dim <= 128 else -(-dim // 64) * 64
+
+
+@lru_cache(maxsize=4096)
+def _kernel(spec: AttentionSpec, gradient: bool) -> rewrites.Kernel:
+    """The halves with the widths of one of them. Values narrower than queries are not padded where the kernel is tuned
+    for that: head_dim in (128, 192] with value_dim up to 128, except in the backward of grouped heads, which has none.
+    """
+    apart = 128 < spec.head_dim <= 192 and spec.value_dim <= 128 and not (gradient and spec.group_size > 1)
+    width = _backward_width if gradient else lambda dim: -(-dim // 8) * 8
+    return rewrites.Kernel(_forward, _backward, width, same_width=not apart, lse_gradient=True)

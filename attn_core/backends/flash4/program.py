@@ -1,0 +1,212 @@
+"""FlashAttention-4's calls as programs, which XLA can run by itself: the kernels in their order, and their buffers.
+
+Made from what ``flash4_recorder`` notes of one call. Numbers become constants of the compiled code, so that a step
+takes nothing but buffers. With FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 what was compiled is kept on disk, as
+flash-attn-4 keeps its own. Upstream: flash-attn-4 4.0.0b36 with nvidia-cutlass-dsl 4.8; what does not look as there is
+Unrecordable.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import warnings
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+from attn_core.backends.flash4.recorder import Call, Recorder
+from attn_core.backends.shared import dry_run
+from attn_core.backends.shared.cached_once import cached_once
+from attn_core.backends.shared.kernel_programs import RESULTS, SCRATCH, Buffer, Program, Step, Unrecordable
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Inputs
+
+ALLOCATES = ("aten.empty", "aten.new_empty", "aten.detach", "prim.")
+ZEROS = ("aten.zeros", "aten.new_zeros")
+PACKAGES = ("flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-ffi")
+
+Run = Callable[[Any, Inputs, dict[str, Any]], None]
+
+
+def program(spec: AttentionSpec, direction: str, with_dlse: bool, run: Run) -> Program:
+    """The program of a call.
+
+    Args:
+        run: does the call, given flash-attn-4's entry points, its inputs, and the other tensors by name.
+
+    Raises:
+        Unrecordable: where something happens between the kernels, or they are not given plain buffers.
+    """
+    with Recorder() as notes:
+        inputs, others = dry_run.zeros(spec), _tensors(spec, direction, with_dlse)
+        notes.watch()
+        run(notes.kernels, inputs, others)
+        given = {name: tensor for name, tensor in zip(Inputs._fields, inputs, strict=True) if tensor is not None}
+        return _assembled(notes, {**given, **others}, direction)
+
+
+def _assembled(notes: Recorder, named: dict[str, Any], direction: str) -> Program:
+    """The program of what was noted, given the tensors of operands and results by name."""
+    zeros = _zeros(notes.operations)
+    buffers: dict[Any, Buffer] = {
+        _memory(tensor): _buffer(tensor, name, tensor.shape) for name, tensor in named.items()
+    }
+    results = {_memory(named[name]) for name in RESULTS[direction]}
+    written = {place for place in buffers if place not in results}
+    operands = frozenset(written)
+    steps = []
+    for call in notes.calls:
+        tensors = [value for value in call.arguments if _is_tensor(value)]
+        for tensor in tensors:
+            found = buffers.setdefault(_memory(tensor), _buffer(tensor, SCRATCH, tensor.shape, zeros))
+            if found.shape != tuple(tensor.shape):
+                raise Unrecordable(f"a kernel sees {found} as {list(tensor.shape)}")
+        places = [_memory(tensor) for tensor in tensors]
+        written |= {place for place in places if buffers[place].zeros}
+        numbers = {place: number for number, place in enumerate(buffers)}
+        reads = tuple(dict.fromkeys(numbers[place] for place in places if place in written))
+        writes = tuple(dict.fromkeys(numbers[place] for place in places if place not in operands))
+        steps.append(_step(call, [numbers[place] for place in places], reads, writes))
+        written |= set(places)
+    if not results <= written:
+        raise Unrecordable("its results are not written into the buffers that it was given")
+    return Program(tuple(buffers.values()), tuple(steps))
+
+
+def _step(call: Call, order: list[int], reads: tuple[int, ...], writes: tuple[int, ...]) -> Step:
+    """The step of a call whose tensors are the buffers ``order``."""
+    given = (*reads, *writes)
+    last = {place: slot for slot, place in enumerate(given)}  # of what is updated, the place it is written to
+    slots = [last[place] for place in order]
+    described = [call.kernel.described[at] for at, value in enumerate(call.arguments) if _is_tensor(value)]
+    by_slot = [described[order.index(place)] for place in given]
+    constants = tuple(None if _is_tensor(value) else _constant(value) for value in call.arguments)
+    facts = (call.key, [str(one) for one in by_slot], slots, constants, call.kernel.options)
+    text = repr((_versions(), type(call.kernel.kernel).__qualname__, facts))
+    if re.search(r"\bat 0x|0x[0-9a-f]{8}[0-9a-f]*[1-9a-f]", text):
+        raise Unrecordable(
+            f"what {type(call.kernel.kernel).__name__} is compiled for has no lasting name: {text[:500]}"
+        )
+    target = f"attn_core.flash4.{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+    return Step(target, reads, writes, lambda: _compiled(target, call, slots, by_slot))
+
+
+def _compiled(target: str, call: Call, slots: list[int], described: list[Any]) -> Any:
+    """A ``tvm_ffi.Function`` of tensors alone that launches the kernel on the environment's stream."""
+    import cutlass
+    from cutlass import cute
+
+    if target in _kept():
+        return _function(_kept()[target])
+    kernel, arguments = call.kernel, call.arguments
+
+    def launch(stream: Any, tensors: Any) -> None:
+        places, filled = iter(slots), []
+        for value in arguments:
+            if _is_tensor(value):
+                filled.append(tensors[next(places)])
+            elif isinstance(value, float):
+                filled.append(cutlass.Float32(value))
+            elif isinstance(value, int) and not isinstance(value, bool):
+                filled.append(cutlass.Int32(value))
+            else:
+                filled.append(value)
+        kernel.kernel(*filled, stream)
+
+    with warnings.catch_warnings():  # of an argument that flash-attn-4 leaves empty
+        warnings.filterwarnings("ignore", "Argument aux_data ")
+        compiled = cute.compile(_entry(), launch, kernel.described[-1], *described, options=kernel.options)
+    _kept()[target] = compiled
+    return _function(compiled)
+
+
+def _function(compiled: Any) -> Any:
+    """The TVM-FFI function that compiled code is, or holds where it also takes keywords."""
+    import tvm_ffi
+
+    function = compiled if isinstance(compiled, tvm_ffi.Function) else getattr(compiled, "_tvm_ffi_function", None)
+    if not isinstance(function, tvm_ffi.Function):
+        raise Unrecordable(f"cute.compile gave {type(compiled).__name__}, which holds no TVM-FFI function")
+    return function
+
+
+@cached_once
+def _kept() -> Any:
+    """flash-attn-4's own cache of compiled code: in this process, or on disk where its environment variable says so."""
+    from flash_attn.cute.cache_utils import get_jit_cache  # type: ignore[import-not-found]
+
+    return get_jit_cache("attn_core")
+
+
+@cached_once
+def _entry() -> Any:
+    import cutlass
+    from cutlass import cute
+
+    def entry(launch, stream, *tensors):  # type: ignore[no-untyped-def]
+        launch(stream, tensors)
+
+    entry.__annotations__ = {"launch": cutlass.Constexpr}  # as objects: as text they would be looked up in this module
+    return cute.jit(entry)
+
+
+def _constant(value: Any) -> Any:
+    """A value that becomes part of the compiled code."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if type(value).__name__ == "AuxData" and all(part is None for part in value):
+        return "no AuxData"
+    raise Unrecordable(f"a kernel takes {type(value).__name__} {value!r:.200}")
+
+
+def _zeros(operations: list[tuple[str, Any]]) -> set[Any]:
+    """The memory of tensors that were made as zeros.
+
+    Raises:
+        Unrecordable: for an operation that is neither that, nor an allocation.
+    """
+    zeros = set()
+    for name, found in operations:
+        if name.startswith(ZEROS):
+            zeros.add(_memory(found))
+        elif not name.startswith(ALLOCATES):
+            raise Unrecordable(f"a torch operation, {name}, among its kernels")
+    return zeros
+
+
+def _is_tensor(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)
+
+
+def _memory(tensor: Any) -> Any:
+    """What tells a tensor's memory from another's."""
+    return tensor.untyped_storage()._cdata
+
+
+def _buffer(tensor: Any, name: str, shape: Any, zeros: Any = ()) -> Buffer:
+    if not tensor.is_contiguous() or tensor.storage_offset():
+        raise Unrecordable(f"a kernel is given a view of {name}: {list(tensor.shape)}, strides {tensor.stride()}")
+    return Buffer(name, tuple(shape), str(tensor.dtype).removeprefix("torch."), _memory(tensor) in zeros)
+
+
+@cached_once
+def _versions() -> tuple[str, ...]:
+    return tuple(f"{name} {metadata.version(name)}" for name in PACKAGES)
+
+
+def _tensors(spec: AttentionSpec, direction: str, with_dlse: bool) -> dict[str, Any]:
+    """What a call has beside its ``Inputs``, by name: what a forward writes; what a backward reads and writes."""
+    import torch
+
+    query, key, value = dry_run.shapes(spec)
+    wide, narrow = spec.dtype, "float32"
+    shapes = {"out": (spec.out_shape, wide), "lse": (spec.lse_shape, narrow)}
+    if direction == "backward":
+        shapes |= {"dout": (spec.out_shape, wide)} | ({"dlse": (spec.lse_shape, narrow)} if with_dlse else {})
+        shapes |= {"dq": (query, wide), "dk": (key, wide), "dv": (value, wide)}
+    return {
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device="cuda") for name, (shape, dtype) in shapes.items()
+    }

@@ -1,0 +1,1 @@
+"""flex: FlexAttention, one file for CPUs and one for GPUs."""

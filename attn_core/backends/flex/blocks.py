@@ -1,0 +1,180 @@
+"""Block tables: which blocks of 128 x 128 scores FlexAttention computes, without a q_len x kv_len array.
+
+What a row sees, band and document together, is one interval of keys; what sees a key is one interval of rows. A block
+of rows therefore needs one range of key blocks, the blocks inside which every row sees every key are a range within
+that one, and both come from minima and maxima over the block's rows. A caller's mask is reduced to blocks once.
+Source: the layout of ``torch.nn.attention.flex_attention.BlockMask``.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from attn_core.backends.flex.functions import FAR, Edges, Places
+from attn_core.call.masks import Band, band
+from attn_core.call.spec import AttentionSpec
+
+BLOCK = 128
+"""Rows and columns of a block: FlexAttention's default."""
+
+
+class Table(NamedTuple):
+    """For each block along one side, the blocks of the other that it meets.
+
+    partial_count, full_count: int32 ``[batch or 1, heads or 1, blocks]``; partial, full: int32 with one axis more,
+    ``[..., width]``, of which the first count are meant. In full blocks nothing is hidden.
+    """
+
+    partial_count: Any
+    partial: Any
+    full_count: Any
+    full: Any
+
+
+class Intervals(NamedTuple):
+    """What each row sees, or each key is seen by: ``[start, stop)`` on the other side; int32 ``[tokens]``."""
+
+    start: Any
+    stop: Any
+
+
+def blocks(tokens: int) -> int:
+    """How many blocks cover a number of tokens."""
+    return -(-tokens // BLOCK)
+
+
+@lru_cache(maxsize=4096)
+def widths(spec: AttentionSpec) -> tuple[int, int]:
+    """The most key blocks that a row block can need, and the most row blocks that a key block can need."""
+    if spec.packed or spec.mask_shape is not None:
+        return blocks(spec.kv_len), blocks(spec.q_len)
+    rows = band(spec)
+    keys = Band(rows.right, rows.left, -rows.offset)
+    return _width(rows, spec.q_len, spec.kv_len), _width(keys, spec.kv_len, spec.q_len)
+
+
+def _width(edge: Band, tokens: int, others: int) -> int:
+    ranges = (edge.keys_of(first, min(first + BLOCK, tokens) - 1, others) for first in range(0, tokens, BLOCK))
+    return max(1, *(blocks(stop) - start // BLOCK for start, stop in ranges))
+
+
+def dense_intervals(edge: Edges, q_len: int, kv_len: int, device: Any) -> tuple[Intervals, Intervals]:
+    """The keys that each row sees, and the rows that see each key, in a call that is one document."""
+    import torch
+
+    rows, keys = (torch.arange(length, device=device, dtype=torch.int32) for length in (q_len, kv_len))
+    return (
+        _interval(rows + edge.offset, 0, kv_len, edge.left, edge.right),
+        _interval(keys - edge.offset, 0, q_len, edge.right, edge.left),
+    )
+
+
+def packed_intervals(
+    edge: Edges, where: Places, cu_seqlens_q: Any, cu_seqlens_k: Any, bottom_right: bool
+) -> tuple[Intervals, Intervals]:
+    """The same for packed documents, whose offsets stay on the device."""
+    documents = cu_seqlens_q.shape[0] - 1
+    offsets = cu_seqlens_k.diff() - cu_seqlens_q.diff() if bottom_right else cu_seqlens_q.diff() * 0
+
+    def interval(of: Any, anchor: Any, cu_seqlens: Any, others: int, before: Any, after: Any) -> Intervals:
+        inside = (of >= 0) & (of < documents)
+        own = of.clamp(0, documents - 1)
+        start, stop = (cu_seqlens[at].clamp(0, others) * inside for at in (own, own + 1))
+        return _interval(anchor(own) + start, start, stop, before, after)
+
+    return (
+        interval(where.of_query, lambda _: where.at_query, cu_seqlens_k, where.at_key.shape[0], edge.left, edge.right),
+        interval(
+            where.of_key,
+            lambda own: where.at_key - offsets[own],
+            cu_seqlens_q,
+            where.at_query.shape[0],
+            edge.right,
+            edge.left,
+        ),
+    )
+
+
+def _interval(anchor: Any, start: Any, stop: Any, before: Any, after: Any) -> Intervals:
+    """``[anchor - before, anchor + after]`` cut to ``[start, stop)``; numbers or int32 tensors."""
+    import torch
+
+    first, last = anchor - before, anchor + after + 1
+    if isinstance(start, int):
+        return Intervals(first.clamp(start, stop), last.clamp(start, stop))
+    return Intervals(torch.maximum(first, start), torch.minimum(last, stop))
+
+
+def table(seen: Intervals, others: int, width: int) -> Table:
+    """The table of one side from its intervals; ``others`` tokens on the other side."""
+    import torch
+
+    first, stop, full_first, full_stop = _ranges(seen, others)
+    step = torch.arange(width, device=first.device, dtype=torch.int32)
+    full = full_first[:, None] + step
+    partial = first[:, None] + step  # the blocks before the full ones, then those behind
+    partial = torch.where(partial >= full_first[:, None], partial + (full_stop - full_first)[:, None], partial)
+    counts = (stop - first) - (full_stop - full_first), full_stop - full_first
+    top = blocks(others) - 1
+    tables = (counts[0], partial.clamp(max=top), counts[1], full.clamp(max=top))
+    return Table(*(values.to(torch.int32)[None, None] for values in tables))
+
+
+def _ranges(seen: Intervals, others: int) -> tuple[Any, Any, Any, Any]:
+    """By block: the first and last key block met, and the first and last full one; half open, int32 ``[blocks]``."""
+    import torch
+
+    length = seen.start.shape[0]
+    missing = blocks(length) * BLOCK - length
+    empty = seen.stop <= seen.start
+
+    def by_block(values: Any, neutral: int) -> Any:  # [tokens] -> [blocks, BLOCK]
+        return torch.nn.functional.pad(values, (0, missing), value=neutral).view(-1, BLOCK)
+
+    lowest = by_block(torch.where(empty, FAR, seen.start), FAR).amin(1)
+    highest = by_block(torch.where(empty, 0, seen.stop), 0).amax(1)
+    first, stop = lowest // BLOCK, (highest + BLOCK - 1) // BLOCK
+    first = torch.minimum(first, stop)  # where no row of the block sees anything
+    full_first = (by_block(seen.start, 0).amax(1) + BLOCK - 1) // BLOCK
+    full_stop = by_block(seen.stop, FAR).amin(1) // BLOCK
+    some = full_first < full_stop
+    return first, stop, torch.where(some, full_first, stop), torch.where(some, full_stop, stop)
+
+
+def masked_tables(seen: Intervals | None, mask: Any, q_len: int, kv_len: int) -> tuple[Table, Table]:
+    """Both tables of a call with a mask ``[batch, heads, q_len, kv_len]``, any of them 1, on top of the intervals."""
+    import torch
+
+    some, every = _mask_blocks(mask)
+    if seen is not None:
+        first, stop, full_first, full_stop = (edge[:, None] for edge in _ranges(seen, kv_len))
+        column = torch.arange(blocks(kv_len), device=mask.device)
+        some = some & (column >= first) & (column < stop)
+        every = every & (column >= full_first) & (column < full_stop)
+    shape = (*mask.shape[:2], blocks(q_len), blocks(kv_len))
+    full, partial = every.expand(shape), (some & ~every).expand(shape)
+    return _ordered(partial, full), _ordered(partial.transpose(2, 3), full.transpose(2, 3))
+
+
+def _mask_blocks(mask: Any) -> tuple[Any, Any]:
+    """Whether a mask shows some of a block, and all of it: bool, with blocks for rows and keys, and 1 for 1."""
+    import torch
+
+    heights = [1 if length == 1 else BLOCK for length in mask.shape[2:]]
+    missing = [-length % height for length, height in zip(mask.shape[2:], heights)]
+    padded = torch.nn.functional.pad(mask, (0, missing[1], 0, missing[0]), value=False)
+    # [batch, heads, q_len, kv_len] -> [batch, heads, blocks, rows, blocks, keys]
+    tiles = padded.unflatten(2, (-1, heights[0])).unflatten(4, (-1, heights[1]))
+    return tiles.any(5).any(3), tiles.all(5).all(3)
+
+
+def _ordered(partial: Any, full: Any) -> Table:
+    """Boolean block matrices ``[batch, heads, blocks, others]`` as counts and the numbers of the blocks, in order."""
+    import torch
+
+    found = []
+    for present in (partial, full):
+        numbers = torch.argsort(present.to(torch.int32), dim=-1, descending=True, stable=True)
+        found += [present.sum(-1, dtype=torch.int32), numbers.to(torch.int32).contiguous()]
+    return Table(*found)

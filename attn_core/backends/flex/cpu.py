@@ -1,0 +1,201 @@
+"""FlexAttention on the CPU: the spec as a score function and a mask function. Forward only.
+
+Limits: no gradient and no dropout. The fused CPU kernel (``torch.compile`` of flex_attention) has no log-sum-exp
+output and no float64, so the eager form serves: it writes out the whole score matrix, which MAX_SCORES bounds. Packed
+documents run one after another, so that a NaN in one cannot reach another; inside a document, or a batch row, a NaN or
+Inf in v reaches every query. bfloat16 and float16 round the softmax weights before they meet v.
+Sinks are an epilogue: ``out * sigmoid(lse - sink)`` and ``logaddexp(lse, sink)``.
+Upstream: ``torch.nn.attention.flex_attention``, torch 2.11 to 2.15; its log-sum-exp is natural, as ours.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, NamedTuple
+
+from attn_core.backends.flex import functions
+from attn_core.backends.shared.split_documents import documents
+from attn_core.backends.support import Build, Support
+from attn_core.call.masks import Band, band
+from attn_core.call.spec import DTYPES, AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs
+
+FRAMEWORK = "torch"
+REQUIRES = "torch>=2.11"
+
+FORWARD = Support(
+    kernel="FlexAttention on CPU",
+    devices=("cpu",),
+    dtypes=DTYPES,
+    value_dim=True,
+    grouped_heads=True,
+    alignments=("bottom_right", "top_left"),
+    causal=True,
+    window=True,
+    softcap=True,
+    mask=True,
+    bias=True,
+    alibi=True,
+    sinks=True,
+    packed=True,
+    deterministic=True,
+    lse=True,
+)
+BACKWARD = None
+
+MAX_SCORES = 2**26
+"""Elements of the score matrix ``[batch, heads, q_len, kv_len]`` that the eager form may write; 256 MiB in float32."""
+
+
+def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
+    """A score matrix over MAX_SCORES."""
+    q_len = spec.q_len if spec.max_len_q is None else spec.max_len_q
+    kv_len = spec.kv_len if spec.max_len_k is None else spec.max_len_k
+    scores = spec.batch * spec.num_heads * q_len * kv_len
+    if scores <= MAX_SCORES:
+        return ()
+    where = f"q_len {q_len} and kv_len {kv_len} with batch {spec.batch} and {spec.num_heads} heads"
+    return (f"{where}: FlexAttention on CPU writes out {scores} scores, more than MAX_SCORES ({MAX_SCORES})",)
+
+
+def probe() -> str:
+    """torch's version, once FlexAttention's symbols are there."""
+    import torch
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+    _ = (AuxRequest, create_block_mask, flex_attention)
+    return torch.__version__
+
+
+def lower(spec: AttentionSpec) -> dict[str, Any]:
+    """flex_attention's own scale and enable_gqa, and what its score and mask functions are made of, in order."""
+    score = {"softcap": spec.softcap, "bias": spec.bias_shape, "alibi": spec.alibi_shape}
+    mask = {"band": spec.causal or spec.window != (None, None), "mask": spec.mask_shape}
+    return {
+        "scale": spec.scale,
+        "enable_gqa": spec.group_size > 1,
+        "score": tuple(name for name, used in score.items() if used),
+        "mask": tuple(name for name, used in mask.items() if used),
+    }
+
+
+def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+    """See ``Backend.forward``. The log-sum-exp is float32, or float64 for float64 inputs."""
+    import torch
+
+    # flex_attention's tracer keeps what it is given alive; a caller's buffers must not outlive the call.
+    inputs = Inputs(*(None if tensor is None else tensor.clone() for tensor in inputs))
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.autocast("cpu", enabled=False))  # flex_attention would cast q, k, v to its dtype
+        stack.enter_context(_vmap_allowed())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        out = inputs.q.new_zeros((spec.batch, spec.q_len, spec.num_heads, spec.value_dim))
+        lse = out.new_full((spec.batch, spec.num_heads, spec.q_len), -torch.inf, dtype=getattr(torch, spec.lse_dtype))
+        for piece in _pieces(spec, inputs):
+            part, part_lse = _attend(spec, inputs, piece)
+            out[:, piece.rows] = part.transpose(1, 2)  # [batch, heads, rows, dim] -> [batch, rows, heads, dim]
+            lse[:, :, piece.rows] = part_lse
+    return (out[0], lse[0]) if spec.packed else (out, lse)
+
+
+def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+    """None: FlexAttention has no gradient on the CPU, and BACKWARD says so."""
+    raise NotImplementedError("backward: FlexAttention on CPU has no gradient")
+
+
+def _vmap_allowed() -> AbstractContextManager[Any]:
+    """Lets ``vmap`` work inside the block, also under a dispatch mode (a counter of flops, a tracer).
+
+    flex_attention is made of vmap, and torch leaves vmap's dispatch keys out of what such a mode runs.
+    """
+    import torch
+
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return nullcontext()
+    for name in ("Batched", "VmapMode", "GradWrapper", "DynamicLayerFrontMode", "DynamicLayerBackMode"):
+        exclude = exclude.remove(getattr(torch._C.DispatchKey, f"FuncTorch{name}"))
+    guard: AbstractContextManager[Any] = torch._C._ForceDispatchKeyGuard(include, exclude)
+    return guard
+
+
+class _Piece(NamedTuple):
+    """The whole call, or one of its documents: its query and key tokens, and its own band."""
+
+    rows: slice
+    keys: slice
+    edge: Band
+
+
+def _pieces(spec: AttentionSpec, inputs: Inputs) -> Iterator[_Piece]:
+    """Pieces that have a query and a key; any other row sees nothing."""
+    if not spec.packed:
+        yield _Piece(slice(0, spec.q_len), slice(0, spec.kv_len), band(spec))
+        return
+    for document in documents(spec, inputs.cu_seqlens_q.numpy(), inputs.cu_seqlens_k.numpy()):
+        yield _Piece(*document, band(spec, *document.lengths))
+
+
+def _attend(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> tuple[Any, Any]:
+    """One call of flex_attention: out ``[batch, heads, rows, value_dim]`` and lse ``[batch, heads, rows]``."""
+    import torch
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+    how = lower(spec)
+    # [batch, length, heads, dim] -> [batch, heads, length, dim]; packed has no batch axis
+    q, k, v = (tensor.detach() for tensor in (inputs.q, inputs.k, inputs.v))  # any that wants a gradient is refused
+    q, k, v = (tensor[None] if spec.packed else tensor for tensor in (q, k, v))
+    q, k, v = (part.transpose(1, 2) for part in (q[:, piece.rows], k[:, piece.keys], v[:, piece.keys]))
+    mask_function = _mask_function(inputs, piece)
+    block_mask = None
+    if mask_function is not None:
+        batch, heads = (None, None) if spec.mask_shape is None else (spec.batch, spec.num_heads)
+        block_mask = create_block_mask(mask_function, batch, heads, q.shape[2], k.shape[2], device="cpu")
+    out, extra = flex_attention(
+        q,
+        k,
+        v,
+        score_mod=_score_function(spec, inputs, piece),
+        block_mask=block_mask,
+        scale=how["scale"],
+        enable_gqa=how["enable_gqa"],
+        return_aux=AuxRequest(lse=True),
+    )
+    lse: Any = extra.lse
+    if not spec.sinks:
+        return out, lse
+    sinks = inputs.sinks.to(lse.dtype)[:, None]  # [heads, 1]
+    gate = torch.sigmoid(lse - sinks)[..., None]
+    empty: Any = lse == -torch.inf
+    out = (out.to(lse.dtype) * gate).masked_fill(empty[..., None], 0.0).to(out.dtype)
+    return out, torch.logaddexp(lse, sinks).masked_fill(empty, -torch.inf)
+
+
+def _mask_function(inputs: Inputs, piece: _Piece) -> Callable[..., Any] | None:
+    """``(batch, head, row, column) -> visible``, each a scalar tensor."""
+    edge = piece.edge
+    mask = functions.reader(_cut(inputs.mask, piece))
+    return functions.mask_function(mask, edge.left, edge.right, functions.distance_function(edge.offset))
+
+
+def _score_function(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> Callable[..., Any] | None:
+    """``(score, batch, head, row, column) -> score`` with softcap, then bias and ALiBi."""
+    import torch
+
+    wide = getattr(torch, spec.lse_dtype)
+    bias = functions.reader(_cut(inputs.bias, piece), wide)
+    slope = functions.slope_reader(inputs.alibi_slopes, wide)
+    distance = functions.distance_function(piece.edge.offset)
+    return functions.score_function(spec.softcap, bias, slope, distance)
+
+
+def _cut(table: Any, piece: _Piece) -> Any:
+    """A mask's or bias's part for the piece: a view ``[batch, heads, rows, keys]``, any of them 1."""
+    if table is None:
+        return None
+    rows = table if table.shape[2] == 1 else table[:, :, piece.rows]
+    return rows if table.shape[3] == 1 else rows[..., piece.keys]

@@ -1,0 +1,163 @@
+"""FlexAttention's score and mask functions, made from a call's tensors, and where each packed token stands.
+
+The functions work on scalar tensors, as FlexAttention calls them: ``score(score, batch, head, row, column)`` and
+``visible(batch, head, row, column)``. They do nothing but arithmetic and reads of tables at their indices, so that
+they can be traced into a kernel and be run under vmap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from attn_core.call.masks import band
+from attn_core.call.spec import AttentionSpec
+
+Reader = Callable[[Any, Any, Any, Any], Any]
+"""(batch, head, row, column) -> a value."""
+
+FAR = 2**30
+"""A distance beyond every token: what stands for "unbounded" where a number is needed; twice it still fits int32."""
+
+
+class Edges(NamedTuple):
+    """A band for devices: ``-left <= distance <= right``, and the offset of the diagonal; int32 scalar tensors or ints.
+
+    The offset is that of a whole row; packed queries stand at positions that already contain their document's own.
+    """
+
+    left: Any
+    right: Any
+    offset: Any
+
+
+class Places(NamedTuple):
+    """Where packed tokens stand, int32: the document of each (-1 and the number of documents for a query and a key in
+    none, which so never meet), and its position in there; that of a query counts along the keys' diagonal.
+    """
+
+    of_query: Any
+    at_query: Any
+    of_key: Any
+    at_key: Any
+
+
+def edges(spec: AttentionSpec) -> Edges:
+    """The band of a spec with numbers for what is unbounded; offset 0 when packed."""
+    left, right, offset = band(spec)
+    return Edges(FAR if left is None else left, FAR if right is None else right, 0 if spec.packed else offset)
+
+
+def distance_function(offset: Any, places: Places | None = None) -> Callable[[Any, Any], Any]:
+    """``(row, column) -> `` how far right of the diagonal the key lies."""
+    if places is None:
+        return lambda row, column: column - (row + offset)
+    return lambda row, column: places.at_key[column] - places.at_query[row]
+
+
+def reader(table: Any, dtype: Any = None) -> Reader | None:
+    """Reads a mask or bias ``[batch, heads, q_len, kv_len]``, any of them 1; None for None.
+
+    Axes of length 1 are dropped, not expanded: what the function captures is no larger than what the caller gave.
+    dtype: of the value that is read, the table's own by default.
+    """
+    if table is None:
+        return None
+    axes = tuple(axis for axis, length in enumerate(table.shape) if length != 1)
+    small = table.reshape([table.shape[axis] for axis in axes] or [1])
+
+    def read(*index: Any) -> Any:
+        kept = tuple(index[axis] for axis in axes) or (index[0] * 0,)
+        value = small[kept]
+        return value if dtype is None else value.to(dtype)
+
+    return read
+
+
+def slope_reader(slopes: Any, dtype: Any) -> Reader | None:
+    """Reads ALiBi slopes ``[heads]`` or ``[batch, heads]``; None for None."""
+    if slopes is None:
+        return None
+    if slopes.dim() == 1:
+        return lambda batch, head, row, column: slopes[head].to(dtype)
+    return lambda batch, head, row, column: slopes[batch, head].to(dtype)
+
+
+def score_function(
+    softcap: float | None, bias: Reader | None, slope: Reader | None, distance: Callable[[Any, Any], Any]
+) -> Callable[..., Any] | None:
+    """``(score, batch, head, row, column) -> score``: softcap, then bias, then ALiBi; None where nothing changes it."""
+    import torch
+
+    if softcap is None and bias is None and slope is None:
+        return None
+
+    def changed(score: Any, batch: Any, head: Any, row: Any, column: Any) -> Any:
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        if bias is not None:
+            score = score + bias(batch, head, row, column)
+        if slope is not None:
+            score = score - slope(batch, head, row, column) * distance(row, column).abs()
+        return score
+
+    return changed
+
+
+def mask_function(
+    mask: Reader | None,
+    left: Any,
+    right: Any,
+    distance: Callable[[Any, Any], Any],
+    places: Places | None = None,
+) -> Reader | None:
+    """``(batch, head, row, column) -> visible`` by documents, band and mask; None where nothing is hidden.
+
+    left, right: the distances that bound the band; None is unbounded.
+    """
+    if mask is None and left is None and right is None and places is None:
+        return None
+
+    def visible(batch: Any, head: Any, row: Any, column: Any) -> Any:
+        tests = []
+        if places is not None:
+            tests.append(places.of_query[row] == places.of_key[column])
+        if left is not None or right is not None:
+            away = distance(row, column)
+            tests += [] if left is None else [away >= -left]
+            tests += [] if right is None else [away <= right]
+        if mask is not None:
+            tests.append(mask(batch, head, row, column))
+        seen = tests[0]
+        for test in tests[1:]:
+            seen = seen & test
+        return seen
+
+    return visible
+
+
+def places(cu_seqlens_q: Any, cu_seqlens_k: Any, q_len: int, kv_len: int, bottom_right: bool) -> Places:
+    """Every token's place from the offsets ``[documents + 1]``, int32, on whatever device they are; nothing is fetched.
+
+    Offsets that lie give places that hide keys or show them, but every index they lead to exists.
+    """
+    import torch
+
+    documents = cu_seqlens_q.shape[0] - 1
+    of_query, at_query = _of_tokens(cu_seqlens_q, q_len)
+    of_key, at_key = _of_tokens(cu_seqlens_k, kv_len)
+    if bottom_right:
+        offsets = cu_seqlens_k.diff() - cu_seqlens_q.diff()
+        at_query = at_query + offsets[of_query.clamp(max=documents - 1)]
+    of_query = torch.where(of_query < documents, of_query, -1)
+    return Places(*(values.to(torch.int32) for values in (of_query, at_query, of_key, at_key)))
+
+
+def _of_tokens(cu_seqlens: Any, tokens: int) -> tuple[Any, Any]:
+    """Each token's document (the number of documents for a token in none) and its position in it, int64 and int32."""
+    import torch
+
+    token = torch.arange(tokens, device=cu_seqlens.device, dtype=torch.int32)
+    # The whole of the offsets, not a view from the second on: a compiled searchsorted may forget where that begins.
+    document = torch.searchsorted(cu_seqlens, token, right=True) - 1
+    return document, token - cu_seqlens[document]

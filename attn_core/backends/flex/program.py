@@ -1,0 +1,211 @@
+"""torch.compile for FlexAttention: one program per signature, so that no number of different calls falls back to eager.
+
+torch's compiler keeps what it compiles on a function's code, gives up after a few variants of one code, and then runs
+uncompiled, which for FlexAttention means the whole score matrix. So every signature has a code object of its own, a
+signature holds all that would make a variant, lengths and batch are symbols in it, and a variant too many raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from hashlib import sha256
+from importlib import import_module
+from threading import RLock
+from types import FunctionType
+from typing import Any, NamedTuple
+
+from attn_core.backends.flex import functions
+from attn_core.backends.flex.blocks import BLOCK, Table
+from attn_core.backends.shared.autograd import differentiable_once
+from attn_core.backends.shared.cached_once import cached_once
+
+TRACING = (("torch.fx.experimental._config", "use_duck_shape", False),)
+"""What torch is told while it traces a program: two lengths that happen to be equal are still two lengths."""
+COMPILING = (
+    # The gradient compiles with its forward, not when autograd's thread first runs it.
+    ("torch._functorch.config", "force_non_lazy_backward_lowering", True),
+    # A backward overwrites nothing that its forward saved; see differentiable_once.
+    ("torch._functorch.config", "donated_buffer", False),
+)
+"""What torch is told while it compiles one, also where it does so again. Of torch 2.11 other threads see it, too."""
+
+
+@contextmanager
+def told(settings: tuple[tuple[str, str, Any], ...]) -> Iterator[None]:
+    """A block in which torch has these settings, as far as its version knows them."""
+    with ExitStack() as stack:
+        for module, name, value in settings:
+            config: Any = import_module(module)
+            if hasattr(config, name):
+                stack.enter_context(config.patch(**{name: value}))
+        yield
+
+
+class Signature(NamedTuple):
+    """What FlexAttention is compiled for, besides the layouts of its tensors.
+
+    Attributes:
+        heads: of q, and of k and v; widths: the head dims that the kernel is given, of q and k, and of v.
+        scale, softcap: as text, because torch's compiler makes symbols of numbers, which the kernel cannot take.
+        score, mask: what the score and mask functions are made of; options: kernel_options.
+        facts: what of the lengths matters, see ``flex_operands.facts``.
+    """
+
+    dtype: str
+    heads: tuple[int, int]
+    widths: tuple[int, int]
+    enable_gqa: bool
+    scale: str
+    softcap: str | None
+    score: tuple[str, ...]
+    mask: tuple[str, ...]
+    options: tuple[tuple[str, Any], ...]
+    facts: tuple[bool, ...]
+
+
+class Program:
+    """A function compiled for one signature; compiled when it first runs, with and without gradients apart."""
+
+    def __init__(self, function: Callable[..., Any], signature: Hashable) -> None:
+        def program(*arguments: Any) -> Any:
+            return function(signature, *arguments)
+
+        digest = sha256(repr(signature).encode()).hexdigest()[:8]
+        code = program.__code__.replace(co_name=f"{function.__name__}_{digest}")
+        own = FunctionType(code, program.__globals__, code.co_name, None, program.__closure__)
+        self.compiler = Compiler()
+        self.run = compiled(own, self.compiler)
+        self.name = function.__name__.strip("_")
+        self.ready: set[bool] = set()
+
+    def __call__(self, *arguments: Any) -> Any:
+        import torch
+
+        gradients = torch.is_grad_enabled()
+        with lock():
+            if gradients in self.ready:
+                results = self.run(*arguments)
+            else:
+                refuse_capture(f"the {self.name} program of this call is not compiled yet")
+                with told(TRACING):
+                    results = self.run(*arguments)
+                self.ready.add(gradients)
+            if self.compiler.fresh:  # torch compiles again where a setting of the process has changed, for one
+                self.compiler.fresh = False
+                differentiable_once(results[0])
+            return results
+
+
+@lru_cache(maxsize=512)
+def program(function: Callable[..., Any], *signature: Hashable) -> Program:
+    """The program of ``function(signature, *tensors)``."""
+    return Program(function, signature)
+
+
+def compiled(function: Callable[..., Any], compiler: Compiler) -> Callable[..., Any]:
+    """``torch.compile`` with symbolic lengths, and an error where it would run uncompiled."""
+    import torch
+
+    return torch.compile(function, fullgraph=True, dynamic=True, backend=compiler)
+
+
+class Compiler:
+    """Inductor with our settings, every time; ``fresh`` where it has compiled and nobody has taken note.
+
+    Where torch forgets what it compiled (``torch.compiler.reset``), the programs are forgotten, too.
+    """
+
+    fresh = False
+
+    def __call__(self, graph: Any, examples: Any) -> Any:
+        """What runs a graph."""
+        with told(COMPILING):
+            made = inductor(graph, examples)
+        self.fresh = True
+        return made
+
+    def reset(self) -> None:
+        """For torch to call."""
+        program.cache_clear()
+
+
+def inductor(graph: Any, examples: Any) -> Any:
+    """torch's own compiler, without CUDA graphs, whose results live in memory that the next call reuses."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(graph, examples, config_patches={"triton.cudagraphs": False})
+
+
+@cached_once
+def lock() -> Any:
+    """One call at a time: tracing patches torch for the whole process, and XLA's threads call as well as ours."""
+    return RLock()
+
+
+def refuse_capture(what: str) -> None:
+    """Raises RuntimeError while a CUDA graph is captured on the current stream."""
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"FlexAttention: {what}, and that cannot happen while a CUDA graph is captured; "
+            "run the call once before, or warm_up it"
+        )
+
+
+def flex(how: tuple[Any, ...], q: Any, k: Any, v: Any, *given: Any) -> tuple[Any, Any]:
+    """The function that is compiled: flex_attention of ``[batch, heads, tokens, dim]`` tensors.
+
+    Args:
+        how: begins with the Signature.
+        given: the fields of ``flex_operands.Operands``.
+
+    Returns:
+        out ``[batch, heads, q_len, value_dim]`` and lse ``[batch, heads, q_len]``, natural, float32.
+    """
+    import torch
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    signature: Signature = how[0]
+    edges, places, tables, mask, bias, slopes = given
+    distance = functions.distance_function(None if edges is None else edges.offset, places)
+    wide = torch.float32
+    bias_reader, slope_reader = functions.reader(bias, wide), functions.slope_reader(slopes, wide)
+    left, right = (edges.left, edges.right) if "band" in signature.mask else (None, None)
+    visible = functions.mask_function(functions.reader(mask), left, right, distance, places)
+    softcap = None if signature.softcap is None else float(signature.softcap)
+    options: Any = dict(signature.options)
+    out, extra = flex_attention(
+        q,
+        k,
+        v,
+        score_mod=functions.score_function(softcap, bias_reader, slope_reader, distance),
+        block_mask=None if visible is None else _block_mask(visible, (q.shape[2], k.shape[2]), tables),
+        scale=float(signature.scale),
+        enable_gqa=signature.enable_gqa,
+        kernel_options=options,
+        return_aux=AuxRequest(lse=True),
+    )
+    lse: Any = extra.lse
+    return out, torch.where(lse == -torch.inf, -torch.inf, lse)  # an infinite gradient there would be 0 * inf
+
+
+def _block_mask(visible: Any, lengths: tuple[int, int], tables: tuple[Table, Table]) -> Any:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    rows, keys = tables
+    return BlockMask(
+        seq_lengths=lengths,
+        kv_num_blocks=rows.partial_count,
+        kv_indices=rows.partial,
+        full_kv_num_blocks=rows.full_count,
+        full_kv_indices=rows.full,
+        q_num_blocks=keys.partial_count,
+        q_indices=keys.partial,
+        full_q_num_blocks=keys.full_count,
+        full_q_indices=keys.full,
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=visible,
+    )

@@ -1,0 +1,1 @@
+"""jax_xla: attention in XLA's own operations; needs no torch."""

@@ -1,0 +1,257 @@
+"""Attention in plain XLA operations: every feature of the spec, forward and explicit backward, in blocks.
+
+Documents, causal and window together leave each query one unbroken range of keys, so what is visible is two integers
+per query (``Rows``) and the caller's mask. A loop over blocks of queries runs an inner loop over just those blocks of
+keys that some query of the block may see, with the running softmax of FlashAttention (Dao et al. 2022,
+arXiv:2205.14135): memory per head is O(block of queries * block of keys), and the trace holds one body whatever the
+lengths.
+
+Products accumulate in float32 (float64 for float64 inputs) and round float32 operands only if
+``jax.default_matmul_precision`` is set (``xla_precision``). Axes in the einsums: b batch, h kv head, g query head of
+that kv head, i query, j key, d channel of q and k, e channel of v.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attn_core.backends.jax_xla.tiles import (
+    Blocks,
+    Call,
+    Rows,
+    Summand,
+    Tile,
+    add_at,
+    add_to_bias,
+    arrange,
+    contain,
+    cut,
+    cut_rows,
+    cut_summand,
+    cut_tile,
+    key_blocks,
+    queries_first,
+    rows_of,
+    summands,
+    tile_at,
+    tokens_first,
+    zero_like,
+)
+from attn_core.backends.shared.xla_precision import product_precision
+from attn_core.call import dropout
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs
+
+
+def forward(spec: AttentionSpec, inputs: Inputs, blocks: Blocks) -> tuple[Any, Any]:
+    """(out, lse) in ``spec.out_shape`` and ``spec.lse_shape``; traceable, never for an empty spec."""
+    import jax.numpy as jnp
+    from jax import lax
+
+    call, rows = arrange(spec, inputs, blocks), rows_of(spec, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    (value,) = summands(call.v)
+    queries = blocks.queries
+
+    def block(index: Any, results: tuple[Any, Any]) -> tuple[Any, Any]:
+        start = jnp.minimum(index * queries, spec.q_len - queries)
+        made = _attend(spec, call, value, cut_rows(rows, start, queries), start)
+        out, lse = (
+            lax.dynamic_update_slice_in_dim(whole, part, start, axis=3)
+            for whole, part in zip(results, made, strict=True)
+        )
+        return out, lse
+
+    lse = jnp.zeros(call.q.shape[:4], spec.lse_dtype) + call.zero.astype(spec.lse_dtype)
+    out = jnp.zeros((*call.q.shape[:4], spec.value_dim), spec.dtype) + call.zero.astype(spec.dtype)
+    out, lse = lax.fori_loop(0, -(-spec.q_len // queries), block, (out, lse))
+    return tokens_first(spec, out).reshape(spec.out_shape), lse.reshape(spec.lse_shape)
+
+
+def backward(
+    spec: AttentionSpec, inputs: Inputs, blocks: Blocks, out: Any, lse: Any, dout: Any, dlse: Any
+) -> Gradients:
+    """The gradients from the saved out and lse, in one pass over the blocks (Dao et al. 2022, algorithm 4)."""
+    import jax.numpy as jnp
+    from jax import lax
+
+    call, rows = arrange(spec, inputs, blocks), rows_of(spec, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    out, dout = (queries_first(spec, array) for array in (out, dout))
+    lse = lse.reshape(call.q.shape[:4])
+    # How each row's logits move together: dlse - sum(dout * out).
+    shift = -(dout.astype(spec.lse_dtype) * out.astype(spec.lse_dtype)).sum(-1)  # no product that might be rounded
+    if dlse is not None:
+        shift = shift + dlse.reshape(shift.shape).astype(shift.dtype)
+    zero = zero_like((call.zero, lse, shift)).astype(spec.lse_dtype)
+    summed = (call.q, call.k, call.v, call.bias) if spec.bias_gradient else (call.q, call.k, call.v)
+    totals = tuple(jnp.zeros(array.shape, zero.dtype) + zero for array in summed)
+    queries = blocks.queries
+    sources = summands(call.q, call.k, dout)
+
+    def block(index: Any, totals: tuple[Any, ...]) -> tuple[Any, ...]:
+        start = jnp.minimum(index * queries, spec.q_len - queries)
+        cut = cut_rows(rows, start, queries)
+        stale = start + jnp.arange(queries, dtype=jnp.int32) < index * queries  # the block before has counted them
+        cut = cut._replace(stop=jnp.where(stale, 0, cut.stop))
+        return _gradients(spec, call, sources, (lse, shift), totals, cut, start)
+
+    dq, dk, dv, *dbias = lax.fori_loop(0, -(-spec.q_len // queries), block, totals)
+    return Gradients(
+        tokens_first(spec, spec.scale * dq).astype(inputs.q.dtype).reshape(inputs.q.shape),
+        (spec.scale * dk).swapaxes(1, 2).astype(inputs.k.dtype).reshape(inputs.k.shape),
+        dv.swapaxes(1, 2).astype(inputs.v.dtype).reshape(inputs.v.shape),
+        dbias[0].astype(inputs.bias.dtype).reshape(inputs.bias.shape) if dbias else None,
+        _sinks_gradient(call, lse, shift).astype(inputs.sinks.dtype) if spec.sinks else None,
+    )
+
+
+def log_sum_exp(spec: AttentionSpec, inputs: Inputs) -> Any:
+    """The lse of a small call without sinks, from one matrix of all its scores."""
+    from jax.scipy.special import logsumexp
+
+    whole = Blocks(spec.q_len, spec.kv_len)
+    call, rows = arrange(spec, inputs, whole), rows_of(spec, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    logits, _, _ = _logits(spec, call, call.q, call.k, rows, tile_at(spec, call, 0, 0))
+    return logsumexp(logits, axis=-1).reshape(spec.lse_shape)
+
+
+def _attend(spec: AttentionSpec, call: Call, value: Summand, rows: Rows, start: Any) -> tuple[Any, Any]:
+    """(out, lse) of one block of queries, ``[b, h, g, i, e]`` in the inputs' dtype and ``[b, h, g, i]``."""
+    import jax.numpy as jnp
+    from jax import lax
+
+    queries, keys = call.blocks
+    q = cut(call.q, start, queries, axis=3)
+
+    def step(index: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        top, total, summed = state
+        tile = tile_at(spec, call, start, index)
+        logits, seen, _ = _logits(spec, call, q, cut(call.k, tile.key, keys, axis=2), rows, tile)
+        # Forward mode takes the maximum for a constant, for it cancels: XLA may compute logits twice, not alike,
+        # and a maximum that no logit equals has a tangent of 0 / 0.
+        new_top = jnp.maximum(top, lax.stop_gradient(logits.max(-1, initial=-jnp.inf)))
+        base = jnp.where(new_top == -jnp.inf, 0, new_top)  # no key seen yet: exp(-inf - 0) is the 0 wanted
+        weights = jnp.exp(logits - base[..., None])
+        fade = jnp.exp(top - base)
+        total = fade * total + weights.sum(-1)
+        weights = _dropped(spec, call, weights, tile)
+        part = _sum_over(spec, "bhgij,bhje->bhgie", weights, seen, cut_summand(value, tile.key, keys, axis=2))
+        return new_top, total, fade[..., None] * summed + part
+
+    zero = jnp.zeros(q.shape[:4], spec.lse_dtype) + call.zero.astype(spec.lse_dtype)
+    state = (zero - jnp.inf, zero, jnp.broadcast_to(zero[..., None], (*zero.shape, spec.value_dim)))
+    return _finish(spec, call, *lax.fori_loop(*key_blocks(spec, call, rows), step, state))
+
+
+def _finish(spec: AttentionSpec, call: Call, top: Any, total: Any, summed: Any) -> tuple[Any, Any]:
+    """Lets the sink join, and divides; a row that saw no key has top -inf and gets 0 and -inf."""
+    import jax.numpy as jnp
+
+    empty = total == 0  # not top == -inf: XLA may drop a NaN from a maximum, and a row that saw one is not empty
+    if spec.sinks:
+        joined = jnp.maximum(top, call.sinks)
+        base = jnp.where(joined == -jnp.inf, 0, joined)
+        fade = jnp.exp(top - base)
+        top, total, summed = base, fade * total + jnp.exp(call.sinks - base), fade[..., None] * summed
+    total = jnp.where(empty, 1, total)
+    out = jnp.where(empty[..., None], 0, summed / total[..., None])
+    return out.astype(spec.dtype), jnp.where(empty, -jnp.inf, top + jnp.log(total))
+
+
+def _gradients(
+    spec: AttentionSpec,
+    call: Call,
+    sources: tuple[Summand, ...],
+    saved: tuple[Any, Any],
+    totals: tuple[Any, ...],
+    rows: Rows,
+    start: Any,
+) -> tuple[Any, ...]:
+    """Adds one block of queries to the gradients so far: dq and dk (before scale), dv, and dbias where asked for."""
+    import jax.numpy as jnp
+    from jax import lax
+
+    queries, keys = call.blocks
+    q, dout = (cut_summand(sources[at], start, queries, axis=3) for at in (0, 2))
+    lse, shift = (cut(array, start, queries, axis=3)[..., None] for array in saved)
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # a row that saw nothing: exp(s - inf) = 0
+
+    def step(index: Any, totals: tuple[Any, ...]) -> tuple[Any, ...]:
+        tile = tile_at(spec, call, start, index)
+        k = cut_summand(sources[1], tile.key, keys, axis=2)
+        v = cut(call.v, tile.key, keys, axis=2)
+        logits, seen, slope = _logits(spec, call, q.values, k.values, rows, tile)
+        weights = jnp.where(seen, jnp.exp(logits - lse), 0)
+        dweights = _dropped(spec, call, _dot("bhgie,bhje->bhgij", dout.values, v, spec.lse_dtype), tile)
+        dlogits = jnp.where(seen, weights * (dweights + shift), 0)
+        dscores = dlogits if slope is None else jnp.where(seen, dlogits * slope, 0)
+        dq, dk, dv, *dbias = totals
+        dq = add_at(dq, _sum_over(spec, "bhgij,bhjd->bhgid", dscores, seen, k), {3: start})
+        dk = add_at(dk, _sum_over(spec, "bhgij,bhgid->bhjd", dscores, seen, q), {2: tile.key})
+        weights = _dropped(spec, call, weights, tile)
+        dv = add_at(dv, _sum_over(spec, "bhgij,bhgie->bhje", weights, seen, dout), {2: tile.key})
+        return (dq, dk, dv, *(add_to_bias(total, dlogits, tile) for total in dbias))
+
+    return lax.fori_loop(*key_blocks(spec, call, rows), step, totals)
+
+
+def _logits(spec: AttentionSpec, call: Call, q: Any, k: Any, rows: Rows, tile: Tile) -> tuple[Any, Any, Any]:
+    """(logits, seen, slope) of a tile, ``[b, h, g, i, j]``: -inf where hidden; slope: softcap's derivative, or None."""
+    import jax.numpy as jnp
+
+    logits = spec.scale * _dot("bhgid,bhjd->bhgij", q, k, spec.lse_dtype)
+    slope = None
+    if spec.softcap is not None:
+        bent = jnp.tanh(logits / spec.softcap)
+        logits, slope = spec.softcap * bent, 1 - bent * bent
+    keys = tile.key + jnp.arange(tile.keys, dtype=jnp.int32)
+    first, stop, diagonal = (array[:, None] for array in rows)
+    seen = (keys >= jnp.maximum(first, tile.fresh_key)) & (keys < stop)
+    if call.slopes is not None:
+        logits = logits - call.slopes * jnp.abs(diagonal - keys).astype(logits.dtype)
+    if call.bias is not None:
+        bias = cut_tile(call.bias, tile)
+        logits, seen = logits + bias.astype(logits.dtype), seen & (bias != -jnp.inf)
+    if call.mask is not None:
+        seen = seen & cut_tile(call.mask, tile)
+    seen = jnp.broadcast_to(seen, logits.shape)
+    return jnp.where(seen, logits, -jnp.inf), seen, slope
+
+
+def _dropped(spec: AttentionSpec, call: Call, weights: Any, tile: Tile) -> Any:
+    """The weights times 0 or ``1 / (1 - dropout)``."""
+    import jax.numpy as jnp
+
+    if not spec.dropout:
+        return weights
+    batch, kv_head, head = (jnp.arange(size, dtype=jnp.uint32) for size in weights.shape[:3])
+    query, key = (jnp.arange(size, dtype=jnp.uint32) for size in weights.shape[3:])
+    indices = (
+        batch[:, None, None, None, None],
+        (kv_head[:, None] * jnp.uint32(spec.group_size) + head)[:, :, None, None],
+        (query + jnp.asarray(tile.query, jnp.uint32))[:, None],
+        key + jnp.asarray(tile.key, jnp.uint32),
+    )
+    kept = dropout.keep(call.rng, indices, spec.dropout, jnp.uint32)
+    return weights * jnp.where(kept, 1 / (1 - spec.dropout), 0).astype(weights.dtype)
+
+
+def _sum_over(spec: AttentionSpec, subscripts: str, weights: Any, seen: Any, summand: Summand) -> Any:
+    """The product of weights and values. float16 would lose small weights, so only bfloat16 multiplies as it is."""
+    dtype = "bfloat16" if spec.dtype == "bfloat16" else spec.lse_dtype
+    total = _dot(subscripts, weights.astype(dtype), summand.clean.astype(dtype), spec.lse_dtype)
+    return contain(subscripts, total, seen, summand)
+
+
+def _dot(subscripts: str, left: Any, right: Any, dtype: str) -> Any:
+    import jax.numpy as jnp
+
+    precision = product_precision(left.dtype)
+    return jnp.einsum(subscripts, left, right, precision=precision, preferred_element_type=dtype)
+
+
+def _sinks_gradient(call: Call, lse: Any, shift: Any) -> Any:
+    """``[heads]``: each row's sink weight ``exp(sink - lse)`` times its shift, summed; a row that saw none adds 0."""
+    import jax.numpy as jnp
+
+    weights = jnp.where(lse == -jnp.inf, 0, jnp.exp(call.sinks - lse))
+    return jnp.where(lse == -jnp.inf, 0, weights * shift).sum((0, 3)).reshape(-1)

@@ -1,0 +1,55 @@
+"""Keys and values out of their pages, for JAX: rows as wide as the table, and a mask that hides the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from attn_core.backends.shared.paged_as_dense import dense_rows
+from attn_core.call.masks import band
+from attn_core.call.seq_info import is_number
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Inputs, PagedInputs
+
+Forward = Callable[[AttentionSpec, Inputs], tuple[Any, Any]]
+
+
+def forward(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[Any, Any]:
+    """(out, lse) of a paged call, by ``run`` on dense keys and values; traceable.
+
+    Nothing that the tables say is believed: pages are brought into the pool, lengths into the table.
+    """
+    import jax.numpy as jnp
+
+    paged, batch = spec.paged, spec.documents or 0
+    assert paged is not None
+    rows = spec.max_len_q or spec.q_len
+    rows = min(rows, spec.q_len) if is_number(spec.q_len) else rows
+    lengths = jnp.clip(inputs.seq_lens, 0, paged.capacity)
+    pages = jnp.clip(inputs.block_table, 0, paged.num_pages - 1)
+    key = jnp.arange(paged.capacity, dtype=jnp.int32)
+    held = key < lengths[:, None]  # [batch, capacity]
+
+    def row(pool: Any) -> Any:  # [batch, width, page_size, kv_heads, dim] -> [batch, capacity, kv_heads, dim]
+        wide = pool[pages].reshape(batch, paged.capacity, *pool.shape[2:])
+        return jnp.where(held[:, :, None, None], wide, 0)
+
+    cu_q = inputs.cu_seqlens_q
+    cu_q = jnp.arange(batch + 1, dtype=jnp.int32) if cu_q is None else jnp.clip(cu_q, 0, spec.q_len)
+    count = jnp.clip(cu_q[1:] - cu_q[:-1], 0, rows)
+    query = jnp.arange(rows, dtype=jnp.int32)
+    is_query = query < count[:, None]  # [batch, rows]
+    token = jnp.minimum(cu_q[:-1, None] + query, max(spec.q_len - 1, 0))
+    distance = key - (query + (lengths - count)[:, None])[..., None]  # [batch, rows, capacity]
+    seen, edge = held[:, None] & is_query[..., None], band(spec)
+    if edge.left is not None:
+        seen &= distance >= -edge.left
+    if edge.right is not None:
+        seen &= distance <= edge.right
+    dense = Inputs(inputs.q[token], row(inputs.k), row(inputs.v), mask=seen[:, None], sinks=inputs.sinks)
+    out, lse = run(dense_rows(spec, rows), dense)
+    # rows that are no query's go nowhere: an index behind the end is dropped
+    target = jnp.where(is_query, token, spec.q_len)
+    flat_out = jnp.zeros(spec.out_shape, out.dtype).at[target].set(out, mode="drop")
+    flat_lse = jnp.full((spec.q_len, spec.num_heads), -jnp.inf, lse.dtype)
+    return flat_out, flat_lse.at[target].set(lse.swapaxes(1, 2), mode="drop").T

@@ -1,0 +1,235 @@
+"""The pieces that attention in XLA operations works on: what each query may see, and blocks of queries and keys.
+
+Axes in the comments and einsums: b batch, h kv head, g query head of that kv head, i query, j key, d channel of q and
+k, e channel of v.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from attn_core.backends.shared.jax_offsets import ended, safe_offsets
+from attn_core.call.masks import band
+from attn_core.call.seq_info import is_number
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Inputs
+
+
+class Blocks(NamedTuple):
+    """How many queries and keys (tokens) a block holds."""
+
+    queries: int
+    keys: int
+
+
+class Rows(NamedTuple):
+    """For each query, int32 ``[q_len]``: the keys ``first <= j < stop`` it may see, and the key on its diagonal."""
+
+    first: Any
+    stop: Any
+    diagonal: Any
+
+
+class Call(NamedTuple):
+    """The tensors of a call, heads first, its block sizes, and ``zero`` (see ``zero_like``).
+
+    q ``[b, h, g, i, d]``, k ``[b, h, j, d]``, v ``[b, h, j, e]``; mask and bias ``[b, h, g, i, j]`` and slopes
+    ``[b, h, g, 1, 1]``, with 1 on any axis along which they broadcast; sinks ``[h, g, 1]``; rng uint32 ``[2]``.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    mask: Any
+    bias: Any
+    slopes: Any
+    sinks: Any
+    rng: Any
+    zero: Any
+    blocks: Blocks
+
+
+class Tile(NamedTuple):
+    """A block of queries against a block of keys: where each starts (traced) and how many (static).
+
+    The last block of an axis is moved back to end with it; only keys from ``fresh_key`` on are new to this tile.
+    """
+
+    query: Any
+    queries: int
+    key: Any
+    keys: int
+    fresh_key: Any
+
+
+class Summand(NamedTuple):
+    """Values to be summed over with softmax weights: ``clean`` has 0 for NaN and Inf; ``finite`` says nothing was."""
+
+    values: Any
+    clean: Any
+    finite: Any
+
+
+def block_sizes(spec: AttentionSpec, largest: Blocks) -> Blocks:
+    """The fewest blocks none of which is larger, all of nearly one size; one block of a length that is symbolic."""
+    lengths = ((spec.q_len, largest.queries), (spec.kv_len, largest.keys))
+    return Blocks(*(-(-length // -(-length // limit)) if is_number(length) else length for length, limit in lengths))
+
+
+def rows_of(spec: AttentionSpec, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None) -> Rows:
+    """What each query may see. Offsets on the device cannot be trusted: they are made safe here."""
+    import jax.numpy as jnp
+
+    query = jnp.arange(spec.q_len, dtype=jnp.int32)
+    q_start, q_stop, k_start, k_stop = (jnp.full_like(query, edge) for edge in (0, spec.q_len, 0, spec.kv_len))
+    if spec.packed:
+        cu_q, cu_k = safe_offsets(cu_seqlens_q, spec.q_len), safe_offsets(cu_seqlens_k, spec.kv_len)
+        document = ended(cu_q[1:], spec.q_len)
+        q_start, q_stop, k_start, k_stop = (cu[document + end] for cu in (cu_q, cu_k) for end in (0, 1))
+    offset = (k_stop - k_start) - (q_stop - q_start) if spec.alignment == "bottom_right" else 0
+    diagonal = query - q_start + offset + k_start
+    left, right, _ = band(spec)
+    first = k_start if left is None else jnp.maximum(k_start, diagonal - left)
+    stop = k_stop if right is None else jnp.minimum(k_stop, diagonal + right + 1)
+    return Rows(first, stop, diagonal)
+
+
+def arrange(spec: AttentionSpec, inputs: Inputs, blocks: Blocks) -> Call:
+    """The inputs, heads first."""
+    import jax.numpy as jnp
+
+    heads = (spec.num_kv_heads, spec.group_size)
+    keys = (spec.batch, spec.kv_len, spec.num_kv_heads)
+
+    def per_head(array: Any, shape: tuple[int, ...] | None) -> Any:  # [b, heads or 1, i, j] -> [b, h, g, i, j]
+        if shape is None:
+            return None
+        return array.reshape(shape[0], *(heads if shape[1] == spec.num_heads else (1, 1)), *shape[2:])
+
+    slopes_shape = None if spec.alibi_shape is None else (*(1,) * (2 - len(spec.alibi_shape)), *spec.alibi_shape, 1, 1)
+    slopes = per_head(inputs.alibi_slopes, slopes_shape)
+    bias = per_head(inputs.bias, spec.bias_shape)
+    return Call(
+        queries_first(spec, inputs.q),
+        inputs.k.reshape(*keys, spec.head_dim).swapaxes(1, 2),
+        inputs.v.reshape(*keys, spec.value_dim).swapaxes(1, 2),
+        per_head(inputs.mask, spec.mask_shape),
+        bias,
+        None if slopes is None else slopes.astype(spec.lse_dtype),
+        inputs.sinks.reshape(*heads, 1).astype(spec.lse_dtype) if spec.sinks else None,
+        inputs.rng.astype(jnp.uint32) if spec.dropout else None,
+        zero_like(inputs),
+        blocks,
+    )
+
+
+def zero_like(arrays: Any) -> Any:
+    """A zero typed as varying over every mesh axis that an array varies over: jax.shard_map checks what loops carry."""
+    import jax.numpy as jnp
+
+    def zero(array: Any) -> Any:
+        known = all(map(is_number, array.shape))  # a symbolic array may have no first element
+        return jnp.where(False, array[(0,) * array.ndim], 0) if known else jnp.where(False, array, 0).sum()
+
+    return sum(zero(array).astype(jnp.float32) for array in arrays if array is not None)
+
+
+def summands(*arrays: Any) -> tuple[Summand, ...]:
+    """The arrays as summands. One test for all, and for every element of a vmap, so that a cond on it stays a cond."""
+    import jax
+    import jax.numpy as jnp
+    from jax.custom_batching import custom_vmap
+
+    @custom_vmap
+    def all_finite(*arrays: Any) -> Any:
+        return jnp.stack([jnp.isfinite(array).all() for array in arrays]).all()
+
+    @all_finite.def_vmap
+    def _(axis_size: int, batched: Any, *arrays: Any) -> tuple[Any, bool]:
+        return all_finite(*arrays), False
+
+    finite = all_finite(*map(jax.lax.stop_gradient, arrays))  # whether it is finite has no derivative
+    return tuple(Summand(array, jnp.where(jnp.isfinite(array), array, 0), finite) for array in arrays)
+
+
+def contain(subscripts: str, total: Any, seen: Any, summand: Summand) -> Any:
+    """The total of a sum over clean values, with NaN where a NaN or Inf was seen: ``0 * NaN`` of hidden ones stays out.
+
+    The total itself has the same bits either way, so what saw no NaN does not notice one elsewhere.
+    """
+    import jax.numpy as jnp
+    from jax import lax
+
+    def marked() -> Any:
+        sides = (seen, ~jnp.isfinite(summand.values))
+        met = jnp.einsum(subscripts, *(side.astype(jnp.float32) for side in sides))
+        return jnp.where(met > 0, jnp.nan, total)
+
+    return lax.cond(summand.finite, lambda: total, marked)
+
+
+def tile_at(spec: AttentionSpec, call: Call, start: Any, index: Any) -> Tile:
+    import jax.numpy as jnp
+
+    queries, keys = call.blocks
+    return Tile(start, queries, jnp.minimum(index * keys, spec.kv_len - keys), keys, index * keys)
+
+
+def key_blocks(spec: AttentionSpec, call: Call, rows: Rows) -> tuple[Any, Any]:
+    """The half-open range of key blocks that any of the rows may see."""
+    import jax.numpy as jnp
+
+    keys = call.blocks.keys
+    some = rows.first < rows.stop
+    start = jnp.where(some, rows.first, spec.kv_len).min(initial=spec.kv_len)
+    stop = jnp.where(some, rows.stop, 0).max(initial=0)
+    return start // keys, (stop + keys - 1) // keys
+
+
+def cut(array: Any, start: Any, size: int, axis: int) -> Any:
+    from jax import lax
+
+    return array if array.shape[axis] == size else lax.dynamic_slice_in_dim(array, start, size, axis)
+
+
+def cut_rows(rows: Rows, start: Any, size: int) -> Rows:
+    return Rows(*(cut(array, start, size, axis=0) for array in rows))
+
+
+def cut_summand(summand: Summand, start: Any, size: int, axis: int) -> Summand:
+    values, clean = (cut(array, start, size, axis) for array in (summand.values, summand.clean))
+    return Summand(values, clean, summand.finite)
+
+
+def cut_tile(array: Any, tile: Tile) -> Any:
+    """The tile's part of ``[b, h, g, i, j]``, where an axis of 1 broadcasts."""
+    for axis, start, size in ((3, tile.query, tile.queries), (4, tile.key, tile.keys)):
+        array = array if array.shape[axis] == 1 else cut(array, start, size, axis)
+    return array
+
+
+def add_at(total: Any, part: Any, starts: dict[int, Any]) -> Any:
+    """Adds a part of the array at the given start on each named axis, and at 0 on the others."""
+    import jax.numpy as jnp
+    from jax import lax
+
+    where = tuple(jnp.asarray(starts.get(axis, 0), jnp.int32) for axis in range(total.ndim))
+    return lax.dynamic_update_slice(total, lax.dynamic_slice(total, where, part.shape) + part, where)
+
+
+def queries_first(spec: AttentionSpec, array: Any) -> Any:
+    """``[b, i, heads, channels]``, or packed without b, as ``[b, h, g, i, channels]``."""
+    heads = (spec.num_kv_heads, spec.group_size)
+    return array.reshape(spec.batch, spec.q_len, *heads, array.shape[-1]).transpose(0, 2, 3, 1, 4)
+
+
+def tokens_first(spec: AttentionSpec, array: Any) -> Any:
+    """``[b, h, g, i, channels]`` as ``[b, i, heads, channels]``."""
+    return array.transpose(0, 3, 1, 2, 4).reshape(spec.batch, spec.q_len, spec.num_heads, array.shape[-1])
+
+
+def add_to_bias(total: Any, dlogits: Any, tile: Tile) -> Any:
+    """Sums over the axes along which the bias was broadcast, and adds where the tile lies in the others."""
+    axes = tuple(axis for axis, size in enumerate(total.shape) if size == 1)
+    starts = {axis: start for axis, start in ((3, tile.query), (4, tile.key)) if total.shape[axis] != 1}
+    return add_at(total, dlogits.sum(axes, keepdims=True), starts)

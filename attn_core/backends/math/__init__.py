@@ -1,0 +1,1 @@
+"""math: every feature, in torch operations."""

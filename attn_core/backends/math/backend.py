@@ -1,0 +1,87 @@
+"""Plain attention in torch operations: every feature, any float dtype, CPU and CUDA. Correct first, quick second.
+
+Blocked over queries: a block of QUERY_BLOCK rows meets only the keys that its band lets it see, so memory grows with
+``QUERY_BLOCK * kv_len`` and never with ``q_len * kv_len``. Everything but inputs and outputs is float32 (float64 for
+float64 inputs). The backward recomputes the weights from the saved log-sum-exp; no autograd graph is ever built.
+
+Packed documents: on the CPU the offsets are read and checked, and each document runs in blocks of its own. On CUDA
+reading them would synchronise, so every block meets all keys and the documents are told apart by token ids; offsets
+that lie can then hide keys, but read nothing outside a buffer. Either way a NaN or Inf in a hidden key or value goes
+nowhere; one that a row sees makes that row NaN (or Inf).
+Upstream: torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from attn_core.backends.math import paged
+from attn_core.backends.shared import plain_attention
+from attn_core.backends.support import Build, Support
+from attn_core.call.masks import band
+from attn_core.call.spec import DTYPES, AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs
+
+FRAMEWORK = "torch"
+REQUIRES = "torch>=2.11"
+
+FORWARD = Support(
+    kernel="the torch math kernel",
+    devices=("cpu", "cuda"),
+    dtypes=DTYPES,
+    value_dim=True,
+    grouped_heads=True,
+    alignments=("bottom_right", "top_left"),
+    causal=True,
+    window=True,
+    softcap=True,
+    mask=True,
+    bias=True,
+    bias_gradient=True,
+    alibi=True,
+    sinks=True,
+    packed=True,
+    dropout=True,
+    portable_dropout=True,
+    deterministic=True,
+    lse=True,
+    partial=True,
+    lse_gradient=True,
+    paged=True,
+)
+BACKWARD = replace(FORWARD, paged=False)
+
+
+def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
+    """Nothing: no two facts exclude each other here."""
+    return ()
+
+
+def probe() -> str:
+    """torch's version, once it imports."""
+    import torch
+
+    return torch.__version__
+
+
+def lower(spec: AttentionSpec) -> dict[str, Any]:
+    """The scale, the softcap, and the band (of the whole row, or None where each document has its own)."""
+    return {
+        "scale": spec.scale,
+        "softcap": spec.softcap,
+        "band": None if spec.packed else band(spec),
+        "query_block": plain_attention.QUERY_BLOCK,
+    }
+
+
+def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
+    """See ``Backend.forward``. The log-sum-exp is float32, or float64 for float64 inputs."""
+    if spec.paged is not None:
+        return paged.forward(spec, inputs, forward)
+    return plain_attention.forward(spec, inputs)
+
+
+def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+    """See ``Backend.backward``."""
+    return plain_attention.backward(spec, inputs, out, lse, dout, dlse)

@@ -1,0 +1,82 @@
+"""Keys and values out of their pages, for torch backends that read none: a copy of what the sequences hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from attn_core.backends.shared.paged_as_dense import dense_rows
+from attn_core.backends.shared.pools import query_offsets
+from attn_core.call.masks import band
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Inputs, PagedInputs
+from attn_core.paged.tables import check_offsets, check_tables
+
+Forward = Callable[[AttentionSpec, Inputs], tuple[Any, Any]]
+
+
+def forward(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[Any, Any]:
+    """(out, lse) of a paged call, by ``run`` on dense keys and values.
+
+    On the CPU the tables are checked and each sequence is copied as it is long, as packed documents. On a GPU lengths
+    are not looked at: each row is copied as the table is wide, and a mask hides the rest.
+    """
+    if inputs.q.device.type == "cpu":
+        return run(*_packed(spec, inputs))
+    return _in_rows(spec, inputs, run)
+
+
+def _packed(spec: AttentionSpec, inputs: PagedInputs) -> tuple[AttentionSpec, Inputs]:
+    import torch
+
+    paged = spec.paged
+    assert paged is not None
+    table, lengths, cu_q = inputs.block_table, inputs.seq_lens.long(), query_offsets(spec, inputs)
+    check_offsets(cu_q.numpy(), spec.q_len, spec.max_len_q)
+    check_tables(paged, table.numpy(), lengths.numpy(), cu_q.numpy())
+    cu_k = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    position = torch.arange(paged.capacity, device=lengths.device).expand(len(lengths), -1)  # [batch, capacity]
+    held = position < lengths[:, None]
+    page = table.long().repeat_interleave(paged.page_size, dim=1)
+    slots = (page * paged.page_size + position % paged.page_size)[held]
+    k, v = (pool.detach().flatten(0, 1)[slots] for pool in (inputs.k, inputs.v))  # [tokens, kv_heads, dim]
+    packed = replace(spec, paged=None, kv_len=len(slots), max_len_k=int(lengths.max()) if len(lengths) else 0)
+    return packed, Inputs(inputs.q, k, v, sinks=inputs.sinks, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+
+
+def _in_rows(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[Any, Any]:
+    import torch
+
+    paged = spec.paged
+    assert paged is not None
+    rows, device = min(spec.max_len_q or spec.q_len, spec.q_len), inputs.q.device
+    lengths = inputs.seq_lens.clamp(0, paged.capacity)
+    pages = inputs.block_table.clamp(0, paged.num_pages - 1).long()
+    key = torch.arange(paged.capacity, device=device)
+    held = key < lengths[:, None]  # [batch, capacity]
+    # [batch, width, page_size, kv_heads, dim] -> [batch, capacity, kv_heads, dim], 0 behind the end
+    k, v = (
+        pool.detach()[pages].flatten(1, 2).masked_fill(~held[:, :, None, None], 0.0) for pool in (inputs.k, inputs.v)
+    )
+    cu_q = query_offsets(spec, inputs).clamp(0, spec.q_len)
+    count = (cu_q[1:] - cu_q[:-1]).clamp(0, rows)
+    query = torch.arange(rows, device=device)
+    token = (cu_q[:-1, None] + query).clamp(max=max(spec.q_len - 1, 0))  # [batch, rows]
+    diagonal = query + (lengths - count)[:, None]
+    distance = key - diagonal[..., None]  # [batch, rows, capacity]
+    seen = held[:, None] & (query < count[:, None])[..., None]
+    edge = band(spec)
+    if edge.left is not None:
+        seen &= distance >= -edge.left
+    if edge.right is not None:
+        seen &= distance <= edge.right
+    dense = dense_rows(spec, rows)
+    out, lse = run(dense, Inputs(inputs.q.detach()[token], k, v, mask=seen[:, None], sinks=inputs.sinks))
+    # rows that are no query's go nowhere: only as many as a sequence has are written, each to its own token
+    flat_out = out.new_zeros((spec.q_len + 1, *out.shape[2:]))
+    flat_lse = lse.new_full((lse.shape[1], spec.q_len + 1), -torch.inf)
+    target = torch.where(query < count[:, None], token, spec.q_len).flatten()
+    flat_out[target] = out.flatten(0, 1)
+    flat_lse[:, target] = lse.transpose(0, 1).flatten(1)
+    return flat_out[: spec.q_len], flat_lse[:, : spec.q_len]

@@ -1,0 +1,1 @@
+"""sdpa_efficient: torch's memory-efficient kernel."""

@@ -1,0 +1,238 @@
+"""torch's memory-efficient attention on NVIDIA GPUs, by its raw ops: the cutlass kernel that xformers began with.
+
+Limits: causal windows only; no softcap, ALiBi or dropout; packed documents without mask, bias or window. A bias is
+taken where the dtype of q, which the kernel wants, holds it: rounding the caller's numbers is not ours to do. A boolean
+mask becomes an additive one of 0 and -inf, exact in any dtype. float32 products are 3xTF32.
+Equal heads: grouped k and v are expanded, and the groups' dk and dv summed in float32. Sinks and the gradient of the
+log-sum-exp come from ``torch_rewrites``.
+Upstream: ``aten::_efficient_attention_forward`` and ``_backward``, torch 2.11 to 2.15. Put right here: a log-sum-exp of
+0 for rows that see nothing, and its padding to 32 rows; query rows without a key before (or after) all keys, which the
+kernel leaves unwritten or, bottom-right, unmasked (pytorch#193632), are cut off or kept in documents of their own; the
+bias's gradient is unwritten where causal hides whole tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, lru_cache
+from typing import Any
+
+from attn_core.backends.sdpa_efficient import operands as tensors
+from attn_core.backends.shared import aten_masks, rewrites
+from attn_core.backends.support import Build, Support
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs
+
+FRAMEWORK = "torch"
+REQUIRES = "torch>=2.11 with CUDA"
+NAME = "the aten memory-efficient kernel"
+
+FORWARD = Support(
+    kernel=NAME,
+    devices=("cuda",),
+    dtypes=("float32", "bfloat16", "float16"),
+    max_head_dim=512,
+    value_dim=True,
+    grouped_heads=True,
+    alignments=("bottom_right", "top_left"),
+    causal=True,
+    window=True,
+    mask=True,
+    bias=True,
+    bias_gradient=True,
+    sinks=True,
+    packed=True,
+    deterministic=True,
+    lse=True,
+    partial=True,
+    lse_gradient=True,
+)
+BACKWARD = replace(FORWARD)
+
+NO_MASK, TOP_LEFT, BOTTOM_RIGHT = 0, 1, 2
+"""The kernel's custom_mask_type."""
+
+MOST_PADDING = 16
+"""How many times the tokens a packed log-sum-exp may hold."""
+
+
+def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
+    """Windows the kernel has not, biases it would round, what packed documents cannot have, and int32 overflows."""
+    documents = 2 * spec.documents if spec.documents and _splits(spec) else spec.documents
+    reasons = [*rewrites.refusals(spec), *aten_masks.limits(spec, device, NAME, documents)]
+    edge = aten_masks.needed_band(spec)
+    if edge.left is not None or edge.right is not None:
+        reasons += _band_refusals(spec, edge)
+    extras = {f"mask of shape {list(spec.mask_shape or ())}": spec.mask_shape}
+    extras |= {f"bias of shape {list(spec.bias_shape or ())}": spec.bias_shape}
+    if spec.packed:
+        reasons += [f"{what} with packed documents: {NAME} has none" for what, shape in extras.items() if shape]
+    if spec.rounds_bias:
+        reasons.append(f"bias in {spec.bias_dtype} beside {spec.dtype}: {NAME} would round it to {spec.dtype}")
+    return (*reasons, *_size_refusals(spec), *_packed_refusals(spec))
+
+
+def _packed_refusals(spec: AttentionSpec) -> tuple[str, ...]:
+    """Documents so unequal that a log-sum-exp padded to the longest would be far longer than all tokens."""
+    if not spec.documents or spec.documents * (spec.max_len_q or 0) <= MOST_PADDING * max(spec.q_len, 4096):
+        return ()
+    sizes = f"{spec.documents} documents of up to {spec.max_len_q} queries in {spec.q_len} tokens"
+    return (f"{sizes}: {NAME} pads the log-sum-exp of each to the longest",)
+
+
+def _band_refusals(spec: AttentionSpec, edge: Any) -> list[str]:
+    if edge.right != 0:
+        return [f"window={spec.window}: {NAME} has causal windows only"]
+    if edge.left is None:
+        return []
+    if spec.packed:
+        return [f"window={spec.window} with packed documents: {NAME} has none"]
+    if spec.needs_backward and edge.offset > 0:
+        what = f"window={spec.window} with q_len {spec.q_len} and kv_len {spec.kv_len}, bottom_right"
+        return [f"backward: {what}: {NAME} puts the gradient's window top_left"]
+    return []
+
+
+def _size_refusals(spec: AttentionSpec) -> list[str]:
+    reasons = []
+    widest = max(_width(spec.head_dim), _width(spec.value_dim))
+    if max(spec.q_len, spec.kv_len) * spec.num_heads * widest >= tensors.ADDRESSES:
+        reasons.append(
+            f"q_len {spec.q_len} and kv_len {spec.kv_len} with {spec.num_heads} heads of {widest}: "
+            f"{NAME} addresses fewer than 2**31 elements"
+        )
+    rows = max((shape[2] for shape in (spec.mask_shape, spec.bias_shape) if shape), default=1)
+    if rows > 1 and rows * _width(spec.kv_len) >= tensors.ADDRESSES:
+        reasons.append(
+            f"mask or bias with q_len {spec.q_len} and kv_len {spec.kv_len}: {NAME} reads the wrong rows of one "
+            "that large (pytorch#162588)"
+        )
+    return reasons
+
+
+def probe() -> str:
+    """torch's version, once it is known to have the kernel."""
+    import torch
+
+    _kernels()
+    if torch.version.cuda is None:
+        raise ImportError(f"torch {torch.__version__} was built without CUDA")
+    return torch.__version__
+
+
+@lru_cache(maxsize=4096)
+def lower(spec: AttentionSpec) -> dict[str, Any]:
+    """The ops' own arguments, the query ``rows`` that are left to the kernel, and how documents are given to it.
+
+    num_splits_key 1 makes the backward deterministic. It is forced for packed documents without causal too: other
+    numbers divide by a document's queries, of which it may have none.
+    """
+    edge = aten_masks.needed_band(spec)
+    first, stop = 0, spec.q_len
+    if edge.right is not None and not spec.packed:
+        first = max(0, -edge.offset)
+        stop = stop if edge.left is None else min(stop, spec.kv_len - edge.offset + edge.left)
+    mask_type = NO_MASK
+    if edge.right is not None:
+        square = spec.alignment == "top_left" if spec.packed else edge.offset + first == 0
+        mask_type = TOP_LEFT if square else BOTTOM_RIGHT
+    one_split = spec.deterministic or (spec.packed and mask_type == NO_MASK)
+    return {
+        "rows": slice(first, stop),
+        "max_q": max(1, min(spec.max_len_q or 0, spec.q_len)) if spec.packed else None,
+        "max_k": max(1, min(spec.max_len_k or 0, spec.kv_len)) if spec.packed else None,
+        "custom_mask_type": mask_type,
+        "scale": spec.scale,
+        "window_size": None if edge.left is None else edge.left + 1,  # it counts the query's own key
+        "num_splits_key": 1 if one_split else None,
+        "split_documents": _splits(spec),
+    }
+
+
+def _splits(spec: AttentionSpec) -> bool:
+    """Whether each packed document becomes two for the kernel; see ``aten_documents.split_at_first_key``."""
+    return spec.packed and spec.alignment == "bottom_right" and aten_masks.needed_band(spec).right is not None
+
+
+@cache
+def _kernels() -> tuple[Any, Any]:
+    import torch
+
+    return torch.ops.aten._efficient_attention_forward.default, torch.ops.aten._efficient_attention_backward.default
+
+
+def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+    """See ``Backend.forward``."""
+    import torch
+
+    with torch.no_grad():
+        return rewrites.forward(KERNEL, spec, inputs)
+
+
+def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+    """See ``Backend.backward``."""
+    import torch
+
+    with torch.no_grad():
+        return rewrites.backward(KERNEL, spec, inputs, out, lse, dout, dlse)
+
+
+def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
+    """The op itself; it allocates its results, ``into`` is of no use to it."""
+    how = lower(spec)
+    given = tensors.operands(spec, how, inputs)
+    out, raw, *_ = _kernels()[0](
+        given.q,
+        given.k,
+        given.v,
+        given.bias,
+        given.cu_seqlens_q,
+        given.cu_seqlens_k,
+        how["max_q"],
+        how["max_k"],
+        0.0,
+        how["custom_mask_type"],
+        True,
+        scale=how["scale"],
+        window_size=how["window_size"],
+    )
+    return tensors.results(spec, how, given, out, raw)
+
+
+def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any) -> Gradients:
+    import torch
+
+    how = lower(spec)
+    given = tensors.operands(spec, how, inputs)
+    saved = tensors.saved(spec, how, given, out, lse, dout)
+    random_state = inputs.q.new_empty((), dtype=torch.int64)  # what nobody reads without dropout
+    gradients = _kernels()[1](
+        saved.dout,
+        given.q,
+        given.k,
+        given.v,
+        given.bias,
+        saved.out,
+        given.cu_seqlens_q,
+        given.cu_seqlens_k,
+        how["max_q"] or given.q.shape[1],
+        how["max_k"] or given.k.shape[1],
+        saved.lse,
+        0.0,
+        random_state,
+        random_state,
+        how["custom_mask_type"],
+        spec.bias_gradient,
+        scale=how["scale"],
+        num_splits_key=how["num_splits_key"],
+        window_size=how["window_size"],
+    )
+    return tensors.gradients(spec, how, given, inputs, gradients)
+
+
+def _width(dim: int) -> int:
+    return -(-dim // 8) * 8
+
+
+KERNEL = rewrites.Kernel(_forward, _backward, _width, same_width=False)
+"""What ``torch_rewrites`` completes."""

@@ -1,0 +1,172 @@
+"""torch's own flash attention, as scaled_dot_product_attention uses it: the aten CPU flash kernel.
+
+Limits: no softcap, ALiBi, sinks or dropout; value_dim == head_dim; no gradient of a bias or of the log-sum-exp. Causal
+is top-left in the kernel. Windows, bottom-right causal with unequal lengths, masks and biases become additive masks of
+blocks of queries (``aten_cpu_blocks``), and there a NaN in a hidden key is contained (``torch_containment``). Packed
+documents run one after another, so that nothing crosses between them.
+Upstream: ``aten::_scaled_dot_product_flash_attention_for_cpu``, torch 2.11 to 2.15. The raw op reads wrong memory when
+the last stride is not 1, and reports a log-sum-exp of 0 for rows that see nothing: both are put right here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from attn_core.backends.sdpa_flash import containment, cpu_blocks
+from attn_core.backends.shared.split_documents import dense_inputs, dense_spec, documents
+from attn_core.backends.support import Build, Support
+from attn_core.call.masks import band
+from attn_core.call.spec import DTYPES, AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs
+
+FRAMEWORK = "torch"
+REQUIRES = "torch>=2.11"
+
+FORWARD = Support(
+    kernel="the aten CPU flash kernel",
+    devices=("cpu",),
+    dtypes=DTYPES,
+    grouped_heads=True,
+    alignments=("bottom_right", "top_left"),
+    causal=True,
+    window=True,
+    mask=True,
+    bias=True,
+    packed=True,
+    deterministic=True,
+    lse=True,
+    partial=True,
+)
+BACKWARD = replace(FORWARD)
+
+
+def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
+    """Nothing: no two facts exclude each other here."""
+    return ()
+
+
+def probe() -> str:
+    """torch's version, once the ops are there."""
+    import torch
+
+    cpu_blocks.kernels()
+    return torch.__version__
+
+
+@lru_cache(maxsize=4096)
+def lower(spec: AttentionSpec) -> dict[str, Any]:
+    """``is_causal`` where the kernel's own top-left causal is what the spec means, else ``additive_mask``."""
+    edge = band(spec)
+    explicit = spec.mask_shape is not None or spec.bias_shape is not None
+    plain = edge.left is None and edge.right is None
+    native = edge.left is None and edge.right == 0 and edge.offset == 0
+    hidden = not plain and not edge.hides_nothing(spec.q_len, spec.kv_len)
+    is_causal = hidden and native and not explicit
+    return {
+        "is_causal": is_causal,
+        "additive_mask": explicit or (hidden and not is_causal),
+        "scale": spec.scale,
+        "by_document": spec.packed,
+    }
+
+
+def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+    """See ``Backend.forward``."""
+    how = lower(spec)
+    if how["by_document"]:
+        return _forward_packed(spec, inputs)
+    inputs = _all_readable(inputs)
+    if how["additive_mask"]:
+        out, lse = cpu_blocks.forward(spec, inputs)
+        containment.contain(spec, inputs, out, lse)
+        return out, lse
+    # [batch, seq, heads, dim] -> [batch, heads, seq, dim] and back, as views
+    q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])
+    out, lse = cpu_blocks.kernels()[0](q, k, v, 0.0, how["is_causal"], scale=how["scale"])
+    return out.transpose(1, 2), lse
+
+
+def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
+    """See ``Backend.shortcut``: torch itself attaches the backward op below to this forward op."""
+    how = lower(spec)
+    if how["by_document"] or how["additive_mask"]:
+        return None
+    kernel, is_causal, scale = cpu_blocks.kernels()[0], how["is_causal"], how["scale"]
+
+    def run(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
+            q, k, v = _readable(q), _readable(k), _readable(v)
+        out, lse = kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, is_causal, scale=scale)
+        return out.transpose(1, 2), lse
+
+    return run
+
+
+def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+    """See ``Backend.backward``."""
+    how = lower(spec)
+    if how["by_document"]:
+        return _backward_packed(spec, inputs, out, lse, dout)
+    inputs, dout = _all_readable(inputs), _readable(dout)
+    if how["additive_mask"]:
+        gradients = cpu_blocks.backward(spec, inputs, out, lse, dout)
+        containment.contain_gradients(spec, inputs, out, lse, dout, gradients)
+        return Gradients(*gradients)
+    q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])
+    dout, out = dout.transpose(1, 2), out.transpose(1, 2)
+    dq, dk, dv = cpu_blocks.kernels()[1](dout, q, k, v, out, lse, 0.0, how["is_causal"], scale=how["scale"])
+    return Gradients(dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2))
+
+
+def _all_readable(inputs: Inputs) -> Inputs:
+    q, k, v = inputs[:3]
+    if q.is_contiguous() and k.is_contiguous() and v.is_contiguous():
+        return inputs
+    return inputs._replace(q=_readable(q), k=_readable(k), v=_readable(v))
+
+
+def _readable(tensor: Any) -> Any:
+    """A ``[batch, seq, heads, dim]`` tensor whose rows the kernel can read; a copy only where it cannot."""
+    batch_stride, seq_stride, head_stride, last_stride = tensor.stride()
+    width = tensor.shape[3]
+    if last_stride != 1 or min(seq_stride, head_stride) < width or batch_stride < 1:
+        return tensor.contiguous()
+    return tensor
+
+
+def _documents(spec: AttentionSpec, inputs: Inputs) -> list[tuple[AttentionSpec, Inputs, slice, slice]]:
+    """Each document as a dense call of its own, with views of its tokens."""
+    return [
+        (dense_spec(spec, *document.lengths), dense_inputs(inputs, document), *document)
+        for document in documents(spec, inputs.cu_seqlens_q.numpy(), inputs.cu_seqlens_k.numpy())
+    ]
+
+
+def _forward_packed(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+    out = inputs.q.new_zeros(spec.out_shape)
+    lse = inputs.q.new_full(spec.lse_shape, float("-inf"), dtype=_lse_dtype(inputs.q))
+    for document, tensors, rows, _ in _documents(spec, inputs):
+        part, part_lse = forward(document, tensors)
+        out[rows] = part[0]
+        lse[:, rows] = part_lse[0]
+    return out, lse
+
+
+def _backward_packed(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any) -> Gradients:
+    import torch
+
+    dq, dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in inputs[:3])
+    for document, tensors, rows, columns in _documents(spec, inputs):
+        saved = (out[rows][None], lse[:, rows][None], dout[rows][None])
+        part = backward(document, tensors, *saved, None)
+        dq[rows], dk[columns], dv[columns] = part.dq[0], part.dk[0], part.dv[0]
+    return Gradients(dq, dk, dv)
+
+
+def _lse_dtype(q: Any) -> Any:
+    import torch
+
+    return torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -1,0 +1,165 @@
+"""torch's CPU flash kernel under windows, masks and biases, in blocks of queries that read only keys they may see.
+
+The kernel hides keys by an additive mask alone. One mask of all queries and keys would cost memory and time for every
+pair, hidden ones too. So each block of queries is a call of its own: on the keys that its band reaches, with a mask of
+that size. Memory grows with the block, and time with the pairs that are near the band.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+from attn_core.call.masks import Band, band
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Inputs
+
+WINDOW_ROWS = 128
+"""Queries of a block under a window: more would meet many keys that most of them do not see."""
+MASK_ELEMENTS = 2**22
+"""Elements that a block's mask may have, 16 MiB in float32, as long as the block then has FEWEST_ROWS queries."""
+FEWEST_ROWS = 32
+"""Queries of a block at least: fewer would read all keys for very little."""
+
+
+class Block(NamedTuple):
+    """Some queries and the keys that any of them may see.
+
+    edge: the band, where it hides some of those keys from some of those queries, else None.
+    whole: whether these are all queries and all keys.
+    """
+
+    rows: slice
+    keys: slice
+    edge: Band | None
+    whole: bool
+
+
+@cache
+def kernels() -> tuple[Any, Any]:
+    """The forward and the backward op, on ``[batch, heads, seq, dim]``."""
+    import torch
+
+    backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    return torch._scaled_dot_product_flash_attention_for_cpu, backward_op
+
+
+@lru_cache(maxsize=128)  # those of 65536 queries under a window take 330 KiB
+def blocks(spec: AttentionSpec) -> tuple[Block, ...]:
+    """The blocks of a dense call in order; rows in no block see no key."""
+    edge, step = band(spec), _height(spec)
+    found = []
+    for start in range(0, spec.q_len, step):
+        stop = min(start + step, spec.q_len)
+        first, last = edge.keys_of(start, stop - 1, spec.kv_len)
+        if first < last:
+            corners = (start, last - 1), (stop - 1, first)  # the farthest to the right, and to the left
+            cut = not all(edge.contains(*corner) for corner in corners)
+            whole = (start, stop, first, last) == (0, spec.q_len, 0, spec.kv_len)
+            found.append(Block(slice(start, stop), slice(first, last), edge if cut else None, whole))
+    return tuple(found)
+
+
+def _height(spec: AttentionSpec) -> int:
+    """Queries of a block."""
+    tables = [shape for shape in (spec.mask_shape, spec.bias_shape) if shape]
+    copies = max((shape[0] for shape in tables), default=1) * max((shape[1] for shape in tables), default=1)
+    rows = max(FEWEST_ROWS, MASK_ELEMENTS // max(1, copies * spec.kv_len))
+    one_sided = band(spec)._replace(right=None).hides_nothing(spec.q_len, spec.kv_len)
+    return rows if one_sided else min(rows, WINDOW_ROWS)
+
+
+def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+    """(out, lse) of a dense call; the kernel can read q, k and v."""
+    out: Any = None
+    lse: Any = None
+    q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])  # [batch, heads, seq, dim], as views
+    for block, mask in _with_masks(spec, inputs):
+        rows, keys, _, whole = block
+        tensors = (q, k, v) if whole else (q[:, :, rows], k[:, :, keys], v[:, :, keys])
+        part, part_lse = kernels()[0](*tensors, 0.0, False, attn_mask=mask, scale=spec.scale)
+        if mask is not None:  # the kernel reports 0 for a row that sees no key
+            part_lse = part_lse.masked_fill((mask == -float("inf")).all(dim=-1), -float("inf"))
+        if whole:
+            return part.transpose(1, 2), part_lse
+        if out is None:
+            out, lse = _nothing_seen(spec, inputs.q)
+        out[:, rows], lse[:, :, rows] = part.transpose(1, 2), part_lse
+    return _nothing_seen(spec, inputs.q) if out is None else (out, lse)
+
+
+def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any) -> tuple[Any, Any, Any]:
+    """(dq, dk, dv) of a dense call; the kernel can read q, k, v and dout."""
+    lse = lse.masked_fill(lse == -float("inf"), 0.0)  # as the kernel itself reports such a row
+    q, k, v, out, dout = (tensor.transpose(1, 2) for tensor in (*inputs[:3], out, dout))
+    sums: Any = None
+    for block, mask in _with_masks(spec, inputs):
+        rows, keys, _, whole = block
+        tensors = (dout, q, k, v, out, lse)
+        if not whole:
+            tensors = tuple(t[:, :, at] for t, at in zip(tensors, (rows, rows, keys, keys, rows, rows)))
+        found = kernels()[1](*tensors, 0.0, False, attn_mask=mask, scale=spec.scale)
+        if whole:
+            sums = found
+            break
+        sums = sums or _zeros(spec, inputs)
+        for total, part, places in zip(sums, found, (rows, keys, keys), strict=True):
+            total[:, :, places] += part
+    dq, dk, dv = (total.transpose(1, 2).to(q.dtype) for total in sums or _zeros(spec, inputs))
+    return dq, dk, dv
+
+
+def _nothing_seen(spec: AttentionSpec, q: Any) -> tuple[Any, Any]:
+    import torch
+
+    return q.new_zeros(spec.out_shape), q.new_full(spec.lse_shape, -torch.inf, dtype=getattr(torch, spec.lse_dtype))
+
+
+def _zeros(spec: AttentionSpec, inputs: Inputs) -> list[Any]:
+    """Sums like q, k and v, in float32 (float64 for float64), seen as ``[batch, heads, seq, dim]``."""
+    import torch
+
+    dtype = getattr(torch, spec.lse_dtype)
+    return [tensor.new_zeros(tensor.shape, dtype=dtype).transpose(1, 2) for tensor in inputs[:3]]
+
+
+def _with_masks(spec: AttentionSpec, inputs: Inputs) -> Iterator[tuple[Block, Any]]:
+    """Each block with its additive mask ``[batch or 1, heads or 1, rows, keys]``; None where that would do nothing."""
+    mask, built = None, None
+    explicit = inputs.mask is not None or inputs.bias is not None
+    for block in blocks(spec):
+        rows, keys = block.rows, block.keys
+        place = rows.stop - rows.start, keys.start - rows.start, keys.stop - rows.start  # a band knows distances alone
+        if explicit or place != built:
+            mask, built = _additive(spec, inputs, block), place
+        yield block, mask
+
+
+def _additive(spec: AttentionSpec, inputs: Inputs, block: Block) -> Any:
+    import torch
+
+    if inputs.mask is None and inputs.bias is None and block.edge is None:
+        return None
+    rows, keys, edge, _ = block
+    device, dtype = inputs.q.device, getattr(torch, spec.lse_dtype)
+    seen: Any = None if inputs.mask is None else _part(inputs.mask, block)
+    if edge is not None:
+        queries = torch.arange(rows.start, rows.stop, device=device)[:, None]
+        inside = edge.contains(queries, torch.arange(keys.start, keys.stop, device=device))[None, None]
+        seen = inside if seen is None else inside & seen
+    if inputs.bias is None:
+        added = torch.zeros((), dtype=dtype, device=device)
+    else:
+        added = _part(inputs.bias, block).to(dtype)
+    if seen is not None:
+        added = torch.where(seen, added, -torch.inf)
+    return added.expand(-1, -1, rows.stop - rows.start, keys.stop - keys.start)
+
+
+def _part(table: Any, block: Block) -> Any:
+    """What a mask or bias ``[batch or 1, heads or 1, q_len or 1, kv_len or 1]`` says of a block."""
+    if block.whole:
+        return table
+    narrowed = table if table.shape[2] == 1 else table[:, :, block.rows]
+    return narrowed if table.shape[3] == 1 else narrowed[..., block.keys]

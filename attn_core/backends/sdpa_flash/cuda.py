@@ -1,0 +1,193 @@
+"""torch's own flash attention on NVIDIA GPUs, by its raw ops: a copy of FlashAttention 2 inside torch.
+
+Limits: fp16 and bf16, head_dim up to 256, bottom-right alignment only; no softcap, mask, bias, ALiBi or dropout (the
+backward op takes no ALiBi slopes, and dropout masks would be its own). value_dim, sinks and the gradient of the
+log-sum-exp come from ``torch_rewrites``. The backward sums dq in an order of its own: equal bits on every run come only
+under torch's global switch, which belongs to the caller, so they are not claimed.
+Upstream: ``aten::_flash_attention_forward`` and ``_backward``, torch 2.11 to 2.15. Put right here: a log-sum-exp of
++inf for rows that see nothing; packed calls with at most one query each, whose shortcut for grouped heads needs exactly
+one. Refused: non-causal windows with more queries than keys, which FlashAttention 2 places wrongly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, lru_cache, partial
+from typing import Any
+
+from attn_core.backends.shared import rewrites
+from attn_core.backends.shared.aten_masks import compute_capability, limits, needed_band
+from attn_core.backends.shared.kernel_limits import sums_of_dq
+from attn_core.backends.support import Build, Support
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs
+
+FRAMEWORK = "torch"
+REQUIRES = "torch>=2.11 with CUDA"
+WRITES_INTO = True
+NAME = "the aten CUDA flash kernel"
+
+FORWARD = Support(
+    kernel=NAME,
+    devices=("cuda",),
+    dtypes=("bfloat16", "float16"),
+    max_head_dim=256,
+    value_dim=True,
+    grouped_heads=True,
+    alignments=("bottom_right",),
+    causal=True,
+    window=True,
+    sinks=True,
+    packed=True,
+    deterministic=True,
+    lse=True,
+    partial=True,
+    lse_gradient=True,
+)
+BACKWARD = replace(FORWARD, deterministic=False)
+
+SMALL_SHARED_MEMORY = (86, 87, 89, 120, 121)
+"""Compute capabilities whose shared memory does not hold the backward's tiles above a head_dim of 192."""
+
+
+def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
+    """Windows that FlashAttention 2 gets wrong, wide heads' gradients on small GPUs, and the limits of a grid."""
+    reasons = [*rewrites.refusals(spec), *limits(spec, device, NAME), *sums_of_dq(spec, NAME)]
+    edge = needed_band(spec)
+    windowed = (edge.left is not None or edge.right is not None) and edge.right != 0
+    q_len, kv_len = (
+        (spec.q_len, spec.kv_len) if not spec.packed else (spec.max_len_q or 0, 0)
+    )  # a document may be short
+    if windowed and q_len > kv_len + 1:
+        lengths = "in packed documents" if spec.packed else f"with q_len {q_len} and kv_len {kv_len}"
+        reasons.append(
+            f"window={spec.window} {lengths}: {NAME} misplaces windows with an open or positive right side "
+            "where there are more than kv_len + 1 queries"
+        )
+    widest = max(spec.head_dim, spec.value_dim)
+    if spec.needs_backward and widest > 192 and compute_capability(device) in SMALL_SHARED_MEMORY:
+        reasons.append(f"backward with head_dim={widest} on {device}: {NAME} stops at 192 there")
+    return tuple(reasons)
+
+
+def probe() -> str:
+    """torch's version, once it is known to have the kernel."""
+    import torch
+
+    _kernels()
+    if not torch.backends.cuda.is_flash_attention_available():
+        raise ImportError(f"torch {torch.__version__} was built without flash attention")
+    return torch.__version__
+
+
+@lru_cache(maxsize=4096)
+def lower(spec: AttentionSpec) -> dict[str, Any]:
+    """The op's own arguments, and whether some row may see no key.
+
+    max_q of packed calls is never 1: see the module's text. An upper bound is all that the kernel needs.
+    """
+    edge = needed_band(spec)
+    plain_causal = edge.left is None and edge.right == 0
+    return {
+        "max_q": max(2, spec.max_len_q or 0) if spec.packed else spec.q_len,
+        "max_k": max(1, spec.max_len_k or 0) if spec.packed else spec.kv_len,
+        "is_causal": edge.right == 0,
+        "scale": spec.scale,
+        "window_size_left": edge.left,
+        "window_size_right": None if plain_causal else edge.right,
+        "empty_rows": spec.packed or edge.empties_a_row(spec.q_len, spec.kv_len),
+    }
+
+
+@cache
+def _kernels() -> tuple[Any, Any]:
+    import torch
+
+    return torch.ops.aten._flash_attention_forward.default, torch.ops.aten._flash_attention_backward.default
+
+
+@cache
+def _in_place() -> Any:
+    """The forward op that stores into a tensor it is given, or None: not every torch has it."""
+    import torch
+
+    op = getattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace", None)
+    return None if op is None else op.default
+
+
+def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
+    """See ``Backend.forward``."""
+    import torch
+
+    with torch.no_grad():
+        return rewrites.forward(KERNEL, spec, inputs, into)
+
+
+def backward(
+    spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any, into: Any = None
+) -> Gradients:
+    """See ``Backend.backward``."""
+    import torch
+
+    with torch.no_grad():
+        return rewrites.backward(KERNEL, spec, inputs, out, lse, dout, dlse, into)
+
+
+def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
+    """One query for grouped heads is run as another shape, whose result is a view: that one goes by the plain op."""
+    how = lower(spec)
+    one_query = spec.q_len == 1 and not spec.packed and spec.group_size > 1
+    place = None if into is None or one_query or _in_place() is None else rewrites.writable(into[0])
+    op = _kernels()[0] if place is None else partial(_in_place(), place)
+    made = op(
+        *(rewrites.readable(tensor) for tensor in inputs[:3]),
+        inputs.cu_seqlens_q,
+        inputs.cu_seqlens_k,
+        how["max_q"],
+        how["max_k"],
+        0.0,
+        how["is_causal"],
+        False,
+        scale=how["scale"],
+        window_size_left=how["window_size_left"],
+        window_size_right=how["window_size_right"],
+    )
+    out, lse = made[:2] if place is None else (place, made)
+    infinity = float("inf")
+    return out, lse.masked_fill(lse == infinity, -infinity) if how["empty_rows"] else lse
+
+
+def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any) -> Gradients:
+    """The op itself; it allocates its results, ``into`` is of no use to it."""
+    import torch
+
+    how = lower(spec)
+    if how["empty_rows"]:
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # what the forward op itself reports
+    # The states of a random generator, as the forward op returns them; without dropout nobody reads them.
+    states = inputs.q.new_empty((2,), dtype=torch.uint64), inputs.q.new_empty((), dtype=torch.uint64)
+    gradients = _kernels()[1](
+        rewrites.readable(dout),
+        *(rewrites.readable(tensor) for tensor in inputs[:3]),
+        rewrites.readable(out),
+        lse.contiguous(),
+        inputs.cu_seqlens_q,
+        inputs.cu_seqlens_k,
+        how["max_q"],
+        how["max_k"],
+        0.0,
+        how["is_causal"],
+        *states,
+        scale=how["scale"],
+        window_size_left=how["window_size_left"],
+        window_size_right=how["window_size_right"],
+    )
+    return Gradients(*gradients)
+
+
+def _width(dim: int) -> int:
+    return -(-dim // 8) * 8
+
+
+KERNEL = rewrites.Kernel(_forward, _backward, _width)
+"""What ``torch_rewrites`` completes."""

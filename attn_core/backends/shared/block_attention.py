@@ -1,0 +1,248 @@
+"""One block of attention in torch operations, forward and backward: the arithmetic behind the math backend.
+
+Scores and weights are ``[batch, kv_heads, group, rows, keys]``: each key/value head is read once for its whole group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from attn_core.backends.shared.row_blocks import Block
+from attn_core.call.dropout import keep
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Inputs
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The call's tensors as the blocks read them.
+
+    q: as given, ``[batch, q_len, heads, head_dim]``. k, v: ``[batch, kv_heads, kv_len, dim]``, accumulation dtype.
+    mask, bias: ``[batch, kv_heads, group, q_len, kv_len]``, any of them 1. slopes, sinks: the same, ending in 1, 1.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    mask: Any
+    bias: Any
+    slopes: Any
+    sinks: Any
+    rng: Any
+
+
+class Saved(NamedTuple):
+    """What the backward starts from, with a batch axis."""
+
+    out: Any
+    lse: Any
+    dout: Any
+    dlse: Any
+
+
+class Sums(NamedTuple):
+    """The gradients while they add up, in the accumulation dtype and the layouts of Operands; dq is final."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any
+    dsinks: Any
+
+
+def operands_of(spec: AttentionSpec, inputs: Inputs) -> Operands:
+    import torch
+
+    wide = getattr(torch, spec.lse_dtype)
+    grouped = (spec.num_kv_heads, spec.group_size)
+    q, k, v = (tensor[None] if spec.packed else tensor for tensor in (inputs.q, inputs.k, inputs.v))
+
+    def by_group(table: Any) -> Any:  # [batch, heads or 1, q, kv] -> [batch, kv_heads or 1, group or 1, q, kv]
+        return None if table is None else table.unflatten(1, grouped if table.shape[1] > 1 else (1, 1))
+
+    def per_head(values: Any) -> Any:  # [heads] or [batch, heads] -> [batch or 1, kv_heads, group, 1, 1]
+        return None if values is None else values.to(wide).reshape(-1, *grouped, 1, 1)
+
+    return Operands(
+        q=q,
+        k=k.transpose(1, 2).to(wide).contiguous(),
+        v=v.transpose(1, 2).to(wide).contiguous(),
+        mask=by_group(inputs.mask),
+        bias=by_group(inputs.bias),
+        slopes=per_head(inputs.alibi_slopes),
+        sinks=per_head(inputs.sinks),
+        rng=inputs.rng,
+    )
+
+
+def forward_block(spec: AttentionSpec, operands: Operands, block: Block) -> tuple[Any, Any]:
+    """out ``[batch, kv_heads, group, rows, value_dim]`` and lse ``[batch, kv_heads, group, rows]``."""
+    import torch
+
+    hidden = _hidden(operands, block)
+    scores, _ = _scores(spec, operands, block, hidden)
+    top = scores.amax(dim=-1, keepdim=True)
+    empty = top == -torch.inf
+    if operands.sinks is not None:
+        top = torch.maximum(top, operands.sinks)
+    top = top.masked_fill(top == -torch.inf, 0.0)  # -inf minus -inf would be NaN
+    weights = scores.sub_(top).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    if operands.sinks is not None:
+        total = total + torch.exp(operands.sinks - top)
+    lse = (top + total.log()).masked_fill(empty, -torch.inf)
+    if spec.dropout:
+        weights = weights * _kept(spec, operands, block)
+    out = _spread(weights, operands.v[:, :, block.keys], hidden)
+    return out / total.masked_fill(empty, 1.0), lse.squeeze(-1)
+
+
+def backward_block(spec: AttentionSpec, operands: Operands, saved: Saved, sums: Sums, block: Block) -> None:
+    """Adds one block's share to the sums: ``ds = p * (dp - delta + dlse)`` with ``delta = sum(dout * out)``."""
+    import torch
+
+    grouped = (spec.num_kv_heads, spec.group_size)
+    hidden = _hidden(operands, block)
+    scores, capped = _scores(spec, operands, block, hidden)
+    out, dout = (_heads_first(spec, tensor, block, scores.dtype) for tensor in (saved.out, saved.dout))
+    lse = saved.lse[:, :, block.rows].unflatten(1, grouped)[..., None]
+    empty = lse == -torch.inf
+    row_term = -(dout * out).sum(dim=-1, keepdim=True)
+    if saved.dlse is not None:
+        row_term = row_term + saved.dlse[:, :, block.rows].to(row_term.dtype).unflatten(1, grouped)[..., None]
+    row_term = row_term.masked_fill(empty, 0.0)
+
+    weights = _without(scores.sub_(lse.masked_fill(empty, 0.0)).exp_(), hidden)
+    dweights = _across(dout, operands.v[:, :, block.keys])
+    dropped = weights
+    if spec.dropout:
+        kept = _kept(spec, operands, block)
+        dropped, dweights = weights * kept, dweights * kept
+    sums.dv[:, :, block.keys] += _gather(dropped, dout, hidden)
+    dscores = _without(dweights.add_(row_term).mul_(weights), hidden)
+    if sums.dbias is not None:
+        part = _part(sums.dbias, block)
+        part += dscores.sum_to_size(part.shape)
+    if sums.dsinks is not None:
+        sink_weight = torch.exp(operands.sinks - lse).masked_fill(empty, 0.0)
+        sums.dsinks.add_((sink_weight * row_term).sum(dim=(0, 3), keepdim=True))
+    if capped is not None:
+        dscores = _without(dscores * (1.0 - (capped / spec.softcap) ** 2), hidden)  # a hidden score may be NaN
+    dscores = dscores * spec.scale
+    sums.dq[:, block.rows] = rows_first(_spread(dscores, operands.k[:, :, block.keys], hidden))
+    q = _heads_first(spec, operands.q, block, scores.dtype)
+    sums.dk[:, :, block.keys] += _gather(dscores, q, hidden)
+
+
+def _scores(spec: AttentionSpec, operands: Operands, block: Block, hidden: Any) -> tuple[Any, Any]:
+    """The scores with -inf where hidden, and those after the softcap alone (None without one)."""
+    q = _heads_first(spec, operands.q, block, operands.k.dtype) * spec.scale
+    scores: Any = _across(q, operands.k[:, :, block.keys])
+    capped: Any = None
+    if spec.softcap is not None:
+        scores = capped = spec.softcap * (scores / spec.softcap).tanh()
+    if operands.bias is not None:
+        scores = scores + _part(operands.bias, block).to(scores.dtype)
+    if operands.slopes is not None:
+        scores = scores - operands.slopes * block.distance.abs()
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return (scores.clone() if scores is capped else scores), capped  # the caller overwrites the scores
+
+
+def _hidden(operands: Operands, block: Block) -> Any:
+    """What band, documents, mask and a bias of -inf hide, 5-D and broadcastable to the scores; None for nothing."""
+    hidden = None if block.hidden is None else block.hidden[None, None, None]
+    if operands.mask is not None:
+        masked = ~_part(operands.mask, block)
+        hidden = masked if hidden is None else masked | hidden
+    if operands.bias is not None:
+        excluded = _part(operands.bias, block) == float("-inf")
+        hidden = excluded if hidden is None else excluded | hidden
+    return hidden
+
+
+def _without(values: Any, hidden: Any) -> Any:
+    return values if hidden is None else values.masked_fill_(hidden, 0.0)
+
+
+def _part(table: Any, block: Block) -> Any:
+    """The block's view of a table that is broadcastable to the scores of the whole call."""
+    rows = table if table.shape[3] == 1 else table[..., block.rows, :]
+    return rows if table.shape[4] == 1 else rows[..., block.keys]
+
+
+def _kept(spec: AttentionSpec, operands: Operands, block: Block) -> Any:
+    """0 where a weight is dropped, ``1 / (1 - dropout)`` where it survives."""
+    import torch
+
+    device = operands.k.device
+    batch = torch.arange(spec.batch, device=device)[:, None, None, None, None]
+    head = torch.arange(spec.num_heads, device=device).view(spec.num_kv_heads, spec.group_size, 1, 1)
+    row = torch.arange(block.rows.start, block.rows.stop, device=device)[:, None]
+    column = torch.arange(block.keys.start, block.keys.stop, device=device)
+    return keep(operands.rng, (batch, head, row, column), spec.dropout).to(operands.k.dtype) / (1.0 - spec.dropout)
+
+
+def _heads_first(spec: AttentionSpec, tensor: Any, block: Block, dtype: Any) -> Any:
+    """The block's rows of ``[batch, q_len, heads, dim]`` as ``[batch, kv_heads, group, rows, dim]`` in the dtype."""
+    rows = tensor[:, block.rows].unflatten(2, (spec.num_kv_heads, spec.group_size))
+    return rows.permute(0, 2, 3, 1, 4).to(dtype).contiguous()
+
+
+def rows_first(tensor: Any) -> Any:
+    """``[batch, kv_heads, group, rows, dim]`` -> ``[batch, rows, heads, dim]``."""
+    return tensor.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _across(rows: Any, keys: Any) -> Any:
+    """``[batch, kv_heads, group, rows, dim]`` and ``[batch, kv_heads, keys, dim]`` -> their dot products."""
+    return (rows.flatten(2, 3) @ keys.mT).unflatten(2, rows.shape[2:4])
+
+
+def _spread(weights: Any, values: Any, hidden: Any) -> Any:
+    """Sums over keys ``[batch, kv_heads, keys, dim]`` -> ``[batch, kv_heads, group, rows, dim]``.
+
+    A value that is not finite makes the rows that see it NaN, and no other.
+    """
+    if _harmless(values, hidden):
+        return (weights.flatten(2, 3) @ values).unflatten(2, weights.shape[2:4])
+    seen, broken = _seen(weights, hidden), ~values.isfinite()
+    reached = seen @ broken[:, :, None].to(seen.dtype) > 0
+    return _spread(weights, values.masked_fill(broken, 0.0), None).masked_fill(reached, float("nan"))
+
+
+def _gather(weights: Any, values: Any, hidden: Any) -> Any:
+    """Sums over group and rows ``[batch, kv_heads, group, rows, dim]`` -> ``[batch, kv_heads, keys, dim]``, alike."""
+    if _harmless(values, hidden):
+        return weights.flatten(2, 3).mT @ values.flatten(2, 3)
+    seen, broken = _seen(weights, hidden), ~values.isfinite()
+    reached = (seen.mT @ broken.to(seen.dtype) > 0).any(dim=2)
+    return _gather(weights, values.masked_fill(broken, 0.0), None).masked_fill(reached, float("nan"))
+
+
+def _harmless(values: Any, hidden: Any) -> bool:
+    """Whether a plain product does: 0 * NaN is NaN, so a broken value that is hidden must be kept out by other means.
+
+    On CUDA the values cannot be looked at without a synchronisation, and the careful way is always taken.
+    """
+    return hidden is None or (values.device.type == "cpu" and bool(values.isfinite().all()))
+
+
+def _seen(weights: Any, hidden: Any) -> Any:
+    """1 where visible, 0 where hidden: ``[batch or 1, kv_heads or 1, group or 1, rows, keys]``."""
+    return (~hidden).to(weights.dtype).expand(*hidden.shape[:3], *weights.shape[3:])
+
+
+def empty_sums(spec: AttentionSpec, operands: Operands) -> Sums:
+    import torch
+
+    dbias = operands.k.new_zeros(operands.bias.shape) if spec.bias_gradient else None
+    return Sums(
+        dq=torch.zeros_like(operands.q, memory_format=torch.contiguous_format),
+        dk=torch.zeros_like(operands.k),
+        dv=torch.zeros_like(operands.v),
+        dbias=dbias,
+        dsinks=torch.zeros_like(operands.sinks) if spec.sinks else None,
+    )

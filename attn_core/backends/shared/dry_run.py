@@ -1,0 +1,66 @@
+"""Dry runs: a call on zeros of its shapes, ahead of the first real one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attn_core.backends.contract import Backend, own_warm_up
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Inputs
+
+
+def warm_up(backend: Backend, spec: AttentionSpec) -> None:
+    """Does on the current CUDA device what a call of a torch backend would do when it first runs.
+
+    A backend that compiles for itself says how; the others run once on zeros of the call's shapes, after which Triton's
+    kernels, cuDNN's plans and cuBLAS's handles are there.
+    """
+    if spec.empty:
+        return
+    own = own_warm_up(backend)
+    if own is not None:
+        own(spec)
+        return
+    inputs = zeros(spec)
+    out, lse = backend.forward(spec, inputs)
+    if spec.needs_backward:
+        backend.backward(spec, inputs, out, lse, out, lse if spec.return_lse else None)
+
+
+def zeros(spec: AttentionSpec, device: str = "cuda") -> Inputs:
+    """Zeros of a call's shapes, on the current CUDA device or another; packed tokens fill the documents in order."""
+    import torch
+
+    def made(*shape: int) -> Any:
+        return torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
+
+    def offsets(tokens: int, longest: int | None) -> Any:
+        ends = [min(document * (longest or 0), tokens) for document in range((spec.documents or 0) + 1)]
+        return torch.tensor(ends, dtype=torch.int32, device=device) if spec.packed else None
+
+    def extra(shape: Any, dtype: Any = torch.float32) -> Any:
+        return None if shape is None else torch.zeros(shape, dtype=dtype, device=device)
+
+    q, k, v = (made(*shape) for shape in shapes(spec))
+    return Inputs(
+        q,
+        k,
+        v,
+        mask=None if spec.mask_shape is None else extra(spec.mask_shape, torch.bool),
+        bias=extra(spec.bias_shape, getattr(torch, spec.bias_dtype or spec.dtype)),
+        alibi_slopes=extra(spec.alibi_shape),
+        sinks=made(spec.num_heads) if spec.sinks else None,
+        cu_seqlens_q=offsets(spec.q_len, spec.max_len_q),
+        cu_seqlens_k=offsets(spec.kv_len, spec.max_len_k),
+        rng=torch.zeros(2, dtype=torch.int64, device="cpu") if spec.dropout else None,
+    )
+
+
+def shapes(spec: AttentionSpec) -> tuple[tuple[int, ...], ...]:
+    """The shapes of q, k and v as backends take them: ``[batch, seq, heads, dim]``, packed without the batch axis."""
+    rows = () if spec.packed else (spec.batch,)
+    return (
+        (*rows, spec.q_len, spec.num_heads, spec.head_dim),
+        (*rows, spec.kv_len, spec.num_kv_heads, spec.head_dim),
+        (*rows, spec.kv_len, spec.num_kv_heads, spec.value_dim),
+    )

@@ -1,0 +1,81 @@
+"""Conventions of FlashAttention 2's kernel: the longest query document, ALiBi's log-sum-exp, where dropout draws from.
+
+Under the causal mask the kernel adds ``slope * key`` to a score, not ``-slope * (query + offset - key)``. The softmax
+is the same and the log-sum-exp is larger by ``slope * (query + offset)``; float32 rounds it there. Windows and full
+attention add the true distance, and need nothing. Source: flash-attn 2.8.3, csrc/flash_attn/src/mask.h and alibi.h.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attn_core.call.masks import band
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Inputs
+
+
+def longest_query(spec: AttentionSpec) -> int:
+    """``max_seqlen_q`` of packed documents, for every build of the kernel.
+
+    Where no document has two queries the kernel assumes that each has one and groups heads by it; 2 keeps it from that
+    where some have none. An upper bound is all that it needs.
+    """
+    return max(spec.max_len_q or 0, 1 if spec.q_len == spec.documents else 2)
+
+
+def slopes_of(spec: AttentionSpec, inputs: Inputs) -> Any:
+    """float32 ``[heads]`` or ``[batch, heads]``, or None; packed ``[heads]``: the kernel's batch is the documents."""
+    if spec.alibi_shape is None:
+        return None
+    slopes = inputs.alibi_slopes.detach().float().contiguous()
+    return slopes.view(-1) if spec.packed else slopes
+
+
+def shifted(spec: AttentionSpec, inputs: Inputs, lse: Any, slopes: Any, sign: int) -> Any:
+    """``lse + sign * slope * (query + offset)``: sign 1 gives the kernel's own log-sum-exp, -1 undoes it.
+
+    Args:
+        lse: float32 ``[batch, heads, q_len]`` or packed ``[heads, tokens]``; slopes: as slopes_of gives them.
+    """
+    import torch
+
+    offset = band(spec).offset
+    places = torch.arange(spec.q_len, device=lse.device, dtype=torch.int32)
+    if spec.packed:
+        ends, key_ends = inputs.cu_seqlens_q[1:], inputs.cu_seqlens_k[1:]
+        document = torch.searchsorted(ends, places, right=True).clamp_(max=ends.shape[0] - 1)
+        offset = (key_ends - inputs.cu_seqlens_k[:-1] - ends)[document]  # query - start + kv_len - q_len
+    # [..., heads, 1] * [q_len] beside [..., heads, q_len]
+    return torch.addcmul(lse, slopes[..., None], (places + offset).to(lse.dtype), value=sign)
+
+
+def _seed(inputs: Inputs) -> int:
+    """63 bits made of the call's two words, which lie on the host."""
+    import torch
+
+    if inputs.q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "dropout while a CUDA graph is captured: flash-attn would drop the same weights in each replay"
+        )
+    seed, offset = inputs.rng.tolist()
+    return (seed + 0x9E3779B97F4A7C15 * offset) & (2**63 - 1)
+
+
+def generator_of(inputs: Inputs) -> Any:
+    """A fresh generator on the device, which the forward draws its mask from.
+
+    Raises:
+        RuntimeError: while a CUDA graph is captured.
+    """
+    import torch
+
+    return torch.Generator(inputs.q.device).manual_seed(_seed(inputs))
+
+
+def rng_state_of(inputs: Inputs) -> Any:
+    """int64 ``[seed, 0]`` on the device: what the forward notes of a fresh generator. Filled there: nothing waits."""
+    import torch
+
+    state = torch.full((2,), _seed(inputs), dtype=torch.int64, device=inputs.q.device)
+    state[1:].zero_()
+    return state

@@ -1,0 +1,58 @@
+"""What kernels of others need of a pool and its table: memory that they can read, and numbers that they can believe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attn_core.backends.shared.rewrites import readable
+from attn_core.backends.shared.triton import has_triton
+from attn_core.call.pages import PagedKV
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import PagedInputs
+from attn_core.errors import ShapeError
+
+
+def pools(inputs: PagedInputs) -> tuple[Any, Any]:
+    """k and v as they are.
+
+    Raises:
+        ShapeError: when a kernel could read only a copy, which would copy the whole pool on every call.
+    """
+    for name, pool in (("k_pages", inputs.k), ("v_pages", inputs.v)):
+        if readable(pool) is not pool:
+            raise ShapeError(
+                f"{name}: expected dense channels, and strides and an address that are multiples of 16 bytes, got "
+                f"strides {list(pool.stride())} at {pool.data_ptr() % 16} bytes from one; a pool is never copied"
+            )
+    return inputs.k, inputs.v
+
+
+def query_offsets(spec: AttentionSpec, inputs: PagedInputs) -> Any:
+    """int32 ``[documents + 1]``, dense: the caller's, or those of one query for each sequence."""
+    import torch
+
+    if inputs.cu_seqlens_q is None:
+        return torch.arange(spec.q_len + 1, dtype=torch.int32, device=inputs.q.device)
+    return inputs.cu_seqlens_q.contiguous()
+
+
+def safe_tables(paged: PagedKV, inputs: PagedInputs) -> tuple[Any, Any]:
+    """(block_table, seq_lens) that lead nowhere outside the pool: copies, made in one launch where Triton is."""
+    import torch
+
+    table, lengths = inputs.block_table, inputs.seq_lens
+    if not table.is_cuda or not has_triton():
+        return table.clamp(0, paged.num_pages - 1), lengths.clamp(0, paged.capacity)
+    from attn_core.paged import triton_tables
+
+    made = torch.empty(table.shape, dtype=torch.int32, device=table.device)
+    made_lengths = torch.empty_like(lengths)
+    entries, block = table.numel(), 1024
+    table = table if table.stride(-1) == 1 else table.contiguous()
+    triton_tables.sanitise[(max(1, -(-max(entries, len(lengths)) // block)),)](
+        *(table, lengths.contiguous(), made, made_lengths, table.stride(0), paged.num_pages, max(paged.width, 1)),
+        *(entries, len(lengths)),
+        PAGE=paged.page_size,
+        BLOCK=block,
+    )
+    return made, made_lengths

@@ -1,0 +1,89 @@
+"""Which rows of a call meet which keys, in blocks of query rows, for kernels written in torch operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from attn_core.backends.shared.split_documents import documents
+from attn_core.call.masks import Band, band
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Inputs
+
+
+class Block(NamedTuple):
+    """A block of query rows and the keys that any of them may see; both slices count the tokens of the whole row.
+
+    distance: int64 ``[rows, keys]``, how far right of the diagonal each key lies; None where nothing needs it.
+    hidden: bool ``[rows, keys]``, what band and documents hide; None for nothing.
+    """
+
+    rows: slice
+    keys: slice
+    distance: Any
+    hidden: Any
+
+
+def blocks(spec: AttentionSpec, inputs: Inputs, height: int) -> Iterator[Block]:
+    """The blocks of a call, each of ``height`` rows at most. Rows in no block see no key."""
+    if spec.packed and inputs.q.device.type != "cpu":
+        return _token_blocks(spec, inputs, height)
+    return _host_blocks(spec, inputs, height)
+
+
+def _host_blocks(spec: AttentionSpec, inputs: Inputs, height: int) -> Iterator[Block]:
+    import torch
+
+    device = inputs.q.device
+    for queries, keys, edge in _documents(spec, inputs):
+        for start in range(queries.start, queries.stop, height):
+            stop = min(start + height, queries.stop)
+            first, last = edge.keys_of(start, stop - 1, keys.stop)
+            first = max(first, keys.start)
+            if first >= last:
+                continue
+            rows = torch.arange(start, stop, device=device)[:, None]
+            columns = torch.arange(first, last, device=device)[None, :]
+            inside = edge.contains(start, last - 1) and edge.contains(stop - 1, first)  # the block's far corners
+            hidden = None if inside else ~edge.contains(rows, columns)
+            distance = columns - (rows + edge.offset) if spec.alibi_shape else None
+            yield Block(slice(start, stop), slice(first, last), distance, hidden)
+
+
+def _documents(spec: AttentionSpec, inputs: Inputs) -> Iterator[tuple[slice, slice, Band]]:
+    """Query tokens, key tokens and band of each document; the band is shifted to count the tokens of the whole row."""
+    if not spec.packed:
+        yield slice(0, spec.q_len), slice(0, spec.kv_len), band(spec)
+        return
+    for rows, keys in documents(spec, inputs.cu_seqlens_q.numpy(), inputs.cu_seqlens_k.numpy()):
+        edge = band(spec, rows.stop - rows.start, keys.stop - keys.start)
+        yield rows, keys, edge._replace(offset=edge.offset + keys.start - rows.start)
+
+
+def _token_blocks(spec: AttentionSpec, inputs: Inputs, height: int) -> Iterator[Block]:
+    """Blocks of packed tokens whose offsets stay on the device: each block meets every key."""
+    import torch
+
+    cu_q, cu_k = inputs.cu_seqlens_q.long(), inputs.cu_seqlens_k.long()
+    of_query, at_query = _token_positions(cu_q, spec.q_len)
+    of_key, at_key = _token_positions(cu_k, spec.kv_len)
+    documents = cu_q.shape[0] - 1
+    if spec.alignment == "bottom_right":
+        offsets = cu_k.diff() - cu_q.diff()
+        at_query = at_query + offsets[of_query.clamp(max=documents - 1)]
+    edge = band(spec)._replace(offset=0)
+    for start in range(0, spec.q_len, height):
+        rows = slice(start, min(start + height, spec.q_len))
+        own, position = of_query[rows, None], at_query[rows, None]
+        together = (own == of_key) & (own < documents)  # tokens past the last offset belong to no document
+        hidden = torch.logical_not(together & edge.contains(position, at_key))
+        yield Block(rows, slice(0, spec.kv_len), at_key - position, hidden)
+
+
+def _token_positions(cu_seqlens: Any, tokens: int) -> tuple[Any, Any]:
+    """Each token's document (the number of documents for a token in none) and its position there, int64."""
+    import torch
+
+    token = torch.arange(tokens, device=cu_seqlens.device)
+    document = torch.searchsorted(cu_seqlens[1:], token, right=True)
+    return document, token - cu_seqlens[document]

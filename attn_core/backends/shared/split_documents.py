@@ -1,0 +1,83 @@
+"""Packed documents read on the host: each document's query and key tokens, checked, and each as a call of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from attn_core.call.seq_info import check_cu_seqlens
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Inputs
+
+
+class Document(NamedTuple):
+    """The tokens of one document, as slices of the whole row."""
+
+    rows: slice
+    keys: slice
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """How many queries and keys."""
+        return self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
+
+
+def documents(spec: AttentionSpec, cu_seqlens_q: Any, cu_seqlens_k: Any) -> list[Document]:
+    """The documents that have a query and a key, in order; any other row sees nothing.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: int32 numpy arrays ``[documents + 1]``.
+
+    Raises:
+        ShapeError, SpecError: for offsets that would read outside the row, before anything is read.
+    """
+    limits = {
+        "q": spec.q_len if spec.max_len_q is None else spec.max_len_q,
+        "k": spec.kv_len if spec.max_len_k is None else spec.max_len_k,
+    }
+    check_cu_seqlens(cu_seqlens_q, limits["q"], side="q", tokens=spec.q_len)
+    check_cu_seqlens(cu_seqlens_k, limits["k"], side="k", tokens=spec.kv_len)
+    ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    found = []
+    for index in range(len(ends_q) - 1):
+        document = Document(slice(ends_q[index], ends_q[index + 1]), slice(ends_k[index], ends_k[index + 1]))
+        if all(document.lengths):
+            found.append(document)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def dense_spec(spec: AttentionSpec, q_len: int, kv_len: int) -> AttentionSpec:
+    """The spec of one document of a packed call as a call of its own, batch 1."""
+
+    def cut(shape: Any) -> Any:  # [1, heads or 1, q_tokens or 1, kv_tokens or 1]
+        return shape and (1, shape[1], min(shape[2], q_len), min(shape[3], kv_len))
+
+    return replace(
+        spec,
+        q_len=q_len,
+        kv_len=kv_len,
+        documents=None,
+        max_len_q=None,
+        max_len_k=None,
+        mask_shape=cut(spec.mask_shape),
+        bias_shape=cut(spec.bias_shape),
+    )
+
+
+def dense_inputs(inputs: Inputs, document: Document) -> Inputs:
+    """The tensors of one document as a call of its own: views of its tokens, with a batch axis of 1."""
+    rows, keys = document
+
+    def cut(table: Any) -> Any:  # a mask or bias [1, heads or 1, q_tokens or 1, kv_tokens or 1]
+        if table is None:
+            return None
+        narrowed = table if table.shape[2] == 1 else table[:, :, rows]
+        return narrowed if table.shape[3] == 1 else narrowed[:, :, :, keys]
+
+    # [tokens, heads, dim] -> [1, the document's tokens, heads, dim]
+    q, k, v = inputs.q[rows][None], inputs.k[keys][None], inputs.v[keys][None]
+    return inputs._replace(
+        q=q, k=k, v=v, mask=cut(inputs.mask), bias=cut(inputs.bias), cu_seqlens_q=None, cu_seqlens_k=None
+    )

@@ -1,0 +1,230 @@
+"""Support: what one backend declares it can run, and the sentence each unmet claim turns into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from attn_core.call.masks import band
+from attn_core.call.seq_info import is_number
+from attn_core.call.spec import AttentionSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Support:
+    """A backend's claims. Everything is denied unless claimed; every claim is proven by a generated test.
+
+    Attributes:
+        kernel: how a refusal names the kernel, e.g. ``"the aten CPU flash kernel"``.
+        devices: ``"cpu"``, ``"cuda"`` (any NVIDIA GPU), ``"sm90"``, ...
+        dtypes: of q, k and v.
+        max_head_dim: largest head_dim and value_dim, or None; head_dim_multiple: both must divide by it.
+        value_dim: value_dim may differ from head_dim.
+        grouped_heads: fewer kv heads than heads.
+        alignments: the causal/window alignments it has when q_len and kv_len differ (or documents are packed).
+        causal, window, softcap, mask, bias, bias_gradient, alibi, sinks, packed, dropout: the features.
+        paged: it takes keys and values in pages of a pool.
+        deterministic: it can promise equal bits on every run.
+        lse: it returns the log-sum-exp; lse_gradient: its backward takes a gradient of it.
+        partial: it can attend to a part of each row's keys: it returns the log-sum-exp, and its backward computes with
+            the output and the log-sum-exp that it is given, those of whole rows.
+        portable_dropout: it drops just the weights that ``call.dropout`` names, not those of its own generator.
+        symbolic: it takes a batch, lengths and a number of documents that ``jax.export`` leaves open.
+        approximate: its numbers are not right to the precision of its dtypes (quantised inputs, say), so that it runs
+            only when it is asked for by name.
+    """
+
+    kernel: str
+    devices: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    max_head_dim: int | None = None
+    head_dim_multiple: int = 1
+    value_dim: bool = False
+    grouped_heads: bool = False
+    alignments: tuple[str, ...] = ()
+    causal: bool = False
+    window: bool = False
+    softcap: bool = False
+    mask: bool = False
+    bias: bool = False
+    bias_gradient: bool = False
+    alibi: bool = False
+    sinks: bool = False
+    packed: bool = False
+    dropout: bool = False
+    deterministic: bool = False
+    lse: bool = False
+    lse_gradient: bool = False
+    portable_dropout: bool = False
+    approximate: bool = False
+    paged: bool = False
+    partial: bool = False
+    symbolic: bool = False
+
+    def runs_on(self, device: str) -> bool:
+        """Whether the claim covers a device such as ``"cpu"`` or ``"sm90"``."""
+        return device in self.devices or (device.startswith("sm") and "cuda" in self.devices)
+
+
+@dataclass(frozen=True)
+class Build:
+    """What is particular about an installed build of a kernel: found once by looking, plain data from then on.
+
+    Attributes:
+        name: how a refusal names the build, e.g. ``"ROCm CK"``.
+        without: claims of Support that it lacks, and ``"backward"`` if it has no gradient.
+        max_head_dim: the largest head dimension it was compiled for, if that is less than its Support says.
+        head_dims: the widths it was compiled for, ascending; empty where every width runs.
+        version: of the library that decides what is right, e.g. cuDNN's ``(9, 19, 0)``; empty where it does not matter.
+    """
+
+    name: str
+    without: tuple[str, ...] = ()
+    max_head_dim: int | None = None
+    head_dims: tuple[int, ...] = ()
+    version: tuple[int, ...] = ()
+
+
+def narrowed(support: Support | None, build: Build | None) -> Support | None:
+    """The claims that are left of ``support`` in an installed build; None for a backward that it lacks."""
+    if support is None or build is None:
+        return support
+    claims = [field.name for field in fields(Support) if field.default is False]
+    lost: dict[str, Any] = {name: False for name in claims if name in build.without}
+    limits = [limit for limit in (support.max_head_dim, build.max_head_dim, *build.head_dims[-1:]) if limit is not None]
+    limit = min(limits, default=None)
+    if not lost and limit == support.max_head_dim:
+        return support
+    return replace(support, kernel=f"{support.kernel} ({build.name})", max_head_dim=limit, **lost)
+
+
+Check = Callable[[Support, AttentionSpec], str | None]
+
+
+def unmet(support: Support, spec: AttentionSpec, device: str) -> tuple[str, ...]:
+    """Every reason why the claims do not cover the call, in the order of the spec's fields; empty when they do.
+
+    A spec field that asks for something and has no check here is refused: new fields are denied by default.
+    """
+    reasons = (
+        [] if support.runs_on(device) else [f"device {device}: {support.kernel} needs {' or '.join(support.devices)}"]
+    )
+    return (*reasons, *_feature_reasons(support, spec))
+
+
+def _feature_reasons(support: Support, spec: AttentionSpec) -> Iterator[str]:
+    for field in fields(spec):
+        value = getattr(spec, field.name)
+        check = CHECKS.get(field.name)
+        if check is not None:
+            reason = check(support, spec)
+            if reason:
+                yield reason
+        elif value != field.default:
+            yield f"{field.name}={value!r}: no backend has claimed it"
+
+
+def _nothing(support: Support, spec: AttentionSpec) -> None:
+    """For fields that every backend takes as they come."""
+
+
+def _flag(claim: str, asked: Callable[[AttentionSpec], object], what: Callable[[AttentionSpec], str]) -> Check:
+    def check(support: Support, spec: AttentionSpec) -> str | None:
+        if not asked(spec) or getattr(support, claim):
+            return None
+        return f"{what(spec)}: {support.kernel} has none"
+
+    return check
+
+
+def _dtype(support: Support, spec: AttentionSpec) -> str | None:
+    if spec.dtype in support.dtypes:
+        return None
+    return f"dtype {spec.dtype}: {support.kernel} takes {', '.join(support.dtypes)}"
+
+
+def _head_dim(support: Support, spec: AttentionSpec) -> str | None:
+    dims, limit, multiple = (spec.head_dim, spec.value_dim), support.max_head_dim, support.head_dim_multiple
+    if limit is not None and max(dims) > limit:
+        return f"head_dim={max(dims)}: {support.kernel} stops at {limit}"
+    if any(dim % multiple for dim in dims):
+        return f"head_dim={next(dim for dim in dims if dim % multiple)}: {support.kernel} takes multiples of {multiple}"
+    return None
+
+
+def _value_dim(support: Support, spec: AttentionSpec) -> str | None:
+    if spec.value_dim == spec.head_dim or support.value_dim:
+        return None
+    return f"value_dim={spec.value_dim}: {support.kernel} needs value_dim == head_dim ({spec.head_dim})"
+
+
+def _kv_heads(support: Support, spec: AttentionSpec) -> str | None:
+    if spec.group_size == 1 or support.grouped_heads:
+        return None
+    return f"num_kv_heads={spec.num_kv_heads}: {support.kernel} needs as many kv heads as heads ({spec.num_heads})"
+
+
+def _alignment(support: Support, spec: AttentionSpec) -> str | None:
+    edge = band(spec)
+    banded = edge.left is not None or edge.right is not None
+    if not banded or (spec.q_len == spec.kv_len and not spec.packed) or spec.alignment in support.alignments:
+        return None
+    has = " and ".join(support.alignments) or "no other"
+    return f"alignment={spec.alignment} with q_len {spec.q_len} and kv_len {spec.kv_len}: {support.kernel} has {has}"
+
+
+def _return_lse(support: Support, spec: AttentionSpec) -> str | None:
+    if not spec.return_lse:
+        return None
+    if not support.lse:
+        return f"return_lse: {support.kernel} has no log-sum-exp output"
+    if spec.needs_backward and not support.lse_gradient:
+        return f"return_lse with gradients: {support.kernel} takes no gradient of the log-sum-exp"
+    return None
+
+
+def _size(name: str) -> Check:
+    def check(support: Support, spec: AttentionSpec) -> str | None:
+        size = getattr(spec, name)
+        if size is None or is_number(size) or support.symbolic:
+            return None
+        return f"{name}={size}: {support.kernel} needs a number, this one is symbolic"
+
+    return check
+
+
+def _documents(support: Support, spec: AttentionSpec) -> str | None:
+    if spec.packed and not support.packed:
+        return f"seq_info with packed documents: {support.kernel} has none"
+    return _size("documents")(support, spec)
+
+
+def _page_size(spec: AttentionSpec) -> int:
+    return spec.paged.page_size if spec.paged else 0
+
+
+CHECKS: dict[str, Check] = {
+    **{name: _size(name) for name in ("batch", "q_len", "kv_len")},
+    **dict.fromkeys(("num_heads", "scale", "max_len_q", "max_len_k"), _nothing),
+    **dict.fromkeys(("needs_backward", "bias_dtype"), _nothing),  # backends have rules of their own about them
+    "dtype": _dtype,
+    "head_dim": _head_dim,
+    "value_dim": _value_dim,
+    "num_kv_heads": _kv_heads,
+    "alignment": _alignment,
+    "return_lse": _return_lse,
+    "causal": _flag("causal", lambda s: s.causal, lambda s: "causal"),
+    "window": _flag("window", lambda s: s.window != (None, None), lambda s: f"window={s.window}"),
+    "softcap": _flag("softcap", lambda s: s.softcap is not None, lambda s: f"softcap={s.softcap}"),
+    "mask_shape": _flag("mask", lambda s: s.mask_shape, lambda s: f"mask of shape {list(s.mask_shape or ())}"),
+    "bias_shape": _flag("bias", lambda s: s.bias_shape, lambda s: f"bias of shape {list(s.bias_shape or ())}"),
+    "bias_gradient": _flag("bias_gradient", lambda s: s.bias_gradient, lambda s: "gradient of the bias"),
+    "alibi_shape": _flag("alibi", lambda s: s.alibi_shape, lambda s: "alibi_slopes"),
+    "sinks": _flag("sinks", lambda s: s.sinks, lambda s: "sinks"),
+    "documents": _documents,
+    "dropout": _flag("dropout", lambda s: s.dropout, lambda s: f"dropout={s.dropout}"),
+    "deterministic": _flag("deterministic", lambda s: s.deterministic, lambda s: "deterministic=True"),
+    "partial": _flag("partial", lambda s: s.partial, lambda s: "a part of each row's keys"),
+    "paged": _flag("paged", lambda s: s.paged, lambda s: f"keys and values in pages of {_page_size(s)}"),
+}

@@ -1,0 +1,1 @@
+"""triton_splitkv: our Triton kernel for keys and values in pages."""

@@ -1,0 +1,224 @@
+"""Our own Triton kernel for keys and values in pages: decoding and chunked prefill, the keys of a sequence split.
+
+Limits: bfloat16 and float16, head_dim and value_dim powers of two from 16 to 256, forward only, paged calls only; page
+sizes from 1 on. The kernels are in ``kernels.py``: nothing that a table says leads out of the
+pool, and a key past the end of its sequence is never read. How many splits there are goes by shapes alone, so that
+equal calls give equal bits. A NaN in a key or value of a sequence may reach those of its queries that do not see it,
+and no other sequence.
+Upstream: triton 3.6 to 3.9, as torch brings it.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+from attn_core.backends.shared.kernel_limits import GRID_LIMIT
+from attn_core.backends.shared.pools import pools
+from attn_core.backends.support import Build, Support
+from attn_core.call.masks import band
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, PagedInputs
+from attn_core.paged.arguments import one_query_each
+
+FRAMEWORK = "torch"
+REQUIRES = "triton>=3.6"
+
+FORWARD = Support(
+    kernel="the Triton split-KV kernel",
+    devices=("cuda",),
+    dtypes=("bfloat16", "float16"),
+    max_head_dim=256,
+    value_dim=True,
+    grouped_heads=True,
+    alignments=("bottom_right",),
+    causal=True,
+    window=True,
+    softcap=True,
+    sinks=True,
+    packed=True,
+    deterministic=True,
+    lse=True,
+    paged=True,
+)
+BACKWARD = None
+PAGES_ALONE = True
+WRITES_INTO = True
+
+PROGRAMS = 4
+"""Programs for each multiprocessor that keep its memory pipe full; more are given more work, not more splits."""
+FEWEST_KEYS = 128
+"""A share of the keys that is worth a program of its own."""
+MOST_SPLITS = 128
+
+
+def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
+    """Widths that are no power of two, grids that are too large, and calls without pages."""
+    reasons = []
+    if spec.paged is None:
+        reasons.append(f"keys and values not in pages: {FORWARD.kernel} reads pages alone")
+    for dim in sorted({spec.head_dim, spec.value_dim}):
+        if dim < 16 or dim & (dim - 1):
+            reasons.append(f"head_dim={dim}: {FORWARD.kernel} takes powers of two from 16 on")
+    if spec.max_len_q and (rows := -(-spec.max_len_q * spec.group_size // _rows(spec))) > GRID_LIMIT:
+        reasons.append(f"max_len_q={spec.max_len_q}: {FORWARD.kernel} launches at most {GRID_LIMIT} blocks, not {rows}")
+    return tuple(reasons)
+
+
+def probe() -> str:
+    """Triton's version, once the kernels import."""
+    import triton
+
+    from attn_core.backends.triton_splitkv import kernels  # noqa: F401
+
+    return str(triton.__version__)
+
+
+class Tiles(NamedTuple):
+    """Of a launch: queries (times the group) and keys of a tile, warps, and stages of the pipeline."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def tiles(spec: AttentionSpec) -> Tiles:
+    """The tile sizes for a call: the best of those tried on an H200, one query each of 64 sequences of 8192 tokens."""
+    rows, wide = _rows(spec), max(spec.head_dim, spec.value_dim)
+    if rows > 16:
+        return Tiles(rows, 32, 4, 2)
+    if wide <= 64:
+        return Tiles(rows, 128, 4, 2)
+    return Tiles(rows, 64, 2, 2) if wide <= 128 else Tiles(rows, 32, 4, 2)
+
+
+def _rows(spec: AttentionSpec) -> int:
+    wanted = (spec.max_len_q or 1) * spec.group_size
+    return 16 if wanted <= 16 else 32 if wanted <= 32 else 64
+
+
+def splits(spec: AttentionSpec, multiprocessors: int) -> int:
+    """Into how many shares the keys of each sequence are split, by shapes alone."""
+    blocks = -(-(spec.max_len_q or 1) * spec.group_size // _rows(spec))
+    programs = (spec.documents or 1) * spec.num_kv_heads * blocks
+    wanted = multiprocessors * PROGRAMS // max(programs, 1)
+    reach = band(spec).left
+    keys = spec.max_len_k or spec.kv_len
+    if reach is not None:
+        keys = min(keys, reach + (spec.max_len_q or 1))
+    return max(1, min(wanted, -(-keys // FEWEST_KEYS), MOST_SPLITS))
+
+
+def lower(spec: AttentionSpec) -> dict[str, Any]:
+    """The kernel's numbers; an open side of the window is a distance that reaches every key."""
+    edge = band(spec)
+    far = 2**30
+    return {
+        "scale": spec.scale,
+        "softcap": spec.softcap or 1.0,
+        "left": far if edge.left is None else edge.left,
+        "right": far if edge.right is None else edge.right,
+        "ONE_QUERY": one_query_each(spec),
+        "SOFTCAP": spec.softcap is not None,
+        "SINKS": spec.sinks,
+    }
+
+
+@lru_cache(maxsize=4096)
+def _settings(spec: AttentionSpec, device: int) -> tuple[dict[str, Any], Tiles, int]:
+    return lower(spec), tiles(spec), splits(spec, _multiprocessors(device))
+
+
+@cache
+def _multiprocessors(device: int) -> int:
+    import torch
+
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device >= 0 else 1
+
+
+def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple[Any, Any]:
+    """See ``Backend.forward``."""
+    import torch
+
+    given, tile, count = _settings(spec, inputs.q.get_device())
+    q = inputs.q if inputs.q.stride(-1) == 1 else inputs.q.contiguous()
+    k, v = pools(inputs)
+    out = torch.empty(spec.out_shape, dtype=q.dtype, device=q.device) if into is None else into[0]
+    lse = into[1] if into is not None else None
+    if lse is None:
+        lse = torch.empty(spec.lse_shape, dtype=torch.float32, device=q.device)
+    parts, part_lse = out, lse
+    if count > 1:
+        parts = torch.empty((count, *out.shape), dtype=torch.float32, device=q.device)
+        part_lse = torch.empty((count, *lse.shape), dtype=torch.float32, device=q.device)
+    _attend(spec, inputs._replace(q=q, k=k, v=v), parts, part_lse, count, given, tile)
+    if count > 1:
+        _merge(spec, inputs, parts, part_lse, out, lse, count)
+    return out, lse
+
+
+def _attend(
+    spec: AttentionSpec, inputs: PagedInputs, out: Any, lse: Any, count: int, given: dict[str, Any], tile: Tiles
+) -> None:
+    from attn_core.backends.triton_splitkv import kernels
+
+    paged = spec.paged
+    assert paged is not None
+    out_strides = out.stride() if count > 1 else (0, *out.stride())
+    lse_strides = lse.stride() if count > 1 else (0, *lse.stride())
+    table, lengths = inputs.block_table, inputs.seq_lens
+    table = table if table.stride(-1) == 1 or paged.width <= 1 else table.contiguous()
+    grid = (
+        (spec.documents or 0) * spec.num_kv_heads,
+        count,
+        -(-(spec.max_len_q or 1) * spec.group_size // tile.rows),
+    )
+    kernels.attend[grid](
+        *(inputs.q, inputs.k, inputs.v, table, lengths.contiguous()),
+        lengths if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.contiguous(),
+        inputs.q if inputs.sinks is None else inputs.sinks.contiguous(),
+        *(out, lse, given["scale"], given["softcap"]),
+        *(spec.q_len, paged.num_pages, paged.width, given["left"], given["right"]),
+        *inputs.q.stride()[:2],
+        *inputs.k.stride()[:3],
+        *inputs.v.stride()[:3],
+        table.stride(0),
+        *out_strides[:3],
+        *lse_strides[:2],
+        KV_HEADS=spec.num_kv_heads,
+        GROUP=spec.group_size,
+        PAGE=paged.page_size,
+        HEAD_DIM=spec.head_dim,
+        VALUE_DIM=spec.value_dim,
+        SPLITS=count,
+        ONE_QUERY=given["ONE_QUERY"],
+        SOFTCAP=given["SOFTCAP"],
+        SINKS=given["SINKS"],
+        ROWS=tile.rows,
+        KEYS=tile.keys,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _merge(spec: AttentionSpec, inputs: PagedInputs, parts: Any, part_lse: Any, out: Any, lse: Any, count: int) -> None:
+    from attn_core.backends.triton_splitkv import kernels
+
+    kernels.merge[(spec.q_len, spec.num_heads)](
+        *(parts, part_lse, inputs.q if inputs.sinks is None else inputs.sinks.contiguous(), out, lse),
+        *parts.stride()[:3],
+        *part_lse.stride()[:2],
+        *out.stride()[:2],
+        lse.stride(0),
+        VALUE_DIM=spec.value_dim,
+        SPLITS=count,
+        SINKS=spec.sinks,
+        SHARES=min(16, 1 << (count - 1).bit_length()),
+        num_warps=2,
+    )
+
+
+def backward(spec: AttentionSpec, inputs: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+    """None: keys and values in pages are for inference."""
+    raise NotImplementedError(f"backward: {FORWARD.kernel} has no gradient")

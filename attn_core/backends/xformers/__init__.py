@@ -1,0 +1,1 @@
+"""xformers: its operators, each also a backend of its own."""

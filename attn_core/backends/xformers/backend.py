@@ -1,0 +1,260 @@
+"""xformers' memory-efficient attention: CUTLASS, flash, FlashAttention-3 and Triton split-KV, by its order or by name.
+
+``xformers`` takes the first operator of xformers' own order that fits: flash, then CUTLASS. ``xformers_flash``,
+``xformers_cutlass``, ``xformers_flash3`` and ``xformers_splitk`` are one operator each. FlashAttention-3 runs by name
+alone: xformers would also choose its backward, which a forward-only build does not have.
+
+Limits: no softcap, ALiBi, dropout or bias gradient. Windows that are not causal: flash and flash3, outside documents.
+Documents: flash and flash3. (CUTLASS is undefined for one with fewer keys than queries, split-KV wants causal ones of
+one length, and the lengths are on the device.) Masks and biases: CUTLASS, which wants biases that q's dtype holds, and
+split-KV, which has no gradient. Gradients repeat k and v for grouped heads, and sum over each group in float32.
+Put right: the log-sum-exp of rows that see nothing (+inf in flash, 0 in CUTLASS), CUTLASS' padding of it to 32 rows.
+Upstream: xformers >= 0.0.29. Its flash operator is flash-attn's where that is installed, otherwise torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache, lru_cache, partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from attn_core.backends.shared import kernel_limits, rewrites
+from attn_core.backends.support import Build, Support, unmet
+from attn_core.backends.xformers import operators
+from attn_core.backends.xformers.bias import TENSOR, mask_of
+from attn_core.call.masks import band
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs
+
+FRAMEWORK = "torch"
+REQUIRES = "xformers>=0.0.29"
+
+FORWARD = Support(
+    kernel="xformers",
+    devices=("sm80", "sm86", "sm89", "sm90"),
+    dtypes=("bfloat16", "float16", "float32"),
+    value_dim=True,
+    grouped_heads=True,
+    alignments=("bottom_right", "top_left"),
+    causal=True,
+    window=True,
+    mask=True,
+    bias=True,
+    sinks=True,
+    packed=True,
+    deterministic=True,
+    lse=True,
+    partial=True,
+    lse_gradient=True,
+)
+BACKWARD = replace(FORWARD, deterministic=False)
+
+_CUTLASS = replace(FORWARD, kernel="the xformers CUTLASS kernel", packed=False)
+_FLASH = replace(
+    FORWARD,
+    kernel="the xformers flash kernel",
+    dtypes=("bfloat16", "float16"),
+    max_head_dim=256,
+    alignments=("bottom_right",),
+    mask=False,
+    bias=False,
+)
+_FLASH3 = replace(_FLASH, kernel="the xformers FlashAttention-3 kernel", devices=("sm90",))
+_SPLITK = replace(_FLASH, kernel="the xformers split-KV kernel", max_head_dim=512, mask=True, bias=True, packed=False)
+_SPLITK = replace(_SPLITK, lse_gradient=False)
+
+
+class Operator(NamedTuple):
+    """One of xformers' operators: its claims, and the masks of its forward and backward (see ``xformers_bias``)."""
+
+    forward: Support
+    backward: Support | None
+    masks: tuple[str | None, ...]
+    gradient_masks: tuple[str | None, ...] = ()
+    takes_groups: bool = True
+
+
+_CAUSAL, _WINDOW = "LowerTriangularFromBottomRightMask", "LowerTriangularFromBottomRightLocalAttentionMask"
+_TWO_SIDED = "LocalAttentionFromBottomRightMask"
+_FLASH_MASKS = (
+    *(None, _CAUSAL, _WINDOW, _TWO_SIDED, "BlockDiagonalMask"),
+    *("BlockDiagonalCausalFromBottomRightMask", "BlockDiagonalCausalLocalAttentionFromBottomRightMask"),
+)
+_CUTLASS_MASKS = (None, TENSOR, "LowerTriangularMask", _CAUSAL)
+_ROW_MASKS = {  # what split-KV takes for these, of batch rows laid end to end
+    _CAUSAL: "BlockDiagonalCausalWithOffsetPaddedKeysMask",
+    _WINDOW: "BlockDiagonalCausalLocalAttentionPaddedKeysMask",
+}
+_SPLITK_ROWS = 16
+"""Rows of a causal call that split-KV tells apart."""
+
+OPERATORS = {
+    "flash": Operator(_FLASH, replace(_FLASH, deterministic=False), _FLASH_MASKS, _FLASH_MASKS),
+    "cutlass": Operator(
+        _CUTLASS, replace(_CUTLASS, deterministic=False), (*_CUTLASS_MASKS, _WINDOW), _CUTLASS_MASKS, takes_groups=False
+    ),
+    "flash3": Operator(_FLASH3, replace(_FLASH3, deterministic=False), _FLASH_MASKS, _FLASH_MASKS),
+    "splitk": Operator(_SPLITK, None, (None, TENSOR, *_ROW_MASKS)),
+}
+_ORDER = ("flash", "cutlass")
+"""Those that ``xformers`` chooses from; both run on the same devices."""
+
+
+def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
+    """Every operator's reasons, where none of them fits a call that is within the claims of them all."""
+    if _chosen(spec) or unmet(BACKWARD if spec.needs_backward else FORWARD, spec, device):
+        return ()
+    return tuple(dict.fromkeys(why for word in _ORDER for why in _misfits(word, spec)))
+
+
+@lru_cache(maxsize=4096)
+def _chosen(spec: AttentionSpec) -> str | None:
+    """The operator that ``xformers`` runs."""
+    return next((word for word in _ORDER if not _misfits(word, spec)), None)
+
+
+def _misfits(word: str, spec: AttentionSpec) -> tuple[str, ...]:
+    """All that keeps an operator from a call, the device aside."""
+    forward, backward, device = OPERATORS[word].forward, OPERATORS[word].backward, FORWARD.devices[0]
+    reasons = (*unmet(forward, spec, device), *_refuses(word, spec, device, None))
+    if spec.needs_backward and backward is not None:
+        reasons += tuple(f"backward: {why}" for why in unmet(backward, spec, device) if why not in reasons)
+    return reasons
+
+
+def _refuses(word: str, spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
+    """What an operator cannot do, or gets wrong, though each part of it is in its claims."""
+    kernel, name = OPERATORS[word].forward.kernel, mask_of(spec).name
+    band_asked = f"causal={spec.causal}, window={spec.window}, alignment={spec.alignment}"
+    asked = f"{band_asked} with q_len {spec.q_len} and kv_len {spec.kv_len}"
+    reasons = [*_mask_refusals(word, spec, name, asked), *kernel_limits.grid(spec, kernel)]
+    reasons += kernel_limits.sums_of_dq(spec, kernel) if word == "flash" else kernel_limits.tables(spec, kernel)
+    if word == "flash" and name == _TWO_SIDED and spec.q_len > spec.kv_len + 1:
+        reasons.append(f"{asked}: {kernel} gets windows that are not causal wrong where q_len > kv_len + 1")
+    if word == "splitk" and name in _ROW_MASKS and spec.q_len > _SPLITK_ROWS:
+        reasons.append(f"{asked}: {kernel} masks up to {_SPLITK_ROWS} rows")
+    parts = 64 * spec.batch * spec.q_len * spec.num_heads * spec.head_dim
+    if word == "splitk" and parts >= 2**31:  # seen: an illegal memory access
+        reasons.append(f"q_len={spec.q_len}: {kernel} counts the {parts} elements of its partial results in 32 bits")
+    if word == "cutlass":
+        elements = max(spec.q_len, spec.kv_len) * spec.num_heads * max(spec.head_dim, spec.value_dim)
+        if name in (_CAUSAL, _WINDOW) and spec.q_len > spec.kv_len:
+            reasons.append(f"{asked}: {kernel} is undefined where rows see no key")
+        if spec.rounds_bias:
+            reasons.append(f"bias in {spec.bias_dtype} beside {spec.dtype}: {kernel} rounds a bias to q's dtype")
+        if elements >= 2**31:
+            reasons.append(f"{elements} elements in a row of q, k or v: {kernel} counts them in 32 bits")
+    return tuple(reasons)
+
+
+def _mask_refusals(word: str, spec: AttentionSpec, name: str | None, asked: str) -> Iterator[str]:
+    """Bands that an operator has no mask for, unless its claims say so already."""
+    operator, square = OPERATORS[word], spec.q_len == spec.kv_len and not spec.packed
+    claims = operator.forward
+    said = name == TENSOR or (spec.packed and not claims.packed)
+    said = said or not (square or spec.alignment in claims.alignments)
+    if name not in operator.masks and not said:
+        where = f" in each of {spec.documents} documents" if spec.packed else ""
+        yield f"{asked}{where}: {claims.kernel} has no such mask"
+    elif name in operator.masks and spec.needs_backward and operator.backward and name not in operator.gradient_masks:
+        yield f"{asked}, with gradients: the backward of {claims.kernel} gives infs and NaNs for windows"
+
+
+def probe() -> str:
+    """xformers' version, once the operators that it chooses from are there."""
+    *_, version = (_probe(word) for word in _ORDER)
+    return version
+
+
+def _probe(word: str) -> str:
+    import xformers  # type: ignore[import-not-found]
+
+    operator = operators.loaded(word)[1]
+    if not operator.is_available():
+        raise ImportError(f"this installation has no kernel for {operator.NAME}")
+    if word == "splitk":
+        import triton  # type: ignore[import-not-found]  # noqa: F401
+    return xformers.__version__
+
+
+def build() -> Build | None:
+    """As for ``xformers_flash``: where flash-attn was compiled for some head dimensions only, this stops there too."""
+    return _build("flash")
+
+
+def _build(word: str) -> Build | None:
+    """Which of its head dimensions, and whether a gradient, the installed build of a flash kernel has."""
+    if word not in operators.COMPILED:
+        return None
+    found = operators.widths(word)
+    without = () if operators.runs(word, found[0], backward=True) else ("backward",)
+    return Build(operators.loaded(word)[1].NAME, without, head_dims=() if found == operators.COMPILED[word] else found)
+
+
+def lower(spec: AttentionSpec) -> dict[str, Any]:
+    """The arguments of the operator that is chosen; ``operator`` is None where none fits."""
+    word = _chosen(spec)
+    return {"operator": None} if word is None else _lower(word, spec)
+
+
+@lru_cache(maxsize=4096)
+def _lower(word: str, spec: AttentionSpec) -> dict[str, Any]:
+    """The operator's ``attn_bias`` by class and window, its scale, and what q, k, v and the log-sum-exp need.
+
+    groups: how grouped heads reach the forward. laid_end_to_end: batch rows become documents of one row.
+    empty_rows: some rows may see nothing.
+    """
+    mask = mask_of(spec)
+    as_rows = word == "splitk" and mask.name in _ROW_MASKS
+    return {
+        "operator": word,
+        "attn_bias": _ROW_MASKS[mask.name] if as_rows and mask.name else mask.name,
+        "window": mask.window,
+        "scale": spec.scale,
+        "groups": None if spec.group_size == 1 else "five axes" if OPERATORS[word].takes_groups else "repeated",
+        "laid_end_to_end": as_rows,
+        "empty_rows": spec.packed or mask.name == TENSOR or band(spec).empties_a_row(spec.q_len, spec.kv_len),
+    }
+
+
+@cache
+def _kernel(word: str) -> rewrites.Kernel:
+    """An operator's two halves."""
+
+    def forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
+        return operators.forward(_lower(word, spec), spec, inputs)
+
+    def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any) -> Gradients:
+        return operators.backward(_lower(word, spec), spec, inputs, out, lse, dout)
+
+    return rewrites.Kernel(forward, backward, partial(operators.width, word), same_width=word != "cutlass")
+
+
+def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+    """See ``Backend.forward``."""
+    return rewrites.forward(_kernel(lower(spec)["operator"]), spec, inputs)
+
+
+def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+    """See ``Backend.backward``."""
+    return rewrites.backward(_kernel(lower(spec)["operator"]), spec, inputs, out, lse, dout, dlse)
+
+
+VARIANTS = {f"xformers_{word}": word for word in ("cutlass", "flash", "flash3", "splitk")}
+
+
+def variant(word: str) -> Any:
+    """One operator as a backend of its own: flash, cutlass, flash3 or splitk."""
+    return SimpleNamespace(
+        FRAMEWORK=FRAMEWORK,
+        REQUIRES=REQUIRES,
+        FORWARD=OPERATORS[word].forward,
+        BACKWARD=OPERATORS[word].backward,
+        refuses=partial(_refuses, word),
+        probe=partial(_probe, word),
+        build=partial(_build, word),
+        lower=partial(_lower, word),
+        **{half.__name__: partial(half, _kernel(word)) for half in (rewrites.forward, rewrites.backward)},
+    )

@@ -1,0 +1,181 @@
+"""xformers' operators on tensors: which of them the installation has, and their two halves with our conventions.
+
+Conventions put right: rows that see nothing have a log-sum-exp of +inf in flash and 0 in CUTLASS, here -inf; CUTLASS
+pads the log-sum-exp to a multiple of 32 rows; a backward takes as many key/value heads as heads, so that k and v are
+repeated for it, and the gradients of a group summed in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attn_core.backends.shared.cached_once import cached_once
+from attn_core.backends.shared.rewrites import readable
+from attn_core.backends.xformers.bias import TENSOR, Mask, added_tensor, documents_mask, rows_mask
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs
+
+MODULES = {"flash": "flash", "flash3": "flash3", "cutlass": "cutlass", "splitk": "triton_splitk"}
+"""Where in ``xformers.ops.fmha`` each operator lives."""
+COMPILED = {"flash": (32, 64, 96, 128, 192, 256), "flash3": (64, 128, 192, 256)}
+"""The head dimensions that a whole build of the flash kernels has; each runs the smaller ones as well."""
+
+
+@cached_once
+def loaded(word: str) -> tuple[Any, Any, Any]:
+    """``xformers.ops.fmha``, and an operator's forward and backward (None if it has none)."""
+    import xformers.ops.fmha as fmha  # type: ignore[import-not-found]
+
+    module = getattr(fmha, MODULES[word])
+    return fmha, module.FwOp, getattr(module, "BwOp", None)
+
+
+@cached_once
+def widths(word: str) -> tuple[int, ...]:
+    """The head dimensions that the installed flash kernels have, found by running each once on the current device.
+
+    Raises:
+        RuntimeError: when none runs.
+    """
+    if word == "flash" and getattr(loaded(word)[0].flash, "_USE_PT_FLASH_ATTN", False):
+        return COMPILED[word]  # torch's own has them all
+    found = tuple(width for width in COMPILED[word] if runs(word, width))
+    if not found:
+        raise RuntimeError(f"{loaded(word)[1].NAME} runs no head dimension on this device")
+    return found
+
+
+def runs(word: str, width: int, *, backward: bool = False) -> bool:
+    """Whether a call of one head runs on the current device; what a build leaves out, it refuses on the host."""
+    import torch
+
+    fmha, forward_op, backward_op = loaded(word)
+    x = torch.zeros((1, 8, 1, width), dtype=torch.bfloat16, device="cuda")
+    try:
+        with torch.no_grad():
+            out, lse = fmha.memory_efficient_attention_forward_requires_grad(x, x, x, op=forward_op)
+            if backward:
+                fmha.memory_efficient_attention_backward(x, out, lse, x, x, x, op=backward_op)
+    except torch.OutOfMemoryError:  # which says nothing about the installation
+        raise
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+def width(word: str, dim: int) -> int:
+    """The head dimension that an operator runs for one of ``dim``."""
+    if word == "splitk":
+        return max(16, 1 << (dim - 1).bit_length())
+    eights = max(-(-dim // 8) * 8, 64 if word == "flash3" else 8)
+    if word == "cutlass":
+        return eights
+    installed = widths(word)
+    needed = next(compiled for compiled in COMPILED[word] if compiled >= eights)
+    return eights if needed in installed else next(compiled for compiled in installed if compiled >= eights)
+
+
+def forward(how: dict[str, Any], spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+    """(out, lse) of a call as the backend's ``lower`` describes it, of head dimensions that the operator has."""
+    import torch
+
+    fmha, operator, _ = loaded(how["operator"])
+    with torch.no_grad():
+        q, k, v = (_rows(spec, tensor) for tensor in inputs[:3])
+        mask = _mask(fmha.attn_bias, how, spec, inputs)
+        hidden = _hidden_rows(mask) if how["attn_bias"] == TENSOR else None
+        if how["laid_end_to_end"]:  # [batch, length, heads, dim] -> [1, batch * length, heads, dim]
+            q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
+        if how["groups"] == "five axes":
+            groups = (spec.num_kv_heads, spec.group_size)
+            q = q.unflatten(2, groups)  # [batch, q_len, kv_heads, group, dim]; k and v the same, expanded
+            k, v = (x.unsqueeze(3).expand(-1, -1, -1, spec.group_size, -1) for x in (k, v))
+            mask = mask if hidden is None else mask.unflatten(1, groups)
+        elif how["groups"] == "repeated":
+            k, v = _repeated(spec, k), _repeated(spec, v)
+        out, lse = fmha.memory_efficient_attention_forward_requires_grad(q, k, v, mask, 0.0, how["scale"], op=operator)
+        return out.reshape(spec.out_shape), _own_lse(how, spec, lse, hidden)
+
+
+def backward(how: dict[str, Any], spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any) -> Gradients:
+    """The gradients of a call as the backend's ``lower`` describes it."""
+    import torch
+
+    fmha, _, operator = loaded(how["operator"])
+    with torch.no_grad():
+        q, k, v, dout = (_rows(spec, tensor) for tensor in (*inputs[:3], dout))
+        out, lse = (x[None] if spec.packed else x for x in (out.contiguous(), lse))
+        if how["empty_rows"]:  # exp(score - inf) is 0 whatever the score
+            lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        if how["groups"]:
+            k, v = _repeated(spec, k), _repeated(spec, v)
+        mask = _mask(fmha.attn_bias, how, spec, inputs)
+        dq, dk, dv = fmha.memory_efficient_attention_backward(
+            dout, out, lse.contiguous(), q, k, v, mask, 0.0, how["scale"], op=operator
+        )
+        if how["groups"]:
+            dk, dv = _summed(spec, dk), _summed(spec, dv)
+        return Gradients(*((x[0] for x in (dq, dk, dv)) if spec.packed else (dq, dk, dv)))
+
+
+def _rows(spec: AttentionSpec, tensor: Any) -> Any:
+    """``[batch, length, heads, dim]`` with a batch axis of 1 where documents are packed, as a kernel can read it."""
+    tensor = readable(tensor)
+    return tensor[None] if spec.packed else tensor
+
+
+def _mask(attn_bias: Any, how: dict[str, Any], spec: AttentionSpec, inputs: Inputs) -> Any:
+    """What xformers takes as ``attn_bias``."""
+    name, window = how["attn_bias"], how["window"]
+    if name is None:
+        return None
+    if name == TENSOR:
+        import torch
+
+        # split-KV adds in float32 whatever the bias is; CUTLASS wants q's dtype, which holds 0 and -inf exactly
+        return added_tensor(spec, inputs, inputs.q.dtype if how["operator"] == "cutlass" else torch.float32)
+    if spec.packed:
+        return documents_mask(attn_bias, Mask(name, window), spec, inputs)
+    if how["laid_end_to_end"]:
+        return rows_mask(attn_bias, Mask(name, window), spec, inputs.q.device)
+    return getattr(attn_bias, name)(**window)
+
+
+def _hidden_rows(mask: Any) -> Any:
+    """``[batch or 1, heads or 1, q_len or 1]``: the rows of an added tensor, expanded axes once, that are all -inf."""
+    import torch
+
+    once = mask[tuple(slice(1 if stride == 0 else None) for stride in mask.stride())]
+    return (once == -torch.inf).all(-1)
+
+
+def _repeated(spec: AttentionSpec, tensor: Any) -> Any:
+    """``[batch, kv_len, kv_heads, dim]`` -> ``[batch, kv_len, heads, dim]``: head h is kv head ``h // group``."""
+    return tensor.repeat_interleave(spec.group_size, dim=2)
+
+
+def _summed(spec: AttentionSpec, gradient: Any) -> Any:
+    """``[batch, kv_len, heads, dim]`` -> ``[batch, kv_len, kv_heads, dim]``, in float32 on the way."""
+    import torch
+
+    groups = gradient.unflatten(2, (spec.num_kv_heads, spec.group_size))
+    return groups.sum(3, dtype=torch.float32).to(gradient.dtype)
+
+
+def _own_lse(how: dict[str, Any], spec: AttentionSpec, lse: Any, hidden: Any) -> Any:
+    """xformers' log-sum-exp in ``spec.lse_shape``: no padding behind the rows, and -inf where nothing is seen.
+
+    It comes as ``[batch, heads, rows]`` or ``[batch, kv_heads, group, rows]``, with batch 1 for documents, and for rows
+    that were laid end to end ``[1, ..., batch * q_len]``.
+    """
+    import torch
+
+    heads, rows = spec.num_heads, spec.q_len
+    if how["laid_end_to_end"]:
+        lse = lse.reshape(heads, spec.batch, rows).transpose(0, 1)
+    lse = lse.reshape(spec.batch, heads, -1)[..., :rows]
+    if hidden is not None:
+        lse = lse.masked_fill(hidden, -torch.inf)
+    elif how["empty_rows"]:
+        lse = lse.masked_fill(lse == torch.inf, -torch.inf)
+    return lse.reshape(spec.lse_shape).contiguous()

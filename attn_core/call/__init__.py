@@ -1,0 +1,1 @@
+"""A call as plain data: its spec, masks, options, packed documents, pages and tensors."""

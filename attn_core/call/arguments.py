@@ -1,0 +1,232 @@
+"""From the arguments of a call to its spec: the one place where both frontends' arguments are checked.
+
+The frontends describe each tensor as ``ArrayFacts`` (shape, dtype, device: metadata only) and hand over the options as
+the caller wrote them. Everything that is wrong is raised here, before any kernel runs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+from attn_core.call.options import Options, flag, normalise_window, number
+from attn_core.call.seq_info import is_number
+from attn_core.call.spec import DTYPES, AttentionSpec, Shape4
+from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
+
+
+class ArrayFacts(NamedTuple):
+    """What can be known of a tensor without reading it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+
+
+class Arrays(NamedTuple):
+    """The facts of every tensor of a call; None where the caller gave none."""
+
+    q: ArrayFacts
+    k: ArrayFacts
+    v: ArrayFacts
+    mask: ArrayFacts | None = None
+    bias: ArrayFacts | None = None
+    alibi_slopes: ArrayFacts | None = None
+    sinks: ArrayFacts | None = None
+    cu_seqlens_q: ArrayFacts | None = None
+    cu_seqlens_k: ArrayFacts | None = None
+
+
+def check_qkv_as_one(facts: ArrayFacts, packed: bool) -> None:
+    """Raises ShapeError or DTypeError for a ``qkv`` that does not hold q, k and v of one call on its third last axis.
+
+    Args:
+        packed: whether there are documents: then ``[tokens, 3, heads, head_dim]`` or one row of it.
+    """
+    shape, wanted = facts.shape, "[batch, seq, 3, heads, head_dim]"
+    if packed:
+        wanted = "packed [tokens, 3, heads, head_dim], or [1, tokens, 3, heads, head_dim]"
+    right_rank = len(shape) in (4, 5) if packed else len(shape) == 5
+    if not right_rank or shape[-3] != 3 or (packed and len(shape) == 5 and shape[0] != 1):
+        raise ShapeError(f"qkv: expected shape {wanted}, got {list(shape)}")
+    if facts.dtype not in DTYPES:
+        raise DTypeError(f"qkv: expected one of {', '.join(DTYPES)}, got {facts.dtype}")
+
+
+def build_spec(
+    arrays: Arrays, options: Options, *, needs_backward: bool = False, bias_gradient: bool = False
+) -> AttentionSpec:
+    """The spec of a call.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, SpecError: naming argument, value, what was expected and the remedy.
+    """
+    packed = arrays.cu_seqlens_q is not None
+    _check_devices(arrays)
+    _check_dtypes(arrays)
+    q, k, v = _rows(arrays, packed)
+    _check_qkv(q, k, v)
+    batch, q_len, num_heads, head_dim = q
+    _warn_of_rows(arrays.mask, batch, q_len, k[1])
+    lengths: dict[str, Any] = {"max_len_q": options.max_len_q, "max_len_k": options.max_len_k} if packed else {}
+    return AttentionSpec(
+        batch=batch,
+        q_len=q_len,
+        kv_len=k[1],
+        num_heads=num_heads,
+        num_kv_heads=k[2],
+        head_dim=head_dim,
+        value_dim=v[3],
+        dtype=arrays.q.dtype,
+        causal=flag("causal", options.causal),
+        alignment=options.alignment,  # type: ignore[arg-type]
+        window=normalise_window(options.window, options.causal),
+        softcap=number("softcap", options.softcap),
+        scale=number("scale", options.scale),
+        mask_shape=_four("mask", arrays.mask),
+        bias_shape=_four("bias", arrays.bias),
+        bias_dtype=arrays.bias.dtype if arrays.bias is not None and arrays.bias.dtype != arrays.q.dtype else None,
+        alibi_shape=None if arrays.alibi_slopes is None else arrays.alibi_slopes.shape,
+        sinks=_sinks(arrays.sinks, num_heads),
+        documents=_documents(arrays, options),
+        dropout=number("dropout", options.dropout) or 0.0,
+        deterministic=flag("deterministic", options.deterministic),
+        needs_backward=needs_backward,
+        bias_gradient=bias_gradient,
+        return_lse=flag("return_lse", options.return_lse),
+        **lengths,
+    )
+
+
+def _check_devices(arrays: Arrays) -> None:
+    for name, facts in zip(Arrays._fields, arrays, strict=True):
+        if facts is not None and facts.device != arrays.q.device:
+            argument = f"seq_info.{name}" if name.startswith("cu_seqlens") else name
+            raise DeviceError(
+                f"{argument}: expected the device of q ({arrays.q.device}), got {facts.device}; move it there"
+            )
+
+
+def _check_dtypes(arrays: Arrays) -> None:
+    named = {name: facts.dtype for name, facts in zip(Arrays._fields, arrays, strict=True) if facts is not None}
+    if named["q"] not in DTYPES:
+        raise DTypeError(f"q: expected a dtype out of {', '.join(DTYPES)}, got {named['q']}; cast q, k and v to one")
+    for name in ("k", "v"):
+        if named[name] != named["q"]:
+            raise DTypeError(
+                f"{name}: expected the dtype of q, got q {named['q']}, k {named['k']}, v {named['v']}; cast them to one"
+            )
+    if named.get("mask", "bool") != "bool":
+        raise DTypeError(
+            f"mask: expected dtype bool (True = visible), got {named['mask']}; "
+            "an additive mask is bias=, a 0/1 mask becomes one by mask != 0"
+        )
+    for name in ("bias", "alibi_slopes", "sinks"):
+        if named.get(name, "float32") not in DTYPES:
+            hint = "; a boolean mask is mask=" if name == "bias" else "; cast it"
+            raise DTypeError(f"{name}: expected a dtype out of {', '.join(DTYPES)}, got {named[name]}{hint}")
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        if named.get(name, "int32") != "int32":
+            raise DTypeError(f"seq_info.{name}: expected dtype int32, got {named[name]}; cast it to int32")
+
+
+def _rows(arrays: Arrays, packed: bool) -> list[tuple[int, ...]]:
+    """The shapes of q, k, v as ``[batch, seq, heads, dim]``."""
+    rank = len(arrays.q.shape)
+    for name in ("q", "k", "v"):
+        shape = getattr(arrays, name).shape
+        if not packed and len(shape) != 4:
+            raise ShapeError(
+                f"{name}: expected [batch, seq, heads, head_dim], got {list(shape)}; "
+                "[tokens, heads, head_dim] is for packed documents and needs seq_info="
+            )
+        if packed and (len(shape) != rank or rank not in (3, 4)):
+            raise ShapeError(
+                f"{name}: expected [tokens, heads, head_dim] or [1, tokens, heads, head_dim] with seq_info, the same "
+                f"rank for q, k and v; got {list(shape)} beside q {list(arrays.q.shape)}"
+            )
+        if packed and rank == 4 and shape[0] != 1:
+            raise ShapeError(
+                f"{name}: expected one row of packed documents [1, tokens, heads, head_dim], got {list(shape)}; "
+                "reshape to [1, batch * seq, heads, head_dim]"
+            )
+    return [shape if len(shape) == 4 else (1, *shape) for shape in (arrays.q.shape, arrays.k.shape, arrays.v.shape)]
+
+
+def _check_qkv(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
+    for name, shape in (("q", q), ("k", k), ("v", v)):
+        if not (is_number(shape[2]) and is_number(shape[3])):
+            raise ShapeError(
+                f"{name}: expected heads and channels that are numbers, got shape {_spoken(shape)}; only the batch, "
+                "lengths and the number of documents may be symbolic"
+            )
+        if shape[2] < 1 or shape[3] < 1:
+            raise ShapeError(f"{name}: expected at least one head and one channel, got shape {list(shape)}")
+    for name, shape in (("k", k), ("v", v)):
+        if shape[0] != q[0]:
+            raise ShapeError(
+                f"{name}: expected the batch of q ({q[0]}), got {shape[0]}; nothing is broadcast, expand it"
+            )
+    if k[3] != q[3]:
+        raise ShapeError(f"k: expected the head_dim of q ({q[3]}), got {k[3]}; a score is their dot product")
+    for axis, what in ((1, "length"), (2, "heads")):
+        if v[axis] != k[axis]:
+            raise ShapeError(f"v: expected the {what} of k ({k[axis]}), got {v[axis]}; k and v are one set of keys")
+
+
+def _spoken(shape: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _documents(arrays: Arrays, options: Options) -> int | None:
+    if arrays.cu_seqlens_q is None or arrays.cu_seqlens_k is None:
+        return None
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        shape = getattr(arrays, name).shape
+        if len(shape) != 1 or (is_number(shape[0]) and shape[0] < 2):
+            raise ShapeError(
+                f"seq_info.{name}: expected shape [documents + 1] with at least one document, got {list(shape)}"
+            )
+    count_q, count_k = arrays.cu_seqlens_q.shape[0] - 1, arrays.cu_seqlens_k.shape[0] - 1
+    if count_q != count_k:
+        raise ShapeError(
+            f"seq_info.cu_seqlens_k: expected as many documents as cu_seqlens_q ({count_q}), got {count_k}; "
+            "a document without queries or keys has length 0"
+        )
+    for side, facts in (("q", arrays.q), ("k", arrays.k)):
+        tokens, longest = facts.shape[-3], getattr(options, f"max_len_{side}")
+        sizes_known = is_number(tokens) and is_number(count_q)
+        if longest is not None and sizes_known and tokens > count_q * longest:  # known without reading the offsets
+            raise SpecError(
+                f"seq_info.max_len_{side}={longest}: expected at least the longest document, and a document for every "
+                f"token; {count_q} of at most {longest} tokens cannot hold the {tokens} of {side}"
+            )
+    return count_q
+
+
+def _four(name: str, facts: ArrayFacts | None) -> Shape4 | None:
+    """A mask's or bias's shape with leading axes of 1 put in front, as broadcasting reads it."""
+    if facts is None:
+        return None
+    shape = facts.shape
+    if len(shape) > 4:
+        raise ShapeError(
+            f"{name}: expected a shape broadcastable to [batch, heads, q, kv], at most 4 axes, got {list(shape)}"
+        )
+    return (1,) * (4 - len(shape)) + tuple(shape)  # type: ignore[return-value]
+
+
+def _warn_of_rows(mask: ArrayFacts | None, batch: int, q_len: int, kv_len: int) -> None:
+    """Warns of a mask that could be meant for the rows of a batch, and is read as [q, kv], as broadcasting does."""
+    if mask is not None and is_number(batch) and mask.shape == (batch, kv_len) and batch == q_len > 1:
+        warnings.warn(
+            f"mask: {list(mask.shape)} is read as [q, kv], the same for each row of the batch, which has as many rows "
+            f"({batch}); a mask of [batch, kv] is mask[:, None, None, :], one of [q, kv] is mask[None, None]",
+            stacklevel=2,
+        )
+
+
+def _sinks(facts: ArrayFacts | None, num_heads: int) -> bool:
+    if facts is not None and facts.shape != (num_heads,):
+        raise ShapeError(f"sinks: expected one logit per query head, shape [{num_heads}], got {list(facts.shape)}")
+    return facts is not None

@@ -1,0 +1,54 @@
+"""How much arithmetic a call is: counted from its spec, without a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from attn_core.call.masks import Band, band
+from attn_core.call.spec import AttentionSpec
+
+BACKWARD_WORK = 2.5
+"""A backward makes five matrix products of the size of which a forward makes two."""
+
+
+def flops(spec: AttentionSpec, lengths: Iterable[int] | None = None) -> float:
+    """Floating-point operations of the matrix products of a call, masked pairs of the band left out.
+
+    ``2 * batch * heads * pairs * (head_dim + value_dim)`` forward; 3.5 times that where a backward is needed.
+
+    Args:
+        lengths: the tokens of each packed document, where they are known (queries and keys alike).
+    """
+    forward = 2.0 * spec.batch * spec.num_heads * pairs(spec, lengths) * (spec.head_dim + spec.value_dim)
+    return forward * (1 + BACKWARD_WORK) if spec.needs_backward else forward
+
+
+def pairs(spec: AttentionSpec, lengths: Iterable[int] | None = None) -> float:
+    """(query, key) pairs inside the band for one head of one row; masks are not counted.
+
+    Packed documents whose lengths nobody gives are all taken to be as long as the longest.
+    """
+    if not spec.packed:
+        return banded_pairs(band(spec), spec.q_len, spec.kv_len)
+    if lengths is not None:
+        return sum(banded_pairs(band(spec, length, length), length, length) for length in lengths)
+    longest_q, longest_k = spec.max_len_q or spec.q_len, spec.max_len_k or spec.kv_len
+    each = banded_pairs(band(spec, longest_q, longest_k), longest_q, longest_k)
+    return each * spec.q_len / max(1, longest_q)
+
+
+def banded_pairs(edge: Band, q_len: int, kv_len: int) -> int:
+    """How many (query, key) pairs of a ``q_len`` by ``kv_len`` rectangle lie inside a band."""
+    stops = q_len * kv_len if edge.right is None else _clipped_sum(edge.offset + edge.right + 1, q_len, kv_len)
+    starts = 0 if edge.left is None else _clipped_sum(edge.offset - edge.left, q_len, kv_len)
+    return stops - starts
+
+
+def _clipped_sum(first: int, count: int, top: int) -> int:
+    """The sum of min(max(x, 0), top) over ``count`` consecutive integers x from ``first`` on."""
+
+    def below(stop: int) -> int:  # the sum over 0 <= x < stop
+        ramp = max(0, min(stop, top))
+        return ramp * (ramp - 1) // 2 + max(0, stop - top) * top
+
+    return below(first + count) - below(first)

@@ -1,0 +1,93 @@
+"""What is visible, as data: the band that causal and window make, packed documents, arbitrary masks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from attn_core.call.spec import AttentionSpec
+
+UNKNOWN_REACH = 2**30
+"""A distance beyond every row whose length is symbolic; int32 holds its sum with a place of such a row."""
+
+
+class Band(NamedTuple):
+    """Causal and window as one thing: key ``j`` is visible to query ``i`` iff ``-left <= j - (i + offset) <= right``.
+
+    None is unbounded. The methods take ints or integer arrays of any framework.
+    """
+
+    left: int | None
+    right: int | None
+    offset: int
+
+    def contains(self, rows: Any, columns: Any) -> Any:
+        """The visibility of ``columns`` (keys) to ``rows`` (queries), which broadcast; True if unbounded."""
+        distance = columns - (rows + self.offset)
+        inside: Any = True
+        if self.left is not None:
+            inside = distance >= -self.left
+        if self.right is not None:
+            inside = (distance <= self.right) & inside
+        return inside
+
+    def keys_of(self, first_row: int, last_row: int, kv_len: int) -> tuple[int, int]:
+        """The half-open range of keys that any row in ``[first_row, last_row]`` may see; empty is ``(0, 0)``."""
+        start = 0 if self.left is None else max(0, first_row + self.offset - self.left)
+        stop = kv_len if self.right is None else min(kv_len, last_row + self.offset + self.right + 1)
+        return (start, stop) if start < stop else (0, 0)
+
+    def hides_nothing(self, q_len: int, kv_len: int) -> bool:
+        """Whether every one of ``q_len`` queries sees every one of ``kv_len`` keys."""
+        corners = ((0, kv_len - 1), (q_len - 1, 0))  # the farthest to the right, the farthest to the left
+        return 0 in (q_len, kv_len) or all(bool(self.contains(row, column)) for row, column in corners)
+
+    def empties_a_row(self, q_len: int, kv_len: int) -> bool:
+        """Whether some query sees no key at all."""
+        ends = (0, q_len - 1) if q_len else ()  # a window slides out of the keys at an end of the rows first
+        ranges = (self.keys_of(row, row, kv_len) for row in ends)
+        return any(start == stop for start, stop in ranges)
+
+
+def band(spec: AttentionSpec, q_len: int | None = None, kv_len: int | None = None) -> Band:
+    """The band of a spec, or of one of its documents when that document's lengths are given."""
+    left, right = spec.window
+    if spec.causal:
+        right = 0 if right is None else min(right, 0)
+    queries = spec.q_len if q_len is None else q_len
+    keys = spec.kv_len if kv_len is None else kv_len
+    reach = UNKNOWN_REACH if spec.symbolic else spec.q_len + spec.kv_len  # as good as any longer distance
+    left, right = (None if distance is None else min(distance, reach) for distance in (left, right))
+    return Band(left, right, keys - queries if spec.alignment == "bottom_right" else 0)
+
+
+def document_of(cu_seqlens: np.ndarray, tokens: int) -> np.ndarray:
+    """The index of the document that each token belongs to; the number of documents for tokens behind the last."""
+    return np.searchsorted(np.asarray(cu_seqlens)[1:], np.arange(tokens), side="right")
+
+
+def positions(spec: AttentionSpec, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None) -> tuple[np.ndarray, np.ndarray]:
+    """Where each query stands on the keys' diagonal, in its document: ``(query positions + offset, key positions)``."""
+    if not spec.packed:
+        return np.arange(spec.q_len) + band(spec).offset, np.arange(spec.kv_len)
+    cu_q, cu_k = (np.asarray(cu, dtype=np.int64) for cu in (cu_seqlens_q, cu_seqlens_k))
+    of_query, of_key = document_of(cu_q, spec.q_len), document_of(cu_k, spec.kv_len)
+    offsets = np.diff(cu_k) - np.diff(cu_q) if spec.alignment == "bottom_right" else np.zeros(len(cu_q) - 1, np.int64)
+    offsets = np.append(offsets, 0)  # for tokens behind the last offset
+    return np.arange(spec.q_len) - cu_q[of_query] + offsets[of_query], np.arange(spec.kv_len) - cu_k[of_key]
+
+
+def visible(spec: AttentionSpec, mask: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None) -> np.ndarray:
+    """The set of visible (query, key) pairs as a boolean array ``[batch or 1, heads or 1, q_len, kv_len]``.
+
+    This is the definition: every backend's mask is compared with it bit for bit.
+    """
+    rows, columns = positions(spec, cu_seqlens_q, cu_seqlens_k)
+    seen = np.ones((spec.q_len, spec.kv_len), bool)
+    seen &= band(spec)._replace(offset=0).contains(rows[:, None], columns[None, :])
+    if spec.packed:
+        of_query, of_key = document_of(cu_seqlens_q, spec.q_len), document_of(cu_seqlens_k, spec.kv_len)
+        seen &= (of_query[:, None] == of_key[None, :]) & (of_query[:, None] < len(np.asarray(cu_seqlens_q)) - 1)
+    full = seen[None, None]
+    return full if mask is None else full & np.asarray(mask, bool)

@@ -1,0 +1,32 @@
+"""PagedKV: the static sizes of a pool of pages and of its block table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attn_core.errors import ShapeError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedKV:
+    """What is static of a pool and its table.
+
+    Attributes:
+        num_pages: pages in the pool.
+        page_size: tokens in a page.
+        width: columns of the block table: a sequence has at most ``width * page_size`` tokens.
+    """
+
+    num_pages: int
+    page_size: int
+    width: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_pages", 0), ("page_size", 1), ("width", 0)):
+            if getattr(self, name) < least:
+                raise ShapeError(f"{name}={getattr(self, name)}: expected {least} or more")
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens of a sequence; none where the pool has no page, whatever a table says."""
+        return self.width * self.page_size if self.num_pages else 0

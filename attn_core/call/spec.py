@@ -1,0 +1,258 @@
+"""AttentionSpec: one attention call as plain data."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Literal, get_args
+
+from attn_core.call.pages import PagedKV
+from attn_core.call.seq_info import is_number
+from attn_core.errors import DTypeError, ShapeError, SpecError
+
+Alignment = Literal["bottom_right", "top_left"]
+Shape4 = tuple[int, int, int, int]
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """The whole call: shapes, dtype, and every choice that changes its result. No tensor, no framework, no backend.
+
+    Attributes:
+        batch: rows; 1 when packed.
+        q_len, kv_len: tokens of each row; all tokens of the row when packed.
+        num_heads, num_kv_heads: query heads and key/value heads; query head ``h`` reads
+            ``h // (num_heads // num_kv_heads)``.
+        head_dim, value_dim: channels of q and k, and of v and the output.
+        dtype: of q, k and v.
+        causal: query ``i`` sees key ``j`` only if ``j <= i + offset``.
+        alignment: ``"bottom_right"`` puts the diagonal at ``offset = kv_len - q_len``, ``"top_left"`` at 0. It also
+            anchors the window and ALiBi. With packed documents the lengths are each document's own.
+        window: inclusive distances ``(left, right)`` around that diagonal; None is unbounded.
+        softcap: ``c`` in ``c * tanh(s / c)``, applied after scale and before bias, ALiBi and mask.
+        scale: factor on ``q . k``; ``1 / sqrt(head_dim)`` when None is given.
+        mask_shape, bias_shape: 4-D shapes broadcastable to ``[batch, num_heads, q_len, kv_len]``, or None.
+        bias_dtype: of the bias; None where there is none, or it is ``dtype``.
+        alibi_shape: ``(num_heads,)`` or ``(batch, num_heads)``, or None; adds ``-slope * |i + offset - j|``.
+        sinks: one logit per head joins each row's softmax without a value.
+        documents: how many documents are packed in the row, or None; max_len_q and max_len_k bound their lengths.
+        dropout: probability of dropping a softmax weight.
+        deterministic: the same bits on every run, gradients included.
+        needs_backward: a gradient of q, k or v may be asked for; bias_gradient: one of the bias, too.
+        return_lse: the caller wants the log-sum-exp (natural log, float32, ``[batch, num_heads, q_len]``, packed
+            ``[num_heads, tokens]``; float64 for float64 inputs).
+        paged: the pool that keys and values are read from, or None. The documents are then its sequences, q is packed,
+            ``kv_len`` is what a row of the table can hold, and there is no gradient.
+        partial: the keys are a part of each row's, and the log-sum-exp of that part is wanted; a backward is given the
+            output and the log-sum-exp of the whole row, and returns the part's gradients. Sinks are the whole row's.
+
+    Raises:
+        ShapeError, DTypeError, SpecError: on values that do not describe a call.
+    """
+
+    batch: int
+    q_len: int
+    kv_len: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: str
+    causal: bool = False
+    alignment: Alignment = "bottom_right"
+    window: tuple[int | None, int | None] = (None, None)
+    softcap: float | None = None
+    scale: float | None = None
+    mask_shape: Shape4 | None = None
+    bias_shape: Shape4 | None = None
+    bias_dtype: str | None = None
+    alibi_shape: tuple[int, ...] | None = None
+    sinks: bool = False
+    documents: int | None = None
+    max_len_q: int | None = None
+    max_len_k: int | None = None
+    dropout: float = 0.0
+    deterministic: bool = False
+    needs_backward: bool = False
+    bias_gradient: bool = False
+    return_lse: bool = False
+    paged: PagedKV | None = None
+    partial: bool = False
+
+    def __post_init__(self) -> None:
+        _check_shapes(self)
+        _check_choices(self)
+        if self.scale is None:
+            object.__setattr__(self, "scale", 1.0 / math.sqrt(self.head_dim))
+        for name in ("softcap", "scale", "dropout"):  # 50 and 50.0 are one call, and must have one key
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else float(value))
+        object.__setattr__(self, "_hash", hash(tuple(getattr(self, field.name) for field in fields(self))))
+
+    def __hash__(self) -> int:  # computed once: a spec is a cache key on every call
+        return self._hash  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> tuple[object, tuple[()]]:  # the stored hash must not travel to another process
+        return partial(AttentionSpec, **{field.name: getattr(self, field.name) for field in fields(self)}), ()
+
+    @property
+    def packed(self) -> bool:
+        """Whether the row holds documents told apart by cumulative lengths."""
+        return self.documents is not None
+
+    @property
+    def symbolic(self) -> bool:
+        """Whether a size is no number yet: a dimension that ``jax.export`` leaves open."""
+        return not all(map(is_number, (self.batch, self.q_len, self.kv_len, self.documents or 0)))
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def empty(self) -> bool:
+        """Whether the result is defined without looking at any value: no rows, or no keys."""
+        return 0 in (self.batch, self.q_len, self.kv_len)
+
+    @property
+    def rounds_bias(self) -> bool:
+        """Whether a bias would lose something in the dtype of q, k and v."""
+        if self.bias_shape is None or self.bias_dtype in (None, self.dtype):
+            return False
+        wider = {"float64": ("float32", "bfloat16", "float16"), "float32": ("bfloat16", "float16")}
+        return self.bias_dtype not in wider.get(self.dtype, ())
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Shape of the output: ``[batch, q_len, num_heads, value_dim]``, packed ``[tokens, num_heads, value_dim]``."""
+        tail = (self.q_len, self.num_heads, self.value_dim)
+        return tail if self.packed else (self.batch, *tail)
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """Shape of the log-sum-exp: ``[batch, num_heads, q_len]``, packed ``[num_heads, tokens]``."""
+        return (self.num_heads, self.q_len) if self.packed else (self.batch, self.num_heads, self.q_len)
+
+    @property
+    def lse_dtype(self) -> str:
+        """float32, or float64 for float64 inputs."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def key(self) -> str:
+        """A text that names every field, the same in every process."""
+        return ";".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self))
+
+    def digest(self, *extra: str) -> str:
+        """A content hash of the spec (and of extra words), as hexadecimal text."""
+        return hashlib.sha256("|".join((self.key, *extra)).encode()).hexdigest()
+
+    def __str__(self) -> str:
+        heads = f"{self.num_heads}/{self.num_kv_heads}"
+        parts = [
+            self.dtype,
+            f"batch {self.batch}",
+            f"q_len {self.q_len}",
+            f"kv_len {self.kv_len}",
+            f"heads {heads}",
+            f"head_dim {self.head_dim}" + (f"/{self.value_dim}" if self.value_dim != self.head_dim else ""),
+        ]
+        return ", ".join(parts + [text for text in map(self._spoken, fields(self)) if text])
+
+    def _spoken(self, field) -> str:  # the optional fields that differ from "nothing asked"
+        name, value = field.name, getattr(self, field.name)
+        if field.default is value or value == field.default or name in _SPOKEN_ELSEWHERE:
+            return ""
+        return name if value is True else f"{name}={value}"
+
+
+_SPOKEN_ELSEWHERE = (
+    *("batch", "q_len", "kv_len", "num_heads", "num_kv_heads", "head_dim", "value_dim", "dtype"),
+    "scale",
+)
+
+
+def _check_shapes(spec: AttentionSpec) -> None:
+    for name in ("batch", "q_len", "kv_len"):
+        if is_number(getattr(spec, name)) and getattr(spec, name) < 0:
+            raise ShapeError(f"{name}={getattr(spec, name)}: expected a length of 0 or more")
+    for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim"):
+        if getattr(spec, name) < 1:
+            raise ShapeError(f"{name}={getattr(spec, name)}: expected at least 1")
+    if spec.num_heads % spec.num_kv_heads:
+        raise ShapeError(
+            f"k: expected kv heads that divide the {spec.num_heads} query heads, got {spec.num_kv_heads}; "
+            "query head h reads kv head h // (num_heads // num_kv_heads)"
+        )
+    if spec.dtype not in DTYPES:
+        raise DTypeError(f"q: expected one of {', '.join(DTYPES)}, got {spec.dtype}")
+    if spec.packed and spec.batch != 1:
+        raise ShapeError(f"seq_info: packed documents live in one row, got batch {spec.batch}; concatenate the rows")
+    full = (spec.batch, spec.num_heads, spec.q_len, spec.kv_len)
+    for name in ("mask", "bias"):
+        shape = getattr(spec, f"{name}_shape")
+        if shape is not None and (len(shape) != 4 or any(n not in (1, m) for n, m in zip(shape, full, strict=True))):
+            raise ShapeError(
+                f"{name}: expected a shape broadcastable to [batch, heads, q, kv] = {list(full)}, got {list(shape)}"
+            )
+    if spec.alibi_shape is not None and spec.alibi_shape not in ((spec.num_heads,), (spec.batch, spec.num_heads)):
+        raise ShapeError(
+            f"alibi_slopes: expected shape [heads] = [{spec.num_heads}] or [batch, heads] = "
+            f"[{spec.batch}, {spec.num_heads}], got {list(spec.alibi_shape)}"
+        )
+
+
+def check_alignment(alignment: object) -> None:
+    """Raises SpecError for an alignment that nobody knows."""
+    if not isinstance(alignment, str) or alignment not in get_args(Alignment):
+        raise SpecError(f"alignment={alignment!r}: expected one of {', '.join(get_args(Alignment))}")
+
+
+def check_numbers(softcap: float | None, scale: float | None, dropout: float) -> None:
+    """Raises SpecError for a softcap, scale or dropout that no call can have."""
+    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+        raise SpecError(f"softcap={softcap}: expected a finite number above 0; None switches it off")
+    if scale is not None and not (math.isfinite(scale) and scale > 0):
+        raise SpecError(f"scale={scale}: expected a finite number above 0; None gives 1/sqrt(head_dim)")
+    if not 0 <= dropout < 1:
+        raise SpecError(f"dropout={dropout}: expected a probability in [0, 1); 0 switches it off")
+
+
+def _check_choices(spec: AttentionSpec) -> None:
+    if not isinstance(spec.window, tuple) or len(spec.window) != 2:
+        raise SpecError(f"window={spec.window!r}: expected a pair (left, right) of inclusive distances, None unbounded")
+    for side, distance in zip(("left", "right"), spec.window, strict=True):
+        if distance is not None and distance < 0:
+            raise SpecError(
+                f"window={spec.window}: expected a {side} distance of 0 or more, got {distance}; None is unbounded"
+            )
+    check_alignment(spec.alignment)
+    check_numbers(spec.softcap, spec.scale, spec.dropout)
+    if spec.bias_dtype is not None and (spec.bias_shape is None or spec.bias_dtype not in DTYPES):
+        raise SpecError(f"bias_dtype={spec.bias_dtype!r}: expected one of {', '.join(DTYPES)}, beside a bias_shape")
+    if spec.bias_gradient and spec.bias_shape is None:
+        raise SpecError("bias_gradient=True: expected a bias to take the gradient of, got none")
+    if spec.partial and (spec.sinks or spec.dropout or spec.paged is not None):
+        raise SpecError("partial: expected no sinks, no dropout and no pages: they belong to whole rows")
+    if spec.paged is not None:
+        _check_paged(spec, spec.paged)
+
+
+def _check_paged(spec: AttentionSpec, paged: PagedKV) -> None:
+    if not spec.packed or spec.alignment != "bottom_right" or spec.kv_len != paged.capacity:
+        raise SpecError(
+            "paged: expected documents, bottom-right alignment and kv_len = width * page_size "
+            f"({paged.capacity}), got documents={spec.documents}, {spec.alignment}, kv_len={spec.kv_len}"
+        )
+    if spec.needs_backward:
+        raise SpecError("paged: keys and values in pages are for inference, their gradient is not defined; use no_grad")
+    for name in ("mask_shape", "bias_shape", "alibi_shape"):
+        if getattr(spec, name) is not None:
+            raise SpecError(f"paged: expected no {name.removesuffix('_shape')}, got shape {getattr(spec, name)}")
+    if spec.dropout:
+        raise SpecError(f"dropout={spec.dropout}: expected 0 with keys and values in pages, which are for inference")

@@ -1,0 +1,221 @@
+"""choose: which strategy exchanges keys and values, what each would cost, and every reason why some cannot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from attn_core.call.seq_info import is_host_int
+from attn_core.call.spec import AttentionSpec
+from attn_core.context_parallel.call import ContextCall, check_spec, kv_repeats, spread
+from attn_core.context_parallel.cost.estimate import Estimate, estimate
+from attn_core.context_parallel.cost.machine import GIB, Constants
+from attn_core.context_parallel.layout import LAYOUTS
+from attn_core.context_parallel.plan import Plan
+from attn_core.errors import ShapeError, SpecError
+
+Axes = tuple[int] | tuple[int, int]
+"""The ranks of one axis; or of two, (outer, inner), of which the inner one's exchange heads."""
+
+CANDIDATES = {1: ("all_gather", "ulysses", "ring"), 2: ("all_gather", "ring")}
+"""By the number of axes the strategies, of two equally fast the earlier first. On two axes they are the outer one's."""
+
+
+def check_asked(strategy: object, head_groups: object) -> None:
+    """Raises SpecError for what names no strategy, and for no number of groups of heads."""
+    if strategy is not None and not (isinstance(strategy, str) and strategy):
+        raise SpecError(f"strategy={strategy!r}: expected a strategy's name, or None for automatic choice")
+    if head_groups is not None and not (is_host_int(head_groups) and head_groups > 0):  # type: ignore[operator]
+        raise SpecError(f"head_groups={head_groups!r}: expected in how many groups heads are computed, 1 or more")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy: what it costs, and every reason why it cannot be taken.
+
+    Attributes:
+        estimate: None where its heads cannot be shared.
+    """
+
+    strategy: str
+    refusals: tuple[str, ...]
+    estimate: Estimate | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The answer to "how do ranks share this call, and why": ``str(choice)`` is the explanation.
+
+    Attributes:
+        spec, documents, layout, axes, constants, memory: the question, see ``choose``.
+        requested: the strategy that the caller named, or None.
+        strategy: the chosen one, or None.
+    """
+
+    spec: AttentionSpec
+    documents: tuple[int, ...] | None
+    layout: str
+    axes: Axes
+    constants: Constants
+    memory: float | None
+    requested: str | None
+    strategy: str | None
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """All strategies, in order. Where the caller named one, the others are estimated when somebody looks."""
+        return tuple(map(self.candidate, CANDIDATES[len(self.axes)]))
+
+    def candidate(self, strategy: str) -> Candidate:
+        """One of them."""
+        return _candidate(self.spec, self.documents, strategy, self.layout, self.axes, self.constants, self.memory)
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """What the chosen strategy costs."""
+        return None if self.strategy is None else self.candidate(self.strategy).estimate
+
+    def reasons(self, strategy: str) -> tuple[str, ...]:
+        """Why a strategy cannot be taken; empty when it can."""
+        return self.candidate(strategy).refusals
+
+    def __str__(self) -> str:
+        ranks = " x ".join(map(str, self.axes))
+        lines = [f"context parallelism over {ranks} ranks, {self.layout}: {self.spec}"]
+        candidates = self.candidates
+        width = max(len(self._name(one.strategy)) for one in candidates)
+        for one in candidates:
+            said = "refused: " + "; ".join(one.refusals) if one.refusals else str(one.estimate)
+            chosen = "selected: " if one.strategy == self.strategy else ""
+            lines.append(f"  {self._name(one.strategy):<{width}}  {chosen}{said}")
+        memory = "" if self.memory is None else f"; {self.memory / GIB:.2f} GiB may be used on a rank"
+        return "\n".join([*lines, f"  (estimates by the figures of {self.constants.device_name}{memory})"])
+
+    def _name(self, strategy: str) -> str:
+        return strategy if len(self.axes) == 1 else f"{strategy} x ulysses"
+
+
+class Explanation(NamedTuple):
+    """How a call runs, and why: ``str(explanation)``.
+
+    Attributes:
+        choice: the strategies, and why one was taken.
+        call: the plan, and the backend of every tile.
+    """
+
+    choice: Choice
+    call: ContextCall
+
+    def __str__(self) -> str:
+        names = sorted({name for _, name in self.call.backends})
+        plan = self.call.plan
+        lines = [
+            str(self.choice),
+            f"  steps: {len(plan.steps)}; groups of heads: {self.call.head_groups}; copies of each kv head: "
+            f"{self.call.repeats}; balance: {plan.balance:.3f}",
+            f"  backends: {', '.join(names) or 'none, nothing is visible'}",
+        ]
+        return "\n".join(lines)
+
+
+class NoStrategyError(NotImplementedError):
+    """No strategy, or not the one that was asked for, can run the call. ``error.choice`` has every reason."""
+
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
+        lead = "no strategy can share this call"
+        if choice.requested:
+            lead = f"strategy={choice.requested!r} cannot share this call, and one asked for by name never falls back"
+        super().__init__(f"{lead}\n{choice}")
+
+    def __reduce__(self) -> tuple[type[NoStrategyError], tuple[Choice]]:  # so that it can leave a worker process
+        return NoStrategyError, (self.choice,)
+
+
+def choose(
+    spec: AttentionSpec,
+    documents: tuple[int, ...] | None,
+    layout: str,
+    axes: Axes,
+    constants: Constants,
+    memory: float | None = None,
+    strategy: str | None = None,
+) -> Choice:
+    """The strategy with the shortest estimate, among those that can run the call; pure, each question answered once.
+
+    Args:
+        spec: the whole call, as on one device.
+        documents: offsets of the whole row's packed documents.
+        layout: one of ``attn_core.context_parallel.layout.LAYOUTS``.
+        axes: ``(ranks,)`` or ``(outer, inner)``.
+        constants: of the machine, ``Constants.of(device)``.
+        memory: bytes that the call may use on a rank, its inputs and results included; None for any. Every rank must
+            ask with the same, or they may choose apart.
+        strategy: None to choose; a name, which is then taken or refused.
+
+    Raises:
+        NoStrategyError: when none can, with every reason.
+        SpecError: for what context parallelism does not have, and names that nobody knows.
+    """
+    choice = explain_choice(spec, documents, layout, axes, constants, memory, strategy)
+    if choice.strategy is None:
+        raise NoStrategyError(choice)
+    return choice
+
+
+@lru_cache(maxsize=1024)
+def explain_choice(
+    spec: AttentionSpec,
+    documents: tuple[int, ...] | None,
+    layout: str,
+    axes: Axes,
+    constants: Constants,
+    memory: float | None = None,
+    strategy: str | None = None,
+) -> Choice:
+    """The Choice of a call, whether or not any strategy can run it; see ``choose``."""
+    check_spec(spec)
+    names = _names(axes, layout)
+    if strategy is not None and strategy not in names:
+        raise SpecError(f"strategy={strategy!r}: expected one of {', '.join(names)} on {len(axes)} axes, or None")
+    asked = Choice(spec, documents, layout, axes, constants, memory, strategy, None)
+    able = [asked.candidate(name) for name in names if strategy in (None, name) and not asked.reasons(name)]
+    estimates = [(one.estimate.seconds, one.strategy) for one in able if one.estimate]
+    return replace(asked, strategy=min(estimates, key=lambda one: one[0])[1] if estimates else None)
+
+
+def plan_of(spec: AttentionSpec, documents: tuple[int, ...] | None, strategy: str, layout: str, axes: Axes) -> Plan:
+    """The plan of a strategy on axes as a caller names them."""
+    outer, inner = axes if len(axes) == 2 else (1, *axes) if strategy == "ulysses" else (*axes, 1)
+    return spread(spec, documents, strategy, layout, outer, inner)
+
+
+def _names(axes: Axes, layout: str) -> tuple[str, ...]:
+    if len(axes) not in CANDIDATES or any(size < 1 for size in axes):
+        raise SpecError(f"axes={axes}: expected (ranks,) or (outer, inner), each of at least one rank")
+    if layout not in LAYOUTS:
+        raise SpecError(f"layout={layout!r}: expected one of {', '.join(LAYOUTS)}")
+    return CANDIDATES[len(axes)]
+
+
+@lru_cache(maxsize=1024)
+def _candidate(
+    spec: AttentionSpec,
+    documents: tuple[int, ...] | None,
+    strategy: str,
+    layout: str,
+    axes: Axes,
+    constants: Constants,
+    memory: float | None,
+) -> Candidate:
+    inner = axes[-1] if len(axes) == 2 or strategy == "ulysses" else 1
+    try:
+        kv_repeats(spec.num_heads, spec.num_kv_heads, inner)
+    except ShapeError as error:
+        return Candidate(strategy, (str(error),), None)
+    found = estimate(spec, plan_of(spec, documents, strategy, layout, axes), constants)
+    refusals: tuple[str, ...] = ()
+    if memory is not None and found.peak > memory:
+        refusals = (f"memory: {found.peak / GIB:.2f} GiB a rank, more than the {memory / GIB:.2f} GiB it may use",)
+    return Candidate(strategy, refusals, found)

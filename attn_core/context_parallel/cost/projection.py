@@ -1,0 +1,89 @@
+"""Projections: what the cost model says of rows over more ranks than anything was measured on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from attn_core.call.spec import AttentionSpec
+from attn_core.context_parallel.cost.choose import Axes, choose, plan_of
+from attn_core.context_parallel.cost.estimate import Estimate, estimate
+from attn_core.context_parallel.cost.machine import GIB, Constants
+
+
+@dataclass(frozen=True)
+class Projection:
+    """What the cost model says of a call over more ranks than were measured.
+
+    Attributes:
+        axes, strategy: over which ranks, and how.
+        estimate: what it costs there.
+        alone: what the whole row would cost on one of the ranks, if it had the memory.
+    """
+
+    axes: Axes
+    strategy: str
+    estimate: Estimate
+    alone: Estimate
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return self.axes[0] * (self.axes[1] if len(self.axes) == 2 else 1)
+
+    @property
+    def efficiency(self) -> tuple[float, float]:
+        """``E = T_1 / (P T_P)`` of a forward, and of forward + backward."""
+        forward = self.alone.forward.seconds / (self.world * self.estimate.forward.seconds)
+        return forward, self.alone.both / (self.world * self.estimate.both)
+
+
+def project(
+    spec: AttentionSpec,
+    worlds: Iterable[Axes],
+    constants: Constants,
+    layout: str = "zigzag",
+    strategy: str | None = None,
+    memory: float | None = None,
+) -> tuple[Projection, ...]:
+    """Estimates for rows that grow with the number of ranks. A projection: nothing of it is measured.
+
+    Args:
+        spec: the call with one rank's part of the row as its lengths.
+        worlds: the axes of each projection, see ``choose``.
+        strategy: None to choose for each.
+
+    Raises:
+        NoStrategyError: where no strategy can run one.
+    """
+    found = []
+    for axes in worlds:
+        ranks = axes[0] * (axes[1] if len(axes) == 2 else 1)
+        whole = replace(spec, q_len=spec.q_len * ranks, kv_len=spec.kv_len * ranks)
+        choice = choose(whole, None, layout, axes, constants, memory, strategy)
+        alone = estimate(whole, plan_of(whole, None, "all_gather", "contiguous", (1,)), constants)
+        assert choice.strategy is not None and choice.estimate is not None
+        found.append(Projection(axes, choice.strategy, choice.estimate, alone))
+    return tuple(found)
+
+
+def table(projections: Iterable[Projection]) -> str:
+    """Projections as a Markdown table."""
+    lines = [
+        "| ranks | strategy | forward, ms | efficiency | forward + backward, ms | efficiency | GiB a rank |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in projections:
+        forward, both = one.efficiency
+        name = one.strategy if len(one.axes) == 1 else f"{one.strategy} x ulysses"
+        cells = (
+            " x ".join(map(str, one.axes)),
+            name,
+            f"{one.estimate.forward.seconds * 1e3:.0f}",
+            f"{forward:.2f}",
+            f"{one.estimate.both * 1e3:.0f}",
+            f"{both:.2f}",
+            f"{one.estimate.peak / GIB:.1f}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""A part's kernels and their merge, on torch tensors."""

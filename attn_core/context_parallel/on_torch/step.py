@@ -1,0 +1,232 @@
+"""One part's tiles of a step on torch tensors, put together in place.
+
+For a host that learns only then which part it is. That of JAX is one, whose programs are the same on every device: a
+``StepCall`` is what is the same for every part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from attn_core import backends
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Inputs
+from attn_core.context_parallel.call import ContextCall
+from attn_core.context_parallel.on_torch.merge import merge
+from attn_core.context_parallel.on_torch.places import Places, PlacesOfParts
+from attn_core.context_parallel.places import among_all, of_tile
+from attn_core.context_parallel.plan import Step
+from attn_core.context_parallel.tiles import Tile
+
+Tensor = Any
+
+
+class StepCall(NamedTuple):
+    """A step of a plan, and the form of its operands.
+
+    Attributes:
+        at: which of the plan's steps it is.
+        paired: whether k and v are one array: ``[2, batch, places, kv_heads, dim]``, or ``[parts, 2, batch, places,
+            ...]`` where they were gathered; else each is ``[batch, places, ...]`` or ``[parts, batch, places, ...]``.
+    """
+
+    call: ContextCall
+    at: int
+    paired: bool
+
+    @property
+    def step(self) -> Step:
+        """The step."""
+        return self.call.plan.steps[self.at]
+
+    @property
+    def after(self) -> bool:
+        """Whether results of steps before it are there to be added to."""
+        return self.at > 0
+
+    @property
+    def arrays(self) -> int:
+        """How many arrays the keys and values are."""
+        return 1 if self.paired else 2
+
+    @property
+    def rows(self) -> int:
+        """The places of a part's queries."""
+        return self.call.plan.inner * self.call.plan.q_layout.shard
+
+    def scratch(self, kind: str) -> int:
+        """Elements of the largest result that a kernel may write where it does not stay, over all parts; at least 1.
+
+        Args:
+            kind: of the devices, "cpu" or "cuda".
+        """
+        found = [1]
+        for mine in self.step.tiles:
+            for at, tile in enumerate(mine):
+                spec, name = self.call.backend_of(tile)
+                module: Any = backends.load(name, kind)
+                if backends.writes_into(module) and not (at == 0 and self.writes_all(tile)):
+                    found.append(prod(spec.out_shape))
+        return max(found)
+
+    def writes_all(self, tile: Tile) -> bool:
+        """Whether a part's first tile is its whole result: every row, in the dtype that results are put together in."""
+        call = self.call
+        wide = call.spec.lse_dtype != call.spec.dtype and any(map(call.sums_rows_wide, range(call.plan.outer)))
+        alone = not self.after and not wide and len(tile.segments) == 1
+        return alone and tile.segments[0][:2] == (0, self.rows)
+
+
+class TileRun(NamedTuple):
+    """A tile as a call of a backend.
+
+    Attributes:
+        forward: the backend's; writes: whether it takes buffers for its results.
+        rows, keys: where its queries and keys lie in the step's; of what was gathered, in what the part takes of it.
+        first: whether no tile, and no step, before has touched its queries.
+        direct: whether it writes the step's whole result.
+    """
+
+    spec: AttentionSpec
+    forward: Callable[..., Any]
+    writes: bool
+    rows: Places
+    keys: Places
+    cu_seqlens: tuple[Tensor, Tensor] | None
+    first: bool
+    direct: bool
+
+
+class Runs(NamedTuple):
+    """What a part does in a step.
+
+    Attributes:
+        taken: of what was gathered, the keys that its tiles need, in their order; None where nothing was.
+        fresh: whether rows are to be set to what those without keys have: 0 and -inf.
+    """
+
+    call: StepCall
+    tiles: tuple[TileRun, ...]
+    taken: PlacesOfParts | None
+    fresh: bool
+
+
+class Touched:
+    """Which rows have a result as tiles are gone through in their order; all where there were some ``before``."""
+
+    def __init__(self, rows: int, *, before: bool = False) -> None:
+        self._touched, self._begun = np.full(rows, before), np.full(rows, before)
+
+    def by(self, rows: np.ndarray) -> bool:
+        """Whether a tile is the first to touch any of its rows."""
+        first = not self._touched[rows].any()
+        self._touched[rows] = True
+        self._begun[rows] |= first
+        return first
+
+    @property
+    def covered(self) -> bool:
+        """Whether every row was touched by a tile that was the first to touch any of its own."""
+        return bool(self._begun.all())
+
+
+def offsets_of(spec: AttentionSpec, tile: Tile, device: Any) -> tuple[Tensor, Tensor] | None:
+    """The offsets of a tile's documents, int32 on a torch.device; None where it is not packed."""
+    if not spec.packed:
+        return None
+    import torch
+
+    q, k = (torch.tensor(side, dtype=torch.int32, device=device) for side in tile.offsets)
+    return q, k
+
+
+def inputs_of(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple[Tensor, Tensor] | None) -> Inputs:
+    """A tile's operands, of packed documents without the axis of rows."""
+    if cu_seqlens is None:
+        return Inputs(q, k, v)
+    return Inputs(q[0], k[0], v[0], cu_seqlens_q=cu_seqlens[0], cu_seqlens_k=cu_seqlens[1])
+
+
+def runs_of(call: StepCall, part: int, device: Any) -> Runs:
+    """Prepares a part's tiles on a torch.device."""
+    touched, found, tiles = Touched(call.rows, before=call.after), [], call.step.tiles[part]
+    placed, taken = [of_tile(tile) for tile in tiles], None
+    if call.step.gathered:
+        plan, needed = call.call.plan, np.unique(np.concatenate([np.zeros(0, np.int64), *(keys for _, keys in placed)]))
+        taken = PlacesOfParts(among_all(plan, part)[needed], plan.inner * plan.k_layout.shard, device)
+        placed = [(rows, np.searchsorted(needed, keys)) for rows, keys in placed]
+    for tile, (rows, keys) in zip(tiles, placed, strict=True):
+        spec, name = call.call.backend_of(tile)
+        module: Any = backends.load(name, device.type)
+        first = touched.by(rows)
+        found.append(
+            TileRun(
+                spec=spec,
+                forward=module.forward,
+                writes=backends.writes_into(module),
+                rows=Places(rows, device),
+                keys=Places(keys, device),
+                cu_seqlens=offsets_of(spec, tile, device),
+                first=first,
+                direct=first and call.writes_all(tile),
+            )
+        )
+    return Runs(call, tuple(found), taken, not touched.covered)
+
+
+def attend(
+    runs: Runs, q: Tensor, keys: Sequence[Tensor], results: tuple[Tensor, ...], scratch: Sequence[Tensor]
+) -> None:
+    """Adds a step to ``results``, which are changed; rows that have seen no key have 0 and -inf.
+
+    Args:
+        q: ``[batch, rows, heads, head_dim]``; keys: as ``StepCall`` says.
+        results: out ``[batch, rows, heads, value_dim]``, lse ``[batch, heads, rows]``: of the steps before, if any.
+        scratch: room for a tile's out and lse, of one axis each: ``StepCall.scratch`` elements, and as many as lse has.
+    """
+    out, lse = results
+    if runs.fresh:
+        out.zero_()
+        lse.fill_(-float("inf"))
+    if not runs.tiles:
+        return
+    if runs.taken is not None:
+        keys = tuple(map(runs.taken.of, keys))
+    k, v = keys if len(keys) == 2 else keys[0].unbind(0)
+    for run in runs.tiles:
+        inputs = inputs_of(run.rows.of(q), run.keys.of(k), run.keys.of(v), run.cu_seqlens)
+        if run.writes:
+            shapes = run.spec.out_shape, run.spec.lse_shape
+            room = results if run.direct else tuple(map(_room, scratch, shapes))
+            part_out, part_lse = run.forward(run.spec, inputs, room)
+        else:
+            part_out, part_lse = run.forward(run.spec, inputs)
+        if run.spec.packed:
+            part_out, part_lse = part_out[None], part_lse[None]
+        if run.direct:
+            for place, found in ((out, part_out), (lse, part_lse)):
+                if found is not place:
+                    place.copy_(found)
+        else:
+            put_together(run.rows, out, lse, part_out, part_lse, first=run.first)
+
+
+def _room(scratch: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return scratch[: prod(shape)].view(shape)
+
+
+def put_together(rows: Places, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, *, first: bool) -> None:
+    """Adds a tile's results at its rows, in place; ``first`` where none of them holds a result yet."""
+    if first:
+        rows.put(out, part_out)
+        rows.put(lse, part_lse, 2)
+        return
+    before, before_lse = rows.of(out), rows.of(lse, 2)
+    merge(before, before_lse, part_out, part_lse)
+    if not rows.are_neighbours:
+        rows.put(out, before)
+        rows.put(lse, before_lse, 2)

@@ -1,0 +1,126 @@
+"""How right is decided: every element of a result is held to its own bound around the float64 reference.
+
+The bounds are in ``bounds``. What no tolerance can see (one key more or less among thousands), ``mask_probe`` sees
+without any. Both serve the tests, ``attn doctor`` and ``attn compare``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs
+from attn_core.correctness import reference
+from attn_core.correctness.bounds import gradient_bounds, lse_bound, magnitudes, out_bound
+from attn_core.correctness.probe import MaskProbe, mask_probe
+from attn_core.correctness.reference import Array
+from attn_core.errors import ShapeError, SpecError
+
+__all__ = ["Accuracy", "Expected", "MaskProbe", "Quantity", "check", "expect", "mask_probe"]
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One result beside the reference: the largest ``error / bound`` over its elements, and the largest error."""
+
+    name: str
+    use: float
+    error: float
+
+    def __str__(self) -> str:
+        verdict = "" if self.use <= 1 else " WRONG"
+        return f"{self.name}: {self.use:.3g} of the bound, error {self.error:.2e}{verdict}"
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How the results of one call compare with the reference; right when every quantity keeps within its bound."""
+
+    quantities: tuple[Quantity, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every element of every quantity is within its bound."""
+        return self.worst <= 1
+
+    @property
+    def worst(self) -> float:
+        """The largest use of a bound; above 1 is wrong, infinite is a NaN or Inf that the reference has not."""
+        return max((quantity.use for quantity in self.quantities), default=0.0)
+
+    def __getitem__(self, name: str) -> Quantity:
+        return next(quantity for quantity in self.quantities if quantity.name == name)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.quantities))
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """The reference's results for one call and the bound of each element, by the names out, lse, dq, dk, ..."""
+
+    truth: dict[str, Array]
+    bound: dict[str, Array]
+
+    def judge(self, *, out: Any, lse: Any = None, gradients: Gradients | None = None) -> Accuracy:
+        """Compares results (arrays numpy casts to float64) with what is expected; lse and gradients where given.
+
+        Raises:
+            ShapeError: when a result has not its shape, or a gradient that the call has is None.
+            SpecError: when gradients are given and no dout was.
+        """
+        results = {"out": out} | ({} if lse is None else {"lse": lse})
+        if gradients is not None:
+            if "dq" not in self.truth:
+                raise SpecError("dout=None: expected the gradient of out that the gradients were computed from")
+            results |= {name: result for name, result in gradients._asdict().items() if name in self.truth}
+        return Accuracy(tuple(self._compare(name, result) for name, result in results.items()))
+
+    def _compare(self, name: str, result: Any) -> Quantity:
+        truth, bound = self.truth[name], self.bound[name]
+        if result is None or np.shape(result) != truth.shape:
+            got = None if result is None else list(np.shape(result))
+            raise ShapeError(f"{name}: expected shape {list(truth.shape)}, got {got}")
+        result = np.asarray(result, np.float64)
+        with np.errstate(all="ignore"):
+            error = np.where(result == truth, 0.0, abs(result - truth))
+            error = np.where(np.isfinite(result) | (error == 0.0), error, np.inf)
+            use = np.where(error == 0.0, 0.0, np.where(np.isfinite(truth), error / bound, np.inf))
+        judged = ~np.isnan(truth)  # where the reference itself is NaN, nothing is promised
+        return Quantity(name, *(float(array.max(initial=0.0, where=judged)) for array in (use, error)))
+
+
+def check(
+    spec: AttentionSpec,
+    inputs: Inputs,
+    *,
+    out: Any,
+    lse: Any = None,
+    gradients: Gradients | None = None,
+    dout: Any = None,
+    dlse: Any = None,
+) -> Accuracy:
+    """Judges one call's results, all arrays that numpy casts to float64, against the reference on the same inputs.
+
+    ``expect`` computes the reference once for several backends.
+    """
+    return expect(spec, inputs, dout=dout, dlse=dlse).judge(out=out, lse=lse, gradients=gradients)
+
+
+def expect(spec: AttentionSpec, inputs: Inputs, *, dout: Any = None, dlse: Any = None) -> Expected:
+    """The reference's results and bounds for one call; with gradients when dout is given."""
+    out, lse = reference.forward(spec, inputs)
+    with np.errstate(all="ignore"):
+        call = reference.softmax(spec, inputs)
+        sizes = magnitudes(spec, call)
+        truth: dict[str, Array] = {"out": out, "lse": lse}
+        bound = {"out": out_bound(spec, call, sizes, out), "lse": lse_bound(spec, sizes)}
+    if dout is not None:
+        gradients = reference.backward(spec, inputs, out, lse, dout, dlse)._asdict()
+        truth |= {name: gradient for name, gradient in gradients.items() if gradient is not None}
+        with np.errstate(all="ignore"):
+            bound |= gradient_bounds(spec, call, sizes, truth, dout, dlse)
+    return Expected(truth, bound)

@@ -1,0 +1,150 @@
+"""What an honest kernel may lose: the error bound of every element, computed beside the float64 reference.
+
+An honest kernel accumulates in float32, keeps logits and log-sum-exp in float32, and rounds only weights, logit
+gradients and results to the call's dtype. With u the dtype's roundoff, e = 2^-24 float32's, p the softmax weights,
+A the magnitude of what a logit is summed from, and Abar = sum_j p A:
+
+    out     4 u (sum p |v| + |out|) + 8 e sum p (A + Abar) |v|
+    lse     2e-5 (2e-4 in half precision) + 8 e (Abar + |lse|)
+    dX      8 (u (cond + |dX|) + e condA): cond is dX's own sum taken over magnitudes, condA that sum with the logits'
+            errors in it; and where weights or dS (scaled or not) may underflow in the dtype, its smallest step for
+            each term of the sum, times what a weight is multiplied by
+
+The first term of a bound is rounding, the second what a relative error e of each logit's terms does to the result. A
+wrong logit moves p by p (dlogit - mean dlogit), hence A + Abar.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from attn_core.call.spec import AttentionSpec
+from attn_core.correctness.reference import (
+    Array,
+    Softmax,
+    from_heads_first,
+    heads_first,
+    per_row,
+    sum_groups,
+    sum_over,
+    sum_to_bias,
+)
+
+# Half of the unit roundoff for float16 and bfloat16: the scale that the constants 4 and 8 were measured on. Twice it
+# for float64, since the reference rounds as well.
+_ROUNDOFF = {"float64": 2.0**-52, "float32": 2.0**-24, "float16": 2.0**-12, "bfloat16": 2.0**-9}
+_TINY = {"float64": 2.0**-1022, "float32": 2.0**-126, "float16": 2.0**-24, "bfloat16": 2.0**-126}
+_LSE_FLOOR = {"float64": 1e-13, "float32": 2e-5, "float16": 2e-4, "bfloat16": 2e-4}
+
+
+class Magnitudes(NamedTuple):
+    """What rounding errors scale with; ``[batch, heads, q_len, kv_len]``, or ``[batch, heads, q_len]`` by row.
+
+    Attributes:
+        scores: scale |q|.|k|, what a float32 dot product errs by.
+        logits: A. Softcap shrinks the score's error by its slope and rounds its own result, and adding bias or ALiBi
+            rounds at their magnitude.
+        mean: Abar by row, what the log-sum-exp errs by, the sink being one more logit.
+        sink: |sink| by row, 0 where no sink takes part.
+        lse: |lse| by row, 0 where it is -inf.
+    """
+
+    scores: Array
+    logits: Array
+    mean: Array
+    sink: Array
+    lse: Array
+
+
+def magnitudes(spec: AttentionSpec, call: Softmax) -> Magnitudes:
+    """The magnitudes of a call."""
+    scores = spec.scale * (abs(call.q) @ abs(call.k).swapaxes(-1, -2))
+    capped = 0.0 if spec.softcap is None else abs(call.capped)
+    logits = np.where(call.seen, call.slope * scores + capped + abs(call.added), 0.0)
+    sink = np.where(call.sink_weights > 0, abs(call.sink), 0.0)
+    mean = (call.weights * logits).sum(-1) + call.sink_weights * sink
+    return Magnitudes(scores, logits, mean, sink, np.where(np.isinf(call.lse), 0.0, abs(call.lse)))
+
+
+def out_bound(spec: AttentionSpec, call: Softmax, sizes: Magnitudes, out: Array) -> Array:
+    """The bound of out, in ``spec.out_shape``."""
+    weights, values = call.weights * call.kept, abs(call.v)
+    rounding = sum_over(weights, call.seen, values)
+    logits = sum_over(weights * (sizes.logits + sizes.mean[..., None]), call.seen, values)
+    u = _ROUNDOFF[spec.dtype]
+    bound = 4 * u * rounding + 8 * _float32(spec) * logits + 2 * _TINY[spec.dtype]
+    return from_heads_first(spec, bound) + 4 * u * abs(out)
+
+
+def lse_bound(spec: AttentionSpec, sizes: Magnitudes) -> Array:
+    """The bound of the log-sum-exp, in ``spec.lse_shape``; beside the floor, large logits round at their magnitude."""
+    bound = _LSE_FLOOR[spec.dtype] + 8 * _float32(spec) * (sizes.mean + sizes.lse)
+    return bound.reshape(spec.lse_shape)
+
+
+def gradient_bounds(
+    spec: AttentionSpec, call: Softmax, sizes: Magnitudes, truth: dict[str, Array], dout: Any, dlse: Any
+) -> dict[str, Array]:
+    """The bounds of dq, dk, dv, dbias and dsinks, as far as they are in ``truth``, each in its gradient's shape."""
+    u, e, tiny = _ROUNDOFF[spec.dtype], _float32(spec), _TINY[spec.dtype]
+    sums = _sums(spec, call, sizes, abs(heads_first(spec, dout)), abs(per_row(spec, dlse)))
+    return {
+        name: 8 * (u * (cond + abs(truth[name])) + e * logits) + tiny * (terms + 2)
+        for name, (cond, logits, terms) in sums.items()
+        if name in truth
+    }
+
+
+class _Sum(NamedTuple):
+    """One gradient's sum over magnitudes (cond), the same with the logits' errors (logits), and underflows (terms)."""
+
+    cond: Array
+    logits: Array
+    terms: Array
+
+    def over_keys(self, spec: AttentionSpec, call: Softmax, values: Array) -> _Sum:
+        return _Sum(*(from_heads_first(spec, sum_over(part, call.seen, values)) for part in self))
+
+    def over_queries(self, spec: AttentionSpec, call: Softmax, values: Array) -> _Sum:
+        seen = call.seen.swapaxes(-1, -2)
+        sums = (sum_groups(spec, sum_over(part.swapaxes(-1, -2), seen, values)) for part in self)
+        return _Sum(*(from_heads_first(spec, part) for part in sums))
+
+
+def _sums(spec: AttentionSpec, call: Softmax, sizes: Magnitudes, dout: Array, dlse: Array) -> dict[str, _Sum]:
+    """dout and dlse are magnitudes, heads first."""
+    weights, terms = call.weights * call.kept, np.where(call.seen, 1.0, 0.0)
+    dweights = np.where(call.seen, dout @ abs(call.v).swapaxes(-1, -2), 0.0)
+    # delta = dO . O comes from the rounded out and errs as out does: by its rounding and by its own logits' errors.
+    delta = (weights * dweights).sum(-1) + dlse
+    delta_logits = (weights * (sizes.logits + sizes.mean[..., None]) * dweights).sum(-1)
+    # The backward recomputes p = exp(logit - lse) from an lse rounded to float32: |lse| beside the logits' own errors.
+    reach = sizes.logits + (sizes.mean + sizes.lse)[..., None]
+    cond = np.where(call.seen, call.weights * (call.kept * dweights + delta[..., None]), 0.0)
+    logits = np.where(call.seen, reach * cond + call.weights * delta_logits[..., None], 0.0)
+    dlogits = _Sum(cond, logits, np.where(call.seen, 1.0 + call.kept * dweights + delta[..., None], 0.0))
+    dscores = _dscores(spec, call, sizes, dlogits)
+    sink, sink_reach = call.sink_weights, sizes.sink + sizes.mean + sizes.lse
+    dsinks = _Sum(sink * delta, sink * (sink_reach * delta + delta_logits), np.zeros_like(delta))
+    return {
+        "dq": dscores.over_keys(spec, call, abs(call.k)),
+        "dk": dscores.over_queries(spec, call, abs(call.q)),
+        "dv": _Sum(weights, weights * reach, terms).over_queries(spec, call, dout),
+        "dbias": _Sum(*(sum_to_bias(spec, part) for part in dlogits)),
+        "dsinks": _Sum(*(part.sum((0, 2)) for part in dsinks)),
+    }
+
+
+def _dscores(spec: AttentionSpec, call: Softmax, sizes: Magnitudes, dlogits: _Sum) -> _Sum:
+    """Through softcap's slope 1 - tanh^2, which loses what tanh^2 rounds and bends with the score's own error."""
+    cond, logits = call.slope * dlogits.cond, call.slope * dlogits.logits
+    if spec.softcap is not None:
+        bent = abs(call.capped) / spec.softcap
+        logits = logits + dlogits.cond * 2 * bent * (bent + call.slope * sizes.scores / spec.softcap)
+    return _Sum(spec.scale * cond, spec.scale * logits, max(spec.scale or 1.0, 1.0) * dlogits.terms)
+
+
+def _float32(spec: AttentionSpec) -> float:
+    return _ROUNDOFF["float64" if spec.dtype == "float64" else "float32"]

@@ -1,0 +1,71 @@
+"""The definition of right for keys and values in pages: gather each sequence, then the reference of any call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Inputs, PagedInputs
+from attn_core.paged.tables import slots_of
+
+Array = np.ndarray
+
+
+def gathered(spec: AttentionSpec, inputs: Any) -> tuple[AttentionSpec, Inputs]:
+    """The same call on packed documents: each sequence's tokens out of its pages, and nothing else of the pool."""
+    page_size, lengths = spec.paged.page_size, np.asarray(inputs.seq_lens, np.int64)  # type: ignore[union-attr]
+    cu_k = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    cu_q = np.arange(len(lengths) + 1, dtype=np.int32) if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q
+    table = np.asarray(inputs.block_table)
+    slots = np.concatenate(
+        [row[np.arange(n) // page_size] * page_size + np.arange(n) % page_size for row, n in zip(table, lengths)]
+        or [np.zeros(0, np.int64)]
+    )
+    # [num_pages, page_size, kv_heads, dim] -> [tokens, kv_heads, dim]
+    k, v = (np.asarray(pool).reshape(-1, *pool.shape[2:])[slots] for pool in (inputs.k, inputs.v))
+    longest = int(lengths.max(initial=0))
+    packed = replace(spec, paged=None, kv_len=len(slots), max_len_k=longest)
+    return packed, Inputs(inputs.q, k, v, sinks=inputs.sinks, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+
+
+def append(pages: Array, new: Array, block_table: Array, seq_lens: Array, cu_seqlens_q: Array) -> Array:
+    """A copy of a pool with each sequence's new tokens ``[tokens, kv_heads, dim]`` in the places of its table."""
+    slots = slots_of(block_table, seq_lens, cu_seqlens_q, pages.shape[1])
+    made = np.array(pages)
+    made.reshape(-1, *pages.shape[2:])[slots] = new
+    return made
+
+
+def inputs_of(spec: AttentionSpec, random: np.random.Generator, lengths: Any, new: Any) -> PagedInputs:
+    """Made-up inputs of a call: sequences of ``lengths`` tokens, ``new`` of which are queries, on scattered pages.
+
+    All that no sequence holds is NaN: whole pages, and the ends of last pages.
+    """
+    paged = spec.paged
+    assert paged is not None
+    table = np.full((len(lengths), paged.width), -1, np.int32)
+    free = random.permutation(paged.num_pages).astype(np.int32)
+    pools = [
+        np.full((paged.num_pages, paged.page_size, spec.num_kv_heads, dim), np.nan)
+        for dim in (spec.head_dim, spec.value_dim)
+    ]
+    for row, length in zip(table, lengths, strict=True):
+        count = -(-length // paged.page_size)
+        row[:count], free = free[:count], free[count:]
+        for pool in pools:
+            filled = pool[row[:count]].reshape(-1, *pool.shape[2:])
+            filled[:length] = random.standard_normal((length, *pool.shape[2:]))
+            pool[row[:count]] = filled.reshape(count, *pool.shape[1:])
+    cu_q = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
+    return PagedInputs(
+        q=random.standard_normal((int(cu_q[-1]), spec.num_heads, spec.head_dim)),
+        k=pools[0],
+        v=pools[1],
+        sinks=random.standard_normal(spec.num_heads) if spec.sinks else None,
+        cu_seqlens_q=cu_q,
+        block_table=table,
+        seq_lens=np.asarray(lengths, np.int32),
+    )

@@ -1,0 +1,191 @@
+"""The definition of right: attention in numpy float64, forward and analytic backward. Short and slow on purpose.
+
+Every array is ``[batch, heads, q_len, kv_len]`` or ``[batch, heads, length, dim]`` inside; packed documents are one
+batch row whose visible set keeps them apart. A hidden key or value takes part in no sum: its NaN or Inf goes nowhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from attn_core.call import dropout
+from attn_core.call.masks import document_of, positions, visible
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs
+
+Array = np.ndarray
+
+
+class Softmax(NamedTuple):
+    """What lies between the inputs and the outputs of one call; float64, ``[batch, heads, q_len, kv_len]`` unless said.
+
+    Attributes:
+        q, k, v: ``[batch, heads, length, dim]``, key/value heads repeated for every query head that reads them.
+        seen: bool, the visible pairs. A bias of -inf hides its pair as the mask does.
+        capped, slope: ``softcap * tanh(scale * q.k / softcap)`` and its derivative by ``scale * q.k``; without softcap
+            ``scale * q.k`` and 1.
+        added: bias plus ALiBi, 0 without.
+        lse: ``[batch, heads, q_len]``, the natural log-sum-exp with the sink: the sink where a row sees no key, and
+            -inf where it has none either, as in rows that belong to nobody.
+        sink: ``[1, heads, 1]`` or ``[1, heads, q_len]``, the sinks' logits; -inf without, and for rows of nobody.
+        weights: the softmax weights before dropout, 0 where hidden; sink_weights: ``[batch, heads, q_len]``, the
+            sink's: 1 in rows that see no key, 0 where there is no sink.
+        kept: what dropout multiplies each weight by: 0 or ``1 / (1 - dropout)``; 1 without dropout.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    seen: Array
+    capped: Array
+    slope: Array
+    added: Array
+    lse: Array
+    sink: Array
+    weights: Array
+    sink_weights: Array
+    kept: Array
+
+    @property
+    def logits(self) -> Array:
+        """What the softmax is taken of: ``capped + added``."""
+        return self.capped + self.added
+
+
+def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Array, Array]:
+    """The output and the log-sum-exp of a call, float64, in ``spec.out_shape`` and ``spec.lse_shape``.
+
+    The inputs are anything numpy casts to float64 (bool, int for mask, cu_seqlens and rng), laid out as Inputs says.
+    """
+    if spec.paged is not None:
+        from attn_core.correctness.paged import gathered
+
+        return forward(*gathered(spec, inputs))
+    with np.errstate(all="ignore"):
+        call = softmax(spec, inputs)
+        out = sum_over(call.weights * call.kept, call.seen, call.v)
+    return from_heads_first(spec, out), call.lse.reshape(spec.lse_shape)
+
+
+def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any = None) -> Gradients:
+    """The gradients of a call whose forward gave ``out`` and ``lse``, float64, each in its input's shape.
+
+    dout is the gradient of out and dlse of lse (None: nothing depends on it). dbias comes when ``spec.bias_gradient``,
+    dsinks when ``spec.sinks``. With P the softmax weights, K what dropout multiplies them by and S the logits:
+    dV = (P K)' dO, dP = K (dO V'), dS = P (dP - delta + dlse), delta = sum(dO O) over channels (Dao et al.,
+    FlashAttention, 2022, appendix B.2; a sink is one more column without a value, and dlse reaches S through P).
+    """
+    with np.errstate(all="ignore"):
+        call = softmax(spec, inputs)
+        dout = heads_first(spec, dout)
+        # [batch, heads, q_len]; out is 0 where no key is seen, whatever dout says there
+        delta = np.where(call.seen.any(-1), (dout * heads_first(spec, out)).sum(-1), 0.0)
+        slope_of_row = per_row(spec, dlse) - delta
+        weights = np.where(call.seen, np.exp(call.logits - per_row(spec, lse)[..., None]), 0.0)
+        dweights = call.kept * (dout @ call.v.swapaxes(-1, -2))
+        dlogits = np.where(call.seen, weights * (dweights + slope_of_row[..., None]), 0.0)
+        dscores = spec.scale * call.slope * dlogits
+        by_key = call.seen.swapaxes(-1, -2)
+        dq = sum_over(dscores, call.seen, call.k)
+        dk = sum_over(dscores.swapaxes(-1, -2), by_key, call.q)
+        dv = sum_over((weights * call.kept).swapaxes(-1, -2), by_key, dout)
+        dsinks = np.where(call.sink == -np.inf, 0.0, call.sink_weights * slope_of_row).sum((0, 2))
+    return Gradients(
+        from_heads_first(spec, dq),
+        from_heads_first(spec, sum_groups(spec, dk)),
+        from_heads_first(spec, sum_groups(spec, dv)),
+        sum_to_bias(spec, dlogits) if spec.bias_gradient else None,
+        dsinks if spec.sinks else None,
+    )
+
+
+def softmax(spec: AttentionSpec, inputs: Inputs) -> Softmax:
+    """Everything up to the softmax weights, in the order scale, softcap, bias and ALiBi, mask, softmax, dropout."""
+    q, k, v = (heads_first(spec, tensor) for tensor in (inputs.q, inputs.k, inputs.v))
+    kv_head = np.arange(spec.num_heads) // spec.group_size
+    k, v = k[:, kv_head], v[:, kv_head]
+    scores = spec.scale * (q @ k.swapaxes(-1, -2))
+    capped, slope = scores, np.ones_like(scores)
+    if spec.softcap is not None:
+        bent = np.tanh(scores / spec.softcap)
+        capped, slope = spec.softcap * bent, 1.0 - bent**2
+    added = np.broadcast_to(_added(spec, inputs), scores.shape)
+    seen = visible(spec, inputs.mask, inputs.cu_seqlens_q, inputs.cu_seqlens_k) & (added != -np.inf)
+    logits = capped + added
+    sink = np.full((1, spec.num_heads, 1), -np.inf)
+    if spec.sinks:
+        sink = np.where(_owned(spec, inputs), np.asarray(inputs.sinks, np.float64).reshape(sink.shape), -np.inf)
+    top = np.maximum(logits.max(-1, initial=-np.inf, where=seen), sink)
+    total = np.where(seen, np.exp(logits - top[..., None]), 0.0).sum(-1) + np.exp(sink - top)
+    lse = np.where(seen.any(-1) | (sink != -np.inf), np.log(total) + top, -np.inf)  # without both, total is NaN
+    return Softmax(
+        *(q, k, v, seen, capped, slope, added, lse, sink),
+        weights=np.where(seen, np.exp(logits - lse[..., None]), 0.0),
+        sink_weights=np.where(sink == -np.inf, 0.0, np.exp(sink - lse)),
+        kept=_kept(spec, inputs.rng),
+    )
+
+
+def sum_over(weights: Array, seen: Array, values: Array) -> Array:
+    """``sum_j weights[.., i, j] * values[.., j, :]`` over the seen j alone; NaN where a seen value is NaN or Inf."""
+    finite = np.isfinite(values)
+    total = weights @ np.where(finite, values, 0.0)
+    return total if finite.all() else np.where(seen.astype(np.float64) @ ~finite > 0, np.nan, total)
+
+
+def heads_first(spec: AttentionSpec, tensor: Any) -> Array:
+    """``[batch, length, heads, dim]`` or packed ``[tokens, heads, dim]`` as float64 ``[batch, heads, length, dim]``."""
+    array = np.asarray(tensor, np.float64)
+    return (array[None] if spec.packed else array).swapaxes(1, 2)
+
+
+def from_heads_first(spec: AttentionSpec, array: Array) -> Array:
+    """The inverse of heads_first."""
+    array = array.swapaxes(1, 2)
+    return array[0] if spec.packed else array
+
+
+def per_row(spec: AttentionSpec, lse: Any) -> Array:
+    """A log-sum-exp or its gradient as float64 ``[batch, heads, q_len]``; zeros for None."""
+    shape = (spec.batch, spec.num_heads, spec.q_len)
+    return np.zeros(shape) if lse is None else np.asarray(lse, np.float64).reshape(shape)
+
+
+def sum_groups(spec: AttentionSpec, array: Array) -> Array:
+    """Sums ``[batch, heads, length, dim]`` over the query heads of a group: ``[batch, kv_heads, length, dim]``."""
+    batch, _, length, dim = array.shape
+    return array.reshape(batch, spec.num_kv_heads, spec.group_size, length, dim).sum(2)
+
+
+def sum_to_bias(spec: AttentionSpec, dlogits: Array) -> Array:
+    """Sums a gradient of the logits over the axes along which the bias was broadcast."""
+    axes = tuple(axis for axis, size in enumerate(spec.bias_shape or ()) if size == 1)
+    return dlogits.sum(axes, keepdims=True)
+
+
+def _owned(spec: AttentionSpec, inputs: Inputs) -> Array:
+    """bool ``[q_len]``, or True for all: the rows of some document. A row behind the last offset belongs to nobody."""
+    if not spec.packed:
+        return np.ones(1, bool)
+    return document_of(inputs.cu_seqlens_q, spec.q_len) < len(inputs.cu_seqlens_q) - 1
+
+
+def _added(spec: AttentionSpec, inputs: Inputs) -> Array:
+    added = np.zeros((1, 1, 1, 1))
+    if spec.bias_shape is not None:
+        added = added + np.asarray(inputs.bias, np.float64).reshape(spec.bias_shape)
+    if spec.alibi_shape is not None:
+        rows, columns = positions(spec, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+        slopes = np.asarray(inputs.alibi_slopes, np.float64).reshape(*spec.alibi_shape, 1, 1)
+        added = added - slopes * abs(rows[:, None] - columns[None, :])
+    return added
+
+
+def _kept(spec: AttentionSpec, rng: Any) -> Array:
+    if not spec.dropout:
+        return np.ones((1, 1, 1, 1))
+    indices = np.ogrid[: spec.batch, : spec.num_heads, : spec.q_len, : spec.kv_len]
+    seed, offset = (int(word) for word in rng)
+    return dropout.keep((seed, offset), tuple(indices), spec.dropout) / (1.0 - spec.dropout)

@@ -1,0 +1,1 @@
+"""What calls of other libraries mean, as plain data; and import paths that have moved."""

@@ -1,0 +1,105 @@
+"""What the ``attention_kwargs`` of Finetrainers' dispatch say: options of any provider, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from attn_core.call.options import flag
+from attn_core.call.seq_info import SeqInfo, is_host_int
+from attn_core.dropins.finetrainers import AttentionProvider
+from attn_core.dropins.keyword_bags import Stated, distances
+from attn_core.errors import SpecError
+
+
+class Words(NamedTuple):
+    """What ``attention_kwargs`` says, in this library's words. documents: what the four ``cu_seqlens`` keys say."""
+
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    alibi_slopes: Any = None
+    deterministic: bool = False
+    return_lse: bool = False
+    documents: SeqInfo | None = None
+
+
+_NOTHING = Words()
+_OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+_OPTIONS = ("window_size", "softcap", "alibi_slopes", "deterministic", "return_lse", *_OFFSETS)
+_CUDA_8BIT = ("_sage_qk_int8_pv_fp8_cuda", "_sage_qk_int8_pv_fp8_cuda_sm90")
+_SMOOTH_V = ("_sage_qk_int8_pv_fp8_cuda", "_sage_qk_int8_pv_fp16_cuda")
+_QUANTISED = tuple(word.value for word in AttentionProvider if word.startswith("_sage"))
+_ONLY: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
+    ("return_attn_probs", False, ("flash", "flash_varlen")),
+    ("kernel_options", None, ("flex",)),
+    ("smooth_k", True, ("sage_varlen", *_QUANTISED)),
+    ("smooth_v", False, _SMOOTH_V),
+    ("qk_quant_gran", "per_thread", (*_CUDA_8BIT, "_sage_qk_int8_pv_fp16_cuda")),
+    ("pv_accum_dtype", "fp32+fp32", _CUDA_8BIT),
+    ("pv_accum_dtype", "fp32", ("_sage_qk_int8_pv_fp16_cuda",)),
+    ("quantization_backend", "triton", ("_sage_qk_int8_pv_fp16_triton",)),
+)
+"""(key, the one value that our call of the kernel has, the providers that know the key)."""
+
+
+def interpret(provider: AttentionProvider, given: Mapping[str, Any] | None) -> Words:
+    """What ``attention_kwargs`` says, each key on whatever provider runs; its kernel may still refuse one.
+
+    ``softcap=0`` and ``window_size=(-1, -1)`` are flash-attn's "none".
+
+    Raises:
+        SpecError: for keys nobody knows or that are another provider's, and values that our kernels cannot be given.
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise SpecError(f"attention_kwargs={given!r}: expected a dict or None")
+    if not given:
+        return _NOTHING
+    stated = dict(given)
+    for key, value in stated.items():
+        if key not in _OPTIONS:
+            _check_fixed(provider, key, value)
+    softcap = stated.get("softcap")
+    return Words(
+        window=distances(Stated("window", stated.get("window_size"), "attention_kwargs['window_size']")),
+        softcap=None if isinstance(softcap, (int, float)) and softcap == 0 else softcap,
+        alibi_slopes=stated.get("alibi_slopes"),
+        deterministic=flag("attention_kwargs['deterministic']", stated.get("deterministic", False)),
+        return_lse=flag("attention_kwargs['return_lse']", stated.get("return_lse", False)),
+        documents=_documents(stated),
+    )
+
+
+def _check_fixed(provider: AttentionProvider, key: Any, value: Any) -> None:
+    """Raises SpecError unless the key asks for what the provider's kernel does anyway."""
+    entries = [entry for entry in _ONLY if entry[0] == key]
+    if not entries:
+        known = dict.fromkeys((*_OPTIONS, *(entry[0] for entry in _ONLY)))
+        raise SpecError(f"attention_kwargs[{key!r}]: unknown; expected one of {', '.join(known)}")
+    allowed = next((only for _, only, words in entries if provider.value in words), entries)
+    if allowed is entries:
+        words = dict.fromkeys(word for entry in entries for word in entry[2])
+        raise SpecError(
+            f"attention_kwargs[{key!r}]={value!r}: provider {provider.value} has no such option; it is one of "
+            f"{', '.join(words)}"
+        )
+    if type(value) is not type(allowed) or value != allowed:
+        raise SpecError(
+            f"attention_kwargs[{key!r}]={value!r}: expected {allowed!r}, which is how provider {provider.value} runs "
+            "here"
+        )
+
+
+def _documents(stated: Mapping[str, Any]) -> SeqInfo | None:
+    """flash-attn's four words for packed documents, all or none."""
+    there = [name for name in _OFFSETS if stated.get(name) is not None]
+    if not there:
+        return None
+    missing = [name for name in _OFFSETS if name not in there]
+    if missing:
+        raise SpecError(
+            f"attention_kwargs: {', '.join(there)} given without {', '.join(missing)}; packed documents need all four"
+        )
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        if not is_host_int(stated[name]):
+            raise SpecError(f"attention_kwargs[{name!r}]={stated[name]!r}: expected an int known on the host")
+    return SeqInfo(*(stated[name] for name in _OFFSETS))

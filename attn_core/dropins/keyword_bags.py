@@ -1,0 +1,128 @@
+"""What the keyword bags of Unsloth's AttentionConfig state: each option once, or alike, whichever bags hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from attn_core.call.seq_info import is_host_int
+from attn_core.dropins.unsloth.block_masks import NAMES
+from attn_core.errors import SpecError
+
+_FLASH = {
+    "causal": "causal",
+    "softmax_scale": "scale",
+    "dropout_p": "dropout",
+    "window_size": "window",
+    "softcap": "softcap",
+    "alibi_slopes": "alibi_slopes",
+    "deterministic": "deterministic",
+}
+BAGS: Mapping[str, Mapping[str, str | None]] = {
+    "flash_dense_kwargs": _FLASH,
+    "flash_varlen_kwargs": _FLASH,
+    "sdpa_kwargs": {
+        "is_causal": "causal",
+        "scale": "scale",
+        "dropout_p": "dropout",
+        "attn_mask": "mask",
+        "enable_gqa": None,  # the shapes say it
+    },
+    "xformers_kwargs": {"scale": "scale", "p": "dropout", "attn_bias": "mask", "softcap": "softcap"},
+}
+"""Our names for the options that each bag may hold."""
+
+
+@dataclass
+class Stated:
+    """One option as the bags state it."""
+
+    name: str
+    value: Any = None
+    where: str = ""
+
+    def state(self, value: Any, where: str) -> None:
+        if self.where and not _same(self.value, value):
+            raise SpecError(
+                f"{where}={_shown(value)} contradicts {self.where}={_shown(self.value)}; "
+                f"state {self.name} once, or alike"
+            )
+        self.value, self.where = value, where
+
+
+def bag_of(config: Any, name: str) -> Mapping[str, Any]:
+    """A bag of the config, empty where there is none; SpecError for what is no mapping."""
+    bag = getattr(config, name)
+    if bag is None:
+        return {}
+    if type(bag) is not dict and not isinstance(bag, Mapping):
+        raise SpecError(f"config.{name}={_shown(bag)}: expected a dict of options by name, or None")
+    return bag
+
+
+def stated_in(config: Any, branch: str) -> dict[str, Stated]:
+    """Every option by our name for it, with its value where a bag of the config states one.
+
+    Dropout is that of the host's branch, if the branch's bag states one: hosts drop in some branches alone.
+
+    Raises:
+        SpecError: for keys nobody knows, and bags that contradict each other.
+    """
+    names = (*dict.fromkeys(_FLASH.values()), "mask", "triangle", "blocks")
+    stated = {name: Stated(name) for name in names}
+    own_dropout = _states_dropout(config, branch)
+    for bag, spellings in BAGS.items():
+        for key, value in bag_of(config, bag).items():
+            if key not in spellings:
+                raise SpecError(f"config.{bag}[{key!r}]: unknown; expected one of {', '.join(spellings)}")
+            option = spellings[key]
+            if option == "dropout" and own_dropout and bag != f"{branch}_kwargs":
+                continue
+            if option == "mask" and value is not None:
+                state_mask(stated, value, f"config.{bag}[{key!r}]")
+            elif option is not None and value is not None:
+                stated[option].state(value, f"config.{bag}[{key!r}]")
+    return stated
+
+
+def _states_dropout(config: Any, branch: str) -> bool:
+    bag = f"{branch}_kwargs"
+    given = bag_of(config, bag)
+    return any(option == "dropout" and given.get(key) is not None for key, option in BAGS[bag].items())
+
+
+def state_mask(stated: dict[str, Stated], value: Any, where: str) -> None:
+    """States a mask, under "triangle" the type of one that says no more than "causal", or under "blocks" xformers'."""
+    name = "triangle" if _says_only_causal(value) else "blocks" if type(value).__name__ in NAMES else "mask"
+    stated[name].state(type(value) if name == "triangle" else value, where)
+
+
+def distances(stated: Stated) -> tuple[int | None, int | None] | None:
+    """flash-attn's window_size, where -1 is unbounded; None when it bounds nothing."""
+    value = stated.value
+    if value is None:
+        return None
+    if not isinstance(value, (tuple, list)) or len(value) != 2 or not all(map(is_host_int, value)):
+        raise SpecError(f"{stated.where}={value!r}: expected two distances (left, right) as ints, -1 for unbounded")
+    left, right = (None if distance < 0 else distance for distance in value)
+    return None if left is None and right is None else (left, right)
+
+
+def _says_only_causal(mask: Any) -> bool:
+    """xformers' LowerTriangularMask family, by name: it says no more than "causal"."""
+    return type(mask).__name__ in ("LowerTriangularMask", "LowerTriangularFromBottomRightMask")
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if hasattr(one, "shape") or hasattr(other, "shape"):
+        return False
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return list(one) == list(other)
+    return bool(one == other)
+
+
+def _shown(value: Any) -> str:
+    return f"<array of shape {list(value.shape)}>" if hasattr(value, "shape") else repr(value)

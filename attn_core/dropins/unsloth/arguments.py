@@ -1,0 +1,126 @@
+"""Unsloth's attention dispatch, as data: its two argument objects, their sizes, and its words for backends.
+
+The names and fields are Unsloth's (``unsloth/utils/attention_dispatch.py``). What a call with them means is said in
+``attn_core.dropins.unsloth.meaning``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from attn_core import backends
+from attn_core.call.seq_info import SeqInfo
+from attn_core.errors import ShapeError, SpecError
+
+FLASH_VARLEN = "flash_varlen"
+FLASH_DENSE = "flash_dense"
+XFORMERS = "xformers"
+SDPA = "sdpa"
+
+FAMILIES = {
+    FLASH_VARLEN: ("flash3", "flash4", "flash2", "sdpa_flash"),
+    FLASH_DENSE: ("flash3", "flash4", "flash2", "sdpa_flash"),
+    XFORMERS: ("xformers",),
+    SDPA: ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient"),
+}
+"""Which backends each of the host's backend words prefers; what they cannot run goes to automatic choice."""
+
+
+@dataclass
+class AttentionConfig:
+    """How a layer wants its attention: a backend word, the grouping of heads, and keyword bags named after backends.
+
+    The bags count on whatever backend runs: an option is honoured wherever it is written, and two bags that say
+    different things about one option are an error. Dropout alone is that of the bag of the host's branch.
+    """
+
+    backend: str
+    n_kv_heads: int
+    n_groups: int
+    flash_dense_kwargs: Mapping[str, Any] | None = None
+    flash_varlen_kwargs: Mapping[str, Any] | None = None
+    sdpa_kwargs: Mapping[str, Any] | None = None
+    xformers_kwargs: Mapping[str, Any] | None = None
+
+
+@dataclass
+class AttentionContext:
+    """One call: its sizes and what is visible. ``sliding_window=W`` is W keys, self included; 0 or less is none.
+
+    prefix_seg_info lays out groups of rows that share a prefix (see attn_core.dropins.unsloth.prefix).
+    """
+
+    bsz: int
+    q_len: int
+    kv_seq_len: int
+    n_heads: int
+    head_dim: int
+    requires_grad: bool = False
+    seq_info: Any = None
+    attention_mask: Any = None
+    causal_mask: Any = None
+    sliding_window: int | None = None
+    prefix_seg_info: Any = None
+
+
+def preference(config: AttentionConfig, framework: str, device: str) -> tuple[str, ...]:
+    """The backends to try: the family that the config names, then automatic choice."""
+    return _preference(config.backend, framework, backends.kind_of(device))
+
+
+@lru_cache(maxsize=64)
+def _preference(word: str, framework: str, kind: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*FAMILIES[word], *backends.PREFERENCE.get((framework, kind), ()))))
+
+
+def check_sizes(config: AttentionConfig, context: AttentionContext, q: Any, k: Any, v: Any) -> None:
+    """Raises ShapeError where the sizes in config and context are not those of ``Q``, ``K``, ``V``.
+
+    q, k, v are the shapes ``[bsz, heads, len, head_dim]``.
+    """
+    keys = (context.bsz, config.n_kv_heads, context.kv_seq_len)
+    told = {
+        "Q": (q, (context.bsz, context.n_heads, context.q_len, context.head_dim)),
+        "K": (k, (*keys, context.head_dim)),
+        "V": (v, (*keys, v[3] if len(v) == 4 else context.head_dim)),  # its channels are its own
+    }
+    for name, (shape, expected) in told.items():
+        if tuple(shape) != expected:
+            raise ShapeError(f"{name}: expected {list(expected)} from config and context, got {list(shape)}")
+    if config.n_groups * config.n_kv_heads != context.n_heads:
+        raise ShapeError(
+            f"config.n_groups={config.n_groups}: expected n_heads // n_kv_heads = "
+            f"{context.n_heads} // {config.n_kv_heads}"
+        )
+
+
+def documents(context: AttentionContext) -> SeqInfo | None:
+    """The documents of ``context.seq_info``; SpecError for one list of lengths beside more keys than queries."""
+    info = SeqInfo.coerce(context.seq_info)
+    if info is not None and info.cu_seqlens_q is info.cu_seqlens_k and context.q_len != context.kv_seq_len:
+        raise SpecError(
+            f"seq_info: expected lengths of queries and of keys beside context.q_len={context.q_len} and "
+            f"context.kv_seq_len={context.kv_seq_len}, got one list for both; build one with "
+            "SeqInfo.from_lengths(lengths_q, lengths_k)"
+        )
+    return info
+
+
+def computed_in(*dtypes: str) -> str | None:
+    """The dtype that float32 is cast to beside one half dtype, as the host casts it; None where nothing is cast.
+
+    Adapters make some of Q, K and V float32 (DoRA).
+    """
+    others = set(dtypes) - {"float32"}
+    half = others.pop() if len(others) == 1 and "float32" in dtypes else None
+    return half if half in ("bfloat16", "float16") else None
+
+
+def choose_word(available: tuple[str, ...], use_varlen: bool) -> str:
+    """The host's backend word for a machine with these backends: flash-attn, then xformers, then SDPA."""
+    if any(name in available for name in ("flash2", "flash3", "flash4")):
+        return FLASH_VARLEN if use_varlen else FLASH_DENSE
+    return XFORMERS if "xformers" in available else SDPA

@@ -1,0 +1,143 @@
+"""Rows that share a prefix, as Unsloth's GRPO lays them out, as two packed calls over the same tokens.
+
+A row holds groups: one prefix, then the suffixes that continue it. A token of the prefix sees the prefix up to itself.
+A token of a suffix sees the whole prefix of its group, and its own suffix up to itself. The first call is causal, and
+each prefix and each suffix is a document of its own. In the second the suffixes of a group see its prefix. A softmax
+over the keys of both is the two results joined by their log-sum-exps.
+
+Unsloth tells the layout by labels of every token: ``group_of_kv``, ``is_prefix`` and ``suffix_of_kv`` (padded at the
+end), with a ``signature`` that two layouts share only if they are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from attn_core.call.seq_info import SeqInfo
+from attn_core.dropins.unsloth.arguments import AttentionContext
+from attn_core.dropins.unsloth.meaning import Meaning
+from attn_core.errors import ShapeError, SpecError
+
+NAME = "context.prefix_seg_info"
+
+
+class SharedPrefixes(NamedTuple):
+    """The documents of the two calls, and how many positions the longest prefix has with its longest suffix."""
+
+    own: SeqInfo
+    prefix: SeqInfo
+    longest: int
+
+
+def resolve_prefix_seg_info(kwargs: Mapping[str, Any], past_key_value: Any, attention_mask: Any) -> Any:
+    """``kwargs["prefix_seg_info"]``, or None where there is none.
+
+    Raises:
+        SpecError: for one beside a cache or a mask, which do not know that tokens share a prefix.
+    """
+    found = kwargs.get("prefix_seg_info")
+    beside = {"past_key_value": past_key_value, "attention_mask": attention_mask}
+    for name, value in beside.items():
+        if found is not None and value is not None:
+            raise SpecError(f"{name}: expected None beside prefix_seg_info, got {type(value).__name__}")
+    return found
+
+
+def shared_prefixes(meaning: Meaning, context: AttentionContext, read: Callable[[Any], np.ndarray]) -> SharedPrefixes:
+    """The layout that ``context.prefix_seg_info`` tells, once per signature; ``read`` brings labels to the host.
+
+    Raises:
+        SpecError, ShapeError: for what cannot be honoured beside it, and for labels that lay out no shared prefixes.
+    """
+    _refuse(meaning, context)
+    told, tokens = context.prefix_seg_info, context.bsz * context.q_len
+    signature = getattr(told, "signature", None)
+    layout = _Layout(signature, tokens, told, read)
+    try:
+        found = _laid_out.__wrapped__(layout) if signature is None else _laid_out(layout)
+    except TypeError as error:
+        if "unhashable" not in str(error):
+            raise
+        found = _laid_out.__wrapped__(layout)
+    left = meaning.window[0]
+    if left is not None and left + 1 < found.longest:
+        raise SpecError(
+            f"window of {left + 1} keys: expected {found.longest} or more beside {NAME}, whose longest prefix has that "
+            "many positions with its longest suffix; or none"
+        )
+    return found
+
+
+def _refuse(meaning: Meaning, context: AttentionContext) -> None:
+    stated = (
+        ("context.seq_info", context.seq_info),
+        (meaning.mask_name, meaning.mask),
+        ("blocks of an xformers mask", meaning.documents),
+        ("alibi_slopes", meaning.alibi_slopes),
+    )
+    for name, value in stated:
+        if value is not None:
+            raise SpecError(f"{name}: expected None beside {NAME}, got {type(value).__name__}")
+    if meaning.dropout:
+        raise SpecError(f"dropout_p={meaning.dropout}: expected 0 beside {NAME}, whose rows are two calls joined")
+    if not meaning.causal:
+        raise SpecError(f"causal=False: expected True beside {NAME}, whose suffixes see what comes before")
+    if context.kv_seq_len != context.q_len:
+        raise ShapeError(
+            f"context.kv_seq_len={context.kv_seq_len}: expected q_len={context.q_len} beside {NAME}, which has no cache"
+        )
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """A signature and the number of tokens, with what they stand for."""
+
+    signature: Any
+    tokens: int
+    told: Any = field(compare=False)
+    read: Callable[[Any], np.ndarray] = field(compare=False)
+
+
+@lru_cache(maxsize=16)
+def _laid_out(layout: _Layout) -> SharedPrefixes:
+    told, tokens = layout.told, layout.tokens
+    labels = []
+    for name in ("group_of_kv", "is_prefix", "suffix_of_kv"):
+        values = np.asarray(layout.read(getattr(told, name)))
+        if values.ndim != 1 or len(values) < tokens:
+            raise ShapeError(f"{NAME}.{name}: expected a label for each of {tokens} tokens, got {list(values.shape)}")
+        labels.append(values[:tokens].tolist())
+    if getattr(told, "T", tokens) != tokens:
+        raise ShapeError(f"{NAME}.T={told.T}: expected the {tokens} tokens of Q")
+    runs: dict[Any, list[tuple[Any, int]]] = {}  # by group: (None or the suffix, how many tokens), in order
+    places = ((group, None if prefix else suffix) for group, prefix, suffix in zip(*labels, strict=True))
+    last = object()
+    for (group, suffix), members in groupby(places):
+        seen = runs.setdefault(group, [])
+        again = suffix in (name for name, _ in seen)
+        if (seen and group != last) or again or (seen and suffix is None):
+            raise SpecError(
+                f"{NAME}: expected the tokens of each group side by side, its prefix first and each suffix in one "
+                f"piece; those of group {group} are not"
+            )
+        seen.append((suffix, sum(1 for _ in members)))
+        last = group
+    return _calls(list(runs.values()))
+
+
+def _calls(groups: list[list[tuple[Any, int]]]) -> SharedPrefixes:
+    own, queries, keys, longest = [], [], [], 0
+    for runs in groups:
+        prefix = runs[0][1] if runs[0][0] is None else 0
+        suffixes = [length for name, length in runs if name is not None]
+        own += [length for _, length in runs]
+        queries += [prefix, sum(suffixes), 0]  # the prefix sees no key here, the suffixes see it,
+        keys += [0, prefix, sum(suffixes)]  # and nobody sees theirs
+        longest = max(longest, prefix + max(suffixes, default=0))
+    return SharedPrefixes(SeqInfo.from_lengths(own or [0]), SeqInfo.from_lengths(queries or [0], keys or [0]), longest)

@@ -1,0 +1,197 @@
+"""From the arguments of a paged call to its spec: the one place where both frontends' arguments are checked."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from attn_core.call.arguments import ArrayFacts
+from attn_core.call.options import Options, checked, flag, normalise_window, number
+from attn_core.call.pages import PagedKV
+from attn_core.call.seq_info import is_host_int, is_number
+from attn_core.call.spec import DTYPES, AttentionSpec
+from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
+from attn_core.paged.tables import check_table_types
+
+
+class PagedArrays(NamedTuple):
+    """The facts of every array of a call, by the fields of ``PagedInputs``; None where there is none."""
+
+    q: ArrayFacts
+    k: ArrayFacts
+    v: ArrayFacts
+    block_table: ArrayFacts
+    seq_lens: ArrayFacts
+    cu_seqlens_q: ArrayFacts | None = None
+    sinks: ArrayFacts | None = None
+
+
+ARGUMENTS = ("q", "k_pages", "v_pages", "block_table", "seq_lens", "cu_seqlens_q", "sinks")
+"""What the caller calls them."""
+
+
+def checked_options(
+    causal: Any, window: Any, softcap: Any, scale: Any, deterministic: Any, return_lse: Any, max_len_q: Any
+) -> Options:
+    """The options of a paged call, each of its kind and on the host; SpecError names the one that is not."""
+    if max_len_q is not None and (not is_host_int(max_len_q) or max_len_q < 0):
+        raise SpecError(f"max_len_q={max_len_q!r}: expected a host int, at least the most new tokens of a sequence")
+    return checked(
+        Options(causal, "bottom_right", window, softcap, scale, max_len_q, None, 0.0, deterministic, return_lse)
+    )
+
+
+def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
+    """The spec of a call on keys and values in pages.
+
+    ``options.max_len_q`` bounds the queries of a sequence; None: as many as there are.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, SpecError: naming argument, value, what was expected and the remedy.
+    """
+    _check_one_place(arrays)
+    paged, batch = _check_pool(arrays)
+    tokens, heads, head_dim = _rank_three("q", arrays.q, "[tokens, heads, head_dim]")
+    if arrays.k.shape[3] != head_dim:
+        raise ShapeError(f"k_pages: expected the head_dim of q ({head_dim}), got {arrays.k.shape[3]}")
+    if arrays.sinks is not None and arrays.sinks.shape != (heads,):
+        raise ShapeError(f"sinks: expected one logit per query head, shape [{heads}], got {list(arrays.sinks.shape)}")
+    longest = tokens if options.max_len_q is None else options.max_len_q
+    numbers = is_number(tokens) and is_number(batch)
+    if arrays.cu_seqlens_q is None:
+        if tokens != batch:
+            raise ShapeError(
+                f"cu_seqlens_q: expected the queries' offsets, got None, which means one query for each of the {batch} "
+                f"sequences of block_table, beside {tokens} in q"
+            )
+        if longest < 1 <= tokens:
+            raise SpecError(f"max_len_q={longest}: expected 1 or more, each sequence of block_table has one query")
+        longest = 1
+    most = min(longest, tokens) if numbers else longest
+    if arrays.cu_seqlens_q is not None and numbers and tokens == batch:
+        most = max(most, 2)  # a sequence may have none, and q may go on behind the last offset
+    return AttentionSpec(
+        batch=1,
+        q_len=tokens,
+        kv_len=paged.capacity,
+        num_heads=heads,
+        num_kv_heads=arrays.k.shape[2],
+        head_dim=head_dim,
+        value_dim=arrays.v.shape[3],
+        dtype=arrays.q.dtype,
+        causal=flag("causal", options.causal),
+        window=normalise_window(options.window, options.causal),
+        softcap=number("softcap", options.softcap),
+        scale=number("scale", options.scale),
+        sinks=arrays.sinks is not None,
+        documents=batch,
+        max_len_q=most,
+        max_len_k=paged.capacity,
+        deterministic=flag("deterministic", options.deterministic),
+        return_lse=flag("return_lse", options.return_lse),
+        paged=paged,
+    )
+
+
+def check_cache(dtype: str, **sizes: Any) -> None:
+    """Raises SpecError for a size of a cache that is no number of 1 or more, DTypeError for a dtype no pool has."""
+    for name, value in sizes.items():
+        if not is_host_int(value) or value < 1:
+            raise SpecError(f"{name}={value!r}: expected a number of 1 or more")
+    if dtype not in DTYPES:
+        raise DTypeError(f"dtype: expected a dtype out of {', '.join(DTYPES)}, got {dtype}")
+
+
+def check_layer(layer: Any, layers: int) -> int:
+    """The layer, if it is one of a cache's; SpecError otherwise."""
+    if not is_host_int(layer) or not 0 <= layer < layers:
+        raise SpecError(f"layer={layer!r}: expected a number from 0 to {layers - 1}, one of the cache's layers")
+    return int(layer)
+
+
+def one_query_each(spec: AttentionSpec) -> bool:
+    """Whether every sequence of a paged call has one query: only a call without offsets of queries says so."""
+    return spec.max_len_q == 1 and spec.q_len == spec.documents
+
+
+def check_pool(k_pages: ArrayFacts, v_pages: ArrayFacts) -> None:
+    """Raises ShapeError or DTypeError unless two arrays are one pool of keys and values."""
+    for name, facts in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if len(facts.shape) != 4 or 0 in facts.shape[1:]:
+            raise ShapeError(f"{name}: expected [num_pages, page_size, kv_heads, dim], got {list(facts.shape)}")
+        if facts.dtype not in DTYPES:
+            raise DTypeError(f"{name}: expected a dtype out of {', '.join(DTYPES)}, got {facts.dtype}")
+    if k_pages.shape[:3] != v_pages.shape[:3]:
+        raise ShapeError(
+            f"v_pages: expected the pages, page size and heads of k_pages, {list(k_pages.shape[:3])}, "
+            f"got {list(v_pages.shape[:3])}"
+        )
+    if k_pages.dtype != v_pages.dtype:
+        raise DTypeError(f"v_pages: expected the dtype of k_pages, {k_pages.dtype}, got {v_pages.dtype}; cast it")
+
+
+def check_append(named: dict[str, ArrayFacts | None]) -> None:
+    """Checks what ``append_kv`` is given, by the names of its arguments.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: naming argument, value and what was expected.
+    """
+    check_one_place(named, "k_pages")
+    facts = {name: found for name, found in named.items() if found is not None}
+    k_pages, v_pages = facts["k_pages"], facts["v_pages"]
+    check_pool(k_pages, v_pages)
+    tokens = facts["k"].shape[0] if facts["k"].shape else 0
+    for name, pool in (("k", k_pages), ("v", v_pages)):
+        expected = (tokens, *pool.shape[2:])
+        if facts[name].shape != expected:
+            raise ShapeError(
+                f"{name}: expected [tokens, kv_heads, dim] = {list(expected)}, got {list(facts[name].shape)}"
+            )
+        if facts[name].dtype != pool.dtype:
+            raise DTypeError(
+                f"{name}: expected the dtype of {name}_pages, {pool.dtype}, got {facts[name].dtype}; cast it"
+            )
+    table = facts["block_table"]
+    check_table_types("block_table", table.dtype, table.shape, ("batch", "width"))
+    check_table_types("seq_lens", facts["seq_lens"].dtype, facts["seq_lens"].shape, (table.shape[0],))
+    if "cu_seqlens_q" in facts:
+        check_table_types(
+            "cu_seqlens_q", facts["cu_seqlens_q"].dtype, facts["cu_seqlens_q"].shape, (table.shape[0] + 1,)
+        )
+    elif tokens != table.shape[0]:
+        raise ShapeError(
+            f"cu_seqlens_q: expected the new tokens' offsets, got None, which means one token for each of the "
+            f"{table.shape[0]} sequences of block_table, beside {tokens} in k"
+        )
+
+
+def check_one_place(named: dict[str, ArrayFacts | None], first: str) -> None:
+    """Raises DeviceError unless all arrays are on the device of the first."""
+    where = named[first].device  # type: ignore[union-attr]
+    for name, facts in named.items():
+        if facts is not None and facts.device != where:
+            raise DeviceError(f"{name}: expected the device of {first} ({where}), got {facts.device}; move it there")
+
+
+def _check_one_place(arrays: PagedArrays) -> None:
+    check_one_place(dict(zip(ARGUMENTS, arrays, strict=True)), "q")
+
+
+def _check_pool(arrays: PagedArrays) -> tuple[PagedKV, int]:
+    """The pool and the number of sequences."""
+    check_pool(arrays.k, arrays.v)
+    if arrays.q.dtype != arrays.k.dtype:
+        raise DTypeError(f"q: expected the dtype of k_pages, {arrays.k.dtype}, got {arrays.q.dtype}; cast it")
+    check_table_types("block_table", arrays.block_table.dtype, arrays.block_table.shape, ("batch", "width"))
+    batch, width = arrays.block_table.shape
+    check_table_types("seq_lens", arrays.seq_lens.dtype, arrays.seq_lens.shape, (batch,))
+    if arrays.cu_seqlens_q is not None:
+        check_table_types("cu_seqlens_q", arrays.cu_seqlens_q.dtype, arrays.cu_seqlens_q.shape, (batch + 1,))
+    if arrays.sinks is not None and arrays.sinks.dtype not in DTYPES:
+        raise DTypeError(f"sinks: expected a dtype out of {', '.join(DTYPES)}, got {arrays.sinks.dtype}; cast it")
+    return PagedKV(num_pages=arrays.k.shape[0], page_size=arrays.k.shape[1], width=width), batch
+
+
+def _rank_three(name: str, facts: ArrayFacts, expected: str) -> tuple[int, ...]:
+    if len(facts.shape) != 3:
+        raise ShapeError(f"{name}: expected {expected}, got {list(facts.shape)}")
+    return facts.shape

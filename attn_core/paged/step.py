@@ -1,0 +1,191 @@
+"""What a cache of pages knows on the host: which tokens come next, the tables of that step, and how long they hold.
+
+No framework.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from attn_core.call.seq_info import is_host_int
+from attn_core.errors import ShapeError, SpecError
+from attn_core.paged.allocator import Copies, PageAllocator, PoolFullError
+
+
+class Step(NamedTuple):
+    """The tables of one step, as ``paged_attention`` and ``append_kv`` take them.
+
+    Attributes:
+        block_table: int32 ``[batch, width]``; seq_lens: int32 ``[batch]``, with the step's tokens.
+        cu_seqlens_q: int32 ``[batch + 1]``, the step's tokens; None where each sequence has one.
+        max_len_q: host int, the most new tokens of a sequence.
+    """
+
+    block_table: Any
+    seq_lens: Any
+    cu_seqlens_q: Any
+    max_len_q: int
+
+    @property
+    def tables(self) -> dict[str, Any]:
+        """The keywords that ``append_kv`` takes."""
+        return {"block_table": self.block_table, "seq_lens": self.seq_lens, "cu_seqlens_q": self.cu_seqlens_q}
+
+
+class Pages(NamedTuple):
+    """What a layer reads and writes in a step: its pool, ``[num_pages, page_size, kv_heads, dim]``, and the tables."""
+
+    k: Any
+    v: Any
+    step: Step
+
+
+def check_paged_layer(shape: tuple[int, ...], alignment: str, dropout: float, others: dict[str, Any]) -> None:
+    """Checks what a layer is given beside ``pages=``.
+
+    Args:
+        shape: of x.
+        others: the other arguments of the call by name; all must be None.
+
+    Raises:
+        ShapeError, SpecError: naming the argument.
+    """
+    if len(shape) != 2:
+        raise ShapeError(f"x: expected [tokens, features] with pages, the new tokens end to end, got {list(shape)}")
+    for name, value in others.items():
+        if value is not None:
+            raise SpecError(f"{name}: expected None with pages, whose tables say what each token sees")
+    if alignment != "bottom_right":
+        raise SpecError(f"alignment={alignment!r}: expected bottom_right with pages")
+    if dropout:
+        raise SpecError(f"dropout_rate={dropout}: expected none with pages, which are for inference; switch it off")
+
+
+class _Ticket(NamedTuple):
+    """What a step was made of: its sequences, and the time by the allocator's ``changes``."""
+
+    table: weakref.ref[Any]
+    allocator: PageAllocator
+    names: tuple[Hashable, ...]
+    time: int
+
+
+_TICKETS: dict[int, _Ticket] = {}
+"""Tickets by the id of a step's block table, as long as the table lives. A ticket is no field of the step: it would be
+new in every step, and compilers trace again for a field that is new."""
+
+
+def take_step(
+    allocator: PageAllocator,
+    names: Sequence[Hashable],
+    new: int | Sequence[int],
+    width: int | None,
+    copy: Callable[[Copies], None],
+    there: Callable[[np.ndarray | None], Any],
+) -> Step:
+    """The next step of a cache, which ``check_step`` knows; if anything fails, the allocator is as it was.
+
+    Args:
+        names, new, width: as in ``advance``.
+        copy: copies pages of the pools; called where there are some.
+        there: puts a table where the pools are.
+
+    Raises:
+        SpecError, PoolFullError: as ``advance`` does.
+    """
+    counts = _counts(allocator, names, new, width)
+    undo = allocator.undo_extend(counts)
+    try:
+        made, copies = _advanced(allocator, counts, width)
+        if copies.source:
+            copy(copies)
+        step = Step(there(made.block_table), there(made.seq_lens), there(made.cu_seqlens_q), made.max_len_q)
+    except BaseException:
+        undo()
+        raise
+    key = id(step.block_table)
+    table = weakref.ref(step.block_table, lambda _: _TICKETS.pop(key, None))
+    _TICKETS[key] = _Ticket(table, allocator, tuple(counts), allocator.changes.now)
+    return step
+
+
+def check_step(allocator: PageAllocator, step: Step) -> None:
+    """Checks that a step's tables still are those of its sequences. A step of tables made by hand is not known here.
+
+    Raises:
+        SpecError: naming the sequence that was freed, forked or stepped again since then; or for what is no step.
+    """
+    if not isinstance(step, Step):
+        raise SpecError(f"step: expected what cache.step() returned, got {type(step).__name__}")
+    ticket = _TICKETS.get(id(step.block_table))
+    if ticket is None or ticket.table() is not step.block_table:
+        return
+    if ticket.allocator is not allocator:
+        raise SpecError("step: expected a step of this cache, got one of another cache, whose pages are others")
+    changed = allocator.changes.since(ticket.time, ticket.names)
+    if changed is not None:
+        name, what = changed
+        raise SpecError(
+            f"step: sequence {name!r} was {what} after this step was taken, so its pages may be another sequence's; "
+            "use a step in every layer first, then free, fork or step its sequences"
+        )
+
+
+def advance(
+    allocator: PageAllocator, names: Sequence[Hashable], new: int | Sequence[int], width: int | None
+) -> tuple[Step, Copies]:
+    """Makes room for new tokens at the end of each sequence: the step's tables (numpy), and the pages to copy first.
+
+    Args:
+        new: how many tokens, for all alike or for each.
+
+    Raises:
+        SpecError: for a name that comes twice, counts that are not one for each, or too narrow a table.
+        PoolFullError: when the pool has too few free pages for all of them.
+        Nothing was changed then.
+    """
+    return _advanced(allocator, _counts(allocator, names, new, width), width)
+
+
+def _advanced(allocator: PageAllocator, counts: dict[Hashable, int], width: int | None) -> tuple[Step, Copies]:
+    made = [allocator.extend(name, count) for name, count in counts.items()]
+    copies = Copies(sum((c.source for c in made), ()), sum((c.target for c in made), ()))
+    names, each = list(counts), list(counts.values())
+    offsets = None if all(count == 1 for count in each) else np.cumsum([0, *each]).astype(np.int32)
+    table, lengths = allocator.block_table(names, width), allocator.seq_lens(names)
+    return Step(table, lengths, offsets, max(each, default=0)), copies
+
+
+def _counts(
+    allocator: PageAllocator, names: Sequence[Hashable], new: int | Sequence[int], width: int | None
+) -> dict[Hashable, int]:
+    """The new tokens of each sequence, once everything about a step was checked."""
+    named = _listed("names", names)
+    for name in named:
+        allocator.length(name)  # raises for one that is unknown
+    each = [new] * len(named) if is_host_int(new) else _listed("new", new)
+    if len(each) != len(named) or len(set(named)) != len(named):
+        raise SpecError(f"names, new: expected a count for each of {len(named)} sequences, each named once, got {new}")
+    counts = dict(zip(named, each, strict=True))
+    needed = allocator.needed(counts)
+    if needed > allocator.free_pages:
+        raise PoolFullError(
+            f"names: {needed} more pages of {allocator.page_size} tokens are needed for this step, and "
+            f"{allocator.free_pages} of the pool's {allocator.num_pages} are free; free a sequence, or take fewer"
+        )
+    allocator.check_width(width, (allocator.length(name) + count for name, count in counts.items()))
+    return {name: int(count) for name, count in counts.items()}
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    """A list of what was given; SpecError for what is no list, tuple, array or the like."""
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
+        expected = (
+            "the sequences' names, a list" if name == "names" else "a number of tokens, or a list of one for each"
+        )
+        raise SpecError(f"{name}={values!r}: expected {expected}")
+    return list(values)

@@ -1,0 +1,137 @@
+"""The tables of keys and values in pages, as numpy arrays: conversions, and checks of tables that are on the host.
+
+``k_pages`` and ``v_pages`` are ``[num_pages, page_size, kv_heads, dim]``. Row b of ``block_table`` (int32, ``[batch,
+width]``) names the pages of sequence b in the order of its tokens, -1 where it has none. ``seq_lens`` (int32,
+``[batch]``) are the tokens of each sequence, those included that the call's queries belong to. A slot is a place for
+one token, ``page * page_size + offset``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from attn_core.call.pages import PagedKV
+from attn_core.call.seq_info import check_cu_seqlens
+from attn_core.errors import DTypeError, ShapeError, SpecError
+from attn_core.paged.allocator import UNUSED
+
+
+class PagedRows(NamedTuple):
+    """A block table by rows laid end to end (CSR), as some kernels want it; int32.
+
+    Attributes:
+        indptr: ``[batch + 1]``: row b's pages are ``indices[indptr[b] : indptr[b + 1]]``.
+        indices: the pages in use.
+        last_page_len: ``[batch]``: tokens in the last page of each row, 1 to page_size; 0 for an empty row.
+    """
+
+    indptr: np.ndarray
+    indices: np.ndarray
+    last_page_len: np.ndarray
+
+
+def rows_of_table(block_table: np.ndarray, seq_lens: np.ndarray, page_size: int) -> PagedRows:
+    """The table as CSR; only the pages that a row's tokens fill count."""
+    lengths = np.asarray(seq_lens, np.int64)
+    counts = -(-lengths // page_size)
+    indices = np.concatenate([row[:count] for row, count in zip(block_table, counts)] or [np.zeros(0, np.int32)])
+    last = np.where(lengths > 0, (lengths - 1) % page_size + 1, 0)
+    indptr = np.concatenate([[0], np.cumsum(counts)])
+    return PagedRows(indptr.astype(np.int32), indices.astype(np.int32), last.astype(np.int32))
+
+
+def table_of_rows(rows: PagedRows, page_size: int, width: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """(block_table, seq_lens) of a table in CSR: the inverse of ``rows_of_table``."""
+    counts = np.diff(rows.indptr)
+    columns = int(counts.max(initial=0)) if width is None else width
+    table = np.full((len(counts), columns), UNUSED, np.int32)
+    for row, start, count in zip(table, rows.indptr, counts):
+        row[:count] = rows.indices[start : start + count]
+    lengths = np.where(counts > 0, (counts - 1) * page_size + rows.last_page_len, 0)
+    return table, lengths.astype(np.int32)
+
+
+def check_tables(
+    paged: PagedKV,
+    block_table: np.ndarray,
+    seq_lens: np.ndarray,
+    cu_seqlens_q: np.ndarray | None,
+    *,
+    writes: bool = False,
+) -> None:
+    """Checks the values of a call's tables, which are on the host.
+
+    Args:
+        cu_seqlens_q: the offsets of the queries, checked already; None where each sequence has one query.
+        writes: whether the keys of the queries are about to be written, so that each needs a place.
+
+    Raises:
+        SpecError: for lengths below 0 or beyond the table, pages out of the pool, and, for writes, fewer tokens than
+            queries.
+    """
+    lengths = np.asarray(seq_lens, np.int64)
+    check_lengths(paged, lengths)
+    queries = np.ones_like(lengths) if cu_seqlens_q is None else np.diff(np.asarray(cu_seqlens_q, np.int64))
+    if writes and (short := queries > lengths).any():
+        at = int(np.argmax(short))
+        raise SpecError(
+            f"seq_lens[{at}]={lengths[at]}: expected at least the {queries[at]} queries of the sequence; "
+            "its tokens count after the new ones were appended"
+        )
+    used = np.arange(paged.width) * paged.page_size < lengths[:, None]  # [batch, width]
+    table = np.asarray(block_table)
+    if (wrong := used & ((table < 0) | (table >= paged.num_pages))).any():
+        row, column = (int(index) for index in np.argwhere(wrong)[0])
+        raise SpecError(
+            f"block_table[{row}, {column}]={int(table[row, column])}: expected a page of the pool's {paged.num_pages} "
+            f"for token {column * paged.page_size} of {lengths[row]}"
+        )
+
+
+def check_offsets(cu_seqlens_q: np.ndarray, tokens: int, max_len_q: int | None) -> None:
+    """Raises SpecError, by the caller's names, unless offsets on the host are those of sequences of so many tokens."""
+    try:
+        check_cu_seqlens(cu_seqlens_q, tokens if max_len_q is None else max_len_q, side="q", tokens=tokens)
+    except SpecError as error:
+        raise type(error)(str(error).removeprefix("seq_info.")) from None
+
+
+def check_lengths(paged: PagedKV, lengths: np.ndarray) -> None:
+    """Raises SpecError for a sequence of fewer than 0 tokens, or of more than its row of the table can name."""
+    if (wrong := (lengths < 0) | (lengths > paged.capacity)).any():
+        at = int(np.argmax(wrong))
+        raise SpecError(
+            f"seq_lens[{at}]={lengths[at]}: expected 0 to {paged.capacity} tokens, the block table has {paged.width} "
+            f"pages of {paged.page_size} for a sequence"
+        )
+
+
+def check_slots(slots: np.ndarray) -> None:
+    """Raises SpecError when two tokens would be written to one slot; -1, which is written nowhere, may repeat."""
+    written = slots[slots >= 0]
+    values, counts = np.unique(written, return_counts=True)
+    if (counts > 1).any():
+        slot = int(values[np.argmax(counts > 1)])
+        raise SpecError(
+            f"block_table: expected a slot of its own for each new token, slot {slot} would be written "
+            f"{int(counts.max())} times; sequences share pages only as long as none of them writes there"
+        )
+
+
+def check_table_types(name: str, dtype: str, shape: tuple[int, ...], expected: tuple[int | str, ...]) -> None:
+    """Raises DTypeError or ShapeError unless a table is int32 of the expected shape; a text stands for any length."""
+    if dtype != "int32":
+        raise DTypeError(f"{name}: expected dtype int32, got {dtype}; cast it")
+    fits = len(shape) == len(expected) and all(isinstance(e, str) or e == s for e, s in zip(expected, shape))
+    if not fits:
+        raise ShapeError(f"{name}: expected shape [{', '.join(map(str, expected))}], got {list(shape)}")
+
+
+def slots_of(block_table: np.ndarray, seq_lens: np.ndarray, cu_seqlens_q: np.ndarray, page_size: int) -> np.ndarray:
+    """int64 ``[tokens]``: where each new token of each sequence goes, the last ``cu_seqlens_q`` of its ``seq_lens``."""
+    cu = np.asarray(cu_seqlens_q, np.int64)
+    of = np.repeat(np.arange(len(cu) - 1), np.diff(cu))
+    position = np.arange(cu[-1]) - cu[of + 1] + np.asarray(seq_lens, np.int64)[of]
+    return np.asarray(block_table, np.int64)[of, position // page_size] * page_size + position % page_size

@@ -1,0 +1,40 @@
+"""What is installed: every backend with its version, or the reason why it cannot be used."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from attn_core import backends
+from attn_core.selection.choice import bridge_reason
+
+
+class Availability(NamedTuple):
+    """A backend on this machine: exactly one of the two is not None."""
+
+    version: str | None
+    reason: str | None
+
+    def __str__(self) -> str:
+        return f"available ({self.version})" if self.reason is None else self.reason
+
+
+def report(framework: str, device: str) -> dict[str, Availability]:
+    """Every backend by name, as seen from a framework on a device. Imports each backend's kernel to prove it."""
+    return {name: _of(name, framework, device) for name in backends.names()}
+
+
+def _of(name: str, framework: str, device: str) -> Availability:
+    kind = backends.kind_of(device)
+    backend = backends.load(name, kind)
+    version, reason = backends.availability(name, kind)
+    if reason is not None:
+        return Availability(None, reason)
+    if not backend.FORWARD.runs_on(device):
+        return Availability(
+            None, f"{backend.FORWARD.kernel} runs on {' or '.join(backend.FORWARD.devices)}, not {device}"
+        )
+    if backend.FRAMEWORK == "jax" and framework == "torch":
+        return Availability(None, "runs in JAX only")
+    if backend.FRAMEWORK == "torch" and framework == "jax" and bridge_reason():
+        return Availability(None, bridge_reason())
+    return Availability(version, None)

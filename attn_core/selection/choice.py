@@ -1,0 +1,223 @@
+"""select: which backend runs a call, and every reason why the others do not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from attn_core import backends
+from attn_core.backends.shared.cached_once import cached_once
+from attn_core.backends.support import Build, Support, narrowed, unmet
+from attn_core.call.spec import AttentionSpec
+from attn_core.errors import SpecError
+from attn_core.selection import preference
+
+Reasons = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a call would run, as data: any machine can be described on any other.
+
+    Attributes:
+        framework: ``"torch"`` or ``"jax"``: whose tensors the caller holds.
+        device: ``"cpu"``, or the compute capability of an NVIDIA GPU as ``"sm80"``, ``"sm90"``, ``"sm100"``.
+        unavailable: ``((backend, reason), ...)`` for what is not installed there.
+        builds: ``((backend, Build), ...)`` for what is particular about the installed builds.
+    """
+
+    framework: str
+    device: str
+    unavailable: tuple[tuple[str, str], ...] = ()
+    builds: tuple[tuple[str, Build], ...] = ()
+
+    @classmethod
+    def here(cls, framework: str, device: str) -> Target:
+        """This process's installation. Probes only the backends that claim the device."""
+        return _here(framework, device)
+
+    @property
+    def kind(self) -> str:
+        """``"cuda"`` for every NVIDIA GPU, ``"rocm"`` for AMD's, else the device itself."""
+        return backends.kind_of(self.device)
+
+    def claims(self, name: str) -> tuple[Support, Support | None]:
+        """What a backend claims here: (forward, backward), narrowed to the installed build."""
+        backend, build = backends.load(name, self.kind), dict(self.builds).get(name)
+        backward = None if build is not None and "backward" in build.without else backend.BACKWARD
+        return narrowed(backend.FORWARD, build) or backend.FORWARD, narrowed(backward, build)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The answer to "what runs this, and why": ``str(selection)`` is the explanation wherever one is shown.
+
+    Attributes:
+        spec, target: the question.
+        requested: the backends the caller named, or None for automatic choice.
+        backend: the chosen backend, or None.
+        refusals: ``((backend, reasons), ...)``, every reason of every backend that cannot run the call.
+        considered: all backends in the order they were considered.
+        lane: how JAX reaches a torch backend: ``("compiled", ())``, XLA launches its kernels; or ``("callback", why)``,
+            XLA calls Python, and why not the other; None where there is nothing to reach.
+    """
+
+    spec: AttentionSpec
+    target: Target
+    requested: tuple[str, ...] | None
+    backend: str | None
+    refusals: tuple[tuple[str, Reasons], ...]
+    considered: tuple[str, ...]
+    lane: tuple[str, Reasons] | None = None
+
+    def reasons(self, name: str) -> Reasons:
+        """Why a backend cannot run the call; empty when it can."""
+        return dict(self.refusals).get(name, ())
+
+    def __str__(self) -> str:
+        refused = dict(self.refusals)
+        width = max(len(name) for name in self.considered)
+        lines = [f"attention in {self.target.framework} on {self.target.device}: {self.spec}"]
+        for name in self.considered:
+            verdict = "selected" + self._lane if name == self.backend else "can run it"
+            if name in refused:
+                verdict = "refused: " + "; ".join(refused[name])
+            elif name != self.backend and name not in self._automatic:
+                verdict = "can run it when asked for by name"
+            lines.append(f"  {name:<{width}}  {verdict}")
+        return "\n".join(lines)
+
+    @property
+    def _lane(self) -> str:
+        if self.lane is None:
+            return ""
+        name, why = self.lane
+        return f", {name} lane" + (f" ({'; '.join(why)})" if why else "")
+
+    @property
+    def _automatic(self) -> tuple[str, ...]:
+        return preference.order(self.spec, self.target.framework, self.target.device)
+
+
+class NoBackendError(NotImplementedError):
+    """No backend, or not the one that was asked for, can run the call. ``error.selection`` has every reason."""
+
+    def __init__(self, selection: Selection) -> None:
+        self.selection = selection
+        if selection.requested:
+            names = ", ".join(selection.requested)
+            lead = f"backend={names!r} cannot run this call, and a backend asked for by name never falls back"
+        else:
+            lead = "no backend can run this call"
+        super().__init__(f"{lead}\n{selection}")
+
+    def __reduce__(self) -> tuple[type[NoBackendError], tuple[Selection]]:  # so that it can leave a worker process
+        return NoBackendError, (self.selection,)
+
+
+@lru_cache(maxsize=64)  # the reasons of a call take 10 KiB; the frontends' plans, which are kept longer, hold none
+def explain(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] | None = None) -> Selection:
+    """The Selection of a call, whether or not any backend can run it. Pure: it looks at nothing but its arguments."""
+    requested = (backend,) if isinstance(backend, str) else backend
+    if requested is not None and not requested:
+        raise SpecError(f"backend={backend!r}: expected a backend's name, names in order of preference, or None")
+    for name in requested or ():
+        backends.check_name(name)
+    candidates = requested or preference.order(spec, target.framework, target.device)
+    considered = (*candidates, *(name for name in backends.names() if name not in candidates))
+    reasons = {name: refusals(name, spec, target) for name in considered}
+    chosen = next((name for name in candidates if not reasons[name]), None)
+    refused = tuple((name, why) for name, why in reasons.items() if why)
+    return Selection(spec, target, requested, chosen, refused, considered, lane_of(chosen, spec, target))
+
+
+def lane_of(name: str | None, spec: AttentionSpec, target: Target) -> tuple[str, Reasons] | None:
+    """How JAX would reach a backend, as far as data tell; see ``Selection.lane``."""
+    if name is None or target.framework != "jax":
+        return None
+    backend = backends.load(name, target.kind)
+    if backend.FRAMEWORK != "torch":
+        return None
+    why = backends.program_refusals(backend, spec, target.device)
+    return ("compiled" if why == () else "callback"), why or ()
+
+
+def select(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] | None = None) -> Selection:
+    """Chooses the backend of a call.
+
+    Args:
+        backend: None for the order of preference; a name, which then runs or raises; or names in order of preference,
+            of which the first that can runs.
+
+    Raises:
+        NoBackendError: when none can, with every reason.
+        SpecError: for a name nobody knows.
+    """
+    selection = explain(spec, target, backend)
+    if selection.backend is None:
+        raise NoBackendError(selection)
+    return selection
+
+
+def refusals(name: str, spec: AttentionSpec, target: Target) -> Reasons:
+    """Every reason why one backend cannot run a call on a target."""
+    backend = backends.load(name, target.kind)
+    missing = dict(target.unavailable).get(name)
+    reasons = [missing] if missing else []
+    if backend.FRAMEWORK == "jax" and target.framework == "torch":
+        reasons.append("runs in JAX only")
+    if spec.dropout and backend.FRAMEWORK == "torch" and target.framework == "jax":
+        reasons.append(f"dropout={spec.dropout}: in JAX only the XLA path has dropout")
+    claims, gradient_claims = target.claims(name)
+    forward = unmet(claims, spec, target.device)
+    reasons += forward
+    if spec.symbolic and not claims.symbolic:
+        return tuple(reasons)  # the rest compares sizes
+    reasons += backend.refuses(spec, target.device, dict(target.builds).get(name))
+    if spec.needs_backward:
+        reasons += _backward_refusals(claims, gradient_claims, spec, target, forward)
+    return tuple(reasons)
+
+
+def _backward_refusals(
+    claims: Support, gradient_claims: Support | None, spec: AttentionSpec, target: Target, forward: Reasons
+) -> list[str]:
+    if gradient_claims is None:
+        return [f"backward: {claims.kernel} has no gradient"]
+    return [f"backward: {why}" for why in unmet(gradient_claims, spec, target.device) if why not in forward]
+
+
+@lru_cache(maxsize=64)
+def _here(framework: str, device: str) -> Target:
+    kind, missing, builds = backends.kind_of(device), [], []
+    for name in backends.names():
+        backend = backends.load(name, kind)
+        if not backend.FORWARD.runs_on(device):
+            continue
+        if backend.FRAMEWORK == "jax" and framework == "torch":
+            continue
+        reason = backends.availability(name, kind)[1]
+        if reason is None and backend.FRAMEWORK == "torch" and framework == "jax":
+            reason = bridge_reason()
+        if reason is None:
+            try:
+                build = backends.installed_build(name, device)
+                builds += [] if build is None else [(name, build)]
+            except Exception as error:  # a kernel that cannot even be looked at
+                if type(error).__name__ == "OutOfMemoryError":  # that passes, and a reason here would stay
+                    raise
+                reason = f"not available: {type(error).__name__}: {error} (needs {backend.REQUIRES})"
+        if reason is not None:
+            missing.append((name, reason))
+    return Target(framework, device, tuple(missing), tuple(builds))
+
+
+@cached_once
+def bridge_reason() -> str | None:
+    """Why JAX cannot reach torch's kernels in this process, or None when it can."""
+    try:
+        import jax_tvm_ffi  # noqa: F401
+        import tvm_ffi  # noqa: F401
+    except Exception as error:  # any failure of the import is the reason
+        return f"the bridge from JAX is not available: {type(error).__name__}: {error} (needs jax-tvm-ffi>=0.1.3)"
+    return None

@@ -1,0 +1,203 @@
+"""The calls that ``attn bench`` measures, as data. Forward and training are both measured but for decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from attn_core.call.spec import AttentionSpec
+
+TOKENS = 16384
+"""Long rows share so many tokens: the batch is chosen for it."""
+
+
+@dataclass(frozen=True)
+class SweepCase:
+    """One call to measure.
+
+    Attributes:
+        name: says what differs from the others; unique.
+        spec: the call, without a backward.
+        lengths: the tokens of each packed document, queries and keys alike; None when not packed.
+        training: whether its gradients are measured, too.
+    """
+
+    name: str
+    spec: AttentionSpec
+    lengths: tuple[int, ...] | None = None
+    training: bool = True
+
+
+def plain_fields(spec: AttentionSpec) -> dict[str, Any]:
+    """The fields of a spec that are not their defaults, for JSON."""
+    values = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    return {field.name: values[field.name] for field in fields(spec) if values[field.name] != field.default}
+
+
+def spec_of(plain: dict[str, Any]) -> AttentionSpec:
+    """The spec that ``plain_fields`` was made of, also after JSON has made lists of its tuples."""
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()}
+    return AttentionSpec(**values)
+
+
+def _case(what: str, seq: int, **options: Any) -> SweepCase:
+    """A case with the defaults of a sweep: bfloat16, heads 32/8, head_dim 128, as many rows as TOKENS allows."""
+    lengths = options.pop("lengths", None)
+    training = options.pop("training", True)
+    keys = options.pop("kv_len", seq)
+    heads, kv_heads = options.pop("heads", (32, 8))
+    head_dim = options.pop("head_dim", 128)
+    batch = options.pop("batch", max(1, TOKENS // max(seq, keys)))
+    given: dict[str, Any] = {"dtype": "bfloat16", "value_dim": head_dim} | options
+    if lengths:
+        given |= {"documents": len(lengths), "max_len_q": max(lengths), "max_len_k": max(lengths)}
+    spec = AttentionSpec(
+        batch=batch,
+        q_len=seq,
+        kv_len=keys,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        **{name: _shaped(name, value, (batch, heads, seq, keys)) for name, value in given.items()},
+    )
+    widths = f"{head_dim}" if spec.value_dim == head_dim else f"{head_dim}/{spec.value_dim}"
+    rows = f"{batch}x{seq}" if seq == keys else f"{batch}x{seq}:{keys}"
+    short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[spec.dtype]
+    return SweepCase(f"{what} {rows} h{heads}/{kv_heads} d{widths} {short}", spec, lengths, training)
+
+
+def _shaped(name: str, value: Any, full: tuple[int, int, int, int]) -> Any:
+    """For masks and biases: ``"b11k"`` names the axes that are not broadcast."""
+    if name not in ("mask_shape", "bias_shape"):
+        return value
+    return tuple(size if axis != "1" else 1 for axis, size in zip(value, full))
+
+
+CAUSAL: dict[str, Any] = {"causal": True}
+
+
+def _dense() -> list[SweepCase]:
+    long = (512, 1024, 2048, 4096, 8192, 16384)
+    found = [_case("full", seq, head_dim=dim) for dim in (64, 128) for seq in long]
+    found += [_case("causal", seq, head_dim=dim, **CAUSAL) for dim in (64, 128) for seq in (128, *long)]
+    for dim, heads in ((96, (32, 8)), (192, (16, 16)), (256, (16, 4))):
+        found += [_case("full", seq, head_dim=dim, heads=heads) for seq in (1024, 4096)]
+        found += [_case("causal", seq, head_dim=dim, heads=heads, **CAUSAL) for seq in (512, 1024, 4096, 16384)]
+    found += [_case("causal", seq, heads=(128, 128), head_dim=192, value_dim=128, **CAUSAL) for seq in (1024, 4096)]
+    for dim in (64, 128):  # one row, as in a small service
+        found += [_case("full", seq, batch=1, head_dim=dim) for seq in (128, 512, 2048)]
+        found += [_case("causal", seq, batch=1, head_dim=dim, **CAUSAL) for seq in (128, 512, 2048)]
+    return found
+
+
+def _windows() -> list[SweepCase]:
+    rows = ((256, 1024), (256, 4096), (256, 16384), (1024, 2048), (1024, 4096), (1024, 16384), (4096, 8192))
+    found = [_case(f"window {keys}", seq, window=(keys - 1, 0), **CAUSAL) for keys, seq in (*rows, (4096, 16384))]
+    narrow = ((256, 4096), (1024, 8192))
+    found += [_case(f"window {keys}", seq, head_dim=64, window=(keys - 1, 0), **CAUSAL) for keys, seq in narrow]
+    found += [_case("window 1024", 4096, head_dim=256, heads=(16, 4), window=(1023, 0), **CAUSAL)]
+    found += [_case("window ±128", seq, head_dim=64, heads=(12, 12), window=(128, 128)) for seq in (1024, 8192)]
+    return found
+
+
+def _softcaps() -> list[SweepCase]:
+    cap = {"softcap": 50.0}
+    found = [_case("softcap causal", seq, **cap, **CAUSAL) for seq in (512, 1024, 4096, 16384)]
+    found += [_case("softcap full", seq, **cap) for seq in (1024, 4096)]
+    found += [_case("softcap causal", 4096, head_dim=64, **cap, **CAUSAL)]
+    found += [_case("softcap causal", seq, head_dim=256, heads=(16, 8), **cap, **CAUSAL) for seq in (1024, 4096)]
+    found += [_case("softcap window 1024", 4096, window=(1023, 0), **cap, **CAUSAL)]
+    found += [_case("softcap window 4096", 8192, window=(4095, 0), **cap, **CAUSAL)]
+    found += [_case("softcap window 1024", 4096, head_dim=256, heads=(16, 8), window=(1023, 0), **cap, **CAUSAL)]
+    return found
+
+
+MANY_SHORT = (128,) * 128
+UNEVEN_SHORT = (61, 203, 127, 349, 97, 511, 31, 257, 173, 239) * 8  # 80 documents, 16384 tokens
+MIXED = (96, 4096, 640, 2048, 1312, 4096, 4096)
+LONG_AND_SHORT = (12288, *(64, 192, 448, 320) * 4)
+
+
+def _packed() -> list[SweepCase]:
+    layouts = {
+        "128 documents": MANY_SHORT,
+        "80 uneven documents": UNEVEN_SHORT,
+        "32 documents": (512,) * 32,
+        "7 mixed documents": MIXED,
+        "17 documents, one long": LONG_AND_SHORT,
+        "2 long documents": (8192, 8192),
+    }
+
+    def packed(what: str, name: str, **options: Any) -> SweepCase:
+        lengths = layouts[name]
+        return _case(f"packed {what}: {name},", sum(lengths), batch=1, lengths=lengths, **options)
+
+    found = [packed("causal", name, **CAUSAL) for name in layouts]
+    found += [packed("full", name) for name in ("128 documents", "7 mixed documents")]
+    found += [packed("causal", name, head_dim=64, **CAUSAL) for name in ("80 uneven documents", "7 mixed documents")]
+    found += [packed("full", name, head_dim=64, heads=(12, 12)) for name in ("80 uneven documents",)]
+    found += [packed("causal", "7 mixed documents", head_dim=256, heads=(16, 4), **CAUSAL)]
+    found += [packed("window 256", name, window=(255, 0), **CAUSAL) for name in ("32 documents", "7 mixed documents")]
+    found += [packed("softcap causal", name, softcap=50.0, **CAUSAL) for name in ("32 documents", "7 mixed documents")]
+    found += [packed("causal sinks", "7 mixed documents", sinks=True, **CAUSAL)]
+    return found
+
+
+def _heads_and_dtypes() -> list[SweepCase]:
+    found = [_case("causal", seq, heads=(32, 1), **CAUSAL) for seq in (1024, 4096, 16384)]
+    found += [_case("causal", seq, heads=(32, 32), **CAUSAL) for seq in (1024, 4096, 16384)]
+    found += [_case("full", 4096, heads=(32, 1)), _case("causal", 4096, heads=(16, 16), head_dim=64, **CAUSAL)]
+    found += [_case("causal", seq, dtype="float16", **CAUSAL) for seq in (1024, 4096)]
+    found += [_case("full", 2048, head_dim=64, dtype="float16")]
+    found += [_case("packed causal: 32 documents,", TOKENS, lengths=(512,) * 32, dtype="float16", **CAUSAL)]
+    exact: dict[str, Any] = {"dtype": "float32", "heads": (16, 16), "head_dim": 64}
+    found += [_case("causal", seq, batch=2, **exact, **CAUSAL) for seq in (512, 2048)]
+    found += [_case("full", 1024, batch=2, **exact), _case("softcap full", 1024, batch=2, softcap=50.0, **exact)]
+    return found
+
+
+def _cross_and_decode() -> list[SweepCase]:
+    lengths = ((128, 4096), (1024, 4096), (512, 16384), (16, 4096))
+    found = [_case("causal", queries, kv_len=keys, batch=4, **CAUSAL) for queries, keys in lengths]
+    found += [_case("full", queries, kv_len=keys, batch=4) for queries, keys in ((4096, 512), (1024, 4096))]
+    once: dict[str, Any] = {"training": False, "causal": True}
+    rows = [(keys, batch) for keys in (1024, 4096, 16384) for batch in (8, 64)]
+    found += [_case("decode", 1, kv_len=keys, batch=batch, **once) for keys, batch in (*rows, (4096, 1))]
+    found += [_case("decode", 1, kv_len=4096, batch=8, heads=heads, **once) for heads in ((32, 1), (32, 32))]
+    found += [_case("decode", 1, kv_len=keys, batch=8, head_dim=64, **once) for keys in (1024, 16384)]
+    found += [_case("decode window 1024", 1, kv_len=4096, batch=8, window=(1023, 0), **once)]
+    found += [_case("decode softcap", 1, kv_len=4096, batch=8, softcap=50.0, **once)]
+    found += [_case("decode padding mask", 1, kv_len=4096, batch=8, mask_shape="b11k", **once)]
+    return found
+
+
+def _scores() -> list[SweepCase]:
+    """What is added to the scores or joins them: masks, biases, ALiBi, sinks."""
+    found = [_case("padding mask", seq, head_dim=dim, mask_shape="b11k") for seq, dim in ((1024, 64), (4096, 128))]
+    found += [_case("padding mask", 512, head_dim=64, heads=(12, 12), mask_shape="b11k")]
+    found += [_case("mask", seq, mask_shape="11qk") for seq in (1024, 2048, 4096)]
+    found += [_case("mask causal", 2048, head_dim=64, mask_shape="b1qk", **CAUSAL)]
+    found += [_case("bias", 1024, head_dim=64, heads=(16, 16), bias_shape="1hqk")]
+    found += [_case("alibi causal", seq, heads=(32, 32), alibi_shape=(32,), **CAUSAL) for seq in (1024, 4096)]
+    found += [_case("sinks causal", seq, heads=(64, 8), head_dim=64, sinks=True, **CAUSAL) for seq in (1024, 4096)]
+    found += [_case("sinks window 128", 4096, heads=(64, 8), head_dim=64, sinks=True, window=(127, 0), **CAUSAL)]
+    return found
+
+
+SWEEP: tuple[SweepCase, ...] = tuple(
+    case
+    for family in (_dense, _windows, _softcaps, _packed, _heads_and_dtypes, _cross_and_decode, _scores)
+    for case in family()
+)
+"""Every case of a full sweep."""
+
+QUICK: tuple[SweepCase, ...] = (
+    _case("quick full", 64, batch=2, heads=(4, 4), head_dim=16, dtype="float32"),
+    _case("quick causal", 64, batch=2, heads=(4, 2), head_dim=16, dtype="float32", **CAUSAL),
+    _case("quick window 16", 64, batch=2, heads=(4, 2), head_dim=16, dtype="float32", window=(15, 0), **CAUSAL),
+    _case("quick softcap", 64, batch=2, heads=(4, 2), head_dim=16, dtype="float32", softcap=50.0, **CAUSAL),
+    _case("quick packed:", 64, batch=1, heads=(4, 2), head_dim=16, dtype="float32", lengths=(17, 5, 42), **CAUSAL),
+    _case("quick mask", 64, batch=2, heads=(4, 2), head_dim=16, dtype="float32", mask_shape="b11k"),
+    _case("quick decode", 1, kv_len=64, batch=2, heads=(4, 2), head_dim=16, dtype="float32", training=False, **CAUSAL),
+)
+"""A handful of tiny cases that a CPU runs in a moment; they say nothing about speed."""

@@ -1,0 +1,1 @@
+"""JAX's way to torch's kernels: the only place where torch and JAX meet."""

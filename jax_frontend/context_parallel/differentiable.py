@@ -1,0 +1,78 @@
+"""A context-parallel call as JAX differentiates it, on this device's shards; for use inside ``jax.shard_map``."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_frontend.context_parallel import engine
+from jax_frontend.context_parallel.engine import Engine
+from jax_frontend.context_parallel.exchange import varying_over
+from jax_frontend.context_parallel.question import Question
+from jax_frontend.dispatch import lone_sinks
+from jax_frontend.dispatch.differentiable import LSE_NAME, OUT_NAME
+
+Array = jax.Array
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(question: Question, q: Array, k: Array, v: Array, sinks: Array | None) -> Any:
+    with_lse = question.options.return_lse
+    out, lse, _ = engine.forward(_engine(question, False), q, k, v, sinks, with_lse=with_lse)
+    return (out, lse) if with_lse else out
+
+
+def _forward(question: Question, q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Any, Any]:
+    """The results, and what the backward needs; ``jax.checkpoint`` policies find it by the names of ``attention``."""
+    with_lse = question.options.return_lse
+    out, lse, kept = engine.forward(_engine(question, True), q, k, v, sinks, with_lse=with_lse)
+    out = checkpoint_name(out, OUT_NAME)
+    kept = tuple(each._replace(lse=checkpoint_name(each.lse, LSE_NAME)) for each in kept)
+    return ((out, lse) if with_lse else out), ((q, k, v, sinks), out, kept)
+
+
+def _backward(question: Question, saved: Any, given: Any) -> tuple[Array, Array, Array, Array | None]:
+    given = given if question.options.return_lse else (given, None)
+    inputs, out, kept = saved
+    return engine.backward(_engine(question, True), inputs, out, kept, given)
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _engine(question: Question, needs_backward: bool) -> Engine:
+    return Engine(question.answer(needs_backward), question.axes, question.device)
+
+
+def _count_of_queries(question: Question) -> Array:
+    """How many places of this device's shard of q hold a position: the first."""
+    held = question.answer(False).plan.q_layout
+    return jnp.asarray([held.held(rank) for rank in range(held.world)], jnp.int32)[question.axes.rank]
+
+
+@partial(jax.jit, static_argnums=0, inline=True)
+def on_shards(question: Question, q: Array, k: Array, v: Array, sinks: Array | None) -> Any:
+    """The shard of the output, or ``(out, lse)`` of it.
+
+    Args:
+        q, k, v: ``[batch, shard, heads, dim]``; of packed documents ``[shard, heads, dim]`` or ``[1, shard, ...]``.
+        sinks: ``[heads]``, the same on every device, or None.
+    """
+    question = question.on((q, k, v, sinks))
+    without_rows = q.ndim == 3
+    if without_rows:  # [shard, heads, dim] -> [1, shard, heads, dim]
+        q, k, v = (array[None] for array in (q, k, v))
+    if sinks is not None:  # before they vary: their gradient is then summed over devices in this dtype
+        sinks = sinks.astype(jnp.promote_types(sinks.dtype, jnp.float32))
+    found = _attention(question, *varying_over(question.axes, q, k, v, sinks))
+    out, lse = found if question.options.return_lse else (found, None)
+    out = out[0] if without_rows else out
+    if lse is None:
+        return out
+    if sinks is not None:
+        lse = lone_sinks.in_lse(lse, sinks, _count_of_queries(question))
+    return out, lse[0] if question.packed else lse

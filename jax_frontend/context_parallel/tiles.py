@@ -1,0 +1,193 @@
+"""The tiles of a step on one device: each a call of a backend on a part of the rows and keys, results put together.
+
+Queries are ``[batch, rows, heads, dim]``, keys ``[batch, keys, kv_heads, dim]``, and the log-sum-exp
+``[batch, heads, rows]``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core.call.tensors import Gradients, Inputs
+from attn_core.context_parallel.call import ContextCall
+from attn_core.context_parallel.places import among_all, of_tile
+from attn_core.context_parallel.tiles import Tile
+from jax_frontend.context_parallel.exchange import Pair, of_all_parts
+from jax_frontend.context_parallel.places import put, taken
+from jax_frontend.dispatch import ops
+from jax_frontend.dispatch.differentiable import varying_alike
+from jax_frontend.dispatch.local_call import varying_as
+from jax_frontend.dispatch.plan import Plan
+
+Array = jax.Array
+Tiles = tuple[Tile, ...]
+
+
+class Mine(NamedTuple):
+    """What one part computes in a step.
+
+    Attributes:
+        tiles: its calls.
+        gathered: whether its keys are among those that were gathered; of_part: which part it is, where that matters.
+    """
+
+    tiles: Tiles
+    gathered: bool = False
+    of_part: int | None = None
+
+    def block(self, keys: tuple[Array, ...]) -> tuple[Array, Array]:
+        """(k, v); of what was gathered end to end, taken apart here, so that only what a part reads is copied."""
+        return of_all_parts(keys) if self.gathered else Pair(keys).both
+
+
+class Runner(NamedTuple):
+    """What a tile needs to know of the call that it belongs to.
+
+    Attributes:
+        beside: whether an exchange was started before, which the tile's kernel is to give a head start.
+    """
+
+    call: ContextCall
+    device: str
+    beside: bool = False
+
+    def accumulator(self, of: str) -> Any:
+        """The dtype in which results are put together, of rows ("q"), of the own block's keys ("own") or of keys whose
+        gradients go to another part ("sent").
+
+        That of the inputs; of the log-sum-exp where some part of the call adds up in more digits.
+        """
+        call = self.call
+        parts = range(call.plan.outer)
+        wide = {
+            "q": lambda: any(map(call.sums_rows_wide, parts)),
+            "own": lambda: any(map(call.sums_own_wide, parts)),
+            "sent": lambda: call.sums_sent_wide,
+        }
+        return jnp.dtype(call.spec.lse_dtype if wide[of]() else call.spec.dtype)
+
+    def planned(self, tile: Tile) -> Plan:
+        """The tile as a call of the kernel that was chosen for it."""
+        spec, name = self.call.backend_of(tile)
+        return Plan(spec, name, self.device, one_row=False, beside=self.beside, requested=self.call.requested)
+
+    def places(self, mine: Mine, tile: Tile) -> tuple[np.ndarray, np.ndarray]:
+        """Where a tile's rows and keys lie. What was gathered stays as it came, one part's block after the other."""
+        rows, keys = of_tile(tile)
+        return rows, keys if mine.of_part is None else among_all(self.call.plan, mine.of_part)[keys]
+
+
+class Saved(NamedTuple):
+    """What a backward is given of whole rows; dlse is None where nothing depends on the log-sum-exp."""
+
+    out: Array
+    lse: Array
+    dout: Array
+    dlse: Array | None
+
+
+def attend(
+    runner: Runner, mine: Mine, q: Array, keys: tuple[Array, ...], so_far: tuple[Array, Array] | None
+) -> tuple[Array, Array]:
+    """(out, lse) of the rows over the keys of some tiles and those ``so_far``; a row without keys has 0 and -inf.
+
+    ``keys`` are k and v of a block, or what ``context_exchange.from_all_parts`` gathered. Rows that no tile has touched
+    yet take a tile's result as it is.
+    """
+    k, v = mine.block(keys)
+    touched = np.full(q.shape[1], so_far is not None)
+    out, lse = so_far or _nothing(runner, q, v)
+    for tile in mine.tiles:
+        index = rows, _ = runner.places(mine, tile)
+        made = runner.planned(tile)
+        part, part_lse = ops.forward(made, _inputs(made, tile, index, q, k, v))
+        if made.spec.packed:
+            part, part_lse = part[None], part_lse[None]
+        part = part.astype(out.dtype)
+        if touched[rows].any():
+            part, part_lse = merged(taken(out, rows, 1), taken(lse, rows, 2), part, part_lse)
+        out, lse = put(out, part, rows, 1), put(lse, part_lse, rows, 2)
+        touched[rows] = True
+    return out, lse
+
+
+def merged(out: Array, lse: Array, other: Array, other_lse: Array) -> tuple[Array, Array]:
+    """Attention to two sets of keys as that to both (Milakov, Gimelshein, 2018, arXiv:1805.02867, for two parts).
+
+    A log-sum-exp of -inf is a part without keys, of which both may be. Computed in its dtype, and rounded once.
+    """
+    top = jnp.maximum(lse, other_lse)
+    base = jnp.where(top == -jnp.inf, 0, top)
+    weight, other_weight = jnp.exp(lse - base), jnp.exp(other_lse - base)
+    total = weight + other_weight
+    share = jnp.where(total == 0, 0, other_weight / jnp.where(total == 0, 1, total))
+    share = share.swapaxes(1, 2)[..., None]  # [batch, heads, rows] -> [batch, rows, heads, 1]
+    before, further = out.astype(share.dtype), other.astype(share.dtype)
+    return (before + share * (further - before)).astype(out.dtype), base + jnp.log(total)
+
+
+def gradients(
+    runner: Runner, of_keys: str, mine: Mine, q: Array, keys: tuple[Array, ...], saved: Saved
+) -> tuple[Array, Array, Array]:
+    """(dq, dk, dv) of some tiles, from the output and the log-sum-exp of whole rows; 0 at the places of no tile.
+
+    ``of_keys`` is "own" or "sent", see ``Runner.accumulator``; keys as in ``attend``.
+    """
+    k, v = mine.block(keys)
+    totals = [
+        varying_as((q, k, v), jnp.zeros(array.shape, runner.accumulator(of)))
+        for array, of in ((q, "q"), (k, of_keys), (v, of_keys))
+    ]
+    touched = [np.zeros(array.shape[1], bool) for array in totals]
+    for tile in mine.tiles:
+        rows, of_key = runner.places(mine, tile)
+        found = _tile_gradients(runner.planned(tile), tile, (rows, of_key), q, k, v, saved)
+        for at, (part, index) in enumerate(((found.dq, rows), (found.dk, of_key), (found.dv, of_key))):
+            part = part.astype(totals[at].dtype)
+            if touched[at][index].any():
+                part = taken(totals[at], index, 1) + part
+            totals[at] = put(totals[at], part, index, 1)
+            touched[at][index] = True
+    dq, dk, dv = totals
+    return dq, dk, dv
+
+
+Index = tuple[np.ndarray, np.ndarray]
+"""The places of a tile's rows and of its keys."""
+
+
+def _tile_gradients(made: Plan, tile: Tile, index: Index, q: Array, k: Array, v: Array, saved: Saved) -> Gradients:
+    packed = made.spec.packed
+
+    def cut(array: Any, axis: int) -> Any:
+        if array is None:
+            return None
+        array = taken(array, index[0], axis)
+        return array[0] if packed else array  # packed documents are one row: [1, tokens, ...] -> [tokens, ...]
+
+    out, lse, dout, dlse = cut(saved.out, 1), cut(saved.lse, 2), cut(saved.dout, 1), cut(saved.dlse, 2)
+    found = ops.backward(made, _inputs(made, tile, index, q, k, v), out, lse, dout, dlse)
+    return Gradients(*(array[None] for array in found[:3])) if packed else found
+
+
+def _inputs(made: Plan, tile: Tile, index: Index, q: Array, k: Array, v: Array) -> Inputs:
+    """The tile's rows and keys; several segments as packed documents, without the row axis."""
+    rows, keys = index
+    inputs = Inputs(taken(q, rows, 1), taken(k, keys, 1), taken(v, keys, 1))
+    if not made.spec.packed:
+        return inputs
+    cu_q, cu_k = (jnp.asarray(side, jnp.int32) for side in tile.offsets)
+    q, k, v = (array[0] for array in inputs[:3])
+    return varying_alike(Inputs(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k))
+
+
+def _nothing(runner: Runner, q: Array, v: Array) -> tuple[Array, Array]:
+    """(out, lse) of rows that have seen no key yet."""
+    batch, rows, heads, _ = q.shape
+    out = jnp.zeros((batch, rows, heads, v.shape[-1]), runner.accumulator("q"))
+    lse = jnp.full((batch, heads, rows), -jnp.inf, runner.call.spec.lse_dtype)
+    return varying_as((q, v), out), varying_as((q, v), lse)

@@ -1,0 +1,1 @@
+"""From arrays to a plan and a kernel."""

@@ -1,0 +1,88 @@
+"""A call of a kernel in a program for another platform than the kernel's: XLA's operations, or an error.
+
+A call is planned while JAX traces, for the device that is there. JAX may lower the program for others: ``jax.export``
+for the platforms that it is told, ``jax.jit`` for the devices of the arrays. The primitive ``attn_bridged`` chooses
+when it is lowered: on the kernel's platform it is the kernel, elsewhere the same call of ``jax_xla``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+
+from attn_core import backends
+from attn_core.errors import SpecError
+from attn_core.selection import Target, refusals
+from jax_frontend.bridge.bridged_call import BridgedCall
+from jax_frontend.dispatch import local_call, primitive_rules
+
+Names = tuple[str, ...] | None
+
+
+def run(call: BridgedCall, requested: Names, *operands: Any) -> list[Any]:
+    """The results of a call, on whatever platform it is lowered for; traceable.
+
+    Args:
+        requested: the backends that the caller named, of which no other may run; None for automatic choice.
+    """
+    if local_call.speaks_jax(call):
+        return local_call.run(call, *operands)
+    program = _bridged(call).trace(*operands).jaxpr
+    return bridged_p.bind(*operands, call=call, requested=requested, program=program)  # type: ignore[no-any-return]
+
+
+def at_home(call: Any, platform: str) -> bool:
+    """Whether a program for a platform, in JAX's words, is one for the kernels of a call."""
+    return backends.kind_of(call.device) == platform
+
+
+@lru_cache(maxsize=4096)
+def _bridged(call: BridgedCall) -> Any:
+    return jax.jit(partial(local_call.run, call))
+
+
+def _elsewhere(call: BridgedCall, requested: Names, platform: str) -> Callable[..., list[Any]]:
+    """The call by XLA's operations.
+
+    Raises:
+        SpecError: where the caller named others, or XLA's operations cannot run it.
+    """
+    if requested is not None and "jax_xla" not in requested:
+        raise SpecError(
+            f"backend={', '.join(requested)!r}: expected a program for {call.device}, where its kernels are, got one "
+            f'for the platform {platform!r}; backend=None and backend="jax_xla" run on every platform'
+        )
+    reasons = refusals("jax_xla", call.spec, Target("jax", "cpu"))
+    if reasons:
+        raise SpecError(
+            f"platform {platform!r}: expected a call that jax_xla can run, as {call.backend} runs on {call.device} "
+            f"alone, got {call.spec}, refused: {'; '.join(reasons)}"
+        )
+    return partial(local_call.run, call._replace(backend="jax_xla"))
+
+
+def _lowered(platform: str, ctx: Any, *operands: Any, call: BridgedCall, requested: Names, program: ClosedJaxpr) -> Any:
+    if at_home(call, platform):
+        found: Callable[..., Any] = jaxpr_as_fun(program)
+    else:
+        found = _elsewhere(call, requested, platform or "/".join(ctx.platforms or ctx.module_context.platforms))
+    return mlir.lower_fun(found, multiple_results=True)(ctx, *operands)
+
+
+def _abstract(*operands: Any, call: BridgedCall, requested: Names, program: ClosedJaxpr) -> list[Any]:
+    return list(program.out_avals)
+
+
+bridged_p = Primitive("attn_bridged")
+bridged_p.multiple_results = True
+bridged_p.def_abstract_eval(_abstract)
+primitive_rules.has_no_transpose(bridged_p)
+primitive_rules.gives_nan(bridged_p)
+mlir.register_lowering(bridged_p, partial(_lowered, ""))
+for _platform in ("cpu", "cuda"):
+    mlir.register_lowering(bridged_p, partial(_lowered, _platform), platform=_platform)

@@ -1,0 +1,154 @@
+"""A call under vmap: its mapped axes folded into its batch, or its mapped elements kept apart.
+
+Both happen where the call runs, on a device's own part, so that neither a sharded mapped axis nor a sharded batch is
+gathered for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from attn_core.call.spec import AttentionSpec
+from attn_core.selection import Target, refusals
+from jax_frontend.bridge.bridged_call import BridgedCall
+from jax_frontend.dispatch import local_call, platforms
+
+_BATCH_FIRST = ("q", "k", "v", "qkv", "out", "lse", "dout", "dlse")
+"""Operands whose leading axis is the batch."""
+
+
+class Folded(NamedTuple):
+    """A call whose operands have mapped axes in front, outermost first, and whose results all do."""
+
+    call: BridgedCall
+    """That of one mapped element."""
+    sizes: tuple[int, ...] = ()
+    mapped: tuple[tuple[bool, ...], ...] = ()
+    """For every mapped axis, which operands have it."""
+    requested: tuple[str, ...] | None = None
+    """The backends that the caller named, or None for automatic choice."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the operands."""
+        return local_call.names_of(self.call)[0]
+
+    @property
+    def inner(self) -> Folded:
+        """One element of the outermost mapped axis."""
+        return self._replace(sizes=self.sizes[1:], mapped=self.mapped[1:])
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """What runs: the call's spec with the mapped axes in its batch that are not kept apart."""
+        return self._wide_spec() if self.foldable() else self.inner.spec
+
+    def _wide_spec(self) -> AttentionSpec:
+        spec = self.call.spec
+        if not self.sizes:
+            return spec
+        batch = spec.batch * prod(self.sizes)
+        changes: dict[str, Any] = {"batch": batch}
+        for name, has in zip(self.names, map(any, zip(*self.mapped, strict=True)), strict=True):
+            if name in ("mask", "bias"):
+                shape = getattr(spec, f"{name}_shape")
+                changes[f"{name}_shape"] = (batch, *shape[1:]) if has or shape[0] != 1 else shape
+            elif name == "alibi_slopes" and (has or len(spec.alibi_shape or ()) == 2):
+                changes["alibi_shape"] = (batch, spec.num_heads)
+        return replace(spec, **changes)
+
+    def axes_in_front(self, at: int) -> tuple[int, ...]:
+        """Which mapped axes an operand has."""
+        return tuple(axis for axis, mapped in enumerate(self.mapped) if mapped[at])
+
+    def refusals(self) -> tuple[str, ...]:
+        """Why the backend cannot run it."""
+        return self._refused(self.spec)
+
+    def _refused(self, spec: AttentionSpec) -> tuple[str, ...]:
+        return refusals(self.call.backend, spec, Target.here("jax", self.call.device))
+
+    def under(self, size: int, mapped: Sequence[bool]) -> Folded:
+        """The call with one more mapped axis, outside the others."""
+        return self._replace(sizes=(size, *self.sizes), mapped=(tuple(mapped), *self.mapped))
+
+    def foldable(self) -> bool:
+        """Whether a larger batch means the same, and the backend can run it. If not, elements are kept apart.
+
+        Documents, sinks and dropout's words have no batch axis. Gradients of sinks and of a bias belong to one mapped
+        element each, and a larger batch would sum them.
+        """
+        if not self.sizes:
+            return True
+        spec = self.call.spec
+        alone = {name for at, name in enumerate(self.names) if name in ("sinks", "rng") and self.axes_in_front(at)}
+        summed = self.call.direction == "backward" and (spec.sinks or spec.bias_gradient)
+        return not (spec.packed or alone or summed or self._refused(self._wide_spec()))
+
+    def run(self, *operands: Any) -> list[Any]:
+        """The results; traceable."""
+        if not self.sizes:
+            return platforms.run(self.call, self.requested, *operands)
+        if not self.foldable():
+            return self._run_apart(operands)
+        given = [self._fold(at, array) for at, array in enumerate(operands)]
+        results = platforms.run(self.call._replace(spec=self.spec), self.requested, *given)
+        # [mapped * batch, ...] -> [*mapped, batch, ...]
+        return [array.reshape(*self.sizes, array.shape[0] // prod(self.sizes), *array.shape[1:]) for array in results]
+
+    def _run_apart(self, operands: Sequence[Any]) -> list[Any]:
+        """Every element a call of its own: JAX's operations with one more axis, kernels one after another."""
+        one, mapped = self.inner, self.mapped[0]
+        if local_call.speaks_jax(self.call):
+            return list(jax.vmap(one.run, [0 if was else None for was in mapped])(*operands))
+
+        def run(rows: list[Any]) -> list[Any]:
+            moving = iter(rows)
+            return one.run(*(next(moving) if was else fixed for fixed, was in zip(operands, mapped, strict=True)))
+
+        return list(jax.lax.map(run, [array for array, was in zip(operands, mapped, strict=True) if was]))
+
+    def _fold(self, at: int, array: Any) -> Any:
+        """An operand with its mapped axes in its batch axis; as it is, where one serves all rows of the batch."""
+        name, has, batch = self.names[at], self.axes_in_front(at), self.call.spec.batch
+        rest = array.shape[len(has) :]
+        if name == "alibi_slopes" and len(rest) == 1 and has:
+            rest = (1, *rest)
+        if name == "sinks" or (name not in _BATCH_FIRST and not has and (rest[0] == 1 or len(rest) == 1)):
+            return array
+        lead = tuple(size if axis in has else 1 for axis, size in enumerate(self.sizes))
+        wide = jnp.broadcast_to(array.reshape(*lead, *rest), (*self.sizes, batch, *rest[1:]))
+        return wide.reshape(-1, *rest[1:])  # [*mapped, batch, ...] -> [mapped * batch, ...]
+
+
+Bind = Callable[..., list[Any]]
+"""``(folded, *operands) -> results``: the primitive that the rule is of."""
+
+
+def batched(
+    bind: Bind, operands: Sequence[Any], axes: Sequence[int | None], *, call: Folded, **_: Any
+) -> tuple[list[Any], list[int]]:
+    """vmap of a call."""
+    size, front, mapped = mapped_first(operands, axes)
+    results = bind(call.under(size, mapped), *front) if size else _no_results(call, front, mapped)
+    return results, [0] * len(results)
+
+
+def mapped_first(arrays: Sequence[Any], axes: Sequence[int | None]) -> tuple[int, list[Any], list[bool]]:
+    """(size of the mapped axis, the arrays with it in front, which of them have it)."""
+    size = next(array.shape[axis] for array, axis in zip(arrays, axes, strict=True) if axis is not None)
+    front = [array if axis is None else jnp.moveaxis(array, axis, 0) for array, axis in zip(arrays, axes, strict=True)]
+    return size, front, [axis is not None for axis in axes]
+
+
+def _no_results(call: Folded, front: list[Any], mapped: list[bool]) -> list[Any]:
+    """What a vmap over nothing gives: results with a leading axis of 0."""
+    one = [jax.ShapeDtypeStruct(array.shape[was:], array.dtype) for array, was in zip(front, mapped, strict=True)]
+    made = (jnp.zeros((0, *shape.shape), shape.dtype) for shape in jax.eval_shape(call.run, *one))
+    return [local_call.varying_as(front, zeros) for zeros in made]

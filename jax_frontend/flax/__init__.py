@@ -1,0 +1,1 @@
+"""``attention_fn`` for Flax's own layers, and what our layers share."""

@@ -1,0 +1,256 @@
+"""The attention function that drops into Flax's own layers, linen and NNX alike.
+
+Flax's layers hand their projected heads to an ``attention_fn``. linen passes only the keywords it finds by name in the
+function's signature, so a function written with ``**kwargs`` loses the mask without a word; NNX passes all of its own.
+Every keyword of either is therefore spelled out here, and honoured or refused by name. Scaling by ``1/sqrt(head_dim)``
+belongs to the function that is replaced, and is done here too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from attn_core.call.seq_info import SeqInfo
+from attn_core.errors import ShapeError, SpecError
+from jax_frontend.attention import attention
+from jax_frontend.flax.layer import Rotary, token_positions
+from jax_frontend.flax.refusals import (
+    check_dropout,
+    check_one_causal_query,
+    check_positions,
+    check_precision,
+    refuse_weights,
+)
+
+_ARRAYS = ("alibi_slopes", "sinks", "seq_info")
+
+
+def attention_fn(
+    *,
+    causal: bool = False,
+    alignment: str | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    seq_info: Any = None,
+    rotary: Rotary | None = None,
+    bitwise_deterministic: bool = False,
+    backend: str | tuple[str, ...] | None = None,
+) -> AttentionFn:
+    """A function for ``flax.linen.MultiHeadDotProductAttention(attention_fn=...)`` and ``flax.nnx.MultiHeadAttention``.
+
+    The options are those of ``jax_frontend.attention``, fixed for every call of the layer, except:
+
+    Args:
+        alignment: where the diagonal lies when queries and keys differ in length. None takes the host's for the
+            host's own ``is_causal`` (top_left), bottom_right inside the documents of a seq_info, and otherwise refuses
+            to guess one for a causal, window or alibi_slopes given here. A layer in decode mode is such a call: its
+            cache is longer than its one query, and only its mask knows where that query stands.
+        rotary: ``(q, k, positions) -> (q, k)``, as in our ``Attention`` layers: applied to the projected heads, with
+            the positions that the layer is called with (``input_positions`` of ``flax.nnx``), else counted from each
+            row's or document's start. Refused where queries and keys differ in length, as in decode mode.
+        bitwise_deterministic: the kernels' promise of equal bits on every run (``deterministic=`` in
+            ``jax_frontend.attention``); in Flax ``deterministic`` means "no dropout".
+
+    A query that may see no key gives 0 here; Flax's own functions give the mean of the values.
+    """
+    return AttentionFn(
+        causal=causal,
+        alignment=alignment,
+        window=window,
+        softcap=softcap,
+        scale=scale,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        seq_info=seq_info,
+        rotary=rotary,
+        bitwise_deterministic=bitwise_deterministic,
+        backend=backend,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionFn:
+    """What ``attention_fn`` returns. Equal when the options are (arrays: the same object), so that jit caches agree."""
+
+    causal: bool
+    alignment: str | None
+    window: int | tuple[int | None, int | None] | None
+    softcap: float | None
+    scale: float | None
+    alibi_slopes: Any
+    sinks: Any
+    seq_info: Any
+    rotary: Rotary | None
+    bitwise_deterministic: bool
+    backend: str | tuple[str, ...] | None
+
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: Any = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: Any = None,
+        precision: Any = None,
+        module: Any = None,
+        force_fp32_for_softmax: bool = False,
+        einsum_dot_general: Callable[..., Any] | None = None,
+        qk_attn_weights_einsum: Callable[..., Any] | None = None,
+        attn_weights_value_einsum: Callable[..., Any] | None = None,
+        promote_dtype: Callable[..., Any] | None = None,
+        is_causal: bool = False,
+        input_positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attention with the meaning of Flax's ``dot_product_attention``.
+
+        Args:
+            query: ``[batch..., q_len, heads, head_dim]``, any number of batch axes, none included.
+            key, value: ``[batch..., kv_len, kv_heads, head_dim or value_dim]``.
+            bias: added to the scores; broadcastable to ``[batch..., heads, q_len, kv_len]``.
+            mask: the same shapes, of any dtype; nonzero = visible.
+            broadcast_dropout: refused with dropout: every weight is dropped on its own here.
+            dropout_rng, dropout_rate, deterministic: weights are dropped when the rate is not 0 and not deterministic.
+            dtype: query, key and value are cast to it; None: to the dtype they promote to.
+            precision: a ``jax.lax.Precision`` or its name. float32 is always multiplied at HIGHEST, unless
+                ``jax.default_matmul_precision`` says less: then more is refused. Other dtypes do not change.
+            module: refused: attention weights never exist in memory, so there is nothing to sow.
+            force_fp32_for_softmax: always so here (float64 for float64), whatever is passed.
+            einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: refused: kernels run no einsum.
+            promote_dtype: the NNX form, ``promote_dtype((query, key, value), dtype=dtype)``, instead of the above.
+            is_causal: query ``i`` sees keys ``0..i`` (top_left); refused for one query of a cache.
+            input_positions: ints ``[batch..., length]``, where rotary says what they are for; refused without it.
+
+        Returns:
+            ``[batch..., q_len, heads, value_dim]``.
+
+        Raises:
+            SpecError, ShapeError: naming the keyword that cannot be honoured.
+            NoBackendError: when no backend can run the call, with every reason.
+        """
+        refuse_weights(module, einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)
+        query, key, value = _promoted((query, key, value), dtype, promote_dtype)
+        check_precision(precision, query.dtype)
+        batch = _batch_axes(query, key, value)
+        dropping = not deterministic and dropout_rate != 0
+        if dropping:
+            check_dropout(broadcast_dropout, dropout_rng, dropout_rate)
+        query, key, value = (array.reshape(math.prod(batch), *array.shape[-3:]) for array in (query, key, value))
+        check_positions(input_positions, self.rotary, query.shape[1], key.shape[1])
+        if is_causal and self.alignment is None:
+            check_one_causal_query(query.shape[1], key.shape[1], mask)
+        if self.rotary is not None:
+            query, key = self._rotated(query, key, _row_positions(input_positions, batch, query.shape[1]))
+        out = attention(
+            query,
+            key,
+            value,
+            causal=self.causal or is_causal,
+            alignment=self._alignment(query.shape[-3], key.shape[-3]),
+            window=self.window,
+            softcap=self.softcap,
+            scale=self.scale,
+            mask=None if mask is None else _four_axes("mask", jnp.asarray(mask).astype(bool), batch),
+            bias=None if bias is None else _four_axes("bias", jnp.asarray(bias), batch),
+            alibi_slopes=self.alibi_slopes,
+            sinks=self.sinks,
+            seq_info=self.seq_info,
+            dropout=dropout_rate if dropping else 0.0,
+            deterministic=self.bitwise_deterministic,
+            backend=self.backend,
+            dropout_rng=dropout_rng if dropping else None,
+        )
+        return out.reshape(*batch, *out.shape[-3:])
+
+    def _alignment(self, q_len: int, kv_len: int) -> str:
+        """The diagonal's place: as said, else the host's; what was asked for here is not guessed."""
+        if self.alignment is not None:
+            return self.alignment
+        if q_len == kv_len or self.seq_info is not None:
+            return "bottom_right"
+        asked = {
+            "causal": self.causal,
+            "window": self.window is not None,
+            "alibi_slopes": self.alibi_slopes is not None,
+        }
+        for name in (name for name, given in asked.items() if given):
+            raise SpecError(
+                f"alignment=None: expected 'bottom_right' or 'top_left' for {name}= with {q_len} queries and {kv_len} "
+                "keys; say attention_fn(..., alignment=...). In decode mode neither is right, as the query stands at "
+                "the cache's index: put causal and window into the layer's mask"
+            )
+        return "top_left"
+
+    def _rotated(self, query: jax.Array, key: jax.Array, positions: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """``[batch, length, heads, head_dim]`` each, turned, in the dtypes they had."""
+        assert self.rotary is not None
+        where = token_positions(positions, SeqInfo.coerce(self.seq_info), *query.shape[:2])
+        turned = self.rotary(query, key, where)
+        return turned[0].astype(query.dtype), turned[1].astype(key.dtype)
+
+    def _identity(self) -> tuple[Any, ...]:
+        named = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return tuple(id(value) if name in _ARRAYS else value for name, value in named)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AttentionFn) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+
+def _promoted(arrays: tuple[jax.Array, ...], dtype: Any, promote_dtype: Callable[..., Any] | None) -> tuple[Any, ...]:
+    if promote_dtype is not None:
+        return tuple(promote_dtype(arrays, dtype=dtype))
+    target = jnp.result_type(*arrays) if dtype is None else dtype
+    return tuple(array.astype(target) for array in arrays)
+
+
+def _batch_axes(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int, ...]:
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        if array.ndim < 3:
+            raise ShapeError(f"{name}: expected [batch..., length, heads, head_dim], got {list(array.shape)}")
+        if array.shape[:-3] != query.shape[:-3]:
+            raise ShapeError(
+                f"{name}: expected the batch axes of query {list(query.shape[:-3])}, got {list(array.shape[:-3])}"
+            )
+    return query.shape[:-3]
+
+
+def _row_positions(positions: Any, batch: tuple[int, ...], length: int) -> jax.Array | None:
+    """``[batch..., length]`` positions, or what broadcasts to it, as ``[batch, length]``."""
+    if positions is None:
+        return None
+    given = jnp.asarray(positions)
+    full = (*batch, length)
+    missing = len(full) - given.ndim
+    if missing < 0 or any(size not in (1, axis) for size, axis in zip(given.shape, full[missing:], strict=True)):
+        raise ShapeError(f"input_positions: expected [batch..., length] = {list(full)}, got {list(given.shape)}")
+    return jnp.broadcast_to(given, full).reshape(math.prod(batch), length)
+
+
+def _four_axes(name: str, array: jax.Array, batch: tuple[int, ...]) -> jax.Array:
+    """A mask or bias of up to ``[batch..., heads, q, kv]`` as four axes, ``[batch or 1, heads, q, kv]``."""
+    rank = len(batch) + 3
+    if array.ndim > rank:
+        raise ShapeError(f"{name}: expected at most {rank} axes [batch..., heads, q, kv], got {list(array.shape)}")
+    shape = (1,) * (rank - array.ndim) + array.shape
+    lead, tail = shape[: len(batch)], shape[len(batch) :]
+    if all(size == 1 for size in lead):
+        return array.reshape(1, *tail)
+    if any(size not in (1, full) for size, full in zip(lead, batch, strict=True)):
+        raise ShapeError(f"{name}: expected batch axes broadcastable to {list(batch)}, got {list(lead)}")
+    return jnp.broadcast_to(array.reshape(shape), (*batch, *tail)).reshape(math.prod(batch), *tail)

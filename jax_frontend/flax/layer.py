@@ -1,0 +1,175 @@
+"""What the linen and the NNX attention layers share: everything between their projections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from attn_core.backends.shared.jax_offsets import ended
+from attn_core.call.layer_shapes import check_layer_inputs, check_rotary
+from attn_core.call.seq_info import SeqInfo
+from attn_core.paged.step import Pages, Step, check_paged_layer
+from jax_frontend.attention import attention
+from jax_frontend.context_parallel.layer import attend_spread, held_positions, is_spread
+from jax_frontend.paged.attention import append_kv, paged_attention
+
+Rotary = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+class LayerOptions(Protocol):
+    """The options that both layers hold under these names."""
+
+    causal: bool
+    alignment: str
+    window: int | tuple[int | None, int | None] | None
+    softcap: float | None
+    scale: float | None
+    rotary: Rotary | None
+    bitwise_deterministic: bool
+    backend: str | tuple[str, ...] | None
+    context_axis: str | tuple[str, str] | None
+    context_strategy: str | None
+    context_layout: str
+    context_length: int | tuple[int, int] | None
+
+
+class Projections(NamedTuple):
+    """query, key, value: ``[batch, seq, features] -> [batch, seq, heads, dim]``; out: ``-> [batch, seq, features]``."""
+
+    query: Callable[[jax.Array], jax.Array]
+    key: Callable[[jax.Array], jax.Array]
+    value: Callable[[jax.Array], jax.Array]
+    out: Callable[[jax.Array], jax.Array]
+
+
+class Call(NamedTuple):
+    """The arguments of one call of a layer; dropout is 0 where it is switched off."""
+
+    mask: jax.Array | None = None
+    bias: jax.Array | None = None
+    alibi_slopes: jax.Array | None = None
+    sinks: jax.Array | None = None
+    seq_info: Any = None
+    positions: jax.Array | None = None
+    dropout: float = 0.0
+    dropout_rng: Any = None
+    pages: Pages | None = None
+
+
+def attend(layer: LayerOptions, projections: Projections, x: jax.Array, context: jax.Array | None, call: Call) -> Any:
+    """Projects, rotates, attends and projects back.
+
+    Args:
+        x: ``[batch, seq, features]``; with seq_info ``[tokens, features]`` or ``[1, tokens, features]``.
+        context: where keys and values come from, laid out as x; None for self-attention.
+
+    Returns:
+        The rank of x, with the features of ``projections.out``; with pages also the pool, ``(out, (k, v))``.
+    """
+    if call.pages is not None:
+        return _attend_in_pages(layer, projections, x, context, call, call.pages)
+    seq_info = SeqInfo.coerce(call.seq_info)
+    check_layer_inputs(x.shape, None if context is None else context.shape, packed=seq_info is not None)
+    queries = x[None] if x.ndim == 2 else x  # [batch, seq, features]
+    positions = None if call.positions is None else jnp.asarray(call.positions)
+    check_rotary(
+        rotary=layer.rotary is not None,
+        cross=context is not None,
+        positions=None if positions is None else positions.shape,
+        rows=(queries.shape[0], queries.shape[1]),
+    )
+    keys = queries if context is None else context[None] if x.ndim == 2 else context
+    q, k, v = projections.query(queries), projections.key(keys), projections.value(keys)
+    dtype = jnp.result_type(q, k, v)
+    if layer.rotary is not None:
+        if positions is None and is_spread(layer):
+            positions = held_positions(layer, seq_info, q.shape[1])
+        q, k = layer.rotary(q, k, token_positions(positions, seq_info, *q.shape[:2]))
+    run = partial(attend_spread, layer) if is_spread(layer) else partial(attention, dropout_rng=call.dropout_rng)
+    out = run(
+        *(array.astype(dtype) for array in (q, k, v)),
+        causal=layer.causal,
+        alignment=layer.alignment,
+        window=layer.window,
+        softcap=layer.softcap,
+        scale=layer.scale,
+        mask=None if call.mask is None else jnp.asarray(call.mask).astype(bool),  # Flax's own helpers make float32
+        bias=call.bias,
+        alibi_slopes=call.alibi_slopes,
+        sinks=call.sinks,
+        seq_info=seq_info,
+        dropout=call.dropout,
+        deterministic=layer.bitwise_deterministic,
+        backend=layer.backend,
+    )
+    out = projections.out(out)
+    return out[0] if x.ndim == 2 else out
+
+
+def _attend_in_pages(
+    layer: LayerOptions, projections: Projections, x: jax.Array, context: jax.Array | None, call: Call, pages: Pages
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """New tokens ``[tokens, features]``: their keys and values go into the pages, and they see what those hold."""
+    others: dict[str, Any] = {
+        "context": context,
+        "mask": call.mask,
+        "bias": call.bias,
+        "alibi_slopes": call.alibi_slopes,
+    }
+    others |= {"seq_info": call.seq_info, "context_axis": layer.context_axis}
+    check_paged_layer(x.shape, layer.alignment, call.dropout, others)
+    positions = None if call.positions is None else jnp.asarray(call.positions)
+    check_rotary(
+        rotary=layer.rotary is not None,
+        cross=False,
+        positions=None if positions is None else positions.shape,
+        rows=(1, x.shape[0]),
+    )
+    q, k, v = projections.query(x), projections.key(x), projections.value(x)  # [tokens, heads, dim]
+    dtype = jnp.result_type(q, k, v)
+    if layer.rotary is not None:
+        places = _places(pages.step, x.shape[0]) if positions is None else positions
+        q, k = (rows[0].astype(dtype) for rows in layer.rotary(q[None], k[None], places.reshape(1, -1)))
+    tables = pages.step.tables
+    kinds = (pages.k.dtype, pages.v.dtype)
+    pool = append_kv(pages.k, pages.v, *(new.astype(kind) for new, kind in zip((k, v), kinds, strict=True)), **tables)
+    out = paged_attention(
+        q.astype(pages.k.dtype),
+        *pool,
+        **tables,
+        max_len_q=pages.step.max_len_q,
+        causal=layer.causal,
+        window=layer.window,
+        softcap=layer.softcap,
+        scale=layer.scale,
+        sinks=call.sinks,
+        deterministic=layer.bitwise_deterministic,
+        backend=layer.backend,
+    )
+    return projections.out(out.astype(dtype)), pool
+
+
+def _places(step: Step, tokens: int) -> jax.Array:
+    """int32 ``[tokens]``: the place of each new token in its own sequence."""
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    lengths = jnp.asarray(step.seq_lens)
+    if step.cu_seqlens_q is None:
+        return lengths - 1
+    ends = jnp.asarray(step.cu_seqlens_q)[1:]
+    of = jnp.minimum(ended(ends, tokens), len(ends) - 1)
+    return lengths[of] - (ends[of] - token)
+
+
+def token_positions(positions: jax.Array | None, seq_info: SeqInfo | None, batch: int, seq: int) -> jax.Array:
+    """``[batch, seq]`` int positions: the caller's (``[seq]`` or ``[batch, seq]``), else counted from each row's or
+    document's start."""
+    if positions is None:
+        positions = jnp.arange(seq, dtype=jnp.int32)
+        if seq_info is not None:
+            starts = jnp.asarray(seq_info.cu_seqlens_q)
+            positions = positions - starts[ended(starts[1:-1], seq)]
+    return jnp.broadcast_to(positions, (batch, seq))

@@ -1,0 +1,88 @@
+"""What Flax's layers can ask of an attention function and no kernel does: refused by the name of the keyword."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from attn_core.backends.shared.xla_precision import in_force, level_in_force
+from attn_core.errors import SpecError
+
+
+def check_dropout(broadcast_dropout: bool, dropout_rng: Any, dropout_rate: float) -> None:
+    """For a call that drops weights."""
+    if broadcast_dropout:
+        raise SpecError(
+            f"broadcast_dropout=True with dropout_rate={dropout_rate}: every softmax weight is dropped on its own "
+            "here, and no kernel shares one dropout mask over batch and heads; build the layer with "
+            "broadcast_dropout=False"
+        )
+    if dropout_rng is None:
+        raise SpecError(f"dropout_rng=None: expected a JAX random key for dropout_rate={dropout_rate}")
+
+
+def check_precision(precision: Any, dtype: Any) -> None:
+    """A ``jax.lax.Precision``, its name, or a pair of them. JAX gives it a meaning in float32 only.
+
+    Every kernel multiplies float32 as precisely as HIGHEST. ``jax_xla`` does unless ``jax.default_matmul_precision``
+    says less, so a layer that asks for more than that is refused.
+    """
+    for each in precision if isinstance(precision, tuple) else (precision,):
+        try:
+            level = lax.Precision(each).value
+        except (ValueError, TypeError):  # of what cannot be hashed
+            raise SpecError(
+                f"precision={precision!r}: expected None, a jax.lax.Precision or its name; kernels choose the "
+                "algorithm of their multiplications"
+            ) from None
+        if dtype == jnp.float32 and level > level_in_force():
+            raise SpecError(
+                f"precision={precision!r}: jax.default_matmul_precision is {in_force()!r} here, and a layer "
+                "cannot ask for more; raise it, or leave it unset (then float32 is multiplied at HIGHEST)"
+            )
+
+
+def refuse_weights(module: Any, dot_general: Any, qk_einsum: Any, value_einsum: Any) -> None:
+    """What would need the matrix of weights."""
+    if module is not None:
+        raise SpecError(
+            "module: sow_weights=True asks for the attention weights, which are never in memory here; "
+            "call the layer with sow_weights=False"
+        )
+    einsums = {
+        "einsum_dot_general": dot_general,
+        "qk_attn_weights_einsum": qk_einsum,
+        "attn_weights_value_einsum": value_einsum,
+    }
+    for name, einsum in einsums.items():
+        if einsum is not None:
+            raise SpecError(f"{name}: expected None, for the kernels run no einsum that could be replaced")
+
+
+def check_one_causal_query(q_len: int, kv_len: int, mask: Any) -> None:
+    """``is_causal``, without a word about alignment, where it would leave one query its first key alone.
+
+    So the layers of flax 0.12.8 call in decode mode, with the mask of the cache; later ones leave ``is_causal`` out.
+    """
+    if q_len == 1 < kv_len and mask is not None:
+        raise SpecError(
+            f"is_causal=True with 1 query, {kv_len} keys and a mask: counted from the first key (top_left) the query "
+            "would see that one alone. In decode mode leave is_causal out, for the cache's mask is causal already; "
+            "elsewhere say attention_fn(alignment=...)"
+        )
+
+
+def check_positions(input_positions: Any, rotary: Any, q_len: int, kv_len: int) -> None:
+    """Positions are for a rotary embedding, and that is for queries and keys of the same rows."""
+    if rotary is None and input_positions is not None:
+        raise SpecError(
+            "input_positions: expected None without a rotary embedding, for nothing else here reads positions; say "
+            "attention_fn(rotary=...)"
+        )
+    if rotary is not None and q_len != kv_len:
+        raise SpecError(
+            f"rotary: expected as many keys as queries, got {q_len} queries and {kv_len} keys; where a key of a cache "
+            "or of a context stands is not known here: rotate before the layer's attention"
+        )

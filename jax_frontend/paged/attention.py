@@ -1,0 +1,260 @@
+"""Attention on keys and values in pages of a pool, for JAX arrays: decoding, chunked prefill, and the append."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core.backends.shared.jax_offsets import ended, safe_offsets
+from attn_core.call.arguments import ArrayFacts
+from attn_core.call.options import Options, requested_names
+from attn_core.call.pages import PagedKV
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import PagedInputs
+from attn_core.errors import SpecError
+from attn_core.paged import arguments
+from attn_core.paged.tables import check_offsets, check_slots, check_tables, slots_of
+from attn_core.selection import Selection, Target, explain, override, select
+from jax_frontend.bridge import compiled_lane
+from jax_frontend.dispatch import lone_sinks, ops, plan
+
+Array = jax.Array
+Metadata = tuple[tuple[int, ...], np.dtype]
+
+
+def paged_attention(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    *,
+    block_table: Any,
+    seq_lens: Any,
+    cu_seqlens_q: Any = None,
+    max_len_q: int | None = None,
+    causal: bool = True,
+    window: int | tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    scale: float | None = None,
+    deterministic: bool = False,
+    backend: str | tuple[str, ...] | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of each sequence's new tokens on its keys and values in pages: decoding and chunked prefill alike.
+
+    Query i of a sequence with n new tokens out of N sees key ``j <= i + N - n``, and windows lie on that diagonal. The
+    new tokens' own keys and values are in the pages already: ``append_kv`` puts them there. Inference only. Under jit
+    nothing is traced again while the shapes stay: lengths and tables are values.
+
+    Args:
+        q: ``[tokens, heads, head_dim]``, the new tokens of all sequences end to end.
+        k_pages: ``[num_pages, page_size, kv_heads, head_dim]``, the pool.
+        v_pages: ``[num_pages, page_size, kv_heads, value_dim]``.
+        block_table: int32 ``[batch, width]``: each sequence's pages in order, -1 behind them; an array or numpy's.
+        seq_lens: int32 ``[batch]``: the tokens of each sequence, its new ones included.
+        cu_seqlens_q: int32 ``[batch + 1]``, the offsets of the sequences in q; None where each has one new token.
+        max_len_q: host int, at least the most new tokens of a sequence; as many as q has when None.
+        causal, window, softcap, scale, sinks, deterministic: as in ``attention``.
+        backend: a name, which runs or raises; names in order of preference; or None for automatic choice.
+        return_lse: also return the log-sum-exp, ``[heads, tokens]``, natural log, float32.
+
+    Returns:
+        The output ``[tokens, heads, value_dim]``; or ``(output, lse)``. A query of a sequence that has no key, or sees
+        none, gets 0 and its sink, -inf without sinks; a query behind the last offset 0 and -inf.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, SpecError: for arguments that describe no call. Tables whose values are on
+            the host are checked; what others say is not believed, but not checked either.
+        NoBackendError: when no backend, or not the one asked for, can run it; the message has every reason.
+    """
+    inputs = _gathered(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks)
+    options = arguments.checked_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
+    requested = requested_names(backend) or override.requested()
+    made = _plan(_metadata(inputs), plan.device_name(q), options, requested)
+    _check_values(options.max_len_q, q.shape[0], k_pages.shape, *inputs[3:6])
+    return _compiled(made, _as_arrays(inputs))
+
+
+def explain_paged(
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    *,
+    block_table: Any,
+    seq_lens: Any,
+    cu_seqlens_q: Any = None,
+    max_len_q: int | None = None,
+    causal: bool = True,
+    window: int | tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    scale: float | None = None,
+    deterministic: bool = False,
+    backend: str | tuple[str, ...] | None = None,
+    return_lse: bool = False,
+) -> Selection:
+    """Which backend ``paged_attention`` runs with the same arguments, and why the others do not. Runs nothing."""
+    inputs = _gathered(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, shapes_only=True)
+    options = arguments.checked_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
+    requested = requested_names(backend) or override.requested()
+    return compiled_lane.told(explain(*_question(_metadata(inputs), plan.device_name(q), options, requested)))
+
+
+def append_kv(
+    k_pages: Array,
+    v_pages: Array,
+    k: Array,
+    v: Array,
+    *,
+    block_table: Any,
+    seq_lens: Any,
+    cu_seqlens_q: Any = None,
+) -> tuple[Array, Array]:
+    """The pool with the keys and values of new tokens in their sequences' pages.
+
+    Args:
+        k_pages, v_pages: the pool, as in ``paged_attention``. Outside of jit they are donated: their memory is reused,
+            and the arrays that were passed are gone. In a jit of your own, donate them there.
+        k, v: ``[tokens, kv_heads, dim]``, in the pool's dtype: the last tokens of each sequence, end to end.
+        block_table, seq_lens, cu_seqlens_q: as in ``paged_attention``; ``seq_lens`` count the new tokens.
+
+    Returns:
+        ``(k_pages, v_pages)``, the pool as it is now.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, SpecError: for arguments that do not fit, and for tables on the host that
+            lead out of the pool or two tokens to one place. Elsewhere a token without a place is left out.
+    """
+    for name, array in (("k_pages", k_pages), ("v_pages", v_pages), ("k", k), ("v", v)):
+        plan.check_array(name, array)
+    _check_kinds(block_table, seq_lens, cu_seqlens_q)
+    named = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v}
+    tables = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
+    device = plan.device_name(k_pages)
+    everything = {**named, **tables}
+    arguments.check_append(
+        {n: None if a is None else ArrayFacts(a.shape, str(a.dtype), device) for n, a in everything.items()}
+    )
+    _check_values(None, k.shape[0], k_pages.shape, block_table, seq_lens, cu_seqlens_q, writes=True)
+    arrays: list[Any] = [_own(array) for array in everything.values()]
+    traced = any(isinstance(array, jax.core.Tracer) for array in arrays)
+    return (_appended if traced else _append_donated)(*arrays)  # type: ignore[no-any-return]
+
+
+def _appended(k_pages: Array, v_pages: Array, k: Array, v: Array, table: Array, lengths: Array, cu: Any) -> Any:
+    num_pages, page_size, batch = *k_pages.shape[:2], table.shape[0]
+    if k.shape[0] == 0 or table.shape[1] == 0:
+        return k_pages, v_pages
+    token = jnp.arange(k.shape[0], dtype=jnp.int32)
+    ends = token + 1 if cu is None else cu[1:]
+    of = ended(ends, k.shape[0])
+    owned, of = of < batch, jnp.minimum(of, batch - 1)
+    position = lengths[of] - (ends[of] - token)
+    page = table[of, jnp.clip(position // page_size, 0, table.shape[1] - 1)]
+    inside = owned & (position >= 0) & (position < table.shape[1] * page_size) & (page >= 0) & (page < num_pages)
+    page = jnp.where(inside, page, num_pages)  # behind the end of the pool, where nothing is written
+    return (
+        k_pages.at[page, position % page_size].set(k, mode="drop"),
+        v_pages.at[page, position % page_size].set(v, mode="drop"),
+    )
+
+
+_append_donated = jax.jit(_appended, donate_argnums=(0, 1))
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    metadata: tuple[Metadata | None, ...], device: str, options: Options, requested: tuple[str, ...] | None
+) -> plan.Plan:
+    selection = select(*_question(metadata, device, options, requested))
+    return plan.Plan(selection.spec, selection.backend or "", device, one_row=False, requested=selection.requested)
+
+
+def _question(
+    metadata: tuple[Metadata | None, ...], device: str, options: Options, requested: tuple[str, ...] | None
+) -> tuple[AttentionSpec, Target, tuple[str, ...] | None]:
+    facts = (entry and ArrayFacts(tuple(entry[0]), str(entry[1]), device) for entry in metadata)
+    return arguments.build_spec(arguments.PagedArrays(*facts), options), Target.here("jax", device), requested  # type: ignore[arg-type]
+
+
+def _metadata(inputs: PagedInputs) -> tuple[Metadata | None, ...]:
+    return tuple(None if array is None else (tuple(array.shape), np.dtype(array.dtype)) for array in inputs)
+
+
+def _gathered(
+    q: Any, k_pages: Any, v_pages: Any, block_table: Any, seq_lens: Any, cu: Any, sinks: Any, shapes_only: bool = False
+) -> PagedInputs:
+    for name, array in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages), ("sinks", sinks)):
+        if array is not None or name != "sinks":
+            plan.check_array(name, array, shapes_only=shapes_only)
+    _check_kinds(block_table, seq_lens, cu, shapes_only)
+    return PagedInputs(q, k_pages, v_pages, block_table, seq_lens, cu, sinks)
+
+
+def _check_kinds(block_table: Any, seq_lens: Any, cu: Any, shapes_only: bool = False) -> None:
+    for name, table in (("block_table", block_table), ("seq_lens", seq_lens), ("cu_seqlens_q", cu)):
+        if not isinstance(table, np.ndarray) and (table is not None or name != "cu_seqlens_q"):
+            plan.check_array(name, table, shapes_only=shapes_only)
+
+
+def _as_arrays(inputs: PagedInputs) -> PagedInputs:
+    return PagedInputs(*(_own(array) for array in inputs))
+
+
+def _own(array: Any) -> Any:
+    """A numpy array as JAX's own copy: JAX may share memory, and its owner may write there before the call has run."""
+    return jnp.array(array) if isinstance(array, np.ndarray) else array
+
+
+def _check_values(
+    max_len_q: int | None, tokens: int, pool: tuple[int, ...], *tables: Any, writes: bool = False
+) -> None:
+    """Checks what tables on the host say; shapes that are wrong are refused by name elsewhere."""
+    if not all(table is None or _on_host(table) for table in tables):
+        return
+    block_table, seq_lens, cu = (None if table is None else np.asarray(table) for table in tables)
+    assert block_table is not None and seq_lens is not None
+    if cu is not None:
+        check_offsets(cu, tokens, max_len_q)
+    paged = PagedKV(num_pages=pool[0], page_size=pool[1], width=block_table.shape[1])
+    check_tables(paged, block_table, seq_lens, cu, writes=writes)
+    if writes:
+        offsets = np.arange(len(seq_lens) + 1) if cu is None else cu
+        check_slots(slots_of(block_table, seq_lens, offsets, pool[1]))
+
+
+def _on_host(table: Any) -> bool:
+    concrete = not isinstance(table, jax.core.Tracer)
+    return concrete and (isinstance(table, np.ndarray) or plan.device_name(table) == "cpu")
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attention(made: plan.Plan, inputs: PagedInputs) -> Any:
+    unsafe = inputs.cu_seqlens_q is not None and made.device != "cpu"
+    if unsafe:
+        inputs = inputs._replace(cu_seqlens_q=safe_offsets(inputs.cu_seqlens_q, made.spec.q_len, whole=False))
+    out, lse = ops.forward(made, inputs, with_lse=made.spec.return_lse)
+    if unsafe:  # kernels leave unwritten what is behind the last offset
+        behind = jnp.arange(made.spec.q_len, dtype=jnp.int32) >= inputs.cu_seqlens_q[-1]
+        out, lse = jnp.where(behind[:, None, None], 0, out), None if lse is None else jnp.where(behind, -jnp.inf, lse)
+    if lse is not None and inputs.sinks is not None:
+        lse = lone_sinks.in_lse(lse, inputs.sinks, None if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q[-1])
+    return (out, lse) if made.spec.return_lse else out
+
+
+@partial(_attention.defjvp, symbolic_zeros=True)
+def _derivative(made: plan.Plan, primals: Any, tangents: Any) -> Any:
+    zero = jax.custom_derivatives.SymbolicZero
+    if all(isinstance(tangent, zero) for tangent in jax.tree.leaves(tangents, is_leaf=lambda t: isinstance(t, zero))):
+        out = _attention(made, *primals)
+        return out, jax.tree.map(jnp.zeros_like, out)
+    raise SpecError(
+        "paged: keys and values in pages are for inference, their gradient is not defined; use jax.lax.stop_gradient"
+    )
+
+
+_compiled = jax.jit(_attention, static_argnums=0, inline=True)

@@ -1,0 +1,122 @@
+"""Unsloth's ``run_attention`` for JAX arrays, with one meaning on every backend (see attn_core.dropins.unsloth)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from attn_core.dropins.unsloth.arguments import (
+    FLASH_DENSE,
+    FLASH_VARLEN,
+    SDPA,
+    XFORMERS,
+    AttentionConfig,
+    AttentionContext,
+    check_sizes,
+    choose_word,
+    computed_in,
+    documents,
+    preference,
+)
+from attn_core.dropins.unsloth.meaning import Meaning, check_mask, interpret
+from attn_core.dropins.unsloth.prefix import resolve_prefix_seg_info
+from attn_core.errors import DTypeError, SpecError
+from attn_core.selection import override
+from jax_frontend.attention import attention
+from jax_frontend.backends import available_here
+from jax_frontend.dispatch.plan import check_array, device_name
+from jax_frontend.unsloth import prefix
+
+__all__ = [
+    "FLASH_DENSE",
+    "FLASH_VARLEN",
+    "SDPA",
+    "XFORMERS",
+    "AttentionConfig",
+    "AttentionContext",
+    "resolve_prefix_seg_info",
+    "run_attention",
+    "select_attention_backend",
+]
+
+Array = jax.Array
+
+
+def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Array, K: Array, V: Array) -> Array:
+    """Attention of a layer: ``Q [bsz, n_heads, q_len, head_dim]``, ``K, V [bsz, n_kv_heads, kv_len, head_dim]``.
+
+    Causal unless a bag or a complete mask says otherwise; packed where ``context.seq_info`` says so, the rows laid end
+    to end; with shared prefixes where ``context.prefix_seg_info`` says so. ``config.backend`` is a preference: what its
+    kernels cannot run, automatic choice does, with the same result.
+
+    Returns:
+        ``[bsz, q_len, n_heads, head_dim]`` in Q's dtype, also where float32 beside K or V of a half dtype is computed
+        in that.
+
+    Raises:
+        SpecError and its kinds: for contradictions, unknown keys and wrong sizes, before any kernel runs.
+    """
+    for name, array in (("Q", Q), ("K", K), ("V", V)):
+        check_array(name, array)
+    check_sizes(config, context, Q.shape, K.shape, V.shape)
+    meaning = interpret(config, context)
+    backend = override.requested() or preference(config, "jax", device_name(Q))
+    half = computed_in(*(str(array.dtype) for array in (Q, K, V)))
+    alike = (array if half is None else array.astype(half) for array in (Q, K, V))
+    q, k, v = (array.swapaxes(1, 2) for array in alike)  # [bsz, len, heads, head_dim]
+    if context.prefix_seg_info is not None:
+        return prefix.attend(q, k, v, meaning, context, backend).astype(Q.dtype)
+    if meaning.dropout and 0 < meaning.dropout < 1:  # what is no probability, attention refuses
+        raise SpecError(
+            f"dropout_p={meaning.dropout}: expected 0, for run_attention has no place for the PRNG key that dropout "
+            "needs in JAX; call jax_frontend.attention with dropout_rng="
+        )
+    mask, bias = split_mask(meaning, context)
+    info = meaning.documents or documents(context)
+    if info is not None:
+        q, k, v = (array.reshape(-1, *array.shape[2:]) for array in (q, k, v))  # [bsz * len, heads, head_dim]
+    out = attention(
+        q,
+        k,
+        v,
+        causal=meaning.causal,
+        window=meaning.window,
+        softcap=meaning.softcap,
+        scale=meaning.scale,
+        mask=mask,
+        bias=bias,
+        alibi_slopes=meaning.alibi_slopes,
+        seq_info=info,
+        dropout=meaning.dropout,
+        deterministic=meaning.deterministic,
+        backend=backend,
+    )
+    return out.reshape(context.bsz, context.q_len, context.n_heads, V.shape[3]).astype(Q.dtype)
+
+
+def split_mask(meaning: Meaning, context: AttentionContext) -> tuple[Array | None, Array | None]:
+    """The host's mask as (bool mask, additive bias) of four axes; see ``Meaning`` for what each rank means."""
+    given = meaning.mask
+    if given is None:
+        return None, None
+    check_array(meaning.mask_name, given)
+    check_mask(meaning, context)
+    if meaning.keep:
+        keys = given.astype(bool)
+        if context.seq_info is not None or meaning.documents is not None:  # the rows laid end to end, as their keys are
+            keys = keys.reshape(1, -1)
+        return keys[:, None, None, :], None
+    table = given[:, None] if given.ndim == 3 else given
+    if table.dtype == jnp.bool_:
+        return table, None
+    if jnp.issubdtype(table.dtype, jnp.floating):
+        return None, table
+    raise DTypeError(
+        f"{meaning.mask_name}: expected bool (True = visible) or a float to be added, got {table.dtype} of shape "
+        f"{list(given.shape)}; a 0/1 mask becomes bool by mask != 0"
+    )
+
+
+def select_attention_backend(use_varlen: bool = False) -> str:
+    """The backend word for this machine, in the host's order: flash-attn, xformers, SDPA."""
+    return choose_word(available_here(), use_varlen)

@@ -1,0 +1,29 @@
+"""Attention of rows that share a prefix, for JAX arrays (see attn_core.dropins.unsloth.prefix)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from attn_core.dropins.unsloth.arguments import AttentionContext
+from attn_core.dropins.unsloth.meaning import Meaning
+from attn_core.dropins.unsloth.prefix import shared_prefixes
+from jax_frontend.attention import attention
+
+Array = jax.Array
+
+
+def attend(q: Array, k: Array, v: Array, meaning: Meaning, context: AttentionContext, backend: Any) -> Array:
+    """``[bsz, len, heads, value_dim]``: what each token of q, k, v sees of its own run, joined with its prefix."""
+    shared = shared_prefixes(meaning, context, np.asarray)
+    rows = [array.reshape(-1, *array.shape[2:]) for array in (q, k, v)]  # [bsz * len, heads, head_dim]
+    options: dict[str, Any] = {"softcap": meaning.softcap, "scale": meaning.scale}
+    options |= {"deterministic": meaning.deterministic, "backend": backend, "return_lse": True}
+    own, own_lse = attention(*rows, causal=True, seq_info=shared.own, **options)
+    prefix, prefix_lse = attention(*rows, seq_info=shared.prefix, **options)
+    share = jax.nn.sigmoid(prefix_lse - own_lse).mT[..., None]  # [bsz * len, heads, 1]; 0 where no prefix is seen
+    first, second = own.astype(share.dtype), prefix.astype(share.dtype)
+    joined = (first + share * (second - first)).astype(own.dtype)
+    return joined.reshape(*q.shape[:2], *joined.shape[1:])

@@ -1,0 +1,192 @@
+"""A context-parallel call as autograd and compilers see it: one function forward, one backward.
+
+Eager calls keep what the kernels saw. Under torch.compile the same happens inside two opaque ops, which take the call
+as plain arguments and exchange once more in the backward.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from attn_core.backends.shared.autograd import without_create_graph
+from attn_core.call.options import Options
+from attn_core.selection import override
+from torch_frontend.context_parallel import engine, gradients
+from torch_frontend.context_parallel.prepare import Question, Ranks, prepared
+from torch_frontend.context_parallel.program import Work
+from torch_frontend.dispatch import autocast, lone_sinks
+
+Tensor = torch.Tensor
+
+
+class Attention(torch.autograd.Function):
+    """Arguments: the question, then q, k, v ``[batch, shard, heads, dim]`` and sinks or None."""
+
+    @staticmethod
+    def forward(ctx: Any, asked: Question, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
+        made = prepared(asked).work
+        results, saved = engine.forward(made, q, k, v, sinks, with_lse=asked.options.return_lse, keep=True)
+        ctx.work = made
+        ctx.save_for_backward(sinks, *(tensor for group in saved for tensor in group))
+        ctx.set_materialize_grads(False)
+        return tuple(results) if len(results) > 1 else results[0]
+
+    @staticmethod
+    @without_create_graph
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
+        sinks, *tensors = ctx.saved_tensors
+        size = len(engine.Saved._fields)
+        saved = [engine.Saved(*tensors[at : at + size]) for at in range(0, len(tensors), size)]
+        if dout is None:
+            assert dlse is not None
+            out = saved[0].out
+            shard, heads = dlse.shape[2], dlse.shape[1]
+            dout = out.new_zeros(dlse.shape[0], shard, heads, out.shape[3])
+        with autocast.switched_off(dout.device):
+            return None, *gradients.backward(ctx.work, saved, sinks, dout, _sent(ctx.work, dout, dlse))
+
+
+def _sent(made: Work, dout: Tensor, dlse: Tensor | None) -> Tensor | None:
+    """The gradient of the log-sum-exp as every rank sends it, whether its own loss depends on it or not."""
+    spec = made.program.call.spec
+    if dlse is not None or not spec.return_lse or made.inner.size == 1:
+        return dlse
+    return dout.new_zeros((dout.shape[0], dout.shape[2], dout.shape[1]), dtype=getattr(torch, spec.lse_dtype))
+
+
+def run(asked: Question, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, ...]:
+    """(out,) or (out, lse) of an eager call."""
+    made, with_lse = prepared(asked).work, asked.options.return_lse
+    with autocast.switched_off(q.device):
+        if asked.needs_backward:
+            found = Attention.apply(asked, q, k, v, sinks)
+            results = list(found) if with_lse else [found]
+        else:
+            results, _ = engine.forward(made, q, k, v, sinks, with_lse=with_lse, keep=False)
+    if sinks is None or not with_lse:
+        return tuple(results)
+    return results[0], lone_sinks.in_lse(results[1], sinks, engine.count_of_queries(made))
+
+
+# The ops
+
+_SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor? sinks, str outer, str inner, str strategy, str layout, SymInt q_len, "
+    "SymInt kv_len, SymInt head_groups, SymInt[]? documents, bool causal, str alignment, SymInt? window_left, "
+    "SymInt? window_right, float? softcap, float? scale, bool deterministic, bool return_lse, bool needs_backward, "
+    "str[]? backend"
+)
+TENSORS, RANKS = 4, 7
+
+
+def plain(asked: Question) -> tuple[Any, ...]:
+    """The arguments of the ops behind the tensors."""
+    options = asked.options
+    left, right = options.window  # type: ignore[misc]
+    return (
+        *asked.ranks,
+        None if asked.documents is None else list(asked.documents),
+        *(options.causal, options.alignment, left, right, options.softcap, options.scale),
+        *(options.deterministic, options.return_lse, asked.needs_backward),
+        None if asked.requested is None else list(asked.requested),
+    )
+
+
+def _question(arguments: tuple[Any, ...]) -> Question:
+    q, k, v, sinks = arguments[:TENSORS]
+    ranks = Ranks(*arguments[TENSORS : TENSORS + RANKS])
+    documents, causal, alignment, left, right, softcap, scale, deterministic, with_lse, needs, backend = arguments[
+        TENSORS + RANKS :
+    ]
+    options = Options(causal, alignment, (left, right), softcap, scale, None, None, 0.0, deterministic, with_lse)
+    lengths = longest(documents)
+    return Question(
+        (q.shape, k.shape, v.shape),
+        None if sinks is None else (sinks.shape, sinks.dtype),
+        *(q.dtype, q.device, ranks, options._replace(max_len_q=lengths, max_len_k=lengths)),
+        *(None if documents is None else tuple(documents), needs),
+        tuple(backend) if backend else override.requested(),
+    )
+
+
+def longest(documents: Any) -> int | None:
+    return None if documents is None else max(stop - start for start, stop in pairwise(documents))
+
+
+def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    made = prepared(_question(arguments)).work
+    with autocast.switched_off(arguments[0].device):
+        (out, lse), _ = engine.forward(made, *arguments[:TENSORS], with_lse=True, keep=False)
+    count = torch.full((), engine.count_of_queries(made), device=out.device)
+    return out.contiguous(), lse.contiguous(), count
+
+
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = q.new_empty((*q.shape[:3], v.shape[3]))
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=lse_dtype)
+    return out, lse, q.new_empty((), dtype=torch.int64)
+
+
+def _backward_op(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    made, (q, k, v, sinks) = prepared(_question(arguments)).work, arguments[:TENSORS]
+    with autocast.switched_off(q.device):
+        saved = engine.again(made, q, k, v, out, lse)
+        found = gradients.backward(made, saved, sinks, dout, _sent(made, dout, dlse))
+    dq, dk, dv, dsinks = (None if each is None else each.contiguous() for each in found)
+    return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks  # type: ignore[return-value]
+
+
+def _backward_fake(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, sinks = arguments[:TENSORS]
+    return (
+        *(torch.empty_like(each, memory_format=torch.contiguous_format) for each in (q, k, v)),
+        q.new_empty(0) if sinks is None else torch.empty_like(sinks),
+    )  # type: ignore[return-value]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, sinks = inputs[:TENSORS]
+    ctx.rest = inputs[TENSORS:]
+    ctx.save_for_backward(q, k, v, sinks, *output[:2])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
+    q, k, v, sinks, out, lse = ctx.saved_tensors
+    nothing = (None,) * len(ctx.rest)
+    if dout is None and dlse is None:
+        return (None,) * TENSORS + nothing
+    dout = torch.zeros_like(out) if dout is None else dout
+    dq, dk, dv, dsinks = torch.ops.attn.context_backward(dout, dlse, out, lse, q, k, v, sinks, *ctx.rest)
+    return dq, dk, dv, None if sinks is None else dsinks, *nothing
+
+
+_library = torch.library.Library("attn", "FRAGMENT")
+_tags = (torch.Tag.pt2_compliant_tag,)
+_library.define(f"context_forward({_SCHEMA}) -> (Tensor, Tensor, Tensor)", tags=_tags)
+_library.define(
+    f"context_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    tags=_tags,
+)
+for _name, _body, _fake in (
+    ("context_forward", _forward_op, _forward_fake),
+    ("context_backward", _backward_op, _backward_fake),
+):
+    _library.impl(_name, _body, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"attn::{_name}", _fake, lib=_library)
+torch.library.register_autograd("attn::context_forward", _differentiate, setup_context=_save, lib=_library)
+
+
+def traced(asked: Question, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(out, lse) through the op."""
+    out, lse, count = torch.ops.attn.context_forward(q, k, v, sinks, *plain(asked))
+    return out, lse if sinks is None else lone_sinks.in_lse(lse, sinks, count)

@@ -1,0 +1,115 @@
+"""One rank's part of a context-parallel call, prepared: its tiles on their kernels, and which places they read."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from attn_core import backends
+from attn_core.context_parallel import places
+from attn_core.context_parallel.call import ContextCall
+from attn_core.context_parallel.on_torch.places import Places
+from attn_core.context_parallel.on_torch.step import Touched, offsets_of
+from attn_core.context_parallel.plan import Step
+from attn_core.context_parallel.tiles import Tile
+from torch_frontend.context_parallel.exchange import Axis
+from torch_frontend.dispatch.plan import Plan, device_name, on_device
+
+Tensor = torch.Tensor
+
+
+class Run(NamedTuple):
+    """A tile as a call of a backend.
+
+    Attributes:
+        q, k: where its queries and keys lie in their blocks.
+        sums: where its keys' gradients lie; of gathered keys they have no places for the own block.
+        first: whether no tile before has touched its queries.
+    """
+
+    made: Plan
+    q: Places
+    k: Places
+    sums: Places
+    cu_seqlens: tuple[Tensor, Tensor] | None
+    first: bool
+
+
+class Program(NamedTuple):
+    """What one rank does in a call.
+
+    Attributes:
+        part: which part of the row its ranks share.
+        steps: ``(step, runs)`` of every step of the plan, those in which this part does nothing among them.
+        q_held, k_held: where a part's ranks hold its positions, in their shards end to end.
+        k_size: places of a block of keys that travels.
+        covered: whether every query is touched by a run that is the first to touch any of its own.
+        rows_wide, own_wide, sent_wide: whether results of queries, the gradients of the own block's keys, and those
+            that ranks send each other are added up in more digits, see ``ContextCall``.
+    """
+
+    call: ContextCall
+    part: int
+    steps: tuple[tuple[Step, tuple[Run, ...]], ...]
+    q_held: Places
+    k_held: Places
+    k_size: int
+    covered: bool
+    rows_wide: bool
+    own_wide: bool
+    sent_wide: bool
+
+
+class Work(NamedTuple):
+    """A prepared call and the two axes of its ranks."""
+
+    program: Program
+    outer: Axis
+    inner: Axis
+
+
+@lru_cache(maxsize=64)
+def program(call: ContextCall, part: int, device: torch.device) -> Program:
+    """Prepares a rank's part of a call; once for every call of its kind."""
+    plan = call.plan
+    q_block, k_block = plan.q_blocks[part], plan.k_blocks[part]
+    split = plan.inner > 1
+    q_size = q_block.count if split else plan.q_layout.shard
+    k_size = max(block.count for block in plan.k_blocks) if split else plan.k_layout.shard
+    touched = Touched(q_size)
+    steps = []
+    for step in plan.steps:
+        of_key = of_sum = None
+        if step.gathered:  # what is gathered stays as it comes, block after block: tiles find their keys there
+            wanted, others = plan.keys(step, part), plan.k_blocks[:part] + plan.k_blocks[part + 1 :]
+            of_key, of_sum = (places.in_blocks(blocks, k_size, wanted) for blocks in (plan.k_blocks, others))
+        runs = []
+        for tile in step.tiles[part]:
+            rows, keys = places.of_tile(tile)
+            read, summed = (keys if index is None else index[keys] for index in (of_key, of_sum))
+            runs.append(_run(call, tile, (rows, read, summed), device, first=touched.by(rows)))
+        steps.append((step, tuple(runs)))
+    return Program(
+        call=call,
+        part=part,
+        steps=tuple(steps),
+        q_held=Places(places.order(plan.q_layout, q_block) if split else np.arange(q_size), device),
+        k_held=Places(places.order(plan.k_layout, k_block) if split else np.arange(k_size), device),
+        k_size=k_size,
+        covered=touched.covered,
+        rows_wide=call.sums_rows_wide(part),
+        own_wide=call.sums_own_wide(part),
+        sent_wide=call.sums_sent_wide,
+    )
+
+
+def _run(call: ContextCall, tile: Tile, index: tuple[np.ndarray, ...], device: torch.device, *, first: bool) -> Run:
+    spec, name = call.backend_of(tile)
+    module: Any = backends.load(name, backends.kind_of(device_name(device)))
+    forward, backward = (on_device(function, device) for function in (module.forward, module.backward))
+    made = Plan(spec, name, forward, backward, False, None, backends.writes_into(module))
+    q, k, sums = (Places(each, device) for each in index)
+    return Run(made, q, k, sums, offsets_of(spec, tile, device), first)

@@ -1,0 +1,118 @@
+"""Rows and their shards: what a rank holds of a row, cut out of it and put together again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from attn_core.call.seq_info import SeqInfo, check_cu_seqlens
+from attn_core.context_parallel import layout as layouts
+from attn_core.context_parallel import places
+from attn_core.context_parallel.layout import Layout
+from attn_core.errors import ShapeError, SpecError
+from torch_frontend.context_parallel.exchange import axis, gather
+from torch_frontend.dispatch import plan
+
+Tensor = torch.Tensor
+
+
+def layout_of(mesh: DeviceMesh, layout: str, length: int, documents: tuple[int, ...] | None) -> Layout:
+    """Who holds what of a row."""
+    outer, inner = (mesh.size(0), mesh.size(1)) if mesh.ndim == 2 else (mesh.size(), 1)
+    group_names(mesh)
+    return layouts.layout(layout, length, outer, inner, documents)
+
+
+def shard_sequence(
+    x: Tensor, mesh: DeviceMesh, *, layout: str = "zigzag", dim: int = 1, seq_info: Any = None
+) -> Tensor:
+    """This rank's shard of a whole row that every rank has: q, k and v, or tokens, labels and positions.
+
+    Args:
+        x: any tensor with the row's positions at ``dim``.
+        seq_info: the row's packed documents, of each of which a zigzag shard holds two pieces.
+
+    Returns:
+        ``shard`` places at ``dim``; zeros at the last places where the row does not fill them. Differentiable.
+    """
+    plan.check_tensor("x", x)
+    dim = layouts.axis_of(dim, x.dim())
+    made = layout_of(mesh, layout, x.shape[dim], documents_of(seq_info))
+    index = torch.from_numpy(places.of_shards(made)[rank_of(mesh)]).to(x.device)
+    held = made.held(rank_of(mesh))
+    found = x.index_select(dim, index[:held])
+    if held == made.shard:
+        return found
+    shape = list(x.shape)
+    shape[dim] = made.shard - held
+    return torch.cat([found, x.new_zeros(shape)], dim)
+
+
+@torch.no_grad()
+def unshard_sequence(
+    x: Tensor, mesh: DeviceMesh, *, length: int, layout: str = "zigzag", dim: int = 1, seq_info: Any = None
+) -> Tensor:
+    """The whole row of ``length`` positions, on every rank, from every rank's shard ``x``. Without gradients."""
+    plan.check_tensor("x", x)
+    dim = layouts.axis_of(dim, x.dim())
+    made = layout_of(mesh, layout, length, documents_of(seq_info))
+    if x.shape[dim] != made.shard:
+        raise ShapeError(f"x: expected a shard of {made.shard} positions at dim {dim}, got {x.shape[dim]}")
+    shards = x.movedim(dim, 0).contiguous()
+    for name in reversed(group_names(mesh)):
+        if name:
+            shards = gather(axis(name), [shards[None, :, None]])()[0][0, :, 0]
+    return shards.index_select(0, torch.from_numpy(places.in_order(made)).to(x.device)).movedim(0, dim)
+
+
+def rank_of(mesh: DeviceMesh) -> int:
+    """This rank's number in a layout."""
+    return (
+        int(mesh.get_local_rank(0) * mesh.size(1) + mesh.get_local_rank(1)) if mesh.ndim == 2 else mesh.get_local_rank()
+    )
+
+
+def group_names(mesh: DeviceMesh) -> tuple[str, str]:
+    """The process groups of (outer, inner) by name; of one axis as the outer."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh: expected a torch DeviceMesh, got {type(mesh).__module__}.{type(mesh).__qualname__}; "
+            "torch.distributed.device_mesh.init_device_mesh makes one"
+        )
+    if mesh.ndim not in (1, 2):
+        raise ShapeError(
+            f"mesh: expected one axis of ranks or two (outer, inner), got {mesh.ndim}; take the axes that share a "
+            'sequence, such as mesh["cp"] or mesh["ring", "ulysses"]'
+        )
+    names = [mesh.get_group(at).group_name for at in range(mesh.ndim)]
+    return names[0], names[1] if len(names) > 1 else ""
+
+
+def documents_of(seq_info: Any) -> tuple[int, ...] | None:
+    """The offsets of a row's packed documents as plain numbers.
+
+    Raises:
+        SpecError: for offsets that are not on the host, or differ for queries and keys.
+    """
+    info = SeqInfo.coerce(seq_info)
+    if info is None:
+        return None
+    sides = []
+    for side in ("q", "k"):
+        offsets = getattr(info, f"cu_seqlens_{side}")
+        if isinstance(offsets, Tensor):
+            if offsets.device.type != "cpu":
+                raise SpecError(
+                    f"seq_info.cu_seqlens_{side}: expected offsets on the host, for they decide what is sent where; "
+                    f"got a tensor on {offsets.device}; SeqInfo.from_lengths takes Python ints"
+                )
+            offsets = offsets.numpy()
+        offsets = np.asarray(offsets)
+        check_cu_seqlens(offsets, getattr(info, f"max_len_{side}"), side=side)
+        sides.append(tuple(offsets.tolist()))
+    if sides[0] != sides[1]:
+        raise SpecError("seq_info: expected the same documents for queries and keys in context parallelism")
+    return sides[0]

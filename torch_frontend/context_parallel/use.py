@@ -1,0 +1,162 @@
+"""use_context_parallel: models whose sequences are spread over ranks, without telling every layer so.
+
+Within the block ``torch_frontend.module.Attention`` and the registered attention of transformers run
+``context_parallel_attention``. ``torch_frontend.attention`` is as ever: what it is given is the whole row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from attn_core.call.seq_info import SeqInfo
+from attn_core.context_parallel import places
+from attn_core.context_parallel.layout import Layout
+from attn_core.errors import SpecError
+
+if TYPE_CHECKING:  # layers import this module, and run where torch was built without torch.distributed
+    from torch.distributed.device_mesh import DeviceMesh
+
+Tensor = torch.Tensor
+
+
+class Active(NamedTuple):
+    """How rows are spread while a ``use_context_parallel`` block runs: its arguments."""
+
+    mesh: DeviceMesh
+    strategy: str | None
+    layout: str
+    length: int | None
+    seq_info: Any
+
+    @torch.compiler.disable
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        """``context_parallel_attention`` of shards ``[batch, shard, heads, dim]``."""
+        from torch_frontend.context_parallel.attention import context_parallel_attention
+
+        _, strategy, layout, length, info = self
+        return context_parallel_attention(
+            q, k, v, mesh=self.mesh, strategy=strategy, layout=layout, length=length, seq_info=info, **options
+        )
+
+    def with_documents(self, info: SeqInfo | None) -> Active:
+        """The same with the documents that a call brings itself."""
+        if info is not None and self.seq_info is not None:
+            raise SpecError("seq_info: expected it once, got one from the call and one from use_context_parallel")
+        return self if info is None else self._replace(seq_info=info)
+
+    def shards(self, places: int) -> Layout:
+        """Who holds what, for shards of so many places."""
+        from torch_frontend.context_parallel.shards import layout_of
+
+        documents = self.documents
+        length = self.length if documents is None else documents[-1]
+        return layout_of(self.mesh, self.layout, places * self.mesh.size() if length is None else length, documents)
+
+    @property
+    def documents(self) -> tuple[int, ...] | None:
+        """The offsets of the row's documents."""
+        from torch_frontend.context_parallel.shards import documents_of
+
+        return documents_of(self.seq_info)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the layout."""
+        from torch_frontend.context_parallel.shards import rank_of
+
+        return rank_of(self.mesh)
+
+    def held(self, places: int) -> int:
+        """How many of this rank's places hold a position."""
+        return min(places, self.shards(places).held(self.rank))
+
+    @torch.compiler.disable
+    def positions(self, shard: int, device: Any) -> Tensor:
+        """int32 ``[shard]``: the position at each of this rank's places, in its document; 0 where there is none."""
+        return _positions(self.shards(shard), self.documents, self.rank, torch.device(device))
+
+
+@lru_cache(maxsize=16)
+def _positions(made: Layout, documents: tuple[int, ...] | None, rank: int, device: torch.device) -> Tensor:
+    """Copied to a device once: a copy from the host waits for what the device does."""
+    return torch.from_numpy(places.held_positions(made, documents)[rank]).to(device)
+
+
+_active: ContextVar[Active | None] = ContextVar("attn_core_context_parallel", default=None)
+_entered, _lock = 0, Lock()
+_ran_under: WeakKeyDictionary[torch.nn.Module, Active | None] = WeakKeyDictionary()
+
+
+@contextmanager
+def use_context_parallel(
+    mesh: DeviceMesh,
+    *,
+    strategy: str | None = None,
+    layout: str = "zigzag",
+    length: int | None = None,
+    seq_info: Any = None,
+) -> Iterator[None]:
+    """Runs the attention layers of the block on rows whose positions are spread over the ranks of ``mesh``.
+
+    Every rank runs the model on its shards, as ``shard_sequence`` cuts them, of everything that goes by position: token
+    ids, labels, and the position ids, which a model would otherwise count from 0 on every rank
+    (``shard_sequence(torch.arange(length)[None], mesh)``). A loss is this rank's share of the sum over all tokens,
+    without places that hold none; its gradients are to be summed over the mesh. Layers that are recomputed for a
+    backward (activation checkpointing) run as in their forward, wherever the backward runs. Nests, the innermost
+    counts; safe with threads and asyncio tasks.
+
+    Under torch.compile a block breaks the graph at every attention layer, and ``fullgraph=True`` raises; there,
+    ``context_parallel_attention`` itself compiles whole.
+
+    Args:
+        mesh, strategy, layout: as in ``context_parallel_attention``.
+        length: positions of the whole row; ranks times shard when None.
+        seq_info: the whole row's packed documents. Shards then have a batch of 1.
+
+    Raises:
+        SpecError, ShapeError: for arguments that describe no row. Layers raise for what ranks cannot share.
+    """
+    global _entered
+    if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
+        raise SpecError(f"length={length!r}: expected the positions of the whole row, an int")
+    made = Active(mesh, strategy, layout, length, SeqInfo.coerce(seq_info))
+    if made.documents is not None and length not in (None, made.documents[-1]):
+        raise SpecError(f"length={length}: expected the {made.documents[-1]} positions of seq_info's documents")
+    made.shards(1)  # refuses an unknown layout or mesh here, and not in the first layer
+    token = _active.set(made)
+    with _lock:
+        _entered += 1
+    try:
+        yield
+    finally:
+        _active.reset(token)
+        with _lock:
+            _entered -= 1
+
+
+def active() -> Active | None:
+    """The innermost ``use_context_parallel`` around the caller, or None. A plain thread starts without one."""
+    if torch.compiler.is_compiling() and not _entered:  # no compiler can follow a contextvar, so do not show it one
+        return None
+    return _active.get()
+
+
+def of(module: Any) -> Active | None:
+    """What a layer runs under. A backward that computes a layer again may run in a thread of its own or behind the
+    block: there it is what the layer's forward ran under."""
+    found = active()
+    if torch.compiler.is_compiling() or not isinstance(module, torch.nn.Module):
+        return found
+    if found is None and torch._C._current_graph_task_id() != -1:
+        return _ran_under.get(module)
+    if found is not None or module in _ran_under:
+        _ran_under[module] = found
+    return found

@@ -1,0 +1,1 @@
+"""From tensors to a plan and a kernel."""

@@ -1,0 +1,102 @@
+"""A call under vmap: the mapped axis folded into its batch, or its mapped elements one after another.
+
+The rules of ``attn::forward`` and ``attn::backward`` (see ops), as functions of a call's parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from attn_core.call.tensors import Inputs
+from attn_core.errors import ShapeError
+
+Tensor = torch.Tensor
+Dims = Sequence[int | None]
+"""The mapped axis of each tensor, None for one that all elements share."""
+Found = tuple[tuple[Tensor, ...], tuple[int | None, ...]]
+"""What a rule returns: the results, and their mapped axes."""
+
+
+def forward(run: Callable[..., tuple[Tensor, ...]], size: int, inputs: Inputs, dims: Inputs, dropout: float) -> Found:
+    """vmap of ``run(*inputs) -> (out, lse, chosen)``, with ``size`` mapped elements."""
+    if _in_one_row(inputs, dims, dropout):
+        out, lse, chosen = one_by_one(run, size, inputs, dims)
+        return (out, lse, chosen[0]), (0, 0, None)
+    batch = _batch(inputs, dims)
+    out, lse, chosen = run(*_folded(size, batch, inputs, dims))
+    return (out.unflatten(0, (size, batch)), lse.unflatten(0, (size, batch)), chosen), (0, 0, None)
+
+
+def backward(
+    run: Callable[..., tuple[Tensor, ...]],
+    size: int,
+    saved: Sequence[Tensor | None],
+    saved_dims: Dims,
+    inputs: Inputs,
+    dims: Inputs,
+    dropout: float,
+    summed: bool,
+) -> Found:
+    """vmap of ``run(dout, dlse, out, lse, chosen, *inputs) -> (dq, dk, dv, dbias, dsinks)``.
+
+    summed: whether it has gradients that are summed over the batch (a bias's, sinks'), but not over mapped elements.
+    """
+    if summed or _in_one_row(inputs, dims, dropout):
+        return one_by_one(run, size, (*saved, *inputs), (*saved_dims, *dims)), (0,) * 5
+    batch, (*rows, chosen), at = _batch(inputs, dims), saved, saved_dims[-1]
+    folded = [None if part is None else _rows(size, part, dim) for part, dim in zip(rows, saved_dims)]
+    chosen = chosen if at is None or chosen is None else chosen.select(at, 0)
+    found = run(*folded, chosen, *_folded(size, batch, inputs, dims))
+    return (*(part.unflatten(0, (size, batch)) for part in found[:3]), *found[3:]), (0, 0, 0, None, None)
+
+
+def one_by_one(
+    run: Callable[..., tuple[Tensor, ...]], size: int, tensors: Sequence[Any], dims: Dims
+) -> tuple[Tensor, ...]:
+    """Every mapped element as a call of its own; the results with the mapped axis in front."""
+    if size == 0:
+        raise ShapeError("vmap: expected 1 or more elements of a call that is mapped element by element, got 0")
+    found = [
+        run(*(part if dim is None else part.select(dim, at) for part, dim in zip(tensors, dims))) for at in range(size)
+    ]
+    return tuple(torch.stack(parts) for parts in zip(*found))
+
+
+def _in_one_row(inputs: Inputs, dims: Inputs, dropout: float) -> bool:
+    """Whether a larger batch would mean something else: documents, mapped sinks and dropout's words have no batch."""
+    return inputs.cu_seqlens_q is not None or dims.sinks is not None or dropout != 0
+
+
+def _batch(inputs: Inputs, dims: Inputs) -> int:
+    return inputs.q.shape[0 if dims.q is None or dims.q > 0 else 1]
+
+
+def _folded(size: int, batch: int, inputs: Inputs, dims: Inputs) -> Inputs:
+    """The tensors of a call whose batch is ``size * batch``."""
+    q, k, v = (_rows(size, part, dim) for part, dim in zip(inputs[:3], dims))
+    mask = _table(size, batch, inputs.mask, dims.mask, axes=4)
+    bias = _table(size, batch, inputs.bias, dims.bias, axes=4)
+    slopes = _table(size, batch, inputs.alibi_slopes, dims.alibi_slopes, axes=2)
+    return Inputs(q, k, v, mask, bias, slopes, inputs.sinks)
+
+
+def _rows(size: int, part: Tensor, dim: int | None) -> Tensor:
+    """``[batch, ...]``, mapped along ``dim`` -> ``[size * batch, ...]``."""
+    return _mapped_first(size, part, dim).flatten(0, 1)
+
+
+def _table(size: int, batch: int, part: Any, dim: int | None, axes: int) -> Any:
+    """A tensor that is broadcast to ``axes`` axes, the batch first; as it is where one serves the whole batch."""
+    if part is None or (dim is None and (part.dim() < axes or part.shape[0] == 1)):
+        return part
+    mapped = _mapped_first(size, part, dim)
+    rest = mapped.shape[1:]
+    mapped = mapped.reshape(size, *(1,) * (axes - len(rest)), *rest)  # [size, batch or 1, ...]
+    return mapped.expand(size, batch, *mapped.shape[2:]).flatten(0, 1)
+
+
+def _mapped_first(size: int, part: Tensor, dim: int | None) -> Tensor:
+    return part.expand(size, *part.shape) if dim is None else part.movedim(dim, 0)

@@ -1,0 +1,127 @@
+"""A mask that transformers' models carry from their mask function to attention without building it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_map
+
+from attn_core.call.seq_info import SeqInfo
+from attn_core.errors import SpecError
+from torch_frontend.context_parallel.use import Active
+
+Tensor = torch.Tensor
+
+
+class Visible(NamedTuple):
+    """What one attention call may see: key j of query i iff ``-left <= j - (i + offset) <= right``, and more below.
+
+    Attributes:
+        left, right: inclusive distances, None unbounded; ``right=0`` is causal.
+        offset: the index in the keys of the first query's own position.
+        lengths: (q_len, kv_len).
+        keys: bool ``[batch, kv_len]``, False for padding; or None.
+        seq_info: the documents of all rows laid end to end, or None.
+        context: the ``use_context_parallel`` block whose rows these are parts of; left and right are then of whole
+            rows, and offset says nothing.
+    """
+
+    left: int | None
+    right: int | None
+    offset: int
+    lengths: tuple[int, int]
+    keys: Tensor | None = None
+    seq_info: SeqInfo | None = None
+    context: Active | None = None
+
+
+class DescribedMask:
+    """A bool mask ``[batch, 1, q_len, kv_len]`` that is not built: it carries its ``visible`` to the attention call.
+
+    Models and ``generate`` may look at its shape, dtype and device. Whatever else is done to it, by operators, methods
+    or torch functions, is done to the dense mask, which is built for that, so that no operation can lose its meaning.
+    It is no Tensor, as compilers follow a plain object and its numbers more easily than a subclass.
+
+    Arithmetic is refused: a model that adds its mask to scores means 0 and -inf, not the 1 and 0 of a bool mask.
+    """
+
+    dtype, ndim = torch.bool, 4
+
+    def __init__(self, batch: int, device: Any, visible: Visible, build: Callable[[], Tensor]) -> None:
+        self.shape = torch.Size((batch, 1, *visible.lengths))
+        self.device, self.visible, self.build = device, visible, build
+        self.told: Any = None  # what the positions beside it said, in layers that ran before
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "").strip("_") in _ARITHMETIC:
+            _refuse_arithmetic(function.__name__)
+        args, kwargs = tree_map(lambda each: each.build() if isinstance(each, cls) else each, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def dim(self) -> int:
+        """4."""
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        """The shape, or the length of one axis."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def to(self, *place: Any, **keywords: Any) -> Any:
+        """Described on another device, as hooks of models on several devices ask for; dense for anything else."""
+        if len(place) != 1 or keywords.keys() - {"non_blocking"} or not isinstance(place[0], (str, int, torch.device)):
+            return self.build().to(*place, **keywords)
+        if torch.device(place[0]) == torch.device(self.device):  # with what it was told by layers that ran before
+            return self
+        keys = self.visible.keys
+        visible = self.visible if keys is None else self.visible._replace(keys=keys.to(place[0], **keywords))
+        return DescribedMask(self.shape[0], torch.device(place[0]), visible, lambda: self.build().to(place[0]))
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getattr__(self, name: str) -> Any:  # only for what is not defined here
+        if name.startswith("__") or name == "build":
+            raise AttributeError(name)
+        if name.strip("_") in _ARITHMETIC:
+            _refuse_arithmetic(name)
+        return getattr(self.build(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.build()[index]
+
+    def __invert__(self) -> Tensor:
+        return ~self.build()
+
+
+def _through_dense(name: str) -> Callable[[DescribedMask, Any], Any]:
+    def operator(self: DescribedMask, other: Any) -> Any:
+        return getattr(self.build(), name)(other.build() if isinstance(other, DescribedMask) else other)
+
+    return operator
+
+
+def _refusing(name: str) -> Callable[[DescribedMask, Any], Any]:
+    def operator(self: DescribedMask, other: Any) -> Any:
+        _refuse_arithmetic(name)
+
+    return operator
+
+
+def _refuse_arithmetic(name: str) -> None:
+    raise SpecError(
+        f"attention_mask: expected a model that hands its mask on to attention, or combines it with &, | and ~; got "
+        f"{name} on a bool mask (True = visible). A model that computes attention itself needs a mask of 0 and -inf: "
+        "load it with attn_implementation='eager'"
+    )
+
+
+_ARITHMETIC = {f"{turned}{name}" for name in ("add", "sub", "mul", "div", "truediv") for turned in ("", "r", "i")}
+_ARITHMETIC |= {"subtract", "multiply", "divide", "true_divide"}
+
+for _name in ("and", "or", "xor", "rand", "ror", "rxor"):
+    setattr(DescribedMask, f"__{_name}__", _through_dense(f"__{_name}__"))
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"):
+    setattr(DescribedMask, f"__{_name}__", _refusing(f"__{_name}__"))

@@ -1,0 +1,5 @@
+"""Attention over keys and values in pages, for torch."""
+
+from torch_frontend.paged.attention import append_kv, explain_paged, paged_attention
+
+__all__ = ["append_kv", "explain_paged", "paged_attention"]

@@ -1,0 +1,77 @@
+"""New keys and values into their pages: by indices on a CPU, by a kernel of our own on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from attn_core.errors import ShapeError
+from attn_core.paged import arguments
+from attn_core.paged.tables import check_slots, slots_of
+from torch_frontend.dispatch import plan
+from torch_frontend.paged.plan import check_no_gradient, check_values, tables_of
+
+
+def append(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, cu_seqlens_q: Any) -> None:
+    for name, tensor in (("k_pages", k_pages), ("k", k)):
+        plan.check_tensor(name, tensor)
+    block_table, seq_lens, cu = tables_of(k, k_pages, None, block_table, seq_lens, cu_seqlens_q)
+    check_appended(k_pages, v_pages, k, v, block_table, seq_lens, cu)
+    if k.shape[0] == 0:
+        return
+    with torch.no_grad():
+        if k.device.type == "cpu":
+            _on_host(k_pages, v_pages, k, v, block_table, seq_lens, cu)
+        else:
+            plan.on_device(on_gpu, k.device)(k_pages, v_pages, k, v, block_table, seq_lens, cu)
+
+
+def check_appended(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, cu: Any) -> None:
+    """Checks the arguments of an append, but for the values in its tables."""
+    named = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v}
+    for name, tensor in named.items():
+        plan.check_tensor(name, tensor)
+        check_no_gradient(name, tensor)
+    named |= {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu}
+    if all(t is None or all(type(size) is int for size in t.shape) for t in named.values()):
+        arguments.check_append(
+            {name: None if t is None else plan.facts(t.shape, t.dtype, t.device) for name, t in named.items()}
+        )
+
+
+def _on_host(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, cu: Any) -> None:
+    if cu is None:
+        cu = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device="cpu")
+    tables = block_table.numpy(), seq_lens.numpy(), cu.numpy()
+    check_values(None, k.shape[0], k_pages, *tables, writes=True)
+    slots = slots_of(*tables, k_pages.shape[1])
+    check_slots(slots)
+    page, offset = (torch.from_numpy(part) for part in np.divmod(slots, k_pages.shape[1]))
+    k_pages[page, offset] = k.detach()[: len(slots)]  # what is behind the last offset has no place
+    v_pages[page, offset] = v.detach()[: len(slots)]
+
+
+def on_gpu(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, cu: Any) -> None:
+    from attn_core.paged import triton_tables
+
+    for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if tensor.stride(-1) != 1:
+            raise ShapeError(f"{name}: expected dense channels (a last stride of 1), got {list(tensor.stride())}")
+    k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (k.detach(), v.detach()))
+    table = block_table if block_table.stride(-1) == 1 else block_table.contiguous()
+    lengths = seq_lens.contiguous()
+    widest = max(k.shape[2], v.shape[2])
+    triton_tables.append[(k.shape[0], k.shape[1])](
+        *(k, v, k_pages, v_pages, table, lengths, lengths if cu is None else cu.contiguous()),
+        *(k_pages.shape[0], table.shape[1], len(lengths)),
+        *(*k.stride()[:2], *v.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3], table.stride(0)),
+        PAGE=k_pages.shape[1],
+        HEAD_DIM=k.shape[2],
+        VALUE_DIM=v.shape[2],
+        WIDE=1 << (widest - 1).bit_length(),
+        ONE_QUERY=cu is None,
+        SEQUENCES=min(1024, 1 << max(len(lengths) - 1, 0).bit_length()),
+        num_warps=1 if widest <= 64 else 2,
+    )

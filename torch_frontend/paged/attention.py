@@ -1,0 +1,139 @@
+"""Attention on keys and values in pages of a pool, for torch tensors: decoding, chunked prefill, and the append."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attn_core.call.options import requested_names
+from attn_core.selection import Selection, explain, override
+from torch_frontend.dispatch.ops import joined
+from torch_frontend.dispatch.plain import is_watched
+from torch_frontend.dispatch.plan import check_tensor
+from torch_frontend.paged import ops  # noqa: F401  registers what compilers see
+from torch_frontend.paged.append import append, check_appended
+from torch_frontend.paged.plan import checked_beside, gathered, metadata, options_of, question, run, tables_beside
+
+Tensor = torch.Tensor
+
+
+def paged_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    *,
+    block_table: Any,
+    seq_lens: Any,
+    cu_seqlens_q: Any = None,
+    max_len_q: int | None = None,
+    causal: bool = True,
+    window: int | tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    deterministic: bool = False,
+    backend: str | tuple[str, ...] | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of each sequence's new tokens on its keys and values in pages: decoding and chunked prefill alike.
+
+    Query i of a sequence with n new tokens out of N sees key ``j <= i + N - n``, and windows lie on that diagonal. The
+    new tokens' own keys and values are in the pages already: ``append_kv`` puts them there. Inference only.
+
+    Args:
+        q: ``[tokens, heads, head_dim]``, the new tokens of all sequences end to end.
+        k_pages: ``[num_pages, page_size, kv_heads, head_dim]``, the pool; any strides with dense channels.
+        v_pages: ``[num_pages, page_size, kv_heads, value_dim]``.
+        block_table: int32 ``[batch, width]``: each sequence's pages in order, -1 behind them. A tensor on the device
+            of q, or a numpy array, which is checked and copied there.
+        seq_lens: int32 ``[batch]``: the tokens of each sequence, its new ones included.
+        cu_seqlens_q: int32 ``[batch + 1]``, the offsets of the sequences in q; None where each has one new token.
+        max_len_q: host int, at least the most new tokens of a sequence; as many as q has when None.
+        causal, window, softcap, scale, sinks, deterministic: as in ``attention``.
+        backend: a name, which runs or raises; names in order of preference; or None for automatic choice.
+        return_lse: also return the log-sum-exp, ``[heads, tokens]``, natural log, float32.
+
+    Returns:
+        The output ``[tokens, heads, value_dim]``; or ``(output, lse)``. A query of a sequence that has no key, or sees
+        none, gets 0 and its sink, -inf without sinks; a query behind the last offset 0 and -inf.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, SpecError: for arguments that describe no call. Tables on the CPU are
+            checked by value; what a table on a GPU says is not believed, but not checked either.
+        NoBackendError: when no backend, or not the one asked for, can run it; the message has every reason.
+    """
+    options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
+    if torch.compiler.is_compiling() or is_watched(q):
+        tables = block_table, seq_lens, cu_seqlens_q
+        if not torch.compiler.is_compiling():
+            tables = checked_beside(q, k_pages, v_pages, tables, sinks, options)
+        left, right = options.window  # type: ignore[misc]
+        out, lse = torch.ops.attn.paged_forward(
+            *(q, k_pages, v_pages, *tables, sinks, max_len_q, causal, left, right),
+            *(softcap, scale, deterministic, return_lse, joined(requested_names(backend))),
+        )
+        return (out, lse) if return_lse else out
+    inputs = gathered(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, max_len_q)
+    out, lse = run(inputs, options, requested_names(backend))
+    return (out, lse) if return_lse else out
+
+
+def explain_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    *,
+    block_table: Any,
+    seq_lens: Any,
+    cu_seqlens_q: Any = None,
+    max_len_q: int | None = None,
+    causal: bool = True,
+    window: int | tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    deterministic: bool = False,
+    backend: str | tuple[str, ...] | None = None,
+    return_lse: bool = False,
+) -> Selection:
+    """Which backend ``paged_attention`` runs with the same arguments, and why the others do not. Runs nothing."""
+    options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
+    inputs = gathered(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, max_len_q)
+    return explain(*question(metadata(inputs), options, requested_names(backend) or override.requested()))
+
+
+def append_kv(
+    k_pages: Tensor,
+    v_pages: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block_table: Any,
+    seq_lens: Any,
+    cu_seqlens_q: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """Writes the keys and values of new tokens into their sequences' pages, in place.
+
+    Args:
+        k_pages, v_pages: the pool, as in ``paged_attention``; changed.
+        k, v: ``[tokens, kv_heads, dim]``, in the pool's dtype: the last tokens of each sequence, end to end.
+        block_table, seq_lens, cu_seqlens_q: as in ``paged_attention``; ``seq_lens`` count the new tokens.
+
+    Returns:
+        ``(k_pages, v_pages)``, the same tensors.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, SpecError: for arguments that do not fit, and for tables on the CPU that
+            lead out of the pool or two tokens to one place. On a GPU a token without a place is left out.
+    """
+    if torch.compiler.is_compiling():
+        torch.ops.attn.append_kv(k_pages, v_pages, k, v, block_table, seq_lens, cu_seqlens_q)
+    elif is_watched(k):
+        check_tensor("k", k)
+        tables = tables_beside(k, block_table, seq_lens, cu_seqlens_q)
+        check_appended(k_pages, v_pages, k, v, *tables)
+        torch.ops.attn.append_kv(k_pages, v_pages, k, v, *tables)
+    else:
+        append(k_pages, v_pages, k, v, block_table, seq_lens, cu_seqlens_q)
+    return k_pages, v_pages

@@ -1,0 +1,63 @@
+"""The ops that compilers see of paged calls: ``attn::paged_forward`` and ``attn::append_kv``, which changes its pools.
+
+Inside, everything is as in eager calls, real shapes and the override of the moment among it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_frontend.paged.append import append
+from torch_frontend.paged.plan import gathered, options_of, run
+
+Tensor = torch.Tensor
+
+_library = torch.library.Library("attn", "FRAGMENT")
+_library.define(
+    "paged_forward(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor seq_lens, "
+    "Tensor? cu_seqlens_q, Tensor? sinks, SymInt? max_len_q, bool causal, SymInt? window_left, SymInt? window_right, "
+    "float? softcap, float? scale, bool deterministic, bool return_lse, str? backend) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "append_kv(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor k, Tensor v, Tensor block_table, Tensor seq_lens, "
+    "Tensor? cu_seqlens_q) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _forward_op(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None,
+    sinks: Tensor | None,
+    max_len_q: int | None,
+    causal: bool,
+    left: int | None,
+    right: int | None,
+    softcap: float | None,
+    scale: float | None,
+    deterministic: bool,
+    return_lse: bool,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    options = options_of(causal, (left, right), softcap, scale, deterministic, return_lse, max_len_q)
+    inputs = gathered(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, max_len_q)
+    out, lse = run(inputs, options, None if backend is None else tuple(backend.split("\n")))
+    return out.contiguous(), lse.contiguous()
+
+
+def _forward_fake(q: Tensor, k_pages: Tensor, v_pages: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((*q.shape[:2], v_pages.shape[3])), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype)
+
+
+_library.impl("paged_forward", _forward_op, "CompositeExplicitAutograd")
+_library.impl("append_kv", append, "CompositeExplicitAutograd")
+torch.library.register_fake("attn::paged_forward", _forward_fake, lib=_library)
+torch.library.register_fake("attn::append_kv", lambda *_: None, lib=_library)

@@ -1,0 +1,167 @@
+"""From the arguments of a paged call to a backend: checks, tables on the right device, and the plan."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from attn_core import backends
+from attn_core.call.options import Options, flag, is_plain_window, normalise_window
+from attn_core.call.pages import PagedKV
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import PagedInputs
+from attn_core.errors import SpecError
+from attn_core.paged import arguments
+from attn_core.paged.tables import check_offsets, check_tables
+from attn_core.selection import Target, override, select
+from torch_frontend.dispatch import lone_sinks, offsets, plain, plan
+
+Tensor = torch.Tensor
+Metadata = tuple[torch.Size, torch.dtype, torch.device]
+
+
+class Made(NamedTuple):
+    """A paged call that has been checked and given to a backend."""
+
+    spec: AttentionSpec
+    forward: Any
+
+
+@lru_cache(maxsize=4096)
+def planned(metadata: tuple[Metadata | None, ...], options: Options, requested: tuple[str, ...] | None) -> Made:
+    selection = select(*question(metadata, options, requested))
+    module = backends.load(selection.backend or "", selection.target.kind)
+    assert module is not None and metadata[0] is not None
+    if selection.spec.empty:
+        return Made(selection.spec, plan.empty_forward)
+    return Made(selection.spec, plan.on_device(module.forward, metadata[0][2]))
+
+
+def question(
+    metadata: tuple[Metadata | None, ...], options: Options, requested: tuple[str, ...] | None
+) -> tuple[AttentionSpec, Target, tuple[str, ...] | None]:
+    spec = arguments.build_spec(arguments.PagedArrays(*(entry and plan.facts(*entry) for entry in metadata)), options)  # type: ignore[arg-type]
+    device = metadata[0][2] if metadata[0] else torch.device("cpu")
+    return spec, Target.here("torch", plan.device_name(device)), requested
+
+
+def metadata(inputs: PagedInputs) -> tuple[Metadata | None, ...]:
+    return tuple(None if t is None else (t.shape, t.dtype, t.device) for t in inputs)
+
+
+def options_of(
+    causal: Any, window: Any, softcap: Any, scale: Any, deterministic: Any, return_lse: Any, max_len_q: Any
+) -> Options:
+    if torch.compiler.is_compiling():  # numbers may be symbols here; the op checks their values when it runs
+        flag("causal", causal)
+        flag("deterministic", deterministic)
+        window = normalise_window(window, causal)
+        return Options(causal, "bottom_right", window, softcap, scale, max_len_q, None, 0.0, deterministic, return_lse)
+    known = _checked if is_plain_window(window) else arguments.checked_options
+    try:
+        return known(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
+    except TypeError:  # something that cannot be hashed: a list for a window, or nothing that an option can be
+        return arguments.checked_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
+
+
+_checked = lru_cache(maxsize=1024, typed=True)(arguments.checked_options)  # typed: True and 1.0 are not 1
+
+
+def gathered(
+    q: Any, k_pages: Any, v_pages: Any, block_table: Any, seq_lens: Any, cu_seqlens_q: Any, sinks: Any, max_len_q: Any
+) -> PagedInputs:
+    """The arguments as PagedInputs on one device; tables that are on the host are checked later, by value."""
+    for name, tensor in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages), ("sinks", sinks)):
+        if tensor is None and name == "sinks":
+            continue
+        plan.check_tensor(name, tensor)
+        check_no_gradient(name, tensor)
+    tables = tables_of(q, k_pages, max_len_q, block_table, seq_lens, cu_seqlens_q)
+    return PagedInputs(q, k_pages, v_pages, *tables, sinks=sinks)
+
+
+def check_no_gradient(name: str, tensor: Tensor) -> None:
+    """Raises SpecError for a tensor that autograd would want the gradient of."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise SpecError(
+            f"{name}: expected requires_grad=False, keys and values in pages are for inference; use torch.no_grad()"
+        )
+
+
+def tables_of(q: Tensor, k_pages: Tensor, max_len_q: int | None, *tables: Any) -> tuple[Any, Any, Any]:
+    """block_table, seq_lens and cu_seqlens_q as tensors. numpy's are checked and copied; GPU offsets are made safe."""
+    names = ("block_table", "seq_lens", "cu_seqlens_q")
+    for name, table in zip(names[:2], tables):
+        if table is None:
+            plan.check_tensor(name, table)
+    if all(table is None or isinstance(table, np.ndarray) for table in tables):
+        if q.device.type != "cpu":
+            check_values(max_len_q, q.shape[0], k_pages, *tables)
+        return tuple(None if t is None else torch.from_numpy(t).to(q.device) for t in tables)  # type: ignore[return-value]
+    for name, table in zip(names, tables, strict=True):
+        if table is not None:
+            plan.check_tensor(name, table)
+    block_table, seq_lens, cu = tables
+    if cu is not None and cu.is_cuda and cu.dtype == torch.int32 and cu.dim() == 1 and q.dim() == 3:
+        cu = offsets.within(cu, q.shape[0])
+    return block_table, seq_lens, cu
+
+
+def tables_beside(q: Tensor, *tables: Any) -> tuple[Any, Any, Any]:
+    """The tables of a call that is to be one op, in the form that ops accept together with q."""
+    for name, table in zip(("block_table", "seq_lens", "cu_seqlens_q"), tables, strict=True):
+        if not isinstance(table, np.ndarray) and (table is not None or name != "cu_seqlens_q"):
+            plan.check_tensor(name, table)
+    return tuple(plain.placed(q, t) if isinstance(t, np.ndarray) else t for t in tables)  # type: ignore[return-value]
+
+
+def checked_beside(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: tuple[Any, ...], sinks: Tensor | None, options: Options
+) -> tuple[Any, Any, Any]:
+    """Checks the arguments of such a call, if its sizes are numbers, and returns ``tables_beside``."""
+    for name, tensor in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages), ("sinks", sinks)):
+        if tensor is not None or name != "sinks":
+            plan.check_tensor(name, tensor)
+            check_no_gradient(name, tensor)  # type: ignore[arg-type]
+    made = tables_beside(q, *tables)
+    found = metadata(PagedInputs(q, k_pages, v_pages, *made, sinks=sinks))
+    if all(type(size) is int for entry in found if entry for size in entry[0]):
+        arguments.build_spec(arguments.PagedArrays(*(entry and plan.facts(*entry) for entry in found)), options)  # type: ignore[arg-type]
+    return made
+
+
+def check_values(
+    max_len_q: int | None,
+    tokens: int,
+    pages: Tensor,
+    block_table: Any,
+    seq_lens: Any,
+    cu: Any,
+    *,
+    writes: bool = False,
+) -> None:
+    """Checks what tables on the host say; shapes and dtypes that are wrong are refused by name elsewhere."""
+    block_table, seq_lens, cu = (None if table is None else np.asarray(table) for table in (block_table, seq_lens, cu))
+    if block_table.ndim != 2 or seq_lens.shape != block_table.shape[:1] or pages.dim() != 4:
+        return
+    if cu is not None:
+        if cu.shape != (len(seq_lens) + 1,):
+            return
+        check_offsets(cu, tokens, max_len_q)
+    paged = PagedKV(num_pages=pages.shape[0], page_size=pages.shape[1], width=block_table.shape[1])
+    check_tables(paged, block_table, seq_lens, cu, writes=writes)
+
+
+def run(inputs: PagedInputs, options: Options, requested: tuple[str, ...] | None) -> tuple[Tensor, Tensor]:
+    made = planned(metadata(inputs), options, requested or override.requested())
+    if inputs.q.device.type == "cpu":
+        check_values(options.max_len_q, made.spec.q_len, inputs.k, *inputs[3:6])
+    out, lse = made.forward(made.spec, inputs)
+    cu = inputs.cu_seqlens_q
+    out, lse = offsets.cleared(out, lse, cu) if cu is not None and cu.is_cuda else (out, lse)
+    if inputs.sinks is None or not options.return_lse:
+        return out, lse
+    return out, lone_sinks.in_lse(lse, inputs.sinks, None if cu is None else cu[-1])

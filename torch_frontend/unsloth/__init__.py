@@ -1,0 +1,62 @@
+"""The names that Unsloth's models import: ``run_attention``, packed masks and labels, and softcapped attention."""
+
+from typing import Any
+
+from torch_frontend.unsloth import dispatch
+from torch_frontend.unsloth.dispatch import (
+    FLASH_DENSE,
+    FLASH_VARLEN,
+    SDPA,
+    SDPA_HAS_GQA,
+    XFORMERS,
+    AttentionConfig,
+    AttentionContext,
+    resolve_prefix_seg_info,
+    run_attention,
+    select_attention_backend,
+)
+from torch_frontend.unsloth.packing import (
+    build_sdpa_packed_attention_mask,
+    build_xformers_block_causal_mask,
+    get_packed_info_from_kwargs,
+    mask_packed_boundary_labels,
+    mask_packed_sequence_boundaries,
+)
+from torch_frontend.unsloth.softcapping import (
+    HAS_FLEX_ATTENTION,
+    create_flex_attention_causal_mask,
+    create_flex_attention_sliding_window_mask,
+    slow_attention_softcapping,
+    slow_inference_attention_softcapping,
+)
+
+__all__ = [
+    "AttentionConfig",
+    "AttentionContext",
+    "FLASH_DENSE",
+    "FLASH_VARLEN",
+    "HAS_FLASH_ATTENTION",
+    "HAS_FLEX_ATTENTION",
+    "HAS_XFORMERS",
+    "SDPA",
+    "SDPA_HAS_GQA",
+    "XFORMERS",
+    "build_sdpa_packed_attention_mask",
+    "build_xformers_block_causal_mask",
+    "create_flex_attention_causal_mask",
+    "create_flex_attention_sliding_window_mask",
+    "get_packed_info_from_kwargs",
+    "mask_packed_boundary_labels",
+    "mask_packed_sequence_boundaries",
+    "resolve_prefix_seg_info",
+    "run_attention",
+    "select_attention_backend",
+    "slow_attention_softcapping",
+    "slow_inference_attention_softcapping",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("HAS_FLASH_ATTENTION", "HAS_XFORMERS"):  # what is installed is looked up when it is asked for
+        return getattr(dispatch, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,159 @@
+"""Unsloth's ``run_attention`` for torch tensors, with one meaning on every backend (see attn_core.dropins.unsloth)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from attn_core.dropins.unsloth.arguments import (
+    FLASH_DENSE,
+    FLASH_VARLEN,
+    SDPA,
+    XFORMERS,
+    AttentionConfig,
+    AttentionContext,
+    check_sizes,
+    choose_word,
+    computed_in,
+    documents,
+    preference,
+)
+from attn_core.dropins.unsloth.meaning import Meaning, check_mask, interpret
+from attn_core.dropins.unsloth.prefix import resolve_prefix_seg_info
+from attn_core.errors import DTypeError
+from attn_core.selection import override
+from torch_frontend.attention import attention
+from torch_frontend.backends import available_here
+from torch_frontend.dispatch.autocast import autocast_dtype
+from torch_frontend.dispatch.ops import ASKED
+from torch_frontend.dispatch.plan import check_tensor, device_name
+from torch_frontend.recomputed import attention_of_layer
+from torch_frontend.unsloth import prefix
+
+__all__ = [
+    "FLASH_DENSE",
+    "FLASH_VARLEN",
+    "HAS_FLASH_ATTENTION",
+    "HAS_XFORMERS",
+    "SDPA",
+    "SDPA_HAS_GQA",
+    "XFORMERS",
+    "AttentionConfig",
+    "AttentionContext",
+    "resolve_prefix_seg_info",
+    "run_attention",
+    "select_attention_backend",
+]
+
+Tensor = torch.Tensor
+
+SDPA_HAS_GQA = True
+"""Whether torch's own attention takes grouped heads: every torch that this package supports."""
+
+HAS_FLASH_ATTENTION: bool
+"""Whether some FlashAttention package runs on this machine; looked up when it is first asked for."""
+HAS_XFORMERS: bool
+"""Whether xformers does."""
+
+
+def __getattr__(name: str) -> bool:
+    if name == "HAS_FLASH_ATTENTION":
+        return choose_word(available_here(), use_varlen=True) == FLASH_VARLEN
+    if name == "HAS_XFORMERS":
+        return "xformers" in available_here()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
+    """Attention of a layer: ``Q [bsz, n_heads, q_len, head_dim]``, ``K, V [bsz, n_kv_heads, kv_len, head_dim]``.
+
+    Causal unless a bag or a complete mask says otherwise; packed where ``context.seq_info`` says so, the rows laid end
+    to end; with shared prefixes where ``context.prefix_seg_info`` says so. ``config.backend`` is a preference: what its
+    kernels cannot run, automatic choice does, with the same result.
+
+    Returns:
+        ``[bsz, q_len, n_heads, head_dim]`` in Q's dtype, also where float32 is computed in another: under
+        ``torch.autocast``, and beside K or V of a half dtype.
+
+    Raises:
+        SpecError and its kinds: for contradictions, unknown keys and wrong sizes, before any kernel runs.
+    """
+    for name, tensor in (("Q", Q), ("K", K), ("V", V)):
+        check_tensor(name, tensor)
+    for name in ("attention_mask", "causal_mask"):  # or what a host's own class says
+        if isinstance(getattr(context, name), Tensor):
+            check_tensor(f"context.{name}", getattr(context, name))
+    check_sizes(config, context, Q.shape, K.shape, V.shape)
+    meaning = interpret(config, context)
+    backend = _backends(preference(config, "torch", device_name(Q.device)))
+    q, k, v = (Q, K, V) if Q.dtype == K.dtype == V.dtype else _of_one_dtype(Q, K, V)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [bsz, len, heads, head_dim]
+    if context.prefix_seg_info is not None:
+        out = prefix.attend(q, k, v, meaning, context, backend)
+        return out if out.dtype == Q.dtype else out.to(Q.dtype)
+    mask, bias = split_mask(meaning, context)
+    info = meaning.documents or documents(context)
+    if info is not None:
+        q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [bsz * len, heads, head_dim]
+    attend = partial(attention_of_layer, trains=True) if context.requires_grad else attention
+    out = attend(
+        q,
+        k,
+        v,
+        causal=meaning.causal,
+        window=meaning.window,
+        softcap=meaning.softcap,
+        scale=meaning.scale,
+        mask=mask,
+        bias=bias,
+        alibi_slopes=meaning.alibi_slopes,
+        seq_info=info,
+        dropout=meaning.dropout,
+        deterministic=meaning.deterministic,
+        backend=backend,
+    )
+    if info is not None:  # [bsz * q_len, heads, value_dim]
+        out = out.reshape(context.bsz, context.q_len, context.n_heads, V.shape[3])
+    return out if out.dtype == Q.dtype else out.to(Q.dtype)
+
+
+def _of_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Q, K, V with float32 cast to the half dtype beside it; as they are where autocast casts them."""
+    half = computed_in(*(str(tensor.dtype).removeprefix("torch.") for tensor in tensors))
+    if half is None or autocast_dtype(tensors[0].device) is not None:
+        return tensors
+    return tuple(tensor.to(getattr(torch, half)) for tensor in tensors)
+
+
+def _backends(preferred: tuple[str, ...]) -> tuple[str, ...]:
+    """What ``use_backend`` asks for, else the preferred ones; compiled code finds that out when it runs."""
+    return (ASKED, *preferred) if torch.compiler.is_compiling() else override.requested() or preferred
+
+
+def split_mask(meaning: Meaning, context: AttentionContext) -> tuple[Tensor | None, Tensor | None]:
+    """The host's mask as (bool mask, additive bias) of four axes; see ``Meaning`` for what each rank means."""
+    given = meaning.mask
+    if given is None:
+        return None, None
+    check_tensor(meaning.mask_name, given)
+    check_mask(meaning, context)
+    if meaning.keep:
+        keys = given != 0
+        if context.seq_info is not None or meaning.documents is not None:  # the rows laid end to end, as their keys are
+            keys = keys.reshape(1, -1)
+        return keys[:, None, None, :], None
+    table = given[:, None] if given.ndim == 3 else given
+    if table.dtype == torch.bool:
+        return table, None
+    if table.is_floating_point():
+        return None, table
+    raise DTypeError(
+        f"{meaning.mask_name}: expected bool (True = visible) or a float to be added, got {table.dtype} of shape "
+        f"{list(given.shape)}; a 0/1 mask becomes bool by mask != 0"
+    )
+
+
+def select_attention_backend(use_varlen: bool = False) -> str:
+    """The backend word for this machine, in the host's order: flash-attn, xformers, SDPA."""
+    return choose_word(available_here(), use_varlen)

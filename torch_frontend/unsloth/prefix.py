@@ -1,0 +1,34 @@
+"""Attention of rows that share a prefix, for torch tensors (see attn_core.dropins.unsloth.prefix)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from attn_core.dropins.unsloth.arguments import AttentionContext
+from attn_core.dropins.unsloth.meaning import Meaning
+from attn_core.dropins.unsloth.prefix import shared_prefixes
+from torch_frontend.recomputed import attention_of_layer
+
+Tensor = torch.Tensor
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, meaning: Meaning, context: AttentionContext, backend: Any) -> Tensor:
+    """``[bsz, len, heads, value_dim]``: what each token of q, k, v sees of its own run, joined with its prefix."""
+    shared = shared_prefixes(meaning, context, _on_host)
+    rows = [tensor.flatten(0, 1) for tensor in (q, k, v)]  # [bsz * len, heads, head_dim]
+    options: dict[str, Any] = {"softcap": meaning.softcap, "scale": meaning.scale}
+    options |= {"deterministic": meaning.deterministic, "backend": backend, "return_lse": True}
+    attention = partial(attention_of_layer, trains=context.requires_grad)
+    own, own_lse = attention(*rows, causal=True, seq_info=shared.own, **options)
+    prefix, prefix_lse = attention(*rows, seq_info=shared.prefix, **options)
+    share = torch.sigmoid(prefix_lse - own_lse).mT[..., None]  # [bsz * len, heads, 1]; 0 where no prefix is seen
+    joined = torch.lerp(own.to(share.dtype), prefix.to(share.dtype), share).to(own.dtype)
+    return joined.unflatten(0, q.shape[:2])
+
+
+def _on_host(labels: Any) -> Any:
+    """Labels of tokens as a numpy array; a GPU is waited for."""
+    return labels.cpu().numpy() if isinstance(labels, Tensor) else labels
