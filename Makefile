@@ -62,15 +62,15 @@ test: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
 
 # Kernels and XLA round otherwise on another CPU: what compares numbers must hold there, too.
-NUMERIC := $(addprefix tests/test_,bit_equality.py conformance.py equinox.py jax_transformations.py \
-	sdpa_flash_cpu.py torch_entry_points.py)
+NUMERIC := $(addprefix tests/,correctness/test_bit_equality.py correctness/test_conformance.py dropins/test_equinox.py \
+	jax_frontend/test_jax_transformations.py backends/test_sdpa_flash_cpu.py torch_frontend/test_torch_entry_points.py)
 
 test-avx2: $(STAMP)
 	ATEN_CPU_CAPABILITY=avx2 XLA_FLAGS=--xla_cpu_max_isa=AVX2 OMP_NUM_THREADS=1 \
 		$(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal $(NUMERIC) $(PYTEST_ARGS)
 
 sweep: $(STAMP)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal --sweep tests/test_transformers_sweep.py $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal --sweep tests/dropins/test_transformers_sweep.py $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .

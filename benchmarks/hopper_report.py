@@ -229,8 +229,8 @@ def _memcheck(result: dict[str, Any]) -> str:
     inside = found["errors"] - sum(calls.values())
     api = ", ".join(f"{count} × `{name}`" for name, count in calls.items())
     more = f" Calls of the CUDA API that returned an error, of whoever made them: {api}." if calls else ""
-    log = found["source"]
-    return f"{heading}\n\n`python tests/memcheck_cases.py` under it, `{log}`: {inside} errors in kernels; {said}.{more}"
+    run = f"`python tests/gpu/memcheck_cases.py` under it, `{found['source']}`"
+    return f"{heading}\n\n{run}: {inside} errors in kernels; {said}.{more}"
 
 
 def _not_run(result: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ import torch
 from frameworks import spied
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_bridge import in_its_own_process
+from own_process import in_its_own_process
 
 from attn_core import NoBackendError
 from attn_core.errors import DTypeError, ShapeError, SpecError

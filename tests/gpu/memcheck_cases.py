@@ -1,6 +1,6 @@
 """A few small calls through every backend that is available here, to be run under a tool that watches memory:
 
-PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python tests/memcheck_cases.py
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/memcheck_cases.py
 
 The tool knows the driver's allocations, not tensors: without that variable torch cuts many tensors out of one, and what
 is read beside a tensor is seen only where it lies outside of them all.
@@ -17,7 +17,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file, the project need not be installed
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]  # run as a file, the project need not be installed
 
 import small_paged_calls as paged
 import torch

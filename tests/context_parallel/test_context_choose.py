@@ -31,7 +31,7 @@ from attn_core.context_parallel.tiles import Visible
 from attn_core.selection.preference import measured
 
 H200 = Constants.of("sm90")
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def call(length: int, heads: tuple[int, int] = (32, 8), **options: Any) -> AttentionSpec:

@@ -113,7 +113,7 @@ def test_whole_rows_stay_as_they_are() -> None:
 def padded(backend: str, device: str, framework: str, tail: str, **fields: Any) -> tuple[Call, Call]:
     """A call whose rows go on behind the last document, with NaN there, and the call without that.
 
-    On a GPU another number: the last tile of a document may hold what follows it (tests/test_nan_containment.py).
+    On a GPU another number: the last tile of a document may hold what follows it (test_nan_containment).
     """
     dtypes = module_on(backend, device).FORWARD.dtypes
     fields = {**HEADS, **fields, "lengths": LENGTHS}

@@ -228,7 +228,7 @@ def in_ranks(worlds: list[World], folder: Path, seconds: float) -> dict[str, lis
     """Runs worlds in processes of their own: the results of every rank of each; of a rank that died, what it had."""
     (folder / "asked.pickle").write_bytes(pickle.dumps(worlds))
     here = Path(__file__).parent
-    paths = [str(here.parent), str(here), *(path for path in sys.path if path)]
+    paths = [str(here.parents[1]), str(here), *(path for path in sys.path if path)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     if all(world.device == "cpu" for world in worlds):
         env["CUDA_VISIBLE_DEVICES"] = ""

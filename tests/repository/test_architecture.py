@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("attn_core", "torch_frontend", "jax_frontend")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 FRAMEWORKS = {"torch", "jax", "jaxlib", "flax", "jax_tvm_ffi", "tvm_ffi", "triton", "transformers"}

@@ -15,7 +15,7 @@ import torch_frontend
 from attn_core.call.seq_info import SeqInfo
 from attn_core.dropins.unsloth.arguments import AttentionConfig, AttentionContext
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FACTORIES = {made.__name__ for made in _device_constructors()}
 LENGTH = 6
 

@@ -44,7 +44,7 @@ def claimed(names: tuple[str, ...] | None = None, *devices: str) -> list[Any]:
 
 
 def _of_any_call(names: tuple[str, ...] | None) -> list[str]:
-    """The backends that are not for keys and values in pages alone: tests/test_paged.py has those."""
+    """The backends that are not for keys and values in pages alone: tests/paged/test_paged.py has those."""
     modules: dict[str, Any] = {name: backends.load(name) for name in names or backends.names()}
     return [name for name, module in modules.items() if not backends.reads_pages_alone(module)]
 

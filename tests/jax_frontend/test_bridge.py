@@ -1,8 +1,6 @@
 """The bridge itself: tokens, threads, errors inside a callback, memory, and what it leaves alone."""
 
 import pickle
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from functools import partial
@@ -13,6 +11,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from own_process import in_its_own_process
 
 from attn_core import AttentionSpec, Target, backends
 from attn_core.call.tensors import Inputs
@@ -25,13 +24,6 @@ SPEC = AttentionSpec(
     batch=1, q_len=5, kv_len=5, num_heads=2, num_kv_heads=2, head_dim=16, value_dim=16, dtype="float32"
 )
 CALL = targets.BridgedCall("forward", "math", "cpu", SPEC, ("q", "k", "v"))
-
-
-def in_its_own_process(script, **environment):
-    """Runs Python text on the CPU in a process that has seen nothing of this one."""
-    paths = ":".join(path for path in sys.path if path)
-    env = {"PATH": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, **environment}
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, check=False)
 
 
 def test_a_token_is_short_and_means_the_same_in_every_process():

@@ -20,7 +20,7 @@ from attn_core.backends.support import Support
 from attn_core.cli.app import app
 from attn_core.cli.support_table import FEATURES, render
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_support_page_is_current() -> None:

@@ -24,7 +24,7 @@ from attn_core.selection.preference import Features, cases_of, features, measure
 from attn_core.selection.preference_table import derive, regrets, right_times, stable_order, summary
 from attn_core.selection.sweep import QUICK, SWEEP, plain_fields, spec_of
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SPEC = AttentionSpec(
     batch=4,
     q_len=4096,

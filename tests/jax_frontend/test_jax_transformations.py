@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from both_frontends import judge
+from own_process import in_its_own_process
 from spec_strategies import make_call
-from test_bridge import in_its_own_process
 
 from attn_core import NoBackendError, SpecError, Target, backends, selection
 from jax_frontend import SeqInfo, attention

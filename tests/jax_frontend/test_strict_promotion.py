@@ -17,7 +17,7 @@ pytest.importorskip("jax")
 pytest.importorskip("torch")
 import jax
 import jax.numpy as jnp
-from test_bridge import in_its_own_process
+from own_process import in_its_own_process
 
 import jax_frontend
 from jax_frontend import finetrainers

@@ -18,6 +18,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F
+import two_processes
 from frameworks import spied
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
@@ -535,7 +536,7 @@ def test_compiled_drop_ins_ask_use_backend_when_they_run(device: str) -> None:
 
 
 def test_two_processes_share_a_step(tmp_path: Path) -> None:
-    worker = Path(__file__).with_name("two_processes.py")
+    worker = Path(two_processes.__file__)
     paths = ":".join(path for path in sys.path if path)
     env = {"PATH": "", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(worker), str(tmp_path / "store")]

@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from test_bridge import in_its_own_process
+from own_process import in_its_own_process
 
 from attn_core.backends.shared.cached_once import cached_once
 
