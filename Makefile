@@ -30,7 +30,7 @@ help:
 	@echo "make lint        ruff and mypy"
 	@echo "make format      ruff's fixes and formatting"
 	@echo "make docs        the documentation, into site/"
-	@echo "make support     docs/support.md from what the backends declare"
+	@echo "make support     docs/reference/support.md from what the backends declare"
 
 venv: $(STAMP)
 
@@ -85,7 +85,7 @@ docs: $(DOCS_STAMP)
 	$(RUN) -m mkdocs build --strict
 
 support: $(STAMP)
-	$(RUN) -m attn_core support --write docs/support.md
+	$(RUN) -m attn_core support --write docs/reference/support.md
 
 clean:
 	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -4,7 +4,7 @@ torchrun --nproc-per-node 2 -m benchmarks.context_torch --json torch.json      #
 python -m benchmarks.context_jax --json jax.json
 torchrun --nproc-per-node 2 -m benchmarks.context_jax --json jaxes.json
 python -m benchmarks.context_parallel torch.json jax.json jaxes.json           # prints the section; needs no GPU
-... --write                                                                    # docs/context_parallel.md, results/
+... --write                                                                    # the page, and results/
 
 Of several files of one framework a later one replaces what it has as well: of rows for each size of a shard, those of
 its sizes. What was written before is such a file, too: benchmarks/results/context-parallel.json.

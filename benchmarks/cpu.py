@@ -1,7 +1,7 @@
 """What a CPU shows: the cost of a call beside torch's own, and jax.jit(attention) beside jax.nn.
 
 python -m benchmarks.cpu                  # prints a table
-python -m benchmarks.cpu --write          # also benchmarks/results/cpu.json and docs/performance.md
+python -m benchmarks.cpu --write          # also benchmarks/results/cpu.json and docs/explanation/performance.md
 
 Every figure is a difference or a ratio of candidates that took turns in one process.
 """
@@ -199,7 +199,7 @@ def table(figures: list[dict[str, Any]]) -> str:
 
 
 def page(result: dict[str, Any]) -> str:
-    """docs/performance.md, as this script writes it."""
+    """docs/explanation/performance.md, as this script writes it."""
     where = result["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items() if version)
     return f"""# Performance
@@ -218,8 +218,8 @@ from a jitted JAX function to torch's CPU kernel and back, that kernel included.
 
 ## On a GPU
 
-[On a Hopper GPU](hopper.md) has what an H200 showed: figures beside the bare kernels and JAX's own attention, the
-tests' outcome, and what was not run. On a GPU of your own:
+`benchmarks/results/hopper.md` has the figures of an H200 next to the bare kernels and JAX's own attention, the outcome
+of the tests there, and what was not run. On a GPU of your own:
 
 ```bash
 python -m benchmarks.hopper --json hopper.json           # the figures
@@ -234,7 +234,7 @@ def main() -> int:
     """Runs everything; exit code 1 when a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--write", action="store_true", help="write benchmarks/results/cpu.json and docs/performance.md"
+        "--write", action="store_true", help="write benchmarks/results/cpu.json and docs/explanation/performance.md"
     )
     write = parser.parse_args().write
     figures = [*import_time(), *torch_overhead(), *dropin_overhead(), *bridge_cost(), *jax_speed()]
@@ -242,7 +242,7 @@ def main() -> int:
     print(table(figures))
     if write:
         (ROOT / "benchmarks/results/cpu.json").write_text(json.dumps(result, indent=1) + "\n")
-        (ROOT / "docs/performance.md").write_text(page(result))
+        (ROOT / "docs/explanation/performance.md").write_text(page(result))
     return 0 if all(figure["held"] for figure in figures) else 1
 
 

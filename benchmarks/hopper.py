@@ -5,7 +5,7 @@ python -m benchmarks.hopper --json hopper.json --only softcap jax   # some of it
 python -m benchmarks.hopper --render hopper.json --junit results.xml --memcheck memcheck.txt --sweep sweep.json
                                                                     # prints the page; needs no GPU
 ... --render first.json later.json                                  # what a later run measured again replaces it
-... --render ... --write                                            # benchmarks/results/hopper.json, docs/hopper.md
+... --render ... --write                                            # benchmarks/results/hopper.json and hopper.md
 
 A package that is missing, or a call that is refused, leaves a row "not run" with its reason. JAX holds three quarters
 of the GPU's memory once it starts, so torch is measured first.
@@ -134,7 +134,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--memcheck", type=Path, metavar="LOG", help="the log of compute-sanitizer")
     parser.add_argument("--sweep", type=Path, metavar="JSON", help="the sweep through all backends")
-    parser.add_argument("--write", action="store_true", help="with --render: also write the result and docs/hopper.md")
+    parser.add_argument(
+        "--write", action="store_true", help="with --render: also write hopper.json and hopper.md in benchmarks/results"
+    )
     return parser
 
 
@@ -154,7 +156,7 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     print(text)
     if asked.render is not None and asked.write:
         (root / "benchmarks/results/hopper.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        (root / "docs/hopper.md").write_text(text, encoding="utf-8")
+        (root / "benchmarks/results/hopper.md").write_text(text, encoding="utf-8")
     return 0 if all_well(result) else 1
 
 

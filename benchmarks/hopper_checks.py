@@ -35,7 +35,7 @@ def softcap_error() -> list[Group]:
 def _softcap_error(deviation: float) -> Group:
     note = (
         f"{ACCURACY}. Errors are ||result - reference|| / ||reference|| against float64; in brackets the largest error "
-        "of any element, and the largest share of its bound (docs/numerics.md)"
+        "of any element, and the largest share of its bound (docs/explanation/numerics.md)"
     )
     group = Group(f"Error at softcap {SOFTCAP:g}, logits of standard deviation {deviation:g}", note)
     q, k, v, dout = _inputs(deviation)

@@ -1,4 +1,4 @@
-"""docs/hopper.md from what was measured: figures, tests, memcheck and sweep, and everything that was not run.
+"""Renders benchmarks/results/hopper.md: figures, tests, memcheck and sweep, and everything that was not run.
 
 Nothing here measures and nothing is filled in: what a file does not hold is listed as not run.
 """
@@ -64,7 +64,7 @@ def combined(figures: list[Path], junit: list[Path], memcheck: Path | None, swee
 
 
 def page(result: dict[str, Any]) -> str:
-    """docs/hopper.md."""
+    """benchmarks/results/hopper.md."""
     parts = [_head(result), _verdict(result), *_measures(result), _sweep(result), _tests(result), _memcheck(result)]
     return "\n\n".join([*parts, _not_run(result)]) + "\n"
 
@@ -214,7 +214,7 @@ def _tests(result: dict[str, Any]) -> str:
         lines += ["", "Failed:", "", *(f"- `{name}`" for name in found["failed"])]
     if found["xfailed"]:
         known = (f"- {count} tests: {why}" for why, count in found["xfailed"].items())
-        lines += ["", "Known not to hold (docs/semantics.md), and seen not to:", "", *known]
+        lines += ["", "Known not to hold (docs/reference/semantics.md), and seen not to:", "", *known]
     return "\n".join(lines)
 
 

@@ -1,6 +1,6 @@
 """dot_product_attention: the signature and the meaning of ``jax.nn.dot_product_attention``, on every kernel.
 
-What differs on purpose is in docs/jax.md. Source of the meaning: jax/_src/nn/functions.py, jax 0.10 to 0.12.
+What differs on purpose is in docs/reference/jax.md. Source of the meaning: jax/_src/nn/functions.py, jax 0.10 to 0.12.
 
 Lengths of a padded batch never become a table of queries and keys. Keys past a row's end are hidden by a mask
 ``[batch, 1, 1, kv_len]``; queries past it are computed like any other and then set to 0, which stops their gradients:

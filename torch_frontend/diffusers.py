@@ -2,7 +2,7 @@
 
 diffusers looks ``torch.nn.functional.scaled_dot_product_attention`` up at every call, in its ``native`` attention and
 in the processors that do without its dispatcher. A function that means the same stands there while it is installed.
-diffusers' own list of attention backends is a closed enumeration: docs/dropins/diffusers.md.
+diffusers' own list of attention backends is a closed enumeration: docs/how_to/migrate/diffusers.md.
 
 Which kernels run is chosen beside it, by ``use_backend`` and ``attention_provider``.
 """

@@ -1,4 +1,4 @@
-"""``attn support``: the tables of docs/support.md, from what the backends declare."""
+"""``attn support``: the tables of docs/reference/support.md, from what the backends declare."""
 
 from __future__ import annotations
 

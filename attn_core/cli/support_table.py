@@ -1,4 +1,4 @@
-"""docs/support.md: what every backend declares, as tables. Made of the Support data alone; imports no kernel."""
+"""docs/reference/support.md: every backend's claims as tables, made from the Support data; imports no kernel."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FEATURES = {
 
 HEAD = f"""# What each backend supports
 
-Generated from the backends' own declarations by `attn support --write docs/support.md`; do not edit it by hand.
+This page shows what each backend can run. `make support` writes it from the claims of the backends; do not edit it.
 `{BOTH}`: forward and backward. `{FORWARD_ONLY}`: forward only. `{NONE}`: refused by name, with the reason.
 
 A claim covers one feature at a time. What two of them together, or a size, rule out is in the backend's `refuses`;

@@ -1,8 +1,8 @@
 """Finetrainers' attention dispatch, as data: its providers, their kernels here, and what a call's words mean.
 
-The names are Finetrainers' (``finetrainers/models/attention_dispatch.py``); the meaning is the same on every provider,
-where the host's own differ from each other (docs/dropins/finetrainers.md lists the choices). Nothing here is a tensor
-operation: the frontends turn this into calls of ``attention``.
+The names are Finetrainers' (``finetrainers/models/attention_dispatch.py``); the meaning is the same on every provider.
+The host's own providers differ from each other; docs/how_to/migrate/finetrainers.md lists our choices. Nothing here is
+a tensor operation: the frontends turn this into calls of ``attention``.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""A small Gemma-2-like model trained in torch and in Flax from the same weights and batches. See docs/training.md."""
+"""Trains a small Gemma-2-like model in torch and in Flax from the same weights. See docs/explanation/training.md."""

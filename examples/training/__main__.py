@@ -17,7 +17,7 @@ from rich.table import Table
 from examples.smollm2.stages import Stages
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS, IMAGES, PAGE = ROOT / "benchmarks/results", ROOT / "docs/images", ROOT / "docs/training.md"
+RESULTS, IMAGES, PAGE = ROOT / "benchmarks/results", ROOT / "docs/images", ROOT / "docs/explanation/training.md"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,7 +57,7 @@ def stem(result: dict[str, Any]) -> str:
 
 
 def render() -> None:
-    """Writes docs/training.md and its pictures from the results that are there."""
+    """Writes docs/explanation/training.md and its pictures from the results that are there."""
     from examples.training.plot import draw
 
     results = stored()
@@ -172,7 +172,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--strategy", choices=("all_gather", "ring", "ulysses"), help="of --ranks (chosen)")
     parser.add_argument("--layout", choices=("zigzag", "contiguous", "striped"), default="zigzag", help="of --ranks")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the numbers there")
-    parser.add_argument("--write", action="store_true", help="with control runs; writes docs/training.md and its files")
+    parser.add_argument(
+        "--write", action="store_true", help="add control runs; write docs/explanation/training.md and its files"
+    )
     parser.add_argument("--render", action="store_true", help="only writes the page and its plots from stored results")
     return parser
 

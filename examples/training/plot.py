@@ -1,4 +1,4 @@
-"""The picture of docs/training.md: two curves that lie on each other, and the difference that cannot be seen there."""
+"""Draws the picture of docs/explanation/training.md: the two loss curves, and below them their difference."""
 
 from __future__ import annotations
 

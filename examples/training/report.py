@@ -1,4 +1,4 @@
-"""What the runs say: agreement, what counts as failure, and the page docs/training.md."""
+"""What the runs say: agreement, what counts as failure, and the page docs/explanation/training.md."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _kernels(backends: list[str]) -> str:
 
 
 def page(results: dict[str, dict[str, Any]]) -> str:
-    """docs/training.md.
+    """docs/explanation/training.md.
 
     Args:
         results: by the stem of their file, "training" and whichever others there are.
@@ -168,7 +168,7 @@ def _section(stem: str, result: dict[str, Any]) -> str:
         {result["torch_threads"]} thread(s), Python {where["python"]}, {versions}. Raw numbers:
         `benchmarks/results/{stem}.json`. Step times are that machine's,
         whatever else it was doing; the runs of the first table followed one another."""
-    picture = f"![The two loss curves, and their difference](images/{stem}.png)"
+    picture = f"![The two loss curves, and their difference](../images/{stem}.png)"
     parts = [f"## {place}, {options['dtype']}", _paragraph(written), _paragraph(_setting(result)), picture]
     parts.append(agreement_table(result))
     if TWIN in result["runs"]:

@@ -434,7 +434,7 @@ def test_projections() -> None:
 def test_the_projection_of_the_documents_is_current() -> None:
     worlds: list[Axes] = [(2,), (4,), (8,), (16,), (32,), (64,), (8, 8), (16, 8), (32, 8)]
     found = table(project(call(32768, needs_backward=True), worlds, H200))
-    assert found in (ROOT / "docs/context_parallel.md").read_text(encoding="utf-8"), f"stale, now:\n{found}"
+    assert found in (ROOT / "docs/explanation/context_parallel.md").read_text(encoding="utf-8"), f"stale, now:\n{found}"
 
 
 # Pictures

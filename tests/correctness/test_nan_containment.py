@@ -39,11 +39,11 @@ CASES: dict[str, dict[str, Any]] = {
     "rows, bfloat16": {**ROWS, "causal": True, "dtype": "bfloat16"},
 }
 HIDES_POISON = ("xformers_splitk",)
-"""Its merging of splits drops a part that is NaN, so that such a row comes out as 0; docs/semantics.md says so."""
+"""Its merge of splits drops a part that is NaN, so such a row comes out as 0; docs/reference/semantics.md says so."""
 REACHES_BACK = dict.fromkeys(
     ("flash3", "flash4", "xformers_flash3"), "the last tile of a document holds the next one's first tokens"
 )
-"""docs/semantics.md says so."""
+"""docs/reference/semantics.md says so."""
 LARGEST_SCORE = {"jax_xla": 1e8}
 """XLA may compute one score in two places, with other roundings: beyond, their difference is more than exp can hold."""
 POISONS = {"NaN": np.nan, "Inf": np.inf}
@@ -138,7 +138,7 @@ def test_a_broken_last_document_leaves_those_before_it(backend: str, device: str
             before = slice(None, (last_k if name in ("dk", "dv") else last_q).start)
             reached += changed(backend, device, *({name: array[name][before]} for array in (clean, results)))
     if backend in REACHES_BACK:
-        assert reached, f"{backend} keeps documents apart after all: say so in docs/semantics.md"
+        assert reached, f"{backend} keeps documents apart after all: say so in docs/reference/semantics.md"
         pytest.xfail(f"{backend}: {REACHES_BACK[backend]}: {', '.join(reached)}")
     assert reached == []
 
@@ -243,7 +243,7 @@ def test_a_broken_key_reaches_only_those_who_see_it_on_the_automatic_choice_on_a
 @pytest.mark.parametrize(("backend", "device"), claimed(None, "cpu"))
 @pytest.mark.parametrize("case", ["rows", "rows, causal", "rows, window", "documents, causal"])
 def test_scores_close_to_the_end_of_float32_give_no_nan(case: str, backend: str, device: str, framework: str) -> None:
-    """The bound that docs/semantics.md says: what a score is summed from adds up to 1e38 in magnitude, or to 1e8."""
+    """The bound of docs/reference/semantics.md: the terms of a score add up to at most 1e38 in magnitude, or to 1e8."""
     call = runnable(framework, backend, device, **CASES[case])
     size = (LARGEST_SCORE.get(backend, 1e38) / call.spec.head_dim) ** 0.5
     q, k = (np.float32(size * np.sign(array)) for array in call.inputs[:2])

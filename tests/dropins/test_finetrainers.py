@@ -948,7 +948,7 @@ def test_checkpointing_recomputes_on_the_same_provider(inside: bool, device: str
 
 
 def test_the_page_s_examples_run() -> None:
-    page = Path(__file__).resolve().parents[2] / "docs/dropins/finetrainers.md"
+    page = Path(__file__).resolve().parents[2] / "docs/how_to/migrate/finetrainers.md"
     original, blocks = F.scaled_dot_product_attention, re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     assert len(blocks) > 2
     try:

@@ -787,7 +787,7 @@ def test_unregister_takes_everything_back() -> None:
 
 
 def test_continuous_batching_takes_a_closed_list() -> None:
-    """Should this no longer raise, docs/paged.md and docs/dropins/transformers.md must say something else."""
+    """If this no longer raises, correct how_to/serve_from_pages.md and how_to/migrate/transformers.md in docs."""
     model = build(transformers.AutoModelForCausalLM, DECODERS["llama"]())
     limits = transformers.GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0)
     config = transformers.ContinuousBatchingConfig(auto_switch_to_flash=False)

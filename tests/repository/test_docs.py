@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_support_page_is_current() -> None:
-    page = ROOT / "docs/support.md"
+    page = ROOT / "docs/reference/support.md"
     assert page.is_file() and page.read_text(encoding="utf-8") == render(), "stale: run `make support`"
 
 
@@ -76,7 +76,7 @@ def _blocks() -> list[Block]:
     found = []
     for page in PAGES:
         for number, block in enumerate(FENCE.finditer(page.read_text(encoding="utf-8")), start=1):
-            found.append(Block(f"{page.name}-{number}", block[1], block[3], block[4]))
+            found.append(Block(f"{page.relative_to(ROOT)}-{number}", block[1], block[3], block[4]))
     return found
 
 

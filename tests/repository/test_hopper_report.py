@@ -187,9 +187,9 @@ def test_the_command_writes_only_when_told_to(
     arguments = ["--render", str(files["hopper.json"]), *junit, "--sweep", str(files["sweep.json"])]
     assert hopper.main(arguments, tmp_path) == 1  # goals are missed
     printed = capsys.readouterr().out
-    assert not (tmp_path / "docs/hopper.md").exists()
+    assert not (tmp_path / "benchmarks/results/hopper.md").exists()
     assert hopper.main([*arguments, "--write"], tmp_path) == 1
-    text = (tmp_path / "docs/hopper.md").read_text(encoding="utf-8")
+    text = (tmp_path / "benchmarks/results/hopper.md").read_text(encoding="utf-8")
     assert printed.strip() == text.strip()
     assert page(json.loads((tmp_path / "benchmarks/results/hopper.json").read_text(encoding="utf-8"))) == text
 

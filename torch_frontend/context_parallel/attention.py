@@ -1,4 +1,4 @@
-"""Attention over a sequence that is spread over ranks: the public functions. See docs/context_parallel.md."""
+"""Public functions for attention over a sequence that is split over ranks. See docs/how_to/long_context.md."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a call of Unsloth's ``run_attention`` means, as plain data.
 
-The meaning is the same on every backend, where the host's own branches differ from each other; docs/semantics.md lists
-the choices. Nothing here is a tensor operation: the frontends turn a ``Meaning`` into a call of ``attention``.
+The meaning is the same on every backend. The host's own branches differ from each other; docs/reference/semantics.md
+lists our choices. Nothing here is a tensor operation: the frontends turn a ``Meaning`` into a call of ``attention``.
 """
 
 from __future__ import annotations
