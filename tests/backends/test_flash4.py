@@ -401,9 +401,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(flash4_scores, "_each", lambda function, *vectors: function(*vectors))
     monkeypatch.setattr(flash4_scores, "tanh_approx", torch.tanh)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    first_call._compiled.cache_clear()
+    first_call._compiled.clear()
     yield stand_in
-    first_call._compiled.cache_clear()
+    first_call._compiled.clear()
 
 
 def tensors(inputs: Inputs) -> Inputs:
@@ -621,7 +621,7 @@ def device_here() -> str:
 @pytest.mark.cuda
 def test_after_warm_up_a_graph_gives_the_same_bits() -> None:
     spec, inputs = gpu_case(softcap=20.0, causal=True)
-    first_call._compiled.cache_clear()
+    first_call._compiled.clear()
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="call warm_up first"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         flash4.forward(spec, inputs)

@@ -1,6 +1,6 @@
-"""What torch's own CUDA kernels share: which band they are asked for, mask and bias as one additive tensor, and limits.
+"""Helpers for torch's own CUDA kernels: the band of a call, mask and bias as one additive tensor, and limits.
 
-Nothing here synchronises: which rows are empty is known on the device alone, and stays there.
+No function here synchronises: empty rows are found on the device, and the result stays there.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ ROW_MULTIPLE = 8
 
 
 def needed_band(spec: AttentionSpec) -> Band:
-    """The band of a spec without a side that hides nothing; packed documents keep both, for each has its own lengths.
+    """Returns the band of a spec, with None for each side that hides nothing.
 
-    Beside a left side that hides something, a right side that hides nothing is 0 where 0 hides nothing either: a causal
-    window, which more kernels have.
+    Packed calls keep both sides because each document has its own lengths. If the left side hides something and the
+    right side hides nothing, the right side becomes 0 if that hides nothing either: more kernels have a causal window
+    than a one-sided one.
     """
     edge = band(spec)
     if spec.packed:
@@ -35,14 +36,14 @@ def needed_band(spec: AttentionSpec) -> Band:
 
 
 def compute_capability(device: str) -> int:
-    """90 for ``"sm90"``; 0 for what is no NVIDIA GPU."""
+    """Returns 90 for ``"sm90"``, and 0 for a device that is no NVIDIA GPU."""
     return int(device[2:]) if device.startswith("sm") and device[2:].isdigit() else 0
 
 
 def limits(spec: AttentionSpec, device: str, kernel: str, sequences: int | None = None) -> tuple[str, ...]:
-    """Refusals of GPUs older than the kernels' tests, and of more batch rows or heads than a grid has room for.
+    """Refusals of GPUs older than sm80 (nobody tests the kernels there), and of calls that exceed the launch grid.
 
-    sequences: how many the kernel sees; the batch rows or documents where it is not given.
+    sequences: the number of sequences that the kernel sees; by default the batch rows or documents.
     """
     reasons = []
     if 0 < compute_capability(device) < 80:
@@ -51,7 +52,7 @@ def limits(spec: AttentionSpec, device: str, kernel: str, sequences: int | None 
 
 
 def additive(inputs: Inputs, dtype: Any) -> Any:
-    """Bias and mask as one tensor of ``dtype``, -inf where the mask hides; axes of 1 stay where both have them."""
+    """Returns bias and mask as one tensor of ``dtype``, -inf where the mask hides. Axes that are 1 in both stay 1."""
     import torch
 
     if inputs.mask is None:
@@ -61,14 +62,14 @@ def additive(inputs: Inputs, dtype: Any) -> Any:
 
 
 def in_rows(added: Any, rows: slice) -> Any:
-    """An additive tensor (or a mask) ``[batch, heads, q_len or 1, keys]`` of some query rows."""
+    """Slices the query rows out of an additive tensor or a mask ``[batch, heads, q_len or 1, keys]``."""
     return added if added.shape[2] == 1 else added[:, :, rows]
 
 
 def aligned(added: Any, kv_len: int) -> Any:
-    """An additive tensor ``[batch, heads, rows, kv_len or 1]`` as ``[..., kv_len]``, with rows that kernels can load.
+    """Expands an additive tensor ``[batch, heads, rows, kv_len or 1]`` to ``[..., kv_len]`` with aligned rows.
 
-    The storage behind a row's end is zero up to a multiple of ROW_MULTIPLE elements.
+    Each row's storage is padded with zeros to a multiple of ROW_MULTIPLE elements, because kernels load whole vectors.
     """
     width = -(-kv_len // ROW_MULTIPLE) * ROW_MULTIPLE
     if added.shape[3] == kv_len == width:
@@ -79,13 +80,14 @@ def aligned(added: Any, kv_len: int) -> Any:
 
 
 def empty_rows(added: Any, edge: Band | None, rows: slice, kv_len: int) -> Any:
-    """Which of the query rows in ``rows`` see no key: bool ``[batch or 1, heads or 1, rows or 1]``.
+    """Returns which of the query rows in ``rows`` see no key: bool ``[batch or 1, heads or 1, rows or 1]``.
+
+    A mask that all queries share is summed once along the keys; each row then compares the sums at the two ends of its
+    band, which takes no memory of the size of the scores.
 
     Args:
         added: additive, ``[batch or 1, heads or 1, rows or 1, kv_len or 1]``; -inf is hidden.
-        edge: the band of the call, or None where it hides nothing; every row of ``rows`` meets it somewhere.
-
-    A mask that is the same for all queries is counted once, and each row looks up the two ends of its keys.
+        edge: the band of the call, or None if it hides nothing; the band of every row in ``rows`` contains a key.
     """
     import torch
 

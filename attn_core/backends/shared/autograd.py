@@ -1,4 +1,4 @@
-"""torch's autograd where it is not as callers know it: inside an operator, and around what torch's compiler made."""
+"""Autograd helpers for unusual places: inside a custom operator, and around compiled functions."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from functools import wraps
 from typing import Any
 
 _KEYS = ("ADInplaceOrView", "AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
-"""What the dispatcher leaves out below autograd."""
+"""Dispatch keys that the dispatcher excludes below autograd, e.g. inside a custom operator."""
 
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """A block in which operations are recorded, also in the body of an operator that a compiler or transform calls.
+    """Records operations for autograd in its block, even inside an operator that a compiler or a transform calls.
 
-    For kernels whose gradient is an autograd graph.
+    For backends that compute their gradient with an autograd graph.
     """
     import torch
 
@@ -29,25 +29,29 @@ def recording() -> Iterator[None]:
 
 
 def differentiable_once(result: Any) -> None:
-    """Lets the graph of a compiled function be kept (``retain_graph=True``), and refuses to differentiate its gradient.
+    """Allows ``retain_graph=True`` for a compiled function, and raises if its gradient is differentiated again.
 
-    torch refuses both in one error, for its backward may overwrite what the forward saved. Of a function compiled with
-    ``donated_buffer=False`` it overwrites nothing, and torch refuses all the same until ``bw_donated_idxs`` says that
-    there is nothing. Then it would differentiate a gradient by what depends on ``dout`` alone, or by nothing, without
-    an error. A torch that does not say ``bw_donated_idxs`` keeps its own.
+    torch refuses both in one error, because a compiled backward may overwrite the saved tensors. A function compiled
+    with ``donated_buffer=False`` overwrites none of them, but torch still refuses until ``bw_donated_idxs`` is an empty
+    list. With an empty list alone, torch would return a second derivative that lacks terms, without an error; so the
+    backward is wrapped as well. A torch without ``bw_donated_idxs`` is left as it is.
 
     Args:
-        result: an output of the compiled function, whose every graph is changed; one without a graph changes nothing.
+        result: an output of the compiled function. All graphs of that function change. A result without a graph
+            changes nothing.
     """
-    made: Any = getattr(getattr(result, "grad_fn", None), "_forward_cls", None)
-    metadata: Any = getattr(made, "metadata", None)
-    if getattr(metadata, "bw_donated_idxs", ()) is None:
-        made.backward = staticmethod(without_create_graph(made.backward))
+    compiled: Any = getattr(getattr(result, "grad_fn", None), "_forward_cls", None)
+    metadata: Any = getattr(compiled, "metadata", None)
+    if getattr(metadata, "bw_donated_idxs", ()) is None:  # () if the attribute is missing, None until it is set
+        compiled.backward = staticmethod(without_create_graph(compiled.backward))
         metadata.bw_donated_idxs = []
 
 
 def without_create_graph(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """An autograd function's backward that refuses to be recorded, where what was saved has no way to the inputs."""
+    """Wraps an autograd function's backward so that it raises under ``create_graph=True``.
+
+    For functions whose saved tensors are not connected to the inputs: their second derivative would be wrong.
+    """
 
     @wraps(backward)
     def run(ctx: Any, *gradients: Any) -> Any:
@@ -61,5 +65,5 @@ def without_create_graph(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_second_derivative(*_: Any) -> None:
-    """Stands where the derivative of a backward would be."""
+    """Raises. Registered in the place of the derivative of a backward."""
     raise RuntimeError("attention has no second derivative: its backward cannot be differentiated again")

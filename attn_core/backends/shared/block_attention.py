@@ -16,10 +16,10 @@ from attn_core.call.tensors import Inputs
 
 @dataclass(frozen=True)
 class Operands:
-    """The call's tensors as the blocks read them.
+    """The call's tensors in the layouts that the blocks read.
 
-    q: as given, ``[batch, q_len, heads, head_dim]``. k, v: ``[batch, kv_heads, kv_len, dim]``, accumulation dtype.
-    mask, bias: ``[batch, kv_heads, group, q_len, kv_len]``, any of them 1. slopes, sinks: the same, ending in 1, 1.
+    q: the caller's, ``[batch, q_len, heads, head_dim]``. k, v: ``[batch, kv_heads, kv_len, dim]``, accumulation dtype.
+    mask, bias: ``[batch, kv_heads, group, q_len, kv_len]``; any axis may be 1. slopes, sinks: the last two axes are 1.
     """
 
     q: Any
@@ -33,7 +33,7 @@ class Operands:
 
 
 class Saved(NamedTuple):
-    """What the backward starts from, with a batch axis."""
+    """The forward's results and the incoming gradients, with a batch axis."""
 
     out: Any
     lse: Any
@@ -42,7 +42,10 @@ class Saved(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The gradients while they add up, in the accumulation dtype and the layouts of Operands; dq is final."""
+    """Running sums of the gradients, in the accumulation dtype and the layouts of Operands.
+
+    dq has q's dtype: each of its rows belongs to one block and is written once.
+    """
 
     dq: Any
     dk: Any
@@ -52,6 +55,7 @@ class Sums(NamedTuple):
 
 
 def operands_of(spec: AttentionSpec, inputs: Inputs) -> Operands:
+    """Brings the call's tensors into the layouts and dtypes of Operands."""
     import torch
 
     wide = getattr(torch, spec.lse_dtype)
@@ -77,7 +81,7 @@ def operands_of(spec: AttentionSpec, inputs: Inputs) -> Operands:
 
 
 def forward_block(spec: AttentionSpec, operands: Operands, block: Block) -> tuple[Any, Any]:
-    """out ``[batch, kv_heads, group, rows, value_dim]`` and lse ``[batch, kv_heads, group, rows]``."""
+    """Returns out ``[batch, kv_heads, group, rows, value_dim]`` and lse ``[batch, kv_heads, group, rows]``."""
     import torch
 
     hidden = _hidden(operands, block)
@@ -93,7 +97,7 @@ def forward_block(spec: AttentionSpec, operands: Operands, block: Block) -> tupl
         total = total + torch.exp(operands.sinks - top)
     lse = (top + total.log()).masked_fill(empty, -torch.inf)
     if spec.dropout:
-        weights = weights * _kept(spec, operands, block)
+        weights = weights * _dropout_factors(spec, operands, block)
     out = _spread(weights, operands.v[:, :, block.keys], hidden)
     return out / total.masked_fill(empty, 1.0), lse.squeeze(-1)
 
@@ -117,8 +121,8 @@ def backward_block(spec: AttentionSpec, operands: Operands, saved: Saved, sums: 
     dweights = _across(dout, operands.v[:, :, block.keys])
     dropped = weights
     if spec.dropout:
-        kept = _kept(spec, operands, block)
-        dropped, dweights = weights * kept, dweights * kept
+        factors = _dropout_factors(spec, operands, block)
+        dropped, dweights = weights * factors, dweights * factors
     sums.dv[:, :, block.keys] += _gather(dropped, dout, hidden)
     dscores = _without(dweights.add_(row_term).mul_(weights), hidden)
     if sums.dbias is not None:
@@ -136,7 +140,7 @@ def backward_block(spec: AttentionSpec, operands: Operands, saved: Saved, sums: 
 
 
 def _scores(spec: AttentionSpec, operands: Operands, block: Block, hidden: Any) -> tuple[Any, Any]:
-    """The scores with -inf where hidden, and those after the softcap alone (None without one)."""
+    """Returns the scores, -inf where hidden, and the scores after the softcap alone (None without a softcap)."""
     q = _heads_first(spec, operands.q, block, operands.k.dtype) * spec.scale
     scores: Any = _across(q, operands.k[:, :, block.keys])
     capped: Any = None
@@ -152,7 +156,10 @@ def _scores(spec: AttentionSpec, operands: Operands, block: Block, hidden: Any) 
 
 
 def _hidden(operands: Operands, block: Block) -> Any:
-    """What band, documents, mask and a bias of -inf hide, 5-D and broadcastable to the scores; None for nothing."""
+    """Returns which scores are hidden by band, documents, mask or a bias of -inf: bool, 5-D, broadcastable.
+
+    None if nothing is hidden.
+    """
     hidden = None if block.hidden is None else block.hidden[None, None, None]
     if operands.mask is not None:
         masked = ~_part(operands.mask, block)
@@ -173,8 +180,8 @@ def _part(table: Any, block: Block) -> Any:
     return rows if table.shape[4] == 1 else rows[..., block.keys]
 
 
-def _kept(spec: AttentionSpec, operands: Operands, block: Block) -> Any:
-    """0 where a weight is dropped, ``1 / (1 - dropout)`` where it survives."""
+def _dropout_factors(spec: AttentionSpec, operands: Operands, block: Block) -> Any:
+    """Returns 0 where a weight is dropped, ``1 / (1 - dropout)`` elsewhere."""
     import torch
 
     device = operands.k.device
@@ -197,14 +204,14 @@ def rows_first(tensor: Any) -> Any:
 
 
 def _across(rows: Any, keys: Any) -> Any:
-    """``[batch, kv_heads, group, rows, dim]`` and ``[batch, kv_heads, keys, dim]`` -> their dot products."""
+    """Returns the dot products of ``[batch, kv_heads, group, rows, dim]`` and ``[batch, kv_heads, keys, dim]``."""
     return (rows.flatten(2, 3) @ keys.mT).unflatten(2, rows.shape[2:4])
 
 
 def _spread(weights: Any, values: Any, hidden: Any) -> Any:
     """Sums over keys ``[batch, kv_heads, keys, dim]`` -> ``[batch, kv_heads, group, rows, dim]``.
 
-    A value that is not finite makes the rows that see it NaN, and no other.
+    A value that is not finite makes exactly the rows that see it NaN.
     """
     if _harmless(values, hidden):
         return (weights.flatten(2, 3) @ values).unflatten(2, weights.shape[2:4])
@@ -214,7 +221,10 @@ def _spread(weights: Any, values: Any, hidden: Any) -> Any:
 
 
 def _gather(weights: Any, values: Any, hidden: Any) -> Any:
-    """Sums over group and rows ``[batch, kv_heads, group, rows, dim]`` -> ``[batch, kv_heads, keys, dim]``, alike."""
+    """Sums over group and rows ``[batch, kv_heads, group, rows, dim]`` -> ``[batch, kv_heads, keys, dim]``.
+
+    A value that is not finite makes exactly the keys that are seen from its row NaN.
+    """
     if _harmless(values, hidden):
         return weights.flatten(2, 3).mT @ values.flatten(2, 3)
     seen, broken = _seen(weights, hidden), ~values.isfinite()
@@ -223,19 +233,20 @@ def _gather(weights: Any, values: Any, hidden: Any) -> Any:
 
 
 def _harmless(values: Any, hidden: Any) -> bool:
-    """Whether a plain product does: 0 * NaN is NaN, so a broken value that is hidden must be kept out by other means.
+    """Returns whether a plain matrix product is right. It is not if a hidden value is NaN or infinite: 0 * NaN is NaN.
 
-    On CUDA the values cannot be looked at without a synchronisation, and the careful way is always taken.
+    On CUDA, reading the values would synchronise, so the answer is False whenever something is hidden.
     """
     return hidden is None or (values.device.type == "cpu" and bool(values.isfinite().all()))
 
 
 def _seen(weights: Any, hidden: Any) -> Any:
-    """1 where visible, 0 where hidden: ``[batch or 1, kv_heads or 1, group or 1, rows, keys]``."""
+    """Returns 1 where visible, 0 where hidden: ``[batch or 1, kv_heads or 1, group or 1, rows, keys]``."""
     return (~hidden).to(weights.dtype).expand(*hidden.shape[:3], *weights.shape[3:])
 
 
 def empty_sums(spec: AttentionSpec, operands: Operands) -> Sums:
+    """Returns sums of zeros for the gradients that the call needs."""
     import torch
 
     dbias = operands.k.new_zeros(operands.bias.shape) if spec.bias_gradient else None

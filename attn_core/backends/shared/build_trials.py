@@ -1,4 +1,4 @@
-"""Tiny calls that show what an installed CUDA kernel has: for a backend's ``build``, which may synchronise."""
+"""Tiny calls that show what an installed CUDA kernel supports. For a backend's ``build``, which may synchronise."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ TOKENS = 8
 
 
 def runs(trial: Callable[[AttentionSpec], bool], head_dim: int, dtype: str = "bfloat16", **fields: Any) -> bool:
-    """Whether a trial of a call with one head and TOKENS tokens succeeds. A build raises for what it lacks.
+    """Returns whether a trial call with one head and TOKENS tokens succeeds. A build raises if it lacks the feature.
 
     Raises:
-        torch.OutOfMemoryError: which says nothing about the build.
+        torch.OutOfMemoryError: because lack of memory says nothing about the build.
     """
     import torch
 
@@ -31,7 +31,7 @@ def runs(trial: Callable[[AttentionSpec], bool], head_dim: int, dtype: str = "bf
 
 
 def averages(forward: Callable[..., Any], spec: AttentionSpec, device: str = "cuda") -> bool:
-    """Whether the mean of ones is one. The buffer is zero before: a kernel that writes nothing does not pass."""
+    """Returns whether attention over values of one gives ones. The buffer starts at zero, so writing nothing fails."""
     inputs = _ones(spec, device)
     out, _ = forward(spec, inputs, (inputs.q.clone(), None))
     return bool(((out - 1).abs() < 0.01).all())
@@ -40,15 +40,15 @@ def averages(forward: Callable[..., Any], spec: AttentionSpec, device: str = "cu
 def differentiates(
     forward: Callable[..., Any], backward: Callable[..., Any], spec: AttentionSpec, device: str = "cuda"
 ) -> bool:
-    """Whether each value gets one query's gradient, where queries are as many as keys and all weights alike."""
+    """Returns whether dv is one everywhere for dout of ones, equally many queries and keys, and equal weights."""
     inputs = _ones(spec, device)
     out, lse = forward(spec, inputs, None)
-    found = backward(spec, inputs, out, lse, inputs.v, Gradients(*(inputs.q.clone() for _ in range(3))))
-    return bool(((found.dv - 1).abs() < 0.01).all())
+    gradients = backward(spec, inputs, out, lse, inputs.v, Gradients(*(inputs.q.clone() for _ in range(3))))
+    return bool(((gradients.dv - 1).abs() < 0.01).all())
 
 
 def _ones(spec: AttentionSpec, device: str) -> Any:
-    """Queries and keys of zeros, values of ones; all tokens in one document where there are documents, or one page."""
+    """Returns queries and keys of zeros and values of ones. Packed tokens form one document, paged tokens one page."""
     import torch
 
     kind: dict[str, Any] = {"dtype": getattr(torch, spec.dtype), "device": device}

@@ -1,4 +1,4 @@
-"""cached_once: ``functools.cache`` for what must happen once in a process, whichever threads ask for it first."""
+"""cached_once: a ``functools.cache`` that runs the function once even if several threads call it at the same time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Result = TypeVar("Result")
 
 
 def cached_once(function: Callable[..., Result]) -> _lru_cache_wrapper[Result]:
-    """Keeps a function's results by its arguments, and runs the function once for each, also where threads meet.
+    """Caches a function's results by its arguments, and runs the function once per arguments in the whole process.
 
-    ``functools.cache`` alone runs it in every thread that asks before the first result is there: two registrations, two
-    libraries loaded, two locks. Here the other threads wait, each for its own arguments only. An error is raised and
-    not kept: the next thread tries again. The function may call itself. Reading a kept result takes as long as with
+    ``functools.cache`` alone runs it in every thread that calls before the first result exists: two registrations, two
+    libraries loaded. Here the other threads wait, each for its own arguments only. An error is raised and not cached:
+    the next thread tries again. The function may call itself. Reading a cached result takes as long as with
     ``functools.cache``.
     """
     locks: dict[Hashable, Any] = {}
@@ -34,5 +34,5 @@ def cached_once(function: Callable[..., Result]) -> _lru_cache_wrapper[Result]:
         forget()
 
     once.cache_clear = cache_clear  # type: ignore[method-assign]
-    once.__wrapped__ = function  # which torch's compiler traces
+    once.__wrapped__ = function  # torch's compiler traces __wrapped__, and must not see the locks
     return once

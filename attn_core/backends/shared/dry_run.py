@@ -1,4 +1,4 @@
-"""Dry runs: a call on zeros of its shapes, ahead of the first real one."""
+"""Dry runs: a call on zeros before the first real call, so that compilation and setup happen ahead of time."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from attn_core.call.tensors import Inputs
 
 
 def warm_up(backend: Backend, spec: AttentionSpec) -> None:
-    """Does on the current CUDA device what a call of a torch backend would do when it first runs.
+    """Does the first-call work of a torch backend on the current CUDA device.
 
-    A backend that compiles for itself says how; the others run once on zeros of the call's shapes, after which Triton's
-    kernels, cuDNN's plans and cuBLAS's handles are there.
+    A backend with its own ``warm_up`` runs it. Other backends run once on zeros of the call's shapes, which compiles
+    Triton's kernels, builds cuDNN's plans and creates cuBLAS's handles.
     """
     if spec.empty:
         return
@@ -28,10 +28,10 @@ def warm_up(backend: Backend, spec: AttentionSpec) -> None:
 
 
 def zeros(spec: AttentionSpec, device: str = "cuda") -> Inputs:
-    """Zeros of a call's shapes, on the current CUDA device or another; packed tokens fill the documents in order."""
+    """Returns the inputs of a call, all zeros. Packed tokens fill the documents in order."""
     import torch
 
-    def made(*shape: int) -> Any:
+    def tensor(*shape: int) -> Any:
         return torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
 
     def offsets(tokens: int, longest: int | None) -> Any:
@@ -41,7 +41,7 @@ def zeros(spec: AttentionSpec, device: str = "cuda") -> Inputs:
     def extra(shape: Any, dtype: Any = torch.float32) -> Any:
         return None if shape is None else torch.zeros(shape, dtype=dtype, device=device)
 
-    q, k, v = (made(*shape) for shape in shapes(spec))
+    q, k, v = (tensor(*shape) for shape in shapes(spec))
     return Inputs(
         q,
         k,
@@ -49,7 +49,7 @@ def zeros(spec: AttentionSpec, device: str = "cuda") -> Inputs:
         mask=None if spec.mask_shape is None else extra(spec.mask_shape, torch.bool),
         bias=extra(spec.bias_shape, getattr(torch, spec.bias_dtype or spec.dtype)),
         alibi_slopes=extra(spec.alibi_shape),
-        sinks=made(spec.num_heads) if spec.sinks else None,
+        sinks=tensor(spec.num_heads) if spec.sinks else None,
         cu_seqlens_q=offsets(spec.q_len, spec.max_len_q),
         cu_seqlens_k=offsets(spec.kv_len, spec.max_len_k),
         rng=torch.zeros(2, dtype=torch.int64, device="cpu") if spec.dropout else None,
@@ -57,7 +57,7 @@ def zeros(spec: AttentionSpec, device: str = "cuda") -> Inputs:
 
 
 def shapes(spec: AttentionSpec) -> tuple[tuple[int, ...], ...]:
-    """The shapes of q, k and v as backends take them: ``[batch, seq, heads, dim]``, packed without the batch axis."""
+    """Returns the shapes of q, k and v for a backend: ``[batch, seq, heads, dim]``, packed without the batch axis."""
     rows = () if spec.packed else (spec.batch,)
     return (
         (*rows, spec.q_len, spec.num_heads, spec.head_dim),

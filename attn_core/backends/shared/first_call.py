@@ -1,4 +1,4 @@
-"""Compilation at the first call of its kind: one at a time, never while a CUDA graph is captured."""
+"""Runs compiled calls: each first call compiles alone in the process, and never while a CUDA graph is captured."""
 
 from __future__ import annotations
 
@@ -6,42 +6,35 @@ import threading
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from attn_core.backends.shared.cached_once import cached_once
-
 MOST_KEYS = 2**15
-"""How many keys are remembered. Forgetting one compiles nothing again: it only asks for warm_up before a capture."""
+"""The most keys in ``_compiled``. Dropping a key recompiles nothing; only a later graph capture needs warm_up again."""
 
-
-@cached_once
-def _compiled() -> set[Hashable]:
-    return set()
-
-
-@cached_once
-def _compiling() -> threading.Lock:
-    return threading.Lock()
+_compiled: set[Hashable] = set()
+"""Keys that have run. Shared by all threads: reads take no lock, writes happen under ``_compiling``."""
+_compiling = threading.Lock()
+"""Held during a first call, because neither torch's compiler nor the kernels' compilers are safe across threads."""
 
 
 def run(key: Hashable, call: Callable[[], Any], what: Callable[[], str], remedy: str = "call warm_up first") -> Any:
-    """The call's result. The first call of a key compiles: alone in this process, and not while a graph is captured.
+    """Returns the call's result. The first call with a key compiles, so it runs alone in this process.
 
     Args:
-        key: everything that the compiled code depends on, the device among it.
-        call: must not come back here.
-        what: names the call for the error; remedy: what the error asks for.
+        key: everything that the compiled code depends on, including the device.
+        call: must not call ``run`` itself, because the lock is not reentrant.
+        what: returns the name of the call for the error. remedy: the advice in the error.
 
     Raises:
-        RuntimeError: where torch is capturing a CUDA graph and nothing has run with this key.
+        RuntimeError: if torch is capturing a CUDA graph and no call with this key has run.
     """
-    if key in _compiled():
+    if key in _compiled:
         return call()
     import torch
 
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"{what()} is not compiled yet, and a CUDA graph cannot capture the compilation; {remedy}")
-    with _compiling():
-        found = call()
-        if len(_compiled()) >= MOST_KEYS:  # decoding has a new length at every step
-            _compiled().clear()
-        _compiled().add(key)
-    return found
+    with _compiling:
+        result = call()
+        if len(_compiled) >= MOST_KEYS:  # decoding has a new length at every step
+            _compiled.clear()
+        _compiled.add(key)
+    return result

@@ -1,8 +1,9 @@
-"""Conventions of FlashAttention 2's kernel: the longest query document, ALiBi's log-sum-exp, where dropout draws from.
+"""Conventions of FlashAttention 2's kernel: the longest query document, ALiBi's log-sum-exp, dropout's random numbers.
 
 Under the causal mask the kernel adds ``slope * key`` to a score, not ``-slope * (query + offset - key)``. The softmax
-is the same and the log-sum-exp is larger by ``slope * (query + offset)``; float32 rounds it there. Windows and full
-attention add the true distance, and need nothing. Source: flash-attn 2.8.3, csrc/flash_attn/src/mask.h and alibi.h.
+is the same, but the log-sum-exp is larger by ``slope * (query + offset)`` and rounded to float32 at that size. Windows
+and full attention add the true distance, so they need no correction. Source: flash-attn 2.8.3,
+csrc/flash_attn/src/mask.h and alibi.h.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from attn_core.call.tensors import Inputs
 
 
 def longest_query(spec: AttentionSpec) -> int:
-    """``max_seqlen_q`` of packed documents, for every build of the kernel.
+    """Returns ``max_seqlen_q`` of packed documents, safe for every build of the kernel.
 
-    Where no document has two queries the kernel assumes that each has one and groups heads by it; 2 keeps it from that
-    where some have none. An upper bound is all that it needs.
+    With 1 the kernel assumes that every document has exactly one query, and groups heads by that. So the result is 2 if
+    some documents have none; the kernel only needs an upper bound.
     """
     return max(spec.max_len_q or 0, 1 if spec.q_len == spec.documents else 2)
 
 
 def slopes_of(spec: AttentionSpec, inputs: Inputs) -> Any:
-    """float32 ``[heads]`` or ``[batch, heads]``, or None; packed ``[heads]``: the kernel's batch is the documents."""
+    """Returns float32 ``[heads]`` or ``[batch, heads]``, or None. Packed calls get ``[heads]``, because the kernel
+    would take a batch axis for one of documents."""
     if spec.alibi_shape is None:
         return None
     slopes = inputs.alibi_slopes.detach().float().contiguous()
@@ -32,10 +34,10 @@ def slopes_of(spec: AttentionSpec, inputs: Inputs) -> Any:
 
 
 def shifted(spec: AttentionSpec, inputs: Inputs, lse: Any, slopes: Any, sign: int) -> Any:
-    """``lse + sign * slope * (query + offset)``: sign 1 gives the kernel's own log-sum-exp, -1 undoes it.
+    """Returns ``lse + sign * slope * (query + offset)``: sign 1 gives the kernel's own log-sum-exp, -1 undoes it.
 
     Args:
-        lse: float32 ``[batch, heads, q_len]`` or packed ``[heads, tokens]``; slopes: as slopes_of gives them.
+        lse: float32 ``[batch, heads, q_len]`` or packed ``[heads, tokens]``. slopes: from ``slopes_of``.
     """
     import torch
 
@@ -45,12 +47,12 @@ def shifted(spec: AttentionSpec, inputs: Inputs, lse: Any, slopes: Any, sign: in
         ends, key_ends = inputs.cu_seqlens_q[1:], inputs.cu_seqlens_k[1:]
         document = torch.searchsorted(ends, places, right=True).clamp_(max=ends.shape[0] - 1)
         offset = (key_ends - inputs.cu_seqlens_k[:-1] - ends)[document]  # query - start + kv_len - q_len
-    # [..., heads, 1] * [q_len] beside [..., heads, q_len]
+    # [..., heads, q_len] + [..., heads, 1] * [q_len]
     return torch.addcmul(lse, slopes[..., None], (places + offset).to(lse.dtype), value=sign)
 
 
 def _seed(inputs: Inputs) -> int:
-    """63 bits made of the call's two words, which lie on the host."""
+    """Returns a 63-bit seed from the call's (seed, offset), which are on the host."""
     import torch
 
     if inputs.q.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -62,7 +64,7 @@ def _seed(inputs: Inputs) -> int:
 
 
 def generator_of(inputs: Inputs) -> Any:
-    """A fresh generator on the device, which the forward draws its mask from.
+    """Returns a fresh generator on the device. The forward draws its dropout mask from it.
 
     Raises:
         RuntimeError: while a CUDA graph is captured.
@@ -73,7 +75,10 @@ def generator_of(inputs: Inputs) -> Any:
 
 
 def rng_state_of(inputs: Inputs) -> Any:
-    """int64 ``[seed, 0]`` on the device: what the forward notes of a fresh generator. Filled there: nothing waits."""
+    """Returns int64 ``[seed, 0]`` on the device: the state that the forward records of a fresh generator.
+
+    The device fills it, because copying it from the host would synchronise.
+    """
     import torch
 
     state = torch.full((2,), _seed(inputs), dtype=torch.int64, device=inputs.q.device)

@@ -1,7 +1,7 @@
-"""FlashAttention 3's two torch operators, whichever package brings them, and their arguments laid out by name.
+"""FlashAttention 3's two torch operators, from whichever package provides them, and their arguments by name.
 
-Builds differ in what their operators take: arguments at the end, names without a default. An argument that we do not
-set keeps the schema's default.
+The operators of different builds take different arguments. So arguments are laid out by the schema of the installed
+operator, and an argument that we do not set keeps the schema's default.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from attn_core.backends.shared.cached_once import cached_once
 from attn_core.call.spec import AttentionSpec
 
 PACKAGES = ("flash_attn_3", "fa3_fwd")
-"""Each has an extension ``_C`` that registers ``torch.ops.<package>.fwd`` and ``bwd``. The first one there is used."""
+"""Packages whose extension ``_C`` registers ``torch.ops.<package>.fwd`` and ``bwd``. The first one found is used."""
 
 
 class Operators(NamedTuple):
-    """The operators of the installed build, and whose they are, e.g. ``"tokenspeed-fa3 3.0.0"``."""
+    """The operators of the installed build. build: its distribution and version, e.g. ``"tokenspeed-fa3 3.0.0"``."""
 
     forward: Any
     backward: Any
@@ -27,7 +27,7 @@ class Operators(NamedTuple):
 
 @cached_once
 def operators() -> Operators:
-    """The installed operators; raises whatever the import of their extension raises."""
+    """Returns the installed operators. Errors from importing their extension propagate."""
     import torch
 
     package = next((name for name in PACKAGES if find_spec(name)), PACKAGES[0])
@@ -36,19 +36,19 @@ def operators() -> Operators:
     distribution = metadata.packages_distributions().get(package, [package])[0]
     try:
         version = metadata.version(distribution)
-    except metadata.PackageNotFoundError:  # a build that was copied into place
+    except metadata.PackageNotFoundError:  # a build copied into site-packages by hand has no metadata
         version = "of unknown version"
     return Operators(library.fwd.default, library.bwd.default, f"{distribution} {version}")
 
 
 class Plan(NamedTuple):
-    """An operator's arguments in its own order, tensors still missing, and where each name stands."""
+    """An operator's arguments in the operator's own order, still without tensors, and the position of each name."""
 
     values: tuple[Any, ...]
     places: dict[str, int]
 
     def filled(self, **tensors: Any) -> list[Any]:
-        """All arguments, with the tensors in their places; KeyError for a name that the operator does not have."""
+        """Returns all arguments with the tensors filled in. Raises KeyError if the operator lacks a name."""
         values = list(self.values)
         for name, tensor in tensors.items():
             values[self.places[name]] = tensor
@@ -56,12 +56,12 @@ class Plan(NamedTuple):
 
 
 def plan(schema: Any, settings: dict[str, Any]) -> Plan:
-    """Lays settings out as a schema (``torch._C.FunctionSchema``) orders them.
+    """Orders settings as a schema (``torch._C.FunctionSchema``) orders its arguments.
 
-    Arguments without a setting have the schema's default, or None where it has none: those are tensors.
+    Arguments without a setting have the schema's default. Arguments without a default are tensors, and None here.
 
     Raises:
-        TypeError: when the operator has no argument of a setting's name.
+        TypeError: if the operator has no argument with a setting's name.
     """
     places = {argument.name: place for place, argument in enumerate(schema.arguments)}
     if unknown := settings.keys() - places.keys():
@@ -72,17 +72,17 @@ def plan(schema: Any, settings: dict[str, Any]) -> Plan:
 LONGEST_SPLIT = 2**15
 """Rows (queries times heads) up to which the keys may be split: 256 tiles of queries, two for each of 132 SMs."""
 LONG_DOCUMENTS = 2**10
-"""Mean queries of packed documents from which tiles of one head each are faster than the tiles of a whole group of
-heads, which the kernel takes for every packed call: on an H200, head_dim 128, heads 32/8, with equal bits. Shorter ones
-fill less of them."""
+"""Mean number of queries per packed document from which tiles of one head are faster than tiles of a whole group of
+heads (the kernel's own choice for every packed call). Measured on an H200, head_dim 128, heads 32/8; the bits are
+equal. Shorter documents would leave tiles of one head partly empty."""
 
 
 def forward_tiles(spec: AttentionSpec) -> dict[str, Any]:
-    """How the forward cuts its work; equal for equal shapes (and packed lengths), so that equal calls give equal bits.
+    """Returns the forward's tiling arguments. They depend on shapes alone, so that equal calls give equal bits.
 
-    num_splits = 0 lets the kernel split the keys where queries are too few to fill the GPU, which decoding lives on; it
-    is 1 in builds without splits. Of many queries every split would take memory: packed, and where a head's keys do not
-    fit into the L2 cache. pack_gqa = None is for the kernel to choose; where it splits, it must.
+    num_splits = 0 lets the kernel split the keys if the queries alone do not fill the GPU, as in decoding; builds
+    without splits take it as 1. With many queries we set 1, because each split takes memory for packed calls and for
+    heads whose keys do not fit into the L2 cache. pack_gqa = None lets the kernel choose, which splitting requires.
     """
     whole = spec.q_len * (1 if spec.packed else spec.batch) * spec.num_heads > LONGEST_SPLIT
     long = spec.documents is not None and spec.paged is None and spec.q_len >= LONG_DOCUMENTS * spec.documents

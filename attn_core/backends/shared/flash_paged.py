@@ -1,4 +1,4 @@
-"""FlashAttention 2 and 3 on keys and values in pages: what they refuse, and their calls."""
+"""FlashAttention 2 and 3 on paged keys and values: refusals and calls."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from attn_core.call.tensors import PagedInputs
 from attn_core.paged.arguments import one_query_each
 
 FLASH2_PAGES = 256
-"""What a page's size must be a multiple of in FlashAttention 2."""
+"""FlashAttention 2 takes page sizes that are multiples of this."""
 FLASH3_PAGE = 80
-"""From here on a page may hold whole tiles of keys, which FlashAttention 3 loads whole where queries fill a tile."""
+"""From this page size on, a page may hold a whole tile of keys. FlashAttention 3 then loads whole tiles if the queries
+fill a tile of their own."""
 FLASH3_ROWS = 64
-"""Queries, times the heads of a group, up to which they fill none."""
+"""Up to this many queries times heads of a group, the queries do not fill a tile."""
 
 
 def flash2_refusals(spec: AttentionSpec, name: str, width: int) -> Iterator[str]:
-    """Page sizes and widths; width: the head dimension that the kernel would run the call at."""
+    """Yields refusals of page sizes and widths. width: the head dimension that the kernel would run the call at."""
     page_size = spec.paged.page_size if spec.paged else 0
     if page_size % FLASH2_PAGES:
         yield f"page_size={page_size}: {name} takes pages of multiples of {FLASH2_PAGES} tokens"
@@ -30,11 +31,14 @@ def flash2_refusals(spec: AttentionSpec, name: str, width: int) -> Iterator[str]
 
 
 def flash3_refusals(spec: AttentionSpec, name: str, widths: set[int]) -> Iterator[str]:
-    """Widths, and pages that it would read past the end of a sequence; seen on an H200 with NaN left there."""
+    """Yields refusals of widths, and of pages that the kernel would read past the end of a sequence.
+
+    Seen on an H200: NaN behind a sequence's end reached the output.
+    """
     page_size = spec.paged.page_size if spec.paged else 0
     yield from _padded(spec, name, widths)
     if page_size >= FLASH3_PAGE and (spec.max_len_q or 0) * spec.group_size > FLASH3_ROWS:
-        why = "reads last pages to their end, where what another sequence left (a NaN) would reach the output"
+        why = "reads last pages to their end, so a NaN left there by another sequence would reach the output"
         yield f"page_size={page_size} with {spec.max_len_q} queries of a sequence: {name} {why}"
 
 
@@ -46,35 +50,35 @@ def _padded(spec: AttentionSpec, name: str, widths: set[int]) -> Iterator[str]:
 def flash2(
     spec: AttentionSpec, inputs: PagedInputs, into: Any, varlen_fwd: Callable[..., Any], settings: tuple[Any, ...]
 ) -> tuple[Any, Any]:
-    """(out, lse). How many keys a sequence has comes from ``seqused_k``; the kernel reads no key offsets beside it."""
+    """Returns (out, lse). The kernel takes each sequence's length from ``seqused_k`` and ignores the key offsets."""
     assert spec.paged is not None
     (k, v), (table, lengths) = pools(inputs), safe_tables(spec.paged, inputs)
-    queries, wanted = query_offsets(spec, inputs), None if into is None else writable(into[0])
+    queries, buffer = query_offsets(spec, inputs), None if into is None else writable(into[0])
     offsets = (queries, queries, lengths, None, table)
-    found = varlen_fwd(readable(inputs.q), k, v, wanted, *offsets, *settings, False, None)
-    out, lse = found[0], found[-3]
-    out = wanted if wanted is not None and out.data_ptr() == wanted.data_ptr() else out
+    results = varlen_fwd(readable(inputs.q), k, v, buffer, *offsets, *settings, False, None)
+    out, lse = results[0], results[-3]
+    out = buffer if buffer is not None and out.data_ptr() == buffer.data_ptr() else out
     return out, lse.nan_to_num_(nan=math.nan, posinf=-math.inf, neginf=-math.inf)
 
 
 def flash3(
     spec: AttentionSpec, inputs: PagedInputs, into: Any, operator: Callable[..., Any], plan: Plan
 ) -> tuple[Any, Any]:
-    """(out, lse). One query for each sequence goes as a batch of rows of one, which the kernel splits best."""
+    """Returns (out, lse). One query per sequence runs as a batch of one-query rows, which the kernel splits best."""
     import torch
 
     assert spec.paged is not None
     (k, v), (table, lengths) = pools(inputs), safe_tables(spec.paged, inputs)
-    q, wanted = readable(inputs.q), None if into is None else writable(into[0])
-    alone, out = one_query_each(spec), wanted
+    q, buffer = readable(inputs.q), None if into is None else writable(into[0])
+    alone, out = one_query_each(spec), buffer
     offsets = {} if alone else {"cu_seqlens_q": inputs.cu_seqlens_q.contiguous()}
     if alone:  # [tokens, heads, head_dim] -> [tokens, 1, heads, head_dim]
         q, out = q[:, None], None if out is None else out[:, None]
     tensors = {"q": q, "k": k, "v": v, "page_table": table, "seqused_k": lengths, "out": out}
-    with torch.no_grad():  # an operator without a derivative would still leave a node that warns
-        made, lse, *_ = operator(*plan.filled(**tensors, **offsets))
-    if wanted is not None:
-        made = wanted
+    with torch.no_grad():  # without it, an operator that has no derivative leaves a node that warns
+        result, lse, *_ = operator(*plan.filled(**tensors, **offsets))
+    if buffer is not None:
+        result = buffer
     elif alone:
-        made = made[:, 0]
-    return made, lse[..., 0].T if alone else lse  # [tokens, heads, 1] -> [heads, tokens]
+        result = result[:, 0]
+    return result, lse[..., 0].T if alone else lse  # [tokens, heads, 1] -> [heads, tokens]

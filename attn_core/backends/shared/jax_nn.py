@@ -1,4 +1,4 @@
-"""JAX's own attention, also where a program has put ours in the place of ``jax.nn.dot_product_attention``."""
+"""JAX's own attention function, even if a program has replaced ``jax.nn.dot_product_attention`` by ours."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 
 def dot_product_attention(*arrays: Any, **keywords: Any) -> Any:
-    """JAX's function of that name. Never looked up in ``jax.nn``: ours might stand there, and would call itself."""
+    """Calls JAX's function. Not looked up in ``jax.nn``: a program may have put ours there, which would recurse."""
     return own()(*arrays, **keywords)
 
 
 def own() -> Any:
-    """That function, from the module that defines it (the same in jax 0.10 to 0.12)."""
+    """Returns JAX's function from the module that defines it (the same module in jax 0.10 to 0.12)."""
     try:
         from jax._src.nn import functions
     except ImportError:  # a later JAX

@@ -1,4 +1,4 @@
-"""Offsets of packed documents in JAX: made safe, and turned into the number of each token's document."""
+"""Offsets of packed documents in JAX: clamps them into range, and computes each token's document number."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import Any
 
 
 def ended(ends: Any, count: int) -> Any:
-    """int32 ``[count]``: for each place, how many documents end at it or before it; so the number of its own.
+    """Returns int32 ``[count]``: how many documents end at or before each position, which is its document's number.
 
     Args:
-        ends: ``[documents]`` integers in any order, the place behind the last of each; those outside count as the edge.
+        ends: ``[documents]`` integers in any order, the position after each document's last token. Values out of range
+            are clamped.
     """
     import jax.numpy as jnp
     from jax import lax
@@ -19,9 +20,11 @@ def ended(ends: Any, count: int) -> Any:
 
 
 def safe_offsets(cu_seqlens: Any, tokens: int, *, whole: bool = True) -> Any:
-    """Offsets that start at 0, never decrease and end at ``tokens``, whatever the array holds; valid ones unchanged.
+    """Returns offsets that start at 0, never decrease and end at ``tokens``, for any input. Valid offsets stay as is.
 
-    whole: False lets them end before ``tokens``, too.
+    Offsets of a traced array cannot be checked, and wrong ones would make a kernel read outside its buffers.
+
+    whole: if False, the offsets may also end before ``tokens``.
     """
     import jax.numpy as jnp
     from jax import lax

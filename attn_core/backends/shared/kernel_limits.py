@@ -1,4 +1,4 @@
-"""Limits that CUDA kernels of several packages share: the axes of a launch grid, and what 32 bits can count."""
+"""Limits that CUDA kernels of several packages share: the axes of a launch grid, and 32-bit indices."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import math
 from attn_core.call.spec import AttentionSpec
 
 GRID_LIMIT = 65535
-"""Blocks that CUDA launches along the second and the third axis of a grid: those of heads and of batch rows."""
+"""The most blocks along the second and third axis of a CUDA grid. Kernels put heads and batch rows there."""
 
 COUNTABLE = 2**31
-"""What a signed 32-bit index cannot reach."""
+"""The first element that a signed 32-bit index cannot reach."""
 
 
 def grid(spec: AttentionSpec, kernel: str, sequences: int | None = None) -> tuple[str, ...]:
-    """Refusals of more batch rows or heads than a grid has room for.
+    """Refusals of more batch rows or heads than a grid allows.
 
-    sequences: how many the kernel sees; the batch rows or documents where it is not given.
+    sequences: the number of sequences that the kernel sees; by default the batch rows or documents.
     """
     counts = {"batch rows or documents": sequences or spec.documents or spec.batch, "heads": spec.num_heads}
     return tuple(
@@ -25,7 +25,10 @@ def grid(spec: AttentionSpec, kernel: str, sequences: int | None = None) -> tupl
 
 
 def tables(spec: AttentionSpec, kernel: str) -> tuple[str, ...]:
-    """Refusals of a mask or bias whose elements a kernel counts in 32 bits: beyond that it reads at wrong places."""
+    """Refusals of a mask or bias with 2**31 elements or more, for kernels that index it with 32 bits.
+
+    Such a kernel reads wrong elements without an error.
+    """
     shapes = {"mask": spec.mask_shape, "bias": spec.bias_shape}
     return tuple(
         f"{name} of shape {list(shape)}: {kernel} counts its elements in 32 bits"
@@ -35,10 +38,10 @@ def tables(spec: AttentionSpec, kernel: str) -> tuple[str, ...]:
 
 
 def sums_of_dq(spec: AttentionSpec, kernel: str) -> tuple[str, ...]:
-    """Refusals of a gradient whose float32 sums of dq FlashAttention 2 counts in 32 bits, before 2.8.3.
+    """Refusals of a backward whose float32 sums of dq exceed 32-bit indices, for FlashAttention 2 before 2.8.3.
 
-    The sums have rows padded to 128 (for each document) and head dimensions to 32, from 128 on to 64. Source:
-    flash_bwd_kernel.h and block_info.h of 2.8.2; torch has the same code.
+    The sums pad each document's rows to multiples of 128, and head dimensions to multiples of 32, or of 64 above 128.
+    Source: flash_bwd_kernel.h and block_info.h of 2.8.2; torch has the same code.
     """
     if not spec.needs_backward:
         return ()

@@ -1,4 +1,4 @@
-"""A call as kernels on buffers, as plain data: what a backend hands out so that XLA can run it without Python."""
+"""A call as a list of kernels on buffers, in plain data. XLA can run it without Python."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any, NamedTuple
 
 SCRATCH = "scratch"
 RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
-"""The names of what a call gives."""
+"""The names of a call's results."""
 
 
 class Unrecordable(RuntimeError):
-    """A call cannot be told as kernels on buffers; the text says why."""
+    """A call cannot be expressed as kernels on buffers. The message says why."""
 
 
 class Buffer(NamedTuple):
-    """Memory of a program, contiguous.
+    """Contiguous memory of a program.
 
     Attributes:
-        name: of the operand or result that it is, or SCRATCH.
+        name: the operand or result that it holds, or SCRATCH.
         dtype: as in a spec, "int32" or "bfloat16".
-        zeros: whether it holds zeros at first.
+        zeros: whether it must be zero before the first step.
     """
 
     name: str
@@ -33,10 +33,10 @@ class Step(NamedTuple):
     """One kernel of a program.
 
     Attributes:
-        target: a name made of everything that the compiled code depends on, the same in every process.
-        reads: places in ``Program.buffers`` that have been written by now, in the order of the function's arguments.
-        writes: what the kernel may write, after those; what is in both is updated.
-        compile: gives a ``tvm_ffi.Function`` of the tensors of reads and writes; takes a second or so.
+        target: a name that covers everything that the compiled code depends on, the same in every process.
+        reads: indices into ``Program.buffers`` of the buffers that the kernel reads, in the order of its arguments.
+        writes: indices of the buffers that the kernel writes; these arguments follow. A buffer in both is updated.
+        compile: returns a ``tvm_ffi.Function`` of the tensors of reads and writes; takes about a second.
     """
 
     target: str
@@ -46,7 +46,7 @@ class Step(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What a call does: operands are the buffers that no step writes, results have their names."""
+    """The buffers and kernels of a call. Buffers that no step writes are operands; results carry their names."""
 
     buffers: tuple[Buffer, ...]
     steps: tuple[Step, ...]

@@ -1,6 +1,6 @@
-"""Plain attention in torch operations, forward and backward, block by block: the loops behind the math backend.
+"""Attention in plain torch operations, forward and backward, block by block: the loops behind the math backend.
 
-Also where another backend's kernel cannot be trusted with some rows of a batch (``torch_containment``).
+Other backends use it for rows that their kernel computes wrongly, e.g. rows with NaN.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
 
 @contextmanager
 def _plainly(q: Any) -> Iterator[None]:
-    """No autograd graph, and no autocast to round the float32 products."""
+    """Turns off autograd, and autocast, which would round the float32 products."""
     import torch
 
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):

@@ -1,4 +1,4 @@
-"""What kernels of others need of a pool and its table: memory that they can read, and numbers that they can believe."""
+"""Prepares page pools and block tables for third-party kernels: checks alignment, clamps table entries into range."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from attn_core.errors import ShapeError
 
 
 def pools(inputs: PagedInputs) -> tuple[Any, Any]:
-    """k and v as they are.
+    """Returns k and v unchanged.
 
     Raises:
-        ShapeError: when a kernel could read only a copy, which would copy the whole pool on every call.
+        ShapeError: if a kernel could read only a copy. Copying the whole pool on every call is never right.
     """
     for name, pool in (("k_pages", inputs.k), ("v_pages", inputs.v)):
         if readable(pool) is not pool:
@@ -28,7 +28,7 @@ def pools(inputs: PagedInputs) -> tuple[Any, Any]:
 
 
 def query_offsets(spec: AttentionSpec, inputs: PagedInputs) -> Any:
-    """int32 ``[documents + 1]``, dense: the caller's, or those of one query for each sequence."""
+    """Returns int32 ``[documents + 1]``, contiguous: the caller's offsets, or those of one query per sequence."""
     import torch
 
     if inputs.cu_seqlens_q is None:
@@ -37,7 +37,10 @@ def query_offsets(spec: AttentionSpec, inputs: PagedInputs) -> Any:
 
 
 def safe_tables(paged: PagedKV, inputs: PagedInputs) -> tuple[Any, Any]:
-    """(block_table, seq_lens) that lead nowhere outside the pool: copies, made in one launch where Triton is."""
+    """Returns copies of (block_table, seq_lens), clamped so that no kernel reads outside the pool.
+
+    With Triton, one kernel launch clamps both.
+    """
     import torch
 
     table, lengths = inputs.block_table, inputs.seq_lens
@@ -45,14 +48,14 @@ def safe_tables(paged: PagedKV, inputs: PagedInputs) -> tuple[Any, Any]:
         return table.clamp(0, paged.num_pages - 1), lengths.clamp(0, paged.capacity)
     from attn_core.paged import triton_tables
 
-    made = torch.empty(table.shape, dtype=torch.int32, device=table.device)
-    made_lengths = torch.empty_like(lengths)
+    safe_table = torch.empty(table.shape, dtype=torch.int32, device=table.device)
+    safe_lengths = torch.empty_like(lengths)
     entries, block = table.numel(), 1024
     table = table if table.stride(-1) == 1 else table.contiguous()
     triton_tables.sanitise[(max(1, -(-max(entries, len(lengths)) // block)),)](
-        *(table, lengths.contiguous(), made, made_lengths, table.stride(0), paged.num_pages, max(paged.width, 1)),
+        *(table, lengths.contiguous(), safe_table, safe_lengths, table.stride(0), paged.num_pages, max(paged.width, 1)),
         *(entries, len(lengths)),
         PAGE=paged.page_size,
         BLOCK=block,
     )
-    return made, made_lengths
+    return safe_table, safe_lengths

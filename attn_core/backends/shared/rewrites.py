@@ -1,16 +1,16 @@
-"""What a CUDA kernel lacks, done exactly around it: head widths, sinks, and the gradient of the log-sum-exp.
+"""Exact rewrites for features that a CUDA kernel lacks: head widths, sinks, the gradient of the log-sum-exp.
 
 With P the softmax weights, A = sum_j P_j k_j and g the gradient of the log-sum-exp, by row:
 
     sinks      gate = sigmoid(lse - sink);  out' = gate * out;  lse' = log(exp(lse) + exp(sink)).
-               A kernel's backward that is given (out', lse') computes with the weights exp(s - lse') and the row sum
+               With (out', lse'), a kernel's backward computes with the weights exp(s - lse') and the row sum
                dout . out', and so is exact; dsink = -sum_rows (1 - gate) * (dout . out' - g).
     widths     zeros appended to q, k and v change neither scores nor log-sum-exp; the scale is always explicit.
     gradient   s_ij enters the log-sum-exp with weight P_ij: dq_i += scale * g_i * A_i, which is the kernel's forward
     of lse     with v = k; dk_j += scale * sum_i P_ij g_i q_i, which is the dv of its backward with dout = g * q.
 
-The last holds where scores are ``scale * q . k`` plus constants: not under softcap. Rows that see no key have weight 0.
-Source: the derivative of softmax attention; checked in float64 against the reference in the tests.
+The last rewrite holds if scores are ``scale * q . k`` plus constants, so not with a softcap. Rows that see no key have
+weight 0. Source: the derivative of softmax attention; the tests check it in float64 against the reference.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from attn_core.call.tensors import Gradients, Inputs
 
 
 class Kernel(NamedTuple):
-    """A kernel's two halves, on tensors it takes as they are: head_dim == value_dim == a width it has, and no sinks.
+    """A kernel's forward and backward for the calls that it supports itself: its own head widths, no sinks.
 
     Attributes:
         forward: ``(spec, inputs, into) -> (out, lse)``; lse natural, float32, -inf for rows that see no key.
-        backward: ``(spec, inputs, out, lse, dout, into) -> Gradients``, exact for whatever out and lse it is given.
-        width: the head dimension that the kernel runs for one of this size.
-        same_width: False when the kernel takes a value_dim of its own, so that v is padded apart from q and k.
-        lse_gradient: backward takes a keyword ``dlse`` itself.
+        backward: ``(spec, inputs, out, lse, dout, into) -> Gradients``, exact for any out and lse.
+        width: maps a head dimension to the one that the kernel runs it at.
+        same_width: False if the kernel's value_dim may differ from head_dim; then v is padded separately from q and k.
+        lse_gradient: whether backward takes a keyword ``dlse``.
     """
 
     forward: Callable[[AttentionSpec, Inputs, Any], tuple[Any, Any]]
@@ -42,26 +42,29 @@ class Kernel(NamedTuple):
     lse_gradient: bool = False
 
     def pads(self, spec: AttentionSpec) -> bool:
-        """Whether the head dimensions of a call are not those that the kernel runs."""
+        """Returns whether the kernel runs the call at larger head dimensions."""
         wide = _widened(self, replace(spec, sinks=False))
         return wide is not None and wide != spec
 
 
 def refusals(spec: AttentionSpec) -> tuple[str, ...]:
-    """What the rewrite of the log-sum-exp's gradient cannot do, for a kernel that has none of its own."""
+    """Refusals of calls that the rewrite of the log-sum-exp's gradient does not cover.
+
+    For kernels without a gradient of the log-sum-exp.
+    """
     if not (spec.return_lse and spec.needs_backward):
         return ()
-    asked = {
+    uncovered = {
         f"softcap={spec.softcap}": spec.softcap is not None,
         f"dropout={spec.dropout}": spec.dropout > 0,
         "gradient of the bias": spec.bias_gradient,
     }
-    what = "no gradient of the log-sum-exp of its own, and the rewrite that stands in for it has none with this"
-    return tuple(f"return_lse with gradients and {name}: {what}" for name, used in asked.items() if used)
+    why = "the kernel has no gradient of the log-sum-exp, and the rewrite that replaces it does not cover this"
+    return tuple(f"return_lse with gradients and {name}: {why}" for name, used in uncovered.items() if used)
 
 
 def forward(kernel: Kernel, spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
-    """(out, lse) of any call, by a kernel that lacks the above; ``into`` as in ``Backend.forward``."""
+    """Returns (out, lse) of any call, with the rewrites that the kernel needs; ``into`` as in ``Backend.forward``."""
     wide = _widened(kernel, spec)
     if wide is None:
         return kernel.forward(spec, inputs, into)
@@ -74,34 +77,38 @@ def forward(kernel: Kernel, spec: AttentionSpec, inputs: Inputs, into: Any = Non
 def backward(
     kernel: Kernel, spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any, into: Any = None
 ) -> Gradients:
-    """The gradients of any call, from the out and lse that ``forward`` gave; ``into`` as in ``Backend.backward``."""
+    """Returns the gradients of any call from the out and lse of ``forward``; ``into`` as in ``Backend.backward``."""
     wide = _widened(kernel, spec)
     native = {"dlse": dlse} if kernel.lse_gradient and dlse is not None else {}
     if wide is None:
-        wide, found = spec, kernel.backward(spec, inputs, out, lse, dout, into, **native)
+        wide, gradients = spec, kernel.backward(spec, inputs, out, lse, dout, into, **native)
     else:
         padded = (wide.head_dim, wide.value_dim) != (spec.head_dim, spec.value_dim)
         saved = (_padded(out, wide.value_dim), lse, _padded(dout, wide.value_dim))
-        found = kernel.backward(wide, _wide_inputs(wide, inputs), *saved, None if padded else into, **native)
+        gradients = kernel.backward(wide, _wide_inputs(wide, inputs), *saved, None if padded else into, **native)
         if padded:
-            dq, dk, dv = found.dq[..., : spec.head_dim], found.dk[..., : spec.head_dim], found.dv[..., : spec.value_dim]
-            found = found._replace(dq=dq, dk=dk, dv=dv)
+            dq, dk, dv = (
+                gradients.dq[..., : spec.head_dim],
+                gradients.dk[..., : spec.head_dim],
+                gradients.dv[..., : spec.value_dim],
+            )
+            gradients = gradients._replace(dq=dq, dk=dk, dv=dv)
     if dlse is not None and not native:
-        found = _with_lse_gradient(kernel, wide, spec, inputs, out, lse, dlse, found)
+        gradients = _with_lse_gradient(kernel, wide, spec, inputs, out, lse, dlse, gradients)
     if spec.sinks:
-        found = found._replace(dsinks=sink_gradient(inputs.sinks, out, lse, dout, dlse))
-    return found
+        gradients = gradients._replace(dsinks=sink_gradient(inputs.sinks, out, lse, dout, dlse))
+    return gradients
 
 
 def readable(tensor: Any) -> Any:
-    """The tensor, or a contiguous copy where a kernel could not read it.
+    """Returns the tensor, or a contiguous copy if a kernel cannot read the tensor.
 
     Kernels copy 16 bytes at a time: the last axis must be dense, and every other stride and the address a multiple of
-    16 bytes. An axis that was expanded (stride 0) is copied as well.
+    16 bytes. A tensor with an expanded axis (stride 0) is copied as well.
     """
     size = tensor.element_size()
     if tensor.is_contiguous() and not tensor.shape[-1] * size % 16 and not tensor.data_ptr() % 16:
-        return tensor  # what nearly every call has, told in half the time
+        return tensor  # nearly every call ends here; this check takes half the time of the full one
     strides = tensor.stride()
     if strides[-1] != 1 or tensor.data_ptr() % 16:
         return tensor.contiguous() if strides[-1] != 1 else tensor.clone(memory_format=_contiguous())
@@ -112,7 +119,7 @@ def readable(tensor: Any) -> Any:
 
 
 def writable(buffer: Any) -> Any:
-    """A buffer, or None, that a kernel can write into as it can read it; else None."""
+    """Returns the buffer if a kernel can write into it (by the same rules as ``readable``), else None."""
     return buffer if buffer is not None and readable(buffer) is buffer else None
 
 
@@ -124,7 +131,7 @@ def _contiguous() -> Any:
 
 @lru_cache(maxsize=4096)
 def _widened(kernel: Kernel, spec: AttentionSpec) -> AttentionSpec | None:
-    """The spec that the kernel is given instead, or None where it can run the call as it is."""
+    """Returns the spec that the kernel runs instead, or None if it can run the call unchanged."""
     head_dim, value_dim = kernel.width(spec.head_dim), kernel.width(spec.value_dim)
     if kernel.same_width:
         head_dim = value_dim = kernel.width(max(spec.head_dim, spec.value_dim))
@@ -143,7 +150,7 @@ def _wide_inputs(wide: AttentionSpec, inputs: Inputs) -> Inputs:
 
 
 def _padded(tensor: Any, width: int) -> Any:
-    """``[..., dim]`` -> ``[..., width]`` with zeros behind."""
+    """``[..., dim]`` -> ``[..., width]``, with zeros appended."""
     import torch
 
     missing = width - tensor.shape[-1]
@@ -156,12 +163,12 @@ def _by_row(values: Any) -> Any:
 
 
 def _by_head(values: Any) -> Any:
-    """One value per head, ``[heads]``, beside ``[..., heads, rows]``."""
+    """``[heads]`` -> ``[heads, 1]``, which broadcasts against ``[..., heads, rows]``."""
     return values[:, None]
 
 
 def with_sinks(out: Any, lse: Any, sinks: Any) -> tuple[Any, Any]:
-    """(out, lse) of the softmax with one logit ``[heads]`` more; a row that sees no key keeps its 0 and -inf."""
+    """Adds one logit per head, ``[heads]``, to the softmax of (out, lse). Rows that see no key keep 0 and -inf."""
     import torch
 
     sinks = _by_head(sinks.detach().to(lse.dtype))
@@ -172,9 +179,10 @@ def with_sinks(out: Any, lse: Any, sinks: Any) -> tuple[Any, Any]:
 
 
 def sink_gradient(sinks: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Any:
-    """``[heads]``: a sink's weight in a row is exp(sink - lse'), its logit's gradient -weight * (delta - dlse).
+    """Returns the gradient of the sinks, ``[heads]``, from out and lse with sinks.
 
-    A row that sees no key adds nothing, whatever its dout is.
+    A sink's weight in a row is exp(sink - lse); its logit's gradient is -weight * (delta - dlse). A row that sees no
+    key adds nothing, whatever its dout is.
     """
     import torch
 
@@ -193,22 +201,22 @@ def _with_lse_gradient(
     out: Any,
     lse: Any,
     dlse: Any,
-    found: Gradients,
+    gradients: Gradients,
 ) -> Gradients:
-    """Adds what ``dlse`` gives dq and dk: one more forward and one more backward of the kernel."""
+    """Adds the gradient of the log-sum-exp to dq and dk, with one more forward and backward of the kernel."""
     import torch
 
     square = replace(wide, value_dim=wide.head_dim)
     keys = _padded(inputs.k, square.head_dim)
-    asked = _wide_inputs(wide, inputs)._replace(v=keys, bias=inputs.bias)
-    mean_key, own_lse = kernel.forward(square, asked, None)  # A, with the weights exp(s - own_lse)
+    operands = _wide_inputs(wide, inputs)._replace(v=keys, bias=inputs.bias)
+    mean_key, own_lse = kernel.forward(square, operands, None)  # A, with the weights exp(s - own_lse)
     empty = lse == -torch.inf
     factor = torch.exp(own_lse - lse).masked_fill(empty, 0.0) * dlse.masked_fill(empty, 0.0) * spec.scale
     factor = _by_row(factor)
-    dq = found.dq + (mean_key[..., : spec.head_dim].to(factor.dtype) * factor)
+    dq = gradients.dq + (mean_key[..., : spec.head_dim].to(factor.dtype) * factor)
     queries = _padded(inputs.q, square.head_dim)
     weight = _by_row(dlse.masked_fill(empty, 0.0)) * spec.scale
     behind = (queries.to(factor.dtype) * weight).to(inputs.q.dtype)
-    more = kernel.backward(square, asked, torch.zeros_like(behind), lse, behind, None)
-    dk = found.dk.to(factor.dtype) + more.dv[..., : spec.head_dim].to(factor.dtype)
-    return found._replace(dq=dq.to(found.dq.dtype), dk=dk.to(found.dk.dtype))
+    more = kernel.backward(square, operands, torch.zeros_like(behind), lse, behind, None)
+    dk = gradients.dk.to(factor.dtype) + more.dv[..., : spec.head_dim].to(factor.dtype)
+    return gradients._replace(dq=dq.to(gradients.dq.dtype), dk=dk.to(gradients.dk.dtype))

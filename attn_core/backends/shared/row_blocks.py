@@ -1,4 +1,4 @@
-"""Which rows of a call meet which keys, in blocks of query rows, for kernels written in torch operations."""
+"""Blocks of query rows and the keys that they may see, for attention written in torch operations."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from attn_core.call.tensors import Inputs
 class Block(NamedTuple):
     """A block of query rows and the keys that any of them may see; both slices count the tokens of the whole row.
 
-    distance: int64 ``[rows, keys]``, how far right of the diagonal each key lies; None where nothing needs it.
-    hidden: bool ``[rows, keys]``, what band and documents hide; None for nothing.
+    distance: int64 ``[rows, keys]``, how far right of the diagonal each key lies; None if no ALiBi slopes need it.
+    hidden: bool ``[rows, keys]``, True for pairs that band and documents hide; None if they hide nothing.
     """
 
     rows: slice
@@ -25,7 +25,7 @@ class Block(NamedTuple):
 
 
 def blocks(spec: AttentionSpec, inputs: Inputs, height: int) -> Iterator[Block]:
-    """The blocks of a call, each of ``height`` rows at most. Rows in no block see no key."""
+    """Yields the blocks of a call, each of at most ``height`` rows. Rows in no block see no key."""
     if spec.packed and inputs.q.device.type != "cpu":
         return _token_blocks(spec, inputs, height)
     return _host_blocks(spec, inputs, height)
@@ -51,7 +51,7 @@ def _host_blocks(spec: AttentionSpec, inputs: Inputs, height: int) -> Iterator[B
 
 
 def _documents(spec: AttentionSpec, inputs: Inputs) -> Iterator[tuple[slice, slice, Band]]:
-    """Query tokens, key tokens and band of each document; the band is shifted to count the tokens of the whole row."""
+    """Yields query tokens, key tokens and band of each document; the band's offset counts tokens of the whole row."""
     if not spec.packed:
         yield slice(0, spec.q_len), slice(0, spec.kv_len), band(spec)
         return
@@ -61,7 +61,7 @@ def _documents(spec: AttentionSpec, inputs: Inputs) -> Iterator[tuple[slice, sli
 
 
 def _token_blocks(spec: AttentionSpec, inputs: Inputs, height: int) -> Iterator[Block]:
-    """Blocks of packed tokens whose offsets stay on the device: each block meets every key."""
+    """Yields blocks of packed tokens without reading their offsets on the host, so each block spans all keys."""
     import torch
 
     cu_q, cu_k = inputs.cu_seqlens_q.long(), inputs.cu_seqlens_k.long()
@@ -81,7 +81,7 @@ def _token_blocks(spec: AttentionSpec, inputs: Inputs, height: int) -> Iterator[
 
 
 def _token_positions(cu_seqlens: Any, tokens: int) -> tuple[Any, Any]:
-    """Each token's document (the number of documents for a token in none) and its position there, int64."""
+    """Returns each token's document (the number of documents for a token in none) and its position there, int64."""
     import torch
 
     token = torch.arange(tokens, device=cu_seqlens.device)

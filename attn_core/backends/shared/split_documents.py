@@ -1,4 +1,4 @@
-"""Packed documents read on the host: each document's query and key tokens, checked, and each as a call of its own."""
+"""Splits a packed call on the host into one dense call per document."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ class Document(NamedTuple):
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """How many queries and keys."""
+        """(number of queries, number of keys)"""
         return self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
 
 
 def documents(spec: AttentionSpec, cu_seqlens_q: Any, cu_seqlens_k: Any) -> list[Document]:
-    """The documents that have a query and a key, in order; any other row sees nothing.
+    """Checks the offsets and returns, in order, the documents that have both queries and keys.
+
+    Queries outside these documents see no key.
 
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 numpy arrays ``[documents + 1]``.
 
     Raises:
-        ShapeError, SpecError: for offsets that would read outside the row, before anything is read.
+        ShapeError, SpecError: if the offsets lead outside the row.
     """
     limits = {
         "q": spec.q_len if spec.max_len_q is None else spec.max_len_q,
@@ -39,17 +41,17 @@ def documents(spec: AttentionSpec, cu_seqlens_q: Any, cu_seqlens_k: Any) -> list
     check_cu_seqlens(cu_seqlens_q, limits["q"], side="q", tokens=spec.q_len)
     check_cu_seqlens(cu_seqlens_k, limits["k"], side="k", tokens=spec.kv_len)
     ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    found = []
+    result = []
     for index in range(len(ends_q) - 1):
         document = Document(slice(ends_q[index], ends_q[index + 1]), slice(ends_k[index], ends_k[index + 1]))
         if all(document.lengths):
-            found.append(document)
-    return found
+            result.append(document)
+    return result
 
 
 @lru_cache(maxsize=4096)
 def dense_spec(spec: AttentionSpec, q_len: int, kv_len: int) -> AttentionSpec:
-    """The spec of one document of a packed call as a call of its own, batch 1."""
+    """Returns the spec of one document of a packed call as a dense call of batch 1."""
 
     def cut(shape: Any) -> Any:  # [1, heads or 1, q_tokens or 1, kv_tokens or 1]
         return shape and (1, shape[1], min(shape[2], q_len), min(shape[3], kv_len))
@@ -67,7 +69,7 @@ def dense_spec(spec: AttentionSpec, q_len: int, kv_len: int) -> AttentionSpec:
 
 
 def dense_inputs(inputs: Inputs, document: Document) -> Inputs:
-    """The tensors of one document as a call of its own: views of its tokens, with a batch axis of 1."""
+    """Returns the tensors of one document as a dense call of batch 1: views of its tokens."""
     rows, keys = document
 
     def cut(table: Any) -> Any:  # a mask or bias [1, heads or 1, q_tokens or 1, kv_tokens or 1]

@@ -5,7 +5,7 @@ from functools import cache
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed."""
+    """Returns whether Triton is installed."""
     from importlib.util import find_spec
 
     return find_spec("triton") is not None

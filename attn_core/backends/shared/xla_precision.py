@@ -1,4 +1,4 @@
-"""How precisely XLA multiplies float32: as ``jax.default_matmul_precision`` says, and in full where nothing is said."""
+"""The precision of XLA's float32 products: ``jax.default_matmul_precision`` if it is set, else HIGHEST."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def product_precision(dtype: Any) -> Any:
-    """``precision=`` of products of arrays of that dtype; None leaves the choice to ``jax.default_matmul_precision``.
+    """Returns ``precision=`` for products of arrays of a dtype; None defers to ``jax.default_matmul_precision``.
 
     JAX's own default, DEFAULT, rounds float32 to TF32 on GPUs and to bfloat16 on TPUs. Attention would lose accuracy.
     So float32 is multiplied at HIGHEST unless the caller set a precision. float16 and bfloat16 need no rounding, and
@@ -20,7 +20,7 @@ def product_precision(dtype: Any) -> Any:
 
 
 def in_force() -> str | None:
-    """``jax.default_matmul_precision`` here; None where nothing is said."""
+    """Returns the current ``jax.default_matmul_precision``; None if it is not set."""
     import jax
 
     config: Any = jax.config
@@ -28,11 +28,11 @@ def in_force() -> str | None:
 
 
 def level_in_force() -> int:
-    """How precise float32 products are here: 0 as DEFAULT, 1 as HIGH, 2 as HIGHEST; 0 for a named algorithm."""
+    """Returns the current precision of float32 products: 0 DEFAULT, 1 HIGH, 2 HIGHEST; 0 for a named algorithm."""
     from jax.lax import Precision
 
-    said = in_force()
+    setting = in_force()
     try:
-        return int(Precision.HIGHEST.value if said is None else Precision(said).value)
+        return int(Precision.HIGHEST.value if setting is None else Precision(setting).value)
     except ValueError:  # the name of a lax.DotAlgorithmPreset
         return 0
