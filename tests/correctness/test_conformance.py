@@ -28,7 +28,7 @@ from both_frontends import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from spec_strategies import Call, calls, compiled_calls, cudnn_calls, few_numbers, make_call
+from spec_strategies import Call, calls, compiled_calls, corners, cudnn_calls, few_numbers, make_call
 
 import jax_frontend
 import torch_frontend
@@ -87,6 +87,23 @@ def assert_near(call: Call, results: Any) -> None:
     assert error <= 0.08 * size + 1e-6, f"{call}: error {error:.3g} beside values of {size:.3g}"
 
 
+def corners_conform(framework: str, backend: str, device: str) -> bool:
+    """Whether any of the fixed corners of a backend's claims ran. Asserts that the backend conforms in all of them.
+
+    JAX compiles each, so it runs a corner once: with gradients if the backend has them.
+    """
+    forward, backward = target(framework, device).claims(backend)
+    ran = []
+    for name, call in corners(forward).items():
+        both = (call,) if framework == "jax" else (call.inference, call)
+        for each in both if backward is not None else (call.inference,):
+            try:
+                ran.append(conforms(framework, each, backend, device))
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from error
+    return any(ran)
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(("backend", "device"), claimed())
 def test_claims(backend: str, device: str, framework: str) -> None:
@@ -94,6 +111,8 @@ def test_claims(backend: str, device: str, framework: str) -> None:
     if missing:
         pytest.skip(missing)
     learns = target(framework, device).claims(backend)[1] is not None
+    few = module_on(backend, device).FORWARD.approximate or backend == "jax_cudnn"  # of these, much is refused
+    assert corners_conform(framework, backend, device) or few, "no corner was run"
 
     @given(call=drawn_for(backend, device, framework))
     def every_call(call: Call) -> None:
@@ -102,7 +121,6 @@ def test_claims(backend: str, device: str, framework: str) -> None:
             learned.append(conforms(framework, call, backend, device))
 
     every_call()
-    few = module_on(backend, device).FORWARD.approximate or backend == "jax_cudnn"  # of these, much is refused
     share = 1 / (16 if few else 4)
     assert sum(inferred) > share * len(inferred), "too few of the drawn calls were run to mean anything"
     assert not learns or sum(learned) > share / 2 * len(learned), "too few of the drawn gradients were run"
@@ -217,8 +235,10 @@ FAULTS: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 def faulty(module: Any, fault: Any) -> tuple[Any, Any]:
-    """A backend's forward and backward with a fault in what they are told, or in their map of heads."""
+    """A backend's forward and backward with a fault in their arguments, their results or their map of heads."""
     forward, backward = module.forward, module.backward
+    if fault is nan_without_keys:
+        return nan_without_keys(forward, backward)
     if fault is not None:
         return (
             lambda spec, inputs, *into: forward(*fault(spec, inputs), *into),
@@ -325,6 +345,36 @@ def test_planted_faults_are_caught_in_every_kernel(
     assert {"out", *(f"d{x}" for x in asked.learned)} <= {q.name for q in verdict.quantities if q.use > 1}, verdict
     healthy = judge(framework, asked, run(framework, asked, backend, device), device)
     assert healthy.ok, healthy
+
+
+def nan_without_keys(run_forward: Any, run_backward: Any) -> tuple[Any, Any]:
+    """A backend's forward and backward that leave NaN in rows that see no key."""
+
+    def rows_without_keys(lse: Any) -> Any:  # [..., heads, rows] -> [..., rows, heads, 1]
+        return (lse == float("-inf")).transpose(-1, -2)[..., None]
+
+    def forward(spec: AttentionSpec, inputs: Inputs, *into: Any) -> tuple[Any, Any]:
+        out, lse = run_forward(replace(spec, return_lse=True), inputs, *into)
+        return out.masked_fill(rows_without_keys(lse), float("nan")), lse
+
+    def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, *rest: Any) -> Gradients:
+        found = run_backward(spec, inputs, out, lse, *rest)
+        return found._replace(dq=found.dq.masked_fill(rows_without_keys(lse), float("nan")))
+
+    return forward, backward
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("backend", ["math", "sdpa_flash"])
+def test_nan_in_rows_without_keys_fails_the_claims(
+    backend: str, framework: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        planted(monkeypatch, backend, nan_without_keys, where),
+        pytest.raises(AssertionError, match=r"^rows without keys: "),
+    ):
+        test_claims(backend, "cpu", framework)
 
 
 def test_refusals_name_every_reason() -> None:

@@ -2,7 +2,8 @@
 
 Sizes are few, small and mostly distinct primes, so that a mixed-up axis cannot fit. ``calls`` combines features freely,
 three times out of four only those that a backend claims. ``compiled_calls`` draws from a dozen signatures, and frees
-only what does not make XLA compile again: the numbers, the mask, and where documents begin and end.
+only what does not make XLA compile again: the numbers, the mask, and where documents begin and end. ``corners`` are
+fixed calls that no draw may leave out.
 """
 
 from __future__ import annotations
@@ -257,6 +258,52 @@ def calls(
         return_lse=lse,
         **fields,
     )
+
+
+def corners(claims: Support) -> dict[str, Call]:
+    """The calls that every backend must run right, as far as it claims their features, by name; all with gradients.
+
+    Draws are few and meet these by chance alone. A call returns the log-sum-exp if the backend has its gradient.
+    """
+    width = 8 if "cpu" in claims.devices else 64
+    kind = "float32" if "float32" in claims.dtypes else claims.dtypes[0]
+    fixed = {
+        **{"batch": 2, "num_heads": 4, "num_kv_heads": 2 if claims.grouped_heads else 4, "head_dim": width},
+        **{"value_dim": width, "dtype": kind, "return_lse": claims.lse_gradient, "needs_backward": True},
+        "alignment": (*claims.alignments, "bottom_right")[0],
+    }
+    square = {**fixed, "q_len": 11, "kv_len": 11}
+    tall = {**fixed, "q_len": 7, "kv_len": 5}
+    some_documents = ((3, 0, 2, 4, 1), (2, 4, 0, 3, 1))
+    found: dict[str, Call] = {
+        "one query": make_call(**fixed, q_len=1, kv_len=7, causal=claims.causal and bool(claims.alignments)),
+        "one key": make_call(**fixed, q_len=7, kv_len=1),
+        "one query, one key": make_call(**fixed, q_len=1, kv_len=1, causal=claims.causal),
+    }
+    if claims.causal and "bottom_right" in claims.alignments:
+        found["rows without keys"] = make_call(**tall, causal=True)
+        if claims.sinks:
+            found["rows without keys, with sinks"] = make_call(**tall, causal=True, sinks=True)
+    if claims.window and claims.alignments:
+        found["a window beside the keys"] = make_call(**fixed, q_len=11, kv_len=4, window=(1, 0))
+    if claims.mask:
+        found["a mask row all False"] = _hidden(make_call(**tall, mask_shape=(2, 1, 7, 5)), np.s_[:, :, 3])
+    if claims.mask and claims.window:  # row 5 sees only keys 4 to 6
+        masked = make_call(**square, window=(1, 1), mask_shape=(2, 4, 11, 11))
+        found["a window with a hole"] = _hidden(masked, np.s_[:, :, :, 4:7])
+    if claims.packed:
+        causal = claims.causal and bool(claims.alignments)
+        found["empty documents"] = make_call(0, some_documents, **fixed, causal=causal)
+        if claims.window and claims.alignments:
+            found["empty documents in a window"] = make_call(0, some_documents, **fixed, window=(1, 0))
+    return found
+
+
+def _hidden(call: Call, places: Any) -> Call:
+    """The call with a mask that is False in some places."""
+    mask = call.inputs.mask.copy()
+    mask[places] = False
+    return replace(call, inputs=call.inputs._replace(mask=mask))
 
 
 CUDNN_SIZES = (
