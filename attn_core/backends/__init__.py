@@ -62,7 +62,7 @@ Both frameworks have the same order of torch's kernels, so that the same call gi
 device was measured, ``attn_core.selection.preference`` refines the order by the shape of the call."""
 
 DECODING = "triton_splitkv"
-_PAGED = ("flash3", "flash4", "flash2", DECODING, "torch_varlen")
+_PAGED = ("flash3", "flash4", "flash2", DECODING)
 PAGED_PREFERENCE = {
     **PREFERENCE,
     ("torch", "cuda"): (*_PAGED, "math"),
@@ -70,7 +70,8 @@ PAGED_PREFERENCE = {
 }
 """The same for keys and values in pages; where each sequence has few queries, DECODING comes first.
 
-"flashinfer" is not here: it waits for the GPU on every call."""
+"flashinfer" and "torch_varlen" are not here: this project never ran either on a GPU. "flashinfer" also waits for the
+GPU on every call."""
 
 
 @cached_once

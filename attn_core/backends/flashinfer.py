@@ -1,6 +1,6 @@
 """FlashInfer's FA2 kernels on keys and values in pages, by ``BatchPrefillWithPagedKVCacheWrapper``.
 
-Never run here: there was no GPU with FlashInfer on it. Tested is everything around the wrapper, with a stand-in of its
+Unproven: this project never ran it on a GPU. The tests cover everything around the wrapper, with a stand-in of its
 signatures, which are those of flashinfer 0.6.
 
 It runs only when it is asked for by name. The wrapper's ``plan`` schedules the work on the host and needs the lengths
@@ -51,6 +51,7 @@ FORWARD = Support(
     packed=True,
     lse=True,
     paged=True,
+    unproven=True,
 )
 BACKWARD = None
 PAGES_ALONE = True

@@ -56,7 +56,9 @@ class Function(NamedTuple):
 
 
 def _named(kernel: str, *devices: str) -> Support:
-    return replace(FORWARD, kernel=f"SageAttention's {kernel} kernel", devices=devices or FORWARD.devices)
+    """The claims of a kernel of 2.x. This project has run 1.x alone on a GPU."""
+    name = f"SageAttention's {kernel} kernel"
+    return replace(FORWARD, kernel=name, devices=devices or FORWARD.devices, unproven=True)
 
 
 _TWO_SUMS = {"pv_accum_dtype": "fp32+fp32"}

@@ -33,6 +33,7 @@ class Support:
         symbolic: it takes a batch, lengths and a number of documents that ``jax.export`` leaves open.
         approximate: its numbers are not right to the precision of its dtypes (quantised inputs, say), so that it runs
             only when it is asked for by name.
+        unproven: this project never ran its kernel on a GPU, so it runs only when it is asked for by name.
     """
 
     kernel: str
@@ -58,6 +59,7 @@ class Support:
     lse_gradient: bool = False
     portable_dropout: bool = False
     approximate: bool = False
+    unproven: bool = False
     paged: bool = False
     partial: bool = False
     symbolic: bool = False

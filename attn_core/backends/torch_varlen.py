@@ -4,7 +4,8 @@ Limits: paged calls only, forward only; fp16 and bf16, head_dim a multiple of 8 
 padded pool would be a copy of it), pages of multiples of 256 tokens, bottom-right alignment; windows, no softcap. Sinks
 come from ``torch_rewrites``.
 Upstream: ``aten::_flash_attention_forward`` with a ``block_table``, torch 2.13 and later; FlashAttention 2 inside.
-Never run on a GPU here: what is tested is everything around the kernel, with a stand-in of the op's own schema.
+Unproven: this project never ran it on a GPU, so it runs only by name. The tests cover everything around the kernel,
+with a stand-in of the op's own schema.
 
 The raw op is called, not ``varlen_attn``, which wraps it in a custom op (costly in eager calls) and returns the same.
 Put right here: keys are never split (``num_splits=1``), which the kernel gets wrong for packed queries (pytorch issue
@@ -47,6 +48,7 @@ FORWARD = Support(
     deterministic=True,
     lse=True,
     paged=True,
+    unproven=True,
 )
 BACKWARD = None
 PAGES_ALONE = True

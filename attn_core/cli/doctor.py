@@ -53,7 +53,10 @@ def _findings(progress: Console) -> dict[str, Any]:
         here = installed()
         devices = {framework: _devices(framework) for framework in here}
         found: dict[str, Any] = {
-            label: {"name": name, "kind": kind, **dict(zip(("version", "reason"), backends.availability(name, kind)))}
+            label: {
+                **{"name": name, "kind": kind, "unproven": backends.load(name, kind).FORWARD.unproven},
+                **dict(zip(("version", "reason"), backends.availability(name, kind))),
+            }
             for label, name, kind in _files()
         }
         bridge = bridge_reason() if {"torch", "jax"} <= set(here) else "needs both torch and jax"
@@ -114,8 +117,8 @@ def _backends_table(found: dict[str, dict[str, Any]], rows: list[Row]) -> Table:
     """A line for every backend, and one for each framework it was checked in."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for label, state in found.items():
-        if backends.load(state["name"]) is not None:
-            table.add_row(Text(label), Text(state["version"] or ""), Text(state["reason"] or "available"))
+        warning = "; never run on a GPU by this project" if state["unproven"] else ""
+        table.add_row(Text(label), Text(state["version"] or ""), Text((state["reason"] or "available") + warning))
         for row in (row for row in rows if row.backend == state["name"] and _in_file(row, state["kind"])):
             table.add_row("", Text(f"in {row.framework}"), Text(_verdict(row)))
     return table

@@ -26,6 +26,7 @@ FEATURES = {
     "lse_gradient": "gradient of the log-sum-exp",
     "portable_dropout": "drops the same weights in every backend that says so",
     "approximate": "approximate: by name only",
+    "unproven": "never run on a GPU by this project: by name only",
     "paged": "keys and values in pages",
     "symbolic": "symbolic sizes (`jax.export`)",
     "partial": "a part of each row's keys (context parallelism)",
@@ -102,7 +103,7 @@ def _preference() -> str:
     lines.append(
         "\nOn a device that was measured, the order depends on the call and follows the measurements (`attn bench`).\n"
         "What neither a line nor a measurement names runs only when asked for by name, and so does all that is\n"
-        "approximate.\n"
+        "approximate or was never run on a GPU by this project.\n"
     )
     return "## Order of automatic choice\n\n" + "\n".join(lines)
 

@@ -230,6 +230,8 @@ def test_doctor_prints_reasons_and_verdicts() -> None:
     assert done.exit_code == 0, done.output
     for name in backends.names():
         assert name in done.stdout
+    printed = " ".join(done.stdout.split())
+    assert printed.count("never run on a GPU by this project") == 6
 
 
 # support and demo

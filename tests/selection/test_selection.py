@@ -202,6 +202,16 @@ def test_what_is_approximate_is_never_chosen_unasked(framework: str, device: str
     assert explain(half, Target(framework, device, everything_else_missing)).backend is None
 
 
+UNPROVEN = {"flashinfer", "torch_varlen", "sage_fp16_cuda", "sage_fp16_triton", "sage_fp8_cuda", "sage_fp8_cuda_sm90"}
+
+
+def test_no_unproven_backend_is_in_any_preference() -> None:
+    unproven = {name for name in backends.names() if backends.load(name, "cuda").FORWARD.unproven}
+    assert unproven == UNPROVEN
+    orders = (*backends.PREFERENCE.values(), *backends.PAGED_PREFERENCE.values())
+    assert unproven.isdisjoint(name for order in orders for name in order)
+
+
 NARROW = Build("a small build", without=("softcap", "backward"), head_dims=(8,))
 
 
