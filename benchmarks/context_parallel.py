@@ -1,13 +1,13 @@
-"""Context parallelism on several GPUs of one host: the page's table from what the two benchmarks wrote.
+"""Renders benchmarks/results/context_parallel.md from the times of context_torch and context_jax.
 
 torchrun --nproc-per-node 2 -m benchmarks.context_torch --json torch.json      # on the GPUs
 python -m benchmarks.context_jax --json jax.json
 torchrun --nproc-per-node 2 -m benchmarks.context_jax --json jaxes.json
-python -m benchmarks.context_parallel torch.json jax.json jaxes.json           # prints the section; needs no GPU
-... --write                                                                    # the page, and results/
+python -m benchmarks.context_parallel torch.json jax.json jaxes.json           # prints the page; needs no GPU
+... --write                                                                    # both files in benchmarks/results
 
-Of several files of one framework a later one replaces what it has as well: of rows for each size of a shard, those of
-its sizes. What was written before is such a file, too: benchmarks/results/context-parallel.json.
+If several files of one framework hold the same measure, the later file wins; rows for a size of shards replace the rows
+of that size only. benchmarks/results/context-parallel.json, as written before, may be one of the files.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE, RESULTS = ROOT / "docs" / "context_parallel.md", ROOT / "benchmarks" / "results" / "context-parallel.json"
-HEADING = "## Measured"
+PAGE = ROOT / "benchmarks" / "results" / "context_parallel.md"
+RESULTS = ROOT / "benchmarks" / "results" / "context-parallel.json"
 GOALS = {
     (8192, 2): (0.85, 0.90, ("all_gather", "ulysses")),
     (16384, 2): (0.92, 0.94, ("all_gather", "ulysses")),
@@ -45,19 +45,19 @@ Found = dict[str, Measures]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Prints the section, or writes it into the page."""
+    """Prints the page, or writes it and the combined times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args(arguments)
     read = (json.loads(path.read_text(encoding="utf-8")) for path in options.files)
     found = combined([part for file in read for part in ([file] if "framework" in file else apart(file))])
-    text = section(found)
+    text = page(found)
     if not options.write:
         print(text)
         return
     RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(in_page(PAGE.read_text(encoding="utf-8"), text), encoding="utf-8")
+    PAGE.write_text(text, encoding="utf-8")
 
 
 def combined(files: list[dict[str, Any]]) -> Found:
@@ -89,19 +89,12 @@ def apart(found: Found) -> list[dict[str, Any]]:
     ]
 
 
-def in_page(page: str, text: str) -> str:
-    """The page with the section in place of the one that it has."""
-    before, _, rest = page.partition(f"{HEADING}\n")
-    _, heading, after = rest.partition("\n## ")
-    return f"{before}{text.rstrip()}\n{heading}{after}"
-
-
-def section(found: Found) -> str:
-    """The section "Measured"."""
+def page(found: Found) -> str:
+    """benchmarks/results/context_parallel.md."""
     lines = [
-        HEADING,
+        "# Context parallelism on GPUs of one host",
         "",
-        "Written by `python -m benchmarks.context_parallel` from what the benchmarks wrote.",
+        "Written by `python -m benchmarks.context_parallel` from `benchmarks/results/context-parallel.json`.",
         "",
         "One causal row of bfloat16, heads 32/8, head_dim 128, over H200s of one host, NVLink multicast off. E is the "
         "time of one GPU with the whole row over that of the ranks, divided by their number. Medians over rounds in "
@@ -115,7 +108,7 @@ def section(found: Found) -> str:
 
 
 def _world(world: int, found: Measures) -> list[str]:
-    torch, lines = found.get("torch", {}), [f"### {world} GPUs", ""]
+    torch, lines = found.get("torch", {}), [f"## {world} GPUs", ""]
     lines += [f"Measured {_made(found)}.", ""]
     speed = torch.get("speed", [])
     lines += _goals(speed, world, found)
@@ -191,7 +184,7 @@ def _speed(row: dict[str, Any], world: int, found: Measures) -> list[str]:
         return [f"Not run: {row['error']}", ""]
     words = list(row["seconds"])
     backend = row["notes"][words[0]].get(ONE, ""), row["notes"][words[-1]].get(ONE, "")
-    lines = [f"#### {row['shard']} tokens a rank, {world} GPUs", ""]
+    lines = [f"### {row['shard']} tokens a rank, {world} GPUs", ""]
     lines += [f"One GPU: {backend[0]} forward, {backend[1]} with backward.", ""]
     ways = [name for name in JAX if _jax(row, words[0], found, name)]
     columns = " | ".join(["ms", "E", "waiting, ms", *(f"{JAX[name]}, ms" for name in ways)])
@@ -236,7 +229,7 @@ def _efficiency(seconds: dict[str, list[float]], name: str, world: int) -> float
 
 def _peers(rows: list[dict[str, Any]], speed: list[dict[str, Any]]) -> list[str]:
     lines = [
-        "#### Beside torch's own context_parallel",
+        "### Beside torch's own context_parallel",
         "",
         "Of cuDNN's attention, with k and v copied for every head; ours is the fastest of the table above.",
         "",
@@ -259,7 +252,7 @@ def _peers(rows: list[dict[str, Any]], speed: list[dict[str, Any]]) -> list[str]
 
 
 def _errors(rows: list[dict[str, Any]], framework: str) -> list[str]:
-    heading = f"#### Errors in {framework}"
+    heading = f"### Errors in {framework}"
     failed = [row["error"].splitlines()[0] for row in rows if "error" in row]
     if failed:
         return [heading, "", *(f"Not run: {why}" for why in failed), ""]
@@ -278,7 +271,7 @@ def _errors(rows: list[dict[str, Any]], framework: str) -> list[str]:
 
 
 def _long(rows: list[dict[str, Any]]) -> list[str]:
-    lines = ["#### Long rows", "", "A forward in a zigzag ring; an element of a late row is compared with float64.", ""]
+    lines = ["### Long rows", "", "A forward in a zigzag ring; an element of a late row is compared with float64.", ""]
     lines += ["| tokens | seconds | GB a rank beyond inputs | largest error |", "|---|---|---|---|"]
     for row in rows:
         if "error" in row:

@@ -1,7 +1,7 @@
 """What a CPU shows: the cost of a call beside torch's own, and jax.jit(attention) beside jax.nn.
 
 python -m benchmarks.cpu                  # prints a table
-python -m benchmarks.cpu --write          # also benchmarks/results/cpu.json and docs/explanation/performance.md
+python -m benchmarks.cpu --write          # also writes benchmarks/results/cpu.json, and runs benchmarks.performance
 
 Every figure is a difference or a ratio of candidates that took turns in one process.
 """
@@ -27,11 +27,11 @@ import torch.nn.functional as functional
 
 import jax_frontend
 import torch_frontend
-from benchmarks import dropins
+from benchmarks import dropins, performance
 from benchmarks.measure import environment, median_difference, median_ratio, medians, side_by_side
+from benchmarks.performance import TINY, cpu_table
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = (1, 5, 2, 16)  # batch, seq, heads, head_dim: the kernel is next to nothing, the call is what is left
 LARGE = (1, 4096, 8, 64)
 MIB = 2**20
 
@@ -189,47 +189,6 @@ def _figure(
     }
 
 
-def table(figures: list[dict[str, Any]]) -> str:
-    """The figures as a Markdown table."""
-    lines = ["| figure | measured | goal | medians |", "|---|---|---|---|"]
-    for figure in figures:
-        each = ", ".join(f"{name} {value:,.1f} µs" for name, value in figure["median_microseconds"].items())
-        lines.append(f"| {figure['name']} | {figure['value']:.2f} {figure['unit']} | {figure['goal'] or ''} | {each} |")
-    return "\n".join(lines)
-
-
-def page(result: dict[str, Any]) -> str:
-    """docs/explanation/performance.md, as this script writes it."""
-    where = result["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items() if version)
-    return f"""# Performance
-
-## On a CPU
-
-Written by `python -m benchmarks.cpu --write` on {where["date"]}: {where["processor"]}, {result["cores"]} cores,
-Python {where["python"]}, {versions}. Raw times: `benchmarks/results/cpu.json`. Each figure is a difference or a ratio
-of candidates that took turns in one process, the first call of each turn left out; absolute times are that machine's.
-
-{table(result["figures"])}
-
-The small calls run with torch on one thread, on tensors of {TINY} (batch, seq, heads, head_dim), and torch's own
-`scaled_dot_product_attention` gets its own layout, (batch, heads, seq, head_dim). "Through the bridge" is the whole way
-from a jitted JAX function to torch's CPU kernel and back, that kernel included.
-
-## On a GPU
-
-`benchmarks/results/hopper.md` has the figures of an H200 next to the bare kernels and JAX's own attention, the outcome
-of the tests there, and what was not run. On a GPU of your own:
-
-```bash
-python -m benchmarks.hopper --json hopper.json           # the figures
-attn bench --json times.json                             # every backend on a sweep of calls, side by side
-attn bench --report times.json --write times             # tables, plots, and the regret of automatic choice
-attn bench --derive times.json --write attn_core/selection/measured   # the order of automatic choice
-```
-"""
-
-
 def main() -> int:
     """Runs everything; exit code 1 when a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -239,10 +198,10 @@ def main() -> int:
     write = parser.parse_args().write
     figures = [*import_time(), *torch_overhead(), *dropin_overhead(), *bridge_cost(), *jax_speed()]
     result = {"environment": environment(), "cores": psutil.cpu_count(), "figures": figures}
-    print(table(figures))
+    print(cpu_table(figures))
     if write:
         (ROOT / "benchmarks/results/cpu.json").write_text(json.dumps(result, indent=1) + "\n")
-        (ROOT / "docs/explanation/performance.md").write_text(page(result))
+        performance.main(["--write"])
     return 0 if all(figure["held"] for figure in figures) else 1
 
 

@@ -1,8 +1,9 @@
-"""The page's section on context parallelism is what the benchmarks wrote, and says what is missing."""
+"""The page of measured context parallelism shows the times that the benchmarks wrote, and names missing ones."""
 
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import pytest
@@ -38,8 +39,8 @@ JAX = {
 }
 
 
-def test_the_section_holds_every_figure() -> None:
-    text = report.section(report.combined([TORCH, JAX]))
+def test_the_page_holds_every_figure() -> None:
+    text = report.page(report.combined([TORCH, JAX]))
     assert "Measured on 2020-02-02, torch 9.9 (JAX, one process; torch)." in text
     assert "One GPU: flash3 forward, flash4 with backward." in text
     row = next(line for line in text.splitlines() if line.startswith("| ring, zigzag |"))
@@ -58,14 +59,14 @@ def test_goals_are_judged_by_the_strategies_they_name(fastest: float, verdict: s
     torch = copy.deepcopy(TORCH)
     for seconds in torch["speed"][0]["seconds"].values():
         seconds["ulysses, contiguous"] = [fastest] * 3
-    text = report.section(report.combined([torch, JAX]))
+    text = report.page(report.combined([torch, JAX]))
     assert f"| 8192 | forward | ulysses, contiguous | {verdict}" in text
 
 
 def test_jax_in_one_process_and_in_several_stand_beside_each_other() -> None:
     several = {**JAX, "framework": "jax, a process a GPU"}
     several["speed"] = [{"shard": 8192, "seconds": {"forward": {"ulysses, contiguous": [2.31]}}}]
-    text = report.section(report.combined([TORCH, JAX, several]))
+    text = report.page(report.combined([TORCH, JAX, several]))
     assert "| JAX, a process a GPU / torch, goal <= 1.05 | JAX, one process / torch, goal <= 1.05 |" in text
     assert "| 1.100 (ulysses, contiguous), missed | 1.048 (ulysses, contiguous), met |" in text
     row = next(line for line in text.splitlines() if line.startswith("| ulysses, contiguous |"))
@@ -77,26 +78,26 @@ def test_jax_in_one_process_and_in_several_stand_beside_each_other() -> None:
 def test_errors_are_judged(largest: float, verdict: str) -> None:
     errors = {"out": {"several": {"mean": 1.2, "max": largest}, "one": {"mean": 1.0, "max": 1.0}}}
     case = {"candidate": "ring, zigzag", "case": "{}", "backend": "flash4", "errors": errors}
-    text = report.section(report.combined([{**TORCH, "errors": [{"found": [case]}]}]))
+    text = report.page(report.combined([{**TORCH, "errors": [{"found": [case]}]}]))
     assert f"Worst: 1.20, {largest:.2f}; goal <= 1.5, 3: {verdict}." in text
 
 
 def test_the_fastest_stand_beside_the_peer() -> None:
     theirs = {"forward": {"torch context_parallel, allgather": [2.8], "torch context_parallel, alltoall": [2.52]}}
-    text = report.section(report.combined([{**TORCH, "peers": [{"shard": 8192, "seconds": theirs}]}]))
+    text = report.page(report.combined([{**TORCH, "peers": [{"shard": 8192, "seconds": theirs}]}]))
     assert "| 8192 | forward | 2520.00 (alltoall) | 2100.00 (ulysses, contiguous) | 1.20 |" in text
 
 
 def test_worlds_stand_apart() -> None:
-    text = report.section(report.combined([{**TORCH, "world": 4}, TORCH]))
-    assert text.index("### 2 GPUs") < text.index("### 4 GPUs")
+    text = report.page(report.combined([{**TORCH, "world": 4}, TORCH]))
+    assert text.index("## 2 GPUs") < text.index("## 4 GPUs")
 
 
 def test_a_later_file_replaces_what_it_measured_again() -> None:
     later = {"framework": "torch", "world": 2, "long": [{"error": "OutOfMemoryError"}]}
     found = report.combined([TORCH, {**later, "environment": TORCH["environment"]}])
     assert found["2"]["torch"]["speed"] == [{**TORCH["speed"][0], "environment": TORCH["environment"]}]
-    assert "not run: OutOfMemoryError" in report.section(found)
+    assert "not run: OutOfMemoryError" in report.page(found)
 
 
 def test_sizes_that_were_not_measured_again_stay() -> None:
@@ -108,7 +109,7 @@ def test_sizes_that_were_not_measured_again_stay() -> None:
         {**small, "environment": other},
         {**large, "environment": TORCH["environment"]},
     ]
-    text = report.section(found)
+    text = report.page(found)
     assert "Measured on 2020-02-02, torch 9.9 (torch); on 2021-01-01, torch 10.0 (torch)." in text
 
 
@@ -124,6 +125,7 @@ def test_what_was_combined_can_be_combined_again() -> None:
     assert report.combined(report.apart(found)) == found
 
 
-def test_the_section_takes_the_place_of_the_one_there_is() -> None:
-    page = f"# Title\n\n{report.HEADING}\n\nold\n\n## Next\n\nkept\n"
-    assert report.in_page(page, f"{report.HEADING}\n\nnew\n") == page.replace("old", "new")
+def test_the_stored_page_is_what_the_stored_results_say() -> None:
+    stored = json.loads(report.RESULTS.read_text(encoding="utf-8"))
+    stale = "stale: run python -m benchmarks.context_parallel benchmarks/results/context-parallel.json --write"
+    assert report.PAGE.read_text(encoding="utf-8") == report.page(stored), stale

@@ -19,6 +19,7 @@ from attn_core import backends
 from attn_core.backends.support import Support
 from attn_core.cli.app import app
 from attn_core.cli.support_table import FEATURES, render
+from benchmarks import performance
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -122,3 +123,15 @@ def test_commands_print_what_the_page_shows(block: Block) -> None:
         printed = CliRunner().invoke(app, shlex.split(command), env={"COLUMNS": "100"}).output
         for part in output.rstrip().split("\n..."):  # a line of three dots stands for any lines
             assert part in printed, command
+
+
+def test_the_performance_page_and_the_readme_show_the_stored_results() -> None:
+    results = performance.stored()
+    stale = "stale: run python -m benchmarks.performance --write"
+    assert performance.PAGE.read_text(encoding="utf-8") == performance.page(results), stale
+    readme = performance.README.read_text(encoding="utf-8")
+    assert readme == performance.in_readme(readme, performance.table(performance.rows(results))), stale
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 150

@@ -1,0 +1,246 @@
+"""Writes docs/explanation/performance.md, its plots, and the table of README.md from the stored results.
+
+python -m benchmarks.performance            # prints the page
+python -m benchmarks.performance --write    # writes the page, the plots and the table; needs no GPU and no framework
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.hopper_report import figures_of
+from benchmarks.performance_plots import ONE_GPU, draw, efficiency, strategies
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, IMAGES = ROOT / "benchmarks/results", ROOT / "docs/images"
+PAGE, README = ROOT / "docs/explanation/performance.md", ROOT / "README.md"
+TINY = (1, 5, 2, 16)
+"""Batch, length, heads and head_dim of the CPU's small calls: the kernel costs next to nothing, the call remains."""
+BEGIN, END = "<!-- written by python -m benchmarks.performance --write -->\n", "<!-- end -->\n"
+
+Results = dict[str, dict[str, Any]]
+"""The stored results by the stem of their file."""
+
+
+class Row(NamedTuple):
+    """A line of the table: the call, what it is compared with, the figure, and where and when it was measured."""
+
+    call: str
+    compared: str
+    figure: str
+    where: str
+    date: str
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Prints the page, or writes everything that is made of the stored results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    results = stored()
+    if not parser.parse_args(arguments).write:
+        print(page(results))
+        return
+    draw(results["hopper"], results["context-parallel"], IMAGES)
+    PAGE.write_text(page(results), encoding="utf-8")
+    README.write_text(in_readme(README.read_text(encoding="utf-8"), table(rows(results))), encoding="utf-8")
+
+
+def stored() -> Results:
+    """The results in benchmarks/results that the page is made of."""
+    names = ("cpu", "hopper", "context-parallel")
+    return {name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in names}
+
+
+def in_readme(text: str, lines: str) -> str:
+    """The README with these lines between its two marks."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{lines}\n{END}{after}"
+
+
+def table(lines: list[Row]) -> str:
+    """Rows as a Markdown table."""
+    head = ["| call | compared with | measured | device | date |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in lines)])
+
+
+def rows(results: Results) -> list[Row]:
+    """The headline figures of every device."""
+    return [*_hopper(results["hopper"]), *_several(results["context-parallel"]), *_cpu(results["cpu"])]
+
+
+HOPPER = (
+    ("attention", "attention() beside the bare kernels, forward", "automatic choice", "torch, causal, forward"),
+    (
+        "attention",
+        "attention() beside the bare kernels, forward + backward",
+        "automatic choice",
+        "torch, causal, forward + backward",
+    ),
+    ("softcap", "softcap 50, forward", "backend='flash4' beside FlexAttention", "torch, softcap, forward"),
+    ("softcap", "softcap 50, forward", "backend='flash4' beside flash4 as shipped", "torch, softcap, forward"),
+    (
+        "softcap",
+        "softcap 50, forward + backward",
+        "backend='flash4' beside FlexAttention",
+        "torch, softcap, forward + backward",
+    ),
+    ("jax", "JAX under jit, forward", "automatic choice (flash3) beside jax.nn", "`jax.jit`, causal, forward"),
+    ("jax", "JAX under jit, forward", "automatic choice (flash3) beside tokamax", "`jax.jit`, causal, forward"),
+    (
+        "jax",
+        "JAX under jit, forward + backward",
+        "automatic choice (flash4) beside jax.nn",
+        "`jax.jit`, causal, forward + backward",
+    ),
+    ("training", "The same, wider", "automatic choice beside jax.nn cudnn", "a training step of a Flax model"),
+    ("paged", "Decoding", "in pages beside contiguous", "decode 64 x 8192 tokens from pages of 16"),
+)
+"""Measure, title of the group, name of the figure, and how the table calls it."""
+NAMES = {
+    "FlexAttention": "FlexAttention, compiled",
+    "flash4 as shipped": "FlashAttention-4 as shipped",
+    "jax.nn cudnn": "`jax.nn` with cuDNN",
+    "tokamax mosaic": "tokamax",
+    "attention, contiguous": "the same keys without pages",
+}
+
+
+def _hopper(result: dict[str, Any]) -> list[Row]:
+    device = result["environment"]["device"].removeprefix("1 × ")
+    found = []
+    for measure, title, name, call in HOPPER:
+        group = next(group for group in result["measures"][measure]["groups"] if group["title"] == title)
+        figure = next(figure for figure in group["figures"] if figure["name"] == name)
+        later = [run["date"] for run in result["later"] if measure in run["measures"]]
+        date = later[-1] if later else result["environment"]["date"]
+        unit = figure["unit"]
+        if unit.startswith("times the speed of "):
+            other = unit.removeprefix("times the speed of ")
+            compared, shown = NAMES.get(other, other), f"{figure['value']:.2f} times as fast"
+        else:  # TFLOP/s; the detail names the bare kernel that the choice fell on
+            kernel, _, speed = figure["detail"].removesuffix(" in the same run").partition(": ")
+            compared, shown = f"{kernel}: {speed} {unit}", f"{figure['value']:.0f} {unit}"
+        found.append(Row(call, compared, shown, device, date))
+    for direction, regret in result["sweep"]["regret"].items():
+        slower = f"{regret['geometric mean'] - 1:.1%} slower (geometric mean)"
+        call = f"automatic choice over the {regret['cases']} calls that it was fitted to, {direction}"
+        found.append(Row(call, "the fastest backend of each", slower, device, result["sweep"]["date"][:10]))
+    return found
+
+
+def _several(result: dict[str, Any]) -> list[Row]:
+    found = []
+    torch = result["2"]["torch"]
+    for peer in torch["peers"][:1]:
+        speed = next(row for row in torch["speed"] if row["shard"] == peer["shard"])
+        for word, theirs in peer["seconds"].items():
+            fastest = min(statistics.median(seconds) for seconds in theirs.values())
+            own = min(statistics.median(seconds) for seconds in strategies(speed["seconds"][word]).values())
+            call = f"context parallelism, {peer['shard']} tokens a rank, {word}"
+            compared = "torch's own `context_parallel`"
+            date = speed["environment"]["date"]
+            found.append(Row(call, compared, f"{fastest / own:.2f} times as fast", "2 × NVIDIA H200", date))
+    for world, frameworks in result.items():
+        speed = frameworks["torch"]["speed"][-1]
+        word = "forward + backward"
+        call = f"context parallelism, {speed['shard']} tokens a rank, {word}"
+        shown = f"{efficiency(speed['seconds'][word], int(world)):.1%} of linear speedup"
+        found.append(Row(call, ONE_GPU, shown, f"{world} × NVIDIA H200", speed["environment"]["date"]))
+    return found
+
+
+def _cpu(result: dict[str, Any]) -> list[Row]:
+    where = f"{result['environment']['processor']}, {result['cores']} cores"
+    return [
+        Row(
+            figure["name"].replace("jax.jit", "`jax.jit`"),
+            "`jax.nn` with XLA",
+            f"{figure['value']:.1f} times as fast",
+            where,
+            result["environment"]["date"],
+        )
+        for figure in result["figures"]
+        if figure["unit"] == "times jax.nn xla's speed"
+    ]
+
+
+def _versions(result: dict[str, Any]) -> str:
+    versions = {"Python": result["environment"]["python"], **result["environment"]["versions"]}
+    return ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+
+
+def cpu_table(figures: list[dict[str, Any]]) -> str:
+    """The figures of a CPU as a Markdown table."""
+    lines = ["| figure | measured | goal | medians |", "|---|---|---|---|"]
+    for figure in figures:
+        each = ", ".join(f"{name} {value:,.1f} µs" for name, value in figure["median_microseconds"].items())
+        lines.append(f"| {figure['name']} | {figure['value']:.2f} {figure['unit']} | {figure['goal'] or ''} | {each} |")
+    return "\n".join(lines)
+
+
+def page(results: Results) -> str:
+    """docs/explanation/performance.md."""
+    cpu, hopper = results["cpu"], results["hopper"]
+    goals = [figure for _, figure in figures_of(hopper) if figure["goal"]]
+    met, missed = (sum(figure["held"] is verdict for figure in goals) for verdict in (True, False))
+    return f"""# Performance
+
+What was measured, on which device, and how to measure it on yours. `python -m benchmarks.performance --write` writes
+this page from the raw times in `benchmarks/results`. The candidates of a row took turns in one process; ratios are
+medians over rounds.
+
+```python
+import torch
+from torch_frontend import attention, explain
+
+q = torch.randn(1, 64, 4, 64)
+print(explain(q, q, q, causal=True))  # what automatic choice runs here, for your shapes
+```
+
+## Headlines
+
+{table(rows(results))}
+
+The first rows: bfloat16, batch 4, 4096 tokens, 32 query heads on 8 kv heads of 128 channels, softcap 50 where named.
+
+![TFLOP/s of attention and of other libraries on an H200](../images/performance-h200.png)
+
+![Efficiency of context parallelism on two and four H200s](../images/performance-context-parallel.png)
+
+## All results
+
+| file in `benchmarks/results` | what it holds |
+|---|---|
+| `hopper.md` | one H200: every figure, the outcome of the tests, what was not run; {met} goals met, {missed} missed |
+| `context_parallel.md` | two and four H200s: every strategy, errors next to one GPU, long rows |
+| `sweep-sm90.md` | one H200: every backend on every call of the sweep, with plots |
+
+## On a CPU
+
+Measured on {cpu["environment"]["date"]}: {cpu["environment"]["processor"]}, {cpu["cores"]} cores, {_versions(cpu)}.
+
+{cpu_table(cpu["figures"])}
+
+Small calls run with torch on one thread, on tensors of {TINY} (batch, seq, heads, head_dim). torch's own
+`scaled_dot_product_attention` gets its own layout, (batch, heads, seq, head_dim). "Through the bridge" is the whole way
+from a jitted JAX function to torch's CPU kernel and back, including that kernel.
+
+## Measure your own machine
+
+```bash
+python -m benchmarks.cpu --write                         # the CPU's figures, and this page
+python -m benchmarks.hopper --json hopper.json           # the figures of a GPU
+attn bench --json times.json                             # every backend on a sweep of calls, side by side
+attn bench --report times.json --write times             # tables, plots, and the regret of automatic choice
+attn bench --derive times.json --write attn_core/selection/measured   # the order of automatic choice
+```
+"""
+
+
+if __name__ == "__main__":
+    main()
