@@ -14,7 +14,7 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import SpecError
 from attn_core.paged.step import Pages, Step, check_paged_layer
 from torch_frontend.context_parallel import use
-from torch_frontend.dispatch.plain import placed
+from torch_frontend.dispatch.plain import to_device_of
 from torch_frontend.paged.attention import append_kv, paged_attention
 from torch_frontend.recomputed import attention_of_layer as attention
 
@@ -227,7 +227,7 @@ def token_positions(positions: Tensor | None, seq_info: SeqInfo | None, q: Tenso
     if positions is None:
         positions = torch.arange(q.shape[1], dtype=torch.int32, device=q.device)
         if seq_info is not None:
-            starts = placed(q, seq_info.cu_seqlens_q)
+            starts = to_device_of(q, seq_info.cu_seqlens_q)
             document = torch.searchsorted(starts[1:-1].contiguous(), positions, right=True)  # [tokens]
             positions = positions - starts[document]
     return positions.expand(q.shape[:2])
@@ -235,10 +235,10 @@ def token_positions(positions: Tensor | None, seq_info: SeqInfo | None, q: Tenso
 
 def token_places(step: Step, x: Tensor) -> Tensor:
     """int ``[tokens]``: the place of each new token ``x [tokens, features]`` of a step in its own sequence."""
-    lengths = placed(x, step.seq_lens)
+    lengths = to_device_of(x, step.seq_lens)
     if step.cu_seqlens_q is None:
         return lengths - 1
-    ends = placed(x, step.cu_seqlens_q)[1:]
+    ends = to_device_of(x, step.cu_seqlens_q)[1:]
     token = torch.arange(x.shape[0], dtype=ends.dtype, device=x.device)
     of = torch.searchsorted(ends, token, right=True).clamp(max=len(ends) - 1)
     return lengths[of] - (ends[of] - token)

@@ -1,4 +1,4 @@
-"""attention_qkvpacked: queries, keys and values in one tensor, as one projection writes them."""
+"""attention_qkvpacked: attention of q, k and v in one tensor, as one projection writes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attn_core.call.arguments import ArrayFacts, check_qkv_as_one
 from attn_core.call.options import Options, requested_names
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.selection import override
-from torch_frontend.attention import Window, attend, check_offsets, gathered
+from torch_frontend.attention import Window, attend, check_offsets, gather_arguments
 from torch_frontend.dispatch import autocast, autograd, lone_sinks, plan, transforms
 from torch_frontend.dispatch.plain import is_watched
 from torch_frontend.dispatch.second_derivative import once_differentiable
@@ -37,11 +37,11 @@ def attention_qkvpacked(
     return_lse: bool = False,
     dropout_rng: torch.Generator | None = None,
 ) -> Any:
-    """``attention`` of q, k and v that lie in one tensor. They are views of it, and its gradient is written as one.
+    """Computes ``attention`` of views of one tensor; the backward writes its gradient without a concatenation.
 
     Args:
         qkv: ``[batch, seq, 3, heads, head_dim]``; packed ``[tokens, 3, heads, head_dim]``, alone or as one row
-            ``[1, ...]``. As many kv heads as heads.
+            ``[1, ...]``. There are as many kv heads as query heads.
 
     The other arguments, the result and the errors are those of ``attention``.
     """
@@ -50,45 +50,48 @@ def attention_qkvpacked(
     check_qkv_as_one(facts, seq_info is not None)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     (qkv,) = autocast.in_autocast(qkv)
-    learns = torch.is_grad_enabled() and qkv.requires_grad
-    if not learns or torch.compiler.is_compiling() or transforms.at_work() or is_watched(qkv):
+    trains = torch.is_grad_enabled() and qkv.requires_grad
+    if not trains or torch.compiler.is_compiling() or transforms.are_observing() or is_watched(qkv):
         tensors = (*qkv.unbind(-3), mask, bias, alibi_slopes, sinks)
-        given = gathered(tensors, seq_info, options, dropout_rng)
-        return lone_sinks.for_caller(attend(*given, backend), given[0], seq_info)
+        arguments = gather_arguments(tensors, seq_info, options, dropout_rng)
+        return lone_sinks.for_caller(attend(*arguments, backend), arguments[0], seq_info)
     tensors = (*qkv.detach().unbind(-3), mask, bias, alibi_slopes, sinks)
-    inputs, options = gathered(tensors, seq_info, options, dropout_rng)
+    inputs, options = gather_arguments(tensors, seq_info, options, dropout_rng)
     bias_gradient = bias is not None and bias.requires_grad
     requested = requested_names(backend) or override.requested()
-    made = plan.plan(plan.metadata(inputs), options, True, bias_gradient, requested)
-    check_offsets(made.spec, inputs)
+    call_plan = plan.plan(plan.metadata(inputs), options, True, bias_gradient, requested)
+    check_offsets(call_plan.spec, inputs)
     with autocast.switched_off(qkv.device):
-        found = QkvAttention.apply(made, qkv, *inputs[3:])
-    return lone_sinks.for_caller(found, inputs, seq_info)
+        results = QkvAttention.apply(call_plan, qkv, *inputs[3:])
+    return lone_sinks.for_caller(results, inputs, seq_info)
 
 
 class QkvAttention(torch.autograd.Function):
-    """``autograd.Attention`` of one tensor. Arguments: the plan, qkv, then the fields of ``Inputs`` from mask on."""
+    """``autograd.Attention`` with q, k and v in one tensor.
+
+    Arguments: the plan, qkv, then the fields of ``Inputs`` from mask on.
+    """
 
     @staticmethod
-    def forward(ctx: Any, made: plan.Plan, qkv: Tensor, *rest: Tensor | None) -> Any:
-        out, lse = plan.run_forward(made, Inputs(*qkv.unbind(-3), *rest))
-        ctx.made = made
+    def forward(ctx: Any, call_plan: plan.Plan, qkv: Tensor, *rest: Tensor | None) -> Any:
+        out, lse = plan.run_forward(call_plan, Inputs(*qkv.unbind(-3), *rest))
+        ctx.plan = call_plan
         ctx.save_for_backward(qkv, *rest, out, lse)
         ctx.set_materialize_grads(False)
-        return (out, lse) if made.spec.return_lse else out
+        return (out, lse) if call_plan.spec.return_lse else out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
         qkv, *rest, out, lse = ctx.saved_tensors
         inputs = Inputs(*qkv.unbind(-3), *rest)
-        if not autograd.is_everyday(dout, dlse):
-            found = autograd.guarded_backward(ctx.made, inputs, out, lse, dout, dlse)
-            return None, torch.stack(found[:3], -3), *plan.gradients_in_order(found, len(inputs))[3:]
+        if not autograd.is_direct(dout, dlse):
+            gradients = autograd.guarded_backward(ctx.plan, inputs, out, lse, dout, dlse)
+            return None, torch.stack(gradients[:3], -3), *plan.gradients_in_order(gradients, len(inputs))[3:]
         dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
         places = Gradients(*dqkv.unbind(-3))
-        found = plan.run_backward(ctx.made, inputs, out, lse, dout, dlse, into=places)
-        for place, gradient in zip(places[:3], found[:3], strict=True):
-            if gradient is not place and gradient.data_ptr() != place.data_ptr():
+        gradients = plan.run_backward(ctx.plan, inputs, out, lse, dout, dlse, into=places)
+        for place, gradient in zip(places[:3], gradients[:3], strict=True):
+            if gradient is not place and gradient.data_ptr() != place.data_ptr():  # the kernel did not write into it
                 place.copy_(gradient)
-        return None, dqkv, *plan.gradients_in_order(found, len(inputs))[3:]
+        return None, dqkv, *plan.gradients_in_order(gradients, len(inputs))[3:]

@@ -1,8 +1,8 @@
-"""Attention of a layer that may be computed twice: re-entrant checkpointing must run the same kernel in both passes.
+"""Attention of a layer that may be recomputed: re-entrant checkpointing must run the same kernel in both passes.
 
-The first pass of ``torch.utils.checkpoint`` with ``use_reentrant=True`` runs without gradients, and the second with
-them. By its tensors alone the first would take kernels that have no backward, and drop other weights than the second.
-Who calls knows whether the layer trains, and says so.
+``torch.utils.checkpoint`` with ``use_reentrant=True`` runs the first pass without gradients and the second with them.
+If the tensors alone decided, the first pass could choose a kernel without a backward and drop other weights than the
+second. So the layer states whether it trains.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ import torch
 
 from attn_core.call.options import Options, requested_names
 from attn_core.selection import override
-from torch_frontend.attention import attention, check_offsets, gathered
+from torch_frontend.attention import attention, check_offsets, gather_arguments
 from torch_frontend.dispatch import autocast, lone_sinks, plan, transforms
 
 Tensor = torch.Tensor
 
 
 def attention_of_layer(q: Tensor, k: Tensor, v: Tensor, *, trains: bool, **options: Any) -> Any:
-    """``attention`` with the same arguments, on a kernel that can be trained wherever the layer ``trains``.
+    """Computes ``attention`` of the same arguments; if the layer ``trains``, on a kernel that has a backward.
 
-    Where no backend asked for has a backward, and no gradient is wanted, on one that has none. Under compilers, modes
-    and transforms the tensors decide, as they do in ``attention``.
+    If no requested backend has a backward and no gradient is needed, a kernel without one runs. Under compilers, modes
+    and transforms the tensors decide, as in ``attention``.
     """
     if not trains or transforms.is_one_op(q):
         return attention(q, k, v, **options)
-    learned = (q, k, v, options.get("bias"), options.get("sinks"))
-    if torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in learned):
+    trainable = (q, k, v, options.get("bias"), options.get("sinks"))
+    if torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in trainable):
         return attention(q, k, v, **options)
     tables = (options.pop(name, None) for name in ("mask", "bias", "alibi_slopes", "sinks"))
     seq_info, backend, generator = (options.pop(name, None) for name in ("seq_info", "backend", "dropout_rng"))
-    inputs, asked = gathered((q, k, v, *tables), seq_info, Options(**options), generator)
+    inputs, call_options = gather_arguments((q, k, v, *tables), seq_info, Options(**options), generator)
     requested = requested_names(backend) or override.requested()
-    learns = inputs.bias is not None and inputs.bias.requires_grad
-    question = (plan.metadata(inputs), asked, True, learns, requested)
-    if not _has_answer(*question):
-        question = (*question[:2], False, False, requested)
-    made = plan.plan(*question)
-    check_offsets(made.spec, inputs)
+    bias_gradient = inputs.bias is not None and inputs.bias.requires_grad
+    request = (plan.metadata(inputs), call_options, True, bias_gradient, requested)
+    if not _can_run(*request):
+        request = (*request[:2], False, False, requested)
+    call_plan = plan.plan(*request)
+    check_offsets(call_plan.spec, inputs)
     with autocast.switched_off(inputs.q.device):
-        out, lse = plan.run_forward(made, inputs)
-    return lone_sinks.for_caller((out, lse) if asked.return_lse else out, inputs, seq_info)
+        out, lse = plan.run_forward(call_plan, inputs)
+    return lone_sinks.for_caller((out, lse) if call_options.return_lse else out, inputs, seq_info)
 
 
 @lru_cache(maxsize=4096)
-def _has_answer(*question: Any) -> bool:
-    return plan.explanation(*question).backend is not None
+def _can_run(*request: Any) -> bool:
+    return plan.explanation(*request).backend is not None

@@ -185,8 +185,8 @@ def test_offsets_kept_for_a_device_are_no_inference_tensors() -> None:
     """Autograd could not save them for a backward."""
     info, tokens = SeqInfo.from_lengths([4, 5]), torch.empty(9, 1, 1, device="meta")
     with torch.inference_mode():
-        offsets.of(info, Inputs(tokens, tokens, tokens))
-    kept, _ = offsets.of(info, Inputs(tokens, tokens, tokens))
+        offsets.attach_complete(info, Inputs(tokens, tokens, tokens))
+    kept, _ = offsets.attach_complete(info, Inputs(tokens, tokens, tokens))
     assert not (kept.cu_seqlens_q.is_inference() or kept.cu_seqlens_k.is_inference())
 
 

@@ -107,7 +107,7 @@ def test_new_tokens_behind_the_last_are_written_nowhere(framework: Framework, tr
 
 def test_what_kernels_leave_unwritten_is_cleared() -> None:
     out, lse = torch.full((5, 2, 3), torch.nan), torch.full((2, 5), torch.nan)
-    found, found_lse = offsets.cleared(out, lse, torch.tensor([0, 1, 3], dtype=torch.int32))
+    found, found_lse = offsets.clear_tail(out, lse, torch.tensor([0, 1, 3], dtype=torch.int32))
     assert found is out and found_lse is lse
     assert out[:3].isnan().all() and not out[3:].any()
     assert lse[:, :3].isnan().all() and (lse[:, 3:] == -torch.inf).all()
@@ -115,7 +115,7 @@ def test_what_kernels_leave_unwritten_is_cleared() -> None:
 
 @pytest.mark.parametrize("given", [[0, 2, 3], [0, 5, 5], [4, 2, 9], [-3, 7, 1], [0, 0, 0]])
 def test_offsets_that_nobody_checks_stay_within_the_tokens(given: list[int]) -> None:
-    made = offsets.within(torch.tensor(given, dtype=torch.int32), 5).tolist()
+    made = offsets.clamp(torch.tensor(given, dtype=torch.int32), 5).tolist()
     assert made == safe_offsets(jnp.array(given), 5, whole=False).tolist()
     assert made[0] == 0 and sorted(made) == made and made[-1] <= 5
     if given[0] == 0 and sorted(given) == given and given[-1] <= 5:

@@ -189,7 +189,7 @@ def lying(lie: str) -> tuple[PagedCall, PagedInputs]:
     call = without_answers(make_paged((30, 33), (4, 3), page_size=4, wider=0, **HALF))
     tables = {name: np.array(table, np.int32) for name, table in LIES[lie].items()}
     given = tensors(replace(call, inputs=call.inputs._replace(**tables)))
-    cu = offsets.within(given.cu_seqlens_q, call.spec.q_len)
+    cu = offsets.clamp(given.cu_seqlens_q, call.spec.q_len)
     return call, given._replace(k=amid_nan(given.k), v=amid_nan(given.v), cu_seqlens_q=cu)
 
 

@@ -1,4 +1,4 @@
-"""What ``torch.autocast`` makes of a call: the tensors are cast as torch's own attention casts them, no more."""
+"""Casts tensors under ``torch.autocast`` exactly as torch's own attention does."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 _KINDS = frozenset(
     kind for kind in ("cpu", "cuda", "hpu", "mps", "mtia", "xla", "xpu") if torch.amp.is_autocast_available(kind)
 )
-"""Looked up here, for older compilers cannot trace the question."""
+"""Device types that have autocast. Looked up once, because older compilers cannot trace the lookup."""
 
 is_on = torch._C._is_any_autocast_enabled
-"""Whether autocast is on for any kind of device."""
+"""Returns whether autocast is on for any device type."""
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype that autocast has attention computed in on this device, or None while it is off."""
+    """Returns the dtype in which autocast computes attention on this device, or None if it is off."""
     if not is_on() or device.type not in _KINDS:
         return None
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def in_autocast(*tensors: Any) -> tuple[Any, ...]:
-    """The tensors as torch's own attention casts them: floating ones but float64. None and the others stay.
+    """Returns the tensors cast as torch's own attention casts them: all floating ones except float64.
 
-    The first is a tensor, and says where they are.
+    The first tensor must not be None: its device decides whether autocast is on. Other tensors may be None.
     """
     dtype = autocast_dtype(tensors[0].device)
     if dtype is None:
@@ -35,7 +35,7 @@ def in_autocast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def switched_off(device: torch.device) -> AbstractContextManager[Any]:
-    """A block in which autocast is off on the device: a backend's own arithmetic is in the dtypes that it names."""
+    """Returns a context that turns autocast off on the device, because a backend chooses its own dtypes."""
     return nullcontext() if autocast_dtype(device) is None else torch.autocast(device.type, enabled=False)
 
 

@@ -1,4 +1,4 @@
-"""The autograd function of eager calls, and where a backward may not go to its kernel as it is."""
+"""The autograd function of eager calls, and the backward under autocast and vmap."""
 
 from __future__ import annotations
 
@@ -15,57 +15,57 @@ Tensor = torch.Tensor
 
 
 class Attention(torch.autograd.Function):
-    """A planned call with its backend's own backward. Arguments: the plan, then the fields of ``Inputs``."""
+    """Runs a plan with its backend's own backward. Arguments: the plan, then the fields of ``Inputs``."""
 
     @staticmethod
-    def forward(ctx: Any, made: Plan, *tensors: Tensor | None) -> Any:
+    def forward(ctx: Any, plan: Plan, *tensors: Tensor | None) -> Any:
         if len(tensors) == 3:  # q, k, v alone: nothing to reshape
-            out, lse = made.forward(made.spec, Inputs(*tensors))
+            out, lse = plan.forward(plan.spec, Inputs(*tensors))
         else:
-            out, lse = run_forward(made, Inputs(*tensors))
-        ctx.made = made
+            out, lse = run_forward(plan, Inputs(*tensors))
+        ctx.plan = plan
         ctx.save_for_backward(*tensors, out, lse)
         ctx.set_materialize_grads(False)
-        return (out, lse) if made.spec.return_lse else out
+        return (out, lse) if plan.spec.return_lse else out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
         *tensors, out, lse = ctx.saved_tensors
-        made, inputs = ctx.made, Inputs(*tensors)
-        if not is_everyday(dout, dlse):
-            return None, *gradients_in_order(guarded_backward(made, inputs, out, lse, dout, dlse), len(tensors))
+        plan, inputs = ctx.plan, Inputs(*tensors)
+        if not is_direct(dout, dlse):
+            return None, *gradients_in_order(guarded_backward(plan, inputs, out, lse, dout, dlse), len(tensors))
         if len(tensors) == 3 and dout is not None:
-            return (None, *made.backward(made.spec, inputs, out, lse, dout, dlse)[:3])
-        return None, *gradients_in_order(run_backward(made, inputs, out, lse, dout, dlse), len(tensors))
+            return (None, *plan.backward(plan.spec, inputs, out, lse, dout, dlse)[:3])
+        return None, *gradients_in_order(run_backward(plan, inputs, out, lse, dout, dlse), len(tensors))
 
 
-def is_everyday(dout: Tensor | None, dlse: Tensor | None) -> bool:
-    """Whether a backward may go to its kernel as it is: autocast is off, and no vmap is at work.
+def is_direct(dout: Tensor | None, dlse: Tensor | None) -> bool:
+    """Returns whether a backward can call its kernel directly: autocast is off, and no vmap is active.
 
     Raises:
-        RuntimeError: for ``is_grads_batched`` and ``vectorize``, which map in torch's older way.
+        RuntimeError: for ``is_grads_batched`` and ``vectorize``, which use torch's legacy vmap.
     """
     for gradient in (dout, dlse):
         if gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient):
             raise RuntimeError(
-                "attention has no batched gradients by is_grads_batched=True or vectorize=True: take "
-                "torch.func.jacrev, or torch.func.vmap of a function that calls torch.autograd.grad"
+                "attention does not support is_grads_batched=True or vectorize=True: use torch.func.jacrev, or "
+                "torch.func.vmap of a function that calls torch.autograd.grad"
             )
     return not (autocast.is_on() or is_mapped())
 
 
 is_mapped = torch._C._are_functorch_transforms_active
-"""Whether ``vmap`` sees what runs now, inside a backward."""
+"""Returns whether ``vmap`` is active; called inside a backward."""
 
 
 def guarded_backward(
-    made: Plan, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
+    plan: Plan, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> Gradients:
-    """``run_backward`` for where ``is_everyday`` says no."""
+    """Runs ``run_backward`` if ``is_direct`` is False: through the op's vmap rule, or with autocast off."""
     if is_mapped():
         from torch_frontend.dispatch import ops
 
-        return ops.mapped_gradients(made, inputs, out, lse, dout, dlse)
+        return ops.mapped_gradients(plan, inputs, out, lse, dout, dlse)
     with autocast.switched_off(out.device):
-        return run_backward(made, inputs, out, lse, dout, dlse)
+        return run_backward(plan, inputs, out, lse, dout, dlse)

@@ -1,7 +1,7 @@
-"""The log-sum-exp of rows that see no key, in calls with sinks: there the sink is alone in the sum.
+"""Puts the sinks into the log-sum-exp of rows that see no key: the sink is the only term of such a row's sum.
 
-Backends give -inf for such a row, sinks or not: it is how their backwards know it, and keep its dout out. The callers
-get the sink, by torch operations behind the call, so that its gradient is autograd's own.
+Backends return -inf for such a row with or without sinks, because their backwards recognise it by that and ignore its
+dout. The caller gets the sink. Torch operations after the kernel put it there, so autograd computes its gradient.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ from attn_core.call.tensors import Inputs
 Tensor = torch.Tensor
 
 
-def for_caller(found: Any, inputs: Inputs, seq_info: Any) -> Any:
-    """The results of a call, ``(out, lse)`` or the output alone, with the sinks of rows that see no key in lse.
+def for_caller(results: Any, inputs: Inputs, seq_info: Any) -> Any:
+    """Returns a call's results, ``(out, lse)`` or the output alone, with the sinks of rows that see no key in lse.
 
     Args:
-        inputs: with a document for every token or not; those of ``seq_info``, as the caller gave it, are the first.
+        results: ``(out, lse)``, or the output alone.
+        inputs: their offsets may be completed; the documents of ``seq_info`` come first.
+        seq_info: the documents as the caller passed them.
     """
-    if inputs.sinks is None or not isinstance(found, tuple):
-        return found
+    if inputs.sinks is None or not isinstance(results, tuple):
+        return results
     info = SeqInfo.coerce(seq_info)
     end = None if info is None else inputs.cu_seqlens_q[info.cu_seqlens_q.shape[0] - 1]
-    return found[0], in_lse(found[1], inputs.sinks, end)
+    return results[0], in_lse(results[1], inputs.sinks, end)
 
 
 def in_lse(lse: Tensor, sinks: Tensor, end: Any = None) -> Tensor:
-    """A log-sum-exp ``[..., heads, rows]`` with the sinks ``[heads]`` where it is -inf.
+    """Returns the log-sum-exp ``[..., heads, rows]`` with -inf replaced by the sinks ``[heads]``.
 
     Args:
-        end: where rows that belong to nobody begin, an int or a tensor; None where there are none. They keep -inf.
+        end: the number of rows that belong to a document, an int or a tensor; later rows keep -inf. None: all rows.
     """
     sinks = sinks.to(lse.dtype)[:, None]
     alone = (lse == -torch.inf) & (sinks != -torch.inf)

@@ -1,4 +1,8 @@
-"""The offsets of packed documents as tensors that no kernel can be led outside its buffers by, for every token."""
+"""Converts the offsets of packed documents (cu_seqlens) to tensors that are safe for every kernel.
+
+Every token gets a document, because kernels leave rows outside of all documents unwritten. Offsets on a GPU are clamped
+into range on the GPU, so that no kernel can read or write out of bounds.
+"""
 
 from __future__ import annotations
 
@@ -15,73 +19,73 @@ from torch_frontend.dispatch import plain, plan
 
 Tensor = torch.Tensor
 Longest = tuple[Any, Any]
-"""The longest documents of q and of k."""
+"""The lengths of the longest documents of q and of k."""
 
 
-def given(info: SeqInfo, inputs: Inputs) -> tuple[Inputs, Longest]:
-    """Inputs with the offsets as the caller wrote them, and the longest documents: for a call that an op completes."""
+def attach(info: SeqInfo, inputs: Inputs) -> tuple[Inputs, Longest]:
+    """Returns the inputs with the caller's offsets, and the longest documents. An op completes them when it runs."""
     queries, keys = info.cu_seqlens_q, info.cu_seqlens_k
     if isinstance(queries, np.ndarray) and isinstance(keys, np.ndarray):
-        if not torch.compiler.is_compiling() and plain.is_watched(inputs.q):  # Dynamo cannot follow the question
+        if not torch.compiler.is_compiling() and plain.is_watched(inputs.q):  # Dynamo cannot trace is_watched
             check_cu_seqlens(queries, info.max_len_q, side="q", tokens=inputs.q.shape[-3])
             check_cu_seqlens(keys, info.max_len_k, side="k", tokens=inputs.k.shape[-3])
-        queries, keys = (plain.placed(inputs.q, offsets) for offsets in (queries, keys))
+        queries, keys = (plain.to_device_of(inputs.q, offsets) for offsets in (queries, keys))
     for side, offsets in (("q", queries), ("k", keys)):
         plan.check_tensor(f"seq_info.cu_seqlens_{side}", offsets)
     return inputs._replace(cu_seqlens_q=queries, cu_seqlens_k=keys), (info.max_len_q, info.max_len_k)
 
 
-def of(info: SeqInfo, inputs: Inputs) -> tuple[Inputs, Longest]:
-    """Inputs with offsets that have a document for every token, and the longest documents.
+def attach_complete(info: SeqInfo, inputs: Inputs) -> tuple[Inputs, Longest]:
+    """Returns the inputs with offsets that give every token a document, and the longest documents.
 
-    See ``attn_core.call.trailing_tokens``.
-
-    numpy arrays are checked, completed and copied to a device once, not once a call.
+    See ``attn_core.call.trailing_tokens``. The SeqInfo caches numpy offsets as checked and completed tensors per
+    device, so a second call with the same SeqInfo copies nothing to the device.
 
     Raises:
-        ShapeError, SpecError: for offsets on the host that do not fit the tokens of q and k.
+        ShapeError, SpecError: for offsets on the CPU that do not fit the tokens of q and k.
     """
     q, k = inputs.q, inputs.k
     numpy = isinstance(info.cu_seqlens_q, np.ndarray) and isinstance(info.cu_seqlens_k, np.ndarray)
     if numpy and q.dim() >= 3 and k.dim() >= 3 and info.cu_seqlens_q.shape == info.cu_seqlens_k.shape:
         tokens = (q.shape[-3], k.shape[-3])
-        made = info.converted((q.device, *tokens), lambda info: _kept(info, q.device, tokens))
-        return given(made, inputs)
-    inputs, longest = given(info, inputs)
+        converted = info.converted((q.device, *tokens), lambda info: _to_device(info, q.device, tokens))
+        return attach(converted, inputs)
+    inputs, longest = attach(info, inputs)
     if q.device.type == "cpu" and not numpy and torch.is_grad_enabled():
-        # Their memory may be a numpy array's, and then autograd does not see who writes there.
+        # The offsets may share memory with a numpy array. Autograd does not notice if that array changes before the
+        # backward, so the forward saves a copy.
         copy, same = inputs.cu_seqlens_q.clone(), inputs.cu_seqlens_k is inputs.cu_seqlens_q
         inputs = inputs._replace(cu_seqlens_q=copy, cu_seqlens_k=copy if same else inputs.cu_seqlens_k.clone())
-    return completed(inputs, longest)
+    return complete(inputs, longest)
 
 
-def _kept(info: SeqInfo, device: torch.device, tokens: tuple[int, int]) -> SeqInfo:
-    """Offsets of numpy arrays as tensors on a device. Training can use them, also if inference mode was on first."""
-    if device.type != "cpu":  # what is on the CPU the frontend checks, of any kind
+def _to_device(info: SeqInfo, device: torch.device, tokens: tuple[int, int]) -> SeqInfo:
+    """Returns a SeqInfo whose numpy offsets are checked, completed and copied to a device."""
+    if device.type != "cpu":  # attention.check_offsets checks offsets on the CPU later
         check_cu_seqlens(info.cu_seqlens_q, info.max_len_q, side="q", tokens=tokens[0])
         check_cu_seqlens(info.cu_seqlens_k, info.max_len_k, side="k", tokens=tokens[1])
-    made = trailing_tokens.completed(info, tokens)
-    with torch.inference_mode(False):
-        queries = torch.from_numpy(made.cu_seqlens_q).to(device)
-        same = made.cu_seqlens_k is made.cu_seqlens_q
-        keys = queries if same else torch.from_numpy(made.cu_seqlens_k).to(device)
-    return SeqInfo.unchecked(queries, keys, made.max_len_q, made.max_len_k)
+    whole = trailing_tokens.completed(info, tokens)
+    with torch.inference_mode(False):  # a later training call uses the cached tensors, which must not be inference ones
+        queries = torch.from_numpy(whole.cu_seqlens_q).to(device)
+        same = whole.cu_seqlens_k is whole.cu_seqlens_q
+        keys = queries if same else torch.from_numpy(whole.cu_seqlens_k).to(device)
+    return SeqInfo.unchecked(queries, keys, whole.max_len_q, whole.max_len_k)
 
 
-def completed(inputs: Inputs, longest: Longest) -> tuple[Inputs, Longest]:
-    """Inputs whose offsets have a document for every token, and the longest documents.
+def complete(inputs: Inputs, longest: Longest) -> tuple[Inputs, Longest]:
+    """Returns the inputs with offsets that give every token a document, and the longest documents.
 
-    Offsets that are on a GPU cannot be looked at without waiting for it. So any may end early, and they are made safe,
-    on every call: they may have been written to since the last one (a CUDA graph's static buffer is).
+    Reading offsets on a GPU would wait for it. So offsets on a GPU are always completed and clamped, on every call,
+    because their values may have changed since the last one (a CUDA graph's static buffer does).
 
     Raises:
-        ShapeError, SpecError: for offsets on the CPU that end early and do not describe documents.
+        ShapeError, SpecError: for offsets on the CPU that end early and are invalid.
     """
     queries, keys = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     fit = all(o.dtype == torch.int32 and o.dim() == 1 and o.device == inputs.q.device for o in (queries, keys))
-    rows = inputs.q.dim() >= 3 and inputs.k.dim() >= 3  # else there are no tokens to speak of
+    rows = inputs.q.dim() >= 3 and inputs.k.dim() >= 3  # else there is no token axis
     if not (fit and rows and queries.shape == keys.shape and queries.shape[0] > 1):
-        return inputs, longest  # what is wrong is refused by name
+        return inputs, longest  # build_spec raises an error that names the invalid argument
     tokens, documents = (inputs.q.shape[-3], inputs.k.shape[-3]), queries.shape[0] - 1
     if queries.is_cuda:
         tail = trailing_tokens.tail_of(tokens, longest, documents)
@@ -102,41 +106,41 @@ def completed(inputs: Inputs, longest: Longest) -> tuple[Inputs, Longest]:
 
 
 def _safe(queries: Tensor, keys: Tensor, tail: Tail, tokens: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Offsets that start at 0, never decrease, and end at the token counts; right ones are as they were, in front.
+    """Returns offsets that start at 0, never decrease, and end at the token counts. Valid offsets stay as a prefix.
 
-    The ends of the tail are made in every call, by kernels alone. A copy from the host would wait for the device. A
-    tensor that a call keeps while torch.compile prepares a CUDA graph lies in the graph's memory, which torch refuses.
+    Kernels compute the tail's ends in every call. A copy from the host would wait for the device. A cached tensor is no
+    way out: if torch.compile captures a CUDA graph, the tensor lies in the graph's memory pool, and torch raises.
     """
-    device, others, as_many = queries.device, len(tail.ends_k) - tail.queries, tokens[0] == tokens[1]
-    alike = as_many and tail.max_len_q == tail.max_len_k  # then one kernel serves both sides
+    device, others, same_count = queries.device, len(tail.ends_k) - tail.queries, tokens[0] == tokens[1]
+    alike = same_count and tail.max_len_q == tail.max_len_k  # then one kernel computes both sides
     ends_q = _ends(tokens[0], tail.queries, tail.max_len_q, device)
     ends_k = ends_q if alike else _ends(tokens[1], others, tail.max_len_k, device)
-    # Documents of keys alone repeat the last offset of the queries, and the other way round.
+    # Documents without queries repeat the queries' last offset; documents without keys repeat the keys'.
     pieces = queries, ends_q, queries[-1:].expand(others), keys, keys[-1:].expand(tail.queries), ends_k
     both = torch.cat(pieces).view(2, -1)
     both[:, 0].zero_()
-    for rows, count in [(both, tokens[0])] if as_many else zip(both, tokens):
+    for rows, count in [(both, tokens[0])] if same_count else zip(both, tokens):
         rows.clamp_(0, count)
     safe_q, safe_k = torch.cummax(both, 1).values
     return safe_q, safe_k
 
 
 def _ends(tokens: int, number: int, step: int, device: Any) -> Tensor:
-    """So many ends of documents, int32: ``step`` tokens apart, the last behind the last token."""
+    """Returns the ends of ``number`` documents, int32: ``step`` tokens apart, the last equal to ``tokens``."""
     step = max(1, min(step, tokens))
     first = tokens - (number - 1) * step
     return torch.arange(first, first + number * step, step, dtype=torch.int32, device=device)
 
 
-def within(offsets: Tensor, tokens: int) -> Tensor:
-    """The offsets, made to start at 0, never to decrease, and to stay within ``tokens``; right ones as they are."""
+def clamp(offsets: Tensor, tokens: int) -> Tensor:
+    """Returns offsets that start at 0, never decrease and stay within ``tokens``. Valid offsets keep their values."""
     safe = offsets.clamp(0, tokens)
-    safe[:1].zero_()  # assigning a number to an element would copy it from the host, and wait
+    safe[:1].zero_()  # an assignment of a number would copy it from the host and wait for the device
     return torch.cummax(safe, 0).values
 
 
-def cleared(out: Tensor, lse: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """A call's results with 0 and -inf for tokens behind the last offset, which kernels leave unwritten.
+def clear_tail(out: Tensor, lse: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Writes 0 (out) and -inf (lse) to the tokens behind the last offset, which kernels leave unwritten.
 
     Args:
         out: ``[tokens, heads, value_dim]``; lse: ``[heads, tokens]``.

@@ -1,8 +1,8 @@
-"""The ops that compilers see: ``attn::forward`` and ``attn::backward``.
+"""Registers the ops that compilers trace: ``attn::forward`` and ``attn::backward``.
 
-Eager calls go from a plan straight to the backend. Under torch.compile and torch.export the same steps happen inside
-these two opaque ops, which take the call as plain arguments: shapes may be symbolic outside, and are real inside. Eager
-calls them under transforms alone (transforms.py), so their autograd registration costs eager nothing.
+An eager call runs its plan's backend directly. Under torch.compile and torch.export the same steps run inside these two
+opaque ops. They take the call as plain arguments, because shapes may be symbolic outside the op and are ints inside.
+Eager calls use the ops under transforms alone (transforms.py), so the ops' autograd adds nothing to an eager call.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _SCHEMA = (
     "bool deterministic, bool return_lse, bool needs_backward, bool bias_gradient, str? backend"
 )
 TENSORS = 10
-"""How many tensors the schema has: the first fields of ``Inputs``."""
+"""The number of tensors in the schema: the first fields of ``Inputs``."""
 
-ASKED = "use_backend"
-"""Before a call's names of backends: what ``use_backend`` asks for when the op runs comes before them."""
+FROM_CONTEXT = "use_backend"
+"""As the first backend name: the names that ``use_backend`` requests when the op runs replace the rest."""
 
 
 class PlainOptions(NamedTuple):
-    """The arguments of the ops behind the tensors, in the schema's order."""
+    """The arguments of the ops after the tensors, in the schema's order."""
 
     causal: bool
     alignment: str
@@ -54,30 +54,30 @@ class PlainOptions(NamedTuple):
     needs_backward: bool
     bias_gradient: bool
     backend: str | None
-    """Names in order of preference, as ``joined`` puts them: torch.jit takes no list of names."""
+    """Names in order of preference, joined by ``join_names``, because torch.jit accepts no list of names."""
 
 
-def joined(names: tuple[str, ...] | None) -> str | None:
-    """Names of backends as an op takes them."""
+def join_names(names: tuple[str, ...] | None) -> str | None:
+    """Joins backend names into the string that an op accepts."""
     return None if names is None else "\n".join(names)
 
 
 def from_call(call: Sequence[Any]) -> tuple[Inputs, PlainOptions]:
-    """The arguments of ``attn::forward`` as what they are."""
+    """Returns the arguments of ``attn::forward`` as Inputs and PlainOptions."""
     return Inputs(*call[:TENSORS]), PlainOptions(*call[TENSORS:])
 
 
-def _whole(call: Sequence[Any]) -> tuple[Inputs, PlainOptions]:
-    """``from_call``, and offsets that have a document for every token."""
+def _complete(call: Sequence[Any]) -> tuple[Inputs, PlainOptions]:
+    """Returns the arguments of ``attn::forward`` with offsets that give every token a document."""
     inputs, plain = from_call(call)
     if inputs.cu_seqlens_q is None:
         return inputs, plain
-    inputs, longest = offsets.completed(inputs, (plain.max_len_q, plain.max_len_k))
+    inputs, longest = offsets.complete(inputs, (plain.max_len_q, plain.max_len_k))
     return inputs, plain._replace(max_len_q=longest[0], max_len_k=longest[1])
 
 
 def _op_plan(inputs: Inputs, plain: PlainOptions, chosen: Tensor | None = None) -> Plan:
-    """The plan of a call; for a backward, on the backend that the forward chose."""
+    """Plans a call; with ``chosen``, on the backend that the forward chose."""
     options = Options(
         causal=plain.causal,
         alignment=plain.alignment,
@@ -91,7 +91,7 @@ def _op_plan(inputs: Inputs, plain: PlainOptions, chosen: Tensor | None = None) 
         return_lse=plain.return_lse,
     )
     requested = tuple(plain.backend.split("\n")) if plain.backend else override.requested()
-    if requested and requested[0] == ASKED:
+    if requested and requested[0] == FROM_CONTEXT:
         requested = override.requested() or requested[1:]
     if chosen is not None:
         requested = (names()[int(chosen)],)
@@ -99,11 +99,11 @@ def _op_plan(inputs: Inputs, plain: PlainOptions, chosen: Tensor | None = None) 
 
 
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    inputs, plain = _whole(arguments)
-    made = _op_plan(inputs, plain)
+    inputs, plain = _complete(arguments)
+    call_plan = _op_plan(inputs, plain)
     with switched_off(inputs.q.device):
-        out, lse = run_forward(made, inputs)
-    return out.contiguous(), lse.contiguous(), torch.tensor(names().index(made.backend), device="cpu")
+        out, lse = run_forward(call_plan, inputs)
+    return out.contiguous(), lse.contiguous(), torch.tensor(names().index(call_plan.backend), device="cpu")
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,22 +117,22 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _backward_op(*arguments: Any) -> tuple[Tensor, ...]:
     dout, dlse, out, lse, chosen, *call = arguments
-    inputs, plain = _whole(call)
+    inputs, plain = _complete(call)
     with switched_off(inputs.q.device):
-        found = run_backward(_op_plan(inputs, plain, chosen), inputs, out, lse, dout, dlse)
-    nothing = inputs.q.new_empty(0)
-    return tuple(nothing.clone() if gradient is None else gradient.contiguous() for gradient in found)
+        results = run_backward(_op_plan(inputs, plain, chosen), inputs, out, lse, dout, dlse)
+    absent = inputs.q.new_empty(0)  # an op must return a tensor for each result, and no two may share memory
+    return tuple(absent.clone() if gradient is None else gradient.contiguous() for gradient in results)
 
 
 def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     call = arguments[5:]
     inputs, plain = from_call(call)
-    wanted = (*inputs[:3], inputs.bias if plain.bias_gradient else None, inputs.sinks)
-    return tuple(inputs.q.new_empty(0) if t is None else t.new_empty(t.shape) for t in wanted)
+    differentiated = (*inputs[:3], inputs.bias if plain.bias_gradient else None, inputs.sinks)
+    return tuple(inputs.q.new_empty(0) if t is None else t.new_empty(t.shape) for t in differentiated)
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """What the backward of ``attn::forward`` needs."""
+    """Saves what the backward of ``attn::forward`` needs: all its tensors, results and options."""
     ctx.plain = PlainOptions(*inputs[TENSORS:])
     ctx.save_for_backward(*inputs[:TENSORS], *output)
     ctx.set_materialize_grads(False)
@@ -141,23 +141,23 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
 def differentiate(
     ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any, *, backward: Any = None
 ) -> tuple[Any, ...]:
-    """The gradients of ``attn::forward``'s arguments, by ``attn::backward`` or what stands for it."""
+    """Computes the gradients of ``attn::forward``'s arguments with ``backward``, by default ``attn::backward``."""
     *tensors, out, lse, chosen = ctx.saved_tensors
     plain: PlainOptions = ctx.plain
     backward = backward or torch.ops.attn.backward
-    found = backward(dout, dlse if plain.return_lse else None, out, lse, chosen, *tensors, *plain)
-    gradients = _asked_for(found, Inputs(*tensors), plain)
+    results = backward(dout, dlse if plain.return_lse else None, out, lse, chosen, *tensors, *plain)
+    gradients = _without_absent(results, Inputs(*tensors), plain)
     return *gradients_in_order(gradients, len(tensors)), *(None,) * len(plain)
 
 
-def _asked_for(found: Sequence[Tensor], inputs: Inputs, plain: PlainOptions) -> Gradients:
-    """The results of ``attn::backward`` without those that stand for nothing."""
-    dbias = found[3] if plain.bias_gradient else None
-    return Gradients(found[0], found[1], found[2], dbias, None if inputs.sinks is None else found[4])
+def _without_absent(results: Sequence[Tensor], inputs: Inputs, plain: PlainOptions) -> Gradients:
+    """Returns the results of ``attn::backward`` as Gradients, with None for the empty tensors of absent gradients."""
+    dbias = results[3] if plain.bias_gradient else None
+    return Gradients(results[0], results[1], results[2], dbias, None if inputs.sinks is None else results[4])
 
 
-def mapped_forward(run: Any, info: Any, in_dims: tuple[Any, ...], *call: Any) -> vmap.Found:
-    """vmap of ``run``, which is ``attn::forward`` or stands for it."""
+def mapped_forward(run: Any, info: Any, in_dims: tuple[Any, ...], *call: Any) -> vmap.MappedResults:
+    """Applies the vmap rule to ``run``: ``attn::forward``, or a function with its signature."""
     inputs, plain = from_call(call)
     return vmap.forward(
         lambda *tensors: run(*tensors[:TENSORS], *plain),
@@ -168,8 +168,8 @@ def mapped_forward(run: Any, info: Any, in_dims: tuple[Any, ...], *call: Any) ->
     )
 
 
-def mapped_backward(run: Any, info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> vmap.Found:
-    """vmap of ``run``, which is ``attn::backward`` or stands for it."""
+def mapped_backward(run: Any, info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> vmap.MappedResults:
+    """Applies the vmap rule to ``run``: ``attn::backward``, or a function with its signature."""
     inputs, plain = from_call(arguments[5:])
     return vmap.backward(
         lambda *tensors: run(*tensors[: 5 + TENSORS], *plain),
@@ -184,10 +184,10 @@ def mapped_backward(run: Any, info: Any, in_dims: tuple[Any, ...], *arguments: A
 
 
 def mapped_gradients(
-    made: Plan, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
+    call_plan: Plan, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> Gradients:
-    """A plan's gradients by ``attn::backward``, which has a rule for the vmap that is at work."""
-    spec = made.spec
+    """Computes a plan's gradients with ``attn::backward``, which has a rule for the active vmap."""
+    spec = call_plan.spec
     plain = PlainOptions(
         spec.causal,
         spec.alignment,
@@ -201,14 +201,14 @@ def mapped_gradients(
         spec.return_lse,
         spec.needs_backward,
         spec.bias_gradient,
-        made.backend,
+        call_plan.backend,
     )
-    chosen = torch.tensor(names().index(made.backend), device="cpu")
-    found = torch.ops.attn.backward(dout, dlse, out, lse, chosen, *inputs[:TENSORS], *plain)
-    return _asked_for(found, inputs, plain)
+    chosen = torch.tensor(names().index(call_plan.backend), device="cpu")
+    results = torch.ops.attn.backward(dout, dlse, out, lse, chosen, *inputs[:TENSORS], *plain)
+    return _without_absent(results, inputs, plain)
 
 
-# torch's compiler caches keep programs by the names of their ops: once released, a changed schema needs a new op name.
+# torch's compiler caches identify ops by name: after a release, a changed schema needs a new op name.
 _library = torch.library.Library("attn", "DEF")
 _library.define(f"forward({_SCHEMA}) -> (Tensor, Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
@@ -226,6 +226,6 @@ for _name, _rule in (("forward", mapped_forward), ("backward", mapped_backward))
 
 
 def traced(inputs: Inputs, plain: PlainOptions) -> tuple[Tensor, Tensor]:
-    """(out, lse) through the op."""
+    """Runs the call as the op ``attn::forward`` and returns (out, lse)."""
     out, lse, _ = torch.ops.attn.forward(*inputs[:TENSORS], *plain)
     return out, lse

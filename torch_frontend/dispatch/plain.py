@@ -1,7 +1,7 @@
-"""Which tensors are plain data: the one rule for subclasses of Tensor, and for layouts that kernels cannot read.
+"""Decides which tensors are plain data: the one rule for subclasses of Tensor and for layouts.
 
-A kernel reads numbers out of a tensor's memory. A subclass may mean something else by them, or have none: a causal
-bias, a masked, nested or distributed tensor. Only the subclasses named here mean what their numbers say.
+A kernel reads numbers from a tensor's memory. A subclass may interpret its memory differently or have none: a causal
+bias, a masked, nested or distributed tensor. Only the types in ``PLAIN`` are what their memory holds.
 """
 
 from __future__ import annotations
@@ -22,47 +22,47 @@ from attn_core.errors import SpecError
 Tensor = torch.Tensor
 
 PLAIN = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
-"""Compilers show the last two while they trace."""
+"""Compilers pass the last two while they trace."""
 
-_torch_attention = torch._C._nn.scaled_dot_product_attention  # the builtin itself, whatever stands in its place
+_torch_attention = torch._C._nn.scaled_dot_product_attention  # the builtin itself, even if its public name was replaced
 _CAUSAL_BIAS = "torch.nn.attention.bias.CausalBias"
 
 
 def is_foreign(tensor: Any) -> bool:
-    """Whether this is a subclass that others than torch wrote, which no compiler can be expected to follow."""
+    """Returns whether the tensor's class comes from outside torch; a compiler may be unable to trace it."""
     kind = type(tensor)
     return kind not in PLAIN and isinstance(tensor, Tensor) and not kind.__module__.startswith("torch.")
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is what the numbers in its memory say, one after another in strides."""
+    """Returns whether a tensor is plain strided data."""
     return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def is_watched(q: Any) -> bool:
-    """Whether a call on q is to be one op: a dispatch mode or a trace records it, or q has no numbers (fake, meta)."""
-    without_numbers = type(q) is FakeTensor or (isinstance(q, Tensor) and q.is_meta)
-    return without_numbers or are_modes_active() > 0 or are_jit_traces_active() is not None
+    """Returns whether a call on q must be one op: a mode or a trace records it, or q has no data (fake, meta)."""
+    without_data = type(q) is FakeTensor or (isinstance(q, Tensor) and q.is_meta)
+    return without_data or are_modes_active() > 0 or are_jit_traces_active() is not None
 
 
 are_modes_active = torch._C._len_torch_dispatch_stack
 are_jit_traces_active = torch._C._get_tracing_state
 
 
-def beside(q: Tensor, made: Tensor) -> Tensor:
-    """A tensor of our own in the form that ops accept together with q: fake if q is fake."""
-    fake = type(q) is FakeTensor and type(made) is not FakeTensor
-    return q.fake_mode.from_tensor(made, static_shapes=True) if fake else made  # type: ignore[attr-defined, no-any-return]
+def match_fake(q: Tensor, tensor: Tensor) -> Tensor:
+    """Returns a tensor of our own in the form that ops accept together with q: fake if q is fake."""
+    fake = type(q) is FakeTensor and type(tensor) is not FakeTensor
+    return q.fake_mode.from_tensor(tensor, static_shapes=True) if fake else tensor  # type: ignore[attr-defined, no-any-return]
 
 
 def constant(q: Tensor, array: np.ndarray) -> Tensor:
-    """A host array as a CPU tensor that ops accept together with q. A trace of the call keeps its values."""
-    made = torch.from_numpy(array)
-    return beside(q, torch.ops.aten.lift_fresh_copy(made) if are_modes_active() else made)
+    """Returns a host array as a CPU tensor that ops accept together with q; a trace records it as a constant."""
+    tensor = torch.from_numpy(array)
+    return match_fake(q, torch.ops.aten.lift_fresh_copy(tensor) if are_modes_active() else tensor)
 
 
-def placed(q: Tensor, array: Any) -> Tensor:
-    """An array of offsets as a tensor on the device of q."""
+def to_device_of(q: Tensor, array: Any) -> Tensor:
+    """Returns an array of offsets as a tensor on q's device."""
     if isinstance(array, np.ndarray) and not torch.compiler.is_compiling() and is_watched(q):
         return constant(q, array).to(q.device)
     return torch.as_tensor(array, device=q.device)
@@ -72,13 +72,13 @@ def check(name: str, tensor: Tensor) -> None:
     """Raises SpecError unless the tensor is plain data."""
     kind = type(tensor)
     if kind not in PLAIN:
-        told = f"{kind.__module__}.{kind.__qualname__}"
+        name_of_kind = f"{kind.__module__}.{kind.__qualname__}"
         remedy = {
-            _CAUSAL_BIAS: "say causal=True, alignment='top_left' for upper left, 'bottom_right' for lower right",
-            "torch.distributed.tensor.DTensor": "pass its to_local(), if that is a whole call of its own",
+            _CAUSAL_BIAS: "pass causal=True, alignment='top_left' for upper left, 'bottom_right' for lower right",
+            "torch.distributed.tensor.DTensor": "pass its to_local(), if that is a complete call by itself",
             "torch.nested._internal.nested_tensor.NestedTensor": "pass its values() with seq_info=",
-        }.get(told, "pass a plain tensor, for what the subclass means by its numbers is not known here")
-        raise SpecError(f"{name}: expected a plain torch.Tensor, got {told}; {remedy}")
+        }.get(name_of_kind, "pass a plain tensor, because this subclass may interpret its memory differently")
+        raise SpecError(f"{name}: expected a plain torch.Tensor, got {name_of_kind}; {remedy}")
     if tensor.is_nested:
         raise SpecError(f"{name}: expected a plain torch.Tensor, got a nested one; pack its rows and pass seq_info=")
     if tensor.layout is not torch.strided:
@@ -86,45 +86,49 @@ def check(name: str, tensor: Tensor) -> None:
 
 
 def as_causal(mask: Any, is_causal: bool, query: Tensor) -> tuple[Any, bool]:
-    """torch's ``CausalBias`` as the ``(attn_mask, is_causal)`` that it stands for; other masks as they are.
+    """Converts torch's ``CausalBias`` to an equivalent ``(attn_mask, is_causal)``; returns other masks unchanged.
 
     Raises:
-        ValueError: for a ``CausalBias`` beside ``is_causal``, as torch's own function does.
+        ValueError: for a ``CausalBias`` together with ``is_causal``, as torch's own function does.
     """
     kind = type(mask)
     if kind in PLAIN or f"{kind.__module__}.{kind.__qualname__}" != _CAUSAL_BIAS:
         return mask, is_causal
     if is_causal:
-        raise ValueError("attn_mask: expected no CausalBias beside is_causal=True, for both say what is causal")
+        raise ValueError("attn_mask: expected no CausalBias together with is_causal=True, both define the causal mask")
     if mask.variant.name == "UPPER_LEFT" or mask.seq_len_q == mask.seq_len_kv:
         return None, True
-    return mask._materialize(query.device)[(None,) * (query.dim() - 2)], False  # two axes may mean a mask of keys
+    return mask._materialize(query.device)[
+        (None,) * (query.dim() - 2)
+    ], False  # a mask with two axes could be read as a key mask
 
 
-def torchs_own(*call: Any, **options: Any) -> Any:
-    """torch's own attention, which asks the subclasses among its tensors what to do.
+def torch_attention(*call: Any, **options: Any) -> Any:
+    """Calls torch's own attention; its tensors' subclasses may override it through ``__torch_function__``.
 
-    Some subclasses know attention as the function under the name ``scaled_dot_product_attention``, some as the builtin.
-    Our own function may stand under the name. Then subclasses are asked about the function under the name first. One
-    that does not know it calls it again, which ends here a second time: now subclasses are asked about the builtin.
+    Some subclasses recognise the function under the public name ``scaled_dot_product_attention``, some only the
+    builtin. If our function has replaced the public name, subclasses are first offered the function under the public
+    name. A subclass that does not recognise it calls it again, and so arrives here a second time: then subclasses are
+    offered the builtin.
     """
     if torch.compiler.is_compiling():
         return _torch_attention(*call, **options)
-    again = getattr(_asking, "now", False)
-    place = functional.scaled_dot_product_attention
-    if not again and place is not _torch_attention and has_torch_function(call[:4]):
+    reentered = getattr(_dispatching, "active", False)
+    public = functional.scaled_dot_product_attention
+    if not reentered and public is not _torch_attention and has_torch_function(call[:4]):
         kinds = tuple(type(tensor) for tensor in _get_overloaded_args(call[:4]))
-        _asking.now = True
+        _dispatching.active = True
         try:
             for kind in kinds:
-                found = kind.__torch_function__(place, kinds, call, options)
-                if found is not NotImplemented:
-                    return found
+                result = kind.__torch_function__(public, kinds, call, options)
+                if result is not NotImplemented:
+                    return result
         finally:
-            _asking.now = False
-    _asking.now = False
-    with torch._C._EnableTorchFunction() if again else nullcontext():
+            _dispatching.active = False
+    _dispatching.active = False
+    # A subclass usually calls again inside DisableTorchFunctionSubclass, which would hide the builtin from subclasses.
+    with torch._C._EnableTorchFunction() if reentered else nullcontext():
         return _torch_attention(*call, **options)
 
 
-_asking = threading.local()
+_dispatching = threading.local()

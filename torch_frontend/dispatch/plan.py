@@ -1,4 +1,4 @@
-"""From tensors to a backend's forward and backward: the plan of a call."""
+"""Plans a call: from tensors to a backend's forward and backward."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Tensor = torch.Tensor
 
 
 class Plan(NamedTuple):
-    """A call that has been checked and given to a backend."""
+    """A checked call with the functions of its backend."""
 
     spec: AttentionSpec
     backend: str
     forward: Callable[..., tuple[Any, Any]]
     backward: Callable[..., Gradients]
     one_row: bool
-    """Whether packed tensors came as ``[1, tokens, ...]`` and go back so."""
+    """Whether the packed tensors and results are ``[1, tokens, ...]``."""
     shortcut: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None
-    """The backend's own way for q, k, v alone, gradients included, if it has one."""
+    """The backend's own function of q, k and v alone, which autograd can differentiate; None if it has none."""
     writes_into: bool = False
-    """Whether forward and backward take ``into``."""
+    """Whether the backend's functions accept ``into``, buffers for their results."""
 
 
 Metadata = tuple[torch.Size, torch.dtype, torch.device]
@@ -53,21 +53,21 @@ def dense_plan(
     requested: str | tuple[str, ...] | None,
     *options: Any,
 ) -> Plan:
-    """The plan of a call on q, k and v alone: the path whose overhead counts. ``options`` are those of PLAIN_CALL.
+    """Plans a call on q, k and v alone: the path whose overhead matters. ``options`` are those of PLAIN_CALL.
 
-    A window among them is plain (``is_plain_window``): the key knows the types of options, not those inside a pair.
+    A window must be plain (``is_plain_window``): the cache key has the types of options, not those inside a pair.
     """
     if q_device.type == "meta" or plain.are_jit_traces_active() is not None:
-        # The careful path takes these. No plan is found for a trace: the sizes of its shapes are tensors.
-        raise TypeError("no call of a kernel")
+        # The caller catches this and takes the general path: the sizes in a trace are tensors, and no cache key.
+        raise TypeError("meta tensors and traces have no dense plan")
     qkv = ((q_shape, q_dtype, q_device), (k_shape, k_dtype, k_device), (v_shape, v_dtype, v_device))
-    # Checked here, where the types are part of the key: for ``plan`` causal=1 and causal=True are one question.
-    asked = checked(Options(**dict(zip(PLAIN_CALL, options, strict=True))))
-    return plan((*qkv, *(None,) * 6), asked, needs_backward, False, requested)
+    # Checked here, where the types are part of the key: ``plan`` does not distinguish causal=1 from causal=True.
+    checked_options = checked(Options(**dict(zip(PLAIN_CALL, options, strict=True))))
+    return plan((*qkv, *(None,) * 6), checked_options, needs_backward, False, requested)
 
 
 PLAIN_CALL = ("causal", "alignment", "window", "softcap", "scale", "dropout", "deterministic", "return_lse")
-"""The options of a call without masks or packing."""
+"""The options of a call without masks and packing, in the order of ``dense_plan``."""
 
 
 @lru_cache(maxsize=4096)
@@ -78,13 +78,13 @@ def plan(
     bias_gradient: bool,
     requested: str | tuple[str, ...] | None,
 ) -> Plan:
-    """Checks a call and chooses its backend; the same question is answered once.
+    """Checks a call and chooses its backend; results are cached.
 
     Args:
-        metadata: (shape, dtype, device) for each field of ``arguments.Arrays``, None where there is no tensor.
-        requested: ``backend=`` of the call, or what ``use_backend`` asks for.
+        metadata: (shape, dtype, device) for each field of ``arguments.Arrays``, None for an absent tensor.
+        requested: the backends that the call's ``backend=`` or ``use_backend`` names.
     """
-    selection = select(*question(metadata, options, needs_backward, bias_gradient, requested))
+    selection = select(*_request(metadata, options, needs_backward, bias_gradient, requested))
     module, spec = backends.load(selection.backend or "", selection.target.kind), selection.spec
     if module is None:
         raise AssertionError(f"{selection.backend} was selected without a module")
@@ -98,9 +98,9 @@ def plan(
 
 
 def on_device(function: Any, device: torch.device) -> Any:
-    """The function, run with its tensors' GPU as the current one: Triton's kernels start on whichever is current.
+    """Wraps a function to run with its tensors' GPU as the current one, because Triton launches on the current GPU.
 
-    Where there is one GPU, or none, the function itself.
+    With one GPU or none it returns the function itself.
     """
     if function is None or device.type != "cuda" or torch.cuda.device_count() < 2:
         return function
@@ -113,18 +113,18 @@ def on_device(function: Any, device: torch.device) -> Any:
 
 
 def explanation(*arguments: Any) -> Selection:
-    """The Selection behind ``plan``, whether or not a backend can run the call."""
-    return explain(*question(*arguments))
+    """Returns the Selection for the arguments of ``plan``, also if no backend can run the call."""
+    return explain(*_request(*arguments))
 
 
-def question(
+def _request(
     metadata: tuple[Metadata | None, ...],
     options: Options,
     needs_backward: bool,
     bias_gradient: bool,
     requested: str | tuple[str, ...] | None,
 ) -> tuple[AttentionSpec, Target, str | tuple[str, ...] | None]:
-    """What ``select`` is asked: the spec, the target and the requested backends."""
+    """Returns the arguments of ``select``: the spec, the target and the requested backends."""
     arrays = Arrays(*(entry and facts(*entry) for entry in metadata))  # type: ignore[arg-type]
     spec = build_spec(arrays, options, needs_backward=needs_backward, bias_gradient=bias_gradient)
     device = metadata[0][2] if metadata[0] else torch.device("cpu")
@@ -132,7 +132,7 @@ def question(
 
 
 def check(inputs: Inputs, options: Options) -> None:
-    """Checks a call that is to be one op, if its sizes are numbers; the op checks the rest when it runs.
+    """Checks a call that becomes one op, if its sizes are ints; the op checks the rest when it runs.
 
     Only the op checks the longest documents, because it completes the offsets first.
     """
@@ -147,18 +147,19 @@ def check(inputs: Inputs, options: Options) -> None:
 
 
 def metadata(inputs: Inputs) -> tuple[Metadata | None, ...]:
-    """(shape, dtype, device) of every tensor that ``arguments.Arrays`` names."""
+    """Returns (shape, dtype, device) of every tensor that ``arguments.Arrays`` names."""
     return tuple(None if t is None else (t.shape, t.dtype, t.device) for t in inputs[: len(Arrays._fields)])
 
 
 def facts(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> ArrayFacts:
-    if not isinstance(dtype, torch.dtype):  # numpy's arrays have a shape, a dtype and a device "cpu", too
+    """Returns a tensor's shape, dtype and device as attn_core's checks expect them."""
+    if not isinstance(dtype, torch.dtype):  # numpy arrays also have a shape, a dtype and the device "cpu"
         raise TypeError(f"expected a torch.dtype, got {dtype!r}")
     return ArrayFacts(tuple(shape), str(dtype).removeprefix("torch."), str(device))
 
 
 def device_name(device: torch.device) -> str:
-    """``"cpu"``, ``"sm90"``, or the device type where it is neither a CPU nor an NVIDIA GPU."""
+    """Returns ``"cpu"``, ``"sm90"`` and the like, an AMD GPU's architecture, or the type of any other device."""
     if device.type != "cuda":
         return device.type
     if torch.version.hip:
@@ -167,16 +168,16 @@ def device_name(device: torch.device) -> str:
     return f"sm{major}{minor}"
 
 
-def run_forward(made: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a plan; out has the rank of q."""
-    if made.one_row:  # [1, tokens, heads, dim] -> [tokens, heads, dim]
+def run_forward(call_plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Runs a plan's forward and returns (out, lse); out has q's rank."""
+    if call_plan.one_row:  # [1, tokens, heads, dim] -> [tokens, heads, dim]
         inputs = inputs._replace(q=inputs.q[0], k=inputs.k[0], v=inputs.v[0])
-    out, lse = made.forward(made.spec, _four_dimensional(inputs))
-    return (out[None] if made.one_row else out), lse
+    out, lse = call_plan.forward(call_plan.spec, _four_dimensional(inputs))
+    return (out[None] if call_plan.one_row else out), lse
 
 
 def run_backward(
-    made: Plan,
+    call_plan: Plan,
     inputs: Inputs,
     out: Tensor,
     lse: Tensor,
@@ -184,24 +185,27 @@ def run_backward(
     dlse: Tensor | None,
     into: Gradients | None = None,
 ) -> Gradients:
-    """The gradients of a plan, in the shapes of its inputs; dq, dk, dv are those of ``into`` where they fit there."""
+    """Runs a plan's backward and returns the gradients in the shapes of its inputs.
+
+    ``into`` holds buffers for dq, dk and dv. A backend that cannot use a buffer returns another tensor instead.
+    """
     if dout is None:
         dout = torch.zeros_like(out)
-    if made.one_row:
+    if call_plan.one_row:
         inputs = inputs._replace(q=inputs.q[0], k=inputs.k[0], v=inputs.v[0])
         out, dout = out[0], dout[0]
         into = into and into._replace(dq=into.dq[0], dk=into.dk[0], dv=into.dv[0])
-    buffers = {"into": into} if into is not None and made.writes_into else {}
-    found = made.backward(made.spec, _four_dimensional(inputs), out, lse, dout, dlse, **buffers)
-    if made.one_row:
-        found = found._replace(dq=found.dq[None], dk=found.dk[None], dv=found.dv[None])
-    if found.dbias is not None:
-        found = found._replace(dbias=found.dbias.reshape(inputs.bias.shape))
-    return found
+    buffers = {"into": into} if into is not None and call_plan.writes_into else {}
+    gradients = call_plan.backward(call_plan.spec, _four_dimensional(inputs), out, lse, dout, dlse, **buffers)
+    if call_plan.one_row:
+        gradients = gradients._replace(dq=gradients.dq[None], dk=gradients.dk[None], dv=gradients.dv[None])
+    if gradients.dbias is not None:
+        gradients = gradients._replace(dbias=gradients.dbias.reshape(inputs.bias.shape))
+    return gradients
 
 
 def _four_dimensional(inputs: Inputs) -> Inputs:
-    """Masks and biases with leading axes of 1 put in front, as the backends expect them."""
+    """Adds leading axes of size 1 to the mask and the bias, because backends expect four axes."""
     if inputs.mask is not None and inputs.mask.dim() < 4:
         inputs = inputs._replace(mask=inputs.mask[(None,) * (4 - inputs.mask.dim())])
     if inputs.bias is not None and inputs.bias.dim() < 4:
@@ -210,20 +214,22 @@ def _four_dimensional(inputs: Inputs) -> Inputs:
 
 
 def empty_forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Returns (out, lse) of a call without queries or without keys: zeros and -inf, without a kernel."""
     lse_dtype = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
     return inputs.q.new_zeros(spec.out_shape), inputs.q.new_full(spec.lse_shape, -torch.inf, dtype=lse_dtype)
 
 
 def _empty_backward(spec: AttentionSpec, inputs: Inputs, *_: Any) -> Gradients:
+    """Returns the gradients of a call without queries or without keys: zeros."""
     dbias = torch.zeros_like(inputs.bias) if spec.bias_gradient else None
     dsinks = torch.zeros_like(inputs.sinks) if spec.sinks else None
     dq, dk, dv = (torch.zeros_like(tensor) for tensor in inputs[:3])
     return Gradients(dq, dk, dv, dbias, dsinks)
 
 
-def gradients_in_order(found: Gradients, count: int) -> tuple[Tensor | None, ...]:
-    """Gradients in the order of the first ``count`` fields of ``Inputs``: q, k, v, mask, bias, alibi_slopes, ..."""
-    return (*found[:3], None, found.dbias, None, found.dsinks, *(None,) * count)[:count]
+def gradients_in_order(gradients: Gradients, count: int) -> tuple[Tensor | None, ...]:
+    """Returns gradients in the order of the first ``count`` fields of ``Inputs``: q, k, v, mask, bias, ..."""
+    return (*gradients[:3], None, gradients.dbias, None, gradients.dsinks, *(None,) * count)[:count]
 
 
 def check_tensor(name: str, value: Any) -> None:
@@ -239,13 +245,13 @@ def check_tensor(name: str, value: Any) -> None:
 
 
 def check_gradient_free(name: str, value: Tensor | None) -> None:
-    """Raises SpecError for a tensor whose gradient nobody computes."""
+    """Raises SpecError if the tensor requires a gradient, for arguments without a defined gradient."""
     if value is not None and value.requires_grad and torch.is_grad_enabled():
         raise SpecError(f"{name}: expected requires_grad=False, its gradient is not defined here; pass {name}.detach()")
 
 
 def smaller(one: Any, other: Any) -> Any:
-    """The smaller of two lengths, without a guard on symbols; Dynamo turns ``min`` of symbols into that itself."""
+    """Returns the smaller of two lengths without a guard on symbols; Dynamo converts ``min`` of symbols likewise."""
     return (
         torch.sym_min(one, other)
         if isinstance(one, torch.SymInt) or isinstance(other, torch.SymInt)

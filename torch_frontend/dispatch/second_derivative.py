@@ -1,7 +1,7 @@
-"""A backward without a derivative, which says so wherever one is asked for.
+"""A ``once_differentiable`` that raises for every second derivative.
 
-torch's own ``once_differentiable`` leaves what would raise without a way to the inputs: ``torch.autograd.grad`` of some
-input then passes it by, and the second derivative lacks a part without a word.
+torch's own version connects the gradients to no input. ``torch.autograd.grad`` of a sum then skips them without an
+error, and the second derivative lacks that term.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ Backward = Callable[..., Any]
 
 
 def once_differentiable(backward: Backward) -> Backward:
-    """The backward of an autograd function, whose results depend on what it was given but cannot be differentiated."""
+    """Wraps an autograd function's backward: its gradients stay connected to its inputs and raise if differentiated."""
 
     @wraps(backward)
     def run(ctx: Any, *gradients: Tensor | None) -> Any:
-        if not torch.is_grad_enabled():  # nobody will differentiate this: create_graph is False
+        if not torch.is_grad_enabled():  # create_graph is False, so the gradients are not differentiated
             return backward(ctx, *gradients)
-        given = [tensor for tensor in (*ctx.saved_tensors, *gradients) if tensor is not None and tensor.requires_grad]
+        inputs = [tensor for tensor in (*ctx.saved_tensors, *gradients) if tensor is not None and tensor.requires_grad]
         with torch.no_grad():
-            found = backward(ctx, *gradients)
-        return tuple(each if each is None else _Found.apply(each, *given) for each in found)
+            results = backward(ctx, *gradients)
+        return tuple(each if each is None else _Gradient.apply(each, *inputs) for each in results)
 
     return run
 
 
-class _Found(torch.autograd.Function):
-    """A gradient, and what it was computed from."""
+class _Gradient(torch.autograd.Function):
+    """Connects a gradient to the tensors that it was computed from; its own backward raises."""
 
     @staticmethod
-    def forward(ctx: Any, found: Tensor, *given: Tensor) -> Tensor:
-        return found
+    def forward(ctx: Any, gradient: Tensor, *inputs: Tensor) -> Tensor:
+        return gradient
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:

@@ -1,7 +1,7 @@
-"""A call under torch.func's transforms: ``vmap``, ``grad``, ``vjp``, ``jacrev`` and their combinations.
+"""Runs a call under torch.func's transforms: ``vmap``, ``grad``, ``vjp``, ``jacrev`` and their combinations.
 
-Eager calls stay away from all this: a plan's autograd function is called in its shortest form, which transforms refuse.
-While one is at work the call goes through the functions below, which have a rule for each, and end in the ops.
+Eager calls use a plan's autograd function in its shortest form, which transforms do not support. Under a transform a
+call uses the autograd functions below, which have a rule for each transform and end in the ops.
 """
 
 from __future__ import annotations
@@ -14,43 +14,43 @@ from torch.autograd import forward_ad
 from attn_core.backends.shared.autograd import refuse_second_derivative
 from attn_core.call.tensors import Inputs
 from torch_frontend.dispatch import ops
-from torch_frontend.dispatch import vmap as folding
+from torch_frontend.dispatch import vmap as vmap_rules
 from torch_frontend.dispatch.ops import PlainOptions, from_call
 from torch_frontend.dispatch.plain import is_watched
 
 Tensor = torch.Tensor
 are_active = torch._C._are_functorch_transforms_active
-"""Whether a transform of torch.func sees what runs now."""
+"""Returns whether a transform of torch.func is active."""
 
 
-def at_work() -> bool:
-    """Whether a transform of torch.func, or forward-mode differentiation, sees this call."""
+def are_observing() -> bool:
+    """Returns whether a transform of torch.func or forward-mode differentiation observes this call."""
     return are_active() or forward_ad._current_level >= 0
 
 
 def is_one_op(q: Tensor) -> bool:
-    """Whether a call on q is to be one op, because a compiler, a transform, a mode or a trace sees it."""
-    return torch.compiler.is_compiling() or at_work() or is_watched(q)
+    """Returns whether a call on q must be one op, because a compiler, a transform, a mode or a trace observes it."""
+    return torch.compiler.is_compiling() or are_observing() or is_watched(q)
 
 
 def traced(inputs: Inputs, plain: PlainOptions) -> tuple[Tensor, Tensor]:
-    """(out, lse), like ``ops.traced``."""
+    """Returns (out, lse), as ``ops.traced`` does."""
     return _in_graph(*inputs[: ops.TENSORS], *plain)
 
 
-@torch.compiler.allow_in_graph  # Dynamo follows no autograd function with rules of its own; what it ends in are ops
+@torch.compiler.allow_in_graph  # Dynamo cannot trace autograd functions with a vmap rule; they end in ops
 def _in_graph(*call: Any) -> tuple[Tensor, Tensor]:
     inputs, plain = from_call(call)
     recorded = torch.is_grad_enabled()
-    bias = recorded and inputs.bias is not None and _wants_gradient(inputs.bias)
-    sinks = inputs.sinks is not None and _wants_gradient(inputs.sinks)
-    needs = bias or (recorded and (sinks or any(_wants_gradient(tensor) for tensor in inputs[:3])))
+    bias = recorded and inputs.bias is not None and _needs_gradient(inputs.bias)
+    sinks = inputs.sinks is not None and _needs_gradient(inputs.sinks)
+    needs = bias or (recorded and (sinks or any(_needs_gradient(tensor) for tensor in inputs[:3])))
     out, lse, _ = _Forward.apply(*call[: ops.TENSORS], *plain._replace(needs_backward=needs, bias_gradient=bias))
     return out, lse
 
 
-def _wants_gradient(tensor: Tensor) -> bool:
-    """Whether any level of transforms, or autograd below them, asks for the gradient."""
+def _needs_gradient(tensor: Tensor) -> bool:
+    """Returns whether any level of transforms, or autograd below them, needs the tensor's gradient."""
     while not tensor.requires_grad:
         if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return False
@@ -59,7 +59,7 @@ def _wants_gradient(tensor: Tensor) -> bool:
 
 
 class _Forward(torch.autograd.Function):
-    """``attn::forward``, with its arguments and results."""
+    """``attn::forward`` with a rule for every transform; same arguments and results."""
 
     @staticmethod
     def forward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,19 +75,19 @@ class _Forward(torch.autograd.Function):
         return ops.differentiate(ctx, *gradients, backward=_Backward.apply)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *call: Any) -> folding.Found:
+    def vmap(info: Any, in_dims: tuple[Any, ...], *call: Any) -> vmap_rules.MappedResults:
         return ops.mapped_forward(_Forward.apply, info, in_dims, *call)
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(
-            "attention has no forward mode in torch (torch.func.jvp, jacfwd, hessian, torch.autograd.forward_ad): take "
+            "attention has no forward mode in torch (torch.func.jvp, jacfwd, hessian, torch.autograd.forward_ad): use "
             "reverse mode (torch.func.vjp, jacrev), or jax_frontend.attention with backend='jax_xla'"
         )
 
 
 class _Backward(torch.autograd.Function):
-    """``attn::backward``, with its arguments and results. It has no derivative."""
+    """``attn::backward`` with a vmap rule; same arguments and results. A second derivative raises."""
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -102,7 +102,7 @@ class _Backward(torch.autograd.Function):
         refuse_second_derivative()
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> folding.Found:
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> vmap_rules.MappedResults:
         return ops.mapped_backward(_Backward.apply, info, in_dims, *arguments)
 
     @staticmethod

@@ -1,6 +1,6 @@
-"""A call under vmap: the mapped axis folded into its batch, or its mapped elements one after another.
+"""The vmap rules of ``attn::forward`` and ``attn::backward`` (see ops).
 
-The rules of ``attn::forward`` and ``attn::backward`` (see ops), as functions of a call's parts.
+A rule folds the mapped axis into the batch, or runs the mapped elements one after another if it cannot fold.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from attn_core.errors import ShapeError
 Tensor = torch.Tensor
 Dims = Sequence[int | None]
 """The mapped axis of each tensor, None for one that all elements share."""
-Found = tuple[tuple[Tensor, ...], tuple[int | None, ...]]
-"""What a rule returns: the results, and their mapped axes."""
+MappedResults = tuple[tuple[Tensor, ...], tuple[int | None, ...]]
+"""The results of a rule and their mapped axes."""
 
 
-def forward(run: Callable[..., tuple[Tensor, ...]], size: int, inputs: Inputs, dims: Inputs, dropout: float) -> Found:
-    """vmap of ``run(*inputs) -> (out, lse, chosen)``, with ``size`` mapped elements."""
-    if _in_one_row(inputs, dims, dropout):
+def forward(
+    run: Callable[..., tuple[Tensor, ...]], size: int, inputs: Inputs, dims: Inputs, dropout: float
+) -> MappedResults:
+    """Maps ``run(*inputs) -> (out, lse, chosen)`` over ``size`` elements."""
+    if _cannot_fold(inputs, dims, dropout):
         out, lse, chosen = one_by_one(run, size, inputs, dims)
         return (out, lse, chosen[0]), (0, 0, None)
     batch = _batch(inputs, dims)
-    out, lse, chosen = run(*_folded(size, batch, inputs, dims))
+    out, lse, chosen = run(*_fold(size, batch, inputs, dims))
     return (out.unflatten(0, (size, batch)), lse.unflatten(0, (size, batch)), chosen), (0, 0, None)
 
 
@@ -39,34 +41,36 @@ def backward(
     dims: Inputs,
     dropout: float,
     summed: bool,
-) -> Found:
-    """vmap of ``run(dout, dlse, out, lse, chosen, *inputs) -> (dq, dk, dv, dbias, dsinks)``.
+) -> MappedResults:
+    """Maps ``run(dout, dlse, out, lse, chosen, *inputs) -> (dq, dk, dv, dbias, dsinks)`` over ``size`` elements.
 
-    summed: whether it has gradients that are summed over the batch (a bias's, sinks'), but not over mapped elements.
+    Args:
+        summed: whether ``run`` sums a gradient over the batch (dbias, dsinks). Folding would then also sum over the
+            mapped elements.
     """
-    if summed or _in_one_row(inputs, dims, dropout):
+    if summed or _cannot_fold(inputs, dims, dropout):
         return one_by_one(run, size, (*saved, *inputs), (*saved_dims, *dims)), (0,) * 5
     batch, (*rows, chosen), at = _batch(inputs, dims), saved, saved_dims[-1]
-    folded = [None if part is None else _rows(size, part, dim) for part, dim in zip(rows, saved_dims)]
+    folded = [None if part is None else _fold_rows(size, part, dim) for part, dim in zip(rows, saved_dims)]
     chosen = chosen if at is None or chosen is None else chosen.select(at, 0)
-    found = run(*folded, chosen, *_folded(size, batch, inputs, dims))
-    return (*(part.unflatten(0, (size, batch)) for part in found[:3]), *found[3:]), (0, 0, 0, None, None)
+    gradients = run(*folded, chosen, *_fold(size, batch, inputs, dims))
+    return (*(part.unflatten(0, (size, batch)) for part in gradients[:3]), *gradients[3:]), (0, 0, 0, None, None)
 
 
 def one_by_one(
     run: Callable[..., tuple[Tensor, ...]], size: int, tensors: Sequence[Any], dims: Dims
 ) -> tuple[Tensor, ...]:
-    """Every mapped element as a call of its own; the results with the mapped axis in front."""
+    """Runs every mapped element as its own call and stacks the results along a new first axis."""
     if size == 0:
         raise ShapeError("vmap: expected 1 or more elements of a call that is mapped element by element, got 0")
-    found = [
+    results = [
         run(*(part if dim is None else part.select(dim, at) for part, dim in zip(tensors, dims))) for at in range(size)
     ]
-    return tuple(torch.stack(parts) for parts in zip(*found))
+    return tuple(torch.stack(parts) for parts in zip(*results))
 
 
-def _in_one_row(inputs: Inputs, dims: Inputs, dropout: float) -> bool:
-    """Whether a larger batch would mean something else: documents, mapped sinks and dropout's words have no batch."""
+def _cannot_fold(inputs: Inputs, dims: Inputs, dropout: float) -> bool:
+    """Returns whether the mapped axis has no place: offsets, mapped sinks and dropout's words have no batch axis."""
     return inputs.cu_seqlens_q is not None or dims.sinks is not None or dropout != 0
 
 
@@ -74,22 +78,22 @@ def _batch(inputs: Inputs, dims: Inputs) -> int:
     return inputs.q.shape[0 if dims.q is None or dims.q > 0 else 1]
 
 
-def _folded(size: int, batch: int, inputs: Inputs, dims: Inputs) -> Inputs:
-    """The tensors of a call whose batch is ``size * batch``."""
-    q, k, v = (_rows(size, part, dim) for part, dim in zip(inputs[:3], dims))
-    mask = _table(size, batch, inputs.mask, dims.mask, axes=4)
-    bias = _table(size, batch, inputs.bias, dims.bias, axes=4)
-    slopes = _table(size, batch, inputs.alibi_slopes, dims.alibi_slopes, axes=2)
+def _fold(size: int, batch: int, inputs: Inputs, dims: Inputs) -> Inputs:
+    """Returns the tensors of one call whose batch is ``size * batch``."""
+    q, k, v = (_fold_rows(size, part, dim) for part, dim in zip(inputs[:3], dims))
+    mask = _fold_table(size, batch, inputs.mask, dims.mask, axes=4)
+    bias = _fold_table(size, batch, inputs.bias, dims.bias, axes=4)
+    slopes = _fold_table(size, batch, inputs.alibi_slopes, dims.alibi_slopes, axes=2)
     return Inputs(q, k, v, mask, bias, slopes, inputs.sinks)
 
 
-def _rows(size: int, part: Tensor, dim: int | None) -> Tensor:
-    """``[batch, ...]``, mapped along ``dim`` -> ``[size * batch, ...]``."""
+def _fold_rows(size: int, part: Tensor, dim: int | None) -> Tensor:
+    """Folds ``[batch, ...]``, mapped along ``dim``, into ``[size * batch, ...]``."""
     return _mapped_first(size, part, dim).flatten(0, 1)
 
 
-def _table(size: int, batch: int, part: Any, dim: int | None, axes: int) -> Any:
-    """A tensor that is broadcast to ``axes`` axes, the batch first; as it is where one serves the whole batch."""
+def _fold_table(size: int, batch: int, part: Any, dim: int | None, axes: int) -> Any:
+    """Folds a tensor that broadcasts to ``axes`` axes, batch first; unchanged if all batch entries share it."""
     if part is None or (dim is None and (part.dim() < axes or part.shape[0] == 1)):
         return part
     mapped = _mapped_first(size, part, dim)

@@ -22,7 +22,7 @@ from attn_core.errors import SpecError
 from attn_core.selection import NoBackendError, Target, override
 from torch_frontend.attention import attention
 from torch_frontend.backends import here
-from torch_frontend.dispatch.plain import PLAIN, are_jit_traces_active, as_causal, is_foreign, is_plain, torchs_own
+from torch_frontend.dispatch.plain import PLAIN, are_jit_traces_active, as_causal, is_foreign, is_plain, torch_attention
 from torch_frontend.finetrainers.call import Call, check_heads, dense, on_provider, rephrased
 
 __all__ = ["AttentionProvider", "attention_dispatch", "attention_provider", "list_providers"]
@@ -185,7 +185,7 @@ def _as_torch(call: Call) -> Tensor:
         except NoBackendError as error:
             if error.selection.requested:
                 raise
-    return torchs_own(*call[:6], scale=call.scale, enable_gqa=call.enable_gqa)  # type: ignore[no-any-return]
+    return torch_attention(*call[:6], scale=call.scale, enable_gqa=call.enable_gqa)  # type: ignore[no-any-return]
 
 
 _NO_WORDS = Words()

@@ -8,7 +8,7 @@ import torch
 
 from attn_core.call.options import requested_names
 from attn_core.selection import Selection, explain, override
-from torch_frontend.dispatch.ops import joined
+from torch_frontend.dispatch.ops import join_names
 from torch_frontend.dispatch.plain import is_watched
 from torch_frontend.dispatch.plan import check_tensor
 from torch_frontend.paged import ops  # noqa: F401  registers what compilers see
@@ -71,7 +71,7 @@ def paged_attention(
         left, right = options.window  # type: ignore[misc]
         out, lse = torch.ops.attn.paged_forward(
             *(q, k_pages, v_pages, *tables, sinks, max_len_q, causal, left, right),
-            *(softcap, scale, deterministic, return_lse, joined(requested_names(backend))),
+            *(softcap, scale, deterministic, return_lse, join_names(requested_names(backend))),
         )
         return (out, lse) if return_lse else out
     inputs = gathered(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, max_len_q)

@@ -106,7 +106,7 @@ def tables_of(q: Tensor, k_pages: Tensor, max_len_q: int | None, *tables: Any) -
             plan.check_tensor(name, table)
     block_table, seq_lens, cu = tables
     if cu is not None and cu.is_cuda and cu.dtype == torch.int32 and cu.dim() == 1 and q.dim() == 3:
-        cu = offsets.within(cu, q.shape[0])
+        cu = offsets.clamp(cu, q.shape[0])
     return block_table, seq_lens, cu
 
 
@@ -115,7 +115,7 @@ def tables_beside(q: Tensor, *tables: Any) -> tuple[Any, Any, Any]:
     for name, table in zip(("block_table", "seq_lens", "cu_seqlens_q"), tables, strict=True):
         if not isinstance(table, np.ndarray) and (table is not None or name != "cu_seqlens_q"):
             plan.check_tensor(name, table)
-    return tuple(plain.placed(q, t) if isinstance(t, np.ndarray) else t for t in tables)  # type: ignore[return-value]
+    return tuple(plain.to_device_of(q, t) if isinstance(t, np.ndarray) else t for t in tables)  # type: ignore[return-value]
 
 
 def checked_beside(
@@ -161,7 +161,7 @@ def run(inputs: PagedInputs, options: Options, requested: tuple[str, ...] | None
         check_values(options.max_len_q, made.spec.q_len, inputs.k, *inputs[3:6])
     out, lse = made.forward(made.spec, inputs)
     cu = inputs.cu_seqlens_q
-    out, lse = offsets.cleared(out, lse, cu) if cu is not None and cu.is_cuda else (out, lse)
+    out, lse = offsets.clear_tail(out, lse, cu) if cu is not None and cu.is_cuda else (out, lse)
     if inputs.sinks is None or not options.return_lse:
         return out, lse
     return out, lone_sinks.in_lse(lse, inputs.sinks, None if cu is None else cu[-1])

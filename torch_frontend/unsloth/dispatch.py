@@ -26,7 +26,7 @@ from attn_core.selection import override
 from torch_frontend.attention import attention
 from torch_frontend.backends import available_here
 from torch_frontend.dispatch.autocast import autocast_dtype
-from torch_frontend.dispatch.ops import ASKED
+from torch_frontend.dispatch.ops import FROM_CONTEXT
 from torch_frontend.dispatch.plan import check_tensor, device_name
 from torch_frontend.recomputed import attention_of_layer
 from torch_frontend.unsloth import prefix
@@ -128,7 +128,7 @@ def _of_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _backends(preferred: tuple[str, ...]) -> tuple[str, ...]:
     """What ``use_backend`` asks for, else the preferred ones; compiled code finds that out when it runs."""
-    return (ASKED, *preferred) if torch.compiler.is_compiling() else override.requested() or preferred
+    return (FROM_CONTEXT, *preferred) if torch.compiler.is_compiling() else override.requested() or preferred
 
 
 def split_mask(meaning: Meaning, context: AttentionContext) -> tuple[Tensor | None, Tensor | None]:
