@@ -6,9 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from attn_core.backends import load
 from attn_core.call.masks import band
+from attn_core.call.options import number
 from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel.plan import ROUNDED_ONCE, Plan, plan
 from attn_core.context_parallel.tiles import Tile, Visible
@@ -114,17 +116,21 @@ def spread(
 
 
 def check_spec(spec: AttentionSpec) -> None:
-    """Raises SpecError for an argument of ``attention`` that a row over several ranks cannot honour."""
-    for name, given, why in (
-        ("mask", spec.mask_shape, "it would have to be cut for every rank; use causal, window and seq_info"),
-        ("bias", spec.bias_shape, "it would have to be cut for every rank"),
-        ("alibi_slopes", spec.alibi_shape, "its distances would need every rank's positions"),
-    ):
-        if given is not None:
-            raise SpecError(f"{name}: expected none in context parallelism, {why}")
-    if spec.dropout:
+    """Raises SpecError for an argument of ``attention`` that context parallelism does not support."""
+    check_supported(spec.mask_shape, spec.bias_shape, spec.alibi_shape, spec.dropout)
+
+
+def check_supported(mask: Any, bias: Any, alibi_slopes: Any, dropout: Any) -> None:
+    """Raises SpecError for a mask, a bias or slopes that are not None, and for dropout that is not 0."""
+    for name, value in (("mask", mask), ("bias", bias), ("alibi_slopes", alibi_slopes)):
+        if value is not None:
+            raise SpecError(
+                f"{name}: expected None in context parallelism, where it would have to be cut for every rank; use "
+                "causal, window and seq_info"
+            )
+    if number("dropout", dropout):
         raise SpecError(
-            f"dropout={spec.dropout}: expected 0 in context parallelism; which weights drop would depend on the rank"
+            f"dropout={dropout}: expected 0 in context parallelism; which weights drop would depend on the rank"
         )
 
 

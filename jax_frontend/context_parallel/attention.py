@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -9,15 +10,14 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from attn_core.call.options import Options, requested_names
-from attn_core.call.seq_info import SeqInfo
 from attn_core.context_parallel.cost.choose import Explanation
+from attn_core.context_parallel.request import Request
 from attn_core.selection import override
 from jax_frontend.attention import Window
 from jax_frontend.context_parallel import mesh as context_mesh
-from jax_frontend.context_parallel.choice import chosen
 from jax_frontend.context_parallel.differentiable import on_shards
 from jax_frontend.context_parallel.mesh import Place, Rows
-from jax_frontend.context_parallel.question import Question, asked, check_shards, shards_of
+from jax_frontend.context_parallel.prepare import explanation, requested
 from jax_frontend.context_parallel.shards import shard_sequence, unshard_sequence
 from jax_frontend.dispatch import plan
 
@@ -36,7 +36,7 @@ def context_parallel_attention(
     axis_name: AxisName = None,
     strategy: str | None = None,
     layout: str = "zigzag",
-    length: int | tuple[int, int] | None = None,
+    length: int | Sequence[int] | None = None,
     head_groups: int | None = None,
     partition_spec: P | None = None,
     causal: bool = False,
@@ -91,15 +91,14 @@ def context_parallel_attention(
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     inputs = plan.checked_arrays((q, k, v, mask, bias, alibi_slopes, sinks))
     place = context_mesh.found(mesh, axis_name)
-    requested = requested_names(backend) or override.requested()
-    question = asked(place, inputs, SeqInfo.coerce(seq_info), options, layout, length, requested)
-    question, _ = chosen(question, place, strategy, head_groups)
-    check_shards(question.answer(False), shards_of(inputs, place))
+    backends = requested_names(backend) or override.requested()
+    request = requested(place, inputs, options, seq_info, length, strategy, layout, head_groups, backends)
+    request = request._replace(strategy=explanation(request).choice.strategy or "")
     if place.inside:
-        return on_shards(question, q, k, v, sinks)
+        return on_shards(request, q, k, v, sinks)
     rows = place.rows(partition_spec, q, k, v)
     arrays = (place.typed(array, rows.arrays) for array in (q, k, v))
-    return _over_mesh(question, place, rows, *arrays, place.typed(sinks, P(rows.heads)))
+    return _over_mesh(request, place, rows, *arrays, place.typed(sinks, P(rows.heads)))
 
 
 def explain_context_parallel(
@@ -111,7 +110,7 @@ def explain_context_parallel(
     axis_name: AxisName = None,
     strategy: str | None = None,
     layout: str = "zigzag",
-    length: int | tuple[int, int] | None = None,
+    length: int | Sequence[int] | None = None,
     head_groups: int | None = None,
     partition_spec: P | None = None,
     causal: bool = False,
@@ -137,22 +136,19 @@ def explain_context_parallel(
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     inputs = plan.checked_arrays((q, k, v, mask, bias, alibi_slopes, sinks), shapes_only=True)
     place = context_mesh.found(mesh, axis_name)
-    requested = requested_names(backend) or override.requested()
-    question = asked(place, inputs, SeqInfo.coerce(seq_info), options, layout, length, requested)
-    question, choice = chosen(question, place, strategy, head_groups)
-    call = question.answer(bool(needs_backward))
-    check_shards(call, shards_of(inputs, place))
-    return Explanation(choice, call)
+    backends = requested_names(backend) or override.requested()
+    request = requested(place, inputs, options, seq_info, length, strategy, layout, head_groups, backends)
+    return explanation(request._replace(needs_backward=bool(needs_backward)))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _over_mesh(question: Question, place: Place, rows: Rows, q: Array, k: Array, v: Array, sinks: Array | None) -> Any:
-    lse = rows.lse(question.packed)
+def _over_mesh(request: Request, place: Place, rows: Rows, q: Array, k: Array, v: Array, sinks: Array | None) -> Any:
+    lse = rows.lse(request.packed)
     mapped = jax.shard_map(
-        partial(on_shards, question),
+        partial(on_shards, request),
         mesh=place.mesh,
         in_specs=(rows.arrays,) * 3 + (P(rows.heads),),
-        out_specs=(rows.arrays, lse) if question.options.return_lse else rows.arrays,
+        out_specs=(rows.arrays, lse) if request.options.return_lse else rows.arrays,
         axis_names=rows.manual,
     )
     return mapped(q, k, v, sinks)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from attn_core.context_parallel.cost.choose import parts_and_members
 from jax_frontend.dispatch.local_call import varying_as
 from jax_frontend.dispatch.partitioning import partly_manual
 
@@ -31,6 +32,16 @@ class Axes(NamedTuple):
     inner: str | None
     parts: int
     members: int
+
+    @classmethod
+    def of(cls, names: tuple[str, ...], sizes: tuple[int] | tuple[int, int], strategy: str) -> Axes:
+        """The axes as a strategy uses them: "ulysses" uses one axis as the inner one, others as the outer one."""
+        inside = len(names) == 2 or strategy == "ulysses"
+        return cls(
+            names[0] if len(names) == 2 or not inside else None,
+            names[-1] if inside else None,
+            *parts_and_members(sizes, strategy),
+        )
 
     @property
     def names(self) -> tuple[str, ...]:

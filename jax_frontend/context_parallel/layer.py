@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 
+from attn_core.context_parallel.request import lengths_of
 from jax_frontend.context_parallel import mesh
 from jax_frontend.context_parallel.attention import context_parallel_attention
-from jax_frontend.context_parallel.question import documents_of, lengths_of
+from jax_frontend.context_parallel.prepare import documents_of
 from jax_frontend.context_parallel.shards import positions_held
 
 Array = jax.Array

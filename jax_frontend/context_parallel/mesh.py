@@ -64,14 +64,10 @@ class Place(NamedTuple):
         """Whether this is inside ``jax.shard_map``."""
         return self.mesh is None
 
-    def axes(self, strategy: str | None) -> Axes:
-        """The axes as a strategy uses them: one axis is the inner one for "ulysses", and else the outer one."""
-        if len(self.sizes) == 2:
-            outer, inner = self.names
-            return Axes(outer, inner, *self.sizes)
-        if strategy == "ulysses":
-            return Axes(None, self.names[0], 1, self.sizes[0])
-        return Axes(self.names[0], None, self.sizes[0], 1)
+    @property
+    def rank(self) -> Any:
+        """Which rank this device is."""
+        return Axes.of(self.names, self.sizes, "").rank
 
     def rows(self, given: P | None, q: Any, *keys: Any) -> Rows:
         """How ``jax.shard_map`` is to split a call's arrays: along the row by the ranks, and as they are along others.

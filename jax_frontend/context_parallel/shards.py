@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from attn_core.call.seq_info import SeqInfo
 from attn_core.context_parallel import places
+from attn_core.context_parallel.cost.choose import parts_and_members
 from attn_core.context_parallel.layout import Layout, axis_of
 from attn_core.context_parallel.layout import layout as spread
 from attn_core.errors import ShapeError
 from jax_frontend.context_parallel import mesh as context_mesh
 from jax_frontend.context_parallel.mesh import Place
-from jax_frontend.context_parallel.question import documents_of
+from jax_frontend.context_parallel.prepare import documents_of
 from jax_frontend.dispatch import plan
 
 Array = jax.Array
@@ -45,10 +45,10 @@ def shard_sequence(
     """
     plan.check_array("x", x)
     place, dim = context_mesh.found(mesh, axis_name), axis_of(dim, x.ndim)
-    made = _spread(place, layout, x.shape[dim], documents_of(SeqInfo.coerce(seq_info)))
+    made = _spread(place, layout, x.shape[dim], documents_of(seq_info))
     table = places.of_shards(made)
     if place.inside:
-        mine = jnp.asarray(table, jnp.int32)[place.axes(None).rank]
+        mine = jnp.asarray(table, jnp.int32)[place.rank]
         return jnp.take(x, mine, axis=dim, mode="fill", fill_value=0)
     return place.arranged(x, dim, lambda row: jnp.take(row, table.ravel(), axis=dim, mode="fill", fill_value=0))
 
@@ -76,7 +76,7 @@ def unshard_sequence(
     """
     plan.check_array("x", x)
     place, dim = context_mesh.found(mesh, axis_name), axis_of(dim, x.ndim)
-    documents = documents_of(SeqInfo.coerce(seq_info))
+    documents = documents_of(seq_info)
     every = x.shape[dim] * (place.world if place.inside else 1)
     length = length if length is not None else every if documents is None else documents[-1]
     made = _spread(place, layout, length, documents)
@@ -99,9 +99,8 @@ def positions_held(place: Place, layout: str, length: int, documents: tuple[int,
     Inside ``jax.shard_map`` of this device's places, ``[shard]``, and outside of all of them end to end.
     """
     found = jnp.asarray(places.held_positions(_spread(place, layout, length, documents), documents))
-    return found[place.axes(None).rank] if place.inside else found.ravel()
+    return found[place.rank] if place.inside else found.ravel()
 
 
 def _spread(place: Place, layout: str, length: int, documents: tuple[int, ...] | None) -> Layout:
-    axes = place.axes(None)
-    return spread(layout, length, axes.parts, axes.members, documents)
+    return spread(layout, length, *parts_and_members(place.sizes, ""), documents)

@@ -6,6 +6,7 @@ position, and so are the gradients that come in there: nothing of it may reach a
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from attn_core.backends.shared.jax_offsets import ended
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.options import Options
 from attn_core.call.tensors import Inputs
-from attn_core.context_parallel import places
+from attn_core.context_parallel import places, request
 from attn_core.context_parallel.layout import layout as spread
 from attn_core.context_parallel.on_torch import step as step_torch
 from attn_core.correctness import reference
@@ -856,7 +857,7 @@ def test_a_layer_refuses_what_spread_rows_do_not_have():
         row = P(None, "cp")
         return jax.shard_map(partial(call, **given), mesh=mesh, in_specs=row, out_specs=row)(jnp.zeros((1, 24, 6)))
 
-    with pytest.raises(SpecError, match="mask: expected none in context parallelism"):
+    with pytest.raises(SpecError, match="mask: expected None in context parallelism"):
         spread_call(mask=jnp.ones((24, 24)))
     dropping = {"more": {"dropout_rate": 0.1}, "deterministic": False, "dropout_rng": jax.random.key(0)}
     with pytest.raises(SpecError, match=r"dropout=0\.1: expected 0 in context parallelism"):
@@ -877,11 +878,11 @@ def four(**keywords: Any) -> Any:
 
 REFUSED = {
     "dropout": ({"dropout": 0.1}, SpecError, "dropout=0.1: expected 0 in context parallelism"),
-    "mask": ({"mask": np.ones((24, 24), bool)}, SpecError, "mask: expected none in context parallelism"),
-    "bias": ({"bias": np.ones((24, 24))}, SpecError, "bias: expected none in context parallelism"),
-    "alibi_slopes": ({"alibi_slopes": np.ones(4)}, SpecError, "alibi.*: expected none in context parallelism"),
-    "shard": ({"length": 17}, ShapeError, r"q: expected shards of \d+ places, for 17 positions"),
-    "length": ({"length": (1, 2, 3)}, SpecError, r"length=\(1, 2, 3\): expected how many positions"),
+    "mask": ({"mask": np.ones((24, 24), bool)}, SpecError, "mask: expected None in context parallelism"),
+    "bias": ({"bias": np.ones((24, 24))}, SpecError, "bias: expected None in context parallelism"),
+    "alibi_slopes": ({"alibi_slopes": np.ones(4)}, SpecError, "alibi.*: expected None in context parallelism"),
+    "shard": ({"length": 17}, ShapeError, r"q: expected shards of \d+ positions, 17 over 4 ranks"),
+    "length": ({"length": (1, 2, 3)}, SpecError, r"length=\(1, 2, 3\): expected the positions of the"),
     "layout": ({"layout": "diagonal"}, SpecError, "layout='diagonal': expected one of"),
     "strategy": ({"strategy": "tree"}, SpecError, "strategy='tree': expected one of"),
     "head_groups": ({"strategy": "ring", "head_groups": 3}, SpecError, "head_groups=3: expected a divisor of the 2"),
@@ -913,13 +914,29 @@ def test_documents_must_be_known_on_the_host():
     call = partial(context_parallel_attention, *given, mesh=case.mesh, axis_name="outer", causal=True)
     offsets = jnp.asarray(DOCUMENTS, jnp.int32)
     traced = jax.jit(lambda offsets: call(seq_info=SeqInfo(offsets, offsets, 11, 11)))
-    with pytest.raises(SpecError, match=r"seq_info.cu_seqlens_q: expected offsets on the host .* got traced ones"):
+    with pytest.raises(SpecError, match=r"seq_info.cu_seqlens_q: expected offsets on the host.* got traced ones"):
         traced(offsets)
     other = np.asarray((0, 6, 6, 16, 23), np.int32)
-    with pytest.raises(SpecError, match=r"seq_info\.cu_seqlens_k: expected those of cu_seqlens_q"):
+    with pytest.raises(SpecError, match=r"seq_info: expected the same documents for queries and keys"):
         call(seq_info=SeqInfo(np.asarray(DOCUMENTS, np.int32), other, 11, 11))
-    with pytest.raises(SpecError, match="length=24: expected that of the documents, 23"):
+    with pytest.raises(SpecError, match="length=24: expected the 23 positions of seq_info"):
         call(seq_info=case.info, length=24)
+
+
+def test_a_list_of_lengths_is_as_good_as_a_tuple():
+    np.testing.assert_array_equal(four(length=[24, 24]), four(length=(24, 24)))
+    call, explain = (inspect.signature(each) for each in (context_parallel_attention, explain_context_parallel))
+    assert list(explain.parameters) == [*call.parameters, "needs_backward"]
+
+
+def test_an_eager_call_builds_its_spec_once(monkeypatch):
+    built, right = [], request.build_spec
+    monkeypatch.setattr(request, "build_spec", lambda *given: built.append(given) or right(*given))
+    call = partial(four, strategy="ring", scale=0.375)  # a scale that no other test has
+    call()
+    assert len(built) == 1
+    call()
+    assert len(built) == 1
 
 
 def test_a_choice_says_why():

@@ -401,7 +401,7 @@ def test_a_question_is_answered_once() -> None:
         ({"strategy": "rings"}, "strategy='rings': expected one of all_gather, ulysses, ring on 1 axes, or None"),
         ({"axes": (2, 2), "strategy": "ulysses"}, "strategy='ulysses': expected one of all_gather, ring on 2 axes"),
         ({"spec": call(64, dropout=0.5)}, "dropout=0.5: expected 0 in context parallelism"),
-        ({"spec": call(64, mask_shape=(1, 1, 64, 64))}, "mask: expected none in context parallelism"),
+        ({"spec": call(64, mask_shape=(1, 1, 64, 64))}, "mask: expected None in context parallelism"),
     ],
 )
 def test_what_is_no_question_is_refused_by_name(changed: dict[str, Any], message: str) -> None:

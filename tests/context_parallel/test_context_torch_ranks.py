@@ -57,6 +57,7 @@ WORLDS = [
         2,
         {
             "refusals": (SCENES, "refusals", ()),
+            "explained": (SCENES, "explained", ()),
             "scopes": (SCENES, "scopes", ()),
             "compiled layer": (SCENES, "compiled_layer", ()),
             **{
@@ -302,11 +303,16 @@ SAYS = {
     "a backend that cannot": "NoBackendError: ",
     "window": "SpecError: window=3: ",
     "dtype": "DTypeError: k: expected the dtype of q",
-    "rank of tensors": "ShapeError: q: expected [batch, shard, heads, dim], or seq_info beside [12, 4, 5]",
+    "rank of tensors": "ShapeError: q: expected [batch, shard, heads, dim], or [shard, heads, dim] with seq_info",
     "sinks": "ShapeError: sinks: expected",
     "sinks elsewhere": "DeviceError: sinks: expected the device of q (cpu), got meta",
     "explained dtype": "DTypeError: k: expected the dtype of q",
-    "explained rank": "ShapeError: q: expected [batch, shard, heads, dim], or seq_info beside [12, 4, 5]",
+    "explained rank": "ShapeError: q: expected [batch, shard, heads, dim], or [shard, heads, dim] with seq_info",
+    "explained dropout": "SpecError: dropout=0.1: expected 0 in context parallelism",
+    "explained mask": "SpecError: mask: expected None in context parallelism",
+    "explained bias": "SpecError: bias: expected None in context parallelism",
+    "explained alibi_slopes": "SpecError: alibi_slopes: expected None in context parallelism",
+    "explained length": "SpecError: length=[23, 2.5]: expected the positions of the whole row",
     "axis": "ShapeError: dim=7: expected one of the 4 axes of x",
     "axis of shards": "ShapeError: dim=7: expected one of the 4 axes of x",
     "length of shards": "SpecError: length=None: expected the positions of the whole row",
@@ -323,6 +329,13 @@ def test_refusals_name_the_argument_on_every_rank(ranks: Any, name: str) -> None
     for found in ranks("two", "refusals"):
         assert found.keys() == SAYS.keys()
         assert SAYS[name] in found[name]
+
+
+def test_explanations_take_what_the_call_takes(ranks: Any) -> None:
+    """A list is as good as a tuple for the lengths, and needs_backward= overrides requires_grad."""
+    for found in ranks("two", "explained"):
+        assert found["same parameters"] and found["list of lengths"]
+        assert found["needs backward"] == [False, True, True, False]
 
 
 # Layers

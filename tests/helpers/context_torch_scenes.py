@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -202,9 +204,11 @@ def refusals() -> dict[str, str]:
     square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ring", "ulysses"))
     table = torch.zeros(1, 1, LENGTH, LENGTH)
 
-    def told(*given: Tensor, **options: Any) -> str:
+    def told(*given: Tensor, call: Any = context_parallel_attention, **options: Any) -> str:
         options = {"mesh": mesh, "length": LENGTH, "strategy": "ring", **options}
-        return error_of(lambda: context_parallel_attention(*(given or (q, k, v)), **options))
+        return error_of(lambda: call(*(given or (q, k, v)), **options))
+
+    explained = partial(told, call=explain_context_parallel)
 
     return {
         "dropout": told(dropout=0.1),
@@ -236,8 +240,13 @@ def refusals() -> dict[str, str]:
         "rank of tensors": told(q[0], k[0], v[0]),
         "sinks": told(sinks=torch.zeros(3, dtype=torch.float64)),
         "sinks elsewhere": told(sinks=torch.zeros(4, device="meta")),
-        "explained dtype": error_of(lambda: explain_context_parallel(q, k.float(), v, mesh=mesh)),
-        "explained rank": error_of(lambda: explain_context_parallel(q[0], k[0], v[0], mesh=mesh)),
+        "explained dtype": explained(q, k.float(), v),
+        "explained rank": explained(q[0], k[0], v[0]),
+        "explained dropout": explained(dropout=0.1),
+        "explained mask": explained(mask=table.bool()),
+        "explained bias": explained(bias=table),
+        "explained alibi_slopes": explained(alibi_slopes=torch.ones(4)),
+        "explained length": explained(length=[LENGTH, 2.5]),
         "axis": error_of(lambda: shard_sequence(q, mesh, dim=7)),
         "axis of shards": error_of(lambda: unshard_sequence(q, mesh, dim=7, length=LENGTH)),
         "length of shards": error_of(lambda: unshard_sequence(q, mesh, length=None)),
@@ -246,6 +255,26 @@ def refusals() -> dict[str, str]:
         "context layout": error_of(lambda: use_context_parallel(mesh, layout="zebra").__enter__()),
         "context mesh": error_of(lambda: use_context_parallel(cube).__enter__()),
         "context documents": error_of(lambda: use_context_parallel(mesh, length=24, seq_info=info).__enter__()),
+    }
+
+
+def explained() -> dict[str, Any]:
+    """Whether explain_context_parallel takes the call's arguments, and which specs it explains."""
+    mesh = mesh_of((2,))
+    q, k, v, _ = (shard_sequence(each, mesh) for each in row())
+    call, explain = (inspect.signature(each) for each in (context_parallel_attention, explain_context_parallel))
+    lengths = [
+        context_parallel_attention(q, k, v, mesh=mesh, strategy="ring", length=length)
+        for length in (LENGTH, [LENGTH] * 2)
+    ]
+    trained = q.requires_grad_()
+    explained = partial(explain_context_parallel, k=k, v=v, mesh=mesh, length=[LENGTH, LENGTH])
+    given = (q.detach(), None), (q.detach(), True), (trained, None), (trained, False)
+    specs = [explained(array, needs_backward=needs).call.spec for array, needs in given]
+    return {
+        "same parameters": list(explain.parameters) == [*call.parameters, "needs_backward"],
+        "list of lengths": torch.equal(*lengths),
+        "needs backward": [spec.needs_backward for spec in specs],
     }
 
 

@@ -9,25 +9,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from attn_core.context_parallel.request import Request
 from attn_core.errors import SpecError
 from torch_frontend.context_parallel.exchange import Axis
 
 
-def agree(asked: Any, outcome: str, *axes: Axis) -> None:
-    """Compares a call of a new kind over all axes of ranks; a call that was compared costs nothing.
+def agree(request: Request, outcome: str, *axes: Axis) -> None:
+    """Compares a request and its outcome over all axes of ranks; a request that was compared costs nothing.
 
     Args:
-        asked: the question; outcome: what this rank makes of it.
+        outcome: the strategy and the kernels that this rank plans, or its error.
 
     Raises:
-        SpecError: on every rank, where they differ; it tells what each of them calls.
+        SpecError: on every rank, if the requests or outcomes differ; the message lists each rank's.
     """
     shared = tuple(axis for axis in axes if axis.size > 1)
-    _compared(f"{_told(asked)}: {outcome}", str(asked.device), shared)
-    if asked.documents is None:
+    _compare(f"{_text_of(request)}: {outcome}", str(request.device), shared)
+    if request.documents is None:
         if len(_SEEN) > 4096:
             _SEEN.clear()
-        _SEEN.add((asked.shapes, asked.dtype, shared))
+        _SEEN.add((request.shards[:3], shared))
 
 
 _SEEN: set[Any] = set()
@@ -44,38 +45,41 @@ def tell_refusal(error: Exception, tensors: tuple[Any, ...], packed: bool, devic
         SpecError: on every rank, unless all refuse alike; it tells what each of them calls.
     """
     shared = tuple(axis for axis in axes if axis.size > 1)
-    shapes = tuple(getattr(tensor, "shape", None) for tensor in tensors)
-    if packed or (shapes, getattr(tensors[0], "dtype", None), shared) not in _SEEN:
-        _compared(f"{type(error).__name__}: {str(error).splitlines()[0]}", device, shared)
+    shards = tuple((getattr(tensor, "shape", None), getattr(tensor, "dtype", None)) for tensor in tensors)
+    if packed or (shards, shared) not in _SEEN:
+        _compare(f"{type(error).__name__}: {str(error).splitlines()[0]}", device, shared)
 
 
-def _told(asked: Any) -> str:
-    """What has to be the same everywhere, in words; process groups have names of their own on every rank."""
-    shapes = " ".join(f"{name} {list(shape)}" for name, shape in zip("qkv", asked.shapes, strict=True))
-    ranks, options = asked.ranks, asked.options
-    documents = "" if asked.documents is None else f" documents {asked.documents}"
-    sinks = "" if asked.sinks is None else " sinks"
+def _text_of(request: Request) -> str:
+    """The properties of a request that all ranks share. Process groups are left out: their names differ by rank."""
+    arrays = [array for array in request.shards[:3] if array is not None]
+    shapes = " ".join(f"{name} {list(shape)}" for name, (shape, _) in zip("qkv", arrays, strict=True))
+    documents = "" if request.documents is None else f" documents {request.documents}"
+    sinks = "" if request.shards[3] is None else " sinks"
     return (
-        f"{shapes}{sinks} {asked.dtype}, length {ranks.q_len}/{ranks.kv_len}, strategy {ranks.strategy}, layout "
-        f"{ranks.layout}, head_groups {ranks.head_groups}, {options}{documents}, gradients {asked.needs_backward}, "
-        f"backend {asked.requested}"
+        f"{shapes}{sinks} {arrays[0][1]}, length {request.lengths[0]}/{request.lengths[1]}, strategy "
+        f"{request.strategy}, layout {request.layout}, head_groups {request.head_groups}, {request.options}"
+        f"{documents}, gradients {request.needs_backward}, backend {request.requested}"
     )
 
 
 @lru_cache(maxsize=4096)
-def _compared(told: str, device: str, axes: tuple[Axis, ...]) -> None:
-    """Over one axis after the other, and nobody leaves before all are done: who differs from ranks along one axis only
-    is seen by all along the other."""
-    digest = torch.frombuffer(bytearray(hashlib.sha256(told.encode()).digest()), dtype=torch.int64).to(device)
+def _compare(text: str, device: str, axes: tuple[Axis, ...]) -> None:
+    """Raises SpecError unless all ranks have the same text.
+
+    Compares along each axis in turn. Every rank takes part in every axis, so that a difference along one axis reaches
+    all ranks.
+    """
+    digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.int64).to(device)
     differ = digest.new_zeros(1, dtype=torch.bool)
     for axis in axes:
         mine = torch.cat([digest, differ.to(digest.dtype)])
-        found = torch.ops._c10d_functional.all_gather_into_tensor(mine, axis.size, axis.name)
-        everyone = torch.ops._c10d_functional.wait_tensor(found).view(axis.size, -1)
+        gathering = torch.ops._c10d_functional.all_gather_into_tensor(mine, axis.size, axis.name)
+        everyone = torch.ops._c10d_functional.wait_tensor(gathering).view(axis.size, -1)
         differ = (everyone != everyone[0]).any() | (everyone[:1, -1] > 0)
     if not bool(differ):
         return
-    texts = [told]
+    texts = [text]
     for axis in axes:
         group = dist.distributed_c10d._resolve_process_group(axis.name)  # type: ignore[arg-type, unused-ignore]
         gathered: list[Any] = [None] * axis.size

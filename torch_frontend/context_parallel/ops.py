@@ -6,16 +6,17 @@ as plain arguments and exchange once more in the backward.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 from attn_core.backends.shared.autograd import without_create_graph
 from attn_core.call.options import Options
+from attn_core.context_parallel.request import Metadata, Request, with_longest
 from attn_core.selection import override
 from torch_frontend.context_parallel import engine, gradients
-from torch_frontend.context_parallel.prepare import Question, Ranks, prepared
+from torch_frontend.context_parallel.exchange import axis
+from torch_frontend.context_parallel.prepare import prepared
 from torch_frontend.context_parallel.program import Work
 from torch_frontend.dispatch import autocast, lone_sinks
 
@@ -23,13 +24,13 @@ Tensor = torch.Tensor
 
 
 class Attention(torch.autograd.Function):
-    """Arguments: the question, then q, k, v ``[batch, shard, heads, dim]`` and sinks or None."""
+    """Arguments: the request, then q, k, v ``[batch, shard, heads, dim]`` and sinks or None."""
 
     @staticmethod
-    def forward(ctx: Any, asked: Question, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
-        made = prepared(asked).work
-        results, saved = engine.forward(made, q, k, v, sinks, with_lse=asked.options.return_lse, keep=True)
-        ctx.work = made
+    def forward(ctx: Any, request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
+        work = prepared(request)
+        results, saved = engine.forward(work, q, k, v, sinks, with_lse=request.options.return_lse, keep=True)
+        ctx.work = work
         ctx.save_for_backward(sinks, *(tensor for group in saved for tensor in group))
         ctx.set_materialize_grads(False)
         return tuple(results) if len(results) > 1 else results[0]
@@ -49,26 +50,26 @@ class Attention(torch.autograd.Function):
             return None, *gradients.backward(ctx.work, saved, sinks, dout, _sent(ctx.work, dout, dlse))
 
 
-def _sent(made: Work, dout: Tensor, dlse: Tensor | None) -> Tensor | None:
+def _sent(work: Work, dout: Tensor, dlse: Tensor | None) -> Tensor | None:
     """The gradient of the log-sum-exp as every rank sends it, whether its own loss depends on it or not."""
-    spec = made.program.call.spec
-    if dlse is not None or not spec.return_lse or made.inner.size == 1:
+    spec = work.program.call.spec
+    if dlse is not None or not spec.return_lse or work.inner.size == 1:
         return dlse
     return dout.new_zeros((dout.shape[0], dout.shape[2], dout.shape[1]), dtype=getattr(torch, spec.lse_dtype))
 
 
-def run(asked: Question, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, ...]:
+def run(request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, ...]:
     """(out,) or (out, lse) of an eager call."""
-    made, with_lse = prepared(asked).work, asked.options.return_lse
+    work, with_lse = prepared(request), request.options.return_lse
     with autocast.switched_off(q.device):
-        if asked.needs_backward:
-            found = Attention.apply(asked, q, k, v, sinks)
+        if request.needs_backward:
+            found = Attention.apply(request, q, k, v, sinks)
             results = list(found) if with_lse else [found]
         else:
-            results, _ = engine.forward(made, q, k, v, sinks, with_lse=with_lse, keep=False)
+            results, _ = engine.forward(work, q, k, v, sinks, with_lse=with_lse, keep=False)
     if sinks is None or not with_lse:
         return tuple(results)
-    return results[0], lone_sinks.in_lse(results[1], sinks, engine.count_of_queries(made))
+    return results[0], lone_sinks.in_lse(results[1], sinks, engine.count_of_queries(work))
 
 
 # The ops
@@ -79,48 +80,51 @@ _SCHEMA = (
     "SymInt? window_right, float? softcap, float? scale, bool deterministic, bool return_lse, bool needs_backward, "
     "str[]? backend"
 )
-TENSORS, RANKS = 4, 7
+TENSORS = 4
 
 
-def plain(asked: Question) -> tuple[Any, ...]:
+def plain(request: Request) -> tuple[Any, ...]:
     """The arguments of the ops behind the tensors."""
-    options = asked.options
+    options = request.options
     left, right = options.window  # type: ignore[misc]
+    outer, *inner = request.axes
     return (
-        *asked.ranks,
-        None if asked.documents is None else list(asked.documents),
+        *(outer, inner[0] if inner else "", request.strategy, request.layout, *request.lengths, request.head_groups),
+        None if request.documents is None else list(request.documents),
         *(options.causal, options.alignment, left, right, options.softcap, options.scale),
-        *(options.deterministic, options.return_lse, asked.needs_backward),
-        None if asked.requested is None else list(asked.requested),
+        *(options.deterministic, options.return_lse, request.needs_backward),
+        None if request.requested is None else list(request.requested),
     )
 
 
-def _question(arguments: tuple[Any, ...]) -> Question:
-    q, k, v, sinks = arguments[:TENSORS]
-    ranks = Ranks(*arguments[TENSORS : TENSORS + RANKS])
-    documents, causal, alignment, left, right, softcap, scale, deterministic, with_lse, needs, backend = arguments[
-        TENSORS + RANKS :
-    ]
+def _request(arguments: tuple[Any, ...]) -> Request:
+    q, k, v, sinks, outer, inner, strategy, layout, q_len, kv_len, head_groups, offsets, *rest = arguments
+    causal, alignment, left, right, softcap, scale, deterministic, with_lse, needs_backward, backend = rest
     options = Options(causal, alignment, (left, right), softcap, scale, None, None, 0.0, deterministic, with_lse)
-    lengths = longest(documents)
-    return Question(
-        (q.shape, k.shape, v.shape),
-        None if sinks is None else (sinks.shape, sinks.dtype),
-        *(q.dtype, q.device, ranks, options._replace(max_len_q=lengths, max_len_k=lengths)),
-        *(None if documents is None else tuple(documents), needs),
-        tuple(backend) if backend else override.requested(),
+    documents = None if offsets is None else tuple(offsets)
+    names = (outer, inner) if inner else (outer,)
+    sizes: Any = tuple(axis(name).size for name in names)
+    return Request(
+        shards_of(q, k, v, sinks),
+        (q_len, kv_len),
+        documents,
+        with_longest(options, documents),
+        *(strategy, layout, head_groups, names, sizes, q.device, needs_backward),  # type: ignore[arg-type]
+        requested=tuple(backend) if backend else override.requested(),
     )
 
 
-def longest(documents: Any) -> int | None:
-    return None if documents is None else max(stop - start for start, stop in pairwise(documents))
+def shards_of(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Metadata | None, ...]:
+    """(shape, dtype) of each tensor."""
+    sink = None if sinks is None else (sinks.shape, sinks.dtype)
+    return (q.shape, q.dtype), (k.shape, k.dtype), (v.shape, v.dtype), sink
 
 
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    made = prepared(_question(arguments)).work
+    work = prepared(_request(arguments))
     with autocast.switched_off(arguments[0].device):
-        (out, lse), _ = engine.forward(made, *arguments[:TENSORS], with_lse=True, keep=False)
-    count = torch.full((), engine.count_of_queries(made), device=out.device)
+        (out, lse), _ = engine.forward(work, *arguments[:TENSORS], with_lse=True, keep=False)
+    count = torch.full((), engine.count_of_queries(work), device=out.device)
     return out.contiguous(), lse.contiguous(), count
 
 
@@ -134,10 +138,10 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Ten
 def _backward_op(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    made, (q, k, v, sinks) = prepared(_question(arguments)).work, arguments[:TENSORS]
+    work, (q, k, v, sinks) = prepared(_request(arguments)), arguments[:TENSORS]
     with autocast.switched_off(q.device):
-        saved = engine.again(made, q, k, v, out, lse)
-        found = gradients.backward(made, saved, sinks, dout, _sent(made, dout, dlse))
+        saved = engine.again(work, q, k, v, out, lse)
+        found = gradients.backward(work, saved, sinks, dout, _sent(work, dout, dlse))
     dq, dk, dv, dsinks = (None if each is None else each.contiguous() for each in found)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks  # type: ignore[return-value]
 
@@ -186,7 +190,7 @@ for _name, _body, _fake in (
 torch.library.register_autograd("attn::context_forward", _differentiate, setup_context=_save, lib=_library)
 
 
-def traced(asked: Question, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def traced(request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """(out, lse) through the op."""
-    out, lse, count = torch.ops.attn.context_forward(q, k, v, sinks, *plain(asked))
+    out, lse, count = torch.ops.attn.context_forward(q, k, v, sinks, *plain(request))
     return out, lse if sinks is None else lone_sinks.in_lse(lse, sinks, count)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from attn_core.call.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.context_parallel import layout as layouts
-from attn_core.context_parallel import places
+from attn_core.context_parallel import places, request
 from attn_core.context_parallel.layout import Layout
-from attn_core.errors import ShapeError, SpecError
+from attn_core.errors import ShapeError
 from torch_frontend.context_parallel.exchange import axis, gather
 from torch_frontend.dispatch import plan
 
@@ -63,8 +61,7 @@ def unshard_sequence(
         raise ShapeError(f"x: expected a shard of {made.shard} positions at dim {dim}, got {x.shape[dim]}")
     shards = x.movedim(dim, 0).contiguous()
     for name in reversed(group_names(mesh)):
-        if name:
-            shards = gather(axis(name), [shards[None, :, None]])()[0][0, :, 0]
+        shards = gather(axis(name), [shards[None, :, None]])()[0][0, :, 0]
     return shards.index_select(0, torch.from_numpy(places.in_order(made)).to(x.device)).movedim(0, dim)
 
 
@@ -75,8 +72,8 @@ def rank_of(mesh: DeviceMesh) -> int:
     )
 
 
-def group_names(mesh: DeviceMesh) -> tuple[str, str]:
-    """The process groups of (outer, inner) by name; of one axis as the outer."""
+def group_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The names of the process groups of a mesh: one, or (outer, inner)."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"mesh: expected a torch DeviceMesh, got {type(mesh).__module__}.{type(mesh).__qualname__}; "
@@ -87,32 +84,14 @@ def group_names(mesh: DeviceMesh) -> tuple[str, str]:
             f"mesh: expected one axis of ranks or two (outer, inner), got {mesh.ndim}; take the axes that share a "
             'sequence, such as mesh["cp"] or mesh["ring", "ulysses"]'
         )
-    names = [mesh.get_group(at).group_name for at in range(mesh.ndim)]
-    return names[0], names[1] if len(names) > 1 else ""
+    return tuple([mesh.get_group(at).group_name for at in range(mesh.ndim)])
 
 
-def documents_of(seq_info: Any) -> tuple[int, ...] | None:
-    """The offsets of a row's packed documents as plain numbers.
+def documents_of(seq_info: Any) -> request.Documents:
+    """The offsets of a row's packed documents as plain numbers; see ``attn_core.context_parallel.request``."""
+    return request.documents_of(seq_info, _off_host)
 
-    Raises:
-        SpecError: for offsets that are not on the host, or differ for queries and keys.
-    """
-    info = SeqInfo.coerce(seq_info)
-    if info is None:
-        return None
-    sides = []
-    for side in ("q", "k"):
-        offsets = getattr(info, f"cu_seqlens_{side}")
-        if isinstance(offsets, Tensor):
-            if offsets.device.type != "cpu":
-                raise SpecError(
-                    f"seq_info.cu_seqlens_{side}: expected offsets on the host, for they decide what is sent where; "
-                    f"got a tensor on {offsets.device}; SeqInfo.from_lengths takes Python ints"
-                )
-            offsets = offsets.numpy()
-        offsets = np.asarray(offsets)
-        check_cu_seqlens(offsets, getattr(info, f"max_len_{side}"), side=side)
-        sides.append(tuple(offsets.tolist()))
-    if sides[0] != sides[1]:
-        raise SpecError("seq_info: expected the same documents for queries and keys in context parallelism")
-    return sides[0]
+
+def _off_host(offsets: Any) -> str | None:
+    on_device = isinstance(offsets, Tensor) and offsets.device.type != "cpu"
+    return f"a tensor on {offsets.device}" if on_device else None

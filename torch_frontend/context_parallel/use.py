@@ -19,6 +19,7 @@ import torch
 from attn_core.call.seq_info import SeqInfo
 from attn_core.context_parallel import places
 from attn_core.context_parallel.layout import Layout
+from attn_core.context_parallel.request import lengths_of
 from attn_core.errors import SpecError
 
 if TYPE_CHECKING:  # layers import this module, and run where torch was built without torch.distributed
@@ -128,8 +129,8 @@ def use_context_parallel(
     if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
         raise SpecError(f"length={length!r}: expected the positions of the whole row, an int")
     made = Active(mesh, strategy, layout, length, SeqInfo.coerce(seq_info))
-    if made.documents is not None and length not in (None, made.documents[-1]):
-        raise SpecError(f"length={length}: expected the {made.documents[-1]} positions of seq_info's documents")
+    if made.documents is not None:
+        lengths_of(length, made.documents, (0, 0), 1)
     made.shards(1)  # refuses an unknown layout or mesh here, and not in the first layer
     token = _active.set(made)
     with _lock:

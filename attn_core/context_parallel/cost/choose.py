@@ -187,8 +187,13 @@ def explain_choice(
 
 def plan_of(spec: AttentionSpec, documents: tuple[int, ...] | None, strategy: str, layout: str, axes: Axes) -> Plan:
     """The plan of a strategy on axes as a caller names them."""
-    outer, inner = axes if len(axes) == 2 else (1, *axes) if strategy == "ulysses" else (*axes, 1)
-    return spread(spec, documents, strategy, layout, outer, inner)
+    return spread(spec, documents, strategy, layout, *parts_and_members(axes, strategy))
+
+
+def parts_and_members(axes: Axes, strategy: str) -> tuple[int, int]:
+    """(parts of the row, ranks that share a part by heads): "ulysses" on one axis has one part, other strategies have
+    one rank in each part."""
+    return axes if len(axes) == 2 else (1, *axes) if strategy == "ulysses" else (*axes, 1)
 
 
 def _names(axes: Axes, layout: str) -> tuple[str, ...]:
