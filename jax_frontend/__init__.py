@@ -1,6 +1,10 @@
 """Attention for JAX: one call, every kernel, under every transformation, and the reasons for the choice."""
 
+from typing import Any
+from warnings import warn
+
 from attn_core import NoBackendError, Pages, Selection, SeqInfo
+from jax_frontend import unsloth
 from jax_frontend.attention import attention, explain
 from jax_frontend.backends import available_backends
 from jax_frontend.context_parallel.attention import (
@@ -15,26 +19,10 @@ from jax_frontend.override import use_backend
 from jax_frontend.paged.attention import append_kv, explain_paged, paged_attention
 from jax_frontend.paged.cache import PagedKVCache
 from jax_frontend.qkvpacked import attention_qkvpacked
-from jax_frontend.unsloth.dispatch import (
-    FLASH_DENSE,
-    FLASH_VARLEN,
-    SDPA,
-    XFORMERS,
-    AttentionConfig,
-    AttentionContext,
-    resolve_prefix_seg_info,
-    run_attention,
-    select_attention_backend,
-)
+from jax_frontend.unsloth import run_attention
 from jax_frontend.warm_up import warm_up
 
 __all__ = [
-    "FLASH_DENSE",
-    "FLASH_VARLEN",
-    "SDPA",
-    "XFORMERS",
-    "AttentionConfig",
-    "AttentionContext",
     "NoBackendError",
     "PagedKVCache",
     "Pages",
@@ -51,11 +39,16 @@ __all__ = [
     "explain_paged",
     "export_checks",
     "paged_attention",
-    "resolve_prefix_seg_info",
     "run_attention",
-    "select_attention_backend",
     "shard_sequence",
     "unshard_sequence",
     "use_backend",
     "warm_up",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in unsloth.__all__:  # one release longer here, because Unsloth's names were at the root
+        warn(f"{__name__}.{name} is now {unsloth.__name__}.{name}", DeprecationWarning, stacklevel=2)
+        return getattr(unsloth, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,8 +30,8 @@ def dispatched(word: str, **arguments: Any) -> Call:
 
 
 def of_unsloth(word: str) -> Call:
-    config = torch_frontend.AttentionConfig(word, KV_HEADS, HEADS // KV_HEADS)
-    context = torch_frontend.AttentionContext(BATCH, LENGTH, LENGTH, HEADS, DIM, sliding_window=17)
+    config = torch_frontend.unsloth.AttentionConfig(word, KV_HEADS, HEADS // KV_HEADS)
+    context = torch_frontend.unsloth.AttentionContext(BATCH, LENGTH, LENGTH, HEADS, DIM, sliding_window=17)
     return lambda q, k, v: torch_frontend.run_attention(config=config, context=context, Q=q, K=k, V=v)
 
 
@@ -39,8 +39,8 @@ def packed(word: str) -> Call:
     """Rows of documents, whose offsets are on the GPU."""
     lengths = torch.tensor([40, 100, 52], dtype=torch.int32, device="cuda")
     offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    config = torch_frontend.AttentionConfig(word, KV_HEADS, HEADS // KV_HEADS)
-    context = torch_frontend.AttentionContext(
+    config = torch_frontend.unsloth.AttentionConfig(word, KV_HEADS, HEADS // KV_HEADS)
+    context = torch_frontend.unsloth.AttentionContext(
         BATCH, LENGTH, LENGTH, HEADS, DIM, seq_info=(lengths, offsets, 100), attention_mask=None
     )
     return lambda q, k, v: torch_frontend.run_attention(config=config, context=context, Q=q, K=k, V=v)

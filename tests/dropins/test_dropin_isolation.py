@@ -68,7 +68,10 @@ def dispatch(module: Any, qkv: Any) -> Callable[[], Any]:
 
 def unsloth(frontend: Any, word: str, qkv: Any) -> Callable[[], Any]:
     length = qkv[0].shape[2]
-    config, context = frontend.AttentionConfig(word, 3, 1), frontend.AttentionContext(2, length, length, 3, 16)
+    config, context = (
+        frontend.unsloth.AttentionConfig(word, 3, 1),
+        frontend.unsloth.AttentionContext(2, length, length, 3, 16),
+    )
     return lambda: frontend.run_attention(config=config, context=context, **dict(zip("QKV", qkv, strict=True)))
 
 

@@ -38,12 +38,12 @@ def numbers(q_len: int = Q_LEN, kv_len: int = KV_LEN, value_dim: int = HEAD_DIM,
 
 
 def config(framework: Framework, word: str = arguments.SDPA, **bags: Any) -> Any:
-    return framework.frontend.AttentionConfig(word, KV_HEADS, HEADS // KV_HEADS, **bags)
+    return framework.frontend.unsloth.AttentionConfig(word, KV_HEADS, HEADS // KV_HEADS, **bags)
 
 
 def context(framework: Framework, arrays: Arrays, **what: Any) -> Any:
     bsz, heads, q_len, head_dim = arrays["Q"].shape
-    return framework.frontend.AttentionContext(bsz, q_len, arrays["K"].shape[2], heads, head_dim, **what)
+    return framework.frontend.unsloth.AttentionContext(bsz, q_len, arrays["K"].shape[2], heads, head_dim, **what)
 
 
 def run(
@@ -695,13 +695,15 @@ def test_the_word_of_this_machine() -> None:
         entries = framework.frontend.available_backends().items()
         available = tuple(name for name, entry in entries if entry.reason is None)
         for use_varlen in (False, True):
-            found = framework.frontend.select_attention_backend(use_varlen=use_varlen)
+            found = framework.frontend.unsloth.select_attention_backend(use_varlen=use_varlen)
             assert found == arguments.choose_word(available, use_varlen)
 
 
 def test_the_word_of_a_machine() -> None:
-    assert TORCH.frontend.select_attention_backend() == JAX.frontend.select_attention_backend() == "sdpa"
-    assert TORCH.frontend.select_attention_backend(use_varlen=True) == "sdpa"
+    assert (
+        TORCH.frontend.unsloth.select_attention_backend() == JAX.frontend.unsloth.select_attention_backend() == "sdpa"
+    )
+    assert TORCH.frontend.unsloth.select_attention_backend(use_varlen=True) == "sdpa"
     for available, words in (
         (("flash3", "xformers", "sdpa_flash"), ("flash_dense", "flash_varlen")),
         (("flash4",), ("flash_dense", "flash_varlen")),
@@ -930,7 +932,7 @@ def test_one_list_of_lengths_is_for_as_many_keys_as_queries(framework: Framework
 def test_groups_must_fit_the_heads(framework: Framework) -> None:
     arrays = numbers()
     own = {name: framework.array(array) for name, array in arrays.items()}
-    wrong = framework.frontend.AttentionConfig(arguments.SDPA, KV_HEADS, 3)
+    wrong = framework.frontend.unsloth.AttentionConfig(arguments.SDPA, KV_HEADS, 3)
     with pytest.raises(ShapeError, match=r"^config.n_groups=3: expected n_heads // n_kv_heads = 6 // 3"):
         framework.frontend.run_attention(config=wrong, context=context(framework, arrays), **own)
 

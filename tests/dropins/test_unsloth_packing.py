@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from frameworks import BOTH, Framework
+
 import torch_frontend
 from attn_core import ShapeError, SpecError
-from torch_frontend import (
-    attention,
+from torch_frontend import attention
+from torch_frontend.unsloth import (
     build_sdpa_packed_attention_mask,
     build_xformers_block_causal_mask,
     get_packed_info_from_kwargs,
@@ -220,17 +223,30 @@ def test_what_unsloths_models_import_is_here() -> None:
     )
     for module, names in ((unsloth, dispatch), (unsloth_packing, packing)):
         for name in names:
-            assert getattr(torch_frontend, name) == getattr(module, name)
+            assert getattr(torch_frontend.unsloth, name) == getattr(module, name)
     fields = ("requires_grad", "seq_info", "attention_mask", "causal_mask", "sliding_window", "prefix_seg_info")
-    context = torch_frontend.AttentionContext(1, 2, 3, 4, 5, *fields)  # in Unsloth's order
+    context = torch_frontend.unsloth.AttentionContext(1, 2, 3, 4, 5, *fields)  # in Unsloth's order
     assert all(getattr(context, name) == name for name in fields)
+
+
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+def test_the_names_at_the_root_are_deprecated(framework: Framework) -> None:
+    frontend = framework.frontend
+    moved = sorted(set(frontend.unsloth.__all__) - {"run_attention"})
+    assert {"AttentionConfig", "AttentionContext", "SDPA", "select_attention_backend"} <= set(moved)
+    for name in moved:
+        with pytest.warns(DeprecationWarning, match=f"frontend.{name} is now {frontend.__name__}.unsloth.{name}"):
+            assert getattr(frontend, name) is getattr(frontend.unsloth, name)
+    assert not set(moved) & set(frontend.__all__)
+    with warnings.catch_warnings(action="error"):
+        assert frontend.run_attention is frontend.unsloth.run_attention
 
 
 @pytest.mark.usefixtures("device")
 def test_flags_say_what_this_machine_has() -> None:
     available = {name for name, entry in torch_frontend.available_backends().items() if entry.reason is None}
-    assert torch_frontend.SDPA_HAS_GQA is True
-    assert torch_frontend.HAS_XFORMERS is ("xformers" in available)
-    assert torch_frontend.HAS_FLASH_ATTENTION is bool(available & {"flash2", "flash3", "flash4"})
+    assert torch_frontend.unsloth.SDPA_HAS_GQA is True
+    assert torch_frontend.unsloth.HAS_XFORMERS is ("xformers" in available)
+    assert torch_frontend.unsloth.HAS_FLASH_ATTENTION is bool(available & {"flash2", "flash3", "flash4"})
     with pytest.raises(AttributeError, match="HAS_NOTHING"):
         _ = torch_frontend.HAS_NOTHING

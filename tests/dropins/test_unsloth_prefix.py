@@ -87,9 +87,12 @@ def settings(
     word: str = arguments.SDPA,
     **what: Any,
 ) -> dict[str, Any]:
-    config = framework.frontend.AttentionConfig(word, KV_HEADS, HEADS // KV_HEADS, **(bags or {}))
+    config = framework.frontend.unsloth.AttentionConfig(word, KV_HEADS, HEADS // KV_HEADS, **(bags or {}))
     sizes = {"bsz": bsz, "q_len": tokens // bsz, "kv_seq_len": tokens // bsz, "n_heads": HEADS, "head_dim": HEAD_DIM}
-    return {"config": config, "context": framework.frontend.AttentionContext(**sizes, prefix_seg_info=told, **what)}
+    return {
+        "config": config,
+        "context": framework.frontend.unsloth.AttentionContext(**sizes, prefix_seg_info=told, **what),
+    }
 
 
 def run(framework: Framework, groups: Groups, given: dict[str, np.ndarray], told: Any = None, **what: Any) -> Any:
@@ -246,7 +249,7 @@ def test_no_cache_beside_shared_prefixes(framework: Framework) -> None:
 
 @both
 def test_the_layout_among_the_keywords_of_a_forward(framework: Framework) -> None:
-    resolve, told = framework.frontend.resolve_prefix_seg_info, object()
+    resolve, told = framework.frontend.unsloth.resolve_prefix_seg_info, object()
     assert resolve({}, None, None) is None and resolve({"prefix_seg_info": None}, object(), object()) is None
     assert resolve({"prefix_seg_info": told}, None, None) is told
     with pytest.raises(SpecError, match=r"^past_key_value: expected None beside prefix_seg_info, got tuple"):

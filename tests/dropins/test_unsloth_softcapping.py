@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from attn_core import AttentionSpec, DTypeError, ShapeError, SpecError
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.correctness import accuracy
-from torch_frontend import (
+from torch_frontend.unsloth import (
     HAS_FLEX_ATTENTION,
     create_flex_attention_causal_mask,
     create_flex_attention_sliding_window_mask,

@@ -137,8 +137,10 @@ def dispatched(provider: str | None) -> Any:
 
 
 def as_unsloth(info: Any, mask: Any) -> Any:
-    config = jax_frontend.AttentionConfig(backend=jax_frontend.SDPA, n_kv_heads=KV_HEADS, n_groups=HEADS // KV_HEADS)
-    context = jax_frontend.AttentionContext(
+    config = jax_frontend.unsloth.AttentionConfig(
+        backend=jax_frontend.unsloth.SDPA, n_kv_heads=KV_HEADS, n_groups=HEADS // KV_HEADS
+    )
+    context = jax_frontend.unsloth.AttentionContext(
         bsz=2 if info is None else 1,
         q_len=TOKENS,
         kv_seq_len=TOKENS,

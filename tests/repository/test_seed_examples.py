@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from attn_core import NoBackendError, SpecError
-from torch_frontend import (
+from torch_frontend.finetrainers import AttentionProvider, attention_dispatch, attention_provider
+from torch_frontend.unsloth import (
     AttentionConfig,
     AttentionContext,
     build_sdpa_packed_attention_mask,
@@ -28,7 +29,6 @@ from torch_frontend import (
     slow_attention_softcapping,
     slow_inference_attention_softcapping,
 )
-from torch_frontend.finetrainers import AttentionProvider, attention_dispatch, attention_provider
 
 TORCH_ATTENTION = torch._C._nn.scaled_dot_product_attention
 BSZ, N_HEADS, N_KV_HEADS, LENGTH, HEAD_DIM = 2, 8, 4, 12, 16

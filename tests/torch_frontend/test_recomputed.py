@@ -29,22 +29,26 @@ def heads(x: Tensor) -> Tensor:
 
 
 def run_attention(x: Tensor, trains: bool) -> Tensor:
-    config = torch_frontend.AttentionConfig("sdpa", HEADS, 1)
-    context = torch_frontend.AttentionContext(len(x), x.shape[1], x.shape[1], HEADS, HEAD_DIM, requires_grad=trains)
+    config = torch_frontend.unsloth.AttentionConfig("sdpa", HEADS, 1)
+    context = torch_frontend.unsloth.AttentionContext(
+        len(x), x.shape[1], x.shape[1], HEADS, HEAD_DIM, requires_grad=trains
+    )
     return torch_frontend.run_attention(config=config, context=context, Q=heads(x), K=heads(x), V=heads(x))
 
 
 def packed(x: Tensor, trains: bool) -> Tensor:
-    config = torch_frontend.AttentionConfig("sdpa", HEADS, 1)
-    context = torch_frontend.AttentionContext(len(x), x.shape[1], x.shape[1], HEADS, HEAD_DIM, requires_grad=trains)
+    config = torch_frontend.unsloth.AttentionConfig("sdpa", HEADS, 1)
+    context = torch_frontend.unsloth.AttentionContext(
+        len(x), x.shape[1], x.shape[1], HEADS, HEAD_DIM, requires_grad=trains
+    )
     context.seq_info = SeqInfo.from_lengths([x.shape[0] * x.shape[1] - 1, 1])
     return torch_frontend.run_attention(config=config, context=context, Q=heads(x), K=heads(x), V=heads(x))
 
 
 def shared_prefix(x: Tensor, trains: bool) -> Tensor:
-    config = torch_frontend.AttentionConfig("sdpa", HEADS, 1)
+    config = torch_frontend.unsloth.AttentionConfig("sdpa", HEADS, 1)
     x = x[:1]
-    context = torch_frontend.AttentionContext(1, x.shape[1], x.shape[1], HEADS, HEAD_DIM, requires_grad=trains)
+    context = torch_frontend.unsloth.AttentionContext(1, x.shape[1], x.shape[1], HEADS, HEAD_DIM, requires_grad=trains)
     suffix = torch.tensor([-1, -1, 0, 0, 1, 1])
     context.prefix_seg_info = SimpleNamespace(group_of_kv=suffix * 0, is_prefix=suffix < 0, suffix_of_kv=suffix)
     return torch_frontend.run_attention(config=config, context=context, Q=heads(x), K=heads(x), V=heads(x))
@@ -53,8 +57,10 @@ def shared_prefix(x: Tensor, trains: bool) -> Tensor:
 def softcapping(x: Tensor, trains: bool) -> Tensor:
     capped = SimpleNamespace(query_pre_attn_scalar=HEAD_DIM, attn_logit_softcapping=30.0)
     layer = SimpleNamespace(training=trains, config=capped)
-    mask = torch_frontend.create_flex_attention_causal_mask(TOKENS)
-    return torch_frontend.slow_attention_softcapping(heads(x), heads(x), heads(x), mask, layer, len(x), x.shape[1])
+    mask = torch_frontend.unsloth.create_flex_attention_causal_mask(TOKENS)
+    return torch_frontend.unsloth.slow_attention_softcapping(
+        heads(x), heads(x), heads(x), mask, layer, len(x), x.shape[1]
+    )
 
 
 def transformers(x: Tensor, trains: bool) -> Tensor:

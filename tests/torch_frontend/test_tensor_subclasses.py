@@ -15,19 +15,21 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from attn_core.errors import SpecError
 from torch_frontend import (
-    AttentionConfig,
-    AttentionContext,
     SeqInfo,
     append_kv,
     attention,
     attention_qkvpacked,
     paged_attention,
-    run_attention,
-    slow_attention_softcapping,
 )
 from torch_frontend.diffusers import installed
 from torch_frontend.finetrainers import attention_dispatch, attention_provider
 from torch_frontend.module import Attention
+from torch_frontend.unsloth import (
+    AttentionConfig,
+    AttentionContext,
+    run_attention,
+    slow_attention_softcapping,
+)
 
 Tensor = torch.Tensor
 TORCHS_OWN = F.scaled_dot_product_attention

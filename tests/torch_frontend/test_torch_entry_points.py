@@ -28,20 +28,22 @@ from torch.utils.checkpoint import checkpoint
 
 from attn_core import NoBackendError
 from torch_frontend import (
-    AttentionConfig,
-    AttentionContext,
     SeqInfo,
     attention,
     attention_qkvpacked,
-    create_flex_attention_causal_mask,
-    run_attention,
-    slow_attention_softcapping,
-    slow_inference_attention_softcapping,
     use_backend,
 )
 from torch_frontend.finetrainers import attention_dispatch, attention_provider
 from torch_frontend.huggingface.attention import attend as transformers_attention
 from torch_frontend.module import Attention
+from torch_frontend.unsloth import (
+    AttentionConfig,
+    AttentionContext,
+    create_flex_attention_causal_mask,
+    run_attention,
+    slow_attention_softcapping,
+    slow_inference_attention_softcapping,
+)
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 GEMMA = SimpleNamespace(config=SimpleNamespace(query_pre_attn_scalar=float(DIM), attn_logit_softcapping=5.0))

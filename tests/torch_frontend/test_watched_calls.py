@@ -17,8 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from attn_core.errors import SpecError
 from attn_core.paged.step import Step
 from torch_frontend import (
-    AttentionConfig,
-    AttentionContext,
     PagedKVCache,
     Pages,
     SeqInfo,
@@ -26,13 +24,17 @@ from torch_frontend import (
     attention,
     attention_qkvpacked,
     paged_attention,
-    run_attention,
-    slow_attention_softcapping,
 )
 from torch_frontend.diffusers import installed
 from torch_frontend.finetrainers import attention_dispatch, attention_provider
 from torch_frontend.huggingface.attention import attend
 from torch_frontend.module import Attention
+from torch_frontend.unsloth import (
+    AttentionConfig,
+    AttentionContext,
+    run_attention,
+    slow_attention_softcapping,
+)
 
 Tensor = torch.Tensor
 TORCHS_OWN = F.scaled_dot_product_attention
