@@ -20,6 +20,7 @@ from flax import nnx as flax_nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from attn_core import backends
 from jax_frontend import SeqInfo, append_kv, attention, attention_qkvpacked, linen, nnx, paged_attention
 from jax_frontend.bridge import targets
 from jax_frontend.dispatch import local_call, ops, partitioning
@@ -376,7 +377,7 @@ def test_what_vmap_keeps_apart_stays_split(mesh, backend, spec, mapped_too):
 def test_each_device_runs_its_own_part(auto_mesh, backend, monkeypatch):
     """The kernel sees a quarter of the call; jit without a mesh in the context is enough."""
     seen: list[tuple[int, ...]] = []
-    module = __import__(f"attn_core.backends.{backend}", fromlist=["forward"])
+    module: Any = backends.load(backend)
     forward = module.forward
 
     def spy(spec, *rest):
@@ -475,7 +476,7 @@ def test_one_kv_head_in_a_shard_map_over_some_axes(mesh, backend, heads):
 
 
 def test_a_part_that_the_backend_cannot_run_is_refused_with_its_reason(auto_mesh, monkeypatch):
-    module = __import__("attn_core.backends.math.backend", fromlist=["refuses"])
+    module: Any = backends.load("math")
     refuses = module.refuses
 
     def no_odd_batch(spec, *rest):

@@ -31,8 +31,8 @@ def test_a_token_is_short_and_means_the_same_in_every_process():
     assert len(token) == targets.TOKEN_LENGTH == 7, "tvm-ffi keeps 7 characters inside the value, and frees longer ones"
     assert token == targets.token_of(CALL) != targets.token_of(CALL._replace(backend="flex"))
     script = (
-        "from attn_core import AttentionSpec; from jax_frontend import bridge\n"
-        f"print(bridge.token_of(bridge.BridgedCall('forward', 'math', 'cpu', {SPEC!r}, ('q', 'k', 'v'))))"
+        "from attn_core import AttentionSpec; from jax_frontend.bridge import targets\n"
+        f"print(targets.token_of(targets.BridgedCall('forward', 'math', 'cpu', {SPEC!r}, ('q', 'k', 'v'))))"
     )
     for seed in ("0", "1"):
         found = in_its_own_process(script, PYTHONHASHSEED=seed)
