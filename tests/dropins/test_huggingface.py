@@ -29,7 +29,7 @@ from attn_core import AttentionSpec, NoBackendError
 from attn_core.call import masks
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from torch_frontend import huggingface
-from torch_frontend.huggingface import attention, registration
+from torch_frontend.huggingface import attention, patterns, registration
 from torch_frontend.huggingface import masks as huggingface_masks
 
 VOCABULARY, WINDOW, LENGTH = 97, 5, 13
@@ -334,7 +334,7 @@ def test_a_description_shows_exactly_what_transformers_mask_shows(
 
 
 def test_what_each_known_function_is_read_as() -> None:
-    found = {name: huggingface_masks.read(function) for name, function in KNOWN.items()}
+    found = {name: patterns.read_pattern(function) for name, function in KNOWN.items()}
     assert found == {
         "causal": (None, 0, None),
         "both": (None, None, None),
@@ -517,7 +517,7 @@ def test_masks_and_offsets_that_make_no_sense_are_refused() -> None:
         call(attention_mask=causal, sliding_window=2)
     call(attention_mask=causal, sliding_window=5)
     other = huggingface_masks.mask(1, 3, 7, 4, mask_function=masking_utils.causal_mask_function)
-    with pytest.raises(ShapeError, match=r"attention_mask: made for \(q, kv\) lengths \(3, 7\), got \(3, 5\)"):
+    with pytest.raises(ShapeError, match=r"attention_mask: built for \(q, kv\) lengths \(3, 7\), got \(3, 5\)"):
         call(attention_mask=other)
     with pytest.raises(SpecError, match="sliding_window=2: expected a mask"):
         call(sliding_window=2, is_causal=False)
@@ -773,7 +773,7 @@ def test_real_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unregister_takes_everything_back() -> None:
     from transformers import AttentionInterface, PreTrainedModel
 
-    methods = {name: getattr(PreTrainedModel, name) for name in registration._ANSWERING}
+    methods = {name: getattr(PreTrainedModel, name) for name in registration._WRAPPED_METHODS}
     try:
         huggingface.unregister()
         mappings = (AttentionInterface._global_mapping, masking_utils.AttentionMaskInterface._global_mapping)

@@ -36,7 +36,7 @@ REFUSED = {
     "position_bias": "SpecError: position_bias: expected None in context parallelism",
     "dropout": "SpecError: dropout=0.1: expected 0 in context parallelism",
     "chunks": "SpecError: attention_mask: expected a causal mask, a sliding window or none in context parallelism",
-    "a mask from outside": "SpecError: attention_mask: expected one made within the block of use_context_parallel",
+    "a mask from outside": "SpecError: attention_mask: expected one built inside the use_context_parallel block",
     "the window of a layer": "SpecError: sliding_window=9: the model's mask has no window; they must agree",
     "the mask as a table": "SpecError: attention_mask: expected a model that hands its mask on to attention",
 }

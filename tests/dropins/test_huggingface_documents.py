@@ -104,7 +104,7 @@ def test_what_positions_tell() -> None:
     assert told([[4, 5, 4, 5, 6, 7, 4, 4]]) == [0, 2, 6, 7, 8]
     assert told(torch.tensor([PACKED]).bfloat16()) == [0, 3, 5, 8]
     offsets = torch.tensor([0, 8], dtype=torch.int32)
-    assert documents.given_documents(offsets, offsets, 8, 8).max_len_q == 8
+    assert documents.documents_from_offsets(offsets, offsets, 8, 8).max_len_q == 8
 
 
 SILENT: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -134,8 +134,8 @@ def test_positions_that_tell_of_no_documents(name: str) -> None:
 
 def test_positions_are_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     model, reads = build("llama", huggingface.NAME, "cpu"), []
-    plain = documents._restarting
-    monkeypatch.setattr(documents, "_restarting", lambda *given: reads.append(given) or plain(*given))
+    plain = documents._read_documents
+    monkeypatch.setattr(documents, "_read_documents", lambda *given: reads.append(given) or plain(*given))
     ids = torch.arange(2, 10)[None]
     model(ids, position_ids=torch.tensor([PACKED]))
     assert len(reads) == 1

@@ -148,7 +148,7 @@ def test_wrappers_of_other_libraries_stay(when: str, monkeypatch: pytest.MonkeyP
     heard: list[str] = []
 
     def wrap(when: str) -> None:
-        for method in registration._ANSWERING:
+        for method in registration._WRAPPED_METHODS:
             original = getattr(kind, method)
 
             @functools.wraps(original)
@@ -170,7 +170,7 @@ def test_wrappers_of_other_libraries_stay(when: str, monkeypatch: pytest.MonkeyP
         huggingface.register()
         if "after" in when:
             wrap("after")
-        theirs = {method: getattr(kind, method) for method in registration._ANSWERING}
+        theirs = {method: getattr(kind, method) for method in registration._WRAPPED_METHODS}
         for _ in range(2):
             huggingface.register()
             assert (build(huggingface.NAME), build("attn_core:math"), build("sdpa")) == (
@@ -185,7 +185,7 @@ def test_wrappers_of_other_libraries_stay(when: str, monkeypatch: pytest.MonkeyP
             with pytest.raises(ValueError, match="not supported"):
                 build("attn_core:math")
         if when == "before":  # ours is gone altogether
-            assert not any(map(registration._is_ours, map(kind.__dict__.__getitem__, registration._ANSWERING)))
+            assert not any(map(registration._is_ours, map(kind.__dict__.__getitem__, registration._WRAPPED_METHODS)))
     finally:
         monkeypatch.undo()
         huggingface.unregister()

@@ -1,4 +1,4 @@
-"""transformers' attention interface on ``attention``: every keyword honoured, or refused by name."""
+"""transformers' attention interface: honours every keyword, or raises an error that names it."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import torch
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from torch_frontend.dispatch.plan import check_tensor, smaller
 from torch_frontend.huggingface import context as huggingface_context
-from torch_frontend.huggingface.described import DescribedMask, Visible
-from torch_frontend.huggingface.documents import given_documents, told_by_positions
+from torch_frontend.huggingface.described_mask import DescribedMask, Visible
+from torch_frontend.huggingface.documents import documents_from_offsets, documents_from_positions
 from torch_frontend.recomputed import attention_of_layer as attention
 
 Tensor = torch.Tensor
 
 LAYER_BACKEND = "attn_core_backend"
-"""The attribute of an attention module that names the backend asked for in its layer."""
+"""The attribute of an attention module that names the backend of its layer."""
 
-_ANSWERED_ELSEWHERE = (
-    *("cache_position", "seq_idx"),  # the mask or the documents' offsets say it
+_IGNORED = (
+    *("cache_position", "seq_idx"),  # the mask or the documents' offsets have the same information
     *("use_cache", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"),
     *("num_items_in_batch", "ignore_index", "shift_labels", "label_smoothing", "reduction"),  # of a model's loss
 )
-"""What models pass on to every layer and attention need not know."""
+"""Keywords that models pass to every layer and that do not affect attention."""
 
 
 class Operands(NamedTuple):
-    """q, k, v ``[batch, len, heads, head_dim]``, and tables that broadcast to ``[batch, heads, q_len, kv_len]``."""
+    """q, k, v ``[batch, len, heads, head_dim]``; mask and bias broadcast to ``[batch, heads, q_len, kv_len]``."""
 
     q: Tensor
     k: Tensor
@@ -60,22 +60,25 @@ def attend(
     backend: str | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a layer: ``query [batch, heads, q_len, head_dim]``, ``key, value [batch, kv_heads, kv_len, ...]``.
+    """Computes a layer's attention.
+
+    Args:
+        query: ``[batch, heads, q_len, head_dim]``; key, value: ``[batch, kv_heads, kv_len, ...]``.
 
     Returns:
-        ``([batch, q_len, heads, value_dim], None)``: there are no attention weights to return.
+        ``([batch, q_len, heads, value_dim], None)``; None because fused kernels have no attention weights to return.
 
     Raises:
-        SpecError and its kinds: for an argument that would have to be ignored, and for contradictions.
-        NoBackendError: when no backend, or not the one asked for, can run the call.
+        SpecError and its subclasses: for an unsupported argument, and for contradictions.
+        NoBackendError: if no backend, or not the requested one, can run the call.
     """
-    refuse(others)
+    check_keywords(others)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [batch, len, heads, head_dim]
-    context = huggingface_context.of(module, attention_mask)
+    context = huggingface_context.context_of(module, attention_mask)
     if context is not None:
-        given = {"attention_mask": attention_mask, "position_bias": position_bias, "cu_seq_lens_q": cu_seq_lens_q}
-        huggingface_context.refuse(given | {"cu_seq_lens_k": cu_seq_lens_k}, q, k)
-    visible, mask, bias = split(attention_mask, module, is_causal, sliding_window, (q.shape[1], k.shape[1]))
+        tables = {"attention_mask": attention_mask, "position_bias": position_bias, "cu_seq_lens_q": cu_seq_lens_q}
+        huggingface_context.check_arguments(tables | {"cu_seq_lens_k": cu_seq_lens_k}, q, k)
+    visible, mask, bias = split_mask(attention_mask, module, is_causal, sliding_window, (q.shape[1], k.shape[1]))
     options: dict[str, Any] = {
         "causal": visible.right == 0,
         "window": (visible.left, None if visible.right == 0 else visible.right),
@@ -87,14 +90,14 @@ def attend(
         return context.attend(q, k, v, **options).contiguous(), None
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
-    info = given_documents(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k) or visible.seq_info
+    info = documents_from_offsets(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k) or visible.seq_info
     if info is None and position_ids is not None:
-        info = told_by_positions(position_ids, q.shape[0], visible, attention_mask)
+        info = documents_from_positions(position_ids, q.shape[0], visible, attention_mask)
     operands, alignment = Operands(q, k, v, mask, bias), "bottom_right"
     if info is None:
-        operands, alignment = placed(operands, visible)
+        operands, alignment = cut_keys(operands, visible)
     else:
-        operands = end_to_end(operands, visible.keys)
+        operands = join_rows(operands, visible.keys)
     out = attention(
         operands.q,
         operands.k,
@@ -111,46 +114,46 @@ def attend(
     return out.contiguous(), None
 
 
-def placed(operands: Operands, visible: Visible) -> tuple[Operands, str]:
-    """The operands without the keys behind the last query of a causal call, and the alignment of what is left.
+def cut_keys(operands: Operands, visible: Visible) -> tuple[Operands, str]:
+    """Returns the operands without keys behind a causal call's last query, and the alignment of the remaining keys.
 
-    Such keys are the rest of a static cache. Padding keys join the mask, a row of keys for each row of the batch.
+    Keys behind the last query are the unused rest of a static cache. Padding becomes a mask of keys.
     """
     q, k, v, mask, bias = operands
     keys, alignment = visible.keys, "bottom_right"
     seen, causal = visible.offset + q.shape[1], visible.right == 0
-    first = torch.compiler.is_compiling() and causal and visible.offset == 0  # lengths may be symbols: ask nothing
+    first = torch.compiler.is_compiling() and causal and visible.offset == 0  # no comparison: lengths may be symbols
     if first:
         seen = smaller(seen, k.shape[1])
     if first or (causal and seen < k.shape[1]):
         k, v = k[:, :seen], v[:, :seen]
         keys, bias = (None if table is None else table[..., :seen] for table in (keys, bias))
     if first or seen != k.shape[1]:
-        alignment = "top_left"  # the offset is 0, or there is no band to place
+        alignment = "top_left"  # the offset is 0, or there is no band to align
     if keys is not None:
-        mask = keys[:, None, None, :]  # [batch, 1, 1, kv_len]; what is visible comes with no mask of its own
+        mask = keys[:, None, None, :]  # [batch, 1, 1, kv_len]; a described mask has no other mask
     return Operands(q, k, v, mask, bias), alignment
 
 
-def end_to_end(operands: Operands, keys: Tensor | None) -> Operands:
-    """The rows of the batch as one, in which documents are packed.
+def join_rows(operands: Operands, keys: Tensor | None) -> Operands:
+    """Lays the rows of the batch end to end, as one row of packed documents.
 
     Raises:
-        SpecError: for several rows with a table of their own each.
+        SpecError: for several rows with a mask or a bias.
     """
     q, k, v, mask, bias = operands
     if q.shape[0] > 1 and (mask is not None or bias is not None):
-        raise SpecError("attention_mask, position_bias: expected none of 4 axes beside packed rows, or a single row")
+        raise SpecError("attention_mask, position_bias: expected none of 4 axes with packed rows, or a single row")
     if keys is not None:
         mask = keys.reshape(1, 1, 1, -1)  # [1, 1, 1, batch * kv_len]
     q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [batch * len, heads, head_dim]
     return Operands(q, k, v, mask, bias)
 
 
-def refuse(others: Mapping[str, Any]) -> None:
-    """Raises SpecError for a keyword with a value that this attention would have to ignore."""
+def check_keywords(others: Mapping[str, Any]) -> None:
+    """Raises SpecError for a keyword with a value that attention does not support."""
     for name, value in others.items():
-        if value is None or value is False or name in _ANSWERED_ELSEWHERE:
+        if value is None or value is False or name in _IGNORED:
             continue
         remedy = {
             "output_attentions": "fused kernels never hold the weights; load with attn_implementation='eager' for them",
@@ -160,17 +163,17 @@ def refuse(others: Mapping[str, Any]) -> None:
         raise SpecError(f"{name}={shown}: {remedy}" if len(shown) < 80 else f"{name}: {remedy}")
 
 
-def split(
+def split_mask(
     attention_mask: Any, module: Any, is_causal: bool | None, sliding_window: int | None, lengths: tuple[int, int]
 ) -> tuple[Visible, Tensor | None, Tensor | None]:
-    """``attention_mask`` as (what is visible, bool mask, additive bias).
+    """Returns ``attention_mask`` as (Visible, bool mask, additive bias).
 
-    A mask says everything, as it does to ``eager``; without one the other arguments do.
+    A mask alone decides what is visible, as in ``eager`` attention. Without a mask the other arguments decide.
     """
     if isinstance(attention_mask, DescribedMask):
         visible = attention_mask.visible
         if visible.lengths != lengths:
-            raise ShapeError(f"attention_mask: made for (q, kv) lengths {visible.lengths}, got {lengths}")
+            raise ShapeError(f"attention_mask: built for (q, kv) lengths {visible.lengths}, got {lengths}")
         check_window(visible, sliding_window)
         return visible, None, None
     if attention_mask is None:
@@ -191,20 +194,20 @@ def split(
 
 
 def without_mask(module: Any, is_causal: bool | None, sliding_window: int | None, lengths: tuple[int, int]) -> Visible:
-    """What is visible by the module's ``is_causal`` (or the argument) and ``sliding_window``.
+    """Returns what the module's ``is_causal`` (or the argument) and ``sliding_window`` make visible.
 
-    Aligned as in transformers' SDPA attention: at the first key, while a single query stands at the last one.
+    The alignment is that of transformers' SDPA attention: the first query at the first key, a single one at the last.
     """
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if sliding_window is not None and not causal:
-        raise SpecError(f"sliding_window={sliding_window}: expected a mask, or causal attention, beside it")
+        raise SpecError(f"sliding_window={sliding_window}: expected a mask or causal attention")
     left = None if sliding_window is None else sliding_window - 1
     return Visible(left, 0 if causal else None, lengths[1] - 1 if lengths[0] == 1 else 0, lengths)
 
 
 def check_window(visible: Visible, sliding_window: int | None) -> None:
-    """Raises SpecError where a causal mask and the layer's ``sliding_window`` contradict each other."""
-    whole = visible.context is None  # a window may be wider than a part of a row, and still hide much of the row
+    """Raises SpecError if a causal mask and the layer's ``sliding_window`` contradict each other."""
+    whole = visible.context is None  # a window wider than a shard may still hide keys of the row
     if sliding_window is None or visible.right != 0 or (whole and sliding_window >= visible.lengths[1]):
         return
     if visible.left != sliding_window - 1:

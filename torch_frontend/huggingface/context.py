@@ -1,4 +1,4 @@
-"""transformers' models under ``use_context_parallel``: which masks and arguments a row over several ranks can have."""
+"""Masks and argument checks of transformers' models under ``use_context_parallel``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from attn_core.errors import SpecError
 from torch_frontend.context_parallel import use
 from torch_frontend.context_parallel.use import Active
-from torch_frontend.huggingface.described import DescribedMask, Visible
+from torch_frontend.huggingface.described_mask import DescribedMask, Visible
 
 Tensor = torch.Tensor
 
@@ -21,56 +21,63 @@ def mask(
     batch: int,
     lengths: tuple[int, int],
     offsets: tuple[Any, int],
-    read: Callable[[Callable[..., Any]], Any],
     mask_function: Callable[..., Any],
     attention_mask: Tensor | None,
     device: Any,
 ) -> DescribedMask:
-    """What a layer may see of a whole row, from the mask that transformers would build for a shard.
+    """Returns the mask of a whole row, from the mask function that transformers built for a shard.
 
-    That one is by places in the shard, and tells documents apart where positions jump, as they do in shards; of it only
-    the band counts. The documents are those of ``use_context_parallel(seq_info=...)``.
+    Only the band (causal, window) of that function counts. Its indices are places in the shard, and it starts a
+    document wherever positions jump, which they also do between a shard's runs. The documents come from
+    ``use_context_parallel(seq_info=...)`` instead.
 
     Args:
-        lengths, offsets: of (queries, keys), of the shard; ``read`` gives the Pattern of a mask function.
+        lengths, offsets: of (queries, keys), in the shard.
 
     Raises:
-        SpecError: for a cache with content, padding, and mask functions that are no band.
+        SpecError: for a cache with content, for padding, and for a mask function that is not a band.
     """
+    from torch_frontend.huggingface.patterns import read_pattern  # here, because it imports transformers
+
     if lengths[0] != lengths[1] or int(offsets[0]) != offsets[1]:
         _refuse_cache(lengths[0], lengths[1])
     _refuse_padding(context, attention_mask, lengths[1])
-    pattern = read(mask_function)
+    pattern = read_pattern(mask_function)
     if pattern is None:
         raise SpecError(
             "attention_mask: expected a causal mask, a sliding window or none in context parallelism, got the mask "
-            f"function {getattr(mask_function, '__qualname__', mask_function)!r}, which goes by places in a shard"
+            f"function {getattr(mask_function, '__qualname__', mask_function)!r}, whose indices are places in a shard"
         )
     visible = Visible(pattern.left, pattern.right, 0, lengths, context=context)
     return DescribedMask(batch, device, visible, _no_table)
 
 
-def of(module: Any, attention_mask: Any) -> Active | None:
-    """What a layer runs under: as its mask says, or the block around it.
+def context_of(module: Any, attention_mask: Any) -> Active | None:
+    """Returns the ``use_context_parallel`` block of a layer's described mask, otherwise the block around the layer.
 
     Raises:
-        SpecError: within a block, for a mask that was made outside.
+        SpecError: inside a block, for a mask that was built outside of it.
     """
     if not isinstance(attention_mask, DescribedMask):
         return use.of(module)
     context = attention_mask.visible.context
     if context is None and use.active() is not None:
-        raise SpecError("attention_mask: expected one made within the block of use_context_parallel, or None")
+        raise SpecError("attention_mask: expected one built inside the use_context_parallel block, or None")
     return context
 
 
-def refuse(given: Mapping[str, Any], q: Tensor, k: Tensor) -> None:
-    """Raises SpecError for arguments of a layer, q and k ``[batch, len, heads, dim]``, that ranks cannot share."""
-    for name, value in given.items():
+def check_arguments(tables: Mapping[str, Any], q: Tensor, k: Tensor) -> None:
+    """Raises SpecError for a layer's masks, biases and caches, which are not supported in context parallelism.
+
+    Args:
+        tables: arguments that must be None or a described mask.
+        q, k: ``[batch, len, heads, dim]``.
+    """
+    for name, value in tables.items():
         if value is not None and not isinstance(value, DescribedMask):
             raise SpecError(
-                f"{name}: expected None in context parallelism; use_context_parallel(seq_info=...) takes a row's "
-                "documents, and other masks and biases would have to be cut for every rank"
+                f"{name}: expected None in context parallelism; pass a row's documents to "
+                "use_context_parallel(seq_info=...); other masks and biases are not split over ranks"
             )
     if q.shape[1] != k.shape[1]:
         _refuse_cache(q.shape[1], k.shape[1])
@@ -79,7 +86,7 @@ def refuse(given: Mapping[str, Any], q: Tensor, k: Tensor) -> None:
 def _refuse_cache(queries: int, keys: int) -> None:
     raise SpecError(
         f"past_key_values: expected none with content in context parallelism, got {keys} keys for {queries} queries; "
-        "each rank would see its own part alone. Decode outside use_context_parallel, with the whole row's cache"
+        "each rank would see only its own part. Decode outside use_context_parallel, with the whole row's cache"
     )
 
 
@@ -95,12 +102,12 @@ def _refuse_padding(context: Active, attention_mask: Tensor | None, keys: int) -
     if hidden:
         raise SpecError(
             f"attention_mask: expected no padding in context parallelism, got {hidden} tokens of it; pack documents "
-            "in one row, and tell use_context_parallel their seq_info"
+            "in one row, and pass their seq_info to use_context_parallel"
         )
 
 
 def _no_table() -> Tensor:
     raise SpecError(
-        "attention_mask: expected a model that hands its mask on to attention in context parallelism; a table of what "
-        "a shard sees of itself says nothing of the row"
+        "attention_mask: expected a model that hands its mask on to attention in context parallelism; a dense mask "
+        "of one shard cannot describe the whole row"
     )

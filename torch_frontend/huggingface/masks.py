@@ -1,37 +1,27 @@
-"""What transformers' mask functions hand to attention: a description of what is visible, not a query-by-key table.
+"""transformers' mask interface: returns a description of the visible keys instead of a query-by-key table.
 
-transformers writes a mask as a function of indices, built from a few named pieces. The pieces that are known here
-become an attention call's own options (causal, window, documents, which keys are padding); any other function becomes
-the dense mask that transformers itself would build from it.
+transformers writes a mask as a function of indices, built from a few named parts. Known parts become options of the
+attention call (causal, window, documents, padding keys). Any other function becomes the dense mask that transformers
+itself would build from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from transformers import masking_utils  # here, for older compilers trace no import of a lazy module
+from transformers import masking_utils  # at module level, because older compilers cannot trace a lazy module's import
 
 from attn_core.errors import SpecError
 from torch_frontend.context_parallel import use
 from torch_frontend.huggingface import context as huggingface_context
-from torch_frontend.huggingface.described import DescribedMask, Visible
-from torch_frontend.huggingface.documents import numbered
+from torch_frontend.huggingface.described_mask import DescribedMask, Visible
+from torch_frontend.huggingface.documents import documents_from_numbers
+from torch_frontend.huggingface.patterns import Pattern, infer_pattern, read_pattern
 
 Tensor = torch.Tensor
-
-
-class Pattern(NamedTuple):
-    """What a mask function says of a query at position i and a key at position j: ``-left <= j - i <= right``.
-
-    None is unbounded. ``documents [batch, tokens]``, where given, numbers the documents of packed rows.
-    """
-
-    left: int | None = None
-    right: int | None = None
-    documents: Tensor | None = None
 
 
 def mask(
@@ -46,21 +36,21 @@ def mask(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> Any:
-    """transformers' mask interface: a DescribedMask, or the dense bool mask of a function that no pattern describes.
+    """Returns a DescribedMask, or the dense bool mask if no pattern describes the mask function.
 
-    Outside compilation the values of ``attention_mask`` (and of a static cache's offset) are looked at once, here, for
-    all layers: a batch without padding then needs no mask at all. What is described is what they are now, whatever a
-    cache or the caller writes into them later.
+    Outside compilation this reads the values of ``attention_mask`` (and of a static cache's offset) once for all
+    layers, so that a batch without padding needs no mask at all. The description keeps the present values, even if a
+    cache or the caller writes to them later.
 
     Returns:
         DescribedMask, or bool ``[batch, 1, q_length, kv_length]``.
     """
-    if isinstance(attention_mask, DescribedMask):  # made ahead by generate, and shown to the model's mask function
+    if isinstance(attention_mask, DescribedMask):  # generate built it and passes it to the mask function
         return attention_mask
     context = use.active()
     if context is not None:
         sizes = batch_size, (q_length, kv_length), (q_offset, kv_offset)
-        return huggingface_context.mask(context, *sizes, read, mask_function, attention_mask, device)
+        return huggingface_context.mask(context, *sizes, mask_function, attention_mask, device)
     dense = partial(
         masking_utils.sdpa_mask,
         batch_size,
@@ -77,35 +67,37 @@ def mask(
     causal = "allow_is_bidirectional_skip" not in options
     steps = q_length == 1 and causal and not options.get("allow_is_causal_skip", True)  # decoding that may be compiled
     if steps or (compiling and isinstance(q_offset, Tensor)):
-        # one row of keys is as short as a description, and its values may change without a recompile
+        # One row of keys is as small as a description, and its values may change without a recompilation.
         return dense(q_offset=q_offset, attention_mask=attention_mask)
-    q_offset = int(q_offset)  # the cache moves a tensor in place
-    pattern = promised(mask_function, options) if compiling else read(mask_function)
+    q_offset = int(q_offset)  # a copy, because the cache advances a tensor in place
+    pattern = infer_pattern(mask_function, options) if compiling else read_pattern(mask_function)
     offset = q_offset - kv_offset
-    if pattern is None or not placeable(pattern, offset, q_length, kv_length):
+    if pattern is None or not is_alignable(pattern, offset, q_length, kv_length):
         return dense(q_offset=q_offset, attention_mask=attention_mask)
     if attention_mask is not None:
-        attention_mask = attention_mask.to(torch.bool, copy=True)  # the caller's may change before it is built
+        attention_mask = attention_mask.to(torch.bool, copy=True)  # the caller may change theirs before the build
     keys = visible_keys(attention_mask, kv_length, kv_offset)
     if keys is not None and not compiling and bool(keys.all()):
         attention_mask = keys = None
-    info = None if pattern.documents is None else numbered(pattern.documents)
+    info = None if pattern.documents is None else documents_from_numbers(pattern.documents)
     visible = Visible(pattern.left, pattern.right, offset, (q_length, kv_length), keys, info)
     return DescribedMask(batch_size, device, visible, partial(dense, q_offset=q_offset, attention_mask=attention_mask))
 
 
-def placeable(pattern: Pattern, offset: int, q_length: int, kv_length: int) -> bool:
-    """Whether a call's two alignments can say where the queries stand among the keys, once hidden keys are cut off."""
+def is_alignable(pattern: Pattern, offset: int, q_length: int, kv_length: int) -> bool:
+    """Returns whether one of attention's two alignments gives this offset after hidden keys are cut off."""
     if (pattern.left, pattern.right) == (None, None) or offset + q_length == kv_length:
         return True
     return offset == 0 if pattern.right != 0 else offset >= 0 and offset + q_length < kv_length
 
 
 def visible_keys(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
-    """The bool mask ``[batch, seen tokens]`` for the keys at hand, ``[batch, kv_length]``; what it lacks is hidden.
+    """Returns a padding mask ``[batch, tokens]`` cut and padded to the call's keys, ``[batch, kv_length]``.
+
+    Keys behind the mask's end are hidden.
 
     Raises:
-        SpecError: for a mask of another rank, which nobody could apply.
+        SpecError: for a mask that does not have two axes.
     """
     if attention_mask is None:
         return None
@@ -118,58 +110,3 @@ def visible_keys(attention_mask: Tensor | None, kv_length: int, kv_offset: int) 
     if missing > 0:
         attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
     return attention_mask[:, kv_offset : kv_offset + kv_length]
-
-
-def promised(function: Callable[..., Any], options: dict[str, Any]) -> Pattern | None:
-    """The pattern of a mask function while compiling, where its pieces cannot be looked at; None is dense.
-
-    transformers' two skip flags promise that nothing was added to plain causal or bidirectional attention; the size of
-    a band is a window where the config knows windows and not chunks.
-    """
-    if function is masking_utils.causal_mask_function:
-        return Pattern(right=0)
-    if function is masking_utils.bidirectional_mask_function:
-        return Pattern()
-    config, size = options.get("config"), options.get("local_size")
-    chunks = getattr(config, "attention_chunk_size", None) is not None
-    if size is None or chunks or size != getattr(config, "sliding_window", None):
-        return None
-    if options.get("allow_is_bidirectional_skip", False):
-        return Pattern(left=size, right=size)
-    return Pattern(left=size - 1, right=0) if options.get("allow_is_causal_skip", False) else None
-
-
-def read(function: Callable[..., Any]) -> Pattern | None:
-    """The pattern of one of transformers' mask functions, or None for a function that is not among those known."""
-    if function is masking_utils.causal_mask_function:
-        return Pattern(right=0)
-    if function is masking_utils.bidirectional_mask_function:
-        return Pattern()
-    if getattr(function, "__module__", None) != masking_utils.__name__:
-        return None
-    maker, _, _ = function.__qualname__.partition(".")
-    held = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__ or ())))
-    if maker == "and_masks":
-        return _all_of(tuple(read(part) for part in held["mask_functions"]))
-    if maker == "sliding_window_overlay":
-        return Pattern(left=held["sliding_window"] - 1)
-    if maker == "sliding_window_bidirectional_overlay":
-        return Pattern(left=held["sliding_window"], right=held["sliding_window"])
-    if maker == "packed_sequence_mask_function":
-        return Pattern(documents=held["packed_sequence_mask"])
-    if maker == "remap_positions_for_packed_sequence":  # positions within each document: distances are the same
-        return read(held["mask_function"])
-    return None
-
-
-def _all_of(parts: tuple[Pattern | None, ...]) -> Pattern | None:
-    """The pattern of what every part shows; None if a part is unknown, or two of them number documents."""
-    known = [part for part in parts if part is not None]
-    numbered = [part.documents for part in known if part.documents is not None]
-    if len(known) < len(parts) or len(numbered) > 1:
-        return None
-    left, right = (
-        min((distance for distance in distances if distance is not None), default=None)
-        for distances in zip(*((part.left, part.right) for part in known))
-    )
-    return Pattern(left, right, numbered[0] if numbered else None)

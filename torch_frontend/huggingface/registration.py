@@ -1,7 +1,7 @@
 """transformers' models on our kernels: ``register()``, then ``attn_implementation="attn_core"``.
 
-``"attn_core:flash3"`` asks for one backend, which runs or raises with its reasons; ``set_layer_backends`` chooses layer
-by layer. The meaning is that of transformers' own ``eager`` attention: see huggingface_attention and huggingface_masks.
+``"attn_core:flash3"`` requests one backend, which runs or raises with its reasons. ``set_layer_backends`` chooses layer
+by layer. Results equal those of transformers' own ``eager`` attention: see attention.py and masks.py.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch_frontend.huggingface.attention import LAYER_BACKEND, attend
 __all__ = ["NAME", "register", "set_layer_backends", "unregister"]
 
 NAME = "attn_core"
-"""What ``attn_implementation=`` takes; ``NAME:backend`` asks for one backend."""
+"""The value of ``attn_implementation=``; ``NAME:backend`` requests one backend."""
 
 
 def set_layer_backends(model: torch.nn.Module, choice: Mapping[int, str | None]) -> None:
-    """Asks for a backend in single layers: ``{layer_idx: name}``; None takes a layer's request back.
+    """Sets the backend of single layers: ``{layer_idx: name}``; None removes a layer's setting.
 
-    A layer's name runs or raises, like ``backend=``, and wins over the name in ``attn_implementation``.
+    The named backend runs or raises, like ``backend=``, and overrides the name in ``attn_implementation``.
 
     Raises:
         SpecError: for an unknown backend, or a layer index that no attention module of the model has.
@@ -47,26 +47,26 @@ def set_layer_backends(model: torch.nn.Module, choice: Mapping[int, str | None])
             setattr(module, LAYER_BACKEND, name)
 
 
-def spoken(backend: str) -> str:
-    """A backend's name without the words that transformers reads as its own kernels: ``flash3`` is ``fa3``."""
+def alias_of(backend: str) -> str:
+    """Returns a backend's name without the words that transformers takes for its own kernels: ``flash3`` is ``fa3``."""
     return backend.replace("flash", "fa").replace("sdpa", "torch")
 
 
 def implementations() -> dict[str, str | None]:
-    """Every name that ``register`` makes known, and the backend that it asks for."""
+    """Returns every name that ``register`` adds, and the backend that it requests."""
     names: dict[str, str | None] = {NAME: None}
     for backend in backends.names():
-        names |= {f"{NAME}:{spoken(backend)}": backend, f"{NAME}:{backend}": backend}
+        names |= {f"{NAME}:{alias_of(backend)}": backend, f"{NAME}:{backend}": backend}
     return names
 
 
 def register() -> None:
-    """Makes ``attn_implementation="attn_core"`` and ``"attn_core:<backend>"`` known to transformers. Again is fine.
+    """Adds ``attn_implementation="attn_core"`` and ``"attn_core:<backend>"`` to transformers. Idempotent.
 
-    transformers takes any name with "flash" in it for a kernel of its own and loads that instead. For our names alone,
-    two methods of ``PreTrainedModel`` therefore answer with the same backend's name in other letters
-    ("attn_core:flash3" is kept as "attn_core:fa3"), and refuse a model whose attention asks nobody for a function.
-    ``unregister`` takes that back.
+    transformers takes any name with "flash" in it for a kernel of its own and loads that instead. So we wrap two
+    methods of ``PreTrainedModel``. For our names alone they return an alias of the backend (a model stores
+    "attn_core:flash3" as "attn_core:fa3"), and raise for a model that computes attention in its own code.
+    ``unregister`` removes the wrappers.
     """
     from transformers import AttentionInterface, PreTrainedModel
     from transformers.masking_utils import AttentionMaskInterface
@@ -76,42 +76,42 @@ def register() -> None:
     for name, backend in implementations().items():
         AttentionInterface.register(name, partial(attend, backend=backend) if backend else attend)
         AttentionMaskInterface.register(name, masks.mask)
-    for method in _ANSWERING:
+    for method in _WRAPPED_METHODS:
         current = getattr(PreTrainedModel, method)
-        if not any(map(_is_ours, _layers(current))):
-            setattr(PreTrainedModel, method, _answering(current))
+        if not any(map(_is_ours, _unwrap(current))):
+            setattr(PreTrainedModel, method, _wrapper(current))
 
 
 def unregister() -> None:
-    """Takes back what ``register`` did. A wrapper of another library around ours stays, and ours in it passes on."""
+    """Undoes ``register``. If another library wrapped our wrapper, both stay, and ours only passes calls on."""
     from transformers import AttentionInterface, PreTrainedModel
     from transformers.masking_utils import AttentionMaskInterface
 
     for name in implementations():
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
-    for method in _ANSWERING:
+    for method in _WRAPPED_METHODS:
         current = getattr(PreTrainedModel, method)
         if _is_ours(current):
             setattr(PreTrainedModel, method, current.__wrapped__)
 
 
 def refuse_own_attention(kind: type, requested: str) -> None:
-    """Raises SpecError for a class of models whose code does not ask transformers for an attention function.
+    """Raises SpecError for a model class that computes attention in its own code.
 
-    Such a model would compute by itself, with a mask that was made for us. transformers finds that out from the source
-    of the class; a class without one (written in a notebook) is judged by the class that it extends.
+    Such a model would use our mask in its own arithmetic. transformers reads the source of a class to find out. For a
+    class without source (written in a notebook) we check the class that it extends.
     """
     from transformers import PreTrainedModel
 
     known = (base for base in kind.__mro__ if issubclass(base, PreTrainedModel) and _has_source(base))
-    judge: Any = next(known, PreTrainedModel)
+    checked: Any = next(known, PreTrainedModel)
     partly = getattr(getattr(kind, "config_class", None), "model_type", None) in _PARTLY_OWN
-    if partly or judge is PreTrainedModel or not judge._can_set_attn_implementation():
+    if partly or checked is PreTrainedModel or not checked._can_set_attn_implementation():
         raise SpecError(
             f"attn_implementation={requested!r}: {kind.__name__} computes attention in its own code and does not call "
-            "the function that transformers' AttentionInterface names; load it with attn_implementation='eager'. Where "
-            'it is part of a larger model, name the other parts: attn_implementation={"text_config": "attn_core"}, say'
+            "the function that transformers' AttentionInterface names; load it with attn_implementation='eager'. If it "
+            'is part of a larger model, name the other parts, such as attn_implementation={"text_config": "attn_core"}'
         )
 
 
@@ -123,20 +123,20 @@ def _has_source(kind: type) -> bool:
 
 
 _PARTLY_OWN = {"informer"}
-"""Types whose source asks for a function in some layers, and adds our mask in others (ProbSparse attention)."""
+"""Model types that call the attention function in some layers and add our mask in others (ProbSparse attention)."""
 
-_ANSWERING = ("_check_and_adjust_attn_implementation", "get_correct_attn_implementation")
+_WRAPPED_METHODS = ("_check_and_adjust_attn_implementation", "get_correct_attn_implementation")
 
 
-def _layers(method: Any) -> Iterator[Any]:
-    """A method and what it wraps, from the outside in."""
+def _unwrap(method: Any) -> Iterator[Any]:
+    """Yields a method and every function that it wraps, from the outside in."""
     while method is not None:
         yield method
         method = getattr(method, "__wrapped__", None)
 
 
 def _is_ours(method: Any) -> bool:
-    """Whether this is one of our wrappers itself: ``wraps`` copies names and attributes to wrappers around it."""
+    """Returns whether this is our wrapper. Compares code, because ``wraps`` copies names and attributes to others."""
     return getattr(method, "__code__", None) is _OUR_CODE
 
 
@@ -146,17 +146,19 @@ def _registered() -> bool:
     return NAME in AttentionInterface._global_mapping
 
 
-def _answering(original: Callable[..., str]) -> Any:
+def _wrapper(original: Callable[..., str]) -> Any:
+    """Wraps a method of ``PreTrainedModel`` so that our names resolve to their aliases."""
+
     @wraps(original)
-    def answer(self: Any, requested: Any, *arguments: Any, **keywords: Any) -> str:
+    def resolve(self: Any, requested: Any, *arguments: Any, **keywords: Any) -> str:
         names = implementations() if _registered() else {}
         if not isinstance(requested, str) or requested not in names:
             return original(self, requested, *arguments, **keywords)
         refuse_own_attention(type(self), requested)
         backend = names[requested]
-        return f"{NAME}:{spoken(backend)}" if backend else original(self, requested, *arguments, **keywords)
+        return f"{NAME}:{alias_of(backend)}" if backend else original(self, requested, *arguments, **keywords)
 
-    return answer
+    return resolve
 
 
-_OUR_CODE = _answering(lambda *_: "").__code__
+_OUR_CODE = _wrapper(lambda *_: "").__code__

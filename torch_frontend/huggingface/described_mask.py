@@ -1,4 +1,4 @@
-"""A mask that transformers' models carry from their mask function to attention without building it."""
+"""DescribedMask: a mask that transformers' models pass from their mask function to attention without building it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Tensor = torch.Tensor
 
 
 class Visible(NamedTuple):
-    """What one attention call may see: key j of query i iff ``-left <= j - (i + offset) <= right``, and more below.
+    """The keys that an attention call can see: query i sees key j iff ``-left <= j - (i + offset) <= right``.
 
     Attributes:
-        left, right: inclusive distances, None unbounded; ``right=0`` is causal.
-        offset: the index in the keys of the first query's own position.
+        left, right: inclusive distances, None for unbounded; ``right=0`` is causal.
+        offset: the first query's own position among the keys.
         lengths: (q_len, kv_len).
         keys: bool ``[batch, kv_len]``, False for padding; or None.
-        seq_info: the documents of all rows laid end to end, or None.
-        context: the ``use_context_parallel`` block whose rows these are parts of; left and right are then of whole
-            rows, and offset says nothing.
+        seq_info: the documents of all rows laid end to end; or None.
+        context: the ``use_context_parallel`` block that splits the rows; or None. In a block, left and right apply to
+            whole rows, and offset is unused.
     """
 
     left: int | None
@@ -38,13 +38,13 @@ class Visible(NamedTuple):
 
 
 class DescribedMask:
-    """A bool mask ``[batch, 1, q_len, kv_len]`` that is not built: it carries its ``visible`` to the attention call.
+    """A bool mask ``[batch, 1, q_len, kv_len]`` that is not built: ``visible`` describes it to the attention call.
 
-    Models and ``generate`` may look at its shape, dtype and device. Whatever else is done to it, by operators, methods
-    or torch functions, is done to the dense mask, which is built for that, so that no operation can lose its meaning.
-    It is no Tensor, as compilers follow a plain object and its numbers more easily than a subclass.
+    Models and ``generate`` can read its shape, dtype and device. Every other operator, method or torch function builds
+    the dense mask and applies to that, so that no operation gives a wrong result. It is not a Tensor, because compilers
+    trace a plain object and its numbers more easily than a subclass.
 
-    Arithmetic is refused: a model that adds its mask to scores means 0 and -inf, not the 1 and 0 of a bool mask.
+    Arithmetic raises: a model that adds its mask to scores expects 0 and -inf, not the 1 and 0 of a bool mask.
     """
 
     dtype, ndim = torch.bool, 4
@@ -52,7 +52,7 @@ class DescribedMask:
     def __init__(self, batch: int, device: Any, visible: Visible, build: Callable[[], Tensor]) -> None:
         self.shape = torch.Size((batch, 1, *visible.lengths))
         self.device, self.visible, self.build = device, visible, build
-        self.told: Any = None  # what the positions beside it said, in layers that ran before
+        self.position_documents: Any = None  # the documents that an earlier layer read from the position ids
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,10 +70,10 @@ class DescribedMask:
         return self.shape if dim is None else self.shape[dim]
 
     def to(self, *place: Any, **keywords: Any) -> Any:
-        """Described on another device, as hooks of models on several devices ask for; dense for anything else."""
+        """Returns the description on another device, for hooks of multi-device models; dense for other conversions."""
         if len(place) != 1 or keywords.keys() - {"non_blocking"} or not isinstance(place[0], (str, int, torch.device)):
             return self.build().to(*place, **keywords)
-        if torch.device(place[0]) == torch.device(self.device):  # with what it was told by layers that ran before
+        if torch.device(place[0]) == torch.device(self.device):  # itself, with the documents that earlier layers read
             return self
         keys = self.visible.keys
         visible = self.visible if keys is None else self.visible._replace(keys=keys.to(place[0], **keywords))
@@ -82,7 +82,7 @@ class DescribedMask:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getattr__(self, name: str) -> Any:  # only for what is not defined here
+    def __getattr__(self, name: str) -> Any:  # Python calls this only for undefined attributes
         if name.startswith("__") or name == "build":
             raise AttributeError(name)
         if name.strip("_") in _ARITHMETIC:
@@ -103,7 +103,7 @@ def _through_dense(name: str) -> Callable[[DescribedMask, Any], Any]:
     return operator
 
 
-def _refusing(name: str) -> Callable[[DescribedMask, Any], Any]:
+def _raising(name: str) -> Callable[[DescribedMask, Any], Any]:
     def operator(self: DescribedMask, other: Any) -> Any:
         _refuse_arithmetic(name)
 
@@ -118,10 +118,10 @@ def _refuse_arithmetic(name: str) -> None:
     )
 
 
-_ARITHMETIC = {f"{turned}{name}" for name in ("add", "sub", "mul", "div", "truediv") for turned in ("", "r", "i")}
+_ARITHMETIC = {f"{prefix}{name}" for name in ("add", "sub", "mul", "div", "truediv") for prefix in ("", "r", "i")}
 _ARITHMETIC |= {"subtract", "multiply", "divide", "true_divide"}
 
 for _name in ("and", "or", "xor", "rand", "ror", "rxor"):
     setattr(DescribedMask, f"__{_name}__", _through_dense(f"__{_name}__"))
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"):
-    setattr(DescribedMask, f"__{_name}__", _refusing(f"__{_name}__"))
+    setattr(DescribedMask, f"__{_name}__", _raising(f"__{_name}__"))
