@@ -102,8 +102,8 @@ def _preference() -> str:
     ]
     lines.append(
         "\nOn a device that was measured, the order depends on the call and follows the measurements (`attn bench`).\n"
-        "What neither a line nor a measurement names runs only when asked for by name, and so does all that is\n"
-        "approximate or was never run on a GPU by this project.\n"
+        "Backends that no line and no measurement names run only when requested by name. So do approximate backends,\n"
+        "and backends that this project never ran on a GPU.\n"
     )
     return "## Order of automatic choice\n\n" + "\n".join(lines)
 
