@@ -1,4 +1,4 @@
-"""attention for JAX arrays: the public functions."""
+"""The public functions for JAX arrays: attention and explain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
 from attn_core.selection import Selection, override
 from jax_frontend.dispatch import offsets, plan
-from jax_frontend.dispatch.differentiable import Call, compiled, varying_alike
+from jax_frontend.dispatch.differentiable import AttentionCall, differentiable_attention, varying_alike
 
 Array = jax.Array
 Window = int | tuple[int | None, int | None] | None
@@ -40,52 +40,55 @@ def attention(
     return_lse: bool = False,
     dropout_rng: Array | None = None,
 ) -> Any:
-    """Scaled dot-product attention on the best kernel that honours every argument; eager and under transformations.
+    """Computes scaled dot-product attention on the best kernel that honours every argument, eagerly or transformed.
 
     Args:
         q: ``[batch, q_len, heads, head_dim]``; packed ``[tokens, heads, head_dim]``, alone or as one row ``[1, ...]``.
         k: ``[batch, kv_len, kv_heads, head_dim]``; query head h reads kv head ``h // (heads // kv_heads)``.
-        v: ``[batch, kv_len, kv_heads, value_dim]``. float64, float32, bfloat16 or float16, as q and k.
+        v: ``[batch, kv_len, kv_heads, value_dim]``. q, k, v: all float64, float32, bfloat16 or float16.
         causal: query i sees key ``j <= i + offset``; ``alignment`` "bottom_right" means offset = kv_len - q_len,
             "top_left" 0. It also anchors ``window`` and ALiBi.
-        window: ``W`` (needs causal): W keys, self included; or inclusive distances ``(left, right)``, None unbounded.
+        window: ``W`` (needs causal): W keys, self included; or inclusive distances ``(left, right)``, None: unbounded.
         softcap: ``s = softcap * tanh(s / softcap)``, after scale, before bias and mask.
-        scale: factor on ``q . k``; ``1 / sqrt(head_dim)`` when None.
+        scale: factor on ``q . k``; ``1 / sqrt(head_dim)`` if None.
         mask: bool, True = visible; bias: float, added. Broadcastable to ``[batch, heads, q_len, kv_len]``.
         alibi_slopes: ``[heads]`` or ``[batch, heads]``: adds ``-slope * |i + offset - j|``. No gradient.
-        sinks: ``[heads]``: one logit per head that joins every row's softmax without a value.
+        sinks: ``[heads]``: one extra logit per head in every row's softmax; it has no value.
         seq_info: a ``SeqInfo`` or ``(seq_lens, cu_seqlens, max_seqlen)``: packed documents, which never see each other.
             A SeqInfo is a pytree: its offsets may be traced, its maximum lengths are static.
         dropout: probability of dropping a softmax weight; needs ``dropout_rng``, a PRNG key. Which weights drop depends
-            on the key and their indices, however arrays are sharded; inside ``jax.shard_map`` indices are those of the
-            device's part, and each device wants a key of its own.
-        deterministic: only kernels that give the same bits on every run.
+            on the key and on their indices in the whole call, however arrays are sharded. Inside ``jax.shard_map`` the
+            indices count within the device's shard, so give each device its own key.
+        deterministic: use only kernels that give the same bits on every run.
         backend: a name, which runs or raises; names in order of preference; or None for automatic choice.
         return_lse: also return the log-sum-exp, ``[batch, heads, q_len]`` (packed ``[heads, tokens]``), natural log,
-            float32 (float64 for float64 inputs); of a row that sees nothing its sink, else -inf, and its output is 0.
+            float32 (float64 for float64 inputs). A row that sees no key has output 0 and its sink, or -inf, as lse.
 
     Returns:
-        The output, of q's rank with value_dim channels; or ``(output, lse)``.
+        The output, with q's rank and dtype and value_dim channels; or ``(output, lse)``.
 
     Raises:
-        ShapeError, DTypeError, DeviceError, SpecError: for arguments that describe no call.
-        NoBackendError: when no backend, or not the one asked for, can run it; the message has every reason.
+        ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments.
+        NoBackendError: if no backend, or not the requested one, can run the call; the message has every reason.
     """
     arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     info = SeqInfo.coerce(seq_info)
-    inputs, options = gathered(arrays, info, options, dropout_rng)
-    call = Call(options, requested_names(backend) or override.requested(), plan.device_name(q))
+    inputs, options = gather_arguments(arrays, info, options, dropout_rng)
+    call = AttentionCall(options, requested_names(backend) or override.requested(), plan.device_name(q))
     return run(call, inputs, info)
 
 
-def run(call: Call, inputs: Inputs, info: SeqInfo | None) -> Any:
-    """A gathered call; its errors come before any tracing."""
-    made = plan.plan(plan.metadata(inputs), call.device, call.options, False, False, call.requested)
-    offsets.check(made.spec, info)
+def run(call: AttentionCall, inputs: Inputs, info: SeqInfo | None) -> Any:
+    """Checks a call before JAX traces anything, and runs it."""
+    # This plan is only a check: it raises errors early and gives the spec that the offsets must fit. Whether the call
+    # needs a gradient is known only when JAX differentiates it; ``differentiable`` then plans with that answer. Plans
+    # are cached, so planning twice costs a dictionary lookup.
+    checked_spec = plan.plan(plan.metadata(inputs), call.device, call.options, False, False, call.requested).spec
+    offsets.check(checked_spec, info)
     if inputs.sinks is not None and info is not None:
         call = call._replace(documents=len(info.cu_seqlens_q) - 1)
-    return compiled(call, varying_alike(inputs))
+    return differentiable_attention(call, varying_alike(inputs))
 
 
 def explain(
@@ -110,23 +113,23 @@ def explain(
     dropout_rng: Any = None,
     needs_backward: bool | None = None,
 ) -> Selection:
-    """Which backend ``attention`` runs with the same arguments, and every reason why the others do not. Runs nothing.
+    """Returns the backend that ``attention`` chooses for these arguments and why the others cannot run. Runs nothing.
 
-    Takes arrays or ``jax.ShapeDtypeStruct``. Whether a gradient will be asked for is not visible in JAX's arguments:
-    ``needs_backward=True`` asks about training.
+    Takes arrays or ``jax.ShapeDtypeStruct``. JAX's arguments do not show whether a gradient will be computed; pass
+    ``needs_backward=True`` for training.
     """
     arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     info = SeqInfo.coerce(seq_info)
-    inputs, options = gathered(arrays, info, options, dropout_rng, shapes_only=True)
-    wanted, requested = bool(needs_backward), requested_names(backend) or override.requested()
-    bias_gradient = wanted and bias is not None
-    selection = plan.explanation(plan.metadata(inputs), plan.device_name(q), options, wanted, bias_gradient, requested)
+    inputs, options = gather_arguments(arrays, info, options, dropout_rng, shapes_only=True)
+    trains, requested = bool(needs_backward), requested_names(backend) or override.requested()
+    bias_gradient = trains and bias is not None
+    selection = plan.explanation(plan.metadata(inputs), plan.device_name(q), options, trains, bias_gradient, requested)
     offsets.check(selection.spec, info)
     return selection
 
 
-def gathered(
+def gather_arguments(
     arrays: tuple[Any, ...],
     info: SeqInfo | None,
     options: Options,
@@ -135,10 +138,10 @@ def gathered(
     shapes_only: bool = False,
     token_axis: int = -3,
 ) -> tuple[Inputs, Options]:
-    """The arguments of a call as Inputs and Options, with what can be checked of each by itself checked."""
+    """Returns a call's arguments, each checked by itself. With ``shapes_only`` they need no values."""
     inputs, options = plan.checked_arrays(arrays, shapes_only=shapes_only), checked(options)
     if info is not None:
-        inputs, options = offsets.of(info, inputs, options, token_axis)
+        inputs, options = offsets.attach_complete(info, inputs, options, token_axis)
     if options.dropout:
         if shapes_only:
             return inputs._replace(rng=jax.ShapeDtypeStruct((2,), jnp.uint32)), options

@@ -1,4 +1,4 @@
-"""Which backends this process can use from JAX, and why not the others."""
+"""available_backends: the backends that this process can use from JAX, and why not the others."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from jax_frontend.dispatch.plan import device_name
 
 
 def available_backends() -> dict[str, Availability]:
-    """Every backend by name: its version, or the reason why it is not available here."""
+    """Returns every backend by name: its version, or the reason why it is not available here."""
     return availability.report("jax", here())
 
 
 def available_here() -> tuple[str, ...]:
-    """The names of the backends that can run on this machine's device."""
+    """Returns the names of the backends that can run on this machine's device."""
     return tuple(name for name, entry in available_backends().items() if entry.reason is None)
 
 
 def here() -> str:
-    """JAX's default device."""
+    """Returns the name of JAX's default device."""
     return device_name(None)

@@ -1,4 +1,4 @@
-"""use_backend for JAX: the core's, and part of what ``jax.jit`` remembers a traced function by."""
+"""use_backend for JAX: the core's use_backend, whose names are also part of ``jax.jit``'s cache key."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _traced_under = jax.make_user_context(default_value=None)
 
 @contextmanager
 def use_backend(*names: str) -> Iterator[None]:
-    """``attn_core``'s ``use_backend``, under which functions that ``jax.jit`` has already compiled are traced anew.
+    """``attn_core``'s ``use_backend``; inside it, ``jax.jit`` traces functions again even if it has compiled them.
 
-    JAX keeps such a context per thread, and the asyncio tasks of a thread would see each other's. Inside a task the
-    names therefore count for eager calls and for what is traced there, and a function that was compiled before keeps
-    the backend it was compiled with: name ``backend=`` in its call.
+    JAX keeps such a context per thread, so the asyncio tasks of one thread would see each other's names. Inside a task
+    the names therefore apply only to eager calls and to functions that are traced there. A function that was compiled
+    before keeps its backend; pass ``backend=`` in its call instead.
 
     Raises:
-        SpecError: for a name nobody knows, with the close matches.
+        SpecError: for an unknown name, with the close matches.
     """
     with override.use_backend(*names), nullcontext() if inside_a_task() else _traced_under(names or None):
         yield
 
 
 def inside_a_task() -> bool:
-    """Whether an asyncio task runs in this thread, where JAX's contexts would be seen by other tasks, too."""
+    """Whether an asyncio task runs in this thread; other tasks of the thread would see JAX's contexts, too."""
     try:
         return asyncio.current_task() is not None
     except RuntimeError:  # no event loop runs in this thread

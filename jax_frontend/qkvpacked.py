@@ -10,8 +10,9 @@ from attn_core.call.arguments import ArrayFacts, check_qkv_as_one
 from attn_core.call.options import Options, requested_names
 from attn_core.call.seq_info import SeqInfo
 from attn_core.selection import override
-from jax_frontend.attention import Call, Window, gathered, run
+from jax_frontend.attention import Window, gather_arguments, run
 from jax_frontend.dispatch import plan
+from jax_frontend.dispatch.differentiable import AttentionCall
 
 Array = jax.Array
 
@@ -35,19 +36,19 @@ def attention_qkvpacked(
     return_lse: bool = False,
     dropout_rng: Array | None = None,
 ) -> Any:
-    """``attention`` of q, k and v that lie in one array: torch's kernels read it in place, and write one gradient.
+    """``attention`` on q, k and v in one array: torch's kernels read it in place and write one gradient.
 
     Args:
         qkv: ``[batch, seq, 3, heads, head_dim]``; packed ``[tokens, 3, heads, head_dim]``, alone or as one row
-            ``[1, ...]``. As many kv heads as heads.
+            ``[1, ...]``. There are as many kv heads as heads.
 
-    The other arguments, the result and the errors are those of ``attention``.
+    The other arguments, the result and the errors are the same as in ``attention``.
     """
     plan.check_array("qkv", qkv)
     check_qkv_as_one(ArrayFacts(tuple(qkv.shape), str(qkv.dtype), ""), seq_info is not None)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     info = SeqInfo.coerce(seq_info)
     arrays = (qkv, qkv, qkv, mask, bias, alibi_slopes, sinks)
-    inputs, options = gathered(arrays, info, options, dropout_rng, token_axis=-4)
-    call = Call(options, requested_names(backend) or override.requested(), plan.device_name(qkv))
+    inputs, options = gather_arguments(arrays, info, options, dropout_rng, token_axis=-4)
+    call = AttentionCall(options, requested_names(backend) or override.requested(), plan.device_name(qkv))
     return run(call, inputs._replace(k=None, v=None), info)

@@ -1,4 +1,4 @@
-"""warm_up: everything that a call's first run would do, done before it."""
+"""warm_up: does the one-time work of a call before its first run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from jax_frontend.dispatch import plan
 
 
 def warm_up(q: Any, k: Any, v: Any, *, needs_backward: bool | None = None, **options: Any) -> Selection:
-    """Chooses the backend of a call, and does on a GPU what its kernels would do when they first run.
+    """Chooses the backend of a call and, on a GPU, does what its kernels do only on their first run.
 
-    XLA's own compilation comes with ``jax.jit`` as always; this is about torch's kernels. It takes the arguments of
-    ``explain``, arrays or ``jax.ShapeDtypeStruct``, and returns the same Selection.
+    This prepares torch's kernels; ``jax.jit`` still compiles the program on its first call. The arguments are those of
+    ``explain``, as arrays or ``jax.ShapeDtypeStruct``; the result is the same Selection.
 
     Raises:
-        NoBackendError: when no backend, or not the one asked for, can run the call.
+        NoBackendError: if no backend, or not the requested one, can run the call.
     """
     selection = explain(q, k, v, needs_backward=needs_backward, **options)
     if selection.backend is None:

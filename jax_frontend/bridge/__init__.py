@@ -1,1 +1,1 @@
-"""JAX's way to torch's kernels: the only place where torch and JAX meet."""
+"""Runs torch's kernels inside JAX programs. The only folder that imports both torch and JAX."""

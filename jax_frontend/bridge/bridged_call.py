@@ -1,4 +1,4 @@
-"""A call of one half of a torch backend, as the bridge's two lanes know it."""
+"""BridgedCall: one forward or backward of a backend, as both lanes of the bridge describe it."""
 
 from __future__ import annotations
 
@@ -11,51 +11,52 @@ from attn_core.context_parallel.on_torch.step import StepCall
 
 
 class BridgedCall(NamedTuple):
-    """What is known of a call before it runs; the operands come with every run."""
+    """The static description of a call; the operands come with every run."""
 
     direction: str
     backend: str
     device: str
     spec: AttentionSpec
     operands: tuple[str, ...]
-    """Which fields of ``Inputs`` the leading operands are; "qkv" for q, k and v in one array."""
+    """The fields of ``Inputs`` that the leading operands are; "qkv" for q, k and v in one array."""
     extras: tuple[str, ...] = ()
-    """What the operands after those are: out, lse, dout, dlse in a backward."""
+    """The names of the further operands: a backward's out, lse, dout and dlse."""
     with_lse: bool = True
     """Whether a forward has the log-sum-exp as its second result."""
     beside: bool = False
-    """Whether the kernel runs beside an exchange that was started just before, and gives it a head start."""
+    """Whether the kernel overlaps an exchange that was just started. It then waits a few us, so the exchange begins."""
 
     @property
     def gradients(self) -> tuple[str, ...]:
-        """The fields of ``Gradients`` that a backward gives; of q, k and v in one array, those are one result."""
+        """The fields of ``Gradients`` that a backward returns. With q, k and v in one array, dq, dk, dv are one."""
         spec = self.spec
         return ("dq", "dk", "dv", *(["dbias"] if spec.bias_gradient else []), *(["dsinks"] if spec.sinks else []))
 
 
 class BridgedStep(NamedTuple):
-    """A step of context parallelism, whose tiles each part has of its own. Operands: q, the keys, any results so far.
+    """A step of context parallelism; each part of the mesh has its own tiles in it.
 
-    Its results are out and lse, which the results so far become, and scratch for both.
+    Operands: q, the keys, then out and lse so far, if there are any. Results: out and lse, in the buffers of out and
+    lse so far, and scratch for both.
     """
 
     step: StepCall
     device: str
     beside: bool
-    """See ``BridgedCall``."""
+    """See ``BridgedCall.beside``."""
     parts: tuple[tuple[int, int], ...] = ()
-    """(the id of a device, which part it belongs to) of every device of the mesh; empty where the last operand is the
-    part, as on CPUs, whose memory is the host's."""
+    """(device id, part) of every device of the mesh; empty if the last operand is the part. On CPUs it is an operand,
+    because the host can read its value there."""
     direction: str = "step"
 
     @property
     def spec(self) -> AttentionSpec:
-        """The whole call, as on one device."""
+        """The spec of the whole call, as on one device."""
         return self.step.call.spec
 
 
 def calls_of(name: str, spec: AttentionSpec, device: str) -> list[BridgedCall]:
-    """The calls of a spec without mask, bias, slopes, sinks and dropout, which no compiled lane takes."""
+    """Returns the calls of a spec that has no mask, bias, slopes, sinks or dropout; no compiled lane supports these."""
     operands = ("q", "k", "v", *(("cu_seqlens_q", "cu_seqlens_k") if spec.packed else ()))
     calls = [BridgedCall("forward", name, device, spec, operands)]
     if spec.needs_backward:
@@ -68,7 +69,7 @@ def calls_of(name: str, spec: AttentionSpec, device: str) -> list[BridgedCall]:
 
 
 def gatherer(operands: tuple[str, ...]) -> Callable[[tuple[Any, ...]], Any]:
-    """What makes Inputs, or PagedInputs, of a call's values."""
+    """Returns a function that builds Inputs, or PagedInputs, from a call's values."""
     count = len(operands)
     if "block_table" in operands:
 

@@ -1,4 +1,4 @@
-"""What the bridge runs: a call of a backend on torch tensors that are XLA's buffers, without a copy."""
+"""Runs a backend's call on torch tensors that share the memory of XLA's buffers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ Run = Callable[[tuple[Any, ...]], None]
 
 
 def run_of(call: BridgedCall | BridgedStep) -> Run:
-    """What runs a call; one beside an exchange behind a head start for that."""
+    """Returns the function that runs a call."""
     if isinstance(call, BridgedStep):
-        return _OfParts(call).run
+        return _StepRunner(call).run
     run = _forward(call) if call.direction == "forward" else _backward(call)
-    return _behind_a_head_start(run) if call.beside else run
+    return _with_head_start(run) if call.beside else run
 
 
-def _behind_a_head_start(run_call: Run) -> Run:
+def _with_head_start(run_call: Run) -> Run:
+    """Delays the call by a few us, so that an exchange starts before the call's kernel fills the GPU."""
+
     def run(values: tuple[Any, ...]) -> None:
         head_start(values[0].device)
         run_call(values)
@@ -41,12 +43,12 @@ def _forward(call: BridgedCall) -> Run:
     kernel, with_lse, writes = module.forward, call.with_lse, backends.writes_into(module)
 
     def forward(values: tuple[Any, ...]) -> None:
-        place, lse_place = values[count], values[count + 1] if with_lse else None
+        out_buffer, lse_buffer = values[count], values[count + 1] if with_lse else None
         inputs = gather(values)
-        out, lse = kernel(spec, inputs, (place, lse_place)) if writes else kernel(spec, inputs)
-        if out is not place:
-            place.copy_(out)
-        if with_lse and lse is not lse_place:
+        out, lse = kernel(spec, inputs, (out_buffer, lse_buffer)) if writes else kernel(spec, inputs)
+        if out is not out_buffer:
+            out_buffer.copy_(out)
+        if with_lse and lse is not lse_buffer:
             values[count + 1].copy_(lse)
 
     return forward
@@ -62,53 +64,57 @@ def _backward(call: BridgedCall) -> Run:
         saved = dict(zip(call.extras, values[count:results], strict=True))
         first, *rest = values[results : results + len(names) - 2 * as_one]
         qkv = first.unbind(-3) if as_one else (first, *rest[:2])
-        places = Gradients(**dict(zip(names, (*qkv, *(rest if as_one else rest[2:])), strict=True)))
+        buffers = Gradients(**dict(zip(names, (*qkv, *(rest if as_one else rest[2:])), strict=True)))
         arguments = (call.spec, gather(values), saved["out"], saved["lse"], saved["dout"], saved.get("dlse"))
-        found = module.backward(*arguments, places) if writes else module.backward(*arguments)
-        for place, gradient in zip(places, found, strict=True):
-            if place is not None and gradient is not place:
-                place.copy_(gradient)
+        gradients = module.backward(*arguments, buffers) if writes else module.backward(*arguments)
+        for buffer, gradient in zip(buffers, gradients, strict=True):
+            if buffer is not None and gradient is not buffer:
+                buffer.copy_(gradient)
 
     return backward
 
 
-class _OfParts:
-    """What runs a step of context parallelism: on each device what the part that it is does."""
+class _StepRunner:
+    """Runs a step of context parallelism: finds out which part a device is, and runs the part's tiles.
+
+    A JAX program is identical on every device, so the part is known only when the callback runs.
+    """
 
     def __init__(self, call: BridgedStep) -> None:
         self.step, self._beside = call.step, call.beside
-        self._keys = 1 + call.step.arrays
-        self._given = self._keys + 2 * call.step.after
-        self._results = self._given + (not call.parts)
-        self._parts = of_devices(call.parts, jax.local_devices(backend="gpu")) if call.parts else None
+        # Positions among the values: q, the keys, any results so far, the part unless call.parts says it, the results.
+        self._keys_end = 1 + call.step.arrays
+        self._part_at = self._keys_end + 2 * call.step.after
+        self._results_at = self._part_at + (not call.parts)
+        self._parts = parts_by_device(call.parts, jax.local_devices(backend="gpu")) if call.parts else None
 
     def run(self, values: tuple[Any, ...]) -> None:
-        """See ``Run``."""
+        """A ``Run``."""
         q = values[0]
-        runs = _prepared(self, self._part(values), q.device)
+        runs = _runs_of(self, self._part(values), q.device)
         if self._beside and runs.tiles:
             head_start(q.device)
-        out, lse, *scratch = values[self._results : self._results + 4]
-        step.attend(runs, q, values[1 : self._keys], (out, lse), scratch)
+        out, lse, *scratch = values[self._results_at : self._results_at + 4]
+        step.attend(runs, q, values[1 : self._keys_end], (out, lse), scratch)
 
     def _part(self, values: tuple[Any, ...]) -> int:
         if self._parts is None:
-            return int(values[self._given])
+            return int(values[self._part_at])
         device = values[0].get_device()
         if device not in self._parts:
             raise BridgeError(
-                f"GPU {device}: expected one of {sorted(self._parts)}, those of the mesh that a program with context "
-                "parallelism was compiled for; compile it for the devices that it runs on"
+                f"GPU {device}: expected one of {sorted(self._parts)}, the GPUs of the mesh that this program with "
+                "context parallelism was compiled for; compile it for the devices that it runs on"
             )
         return self._parts[device]
 
 
 @lru_cache(maxsize=64)
-def _prepared(of: _OfParts, part: int, device: Any) -> step.Runs:
-    return step.runs_of(of.step, part, device)
+def _runs_of(runner: _StepRunner, part: int, device: Any) -> step.Runs:
+    return step.runs_of(runner.step, part, device)
 
 
-def of_devices(parts: tuple[tuple[int, int], ...], here: Sequence[Any]) -> dict[int, int]:
-    """Which part each of this process's devices belongs to, by the number that torch knows it by."""
+def parts_by_device(parts: tuple[tuple[int, int], ...], local_devices: Sequence[Any]) -> dict[int, int]:
+    """Returns the part of each of this process's devices, by torch's index of the device."""
     ids = dict(parts)
-    return {device.local_hardware_id: ids[device.id] for device in here if device.id in ids}
+    return {device.local_hardware_id: ids[device.id] for device in local_devices if device.id in ids}

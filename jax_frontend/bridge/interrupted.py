@@ -1,4 +1,4 @@
-"""Ctrl-C inside a callback of the bridge, brought to the user's own code."""
+"""Interrupted: carries a Ctrl-C from inside a callback of the bridge to the user's own code."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from attn_core.errors import BridgeError
 
 
 class Interrupted(BridgeError):
-    """What a callback raises instead of KeyboardInterrupt, of which XLA would make an error like any other.
+    """The error that a callback raises instead of KeyboardInterrupt, which XLA would turn into an ordinary error.
 
-    XLA reads the message and drops the error. Then the error interrupts the main thread, which raises KeyboardInterrupt
-    as soon as it runs Python code again: when the program that called back has failed. The interruption cannot come
-    sooner, because Python code that makes the message would raise it and lose it.
+    XLA reads the message and drops the error object. Its ``__del__`` then interrupts the main thread, which raises
+    KeyboardInterrupt as soon as it runs Python code again: after the program that called back has failed. The
+    interruption cannot come sooner, because the Python code that builds the message would raise it, and it would be
+    lost.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,11 @@
-"""The bridge: torch's kernels inside JAX programs. The only file of the project that imports JAX and torch.
+"""The bridge: runs torch's kernels inside JAX programs. The only file of the project that imports JAX and torch.
 
-What the compiled lane (``compiled_lane``) takes, XLA launches itself. In the callback lane, which takes every call, XLA
-calls one registered function for each direction through its foreign function interface (jax-tvm-ffi), with its own
-buffers as DLPack tensors and, on a GPU, its own stream. Nothing is copied on the way in; a backend that can writes its
-results into XLA's buffers, and the results of others are copied there. Which call it is travels as one attribute, the
-token of a plan: a text of 7 characters, the longest that tvm-ffi keeps inside the value itself (jax-tvm-ffi 0.1.3 does
-not keep longer ones alive, and numbers cost 16 bytes on every call).
+XLA launches the calls of the compiled lane (``compiled_lane``) itself. The callback lane takes every call: XLA calls
+one registered function per direction through its foreign function interface (jax-tvm-ffi), with its own buffers as
+DLPack tensors and, on a GPU, its own stream. No operand is copied. A backend that can writes its results directly into
+XLA's buffers; the results of other backends are copied into them. One attribute, the call's token, says which call to
+run. A token is a string of 7 characters, the longest that tvm-ffi stores inside the value itself (jax-tvm-ffi 0.1.3
+does not keep longer strings alive, and numbers cost 16 bytes on every call).
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ TOKEN_LENGTH = 7
 _calls: dict[str, bytes] = {}
 """token -> digest and description of the call. Content-addressed: a token means the same in every process.
 
-Entries are never changed and stay as long as the process: nothing tells when the last program that has the token is
-gone, for it may be a file. One takes half a kilobyte, that of a step of context parallelism one to some kilobytes.
+Entries never change and are never removed, because a program with the token may exist anywhere, even as a file. An
+entry takes half a kilobyte; the entry of a step of context parallelism takes one to a few kilobytes.
 """
 _callbacks: dict[str, Callable[[tuple[Any, ...]], None]] = {}
-"""token -> what runs the call on (operands, result buffers), made from ``_calls`` when it runs; CALLBACKS at most."""
+"""token -> function that runs the call on (operands, result buffers), built from ``_calls``; at most CALLBACKS."""
 CALLBACKS = 1024
 _making_room = threading.Lock()
 
 
 def run(call: BridgedCall, results: tuple[jax.ShapeDtypeStruct, ...], *operands: Any) -> tuple[Any, ...]:
-    """The results of a backend's forward or backward on JAX arrays; traceable, a few custom calls in the program."""
-    lane = compiled_lane.lane_of(call._replace(beside=False))  # one program for both: it gives no head start
+    """Returns the results of a backend's forward or backward on JAX arrays; traceable, as one or a few custom calls."""
+    # A compiled program has no head start for exchanges, so calls that differ in ``beside`` alone share one.
+    lane = compiled_lane.lane_of(call._replace(beside=False))
     if lane.program is not None:
         return compiled_lane.run(lane.program, call, results, operands)
     _register_targets()
@@ -57,20 +58,21 @@ def run(call: BridgedCall, results: tuple[jax.ShapeDtypeStruct, ...], *operands:
 
 
 def run_step(call: BridgedStep, results: tuple[jax.ShapeDtypeStruct, ...], *operands: Any) -> tuple[Any, ...]:
-    """(out, lse) of a step of context parallelism on JAX arrays; traceable, one callback.
+    """Returns (out, lse) of a step of context parallelism on JAX arrays; traceable, one callback.
 
     Args:
-        results: their types, and those of the scratch for both. Results so far, which are operands, become these.
+        results: the types of out, lse and the scratch for both. out and lse so far, if they are operands, are updated
+            in place.
     """
     at = 1 + call.step.arrays
-    becomes = {at: 0, at + 1: 1} if call.step.after else {}
+    aliases = {at: 0, at + 1: 1} if call.step.after else {}
     _register_targets()
-    launch = jax.ffi.ffi_call(_target("step"), results, input_output_aliases=becomes)
+    launch = jax.ffi.ffi_call(_target("step"), results, input_output_aliases=aliases)
     return tuple(launch(*operands, call=token_of(call))[:2])
 
 
 def warm_up(name: str, spec: AttentionSpec, device: str, index: int) -> None:
-    """Does what a torch backend's call would do when it first runs, on a GPU of this process."""
+    """Does on a GPU what a torch backend's call does only on its first run: loads libraries and compiles kernels."""
     kind = backends.kind_of(device)
     module = backends.load(name, kind)
     if module is None or kind != "cuda" or module.FRAMEWORK != "torch" or spec.empty:
@@ -84,7 +86,7 @@ def warm_up(name: str, spec: AttentionSpec, device: str, index: int) -> None:
 
 
 def token_of(call: BridgedCall | BridgedStep) -> str:
-    """The token of a call, known to the callbacks from now on."""
+    """Returns the token of a call, and records the call under it for the callbacks."""
     rest = tuple(value for value in call if value is not call.spec)
     for salt in range(100):
         digest = hashlib.sha256(f"{salt}|{rest!r}|{call.spec.key}".encode()).digest()
@@ -96,12 +98,12 @@ def token_of(call: BridgedCall | BridgedStep) -> str:
 
 
 def call_of(token: str) -> BridgedCall | BridgedStep:
-    """The call of a token."""
+    """Returns the call that a token stands for."""
     known = _calls.get(token)
     if known is None:
         raise BridgeError(
             f"no attention call {token!r} in this process: a compiled program from another process was run "
-            "before the function that holds the call was traced here"
+            "before the function with this call was traced here"
         )
     return pickle.loads(zlib.decompress(known[hashlib.sha256().digest_size :]))  # type: ignore[no-any-return]
 
@@ -116,20 +118,21 @@ def _register_targets() -> None:
     import torch
     import tvm_ffi
 
-    stay = _staying()
+    stay = _thread_state_keeper()
 
-    # XLA's buffers never require a gradient, so nothing here builds a graph, whatever the thread's grad mode is.
+    # XLA's buffers never require a gradient, so torch builds no graph here, whatever the thread's grad mode is.
     def on_host(*values: Any) -> None:
         try:
             stay()
-            torch.set_flush_denormal(False)  # XLA runs its programs with subnormal numbers flushed to 0; torch does not
+            # XLA flushes subnormal numbers to 0 in its threads; torch's kernels compute with them.
+            torch.set_flush_denormal(False)
             (_callbacks.get(values[-1]) or _callback(values[-1]))(values)
         except KeyboardInterrupt as error:
             raise Interrupted from error
         finally:
             torch.set_flush_denormal(True)
 
-    on_stream = _on_stream(stay)
+    on_stream = _gpu_callback(stay)
 
     platforms = {
         "cpu": (on_host, ["args", "rets", "attrs.call"]),
@@ -149,10 +152,10 @@ def _register_targets() -> None:
 
 
 def _drain() -> None:
-    """Waits for the calls that XLA has yet to run: one that met a finalising interpreter would abort the process.
+    """Waits at exit for calls that XLA has yet to run; a callback into a finalising interpreter aborts the process.
 
-    Each device runs what one thread gives it in order, so a computation put last comes back last. Calls that another
-    thread left behind are waited for as long as somebody holds their results.
+    A device runs one thread's computations in order, so waiting for a last computation waits for all of this thread's.
+    Another thread's calls are waited for through their results, as long as these are alive.
     """
     for array in jax.live_arrays():
         if not array.is_deleted():
@@ -161,36 +164,36 @@ def _drain() -> None:
         (jax.device_put(np.float32(0), device) + 1).block_until_ready()
 
 
-def _staying() -> Callable[[], bool]:
-    """What lets one of XLA's threads stay known to Python after its first callback; says whether this is such a thread.
+def _thread_state_keeper() -> Callable[[], bool]:
+    """Returns a function that keeps the calling thread's Python state, and says whether XLA started the thread.
 
-    A thread that Python did not start gets a thread state when it calls in and loses it when it returns, which costs
-    microseconds each time. Holding it once keeps it: some kilobytes for each of XLA's threads.
+    Python creates a thread state whenever a foreign thread calls in and destroys it on return, which costs microseconds
+    each time. One PyGILState_Ensure without a Release keeps the state: a few kilobytes for each of XLA's threads.
     """
-    here, hold = threading.local(), ctypes.pythonapi.PyGILState_Ensure
+    local, ensure = threading.local(), ctypes.pythonapi.PyGILState_Ensure
 
     def stay() -> bool:
         try:
-            return here.foreign  # type: ignore[no-any-return]
+            return local.foreign  # type: ignore[no-any-return]
         except AttributeError:
-            here.foreign = threading.get_ident() not in {thread.ident for thread in threading.enumerate()}
-            here.held = hold()
-            return here.foreign  # type: ignore[no-any-return]
+            local.foreign = threading.get_ident() not in {thread.ident for thread in threading.enumerate()}
+            local.gil_state = ensure()
+            return local.foreign  # type: ignore[no-any-return]
 
     return stay
 
 
-def _on_stream(stay: Callable[[], bool]) -> Callable[..., None]:
-    """The GPU's callback: runs a call on XLA's device and stream.
+def _gpu_callback(stay: Callable[[], bool]) -> Callable[..., None]:
+    """Returns the GPU's callback, which runs a call on XLA's device and stream.
 
-    By the functions under torch's context managers, which would build a stream object for every call. A thread of
-    Python's gets torch's device and stream back as they were; one of XLA's keeps them from call to call.
+    It calls the functions underneath torch's context managers, which would build a stream object on every call. In a
+    thread that Python started, it restores torch's device and stream; in XLA's threads they stay from call to call.
     """
     import torch
 
-    # compiled without CUDA, torch has none of them, and nothing here runs
+    # torch without CUDA lacks these functions; the callback never runs then.
     functions = ("_cuda_getCurrentStream", "_cuda_setStream", "_cuda_getDevice", "_cuda_setDevice")
-    current, enter, device_now, to_device = (getattr(torch._C, name, None) for name in functions)
+    current_stream, set_stream, current_device, set_device = (getattr(torch._C, name, None) for name in functions)
 
     @cache
     def identity(pointer: int, device: int) -> tuple[int, int, int]:
@@ -199,32 +202,32 @@ def _on_stream(stay: Callable[[], bool]) -> Callable[..., None]:
 
     def on_stream(*values: Any) -> None:
         try:
-            keeps, device = stay(), values[0].get_device()
-            device_before = device_now()  # type: ignore[misc]
+            foreign, device = stay(), values[0].get_device()
+            device_before = current_device()  # type: ignore[misc]
             if device_before != device:
-                to_device(device)  # type: ignore[misc]
-            before, wanted = current(device), identity(values[-1], device)  # type: ignore[misc]
-            if before != wanted:
-                _enter(enter, wanted)
+                set_device(device)  # type: ignore[misc]
+            before, stream = current_stream(device), identity(values[-1], device)  # type: ignore[misc]
+            if before != stream:
+                _enter(set_stream, stream)
             try:
                 (_callbacks.get(values[-2]) or _callback(values[-2]))(values)
             finally:
-                if not keeps:
-                    _enter(enter, before)
+                if not foreign:
+                    _enter(set_stream, before)
                     if device_before != device:
-                        to_device(device_before)  # type: ignore[misc]
+                        set_device(device_before)  # type: ignore[misc]
         except KeyboardInterrupt as error:
             raise Interrupted from error
 
     return on_stream
 
 
-def _enter(enter: Any, stream: tuple[int, int, int]) -> None:
-    enter(stream_id=stream[0], device_index=stream[1], device_type=stream[2])
+def _enter(set_stream: Any, stream: tuple[int, int, int]) -> None:
+    set_stream(stream_id=stream[0], device_index=stream[1], device_type=stream[2])
 
 
 def _callback(token: str) -> Callable[[tuple[Any, ...]], None]:
-    """What runs a call on XLA's values: operands, then the buffers of the results, then attributes."""
+    """Returns the function that runs a token's call, and remembers it in ``_callbacks``."""
     run_call = run_of(call_of(token))
     with _making_room:
         while len(_callbacks) >= CALLBACKS:

@@ -29,7 +29,7 @@ from jax_frontend.context_parallel import tiles
 from jax_frontend.context_parallel.exchange import Axes, each_its_own
 from jax_frontend.context_parallel.tiles import Mine, Runner
 from jax_frontend.dispatch import local_call, primitive_rules
-from jax_frontend.dispatch.ops import compiled, low
+from jax_frontend.dispatch.ops import jit_program, to_low_jaxpr
 from jax_frontend.dispatch.partitioning import partly_manual
 from jax_frontend.dispatch.plan import Plan
 from jax_frontend.dispatch.platforms import at_home
@@ -66,7 +66,7 @@ def attend(
         call=BridgedStep(made, runner.device, runner.beside),
         axis=axes.outer,
         meshes=(jax.sharding.get_abstract_mesh(), _in_force()),
-        branches=low(branches),
+        branches=to_low_jaxpr(branches),
     )
     return out, lse
 
@@ -92,7 +92,7 @@ def _branches(runner: Runner, kinds: tuple[Mine, ...], count: int) -> Any:
 
 
 def _impl(*operands: Any, call: BridgedStep, axis: str, meshes: Any, branches: ClosedJaxpr) -> list[Any]:
-    return list(compiled(branches)(*operands))
+    return list(jit_program(branches)(*operands))
 
 
 def _abstract(*operands: Any, call: BridgedStep, axis: str, meshes: Any, branches: ClosedJaxpr) -> list[Any]:

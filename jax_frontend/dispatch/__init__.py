@@ -1,1 +1,1 @@
-"""From arrays to a plan and a kernel."""
+"""Plans a call from its arrays, and runs it under JAX's derivatives, vmap and sharding."""

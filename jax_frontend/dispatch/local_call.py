@@ -1,4 +1,4 @@
-"""One half of a backend on JAX arrays: what a device runs, of a whole call or of its part of one."""
+"""Runs a backend's forward or backward on one device's JAX arrays: a whole call, or that device's part of one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax_frontend.dispatch.plan import Plan
 
 
 def names_of(call: BridgedCall) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of a call's operands, and of its results; "qkv" and "dqkv" where q, k and v are one array."""
+    """Returns the names of a call's operands and of its results; "qkv" and "dqkv" if q, k and v are one array."""
     operands = (*call.operands, *call.extras)
     if call.direction == "forward":
         return operands, ("out", "lse") if call.with_lse else ("out",)
@@ -24,9 +24,10 @@ def names_of(call: BridgedCall) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def result_types(call: BridgedCall, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The types of a call's results, varying over the mesh axes of ``shard_map`` that its first operand varies over.
+    """Returns the types of a call's results, varying over the same mesh axes of ``shard_map`` as its first operand.
 
-    Without this JAX would take the results for equal on every device. The operands vary alike (``attention.run``).
+    Otherwise JAX would take the results to be equal on every device. The first operand stands for all of them, because
+    ``attention.run`` makes all operands vary over the same axes.
     """
     spec, like = call.spec, jax.typeof(operands[0])
     if call.direction == "forward":
@@ -39,7 +40,7 @@ def result_types(call: BridgedCall, *operands: Any) -> tuple[jax.ShapeDtypeStruc
 
 
 def types_like(like: Any, types: Sequence[tuple[tuple[int, ...], Any]]) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Types of (shape, dtype) for arrays that vary over the mesh axes that one of the type ``like`` varies over."""
+    """Returns the types of arrays of each (shape, dtype), varying over the same mesh axes as the type ``like``."""
     whole = jax.sharding.NamedSharding(like.sharding.mesh, jax.sharding.PartitionSpec())
     varying = like.manual_axis_type
     return tuple(
@@ -49,34 +50,34 @@ def types_like(like: Any, types: Sequence[tuple[tuple[int, ...], Any]]) -> tuple
 
 
 def speaks_jax(call: BridgedCall | Plan) -> bool:
-    """Whether the backend's halves are JAX functions, which JAX can look into."""
+    """Whether the backend's forward and backward are JAX functions, which JAX can trace and differentiate."""
     module: Any = backends.load(call.backend, backends.kind_of(call.device))
     return bool(module.FRAMEWORK == "jax")
 
 
-def has_lse(made: Plan) -> bool:
-    """Whether the backend's forward gives the log-sum-exp."""
-    module: Any = backends.load(made.backend, backends.kind_of(made.device))
+def has_lse(plan: Plan) -> bool:
+    """Whether the backend's forward returns the log-sum-exp."""
+    module: Any = backends.load(plan.backend, backends.kind_of(plan.device))
     return bool(module.FORWARD.lse)
 
 
 def run(call: BridgedCall, *operands: Any) -> list[Any]:
-    """The results of a call: of one bridged call, or of the backend's own JAX functions; traceable."""
+    """Returns a call's results, by the bridge or by the backend's own JAX functions; traceable."""
     if not speaks_jax(call):
         return list(targets.run(call, result_types(call, *operands), *operands))
     module: Any = backends.load(call.backend, backends.kind_of(call.device))
     named = dict(zip(names_of(call)[0], operands, strict=True))
     saved = [named.pop(name, None) for name in ("out", "lse", "dout", "dlse")]
-    inputs = apart(named)
+    inputs = to_inputs(named)
     if call.direction == "forward":
         return list(module.forward(call.spec, inputs)[: 1 + call.with_lse])
-    found: Gradients = module.backward(call.spec, inputs, *saved)
-    gradients = found._asdict() | ({"dqkv": jnp.stack(found[:3], -3)} if "qkv" in named else {})
-    return [gradients[name] for name in names_of(call)[1]]
+    gradients: Gradients = module.backward(call.spec, inputs, *saved)
+    by_name = gradients._asdict() | ({"dqkv": jnp.stack(gradients[:3], -3)} if "qkv" in named else {})
+    return [by_name[name] for name in names_of(call)[1]]
 
 
-def nothing(call: BridgedCall, *operands: Any) -> list[Any]:
-    """The results of a forward without queries or keys: out is 0, and every log-sum-exp -inf."""
+def empty_results(call: BridgedCall, *operands: Any) -> list[Any]:
+    """Returns the results of a forward without queries or keys: out is 0, and every log-sum-exp -inf."""
     values = (0.0, -jnp.inf)[: 1 + call.with_lse]
     types = result_types(call, *operands)
     return [
@@ -85,13 +86,13 @@ def nothing(call: BridgedCall, *operands: Any) -> list[Any]:
 
 
 def varying_as(operands: Sequence[Any], constant: Any) -> Any:
-    """A constant typed, inside ``jax.shard_map``, as varying over every mesh axis that an operand varies over."""
+    """Types a constant, inside ``jax.shard_map``, as varying over every mesh axis that an operand varies over."""
     axes = frozenset().union(*(jax.typeof(array).manual_axis_type.varying for array in operands))  # type: ignore[attr-defined]
     return jax.lax.pcast(constant, tuple(sorted(axes)), to="varying") if axes else constant
 
 
-def apart(named: dict[str, Any]) -> Any:
-    """Named operands as Inputs, q, k and v as three arrays; as PagedInputs where they are of a paged call."""
+def to_inputs(named: dict[str, Any]) -> Any:
+    """Returns named operands as Inputs with q, k and v as three arrays, or as PagedInputs for a paged call."""
     rest = {name: array for name, array in named.items() if name != "qkv"}
     if "block_table" in named:
         return PagedInputs(**named)
@@ -100,8 +101,8 @@ def apart(named: dict[str, Any]) -> Any:
     return Inputs(*(named["qkv"][..., which, :, :] for which in range(3)), **rest)  # [..., tokens, 3, heads, head_dim]
 
 
-def present(inputs: Any, as_one: bool) -> tuple[tuple[str, ...], Sequence[Any]]:
-    """The names of the operands that a call has, and the operands."""
-    found = [(name, array) for name, array in zip(inputs._fields, inputs, strict=True) if array is not None]
-    names, given = zip(*found, strict=True)
-    return ("qkv", *names[1:]) if as_one else names, given
+def present_operands(inputs: Any, as_one: bool) -> tuple[tuple[str, ...], Sequence[Any]]:
+    """Returns the names of the operands that a call has, and the operands."""
+    present = [(name, array) for name, array in zip(inputs._fields, inputs, strict=True) if array is not None]
+    names, operands = zip(*present, strict=True)
+    return ("qkv", *names[1:]) if as_one else names, operands

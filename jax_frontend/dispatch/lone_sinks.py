@@ -1,7 +1,7 @@
-"""The log-sum-exp of rows that see no key, in calls with sinks: there the sink is alone in the sum.
+"""Puts the sink into the log-sum-exp of rows that see no key: such a row sums over its sink alone.
 
-Backends give -inf for such a row, sinks or not: it is how their backwards know it, and keep its dout out. The callers
-get the sink, by JAX operations behind the call, so that its gradient is JAX's own.
+Backends return -inf for these rows, with and without sinks, because their backwards recognise an empty row by it and
+ignore its dout. The caller gets the sink. JAX operations after the call put it there, so JAX derives its gradient.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ Array = jax.Array
 
 
 def in_lse(lse: Array, sinks: Array, end: Any = None) -> Array:
-    """A log-sum-exp ``[..., heads, rows]`` with the sinks ``[heads]`` where it is -inf.
+    """Returns the log-sum-exp ``[..., heads, rows]`` with the sinks ``[heads]`` in place of -inf.
 
     Args:
-        end: where rows that belong to nobody begin, a number or an array of one; None where there are none. They keep
-            -inf.
+        end: the first row that belongs to no document, a number or an array of one; None if all rows belong to one.
+            Rows from ``end`` on stay -inf.
     """
-    sinks = jnp.zeros_like(lse) + jnp.expand_dims(_by_heads_of(lse, sinks), (*range(lse.ndim - 2), lse.ndim - 1))
+    sinks = jnp.zeros_like(lse) + jnp.expand_dims(_split_as_heads(sinks, lse), (*range(lse.ndim - 2), lse.ndim - 1))
     alone = (lse == -jnp.inf) & (sinks != -jnp.inf)
     if end is not None:
         alone &= jnp.expand_dims(jnp.arange(lse.shape[-1], dtype=jnp.int32) < end, tuple(range(lse.ndim - 1)))
     return jnp.where(alone, sinks, lse)
 
 
-def _by_heads_of(lse: Array, sinks: Array) -> Array:
-    """The sinks in the dtype of lse; on a mesh with Explicit axes split as its heads are."""
-    sinks, mine, wanted = sinks.astype(lse.dtype), jax.typeof(sinks).sharding, jax.typeof(lse).sharding  # type: ignore[attr-defined]
-    if any(mine.spec) and AxisType.Explicit in mine.mesh.axis_types:
-        return jax.sharding.reshard(sinks, NamedSharding(wanted.mesh, PartitionSpec(wanted.spec[-2])))  # type: ignore[no-any-return]
+def _split_as_heads(sinks: Array, lse: Array) -> Array:
+    """Returns the sinks in lse's dtype; on a mesh with Explicit axes also split as lse's heads are."""
+    sinks, source, target = sinks.astype(lse.dtype), jax.typeof(sinks).sharding, jax.typeof(lse).sharding  # type: ignore[attr-defined]
+    if any(source.spec) and AxisType.Explicit in source.mesh.axis_types:
+        return jax.sharding.reshard(sinks, NamedSharding(target.mesh, PartitionSpec(target.spec[-2])))  # type: ignore[no-any-return]
     return sinks

@@ -1,4 +1,4 @@
-"""The offsets of packed documents as arrays, with a document for every token; checked where they are on the host."""
+"""Converts the offsets of packed documents to arrays, and checks their values if they are on the host."""
 
 from __future__ import annotations
 
@@ -17,60 +17,61 @@ from attn_core.call.tensors import Inputs
 from jax_frontend.dispatch import plan
 
 
-def of(info: SeqInfo, inputs: Inputs, options: Options, token_axis: int = -3) -> tuple[Inputs, Options]:
-    """Inputs and options with the offsets of a SeqInfo and a document for every token.
+def attach_complete(info: SeqInfo, inputs: Inputs, options: Options, token_axis: int = -3) -> tuple[Inputs, Options]:
+    """Returns the inputs and options with the offsets of a SeqInfo, completed so that every token has a document.
 
     Args:
-        token_axis: which axis of q and k holds the tokens.
+        token_axis: the axis of q and k that counts tokens.
     """
-    rows = all(len(array.shape) >= -token_axis for array in (inputs.q, inputs.k))  # else the call is refused for that
-    made = _completed(info, (inputs.q.shape[token_axis], inputs.k.shape[token_axis])) if rows else info
-    queries = _array("q", made.cu_seqlens_q)
-    keys = queries if made.cu_seqlens_k is made.cu_seqlens_q else _array("k", made.cu_seqlens_k)
+    has_tokens = all(len(array.shape) >= -token_axis for array in (inputs.q, inputs.k))  # if not, the spec is refused
+    full = _complete(info, (inputs.q.shape[token_axis], inputs.k.shape[token_axis])) if has_tokens else info
+    queries = _to_array("q", full.cu_seqlens_q)
+    keys = queries if full.cu_seqlens_k is full.cu_seqlens_q else _to_array("k", full.cu_seqlens_k)
     inputs = inputs._replace(cu_seqlens_q=queries, cu_seqlens_k=keys)
-    return inputs, options._replace(max_len_q=made.max_len_q, max_len_k=made.max_len_k)
+    return inputs, options._replace(max_len_q=full.max_len_q, max_len_k=full.max_len_k)
 
 
-def _completed(info: SeqInfo, tokens: tuple[int, int]) -> SeqInfo:
-    """The SeqInfo with documents for tokens behind its last offsets; traced ones may end anywhere."""
+def _complete(info: SeqInfo, tokens: tuple[int, int]) -> SeqInfo:
+    """Returns the SeqInfo with documents for the tokens after its last offsets; traced offsets may end anywhere."""
     both = (info.cu_seqlens_q, info.cu_seqlens_k)
     kinds = (np.ndarray, jax.Array, jax.ShapeDtypeStruct)
     fit = all(isinstance(o, kinds) and o.dtype == np.int32 and o.ndim == 1 for o in both)
     if not fit or both[0].shape != both[1].shape or both[0].shape in ((0,), (1,)):
-        return info  # what is wrong is refused by name
+        return info  # a later check raises an error that names the wrong argument
     longest = (info.max_len_q, info.max_len_k)
     if not all(map(is_number, (*tokens, *both[0].shape))):
-        # One document of queries, one of keys. They may be longer than the longest, which no symbolic call asks for.
-        queries, keys = _followed(both, ((tokens[0], tokens[0]), (0, tokens[1])))
+        # With symbolic sizes: one document for the other queries, one for the other keys. Either may be longer than
+        # the maximum lengths say; backends that run symbolic calls do not use the maximum lengths.
+        queries, keys = _append(both, ((tokens[0], tokens[0]), (0, tokens[1])))
         return SeqInfo.unchecked(queries, keys, *longest)
     if all(_on_host(offsets) for offsets in both):
         queries, keys = (np.asarray(offsets) for offsets in both)
-        made = trailing_tokens.completed(SeqInfo.unchecked(queries, keys, *longest), tokens)
-        return info if made.cu_seqlens_q is queries else made
+        full = trailing_tokens.completed(SeqInfo.unchecked(queries, keys, *longest), tokens)
+        return info if full.cu_seqlens_q is queries else full
     tail = trailing_tokens.tail_of(tokens, longest, len(both[0]) - 1)
     if tail is None:
         return info
-    queries, keys = _followed(both, (tuple(tail.ends_q.tolist()), tuple(tail.ends_k.tolist())))
+    queries, keys = _append(both, (tuple(tail.ends_q.tolist()), tuple(tail.ends_k.tolist())))
     return SeqInfo.unchecked(queries, keys, tail.max_len_q, tail.max_len_k)
 
 
-def _followed(both: tuple[Any, Any], ends: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[Any, Any]:
-    """The offsets of both sides with the ends behind them; only the types, where an array is only a type."""
+def _append(both: tuple[Any, Any], ends: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[Any, Any]:
+    """Returns both sides' offsets followed by the ends; as types only, if one side is a ShapeDtypeStruct."""
     both = tuple(jax.device_put(offsets) if isinstance(offsets, np.ndarray) else offsets for offsets in both)
     if any(isinstance(offsets, jax.ShapeDtypeStruct) for offsets in both):
-        return jax.eval_shape(partial(_concatenated, ends=ends), both)  # type: ignore[no-any-return]
-    return _concatenated(both, ends=ends)  # type: ignore[no-any-return]
+        return jax.eval_shape(partial(_concatenate, ends=ends), both)  # type: ignore[no-any-return]
+    return _concatenate(both, ends=ends)  # type: ignore[no-any-return]
 
 
 @partial(jax.jit, static_argnames="ends", inline=True)
-def _concatenated(both: tuple[Any, Any], ends: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[Any, ...]:
-    """One program, so that an eager call on a GPU starts one."""
+def _concatenate(both: tuple[Any, Any], ends: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[Any, ...]:
+    """Concatenates in one jitted function, so that an eager call launches one program on the GPU, not several."""
     pairs = zip(both, (jnp.array(side, jnp.int32) for side in ends), strict=True)
     return tuple(jnp.concatenate((offsets, jnp.maximum(tail, offsets[-1]))) for offsets, tail in pairs)
 
 
-def _array(side: str, offsets: Any) -> Any:
-    """One side's offsets as an array. Host arrays move explicitly, which ``jax.transfer_guard`` allows."""
+def _to_array(side: str, offsets: Any) -> Any:
+    """Returns one side's offsets as an array. Host arrays move explicitly, which ``jax.transfer_guard`` allows."""
     if isinstance(offsets, np.ndarray):
         return jax.device_put(offsets)
     if not isinstance(offsets, jax.ShapeDtypeStruct):
@@ -84,7 +85,7 @@ def _on_host(offsets: Any) -> bool:
 
 
 def check(spec: AttentionSpec, info: SeqInfo | None) -> None:
-    """Checks the values of a packed call's offsets wherever they are on the host; traced ones have none yet."""
+    """Checks the values of a packed call's offsets if they are on the host; traced offsets have no values yet."""
     if info is None:
         return
     checks = (
@@ -93,5 +94,5 @@ def check(spec: AttentionSpec, info: SeqInfo | None) -> None:
     )
     for side, offsets, tokens, longest in checks:
         if _on_host(offsets):
-            known = tokens if is_number(tokens) else None  # offsets beyond a symbolic length are cut off where they run
+            known = tokens if is_number(tokens) else None  # offsets beyond a symbolic length are clamped when they run
             check_cu_seqlens(np.asarray(offsets), longest, side=side, tokens=known)

@@ -1,19 +1,19 @@
-"""How XLA splits a call over a mesh: by batch, by heads and by what vmap maps, each device running its own part.
+"""Tells XLA how to split a call over a mesh: by batch, by heads and by vmap's axes. Each device runs its own part.
 
-XLA cannot look into a custom call, and would gather its operands on every device. ``custom_partitioning`` tells it what
-may be split. Every other axis is gathered where it was sharded, and no other axis is gathered with it. JAX's own
-backends go the same way: XLA can look into them, but would gather what it cannot express in their shapes. Packed
-documents live in one row, so those calls are split by heads alone.
+XLA cannot split a custom call and would gather its operands on every device. ``custom_partitioning`` names the axes
+that may be split. Any other axis is gathered if it was sharded; the split axes stay split. JAX's own backends use the
+same rule: XLA could split their operations, but would gather every array whose split their shapes cannot express.
+Packed documents lie in one row, so packed calls are split by heads alone.
 
-Kv heads that the mesh axis of the heads does not divide stay whole on every device, which picks those that its own
-query heads read; their gradients are summed over the devices. Gradients that sum over a split axis (of sinks, of a bias
-shared by the batch or the heads) are summed over the devices, too, in float32.
+If the mesh axis of the heads does not divide the kv heads, every device keeps all kv heads and picks those that its
+query heads read; the gradients of the kv heads are summed over the devices. Gradients that sum over a split axis (of
+sinks, of a bias shared by the batch or the heads) are summed over the devices, too. All these sums are in float32.
 
-Calls with dropout never come here: in JAX only the XLA path has it (``attn_core.selection``), whose operations XLA
-splits by itself with the indices of the whole call, so that the same weights are dropped under any sharding.
+Calls with dropout never come here: in JAX only the XLA path has dropout (``attn_core.selection``). XLA splits its
+operations itself, with indices in the whole call, so that the same weights are dropped under any sharding.
 
-Inside a ``jax.shard_map`` over some axes of a mesh JAX does not say by which of the others an array is split. Kernels
-run there on arrays that those leave whole, and refuse others.
+Inside a ``jax.shard_map`` over some axes of a mesh, JAX does not say how the other axes split an array. There, kernels
+accept only arrays that are whole along the other axes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from jax.sharding import AxisType, NamedSharding
 
 from attn_core.errors import SpecError
 from jax_frontend.dispatch.split import Known, Part, Split, axes_of, part_of, result_names, split_of
-from jax_frontend.dispatch.vmap import Folded
+from jax_frontend.dispatch.vmap import MappedCall
 
 
 @lru_cache(maxsize=4096)
-def partitioned(call: Folded, partly_manual: bool) -> Callable[..., list[Any]]:
-    """A function of a call's operands that XLA can split over a mesh; traceable, without a vmap rule."""
+def partitioned(call: MappedCall, partly_manual: bool) -> Callable[..., list[Any]]:
+    """Returns a function of a call's operands that XLA can split over a mesh; traceable, without a vmap rule."""
 
-    def whole(*operands: Any) -> list[Any]:  # in a jit, which keeps arrays of constants: custom_partitioning takes none
+    def whole(*operands: Any) -> list[Any]:
+        # custom_partitioning accepts no captured array constants; the inner jit holds them.
         return list(jax.jit(call.run)(*operands))
 
     function = custom_partitioning(whole)
@@ -50,18 +51,18 @@ def partitioned(call: Folded, partly_manual: bool) -> Callable[..., list[Any]]:
 
 
 def partly_manual() -> bool:
-    """Whether this is traced inside a ``jax.shard_map`` over some axes of a mesh and not over others."""
+    """Whether JAX is tracing inside a ``jax.shard_map`` over some, but not all, axes of a mesh."""
     types = jax.sharding.get_abstract_mesh().axis_types
     return AxisType.Manual in types and any(kind is not AxisType.Manual for kind in types)
 
 
-def under_auto_axes(run: Callable[..., list[Any]], call: Folded, operands: Sequence[Any]) -> list[Any]:
-    """Runs a call; on a mesh with Explicit axes so that its types come out right: the rest is as on one with Auto.
+def under_auto_axes(run: Callable[..., list[Any]], call: MappedCall, operands: Sequence[Any]) -> list[Any]:
+    """Runs a call. Explicit mesh axes become Auto inside it, and its results get explicit shardings.
 
-    Results are split as the call is; a gradient has the type of what it is the gradient of.
+    Results are split as the call is; a gradient has the sharding of its operand.
     """
     shardings = [jax.typeof(array).sharding for array in operands]  # type: ignore[attr-defined]
-    explicit = [found for found in shardings if AxisType.Explicit in found.mesh.axis_types]
+    explicit = [sharding for sharding in shardings if AxisType.Explicit in sharding.mesh.axis_types]
     if not explicit:
         return run(*operands)
     mesh = explicit[0].mesh
@@ -71,34 +72,34 @@ def under_auto_axes(run: Callable[..., list[Any]], call: Folded, operands: Seque
     specs = {name: entry for name, _, entry in known} | {
         name: split.spec(axes_of(call, name, shape)) for name, shape in shapes.items()
     }
-    wanted = [NamedSharding(mesh, specs[name if name in shapes else name[1:]]) for name in result_names(call)]
+    results = [NamedSharding(mesh, specs[name if name in shapes else name[1:]]) for name in result_names(call)]
     axes = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit)
-    return jax.sharding.auto_axes(run, axes=axes, out_sharding=wanted)(*operands)  # type: ignore[no-any-return]
+    return jax.sharding.auto_axes(run, axes=axes, out_sharding=results)(*operands)  # type: ignore[no-any-return]
 
 
-def _known(call: Folded, operands: Sequence[Any], results: Sequence[Any]) -> Known:
+def _known(call: MappedCall, operands: Sequence[Any], results: Sequence[Any]) -> Known:
     arrays = zip((*call.names, *result_names(call)), (*operands, *results), strict=False)
     return [(name, array.shape, array.sharding.spec) for name, array in arrays if array.sharding is not None]
 
 
-def _shardings(call: Folded, mesh: Any, split: Split, names: Sequence[str], arrays: Sequence[Any]) -> list[Any]:
+def _shardings(call: MappedCall, mesh: Any, split: Split, names: Sequence[str], arrays: Sequence[Any]) -> list[Any]:
     return [
         NamedSharding(mesh, split.spec(axes_of(call, name, array.shape)))
         for name, array in zip(names, arrays, strict=True)
     ]
 
 
-def _partition(call: Folded, mesh: Any, operands: Any, results: Any) -> tuple[Any, Any, list[Any], tuple[Any, ...]]:
+def _partition(call: MappedCall, mesh: Any, operands: Any, results: Any) -> tuple[Any, Any, list[Any], tuple[Any, ...]]:
     if not all(isinstance(array.sharding, NamedSharding) for array in operands):
         return _keep_whole(call, mesh, operands, results)
     split = split_of(call, mesh, _known(call, operands, results))
     run = _outside_any_mesh(partial(_run_part, part_of(call, mesh, split)))
-    made = _shardings(call, mesh, split, result_names(call), results)
-    return mesh, run, made, tuple(_shardings(call, mesh, split, call.names, operands))
+    result_shardings = _shardings(call, mesh, split, result_names(call), results)
+    return mesh, run, result_shardings, tuple(_shardings(call, mesh, split, call.names, operands))
 
 
 def _outside_any_mesh(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """A device's part has no sharding left to say, which JAX would say for the mesh that a caller has set."""
+    """Runs a device's part without a mesh; JAX would otherwise type its arrays for the mesh that the caller has set."""
 
     def outside(*operands: Any) -> list[Any]:
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
@@ -107,11 +108,15 @@ def _outside_any_mesh(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]
     return outside
 
 
-def _keep_whole(call: Folded, mesh: Any, operands: Any, results: Any) -> tuple[Any, Any, list[Any], tuple[Any, ...]]:
-    """Where the mesh is not known: inside a ``jax.shard_map`` over some of its axes, or where no array has one.
+def _keep_whole(
+    call: MappedCall, mesh: Any, operands: Any, results: Any
+) -> tuple[Any, Any, list[Any], tuple[Any, ...]]:
+    """Runs the whole call on every device, because its mesh is unknown.
+
+    The mesh is unknown inside a ``jax.shard_map`` over some of its axes, and if no array has one.
 
     Raises:
-        SpecError: when an operand is split.
+        SpecError: if an operand is split.
     """
     for name, array in zip(call.names, operands, strict=True):
         if not array.sharding.is_fully_replicated:
@@ -123,19 +128,19 @@ def _keep_whole(call: Folded, mesh: Any, operands: Any, results: Any) -> tuple[A
     return mesh, _outside_any_mesh(call.run), shardings[1], tuple(shardings[0])
 
 
-def _results_sharding(call: Folded, mesh: Any, operands: Any, results: Any) -> list[Any]:
-    """What the propagation before Shardy asks for."""
+def _results_sharding(call: MappedCall, mesh: Any, operands: Any, results: Any) -> list[Any]:
+    """Returns the results' shardings, for GSPMD, the propagation that JAX used before Shardy."""
     split = split_of(call, mesh, _known(call, operands, ()))
     return _shardings(call, mesh, split, result_names(call), results)
 
 
-def _rule(call: Folded, mesh: Any, operands: Any, results: Any) -> tuple[str, dict[str, Any]]:
-    """Shardy's rule: batch and heads are the same factor wherever they occur, and every other axis must be whole.
+def _rule(call: MappedCall, mesh: Any, operands: Any, results: Any) -> tuple[str, dict[str, Any]]:
+    """Returns Shardy's rule: batch and heads are one factor each in all arrays, and every other axis must be whole.
 
-    Kv heads are the outer factor of the heads that share them, if no choice of mesh axes could split that factor
-    unevenly: then Shardy would split one mesh axis between both factors, which no PartitionSpec says. Elsewhere they
-    are a factor of their own, and ``_partition`` brings both together. So is a single kv head, for Shardy takes no
-    factor of size 1 beside another.
+    Query heads are the factors (kv heads, group) if every choice of mesh axes splits the kv heads evenly. An uneven
+    choice would make Shardy split one mesh axis between both factors, which no PartitionSpec can express; kv heads
+    are then a factor of their own, and ``_partition`` makes both agree. A single kv head is its own factor, too,
+    because Shardy does not accept a factor of size 1 in a compound axis.
     """
     spec = call.call.spec
     factors = {
@@ -164,7 +169,7 @@ def _rule(call: Folded, mesh: Any, operands: Any, results: Any) -> tuple[str, di
 
 
 def _run_part(part: Part, *operands: Any) -> list[Any]:
-    """The local call on one device's operands, with what it needs of other devices."""
+    """Runs the local call on one device's operands, and sums gradients over devices if their axis is split."""
     call = part.whole
     arrays = dict(zip(call.names, operands, strict=True))
     picked = _own_kv_heads(part) if part.picks_kv_heads else None
@@ -175,14 +180,14 @@ def _run_part(part: Part, *operands: Any) -> list[Any]:
         return list(results.values())
     for name, gradient in results.items():
         if picked is not None and name in ("dk", "dv"):
-            results[name] = _summed(_among_all_kv_heads(part, gradient, picked), part.split.heads, gradient.dtype)
-        elif name in ("dbias", "dsinks") and (over := _absent(part, name)):
-            results[name] = _summed(gradient, over, gradient.dtype)
+            results[name] = _sum_over(_among_all_kv_heads(part, gradient, picked), part.split.heads, gradient.dtype)
+        elif name in ("dbias", "dsinks") and (over := _broadcast_axes(part, name)):
+            results[name] = _sum_over(gradient, over, gradient.dtype)
     return list(results.values())
 
 
 def _own_kv_heads(part: Part) -> Any:
-    """Which kv heads a device's own query heads read: int32 ``[num_kv_heads of the local call]``."""
+    """Returns the kv heads that a device's query heads read: int32 ``[num_kv_heads of the local call]``."""
     local = part.local.call.spec
     first = jax.lax.axis_index(part.split.heads) * local.num_heads
     read_by = first + local.group_size * jnp.arange(local.num_kv_heads, dtype=jnp.int32)
@@ -190,13 +195,13 @@ def _own_kv_heads(part: Part) -> Any:
 
 
 def _among_all_kv_heads(part: Part, gradient: Any, picked: Any) -> Any:
-    """``[..., local kv heads, channels]`` as ``[..., kv heads, channels]``, 0 where the device read no such head."""
+    """Scatters ``[..., local kv heads, channels]`` into ``[..., kv heads, channels]``; the other heads are 0."""
     wide = (*gradient.shape[:-2], part.whole.call.spec.num_kv_heads, gradient.shape[-1])
-    return jnp.zeros(wide, _summing(gradient)).at[..., picked, :].add(gradient.astype(_summing(gradient)))
+    return jnp.zeros(wide, _sum_dtype(gradient)).at[..., picked, :].add(gradient.astype(_sum_dtype(gradient)))
 
 
-def _absent(part: Part, name: str) -> tuple[str, ...]:
-    """The mesh axes that a call is split by and the gradient of its bias or sinks is not: it is a sum over them."""
+def _broadcast_axes(part: Part, name: str) -> tuple[str, ...]:
+    """Returns the mesh axes that split a call but not its bias or sinks; their gradient is a sum over these axes."""
     spec = part.whole.call.spec
     shape = spec.bias_shape or () if name == "dbias" else (spec.num_heads,)
     axes = axes_of(part.whole, name, (*part.whole.sizes, *shape))
@@ -204,9 +209,9 @@ def _absent(part: Part, name: str) -> tuple[str, ...]:
     return tuple(mesh_axis for axis, names in over.items() if axis not in axes for mesh_axis in names)
 
 
-def _summed(gradient: Any, over: tuple[str, ...], dtype: Any) -> Any:
-    return jax.lax.psum(gradient.astype(_summing(gradient)), over).astype(dtype)
+def _sum_over(gradient: Any, over: tuple[str, ...], dtype: Any) -> Any:
+    return jax.lax.psum(gradient.astype(_sum_dtype(gradient)), over).astype(dtype)
 
 
-def _summing(array: Any) -> Any:
+def _sum_dtype(array: Any) -> Any:
     return jnp.promote_types(array.dtype, jnp.float32)

@@ -1,4 +1,4 @@
-"""From arrays to a backend: the plan of a call. The twin of torch_frontend.dispatch.plan, at trace time."""
+"""Plans a call: checks its arrays and chooses a backend, while JAX traces. The twin of torch_frontend.dispatch.plan."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from jax_frontend.bridge import compiled_lane
 
 
 class Plan(NamedTuple):
-    """A call that has been checked and given to a backend."""
+    """A checked call and the backend that runs it."""
 
     spec: AttentionSpec
     backend: str
     device: str
     one_row: bool
-    """Whether packed arrays came as ``[1, tokens, ...]`` and go back so."""
+    """Whether packed arrays came as ``[1, tokens, ...]``; the output then has the same form."""
     as_one: bool = False
     """Whether q, k and v are one array, ``[..., tokens, 3, heads, head_dim]``."""
     beside: bool = False
-    """See ``BridgedCall``."""
+    """See ``BridgedCall.beside``."""
     requested: tuple[str, ...] | None = None
     """The backends that the caller named, or None for automatic choice."""
 
@@ -45,25 +45,25 @@ def plan(
     bias_gradient: bool,
     requested: str | tuple[str, ...] | None,
 ) -> Plan:
-    """Checks a call and chooses its backend; the same question is answered once.
+    """Checks a call and chooses its backend; cached by the arguments.
 
     Args:
-        metadata: (shape, dtype) for each field of ``arguments.Arrays``, None where there is no array.
-        device: as ``device_name`` gives it.
-        requested: ``backend=`` of the call, or what ``use_backend`` asks for.
+        metadata: (shape, dtype) for each field of ``arguments.Arrays``, None for an absent array.
+        device: the device's name, from ``device_name``.
+        requested: ``backend=`` of the call, or the names from ``use_backend``.
     """
-    selection = select(*question(metadata, device, options, needs_backward, bias_gradient, requested))
+    selection = select(*select_arguments(metadata, device, options, needs_backward, bias_gradient, requested))
     spec = selection.spec
     one_row = spec.packed and metadata[0] is not None and len(metadata[0][0]) == 4
     return Plan(spec, selection.backend or "", device, one_row, requested=selection.requested)
 
 
 def explanation(*arguments: Any) -> Selection:
-    """The Selection behind ``plan``, whether or not a backend can run the call."""
-    return compiled_lane.told(explain(*question(*arguments)))
+    """Returns the Selection behind ``plan``, whether or not a backend can run the call."""
+    return compiled_lane.with_program_reasons(explain(*select_arguments(*arguments)))
 
 
-def question(
+def select_arguments(
     metadata: tuple[Metadata | None, ...],
     device: str,
     options: Options,
@@ -71,23 +71,23 @@ def question(
     bias_gradient: bool,
     requested: str | tuple[str, ...] | None,
 ) -> tuple[AttentionSpec, Target, str | tuple[str, ...] | None]:
-    """What ``select`` is asked: the spec, the target and the requested backends."""
+    """Returns the arguments of ``select``: the spec, the target and the requested backends."""
     facts = Arrays(*(entry and ArrayFacts(tuple(entry[0]), str(entry[1]), device) for entry in metadata))  # type: ignore[arg-type]
     spec = build_spec(facts, options, needs_backward=needs_backward, bias_gradient=bias_gradient)
     return spec, Target.here("jax", device), requested
 
 
 def metadata(inputs: Inputs) -> tuple[Metadata | None, ...]:
-    """(shape, dtype) of every array that ``arguments.Arrays`` names; k and v of none are q's, in one array."""
+    """Returns (shape, dtype) of each field of ``arguments.Arrays``. If k is None, q holds q, k and v in one array."""
     if inputs.k is None:
         one = jax.ShapeDtypeStruct((*inputs.q.shape[:-3], *inputs.q.shape[-2:]), inputs.q.dtype)
         inputs = inputs._replace(q=one, k=one, v=one)
-    given = inputs[: len(Arrays._fields)]
-    return tuple(None if array is None else (tuple(array.shape), np.dtype(array.dtype)) for array in given)
+    arrays = inputs[: len(Arrays._fields)]
+    return tuple(None if array is None else (tuple(array.shape), np.dtype(array.dtype)) for array in arrays)
 
 
 def device_name(array: Any) -> str:
-    """``"cpu"`` or ``"sm90"`` for where an array is, or where a traced one will be: JAX's default device."""
+    """Returns the name of an array's device, such as "cpu" or "sm90". A traced array has JAX's default device."""
     device = _device(array)
     if device.platform not in ("gpu", "cuda"):
         return str(device.platform)
@@ -95,7 +95,7 @@ def device_name(array: Any) -> str:
 
 
 def device_index(array: Any) -> int:
-    """Which of this process's devices of a kind that is; torch counts GPUs the same way."""
+    """Returns the index of an array's device among this process's devices of its kind; torch counts the same way."""
     return int(_device(array).local_hardware_id or 0)
 
 
@@ -107,7 +107,7 @@ def _device(array: Any) -> Any:
 
 
 def check_key(key: Any) -> None:
-    """Raises SpecError unless ``key`` is one PRNG key: of ``jax.random.key``, or the raw words of one."""
+    """Raises SpecError unless ``key`` is one PRNG key, from ``jax.random.key`` or as raw uint32 words."""
     expected = "dropout_rng: expected one PRNG key such as jax.random.key(0), got"
     if not isinstance(key, jax.Array):
         raise SpecError(f"{expected} {key!r}")
@@ -117,7 +117,7 @@ def check_key(key: Any) -> None:
 
 
 def checked_arrays(arrays: tuple[Any, ...], *, shapes_only: bool = False) -> Inputs:
-    """The first fields of Inputs, each checked by itself: q, k, v, and of the others those that there are."""
+    """Returns the arrays as Inputs, after checking each by itself: q, k, v and every other that is present."""
     for name, array in zip(Inputs._fields, arrays, strict=False):
         if array is not None or name in ("q", "k", "v"):
             check_array(name, array, shapes_only=shapes_only)
@@ -125,7 +125,10 @@ def checked_arrays(arrays: tuple[Any, ...], *, shapes_only: bool = False) -> Inp
 
 
 def check_array(name: str, value: Any, *, shapes_only: bool = False) -> None:
-    """Raises TypeError unless ``value`` is a JAX array of numbers (or a ShapeDtypeStruct, where only shapes count)."""
+    """Raises TypeError or DTypeError unless ``value`` is a JAX array of numbers.
+
+    With ``shapes_only`` a ShapeDtypeStruct is accepted, too.
+    """
     if isinstance(value, jax.Array) or (shapes_only and isinstance(value, jax.ShapeDtypeStruct)):
         if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
             raise DTypeError(f"{name}: expected numbers, got dtype {value.dtype}")

@@ -1,8 +1,9 @@
-"""A call of a kernel in a program for another platform than the kernel's: XLA's operations, or an error.
+"""Lowers a call for a platform that its kernel does not run on: by XLA's operations, or with an error.
 
-A call is planned while JAX traces, for the device that is there. JAX may lower the program for others: ``jax.export``
-for the platforms that it is told, ``jax.jit`` for the devices of the arrays. The primitive ``attn_bridged`` chooses
-when it is lowered: on the kernel's platform it is the kernel, elsewhere the same call of ``jax_xla``.
+A call is planned while JAX traces, for the device at hand. JAX may lower the program for another platform:
+``jax.export`` for the platforms in its arguments, ``jax.jit`` for the devices of the arrays. The primitive
+``attn_bridged`` decides while it is lowered: on the kernel's platform it becomes the kernel, on any other the same call
+of ``jax_xla``.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ Names = tuple[str, ...] | None
 
 
 def run(call: BridgedCall, requested: Names, *operands: Any) -> list[Any]:
-    """The results of a call, on whatever platform it is lowered for; traceable.
+    """Returns the results of a call, for any platform that it is lowered for; traceable.
 
     Args:
-        requested: the backends that the caller named, of which no other may run; None for automatic choice.
+        requested: the backends that the caller named, if any: no other may run. None for automatic choice.
     """
     if local_call.speaks_jax(call):
         return local_call.run(call, *operands)
@@ -37,7 +38,7 @@ def run(call: BridgedCall, requested: Names, *operands: Any) -> list[Any]:
 
 
 def at_home(call: Any, platform: str) -> bool:
-    """Whether a program for a platform, in JAX's words, is one for the kernels of a call."""
+    """Whether the kernels of a call run on a platform, by JAX's name for it."""
     return backends.kind_of(call.device) == platform
 
 
@@ -47,10 +48,10 @@ def _bridged(call: BridgedCall) -> Any:
 
 
 def _elsewhere(call: BridgedCall, requested: Names, platform: str) -> Callable[..., list[Any]]:
-    """The call by XLA's operations.
+    """Returns a function that runs the call by XLA's operations.
 
     Raises:
-        SpecError: where the caller named others, or XLA's operations cannot run it.
+        SpecError: if the caller named other backends, or XLA's operations cannot run the call.
     """
     if requested is not None and "jax_xla" not in requested:
         raise SpecError(
@@ -68,10 +69,10 @@ def _elsewhere(call: BridgedCall, requested: Names, platform: str) -> Callable[.
 
 def _lowered(platform: str, ctx: Any, *operands: Any, call: BridgedCall, requested: Names, program: ClosedJaxpr) -> Any:
     if at_home(call, platform):
-        found: Callable[..., Any] = jaxpr_as_fun(program)
+        function: Callable[..., Any] = jaxpr_as_fun(program)
     else:
-        found = _elsewhere(call, requested, platform or "/".join(ctx.platforms or ctx.module_context.platforms))
-    return mlir.lower_fun(found, multiple_results=True)(ctx, *operands)
+        function = _elsewhere(call, requested, platform or "/".join(ctx.platforms or ctx.module_context.platforms))
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
 
 def _abstract(*operands: Any, call: BridgedCall, requested: Names, program: ClosedJaxpr) -> list[Any]:

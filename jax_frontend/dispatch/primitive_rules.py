@@ -1,4 +1,4 @@
-"""What every primitive of ours tells JAX besides its meaning: that it can give NaN, and that it has no transpose."""
+"""JAX rules that all our primitives share: checkify looks for NaN in their results, and they have no transpose."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from jax.interpreters import ad
 
 from attn_core.errors import SpecError
 
-try:  # no public way to tell checkify of a primitive
+try:  # checkify has no public way to register a primitive
     from jax._src.checkify import error_checks, nan_error_check
-except ImportError:  # then jax.experimental.checkify.nan_checks sees NaN in what other operations make of our results
+except ImportError:  # then nan_checks reports a NaN of ours only once another operation has computed with it
     error_checks = nan_error_check = None  # type: ignore[assignment]
 
 
 def gives_nan(primitive: Primitive) -> None:
-    """Lets ``jax.experimental.checkify.nan_checks`` look at a primitive's results."""
+    """Makes ``jax.experimental.checkify.nan_checks`` check a primitive's results."""
     if error_checks is not None:
         error_checks[primitive] = partial(nan_error_check, primitive)
 
 
 def has_no_transpose(primitive: Primitive) -> None:
-    """Refuses ``jax.linear_transpose`` of a primitive."""
-    ad.primitive_transposes[primitive] = _refused
+    """Makes ``jax.linear_transpose`` of a primitive raise SpecError."""
+    ad.primitive_transposes[primitive] = _raise_no_transpose
 
 
-def _refused(cotangents: Any, *operands: Any, **_: Any) -> Any:
+def _raise_no_transpose(cotangents: Any, *operands: Any, **_: Any) -> Any:
     raise SpecError(
-        "jax.linear_transpose: expected a function whose operations are linear, and attention is not; use jax.vjp or "
-        "jax.grad, for values alone (attention is linear in them), too"
+        "jax.linear_transpose: expected a function whose operations are linear, but attention is not linear; use "
+        "jax.vjp or jax.grad, also for the gradient of v alone (attention is linear in v)"
     )

@@ -1,4 +1,4 @@
-"""Which axes of a call a mesh splits, and the call that is left for one device. Shapes and names alone, no arrays."""
+"""Decides which axes of a call a mesh splits, and derives one device's call. Works on shapes and names, not arrays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
 from jax_frontend.dispatch.local_call import names_of
-from jax_frontend.dispatch.vmap import Folded
+from jax_frontend.dispatch.vmap import MappedCall
 
 _AXES = {
     "q": ("batch", "queries", "heads", "dim"),
@@ -31,50 +31,50 @@ _AXES = {
     "out": ("batch", "queries", "heads", "dim"),
     "lse": ("batch", "heads", "queries"),
 }
-"""The axes of every operand; its gradient has the same. Packed arrays have no batch, and slopes may have none."""
+"""The axes of every operand and of its gradient. Packed arrays have no batch axis, and slopes may have none."""
 _POOL = ("pages", "slots", "kv_heads", "dim")
-"""Those of k and v where they are in pages."""
+"""The axes of k and v in pages."""
 _BROADCAST = ("mask", "bias", "alibi_slopes")
 
 Known = Sequence[tuple[str, Sequence[int], Sequence[Any]]]
-"""(name, shape, PartitionSpec) of arrays whose sharding is known, those that count first in front."""
+"""(name, shape, PartitionSpec) of every array with a known sharding; if two disagree, the earlier one counts."""
 
 
 class Split(NamedTuple):
-    """The mesh axes that each of a call's axes is split by, major to minor; () where it is whole."""
+    """The mesh axes that split each of a call's axes, major to minor; () for a whole axis."""
 
     batch: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     kv_heads: tuple[str, ...] = ()
     mapped: tuple[tuple[str, ...], ...] = ()
-    """Those of the axes that vmap has put in front."""
+    """The mesh axes of each axis that vmap has put in front."""
 
     def over(self, axis: str) -> tuple[str, ...]:
-        """What the axis of the name is split by."""
+        """Returns the mesh axes that split the axis of this name."""
         if axis.startswith("mapped"):
             return self.mapped[int(axis.removeprefix("mapped"))]
         return getattr(self, axis, ())
 
     def spec(self, axes: Sequence[str]) -> P:
-        """The PartitionSpec of an array with the named axes."""
+        """Returns the PartitionSpec of an array with the named axes."""
         return P(*(self.over(axis) or None for axis in axes))
 
 
 class Part(NamedTuple):
     """One device's part of a call."""
 
-    whole: Folded
-    local: Folded
+    whole: MappedCall
+    local: MappedCall
     split: Split
 
     @property
     def picks_kv_heads(self) -> bool:
-        """Whether the device has all kv heads, and reads those of its own query heads."""
+        """Whether the device has all kv heads and picks those that its query heads read."""
         return bool(self.split.heads) and not self.split.kv_heads
 
 
-def axes_of(call: Folded, name: str, shape: Sequence[int]) -> tuple[str, ...]:
-    """The names of an operand's or a result's axes; "one" for an axis of 1 that broadcasts."""
+def axes_of(call: MappedCall, name: str, shape: Sequence[int]) -> tuple[str, ...]:
+    """Returns the names of an operand's or a result's axes; "one" for an axis of size 1 that broadcasts."""
     at = call.names.index(name) if name in call.names else None
     mapped = range(len(call.sizes)) if at is None else call.axes_in_front(at)
     own = shape[len(mapped) :]
@@ -89,17 +89,17 @@ def axes_of(call: Folded, name: str, shape: Sequence[int]) -> tuple[str, ...]:
     return (*(f"mapped{axis}" for axis in mapped), *axes)
 
 
-def split_of(call: Folded, mesh: Any, known: Known) -> Split:
-    """How a call is split on a mesh.
+def split_of(call: MappedCall, mesh: Any, known: Known) -> Split:
+    """Returns how a mesh splits a call.
 
-    Of several shardings of one axis the first counts. A mesh axis that does not divide an axis leaves it whole.
+    If arrays shard one axis differently, the first array counts. A mesh axis that does not divide an axis is not used.
     """
     spec, taken = call.call.spec, set[str]()
 
     def first(axis: str, size: int) -> tuple[str, ...]:
         free = ([name for name in entry if name not in taken] for entry in _entries(call, known, axis))
-        found = (_dividing(names, size, mesh) for names in free)
-        chosen = next((axes for axes in found if axes), ())
+        candidates = (_dividing(names, size, mesh) for names in free)
+        chosen = next((axes for axes in candidates if axes), ())
         taken.update(chosen)
         return chosen
 
@@ -109,11 +109,11 @@ def split_of(call: Folded, mesh: Any, known: Known) -> Split:
     return Split(batch, heads, heads if spec.num_kv_heads % shards(mesh, heads) == 0 else (), mapped)
 
 
-def part_of(call: Folded, mesh: Any, split: Split) -> Part:
-    """What one device runs.
+def part_of(call: MappedCall, mesh: Any, split: Split) -> Part:
+    """Returns one device's part of a call.
 
     Raises:
-        SpecError: when the backend cannot run the part, though it can run the whole.
+        SpecError: if the backend can run the whole call but not the part.
     """
     sizes = tuple(size // shards(mesh, over) for size, over in zip(call.sizes, split.mapped, strict=True))
     local = call._replace(call=call.call._replace(spec=_local_spec(call.call.spec, mesh, split)), sizes=sizes)
@@ -129,7 +129,9 @@ def part_of(call: Folded, mesh: Any, split: Split) -> Part:
 def _local_spec(spec: AttentionSpec, mesh: Any, split: Split) -> AttentionSpec:
     parts = {"batch": shards(mesh, split.batch), "heads": shards(mesh, split.heads)}
     heads, kv_heads = spec.num_heads // parts["heads"], spec.num_kv_heads // shards(mesh, split.kv_heads)
-    if split.heads and not split.kv_heads:  # one kv head for all of a device's heads, or one for each
+    if split.heads and not split.kv_heads:
+        # The device's query heads share one kv head if a group is a multiple of them. Else each reads its own copy,
+        # because their groups may start and end inside the device's range.
         kv_heads = 1 if spec.group_size % heads == 0 else heads
     changes: dict[str, Any] = {"batch": spec.batch // parts["batch"], "num_heads": heads, "num_kv_heads": kv_heads}
     for field, axes in (("mask", _AXES["mask"]), ("bias", _AXES["bias"]), ("alibi", _AXES["alibi_slopes"])):
@@ -140,8 +142,8 @@ def _local_spec(spec: AttentionSpec, mesh: Any, split: Split) -> AttentionSpec:
     return replace(spec, **changes)
 
 
-def _entries(call: Folded, known: Known, axis: str) -> Iterator[tuple[str, ...]]:
-    """The mesh axes by which the arrays have an axis sharded."""
+def _entries(call: MappedCall, known: Known, axis: str) -> Iterator[tuple[str, ...]]:
+    """Yields, for each array with this axis sharded, the mesh axes that shard it."""
     for name, shape, spec in known:
         entries = (*spec, *(None,) * (len(shape) - len(spec)))
         for at, entry in zip(axes_of(call, name, shape), entries, strict=True):
@@ -150,18 +152,18 @@ def _entries(call: Folded, known: Known, axis: str) -> Iterator[tuple[str, ...]]
 
 
 def _dividing(axes: Sequence[str], size: int, mesh: Any) -> tuple[str, ...]:
-    """The leading mesh axes, as many as divide the size."""
-    kept = tuple(axes)
-    while size % shards(mesh, kept):
-        kept = kept[:-1]
-    return kept
+    """Returns the longest prefix of the mesh axes whose number of shards divides the size."""
+    prefix = tuple(axes)
+    while size % shards(mesh, prefix):
+        prefix = prefix[:-1]
+    return prefix
 
 
 def shards(mesh: Any, axes: Sequence[str]) -> int:
-    """Into how many parts the mesh axes split."""
+    """Returns the number of parts that the mesh axes split an axis into."""
     return prod(mesh.shape[axis] for axis in axes)
 
 
-def result_names(call: Folded) -> tuple[str, ...]:
-    """The names of the results, in order."""
+def result_names(call: MappedCall) -> tuple[str, ...]:
+    """Returns the names of the results, in order."""
     return names_of(call.call)[1]

@@ -1,7 +1,6 @@
-"""A call under vmap: its mapped axes folded into its batch, or its mapped elements kept apart.
+"""Runs a call under vmap: folds its mapped axes into its batch, or runs the mapped elements separately.
 
-Both happen where the call runs, on a device's own part, so that neither a sharded mapped axis nor a sharded batch is
-gathered for it.
+Each device folds its own part while the call runs, so XLA gathers neither a sharded mapped axis nor a sharded batch.
 """
 
 from __future__ import annotations
@@ -23,30 +22,30 @@ _BATCH_FIRST = ("q", "k", "v", "qkv", "out", "lse", "dout", "dlse")
 """Operands whose leading axis is the batch."""
 
 
-class Folded(NamedTuple):
-    """A call whose operands have mapped axes in front, outermost first, and whose results all do."""
+class MappedCall(NamedTuple):
+    """A call under vmap. Its operands may have mapped axes in front, outermost first; its results have all of them."""
 
     call: BridgedCall
-    """That of one mapped element."""
+    """The call of one mapped element."""
     sizes: tuple[int, ...] = ()
     mapped: tuple[tuple[bool, ...], ...] = ()
-    """For every mapped axis, which operands have it."""
+    """For every mapped axis and every operand, whether the operand has the axis."""
     requested: tuple[str, ...] | None = None
     """The backends that the caller named, or None for automatic choice."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the operands."""
+        """The names of the operands."""
         return local_call.names_of(self.call)[0]
 
     @property
-    def inner(self) -> Folded:
-        """One element of the outermost mapped axis."""
+    def inner(self) -> MappedCall:
+        """The call of one element of the outermost mapped axis."""
         return self._replace(sizes=self.sizes[1:], mapped=self.mapped[1:])
 
     @property
     def spec(self) -> AttentionSpec:
-        """What runs: the call's spec with the mapped axes in its batch that are not kept apart."""
+        """The spec of the backend's call: its batch includes the mapped axes that are folded."""
         return self._wide_spec() if self.foldable() else self.inner.spec
 
     def _wide_spec(self) -> AttentionSpec:
@@ -64,46 +63,46 @@ class Folded(NamedTuple):
         return replace(spec, **changes)
 
     def axes_in_front(self, at: int) -> tuple[int, ...]:
-        """Which mapped axes an operand has."""
+        """Returns the mapped axes that an operand has."""
         return tuple(axis for axis, mapped in enumerate(self.mapped) if mapped[at])
 
     def refusals(self) -> tuple[str, ...]:
-        """Why the backend cannot run it."""
-        return self._refused(self.spec)
+        """Returns the reasons why the backend cannot run the call."""
+        return self._refusals_of(self.spec)
 
-    def _refused(self, spec: AttentionSpec) -> tuple[str, ...]:
+    def _refusals_of(self, spec: AttentionSpec) -> tuple[str, ...]:
         return refusals(self.call.backend, spec, Target.here("jax", self.call.device))
 
-    def under(self, size: int, mapped: Sequence[bool]) -> Folded:
-        """The call with one more mapped axis, outside the others."""
+    def under(self, size: int, mapped: Sequence[bool]) -> MappedCall:
+        """Returns the call with one more mapped axis, outside the others."""
         return self._replace(sizes=(size, *self.sizes), mapped=(tuple(mapped), *self.mapped))
 
     def foldable(self) -> bool:
-        """Whether a larger batch means the same, and the backend can run it. If not, elements are kept apart.
+        """Whether a larger batch means the same, and the backend can run it. If not, elements run separately.
 
-        Documents, sinks and dropout's words have no batch axis. Gradients of sinks and of a bias belong to one mapped
-        element each, and a larger batch would sum them.
+        Documents, sinks and dropout's random words have no batch axis to fold into. Gradients of sinks and of a bias
+        belong to one mapped element each, and a larger batch would sum them.
         """
         if not self.sizes:
             return True
         spec = self.call.spec
-        alone = {name for at, name in enumerate(self.names) if name in ("sinks", "rng") and self.axes_in_front(at)}
+        unbatched = {name for at, name in enumerate(self.names) if name in ("sinks", "rng") and self.axes_in_front(at)}
         summed = self.call.direction == "backward" and (spec.sinks or spec.bias_gradient)
-        return not (spec.packed or alone or summed or self._refused(self._wide_spec()))
+        return not (spec.packed or unbatched or summed or self._refusals_of(self._wide_spec()))
 
     def run(self, *operands: Any) -> list[Any]:
-        """The results; traceable."""
+        """Returns the results; traceable."""
         if not self.sizes:
             return platforms.run(self.call, self.requested, *operands)
         if not self.foldable():
-            return self._run_apart(operands)
-        given = [self._fold(at, array) for at, array in enumerate(operands)]
-        results = platforms.run(self.call._replace(spec=self.spec), self.requested, *given)
+            return self._run_separately(operands)
+        folded = [self._fold(at, array) for at, array in enumerate(operands)]
+        results = platforms.run(self.call._replace(spec=self.spec), self.requested, *folded)
         # [mapped * batch, ...] -> [*mapped, batch, ...]
         return [array.reshape(*self.sizes, array.shape[0] // prod(self.sizes), *array.shape[1:]) for array in results]
 
-    def _run_apart(self, operands: Sequence[Any]) -> list[Any]:
-        """Every element a call of its own: JAX's operations with one more axis, kernels one after another."""
+    def _run_separately(self, operands: Sequence[Any]) -> list[Any]:
+        """Runs each element as its own call: a JAX backend under ``jax.vmap``, kernels one after another."""
         one, mapped = self.inner, self.mapped[0]
         if local_call.speaks_jax(self.call):
             return list(jax.vmap(one.run, [0 if was else None for was in mapped])(*operands))
@@ -115,7 +114,7 @@ class Folded(NamedTuple):
         return list(jax.lax.map(run, [array for array, was in zip(operands, mapped, strict=True) if was]))
 
     def _fold(self, at: int, array: Any) -> Any:
-        """An operand with its mapped axes in its batch axis; as it is, where one serves all rows of the batch."""
+        """Returns an operand with its mapped axes folded into its batch axis; unchanged, if all batch rows share it."""
         name, has, batch = self.names[at], self.axes_in_front(at), self.call.spec.batch
         rest = array.shape[len(has) :]
         if name == "alibi_slopes" and len(rest) == 1 and has:
@@ -128,27 +127,27 @@ class Folded(NamedTuple):
 
 
 Bind = Callable[..., list[Any]]
-"""``(folded, *operands) -> results``: the primitive that the rule is of."""
+"""``(call, *operands) -> results``: binds the primitive that the vmap rule belongs to."""
 
 
-def batched(
-    bind: Bind, operands: Sequence[Any], axes: Sequence[int | None], *, call: Folded, **_: Any
+def batch_call(
+    bind: Bind, operands: Sequence[Any], axes: Sequence[int | None], *, call: MappedCall, **_: Any
 ) -> tuple[list[Any], list[int]]:
-    """vmap of a call."""
+    """The vmap rule of the primitives in ``ops``."""
     size, front, mapped = mapped_first(operands, axes)
     results = bind(call.under(size, mapped), *front) if size else _no_results(call, front, mapped)
     return results, [0] * len(results)
 
 
 def mapped_first(arrays: Sequence[Any], axes: Sequence[int | None]) -> tuple[int, list[Any], list[bool]]:
-    """(size of the mapped axis, the arrays with it in front, which of them have it)."""
+    """Returns (the mapped axis' size, the arrays with that axis moved to the front, whether each array has it)."""
     size = next(array.shape[axis] for array, axis in zip(arrays, axes, strict=True) if axis is not None)
     front = [array if axis is None else jnp.moveaxis(array, axis, 0) for array, axis in zip(arrays, axes, strict=True)]
     return size, front, [axis is not None for axis in axes]
 
 
-def _no_results(call: Folded, front: list[Any], mapped: list[bool]) -> list[Any]:
-    """What a vmap over nothing gives: results with a leading axis of 0."""
+def _no_results(call: MappedCall, front: list[Any], mapped: list[bool]) -> list[Any]:
+    """Returns the results of a vmap over 0 elements: arrays with a leading axis of size 0."""
     one = [jax.ShapeDtypeStruct(array.shape[was:], array.dtype) for array, was in zip(front, mapped, strict=True)]
-    made = (jnp.zeros((0, *shape.shape), shape.dtype) for shape in jax.eval_shape(call.run, *one))
-    return [local_call.varying_as(front, zeros) for zeros in made]
+    empty = (jnp.zeros((0, *shape.shape), shape.dtype) for shape in jax.eval_shape(call.run, *one))
+    return [local_call.varying_as(front, array) for array in empty]

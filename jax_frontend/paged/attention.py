@@ -101,7 +101,9 @@ def explain_paged(
     inputs = _gathered(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, shapes_only=True)
     options = arguments.checked_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     requested = requested_names(backend) or override.requested()
-    return compiled_lane.told(explain(*_question(_metadata(inputs), plan.device_name(q), options, requested)))
+    return compiled_lane.with_program_reasons(
+        explain(*_question(_metadata(inputs), plan.device_name(q), options, requested))
+    )
 
 
 def append_kv(

@@ -502,7 +502,7 @@ def test_a_program_for_gpus_knows_which_device_is_which_part(sizes, names, order
     for token in tokens:
         parts = dict(targets.call_of(token).parts)
         assert parts == {device.id: part for part, devices in enumerate(right) for device in np.ravel(devices)}
-        here = bridged_run.of_devices(tuple(parts.items()), jax.devices())
+        here = bridged_run.parts_by_device(tuple(parts.items()), jax.devices())
         assert here == {device.local_hardware_id: parts[device.id] for device in jax.devices()}
     truth = jax.jit(forward_of(case))(*(given[key] for key in "qkv"))
     assert np.abs(np.asarray(jax.jit(run)(*placed)) - np.asarray(truth)).max() < NEAR

@@ -133,4 +133,4 @@ def forget_plans() -> None:
             module.dense_plan.cache_clear()
     import_module("torch_frontend.paged.plan").planned.cache_clear()
     import_module("jax_frontend.paged.attention")._plan.cache_clear()
-    import_module("jax_frontend.attention").compiled.clear_cache()  # what eager calls were traced with
+    import_module("jax_frontend.attention").differentiable_attention.clear_cache()  # the traces of eager calls

@@ -110,7 +110,7 @@ def test_where_jax_has_moved_its_checks_ours_are_left_out(monkeypatch):
 @pytest.mark.parametrize("form", ["eager", "jit", "scan", "grad"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_linear_transpose_is_refused_in_our_words(backend, form):
-    with pytest.raises(SpecError, match=r"jax\.linear_transpose: .*attention is not; use jax\.vjp"):
+    with pytest.raises(SpecError, match=r"jax\.linear_transpose: .*attention is not linear; use jax\.vjp"):
         jax.linear_transpose(forms(backend)[form], X)(X)
 
 

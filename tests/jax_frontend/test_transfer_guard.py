@@ -65,5 +65,5 @@ def test_offsets_that_only_a_device_knows_need_no_implicit_transfer(monkeypatch:
     info = SeqInfo.from_lengths([6, 7], array=jax.device_put)
     with jax.transfer_guard("disallow"):
         jax.block_until_ready(attention(X[0], X[0], X[0], seq_info=info))
-    made = offsets.of(info, Inputs(X[0], X[0], X[0]), Options())[0]
+    made = offsets.attach_complete(info, Inputs(X[0], X[0], X[0]), Options())[0]
     assert made.cu_seqlens_q.tolist()[:3] == [0, 6, 13] and made.cu_seqlens_q.tolist()[-1] == 16
