@@ -1,7 +1,7 @@
-"""``equinox.nn.MultiheadAttention`` on our attention: a function that runs the layer, as the layer has no hook.
+"""attend: runs an ``equinox.nn.MultiheadAttention`` on our attention. It is a function, because the layer has no hook.
 
 ``layer(query, key_, value, mask, key=..., inference=..., process_heads=...)`` becomes ``attend(layer, ...)`` with the
-same arguments and numbers; the layer, its parameters and its checkpoints stay as they are. Options of ours follow.
+same arguments and numbers, followed by our own options. The layer, its parameters and its checkpoints do not change.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ def attend(
     bitwise_deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
 ) -> Array:
-    """What ``layer(query, key_, value, mask, ...)`` computes, with the attention of ``jax_frontend``.
+    """Computes ``layer(query, key_, value, mask, ...)`` with the attention of ``jax_frontend``.
 
     Args:
-        query: ``[q_len, query_size]``; a batch is ``jax.vmap``'s, as for the layer itself.
+        query: ``[q_len, query_size]``; use ``jax.vmap`` for a batch, as with the layer itself.
         key_, value: ``[kv_len, key_size]`` and ``[kv_len, value_size]``.
-        mask: ``[q_len, kv_len]`` or ``[heads, q_len, kv_len]``; nonzero = visible. A query that may see no key gives 0
-            before the output projection; the layer's own gives the mean of the values.
-        key: a PRNG key, for dropout. The weights that it drops are others than the layer's own would be.
-        inference: no dropout; the layer's own setting when None.
-        deterministic: the layer's deprecated word for inference.
+        mask: ``[q_len, kv_len]`` or ``[heads, q_len, kv_len]``; nonzero = visible. A query that may see no key gets 0
+            before the output projection; the layer itself gives it the mean of the values.
+        key: a PRNG key, for dropout. It drops other weights than the layer itself does with the same key.
+        inference: no dropout; the layer's own setting if None.
+        deterministic: the layer's deprecated name of inference.
         process_heads: ``(q, k, v) -> (q, k, v)``, ``[length, heads, channels]`` each, of unchanged shapes.
         causal, alignment, window, softcap, scale, bias, alibi_slopes, sinks, seq_info, backend: as in
             ``jax_frontend.attention``. bias is ``[q_len, kv_len]`` or ``[heads, q_len, kv_len]``; with seq_info the
             rows are packed documents.
-        bitwise_deterministic: the same bits on every run: ``deterministic=`` of ``jax_frontend.attention``.
+        bitwise_deterministic: the same bits on every run (``deterministic=`` of ``jax_frontend.attention``).
 
     Returns:
         ``[q_len, output_size]``.
@@ -71,7 +71,7 @@ def attend(
     """
     _check_rows(layer, query, key_, value)
     if deterministic is not None:
-        warnings.warn("attend(deterministic=...) is the host's deprecated word: inference=...", stacklevel=2)
+        warnings.warn("attend(deterministic=...) is deprecated, as in equinox: pass inference=...", stacklevel=2)
         inference = deterministic
     dropout = _dropout(layer.dropout, key, inference)
     q, k, v = _heads(layer, (query, key_, value), process_heads)
@@ -110,7 +110,7 @@ def _check_rows(layer: eqx.nn.MultiheadAttention, query: Array, key_: Array, val
 
 
 def _dropout(layer: eqx.nn.Dropout, key: Array | None, inference: bool | None) -> float:
-    """The rate of this call; 0 where dropout is off."""
+    """Returns the dropout rate of this call; 0 if dropout is off."""
     off = layer.inference if inference is None else inference
     if off or (isinstance(layer.p, (int, float)) and layer.p == 0):
         return 0.0
@@ -120,14 +120,14 @@ def _dropout(layer: eqx.nn.Dropout, key: Array | None, inference: bool | None) -
             "jax.jit does not"
         )
     if key is None:
-        raise SpecError(f"key=None: expected a PRNG key for dropout_p={layer.p}; or say inference=True")
+        raise SpecError(f"key=None: expected a PRNG key for dropout_p={layer.p}; or pass inference=True")
     return float(layer.p)
 
 
 def _heads(
     layer: eqx.nn.MultiheadAttention, rows: tuple[Array, Array, Array], process_heads: ProcessHeads | None
 ) -> tuple[Array, Array, Array]:
-    """``[length, features]`` each -> ``[length, heads, channels]``, of one dtype."""
+    """Projects the rows, ``[length, features]`` -> ``[length, heads, channels]`` each, to one dtype."""
     projections = (layer.query_proj, layer.key_proj, layer.value_proj)
     projected = [jax.vmap(project)(array) for project, array in zip(projections, rows, strict=True)]
     heads = [array.reshape(array.shape[0], layer.num_heads, -1) for array in projected]
@@ -140,12 +140,12 @@ def _heads(
     return heads[0].astype(dtype), heads[1].astype(dtype), heads[2].astype(dtype)
 
 
-def _table(name: str, given: Array, sizes: tuple[int, int, int]) -> Array:
-    """``[q_len, kv_len]`` or ``[heads, q_len, kv_len]`` as ``[1, heads or 1, q_len, kv_len]``."""
+def _table(name: str, array: Array, sizes: tuple[int, int, int]) -> Array:
+    """Returns ``[q_len, kv_len]`` or ``[heads, q_len, kv_len]`` as ``[1, heads or 1, q_len, kv_len]``."""
     heads, q_len, kv_len = sizes
-    if given.shape not in ((q_len, kv_len), sizes):
+    if array.shape not in ((q_len, kv_len), sizes):
         raise ShapeError(
             f"{name}: expected [q_len, kv_len] = [{q_len}, {kv_len}] or [heads, q_len, kv_len] = "
-            f"[{heads}, {q_len}, {kv_len}], got {list(given.shape)}"
+            f"[{heads}, {q_len}, {kv_len}], got {list(array.shape)}"
         )
-    return given.reshape(1, -1, q_len, kv_len)
+    return array.reshape(1, -1, q_len, kv_len)

@@ -13,13 +13,13 @@ from flax.linen.linear import default_kernel_init
 from attn_core.call.layer_shapes import head_sizes
 from attn_core.paged.step import Pages
 from jax_frontend.flax.hook import AttentionFn, attention_fn
-from jax_frontend.flax.layer import Call, Projections, Rotary, attend
+from jax_frontend.flax.layer import LayerCall, Projections, Rotary, attend
 
 __all__ = ["Attention", "AttentionFn", "attention_fn"]
 
 
 class Attention(nn.Module):
-    """Multi-head attention, with fewer key/value heads if asked, on ``jax_frontend.attention``.
+    """Multi-head attention, optionally with fewer key/value heads, on ``jax_frontend.attention``.
 
     Parameters are those of ``flax.linen.MultiHeadDotProductAttention``: ``query``, ``key`` and ``value`` with kernels
     ``[features, heads, head_dim]`` and biases ``[heads, head_dim]``, ``out`` with a kernel
@@ -32,18 +32,18 @@ class Attention(nn.Module):
         out_features: features of the output; those of x when omitted.
         use_bias: whether the four projections have biases.
         causal, alignment, window, softcap, scale, backend: as in ``jax_frontend.attention``.
-        sinks: learns one logit per head that joins each row's softmax without a value.
+        sinks: whether to learn one extra logit per head in every row's softmax; it has no value.
         rotary: ``(q, k, positions) -> (q, k)``, applied after the projections; q and k
             ``[batch, seq, heads, head_dim]``, positions int ``[batch, seq]``, counted within each document when packed.
-            What it returns is cast back to the dtype of the projections. Self-attention only.
-        dropout_rate: probability of dropping a softmax weight, each on its own.
-        deterministic: no dropout, as everywhere in Flax; given here or in the call, and needed only with dropout_rate.
+            Its results are cast back to the dtype of the projections. Self-attention only.
+        dropout_rate: probability of dropping a softmax weight; each weight is dropped independently.
+        deterministic: no dropout, as everywhere in Flax; set here or in the call, and needed only with dropout_rate.
         bitwise_deterministic: the same bits on every run, gradients included: ``deterministic=`` of
             ``jax_frontend.attention``.
-        context_axis: the mesh axis that rows are spread over, or two, ``(outer, inner)``: inside ``jax.shard_map`` x is
-            then this device's shard, as ``jax_frontend.shard_sequence`` gives it, and attention that of
-            ``jax_frontend.context_parallel_attention``. Positions for rotary are then counted by what the shard holds.
-        context_strategy, context_layout, context_length: ``strategy``, ``layout`` and ``length`` of that.
+        context_axis: the mesh axis that rows are spread over, or two, ``(outer, inner)``. Inside ``jax.shard_map`` x is
+            then this device's shard, from ``jax_frontend.shard_sequence``, and the layer calls
+            ``jax_frontend.context_parallel_attention``. rotary then gets the positions of the shard's tokens.
+        context_strategy, context_layout, context_length: ``strategy``, ``layout`` and ``length`` of that call.
         dtype, param_dtype: of the computation (inferred from inputs and parameters when None), and of the parameters.
         kernel_init, bias_init, out_kernel_init, out_bias_init, sinks_init: initialisers; those of ``out`` are
             kernel_init and bias_init when omitted.
@@ -97,7 +97,7 @@ class Attention(nn.Module):
 
         Args:
             x: ``[batch, seq, features]``; with seq_info ``[tokens, features]`` or ``[1, tokens, features]``.
-            context: where keys and values come from, laid out as x; None for self-attention.
+            context: the source of keys and values, laid out as x; None for self-attention.
             mask, bias, alibi_slopes, seq_info: as in ``jax_frontend.attention`` (mask bool, True = visible).
             positions: ``[seq]`` or ``[batch, seq]`` for rotary; counted from each row's or document's start if omitted.
             pages: for decoding, the layer's pool and the step's tables. x is then ``[tokens, features]``, the new
@@ -106,7 +106,7 @@ class Attention(nn.Module):
             dropout_rng: a random key; the ``"dropout"`` stream when omitted.
 
         Returns:
-            ``[batch, seq, out_features]``, or the rank of x; with pages also the pool as it is now, ``(out, (k, v))``.
+            ``[batch, seq, out_features]``, or the rank of x; with pages ``(out, (k, v))``, with the updated pool.
 
         Raises:
             SpecError, ShapeError, NoBackendError: naming the argument, its value and the remedy.
@@ -117,7 +117,7 @@ class Attention(nn.Module):
         sinks = self.param("sink_logits", self.sinks_init, (self.num_heads,), self.param_dtype) if self.sinks else None
         dropout = self.dropout_rate if dropping else 0.0
         rng = dropout_rng if dropping else None
-        call = Call(mask, bias, alibi_slopes, sinks, seq_info, positions, dropout, rng, pages)
+        call = LayerCall(mask, bias, alibi_slopes, sinks, seq_info, positions, dropout, rng, pages)
         return attend(self, self._projections(x.shape[-1]), x, context, call)
 
     def _projections(self, features: int) -> Projections:

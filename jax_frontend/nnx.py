@@ -14,13 +14,13 @@ from attn_core.call.layer_shapes import check_features, head_sizes
 from attn_core.errors import SpecError
 from attn_core.paged.step import Pages
 from jax_frontend.flax.hook import AttentionFn, attention_fn
-from jax_frontend.flax.layer import Call, Projections, Rotary, attend
+from jax_frontend.flax.layer import LayerCall, Projections, Rotary, attend
 
 __all__ = ["Attention", "AttentionFn", "attention_fn"]
 
 
 class Attention(nnx.Module):
-    """Multi-head attention, with fewer key/value heads if asked, on ``jax_frontend.attention``.
+    """Multi-head attention, optionally with fewer key/value heads, on ``jax_frontend.attention``.
 
     Parameters are those of ``flax.nnx.MultiHeadAttention``: ``query``, ``key`` and ``value`` with kernels
     ``[features, heads, head_dim]`` and biases ``[heads, head_dim]``, ``out`` with a kernel
@@ -34,24 +34,25 @@ class Attention(nnx.Module):
         out_features: features of the output; those of x when omitted.
         use_bias: whether the four projections have biases.
         causal, alignment, window, softcap, scale, backend: as in ``jax_frontend.attention``.
-        sinks: learns one logit per head that joins each row's softmax without a value.
+        sinks: whether to learn one extra logit per head in every row's softmax; it has no value.
         rotary: ``(q, k, positions) -> (q, k)``, applied after the projections; q and k
             ``[batch, seq, heads, head_dim]``, positions int ``[batch, seq]``, counted within each document when packed.
-            What it returns is cast back to the dtype of the projections. Self-attention only.
-        dropout_rate: probability of dropping a softmax weight, each on its own.
-        deterministic: no dropout, as everywhere in Flax (``train()`` and ``eval()`` set it); given here or in the call,
+            Its results are cast back to the dtype of the projections. Self-attention only.
+        dropout_rate: probability of dropping a softmax weight; each weight is dropped independently.
+        deterministic: no dropout, as everywhere in Flax (``train()`` and ``eval()`` set it); set here or in the call,
             and needed only with dropout_rate.
         bitwise_deterministic: the same bits on every run, gradients included: ``deterministic=`` of
             ``jax_frontend.attention``.
-        context_axis: the mesh axis that rows are spread over, or two, ``(outer, inner)``: inside ``jax.shard_map`` x is
-            then this device's shard, as ``jax_frontend.shard_sequence`` gives it, and attention that of
-            ``jax_frontend.context_parallel_attention``. Positions for rotary are then counted by what the shard holds.
-        context_strategy, context_layout, context_length: ``strategy``, ``layout`` and ``length`` of that.
+        context_axis: the mesh axis that rows are spread over, or two, ``(outer, inner)``. Inside ``jax.shard_map`` x is
+            then this device's shard, from ``jax_frontend.shard_sequence``, and the layer calls
+            ``jax_frontend.context_parallel_attention``. rotary then gets the positions of the shard's tokens.
+        context_strategy, context_layout, context_length: ``strategy``, ``layout`` and ``length`` of that call.
         dtype, param_dtype: of the computation (inferred from inputs and parameters when None), and of the parameters.
         kernel_init, bias_init, out_kernel_init, out_bias_init, sinks_init: initialisers; those of ``out`` are
             kernel_init and bias_init when omitted.
-        rngs: for the parameters, and a stream forked from ``rngs.dropout`` when keep_rngs and dropout_rate say so.
-        keep_rngs: hold that stream, so that calls need no rngs.
+        rngs: initialises the parameters. With keep_rngs and a dropout_rate, the layer stores a fork of its dropout
+            stream.
+        keep_rngs: whether to store that stream, so that calls need no rngs.
     """
 
     def __init__(
@@ -114,8 +115,8 @@ class Attention(nnx.Module):
             kernel_init=out_kernel_init or kernel_init,
             bias_init=out_bias_init or bias_init,
         )
-        made = sinks_init(rngs.params(), (num_heads,), param_dtype) if sinks else None
-        self.sink_logits = nnx.data(None) if made is None else nnx.Param(made)
+        logits = sinks_init(rngs.params(), (num_heads,), param_dtype) if sinks else None
+        self.sink_logits = nnx.data(None) if logits is None else nnx.Param(logits)
         self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate != 0 else None
 
     def __call__(
@@ -136,16 +137,16 @@ class Attention(nnx.Module):
 
         Args:
             x: ``[batch, seq, features]``; with seq_info ``[tokens, features]`` or ``[1, tokens, features]``.
-            context: where keys and values come from, laid out as x; None for self-attention.
+            context: the source of keys and values, laid out as x; None for self-attention.
             mask, bias, alibi_slopes, seq_info: as in ``jax_frontend.attention`` (mask bool, True = visible).
             positions: ``[seq]`` or ``[batch, seq]`` for rotary; counted from each row's or document's start if omitted.
             pages: for decoding, the layer's pool and the step's tables. x is then ``[tokens, features]``, the new
                 tokens of all sequences; their keys and values go into the pool.
-            deterministic: no dropout; goes before the layer's own.
-            rngs: where the dropout key comes from; goes before the layer's own.
+            deterministic: no dropout; overrides the layer's setting.
+            rngs: the source of the dropout key; overrides the layer's stream.
 
         Returns:
-            ``[batch, seq, out_features]``, or the rank of x; with pages also the pool as it is now, ``(out, (k, v))``.
+            ``[batch, seq, out_features]``, or the rank of x; with pages ``(out, (k, v))``, with the updated pool.
 
         Raises:
             SpecError, ShapeError, NoBackendError: naming the argument, its value and the remedy.
@@ -153,11 +154,11 @@ class Attention(nnx.Module):
         check_features(x.shape, None if context is None else context.shape, self.in_features, self.in_kv_features)
         dropout, dropout_rng = self._dropout(deterministic, rngs)
         sinks = None if self.sink_logits is None else self.sink_logits[...]
-        call = Call(mask, bias, alibi_slopes, sinks, seq_info, positions, dropout, dropout_rng, pages)
+        call = LayerCall(mask, bias, alibi_slopes, sinks, seq_info, positions, dropout, dropout_rng, pages)
         return attend(self, Projections(self.query, self.key, self.value, self.out), x, context, call)
 
     def _dropout(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> tuple[float, Any]:
-        """The rate and the key of this call."""
+        """Returns the dropout rate and key of this call."""
         if self.dropout_rate == 0:
             return 0.0, None
         off = self.deterministic if deterministic is None else deterministic
@@ -170,5 +171,5 @@ class Attention(nnx.Module):
             return 0.0, None
         stream = self.rngs if rngs is None else rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
         if stream is None:
-            raise SpecError("rngs=None: expected nnx.Rngs in the call, for the layer was built with keep_rngs=False")
+            raise SpecError("rngs=None: expected nnx.Rngs in the call, because the layer has keep_rngs=False")
         return self.dropout_rate, stream()

@@ -1,1 +1,1 @@
-"""``attention_fn`` for Flax's own layers, and what our layers share."""
+"""``attention_fn`` for Flax's own layers, and the code that our linen and NNX layers share."""

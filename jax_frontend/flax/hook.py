@@ -1,9 +1,9 @@
-"""The attention function that drops into Flax's own layers, linen and NNX alike.
+"""attention_fn: the attention function for Flax's own layers, linen and NNX alike.
 
-Flax's layers hand their projected heads to an ``attention_fn``. linen passes only the keywords it finds by name in the
-function's signature, so a function written with ``**kwargs`` loses the mask without a word; NNX passes all of its own.
-Every keyword of either is therefore spelled out here, and honoured or refused by name. Scaling by ``1/sqrt(head_dim)``
-belongs to the function that is replaced, and is done here too.
+Flax's layers call an ``attention_fn`` with their projected heads. linen passes only the keywords that the function's
+signature names, so a function with ``**kwargs`` silently loses the mask; NNX passes all of its keywords. The signature
+here therefore names every keyword of both, and each is honoured or raises an error with its name. Flax's own function
+scales by ``1/sqrt(head_dim)``, and so does this one.
 """
 
 from __future__ import annotations
@@ -45,22 +45,23 @@ def attention_fn(
     bitwise_deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
 ) -> AttentionFn:
-    """A function for ``flax.linen.MultiHeadDotProductAttention(attention_fn=...)`` and ``flax.nnx.MultiHeadAttention``.
+    """Returns a function for ``flax.linen.MultiHeadDotProductAttention(attention_fn=...)`` or NNX's MultiHeadAttention.
 
     The options are those of ``jax_frontend.attention``, fixed for every call of the layer, except:
 
     Args:
-        alignment: where the diagonal lies when queries and keys differ in length. None takes the host's for the
-            host's own ``is_causal`` (top_left), bottom_right inside the documents of a seq_info, and otherwise refuses
-            to guess one for a causal, window or alibi_slopes given here. A layer in decode mode is such a call: its
-            cache is longer than its one query, and only its mask knows where that query stands.
+        alignment: where the diagonal lies if queries and keys differ in length. None means Flax's own (top_left) for
+            Flax's ``is_causal``, and bottom_right inside the documents of a seq_info. For a causal, window or
+            alibi_slopes option, None raises an error if the lengths differ. A layer in decode mode is such a call: its
+            cache is longer than its one query, and only the mask knows the query's position.
         rotary: ``(q, k, positions) -> (q, k)``, as in our ``Attention`` layers: applied to the projected heads, with
-            the positions that the layer is called with (``input_positions`` of ``flax.nnx``), else counted from each
-            row's or document's start. Refused where queries and keys differ in length, as in decode mode.
-        bitwise_deterministic: the kernels' promise of equal bits on every run (``deterministic=`` in
-            ``jax_frontend.attention``); in Flax ``deterministic`` means "no dropout".
+            the positions from the layer's call (``input_positions`` of ``flax.nnx``), else with positions that count
+            from each row's or document's start. Raises an error if queries and keys differ in length, as in decode
+            mode.
+        bitwise_deterministic: the same bits on every run (``deterministic=`` in ``jax_frontend.attention``); in Flax
+            ``deterministic`` means "no dropout".
 
-    A query that may see no key gives 0 here; Flax's own functions give the mean of the values.
+    A query that may see no key gets 0 here, and the mean of the values from Flax's own functions.
     """
     return AttentionFn(
         causal=causal,
@@ -79,7 +80,7 @@ def attention_fn(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionFn:
-    """What ``attention_fn`` returns. Equal when the options are (arrays: the same object), so that jit caches agree."""
+    """The result of ``attention_fn``. Two are equal if their options are (arrays: the same object), for jit's cache."""
 
     causal: bool
     alignment: str | None
@@ -115,34 +116,36 @@ class AttentionFn:
         is_causal: bool = False,
         input_positions: jax.Array | None = None,
     ) -> jax.Array:
-        """Attention with the meaning of Flax's ``dot_product_attention``.
+        """Computes attention as Flax's ``dot_product_attention`` defines it.
 
         Args:
-            query: ``[batch..., q_len, heads, head_dim]``, any number of batch axes, none included.
+            query: ``[batch..., q_len, heads, head_dim]``, with any number of batch axes, or none.
             key, value: ``[batch..., kv_len, kv_heads, head_dim or value_dim]``.
             bias: added to the scores; broadcastable to ``[batch..., heads, q_len, kv_len]``.
             mask: the same shapes, of any dtype; nonzero = visible.
-            broadcast_dropout: refused with dropout: every weight is dropped on its own here.
-            dropout_rng, dropout_rate, deterministic: weights are dropped when the rate is not 0 and not deterministic.
+            broadcast_dropout: raises an error with dropout, because each weight is dropped independently here.
+            dropout_rng, dropout_rate, deterministic: drop weights if the rate is not 0 and deterministic is False.
             dtype: query, key and value are cast to it; None: to the dtype they promote to.
-            precision: a ``jax.lax.Precision`` or its name. float32 is always multiplied at HIGHEST, unless
-                ``jax.default_matmul_precision`` says less: then more is refused. Other dtypes do not change.
-            module: refused: attention weights never exist in memory, so there is nothing to sow.
-            force_fp32_for_softmax: always so here (float64 for float64), whatever is passed.
-            einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: refused: kernels run no einsum.
-            promote_dtype: the NNX form, ``promote_dtype((query, key, value), dtype=dtype)``, instead of the above.
-            is_causal: query ``i`` sees keys ``0..i`` (top_left); refused for one query of a cache.
-            input_positions: ints ``[batch..., length]``, where rotary says what they are for; refused without it.
+            precision: a ``jax.lax.Precision`` or its name. float32 is multiplied at HIGHEST, unless
+                ``jax.default_matmul_precision`` is lower; a higher precision than that raises an error. Other dtypes do
+                not change.
+            module: raises an error: attention weights are never in memory, so there is nothing to sow.
+            force_fp32_for_softmax: ignored, because the softmax is always in float32 (float64 for float64).
+            einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: raise an error: kernels run no
+                einsum.
+            promote_dtype: NNX's ``promote_dtype((query, key, value), dtype=dtype)``, used instead of the cast above.
+            is_causal: query ``i`` sees keys ``0..i`` (top_left); raises an error for one query of a cache.
+            input_positions: ints ``[batch..., length]`` for rotary; raises an error without rotary.
 
         Returns:
             ``[batch..., q_len, heads, value_dim]``.
 
         Raises:
             SpecError, ShapeError: naming the keyword that cannot be honoured.
-            NoBackendError: when no backend can run the call, with every reason.
+            NoBackendError: if no backend can run the call; the message has every reason.
         """
         refuse_weights(module, einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)
-        query, key, value = _promoted((query, key, value), dtype, promote_dtype)
+        query, key, value = _promote((query, key, value), dtype, promote_dtype)
         check_precision(precision, query.dtype)
         batch = _batch_axes(query, key, value)
         dropping = not deterministic and dropout_rate != 0
@@ -153,7 +156,7 @@ class AttentionFn:
         if is_causal and self.alignment is None:
             check_one_causal_query(query.shape[1], key.shape[1], mask)
         if self.rotary is not None:
-            query, key = self._rotated(query, key, _row_positions(input_positions, batch, query.shape[1]))
+            query, key = self._rotate(query, key, _row_positions(input_positions, batch, query.shape[1]))
         out = attention(
             query,
             key,
@@ -176,30 +179,30 @@ class AttentionFn:
         return out.reshape(*batch, *out.shape[-3:])
 
     def _alignment(self, q_len: int, kv_len: int) -> str:
-        """The diagonal's place: as said, else the host's; what was asked for here is not guessed."""
+        """Returns the alignment option, or else Flax's alignment if no option of ours depends on it."""
         if self.alignment is not None:
             return self.alignment
         if q_len == kv_len or self.seq_info is not None:
             return "bottom_right"
-        asked = {
+        aligned = {
             "causal": self.causal,
             "window": self.window is not None,
             "alibi_slopes": self.alibi_slopes is not None,
         }
-        for name in (name for name, given in asked.items() if given):
+        for name in (name for name, is_set in aligned.items() if is_set):
             raise SpecError(
                 f"alignment=None: expected 'bottom_right' or 'top_left' for {name}= with {q_len} queries and {kv_len} "
-                "keys; say attention_fn(..., alignment=...). In decode mode neither is right, as the query stands at "
-                "the cache's index: put causal and window into the layer's mask"
+                "keys; pass attention_fn(..., alignment=...). In decode mode neither is right, because the query "
+                "stands at the cache's index: put causal and window into the layer's mask"
             )
         return "top_left"
 
-    def _rotated(self, query: jax.Array, key: jax.Array, positions: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """``[batch, length, heads, head_dim]`` each, turned, in the dtypes they had."""
+    def _rotate(self, query: jax.Array, key: jax.Array, positions: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Rotates q and k, ``[batch, length, heads, head_dim]`` each, and casts them back to their own dtypes."""
         assert self.rotary is not None
-        where = token_positions(positions, SeqInfo.coerce(self.seq_info), *query.shape[:2])
-        turned = self.rotary(query, key, where)
-        return turned[0].astype(query.dtype), turned[1].astype(key.dtype)
+        positions = token_positions(positions, SeqInfo.coerce(self.seq_info), *query.shape[:2])
+        rotated = self.rotary(query, key, positions)
+        return rotated[0].astype(query.dtype), rotated[1].astype(key.dtype)
 
     def _identity(self) -> tuple[Any, ...]:
         named = ((field.name, getattr(self, field.name)) for field in fields(self))
@@ -212,7 +215,7 @@ class AttentionFn:
         return hash(self._identity())
 
 
-def _promoted(arrays: tuple[jax.Array, ...], dtype: Any, promote_dtype: Callable[..., Any] | None) -> tuple[Any, ...]:
+def _promote(arrays: tuple[jax.Array, ...], dtype: Any, promote_dtype: Callable[..., Any] | None) -> tuple[Any, ...]:
     if promote_dtype is not None:
         return tuple(promote_dtype(arrays, dtype=dtype))
     target = jnp.result_type(*arrays) if dtype is None else dtype
@@ -231,19 +234,19 @@ def _batch_axes(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int
 
 
 def _row_positions(positions: Any, batch: tuple[int, ...], length: int) -> jax.Array | None:
-    """``[batch..., length]`` positions, or what broadcasts to it, as ``[batch, length]``."""
+    """Returns positions that broadcast to ``[batch..., length]`` as ``[batch, length]``."""
     if positions is None:
         return None
-    given = jnp.asarray(positions)
+    array = jnp.asarray(positions)
     full = (*batch, length)
-    missing = len(full) - given.ndim
-    if missing < 0 or any(size not in (1, axis) for size, axis in zip(given.shape, full[missing:], strict=True)):
-        raise ShapeError(f"input_positions: expected [batch..., length] = {list(full)}, got {list(given.shape)}")
-    return jnp.broadcast_to(given, full).reshape(math.prod(batch), length)
+    missing = len(full) - array.ndim
+    if missing < 0 or any(size not in (1, axis) for size, axis in zip(array.shape, full[missing:], strict=True)):
+        raise ShapeError(f"input_positions: expected [batch..., length] = {list(full)}, got {list(array.shape)}")
+    return jnp.broadcast_to(array, full).reshape(math.prod(batch), length)
 
 
 def _four_axes(name: str, array: jax.Array, batch: tuple[int, ...]) -> jax.Array:
-    """A mask or bias of up to ``[batch..., heads, q, kv]`` as four axes, ``[batch or 1, heads, q, kv]``."""
+    """Returns a mask or bias of up to ``[batch..., heads, q, kv]`` with four axes, ``[batch or 1, heads, q, kv]``."""
     rank = len(batch) + 3
     if array.ndim > rank:
         raise ShapeError(f"{name}: expected at most {rank} axes [batch..., heads, q, kv], got {list(array.shape)}")

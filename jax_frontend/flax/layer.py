@@ -1,4 +1,4 @@
-"""What the linen and the NNX attention layers share: everything between their projections."""
+"""The code that the linen and the NNX attention layers share: everything between their projections."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Rotary = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]
 
 
 class LayerOptions(Protocol):
-    """The options that both layers hold under these names."""
+    """The options that both layers have, by these names."""
 
     causal: bool
     alignment: str
@@ -46,8 +46,8 @@ class Projections(NamedTuple):
     out: Callable[[jax.Array], jax.Array]
 
 
-class Call(NamedTuple):
-    """The arguments of one call of a layer; dropout is 0 where it is switched off."""
+class LayerCall(NamedTuple):
+    """The arguments of one call of a layer; dropout is 0 if it is switched off."""
 
     mask: jax.Array | None = None
     bias: jax.Array | None = None
@@ -60,15 +60,18 @@ class Call(NamedTuple):
     pages: Pages | None = None
 
 
-def attend(layer: LayerOptions, projections: Projections, x: jax.Array, context: jax.Array | None, call: Call) -> Any:
-    """Projects, rotates, attends and projects back.
+def attend(
+    layer: LayerOptions, projections: Projections, x: jax.Array, context: jax.Array | None, call: LayerCall
+) -> Any:
+    """Projects x to q, k and v, rotates q and k, computes attention, and projects the output.
 
     Args:
         x: ``[batch, seq, features]``; with seq_info ``[tokens, features]`` or ``[1, tokens, features]``.
-        context: where keys and values come from, laid out as x; None for self-attention.
+        context: the source of keys and values, laid out as x; None for self-attention.
 
     Returns:
-        The rank of x, with the features of ``projections.out``; with pages also the pool, ``(out, (k, v))``.
+        An array with the rank of x and the features of ``projections.out``; with pages ``(out, (k, v))``, where k and
+        v are the updated pool.
     """
     if call.pages is not None:
         return _attend_in_pages(layer, projections, x, context, call, call.pages)
@@ -97,7 +100,7 @@ def attend(layer: LayerOptions, projections: Projections, x: jax.Array, context:
         window=layer.window,
         softcap=layer.softcap,
         scale=layer.scale,
-        mask=None if call.mask is None else jnp.asarray(call.mask).astype(bool),  # Flax's own helpers make float32
+        mask=None if call.mask is None else jnp.asarray(call.mask).astype(bool),  # Flax's helpers make float32 masks
         bias=call.bias,
         alibi_slopes=call.alibi_slopes,
         sinks=call.sinks,
@@ -111,17 +114,22 @@ def attend(layer: LayerOptions, projections: Projections, x: jax.Array, context:
 
 
 def _attend_in_pages(
-    layer: LayerOptions, projections: Projections, x: jax.Array, context: jax.Array | None, call: Call, pages: Pages
+    layer: LayerOptions,
+    projections: Projections,
+    x: jax.Array,
+    context: jax.Array | None,
+    call: LayerCall,
+    pages: Pages,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """New tokens ``[tokens, features]``: their keys and values go into the pages, and they see what those hold."""
-    others: dict[str, Any] = {
+    """Appends the keys and values of new tokens ``[tokens, features]`` to the pages, and attends to the pages."""
+    unsupported: dict[str, Any] = {
         "context": context,
         "mask": call.mask,
         "bias": call.bias,
         "alibi_slopes": call.alibi_slopes,
     }
-    others |= {"seq_info": call.seq_info, "context_axis": layer.context_axis}
-    check_paged_layer(x.shape, layer.alignment, call.dropout, others)
+    unsupported |= {"seq_info": call.seq_info, "context_axis": layer.context_axis}
+    check_paged_layer(x.shape, layer.alignment, call.dropout, unsupported)
     positions = None if call.positions is None else jnp.asarray(call.positions)
     check_rotary(
         rotary=layer.rotary is not None,
@@ -132,8 +140,8 @@ def _attend_in_pages(
     q, k, v = projections.query(x), projections.key(x), projections.value(x)  # [tokens, heads, dim]
     dtype = jnp.result_type(q, k, v)
     if layer.rotary is not None:
-        places = _places(pages.step, x.shape[0]) if positions is None else positions
-        q, k = (rows[0].astype(dtype) for rows in layer.rotary(q[None], k[None], places.reshape(1, -1)))
+        positions = _sequence_positions(pages.step, x.shape[0]) if positions is None else positions
+        q, k = (rows[0].astype(dtype) for rows in layer.rotary(q[None], k[None], positions.reshape(1, -1)))
     tables = pages.step.tables
     kinds = (pages.k.dtype, pages.v.dtype)
     pool = append_kv(pages.k, pages.v, *(new.astype(kind) for new, kind in zip((k, v), kinds, strict=True)), **tables)
@@ -153,20 +161,23 @@ def _attend_in_pages(
     return projections.out(out.astype(dtype)), pool
 
 
-def _places(step: Step, tokens: int) -> jax.Array:
-    """int32 ``[tokens]``: the place of each new token in its own sequence."""
+def _sequence_positions(step: Step, tokens: int) -> jax.Array:
+    """Returns the position of each new token in its own sequence, int32 ``[tokens]``."""
     token = jnp.arange(tokens, dtype=jnp.int32)
     lengths = jnp.asarray(step.seq_lens)
     if step.cu_seqlens_q is None:
         return lengths - 1
     ends = jnp.asarray(step.cu_seqlens_q)[1:]
-    of = jnp.minimum(ended(ends, tokens), len(ends) - 1)
-    return lengths[of] - (ends[of] - token)
+    sequence = jnp.minimum(ended(ends, tokens), len(ends) - 1)
+    return lengths[sequence] - (ends[sequence] - token)
 
 
 def token_positions(positions: jax.Array | None, seq_info: SeqInfo | None, batch: int, seq: int) -> jax.Array:
-    """``[batch, seq]`` int positions: the caller's (``[seq]`` or ``[batch, seq]``), else counted from each row's or
-    document's start."""
+    """Returns ``[batch, seq]`` int positions: the caller's, or else each token's index in its row or document.
+
+    Args:
+        positions: the caller's positions, ``[seq]`` or ``[batch, seq]``; or None.
+    """
     if positions is None:
         positions = jnp.arange(seq, dtype=jnp.int32)
         if seq_info is not None:

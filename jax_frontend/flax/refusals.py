@@ -1,4 +1,4 @@
-"""What Flax's layers can ask of an attention function and no kernel does: refused by the name of the keyword."""
+"""Raises errors for the keywords of Flax's layers that no kernel can honour. Each error names its keyword."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attn_core.errors import SpecError
 
 
 def check_dropout(broadcast_dropout: bool, dropout_rng: Any, dropout_rate: float) -> None:
-    """For a call that drops weights."""
+    """Checks the dropout keywords of a call that drops weights."""
     if broadcast_dropout:
         raise SpecError(
             f"broadcast_dropout=True with dropout_rate={dropout_rate}: every softmax weight is dropped on its own "
@@ -24,15 +24,15 @@ def check_dropout(broadcast_dropout: bool, dropout_rng: Any, dropout_rate: float
 
 
 def check_precision(precision: Any, dtype: Any) -> None:
-    """A ``jax.lax.Precision``, its name, or a pair of them. JAX gives it a meaning in float32 only.
+    """Checks a ``jax.lax.Precision``, its name, or a pair of them. JAX uses a precision in float32 only.
 
-    Every kernel multiplies float32 as precisely as HIGHEST. ``jax_xla`` does unless ``jax.default_matmul_precision``
-    says less, so a layer that asks for more than that is refused.
+    Every kernel multiplies float32 as precisely as HIGHEST, except ``jax_xla`` under a lower
+    ``jax.default_matmul_precision``. A layer that requests more than that default raises an error.
     """
     for each in precision if isinstance(precision, tuple) else (precision,):
         try:
             level = lax.Precision(each).value
-        except (ValueError, TypeError):  # of what cannot be hashed
+        except (ValueError, TypeError):  # TypeError: the value is not hashable
             raise SpecError(
                 f"precision={precision!r}: expected None, a jax.lax.Precision or its name; kernels choose the "
                 "algorithm of their multiplications"
@@ -45,7 +45,7 @@ def check_precision(precision: Any, dtype: Any) -> None:
 
 
 def refuse_weights(module: Any, dot_general: Any, qk_einsum: Any, value_einsum: Any) -> None:
-    """What would need the matrix of weights."""
+    """Raises SpecError for keywords that need the matrix of attention weights."""
     if module is not None:
         raise SpecError(
             "module: sow_weights=True asks for the attention weights, which are never in memory here; "
@@ -58,31 +58,31 @@ def refuse_weights(module: Any, dot_general: Any, qk_einsum: Any, value_einsum: 
     }
     for name, einsum in einsums.items():
         if einsum is not None:
-            raise SpecError(f"{name}: expected None, for the kernels run no einsum that could be replaced")
+            raise SpecError(f"{name}: expected None, because the kernels run no einsum that it could replace")
 
 
 def check_one_causal_query(q_len: int, kv_len: int, mask: Any) -> None:
-    """``is_causal``, without a word about alignment, where it would leave one query its first key alone.
+    """Raises SpecError if ``is_causal`` without an alignment would let one query see the first key only.
 
-    So the layers of flax 0.12.8 call in decode mode, with the mask of the cache; later ones leave ``is_causal`` out.
+    The layers of flax 0.12.8 call like this in decode mode, with the cache's mask; later versions omit ``is_causal``.
     """
     if q_len == 1 < kv_len and mask is not None:
         raise SpecError(
             f"is_causal=True with 1 query, {kv_len} keys and a mask: counted from the first key (top_left) the query "
-            "would see that one alone. In decode mode leave is_causal out, for the cache's mask is causal already; "
-            "elsewhere say attention_fn(alignment=...)"
+            "would see that key alone. In decode mode omit is_causal, because the cache's mask is causal already; "
+            "elsewhere pass attention_fn(alignment=...)"
         )
 
 
 def check_positions(input_positions: Any, rotary: Any, q_len: int, kv_len: int) -> None:
-    """Positions are for a rotary embedding, and that is for queries and keys of the same rows."""
+    """Checks that positions come with a rotary embedding, and that it gets as many keys as queries."""
     if rotary is None and input_positions is not None:
         raise SpecError(
-            "input_positions: expected None without a rotary embedding, for nothing else here reads positions; say "
+            "input_positions: expected None without a rotary embedding, because only rotary uses positions; pass "
             "attention_fn(rotary=...)"
         )
     if rotary is not None and q_len != kv_len:
         raise SpecError(
-            f"rotary: expected as many keys as queries, got {q_len} queries and {kv_len} keys; where a key of a cache "
-            "or of a context stands is not known here: rotate before the layer's attention"
+            f"rotary: expected as many keys as queries, got {q_len} queries and {kv_len} keys; the positions of keys "
+            "in a cache or a context are not known here: rotate before the layer's attention"
         )
