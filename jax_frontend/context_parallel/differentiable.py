@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from attn_core.context_parallel.request import Request
-from jax_frontend.context_parallel import engine
-from jax_frontend.context_parallel.engine import Engine
+from jax_frontend.context_parallel.backward import backward
 from jax_frontend.context_parallel.exchange import varying_over
+from jax_frontend.context_parallel.forward import Engine, forward
 from jax_frontend.context_parallel.prepare import axes_of, call_of, on_device
 from jax_frontend.dispatch import lone_sinks
 from jax_frontend.dispatch.differentiable import LSE_NAME, OUT_NAME
@@ -23,14 +23,14 @@ Array = jax.Array
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(request: Request, q: Array, k: Array, v: Array, sinks: Array | None) -> Any:
     with_lse = request.options.return_lse
-    out, lse, _ = engine.forward(_engine(request, False), q, k, v, sinks, with_lse=with_lse)
+    out, lse, _ = forward(_engine(request, False), q, k, v, sinks, with_lse=with_lse)
     return (out, lse) if with_lse else out
 
 
 def _forward(request: Request, q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Any, Any]:
     """The results, and what the backward needs; ``jax.checkpoint`` policies find it by the names of ``attention``."""
     with_lse = request.options.return_lse
-    out, lse, kept = engine.forward(_engine(request, True), q, k, v, sinks, with_lse=with_lse)
+    out, lse, kept = forward(_engine(request, True), q, k, v, sinks, with_lse=with_lse)
     out = checkpoint_name(out, OUT_NAME)
     kept = tuple(each._replace(lse=checkpoint_name(each.lse, LSE_NAME)) for each in kept)
     return ((out, lse) if with_lse else out), ((q, k, v, sinks), out, kept)
@@ -39,7 +39,7 @@ def _forward(request: Request, q: Array, k: Array, v: Array, sinks: Array | None
 def _backward(request: Request, saved: Any, given: Any) -> tuple[Array, Array, Array, Array | None]:
     given = given if request.options.return_lse else (given, None)
     inputs, out, kept = saved
-    return engine.backward(_engine(request, True), inputs, out, kept, given)
+    return backward(_engine(request, True), inputs, out, kept, given)
 
 
 _attention.defvjp(_forward, _backward)

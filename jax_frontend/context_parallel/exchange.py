@@ -1,7 +1,7 @@
-"""What ranks of a mesh send each other in context parallelism: heads for positions, blocks in a ring, or everything.
+"""The collectives of context parallelism: heads for positions, a ring of blocks, all-gather, and gradients back.
 
-Arrays are ``[batch, places, heads, dim]``. Every function is for use inside ``jax.shard_map`` and is never
-differentiated: the backward of context parallelism says itself what it sends.
+Arrays are ``[batch, places, heads, dim]``. Every function runs inside ``jax.shard_map``. JAX never differentiates them,
+because the backward of context parallelism is explicit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Axes(NamedTuple):
     """The mesh axes that a row is spread over. Rank ``part * members + member`` is a part's member.
 
     Attributes:
-        outer: the axis of the parts, None where there is one part; inner: that of a part's members, who share heads.
+        outer: the axis of the parts, None if there is one part.
+        inner: the axis of a part's members, which share its heads; None if a part has one member.
         parts, members: their sizes.
     """
 
@@ -55,7 +56,7 @@ class Axes(NamedTuple):
 
     @property
     def swap(self) -> bool:
-        """Whether there are two parts, which swap what more of them would gather; ``places.among_all`` counts so."""
+        """Whether there are two parts, which swap blocks instead of gathering them; ``places.among_all`` counts so."""
         return self.parts == 2
 
     @property
@@ -74,25 +75,25 @@ class Axes(NamedTuple):
         return self.part * self.members + self.member
 
 
-def heads_for_positions(axes: Axes, array: Array) -> Array:
+def heads_to_positions(axes: Axes, array: Array) -> Array:
     """``[batch, shard, members * heads, dim]`` of each member as ``[batch, members * shard, heads, dim]``."""
     if axes.inner is None:
         return array
     return lax.all_to_all(array, axes.inner, split_axis=2, concat_axis=1, tiled=True)
 
 
-def positions_for_heads(axes: Axes, array: Array) -> Array:
+def positions_to_heads(axes: Axes, array: Array) -> Array:
     """The way back: ``[batch, members * shard, heads, dim]`` as ``[batch, shard, members * heads, dim]``."""
     if axes.inner is None:
         return array
     return lax.all_to_all(array, axes.inner, split_axis=1, concat_axis=2, tiled=True)
 
 
-def from_all_parts(axes: Axes, one: Array, other: Array) -> tuple[Array, ...]:
-    """Two arrays ``[batch, places, ...]`` of every part, as they travel; ``of_all_parts`` takes them apart.
+def gather(axes: Axes, one: Array, other: Array) -> tuple[Array, ...]:
+    """Gathers two arrays ``[batch, places, ...]`` of every part; ``unpack_gathered`` takes the result apart.
 
-    They travel in one array ``[parts, 2, batch, places, ...]`` where they have one shape. Two parts swap theirs: each
-    gets ``[1, ...]``, the other's.
+    Arrays of one shape travel as one array ``[parts, 2, batch, places, ...]``. Two parts swap their arrays: each gets
+    ``[1, ...]``, the other part's.
     """
     assert axes.outer is not None
     if axes.swap:
@@ -100,17 +101,18 @@ def from_all_parts(axes: Axes, one: Array, other: Array) -> tuple[Array, ...]:
     return tuple(lax.all_gather(array, axes.outer) for array in Pair.of(one, other).arrays)
 
 
-def of_all_parts(gathered: tuple[Array, ...]) -> tuple[Array, Array]:
-    """Two arrays ``[batch, parts * places, ...]``, end to end, from what ``from_all_parts`` gave: one part's of two."""
+def unpack_gathered(gathered: tuple[Array, ...]) -> tuple[Array, Array]:
+    """Two arrays ``[batch, parts * places, ...]`` from the result of ``gather``; of two parts, the other's alone."""
     pair = [gathered[0][:, 0], gathered[0][:, 1]] if len(gathered) == 1 else gathered
     one, other = (array.swapaxes(0, 1).reshape(array.shape[1], -1, *array.shape[3:]) for array in pair)
     return one, other
 
 
-def summed_for_each_part(axes: Axes, one: Array, other: Array, dtype: Any) -> tuple[Array, Array]:
-    """Two arrays of the shapes that ``of_all_parts`` gives, summed over the parts, each of which gets its own places.
+def send_gradients(axes: Axes, one: Array, other: Array, dtype: Any) -> tuple[Array, Array]:
+    """Sends every part the gradients of its keys, and returns the sums of those that arrive.
 
-    They are added up in ``dtype`` and in the order of parts, whatever their own. Of two parts each gets the other's.
+    Arrays have the shapes that ``unpack_gathered`` returns. Sums are computed in ``dtype``, in the order of parts. Of
+    two parts, each gets the other's array.
     """
     assert axes.outer is not None
     if axes.swap:
@@ -119,26 +121,27 @@ def summed_for_each_part(axes: Axes, one: Array, other: Array, dtype: Any) -> tu
     # [batch, parts * places, ...] -> [parts, batch, places, ...]
     first, second = (x.reshape(x.shape[0], axes.parts, -1, *x.shape[2:]).swapaxes(0, 1) for x in (one, other))
     sent = [_stacked(first, second, 1)] if one.shape == other.shape else [first, second]
-    found = [lax.all_to_all(array, axes.outer, 0, 0).sum(0, dtype=dtype) for array in sent]
-    return Pair(tuple(found)).both
+    sums = [lax.all_to_all(array, axes.outer, 0, 0).sum(0, dtype=dtype) for array in sent]
+    return Pair(tuple(sums)).both
 
 
 def _stacked(one: Array, other: Array, axis: int) -> Array:
-    """``jnp.stack``, by two copies: XLA's concatenation takes twice as long on a GPU.
+    """``jnp.stack`` by two copies, because XLA's concatenation takes twice as long on a GPU.
 
-    Not inside a ``jax.shard_map`` over some axes of a mesh, where the buffer would have to be split as the arrays are.
+    Uses ``jnp.stack`` inside a ``jax.shard_map`` over some axes of a mesh: the buffer would have to be split as the
+    arrays are.
     """
     if partly_manual():
         return jnp.stack((one, other), axis)
     shape = (*one.shape[:axis], 2, *one.shape[axis:])
-    made = varying_as((one, other), lax.empty(shape, one.dtype))
+    stacked = varying_as((one, other), lax.empty(shape, one.dtype))
     for at, array in enumerate((one, other)):
-        made = lax.dynamic_update_slice_in_dim(made, jnp.expand_dims(array, axis), at, axis)
-    return made
+        stacked = lax.dynamic_update_slice_in_dim(stacked, jnp.expand_dims(array, axis), at, axis)
+    return stacked
 
 
 class Pair(NamedTuple):
-    """Two arrays that travel together: in one array ``[2, ...]`` where they have one shape, and apart elsewhere."""
+    """Two arrays that travel together: as one array ``[2, ...]`` if they have one shape, else as two."""
 
     arrays: tuple[Array, ...]
 
@@ -154,7 +157,7 @@ class Pair(NamedTuple):
         return one, other
 
     def hop(self, axes: Axes, distance: int) -> Pair:
-        """What the part ``distance`` places before this one holds, in a ring of parts."""
+        """Sends the pair ``distance`` parts on, in a ring; returns the pair that arrives from as far behind."""
         if axes.outer is None or distance % axes.parts == 0:
             return self
         ring = [(part, (part + distance) % axes.parts) for part in range(axes.parts)]
@@ -168,21 +171,21 @@ class Pair(NamedTuple):
 def each_its_own(part: Any, kinds: Sequence[Any], run: Callable[..., Any], *operands: Any) -> Any:
     """Runs ``run(kind, *operands)`` with the kind of a device's part: a branch for each distinct kind.
 
-    ``run`` must hold no collective, for parts take different branches.
+    ``run`` must not contain a collective, because parts take different branches.
     """
     distinct = tuple(dict.fromkeys(kinds))
     if len(distinct) == 1:
         return run(distinct[0], *operands)
-    branches = [lambda *given, kind=kind: run(kind, *given) for kind in distinct]
+    branches = [lambda *arrays, kind=kind: run(kind, *arrays) for kind in distinct]
     select = jnp.asarray([distinct.index(kind) for kind in kinds], jnp.int32)
     return lax.switch(select[part], branches, *operands)
 
 
 def varying_over(axes: Axes, *arrays: Any) -> tuple[Any, ...]:
-    """The arrays (or None) typed as varying over the axes, and over every other that one of them varies over.
+    """The arrays (or None) typed as varying over the axes, and over every other axis that one of them varies over.
 
-    What a rank computes depends on which rank it is. The gradient of an array that was equal on every device is then
-    summed over them, as JAX does for its own operations.
+    A rank's result depends on which rank it is. JAX then sums the gradient of an array that is equal on every device
+    over the devices, as it does for its own operations.
     """
     ranks = [lax.axis_index(name) for name in axes.names]  # typed as varying where types are checked
     kinds = [_varies_over(array) for array in (*ranks, *arrays) if array is not None]

@@ -1,4 +1,4 @@
-"""What a group of heads computes with on one device, step by step: its keys and values, own and others'."""
+"""Yields a head group's blocks of keys and values, step by step: this device's own block, then received blocks."""
 
 from __future__ import annotations
 
@@ -17,53 +17,53 @@ Keys = tuple[Array, Array]
 """k and v of a block."""
 
 
-class Brought(NamedTuple):
-    """What a group of heads computes with, and what a backward has of whole rows beside it.
+class GroupInputs(NamedTuple):
+    """The operands of a group of heads.
 
     Attributes:
-        gathered: the keys and values of all parts, as they came, where a backward finds them kept; else ().
+        saved: whole rows' results and their gradients, in a backward.
+        gathered: in a backward the keys and values of all parts, if the forward kept them; else ().
     """
 
     q: Array
     keys: Keys
-    saved: tiles.Saved | None = None
+    saved: tiles.WholeRows | None = None
     gathered: tuple[Array, ...] = ()
 
 
-class Kept(NamedTuple):
-    """What a backward needs besides inputs and output: of each group of heads the log-sum-exp as it was computed, and
-    the keys and values that came where they are kept."""
+class Residuals(NamedTuple):
+    """What a group's backward needs besides inputs and output: the log-sum-exp, and gathered keys if they are kept."""
 
     lse: Array
     gathered: tuple[Array, ...]
 
 
-def steps_of(
-    call: ContextCall, axes: Axes, brought: Brought
-) -> Iterator[tuple[Step, list[tiles.Mine], tuple[Array, ...]]]:
-    """Each step with what every part does in it, and its block of keys and values; one array where they travelled so.
+def blocks(
+    call: ContextCall, axes: Axes, inputs: GroupInputs
+) -> Iterator[tuple[Step, list[tiles.PartTiles], tuple[Array, ...]]]:
+    """Yields each step, the tiles of every part, and the block of keys and values (one array if they travelled as one).
 
-    Where everybody's are here already, the step with them comes first: what it gives for others is then sent in time.
+    If the gathered keys are already here, their step comes first, so that its gradients for other parts leave early.
     """
     steps = call.plan.steps
-    if brought.gathered:
+    if inputs.gathered:
         steps = tuple(sorted(steps, key=lambda step: step.own))
-    for step, block in zip(steps, _blocks(call, axes, steps, brought), strict=True):
-        # Which part it is goes in only where it matters: every kind is a branch to compile.
+    for step, block in zip(steps, _blocks(call, axes, steps, inputs), strict=True):
+        # The part's number is left out unless tiles depend on it, because each distinct kind compiles a branch.
         kinds = [
-            tiles.Mine(mine, step.gathered, part if step.gathered and mine else None)
+            tiles.PartTiles(mine, step.gathered, part if step.gathered and mine else None)
             for part, mine in enumerate(step.tiles)
         ]
         yield step, kinds, block
 
 
-def _blocks(call: ContextCall, axes: Axes, steps: tuple[Step, ...], brought: Brought) -> Iterator[tuple[Array, ...]]:
-    """The block of each step, or what was gathered; the next one's sent before."""
-    keys = brought.keys
+def _blocks(call: ContextCall, axes: Axes, steps: tuple[Step, ...], inputs: GroupInputs) -> Iterator[tuple[Array, ...]]:
+    """Yields the block of each step; sends the next block before it yields one."""
+    keys = inputs.keys
     if all(step.own or step.gathered for step in steps):
-        everybody: tuple[Array, ...] = brought.gathered or keys
-        if call.plan.gathers and not brought.gathered:
-            everybody = exchange.from_all_parts(axes, *keys)
+        everybody: tuple[Array, ...] = inputs.gathered or keys
+        if call.plan.gathers and not inputs.gathered:
+            everybody = exchange.gather(axes, *keys)
         yield from (everybody if step.gathered else keys for step in steps)
         return
     travelling = Pair.of(*keys).hop(axes, steps[0].shift)

@@ -27,7 +27,7 @@ from jax_frontend.bridge import compiled_lane, targets
 from jax_frontend.bridge.bridged_call import BridgedStep, calls_of
 from jax_frontend.context_parallel import tiles
 from jax_frontend.context_parallel.exchange import Axes, each_its_own
-from jax_frontend.context_parallel.tiles import Mine, Runner
+from jax_frontend.context_parallel.tiles import PartTiles, TileContext
 from jax_frontend.dispatch import local_call, primitive_rules
 from jax_frontend.dispatch.ops import jit_program, to_low_jaxpr
 from jax_frontend.dispatch.partitioning import partly_manual
@@ -45,25 +45,25 @@ Rows = tuple[Array, Array]
 
 
 def attend(
-    runner: Runner,
+    context: TileContext,
     axes: Axes,
     step: Step,
-    kinds: Sequence[Mine],
+    kinds: Sequence[PartTiles],
     q: Array,
     keys: tuple[Array, ...],
     so_far: Rows | None,
 ) -> Rows:
     """``context_tiles.attend`` of this device's kind."""
     same = len(set(kinds)) == 1 and so_far is None  # where there is something to add to, torch's merge does it
-    if same or partly_manual() or not _called_back(runner.call, runner.device, step):
-        return each_its_own(axes.part, kinds, partial(tiles.attend, runner), q, keys, so_far)  # type: ignore[no-any-return]
+    if same or partly_manual() or not _called_back(context.call, context.device, step):
+        return each_its_own(axes.part, kinds, partial(tiles.attend, context), q, keys, so_far)  # type: ignore[no-any-return]
     operands = (q, *keys, *(so_far or ()), axes.part)
-    made = StepCall(runner.call, runner.call.plan.steps.index(step), paired=len(keys) == 1)
+    made = StepCall(context.call, context.call.plan.steps.index(step), paired=len(keys) == 1)
     assert made.after == (so_far is not None)
-    branches = _branches(runner, tuple(kinds), made.arrays).trace(*operands).jaxpr
+    branches = _branches(context, tuple(kinds), made.arrays).trace(*operands).jaxpr
     out, lse = step_p.bind(
         *operands,
-        call=BridgedStep(made, runner.device, runner.beside),
+        call=BridgedStep(made, context.device, context.beside),
         axis=axes.outer,
         meshes=(jax.sharding.get_abstract_mesh(), _in_force()),
         branches=to_low_jaxpr(branches),
@@ -81,12 +81,12 @@ def _called_back(call: ContextCall, device: str, step: Step) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _branches(runner: Runner, kinds: tuple[Mine, ...], count: int) -> Any:
+def _branches(context: TileContext, kinds: tuple[PartTiles, ...], count: int) -> Any:
     """A function of the operands of a device's call and its part, in operations that need no mesh."""
 
     def run(q: Array, *rest: Array) -> Rows:
         keys, so_far, part = rest[:count], rest[count:-1], rest[-1]
-        return each_its_own(part, kinds, partial(tiles.attend, runner), q, keys, so_far or None)  # type: ignore[no-any-return]
+        return each_its_own(part, kinds, partial(tiles.attend, context), q, keys, so_far or None)  # type: ignore[no-any-return]
 
     return jax.jit(run)
 

@@ -16,7 +16,7 @@ from attn_core.call.tensors import Gradients, Inputs
 from attn_core.context_parallel.call import ContextCall
 from attn_core.context_parallel.places import among_all, of_tile
 from attn_core.context_parallel.tiles import Tile
-from jax_frontend.context_parallel.exchange import Pair, of_all_parts
+from jax_frontend.context_parallel.exchange import Pair, unpack_gathered
 from jax_frontend.context_parallel.places import put, taken
 from jax_frontend.dispatch import ops
 from jax_frontend.dispatch.differentiable import varying_alike
@@ -27,7 +27,7 @@ Array = jax.Array
 Tiles = tuple[Tile, ...]
 
 
-class Mine(NamedTuple):
+class PartTiles(NamedTuple):
     """What one part computes in a step.
 
     Attributes:
@@ -41,10 +41,10 @@ class Mine(NamedTuple):
 
     def block(self, keys: tuple[Array, ...]) -> tuple[Array, Array]:
         """(k, v); of what was gathered end to end, taken apart here, so that only what a part reads is copied."""
-        return of_all_parts(keys) if self.gathered else Pair(keys).both
+        return unpack_gathered(keys) if self.gathered else Pair(keys).both
 
 
-class Runner(NamedTuple):
+class TileContext(NamedTuple):
     """What a tile needs to know of the call that it belongs to.
 
     Attributes:
@@ -75,13 +75,13 @@ class Runner(NamedTuple):
         spec, name = self.call.backend_of(tile)
         return Plan(spec, name, self.device, one_row=False, beside=self.beside, requested=self.call.requested)
 
-    def places(self, mine: Mine, tile: Tile) -> tuple[np.ndarray, np.ndarray]:
+    def places(self, mine: PartTiles, tile: Tile) -> tuple[np.ndarray, np.ndarray]:
         """Where a tile's rows and keys lie. What was gathered stays as it came, one part's block after the other."""
         rows, keys = of_tile(tile)
         return rows, keys if mine.of_part is None else among_all(self.call.plan, mine.of_part)[keys]
 
 
-class Saved(NamedTuple):
+class WholeRows(NamedTuple):
     """What a backward is given of whole rows; dlse is None where nothing depends on the log-sum-exp."""
 
     out: Array
@@ -91,31 +91,31 @@ class Saved(NamedTuple):
 
 
 def attend(
-    runner: Runner, mine: Mine, q: Array, keys: tuple[Array, ...], so_far: tuple[Array, Array] | None
+    context: TileContext, mine: PartTiles, q: Array, keys: tuple[Array, ...], so_far: tuple[Array, Array] | None
 ) -> tuple[Array, Array]:
     """(out, lse) of the rows over the keys of some tiles and those ``so_far``; a row without keys has 0 and -inf.
 
-    ``keys`` are k and v of a block, or what ``context_exchange.from_all_parts`` gathered. Rows that no tile has touched
+    ``keys`` are k and v of a block, or what ``context_exchange.gather`` gathered. Rows that no tile has touched
     yet take a tile's result as it is.
     """
     k, v = mine.block(keys)
     touched = np.full(q.shape[1], so_far is not None)
-    out, lse = so_far or _nothing(runner, q, v)
+    out, lse = so_far or _nothing(context, q, v)
     for tile in mine.tiles:
-        index = rows, _ = runner.places(mine, tile)
-        made = runner.planned(tile)
+        index = rows, _ = context.places(mine, tile)
+        made = context.planned(tile)
         part, part_lse = ops.forward(made, _inputs(made, tile, index, q, k, v))
         if made.spec.packed:
             part, part_lse = part[None], part_lse[None]
         part = part.astype(out.dtype)
         if touched[rows].any():
-            part, part_lse = merged(taken(out, rows, 1), taken(lse, rows, 2), part, part_lse)
+            part, part_lse = merge(taken(out, rows, 1), taken(lse, rows, 2), part, part_lse)
         out, lse = put(out, part, rows, 1), put(lse, part_lse, rows, 2)
         touched[rows] = True
     return out, lse
 
 
-def merged(out: Array, lse: Array, other: Array, other_lse: Array) -> tuple[Array, Array]:
+def merge(out: Array, lse: Array, other: Array, other_lse: Array) -> tuple[Array, Array]:
     """Attention to two sets of keys as that to both (Milakov, Gimelshein, 2018, arXiv:1805.02867, for two parts).
 
     A log-sum-exp of -inf is a part without keys, of which both may be. Computed in its dtype, and rounded once.
@@ -130,22 +130,44 @@ def merged(out: Array, lse: Array, other: Array, other_lse: Array) -> tuple[Arra
     return (before + share * (further - before)).astype(out.dtype), base + jnp.log(total)
 
 
+def with_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
+    """(out, lse) of rows with their sinks; a row that sees no key keeps its 0 and -inf."""
+    empty = lse == -jnp.inf
+    before = jnp.where(empty, 0, lse)
+    after = jnp.logaddexp(before, sinks[:, None])
+    share = jnp.where(empty, 0, jnp.exp(before - after))
+    return out * share.swapaxes(1, 2)[..., None], jnp.where(empty, -jnp.inf, after)
+
+
+def sink_gradient(sinks: Array, saved: WholeRows) -> Array:
+    """``[heads]``: each row's sink weight times how its logits move together, over the rows that see a key.
+
+    That is ``exp(sink - lse) * (dlse - sum(dout * out))``.
+    """
+    shift = -(saved.dout.astype(sinks.dtype) * saved.out.astype(sinks.dtype)).sum(-1).swapaxes(1, 2)
+    if saved.dlse is not None:
+        shift = shift + saved.dlse.astype(sinks.dtype)
+    empty = saved.lse == -jnp.inf
+    weights = jnp.exp(sinks[:, None] - jnp.where(empty, 0, saved.lse))
+    return jnp.where(empty, 0, weights * shift).sum((0, 2))
+
+
 def gradients(
-    runner: Runner, of_keys: str, mine: Mine, q: Array, keys: tuple[Array, ...], saved: Saved
+    context: TileContext, of_keys: str, mine: PartTiles, q: Array, keys: tuple[Array, ...], saved: WholeRows
 ) -> tuple[Array, Array, Array]:
     """(dq, dk, dv) of some tiles, from the output and the log-sum-exp of whole rows; 0 at the places of no tile.
 
-    ``of_keys`` is "own" or "sent", see ``Runner.accumulator``; keys as in ``attend``.
+    ``of_keys`` is "own" or "sent", see ``TileContext.accumulator``; keys as in ``attend``.
     """
     k, v = mine.block(keys)
     totals = [
-        varying_as((q, k, v), jnp.zeros(array.shape, runner.accumulator(of)))
+        varying_as((q, k, v), jnp.zeros(array.shape, context.accumulator(of)))
         for array, of in ((q, "q"), (k, of_keys), (v, of_keys))
     ]
     touched = [np.zeros(array.shape[1], bool) for array in totals]
     for tile in mine.tiles:
-        rows, of_key = runner.places(mine, tile)
-        found = _tile_gradients(runner.planned(tile), tile, (rows, of_key), q, k, v, saved)
+        rows, of_key = context.places(mine, tile)
+        found = _tile_gradients(context.planned(tile), tile, (rows, of_key), q, k, v, saved)
         for at, (part, index) in enumerate(((found.dq, rows), (found.dk, of_key), (found.dv, of_key))):
             part = part.astype(totals[at].dtype)
             if touched[at][index].any():
@@ -160,7 +182,7 @@ Index = tuple[np.ndarray, np.ndarray]
 """The places of a tile's rows and of its keys."""
 
 
-def _tile_gradients(made: Plan, tile: Tile, index: Index, q: Array, k: Array, v: Array, saved: Saved) -> Gradients:
+def _tile_gradients(made: Plan, tile: Tile, index: Index, q: Array, k: Array, v: Array, saved: WholeRows) -> Gradients:
     packed = made.spec.packed
 
     def cut(array: Any, axis: int) -> Any:
@@ -185,9 +207,9 @@ def _inputs(made: Plan, tile: Tile, index: Index, q: Array, k: Array, v: Array) 
     return varying_alike(Inputs(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k))
 
 
-def _nothing(runner: Runner, q: Array, v: Array) -> tuple[Array, Array]:
+def _nothing(context: TileContext, q: Array, v: Array) -> tuple[Array, Array]:
     """(out, lse) of rows that have seen no key yet."""
     batch, rows, heads, _ = q.shape
-    out = jnp.zeros((batch, rows, heads, v.shape[-1]), runner.accumulator("q"))
-    lse = jnp.full((batch, heads, rows), -jnp.inf, runner.call.spec.lse_dtype)
+    out = jnp.zeros((batch, rows, heads, v.shape[-1]), context.accumulator("q"))
+    lse = jnp.full((batch, heads, rows), -jnp.inf, context.call.spec.lse_dtype)
     return varying_as((q, v), out), varying_as((q, v), lse)

@@ -47,8 +47,8 @@ from jax_frontend.context_parallel import exchange, tiles
 from jax_frontend.context_parallel import step as context_step
 from jax_frontend.dispatch import platforms
 from jax_frontend.export import export_checks
-from torch_frontend.context_parallel import engine as torch_engine
 from torch_frontend.context_parallel import exchange as torch_exchange
+from torch_frontend.context_parallel import forward as torch_forward
 from torch_frontend.context_parallel import keys as torch_keys
 from torch_frontend.context_parallel import program as torch_program
 
@@ -451,11 +451,11 @@ def test_the_bits_are_those_that_a_rank_of_torch_computes(name, monkeypatch):
             source = plan.k_blocks.index(plan.keys(step, work.program.part)) if not step.gathered else None
             yield step, runs, rows[1:] if step.gathered else blocks[source][1:]
 
-    monkeypatch.setattr(torch_engine, "blocks", arrived)
+    monkeypatch.setattr(torch_forward, "blocks", arrived)
     for part, (mine, own) in enumerate(zip(blocks, np.split(found, plan.outer, 1), strict=True)):
         one = torch_program.program(call, part, torch.device("cpu"))
         work = torch_program.Work(one, torch_exchange.Axis("", plan.outer, part), torch_exchange.Axis("", 1, 0))
-        out, _ = torch_engine._attend(work, mine, torch_keys.Keys(mine[1:]))
+        out, _ = torch_forward._attend(work, mine, torch_keys.Keys(mine[1:]))
         held = plan.q_layout.held(part)
         assert np.array_equal(out.numpy()[:, :held], own[:, :held])
 
@@ -959,7 +959,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_planted_a_merge_with_a_wrong_log_sum_exp(planted):
     """In branches, by XLA's operations; and where kernels are called back, by torch's."""
-    for module, name, backend in ((tiles, "merged", "jax_xla"), (step_torch, "merge", "math")):
+    for module, name, backend in ((tiles, "merge", "jax_xla"), (step_torch, "merge", "math")):
         right = getattr(module, name)
         planted.setattr(module, name, lambda *arrays, right=right: right(*arrays[:3], arrays[3] + 1e-6))
         with pytest.raises(AssertionError):
@@ -981,9 +981,7 @@ def test_planted_gradients_that_are_not_brought_home(planted):
 
 
 def test_planted_sinks_in_every_tile(planted):
-    from jax_frontend.context_parallel import engine
-
-    right = engine.with_sinks
-    planted.setattr(engine, "with_sinks", lambda out, lse, sinks: right(*right(out, lse, sinks), sinks))
+    right = tiles.with_sinks
+    planted.setattr(tiles, "with_sinks", lambda out, lse, sinks: right(*right(out, lse, sinks), sinks))
     with pytest.raises(AssertionError):
         check(CASES["ulysses-2-zigzag-rows"])

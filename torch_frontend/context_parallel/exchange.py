@@ -115,7 +115,7 @@ def gather(axis: Axis, tensors: Sequence[Tensor]) -> Waiting:
     return received
 
 
-class Parcel:
+class GradientSend:
     """Sums that a rank has for every other, ``[batch, others * places, heads, dim]`` each, which go in one message.
 
     Attributes:

@@ -9,7 +9,7 @@ import torch
 
 from attn_core.context_parallel.plan import Step
 from torch_frontend.context_parallel import exchange
-from torch_frontend.context_parallel.program import Run, Work
+from torch_frontend.context_parallel.program import TileCall, Work
 
 Tensor = torch.Tensor
 
@@ -65,7 +65,7 @@ def _padded(tensor: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, lacking)) if lacking else tensor
 
 
-def blocks(work: Work, keys: Keys) -> Iterator[tuple[Step, tuple[Run, ...], Sequence[Tensor]]]:
+def blocks(work: Work, keys: Keys) -> Iterator[tuple[Step, tuple[TileCall, ...], Sequence[Tensor]]]:
     """Every step, what this rank does in it, and its block; the next step's block is under way meanwhile.
 
     Where everybody's keys are here, the step with them comes first: what it gives for others is then sent in time.

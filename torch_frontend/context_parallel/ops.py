@@ -14,7 +14,7 @@ from attn_core.backends.shared.autograd import without_create_graph
 from attn_core.call.options import Options
 from attn_core.context_parallel.request import Metadata, Request, with_longest
 from attn_core.selection import override
-from torch_frontend.context_parallel import engine, gradients
+from torch_frontend.context_parallel import backward, forward
 from torch_frontend.context_parallel.exchange import axis
 from torch_frontend.context_parallel.prepare import prepared
 from torch_frontend.context_parallel.program import Work
@@ -29,7 +29,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
         work = prepared(request)
-        results, saved = engine.forward(work, q, k, v, sinks, with_lse=request.options.return_lse, keep=True)
+        results, saved = forward.forward(work, q, k, v, sinks, with_lse=request.options.return_lse, keep=True)
         ctx.work = work
         ctx.save_for_backward(sinks, *(tensor for group in saved for tensor in group))
         ctx.set_materialize_grads(False)
@@ -39,15 +39,15 @@ class Attention(torch.autograd.Function):
     @without_create_graph
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
         sinks, *tensors = ctx.saved_tensors
-        size = len(engine.Saved._fields)
-        saved = [engine.Saved(*tensors[at : at + size]) for at in range(0, len(tensors), size)]
+        size = len(forward.Residuals._fields)
+        saved = [forward.Residuals(*tensors[at : at + size]) for at in range(0, len(tensors), size)]
         if dout is None:
             assert dlse is not None
             out = saved[0].out
             shard, heads = dlse.shape[2], dlse.shape[1]
             dout = out.new_zeros(dlse.shape[0], shard, heads, out.shape[3])
         with autocast.switched_off(dout.device):
-            return None, *gradients.backward(ctx.work, saved, sinks, dout, _sent(ctx.work, dout, dlse))
+            return None, *backward.backward(ctx.work, saved, sinks, dout, _sent(ctx.work, dout, dlse))
 
 
 def _sent(work: Work, dout: Tensor, dlse: Tensor | None) -> Tensor | None:
@@ -66,10 +66,10 @@ def run(request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None)
             found = Attention.apply(request, q, k, v, sinks)
             results = list(found) if with_lse else [found]
         else:
-            results, _ = engine.forward(work, q, k, v, sinks, with_lse=with_lse, keep=False)
+            results, _ = forward.forward(work, q, k, v, sinks, with_lse=with_lse, keep=False)
     if sinks is None or not with_lse:
         return tuple(results)
-    return results[0], lone_sinks.in_lse(results[1], sinks, engine.count_of_queries(work))
+    return results[0], lone_sinks.in_lse(results[1], sinks, forward.count_of_queries(work))
 
 
 # The ops
@@ -123,8 +123,8 @@ def shards_of(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Me
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     work = prepared(_request(arguments))
     with autocast.switched_off(arguments[0].device):
-        (out, lse), _ = engine.forward(work, *arguments[:TENSORS], with_lse=True, keep=False)
-    count = torch.full((), engine.count_of_queries(work), device=out.device)
+        (out, lse), _ = forward.forward(work, *arguments[:TENSORS], with_lse=True, keep=False)
+    count = torch.full((), forward.count_of_queries(work), device=out.device)
     return out.contiguous(), lse.contiguous(), count
 
 
@@ -140,8 +140,8 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     work, (q, k, v, sinks) = prepared(_request(arguments)), arguments[:TENSORS]
     with autocast.switched_off(q.device):
-        saved = engine.again(work, q, k, v, out, lse)
-        found = gradients.backward(work, saved, sinks, dout, _sent(work, dout, dlse))
+        saved = forward.again(work, q, k, v, out, lse)
+        found = backward.backward(work, saved, sinks, dout, _sent(work, dout, dlse))
     dq, dk, dv, dsinks = (None if each is None else each.contiguous() for each in found)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks  # type: ignore[return-value]
 

@@ -21,7 +21,7 @@ from torch_frontend.dispatch.plan import Plan, device_name, on_device
 Tensor = torch.Tensor
 
 
-class Run(NamedTuple):
+class TileCall(NamedTuple):
     """A tile as a call of a backend.
 
     Attributes:
@@ -53,7 +53,7 @@ class Program(NamedTuple):
 
     call: ContextCall
     part: int
-    steps: tuple[tuple[Step, tuple[Run, ...]], ...]
+    steps: tuple[tuple[Step, tuple[TileCall, ...]], ...]
     q_held: Places
     k_held: Places
     k_size: int
@@ -90,7 +90,7 @@ def program(call: ContextCall, part: int, device: torch.device) -> Program:
         for tile in step.tiles[part]:
             rows, keys = places.of_tile(tile)
             read, summed = (keys if index is None else index[keys] for index in (of_key, of_sum))
-            runs.append(_run(call, tile, (rows, read, summed), device, first=touched.by(rows)))
+            runs.append(_tile_call(call, tile, (rows, read, summed), device, first=touched.by(rows)))
         steps.append((step, tuple(runs)))
     return Program(
         call=call,
@@ -106,10 +106,12 @@ def program(call: ContextCall, part: int, device: torch.device) -> Program:
     )
 
 
-def _run(call: ContextCall, tile: Tile, index: tuple[np.ndarray, ...], device: torch.device, *, first: bool) -> Run:
+def _tile_call(
+    call: ContextCall, tile: Tile, index: tuple[np.ndarray, ...], device: torch.device, *, first: bool
+) -> TileCall:
     spec, name = call.backend_of(tile)
     module: Any = backends.load(name, backends.kind_of(device_name(device)))
     forward, backward = (on_device(function, device) for function in (module.forward, module.backward))
     made = Plan(spec, name, forward, backward, False, None, backends.writes_into(module))
     q, k, sums = (Places(each, device) for each in index)
-    return Run(made, q, k, sums, offsets_of(spec, tile, device), first)
+    return TileCall(made, q, k, sums, offsets_of(spec, tile, device), first)

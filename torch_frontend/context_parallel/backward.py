@@ -11,15 +11,15 @@ import torch
 from attn_core.backends.shared.rewrites import sink_gradient
 from attn_core.context_parallel.on_torch.places import Places
 from attn_core.context_parallel.plan import Step
-from torch_frontend.context_parallel import engine, exchange
-from torch_frontend.context_parallel.engine import Saved
+from torch_frontend.context_parallel import exchange, forward
+from torch_frontend.context_parallel.forward import Residuals
 from torch_frontend.context_parallel.keys import Keys, blocks, keys_of
-from torch_frontend.context_parallel.program import Run, Work
+from torch_frontend.context_parallel.program import TileCall, Work
 
 Tensor = torch.Tensor
 
 
-class Found(NamedTuple):
+class BlockGradients(NamedTuple):
     """Gradients ``[batch, places, heads, dim]``: of a run's rows and keys, and in the end of a group's block."""
 
     dq: Tensor
@@ -73,7 +73,7 @@ Rows = list[tuple[Places, Tensor]]
 """Gradients of queries, and where they belong."""
 
 
-def _add_keys(runs: Sequence[Run], found: list[Found], keys: Sequence[Total]) -> Rows:
+def _add_keys(runs: Sequence[TileCall], found: list[BlockGradients], keys: Sequence[Total]) -> Rows:
     """Adds what runs found to (dk, dv), of which nothing is held on return; what is left to add to dq."""
     rows = []
     for run in runs:
@@ -91,33 +91,33 @@ def _add_rows(dq: Total, rows: Rows) -> None:
 
 
 def backward(
-    work: Work, saved: Sequence[Saved], sinks: Tensor | None, dout: Tensor, dlse: Tensor | None
+    work: Work, saved: Sequence[Residuals], sinks: Tensor | None, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsinks) of a shard from those of its output; dsinks is this rank's share of the sum over ranks."""
     call, dsinks = work.program.call, None if sinks is None else torch.zeros_like(sinks)
     arriving = (_arriving(work, saved[group], dout, dlse, group) for group in range(call.head_groups))
     returns = []
-    for group, (mine, of_lse, keys) in engine.one_ahead(arriving):
+    for group, (mine, of_lse, keys) in forward.one_ahead(arriving):
         kept = saved[group]
         if dsinks is not None and sinks is not None:
-            own = sink_gradient(engine.of_heads(work, sinks, group), kept.out, kept.lse, mine, of_lse)
-            engine.of_heads(work, dsinks, group).copy_(own)
+            own = sink_gradient(forward.of_heads(work, sinks, group), kept.out, kept.lse, mine, of_lse)
+            forward.of_heads(work, dsinks, group).copy_(own)
         returns.append(_group(work, kept, _steps(work, kept, keys, mine, of_lse)))
         del mine, of_lse, keys
     found = [wait() for wait in returns]
-    dq, dk, dv = (engine.of_all_heads([group[at] for group in found]) for at in range(3))
+    dq, dk, dv = (forward.of_all_heads([group[at] for group in found]) for at in range(3))
     if call.repeats > 1:  # every kv head's copies lie side by side
         dk, dv = (each.unflatten(2, (-1, call.repeats)).sum(3).to(dq.dtype) for each in (dk, dv))
     return dq, dk, dv, dsinks
 
 
 def _arriving(
-    work: Work, saved: Saved, dout: Tensor, dlse: Tensor | None, group: int
+    work: Work, saved: Residuals, dout: Tensor, dlse: Tensor | None, group: int
 ) -> Callable[[], tuple[Tensor, Tensor | None, Keys]]:
     """Starts the exchange of a group's dout and dlse, and the way of its keys; what waits for them as the kernels want
     them."""
     parts = [dout] if dlse is None else [dout, dlse.transpose(1, 2)[..., None]]
-    parts = [engine.group_of(work, part, group, kv=False) for part in parts]
+    parts = [forward.group_of(work, part, group, kv=False) for part in parts]
     keys = _keys(work, saved)
     if work.inner.size == 1:
         return lambda: (*_pair(parts), keys)
@@ -125,7 +125,7 @@ def _arriving(
     return lambda: (*_pair([part for received in waits for part in received()]), keys)
 
 
-def _keys(work: Work, saved: Saved) -> Keys:
+def _keys(work: Work, saved: Residuals) -> Keys:
     """A group's keys: on their way once more, where they were not kept."""
     own, all_k, all_v = [saved.k, saved.v], saved.all_k, saved.all_v
     if all_k is None or all_v is None:
@@ -137,18 +137,18 @@ def _pair(parts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
     return parts[0], None if len(parts) == 1 else parts[1][..., 0].transpose(1, 2)
 
 
-Steps = Iterator[tuple[Step, tuple[Run, ...], list[Found]]]
+Steps = Iterator[tuple[Step, tuple[TileCall, ...], list[BlockGradients]]]
 """Every step with what its runs found, computed when it is asked for."""
 
 
-def _steps(work: Work, saved: Saved, keys: Keys, dout: Tensor, dlse: Tensor | None) -> Steps:
+def _steps(work: Work, saved: Residuals, keys: Keys, dout: Tensor, dlse: Tensor | None) -> Steps:
     for step, runs, (k, v) in blocks(work, keys):
         found = [_run(run, saved, k, v, dout, dlse) for run in runs]
         del k, v  # a block is not held while the one after the next arrives
         yield step, runs, found
 
 
-def _group(work: Work, saved: Saved, steps: Steps) -> Callable[[], list[Tensor]]:
+def _group(work: Work, saved: Residuals, steps: Steps) -> Callable[[], list[Tensor]]:
     """A group's gradients; what waits for them as ``[batch, shard, ranks, heads, dim]``."""
     waiting = (_of_everybody if work.program.call.plan.gathers else _of_blocks)(work, saved, steps)
     if work.outer.size == 1:
@@ -156,32 +156,34 @@ def _group(work: Work, saved: Saved, steps: Steps) -> Callable[[], list[Tensor]]
     return lambda: _home(work, waiting(), saved.q.dtype)()
 
 
-def _of_everybody(work: Work, saved: Saved, steps: Steps) -> Callable[[], Found]:
+def _of_everybody(work: Work, saved: Residuals, steps: Steps) -> Callable[[], BlockGradients]:
     """Where keys were gathered: a rank adds up their gradients for every other, and each sends it those of its own."""
     program, count, wide = work.program, saved.k.shape[1], saved.lse.dtype
     dq, own = _totals(work, saved)
     others, dtype, pair = work.outer.size - 1, _sent_in(work, saved), (saved.k, saved.v)
-    parcel = exchange.Parcel(work.outer, program.k_size, pair, dtype)
-    sent = [Total(each, others * program.k_size, dtype, home) for each, home in zip(pair, parcel.homes, strict=True)]
+    sender = exchange.GradientSend(work.outer, program.k_size, pair, dtype)
+    sent = [Total(each, others * program.k_size, dtype, home) for each, home in zip(pair, sender.homes, strict=True)]
     received: exchange.Waiting | None = None
     for step, runs, found in steps:
         rows = _add_keys(runs, found, sent if step.gathered else own)
         if step.gathered:
             sums = [total.tensor() for total in sent]
             sent.clear()
-            received = parcel.send(sums)
+            received = sender.send(sums)
         _add_rows(dq, rows)  # beside what was just sent
 
-    def wait() -> Found:
+    def wait() -> BlockGradients:
         # In the order of ranks, so that it is the same on every run.
         assert received is not None
         parts = [each[0] if others == 1 else each.sum(0, dtype=wide) for each in received()]
-        return Found(dq.tensor(), *(mine.tensor() + its[:, :count] for mine, its in zip(own, parts, strict=True)))
+        return BlockGradients(
+            dq.tensor(), *(mine.tensor() + its[:, :count] for mine, its in zip(own, parts, strict=True))
+        )
 
     return wait
 
 
-def _of_blocks(work: Work, saved: Saved, steps: Steps) -> Callable[[], Found]:
+def _of_blocks(work: Work, saved: Residuals, steps: Steps) -> Callable[[], BlockGradients]:
     """The gradients of other ranks' blocks travel with them, a step behind, and go home from the last that sees them;
     those of the own one stay."""
     count, size = saved.k.shape[1], work.program.k_size
@@ -200,24 +202,26 @@ def _of_blocks(work: Work, saved: Saved, steps: Steps) -> Callable[[], Found]:
             waiting = exchange.hop(work.outer, buffer, _to_next(work, step))
         _add_rows(dq, rows)  # beside what was just sent
 
-    def wait() -> Found:
+    def wait() -> BlockGradients:
         if waiting is None:
-            return Found(dq.tensor(), own[0].tensor(), own[1].tensor())
+            return BlockGradients(dq.tensor(), own[0].tensor(), own[1].tensor())
         arrived = exchange.parts_of(waiting(), shapes)
-        return Found(dq.tensor(), *(mine.tensor() + its[:, :count] for mine, its in zip(own, arrived, strict=True)))
+        return BlockGradients(
+            dq.tensor(), *(mine.tensor() + its[:, :count] for mine, its in zip(own, arrived, strict=True))
+        )
 
     return wait
 
 
-def _totals(work: Work, saved: Saved) -> tuple[Total, list[Total]]:
+def _totals(work: Work, saved: Residuals) -> tuple[Total, list[Total]]:
     """Nothing yet of dq, and of (dk, dv) of the own block."""
     wide = saved.lse.dtype
     dtype = wide if work.program.own_wide else saved.k.dtype
-    dq = Total(saved.q, saved.q.shape[1], engine.summed_in(work, saved.q, wide))
+    dq = Total(saved.q, saved.q.shape[1], forward.summed_in(work, saved.q, wide))
     return dq, [Total(each, each.shape[1], dtype) for each in (saved.k, saved.v)]
 
 
-def _sent_in(work: Work, saved: Saved) -> torch.dtype:
+def _sent_in(work: Work, saved: Residuals) -> torch.dtype:
     """The dtype of the gradients of keys that ranks send each other."""
     return saved.lse.dtype if work.program.sent_wide else saved.k.dtype
 
@@ -229,9 +233,9 @@ def _to_next(work: Work, step: Step) -> int:
     return (shifts[at + 1] if at + 1 < len(shifts) else work.outer.size) - step.shift
 
 
-def _run(run: Run, saved: Saved, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None) -> Found:
+def _run(run: TileCall, saved: Residuals, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None) -> BlockGradients:
     """The gradients of what one run computes."""
-    inputs = engine.inputs_of(run, saved.q, k, v)
+    inputs = forward.inputs_of(run, saved.q, k, v)
     rows, lse = (
         [run.q.of(saved.out), run.q.of(dout)],
         [run.q.of(each, 2) for each in (saved.lse, dlse) if each is not None],
@@ -242,15 +246,15 @@ def _run(run: Run, saved: Saved, k: Tensor, v: Tensor, dout: Tensor, dlse: Tenso
     found = run.made.backward(
         run.made.spec, inputs, rows[0], lse[0].contiguous(), rows[1], lse[1] if len(lse) > 1 else None
     )
-    return Found(*(each[None] if packed else each for each in found[:3]))
+    return BlockGradients(*(each[None] if packed else each for each in found[:3]))
 
 
-def _home(work: Work, sums: Found, dtype: torch.dtype) -> Callable[[], list[Tensor]]:
+def _home(work: Work, sums: BlockGradients, dtype: torch.dtype) -> Callable[[], list[Tensor]]:
     """Starts the way of dq, dk, dv back to shards; copies of kv heads are still apart, and then in the sums' dtype."""
     call, inner = work.program.call, work.inner.size
     dq, pair = sums.dq.to(dtype), [each if call.repeats > 1 else each.to(dtype) for each in sums[1:]]
     if inner == 1:
         return lambda: [each[:, :, None] for each in (dq, *pair)]
-    held = engine.held(work)
+    held = forward.held(work)
     shards = call.plan.q_layout.shard, *(call.plan.k_layout.shard,) * 2
     return exchange.positions_to_heads(work.inner, [dq, *pair], held, shards)

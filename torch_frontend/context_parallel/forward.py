@@ -13,12 +13,12 @@ from attn_core.context_parallel.on_torch import step
 from attn_core.context_parallel.on_torch.places import Places
 from torch_frontend.context_parallel import exchange
 from torch_frontend.context_parallel.keys import Keys, blocks, keys_of
-from torch_frontend.context_parallel.program import Run, Work
+from torch_frontend.context_parallel.program import TileCall, Work
 
 Tensor = torch.Tensor
 
 
-class Saved(NamedTuple):
+class Residuals(NamedTuple):
     """What a group's backward needs of its forward, as the kernels saw it; everybody's k and v where they are kept."""
 
     q: Tensor
@@ -32,7 +32,7 @@ class Saved(NamedTuple):
 
 def forward(
     work: Work, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, with_lse: bool, keep: bool
-) -> tuple[list[Tensor], list[Saved]]:
+) -> tuple[list[Tensor], list[Residuals]]:
     """([out ``[batch, shard, heads, value_dim]``] or [out, lse ``[batch, heads, shard]``]; what a backward needs).
 
     Args:
@@ -49,7 +49,7 @@ def forward(
         out = out.to(q.dtype)
         if keep:
             q_rows, k_rows, v_rows = mine
-            saved.append(Saved(q_rows, k_rows, v_rows, out, lse, *kept))
+            saved.append(Residuals(q_rows, k_rows, v_rows, out, lse, *kept))
         returns.append(_returned(work, out, lse if with_lse else None))
         del mine, keys, kept, out, lse
     found = [of_all_heads(list(each)) for each in zip(*(wait() for wait in returns), strict=True)]
@@ -156,7 +156,7 @@ def summed_in(work: Work, q: Tensor, wide: torch.dtype) -> torch.dtype:
     return wide if work.program.rows_wide else q.dtype
 
 
-def inputs_of(run: Run, q: Tensor, k: Tensor, v: Tensor) -> Inputs:
+def inputs_of(run: TileCall, q: Tensor, k: Tensor, v: Tensor) -> Inputs:
     """A run's operands of a block's."""
     return step.inputs_of(run.q.of(q), run.k.of(k), run.k.of(v), run.cu_seqlens)
 
@@ -176,7 +176,7 @@ def _returned(work: Work, out: Tensor, lse: Tensor | None) -> Callable[[], list[
     return lambda: [part for received in waits for part in received()]
 
 
-def again(work: Work, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[Saved]:
+def again(work: Work, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[Residuals]:
     """The residuals of a forward from its shards and results, exchanged once more where heads were."""
     saved = []
     for group in range(work.program.call.head_groups):
@@ -186,5 +186,5 @@ def again(work: Work, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor)
             waits = [exchange.heads_to_positions(work.inner, [each], [work.program.q_held]) for each in results]
             results = [part for received in waits for part in received()]
         q_rows, k_rows, v_rows = mine
-        saved.append(Saved(q_rows, k_rows, v_rows, results[0], results[1][..., 0].transpose(1, 2)))
+        saved.append(Residuals(q_rows, k_rows, v_rows, results[0], results[1][..., 0].transpose(1, 2)))
     return saved
