@@ -224,23 +224,8 @@ def attend(inputs: Inputs, options: Options, backend: Any) -> Any:
     needs_backward, bias_gradient = _gradients_needed(inputs)
     if transforms.is_one_op(inputs.q):
         plan.check(inputs, options)
-        left, right = options.window  # type: ignore[misc]
-        plain = ops.PlainOptions(
-            options.causal,
-            options.alignment,
-            left,
-            right,
-            options.softcap,
-            options.scale,
-            options.max_len_q,
-            options.max_len_k,
-            options.dropout,
-            options.deterministic,
-            options.return_lse,
-            needs_backward,
-            bias_gradient,
-            ops.join_names(requested_names(backend)),
-        )
+        names = ops.join_names(requested_names(backend))
+        plain = ops.PlainOptions.from_options(options, needs_backward, bias_gradient, names)
         out, lse = (transforms if transforms.are_observing() else ops).traced(inputs, plain)
         return (out, lse) if options.return_lse else out
     requested = requested_names(backend) or override.requested()

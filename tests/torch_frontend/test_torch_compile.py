@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 from attn_core import NoBackendError
+from attn_core.call.options import Options
 from torch_frontend import SeqInfo, attention, use_backend
 from torch_frontend.dispatch.ops import PlainOptions
 
@@ -163,6 +164,23 @@ def test_an_input_changed_before_the_backward_is_an_error():
     doubled.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_the_options_of_an_op_are_those_of_a_call():
+    """A compiler's cache keeps programs by this schema, so that it changes with a name of an op alone."""
+    options = Options(True, "top_left", (3, None), 4.0, 0.5, 7, 9, 0.1, True, True)
+    plain = PlainOptions.from_options(options, True, False, "math")
+    assert plain == (True, "top_left", 3, None, 4.0, 0.5, 7, 9, 0.1, True, True, True, False, "math")
+    assert plain.as_options() == options
+    for name in set(Options._fields) - {"window"}:
+        assert getattr(plain, name) == getattr(options, name)
+    assert str(torch.ops.attn.forward.default._schema) == (
+        "attn::forward(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
+        "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? rng, bool causal, str alignment, SymInt? window_left, "
+        "SymInt? window_right, float? softcap, float? scale, SymInt? max_len_q, SymInt? max_len_k, float dropout, "
+        "bool deterministic, bool return_lse, bool needs_backward, bool bias_gradient, str? backend) "
+        "-> (Tensor, Tensor, Tensor)"
+    )
 
 
 @pytest.mark.parametrize("needs_backward", [False, True])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
@@ -24,12 +24,6 @@ from torch_frontend.dispatch.plan import Plan, gradients_in_order, metadata, pla
 
 Tensor = torch.Tensor
 
-_SCHEMA = (
-    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? rng, bool causal, str alignment, SymInt? window_left, "
-    "SymInt? window_right, float? softcap, float? scale, SymInt? max_len_q, SymInt? max_len_k, float dropout, "
-    "bool deterministic, bool return_lse, bool needs_backward, bool bias_gradient, str? backend"
-)
 TENSORS = 10
 """The number of tensors in the schema: the first fields of ``Inputs``."""
 
@@ -37,8 +31,11 @@ FROM_CONTEXT = "use_backend"
 """As the first backend name: the names that ``use_backend`` requests when the op runs replace the rest."""
 
 
+_WINDOW = Options._fields.index("window")
+
+
 class PlainOptions(NamedTuple):
-    """The arguments of the ops after the tensors, in the schema's order."""
+    """The arguments of the ops after the tensors: Options in their order, the window as two numbers, and three more."""
 
     causal: bool
     alignment: str
@@ -55,6 +52,35 @@ class PlainOptions(NamedTuple):
     bias_gradient: bool
     backend: str | None
     """Names in order of preference, joined by ``join_names``, because torch.jit accepts no list of names."""
+
+    @classmethod
+    def from_options(
+        cls, options: Options, needs_backward: bool, bias_gradient: bool, backend: str | None
+    ) -> PlainOptions:
+        """Returns checked options, their window a pair, as the arguments of an op."""
+        window: Any = options.window
+        values: list[Any] = [*options[:_WINDOW], *window, *options[_WINDOW + 1 :]]
+        return cls(*values, needs_backward, bias_gradient, backend)
+
+    def as_options(self) -> Options:
+        """Returns the arguments of an op as Options again."""
+        window = (self.window_left, self.window_right)
+        values: list[Any] = [*self[:_WINDOW], window, *self[_WINDOW + 2 : -3]]  # the last three are no options
+        return Options(*values)
+
+
+def _schema() -> str:
+    """Returns the arguments of both ops as torch's schema spells them."""
+    spelled = {
+        bool: "bool",
+        str: "str",
+        float: "float",
+        int | None: "SymInt?",
+        float | None: "float?",
+        str | None: "str?",
+    }
+    tensors = [f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" for name in Inputs._fields[:TENSORS]]
+    return ", ".join([*tensors, *(f"{spelled[kind]} {name}" for name, kind in get_type_hints(PlainOptions).items())])
 
 
 def join_names(names: tuple[str, ...] | None) -> str | None:
@@ -78,24 +104,12 @@ def _complete(call: Sequence[Any]) -> tuple[Inputs, PlainOptions]:
 
 def _op_plan(inputs: Inputs, plain: PlainOptions, chosen: Tensor | None = None) -> Plan:
     """Plans a call; with ``chosen``, on the backend that the forward chose."""
-    options = Options(
-        causal=plain.causal,
-        alignment=plain.alignment,
-        window=(plain.window_left, plain.window_right),
-        softcap=plain.softcap,
-        scale=plain.scale,
-        max_len_q=plain.max_len_q,
-        max_len_k=plain.max_len_k,
-        dropout=plain.dropout,
-        deterministic=plain.deterministic,
-        return_lse=plain.return_lse,
-    )
     requested = tuple(plain.backend.split("\n")) if plain.backend else override.requested()
     if requested and requested[0] == FROM_CONTEXT:
         requested = override.requested() or requested[1:]
     if chosen is not None:
         requested = (names()[int(chosen)],)
-    return plan(metadata(inputs), options, plain.needs_backward, plain.bias_gradient, requested)
+    return plan(metadata(inputs), plain.as_options(), plain.needs_backward, plain.bias_gradient, requested)
 
 
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -188,21 +202,8 @@ def mapped_gradients(
 ) -> Gradients:
     """Computes a plan's gradients with ``attn::backward``, which has a rule for the active vmap."""
     spec = call_plan.spec
-    plain = PlainOptions(
-        spec.causal,
-        spec.alignment,
-        *spec.window,
-        spec.softcap,
-        spec.scale,
-        spec.max_len_q,
-        spec.max_len_k,
-        spec.dropout,
-        spec.deterministic,
-        spec.return_lse,
-        spec.needs_backward,
-        spec.bias_gradient,
-        call_plan.backend,
-    )
+    options = Options(*(getattr(spec, name) for name in Options._fields))
+    plain = PlainOptions.from_options(options, spec.needs_backward, spec.bias_gradient, call_plan.backend)
     chosen = torch.tensor(names().index(call_plan.backend), device="cpu")
     results = torch.ops.attn.backward(dout, dlse, out, lse, chosen, *inputs[:TENSORS], *plain)
     return _without_absent(results, inputs, plain)
@@ -210,9 +211,9 @@ def mapped_gradients(
 
 # torch's compiler caches identify ops by name: after a release, a changed schema needs a new op name.
 _library = torch.library.Library("attn", "DEF")
-_library.define(f"forward({_SCHEMA}) -> (Tensor, Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(f"forward({_schema()}) -> (Tensor, Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
-    f"backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor chosen, {_SCHEMA}) "
+    f"backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor chosen, {_schema()}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
