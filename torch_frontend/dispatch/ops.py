@@ -60,7 +60,8 @@ class PlainOptions(NamedTuple):
         """Returns checked options, their window a pair, as the arguments of an op."""
         window: Any = options.window
         values: list[Any] = [*options[:_WINDOW], *window, *options[_WINDOW + 1 :]]
-        return cls(*values, needs_backward, bias_gradient, backend)
+        values += [needs_backward, bias_gradient, backend]
+        return cls(*values)
 
     def as_options(self) -> Options:
         """Returns the arguments of an op as Options again."""
