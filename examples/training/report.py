@@ -128,8 +128,8 @@ def page(results: dict[str, dict[str, Any]]) -> str:
 def _head() -> str:
     return f"""# Training in both frameworks
 
-`examples/training` trains one small Gemma-2-like decoder twice, in torch and in Flax NNX, from the same weights on the
-same batches of real text, and compares the loss of every step.
+Evidence that torch and JAX train alike. `examples/training` trains one small Gemma-2-like decoder twice, in torch and
+in Flax NNX, from the same weights on the same batches of real text, and compares the loss of every step.
 
 ```bash
 pip install -e '.[torch,jax,cli]'         # from a clone
@@ -141,19 +141,19 @@ python -m examples.training --write       # also the control runs below; writes 
 ```
 
 - **The model**: grouped kv heads, softcaps on scores and logits, RoPE by each document's own positions, a sliding
-  window on every other layer, GeGLU, norms before and after each block, tied embeddings. `torch_gemma.py` stands on
-  `torch_frontend.module.Attention`, `flax_gemma.py` on `jax_frontend.nnx.Attention`.
+  window on every other layer, GeGLU, norms before and after each block, tied embeddings. `torch_gemma.py` uses
+  `torch_frontend.module.Attention`, `flax_gemma.py` uses `jax_frontend.nnx.Attention`.
 - **The text**: the language reference that `help()` shows (`pydoc_data.topics`), as bytes. It comes with Python;
-  nothing is downloaded. Paragraphs are packed into one row, `seq_info` says where each begins, and the last token of
-  one is not asked for the first of the next.
-- **Once for both**: weights, batches, learning rates and RoPE's table are made in numpy. AdamW is torch's and optax's,
-  every number given; `config.py` says why the two definitions are one.
-- **One compilation**: each row has as many offsets as the fullest could need, the spare ones naming empty documents,
-  and the bound on a document's length is a constant. JAX traces the step once.
+  nothing is downloaded. Paragraphs are packed into one row, and `seq_info` says where each begins. The last token of a
+  paragraph does not predict the first of the next.
+- **Once for both**: weights, batches, learning rates and RoPE's table are made in numpy. AdamW is torch's and optax's
+  with the same numbers; `config.py` explains why the two definitions agree.
+- **One compilation**: every row has the same number of offsets; unused ones name empty documents. The bound on a
+  document's length is constant. JAX traces the step once.
 
-No `backend` is named: selection chooses the same attention kernel in both frameworks. Matrix products, norms, the loss
-and the optimizer are each framework's own and round differently; the difference that remains is theirs, fed back by
-every step.
+No `backend` is named: selection chooses the same attention kernel in both frameworks. Each framework has its own matrix
+products, norms, loss and optimizer, which round differently. The remaining difference comes from these, and every step
+feeds it back.
 
 The run fails (exit code 1) if the first losses differ by more than rounding, if the kernels are not the same, if JAX
 traced twice, or, from {LEARNS} steps on, if the loss did not fall by more than {FALL:g}."""
@@ -166,8 +166,8 @@ def _section(stem: str, result: dict[str, Any]) -> str:
     place = result["device"] if options["device"] != "cpu" else f"CPU ({where['processor']})"
     written = f"""Written by `python -m examples.training --write` on {where["date"]}: {place}, torch on
         {result["torch_threads"]} thread(s), Python {where["python"]}, {versions}. Raw numbers:
-        `benchmarks/results/{stem}.json`. Step times are that machine's,
-        whatever else it was doing; the runs of the first table followed one another."""
+        `benchmarks/results/{stem}.json`. Other work on the machine may affect step times; the runs of the first table
+        ran one after another."""
     picture = f"![The two loss curves, and their difference](../images/{stem}.png)"
     parts = [f"## {place}, {options['dtype']}", _paragraph(written), _paragraph(_setting(result)), picture]
     parts.append(agreement_table(result))
@@ -194,10 +194,10 @@ def _setting(result: dict[str, Any]) -> str:
 def _controls_read(result: dict[str, Any]) -> str:
     began, ended = drop(result, TORCH)
     largest = {name: f"{difference(result, name).max():.1e}" for name in (JAX, TWIN, FAULT)}
-    return f"""The loss fell by {began - ended:.2f}; torch and JAX were never further apart than {largest[JAX]}. The
-        third run is the measure of that: torch beside torch, from weights that differ in their last bit; its largest
-        difference is {largest[TWIN]}. The fourth is what a fault looks like: one key more in the windows, in JAX
-        alone, comes to {largest[FAULT]}."""
+    return f"""The loss fell by {began - ended:.2f}; torch and JAX never differed by more than {largest[JAX]}. The third
+        run shows what rounding alone does: torch again, from weights that differ in their last bit; its largest
+        difference is {largest[TWIN]}. The fourth run shows a fault: one key more in the windows, in JAX only, gives
+        {largest[FAULT]}."""
 
 
 def _swap_read(result: dict[str, Any]) -> str:
@@ -210,8 +210,8 @@ def _swap_how() -> str:
     return """## Attention swapped in the Flax model
 
 `python -m examples.training --attention jax.nn --implementation cudnn` trains the Flax model alone, with
-`jax.nn.dot_product_attention` in it; `--attention ours` is the same model with ours. Both are without softcap on scores
-and on dense rows. `examples.training.jax_nn.with_attention` makes either for a benchmark."""
+`jax.nn.dot_product_attention`; `--attention ours` trains the same model with ours. Both have dense rows and no softcap
+on scores. `examples.training.jax_nn.with_attention` makes either for a benchmark."""
 
 
 def _over_ranks() -> str:
@@ -219,14 +219,12 @@ def _over_ranks() -> str:
 
 `python -m examples.training --ranks 2` trains the model by [context parallelism](context_parallel.md): in torch over
 two processes that `torch.distributed.run` starts (gloo on a CPU, NCCL on GPUs), in JAX over two devices of one process
-(on a CPU XLA is asked for two). Each step's rows are cut by `shard_sequence`, tokens, targets and weights alike; a
-rank's loss is its share of the mean over all tokens, and gradients are summed over ranks. `--strategy` and `--layout`
-name what is else chosen. Rows are dense: offsets of packed documents are part of a plan, and JAX would compile a step
-for each.
+(on a CPU, XLA makes two). `shard_sequence` cuts each step's tokens, targets and weights. A rank's loss is its share of
+the mean over all tokens, and gradients are summed over ranks. `--strategy` and `--layout` override automatic choice.
+Rows are dense, because offsets of packed documents are part of a plan, and JAX would compile a step for each.
 
-Every step's loss stands beside that of the same model on one rank, and so does the norm of AdamW's running mean of
-gradients, for AdamW hides a factor that all gradients share. The run fails (exit code 1) if over the first {FIRST}
-steps losses are further apart than 1e-5 of themselves (in bfloat16 2e-4), if they ever are than 1e-4 (3e-2), if JAX's
-differ from torch's, or if a planted fault does not show: for {FIRST} steps the model is told another layout than that
-of its shards. On a CPU, 200 steps of two rows of 512 tokens, losses over two ranks were never further from those of one
-than 2.4e-6 in torch and 1.4e-6 in JAX; the planted fault came to 9e-4 in its first steps."""
+Every step's loss is compared with that of the same model on one rank. So is the norm of AdamW's running mean of
+gradients, because AdamW hides a factor that all gradients share. The run fails (exit code 1) if losses differ by more
+than 1e-5 of themselves in the first {FIRST} steps (in bfloat16 2e-4), or by more than 1e-4 in any step (3e-2), if JAX's
+losses differ from torch's, or if a planted fault does not show: for {FIRST} steps the model names another layout than
+that of its shards."""
