@@ -228,12 +228,12 @@ def test_block_tables(case: Case) -> None:
     spec, inputs = case.spec, tensors(case.inputs, torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "BLOCK", 8)
-        patch.setattr(programs, "compiled", lambda function, compiler: function)
-        for cache in (blocks.widths, operands.facts, operands._kept, programs.program):
+        patch.setattr(programs, "compile_symbolic", lambda function, compiler: function)
+        for cache in (blocks.widths, operands.length_classes, operands._by_stream, programs.program):
             cache.cache_clear()
         made = operands.operands(spec, inputs)
         counts = blocks.blocks(spec.q_len), blocks.blocks(spec.kv_len)
-    for cache in (blocks.widths, operands.facts, operands._kept, programs.program):
+    for cache in (blocks.widths, operands.length_classes, operands._by_stream, programs.program):
         cache.cache_clear()
     seen = visible(spec, case.inputs.mask, case.inputs.cu_seqlens_q, case.inputs.cu_seqlens_k)
     if made.tables is None:
@@ -443,7 +443,7 @@ def test_nothing_compiles_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> N
     program.run = lambda *arguments: "ran"  # as if it had been compiled before
     program.ready.add(torch.is_grad_enabled())
     assert program(torch.ones(3)) == "ran"
-    operands._kept.cache_clear()
+    operands._by_stream.cache_clear()
     with pytest.raises(RuntimeError, match="block tables"):
         operands.operands(replace(SPEC, causal=True), Inputs(*(torch.zeros(2, 3, 4, 5),) * 3))
 
@@ -453,10 +453,10 @@ def test_layouts_are_copied_only_where_no_program_fits() -> None:
     heads = whole.transpose(1, 2).contiguous().transpose(1, 2)
     packed = torch.zeros(2, 5, 3, 4, 8).unbind(2)[1]
     for tensor, layout in ((whole, "tokens"), (heads, "heads"), (packed, 96)):
-        same, found = operands.arranged(tensor)
+        same, found = operands.arrange(tensor)
         assert same is tensor and found == layout
     for tensor in (whole[..., ::2], whole[:, :, :1].expand(-1, -1, 4, -1), whole[:, ::2]):
-        copied, found = operands.arranged(tensor)
+        copied, found = operands.arrange(tensor)
         assert found == "tokens" and copied.is_contiguous() and torch.equal(copied, tensor)
     expanded = torch.zeros(1, 1, 5, 7).expand(2, 4, 5, 7)
     assert operands._condensed(expanded).shape == (1, 1, 5, 7)

@@ -1,17 +1,17 @@
 """FlashAttention 3: the Hopper kernels, dense and packed, with gradients where the build has them; and "flash3_fp8".
 
-Limits: sm90, float16 and bfloat16, head_dim up to 256, bottom-right alignment alone; no mask, bias, ALiBi or dropout.
-The operators are called as they are, never through the package's Python functions: those cost more than a small kernel,
-and their autograd forgets packed offsets and ``deterministic``. Their arguments are filled in by name from the
-operator's own schema, which differs between builds. What the installed build lacks, ``build`` finds by calling it.
+Limits: sm90, float16 and bfloat16, head_dim up to 256, bottom-right alignment only; no mask, bias, ALiBi or dropout.
+We call the operators directly, never the package's Python functions: those cost more than a small kernel, and their
+autograd loses packed offsets and ``deterministic``. Arguments are filled in by name from the operator's own schema,
+which differs between builds. ``build`` finds out by tiny calls what the installed build lacks.
 Upstream: FlashAttention 3.0 with torch operators, as a source build of ``hopper/``, tokenspeed-fa3 (forward only, no
-softcap) or fa3-fwd (forward only, no window, no float16). Gradients need a source build; none was run so far.
+softcap) or fa3-fwd (forward only, no window, no float16). Gradients need a source build; we have run none so far.
 
-Conventions: natural log-sum-exp, -inf for rows that see no key, as here; -1 is an open side of a window. Head
-dimensions between those of the kernels run as they are in multiples of 8; the rest is ``shared.rewrites``.
-Equal bits on every run: the forward always; the gradient where the build is new enough, and never at head_dim > 192.
-A tile of keys may reach into the next packed document: what it finds there weighs 0, but 0 * NaN is NaN. Where the
-kernel splits the keys of few queries, a row with a NaN score is NaN in the log-sum-exp and 0 in the output.
+Conventions: natural log-sum-exp, -inf for rows that see no key, as ours; -1 is an open side of a window. Head
+dimensions between those of the kernels run as they are in multiples of 8; ``shared.rewrites`` does the rest.
+Equal bits on every run: the forward always; the gradient if the build is new enough, and never at head_dim > 192.
+A tile of keys may reach into the next packed document: those keys have weight 0, but 0 * NaN is NaN. If the kernel
+splits the keys of few queries, a row with a NaN score has NaN in the log-sum-exp and 0 in the output.
 
 flash3_fp8: the same forward on q, k and v rounded to e4m3. See ``attn_core.backends.flash3.fp8``.
 """
@@ -64,15 +64,15 @@ BACKWARD = replace(FORWARD, paged=False)
 WRITES_INTO = True
 
 WIDTHS = (64, 96, 128, 192, 256)
-"""The head dimensions that have kernels; each serves those above the one before it."""
+"""The head dimensions that have kernels. A kernel also serves the smaller dimensions down to the next kernel's."""
 ONE_DIRECTION = {"forward": {"deterministic"}, "backward": {"num_splits", "pack_gqa"}}
 """Settings that a direction's operator does not take."""
 ORDERED = "deterministic backward"
-"""What ``Build.without`` calls a gradient whose sums come in any order."""
+"""The word in ``Build.without`` for a gradient that adds in any order."""
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """What the kernel, or the installed build, cannot run though each claim alone holds."""
+    """Refuses combinations that the kernel or the installed build cannot run though each claim alone holds."""
     return (*rewrites.refusals(spec), *_refusals(spec, build))
 
 
@@ -97,13 +97,13 @@ def _refusals(spec: AttentionSpec, build: Build | None) -> Iterator[str]:
 
 
 def probe() -> str:
-    """The installed package and its version, once its operators are there."""
+    """Loads the operators and returns the installed package and its version."""
     return operators().build
 
 
 @cached_once
 def build() -> Build:
-    """What the installed build lacks, by calling it: about a dozen tiny kernels on the current device."""
+    """Finds out what the installed build lacks, with about a dozen tiny kernels on the current device."""
     name, plain, reduced = operators().build, partial(averages, _forward), partial(averages, _fp8_forward)
     head_dims = tuple(width for width in WIDTHS if runs(plain, width))
     if not head_dims:
@@ -118,14 +118,14 @@ def build() -> Build:
         "backward": (partial(differentiates, _forward, _backward), {}),
     }
     lacking = [word for word, (trial, fields) in trials.items() if not runs(trial, head_dims[0], **fields)]
-    if len(operators().backward._schema.returns) != 5:  # it returned the gradients, too, until after it kept order
+    if len(operators().backward._schema.returns) != 5:  # builds that return the gradients, too, may ignore the flag
         lacking.append(ORDERED)
     return Build(name, tuple(lacking), head_dims=() if head_dims == WIDTHS else head_dims)
 
 
 @lru_cache(maxsize=4096)
 def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """The operators' own arguments, tensors apart, of both directions."""
+    """Returns the operators' arguments other than tensors, for both directions."""
     edge = band(spec)
     lengths = {"max_seqlen_q": spec.max_len_q, "max_seqlen_k": spec.max_len_k} if spec.packed else {}
     return {
@@ -166,7 +166,7 @@ def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
 
 
 def _fp8_forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
-    """The kernel writes bfloat16 whatever it reads, and float16 is made of that."""
+    """Runs the kernel on e4m3 inputs. The kernel always writes bfloat16, which is converted for float16 calls."""
     import torch
 
     tensors: dict[str, Any] = {}
@@ -183,9 +183,9 @@ def _run_forward(spec: AttentionSpec, inputs: Inputs, tensors: dict[str, Any], o
     import torch
 
     arguments = _plan(spec, "forward").filled(**tensors, **_offsets(spec, inputs), out=out)
-    with torch.no_grad():  # an operator without a derivative would still leave a node that warns
-        made, lse, *_ = operators().forward(*arguments)
-    return made if out is None else out, lse
+    with torch.no_grad():  # without it, an operator that has no derivative leaves a node that warns
+        result, lse, *_ = operators().forward(*arguments)
+    return result if out is None else out, lse
 
 
 def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any) -> Gradients:
@@ -193,16 +193,16 @@ def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any
 
     names = ("dout", "q", "k", "v", "out")
     tensors = dict(zip(names, map(readable, (dout, inputs.q, inputs.k, inputs.v, out))))
-    wanted = (None, None, None) if into is None else map(writable, into[:3])
-    made = [  # given, for what the operator returns differs between builds
+    buffers = (None, None, None) if into is None else map(writable, into[:3])
+    gradients = [  # allocated here, because builds differ in what the operator returns
         torch.empty(like.shape, dtype=like.dtype, device=like.device) if buffer is None else buffer
-        for buffer, like in zip(wanted, inputs[:3])
+        for buffer, like in zip(buffers, inputs[:3])
     ]
-    tensors |= dict(zip(("dq", "dk", "dv"), made))
+    tensors |= dict(zip(("dq", "dk", "dv"), gradients))
     arguments = _plan(spec, "backward").filled(**tensors, **_offsets(spec, inputs), softmax_lse=lse.contiguous())
     with torch.no_grad():
         operators().backward(*arguments)
-    return Gradients(*made)
+    return Gradients(*gradients)
 
 
 def _offsets(spec: AttentionSpec, inputs: Inputs) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def _offsets(spec: AttentionSpec, inputs: Inputs) -> dict[str, Any]:
 
 
 def width_of(dim: int, head_dims: tuple[int, ...], multiple: int = 8) -> int:
-    """The head dimension to run ``dim`` at: the next multiple, or a width whose kernel the build has in its place."""
+    """Returns the head dimension to run ``dim`` at: the next multiple, or the next width that the build has."""
     width = -(-dim // multiple) * multiple
     native = next((kernel for kernel in WIDTHS if kernel >= width), width)
     if not head_dims or native in head_dims:
@@ -224,7 +224,7 @@ VARIANTS = {"flash3_fp8": "fp8"}
 
 
 def variant(word: str) -> SimpleNamespace:
-    """What "fp8" names, the forward on e4m3 inputs, under a backend's contract; ValueError for any other word."""
+    """Returns the variant "fp8" (the forward on e4m3 inputs) as a backend. Raises ValueError for any other word."""
     if word != "fp8":
         raise ValueError(f"{word!r}: {NAME} has one variant, 'fp8'")
     claims = replace(FORWARD, kernel=f"{NAME} for e4m3", lse_gradient=False, paged=False, approximate=True)
@@ -234,10 +234,10 @@ def variant(word: str) -> SimpleNamespace:
 
 
 def _fp8_build() -> Build:
-    found = build()
-    if "fp8" in found.without:
-        raise RuntimeError(f"{found.name} was built without fp8")
-    return found
+    installed = build()
+    if "fp8" in installed.without:
+        raise RuntimeError(f"{installed.name} was built without fp8")
+    return installed
 
 
 def _fp8_refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:

@@ -1,19 +1,19 @@
-"""FlashAttention-4: the CuTe DSL kernels of flash-attn-4, compiled for the call when it first runs (about 2 s each).
+"""FlashAttention-4: the CuTe DSL kernels of flash-attn-4. The first call of a kind compiles its kernel in about 2 s.
 
-Proven on sm90 (Hopper). On sm100 (Blackwell) it is claimed as upstream's sources and tests say, up to head_dim 128, and
-was not run. Limits: no mask, bias, ALiBi or dropout. Sinks and the widths below are ``shared.rewrites``; the
+Tested on sm90 (Hopper). On sm100 (Blackwell) the claims follow upstream's sources and tests, up to head_dim 128; we
+have not run it there. Limits: no mask, bias, ALiBi or dropout. ``shared.rewrites`` adds sinks and head widths; the
 gradient of the log-sum-exp is the kernel's own. Softcap runs through ``softcap.py``, not ``softcap=``.
 
-Conventions put right: causal and windows become distances from the bottom-right diagonal, None where nothing is hidden
-(-1 would be the distance -1). Rows that see no key give out 0, log-sum-exp -inf and gradients 0 in the kernel itself,
-whose ``learnable_sink`` would make their log-sum-exp the sink. On sm90 the backward writes its dq in widths of 16 and
-reads it in widths of 32 (or 64): it is given no width on which the two differ. dq, and dk and dv of grouped heads, are
-summed by atomics unless ``deterministic``. A NaN or Inf in a document can reach the document before it, because the
-last tile of one holds the first tokens of the next, with weight 0.
+Conventions: causal and windows become distances from the bottom-right diagonal, None if a side hides nothing (-1 would
+be the distance -1). For rows that see no key the kernel itself gives out 0, log-sum-exp -inf and gradients 0; its
+``learnable_sink`` would make their log-sum-exp the sink, so we do not use it. On sm90 the backward writes dq in widths
+of 16 and reads it in widths of 32 (or 64), so we pad to widths on which the two agree. Atomics sum dq, and dk and dv of
+grouped heads, unless ``deterministic``. A NaN or Inf in a document can reach the document before it, because the last
+tile of one holds the first tokens of the next, with weight 0.
 
-Nothing here synchronises, and no graph is recorded: the kernels are given detached tensors. A call costs about 60 µs of
-Python, nearly all in ``flash_attn.cute.interface``, which builds the key of the compiled kernel anew for every call.
-Keys and values in pages: ``attn_core.backends.flash4.paged``.
+No function here synchronises or records a graph: the kernels get detached tensors. A call costs about 60 µs of Python,
+nearly all in ``flash_attn.cute.interface``, which rebuilds the key of the compiled kernel on every call.
+Paged keys and values: ``attn_core.backends.flash4.paged``.
 Upstream: flash-attn-4 >= 4.0.0b30; its sources were read at b30 and b36.
 """
 
@@ -59,7 +59,7 @@ WRITES_INTO = True
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """Top-left bands of packed documents, more rows or heads than a grid has, widths over 128 on sm100, some pages."""
+    """Refuses top-left bands of packed documents, calls beyond the grid, widths over 128 on sm100, some page sizes."""
     reasons = [*kernel_limits.grid(spec, FORWARD.kernel, spec.batch)]
     if spec.paged is not None:
         reasons += paged.refusals(spec, device, FORWARD.kernel)
@@ -75,20 +75,20 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
 
 
 def probe() -> str:
-    """The version of flash-attn-4, once its kernels import; see ``flash4_versions.installed`` for what it raises."""
-    found = versions.installed()
+    """Imports the kernels and returns the version of flash-attn-4. Raises what ``versions.installed`` raises."""
+    version = versions.installed()
     _kernels()
-    return found
+    return version
 
 
 def build() -> Build | None:
-    """See ``flash4_versions.build``."""
+    """See ``versions.build``."""
     return versions.build()
 
 
 @lru_cache(maxsize=4096)
 def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """The kernel's keywords for "forward" and "backward", and the softcap whose score functions go with them."""
+    """Returns the kernel's keywords for "forward" and "backward", and the softcap, which needs score functions."""
     left, right = window(spec)
     causal = left is None and right == 0
     both = {
@@ -114,7 +114,7 @@ def _kernels() -> tuple[Any, Any]:
 
 
 def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
-    """See ``Backend.forward``. Raises RuntimeError where a CUDA graph would have to capture the compilation."""
+    """See ``Backend.forward``. Raises RuntimeError if a CUDA graph would capture the compilation."""
     kernel = _kernel(spec, gradient=False)
     return first_call.run(
         _key(spec, "forward", inputs.q),
@@ -137,7 +137,7 @@ def backward(
 
 
 def warm_up(spec: AttentionSpec) -> None:
-    """Compiles what the call needs, by running it on zeros of its shapes on the current CUDA device."""
+    """Compiles the kernels of a call by running it on zeros on the current CUDA device."""
     inputs = dry_run.zeros(spec)
     out, lse = forward(spec, inputs)
     if spec.needs_backward:
@@ -146,7 +146,7 @@ def warm_up(spec: AttentionSpec) -> None:
 
 
 def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
-    """Why there is no ``program`` of a call that the backend takes: what torch operations do around the kernels."""
+    """Returns why ``program`` cannot express a supported call: torch operations run around its kernels."""
     reasons = [] if device == "sm90" else [f"{device}: proven on sm90 alone"]
     if spec.paged is not None:
         reasons.append("keys and values in pages: torch operations make tables safe before the kernel")
@@ -159,10 +159,10 @@ def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> Program:
-    """The kernels of a call that ``program_refuses`` says nothing against, and the buffers between them.
+    """Returns the kernels of a call that ``program_refuses`` allows, and the buffers between them.
 
     Operands are the fields of ``Inputs``; in a backward also out, lse, dout, and ``with_dlse`` dlse, 0 in rows that see
-    no key. Compiles nothing. Raises Unrecordable where flash-attn-4 is not as it was when this was proven.
+    no key. Compiles nothing. Raises Unrecordable if flash-attn-4 works differently from the version that we tested.
     """
     from attn_core.backends.flash4 import program as flash4_program
 
@@ -170,15 +170,15 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> Pro
         if direction == "forward":
             _forward(spec, inputs, (others["out"], others["lse"]), kernels)
         else:
-            out, lse, dout, *places = (others[name] for name in ("out", "lse", "dout", "dq", "dk", "dv"))
-            _gradients(spec, inputs, out, lse, dout, Gradients(*places), others.get("dlse"), kernels)
+            out, lse, dout, *buffers = (others[name] for name in ("out", "lse", "dout", "dq", "dk", "dv"))
+            _gradients(spec, inputs, out, lse, dout, Gradients(*buffers), others.get("dlse"), kernels)
 
     return flash4_program.program(spec, direction, with_dlse, run)
 
 
 @lru_cache(maxsize=4096)
 def _key_of(spec: AttentionSpec) -> AttentionSpec:
-    """What compiled code depends on, and more: its key is dtype, group, widths, and some facts about the lengths."""
+    """Returns a key that is at least as fine as the kernel's own (dtype, group, widths, properties of the lengths)."""
     return replace(spec, scale=1.0, needs_backward=False, return_lse=False)
 
 
@@ -203,7 +203,7 @@ def _forward(spec: AttentionSpec, inputs: Any, into: Any, kernels: Any = None) -
     if spec.paged is not None:
         return paged.forward(spec, inputs, into, _kernels()[0], _arguments(spec, "forward"))
     out, lse = (None, None) if into is None else map(writable, into)
-    found = (kernels or _kernels())[0](
+    results = (kernels or _kernels())[0](
         *map(spread, inputs[:3]),
         cu_seqlens_q=inputs.cu_seqlens_q,
         cu_seqlens_k=inputs.cu_seqlens_k,
@@ -212,13 +212,13 @@ def _forward(spec: AttentionSpec, inputs: Any, into: Any, kernels: Any = None) -
         lse=lse,
         **_arguments(spec, "forward"),
     )
-    return found[0], found[1]
+    return results[0], results[1]
 
 
 def _backward(
     spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any, dlse: Any = None
 ) -> Gradients:
-    if dlse is not None:  # in rows that see nothing it has weight 0, whatever it is
+    if dlse is not None:  # a row that sees no key has weight 0, so its dlse must not reach the kernel, e.g. as NaN
         dlse = dlse.masked_fill(lse == -float("inf"), 0.0)
     return _gradients(spec, inputs, out, lse, dout, into, dlse, _kernels())
 
@@ -227,7 +227,7 @@ def _gradients(
     spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any, dlse: Any, kernels: Any
 ) -> Gradients:
     dq, dk, dv = (None, None, None) if into is None else map(writable, into[:3])
-    found = kernels[1](
+    results = kernels[1](
         *map(spread, (*inputs[:3], out, dout)),
         lse,
         cu_seqlens_q=inputs.cu_seqlens_q,
@@ -238,7 +238,7 @@ def _gradients(
         dlse=dlse,
         **_arguments(spec, "backward"),
     )
-    return Gradients(*found[:3])
+    return Gradients(*results[:3])
 
 
 def _backward_width(dim: int) -> int:
@@ -247,8 +247,10 @@ def _backward_width(dim: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _kernel(spec: AttentionSpec, gradient: bool) -> rewrites.Kernel:
-    """The halves with the widths of one of them. Values narrower than queries are not padded where the kernel is tuned
-    for that: head_dim in (128, 192] with value_dim up to 128, except in the backward of grouped heads, which has none.
+    """Returns the kernel with the widths of its forward or of its backward (``gradient``).
+
+    Values keep their own width if the kernel is tuned for that: head_dim in (128, 192] with value_dim up to 128, except
+    in the backward of grouped heads.
     """
     apart = 128 < spec.head_dim <= 192 and spec.value_dim <= 128 and not (gradient and spec.group_size > 1)
     width = _backward_width if gradient else lambda dim: -(-dim // 8) * 8

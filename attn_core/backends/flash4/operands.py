@@ -1,4 +1,4 @@
-"""FlashAttention-4's operands: the window as distances of its own, and tensors that it can read and write."""
+"""FlashAttention-4's operands: the window in its own convention, and tensors that it can read and write."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attn_core.call.spec import AttentionSpec
 
 
 def window(spec: AttentionSpec) -> tuple[int | None, int | None]:
-    """The band as distances from the bottom-right diagonal, negative ones among them; None where nothing is hidden."""
+    """Returns the band as distances from the bottom-right diagonal, possibly negative; None if a side hides nothing."""
     left, right, offset = band(spec)
     if spec.packed:
         return left, right
@@ -20,8 +20,10 @@ def window(spec: AttentionSpec) -> tuple[int | None, int | None]:
 
 
 def spread(tensor: Any) -> Any:
-    """The tensor without expanded axes, which would each be a kernel of their own. What else the kernel cannot read
-    (strides and addresses that are no multiple of 16 bytes) the entry points copy themselves."""
+    """Returns the tensor, copied if an axis is expanded: flash-attn-4 would compile another kernel for stride 0.
+
+    Its entry points themselves copy strides and addresses that are not multiples of 16 bytes.
+    """
     if 0 not in tensor.stride():
         return tensor
     import torch
@@ -30,11 +32,13 @@ def spread(tensor: Any) -> Any:
 
 
 def writable(buffer: Any) -> Any:
-    """A buffer that the kernel can write into, or None: it stores 16 bytes at a time. A FakeTensor has no address; what
-    it stands for is a whole buffer of XLA's, and those lie on multiples of more than 16."""
+    """Returns the buffer if the kernel can write into it, else None. The kernel stores 16 bytes at a time.
+
+    A FakeTensor has no address. It stands for a whole buffer of XLA's, and XLA aligns those to more than 16 bytes.
+    """
     if buffer is None:
         return None
     strides, size = buffer.stride(), buffer.element_size()
     dense = strides[-1] == 1 and all(step > 0 and step * size % 16 == 0 for step in strides[:-1])
-    lies_well = hasattr(buffer, "fake_mode") or buffer.data_ptr() % 16 == 0
-    return buffer if (dense or buffer.is_contiguous()) and lies_well else None
+    aligned = hasattr(buffer, "fake_mode") or buffer.data_ptr() % 16 == 0
+    return buffer if (dense or buffer.is_contiguous()) and aligned else None

@@ -1,11 +1,11 @@
-"""FlashAttention-4 on keys and values in pages: what it refuses, and its call.
+"""FlashAttention-4 on paged keys and values: refusals and the call.
 
-Its Hopper kernel reads pages in one of two ways. Where a page is just one tile of keys, the tile is loaded whole, with
-what lies behind the end of the sequence: masked, but 0 * NaN is NaN. Any other page is read row by row, and rows behind
-the end are zeros (``cp.async`` with a size of 0, seen in the compiled code). Only the second way is taken here. The
-tiles are those that flash-attn-4 chooses itself; they are passed on, so that a later version cannot choose a page's
-size. At head_dim 96 its rows are copied 32 at a time into tiles of 144, so that half a copy lies behind the tile; the
-widths below are those whose tiles are whole copies.
+Its Hopper kernel reads pages in one of two ways. If a page is exactly one tile of keys, it loads the whole tile, also
+the rows after the end of the sequence: they are masked, but 0 * NaN is NaN. It reads any other page row by row, with
+zeros after the end (``cp.async`` with a size of 0, seen in the compiled code). We allow only the second way. The tiles
+are flash-attn-4's own choice; we pass them explicitly, so that a later version cannot choose a tile of a page's size.
+At head_dim 96 the kernel copies rows 32 at a time into tiles of 144, so half a copy lies after the tile; the widths
+below are those whose tiles are whole copies.
 Upstream: flash-attn-4 4.0.0b36, ``flash_attn.cute``: interface.py, flash_fwd_sm90.py, paged_kv.py.
 """
 
@@ -21,20 +21,20 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
 
 TILES = {64: (192, 128), 128: (128, 128), 256: (128, 80)}
-"""By head dimension, how many queries and keys a tile has."""
+"""By head dimension, the number of queries and keys in a tile."""
 WINDOWED_KEYS = {256: 64}
-"""How many keys it has instead in a call with a window."""
+"""By head dimension, the number of keys in a tile of a call with a window, if it differs."""
 
 
 def tile(spec: AttentionSpec) -> tuple[int, int]:
-    """(queries, keys) of a tile of a call that ``refusals`` says nothing against."""
+    """Returns the (queries, keys) of a tile, for a call that ``refusals`` allows."""
     (queries, keys), (left, right) = TILES[spec.head_dim], window(spec)
     windowed = left is not None or right not in (None, 0)
     return queries, WINDOWED_KEYS.get(spec.head_dim, keys) if windowed else keys
 
 
 def refusals(spec: AttentionSpec, device: str, name: str) -> Iterator[str]:
-    """Devices, widths, and the one page size of each width that is read beyond the ends of sequences."""
+    """Yields refusals of sm100, of widths, and of the one page size per width that the kernel reads past the end."""
     page_size = spec.paged.page_size if spec.paged else 0
     if device == "sm100":
         yield f"keys and values in pages of {page_size}: {name} is not claimed for them on sm100"
@@ -42,22 +42,22 @@ def refusals(spec: AttentionSpec, device: str, name: str) -> Iterator[str]:
         widths = ", ".join(map(str, TILES))
         yield f"head_dim={spec.head_dim}/{spec.value_dim}: {name} reads pages at {widths}, keys and values alike"
     elif page_size == tile(spec)[1]:
-        why = "reads last pages to their end, where what another sequence left (a NaN) would reach the output"
+        why = "reads last pages to their end, so a NaN left there by another sequence would reach the output"
         yield f"page_size={page_size} with head_dim={spec.head_dim}: {name} {why}"
 
 
 def forward(
     spec: AttentionSpec, inputs: PagedInputs, into: Any, entry: Callable[..., Any], settings: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """(out, lse). The queries are packed, also where each sequence has one; a call takes no offsets of keys.
+    """Returns (out, lse). The queries are always packed, even with one query per sequence.
 
     Args:
-        entry: flash-attn-4's ``_flash_attn_fwd``; settings: its keywords that are no tensors.
+        entry: flash-attn-4's ``_flash_attn_fwd``. settings: its keywords that are no tensors.
     """
     assert spec.paged is not None
     (k, v), (table, lengths) = pools(inputs), safe_tables(spec.paged, inputs)
     out, lse = (None, None) if into is None else map(writable, into)
-    found = entry(
+    results = entry(
         *(readable(inputs.q), k, v),
         cu_seqlens_q=query_offsets(spec, inputs),
         seqused_k=lengths,
@@ -68,4 +68,4 @@ def forward(
         lse=lse,
         **settings,
     )
-    return found[0], found[1]
+    return results[0], results[1]

@@ -1,9 +1,9 @@
-"""FlashAttention-4's calls as programs, which XLA can run by itself: the kernels in their order, and their buffers.
+"""Builds a program from a FlashAttention-4 call: its kernels in order, and their buffers. XLA runs it without Python.
 
-Made from what ``flash4_recorder`` notes of one call. Numbers become constants of the compiled code, so that a step
-takes nothing but buffers. With FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 what was compiled is kept on disk, as
-flash-attn-4 keeps its own. Upstream: flash-attn-4 4.0.0b36 with nvidia-cutlass-dsl 4.8; what does not look as there is
-Unrecordable.
+The program is built from a recording of one call (``recorder.py``). Numbers become constants of the compiled code, so
+that a step takes only buffers. With FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 compiled code is cached on disk, next to
+flash-attn-4's own. Upstream: flash-attn-4 4.0.0b36 with nvidia-cutlass-dsl 4.8. Calls that do not look as they do there
+raise Unrecordable.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ Run = Callable[[Any, Inputs, dict[str, Any]], None]
 
 
 def program(spec: AttentionSpec, direction: str, with_dlse: bool, run: Run) -> Program:
-    """The program of a call.
+    """Records a call and returns its program.
 
     Args:
-        run: does the call, given flash-attn-4's entry points, its inputs, and the other tensors by name.
+        run: makes the call, from flash-attn-4's entry points, its inputs, and the other tensors by name.
 
     Raises:
-        Unrecordable: where something happens between the kernels, or they are not given plain buffers.
+        Unrecordable: if torch operations run between the kernels, or a kernel takes a view of a buffer.
     """
     with Recorder() as notes:
         inputs, others = dry_run.zeros(spec), _tensors(spec, direction, with_dlse)
         notes.watch()
         run(notes.kernels, inputs, others)
-        given = {name: tensor for name, tensor in zip(Inputs._fields, inputs, strict=True) if tensor is not None}
-        return _assembled(notes, {**given, **others}, direction)
+        operands = {name: tensor for name, tensor in zip(Inputs._fields, inputs, strict=True) if tensor is not None}
+        return _assemble(notes, {**operands, **others}, direction)
 
 
-def _assembled(notes: Recorder, named: dict[str, Any], direction: str) -> Program:
-    """The program of what was noted, given the tensors of operands and results by name."""
+def _assemble(notes: Recorder, named: dict[str, Any], direction: str) -> Program:
+    """Returns the program of a recording. named: the tensors of operands and results by name."""
     zeros = _zeros(notes.operations)
     buffers: dict[Any, Buffer] = {
         _memory(tensor): _buffer(tensor, name, tensor.shape) for name, tensor in named.items()
@@ -59,9 +59,9 @@ def _assembled(notes: Recorder, named: dict[str, Any], direction: str) -> Progra
     for call in notes.calls:
         tensors = [value for value in call.arguments if _is_tensor(value)]
         for tensor in tensors:
-            found = buffers.setdefault(_memory(tensor), _buffer(tensor, SCRATCH, tensor.shape, zeros))
-            if found.shape != tuple(tensor.shape):
-                raise Unrecordable(f"a kernel sees {found} as {list(tensor.shape)}")
+            buffer = buffers.setdefault(_memory(tensor), _buffer(tensor, SCRATCH, tensor.shape, zeros))
+            if buffer.shape != tuple(tensor.shape):
+                raise Unrecordable(f"a kernel sees {buffer} as {list(tensor.shape)}")
         places = [_memory(tensor) for tensor in tensors]
         written |= {place for place in places if buffers[place].zeros}
         numbers = {place: number for number, place in enumerate(buffers)}
@@ -70,35 +70,35 @@ def _assembled(notes: Recorder, named: dict[str, Any], direction: str) -> Progra
         steps.append(_step(call, [numbers[place] for place in places], reads, writes))
         written |= set(places)
     if not results <= written:
-        raise Unrecordable("its results are not written into the buffers that it was given")
+        raise Unrecordable("the kernels do not write the results into the buffers of the call")
     return Program(tuple(buffers.values()), tuple(steps))
 
 
 def _step(call: Call, order: list[int], reads: tuple[int, ...], writes: tuple[int, ...]) -> Step:
-    """The step of a call whose tensors are the buffers ``order``."""
-    given = (*reads, *writes)
-    last = {place: slot for slot, place in enumerate(given)}  # of what is updated, the place it is written to
+    """Returns the step of a kernel call. order: for each tensor argument, the number of its buffer."""
+    parameters = (*reads, *writes)
+    last = {place: slot for slot, place in enumerate(parameters)}  # an updated buffer is in both: take it from writes
     slots = [last[place] for place in order]
     described = [call.kernel.described[at] for at, value in enumerate(call.arguments) if _is_tensor(value)]
-    by_slot = [described[order.index(place)] for place in given]
+    by_slot = [described[order.index(place)] for place in parameters]
     constants = tuple(None if _is_tensor(value) else _constant(value) for value in call.arguments)
-    facts = (call.key, [str(one) for one in by_slot], slots, constants, call.kernel.options)
-    text = repr((_versions(), type(call.kernel.kernel).__qualname__, facts))
-    if re.search(r"\bat 0x|0x[0-9a-f]{8}[0-9a-f]*[1-9a-f]", text):
+    key = (call.key, [str(one) for one in by_slot], slots, constants, call.kernel.options)
+    text = repr((_versions(), type(call.kernel.kernel).__qualname__, key))
+    if re.search(r"\bat 0x|0x[0-9a-f]{8}[0-9a-f]*[1-9a-f]", text):  # an address differs between processes
         raise Unrecordable(
-            f"what {type(call.kernel.kernel).__name__} is compiled for has no lasting name: {text[:500]}"
+            f"the key of {type(call.kernel.kernel).__name__} holds an address, so it is no lasting name: {text[:500]}"
         )
     target = f"attn_core.flash4.{hashlib.sha256(text.encode()).hexdigest()[:32]}"
-    return Step(target, reads, writes, lambda: _compiled(target, call, slots, by_slot))
+    return Step(target, reads, writes, lambda: _compile(target, call, slots, by_slot))
 
 
-def _compiled(target: str, call: Call, slots: list[int], described: list[Any]) -> Any:
-    """A ``tvm_ffi.Function`` of tensors alone that launches the kernel on the environment's stream."""
+def _compile(target: str, call: Call, slots: list[int], described: list[Any]) -> Any:
+    """Returns a ``tvm_ffi.Function`` of tensors alone that launches the kernel on the environment's stream."""
     import cutlass
     from cutlass import cute
 
-    if target in _kept():
-        return _function(_kept()[target])
+    if target in _compiled_code():
+        return _function(_compiled_code()[target])
     kernel, arguments = call.kernel, call.arguments
 
     def launch(stream: Any, tensors: Any) -> None:
@@ -114,15 +114,15 @@ def _compiled(target: str, call: Call, slots: list[int], described: list[Any]) -
                 filled.append(value)
         kernel.kernel(*filled, stream)
 
-    with warnings.catch_warnings():  # of an argument that flash-attn-4 leaves empty
+    with warnings.catch_warnings():  # about an argument that flash-attn-4 leaves empty
         warnings.filterwarnings("ignore", "Argument aux_data ")
         compiled = cute.compile(_entry(), launch, kernel.described[-1], *described, options=kernel.options)
-    _kept()[target] = compiled
+    _compiled_code()[target] = compiled
     return _function(compiled)
 
 
 def _function(compiled: Any) -> Any:
-    """The TVM-FFI function that compiled code is, or holds where it also takes keywords."""
+    """Returns the TVM-FFI function of compiled code: the code itself, or a member if the code also takes keywords."""
     import tvm_ffi
 
     function = compiled if isinstance(compiled, tvm_ffi.Function) else getattr(compiled, "_tvm_ffi_function", None)
@@ -132,8 +132,8 @@ def _function(compiled: Any) -> Any:
 
 
 @cached_once
-def _kept() -> Any:
-    """flash-attn-4's own cache of compiled code: in this process, or on disk where its environment variable says so."""
+def _compiled_code() -> Any:
+    """Returns flash-attn-4's cache of compiled code: in this process, or on disk if its environment variable asks."""
     from flash_attn.cute.cache_utils import get_jit_cache  # type: ignore[import-not-found]
 
     return get_jit_cache("attn_core")
@@ -147,12 +147,12 @@ def _entry() -> Any:
     def entry(launch, stream, *tensors):  # type: ignore[no-untyped-def]
         launch(stream, tensors)
 
-    entry.__annotations__ = {"launch": cutlass.Constexpr}  # as objects: as text they would be looked up in this module
+    entry.__annotations__ = {"launch": cutlass.Constexpr}  # text annotations would be looked up in this module
     return cute.jit(entry)
 
 
 def _constant(value: Any) -> Any:
-    """A value that becomes part of the compiled code."""
+    """Checks and returns a value that becomes part of the compiled code."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if type(value).__name__ == "AuxData" and all(part is None for part in value):
@@ -161,15 +161,15 @@ def _constant(value: Any) -> Any:
 
 
 def _zeros(operations: list[tuple[str, Any]]) -> set[Any]:
-    """The memory of tensors that were made as zeros.
+    """Returns the memory of tensors that were allocated as zeros.
 
     Raises:
-        Unrecordable: for an operation that is neither that, nor an allocation.
+        Unrecordable: if there is an operation that does more than allocate.
     """
     zeros = set()
-    for name, found in operations:
+    for name, result in operations:
         if name.startswith(ZEROS):
-            zeros.add(_memory(found))
+            zeros.add(_memory(result))
         elif not name.startswith(ALLOCATES):
             raise Unrecordable(f"a torch operation, {name}, among its kernels")
     return zeros
@@ -182,13 +182,13 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _memory(tensor: Any) -> Any:
-    """What tells a tensor's memory from another's."""
+    """Returns a tensor's storage, which identifies its memory."""
     return tensor.untyped_storage()._cdata
 
 
 def _buffer(tensor: Any, name: str, shape: Any, zeros: Any = ()) -> Buffer:
     if not tensor.is_contiguous() or tensor.storage_offset():
-        raise Unrecordable(f"a kernel is given a view of {name}: {list(tensor.shape)}, strides {tensor.stride()}")
+        raise Unrecordable(f"a kernel takes a view of {name}: {list(tensor.shape)}, strides {tensor.stride()}")
     return Buffer(name, tuple(shape), str(tensor.dtype).removeprefix("torch."), _memory(tensor) in zeros)
 
 
@@ -198,7 +198,7 @@ def _versions() -> tuple[str, ...]:
 
 
 def _tensors(spec: AttentionSpec, direction: str, with_dlse: bool) -> dict[str, Any]:
-    """What a call has beside its ``Inputs``, by name: what a forward writes; what a backward reads and writes."""
+    """Returns a call's tensors other than ``Inputs``, by name: results, and for a backward also out, lse and dout."""
     import torch
 
     query, key, value = dry_run.shapes(spec)

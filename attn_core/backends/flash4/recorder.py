@@ -1,8 +1,8 @@
-"""What FlashAttention-4 would do, noted down instead of done.
+"""Records the kernels that FlashAttention-4 would launch for a call, without compiling or launching them.
 
-None of flash-attn-4's own choices is repeated here. Its entry points run once for a spec on tensors without memory
-(torch's FakeTensorMode, as flash-attn-4 does itself to compile ahead), in a private copy of their module whose compiler
-and caches take notes instead: each kernel, what it is to be compiled for, and the arguments it would be called with.
+flash-attn-4 makes all its own choices: its entry points run once per spec on tensors without memory (torch's
+FakeTensorMode, which flash-attn-4 itself uses to compile ahead). They run in a private copy of their module, in which
+the compiler and the caches record each kernel, its compilation arguments and its call arguments.
 Upstream: flash-attn-4 4.0.0b36, ``flash_attn.cute.interface``.
 """
 
@@ -20,26 +20,28 @@ from attn_core.backends.shared.kernel_programs import Unrecordable
 
 
 class Kernel(NamedTuple):
-    """A kernel as ``cute.compile`` is asked for it."""
+    """The arguments of ``cute.compile`` for a kernel."""
 
     kernel: Any
     described: tuple[Any, ...]
-    """Its arguments without values: descriptions of tensors, numbers, None; the stream is the last."""
+    """The kernel's arguments without values: descriptions of tensors, numbers, None; the stream is the last."""
     options: str | None
 
 
 class Call(NamedTuple):
+    """A launch of a kernel. key: identifies the compiled kernel in flash-attn-4's cache."""
+
     kernel: Kernel
     key: str
     arguments: tuple[Any, ...]
 
 
 class Recorder:
-    """A context in which tensors have no memory, and ``kernels`` are flash-attn-4's entry points, which take notes.
+    """A context in which tensors have no memory, and flash-attn-4's entry points record instead of launching.
 
     Attributes:
-        kernels: ``(_flash_attn_fwd, _flash_attn_bwd)``.
-        calls: the kernels that they would have called since, in order.
+        kernels: ``(_flash_attn_fwd, _flash_attn_bwd)``, the recording entry points.
+        calls: the kernels that they would have launched, in order.
         operations: ``(name, result)`` of every torch operation since ``watch``.
     """
 
@@ -52,15 +54,15 @@ class Recorder:
     def __enter__(self) -> Recorder:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
-        with ExitStack() as stack:  # what goes wrong here leaves nothing behind
-            stack.enter_context(_recording())
+        with ExitStack() as stack:  # an error below unwinds whatever was entered
+            stack.enter_context(_recording)
             copy = _private_copy()
             for name, function in vars(copy).items():
                 if hasattr(function, "compile_cache"):
                     function.compile_cache = _NotingCache(name, self.calls)
             self.kernels = copy._flash_attn_fwd, copy._flash_attn_bwd
             stack.enter_context(FakeTensorMode())
-            _warned()
+            _suppress_address_warning()
             self._stack = stack.pop_all()
         return self
 
@@ -68,12 +70,12 @@ class Recorder:
         self._stack.close()
 
     def watch(self) -> None:
-        """From now on every torch operation counts; operands are made before."""
+        """Starts recording torch operations. Call it after the operands exist."""
         self._stack.enter_context(_watching(self.operations))
 
 
 class _NotingCompiler:
-    """``cutlass.cute`` for the private copy, whose ``compile`` compiles nothing."""
+    """Replaces ``cutlass.cute`` in the private copy. Its ``compile`` only records."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -86,27 +88,27 @@ class _NotingCompiler:
 
 
 class _NotingCache:
-    """A cache of compiled kernels that is always empty, and whose kernels note their calls."""
+    """A cache that looks empty, so that every kernel is requested, and returns kernels that record their calls."""
 
     def __init__(self, name: str, calls: list[Call]) -> None:
         self._name, self._calls = name, calls
-        self._made: dict[Any, Kernel] = {}
+        self._kernels: dict[Any, Kernel] = {}
 
     def __contains__(self, key: Any) -> bool:
         return False
 
     def __setitem__(self, key: Any, kernel: Kernel) -> None:
-        self._made[key] = kernel
+        self._kernels[key] = kernel
 
     def __getitem__(self, key: Any) -> Callable[..., None]:
-        return lambda *arguments: self._calls.append(Call(self._made[key], f"{self._name} {key!r}", arguments))
+        return lambda *arguments: self._calls.append(Call(self._kernels[key], f"{self._name} {key!r}", arguments))
 
 
 @cached_once
-def _warned() -> None:
-    """Lets torch say here, to nobody, what it says once in a process: that a FakeTensor's address was asked for.
+def _suppress_address_warning() -> None:
+    """Triggers and suppresses torch's once-per-process warning about reading a FakeTensor's data_ptr.
 
-    cutlass asks for the addresses of all tensors that it is shown, those that have none among them.
+    cutlass reads the address of every tensor, so users would see the warning.
     """
     import torch
 
@@ -115,14 +117,13 @@ def _warned() -> None:
         torch.empty(1, device="cpu").data_ptr()
 
 
-@cached_once
-def _recording() -> threading.Lock:
-    return threading.Lock()
+_recording = threading.Lock()
+"""Held during a recording, because all recordings share the private copy."""
 
 
 @cached_once
 def _private_copy() -> Any:
-    """flash_attn.cute.interface once more, as a module of our own: nobody else's calls meet what is changed in it."""
+    """Imports flash_attn.cute.interface again under another name, so that our changes affect no other caller."""
     from flash_attn.cute import interface  # type: ignore[import-not-found]
 
     spec = util.spec_from_file_location("flash_attn.cute._attn_core_program", interface.__file__)
@@ -132,7 +133,7 @@ def _private_copy() -> Any:
     spec.loader.exec_module(copy)
     vars(copy).update(
         cute=_NotingCompiler(copy.cute),
-        is_fake_mode=lambda: False,  # so that it goes on to call what it has compiled
+        is_fake_mode=lambda: False,  # in fake mode it would stop after compiling, before the launch that we record
     )
     return copy
 
@@ -142,8 +143,8 @@ def _watching(operations: list[tuple[str, Any]]) -> Any:
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            found = function(*args, **(kwargs or {}))
-            operations.append((str(function), found))
-            return found
+            result = function(*args, **(kwargs or {}))
+            operations.append((str(function), result))
+            return result
 
     return Watch()

@@ -1,13 +1,13 @@
-"""FlashAttention-4's softcap as score functions of our own, faster than the ones it ships.
+"""Our own score functions for FlashAttention-4's softcap, faster than upstream's.
 
-The kernel hands a score function the scaled scores of a few (query, key) pairs and masks what comes back; its backward
-hands a second function the gradients by the capped scores, and the scaled scores again. What it ships divides by the
-cap, which is a subroutine call for each score. Here nothing is divided: the forward is given ``scale / cap`` for its
-scale, the backward multiplies by the reciprocal, and the hyperbolic tangent is one instruction, PTX
-``tanh.approx.f32`` (relative error up to 2**-11, the same as FlashAttention-2 and 3 use).
+The kernel passes the scaled scores of a few (query, key) pairs to a score function and masks the result; its backward
+passes the gradients of the capped scores and the scaled scores to a second function. Upstream's functions divide by
+the cap, which is a subroutine call per score. Ours divide nothing: the forward runs with ``scale / cap`` as its scale,
+the backward multiplies by the reciprocal, and the hyperbolic tangent is one instruction, PTX ``tanh.approx.f32``
+(relative error up to 2**-11; FlashAttention-2 and 3 use the same).
 
-The kernel tells compiled code apart by each function's ``__cute_hash__``: a text that names the cap, so that two caps
-never share a kernel and equal caps always do.
+The kernel identifies compiled code by each function's ``__cute_hash__``. Ours names the cap, so that two caps never
+share a kernel and equal caps always do.
 Upstream: flash-attn-4 >= 4.0.0b30 with nvidia-cutlass-dsl >= 4.6.2.
 """
 
@@ -25,9 +25,9 @@ class ScoreFunctions(NamedTuple):
     """A softcap for FlashAttention-4.
 
     Attributes:
-        forward: ``score_mod`` of a forward whose scale has been divided by the cap.
-        again: ``score_mod`` of a backward, whose scale is the call's own.
-        gradient: ``score_mod_bwd``, beside ``again``.
+        forward: ``score_mod`` of the forward, whose scale is divided by the cap.
+        again: ``score_mod`` of the backward, whose scale is the call's own.
+        gradient: ``score_mod_bwd`` of the backward.
     """
 
     forward: Callable[..., Any]
@@ -46,17 +46,16 @@ def capped(score: Any, cap: float, tanh: Tanh) -> Any:
 
 
 def capped_gradient(gradient: Any, score: Any, cap: float, tanh: Tanh) -> Any:
-    """The gradient by ``s`` from that by the capped score, whose derivative is ``1 - tanh(s / cap) ** 2``."""
+    """Returns the gradient of ``s`` from the gradient of the capped score; the factor is ``1 - tanh(s / cap) ** 2``."""
     bent = tanh(score * (1.0 / cap))
     return gradient * (1.0 - bent * bent)
 
 
 @cached_once
 def score_functions(cap: float) -> ScoreFunctions:
-    """The score functions of a cap, made once per process; needs the CuTe DSL.
+    """Returns the score functions of a cap, cached per process. Needs the CuTe DSL.
 
-    Of what the kernel passes after the scores (batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors) a softcap
-    uses nothing.
+    A softcap ignores the kernel's other arguments (batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors).
     """
 
     def forward(scores: Any, *places: Any, **more: Any) -> Any:
@@ -66,7 +65,7 @@ def score_functions(cap: float) -> ScoreFunctions:
         return _each(lambda score: capped(score, cap, tanh_approx), scores)
 
     def gradient(gradients: Any, scores: Any, *places: Any, **more: Any) -> Any:
-        return _each(lambda found, score: capped_gradient(found, score, cap, tanh_approx), gradients, scores)
+        return _each(lambda dscore, score: capped_gradient(dscore, score, cap, tanh_approx), gradients, scores)
 
     functions = ScoreFunctions(forward, again, gradient)
     for name, function in functions._asdict().items():
@@ -75,7 +74,7 @@ def score_functions(cap: float) -> ScoreFunctions:
 
 
 def _each(function: Callable[..., Any], *vectors: Any) -> Any:
-    """The function of every element of the kernel's vectors (``cute.TensorSSA``, float32, all of one shape)."""
+    """Applies the function to every element of the kernel's vectors (``cute.TensorSSA``, float32, all of one shape)."""
     from cutlass import Float32, cute
 
     shape = vectors[0].shape
@@ -88,12 +87,12 @@ def _each(function: Callable[..., Any], *vectors: Any) -> Any:
 
 
 def tanh_approx(value: Any) -> Any:
-    """The hyperbolic tangent of a ``cutlass.Float32`` in a kernel, as one instruction."""
+    """Returns the hyperbolic tangent of a ``cutlass.Float32`` in a kernel, as one instruction."""
     from cutlass import Float32
     from cutlass._mlir.dialects import llvm
     from cutlass.cutlass_dsl import T
 
-    found = llvm.inline_asm(
+    result = llvm.inline_asm(
         T.f32(),
         [Float32(value).ir_value()],
         "tanh.approx.f32 $0, $1;",
@@ -102,4 +101,4 @@ def tanh_approx(value: Any) -> Any:
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
     )
-    return Float32(found)
+    return Float32(result)

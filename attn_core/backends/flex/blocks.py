@@ -1,8 +1,8 @@
-"""Block tables: which blocks of 128 x 128 scores FlexAttention computes, without a q_len x kv_len array.
+"""Block tables: the blocks of 128 x 128 scores that FlexAttention computes, without a q_len x kv_len array.
 
-What a row sees, band and document together, is one interval of keys; what sees a key is one interval of rows. A block
-of rows therefore needs one range of key blocks, the blocks inside which every row sees every key are a range within
-that one, and both come from minima and maxima over the block's rows. A caller's mask is reduced to blocks once.
+By band and document, a row sees one interval of keys, and one interval of rows sees a key. So a block of rows needs one
+range of key blocks. The blocks in which every row sees every key are a range within that range. Both ranges come from
+minima and maxima over the block's rows. A caller's mask is reduced to blocks once.
 Source: the layout of ``torch.nn.attention.flex_attention.BlockMask``.
 """
 
@@ -20,10 +20,10 @@ BLOCK = 128
 
 
 class Table(NamedTuple):
-    """For each block along one side, the blocks of the other that it meets.
+    """For each block along one side, the blocks of the other side that contain visible scores.
 
     partial_count, full_count: int32 ``[batch or 1, heads or 1, blocks]``; partial, full: int32 with one axis more,
-    ``[..., width]``, of which the first count are meant. In full blocks nothing is hidden.
+    ``[..., width]``, of which the first ``count`` entries are valid. In full blocks nothing is hidden.
     """
 
     partial_count: Any
@@ -33,20 +33,20 @@ class Table(NamedTuple):
 
 
 class Intervals(NamedTuple):
-    """What each row sees, or each key is seen by: ``[start, stop)`` on the other side; int32 ``[tokens]``."""
+    """The keys that each row sees, or the rows that see each key: ``[start, stop)``, int32 ``[tokens]``."""
 
     start: Any
     stop: Any
 
 
 def blocks(tokens: int) -> int:
-    """How many blocks cover a number of tokens."""
+    """Returns how many blocks cover a number of tokens."""
     return -(-tokens // BLOCK)
 
 
 @lru_cache(maxsize=4096)
 def widths(spec: AttentionSpec) -> tuple[int, int]:
-    """The most key blocks that a row block can need, and the most row blocks that a key block can need."""
+    """Returns the most key blocks that a row block can need, and the most row blocks that a key block can need."""
     if spec.packed or spec.mask_shape is not None:
         return blocks(spec.kv_len), blocks(spec.q_len)
     rows = band(spec)
@@ -60,7 +60,7 @@ def _width(edge: Band, tokens: int, others: int) -> int:
 
 
 def dense_intervals(edge: Edges, q_len: int, kv_len: int, device: Any) -> tuple[Intervals, Intervals]:
-    """The keys that each row sees, and the rows that see each key, in a call that is one document."""
+    """Returns the keys that each row sees and the rows that see each key, in a call without packed documents."""
     import torch
 
     rows, keys = (torch.arange(length, device=device, dtype=torch.int32) for length in (q_len, kv_len))
@@ -73,7 +73,7 @@ def dense_intervals(edge: Edges, q_len: int, kv_len: int, device: Any) -> tuple[
 def packed_intervals(
     edge: Edges, where: Places, cu_seqlens_q: Any, cu_seqlens_k: Any, bottom_right: bool
 ) -> tuple[Intervals, Intervals]:
-    """The same for packed documents, whose offsets stay on the device."""
+    """Returns the same for packed documents, without reading their offsets on the host."""
     documents = cu_seqlens_q.shape[0] - 1
     offsets = cu_seqlens_k.diff() - cu_seqlens_q.diff() if bottom_right else cu_seqlens_q.diff() * 0
 
@@ -97,7 +97,7 @@ def packed_intervals(
 
 
 def _interval(anchor: Any, start: Any, stop: Any, before: Any, after: Any) -> Intervals:
-    """``[anchor - before, anchor + after]`` cut to ``[start, stop)``; numbers or int32 tensors."""
+    """Returns ``[anchor - before, anchor + after]`` cut to ``[start, stop)``; numbers or int32 tensors."""
     import torch
 
     first, last = anchor - before, anchor + after + 1
@@ -107,7 +107,7 @@ def _interval(anchor: Any, start: Any, stop: Any, before: Any, after: Any) -> In
 
 
 def table(seen: Intervals, others: int, width: int) -> Table:
-    """The table of one side from its intervals; ``others`` tokens on the other side."""
+    """Returns the table of one side from its intervals. others: the number of tokens on the other side."""
     import torch
 
     first, stop, full_first, full_stop = _ranges(seen, others)
@@ -122,7 +122,7 @@ def table(seen: Intervals, others: int, width: int) -> Table:
 
 
 def _ranges(seen: Intervals, others: int) -> tuple[Any, Any, Any, Any]:
-    """By block: the first and last key block met, and the first and last full one; half open, int32 ``[blocks]``."""
+    """Returns, by block, the range of key blocks to compute and of full ones; half open, int32 ``[blocks]``."""
     import torch
 
     length = seen.start.shape[0]
@@ -135,7 +135,7 @@ def _ranges(seen: Intervals, others: int) -> tuple[Any, Any, Any, Any]:
     lowest = by_block(torch.where(empty, FAR, seen.start), FAR).amin(1)
     highest = by_block(torch.where(empty, 0, seen.stop), 0).amax(1)
     first, stop = lowest // BLOCK, (highest + BLOCK - 1) // BLOCK
-    first = torch.minimum(first, stop)  # where no row of the block sees anything
+    first = torch.minimum(first, stop)  # first is FAR // BLOCK if no row of the block sees anything
     full_first = (by_block(seen.start, 0).amax(1) + BLOCK - 1) // BLOCK
     full_stop = by_block(seen.stop, FAR).amin(1) // BLOCK
     some = full_first < full_stop
@@ -143,7 +143,7 @@ def _ranges(seen: Intervals, others: int) -> tuple[Any, Any, Any, Any]:
 
 
 def masked_tables(seen: Intervals | None, mask: Any, q_len: int, kv_len: int) -> tuple[Table, Table]:
-    """Both tables of a call with a mask ``[batch, heads, q_len, kv_len]``, any of them 1, on top of the intervals."""
+    """Returns both tables of a call with a mask ``[batch, heads, q_len, kv_len]``, any axis may be 1, and intervals."""
     import torch
 
     some, every = _mask_blocks(mask)
@@ -158,7 +158,7 @@ def masked_tables(seen: Intervals | None, mask: Any, q_len: int, kv_len: int) ->
 
 
 def _mask_blocks(mask: Any) -> tuple[Any, Any]:
-    """Whether a mask shows some of a block, and all of it: bool, with blocks for rows and keys, and 1 for 1."""
+    """Returns whether a mask shows some of each block, and all of it: bool, by blocks; axes of length 1 stay 1."""
     import torch
 
     heights = [1 if length == 1 else BLOCK for length in mask.shape[2:]]
@@ -170,11 +170,11 @@ def _mask_blocks(mask: Any) -> tuple[Any, Any]:
 
 
 def _ordered(partial: Any, full: Any) -> Table:
-    """Boolean block matrices ``[batch, heads, blocks, others]`` as counts and the numbers of the blocks, in order."""
+    """Converts boolean block matrices ``[batch, heads, blocks, others]`` to counts and ascending block numbers."""
     import torch
 
-    found = []
+    parts = []
     for present in (partial, full):
         numbers = torch.argsort(present.to(torch.int32), dim=-1, descending=True, stable=True)
-        found += [present.sum(-1, dtype=torch.int32), numbers.to(torch.int32).contiguous()]
-    return Table(*found)
+        parts += [present.sum(-1, dtype=torch.int32), numbers.to(torch.int32).contiguous()]
+    return Table(*parts)

@@ -1,9 +1,9 @@
 """FlexAttention on the CPU: the spec as a score function and a mask function. Forward only.
 
 Limits: no gradient and no dropout. The fused CPU kernel (``torch.compile`` of flex_attention) has no log-sum-exp
-output and no float64, so the eager form serves: it writes out the whole score matrix, which MAX_SCORES bounds. Packed
+output and no float64, so we run the eager form: it writes out the whole score matrix, which MAX_SCORES bounds. Packed
 documents run one after another, so that a NaN in one cannot reach another; inside a document, or a batch row, a NaN or
-Inf in v reaches every query. bfloat16 and float16 round the softmax weights before they meet v.
+Inf in v reaches every query. bfloat16 and float16 round the softmax weights before the product with v.
 Sinks are an epilogue: ``out * sigmoid(lse - sink)`` and ``logaddexp(lse, sink)``.
 Upstream: ``torch.nn.attention.flex_attention``, torch 2.11 to 2.15; its log-sum-exp is natural, as ours.
 """
@@ -50,7 +50,7 @@ MAX_SCORES = 2**26
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """A score matrix over MAX_SCORES."""
+    """Refuses a score matrix over MAX_SCORES."""
     q_len = spec.q_len if spec.max_len_q is None else spec.max_len_q
     kv_len = spec.kv_len if spec.max_len_k is None else spec.max_len_k
     scores = spec.batch * spec.num_heads * q_len * kv_len
@@ -61,7 +61,7 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
 
 
 def probe() -> str:
-    """torch's version, once FlexAttention's symbols are there."""
+    """Imports FlexAttention's symbols and returns torch's version."""
     import torch
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
@@ -70,7 +70,7 @@ def probe() -> str:
 
 
 def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """flex_attention's own scale and enable_gqa, and what its score and mask functions are made of, in order."""
+    """Returns flex_attention's scale and enable_gqa, and the parts of its score and mask functions, in order."""
     score = {"softcap": spec.softcap, "bias": spec.bias_shape, "alibi": spec.alibi_shape}
     mask = {"band": spec.causal or spec.window != (None, None), "mask": spec.mask_shape}
     return {
@@ -85,7 +85,7 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     """See ``Backend.forward``. The log-sum-exp is float32, or float64 for float64 inputs."""
     import torch
 
-    # flex_attention's tracer keeps what it is given alive; a caller's buffers must not outlive the call.
+    # flex_attention's tracer keeps its operands alive; a caller's buffers must not outlive the call.
     inputs = Inputs(*(None if tensor is None else tensor.clone() for tensor in inputs))
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -103,14 +103,14 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
 
 
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
-    """None: FlexAttention has no gradient on the CPU, and BACKWARD says so."""
+    """Raises: FlexAttention has no gradient on the CPU (BACKWARD is None)."""
     raise NotImplementedError("backward: FlexAttention on CPU has no gradient")
 
 
 def _vmap_allowed() -> AbstractContextManager[Any]:
-    """Lets ``vmap`` work inside the block, also under a dispatch mode (a counter of flops, a tracer).
+    """Lets ``vmap`` work inside the block, also under a dispatch mode (a flop counter, a tracer).
 
-    flex_attention is made of vmap, and torch leaves vmap's dispatch keys out of what such a mode runs.
+    flex_attention uses vmap, and torch excludes vmap's dispatch keys while such a mode runs an operation.
     """
     import torch
 
@@ -124,7 +124,7 @@ def _vmap_allowed() -> AbstractContextManager[Any]:
 
 
 class _Piece(NamedTuple):
-    """The whole call, or one of its documents: its query and key tokens, and its own band."""
+    """The whole call or one of its documents: query tokens, key tokens and band."""
 
     rows: slice
     keys: slice
@@ -132,7 +132,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(spec: AttentionSpec, inputs: Inputs) -> Iterator[_Piece]:
-    """Pieces that have a query and a key; any other row sees nothing."""
+    """Yields the pieces that have both queries and keys. Rows outside them see no key."""
     if not spec.packed:
         yield _Piece(slice(0, spec.q_len), slice(0, spec.kv_len), band(spec))
         return
@@ -141,13 +141,13 @@ def _pieces(spec: AttentionSpec, inputs: Inputs) -> Iterator[_Piece]:
 
 
 def _attend(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> tuple[Any, Any]:
-    """One call of flex_attention: out ``[batch, heads, rows, value_dim]`` and lse ``[batch, heads, rows]``."""
+    """Calls flex_attention once. Returns out ``[batch, heads, rows, value_dim]`` and lse ``[batch, heads, rows]``."""
     import torch
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
     how = lower(spec)
     # [batch, length, heads, dim] -> [batch, heads, length, dim]; packed has no batch axis
-    q, k, v = (tensor.detach() for tensor in (inputs.q, inputs.k, inputs.v))  # any that wants a gradient is refused
+    q, k, v = (tensor.detach() for tensor in (inputs.q, inputs.k, inputs.v))  # raises if one requires a gradient
     q, k, v = (tensor[None] if spec.packed else tensor for tensor in (q, k, v))
     q, k, v = (part.transpose(1, 2) for part in (q[:, piece.rows], k[:, piece.keys], v[:, piece.keys]))
     mask_function = _mask_function(inputs, piece)
@@ -176,14 +176,14 @@ def _attend(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> tuple[Any, An
 
 
 def _mask_function(inputs: Inputs, piece: _Piece) -> Callable[..., Any] | None:
-    """``(batch, head, row, column) -> visible``, each a scalar tensor."""
+    """Returns ``(batch, head, row, column) -> visible``, each a scalar tensor."""
     edge = piece.edge
     mask = functions.reader(_cut(inputs.mask, piece))
     return functions.mask_function(mask, edge.left, edge.right, functions.distance_function(edge.offset))
 
 
 def _score_function(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> Callable[..., Any] | None:
-    """``(score, batch, head, row, column) -> score`` with softcap, then bias and ALiBi."""
+    """Returns ``(score, batch, head, row, column) -> score`` with softcap, then bias and ALiBi."""
     import torch
 
     wide = getattr(torch, spec.lse_dtype)
@@ -194,7 +194,7 @@ def _score_function(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> Calla
 
 
 def _cut(table: Any, piece: _Piece) -> Any:
-    """A mask's or bias's part for the piece: a view ``[batch, heads, rows, keys]``, any of them 1."""
+    """Slices a mask or bias for the piece: a view ``[batch, heads, rows, keys]``, any axis may be 1."""
     if table is None:
         return None
     rows = table if table.shape[2] == 1 else table[:, :, piece.rows]

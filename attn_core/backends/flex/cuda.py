@@ -2,14 +2,14 @@
 
 Limits: sm80 and later, head_dim up to 256, no dropout, no gradient of the bias. Causal, windowed and packed calls
 compute only the blocks they need; document and position of a packed token are read on the device, so that memory grows
-with the tokens and the block tables (blocks.py). Each signature compiles when it first runs, in seconds;
-lengths, batch, window distances and offsets are no part of it, scale and softcap are (attn_core.backends.flex.program).
-Gradients exist only through autograd: ``backward`` runs the forward again, ``shortcut`` lets torch keep it.
-Put right here: head dims between powers of two are zero-padded (the kernel computes them all the same, and its block
-sizes are tuned for powers of two); TF32 is off for float32; a NaN in one packed document would reach those that share
-a block with it through ``0 * NaN``, so values that are not finite are taken out before and their rows marked after.
+with the tokens and the block tables (blocks.py). Each signature compiles on its first run, in seconds. It covers scale
+and softcap, but not lengths, batch, window distances and offsets (program.py).
+Gradients exist only through autograd: ``backward`` runs the forward again, ``shortcut`` lets torch save it.
+Corrections: head dims between powers of two are zero-padded (the kernel's work is the same, and its block sizes are
+tuned for powers of two); TF32 is off for float32; a NaN in one packed document would reach documents in the same block
+through ``0 * NaN``, so non-finite values are set to 0 before the kernel and their rows to NaN after it.
 Sinks are an epilogue: with w the sink's share of a row's weight, out' = (1 - w) * out and lse' = log(exp(lse) +
-exp(sink)); dout and dlse go on as (1 - w) * dout and (1 - w) * dlse + w * delta, delta = sum(dout * out').
+exp(sink)); the kernel's backward gets (1 - w) * dout and (1 - w) * dlse + w * delta, delta = sum(dout * out').
 Upstream: ``torch.nn.attention.flex_attention``, torch 2.11 to 2.15, with the Triton that belongs to it.
 """
 
@@ -23,7 +23,8 @@ from importlib import import_module
 from typing import Any
 
 from attn_core.backends.flex.blocks import BLOCK
-from attn_core.backends.flex.operands import Operands, arranged, contained, facts, hides, marked, operands
+from attn_core.backends.flex.operands import Operands, arrange, contain, hides, length_classes, mark
+from attn_core.backends.flex.operands import operands as operands_of
 from attn_core.backends.flex.program import Signature, flex, program
 from attn_core.backends.shared import dry_run
 from attn_core.backends.shared.autograd import recording
@@ -59,14 +60,14 @@ BACKWARD = replace(FORWARD)
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """GPUs before sm80, whose Triton kernels nobody has tried, and tables that 32 bits cannot count."""
+    """Refuses GPUs before sm80, where nobody has run the Triton kernels, and tables beyond 32-bit indices."""
     old = device.startswith("sm") and int(device[2:]) < 80
     reasons = (f"device {device}: FlexAttention on CUDA needs sm80",) if old else ()
     return (*reasons, *tables(spec, FORWARD.kernel))
 
 
 def probe() -> str:
-    """torch's version, once FlexAttention's symbols and Triton are there."""
+    """Imports FlexAttention's symbols and Triton, and returns torch's version."""
     import torch
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
@@ -76,12 +77,12 @@ def probe() -> str:
 
 @lru_cache(maxsize=4096)
 def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """flex_attention's own scale, enable_gqa and kernel_options, the head dims it is given, and what its score and mask
-    functions are made of, in order."""
+    """Returns flex_attention's scale, enable_gqa and kernel_options, its head dims (widths), and the parts of its score
+    and mask functions, in order."""
     score = {"softcap": spec.softcap, "bias": spec.bias_shape, "alibi": spec.alibi_shape}
     mask = {"documents": spec.packed, "band": hides(spec), "mask": spec.mask_shape}
     whole = spec.q_len % BLOCK == 0 and spec.kv_len % BLOCK == 0
-    # The kernel for few queries splits the keys; it is taken where it has no limits of its own to run into.
+    # The kernel for few queries splits the keys. Let torch choose it only within that kernel's limits.
     few = spec.q_len == 1 and spec.group_size <= 64
     return {
         "scale": spec.scale,
@@ -103,20 +104,20 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
 
     with torch.no_grad(), _without_autocast(inputs.q):
         q, k, v = _with_batch(spec, *(tensor.detach() for tensor in inputs[:3]))
-        given = operands(spec, inputs)
-        if given.places is None:
-            out, lse = _attend(spec, q, k, v, given)
+        operands = operands_of(spec, inputs)
+        if operands.places is None:
+            out, lse = _attend(spec, q, k, v, operands)
         else:
-            clean = contained(spec, given.places, inputs, (), (v,))
-            out, lse = _attend(spec, q, k, clean.tensors[0], given)
-            marked(out, clean.rows, lse)
+            clean = contain(spec, operands.places, inputs, (), (v,))
+            out, lse = _attend(spec, q, k, clean.tensors[0], operands)
+            mark(out, clean.rows, lse)
         if spec.sinks:
             out, lse = _with_sinks(out, lse, inputs.sinks)
     return (out[0], lse[0]) if spec.packed else (out, lse)
 
 
 def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
-    """See ``Backend.shortcut``: autograd keeps what the compiled forward saved, and runs the same backward kernel."""
+    """See ``contract.shortcut``: autograd keeps what the compiled forward saved, and runs the same backward kernel."""
     import torch
 
     more = (spec.mask_shape, spec.bias_shape, spec.alibi_shape, spec.documents)
@@ -126,19 +127,19 @@ def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] 
     def run(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         if not torch.is_grad_enabled():
             return forward(spec, Inputs(q, k, v))
-        # The kernel gives all three gradients; one program serves whichever of them are asked for.
+        # The kernel always computes all three gradients, so one program serves every combination of them.
         q, k, v = (tensor if tensor.requires_grad else tensor.detach().requires_grad_() for tensor in (q, k, v))
         with _without_autocast(q):
-            return _attend(spec, q, k, v, operands(spec, Inputs(q, k, v)))
+            return _attend(spec, q, k, v, operands_of(spec, Inputs(q, k, v)))
 
     return run
 
 
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
-    """See ``Backend.backward``. The forward runs once more: its own saved tensors are out of reach."""
+    """See ``Backend.backward``. Runs the forward again, because its saved tensors are not accessible."""
     import torch
 
-    if torch.is_inference_mode_enabled():  # autograd takes no tensors that were made in there
+    if torch.is_inference_mode_enabled():  # autograd takes no inference tensors
         with torch.inference_mode(False):
             out, lse, dout, dlse = (t if t is None else t.clone() for t in (out, lse, dout, dlse))
             copies = Inputs(*(t if t is None else t.clone() for t in inputs))
@@ -149,18 +150,18 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         lse, dlse = (t if t is None or not spec.packed else t[None] for t in (lse, dlse))
         if spec.sinks:
             dout, dlse, dsinks = _through_sinks(inputs.sinks, out, lse, dout, dlse)
-        given = operands(spec, inputs)
-        if given.places is not None:
-            clean = contained(spec, given.places, inputs, (q, dout), (k, v))
+        operands = operands_of(spec, inputs)
+        if operands.places is not None:
+            clean = contain(spec, operands.places, inputs, (q, dout), (k, v))
             q, dout, k, v = clean.tensors
         with recording():
             leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-            results = _attend(spec, leaves[0], leaves[1], leaves[2], given)
-            asked = (dout,) if dlse is None else (dout, dlse)
-            dq, dk, dv = torch.autograd.grad(results[: len(asked)], leaves, asked)
+            results = _attend(spec, leaves[0], leaves[1], leaves[2], operands)
+            cotangents = (dout,) if dlse is None else (dout, dlse)
+            dq, dk, dv = torch.autograd.grad(results[: len(cotangents)], leaves, cotangents)
         if clean is not None:
-            marked(dq, clean.rows, results[1].detach())
-            dk, dv = marked(dk, clean.keys), marked(dv, clean.keys)
+            mark(dq, clean.rows, results[1].detach())
+            dk, dv = mark(dk, clean.keys), mark(dv, clean.keys)
     return Gradients(*((dq[0], dk[0], dv[0]) if spec.packed else (dq, dk, dv)), None, dsinks)
 
 
@@ -175,7 +176,7 @@ def warm_up(spec: AttentionSpec) -> None:
 
 
 def _width(dim: int) -> int:
-    """The next power of two, and at least the 16 that Triton's matrix product needs."""
+    """Returns the next power of two, and at least 16, which Triton's matrix product needs."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
@@ -192,13 +193,13 @@ def _signature(spec: AttentionSpec) -> Signature:
         score=how["score"],
         mask=how["mask"],
         options=tuple(how["kernel_options"].items()),
-        facts=facts(spec),
+        length_classes=length_classes(spec),
     )
 
 
 @contextmanager
 def _without_autocast(q: Any) -> Iterator[None]:
-    """flex_attention would cast q, k and v to autocast's dtype."""
+    """Turns autocast off: flex_attention would cast q, k and v to autocast's dtype."""
     import torch
 
     kind = q.device.type
@@ -210,21 +211,20 @@ def _without_autocast(q: Any) -> Iterator[None]:
 
 
 def _with_batch(spec: AttentionSpec, *tensors: Any) -> tuple[Any, ...]:
-    """``[tokens, heads, dim]`` -> ``[1, tokens, heads, dim]`` where packed."""
+    """``[tokens, heads, dim]`` -> ``[1, tokens, heads, dim]`` if packed."""
     return tuple(tensor[None] for tensor in tensors) if spec.packed else tensors
 
 
-def _attend(spec: AttentionSpec, q: Any, k: Any, v: Any, given: Operands) -> tuple[Any, Any]:
-    """out ``[batch, q_len, heads, value_dim]`` and lse ``[batch, heads, q_len]``, differentiable."""
-
+def _attend(spec: AttentionSpec, q: Any, k: Any, v: Any, operands: Operands) -> tuple[Any, Any]:
+    """Returns out ``[batch, q_len, heads, value_dim]`` and lse ``[batch, heads, q_len]``, differentiable."""
     signature = _signature(spec)
     wide, value_wide = signature.widths
     padded = (_padded(q, wide), _padded(k, wide), _padded(v, value_wide))
-    (q, k, v), layouts = zip(*map(arranged, padded))
-    tables = tuple(None if t is None else (str(t.dtype), tuple(n == 1 for n in t.shape)) for t in given[3:])
+    (q, k, v), layouts = zip(*map(arrange, padded))
+    tables = tuple(None if t is None else (str(t.dtype), tuple(n == 1 for n in t.shape)) for t in operands[3:])
     run = program(flex, signature, layouts, tables)
     # [batch, tokens, heads, dim] -> [batch, heads, tokens, dim] and back, as views
-    out, lse = run(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *given)
+    out, lse = run(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *operands)
     out = out.transpose(1, 2)
     return (out if out.shape[3] == spec.value_dim else out[..., : spec.value_dim].contiguous()), lse
 
@@ -239,7 +239,7 @@ def _padded(tensor: Any, width: int) -> Any:
 def _with_sinks(out: Any, lse: Any, sinks: Any) -> tuple[Any, Any]:
     import torch
 
-    sinks = sinks.detach().to(lse.dtype)[:, None]  # [heads, 1] beside [batch, heads, q_len]
+    sinks = sinks.detach().to(lse.dtype)[:, None]  # [heads, 1] against [batch, heads, q_len]
     empty = lse == -torch.inf
     gate = torch.sigmoid(lse - sinks).masked_fill(empty, 0.0).transpose(1, 2)[..., None]
     joined = torch.logaddexp(lse, sinks).masked_fill(empty, -torch.inf)
@@ -247,13 +247,13 @@ def _with_sinks(out: Any, lse: Any, sinks: Any) -> tuple[Any, Any]:
 
 
 def _through_sinks(sinks: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> tuple[Any, Any, Any]:
-    """dout and dlse for the kernel, and the gradient of the sinks: see the top of this file."""
+    """Returns dout and dlse for the kernel, and the gradient of the sinks. The module's docstring has the formulas."""
     import torch
 
     empty = lse == -torch.inf
     share = torch.exp(sinks.detach().to(lse.dtype)[:, None] - lse).masked_fill(empty, 0.0)
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)  # [batch, heads, q_len]
-    given = torch.zeros_like(delta) if dlse is None else dlse.masked_fill(empty, 0.0)
-    dsinks = -(share * (delta - given)).sum((0, 2)).to(sinks.dtype)
+    outer = torch.zeros_like(delta) if dlse is None else dlse.masked_fill(empty, 0.0)
+    dsinks = -(share * (delta - outer)).sum((0, 2)).to(sinks.dtype)
     inner = dout * (1 - share).transpose(1, 2)[..., None]
-    return inner.to(dout.dtype), (1 - share) * given + share * delta, dsinks
+    return inner.to(dout.dtype), (1 - share) * outer + share * delta, dsinks

@@ -1,8 +1,8 @@
-"""FlexAttention's score and mask functions, made from a call's tensors, and where each packed token stands.
+"""Builds FlexAttention's score and mask functions from a call's tensors, and locates packed tokens.
 
 The functions work on scalar tensors, as FlexAttention calls them: ``score(score, batch, head, row, column)`` and
-``visible(batch, head, row, column)``. They do nothing but arithmetic and reads of tables at their indices, so that
-they can be traced into a kernel and be run under vmap.
+``visible(batch, head, row, column)``. They consist of arithmetic and table lookups only, so that FlexAttention can
+trace them into a kernel and run them under vmap.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ Reader = Callable[[Any, Any, Any, Any], Any]
 """(batch, head, row, column) -> a value."""
 
 FAR = 2**30
-"""A distance beyond every token: what stands for "unbounded" where a number is needed; twice it still fits int32."""
+"""A distance beyond every token, the number for "unbounded". Twice it still fits int32."""
 
 
 class Edges(NamedTuple):
     """A band for devices: ``-left <= distance <= right``, and the offset of the diagonal; int32 scalar tensors or ints.
 
-    The offset is that of a whole row; packed queries stand at positions that already contain their document's own.
+    The offset is 0 for packed documents, because the positions of packed queries already include their document's.
     """
 
     left: Any
@@ -32,8 +32,10 @@ class Edges(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where packed tokens stand, int32: the document of each (-1 and the number of documents for a query and a key in
-    none, which so never meet), and its position in there; that of a query counts along the keys' diagonal.
+    """The document of each packed token and its position in the document, int32.
+
+    Outside all documents a query has document -1 and a key the number of documents, so they never match. A query's
+    position counts along the keys' diagonal.
     """
 
     of_query: Any
@@ -43,23 +45,23 @@ class Places(NamedTuple):
 
 
 def edges(spec: AttentionSpec) -> Edges:
-    """The band of a spec with numbers for what is unbounded; offset 0 when packed."""
+    """Returns the band of a spec, with FAR for unbounded sides and offset 0 if packed."""
     left, right, offset = band(spec)
     return Edges(FAR if left is None else left, FAR if right is None else right, 0 if spec.packed else offset)
 
 
 def distance_function(offset: Any, places: Places | None = None) -> Callable[[Any, Any], Any]:
-    """``(row, column) -> `` how far right of the diagonal the key lies."""
+    """Returns ``(row, column) -> distance``: how far right of the diagonal the key lies."""
     if places is None:
         return lambda row, column: column - (row + offset)
     return lambda row, column: places.at_key[column] - places.at_query[row]
 
 
 def reader(table: Any, dtype: Any = None) -> Reader | None:
-    """Reads a mask or bias ``[batch, heads, q_len, kv_len]``, any of them 1; None for None.
+    """Returns a function that reads a mask or bias ``[batch, heads, q_len, kv_len]``, any axis may be 1; None for None.
 
-    Axes of length 1 are dropped, not expanded: what the function captures is no larger than what the caller gave.
-    dtype: of the value that is read, the table's own by default.
+    Axes of length 1 are dropped, not expanded, so that the captured table is no larger than the caller's.
+    dtype: of the value that is read, by default the table's.
     """
     if table is None:
         return None
@@ -67,15 +69,14 @@ def reader(table: Any, dtype: Any = None) -> Reader | None:
     small = table.reshape([table.shape[axis] for axis in axes] or [1])
 
     def read(*index: Any) -> Any:
-        kept = tuple(index[axis] for axis in axes) or (index[0] * 0,)
-        value = small[kept]
+        value = small[tuple(index[axis] for axis in axes) or (index[0] * 0,)]
         return value if dtype is None else value.to(dtype)
 
     return read
 
 
 def slope_reader(slopes: Any, dtype: Any) -> Reader | None:
-    """Reads ALiBi slopes ``[heads]`` or ``[batch, heads]``; None for None."""
+    """Returns a function that reads ALiBi slopes ``[heads]`` or ``[batch, heads]``; None for None."""
     if slopes is None:
         return None
     if slopes.dim() == 1:
@@ -86,7 +87,7 @@ def slope_reader(slopes: Any, dtype: Any) -> Reader | None:
 def score_function(
     softcap: float | None, bias: Reader | None, slope: Reader | None, distance: Callable[[Any, Any], Any]
 ) -> Callable[..., Any] | None:
-    """``(score, batch, head, row, column) -> score``: softcap, then bias, then ALiBi; None where nothing changes it."""
+    """Returns ``(score, batch, head, row, column) -> score``: softcap, then bias, then ALiBi; None if there is none."""
     import torch
 
     if softcap is None and bias is None and slope is None:
@@ -111,7 +112,7 @@ def mask_function(
     distance: Callable[[Any, Any], Any],
     places: Places | None = None,
 ) -> Reader | None:
-    """``(batch, head, row, column) -> visible`` by documents, band and mask; None where nothing is hidden.
+    """Returns ``(batch, head, row, column) -> visible`` by documents, band and mask; None if nothing is hidden.
 
     left, right: the distances that bound the band; None is unbounded.
     """
@@ -137,9 +138,9 @@ def mask_function(
 
 
 def places(cu_seqlens_q: Any, cu_seqlens_k: Any, q_len: int, kv_len: int, bottom_right: bool) -> Places:
-    """Every token's place from the offsets ``[documents + 1]``, int32, on whatever device they are; nothing is fetched.
+    """Computes the documents and positions of all tokens from the offsets ``[documents + 1]``, int32, on their device.
 
-    Offsets that lie give places that hide keys or show them, but every index they lead to exists.
+    Nothing is copied to the host. Wrong offsets may hide or show wrong keys, but every resulting index is in range.
     """
     import torch
 
@@ -154,10 +155,10 @@ def places(cu_seqlens_q: Any, cu_seqlens_k: Any, q_len: int, kv_len: int, bottom
 
 
 def _of_tokens(cu_seqlens: Any, tokens: int) -> tuple[Any, Any]:
-    """Each token's document (the number of documents for a token in none) and its position in it, int64 and int32."""
+    """Returns each token's document (the number of documents for a token in none), int64, and its position, int32."""
     import torch
 
     token = torch.arange(tokens, device=cu_seqlens.device, dtype=torch.int32)
-    # The whole of the offsets, not a view from the second on: a compiled searchsorted may forget where that begins.
+    # Search all offsets, not a view from the second on: a compiled searchsorted may ignore the view's storage offset.
     document = torch.searchsorted(cu_seqlens, token, right=True) - 1
     return document, token - cu_seqlens[document]

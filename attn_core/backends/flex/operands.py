@@ -1,4 +1,4 @@
-"""What a compiled FlexAttention call takes besides q, k and v, and how poison in one packed document is kept there."""
+"""Prepares a compiled FlexAttention call's tensors other than q, k and v, and contains NaN within packed documents."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from attn_core.backends.flex.blocks import (
 )
 from attn_core.backends.flex.functions import Edges, Places, edges, places
 from attn_core.backends.flex.program import program, refuse_capture
-from attn_core.backends.shared.cached_once import cached_once
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
 
 class Operands(NamedTuple):
-    """The tensors behind the score and mask functions; each None where the call has none.
+    """The tensors behind the score and mask functions; each is None if the call has none.
 
     edges: int32 scalars; places: of packed tokens; tables: of the rows and of the keys; mask, bias
-    ``[batch, heads, q_len, kv_len]``, any of them 1; slopes ``[heads]`` or ``[batch, heads]``.
+    ``[batch, heads, q_len, kv_len]``, any axis may be 1; slopes ``[heads]`` or ``[batch, heads]``.
     """
 
     edges: Edges | None
@@ -39,23 +38,25 @@ class Operands(NamedTuple):
 
 
 def hides(spec: AttentionSpec) -> bool:
-    """Whether causal or window hide any key: of a whole row here, of some document perhaps."""
+    """Returns whether causal or window hide any key. True for packed documents, whose lengths are not known here."""
     edge = band(spec)
     banded = edge.left is not None or edge.right is not None
     return banded and (spec.packed or not edge.hides_nothing(spec.q_len, spec.kv_len))
 
 
 @lru_cache(maxsize=4096)
-def facts(spec: AttentionSpec) -> tuple[bool, ...]:
-    """What of the lengths matters to a compiled program: 1 is never a symbol, short rows and whole blocks have code of
-    their own."""
+def length_classes(spec: AttentionSpec) -> tuple[bool, ...]:
+    """Length properties that force a separate compilation: size 1, shorter than one block, multiple of the block.
+
+    torch's compiler never makes a symbol of a size of 1; the other two select different code.
+    """
     tokens = (spec.q_len, spec.kv_len)
     sizes = (spec.batch, *tokens, *map(blocks, tokens), spec.documents, *widths(spec))
     return (*(size == 1 for size in sizes), spec.q_len < BLOCK, *(length % BLOCK == 0 for length in tokens))
 
 
 def operands(spec: AttentionSpec, inputs: Inputs) -> Operands:
-    """The operands of a call, on its device and ordered on its current stream; nothing is fetched from there."""
+    """Returns the operands of a call, on its device and current stream, without a synchronisation."""
     mask, bias, slopes = (None if t is None else t.detach() for t in (inputs.mask, inputs.bias, inputs.alibi_slopes))
     mask, bias = _condensed(mask), _condensed(bias)
     hidden = hides(spec)
@@ -65,13 +66,13 @@ def operands(spec: AttentionSpec, inputs: Inputs) -> Operands:
     where = None
     if spec.packed or mask is not None:
         shapes = None if mask is None else tuple(length == 1 for length in mask.shape)
-        prepare = program(_prepared, spec.packed, hidden, spec.alignment, shapes, facts(spec))
+        prepare = program(_prepare, spec.packed, hidden, spec.alignment, shapes, length_classes(spec))
         where, tables = prepare(edge, *_offsets(inputs), mask, spec.q_len, spec.kv_len)
     return Operands(edge, where, tables, mask, bias, slopes)
 
 
 def _condensed(values: Any) -> Any:
-    """A contiguous tensor without the axes that were only expanded; they are 1 again."""
+    """Returns a contiguous tensor in which expanded axes have length 1 again."""
     if values is None or values.is_contiguous():
         return values
     for axis, stride in enumerate(values.stride()):
@@ -80,14 +81,17 @@ def _condensed(values: Any) -> Any:
 
 
 def _offsets(inputs: Inputs) -> tuple[Any, Any]:
-    """cu_seqlens_q and cu_seqlens_k as two tensors, even where they are one: a program that met one takes no other."""
+    """Returns cu_seqlens_q and cu_seqlens_k as two tensor objects.
+
+    The caller may pass one object twice; a program traced with one object would not accept two.
+    """
     if inputs.cu_seqlens_q is None:
         return None, None
     return inputs.cu_seqlens_q.detach(), inputs.cu_seqlens_k.detach()
 
 
-def _prepared(how: Any, edge: Edges, cu_q: Any, cu_k: Any, mask: Any, q_len: int, kv_len: int) -> Any:
-    """(places, tables) of a call whose visibility depends on tensors; compiled."""
+def _prepare(how: Any, edge: Edges, cu_q: Any, cu_k: Any, mask: Any, q_len: int, kv_len: int) -> Any:
+    """Returns (places, tables) of a call whose visibility depends on tensors. Runs compiled."""
     packed, hidden, alignment, *_ = how
     where = places(cu_q, cu_k, q_len, kv_len, alignment == "bottom_right") if packed else None
     if where is not None:
@@ -102,41 +106,39 @@ def _prepared(how: Any, edge: Edges, cu_q: Any, cu_k: Any, mask: Any, q_len: int
 
 
 def _constants(spec: AttentionSpec, device: Any) -> tuple[Edges, tuple[Table, Table] | None]:
-    """(edges, tables) that depend on the spec alone; the tables of a call that has others are None.
+    """Returns the (edges, tables) that depend on the spec alone. The tables are None if they depend on tensors.
 
-    Made once per stream: what one stream has queued, another may not have written yet. A captured stream takes those of
-    any other, because a capture begins after the device was waited for.
+    Cached per stream, because another stream could read them before the first stream has written them. A capturing
+    stream takes those of any stream, because a capture begins after a device synchronisation.
     """
     import torch
 
-    alone = hides(spec) and not spec.packed and spec.mask_shape is None
-    kept = _kept(edges(spec), (spec.q_len, spec.kv_len, *widths(spec)) if alone else None, device)
+    with_tables = hides(spec) and not spec.packed and spec.mask_shape is None
+    by_stream = _by_stream(edges(spec), (spec.q_len, spec.kv_len, *widths(spec)) if with_tables else None, device)
     stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-    if stream not in kept:
+    if stream not in by_stream:
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if kept and capturing:
-            kept[stream] = next(iter(kept.values()))
+        if by_stream and capturing:
+            by_stream[stream] = next(iter(by_stream.values()))
         else:
             refuse_capture("the block tables of this call do not exist yet")
-            kept[stream] = _made(spec, device, alone)
+            by_stream[stream] = _new_constants(spec, device, with_tables)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _in_graphs().append(kept[stream])  # the graph has only their addresses: they must outlive it
-    return kept[stream]
+        _in_graphs.append(by_stream[stream])  # the graph has only their addresses: they must outlive it
+    return by_stream[stream]
 
 
-@cached_once
-def _in_graphs() -> list[Any]:
-    """What CUDA graphs read in place, kept for as long as the process: nobody says when a graph is gone."""
-    return []
+_in_graphs: list[Any] = []
+"""Tensors captured by CUDA graphs. Never freed: torch does not report when a graph is destroyed."""
 
 
 @lru_cache(maxsize=64)
-def _kept(edge: Edges, lengths: tuple[int, ...] | None, device: Any) -> dict[int, Any]:
-    """By stream, what ``_constants`` has made."""
+def _by_stream(edge: Edges, lengths: tuple[int, ...] | None, device: Any) -> dict[int, Any]:
+    """Returns the dict that caches ``_constants`` by stream."""
     return {}
 
 
-def _made(spec: AttentionSpec, device: Any, with_tables: bool) -> tuple[Edges, tuple[Table, Table] | None]:
+def _new_constants(spec: AttentionSpec, device: Any, with_tables: bool) -> tuple[Edges, tuple[Table, Table] | None]:
     import torch
 
     edge = edges(spec)
@@ -147,9 +149,11 @@ def _made(spec: AttentionSpec, device: Any, with_tables: bool) -> tuple[Edges, t
     return scalars, (table(rows, spec.kv_len, widths(spec)[0]), table(keys, spec.q_len, widths(spec)[1]))
 
 
-def arranged(tensor: Any) -> tuple[Any, int | str]:
-    """A ``[batch, tokens, heads, dim]`` tensor in a layout that a program can be compiled for, and which one: tokens or
-    heads outermost in a batch row, or the stride of tokens with gaps between them. Copied only if it is none of these.
+def arrange(tensor: Any) -> tuple[Any, int | str]:
+    """Returns a ``[batch, tokens, heads, dim]`` tensor in a layout that programs are compiled for, and the layout.
+
+    The layout is "tokens" or "heads" (the outermost axis in a batch row), or the stride of tokens with gaps between
+    them. A tensor in another layout is copied.
     """
     if tensor.is_contiguous():
         return tensor, "tokens"
@@ -164,32 +168,35 @@ def arranged(tensor: Any) -> tuple[Any, int | str]:
 
 
 class Contained(NamedTuple):
-    """Packed tensors without NaN and Inf, and who is to have NaN for it: bool ``[q tokens]`` and ``[k tokens]``."""
+    """Packed tensors without NaN and Inf, and which rows and keys must become NaN, bool ``[tokens]`` each."""
 
     tensors: tuple[Any, ...]
     rows: Any
     keys: Any
 
 
-def contained(
+def contain(
     spec: AttentionSpec, where: Places, inputs: Inputs, by_query: tuple[Any, ...], by_key: tuple[Any, ...]
 ) -> Contained:
-    """Takes what is not finite out of tensors ``[1, tokens, heads, dim]``, those of queries and those of keys.
+    """Replaces non-finite elements of tensors ``[1, tokens, heads, dim]`` by 0, and finds the affected rows and keys.
 
-    A query's own poison marks its row, a key's all rows of its document, and either all keys of its document.
+    Without this a NaN would reach other documents that share a block, because 0 * NaN is NaN.
+
+    A non-finite query marks its own row; a non-finite key marks every row of its document. Either marks every key of
+    that document.
     """
-    given, layouts = zip(*map(arranged, (*by_query, *by_key)))
-    shapes = tuple((str(tensor.dtype), tuple(tensor.shape[2:])) for tensor in given)
-    clean = program(_contained, ("q",) * len(by_query), shapes, layouts, facts(spec))
-    return clean(where, *_offsets(inputs), *given)
+    tensors, layouts = zip(*map(arrange, (*by_query, *by_key)))
+    shapes = tuple((str(tensor.dtype), tuple(tensor.shape[2:])) for tensor in tensors)
+    clean = program(_contain, ("q",) * len(by_query), shapes, layouts, length_classes(spec))
+    return clean(where, *_offsets(inputs), *tensors)
 
 
-def _contained(how: Any, where: Places, cu_q: Any, cu_k: Any, *given: Any) -> Contained:
+def _contain(how: Any, where: Places, cu_q: Any, cu_k: Any, *tensors: Any) -> Contained:
     import torch
 
-    count = len(how[0])  # a number itself would become a symbol
-    finite = [torch.isfinite(tensor) for tensor in given]
-    clean = tuple(torch.where(fine, tensor, 0.0) for fine, tensor in zip(finite, given))
+    count = len(how[0])  # the signature holds a tuple of this length because a number would become a symbol
+    finite = [torch.isfinite(tensor) for tensor in tensors]
+    clean = tuple(torch.where(fine, tensor, 0.0) for fine, tensor in zip(finite, tensors))
     bad = [~fine.all(3).all(2)[0] for fine in finite]  # [tokens]
     bad_rows, bad_keys = torch.zeros_like(where.of_query, dtype=torch.bool), bad[count]
     for one in bad[:count]:
@@ -205,15 +212,15 @@ def _contained(how: Any, where: Places, cu_q: Any, cu_k: Any, *given: Any) -> Co
 
 
 def _in_documents(bad: Any, cu_seqlens: Any) -> Any:
-    """Which documents hold any of the bad tokens: bool ``[documents]``."""
+    """Returns which documents contain a bad token: bool ``[documents]``."""
     import torch
 
     total = torch.nn.functional.pad(bad.cumsum(0), (1, 0))
     return total[cu_seqlens.clamp(0, bad.shape[0])].diff() > 0
 
 
-def marked(results: Any, tokens: Any, lse: Any = None) -> Any:
-    """``[1, tokens, heads, dim]`` with NaN put in where ``tokens`` says, but not in rows that, by lse, see nothing."""
+def mark(results: Any, tokens: Any, lse: Any = None) -> Any:
+    """Writes NaN into ``[1, tokens, heads, dim]`` at ``tokens``, except in rows that see no key according to lse."""
     import torch
 
     places = tokens[None, :, None, None]

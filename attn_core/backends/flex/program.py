@@ -1,8 +1,9 @@
 """torch.compile for FlexAttention: one program per signature, so that no number of different calls falls back to eager.
 
-torch's compiler keeps what it compiles on a function's code, gives up after a few variants of one code, and then runs
-uncompiled, which for FlexAttention means the whole score matrix. So every signature has a code object of its own, a
-signature holds all that would make a variant, lengths and batch are symbols in it, and a variant too many raises.
+torch's compiler caches compiled variants by a function's code object, gives up after a few variants of one code, and
+then runs uncompiled; for FlexAttention that means the whole score matrix. So every signature gets a code object of its
+own. A signature covers everything that would cause a variant; lengths and batch are symbols. One variant too many
+raises.
 """
 
 from __future__ import annotations
@@ -19,22 +20,24 @@ from typing import Any, NamedTuple
 from attn_core.backends.flex import functions
 from attn_core.backends.flex.blocks import BLOCK, Table
 from attn_core.backends.shared.autograd import differentiable_once
-from attn_core.backends.shared.cached_once import cached_once
 
 TRACING = (("torch.fx.experimental._config", "use_duck_shape", False),)
-"""What torch is told while it traces a program: two lengths that happen to be equal are still two lengths."""
+"""torch's settings while it traces a program: two lengths that happen to be equal get two symbols."""
 COMPILING = (
     # The gradient compiles with its forward, not when autograd's thread first runs it.
     ("torch._functorch.config", "force_non_lazy_backward_lowering", True),
-    # A backward overwrites nothing that its forward saved; see differentiable_once.
+    # A backward must not overwrite what its forward saved; see differentiable_once.
     ("torch._functorch.config", "donated_buffer", False),
 )
-"""What torch is told while it compiles one, also where it does so again. Of torch 2.11 other threads see it, too."""
+"""torch's settings while it compiles a program, also when it recompiles. In torch 2.11 other threads see them, too."""
+
+_lock = RLock()
+"""One call at a time: tracing patches torch for the whole process, and XLA's threads call as well as ours."""
 
 
 @contextmanager
-def told(settings: tuple[tuple[str, str, Any], ...]) -> Iterator[None]:
-    """A block in which torch has these settings, as far as its version knows them."""
+def torch_settings(settings: tuple[tuple[str, str, Any], ...]) -> Iterator[None]:
+    """Sets torch's settings in its block, as far as this version of torch has them."""
     with ExitStack() as stack:
         for module, name, value in settings:
             config: Any = import_module(module)
@@ -44,13 +47,13 @@ def told(settings: tuple[tuple[str, str, Any], ...]) -> Iterator[None]:
 
 
 class Signature(NamedTuple):
-    """What FlexAttention is compiled for, besides the layouts of its tensors.
+    """Everything that a FlexAttention program is compiled for, except the layouts of its tensors.
 
     Attributes:
-        heads: of q, and of k and v; widths: the head dims that the kernel is given, of q and k, and of v.
+        heads: of q, and of k and v. widths: the kernel's head dims, of q and k, and of v.
         scale, softcap: as text, because torch's compiler makes symbols of numbers, which the kernel cannot take.
-        score, mask: what the score and mask functions are made of; options: kernel_options.
-        facts: what of the lengths matters, see ``flex_operands.facts``.
+        score, mask: the parts of the score and mask functions. options: kernel_options.
+        length_classes: see ``operands.length_classes``.
     """
 
     dtype: str
@@ -62,11 +65,11 @@ class Signature(NamedTuple):
     score: tuple[str, ...]
     mask: tuple[str, ...]
     options: tuple[tuple[str, Any], ...]
-    facts: tuple[bool, ...]
+    length_classes: tuple[bool, ...]
 
 
 class Program:
-    """A function compiled for one signature; compiled when it first runs, with and without gradients apart."""
+    """A function compiled for one signature. It compiles on its first run, separately with and without gradients."""
 
     def __init__(self, function: Callable[..., Any], signature: Hashable) -> None:
         def program(*arguments: Any) -> Any:
@@ -76,7 +79,7 @@ class Program:
         code = program.__code__.replace(co_name=f"{function.__name__}_{digest}")
         own = FunctionType(code, program.__globals__, code.co_name, None, program.__closure__)
         self.compiler = Compiler()
-        self.run = compiled(own, self.compiler)
+        self.run = compile_symbolic(own, self.compiler)
         self.name = function.__name__.strip("_")
         self.ready: set[bool] = set()
 
@@ -84,15 +87,15 @@ class Program:
         import torch
 
         gradients = torch.is_grad_enabled()
-        with lock():
+        with _lock:
             if gradients in self.ready:
                 results = self.run(*arguments)
             else:
                 refuse_capture(f"the {self.name} program of this call is not compiled yet")
-                with told(TRACING):
+                with torch_settings(TRACING):
                     results = self.run(*arguments)
                 self.ready.add(gradients)
-            if self.compiler.fresh:  # torch compiles again where a setting of the process has changed, for one
+            if self.compiler.fresh:  # also after a recompilation, e.g. because a process-wide setting changed
                 self.compiler.fresh = False
                 differentiable_once(results[0])
             return results
@@ -100,48 +103,42 @@ class Program:
 
 @lru_cache(maxsize=512)
 def program(function: Callable[..., Any], *signature: Hashable) -> Program:
-    """The program of ``function(signature, *tensors)``."""
+    """Returns the program of ``function(signature, *tensors)``, one per signature."""
     return Program(function, signature)
 
 
-def compiled(function: Callable[..., Any], compiler: Compiler) -> Callable[..., Any]:
-    """``torch.compile`` with symbolic lengths, and an error where it would run uncompiled."""
+def compile_symbolic(function: Callable[..., Any], compiler: Compiler) -> Callable[..., Any]:
+    """Calls ``torch.compile`` with symbolic lengths, and so that it raises instead of running uncompiled."""
     import torch
 
     return torch.compile(function, fullgraph=True, dynamic=True, backend=compiler)
 
 
 class Compiler:
-    """Inductor with our settings, every time; ``fresh`` where it has compiled and nobody has taken note.
+    """Inductor with our settings. ``fresh``: it has compiled since the owner last cleared the flag.
 
-    Where torch forgets what it compiled (``torch.compiler.reset``), the programs are forgotten, too.
+    When torch drops its compiled code (``torch.compiler.reset``), the programs are dropped, too.
     """
 
     fresh = False
 
     def __call__(self, graph: Any, examples: Any) -> Any:
-        """What runs a graph."""
-        with told(COMPILING):
-            made = inductor(graph, examples)
+        """Compiles a graph."""
+        with torch_settings(COMPILING):
+            result = inductor(graph, examples)
         self.fresh = True
-        return made
+        return result
 
     def reset(self) -> None:
-        """For torch to call."""
+        """Drops the programs. torch calls it from ``torch.compiler.reset``."""
         program.cache_clear()
 
 
 def inductor(graph: Any, examples: Any) -> Any:
-    """torch's own compiler, without CUDA graphs, whose results live in memory that the next call reuses."""
+    """Runs torch's own compiler without CUDA graphs, because the next replay would overwrite a graph's results."""
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(graph, examples, config_patches={"triton.cudagraphs": False})
-
-
-@cached_once
-def lock() -> Any:
-    """One call at a time: tracing patches torch for the whole process, and XLA's threads call as well as ours."""
-    return RLock()
 
 
 def refuse_capture(what: str) -> None:
@@ -151,16 +148,16 @@ def refuse_capture(what: str) -> None:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"FlexAttention: {what}, and that cannot happen while a CUDA graph is captured; "
-            "run the call once before, or warm_up it"
+            "run the call once before, or call warm_up"
         )
 
 
-def flex(how: tuple[Any, ...], q: Any, k: Any, v: Any, *given: Any) -> tuple[Any, Any]:
-    """The function that is compiled: flex_attention of ``[batch, heads, tokens, dim]`` tensors.
+def flex(how: tuple[Any, ...], q: Any, k: Any, v: Any, *operands: Any) -> tuple[Any, Any]:
+    """Runs flex_attention on ``[batch, heads, tokens, dim]`` tensors. This is the function that is compiled.
 
     Args:
-        how: begins with the Signature.
-        given: the fields of ``flex_operands.Operands``.
+        how: a tuple whose first item is the Signature.
+        operands: the fields of ``operands.Operands``.
 
     Returns:
         out ``[batch, heads, q_len, value_dim]`` and lse ``[batch, heads, q_len]``, natural, float32.
@@ -169,7 +166,7 @@ def flex(how: tuple[Any, ...], q: Any, k: Any, v: Any, *given: Any) -> tuple[Any
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     signature: Signature = how[0]
-    edges, places, tables, mask, bias, slopes = given
+    edges, places, tables, mask, bias, slopes = operands
     distance = functions.distance_function(None if edges is None else edges.offset, places)
     wide = torch.float32
     bias_reader, slope_reader = functions.reader(bias, wide), functions.slope_reader(slopes, wide)
