@@ -1,4 +1,4 @@
-"""Backend: what a backend module offers, and functions that read its optional members."""
+"""Backend: the members of a backend module, and functions that read its optional members."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from attn_core.call.tensors import Gradients, Inputs
 
 
 class Backend(Protocol):
-    """What a backend module offers, in this order.
+    """The members of a backend module, in this order.
 
     FRAMEWORK: ``"torch"`` or ``"jax"``: whose tensors forward and backward take.
     REQUIRES: the upstream packages with their ranges, for people.
-    FORWARD, BACKWARD: its claims; BACKWARD is None when there is no gradient.
+    FORWARD, BACKWARD: its claims; BACKWARD is None if there is no gradient.
 
-    Besides, a module may have: ``WRITES_INTO = True``, and then its forward and backward take a last argument ``into``,
-    buffers for their results: (out, lse) or Gradients. What they return counts; a result that is not the buffer itself
-    is copied there by the caller. ``build()`` (see Support's Build), ``warm_up(spec)``, ``shortcut(spec)`` and
-    ``variant(word)``: see the functions below.
+    Optional: with ``WRITES_INTO = True`` forward and backward take a last argument ``into``, buffers for their results:
+    (out, lse) or Gradients. The returned tensors are the results; the caller copies a result that is not the buffer
+    itself. ``build()`` (see Support's Build), ``warm_up(spec)``, ``shortcut(spec)`` and ``variant(word)``: see the
+    functions below.
     """
 
     FRAMEWORK: str
@@ -29,57 +29,58 @@ class Backend(Protocol):
     BACKWARD: Support | None
 
     def refuses(self, spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-        """Reasons that join two facts, known upstream bugs among them; empty when there are none.
+        """Returns reasons that no single claim expresses, such as combinations and upstream bugs; empty if none.
 
-        device: such as ``"sm90"``; build: what is particular about the installed one, None for an ordinary one.
+        device: such as ``"sm90"``. build: describes the installed package if the backend defines ``build()``; None
+        otherwise, also while planning for another machine. Assume the most restrictive build then.
         """
 
     def probe(self) -> str:
-        """Imports the kernel's symbols and returns the version; raises whatever the import raises."""
+        """Imports the kernel's symbols and returns the version. Errors of the import propagate."""
 
     def lower(self, spec: AttentionSpec) -> dict[str, Any]:
-        """The kernel's own arguments for a spec: pure, no tensor."""
+        """Returns the kernel's arguments for a spec, without tensors. Pure."""
 
     def forward(self, spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
-        """(out, lse), shapes as ``spec.out_shape`` and ``spec.lse_shape``; never called when ``spec.empty``.
+        """Returns (out, lse) in ``spec.out_shape`` and ``spec.lse_shape``. Never called if ``spec.empty``.
 
-        lse is -inf where no key is seen, sinks or not. One that claims ``paged`` takes PagedInputs as well.
+        lse is -inf for rows that see no key, also with sinks. A backend that claims ``paged`` also takes PagedInputs.
         """
 
     def backward(self, spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
-        """Gradients from the saved out and lse; dlse is None when nothing depends on the log-sum-exp."""
+        """Returns the gradients from the saved out and lse. dlse is None if nothing depends on the log-sum-exp."""
 
 
 def shortcut(backend: Backend, spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
-    """What a backend offers for eager calls on q, k and v alone, where calling it costs more than the kernel.
+    """Returns a backend's fast path for eager calls on q, k and v alone, or None.
 
     A backend may define ``shortcut(spec)``: None, or a function of (q, k, v) that returns the (out, lse) of ``forward``
     and under the framework's autograd records the same backward kernel that ``backward`` calls, so that both give the
-    same bits. Most backends have none, and run through ``forward`` and ``backward``.
+    same bits. It pays off if Python costs more than the kernel. Most backends define none.
     """
-    offered = getattr(backend, "shortcut", None)
-    return None if offered is None or spec.empty else offered(spec)
+    shortcut_of = getattr(backend, "shortcut", None)
+    return None if shortcut_of is None or spec.empty else shortcut_of(spec)
 
 
 def writes_into(backend: Backend) -> bool:
-    """Whether the backend's functions take ``into``."""
+    """Returns whether the backend's functions take ``into``."""
     return getattr(backend, "WRITES_INTO", False)
 
 
 def reads_pages_alone(backend: Backend) -> bool:
-    """Whether the backend has ``PAGES_ALONE = True``: it refuses every call but those on keys and values in pages."""
+    """Returns whether the backend has ``PAGES_ALONE = True``: it refuses every call that is not paged."""
     return getattr(backend, "PAGES_ALONE", False)
 
 
 def program_refusals(backend: Backend, spec: AttentionSpec, device: str) -> tuple[str, ...] | None:
-    """Why XLA cannot launch the kernels of a call by itself, as far as data tell; empty when it can.
+    """Returns why XLA cannot launch the kernels of a call without Python; empty if it can.
 
-    None for a backend that hands out no kernels: only one with a ``program_refuses(spec, device)`` does.
+    None for a backend without ``program_refuses(spec, device)``, which has no ``program`` either.
     """
     refuses = getattr(backend, "program_refuses", None)
     return None if refuses is None else refuses(spec, device)
 
 
 def own_warm_up(backend: Backend) -> Callable[[AttentionSpec], None] | None:
-    """What a backend that compiles its kernels offers for doing so ahead, on the current device."""
+    """Returns a backend's own ``warm_up``, which compiles its kernels ahead on the current device, or None."""
     return getattr(backend, "warm_up", None)

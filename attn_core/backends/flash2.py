@@ -1,15 +1,15 @@
 """FlashAttention 2: the kernels of the flash-attn package, dense and packed, with gradients.
 
-Limits: float16 and bfloat16, head_dim up to 256 (what the installed build was compiled for is found by calling it), no
-mask or bias, bottom-right alignment alone. Dropout keeps the weights that the kernel's own random stream names, ``k =
-floor(255 * (1 - dropout)) + 1`` of 256, while their scale is the exact 1 / (1 - dropout).
-Upstream: flash-attn 2.6.2 to 2.8: 2.6.0 takes other arguments, and before 2.6.2 the gradient forgets softcap's slope.
-2.6 returns eight tensors where later versions return four; the log-sum-exp is the third from behind in both.
+Limits: float16 and bfloat16, head_dim up to 256 (``build`` finds the compiled ones by tiny calls), no mask or bias,
+bottom-right alignment only. Dropout follows the kernel's own random stream and retains ``floor(255 * (1 - dropout)) +
+1`` of 256 weights on average, while their scale is the exact 1 / (1 - dropout).
+Upstream: flash-attn 2.6.2 to 2.8: 2.6.0 takes other arguments, and before 2.6.2 the gradient lacks softcap's slope.
+2.6 returns eight tensors, later versions four; the log-sum-exp is the third from the end in both.
 
-Put right here: the log-sum-exp of rows that see no key (+inf in the kernel, whose backward takes -inf as well); that of
-causal ALiBi (``shared.flash2_conventions``); packed windows (``lower``); head dimensions, sinks and the gradient of the
-log-sum-exp (``attn_core.backends.shared.rewrites``). Packed tokens of no document come out as rows that see nothing.
-ROCm builds take the same arguments and silently ignore some: ROCM_CK and ROCM_TRITON say which. None was ever run.
+Corrections: the log-sum-exp of rows that see no key (+inf in the kernel, whose backward also takes -inf) and of causal
+ALiBi (``shared.flash2_conventions``); packed windows (``lower``); head dimensions, sinks and the gradient of the
+log-sum-exp (``shared.rewrites``). Packed tokens outside all documents come out as rows that see no key.
+ROCm builds take the same arguments and silently ignore some: see ROCM_CK and ROCM_TRITON. We have run none of them.
 """
 
 from __future__ import annotations
@@ -63,25 +63,25 @@ ROCM_CK = Build("ROCm CK", without=("softcap",))
 ROCM_TRITON = Build("ROCm Triton", without=("softcap", "window"))
 
 WIDTHS = (32, 64, 96, 128, 160, 192, 224, 256)
-"""Each stands for the head dimensions above the one before it: one kernel serves them all (160 and 224 in old ones)."""
+"""The widths of the kernels. Each kernel also serves smaller dimensions (160 and 224 exist in old versions only)."""
 SMALL_MEMORY = ("sm86", "sm89", "sm120")
-"""Devices with 99 KiB of shared memory a block: no gradient kernel for dropout with more than 192 channels fits."""
+"""Devices with 99 KiB of shared memory per block: dropout's gradient kernel does not fit above head_dim 192."""
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """What the kernel gets wrong, or cannot launch, that no single claim names."""
+    """Refuses combinations of features that the kernel computes wrongly or cannot launch."""
     width = width_of(max(spec.head_dim, spec.value_dim), build.head_dims if build else ())
-    found = [*rewrites.refusals(spec), *_refusals(spec, device, width)]
-    found += kernel_limits.grid(spec, NAME)
-    found += kernel_limits.sums_of_dq(spec, NAME) if build is None or build.version < (2, 8, 3) else ()
-    return (*found, *(_rocm_refusals(spec, build) if device.startswith("gfx") else ()))
+    reasons = [*rewrites.refusals(spec), *_refusals(spec, device, width)]
+    reasons += kernel_limits.grid(spec, NAME)
+    reasons += kernel_limits.sums_of_dq(spec, NAME) if build is None or build.version < (2, 8, 3) else ()
+    return (*reasons, *(_rocm_refusals(spec, build) if device.startswith("gfx") else ()))
 
 
 def _refusals(spec: AttentionSpec, device: str, width: int) -> Iterator[str]:
     if spec.paged is not None:
         yield from flash_paged.flash2_refusals(spec, NAME, width)
     if _wrong_window(spec):
-        why = "takes a long right side for an open one, and that for kv_len: wrong where q_len exceeds kv_len + 1"
+        why = "treats a long right side as open, and that as kv_len: wrong if q_len exceeds kv_len + 1"
         yield f"window={spec.window} with q_len {spec.q_len} and kv_len {spec.kv_len}: {NAME} {why}"
     if spec.alibi_shape and spec.alignment == "top_left" and (spec.packed or spec.q_len != spec.kv_len):
         yield f"alignment=top_left with alibi_slopes: {NAME} measures from the bottom_right diagonal"
@@ -94,7 +94,7 @@ def _refusals(spec: AttentionSpec, device: str, width: int) -> Iterator[str]:
 
 
 def _wrong_window(spec: AttentionSpec) -> bool:
-    """Whether the kernel's idea of an open right side makes another window. Packed, ``lower`` sees to it."""
+    """Returns whether the kernel's rule for open right sides changes the window. ``lower`` handles packed calls."""
     edge, kv_len = band(spec), spec.kv_len
     if spec.packed or spec.q_len <= kv_len + 1 or (edge.right is not None and edge.right < kv_len):
         return False
@@ -104,20 +104,20 @@ def _wrong_window(spec: AttentionSpec) -> bool:
 
 
 def _rocm_refusals(spec: AttentionSpec, build: Build | None) -> Iterator[str]:
-    nameless = build is None and "ROCm builds ignore it silently, and which build this is is not known"
+    nameless = build is None and "ROCm builds ignore it silently, and it is not known which build this is"
     ignored = spec.deterministic and spec.needs_backward and build != ROCM_CK
     why = {
         f"softcap={spec.softcap}": spec.softcap is not None and nameless,
         f"window={spec.window}": spec.window != (None, None) and nameless,
-        "alibi_slopes": spec.alibi_shape and "what ROCm builds make of the log-sum-exp is not known",
+        "alibi_slopes": spec.alibi_shape and "it is not known how ROCm builds define the log-sum-exp",
         f"dropout={spec.dropout}": spec.dropout and "ROCm builds do not all draw it from the call's own seed",
         "backward: deterministic=True": ignored and "the ROCm Triton build ignores it",
     }
-    return (f"{asked}: {reason}" for asked, reason in why.items() if reason)
+    return (f"{feature}: {reason}" for feature, reason in why.items() if reason)
 
 
 def probe() -> str:
-    """flash-attn's version, once its interface and its extension import (flash-attn-4 alone has neither)."""
+    """Imports flash-attn's interface and extension (flash-attn-4 alone has neither) and returns its version."""
     _extension()
     version = import_module("flash_attn").__version__
     if _release(version) < (2, 6, 2):
@@ -127,7 +127,7 @@ def probe() -> str:
 
 @cached_once
 def build() -> Build:
-    """The head dimensions that the installed build was compiled for, by calling it; or which ROCm build it is."""
+    """Finds the head dimensions of the installed build with tiny calls, or returns which ROCm build it is."""
     import torch
 
     version = probe()
@@ -140,14 +140,14 @@ def build() -> Build:
 
 
 def _runs(width: int) -> bool:
-    """Whether a tiny call gives the mean of ones."""
+    """Returns whether a tiny call over values of one gives ones."""
     import torch
 
     ones = torch.ones(1, 8, 1, width, dtype=torch.bfloat16, device="cuda")
     out = torch.zeros_like(ones)  # a kernel that writes nothing must not find an earlier call's ones
     try:
         _extension().fwd(ones, ones, ones, out, None, 0.0, 1.0, False, -1, -1, 0.0, False, None)
-    except torch.OutOfMemoryError:  # which says nothing about the build
+    except torch.OutOfMemoryError:  # says nothing about the build
         raise
     except RuntimeError:
         return False
@@ -159,7 +159,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def width_of(dim: int, head_dims: tuple[int, ...]) -> int:
-    """The head dimension to run ``dim`` at, given the build's: the next multiple of 8 if its kernel is there."""
+    """Returns the head dimension to run ``dim`` at: the next multiple of 8, or the next width that the build has."""
     eights = -(-dim // 8) * 8
     native = next((width for width in WIDTHS if width >= eights), eights)
     if not head_dims or native in head_dims:
@@ -169,11 +169,10 @@ def width_of(dim: int, head_dims: tuple[int, ...]) -> int:
 
 @lru_cache(maxsize=4096)
 def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """The kernel's own arguments, and whether its log-sum-exp needs putting right.
+    """Returns the kernel's arguments, and whether its log-sum-exp needs a correction.
 
-    The kernel takes a side of ``max_seqlen_k`` or more for an open one, and an open one beside a bounded one for that.
-    Packed, it may be more than any document has: from ``max_seqlen_q - 1`` on it hides nothing, and else it only sizes
-    launches.
+    The kernel treats a side of ``max_seqlen_k`` or more as open, and replaces an open side next to a bounded one by
+    ``max_seqlen_k``. For packed calls we pass at least ``max_seqlen_q - 1``, a distance that hides nothing.
     """
     edge, lengths, max_k = band(spec), {}, spec.kv_len
     if spec.packed:
@@ -199,7 +198,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 
 @cached_once
 def _extension() -> Any:
-    """The module of ``fwd``, ``bwd``, ``varlen_fwd`` and ``varlen_bwd``."""
+    """Returns the module that has ``fwd``, ``bwd``, ``varlen_fwd`` and ``varlen_bwd``."""
     interface = import_module("flash_attn.flash_attn_interface")  # loads torch's libraries, which the extension needs
     triton = getattr(interface, "USE_TRITON_ROCM", False)
     return interface.flash_attn_gpu if triton else import_module("flash_attn_2_cuda")
@@ -221,14 +220,16 @@ def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
     if spec.paged is not None:
         return flash_paged.flash2(spec, inputs, into, _extension().varlen_fwd, _settings(spec, lower(spec), None))
     how, slopes, extension = lower(spec), slopes_of(spec, inputs), _extension()
-    wanted = None if into is None else writable(into[0])
+    buffer = None if into is None else writable(into[0])
     run = extension.varlen_fwd if spec.packed else extension.fwd
     offsets = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, None, None, None) if spec.packed else ()
     generator = generator_of(inputs) if spec.dropout else None
     q, k, v = readable(inputs.q), readable(inputs.k), readable(inputs.v)
-    found = run(q, k, v, wanted, *offsets, *_settings(spec, how, slopes), False, generator)
-    out, lse = found[0], found[-3]
-    out = wanted if wanted is not None and out.data_ptr() == wanted.data_ptr() else out  # it may be another view of it
+    results = run(q, k, v, buffer, *offsets, *_settings(spec, how, slopes), False, generator)
+    out, lse = results[0], results[-3]
+    out = (
+        buffer if buffer is not None and out.data_ptr() == buffer.data_ptr() else out
+    )  # the result may be another view of the buffer
     if how["empty_rows"]:
         lse.nan_to_num_(nan=math.nan, posinf=-math.inf, neginf=-math.inf)
     return out, shifted(spec, inputs, lse, slopes, -1) if how["shifted_lse"] else lse
@@ -236,19 +237,19 @@ def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
 
 def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any) -> Gradients:
     how, slopes, extension = lower(spec), slopes_of(spec, inputs), _extension()
-    wanted = (None, None, None) if into is None else tuple(map(writable, into[:3]))
+    buffers = (None, None, None) if into is None else tuple(map(writable, into[:3]))
     run = extension.varlen_bwd if spec.packed else extension.bwd
     offsets = (inputs.cu_seqlens_q, inputs.cu_seqlens_k) if spec.packed else ()
     rng_state = rng_state_of(inputs) if spec.dropout else None
     lse = shifted(spec, inputs, lse, slopes, 1) if how["shifted_lse"] else lse
     tensors = map(readable, (dout, inputs.q, inputs.k, inputs.v, out))
     settings = _settings(spec, how, slopes)
-    found = run(*tensors, lse.contiguous(), *wanted, *offsets, *settings, how["deterministic"], None, rng_state)
-    return Gradients(*found[:3])
+    gradients = run(*tensors, lse.contiguous(), *buffers, *offsets, *settings, how["deterministic"], None, rng_state)
+    return Gradients(*gradients[:3])
 
 
 def _settings(spec: AttentionSpec, how: dict[str, Any], slopes: Any) -> tuple[Any, ...]:
-    """What all four functions take in this order; packed ones zero their results first (the True)."""
+    """Returns the arguments that all four functions share, in order. True: packed functions zero results first."""
     mask = (how["causal"], how["window_size_left"], how["window_size_right"], how["softcap"])
     if spec.packed:
         lengths = (how["max_seqlen_q"], how["max_seqlen_k"])

@@ -51,11 +51,11 @@ WIDE_HEADS = (9, 10)
 NAN_FIXED = (9, 26)
 """The first cuDNN whose sm90 gradient of uncausal calls has no NaN where kv_len % 128 == 64."""
 VERSIONS = ("jax_cuda13_plugin._versions", "jax_cuda12_plugin._versions", "jaxlib.cuda._versions")
-"""Where jax's CUDA plugins say which cuDNN they have loaded."""
+"""Modules in which jax's CUDA plugins report the version of the loaded cuDNN."""
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """What cuDNN or jax.nn lacks between two fields, and known faults; without a build, of the oldest cuDNN."""
+    """Refuses combinations that cuDNN or jax.nn lacks, and known faults. No build means the oldest cuDNN."""
     version = build.version if build is not None else ()
     placed = (*_size_reasons(spec, device, version), *_faults(spec, device, version))
     return (*_band_reasons(spec), *_mask_reasons(spec), *placed)
@@ -66,43 +66,43 @@ def _band_reasons(spec: AttentionSpec) -> list[str]:
     if spec.packed or (edge.left is None and edge.right is None) or edge.hides_nothing(spec.q_len, spec.kv_len):
         return []
     where = f"q_len {spec.q_len} and kv_len {spec.kv_len}"
-    found = []
+    reasons = []
     if edge.right != 0:
-        found.append(f"window={spec.window}: cuDNN through jax.nn has none that is open or positive to the right")
+        reasons.append(f"window={spec.window}: cuDNN through jax.nn has none that is open or positive to the right")
     if edge.offset:
-        found.append(f"alignment={spec.alignment} with {where}: cuDNN through jax.nn has top_left")
+        reasons.append(f"alignment={spec.alignment} with {where}: cuDNN through jax.nn has top_left")
     if edge.empties_a_row(spec.q_len, spec.kv_len):
-        found.append(f"window={spec.window} with {where}: cuDNN through jax.nn has no rows that see nothing")
+        reasons.append(f"window={spec.window} with {where}: cuDNN through jax.nn has no rows that see nothing")
     elif edge.left is not None and spec.q_len > spec.kv_len:
-        found.append(f"window={spec.window} with {where}: cuDNN has windows for q_len <= kv_len")
+        reasons.append(f"window={spec.window} with {where}: cuDNN has windows for q_len <= kv_len")
     if edge.left is not None and spec.mask_shape is not None:
-        found.append(f"window={spec.window} and a mask: cuDNN has one or the other")
-    return found
+        reasons.append(f"window={spec.window} and a mask: cuDNN has one or the other")
+    return reasons
 
 
 def _mask_reasons(spec: AttentionSpec) -> list[str]:
     if spec.mask_shape is None:
         return []
     mask = f"mask of shape {list(spec.mask_shape)}"
-    found = []
+    reasons = []
     if spec.mask_shape[2:] != (spec.q_len, spec.kv_len):
-        found.append(f"{mask}: cuDNN through jax.nn needs all rows and keys, [.., {spec.q_len}, {spec.kv_len}]")
+        reasons.append(f"{mask}: cuDNN through jax.nn needs all rows and keys, [.., {spec.q_len}, {spec.kv_len}]")
     if spec.dtype == "float16":
-        found.append(f"{mask} with dtype float16: jax.nn hides keys behind -32768, which scores can outweigh")
-    return found
+        reasons.append(f"{mask} with dtype float16: jax.nn hides keys behind -32768, which scores can outweigh")
+    return reasons
 
 
 def _size_reasons(spec: AttentionSpec, device: str, version: tuple[int, ...]) -> list[str]:
-    found = []
+    reasons = []
     if spec.head_dim > 128 and (device != "sm90" or version < WIDE_HEADS):
-        found.append(f"head_dim={spec.head_dim} on {device}: cuDNN {_spoken(version)} stops at 128")
+        reasons.append(f"head_dim={spec.head_dim} on {device}: cuDNN {_spoken(version)} stops at 128")
     if spec.kv_len == 1:
-        found.append("kv_len=1: cuDNN's kernel needs two keys")
+        reasons.append("kv_len=1: cuDNN's kernel needs two keys")
     if spec.needs_backward and (spec.q_len % 2 or spec.kv_len % 2):
         lengths = f"q_len {spec.q_len} and kv_len {spec.kv_len}"
-        found.append(f"backward: {lengths}: jax.nn has gradients of cuDNN's attention for even lengths")
-    found += [f"{name}={size}: cuDNN stops at {GRID_LIMIT}" for name, size in _grid(spec) if size > GRID_LIMIT]
-    return found
+        reasons.append(f"backward: {lengths}: jax.nn has gradients of cuDNN's attention for even lengths")
+    reasons += [f"{name}={size}: cuDNN stops at {GRID_LIMIT}" for name, size in _grid(spec) if size > GRID_LIMIT]
+    return reasons
 
 
 def _grid(spec: AttentionSpec) -> tuple[tuple[str, int], ...]:
@@ -112,13 +112,15 @@ def _grid(spec: AttentionSpec) -> tuple[tuple[str, int], ...]:
 def _faults(spec: AttentionSpec, device: str, version: tuple[int, ...]) -> list[str]:
     if not spec.needs_backward or device != "sm90":
         return []
-    found = []
+    reasons = []
     causal = _causal(spec) and spec.mask_shape is None
     if not causal and spec.kv_len % 128 == 64 and version < NAN_FIXED:
-        found.append(f"backward: kv_len={spec.kv_len}: cuDNN {_spoken(version)} can give NaN where kv_len % 128 == 64")
+        reasons.append(
+            f"backward: kv_len={spec.kv_len}: cuDNN {_spoken(version)} can give NaN where kv_len % 128 == 64"
+        )
     if spec.q_len == 1 and version[:2] == NAN_FIXED:
-        found.append(f"backward: q_len=1: cuDNN {_spoken(version)} can give NaN for a single query")
-    return found
+        reasons.append(f"backward: q_len=1: cuDNN {_spoken(version)} can give NaN for a single query")
+    return reasons
 
 
 def _spoken(version: tuple[int, ...]) -> str:
@@ -126,7 +128,7 @@ def _spoken(version: tuple[int, ...]) -> str:
 
 
 def probe() -> str:
-    """jax's version, once its attention and a CUDA plugin's cuDNN are there."""
+    """Checks for jax's attention and a CUDA plugin's cuDNN, and returns jax's version."""
     import jax
 
     _ = (jax_nn.own(), _cudnn_version())
@@ -134,7 +136,7 @@ def probe() -> str:
 
 
 def build() -> Build:
-    """Which cuDNN jax has loaded."""
+    """Returns the version of the cuDNN that jax has loaded."""
     number = _cudnn_version()
     version = (number // 10000, number // 100 % 100, number % 100)  # 91900 is 9.19.0
     return Build(f"cuDNN {_spoken(version)}", version=version)
@@ -156,7 +158,7 @@ def _causal(spec: AttentionSpec) -> bool:
 
 @lru_cache(maxsize=4096)
 def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """The keywords of jax.nn.dot_product_attention; ``return_residual`` is what makes it the forward of a gradient."""
+    """Returns the keywords of jax.nn.dot_product_attention. ``return_residual`` selects the forward of a gradient."""
     edge = band(spec)
     how: dict[str, Any] = {"scale": spec.scale, "implementation": "cudnn", "return_residual": spec.needs_backward}
     if not _causal(spec):
@@ -167,7 +169,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 
 
 def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
-    """(out, None): there is no log-sum-exp; traceable."""
+    """Returns (out, None): there is no log-sum-exp. Traceable."""
     with _usual_promotion():
         return _attend(spec, inputs.mask, *inputs[:3]), None
 
@@ -183,7 +185,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
 
 @contextmanager
 def _usual_promotion() -> Iterator[None]:
-    """JAX's default promotion of ranks and dtypes, which jax.nn is written in, whatever the caller has set."""
+    """Sets JAX's default promotion of ranks and dtypes, which jax.nn relies on, whatever the caller has set."""
     import jax
 
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):

@@ -1,13 +1,13 @@
-"""cuDNN's attention on NVIDIA GPUs, as torch calls it, by its raw ops.
+"""cuDNN's attention on NVIDIA GPUs, through torch's raw ops.
 
 Limits: fp16 and bf16, head_dim up to 128 (256 on sm90 with cuDNN 9.10), two keys or more, causal from the top left, no
 windows, softcap, bias, ALiBi, dropout or packed documents. A boolean mask becomes an additive one of 0 and -inf, exact
-in any dtype; a float bias would be rounded to the dtype of q, and is refused. value_dim, sinks and the gradient of the
-log-sum-exp come from ``torch_rewrites``. The backward adds up in any order, and so does the log-sum-exp of one query:
-no bits are claimed.
-Upstream: ``aten::_scaled_dot_product_cudnn_attention`` and its backward, torch 2.11 to 2.15, cuDNN 9. Put right here:
-rows that see nothing are shown every key and their results thrown away, for versions differ about them; the backward
-gets out, dout and the log-sum-exp in one layout, for torch keeps its plans by the layout of q, k and v alone.
+in any dtype; a float bias would be rounded to the dtype of q, so it is refused. ``shared.rewrites`` adds value_dim,
+sinks and the gradient of the log-sum-exp. The backward, and the log-sum-exp of a single query, add in any order, so
+equal bits are not claimed.
+Upstream: ``aten::_scaled_dot_product_cudnn_attention`` and its backward, torch 2.11 to 2.15, cuDNN 9. Corrections: rows
+that see no key are shown every key and their results discarded, because versions treat them differently; the backward
+gets out, dout and the log-sum-exp in one layout, because torch caches plans by the layout of q, k and v alone.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ FORWARD = Support(
 BACKWARD = replace(FORWARD)
 
 NO_WEIGHT = 1e30
-"""A log-sum-exp under which every weight is 0, and with which arithmetic stays finite."""
+"""A log-sum-exp with which every weight is 0 and arithmetic stays finite."""
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """What cuDNN has not, and what a version of it gets wrong; an unknown version is taken for the worst."""
+    """Refuses what cuDNN lacks or a version of it computes wrongly. Assumes the worst of an unknown version."""
     version = build.version if build is not None else ()
     spoken = f"cuDNN {'.'.join(map(str, version))}" if version else "an unknown cuDNN"
     reasons = [*rewrites.refusals(spec), *limits(spec, device, NAME)]
@@ -84,7 +84,7 @@ def _known_bugs(spec: AttentionSpec, capability: int, version: tuple[int, ...], 
 
 
 def probe() -> str:
-    """torch's version and cuDNN's, once torch is known to have both the op and the library."""
+    """Checks that torch has the op and cuDNN, and returns both versions."""
     import torch
 
     _kernels()
@@ -93,7 +93,7 @@ def probe() -> str:
 
 
 def build() -> Build:
-    """cuDNN's version, which decides what is right."""
+    """Returns cuDNN's version, which decides what it computes correctly."""
     import torch
 
     number = torch.backends.cudnn.version()
@@ -105,7 +105,7 @@ def build() -> Build:
 
 @lru_cache(maxsize=4096)
 def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """The op's own arguments; beside a mask, causal becomes part of it."""
+    """Returns the op's arguments. With a mask, causal becomes part of the mask."""
     edge = needed_band(spec)
     masked = spec.mask_shape is not None
     return {
@@ -140,7 +140,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
 
 
 def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
-    """The op itself; it allocates its results, ``into`` is of no use to it."""
+    """Runs the op, which allocates its results; ``into`` is unused."""
     how = lower(spec)
     # [batch, seq, heads, dim] -> [batch, heads, seq, dim], as views
     q, k, v = (rewrites.readable(tensor).transpose(1, 2) for tensor in inputs[:3])
@@ -161,9 +161,9 @@ def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any
     if spec.mask_shape:
         bias, _ = additive(spec, inputs)
         lse = lse.masked_fill(lse == -torch.inf, NO_WEIGHT)
-    # One layout, and no other: torch's plans are kept by the strides of q, k and v, but hold those of all.
+    # Always the same layout: torch caches plans by the strides of q, k and v, but a plan fixes the strides of all.
     out, dout = (tensor.contiguous().transpose(1, 2) for tensor in (out, dout))
-    random_state = q.new_empty((), dtype=torch.int64)  # what nobody reads without dropout
+    random_state = q.new_empty((), dtype=torch.int64)  # required by the op, unused without dropout
     gradients = _kernels()[1](
         dout,
         q,
@@ -186,9 +186,10 @@ def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any
 
 
 def additive(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
-    """The mask as q's dtype, 0 or -inf, and the rows that see nothing, ``[batch or 1, heads or 1, q_len or 1, 1]``.
+    """Returns the additive mask and the rows that see no key.
 
-    Those rows are 0 throughout: shown every key. The first is ``[batch or 1, heads or 1, q_len or 1, kv_len]``.
+    The mask is ``[batch or 1, heads or 1, q_len or 1, kv_len]``, 0 or -inf in q's dtype; rows that see no key are 0
+    throughout, so the kernel sees every key there. The rows are ``[batch or 1, heads or 1, q_len or 1, 1]``.
     """
     import torch
 
@@ -207,4 +208,4 @@ def _width(dim: int) -> int:
 
 
 KERNEL = rewrites.Kernel(_forward, _backward, _width)
-"""What ``torch_rewrites`` completes."""
+"""The kernel that ``shared.rewrites`` completes."""

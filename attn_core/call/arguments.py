@@ -1,7 +1,7 @@
-"""From the arguments of a call to its spec: the one place where both frontends' arguments are checked.
+"""Checks the arguments of a call for both frontends and builds the spec.
 
-The frontends describe each tensor as ``ArrayFacts`` (shape, dtype, device: metadata only) and hand over the options as
-the caller wrote them. Everything that is wrong is raised here, before any kernel runs.
+The frontends describe each tensor as ``ArrayFacts`` (shape, dtype, device: metadata only) and pass the options as the
+caller wrote them. All errors in arguments are raised here, before any kernel runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
 
 
 class ArrayFacts(NamedTuple):
-    """What can be known of a tensor without reading it."""
+    """The metadata of a tensor, known without reading its values."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -24,7 +24,7 @@ class ArrayFacts(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """The facts of every tensor of a call; None where the caller gave none."""
+    """The metadata of every tensor of a call; None for a tensor that the call lacks."""
 
     q: ArrayFacts
     k: ArrayFacts
@@ -43,12 +43,12 @@ def check_qkv_as_one(facts: ArrayFacts, packed: bool) -> None:
     Args:
         packed: whether there are documents: then ``[tokens, 3, heads, head_dim]`` or one row of it.
     """
-    shape, wanted = facts.shape, "[batch, seq, 3, heads, head_dim]"
+    shape, expected = facts.shape, "[batch, seq, 3, heads, head_dim]"
     if packed:
-        wanted = "packed [tokens, 3, heads, head_dim], or [1, tokens, 3, heads, head_dim]"
+        expected = "packed [tokens, 3, heads, head_dim], or [1, tokens, 3, heads, head_dim]"
     right_rank = len(shape) in (4, 5) if packed else len(shape) == 5
     if not right_rank or shape[-3] != 3 or (packed and len(shape) == 5 and shape[0] != 1):
-        raise ShapeError(f"qkv: expected shape {wanted}, got {list(shape)}")
+        raise ShapeError(f"qkv: expected shape {expected}, got {list(shape)}")
     if facts.dtype not in DTYPES:
         raise DTypeError(f"qkv: expected one of {', '.join(DTYPES)}, got {facts.dtype}")
 

@@ -1,4 +1,4 @@
-"""How much arithmetic a call is: counted from its spec, without a tensor."""
+"""Counts the arithmetic of a call from its spec."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from attn_core.call.masks import Band, band
 from attn_core.call.spec import AttentionSpec
 
 BACKWARD_WORK = 2.5
-"""A backward makes five matrix products of the size of which a forward makes two."""
+"""A backward's arithmetic over a forward's: five matrix products of one size against two."""
 
 
 def flops(spec: AttentionSpec, lengths: Iterable[int] | None = None) -> float:
-    """Floating-point operations of the matrix products of a call, masked pairs of the band left out.
+    """Returns the floating-point operations of a call's matrix products, without pairs that the band hides.
 
-    ``2 * batch * heads * pairs * (head_dim + value_dim)`` forward; 3.5 times that where a backward is needed.
+    ``2 * batch * heads * pairs * (head_dim + value_dim)`` forward; 3.5 times that if a backward is needed.
 
     Args:
-        lengths: the tokens of each packed document, where they are known (queries and keys alike).
+        lengths: the tokens of each packed document, if known (the same for queries and keys).
     """
     forward = 2.0 * spec.batch * spec.num_heads * pairs(spec, lengths) * (spec.head_dim + spec.value_dim)
     return forward * (1 + BACKWARD_WORK) if spec.needs_backward else forward
 
 
 def pairs(spec: AttentionSpec, lengths: Iterable[int] | None = None) -> float:
-    """(query, key) pairs inside the band for one head of one row; masks are not counted.
+    """Counts the (query, key) pairs inside the band for one head of one row, ignoring masks.
 
-    Packed documents whose lengths nobody gives are all taken to be as long as the longest.
+    Without ``lengths``, every packed document is assumed to be as long as the longest.
     """
     if not spec.packed:
         return banded_pairs(band(spec), spec.q_len, spec.kv_len)
@@ -38,7 +38,7 @@ def pairs(spec: AttentionSpec, lengths: Iterable[int] | None = None) -> float:
 
 
 def banded_pairs(edge: Band, q_len: int, kv_len: int) -> int:
-    """How many (query, key) pairs of a ``q_len`` by ``kv_len`` rectangle lie inside a band."""
+    """Counts the (query, key) pairs of a ``q_len`` by ``kv_len`` rectangle that lie inside a band."""
     stops = q_len * kv_len if edge.right is None else _clipped_sum(edge.offset + edge.right + 1, q_len, kv_len)
     starts = 0 if edge.left is None else _clipped_sum(edge.offset - edge.left, q_len, kv_len)
     return stops - starts

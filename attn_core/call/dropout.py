@@ -1,6 +1,6 @@
-"""Dropout as arithmetic: which softmax weights are kept is a pure function of (seed, batch, head, row, column).
+"""Dropout as arithmetic: the mask of softmax weights is a pure function of (seed, batch, head, row, column).
 
-The same integers come out in numpy, torch and JAX, so a backward needs no stored mask and the oracle can check it.
+numpy, torch and JAX compute the same integers, so a backward needs no stored mask and the reference can check it.
 The mixing step is the 32-bit finaliser "lowbias32" of Chris Wellons' hash-prospector (bias 0.17).
 """
 
@@ -13,13 +13,13 @@ _WORD = 0xFFFFFFFF
 
 
 def keep(rng: Any, indices: tuple[Any, ...], dropout: float, word: Callable[[int], Any] = int) -> Any:
-    """A boolean array: True where the weight is kept, with probability ``1 - dropout``.
+    """Returns a boolean array, False where a weight is dropped. It is True with probability ``1 - dropout``.
 
     Args:
         rng: two integer words (seed, offset); only their low 32 bits count.
         indices: integer arrays (batch, head, row, column) that broadcast against each other.
         dropout: the probability of dropping.
-        word: makes a constant of the arrays' type; ``jnp.uint32`` where 32-bit arithmetic wraps by itself.
+        word: converts a constant to the arrays' type; ``jnp.uint32`` if 32-bit arithmetic wraps by itself.
     """
     hashed = _mix(rng[0] & word(_WORD), word) + (rng[1] & word(_WORD))
     for index in indices:

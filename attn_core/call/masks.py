@@ -1,4 +1,4 @@
-"""What is visible, as data: the band that causal and window make, packed documents, arbitrary masks."""
+"""Visibility as data: the band of causal and window, packed documents, arbitrary masks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UNKNOWN_REACH = 2**30
 
 
 class Band(NamedTuple):
-    """Causal and window as one thing: key ``j`` is visible to query ``i`` iff ``-left <= j - (i + offset) <= right``.
+    """Causal and window combined: key ``j`` is visible to query ``i`` iff ``-left <= j - (i + offset) <= right``.
 
     None is unbounded. The methods take ints or integer arrays of any framework.
     """
@@ -51,7 +51,7 @@ class Band(NamedTuple):
 
 
 def band(spec: AttentionSpec, q_len: int | None = None, kv_len: int | None = None) -> Band:
-    """The band of a spec, or of one of its documents when that document's lengths are given."""
+    """Returns the band of a spec, or of one of its documents if that document's lengths are passed."""
     left, right = spec.window
     if spec.causal:
         right = 0 if right is None else min(right, 0)
@@ -63,12 +63,15 @@ def band(spec: AttentionSpec, q_len: int | None = None, kv_len: int | None = Non
 
 
 def document_of(cu_seqlens: np.ndarray, tokens: int) -> np.ndarray:
-    """The index of the document that each token belongs to; the number of documents for tokens behind the last."""
+    """Returns the index of each token's document; the number of documents for tokens after the last."""
     return np.searchsorted(np.asarray(cu_seqlens)[1:], np.arange(tokens), side="right")
 
 
 def positions(spec: AttentionSpec, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None) -> tuple[np.ndarray, np.ndarray]:
-    """Where each query stands on the keys' diagonal, in its document: ``(query positions + offset, key positions)``."""
+    """Returns positions within the documents: ``(query positions + offset, key positions)``.
+
+    The offset puts a query at the position of the key on its diagonal.
+    """
     if not spec.packed:
         return np.arange(spec.q_len) + band(spec).offset, np.arange(spec.kv_len)
     cu_q, cu_k = (np.asarray(cu, dtype=np.int64) for cu in (cu_seqlens_q, cu_seqlens_k))
@@ -79,7 +82,7 @@ def positions(spec: AttentionSpec, cu_seqlens_q: Any = None, cu_seqlens_k: Any =
 
 
 def visible(spec: AttentionSpec, mask: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None) -> np.ndarray:
-    """The set of visible (query, key) pairs as a boolean array ``[batch or 1, heads or 1, q_len, kv_len]``.
+    """Returns the visible (query, key) pairs as a boolean array ``[batch or 1, heads or 1, q_len, kv_len]``.
 
     This is the definition: every backend's mask is compared with it bit for bit.
     """

@@ -9,7 +9,7 @@ from attn_core.errors import ShapeError
 
 @dataclass(frozen=True, kw_only=True)
 class PagedKV:
-    """What is static of a pool and its table.
+    """The static sizes of a pool and its block table.
 
     Attributes:
         num_pages: pages in the pool.
@@ -28,5 +28,5 @@ class PagedKV:
 
     @property
     def capacity(self) -> int:
-        """The most tokens of a sequence; none where the pool has no page, whatever a table says."""
+        """The most tokens of a sequence; 0 if the pool has no page."""
         return self.width * self.page_size if self.num_pages else 0

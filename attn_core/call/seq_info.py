@@ -1,4 +1,4 @@
-"""Packed documents: several sequences laid end to end in one row, told apart by cumulative lengths."""
+"""Packed documents: several sequences laid end to end in one row, separated by cumulative lengths."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from attn_core.errors import DTypeError, ShapeError, SpecError
 
 @dataclass(frozen=True, eq=False)
 class SeqInfo:
-    """Where each packed document begins and ends.
+    """The start and end of each packed document.
 
     Attributes:
         cu_seqlens_q: int32 array of shape ``[documents + 1]``: document ``d`` holds query tokens
-            ``cu_seqlens_q[d] : cu_seqlens_q[d + 1]``. Empty documents are allowed. A torch or JAX array is kept as it
-            is, a numpy array is copied, because its owner may write the next batch into it before a backward runs.
+            ``cu_seqlens_q[d] : cu_seqlens_q[d + 1]``. Empty documents are allowed. A torch or JAX array is not copied;
+            a numpy array is, because its owner may write the next batch into it before a backward runs.
         cu_seqlens_k: the same for key/value tokens; the documents pair up by position.
         max_len_q: host int, at least the longest query document (units: tokens).
         max_len_k: host int, at least the longest key document.
 
     Raises:
-        DTypeError, ShapeError, SpecError: when what can be seen on the host (metadata, and the values of numpy arrays)
-            does not describe documents. The frontends check device values wherever they lie on the host.
+        DTypeError, ShapeError, SpecError: if the metadata, or the values of numpy arrays, do not describe documents.
+            The frontends also check the values of torch and JAX arrays that are on the host.
     """
 
     cu_seqlens_q: Any
@@ -35,9 +35,9 @@ class SeqInfo:
     _converted: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def converted(self, place: Any, convert: Callable[[SeqInfo], Any]) -> Any:
-        """What ``convert`` makes of the offsets for a place (a device, say), made once for each place.
+        """Returns ``convert(self)``, cached per place (e.g. a device).
 
-        Only for arrays that cannot change under us: a frontend uses it for numpy arrays, which are our own copies.
+        Only for arrays that cannot change: a frontend uses it for numpy arrays, which are our own copies.
         """
         if place not in self._converted:
             self._converted[place] = convert(self)
@@ -67,11 +67,11 @@ class SeqInfo:
                 check_cu_seqlens(cu_seqlens, getattr(self, f"max_len_{side}"), side=side)
 
     def _own_copies(self) -> None:
-        given_q, given_k = self.cu_seqlens_q, self.cu_seqlens_k
-        if isinstance(given_q, np.ndarray):
-            object.__setattr__(self, "cu_seqlens_q", given_q.copy())
-        if isinstance(given_k, np.ndarray):
-            object.__setattr__(self, "cu_seqlens_k", self.cu_seqlens_q if given_k is given_q else given_k.copy())
+        callers_q, callers_k = self.cu_seqlens_q, self.cu_seqlens_k
+        if isinstance(callers_q, np.ndarray):
+            object.__setattr__(self, "cu_seqlens_q", callers_q.copy())
+        if isinstance(callers_k, np.ndarray):
+            object.__setattr__(self, "cu_seqlens_k", self.cu_seqlens_q if callers_k is callers_q else callers_k.copy())
 
     @classmethod
     def from_lengths(
@@ -112,13 +112,13 @@ class SeqInfo:
             keys = queries if same else _with_documents(keys, max_documents)
         if array is None:
             return cls(queries, keys, max_len_q, max_len_k)
-        made = array(queries)
-        return cls(made, made if keys is queries else array(keys), max_len_q, max_len_k)
+        offsets = array(queries)
+        return cls(offsets, offsets if keys is queries else array(keys), max_len_q, max_len_k)
 
     @classmethod
     def unchecked(cls, cu_seqlens_q: Any, cu_seqlens_k: Any, max_len_q: Any, max_len_k: Any) -> SeqInfo:
-        """A SeqInfo around whatever stands in for arrays while a framework rebuilds its trees."""
-        made = object.__new__(cls)
+        """Builds a SeqInfo without checks: while a framework rebuilds its trees, the values may not be arrays."""
+        info = object.__new__(cls)
         values = {
             "cu_seqlens_q": cu_seqlens_q,
             "cu_seqlens_k": cu_seqlens_k,
@@ -126,8 +126,8 @@ class SeqInfo:
             "max_len_k": max_len_k,
         }
         for name, value in {**values, "_converted": {}}.items():
-            object.__setattr__(made, name, value)
-        return made
+            object.__setattr__(info, name, value)
+        return info
 
     @classmethod
     def coerce(cls, value: Any) -> SeqInfo | None:
@@ -147,14 +147,14 @@ class SeqInfo:
 
 
 def is_host_int(value: Any) -> bool:
-    """Whether a value is an integer that costs no device anything to know: an int (symbolic, too), or numpy's."""
-    if isinstance(value, (int, np.integer)):  # first, for Dynamo cannot ask a symbol for its attributes
+    """Returns whether a value is an integer that is known without a synchronisation: an int (or symbol), or numpy's."""
+    if isinstance(value, (int, np.integer)):  # first, because Dynamo cannot look up attributes of a symbol
         return not isinstance(value, bool)
     return hasattr(value, "__index__") and not isinstance(value, bool) and not hasattr(value, "shape")
 
 
 def is_number(size: Any) -> bool:
-    """Whether a size is known. Comparing a symbolic size with a number can be an error in its framework."""
+    """Returns whether a size is a number. Comparing a symbolic size with a number can raise in its framework."""
     return isinstance(size, (int, np.integer))
 
 
@@ -190,22 +190,22 @@ def check_cu_seqlens(cu_seqlens: np.ndarray, max_len: int, *, side: str, tokens:
 
 
 def _offsets(lengths: Iterable[int], name: str) -> np.ndarray:
-    given = list(lengths)
-    for length in given:
+    items = list(lengths)
+    for length in items:
         if isinstance(length, bool) or not hasattr(length, "__index__") or int(length) < 0:
             raise SpecError(f"{name}: expected document lengths as non-negative ints, got {length!r}")
-    if not given:
+    if not items:
         raise ShapeError(f"{name}: expected at least one document, got none")
-    total = sum(int(length) for length in given)
+    total = sum(int(length) for length in items)
     if total > np.iinfo(np.int32).max:
         raise SpecError(
             f"{name}: {total} tokens in all, more than int32 offsets can address ({np.iinfo(np.int32).max})"
         )
-    return np.concatenate([[0], np.cumsum([int(length) for length in given])]).astype(np.int32)
+    return np.concatenate([[0], np.cumsum([int(length) for length in items])]).astype(np.int32)
 
 
 def _longest(queries: np.ndarray, keys: np.ndarray, max_len: Any) -> tuple[int, int]:
-    """The longest documents of queries and of keys, or the caller's limits, which may be one number for both."""
+    """Returns the longest documents of queries and keys, or the caller's limits, which may be one number for both."""
     longest = tuple(int(np.diff(offsets).max(initial=0)) for offsets in (queries, keys))
     if max_len is None:
         return longest[0], longest[1]
@@ -219,7 +219,7 @@ def _longest(queries: np.ndarray, keys: np.ndarray, max_len: Any) -> tuple[int, 
 
 
 def _with_documents(offsets: np.ndarray, count: Any) -> np.ndarray:
-    """The offsets of so many documents, those that are missing without tokens."""
+    """Appends documents without tokens until there are ``count`` documents."""
     missing = count - (len(offsets) - 1) if is_host_int(count) else -1
     if missing < 0:
         raise SpecError(f"max_documents={count!r}: expected a host int, at least the {len(offsets) - 1} documents")

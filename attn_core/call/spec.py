@@ -34,24 +34,24 @@ class AttentionSpec:
             anchors the window and ALiBi. With packed documents the lengths are each document's own.
         window: inclusive distances ``(left, right)`` around that diagonal; None is unbounded.
         softcap: ``c`` in ``c * tanh(s / c)``, applied after scale and before bias, ALiBi and mask.
-        scale: factor on ``q . k``; ``1 / sqrt(head_dim)`` when None is given.
+        scale: factor on ``q . k``; None becomes ``1 / sqrt(head_dim)``.
         mask_shape, bias_shape: 4-D shapes broadcastable to ``[batch, num_heads, q_len, kv_len]``, or None.
-        bias_dtype: of the bias; None where there is none, or it is ``dtype``.
+        bias_dtype: of the bias; None if there is no bias or its dtype is ``dtype``.
         alibi_shape: ``(num_heads,)`` or ``(batch, num_heads)``, or None; adds ``-slope * |i + offset - j|``.
         sinks: one logit per head joins each row's softmax without a value.
         documents: how many documents are packed in the row, or None; max_len_q and max_len_k bound their lengths.
         dropout: probability of dropping a softmax weight.
         deterministic: the same bits on every run, gradients included.
-        needs_backward: a gradient of q, k or v may be asked for; bias_gradient: one of the bias, too.
+        needs_backward: a gradient of q, k or v may be requested. bias_gradient: the bias's gradient may be, too.
         return_lse: the caller wants the log-sum-exp (natural log, float32, ``[batch, num_heads, q_len]``, packed
             ``[num_heads, tokens]``; float64 for float64 inputs).
-        paged: the pool that keys and values are read from, or None. The documents are then its sequences, q is packed,
-            ``kv_len`` is what a row of the table can hold, and there is no gradient.
-        partial: the keys are a part of each row's, and the log-sum-exp of that part is wanted; a backward is given the
-            output and the log-sum-exp of the whole row, and returns the part's gradients. Sinks are the whole row's.
+        paged: the pool that keys and values are read from, or None. With a pool the documents are its sequences, q is
+            packed, ``kv_len`` is the capacity of a row of the table, and there is no gradient.
+        partial: the call sees only part of each row's keys and returns that part's log-sum-exp. Its backward takes the
+            output and log-sum-exp of the whole row and returns the part's gradients. Sinks belong to the whole row.
 
     Raises:
-        ShapeError, DTypeError, SpecError: on values that do not describe a call.
+        ShapeError, DTypeError, SpecError: if the values do not describe a call.
     """
 
     batch: int
@@ -101,12 +101,12 @@ class AttentionSpec:
 
     @property
     def packed(self) -> bool:
-        """Whether the row holds documents told apart by cumulative lengths."""
+        """Whether the row holds packed documents, separated by cumulative lengths."""
         return self.documents is not None
 
     @property
     def symbolic(self) -> bool:
-        """Whether a size is no number yet: a dimension that ``jax.export`` leaves open."""
+        """Whether a size is a symbol: a dimension that ``jax.export`` leaves open."""
         return not all(map(is_number, (self.batch, self.q_len, self.kv_len, self.documents or 0)))
 
     @property
@@ -164,7 +164,7 @@ class AttentionSpec:
         ]
         return ", ".join(parts + [text for text in map(self._spoken, fields(self)) if text])
 
-    def _spoken(self, field) -> str:  # the optional fields that differ from "nothing asked"
+    def _spoken(self, field) -> str:  # the optional fields that differ from their defaults
         name, value = field.name, getattr(self, field.name)
         if field.default is value or value == field.default or name in _SPOKEN_ELSEWHERE:
             return ""

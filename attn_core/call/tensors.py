@@ -1,4 +1,4 @@
-"""The tensors of a call, and of its gradients, of whatever framework the backend speaks."""
+"""The tensors of a call and of its gradients, in the backend's framework."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 
 class Inputs(NamedTuple):
-    """The tensors of one call, of whatever framework the backend speaks.
+    """The tensors of one call, in the backend's framework.
 
     Shapes: q ``[batch, q_len, heads, head_dim]``, k ``[batch, kv_len, kv_heads, head_dim]``, v ``[batch, kv_len,
     kv_heads, value_dim]``; packed: no batch axis. mask (bool) and bias 4-D as the spec says; alibi_slopes and sinks
-    float; cu_seqlens int32 ``[documents + 1]``; rng two integer words (seed, offset), given when dropout > 0.
+    float; cu_seqlens int32 ``[documents + 1]``; rng two integer words (seed, offset), present if dropout > 0.
     """
 
     q: Any
@@ -26,11 +26,11 @@ class Inputs(NamedTuple):
 
 
 class PagedInputs(NamedTuple):
-    """The tensors of a call whose keys and values are in pages: what ``forward`` gets where ``spec.paged``.
+    """The tensors of a call on paged keys and values; ``forward`` gets them if ``spec.paged``.
 
     Shapes: q ``[tokens, heads, head_dim]``, k and v pools ``[num_pages, page_size, kv_heads, dim]``, block_table int32
-    ``[documents, width]``, seq_lens int32 ``[documents]``, cu_seqlens_q int32 ``[documents + 1]`` or None where every
-    sequence has one query. Values of these three on a GPU may say anything, and must not lead out of a pool.
+    ``[documents, width]``, seq_lens int32 ``[documents]``, cu_seqlens_q int32 ``[documents + 1]`` or None if every
+    sequence has one query. On a GPU the values of the last three are unchecked, so a backend must clamp them.
     """
 
     q: Any
@@ -43,7 +43,7 @@ class PagedInputs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """dq, dk, dv in the dtypes and shapes of q, k, v; dbias when ``spec.bias_gradient``, dsinks when ``spec.sinks``."""
+    """dq, dk, dv in the dtypes and shapes of q, k, v; dbias if ``spec.bias_gradient``, dsinks if ``spec.sinks``."""
 
     dq: Any
     dk: Any

@@ -1,8 +1,8 @@
-"""Tokens behind the last offset of packed documents: they belong to nobody, so they see no key and no query sees them.
+"""Tokens after the last offset of packed documents: they see no key, and no query sees them.
 
-A batch that is padded to a fixed length has them. Kernels know documents and nothing else, and leave rows outside of
-every document unwritten. So such tokens become documents: first queries without keys, then keys without queries, none
-longer than the caller's longest, for a kernel's grid is made for that. Every backend has documents without keys.
+A batch that is padded to a fixed length has such tokens. Kernels leave rows outside of all documents unwritten. So the
+tokens become extra documents: first queries without keys, then keys without queries. None is longer than the caller's
+longest document, because a kernel's grid is sized for that. Every backend supports documents without keys.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from attn_core.call.seq_info import SeqInfo
 
 
 class Tail(NamedTuple):
-    """What follows the offsets of a call: the ends of the documents that hold nobody's tokens.
+    """The extra documents for trailing tokens, by their ends.
 
-    The last offset may be unknown before the kernel runs. So the ends fit the earliest offset that it can be. For a
-    later one take ``max(end, last offset)``: some documents then have no token.
+    The last offset may be unknown before the kernel runs. So the ends assume the smallest possible last offset. For a
+    larger one take ``max(end, last offset)``: some of the extra documents then have no token.
 
     Attributes:
         ends_q, ends_k: int32, of one length, ascending. The last are the token counts.
-        max_len_q, max_len_k: the longest documents, those of nobody's tokens included.
-        queries: how many of the documents may have queries; the others may have keys.
+        max_len_q, max_len_k: the longest documents, including the extra ones.
+        queries: the number of extra documents that may have queries; the others may have keys.
     """
 
     ends_q: np.ndarray
@@ -38,16 +38,16 @@ class Tail(NamedTuple):
 def tail_of(
     tokens: tuple[int, int], longest: tuple[int, int], documents: int, ended: tuple[int, int] | None = None
 ) -> Tail | None:
-    """The tail of offsets; None where every token has a document.
+    """Returns the tail of offsets, or None if every token has a document.
 
     Args:
-        tokens: how many q and k have. All pairs here are for q and for k.
+        tokens: the tokens of q and k. All pairs here are (q, k).
         longest: ``max_len_q`` and ``max_len_k``.
-        documents: how many the offsets have. The tail has at most about twice as many, however small ``longest`` is.
+        documents: the number of documents. The tail has at most about twice as many, however small ``longest`` is.
         ended: the last offsets; None where they are traced or on a device.
     """
     firsts = ended or (0, 0)
-    # Where documents of `longest` tokens could hold the row at all, this is `longest`.
+    # This is `longest`, unless the caller's documents could not cover the row even at that length.
     steps = [max(most, -(-(n - first) // (documents + 1))) for n, most, first in zip(tokens, longest, firsts)]
     q, k = (_ends(first, n, step) for first, n, step in zip(firsts, tokens, steps))
     if not q and not k:
@@ -58,17 +58,17 @@ def tail_of(
 
 
 def _ends(first: int, tokens: int, step: int) -> tuple[int, ...]:
-    """Where documents of at most ``step`` tokens end, from ``first`` or any later place on; the last at the end."""
+    """Returns the ends of documents of at most ``step`` tokens that cover the tokens from ``first`` on."""
     return tuple(reversed(range(tokens, first, -step))) if first < tokens else ()
 
 
 def followed(offsets: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """The offsets with a tail behind them."""
+    """Returns the offsets with a tail appended."""
     return np.concatenate((offsets, np.maximum(ends, offsets[-1])))
 
 
 def completed(info: SeqInfo, tokens: tuple[int, int]) -> SeqInfo:
-    """A SeqInfo of numpy arrays with documents for nobody's tokens; the same if there are none, or too few tokens."""
+    """Returns a SeqInfo of numpy arrays with documents for trailing tokens; unchanged if there are none."""
     ended = (int(info.cu_seqlens_q[-1]), int(info.cu_seqlens_k[-1]))
     longest, documents = (info.max_len_q, info.max_len_k), len(info.cu_seqlens_q) - 1
     tail = tail_of(tokens, longest, documents, ended)

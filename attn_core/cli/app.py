@@ -25,8 +25,8 @@ for command in (doctor, explain, compare, bench, mask, context_plan, support, de
     app.command()(command)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         typer.echo(f"attn-core {attn_core.__version__}")
         raise typer.Exit
 

@@ -69,11 +69,11 @@ def bench(
         raise typer.Exit(1)
 
 
-def _device(asked: str | None) -> str:
+def _device(requested: str | None) -> str:
     if find_spec("torch") is None:
         raise SpecError("attn bench measures torch's kernels: install torch")
     here = devices_of("torch")
-    device = here[-1] if asked is None else asked
+    device = here[-1] if requested is None else requested
     target_of("torch", device, False)  # a device by a name that targets know
     if device not in here:
         raise SpecError(f"--device={device}: no such device here")
@@ -121,11 +121,11 @@ def _line(record: Record) -> str:
 
 def _faulty(record: Record) -> dict[str, str]:
     right = right_times(record)
-    found = {name: f"failed: {entry['failed']}" for name, entry in record["backends"].items() if "failed" in entry}
+    faults = {name: f"failed: {entry['failed']}" for name, entry in record["backends"].items() if "failed" in entry}
     for name, entry in record["backends"].items():
         if "median" in entry and name not in right:
-            found[name] = f"differs by {entry['difference']:.2g} from {record['reference']}"
-    return found
+            faults[name] = f"differs by {entry['difference']:.2g} from {record['reference']}"
+    return faults
 
 
 def _show(report: Path | None, derive_from: Path | None, folder: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""A sweep as tables and pictures: what was fastest, what automatic choice would run, and what that costs."""
+"""A sweep as tables and pictures: the fastest backends, the automatic choice, and its cost."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def regret_table(raw: dict[str, Any], cases: Sequence[Case]) -> str:
         "static order": regrets(raw, ()),
     }
     lines = ["| order | direction | cases | geometric mean | worst | where |", "|---|---|---|---|---|---|"]
-    for kind, found in kinds.items() if cases else [("static order", kinds["static order"])]:
-        for direction, facts in summary(found).items():
+    for kind, chosen in kinds.items() if cases else [("static order", kinds["static order"])]:
+        for direction, facts in summary(chosen).items():
             numbers = f"{facts['geometric mean']:.3f} | {facts['worst']:.2f}"
             lines.append(f"| {kind} | {direction} | {facts['cases']} | {numbers} | {facts['worst case']} |")
     goals = ", ".join(f"{name} at most {value}" for name, value in GOALS.items())
@@ -102,15 +102,15 @@ def _left_out(raw: dict[str, Any]) -> str:
 
 
 def speeds(raw: dict[str, Any]) -> Any:
-    """TFLOP/s by row length for plain causal bfloat16 calls with head_dim 128; a line per backend."""
+    """Draws TFLOP/s by row length for plain causal bfloat16 calls with head_dim 128; a line per backend."""
     figure = _figure(11, 4.5)
     for axes, direction in zip(figure.subplots(1, 2), DIRECTIONS, strict=True):
         lines: dict[str, dict[int, float]] = {}
         for record in raw["cases"]:
             if record["direction"] == direction and _is_plain_causal(record):
                 for name, time in right_times(record).items():
-                    found = lines.setdefault(name, {})
-                    found[record["spec"]["q_len"]] = record["gigaflop"] / time * 1e3  # GFLOP / µs = 1000 TFLOP/s
+                    by_length = lines.setdefault(name, {})
+                    by_length[record["spec"]["q_len"]] = record["gigaflop"] / time * 1e3  # GFLOP / µs = 1000 TFLOP/s
         for name, points in lines.items():
             lengths = sorted(points)
             axes.plot(lengths, [points[length] for length in lengths], marker="o", markersize=3, label=name)
@@ -133,12 +133,12 @@ def _fills(spec: Any) -> bool:
     return spec.q_len == spec.kv_len and spec.batch * spec.q_len == 16384
 
 
-def histogram(found: Sequence[Regret]) -> Any:
-    """How many cases have which regret, forward and training apart."""
+def histogram(chosen: Sequence[Regret]) -> Any:
+    """Draws how many cases have which regret, separately for forward and training."""
     figure = _figure(8, 3.5)
     axes = figure.subplots()
     finite = {
-        direction: [regret.ratio for regret in found if regret.training is training and math.isfinite(regret.ratio)]
+        direction: [regret.ratio for regret in chosen if regret.training is training and math.isfinite(regret.ratio)]
         for direction, training in zip(DIRECTIONS, (False, True))
     }
     top = max([1.3, *(ratio for ratios in finite.values() for ratio in ratios)])

@@ -21,10 +21,10 @@ from attn_core.selection import Target, choice
 from attn_core.selection.sweep import SweepCase, plain_fields
 
 MOST_SCORES = 2**31
-"""The math backend forms every score; from so many on it is timed only where nothing else runs."""
+"""The math backend computes every score; from this many on it is timed only if nothing else runs the case."""
 
 INSTEAD_OF_FLEX = ("flash3", "flash4", "sdpa_cudnn")
-"""Compiling FlexAttention takes seconds for every shape: it is timed only where none of these runs, or when asked."""
+"""Compiling FlexAttention takes seconds per shape, so it is timed only if none of these runs, or on request."""
 
 Record = dict[str, Any]
 
@@ -61,7 +61,7 @@ class Sweep:
         }
 
     def resume(self, before: dict[str, Any]) -> None:
-        """Goes on where an earlier raw file ended.
+        """Continues an earlier raw file.
 
         Raises:
             SpecError: when it was measured with other versions or on another device.
@@ -73,7 +73,7 @@ class Sweep:
         self.raw = before
 
     def run(self, cases: Iterable[SweepCase], seconds: float | None, done: Callable[[Record], None]) -> bool:
-        """Measures what is not measured yet; False when the time was up before the last case.
+        """Measures the remaining cases. Returns False if the time was up before the last one.
 
         Raises:
             DeviceLostError: after a kernel broke the device; the data holds what was measured, and whose fault it was.
@@ -137,27 +137,27 @@ class Sweep:
         return {name: {"refused": list(why)} for name, why in reasons.items() if why}
 
     def _skipped(self, spec: AttentionSpec, able: list[str]) -> dict[str, Entry]:
-        """What is not worth its time in a sweep, by rules that the data repeats."""
-        found: dict[str, Entry] = {}
+        """Returns entries for backends that are too slow for the sweep; the raw data records the reason."""
+        entries: dict[str, Entry] = {}
         others = [name for name in able if name not in ("math", "flex")]
         scores = spec.batch * spec.num_heads * spec.q_len * spec.kv_len
         if "math" in able and others and scores >= MOST_SCORES:
-            found["math"] = {"skipped": f"{scores:.1e} scores, and it forms every one; others run this case"}
+            entries["math"] = {"skipped": f"{scores:.1e} scores, and it forms every one; others run this case"}
         if "flex" in able and not self.everything and any(name in able for name in INSTEAD_OF_FLEX):
-            found["flex"] = {"skipped": f"compiles for every shape; timed only where none of {INSTEAD_OF_FLEX} runs"}
-        return found
+            entries["flex"] = {"skipped": f"compiles for every shape; timed only where none of {INSTEAD_OF_FLEX} runs"}
+        return entries
 
 
 def candidates(target: Target) -> tuple[str, ...]:
-    """The backends to measure on a target: torch's, installed, and right to the precision of their dtypes."""
-    found = []
+    """Returns the backends to measure on a target: torch's, installed, and exact to the precision of their dtypes."""
+    result = []
     for name in backends.names():
         backend = backends.load(name, target.kind)
         if backend.FRAMEWORK != "torch" or name in dict(target.unavailable):
             continue
         if backend.FORWARD.runs_on(target.device) and not backend.FORWARD.approximate:
-            found.append(name)
-    return tuple(found)
+            result.append(name)
+    return tuple(result)
 
 
 def _check_exact(name: str, target: Target) -> None:
@@ -183,7 +183,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write(data: dict[str, Any], path: Path) -> None:
-    """JSON with a line for each case, so that a difference between two files can be read."""
+    """Writes JSON with one line per case, so that diffs of two files are readable."""
     head = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in data.items() if name != "cases"]
     cases = ",\n".join("  " + json.dumps(case) for case in data["cases"])
     path.write_text(

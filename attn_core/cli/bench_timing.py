@@ -13,7 +13,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.selection.sweep import SweepCase
 
 WARM_UPS = 2
-"""Calls before the first that is timed; the first of them compiles."""
+"""Calls before the first timed call; the first of them compiles."""
 
 TURN = 0.006
 """Seconds that one backend's queue of calls should take in each round."""
@@ -22,10 +22,10 @@ MOST_CALLS = 200
 """The longest queue of calls in a round."""
 
 TOO_SLOW = 50.0
-"""A backend whose first timed call takes so many times as long as the fastest's is not timed further."""
+"""A backend whose first timed call takes this many times as long as the fastest's is not timed further."""
 
 BEHIND, BEHIND_ROUNDS = 3.0, 2
-"""What takes three times as long as the fastest takes part in two rounds; its exact time decides nothing."""
+"""A backend this many times slower than the fastest takes part in two rounds only; its exact time decides nothing."""
 
 Entry = dict[str, Any]
 Run = Callable[[str], tuple[Any, ...]]
@@ -36,20 +36,20 @@ class DeviceLostError(RuntimeError):
 
 
 class Timing(NamedTuple):
-    """What timing one case gave: an entry per backend, and the backend that the others were compared with."""
+    """The timing of one case: an entry per backend, and the backend that the others were compared with."""
 
     entries: dict[str, Entry]
     reference: str | None
 
 
 def measure(run: Run, names: list[str], rounds: int, device: Any) -> Timing:
-    """Microseconds per call of each backend in each round; the backends take turns within a round.
+    """Measures microseconds per call of each backend in each round; the backends take turns within a round.
 
     Returns:
         Per backend ``{"microseconds": [...], "median": ..., "difference": ...}``, where the difference is the largest
         between its results and the first backend's, relative to the largest of each result; or ``{"failed": reason}``.
     """
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     alone: dict[str, float] = {}
     results: tuple[Any, ...] | None = None
     reference = None
@@ -57,28 +57,28 @@ def measure(run: Run, names: list[str], rounds: int, device: Any) -> Timing:
         try:
             outcome, alone[name] = _warmed(run, name, device)
         except Exception as error:  # whatever a backend raises belongs into the table
-            found[name] = {"failed": _one_line(error)}
+            entries[name] = {"failed": _one_line(error)}
             _check_device(device, name)
             continue
         if not all(bool(result.isfinite().all()) for result in outcome):
-            found[name] = {"failed": "its results are not finite"}
+            entries[name] = {"failed": "its results are not finite"}
             del alone[name]
             continue
         if results is None:
             results, reference = outcome, name
-        found[name] = {"difference": _difference(outcome, results)}
+        entries[name] = {"difference": _difference(outcome, results)}
         del outcome
     fastest = min(alone.values(), default=0.0)
     slow = {name: [alone.pop(name)] for name, seconds in list(alone.items()) if seconds > TOO_SLOW * fastest}
     timings, lost = _rounds(run, alone, rounds, device)
     for name, raised in lost.items():
-        found[name] = {"failed": _one_line(raised)}
+        entries[name] = {"failed": _one_line(raised)}
     for name, timed in (timings | slow).items():
         micro = [round(1e6 * seconds, 3) for seconds in timed]
-        found[name] |= {"microseconds": micro, "median": round(statistics.median(micro), 3)}
+        entries[name] |= {"microseconds": micro, "median": round(statistics.median(micro), 3)}
     for name in slow:
-        found[name]["note"] = f"timed once: over {TOO_SLOW:.0f} times as slow as the fastest"
-    return Timing({name: found[name] for name in names}, reference)
+        entries[name]["note"] = f"timed once: over {TOO_SLOW:.0f} times as slow as the fastest"
+    return Timing({name: entries[name] for name in names}, reference)
 
 
 def _warmed(run: Run, name: str, device: Any) -> tuple[tuple[Any, ...], float]:
@@ -194,12 +194,12 @@ def _documents(lengths: tuple[int, ...], device: Any) -> SeqInfo:
     return SeqInfo.from_lengths(lengths, array=lambda offsets: torch.from_numpy(offsets).to(device))
 
 
-def _difference(found: tuple[Any, ...], reference: tuple[Any, ...]) -> float:
-    if found is reference:
+def _difference(results: tuple[Any, ...], reference: tuple[Any, ...]) -> float:
+    if results is reference:
         return 0.0
     gaps = (
         float((one - other).abs().max()) / max(float(other.abs().max()), 1e-30)
-        for one, other in zip(found, reference, strict=True)
+        for one, other in zip(results, reference, strict=True)
     )
     return round(max(gaps), 8)
 

@@ -1,4 +1,4 @@
-"""One spec through every backend in every framework that is installed, each beside the float64 reference."""
+"""Runs one spec on every backend in every installed framework and compares the results with the float64 reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attn_core.selection import Target
 RUN: dict[str, Callable[..., Outcome]] = {"torch": in_torch.run, "jax": in_jax.run}
 
 ORACLE_LIMIT = 2**23
-"""The most softmax weights that the float64 reference is asked for; it holds a score of arrays of that size."""
+"""The most softmax weights for the float64 reference, which allocates about twenty arrays of that size."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Row:
     """One backend in one framework: its outcome and accuracy, or the reasons why there is none.
 
     Attributes:
-        backend, framework: what ran.
-        reasons: why it did not run, or how it failed; empty when it ran.
-        outcome: what it gave, or None.
-        accuracy: its comparison with the reference; None when it did not run or the call is too large for that.
-        failed: it was selected and raised; a defect, where a refusal is an answer.
-        device: where it was asked to run.
-        approximate: the backend does not promise the precision of its dtypes, so that a bound it misses is no defect.
+        backend, framework: the backend and the framework that called it.
+        reasons: why it did not run, or how it failed; empty if it ran.
+        outcome: its results, or None.
+        accuracy: its comparison with the reference; None if it did not run or the call is too large for the reference.
+        failed: it was selected and raised. This is a defect; a refusal is not.
+        device: the requested device.
+        approximate: the backend does not promise the precision of its dtypes, so missing a bound is no defect.
     """
 
     backend: str
@@ -45,24 +45,24 @@ class Row:
 
     @property
     def wrong(self) -> bool:
-        """It raised, or its numbers are outside their bounds; NaN is wrong even where they are approximate."""
+        """Whether it raised or its numbers are outside their bounds. NaN is wrong even if it is approximate."""
         if self.failed or self.accuracy is None:
             return self.failed
         return self.accuracy.worst == float("inf") if self.approximate else not self.accuracy.ok
 
     def as_json(self) -> dict[str, Any]:
-        """The row as plain data."""
-        found: dict[str, Any] = {"backend": self.backend, "framework": self.framework, "reasons": list(self.reasons)}
+        """Returns the row as plain data."""
+        result: dict[str, Any] = {"backend": self.backend, "framework": self.framework, "reasons": list(self.reasons)}
         if self.outcome is not None:
-            found["milliseconds"] = self.outcome.milliseconds
+            result["milliseconds"] = self.outcome.milliseconds
         if self.accuracy is not None:
-            found |= {"ok": self.accuracy.ok, "worst_use_of_bound": self.accuracy.worst}
-            found["quantities"] = {q.name: {"use": q.use, "error": q.error} for q in self.accuracy.quantities}
-        return found | {"failed": self.failed}
+            result |= {"ok": self.accuracy.ok, "worst_use_of_bound": self.accuracy.worst}
+            result["quantities"] = {q.name: {"use": q.use, "error": q.error} for q in self.accuracy.quantities}
+        return result | {"failed": self.failed}
 
 
 def rows_of(trial: Trial, device: str, repeats: int, names: tuple[str, ...] | None = None) -> Iterator[Row]:
-    """A row for every backend of this version (or of ``names``) in every installed framework, as each is done."""
+    """Yields a row for every backend (or those in ``names``) in every installed framework, as soon as it is done."""
     expected = expectation(trial) if fits_oracle(trial) else None
     for name in names or backends.names():
         for framework in installed():
@@ -70,13 +70,13 @@ def rows_of(trial: Trial, device: str, repeats: int, names: tuple[str, ...] | No
 
 
 def fits_oracle(trial: Trial) -> bool:
-    """Whether the call is small enough for the float64 reference."""
+    """Returns whether the call is small enough for the float64 reference."""
     spec = trial.spec
     return spec.batch * spec.num_heads * spec.q_len * spec.kv_len <= ORACLE_LIMIT
 
 
 def bit_equality(rows: list[Row]) -> dict[str, bool]:
-    """For every backend that ran in two frameworks: whether all results are equal bit for bit."""
+    """Returns, for every backend that ran in two frameworks, whether all results are equal bit for bit."""
     ran: dict[str, list[Outcome]] = {}
     for row in rows:
         if row.outcome is not None:

@@ -50,11 +50,11 @@ def context_plan(
 
 def _axes(text: str) -> Axes:
     try:
-        found = tuple(int(word) for word in text.split(","))
+        axes = tuple(int(word) for word in text.split(","))
     except ValueError:
-        found = ()
-    if len(found) == 1:
-        return (found[0],)
-    if len(found) == 2:
-        return (found[0], found[1])
+        axes = ()
+    if len(axes) == 1:
+        return (axes[0],)
+    if len(axes) == 2:
+        return (axes[0], axes[1])
     raise SpecError(f"--ranks={text!r}: expected a number, or OUTER,INNER such as 2,4")

@@ -1,4 +1,4 @@
-"""``attn explain``: which backend would run a call, and every reason why the others would not."""
+"""``attn explain``: prints which backend would run a call, and every reason why the others would not."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def explain(
 
 
 def target_of(framework: str, device: str, here: bool | None) -> tuple[Target, str]:
-    """The Target to ask about, and a sentence that says what was assumed."""
+    """Returns the Target to explain, and a sentence on the assumptions."""
     if framework not in FRAMEWORKS:
         raise SpecError(f"--framework={framework!r}: expected torch or jax")
     if not re.fullmatch(r"cpu|sm\d{2,3}", device):

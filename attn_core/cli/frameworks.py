@@ -1,4 +1,4 @@
-"""What this machine has: packages, frameworks and their devices."""
+"""The packages, frameworks and devices of this machine."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ PACKAGES = (
 
 
 def installed() -> tuple[str, ...]:
-    """The frameworks that can be imported here."""
+    """Returns the frameworks that are installed here."""
     return tuple(name for name in ("torch", "jax") if find_spec(name) is not None)
 
 
 def versions() -> dict[str, str | None]:
-    """Python's version, this package's, and those of everything it can work with; None where it is not installed."""
+    """Returns the versions of Python, this package and all packages that it can use; None if not installed."""
     from attn_core import __version__
 
-    found: dict[str, str | None] = {"python": platform.python_version(), "attn-core": __version__}
+    result: dict[str, str | None] = {"python": platform.python_version(), "attn-core": __version__}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            result[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            result[name] = None
+    return result
 
 
 def devices_of(framework: str) -> tuple[str, ...]:
-    """The devices a framework sees, as targets name them: ``"cpu"``, ``"sm90"``, ... Imports the framework."""
+    """Returns the devices of a framework in targets' names: ``"cpu"``, ``"sm90"``, ... Imports the framework."""
     return ("cpu", *dict.fromkeys(_torch_gpus() if framework == "torch" else _jax_gpus()))
 
 

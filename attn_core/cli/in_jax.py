@@ -12,34 +12,34 @@ from attn_core.cli.trial import Outcome, Trial, dtype_of
 
 
 def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5) -> Outcome:
-    """One backend's arrays and its median time (milliseconds; gradients included where the spec wants them)."""
+    """Runs one backend. Returns its arrays and median time (milliseconds, with gradients if the spec needs them)."""
     import jax
 
     where = jax.devices("gpu" if device.startswith("sm") else "cpu")[0]
     with jax.enable_x64(trial.spec.dtype == "float64"), jax.default_device(where):
-        given = {name: _array(trial, name) for name in ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks")}
-        learned = {name: given.pop(name) for name in trial.learned}
+        constants = {name: _array(trial, name) for name in ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks")}
+        learned = {name: constants.pop(name) for name in trial.learned}
         cotangents = _cotangents(trial)
         call = jax.jit(_call(trial, backend))
         times = []
         for _ in range(repeats + 1):
             began = perf_counter()
-            found = jax.block_until_ready(call(learned, given, cotangents))
+            results = jax.block_until_ready(call(learned, constants, cotangents))
             times.append(perf_counter() - began)
-        arrays = {name: np.asarray(array).astype(np.float64) for name, array in found.items()}
+        arrays = {name: np.asarray(array).astype(np.float64) for name, array in results.items()}
     return Outcome(arrays, 1e3 * median(times[1:] or times))
 
 
 def _call(trial: Trial, backend: str) -> Any:
-    """A function of (learned inputs, other inputs, cotangents) that gives the named results."""
+    """Returns a function of (learned inputs, other inputs, cotangents) that returns the named results."""
     import jax
 
     from jax_frontend import attention
 
-    def call(learned: dict[str, Any], given: dict[str, Any], cotangents: tuple[Any, ...]) -> dict[str, Any]:
+    def call(learned: dict[str, Any], constants: dict[str, Any], cotangents: tuple[Any, ...]) -> dict[str, Any]:
         def forward(learned: dict[str, Any]) -> tuple[Any, ...]:
-            found = attention(**learned, **given, **trial.keywords, backend=backend)
-            return found if trial.spec.return_lse else (found,)
+            results = attention(**learned, **constants, **trial.keywords, backend=backend)
+            return results if trial.spec.return_lse else (results,)
 
         if not trial.learned:
             return dict(zip(("out", "lse"), forward(learned)))

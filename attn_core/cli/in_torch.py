@@ -12,7 +12,7 @@ from attn_core.cli.trial import Outcome, Trial, dtype_of
 
 
 def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5) -> Outcome:
-    """One backend's arrays and its median time (milliseconds; gradients included where the spec wants them)."""
+    """Runs one backend. Returns its arrays and median time (milliseconds, with gradients if the spec needs them)."""
     import torch
 
     where = torch.device("cuda" if device.startswith("sm") else "cpu")
@@ -25,11 +25,11 @@ def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5) -> Ou
     times = []
     for _ in range(repeats + 1):
         began = perf_counter()
-        found = _once(trial, backend, tensors, cotangents)
+        results = _once(trial, backend, tensors, cotangents)
         if where.type == "cuda":
             torch.cuda.synchronize()
         times.append(perf_counter() - began)
-    arrays = {name: tensor.detach().to("cpu", torch.float64).numpy() for name, tensor in found.items()}
+    arrays = {name: tensor.detach().to("cpu", torch.float64).numpy() for name, tensor in results.items()}
     return Outcome(arrays, 1e3 * median(times[1:] or times))
 
 
@@ -38,8 +38,8 @@ def _once(trial: Trial, backend: str, tensors: dict[str, Any], cotangents: list[
 
     from torch_frontend import attention
 
-    found = attention(**tensors, **trial.keywords, backend=backend)
-    results = list(found) if trial.spec.return_lse else [found]
+    output = attention(**tensors, **trial.keywords, backend=backend)
+    results = list(output) if trial.spec.return_lse else [output]
     named = dict(zip(("out", "lse"), results))
     if trial.learned:
         gradients = torch.autograd.grad(

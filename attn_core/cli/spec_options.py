@@ -1,4 +1,4 @@
-"""The options that describe an attention call, in one place, and the way from them to a spec."""
+"""The command-line options that describe an attention call, and their conversion to a spec."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _option(*names: str, panel: str, help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class SpecOptions:
-    """What the options of a command say about a call. ``spec`` makes an AttentionSpec of it."""
+    """The options of a command that describe a call. ``spec`` builds an AttentionSpec from them."""
 
     heads: Annotated[int, _option(panel=SHAPE, help="Query heads.")] = 8
     kv_heads: Annotated[int | None, _option(panel=SHAPE, help="Key/value heads; --heads if left out.")] = None
@@ -52,7 +52,7 @@ class SpecOptions:
     dropout: Annotated[float, _option(panel=CHOICE, help="Probability of dropping a softmax weight.")] = 0.0
     deterministic: Annotated[bool, _option("--deterministic", panel=CHOICE, help="Equal bits on every run.")] = False
     backward: Annotated[bool, _option("--backward", panel=CHOICE, help="Gradients are needed, too.")] = False
-    return_lse: Annotated[bool, _option("--return-lse", panel=CHOICE, help="The log-sum-exp is wanted, too.")] = False
+    return_lse: Annotated[bool, _option("--return-lse", panel=CHOICE, help="Also return the log-sum-exp.")] = False
     documents: Annotated[
         int | None, _option(panel=DOCUMENTS, help="This many documents, about equally long, packed in one row.")
     ] = None
@@ -66,10 +66,10 @@ class SpecOptions:
 
     def seq_info(self) -> SeqInfo | None:
         """The packed documents (numpy offsets), or None."""
-        given = [n for n in ("documents", "lengths", "cu_seqlens") if getattr(self, n) is not None]
-        if len(given) > 1:
-            raise SpecError(f"{' and '.join(_dashed(n) for n in given)}: expected one way to name the documents")
-        if self.kv_lengths is not None and given != ["lengths"]:
+        named = [n for n in ("documents", "lengths", "cu_seqlens") if getattr(self, n) is not None]
+        if len(named) > 1:
+            raise SpecError(f"{' and '.join(_dashed(n) for n in named)}: expected one way to name the documents")
+        if self.kv_lengths is not None and named != ["lengths"]:
             raise SpecError("--kv-lengths: expected --lengths beside it, one for each document")
         if self.lengths is not None:
             keys = None if self.kv_lengths is None else _ints("--kv-lengths", self.kv_lengths)
@@ -93,18 +93,18 @@ class SpecOptions:
         return queries, queries if self.kv_len is None else self.kv_len
 
     def spec(self, device: str = "cpu", *, needs_backward: bool = False) -> AttentionSpec:
-        """The call's spec.
+        """Builds the call's spec.
 
         Raises:
-            SpecError: for whatever does not describe a call.
+            SpecError: if the options do not describe a call.
         """
         seq_info = self.seq_info()
         q_len, kv_len = self._lengths()
         if seq_info is not None:
             q_len, kv_len = int(seq_info.cu_seqlens_q[-1]), int(seq_info.cu_seqlens_k[-1])
-            for name, asked, sum_of in (("--q-len", self.q_len, q_len), ("--kv-len", self.kv_len, kv_len)):
-                if asked is not None and asked != sum_of:
-                    raise SpecError(f"{name}={asked}: the documents hold {sum_of} tokens; leave {name} out")
+            for name, requested, sum_of in (("--q-len", self.q_len, q_len), ("--kv-len", self.kv_len, kv_len)):
+                if requested is not None and requested != sum_of:
+                    raise SpecError(f"{name}={requested}: the documents hold {sum_of} tokens; leave {name} out")
 
         def facts(*shape: int, dtype: str = self.dtype) -> ArrayFacts:
             return ArrayFacts(shape, dtype, device)
@@ -153,10 +153,10 @@ def takes_spec(command: Callable[..., None]) -> Callable[..., None]:
     parameters = [*shared, *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own)]
 
     @wraps(command)
-    def run(**given: Any) -> None:
-        options = SpecOptions(**{name: given.pop(name) for name in names})
+    def run(**values: Any) -> None:
+        options = SpecOptions(**{name: values.pop(name) for name in names})
         try:
-            command(options, **given)
+            command(options, **values)
         except SpecError as error:
             typer.echo(f"attn: {error}", err=True)
             raise typer.Exit(2) from None

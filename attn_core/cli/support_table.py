@@ -1,4 +1,4 @@
-"""docs/reference/support.md: every backend's claims as tables, made from the Support data; imports no kernel."""
+"""Writes docs/reference/support.md: every backend's claims as tables, from the Support data; imports no kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One call with numbers in it: the tensors of a spec, drawn from a seed, and what a framework made of them."""
+"""One call with numbers: the tensors of a spec, drawn from a seed, and a framework's results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Trial(NamedTuple):
 
     @property
     def learned(self) -> tuple[str, ...]:
-        """The inputs whose gradients are wanted."""
+        """The names of the inputs whose gradients are computed."""
         if not self.spec.needs_backward:
             return ()
         return ("q", "k", "v", "sinks") if self.spec.sinks else ("q", "k", "v")
@@ -44,14 +44,14 @@ class Trial(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one backend gave in one framework: float64 copies of out, lse, dq, dk, dv, dsinks, and the median time."""
+    """One backend's results in one framework: float64 copies of out, lse, dq, dk, dv, dsinks, and the median time."""
 
     arrays: dict[str, np.ndarray]
     milliseconds: float
 
 
 def draw(spec: AttentionSpec, seq_info: SeqInfo | None = None, seed: int = 0) -> Trial:
-    """The tensors of a spec: standard normal, a mask that hides a fifth, ALiBi slopes ``2^(-8 h / heads)``."""
+    """Draws the tensors of a spec: standard normal, a mask that hides a fifth, ALiBi slopes ``2^(-8 h / heads)``."""
     random = np.random.default_rng(seed)
 
     def normal(*shape: int, dtype: str = spec.dtype) -> np.ndarray:
@@ -77,12 +77,12 @@ def draw(spec: AttentionSpec, seq_info: SeqInfo | None = None, seed: int = 0) ->
 
 
 def dtype_of(trial: Trial, name: str) -> str:
-    """The dtype in which a framework is given one of the trial's floating-point inputs."""
+    """Returns the dtype of one of the trial's floating-point inputs in a framework."""
     return "float32" if name in ("alibi_slopes", "sinks") else trial.spec.dtype
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Float64 copies of the nearest values (ties to even) that a dtype can hold."""
+    """Returns float64 copies, rounded to the nearest values (ties to even) of a dtype."""
     if dtype != "bfloat16":
         return values.astype(dtype).astype(np.float64)
     bits = values.astype(np.float32).view(np.uint32)
@@ -91,19 +91,19 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def judged(expected: Expected, outcome: Outcome) -> Accuracy:
-    """An outcome beside the float64 reference."""
+    """Compares an outcome with the float64 reference."""
     arrays = outcome.arrays
     gradients = Gradients(**{name: arrays.get(name) for name in Gradients._fields}) if "dq" in arrays else None
     return expected.judge(out=arrays["out"], lse=arrays.get("lse"), gradients=gradients)
 
 
 def expectation(trial: Trial) -> Expected:
-    """The float64 reference's results for a trial, and their bounds."""
+    """Returns the float64 reference's results for a trial, and their bounds."""
     return expect(trial.spec, trial.inputs, dout=trial.dout if trial.learned else None, dlse=trial.dlse)
 
 
 def same_bits(one: Outcome, other: Outcome) -> bool:
-    """Whether two outcomes agree in every bit of every array."""
+    """Returns whether two outcomes agree in every bit of every array."""
     return one.arrays.keys() == other.arrays.keys() and all(
         array.tobytes() == other.arrays[name].tobytes() for name, array in one.arrays.items()
     )

@@ -1,1 +1,1 @@
-"""What is right: the float64 reference, error bounds, and the mask probe."""
+"""The definition of correct results: the float64 reference, error bounds, and the mask probe."""

@@ -1,7 +1,7 @@
-"""How right is decided: every element of a result is held to its own bound around the float64 reference.
+"""Judges results: every element must lie within its own bound around the float64 reference.
 
-The bounds are in ``bounds``. What no tolerance can see (one key more or less among thousands), ``mask_probe`` sees
-without any. Both serve the tests, ``attn doctor`` and ``attn compare``.
+The bounds are in ``bounds``. No tolerance can detect one key more or less among thousands; ``mask_probe`` detects it
+exactly. The tests, ``attn doctor`` and ``attn compare`` use both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Accuracy", "Expected", "MaskProbe", "Quantity", "check", "expect", "
 
 @dataclass(frozen=True)
 class Quantity:
-    """One result beside the reference: the largest ``error / bound`` over its elements, and the largest error."""
+    """One result compared with the reference: the largest ``error / bound`` of its elements, and the largest error."""
 
     name: str
     use: float
@@ -66,11 +66,11 @@ class Expected:
     bound: dict[str, Array]
 
     def judge(self, *, out: Any, lse: Any = None, gradients: Gradients | None = None) -> Accuracy:
-        """Compares results (arrays numpy casts to float64) with what is expected; lse and gradients where given.
+        """Compares results (arrays that numpy casts to float64) with the expected ones; lse and gradients if not None.
 
         Raises:
-            ShapeError: when a result has not its shape, or a gradient that the call has is None.
-            SpecError: when gradients are given and no dout was.
+            ShapeError: if a result has the wrong shape, or a gradient of the call is None.
+            SpecError: if there are gradients but ``expect`` got no dout.
         """
         results = {"out": out} | ({} if lse is None else {"lse": lse})
         if gradients is not None:
@@ -111,7 +111,7 @@ def check(
 
 
 def expect(spec: AttentionSpec, inputs: Inputs, *, dout: Any = None, dlse: Any = None) -> Expected:
-    """The reference's results and bounds for one call; with gradients when dout is given."""
+    """Returns the reference's results and bounds for one call, with gradients if dout is not None."""
     out, lse = reference.forward(spec, inputs)
     with np.errstate(all="ignore"):
         call = reference.softmax(spec, inputs)

@@ -1,8 +1,8 @@
-"""What an honest kernel may lose: the error bound of every element, computed beside the float64 reference.
+"""The error bound of every element of a result, computed with the float64 reference.
 
-An honest kernel accumulates in float32, keeps logits and log-sum-exp in float32, and rounds only weights, logit
-gradients and results to the call's dtype. With u the dtype's roundoff, e = 2^-24 float32's, p the softmax weights,
-A the magnitude of what a logit is summed from, and Abar = sum_j p A:
+The bounds hold for a kernel that accumulates in float32, stores logits and log-sum-exp in float32, and rounds only
+weights, logit gradients and results to the call's dtype. With u the dtype's roundoff, e = 2^-24 float32's, p the
+softmax weights, A the magnitude of the terms of a logit, and Abar = sum_j p A:
 
     out     4 u (sum p |v| + |out|) + 8 e sum p (A + Abar) |v|
     lse     2e-5 (2e-4 in half precision) + 8 e (Abar + |lse|)
@@ -10,8 +10,8 @@ A the magnitude of what a logit is summed from, and Abar = sum_j p A:
             errors in it; and where weights or dS (scaled or not) may underflow in the dtype, its smallest step for
             each term of the sum, times what a weight is multiplied by
 
-The first term of a bound is rounding, the second what a relative error e of each logit's terms does to the result. A
-wrong logit moves p by p (dlogit - mean dlogit), hence A + Abar.
+The first term of a bound is rounding, the second the effect of a relative error e in each logit's terms. An error in
+a logit changes p by p (dlogit - mean dlogit), hence A + Abar.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _LSE_FLOOR = {"float64": 1e-13, "float32": 2e-5, "float16": 2e-4, "bfloat16": 2e
 
 
 class Magnitudes(NamedTuple):
-    """What rounding errors scale with; ``[batch, heads, q_len, kv_len]``, or ``[batch, heads, q_len]`` by row.
+    """The scales of rounding errors; ``[batch, heads, q_len, kv_len]``, or ``[batch, heads, q_len]`` by row.
 
     Attributes:
-        scores: scale |q|.|k|, what a float32 dot product errs by.
+        scores: scale |q|.|k|, the scale of a float32 dot product's error.
         logits: A. Softcap shrinks the score's error by its slope and rounds its own result, and adding bias or ALiBi
             rounds at their magnitude.
-        mean: Abar by row, what the log-sum-exp errs by, the sink being one more logit.
-        sink: |sink| by row, 0 where no sink takes part.
-        lse: |lse| by row, 0 where it is -inf.
+        mean: Abar by row, the scale of the log-sum-exp's error; the sink counts as one more logit.
+        sink: |sink| by row, 0 without a sink.
+        lse: |lse| by row, 0 if it is -inf.
     """
 
     scores: Array
@@ -70,7 +70,7 @@ def magnitudes(spec: AttentionSpec, call: Softmax) -> Magnitudes:
 
 def out_bound(spec: AttentionSpec, call: Softmax, sizes: Magnitudes, out: Array) -> Array:
     """The bound of out, in ``spec.out_shape``."""
-    weights, values = call.weights * call.kept, abs(call.v)
+    weights, values = call.weights * call.factors, abs(call.v)
     rounding = sum_over(weights, call.seen, values)
     logits = sum_over(weights * (sizes.logits + sizes.mean[..., None]), call.seen, values)
     u = _ROUNDOFF[spec.dtype]
@@ -115,16 +115,16 @@ class _Sum(NamedTuple):
 
 def _sums(spec: AttentionSpec, call: Softmax, sizes: Magnitudes, dout: Array, dlse: Array) -> dict[str, _Sum]:
     """dout and dlse are magnitudes, heads first."""
-    weights, terms = call.weights * call.kept, np.where(call.seen, 1.0, 0.0)
+    weights, terms = call.weights * call.factors, np.where(call.seen, 1.0, 0.0)
     dweights = np.where(call.seen, dout @ abs(call.v).swapaxes(-1, -2), 0.0)
     # delta = dO . O comes from the rounded out and errs as out does: by its rounding and by its own logits' errors.
     delta = (weights * dweights).sum(-1) + dlse
     delta_logits = (weights * (sizes.logits + sizes.mean[..., None]) * dweights).sum(-1)
     # The backward recomputes p = exp(logit - lse) from an lse rounded to float32: |lse| beside the logits' own errors.
     reach = sizes.logits + (sizes.mean + sizes.lse)[..., None]
-    cond = np.where(call.seen, call.weights * (call.kept * dweights + delta[..., None]), 0.0)
+    cond = np.where(call.seen, call.weights * (call.factors * dweights + delta[..., None]), 0.0)
     logits = np.where(call.seen, reach * cond + call.weights * delta_logits[..., None], 0.0)
-    dlogits = _Sum(cond, logits, np.where(call.seen, 1.0 + call.kept * dweights + delta[..., None], 0.0))
+    dlogits = _Sum(cond, logits, np.where(call.seen, 1.0 + call.factors * dweights + delta[..., None], 0.0))
     dscores = _dscores(spec, call, sizes, dlogits)
     sink, sink_reach = call.sink_weights, sizes.sink + sizes.mean + sizes.lse
     dsinks = _Sum(sink * delta, sink * (sink_reach * delta + delta_logits), np.zeros_like(delta))

@@ -32,17 +32,17 @@ def gathered(spec: AttentionSpec, inputs: Any) -> tuple[AttentionSpec, Inputs]:
 
 
 def append(pages: Array, new: Array, block_table: Array, seq_lens: Array, cu_seqlens_q: Array) -> Array:
-    """A copy of a pool with each sequence's new tokens ``[tokens, kv_heads, dim]`` in the places of its table."""
+    """Returns a copy of a pool with each sequence's new tokens ``[tokens, kv_heads, dim]`` in its table's slots."""
     slots = slots_of(block_table, seq_lens, cu_seqlens_q, pages.shape[1])
-    made = np.array(pages)
-    made.reshape(-1, *pages.shape[2:])[slots] = new
-    return made
+    result = np.array(pages)
+    result.reshape(-1, *pages.shape[2:])[slots] = new
+    return result
 
 
 def inputs_of(spec: AttentionSpec, random: np.random.Generator, lengths: Any, new: Any) -> PagedInputs:
-    """Made-up inputs of a call: sequences of ``lengths`` tokens, ``new`` of which are queries, on scattered pages.
+    """Draws inputs of a call: sequences of ``lengths`` tokens, ``new`` of which are queries, on scattered pages.
 
-    All that no sequence holds is NaN: whole pages, and the ends of last pages.
+    Everything outside the sequences is NaN: unused pages, and the ends of last pages.
     """
     paged = spec.paged
     assert paged is not None

@@ -17,7 +17,7 @@ from attn_core.errors import ShapeError
 
 @dataclass(frozen=True, eq=False)
 class MaskProbe:
-    """One call's visible set, asked of a backend in as many calls as its value channels need.
+    """Reads one call's visible set out of a backend, in as many calls as its value channels require.
 
     With q = 0 every visible key has the same weight, and the values are pieces of an identity matrix over (key, kv
     head), so channel c of an output is positive iff its row saw the key and the kv head that c stands for.
@@ -35,11 +35,11 @@ class MaskProbe:
 
     @property
     def calls(self) -> int:
-        """How many calls tell the whole visible set: one for every value_dim pairs of key and kv head."""
+        """The number of calls for the whole visible set: one for every value_dim pairs of key and kv head."""
         return -(-self.spec.kv_len * self.spec.num_kv_heads // self.spec.value_dim)
 
     def inputs(self) -> Iterator[Inputs]:
-        """The inputs of each call, numpy in float32 (float64 for a float64 spec): cast q, k, v to ``spec.dtype``."""
+        """Yields each call's inputs, numpy in float32 (float64 for a float64 spec); cast q, k, v to ``spec.dtype``."""
         spec = self.spec
         cells = np.arange(spec.kv_len * spec.num_kv_heads).reshape(spec.kv_len, spec.num_kv_heads, 1)
         for call in range(self.calls):

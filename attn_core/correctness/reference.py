@@ -1,7 +1,7 @@
-"""The definition of right: attention in numpy float64, forward and analytic backward. Short and slow on purpose.
+"""The reference: attention in numpy float64, forward and analytic backward. Short and slow on purpose.
 
 Every array is ``[batch, heads, q_len, kv_len]`` or ``[batch, heads, length, dim]`` inside; packed documents are one
-batch row whose visible set keeps them apart. A hidden key or value takes part in no sum: its NaN or Inf goes nowhere.
+batch row whose visible set separates them. A hidden key or value is part of no sum, so its NaN or Inf has no effect.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Array = np.ndarray
 
 
 class Softmax(NamedTuple):
-    """What lies between the inputs and the outputs of one call; float64, ``[batch, heads, q_len, kv_len]`` unless said.
+    """The intermediate results of one call; float64, ``[batch, heads, q_len, kv_len]`` unless noted.
 
     Attributes:
         q, k, v: ``[batch, heads, length, dim]``, key/value heads repeated for every query head that reads them.
@@ -27,12 +27,13 @@ class Softmax(NamedTuple):
         capped, slope: ``softcap * tanh(scale * q.k / softcap)`` and its derivative by ``scale * q.k``; without softcap
             ``scale * q.k`` and 1.
         added: bias plus ALiBi, 0 without.
-        lse: ``[batch, heads, q_len]``, the natural log-sum-exp with the sink: the sink where a row sees no key, and
-            -inf where it has none either, as in rows that belong to nobody.
-        sink: ``[1, heads, 1]`` or ``[1, heads, q_len]``, the sinks' logits; -inf without, and for rows of nobody.
+        lse: ``[batch, heads, q_len]``, the natural log-sum-exp with the sink: the sink for a row that sees no key, and
+            -inf if there is no sink either, as in rows outside all documents.
+        sink: ``[1, heads, 1]`` or ``[1, heads, q_len]``, the sinks' logits; -inf without sinks, and for rows outside
+            all documents.
         weights: the softmax weights before dropout, 0 where hidden; sink_weights: ``[batch, heads, q_len]``, the
-            sink's: 1 in rows that see no key, 0 where there is no sink.
-        kept: what dropout multiplies each weight by: 0 or ``1 / (1 - dropout)``; 1 without dropout.
+            sink's: 1 in rows that see no key, 0 without a sink.
+        factors: the factors of dropout: 0 or ``1 / (1 - dropout)``; 1 without dropout.
     """
 
     q: Array
@@ -46,18 +47,18 @@ class Softmax(NamedTuple):
     sink: Array
     weights: Array
     sink_weights: Array
-    kept: Array
+    factors: Array
 
     @property
     def logits(self) -> Array:
-        """What the softmax is taken of: ``capped + added``."""
+        """The logits of the softmax: ``capped + added``."""
         return self.capped + self.added
 
 
 def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Array, Array]:
-    """The output and the log-sum-exp of a call, float64, in ``spec.out_shape`` and ``spec.lse_shape``.
+    """Returns the output and the log-sum-exp of a call, float64, in ``spec.out_shape`` and ``spec.lse_shape``.
 
-    The inputs are anything numpy casts to float64 (bool, int for mask, cu_seqlens and rng), laid out as Inputs says.
+    The inputs are anything that numpy casts to float64 (bool, int for mask, cu_seqlens and rng), in Inputs' layouts.
     """
     if spec.paged is not None:
         from attn_core.correctness.paged import gathered
@@ -65,15 +66,15 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Array, Array]:
         return forward(*gathered(spec, inputs))
     with np.errstate(all="ignore"):
         call = softmax(spec, inputs)
-        out = sum_over(call.weights * call.kept, call.seen, call.v)
+        out = sum_over(call.weights * call.factors, call.seen, call.v)
     return from_heads_first(spec, out), call.lse.reshape(spec.lse_shape)
 
 
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any = None) -> Gradients:
-    """The gradients of a call whose forward gave ``out`` and ``lse``, float64, each in its input's shape.
+    """Returns the gradients of a call from its forward's ``out`` and ``lse``, float64, each in its input's shape.
 
     dout is the gradient of out and dlse of lse (None: nothing depends on it). dbias comes when ``spec.bias_gradient``,
-    dsinks when ``spec.sinks``. With P the softmax weights, K what dropout multiplies them by and S the logits:
+    dsinks when ``spec.sinks``. With P the softmax weights, K the factors of dropout and S the logits:
     dV = (P K)' dO, dP = K (dO V'), dS = P (dP - delta + dlse), delta = sum(dO O) over channels (Dao et al.,
     FlashAttention, 2022, appendix B.2; a sink is one more column without a value, and dlse reaches S through P).
     """
@@ -84,13 +85,13 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         delta = np.where(call.seen.any(-1), (dout * heads_first(spec, out)).sum(-1), 0.0)
         slope_of_row = per_row(spec, dlse) - delta
         weights = np.where(call.seen, np.exp(call.logits - per_row(spec, lse)[..., None]), 0.0)
-        dweights = call.kept * (dout @ call.v.swapaxes(-1, -2))
+        dweights = call.factors * (dout @ call.v.swapaxes(-1, -2))
         dlogits = np.where(call.seen, weights * (dweights + slope_of_row[..., None]), 0.0)
         dscores = spec.scale * call.slope * dlogits
         by_key = call.seen.swapaxes(-1, -2)
         dq = sum_over(dscores, call.seen, call.k)
         dk = sum_over(dscores.swapaxes(-1, -2), by_key, call.q)
-        dv = sum_over((weights * call.kept).swapaxes(-1, -2), by_key, dout)
+        dv = sum_over((weights * call.factors).swapaxes(-1, -2), by_key, dout)
         dsinks = np.where(call.sink == -np.inf, 0.0, call.sink_weights * slope_of_row).sum((0, 2))
     return Gradients(
         from_heads_first(spec, dq),
@@ -102,7 +103,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
 
 
 def softmax(spec: AttentionSpec, inputs: Inputs) -> Softmax:
-    """Everything up to the softmax weights, in the order scale, softcap, bias and ALiBi, mask, softmax, dropout."""
+    """Computes everything up to the softmax weights: scale, softcap, bias and ALiBi, mask, softmax, dropout."""
     q, k, v = (heads_first(spec, tensor) for tensor in (inputs.q, inputs.k, inputs.v))
     kv_head = np.arange(spec.num_heads) // spec.group_size
     k, v = k[:, kv_head], v[:, kv_head]
@@ -124,7 +125,7 @@ def softmax(spec: AttentionSpec, inputs: Inputs) -> Softmax:
         *(q, k, v, seen, capped, slope, added, lse, sink),
         weights=np.where(seen, np.exp(logits - lse[..., None]), 0.0),
         sink_weights=np.where(sink == -np.inf, 0.0, np.exp(sink - lse)),
-        kept=_kept(spec, inputs.rng),
+        factors=_dropout_factors(spec, inputs.rng),
     )
 
 
@@ -166,7 +167,7 @@ def sum_to_bias(spec: AttentionSpec, dlogits: Array) -> Array:
 
 
 def _owned(spec: AttentionSpec, inputs: Inputs) -> Array:
-    """bool ``[q_len]``, or True for all: the rows of some document. A row behind the last offset belongs to nobody."""
+    """Returns which rows belong to a document: bool ``[q_len]``, or ``[1]`` with True for all."""
     if not spec.packed:
         return np.ones(1, bool)
     return document_of(inputs.cu_seqlens_q, spec.q_len) < len(inputs.cu_seqlens_q) - 1
@@ -183,7 +184,7 @@ def _added(spec: AttentionSpec, inputs: Inputs) -> Array:
     return added
 
 
-def _kept(spec: AttentionSpec, rng: Any) -> Array:
+def _dropout_factors(spec: AttentionSpec, rng: Any) -> Array:
     if not spec.dropout:
         return np.ones((1, 1, 1, 1))
     indices = np.ogrid[: spec.batch, : spec.num_heads, : spec.q_len, : spec.kv_len]

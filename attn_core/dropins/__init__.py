@@ -1,1 +1,1 @@
-"""What calls of other libraries mean, as plain data; and import paths that have moved."""
+"""Translates calls of other libraries' attention into ours, as plain data; and keeps moved import paths working."""

@@ -1,8 +1,8 @@
-"""Finetrainers' attention dispatch, as data: its providers, their kernels here, and what a call's words mean.
+"""Finetrainers' attention dispatch as data: its providers, their backends here, and the meaning of masks.
 
 The names are Finetrainers' (``finetrainers/models/attention_dispatch.py``); the meaning is the same on every provider.
-The host's own providers differ from each other; docs/how_to/migrate/finetrainers.md lists our choices. Nothing here is
-a tensor operation: the frontends turn this into calls of ``attention``.
+The host's own providers differ from each other; docs/how_to/migrate/finetrainers.md lists our choices. This file has no
+tensor operations: the frontends turn the data into calls of ``attention``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from attn_core.selection import Target
 
 ENVIRONMENT = "FINETRAINERS_ATTN_PROVIDER"
 DEFAULT = os.environ.get(ENVIRONMENT, "native")
-"""The provider outside of every ``attention_provider`` block; checked when it is first used."""
+"""The provider outside of all ``attention_provider`` blocks; checked on first use."""
 
 
 class AttentionProvider(StrEnum):
@@ -50,7 +50,7 @@ NATIVE, FLASH_VARLEN, SAGE_VARLEN = (
     AttentionProvider("sage_varlen"),
 )
 VARLEN = (FLASH_VARLEN, SAGE_VARLEN)
-"""Providers whose masks are of keys: ``[batch, kv_len]``, packed away before the kernel runs."""
+"""Providers whose masks are of keys, ``[batch, kv_len]``: packing removes the masked keys before the kernel runs."""
 
 _FLASH = ("flash3", "flash4", "flash2", "sdpa_flash")
 KERNELS: Mapping[AttentionProvider, tuple[str, ...]] = {
@@ -73,21 +73,21 @@ KERNELS: Mapping[AttentionProvider, tuple[str, ...]] = {
         "xformers": ("xformers",),
     }.items()
 }
-"""The backends of each provider, the first that can runs; none named is automatic choice."""
+"""The backends of each provider; the first that supports the call runs. An empty tuple is automatic choice."""
 
 _active: ContextVar[AttentionProvider | None] = ContextVar("attn_core_finetrainers_provider", default=None)
 
 
 def provider_of(value: Any) -> AttentionProvider:
-    """The provider that a string, or a member of the host's enumeration or of ours, names.
+    """Returns the provider for a string, or for a member of the host's enumeration or of ours.
 
     Raises:
-        SpecError: for a name nobody knows, with the close matches.
+        SpecError: for an unknown name, with close matches.
     """
     word = getattr(value, "value", value)
-    found = _BY_WORD.get(word) if isinstance(word, str) else None
-    if found is not None:
-        return found
+    provider = _BY_WORD.get(word) if isinstance(word, str) else None
+    if provider is not None:
+        return provider
     close = get_close_matches(str(word), _WORDS, n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(_WORDS)}"
     raise SpecError(f"provider={value!r}: unknown attention provider; {hint}")
@@ -98,27 +98,27 @@ _WORDS = tuple(_BY_WORD)
 
 
 def stated_provider() -> AttentionProvider | None:
-    """The provider of the innermost block in this thread or task, or None outside of all."""
+    """Returns the provider of the innermost block in this thread or task, or None outside of all blocks."""
     return _active.get()
 
 
 def default_provider() -> AttentionProvider:
-    """What FINETRAINERS_ATTN_PROVIDER said when this module was imported, or native.
+    """Returns the provider in FINETRAINERS_ATTN_PROVIDER, read when this module was imported, or native.
 
     Raises:
-        SpecError: naming the variable, for a name nobody knows.
+        SpecError: for an unknown name.
     """
-    found = _BY_WORD.get(DEFAULT)
-    if found is None:
+    provider = _BY_WORD.get(DEFAULT)
+    if provider is None:
         raise SpecError(f"{ENVIRONMENT}={DEFAULT!r}: unknown attention provider; expected one of {', '.join(_WORDS)}")
-    return found
+    return provider
 
 
 @contextmanager
 def provided(
     provider: Any, mesh: Any, use_backend: Callable[..., AbstractContextManager[None]]
 ) -> Iterator[AttentionProvider]:
-    """The block of ``attention_provider``: the provider, and its kernels by the frontend's own ``use_backend``."""
+    """Implements ``attention_provider``: sets the provider, and requests its backends by the frontend's use_backend."""
     chosen = provider_of(provider)
     if mesh is not None:
         raise SpecError(f"mesh={mesh!r}: expected None; context parallelism is not offered here")
@@ -131,13 +131,13 @@ def provided(
 
 
 def two_axes(provider: AttentionProvider, mask: tuple[int, ...], batch: int, q_len: int, kv_len: int) -> str:
-    """What a mask of two axes is about: ``"keys"``, ``[batch, kv_len]``, or ``"scores"``, ``[q_len, kv_len]``.
+    """Returns the meaning of a mask of two axes: ``"keys"``, ``[batch, kv_len]``, or ``"scores"``, ``[q_len, kv_len]``.
 
-    torch's masks of two axes are of scores, those of the varlen providers of keys. flex and xformers have been given
-    both by their callers, and the shape tells which.
+    torch's masks of two axes mask scores, those of the varlen providers mask keys. Callers of flex and xformers pass
+    both kinds, so the shape decides.
 
     Raises:
-        ShapeError: where the shape fits neither, or both with different meanings.
+        ShapeError: if the shape fits neither, or both with different meanings.
     """
     if provider.value not in ("flex", "xformers"):
         return "keys" if provider in VARLEN else "scores"
@@ -145,7 +145,7 @@ def two_axes(provider: AttentionProvider, mask: tuple[int, ...], batch: int, q_l
     if keys and scores and mask[0] != 1:
         raise ShapeError(
             f"attn_mask: {list(mask)} is both [batch, kv_len] and [q_len, kv_len], which mean different things; "
-            "give four axes, [batch, 1, 1, kv_len] or [1, 1, q_len, kv_len]"
+            "pass four axes, [batch, 1, 1, kv_len] or [1, 1, q_len, kv_len]"
         )
     if not keys and not scores:
         raise ShapeError(
@@ -156,7 +156,7 @@ def two_axes(provider: AttentionProvider, mask: tuple[int, ...], batch: int, q_l
 
 
 def providers_on(target: Target, *, training: bool, uses_mask: bool) -> tuple[AttentionProvider, ...]:
-    """The providers that have a kernel on a machine, by what its backends claim; see ``list_providers``."""
+    """Returns the providers that have a kernel on a machine, by its backends' claims; see ``list_providers``."""
     return tuple(provider for provider in AttentionProvider if _kernel_on(target, provider, training, uses_mask))
 
 
@@ -172,6 +172,6 @@ def _serves(target: Target, provider: AttentionProvider, name: str, training: bo
     if not forward.runs_on(target.device) or (training and backward is None):
         return False
     halves = [half for half in (forward, backward if training else None) if half is not None]
-    if not uses_mask or provider == SAGE_VARLEN:  # which runs row by row, each row on the keys that are left
+    if not uses_mask or provider == SAGE_VARLEN:  # runs row by row, each row on the keys that its mask leaves
         return True
     return all(half.packed if provider == FLASH_VARLEN else half.mask for half in halves)

@@ -1,4 +1,4 @@
-"""What the ``attention_kwargs`` of Finetrainers' dispatch say: options of any provider, or refused."""
+"""Translates the ``attention_kwargs`` of Finetrainers' dispatch into our options, or refuses them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attn_core.errors import SpecError
 
 
 class Words(NamedTuple):
-    """What ``attention_kwargs`` says, in this library's words. documents: what the four ``cu_seqlens`` keys say."""
+    """The options of ``attention_kwargs`` in our terms. documents: from the ``cu_seqlens`` and ``max_seqlen`` keys."""
 
     window: tuple[int | None, int | None] | None = None
     softcap: float | None = None
@@ -39,22 +39,22 @@ _ONLY: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("pv_accum_dtype", "fp32", ("_sage_qk_int8_pv_fp16_cuda",)),
     ("quantization_backend", "triton", ("_sage_qk_int8_pv_fp16_triton",)),
 )
-"""(key, the one value that our call of the kernel has, the providers that know the key)."""
+"""(key, the only value that our kernels support, the providers that have the key)."""
 
 
-def interpret(provider: AttentionProvider, given: Mapping[str, Any] | None) -> Words:
-    """What ``attention_kwargs`` says, each key on whatever provider runs; its kernel may still refuse one.
+def interpret(provider: AttentionProvider, kwargs: Mapping[str, Any] | None) -> Words:
+    """Translates ``attention_kwargs``. Every provider takes every option; its kernel may still refuse one.
 
     ``softcap=0`` and ``window_size=(-1, -1)`` are flash-attn's "none".
 
     Raises:
-        SpecError: for keys nobody knows or that are another provider's, and values that our kernels cannot be given.
+        SpecError: for unknown keys, keys of another provider, and values that our kernels do not support.
     """
-    if given is not None and not isinstance(given, Mapping):
-        raise SpecError(f"attention_kwargs={given!r}: expected a dict or None")
-    if not given:
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise SpecError(f"attention_kwargs={kwargs!r}: expected a dict or None")
+    if not kwargs:
         return _NOTHING
-    stated = dict(given)
+    stated = dict(kwargs)
     for key, value in stated.items():
         if key not in _OPTIONS:
             _check_fixed(provider, key, value)
@@ -70,7 +70,7 @@ def interpret(provider: AttentionProvider, given: Mapping[str, Any] | None) -> W
 
 
 def _check_fixed(provider: AttentionProvider, key: Any, value: Any) -> None:
-    """Raises SpecError unless the key asks for what the provider's kernel does anyway."""
+    """Raises SpecError unless the key has the only value that the provider's kernel supports."""
     entries = [entry for entry in _ONLY if entry[0] == key]
     if not entries:
         known = dict.fromkeys((*_OPTIONS, *(entry[0] for entry in _ONLY)))
@@ -90,14 +90,14 @@ def _check_fixed(provider: AttentionProvider, key: Any, value: Any) -> None:
 
 
 def _documents(stated: Mapping[str, Any]) -> SeqInfo | None:
-    """flash-attn's four words for packed documents, all or none."""
+    """Returns the documents of flash-attn's four keys. Raises SpecError if only some of the keys are present."""
     there = [name for name in _OFFSETS if stated.get(name) is not None]
     if not there:
         return None
     missing = [name for name in _OFFSETS if name not in there]
     if missing:
         raise SpecError(
-            f"attention_kwargs: {', '.join(there)} given without {', '.join(missing)}; packed documents need all four"
+            f"attention_kwargs: {', '.join(there)} without {', '.join(missing)}; packed documents need all four"
         )
     for name in ("max_seqlen_q", "max_seqlen_k"):
         if not is_host_int(stated[name]):

@@ -1,7 +1,6 @@
-"""Masks of keys as packed documents: which queries meet which keys, once the keys that a mask drops are gone.
+"""Expresses masks of keys as packed documents without the masked keys, for kernels without masks.
 
-A kernel without masks gives the right result on these documents: no query of a document sees a key that was dropped,
-and causal documents are squares, so that no kernel's alignment matters.
+No query of a document sees a masked key, and causal documents are squares, so that no kernel's alignment matters.
 """
 
 from __future__ import annotations
@@ -12,7 +11,10 @@ import numpy as np
 
 
 class Document(NamedTuple):
-    """Queries that meet the same keys: ascending positions among all rows laid end to end; causal: one key a query."""
+    """Queries that see the same keys, as ascending positions among all rows laid end to end.
+
+    causal: query i of the document sees its keys 0 to i; it has as many keys as queries.
+    """
 
     queries: np.ndarray
     keys: np.ndarray
@@ -20,37 +22,41 @@ class Document(NamedTuple):
 
 
 def kept_documents(keep: np.ndarray, q_len: int, causal: bool) -> list[Document]:
-    """The documents of a padded batch; queries that see nothing are in none.
+    """Returns the documents of a padded batch. Queries that see no key are in none.
 
     Args:
-        keep: bool ``[batch, kv_len]``: which keys may be seen.
-        causal: query i sees keys 0 to i of its row, of those that are kept (top-left alignment).
+        keep: bool ``[batch, kv_len]``: the visible keys.
+        causal: query i sees the visible ones of keys 0 to i of its row (top-left alignment).
     """
-    found: list[Document] = []
-    for row, kept in enumerate(keep):
-        queries, keys = row * q_len + np.arange(q_len), row * len(kept) + np.flatnonzero(kept)
+    documents: list[Document] = []
+    for row, visible in enumerate(keep):
+        queries, keys = row * q_len + np.arange(q_len), row * len(visible) + np.flatnonzero(visible)
         if causal:
-            found += _causal_row(kept, queries, keys, row * len(kept))
+            documents += _causal_row(visible, queries, keys, row * len(visible))
         elif q_len and len(keys):
-            found.append(Document(queries, keys))
-    return found
+            documents.append(Document(queries, keys))
+    return documents
 
 
-def _causal_row(kept: np.ndarray, queries: np.ndarray, keys: np.ndarray, start: int) -> list[Document]:
-    """Queries whose own key is kept are a square; each other query sees the kept keys before it, all of them."""
-    square = min(len(queries), len(kept))
+def _causal_row(visible: np.ndarray, queries: np.ndarray, keys: np.ndarray, start: int) -> list[Document]:
+    """Returns the documents of a causal row.
+
+    The queries whose own key is visible form a causal square. Every other query sees all visible keys before it;
+    queries that see the same keys share a document.
+    """
+    square = min(len(queries), len(visible))
     own = np.zeros(len(queries), bool)
-    own[:square] = kept[:square]
-    seen = np.searchsorted(keys - start, np.arange(len(queries)), side="right")  # how many kept keys are at 0 to i
-    found = [Document(queries[own], keys[: own.sum()], causal=True)] if own.any() else []
+    own[:square] = visible[:square]
+    seen = np.searchsorted(keys - start, np.arange(len(queries)), side="right")  # visible keys among 0 to i
+    documents = [Document(queries[own], keys[: own.sum()], causal=True)] if own.any() else []
     for count in np.unique(seen[~own]):
         if count:
-            found.append(Document(queries[~own & (seen == count)], keys[:count]))
-    return found
+            documents.append(Document(queries[~own & (seen == count)], keys[:count]))
+    return documents
 
 
 def offset_documents(queries: np.ndarray, keys: np.ndarray, causal: bool) -> list[Document]:
-    """The documents of ``cu_seqlens_q`` and ``cu_seqlens_k``, without those that have no queries or no keys."""
+    """Returns the documents of ``cu_seqlens_q`` and ``cu_seqlens_k`` that have both queries and keys."""
     spans = zip(queries[:-1], queries[1:], keys[:-1], keys[1:], strict=True)
     return [
         Document(np.arange(first, last), np.arange(left, right), causal)

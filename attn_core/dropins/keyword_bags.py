@@ -1,4 +1,4 @@
-"""What the keyword bags of Unsloth's AttentionConfig state: each option once, or alike, whichever bags hold it."""
+"""Reads the keyword bags of Unsloth's AttentionConfig. An option in several bags must have one value."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ BAGS: Mapping[str, Mapping[str, str | None]] = {
         "scale": "scale",
         "dropout_p": "dropout",
         "attn_mask": "mask",
-        "enable_gqa": None,  # the shapes say it
+        "enable_gqa": None,  # follows from the shapes
     },
     "xformers_kwargs": {"scale": "scale", "p": "dropout", "attn_bias": "mask", "softcap": "softcap"},
 }
-"""Our names for the options that each bag may hold."""
+"""By bag: the host's name of each option -> our name."""
 
 
 @dataclass
 class Stated:
-    """One option as the bags state it."""
+    """One option, its value in the bags, and the place that states it ("" if none does)."""
 
     name: str
     value: Any = None
     where: str = ""
 
     def state(self, value: Any, where: str) -> None:
+        """Sets the value. Raises SpecError if another place states another value."""
         if self.where and not _same(self.value, value):
             raise SpecError(
                 f"{where}={_shown(value)} contradicts {self.where}={_shown(self.value)}; "
@@ -52,7 +53,7 @@ class Stated:
 
 
 def bag_of(config: Any, name: str) -> Mapping[str, Any]:
-    """A bag of the config, empty where there is none; SpecError for what is no mapping."""
+    """Returns a bag of the config, empty if it is None. Raises SpecError if it is no mapping."""
     bag = getattr(config, name)
     if bag is None:
         return {}
@@ -62,12 +63,12 @@ def bag_of(config: Any, name: str) -> Mapping[str, Any]:
 
 
 def stated_in(config: Any, branch: str) -> dict[str, Stated]:
-    """Every option by our name for it, with its value where a bag of the config states one.
+    """Returns every option by our name, with its value if a bag of the config states one.
 
-    Dropout is that of the host's branch, if the branch's bag states one: hosts drop in some branches alone.
+    If the bag of the host's branch states dropout, that value counts: hosts drop weights in some branches only.
 
     Raises:
-        SpecError: for keys nobody knows, and bags that contradict each other.
+        SpecError: for unknown keys, and bags that contradict each other.
     """
     names = (*dict.fromkeys(_FLASH.values()), "mask", "triangle", "blocks")
     stated = {name: Stated(name) for name in names}
@@ -88,18 +89,18 @@ def stated_in(config: Any, branch: str) -> dict[str, Stated]:
 
 def _states_dropout(config: Any, branch: str) -> bool:
     bag = f"{branch}_kwargs"
-    given = bag_of(config, bag)
-    return any(option == "dropout" and given.get(key) is not None for key, option in BAGS[bag].items())
+    values = bag_of(config, bag)
+    return any(option == "dropout" and values.get(key) is not None for key, option in BAGS[bag].items())
 
 
 def state_mask(stated: dict[str, Stated], value: Any, where: str) -> None:
-    """States a mask, under "triangle" the type of one that says no more than "causal", or under "blocks" xformers'."""
+    """Records a mask under "mask"; or under "blocks" (xformers'), or its type under "triangle" if it means causal."""
     name = "triangle" if _says_only_causal(value) else "blocks" if type(value).__name__ in NAMES else "mask"
     stated[name].state(type(value) if name == "triangle" else value, where)
 
 
 def distances(stated: Stated) -> tuple[int | None, int | None] | None:
-    """flash-attn's window_size, where -1 is unbounded; None when it bounds nothing."""
+    """Returns flash-attn's window_size, in which -1 is unbounded, as distances; None if both sides are unbounded."""
     value = stated.value
     if value is None:
         return None
@@ -110,7 +111,7 @@ def distances(stated: Stated) -> tuple[int | None, int | None] | None:
 
 
 def _says_only_causal(mask: Any) -> bool:
-    """xformers' LowerTriangularMask family, by name: it says no more than "causal"."""
+    """Returns whether a mask is one of xformers' LowerTriangularMask family, by name: they only mean causal."""
     return type(mask).__name__ in ("LowerTriangularMask", "LowerTriangularFromBottomRightMask")
 
 

@@ -1,4 +1,4 @@
-"""What runs a call, and why: selection as pure data, and what the installed packages and the caller's choice add."""
+"""Chooses the backend of a call, as pure data with all reasons, from the spec, the installation and the request."""
 
 from attn_core.selection.choice import NoBackendError, Selection, Target, explain, refusals, select
 

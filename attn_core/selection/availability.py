@@ -1,4 +1,4 @@
-"""What is installed: every backend with its version, or the reason why it cannot be used."""
+"""The installed backends: every backend with its version, or the reason why it cannot be used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attn_core.selection.choice import bridge_reason
 
 
 class Availability(NamedTuple):
-    """A backend on this machine: exactly one of the two is not None."""
+    """A backend on this machine: either its version, or the reason why it cannot be used."""
 
     version: str | None
     reason: str | None
@@ -19,7 +19,7 @@ class Availability(NamedTuple):
 
 
 def report(framework: str, device: str) -> dict[str, Availability]:
-    """Every backend by name, as seen from a framework on a device. Imports each backend's kernel to prove it."""
+    """Returns every backend's availability from a framework on a device. Imports each backend's kernel as proof."""
     return {name: _of(name, framework, device) for name in backends.names()}
 
 

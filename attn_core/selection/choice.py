@@ -1,4 +1,4 @@
-"""select: which backend runs a call, and every reason why the others do not."""
+"""select: chooses the backend of a call and collects every reason why the others cannot run it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Reasons = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Target:
-    """Where a call would run, as data: any machine can be described on any other.
+    """The machine that a call would run on, as data: any machine can be described on any other.
 
     Attributes:
         framework: ``"torch"`` or ``"jax"``: whose tensors the caller holds.
         device: ``"cpu"``, or the compute capability of an NVIDIA GPU as ``"sm80"``, ``"sm90"``, ``"sm100"``.
-        unavailable: ``((backend, reason), ...)`` for what is not installed there.
-        builds: ``((backend, Build), ...)`` for what is particular about the installed builds.
+        unavailable: ``((backend, reason), ...)`` for backends that are not installed there.
+        builds: ``((backend, Build), ...)`` for installed builds that differ from the backend's claims.
     """
 
     framework: str
@@ -33,7 +33,7 @@ class Target:
 
     @classmethod
     def here(cls, framework: str, device: str) -> Target:
-        """This process's installation. Probes only the backends that claim the device."""
+        """Returns this process's installation. Probes only the backends that claim the device."""
         return _here(framework, device)
 
     @property
@@ -42,7 +42,7 @@ class Target:
         return backends.kind_of(self.device)
 
     def claims(self, name: str) -> tuple[Support, Support | None]:
-        """What a backend claims here: (forward, backward), narrowed to the installed build."""
+        """Returns a backend's claims on this target: (forward, backward), narrowed to the installed build."""
         backend, build = backends.load(name, self.kind), dict(self.builds).get(name)
         backward = None if build is not None and "backward" in build.without else backend.BACKWARD
         return narrowed(backend.FORWARD, build) or backend.FORWARD, narrowed(backward, build)
@@ -50,16 +50,16 @@ class Target:
 
 @dataclass(frozen=True)
 class Selection:
-    """The answer to "what runs this, and why": ``str(selection)`` is the explanation wherever one is shown.
+    """The choice of a backend with all reasons. Errors, logs and docs all show ``str(selection)``.
 
     Attributes:
-        spec, target: the question.
+        spec, target: the request.
         requested: the backends the caller named, or None for automatic choice.
         backend: the chosen backend, or None.
         refusals: ``((backend, reasons), ...)``, every reason of every backend that cannot run the call.
         considered: all backends in the order they were considered.
         lane: how JAX reaches a torch backend: ``("compiled", ())``, XLA launches its kernels; or ``("callback", why)``,
-            XLA calls Python, and why not the other; None where there is nothing to reach.
+            XLA calls Python, with the reasons against the compiled lane; None if no torch backend runs in JAX.
     """
 
     spec: AttentionSpec
@@ -71,7 +71,7 @@ class Selection:
     lane: tuple[str, Reasons] | None = None
 
     def reasons(self, name: str) -> Reasons:
-        """Why a backend cannot run the call; empty when it can."""
+        """Returns why a backend cannot run the call; empty if it can."""
         return dict(self.refusals).get(name, ())
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class Selection:
             if name in refused:
                 verdict = "refused: " + "; ".join(refused[name])
             elif name != self.backend and name not in self._automatic:
-                verdict = "can run it when asked for by name"
+                verdict = "can run it when requested by name"
             lines.append(f"  {name:<{width}}  {verdict}")
         return "\n".join(lines)
 
@@ -100,24 +100,24 @@ class Selection:
 
 
 class NoBackendError(NotImplementedError):
-    """No backend, or not the one that was asked for, can run the call. ``error.selection`` has every reason."""
+    """No backend, or no requested backend, can run the call. ``error.selection`` has every reason."""
 
     def __init__(self, selection: Selection) -> None:
         self.selection = selection
         if selection.requested:
             names = ", ".join(selection.requested)
-            lead = f"backend={names!r} cannot run this call, and a backend asked for by name never falls back"
+            lead = f"backend={names!r} cannot run this call, and a backend requested by name never falls back"
         else:
             lead = "no backend can run this call"
         super().__init__(f"{lead}\n{selection}")
 
-    def __reduce__(self) -> tuple[type[NoBackendError], tuple[Selection]]:  # so that it can leave a worker process
+    def __reduce__(self) -> tuple[type[NoBackendError], tuple[Selection]]:  # for pickling between processes
         return NoBackendError, (self.selection,)
 
 
-@lru_cache(maxsize=64)  # the reasons of a call take 10 KiB; the frontends' plans, which are kept longer, hold none
+@lru_cache(maxsize=64)  # small, because the reasons of a call take 10 KiB; the frontends cache plans without reasons
 def explain(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] | None = None) -> Selection:
-    """The Selection of a call, whether or not any backend can run it. Pure: it looks at nothing but its arguments."""
+    """Returns the Selection of a call, whether or not any backend can run it. Pure: depends on its arguments alone."""
     requested = (backend,) if isinstance(backend, str) else backend
     if requested is not None and not requested:
         raise SpecError(f"backend={backend!r}: expected a backend's name, names in order of preference, or None")
@@ -132,7 +132,7 @@ def explain(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] 
 
 
 def lane_of(name: str | None, spec: AttentionSpec, target: Target) -> tuple[str, Reasons] | None:
-    """How JAX would reach a backend, as far as data tell; see ``Selection.lane``."""
+    """Returns how JAX would reach a backend; see ``Selection.lane``."""
     if name is None or target.framework != "jax":
         return None
     backend = backends.load(name, target.kind)
@@ -146,12 +146,12 @@ def select(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] |
     """Chooses the backend of a call.
 
     Args:
-        backend: None for the order of preference; a name, which then runs or raises; or names in order of preference,
-            of which the first that can runs.
+        backend: None for automatic choice; a name, which runs or raises; or names in order of preference, of which the
+            first that supports the call runs.
 
     Raises:
-        NoBackendError: when none can, with every reason.
-        SpecError: for a name nobody knows.
+        NoBackendError: if none can run the call, with every reason.
+        SpecError: for an unknown name.
     """
     selection = explain(spec, target, backend)
     if selection.backend is None:
@@ -160,7 +160,7 @@ def select(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] |
 
 
 def refusals(name: str, spec: AttentionSpec, target: Target) -> Reasons:
-    """Every reason why one backend cannot run a call on a target."""
+    """Returns every reason why one backend cannot run a call on a target."""
     backend = backends.load(name, target.kind)
     missing = dict(target.unavailable).get(name)
     reasons = [missing] if missing else []
@@ -203,8 +203,8 @@ def _here(framework: str, device: str) -> Target:
             try:
                 build = backends.installed_build(name, device)
                 builds += [] if build is None else [(name, build)]
-            except Exception as error:  # a kernel that cannot even be looked at
-                if type(error).__name__ == "OutOfMemoryError":  # that passes, and a reason here would stay
+            except Exception as error:  # looking at the build may fail in any way
+                if type(error).__name__ == "OutOfMemoryError":  # temporary, but a reason here would be cached
                     raise
                 reason = f"not available: {type(error).__name__}: {error} (needs {backend.REQUIRES})"
         if reason is not None:
@@ -214,7 +214,7 @@ def _here(framework: str, device: str) -> Target:
 
 @cached_once
 def bridge_reason() -> str | None:
-    """Why JAX cannot reach torch's kernels in this process, or None when it can."""
+    """Returns why JAX cannot reach torch's kernels in this process, or None if it can."""
     try:
         import jax_tvm_ffi  # noqa: F401
         import tvm_ffi  # noqa: F401

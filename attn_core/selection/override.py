@@ -1,4 +1,4 @@
-"""use_backend: which backends are asked for, scoped to a block of code. Nests; safe with threads and asyncio tasks."""
+"""use_backend: requests backends for a block of code. Blocks nest; safe with threads and asyncio tasks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from attn_core.errors import SpecError
 _requested: ContextVar[tuple[str, ...] | None] = ContextVar("attn_core_requested_backends", default=None)
 
 requested = _requested.get
-"""The names asked for by the innermost ``use_backend``, or None. A plain thread starts without any."""
+"""Returns the names requested by the innermost ``use_backend``, or None. A plain thread starts without any."""
 
 
 @contextmanager
 def use_backend(*names: str) -> Iterator[None]:
-    """Runs every attention call of the block on the first of ``names`` that can run it; none that can is an error.
+    """Runs every attention call of the block on the first of ``names`` that can run it; raises if none can.
 
     A call's own ``backend=`` wins. Without names, automatic choice is restored for the block. Under ``jax.jit`` the
     names count while the function is traced, and only ``jax_frontend.use_backend`` has compiled functions traced anew;
     under ``torch.compile`` they count while the compiled function runs.
 
     Raises:
-        SpecError: for a name nobody knows, with the close matches.
+        SpecError: for an unknown name, with close matches.
     """
     for name in names:
         if not isinstance(name, str):

@@ -1,12 +1,12 @@
-"""The order of automatic choice for a call: what was fastest on the measured call that is most like it.
+"""The order of automatic choice for a call: the ranking of the most similar measured call.
 
-The measurements are data (``measured/<device>.json``). A call finds its like in two steps: the cases that
-share its features, where features are given up in the order of RELAXED until some case is left; then the nearest of
-those by size. Where nothing was measured the static order of ``attn_core.backends`` stands.
+The measurements are data (``measured/<device>.json``). The most similar case is found in two steps: first the cases
+that share the call's features, dropping features in the order of RELAXED until a case is left; then the nearest of
+them by size. Without measurements of the device the static order of ``attn_core.backends`` applies.
 
-What was measured is torch. From JAX the same kernels take as long, but where they are short it counts who launches
-them: a call through Python costs tens of microseconds, one that XLA launches by itself less than ten. So in JAX those
-come first for calls that are short, and nowhere else: both frameworks then choose alike.
+The measurements were made in torch. In JAX the same kernels take as long, but for short calls the launch matters: one
+through Python costs tens of microseconds, one by XLA itself less than ten. So in JAX the backends that XLA launches
+come first for short calls. For all other calls both frameworks choose alike.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 
 FEW_QUERIES = 16
-"""Up to so many queries a row is decoding: what counts there is how the keys are split, not how queries are tiled."""
+"""A row with at most this many queries is decoding: its speed depends on splitting the keys, not on tiling queries."""
 
 HEAD_DIM_CLASSES = (64, 96, 128, 192, 256)
-"""The widths that kernels are compiled for; a head_dim belongs to the first that holds it."""
+"""The widths that kernels are compiled for; a head_dim belongs to the first that is not smaller."""
 
 SLOW = 4.0
-"""Measured backends that took so many times as long as the best stand behind those that were never measured."""
+"""Backends that took this many times as long as the best rank after backends that were not measured."""
 
 
 SHORT = {False: 60.0, True: 250.0}
-"""Forward alone, and training: calls whose fastest backend takes fewer microseconds in torch are short in JAX.
+"""Microseconds in torch below which a call counts as short in JAX: forward alone (False), training (True).
 
-That is what most backends cost there through Python (``benchmarks/results/hopper.json``, JAX: the backends by the size
-of a call), and about where torch's own launching is all that the sweep has measured.
+Most backends cost that much in JAX through Python (``benchmarks/results/hopper.json``, JAX: the backends by the size of
+a call), and below it the sweep measured little more than torch's own launch time.
 """
 
 
 class Features(NamedTuple):
-    """What kind of call it is: differences that change which kernel is fastest at any size."""
+    """The kind of a call: properties that decide which kernel is fastest, at any size."""
 
     training: bool
     half: bool
@@ -58,7 +58,7 @@ class Features(NamedTuple):
 
 
 RELAXED = ("grouped", "sinks", "head_dim", "packed", "alibi", "band", "softcap", "decode", "dense", "half")
-"""The features in the order in which they are given up when no measured case shares them all; ``training`` never is."""
+"""The features in the order in which they are dropped if no measured case shares them all; never ``training``."""
 
 
 class Case(NamedTuple):
@@ -66,10 +66,10 @@ class Case(NamedTuple):
 
     Attributes:
         name: of the case in the sweep.
-        features, sizes: what ``features`` and ``sizes`` say of its spec.
+        features, sizes: the results of the functions ``features`` and ``sizes`` for its spec.
         times: ``((backend, time relative to the fastest), ...)`` in the order of preference.
         microseconds: of the fastest.
-        failed: the backends that raised or gave wrong numbers, though they claim the case.
+        failed: the backends that raised or returned wrong numbers though they claim the case.
     """
 
     name: str
@@ -81,9 +81,9 @@ class Case(NamedTuple):
 
 
 def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
-    """The candidates for automatic choice, best first. Pure: the measurements are part of the package."""
+    """Returns the candidates for automatic choice, best first. Pure: the measurements are part of the package."""
     where = (framework, backends.kind_of(device))
-    if spec.symbolic:  # of no size that was measured
+    if spec.symbolic:  # has no size to compare with measurements
         return (backends.PREFERENCE if spec.paged is None else backends.PAGED_PREFERENCE).get(where, ())
     if spec.paged is not None:
         return _paged_order(spec, backends.PAGED_PREFERENCE.get(where, ()))
@@ -94,35 +94,35 @@ def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
     case = nearest(features(spec), sizes(spec), cases)
     if case is None:
         return usual
-    found = ranking(case, usual)
+    ranked = ranking(case, usual)
     if framework != "jax" or not _is_short(spec, case):
-        return found
-    first = [name for name in found if name not in case.failed and _launched_by_xla(name, spec, device)]
-    return (*first, *(name for name in found if name not in first))
+        return ranked
+    first = [name for name in ranked if name not in case.failed and _launched_by_xla(name, spec, device)]
+    return (*first, *(name for name in ranked if name not in first))
 
 
 def _paged_order(spec: AttentionSpec, usual: tuple[str, ...]) -> tuple[str, ...]:
-    """Where the queries are few, reading the keys is all, and the kernel that splits them best comes first."""
+    """Returns the order for paged calls. With few queries, reading keys dominates, so DECODING comes first."""
     if backends.DECODING not in usual or (spec.max_len_q or 0) > FEW_QUERIES:
         return usual
     return (backends.DECODING, *(name for name in usual if name != backends.DECODING))
 
 
 def _is_short(spec: AttentionSpec, case: Case) -> bool:
-    """Whether a call would take less than SHORT: the case's time, in proportion where the call has fewer pairs."""
+    """Returns whether a call would take less than SHORT: the case's time, scaled down if the call has fewer pairs."""
     pairs_less = sizes(spec)[0] - case.sizes[0]  # as a power of 2
     return case.microseconds * 2.0 ** min(0.0, pairs_less) < SHORT[spec.needs_backward]
 
 
 def _launched_by_xla(name: str, spec: AttentionSpec, device: str) -> bool:
-    """Whether a JAX program runs a fused kernel of this backend without Python."""
+    """Returns whether a JAX program runs a fused kernel of this backend without Python."""
     if name == "jax_cudnn":
         return True
     return backends.program_refusals(backends.load(name, backends.kind_of(device)), spec, device) == ()
 
 
 def features(spec: AttentionSpec) -> Features:
-    """The kind of call that a spec describes."""
+    """Returns the features of a spec."""
     width = max(spec.head_dim, spec.value_dim)
     return Features(
         training=spec.needs_backward,
@@ -140,65 +140,64 @@ def features(spec: AttentionSpec) -> Features:
 
 
 def sizes(spec: AttentionSpec) -> tuple[float, ...]:
-    """How large a call is, as base-2 logarithms of counts.
+    """Returns the size of a call, as base-2 logarithms of counts.
 
     The (query, key) pairs of all heads; the queries and the keys of all heads; the keys of the longest row; the width;
-    the elements of mask and bias. The lengths of packed documents are on the device: the longest, which is on the host,
-    stands for them all.
+    the elements of mask and bias. The lengths of packed documents are on the device, so all are counted as long as the
+    longest, which is known on the host.
     """
     heads, kv_heads = spec.batch * spec.num_heads, spec.batch * spec.num_kv_heads
-    given = sum(math.prod(shape) for shape in (spec.mask_shape, spec.bias_shape) if shape is not None)
+    elements = sum(math.prod(shape) for shape in (spec.mask_shape, spec.bias_shape) if shape is not None)
     width = max(spec.head_dim, spec.value_dim)
-    counts = (heads * pairs(spec), heads * spec.q_len, kv_heads * spec.kv_len, _longest(spec)[1], width, given)
+    counts = (heads * pairs(spec), heads * spec.q_len, kv_heads * spec.kv_len, _longest(spec)[1], width, elements)
     return tuple(round(math.log2(max(1.0, count)), 3) for count in counts)
 
 
-def nearest(asked: Features, size: tuple[float, ...], cases: Sequence[Case]) -> Case | None:
-    """The measured case most like a call, or None if nothing was measured in its direction.
+def nearest(requested: Features, size: tuple[float, ...], cases: Sequence[Case]) -> Case | None:
+    """Returns the measured case most similar to a call, or None if none was measured in its direction.
 
-    Features are equal as far as any case has them; among those cases the sizes differ least in sum.
+    As few features as possible are dropped; among the remaining cases the sum of size differences is smallest.
     """
-    in_direction = [case for case in cases if case.features.training is asked.training]
-    given_up = [_given_up(asked, case.features) for case in in_direction]
-    fewest = min(given_up, default=0)
-    alike = [case for case, count in zip(in_direction, given_up) if count == fewest]
+    in_direction = [case for case in cases if case.features.training is requested.training]
+    dropped = [_dropped(requested, case.features) for case in in_direction]
+    fewest = min(dropped, default=0)
+    alike = [case for case, count in zip(in_direction, dropped) if count == fewest]
     return min(alike, key=lambda case: sum(abs(one - other) for one, other in zip(case.sizes, size)), default=None)
 
 
 @lru_cache(maxsize=4096)
-def _given_up(asked: Features, found: Features) -> int:
-    """How many of RELAXED must be given up, from the front, until the two are equal in the rest."""
-    return max(
-        (place + 1 for place, name in enumerate(RELAXED) if getattr(asked, name) != getattr(found, name)), default=0
-    )
+def _dropped(requested: Features, measured: Features) -> int:
+    """Returns how many of RELAXED must be dropped, from the front, until the two agree in the rest."""
+    differ = (getattr(requested, name) != getattr(measured, name) for name in RELAXED)
+    return max((place + 1 for place, differs in enumerate(differ) if differs), default=0)
 
 
 def ranking(case: Case, usual: tuple[str, ...]) -> tuple[str, ...]:
-    """All candidates in the order that a case suggests; ``usual`` is the order without measurements.
+    """Returns all candidates in the order of a case; ``usual`` is the order without measurements.
 
-    What was fast, best first; then what the case says nothing of, as usual; then what was slow; last what failed. JAX's
-    own kernels stand before "math", wherever that is: both are plain operations, and JAX's need no bridge.
+    Fast backends, best first; then unmeasured ones in the usual order; then slow ones; failed ones last. JAX's own
+    kernels rank directly before "math": both are plain operations, but JAX's need no bridge.
     """
     fast = [name for name, time in case.times if time < SLOW]
     slow = [name for name, time in case.times if time >= SLOW]
     from_jax = [name for name in usual if name.startswith("jax_")]
     unknown = [name for name in usual if name not in (*fast, *slow, *case.failed, *from_jax)]
-    found = [*fast, *(name for name in unknown if name != "math"), *slow]
-    found += [name for name in ("math",) if name in unknown]
-    found += [name for name in case.failed if name in usual]
-    at = found.index("math") if "math" in found else len(found)
-    return (*found[:at], *from_jax, *found[at:])
+    ranked = [*fast, *(name for name in unknown if name != "math"), *slow]
+    ranked += [name for name in ("math",) if name in unknown]
+    ranked += [name for name in case.failed if name in usual]
+    at = ranked.index("math") if "math" in ranked else len(ranked)
+    return (*ranked[:at], *from_jax, *ranked[at:])
 
 
 @cache
 def measured(device: str) -> tuple[Case, ...]:
-    """The measured cases of a device such as "sm90"; none where it was not measured."""
+    """Returns the measured cases of a device such as "sm90"; none if it was not measured."""
     file = files("attn_core.selection.measured") / f"{device}.json"
     return cases_of(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else ()
 
 
 def cases_of(table: dict[str, Any]) -> tuple[Case, ...]:
-    """The cases of a derived table, as it is written to a file."""
+    """Returns the cases of a derived table, in the format of the files."""
     return tuple(
         Case(
             case["name"],
@@ -213,7 +212,7 @@ def cases_of(table: dict[str, Any]) -> tuple[Case, ...]:
 
 
 def _band(spec: AttentionSpec) -> str:
-    """ "full" (nothing hidden, whatever was asked for), "causal" or "window"."""
+    """Returns "full" (nothing is hidden, whatever the options are), "causal" or "window"."""
     edge = band(spec)
     if edge.left is None and edge.right is None:
         return "full"
@@ -224,7 +223,7 @@ def _band(spec: AttentionSpec) -> str:
 
 
 def _longest(spec: AttentionSpec) -> tuple[int, int]:
-    """The queries and keys of a row, or of the longest packed document."""
+    """Returns the queries and keys of a row, or of the longest packed document."""
     if not spec.packed:
         return spec.q_len, spec.kv_len
     return spec.max_len_q or spec.q_len, spec.max_len_k or spec.kv_len

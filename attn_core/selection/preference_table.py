@@ -17,17 +17,17 @@ from attn_core.selection.preference import Case
 from attn_core.selection.sweep import spec_of
 
 TIE = 1.02
-"""Times within two per cent are noise: there the usual order stands."""
+"""Times within two per cent are noise; the usual order decides between them."""
 
 AGREEMENT = {"bfloat16": 0.05, "float16": 0.02, "float32": 0.01, "float64": 1e-5}
-"""The largest difference from the first backend's results, relative to their largest value, that is no wrong number."""
+"""The largest allowed difference from the first backend's results, relative to their largest value."""
 
 GOALS = {"geometric mean": 1.03, "worst": 1.25}
-"""What the automatic choice may cost: its time over the best backend's."""
+"""Limits of the automatic choice's cost: its time over the best backend's."""
 
 
 class Regret(NamedTuple):
-    """What automatic choice costs in a case: ``ratio`` is 1 at best, infinite where the chosen one has no time."""
+    """The cost of automatic choice in a case: ``ratio`` is 1 at best, infinite if the chosen backend has no time."""
 
     case: str
     training: bool
@@ -37,15 +37,15 @@ class Regret(NamedTuple):
 
 
 def derive(raw: dict[str, Any]) -> dict[str, Any]:
-    """The table of a raw file: per case its features, sizes, relative times in the order of preference, best time.
+    """Derives the table of a raw file: per case its features, sizes, relative times in order of preference, best time.
 
-    Cases where nothing could be measured are left out, and so are those of which nobody knows who is right: where more
-    than half of the backends disagree with the first.
+    Leaves out cases without measurements, and cases whose right result is unknown: more than half of the backends
+    disagree with the first.
     """
     usual = backends.PREFERENCE.get((raw["framework"], backends.kind_of(raw["device"])), ())
-    cases = [found for record in raw["cases"] if (found := _case(record, usual))]
-    kept = ("date", "device", "device_name", "framework", "versions")
-    return {name: raw.get(name) for name in kept} | {"cases": cases}
+    cases = [case for record in raw["cases"] if (case := _case(record, usual))]
+    header = ("date", "device", "device_name", "framework", "versions")
+    return {name: raw.get(name) for name in header} | {"cases": cases}
 
 
 def _case(record: dict[str, Any], usual: tuple[str, ...]) -> dict[str, Any] | None:
@@ -64,7 +64,7 @@ def _case(record: dict[str, Any], usual: tuple[str, ...]) -> dict[str, Any] | No
 
 
 def right_times(record: dict[str, Any]) -> dict[str, float]:
-    """Microseconds by backend of those that gave right numbers."""
+    """Returns microseconds by backend, for the backends with right numbers."""
     wrong = broken(record)
     return {
         name: entry["median"] for name, entry in record["backends"].items() if "median" in entry and name not in wrong
@@ -72,34 +72,34 @@ def right_times(record: dict[str, Any]) -> dict[str, float]:
 
 
 def broken(record: dict[str, Any]) -> list[str]:
-    """The backends that claim a case and raised, or gave other numbers than the first."""
+    """Returns the backends that claim a case but raised, or whose numbers differ from the first backend's."""
     allowed = AGREEMENT[record["spec"]["dtype"]]
     return [
         name
         for name, entry in record["backends"].items()
-        if "failed" in entry or not entry.get("difference", 0.0) <= allowed  # NaN is no agreement
+        if "failed" in entry or not entry.get("difference", 0.0) <= allowed  # a NaN difference also counts as broken
     ]
 
 
 def stable_order(times: dict[str, float], usual: tuple[str, ...]) -> list[str]:
-    """Names by time, fastest first; of those within TIE of the fastest that is left, the first in the usual order."""
-    left, found = dict(times), []
+    """Returns names by time, fastest first; names within TIE of the fastest remaining one follow the usual order."""
+    left, ranked = dict(times), []
     while left:
         tied = [name for name in left if left[name] <= TIE * min(left.values())]
-        found.append(min(tied, key=lambda name: (usual.index(name) if name in usual else len(usual), left[name])))
-        del left[found[-1]]
-    return found
+        ranked.append(min(tied, key=lambda name: (usual.index(name) if name in usual else len(usual), left[name])))
+        del left[ranked[-1]]
+    return ranked
 
 
 def regrets(raw: dict[str, Any], cases: Sequence[Case], *, leave_out: bool = False) -> list[Regret]:
-    """What choosing by a table's cases costs in every case of a raw file.
+    """Returns the cost of choosing by a table's cases, for every case of a raw file.
 
     Args:
         cases: of the table; none means the static order.
-        leave_out: each case is looked up among the others alone: how the table does on calls it has not seen.
+        leave_out: look each case up among the other cases only, which estimates the cost for unseen calls.
     """
     usual = backends.PREFERENCE.get((raw["framework"], backends.kind_of(raw["device"])), ())
-    found = []
+    result = []
     for record in raw["cases"]:
         times, spec = right_times(record), record_spec(record)
         if not times:
@@ -110,15 +110,15 @@ def regrets(raw: dict[str, Any], cases: Sequence[Case], *, leave_out: bool = Fal
         able = [name for name in ranked if name in record["backends"] and "refused" not in record["backends"][name]]
         chosen, best = able[0] if able else "", min(times, key=lambda name: times[name])
         ratio = times[chosen] / times[best] if chosen in times else math.inf
-        found.append(Regret(record["name"], spec.needs_backward, best, chosen, ratio))
-    return found
+        result.append(Regret(record["name"], spec.needs_backward, best, chosen, ratio))
+    return result
 
 
-def summary(found: Iterable[Regret]) -> dict[str, dict[str, Any]]:
-    """Per direction: how many cases, the geometric mean of the regret, the worst and where."""
-    result, found = {}, list(found)
+def summary(regrets: Iterable[Regret]) -> dict[str, dict[str, Any]]:
+    """Returns per direction: the number of cases, the geometric mean of the regret, the worst and its case."""
+    result, regrets = {}, list(regrets)
     for direction, training in (("forward", False), ("training", True)):
-        these = [regret for regret in found if regret.training is training]
+        these = [regret for regret in regrets if regret.training is training]
         if these:
             worst = max(these, key=lambda regret: regret.ratio)
             mean = math.exp(sum(math.log(regret.ratio) for regret in these) / len(these))

@@ -358,7 +358,7 @@ def test_the_explanation_of_what_could_have_run() -> None:
         f"attention in torch on cpu: {HEAD}\n"
         "  sdpa_flash  selected\n"
         "  math        can run it\n"
-        "  flex        can run it when asked for by name\n"
+        "  flex        can run it when requested by name\n"
         "  jax_xla     refused: runs in JAX only"
     )
 
@@ -369,7 +369,7 @@ def test_the_explanation_of_a_refusal() -> None:
     with pytest.raises(NoBackendError) as caught:
         select(replace(SPEC, dropout=0.1), target, ("sdpa_flash", "math"))
     assert str(caught.value) == (
-        "backend='sdpa_flash, math' cannot run this call, and a backend asked for by name never falls back\n"
+        "backend='sdpa_flash, math' cannot run this call, and a backend requested by name never falls back\n"
         f"attention in torch on sm90: {HEAD}, dropout=0.1\n"
         "  sdpa_flash  refused: dtype float32: the aten CUDA flash kernel takes bfloat16, float16; "
         "dropout=0.1: the aten CUDA flash kernel has none\n"

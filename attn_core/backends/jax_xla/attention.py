@@ -1,10 +1,9 @@
 """Attention in plain XLA operations: every feature of the spec, forward and explicit backward, in blocks.
 
-Documents, causal and window together leave each query one unbroken range of keys, so what is visible is two integers
-per query (``Rows``) and the caller's mask. A loop over blocks of queries runs an inner loop over just those blocks of
-keys that some query of the block may see, with the running softmax of FlashAttention (Dao et al. 2022,
-arXiv:2205.14135): memory per head is O(block of queries * block of keys), and the trace holds one body whatever the
-lengths.
+Documents, causal and window together leave each query one unbroken range of keys, so two integers per query (``Rows``)
+and the caller's mask describe visibility. A loop over blocks of queries runs an inner loop over the blocks of keys that
+some query may see, with the running softmax of FlashAttention (Dao et al. 2022, arXiv:2205.14135): memory per head is
+O(block of queries * block of keys), and the trace holds one body for all lengths.
 
 Products accumulate in float32 (float64 for float64 inputs) and round float32 operands only if
 ``jax.default_matmul_precision`` is set (``xla_precision``). Axes in the einsums: b batch, h kv head, g query head of
@@ -44,7 +43,7 @@ from attn_core.call.tensors import Gradients, Inputs
 
 
 def forward(spec: AttentionSpec, inputs: Inputs, blocks: Blocks) -> tuple[Any, Any]:
-    """(out, lse) in ``spec.out_shape`` and ``spec.lse_shape``; traceable, never for an empty spec."""
+    """Returns (out, lse) in ``spec.out_shape`` and ``spec.lse_shape``. Traceable; never called for an empty spec."""
     import jax.numpy as jnp
     from jax import lax
 
@@ -54,10 +53,10 @@ def forward(spec: AttentionSpec, inputs: Inputs, blocks: Blocks) -> tuple[Any, A
 
     def block(index: Any, results: tuple[Any, Any]) -> tuple[Any, Any]:
         start = jnp.minimum(index * queries, spec.q_len - queries)
-        made = _attend(spec, call, value, cut_rows(rows, start, queries), start)
+        parts = _attend(spec, call, value, cut_rows(rows, start, queries), start)
         out, lse = (
             lax.dynamic_update_slice_in_dim(whole, part, start, axis=3)
-            for whole, part in zip(results, made, strict=True)
+            for whole, part in zip(results, parts, strict=True)
         )
         return out, lse
 
@@ -70,15 +69,17 @@ def forward(spec: AttentionSpec, inputs: Inputs, blocks: Blocks) -> tuple[Any, A
 def backward(
     spec: AttentionSpec, inputs: Inputs, blocks: Blocks, out: Any, lse: Any, dout: Any, dlse: Any
 ) -> Gradients:
-    """The gradients from the saved out and lse, in one pass over the blocks (Dao et al. 2022, algorithm 4)."""
+    """Returns the gradients from the saved out and lse, in one pass over the blocks (Dao et al. 2022, algorithm 4)."""
     import jax.numpy as jnp
     from jax import lax
 
     call, rows = arrange(spec, inputs, blocks), rows_of(spec, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
     out, dout = (queries_first(spec, array) for array in (out, dout))
     lse = lse.reshape(call.q.shape[:4])
-    # How each row's logits move together: dlse - sum(dout * out).
-    shift = -(dout.astype(spec.lse_dtype) * out.astype(spec.lse_dtype)).sum(-1)  # no product that might be rounded
+    # The term that all logits of a row share: dlse - sum(dout * out).
+    shift = -(dout.astype(spec.lse_dtype) * out.astype(spec.lse_dtype)).sum(
+        -1
+    )  # not a matrix product, which XLA might round
     if dlse is not None:
         shift = shift + dlse.reshape(shift.shape).astype(shift.dtype)
     zero = zero_like((call.zero, lse, shift)).astype(spec.lse_dtype)
@@ -90,7 +91,9 @@ def backward(
     def block(index: Any, totals: tuple[Any, ...]) -> tuple[Any, ...]:
         start = jnp.minimum(index * queries, spec.q_len - queries)
         cut = cut_rows(rows, start, queries)
-        stale = start + jnp.arange(queries, dtype=jnp.int32) < index * queries  # the block before has counted them
+        stale = (
+            start + jnp.arange(queries, dtype=jnp.int32) < index * queries
+        )  # the last block overlaps the one before, which has counted these rows
         cut = cut._replace(stop=jnp.where(stale, 0, cut.stop))
         return _gradients(spec, call, sources, (lse, shift), totals, cut, start)
 
@@ -105,7 +108,7 @@ def backward(
 
 
 def log_sum_exp(spec: AttentionSpec, inputs: Inputs) -> Any:
-    """The lse of a small call without sinks, from one matrix of all its scores."""
+    """Returns the lse of a small call without sinks, from one matrix of all its scores."""
     from jax.scipy.special import logsumexp
 
     whole = Blocks(spec.q_len, spec.kv_len)
@@ -115,7 +118,7 @@ def log_sum_exp(spec: AttentionSpec, inputs: Inputs) -> Any:
 
 
 def _attend(spec: AttentionSpec, call: Call, value: Summand, rows: Rows, start: Any) -> tuple[Any, Any]:
-    """(out, lse) of one block of queries, ``[b, h, g, i, e]`` in the inputs' dtype and ``[b, h, g, i]``."""
+    """Returns (out, lse) of one block of queries: ``[b, h, g, i, e]`` in the inputs' dtype and ``[b, h, g, i]``."""
     import jax.numpy as jnp
     from jax import lax
 
@@ -126,10 +129,10 @@ def _attend(spec: AttentionSpec, call: Call, value: Summand, rows: Rows, start: 
         top, total, summed = state
         tile = tile_at(spec, call, start, index)
         logits, seen, _ = _logits(spec, call, q, cut(call.k, tile.key, keys, axis=2), rows, tile)
-        # Forward mode takes the maximum for a constant, for it cancels: XLA may compute logits twice, not alike,
-        # and a maximum that no logit equals has a tangent of 0 / 0.
+        # The maximum cancels, so forward mode may treat it as a constant. It must: XLA may compute the logits twice
+        # with different rounding, and a maximum that no logit equals would have a tangent of 0 / 0.
         new_top = jnp.maximum(top, lax.stop_gradient(logits.max(-1, initial=-jnp.inf)))
-        base = jnp.where(new_top == -jnp.inf, 0, new_top)  # no key seen yet: exp(-inf - 0) is the 0 wanted
+        base = jnp.where(new_top == -jnp.inf, 0, new_top)  # no key seen yet: exp(-inf - 0) is 0, as it should be
         weights = jnp.exp(logits - base[..., None])
         fade = jnp.exp(top - base)
         total = fade * total + weights.sum(-1)
@@ -143,7 +146,7 @@ def _attend(spec: AttentionSpec, call: Call, value: Summand, rows: Rows, start: 
 
 
 def _finish(spec: AttentionSpec, call: Call, top: Any, total: Any, summed: Any) -> tuple[Any, Any]:
-    """Lets the sink join, and divides; a row that saw no key has top -inf and gets 0 and -inf."""
+    """Adds the sink and divides by the total. A row that saw no key has top -inf and gets 0 and -inf."""
     import jax.numpy as jnp
 
     empty = total == 0  # not top == -inf: XLA may drop a NaN from a maximum, and a row that saw one is not empty
@@ -166,14 +169,14 @@ def _gradients(
     rows: Rows,
     start: Any,
 ) -> tuple[Any, ...]:
-    """Adds one block of queries to the gradients so far: dq and dk (before scale), dv, and dbias where asked for."""
+    """Adds one block of queries to the gradients so far: dq and dk (before scale), dv, and dbias if requested."""
     import jax.numpy as jnp
     from jax import lax
 
     queries, keys = call.blocks
     q, dout = (cut_summand(sources[at], start, queries, axis=3) for at in (0, 2))
     lse, shift = (cut(array, start, queries, axis=3)[..., None] for array in saved)
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # a row that saw nothing: exp(s - inf) = 0
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # a row that saw no key: exp(s - inf) = 0
 
     def step(index: Any, totals: tuple[Any, ...]) -> tuple[Any, ...]:
         tile = tile_at(spec, call, start, index)
@@ -195,7 +198,7 @@ def _gradients(
 
 
 def _logits(spec: AttentionSpec, call: Call, q: Any, k: Any, rows: Rows, tile: Tile) -> tuple[Any, Any, Any]:
-    """(logits, seen, slope) of a tile, ``[b, h, g, i, j]``: -inf where hidden; slope: softcap's derivative, or None."""
+    """Returns (logits, seen, slope) of a tile, ``[b, h, g, i, j]``. slope: softcap's derivative, or None."""
     import jax.numpy as jnp
 
     logits = spec.scale * _dot("bhgid,bhjd->bhgij", q, k, spec.lse_dtype)
@@ -218,7 +221,7 @@ def _logits(spec: AttentionSpec, call: Call, q: Any, k: Any, rows: Rows, tile: T
 
 
 def _dropped(spec: AttentionSpec, call: Call, weights: Any, tile: Tile) -> Any:
-    """The weights times 0 or ``1 / (1 - dropout)``."""
+    """Returns the weights times 0 or ``1 / (1 - dropout)``."""
     import jax.numpy as jnp
 
     if not spec.dropout:
@@ -231,12 +234,12 @@ def _dropped(spec: AttentionSpec, call: Call, weights: Any, tile: Tile) -> Any:
         (query + jnp.asarray(tile.query, jnp.uint32))[:, None],
         key + jnp.asarray(tile.key, jnp.uint32),
     )
-    kept = dropout.keep(call.rng, indices, spec.dropout, jnp.uint32)
-    return weights * jnp.where(kept, 1 / (1 - spec.dropout), 0).astype(weights.dtype)
+    retained = dropout.keep(call.rng, indices, spec.dropout, jnp.uint32)
+    return weights * jnp.where(retained, 1 / (1 - spec.dropout), 0).astype(weights.dtype)
 
 
 def _sum_over(spec: AttentionSpec, subscripts: str, weights: Any, seen: Any, summand: Summand) -> Any:
-    """The product of weights and values. float16 would lose small weights, so only bfloat16 multiplies as it is."""
+    """Returns the product of weights and values. float16 would lose small weights, so only bfloat16 is not widened."""
     dtype = "bfloat16" if spec.dtype == "bfloat16" else spec.lse_dtype
     total = _dot(subscripts, weights.astype(dtype), summand.clean.astype(dtype), spec.lse_dtype)
     return contain(subscripts, total, seen, summand)
@@ -250,7 +253,7 @@ def _dot(subscripts: str, left: Any, right: Any, dtype: str) -> Any:
 
 
 def _sinks_gradient(call: Call, lse: Any, shift: Any) -> Any:
-    """``[heads]``: each row's sink weight ``exp(sink - lse)`` times its shift, summed; a row that saw none adds 0."""
+    """Returns ``[heads]``: the sum of each row's sink weight ``exp(sink - lse)`` times its shift; empty rows add 0."""
     import jax.numpy as jnp
 
     weights = jnp.where(lse == -jnp.inf, 0, jnp.exp(call.sinks - lse))

@@ -57,16 +57,16 @@ MAX_SCORES = 2**22
 """Scores (batch * heads * q_len * kv_len) above which the blocked maths replaces ``jax.nn``'s full matrix."""
 
 LARGEST_BLOCKS = {"cpu": Blocks(256, 256), "cuda": Blocks(1024, 1024)}
-"""Largest blocks of the blocked maths: what fits a CPU's cache; what keeps a GPU busy (H200: 6 times 256 x 256)."""
+"""Largest blocks of the blocked maths: sized for a CPU's cache, and to keep a GPU busy (H200: 6 times 256 x 256)."""
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """None: the maths has no gaps. float64 needs jax_enable_x64, without which no float64 array reaches a spec."""
+    """Refuses nothing. float64 needs jax_enable_x64, but without it no float64 array reaches a spec."""
     return ()
 
 
 def probe() -> str:
-    """The version of jax, once the functions used here import."""
+    """Imports the functions that this backend needs and returns jax's version."""
     import jax
     from jax.custom_batching import custom_vmap  # noqa: F401
 
@@ -75,7 +75,7 @@ def probe() -> str:
 
 
 def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """``path``: what the forward runs; ``blocks``: sizes per kind of device; ``jax_nn``: its keywords."""
+    """Returns ``path``: the forward's algorithm; ``blocks``: sizes per kind of device; ``jax_nn``: its keywords."""
     blocks = {kind: tiles.block_sizes(spec, largest) for kind, largest in LARGEST_BLOCKS.items()}
     if not _jax_nn_means_it(spec):
         return {"path": "blocked", "blocks": blocks}
@@ -84,7 +84,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 
 
 def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
-    """(out, lse) in ``spec.out_shape`` and ``spec.lse_shape``; traceable."""
+    """Returns (out, lse) in ``spec.out_shape`` and ``spec.lse_shape``. Traceable."""
     if spec.paged is not None:
         with _usual_promotion():
             return paged.forward(spec, inputs, forward)
@@ -96,7 +96,7 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
 
 
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
-    """The gradients from the saved out and lse; traceable."""
+    """Returns the gradients from the saved out and lse. Traceable."""
 
     def run(blocks: Blocks) -> Gradients:
         return attention.backward(spec, inputs, blocks, out, lse, dout, dlse)
@@ -107,7 +107,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
 
 @contextmanager
 def _usual_promotion() -> Iterator[None]:
-    """JAX's default promotion of ranks and dtypes, which the maths is written in, whatever the caller has set."""
+    """Sets JAX's default promotion of ranks and dtypes, which the maths relies on, whatever the caller has set."""
     import jax
 
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
@@ -141,7 +141,7 @@ def _jax_nn_means_it(spec: AttentionSpec) -> bool:
 
 
 def _edges(spec: AttentionSpec, edge: Band) -> dict[str, Any]:
-    """jax.nn's words for a band with offset 0; a distance that reaches every key stands for None."""
+    """Returns jax.nn's keywords for a band with offset 0. A distance that reaches every key replaces None."""
     if edge.hides_nothing(spec.q_len, spec.kv_len):
         return {}
     if edge.left is None and edge.right == 0:
@@ -151,7 +151,10 @@ def _edges(spec: AttentionSpec, edge: Band) -> dict[str, Any]:
 
 
 def _jax_nn(spec: AttentionSpec, inputs: Inputs, keywords: dict[str, Any]) -> Any:
-    """jax.nn's output over clean values (its ``0 * NaN`` reaches every row), then NaN where a NaN or Inf was seen."""
+    """Runs jax.nn on values without NaN and Inf, then writes NaN into the rows that see one.
+
+    jax.nn would spread ``0 * NaN`` to every row.
+    """
     import jax
     import jax.numpy as jnp
 

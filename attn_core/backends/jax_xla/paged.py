@@ -1,4 +1,4 @@
-"""Keys and values out of their pages, for JAX: rows as wide as the table, and a mask that hides the rest."""
+"""Gathers paged keys and values for JAX: rows as long as the table is wide, and a mask that hides the rest."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[Any
     lengths = jnp.clip(inputs.seq_lens, 0, paged.capacity)
     pages = jnp.clip(inputs.block_table, 0, paged.num_pages - 1)
     key = jnp.arange(paged.capacity, dtype=jnp.int32)
-    held = key < lengths[:, None]  # [batch, capacity]
+    valid = key < lengths[:, None]  # [batch, capacity]
 
     def row(pool: Any) -> Any:  # [batch, width, page_size, kv_heads, dim] -> [batch, capacity, kv_heads, dim]
         wide = pool[pages].reshape(batch, paged.capacity, *pool.shape[2:])
-        return jnp.where(held[:, :, None, None], wide, 0)
+        return jnp.where(valid[:, :, None, None], wide, 0)
 
     cu_q = inputs.cu_seqlens_q
     cu_q = jnp.arange(batch + 1, dtype=jnp.int32) if cu_q is None else jnp.clip(cu_q, 0, spec.q_len)
@@ -41,14 +41,14 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[Any
     is_query = query < count[:, None]  # [batch, rows]
     token = jnp.minimum(cu_q[:-1, None] + query, max(spec.q_len - 1, 0))
     distance = key - (query + (lengths - count)[:, None])[..., None]  # [batch, rows, capacity]
-    seen, edge = held[:, None] & is_query[..., None], band(spec)
+    seen, edge = valid[:, None] & is_query[..., None], band(spec)
     if edge.left is not None:
         seen &= distance >= -edge.left
     if edge.right is not None:
         seen &= distance <= edge.right
     dense = Inputs(inputs.q[token], row(inputs.k), row(inputs.v), mask=seen[:, None], sinks=inputs.sinks)
     out, lse = run(dense_rows(spec, rows), dense)
-    # rows that are no query's go nowhere: an index behind the end is dropped
+    # Surplus rows of short sequences are dropped, because their index is out of range.
     target = jnp.where(is_query, token, spec.q_len)
     flat_out = jnp.zeros(spec.out_shape, out.dtype).at[target].set(out, mode="drop")
     flat_lse = jnp.full((spec.q_len, spec.num_heads), -jnp.inf, lse.dtype)

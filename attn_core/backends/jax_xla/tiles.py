@@ -1,4 +1,4 @@
-"""The pieces that attention in XLA operations works on: what each query may see, and blocks of queries and keys.
+"""The keys that each query may see, and blocks of queries and keys, for attention in XLA operations.
 
 Axes in the comments and einsums: b batch, h kv head, g query head of that kv head, i query, j key, d channel of q and
 k, e channel of v.
@@ -16,7 +16,7 @@ from attn_core.call.tensors import Inputs
 
 
 class Blocks(NamedTuple):
-    """How many queries and keys (tokens) a block holds."""
+    """The number of queries and keys (tokens) in a block."""
 
     queries: int
     keys: int
@@ -50,7 +50,7 @@ class Call(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A block of queries against a block of keys: where each starts (traced) and how many (static).
+    """A block of queries against a block of keys: the start of each (traced) and its length (static).
 
     The last block of an axis is moved back to end with it; only keys from ``fresh_key`` on are new to this tile.
     """
@@ -63,7 +63,7 @@ class Tile(NamedTuple):
 
 
 class Summand(NamedTuple):
-    """Values to be summed over with softmax weights: ``clean`` has 0 for NaN and Inf; ``finite`` says nothing was."""
+    """Values for a weighted sum: ``clean`` has 0 for NaN and Inf; ``finite``: whether there were none."""
 
     values: Any
     clean: Any
@@ -71,13 +71,13 @@ class Summand(NamedTuple):
 
 
 def block_sizes(spec: AttentionSpec, largest: Blocks) -> Blocks:
-    """The fewest blocks none of which is larger, all of nearly one size; one block of a length that is symbolic."""
+    """Returns the fewest blocks that are no larger, all of nearly one size. A symbolic length is one block."""
     lengths = ((spec.q_len, largest.queries), (spec.kv_len, largest.keys))
     return Blocks(*(-(-length // -(-length // limit)) if is_number(length) else length for length, limit in lengths))
 
 
 def rows_of(spec: AttentionSpec, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None) -> Rows:
-    """What each query may see. Offsets on the device cannot be trusted: they are made safe here."""
+    """Returns the keys that each query may see. Clamps the offsets, which cannot be checked on a device."""
     import jax.numpy as jnp
 
     query = jnp.arange(spec.q_len, dtype=jnp.int32)
@@ -95,7 +95,7 @@ def rows_of(spec: AttentionSpec, cu_seqlens_q: Any = None, cu_seqlens_k: Any = N
 
 
 def arrange(spec: AttentionSpec, inputs: Inputs, blocks: Blocks) -> Call:
-    """The inputs, heads first."""
+    """Returns the inputs with heads first."""
     import jax.numpy as jnp
 
     heads = (spec.num_kv_heads, spec.group_size)
@@ -124,7 +124,7 @@ def arrange(spec: AttentionSpec, inputs: Inputs, blocks: Blocks) -> Call:
 
 
 def zero_like(arrays: Any) -> Any:
-    """A zero typed as varying over every mesh axis that an array varies over: jax.shard_map checks what loops carry."""
+    """Returns a zero that varies over an array's mesh axes: jax.shard_map checks the types of loop carries."""
     import jax.numpy as jnp
 
     def zero(array: Any) -> Any:
@@ -135,7 +135,7 @@ def zero_like(arrays: Any) -> Any:
 
 
 def summands(*arrays: Any) -> tuple[Summand, ...]:
-    """The arrays as summands. One test for all, and for every element of a vmap, so that a cond on it stays a cond."""
+    """Returns the arrays as summands. One test serves all, also under vmap, so that a cond on it stays a cond."""
     import jax
     import jax.numpy as jnp
     from jax.custom_batching import custom_vmap
@@ -153,7 +153,7 @@ def summands(*arrays: Any) -> tuple[Summand, ...]:
 
 
 def contain(subscripts: str, total: Any, seen: Any, summand: Summand) -> Any:
-    """The total of a sum over clean values, with NaN where a NaN or Inf was seen: ``0 * NaN`` of hidden ones stays out.
+    """Returns a sum over clean values, with NaN where a NaN or Inf is visible; hidden ones do not affect it.
 
     The total itself has the same bits either way, so what saw no NaN does not notice one elsewhere.
     """
@@ -176,7 +176,7 @@ def tile_at(spec: AttentionSpec, call: Call, start: Any, index: Any) -> Tile:
 
 
 def key_blocks(spec: AttentionSpec, call: Call, rows: Rows) -> tuple[Any, Any]:
-    """The half-open range of key blocks that any of the rows may see."""
+    """Returns the half-open range of key blocks that any of the rows may see."""
     import jax.numpy as jnp
 
     keys = call.blocks.keys
@@ -202,14 +202,14 @@ def cut_summand(summand: Summand, start: Any, size: int, axis: int) -> Summand:
 
 
 def cut_tile(array: Any, tile: Tile) -> Any:
-    """The tile's part of ``[b, h, g, i, j]``, where an axis of 1 broadcasts."""
+    """Slices the tile out of ``[b, h, g, i, j]``; axes of length 1 broadcast."""
     for axis, start, size in ((3, tile.query, tile.queries), (4, tile.key, tile.keys)):
         array = array if array.shape[axis] == 1 else cut(array, start, size, axis)
     return array
 
 
 def add_at(total: Any, part: Any, starts: dict[int, Any]) -> Any:
-    """Adds a part of the array at the given start on each named axis, and at 0 on the others."""
+    """Adds a part to the array, at ``start`` on each named axis and at 0 on the others."""
     import jax.numpy as jnp
     from jax import lax
 
@@ -229,7 +229,7 @@ def tokens_first(spec: AttentionSpec, array: Any) -> Any:
 
 
 def add_to_bias(total: Any, dlogits: Any, tile: Tile) -> Any:
-    """Sums over the axes along which the bias was broadcast, and adds where the tile lies in the others."""
+    """Sums over the axes along which the bias was broadcast, and adds at the tile's position on the others."""
     axes = tuple(axis for axis, size in enumerate(total.shape) if size == 1)
     starts = {axis: start for axis, start in ((3, tile.query), (4, tile.key)) if total.shape[axis] != 1}
     return add_at(total, dlogits.sum(axes, keepdims=True), starts)

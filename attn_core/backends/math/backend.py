@@ -1,13 +1,13 @@
-"""Plain attention in torch operations: every feature, any float dtype, CPU and CUDA. Correct first, quick second.
+"""Plain attention in torch operations: every feature, any float dtype, CPU and CUDA. Correct first, fast second.
 
-Blocked over queries: a block of QUERY_BLOCK rows meets only the keys that its band lets it see, so memory grows with
+Blocked over queries: a block of QUERY_BLOCK rows reads only the keys that its band shows, so memory grows with
 ``QUERY_BLOCK * kv_len`` and never with ``q_len * kv_len``. Everything but inputs and outputs is float32 (float64 for
 float64 inputs). The backward recomputes the weights from the saved log-sum-exp; no autograd graph is ever built.
 
 Packed documents: on the CPU the offsets are read and checked, and each document runs in blocks of its own. On CUDA
-reading them would synchronise, so every block meets all keys and the documents are told apart by token ids; offsets
-that lie can then hide keys, but read nothing outside a buffer. Either way a NaN or Inf in a hidden key or value goes
-nowhere; one that a row sees makes that row NaN (or Inf).
+reading them would synchronise, so every block spans all keys, and document numbers hide the other documents. Wrong
+offsets can then hide keys, but never read outside a buffer. A NaN or Inf in a hidden key or value affects no row; one
+in a visible key or value makes the row NaN (or Inf).
 Upstream: torch 2.11 to 2.15.
 """
 
@@ -54,19 +54,19 @@ BACKWARD = replace(FORWARD, paged=False)
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """Nothing: no two facts exclude each other here."""
+    """Refuses nothing: every combination of claims works."""
     return ()
 
 
 def probe() -> str:
-    """torch's version, once it imports."""
+    """Returns torch's version."""
     import torch
 
     return torch.__version__
 
 
 def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """The scale, the softcap, and the band (of the whole row, or None where each document has its own)."""
+    """Returns the scale, the softcap, the band (None if packed: each document has its own) and the block size."""
     return {
         "scale": spec.scale,
         "softcap": spec.softcap,

@@ -1,4 +1,4 @@
-"""Keys and values out of their pages, for torch backends that read none: a copy of what the sequences hold."""
+"""Gathers paged keys and values into dense tensors, for torch backends that cannot read pages."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Forward = Callable[[AttentionSpec, Inputs], tuple[Any, Any]]
 
 
 def forward(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[Any, Any]:
-    """(out, lse) of a paged call, by ``run`` on dense keys and values.
+    """Returns (out, lse) of a paged call, by ``run`` on dense keys and values.
 
-    On the CPU the tables are checked and each sequence is copied as it is long, as packed documents. On a GPU lengths
-    are not looked at: each row is copied as the table is wide, and a mask hides the rest.
+    On the CPU the tables are checked and the sequences become packed documents of their own lengths. On a GPU reading
+    the lengths would synchronise: each row is as long as the table is wide, and a mask hides the rest.
     """
     if inputs.q.device.type == "cpu":
         return run(*_packed(spec, inputs))
@@ -37,9 +37,9 @@ def _packed(spec: AttentionSpec, inputs: PagedInputs) -> tuple[AttentionSpec, In
     check_tables(paged, table.numpy(), lengths.numpy(), cu_q.numpy())
     cu_k = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     position = torch.arange(paged.capacity, device=lengths.device).expand(len(lengths), -1)  # [batch, capacity]
-    held = position < lengths[:, None]
+    valid = position < lengths[:, None]
     page = table.long().repeat_interleave(paged.page_size, dim=1)
-    slots = (page * paged.page_size + position % paged.page_size)[held]
+    slots = (page * paged.page_size + position % paged.page_size)[valid]
     k, v = (pool.detach().flatten(0, 1)[slots] for pool in (inputs.k, inputs.v))  # [tokens, kv_heads, dim]
     packed = replace(spec, paged=None, kv_len=len(slots), max_len_k=int(lengths.max()) if len(lengths) else 0)
     return packed, Inputs(inputs.q, k, v, sinks=inputs.sinks, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
@@ -54,10 +54,10 @@ def _in_rows(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[An
     lengths = inputs.seq_lens.clamp(0, paged.capacity)
     pages = inputs.block_table.clamp(0, paged.num_pages - 1).long()
     key = torch.arange(paged.capacity, device=device)
-    held = key < lengths[:, None]  # [batch, capacity]
-    # [batch, width, page_size, kv_heads, dim] -> [batch, capacity, kv_heads, dim], 0 behind the end
+    valid = key < lengths[:, None]  # [batch, capacity]
+    # [batch, width, page_size, kv_heads, dim] -> [batch, capacity, kv_heads, dim], 0 after the end
     k, v = (
-        pool.detach()[pages].flatten(1, 2).masked_fill(~held[:, :, None, None], 0.0) for pool in (inputs.k, inputs.v)
+        pool.detach()[pages].flatten(1, 2).masked_fill(~valid[:, :, None, None], 0.0) for pool in (inputs.k, inputs.v)
     )
     cu_q = query_offsets(spec, inputs).clamp(0, spec.q_len)
     count = (cu_q[1:] - cu_q[:-1]).clamp(0, rows)
@@ -65,7 +65,7 @@ def _in_rows(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[An
     token = (cu_q[:-1, None] + query).clamp(max=max(spec.q_len - 1, 0))  # [batch, rows]
     diagonal = query + (lengths - count)[:, None]
     distance = key - diagonal[..., None]  # [batch, rows, capacity]
-    seen = held[:, None] & (query < count[:, None])[..., None]
+    seen = valid[:, None] & (query < count[:, None])[..., None]
     edge = band(spec)
     if edge.left is not None:
         seen &= distance >= -edge.left
@@ -73,7 +73,7 @@ def _in_rows(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[An
         seen &= distance <= edge.right
     dense = dense_rows(spec, rows)
     out, lse = run(dense, Inputs(inputs.q.detach()[token], k, v, mask=seen[:, None], sinks=inputs.sinks))
-    # rows that are no query's go nowhere: only as many as a sequence has are written, each to its own token
+    # Surplus rows of short sequences are written to an extra token at the end, which is cut off.
     flat_out = out.new_zeros((spec.q_len + 1, *out.shape[2:]))
     flat_lse = lse.new_full((lse.shape[1], spec.q_len + 1), -torch.inf)
     target = torch.where(query < count[:, None], token, spec.q_len).flatten()

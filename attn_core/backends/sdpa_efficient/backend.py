@@ -1,14 +1,14 @@
 """torch's memory-efficient attention on NVIDIA GPUs, by its raw ops: the cutlass kernel that xformers began with.
 
-Limits: causal windows only; no softcap, ALiBi or dropout; packed documents without mask, bias or window. A bias is
-taken where the dtype of q, which the kernel wants, holds it: rounding the caller's numbers is not ours to do. A boolean
-mask becomes an additive one of 0 and -inf, exact in any dtype. float32 products are 3xTF32.
-Equal heads: grouped k and v are expanded, and the groups' dk and dv summed in float32. Sinks and the gradient of the
-log-sum-exp come from ``torch_rewrites``.
-Upstream: ``aten::_efficient_attention_forward`` and ``_backward``, torch 2.11 to 2.15. Put right here: a log-sum-exp of
-0 for rows that see nothing, and its padding to 32 rows; query rows without a key before (or after) all keys, which the
-kernel leaves unwritten or, bottom-right, unmasked (pytorch#193632), are cut off or kept in documents of their own; the
-bias's gradient is unwritten where causal hides whole tiles.
+Limits: causal windows only; no softcap, ALiBi or dropout; packed documents without mask, bias or window. A bias must be
+representable in q's dtype, which the kernel requires: we do not round the caller's numbers. A boolean mask becomes an
+additive one of 0 and -inf, exact in any dtype. float32 products are 3xTF32.
+Grouped k and v are expanded, because the kernel needs equal heads; the groups' dk and dv are summed in float32.
+``shared.rewrites`` adds sinks and the gradient of the log-sum-exp.
+Upstream: ``aten::_efficient_attention_forward`` and ``_backward``, torch 2.11 to 2.15. Corrections: the log-sum-exp of
+rows that see no key (0 in the kernel) and its padding to 32 rows; query rows before (or after) all keys, which the
+kernel leaves unwritten or, bottom-right, unmasked (pytorch#193632), are cut off or moved into documents of their own;
+the kernel does not write the bias's gradient where causal hides whole tiles, so it is zeroed.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ NO_MASK, TOP_LEFT, BOTTOM_RIGHT = 0, 1, 2
 """The kernel's custom_mask_type."""
 
 MOST_PADDING = 16
-"""How many times the tokens a packed log-sum-exp may hold."""
+"""The most elements of a packed, padded log-sum-exp, in multiples of the number of tokens."""
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """Windows the kernel has not, biases it would round, what packed documents cannot have, and int32 overflows."""
+    """Refuses unsupported windows, biases it would round, masks of packed documents, and int32 overflows."""
     documents = 2 * spec.documents if spec.documents and _splits(spec) else spec.documents
     reasons = [*rewrites.refusals(spec), *aten_masks.limits(spec, device, NAME, documents)]
     edge = aten_masks.needed_band(spec)
@@ -73,7 +73,7 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
 
 
 def _packed_refusals(spec: AttentionSpec) -> tuple[str, ...]:
-    """Documents so unequal that a log-sum-exp padded to the longest would be far longer than all tokens."""
+    """Refuses documents so unequal that a log-sum-exp padded to the longest would dwarf the tokens."""
     if not spec.documents or spec.documents * (spec.max_len_q or 0) <= MOST_PADDING * max(spec.q_len, 4096):
         return ()
     sizes = f"{spec.documents} documents of up to {spec.max_len_q} queries in {spec.q_len} tokens"
@@ -111,7 +111,7 @@ def _size_refusals(spec: AttentionSpec) -> list[str]:
 
 
 def probe() -> str:
-    """torch's version, once it is known to have the kernel."""
+    """Checks that torch has the kernel and returns torch's version."""
     import torch
 
     _kernels()
@@ -122,10 +122,10 @@ def probe() -> str:
 
 @lru_cache(maxsize=4096)
 def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """The ops' own arguments, the query ``rows`` that are left to the kernel, and how documents are given to it.
+    """Returns the ops' arguments, the query ``rows`` that the kernel computes, and whether documents are split.
 
-    num_splits_key 1 makes the backward deterministic. It is forced for packed documents without causal too: other
-    numbers divide by a document's queries, of which it may have none.
+    num_splits_key 1 makes the backward deterministic. Packed documents without causal need it as well: other numbers
+    divide by the number of a document's queries, which may be 0.
     """
     edge = aten_masks.needed_band(spec)
     first, stop = 0, spec.q_len
@@ -150,7 +150,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 
 
 def _splits(spec: AttentionSpec) -> bool:
-    """Whether each packed document becomes two for the kernel; see ``aten_documents.split_at_first_key``."""
+    """Returns whether each packed document becomes two for the kernel; see ``documents.split_at_first_key``."""
     return spec.packed and spec.alignment == "bottom_right" and aten_masks.needed_band(spec).right is not None
 
 
@@ -178,16 +178,16 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
 
 
 def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
-    """The op itself; it allocates its results, ``into`` is of no use to it."""
+    """Runs the op, which allocates its results; ``into`` is unused."""
     how = lower(spec)
-    given = tensors.operands(spec, how, inputs)
+    operands = tensors.operands(spec, how, inputs)
     out, raw, *_ = _kernels()[0](
-        given.q,
-        given.k,
-        given.v,
-        given.bias,
-        given.cu_seqlens_q,
-        given.cu_seqlens_k,
+        operands.q,
+        operands.k,
+        operands.v,
+        operands.bias,
+        operands.cu_seqlens_q,
+        operands.cu_seqlens_k,
         how["max_q"],
         how["max_k"],
         0.0,
@@ -196,27 +196,27 @@ def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
         scale=how["scale"],
         window_size=how["window_size"],
     )
-    return tensors.results(spec, how, given, out, raw)
+    return tensors.results(spec, how, operands, out, raw)
 
 
 def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any) -> Gradients:
     import torch
 
     how = lower(spec)
-    given = tensors.operands(spec, how, inputs)
-    saved = tensors.saved(spec, how, given, out, lse, dout)
-    random_state = inputs.q.new_empty((), dtype=torch.int64)  # what nobody reads without dropout
+    operands = tensors.operands(spec, how, inputs)
+    saved = tensors.saved(spec, how, operands, out, lse, dout)
+    random_state = inputs.q.new_empty((), dtype=torch.int64)  # required by the op, unused without dropout
     gradients = _kernels()[1](
         saved.dout,
-        given.q,
-        given.k,
-        given.v,
-        given.bias,
+        operands.q,
+        operands.k,
+        operands.v,
+        operands.bias,
         saved.out,
-        given.cu_seqlens_q,
-        given.cu_seqlens_k,
-        how["max_q"] or given.q.shape[1],
-        how["max_k"] or given.k.shape[1],
+        operands.cu_seqlens_q,
+        operands.cu_seqlens_k,
+        how["max_q"] or operands.q.shape[1],
+        how["max_k"] or operands.k.shape[1],
         saved.lse,
         0.0,
         random_state,
@@ -227,7 +227,7 @@ def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any
         num_splits_key=how["num_splits_key"],
         window_size=how["window_size"],
     )
-    return tensors.gradients(spec, how, given, inputs, gradients)
+    return tensors.gradients(spec, how, operands, inputs, gradients)
 
 
 def _width(dim: int) -> int:
@@ -235,4 +235,4 @@ def _width(dim: int) -> int:
 
 
 KERNEL = rewrites.Kernel(_forward, _backward, _width, same_width=False)
-"""What ``torch_rewrites`` completes."""
+"""The kernel that ``shared.rewrites`` completes."""

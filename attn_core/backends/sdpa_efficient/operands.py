@@ -1,7 +1,7 @@
-"""Tensors on their way into torch's memory-efficient kernel and out of it: equal heads, padded rows, whole documents.
+"""Converts operands and results for torch's memory-efficient kernel: equal heads, padded rows, whole documents.
 
-The kernel takes ``[batch, length, heads, dim]`` with as many kv heads as heads, and a batch of 1 where documents are
-packed. ``how`` is what the backend's ``lower`` says. Nothing here synchronises.
+The kernel takes ``[batch, length, heads, dim]`` with as many kv heads as heads, and a batch of 1 for packed documents.
+``how`` is the result of the backend's ``lower``. No function synchronises.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ ADDRESSES = 2**31
 
 
 class Operands(NamedTuple):
-    """What the kernel is given; of dense calls the rows in ``how["rows"]``.
+    """The kernel's operands; of dense calls only the rows ``how["rows"]``.
 
-    ``empty``: which of the rows see no key, ``[batch or 1, heads or 1, rows or 1]``, None where all do; ``places``: of
-    packed tokens.
+    ``empty``: which of the rows see no key, ``[batch or 1, heads or 1, rows or 1]``, None if every row sees one.
+    ``places``: of packed tokens.
     """
 
     q: Any
@@ -39,7 +39,7 @@ class Operands(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The forward's results as the kernel's backward wants them."""
+    """The forward's results and dout in the layouts of the kernel's backward."""
 
     out: Any
     lse: Any
@@ -47,7 +47,7 @@ class Saved(NamedTuple):
 
 
 def operands(spec: AttentionSpec, how: dict[str, Any], inputs: Inputs) -> Operands:
-    """The kernel's tensors for a call."""
+    """Returns the kernel's operands for a call."""
     q, k, v = (tensor[None] if spec.packed else tensor for tensor in inputs[:3])
     q = _addressable(q[:, how["rows"]])
     k, v = (for_each_head(_addressable(tensor), spec.group_size) for tensor in (k, v))
@@ -62,35 +62,35 @@ def operands(spec: AttentionSpec, how: dict[str, Any], inputs: Inputs) -> Operan
     return Operands(q, k, v, bias, aten_masks.empty_rows(added, edge, rows, spec.kv_len))
 
 
-def _packed(spec: AttentionSpec, how: dict[str, Any], inputs: Inputs, given: Operands) -> Operands:
+def _packed(spec: AttentionSpec, how: dict[str, Any], inputs: Inputs, dense: Operands) -> Operands:
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     if how["split_documents"]:
         cu_q, cu_k = aten_documents.split_at_first_key(cu_q, cu_k)
     where = aten_documents.places(cu_q, cu_k, spec.q_len, _padded(how["max_q"]))
-    return given._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, places=where)
+    return dense._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, places=where)
 
 
-def results(spec: AttentionSpec, how: dict[str, Any], given: Operands, out: Any, raw: Any) -> tuple[Any, Any]:
-    """(out, lse) of the call from the kernel's out and its padded log-sum-exp."""
+def results(spec: AttentionSpec, how: dict[str, Any], operands: Operands, out: Any, raw: Any) -> tuple[Any, Any]:
+    """Returns (out, lse) of the call from the kernel's out and its padded log-sum-exp."""
     import torch
 
-    if given.places is not None:
-        # Tokens without a key: the kernel may not have written them.
-        out = out[0].masked_fill_(given.places.empty[:, None, None], 0.0)
-        return out, aten_documents.by_token(raw, given.places)
-    lse = raw[..., : given.q.shape[1]].contiguous()
-    if given.empty is not None:
-        lse = lse.masked_fill_(given.empty, -torch.inf)
+    if operands.places is not None:
+        # The kernel may not have written tokens without a key.
+        out = out[0].masked_fill_(operands.places.empty[:, None, None], 0.0)
+        return out, aten_documents.by_token(raw, operands.places)
+    lse = raw[..., : operands.q.shape[1]].contiguous()
+    if operands.empty is not None:
+        lse = lse.masked_fill_(operands.empty, -torch.inf)
     return _all_rows(spec, how, out), _all_rows(spec, how, lse[..., None], -torch.inf, axis=2)[..., 0]
 
 
-def saved(spec: AttentionSpec, how: dict[str, Any], given: Operands, out: Any, lse: Any, dout: Any) -> Saved:
-    """What the backward wants beside its operands: its own rows, and +inf (a weight of 0) for rows that see nothing."""
+def saved(spec: AttentionSpec, how: dict[str, Any], operands: Operands, out: Any, lse: Any, dout: Any) -> Saved:
+    """Returns the saved tensors for the backward: the kernel's rows, +inf (a weight of 0) for rows without a key."""
     import torch
 
-    if given.places is not None:
-        documents = given.cu_seqlens_q.shape[0] - 1
-        raw = aten_documents.by_document(lse, given.places, documents, _padded(how["max_q"]))
+    if operands.places is not None:
+        documents = operands.cu_seqlens_q.shape[0] - 1
+        raw = aten_documents.by_document(lse, operands.places, documents, _padded(how["max_q"]))
         return Saved(out[None].contiguous(), raw, dout[None].contiguous())
     rows = how["rows"]
     lse = lse[..., rows]
@@ -100,12 +100,12 @@ def saved(spec: AttentionSpec, how: dict[str, Any], given: Operands, out: Any, l
     return Saved(out[:, rows].contiguous(), raw, dout[:, rows].contiguous())
 
 
-def gradients(spec: AttentionSpec, how: dict[str, Any], given: Operands, inputs: Inputs, found: Any) -> Gradients:
-    """The call's gradients from the kernel's (dq, dk, dv, dbias)."""
-    dq, dk, dv, dbias = found
+def gradients(spec: AttentionSpec, how: dict[str, Any], operands: Operands, inputs: Inputs, raw: Any) -> Gradients:
+    """Returns the call's gradients from the kernel's (dq, dk, dv, dbias)."""
+    dq, dk, dv, dbias = raw
     dk, dv = by_kv_head(dk, spec.num_kv_heads), by_kv_head(dv, spec.num_kv_heads)
-    if given.places is not None:
-        return Gradients(dq[0].masked_fill_(given.places.empty[:, None, None], 0.0), dk[0], dv[0])
+    if operands.places is not None:
+        return Gradients(dq[0].masked_fill_(operands.places.empty[:, None, None], 0.0), dk[0], dv[0])
     dq = _all_rows(spec, how, dq)
     if not spec.bias_gradient:
         return Gradients(dq, dk, dv)
@@ -113,11 +113,11 @@ def gradients(spec: AttentionSpec, how: dict[str, Any], given: Operands, inputs:
 
 
 def for_each_head(tensor: Any, group: int) -> Any:
-    """``[batch, length, kv_heads, dim]`` -> ``[batch, length, heads, dim]``: a kv head for each head of its group."""
+    """Repeats kv heads: ``[batch, length, kv_heads, dim]`` -> ``[batch, length, heads, dim]``."""
     if group == 1:
         return tensor
     batch, length, kv_heads, dim = tensor.shape
-    # [batch, length, kv_heads, group, dim] -> [batch, length, heads, dim]; a view where there is one kv head
+    # [batch, length, kv_heads, group, dim] -> [batch, length, heads, dim]; a view if there is one kv head
     return tensor[:, :, :, None].expand(batch, length, kv_heads, group, dim).reshape(batch, length, -1, dim)
 
 
@@ -133,7 +133,7 @@ def by_kv_head(gradient: Any, kv_heads: int) -> Any:
 
 
 def bias_gradient(spec: AttentionSpec, how: dict[str, Any], bias: Any, full: Any) -> Any:
-    """``[batch, heads, rows, kv_len]`` -> the bias's own shape and dtype; tiles that causal skipped hold anything."""
+    """``[batch, heads, rows, kv_len]`` -> the bias's shape and dtype. Zeroes the tiles that causal left unwritten."""
     import torch
 
     rows = how["rows"]
@@ -149,7 +149,7 @@ def bias_gradient(spec: AttentionSpec, how: dict[str, Any], bias: Any, full: Any
 
 
 def _all_rows(spec: AttentionSpec, how: dict[str, Any], part: Any, value: float = 0.0, axis: int = 1) -> Any:
-    """A 4-D tensor of some rows with all rows of the call; what the kernel was not given is ``value``."""
+    """Pads a 4-D tensor of the kernel's rows to all rows of the call with ``value``."""
     import torch
 
     rows = how["rows"]
@@ -164,6 +164,6 @@ def _padded(rows: int) -> int:
 
 
 def _addressable(tensor: Any) -> Any:
-    """A ``[batch, length, heads, dim]`` tensor that the kernel can read, or a copy that it can."""
+    """Returns a ``[batch, length, heads, dim]`` tensor that the kernel can read, copied if needed."""
     tensor = readable(tensor)
     return tensor if tensor.shape[1] * tensor.stride(1) < ADDRESSES else tensor.contiguous()

@@ -1,7 +1,7 @@
-"""Rows of a batch whose keys or values hold a NaN or Inf, computed again so that a hidden key reaches nobody.
+"""Recomputes the batch rows whose keys or values contain NaN or Inf, so that hidden keys affect no result.
 
-A kernel that gives a hidden key the weight 0 adds ``0 * NaN`` for it, and a NaN score that is masked by adding stays
-NaN. So what such a kernel made of these rows is replaced by plain attention, in which a hidden key is in no sum. The
+A kernel that gives a hidden key the weight 0 adds ``0 * NaN`` for it, and a NaN score stays NaN under an additive mask.
+So the kernel's results of these rows are replaced by plain attention, which leaves hidden keys out of all sums. The
 other rows keep the kernel's bits.
 """
 
@@ -18,7 +18,7 @@ from attn_core.call.tensors import Inputs
 
 
 def contain(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any) -> None:
-    """Computes such rows of a dense forward again, and writes them into ``out`` and ``lse``."""
+    """Recomputes the affected rows of a dense forward and writes them into ``out`` and ``lse``."""
     for row in _broken_rows(inputs.k, inputs.v):
         part, part_lse = plain_attention.forward(_row_spec(spec), _row_inputs(inputs, row))
         out[row], lse[row] = part[0], part_lse[0]
@@ -27,7 +27,7 @@ def contain(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any) -> None:
 def contain_gradients(
     spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, gradients: tuple[Any, Any, Any]
 ) -> None:
-    """Computes dq, dk and dv of such rows again, and writes them into ``gradients``."""
+    """Recomputes dq, dk and dv of the affected rows and writes them into ``gradients``."""
     for row in _broken_rows(inputs.k, inputs.v):
         saved = [tensor[row : row + 1] for tensor in (out, lse, dout)]
         part = plain_attention.backward(_row_spec(spec), _row_inputs(inputs, row), saved[0], saved[1], saved[2], None)
@@ -36,10 +36,10 @@ def contain_gradients(
 
 
 def _broken_rows(k: Any, v: Any) -> list[int]:
-    """The rows of ``[batch, kv_len, kv_heads, dim]`` in which k or v may hold a NaN or Inf; no broken row is missed.
+    """Returns the rows of ``[batch, kv_len, kv_heads, dim]`` in which k or v may contain NaN or Inf. It misses none.
 
-    A sum is NaN or Inf where one of its terms is. A sum of large finite numbers may be Inf as well, and then plain
-    attention runs without need.
+    A sum is NaN or Inf if one of its terms is. A sum of large finite numbers may also be Inf; then plain attention runs
+    needlessly.
     """
     import torch
 
@@ -54,7 +54,7 @@ def _broken_rows(k: Any, v: Any) -> list[int]:
 
 @cache
 def _valueless() -> type:
-    """The kind of tensors that have shapes and no values."""
+    """Returns the class of tensors that have shapes but no values."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return FakeTensor

@@ -2,10 +2,10 @@
 
 Limits: no softcap, ALiBi, sinks or dropout; value_dim == head_dim; no gradient of a bias or of the log-sum-exp. Causal
 is top-left in the kernel. Windows, bottom-right causal with unequal lengths, masks and biases become additive masks of
-blocks of queries (``aten_cpu_blocks``), and there a NaN in a hidden key is contained (``torch_containment``). Packed
-documents run one after another, so that nothing crosses between them.
-Upstream: ``aten::_scaled_dot_product_flash_attention_for_cpu``, torch 2.11 to 2.15. The raw op reads wrong memory when
-the last stride is not 1, and reports a log-sum-exp of 0 for rows that see nothing: both are put right here.
+blocks of queries (``cpu_blocks.py``), for which ``containment.py`` contains NaN in hidden keys. Packed documents run
+one after another, so that nothing crosses between them.
+Upstream: ``aten::_scaled_dot_product_flash_attention_for_cpu``, torch 2.11 to 2.15. The raw op reads wrong memory if
+the last stride is not 1, and reports a log-sum-exp of 0 for rows that see no key. This file corrects both.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ BACKWARD = replace(FORWARD)
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """Nothing: no two facts exclude each other here."""
+    """Refuses nothing: every combination of claims works."""
     return ()
 
 
 def probe() -> str:
-    """torch's version, once the ops are there."""
+    """Checks that the ops exist and returns torch's version."""
     import torch
 
     cpu_blocks.kernels()
@@ -58,7 +58,7 @@ def probe() -> str:
 
 @lru_cache(maxsize=4096)
 def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """``is_causal`` where the kernel's own top-left causal is what the spec means, else ``additive_mask``."""
+    """Returns the op's arguments: ``is_causal`` if the kernel's top-left causal fits, else ``additive_mask``."""
     edge = band(spec)
     explicit = spec.mask_shape is not None or spec.bias_shape is not None
     plain = edge.left is None and edge.right is None
@@ -129,7 +129,7 @@ def _all_readable(inputs: Inputs) -> Inputs:
 
 
 def _readable(tensor: Any) -> Any:
-    """A ``[batch, seq, heads, dim]`` tensor whose rows the kernel can read; a copy only where it cannot."""
+    """Returns a ``[batch, seq, heads, dim]`` tensor, copied only if the kernel cannot read its rows."""
     batch_stride, seq_stride, head_stride, last_stride = tensor.stride()
     width = tensor.shape[3]
     if last_stride != 1 or min(seq_stride, head_stride) < width or batch_stride < 1:
@@ -138,7 +138,7 @@ def _readable(tensor: Any) -> Any:
 
 
 def _documents(spec: AttentionSpec, inputs: Inputs) -> list[tuple[AttentionSpec, Inputs, slice, slice]]:
-    """Each document as a dense call of its own, with views of its tokens."""
+    """Returns each document as a dense call of its own, with views of its tokens."""
     return [
         (dense_spec(spec, *document.lengths), dense_inputs(inputs, document), *document)
         for document in documents(spec, inputs.cu_seqlens_q.numpy(), inputs.cu_seqlens_k.numpy())

@@ -1,8 +1,8 @@
-"""torch's CPU flash kernel under windows, masks and biases, in blocks of queries that read only keys they may see.
+"""torch's CPU flash kernel with windows, masks and biases, in blocks of queries that read only the keys in their band.
 
-The kernel hides keys by an additive mask alone. One mask of all queries and keys would cost memory and time for every
-pair, hidden ones too. So each block of queries is a call of its own: on the keys that its band reaches, with a mask of
-that size. Memory grows with the block, and time with the pairs that are near the band.
+The kernel hides keys only by an additive mask. One mask of all queries and keys would cost memory and time for every
+pair, also for hidden ones. So each block of queries is a call of its own, on the keys that its band reaches and with a
+mask of that size. Memory grows with the block, and time with the pairs near the band.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
 WINDOW_ROWS = 128
-"""Queries of a block under a window: more would meet many keys that most of them do not see."""
+"""The most queries of a block with a window. More would read many keys that most of them do not see."""
 MASK_ELEMENTS = 2**22
-"""Elements that a block's mask may have, 16 MiB in float32, as long as the block then has FEWEST_ROWS queries."""
+"""The most elements of a block's mask, 16 MiB in float32; but a block always has FEWEST_ROWS queries."""
 FEWEST_ROWS = 32
-"""Queries of a block at least: fewer would read all keys for very little."""
+"""The fewest queries of a block. Fewer would read all keys for very little work."""
 
 
 class Block(NamedTuple):
     """Some queries and the keys that any of them may see.
 
-    edge: the band, where it hides some of those keys from some of those queries, else None.
-    whole: whether these are all queries and all keys.
+    edge: the band if it hides some of these keys from some of these queries, else None.
+    whole: whether the block has all queries and all keys.
     """
 
     rows: slice
@@ -38,18 +38,18 @@ class Block(NamedTuple):
 
 @cache
 def kernels() -> tuple[Any, Any]:
-    """The forward and the backward op, on ``[batch, heads, seq, dim]``."""
+    """Returns the forward and the backward op, on ``[batch, heads, seq, dim]``."""
     import torch
 
     backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     return torch._scaled_dot_product_flash_attention_for_cpu, backward_op
 
 
-@lru_cache(maxsize=128)  # those of 65536 queries under a window take 330 KiB
+@lru_cache(maxsize=128)  # the blocks of 65536 queries with a window take 330 KiB
 def blocks(spec: AttentionSpec) -> tuple[Block, ...]:
-    """The blocks of a dense call in order; rows in no block see no key."""
+    """Returns the blocks of a dense call in order. Rows in no block see no key."""
     edge, step = band(spec), _height(spec)
-    found = []
+    result = []
     for start in range(0, spec.q_len, step):
         stop = min(start + step, spec.q_len)
         first, last = edge.keys_of(start, stop - 1, spec.kv_len)
@@ -57,12 +57,12 @@ def blocks(spec: AttentionSpec) -> tuple[Block, ...]:
             corners = (start, last - 1), (stop - 1, first)  # the farthest to the right, and to the left
             cut = not all(edge.contains(*corner) for corner in corners)
             whole = (start, stop, first, last) == (0, spec.q_len, 0, spec.kv_len)
-            found.append(Block(slice(start, stop), slice(first, last), edge if cut else None, whole))
-    return tuple(found)
+            result.append(Block(slice(start, stop), slice(first, last), edge if cut else None, whole))
+    return tuple(result)
 
 
 def _height(spec: AttentionSpec) -> int:
-    """Queries of a block."""
+    """Returns the number of queries of a block."""
     tables = [shape for shape in (spec.mask_shape, spec.bias_shape) if shape]
     copies = max((shape[0] for shape in tables), default=1) * max((shape[1] for shape in tables), default=1)
     rows = max(FEWEST_ROWS, MASK_ELEMENTS // max(1, copies * spec.kv_len))
@@ -71,7 +71,7 @@ def _height(spec: AttentionSpec) -> int:
 
 
 def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
-    """(out, lse) of a dense call; the kernel can read q, k and v."""
+    """Returns (out, lse) of a dense call whose q, k and v the kernel can read."""
     out: Any = None
     lse: Any = None
     q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])  # [batch, heads, seq, dim], as views
@@ -90,8 +90,8 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
 
 
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any) -> tuple[Any, Any, Any]:
-    """(dq, dk, dv) of a dense call; the kernel can read q, k, v and dout."""
-    lse = lse.masked_fill(lse == -float("inf"), 0.0)  # as the kernel itself reports such a row
+    """Returns (dq, dk, dv) of a dense call whose q, k, v and dout the kernel can read."""
+    lse = lse.masked_fill(lse == -float("inf"), 0.0)  # the kernel's own value for a row that sees no key
     q, k, v, out, dout = (tensor.transpose(1, 2) for tensor in (*inputs[:3], out, dout))
     sums: Any = None
     for block, mask in _with_masks(spec, inputs):
@@ -99,12 +99,12 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any)
         tensors = (dout, q, k, v, out, lse)
         if not whole:
             tensors = tuple(t[:, :, at] for t, at in zip(tensors, (rows, rows, keys, keys, rows, rows)))
-        found = kernels()[1](*tensors, 0.0, False, attn_mask=mask, scale=spec.scale)
+        parts = kernels()[1](*tensors, 0.0, False, attn_mask=mask, scale=spec.scale)
         if whole:
-            sums = found
+            sums = parts
             break
         sums = sums or _zeros(spec, inputs)
-        for total, part, places in zip(sums, found, (rows, keys, keys), strict=True):
+        for total, part, places in zip(sums, parts, (rows, keys, keys), strict=True):
             total[:, :, places] += part
     dq, dk, dv = (total.transpose(1, 2).to(q.dtype) for total in sums or _zeros(spec, inputs))
     return dq, dk, dv
@@ -117,7 +117,7 @@ def _nothing_seen(spec: AttentionSpec, q: Any) -> tuple[Any, Any]:
 
 
 def _zeros(spec: AttentionSpec, inputs: Inputs) -> list[Any]:
-    """Sums like q, k and v, in float32 (float64 for float64), seen as ``[batch, heads, seq, dim]``."""
+    """Returns zeros shaped like q, k and v in float32 (float64 for float64), as ``[batch, heads, seq, dim]`` views."""
     import torch
 
     dtype = getattr(torch, spec.lse_dtype)
@@ -125,12 +125,16 @@ def _zeros(spec: AttentionSpec, inputs: Inputs) -> list[Any]:
 
 
 def _with_masks(spec: AttentionSpec, inputs: Inputs) -> Iterator[tuple[Block, Any]]:
-    """Each block with its additive mask ``[batch or 1, heads or 1, rows, keys]``; None where that would do nothing."""
+    """Yields each block with its additive mask ``[batch or 1, heads or 1, rows, keys]``, None if it hides nothing."""
     mask, built = None, None
     explicit = inputs.mask is not None or inputs.bias is not None
     for block in blocks(spec):
         rows, keys = block.rows, block.keys
-        place = rows.stop - rows.start, keys.start - rows.start, keys.stop - rows.start  # a band knows distances alone
+        place = (
+            rows.stop - rows.start,
+            keys.start - rows.start,
+            keys.stop - rows.start,
+        )  # blocks with equal distances share a band's mask
         if explicit or place != built:
             mask, built = _additive(spec, inputs, block), place
         yield block, mask
@@ -158,7 +162,7 @@ def _additive(spec: AttentionSpec, inputs: Inputs, block: Block) -> Any:
 
 
 def _part(table: Any, block: Block) -> Any:
-    """What a mask or bias ``[batch or 1, heads or 1, q_len or 1, kv_len or 1]`` says of a block."""
+    """Slices the block out of a mask or bias ``[batch or 1, heads or 1, q_len or 1, kv_len or 1]``."""
     if block.whole:
         return table
     narrowed = table if table.shape[2] == 1 else table[:, :, block.rows]

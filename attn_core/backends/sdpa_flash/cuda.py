@@ -1,12 +1,13 @@
-"""torch's own flash attention on NVIDIA GPUs, by its raw ops: a copy of FlashAttention 2 inside torch.
+"""torch's own flash attention on NVIDIA GPUs, through its raw ops: a copy of FlashAttention 2 inside torch.
 
 Limits: fp16 and bf16, head_dim up to 256, bottom-right alignment only; no softcap, mask, bias, ALiBi or dropout (the
-backward op takes no ALiBi slopes, and dropout masks would be its own). value_dim, sinks and the gradient of the
-log-sum-exp come from ``torch_rewrites``. The backward sums dq in an order of its own: equal bits on every run come only
-under torch's global switch, which belongs to the caller, so they are not claimed.
-Upstream: ``aten::_flash_attention_forward`` and ``_backward``, torch 2.11 to 2.15. Put right here: a log-sum-exp of
-+inf for rows that see nothing; packed calls with at most one query each, whose shortcut for grouped heads needs exactly
-one. Refused: non-causal windows with more queries than keys, which FlashAttention 2 places wrongly.
+backward op takes no ALiBi slopes, and dropout would follow the op's own random stream). ``shared.rewrites`` adds
+value_dim, sinks and the gradient of the log-sum-exp. The backward adds dq in no fixed order; equal bits on every run
+need torch's global switch, which belongs to the caller, so they are not claimed.
+Upstream: ``aten::_flash_attention_forward`` and ``_backward``, torch 2.11 to 2.15. Corrections: the log-sum-exp of rows
+that see no key (+inf in the op); packed calls with at most one query per document, because the op's fast path for
+grouped heads needs exactly one. Refused: non-causal windows with more queries than keys, which FlashAttention 2
+misplaces.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ SMALL_SHARED_MEMORY = (86, 87, 89, 120, 121)
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """Windows that FlashAttention 2 gets wrong, wide heads' gradients on small GPUs, and the limits of a grid."""
+    """Refuses windows that FlashAttention 2 misplaces, gradients of wide heads on small GPUs, and too large grids."""
     reasons = [*rewrites.refusals(spec), *limits(spec, device, NAME), *sums_of_dq(spec, NAME)]
     edge = needed_band(spec)
     windowed = (edge.left is not None or edge.right is not None) and edge.right != 0
@@ -71,7 +72,7 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
 
 
 def probe() -> str:
-    """torch's version, once it is known to have the kernel."""
+    """Checks that torch has the kernel and returns torch's version."""
     import torch
 
     _kernels()
@@ -82,9 +83,9 @@ def probe() -> str:
 
 @lru_cache(maxsize=4096)
 def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """The op's own arguments, and whether some row may see no key.
+    """Returns the op's arguments, and whether some row may see no key.
 
-    max_q of packed calls is never 1: see the module's text. An upper bound is all that the kernel needs.
+    max_q of packed calls is never 1 (see the module's docstring). The kernel only needs an upper bound.
     """
     edge = needed_band(spec)
     plain_causal = edge.left is None and edge.right == 0
@@ -108,7 +109,7 @@ def _kernels() -> tuple[Any, Any]:
 
 @cache
 def _in_place() -> Any:
-    """The forward op that stores into a tensor it is given, or None: not every torch has it."""
+    """Returns the forward op that stores into the caller's tensor, or None: not every torch has it."""
     import torch
 
     op = getattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace", None)
@@ -134,12 +135,12 @@ def backward(
 
 
 def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
-    """One query for grouped heads is run as another shape, whose result is a view: that one goes by the plain op."""
+    """Runs the op, in place if possible. It reshapes one query of grouped heads and returns a view, so not in place."""
     how = lower(spec)
     one_query = spec.q_len == 1 and not spec.packed and spec.group_size > 1
     place = None if into is None or one_query or _in_place() is None else rewrites.writable(into[0])
     op = _kernels()[0] if place is None else partial(_in_place(), place)
-    made = op(
+    results = op(
         *(rewrites.readable(tensor) for tensor in inputs[:3]),
         inputs.cu_seqlens_q,
         inputs.cu_seqlens_k,
@@ -152,19 +153,19 @@ def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
         window_size_left=how["window_size_left"],
         window_size_right=how["window_size_right"],
     )
-    out, lse = made[:2] if place is None else (place, made)
+    out, lse = results[:2] if place is None else (place, results)
     infinity = float("inf")
     return out, lse.masked_fill(lse == infinity, -infinity) if how["empty_rows"] else lse
 
 
 def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any) -> Gradients:
-    """The op itself; it allocates its results, ``into`` is of no use to it."""
+    """Runs the op, which allocates its results; ``into`` is unused."""
     import torch
 
     how = lower(spec)
     if how["empty_rows"]:
-        lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # what the forward op itself reports
-    # The states of a random generator, as the forward op returns them; without dropout nobody reads them.
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # the forward op's own value for such a row
+    # The states of a random generator, in the forward op's format; unused without dropout.
     states = inputs.q.new_empty((2,), dtype=torch.uint64), inputs.q.new_empty((), dtype=torch.uint64)
     gradients = _kernels()[1](
         rewrites.readable(dout),
@@ -190,4 +191,4 @@ def _width(dim: int) -> int:
 
 
 KERNEL = rewrites.Kernel(_forward, _backward, _width)
-"""What ``torch_rewrites`` completes."""
+"""The kernel that ``shared.rewrites`` completes."""

@@ -46,14 +46,14 @@ PAGES_ALONE = True
 WRITES_INTO = True
 
 PROGRAMS = 4
-"""Programs for each multiprocessor that keep its memory pipe full; more are given more work, not more splits."""
+"""Programs per multiprocessor that saturate its memory bandwidth. Beyond that, programs get more work, not splits."""
 FEWEST_KEYS = 128
-"""A share of the keys that is worth a program of its own."""
+"""The fewest keys that are worth a program of their own."""
 MOST_SPLITS = 128
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """Widths that are no power of two, grids that are too large, and calls without pages."""
+    """Refuses widths that are no power of two, grids that are too large, and calls without pages."""
     reasons = []
     if spec.paged is None:
         reasons.append(f"keys and values not in pages: {FORWARD.kernel} reads pages alone")
@@ -66,7 +66,7 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
 
 
 def probe() -> str:
-    """Triton's version, once the kernels import."""
+    """Imports the kernels and returns Triton's version."""
     import triton
 
     from attn_core.backends.triton_splitkv import kernels  # noqa: F401
@@ -75,7 +75,7 @@ def probe() -> str:
 
 
 class Tiles(NamedTuple):
-    """Of a launch: queries (times the group) and keys of a tile, warps, and stages of the pipeline."""
+    """A launch's tile: queries (times the group) and keys, warps, and stages of the pipeline."""
 
     rows: int
     keys: int
@@ -84,7 +84,7 @@ class Tiles(NamedTuple):
 
 
 def tiles(spec: AttentionSpec) -> Tiles:
-    """The tile sizes for a call: the best of those tried on an H200, one query each of 64 sequences of 8192 tokens."""
+    """Returns the tile sizes for a call: the fastest on an H200 for one query each of 64 sequences of 8192 tokens."""
     rows, wide = _rows(spec), max(spec.head_dim, spec.value_dim)
     if rows > 16:
         return Tiles(rows, 32, 4, 2)
@@ -94,24 +94,24 @@ def tiles(spec: AttentionSpec) -> Tiles:
 
 
 def _rows(spec: AttentionSpec) -> int:
-    wanted = (spec.max_len_q or 1) * spec.group_size
-    return 16 if wanted <= 16 else 32 if wanted <= 32 else 64
+    rows = (spec.max_len_q or 1) * spec.group_size
+    return 16 if rows <= 16 else 32 if rows <= 32 else 64
 
 
 def splits(spec: AttentionSpec, multiprocessors: int) -> int:
-    """Into how many shares the keys of each sequence are split, by shapes alone."""
+    """Returns the number of splits of each sequence's keys. It depends on shapes alone, so equal calls run equally."""
     blocks = -(-(spec.max_len_q or 1) * spec.group_size // _rows(spec))
     programs = (spec.documents or 1) * spec.num_kv_heads * blocks
-    wanted = multiprocessors * PROGRAMS // max(programs, 1)
+    count = multiprocessors * PROGRAMS // max(programs, 1)
     reach = band(spec).left
     keys = spec.max_len_k or spec.kv_len
     if reach is not None:
         keys = min(keys, reach + (spec.max_len_q or 1))
-    return max(1, min(wanted, -(-keys // FEWEST_KEYS), MOST_SPLITS))
+    return max(1, min(count, -(-keys // FEWEST_KEYS), MOST_SPLITS))
 
 
 def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """The kernel's numbers; an open side of the window is a distance that reaches every key."""
+    """Returns the kernel's scalar arguments. An open side of the window becomes a distance that reaches every key."""
     edge = band(spec)
     far = 2**30
     return {
@@ -141,7 +141,7 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple
     """See ``Backend.forward``."""
     import torch
 
-    given, tile, count = _settings(spec, inputs.q.get_device())
+    settings, tile, count = _settings(spec, inputs.q.get_device())
     q = inputs.q if inputs.q.stride(-1) == 1 else inputs.q.contiguous()
     k, v = pools(inputs)
     out = torch.empty(spec.out_shape, dtype=q.dtype, device=q.device) if into is None else into[0]
@@ -152,14 +152,14 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple
     if count > 1:
         parts = torch.empty((count, *out.shape), dtype=torch.float32, device=q.device)
         part_lse = torch.empty((count, *lse.shape), dtype=torch.float32, device=q.device)
-    _attend(spec, inputs._replace(q=q, k=k, v=v), parts, part_lse, count, given, tile)
+    _attend(spec, inputs._replace(q=q, k=k, v=v), parts, part_lse, count, settings, tile)
     if count > 1:
         _merge(spec, inputs, parts, part_lse, out, lse, count)
     return out, lse
 
 
 def _attend(
-    spec: AttentionSpec, inputs: PagedInputs, out: Any, lse: Any, count: int, given: dict[str, Any], tile: Tiles
+    spec: AttentionSpec, inputs: PagedInputs, out: Any, lse: Any, count: int, settings: dict[str, Any], tile: Tiles
 ) -> None:
     from attn_core.backends.triton_splitkv import kernels
 
@@ -178,8 +178,8 @@ def _attend(
         *(inputs.q, inputs.k, inputs.v, table, lengths.contiguous()),
         lengths if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.contiguous(),
         inputs.q if inputs.sinks is None else inputs.sinks.contiguous(),
-        *(out, lse, given["scale"], given["softcap"]),
-        *(spec.q_len, paged.num_pages, paged.width, given["left"], given["right"]),
+        *(out, lse, settings["scale"], settings["softcap"]),
+        *(spec.q_len, paged.num_pages, paged.width, settings["left"], settings["right"]),
         *inputs.q.stride()[:2],
         *inputs.k.stride()[:3],
         *inputs.v.stride()[:3],
@@ -192,9 +192,9 @@ def _attend(
         HEAD_DIM=spec.head_dim,
         VALUE_DIM=spec.value_dim,
         SPLITS=count,
-        ONE_QUERY=given["ONE_QUERY"],
-        SOFTCAP=given["SOFTCAP"],
-        SINKS=given["SINKS"],
+        ONE_QUERY=settings["ONE_QUERY"],
+        SOFTCAP=settings["SOFTCAP"],
+        SINKS=settings["SINKS"],
         ROWS=tile.rows,
         KEYS=tile.keys,
         num_warps=tile.warps,
@@ -220,5 +220,5 @@ def _merge(spec: AttentionSpec, inputs: PagedInputs, parts: Any, part_lse: Any, 
 
 
 def backward(spec: AttentionSpec, inputs: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
-    """None: keys and values in pages are for inference."""
+    """Raises: paged keys and values are for inference."""
     raise NotImplementedError(f"backward: {FORWARD.kernel} has no gradient")

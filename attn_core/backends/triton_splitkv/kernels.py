@@ -22,7 +22,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _merged(top, other):
-    """The running maximum of scores and the factor for what was summed under the old one; -inf stays without NaN."""
+    """Returns the new running maximum and the factor that rescales the sums so far. -inf gives no NaN."""
     new = tl.maximum(top, other)
     base = tl.where(new == float("-inf"), 0.0, new)
     return new, base, tl.exp2(top - base)
@@ -147,10 +147,10 @@ def attend(
         total = total * fade + tl.exp2(sink - base)
         summed = summed * fade[:, None]
     result = tl.where(empty[:, None], 0.0, summed / tl.where(empty, 1.0, total)[:, None])
-    found = tl.where(empty, float("-inf"), (top + tl.log2(tl.where(empty, 1.0, total))) * LN_2)
+    row_lse = tl.where(empty, float("-inf"), (top + tl.log2(tl.where(empty, 1.0, total))) * LN_2)
     out_at = out + split.to(tl.int64) * out_split + token[:, None] * out_token + head[:, None] * out_head
     tl.store(out_at + value_channel[None, :], result.to(out.dtype.element_ty), mask=is_row[:, None])
-    tl.store(lse + split.to(tl.int64) * lse_split + head * lse_head + token, found, mask=is_row)
+    tl.store(lse + split.to(tl.int64) * lse_split + head * lse_head + token, row_lse, mask=is_row)
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def merge(
     SINKS: tl.constexpr,
     SHARES: tl.constexpr,
 ):
-    """The partial results of all splits as one, for a query and a head. SHARES: splits read at once."""
+    """Merges the partial results of all splits, for one query and one head. SHARES: splits read at once."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     channel = tl.arange(0, VALUE_DIM)
@@ -184,9 +184,9 @@ def merge(
         split = first + tl.arange(0, SHARES)
         exists = split < SPLITS
         lse_at = part_lse + split * part_lse_split + head * part_lse_head + token
-        found = tl.load(lse_at, mask=exists, other=float("-inf")) * LOG2_E
-        top, base, fade = _merged(top, tl.max(found, 0))
-        weights = tl.exp2(found - base)
+        share_lse = tl.load(lse_at, mask=exists, other=float("-inf")) * LOG2_E
+        top, base, fade = _merged(top, tl.max(share_lse, 0))
+        weights = tl.exp2(share_lse - base)
         part_at = part + split.to(tl.int64)[:, None] * part_split + token * part_token + head * part_head
         values = tl.load(part_at + channel[None, :], mask=exists[:, None], other=0.0)
         total = total * fade + tl.sum(weights, 0)

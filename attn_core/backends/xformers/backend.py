@@ -1,15 +1,13 @@
-"""xformers' memory-efficient attention: CUTLASS, flash, FlashAttention-3 and Triton split-KV, by its order or by name.
+"""xformers' memory-efficient attention: CUTLASS, flash, FlashAttention-3 and Triton split-KV.
 
-``xformers`` takes the first operator of xformers' own order that fits: flash, then CUTLASS. ``xformers_flash``,
-``xformers_cutlass``, ``xformers_flash3`` and ``xformers_splitk`` are one operator each. FlashAttention-3 runs by name
-alone: xformers would also choose its backward, which a forward-only build does not have.
-
-Limits: no softcap, ALiBi, dropout or bias gradient. Windows that are not causal: flash and flash3, outside documents.
-Documents: flash and flash3. (CUTLASS is undefined for one with fewer keys than queries, split-KV wants causal ones of
-one length, and the lengths are on the device.) Masks and biases: CUTLASS, which wants biases that q's dtype holds, and
-split-KV, which has no gradient. Gradients repeat k and v for grouped heads, and sum over each group in float32.
-Put right: the log-sum-exp of rows that see nothing (+inf in flash, 0 in CUTLASS), CUTLASS' padding of it to 32 rows.
-Upstream: xformers >= 0.0.29. Its flash operator is flash-attn's where that is installed, otherwise torch's.
+``xformers`` runs flash if it supports the call, else CUTLASS, as xformers itself does. ``xformers_flash``,
+``xformers_cutlass``, ``xformers_flash3`` and ``xformers_splitk`` run one operator each. FlashAttention-3 runs only by
+name: xformers would also choose its backward, which a forward-only build lacks.
+Limits: no softcap, ALiBi, dropout or bias gradient. Non-causal windows: flash and flash3, without documents.
+Documents: flash and flash3. (CUTLASS is undefined for a document with fewer keys than queries, split-KV needs causal
+documents of equal length, and lengths are on the device.) Masks and biases: CUTLASS, if q's dtype can represent the
+bias, and split-KV, which has no gradient. Corrections: see ``operators.py``.
+Upstream: xformers >= 0.0.29. Its flash operator is flash-attn's if that is installed, otherwise torch's.
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ _SPLITK = replace(_SPLITK, lse_gradient=False)
 
 
 class Operator(NamedTuple):
-    """One of xformers' operators: its claims, and the masks of its forward and backward (see ``xformers_bias``)."""
+    """One of xformers' operators: its claims, and the masks of its forward and backward (see ``bias.py``)."""
 
     forward: Support
     backward: Support | None
@@ -83,12 +81,12 @@ _FLASH_MASKS = (
     *("BlockDiagonalCausalFromBottomRightMask", "BlockDiagonalCausalLocalAttentionFromBottomRightMask"),
 )
 _CUTLASS_MASKS = (None, TENSOR, "LowerTriangularMask", _CAUSAL)
-_ROW_MASKS = {  # what split-KV takes for these, of batch rows laid end to end
+_ROW_MASKS = {  # split-KV's masks in their place, for batch rows laid end to end
     _CAUSAL: "BlockDiagonalCausalWithOffsetPaddedKeysMask",
     _WINDOW: "BlockDiagonalCausalLocalAttentionPaddedKeysMask",
 }
 _SPLITK_ROWS = 16
-"""Rows of a causal call that split-KV tells apart."""
+"""The most rows of a causal call that split-KV masks correctly."""
 
 OPERATORS = {
     "flash": Operator(_FLASH, replace(_FLASH, deterministic=False), _FLASH_MASKS, _FLASH_MASKS),
@@ -99,11 +97,11 @@ OPERATORS = {
     "splitk": Operator(_SPLITK, None, (None, TENSOR, *_ROW_MASKS)),
 }
 _ORDER = ("flash", "cutlass")
-"""Those that ``xformers`` chooses from; both run on the same devices."""
+"""The operators that ``xformers`` chooses from; both run on the same devices."""
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """Every operator's reasons, where none of them fits a call that is within the claims of them all."""
+    """Returns every operator's reasons if none supports a call that their common claims cover."""
     if _chosen(spec) or unmet(BACKWARD if spec.needs_backward else FORWARD, spec, device):
         return ()
     return tuple(dict.fromkeys(why for word in _ORDER for why in _misfits(word, spec)))
@@ -111,12 +109,12 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
 
 @lru_cache(maxsize=4096)
 def _chosen(spec: AttentionSpec) -> str | None:
-    """The operator that ``xformers`` runs."""
+    """Returns the operator that ``xformers`` runs, or None."""
     return next((word for word in _ORDER if not _misfits(word, spec)), None)
 
 
 def _misfits(word: str, spec: AttentionSpec) -> tuple[str, ...]:
-    """All that keeps an operator from a call, the device aside."""
+    """Returns all reasons why an operator cannot run a call, apart from the device."""
     forward, backward, device = OPERATORS[word].forward, OPERATORS[word].backward, FORWARD.devices[0]
     reasons = (*unmet(forward, spec, device), *_refuses(word, spec, device, None))
     if spec.needs_backward and backward is not None:
@@ -125,23 +123,23 @@ def _misfits(word: str, spec: AttentionSpec) -> tuple[str, ...]:
 
 
 def _refuses(word: str, spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """What an operator cannot do, or gets wrong, though each part of it is in its claims."""
+    """Refuses combinations that an operator lacks or computes wrongly though each claim alone holds."""
     kernel, name = OPERATORS[word].forward.kernel, mask_of(spec).name
-    band_asked = f"causal={spec.causal}, window={spec.window}, alignment={spec.alignment}"
-    asked = f"{band_asked} with q_len {spec.q_len} and kv_len {spec.kv_len}"
-    reasons = [*_mask_refusals(word, spec, name, asked), *kernel_limits.grid(spec, kernel)]
+    banded = f"causal={spec.causal}, window={spec.window}, alignment={spec.alignment}"
+    described = f"{banded} with q_len {spec.q_len} and kv_len {spec.kv_len}"
+    reasons = [*_mask_refusals(word, spec, name, described), *kernel_limits.grid(spec, kernel)]
     reasons += kernel_limits.sums_of_dq(spec, kernel) if word == "flash" else kernel_limits.tables(spec, kernel)
     if word == "flash" and name == _TWO_SIDED and spec.q_len > spec.kv_len + 1:
-        reasons.append(f"{asked}: {kernel} gets windows that are not causal wrong where q_len > kv_len + 1")
+        reasons.append(f"{described}: {kernel} gets windows that are not causal wrong where q_len > kv_len + 1")
     if word == "splitk" and name in _ROW_MASKS and spec.q_len > _SPLITK_ROWS:
-        reasons.append(f"{asked}: {kernel} masks up to {_SPLITK_ROWS} rows")
+        reasons.append(f"{described}: {kernel} masks up to {_SPLITK_ROWS} rows")
     parts = 64 * spec.batch * spec.q_len * spec.num_heads * spec.head_dim
     if word == "splitk" and parts >= 2**31:  # seen: an illegal memory access
         reasons.append(f"q_len={spec.q_len}: {kernel} counts the {parts} elements of its partial results in 32 bits")
     if word == "cutlass":
         elements = max(spec.q_len, spec.kv_len) * spec.num_heads * max(spec.head_dim, spec.value_dim)
         if name in (_CAUSAL, _WINDOW) and spec.q_len > spec.kv_len:
-            reasons.append(f"{asked}: {kernel} is undefined where rows see no key")
+            reasons.append(f"{described}: {kernel} is undefined where rows see no key")
         if spec.rounds_bias:
             reasons.append(f"bias in {spec.bias_dtype} beside {spec.dtype}: {kernel} rounds a bias to q's dtype")
         if elements >= 2**31:
@@ -149,21 +147,21 @@ def _refuses(word: str, spec: AttentionSpec, device: str, build: Build | None) -
     return tuple(reasons)
 
 
-def _mask_refusals(word: str, spec: AttentionSpec, name: str | None, asked: str) -> Iterator[str]:
-    """Bands that an operator has no mask for, unless its claims say so already."""
+def _mask_refusals(word: str, spec: AttentionSpec, name: str | None, described: str) -> Iterator[str]:
+    """Yields refusals of bands that an operator has no mask for, unless its claims already refuse them."""
     operator, square = OPERATORS[word], spec.q_len == spec.kv_len and not spec.packed
     claims = operator.forward
     said = name == TENSOR or (spec.packed and not claims.packed)
     said = said or not (square or spec.alignment in claims.alignments)
     if name not in operator.masks and not said:
         where = f" in each of {spec.documents} documents" if spec.packed else ""
-        yield f"{asked}{where}: {claims.kernel} has no such mask"
+        yield f"{described}{where}: {claims.kernel} has no such mask"
     elif name in operator.masks and spec.needs_backward and operator.backward and name not in operator.gradient_masks:
-        yield f"{asked}, with gradients: the backward of {claims.kernel} gives infs and NaNs for windows"
+        yield f"{described}, with gradients: the backward of {claims.kernel} gives infs and NaNs for windows"
 
 
 def probe() -> str:
-    """xformers' version, once the operators that it chooses from are there."""
+    """Imports the operators of automatic choice and returns xformers' version."""
     *_, version = (_probe(word) for word in _ORDER)
     return version
 
@@ -180,31 +178,33 @@ def _probe(word: str) -> str:
 
 
 def build() -> Build | None:
-    """As for ``xformers_flash``: where flash-attn was compiled for some head dimensions only, this stops there too."""
+    """See ``_build``. If flash-attn was compiled for some head dimensions only, ``xformers`` has the same limits."""
     return _build("flash")
 
 
 def _build(word: str) -> Build | None:
-    """Which of its head dimensions, and whether a gradient, the installed build of a flash kernel has."""
+    """Finds the head dimensions of the installed build of a flash kernel, and whether it has a gradient."""
     if word not in operators.COMPILED:
         return None
-    found = operators.widths(word)
-    without = () if operators.runs(word, found[0], backward=True) else ("backward",)
-    return Build(operators.loaded(word)[1].NAME, without, head_dims=() if found == operators.COMPILED[word] else found)
+    installed = operators.widths(word)
+    without = () if operators.runs(word, installed[0], backward=True) else ("backward",)
+    return Build(
+        operators.loaded(word)[1].NAME, without, head_dims=() if installed == operators.COMPILED[word] else installed
+    )
 
 
 def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """The arguments of the operator that is chosen; ``operator`` is None where none fits."""
+    """Returns the arguments of the chosen operator; ``operator`` is None if none supports the call."""
     word = _chosen(spec)
     return {"operator": None} if word is None else _lower(word, spec)
 
 
 @lru_cache(maxsize=4096)
 def _lower(word: str, spec: AttentionSpec) -> dict[str, Any]:
-    """The operator's ``attn_bias`` by class and window, its scale, and what q, k, v and the log-sum-exp need.
+    """Returns the operator's ``attn_bias`` by class and window, its scale, and how to convert operands and results.
 
-    groups: how grouped heads reach the forward. laid_end_to_end: batch rows become documents of one row.
-    empty_rows: some rows may see nothing.
+    groups: the layout of grouped heads in the forward. laid_end_to_end: batch rows become documents of one row.
+    empty_rows: some rows may see no key.
     """
     mask = mask_of(spec)
     as_rows = word == "splitk" and mask.name in _ROW_MASKS
@@ -221,7 +221,7 @@ def _lower(word: str, spec: AttentionSpec) -> dict[str, Any]:
 
 @cache
 def _kernel(word: str) -> rewrites.Kernel:
-    """An operator's two halves."""
+    """Returns an operator's forward and backward."""
 
     def forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
         return operators.forward(_lower(word, spec), spec, inputs)
@@ -246,7 +246,7 @@ VARIANTS = {f"xformers_{word}": word for word in ("cutlass", "flash", "flash3", 
 
 
 def variant(word: str) -> Any:
-    """One operator as a backend of its own: flash, cutlass, flash3 or splitk."""
+    """Returns one operator as a backend of its own: flash, cutlass, flash3 or splitk."""
     return SimpleNamespace(
         FRAMEWORK=FRAMEWORK,
         REQUIRES=REQUIRES,

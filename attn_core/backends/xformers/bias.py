@@ -1,16 +1,16 @@
-"""xformers' masks: which of its bias classes means what a spec means, and how one is made without asking the device.
+"""xformers' masks: the bias class for a spec, built without a synchronisation.
 
-What the classes mean, with W = ``_window_size`` keys, the query's own among them, and inclusive distances
+The meaning of the classes, with W = ``_window_size`` keys, including the query's own, and inclusive distances
 ``window_left`` and ``window_right``:
 
     LowerTriangularMask                                 top-left diagonal
     ...FromBottomRight..., LocalAttention...            bottom-right diagonal, in each document for BlockDiagonal...
     ..._window_size=W                                   causal, and the last W keys
 
-The class methods that build block-diagonal masks want the documents' lengths on the host. What the flash kernels read
-of one is the offsets on the device and the longest document, so that is all a mask is made of here: its
-``seqstart_py``, which serves checks and splitting on the host, stays empty. The split-KV kernel compares the last of
-them with the number of queries, and gets them; it runs documents of one length.
+The class methods that build block-diagonal masks need the documents' lengths on the host. The flash kernels read only
+the offsets on the device and the longest document, so we build masks from those and leave ``seqstart_py``, which serves
+checks and splitting on the host, empty. The split-KV kernel compares its last entry with the number of queries, so
+masks for that kernel have it; there all documents have one length.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
 TENSOR = "Tensor"
-"""Stands for a tensor that is added to the scores, in place of a class."""
+"""In the place of a class: a tensor that is added to the scores."""
 NO_CLASS = ""
-"""Stands for a band that no class of xformers describes."""
+"""In the place of a class: no class of xformers describes the band."""
 
 
 class Mask(NamedTuple):
-    """A bias as data: the name of its class (or TENSOR, NO_CLASS, None where all is visible) and its window."""
+    """A bias as data: the name of its class (or TENSOR, NO_CLASS, or None if all keys are visible) and its window."""
 
     name: str | None
     window: dict[str, int]
 
 
 def mask_of(spec: AttentionSpec) -> Mask:
-    """The bias that means what the spec means."""
+    """Returns the bias that expresses a spec's mask, bias and band."""
     if spec.mask_shape is not None or spec.bias_shape is not None:
         return Mask(TENSOR, {})
     left, right, offset = _needed(spec)
@@ -59,12 +59,12 @@ def mask_of(spec: AttentionSpec) -> Mask:
 
 
 def _needed(spec: AttentionSpec) -> Band:
-    """The spec's band without the sides that hide nothing, as far as the lengths tell; causal where that hides more."""
+    """Returns the spec's band with None for sides that hide nothing, and causal if that hides the same keys."""
     edge = band(spec)
     if spec.packed:
         return edge
-    ahead = spec.kv_len - 1 - edge.offset  # how far the last key lies before the first query, and
-    behind = spec.q_len - 1 + edge.offset  # the first key behind the last query
+    ahead = spec.kv_len - 1 - edge.offset  # distance from the first query forward to the last key
+    behind = spec.q_len - 1 + edge.offset  # distance from the last query back to the first key
     left = None if edge.left is None or edge.left >= behind else edge.left
     right = None if edge.right is None or edge.right >= ahead else edge.right
     if left is not None and ahead <= 0:  # no key lies ahead of any query, so a causal window is the same
@@ -73,7 +73,7 @@ def _needed(spec: AttentionSpec) -> Band:
 
 
 def documents_mask(attn_bias: Any, mask: Mask, spec: AttentionSpec, inputs: Inputs) -> Any:
-    """A block-diagonal mask of the documents; ``attn_bias`` is xformers' module of that name."""
+    """Returns a block-diagonal mask of the documents. attn_bias: xformers' module of that name."""
     sides = ((inputs.cu_seqlens_q, longest_query(spec)), (inputs.cu_seqlens_k, spec.max_len_k))
     queries, keys = (
         attn_bias._SeqLenInfo(seqstart=offsets, max_seqlen=longest, min_seqlen=0, seqstart_py=[])
@@ -83,7 +83,7 @@ def documents_mask(attn_bias: Any, mask: Mask, spec: AttentionSpec, inputs: Inpu
 
 
 def rows_mask(attn_bias: Any, mask: Mask, spec: AttentionSpec, device: Any) -> Any:
-    """A block-diagonal mask of batch rows laid end to end, as the split-KV kernel wants causal rows."""
+    """Returns a block-diagonal mask of batch rows laid end to end; the split-KV kernel needs causal rows so."""
     import torch
 
     def starts(length: int) -> Any:
@@ -109,9 +109,9 @@ def rows_mask(attn_bias: Any, mask: Mask, spec: AttentionSpec, device: Any) -> A
 
 
 def added_tensor(spec: AttentionSpec, inputs: Inputs, dtype: Any) -> Any:
-    """Bias, mask and band as one tensor ``[batch, heads, q_len, kv_len]`` to add; -inf is hidden.
+    """Returns bias, mask and band as one additive tensor ``[batch, heads, q_len, kv_len]``; -inf is hidden.
 
-    Axes that none of them has are expanded. Rows start at multiples of 8 elements, as the CUTLASS kernel reads them.
+    Axes that none of them has are expanded. Rows start at multiples of 8 elements, which the CUTLASS kernel requires.
     """
     import torch
 

@@ -1,8 +1,8 @@
-"""xformers' operators on tensors: which of them the installation has, and their two halves with our conventions.
+"""xformers' operators on tensors: the installed ones, and their forward and backward in our conventions.
 
-Conventions put right: rows that see nothing have a log-sum-exp of +inf in flash and 0 in CUTLASS, here -inf; CUTLASS
-pads the log-sum-exp to a multiple of 32 rows; a backward takes as many key/value heads as heads, so that k and v are
-repeated for it, and the gradients of a group summed in float32.
+Corrections: rows that see no key have a log-sum-exp of +inf in flash and 0 in CUTLASS, here -inf; CUTLASS pads the
+log-sum-exp to a multiple of 32 rows; a backward needs as many key/value heads as heads, so k and v are repeated for it
+and the gradients of a group are summed in float32.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
 MODULES = {"flash": "flash", "flash3": "flash3", "cutlass": "cutlass", "splitk": "triton_splitk"}
-"""Where in ``xformers.ops.fmha`` each operator lives."""
+"""Each operator's module in ``xformers.ops.fmha``."""
 COMPILED = {"flash": (32, 64, 96, 128, 192, 256), "flash3": (64, 128, 192, 256)}
-"""The head dimensions that a whole build of the flash kernels has; each runs the smaller ones as well."""
+"""The head dimensions of a full build of the flash kernels. Each kernel also runs smaller dimensions."""
 
 
 @cached_once
 def loaded(word: str) -> tuple[Any, Any, Any]:
-    """``xformers.ops.fmha``, and an operator's forward and backward (None if it has none)."""
+    """Imports and returns ``xformers.ops.fmha``, and an operator's forward and backward (None if it has none)."""
     import xformers.ops.fmha as fmha  # type: ignore[import-not-found]
 
     module = getattr(fmha, MODULES[word])
@@ -32,21 +32,21 @@ def loaded(word: str) -> tuple[Any, Any, Any]:
 
 @cached_once
 def widths(word: str) -> tuple[int, ...]:
-    """The head dimensions that the installed flash kernels have, found by running each once on the current device.
+    """Finds the head dimensions of the installed flash kernels by running each once on the current device.
 
     Raises:
-        RuntimeError: when none runs.
+        RuntimeError: if none runs.
     """
     if word == "flash" and getattr(loaded(word)[0].flash, "_USE_PT_FLASH_ATTN", False):
         return COMPILED[word]  # torch's own has them all
-    found = tuple(width for width in COMPILED[word] if runs(word, width))
-    if not found:
+    installed = tuple(width for width in COMPILED[word] if runs(word, width))
+    if not installed:
         raise RuntimeError(f"{loaded(word)[1].NAME} runs no head dimension on this device")
-    return found
+    return installed
 
 
 def runs(word: str, width: int, *, backward: bool = False) -> bool:
-    """Whether a call of one head runs on the current device; what a build leaves out, it refuses on the host."""
+    """Returns whether a call of one head runs on the current device. A build raises for kernels that it lacks."""
     import torch
 
     fmha, forward_op, backward_op = loaded(word)
@@ -56,7 +56,7 @@ def runs(word: str, width: int, *, backward: bool = False) -> bool:
             out, lse = fmha.memory_efficient_attention_forward_requires_grad(x, x, x, op=forward_op)
             if backward:
                 fmha.memory_efficient_attention_backward(x, out, lse, x, x, x, op=backward_op)
-    except torch.OutOfMemoryError:  # which says nothing about the installation
+    except torch.OutOfMemoryError:  # says nothing about the installation
         raise
     except (RuntimeError, ValueError):
         return False
@@ -64,7 +64,7 @@ def runs(word: str, width: int, *, backward: bool = False) -> bool:
 
 
 def width(word: str, dim: int) -> int:
-    """The head dimension that an operator runs for one of ``dim``."""
+    """Returns the head dimension that an operator runs ``dim`` at."""
     if word == "splitk":
         return max(16, 1 << (dim - 1).bit_length())
     eights = max(-(-dim // 8) * 8, 64 if word == "flash3" else 8)
@@ -76,7 +76,7 @@ def width(word: str, dim: int) -> int:
 
 
 def forward(how: dict[str, Any], spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
-    """(out, lse) of a call as the backend's ``lower`` describes it, of head dimensions that the operator has."""
+    """Returns (out, lse) of a call as the backend's ``lower`` describes it, at the operator's head dimensions."""
     import torch
 
     fmha, operator, _ = loaded(how["operator"])
@@ -98,7 +98,7 @@ def forward(how: dict[str, Any], spec: AttentionSpec, inputs: Inputs) -> tuple[A
 
 
 def backward(how: dict[str, Any], spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any) -> Gradients:
-    """The gradients of a call as the backend's ``lower`` describes it."""
+    """Returns the gradients of a call as the backend's ``lower`` describes it."""
     import torch
 
     fmha, _, operator = loaded(how["operator"])
@@ -119,20 +119,20 @@ def backward(how: dict[str, Any], spec: AttentionSpec, inputs: Inputs, out: Any,
 
 
 def _rows(spec: AttentionSpec, tensor: Any) -> Any:
-    """``[batch, length, heads, dim]`` with a batch axis of 1 where documents are packed, as a kernel can read it."""
+    """Returns a tensor as ``[batch, length, heads, dim]`` (batch 1 if packed), copied if a kernel cannot read it."""
     tensor = readable(tensor)
     return tensor[None] if spec.packed else tensor
 
 
 def _mask(attn_bias: Any, how: dict[str, Any], spec: AttentionSpec, inputs: Inputs) -> Any:
-    """What xformers takes as ``attn_bias``."""
+    """Returns the ``attn_bias`` for xformers."""
     name, window = how["attn_bias"], how["window"]
     if name is None:
         return None
     if name == TENSOR:
         import torch
 
-        # split-KV adds in float32 whatever the bias is; CUTLASS wants q's dtype, which holds 0 and -inf exactly
+        # split-KV adds in float32 whatever the bias is; CUTLASS needs q's dtype, which represents 0 and -inf exactly
         return added_tensor(spec, inputs, inputs.q.dtype if how["operator"] == "cutlass" else torch.float32)
     if spec.packed:
         return documents_mask(attn_bias, Mask(name, window), spec, inputs)
@@ -142,7 +142,7 @@ def _mask(attn_bias: Any, how: dict[str, Any], spec: AttentionSpec, inputs: Inpu
 
 
 def _hidden_rows(mask: Any) -> Any:
-    """``[batch or 1, heads or 1, q_len or 1]``: the rows of an added tensor, expanded axes once, that are all -inf."""
+    """Returns which rows of an additive tensor are all -inf: ``[batch or 1, heads or 1, q_len or 1]``."""
     import torch
 
     once = mask[tuple(slice(1 if stride == 0 else None) for stride in mask.stride())]
@@ -155,7 +155,7 @@ def _repeated(spec: AttentionSpec, tensor: Any) -> Any:
 
 
 def _summed(spec: AttentionSpec, gradient: Any) -> Any:
-    """``[batch, kv_len, heads, dim]`` -> ``[batch, kv_len, kv_heads, dim]``, in float32 on the way."""
+    """``[batch, kv_len, heads, dim]`` -> ``[batch, kv_len, kv_heads, dim]``, summed in float32."""
     import torch
 
     groups = gradient.unflatten(2, (spec.num_kv_heads, spec.group_size))
@@ -163,10 +163,10 @@ def _summed(spec: AttentionSpec, gradient: Any) -> Any:
 
 
 def _own_lse(how: dict[str, Any], spec: AttentionSpec, lse: Any, hidden: Any) -> Any:
-    """xformers' log-sum-exp in ``spec.lse_shape``: no padding behind the rows, and -inf where nothing is seen.
+    """Converts xformers' log-sum-exp to ``spec.lse_shape``: no padded rows, and -inf for rows that see no key.
 
-    It comes as ``[batch, heads, rows]`` or ``[batch, kv_heads, group, rows]``, with batch 1 for documents, and for rows
-    that were laid end to end ``[1, ..., batch * q_len]``.
+    xformers returns ``[batch, heads, rows]`` or ``[batch, kv_heads, group, rows]``, with batch 1 for documents, and
+    ``[1, ..., batch * q_len]`` for rows laid end to end.
     """
     import torch
 

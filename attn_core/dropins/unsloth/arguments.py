@@ -1,7 +1,7 @@
-"""Unsloth's attention dispatch, as data: its two argument objects, their sizes, and its words for backends.
+"""Unsloth's attention dispatch as data: its two argument objects, their sizes, and its names for backends.
 
-The names and fields are Unsloth's (``unsloth/utils/attention_dispatch.py``). What a call with them means is said in
-``attn_core.dropins.unsloth.meaning``.
+The names and fields are Unsloth's (``unsloth/utils/attention_dispatch.py``). ``attn_core.dropins.unsloth.meaning``
+interprets them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ FAMILIES = {
     XFORMERS: ("xformers",),
     SDPA: ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient"),
 }
-"""Which backends each of the host's backend words prefers; what they cannot run goes to automatic choice."""
+"""The preferred backends for each of the host's backend words; automatic choice follows if none supports the call."""
 
 
 @dataclass
 class AttentionConfig:
-    """How a layer wants its attention: a backend word, the grouping of heads, and keyword bags named after backends.
+    """A layer's settings: a backend word, the grouping of heads, and keyword bags named after backends.
 
-    The bags count on whatever backend runs: an option is honoured wherever it is written, and two bags that say
-    different things about one option are an error. Dropout alone is that of the bag of the host's branch.
+    Options in any bag apply on every backend. Two bags with different values for one option are an error. Dropout is
+    the exception: the bag of the host's branch decides.
     """
 
     backend: str
@@ -48,9 +48,9 @@ class AttentionConfig:
 
 @dataclass
 class AttentionContext:
-    """One call: its sizes and what is visible. ``sliding_window=W`` is W keys, self included; 0 or less is none.
+    """One call: its sizes and its masks. ``sliding_window=W`` is W keys, self included; 0 or less is no window.
 
-    prefix_seg_info lays out groups of rows that share a prefix (see attn_core.dropins.unsloth.prefix).
+    prefix_seg_info: the layout of groups of rows that share a prefix (see attn_core.dropins.unsloth.prefix).
     """
 
     bsz: int
@@ -67,7 +67,7 @@ class AttentionContext:
 
 
 def preference(config: AttentionConfig, framework: str, device: str) -> tuple[str, ...]:
-    """The backends to try: the family that the config names, then automatic choice."""
+    """Returns the backends to try: the family that the config names, then automatic choice."""
     return _preference(config.backend, framework, backends.kind_of(device))
 
 
@@ -77,17 +77,17 @@ def _preference(word: str, framework: str, kind: str) -> tuple[str, ...]:
 
 
 def check_sizes(config: AttentionConfig, context: AttentionContext, q: Any, k: Any, v: Any) -> None:
-    """Raises ShapeError where the sizes in config and context are not those of ``Q``, ``K``, ``V``.
+    """Raises ShapeError if the sizes in config and context differ from those of ``Q``, ``K``, ``V``.
 
     q, k, v are the shapes ``[bsz, heads, len, head_dim]``.
     """
     keys = (context.bsz, config.n_kv_heads, context.kv_seq_len)
-    told = {
+    stated = {
         "Q": (q, (context.bsz, context.n_heads, context.q_len, context.head_dim)),
         "K": (k, (*keys, context.head_dim)),
-        "V": (v, (*keys, v[3] if len(v) == 4 else context.head_dim)),  # its channels are its own
+        "V": (v, (*keys, v[3] if len(v) == 4 else context.head_dim)),  # V may have other channels
     }
-    for name, (shape, expected) in told.items():
+    for name, (shape, expected) in stated.items():
         if tuple(shape) != expected:
             raise ShapeError(f"{name}: expected {list(expected)} from config and context, got {list(shape)}")
     if config.n_groups * config.n_kv_heads != context.n_heads:
@@ -98,7 +98,7 @@ def check_sizes(config: AttentionConfig, context: AttentionContext, q: Any, k: A
 
 
 def documents(context: AttentionContext) -> SeqInfo | None:
-    """The documents of ``context.seq_info``; SpecError for one list of lengths beside more keys than queries."""
+    """Returns the documents of ``context.seq_info``. One list of lengths needs q_len == kv_seq_len, else SpecError."""
     info = SeqInfo.coerce(context.seq_info)
     if info is not None and info.cu_seqlens_q is info.cu_seqlens_k and context.q_len != context.kv_seq_len:
         raise SpecError(
@@ -110,9 +110,9 @@ def documents(context: AttentionContext) -> SeqInfo | None:
 
 
 def computed_in(*dtypes: str) -> str | None:
-    """The dtype that float32 is cast to beside one half dtype, as the host casts it; None where nothing is cast.
+    """Returns the dtype that the host casts float32 tensors to if the others have one half dtype; None for no cast.
 
-    Adapters make some of Q, K and V float32 (DoRA).
+    Adapters such as DoRA make some of Q, K and V float32.
     """
     others = set(dtypes) - {"float32"}
     half = others.pop() if len(others) == 1 and "float32" in dtypes else None
@@ -120,7 +120,7 @@ def computed_in(*dtypes: str) -> str | None:
 
 
 def choose_word(available: tuple[str, ...], use_varlen: bool) -> str:
-    """The host's backend word for a machine with these backends: flash-attn, then xformers, then SDPA."""
+    """Returns the host's backend word for a machine with these backends: flash-attn, then xformers, then SDPA."""
     if any(name in available for name in ("flash2", "flash3", "flash4")):
         return FLASH_VARLEN if use_varlen else FLASH_DENSE
     return XFORMERS if "xformers" in available else SDPA

@@ -1,6 +1,6 @@
-"""What xformers' block-diagonal masks say: documents, whether each is causal, and a window. Read by name and attribute.
+"""Reads documents, causal and window from xformers' block-diagonal masks, by class name and attributes.
 
-Blocks that are the rows of the batch say nothing about documents. That is how Unsloth's Mistral tells its window.
+Blocks that are just the rows of the batch define no documents. Unsloth's Mistral passes its window that way.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ NAMES = (
     "BlockDiagonalCausalLocalAttentionFromBottomRightMask",
     _IN_ROWS,
 )
-"""xformers' classes that documents, causal and a window say in full."""
+"""xformers' classes that documents, causal and a window describe completely."""
 
 
 class Blocks(NamedTuple):
-    """A mask in this library's words. keys: how many a query sees, itself included; None for all."""
+    """A mask in our terms. keys: the number of keys that a query sees, including its own; None for all."""
 
     causal: bool
     keys: int | None
@@ -33,11 +33,11 @@ class Blocks(NamedTuple):
 
 
 def blocks(mask: Any, where: str, context: AttentionContext) -> Blocks:
-    """What such a mask says of a call.
+    """Interprets a block-diagonal mask.
 
     Raises:
-        SpecError: for documents beside those of ``context.seq_info``, and for a diagonal that begins at the upper left
-            of documents with other lengths of queries than of keys.
+        SpecError: if both the mask and ``context.seq_info`` define documents, or if the diagonal is top-left and the
+            documents have different numbers of queries and keys.
     """
     name = type(mask).__name__
     documents = None if name == _IN_ROWS else _documents(mask, f"{where} is {name}", context)
@@ -52,17 +52,17 @@ def _documents(mask: Any, shown: str, context: AttentionContext) -> SeqInfo | No
             f"{shown}: expected as many keys as queries in each block; for new queries at the end of the keys take "
             f"{type(mask).__name__.removesuffix('Mask')}FromBottomRightMask"
         )
-    if not starts:  # some callers fill in what the kernels read alone
-        found = SeqInfo(*(side.seqstart for side in sides), *(side.max_seqlen for side in sides))
+    if not starts:  # some callers fill in only the fields that kernels read
+        info = SeqInfo(*(side.seqstart for side in sides), *(side.max_seqlen for side in sides))
     elif (starts, key_starts) == (_rows(context.bsz, context.q_len), _rows(context.bsz, context.kv_seq_len)):
         if context.seq_info is None or context.bsz == 1:
             return None
-        found = None
+        info = None
     else:
-        found = SeqInfo.from_lengths(_lengths(starts), _lengths(key_starts))
+        info = SeqInfo.from_lengths(_lengths(starts), _lengths(key_starts))
     if context.seq_info is not None:
         raise SpecError(f"{shown}: expected no blocks but one row beside context.seq_info, whose documents may differ")
-    return found
+    return info
 
 
 def _rows(bsz: int, length: int) -> list[int]:

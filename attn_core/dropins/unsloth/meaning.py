@@ -1,7 +1,7 @@
-"""What a call of Unsloth's ``run_attention`` means, as plain data.
+"""Interprets a call of Unsloth's ``run_attention`` as plain data.
 
 The meaning is the same on every backend. The host's own branches differ from each other; docs/reference/semantics.md
-lists our choices. Nothing here is a tensor operation: the frontends turn a ``Meaning`` into a call of ``attention``.
+lists our choices. This file has no tensor operations: the frontends turn a ``Meaning`` into a call of ``attention``.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from attn_core.errors import ShapeError, SpecError
 
 
 class Meaning(NamedTuple):
-    """A call in this library's words.
+    """A call in our terms.
 
-    mask is what the host calls attention_mask, causal_mask, attn_mask or attn_bias, and mask_name where it was given.
-    keep: it is the host's 2-D ``attention_mask``, ``[bsz, kv_len]`` of keys, non-zero keeps. Any other mask is complete
-    by itself: ``[q_len, kv_len]``, ``[bsz, q_len, kv_len]`` or four axes. documents: those of an xformers mask.
+    mask: the host's attention_mask, causal_mask, attn_mask or attn_bias. mask_name: the argument that it came from.
+    keep: mask is the host's 2-D ``attention_mask``, ``[bsz, kv_len]`` of keys, non-zero is visible. Any other mask is
+    complete by itself: ``[q_len, kv_len]``, ``[bsz, q_len, kv_len]`` or four axes. documents: of an xformers mask.
     """
 
     causal: bool
@@ -47,41 +47,41 @@ class Meaning(NamedTuple):
 
 
 def interpret(config: AttentionConfig, context: AttentionContext) -> Meaning:
-    """What a call means, whichever backend runs it.
+    """Interprets a call, independently of the backend.
 
-    Without a mask the call is causal, bottom-right: new queries stand at the end of the keys. A 2-D ``attention_mask``
-    keeps keys and is joined with that; any other mask is complete by itself, as the host builds them: causal is not
-    added, unless a bag states it, and the sliding window is not. ``softcap=0`` and ``window_size=(-1, -1)`` are
-    flash-attn's "none". A ``causal_mask`` that is True or False is no mask: it says whether the layer slides.
+    Without a mask the call is causal, bottom-right: new queries are at the end of the keys. A 2-D ``attention_mask``
+    hides keys in addition. Any other mask is complete by itself, as the host builds them: causal is added only if a bag
+    states it, and the sliding window never. ``softcap=0`` and ``window_size=(-1, -1)`` are flash-attn's "none". A
+    ``causal_mask`` that is True or False is no mask: it tells whether the layer has a sliding window.
 
     Raises:
-        SpecError: for keys nobody knows, bags that contradict each other, or an unknown backend word.
+        SpecError: for unknown keys, bags that contradict each other, or an unknown backend word.
     """
     slides = context.causal_mask
-    told = context.attention_mask is None and context.prefix_seg_info is None
-    if told and (slides is None or slides is True or slides is False):
+    unmasked = context.attention_mask is None and context.prefix_seg_info is None
+    if unmasked and (slides is None or slides is True or slides is False):
         try:
             kind, packed = type(context.sliding_window).__name__, context.seq_info is not None
             return _without_masks(config.backend, packed, slides, kind, context.sliding_window, _plain(config))
-        except TypeError:  # something that cannot be a key: an array, say
+        except TypeError:  # a value that cannot be part of a key, e.g. an array
             pass
     return _interpreted(config, context)
 
 
 def _plain(config: AttentionConfig) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """The bags as a key; TypeError where one holds an array, which is equal to nothing but itself."""
-    found = []
+    """Returns the bags as a cache key. Raises TypeError for an array, which cannot be compared."""
+    items = []
     for name in BAGS:
         bag = bag_of(config, name)
         if bag:
             if any(hasattr(value, "shape") for value in bag.values()):
                 raise TypeError(name)
-            found.append((name, tuple((key, _kind(value), value) for key, value in bag.items())))
-    return tuple(found)
+            items.append((name, tuple((key, _kind(value), value) for key, value in bag.items())))
+    return tuple(items)
 
 
 def _kind(value: Any) -> Any:
-    """The type of an option, and of what stands in a tuple: 3.0 and 3 are equal keys, and so are pairs of them."""
+    """Returns the type of an option, or of a tuple's items: 3.0 and 3 are equal as keys, and so are pairs of them."""
     return tuple(map(type, value)) if type(value) is tuple else type(value)
 
 
@@ -89,16 +89,16 @@ def _kind(value: Any) -> Any:
 def _without_masks(
     word: str, packed: bool, slides: bool | None, kind: str, sliding_window: int | None, bags: tuple[Any, ...]
 ) -> Meaning:
-    """``_interpreted`` of a call that is nothing but plain values; ``kind`` keeps 1, 1.0 and True apart."""
+    """Caches ``_interpreted`` for calls of plain values. ``kind`` distinguishes 1, 1.0 and True."""
     named = {name: {key: value for key, _, value in items} for name, items in bags}
-    told: dict[str, Any] = {"seq_info": packed or None, "causal_mask": slides, "sliding_window": sliding_window}
-    return _interpreted(AttentionConfig(word, 1, 1, **named), AttentionContext(1, 1, 1, 1, 1, **told))
+    fields: dict[str, Any] = {"seq_info": packed or None, "causal_mask": slides, "sliding_window": sliding_window}
+    return _interpreted(AttentionConfig(word, 1, 1, **named), AttentionContext(1, 1, 1, 1, 1, **fields))
 
 
 def host_branch(config: AttentionConfig, context: AttentionContext) -> str:
-    """The branch of the host that such a call lands in: its backend word, or where the host leads that word."""
+    """Returns the branch that the host would take: its backend word, or the branch that it redirects the word to."""
     if context.prefix_seg_info is not None:
-        return FLASH_VARLEN  # whose bag alone the host looks into there
+        return FLASH_VARLEN  # the only bag that the host reads in this case
     if context.attention_mask is not None:
         return SDPA
     return FLASH_DENSE if config.backend == FLASH_VARLEN and context.seq_info is None else config.backend
@@ -121,18 +121,18 @@ def _interpreted(config: AttentionConfig, context: AttentionContext) -> Meaning:
     complete = mask is not None and not keep
     if stated["triangle"].where and stated["causal"].value is not None and not stated["causal"].value:
         stated["causal"].state(True, f"{stated['triangle'].where} is {stated['triangle'].value.__name__}, causal")
-    found = None
+    block_mask = None
     if stated["blocks"].where:
-        found = blocks(stated["blocks"].value, stated["blocks"].where, context)
+        block_mask = blocks(stated["blocks"].value, stated["blocks"].where, context)
         name = type(stated["blocks"].value).__name__
-        stated["causal"].state(found.causal, f"{stated['blocks'].where} is {name}, causal")
+        stated["causal"].state(block_mask.causal, f"{stated['blocks'].where} is {name}, causal")
     causal = not complete if stated["causal"].value is None else _flag(stated["causal"])
     return Meaning(
         causal=causal,
         # The host's sliding window is in a complete mask; a bag's own distances still count.
         window=normalise_window(distances(stated["window"]), causal)
         if complete
-        else _window(stated["window"], config, _with_window(context, found), causal),
+        else _window(stated["window"], config, _with_window(context, block_mask), causal),
         softcap=stated["softcap"].value or None,
         scale=stated["scale"].value,
         dropout=stated["dropout"].value or 0.0,
@@ -141,18 +141,20 @@ def _interpreted(config: AttentionConfig, context: AttentionContext) -> Meaning:
         mask=mask,
         mask_name=stated["mask"].where,
         keep=keep,
-        documents=None if found is None else found.documents,
+        documents=None if block_mask is None else block_mask.documents,
     )
 
 
-def _with_window(context: AttentionContext, found: Blocks | None) -> AttentionContext:
-    """The context with the window of an xformers mask, which says itself that the layer slides."""
-    if found is None or found.keys is None:
+def _with_window(context: AttentionContext, block_mask: Blocks | None) -> AttentionContext:
+    """Returns the context with the window of an xformers mask, which implies that the layer slides."""
+    if block_mask is None or block_mask.keys is None:
         return context
     keys = context.sliding_window
-    if keys is not None and keys > 0 and keys != found.keys:
-        raise SpecError(f"context.sliding_window={keys} contradicts the mask of xformers, whose window is {found.keys}")
-    return replace(context, sliding_window=found.keys, causal_mask=True)
+    if keys is not None and keys > 0 and keys != block_mask.keys:
+        raise SpecError(
+            f"context.sliding_window={keys} contradicts the mask of xformers, whose window is {block_mask.keys}"
+        )
+    return replace(context, sliding_window=block_mask.keys, causal_mask=True)
 
 
 def _flag(stated: Stated) -> bool:
@@ -162,10 +164,10 @@ def _flag(stated: Stated) -> bool:
 def _window(
     stated: Stated, config: AttentionConfig, context: AttentionContext, causal: bool
 ) -> tuple[int | None, int | None]:
-    """One window out of flash-attn's ``window_size`` distances and the host's ``sliding_window`` keys.
+    """Combines flash-attn's ``window_size`` distances and the host's ``sliding_window`` keys into one window.
 
-    ``causal_mask=False`` says that the layer has no sliding window. Without that word the host's flash branches go by
-    their distances, and where those have no left bound, by no window; the other branches go by ``sliding_window``.
+    ``causal_mask=False`` means that the layer has no sliding window. Otherwise the host's flash branches follow their
+    distances (no window if the left side is unbounded), and the other branches follow ``sliding_window``.
     """
     keys, slides = context.sliding_window, context.causal_mask
     pair = distances(stated)
@@ -188,7 +190,7 @@ def _window(
 
 
 def check_mask(meaning: Meaning, context: AttentionContext) -> None:
-    """Raises ShapeError for a mask whose axes cannot be told; ``attention`` checks the sizes of complete masks."""
+    """Raises ShapeError for a mask with unsupported axes; ``attention`` checks the sizes of complete masks."""
     shape = list(meaning.mask.shape)
     if meaning.keep and shape != [context.bsz, context.kv_seq_len]:
         raise ShapeError(

@@ -1,12 +1,12 @@
-"""Rows that share a prefix, as Unsloth's GRPO lays them out, as two packed calls over the same tokens.
+"""Expresses rows that share a prefix (Unsloth's GRPO) as two packed calls over the same tokens.
 
-A row holds groups: one prefix, then the suffixes that continue it. A token of the prefix sees the prefix up to itself.
-A token of a suffix sees the whole prefix of its group, and its own suffix up to itself. The first call is causal, and
-each prefix and each suffix is a document of its own. In the second the suffixes of a group see its prefix. A softmax
-over the keys of both is the two results joined by their log-sum-exps.
+A row consists of groups: one prefix, then the suffixes that continue it. A token of the prefix sees the prefix up to
+itself. A token of a suffix sees the whole prefix of its group, and its own suffix up to itself. The first call is
+causal, and each prefix and each suffix is a document of its own. In the second call the suffixes of a group see its
+prefix. Merging the two results by their log-sum-exps gives the softmax over the keys of both.
 
-Unsloth tells the layout by labels of every token: ``group_of_kv``, ``is_prefix`` and ``suffix_of_kv`` (padded at the
-end), with a ``signature`` that two layouts share only if they are alike.
+Unsloth describes the layout by labels of every token: ``group_of_kv``, ``is_prefix`` and ``suffix_of_kv`` (padded at
+the end), with a ``signature`` that two layouts share only if they are equal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAME = "context.prefix_seg_info"
 
 
 class SharedPrefixes(NamedTuple):
-    """The documents of the two calls, and how many positions the longest prefix has with its longest suffix."""
+    """The documents of the two calls, and the most positions of a prefix together with its longest suffix."""
 
     own: SeqInfo
     prefix: SeqInfo
@@ -36,42 +36,42 @@ class SharedPrefixes(NamedTuple):
 
 
 def resolve_prefix_seg_info(kwargs: Mapping[str, Any], past_key_value: Any, attention_mask: Any) -> Any:
-    """``kwargs["prefix_seg_info"]``, or None where there is none.
+    """Returns ``kwargs["prefix_seg_info"]``, or None.
 
     Raises:
-        SpecError: for one beside a cache or a mask, which do not know that tokens share a prefix.
+        SpecError: if a cache or a mask comes with it, because neither supports shared prefixes.
     """
-    found = kwargs.get("prefix_seg_info")
+    info = kwargs.get("prefix_seg_info")
     beside = {"past_key_value": past_key_value, "attention_mask": attention_mask}
     for name, value in beside.items():
-        if found is not None and value is not None:
+        if info is not None and value is not None:
             raise SpecError(f"{name}: expected None beside prefix_seg_info, got {type(value).__name__}")
-    return found
+    return info
 
 
 def shared_prefixes(meaning: Meaning, context: AttentionContext, read: Callable[[Any], np.ndarray]) -> SharedPrefixes:
-    """The layout that ``context.prefix_seg_info`` tells, once per signature; ``read`` brings labels to the host.
+    """Returns the documents of ``context.prefix_seg_info``, cached by signature. read: copies labels to the host.
 
     Raises:
-        SpecError, ShapeError: for what cannot be honoured beside it, and for labels that lay out no shared prefixes.
+        SpecError, ShapeError: for options that shared prefixes do not support, and for invalid labels.
     """
     _refuse(meaning, context)
-    told, tokens = context.prefix_seg_info, context.bsz * context.q_len
-    signature = getattr(told, "signature", None)
-    layout = _Layout(signature, tokens, told, read)
+    info, tokens = context.prefix_seg_info, context.bsz * context.q_len
+    signature = getattr(info, "signature", None)
+    layout = _Layout(signature, tokens, info, read)
     try:
-        found = _laid_out.__wrapped__(layout) if signature is None else _laid_out(layout)
+        prefixes = _prefixes.__wrapped__(layout) if signature is None else _prefixes(layout)
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
-        found = _laid_out.__wrapped__(layout)
+        prefixes = _prefixes.__wrapped__(layout)
     left = meaning.window[0]
-    if left is not None and left + 1 < found.longest:
+    if left is not None and left + 1 < prefixes.longest:
         raise SpecError(
-            f"window of {left + 1} keys: expected {found.longest} or more beside {NAME}, whose longest prefix has that "
-            "many positions with its longest suffix; or none"
+            f"window of {left + 1} keys: expected {prefixes.longest} or more beside {NAME}, whose longest prefix has "
+            "that many positions with its longest suffix; or none"
         )
-    return found
+    return prefixes
 
 
 def _refuse(meaning: Meaning, context: AttentionContext) -> None:
@@ -96,26 +96,26 @@ def _refuse(meaning: Meaning, context: AttentionContext) -> None:
 
 @dataclass(frozen=True)
 class _Layout:
-    """A signature and the number of tokens, with what they stand for."""
+    """The key of the cache (a signature and the number of tokens), with the labels, which are not compared."""
 
     signature: Any
     tokens: int
-    told: Any = field(compare=False)
+    info: Any = field(compare=False)
     read: Callable[[Any], np.ndarray] = field(compare=False)
 
 
 @lru_cache(maxsize=16)
-def _laid_out(layout: _Layout) -> SharedPrefixes:
-    told, tokens = layout.told, layout.tokens
+def _prefixes(layout: _Layout) -> SharedPrefixes:
+    info, tokens = layout.info, layout.tokens
     labels = []
     for name in ("group_of_kv", "is_prefix", "suffix_of_kv"):
-        values = np.asarray(layout.read(getattr(told, name)))
+        values = np.asarray(layout.read(getattr(info, name)))
         if values.ndim != 1 or len(values) < tokens:
             raise ShapeError(f"{NAME}.{name}: expected a label for each of {tokens} tokens, got {list(values.shape)}")
         labels.append(values[:tokens].tolist())
-    if getattr(told, "T", tokens) != tokens:
-        raise ShapeError(f"{NAME}.T={told.T}: expected the {tokens} tokens of Q")
-    runs: dict[Any, list[tuple[Any, int]]] = {}  # by group: (None or the suffix, how many tokens), in order
+    if getattr(info, "T", tokens) != tokens:
+        raise ShapeError(f"{NAME}.T={info.T}: expected the {tokens} tokens of Q")
+    runs: dict[Any, list[tuple[Any, int]]] = {}  # by group: (None or the suffix, number of tokens), in order
     places = ((group, None if prefix else suffix) for group, prefix, suffix in zip(*labels, strict=True))
     last = object()
     for (group, suffix), members in groupby(places):
@@ -137,7 +137,7 @@ def _calls(groups: list[list[tuple[Any, int]]]) -> SharedPrefixes:
         prefix = runs[0][1] if runs[0][0] is None else 0
         suffixes = [length for name, length in runs if name is not None]
         own += [length for _, length in runs]
-        queries += [prefix, sum(suffixes), 0]  # the prefix sees no key here, the suffixes see it,
-        keys += [0, prefix, sum(suffixes)]  # and nobody sees theirs
+        queries += [prefix, sum(suffixes), 0]  # in this call the prefix sees no key, the suffixes see the prefix,
+        keys += [0, prefix, sum(suffixes)]  # and no query sees the suffixes' keys
         longest = max(longest, prefix + max(suffixes, default=0))
     return SharedPrefixes(SeqInfo.from_lengths(own or [0]), SeqInfo.from_lengths(queries or [0], keys or [0]), longest)
