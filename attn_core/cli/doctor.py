@@ -38,12 +38,12 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON, for a 
     Exit code: 0 if every available backend gives right numbers, 1 otherwise.
     """
     console = Console()
-    found = _findings(Console(stderr=True, quiet=json))
-    rows = found.pop("rows")
+    findings = _findings(Console(stderr=True, quiet=json))
+    rows = findings.pop("rows")
     if json:
-        typer.echo(json_text.dumps(found | {"checks": [row.as_json() for row in rows]}, indent=2))
+        typer.echo(json_text.dumps(findings | {"checks": [row.as_json() for row in rows]}, indent=2))
     else:
-        _show(console, found, rows)
+        _show(console, findings, rows)
     if any(row.wrong for row in rows):
         raise typer.Exit(1)
 
@@ -52,7 +52,7 @@ def _findings(progress: Console) -> dict[str, Any]:
     with progress.status("looking for frameworks"):
         here = installed()
         devices = {framework: _devices(framework) for framework in here}
-        found: dict[str, Any] = {
+        states: dict[str, Any] = {
             label: {
                 **{"name": name, "kind": kind, "unproven": backends.load(name, kind).FORWARD.unproven},
                 **dict(zip(("version", "reason"), backends.availability(name, kind))),
@@ -62,15 +62,15 @@ def _findings(progress: Console) -> dict[str, Any]:
         bridge = bridge_reason() if {"torch", "jax"} <= set(here) else "needs both torch and jax"
     rows: list[Row] = []
     with progress.status("checking the backends"):
-        for state in found.values():
+        for state in states.values():
             rows += _check(state["name"], state["kind"], devices) if state["reason"] is None else []
-    return {"versions": versions(), "devices": devices, "backends": found, "bridge": bridge, "rows": rows}
+    return {"versions": versions(), "devices": devices, "backends": states, "bridge": bridge, "rows": rows}
 
 
 def _files() -> list[tuple[str, str, str]]:
     """(label, name, kind of device) for every file of every backend: a name may have one for CPUs and one for GPUs."""
-    found = [(name, kind or "cpu") for name in backends.names() for kind in backends.modules(name)]
-    return [(name if kind == "cpu" else f"{name} ({kind})", name, kind) for name, kind in found]
+    files = [(name, kind or "cpu") for name in backends.names() for kind in backends.modules(name)]
+    return [(name if kind == "cpu" else f"{name} ({kind})", name, kind) for name, kind in files]
 
 
 def _devices(framework: str) -> list[str]:
@@ -82,7 +82,7 @@ def _devices(framework: str) -> list[str]:
 
 def _check(name: str, kind: str, devices: dict[str, list[str]]) -> list[Row]:
     backend = backends.load(name, kind)
-    every = dict.fromkeys(device for found in devices.values() for device in found if backend.FORWARD.runs_on(device))
+    every = dict.fromkeys(device for named in devices.values() for device in named if backend.FORWARD.runs_on(device))
     # a file for one kind of device is checked there; a file for all of them on the first device there is
     present = [device for device in every if len(backends.modules(name)) == 1 or backends.kind_of(device) == kind]
     if not present:
@@ -95,14 +95,14 @@ def _check(name: str, kind: str, devices: dict[str, list[str]]) -> list[Row]:
     return list(rows_of(draw(replace(spec, needs_backward=not forward)), present[0], repeats=1, names=(name,)))
 
 
-def _show(console: Console, found: dict[str, Any], rows: list[Row]) -> None:
-    here = [f"{name} {version}" for name, version in found["versions"].items() if version is not None]
-    absent = [name for name, version in found["versions"].items() if version is None]
+def _show(console: Console, findings: dict[str, Any], rows: list[Row]) -> None:
+    here = [f"{name} {version}" for name, version in findings["versions"].items() if version is not None]
+    absent = [name for name, version in findings["versions"].items() if version is None]
     facts = {
         "versions": ", ".join(here),
         "not installed": ", ".join(absent),
-        **{f"{framework} devices": ", ".join(devices) for framework, devices in found["devices"].items()},
-        "bridge": found["bridge"] or "JAX reaches torch's kernels",
+        **{f"{framework} devices": ", ".join(devices) for framework, devices in findings["devices"].items()},
+        "bridge": findings["bridge"] or "JAX reaches torch's kernels",
     }
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, text in facts.items():
@@ -110,13 +110,13 @@ def _show(console: Console, found: dict[str, Any], rows: list[Row]) -> None:
             table.add_row(Text(name), Text(text))
     console.print(table)
     console.print(Text(f"\nbackends, each checked with {CHECKED}; with gradients where it has them"))
-    console.print(_backends_table(found["backends"], rows))
+    console.print(_backends_table(findings["backends"], rows))
 
 
-def _backends_table(found: dict[str, dict[str, Any]], rows: list[Row]) -> Table:
+def _backends_table(findings: dict[str, dict[str, Any]], rows: list[Row]) -> Table:
     """A line for every backend, and one for each framework it was checked in."""
     table = Table(box=None, pad_edge=False, show_header=False)
-    for label, state in found.items():
+    for label, state in findings.items():
         warning = "; never run on a GPU by this project" if state["unproven"] else ""
         table.add_row(Text(label), Text(state["version"] or ""), Text((state["reason"] or "available") + warning))
         for row in (row for row in rows if row.backend == state["name"] and _in_file(row, state["kind"])):
