@@ -1,11 +1,11 @@
-"""dot_product_attention: the signature and the meaning of ``jax.nn.dot_product_attention``, on every kernel.
+"""dot_product_attention: ``jax.nn.dot_product_attention`` on every kernel, with the same signature and meaning.
 
-What differs on purpose is in docs/reference/jax.md. Source of the meaning: jax/_src/nn/functions.py, jax 0.10 to 0.12.
+docs/reference/jax.md lists the deliberate differences. The meaning follows jax/_src/nn/functions.py, jax 0.10 to 0.12.
 
-Lengths of a padded batch never become a table of queries and keys. Keys past a row's end are hidden by a mask
-``[batch, 1, 1, kv_len]``; queries past it are computed like any other and then set to 0, which stops their gradients:
-a row whose cotangent is 0 gives nothing to dq, dk, dv and dbias. A causal call with one array for both lengths needs no
-mask, so kernels without masks can run it.
+The lengths of a padded batch never become a matrix of queries and keys. A mask ``[batch, 1, 1, kv_len]`` hides the keys
+past a row's end. Queries past it are computed like any other and then set to 0. This also stops their gradients,
+because a row with cotangent 0 adds nothing to dq, dk, dv and dbias. A causal call with one array for both lengths needs
+no mask, so kernels without masks can run it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jax_frontend.dispatch import plan
 Array = jax.Array
 
 _BACKENDS = {"xla": "jax_xla", "cudnn": "jax_cudnn"}
-"""What jax.nn's implementations are called here."""
+"""Our names of jax.nn's implementations."""
 
 
 def dot_product_attention(
@@ -48,43 +48,43 @@ def dot_product_attention(
     return_residual: bool = False,
     backend: str | tuple[str, ...] | None = None,
 ) -> Any:
-    """``jax.nn.dot_product_attention`` on the best kernel that honours every argument.
+    """Computes ``jax.nn.dot_product_attention`` on the best kernel that honours every argument.
 
     Args:
-        query: ``[batch, q_len, heads, head_dim]``, or one row of a batch without its axis.
+        query: ``[batch, q_len, heads, head_dim]``, or one row without the batch axis.
         key: ``[batch, kv_len, kv_heads, head_dim]``; query head h reads kv head ``h // (heads // kv_heads)``.
-        value: ``[batch, kv_len, kv_heads, value_dim]``. float64, float32, bfloat16 or float16, as query and key.
+        value: ``[batch, kv_len, kv_heads, value_dim]``. query, key, value: all float64, float32, bfloat16 or float16.
         bias: float, added to the scaled scores; broadcastable to ``[batch, heads, q_len, kv_len]``.
         mask: bool, True = visible; the same shapes.
-        scale: factor on ``query . key``, known on the host; ``1 / sqrt(head_dim)`` when None.
+        scale: factor on ``query . key``, known on the host; ``1 / sqrt(head_dim)`` if None.
         is_causal: query i sees keys 0 to i, whatever the lengths (``alignment="top_left"`` in ``attention``).
-        query_seq_lengths: int32 ``[batch]``, may be traced: queries from there on give 0 and no gradient.
-        key_value_seq_lengths: int32 ``[batch]``, may be traced: keys from there on are seen by nobody.
+        query_seq_lengths: int32 ``[batch]``, may be traced: queries from this index on have output 0 and no gradient.
+        key_value_seq_lengths: int32 ``[batch]``, may be traced: no query sees keys from this index on.
         local_window_size: inclusive distances ``(left, right)`` around key i; an int is both.
         implementation: "xla" and "cudnn" mean ``backend="jax_xla"`` and ``"jax_cudnn"``; None chooses.
         return_residual: also return the log-sum-exp.
         backend: (ours) as in ``attention``: a name, which runs or raises; names in order of preference; or None.
 
     Returns:
-        The output, of query's shape with value_dim channels. With return_residual, ``(out, residual)``: the
-        log-sum-exp ``[batch, q_len, heads]`` in query's dtype and without a gradient, -inf where a query sees no key
-        or lies past its row's end; without the batch axis where query has none.
+        The output, with query's shape and value_dim channels. With return_residual ``(out, residual)``, where residual
+        is the log-sum-exp ``[batch, q_len, heads]`` in query's dtype, without a gradient. It is -inf for a query that
+        sees no key or lies past its row's end. It lacks the batch axis if query does.
 
     Raises:
-        ShapeError, DTypeError, SpecError: naming the argument that describes no call, or none that is offered here.
-        NoBackendError: when no backend, or not the one asked for, can run it; the message has every reason.
+        ShapeError, DTypeError, SpecError: naming the argument that is invalid or not supported here.
+        NoBackendError: if no backend, or not the requested one, can run the call; the message has every reason.
     """
-    given = {"query": query, "key": key, "value": value}
-    query, key, value = (_array(name, array) for name, array in given.items())
-    shape = query.shape  # query may lack the batch axis, which the result then lacks as well
-    query, key, value = (_with_batch(name, array) for name, array in zip(given, (query, key, value), strict=True))
+    arrays = {"query": query, "key": key, "value": value}
+    query, key, value = (_array(name, array) for name, array in arrays.items())
+    shape = query.shape  # if query has no batch axis, neither has the result
+    query, key, value = (_with_batch(name, array) for name, array in zip(arrays, (query, key, value), strict=True))
     _check_together(query, key, value)
-    queries_there = _within("query_seq_lengths", query_seq_lengths, query)
-    keys_there = _within("key_value_seq_lengths", key_value_seq_lengths, key)
+    queries_inside = _inside("query_seq_lengths", query_seq_lengths, query)
+    keys_inside = _inside("key_value_seq_lengths", key_value_seq_lengths, key)
     if is_causal and query_seq_lengths is key_value_seq_lengths:
-        keys_there = None  # query i < length sees keys j <= i < length: causal hides all others already
+        keys_inside = None  # query i < length sees keys j <= i < length: causal hides all others already
     scores = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])  # [batch, heads, q_len, kv_len]
-    found = attention(
+    results = attention(
         query,
         key,
         value,
@@ -92,25 +92,26 @@ def dot_product_attention(
         alignment="top_left",
         window=_window(local_window_size),
         scale=number("scale", scale),
-        mask=_visible(None if mask is None else _array("mask", mask), keys_there, scores),
+        mask=_visible(None if mask is None else _array("mask", mask), keys_inside, scores),
         bias=None if bias is None else _array("bias", bias),
         backend=_requested(implementation, backend),
         return_lse=flag("return_residual", return_residual),
     )
-    out, lse = found if return_residual else (found, None)
-    if queries_there is not None:
-        out = jnp.where(queries_there[:, :, None, None], out, jnp.zeros_like(out))
+    out, lse = results if return_residual else (results, None)
+    if queries_inside is not None:
+        out = jnp.where(queries_inside[:, :, None, None], out, jnp.zeros_like(out))
     out = out.reshape(*shape[:-1], value.shape[-1])
     if lse is None:
         return out
-    return out, _residual(lse, queries_there, query.dtype).reshape(shape[:-1])
+    return out, _residual(lse, queries_inside, query.dtype).reshape(shape[:-1])
 
 
 def _array(name: str, value: Any) -> Array:
-    """What jax.nn takes for an array, as one; a torch tensor, whose gradient would be lost on the way, is refused."""
+    """Converts everything that jax.nn accepts as an array; raises for a torch tensor, whose gradient would be lost."""
     if type(value).__module__.partition(".")[0] == "torch":
         plan.check_array(name, value)
-    return jnp.array(value) if isinstance(value, np.ndarray) else jnp.asarray(value)  # JAX may share numpy's memory
+    # Copies numpy arrays: with asarray JAX may share their memory, which the caller may write to before the call runs.
+    return jnp.array(value) if isinstance(value, np.ndarray) else jnp.asarray(value)
 
 
 def _with_batch(name: str, array: Array) -> Array:
@@ -122,7 +123,7 @@ def _with_batch(name: str, array: Array) -> Array:
 
 
 def _check_together(query: Array, key: Array, value: Array) -> None:
-    """What must agree between query, key and value, under the names they have here."""
+    """Checks that query, key and value fit each other; the errors use the argument names of jax.nn."""
     if str(query.dtype) not in DTYPES:
         raise DTypeError(f"query: expected a dtype out of {', '.join(DTYPES)}, got {query.dtype}; cast it")
     heads, kv_heads = query.shape[2], key.shape[2]
@@ -138,14 +139,14 @@ def _check_together(query: Array, key: Array, value: Array) -> None:
     if key.shape[3] != query.shape[3]:
         raise ShapeError(f"key: expected the head_dim of query ({query.shape[3]}), got {key.shape[3]}")
     if value.shape[1:3] != key.shape[1:3]:
-        wanted, got = list(key.shape[1:3]), list(value.shape[1:3])
-        raise ShapeError(f"value: expected the length and heads of key {wanted}, got {got}")
+        expected, got = list(key.shape[1:3]), list(value.shape[1:3])
+        raise ShapeError(f"value: expected the length and heads of key {expected}, got {got}")
     if kv_heads == 0 or heads % kv_heads:
         raise ShapeError(f"key: expected kv heads that divide the {heads} heads of query, got {kv_heads}")
 
 
-def _within(name: str, lengths: Any, tokens: Array) -> Array | None:
-    """bool ``[batch, length]``: which tokens lie before their row's end; None where no lengths are given."""
+def _inside(name: str, lengths: Any, tokens: Array) -> Array | None:
+    """Returns, as bool ``[batch, length]``, whether each token lies before its row's end; None without lengths."""
     if lengths is None:
         return None
     lengths, (batch, longest) = _array(name, lengths), tokens.shape[:2]
@@ -156,13 +157,13 @@ def _within(name: str, lengths: Any, tokens: Array) -> Array | None:
     return jnp.arange(longest, dtype=jnp.int32)[None, :] < lengths[:, None]
 
 
-def _visible(mask: Array | None, keys_there: Array | None, scores: tuple[int, ...]) -> Array | None:
-    """The caller's mask and the keys that are there as one mask; its rows are the caller's, or one for all queries."""
-    if keys_there is None:
+def _visible(mask: Array | None, keys_inside: Array | None, scores: tuple[int, ...]) -> Array | None:
+    """Combines the caller's mask and the keys inside their rows; without a mask, one row serves all queries."""
+    if keys_inside is None:
         return mask
-    keys_there = keys_there[:, None, None, :]  # [batch, kv_len] -> [batch, 1, 1, kv_len]
+    keys_inside = keys_inside[:, None, None, :]  # [batch, kv_len] -> [batch, 1, 1, kv_len]
     if mask is None:
-        return keys_there
+        return keys_inside
     if mask.dtype != jnp.bool_:
         raise DTypeError(f"mask: expected dtype bool (True = visible), got {mask.dtype}; an additive mask is bias=")
     padded = (1,) * (4 - mask.ndim) + mask.shape
@@ -170,11 +171,11 @@ def _visible(mask: Array | None, keys_there: Array | None, scores: tuple[int, ..
         raise ShapeError(
             f"mask: expected a shape broadcastable to [batch, heads, q, kv] = {list(scores)}, got {list(mask.shape)}"
         )
-    return mask.reshape(padded) & keys_there
+    return mask.reshape(padded) & keys_inside
 
 
 def _window(size: Any) -> tuple[int, int] | None:
-    """``local_window_size`` as inclusive distances to the left and right."""
+    """Returns ``local_window_size`` as inclusive distances to the left and right."""
     if size is None:
         return None
     pair = (size, size) if is_host_int(size) else size
@@ -196,14 +197,14 @@ def _requested(implementation: Any, backend: Any) -> str | tuple[str, ...] | Non
     if backend is not None and requested_names(backend) != (name,):
         raise SpecError(
             f"implementation={implementation!r} with backend={backend!r}: they name different kernels; "
-            f"implementation={implementation!r} is backend={name!r}, so give one of the two"
+            f"implementation={implementation!r} is backend={name!r}, so pass one of the two"
         )
     return name
 
 
-def _residual(lse: Array, queries_there: Array | None, dtype: Any) -> Array:
-    """``[batch, heads, q_len]`` -> ``[batch, q_len, heads]``, as jax.nn rounds it and without its gradient."""
+def _residual(lse: Array, queries_inside: Array | None, dtype: Any) -> Array:
+    """Returns lse as jax.nn does, ``[batch, heads, q_len]`` -> ``[batch, q_len, heads]``, rounded, without gradient."""
     lse = jnp.swapaxes(lse, 1, 2)
-    if queries_there is not None:
-        lse = jnp.where(queries_there[:, :, None], lse, jnp.full_like(lse, -math.inf))
+    if queries_inside is not None:
+        lse = jnp.where(queries_inside[:, :, None], lse, jnp.full_like(lse, -math.inf))
     return lax.stop_gradient(lse.astype(dtype))

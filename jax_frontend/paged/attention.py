@@ -1,4 +1,4 @@
-"""Attention on keys and values in pages of a pool, for JAX arrays: decoding, chunked prefill, and the append."""
+"""Attention on keys and values in pages of a pool: paged_attention, explain_paged and append_kv for JAX arrays."""
 
 from __future__ import annotations
 
@@ -44,39 +44,39 @@ def paged_attention(
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attention of each sequence's new tokens on its keys and values in pages: decoding and chunked prefill alike.
+    """Computes attention of each sequence's new tokens on its keys and values in pages: for decoding and prefill.
 
-    Query i of a sequence with n new tokens out of N sees key ``j <= i + N - n``, and windows lie on that diagonal. The
-    new tokens' own keys and values are in the pages already: ``append_kv`` puts them there. Inference only. Under jit
-    nothing is traced again while the shapes stay: lengths and tables are values.
+    Query i of a sequence with n new tokens out of N sees key ``j <= i + N - n``; windows follow that diagonal. The new
+    tokens' own keys and values must be in the pages already: call ``append_kv`` first. Inference only. Under jit,
+    lengths and tables are traced values, so nothing is traced again as long as the shapes stay the same.
 
     Args:
         q: ``[tokens, heads, head_dim]``, the new tokens of all sequences end to end.
         k_pages: ``[num_pages, page_size, kv_heads, head_dim]``, the pool.
         v_pages: ``[num_pages, page_size, kv_heads, value_dim]``.
-        block_table: int32 ``[batch, width]``: each sequence's pages in order, -1 behind them; an array or numpy's.
+        block_table: int32 ``[batch, width]``: each sequence's pages in order, then -1; a JAX or numpy array.
         seq_lens: int32 ``[batch]``: the tokens of each sequence, its new ones included.
-        cu_seqlens_q: int32 ``[batch + 1]``, the offsets of the sequences in q; None where each has one new token.
-        max_len_q: host int, at least the most new tokens of a sequence; as many as q has when None.
+        cu_seqlens_q: int32 ``[batch + 1]``, the offsets of the sequences in q; None if each has one new token.
+        max_len_q: host int, an upper bound of the new tokens of a sequence; q's token count if None.
         causal, window, softcap, scale, sinks, deterministic: as in ``attention``.
         backend: a name, which runs or raises; names in order of preference; or None for automatic choice.
         return_lse: also return the log-sum-exp, ``[heads, tokens]``, natural log, float32.
 
     Returns:
-        The output ``[tokens, heads, value_dim]``; or ``(output, lse)``. A query of a sequence that has no key, or sees
-        none, gets 0 and its sink, -inf without sinks; a query behind the last offset 0 and -inf.
+        The output ``[tokens, heads, value_dim]``; or ``(output, lse)``. A query that sees no key has output 0 and its
+        sink, or -inf, as lse. A query after the last offset has output 0 and lse -inf.
 
     Raises:
-        ShapeError, DTypeError, DeviceError, SpecError: for arguments that describe no call. Tables whose values are on
-            the host are checked; what others say is not believed, but not checked either.
-        NoBackendError: when no backend, or not the one asked for, can run it; the message has every reason.
+        ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments. The values of tables on the host are
+            checked. Other tables are not checked, but no value in them can make a kernel access memory out of bounds.
+        NoBackendError: if no backend, or not the requested one, can run the call; the message has every reason.
     """
-    inputs = _gathered(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks)
+    inputs = _gather_arguments(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks)
     options = arguments.checked_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     requested = requested_names(backend) or override.requested()
-    made = _plan(_metadata(inputs), plan.device_name(q), options, requested)
+    call_plan = _plan(_metadata(inputs), plan.device_name(q), options, requested)
     _check_values(options.max_len_q, q.shape[0], k_pages.shape, *inputs[3:6])
-    return _compiled(made, _as_arrays(inputs))
+    return _jit_attention(call_plan, _as_arrays(inputs))
 
 
 def explain_paged(
@@ -97,12 +97,12 @@ def explain_paged(
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
 ) -> Selection:
-    """Which backend ``paged_attention`` runs with the same arguments, and why the others do not. Runs nothing."""
-    inputs = _gathered(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, shapes_only=True)
+    """Returns the backend that ``paged_attention`` chooses for these arguments and why the others cannot run."""
+    inputs = _gather_arguments(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, shapes_only=True)
     options = arguments.checked_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     requested = requested_names(backend) or override.requested()
     return compiled_lane.with_program_reasons(
-        explain(*_question(_metadata(inputs), plan.device_name(q), options, requested))
+        explain(*_select_arguments(_metadata(inputs), plan.device_name(q), options, requested))
     )
 
 
@@ -116,20 +116,21 @@ def append_kv(
     seq_lens: Any,
     cu_seqlens_q: Any = None,
 ) -> tuple[Array, Array]:
-    """The pool with the keys and values of new tokens in their sequences' pages.
+    """Writes the keys and values of new tokens into their sequences' pages, and returns the updated pool.
 
     Args:
-        k_pages, v_pages: the pool, as in ``paged_attention``. Outside of jit they are donated: their memory is reused,
-            and the arrays that were passed are gone. In a jit of your own, donate them there.
+        k_pages, v_pages: the pool, as in ``paged_attention``. Outside of jit they are donated: JAX reuses their memory
+            and deletes the arrays that you passed. Inside your own jit, donate them there.
         k, v: ``[tokens, kv_heads, dim]``, in the pool's dtype: the last tokens of each sequence, end to end.
         block_table, seq_lens, cu_seqlens_q: as in ``paged_attention``; ``seq_lens`` count the new tokens.
 
     Returns:
-        ``(k_pages, v_pages)``, the pool as it is now.
+        ``(k_pages, v_pages)``, the updated pool.
 
     Raises:
-        ShapeError, DTypeError, DeviceError, SpecError: for arguments that do not fit, and for tables on the host that
-            lead out of the pool or two tokens to one place. Elsewhere a token without a place is left out.
+        ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments, and for tables on the host with a page
+            outside of the pool or one slot for two tokens. With tables elsewhere, a token without a valid slot is not
+            written.
     """
     for name, array in (("k_pages", k_pages), ("v_pages", v_pages), ("k", k), ("v", v)):
         plan.check_array(name, array)
@@ -144,39 +145,39 @@ def append_kv(
     _check_values(None, k.shape[0], k_pages.shape, block_table, seq_lens, cu_seqlens_q, writes=True)
     arrays: list[Any] = [_own(array) for array in everything.values()]
     traced = any(isinstance(array, jax.core.Tracer) for array in arrays)
-    return (_appended if traced else _append_donated)(*arrays)  # type: ignore[no-any-return]
+    return (_append if traced else _append_donated)(*arrays)  # type: ignore[no-any-return]
 
 
-def _appended(k_pages: Array, v_pages: Array, k: Array, v: Array, table: Array, lengths: Array, cu: Any) -> Any:
+def _append(k_pages: Array, v_pages: Array, k: Array, v: Array, table: Array, lengths: Array, cu: Any) -> Any:
     num_pages, page_size, batch = *k_pages.shape[:2], table.shape[0]
     if k.shape[0] == 0 or table.shape[1] == 0:
         return k_pages, v_pages
     token = jnp.arange(k.shape[0], dtype=jnp.int32)
     ends = token + 1 if cu is None else cu[1:]
-    of = ended(ends, k.shape[0])
-    owned, of = of < batch, jnp.minimum(of, batch - 1)
-    position = lengths[of] - (ends[of] - token)
-    page = table[of, jnp.clip(position // page_size, 0, table.shape[1] - 1)]
+    sequence = ended(ends, k.shape[0])
+    owned, sequence = sequence < batch, jnp.minimum(sequence, batch - 1)
+    position = lengths[sequence] - (ends[sequence] - token)
+    page = table[sequence, jnp.clip(position // page_size, 0, table.shape[1] - 1)]
     inside = owned & (position >= 0) & (position < table.shape[1] * page_size) & (page >= 0) & (page < num_pages)
-    page = jnp.where(inside, page, num_pages)  # behind the end of the pool, where nothing is written
+    page = jnp.where(inside, page, num_pages)  # mode="drop" skips pages past the end of the pool
     return (
         k_pages.at[page, position % page_size].set(k, mode="drop"),
         v_pages.at[page, position % page_size].set(v, mode="drop"),
     )
 
 
-_append_donated = jax.jit(_appended, donate_argnums=(0, 1))
+_append_donated = jax.jit(_append, donate_argnums=(0, 1))
 
 
 @lru_cache(maxsize=4096)
 def _plan(
     metadata: tuple[Metadata | None, ...], device: str, options: Options, requested: tuple[str, ...] | None
 ) -> plan.Plan:
-    selection = select(*_question(metadata, device, options, requested))
+    selection = select(*_select_arguments(metadata, device, options, requested))
     return plan.Plan(selection.spec, selection.backend or "", device, one_row=False, requested=selection.requested)
 
 
-def _question(
+def _select_arguments(
     metadata: tuple[Metadata | None, ...], device: str, options: Options, requested: tuple[str, ...] | None
 ) -> tuple[AttentionSpec, Target, tuple[str, ...] | None]:
     facts = (entry and ArrayFacts(tuple(entry[0]), str(entry[1]), device) for entry in metadata)
@@ -187,7 +188,7 @@ def _metadata(inputs: PagedInputs) -> tuple[Metadata | None, ...]:
     return tuple(None if array is None else (tuple(array.shape), np.dtype(array.dtype)) for array in inputs)
 
 
-def _gathered(
+def _gather_arguments(
     q: Any, k_pages: Any, v_pages: Any, block_table: Any, seq_lens: Any, cu: Any, sinks: Any, shapes_only: bool = False
 ) -> PagedInputs:
     for name, array in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages), ("sinks", sinks)):
@@ -208,14 +209,14 @@ def _as_arrays(inputs: PagedInputs) -> PagedInputs:
 
 
 def _own(array: Any) -> Any:
-    """A numpy array as JAX's own copy: JAX may share memory, and its owner may write there before the call has run."""
+    """Copies a numpy array; without the copy JAX may share its memory, and the caller may write to it too early."""
     return jnp.array(array) if isinstance(array, np.ndarray) else array
 
 
 def _check_values(
     max_len_q: int | None, tokens: int, pool: tuple[int, ...], *tables: Any, writes: bool = False
 ) -> None:
-    """Checks what tables on the host say; shapes that are wrong are refused by name elsewhere."""
+    """Checks the values of tables if all are on the host. Their shapes have been checked before."""
     if not all(table is None or _on_host(table) for table in tables):
         return
     block_table, seq_lens, cu = (None if table is None else np.asarray(table) for table in tables)
@@ -235,28 +236,29 @@ def _on_host(table: Any) -> bool:
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _attention(made: plan.Plan, inputs: PagedInputs) -> Any:
-    unsafe = inputs.cu_seqlens_q is not None and made.device != "cpu"
-    if unsafe:
-        inputs = inputs._replace(cu_seqlens_q=safe_offsets(inputs.cu_seqlens_q, made.spec.q_len, whole=False))
-    out, lse = ops.forward(made, inputs, with_lse=made.spec.return_lse)
-    if unsafe:  # kernels leave unwritten what is behind the last offset
-        behind = jnp.arange(made.spec.q_len, dtype=jnp.int32) >= inputs.cu_seqlens_q[-1]
-        out, lse = jnp.where(behind[:, None, None], 0, out), None if lse is None else jnp.where(behind, -jnp.inf, lse)
+def _attention(call_plan: plan.Plan, inputs: PagedInputs) -> Any:
+    spec = call_plan.spec
+    unchecked = inputs.cu_seqlens_q is not None and call_plan.device != "cpu"
+    if unchecked:
+        inputs = inputs._replace(cu_seqlens_q=safe_offsets(inputs.cu_seqlens_q, spec.q_len, whole=False))
+    out, lse = ops.forward(call_plan, inputs, with_lse=spec.return_lse)
+    if unchecked:  # kernels do not write the rows after the last offset
+        after = jnp.arange(spec.q_len, dtype=jnp.int32) >= inputs.cu_seqlens_q[-1]
+        out, lse = jnp.where(after[:, None, None], 0, out), None if lse is None else jnp.where(after, -jnp.inf, lse)
     if lse is not None and inputs.sinks is not None:
         lse = lone_sinks.in_lse(lse, inputs.sinks, None if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q[-1])
-    return (out, lse) if made.spec.return_lse else out
+    return (out, lse) if spec.return_lse else out
 
 
 @partial(_attention.defjvp, symbolic_zeros=True)
-def _derivative(made: plan.Plan, primals: Any, tangents: Any) -> Any:
+def _derivative(call_plan: plan.Plan, primals: Any, tangents: Any) -> Any:
     zero = jax.custom_derivatives.SymbolicZero
     if all(isinstance(tangent, zero) for tangent in jax.tree.leaves(tangents, is_leaf=lambda t: isinstance(t, zero))):
-        out = _attention(made, *primals)
+        out = _attention(call_plan, *primals)
         return out, jax.tree.map(jnp.zeros_like, out)
     raise SpecError(
         "paged: keys and values in pages are for inference, their gradient is not defined; use jax.lax.stop_gradient"
     )
 
 
-_compiled = jax.jit(_attention, static_argnums=0, inline=True)
+_jit_attention = jax.jit(_attention, static_argnums=0, inline=True)

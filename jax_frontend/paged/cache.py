@@ -1,4 +1,4 @@
-"""PagedKVCache: pool, allocator and layers of a model's keys and values in one thing."""
+"""PagedKVCache: the page pools and the page allocator of a model's key/value cache."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ Array = jax.Array
 
 
 class PagedKVCache:
-    """Keys and values of all layers, in pages that the sequences share.
+    """The keys and values of all layers, in pages that the sequences share.
 
     Args:
-        num_layers: of the model. Every layer has a pool; one table serves them all.
-        num_pages, page_size: of each pool: ``num_pages * page_size`` tokens fit in.
-        kv_heads, head_dim: of a token's key; value_dim: of its value, head_dim when None.
-        dtype, device: of the pools; device is one of JAX's, or a sharding.
+        num_layers: layers of the model. Each layer has a pool; all layers use the same block table.
+        num_pages, page_size: the size of each pool, which holds ``num_pages * page_size`` tokens.
+        kv_heads, head_dim: the shape of a token's key. value_dim: the channels of its value, head_dim if None.
+        dtype, device: dtype and device of the pools. The device is a JAX device or a sharding.
 
     Attributes:
         k_pages, v_pages: a pool for each layer, ``[num_pages, page_size, kv_heads, dim]``.
-        allocator: which pages belong to which sequence; ``allocator.report()`` says how full the pools are.
+        allocator: assigns pages to sequences; ``allocator.report()`` returns how full the pools are.
 
-    A step of a model: ``step`` once for the sequences that go on, then in every layer ``update`` and ``attend``.
+    For a step of a model, call ``step`` once with the sequences that continue, then ``update`` and ``attend`` in every
+    layer.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class PagedKVCache:
         dims = {"head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim}
         check_cache(np.dtype(dtype).name, num_layers=num_layers, kv_heads=kv_heads, **dims)
         self.allocator = PageAllocator(num_pages, page_size)
-        self._place = self._place_of_tables(device)
+        self._table_placement = self._placement_of_tables(device)
         self.k_pages, self.v_pages = (
             [jnp.zeros((num_pages, page_size, kv_heads, dim), dtype, device=device) for _ in range(num_layers)]
             for dim in dims.values()
@@ -60,34 +61,35 @@ class PagedKVCache:
         self.allocator.allocate(name)
 
     def fork(self, parent: Hashable, name: Hashable, tokens: int | None = None) -> None:
-        """Starts a sequence that shares the parent's first ``tokens`` (all when None), without a copy."""
+        """Starts a sequence that shares the parent's first ``tokens`` (all if None), without a copy."""
         self.allocator.fork(parent, name, tokens)
 
     def free(self, name: Hashable) -> None:
-        """Ends a sequence; its pages serve others."""
+        """Ends a sequence; other sequences can then use its pages."""
         self.allocator.free(name)
 
     def step(self, names: Sequence[Hashable], new: int | Sequence[int] = 1, *, width: int | None = None) -> Step:
-        """Makes room for new tokens of each sequence and says where they go: the tables of this step, on the device.
+        """Allocates pages for each sequence's new tokens, and returns the tables of this step on the device.
 
-        Pages that a sequence shares with others are copied before it writes to them.
+        A page that a sequence shares with others is copied before the sequence writes to it.
 
         Args:
             names: the sequences, in the order of their tokens in q, k and v.
-            new: how many tokens, for all alike or for each.
-            width: columns of the table; fixed, shapes stay the same from step to step (compiled code, CUDA graphs).
+            new: the number of new tokens, one for all sequences or one for each.
+            width: columns of the block table. With a fixed width, shapes stay the same from step to step, so jit does
+                not trace again.
 
         Raises:
-            PoolFullError: when the pool has too few free pages; SpecError: for arguments that describe no step. Nothing
-                was changed then.
+            PoolFullError: if the pool has too few free pages; SpecError: for invalid arguments. After either error the
+                cache is unchanged.
         """
-        return take_step(self.allocator, names, new, width, self._copy, self._there)
+        return take_step(self.allocator, names, new, width, self._copy, self._to_device)
 
     def update(self, layer: int, k: Array, v: Array, step: Step) -> None:
-        """Writes a layer's new keys and values, ``[tokens, kv_heads, dim]``, where the step says.
+        """Writes a layer's new keys and values, ``[tokens, kv_heads, dim]``, into the step's pages.
 
         Raises:
-            SpecError: as ``check`` does, and for a layer that is not there. Nothing was written then.
+            SpecError: as ``check`` does, and for a layer that does not exist. Nothing is written then.
         """
         layer = check_layer(layer, len(self.k_pages))
         self.check(step)
@@ -95,35 +97,35 @@ class PagedKVCache:
         self.k_pages[layer], self.v_pages[layer] = pools
 
     def attend(self, layer: int, q: Array, step: Step, **options: Any) -> Any:
-        """``paged_attention`` of a layer's queries ``[tokens, heads, head_dim]`` with its options, after ``check``."""
+        """Computes ``paged_attention`` of a layer's queries ``[tokens, heads, head_dim]``, after ``check``."""
         layer = check_layer(layer, len(self.k_pages))
         self.check(step)
         k_pages, v_pages = self.k_pages[layer], self.v_pages[layer]
         return paged_attention(q, k_pages, v_pages, **step.tables, max_len_q=step.max_len_q, **options)
 
-    def _place_of_tables(self, device: Any) -> Any:
-        """Where the tables go: to a device, or whole to every device of a sharding's mesh."""
+    def _placement_of_tables(self, device: Any) -> Any:
+        """Returns the tables' device; for a sharding, one that puts whole tables on every device of its mesh."""
         if isinstance(device, jax.sharding.NamedSharding):
             return jax.sharding.NamedSharding(device.mesh, jax.sharding.PartitionSpec())
         return device
 
     def check(self, step: Step) -> None:
-        """Checks that a step's tables still hold. ``update`` and ``attend`` do; before ``append_kv`` call it yourself.
+        """Checks that a step's tables are still valid. ``update`` and ``attend`` do; call it before ``append_kv``.
 
         Raises:
-            SpecError: naming the sequence that was freed, forked or stepped again after the step was taken.
+            SpecError: naming the sequence that was freed, forked or stepped again after this step.
         """
         check_step(self.allocator, step)
 
     def _copy(self, copies: Copies) -> None:
         source, target = (jnp.asarray(pages, jnp.int32) for pages in copies)
         for pools in (self.k_pages, self.v_pages):
-            pools[:] = [_copied(pool, source, target) for pool in pools]
+            pools[:] = [_copy_pages(pool, source, target) for pool in pools]
 
-    def _there(self, array: np.ndarray | None) -> Any:
+    def _to_device(self, array: np.ndarray | None) -> Any:
         if array is None:
             return None
-        return jnp.asarray(array) if self._place is None else jax.device_put(array, self._place)
+        return jnp.asarray(array) if self._table_placement is None else jax.device_put(array, self._table_placement)
 
     def __repr__(self) -> str:
         report = self.allocator.report()
@@ -131,7 +133,7 @@ class PagedKVCache:
 
 
 @partial(jax.jit, donate_argnums=0)
-def _copied(pool: Array, source: Array, target: Array) -> Array:
+def _copy_pages(pool: Array, source: Array, target: Array) -> Array:
     return pool.at[target].set(pool[source])
 
 

@@ -1,4 +1,4 @@
-"""Unsloth's ``run_attention`` for JAX arrays, and what its arguments are made of."""
+"""Unsloth's ``run_attention`` for JAX arrays, and the types of its arguments."""
 
 from jax_frontend.unsloth.dispatch import (
     FLASH_DENSE,

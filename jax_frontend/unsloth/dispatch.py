@@ -43,18 +43,17 @@ Array = jax.Array
 
 
 def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Array, K: Array, V: Array) -> Array:
-    """Attention of a layer: ``Q [bsz, n_heads, q_len, head_dim]``, ``K, V [bsz, n_kv_heads, kv_len, head_dim]``.
+    """Computes attention of ``Q [bsz, n_heads, q_len, head_dim]``, ``K, V [bsz, n_kv_heads, kv_len, head_dim]``.
 
-    Causal unless a bag or a complete mask says otherwise; packed where ``context.seq_info`` says so, the rows laid end
-    to end; with shared prefixes where ``context.prefix_seg_info`` says so. ``config.backend`` is a preference: what its
-    kernels cannot run, automatic choice does, with the same result.
+    The call is causal unless an option dict or a complete mask says otherwise. It is packed if ``context.seq_info`` is
+    set, with the rows laid end to end, and has shared prefixes if ``context.prefix_seg_info`` is set.
+    ``config.backend`` is a preference: automatic choice runs the calls that its kernels cannot, with the same result.
 
     Returns:
-        ``[bsz, q_len, n_heads, head_dim]`` in Q's dtype, also where float32 beside K or V of a half dtype is computed
-        in that.
+        ``[bsz, q_len, n_heads, head_dim]`` in Q's dtype, even if a float32 Q is computed in the half dtype of K or V.
 
     Raises:
-        SpecError and its kinds: for contradictions, unknown keys and wrong sizes, before any kernel runs.
+        SpecError and its subclasses: for contradictions, unknown keys and wrong sizes, before any kernel runs.
     """
     for name, array in (("Q", Q), ("K", K), ("V", V)):
         check_array(name, array)
@@ -62,14 +61,14 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Arra
     meaning = interpret(config, context)
     backend = override.requested() or preference(config, "jax", device_name(Q))
     half = computed_in(*(str(array.dtype) for array in (Q, K, V)))
-    alike = (array if half is None else array.astype(half) for array in (Q, K, V))
-    q, k, v = (array.swapaxes(1, 2) for array in alike)  # [bsz, len, heads, head_dim]
+    same_dtype = (array if half is None else array.astype(half) for array in (Q, K, V))
+    q, k, v = (array.swapaxes(1, 2) for array in same_dtype)  # [bsz, len, heads, head_dim]
     if context.prefix_seg_info is not None:
         return prefix.attend(q, k, v, meaning, context, backend).astype(Q.dtype)
-    if meaning.dropout and 0 < meaning.dropout < 1:  # what is no probability, attention refuses
+    if meaning.dropout and 0 < meaning.dropout < 1:  # attention raises an error for any other value
         raise SpecError(
-            f"dropout_p={meaning.dropout}: expected 0, for run_attention has no place for the PRNG key that dropout "
-            "needs in JAX; call jax_frontend.attention with dropout_rng="
+            f"dropout_p={meaning.dropout}: expected 0, because run_attention has no argument for the PRNG key that "
+            "dropout needs in JAX; call jax_frontend.attention with dropout_rng="
         )
     mask, bias = split_mask(meaning, context)
     info = meaning.documents or documents(context)
@@ -95,28 +94,28 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Arra
 
 
 def split_mask(meaning: Meaning, context: AttentionContext) -> tuple[Array | None, Array | None]:
-    """The host's mask as (bool mask, additive bias) of four axes; see ``Meaning`` for what each rank means."""
-    given = meaning.mask
-    if given is None:
+    """Returns Unsloth's mask as (bool mask, additive bias) with four axes; ``Meaning`` says what each rank means."""
+    array = meaning.mask
+    if array is None:
         return None, None
-    check_array(meaning.mask_name, given)
+    check_array(meaning.mask_name, array)
     check_mask(meaning, context)
     if meaning.keep:
-        keys = given.astype(bool)
-        if context.seq_info is not None or meaning.documents is not None:  # the rows laid end to end, as their keys are
+        keys = array.astype(bool)
+        if context.seq_info is not None or meaning.documents is not None:  # rows are laid end to end, so their keys are
             keys = keys.reshape(1, -1)
         return keys[:, None, None, :], None
-    table = given[:, None] if given.ndim == 3 else given
+    table = array[:, None] if array.ndim == 3 else array
     if table.dtype == jnp.bool_:
         return table, None
     if jnp.issubdtype(table.dtype, jnp.floating):
         return None, table
     raise DTypeError(
         f"{meaning.mask_name}: expected bool (True = visible) or a float to be added, got {table.dtype} of shape "
-        f"{list(given.shape)}; a 0/1 mask becomes bool by mask != 0"
+        f"{list(array.shape)}; a 0/1 mask becomes bool by mask != 0"
     )
 
 
 def select_attention_backend(use_varlen: bool = False) -> str:
-    """The backend word for this machine, in the host's order: flash-attn, xformers, SDPA."""
+    """Returns Unsloth's backend name for this machine, in Unsloth's order: flash-attn, xformers, SDPA."""
     return choose_word(available_here(), use_varlen)

@@ -1,4 +1,4 @@
-"""Attention of rows that share a prefix, for JAX arrays (see attn_core.dropins.unsloth.prefix)."""
+"""Computes attention of rows that share a prefix, for JAX arrays (see attn_core.dropins.unsloth.prefix)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Array = jax.Array
 
 
 def attend(q: Array, k: Array, v: Array, meaning: Meaning, context: AttentionContext, backend: Any) -> Array:
-    """``[bsz, len, heads, value_dim]``: what each token of q, k, v sees of its own run, joined with its prefix."""
+    """Returns ``[bsz, len, heads, value_dim]``: each token's attention to its own run, merged with its prefix."""
     shared = shared_prefixes(meaning, context, np.asarray)
     rows = [array.reshape(-1, *array.shape[2:]) for array in (q, k, v)]  # [bsz * len, heads, head_dim]
     options: dict[str, Any] = {"softcap": meaning.softcap, "scale": meaning.scale}
