@@ -1,4 +1,4 @@
-"""One call of Finetrainers' ``attention_dispatch`` as calls of ``attention``; see dispatch.py."""
+"""Runs a call of Finetrainers' ``attention_dispatch`` as calls of ``attention``; see dispatch.py."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from attn_core.selection import override
 from torch_frontend.attention import attention
 from torch_frontend.dispatch.autocast import autocast_dtype, in_autocast
 from torch_frontend.dispatch.plan import check_tensor, smaller
-from torch_frontend.finetrainers.key_masks import attend_documents, attend_left
-from torch_frontend.finetrainers.masks import kept_keys, stated_mask
+from torch_frontend.finetrainers.key_masks import attend_documents, attend_to_kept_keys
+from torch_frontend.finetrainers.masks import key_mask, mask_tensor
 
 Tensor = torch.Tensor
-Found = tuple[Tensor, Tensor | None]
-"""The output and, where it was asked for, the log-sum-exp."""
+Results = tuple[Tensor, Tensor | None]
+"""The output and, if requested, the log-sum-exp."""
 
 
-class Call(NamedTuple):
-    """The arguments that torch's own function has, too."""
+class DispatchCall(NamedTuple):
+    """The arguments that torch's own function also has."""
 
     query: Tensor
     key: Tensor
@@ -37,29 +37,29 @@ class Call(NamedTuple):
     enable_gqa: bool
 
 
-def on_provider(provider: AttentionProvider, call: Call, given: dict[str, Any] | None) -> Any:
-    """The call on a provider's kernel, or every reason why not."""
+def run_on_provider(provider: AttentionProvider, call: DispatchCall, kwargs: dict[str, Any] | None) -> Any:
+    """Runs a call on a provider's kernel, or raises with every reason against it."""
     _check_together(call)
     check_heads(call)
-    words = interpret(provider, given)
-    call = rephrased(call._replace(attn_mask=stated_mask(provider, call.query, call.key, call.attn_mask)))
+    options = interpret(provider, kwargs)
+    call = normalise(call._replace(attn_mask=mask_tensor(provider, call.query, call.key, call.attn_mask)))
     names = override.requested() or KERNELS[provider] or None
-    if words.documents is not None:
-        found = _on_documents(provider, call, words, words.documents, names)
+    if options.documents is not None:
+        results = _run_documents(provider, call, options, options.documents, names)
     elif call.attn_mask is not None and provider in VARLEN:
-        found = _on_kept_keys(provider, call, words, names)
+        results = _run_key_mask(provider, call, options, names)
     else:
-        found = dense(call, words, names)
-    return found if words.return_lse else found[0]
+        results = run_dense(call, options, names)
+    return results if options.return_lse else results[0]
 
 
-def dense(call: Call, words: Words, backend: tuple[str, ...] | None) -> Found:
-    """Rows without documents: ``[batch, heads, q_len, value_dim]``, or fewer axes like query."""
+def run_dense(call: DispatchCall, options: Words, backend: tuple[str, ...] | None) -> Results:
+    """Runs rows without documents: ``[batch, heads, q_len, value_dim]``, or fewer axes as in query."""
     query, key, value, mask, dropout, causal, scale, _ = call
-    anchored = words.window is not None or words.alibi_slopes is not None
+    anchored = options.window is not None or options.alibi_slopes is not None
     q_len, kv_len = query.shape[-2], key.shape[-2]
-    if causal and torch.compiler.is_compiling():  # of symbols nothing is asked; attention_kwargs are not compiled
-        key, value, mask = _seen(smaller(q_len, kv_len), key, value, mask)
+    if causal and torch.compiler.is_compiling():  # no comparison of symbols; attention_kwargs are not compiled
+        key, value, mask = _cut_keys(smaller(q_len, kv_len), key, value, mask)
     elif causal and q_len != kv_len:
         if anchored:
             raise SpecError(
@@ -67,118 +67,121 @@ def dense(call: Call, words: Words, backend: tuple[str, ...] | None) -> Found:
                 "lengths; is_causal counts from the first key, flash-attn's window_size and alibi_slopes from the last"
             )
         if kv_len > q_len:
-            key, value, mask = _seen(q_len, key, value, mask)
+            key, value, mask = _cut_keys(q_len, key, value, mask)
     missing = 4 - query.dim()
     if missing:  # axes of 1 in front
         query, key, value = (tensor[(None,) * missing] for tensor in (query, key, value))
     added = mask is not None and mask.dtype != torch.bool
-    found = attention(
+    results = attention(
         query.transpose(1, 2),  # [batch, heads, len, head_dim] -> [batch, len, heads, head_dim]
         key.transpose(1, 2),
         value.transpose(1, 2),
         causal=causal,
         alignment="bottom_right" if anchored else "top_left",
-        window=words.window,
-        softcap=words.softcap,
+        window=options.window,
+        softcap=options.softcap,
         scale=scale,
         mask=None if added else mask,
         bias=mask if added else None,
-        alibi_slopes=words.alibi_slopes,
+        alibi_slopes=options.alibi_slopes,
         dropout=dropout,
-        deterministic=words.deterministic,
+        deterministic=options.deterministic,
         backend=backend,
-        return_lse=words.return_lse,
+        return_lse=options.return_lse,
     )
-    out, lse = found if words.return_lse else (found, None)
+    out, lse = results if options.return_lse else (results, None)
     out = out.transpose(1, 2)
     return out[(0,) * missing] if missing else out, lse
 
 
-def _seen(length: int, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The keys up to the last query's: nobody sees those behind, and without them all kernels' alignments are one."""
+def _cut_keys(length: int, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cuts off the keys that no query of a causal call sees, so that both alignments of the kernels agree."""
     if mask is not None and mask.dim() and mask.shape[-1] == key.shape[-2]:
         mask = mask[..., :length]
     return key[..., :length, :], value[..., :length, :], mask
 
 
-def _on_kept_keys(provider: AttentionProvider, call: Call, words: Words, names: tuple[str, ...] | None) -> Found:
-    """A varlen provider's mask of keys: those that are left, packed."""
-    if words.window is not None or words.alibi_slopes is not None:
+def _run_key_mask(
+    provider: AttentionProvider, call: DispatchCall, options: Words, names: tuple[str, ...] | None
+) -> Results:
+    """Runs a varlen provider's mask of keys: packs the visible keys of each row."""
+    if options.window is not None or options.alibi_slopes is not None:
         raise SpecError(
-            f"attn_mask with window_size or alibi_slopes: provider {provider.value} packs the keys that are left, "
-            "whose distances are no longer those of the rows; use another provider"
+            f"attn_mask with window_size or alibi_slopes: provider {provider.value} packs the visible keys, "
+            "which changes the distances between them; use another provider"
         )
-    keep = kept_keys(provider, call.key, call.attn_mask)
+    keep = key_mask(provider, call.key, call.attn_mask)
     q, k, v = (tensor.transpose(1, 2) for tensor in call[:3])  # [batch, len, heads, head_dim]
-    attend = _attend(call, words, names)
+    attend = _attention_with(call, options, names)
     if provider is FLASH_VARLEN and not call.is_causal:
-        out, lse = attend_left(attend, q, k, v, keep)
+        out, lse = attend_to_kept_keys(attend, q, k, v, keep)
         return out.transpose(1, 2), lse
     documents = kept_documents(keep.cpu().numpy(), q.shape[1], call.is_causal)
-    found = attend_documents(attend, *_end_to_end(q, k, v), documents, packed=provider is FLASH_VARLEN)
-    return _in_rows(found, q)
+    results = attend_documents(attend, *_join_rows(q, k, v), documents, packed=provider is FLASH_VARLEN)
+    return _split_rows(results, q)
 
 
-def _on_documents(
-    provider: AttentionProvider, call: Call, words: Words, info: SeqInfo, names: tuple[str, ...] | None
-) -> Found:
-    """Documents that run through the rows laid end to end; causal and windows count from their last keys."""
+def _run_documents(
+    provider: AttentionProvider, call: DispatchCall, options: Words, info: SeqInfo, names: tuple[str, ...] | None
+) -> Results:
+    """Runs packed documents of the rows laid end to end; causal and windows align at each document's last key."""
     if call.attn_mask is not None:
-        raise SpecError("attn_mask with cu_seqlens_q and cu_seqlens_k: they say twice what is visible; give one")
-    for side, given in (("q", info.cu_seqlens_q), ("k", info.cu_seqlens_k)):
-        check_tensor(f"attention_kwargs['cu_seqlens_{side}']", given)
+        raise SpecError("attn_mask with cu_seqlens_q and cu_seqlens_k: both define what is visible; pass one")
+    for side, offsets_of_side in (("q", info.cu_seqlens_q), ("k", info.cu_seqlens_k)):
+        check_tensor(f"attention_kwargs['cu_seqlens_{side}']", offsets_of_side)
     q, k, v = (tensor.transpose(1, 2) for tensor in call[:3])  # [batch, len, heads, head_dim]
     queries = info.cu_seqlens_q.to(q.device, torch.int32)
     keys = queries if info.cu_seqlens_k is info.cu_seqlens_q else info.cu_seqlens_k.to(q.device, torch.int32)
-    attend, rows = _attend(call, words, names), _end_to_end(q, k, v)
+    attend, rows = _attention_with(call, options, names), _join_rows(q, k, v)
     if provider is not SAGE_VARLEN:
         info = SeqInfo(queries, keys, info.max_len_q, info.max_len_k)
-        return _in_rows(attend(*rows, causal=call.is_causal, seq_info=info), q)
+        return _split_rows(attend(*rows, causal=call.is_causal, seq_info=info), q)
     offsets = [cu_seqlens.cpu().numpy() for cu_seqlens in (queries, keys)]
     for side, cu_seqlens, part in zip("qk", offsets, rows[:2], strict=True):
         check_cu_seqlens(cu_seqlens, getattr(info, f"max_len_{side}"), side=side, tokens=len(part))
     documents = offset_documents(offsets[0], offsets[1], call.is_causal)
-    return _in_rows(attend_documents(attend, *rows, documents, packed=False), q)
+    return _split_rows(attend_documents(attend, *rows, documents, packed=False), q)
 
 
-def _attend(call: Call, words: Words, names: tuple[str, ...] | None) -> Callable[..., Found]:
-    """``attention`` with the call's options, on its kernel: (q, k, v, causal=, seq_info=) -> (out, lse or None)."""
+def _attention_with(call: DispatchCall, options: Words, names: tuple[str, ...] | None) -> Callable[..., Results]:
+    """Returns ``attention`` with the call's options: (q, k, v, causal=, seq_info=) -> (out, lse or None)."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, seq_info: SeqInfo | None) -> Found:
-        found = attention(
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, seq_info: SeqInfo | None) -> Results:
+        results = attention(
             q,
             k,
             v,
             causal=causal,
-            window=words.window,
-            softcap=words.softcap,
+            window=options.window,
+            softcap=options.softcap,
             scale=call.scale,
-            alibi_slopes=words.alibi_slopes,
+            alibi_slopes=options.alibi_slopes,
             seq_info=seq_info,
             dropout=call.dropout_p,
-            deterministic=words.deterministic,
+            deterministic=options.deterministic,
             backend=names,
-            return_lse=words.return_lse,
+            return_lse=options.return_lse,
         )
-        return found if words.return_lse else (found, None)
+        return results if options.return_lse else (results, None)
 
     return attend
 
 
-def _end_to_end(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _join_rows(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Lays the rows of the batch end to end."""
     return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # [batch * len, heads, head_dim]
 
 
-def _in_rows(found: Found, q: Tensor) -> Found:
-    """``[batch * q_len, heads, dim]`` -> ``[batch, heads, q_len, dim]``, and the log-sum-exp without dim."""
-    (out, lse), rows = found, tuple(q.shape[:2])
+def _split_rows(results: Results, q: Tensor) -> Results:
+    """Reshapes ``[batch * q_len, heads, dim]`` to ``[batch, heads, q_len, dim]``; the log-sum-exp has no dim."""
+    (out, lse), rows = results, tuple(q.shape[:2])
     return out.unflatten(0, rows).transpose(1, 2), None if lse is None else lse.unflatten(1, rows).transpose(0, 1)
 
 
-def rephrased(call: Call) -> Call:
-    """The call as ``attention`` takes it, with the same meaning: in autocast's dtype, and with a scale above 0.
+def normalise(call: DispatchCall) -> DispatchCall:
+    """Returns an equivalent call that ``attention`` accepts: in autocast's dtype, and with a scale above 0.
 
-    Where autocast is on, torch's own function casts every floating tensor but float64, and so does this.
+    Under autocast, torch's own function casts every floating tensor except float64, and so does this.
     """
     if isinstance(call.scale, (int, float)) and call.scale <= 0:
         call = call._replace(query=call.query * (-1 if call.scale else 0), scale=-call.scale or 1.0)
@@ -186,8 +189,8 @@ def rephrased(call: Call) -> Call:
     return call._replace(query=query, key=key, value=value, attn_mask=mask)
 
 
-def check_heads(call: Call) -> None:
-    """Raises SpecError for fewer kv heads than heads, unless that is asked for or one serves all."""
+def check_heads(call: DispatchCall) -> None:
+    """Raises SpecError for grouped heads without ``enable_gqa``; a single kv head broadcasts to all heads."""
     if call.enable_gqa or call.query.dim() < 3:
         return
     heads, kv_heads = call.query.shape[-3], call.key.shape[-3]
@@ -197,8 +200,8 @@ def check_heads(call: Call) -> None:
         )
 
 
-def _check_together(call: Call) -> None:
-    """What must agree between query, key and value, under the names they have here."""
+def _check_together(call: DispatchCall) -> None:
+    """Checks query, key and value against each other; errors name them as the host does."""
     query, key, value = call[:3]
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor)
@@ -211,5 +214,5 @@ def _check_together(call: Call) -> None:
     if key.shape[3] != query.shape[3]:
         raise ShapeError(f"key: expected the head_dim of query ({query.shape[3]}), got {key.shape[3]}")
     if value.shape[1:3] != key.shape[1:3]:
-        wanted, got = list(key.shape[1:3]), list(value.shape[1:3])
-        raise ShapeError(f"value: expected the heads and length of key {wanted}, got {got}")
+        expected, got = list(key.shape[1:3]), list(value.shape[1:3])
+        raise ShapeError(f"value: expected the heads and length of key {expected}, got {got}")

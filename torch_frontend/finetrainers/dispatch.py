@@ -1,7 +1,7 @@
-"""Finetrainers' ``attention_dispatch`` for torch tensors, with one meaning on every provider.
+"""Finetrainers' ``attention_dispatch`` for torch tensors: the same result on every provider.
 
-Without ``attention_kwargs``, and on the native provider, a call means what
-``torch.nn.functional.scaled_dot_product_attention`` means by the same arguments, and may stand in its place.
+On the native provider without ``attention_kwargs``, a call has the result of
+``torch.nn.functional.scaled_dot_product_attention`` with the same arguments, and can replace it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from attn_core.selection import NoBackendError, Target, override
 from torch_frontend.attention import attention
 from torch_frontend.backends import here
 from torch_frontend.dispatch.plain import PLAIN, are_jit_traces_active, as_causal, is_foreign, is_plain, torch_attention
-from torch_frontend.finetrainers.call import Call, check_heads, dense, on_provider, rephrased
+from torch_frontend.finetrainers.call import DispatchCall, check_heads, normalise, run_dense, run_on_provider
 
 __all__ = ["AttentionProvider", "attention_dispatch", "attention_provider", "list_providers"]
 
@@ -39,26 +39,28 @@ def attention_provider(
     convert_to_fp32: bool = True,
     rotate_method: str = "allgather",
 ) -> AbstractContextManager[AttentionProvider]:
-    """Runs the block's attention on a provider's kernel: ``attention_dispatch``, and ``attention`` as ``use_backend``.
+    """Runs a block's attention on a provider's kernel: ``attention_dispatch``, and ``attention`` like ``use_backend``.
 
-    Nests; safe with threads and asyncio tasks. An inner ``use_backend`` chooses another kernel for the same meaning.
+    Blocks nest; they are safe with threads and asyncio tasks. An inner ``use_backend`` chooses another kernel for the
+    same result.
 
     Args:
         provider: a name or a member of ``AttentionProvider``. native is automatic choice; any other runs or raises.
-        mesh: context parallelism is not offered; ``convert_to_fp32`` and ``rotate_method`` say how it would be done.
+        mesh: must be None; ``convert_to_fp32`` and ``rotate_method`` are options of the host's context parallelism,
+            which is not supported.
 
     Raises:
-        SpecError: for a provider nobody knows, or a mesh.
+        SpecError: for an unknown provider, or a mesh.
     """
     return finetrainers.provided(provider, mesh, override.use_backend)
 
 
 def list_providers(*, training: bool = False, uses_mask: bool = False) -> list[AttentionProvider]:
-    """The providers that have a kernel on this machine, by what its backends claim.
+    """Returns the providers that have a kernel on this machine, according to what its backends support.
 
     Args:
-        training: whether it must have a gradient.
-        uses_mask: whether it must take a mask: of scores, on the varlen providers of keys.
+        training: whether the kernel must have a backward.
+        uses_mask: whether the kernel must support a mask: of scores, or of keys on the varlen providers.
     """
     return list(finetrainers.providers_on(Target.here("torch", here()), training=training, uses_mask=uses_mask))
 
@@ -74,59 +76,60 @@ def attention_dispatch(
     enable_gqa: bool = False,
     attention_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Attention on the active provider: ``query [batch, heads, q_len, head_dim]``, and so the result.
+    """Computes attention on the active provider.
 
     Args:
+        query: ``[batch, heads, q_len, head_dim]``.
         key, value: ``[batch, kv_heads, kv_len, ...]``; fewer kv heads than heads need ``enable_gqa=True``.
         attn_mask: bool, True = visible, or float, added; broadcastable to ``[batch, heads, q_len, kv_len]``. Two axes
-            are ``[q_len, kv_len]``; on the varlen providers ``[batch, kv_len]`` of keys, bool, and on flex and
-            xformers what the shape says. On flex also a ``BlockMask``.
+            are ``[q_len, kv_len]``; on the varlen providers a bool mask of keys ``[batch, kv_len]``; on flex and
+            xformers the shape decides between the two. flex also accepts a ``BlockMask``.
         is_causal: query i sees keys 0 to i, whatever the lengths.
         attention_kwargs: ``window_size``, ``softcap``, ``alibi_slopes``, ``deterministic``, ``return_lse``,
-            ``cu_seqlens_q``, ``cu_seqlens_k``, ``max_seqlen_q``, ``max_seqlen_k``, by flash-attn's meaning, on whatever
-            provider; and what the host's kernels know besides, as far as it is what they do here.
+            ``cu_seqlens_q``, ``cu_seqlens_k``, ``max_seqlen_q``, ``max_seqlen_k``, as in flash-attn, on any provider.
+            Other keywords of the host's kernels must have the one value that our kernels implement.
 
     Returns:
         ``[batch, heads, q_len, value_dim]``; with ``return_lse`` also the log-sum-exp ``[batch, heads, q_len]``.
 
     Raises:
-        SpecError and its kinds: for what means nothing, or nothing on this provider; NoBackendError: where the
-        provider's kernel cannot run the call, with every reason. On native, without ``attention_kwargs``, whatever no
-        backend takes is torch's own function's.
+        SpecError and its subclasses: for arguments that are invalid, or invalid on this provider.
+        NoBackendError: if the provider's kernel cannot run the call, with every reason. On native without
+            ``attention_kwargs``, torch's own function runs a call that no backend can run.
     """
     if enable_gqa is not True and enable_gqa is not False:
         flag("enable_gqa", enable_gqa)
     if attn_mask is not None:
         attn_mask, is_causal = as_causal(attn_mask, is_causal, query)
     if _is_compiling():
-        call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        call = DispatchCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         unclear = attention_kwargs or finetrainers.DEFAULT != "native" or any(map(is_foreign, call[:4]))
         if unclear or (attn_mask is not None and attn_mask.dim() == 2):
             return _outside_the_graph(*call, attention_kwargs)
-        return _as_torch(call)  # on the provider's kernels, which the op asks for when it runs
-    if _modes() and (shown := _shown_to_modes(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)):
-        return shown[0]
+        return _run_as_torch(call)  # on the provider's kernels: the op looks them up when it runs
+    if _modes() and (offered := _offer_to_modes(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)):
+        return offered[0]
     provider = finetrainers.stated_provider() or finetrainers.default_provider()
     native = provider is NATIVE and not attention_kwargs
     plain = attn_mask is None and not attention_kwargs and not dropout_p
-    if plain and _is_simple(query, key, value, is_causal, enable_gqa) and (not native or _is_everyday()):
+    if plain and _is_simple(query, key, value, is_causal, enable_gqa) and (not native or _is_unrestricted()):
         try:
-            return _simply(
+            return _run_simple(
                 query, key, value, dropout_p, is_causal, scale, override.requested() or KERNELS[provider] or None
             )
-        except SpecError:  # named below, or native's: what torch takes and we do not, a scale of 0, say
+        except SpecError:  # the code below names the error, or torch's own function runs the call (a scale of 0, say)
             pass
         except NoBackendError as error:
             if not native or error.selection.requested:
                 raise
-    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return _as_torch(call) if native else on_provider(provider, call, attention_kwargs)
+    call = DispatchCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return _run_as_torch(call) if native else run_on_provider(provider, call, attention_kwargs)
 
 
 def _is_simple(query: Any, key: Any, value: Any, is_causal: Any, enable_gqa: Any) -> bool:
-    """Whether these are plain tensors ``[batch, heads, len, head_dim]`` that fit, in a call without anything unusual.
+    """Returns whether these are plain, fitting tensors ``[batch, heads, len, head_dim]`` without unusual options.
 
-    What most calls are; the checks of all others cost more than a small kernel.
+    Most calls are simple. The checks of the other calls take longer than a small kernel.
     """
     if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor:
         return False
@@ -140,7 +143,7 @@ def _is_simple(query: Any, key: Any, value: Any, is_causal: Any, enable_gqa: Any
     return 0 not in q and 0 not in k and v[3] != 0 and query.device.type in ("cpu", "cuda")
 
 
-def _simply(
+def _run_simple(
     query: Tensor, key: Tensor, value: Tensor, dropout: Any, causal: bool, scale: float | None, names: Any
 ) -> Tensor:
     out = attention(
@@ -150,37 +153,41 @@ def _simply(
         causal=causal,
         alignment="top_left",
         scale=scale,
-        dropout=dropout,  # 0 of some type: the plan refuses a type that is wrong
+        dropout=dropout,  # 0 of some type: the plan checks the type
         backend=names,
     )
     return out.transpose(1, 2)  # type: ignore[no-any-return]
 
 
-def _shown_to_modes(*arguments: Any) -> tuple[Any] | None:
-    """What a ``TorchFunctionMode`` that is active makes of the call, as it would of torch's own function.
+def _offer_to_modes(*arguments: Any) -> tuple[Any] | None:
+    """Returns the result of an active ``TorchFunctionMode`` in a tuple, or None if no mode is active.
 
-    One compares the function it is shown with ``F.scaled_dot_product_attention``, and so finds it where this stands in
-    its place. Tensor subclasses are torch's own function's, which shows them itself. None where nobody looks.
+    A mode compares the function that it receives with ``F.scaled_dot_product_attention``. It receives
+    ``attention_dispatch``, so the comparison succeeds if ``attention_dispatch`` has replaced torch's function. Calls
+    with tensor subclasses go to torch's own function, which offers them to the modes itself.
     """
-    given = arguments[:3]
-    if not has_torch_function_variadic(*given) or not all(type(tensor) in PLAIN for tensor in given):
+    operands = arguments[:3]
+    if not has_torch_function_variadic(*operands) or not all(type(tensor) in PLAIN for tensor in operands):
         return None
     options = {"scale": arguments[6], "enable_gqa": arguments[7]}
-    return (handle_torch_function(attention_dispatch, given, *arguments[:6], **options),)
+    return (handle_torch_function(attention_dispatch, operands, *arguments[:6], **options),)
 
 
-@torch.compiler.disable(reason="which provider is active decides what these arguments of attention_dispatch mean")
+@torch.compiler.disable(reason="the active provider decides what these arguments of attention_dispatch mean")
 def _outside_the_graph(*arguments: Any) -> Any:
     return attention_dispatch(*arguments)
 
 
-def _as_torch(call: Call) -> Tensor:
-    """torch's meaning, on automatic choice or what ``use_backend`` asks for; torch's own function for all else."""
+def _run_as_torch(call: DispatchCall) -> Tensor:
+    """Runs a call as torch's own function would, on automatic choice or the backends of ``use_backend``.
+
+    If no backend can run the call, torch's own function does.
+    """
     if _is_ours(call):
         try:
             check_heads(call)
-            return dense(rephrased(call), _NO_WORDS, None)[0]
-        except SpecError:  # what torch takes and we do not, or neither does: its own function knows
+            return run_dense(normalise(call), _DEFAULTS, None)[0]
+        except SpecError:  # torch's own function supports the call or raises its own error
             pass
         except NoBackendError as error:
             if error.selection.requested:
@@ -188,11 +195,11 @@ def _as_torch(call: Call) -> Tensor:
     return torch_attention(*call[:6], scale=call.scale, enable_gqa=call.enable_gqa)  # type: ignore[no-any-return]
 
 
-_NO_WORDS = Words()
+_DEFAULTS = Words()
 
 
-def _is_ours(call: Call) -> bool:
-    """Whether these are plain tensors, in a call whose result has the axes and rows of query."""
+def _is_ours(call: DispatchCall) -> bool:
+    """Returns whether these are plain tensors in a call whose result has query's axes and rows."""
     query, key, value, mask = call[:4]
     for tensor in (query, key, value) if mask is None else (query, key, value, mask):
         if not is_plain(tensor):
@@ -206,11 +213,11 @@ def _is_ours(call: Call) -> bool:
         return False
     if mask is not None and (mask.dim() > rank or mask.dtype not in (torch.bool, torch.float32, query.dtype)):
         return False
-    return torch.compiler.is_compiling() or _is_everyday()
+    return torch.compiler.is_compiling() or _is_unrestricted()
 
 
-def _is_everyday() -> bool:
-    """Whether no transform and no trace is at work, and torch's kernels are all allowed: what only torch heeds."""
+def _is_unrestricted() -> bool:
+    """Returns whether no transform or trace is active and no torch kernel is disabled; only torch honours these."""
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return False
     if are_jit_traces_active() is not None:
@@ -221,4 +228,6 @@ def _is_everyday() -> bool:
     return allowed._get_math_sdp_enabled() and allowed._get_cudnn_sdp_enabled()  # type: ignore[no-any-return]
 
 
-_register_builtin(attention_dispatch, "aten::scaled_dot_product_attention")  # torch.jit.script takes ours for torch's
+_register_builtin(
+    attention_dispatch, "aten::scaled_dot_product_attention"
+)  # so that torch.jit.script compiles it as torch's own

@@ -1,4 +1,4 @@
-"""Masks of keys on kernels that have none: the keys that are left, packed (see attn_core.dropins.key_masks)."""
+"""Runs key masks on kernels without masks by packing the visible keys (see attn_core.dropins.key_masks)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.dropins.key_masks import Document
 
 Tensor = torch.Tensor
-Found = tuple[Tensor, Tensor | None]
-Attend = Callable[..., Found]
-"""(q, k, v, causal=, seq_info=) -> (out, lse) on the kernel that was asked for; lse None where nobody wants it."""
+Results = tuple[Tensor, Tensor | None]
+Attend = Callable[..., Results]
+"""(q, k, v, causal=, seq_info=) -> (out, lse) on the requested kernel; lse is None unless requested."""
 
 
-def attend_left(attend: Attend, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Found:
-    """Every query on its row's kept keys, in one packed call, without reading the mask on the host.
+def attend_to_kept_keys(attend: Attend, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Results:
+    """Computes attention to each row's visible keys in one packed call, without reading the mask on the host.
 
-    Each row's kept keys come first, as a document with all of the row's queries; its other keys are a document without
-    queries. So nothing's size depends on the mask's values.
+    A row's visible keys become a document with all of the row's queries. Its hidden keys become a document without
+    queries, so that no size depends on the mask's values.
 
     Args:
         q: ``[batch, q_len, heads, head_dim]``; k, v: ``[batch, kv_len, kv_heads, ...]``.
@@ -31,34 +31,36 @@ def attend_left(attend: Attend, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -
     """
     batch, q_len = q.shape[:2]
     kv_len = k.shape[1]
-    kept_first = torch.argsort(~keep, dim=1, stable=True)
+    visible_first = torch.argsort(~keep, dim=1, stable=True)
     rows = torch.arange(batch, device=keep.device)[:, None] * kv_len
-    order = (kept_first + rows).flatten()  # [batch * kv_len]
-    kept = keep.sum(dim=1)
-    lengths_k = torch.stack((kept, kv_len - kept), dim=1)
+    order = (visible_first + rows).flatten()  # [batch * kv_len]
+    visible = keep.sum(dim=1)
+    lengths_k = torch.stack((visible, kv_len - visible), dim=1)
     ends_q = (torch.arange(2 * batch + 1, dtype=torch.int32, device=keep.device) + 1) // 2 * q_len
     info = SeqInfo(ends_q, _offsets(lengths_k), q_len, kv_len)
-    # A kernel may look into the document behind, where 0 * NaN of padding would be NaN: what is left out becomes 0.
-    out_of_it = ~keep.flatten()[order][:, None, None]
-    k, v = (tensor.flatten(0, 1).index_select(0, order).masked_fill(out_of_it, 0) for tensor in (k, v))
+    # A kernel's last tile may reach into the next document, where 0 * NaN of padding is NaN. So hidden keys become 0.
+    hidden = ~keep.flatten()[order][:, None, None]
+    k, v = (tensor.flatten(0, 1).index_select(0, order).masked_fill(hidden, 0) for tensor in (k, v))
     out, lse = attend(q.flatten(0, 1), k, v, causal=False, seq_info=info)
     rows_lse = None if lse is None else lse.unflatten(1, (batch, q_len)).transpose(0, 1)
     return out.unflatten(0, (batch, q_len)), rows_lse
 
 
 def _offsets(lengths: Tensor) -> Tensor:
-    """``[rows, 2]`` lengths -> int32 ``[1 + 2 * rows]`` cumulative offsets."""
+    """Returns the int32 ``[1 + 2 * rows]`` offsets of lengths ``[rows, 2]``."""
     ends = lengths.flatten().cumsum(0, dtype=torch.int32)
     return torch.nn.functional.pad(ends, (1, 0))
 
 
-def attend_documents(attend: Attend, q: Tensor, k: Tensor, v: Tensor, documents: list[Document], packed: bool) -> Found:
-    """Documents that are known on the host; rows of queries in none of them are 0, their log-sum-exp -inf.
+def attend_documents(
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, documents: list[Document], packed: bool
+) -> Results:
+    """Computes attention of documents that are known on the host. Queries in no document get 0, and -inf as lse.
 
     Args:
         q: ``[tokens, heads, head_dim]``; k and v likewise.
-        packed: one packed call for causal and one for the other documents, for kernels that have packed documents;
-            else a call for each.
+        packed: whether the kernel supports packed documents: then one call for all causal documents and one for the
+            others, else a call for each.
 
     Returns:
         ``[tokens, heads, value_dim]`` and the log-sum-exp ``[heads, tokens]``.
@@ -79,14 +81,14 @@ def attend_documents(attend: Attend, q: Tensor, k: Tensor, v: Tensor, documents:
         rows.append(queries)
     whole = q.new_zeros(*q.shape[:2], v.shape[2])
     unseen = q.new_full(q.shape[1::-1], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-    if not outs:  # nobody sees anything: the gradients are 0, not missing
+    if not outs:  # no query sees a key: connect the inputs, so that their gradients are 0 and not None
         return whole + (q[:0].sum() + k[:0].sum() + v[:0].sum()), unseen
     where = torch.cat(rows)
     lse = unseen.index_copy(1, where, torch.cat(lses, dim=1)) if lses else None
     return whole.index_copy(0, where, torch.cat(outs)), lse
 
 
-def _attend_group(attend: Attend, parts: tuple[Tensor, ...], group: list[Document], packed: bool) -> Found:
+def _attend_group(attend: Attend, parts: tuple[Tensor, ...], group: list[Document], packed: bool) -> Results:
     causal = group[0].causal
     if not packed:
         out, lse = attend(*(part[None] for part in parts), causal=causal, seq_info=None)
