@@ -57,6 +57,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("HAS_FLASH_ATTENTION", "HAS_XFORMERS"):  # what is installed is looked up when it is asked for
+    if name in ("HAS_FLASH_ATTENTION", "HAS_XFORMERS"):  # looked up on access: finding out takes time
         return getattr(dispatch, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Unsloth's ``run_attention`` for torch tensors, with one meaning on every backend (see attn_core.dropins.unsloth)."""
+"""Unsloth's ``run_attention`` for torch tensors: the same result on every backend (see attn_core.dropins.unsloth)."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ __all__ = [
 Tensor = torch.Tensor
 
 SDPA_HAS_GQA = True
-"""Whether torch's own attention takes grouped heads: every torch that this package supports."""
+"""Whether torch's own attention supports grouped heads: True for every torch that this package supports."""
 
 HAS_FLASH_ATTENTION: bool
-"""Whether some FlashAttention package runs on this machine; looked up when it is first asked for."""
+"""Whether a FlashAttention package runs on this machine; looked up on access."""
 HAS_XFORMERS: bool
-"""Whether xformers does."""
+"""Whether xformers runs on this machine; looked up on access."""
 
 
 def __getattr__(name: str) -> bool:
@@ -66,28 +66,28 @@ def __getattr__(name: str) -> bool:
 
 
 def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
-    """Attention of a layer: ``Q [bsz, n_heads, q_len, head_dim]``, ``K, V [bsz, n_kv_heads, kv_len, head_dim]``.
+    """Computes attention: ``Q [bsz, n_heads, q_len, head_dim]``, ``K, V [bsz, n_kv_heads, kv_len, head_dim]``.
 
-    Causal unless a bag or a complete mask says otherwise; packed where ``context.seq_info`` says so, the rows laid end
-    to end; with shared prefixes where ``context.prefix_seg_info`` says so. ``config.backend`` is a preference: what its
-    kernels cannot run, automatic choice does, with the same result.
+    It is causal unless the config's keyword arguments or a complete mask state otherwise. With ``context.seq_info`` the
+    rows are laid end to end and hold packed documents; with ``context.prefix_seg_info`` they share prefixes.
+    ``config.backend`` is a preference: automatic choice runs what that backend cannot, with the same result.
 
     Returns:
-        ``[bsz, q_len, n_heads, head_dim]`` in Q's dtype, also where float32 is computed in another: under
-        ``torch.autocast``, and beside K or V of a half dtype.
+        ``[bsz, q_len, n_heads, head_dim]`` in Q's dtype, even if the kernel computes a float32 Q in another dtype:
+        under ``torch.autocast``, and if K or V has a half dtype.
 
     Raises:
-        SpecError and its kinds: for contradictions, unknown keys and wrong sizes, before any kernel runs.
+        SpecError and its subclasses: for contradictions, unknown keys and wrong sizes, before any kernel runs.
     """
     for name, tensor in (("Q", Q), ("K", K), ("V", V)):
         check_tensor(name, tensor)
-    for name in ("attention_mask", "causal_mask"):  # or what a host's own class says
+    for name in ("attention_mask", "causal_mask"):  # other types are masks of the host's own classes
         if isinstance(getattr(context, name), Tensor):
             check_tensor(f"context.{name}", getattr(context, name))
     check_sizes(config, context, Q.shape, K.shape, V.shape)
     meaning = interpret(config, context)
     backend = _backends(preference(config, "torch", device_name(Q.device)))
-    q, k, v = (Q, K, V) if Q.dtype == K.dtype == V.dtype else _of_one_dtype(Q, K, V)
+    q, k, v = (Q, K, V) if Q.dtype == K.dtype == V.dtype else _cast_to_half(Q, K, V)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [bsz, len, heads, head_dim]
     if context.prefix_seg_info is not None:
         out = prefix.attend(q, k, v, meaning, context, backend)
@@ -118,8 +118,8 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
     return out if out.dtype == Q.dtype else out.to(Q.dtype)
 
 
-def _of_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Q, K, V with float32 cast to the half dtype beside it; as they are where autocast casts them."""
+def _cast_to_half(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Returns Q, K, V with float32 cast to the others' half dtype; unchanged under autocast, which casts them later."""
     half = computed_in(*(str(tensor.dtype).removeprefix("torch.") for tensor in tensors))
     if half is None or autocast_dtype(tensors[0].device) is not None:
         return tensors
@@ -127,33 +127,33 @@ def _of_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _backends(preferred: tuple[str, ...]) -> tuple[str, ...]:
-    """What ``use_backend`` asks for, else the preferred ones; compiled code finds that out when it runs."""
+    """Returns the backends of ``use_backend``, else the preferred ones; compiled code looks them up when it runs."""
     return (FROM_CONTEXT, *preferred) if torch.compiler.is_compiling() else override.requested() or preferred
 
 
 def split_mask(meaning: Meaning, context: AttentionContext) -> tuple[Tensor | None, Tensor | None]:
-    """The host's mask as (bool mask, additive bias) of four axes; see ``Meaning`` for what each rank means."""
-    given = meaning.mask
-    if given is None:
+    """Returns the host's mask as (bool mask, additive bias) with four axes; ``Meaning`` defines each rank of a mask."""
+    mask = meaning.mask
+    if mask is None:
         return None, None
-    check_tensor(meaning.mask_name, given)
+    check_tensor(meaning.mask_name, mask)
     check_mask(meaning, context)
     if meaning.keep:
-        keys = given != 0
-        if context.seq_info is not None or meaning.documents is not None:  # the rows laid end to end, as their keys are
+        keys = mask != 0
+        if context.seq_info is not None or meaning.documents is not None:  # the keys are laid end to end, too
             keys = keys.reshape(1, -1)
         return keys[:, None, None, :], None
-    table = given[:, None] if given.ndim == 3 else given
+    table = mask[:, None] if mask.ndim == 3 else mask
     if table.dtype == torch.bool:
         return table, None
     if table.is_floating_point():
         return None, table
     raise DTypeError(
         f"{meaning.mask_name}: expected bool (True = visible) or a float to be added, got {table.dtype} of shape "
-        f"{list(given.shape)}; a 0/1 mask becomes bool by mask != 0"
+        f"{list(mask.shape)}; a 0/1 mask becomes bool by mask != 0"
     )
 
 
 def select_attention_backend(use_varlen: bool = False) -> str:
-    """The backend word for this machine, in the host's order: flash-attn, xformers, SDPA."""
+    """Returns the host's word for this machine's backend, in the host's order: flash-attn, xformers, SDPA."""
     return choose_word(available_here(), use_varlen)

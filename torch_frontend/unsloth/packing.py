@@ -1,7 +1,7 @@
-"""Helpers around packed rows under Unsloth's names (``unsloth/utils/packing.py``), written from what they do.
+"""Functions for packed rows under Unsloth's names (``unsloth/utils/packing.py``), written from their behaviour.
 
-``seq_info`` is the host's triple ``(lengths int32 [documents], cu_seqlens int32 [documents + 1], longest document)``,
-which ``run_attention`` and ``attention`` take as it is.
+``seq_info`` is the host's triple ``(lengths int32 [documents], cu_seqlens int32 [documents + 1], longest document)``.
+``run_attention`` and ``attention`` accept it unchanged.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Packed = tuple[Tensor, Tensor, int]
 
 
 def get_packed_info_from_kwargs(kwargs: Mapping[str, Any], device: Any) -> Packed | None:
-    """``seq_info`` of ``kwargs["packed_seq_lengths"]``; None where there is none.
+    """Returns the ``seq_info`` of ``kwargs["packed_seq_lengths"]``, or None without that key.
 
-    The longest length must be on the host: a tensor on a GPU is read once, here.
+    The longest length must be on the host, so this reads a tensor on a GPU once.
     """
-    given = kwargs.get("packed_seq_lengths")
-    if given is None:
+    values = kwargs.get("packed_seq_lengths")
+    if values is None:
         return None
-    lengths = _lengths("packed_seq_lengths", given)
+    lengths = _lengths("packed_seq_lengths", values)
     host = lengths.cpu()
     if (host < 0).any():
         raise SpecError(f"packed_seq_lengths: expected lengths of 0 or more, got {int(host.min())}")
@@ -46,18 +46,19 @@ def get_packed_info_from_kwargs(kwargs: Mapping[str, Any], device: Any) -> Packe
 def build_sdpa_packed_attention_mask(
     seq_info: Packed, *, dtype: torch.dtype, device: Any, sliding_window: int | None = None
 ) -> Tensor:
-    """An additive causal mask of all documents, ``[1, 1, tokens, tokens]``: 0 where visible, -inf where not.
+    """Builds an additive causal mask of all documents, ``[1, 1, tokens, tokens]``: 0 is visible, -inf is hidden.
 
-    tokens² elements, for code that calls SDPA itself; ``run_attention`` and ``attention`` take ``seq_info`` without it.
+    It has tokens² elements and is for code that calls SDPA itself; ``run_attention`` and ``attention`` need only
+    ``seq_info``.
 
     Args:
-        sliding_window: how many keys a query sees, itself included; None, 0 or less for all before it.
+        sliding_window: the number of keys that a query sees, itself included; None, 0 or less: all keys before it.
     """
     lengths = _lengths("seq_info", seq_info[0]).to(device, torch.int64)
     tokens = int(lengths.sum())
     document = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)  # [tokens]
     distance = torch.arange(tokens, device=device)
-    distance = distance[:, None] - distance  # [queries, keys]: how far before the query a key is
+    distance = distance[:, None] - distance  # [queries, keys]: query position minus key position
     visible = (document[:, None] == document) & (distance >= 0)
     if sliding_window is not None and sliding_window > 0:
         visible &= distance < sliding_window
@@ -68,27 +69,28 @@ def build_sdpa_packed_attention_mask(
 def build_xformers_block_causal_mask(
     seq_info: Packed | None, *, sliding_window: int | None = None, base_mask: Any = None
 ) -> Any:
-    """xformers' bias of the same, for code that calls xformers itself; None where xformers is not installed.
+    """Builds xformers' bias of the same mask, for code that calls xformers itself; None if xformers is not installed.
 
-    Its offsets are where the lengths are. Where ``seq_info`` is None it is ``base_mask``, with the window: a tensor or
-    None is returned as it is, for a tensor is complete by itself.
+    Its offsets are on the device of the lengths. Without ``seq_info`` it returns ``base_mask`` with the window added; a
+    tensor or None stays unchanged, because a tensor already is a complete mask.
 
     Raises:
-        SpecError: for a window beside a ``base_mask`` that cannot take it.
+        SpecError: for a window with a ``base_mask`` that cannot apply it.
     """
     local = sliding_window is not None and sliding_window > 0
     if seq_info is None:
-        return _windowed(base_mask, sliding_window) if local else base_mask
+        return _add_window(base_mask, sliding_window) if local else base_mask
     try:
         from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask  # type: ignore[import-not-found]
     except ImportError:
         return None
     lengths = _lengths("seq_info", seq_info[0])
     mask = BlockDiagonalCausalMask.from_seqlens([length for length in lengths.tolist() if length])
-    return _moved(_windowed(mask, sliding_window) if local else mask, lengths.device)
+    return _move_offsets(_add_window(mask, sliding_window) if local else mask, lengths.device)
 
 
-def _windowed(mask: Any, sliding_window: int | None) -> Any:
+def _add_window(mask: Any, sliding_window: int | None) -> Any:
+    """Returns an xformers bias with a window added; None and tensors unchanged."""
     if mask is None or isinstance(mask, Tensor):
         return mask
     if not hasattr(mask, "make_local_attention"):
@@ -99,8 +101,8 @@ def _windowed(mask: Any, sliding_window: int | None) -> Any:
     return mask.make_local_attention(window_size=sliding_window)
 
 
-def _moved(mask: Any, device: torch.device) -> Any:
-    """The block-diagonal bias with its offsets on a device; not by its own ``to``, which some versions lack."""
+def _move_offsets(mask: Any, device: torch.device) -> Any:
+    """Moves a block-diagonal bias's offsets to a device. Some versions of the bias have no ``to`` of their own."""
     sides = {}
     for side in ("q_seqinfo", "k_seqinfo"):
         info = getattr(mask, side)
@@ -111,17 +113,17 @@ def _moved(mask: Any, device: torch.device) -> Any:
 
 
 def mask_packed_sequence_boundaries(shift_labels: Tensor, seq_lengths: Any, *, ignore_index: int = -100) -> bool:
-    """Sets, in place, the label of each document's last token to ``ignore_index``: what follows is another document.
+    """Sets the label of each document's last token to ``ignore_index`` in place: its next token is another document's.
 
-    Labels of any layout are changed; documents of length 0 have no last token; the last document may end one token
-    behind the labels, as shifted labels do. Without a device synchronisation.
+    Labels may have any memory layout. Documents of length 0 have no last token. The last document may end one token
+    behind the labels, as it does with shifted labels. Does not synchronise with the device.
 
     Returns:
         Whether there were lengths.
 
     Raises:
-        ShapeError: for documents that are longer than the labels by more than that one token (on the CPU, where the
-            lengths can be looked at).
+        ShapeError: for documents that exceed the labels by more than that one token (checked on the CPU only, because
+            reading lengths on a GPU would wait for it).
     """
     if seq_lengths is None:
         return False
@@ -132,21 +134,22 @@ def mask_packed_sequence_boundaries(shift_labels: Tensor, seq_lengths: Any, *, i
     ends = lengths.cumsum(0)
     if ends.device.type == "cpu" and int(ends[-1]) > total + 1:
         raise ShapeError(f"seq_lengths: expected no more than {total + 1} tokens in all, got {int(ends[-1])}")
-    last = torch.where(lengths > 0, ends - 1, total).clamp(max=total)  # what is not there goes behind the end
-    found = torch.zeros(total + 1, dtype=torch.bool, device=ends.device).index_fill_(0, last, True)
-    shift_labels.masked_fill_(found[:total].view(shift_labels.shape), ignore_index)
+    last = torch.where(lengths > 0, ends - 1, total).clamp(max=total)  # index `total` is a spare element, dropped below
+    is_last = torch.zeros(total + 1, dtype=torch.bool, device=ends.device).index_fill_(0, last, True)
+    shift_labels.masked_fill_(is_last[:total].view(shift_labels.shape), ignore_index)
     return True
 
 
 def mask_packed_boundary_labels(labels: Any, seq_lengths: Any, *, ignore_index: int = -100) -> Any:
-    """A copy of labels that a loss will shift itself, with ``ignore_index`` where another document begins.
+    """Returns a copy of labels with ``ignore_index`` at the first token of every document, for a loss that shifts them.
 
-    That label is what the document before it would have to predict. The first label, which nothing predicts, goes where
-    the documents end with the labels. Labels that are no tensor, or that have no lengths, are returned as they are.
-    Without a device synchronisation.
+    The document before would otherwise have to predict that token. If the documents end with the labels, the very
+    first label, which nothing predicts, is set as well. Without lengths, or for labels that are not a tensor, returns
+    the labels themselves. Does not synchronise with the device.
 
     Raises:
-        ShapeError: for documents that are longer than the labels (on the CPU, where the lengths can be looked at).
+        ShapeError: for documents that exceed the labels (checked on the CPU only, because reading lengths on a GPU
+            would wait for it).
     """
     if not isinstance(labels, Tensor) or seq_lengths is None or not labels.numel():
         return labels
@@ -160,9 +163,9 @@ def mask_packed_boundary_labels(labels: Any, seq_lengths: Any, *, ignore_index: 
     return labels.masked_fill(first.view(labels.shape), ignore_index)
 
 
-def _lengths(name: str, given: Any) -> Tensor:
-    """int64 ``[documents]``, where they are; of nested lists and tensors the elements in order."""
-    lengths = given if isinstance(given, Tensor) else torch.tensor(given, device="cpu")
+def _lengths(name: str, values: Any) -> Tensor:
+    """Returns lengths as int64 ``[documents]`` on their device; flattens nested lists and tensors."""
+    lengths = values if isinstance(values, Tensor) else torch.tensor(values, device="cpu")
     if lengths.numel() and (lengths.is_floating_point() or lengths.dtype == torch.bool):
         raise SpecError(f"{name}: expected lengths as integers, got {lengths.dtype}")
     return lengths.reshape(-1).to(torch.int64)

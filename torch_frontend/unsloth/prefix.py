@@ -1,4 +1,4 @@
-"""Attention of rows that share a prefix, for torch tensors (see attn_core.dropins.unsloth.prefix)."""
+"""Computes attention of rows that share a prefix, for torch tensors (see attn_core.dropins.unsloth.prefix)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ Tensor = torch.Tensor
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, meaning: Meaning, context: AttentionContext, backend: Any) -> Tensor:
-    """``[bsz, len, heads, value_dim]``: what each token of q, k, v sees of its own run, joined with its prefix."""
+    """Returns ``[bsz, len, heads, value_dim]``: each token attends to its own run and to its group's shared prefix.
+
+    Two calls compute the two parts; their log-sum-exps give the weights of the merge.
+    """
     shared = shared_prefixes(meaning, context, _on_host)
     rows = [tensor.flatten(0, 1) for tensor in (q, k, v)]  # [bsz * len, heads, head_dim]
     options: dict[str, Any] = {"softcap": meaning.softcap, "scale": meaning.scale}
@@ -25,10 +28,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, meaning: Meaning, context: Attention
     own, own_lse = attention(*rows, causal=True, seq_info=shared.own, **options)
     prefix, prefix_lse = attention(*rows, seq_info=shared.prefix, **options)
     share = torch.sigmoid(prefix_lse - own_lse).mT[..., None]  # [bsz * len, heads, 1]; 0 where no prefix is seen
-    joined = torch.lerp(own.to(share.dtype), prefix.to(share.dtype), share).to(own.dtype)
-    return joined.unflatten(0, q.shape[:2])
+    merged = torch.lerp(own.to(share.dtype), prefix.to(share.dtype), share).to(own.dtype)
+    return merged.unflatten(0, q.shape[:2])
 
 
 def _on_host(labels: Any) -> Any:
-    """Labels of tokens as a numpy array; a GPU is waited for."""
+    """Returns token labels as a numpy array; waits for a GPU."""
     return labels.cpu().numpy() if isinstance(labels, Tensor) else labels

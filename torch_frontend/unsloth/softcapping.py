@@ -1,11 +1,11 @@
-"""Unsloth's softcapped attention for Gemma 2, on a fused kernel instead of a matrix of queries and keys.
+"""Unsloth's softcapped attention for Gemma 2, on a fused kernel instead of a dense score matrix.
 
 Names, arguments and the fields read from the layer are Unsloth's (``unsloth/kernels/flex_attention.py``, Apache-2.0):
 ``self.config.query_pre_attn_scalar`` and ``self.config.attn_logit_softcapping``. The formula is
 
     softmax(cap * tanh(Q K^T * scalar ** -0.5 / cap) + mask) V
 
-Queries stand at the end of the keys, so decoding and chunks of a prompt have the same meaning as the whole.
+Queries are the last positions of the keys, so decoding and prompt chunks give the same result as one whole call.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ __all__ = [
 Tensor = torch.Tensor
 
 HAS_FLEX_ATTENTION = True
-"""Whether the two functions that make masks can be called; in the host they are None while its own flag is False."""
+"""Whether the two create_ functions below can be called; in the host they are None if its flag is False."""
 
 
 @dataclass(frozen=True)
 class PositionMask:
-    """A causal mask by positions alone, for sequences of up to ``max_seq_length``; nothing is materialised.
+    """A causal mask by positions alone, for sequences of up to ``max_seq_length``; it has no tensor.
 
-    window: how many keys a query sees, itself included; None for all before it.
+    ``window`` is the number of keys that a query sees, itself included; None: all keys before it.
     """
 
     max_seq_length: int
@@ -47,33 +47,35 @@ class PositionMask:
 
 
 def create_flex_attention_causal_mask(max_seq_length: int = 8192) -> PositionMask:
-    """Each query sees the keys up to its own position."""
-    return PositionMask(_positive("max_seq_length", max_seq_length))
+    """Returns a mask in which each query sees the keys up to its own position."""
+    return PositionMask(_check_positive("max_seq_length", max_seq_length))
 
 
 def create_flex_attention_sliding_window_mask(max_seq_length: int = 8192, sliding_window: int = 4096) -> PositionMask:
-    """Each query sees ``sliding_window`` keys, its own included. (The host's function of this name let one more in.)"""
-    return PositionMask(_positive("max_seq_length", max_seq_length), _positive("sliding_window", sliding_window))
+    """Returns a mask in which each query sees ``sliding_window`` keys, its own included; the host's shows one more."""
+    return PositionMask(
+        _check_positive("max_seq_length", max_seq_length), _check_positive("sliding_window", sliding_window)
+    )
 
 
 def slow_attention_softcapping(
     Q: Tensor, K: Tensor, V: Tensor, causal_mask: PositionMask | Tensor, self: Any, bsz: int, q_len: int
 ) -> Tensor:
-    """Softcapped attention of a layer; differentiable.
+    """Computes a layer's softcapped attention; differentiable.
 
     Args:
         Q: ``[bsz, n_heads, q_len, head_dim]``.
         K, V: ``[bsz, n_kv_heads, kv_len, head_dim]`` with ``kv_len >= q_len``.
-        causal_mask: of the two functions above, or a float tensor to be added after the softcap: ``[n, n]`` by
-            positions with ``n >= kv_len``, or ``[q_len, kv_len]``; 0 visible, -inf hidden.
+        causal_mask: a result of the two functions above, or a float tensor added after the softcap: ``[n, n]`` by
+            positions with ``n >= kv_len``, or ``[q_len, kv_len]``; 0 is visible, -inf is hidden.
         self: the layer; its ``config`` has ``query_pre_attn_scalar`` and ``attn_logit_softcapping``.
 
     Returns:
-        ``[bsz, q_len, n_heads * head_dim]`` in Q's dtype, or that of ``torch.autocast`` where it is on; 0 for queries
-        that see nothing.
+        ``[bsz, q_len, n_heads * head_dim]`` in Q's dtype, or autocast's dtype under ``torch.autocast``; 0 for queries
+        that see no key.
 
     Raises:
-        ShapeError, DTypeError, SpecError: for what does not fit, before any kernel runs.
+        ShapeError, DTypeError, SpecError: for invalid arguments, before any kernel runs.
     """
     for name, tensor in (("Q", Q), ("K", K), ("V", V)):
         check_tensor(name, tensor)
@@ -85,10 +87,10 @@ def slow_attention_softcapping(
         Q.transpose(1, 2),  # [bsz, length, heads, head_dim]
         K.transpose(1, 2),
         V.transpose(1, 2),
-        softcap=_number(self, "attn_logit_softcapping"),
-        scale=_number(self, "query_pre_attn_scalar") ** -0.5,
+        softcap=_config_number(self, "attn_logit_softcapping"),
+        scale=_config_number(self, "query_pre_attn_scalar") ** -0.5,
         trains=bool(getattr(self, "training", False)),
-        **_visible(causal_mask, q_len, K.shape[2]),
+        **_mask_arguments(causal_mask, q_len, K.shape[2]),
     )
     return out.flatten(2)  # [bsz, q_len, n_heads * head_dim]
 
@@ -96,29 +98,31 @@ def slow_attention_softcapping(
 def slow_inference_attention_softcapping(
     Q: Tensor, K: Tensor, V: Tensor, causal_mask: PositionMask | Tensor, self: Any, bsz: int, q_len: int
 ) -> Tensor:
-    """``slow_attention_softcapping`` without gradients."""
+    """Computes ``slow_attention_softcapping`` without gradients."""
     with torch.no_grad():
         return slow_attention_softcapping(Q, K, V, causal_mask, self, bsz, q_len)
 
 
-def _positive(name: str, value: Any) -> int:
+def _check_positive(name: str, value: Any) -> int:
     if not is_host_int(value) or value <= 0:
         raise SpecError(f"{name}: expected an int of 1 or more, got {value!r}")
     return int(value)
 
 
-def _number(layer: Any, name: str) -> float:
+def _config_number(layer: Any, name: str) -> float:
     value = getattr(getattr(layer, "config", None), name, None)
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
         raise SpecError(f"self.config.{name}: expected a positive number, got {value!r}")
     return float(value)
 
 
-def _visible(mask: Any, q_len: int, kv_len: int) -> dict[str, Any]:
-    """The host's mask as arguments of ``attention``."""
+def _mask_arguments(mask: Any, q_len: int, kv_len: int) -> dict[str, Any]:
+    """Converts the host's mask to arguments of ``attention``."""
     if isinstance(mask, PositionMask):
         if kv_len > mask.max_seq_length:
-            raise ShapeError(f"causal_mask: made for {mask.max_seq_length} positions, got {kv_len} keys")
+            raise ShapeError(
+                f"causal_mask: expected at most {mask.max_seq_length} keys (its max_seq_length), got {kv_len}"
+            )
         return {"causal": True, "window": mask.window}
     if not isinstance(mask, Tensor):
         raise SpecError(
