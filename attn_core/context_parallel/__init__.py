@@ -1,1 +1,1 @@
-"""Context parallelism as plain data: who holds which positions, who computes which part, and what that costs."""
+"""Context parallelism as plain data: the layout of a row, the plan of a call, and its cost."""

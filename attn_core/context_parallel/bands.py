@@ -1,4 +1,4 @@
-"""Bands: what the queries of one run see of the keys of another, as a rectangle of places with two straight edges."""
+"""Bands: the visible pairs between two runs of positions, as a rectangle of places with two straight edges."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Visible(NamedTuple):
     """The band in positions: key ``j`` is visible to query ``i`` iff ``-left <= j - (i + offset) <= right``.
 
     Attributes:
-        left, right: None is unbounded; right may not be below 0, nor left.
-        documents: offsets of packed documents, which see themselves alone; None where there are none.
+        left, right: 0 or more; None is unbounded.
+        documents: offsets of packed documents, each of which sees only itself; None for no documents.
     """
 
     left: int | None
@@ -34,26 +34,26 @@ class Segment(NamedTuple):
 
     @property
     def q_len(self) -> int:
-        """How many queries."""
+        """The number of queries."""
         return self.q_stop - self.q_start
 
     @property
     def k_len(self) -> int:
-        """How many keys."""
+        """The number of keys."""
         return self.k_stop - self.k_start
 
     @property
     def offset(self) -> int:
-        """Key's place minus query's place on the bottom-right diagonal."""
+        """A key's place minus its query's place on the bottom-right diagonal."""
         return self.k_stop - self.q_stop
 
     def meets(self, other: Segment) -> bool:
-        """Whether some pair of places is in both."""
+        """Whether a pair of places is in both."""
         queries = self.q_start < other.q_stop and other.q_start < self.q_stop
         return queries and self.k_start < other.k_stop and other.k_start < self.k_stop
 
     def around(self, other: Segment) -> Segment:
-        """The smallest rectangle that has both in it."""
+        """The smallest rectangle that contains both."""
         (q_start, k_start), (q_stop, k_stop) = map(min, self[::2], other[::2]), map(max, self[1::2], other[1::2])
         return Segment(q_start, q_stop, k_start, k_stop)
 
@@ -61,7 +61,7 @@ class Segment(NamedTuple):
 class Part(NamedTuple):
     """A rectangle of places and its band in places: visible iff ``low <= key's place - query's place <= high``.
 
-    An edge that does not cut the rectangle is None.
+    An edge is None if it does not cut the rectangle.
     """
 
     segment: Segment
@@ -70,7 +70,7 @@ class Part(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """The visible pairs."""
+        """The number of visible pairs."""
         (q_start, q_stop, k_start, k_stop), low, high = self
         if low is None and high is None:
             return (q_stop - q_start) * (k_stop - k_start)
@@ -79,12 +79,12 @@ class Part(NamedTuple):
         return max(0, banded_pairs(edge, q_stop - q_start, k_stop - k_start))
 
     def within(self, low: int | None, high: int | None) -> Part:
-        """What lies in a band, too."""
+        """The intersection with a band."""
         lows, highs = [x for x in (self.low, low) if x is not None], [x for x in (self.high, high) if x is not None]
         return Part(self.segment, max(lows, default=None), min(highs, default=None))
 
     def uncut(self) -> Part:
-        """The part without the edges that do not cut it."""
+        """The part with edges that do not cut it set to None."""
         (q_start, q_stop, k_start, k_stop), low, high = self
         if high is not None and high >= k_stop - 1 - q_start:
             high = None
@@ -94,7 +94,7 @@ class Part(NamedTuple):
 
 
 def between(query: Run, q_place: int, key: Run, k_place: int, visible: Visible) -> Part | None:
-    """The visible part between two runs of one stride that lie at two places, cropped; None where there is none."""
+    """The visible part between two runs of one stride at two places, cropped; None if no pair is visible."""
     stride = key.stride if query.count == 1 else query.stride
     if query.count > 1 and key.count > 1 and query.stride != key.stride:
         raise AssertionError(f"runs of different strides: {query}, {key}")
@@ -114,18 +114,18 @@ def between(query: Run, q_place: int, key: Run, k_place: int, visible: Visible) 
 
 
 def one(a: Part, b: Part) -> Part | None:
-    """Two parts as one rectangle with one band, where that computes the same pairs; None where it would not."""
+    """Two parts as one rectangle with one band that has exactly their pairs; None if there is no such rectangle."""
     if a.segment.meets(b.segment):
         return None
     whole, pairs = a.segment.around(b.segment), a.pairs + b.pairs
     for low, high in product({a.low, b.low, None}, {a.high, b.high, None}):
         both = Part(whole, low, high)
-        # It holds the pairs of both; if there are as many as they have, it holds no others.
+        # The rectangle contains both parts' pairs. If the counts are equal, it contains no other pairs.
         if both.pairs == pairs and all(_means(part, low, high) for part in (a, b)):
             return both.uncut()
     return None
 
 
 def _means(part: Part, low: int | None, high: int | None) -> bool:
-    """Whether a band has the pairs of a part in its rectangle, and no others there."""
+    """Whether a band has exactly the pairs of a part in the part's rectangle."""
     return part.within(low, high).pairs == part.pairs == Part(part.segment, low, high).pairs

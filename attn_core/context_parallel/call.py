@@ -1,4 +1,4 @@
-"""A context-parallel call: the whole call's spec, its plan, and each of its tiles as a call on a kernel."""
+"""A context-parallel call: the spec of the whole call, its plan, and the kernel of each tile."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class ContextCall:
     Attributes:
         spec: the whole call, as on one device.
         plan: who computes what.
-        repeats: how often each kv head is copied before heads are exchanged, so that they divide.
-        head_groups: in how many groups of heads the call runs, one's exchange during another's computation.
-        backends: ``((spec of a tile, backend), ...)`` for every kind of tile of every rank.
+        repeats: copies of each kv head before heads are exchanged, so that the ranks can share them evenly.
+        head_groups: number of groups of heads; each group's exchange overlaps the computation of the group before.
+        backends: ``((spec of a tile, backend), ...)`` for every distinct tile of every rank.
         requested: the backends that the caller named, or None for automatic choice.
     """
 
@@ -39,34 +39,34 @@ class ContextCall:
     requested: tuple[str, ...] | None = None
 
     def backend_of(self, tile: Tile) -> tuple[AttentionSpec, str]:
-        """(the tile as a call of its own, the backend that runs it)."""
+        """(the spec of a tile, the backend that runs it)."""
         spec = tile_spec(self.spec, tile, *self.heads)
         return spec, dict(self.backends)[spec]
 
     def sums_rows_wide(self, part: int) -> bool:
-        """Whether a part's results of a query are put together in more digits than they have.
+        """Whether a part adds up the results of a query in a wider dtype than the inputs'.
 
-        They are where there are more than ROUNDED_ONCE, to which sinks count, for they join the sum after.
+        It does for more than ROUNDED_ONCE results. Sinks count as one, because they join the sum.
         """
         return self.plan.calls_of_a_query(part) + bool(self.spec.sinks) > ROUNDED_ONCE
 
     def sums_own_wide(self, part: int) -> bool:
-        """The same of the gradients of a part's own keys: where a key gets several, or copies of a head join after."""
+        """The same for the gradients of a part's own keys: if a key gets several, or copies of a head are summed."""
         return self.repeats > 1 or not self.plan.own_gradients_alone(part)
 
     @property
     def sums_sent_wide(self) -> bool:
-        """The same of the gradients of keys that parts send each other."""
+        """The same for the gradients of keys that parts send each other."""
         return not self.plan.gradients_travel_alone
 
     @property
     def keeps_gathered(self) -> bool:
-        """Whether the keys and values that a rank was sent are kept for its backward; see ``keeps_gathered``."""
+        """Whether gathered keys and values are kept for the backward; see ``keeps_gathered``."""
         return keeps_gathered(self.spec, self.plan)
 
     @property
     def heads(self) -> tuple[int, int]:
-        """(query heads, kv heads) that a rank computes at a time: of one group, after heads were exchanged."""
+        """(query heads, kv heads) of one group that a rank computes, after heads were exchanged."""
         shared = self.plan.inner * self.head_groups
         return self.spec.num_heads // shared, self.spec.num_kv_heads * self.repeats // shared
 
@@ -83,26 +83,26 @@ def context_call(
     target: Target,
     requested: tuple[str, ...] | None,
 ) -> ContextCall:
-    """Plans a call and chooses the kernels of its tiles; the same question is answered once.
+    """Plans a call and chooses the kernels of its tiles; cached.
 
     Args:
         spec: the whole call, as on one device.
         documents: offsets of the whole row's packed documents.
         strategy, layout, outer, inner: see ``attn_core.context_parallel.plan.plan``.
-        requested: ``backend=`` of the call, or what ``use_backend`` asks for.
+        requested: ``backend=`` of the call, or of ``use_backend``.
 
     Raises:
-        SpecError: for what context parallelism does not have, and heads that cannot be shared.
-        NoBackendError: when no backend, or not the one asked for, can run a tile; the message has every reason.
+        SpecError: for arguments that context parallelism does not support, and heads that ranks cannot share.
+        NoBackendError: if no backend, or not the requested one, can run a tile; the message has every reason.
     """
     check_spec(spec)
     repeats = kv_repeats(spec.num_heads, spec.num_kv_heads, inner)
     local = spec.num_kv_heads * repeats // inner
     if head_groups < 1 or local % head_groups:
         raise SpecError(f"head_groups={head_groups}: expected a divisor of the {local} kv heads that a rank computes")
-    made = spread(spec, documents, strategy, layout, outer, inner)
-    call = ContextCall(spec, made, repeats, head_groups, ())
-    kinds = {tile_spec(spec, tile, *call.heads): None for step in made.steps for mine in step.tiles for tile in mine}
+    whole = spread(spec, documents, strategy, layout, outer, inner)
+    call = ContextCall(spec, whole, repeats, head_groups, ())
+    kinds = {tile_spec(spec, tile, *call.heads): None for step in whole.steps for mine in step.tiles for tile in mine}
     return replace(call, backends=_runners(tuple(kinds), target, requested), requested=requested)
 
 
@@ -135,10 +135,10 @@ def check_supported(mask: Any, bias: Any, alibi_slopes: Any, dropout: Any) -> No
 
 
 def kv_repeats(num_heads: int, num_kv_heads: int, inner: int) -> int:
-    """How often each kv head must be copied for ``inner`` ranks to share heads evenly; 1 where they divide.
+    """The copies of each kv head that let ``inner`` ranks share heads evenly; 1 if no copy is needed.
 
     Raises:
-        ShapeError: where no number of copies does it.
+        ShapeError: if no number of copies does.
     """
     repeats = inner // math.gcd(num_kv_heads, inner)
     if num_heads % num_kv_heads == 0 and (num_heads // num_kv_heads) % repeats == 0:
@@ -150,9 +150,9 @@ def kv_repeats(num_heads: int, num_kv_heads: int, inner: int) -> int:
 
 
 def keeps_gathered(spec: AttentionSpec, plan: Plan) -> bool:
-    """Whether keys and values that were gathered are kept for the backward, and not sent once more.
+    """Whether gathered keys and values are kept for the backward instead of gathered again.
 
-    They are where everybody's together take no more room than a rank's own queries, which are kept as well.
+    They are kept if they are no larger than a rank's queries, which are kept as well.
     """
     kv_heads = spec.num_kv_heads * kv_repeats(spec.num_heads, spec.num_kv_heads, plan.inner)
     gathered = plan.outer * spec.kv_len * kv_heads * (spec.head_dim + spec.value_dim)
@@ -160,7 +160,7 @@ def keeps_gathered(spec: AttentionSpec, plan: Plan) -> bool:
 
 
 def tile_spec(spec: AttentionSpec, tile: Tile, num_heads: int, num_kv_heads: int) -> AttentionSpec:
-    """A tile as a call of its own: dense where it has one segment, packed where it has several."""
+    """The spec of a tile: dense if it has one segment, packed if it has several."""
     several = len(tile.segments) > 1
     lengths = {
         "documents": len(tile.segments) if several else None,
@@ -192,7 +192,7 @@ def tile_spec(spec: AttentionSpec, tile: Tile, num_heads: int, num_kv_heads: int
 def _runners(
     specs: Sequence[AttentionSpec], target: Target, requested: tuple[str, ...] | None
 ) -> tuple[tuple[AttentionSpec, str], ...]:
-    """One backend for all tiles where one can run them all, so that they are computed alike; else each its best."""
+    """One backend for all tiles if one can run them all, so that they round alike; else the best for each."""
     if not specs:
         return ()
     largest = max(specs, key=lambda spec: spec.q_len * spec.kv_len)

@@ -1,4 +1,4 @@
-"""Layout: which positions of a row each rank holds, as runs of plain numbers."""
+"""Layouts: which positions of a row each rank holds, as runs of plain numbers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
 
 @dataclass(frozen=True, order=True, slots=True)
 class Run:
-    """``count`` positions from ``start`` on, ``stride`` apart; they lie side by side where they are held."""
+    """``count`` positions from ``start`` on, ``stride`` apart, in neighbouring places of a shard."""
 
     start: int
-    count: int  # type: ignore[assignment]  # the tuple's own count() is of no use here
+    count: int  # type: ignore[assignment]  # hides the tuple's count(), which nobody calls
     stride: int = 1
 
     @property
@@ -33,8 +33,8 @@ class Layout:
     Attributes:
         kind: one of LAYOUTS.
         length: the positions.
-        shard: the places that every rank has for them; the last places of a rank may hold nothing.
-        runs: for each rank what its places hold, from the first place on.
+        shard: places on every rank; the last places of a rank may hold no position.
+        runs: for each rank the positions at its places, from the first place on.
     """
 
     kind: str
@@ -48,7 +48,7 @@ class Layout:
         return len(self.runs)
 
     def held(self, rank: int) -> int:
-        """How many positions a rank holds."""
+        """The number of positions that a rank holds."""
         return sum(run.count for run in self.runs[rank])
 
 
@@ -59,12 +59,11 @@ def layout(kind: str, length: int, outer: int, inner: int = 1, documents: Sequen
         kind: ``"contiguous"``: a piece for each rank. ``"zigzag"``: rank r of P holds the pieces r and 2P - 1 - r of
             2P, so that every rank sees as much of a causal mask; with ``documents``, those pieces of every document.
             ``"striped"``: rank r holds the positions r, r + P, r + 2P, ...
-        inner: how many neighbours gather a part of the row between them (Ulysses); ranks that differ in it alone are
-            next to each other.
-        documents: the offsets ``[documents + 1]`` of packed documents, which the other layouts cut anywhere.
+        inner: number of neighbouring ranks that share a part of the row (Ulysses).
+        documents: the offsets ``[documents + 1]`` of packed documents, which the other layouts may cut anywhere.
 
     Raises:
-        SpecError, ShapeError: for what describes no layout.
+        SpecError, ShapeError: for invalid arguments.
     """
     if kind not in LAYOUTS:
         raise SpecError(f"layout={kind!r}: expected one of {', '.join(LAYOUTS)}")
@@ -76,7 +75,7 @@ def layout(kind: str, length: int, outer: int, inner: int = 1, documents: Sequen
     if documents is not None:
         check_documents(documents, length)
     if kind == "striped":
-        # Neighbours hold neighbouring stripes of their part, so that what they gather is a stripe again.
+        # Neighbours hold neighbouring stripes of their part, so that their positions together are one finer stripe.
         starts = (outer * (rank % inner) + rank // inner for rank in range(world))
         runs = [_kept([Run(start, -(-(length - start) // world), world)]) for start in starts]
     elif kind == "contiguous":
@@ -87,7 +86,7 @@ def layout(kind: str, length: int, outer: int, inner: int = 1, documents: Sequen
 
 
 def check_documents(documents: Sequence[int], length: int) -> None:
-    """Raises ShapeError unless the offsets are those of documents that fill a row of ``length`` positions."""
+    """Raises ShapeError unless the offsets describe documents that fill a row of ``length`` positions."""
     rising = all(start <= stop for start, stop in pairwise(documents))
     if len(documents) < 2 or documents[0] != 0 or documents[-1] != length or not rising:
         shown = f"{tuple(documents[:8])}{'...' if len(documents) > 8 else ''}"
@@ -95,7 +94,7 @@ def check_documents(documents: Sequence[int], length: int) -> None:
 
 
 def axis_of(dim: int, rank: int) -> int:
-    """An axis of an array of ``rank`` axes, counted from the front; raises ShapeError for none of them."""
+    """An axis of an array of ``rank`` axes, counted from the front; raises ShapeError if there is no such axis."""
     if not (is_host_int(dim) and -rank <= dim < rank):
         raise ShapeError(f"dim={dim!r}: expected one of the {rank} axes of x")
     return dim % rank
@@ -109,9 +108,9 @@ def pieces(start: int, stop: int, count: int) -> list[Run]:
 
 
 def _zigzag(documents: Sequence[int], world: int) -> list[tuple[Run, ...]]:
-    """Of every document a rank gets a piece of its first half and the mirrored one of its second.
+    """Gives each rank a piece of every document's first half and the mirrored piece of its second half.
 
-    Where pieces differ in size, the rank that holds least gets the largest pair.
+    If pieces differ in size, the rank that holds least gets the largest pair.
     """
     held: list[list[Run]] = [[] for _ in range(world)]
     loads = [0] * world
@@ -130,7 +129,7 @@ def _zigzag(documents: Sequence[int], world: int) -> list[tuple[Run, ...]]:
 
 
 def _kept(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """The runs that hold anything, neighbours joined."""
+    """The runs that are not empty, with neighbours joined."""
     joined: list[Run] = []
     for run in runs:
         if run.count <= 0:
@@ -144,11 +143,11 @@ def _kept(runs: Sequence[Run]) -> tuple[Run, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Positions side by side on one rank, as several ranks' shards end to end hold them, but in order.
+    """The positions of several ranks' shards, in order.
 
     Attributes:
         runs: the positions, place by place.
-        ranks: whose shards, end to end, they come from.
+        ranks: the ranks whose shards, end to end, hold them.
     """
 
     runs: tuple[Run, ...]
@@ -161,10 +160,10 @@ class Block:
 
 
 def block(layout: Layout, ranks: Sequence[int]) -> Block:
-    """What ``ranks`` hold together: one rank's as it lies there, several ranks' in the order of positions."""
+    """The positions that ``ranks`` hold: one rank's in the order of its shard, several ranks' in rising order."""
     if len(ranks) == 1:
         return Block(layout.runs[ranks[0]], tuple(ranks))
     runs = sorted(run for rank in ranks for run in layout.runs[rank])
-    if layout.kind == "striped" and runs:  # stripes whose starts are evenly apart are one stripe that is finer
+    if layout.kind == "striped" and runs:  # stripes with evenly spaced starts are one finer stripe
         return Block((Run(runs[0].start, sum(run.count for run in runs), layout.world // len(ranks)),), tuple(ranks))
     return Block(_kept(runs), tuple(ranks))

@@ -1,4 +1,4 @@
-"""Plans as pictures: which rank holds which positions, and who computes which (query, key) pairs when."""
+"""Draws plans: which rank holds which positions, and which step computes which (query, key) pairs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from attn_core.context_parallel.tiles import Tile
 from attn_core.errors import SpecError
 
 LIMIT = 64
-"""The longest row that is drawn, and the most ranks: a picture is to be read."""
+"""The longest row and the most ranks that are drawn, so that a picture stays readable."""
 
 SIGNS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+-"
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#999999")
-"""Colours that readers with any colour vision tell apart (Paul Tol's bright scheme, one added)."""
+"""Colours that readers with any colour vision can tell apart (Paul Tol's bright scheme, and one more)."""
 
 CELL, STRIP = 18, 16
-"""Pixels of a pair, and of the strips that say which rank holds a position."""
+"""Pixels of a pair, and of the strips that show which rank holds a position."""
 
 
 def step_of_pairs(plan: Plan) -> np.ndarray:
-    """int64 ``[q_len, kv_len]``: the index of the step that computes each pair; -1 where none does."""
+    """int64 ``[q_len, kv_len]``: the index of the step that computes each pair; -1 for pairs that are not computed."""
     found = np.full((plan.q_layout.length, plan.k_layout.length), -1, np.int64)
     for at, step in enumerate(plan.steps):
         for part, mine in enumerate(step.tiles):
@@ -46,12 +46,12 @@ def _mark(found: np.ndarray, tile: Tile, queries: np.ndarray, keys: np.ndarray, 
 
 
 def ranks_of(layout: Layout) -> np.ndarray:
-    """int64 ``[length]``: which rank holds each position."""
+    """int64 ``[length]``: the rank that holds each position."""
     return places.in_order(layout) // max(1, layout.shard)
 
 
 def draw(plan: Plan) -> str:
-    """A plan as text: what each rank holds, a sign for each pair that says when it is computed, and how many there are.
+    """A plan as text: each rank's positions, a sign for the step that computes each pair, and the pairs of each part.
 
     Raises:
         SpecError: for a row or a number of ranks above LIMIT.
@@ -77,21 +77,21 @@ def _title(plan: Plan) -> str:
 def _holdings(plan: Plan) -> list[str]:
     lines = []
     for rank, runs in enumerate(plan.q_layout.runs):
-        line = f"rank {rank} holds {', '.join(map(_said, runs)) or 'nothing'}"
+        line = f"rank {rank} holds {', '.join(map(_text_of, runs)) or 'nothing'}"
         if plan.k_layout != plan.q_layout:
-            line += f"; of the keys {', '.join(map(_said, plan.k_layout.runs[rank])) or 'nothing'}"
+            line += f"; of the keys {', '.join(map(_text_of, plan.k_layout.runs[rank])) or 'nothing'}"
         lines.append(line)
     return lines
 
 
-def _said(run: Run) -> str:
+def _text_of(run: Run) -> str:
     if run.count == 1:
         return f"{run.start}"
     return f"{run.start}-{run.last}" if run.stride == 1 else f"{run.start}, {run.start + run.stride} .. {run.last}"
 
 
 def _matrix(plan: Plan) -> list[str]:
-    """A line for each query, in the order of positions, with the rank that holds it; a column for each key."""
+    """A line for each query in the order of positions, with its rank; a column for each key."""
     steps, signs = step_of_pairs(plan), _signs(plan)
     of_query, of_key = ranks_of(plan.q_layout), ranks_of(plan.k_layout)
     lines = ["held by   " + " ".join(SIGNS[rank] for rank in of_key) + "   keys"]
@@ -102,12 +102,12 @@ def _matrix(plan: Plan) -> list[str]:
 
 
 def _in_steps(plan: Plan) -> bool:
-    """Whether there are several parts, which compute step by step."""
+    """Whether there are several parts, so that steps matter."""
     return plan.outer > 1
 
 
 def _signs(plan: Plan) -> str:
-    """The sign of each step, the last for a pair that is not visible."""
+    """The sign of each step; the last sign is for pairs that are not visible."""
     return (SIGNS[: len(plan.steps)] if _in_steps(plan) else "■" * len(plan.steps)) + "·"
 
 
@@ -130,9 +130,9 @@ def _table(plan: Plan) -> list[str]:
 
 
 def svg(plan: Plan) -> str:
-    """A plan as an SVG picture: a square for each pair in the colour of the rank that holds its query, with its step.
+    """A plan as an SVG picture: a square for each pair, in the colour of its query's rank, with the number of its step.
 
-    The strips on the left and above are the ranks that hold the queries and the keys.
+    The strips on the left and on top show the ranks that hold the queries and the keys.
 
     Raises:
         SpecError: for a row or a number of ranks above LIMIT.
@@ -167,7 +167,7 @@ def _strip(ranks: np.ndarray, corner: tuple[int, int], *, across: bool) -> str:
 
 
 def _row(steps: Sequence[int], signs: str, colour: str, left: int, top: int) -> list[str]:
-    """A query's squares, neighbours of one step in one; later steps are paler."""
+    """A query's squares, with neighbours of one step joined; later steps are paler."""
     lines = []
     for step, group in groupby(range(len(steps)), key=lambda key: int(steps[key])):
         keys = list(group)

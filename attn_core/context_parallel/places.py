@@ -1,4 +1,4 @@
-"""Places as index arrays: how shards are cut from a row and put together again, and how blocks are ordered."""
+"""Index arrays that cut shards from a row, join them again, and order blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def positions(runs: Sequence[Run]) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def of_shards(layout: Layout) -> np.ndarray:
-    """int64 ``[world, shard]``: the position at every place of every rank; ``layout.length`` where there is none."""
+    """int64 ``[world, shard]``: the position at every place of every rank; ``layout.length`` at places without one."""
     found = np.full((layout.world, layout.shard), layout.length, np.int64)
     for rank, runs in enumerate(layout.runs):
         held = positions(runs)
@@ -30,7 +30,7 @@ def of_shards(layout: Layout) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def in_order(layout: Layout) -> np.ndarray:
-    """int64 ``[length]``: the place of every position among all ranks' shards end to end."""
+    """int64 ``[length]``: the place of every position in all ranks' shards, end to end."""
     found = np.zeros(layout.length + 1, np.int64)
     flat = of_shards(layout).ravel()
     found[flat] = np.arange(len(flat))
@@ -39,7 +39,7 @@ def in_order(layout: Layout) -> np.ndarray:
 
 @lru_cache(maxsize=256)
 def order(layout: Layout, block: Block) -> np.ndarray:
-    """int64 ``[block.count]``: where a block's positions lie in its ranks' shards, end to end in the order of ranks."""
+    """int64 ``[block.count]``: places of a block's positions in its ranks' shards, end to end in the order of ranks."""
     start = {rank: at * layout.shard for at, rank in enumerate(block.ranks)}
     places = in_order(layout)[positions(block.runs)]
     rank, place = places // layout.shard, places % layout.shard
@@ -51,7 +51,7 @@ def order(layout: Layout, block: Block) -> np.ndarray:
 
 @lru_cache(maxsize=256)
 def in_blocks(blocks: tuple[Block, ...], size: int, wanted: Block) -> np.ndarray:
-    """int64 ``[wanted.count]``: where its positions lie in blocks end to end, each in ``size`` places."""
+    """int64 ``[wanted.count]``: places of its positions in blocks end to end, each padded to ``size`` places."""
     held = [positions(block.runs) for block in blocks]
     found = np.zeros(max((int(part.max()) + 1 for part in held if len(part)), default=0), np.int64)
     for at, part in enumerate(held):
@@ -60,15 +60,15 @@ def in_blocks(blocks: tuple[Block, ...], size: int, wanted: Block) -> np.ndarray
 
 
 def among_all(plan: Plan, part: int) -> np.ndarray:
-    """int64: where the keys of all parts but one lie in what it gets: every part's block end to end, each in as many
-    places as the shards of its ranks have; of two parts the other's block alone."""
+    """int64: places of the other parts' keys in the gathered buffer: all blocks end to end, each padded to its ranks'
+    shards. With two parts the buffer holds only the other part's block."""
     assert plan.others is not None
     blocks = plan.k_blocks if plan.outer > 2 else plan.k_blocks[1 - part : 2 - part]
     return in_blocks(blocks, plan.inner * plan.k_layout.shard, plan.others[part])
 
 
 def held_positions(layout: Layout, documents: tuple[int, ...] | None) -> np.ndarray:
-    """int32 ``[world, shard]``: the position in its row, or in its document, at every place; 0 where there is none."""
+    """int32 ``[world, shard]``: the position (in its row, or in its document) at every place; 0 if none."""
     found = of_shards(layout)
     held = found < layout.length
     if documents is not None:
@@ -83,12 +83,12 @@ def spans(ranges: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def of_tile(tile: Tile) -> tuple[np.ndarray, np.ndarray]:
-    """Where a tile's queries and keys lie in their blocks."""
+    """Places of a tile's queries and keys in their blocks."""
     return spans([segment[:2] for segment in tile.segments]), spans([segment[2:] for segment in tile.segments])
 
 
 def slices(index: np.ndarray, limit: int) -> list[tuple[int, int]] | None:
-    """An index array as ``[start, stop)`` of neighbours, where that takes no more than ``limit`` of them; else None."""
+    """An index array as contiguous ranges ``[start, stop)``; None if it takes more than ``limit`` ranges."""
     if not len(index):
         return []
     breaks = np.flatnonzero(np.diff(index) != 1) + 1

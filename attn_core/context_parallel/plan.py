@@ -12,12 +12,12 @@ from attn_core.context_parallel.tiles import Tile, Visible, deepest, tiles
 from attn_core.errors import SpecError
 
 STRATEGIES = ("all_gather", "ring", "ulysses")
-"""How ranks exchange keys and values: everybody gets all of them, at once; they travel from rank to rank; or heads are
-exchanged for positions. On two axes the first two are the outer one's, with "ulysses" inside."""
+"""How ranks exchange keys and values: all ranks gather all of them; blocks travel from rank to rank; or heads are
+exchanged for positions. On two axes, one of the first two on the outer axis, and "ulysses" on the inner axis."""
 
 
 ROUNDED_ONCE = 2
-"""Results of one query or key that are added as kernels give them, and rounded once; more are added in more digits."""
+"""The most results of one query or key whose sum has the inputs' dtype: it is rounded once. Longer sums are wider."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,9 @@ class Step:
     """Attention of every part's queries to one block of keys and values.
 
     Attributes:
-        shift: how far the block has come: part p computes with the block of part ``(p - shift) % parts``; 0 where it is
-            gathered.
-        tiles: for each part the calls that it makes; empty for one that sees nothing of the block.
-        gathered: whether the block is that of all parts but p, at once.
+        shift: how far the block has travelled: part p has the block of part ``(p - shift) % parts``; 0 if gathered.
+        tiles: for each part its tiles; empty for a part that sees none of the block.
+        gathered: whether part p has the keys of all parts except p at once.
     """
 
     shift: int
@@ -37,7 +36,7 @@ class Step:
 
     @property
     def own(self) -> bool:
-        """Whether every part computes with its own block, for which nothing is sent."""
+        """Whether every part computes with its own block, so that nothing is sent."""
         return not self.shift and not self.gathered
 
     @property
@@ -51,12 +50,12 @@ class Plan:
     """One attention call over ranks. Rank ``part * inner + i`` is the i-th of a part, whose ranks exchange heads.
 
     Attributes:
-        strategy: of the outer axis, one of STRATEGIES; "ulysses" where there is no outer axis.
-        outer, inner: how many parts the row has; how many ranks share a part by heads.
-        q_layout, k_layout: what each rank holds of the queries, and of the keys and values.
-        q_blocks, k_blocks: what each part works on once its ranks have exchanged heads.
-        others: for each part the keys of all other parts, where everybody gets them; else None.
-        steps: in order, that of the own block first; those in which nobody sees anything are left out.
+        strategy: of the outer axis, one of STRATEGIES; "ulysses" if there is no outer axis.
+        outer, inner: number of parts of the row; number of ranks that share a part by heads.
+        q_layout, k_layout: the layouts of the queries, and of the keys and values.
+        q_blocks, k_blocks: the block of each part, after its ranks have exchanged heads.
+        others: for each part the keys of all other parts, if keys are gathered; else None.
+        steps: in order, the own block's step first; steps without a visible pair are left out.
     """
 
     strategy: str
@@ -76,7 +75,7 @@ class Plan:
 
     @property
     def gathers(self) -> bool:
-        """Whether any part sees keys of others that everybody gets."""
+        """Whether any part sees gathered keys of other parts."""
         return any(step.gathered for step in self.steps)
 
     def keys(self, step: Step, part: int) -> Block:
@@ -88,10 +87,10 @@ class Plan:
 
     @property
     def gradients_travel_alone(self) -> bool:
-        """Whether the gradient of every key that goes to its rank is what one tile made, and not a sum of several.
+        """Whether the gradient of every key that is sent comes from one tile instead of a sum of several.
 
-        In a ring it is summed on its way; where all are gathered, each part sends its own sum. That of a part's own
-        block stays where it is.
+        In a ring, gradients are summed on their way. If keys are gathered, each part sends its own sum. Gradients of a
+        part's own block are not sent.
         """
         reached: dict[int, list[tuple[int, int]]] = {}
         for step in (step for step in self.steps if not step.own):
@@ -106,7 +105,7 @@ class Plan:
         return deepest((segment.k_start, segment.k_stop) for tile in mine for segment in tile.segments) < 2
 
     def calls_of_a_query(self, part: int) -> int:
-        """How many of a part's calls see one query at most."""
+        """The most tiles of a part that see one query."""
         mine = (tile for step in self.steps for tile in step.tiles[part])
         return deepest((segment.q_start, segment.q_stop) for tile in mine for segment in tile.segments)
 
@@ -117,13 +116,13 @@ class Plan:
 
     @property
     def balance(self) -> float:
-        """The mean work of the parts over that of the busiest; 1 is even, and bounds the efficiency."""
+        """The mean work of the parts over the work of the busiest part: 1 is even. An upper bound of the efficiency."""
         pairs = self.pairs
         return sum(pairs) / (len(pairs) * max(pairs)) if max(pairs) else 1.0
 
     @property
     def critical_pairs(self) -> int:
-        """The pairs that one waits for where parts go step by step together: each step's busiest part, summed."""
+        """The sum over steps of the busiest part's pairs: the critical path if parts go step by step together."""
         return sum(max(step.pairs) for step in self.steps)
 
 
@@ -140,14 +139,14 @@ def plan(
     """The plan of a call.
 
     Args:
-        strategy: one of STRATEGIES: of the outer axis; "ulysses" needs ``outer`` 1.
+        strategy: one of STRATEGIES, for the outer axis; "ulysses" needs ``outer`` 1.
         layout: ``"contiguous"``, ``"zigzag"`` or ``"striped"``, see ``attn_core.context_parallel.layout``.
         outer, inner: the sizes of the two axes; inner ranks exchange heads.
         q_len, kv_len: of the whole row; packed documents have one length for both.
 
     Raises:
-        SpecError: for an unknown strategy or layout, or sizes that do not go together.
-        ShapeError: for offsets of documents that do not fill the row.
+        SpecError: for an unknown strategy or layout, or sizes that do not match.
+        ShapeError: for documents that do not fill the row.
     """
     if strategy not in STRATEGIES:
         raise SpecError(f"strategy={strategy!r}: expected one of {', '.join(STRATEGIES)}")
@@ -181,8 +180,7 @@ def _step(q_blocks: Sequence[Block], k_blocks: Sequence[Block], shift: int, visi
 
 
 def _together(layout: Layout, blocks: Sequence[Block]) -> Block:
-    """Several parts' keys in the order of positions; stripes stay apart, so that a stripe of queries sees a band of
-    each."""
+    """Several parts' keys in the order of positions. Stripes stay apart: a stripe of queries sees a band of each."""
     ranks = tuple(rank for block in blocks for rank in block.ranks)
     if layout.kind == "striped":
         return Block(tuple(run for block in blocks for run in block.runs), ranks)

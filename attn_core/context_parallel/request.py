@@ -16,7 +16,7 @@ from attn_core.call.options import Options
 from attn_core.call.seq_info import SeqInfo, check_cu_seqlens, is_host_int
 from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel.call import ContextCall, context_call
-from attn_core.context_parallel.cost.choose import Axes, Explanation, check_asked, choose, parts_and_members
+from attn_core.context_parallel.cost.choose import Axes, Explanation, check_strategy, choose, parts_and_members
 from attn_core.context_parallel.cost.machine import Constants
 from attn_core.errors import ShapeError, SpecError
 from attn_core.selection import Target
@@ -57,35 +57,17 @@ class Request(NamedTuple):
         """Whether the row holds documents."""
         return self.documents is not None
 
-    @property
-    def spec(self) -> AttentionSpec:
-        """The call as on one device, without a backward; cached."""
-        return _spec(self.shards, self.lengths, self.documents, self.options)
-
-    def plan(self, target: Target) -> Explanation:
-        """The call with its strategy chosen; cached.
-
-        Raises:
-            ShapeError, DTypeError, SpecError: for arguments that describe no call.
-            NoStrategyError, NoBackendError: with every reason.
-        """
-        return _plan(self, target)
-
-    def call(self, target: Target) -> ContextCall:
-        """The plan and the kernels of a call whose strategy is known; cached. Raises as ``plan`` does."""
-        return _call(self, target)
-
 
 def build_request(
     arrays: Sequence[Metadata],
     sinks: Metadata | None,
     *,
-    length: Any,
-    documents: Documents,
-    options: Options,
     strategy: str | None,
     layout: str,
+    length: Any,
     head_groups: int | None,
+    documents: Documents,
+    options: Options,
     axes: tuple[str, ...],
     sizes: Axes,
     device: Any,
@@ -104,7 +86,7 @@ def build_request(
     Raises:
         ShapeError, SpecError: naming the argument, its value and what was expected.
     """
-    check_asked(strategy, head_groups)
+    check_strategy(strategy, head_groups)
     shards = []
     for name, (shape, dtype) in zip("qkv", arrays, strict=True):
         if len(shape) != len(arrays[0][0]) or len(shape) not in ((4,) if documents is None else (3, 4)):
@@ -213,17 +195,26 @@ def _spec(
 
 
 @lru_cache(maxsize=64)
-def _plan(request: Request, target: Target) -> Explanation:
+def explanation(request: Request, target: Target) -> Explanation:
+    """The call with its strategy chosen, and why; cached.
+
+    Raises:
+        ShapeError, DTypeError, SpecError: for arguments that describe no call.
+        NoStrategyError, NoBackendError: with every reason.
+    """
+    spec = _spec(request.shards, request.lengths, request.documents, request.options)
     # JAX traces a forward before it knows whether there will be a backward, and both must exchange alike.
-    spec = replace(request.spec, needs_backward=request.needs_backward or target.framework == "jax")
+    spec = replace(spec, needs_backward=request.needs_backward or target.framework == "jax")
     constants, strategy = Constants.of(target.device), request.strategy or None
     choice = choose(spec, request.documents, request.layout, request.sizes, constants, None, strategy)
-    return Explanation(choice, _call(request._replace(strategy=choice.strategy or ""), target))
+    return Explanation(choice, call_of(request._replace(strategy=choice.strategy or ""), target))
 
 
 @lru_cache(maxsize=64)
-def _call(request: Request, target: Target) -> ContextCall:
-    spec = replace(request.spec, needs_backward=request.needs_backward)
+def call_of(request: Request, target: Target) -> ContextCall:
+    """The plan and the kernels of a call whose strategy is known; cached. Raises as ``explanation`` does."""
+    spec = _spec(request.shards, request.lengths, request.documents, request.options)
+    spec = replace(spec, needs_backward=request.needs_backward)
     call = context_call(
         *(spec, request.documents, request.strategy, request.layout),
         *parts_and_members(request.sizes, request.strategy),

@@ -11,13 +11,13 @@ from jax.sharding import PartitionSpec as P
 
 from attn_core.call.options import Options, requested_names
 from attn_core.context_parallel.cost.choose import Explanation
-from attn_core.context_parallel.request import Request
+from attn_core.context_parallel.request import Request, explanation
 from attn_core.selection import override
 from jax_frontend.attention import Window
 from jax_frontend.context_parallel import mesh as context_mesh
 from jax_frontend.context_parallel.differentiable import on_shards
 from jax_frontend.context_parallel.mesh import Place, Rows
-from jax_frontend.context_parallel.prepare import explanation, requested
+from jax_frontend.context_parallel.prepare import requested, target_of
 from jax_frontend.context_parallel.shards import shard_sequence, unshard_sequence
 from jax_frontend.dispatch import plan
 
@@ -54,29 +54,30 @@ def context_parallel_attention(
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """``attention`` of rows that are spread over the devices of a mesh by position.
+    """``attention`` over rows whose positions are spread over the devices of a mesh.
 
     Inside ``jax.shard_map`` arrays are this device's shards. Outside, they are whole rows in the order of shards, as
     ``shard_sequence`` gives them, and the call maps itself over the axes; other axes of the mesh stay as they are.
 
     Args:
         q: ``[batch, shard, heads, head_dim]``; of packed documents ``[shard, heads, head_dim]`` or ``[1, shard, ...]``.
-            What lies in places that hold no position reaches nothing, and their output is 0.
-        k, v: ``[batch, shard, kv_heads, ...]``, as ``attention`` has them.
+            Values at places without a position do not matter; the output there is 0.
+        k, v: ``[batch, shard, kv_heads, ...]``, as in ``attention``.
         mesh: a ``jax.sharding.Mesh``; None inside ``jax.shard_map``, or under ``jax.set_mesh``.
-        axis_name: the mesh axis that the row is spread over, or two, ``(outer, inner)``: parts of the row, and in each
-            the devices that share its heads. May be left out for a mesh of one axis.
-        strategy: how devices exchange keys and values: "all_gather", everybody gets all; "ring", they travel around;
-            "ulysses", heads are exchanged for positions. Of two axes it is the outer one's, the inner one is "ulysses".
-            None chooses by a cost model (``explain_context_parallel`` tells why).
+        axis_name: the mesh axis that the row is spread over; or two axes, ``(outer, inner)``: the outer one splits the
+            row into parts, and devices along the inner one share a part's heads. Optional for a mesh of one axis.
+        strategy: how keys and values reach the queries: "all_gather"; "ring", blocks travel around; "ulysses", heads
+            are exchanged for positions. On two axes, the strategy of the outer one; the inner one uses "ulysses".
+            None chooses by a cost model (``explain_context_parallel`` says why).
         layout: which positions a device holds: "zigzag" (even work under a causal mask), "contiguous" or "striped".
-        length: positions of the whole row, or of q and of k; what the shards can hold where it is None.
-        head_groups: in how many groups the heads are computed, one's exchange during another's computation.
+        length: positions of the whole row, or a pair (of q, of k); the shards' sum when None.
+        head_groups: number of groups of heads; each group's exchange overlaps the computation of the group before.
         partition_spec: outside ``jax.shard_map``, how the mesh splits q, such as ``P("data", "cp", "model")``. JAX
-            knows it of arrays and of Explicit axes. Of traced arrays on Auto axes it does not: where it is not given,
-            other axes stay automatic, and a kernel refuses arrays that they split, which JAX's own backend takes.
+            knows it for concrete arrays and for Explicit axes, but not for traced arrays on Auto axes. Without it,
+            other axes stay automatic; then kernels raise an error for arrays that those axes split, and only JAX's own
+            backend takes such arrays.
         seq_info: packed documents of the whole row, the same for q and k, with offsets on the host.
-        mask, bias, alibi_slopes, dropout: refused.
+        mask, bias, alibi_slopes, dropout: not supported; an error names the argument.
         return_lse: also return the log-sum-exp of the shard, ``[batch, heads, shard]``, packed ``[heads, shard]``.
 
     The other arguments are those of ``attention``.
@@ -85,15 +86,16 @@ def context_parallel_attention(
         The output, of q's shape with value_dim channels; or ``(output, lse)``.
 
     Raises:
-        ShapeError, DTypeError, SpecError: for arguments that describe no call, and what a spread row does not have.
-        NoBackendError: when no backend, or not the one asked for, can run a tile of it; the message has every reason.
+        ShapeError, DTypeError, SpecError: for invalid arguments, and for those that context parallelism lacks.
+        NoBackendError: if no backend, or not the requested one, can run a tile; the message has every reason.
     """
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     inputs = plan.checked_arrays((q, k, v, mask, bias, alibi_slopes, sinks))
     place = context_mesh.found(mesh, axis_name)
     backends = requested_names(backend) or override.requested()
-    request = requested(place, inputs, options, seq_info, length, strategy, layout, head_groups, backends)
-    request = request._replace(strategy=explanation(request).choice.strategy or "")
+    how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
+    request = requested(place, inputs, options, seq_info, backends, **how)
+    request = request._replace(strategy=explanation(request, target_of(request)).choice.strategy or "")
     if place.inside:
         return on_shards(request, q, k, v, sinks)
     rows = place.rows(partition_spec, q, k, v)
@@ -137,8 +139,9 @@ def explain_context_parallel(
     inputs = plan.checked_arrays((q, k, v, mask, bias, alibi_slopes, sinks), shapes_only=True)
     place = context_mesh.found(mesh, axis_name)
     backends = requested_names(backend) or override.requested()
-    request = requested(place, inputs, options, seq_info, length, strategy, layout, head_groups, backends)
-    return explanation(request._replace(needs_backward=bool(needs_backward)))
+    how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
+    request = requested(place, inputs, options, seq_info, backends, **how)
+    return explanation(request._replace(needs_backward=bool(needs_backward)), target_of(request))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))

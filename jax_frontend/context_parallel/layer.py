@@ -16,9 +16,9 @@ Array = jax.Array
 
 
 def is_spread(layer: Any) -> bool:
-    """Whether a layer's rows are spread over devices: where it has a ``context_axis``.
+    """Whether a layer's rows are spread over devices, which is so if it has a ``context_axis``.
 
-    Linen initialises parameters by a call, which may come outside of the mesh and have whole rows: it is then plain.
+    Linen initialises parameters by a call. Such a call outside of the mesh has whole rows and runs plain attention.
     """
     if layer.context_axis is None:
         return False
@@ -27,7 +27,7 @@ def is_spread(layer: Any) -> bool:
 
 
 def held_positions(layer: Any, seq_info: Any, places: int) -> Array:
-    """int32 ``[places]``: the position in its row, or in its document, that each place of a spread row holds."""
+    """int32 ``[places]``: the position (in its row, or in its document) at each place of a spread row."""
     place, documents = mesh.found(None, layer.context_axis), documents_of(seq_info)
     shard = places if place.inside else places // place.world
     length, _ = lengths_of(layer.context_length, documents, (shard, shard), place.world)

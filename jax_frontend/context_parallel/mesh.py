@@ -1,4 +1,4 @@
-"""Where a row is spread: the axes of a mesh, found inside ``jax.shard_map`` and outside of it."""
+"""Finds the mesh axes that a row is spread over, inside and outside ``jax.shard_map``."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Rows(NamedTuple):
     """How a call's arrays are split over a mesh.
 
     Attributes:
-        row, batch, heads: the mesh axes of each of the arrays' axes, None for none.
-        batched: whether arrays have an axis of the batch.
-        manual: what ``jax.shard_map`` maps over.
+        row, batch, heads: the mesh axes that split each axis of the arrays, or None.
+        batched: whether arrays have a batch axis.
+        manual: the axes that ``jax.shard_map`` maps over.
     """
 
     row: tuple[str, ...]
@@ -34,11 +34,11 @@ class Rows(NamedTuple):
 
     @property
     def arrays(self) -> P:
-        """Of q, k, v and the output."""
+        """The PartitionSpec of q, k, v and the output."""
         return P(*((self.batch,) if self.batched else ()), self.row, self.heads)
 
     def lse(self, packed: bool) -> P:
-        """Of the log-sum-exp."""
+        """The PartitionSpec of the log-sum-exp."""
         return P(self.heads, self.row) if packed else P(self.batch, self.heads, self.row)
 
 
@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
     Attributes:
         names, sizes: one axis, or the outer and the inner one.
-        mesh: what ``jax.shard_map`` is to map over; None inside of it, where arrays are shards.
+        mesh: the mesh for ``jax.shard_map`` to map over; None inside ``jax.shard_map``, where arrays are shards.
     """
 
     names: tuple[str, ...]
@@ -66,14 +66,14 @@ class Place(NamedTuple):
 
     @property
     def rank(self) -> Any:
-        """Which rank this device is."""
+        """This device's rank."""
         return Axes.of(self.names, self.sizes, "").rank
 
     def rows(self, given: P | None, q: Any, *keys: Any) -> Rows:
-        """How ``jax.shard_map`` is to split a call's arrays: along the row by the ranks, and as they are along others.
+        """How ``jax.shard_map`` is to split a call's arrays: along the row by the ranks, otherwise as they are split.
 
-        That is ``given`` by the caller, or known of arrays on a mesh and of types on one with Explicit axes. Where it
-        is not, other axes of the mesh stay automatic.
+        JAX knows the current split of arrays on a mesh and of types on a mesh with Explicit axes; else the caller may
+        pass it (``given``). If it is unknown, other axes of the mesh stay automatic.
         """
         known = self._known(q) if given is None else self._checked(given, q.ndim)
         if known is None:
@@ -95,7 +95,7 @@ class Place(NamedTuple):
         return given
 
     def typed(self, array: Any, spec: P) -> Any:
-        """The array as ``jax.shard_map`` takes it: on a mesh with Explicit axes its type says how it is split."""
+        """The array as ``jax.shard_map`` takes it: on a mesh with Explicit axes, resharded to ``spec``."""
         if array is None:
             return None
         of_type = jax.typeof(array).sharding.mesh  # type: ignore[attr-defined]
@@ -110,14 +110,14 @@ class Place(NamedTuple):
         return at.spec if ours else None
 
     def arranged(self, array: Array, axis: int | None, run: Callable[[Array], Array]) -> Array:
-        """``run(array)``, split over the ranks along ``axis``; or not split over them, for None."""
+        """``run(array)``, split over the ranks along ``axis``, or not split over them if ``axis`` is None."""
         at = jax.typeof(array).sharding  # type: ignore[attr-defined]
         if AxisType.Explicit in at.mesh.axis_types:
             wanted = NamedSharding(at.mesh, self._split_too(at.spec, array.ndim, axis))
             return jax.sharding.auto_axes(run, out_sharding=wanted)(array)  # type: ignore[no-any-return]
         if axis is None:
             return run(array)
-        auto = AxisType.Auto in self.mesh.axis_types  # an array of no mesh may be put on one with Explicit axes
+        auto = AxisType.Auto in self.mesh.axis_types  # an array without a mesh may go to one with Explicit axes
         others: list[Any] = [P.UNCONSTRAINED if auto else None] * array.ndim
         others[axis] = self.names
         split = NamedSharding(self.mesh, P(*others))
@@ -126,7 +126,7 @@ class Place(NamedTuple):
         return jax.jit(lambda row: lax.with_sharding_constraint(run(row), split))(array)  # type: ignore[no-any-return]
 
     def _split_too(self, spec: P, rank: int, axis: int | None) -> P:
-        """A PartitionSpec with the ranks' axes at ``axis`` and nowhere else."""
+        """The PartitionSpec with the ranks' axes at ``axis`` and nowhere else."""
         entries = map(_entry, (*spec, *(None,) * (rank - len(spec))))
         kept = [tuple(name for name in entry if name not in self.names) for entry in entries]
         if axis is not None:
@@ -139,10 +139,10 @@ def found(mesh: Any, axis_name: str | tuple[str, str] | None) -> Place:
 
     Args:
         mesh: a ``jax.sharding.Mesh``, or None: the one of ``jax.shard_map`` or ``jax.set_mesh`` around the call.
-        axis_name: the axis, or the outer and the inner one; may be left out for a mesh of one axis.
+        axis_name: the axis, or (outer, inner); optional for a mesh of one axis.
 
     Raises:
-        SpecError: for axes that no mesh has.
+        SpecError: for axes that the mesh does not have.
     """
     context = jax.sharding.get_abstract_mesh()
     whole = context if mesh is None else mesh
@@ -174,7 +174,7 @@ def around(axis_name: str | tuple[str, str]) -> bool:
 
 
 def _entry(names: Any) -> tuple[str, ...]:
-    """An entry of a PartitionSpec as names."""
+    """The mesh axes of a PartitionSpec's entry."""
     return () if names is None else names if isinstance(names, tuple) else (names,)
 
 

@@ -1,4 +1,4 @@
-"""Places of shards and of blocks on JAX arrays: putting what ranks hold in order, and back; cutting rows for a tile."""
+"""Reorders shards to blocks and back on JAX arrays, and cuts a tile's rows out of a block."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from attn_core.context_parallel.layout import Block, Layout
 
 Array = jax.Array
 MOST_RANGES = 16
-"""Unbroken ranges of places up to which an array is cut by slices; above, by an index array."""
+"""The most contiguous ranges of places that are cut by slices; more are cut by an index array."""
 
 
 class Order(NamedTuple):
-    """Where the places of each part's block lie among its ranks' shards, end to end.
+    """Where the places of each part's block are in its ranks' shards, end to end.
 
     Attributes:
-        table: int ``[parts, places]``; the places that hold nothing come last. One row where all are equal; None where
-            every place lies where it should.
+        table: int ``[parts, places]``; places without a position come last. One row if all parts are alike; None if
+            every place is in order already.
     """
 
     table: tuple[tuple[int, ...], ...] | None
 
     def sorted(self, array: Array, part: Any) -> Array:
-        """``[batch, places, ...]`` of a part's shards as the block has them."""
+        """``[batch, places, ...]`` of a part's shards in the order of its block."""
         return array if self.table is None else _taken(array, np.asarray(self.table), part)
 
     def unsorted(self, array: Array, part: Any) -> Array:
-        """The way back."""
+        """The inverse of ``sorted``."""
         return array if self.table is None else _taken(array, np.argsort(np.asarray(self.table), axis=1), part)
 
 
@@ -56,7 +56,7 @@ def _taken(array: Array, table: np.ndarray, part: Any) -> Array:
 
 
 def taken(array: Array, index: np.ndarray, axis: int) -> Array:
-    """The entries at ``index``, by slices where there are few of them."""
+    """The entries at ``index``, cut by slices if they are in few ranges."""
     ranges = places.slices(index, MOST_RANGES)
     if ranges is None:
         return jnp.take(array, jnp.asarray(index, jnp.int32), axis=axis, mode="clip")

@@ -1,4 +1,4 @@
-"""shard_sequence and unshard_sequence: rows in the order of positions, and in that of the devices that hold them."""
+"""shard_sequence and unshard_sequence: reorder rows from positions to devices, and back."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def shard_sequence(
     dim: int = 1,
     seq_info: Any = None,
 ) -> Array:
-    """A row in the order of the devices that hold its positions, each device's shard after the other.
+    """Reorders a row by the devices that hold its positions: the shards of all devices end to end.
 
     Args:
-        x: any array whose axis ``dim`` has the positions of a whole row: q, k, v, token ids, labels, positions.
+        x: any array with the positions of a whole row at ``dim``: q, k, v, token ids, labels, positions.
         mesh, axis_name, layout, seq_info: as in ``context_parallel_attention``.
 
     Returns:
-        Outside ``jax.shard_map`` all shards end to end, split over the axes; inside, where x is the same on every
-        device, this device's shard. Places that hold no position are 0.
+        Outside ``jax.shard_map`` all shards end to end, split over the axes. Inside, where x is the same on every
+        device, this device's shard. Places without a position are 0.
 
     Raises:
         ShapeError, SpecError: naming the argument, its value and what was expected.
     """
     plan.check_array("x", x)
     place, dim = context_mesh.found(mesh, axis_name), axis_of(dim, x.ndim)
-    made = _spread(place, layout, x.shape[dim], documents_of(seq_info))
-    table = places.of_shards(made)
+    held = _spread(place, layout, x.shape[dim], documents_of(seq_info))
+    table = places.of_shards(held)
     if place.inside:
         mine = jnp.asarray(table, jnp.int32)[place.rank]
         return jnp.take(x, mine, axis=dim, mode="fill", fill_value=0)
@@ -63,10 +63,10 @@ def unshard_sequence(
     dim: int = 1,
     seq_info: Any = None,
 ) -> Array:
-    """The way back: the row in the order of its positions, of shards in the order of devices.
+    """The inverse of ``shard_sequence``: the row in the order of its positions.
 
     Args:
-        length: how many positions the row has; all places, or those of the documents, where it is None.
+        length: positions of the row; if None, those of the documents, or all places.
 
     Returns:
         The whole row; inside ``jax.shard_map`` on every device.
@@ -79,13 +79,13 @@ def unshard_sequence(
     documents = documents_of(seq_info)
     every = x.shape[dim] * (place.world if place.inside else 1)
     length = length if length is not None else every if documents is None else documents[-1]
-    made = _spread(place, layout, length, documents)
-    if made.shard * place.world != every:
+    held = _spread(place, layout, length, documents)
+    if held.shard * place.world != every:
         raise ShapeError(
-            f"x: expected {place.world} shards of {made.shard} places, for length={length} in layout={layout!r}, got "
+            f"x: expected {place.world} shards of {held.shard} places, for length={length} in layout={layout!r}, got "
             f"{every} places in all"
         )
-    index = places.in_order(made)
+    index = places.in_order(held)
     if place.inside:
         for name in reversed(place.names):
             x = lax.all_gather(x, name, axis=dim, tiled=True)
@@ -94,9 +94,9 @@ def unshard_sequence(
 
 
 def positions_held(place: Place, layout: str, length: int, documents: tuple[int, ...] | None) -> Array:
-    """int32: the position in its row, or in its document, that each place holds; 0 for places that hold none.
+    """int32: the position (in its row, or in its document) at each place; 0 at places without one.
 
-    Inside ``jax.shard_map`` of this device's places, ``[shard]``, and outside of all of them end to end.
+    Inside ``jax.shard_map`` ``[shard]``, this device's places; outside all places end to end.
     """
     found = jnp.asarray(places.held_positions(_spread(place, layout, length, documents), documents))
     return found[place.rank] if place.inside else found.ravel()

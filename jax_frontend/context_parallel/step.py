@@ -1,11 +1,11 @@
-"""A step whose tiles differ between parts, as one call of torch's kernels that runs each part's own.
+"""A forward step whose tiles differ between parts, run by one callback instead of branches.
 
-A program that all devices share has a branch for every part whose tiles differ, and the host waits for the GPU to know
-which one to launch. Where the host calls back into Python to launch kernels it can tell by the device which part it is:
-it then runs what a rank of torch's runs, tile by tile, in place.
+All devices run one program. It needs a branch for every part whose tiles differ, and the host must wait for the GPU to
+know which branch to launch. A callback that launches torch's kernels knows its device, hence its part: it runs that
+part's tiles in place, exactly as a torch rank would.
 
-Which device is which part is known when the program is lowered, from the mesh, whose devices JAX runs a program on in
-their order. Where there is none, and in a program that is exported, the branches are taken.
+The part of each device is known when the program is lowered, from the mesh: JAX runs a program on the mesh's devices in
+their order. Without a concrete mesh, and in exported programs, the step uses branches.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jax_frontend.dispatch.platforms import at_home
 
 try:  # jax.sharding.get_mesh is the same, and refused while JAX traces
     from jax._src.mesh import get_concrete_mesh
-except ImportError:  # then programs for GPUs take branches
+except ImportError:  # programs for GPUs then use branches
     get_concrete_mesh = None  # type: ignore[assignment]
 
 Array = jax.Array
@@ -53,8 +53,8 @@ def attend(
     keys: tuple[Array, ...],
     so_far: Rows | None,
 ) -> Rows:
-    """``context_tiles.attend`` of this device's kind."""
-    same = len(set(kinds)) == 1 and so_far is None  # where there is something to add to, torch's merge does it
+    """``tiles.attend`` with this device's tiles."""
+    same = len(set(kinds)) == 1 and so_far is None  # with earlier results, torch's merge adds to them
     if same or partly_manual() or not _called_back(context.call, context.device, step):
         return each_its_own(axes.part, kinds, partial(tiles.attend, context), q, keys, so_far)  # type: ignore[no-any-return]
     operands = (q, *keys, *(so_far or ()), axes.part)
@@ -73,7 +73,7 @@ def attend(
 
 @lru_cache(maxsize=256)
 def _called_back(call: ContextCall, device: str, step: Step) -> bool:
-    """Whether all kernels of a step are torch's, and launched by a callback; branches cost others little."""
+    """Whether all kernels of a step are torch's and launched by a callback; branches cost other kernels little."""
     kinds = {call.backend_of(tile) for mine in step.tiles for tile in mine}
     if any(local_call.speaks_jax(Plan(spec, name, device, one_row=False)) for spec, name in kinds):
         return False
@@ -82,7 +82,7 @@ def _called_back(call: ContextCall, device: str, step: Step) -> bool:
 
 @lru_cache(maxsize=256)
 def _branches(context: TileContext, kinds: tuple[PartTiles, ...], count: int) -> Any:
-    """A function of the operands of a device's call and its part, in operations that need no mesh."""
+    """A jitted function of a device's operands and its part, in operations that need no mesh."""
 
     def run(q: Array, *rest: Array) -> Rows:
         keys, so_far, part = rest[:count], rest[count:-1], rest[-1]
@@ -129,17 +129,16 @@ def _lowered_for_gpu(ctx: Any, *operands: Any, call: BridgedStep, axis: str, mes
 
 
 def _exported(ctx: Any) -> bool:
-    """Whether a program is for other processes, which have devices of their own, and know what they have traced."""
+    """Whether a program is exported to other processes, whose devices are not known here."""
     return bool(ctx.module_context.lowering_parameters.for_export)
 
 
 def parts_of(ctx: Any, axis: str, traced_under: Any) -> tuple[tuple[int, int], ...]:
-    """(the id of a device, its index along a mesh axis) of every device that a program is lowered for.
+    """(device id, index along a mesh axis) of every device that a program is lowered for; empty if it is not known.
 
-    Empty where that is not known. JAX checks that the devices of a program are those of its meshes, in their order, and
-    lowers it again for others, as it does for everything that holds a ``custom_partitioning``, which the branches do. A
-    mesh that ``jax.shard_map`` took from ``jax.set_mesh`` is only known to be the program's if the same was in force
-    when it was traced.
+    JAX checks that a program's devices are those of its meshes, in their order, and lowers the program again for other
+    devices, because the branches contain a ``custom_partitioning``. A mesh that ``jax.shard_map`` took from
+    ``jax.set_mesh`` is known to be the program's only if it was also in force when the program was traced.
     """
     mesh, now = getattr(ctx.module_context.axis_context, "mesh", None), _in_force()
     if now is None or not isinstance(mesh, jax.sharding.Mesh) or (mesh == now and now != traced_under):
@@ -149,7 +148,7 @@ def parts_of(ctx: Any, axis: str, traced_under: Any) -> tuple[tuple[int, int], .
 
 
 def _in_force() -> Any:
-    """The mesh of ``jax.set_mesh``, with its devices; an empty one where there is none, None where JAX does not say."""
+    """The mesh of ``jax.set_mesh`` with its devices; an empty mesh if none is set, None if JAX cannot tell."""
     return None if get_concrete_mesh is None else get_concrete_mesh()
 
 
@@ -159,12 +158,12 @@ def _batched(operands: Any, mapped: Any, *, branches: ClosedJaxpr, **_: Any) -> 
 
 
 def _derivative(primals: Any, tangents: Any, *, branches: ClosedJaxpr, **_: Any) -> tuple[Any, Any]:
-    """Of its branches, whose kernels say that they have none."""
+    """The derivative of the branches, whose kernels raise an error: they have none."""
     moved = [ad.instantiate_zeros(each) for each in tangents]
     return jax.jvp(jaxpr_as_fun(branches), primals, moved)  # type: ignore[no-any-return]
 
 
-# Its parameter ``meshes`` is part of what JAX knows a lowering by: two meshes of one program must not share theirs.
+# JAX caches a lowering by its parameters. ``meshes`` is one, so that two meshes of one program do not share a lowering.
 step_p = Primitive("attn_step")
 step_p.multiple_results = True
 step_p.def_impl(_impl)

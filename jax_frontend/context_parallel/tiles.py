@@ -1,4 +1,4 @@
-"""The tiles of a step on one device: each a call of a backend on a part of the rows and keys, results put together.
+"""Runs the tiles of a step on one device, each a call of a backend, and merges their results; and sinks.
 
 Queries are ``[batch, rows, heads, dim]``, keys ``[batch, keys, kv_heads, dim]``, and the log-sum-exp
 ``[batch, heads, rows]``.
@@ -28,11 +28,11 @@ Tiles = tuple[Tile, ...]
 
 
 class PartTiles(NamedTuple):
-    """What one part computes in a step.
+    """The tiles that one part computes in a step.
 
     Attributes:
-        tiles: its calls.
-        gathered: whether its keys are among those that were gathered; of_part: which part it is, where that matters.
+        gathered: whether the tiles read gathered keys.
+        of_part: the part's number if the tiles depend on it, else None.
     """
 
     tiles: Tiles
@@ -40,15 +40,15 @@ class PartTiles(NamedTuple):
     of_part: int | None = None
 
     def block(self, keys: tuple[Array, ...]) -> tuple[Array, Array]:
-        """(k, v); of what was gathered end to end, taken apart here, so that only what a part reads is copied."""
+        """(k, v). Takes gathered keys apart here, inside the branch, so that a part copies only the keys it reads."""
         return unpack_gathered(keys) if self.gathered else Pair(keys).both
 
 
 class TileContext(NamedTuple):
-    """What a tile needs to know of the call that it belongs to.
+    """The call that a tile belongs to.
 
     Attributes:
-        beside: whether an exchange was started before, which the tile's kernel is to give a head start.
+        beside: whether an exchange was just started that the tile's kernel must give a head start.
     """
 
     call: ContextCall
@@ -56,10 +56,10 @@ class TileContext(NamedTuple):
     beside: bool = False
 
     def accumulator(self, of: str) -> Any:
-        """The dtype in which results are put together, of rows ("q"), of the own block's keys ("own") or of keys whose
+        """The dtype in which results are added up: of queries ("q"), of the own block's keys ("own"), or of keys whose
         gradients go to another part ("sent").
 
-        That of the inputs; of the log-sum-exp where some part of the call adds up in more digits.
+        The inputs' dtype; the log-sum-exp's if some part of the call adds up in a wider dtype.
         """
         call = self.call
         parts = range(call.plan.outer)
@@ -76,13 +76,13 @@ class TileContext(NamedTuple):
         return Plan(spec, name, self.device, one_row=False, beside=self.beside, requested=self.call.requested)
 
     def places(self, mine: PartTiles, tile: Tile) -> tuple[np.ndarray, np.ndarray]:
-        """Where a tile's rows and keys lie. What was gathered stays as it came, one part's block after the other."""
+        """The places of a tile's rows and keys. Gathered blocks stay in the order of parts."""
         rows, keys = of_tile(tile)
         return rows, keys if mine.of_part is None else among_all(self.call.plan, mine.of_part)[keys]
 
 
 class WholeRows(NamedTuple):
-    """What a backward is given of whole rows; dlse is None where nothing depends on the log-sum-exp."""
+    """Whole rows' results and their gradients; dlse is None if nothing depends on the log-sum-exp."""
 
     out: Array
     lse: Array
@@ -93,10 +93,10 @@ class WholeRows(NamedTuple):
 def attend(
     context: TileContext, mine: PartTiles, q: Array, keys: tuple[Array, ...], so_far: tuple[Array, Array] | None
 ) -> tuple[Array, Array]:
-    """(out, lse) of the rows over the keys of some tiles and those ``so_far``; a row without keys has 0 and -inf.
+    """(out, lse) of the rows over the keys of ``so_far`` and of some tiles; a row without keys has 0 and -inf.
 
-    ``keys`` are k and v of a block, or what ``context_exchange.gather`` gathered. Rows that no tile has touched
-    yet take a tile's result as it is.
+    ``keys`` are k and v of a block, or the result of ``exchange.gather``. Rows that no tile has touched yet take a
+    tile's result without a merge.
     """
     k, v = mine.block(keys)
     touched = np.full(q.shape[1], so_far is not None)
@@ -116,9 +116,9 @@ def attend(
 
 
 def merge(out: Array, lse: Array, other: Array, other_lse: Array) -> tuple[Array, Array]:
-    """Attention to two sets of keys as that to both (Milakov, Gimelshein, 2018, arXiv:1805.02867, for two parts).
+    """Merges attention to two sets of keys (Milakov, Gimelshein, 2018, arXiv:1805.02867, for two parts).
 
-    A log-sum-exp of -inf is a part without keys, of which both may be. Computed in its dtype, and rounded once.
+    A log-sum-exp of -inf means no keys; both may be -inf. Computes in the dtype of the log-sum-exp and rounds once.
     """
     top = jnp.maximum(lse, other_lse)
     base = jnp.where(top == -jnp.inf, 0, top)
@@ -131,7 +131,10 @@ def merge(out: Array, lse: Array, other: Array, other_lse: Array) -> tuple[Array
 
 
 def with_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
-    """(out, lse) of rows with their sinks; a row that sees no key keeps its 0 and -inf."""
+    """(out, lse) of whole rows with their sinks ``[heads]``; a row that sees no key keeps its 0 and -inf.
+
+    Sinks join the softmax once, after all keys of the row.
+    """
     empty = lse == -jnp.inf
     before = jnp.where(empty, 0, lse)
     after = jnp.logaddexp(before, sinks[:, None])
@@ -140,10 +143,7 @@ def with_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
 
 
 def sink_gradient(sinks: Array, saved: WholeRows) -> Array:
-    """``[heads]``: each row's sink weight times how its logits move together, over the rows that see a key.
-
-    That is ``exp(sink - lse) * (dlse - sum(dout * out))``.
-    """
+    """``[heads]``: the sum of ``exp(sink - lse) * (dlse - sum(dout * out))`` over the rows that see a key."""
     shift = -(saved.dout.astype(sinks.dtype) * saved.out.astype(sinks.dtype)).sum(-1).swapaxes(1, 2)
     if saved.dlse is not None:
         shift = shift + saved.dlse.astype(sinks.dtype)
@@ -155,7 +155,7 @@ def sink_gradient(sinks: Array, saved: WholeRows) -> Array:
 def gradients(
     context: TileContext, of_keys: str, mine: PartTiles, q: Array, keys: tuple[Array, ...], saved: WholeRows
 ) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) of some tiles, from the output and the log-sum-exp of whole rows; 0 at the places of no tile.
+    """(dq, dk, dv) of some tiles, from the output and log-sum-exp of whole rows; 0 at places without a tile.
 
     ``of_keys`` is "own" or "sent", see ``TileContext.accumulator``; keys as in ``attend``.
     """
@@ -208,7 +208,7 @@ def _inputs(made: Plan, tile: Tile, index: Index, q: Array, k: Array, v: Array) 
 
 
 def _nothing(context: TileContext, q: Array, v: Array) -> tuple[Array, Array]:
-    """(out, lse) of rows that have seen no key yet."""
+    """(out, lse) of rows before their first key."""
     batch, rows, heads, _ = q.shape
     out = jnp.zeros((batch, rows, heads, v.shape[-1]), context.accumulator("q"))
     lse = jnp.full((batch, heads, rows), -jnp.inf, context.call.spec.lse_dtype)

@@ -9,7 +9,7 @@ PUBLIC = {
     "shard_sequence": "shards",
     "unshard_sequence": "shards",
 }
-"""The public names, and the modules here that hold them. Loaded when asked for: torch can lack torch.distributed."""
+"""The public names and their modules. They load at first use, because torch can be built without torch.distributed."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Whether all ranks of a group make the same call: asked the first time that a rank makes a call of its kind."""
+"""Checks that all ranks of a group make the same call, the first time that a rank makes a call of its kind."""
 
 from __future__ import annotations
 

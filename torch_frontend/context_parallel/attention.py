@@ -57,29 +57,28 @@ def context_parallel_attention(
 
     Args:
         q: this rank's shard, ``[batch, shard, heads, head_dim]``, as ``shard_sequence`` cuts it; packed
-            ``[shard, heads, head_dim]`` or ``[1, shard, ...]``. Places past those that hold a position may hold
-            anything. A DTensor that is sharded on the sequence over ``mesh`` is taken as its local part, and the output
-            is one alike.
+            ``[shard, heads, head_dim]`` or ``[1, shard, ...]``. Values at places without a position do not matter. For
+            a DTensor that is sharded on the sequence over ``mesh``, the output is a DTensor with the same placements.
         k, v: ``[batch, shard, kv_heads, head_dim]`` and ``[..., value_dim]``.
         mesh: one axis of ranks; or two, (outer, inner), of which the inner one exchanges heads (Ulysses).
-        strategy: how keys and values reach the queries: ``"all_gather"``, ``"ring"`` or ``"ulysses"``; on two axes that
-            of the outer one. None chooses by a cost model (``explain_context_parallel`` tells why).
+        strategy: how keys and values reach the queries: ``"all_gather"``, ``"ring"`` or ``"ulysses"``; on two axes, the
+            strategy of the outer one. None chooses by a cost model (``explain_context_parallel`` says why).
         layout: which positions a shard holds: ``"zigzag"``, ``"contiguous"`` or ``"striped"``.
         length: positions of the whole row, or a pair (of q, of k); the shards' sum when None.
-        head_groups: in how many groups of heads the call runs, each exchanged while the one before it is computed.
+        head_groups: number of groups of heads; each group's exchange overlaps the computation of the group before.
         causal, alignment, window, softcap, scale, sinks, deterministic, backend, return_lse: as in ``attention``, of
             the whole row.
         seq_info: the whole row's packed documents, as in ``attention``, with offsets on the host.
-        mask, bias, alibi_slopes, dropout: refused by name.
+        mask, bias, alibi_slopes, dropout: not supported; an error names the argument.
 
     Returns:
-        The output of this rank's positions, or ``(output, lse)``; 0 and -inf where a place holds none. Gradients of
-        q, k and v are those of the loss summed over ranks; that of ``sinks`` is this rank's share of it.
+        The output of this rank's positions, or ``(output, lse)``; 0 and -inf at places without a position. Gradients of
+        q, k and v are those of the loss summed over ranks; the gradient of ``sinks`` is this rank's share of the sum.
 
     Raises:
-        ShapeError, DTypeError, DeviceError, SpecError: for arguments that describe no call, and on every rank where
-            ranks make different calls.
-        NoBackendError: when no backend, or not the one asked for, can run a part of the call.
+        ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments, and on every rank if ranks make different
+            calls.
+        NoBackendError: if no backend, or not the requested one, can run a part of the call.
     """
     shards: Any = (q, k, v)
     rows: tuple[Tensor, ...] = shards
@@ -90,7 +89,8 @@ def context_parallel_attention(
         options = _options(causal, alignment, window, softcap, scale, deterministic, return_lse)
         documents = documents_of(seq_info)
         rows = tuple(tensor[None] if tensor.dim() == 3 and documents is not None else tensor for tensor in (q, k, v))
-        request = _request(rows, sinks, mesh, strategy, layout, length, head_groups, options, documents, backend)
+        how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
+        request = _request(rows, sinks, mesh, backend, **how, options=options, documents=documents)
     except Exception as error:
         if not torch.compiler.is_compiling():
             _tell_others(error, rows, seq_info is not None, mesh)
@@ -139,22 +139,12 @@ def explain_context_parallel(
     _check(q, k, v, sinks)
     options = _options(causal, alignment, window, softcap, scale, deterministic, return_lse)
     documents = documents_of(seq_info)
-    request = _request((q, k, v), sinks, mesh, strategy, layout, length, head_groups, options, documents, backend)
+    how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
+    request = _request((q, k, v), sinks, mesh, backend, **how, options=options, documents=documents)
     return explanation(request if needs_backward is None else request._replace(needs_backward=needs_backward))
 
 
-def _request(
-    rows: tuple[Tensor, ...],
-    sinks: Tensor | None,
-    mesh: DeviceMesh,
-    strategy: str | None,
-    layout: str,
-    length: Any,
-    head_groups: int | None,
-    options: Options,
-    documents: tuple[int, ...] | None,
-    backend: Any,
-) -> Request:
+def _request(rows: tuple[Tensor, ...], sinks: Tensor | None, mesh: DeviceMesh, backend: Any, **how: Any) -> Request:
     needs_backward = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (*rows, sinks)
     )
@@ -163,12 +153,7 @@ def _request(
     return build_request(
         arrays,  # type: ignore[arg-type]
         sink,
-        length=length,
-        documents=documents,
-        options=options,
-        strategy=strategy,
-        layout=layout,
-        head_groups=head_groups,
+        **how,
         axes=names,
         sizes=tuple([mesh.size(at) for at in range(len(names))]),  # type: ignore[arg-type]
         device=rows[0].device,
@@ -178,13 +163,15 @@ def _request(
 
 
 def _tell_others(error: Exception, rows: tuple[Any, ...], packed: bool, mesh: Any) -> None:
-    """Raises SpecError on every rank where this one alone refuses a call; does nothing without a mesh of ranks."""
+    """Tells the other ranks that this rank raises, so that they raise too; does nothing without a mesh of ranks."""
     try:
         names = group_names(mesh)
     except (TypeError, ShapeError):
         return
     device = getattr(rows[0], "device", None)
-    where = device if getattr(device, "type", None) == mesh.device_type else mesh.device_type  # ranks talk there alone
+    where = (
+        device if getattr(device, "type", None) == mesh.device_type else mesh.device_type
+    )  # the process group needs tensors there
     tell_refusal(error, rows, packed, str(where), *map(axis, names))
 
 

@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 
 class BlockGradients(NamedTuple):
-    """Gradients ``[batch, places, heads, dim]``: of a run's rows and keys, and in the end of a group's block."""
+    """Gradients ``[batch, places, heads, dim]`` of a tile's queries and keys, or of a group's whole block."""
 
     dq: Tensor
     dk: Tensor
@@ -28,9 +28,9 @@ class BlockGradients(NamedTuple):
 
 
 class Total:
-    """Gradients along ``size`` places, in other respects of a block's shape, to which runs add theirs.
+    """Adds up tiles' gradients along ``size`` places; the other axes are those of a block.
 
-    They lie in ``home`` where that is given; what it holds at first does not count.
+    The sum is computed in ``home`` if that is a tensor; its initial values do not matter.
     """
 
     def __init__(self, block: Tensor, size: int, dtype: torch.dtype, home: Tensor | None = None) -> None:
@@ -40,13 +40,13 @@ class Total:
 
     @classmethod
     def in_place(cls, tensor: Tensor) -> Total:
-        """Of a tensor that holds some already, and is changed."""
+        """A total that continues the sum in a tensor, in place."""
         made = cls(tensor, tensor.shape[1], tensor.dtype)
         made.so_far = tensor
         return made
 
     def add(self, places: Places, found: Tensor) -> None:
-        """Adds a run's; the first is taken as it is where nothing else is asked of it."""
+        """Adds a tile's gradients; takes the first tensor itself if its shape and place allow."""
         if self.so_far is not None:
             places.add(self.so_far, found)
         elif self.home is None and places.are_all_of(self.shape[1]):
@@ -58,7 +58,7 @@ class Total:
             places.add(self.tensor(), found)
 
     def tensor(self) -> Tensor:
-        """What has been added; zeros at first."""
+        """The sum; zeros if nothing was added."""
         if self.so_far is None:
             self.so_far = self._begun(zeros=True)
         return self.so_far
@@ -70,11 +70,11 @@ class Total:
 
 
 Rows = list[tuple[Places, Tensor]]
-"""Gradients of queries, and where they belong."""
+"""Gradients of queries, each with its places."""
 
 
 def _add_keys(runs: Sequence[TileCall], found: list[BlockGradients], keys: Sequence[Total]) -> Rows:
-    """Adds what runs found to (dk, dv), of which nothing is held on return; what is left to add to dq."""
+    """Adds the tiles' dk and dv to the totals and frees them; returns dq with its places, still to be added."""
     rows = []
     for run in runs:
         dq, *pair = found.pop(0)
@@ -85,7 +85,7 @@ def _add_keys(runs: Sequence[TileCall], found: list[BlockGradients], keys: Seque
 
 
 def _add_rows(dq: Total, rows: Rows) -> None:
-    """Adds gradients of queries, which are not held any longer."""
+    """Adds gradients of queries and frees them."""
     while rows:
         dq.add(*rows.pop(0))
 
@@ -93,7 +93,7 @@ def _add_rows(dq: Total, rows: Rows) -> None:
 def backward(
     work: Work, saved: Sequence[Residuals], sinks: Tensor | None, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq, dk, dv, dsinks) of a shard from those of its output; dsinks is this rank's share of the sum over ranks."""
+    """(dq, dk, dv, dsinks) of a shard from dout and dlse; dsinks is this rank's share of the sum over ranks."""
     call, dsinks = work.program.call, None if sinks is None else torch.zeros_like(sinks)
     arriving = (_arriving(work, saved[group], dout, dlse, group) for group in range(call.head_groups))
     returns = []
@@ -114,8 +114,7 @@ def backward(
 def _arriving(
     work: Work, saved: Residuals, dout: Tensor, dlse: Tensor | None, group: int
 ) -> Callable[[], tuple[Tensor, Tensor | None, Keys]]:
-    """Starts the exchange of a group's dout and dlse, and the way of its keys; what waits for them as the kernels want
-    them."""
+    """Starts the exchange of a group's dout and dlse, and of its keys; the result waits for them."""
     parts = [dout] if dlse is None else [dout, dlse.transpose(1, 2)[..., None]]
     parts = [forward.group_of(work, part, group, kv=False) for part in parts]
     keys = _keys(work, saved)
@@ -126,7 +125,7 @@ def _arriving(
 
 
 def _keys(work: Work, saved: Residuals) -> Keys:
-    """A group's keys: on their way once more, where they were not kept."""
+    """A group's keys; starts their exchange again unless the forward kept them."""
     own, all_k, all_v = [saved.k, saved.v], saved.all_k, saved.all_v
     if all_k is None or all_v is None:
         return keys_of(work, own)
@@ -138,26 +137,26 @@ def _pair(parts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
 
 
 Steps = Iterator[tuple[Step, tuple[TileCall, ...], list[BlockGradients]]]
-"""Every step with what its runs found, computed when it is asked for."""
+"""Each step with its tiles' gradients, computed when the iterator reaches it."""
 
 
 def _steps(work: Work, saved: Residuals, keys: Keys, dout: Tensor, dlse: Tensor | None) -> Steps:
     for step, runs, (k, v) in blocks(work, keys):
         found = [_run(run, saved, k, v, dout, dlse) for run in runs]
-        del k, v  # a block is not held while the one after the next arrives
+        del k, v  # free this block: the next two blocks will be in memory
         yield step, runs, found
 
 
 def _group(work: Work, saved: Residuals, steps: Steps) -> Callable[[], list[Tensor]]:
-    """A group's gradients; what waits for them as ``[batch, shard, ranks, heads, dim]``."""
-    waiting = (_of_everybody if work.program.call.plan.gathers else _of_blocks)(work, saved, steps)
+    """Computes a group's gradients; the result waits for ``[batch, shard, ranks, heads, dim]`` of dq, dk and dv."""
+    waiting = (_of_gathered_keys if work.program.call.plan.gathers else _of_blocks)(work, saved, steps)
     if work.outer.size == 1:
         return _home(work, waiting(), saved.q.dtype)
     return lambda: _home(work, waiting(), saved.q.dtype)()
 
 
-def _of_everybody(work: Work, saved: Residuals, steps: Steps) -> Callable[[], BlockGradients]:
-    """Where keys were gathered: a rank adds up their gradients for every other, and each sends it those of its own."""
+def _of_gathered_keys(work: Work, saved: Residuals, steps: Steps) -> Callable[[], BlockGradients]:
+    """If keys are gathered: each rank adds up the gradients of every other rank's keys and sends them to that rank."""
     program, count, wide = work.program, saved.k.shape[1], saved.lse.dtype
     dq, own = _totals(work, saved)
     others, dtype, pair = work.outer.size - 1, _sent_in(work, saved), (saved.k, saved.v)
@@ -170,10 +169,10 @@ def _of_everybody(work: Work, saved: Residuals, steps: Steps) -> Callable[[], Bl
             sums = [total.tensor() for total in sent]
             sent.clear()
             received = sender.send(sums)
-        _add_rows(dq, rows)  # beside what was just sent
+        _add_rows(dq, rows)  # overlaps the message just sent
 
     def wait() -> BlockGradients:
-        # In the order of ranks, so that it is the same on every run.
+        # Sums in the order of ranks, so that every run gives the same bits.
         assert received is not None
         parts = [each[0] if others == 1 else each.sum(0, dtype=wide) for each in received()]
         return BlockGradients(
@@ -184,8 +183,8 @@ def _of_everybody(work: Work, saved: Residuals, steps: Steps) -> Callable[[], Bl
 
 
 def _of_blocks(work: Work, saved: Residuals, steps: Steps) -> Callable[[], BlockGradients]:
-    """The gradients of other ranks' blocks travel with them, a step behind, and go home from the last that sees them;
-    those of the own one stay."""
+    """In a ring: the gradients of a block travel one step behind it, and home from the last rank that sees it. A rank's
+    own share stays where it is."""
     count, size = saved.k.shape[1], work.program.k_size
     shapes = [(each.shape[0], size, *each.shape[2:]) for each in (saved.k, saved.v)]
     dq, own = _totals(work, saved)
@@ -200,7 +199,7 @@ def _of_blocks(work: Work, saved: Residuals, steps: Steps) -> Callable[[], Block
         rows = _add_keys(runs, found, keys)
         if buffer is not None:
             waiting = exchange.hop(work.outer, buffer, _to_next(work, step))
-        _add_rows(dq, rows)  # beside what was just sent
+        _add_rows(dq, rows)  # overlaps the message just sent
 
     def wait() -> BlockGradients:
         if waiting is None:
@@ -214,7 +213,7 @@ def _of_blocks(work: Work, saved: Residuals, steps: Steps) -> Callable[[], Block
 
 
 def _totals(work: Work, saved: Residuals) -> tuple[Total, list[Total]]:
-    """Nothing yet of dq, and of (dk, dv) of the own block."""
+    """Empty totals of dq, and of (dk, dv) of the own block."""
     wide = saved.lse.dtype
     dtype = wide if work.program.own_wide else saved.k.dtype
     dq = Total(saved.q, saved.q.shape[1], forward.summed_in(work, saved.q, wide))
@@ -227,14 +226,14 @@ def _sent_in(work: Work, saved: Residuals) -> torch.dtype:
 
 
 def _to_next(work: Work, step: Step) -> int:
-    """How far the sums of a block go after a step: on to the next step's rank, or home after the last."""
+    """How many ranks on a block's gradients go after a step: to the next step's rank, or home after the last step."""
     shifts = [each.shift for each, _ in work.program.steps]
     at = shifts.index(step.shift)
     return (shifts[at + 1] if at + 1 < len(shifts) else work.outer.size) - step.shift
 
 
 def _run(run: TileCall, saved: Residuals, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None) -> BlockGradients:
-    """The gradients of what one run computes."""
+    """The gradients of one tile."""
     inputs = forward.inputs_of(run, saved.q, k, v)
     rows, lse = (
         [run.q.of(saved.out), run.q.of(dout)],
@@ -250,7 +249,7 @@ def _run(run: TileCall, saved: Residuals, k: Tensor, v: Tensor, dout: Tensor, dl
 
 
 def _home(work: Work, sums: BlockGradients, dtype: torch.dtype) -> Callable[[], list[Tensor]]:
-    """Starts the way of dq, dk, dv back to shards; copies of kv heads are still apart, and then in the sums' dtype."""
+    """Starts the exchange of dq, dk, dv back to shards. Copies of kv heads stay apart, in the dtype of the sums."""
     call, inner = work.program.call, work.inner.size
     dq, pair = sums.dq.to(dtype), [each if call.repeats > 1 else each.to(dtype) for each in sums[1:]]
     if inner == 1:

@@ -1,4 +1,4 @@
-"""DTensors in context parallelism: their local parts go in, and what comes out is sharded alike."""
+"""DTensors in context parallelism: takes their local parts, and shards the output as q is sharded."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from attn_core.errors import SpecError
 
 
 def local(tensors: Sequence[Any], mesh: DeviceMesh) -> tuple[Any, ...]:
-    """The tensors, DTensors as what this rank holds of them.
+    """The tensors, each DTensor as its local part.
 
     Raises:
-        SpecError: for a DTensor that is not sharded on its positions over all axes of ``mesh``, or is split otherwise
-            than by batch and heads over other axes.
+        SpecError: for a DTensor that is not sharded on its positions over all axes of ``mesh``, or whose positions are
+            split over other axes.
     """
     if not any(isinstance(tensor, DTensor) for tensor in tensors):
         return tuple(tensors)
@@ -40,7 +40,7 @@ def _local(name: str, tensor: Any, mesh: DeviceMesh) -> Any:
 
 
 def _axes(name: str, tensor: DTensor, mesh: DeviceMesh) -> tuple[Sequence[Any], Sequence[Any]]:
-    """The axes of a DTensor's mesh, and those of them that share a row: by name, or by number on one and the same."""
+    """(axes of a DTensor's mesh, axes that share a row): by number if the meshes are equal, else by name."""
     if tensor.device_mesh == mesh:
         return range(mesh.ndim), range(mesh.ndim)
     axes, of_row = tensor.device_mesh.mesh_dim_names or (), mesh.mesh_dim_names or ()
@@ -50,7 +50,7 @@ def _axes(name: str, tensor: DTensor, mesh: DeviceMesh) -> tuple[Sequence[Any], 
 
 
 def wrapped(out: torch.Tensor, like: Any, mesh: DeviceMesh) -> Any:
-    """The output as a DTensor where q is one: sharded as q is."""
+    """The output as a DTensor with the placements of q, if q is a DTensor."""
     if not isinstance(like, DTensor):
         return out
     shape = (*like.shape[:-1], out.shape[-1])

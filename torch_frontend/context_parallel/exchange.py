@@ -1,6 +1,6 @@
-"""What ranks send each other in context parallelism: torch's functional collectives, started early and waited for late.
+"""The collectives of context parallelism: torch's functional collectives, started early and waited for late.
 
-Everything works on any backend of torch.distributed that has all-to-all and all-gather (NCCL, gloo).
+They work on any backend of torch.distributed that has all-to-all and all-gather (NCCL, gloo).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _c10d = torch.ops._c10d_functional
 
 
 Waiting = Callable[[], list[Tensor]]
-"""What waits for tensors that are on their way."""
+"""A function that waits for an exchange and returns the tensors that arrived."""
 
 
 class Axis(NamedTuple):
-    """One axis of the ranks: the name of its process group, how many ranks it has, and which of them this is."""
+    """One axis of ranks: the name of its process group, its size, and this process's rank in it."""
 
     name: str
     size: int
@@ -32,7 +32,7 @@ class Axis(NamedTuple):
 
 
 def axis(name: str) -> Axis:
-    """A process group by its name; one rank alone where there is none."""
+    """The axis of a process group by its name; one rank for the empty name."""
     if not name:
         return Axis("", 1, 0)
     group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, unused-ignore]
@@ -40,17 +40,17 @@ def axis(name: str) -> Axis:
 
 
 def heads_to_positions(axis: Axis, tensors: Sequence[Tensor], held: Sequence[Places]) -> Waiting:
-    """All positions of this rank's heads for this rank's positions of all heads.
+    """Exchanges this rank's positions of all heads for all positions of this rank's heads.
 
     Args:
         tensors: ``[batch, shard, ranks, heads of one, dim]``, of one dtype.
-        held: for each where its positions lie in the ranks' shards end to end.
+        held: for each tensor, where its positions are in the ranks' shards end to end.
 
     Returns:
-        What waits for them: ``[batch, positions, heads of one, dim]``.
+        A function that waits for ``[batch, positions, heads of one, dim]``.
     """
     if len(tensors) > 1 and len({tensor.shape[-1] for tensor in tensors}) == 1 and len(set(map(id, held))) == 1:
-        heads = [tensor.shape[3] for tensor in tensors]  # one message, in which each has heads of its own
+        heads = [tensor.shape[3] for tensor in tensors]  # one message: the tensors lie side by side along the heads
         packed = _side_by_side([tensor.permute(2, 0, 1, 3, 4) for tensor in tensors], 3)
         sent = _to_all(axis, packed)
         return lambda: list(held[0].of(sent().transpose(0, 1).flatten(1, 2)).split(heads, 2))
@@ -59,13 +59,14 @@ def heads_to_positions(axis: Axis, tensors: Sequence[Tensor], held: Sequence[Pla
 
 
 def positions_to_heads(axis: Axis, tensors: Sequence[Tensor], held: Sequence[Places], shards: Sequence[int]) -> Waiting:
-    """The way back.
+    """The inverse of ``heads_to_positions``.
 
     Args:
-        tensors: ``[batch, positions, heads of one, dim]``; held: as above; shards: places of each one's shard.
+        tensors: ``[batch, positions, heads of one, dim]``; held: as above; shards: places of each tensor's
+            shard.
 
     Returns:
-        What waits for them: ``[batch, shard, ranks, heads of one, dim]``, zeros where a place holds nothing.
+        A function that waits for ``[batch, shard, ranks, heads of one, dim]``, zeros at places without a position.
     """
     waits = []
     for tensor, places, shard in zip(tensors, held, shards, strict=True):
@@ -75,7 +76,7 @@ def positions_to_heads(axis: Axis, tensors: Sequence[Tensor], held: Sequence[Pla
 
 
 def _to_all(axis: Axis, tensor: Tensor) -> Callable[[], Tensor]:
-    """Sends ``tensor[r]`` to rank r; what waits for what the ranks sent here, in the same shape."""
+    """Sends ``tensor[r]`` to rank r; the result waits for the tensors that arrive, in the same shape."""
     even = [tensor.numel() // axis.size] * axis.size
     arrived, shape = _under_way(_c10d.all_to_all_single(tensor.view(-1), even, even, axis.name)), tensor.shape
     head_start(tensor.device)
@@ -83,10 +84,10 @@ def _to_all(axis: Axis, tensor: Tensor) -> Callable[[], Tensor]:
 
 
 def _under_way(sent: Tensor) -> Callable[[], Tensor]:
-    """What waits for a collective's result.
+    """A function that waits for a collective's result.
 
-    Those on the CPU are waited for at once: gloo's corrupt memory where several are under way (seen with torch 2.13, by
-    a program of torch alone, two all-gathers and four all-to-alls of a few hundred numbers).
+    Collectives on the CPU are waited for at once, because gloo corrupts memory if several are in flight (seen with
+    torch 2.13 alone, on two all-gathers and four all-to-alls of a few hundred numbers).
     """
     if sent.device.type == "cpu":
         here = _c10d.wait_tensor(sent)
@@ -95,9 +96,9 @@ def _under_way(sent: Tensor) -> Callable[[], Tensor]:
 
 
 def gather(axis: Axis, tensors: Sequence[Tensor]) -> Waiting:
-    """Every rank's ``[batch, places, heads, dim]``; what waits for ``[batch, ranks * places, heads, dim]`` of each.
+    """Gathers ``[batch, places, heads, dim]`` of every rank; waits for ``[batch, ranks * places, heads, dim]`` of each.
 
-    They travel at once: on a GPU a second message would not begin before the kernel ends that runs beside the first.
+    All tensors travel in one message: on a GPU, a second message would wait for the kernel that overlaps the first.
     """
     dense = [tensor.contiguous().view(-1) for tensor in tensors]
     sent = _c10d.all_gather_into_tensor_coalesced(dense, axis.size, axis.name)
@@ -106,20 +107,21 @@ def gather(axis: Axis, tensors: Sequence[Tensor]) -> Waiting:
     del dense, sent
 
     def received() -> list[Tensor]:
-        found = []
-        while waits:  # what has come is not held here, where it was put in order
+        tensors = []
+        while waits:  # pop, so that each received buffer is freed once it has been copied into order
             arrived, shape = waits.pop(0)
-            found.append(arrived().view(axis.size, *shape).transpose(0, 1).flatten(1, 2))
-        return found
+            tensors.append(arrived().view(axis.size, *shape).transpose(0, 1).flatten(1, 2))
+        return tensors
 
     return received
 
 
 class GradientSend:
-    """Sums that a rank has for every other, ``[batch, others * places, heads, dim]`` each, which go in one message.
+    """Sends the gradients of other ranks' keys, ``[batch, others * places, heads, dim]`` each, in one message.
 
     Attributes:
-        homes: where sums lie in the message from the beginning; None where they are copied, for more ranks than one.
+        homes: with one other rank, views of the message that the sums are computed in; with more ranks None, and
+            ``send`` copies.
     """
 
     def __init__(self, axis: Axis, places: int, blocks: Sequence[Tensor], dtype: torch.dtype) -> None:
@@ -133,14 +135,15 @@ class GradientSend:
             self.homes = [column[0] for column in _columns(self._buffer, self._shapes)]
 
     def send(self, sums: list[Tensor]) -> Waiting:
-        """Sends every other rank what is here for it, and nothing to this one.
+        """Sends every other rank the sums for its keys.
 
         Args:
-            sums: the homes; else in the order of ranks. The list is emptied: what has been copied is not held while it
-                is sent.
+            sums: the homes, or tensors in the order of ranks. The list is emptied, so that tensors are freed once they
+                have been copied.
 
         Returns:
-            What waits for ``[others, batch, places, heads, dim]`` of each: what the other ranks had for this one.
+            A function that waits for ``[others, batch, places, heads, dim]`` of each: the other ranks' sums for this
+            rank.
         """
         axis, buffer = self._axis, self._buffer
         if buffer is None:
@@ -160,24 +163,24 @@ class GradientSend:
 
 
 def _columns(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Of ``[ranks, numbers]`` the views ``[ranks, ...]`` of tensors that lie side by side in it."""
+    """Views ``[ranks, ...]`` of the tensors that lie side by side in ``[ranks, numbers]``."""
     columns = buffer.split([prod(shape[1:]) for shape in shapes], 1)
     return [column.view(tuple(shape)) for column, shape in zip(columns, shapes, strict=True)]
 
 
 def _side_by_side(tensors: Sequence[Tensor], axis: int) -> Tensor:
-    """The tensors joined at an axis, dense; ``torch.cat`` may keep the order of permuted axes."""
+    """Joins the tensors along an axis into a dense tensor; ``torch.cat`` may keep the order of permuted axes."""
     shape = list(tensors[0].shape)
     shape[axis] = sum(tensor.shape[axis] for tensor in tensors)
-    made, at = tensors[0].new_empty(shape), 0
+    joined, at = tensors[0].new_empty(shape), 0
     for tensor in tensors:
-        made.narrow(axis, at, tensor.shape[axis]).copy_(tensor)
+        joined.narrow(axis, at, tensor.shape[axis]).copy_(tensor)
         at += tensor.shape[axis]
-    return made
+    return joined
 
 
 def hop(axis: Axis, buffer: Tensor, distance: int) -> Callable[[], Tensor]:
-    """Sends a flat buffer ``distance`` ranks on; what waits for the one that comes from as far behind."""
+    """Sends a flat buffer ``distance`` ranks on; the result waits for the buffer from as far behind."""
     distance %= axis.size
     if not distance:
         return lambda: buffer
@@ -190,14 +193,14 @@ def hop(axis: Axis, buffer: Tensor, distance: int) -> Callable[[], Tensor]:
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of one dtype in one buffer."""
-    made = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
-    for part, tensor in zip(parts_of(made, [tensor.shape for tensor in tensors]), tensors, strict=True):
+    """Copies tensors of one dtype into one buffer."""
+    buffer = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
+    for part, tensor in zip(parts_of(buffer, [tensor.shape for tensor in tensors]), tensors, strict=True):
         part.copy_(tensor)
-    return made
+    return buffer
 
 
 def parts_of(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """The views of ``flat``'s tensors in its buffer."""
+    """The views of the tensors in a buffer of ``flat``."""
     parts = buffer.split([prod(shape) for shape in shapes])
     return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]

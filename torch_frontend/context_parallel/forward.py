@@ -1,4 +1,4 @@
-"""The forward and the backward of one rank's part of a context-parallel call, exchanges included."""
+"""The forward of one rank's part of a context-parallel call, exchanges included."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 class Residuals(NamedTuple):
-    """What a group's backward needs of its forward, as the kernels saw it; everybody's k and v where they are kept."""
+    """What a group's backward needs of its forward, as the kernels saw it; ``all_k`` and ``all_v`` if they are kept."""
 
     q: Tensor
     k: Tensor
@@ -33,11 +33,11 @@ class Residuals(NamedTuple):
 def forward(
     work: Work, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, with_lse: bool, keep: bool
 ) -> tuple[list[Tensor], list[Residuals]]:
-    """([out ``[batch, shard, heads, value_dim]``] or [out, lse ``[batch, heads, shard]``]; what a backward needs).
+    """([out ``[batch, shard, heads, value_dim]``] or [out, lse ``[batch, heads, shard]``], residuals of each group).
 
     Args:
         q, k, v: shards ``[batch, shard, heads, dim]``.
-        keep: whether there will be a backward; else nothing is kept for it.
+        keep: whether there will be a backward; else there are no residuals.
     """
     arriving = (_exchanged(work, q, k, v, group) for group in range(work.program.call.head_groups))
     saved, returns = [], []
@@ -52,15 +52,15 @@ def forward(
             saved.append(Residuals(q_rows, k_rows, v_rows, out, lse, *kept))
         returns.append(_returned(work, out, lse if with_lse else None))
         del mine, keys, kept, out, lse
-    found = [of_all_heads(list(each)) for each in zip(*(wait() for wait in returns), strict=True)]
+    results = [of_all_heads(list(each)) for each in zip(*(wait() for wait in returns), strict=True)]
     if with_lse:
-        found[1] = found[1][..., 0].transpose(1, 2)  # [batch, shard, heads, 1] -> [batch, heads, shard]
-        found[1][:, :, count_of_queries(work) :] = -torch.inf
-    return found, saved
+        results[1] = results[1][..., 0].transpose(1, 2)  # [batch, shard, heads, 1] -> [batch, heads, shard]
+        results[1][:, :, count_of_queries(work) :] = -torch.inf
+    return results, saved
 
 
 def count_of_queries(work: Work) -> int:
-    """How many places of this rank's shard of q hold a position: the first."""
+    """The number of places of this rank's shard of q that hold a position; they come first."""
     return work.program.call.plan.q_layout.held(work.outer.rank * work.inner.size + work.inner.rank)
 
 
@@ -70,19 +70,19 @@ def of_all_heads(groups: list[Tensor]) -> Tensor:
 
 
 def one_ahead(makers: Iterator[Callable[[], object]]) -> Iterator:
-    """Results of what waits for exchanges, each exchange started before the one before it is waited for."""
+    """Yields results in order; starts exchange i + 1 before it waits for exchange i."""
     ahead = next(makers, None)
     group = 0
     while ahead is not None:
         following = next(makers, None)
-        found, ahead = ahead(), following
-        yield group, found
-        del found  # what has come is not held here while the next exchange starts
+        result, ahead = ahead(), following
+        yield group, result
+        del result  # free the received tensors before the next exchange starts
         group += 1
 
 
 def _exchanged(work: Work, q: Tensor, k: Tensor, v: Tensor, group: int) -> Callable[[], tuple[list[Tensor], Keys]]:
-    """Starts a group's exchanges; what waits for (q, k, v of this rank's block) and for the keys it attends to."""
+    """Starts a group's exchanges; the result waits for q, k, v of this rank's block and for the keys it attends to."""
     received = _of_block(work, q, k, v, group)
     if work.inner.size == 1:
         mine = received()
@@ -97,7 +97,7 @@ def _exchanged(work: Work, q: Tensor, k: Tensor, v: Tensor, group: int) -> Calla
 
 
 def _of_block(work: Work, q: Tensor, k: Tensor, v: Tensor, group: int) -> exchange.Waiting:
-    """Starts what brings a group's q, k and v of this rank's block here; what waits for them."""
+    """Starts the exchange of a group's heads; the result waits for q, k and v of this rank's block."""
     tensors = [group_of(work, tensor, group, kv=at > 0) for at, tensor in enumerate((q, k, v))]
     if work.inner.size == 1:
         return lambda: tensors
@@ -105,15 +105,15 @@ def _of_block(work: Work, q: Tensor, k: Tensor, v: Tensor, group: int) -> exchan
 
 
 def held(work: Work) -> tuple[Places, Places, Places]:
-    """Where the positions of q, k and v lie in the shards of this part's ranks; one object where they are the same."""
+    """Where the positions of q, k and v are in the shards of this part's ranks; one object if they are the same."""
     program, plan = work.program, work.program.call.plan
     keys = program.q_held if plan.q_layout is plan.k_layout else program.k_held
     return program.q_held, keys, keys
 
 
 def group_of(work: Work, tensor: Tensor, group: int, *, kv: bool) -> Tensor:
-    """The heads of one group, kv heads with their copies: ``[batch, shard, heads, dim]``; by ranks where these exchange
-    them, ``[batch, shard, ranks, heads of one, dim]``."""
+    """The heads of one group, kv heads with their copies: ``[batch, shard, heads, dim]``; if ranks exchange heads,
+    ``[batch, shard, ranks, heads of one, dim]``."""
     call = work.program.call
     if kv and call.repeats > 1:
         tensor = tensor.repeat_interleave(call.repeats, 2)
@@ -145,24 +145,24 @@ def _attend(work: Work, mine: Sequence[Tensor], keys: Keys) -> tuple[Tensor, Ten
                 out, lse = made(shape, dtype=summed), q.new_full((batch, heads, rows), -torch.inf, dtype=wide)
             step.put_together(run.q, out, lse, part_out, part_lse, first=run.first)
             del part, part_out, part_lse
-        del k, v  # the next block arrives beside the one after it, and not beside this one as well
-    if out is None or lse is None:  # nobody sees anything
+        del k, v  # free this block: the next two blocks will be in memory
+    if out is None or lse is None:  # no key is visible
         return q.new_zeros(shape), q.new_full((batch, heads, rows), -torch.inf, dtype=wide)
     return out, lse
 
 
 def summed_in(work: Work, q: Tensor, wide: torch.dtype) -> torch.dtype:
-    """The dtype in which a query's results are put together."""
+    """The dtype in which a query's results are added up."""
     return wide if work.program.rows_wide else q.dtype
 
 
 def inputs_of(run: TileCall, q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-    """A run's operands of a block's."""
+    """A tile's operands, taken from a block."""
     return step.inputs_of(run.q.of(q), run.k.of(k), run.k.of(v), run.cu_seqlens)
 
 
 def _returned(work: Work, out: Tensor, lse: Tensor | None) -> Callable[[], list[Tensor]]:
-    """Starts a group's way back to shards; what waits for out and any lse, ``[batch, shard, ranks, heads, dim]``."""
+    """Starts the exchange of a group's results; waits for ``[batch, shard, ranks, heads, dim]`` of out and any lse."""
     if lse is not None:
         lse = lse.transpose(1, 2)[..., None]  # [batch, heads, places] -> [batch, places, heads, 1]
     if work.inner.size == 1:
@@ -177,7 +177,7 @@ def _returned(work: Work, out: Tensor, lse: Tensor | None) -> Callable[[], list[
 
 
 def again(work: Work, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[Residuals]:
-    """The residuals of a forward from its shards and results, exchanged once more where heads were."""
+    """The residuals of a forward from its shards and results; exchanges heads again."""
     saved = []
     for group in range(work.program.call.head_groups):
         mine = _of_block(work, q, k, v, group)()

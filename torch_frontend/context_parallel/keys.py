@@ -1,4 +1,4 @@
-"""Where the keys and values of a group of heads come from, block by block, in one rank's part of a call."""
+"""Yields a head group's blocks of keys and values, step by step: this rank's own block, then received blocks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Keys(NamedTuple):
 
     Attributes:
         own: k and v of this rank's block.
-        wait: for (k, v) of everybody's, where they are gathered; in a ring for the buffer that travels, at first with
-            the own block; None where nobody needs more than the own one.
-        shapes: in a ring, of k and v in that buffer.
-        here: whether everybody's are here already.
+        wait: waits for the gathered (k, v); in a ring, returns the buffer that travels, which holds the own block at
+            first; None if every rank needs only its own block.
+        shapes: in a ring, the shapes of k and v in that buffer.
+        here: whether the gathered keys are here already.
     """
 
     own: Sequence[Tensor]
@@ -31,12 +31,12 @@ class Keys(NamedTuple):
     here: bool = False
 
     def arrived(self) -> Sequence[Tensor]:
-        """What ``wait`` gives, once."""
+        """Waits. To be called once."""
         assert self.wait is not None
         return self.wait()
 
     def kept(self) -> tuple[Keys, list[Tensor]]:
-        """The same, and a list that will have everybody's once they have come."""
+        """The same keys, and a list that will hold the gathered keys once they have arrived."""
         wait = self.wait
         assert wait is not None
         kept: list[Tensor] = []
@@ -49,7 +49,7 @@ class Keys(NamedTuple):
 
 
 def keys_of(work: Work, tensors: Sequence[Tensor]) -> Keys:
-    """Keys and values on their way to the ranks that attend to them: gathered from now on, in a ring step by step."""
+    """Starts the all-gather of keys and values; in a ring, prepares the buffer that ``blocks`` sends step by step."""
     program = work.program
     if all(step.own for step, _ in program.steps):
         return Keys(tensors)
@@ -66,9 +66,9 @@ def _padded(tensor: Tensor, size: int) -> Tensor:
 
 
 def blocks(work: Work, keys: Keys) -> Iterator[tuple[Step, tuple[TileCall, ...], Sequence[Tensor]]]:
-    """Every step, what this rank does in it, and its block; the next step's block is under way meanwhile.
+    """Yields each step, this rank's tiles and the block of keys and values; the next step's block travels meanwhile.
 
-    Where everybody's keys are here, the step with them comes first: what it gives for others is then sent in time.
+    If the gathered keys are already here, their step comes first, so that its gradients for other ranks leave early.
     """
     steps = work.program.steps
     if keys.shapes is None:

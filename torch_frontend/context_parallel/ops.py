@@ -1,7 +1,7 @@
-"""A context-parallel call as autograd and compilers see it: one function forward, one backward.
+"""A context-parallel call as autograd and torch.compile see it: one forward, one backward.
 
-Eager calls keep what the kernels saw. Under torch.compile the same happens inside two opaque ops, which take the call
-as plain arguments and exchange once more in the backward.
+Eager calls save the kernels' operands. Under torch.compile the call is two opaque ops, which take the request as plain
+arguments; their backward exchanges heads again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Attention(torch.autograd.Function):
 
 
 def _sent(work: Work, dout: Tensor, dlse: Tensor | None) -> Tensor | None:
-    """The gradient of the log-sum-exp as every rank sends it, whether its own loss depends on it or not."""
+    """The gradient of lse; zeros if only other ranks' losses depend on lse, because all ranks must send one."""
     spec = work.program.call.spec
     if dlse is not None or not spec.return_lse or work.inner.size == 1:
         return dlse

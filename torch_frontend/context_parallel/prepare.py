@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from attn_core.context_parallel import request as requests
 from attn_core.context_parallel.cost.choose import Explanation
 from attn_core.context_parallel.request import Request
 from attn_core.selection import Target
@@ -37,4 +38,4 @@ def _prepared(request: Request, *axes: Axis) -> Work:
 
 def explanation(request: Request) -> Explanation:
     """The plan of a call and why it was chosen. Sends nothing."""
-    return request.plan(Target.here("torch", device_name(request.device)))
+    return requests.explanation(request, Target.here("torch", device_name(request.device)))

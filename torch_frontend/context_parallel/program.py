@@ -1,4 +1,4 @@
-"""One rank's part of a context-parallel call, prepared: its tiles on their kernels, and which places they read."""
+"""Prepares one rank's part of a context-parallel call: its tiles, their kernels, and the places that they read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attn_core import backends
 from attn_core.context_parallel import places
 from attn_core.context_parallel.call import ContextCall
 from attn_core.context_parallel.on_torch.places import Places
-from attn_core.context_parallel.on_torch.step import Touched, offsets_of
+from attn_core.context_parallel.on_torch.step import RowCoverage, offsets_of
 from attn_core.context_parallel.plan import Step
 from attn_core.context_parallel.tiles import Tile
 from torch_frontend.context_parallel.exchange import Axis
@@ -25,9 +25,9 @@ class TileCall(NamedTuple):
     """A tile as a call of a backend.
 
     Attributes:
-        q, k: where its queries and keys lie in their blocks.
-        sums: where its keys' gradients lie; of gathered keys they have no places for the own block.
-        first: whether no tile before has touched its queries.
+        q, k: where its queries and keys are in their blocks.
+        sums: where its keys' gradients go; for gathered keys, the totals leave out the own block.
+        first: whether it is the first tile to touch its queries.
     """
 
     made: Plan
@@ -42,13 +42,13 @@ class Program(NamedTuple):
     """What one rank does in a call.
 
     Attributes:
-        part: which part of the row its ranks share.
-        steps: ``(step, runs)`` of every step of the plan, those in which this part does nothing among them.
-        q_held, k_held: where a part's ranks hold its positions, in their shards end to end.
+        part: the part of the row that the rank works on.
+        steps: ``(step, tiles)`` of every step of the plan, including steps without tiles.
+        q_held, k_held: where a part's positions are in its ranks' shards, end to end.
         k_size: places of a block of keys that travels.
-        covered: whether every query is touched by a run that is the first to touch any of its own.
-        rows_wide, own_wide, sent_wide: whether results of queries, the gradients of the own block's keys, and those
-            that ranks send each other are added up in more digits, see ``ContextCall``.
+        covered: whether tiles that are ``first`` write every query, so that the output needs no zeros.
+        rows_wide, own_wide, sent_wide: whether results of queries, gradients of the own block's keys, and gradients
+            that ranks send are added up in a wider dtype, see ``ContextCall``.
     """
 
     call: ContextCall
@@ -79,18 +79,18 @@ def program(call: ContextCall, part: int, device: torch.device) -> Program:
     split = plan.inner > 1
     q_size = q_block.count if split else plan.q_layout.shard
     k_size = max(block.count for block in plan.k_blocks) if split else plan.k_layout.shard
-    touched = Touched(q_size)
+    covered = RowCoverage(q_size)
     steps = []
     for step in plan.steps:
         of_key = of_sum = None
-        if step.gathered:  # what is gathered stays as it comes, block after block: tiles find their keys there
+        if step.gathered:  # gathered blocks stay in the order of ranks; tiles index into them
             wanted, others = plan.keys(step, part), plan.k_blocks[:part] + plan.k_blocks[part + 1 :]
             of_key, of_sum = (places.in_blocks(blocks, k_size, wanted) for blocks in (plan.k_blocks, others))
         runs = []
         for tile in step.tiles[part]:
             rows, keys = places.of_tile(tile)
             read, summed = (keys if index is None else index[keys] for index in (of_key, of_sum))
-            runs.append(_tile_call(call, tile, (rows, read, summed), device, first=touched.by(rows)))
+            runs.append(_tile_call(call, tile, (rows, read, summed), device, first=covered.by(rows)))
         steps.append((step, tuple(runs)))
     return Program(
         call=call,
@@ -99,7 +99,7 @@ def program(call: ContextCall, part: int, device: torch.device) -> Program:
         q_held=Places(places.order(plan.q_layout, q_block) if split else np.arange(q_size), device),
         k_held=Places(places.order(plan.k_layout, k_block) if split else np.arange(k_size), device),
         k_size=k_size,
-        covered=touched.covered,
+        covered=covered.covered,
         rows_wide=call.sums_rows_wide(part),
         own_wide=call.sums_own_wide(part),
         sent_wide=call.sums_sent_wide,

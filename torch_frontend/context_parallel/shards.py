@@ -1,4 +1,4 @@
-"""Rows and their shards: what a rank holds of a row, cut out of it and put together again."""
+"""Cuts a rank's shard out of a row, and joins shards to a row again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 
 def layout_of(mesh: DeviceMesh, layout: str, length: int, documents: tuple[int, ...] | None) -> Layout:
-    """Who holds what of a row."""
+    """The layout of a row over a mesh."""
     outer, inner = (mesh.size(0), mesh.size(1)) if mesh.ndim == 2 else (mesh.size(), 1)
     group_names(mesh)
     return layouts.layout(layout, length, outer, inner, documents)
@@ -31,22 +31,22 @@ def shard_sequence(
 
     Args:
         x: any tensor with the row's positions at ``dim``.
-        seq_info: the row's packed documents, of each of which a zigzag shard holds two pieces.
+        seq_info: the row's packed documents; a zigzag shard holds two pieces of each document.
 
     Returns:
-        ``shard`` places at ``dim``; zeros at the last places where the row does not fill them. Differentiable.
+        ``shard`` places at ``dim``; the last places are zeros if the row does not fill them. Differentiable.
     """
     plan.check_tensor("x", x)
     dim = layouts.axis_of(dim, x.dim())
-    made = layout_of(mesh, layout, x.shape[dim], documents_of(seq_info))
-    index = torch.from_numpy(places.of_shards(made)[rank_of(mesh)]).to(x.device)
-    held = made.held(rank_of(mesh))
-    found = x.index_select(dim, index[:held])
-    if held == made.shard:
-        return found
+    row = layout_of(mesh, layout, x.shape[dim], documents_of(seq_info))
+    index = torch.from_numpy(places.of_shards(row)[rank_of(mesh)]).to(x.device)
+    held = row.held(rank_of(mesh))
+    positions = x.index_select(dim, index[:held])
+    if held == row.shard:
+        return positions
     shape = list(x.shape)
-    shape[dim] = made.shard - held
-    return torch.cat([found, x.new_zeros(shape)], dim)
+    shape[dim] = row.shard - held
+    return torch.cat([positions, x.new_zeros(shape)], dim)
 
 
 @torch.no_grad()
@@ -56,13 +56,13 @@ def unshard_sequence(
     """The whole row of ``length`` positions, on every rank, from every rank's shard ``x``. Without gradients."""
     plan.check_tensor("x", x)
     dim = layouts.axis_of(dim, x.dim())
-    made = layout_of(mesh, layout, length, documents_of(seq_info))
-    if x.shape[dim] != made.shard:
-        raise ShapeError(f"x: expected a shard of {made.shard} positions at dim {dim}, got {x.shape[dim]}")
+    row = layout_of(mesh, layout, length, documents_of(seq_info))
+    if x.shape[dim] != row.shard:
+        raise ShapeError(f"x: expected a shard of {row.shard} positions at dim {dim}, got {x.shape[dim]}")
     shards = x.movedim(dim, 0).contiguous()
     for name in reversed(group_names(mesh)):
         shards = gather(axis(name), [shards[None, :, None]])()[0][0, :, 0]
-    return shards.index_select(0, torch.from_numpy(places.in_order(made)).to(x.device)).movedim(0, dim)
+    return shards.index_select(0, torch.from_numpy(places.in_order(row)).to(x.device)).movedim(0, dim)
 
 
 def rank_of(mesh: DeviceMesh) -> int:

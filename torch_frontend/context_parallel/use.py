@@ -1,7 +1,7 @@
-"""use_context_parallel: models whose sequences are spread over ranks, without telling every layer so.
+"""use_context_parallel: runs a model's attention layers on sequences that are spread over ranks.
 
 Within the block ``torch_frontend.module.Attention`` and the registered attention of transformers run
-``context_parallel_attention``. ``torch_frontend.attention`` is as ever: what it is given is the whole row.
+``context_parallel_attention``. ``torch_frontend.attention`` is not affected: its arguments are whole rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Tensor = torch.Tensor
 
 
 class Active(NamedTuple):
-    """How rows are spread while a ``use_context_parallel`` block runs: its arguments."""
+    """The arguments of a ``use_context_parallel`` block."""
 
     mesh: DeviceMesh
     strategy: str | None
@@ -48,13 +48,13 @@ class Active(NamedTuple):
         )
 
     def with_documents(self, info: SeqInfo | None) -> Active:
-        """The same with the documents that a call brings itself."""
+        """The same with the documents of a call."""
         if info is not None and self.seq_info is not None:
             raise SpecError("seq_info: expected it once, got one from the call and one from use_context_parallel")
         return self if info is None else self._replace(seq_info=info)
 
     def shards(self, places: int) -> Layout:
-        """Who holds what, for shards of so many places."""
+        """The layout of rows whose shards have so many places."""
         from torch_frontend.context_parallel.shards import layout_of
 
         documents = self.documents
@@ -76,18 +76,18 @@ class Active(NamedTuple):
         return rank_of(self.mesh)
 
     def held(self, places: int) -> int:
-        """How many of this rank's places hold a position."""
+        """The number of this rank's places that hold a position."""
         return min(places, self.shards(places).held(self.rank))
 
     @torch.compiler.disable
     def positions(self, shard: int, device: Any) -> Tensor:
-        """int32 ``[shard]``: the position at each of this rank's places, in its document; 0 where there is none."""
+        """int32 ``[shard]``: the position (in its document) at each of this rank's places; 0 at places without one."""
         return _positions(self.shards(shard), self.documents, self.rank, torch.device(device))
 
 
 @lru_cache(maxsize=16)
 def _positions(made: Layout, documents: tuple[int, ...] | None, rank: int, device: torch.device) -> Tensor:
-    """Copied to a device once: a copy from the host waits for what the device does."""
+    """Cached, because a copy from the host waits for the device."""
     return torch.from_numpy(places.held_positions(made, documents)[rank]).to(device)
 
 
@@ -107,12 +107,11 @@ def use_context_parallel(
 ) -> Iterator[None]:
     """Runs the attention layers of the block on rows whose positions are spread over the ranks of ``mesh``.
 
-    Every rank runs the model on its shards, as ``shard_sequence`` cuts them, of everything that goes by position: token
-    ids, labels, and the position ids, which a model would otherwise count from 0 on every rank
-    (``shard_sequence(torch.arange(length)[None], mesh)``). A loss is this rank's share of the sum over all tokens,
-    without places that hold none; its gradients are to be summed over the mesh. Layers that are recomputed for a
-    backward (activation checkpointing) run as in their forward, wherever the backward runs. Nests, the innermost
-    counts; safe with threads and asyncio tasks.
+    Every rank runs the model on its shards of everything that has positions: token ids, labels, and position ids
+    (``shard_sequence(torch.arange(length)[None], mesh)``), because a model would count positions from 0 on every rank.
+    The loss must be this rank's share of the sum over all tokens, without places that hold no position. Sum its
+    gradients over the mesh. Layers that are recomputed for a backward (activation checkpointing) run as in their
+    forward, wherever the backward runs. Blocks nest, and the innermost counts. Safe with threads and asyncio tasks.
 
     Under torch.compile a block breaks the graph at every attention layer, and ``fullgraph=True`` raises; there,
     ``context_parallel_attention`` itself compiles whole.
@@ -123,16 +122,16 @@ def use_context_parallel(
         seq_info: the whole row's packed documents. Shards then have a batch of 1.
 
     Raises:
-        SpecError, ShapeError: for arguments that describe no row. Layers raise for what ranks cannot share.
+        SpecError, ShapeError: for invalid arguments. Layers raise for calls that ranks cannot share.
     """
     global _entered
     if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
         raise SpecError(f"length={length!r}: expected the positions of the whole row, an int")
-    made = Active(mesh, strategy, layout, length, SeqInfo.coerce(seq_info))
-    if made.documents is not None:
-        lengths_of(length, made.documents, (0, 0), 1)
-    made.shards(1)  # refuses an unknown layout or mesh here, and not in the first layer
-    token = _active.set(made)
+    block = Active(mesh, strategy, layout, length, SeqInfo.coerce(seq_info))
+    if block.documents is not None:
+        lengths_of(length, block.documents, (0, 0), 1)
+    block.shards(1)  # raises for an unknown layout or mesh here instead of in the first layer
+    token = _active.set(block)
     with _lock:
         _entered += 1
     try:
@@ -145,14 +144,14 @@ def use_context_parallel(
 
 def active() -> Active | None:
     """The innermost ``use_context_parallel`` around the caller, or None. A plain thread starts without one."""
-    if torch.compiler.is_compiling() and not _entered:  # no compiler can follow a contextvar, so do not show it one
+    if torch.compiler.is_compiling() and not _entered:  # Dynamo cannot trace a contextvar
         return None
     return _active.get()
 
 
 def of(module: Any) -> Active | None:
-    """What a layer runs under. A backward that computes a layer again may run in a thread of its own or behind the
-    block: there it is what the layer's forward ran under."""
+    """The block that a layer runs under. A backward that recomputes a layer may run in another thread or after the
+    block; it uses the block of the layer's forward."""
     found = active()
     if torch.compiler.is_compiling() or not isinstance(module, torch.nn.Module):
         return found

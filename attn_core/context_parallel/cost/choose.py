@@ -1,4 +1,4 @@
-"""choose: which strategy exchanges keys and values, what each would cost, and every reason why some cannot."""
+"""choose: picks the strategy that exchanges keys and values, with the cost of each and every reason against it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from attn_core.context_parallel.plan import Plan
 from attn_core.errors import ShapeError, SpecError
 
 Axes = tuple[int] | tuple[int, int]
-"""The ranks of one axis; or of two, (outer, inner), of which the inner one's exchange heads."""
+"""The sizes of one axis of ranks, or of two: (outer, inner). Ranks along the inner axis exchange heads."""
 
 CANDIDATES = {1: ("all_gather", "ulysses", "ring"), 2: ("all_gather", "ring")}
-"""By the number of axes the strategies, of two equally fast the earlier first. On two axes they are the outer one's."""
+"""The strategies by the number of axes; the earlier one wins a tie. On two axes they are for the outer axis."""
 
 
-def check_asked(strategy: object, head_groups: object) -> None:
-    """Raises SpecError for what names no strategy, and for no number of groups of heads."""
+def check_strategy(strategy: object, head_groups: object) -> None:
+    """Raises SpecError unless ``strategy`` is a name or None, and ``head_groups`` a positive integer or None."""
     if strategy is not None and not (isinstance(strategy, str) and strategy):
         raise SpecError(f"strategy={strategy!r}: expected a strategy's name, or None for automatic choice")
     if head_groups is not None and not (is_host_int(head_groups) and head_groups > 0):  # type: ignore[operator]
@@ -32,10 +32,10 @@ def check_asked(strategy: object, head_groups: object) -> None:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy: what it costs, and every reason why it cannot be taken.
+    """A strategy: its cost, and every reason why it cannot run the call.
 
     Attributes:
-        estimate: None where its heads cannot be shared.
+        estimate: None if ranks cannot share the heads.
     """
 
     strategy: str
@@ -45,10 +45,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """The answer to "how do ranks share this call, and why": ``str(choice)`` is the explanation.
+    """How ranks share a call, and why: ``str(choice)`` is the explanation.
 
     Attributes:
-        spec, documents, layout, axes, constants, memory: the question, see ``choose``.
+        spec, documents, layout, axes, constants, memory: the arguments of ``choose``.
         requested: the strategy that the caller named, or None.
         strategy: the chosen one, or None.
     """
@@ -64,20 +64,20 @@ class Choice:
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """All strategies, in order. Where the caller named one, the others are estimated when somebody looks."""
+        """All strategies, in order. If the caller named one, the others are estimated only here."""
         return tuple(map(self.candidate, CANDIDATES[len(self.axes)]))
 
     def candidate(self, strategy: str) -> Candidate:
-        """One of them."""
+        """The candidate of a strategy."""
         return _candidate(self.spec, self.documents, strategy, self.layout, self.axes, self.constants, self.memory)
 
     @property
     def estimate(self) -> Estimate | None:
-        """What the chosen strategy costs."""
+        """The cost of the chosen strategy."""
         return None if self.strategy is None else self.candidate(self.strategy).estimate
 
     def reasons(self, strategy: str) -> tuple[str, ...]:
-        """Why a strategy cannot be taken; empty when it can."""
+        """Why a strategy cannot run the call; empty if it can."""
         return self.candidate(strategy).refusals
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ class Explanation(NamedTuple):
     """How a call runs, and why: ``str(explanation)``.
 
     Attributes:
-        choice: the strategies, and why one was taken.
+        choice: the strategies, and why one was chosen.
         call: the plan, and the backend of every tile.
     """
 
@@ -120,7 +120,7 @@ class Explanation(NamedTuple):
 
 
 class NoStrategyError(NotImplementedError):
-    """No strategy, or not the one that was asked for, can run the call. ``error.choice`` has every reason."""
+    """No strategy, or not the requested one, can run the call. ``error.choice`` has every reason."""
 
     def __init__(self, choice: Choice) -> None:
         self.choice = choice
@@ -129,7 +129,9 @@ class NoStrategyError(NotImplementedError):
             lead = f"strategy={choice.requested!r} cannot share this call, and one asked for by name never falls back"
         super().__init__(f"{lead}\n{choice}")
 
-    def __reduce__(self) -> tuple[type[NoStrategyError], tuple[Choice]]:  # so that it can leave a worker process
+    def __reduce__(
+        self,
+    ) -> tuple[type[NoStrategyError], tuple[Choice]]:  # pickles by its argument, to leave a worker process
         return NoStrategyError, (self.choice,)
 
 
@@ -142,7 +144,7 @@ def choose(
     memory: float | None = None,
     strategy: str | None = None,
 ) -> Choice:
-    """The strategy with the shortest estimate, among those that can run the call; pure, each question answered once.
+    """The strategy with the shortest estimate, among those that can run the call. A pure function, cached.
 
     Args:
         spec: the whole call, as on one device.
@@ -150,13 +152,13 @@ def choose(
         layout: one of ``attn_core.context_parallel.layout.LAYOUTS``.
         axes: ``(ranks,)`` or ``(outer, inner)``.
         constants: of the machine, ``Constants.of(device)``.
-        memory: bytes that the call may use on a rank, its inputs and results included; None for any. Every rank must
-            ask with the same, or they may choose apart.
-        strategy: None to choose; a name, which is then taken or refused.
+        memory: bytes that the call may use on a rank, inputs and results included; None for no limit. Must be the same
+            on every rank, or ranks may choose differently.
+        strategy: None to choose; a name is used, or raises an error.
 
     Raises:
-        NoStrategyError: when none can, with every reason.
-        SpecError: for what context parallelism does not have, and names that nobody knows.
+        NoStrategyError: if no strategy can run the call, with every reason.
+        SpecError: for arguments that context parallelism does not support, and unknown names.
     """
     choice = explain_choice(spec, documents, layout, axes, constants, memory, strategy)
     if choice.strategy is None:
@@ -186,7 +188,7 @@ def explain_choice(
 
 
 def plan_of(spec: AttentionSpec, documents: tuple[int, ...] | None, strategy: str, layout: str, axes: Axes) -> Plan:
-    """The plan of a strategy on axes as a caller names them."""
+    """The plan of a strategy on one axis or two."""
     return spread(spec, documents, strategy, layout, *parts_and_members(axes, strategy))
 
 

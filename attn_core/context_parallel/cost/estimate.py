@@ -1,6 +1,6 @@
-"""What a plan costs: seconds and bytes, from its counts and the constants of a machine. Pure arithmetic.
+"""The cost of a plan in seconds and bytes, from its counts and the constants of a machine. Pure arithmetic.
 
-``attn_core.context_parallel.cost.kernels`` has what kernels take. With S positions a rank, P parts, U ranks that share
+``attn_core.context_parallel.cost.kernels`` estimates the kernels. With S positions a rank, P parts, U ranks that share
 heads, H and Hk heads, width D and e bytes an element, a rank receives in a forward
 
     ring        S Hk 2D e at every step but the last, while it computes
@@ -9,9 +9,9 @@ heads, H and Hk heads, width D and e bytes an element, a rank receives in a forw
 
 which are the counts of Ring Attention (arXiv:2310.01889), of the all-gather in Llama 3's training (arXiv:2407.21783,
 3.3.2) and of DeepSpeed-Ulysses (arXiv:2309.14509). A backward exchanges the same again, and the gradients of k and v:
-as a tile made them, or in accumulators' precision where they are sums of several tiles'. What was gathered and kept is
-not sent again, and the gradients travel while a rank computes with its own keys. In every step of a ring all
-wait for the busiest part. One group of heads is taken.
+in the inputs' dtype if they come from one tile each, in the accumulators' dtype if they are sums. Gathered keys that
+are kept are not sent again, and the gradients travel while a rank computes with its own keys. In every step of a ring,
+all ranks wait for the busiest part. The model assumes one group of heads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from attn_core.context_parallel.plan import ROUNDED_ONCE, Plan
 
 
 class Half(NamedTuple):
-    """What one direction costs a rank: seconds, those of them in which it computes nothing, and bytes at its peak."""
+    """The cost of one direction on a rank: seconds in all, seconds in which it computes nothing, and peak bytes."""
 
     seconds: float
     exposed: float
@@ -37,7 +37,7 @@ class Half(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a call costs a rank.
+    """The cost of a call on a rank.
 
     Attributes:
         forward, backward: the two directions.
@@ -55,17 +55,17 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the call: with its backward where it has one."""
+        """Seconds of the call, its backward included if it has one."""
         return self.both if self.training else self.forward.seconds
 
     @property
     def exposed(self) -> float:
-        """Seconds of the call in which nothing is computed."""
+        """Seconds of the call in which the rank computes nothing."""
         return self.forward.exposed + (self.backward.exposed if self.training else 0.0)
 
     @property
     def peak(self) -> float:
-        """The most bytes that the call needs on a rank at once, its inputs and results included."""
+        """The peak bytes of the call on a rank, inputs and results included."""
         return max(self.forward.peak, self.backward.peak) if self.training else self.forward.peak
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class Estimate:
 
 
 class Sizes(NamedTuple):
-    """Elements of a rank's tensors, its kv heads copied as often as they must be; and bytes of an element."""
+    """Elements of a rank's tensors, kv heads with their copies; and bytes of an element."""
 
     q: int
     out: int
@@ -85,7 +85,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, spec: AttentionSpec, plan: Plan) -> Sizes:
-        """Those of a call; a rank has as many elements after heads were exchanged for positions as before."""
+        """The sizes of a call. Exchanging heads for positions does not change a rank's number of elements."""
         queries, keys = spec.batch * plan.q_layout.shard, spec.batch * plan.k_layout.shard
         copies = kv_repeats(spec.num_heads, spec.num_kv_heads, plan.inner)
         element = ELEMENT[spec.dtype]
@@ -99,7 +99,7 @@ class Sizes(NamedTuple):
 
 
 def estimate(spec: AttentionSpec, plan: Plan, constants: Constants) -> Estimate:
-    """What a plan of a call costs the rank that waits longest.
+    """The cost of a plan on the rank that waits longest.
 
     Args:
         spec: the whole call, as on one device.
@@ -139,8 +139,8 @@ def _backward(spec: AttentionSpec, plan: Plan, sizes: Sizes, constants: Constant
     heads = _heads_exchange(plan, (sizes.q + sizes.kv + 2 * sizes.out) * sizes.element, constants)
     heads += _heads_exchange(plan, (sizes.q + sizes.kv) * sizes.element, constants)
     if plan.strategy == "ring":
-        # The gradients of a block follow it one step behind, from the first rank that is not its own on, and come home
-        # after the last; those of the own step stay.
+        # The gradients of a block travel a step behind it, from the first other rank on, and home after the last step.
+        # Gradients of the own step are not sent.
         away = [not step.own for step in plan.steps]
         sent = [block * (at < len(steps) - 1) + gradient * any(away[:at]) for at in range(len(steps))]
         busy, seconds = _in_turn(steps, [_hop(plan, size, constants) for size in sent], constants)
@@ -159,14 +159,14 @@ def _backward(spec: AttentionSpec, plan: Plan, sizes: Sizes, constants: Constant
 
 
 def _in_turn(steps: Steps, exchanges: Sequence[float], constants: Constants) -> tuple[float, float]:
-    """(seconds that the busiest part of each step computes, seconds in all): the next block is then on its way."""
+    """(seconds that the busiest parts compute, seconds in all), if the next block travels during each step."""
     busiest = [max(step) for step in steps]
     together = map(constants.together, busiest, exchanges)
     return sum(busiest), sum(together)
 
 
 def _gathered(steps: Steps, plan: Plan, beside: float, block: float, constants: Constants) -> tuple[float, float]:
-    """(seconds that the busiest part computes, seconds in all): what goes ``beside`` does while a part has its own."""
+    """(seconds that the busiest part computes, seconds in all); ``beside`` overlaps the step on the own block."""
     beside = beside if plan.gathers else 0.0
     ordering = constants.moved(2 * plan.outer * block) * (plan.gathers and _copies(plan) > 1)
     found = []
@@ -177,12 +177,12 @@ def _gathered(steps: Steps, plan: Plan, beside: float, block: float, constants: 
 
 
 def _sums_rows(plan: Plan) -> bool:
-    """Whether some part adds up more results of a query than are rounded once."""
+    """Whether a part adds up the results of a query in a wider dtype."""
     return any(plan.calls_of_a_query(part) > ROUNDED_ONCE for part in range(plan.outer))
 
 
 def _copies(plan: Plan) -> int:
-    """How often gathered keys are in memory at once: as they came and, where that is another, in order."""
+    """Copies of the gathered keys in memory at once: as received, and reordered if the order differs."""
     return 1 if plan.q_layout.kind == "contiguous" or plan.outer == 2 else 2
 
 
@@ -191,16 +191,16 @@ def _hop(plan: Plan, size: float, constants: Constants) -> float:
 
 
 def _spread(plan: Plan, kind: str, size: float, constants: Constants) -> float:
-    """Everybody gets ``size`` bytes of every other part: its keys, or the gradients that it has for them.
+    """Seconds in which each part receives ``size`` bytes from every other part: keys, or gradients.
 
-    The ranks of a host share what comes from other hosts.
+    The parts on one host divide the bytes from other hosts among them.
     """
     near = min(plan.outer, max(1, constants.ranks_per_host // plan.inner))  # parts on one host
     return constants.received(kind, (plan.outer - 1) * size, (plan.outer - near) * size / near)
 
 
 def _heads_exchange(plan: Plan, size: float, constants: Constants) -> float:
-    """Heads for positions among the ranks of a part, and the copy that puts them in order."""
+    """Seconds of exchanging heads for positions among a part's ranks, and of the copy that reorders them."""
     if plan.inner == 1:
         return 0.0
     near = min(plan.inner, constants.ranks_per_host)

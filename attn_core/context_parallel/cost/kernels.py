@@ -1,7 +1,7 @@
-"""What the kernels of a plan take: seconds of each step on each part, from counts and the constants of a machine.
+"""Estimates the kernels of a plan: seconds of each step on each part, from counts and the constants of a machine.
 
-A kernel of n (query, key) pairs a head takes ``2 n heads (head_dim + value_dim) / tflops``, and besides the time that
-its operands and results take through memory, and its launch; its backward takes 2.5 times the arithmetic
+A kernel of n (query, key) pairs a head takes ``2 n heads (head_dim + value_dim) / tflops``, plus the time to move its
+operands and results through memory, plus its launch; its backward takes 2.5 times the arithmetic
 (``attn_core.call.arithmetic``).
 """
 
@@ -24,7 +24,7 @@ Steps = Sequence[Sequence[float]]
 
 
 def computing(spec: AttentionSpec, plan: Plan, constants: Constants, *, backward: bool) -> Steps:
-    """Seconds that each part computes in each step, and adds up what it computed."""
+    """Seconds that each part computes in each step, sums of results included."""
     alone = not backward or plan.gradients_travel_alone
     widths = [_width_of_sums(spec, plan, part, backward=backward, alone=alone) for part in range(plan.outer)]
     return [
@@ -40,8 +40,8 @@ def computing(spec: AttentionSpec, plan: Plan, constants: Constants, *, backward
 
 
 def _width_of_sums(spec: AttentionSpec, plan: Plan, part: int, *, backward: bool, alone: bool) -> tuple[int, bool]:
-    """(bytes of an element of what several calls add to, 0 where none do; whether what the first made is taken as it
-    is, for at most one more is added to it). ``alone``: whether no sums of keys' gradients travel."""
+    """(bytes per accumulator element, 0 if there is no accumulation; whether the first result is used unconverted,
+    because at most one more is added). ``alone``: whether no sums of keys' gradients travel."""
     element, calls = ELEMENT[spec.dtype], plan.calls_of_a_query(part)
     several = calls > 1 or (backward and sum(len(step.tiles[part]) for step in plan.steps) > 1)
     narrow = calls <= ROUNDED_ONCE and alone
@@ -51,8 +51,7 @@ def _width_of_sums(spec: AttentionSpec, plan: Plan, part: int, *, backward: bool
 def _tile(spec: AttentionSpec, inner: int, tile: Tile, constants: Constants, *, backward: bool, summed: int) -> float:
     """Seconds of one call of a kernel on one rank.
 
-    Where several calls add to one result, they read and write sums of ``summed`` bytes an element besides what the
-    kernel writes.
+    If several calls add to one result, each also reads and writes sums of ``summed`` bytes an element.
     """
     heads = spec.num_heads / inner
     kv_heads = spec.num_kv_heads * kv_repeats(spec.num_heads, spec.num_kv_heads, inner) / inner

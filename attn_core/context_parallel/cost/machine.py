@@ -1,4 +1,4 @@
-"""Constants: what a machine's kernels, memory and links do in a second, as data measured on it."""
+"""Constants: measured rates of a machine's kernels, memory and links."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from attn_core.errors import SpecError
 GIB, MIB = 2.0**30, 2.0**20
 
 LINKS = ("ring", "all_gather", "all_to_all")
-"""The exchanges: each rank sends to its neighbour; everybody gets everything; everybody has something for everybody."""
+"""The exchanges: ring, each rank sends to its neighbour; all-gather; all-to-all."""
 
 MEASURED = "sm90"
-"""Whose figures stand where nothing was measured, so that a laptop chooses as that GPU would."""
+"""The device whose figures are used for devices without measurements, so that a laptop chooses as that GPU would."""
 
 
 @dataclass(frozen=True)
 class Constants:
-    """The figures of ``estimate.py``. The files in ``constants/`` say where each comes from.
+    """The figures that ``estimate.py`` uses. The files in ``constants/`` name the source of each.
 
     Attributes:
         device, device_name: where they were measured.
-        forward_tflops, backward_tflops: matrix products of the kernels, 10^12 floating-point operations a second, once
-            reading and writing is taken off; of 16-bit types.
-        backward_traffic: how many times the bytes of its operands and results a backward moves.
+        forward_tflops, backward_tflops: rates of the kernels' matrix products for 16-bit types, 10^12 floating-point
+            operations a second, without the time for memory.
+        backward_traffic: bytes that a backward moves, as a multiple of its operands and results.
         call_us: a kernel's launch and its ends, microseconds.
-        memory_gib_s: what the device's own memory moves, reads and writes together.
+        memory_gib_s: rate of the device's memory, reads and writes together.
         links: for each of LINKS ``((MiB that a rank receives, GiB/s), ...)``, rising.
-        overlap: of two things done at once, how much of the shorter comes on top of the longer: 0 none, 1 all of it.
-        ranks_per_host: how many ranks those links join.
-        network_gib_s: what a rank receives from another host.
+        overlap: share of the shorter of two concurrent operations that adds to the longer: 0 none, 1 all.
+        ranks_per_host: number of ranks that the links connect.
+        network_gib_s: rate at which a rank receives from other hosts.
     """
 
     device: str
@@ -59,25 +59,25 @@ class Constants:
 
     @classmethod
     def of(cls, device: str) -> Constants:
-        """The figures of a device such as "sm90"; those of MEASURED where there are none."""
+        """The figures of a device such as "sm90"; those of MEASURED if the device has none."""
         return _read(device)
 
     @classmethod
     def from_table(cls, table: dict[str, Any]) -> Constants:
-        """The figures of a file's table; what the file says beside them is left out."""
+        """The figures of a file's table; ignores other entries."""
         named = {name: table[name] for name in cls.__dataclass_fields__}
         rows = tuple((kind, tuple(map(tuple, found))) for kind, found in table["links"].items())
         return cls(**{**named, "links": rows})
 
     def moved(self, size: float) -> float:
-        """Seconds in which the device's memory moves bytes."""
+        """Seconds to move bytes through the device's memory."""
         return size / (self.memory_gib_s * GIB)
 
     def received(self, kind: str, size: float, from_hosts: float = 0.0) -> float:
-        """Seconds in which a rank receives bytes by one of LINKS; ``from_hosts`` of them from other hosts.
+        """Seconds in which a rank receives bytes by one of LINKS, ``from_hosts`` of them from other hosts.
 
-        Between measured sizes the time is a straight line; below the least it is that one's, which is all latency;
-        above the largest the rate stays. Bytes from other hosts come at the network's rate, at the same time.
+        Interpolates the time linearly between measured sizes. Below the smallest size the time is constant (latency);
+        above the largest size the rate is. Bytes from other hosts arrive at the network's rate, at the same time.
         """
         if not size:
             return 0.0
@@ -90,7 +90,7 @@ class Constants:
         return max(seconds, from_hosts / (self.network_gib_s * GIB))
 
     def together(self, one: float, other: float) -> float:
-        """Seconds that two things take which are done at once."""
+        """Seconds that two concurrent operations take together."""
         return max(one, other) + self.overlap * min(one, other)
 
 

@@ -1,4 +1,4 @@
-"""Projections: what the cost model says of rows over more ranks than anything was measured on."""
+"""Projections: the cost model's estimates for more ranks than were measured."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from attn_core.context_parallel.cost.machine import GIB, Constants
 
 @dataclass(frozen=True)
 class Projection:
-    """What the cost model says of a call over more ranks than were measured.
+    """The cost model's estimate of a call over more ranks than were measured.
 
     Attributes:
-        axes, strategy: over which ranks, and how.
-        estimate: what it costs there.
-        alone: what the whole row would cost on one of the ranks, if it had the memory.
+        axes, strategy: the ranks, and the strategy there.
+        estimate: the cost there.
+        alone: the cost of the whole row on one of the ranks, if it had the memory.
     """
 
     axes: Axes
@@ -28,7 +28,7 @@ class Projection:
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.axes[0] * (self.axes[1] if len(self.axes) == 2 else 1)
 
     @property
@@ -46,7 +46,7 @@ def project(
     strategy: str | None = None,
     memory: float | None = None,
 ) -> tuple[Projection, ...]:
-    """Estimates for rows that grow with the number of ranks. A projection: nothing of it is measured.
+    """Estimates for rows that grow with the number of ranks. Nothing of it is measured.
 
     Args:
         spec: the call with one rank's part of the row as its lengths.
@@ -54,7 +54,7 @@ def project(
         strategy: None to choose for each.
 
     Raises:
-        NoStrategyError: where no strategy can run one.
+        NoStrategyError: if no strategy can run one of them.
     """
     found = []
     for axes in worlds:

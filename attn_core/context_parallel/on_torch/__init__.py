@@ -1,1 +1,1 @@
-"""A part's kernels and their merge, on torch tensors."""
+"""Runs a part's kernels on torch tensors and merges their results."""

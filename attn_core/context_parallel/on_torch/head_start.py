@@ -1,18 +1,18 @@
-"""A head start for an exchange over the kernel that computes beside it."""
+"""Gives an exchange a head start over the kernel that it overlaps."""
 
 from __future__ import annotations
 
 from typing import Any
 
 HEAD_START = 10_000
-"""Cycles of a GPU's clock, about 5 microseconds."""
+"""GPU clock cycles, about 5 microseconds."""
 
 
 def head_start(device: Any) -> None:
-    """Lets what was sent begin before the kernel that comes next and would take every multiprocessor until it ends.
+    """Delays the compute stream by about 5 us, so that the collective starts before the kernel occupies every SM.
 
-    Two streams have no order of their own; an exchange that comes second waits for that kernel, and hides nothing. It
-    costs nothing where the exchange itself is waited for next, for that takes longer. Nothing on a CPU.
+    The order of two streams is not defined. A collective that starts second waits for the kernel and overlaps nothing.
+    The delay costs nothing if the collective is waited for next, because that takes longer. Does nothing on a CPU.
 
     Args:
         device: a ``torch.device``, on whose current stream the kernel will run.

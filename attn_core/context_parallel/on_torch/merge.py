@@ -1,4 +1,4 @@
-"""Partial attentions of the same queries made one, in torch: by their log-sum-exp, in place."""
+"""Merges partial attentions of the same queries by their log-sum-exp, in place, in torch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from attn_core.backends.shared.triton import has_triton
 
 
 def merge(out: Any, lse: Any, part_out: Any, part_lse: Any) -> None:
-    """Adds a part's keys to ``out`` and ``lse``, which are changed.
+    """Merges a part's keys into ``out`` and ``lse``, in place.
 
     With l the larger of both log-sum-exp (0 where both are -inf) and z = e^(lse - l) + e^(part_lse - l): the new
-    log-sum-exp is l + log z, the part's weight w = e^(part_lse - l) / z, and out moves by w (part_out - out). A row
-    that has seen nothing, or sees nothing of the part, needs no case of its own. (Dao et al. 2022; Liu et al. 2023.)
+    log-sum-exp is l + log z, the part's weight w = e^(part_lse - l) / z, and out moves by w (part_out - out). Rows
+    without keys, in ``out`` or in the part, need no special case. (Dao et al. 2022; Liu et al. 2023.)
 
     Args:
-        out: ``[batch, rows, heads, value_dim]``, of any dtype; lse: ``[batch, heads, rows]``, float32 or float64, which
-            the arithmetic is in.
+        out: ``[batch, rows, heads, value_dim]``, of any dtype.
+        lse: ``[batch, heads, rows]``, float32 or float64, the dtype of the arithmetic.
         part_out, part_lse: the same shapes; part_out of any dtype.
     """
     import torch

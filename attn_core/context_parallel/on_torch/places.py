@@ -1,4 +1,4 @@
-"""Some places of an axis of positions, on a device: read, written and added to. On torch tensors."""
+"""Reads, writes and adds to some places of an axis of positions, on torch tensors."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from attn_core.context_parallel import places
 
 Tensor = Any
 MOST = 16
-"""Ranges up to which each is copied by itself; from there on an index is kept on the device."""
+"""The most ranges that are copied one by one; more are copied by an index on the device."""
 
 
 class Places:
-    """Places in an order: a few ranges of neighbours, or an index on the device. A place may come twice in ranges."""
+    """Places in an order: a few contiguous ranges, or an index on the device. A place may occur twice."""
 
     def __init__(self, index: np.ndarray, device: Any) -> None:
         self.count = len(index)
@@ -30,11 +30,11 @@ class Places:
 
     @cached_property
     def distinct(self) -> bool:
-        """Whether no place comes twice."""
+        """Whether no place occurs twice."""
         return len(np.unique(self._index)) == self.count
 
     def are_all_of(self, size: int) -> bool:
-        """Whether they are all of ``size`` places, in order."""
+        """Whether they are all ``size`` places, in order."""
         return self.ranges == [(0, size)] or size == self.count == 0
 
     @property
@@ -43,7 +43,7 @@ class Places:
         return self.ranges is not None and len(self.ranges) < 2
 
     def of(self, tensor: Tensor, axis: int = 1) -> Tensor:
-        """The tensor at these places: a view of neighbours, else a copy."""
+        """The tensor at these places: a view of one contiguous range, else a copy."""
         if self.ranges is None:
             return tensor.index_select(axis, self.index)
         if self.are_neighbours:
@@ -68,14 +68,14 @@ class Places:
             place.add_(piece)
 
     def _pieces(self, tensor: Tensor, values: Tensor, axis: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each range of places, and the values that belong there: views; none where there is an index."""
+        """Yields views of each range and of its values; nothing if there is an index."""
         at = 0
         for start, stop in self.ranges or ():
             yield tensor.narrow(axis, start, stop - start), values.narrow(axis, at, stop - start)
             at += stop - start
 
     def spread(self, values: Tensor, size: int, axis: int = 1) -> Tensor:
-        """A tensor of ``size`` places with the values at these, and zeros elsewhere."""
+        """A tensor of ``size`` places: the values at these places, zeros elsewhere."""
         if self.are_all_of(size):
             return values
         shape = (*values.shape[:axis], size, *values.shape[axis + 1 :])
@@ -85,7 +85,7 @@ class Places:
 
 
 class PlacesOfParts:
-    """Places among the blocks of several parts as they were gathered, ``size`` places each, in an order; to be read."""
+    """Places to read in the gathered blocks of several parts, ``size`` places each, in an order."""
 
     def __init__(self, index: np.ndarray, size: int, device: Any) -> None:
         self.count = len(index)
@@ -105,7 +105,7 @@ class PlacesOfParts:
             self._part, self._place = (torch.from_numpy(each).to(device) for each in (index // size, index % size))
 
     def of(self, tensor: Tensor) -> Tensor:
-        """``[..., count, heads, dim]`` of ``[parts, ..., size, heads, dim]``: a view of neighbours, else a copy."""
+        """``[..., count, heads, dim]`` of ``[parts, ..., size, heads, dim]``: a view of one range, else a copy."""
         if self._ranges is None:
             return tensor.movedim(-3, 1)[self._part, self._place].movedim(0, -3)
         if len(self._ranges) == 1:

@@ -1,7 +1,7 @@
-"""One part's tiles of a step on torch tensors, put together in place.
+"""Runs one part's tiles of a step on torch tensors and merges their results in place.
 
-For a host that learns only then which part it is. That of JAX is one, whose programs are the same on every device: a
-``StepCall`` is what is the same for every part.
+Used by the JAX callback: a JAX program is identical on every device, so the part is known only when the callback runs.
+A ``StepCall`` describes the step for all parts.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Tensor = Any
 
 
 class StepCall(NamedTuple):
-    """A step of a plan, and the form of its operands.
+    """A step of a plan, and the layout of its operands.
 
     Attributes:
-        at: which of the plan's steps it is.
+        at: the index of the step.
         paired: whether k and v are one array: ``[2, batch, places, kv_heads, dim]``, or ``[parts, 2, batch, places,
-            ...]`` where they were gathered; else each is ``[batch, places, ...]`` or ``[parts, batch, places, ...]``.
+            ...]`` if they were gathered; else each is ``[batch, places, ...]`` or ``[parts, batch, places, ...]``.
     """
 
     call: ContextCall
@@ -45,12 +45,12 @@ class StepCall(NamedTuple):
 
     @property
     def after(self) -> bool:
-        """Whether results of steps before it are there to be added to."""
+        """Whether there are results of earlier steps to add to."""
         return self.at > 0
 
     @property
     def arrays(self) -> int:
-        """How many arrays the keys and values are."""
+        """The number of arrays that hold the keys and values."""
         return 1 if self.paired else 2
 
     @property
@@ -59,7 +59,7 @@ class StepCall(NamedTuple):
         return self.call.plan.inner * self.call.plan.q_layout.shard
 
     def scratch(self, kind: str) -> int:
-        """Elements of the largest result that a kernel may write where it does not stay, over all parts; at least 1.
+        """Elements of the largest temporary result of a kernel, over all parts; at least 1.
 
         Args:
             kind: of the devices, "cpu" or "cuda".
@@ -74,7 +74,7 @@ class StepCall(NamedTuple):
         return max(found)
 
     def writes_all(self, tile: Tile) -> bool:
-        """Whether a part's first tile is its whole result: every row, in the dtype that results are put together in."""
+        """Whether a part's first tile writes its whole result: every row, in the accumulators' dtype."""
         call = self.call
         wide = call.spec.lse_dtype != call.spec.dtype and any(map(call.sums_rows_wide, range(call.plan.outer)))
         alone = not self.after and not wide and len(tile.segments) == 1
@@ -85,9 +85,10 @@ class TileRun(NamedTuple):
     """A tile as a call of a backend.
 
     Attributes:
-        forward: the backend's; writes: whether it takes buffers for its results.
-        rows, keys: where its queries and keys lie in the step's; of what was gathered, in what the part takes of it.
-        first: whether no tile, and no step, before has touched its queries.
+        forward: the backend's forward.
+        writes: whether ``forward`` takes buffers for its results.
+        rows, keys: places of its queries and keys in the step's; for gathered keys, in the keys that the part takes.
+        first: whether no earlier tile or step has touched its queries.
         direct: whether it writes the step's whole result.
     """
 
@@ -102,11 +103,11 @@ class TileRun(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """What a part does in a step.
+    """A part's tiles in a step.
 
     Attributes:
-        taken: of what was gathered, the keys that its tiles need, in their order; None where nothing was.
-        fresh: whether rows are to be set to what those without keys have: 0 and -inf.
+        taken: places of the gathered keys that the tiles need, in order; None if keys are not gathered.
+        fresh: whether to initialise rows to 0 and -inf, the results of rows without keys.
     """
 
     call: StepCall
@@ -115,14 +116,14 @@ class Runs(NamedTuple):
     fresh: bool
 
 
-class Touched:
-    """Which rows have a result as tiles are gone through in their order; all where there were some ``before``."""
+class RowCoverage:
+    """Tracks which rows have a result while tiles run in order; all rows have one ``before`` the step if it is True."""
 
     def __init__(self, rows: int, *, before: bool = False) -> None:
         self._touched, self._begun = np.full(rows, before), np.full(rows, before)
 
     def by(self, rows: np.ndarray) -> bool:
-        """Whether a tile is the first to touch any of its rows."""
+        """Marks a tile's rows; returns whether no earlier tile touched any of them."""
         first = not self._touched[rows].any()
         self._touched[rows] = True
         self._begun[rows] |= first
@@ -130,12 +131,12 @@ class Touched:
 
     @property
     def covered(self) -> bool:
-        """Whether every row was touched by a tile that was the first to touch any of its own."""
+        """Whether tiles that were the first on all of their rows cover every row."""
         return bool(self._begun.all())
 
 
 def offsets_of(spec: AttentionSpec, tile: Tile, device: Any) -> tuple[Tensor, Tensor] | None:
-    """The offsets of a tile's documents, int32 on a torch.device; None where it is not packed."""
+    """The offsets of a tile's segments, int32 on a torch.device; None if the tile is not packed."""
     if not spec.packed:
         return None
     import torch
@@ -145,7 +146,7 @@ def offsets_of(spec: AttentionSpec, tile: Tile, device: Any) -> tuple[Tensor, Te
 
 
 def inputs_of(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple[Tensor, Tensor] | None) -> Inputs:
-    """A tile's operands, of packed documents without the axis of rows."""
+    """A tile's operands; packed operands have no batch axis."""
     if cu_seqlens is None:
         return Inputs(q, k, v)
     return Inputs(q[0], k[0], v[0], cu_seqlens_q=cu_seqlens[0], cu_seqlens_k=cu_seqlens[1])
@@ -153,7 +154,7 @@ def inputs_of(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple[Tensor, Tensor]
 
 def runs_of(call: StepCall, part: int, device: Any) -> Runs:
     """Prepares a part's tiles on a torch.device."""
-    touched, found, tiles = Touched(call.rows, before=call.after), [], call.step.tiles[part]
+    touched, found, tiles = RowCoverage(call.rows, before=call.after), [], call.step.tiles[part]
     placed, taken = [of_tile(tile) for tile in tiles], None
     if call.step.gathered:
         plan, needed = call.call.plan, np.unique(np.concatenate([np.zeros(0, np.int64), *(keys for _, keys in placed)]))
@@ -181,12 +182,12 @@ def runs_of(call: StepCall, part: int, device: Any) -> Runs:
 def attend(
     runs: Runs, q: Tensor, keys: Sequence[Tensor], results: tuple[Tensor, ...], scratch: Sequence[Tensor]
 ) -> None:
-    """Adds a step to ``results``, which are changed; rows that have seen no key have 0 and -inf.
+    """Merges a step into ``results`` in place; rows without keys have 0 and -inf.
 
     Args:
         q: ``[batch, rows, heads, head_dim]``; keys: as ``StepCall`` says.
-        results: out ``[batch, rows, heads, value_dim]``, lse ``[batch, heads, rows]``: of the steps before, if any.
-        scratch: room for a tile's out and lse, of one axis each: ``StepCall.scratch`` elements, and as many as lse has.
+        results: out ``[batch, rows, heads, value_dim]`` and lse ``[batch, heads, rows]`` of the earlier steps, if any.
+        scratch: buffers for a tile's out and lse, of one axis: ``StepCall.scratch`` elements, and the size of lse.
     """
     out, lse = results
     if runs.fresh:
@@ -220,7 +221,7 @@ def _room(scratch: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def put_together(rows: Places, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, *, first: bool) -> None:
-    """Adds a tile's results at its rows, in place; ``first`` where none of them holds a result yet."""
+    """Merges a tile's results into its rows, in place; ``first`` if no row holds a result yet."""
     if first:
         rows.put(out, part_out)
         rows.put(lse, part_lse, 2)
