@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from attn_core.selection.preference import measured
-from attn_core.selection.preference_table import regrets, summary
+from attn_core.selection.regret import regrets, summary
 
 
 def junit_outcome(paths: list[Path]) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def memcheck_outcome(path: Path) -> dict[str, Any]:
 def sweep_outcome(path: Path) -> dict[str, Any]:
     """What the page shows of a raw file of ``attn bench``: when it was measured, and the regret of automatic choice.
 
-    ``regret`` and ``unseen`` are what ``preference_table.summary`` gives; for ``unseen`` each call's own measurement is
+    ``regret`` and ``unseen`` are what ``regret.summary`` gives; for ``unseen`` each call's own measurement is
     left out of the table that chooses.
     """
     raw = json.loads(path.read_text(encoding="utf-8"))

@@ -236,8 +236,8 @@ from a jitted JAX function to torch's CPU kernel and back, including that kernel
 python -m benchmarks.cpu --write                         # the CPU's figures, and this page
 python -m benchmarks.hopper --json hopper.json           # the figures of a GPU
 attn bench --json times.json                             # every backend on a sweep of calls, side by side
-attn bench --report times.json --write times             # tables, plots, and the regret of automatic choice
-attn bench --derive times.json --write attn_core/selection/measured   # the order of automatic choice
+python -m benchmarks.sweep_report times.json --write times   # from a clone: tables, plots, the cost of the choice
+python -m benchmarks.sweep_preference times.json --write attn_core/selection/measured   # the order of choice
 ```
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,14 +12,14 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from attn_core.cli.bench_report import page, regret_table, write_report
 from attn_core.cli.bench_sweep import Record, Sweep, read, write
 from attn_core.cli.bench_timing import DeviceLostError
 from attn_core.cli.explain import target_of
 from attn_core.cli.frameworks import devices_of
 from attn_core.errors import SpecError
 from attn_core.selection import preference
-from attn_core.selection.preference_table import derive, regrets, right_times
+from attn_core.selection.preference import Case
+from attn_core.selection.regret import GOALS, regrets, right_times, summary
 from attn_core.selection.sweep import QUICK, SWEEP
 
 
@@ -36,25 +37,13 @@ def bench(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the cases that --json does not hold yet.")
     ] = False,
-    report: Annotated[Path | None, typer.Option(help="Measure nothing: show this raw file as tables.")] = None,
-    derive_from: Annotated[
-        Path | None, typer.Option("--derive", help="Measure nothing: derive the order of preference of this raw file.")
-    ] = None,
-    write_to: Annotated[
-        Path | None, typer.Option("--write", help="The folder for what --report (with plots) or --derive makes.")
-    ] = None,
 ) -> None:
-    """Time every case of a sweep on every backend, forward and training; derive and judge the automatic choice.
+    """Time every case of a sweep on every backend, forward and training, and judge the automatic choice.
 
     Exit code: 0 when done, 1 if a backend failed or gave wrong numbers or the time was up, 2 for options that make no
     sense here.
     """
     try:
-        if report is not None or derive_from is not None:
-            _show(report, derive_from, write_to)
-            return
-        if write_to is not None:
-            raise SpecError("--write: expected --report or --derive beside it; raw times go to --json")
         sweep = Sweep(_device(device), tuple(backend or ()), rounds, everything)
         if resume:
             if json is None:
@@ -128,24 +117,17 @@ def _faulty(record: Record) -> dict[str, str]:
     return faults
 
 
-def _show(report: Path | None, derive_from: Path | None, folder: Path | None) -> None:
-    if report is not None and derive_from is not None:
-        raise SpecError("--report and --derive: expected one of them")
-    if report is not None:
-        raw = read(report)
-        cases = preference.measured(raw["device"])
-        if folder is None:
-            typer.echo(page(raw, cases))
-        for path in [] if folder is None else write_report(raw, cases, folder):
-            typer.echo(f"written to {path}")
-    elif derive_from is not None:
-        raw = read(derive_from)
-        table = derive(raw)
-        cases = preference.cases_of(table)
-        typer.echo(regret_table(raw, cases))
-        for regret in sorted(regrets(raw, cases, leave_out=True), key=lambda regret: -regret.ratio)[:10]:
-            typer.echo(f"unseen: {regret.ratio:.2f} {regret.case}: {regret.chosen} for {regret.best}")
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            write(table, folder / f"{raw['device']}.json")
-            typer.echo(f"written to {folder / (raw['device'] + '.json')}")
+def regret_table(raw: dict[str, Any], cases: Sequence[Case]) -> str:
+    """The summary of three orders, as a Markdown table: the table's, the same for unseen cases, the static one."""
+    kinds = {
+        "measured order": regrets(raw, cases),
+        "measured order, each case looked up among the others": regrets(raw, cases, leave_out=True),
+        "static order": regrets(raw, ()),
+    }
+    lines = ["| order | direction | cases | geometric mean | worst | where |", "|---|---|---|---|---|---|"]
+    for kind, chosen in kinds.items() if cases else [("static order", kinds["static order"])]:
+        for direction, facts in summary(chosen).items():
+            numbers = f"{facts['geometric mean']:.3f} | {facts['worst']:.2f}"
+            lines.append(f"| {kind} | {direction} | {facts['cases']} | {numbers} | {facts['worst case']} |")
+    goals = ", ".join(f"{name} at most {value}" for name, value in GOALS.items())
+    return "\n".join([*lines, f"\nGoals of the first: {goals}.\n"])

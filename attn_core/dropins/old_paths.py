@@ -15,7 +15,6 @@ MOVED = {
     "attn_core.accuracy": "attn_core.correctness.accuracy",
     "attn_core.context_parallel.choose": "attn_core.context_parallel.cost.choose",
     "attn_core.context_parallel.machine": "attn_core.context_parallel.cost.machine",
-    "attn_core.context_parallel.projection": "attn_core.context_parallel.cost.projection",
     "attn_core.dropout": "attn_core.call.dropout",
     "attn_core.finetrainers": "attn_core.dropins.finetrainers",
     "attn_core.masks": "attn_core.call.masks",

@@ -13,12 +13,14 @@ from typer.testing import CliRunner
 
 from attn_core.cli import bench_sweep, bench_timing
 from attn_core.cli.bench import bench
-from attn_core.cli.bench_report import page
 from attn_core.cli.bench_sweep import Sweep, candidates, read
 from attn_core.selection import Target
 from attn_core.selection.preference import cases_of
-from attn_core.selection.preference_table import derive, regrets
+from attn_core.selection.regret import regrets
 from attn_core.selection.sweep import QUICK, SweepCase
+from benchmarks import sweep_preference, sweep_report
+from benchmarks.sweep_preference import derive
+from benchmarks.sweep_report import page
 
 torch = pytest.importorskip("torch")
 
@@ -57,23 +59,31 @@ def test_a_quick_sweep_on_the_cpu(raw_file: Path) -> None:
             assert flash["median"] > 0 and record["selected"] == "sdpa_flash"
 
 
-def test_derive_and_report(raw_file: Path, tmp_path: Path) -> None:
+def test_derive_and_report(raw_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    done = run("--derive", str(raw_file), "--write", str(tmp_path))
-    assert done.exit_code == 0, done.output
-    assert "each case looked up among the others | training" in done.output
+    sweep_preference.main([str(raw_file), "--write", str(tmp_path)])
+    assert "each case looked up among the others | training" in capsys.readouterr().out
     table = json.loads((tmp_path / "cpu.json").read_text())
     assert table == json.loads(json.dumps(derive(read(raw_file))))
     cases = cases_of(table)
     assert len(cases) == len(read(raw_file)["cases"])
     assert all(regret.ratio <= 1.02 for regret in regrets(read(raw_file), cases))
-    done = run("--report", str(raw_file), "--write", str(tmp_path / "pages"))
-    assert done.exit_code == 0, done.output
+    sweep_report.main([str(raw_file), "--write", str(tmp_path / "pages")])
+    assert "written to" in capsys.readouterr().out
     names = {path.name for path in (tmp_path / "pages").iterdir()}
     assert names == {"sweep-cpu.md", "sweep-cpu-causal.png", "sweep-cpu-regret.png"}
     text = (tmp_path / "pages/sweep-cpu.md").read_text()
     assert f"| {QUICK[0].name} | " in text and "## Training" in text
-    assert run("--report", str(raw_file)).stdout.startswith("# Sweep on ")
+    sweep_report.main([str(raw_file)])
+    assert capsys.readouterr().out.startswith("# Sweep on ")
+
+
+@pytest.mark.parametrize("script", [sweep_preference, sweep_report])
+@pytest.mark.parametrize("path", ["no such file", __file__])
+def test_times_that_cannot_be_read_exit_with_2(script: Any, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        script.main([path])
+    assert f"{path}: cannot be read" in capsys.readouterr().err
 
 
 def test_a_sweep_goes_on_where_it_ended(raw_file: Path, tmp_path: Path) -> None:
@@ -103,10 +113,6 @@ def test_a_sweep_goes_on_where_it_ended(raw_file: Path, tmp_path: Path) -> None:
         (["--device", "cpu", "--only", "nothing like it"], "no case has that in its name"),
         (["--device", "cpu", "--resume"], "--resume: expected --json"),
         (["--device", "cpu", "--backend", "flsh3"], "did you mean flash3"),
-        (["--write", "somewhere"], "--write: expected --report or --derive"),
-        (["--report", "a", "--derive", "b"], "expected one of them"),
-        (["--report", "no such file"], "no such file: cannot be read"),
-        (["--derive", __file__], "cannot be read"),
     ],
 )
 def test_bad_options_are_named_and_exit_with_2(arguments: list[str], text: str) -> None:

@@ -24,11 +24,11 @@ from attn_core.context_parallel.cost import choose as choosing
 from attn_core.context_parallel.cost.choose import Axes, Choice, NoStrategyError, choose, explain_choice, plan_of
 from attn_core.context_parallel.cost.estimate import Estimate, estimate
 from attn_core.context_parallel.cost.machine import GIB, LINKS, MIB, Constants
-from attn_core.context_parallel.cost.projection import project, table
 from attn_core.context_parallel.picture import LIMIT, draw, ranks_of, step_of_pairs, svg
 from attn_core.context_parallel.plan import plan
 from attn_core.context_parallel.tiles import Visible
 from attn_core.selection.preference import measured
+from benchmarks.context_projection import project, table
 
 H200 = Constants.of("sm90")
 ROOT = Path(__file__).resolve().parents[2]

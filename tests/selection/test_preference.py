@@ -21,8 +21,9 @@ from attn_core.call.arithmetic import flops, pairs
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection import preference
 from attn_core.selection.preference import Features, cases_of, features, measured, nearest, order, ranking, sizes
-from attn_core.selection.preference_table import derive, regrets, right_times, stable_order, summary
+from attn_core.selection.regret import regrets, right_times, summary
 from attn_core.selection.sweep import QUICK, SWEEP, plain_fields, spec_of
+from benchmarks.sweep_preference import derive, stable_order
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = AttentionSpec(

@@ -1,6 +1,6 @@
-"""From a sweep's raw times to the table that ``preference.py`` looks calls up in, and what the choice costs.
+"""What automatic choice costs: its time over that of the fastest backend, case by case, from a sweep's raw times.
 
-Both are plain data: the raw file of ``attn bench --json`` and ``attn_core/selection/measured/<device>.json``.
+The raw times are the file of ``attn bench --json``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.selection import preference
 from attn_core.selection.preference import Case
 from attn_core.selection.sweep import spec_of
-
-TIE = 1.02
-"""Times within two per cent are noise; the usual order decides between them."""
 
 AGREEMENT = {"bfloat16": 0.05, "float16": 0.02, "float32": 0.01, "float64": 1e-5}
 """The largest allowed difference from the first backend's results, relative to their largest value."""
@@ -36,33 +33,6 @@ class Regret(NamedTuple):
     ratio: float
 
 
-def derive(raw: dict[str, Any]) -> dict[str, Any]:
-    """Derives the table of a raw file: per case its features, sizes, relative times in order of preference, best time.
-
-    Leaves out cases without measurements, and cases whose right result is unknown: more than half of the backends
-    disagree with the first.
-    """
-    usual = backends.PREFERENCE.get((raw["framework"], backends.kind_of(raw["device"])), ())
-    cases = [case for record in raw["cases"] if (case := _case(record, usual))]
-    header = ("date", "device", "device_name", "framework", "versions")
-    return {name: raw.get(name) for name in header} | {"cases": cases}
-
-
-def _case(record: dict[str, Any], usual: tuple[str, ...]) -> dict[str, Any] | None:
-    times, failed = right_times(record), broken(record)
-    if not times or len([name for name in failed if "median" in record["backends"][name]]) > len(times):
-        return None
-    spec = record_spec(record)
-    best = min(times.values())
-    return {
-        "name": record["name"],
-        "features": preference.features(spec)._asdict(),
-        "sizes": list(preference.sizes(spec)),
-        "times": {name: round(times[name] / best, 3) for name in stable_order(times, usual)},
-        "microseconds": round(best, 1),
-    } | ({"failed": failed} if failed else {})
-
-
 def right_times(record: dict[str, Any]) -> dict[str, float]:
     """Returns microseconds by backend, for the backends with right numbers."""
     wrong = broken(record)
@@ -79,16 +49,6 @@ def broken(record: dict[str, Any]) -> list[str]:
         for name, entry in record["backends"].items()
         if "failed" in entry or not entry.get("difference", 0.0) <= allowed  # a NaN difference also counts as broken
     ]
-
-
-def stable_order(times: dict[str, float], usual: tuple[str, ...]) -> list[str]:
-    """Returns names by time, fastest first; names within TIE of the fastest remaining one follow the usual order."""
-    left, ranked = dict(times), []
-    while left:
-        tied = [name for name in left if left[name] <= TIE * min(left.values())]
-        ranked.append(min(tied, key=lambda name: (usual.index(name) if name in usual else len(usual), left[name])))
-        del left[ranked[-1]]
-    return ranked
 
 
 def regrets(raw: dict[str, Any], cases: Sequence[Case], *, leave_out: bool = False) -> list[Regret]:

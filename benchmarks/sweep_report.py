@@ -1,15 +1,23 @@
-"""A sweep as tables and pictures: the fastest backends, the automatic choice, and its cost."""
+"""A sweep as tables and pictures: the fastest backend, the one that automatic choice would run, and what that costs.
+
+python -m benchmarks.sweep_report times.json                 # the tables, printed
+python -m benchmarks.sweep_report times.json --write times   # the tables and the pictures, into a folder
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from attn_core.cli.bench import regret_table
+from attn_core.cli.bench_sweep import read
 from attn_core.errors import SpecError
+from attn_core.selection import preference
 from attn_core.selection.preference import Case
-from attn_core.selection.preference_table import GOALS, Regret, record_spec, regrets, right_times, summary
+from attn_core.selection.regret import GOALS, Regret, record_spec, regrets, right_times
 
 DIRECTIONS = ("forward", "training")
 
@@ -32,8 +40,8 @@ def page(raw: dict[str, Any], cases: Sequence[Case], pictures: Sequence[str] = (
     chosen = regrets(raw, cases)
     parts = [
         f"# Sweep on {raw['device_name']} ({raw['device']})\n",
-        f"Written by `attn bench --report` from times measured on {raw['date']}, {len(raw['cases'])} measurements in "
-        f"{raw['seconds']:.0f} s; {versions}.\n",
+        f"Written by `python -m benchmarks.sweep_report` from times measured on {raw['date']}, "
+        f"{len(raw['cases'])} measurements in {raw['seconds']:.0f} s; {versions}.\n",
         f"Each case: two calls to warm up, then {raw['rounds']} rounds in which the backends take turns (fewer for "
         "what is far behind); medians in µs per call, host time included. Training is the forward and the gradients "
         "of q, k and v.\n",
@@ -47,22 +55,6 @@ def page(raw: dict[str, Any], cases: Sequence[Case], pictures: Sequence[str] = (
         if rows:
             parts += [f"## {direction.capitalize()}, µs per call\n", _times(rows, chosen)]
     return "\n".join([*parts, _left_out(raw)])
-
-
-def regret_table(raw: dict[str, Any], cases: Sequence[Case]) -> str:
-    """The summary of three orders, as a Markdown table: the table's, the same for unseen cases, the static one."""
-    kinds = {
-        "measured order": regrets(raw, cases),
-        "measured order, each case looked up among the others": regrets(raw, cases, leave_out=True),
-        "static order": regrets(raw, ()),
-    }
-    lines = ["| order | direction | cases | geometric mean | worst | where |", "|---|---|---|---|---|---|"]
-    for kind, chosen in kinds.items() if cases else [("static order", kinds["static order"])]:
-        for direction, facts in summary(chosen).items():
-            numbers = f"{facts['geometric mean']:.3f} | {facts['worst']:.2f}"
-            lines.append(f"| {kind} | {direction} | {facts['cases']} | {numbers} | {facts['worst case']} |")
-    goals = ", ".join(f"{name} at most {value}" for name, value in GOALS.items())
-    return "\n".join([*lines, f"\nGoals of the first: {goals}.\n"])
 
 
 def _times(records: list[dict[str, Any]], chosen: list[Regret]) -> str:
@@ -156,3 +148,24 @@ def _figure(width: float, height: float) -> Any:
     except ModuleNotFoundError:
         raise SpecError("--report --write: matplotlib is not installed; pip install 'attn-core[cli]'") from None
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the tables of a sweep; with ``--write`` writes them to a folder, with pictures."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sweep_report")
+    parser.add_argument("times", type=Path, help="the raw times, written by attn bench --json")
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="the folder for the page and its pictures")
+    options = parser.parse_args(arguments)
+    try:
+        raw = read(options.times)
+        cases = preference.measured(raw["device"])
+        if options.write is None:
+            print(page(raw, cases))
+        for path in [] if options.write is None else write_report(raw, cases, options.write):
+            print(f"written to {path}")
+    except SpecError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()
