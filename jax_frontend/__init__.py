@@ -1,4 +1,4 @@
-"""Attention for JAX: one call, every kernel, under every transformation, and the reasons for the choice."""
+"""Attention for JAX: one call for every kernel, under every transformation, with the reasons for the choice."""
 
 from typing import Any
 from warnings import warn

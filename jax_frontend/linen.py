@@ -111,6 +111,7 @@ class Attention(nn.Module):
         Raises:
             SpecError, ShapeError, NoBackendError: naming the argument, its value and the remedy.
         """
+        # merge_param raises an error if both or neither are set, so it must not run without a dropout rate.
         dropping = self.dropout_rate != 0 and not nn.merge_param("deterministic", self.deterministic, deterministic)
         if dropping and dropout_rng is None:
             dropout_rng = self.make_rng("dropout")

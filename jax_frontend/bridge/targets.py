@@ -88,6 +88,8 @@ def warm_up(name: str, spec: AttentionSpec, device: str, index: int) -> None:
 def token_of(call: BridgedCall | BridgedStep) -> str:
     """Returns the token of a call, and records the call under it for the callbacks."""
     rest = tuple(value for value in call if value is not call.spec)
+    # 7 characters of base64 are 42 bits, so the tokens of two calls may collide. The entry has the full digest to tell
+    # them apart, and the second call tries another salt.
     for salt in range(100):
         digest = hashlib.sha256(f"{salt}|{rest!r}|{call.spec.key}".encode()).digest()
         token = base64.b64encode(digest).decode()[:TOKEN_LENGTH]
@@ -229,6 +231,8 @@ def _enter(set_stream: Any, stream: tuple[int, int, int]) -> None:
 def _callback(token: str) -> Callable[[tuple[Any, ...]], None]:
     """Returns the function that runs a token's call, and remembers it in ``_callbacks``."""
     run_call = run_of(call_of(token))
+    # Another thread may build the same callback meanwhile; setdefault lets all threads use the first one. The oldest
+    # callbacks make room: they are rebuilt from ``_calls`` if they run again.
     with _making_room:
         while len(_callbacks) >= CALLBACKS:
             del _callbacks[next(iter(_callbacks))]

@@ -82,13 +82,15 @@ def _jit_operations(call: MappedCall) -> Any:
 
 
 def _bind(primitive: Primitive, call: MappedCall, *operands: Any) -> list[Any]:
-    program = _traceable(call, partitioning.partly_manual()).trace(*operands).jaxpr
+    # The program is traced here and passed as a parameter, because abstract evaluation, eager runs and lowering all
+    # need it, and tracing is slow.
+    program = _jit_partitionable(call, partitioning.partly_manual()).trace(*operands).jaxpr
     return primitive.bind(*operands, call=call, program=to_low_jaxpr(program))  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=4096)
-def _traceable(call: MappedCall, partly_manual: bool) -> Any:
-    return jax.jit(partitioning.partitioned(call, partly_manual))
+def _jit_partitionable(call: MappedCall, partly_manual: bool) -> Any:
+    return jax.jit(partitioning.make_partitionable(call, partly_manual))
 
 
 @lru_cache(maxsize=4096)
@@ -109,15 +111,15 @@ def jit_program(program: ClosedJaxpr) -> Any:
     return jax.jit(jaxpr_as_fun(program))
 
 
-def _eager(*operands: Any, call: MappedCall, program: ClosedJaxpr) -> list[Any]:
+def _run_eagerly(*operands: Any, call: MappedCall, program: ClosedJaxpr) -> list[Any]:
     return list(jit_program(program)(*operands))
 
 
-def _abstract(*operands: Any, call: MappedCall, program: ClosedJaxpr) -> list[Any]:
+def _result_types(*operands: Any, call: MappedCall, program: ClosedJaxpr) -> list[Any]:
     return list(program.out_avals)
 
 
-def _lowered(*operands: Any, call: MappedCall, program: ClosedJaxpr) -> list[Any]:
+def _run_program(*operands: Any, call: MappedCall, program: ClosedJaxpr) -> list[Any]:
     return list(jaxpr_as_fun(program)(*operands))
 
 
@@ -179,9 +181,9 @@ class OperationsDerivative(NamedTuple):
 def _primitive(name: str) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
-    primitive.def_impl(_eager)
-    primitive.def_abstract_eval(_abstract)
-    mlir.register_lowering(primitive, mlir.lower_fun(_lowered, multiple_results=True))
+    primitive.def_impl(_run_eagerly)
+    primitive.def_abstract_eval(_result_types)
+    mlir.register_lowering(primitive, mlir.lower_fun(_run_program, multiple_results=True))
     ad.primitive_jvps[primitive] = _derivative
     primitive_rules.has_no_transpose(primitive)
     primitive_rules.gives_nan(primitive)

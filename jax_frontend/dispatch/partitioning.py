@@ -33,7 +33,7 @@ from jax_frontend.dispatch.vmap import MappedCall
 
 
 @lru_cache(maxsize=4096)
-def partitioned(call: MappedCall, partly_manual: bool) -> Callable[..., list[Any]]:
+def make_partitionable(call: MappedCall, partly_manual: bool) -> Callable[..., list[Any]]:
     """Returns a function of a call's operands that XLA can split over a mesh; traceable, without a vmap rule."""
 
     def whole(*operands: Any) -> list[Any]:
@@ -77,7 +77,7 @@ def under_auto_axes(run: Callable[..., list[Any]], call: MappedCall, operands: S
     return jax.sharding.auto_axes(run, axes=axes, out_sharding=results)(*operands)  # type: ignore[no-any-return]
 
 
-def _known(call: MappedCall, operands: Sequence[Any], results: Sequence[Any]) -> Known:
+def _known_shardings(call: MappedCall, operands: Sequence[Any], results: Sequence[Any]) -> Known:
     arrays = zip((*call.names, *result_names(call)), (*operands, *results), strict=False)
     return [(name, array.shape, array.sharding.spec) for name, array in arrays if array.sharding is not None]
 
@@ -92,7 +92,7 @@ def _shardings(call: MappedCall, mesh: Any, split: Split, names: Sequence[str], 
 def _partition(call: MappedCall, mesh: Any, operands: Any, results: Any) -> tuple[Any, Any, list[Any], tuple[Any, ...]]:
     if not all(isinstance(array.sharding, NamedSharding) for array in operands):
         return _keep_whole(call, mesh, operands, results)
-    split = split_of(call, mesh, _known(call, operands, results))
+    split = split_of(call, mesh, _known_shardings(call, operands, results))
     run = _outside_any_mesh(partial(_run_part, part_of(call, mesh, split)))
     result_shardings = _shardings(call, mesh, split, result_names(call), results)
     return mesh, run, result_shardings, tuple(_shardings(call, mesh, split, call.names, operands))
@@ -130,7 +130,7 @@ def _keep_whole(
 
 def _results_sharding(call: MappedCall, mesh: Any, operands: Any, results: Any) -> list[Any]:
     """Returns the results' shardings, for GSPMD, the propagation that JAX used before Shardy."""
-    split = split_of(call, mesh, _known(call, operands, ()))
+    split = split_of(call, mesh, _known_shardings(call, operands, ()))
     return _shardings(call, mesh, split, result_names(call), results)
 
 

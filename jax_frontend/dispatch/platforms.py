@@ -47,7 +47,7 @@ def _bridged(call: BridgedCall) -> Any:
     return jax.jit(partial(local_call.run, call))
 
 
-def _elsewhere(call: BridgedCall, requested: Names, platform: str) -> Callable[..., list[Any]]:
+def _xla_function(call: BridgedCall, requested: Names, platform: str) -> Callable[..., list[Any]]:
     """Returns a function that runs the call by XLA's operations.
 
     Raises:
@@ -67,23 +67,23 @@ def _elsewhere(call: BridgedCall, requested: Names, platform: str) -> Callable[.
     return partial(local_call.run, call._replace(backend="jax_xla"))
 
 
-def _lowered(platform: str, ctx: Any, *operands: Any, call: BridgedCall, requested: Names, program: ClosedJaxpr) -> Any:
+def _lower(platform: str, ctx: Any, *operands: Any, call: BridgedCall, requested: Names, program: ClosedJaxpr) -> Any:
     if at_home(call, platform):
         function: Callable[..., Any] = jaxpr_as_fun(program)
     else:
-        function = _elsewhere(call, requested, platform or "/".join(ctx.platforms or ctx.module_context.platforms))
+        function = _xla_function(call, requested, platform or "/".join(ctx.platforms or ctx.module_context.platforms))
     return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
 
-def _abstract(*operands: Any, call: BridgedCall, requested: Names, program: ClosedJaxpr) -> list[Any]:
+def _result_types(*operands: Any, call: BridgedCall, requested: Names, program: ClosedJaxpr) -> list[Any]:
     return list(program.out_avals)
 
 
 bridged_p = Primitive("attn_bridged")
 bridged_p.multiple_results = True
-bridged_p.def_abstract_eval(_abstract)
+bridged_p.def_abstract_eval(_result_types)
 primitive_rules.has_no_transpose(bridged_p)
 primitive_rules.gives_nan(bridged_p)
-mlir.register_lowering(bridged_p, partial(_lowered, ""))
+mlir.register_lowering(bridged_p, partial(_lower, ""))
 for _platform in ("cpu", "cuda"):
-    mlir.register_lowering(bridged_p, partial(_lowered, _platform), platform=_platform)
+    mlir.register_lowering(bridged_p, partial(_lower, _platform), platform=_platform)

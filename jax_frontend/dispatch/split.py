@@ -49,7 +49,7 @@ class Split(NamedTuple):
     mapped: tuple[tuple[str, ...], ...] = ()
     """The mesh axes of each axis that vmap has put in front."""
 
-    def over(self, axis: str) -> tuple[str, ...]:
+    def mesh_axes(self, axis: str) -> tuple[str, ...]:
         """Returns the mesh axes that split the axis of this name."""
         if axis.startswith("mapped"):
             return self.mapped[int(axis.removeprefix("mapped"))]
@@ -57,7 +57,7 @@ class Split(NamedTuple):
 
     def spec(self, axes: Sequence[str]) -> P:
         """Returns the PartitionSpec of an array with the named axes."""
-        return P(*(self.over(axis) or None for axis in axes))
+        return P(*(self.mesh_axes(axis) or None for axis in axes))
 
 
 class Part(NamedTuple):

@@ -68,7 +68,7 @@ def _run(*arrays: Any, linear: Linear, count: int) -> list[Any]:
     return list(linear.tangent(*arrays))
 
 
-def _abstract(*arrays: Any, linear: Linear, count: int) -> list[Any]:
+def _result_types(*arrays: Any, linear: Linear, count: int) -> list[Any]:
     return [arrays[at] for at in linear.results]
 
 
@@ -117,7 +117,7 @@ def _broadcast(array: Any, size: int, like: Any) -> Any:
 tangent_p = Primitive("attn_tangent")
 tangent_p.multiple_results = True
 tangent_p.def_impl(_run)
-tangent_p.def_abstract_eval(_abstract)
+tangent_p.def_abstract_eval(_result_types)
 mlir.register_lowering(tangent_p, mlir.lower_fun(_run, multiple_results=True))
 ad.primitive_jvps[tangent_p] = _derivative
 ad.primitive_transposes[tangent_p] = _transpose

@@ -73,7 +73,7 @@ class MappedCall(NamedTuple):
     def _refusals_of(self, spec: AttentionSpec) -> tuple[str, ...]:
         return refusals(self.call.backend, spec, Target.here("jax", self.call.device))
 
-    def under(self, size: int, mapped: Sequence[bool]) -> MappedCall:
+    def with_mapped_axis(self, size: int, mapped: Sequence[bool]) -> MappedCall:
         """Returns the call with one more mapped axis, outside the others."""
         return self._replace(sizes=(size, *self.sizes), mapped=(tuple(mapped), *self.mapped))
 
@@ -135,7 +135,7 @@ def batch_call(
 ) -> tuple[list[Any], list[int]]:
     """The vmap rule of the primitives in ``ops``."""
     size, front, mapped = mapped_first(operands, axes)
-    results = bind(call.under(size, mapped), *front) if size else _no_results(call, front, mapped)
+    results = bind(call.with_mapped_axis(size, mapped), *front) if size else _no_results(call, front, mapped)
     return results, [0] * len(results)
 
 

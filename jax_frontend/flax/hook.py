@@ -205,6 +205,7 @@ class AttentionFn:
         return rotated[0].astype(query.dtype), rotated[1].astype(key.dtype)
 
     def _identity(self) -> tuple[Any, ...]:
+        # Arrays count by id, because comparing values would wait for the device, and traced arrays have no values.
         named = ((field.name, getattr(self, field.name)) for field in fields(self))
         return tuple(id(value) if name in _ARRAYS else value for name, value in named)
 

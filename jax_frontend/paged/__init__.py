@@ -1,4 +1,4 @@
-"""Attention over keys and values in pages, for JAX."""
+"""Attention on keys and values in pages, for JAX."""
 
 from jax_frontend.paged.attention import append_kv, explain_paged, paged_attention
 

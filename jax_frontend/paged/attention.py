@@ -144,6 +144,7 @@ def append_kv(
     )
     _check_values(None, k.shape[0], k_pages.shape, block_table, seq_lens, cu_seqlens_q, writes=True)
     arrays: list[Any] = [_own(array) for array in everything.values()]
+    # Under the caller's jit the donation is the caller's choice, so only an eager call donates the pool here.
     traced = any(isinstance(array, jax.core.Tracer) for array in arrays)
     return (_append if traced else _append_donated)(*arrays)  # type: ignore[no-any-return]
 

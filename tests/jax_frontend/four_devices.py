@@ -497,7 +497,7 @@ def test_a_part_that_the_backend_cannot_run_is_refused_with_its_reason(auto_mesh
 def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     def forget() -> None:
         jax.clear_caches()
-        for cached in (partitioning.partitioned, ops._traceable):
+        for cached in (partitioning.make_partitionable, ops._jit_partitionable):
             cached.cache_clear()
 
     forget()

@@ -55,7 +55,7 @@ def fresh_plans():
     """What is traced and chosen in a test stays in it."""
 
     def forget():
-        for cache in (selection.explain, plan.plan, ops._traceable):
+        for cache in (selection.explain, plan.plan, ops._jit_partitionable):
             cache.cache_clear()
         jax.clear_caches()
 
