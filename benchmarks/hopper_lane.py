@@ -177,7 +177,7 @@ def _torch_chain(backend: str) -> Turn:
     torch_frontend.attention(
         q, k, v, causal=True, backend=backend
     )  # raises every reason where the backend cannot run it
-    module: Any = backends.load(backend, "cuda")
+    module = backends.load(backend, "cuda")
     spec, forward = selection.spec, module.forward
 
     def chain() -> torch.Tensor:

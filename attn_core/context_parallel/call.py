@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from attn_core.backends import load
 from attn_core.call.masks import band
 from attn_core.call.options import number
 from attn_core.call.spec import AttentionSpec
@@ -198,6 +197,6 @@ def _runners(
     largest = max(specs, key=lambda spec: spec.q_len * spec.kv_len)
     names = requested or preference.order(largest, target.framework, target.device)
     for name in names:
-        if load(name, target.kind) is not None and not any(refusals(name, spec, target) for spec in specs):
+        if not any(refusals(name, spec, target) for spec in specs):
             return tuple((spec, name) for spec in specs)
     return tuple((spec, select(spec, target, requested).backend or "") for spec in specs)

@@ -75,7 +75,7 @@ def warm_up(name: str, spec: AttentionSpec, device: str, index: int) -> None:
     """Does on a GPU what a torch backend's call does only on its first run: loads libraries and compiles kernels."""
     kind = backends.kind_of(device)
     module = backends.load(name, kind)
-    if module is None or kind != "cuda" or module.FRAMEWORK != "torch" or spec.empty:
+    if kind != "cuda" or module.FRAMEWORK != "torch" or spec.empty:
         return
     if all(compiled_lane.lane_of(call).program for call in calls_of(name, spec, device)):
         return

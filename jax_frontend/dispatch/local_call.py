@@ -51,21 +51,21 @@ def types_like(like: Any, types: Sequence[tuple[tuple[int, ...], Any]]) -> tuple
 
 def speaks_jax(call: BridgedCall | Plan) -> bool:
     """Whether the backend's forward and backward are JAX functions, which JAX can trace and differentiate."""
-    module: Any = backends.load(call.backend, backends.kind_of(call.device))
-    return bool(module.FRAMEWORK == "jax")
+    module = backends.load(call.backend, backends.kind_of(call.device))
+    return module.FRAMEWORK == "jax"
 
 
 def has_lse(plan: Plan) -> bool:
     """Whether the backend's forward returns the log-sum-exp."""
-    module: Any = backends.load(plan.backend, backends.kind_of(plan.device))
-    return bool(module.FORWARD.lse)
+    module = backends.load(plan.backend, backends.kind_of(plan.device))
+    return module.FORWARD.lse
 
 
 def run(call: BridgedCall, *operands: Any) -> list[Any]:
     """Returns a call's results, by the bridge or by the backend's own JAX functions; traceable."""
     if not speaks_jax(call):
         return list(targets.run(call, result_types(call, *operands), *operands))
-    module: Any = backends.load(call.backend, backends.kind_of(call.device))
+    module = backends.load(call.backend, backends.kind_of(call.device))
     named = dict(zip(names_of(call)[0], operands, strict=True))
     saved = [named.pop(name, None) for name in ("out", "lse", "dout", "dlse")]
     inputs = to_inputs(named)

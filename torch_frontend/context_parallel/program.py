@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -110,7 +110,7 @@ def _tile_call(
     call: ContextCall, tile: Tile, index: tuple[np.ndarray, ...], device: torch.device, *, first: bool
 ) -> TileCall:
     spec, name = call.backend_of(tile)
-    module: Any = backends.load(name, backends.kind_of(device_name(device)))
+    module = backends.load(name, backends.kind_of(device_name(device)))
     forward, backward = (on_device(function, device) for function in (module.forward, module.backward))
     made = Plan(spec, name, forward, backward, False, None, backends.writes_into(module))
     q, k, sums = (Places(each, device) for each in index)

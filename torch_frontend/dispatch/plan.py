@@ -86,8 +86,6 @@ def plan(
     """
     selection = select(*_request(metadata, options, needs_backward, bias_gradient, requested))
     module, spec = backends.load(selection.backend or "", selection.target.kind), selection.spec
-    if module is None:
-        raise AssertionError(f"{selection.backend} was selected without a module")
     one_row = spec.packed and len(metadata[0][0]) == 4 if metadata[0] else False
     name = selection.backend or ""
     if spec.empty:

@@ -34,7 +34,7 @@ class Made(NamedTuple):
 def planned(metadata: tuple[Metadata | None, ...], options: Options, requested: tuple[str, ...] | None) -> Made:
     selection = select(*question(metadata, options, requested))
     module = backends.load(selection.backend or "", selection.target.kind)
-    assert module is not None and metadata[0] is not None
+    assert metadata[0] is not None
     if selection.spec.empty:
         return Made(selection.spec, plan.empty_forward)
     return Made(selection.spec, plan.on_device(module.forward, metadata[0][2]))

@@ -68,7 +68,7 @@ class StepCall(NamedTuple):
         for mine in self.step.tiles:
             for at, tile in enumerate(mine):
                 spec, name = self.call.backend_of(tile)
-                module: Any = backends.load(name, kind)
+                module = backends.load(name, kind)
                 if backends.writes_into(module) and not (at == 0 and self.writes_all(tile)):
                     found.append(prod(spec.out_shape))
         return max(found)
@@ -162,7 +162,7 @@ def runs_of(call: StepCall, part: int, device: Any) -> Runs:
         placed = [(rows, np.searchsorted(needed, keys)) for rows, keys in placed]
     for tile, (rows, keys) in zip(tiles, placed, strict=True):
         spec, name = call.call.backend_of(tile)
-        module: Any = backends.load(name, device.type)
+        module = backends.load(name, device.type)
         first = touched.by(rows)
         found.append(
             TileRun(
