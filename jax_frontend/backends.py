@@ -1,4 +1,4 @@
-"""available_backends: the backends that this process can use from JAX, and why not the others."""
+"""Reports which backends this process can use from JAX, and why the others are not available."""
 
 from __future__ import annotations
 

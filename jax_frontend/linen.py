@@ -19,34 +19,33 @@ __all__ = ["Attention", "AttentionFn", "attention_fn"]
 
 
 class Attention(nn.Module):
-    """Multi-head attention, optionally with fewer key/value heads, on ``jax_frontend.attention``.
+    """Multi-head attention, optionally with grouped key/value heads, on ``jax_frontend.attention``.
 
     Parameters are those of ``flax.linen.MultiHeadDotProductAttention``: ``query``, ``key`` and ``value`` with kernels
     ``[features, heads, head_dim]`` and biases ``[heads, head_dim]``, ``out`` with a kernel
     ``[heads, value_dim, features]``; and ``sink_logits [heads]`` when sinks is True.
 
     Attributes:
-        num_heads, num_kv_heads: query heads, and key/value heads (as many when omitted).
-        head_dim, value_dim: channels of q and k (``features // num_heads`` when omitted), and of v (head_dim when
-            omitted).
-        out_features: features of the output; those of x when omitted.
+        num_heads, num_kv_heads: query heads, and key/value heads (default: num_heads).
+        head_dim, value_dim: channels of q and k (default: ``features // num_heads``), and of v (default: head_dim).
+        out_features: features of the output (default: the features of x).
         use_bias: whether the four projections have biases.
         causal, alignment, window, softcap, scale, backend: as in ``jax_frontend.attention``.
-        sinks: whether to learn one extra logit per head in every row's softmax; it has no value.
+        sinks: learns one extra logit per head in every row's softmax; it has no value.
         rotary: ``(q, k, positions) -> (q, k)``, applied after the projections; q and k
             ``[batch, seq, heads, head_dim]``, positions int ``[batch, seq]``, counted within each document when packed.
             Its results are cast back to the dtype of the projections. Self-attention only.
         dropout_rate: probability of dropping a softmax weight; each weight is dropped independently.
         deterministic: no dropout, as everywhere in Flax; set here or in the call, and needed only with dropout_rate.
         bitwise_deterministic: the same bits on every run, gradients included: ``deterministic=`` of
-            ``jax_frontend.attention``.
+            ``jax_frontend.attention``, because in Flax ``deterministic`` means "no dropout".
         context_axis: the mesh axis that rows are spread over, or two, ``(outer, inner)``. Inside ``jax.shard_map`` x is
             then this device's shard, from ``jax_frontend.shard_sequence``, and the layer calls
             ``jax_frontend.context_parallel_attention``. rotary then gets the positions of the shard's tokens.
         context_strategy, context_layout, context_length: ``strategy``, ``layout`` and ``length`` of that call.
         dtype, param_dtype: of the computation (inferred from inputs and parameters when None), and of the parameters.
-        kernel_init, bias_init, out_kernel_init, out_bias_init, sinks_init: initialisers; those of ``out`` are
-            kernel_init and bias_init when omitted.
+        kernel_init, bias_init, out_kernel_init, out_bias_init, sinks_init: initialisers; out_kernel_init and
+            out_bias_init default to kernel_init and bias_init.
     """
 
     num_heads: int
@@ -97,19 +96,19 @@ class Attention(nn.Module):
 
         Args:
             x: ``[batch, seq, features]``; with seq_info ``[tokens, features]`` or ``[1, tokens, features]``.
-            context: the source of keys and values, laid out as x; None for self-attention.
+            context: the source of keys and values, with x's layout; None for self-attention.
             mask, bias, alibi_slopes, seq_info: as in ``jax_frontend.attention`` (mask bool, True = visible).
             positions: ``[seq]`` or ``[batch, seq]`` for rotary; counted from each row's or document's start if omitted.
-            pages: for decoding, the layer's pool and the step's tables. x is then ``[tokens, features]``, the new
-                tokens of all sequences; their keys and values go into the pool.
+            pages: for decoding, the layer's pool and the step's tables. x then has the new tokens of all sequences,
+                ``[tokens, features]``; the layer writes their keys and values into the pool.
             deterministic: no dropout.
             dropout_rng: a random key; the ``"dropout"`` stream when omitted.
 
         Returns:
-            ``[batch, seq, out_features]``, or the rank of x; with pages ``(out, (k, v))``, with the updated pool.
+            ``[batch, seq, out_features]``, with x's rank; with pages ``(out, (k, v))``, with the updated pool.
 
         Raises:
-            SpecError, ShapeError, NoBackendError: naming the argument, its value and the remedy.
+            SpecError, ShapeError, NoBackendError: the message names the argument, its value and the remedy.
         """
         # merge_param raises an error if both or neither are set, so it must not run without a dropout rate.
         dropping = self.dropout_rate != 0 and not nn.merge_param("deterministic", self.deterministic, deterministic)

@@ -1,4 +1,4 @@
-"""warm_up: does the one-time work of a call before its first run."""
+"""warm_up: does in advance what a call's first run would do."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jax_frontend.dispatch import plan
 
 
 def warm_up(q: Any, k: Any, v: Any, *, needs_backward: bool | None = None, **options: Any) -> Selection:
-    """Chooses the backend of a call and, on a GPU, does what its kernels do only on their first run.
+    """Chooses the backend of a call, and on a GPU does what the call's first run would do with torch's kernels.
 
-    This prepares torch's kernels; ``jax.jit`` still compiles the program on its first call. The arguments are those of
-    ``explain``, as arrays or ``jax.ShapeDtypeStruct``; the result is the same Selection.
+    ``jax.jit`` still compiles the program on its first call. The function has the arguments of ``explain``, as arrays
+    or ``jax.ShapeDtypeStruct``, and returns the same Selection.
 
     Raises:
         NoBackendError: if no backend, or not the requested one, can run the call.

@@ -89,7 +89,7 @@ class _StepRunner:
         self._parts = parts_by_device(call.parts, jax.local_devices(backend="gpu")) if call.parts else None
 
     def run(self, values: tuple[Any, ...]) -> None:
-        """A ``Run``."""
+        """Runs the step on XLA's values; see ``Run``."""
         q = values[0]
         runs = _runs_of(self, self._part(values), q.device)
         if self._beside and runs.tiles:

@@ -92,7 +92,7 @@ class Derivative(NamedTuple):
         return [getattr(gradients, f"d{name}").reshape(getattr(inputs, name).shape) for name in self.moving]
 
     def _split(self, arrays: tuple[Any, ...]) -> tuple[Inputs, Any, Any]:
-        """(inputs, out, lse) from the residuals, which come first among the arrays."""
+        """Returns (inputs, out, lse) from the residuals, which come first among the arrays."""
         residuals = dict(zip(self.names, arrays, strict=False))
         out, lse = residuals.pop("out"), residuals.pop("lse", None)
         return Inputs(**{"k": None, "v": None, **residuals}), out, lse

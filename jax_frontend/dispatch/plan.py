@@ -52,7 +52,7 @@ def plan(
         device: the device's name, from ``device_name``.
         requested: ``backend=`` of the call, or the names from ``use_backend``.
     """
-    selection = select(*select_arguments(metadata, device, options, needs_backward, bias_gradient, requested))
+    selection = select(*_request(metadata, device, options, needs_backward, bias_gradient, requested))
     spec = selection.spec
     one_row = spec.packed and metadata[0] is not None and len(metadata[0][0]) == 4
     return Plan(spec, selection.backend or "", device, one_row, requested=selection.requested)
@@ -60,10 +60,10 @@ def plan(
 
 def explanation(*arguments: Any) -> Selection:
     """Returns the Selection behind ``plan``, whether or not a backend can run the call."""
-    return compiled_lane.with_program_reasons(explain(*select_arguments(*arguments)))
+    return compiled_lane.with_program_reasons(explain(*_request(*arguments)))
 
 
-def select_arguments(
+def _request(
     metadata: tuple[Metadata | None, ...],
     device: str,
     options: Options,

@@ -44,31 +44,31 @@ def paged_attention(
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Computes attention of each sequence's new tokens on its keys and values in pages: for decoding and prefill.
+    """Computes attention of each sequence's new tokens to its keys and values in pages: decoding or chunked prefill.
 
-    Query i of a sequence with n new tokens out of N sees key ``j <= i + N - n``; windows follow that diagonal. The new
-    tokens' own keys and values must be in the pages already: call ``append_kv`` first. Inference only. Under jit,
-    lengths and tables are traced values, so nothing is traced again as long as the shapes stay the same.
+    Query i of a sequence with n new tokens out of N sees key ``j <= i + N - n``; windows align to the same diagonal.
+    The pages must already hold the new tokens' own keys and values: call ``append_kv`` first. Inference only. Under
+    jit, lengths and tables are traced values, so nothing is traced again as long as the shapes stay the same.
 
     Args:
         q: ``[tokens, heads, head_dim]``, the new tokens of all sequences end to end.
         k_pages: ``[num_pages, page_size, kv_heads, head_dim]``, the pool.
         v_pages: ``[num_pages, page_size, kv_heads, value_dim]``.
-        block_table: int32 ``[batch, width]``: each sequence's pages in order, then -1; a JAX or numpy array.
-        seq_lens: int32 ``[batch]``: the tokens of each sequence, its new ones included.
+        block_table: int32 ``[batch, width]``: each sequence's pages in order, -1 behind them; a JAX or numpy array.
+        seq_lens: int32 ``[batch]``: the length of each sequence, its new tokens included.
         cu_seqlens_q: int32 ``[batch + 1]``, the offsets of the sequences in q; None if each has one new token.
-        max_len_q: host int, an upper bound of the new tokens of a sequence; q's token count if None.
+        max_len_q: an int on the host, at least the most new tokens of a sequence; the tokens of q if None.
         causal, window, softcap, scale, sinks, deterministic: as in ``attention``.
         backend: a name, which runs or raises; names in order of preference; or None for automatic choice.
         return_lse: also return the log-sum-exp, ``[heads, tokens]``, natural log, float32.
 
     Returns:
         The output ``[tokens, heads, value_dim]``; or ``(output, lse)``. A query that sees no key has output 0 and its
-        sink, or -inf, as lse. A query after the last offset has output 0 and lse -inf.
+        sink, or -inf, as lse. A query behind the last offset has output 0 and lse -inf.
 
     Raises:
         ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments. The values of tables on the host are
-            checked. Other tables are not checked, but no value in them can make a kernel access memory out of bounds.
+            checked here. Kernels check or clamp the values of other tables when they run.
         NoBackendError: if no backend, or not the requested one, can run the call; the message has every reason.
     """
     inputs = _gather_arguments(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks)
@@ -102,7 +102,7 @@ def explain_paged(
     options = arguments.checked_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     requested = requested_names(backend) or override.requested()
     return compiled_lane.with_program_reasons(
-        explain(*_select_arguments(_metadata(inputs), plan.device_name(q), options, requested))
+        explain(*_request(_metadata(inputs), plan.device_name(q), options, requested))
     )
 
 
@@ -174,11 +174,11 @@ _append_donated = jax.jit(_append, donate_argnums=(0, 1))
 def _plan(
     metadata: tuple[Metadata | None, ...], device: str, options: Options, requested: tuple[str, ...] | None
 ) -> plan.Plan:
-    selection = select(*_select_arguments(metadata, device, options, requested))
+    selection = select(*_request(metadata, device, options, requested))
     return plan.Plan(selection.spec, selection.backend or "", device, one_row=False, requested=selection.requested)
 
 
-def _select_arguments(
+def _request(
     metadata: tuple[Metadata | None, ...], device: str, options: Options, requested: tuple[str, ...] | None
 ) -> tuple[AttentionSpec, Target, tuple[str, ...] | None]:
     facts = (entry and ArrayFacts(tuple(entry[0]), str(entry[1]), device) for entry in metadata)

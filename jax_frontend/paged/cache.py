@@ -1,4 +1,4 @@
-"""PagedKVCache: the page pools and the page allocator of a model's key/value cache."""
+"""PagedKVCache: the page pools of all layers of a model, with their allocator."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class PagedKVCache:
     """The keys and values of all layers, in pages that the sequences share.
 
     Args:
-        num_layers: layers of the model. Each layer has a pool; all layers use the same block table.
-        num_pages, page_size: the size of each pool, which holds ``num_pages * page_size`` tokens.
-        kv_heads, head_dim: the shape of a token's key. value_dim: the channels of its value, head_dim if None.
-        dtype, device: dtype and device of the pools. The device is a JAX device or a sharding.
+        num_layers: the layers of the model. Every layer has a pool; all layers share one block table.
+        num_pages, page_size: the size of each pool, which has room for ``num_pages * page_size`` tokens.
+        kv_heads, head_dim, value_dim: the sizes of a token's key and value; value_dim is head_dim if None.
+        dtype, device: the dtype and the device of the pools. The device is one of JAX's, or a sharding.
 
     Attributes:
         k_pages, v_pages: a pool for each layer, ``[num_pages, page_size, kv_heads, dim]``.
         allocator: assigns pages to sequences; ``allocator.report()`` returns how full the pools are.
 
-    For a step of a model, call ``step`` once with the sequences that continue, then ``update`` and ``attend`` in every
+    In each step of a model, call ``step`` once for the continuing sequences, then ``update`` and ``attend`` in every
     layer.
     """
 
@@ -65,31 +65,30 @@ class PagedKVCache:
         self.allocator.fork(parent, name, tokens)
 
     def free(self, name: Hashable) -> None:
-        """Ends a sequence; other sequences can then use its pages."""
+        """Ends a sequence and frees its pages."""
         self.allocator.free(name)
 
     def step(self, names: Sequence[Hashable], new: int | Sequence[int] = 1, *, width: int | None = None) -> Step:
-        """Allocates pages for each sequence's new tokens, and returns the tables of this step on the device.
+        """Reserves slots for new tokens of each sequence and returns the step: its tables are on the device.
 
         A page that a sequence shares with others is copied before the sequence writes to it.
 
         Args:
             names: the sequences, in the order of their tokens in q, k and v.
             new: the number of new tokens, one for all sequences or one for each.
-            width: columns of the block table. With a fixed width, shapes stay the same from step to step, so jit does
-                not trace again.
+            width: columns of the table. A fixed width keeps shapes equal in every step, so jit does not trace again.
 
         Raises:
-            PoolFullError: if the pool has too few free pages; SpecError: for invalid arguments. After either error the
-                cache is unchanged.
+            PoolFullError: if the pool has too few free pages. SpecError: for invalid arguments. Both leave the cache
+                unchanged.
         """
         return take_step(self.allocator, names, new, width, self._copy, self._to_device)
 
     def update(self, layer: int, k: Array, v: Array, step: Step) -> None:
-        """Writes a layer's new keys and values, ``[tokens, kv_heads, dim]``, into the step's pages.
+        """Writes a layer's new keys and values, ``[tokens, kv_heads, dim]``, into the step's slots.
 
         Raises:
-            SpecError: as ``check`` does, and for a layer that does not exist. Nothing is written then.
+            SpecError: as in ``check``, and for a layer that does not exist. Nothing is written then.
         """
         layer = check_layer(layer, len(self.k_pages))
         self.check(step)
@@ -97,7 +96,7 @@ class PagedKVCache:
         self.k_pages[layer], self.v_pages[layer] = pools
 
     def attend(self, layer: int, q: Array, step: Step, **options: Any) -> Any:
-        """Computes ``paged_attention`` of a layer's queries ``[tokens, heads, head_dim]``, after ``check``."""
+        """Runs ``check``, then ``paged_attention`` of a layer's queries, ``[tokens, heads, head_dim]``."""
         layer = check_layer(layer, len(self.k_pages))
         self.check(step)
         k_pages, v_pages = self.k_pages[layer], self.v_pages[layer]
@@ -110,7 +109,7 @@ class PagedKVCache:
         return device
 
     def check(self, step: Step) -> None:
-        """Checks that a step's tables are still valid. ``update`` and ``attend`` do; call it before ``append_kv``.
+        """Checks that a step's tables are still valid. ``update`` and ``attend`` call it; call it before ``append_kv``.
 
         Raises:
             SpecError: naming the sequence that was freed, forked or stepped again after this step.
