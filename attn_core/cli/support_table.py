@@ -38,8 +38,12 @@ HEAD = f"""# What each backend supports
 This page shows what each backend can run. `make support` writes it from the claims of the backends; do not edit it.
 `{BOTH}`: forward and backward. `{FORWARD_ONLY}`: forward only. `{NONE}`: refused by name, with the reason.
 
-A claim covers one feature at a time. What two of them together, or a size, rule out is in the backend's `refuses`;
-`attn explain` with a call's options answers for that call.
+A claim covers one feature at a time. Rules about two features together, or about sizes, are in the backend's `refuses`.
+For one call, `attn explain` with the call's options shows every reason:
+
+```bash
+attn explain --heads 32 --kv-heads 8 --head-dim 128 --causal --softcap 50 --device sm90 --assume-installed
+```
 """
 
 
