@@ -1,8 +1,8 @@
-"""The backends, loaded by name, and the order of automatic choice.
+"""Loads backends by name, and holds the order of automatic choice.
 
-Each file or folder here is a backend, ``support`` (what a backend claims), ``contract`` (what its module offers) and
-``shared`` (helpers of several backends) apart. A backend imports neither torch nor jax nor its kernel at module level;
-functions do, when they run. So every backend can be selected, explained and documented on a machine without its kernel.
+Each file or folder here is a backend, except ``support`` (a backend's claims), ``contract`` (the members of its module)
+and ``shared`` (helpers of several backends). A backend imports neither torch nor jax nor its kernel at module level;
+its functions do, when they run. So every backend can be selected, explained and documented without its kernel.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ PREFERENCE = {
     ("torch", "cuda"): (*_CUDA, "math"),
     ("jax", "cuda"): (*_CUDA, "jax_cudnn", "jax_xla", "math"),
 }
-"""Automatic choice per (framework, kind of device), best first. A name left out runs only when asked for.
+"""Automatic choice per (framework, kind of device), best first. Other backends run only when requested.
 
 Both frameworks have the same order of torch's kernels, so that the same call gives the same bits in both. Where a
 device was measured, ``attn_core.selection.preference`` refines the order by the shape of the call."""
@@ -76,29 +76,29 @@ GPU on every call."""
 
 @cached_once
 def names() -> tuple[str, ...]:
-    """Every backend's name: the files and folders here, each followed by its variants."""
+    """Returns every backend's name: the files and folders here, each followed by its variants."""
     return tuple(_variants())
 
 
 @cached_once
 def _variants() -> dict[str, tuple[str, str | None]]:
-    """Name -> (file or folder, the word for its ``variant``, None for the backend itself)."""
-    found: dict[str, tuple[str, str | None]] = {}
+    """Returns name -> (file or folder, the argument of its ``variant``, None for the backend itself)."""
+    result: dict[str, tuple[str, str | None]] = {}
     for place in sorted(module.name for module in iter_modules(__path__) if module.name not in NOT_BACKENDS):
-        found[place] = (place, None)
-        found |= {name: (place, word) for name, word in getattr(_module(place, "cpu"), "VARIANTS", {}).items()}
-    return found
+        result[place] = (place, None)
+        result |= {name: (place, word) for name, word in getattr(_module(place, "cpu"), "VARIANTS", {}).items()}
+    return result
 
 
 @cached_once
 def load(name: str, kind: str = "cpu") -> Backend:
-    """The module of a backend for a kind of device.
+    """Returns the module of a backend for a kind of device.
 
     A backend is a file, ``flash2.py``, or a folder: ``flash4/backend.py`` for all devices, or one file for each kind,
     ``flex/cpu.py`` and ``flex/cuda.py``.
 
     Raises:
-        SpecError: for a name nobody knows, with the close matches.
+        SpecError: for an unknown name, with close matches.
     """
     check_name(name)
     place, word = _variants()[name]
@@ -117,23 +117,23 @@ def _module(place: str, kind: str) -> Any:
 
 @cached_once
 def _variant(module: Any, word: str) -> Backend:
-    made: Backend = module.variant(word)
-    return made
+    backend: Backend = module.variant(word)
+    return backend
 
 
 def modules(name: str) -> dict[str, Backend]:
-    """The modules behind a name, by kind of device: ``{"": module}``, or one for "cpu" and one for "cuda"."""
+    """Returns a backend's modules by kind of device: ``{"": module}``, or one for "cpu" and one for "cuda"."""
     main, cuda = load(name), load(name, "cuda")
     return {"": main} if cuda is main else {"cpu": main, "cuda": cuda}
 
 
 def kind_of(device: str) -> str:
-    """``"cuda"`` for a device such as "sm90", ``"rocm"`` for one such as "gfx942", else the device itself."""
+    """Returns "cuda" for a device such as "sm90", "rocm" for one such as "gfx942", else the device itself."""
     return "cuda" if device.startswith("sm") else "rocm" if device.startswith("gfx") else device
 
 
 def check_name(name: str) -> None:
-    """Raises SpecError for a name that no backend has, with the close matches."""
+    """Raises SpecError for a name that no backend has, with close matches."""
     if name not in _variants():
         from difflib import get_close_matches
 
@@ -144,19 +144,19 @@ def check_name(name: str) -> None:
 
 @cached_once
 def availability(name: str, kind: str = "cpu") -> tuple[str | None, str | None]:
-    """``(version, None)`` when the backend's kernel imports here, else ``(None, reason)``; any failure is a reason."""
+    """Returns ``(version, None)`` if the backend's kernel imports here, else ``(None, reason)``."""
     backend = load(name, kind)
     try:
         return backend.probe(), None
-    except (Exception, SystemExit) as error:  # an import may fail in any way; it is this backend's reason alone
+    except (Exception, SystemExit) as error:  # an import may fail in any way, and must not affect other backends
         return None, f"not available: {type(error).__name__}: {error} (needs {backend.REQUIRES})"
 
 
 @cached_once
 def installed_build(name: str, device: str) -> Build | None:
-    """What is particular about the installed build of an available backend on a device of this machine, if anything.
+    """Returns the build of an available backend on a device of this machine, or None if the backend has no ``build``.
 
-    Raises whatever looking raises: the caller makes a reason of it.
+    Errors of ``build`` propagate; the caller turns them into a reason.
     """
-    look = getattr(load(name, kind_of(device)), "build", None)
-    return None if look is None else look()
+    build = getattr(load(name, kind_of(device)), "build", None)
+    return None if build is None else build()

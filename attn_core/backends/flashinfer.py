@@ -3,7 +3,7 @@
 Unproven: this project never ran it on a GPU. The tests cover everything around the wrapper, with a stand-in of its
 signatures, which are those of flashinfer 0.6.
 
-It runs only when it is asked for by name. The wrapper's ``plan`` schedules the work on the host and needs the lengths
+It runs only when requested by name. The wrapper's ``plan`` schedules the work on the host and needs the lengths
 there, so each call waits for the GPU to copy the tables back; no other backend does. Having them on the host, it checks
 them by value, as on a CPU. A CUDA graph cannot capture that copy: there the call is refused. FlashInfer's calls
 without a plan (``trtllm_batch_decode_with_kv_cache``, XQA) return no log-sum-exp, so they are no way around it.
@@ -59,11 +59,11 @@ WRITES_INTO = True
 
 HEAD_DIMS = (64, 128, 256)
 WORKSPACE = 128 * 2**20
-"""Bytes of the workspace, as FlashInfer recommends."""
+"""Bytes of the workspace; the size that FlashInfer recommends."""
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """Calls without pages, other widths, windows with a right side, old GPUs, and the limits of a grid."""
+    """Refuses calls without pages, unsupported widths, windows with a right side, old GPUs, and too large grids."""
     reasons = list(limits(spec, device, NAME))
     if spec.paged is None:
         reasons.append(f"keys and values not in pages: {NAME} is called on pages alone")
@@ -75,7 +75,7 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
 
 
 def probe() -> str:
-    """FlashInfer's version, once its wrapper imports."""
+    """Imports FlashInfer's wrapper and returns FlashInfer's version."""
     package = import_module("flashinfer")
     _ = package.BatchPrefillWithPagedKVCacheWrapper
     return str(package.__version__)
@@ -83,7 +83,7 @@ def probe() -> str:
 
 @lru_cache(maxsize=4096)
 def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """The arguments of the wrapper's ``plan``, its tables and dtypes aside."""
+    """Returns the arguments of the wrapper's ``plan``, except tables and dtypes."""
     (left, right), paged = _sides(spec), spec.paged
     assert paged is not None
     return {
@@ -99,7 +99,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 
 
 def _sides(spec: AttentionSpec) -> tuple[int | None, int | None]:
-    """How far a query sees to the left and to the right; None where that hides nothing of any sequence."""
+    """Returns how far a query sees to the left and right; None if that hides nothing of any sequence."""
     capacity = spec.paged.capacity if spec.paged else spec.kv_len
     left, right = (None if side is None or side >= capacity else side for side in band(spec)[:2])
     return left, right
@@ -146,7 +146,7 @@ def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
 
 
 def _on_the_host(spec: AttentionSpec, inputs: Any) -> tuple[Any, PagedRows]:
-    """(int32 offsets of the queries as a CPU tensor, the table by rows), both checked by value."""
+    """Returns the queries' int32 offsets as a CPU tensor, and the table's rows, both checked by value."""
     import torch
 
     assert spec.paged is not None
@@ -165,25 +165,25 @@ def _named(rows: PagedRows) -> dict[str, Any]:
 
 
 _OF_THREAD = threading.local()
-"""Each thread's wrappers, by device and stream: two calls at once must not plan in one workspace."""
+"""Each thread's wrappers, by device and stream: simultaneous calls must not plan in one workspace."""
 
 
 def _wrapper(device: Any) -> Any:
     import torch
 
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    made: dict[Any, Any] = _OF_THREAD.__dict__.setdefault("wrappers", {})
-    if (device, stream) not in made:
+    wrappers: dict[Any, Any] = _OF_THREAD.__dict__.setdefault("wrappers", {})
+    if (device, stream) not in wrappers:
         workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
         make = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
-        made[device, stream] = make(workspace, kv_layout="NHD", backend="fa2")
-    return made[device, stream]
+        wrappers[device, stream] = make(workspace, kv_layout="NHD", backend="fa2")
+    return wrappers[device, stream]
 
 
 def backward(spec: AttentionSpec, inputs: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
-    """None: keys and values in pages are for inference."""
+    """Raises: paged keys and values are for inference."""
     raise NotImplementedError(f"backward: {NAME} has no gradient")
 
 
 KERNEL = rewrites.Kernel(_forward, backward, lambda dim: dim)
-"""What ``torch_rewrites`` completes: sinks alone, no width is padded."""
+"""The kernel that ``shared.rewrites`` completes with sinks; no width is padded."""

@@ -47,7 +47,7 @@ BACKWARD = None
 
 
 class Function(NamedTuple):
-    """A function of the package: its name, its claims, what it is asked for, and the flag that says it was compiled."""
+    """A function of the package: its name, claims and fixed arguments, and the package's flag that it was compiled."""
 
     name: str
     support: Support
@@ -62,7 +62,7 @@ def _named(kernel: str, *devices: str) -> Support:
 
 
 _TWO_SUMS = {"pv_accum_dtype": "fp32+fp32"}
-"""The fp8 tensor cores sum 22 bits of a float32; every few steps into a whole one."""
+"""The fp8 tensor cores add with 22 bits of a float32; every few steps the sum is added to a full float32."""
 FUNCTIONS = {
     "auto": Function("sageattn", FORWARD, {}),
     "fp16_triton": Function("sageattn_qk_int8_pv_fp16_triton", _named("fp16 Triton"), {}),
@@ -75,7 +75,7 @@ FUNCTIONS = {
     ),
 }
 _KEYS, _ROWS = 64, 128
-"""Keys and query rows that a Triton kernel takes at once."""
+"""Keys and query rows of a Triton kernel's block."""
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
 
 
 def _refuses(word: str, spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """What the kernels get wrong: causal calls that are no square, and keys that fill no block of a Triton kernel's."""
+    """Refuses causal calls with q_len != kv_len, partial key blocks of the Triton kernel, and 32-bit overflows."""
     kernel, square = FUNCTIONS[word].support.kernel, spec.q_len == spec.kv_len
     triton = word == "fp16_triton" or (word == "auto" and (build is None or build.version < (2,) or device == "sm86"))
     reasons = [*kernel_limits.grid(spec, kernel)]
@@ -103,7 +103,7 @@ def _refuses(word: str, spec: AttentionSpec, device: str, build: Build | None) -
 
 
 def probe() -> str:
-    """The package's version, once its function is there."""
+    """Imports the package's function and returns the package's version."""
     return _probe("auto")
 
 
@@ -128,13 +128,13 @@ def build() -> Build:
 
 
 def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """The arguments of ``sageattn``."""
+    """Returns the arguments of ``sageattn``."""
     return _lower("auto", spec)
 
 
 @lru_cache(maxsize=4096)
 def _lower(word: str, spec: AttentionSpec) -> dict[str, Any]:
-    """The function's own arguments; ``rows`` is how many q, k and v are padded to, ``repeat`` how often k's heads are.
+    """Returns the function's arguments. rows: the padded length of q, k and v. repeat: the repeats of k's heads.
 
     The package's own choice of 2.x smooths k again and cannot correct the log-sum-exp of grouped heads for it.
     """
@@ -161,7 +161,7 @@ def _width(dim: int) -> int:
 
 
 def _half(word: str, spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
-    """(out, lse) of q, k and v of a width that the kernels have; NaN for a log-sum-exp that nobody asked for."""
+    """Returns (out, lse) at a width that the kernels have. The log-sum-exp is NaN if it was not requested."""
     import torch
 
     how = _lower(word, spec)
@@ -175,10 +175,10 @@ def _half(word: str, spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[An
         if how["repeat"] > 1:
             keys_and_values = (tensor.repeat_interleave(how["repeat"], dim=2) for tensor in operands[1:])
             operands = (operands[0], *keys_and_values)
-        found = _function(how["function"])(*operands, **how["arguments"])
+        result = _function(how["function"])(*operands, **how["arguments"])
         if not spec.return_lse:
-            return found[:, : spec.q_len], q.new_full(spec.lse_shape, torch.nan, dtype=torch.float32)
-        out, lse = found[0][:, : spec.q_len], found[1][..., : spec.q_len]
+            return result[:, : spec.q_len], q.new_full(spec.lse_shape, torch.nan, dtype=torch.float32)
+        out, lse = result[0][:, : spec.q_len], result[1][..., : spec.q_len]
         means = mean.float().repeat_interleave(spec.group_size, dim=2)
         taken = (q.float() * means).sum(-1).transpose(1, 2)  # [batch, heads, q_len]: q . mean, taken from every score
         return out, lse + spec.scale * taken
@@ -199,7 +199,7 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
 
 
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
-    """None: SageAttention has no gradient, and BACKWARD says so."""
+    """Raises: SageAttention has no gradient (BACKWARD is None)."""
     return _no_gradient()
 
 
@@ -207,7 +207,7 @@ VARIANTS = {f"sage_{word}": word for word in ("fp16_cuda", "fp16_triton", "fp8_c
 
 
 def variant(word: str) -> Any:
-    """One kernel of 2.x as a backend of its own: fp16_cuda, fp16_triton, fp8_cuda or fp8_cuda_sm90."""
+    """Returns one kernel of 2.x as a backend: fp16_cuda, fp16_triton, fp8_cuda or fp8_cuda_sm90."""
     return SimpleNamespace(
         FRAMEWORK=FRAMEWORK,
         REQUIRES="sageattention>=2",

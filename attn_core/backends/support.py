@@ -1,4 +1,4 @@
-"""Support: what one backend declares it can run, and the sentence each unmet claim turns into."""
+"""Support: the claims of one backend, and the refusal for each unmet claim."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from attn_core.call.spec import AttentionSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Support:
-    """A backend's claims. Everything is denied unless claimed; every claim is proven by a generated test.
+    """A backend's claims. Everything is denied unless claimed; generated tests prove every claim.
 
     Attributes:
-        kernel: how a refusal names the kernel, e.g. ``"the aten CPU flash kernel"``.
+        kernel: the kernel's name in refusals, e.g. ``"the aten CPU flash kernel"``.
         devices: ``"cpu"``, ``"cuda"`` (any NVIDIA GPU), ``"sm90"``, ...
         dtypes: of q, k and v.
         max_head_dim: largest head_dim and value_dim, or None; head_dim_multiple: both must divide by it.
@@ -28,12 +28,12 @@ class Support:
         deterministic: it can promise equal bits on every run.
         lse: it returns the log-sum-exp; lse_gradient: its backward takes a gradient of it.
         partial: it can attend to a part of each row's keys: it returns the log-sum-exp, and its backward computes with
-            the output and the log-sum-exp that it is given, those of whole rows.
-        portable_dropout: it drops just the weights that ``call.dropout`` names, not those of its own generator.
+            the output and the log-sum-exp of whole rows.
+        portable_dropout: it drops exactly the weights that ``call.dropout`` drops, not those of its own generator.
         symbolic: it takes a batch, lengths and a number of documents that ``jax.export`` leaves open.
         approximate: its numbers are not right to the precision of its dtypes (quantised inputs, say), so that it runs
-            only when it is asked for by name.
-        unproven: this project never ran its kernel on a GPU, so it runs only when it is asked for by name.
+            only when requested by name.
+        unproven: this project never ran its kernel on a GPU, so it runs only when requested by name.
     """
 
     kernel: str
@@ -65,20 +65,20 @@ class Support:
     symbolic: bool = False
 
     def runs_on(self, device: str) -> bool:
-        """Whether the claim covers a device such as ``"cpu"`` or ``"sm90"``."""
+        """Returns whether the claim covers a device such as ``"cpu"`` or ``"sm90"``."""
         return device in self.devices or (device.startswith("sm") and "cuda" in self.devices)
 
 
 @dataclass(frozen=True)
 class Build:
-    """What is particular about an installed build of a kernel: found once by looking, plain data from then on.
+    """The properties of an installed build of a kernel, determined once. Plain data.
 
     Attributes:
-        name: how a refusal names the build, e.g. ``"ROCm CK"``.
+        name: the build's name in refusals, e.g. ``"ROCm CK"``.
         without: claims of Support that it lacks, and ``"backward"`` if it has no gradient.
         max_head_dim: the largest head dimension it was compiled for, if that is less than its Support says.
-        head_dims: the widths it was compiled for, ascending; empty where every width runs.
-        version: of the library that decides what is right, e.g. cuDNN's ``(9, 19, 0)``; empty where it does not matter.
+        head_dims: the widths it was compiled for, ascending; empty if every width runs.
+        version: of the library whose faults matter, e.g. cuDNN's ``(9, 19, 0)``; empty if it does not matter.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Build:
 
 
 def narrowed(support: Support | None, build: Build | None) -> Support | None:
-    """The claims that are left of ``support`` in an installed build; None for a backward that it lacks."""
+    """Returns the claims of ``support`` that hold for an installed build; None for a backward that it lacks."""
     if support is None or build is None:
         return support
     claims = [field.name for field in fields(Support) if field.default is False]
@@ -105,9 +105,9 @@ Check = Callable[[Support, AttentionSpec], str | None]
 
 
 def unmet(support: Support, spec: AttentionSpec, device: str) -> tuple[str, ...]:
-    """Every reason why the claims do not cover the call, in the order of the spec's fields; empty when they do.
+    """Returns every reason why the claims do not cover the call, in the order of the spec's fields; empty if they do.
 
-    A spec field that asks for something and has no check here is refused: new fields are denied by default.
+    A spec field that differs from its default and has no check here is refused: new fields are denied by default.
     """
     reasons = (
         [] if support.runs_on(device) else [f"device {device}: {support.kernel} needs {' or '.join(support.devices)}"]
@@ -128,12 +128,12 @@ def _feature_reasons(support: Support, spec: AttentionSpec) -> Iterator[str]:
 
 
 def _nothing(support: Support, spec: AttentionSpec) -> None:
-    """For fields that every backend takes as they come."""
+    """Checks nothing: for fields that every backend supports."""
 
 
-def _flag(claim: str, asked: Callable[[AttentionSpec], object], what: Callable[[AttentionSpec], str]) -> Check:
+def _flag(claim: str, requested: Callable[[AttentionSpec], object], what: Callable[[AttentionSpec], str]) -> Check:
     def check(support: Support, spec: AttentionSpec) -> str | None:
-        if not asked(spec) or getattr(support, claim):
+        if not requested(spec) or getattr(support, claim):
             return None
         return f"{what(spec)}: {support.kernel} has none"
 

@@ -1,17 +1,17 @@
-"""torch's own flash attention on keys and values in pages: the kernel under ``torch.nn.attention.varlen.varlen_attn``.
+"""torch's own flash attention on paged keys and values: the kernel of ``torch.nn.attention.varlen.varlen_attn``.
 
 Limits: paged calls only, forward only; fp16 and bf16, head_dim a multiple of 8 up to 256 and value_dim the same (a
-padded pool would be a copy of it), pages of multiples of 256 tokens, bottom-right alignment; windows, no softcap. Sinks
-come from ``torch_rewrites``.
+padded pool would be a copy of it), pages of multiples of 256 tokens, bottom-right alignment; windows, no softcap.
+``shared.rewrites`` adds sinks.
 Upstream: ``aten::_flash_attention_forward`` with a ``block_table``, torch 2.13 and later; FlashAttention 2 inside.
 Unproven: this project never ran it on a GPU, so it runs only by name. The tests cover everything around the kernel,
 with a stand-in of the op's own schema.
 
-The raw op is called, not ``varlen_attn``, which wraps it in a custom op (costly in eager calls) and returns the same.
-Put right here: keys are never split (``num_splits=1``), which the kernel gets wrong for packed queries (pytorch issue
-194167: the rows of all sequences but the first are not written); ``max_q`` is never 1, whose shortcut for grouped heads
-writes to another place than ``out``; a log-sum-exp of +inf for rows that see nothing. Equal calls give equal bits.
-While another implementation is active (``activate_flash_attention_impl``), calls are refused: the op is then not this.
+We call the raw op, because ``varlen_attn`` wraps it in a custom op (costly in eager calls) and returns the same.
+Corrections: keys are never split (``num_splits=1``), because splits are wrong for packed queries (pytorch issue 194167:
+only the rows of the first sequence are written); ``max_q`` is never 1, because that path for grouped heads does not
+write to ``out``; the log-sum-exp of rows that see no key (+inf in the op). Equal calls give equal bits.
+While another implementation is active (``activate_flash_attention_impl``), calls are refused: it replaces the op.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ PAGES_ALONE = True
 WRITES_INTO = True
 
 NEEDED = ("seqused_k", "block_table", "num_splits")
-"""Arguments that the op has not had in every torch."""
+"""Arguments that the op lacks in some versions of torch."""
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """Calls without pages, pages of other sizes, old GPUs, and the limits of a grid."""
+    """Refuses calls without pages, unsupported page sizes, old GPUs, and calls beyond the launch grid."""
     reasons = list(limits(spec, device, NAME))
     if spec.paged is None:
         reasons.append(f"keys and values not in pages: {NAME} reads pages alone")
@@ -69,7 +69,7 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
 
 
 def probe() -> str:
-    """torch's version, once its op is known to take a block table and to have a kernel."""
+    """Checks that the op takes a block table and has a kernel, and returns torch's version."""
     import torch
 
     for op in _kernels():
@@ -83,19 +83,19 @@ def probe() -> str:
 
 @cache
 def _kernels() -> tuple[Any, Any]:
-    """The op, and the one that stores into a tensor it is given; ImportError where this torch has no such op."""
+    """Returns the op and its in-place form. Raises ImportError if this torch lacks one."""
     import torch
 
     names = ("_flash_attention_forward", "_flash_attention_forward_no_dropout_inplace")
-    found = tuple(getattr(torch.ops.aten, name, None) for name in names)
-    if None in found:
-        raise ImportError(f"torch {torch.__version__}: it has no aten::{names[found.index(None)]}")
-    return found[0].default, found[1].default  # type: ignore[union-attr]
+    ops = tuple(getattr(torch.ops.aten, name, None) for name in names)
+    if None in ops:
+        raise ImportError(f"torch {torch.__version__}: it has no aten::{names[ops.index(None)]}")
+    return ops[0].default, ops[1].default  # type: ignore[union-attr]
 
 
 @lru_cache(maxsize=4096)
 def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """The op's own arguments.
+    """Returns the op's arguments.
 
     The kernel takes a side of ``max_k`` or more for an open one, and an open one beside a bounded one for ``max_k``,
     so that is more than any distance. Both lengths are upper bounds.
@@ -135,24 +135,24 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple
 def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
     assert spec.paged is not None
     (k, v), (table, lengths) = pools(inputs), safe_tables(spec.paged, inputs)
-    given, queries = dict(lower(spec)), query_offsets(spec, inputs)
+    settings, queries = dict(lower(spec)), query_offsets(spec, inputs)
     place = None if into is None else rewrites.writable(into[0])
     op = _kernels()[0] if place is None else partial(_kernels()[1], place)
-    made = op(  # how many keys a sequence has comes from seqused_k; the key offsets must be there and are not read
-        *(rewrites.readable(inputs.q), k, v, queries, queries, given.pop("max_q"), given.pop("max_k")),
-        *(0.0, given.pop("is_causal"), False),
+    results = op(  # the op takes the lengths from seqused_k; it requires key offsets but does not read them
+        *(rewrites.readable(inputs.q), k, v, queries, queries, settings.pop("max_q"), settings.pop("max_k")),
+        *(0.0, settings.pop("is_causal"), False),
         seqused_k=lengths,
         block_table=table.contiguous(),
-        **given,
+        **settings,
     )
-    out, lse = made[:2] if place is None else (place, made)
+    out, lse = results[:2] if place is None else (place, results)
     return out, lse.nan_to_num_(nan=math.nan, posinf=-math.inf, neginf=-math.inf)
 
 
 def backward(spec: AttentionSpec, inputs: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
-    """None: keys and values in pages are for inference."""
+    """Raises: paged keys and values are for inference."""
     raise NotImplementedError(f"backward: {NAME} has no gradient")
 
 
 KERNEL = rewrites.Kernel(_forward, backward, lambda dim: dim)
-"""What ``torch_rewrites`` completes: sinks alone, no width is padded."""
+"""The kernel that ``shared.rewrites`` completes with sinks; no width is padded."""

@@ -61,6 +61,6 @@ class _OldPaths(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Makes the old paths importable. The finder comes last, so it is asked only for what is nowhere else."""
+    """Makes the old paths importable. The finder is last, so that it affects no other module."""
     if not any(isinstance(finder, _OldPaths) for finder in sys.meta_path):
         sys.meta_path.append(_OldPaths())
