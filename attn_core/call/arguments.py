@@ -56,7 +56,7 @@ def check_qkv_as_one(facts: ArrayFacts, packed: bool) -> None:
 def build_spec(
     arrays: Arrays, options: Options, *, needs_backward: bool = False, bias_gradient: bool = False
 ) -> AttentionSpec:
-    """The spec of a call.
+    """Builds the spec of a call.
 
     Raises:
         ShapeError, DTypeError, DeviceError, SpecError: naming argument, value, what was expected and the remedy.
@@ -131,7 +131,7 @@ def _check_dtypes(arrays: Arrays) -> None:
 
 
 def _rows(arrays: Arrays, packed: bool) -> list[tuple[int, ...]]:
-    """The shapes of q, k, v as ``[batch, seq, heads, dim]``."""
+    """Returns the shapes of q, k, v as ``[batch, seq, heads, dim]``."""
     rank = len(arrays.q.shape)
     for name in ("q", "k", "v"):
         shape = getattr(arrays, name).shape
@@ -205,7 +205,7 @@ def _documents(arrays: Arrays, options: Options) -> int | None:
 
 
 def _four(name: str, facts: ArrayFacts | None) -> Shape4 | None:
-    """A mask's or bias's shape with leading axes of 1 put in front, as broadcasting reads it."""
+    """Returns a mask's or bias's shape, padded in front with axes of 1 as broadcasting does."""
     if facts is None:
         return None
     shape = facts.shape
@@ -217,7 +217,7 @@ def _four(name: str, facts: ArrayFacts | None) -> Shape4 | None:
 
 
 def _warn_of_rows(mask: ArrayFacts | None, batch: int, q_len: int, kv_len: int) -> None:
-    """Warns of a mask that could be meant for the rows of a batch, and is read as [q, kv], as broadcasting does."""
+    """Warns of a mask [q, kv] (by broadcasting) that the caller may have meant as [batch, kv]."""
     if mask is not None and is_number(batch) and mask.shape == (batch, kv_len) and batch == q_len > 1:
         warnings.warn(
             f"mask: {list(mask.shape)} is read as [q, kv], the same for each row of the batch, which has as many rows "

@@ -1,4 +1,4 @@
-"""The shapes of an attention layer, as data: what the Flax and the torch layers agree on before any array exists."""
+"""The shapes of an attention layer as data, shared by the Flax and the torch layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from attn_core.errors import ShapeError, SpecError
 
 
 class HeadSizes(NamedTuple):
-    """How a layer splits its features: query heads, key/value heads, and the channels of q and k, and of v."""
+    """A layer's query heads, key/value heads, channels of q and k, and channels of v."""
 
     num_heads: int
     num_kv_heads: int
@@ -23,7 +23,7 @@ def head_sizes(
     head_dim: int | None = None,
     value_dim: int | None = None,
 ) -> HeadSizes:
-    """The sizes of a layer with the defaults filled in.
+    """Returns the sizes of a layer with the defaults filled in.
 
     Args:
         in_features: features of the queries' input; head_dim defaults to ``in_features // num_heads``.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from attn_core.call.options import flag
 from attn_core.call.seq_info import SeqInfo, is_host_int
 from attn_core.dropins.finetrainers import AttentionProvider
-from attn_core.dropins.keyword_bags import Stated, distances
+from attn_core.dropins.keyword_bags import Option, distances
 from attn_core.errors import SpecError
 
 
@@ -60,7 +60,7 @@ def interpret(provider: AttentionProvider, kwargs: Mapping[str, Any] | None) -> 
             _check_fixed(provider, key, value)
     softcap = stated.get("softcap")
     return Words(
-        window=distances(Stated("window", stated.get("window_size"), "attention_kwargs['window_size']")),
+        window=distances(Option("window", stated.get("window_size"), "attention_kwargs['window_size']")),
         softcap=None if isinstance(softcap, (int, float)) and softcap == 0 else softcap,
         alibi_slopes=stated.get("alibi_slopes"),
         deterministic=flag("attention_kwargs['deterministic']", stated.get("deterministic", False)),

@@ -35,7 +35,7 @@ BAGS: Mapping[str, Mapping[str, str | None]] = {
 
 
 @dataclass
-class Stated:
+class Option:
     """One option, its value in the bags, and the place that states it ("" if none does)."""
 
     name: str
@@ -62,7 +62,7 @@ def bag_of(config: Any, name: str) -> Mapping[str, Any]:
     return bag
 
 
-def stated_in(config: Any, branch: str) -> dict[str, Stated]:
+def stated_in(config: Any, branch: str) -> dict[str, Option]:
     """Returns every option by our name, with its value if a bag of the config states one.
 
     If the bag of the host's branch states dropout, that value counts: hosts drop weights in some branches only.
@@ -71,7 +71,7 @@ def stated_in(config: Any, branch: str) -> dict[str, Stated]:
         SpecError: for unknown keys, and bags that contradict each other.
     """
     names = (*dict.fromkeys(_FLASH.values()), "mask", "triangle", "blocks")
-    stated = {name: Stated(name) for name in names}
+    stated = {name: Option(name) for name in names}
     own_dropout = _states_dropout(config, branch)
     for bag, spellings in BAGS.items():
         for key, value in bag_of(config, bag).items():
@@ -93,13 +93,13 @@ def _states_dropout(config: Any, branch: str) -> bool:
     return any(option == "dropout" and values.get(key) is not None for key, option in BAGS[bag].items())
 
 
-def state_mask(stated: dict[str, Stated], value: Any, where: str) -> None:
+def state_mask(stated: dict[str, Option], value: Any, where: str) -> None:
     """Records a mask under "mask"; or under "blocks" (xformers'), or its type under "triangle" if it means causal."""
     name = "triangle" if _says_only_causal(value) else "blocks" if type(value).__name__ in NAMES else "mask"
     stated[name].state(type(value) if name == "triangle" else value, where)
 
 
-def distances(stated: Stated) -> tuple[int | None, int | None] | None:
+def distances(stated: Option) -> tuple[int | None, int | None] | None:
     """Returns flash-attn's window_size, in which -1 is unbounded, as distances; None if both sides are unbounded."""
     value = stated.value
     if value is None:

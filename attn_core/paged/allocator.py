@@ -18,34 +18,34 @@ from attn_core.paged.changes import Changes
 from attn_core.paged.report import PoolReport, picture, report_of
 
 MOST_TOKENS = 2**31 - 1
-"""What lengths, which are int32, can count."""
+"""The longest sequence: lengths are int32."""
 
 UNUSED = -1
-"""What stands in a block table where a sequence has no page."""
+"""The entry of a block table after a sequence's last page."""
 
 
 class PoolFullError(MemoryError):
-    """The pool has too few free pages for what was asked; nothing was changed."""
+    """The pool has too few free pages for the request. The allocator is unchanged."""
 
 
 class Copies(NamedTuple):
-    """Pages to copy, ``source[i]`` to ``target[i]``, before the sequence that was extended is written to."""
+    """Pages to copy, ``source[i]`` to ``target[i]``, before new tokens are written to the extended sequence."""
 
     source: tuple[int, ...] = ()
     target: tuple[int, ...] = ()
 
 
 class PageAllocator:
-    """Gives out the pages of a pool.
+    """Assigns the pages of a pool to sequences.
 
     Args:
         num_pages: pages in the pool.
         page_size: tokens in a page.
 
     Attributes:
-        changes: what was done to each sequence, and when.
+        changes: the last change of each sequence and its time.
 
-    A sequence is named by whatever the caller likes that can be hashed. Not for several threads at once.
+    Any hashable value can name a sequence. Not thread-safe.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -53,7 +53,7 @@ class PageAllocator:
             if not is_host_int(value) or value < 1:
                 raise SpecError(f"{name}={value!r}: expected a number of 1 or more")
         self.num_pages, self.page_size = int(num_pages), int(page_size)
-        self._free = list(range(self.num_pages))[::-1]  # a stack: the page freed last is the next one given out
+        self._free = list(range(self.num_pages))[::-1]  # a stack: the page freed last is assigned next
         self._holders = [0] * self.num_pages
         self._pages: dict[Hashable, list[int]] = {}
         self._lengths: dict[Hashable, int] = {}
@@ -63,7 +63,7 @@ class PageAllocator:
         return name in self._pages
 
     def __len__(self) -> int:
-        """How many sequences there are."""
+        """The number of sequences."""
         return len(self._pages)
 
     @property
@@ -73,7 +73,7 @@ class PageAllocator:
 
     @property
     def free_pages(self) -> int:
-        """The pages that nobody holds."""
+        """The number of pages of no sequence."""
         return len(self._free)
 
     def length(self, name: Hashable) -> int:
@@ -141,17 +141,17 @@ class PageAllocator:
         return Copies(source, target)
 
     def undo_extend(self, tokens: Mapping[Hashable, int]) -> Callable[[], None]:
-        """A function that puts these sequences back as they are now, after ``extend`` of all, or of the first of them.
+        """Returns a function that restores these sequences after ``extend`` of all of them, or of the first few.
 
-        An interrupt can stop a step after any of its sequences.
+        It must work for the first few, because an interrupt can stop a step after any of its sequences.
         """
-        kept = len(self._free) - self.needed(tokens)
-        taken = self._free[kept:]
+        untouched = len(self._free) - self.needed(tokens)
+        taken = self._free[untouched:]
         before = [(name, list(self._pages[name]), self._lengths[name]) for name in tokens]
         last = {pages[-1]: self._holders[pages[-1]] for _, pages, _ in before if pages}
 
         def undo() -> None:
-            self._free[kept:] = taken
+            self._free[untouched:] = taken
             for page in taken:
                 self._holders[page] = 0
             for page, holders in last.items():
@@ -162,19 +162,19 @@ class PageAllocator:
         return undo
 
     def needed(self, tokens: Mapping[Hashable, int]) -> int:
-        """The free pages that extending these sequences by so many tokens each would take."""
-        wanted, readers = 0, dict[int, int]()
+        """Returns how many free pages it would take to extend each sequence by its number of tokens."""
+        pages, readers = 0, dict[int, int]()
         for name, count in tokens.items():
             copies, more = self._growth(name, self._count(count))
-            wanted += more + copies
+            pages += more + copies
             if copies:
                 last = self._pages[name][-1]
                 readers[last] = readers.get(last, 0) + 1
-        # the last holder of a page that all others left for a copy writes to the page itself
-        return wanted - sum(count == self._holders[page] for page, count in readers.items())
+        # When all other sequences have copied a shared page, its last one writes to the page itself.
+        return pages - sum(count == self._holders[page] for page, count in readers.items())
 
     def _growth(self, name: Hashable, count: int) -> tuple[bool, int]:
-        """Whether the last page must be copied before ``count`` tokens are written behind it, and how many follow."""
+        """Returns whether the last page must be copied before appending ``count`` tokens, and how many pages follow."""
         length, pages = self.length(name), self._pages[name]
         copies = bool(count and length % self.page_size and self._holders[pages[-1]] > 1)
         return copies, self._pages_for(length + count) - len(pages)

@@ -1,4 +1,4 @@
-"""From the arguments of a paged call to its spec: the one place where both frontends' arguments are checked."""
+"""Checks the arguments of a paged call for both frontends and builds its spec."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attn_core.paged.tables import check_table_types
 
 
 class PagedArrays(NamedTuple):
-    """The facts of every array of a call, by the fields of ``PagedInputs``; None where there is none."""
+    """The metadata of every array of a call, by the fields of ``PagedInputs``; None for a missing array."""
 
     q: ArrayFacts
     k: ArrayFacts
@@ -26,7 +26,7 @@ class PagedArrays(NamedTuple):
 
 
 ARGUMENTS = ("q", "k_pages", "v_pages", "block_table", "seq_lens", "cu_seqlens_q", "sinks")
-"""What the caller calls them."""
+"""The names of these arrays as arguments."""
 
 
 def checked_options(
@@ -130,13 +130,13 @@ def check_pool(k_pages: ArrayFacts, v_pages: ArrayFacts) -> None:
 
 
 def check_append(named: dict[str, ArrayFacts | None]) -> None:
-    """Checks what ``append_kv`` is given, by the names of its arguments.
+    """Checks the arrays of ``append_kv``, by the names of its arguments.
 
     Raises:
         ShapeError, DTypeError, DeviceError: naming argument, value and what was expected.
     """
     check_one_place(named, "k_pages")
-    facts = {name: found for name, found in named.items() if found is not None}
+    facts = {name: array for name, array in named.items() if array is not None}
     k_pages, v_pages = facts["k_pages"], facts["v_pages"]
     check_pool(k_pages, v_pages)
     tokens = facts["k"].shape[0] if facts["k"].shape else 0

@@ -1,4 +1,4 @@
-"""Changes: what was done to the sequences of a pool, and when. A step asks whether its tables still hold."""
+"""Changes: records the last change of each sequence of a pool, so that a step can check that its tables are valid."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Changes:
     """Counts the changes of a pool's sequences.
 
     Attributes:
-        now: how many there were. It only grows.
+        now: the number of changes so far.
     """
 
     def __init__(self) -> None:
@@ -26,24 +26,24 @@ class Changes:
         self._last: dict[Hashable, _Change] = {}
 
     def note(self, name: Hashable, what: str) -> None:
-        """Notes what was done to a sequence; the first note is its start."""
+        """Records a change of a sequence; the first one is its start."""
         self.now += 1
         known = self._last.get(name)
         self._last[name] = _Change(self.now if known is None else known.started, self.now, what)
 
     def forget(self, name: Hashable) -> None:
-        """Notes that a sequence was freed; one that is started later under its name is another."""
+        """Records that a sequence was freed. A sequence started later under its name is a different one."""
         self.now += 1
         del self._last[name]
 
     def since(self, time: int, names: Iterable[Hashable]) -> tuple[Hashable, str] | None:
-        """The first of these sequences that changed after ``time``, and how; None where none did."""
+        """Returns the first of these sequences that changed after ``time``, and how; None if none did."""
         if time == self.now:
             return None
         for name in names:
-            found = self._last.get(name)
-            if found is None or found.started > time:
+            change = self._last.get(name)
+            if change is None or change.started > time:
                 return name, "freed"
-            if found.at > time:
-                return name, found.what
+            if change.at > time:
+                return name, change.what
         return None

@@ -1,4 +1,4 @@
-"""How full a pool of pages is: in numbers, and as a picture."""
+"""Reports how full a pool of pages is, in numbers and as a picture."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ if TYPE_CHECKING:
 
 
 class PoolReport(NamedTuple):
-    """How full a pool is, in pages but for the last two, which are tokens.
+    """The occupancy of a pool: num_pages, free and shared count pages, tokens and waste count tokens.
 
     Attributes:
-        num_pages: of the pool; free: those that nobody holds; shared: those that more than one sequence holds.
-        tokens: held by the sequences, a token in a shared page once.
-        waste: places for tokens in held pages that hold none: less than a page for each sequence.
+        num_pages: pages of the pool; free: pages of no sequence; shared: pages of more than one sequence.
+        tokens: tokens of the sequences; a token in a shared page counts once.
+        waste: unused slots in the pages of sequences: less than a page for each sequence.
     """
 
     num_pages: int
@@ -25,7 +25,7 @@ class PoolReport(NamedTuple):
 
 
 def report_of(allocator: PageAllocator) -> PoolReport:
-    """The report of an allocator's pool."""
+    """Returns the report of an allocator's pool."""
     filled: dict[int, int] = {}
     holders: dict[int, int] = {}
     for name in allocator.sequences:
@@ -40,7 +40,7 @@ def report_of(allocator: PageAllocator) -> PoolReport:
 
 
 def picture(allocator: PageAllocator) -> str:
-    """A line for each page, # for a place that holds a token, and who reads it."""
+    """Draws a line for each page: # for each token, and the names of the sequences that read the page."""
     report, size = report_of(allocator), allocator.page_size
     filled = [0] * allocator.num_pages
     readers: list[list[str]] = [[] for _ in range(allocator.num_pages)]
@@ -48,8 +48,8 @@ def picture(allocator: PageAllocator) -> str:
         for at, page in enumerate(allocator.pages(name)):
             filled[page] = max(filled[page], min(size, allocator.length(name) - at * size))
             readers[page].append(str(name))
-    held = allocator.num_pages - report.free
-    lines = [f"{allocator.num_pages} pages of {size}: {held} held, {report.shared} of them by several"]
+    used = allocator.num_pages - report.free
+    lines = [f"{allocator.num_pages} pages of {size}: {used} held, {report.shared} of them by several"]
     for page, (tokens, names) in enumerate(zip(filled, readers, strict=True)):
         lines.append(f"{page:>5} |{'#' * tokens}{'.' * (size - tokens)}| {', '.join(names) or 'free'}")
     return "\n".join(lines)

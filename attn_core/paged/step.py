@@ -1,4 +1,4 @@
-"""What a cache of pages knows on the host: which tokens come next, the tables of that step, and how long they hold.
+"""The host side of a paged cache: the next tokens of its sequences, the tables of that step, and their validity.
 
 No framework.
 """
@@ -37,7 +37,7 @@ class Step(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """What a layer reads and writes in a step: its pool, ``[num_pages, page_size, kv_heads, dim]``, and the tables."""
+    """A layer's pool, ``[num_pages, page_size, kv_heads, dim]``, and the tables of a step."""
 
     k: Any
     v: Any
@@ -45,7 +45,7 @@ class Pages(NamedTuple):
 
 
 def check_paged_layer(shape: tuple[int, ...], alignment: str, dropout: float, others: dict[str, Any]) -> None:
-    """Checks what a layer is given beside ``pages=``.
+    """Checks a layer's other arguments if ``pages=`` is passed.
 
     Args:
         shape: of x.
@@ -66,7 +66,7 @@ def check_paged_layer(shape: tuple[int, ...], alignment: str, dropout: float, ot
 
 
 class _Ticket(NamedTuple):
-    """What a step was made of: its sequences, and the time by the allocator's ``changes``."""
+    """The origin of a step: its sequences, and the time by the allocator's ``changes``."""
 
     table: weakref.ref[Any]
     allocator: PageAllocator
@@ -87,12 +87,12 @@ def take_step(
     copy: Callable[[Copies], None],
     there: Callable[[np.ndarray | None], Any],
 ) -> Step:
-    """The next step of a cache, which ``check_step`` knows; if anything fails, the allocator is as it was.
+    """Takes the next step of a cache and registers it for ``check_step``. On an error the allocator is unchanged.
 
     Args:
         names, new, width: as in ``advance``.
-        copy: copies pages of the pools; called where there are some.
-        there: puts a table where the pools are.
+        copy: copies pages of the pools; called only if there are any to copy.
+        there: copies a table to the pools' device.
 
     Raises:
         SpecError, PoolFullError: as ``advance`` does.
@@ -100,10 +100,10 @@ def take_step(
     counts = _counts(allocator, names, new, width)
     undo = allocator.undo_extend(counts)
     try:
-        made, copies = _advanced(allocator, counts, width)
+        tables, copies = _advanced(allocator, counts, width)
         if copies.source:
             copy(copies)
-        step = Step(there(made.block_table), there(made.seq_lens), there(made.cu_seqlens_q), made.max_len_q)
+        step = Step(there(tables.block_table), there(tables.seq_lens), there(tables.cu_seqlens_q), tables.max_len_q)
     except BaseException:
         undo()
         raise
@@ -114,7 +114,7 @@ def take_step(
 
 
 def check_step(allocator: PageAllocator, step: Step) -> None:
-    """Checks that a step's tables still are those of its sequences. A step of tables made by hand is not known here.
+    """Checks that a step's tables still match its sequences. Steps that were not taken by ``take_step`` pass unchecked.
 
     Raises:
         SpecError: naming the sequence that was freed, forked or stepped again since then; or for what is no step.
@@ -152,8 +152,8 @@ def advance(
 
 
 def _advanced(allocator: PageAllocator, counts: dict[Hashable, int], width: int | None) -> tuple[Step, Copies]:
-    made = [allocator.extend(name, count) for name, count in counts.items()]
-    copies = Copies(sum((c.source for c in made), ()), sum((c.target for c in made), ()))
+    extensions = [allocator.extend(name, count) for name, count in counts.items()]
+    copies = Copies(sum((c.source for c in extensions), ()), sum((c.target for c in extensions), ()))
     names, each = list(counts), list(counts.values())
     offsets = None if all(count == 1 for count in each) else np.cumsum([0, *each]).astype(np.int32)
     table, lengths = allocator.block_table(names, width), allocator.seq_lens(names)
@@ -163,7 +163,7 @@ def _advanced(allocator: PageAllocator, counts: dict[Hashable, int], width: int 
 def _counts(
     allocator: PageAllocator, names: Sequence[Hashable], new: int | Sequence[int], width: int | None
 ) -> dict[Hashable, int]:
-    """The new tokens of each sequence, once everything about a step was checked."""
+    """Checks the arguments of a step and returns the new tokens of each sequence."""
     named = _listed("names", names)
     for name in named:
         allocator.length(name)  # raises for one that is unknown
@@ -182,7 +182,7 @@ def _counts(
 
 
 def _listed(name: str, values: Any) -> list[Any]:
-    """A list of what was given; SpecError for what is no list, tuple, array or the like."""
+    """Returns the values as a list. Raises SpecError if they are not iterable, or a text."""
     if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
         expected = (
             "the sequences' names, a list" if name == "names" else "a number of tokens, or a list of one for each"

@@ -19,7 +19,7 @@ from attn_core.paged.allocator import UNUSED
 
 
 class PagedRows(NamedTuple):
-    """A block table by rows laid end to end (CSR), as some kernels want it; int32.
+    """A block table by rows laid end to end (CSR), which some kernels require; int32.
 
     Attributes:
         indptr: ``[batch + 1]``: row b's pages are ``indices[indptr[b] : indptr[b + 1]]``.
@@ -33,7 +33,7 @@ class PagedRows(NamedTuple):
 
 
 def rows_of_table(block_table: np.ndarray, seq_lens: np.ndarray, page_size: int) -> PagedRows:
-    """The table as CSR; only the pages that a row's tokens fill count."""
+    """Returns the table as CSR, with only the pages that a row's tokens fill."""
     lengths = np.asarray(seq_lens, np.int64)
     counts = -(-lengths // page_size)
     indices = np.concatenate([row[:count] for row, count in zip(block_table, counts)] or [np.zeros(0, np.int32)])
@@ -43,7 +43,7 @@ def rows_of_table(block_table: np.ndarray, seq_lens: np.ndarray, page_size: int)
 
 
 def table_of_rows(rows: PagedRows, page_size: int, width: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """(block_table, seq_lens) of a table in CSR: the inverse of ``rows_of_table``."""
+    """Returns (block_table, seq_lens) of a table in CSR: the inverse of ``rows_of_table``."""
     counts = np.diff(rows.indptr)
     columns = int(counts.max(initial=0)) if width is None else width
     table = np.full((len(counts), columns), UNUSED, np.int32)
@@ -99,7 +99,7 @@ def check_offsets(cu_seqlens_q: np.ndarray, tokens: int, max_len_q: int | None) 
 
 
 def check_lengths(paged: PagedKV, lengths: np.ndarray) -> None:
-    """Raises SpecError for a sequence of fewer than 0 tokens, or of more than its row of the table can name."""
+    """Raises SpecError for a sequence of fewer than 0 tokens, or of more than its row of the table has room for."""
     if (wrong := (lengths < 0) | (lengths > paged.capacity)).any():
         at = int(np.argmax(wrong))
         raise SpecError(
@@ -109,7 +109,7 @@ def check_lengths(paged: PagedKV, lengths: np.ndarray) -> None:
 
 
 def check_slots(slots: np.ndarray) -> None:
-    """Raises SpecError when two tokens would be written to one slot; -1, which is written nowhere, may repeat."""
+    """Raises SpecError if two tokens would be written to one slot. -1, which is never written, may repeat."""
     written = slots[slots >= 0]
     values, counts = np.unique(written, return_counts=True)
     if (counts > 1).any():
@@ -130,7 +130,7 @@ def check_table_types(name: str, dtype: str, shape: tuple[int, ...], expected: t
 
 
 def slots_of(block_table: np.ndarray, seq_lens: np.ndarray, cu_seqlens_q: np.ndarray, page_size: int) -> np.ndarray:
-    """int64 ``[tokens]``: where each new token of each sequence goes, the last ``cu_seqlens_q`` of its ``seq_lens``."""
+    """Returns int64 ``[tokens]``: each new token's slot. A sequence's new tokens are the last of its ``seq_lens``."""
     cu = np.asarray(cu_seqlens_q, np.int64)
     of = np.repeat(np.arange(len(cu) - 1), np.diff(cu))
     position = np.arange(cu[-1]) - cu[of + 1] + np.asarray(seq_lens, np.int64)[of]

@@ -1,4 +1,4 @@
-"""Triton kernels that follow a block table on a GPU: the append, and tables that other kernels can believe.
+"""Triton kernels on block tables: appending keys and values to pages, and clamping tables for third-party kernels.
 
 This module imports triton; what imports it does so when it runs.
 """
@@ -39,7 +39,7 @@ def append(
     ONE_QUERY: tl.constexpr,
     SEQUENCES: tl.constexpr,
 ):
-    """Writes one head of one token's key and value where its sequence's table says; a place outside is left out.
+    """Writes one head of one token's key and value to its slot by its sequence's table. Slots out of range are skipped.
 
     WIDE: a power of two that holds both widths; SEQUENCES: how many offsets are read at once.
     """
@@ -86,7 +86,7 @@ def sanitise(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copies of a table and of lengths with pages of the pool and lengths that the table holds, in one launch."""
+    """Copies a table and lengths, with pages clamped to the pool and lengths to the table's capacity, in one launch."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     page = tl.load(block_table + (at // width) * table_row + at % width, mask=at < entries, other=0)
     tl.store(safe_table + at, tl.minimum(tl.maximum(page, 0), num_pages - 1), mask=at < entries)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from attn_core.call.options import flag, normalise_window
 from attn_core.call.seq_info import SeqInfo, is_host_int
-from attn_core.dropins.keyword_bags import BAGS, Stated, bag_of, distances, state_mask, stated_in
+from attn_core.dropins.keyword_bags import BAGS, Option, bag_of, distances, state_mask, stated_in
 from attn_core.dropins.unsloth.arguments import (
     FAMILIES,
     FLASH_DENSE,
@@ -157,12 +157,12 @@ def _with_window(context: AttentionContext, block_mask: Blocks | None) -> Attent
     return replace(context, sliding_window=block_mask.keys, causal_mask=True)
 
 
-def _flag(stated: Stated) -> bool:
+def _flag(stated: Option) -> bool:
     return flag(stated.where, stated.value)
 
 
 def _window(
-    stated: Stated, config: AttentionConfig, context: AttentionContext, causal: bool
+    stated: Option, config: AttentionConfig, context: AttentionContext, causal: bool
 ) -> tuple[int | None, int | None]:
     """Combines flash-attn's ``window_size`` distances and the host's ``sliding_window`` keys into one window.
 
