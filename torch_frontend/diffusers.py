@@ -1,10 +1,10 @@
-"""diffusers' models on our kernels: ``with installed():``, or ``install()`` once for the process.
+"""Runs diffusers' models on our kernels: ``with installed():``, or ``install()`` once for the process.
 
 diffusers looks ``torch.nn.functional.scaled_dot_product_attention`` up at every call, in its ``native`` attention and
-in the processors that do without its dispatcher. A function that means the same stands there while it is installed.
-diffusers' own list of attention backends is a closed enumeration: docs/how_to/migrate/diffusers.md.
+in the processors without its dispatcher. While installed, our equivalent function replaces it. diffusers' own list of
+attention backends cannot be extended, because it is a closed enumeration: docs/how_to/migrate/diffusers.md.
 
-Which kernels run is chosen beside it, by ``use_backend`` and ``attention_provider``.
+``use_backend`` and ``attention_provider`` choose the kernels.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ Tensor = torch.Tensor
 
 NAME = "scaled_dot_product_attention"
 
-# The builtin itself: torch.nn.functional's name for it may stand for another function by the time this is read.
+# The builtin itself: torch.nn.functional's name for it may already refer to another function at import.
 _torch_attention = torch._C._nn.scaled_dot_product_attention
 
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Puts our attention in the place of torch's own for the block: in every thread, for every caller of that name.
+    """Replaces torch's own attention with ours in a block, in every thread and for every caller of that name.
 
-    Blocks nest and overlap, in one thread or several; when the last one ends, however it ends, what stood there before
-    stands there again.
+    Blocks nest and overlap, in one thread or several. The end of the last block restores the previous function, also
+    after an exception.
 
     Raises:
-        RuntimeError: when another library's function stands there at the start, or was put on top and is still there
-            at the end. It is left where it is.
+        RuntimeError: if another library's function has replaced torch's at the start, or has replaced ours at the end.
+            That function stays.
     """
     holder = object()
     _place.hold(holder)
@@ -52,25 +52,25 @@ def installed() -> Iterator[None]:
 
 
 def install() -> None:
-    """Puts our attention in the place of torch's own until ``uninstall``. Again is fine.
+    """Replaces torch's own attention with ours until ``uninstall``. Idempotent.
 
     Raises:
-        RuntimeError: when another library's function stands there; it is left where it is.
+        RuntimeError: if another library's function has replaced torch's. That function stays.
     """
     _place.hold(_PROCESS)
 
 
 def uninstall() -> None:
-    """Takes ``install`` back, however often it was called; blocks of ``installed`` keep theirs to their end.
+    """Undoes all calls of ``install``. Running blocks of ``installed`` keep our attention until their end.
 
     Raises:
-        RuntimeError: when another library's function was put on top and is still there; it is left where it is.
+        RuntimeError: if another library's function has replaced ours. That function stays.
     """
     _place.release(_PROCESS)
 
 
 def is_installed() -> bool:
-    """Whether our attention stands in the place of torch's own now."""
+    """Returns whether our attention currently replaces torch's own."""
     return getattr(functional, NAME) is _attention
 
 
@@ -85,26 +85,26 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's function, by its signature: ``[batch, heads, q_len, head_dim]``, as ``attention_dispatch`` runs it.
+    """Runs ``attention_dispatch`` with the signature of torch's function: ``[batch, heads, q_len, head_dim]``.
 
-    Like torch's own it shows itself to a ``TorchFunctionMode``, under the function that the caller finds in the place:
-    diffusers leaves out attention scores by such a mode (``LayerSkipConfig(skip_attention_scores=True)``).
+    Like torch's own, it offers itself to an active ``TorchFunctionMode``. diffusers skips attention scores with such a
+    mode (``LayerSkipConfig(skip_attention_scores=True)``), which recognises the function under torch's public name.
     """
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-    given = (query, key, value)
-    # Tensor subclasses go to torch's own function, which shows them itself.
-    if has_torch_function_variadic(*given) and all(type(tensor) in PLAIN for tensor in given):
-        return handle_torch_function(_attention, given, *given, attn_mask, dropout_p, is_causal, **options)
-    return attention_dispatch(*given, attn_mask, dropout_p, is_causal, **options)
+    operands = (query, key, value)
+    # Tensor subclasses go to torch's own function, which offers them to modes itself.
+    if has_torch_function_variadic(*operands) and all(type(tensor) in PLAIN for tensor in operands):
+        return handle_torch_function(_attention, operands, *operands, attn_mask, dropout_p, is_causal, **options)
+    return attention_dispatch(*operands, attn_mask, dropout_p, is_causal, **options)
 
 
-_register_builtin(_attention, f"aten::{NAME}")  # torch.jit.script takes ours for torch's
+_register_builtin(_attention, f"aten::{NAME}")  # so that torch.jit.script compiles it as torch's own
 
 
 class _Place:
-    """torch.nn.functional's name, who wants our attention there, and what is to come back after the last of them.
+    """The public name in torch.nn.functional, the holders that need our attention there, and the function to restore.
 
-    The name is one for the process, so this is, too.
+    One for the process, because the name is one for the process.
     """
 
     def __init__(self) -> None:
@@ -114,30 +114,30 @@ class _Place:
 
     def hold(self, holder: object) -> None:
         with self.lock:
-            there = getattr(functional, NAME)
-            if there is not _attention:
-                if there not in (_torch_attention, attention_dispatch):
+            current = getattr(functional, NAME)
+            if current is not _attention:
+                if current not in (_torch_attention, attention_dispatch):
                     raise RuntimeError(
-                        f"torch.nn.functional.{NAME}: expected torch's own function, found {_told(there)}; take that "
-                        "away first, for what it does would be lost"
+                        f"torch.nn.functional.{NAME}: expected torch's own function, found {_name_of(current)}; remove "
+                        "that first, because it would have no effect"
                     )
-                self.before = there
+                self.before = current
                 setattr(functional, NAME, _attention)
             self.holders.add(holder)
 
     def release(self, holder: object) -> None:
         with self.lock:
-            held = holder in self.holders
+            was_holding = holder in self.holders
             self.holders.discard(holder)
             if self.holders:
                 return
-            there = getattr(functional, NAME)
-            if there is _attention:
+            current = getattr(functional, NAME)
+            if current is _attention:
                 setattr(functional, NAME, self.before)
-            elif held and there not in (_torch_attention, attention_dispatch):
+            elif was_holding and current not in (_torch_attention, attention_dispatch):
                 raise RuntimeError(
-                    f"torch.nn.functional.{NAME}: expected the function that was installed, found {_told(there)} on "
-                    "top; take that away, then call torch_frontend.diffusers.uninstall()"
+                    f"torch.nn.functional.{NAME}: expected the function that was installed, found "
+                    f"{_name_of(current)} on top of it; remove that, then call torch_frontend.diffusers.uninstall()"
                 )
 
 
@@ -145,5 +145,5 @@ _PROCESS = object()  # the holder that install stands for
 _place = _Place()
 
 
-def _told(function: Any) -> str:
+def _name_of(function: Any) -> str:
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"

@@ -1,7 +1,7 @@
-"""How much arithmetic the ops of attention are, for ``torch.utils.flop_counter``.
+"""Registers the FLOPs of attention's ops with ``torch.utils.flop_counter``.
 
-Counted as torch counts its own attention, so that a model's sum stays what it was: every query meets every key of its
-row or document, whatever causal, windows and masks hide. Sequences in pages meet the keys that they hold.
+The count is that of torch's own attention, so that a model's total does not change: every query times every key of its
+row or document, including pairs that causal, windows and masks hide. Paged sequences count the keys that they contain.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 
 def _pairs(inputs: Inputs, plain: PlainOptions) -> Any:
-    """(query, key) pairs of one head."""
+    """Returns the number of (query, key) pairs of one head."""
     q_len, kv_len = inputs.q.shape[-3], inputs.k.shape[-3]
     if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:
         return inputs.q.shape[0] * q_len * kv_len
@@ -30,7 +30,7 @@ def _pairs(inputs: Inputs, plain: PlainOptions) -> Any:
 
 
 def _lengths(offsets: Tensor, longest: Any) -> list[Any]:
-    """The lengths of documents; all are the longest where the offsets have no values."""
+    """Returns the lengths of documents; if the offsets have no data, every document has the longest length."""
     return offsets.diff().tolist() if _has_values(offsets) else [longest] * (offsets.shape[0] - 1)
 
 
@@ -39,13 +39,13 @@ def _has_values(tensor: Tensor) -> bool:
 
 
 def _forward(*call: Any, out_val: Any = None, **_: Any) -> Any:
-    """Two matrix products: queries and keys, weights and values."""
+    """Counts two matrix products: queries and keys, weights and values."""
     inputs, plain = from_call(call)
     return 2 * inputs.q.shape[-2] * _pairs(inputs, plain) * (inputs.q.shape[-1] + inputs.v.shape[-1])
 
 
 def _backward(*arguments: Any, out_val: Any = None, **_: Any) -> Any:
-    """Five: the scores again, the gradients of weights and values, and those of queries and keys."""
+    """Counts five matrix products: the scores again, the gradients of weights, values, queries and keys."""
     inputs, plain = from_call(arguments[5:])
     return 2 * inputs.q.shape[-2] * _pairs(inputs, plain) * (3 * inputs.q.shape[-1] + 2 * inputs.v.shape[-1])
 

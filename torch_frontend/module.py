@@ -1,4 +1,4 @@
-"""Attention as a torch module: the twin of the Flax layers, with the same options by the same names."""
+"""Attention as a torch module, with the same options under the same names as the Flax layers."""
 
 from __future__ import annotations
 
@@ -22,27 +22,26 @@ Rotary = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Attention(nn.Module):
-    """Multi-head attention, with fewer key/value heads if asked, on ``torch_frontend.attention``.
+    """Multi-head attention, optionally with grouped key/value heads, on ``torch_frontend.attention``.
 
     Parameters: ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``, each an ``nn.Linear``; and ``sink_logits [heads]``
     when sinks is True.
 
     Args:
-        num_heads, num_kv_heads: query heads, and key/value heads (as many when omitted).
-        in_features, in_kv_features: features of x, and of context (those of x when omitted).
-        head_dim, value_dim: channels of q and k (``in_features // num_heads`` when omitted), and of v (head_dim when
-            omitted).
-        out_features: features of the output; those of x when omitted.
+        num_heads, num_kv_heads: query heads, and key/value heads (default: num_heads).
+        in_features, in_kv_features: features of x, and of context (default: in_features).
+        head_dim, value_dim: channels of q and k (default: ``in_features // num_heads``), and of v (default: head_dim).
+        out_features: features of the output (default: in_features).
         use_bias: whether the four projections have biases.
         causal, alignment, window, softcap, scale, backend: as in ``torch_frontend.attention``.
-        sinks: learns one logit per head that joins each row's softmax without a value; zeros at first.
+        sinks: learns one extra logit per head in every row's softmax; it has no value and starts at zero.
         rotary: ``(q, k, positions) -> (q, k)``, applied after the projections; q and k
             ``[batch, seq, heads, head_dim]``, positions int ``[batch, seq]``, counted within each document when packed.
-            What it returns is cast back to the dtype of the projections. Self-attention only.
+            Its results are cast back to the dtype of the projections. Self-attention only.
         dropout_rate: probability of dropping a softmax weight, while training.
         bitwise_deterministic: the same bits on every run, gradients included: ``deterministic=`` of
-            ``torch_frontend.attention``, under the name it has in the Flax layers.
-        device, dtype: of the parameters.
+            ``torch_frontend.attention``, under the name of the Flax layers.
+        device, dtype: the device and dtype of the parameters.
     """
 
     sink_logits: nn.Parameter | None
@@ -80,15 +79,15 @@ class Attention(nn.Module):
         self.dropout_rate = dropout_rate
         self.bitwise_deterministic, self.backend = bitwise_deterministic, backend
 
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.in_features = in_features
         self.in_kv_features = source = in_features if in_kv_features is None else in_kv_features
         target = in_features if out_features is None else out_features
-        self.q_proj = nn.Linear(in_features, sizes.num_heads * sizes.head_dim, bias=use_bias, **made)
-        self.k_proj = nn.Linear(source, sizes.num_kv_heads * sizes.head_dim, bias=use_bias, **made)
-        self.v_proj = nn.Linear(source, sizes.num_kv_heads * sizes.value_dim, bias=use_bias, **made)
-        self.o_proj = nn.Linear(sizes.num_heads * sizes.value_dim, target, bias=use_bias, **made)
-        self.register_parameter("sink_logits", nn.Parameter(torch.zeros(num_heads, **made)) if sinks else None)
+        self.q_proj = nn.Linear(in_features, sizes.num_heads * sizes.head_dim, bias=use_bias, **factory)
+        self.k_proj = nn.Linear(source, sizes.num_kv_heads * sizes.head_dim, bias=use_bias, **factory)
+        self.v_proj = nn.Linear(source, sizes.num_kv_heads * sizes.value_dim, bias=use_bias, **factory)
+        self.o_proj = nn.Linear(sizes.num_heads * sizes.value_dim, target, bias=use_bias, **factory)
+        self.register_parameter("sink_logits", nn.Parameter(torch.zeros(num_heads, **factory)) if sinks else None)
 
     def forward(
         self,
@@ -106,22 +105,24 @@ class Attention(nn.Module):
 
         Args:
             x: ``[batch, seq, features]``; with seq_info ``[tokens, features]`` or ``[1, tokens, features]``.
-            context: where keys and values come from, laid out as x; None for self-attention.
+            context: the source of keys and values, with x's layout; None for self-attention.
             mask, bias, alibi_slopes, seq_info: as in ``torch_frontend.attention`` (mask bool, True = visible).
             positions: ``[seq]`` or ``[batch, seq]`` for rotary; counted from each row's or document's start if omitted.
-            pages: for decoding, the layer's pool and the step's tables. x is then ``[tokens, features]``, the new
-                tokens of all sequences; their keys and values go into the pool.
+            pages: for decoding, the layer's pool and the step's tables. x then has the new tokens of all sequences,
+                ``[tokens, features]``; the layer writes their keys and values into the pool.
 
         Returns:
-            ``[batch, seq, out_features]``, or the rank of x; with pages also the pool, ``(out, (k, v))``.
+            ``[batch, seq, out_features]``, with x's rank; with pages ``(out, (k, v))``, where k and v are the pool.
 
         Raises:
-            SpecError, ShapeError, NoBackendError: naming the argument, its value and the remedy.
+            SpecError, ShapeError, NoBackendError: the message names the argument, its value and the remedy.
         """
         context_parallel = use.of(self)
         if pages is not None:
             if context_parallel is not None:
-                raise SpecError("pages: expected None in context parallelism, whose keys and values travel as shards")
+                raise SpecError(
+                    "pages: expected None in context parallelism, which exchanges keys and values as shards"
+                )
             others = {"context": context, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes}
             return self._in_pages(x, others | {"seq_info": seq_info}, positions, pages)
         seq_info = SeqInfo.coerce(seq_info)
@@ -162,7 +163,7 @@ class Attention(nn.Module):
     def _in_pages(
         self, x: Tensor, others: dict[str, Any], positions: Tensor | None, pages: Pages
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """New tokens ``[tokens, features]``: their keys and values go into the pages, and they see what those hold."""
+        """Writes the keys and values of new tokens ``[tokens, features]`` into the pages, then attends to the pages."""
         check_paged_layer(tuple(x.shape), self.alignment, self.dropout_rate if self.training else 0.0, others)
         check_features(tuple(x.shape), None, self.in_features, self.in_kv_features)
         check_rotary(
@@ -198,7 +199,7 @@ class Attention(nn.Module):
     def _rows(
         self, x: Tensor, context: Tensor | None, seq_info: SeqInfo | None, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The checked sources of queries and of keys, ``[batch, seq, features]``."""
+        """Checks x and context and returns them as ``[batch, seq, features]``."""
         shape, kv_shape = tuple(x.shape), None if context is None else tuple(context.shape)
         check_layer_inputs(shape, kv_shape, packed=seq_info is not None)
         check_features(shape, kv_shape, self.in_features, self.in_kv_features)
@@ -213,17 +214,19 @@ class Attention(nn.Module):
         return queries, keys
 
     def extra_repr(self) -> str:
-        """The sizes, and the options that differ from nothing asked."""
-        asked = ("window", "softcap", "scale", "backend")
-        options = [f"{name}={getattr(self, name)}" for name in asked if getattr(self, name) is not None]
+        """Returns the sizes and the options that are set."""
+        optional = ("window", "softcap", "scale", "backend")
+        options = [f"{name}={getattr(self, name)}" for name in optional if getattr(self, name) is not None]
         flags = [name for name in ("causal", "sinks", "bitwise_deterministic") if getattr(self, name)]
         heads = f"heads={self.num_heads}/{self.num_kv_heads}, head_dim={self.head_dim}/{self.value_dim}"
         return ", ".join([heads, *flags, *options])
 
 
 def token_positions(positions: Tensor | None, seq_info: SeqInfo | None, q: Tensor) -> Tensor:
-    """``[batch, seq]`` int positions for ``q [batch, seq, heads, head_dim]``: the caller's (``[seq]`` or
-    ``[batch, seq]``), else counted from each row's or document's start."""
+    """Returns int positions ``[batch, seq]`` for ``q [batch, seq, heads, head_dim]``.
+
+    They are the caller's (``[seq]`` or ``[batch, seq]``), else counted from each row's or document's start.
+    """
     if positions is None:
         positions = torch.arange(q.shape[1], dtype=torch.int32, device=q.device)
         if seq_info is not None:
@@ -234,11 +237,11 @@ def token_positions(positions: Tensor | None, seq_info: SeqInfo | None, q: Tenso
 
 
 def token_places(step: Step, x: Tensor) -> Tensor:
-    """int ``[tokens]``: the place of each new token ``x [tokens, features]`` of a step in its own sequence."""
+    """Returns int ``[tokens]``: the position of each new token ``x [tokens, features]`` in its own sequence."""
     lengths = to_device_of(x, step.seq_lens)
     if step.cu_seqlens_q is None:
         return lengths - 1
     ends = to_device_of(x, step.cu_seqlens_q)[1:]
     token = torch.arange(x.shape[0], dtype=ends.dtype, device=x.device)
-    of = torch.searchsorted(ends, token, right=True).clamp(max=len(ends) - 1)
-    return lengths[of] - (ends[of] - token)
+    sequence = torch.searchsorted(ends, token, right=True).clamp(max=len(ends) - 1)
+    return lengths[sequence] - (ends[sequence] - token)

@@ -131,6 +131,6 @@ def forget_plans() -> None:
         module.plan.cache_clear()
         if hasattr(module, "dense_plan"):
             module.dense_plan.cache_clear()
-    import_module("torch_frontend.paged.plan").planned.cache_clear()
+    import_module("torch_frontend.paged.plan").plan_call.cache_clear()
     import_module("jax_frontend.paged.attention")._plan.cache_clear()
     import_module("jax_frontend.attention").differentiable_attention.clear_cache()  # the traces of eager calls

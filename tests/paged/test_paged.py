@@ -568,7 +568,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, backend: str, device: str, fault: A
 
 
 def forget_plans(module: Any) -> None:
-    torch_plan.planned.cache_clear()
+    torch_plan.plan_call.cache_clear()
     jax_paged._plan.cache_clear()
     if module.FRAMEWORK == "jax":
         jax.clear_caches()
@@ -620,8 +620,8 @@ def test_shared_pages_are_read_by_both(framework: Framework) -> None:
 
 def test_what_runs_is_what_explain_says(monkeypatch: pytest.MonkeyPatch) -> None:
     call = make_paged((5, 2), (3, 2))
-    torch_plan.planned.cache_clear()
+    torch_plan.plan_call.cache_clear()
     with spied(monkeypatch) as ran:
         run("torch", call)
-    torch_plan.planned.cache_clear()
+    torch_plan.plan_call.cache_clear()
     assert ran[0] == explained("torch", call).backend

@@ -279,7 +279,7 @@ def test_the_good_calls_are_good() -> None:
 @pytest.mark.parametrize(("framework", "case"), rows(ATTENTION))
 def test_attention(framework: Framework, case: Bad, monkeypatch: pytest.MonkeyPatch) -> None:
     given = arguments(framework, case, good(framework))
-    torch_plan.planned.cache_clear()
+    torch_plan.plan_call.cache_clear()
     jax_paged._plan.cache_clear()
     with spied(monkeypatch) as ran, pytest.raises(case.error, match=case.says) as refused:
         called(framework, "paged_attention", given)
@@ -288,7 +288,7 @@ def test_attention(framework: Framework, case: Bad, monkeypatch: pytest.MonkeyPa
     if not case.eager and case.error is not NoBackendError:
         with pytest.raises(case.error, match=case.says):
             called(framework, "explain_paged", given)
-    torch_plan.planned.cache_clear()
+    torch_plan.plan_call.cache_clear()
 
 
 @pytest.mark.parametrize(("framework", "case"), rows(APPEND))

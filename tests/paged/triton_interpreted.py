@@ -26,7 +26,7 @@ from attn_core.context_parallel.on_torch import merge, merge_triton
 from attn_core.correctness.paged import append
 from attn_core.paged import triton_tables
 from torch_frontend.dispatch import offsets
-from torch_frontend.paged.append import on_gpu
+from torch_frontend.paged.append import append_on_gpu
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "test_triton_splitkv runs these with the interpreter switched on"
 
@@ -231,7 +231,7 @@ def test_append(new: Any, page_size: int, layout: str) -> None:
     inputs, random = tensors(call), np.random.default_rng(0)
     parts = [random.integers(-99, 99, (call.spec.q_len, 2, dim)) for dim in (8, value_dim)]
     wide = [torch.tensor(np.concatenate([part, part], 1), dtype=torch.float16)[:, :2] for part in parts]  # strided
-    on_gpu(inputs.k, inputs.v, *wide, inputs.block_table, inputs.seq_lens, inputs.cu_seqlens_q)
+    append_on_gpu(inputs.k, inputs.v, *wide, inputs.block_table, inputs.seq_lens, inputs.cu_seqlens_q)
     cu = np.arange(5) if new is None else call.inputs.cu_seqlens_q
     for pool, before, part in zip(inputs[1:3], call.inputs[1:3], parts):
         expected = append(before, part, call.inputs.block_table, call.inputs.seq_lens, cu)
@@ -245,7 +245,7 @@ def test_append_of_many_sequences() -> None:
     call = make_paged(lengths, new, num_heads=1, num_kv_heads=1, head_dim=1, value_dim=1)
     inputs = tensors(call)
     part = torch.arange(55.0).reshape(-1, 1, 1)
-    on_gpu(inputs.k, inputs.v, part, -part, inputs.block_table, inputs.seq_lens, inputs.cu_seqlens_q)
+    append_on_gpu(inputs.k, inputs.v, part, -part, inputs.block_table, inputs.seq_lens, inputs.cu_seqlens_q)
     tables = call.inputs.block_table, call.inputs.seq_lens, call.inputs.cu_seqlens_q
     np.testing.assert_array_equal(inputs.k.numpy(), append(call.inputs.k, part, *tables).astype(np.float32))
 
@@ -256,7 +256,7 @@ def test_appends_write_nowhere_outside_the_pool(lie: str) -> None:
     parts = [torch.ones(7, 2, 16, dtype=torch.float16) for _ in "kv"]
     raw = torch.tensor(LIES[lie].get("cu_seqlens_q", call.inputs.cu_seqlens_q), dtype=torch.int32)
     for cu in (inputs.cu_seqlens_q, raw):
-        on_gpu(inputs.k, inputs.v, *parts, inputs.block_table, inputs.seq_lens, cu)
+        append_on_gpu(inputs.k, inputs.v, *parts, inputs.block_table, inputs.seq_lens, cu)
         for pool in inputs[1:3]:
             wide = pool._base
             assert wide[: len(pool)].isnan().all() and wide[2 * len(pool) :].isnan().all()

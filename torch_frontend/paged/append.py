@@ -1,4 +1,4 @@
-"""New keys and values into their pages: by indices on a CPU, by a kernel of our own on a GPU."""
+"""Appends new keys and values to their pages: by indexing on a CPU, with our own kernel on a GPU."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch_frontend.paged.plan import check_no_gradient, check_values, tables_of
 
 
 def append(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, cu_seqlens_q: Any) -> None:
+    """Checks the arguments of ``append_kv`` and writes k and v into the pages, in place."""
     for name, tensor in (("k_pages", k_pages), ("k", k)):
         plan.check_tensor(name, tensor)
     block_table, seq_lens, cu = tables_of(k, k_pages, None, block_table, seq_lens, cu_seqlens_q)
@@ -23,13 +24,13 @@ def append(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_len
         return
     with torch.no_grad():
         if k.device.type == "cpu":
-            _on_host(k_pages, v_pages, k, v, block_table, seq_lens, cu)
+            _append_on_cpu(k_pages, v_pages, k, v, block_table, seq_lens, cu)
         else:
-            plan.on_device(on_gpu, k.device)(k_pages, v_pages, k, v, block_table, seq_lens, cu)
+            plan.on_device(append_on_gpu, k.device)(k_pages, v_pages, k, v, block_table, seq_lens, cu)
 
 
 def check_appended(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, cu: Any) -> None:
-    """Checks the arguments of an append, but for the values in its tables."""
+    """Checks the arguments of an append except the values of its tables."""
     named = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v}
     for name, tensor in named.items():
         plan.check_tensor(name, tensor)
@@ -41,7 +42,8 @@ def check_appended(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any,
         )
 
 
-def _on_host(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, cu: Any) -> None:
+def _append_on_cpu(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, cu: Any) -> None:
+    """Checks the values of the tables and writes k and v into the pages by indexing."""
     if cu is None:
         cu = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device="cpu")
     tables = block_table.numpy(), seq_lens.numpy(), cu.numpy()
@@ -49,11 +51,12 @@ def _on_host(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_l
     slots = slots_of(*tables, k_pages.shape[1])
     check_slots(slots)
     page, offset = (torch.from_numpy(part) for part in np.divmod(slots, k_pages.shape[1]))
-    k_pages[page, offset] = k.detach()[: len(slots)]  # what is behind the last offset has no place
+    k_pages[page, offset] = k.detach()[: len(slots)]  # tokens behind the last offset belong to no sequence
     v_pages[page, offset] = v.detach()[: len(slots)]
 
 
-def on_gpu(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, cu: Any) -> None:
+def append_on_gpu(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, cu: Any) -> None:
+    """Writes k and v into the pages with a Triton kernel, which skips tokens without a valid slot."""
     from attn_core.paged import triton_tables
 
     for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages)):

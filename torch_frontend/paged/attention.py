@@ -1,4 +1,4 @@
-"""Attention on keys and values in pages of a pool, for torch tensors: decoding, chunked prefill, and the append."""
+"""Attention on keys and values in pages of a pool, for torch tensors: decoding, chunked prefill, and appending."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from attn_core.selection import Selection, explain, override
 from torch_frontend.dispatch.ops import join_names
 from torch_frontend.dispatch.plain import is_watched
 from torch_frontend.dispatch.plan import check_tensor
-from torch_frontend.paged import ops  # noqa: F401  registers what compilers see
+from torch_frontend.paged import ops  # noqa: F401  registers the ops that compilers trace
 from torch_frontend.paged.append import append, check_appended
-from torch_frontend.paged.plan import checked_beside, gathered, metadata, options_of, question, run, tables_beside
+from torch_frontend.paged.plan import check_op, gather_arguments, metadata, op_tables, options_of, request, run
 
 Tensor = torch.Tensor
 
@@ -36,45 +36,45 @@ def paged_attention(
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attention of each sequence's new tokens on its keys and values in pages: decoding and chunked prefill alike.
+    """Computes attention of each sequence's new tokens to its keys and values in pages: decoding or chunked prefill.
 
-    Query i of a sequence with n new tokens out of N sees key ``j <= i + N - n``, and windows lie on that diagonal. The
-    new tokens' own keys and values are in the pages already: ``append_kv`` puts them there. Inference only.
+    Query i of a sequence with n new tokens out of N sees key ``j <= i + N - n``; windows align to the same diagonal.
+    The pages must already hold the new tokens' own keys and values: call ``append_kv`` first. Inference only.
 
     Args:
         q: ``[tokens, heads, head_dim]``, the new tokens of all sequences end to end.
         k_pages: ``[num_pages, page_size, kv_heads, head_dim]``, the pool; any strides with dense channels.
         v_pages: ``[num_pages, page_size, kv_heads, value_dim]``.
-        block_table: int32 ``[batch, width]``: each sequence's pages in order, -1 behind them. A tensor on the device
-            of q, or a numpy array, which is checked and copied there.
-        seq_lens: int32 ``[batch]``: the tokens of each sequence, its new ones included.
-        cu_seqlens_q: int32 ``[batch + 1]``, the offsets of the sequences in q; None where each has one new token.
-        max_len_q: host int, at least the most new tokens of a sequence; as many as q has when None.
+        block_table: int32 ``[batch, width]``: each sequence's pages in order, -1 behind them. A tensor on q's device,
+            or a numpy array, which is checked and copied there.
+        seq_lens: int32 ``[batch]``: the length of each sequence, its new tokens included.
+        cu_seqlens_q: int32 ``[batch + 1]``, the offsets of the sequences in q; None if each has one new token.
+        max_len_q: an int on the host, at least the most new tokens of a sequence; the tokens of q if None.
         causal, window, softcap, scale, sinks, deterministic: as in ``attention``.
         backend: a name, which runs or raises; names in order of preference; or None for automatic choice.
         return_lse: also return the log-sum-exp, ``[heads, tokens]``, natural log, float32.
 
     Returns:
-        The output ``[tokens, heads, value_dim]``; or ``(output, lse)``. A query of a sequence that has no key, or sees
-        none, gets 0 and its sink, -inf without sinks; a query behind the last offset 0 and -inf.
+        The output ``[tokens, heads, value_dim]``; or ``(output, lse)``. A query that sees no key has output 0 and its
+        sink, or -inf, as lse. A query behind the last offset has output 0 and lse -inf.
 
     Raises:
-        ShapeError, DTypeError, DeviceError, SpecError: for arguments that describe no call. Tables on the CPU are
-            checked by value; what a table on a GPU says is not believed, but not checked either.
-        NoBackendError: when no backend, or not the one asked for, can run it; the message has every reason.
+        ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments. The values of tables on the CPU are
+            checked. The values of tables on a GPU are not: kernels clamp them into range.
+        NoBackendError: if no backend, or not the requested one, can run the call; the message has every reason.
     """
     options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     if torch.compiler.is_compiling() or is_watched(q):
         tables = block_table, seq_lens, cu_seqlens_q
         if not torch.compiler.is_compiling():
-            tables = checked_beside(q, k_pages, v_pages, tables, sinks, options)
+            tables = check_op(q, k_pages, v_pages, tables, sinks, options)
         left, right = options.window  # type: ignore[misc]
         out, lse = torch.ops.attn.paged_forward(
             *(q, k_pages, v_pages, *tables, sinks, max_len_q, causal, left, right),
             *(softcap, scale, deterministic, return_lse, join_names(requested_names(backend))),
         )
         return (out, lse) if return_lse else out
-    inputs = gathered(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, max_len_q)
+    inputs = gather_arguments(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, max_len_q)
     out, lse = run(inputs, options, requested_names(backend))
     return (out, lse) if return_lse else out
 
@@ -97,10 +97,10 @@ def explain_paged(
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
 ) -> Selection:
-    """Which backend ``paged_attention`` runs with the same arguments, and why the others do not. Runs nothing."""
+    """Returns the backend that ``paged_attention`` chooses for these arguments and why the others cannot run."""
     options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
-    inputs = gathered(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, max_len_q)
-    return explain(*question(metadata(inputs), options, requested_names(backend) or override.requested()))
+    inputs = gather_arguments(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, max_len_q)
+    return explain(*request(metadata(inputs), options, requested_names(backend) or override.requested()))
 
 
 def append_kv(
@@ -116,22 +116,22 @@ def append_kv(
     """Writes the keys and values of new tokens into their sequences' pages, in place.
 
     Args:
-        k_pages, v_pages: the pool, as in ``paged_attention``; changed.
-        k, v: ``[tokens, kv_heads, dim]``, in the pool's dtype: the last tokens of each sequence, end to end.
+        k_pages, v_pages: the pool, as in ``paged_attention``; modified in place.
+        k, v: ``[tokens, kv_heads, dim]``, in the pool's dtype: the new tokens of each sequence, end to end.
         block_table, seq_lens, cu_seqlens_q: as in ``paged_attention``; ``seq_lens`` count the new tokens.
 
     Returns:
         ``(k_pages, v_pages)``, the same tensors.
 
     Raises:
-        ShapeError, DTypeError, DeviceError, SpecError: for arguments that do not fit, and for tables on the CPU that
-            lead out of the pool or two tokens to one place. On a GPU a token without a place is left out.
+        ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments, and for tables on the CPU that point
+            outside the pool or send two tokens to one slot. On a GPU a token without a valid slot is skipped.
     """
     if torch.compiler.is_compiling():
         torch.ops.attn.append_kv(k_pages, v_pages, k, v, block_table, seq_lens, cu_seqlens_q)
     elif is_watched(k):
         check_tensor("k", k)
-        tables = tables_beside(k, block_table, seq_lens, cu_seqlens_q)
+        tables = op_tables(k, block_table, seq_lens, cu_seqlens_q)
         check_appended(k_pages, v_pages, k, v, *tables)
         torch.ops.attn.append_kv(k_pages, v_pages, k, v, *tables)
     else:

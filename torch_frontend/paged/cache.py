@@ -1,4 +1,4 @@
-"""PagedKVCache: pool, allocator and layers of a model's keys and values in one thing."""
+"""PagedKVCache: the page pools of all layers of a model, with their allocator."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ Tensor = torch.Tensor
 
 
 class PagedKVCache:
-    """Keys and values of all layers, in pages that the sequences share.
+    """The keys and values of all layers, in pages that the sequences share.
 
     Args:
-        num_layers: of the model. Every layer has a pool; one table serves them all.
-        num_pages, page_size: of each pool: ``num_pages * page_size`` tokens fit in.
-        kv_heads, head_dim: of a token's key; value_dim: of its value, head_dim when None.
+        num_layers: the layers of the model. Every layer has a pool; all layers share one block table.
+        num_pages, page_size: the size of each pool, which has room for ``num_pages * page_size`` tokens.
+        kv_heads, head_dim, value_dim: the sizes of a token's key and value; value_dim is head_dim if None.
         dtype, device: of the pools.
 
     Attributes:
         k_pages, v_pages: a pool for each layer, ``[num_pages, page_size, kv_heads, dim]``.
-        allocator: which pages belong to which sequence; ``allocator.report()`` says how full the pools are.
+        allocator: assigns pages to sequences; ``allocator.report()`` returns how full the pools are.
 
-    A step of a model: ``step`` once for the sequences that go on, then in every layer ``update`` and ``attend``.
+    In each step of a model, call ``step`` once for the continuing sequences, then ``update`` and ``attend`` in every
+    layer.
     """
 
     def __init__(
@@ -57,48 +58,48 @@ class PagedKVCache:
         self.allocator.allocate(name)
 
     def fork(self, parent: Hashable, name: Hashable, tokens: int | None = None) -> None:
-        """Starts a sequence that shares the parent's first ``tokens`` (all when None), without a copy."""
+        """Starts a sequence that shares the parent's first ``tokens`` (all if None), without a copy."""
         self.allocator.fork(parent, name, tokens)
 
     def free(self, name: Hashable) -> None:
-        """Ends a sequence; its pages serve others."""
+        """Ends a sequence and frees its pages."""
         self.allocator.free(name)
 
     def step(self, names: Sequence[Hashable], new: int | Sequence[int] = 1, *, width: int | None = None) -> Step:
-        """Makes room for new tokens of each sequence and says where they go: the tables of this step, on the device.
+        """Reserves slots for new tokens of each sequence and returns the step: its tables are on the device.
 
         Pages that a sequence shares with others are copied before it writes to them.
 
         Args:
             names: the sequences, in the order of their tokens in q, k and v.
-            new: how many tokens, for all alike or for each.
-            width: columns of the table; fixed, shapes stay the same from step to step (compiled code, CUDA graphs).
+            new: the number of new tokens, one for all sequences or one for each.
+            width: columns of the table. A fixed width keeps shapes equal in every step (compiled code, CUDA graphs).
 
         Raises:
-            PoolFullError: when the pool has too few free pages; SpecError: for arguments that describe no step. Nothing
-                was changed then.
+            PoolFullError: if the pool has too few free pages. SpecError: for invalid arguments. Both leave the cache
+                unchanged.
         """
-        return take_step(self.allocator, names, new, width, self._copy, self._there)
+        return take_step(self.allocator, names, new, width, self._copy, self._to_device)
 
     def update(self, layer: int, k: Tensor, v: Tensor, step: Step) -> None:
-        """Writes a layer's new keys and values, ``[tokens, kv_heads, dim]``, where the step says.
+        """Writes a layer's new keys and values, ``[tokens, kv_heads, dim]``, into the step's slots.
 
         Raises:
-            SpecError: as ``check`` does, and for a layer that is not there. Nothing was written then.
+            SpecError: as in ``check``, and for a layer that does not exist. Nothing is written then.
         """
         layer = check_layer(layer, len(self.k_pages))
         self.check(step)
         append_kv(self.k_pages[layer], self.v_pages[layer], k, v, **step.tables)
 
     def attend(self, layer: int, q: Tensor, step: Step, **options: Any) -> Any:
-        """``paged_attention`` of a layer's queries ``[tokens, heads, head_dim]`` with its options, after ``check``."""
+        """Runs ``check``, then ``paged_attention`` of a layer's queries ``[tokens, heads, head_dim]`` with options."""
         layer = check_layer(layer, len(self.k_pages))
         self.check(step)
         k_pages, v_pages = self.k_pages[layer], self.v_pages[layer]
         return paged_attention(q, k_pages, v_pages, **step.tables, max_len_q=step.max_len_q, **options)
 
     def check(self, step: Step) -> None:
-        """Checks that a step's tables still hold. ``update`` and ``attend`` do; before ``append_kv`` call it yourself.
+        """Checks that a step's tables are still valid. ``update`` and ``attend`` call it; call it before ``append_kv``.
 
         Raises:
             SpecError: naming the sequence that was freed, forked or stepped again after the step was taken.
@@ -111,7 +112,7 @@ class PagedKVCache:
         for pool in (*self.k_pages, *self.v_pages):
             pool[target] = pool[source]
 
-    def _there(self, array: np.ndarray | None) -> Any:
+    def _to_device(self, array: np.ndarray | None) -> Any:
         return None if array is None else torch.from_numpy(array).to(self.k_pages[0].device)
 
     def __repr__(self) -> str:

@@ -1,6 +1,6 @@
-"""The ops that compilers see of paged calls: ``attn::paged_forward`` and ``attn::append_kv``, which changes its pools.
+"""Registers the ops of paged calls that compilers trace: ``attn::paged_forward`` and ``attn::append_kv`` (in place).
 
-Inside, everything is as in eager calls, real shapes and the override of the moment among it.
+Inside an op everything is as in an eager call: shapes are ints, and ``use_backend`` has its value of that moment.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torch_frontend.paged.append import append
-from torch_frontend.paged.plan import gathered, options_of, run
+from torch_frontend.paged.plan import gather_arguments, options_of, run
 
 Tensor = torch.Tensor
 
@@ -47,7 +47,7 @@ def _forward_op(
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     options = options_of(causal, (left, right), softcap, scale, deterministic, return_lse, max_len_q)
-    inputs = gathered(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, max_len_q)
+    inputs = gather_arguments(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, max_len_q)
     out, lse = run(inputs, options, None if backend is None else tuple(backend.split("\n")))
     return out.contiguous(), lse.contiguous()
 

@@ -1,4 +1,4 @@
-"""From the arguments of a paged call to a backend: checks, tables on the right device, and the plan."""
+"""Plans a paged call: checks its arguments, puts its tables on the right device and chooses a backend."""
 
 from __future__ import annotations
 
@@ -23,57 +23,63 @@ Tensor = torch.Tensor
 Metadata = tuple[torch.Size, torch.dtype, torch.device]
 
 
-class Made(NamedTuple):
-    """A paged call that has been checked and given to a backend."""
+class PagedPlan(NamedTuple):
+    """A checked paged call with the forward function of its backend."""
 
     spec: AttentionSpec
     forward: Any
 
 
 @lru_cache(maxsize=4096)
-def planned(metadata: tuple[Metadata | None, ...], options: Options, requested: tuple[str, ...] | None) -> Made:
-    selection = select(*question(metadata, options, requested))
+def plan_call(metadata: tuple[Metadata | None, ...], options: Options, requested: tuple[str, ...] | None) -> PagedPlan:
+    """Checks a paged call and chooses its backend; results are cached."""
+    selection = select(*request(metadata, options, requested))
     module = backends.load(selection.backend or "", selection.target.kind)
     assert metadata[0] is not None
     if selection.spec.empty:
-        return Made(selection.spec, plan.empty_forward)
-    return Made(selection.spec, plan.on_device(module.forward, metadata[0][2]))
+        return PagedPlan(selection.spec, plan.empty_forward)
+    return PagedPlan(selection.spec, plan.on_device(module.forward, metadata[0][2]))
 
 
-def question(
+def request(
     metadata: tuple[Metadata | None, ...], options: Options, requested: tuple[str, ...] | None
 ) -> tuple[AttentionSpec, Target, tuple[str, ...] | None]:
+    """Returns the arguments of ``select``: the spec, the target and the requested backends."""
     spec = arguments.build_spec(arguments.PagedArrays(*(entry and plan.facts(*entry) for entry in metadata)), options)  # type: ignore[arg-type]
     device = metadata[0][2] if metadata[0] else torch.device("cpu")
     return spec, Target.here("torch", plan.device_name(device)), requested
 
 
 def metadata(inputs: PagedInputs) -> tuple[Metadata | None, ...]:
+    """Returns (shape, dtype, device) of every tensor, None for an absent one."""
     return tuple(None if t is None else (t.shape, t.dtype, t.device) for t in inputs)
 
 
 def options_of(
     causal: Any, window: Any, softcap: Any, scale: Any, deterministic: Any, return_lse: Any, max_len_q: Any
 ) -> Options:
+    """Returns the options of a paged call, checked unless they may be symbols."""
     if torch.compiler.is_compiling():  # numbers may be symbols here; the op checks their values when it runs
         flag("causal", causal)
         flag("deterministic", deterministic)
         window = normalise_window(window, causal)
         return Options(causal, "bottom_right", window, softcap, scale, max_len_q, None, 0.0, deterministic, return_lse)
-    known = _checked if is_plain_window(window) else arguments.checked_options
+    check = _checked if is_plain_window(window) else arguments.checked_options
     try:
-        return known(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
-    except TypeError:  # something that cannot be hashed: a list for a window, or nothing that an option can be
+        return check(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
+    except TypeError:  # unhashable: a list as window, or an invalid value that the uncached check names
         return arguments.checked_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
 
 
-_checked = lru_cache(maxsize=1024, typed=True)(arguments.checked_options)  # typed: True and 1.0 are not 1
+_checked = lru_cache(maxsize=1024, typed=True)(
+    arguments.checked_options
+)  # typed, so that True and 1.0 do not hit the entry of 1
 
 
-def gathered(
+def gather_arguments(
     q: Any, k_pages: Any, v_pages: Any, block_table: Any, seq_lens: Any, cu_seqlens_q: Any, sinks: Any, max_len_q: Any
 ) -> PagedInputs:
-    """The arguments as PagedInputs on one device; tables that are on the host are checked later, by value."""
+    """Returns the arguments as PagedInputs on one device; ``run`` checks the values of tables on the CPU."""
     for name, tensor in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages), ("sinks", sinks)):
         if tensor is None and name == "sinks":
             continue
@@ -84,7 +90,7 @@ def gathered(
 
 
 def check_no_gradient(name: str, tensor: Tensor) -> None:
-    """Raises SpecError for a tensor that autograd would want the gradient of."""
+    """Raises SpecError for a tensor that requires a gradient, because paged attention has no backward."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise SpecError(
             f"{name}: expected requires_grad=False, keys and values in pages are for inference; use torch.no_grad()"
@@ -92,7 +98,11 @@ def check_no_gradient(name: str, tensor: Tensor) -> None:
 
 
 def tables_of(q: Tensor, k_pages: Tensor, max_len_q: int | None, *tables: Any) -> tuple[Any, Any, Any]:
-    """block_table, seq_lens and cu_seqlens_q as tensors. numpy's are checked and copied; GPU offsets are made safe."""
+    """Returns block_table, seq_lens and cu_seqlens_q as tensors.
+
+    Checks the values of numpy tables and copies them to q's device. Clamps offsets on a GPU, so that no kernel can read
+    out of bounds.
+    """
     names = ("block_table", "seq_lens", "cu_seqlens_q")
     for name, table in zip(names[:2], tables):
         if table is None:
@@ -110,27 +120,27 @@ def tables_of(q: Tensor, k_pages: Tensor, max_len_q: int | None, *tables: Any) -
     return block_table, seq_lens, cu
 
 
-def tables_beside(q: Tensor, *tables: Any) -> tuple[Any, Any, Any]:
-    """The tables of a call that is to be one op, in the form that ops accept together with q."""
+def op_tables(q: Tensor, *tables: Any) -> tuple[Any, Any, Any]:
+    """Returns the tables of a call that becomes one op, in the form that ops accept together with q."""
     for name, table in zip(("block_table", "seq_lens", "cu_seqlens_q"), tables, strict=True):
         if not isinstance(table, np.ndarray) and (table is not None or name != "cu_seqlens_q"):
             plan.check_tensor(name, table)
     return tuple(plain.to_device_of(q, t) if isinstance(t, np.ndarray) else t for t in tables)  # type: ignore[return-value]
 
 
-def checked_beside(
+def check_op(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: tuple[Any, ...], sinks: Tensor | None, options: Options
 ) -> tuple[Any, Any, Any]:
-    """Checks the arguments of such a call, if its sizes are numbers, and returns ``tables_beside``."""
+    """Checks the arguments of a call that becomes one op, if its sizes are ints, and returns ``op_tables``."""
     for name, tensor in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages), ("sinks", sinks)):
         if tensor is not None or name != "sinks":
             plan.check_tensor(name, tensor)
             check_no_gradient(name, tensor)  # type: ignore[arg-type]
-    made = tables_beside(q, *tables)
-    found = metadata(PagedInputs(q, k_pages, v_pages, *made, sinks=sinks))
-    if all(type(size) is int for entry in found if entry for size in entry[0]):
-        arguments.build_spec(arguments.PagedArrays(*(entry and plan.facts(*entry) for entry in found)), options)  # type: ignore[arg-type]
-    return made
+    tensors = op_tables(q, *tables)
+    entries = metadata(PagedInputs(q, k_pages, v_pages, *tensors, sinks=sinks))
+    if all(type(size) is int for entry in entries if entry for size in entry[0]):
+        arguments.build_spec(arguments.PagedArrays(*(entry and plan.facts(*entry) for entry in entries)), options)  # type: ignore[arg-type]
+    return tensors
 
 
 def check_values(
@@ -143,7 +153,7 @@ def check_values(
     *,
     writes: bool = False,
 ) -> None:
-    """Checks what tables on the host say; shapes and dtypes that are wrong are refused by name elsewhere."""
+    """Checks the values of tables on the host. ``build_spec`` raises for wrong shapes and dtypes."""
     block_table, seq_lens, cu = (None if table is None else np.asarray(table) for table in (block_table, seq_lens, cu))
     if block_table.ndim != 2 or seq_lens.shape != block_table.shape[:1] or pages.dim() != 4:
         return
@@ -156,10 +166,11 @@ def check_values(
 
 
 def run(inputs: PagedInputs, options: Options, requested: tuple[str, ...] | None) -> tuple[Tensor, Tensor]:
-    made = planned(metadata(inputs), options, requested or override.requested())
+    """Plans and runs a paged call; returns (out, lse)."""
+    call_plan = plan_call(metadata(inputs), options, requested or override.requested())
     if inputs.q.device.type == "cpu":
-        check_values(options.max_len_q, made.spec.q_len, inputs.k, *inputs[3:6])
-    out, lse = made.forward(made.spec, inputs)
+        check_values(options.max_len_q, call_plan.spec.q_len, inputs.k, *inputs[3:6])
+    out, lse = call_plan.forward(call_plan.spec, inputs)
     cu = inputs.cu_seqlens_q
     out, lse = offsets.clear_tail(out, lse, cu) if cu is not None and cu.is_cuda else (out, lse)
     if inputs.sinks is None or not options.return_lse:
