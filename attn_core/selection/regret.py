@@ -1,4 +1,4 @@
-"""What automatic choice costs: its time over that of the fastest backend, case by case, from a sweep's raw times.
+"""The cost of automatic choice: its time over that of the fastest backend, case by case, from a sweep's raw times.
 
 The raw times are the file of ``attn bench --json``.
 """

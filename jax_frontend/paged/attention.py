@@ -107,14 +107,7 @@ def explain_paged(
 
 
 def append_kv(
-    k_pages: Array,
-    v_pages: Array,
-    k: Array,
-    v: Array,
-    *,
-    block_table: Any,
-    seq_lens: Any,
-    cu_seqlens_q: Any = None,
+    k_pages: Array, v_pages: Array, k: Array, v: Array, *, block_table: Any, seq_lens: Any, cu_seqlens_q: Any = None
 ) -> tuple[Array, Array]:
     """Writes the keys and values of new tokens into their sequences' pages, and returns the updated pool.
 
