@@ -56,15 +56,15 @@ def project(
     Raises:
         NoStrategyError: if no strategy can run one of them.
     """
-    found = []
+    projections = []
     for axes in worlds:
         ranks = axes[0] * (axes[1] if len(axes) == 2 else 1)
         whole = replace(spec, q_len=spec.q_len * ranks, kv_len=spec.kv_len * ranks)
         choice = choose(whole, None, layout, axes, constants, memory, strategy)
         alone = estimate(whole, plan_of(whole, None, "all_gather", "contiguous", (1,)), constants)
         assert choice.strategy is not None and choice.estimate is not None
-        found.append(Projection(axes, choice.strategy, choice.estimate, alone))
-    return tuple(found)
+        projections.append(Projection(axes, choice.strategy, choice.estimate, alone))
+    return tuple(projections)
 
 
 def table(projections: Iterable[Projection]) -> str:

@@ -117,7 +117,7 @@ class Attention(nn.Module):
         Raises:
             SpecError, ShapeError, NoBackendError: the message names the argument, its value and the remedy.
         """
-        context_parallel = use.of(self)
+        context_parallel = use.active_for(self)
         if pages is not None:
             if context_parallel is not None:
                 raise SpecError(

@@ -27,22 +27,22 @@ CELL, STRIP = 18, 16
 
 def step_of_pairs(plan: Plan) -> np.ndarray:
     """int64 ``[q_len, kv_len]``: the index of the step that computes each pair; -1 for pairs that are not computed."""
-    found = np.full((plan.q_layout.length, plan.k_layout.length), -1, np.int64)
+    steps = np.full((plan.q_layout.length, plan.k_layout.length), -1, np.int64)
     for at, step in enumerate(plan.steps):
         for part, mine in enumerate(step.tiles):
             held = places.positions(plan.q_blocks[part].runs), places.positions(plan.keys(step, part).runs)
             for tile in mine:
-                _mark(found, tile, *held, at)
-    return found
+                _mark(steps, tile, *held, at)
+    return steps
 
 
-def _mark(found: np.ndarray, tile: Tile, queries: np.ndarray, keys: np.ndarray, step: int) -> None:
+def _mark(steps: np.ndarray, tile: Tile, queries: np.ndarray, keys: np.ndarray, step: int) -> None:
     for segment in tile.segments:
         edge = Band(tile.left, tile.right, segment.k_len - segment.q_len)
         inside = np.ones((segment.q_len, segment.k_len), bool)
         inside &= edge.contains(np.arange(segment.q_len)[:, None], np.arange(segment.k_len)[None])
         rows, columns = np.nonzero(inside)
-        found[queries[segment.q_start + rows], keys[segment.k_start + columns]] = step
+        steps[queries[segment.q_start + rows], keys[segment.k_start + columns]] = step
 
 
 def ranks_of(layout: Layout) -> np.ndarray:

@@ -21,20 +21,20 @@ def positions(runs: Sequence[Run]) -> np.ndarray:
 @lru_cache(maxsize=64)
 def of_shards(layout: Layout) -> np.ndarray:
     """int64 ``[world, shard]``: the position at every place of every rank; ``layout.length`` at places without one."""
-    found = np.full((layout.world, layout.shard), layout.length, np.int64)
+    table = np.full((layout.world, layout.shard), layout.length, np.int64)
     for rank, runs in enumerate(layout.runs):
         held = positions(runs)
-        found[rank, : len(held)] = held
-    return found
+        table[rank, : len(held)] = held
+    return table
 
 
 @lru_cache(maxsize=64)
 def in_order(layout: Layout) -> np.ndarray:
     """int64 ``[length]``: the place of every position in all ranks' shards, end to end."""
-    found = np.zeros(layout.length + 1, np.int64)
+    index = np.zeros(layout.length + 1, np.int64)
     flat = of_shards(layout).ravel()
-    found[flat] = np.arange(len(flat))
-    return found[: layout.length]
+    index[flat] = np.arange(len(flat))
+    return index[: layout.length]
 
 
 @lru_cache(maxsize=256)
@@ -50,13 +50,13 @@ def order(layout: Layout, block: Block) -> np.ndarray:
 
 
 @lru_cache(maxsize=256)
-def in_blocks(blocks: tuple[Block, ...], size: int, wanted: Block) -> np.ndarray:
-    """int64 ``[wanted.count]``: places of its positions in blocks end to end, each padded to ``size`` places."""
-    held = [positions(block.runs) for block in blocks]
-    found = np.zeros(max((int(part.max()) + 1 for part in held if len(part)), default=0), np.int64)
+def in_blocks(blocks: tuple[Block, ...], size: int, block: Block) -> np.ndarray:
+    """int64 ``[block.count]``: places of its positions in blocks end to end, each padded to ``size`` places."""
+    held = [positions(each.runs) for each in blocks]
+    index = np.zeros(max((int(part.max()) + 1 for part in held if len(part)), default=0), np.int64)
     for at, part in enumerate(held):
-        found[part] = at * size + np.arange(len(part))
-    return found[positions(wanted.runs)]
+        index[part] = at * size + np.arange(len(part))
+    return index[positions(block.runs)]
 
 
 def among_all(plan: Plan, part: int) -> np.ndarray:
@@ -69,12 +69,12 @@ def among_all(plan: Plan, part: int) -> np.ndarray:
 
 def held_positions(layout: Layout, documents: tuple[int, ...] | None) -> np.ndarray:
     """int32 ``[world, shard]``: the position (in its row, or in its document) at every place; 0 if none."""
-    found = of_shards(layout)
-    held = found < layout.length
+    table = of_shards(layout)
+    held = table < layout.length
     if documents is not None:
         starts = np.asarray(documents)
-        found = found - starts[np.searchsorted(starts[1:-1], found, side="right")]
-    return np.where(held, found, 0).astype(np.int32)
+        table = table - starts[np.searchsorted(starts[1:-1], table, side="right")]
+    return np.where(held, table, 0).astype(np.int32)
 
 
 def spans(ranges: Sequence[Sequence[int]]) -> np.ndarray:

@@ -91,7 +91,7 @@ def context_parallel_attention(
     """
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     inputs = plan.checked_arrays((q, k, v, mask, bias, alibi_slopes, sinks))
-    place = context_mesh.found(mesh, axis_name)
+    place = context_mesh.find_place(mesh, axis_name)
     backends = requested_names(backend) or override.requested()
     how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
     request = requested(place, inputs, options, seq_info, backends, **how)
@@ -137,7 +137,7 @@ def explain_context_parallel(
     """
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     inputs = plan.checked_arrays((q, k, v, mask, bias, alibi_slopes, sinks), shapes_only=True)
-    place = context_mesh.found(mesh, axis_name)
+    place = context_mesh.find_place(mesh, axis_name)
     backends = requested_names(backend) or override.requested()
     how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
     request = requested(place, inputs, options, seq_info, backends, **how)

@@ -28,7 +28,7 @@ def is_spread(layer: Any) -> bool:
 
 def held_positions(layer: Any, seq_info: Any, places: int) -> Array:
     """int32 ``[places]``: the position (in its row, or in its document) at each place of a spread row."""
-    place, documents = mesh.found(None, layer.context_axis), documents_of(seq_info)
+    place, documents = mesh.find_place(None, layer.context_axis), documents_of(seq_info)
     shard = places if place.inside else places // place.world
     length, _ = lengths_of(layer.context_length, documents, (shard, shard), place.world)
     return positions_held(place, layer.context_layout, length, documents)

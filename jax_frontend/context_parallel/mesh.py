@@ -69,13 +69,13 @@ class Place(NamedTuple):
         """This device's rank."""
         return Axes.of(self.names, self.sizes, "").rank
 
-    def rows(self, given: P | None, q: Any, *keys: Any) -> Rows:
+    def rows(self, requested: P | None, q: Any, *keys: Any) -> Rows:
         """How ``jax.shard_map`` is to split a call's arrays: along the row by the ranks, otherwise as they are split.
 
         JAX knows the current split of arrays on a mesh and of types on a mesh with Explicit axes; else the caller may
-        pass it (``given``). If it is unknown, other axes of the mesh stay automatic.
+        pass it (``requested``). If it is unknown, other axes of the mesh stay automatic.
         """
-        known = self._known(q) if given is None else self._checked(given, q.ndim)
+        known = self._known(q) if requested is None else self._checked(requested, q.ndim)
         if known is None:
             alone = frozenset(name for name, size in self.mesh.shape.items() if size == 1)
             return Rows(self.names, None, None, q.ndim == 4, frozenset(self.names) | alone)
@@ -85,14 +85,14 @@ class Place(NamedTuple):
             heads = None  # every device computes all heads
         return Rows(self.names, batch, heads, q.ndim == 4, frozenset(self.mesh.axis_names))
 
-    def _checked(self, given: Any, rank: int) -> P:
-        named = {name for entry in given for name in _entry(entry)} if isinstance(given, P) else {None}
-        if len(given) > rank or not named <= set(self.mesh.axis_names):
+    def _checked(self, requested: Any, rank: int) -> P:
+        named = {name for entry in requested for name in _entry(entry)} if isinstance(requested, P) else {None}
+        if len(requested) > rank or not named <= set(self.mesh.axis_names):
             raise SpecError(
-                f"partition_spec={given!r}: expected a jax.sharding.PartitionSpec of q's {rank} axes over the mesh "
+                f"partition_spec={requested!r}: expected a jax.sharding.PartitionSpec of q's {rank} axes over the mesh "
                 f"axes {tuple(self.mesh.axis_names)}"
             )
-        return given
+        return requested
 
     def typed(self, array: Any, spec: P) -> Any:
         """The array as ``jax.shard_map`` takes it: on a mesh with Explicit axes, resharded to ``spec``."""
@@ -134,7 +134,7 @@ class Place(NamedTuple):
         return P(*(entry or None for entry in kept))
 
 
-def found(mesh: Any, axis_name: str | tuple[str, str] | None) -> Place:
+def find_place(mesh: Any, axis_name: str | tuple[str, str] | None) -> Place:
     """The axes of a call.
 
     Args:

@@ -44,7 +44,7 @@ def shard_sequence(
         ShapeError, SpecError: naming the argument, its value and what was expected.
     """
     plan.check_array("x", x)
-    place, dim = context_mesh.found(mesh, axis_name), axis_of(dim, x.ndim)
+    place, dim = context_mesh.find_place(mesh, axis_name), axis_of(dim, x.ndim)
     held = _spread(place, layout, x.shape[dim], documents_of(seq_info))
     table = places.of_shards(held)
     if place.inside:
@@ -75,7 +75,7 @@ def unshard_sequence(
         ShapeError, SpecError: naming the argument, its value and what was expected.
     """
     plan.check_array("x", x)
-    place, dim = context_mesh.found(mesh, axis_name), axis_of(dim, x.ndim)
+    place, dim = context_mesh.find_place(mesh, axis_name), axis_of(dim, x.ndim)
     documents = documents_of(seq_info)
     every = x.shape[dim] * (place.world if place.inside else 1)
     length = length if length is not None else every if documents is None else documents[-1]
@@ -98,8 +98,8 @@ def positions_held(place: Place, layout: str, length: int, documents: tuple[int,
 
     Inside ``jax.shard_map`` ``[shard]``, this device's places; outside all places end to end.
     """
-    found = jnp.asarray(places.held_positions(_spread(place, layout, length, documents), documents))
-    return found[place.rank] if place.inside else found.ravel()
+    positions = jnp.asarray(places.held_positions(_spread(place, layout, length, documents), documents))
+    return positions[place.rank] if place.inside else positions.ravel()
 
 
 def _spread(place: Place, layout: str, length: int, documents: tuple[int, ...] | None) -> Layout:

@@ -58,12 +58,12 @@ def attend(
     if same or partly_manual() or not _called_back(context.call, context.device, step):
         return each_its_own(axes.part, kinds, partial(tiles.attend, context), q, keys, so_far)  # type: ignore[no-any-return]
     operands = (q, *keys, *(so_far or ()), axes.part)
-    made = StepCall(context.call, context.call.plan.steps.index(step), paired=len(keys) == 1)
-    assert made.after == (so_far is not None)
-    branches = _branches(context, tuple(kinds), made.arrays).trace(*operands).jaxpr
+    step_call = StepCall(context.call, context.call.plan.steps.index(step), paired=len(keys) == 1)
+    assert step_call.after == (so_far is not None)
+    branches = _branches(context, tuple(kinds), step_call.arrays).trace(*operands).jaxpr
     out, lse = step_p.bind(
         *operands,
-        call=BridgedStep(made, context.device, context.beside),
+        call=BridgedStep(step_call, context.device, context.beside),
         axis=axes.outer,
         meshes=(jax.sharding.get_abstract_mesh(), _in_force()),
         branches=to_low_jaxpr(branches),
@@ -153,8 +153,8 @@ def _in_force() -> Any:
 
 
 def _batched(operands: Any, mapped: Any, *, branches: ClosedJaxpr, **_: Any) -> tuple[list[Any], list[int]]:
-    found = jax.vmap(jaxpr_as_fun(branches), in_axes=tuple(mapped))(*operands)
-    return found, [0] * len(found)
+    results = jax.vmap(jaxpr_as_fun(branches), in_axes=tuple(mapped))(*operands)
+    return results, [0] * len(results)
 
 
 def _derivative(primals: Any, tangents: Any, *, branches: ClosedJaxpr, **_: Any) -> tuple[Any, Any]:

@@ -103,9 +103,9 @@ def attend(
     out, lse = so_far or _nothing(context, q, v)
     for tile in mine.tiles:
         index = rows, _ = context.places(mine, tile)
-        made = context.planned(tile)
-        part, part_lse = ops.forward(made, _inputs(made, tile, index, q, k, v))
-        if made.spec.packed:
+        plan = context.planned(tile)
+        part, part_lse = ops.forward(plan, _inputs(plan, tile, index, q, k, v))
+        if plan.spec.packed:
             part, part_lse = part[None], part_lse[None]
         part = part.astype(out.dtype)
         if touched[rows].any():
@@ -167,8 +167,8 @@ def gradients(
     touched = [np.zeros(array.shape[1], bool) for array in totals]
     for tile in mine.tiles:
         rows, of_key = context.places(mine, tile)
-        found = _tile_gradients(context.planned(tile), tile, (rows, of_key), q, k, v, saved)
-        for at, (part, index) in enumerate(((found.dq, rows), (found.dk, of_key), (found.dv, of_key))):
+        results = _tile_gradients(context.planned(tile), tile, (rows, of_key), q, k, v, saved)
+        for at, (part, index) in enumerate(((results.dq, rows), (results.dk, of_key), (results.dv, of_key))):
             part = part.astype(totals[at].dtype)
             if touched[at][index].any():
                 part = taken(totals[at], index, 1) + part
@@ -182,8 +182,8 @@ Index = tuple[np.ndarray, np.ndarray]
 """The places of a tile's rows and of its keys."""
 
 
-def _tile_gradients(made: Plan, tile: Tile, index: Index, q: Array, k: Array, v: Array, saved: WholeRows) -> Gradients:
-    packed = made.spec.packed
+def _tile_gradients(plan: Plan, tile: Tile, index: Index, q: Array, k: Array, v: Array, saved: WholeRows) -> Gradients:
+    packed = plan.spec.packed
 
     def cut(array: Any, axis: int) -> Any:
         if array is None:
@@ -192,15 +192,15 @@ def _tile_gradients(made: Plan, tile: Tile, index: Index, q: Array, k: Array, v:
         return array[0] if packed else array  # packed documents are one row: [1, tokens, ...] -> [tokens, ...]
 
     out, lse, dout, dlse = cut(saved.out, 1), cut(saved.lse, 2), cut(saved.dout, 1), cut(saved.dlse, 2)
-    found = ops.backward(made, _inputs(made, tile, index, q, k, v), out, lse, dout, dlse)
-    return Gradients(*(array[None] for array in found[:3])) if packed else found
+    results = ops.backward(plan, _inputs(plan, tile, index, q, k, v), out, lse, dout, dlse)
+    return Gradients(*(array[None] for array in results[:3])) if packed else results
 
 
-def _inputs(made: Plan, tile: Tile, index: Index, q: Array, k: Array, v: Array) -> Inputs:
+def _inputs(plan: Plan, tile: Tile, index: Index, q: Array, k: Array, v: Array) -> Inputs:
     """The tile's rows and keys; several segments as packed documents, without the row axis."""
     rows, keys = index
     inputs = Inputs(taken(q, rows, 1), taken(k, keys, 1), taken(v, keys, 1))
-    if not made.spec.packed:
+    if not plan.spec.packed:
         return inputs
     cu_q, cu_k = (jnp.asarray(side, jnp.int32) for side in tile.offsets)
     q, k, v = (array[0] for array in inputs[:3])

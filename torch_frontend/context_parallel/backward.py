@@ -41,21 +41,21 @@ class Total:
     @classmethod
     def in_place(cls, tensor: Tensor) -> Total:
         """A total that continues the sum in a tensor, in place."""
-        made = cls(tensor, tensor.shape[1], tensor.dtype)
-        made.so_far = tensor
-        return made
+        total = cls(tensor, tensor.shape[1], tensor.dtype)
+        total.so_far = tensor
+        return total
 
-    def add(self, places: Places, found: Tensor) -> None:
+    def add(self, places: Places, gradient: Tensor) -> None:
         """Adds a tile's gradients; takes the first tensor itself if its shape and place allow."""
         if self.so_far is not None:
-            places.add(self.so_far, found)
+            places.add(self.so_far, gradient)
         elif self.home is None and places.are_all_of(self.shape[1]):
-            self.so_far = found.to(self.dtype)
+            self.so_far = gradient.to(self.dtype)
         elif places.distinct:
             self.so_far = self._begun(zeros=not places.are_all_of(self.shape[1]))
-            places.put(self.so_far, found)
+            places.put(self.so_far, gradient)
         else:
-            places.add(self.tensor(), found)
+            places.add(self.tensor(), gradient)
 
     def tensor(self) -> Tensor:
         """The sum; zeros if nothing was added."""
@@ -73,11 +73,11 @@ Rows = list[tuple[Places, Tensor]]
 """Gradients of queries, each with its places."""
 
 
-def _add_keys(runs: Sequence[TileCall], found: list[BlockGradients], keys: Sequence[Total]) -> Rows:
+def _add_keys(runs: Sequence[TileCall], gradients: list[BlockGradients], keys: Sequence[Total]) -> Rows:
     """Adds the tiles' dk and dv to the totals and frees them; returns dq with its places, still to be added."""
     rows = []
     for run in runs:
-        dq, *pair = found.pop(0)
+        dq, *pair = gradients.pop(0)
         rows.append((run.q, dq))
         for total in keys:
             total.add(run.sums, pair.pop(0))
@@ -104,8 +104,8 @@ def backward(
             forward.of_heads(work, dsinks, group).copy_(own)
         returns.append(_group(work, kept, _steps(work, kept, keys, mine, of_lse)))
         del mine, of_lse, keys
-    found = [wait() for wait in returns]
-    dq, dk, dv = (forward.of_all_heads([group[at] for group in found]) for at in range(3))
+    groups = [wait() for wait in returns]
+    dq, dk, dv = (forward.of_all_heads([group[at] for group in groups]) for at in range(3))
     if call.repeats > 1:  # every kv head's copies lie side by side
         dk, dv = (each.unflatten(2, (-1, call.repeats)).sum(3).to(dq.dtype) for each in (dk, dv))
     return dq, dk, dv, dsinks
@@ -142,9 +142,9 @@ Steps = Iterator[tuple[Step, tuple[TileCall, ...], list[BlockGradients]]]
 
 def _steps(work: Work, saved: Residuals, keys: Keys, dout: Tensor, dlse: Tensor | None) -> Steps:
     for step, runs, (k, v) in blocks(work, keys):
-        found = [_run(run, saved, k, v, dout, dlse) for run in runs]
+        gradients = [_tile_gradients(run, saved, k, v, dout, dlse) for run in runs]
         del k, v  # free this block: the next two blocks will be in memory
-        yield step, runs, found
+        yield step, runs, gradients
 
 
 def _group(work: Work, saved: Residuals, steps: Steps) -> Callable[[], list[Tensor]]:
@@ -163,8 +163,8 @@ def _of_gathered_keys(work: Work, saved: Residuals, steps: Steps) -> Callable[[]
     sender = exchange.GradientSend(work.outer, program.k_size, pair, dtype)
     sent = [Total(each, others * program.k_size, dtype, home) for each, home in zip(pair, sender.homes, strict=True)]
     received: exchange.Waiting | None = None
-    for step, runs, found in steps:
-        rows = _add_keys(runs, found, sent if step.gathered else own)
+    for step, runs, gradients in steps:
+        rows = _add_keys(runs, gradients, sent if step.gathered else own)
         if step.gathered:
             sums = [total.tensor() for total in sent]
             sent.clear()
@@ -189,14 +189,14 @@ def _of_blocks(work: Work, saved: Residuals, steps: Steps) -> Callable[[], Block
     shapes = [(each.shape[0], size, *each.shape[2:]) for each in (saved.k, saved.v)]
     dq, own = _totals(work, saved)
     waiting: Callable[[], Tensor] | None = None
-    for step, runs, found in steps:
+    for step, runs, gradients in steps:
         keys, buffer = own, None
         if not step.own:
             buffer = (
                 saved.k.new_zeros(sum(map(prod, shapes)), dtype=_sent_in(work, saved)) if not waiting else waiting()
             )
             keys = [Total.in_place(part) for part in exchange.parts_of(buffer, shapes)]
-        rows = _add_keys(runs, found, keys)
+        rows = _add_keys(runs, gradients, keys)
         if buffer is not None:
             waiting = exchange.hop(work.outer, buffer, _to_next(work, step))
         _add_rows(dq, rows)  # overlaps the message just sent
@@ -232,20 +232,19 @@ def _to_next(work: Work, step: Step) -> int:
     return (shifts[at + 1] if at + 1 < len(shifts) else work.outer.size) - step.shift
 
 
-def _run(run: TileCall, saved: Residuals, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None) -> BlockGradients:
+def _tile_gradients(
+    run: TileCall, saved: Residuals, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None
+) -> BlockGradients:
     """The gradients of one tile."""
-    inputs = forward.inputs_of(run, saved.q, k, v)
-    rows, lse = (
-        [run.q.of(saved.out), run.q.of(dout)],
-        [run.q.of(each, 2) for each in (saved.lse, dlse) if each is not None],
-    )
-    packed = run.made.spec.packed
+    inputs, packed = forward.inputs_of(run, saved.q, k, v), run.plan.spec.packed
+    rows = [run.q.of(saved.out), run.q.of(dout)]
+    lse = [run.q.of(each, 2) for each in (saved.lse, dlse) if each is not None]
     if packed:
         rows, lse = [each[0] for each in rows], [each[0] for each in lse]
-    found = run.made.backward(
-        run.made.spec, inputs, rows[0], lse[0].contiguous(), rows[1], lse[1] if len(lse) > 1 else None
+    gradients = run.plan.backward(
+        run.plan.spec, inputs, rows[0], lse[0].contiguous(), rows[1], lse[1] if len(lse) > 1 else None
     )
-    return BlockGradients(*(each[None] if packed else each for each in found[:3]))
+    return BlockGradients(*(each[None] if packed else each for each in gradients[:3]))
 
 
 def _home(work: Work, sums: BlockGradients, dtype: torch.dtype) -> Callable[[], list[Tensor]]:

@@ -32,8 +32,8 @@ def _local(name: str, tensor: Any, mesh: DeviceMesh) -> Any:
     for axis, placement in zip(axes, tensor.placements, strict=True):
         on_row = isinstance(placement, Shard) and placement.dim == positions
         if on_row != (axis in of_row):
-            wanted = f"Shard({positions}), the positions" if axis in of_row else "positions that are not split"
-            raise SpecError(f"{name}: expected {wanted}, over mesh axis {axis!r}, got {placement}")
+            expected = f"Shard({positions}), the positions" if axis in of_row else "positions that are not split"
+            raise SpecError(f"{name}: expected {expected}, over mesh axis {axis!r}, got {placement}")
         if not isinstance(placement, (Shard, Replicate)):
             raise SpecError(f"{name}: expected whole numbers over mesh axis {axis!r}, got {placement}")
     return tensor.to_local()

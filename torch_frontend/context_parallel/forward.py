@@ -132,17 +132,17 @@ def _attend(work: Work, mine: Sequence[Tensor], keys: Keys) -> tuple[Tensor, Ten
     wide = getattr(torch, program.call.spec.lse_dtype)
     batch, rows, heads = q.shape[:3]
     shape = (batch, rows, heads, v.shape[3])
-    made, summed = q.new_empty if program.covered else q.new_zeros, summed_in(work, q, wide)
+    new, summed = q.new_empty if program.covered else q.new_zeros, summed_in(work, q, wide)
     out = lse = None
     for _, runs, (k, v) in blocks(work, keys):
         for run in runs:
-            part = run.made.forward(run.made.spec, inputs_of(run, q, k, v))
-            part_out, part_lse = (tensor[None] for tensor in part) if run.made.spec.packed else part
+            part = run.plan.forward(run.plan.spec, inputs_of(run, q, k, v))
+            part_out, part_lse = (tensor[None] for tensor in part) if run.plan.spec.packed else part
             if out is None and run.q.are_all_of(rows):
                 out, lse = part_out.to(summed), part_lse
                 continue
             if out is None or lse is None:
-                out, lse = made(shape, dtype=summed), q.new_full((batch, heads, rows), -torch.inf, dtype=wide)
+                out, lse = new(shape, dtype=summed), q.new_full((batch, heads, rows), -torch.inf, dtype=wide)
             step.put_together(run.q, out, lse, part_out, part_lse, first=run.first)
             del part, part_out, part_lse
         del k, v  # free this block: the next two blocks will be in memory

@@ -63,8 +63,8 @@ def run(request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None)
     work, with_lse = prepared(request), request.options.return_lse
     with autocast.switched_off(q.device):
         if request.needs_backward:
-            found = Attention.apply(request, q, k, v, sinks)
-            results = list(found) if with_lse else [found]
+            output = Attention.apply(request, q, k, v, sinks)
+            results = list(output) if with_lse else [output]
         else:
             results, _ = forward.forward(work, q, k, v, sinks, with_lse=with_lse, keep=False)
     if sinks is None or not with_lse:
@@ -141,8 +141,8 @@ def _backward_op(
     work, (q, k, v, sinks) = prepared(_request(arguments)), arguments[:TENSORS]
     with autocast.switched_off(q.device):
         saved = forward.again(work, q, k, v, out, lse)
-        found = backward.backward(work, saved, sinks, dout, _sent(work, dout, dlse))
-    dq, dk, dv, dsinks = (None if each is None else each.contiguous() for each in found)
+        gradients = backward.backward(work, saved, sinks, dout, _sent(work, dout, dlse))
+    dq, dk, dv, dsinks = (None if each is None else each.contiguous() for each in gradients)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks  # type: ignore[return-value]
 
 

@@ -30,7 +30,7 @@ class TileCall(NamedTuple):
         first: whether it is the first tile to touch its queries.
     """
 
-    made: Plan
+    plan: Plan
     q: Places
     k: Places
     sums: Places
@@ -84,8 +84,8 @@ def program(call: ContextCall, part: int, device: torch.device) -> Program:
     for step in plan.steps:
         of_key = of_sum = None
         if step.gathered:  # gathered blocks stay in the order of ranks; tiles index into them
-            wanted, others = plan.keys(step, part), plan.k_blocks[:part] + plan.k_blocks[part + 1 :]
-            of_key, of_sum = (places.in_blocks(blocks, k_size, wanted) for blocks in (plan.k_blocks, others))
+            seen, others = plan.keys(step, part), plan.k_blocks[:part] + plan.k_blocks[part + 1 :]
+            of_key, of_sum = (places.in_blocks(blocks, k_size, seen) for blocks in (plan.k_blocks, others))
         runs = []
         for tile in step.tiles[part]:
             rows, keys = places.of_tile(tile)
@@ -112,6 +112,6 @@ def _tile_call(
     spec, name = call.backend_of(tile)
     module = backends.load(name, backends.kind_of(device_name(device)))
     forward, backward = (on_device(function, device) for function in (module.forward, module.backward))
-    made = Plan(spec, name, forward, backward, False, None, backends.writes_into(module))
+    plan = Plan(spec, name, forward, backward, False, None, backends.writes_into(module))
     q, k, sums = (Places(each, device) for each in index)
-    return TileCall(made, q, k, sums, offsets_of(spec, tile, device), first)
+    return TileCall(plan, q, k, sums, offsets_of(spec, tile, device), first)

@@ -86,9 +86,9 @@ class Active(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def _positions(made: Layout, documents: tuple[int, ...] | None, rank: int, device: torch.device) -> Tensor:
+def _positions(layout: Layout, documents: tuple[int, ...] | None, rank: int, device: torch.device) -> Tensor:
     """Cached, because a copy from the host waits for the device."""
-    return torch.from_numpy(places.held_positions(made, documents)[rank]).to(device)
+    return torch.from_numpy(places.held_positions(layout, documents)[rank]).to(device)
 
 
 _active: ContextVar[Active | None] = ContextVar("attn_core_context_parallel", default=None)
@@ -149,14 +149,14 @@ def active() -> Active | None:
     return _active.get()
 
 
-def of(module: Any) -> Active | None:
+def active_for(module: Any) -> Active | None:
     """The block that a layer runs under. A backward that recomputes a layer may run in another thread or after the
     block; it uses the block of the layer's forward."""
-    found = active()
+    block = active()
     if torch.compiler.is_compiling() or not isinstance(module, torch.nn.Module):
-        return found
-    if found is None and torch._C._current_graph_task_id() != -1:
+        return block
+    if block is None and torch._C._current_graph_task_id() != -1:
         return _ran_under.get(module)
-    if found is not None or module in _ran_under:
-        _ran_under[module] = found
-    return found
+    if block is not None or module in _ran_under:
+        _ran_under[module] = block
+    return block

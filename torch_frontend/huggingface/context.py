@@ -59,7 +59,7 @@ def context_of(module: Any, attention_mask: Any) -> Active | None:
         SpecError: inside a block, for a mask that was built outside of it.
     """
     if not isinstance(attention_mask, DescribedMask):
-        return use.of(module)
+        return use.active_for(module)
     context = attention_mask.visible.context
     if context is None and use.active() is not None:
         raise SpecError("attention_mask: expected one built inside the use_context_parallel block, or None")

@@ -181,10 +181,10 @@ def explain_choice(
     names = _names(axes, layout)
     if strategy is not None and strategy not in names:
         raise SpecError(f"strategy={strategy!r}: expected one of {', '.join(names)} on {len(axes)} axes, or None")
-    asked = Choice(spec, documents, layout, axes, constants, memory, strategy, None)
-    able = [asked.candidate(name) for name in names if strategy in (None, name) and not asked.reasons(name)]
+    undecided = Choice(spec, documents, layout, axes, constants, memory, strategy, None)
+    able = [undecided.candidate(name) for name in names if strategy in (None, name) and not undecided.reasons(name)]
     estimates = [(one.estimate.seconds, one.strategy) for one in able if one.estimate]
-    return replace(asked, strategy=min(estimates, key=lambda one: one[0])[1] if estimates else None)
+    return replace(undecided, strategy=min(estimates, key=lambda one: one[0])[1] if estimates else None)
 
 
 def plan_of(spec: AttentionSpec, documents: tuple[int, ...] | None, strategy: str, layout: str, axes: Axes) -> Plan:
@@ -221,8 +221,8 @@ def _candidate(
         kv_repeats(spec.num_heads, spec.num_kv_heads, inner)
     except ShapeError as error:
         return Candidate(strategy, (str(error),), None)
-    found = estimate(spec, plan_of(spec, documents, strategy, layout, axes), constants)
+    cost = estimate(spec, plan_of(spec, documents, strategy, layout, axes), constants)
     refusals: tuple[str, ...] = ()
-    if memory is not None and found.peak > memory:
-        refusals = (f"memory: {found.peak / GIB:.2f} GiB a rank, more than the {memory / GIB:.2f} GiB it may use",)
-    return Candidate(strategy, refusals, found)
+    if memory is not None and cost.peak > memory:
+        refusals = (f"memory: {cost.peak / GIB:.2f} GiB a rank, more than the {memory / GIB:.2f} GiB it may use",)
+    return Candidate(strategy, refusals, cost)

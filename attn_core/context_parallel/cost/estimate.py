@@ -169,11 +169,11 @@ def _gathered(steps: Steps, plan: Plan, beside: float, block: float, constants: 
     """(seconds that the busiest part computes, seconds in all); ``beside`` overlaps the step on the own block."""
     beside = beside if plan.gathers else 0.0
     ordering = constants.moved(2 * plan.outer * block) * (plan.gathers and _copies(plan) > 1)
-    found = []
+    times = []
     for of_part in zip(*steps, strict=True):
         own = of_part[0] if plan.steps[0].own else 0.0
-        found.append((sum(of_part), constants.together(own, beside) + ordering + sum(of_part) - own))
-    return max(found, key=lambda each: each[1], default=(0.0, 0.0))
+        times.append((sum(of_part), constants.together(own, beside) + ordering + sum(of_part) - own))
+    return max(times, key=lambda each: each[1], default=(0.0, 0.0))
 
 
 def _sums_rows(plan: Plan) -> bool:

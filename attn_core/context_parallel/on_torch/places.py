@@ -48,10 +48,10 @@ class Places:
             return tensor.index_select(axis, self.index)
         if self.are_neighbours:
             return tensor.narrow(axis, self.ranges[0][0] if self.ranges else 0, self.count)
-        made = tensor.new_empty((*tensor.shape[:axis], self.count, *tensor.shape[axis + 1 :]))
-        for place, piece in self._pieces(tensor, made, axis):
+        result = tensor.new_empty((*tensor.shape[:axis], self.count, *tensor.shape[axis + 1 :]))
+        for place, piece in self._pieces(tensor, result, axis):
             piece.copy_(place)
-        return made
+        return result
 
     def put(self, tensor: Tensor, values: Tensor, axis: int = 1) -> None:
         """Writes values to these places."""
@@ -79,9 +79,9 @@ class Places:
         if self.are_all_of(size):
             return values
         shape = (*values.shape[:axis], size, *values.shape[axis + 1 :])
-        made = values.new_empty(shape) if self.count == size else values.new_zeros(shape)
-        self.put(made, values, axis)
-        return made
+        result = values.new_empty(shape) if self.count == size else values.new_zeros(shape)
+        self.put(result, values, axis)
+        return result
 
 
 class PlacesOfParts:
@@ -111,9 +111,9 @@ class PlacesOfParts:
         if len(self._ranges) == 1:
             part, start, stop = self._ranges[0]
             return tensor[part].narrow(-3, start, stop - start)
-        made = tensor.new_empty((*tensor.shape[1:-3], self.count, *tensor.shape[-2:]))
+        result = tensor.new_empty((*tensor.shape[1:-3], self.count, *tensor.shape[-2:]))
         at = 0
         for part, start, stop in self._ranges:
-            made.narrow(-3, at, stop - start).copy_(tensor[part].narrow(-3, start, stop - start))
+            result.narrow(-3, at, stop - start).copy_(tensor[part].narrow(-3, start, stop - start))
             at += stop - start
-        return made
+        return result

@@ -64,14 +64,14 @@ class StepCall(NamedTuple):
         Args:
             kind: of the devices, "cpu" or "cuda".
         """
-        found = [1]
+        sizes = [1]
         for mine in self.step.tiles:
             for at, tile in enumerate(mine):
                 spec, name = self.call.backend_of(tile)
                 module = backends.load(name, kind)
                 if backends.writes_into(module) and not (at == 0 and self.writes_all(tile)):
-                    found.append(prod(spec.out_shape))
-        return max(found)
+                    sizes.append(prod(spec.out_shape))
+        return max(sizes)
 
     def writes_all(self, tile: Tile) -> bool:
         """Whether a part's first tile writes its whole result: every row, in the accumulators' dtype."""
@@ -154,7 +154,7 @@ def inputs_of(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple[Tensor, Tensor]
 
 def runs_of(call: StepCall, part: int, device: Any) -> Runs:
     """Prepares a part's tiles on a torch.device."""
-    touched, found, tiles = RowCoverage(call.rows, before=call.after), [], call.step.tiles[part]
+    coverage, runs, tiles = RowCoverage(call.rows, before=call.after), [], call.step.tiles[part]
     placed, taken = [of_tile(tile) for tile in tiles], None
     if call.step.gathered:
         plan, needed = call.call.plan, np.unique(np.concatenate([np.zeros(0, np.int64), *(keys for _, keys in placed)]))
@@ -163,8 +163,8 @@ def runs_of(call: StepCall, part: int, device: Any) -> Runs:
     for tile, (rows, keys) in zip(tiles, placed, strict=True):
         spec, name = call.call.backend_of(tile)
         module = backends.load(name, device.type)
-        first = touched.by(rows)
-        found.append(
+        first = coverage.by(rows)
+        runs.append(
             TileRun(
                 spec=spec,
                 forward=module.forward,
@@ -176,7 +176,7 @@ def runs_of(call: StepCall, part: int, device: Any) -> Runs:
                 direct=first and call.writes_all(tile),
             )
         )
-    return Runs(call, tuple(found), taken, not touched.covered)
+    return Runs(call, tuple(runs), taken, not coverage.covered)
 
 
 def attend(
@@ -209,9 +209,9 @@ def attend(
         if run.spec.packed:
             part_out, part_lse = part_out[None], part_lse[None]
         if run.direct:
-            for place, found in ((out, part_out), (lse, part_lse)):
-                if found is not place:
-                    place.copy_(found)
+            for place, part in ((out, part_out), (lse, part_lse)):
+                if part is not place:
+                    place.copy_(part)
         else:
             put_together(run.rows, out, lse, part_out, part_lse, first=run.first)
 
