@@ -535,7 +535,7 @@ def test_dropout_is_that_mask_in_both_directions(name: str, monkeypatch: pytest.
     needs_flash2()
     call = Drawn(name)
     kept = call.kept() / (1 - call.spec.dropout)
-    monkeypatch.setattr(reference, "_kept", lambda spec, rng: kept)
+    monkeypatch.setattr(reference, "_dropout_factors", lambda spec, rng: kept)
     expected = accuracy.expect(call.spec, call.case.inputs, dout=call.case.dout)
     out, lse = flash2.forward(call.spec, call.inputs)
     dout = torch.from_numpy(call.case.dout).to("cuda", torch.bfloat16)

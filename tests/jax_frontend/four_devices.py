@@ -538,7 +538,7 @@ def test_planted_a_partition_that_keeps_the_heads_whole_gathers(auto_mesh, plant
 
 
 def test_planted_a_sum_over_devices_left_out(auto_mesh, planted):
-    planted.setattr(partitioning, "_absent", lambda *_: ())
+    planted.setattr(partitioning, "_broadcast_axes", lambda *_: ())
     call = lambda q, k, v, sinks: attention(q, k, v, sinks=sinks, backend="math")  # noqa: E731
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         check_split(auto_mesh, call, (*qkv(), normal(5, HEADS)), (*(P("data"),) * 3, P()))
