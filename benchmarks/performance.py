@@ -126,10 +126,6 @@ def _hopper(result: dict[str, Any]) -> list[Row]:
             kernel, _, speed = figure["detail"].removesuffix(" in the same run").partition(": ")
             compared, shown = f"{kernel}: {speed} {unit}", f"{figure['value']:.0f} {unit}"
         found.append(Row(call, compared, shown, device, date))
-    for direction, regret in result["sweep"]["regret"].items():
-        slower = f"{regret['geometric mean'] - 1:.1%} slower (geometric mean)"
-        call = f"automatic choice over the {regret['cases']} calls that it was fitted to, {direction}"
-        found.append(Row(call, "the fastest backend of each", slower, device, result["sweep"]["date"][:10]))
     return found
 
 
