@@ -547,7 +547,9 @@ def test_a_device_that_a_program_was_not_compiled_for_is_named(monkeypatch):
     step = next(each.params["call"] for each, _ in equations(traced.jaxpr) if each.primitive.name == "attn_step")
     monkeypatch.setattr(jax, "local_devices", lambda backend: jax.devices()[:1])
     run = bridged_run.run_of(step._replace(parts=((jax.devices()[0].id, 1),)))
-    with pytest.raises(BridgeError, match=r"GPU -1: expected one of .* that a program with context parallelism"):
+    with pytest.raises(
+        BridgeError, match=r"GPU -1: expected one of .* that this program with context parallelism was compiled for"
+    ):
         run((torch.zeros(1),))
 
 
