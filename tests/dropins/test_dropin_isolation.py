@@ -149,10 +149,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[int, str]]]:
             monkeypatch.setattr(module, "shortcut", lambda spec: None)
     monkeypatch.setattr(import_module("jax_frontend.bridge.targets"), "_callbacks", {})
     forget_plans()
-    jax.clear_caches()  # a program that JAX has traced already does not ask for the backend again
     yield seen
     forget_plans()
-    jax.clear_caches()
 
 
 @pytest.fixture

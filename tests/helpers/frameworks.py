@@ -133,4 +133,4 @@ def forget_plans() -> None:
             module.dense_plan.cache_clear()
     import_module("torch_frontend.paged.plan").plan_call.cache_clear()
     import_module("jax_frontend.paged.attention")._plan.cache_clear()
-    import_module("jax_frontend.attention").differentiable_attention.clear_cache()  # the traces of eager calls
+    jax.clear_caches()  # a program that JAX has traced does not look its backend up again
