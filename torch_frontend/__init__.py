@@ -7,7 +7,7 @@ import torch.distributed
 
 from attn_core import NoBackendError, Pages, Selection, SeqInfo
 from attn_core.selection.override import use_backend
-from torch_frontend import flops, unsloth  # noqa: F401  flops tells torch's counter
+from torch_frontend import context_parallel, flops, unsloth  # noqa: F401  flops tells torch's counter
 from torch_frontend.attention import attention, explain
 from torch_frontend.backends import available_backends
 from torch_frontend.context_parallel.use import use_context_parallel
@@ -48,7 +48,7 @@ if torch.distributed.is_available():  # torch can be built without it
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("context_parallel_attention", "explain_context_parallel", "shard_sequence", "unshard_sequence"):
+    if name in context_parallel.PUBLIC:
         raise ImportError(f"torch_frontend.{name} needs torch.distributed, which this build of torch does not have")
     if name in unsloth.__all__:  # one release longer here, because Unsloth's names were at the root
         warn(f"{__name__}.{name} is now {unsloth.__name__}.{name}", DeprecationWarning, stacklevel=2)
