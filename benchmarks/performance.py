@@ -112,7 +112,7 @@ NAMES = {
 
 def _hopper(result: dict[str, Any]) -> list[Row]:
     device = result["environment"]["device"].removeprefix("1 × ")
-    found = []
+    lines = []
     for measure, title, name, call in HOPPER:
         group = next(group for group in result["measures"][measure]["groups"] if group["title"] == title)
         figure = next(figure for figure in group["figures"] if figure["name"] == name)
@@ -125,12 +125,12 @@ def _hopper(result: dict[str, Any]) -> list[Row]:
         else:  # TFLOP/s; the detail names the bare kernel that the choice fell on
             kernel, _, speed = figure["detail"].removesuffix(" in the same run").partition(": ")
             compared, shown = f"{kernel}: {speed} {unit}", f"{figure['value']:.0f} {unit}"
-        found.append(Row(call, compared, shown, device, date))
-    return found
+        lines.append(Row(call, compared, shown, device, date))
+    return lines
 
 
 def _several(result: dict[str, Any]) -> list[Row]:
-    found = []
+    lines = []
     torch = result["2"]["torch"]
     for peer in torch["peers"][:1]:
         speed = next(row for row in torch["speed"] if row["shard"] == peer["shard"])
@@ -140,14 +140,14 @@ def _several(result: dict[str, Any]) -> list[Row]:
             call = f"context parallelism, {peer['shard']} tokens a rank, {word}"
             compared = "torch's own `context_parallel`"
             date = speed["environment"]["date"]
-            found.append(Row(call, compared, f"{fastest / own:.2f} times as fast", "2 × NVIDIA H200", date))
+            lines.append(Row(call, compared, f"{fastest / own:.2f} times as fast", "2 × NVIDIA H200", date))
     for world, frameworks in result.items():
         speed = frameworks["torch"]["speed"][-1]
         word = "forward + backward"
         call = f"context parallelism, {speed['shard']} tokens a rank, {word}"
         shown = f"{efficiency(speed['seconds'][word], int(world)):.1%} of linear speedup"
-        found.append(Row(call, ONE_GPU, shown, f"{world} × NVIDIA H200", speed["environment"]["date"]))
-    return found
+        lines.append(Row(call, ONE_GPU, shown, f"{world} × NVIDIA H200", speed["environment"]["date"]))
+    return lines
 
 
 def _cpu(result: dict[str, Any]) -> list[Row]:

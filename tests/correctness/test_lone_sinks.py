@@ -31,18 +31,18 @@ BACKENDS = {"torch": (None, "math"), "jax": (None, "jax_xla", "math")}
 EACH = [(framework, backend) for framework, backends in BACKENDS.items() for backend in backends]
 
 
-def results(framework: str, call: Any, given: dict[str, np.ndarray], dout: np.ndarray, dlse: np.ndarray) -> list[Any]:
-    """out, lse and the gradients of what is given, by a function of the frontend, the framework's namespace and it."""
+def results(framework: str, call: Any, arrays: dict[str, np.ndarray], dout: np.ndarray, dlse: np.ndarray) -> list[Any]:
+    """Returns out, lse and the gradients of the arrays; ``call(frontend, namespace, **arrays)`` gives (out, lse)."""
     if framework == "torch":
-        leaves = {name: torch.tensor(array, requires_grad=True) for name, array in given.items()}
-        found = call(torch_frontend, torch, **leaves)
-        gradients = torch.autograd.grad(found, list(leaves.values()), (torch.tensor(dout), torch.tensor(dlse)))
-        return [each.detach().numpy() for each in (*found, *gradients)]
-    found, pull = jax.vjp(
-        lambda leaves: call(jax_frontend, jnp, **leaves), {name: jnp.asarray(array) for name, array in given.items()}
+        leaves = {name: torch.tensor(array, requires_grad=True) for name, array in arrays.items()}
+        outputs = call(torch_frontend, torch, **leaves)
+        gradients = torch.autograd.grad(outputs, list(leaves.values()), (torch.tensor(dout), torch.tensor(dlse)))
+        return [each.detach().numpy() for each in (*outputs, *gradients)]
+    outputs, pull = jax.vjp(
+        lambda leaves: call(jax_frontend, jnp, **leaves), {name: jnp.asarray(array) for name, array in arrays.items()}
     )
     (gradients,) = pull((jnp.asarray(dout), jnp.asarray(dlse)))
-    return [np.asarray(each) for each in (*found, *(gradients[name] for name in given))]
+    return [np.asarray(each) for each in (*outputs, *(gradients[name] for name in arrays))]
 
 
 def merged(of: Any, one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -56,7 +56,7 @@ def merged(of: Any, one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, 
 @pytest.mark.parametrize(("framework", "backend"), EACH)
 def test_parts_of_a_row_merge_by_their_log_sum_exp(framework: str, backend: str | None, with_sinks: int) -> None:
     """Keys in two parts, each of which some rows do not see, the sinks in one of them: the whole, gradients as well."""
-    given = {"q": Q, "k": K, "v": V, "sinks": SINKS}
+    arrays = {"q": Q, "k": K, "v": V, "sinks": SINKS}
 
     def attend(frontend: Any, of: Any, where: slice, q: Any, k: Any, v: Any, sinks: Any) -> Any:
         mask = torch.tensor(MASK[..., where]) if of is torch else jnp.asarray(MASK[..., where])
@@ -67,15 +67,15 @@ def test_parts_of_a_row_merge_by_their_log_sum_exp(framework: str, backend: str 
         return attend(frontend, of, slice(None), q, k, v, sinks)
 
     def parts(frontend: Any, of: Any, q: Any, k: Any, v: Any, sinks: Any) -> Any:
-        found = [
+        outputs = [
             attend(frontend, of, where, q, k, v, sinks if at == with_sinks else None)
             for at, where in enumerate((slice(SPLIT), slice(SPLIT, None)))
         ]
-        return merged(of, *found)
+        return merged(of, *outputs)
 
-    expected, found = (results(framework, call, given, DOUT, DLSE) for call in (whole, parts))
+    expected, outputs = (results(framework, call, arrays, DOUT, DLSE) for call in (whole, parts))
     assert (expected[1][..., 3] == SINKS[:, None][None, :, 0]).all() and not expected[0][:, 3].any()
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(outputs, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=3e-6, rtol=1e-5)
 
 
@@ -95,7 +95,7 @@ def called(way: str, frontend: Any, options: dict[str, Any]) -> Any:
     if way == "vmap":
         vmap = torch.func.vmap if frontend is torch_frontend else jax.vmap
         mapped = vmap(lambda q, k, v, sinks: call(q, k, v, sinks))
-        return lambda *given: [each[0] for each in mapped(*(array[None] for array in given))]
+        return lambda *arrays: [each[0] for each in mapped(*(array[None] for array in arrays))]
     return one_tensor if way == "qkvpacked" else call
 
 
@@ -118,7 +118,7 @@ def test_a_row_without_keys_has_its_sink(framework: str, backend: str | None, pa
         mask[..., 4:7, :] = False
         options["mask"] = torch.tensor(mask) if framework == "torch" else jnp.asarray(mask)
         empty, nobodys, axis = slice(4, 7), slice(0, 0), (None, ...)
-    given = {name: array[axis] for name, array in {"q": q, "k": k, "v": v}.items()} | {"sinks": SINKS}
+    arrays = {name: array[axis] for name, array in {"q": q, "k": k, "v": v}.items()} | {"sinks": SINKS}
     dout[empty], dout[nobodys], dlse[:, nobodys] = np.nan, np.nan, np.nan
     frontend = torch_frontend if framework == "torch" else jax_frontend
     run = called(way, frontend, options)
@@ -126,34 +126,34 @@ def test_a_row_without_keys_has_its_sink(framework: str, backend: str | None, pa
     def call(_: Any, of: Any, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, ...]:
         return tuple(run(q, k, v, sinks))
 
-    found = results(framework, call, given, dout[axis], dlse[axis])
-    out, lse = (each if packed else each[0] for each in found[:2])
+    outputs = results(framework, call, arrays, dout[axis], dlse[axis])
+    out, lse = (each if packed else each[0] for each in outputs[:2])
     assert (lse[:, empty] == SINKS[:, None]).all() and (lse[:, nobodys] == -np.inf).all()
     assert not out[empty].any() and not out[nobodys].any()
-    assert all(np.isfinite(gradient).all() for gradient in found[2:])
+    assert all(np.isfinite(gradient).all() for gradient in outputs[2:])
     dlse[:, empty] += 1.0
-    more = results(framework, call, given, dout[axis], dlse[axis])
-    np.testing.assert_allclose(more[5] - found[5], np.full(4, 3.0), atol=1e-5)
-    for one, other in zip(more[2:5], found[2:5], strict=True):
+    more = results(framework, call, arrays, dout[axis], dlse[axis])
+    np.testing.assert_allclose(more[5] - outputs[5], np.full(4, 3.0), atol=1e-5)
+    for one, other in zip(more[2:5], outputs[2:5], strict=True):
         np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("framework", BACKENDS)
 def test_a_sink_of_minus_infinity_is_none(framework: str) -> None:
-    sinks, given = np.full(4, -np.inf, np.float32), {"q": Q, "k": K, "v": V}
+    sinks, arrays = np.full(4, -np.inf, np.float32), {"q": Q, "k": K, "v": V}
     call = lambda frontend, of, **leaves: frontend.attention(**leaves, causal=True, window=2, return_lse=True)  # noqa: E731
-    queries = {**given, "k": K[:, :3], "v": V[:, :3]}
-    without, found = (results(framework, call, each, DOUT, DLSE) for each in (queries, {**queries, "sinks": sinks}))
-    assert (found[1][..., :3] == -np.inf).all() and not found[5].any()
-    for one, other in zip(found, without):
+    queries = {**arrays, "k": K[:, :3], "v": V[:, :3]}
+    without, outputs = (results(framework, call, each, DOUT, DLSE) for each in (queries, {**queries, "sinks": sinks}))
+    assert (outputs[1][..., :3] == -np.inf).all() and not outputs[5].any()
+    for one, other in zip(outputs, without):
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
 @pytest.mark.parametrize("framework", BACKENDS)
 def test_without_keys_every_row_has_its_sink(framework: str) -> None:
-    given = {"q": Q, "k": K[:, :0], "v": V[:, :0], "sinks": SINKS}
+    arrays = {"q": Q, "k": K[:, :0], "v": V[:, :0], "sinks": SINKS}
     call = lambda frontend, of, **leaves: frontend.attention(**leaves, return_lse=True)  # noqa: E731
-    out, lse, *gradients = results(framework, call, given, DOUT, DLSE)
+    out, lse, *gradients = results(framework, call, arrays, DOUT, DLSE)
     assert not out.any() and (lse == SINKS[:, None]).all()
     np.testing.assert_allclose(gradients[3], DLSE.sum((0, 2)), rtol=1e-5)
 
@@ -170,8 +170,8 @@ def test_in_pages(framework: str) -> None:
     }
 
     def call(q: np.ndarray, **more: Any) -> list[np.ndarray]:
-        found = frontend.paged_attention(array(q), *pages, **tables, sinks=array(SINKS), return_lse=True, **more)
-        return [np.asarray(each) for each in found]
+        outputs = frontend.paged_attention(array(q), *pages, **tables, sinks=array(SINKS), return_lse=True, **more)
+        return [np.asarray(each) for each in outputs]
 
     out, lse = call(Q[0, :2])
     assert not out[1].any() and (lse[:, 1] == SINKS).all() and out[0].all() and (lse[:, 0] > SINKS).all()

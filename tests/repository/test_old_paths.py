@@ -19,10 +19,10 @@ def test_an_old_path_gives_the_names_of_the_new_one_and_a_warning(old: str) -> N
     new = importlib.import_module(MOVED[old])
     sys.modules.pop(old, None)
     with pytest.warns(DeprecationWarning, match=f"{old} is now {MOVED[old]}"):
-        found = importlib.import_module(old)
+        module = importlib.import_module(old)
     public = [name for name in vars(new) if not name.startswith("_")]
-    assert public and all(getattr(found, name) is getattr(new, name) for name in public)
-    assert found.__doc__ == new.__doc__ and set(public) <= set(dir(found))
+    assert public and all(getattr(module, name) is getattr(new, name) for name in public)
+    assert module.__doc__ == new.__doc__ and set(public) <= set(dir(module))
 
 
 def test_an_old_path_can_be_imported_from() -> None:
