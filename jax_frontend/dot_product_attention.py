@@ -1,6 +1,7 @@
 """dot_product_attention: ``jax.nn.dot_product_attention`` on every kernel, with the same signature and meaning.
 
-docs/reference/jax.md lists the deliberate differences. The meaning follows jax/_src/nn/functions.py, jax 0.10 to 0.12.
+docs/how_to/migrate/jax_nn.md lists the deliberate differences. The meaning follows jax/_src/nn/functions.py of jax 0.10
+to 0.12.
 
 The lengths of a padded batch never become a matrix of queries and keys. A mask ``[batch, 1, 1, kv_len]`` hides the keys
 past a row's end. Queries past it are computed like any other and then set to 0. This also stops their gradients,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -95,7 +97,9 @@ def test_examples_run(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
         if re.search(rf"^(import|from) {framework}\b|^(import|from) {framework}_frontend\b", block.text, re.MULTILINE):
             pytest.importorskip(framework)
     with _one_rank(monkeypatch) if "torch.distributed" in block.text else nullcontext():
-        exec(compile(block.text, block.name, "exec"), {"__name__": "example"})
+        module = ModuleType("example")
+        monkeypatch.setitem(sys.modules, "example", module)  # a compiler looks up a function's globals by module
+        exec(compile(block.text, block.name, "exec"), vars(module))
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Interprets a call of Unsloth's ``run_attention`` as plain data.
 
-The meaning is the same on every backend. The host's own branches differ from each other; docs/reference/semantics.md
+The meaning is the same on every backend. The host's own branches differ from each other; docs/how_to/migrate/unsloth.md
 lists our choices. This file has no tensor operations: the frontends turn a ``Meaning`` into a call of ``attention``.
 """
 
