@@ -1,6 +1,6 @@
-"""attn_core: an attention call as plain data, the backends that can run it, and the maths that defines right.
+"""attn_core: describes an attention call as plain data, chooses a backend for it, and defines correct results.
 
-Imports neither torch nor jax. The frontends are ``torch_frontend`` and ``jax_frontend``.
+Imports neither torch nor jax. Call attention through ``torch_frontend`` or ``jax_frontend``.
 """
 
 from attn_core.backends.support import Support

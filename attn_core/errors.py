@@ -1,4 +1,4 @@
-"""The errors a caller can meet. Every message names the argument, the value, what was expected and the remedy."""
+"""The errors of this project. Every message names the argument, its value, the expected value and the remedy."""
 
 
 class SpecError(ValueError):

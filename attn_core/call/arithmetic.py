@@ -8,11 +8,11 @@ from attn_core.call.masks import Band, band
 from attn_core.call.spec import AttentionSpec
 
 BACKWARD_WORK = 2.5
-"""A backward's arithmetic over a forward's: five matrix products of one size against two."""
+"""The ratio of a backward's arithmetic to a forward's: five matrix products (S, dV, dP, dQ, dK) against two (S, O)."""
 
 
 def flops(spec: AttentionSpec, lengths: Iterable[int] | None = None) -> float:
-    """Returns the floating-point operations of a call's matrix products, without pairs that the band hides.
+    """Counts the floating-point operations of a call's matrix products, without pairs that the band hides.
 
     ``2 * batch * heads * pairs * (head_dim + value_dim)`` forward; 3.5 times that if a backward is needed.
 
@@ -45,7 +45,10 @@ def banded_pairs(edge: Band, q_len: int, kv_len: int) -> int:
 
 
 def _clipped_sum(first: int, count: int, top: int) -> int:
-    """The sum of min(max(x, 0), top) over ``count`` consecutive integers x from ``first`` on."""
+    """Returns the sum of min(max(x, 0), top) over ``count`` consecutive integers x, starting at ``first``.
+
+    A row's range of keys starts and ends at such clipped values, so two sums count all pairs without a loop over rows.
+    """
 
     def below(stop: int) -> int:  # the sum over 0 <= x < stop
         ramp = max(0, min(stop, top))

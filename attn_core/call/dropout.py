@@ -22,12 +22,13 @@ def keep(rng: Any, indices: tuple[Any, ...], dropout: float, word: Callable[[int
         word: converts a constant to the arrays' type; ``jnp.uint32`` if 32-bit arithmetic wraps by itself.
     """
     hashed = _mix(rng[0] & word(_WORD), word) + (rng[1] & word(_WORD))
-    for index in indices:
+    for index in indices:  # 0x9E3779B9 is 2^32 / golden ratio, which spreads consecutive indices over all bits
         hashed = _mix((hashed + index * word(0x9E3779B9)) & word(_WORD), word)
     return hashed >= word(min(round(dropout * 2**32), _WORD))
 
 
 def _mix(value: Any, word: Callable[[int], Any]) -> Any:
+    """Applies lowbias32. The masks make 64-bit integers (numpy, torch) behave as 32-bit ones that wrap."""
     value = value & word(_WORD)
     value = value ^ (value >> word(16))
     value = (value * word(0x7FEB352D)) & word(_WORD)

@@ -73,7 +73,7 @@ def check_layer_inputs(x: tuple[int, ...], context: tuple[int, ...] | None, *, p
 
 
 def check_features(x: tuple[int, ...], context: tuple[int, ...] | None, in_features: int, in_kv_features: int) -> None:
-    """Checks the last axis of a layer's inputs against the features the layer was built for.
+    """Checks the last axis of a layer's inputs against the layer's numbers of features.
 
     Raises:
         ShapeError: naming the input.
@@ -82,21 +82,19 @@ def check_features(x: tuple[int, ...], context: tuple[int, ...] | None, in_featu
     for name, shape, features in (("x", x, in_features), ("context", context, source)):
         if shape is not None and shape[-1:] != (features,):
             raise ShapeError(
-                f"{name}: expected {features} features, as the layer was built for, got shape {list(shape)}"
+                f"{name}: expected the layer's {features} features on the last axis, got shape {list(shape)}"
             )
     if context is None and in_kv_features != in_features:
-        raise ShapeError(
-            f"context: expected keys of {in_kv_features} features, as the layer was built for, got no context"
-        )
+        raise ShapeError(f"context: expected an input with the layer's {in_kv_features} key features, got no context")
 
 
 def check_rotary(*, rotary: bool, cross: bool, positions: tuple[int, ...] | None, rows: tuple[int, int]) -> None:
-    """Checks that positions fit and have a reader, and that the rotary hook has positions for its keys.
+    """Checks the positions of a call: a rotary hook must use them, their shape must fit, and keys must share them.
 
     Args:
         rotary: whether the layer has a rotary hook.
         cross: whether keys come from a context.
-        positions: the shape of the call's positions, if it gives them.
+        positions: the shape of the call's ``positions``; None without.
         rows: ``(batch, seq)``.
 
     Raises:
@@ -104,12 +102,12 @@ def check_rotary(*, rotary: bool, cross: bool, positions: tuple[int, ...] | None
     """
     if positions is not None and not rotary:
         raise SpecError(
-            "positions: expected None, for only the rotary hook reads positions and this layer has rotary=None"
+            "positions: expected None, because only a rotary hook reads positions and this layer has rotary=None"
         )
     if rotary and cross:
         raise SpecError(
-            "rotary: expected self-attention, got a context, whose keys have positions of their own; "
-            "rotate in a layer without context, or leave rotary=None"
+            "rotary: expected self-attention, got a context, whose keys need positions of their own; "
+            "pass rotary=None, or call without context"
         )
     if positions is not None and positions not in (rows[1:], rows, (1, rows[1])):
         raise ShapeError(

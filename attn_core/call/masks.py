@@ -9,7 +9,7 @@ import numpy as np
 from attn_core.call.spec import AttentionSpec
 
 UNKNOWN_REACH = 2**30
-"""A distance beyond every row whose length is symbolic; int32 holds its sum with a place of such a row."""
+"""A distance beyond the end of any row whose length is symbolic. Its sum with a position still fits int32."""
 
 
 class Band(NamedTuple):
@@ -23,7 +23,7 @@ class Band(NamedTuple):
     offset: int
 
     def contains(self, rows: Any, columns: Any) -> Any:
-        """The visibility of ``columns`` (keys) to ``rows`` (queries), which broadcast; True if unbounded."""
+        """Returns whether queries ``rows`` see keys ``columns``, which broadcast; plain True if unbounded."""
         distance = columns - (rows + self.offset)
         inside: Any = True
         if self.left is not None:
@@ -33,19 +33,21 @@ class Band(NamedTuple):
         return inside
 
     def keys_of(self, first_row: int, last_row: int, kv_len: int) -> tuple[int, int]:
-        """The half-open range of keys that any row in ``[first_row, last_row]`` may see; empty is ``(0, 0)``."""
+        """Returns the half-open range of keys that some row in ``[first_row, last_row]`` sees; ``(0, 0)`` if none."""
         start = 0 if self.left is None else max(0, first_row + self.offset - self.left)
         stop = kv_len if self.right is None else min(kv_len, last_row + self.offset + self.right + 1)
         return (start, stop) if start < stop else (0, 0)
 
     def hides_nothing(self, q_len: int, kv_len: int) -> bool:
-        """Whether every one of ``q_len`` queries sees every one of ``kv_len`` keys."""
-        corners = ((0, kv_len - 1), (q_len - 1, 0))  # the farthest to the right, the farthest to the left
+        """Returns whether each of ``q_len`` queries sees each of ``kv_len`` keys."""
+        # The two pairs with the largest distances: if both are in the band, every pair between them is.
+        corners = ((0, kv_len - 1), (q_len - 1, 0))
         return 0 in (q_len, kv_len) or all(bool(self.contains(row, column)) for row, column in corners)
 
     def empties_a_row(self, q_len: int, kv_len: int) -> bool:
-        """Whether some query sees no key at all."""
-        ends = (0, q_len - 1) if q_len else ()  # a window slides out of the keys at an end of the rows first
+        """Returns whether some query sees no key at all."""
+        # A band moves with the row, so if it misses all keys anywhere, it does so in the first or the last row.
+        ends = (0, q_len - 1) if q_len else ()
         ranges = (self.keys_of(row, row, kv_len) for row in ends)
         return any(start == stop for start, stop in ranges)
 
@@ -53,11 +55,12 @@ class Band(NamedTuple):
 def band(spec: AttentionSpec, q_len: int | None = None, kv_len: int | None = None) -> Band:
     """Returns the band of a spec, or of one of its documents if that document's lengths are passed."""
     left, right = spec.window
-    if spec.causal:
+    if spec.causal:  # causal is a window that ends at the diagonal
         right = 0 if right is None else min(right, 0)
     queries = spec.q_len if q_len is None else q_len
     keys = spec.kv_len if kv_len is None else kv_len
-    reach = UNKNOWN_REACH if spec.symbolic else spec.q_len + spec.kv_len  # as good as any longer distance
+    # Clamp huge distances: beyond the row they hide nothing more, and kernels add positions to them in int32.
+    reach = UNKNOWN_REACH if spec.symbolic else spec.q_len + spec.kv_len
     left, right = (None if distance is None else min(distance, reach) for distance in (left, right))
     return Band(left, right, keys - queries if spec.alignment == "bottom_right" else 0)
 
@@ -77,20 +80,21 @@ def positions(spec: AttentionSpec, cu_seqlens_q: Any = None, cu_seqlens_k: Any =
     cu_q, cu_k = (np.asarray(cu, dtype=np.int64) for cu in (cu_seqlens_q, cu_seqlens_k))
     of_query, of_key = document_of(cu_q, spec.q_len), document_of(cu_k, spec.kv_len)
     offsets = np.diff(cu_k) - np.diff(cu_q) if spec.alignment == "bottom_right" else np.zeros(len(cu_q) - 1, np.int64)
-    offsets = np.append(offsets, 0)  # for tokens behind the last offset
+    offsets = np.append(offsets, 0)  # for tokens after the last document, whose document index is len(cu_q) - 1
     return np.arange(spec.q_len) - cu_q[of_query] + offsets[of_query], np.arange(spec.kv_len) - cu_k[of_key]
 
 
 def visible(spec: AttentionSpec, mask: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None) -> np.ndarray:
     """Returns the visible (query, key) pairs as a boolean array ``[batch or 1, heads or 1, q_len, kv_len]``.
 
-    This is the definition: every backend's mask is compared with it bit for bit.
+    This is the definition of visibility. The mask probe compares every backend's mask with it.
     """
     rows, columns = positions(spec, cu_seqlens_q, cu_seqlens_k)
     seen = np.ones((spec.q_len, spec.kv_len), bool)
     seen &= band(spec)._replace(offset=0).contains(rows[:, None], columns[None, :])
     if spec.packed:
         of_query, of_key = document_of(cu_seqlens_q, spec.q_len), document_of(cu_seqlens_k, spec.kv_len)
+        # The second condition hides padding: tokens after the last document would match each other in the first.
         seen &= (of_query[:, None] == of_key[None, :]) & (of_query[:, None] < len(np.asarray(cu_seqlens_q)) - 1)
     full = seen[None, None]
     return full if mask is None else full & np.asarray(mask, bool)

@@ -37,7 +37,7 @@ class SeqInfo:
     def converted(self, place: Any, convert: Callable[[SeqInfo], Any]) -> Any:
         """Returns ``convert(self)``, cached per place (e.g. a device).
 
-        Only for arrays that cannot change: a frontend uses it for numpy arrays, which are our own copies.
+        Only for arrays that cannot change: a frontend uses it for numpy arrays, which are private copies.
         """
         if place not in self._converted:
             self._converted[place] = convert(self)
@@ -55,7 +55,7 @@ class SeqInfo:
                 raise SpecError(f"seq_info.{name}={value}: expected the longest document in tokens, 0 or more")
             if isinstance(value, np.integer):
                 object.__setattr__(self, name, int(value))
-        self._own_copies()
+        self._copy_numpy()
         for side in ("q", "k"):
             cu_seqlens = getattr(self, f"cu_seqlens_{side}")
             if isinstance(cu_seqlens, np.ndarray):
@@ -66,7 +66,8 @@ class SeqInfo:
                     )
                 check_cu_seqlens(cu_seqlens, getattr(self, f"max_len_{side}"), side=side)
 
-    def _own_copies(self) -> None:
+    def _copy_numpy(self) -> None:
+        """Replaces numpy offsets by copies. One array for both sides stays one, so that it is converted once."""
         callers_q, callers_k = self.cu_seqlens_q, self.cu_seqlens_k
         if isinstance(callers_q, np.ndarray):
             object.__setattr__(self, "cu_seqlens_q", callers_q.copy())
@@ -95,8 +96,8 @@ class SeqInfo:
                 ``torch.from_numpy`` or ``jnp.asarray``; numpy when omitted.
             max_len: at least the longest document of any batch, or a pair for queries and keys; the longest of these
                 lengths when omitted.
-            max_documents: at least the number of documents in any batch. Documents without tokens are put at the end
-                until there are so many; none when omitted.
+            max_documents: at least the number of documents in any batch. Empty documents are appended until there are
+                this many; none are if omitted.
         """
         queries = _offsets(lengths_q, "lengths_q")
         keys = queries if lengths_k is None else _offsets(lengths_k, "lengths_k")
@@ -117,7 +118,7 @@ class SeqInfo:
 
     @classmethod
     def unchecked(cls, cu_seqlens_q: Any, cu_seqlens_k: Any, max_len_q: Any, max_len_k: Any) -> SeqInfo:
-        """Builds a SeqInfo without checks: while a framework rebuilds its trees, the values may not be arrays."""
+        """Builds a SeqInfo without checks, for frameworks that rebuild trees from placeholders instead of arrays."""
         info = object.__new__(cls)
         values = {
             "cu_seqlens_q": cu_seqlens_q,
@@ -131,7 +132,10 @@ class SeqInfo:
 
     @classmethod
     def coerce(cls, value: Any) -> SeqInfo | None:
-        """Takes a SeqInfo, None, or the triple ``(seq_lens, cu_seqlens, max_seqlen)`` for self-attention."""
+        """Returns a SeqInfo from one, or from the triple ``(seq_lens, cu_seqlens, max_seqlen)`` of self-attention.
+
+        Returns None for None. Raises SpecError for anything else.
+        """
         if value is None or isinstance(value, cls):
             return value
         if isinstance(value, (tuple, list)) and len(value) == 3:
@@ -147,7 +151,7 @@ class SeqInfo:
 
 
 def is_host_int(value: Any) -> bool:
-    """Returns whether a value is an integer that is known without a synchronisation: an int (or symbol), or numpy's."""
+    """Returns whether a value is an integer on the host: an int, numpy's int, or a tracer's symbol. No tensor is."""
     if isinstance(value, (int, np.integer)):  # first, because Dynamo cannot look up attributes of a symbol
         return not isinstance(value, bool)
     return hasattr(value, "__index__") and not isinstance(value, bool) and not hasattr(value, "shape")
@@ -181,7 +185,7 @@ def check_cu_seqlens(cu_seqlens: np.ndarray, max_len: int, *, side: str, tokens:
     if tokens is not None and cu_seqlens[-1] > tokens:
         raise SpecError(
             f"{name}: expected to end at the token count {tokens} or before it, got {int(cu_seqlens[-1])}; "
-            "a row may be longer than its documents, by padding, and never shorter"
+            "the row may be longer than its documents (padding at the end), but not shorter"
         )
     if lengths.max(initial=0) > max_len:
         raise SpecError(
@@ -190,6 +194,7 @@ def check_cu_seqlens(cu_seqlens: np.ndarray, max_len: int, *, side: str, tokens:
 
 
 def _offsets(lengths: Iterable[int], name: str) -> np.ndarray:
+    """Returns int32 offsets ``[documents + 1]``. Raises SpecError or ShapeError, naming ``name``."""
     items = list(lengths)
     for length in items:
         if isinstance(length, bool) or not hasattr(length, "__index__") or int(length) < 0:

@@ -1,4 +1,4 @@
-"""The command line ``attn``. typer and rich are imported in this package alone, and only once a command runs."""
+"""The command line ``attn``. Only this package imports typer and rich, and only when a command runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Runs ``attn``; says in one line what to install when typer or rich is missing."""
+    """Runs ``attn``. If typer or rich is missing, exits with one line that says what to install."""
     try:
         from attn_core.cli.app import app
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""``attn bench``: a sweep through every backend side by side, and the order of preference that follows from it."""
+"""``attn bench``: times a sweep of calls on every backend and shows what the automatic choice costs."""
 
 from __future__ import annotations
 
@@ -24,30 +24,35 @@ from attn_core.selection.sweep import QUICK, SWEEP
 
 
 def bench(
-    device: Annotated[str | None, typer.Option(help="cpu, or a GPU that is here (sm90); the GPU if left out.")] = None,
-    only: Annotated[
-        list[str] | None, typer.Option(help="Only cases whose name holds this text; repeat it for several.")
+    device: Annotated[
+        str | None, typer.Option(help="cpu, or a GPU of this machine such as sm90. Default: the GPU, else cpu.")
     ] = None,
-    backend: Annotated[list[str] | None, typer.Option(help="Only this backend; repeat it for several.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A handful of tiny cases, to see that it works.")] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each backend; the median counts.")] = 5,
-    everything: Annotated[bool, typer.Option("--everything", help="FlexAttention in every case: it compiles.")] = False,
-    seconds: Annotated[float | None, typer.Option(help="Start no further case after so long; see --resume.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the raw times there, after every case.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Run only cases whose name contains this text. Repeatable.")
+    ] = None,
+    backend: Annotated[list[str] | None, typer.Option(help="Time only this backend. Repeatable.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Run a few tiny cases, as a test of the command.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each backend; the median counts.")] = 5,
+    everything: Annotated[
+        bool, typer.Option("--everything", help="Time FlexAttention in every case, which compiles each time.")
+    ] = False,
+    seconds: Annotated[
+        float | None, typer.Option(help="Start no new case after this many seconds; see --resume.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the raw times to this file after every case.")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the cases that --json does not hold yet.")
+        bool, typer.Option("--resume", help="Run only the cases that the --json file does not have yet.")
     ] = False,
 ) -> None:
-    """Time every case of a sweep on every backend, forward and training, and judge the automatic choice.
+    """Time a sweep of calls on every backend and show what the automatic choice costs.
 
-    Exit code: 0 when done, 1 if a backend failed or gave wrong numbers or the time was up, 2 for options that make no
-    sense here.
+    Exit code: 0 on success; 1 if a backend failed or was wrong, or time ran out; 2 for invalid options.
     """
     try:
         sweep = Sweep(_device(device), tuple(backend or ()), rounds, everything)
         if resume:
             if json is None:
-                raise SpecError("--resume: expected --json, the file to go on with")
+                raise SpecError("--resume: expected --json with the file to continue")
             if json.exists():
                 sweep.resume(read(json))
         complete = _measure(sweep, quick, only or [], seconds, json)
@@ -60,19 +65,19 @@ def bench(
 
 def _device(requested: str | None) -> str:
     if find_spec("torch") is None:
-        raise SpecError("attn bench measures torch's kernels: install torch")
+        raise SpecError("attn bench times torch's kernels, but torch is not installed; install torch")
     here = devices_of("torch")
     device = here[-1] if requested is None else requested
-    target_of("torch", device, False)  # a device by a name that targets know
+    target_of("torch", device, False)  # raises SpecError for a name that is no device's
     if device not in here:
-        raise SpecError(f"--device={device}: no such device here")
+        raise SpecError(f"--device={device}: expected a device of this machine: {', '.join(here)}")
     return device
 
 
 def _measure(sweep: Sweep, quick: bool, only: list[str], seconds: float | None, path: Path | None) -> bool:
     cases = [case for case in (QUICK if quick else SWEEP) if not only or any(text in case.name for text in only)]
     if not cases:
-        raise SpecError(f"--only={', '.join(only)}: no case has that in its name")
+        raise SpecError(f"--only={', '.join(only)}: expected a part of a case's name; no case contains it")
     console = Console(stderr=True)
 
     def done(record: Record) -> None:
@@ -85,17 +90,18 @@ def _measure(sweep: Sweep, quick: bool, only: list[str], seconds: float | None, 
     except DeviceLostError as error:
         if path is not None:
             _replace(path, sweep.raw)
-        raise SpecError(f"the device cannot be used any more after {error}; go on with --resume") from None
+        raise SpecError(f"the device failed and cannot be used again: {error}; run again with --resume") from None
     typer.echo(regret_table(sweep.raw, preference.measured(sweep.target.device)))
     if path is not None:
-        typer.echo(f"written to {path}")
+        typer.echo(f"wrote {path}")
     return complete
 
 
 def _replace(path: Path, raw: dict[str, Any]) -> None:
-    beside = path.with_name(path.name + ".part")
-    write(raw, beside)
-    os.replace(beside, path)  # a file that is cut off would lose what was measured before
+    """Writes the raw file in one step: an interrupted write must not destroy the earlier measurements."""
+    partial = path.with_name(path.name + ".part")
+    write(raw, partial)
+    os.replace(partial, path)
 
 
 def _line(record: Record) -> str:
@@ -118,7 +124,7 @@ def _faulty(record: Record) -> dict[str, str]:
 
 
 def regret_table(raw: dict[str, Any], cases: Sequence[Case]) -> str:
-    """The summary of three orders, as a Markdown table: the table's, the same for unseen cases, the static one."""
+    """Returns the cost of three orders as a Markdown table: measured, measured but for unseen cases, and static."""
     kinds = {
         "measured order": regrets(raw, cases),
         "measured order, each case looked up among the others": regrets(raw, cases, leave_out=True),
@@ -130,4 +136,4 @@ def regret_table(raw: dict[str, Any], cases: Sequence[Case]) -> str:
             numbers = f"{facts['geometric mean']:.3f} | {facts['worst']:.2f}"
             lines.append(f"| {kind} | {direction} | {facts['cases']} | {numbers} | {facts['worst case']} |")
     goals = ", ".join(f"{name} at most {value}" for name, value in GOALS.items())
-    return "\n".join([*lines, f"\nGoals of the first: {goals}.\n"])
+    return "\n".join([*lines, f"\nGoals for the measured order: {goals}.\n"])

@@ -1,4 +1,4 @@
-"""The loop of ``attn bench``: every case in both directions on every backend that can run it, as plain data."""
+"""The loop of ``attn bench``: measures every case in both directions on every backend, and collects plain data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from attn_core.selection import Target, choice
 from attn_core.selection.sweep import SweepCase, plain_fields
 
 MOST_SCORES = 2**31
-"""The math backend computes every score; from this many on it is timed only if nothing else runs the case."""
+"""From this many scores on, the math backend is timed only if nothing else runs the case: it stores every score."""
 
 INSTEAD_OF_FLEX = ("flash3", "flash4", "sdpa_cudnn")
 """Compiling FlexAttention takes seconds per shape, so it is timed only if none of these runs, or on request."""
@@ -30,11 +30,11 @@ Record = dict[str, Any]
 
 
 class Sweep:
-    """A sweep that fills its raw data case by case.
+    """A sweep over cases, whose raw data grows with every case.
 
     Attributes:
-        raw: what the raw JSON file holds.
-        target: the installation and device that are measured.
+        raw: the content of the raw JSON file.
+        target: the measured installation and device.
     """
 
     def __init__(self, device: str, names: tuple[str, ...], rounds: int, everything: bool) -> None:
@@ -61,28 +61,34 @@ class Sweep:
         }
 
     def resume(self, before: dict[str, Any]) -> None:
-        """Continues an earlier raw file.
+        """Continues with the content of an earlier raw file.
 
         Raises:
-            SpecError: when it was measured with other versions or on another device.
+            SpecError: if the file was measured with other versions, options or devices.
         """
         for name in ("format", "device", "device_name", "versions", "builds", "rounds", "backends"):
-            now = json.loads(json.dumps(self.raw[name]))  # as a file holds it: lists, where this has tuples
+            now = json.loads(json.dumps(self.raw[name]))  # turns tuples into lists, as in the file
             if before.get(name) != now:
-                raise SpecError(f"--resume: {name} was {before.get(name)}, and is {now} now; start anew")
+                raise SpecError(
+                    f"--resume: the file has {name}={before.get(name)}, this run {now}; write to a new file instead"
+                )
         self.raw = before
 
     def run(self, cases: Iterable[SweepCase], seconds: float | None, done: Callable[[Record], None]) -> bool:
-        """Measures the remaining cases. Returns False if the time was up before the last one.
+        """Measures the remaining cases. Returns False if time ran out before the last one.
+
+        Args:
+            seconds: the time after which no new case starts; None for no limit.
+            done: called with the record of each case.
 
         Raises:
-            DeviceLostError: after a kernel broke the device; the data holds what was measured, and whose fault it was.
+            DeviceLostError: if a kernel broke the device. The raw data has all cases so far, and names the backend.
         """
         began, spent = perf_counter(), self.raw["seconds"]
-        have = {(record["name"], record["direction"]) for record in self.raw["cases"]}
+        finished = {(record["name"], record["direction"]) for record in self.raw["cases"]}
         for case in cases:
             for direction in ("forward", "training") if case.training else ("forward",):
-                if (case.name, direction) in have:
+                if (case.name, direction) in finished:
                     continue
                 if seconds is not None and perf_counter() - began > seconds:
                     return False
@@ -112,18 +118,18 @@ class Sweep:
         try:
             timing = self._timing(case, spec, timed)
         except DeviceLostError as error:
-            guilty = str(error).partition(":")[0]
-            lost = {name: {"skipped": f"the device was lost to {guilty}"} for name in timed}
-            self._keep(record, entries | lost | {guilty: {"failed": str(error)}}, None, began)
+            culprit = str(error).partition(":")[0]  # the message starts with the backend's name
+            lost = {name: {"skipped": f"{culprit} broke the device"} for name in timed}
+            self._append(record, entries | lost | {culprit: {"failed": str(error)}}, None, began)
             raise
         for entry in timing.entries.values():
             if "median" in entry:
                 entry["tflops"] = float(f"{work / 1e6 / entry['median']:.4g}")
-        return self._keep(record, timing.entries | entries, timing.reference, began)
+        return self._append(record, timing.entries | entries, timing.reference, began)
 
-    def _keep(self, record: Record, entries: dict[str, Entry], reference: str | None, began: float) -> Record:
-        took = {"reference": reference, "seconds": round(perf_counter() - began, 2)}
-        self.raw["cases"].append(record | took | {"backends": entries})
+    def _append(self, record: Record, entries: dict[str, Entry], reference: str | None, began: float) -> Record:
+        duration = {"reference": reference, "seconds": round(perf_counter() - began, 2)}
+        self.raw["cases"].append(record | duration | {"backends": entries})
         return self.raw["cases"][-1]
 
     def _timing(self, case: SweepCase, spec: AttentionSpec, names: list[str]) -> Timing:
@@ -142,9 +148,9 @@ class Sweep:
         others = [name for name in able if name not in ("math", "flex")]
         scores = spec.batch * spec.num_heads * spec.q_len * spec.kv_len
         if "math" in able and others and scores >= MOST_SCORES:
-            entries["math"] = {"skipped": f"{scores:.1e} scores, and it forms every one; others run this case"}
+            entries["math"] = {"skipped": f"{scores:.1e} scores, all of which it stores; other backends run this case"}
         if "flex" in able and not self.everything and any(name in able for name in INSTEAD_OF_FLEX):
-            entries["flex"] = {"skipped": f"compiles for every shape; timed only where none of {INSTEAD_OF_FLEX} runs"}
+            entries["flex"] = {"skipped": f"compiles for every shape; timed only if none of {INSTEAD_OF_FLEX} runs"}
         return entries
 
 
@@ -163,22 +169,23 @@ def candidates(target: Target) -> tuple[str, ...]:
 def _check_exact(name: str, target: Target) -> None:
     if backends.load(name, target.kind).FORWARD.approximate:
         raise SpecError(
-            f"--backend={name}: approximate, and never chosen automatically; `attn compare` shows its error"
+            f"--backend={name}: expected an exact backend, because approximate ones are never chosen automatically; "
+            "`attn compare` shows their error"
         )
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A raw file.
+    """Reads a raw file.
 
     Raises:
-        SpecError: when there is none, or it is something else.
+        SpecError: if the file cannot be read or was not written by ``attn bench --json``.
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SpecError(f"{path}: cannot be read: {error}") from None
     if not isinstance(raw, dict) or raw.get("format") != 1:
-        raise SpecError(f"{path}: expected the file of `attn bench --json`")
+        raise SpecError(f"{path}: expected a file written by `attn bench --json`")
     return raw
 
 

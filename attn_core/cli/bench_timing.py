@@ -1,4 +1,4 @@
-"""Times one call on several backends of torch_frontend, side by side, and compares what they compute."""
+"""Times one call on several torch backends in turns, and compares their results."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ TOO_SLOW = 50.0
 """A backend whose first timed call takes this many times as long as the fastest's is not timed further."""
 
 BEHIND, BEHIND_ROUNDS = 3.0, 2
-"""A backend this many times slower than the fastest takes part in two rounds only; its exact time decides nothing."""
+"""A backend this many times slower than the fastest runs in two rounds only, because its exact time decides nothing."""
 
 Entry = dict[str, Any]
 Run = Callable[[str], tuple[Any, ...]]
 
 
 class DeviceLostError(RuntimeError):
-    """A kernel left the device unusable in this process; nothing after it can be measured."""
+    """A kernel left the device unusable for this process. The message starts with the backend's name."""
 
 
 class Timing(NamedTuple):
-    """The timing of one case: an entry per backend, and the backend that the others were compared with."""
+    """The timing of one case: an entry for each backend, and the backend whose results the others are compared with."""
 
     entries: dict[str, Entry]
     reference: str | None
@@ -55,8 +55,8 @@ def measure(run: Run, names: list[str], rounds: int, device: Any) -> Timing:
     reference = None
     for name in names:
         try:
-            outcome, alone[name] = _warmed(run, name, device)
-        except Exception as error:  # whatever a backend raises belongs into the table
+            outcome, alone[name] = _warm_up(run, name, device)
+        except Exception as error:  # a backend that raises is a result to report
             entries[name] = {"failed": _one_line(error)}
             _check_device(device, name)
             continue
@@ -67,7 +67,7 @@ def measure(run: Run, names: list[str], rounds: int, device: Any) -> Timing:
         if results is None:
             results, reference = outcome, name
         entries[name] = {"difference": _difference(outcome, results)}
-        del outcome
+        del outcome  # frees the results on the device before the next backend runs
     fastest = min(alone.values(), default=0.0)
     slow = {name: [alone.pop(name)] for name, seconds in list(alone.items()) if seconds > TOO_SLOW * fastest}
     timings, lost = _rounds(run, alone, rounds, device)
@@ -81,7 +81,8 @@ def measure(run: Run, names: list[str], rounds: int, device: Any) -> Timing:
     return Timing({name: entries[name] for name in names}, reference)
 
 
-def _warmed(run: Run, name: str, device: Any) -> tuple[tuple[Any, ...], float]:
+def _warm_up(run: Run, name: str, device: Any) -> tuple[tuple[Any, ...], float]:
+    """Calls a backend until it is compiled. Returns its results and the seconds of one call."""
     outcome = run(name)
     for _ in range(WARM_UPS - 1):
         outcome = run(name)
@@ -91,7 +92,10 @@ def _warmed(run: Run, name: str, device: Any) -> tuple[tuple[Any, ...], float]:
 def _rounds(
     run: Run, alone: dict[str, float], rounds: int, device: Any
 ) -> tuple[dict[str, list[float]], dict[str, Exception]]:
-    """(seconds per call by round, what was raised), by name; who raises is out of the rounds that follow."""
+    """Runs the rounds. Returns the seconds per call of each round, and the error of each backend that raised, by name.
+
+    A backend that raises does not run in later rounds.
+    """
     lost: dict[str, Exception] = {}
     calls = {name: min(MOST_CALLS, max(1, round(TURN / seconds))) for name, seconds in alone.items()}
     behind = {name for name in alone if alone[name] > BEHIND * min(alone.values())}
@@ -100,14 +104,15 @@ def _rounds(
     gc.disable()
     try:
         for number in range(rounds):
-            for name in list(calls) if number % 2 == 0 else reversed(calls):  # nobody always follows the same one
+            # Alternate the order, so that no backend always runs after the same other one (caches, clocks).
+            for name in list(calls) if number % 2 == 0 else reversed(calls):
                 if name in lost or (name in behind and number >= BEHIND_ROUNDS):
                     continue
                 try:
                     if calls[name] > 1:
                         run(name)
                     seconds[name].append(_queue(run, name, calls[name], device))
-                except Exception as error:  # out of memory, say: it belongs into the table, too
+                except Exception as error:  # such as running out of memory
                     lost[name] = error
                     _check_device(device, name)
     finally:
@@ -116,7 +121,7 @@ def _rounds(
 
 
 def _queue(run: Run, name: str, calls: int, device: Any) -> float:
-    """Seconds per call of a queue of calls: the host's time and the device's, whichever is the longer."""
+    """Returns the seconds per call of a queue of calls: the longer of the host's and the device's time."""
     if device.type != "cuda":
         began = perf_counter()
         for _ in range(calls):
@@ -125,7 +130,7 @@ def _queue(run: Run, name: str, calls: int, device: Any) -> float:
     import torch
 
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize(device)  # an idle device passes the first event at once, so that the host's time counts
+    torch.cuda.synchronize(device)  # an idle device records the first event at once, so the host's time counts too
     begin.record()
     for _ in range(calls):
         run(name)
@@ -135,7 +140,7 @@ def _queue(run: Run, name: str, calls: int, device: Any) -> float:
 
 
 def caller(case: SweepCase, spec: AttentionSpec, device: Any) -> Run:
-    """The call as a function of a backend's name: (out,), or (out, dq, dk, dv) where the spec needs a backward."""
+    """Returns a function that runs the call on a backend by name: ``(out,)``, with a backward ``(out, dq, dk, dv)``."""
     import torch
 
     from torch_frontend import attention
@@ -170,7 +175,7 @@ def caller(case: SweepCase, spec: AttentionSpec, device: Any) -> Run:
 
 
 def _mask(shape: tuple[int, int, int, int], device: Any) -> Any:
-    """Padding at the end of rows of different lengths, or a fifth hidden at random; no row is left without keys."""
+    """Returns a mask that leaves each row a key: padding if all queries share one row of it, else a random fifth."""
     import torch
 
     batch, _, rows, keys = shape
@@ -179,7 +184,7 @@ def _mask(shape: tuple[int, int, int, int], device: Any) -> Any:
         return torch.arange(keys, device=device) < lengths[:, None, None, None]  # [batch, 1, 1, keys]
     generator = torch.Generator(device=device).manual_seed(1)
     mask = torch.rand(shape, device=device, generator=generator) > 0.2
-    return mask | torch.eye(rows, keys, dtype=torch.bool, device=device)
+    return mask | torch.eye(rows, keys, dtype=torch.bool, device=device)  # the diagonal: no row without keys
 
 
 def _slopes(spec: AttentionSpec, device: Any) -> Any:
@@ -211,7 +216,7 @@ def _check_device(device: Any, name: str) -> None:
 
     try:
         torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()  # after running out of memory, the next backend should not
+        torch.cuda.empty_cache()  # one backend's cached memory must not make the next run out of memory
     except Exception as error:
         raise DeviceLostError(f"{name}: {_one_line(error)}") from error
 

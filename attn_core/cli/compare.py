@@ -1,4 +1,4 @@
-"""``attn compare``: one call through every backend in both frameworks."""
+"""``attn compare``: runs one call on every backend in both frameworks."""
 
 from __future__ import annotations
 
@@ -22,16 +22,22 @@ from attn_core.errors import SpecError
 @takes_spec
 def compare(
     options: SpecOptions,
-    gradients: Annotated[bool, typer.Option("--gradients", help="Gradients, too; the same as --backward.")] = False,
-    device: Annotated[str, typer.Option(help="cpu, or the compute capability of a GPU that is here: sm90.")] = "cpu",
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each; the median is shown.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of the random tensors.")] = 0,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture of times and errors (needs matplotlib).")] = None,
+    gradients: Annotated[
+        bool, typer.Option("--gradients", help="Compare gradients as well. The same as --backward.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="cpu, or a GPU of this machine such as sm90.")] = "cpu",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each backend; the median is shown.")] = 5,
+    seed: Annotated[int, typer.Option(help="Seed of the random tensors.")] = 0,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write a plot of times and errors to this file (needs matplotlib).")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Run one call on every backend in torch and JAX: errors against the float64 reference, bit-equality, times.
+    """Run one call on every backend in torch and JAX, and compare errors, bits and times.
 
-    Exit code: 0 if every backend that ran is right, 1 if one is wrong or none ran, 2 if the options describe no call.
+    Errors are measured against a float64 reference. "of the bound" is the largest error over the allowed error.
+
+    Exit code: 0 if every backend that ran is right; 1 if one is wrong or none ran; 2 for invalid options.
     """
     trial = _trial(options, gradients, device, seed)
     console = Console()
@@ -43,19 +49,23 @@ def compare(
         _show(console, trial, rows, equal)
     if plot is not None:
         _picture(trial, rows).savefig(plot, dpi=150)
-        typer.echo(f"written to {plot}", err=json)
+        typer.echo(f"wrote {plot}", err=json)
     if any(row.wrong for row in rows) or not any(row.outcome for row in rows):
         raise typer.Exit(1)
 
 
 def _trial(options: SpecOptions, gradients: bool, device: str, seed: int) -> Trial:
     if options.dropout:
-        raise SpecError(f"--dropout={options.dropout}: every framework draws its own seed; there is nothing to compare")
+        raise SpecError(
+            f"--dropout={options.dropout}: expected 0, because each framework draws its own seed and results differ"
+        )
     if not installed():
-        raise SpecError("attn compare runs the call: install torch or jax, or ask `attn explain`, which needs neither")
-    target_of("torch", device, False)  # a device by a name that targets know
+        raise SpecError("attn compare runs the call: install torch or jax, or use `attn explain`, which needs neither")
+    target_of("torch", device, False)  # raises SpecError for a name that is no device's
     if not any(device in devices_of(framework) for framework in installed()):
-        raise SpecError(f"--device={device}: no such device here; `attn explain --device {device}` needs none")
+        raise SpecError(
+            f"--device={device}: expected a device of this machine; `attn explain --device {device}` works without it"
+        )
     return draw(options.spec(device, needs_backward=gradients), options.seq_info(), seed)
 
 
@@ -70,6 +80,8 @@ def _rows(trial: Trial, device: str, repeats: int, quiet: bool) -> list[Row]:
 
 def _show(console: Console, trial: Trial, rows: list[Row], equal: dict[str, bool]) -> None:
     console.print(Text(str(trial.spec)))
+    for line in _failure_lines(rows):  # before the table, which they would scroll off the screen
+        console.print(Text(line))
     table = Table(box=None, pad_edge=False)
     for title in ("backend", "framework", "of the bound", "max error", "worst in", "bits, torch = JAX", "median"):
         table.add_column(title, justify="left" if title in ("backend", "framework", "worst in") else "right")
@@ -77,10 +89,16 @@ def _show(console: Console, trial: Trial, rows: list[Row], equal: dict[str, bool
         table.add_row(*_cells(row, equal))
     console.print(table)
     if not fits_oracle(trial):
-        console.print(f"errors not measured: the reference stops at {ORACLE_LIMIT} softmax weights")
+        console.print(f"errors not measured: the call has more than {ORACLE_LIMIT} softmax weights")
+
+
+def _failure_lines(rows: list[Row]) -> list[str]:
+    """Returns a line for each backend that did not run; one line for both frameworks if the reasons are the same."""
+    frameworks: dict[tuple[str, str], list[str]] = {}
     for row in (row for row in rows if row.reasons):
-        verdict = "FAILED" if row.failed else "refused"
-        console.print(Text(f"{row.backend} in {row.framework}: {verdict}: " + "; ".join(row.reasons)))
+        verdict = ("FAILED: " if row.failed else "refused: ") + "; ".join(row.reasons)
+        frameworks.setdefault((row.backend, verdict), []).append(row.framework)
+    return [f"{name} in {' and '.join(names)}: {verdict}" for (name, verdict), names in frameworks.items()]
 
 
 def _cells(row: Row, equal: dict[str, bool]) -> list[str]:

@@ -10,7 +10,7 @@ import attn_core
 from attn_core import backends
 from attn_core.cli import in_jax, in_torch
 from attn_core.cli.frameworks import installed
-from attn_core.cli.trial import Outcome, Trial, expectation, judged, same_bits
+from attn_core.cli.trial import Outcome, Trial, expectation, judge, same_bits
 from attn_core.correctness.accuracy import Accuracy, Expected
 from attn_core.selection import Target
 
@@ -29,9 +29,9 @@ class Row:
         reasons: why it did not run, or how it failed; empty if it ran.
         outcome: its results, or None.
         accuracy: its comparison with the reference; None if it did not run or the call is too large for the reference.
-        failed: it was selected and raised. This is a defect; a refusal is not.
+        failed: whether it was selected and raised. This is a defect; a refusal is not.
         device: the requested device.
-        approximate: the backend does not promise the precision of its dtypes, so missing a bound is no defect.
+        approximate: whether the backend is less precise than its dtypes. If so, an error above the bound is no defect.
     """
 
     backend: str
@@ -45,7 +45,7 @@ class Row:
 
     @property
     def wrong(self) -> bool:
-        """Whether it raised or its numbers are outside their bounds. NaN is wrong even if it is approximate."""
+        """Whether the backend raised or a number is outside its bound. A NaN is wrong even if it is approximate."""
         if self.failed or self.accuracy is None:
             return self.failed
         return self.accuracy.worst == float("inf") if self.approximate else not self.accuracy.ok
@@ -62,7 +62,7 @@ class Row:
 
 
 def rows_of(trial: Trial, device: str, repeats: int, names: tuple[str, ...] | None = None) -> Iterator[Row]:
-    """Yields a row for every backend (or those in ``names``) in every installed framework, as soon as it is done."""
+    """Yields a row for every backend (or each of ``names``) in every installed framework, one after the other."""
     expected = expectation(trial) if fits_oracle(trial) else None
     for name in names or backends.names():
         for framework in installed():
@@ -92,8 +92,8 @@ def _row(trial: Trial, expected: Expected | None, name: str, framework: str, dev
     approximate = where.claims(name)[0].approximate
     try:
         outcome = RUN[framework](trial, name, device, repeats)
-    except Exception as error:  # whatever a backend raises is what this table is there to show
+    except Exception as error:  # an error of a backend is a row of the table, not the end of the command
         failure = (f"raised {type(error).__name__}: {error}",)
         return Row(name, framework, failure, failed=True, device=device, approximate=approximate)
-    accuracy = judged(expected, outcome) if expected is not None else None
+    accuracy = judge(expected, outcome) if expected is not None else None
     return Row(name, framework, (), outcome, accuracy, device=device, approximate=approximate)

@@ -1,4 +1,4 @@
-"""``attn context-plan``: how ranks would share a call, as a picture; and which strategy would be chosen, and why."""
+"""``attn context-plan``: draws how ranks would share a call, and shows which strategy would be chosen and why."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from attn_core.errors import SpecError
 def context_plan(
     options: SpecOptions,
     ranks: Annotated[
-        str, typer.Option(help="How many: one number, or OUTER,INNER, whose inner ones share heads.")
+        str, typer.Option(help="Number of ranks, or OUTER,INNER for two axes; inner ranks share heads.")
     ] = "4",
     layout: Annotated[str, typer.Option(help="contiguous, zigzag or striped.")] = "zigzag",
-    strategy: Annotated[str | None, typer.Option(help="all_gather, ring or ulysses; left out: the fastest.")] = None,
-    device: Annotated[str, typer.Option(help="Whose figures the estimates are by, such as sm90.")] = "sm90",
-    memory: Annotated[float | None, typer.Option(help="GiB that the call may use on a rank.")] = None,
-    picture: Annotated[Path | None, typer.Option("--svg", help="Write the plan there as an SVG picture, too.")] = None,
+    strategy: Annotated[str | None, typer.Option(help="all_gather, ring or ulysses. Default: the fastest.")] = None,
+    device: Annotated[str, typer.Option(help="GPU whose measurements the estimates use, such as sm90.")] = "sm90",
+    memory: Annotated[float | None, typer.Option(help="Memory limit of the call on each rank, in GiB.")] = None,
+    picture: Annotated[Path | None, typer.Option("--svg", help="Also write the plan to this file, as SVG.")] = None,
 ) -> None:
-    """Show who holds and who computes what in context parallelism. Needs neither GPU nor framework.
+    """Show how ranks share a call in context parallelism. Needs no GPU, torch or JAX.
 
-    Exit code: 0 if a strategy was selected, 1 if none can share the call, 2 if the options do not describe one.
+    Exit code: 0 if a strategy was selected; 1 if none can share the call; 2 for invalid options.
     """
     if options.kv_lengths is not None:
-        raise SpecError("--kv-lengths: expected as many queries as keys of every document")
+        raise SpecError("--kv-lengths: expected none, because each document has as many queries as keys; leave it out")
     spec, info, axes = options.spec(device), options.seq_info(), _axes(ranks)
     documents = None if info is None else tuple(int(offset) for offset in info.cu_seqlens_q)
     budget = None if memory is None else memory * GIB
@@ -41,7 +41,7 @@ def context_plan(
         if picture is not None:
             picture.write_text(svg(plan), encoding="utf-8")
         drawn = max(spec.q_len, spec.kv_len, plan.world) <= LIMIT
-        typer.echo(draw(plan) if drawn else f"(rows and ranks up to {LIMIT} are drawn)")
+        typer.echo(draw(plan) if drawn else f"(no picture: a row or the number of ranks is above {LIMIT})")
         typer.echo()
     typer.echo(str(choice))
     if choice.strategy is None:

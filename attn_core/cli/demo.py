@@ -1,4 +1,4 @@
-"""``attn demo`` and ``attn serve-demo``: the examples in ``examples``, by the same entry points as ``make``'s."""
+"""``attn demo`` and ``attn serve-demo``: run the demos in ``examples``, as ``make demo`` and ``make serve-demo`` do."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Annotated
 
 import typer
 
-Short = Annotated[bool, typer.Option("--short", help="Fewer prompts and tokens.")]
+Short = Annotated[bool, typer.Option("--short", help="Use fewer prompts and tokens.")]
 
 
 def demo(short: Short = False) -> None:
-    """Let a real model answer packed prompts through torch and through JAX, and compare the two."""
+    """Answer packed prompts with a real model in torch and in JAX, and compare. Needs a clone."""
     _run("examples.smollm2", "demo", short)
 
 
 def serve_demo(short: Short = False) -> None:
-    """Let a real model answer many prompts at once from one pool of pages, and compare with one at a time."""
+    """Answer many prompts at once from one pool of pages, and compare with one at a time. Needs a clone."""
     _run("examples.serving", "serve-demo", short)
 
 

@@ -1,4 +1,4 @@
-"""``attn doctor``: what is installed, what can run, and whether what runs is right."""
+"""``attn doctor``: shows what is installed and which backends can run, and checks their numbers."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ CHECKED = AttentionSpec(
     dtype="float32",
     causal=True,
 )
-"""The call that every backend is checked with: GQA, causal, lengths that differ; gradients where there are some."""
+"""The call that every backend is checked with: GQA, causal, q_len != kv_len; with gradients if the backend has any."""
 
 
 def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON, for a bug report.")] = False) -> None:
-    """Show versions, devices and every backend: available, or the reason why not; and check those that are.
+    """Show versions, devices and backends, and check the numbers of each available backend.
 
-    Exit code: 0 if every available backend gives right numbers, 1 otherwise.
+    Exit code: 0 if every available backend is right; 1 otherwise.
     """
     console = Console()
     findings = _findings(Console(stderr=True, quiet=json))
@@ -68,7 +68,7 @@ def _findings(progress: Console) -> dict[str, Any]:
 
 
 def _files() -> list[tuple[str, str, str]]:
-    """(label, name, kind of device) for every file of every backend: a name may have one for CPUs and one for GPUs."""
+    """Returns (label, name, kind of device) for every module of every backend. Some have one each for CPUs and GPUs."""
     files = [(name, kind or "cpu") for name in backends.names() for kind in backends.modules(name)]
     return [(name if kind == "cpu" else f"{name} ({kind})", name, kind) for name, kind in files]
 
@@ -76,14 +76,14 @@ def _files() -> list[tuple[str, str, str]]:
 def _devices(framework: str) -> list[str]:
     try:
         return list(devices_of(framework))
-    except Exception as error:  # a broken installation is a finding, too
+    except Exception as error:  # doctor must report a broken installation, not crash on it
         return [f"{type(error).__name__}: {error}"]
 
 
 def _check(name: str, kind: str, devices: dict[str, list[str]]) -> list[Row]:
     backend = backends.load(name, kind)
     every = dict.fromkeys(device for named in devices.values() for device in named if backend.FORWARD.runs_on(device))
-    # a file for one kind of device is checked there; a file for all of them on the first device there is
+    # A module for one kind of device is checked on that kind, any other module on the first device of this machine.
     present = [device for device in every if len(backends.modules(name)) == 1 or backends.kind_of(device) == kind]
     if not present:
         return []
@@ -109,12 +109,12 @@ def _show(console: Console, findings: dict[str, Any], rows: list[Row]) -> None:
         if text:
             table.add_row(Text(name), Text(text))
     console.print(table)
-    console.print(Text(f"\nbackends, each checked with {CHECKED}; with gradients where it has them"))
+    console.print(Text(f"\nbackends, checked with {CHECKED}; with gradients if the backend has them"))
     console.print(_backends_table(findings["backends"], rows))
 
 
 def _backends_table(findings: dict[str, dict[str, Any]], rows: list[Row]) -> Table:
-    """A line for every backend, and one for each framework it was checked in."""
+    """Returns a line for every backend, and one for each framework in which it was checked."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for label, state in findings.items():
         warning = "; never run on a GPU by this project" if state["unproven"] else ""

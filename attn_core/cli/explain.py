@@ -21,21 +21,22 @@ FRAMEWORKS = ("torch", "jax")
 def explain(
     options: SpecOptions,
     device: Annotated[str, typer.Option(help="cpu, or a GPU's compute capability: sm80, sm90, sm100.")] = "cpu",
-    framework: Annotated[str, typer.Option(help="Whose tensors the caller holds: torch or jax.")] = "torch",
+    framework: Annotated[str, typer.Option(help="torch or jax.")] = "torch",
     backend: Annotated[
-        list[str] | None, typer.Option(help="Only this backend; repeat it for several, in order of preference.")
+        list[str] | None, typer.Option(help="Request this backend. Repeatable, in order of preference.")
     ] = None,
     here: Annotated[
         bool | None,
         typer.Option(
             "--here/--assume-installed",
-            help="Count what is installed here, or assume that everything is. Left out: here, if the device is here.",
+            help="Consider only what is installed here, or assume that everything is. Default: --here if this machine "
+            "has the device.",
         ),
     ] = None,
 ) -> None:
-    """Say which backend would run a call, and why the others would not. Needs neither GPU nor framework.
+    """Show which backend would run a call, and why the others would not. Needs no GPU, torch or JAX.
 
-    Exit code: 0 if a backend was selected, 1 if none can run the call, 2 if the options do not describe one.
+    Exit code: 0 if a backend was selected; 1 if none can run the call; 2 for invalid options.
     """
     spec = options.spec(device)
     target, note = target_of(framework, device, here)
@@ -47,7 +48,15 @@ def explain(
 
 
 def target_of(framework: str, device: str, here: bool | None) -> tuple[Target, str]:
-    """Returns the Target to explain, and a sentence on the assumptions."""
+    """Returns the Target to explain, and a sentence on its assumptions.
+
+    Args:
+        here: True for this installation, False to assume that every backend is installed, None to decide by whether
+            this machine has the device.
+
+    Raises:
+        SpecError: for an unknown framework, or a name that is no device's.
+    """
     if framework not in FRAMEWORKS:
         raise SpecError(f"--framework={framework!r}: expected torch or jax")
     if not re.fullmatch(r"cpu|sm\d{2,3}", device):

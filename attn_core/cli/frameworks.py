@@ -31,7 +31,7 @@ def versions() -> dict[str, str | None]:
 
 
 def devices_of(framework: str) -> tuple[str, ...]:
-    """Returns the devices of a framework in targets' names: ``"cpu"``, ``"sm90"``, ... Imports the framework."""
+    """Returns the devices of a framework as a Target names them: ``"cpu"``, ``"sm90"``, ... Imports the framework."""
     return ("cpu", *dict.fromkeys(_torch_gpus() if framework == "torch" else _jax_gpus()))
 
 

@@ -15,7 +15,7 @@ from attn_core.cli.spec_options import SpecOptions, takes_spec
 from attn_core.errors import SpecError
 
 LIMIT = 2**24
-"""The most (query, key) pairs that are drawn: above it the picture shows nothing and costs hundreds of megabytes."""
+"""The most (query, key) pairs that are drawn. A larger mask needs hundreds of megabytes and shows no detail."""
 
 SOME, ALL, NONE = "▪", "■", "·"
 
@@ -23,14 +23,14 @@ SOME, ALL, NONE = "▪", "■", "·"
 @takes_spec
 def mask(
     options: SpecOptions,
-    png: Annotated[Path | None, typer.Option(help="Write a picture there, too (needs matplotlib).")] = None,
+    png: Annotated[Path | None, typer.Option(help="Also write a picture to this file (needs matplotlib).")] = None,
 ) -> None:
-    """Draw what is visible: one line for each query, one column for each key."""
+    """Draw which keys each query sees: one line for each query, one column for each key."""
     spec = options.spec()
     if options.mask:
-        raise SpecError("--mask: causal, window and documents are drawn; a random mask would only hide them")
+        raise SpecError("--mask: expected no random mask, because it would hide the rest of the picture; leave it out")
     if spec.q_len * spec.kv_len > LIMIT:
-        raise SpecError(f"q_len {spec.q_len} and kv_len {spec.kv_len}: at most {LIMIT} pairs can be drawn")
+        raise SpecError(f"q_len={spec.q_len}, kv_len={spec.kv_len}: expected at most {LIMIT} pairs to draw")
     info = options.seq_info()
     offsets = (None, None) if info is None else (info.cu_seqlens_q, info.cu_seqlens_k)
     seen = visible(spec, None, *offsets)[0, 0]
@@ -38,28 +38,28 @@ def mask(
     typer.echo(draw(seen, columns=shutil.get_terminal_size().columns))
     if png is not None:
         _picture(seen, spec, offsets).savefig(png, dpi=150)
-        typer.echo(f"written to {png}")
+        typer.echo(f"wrote {png}")
 
 
 def draw(seen: np.ndarray, columns: int = 80) -> str:
-    """A boolean array ``[q_len, kv_len]`` as text, a block of pairs to a sign where it would not fit ``columns``."""
+    """Returns a boolean array ``[q_len, kv_len]`` as text. Each sign stands for a block of pairs if columns are few."""
     q_len, kv_len = seen.shape
     if not seen.size:
         return f"nothing to draw: {q_len} queries, {kv_len} keys"
     label = len(str(q_len - 1)) + 2
     room = max((columns - label) // 2, 8)
-    block = -(-max(q_len, kv_len) // room)  # one size for both axes, so that the diagonal stays one
+    block = -(-max(q_len, kv_len) // room)  # one size for both axes, so that a diagonal stays a diagonal
     share = _shares(seen, block)
     signs = np.where(share == 1, ALL, np.where(share == 0, NONE, SOME))
     lines = [f"{row * block:>{label - 2}}  " + " ".join(line) for row, line in enumerate(signs)]
     legend = f"{ALL} visible  {NONE} hidden"
     if block > 1:
-        legend += f"  {SOME} in part; every sign stands for {block} x {block} pairs"
+        legend += f"  {SOME} partly visible; each sign stands for {block} x {block} pairs"
     return "\n".join([*lines, legend])
 
 
 def _shares(seen: np.ndarray, block: int) -> np.ndarray:
-    """The share of visible pairs in every ``block x block`` tile; tiles at the far edges may be smaller."""
+    """Returns the share of visible pairs in each ``block x block`` tile. Tiles at the far edges may be smaller."""
     starts = [np.arange(0, length, block) for length in seen.shape]
     counts = np.add.reduceat(np.add.reduceat(seen.astype(np.int64), starts[0], axis=0), starts[1], axis=1)
     heights, widths = (np.diff(np.append(s, length)) for s, length in zip(starts, seen.shape))

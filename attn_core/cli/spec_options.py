@@ -17,7 +17,7 @@ from attn_core.call.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
 
-SHAPE, CHOICE, DOCUMENTS = "Shapes", "What is computed", "Packed documents"
+SHAPE, CHOICE, DOCUMENTS = "Shapes", "Attention options", "Packed documents"
 
 
 def _option(*names: str, panel: str, help: str) -> Any:
@@ -29,48 +29,52 @@ class SpecOptions:
     """The options of a command that describe a call. ``spec`` builds an AttentionSpec from them."""
 
     heads: Annotated[int, _option(panel=SHAPE, help="Query heads.")] = 8
-    kv_heads: Annotated[int | None, _option(panel=SHAPE, help="Key/value heads; --heads if left out.")] = None
+    kv_heads: Annotated[int | None, _option(panel=SHAPE, help="Key/value heads. Default: --heads.")] = None
     head_dim: Annotated[int, _option(panel=SHAPE, help="Channels of q and k.")] = 64
-    value_dim: Annotated[int | None, _option(panel=SHAPE, help="Channels of v; --head-dim if left out.")] = None
-    q_len: Annotated[int | None, _option(panel=SHAPE, help="Queries in a row; 128 if left out.")] = None
-    kv_len: Annotated[int | None, _option(panel=SHAPE, help="Keys in a row; --q-len if left out.")] = None
-    batch: Annotated[int, _option(panel=SHAPE, help="Rows.")] = 1
+    value_dim: Annotated[int | None, _option(panel=SHAPE, help="Channels of v. Default: --head-dim.")] = None
+    q_len: Annotated[int | None, _option(panel=SHAPE, help="Queries in a row. Default: 128.")] = None
+    kv_len: Annotated[int | None, _option(panel=SHAPE, help="Keys in a row. Default: --q-len.")] = None
+    batch: Annotated[int, _option(panel=SHAPE, help="Number of rows.")] = 1
     dtype: Annotated[str, _option(panel=SHAPE, help="float64, float32, bfloat16 or float16.")] = "float32"
-    causal: Annotated[bool, _option("--causal", panel=CHOICE, help="No query sees a later key.")] = False
-    alignment: Annotated[str, _option(panel=CHOICE, help="bottom_right or top_left diagonal.")] = "bottom_right"
+    causal: Annotated[bool, _option("--causal", panel=CHOICE, help="Hide later keys from each query.")] = False
+    alignment: Annotated[str, _option(panel=CHOICE, help="Causal diagonal: bottom_right or top_left.")] = "bottom_right"
     window: Annotated[
-        str | None, _option(panel=CHOICE, help="W keys, self included (with --causal), or LEFT,RIGHT; none: unbounded.")
+        str | None, _option(panel=CHOICE, help="W keys including self (needs --causal), or LEFT,RIGHT such as 5,none.")
     ] = None
-    softcap: Annotated[float | None, _option(panel=CHOICE, help="c in c * tanh(s / c).")] = None
-    scale: Annotated[float | None, _option(panel=CHOICE, help="Factor on q . k; 1/sqrt(head_dim) if left out.")] = None
-    mask: Annotated[bool, _option("--mask", panel=CHOICE, help="A random boolean mask (batch, 1, q_len, kv_len).")] = (
+    softcap: Annotated[float | None, _option(panel=CHOICE, help="Cap c: scores become c * tanh(s / c).")] = None
+    scale: Annotated[float | None, _option(panel=CHOICE, help="Factor on q . k. Default: 1/sqrt(head_dim).")] = None
+    mask: Annotated[bool, _option("--mask", panel=CHOICE, help="Add a random mask (batch, 1, q_len, kv_len).")] = False
+    bias: Annotated[bool, _option("--bias", panel=CHOICE, help="Add a bias (1, heads, q_len, kv_len).")] = False
+    alibi: Annotated[bool, _option("--alibi", panel=CHOICE, help="Add ALiBi slopes, one per head.")] = False
+    sinks: Annotated[bool, _option("--sinks", panel=CHOICE, help="Add an attention sink for each head.")] = False
+    dropout: Annotated[float, _option(panel=CHOICE, help="Probability of dropping a softmax weight.")] = 0.0
+    deterministic: Annotated[bool, _option("--deterministic", panel=CHOICE, help="Require equal bits every run.")] = (
         False
     )
-    bias: Annotated[bool, _option("--bias", panel=CHOICE, help="An additive bias (1, heads, q_len, kv_len).")] = False
-    alibi: Annotated[bool, _option("--alibi", panel=CHOICE, help="ALiBi slopes, one per head.")] = False
-    sinks: Annotated[bool, _option("--sinks", panel=CHOICE, help="An attention sink for each head.")] = False
-    dropout: Annotated[float, _option(panel=CHOICE, help="Probability of dropping a softmax weight.")] = 0.0
-    deterministic: Annotated[bool, _option("--deterministic", panel=CHOICE, help="Equal bits on every run.")] = False
-    backward: Annotated[bool, _option("--backward", panel=CHOICE, help="Gradients are needed, too.")] = False
+    backward: Annotated[bool, _option("--backward", panel=CHOICE, help="Require gradients.")] = False
     return_lse: Annotated[bool, _option("--return-lse", panel=CHOICE, help="Also return the log-sum-exp.")] = False
     documents: Annotated[
-        int | None, _option(panel=DOCUMENTS, help="This many documents, about equally long, packed in one row.")
+        int | None, _option(panel=DOCUMENTS, help="Pack this many documents of about equal length in one row.")
     ] = None
-    lengths: Annotated[str | None, _option(panel=DOCUMENTS, help="The documents' query lengths, such as 3,4,5.")] = None
+    lengths: Annotated[str | None, _option(panel=DOCUMENTS, help="Query length of each document, e.g. 3,4,5.")] = None
     kv_lengths: Annotated[
-        str | None, _option(panel=DOCUMENTS, help="The documents' key lengths; --lengths if left out.")
+        str | None, _option(panel=DOCUMENTS, help="Key length of each document. Default: --lengths.")
     ] = None
     cu_seqlens: Annotated[
         str | None, _option(panel=DOCUMENTS, help="Cumulative lengths instead of lengths, such as 0,3,7,12.")
     ] = None
 
     def seq_info(self) -> SeqInfo | None:
-        """The packed documents (numpy offsets), or None."""
+        """Returns the packed documents with numpy offsets, or None.
+
+        Raises:
+            SpecError, ShapeError: if the options contradict each other or do not describe documents.
+        """
         named = [n for n in ("documents", "lengths", "cu_seqlens") if getattr(self, n) is not None]
         if len(named) > 1:
-            raise SpecError(f"{' and '.join(_dashed(n) for n in named)}: expected one way to name the documents")
+            raise SpecError(f"{' and '.join(_dashed(n) for n in named)}: expected only one of these options")
         if self.kv_lengths is not None and named != ["lengths"]:
-            raise SpecError("--kv-lengths: expected --lengths beside it, one for each document")
+            raise SpecError("--kv-lengths: expected --lengths as well, with as many documents")
         if self.lengths is not None:
             keys = None if self.kv_lengths is None else _ints("--kv-lengths", self.kv_lengths)
             return SeqInfo.from_lengths(_ints("--lengths", self.lengths), keys)
@@ -104,7 +108,7 @@ class SpecOptions:
             q_len, kv_len = int(seq_info.cu_seqlens_q[-1]), int(seq_info.cu_seqlens_k[-1])
             for name, requested, sum_of in (("--q-len", self.q_len, q_len), ("--kv-len", self.kv_len, kv_len)):
                 if requested is not None and requested != sum_of:
-                    raise SpecError(f"{name}={requested}: the documents hold {sum_of} tokens; leave {name} out")
+                    raise SpecError(f"{name}={requested}: expected the documents' {sum_of} tokens; leave {name} out")
 
         def facts(*shape: int, dtype: str = self.dtype) -> ArrayFacts:
             return ArrayFacts(shape, dtype, device)
@@ -139,18 +143,18 @@ class SpecOptions:
 
 
 def takes_spec(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command every field of SpecOptions as an option; the command receives them as its first argument.
+    """Decorates a command: adds every field of SpecOptions as an option, and passes a SpecOptions as first argument.
 
-    A SpecError from anywhere in the command becomes its text on the error stream and exit code 2.
+    A SpecError in the command is printed to stderr, and the exit code is 2.
     """
     hints = get_type_hints(SpecOptions, include_extras=True)
     names = [field.name for field in fields(SpecOptions)]
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    of_command = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     shared = [
         inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
         for f in fields(SpecOptions)
     ]
-    parameters = [*shared, *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own)]
+    parameters = [*shared, *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in of_command)]
 
     @wraps(command)
     def run(**values: Any) -> None:
@@ -161,7 +165,7 @@ def takes_spec(command: Callable[..., None]) -> Callable[..., None]:
             typer.echo(f"attn: {error}", err=True)
             raise typer.Exit(2) from None
 
-    del run.__wrapped__  # type: ignore[attr-defined]  # typer is to read the signature below, not the command's own
+    del run.__wrapped__  # type: ignore[attr-defined]  # typer would read the wrapped command's signature instead
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
@@ -175,11 +179,11 @@ def _ints(name: str, text: str) -> list[int]:
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:
-        raise SpecError(f"{name}={text!r}: expected whole numbers with commas between them, such as 3,4,5") from None
+        raise SpecError(f"{name}={text!r}: expected whole numbers separated by commas, such as 3,4,5") from None
 
 
 def _window(text: str | None) -> Any:
-    """``"W"`` -> W; ``"LEFT,RIGHT"`` -> a pair, where ``none`` (or nothing) leaves a side unbounded."""
+    """Converts ``"W"`` to an int and ``"LEFT,RIGHT"`` to a pair. ``none`` or an empty word leaves a side unbounded."""
     if text is None or text.lower() == "none":
         return None
     words = [word.strip().lower() for word in text.split(",")]

@@ -1,4 +1,4 @@
-"""``attn support``: the tables of docs/reference/support.md, from what the backends declare."""
+"""``attn support``: prints the tables of docs/reference/support.md from the backends' claims."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from attn_core.cli.support_table import render
 
 
 def support(
-    write: Annotated[Path | None, typer.Option(help="Write the page there instead of printing it.")] = None,
-    check: Annotated[Path | None, typer.Option(help="Exit with 1 when this file is not the current page.")] = None,
+    write: Annotated[Path | None, typer.Option(help="Write the page to this file instead of printing it.")] = None,
+    check: Annotated[Path | None, typer.Option(help="Exit with code 1 if this file is not the current page.")] = None,
 ) -> None:
-    """Show what every backend declares to support, forward and backward."""
+    """Print what every backend supports, forward and backward, as Markdown tables."""
     page = render()
     if check is not None:
         if not check.is_file() or check.read_text(encoding="utf-8") != page:
-            typer.echo(f"attn: {check} is stale; run: attn support --write {check}", err=True)
+            typer.echo(f"attn: {check} is out of date; run: attn support --write {check}", err=True)
             raise typer.Exit(1)
         typer.echo(f"{check} is current")
     elif write is not None:
         write.write_text(page, encoding="utf-8")
-        typer.echo(f"written to {write}")
+        typer.echo(f"wrote {write}")
     else:
         typer.echo(page)

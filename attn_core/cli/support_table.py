@@ -31,7 +31,7 @@ FEATURES = {
     "symbolic": "symbolic sizes (`jax.export`)",
     "partial": "a part of each row's keys (context parallelism)",
 }
-"""Every boolean claim of Support and how the table names it."""
+"""Every boolean claim of Support, and its name in the table."""
 
 HEAD = f"""# What each backend supports
 
@@ -48,7 +48,7 @@ attn explain --heads 32 --kv-heads 8 --head-dim 128 --causal --softcap 50 --devi
 
 
 def render() -> str:
-    """The whole page as Markdown."""
+    """Returns the whole page as Markdown."""
     built = {
         f"`{name}`" + (f" ({kind})" if kind else ""): backend
         for name in backends.names()

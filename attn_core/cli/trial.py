@@ -1,4 +1,4 @@
-"""One call with numbers: the tensors of a spec, drawn from a seed, and a framework's results."""
+"""Trials: a spec with random tensors, and a framework's results for it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ class Trial(NamedTuple):
 
     Attributes:
         spec: the call.
-        inputs: numpy arrays laid out as Inputs says, float64 whose values the spec's dtype can hold exactly.
+        inputs: numpy arrays laid out as Inputs says: float64 arrays whose values the spec's dtype represents exactly.
         seq_info: the packed documents with numpy offsets, or None.
-        dout, dlse: the gradients that come in from behind; dlse is None unless the spec asks for both.
+        dout, dlse: the gradients of the output and of the log-sum-exp. dlse is None unless the spec has a backward and
+            returns the log-sum-exp.
     """
 
     spec: AttentionSpec
@@ -37,21 +38,21 @@ class Trial(NamedTuple):
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The keywords of ``attention`` that are no tensors."""
+        """The keyword arguments of ``attention`` other than tensors."""
         spec = self.spec
         names = ("causal", "alignment", "window", "softcap", "scale", "deterministic", "return_lse")
         return {name: getattr(spec, name) for name in names} | {"seq_info": self.seq_info}
 
 
 class Outcome(NamedTuple):
-    """One backend's results in one framework: float64 copies of out, lse, dq, dk, dv, dsinks, and the median time."""
+    """One backend's results in one framework: float64 copies by name (out, lse, dq, ...), and the median time."""
 
     arrays: dict[str, np.ndarray]
     milliseconds: float
 
 
 def draw(spec: AttentionSpec, seq_info: SeqInfo | None = None, seed: int = 0) -> Trial:
-    """Draws the tensors of a spec: standard normal, a mask that hides a fifth, ALiBi slopes ``2^(-8 h / heads)``."""
+    """Draws the tensors of a spec: standard normal values, a mask that hides a fifth, slopes ``2^(-8 h / heads)``."""
     random = np.random.default_rng(seed)
 
     def normal(*shape: int, dtype: str = spec.dtype) -> np.ndarray:
@@ -85,12 +86,14 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
     """Returns float64 copies, rounded to the nearest values (ties to even) of a dtype."""
     if dtype != "bfloat16":
         return values.astype(dtype).astype(np.float64)
+    # numpy has no bfloat16: keep the upper 16 bits of float32. Adding 0x7FFF, plus 1 if the lowest kept bit is odd,
+    # carries into that bit exactly if the rest is above half of it, or equal to half of it and the bit is odd.
     bits = values.astype(np.float32).view(np.uint32)
     bits = (bits + (((bits >> 16) & 1) + 0x7FFF)) & np.uint32(0xFFFF0000)
     return bits.view(np.float32).astype(np.float64)
 
 
-def judged(expected: Expected, outcome: Outcome) -> Accuracy:
+def judge(expected: Expected, outcome: Outcome) -> Accuracy:
     """Compares an outcome with the float64 reference."""
     arrays = outcome.arrays
     gradients = Gradients(**{name: arrays.get(name) for name in Gradients._fields}) if "dq" in arrays else None

@@ -37,7 +37,7 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How the results of one call compare with the reference; right when every quantity keeps within its bound."""
+    """The comparison of one call's results with the reference, one Quantity per result."""
 
     quantities: tuple[Quantity, ...]
 
@@ -48,7 +48,7 @@ class Accuracy:
 
     @property
     def worst(self) -> float:
-        """The largest use of a bound; above 1 is wrong, infinite is a NaN or Inf that the reference has not."""
+        """The largest ``error / bound``. Above 1 is wrong; infinity means a NaN or Inf that the reference lacks."""
         return max((quantity.use for quantity in self.quantities), default=0.0)
 
     def __getitem__(self, name: str) -> Quantity:
@@ -60,36 +60,44 @@ class Accuracy:
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """The reference's results for one call and the bound of each element, by the names out, lse, dq, dk, ..."""
+    """The reference's results for one call, and the error bound of each element.
+
+    Attributes:
+        truth, bound: arrays of the same shapes, by the names out, lse, dq, dk, dv, dbias, dsinks.
+    """
 
     truth: dict[str, Array]
     bound: dict[str, Array]
 
     def judge(self, *, out: Any, lse: Any = None, gradients: Gradients | None = None) -> Accuracy:
-        """Compares results (arrays that numpy casts to float64) with the expected ones; lse and gradients if not None.
+        """Compares results with the expected ones. Arrays are anything that numpy casts to float64.
+
+        Args:
+            lse, gradients: compared unless None.
 
         Raises:
             ShapeError: if a result has the wrong shape, or a gradient of the call is None.
-            SpecError: if there are gradients but ``expect`` got no dout.
+            SpecError: if there are gradients, but ``expect`` was called without dout.
         """
         results = {"out": out} | ({} if lse is None else {"lse": lse})
         if gradients is not None:
             if "dq" not in self.truth:
-                raise SpecError("dout=None: expected the gradient of out that the gradients were computed from")
+                raise SpecError("dout=None: expected the gradient of out with which the gradients were computed")
             results |= {name: result for name, result in gradients._asdict().items() if name in self.truth}
         return Accuracy(tuple(self._compare(name, result) for name, result in results.items()))
 
     def _compare(self, name: str, result: Any) -> Quantity:
         truth, bound = self.truth[name], self.bound[name]
         if result is None or np.shape(result) != truth.shape:
-            got = None if result is None else list(np.shape(result))
-            raise ShapeError(f"{name}: expected shape {list(truth.shape)}, got {got}")
+            shape = None if result is None else list(np.shape(result))
+            raise ShapeError(f"{name}: expected shape {list(truth.shape)}, got {shape}")
         result = np.asarray(result, np.float64)
         with np.errstate(all="ignore"):
+            # Equal values have error 0 even if both are infinite, where the difference would be NaN (lse = -inf).
             error = np.where(result == truth, 0.0, abs(result - truth))
             error = np.where(np.isfinite(result) | (error == 0.0), error, np.inf)
             use = np.where(error == 0.0, 0.0, np.where(np.isfinite(truth), error / bound, np.inf))
-        judged = ~np.isnan(truth)  # where the reference itself is NaN, nothing is promised
+        judged = ~np.isnan(truth)  # a NaN of the reference comes from NaN inputs, for which any result is allowed
         return Quantity(name, *(float(array.max(initial=0.0, where=judged)) for array in (use, error)))
 
 
@@ -103,9 +111,9 @@ def check(
     dout: Any = None,
     dlse: Any = None,
 ) -> Accuracy:
-    """Judges one call's results, all arrays that numpy casts to float64, against the reference on the same inputs.
+    """Compares one call's results with the reference on the same inputs. All arrays are cast to float64 by numpy.
 
-    ``expect`` computes the reference once for several backends.
+    To compare several backends on the same inputs, call ``expect`` once: it computes the reference.
     """
     return expect(spec, inputs, dout=dout, dlse=dlse).judge(out=out, lse=lse, gradients=gradients)
 

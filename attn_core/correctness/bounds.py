@@ -59,7 +59,7 @@ class Magnitudes(NamedTuple):
 
 
 def magnitudes(spec: AttentionSpec, call: Softmax) -> Magnitudes:
-    """The magnitudes of a call."""
+    """Computes the magnitudes of a call."""
     scores = spec.scale * (abs(call.q) @ abs(call.k).swapaxes(-1, -2))
     capped = 0.0 if spec.softcap is None else abs(call.capped)
     logits = np.where(call.seen, call.slope * scores + capped + abs(call.added), 0.0)
@@ -69,7 +69,7 @@ def magnitudes(spec: AttentionSpec, call: Softmax) -> Magnitudes:
 
 
 def out_bound(spec: AttentionSpec, call: Softmax, sizes: Magnitudes, out: Array) -> Array:
-    """The bound of out, in ``spec.out_shape``."""
+    """Returns the error bound of out, in ``spec.out_shape``."""
     weights, values = call.weights * call.factors, abs(call.v)
     rounding = sum_over(weights, call.seen, values)
     logits = sum_over(weights * (sizes.logits + sizes.mean[..., None]), call.seen, values)
@@ -79,7 +79,7 @@ def out_bound(spec: AttentionSpec, call: Softmax, sizes: Magnitudes, out: Array)
 
 
 def lse_bound(spec: AttentionSpec, sizes: Magnitudes) -> Array:
-    """The bound of the log-sum-exp, in ``spec.lse_shape``; beside the floor, large logits round at their magnitude."""
+    """Returns the error bound of the log-sum-exp, in ``spec.lse_shape``: a floor, plus the rounding of large logits."""
     bound = _LSE_FLOOR[spec.dtype] + 8 * _float32(spec) * (sizes.mean + sizes.lse)
     return bound.reshape(spec.lse_shape)
 
@@ -87,7 +87,7 @@ def lse_bound(spec: AttentionSpec, sizes: Magnitudes) -> Array:
 def gradient_bounds(
     spec: AttentionSpec, call: Softmax, sizes: Magnitudes, truth: dict[str, Array], dout: Any, dlse: Any
 ) -> dict[str, Array]:
-    """The bounds of dq, dk, dv, dbias and dsinks, as far as they are in ``truth``, each in its gradient's shape."""
+    """Returns the error bounds of the gradients that are in ``truth`` (dq, dk, dv, dbias, dsinks), in their shapes."""
     u, e, tiny = _ROUNDOFF[spec.dtype], _float32(spec), _TINY[spec.dtype]
     sums = _sums(spec, call, sizes, abs(heads_first(spec, dout)), abs(per_row(spec, dlse)))
     return {
@@ -98,7 +98,10 @@ def gradient_bounds(
 
 
 class _Sum(NamedTuple):
-    """One gradient's sum over magnitudes (cond), the same with the logits' errors (logits), and underflows (terms)."""
+    """One gradient's sum over magnitudes (cond), the same with the logits' errors (logits), and underflows (terms).
+
+    The three names are those of the formula at the top of this file: cond, condA, and the count of smallest steps.
+    """
 
     cond: Array
     logits: Array
@@ -114,13 +117,13 @@ class _Sum(NamedTuple):
 
 
 def _sums(spec: AttentionSpec, call: Softmax, sizes: Magnitudes, dout: Array, dlse: Array) -> dict[str, _Sum]:
-    """dout and dlse are magnitudes, heads first."""
+    """Returns the sums of each gradient by name. dout and dlse are magnitudes, heads first."""
     weights, terms = call.weights * call.factors, np.where(call.seen, 1.0, 0.0)
     dweights = np.where(call.seen, dout @ abs(call.v).swapaxes(-1, -2), 0.0)
     # delta = dO . O comes from the rounded out and errs as out does: by its rounding and by its own logits' errors.
     delta = (weights * dweights).sum(-1) + dlse
     delta_logits = (weights * (sizes.logits + sizes.mean[..., None]) * dweights).sum(-1)
-    # The backward recomputes p = exp(logit - lse) from an lse rounded to float32: |lse| beside the logits' own errors.
+    # The backward recomputes p = exp(logit - lse) from an lse rounded to float32, so |lse| adds to the logits' errors.
     reach = sizes.logits + (sizes.mean + sizes.lse)[..., None]
     cond = np.where(call.seen, call.weights * (call.factors * dweights + delta[..., None]), 0.0)
     logits = np.where(call.seen, reach * cond + call.weights * delta_logits[..., None], 0.0)
@@ -138,7 +141,11 @@ def _sums(spec: AttentionSpec, call: Softmax, sizes: Magnitudes, dout: Array, dl
 
 
 def _dscores(spec: AttentionSpec, call: Softmax, sizes: Magnitudes, dlogits: _Sum) -> _Sum:
-    """Through softcap's slope 1 - tanh^2, which loses what tanh^2 rounds and bends with the score's own error."""
+    """Carries sums for the logits over to the scores: through softcap's slope 1 - tanh^2, then the scale.
+
+    The slope has errors of its own: tanh^2 is rounded, and an error of the score moves the point at which the slope is
+    taken.
+    """
     cond, logits = call.slope * dlogits.cond, call.slope * dlogits.logits
     if spec.softcap is not None:
         bent = abs(call.capped) / spec.softcap

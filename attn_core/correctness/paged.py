@@ -1,4 +1,7 @@
-"""The definition of right for keys and values in pages: gather each sequence, then the reference of any call."""
+"""The reference for keys and values in pages: copies each sequence out of its pages, then uses the dense reference.
+
+Also builds inputs for tests of paged calls.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,20 @@ from attn_core.paged.tables import slots_of
 Array = np.ndarray
 
 
-def gathered(spec: AttentionSpec, inputs: Any) -> tuple[AttentionSpec, Inputs]:
-    """The same call on packed documents: each sequence's tokens out of its pages, and nothing else of the pool."""
+def gather_pages(spec: AttentionSpec, inputs: Any) -> tuple[AttentionSpec, Inputs]:
+    """Returns the same call on packed documents, as a spec and inputs without pages.
+
+    Keys and values are copied from the pages of each sequence, up to its length. Nothing else of the pool is read, so
+    that NaN in unused slots cannot reach the reference.
+    """
     page_size, lengths = spec.paged.page_size, np.asarray(inputs.seq_lens, np.int64)  # type: ignore[union-attr]
     cu_k = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     cu_q = np.arange(len(lengths) + 1, dtype=np.int32) if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q
     table = np.asarray(inputs.block_table)
+    # Token i of a sequence is at place i % page_size of page row[i // page_size].
     slots = np.concatenate(
         [row[np.arange(n) // page_size] * page_size + np.arange(n) % page_size for row, n in zip(table, lengths)]
-        or [np.zeros(0, np.int64)]
+        or [np.zeros(0, np.int64)]  # np.concatenate refuses an empty list
     )
     # [num_pages, page_size, kv_heads, dim] -> [tokens, kv_heads, dim]
     k, v = (np.asarray(pool).reshape(-1, *pool.shape[2:])[slots] for pool in (inputs.k, inputs.v))
@@ -32,7 +40,13 @@ def gathered(spec: AttentionSpec, inputs: Any) -> tuple[AttentionSpec, Inputs]:
 
 
 def append(pages: Array, new: Array, block_table: Array, seq_lens: Array, cu_seqlens_q: Array) -> Array:
-    """Returns a copy of a pool with each sequence's new tokens ``[tokens, kv_heads, dim]`` in its table's slots."""
+    """Returns a copy of a pool with new tokens written to the last slots of each sequence.
+
+    Args:
+        pages: the pool, ``[num_pages, page_size, kv_heads, dim]``.
+        new: the new tokens of all sequences, ``[tokens, kv_heads, dim]``.
+        block_table, seq_lens, cu_seqlens_q: as PagedInputs has them; ``seq_lens`` counts the new tokens.
+    """
     slots = slots_of(block_table, seq_lens, cu_seqlens_q, pages.shape[1])
     result = np.array(pages)
     result.reshape(-1, *pages.shape[2:])[slots] = new
@@ -40,13 +54,17 @@ def append(pages: Array, new: Array, block_table: Array, seq_lens: Array, cu_seq
 
 
 def inputs_of(spec: AttentionSpec, random: np.random.Generator, lengths: Any, new: Any) -> PagedInputs:
-    """Draws inputs of a call: sequences of ``lengths`` tokens, ``new`` of which are queries, on scattered pages.
+    """Draws the inputs of a paged call, with every sequence on pages scattered over the pool.
 
-    Everything outside the sequences is NaN: unused pages, and the ends of last pages.
+    Unused pages and the unused end of each last page are NaN, so that a kernel which reads them shows it.
+
+    Args:
+        lengths: tokens of each sequence, including the new ones.
+        new: queries (new tokens) of each sequence.
     """
     paged = spec.paged
     assert paged is not None
-    table = np.full((len(lengths), paged.width), -1, np.int32)
+    table = np.full((len(lengths), paged.width), -1, np.int32)  # -1: no page, which a kernel must never follow
     free = random.permutation(paged.num_pages).astype(np.int32)
     pools = [
         np.full((paged.num_pages, paged.page_size, spec.num_kv_heads, dim), np.nan)

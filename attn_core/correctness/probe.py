@@ -1,4 +1,8 @@
-"""The mask probe: inputs whose output *is* the visible set, so masks are compared bit for bit, without tolerance."""
+"""The mask probe: builds inputs whose output shows which keys each query sees.
+
+A tolerance on the output cannot detect one key too many among thousands. The probe's inputs make every visible (query,
+key) pair a positive number of the output, so a backend's mask is compared with the spec's exactly.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +21,18 @@ from attn_core.errors import ShapeError
 
 @dataclass(frozen=True, eq=False)
 class MaskProbe:
-    """Reads one call's visible set out of a backend, in as many calls as its value channels require.
+    """Inputs that show a backend's mask, and the mask that the spec defines.
 
-    With q = 0 every visible key has the same weight, and the values are pieces of an identity matrix over (key, kv
-    head), so channel c of an output is positive iff its row saw the key and the kv head that c stands for.
+    q is 0, so every visible key gets the same weight. The values are the rows of an identity matrix over (key, kv head)
+    pairs, so channel c of an output row is positive if and only if that row reads the pair c. One call shows
+    ``value_dim`` pairs; ``inputs`` yields as many calls as all pairs need.
 
     Attributes:
         spec: the call.
-        expected: bool ``[batch, heads, q_len, kv_heads, kv_len]``: does query head h, row i, read key j of kv head g.
-            Weights that dropout drops count as unseen.
-        shared: the call's mask, cu_seqlens and rng, with neutral (zero) q, k, bias, slopes and sinks.
+        expected: bool ``[batch, heads, q_len, kv_heads, kv_len]``: True if query head h in row i reads key j of kv head
+            g. Weights that dropout drops are False.
+        shared: the inputs that all calls share. q, k, bias, slopes and sinks are 0; mask, cu_seqlens and rng are the
+            caller's; v is None.
     """
 
     spec: AttentionSpec
@@ -35,12 +41,17 @@ class MaskProbe:
 
     @property
     def calls(self) -> int:
-        """The number of calls for the whole visible set: one for every value_dim pairs of key and kv head."""
+        """The number of calls that show all pairs: one for every ``value_dim`` (key, kv head) pairs."""
         return -(-self.spec.kv_len * self.spec.num_kv_heads // self.spec.value_dim)
 
     def inputs(self) -> Iterator[Inputs]:
-        """Yields each call's inputs, numpy in float32 (float64 for a float64 spec); cast q, k, v to ``spec.dtype``."""
+        """Yields the inputs of each call as numpy arrays.
+
+        Floating-point arrays are float32 (float64 if the spec is). Cast q, k and v to ``spec.dtype``; they hold only 0
+        and 1, which every dtype can represent.
+        """
         spec = self.spec
+        # cells[j, g] numbers the pair of key j and kv head g; call c shows the pairs c * value_dim onwards.
         cells = np.arange(spec.kv_len * spec.num_kv_heads).reshape(spec.kv_len, spec.num_kv_heads, 1)
         for call in range(self.calls):
             channel = call * spec.value_dim + np.arange(spec.value_dim)
@@ -48,11 +59,14 @@ class MaskProbe:
             shape = values.shape if spec.packed else (spec.batch, *values.shape)
             yield self.shared._replace(v=np.ascontiguousarray(np.broadcast_to(values, shape)))
 
-    def seen(self, outs: Iterable[Any]) -> np.ndarray:
-        """The visible set that the outputs of the calls show, in the shape of ``expected``.
+    def visible_pairs(self, outs: Iterable[Any]) -> np.ndarray:
+        """Returns the mask that a backend applied, in the shape of ``expected``.
+
+        Args:
+            outs: the outputs of all calls in the order of ``inputs``, each an array of ``spec.out_shape``.
 
         Raises:
-            ShapeError: when an output has another shape than ``spec.out_shape``, or a call's output is missing.
+            ShapeError: if an output does not have the shape ``spec.out_shape``, or an output is missing.
         """
         spec, arrays = self.spec, [np.asarray(out) for out in outs]
         if [array.shape for array in arrays] != [spec.out_shape] * self.calls:
@@ -62,13 +76,17 @@ class MaskProbe:
             )
         if not arrays:
             return np.zeros_like(self.expected)
+        # The last call may have channels beyond the last pair: cut them off.
         channels = np.concatenate([array > 0 for array in arrays], axis=-1)[..., : spec.kv_len * spec.num_kv_heads]
         pairs = channels.reshape(spec.batch, spec.q_len, spec.num_heads, spec.kv_len, spec.num_kv_heads)
         return pairs.transpose(0, 2, 1, 4, 3)
 
     def differences(self, outs: Iterable[Any]) -> list[str]:
-        """A sentence for each pair seen though hidden, or hidden though visible; empty when the mask is right."""
-        seen = self.seen(outs)
+        """Returns a sentence for each pair on which the backend's mask differs from the spec's; empty if none does.
+
+        Args and errors are the same as for ``visible_pairs``.
+        """
+        seen = self.visible_pairs(outs)
         return [
             f"batch {b}, head {h}, query {i}: key {j} of kv head {g} is "
             + ("seen though hidden" if seen[b, h, i, g, j] else "hidden though visible")
@@ -79,13 +97,18 @@ class MaskProbe:
 def mask_probe(
     spec: AttentionSpec, *, mask: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, rng: Any = None
 ) -> MaskProbe:
-    """The probe of a spec with its mask (bool, ``spec.mask_shape``), cu_seqlens and rng, as Inputs has them.
+    """Builds the mask probe of a spec.
 
-    Run a backend on each of ``probe.inputs()`` and hand the outputs to ``probe.differences``.
+    Run a backend on each of ``probe.inputs()`` and pass the outputs to ``probe.differences``.
+
+    Args:
+        mask: bool, of shape ``spec.mask_shape``; None if the spec has no mask.
+        cu_seqlens_q, cu_seqlens_k: int32 ``[documents + 1]`` if the spec is packed.
+        rng: two integer words (seed, offset) if the spec has dropout.
     """
     full = (spec.batch, spec.num_heads, spec.q_len, spec.kv_len)
     pairs = np.broadcast_to(visible(spec, mask, cu_seqlens_q, cu_seqlens_k), full)
-    if spec.dropout:
+    if spec.dropout:  # a dropped weight is 0, so its pair does not show in the output
         seed, offset = (int(word) for word in rng)
         pairs = pairs & dropout.keep((seed, offset), tuple(np.ogrid[tuple(slice(n) for n in full)]), spec.dropout)
     reads = np.arange(spec.num_heads)[:, None] // spec.group_size == np.arange(spec.num_kv_heads)  # [heads, kv_heads]

@@ -1,4 +1,4 @@
-"""The reference: attention in numpy float64, forward and analytic backward. Short and slow on purpose.
+"""The reference: attention in numpy float64, forward and analytic backward. Short and slow, so that it can be read.
 
 Every array is ``[batch, heads, q_len, kv_len]`` or ``[batch, heads, length, dim]`` inside; packed documents are one
 batch row whose visible set separates them. A hidden key or value is part of no sum, so its NaN or Inf has no effect.
@@ -61,9 +61,9 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Array, Array]:
     The inputs are anything that numpy casts to float64 (bool, int for mask, cu_seqlens and rng), in Inputs' layouts.
     """
     if spec.paged is not None:
-        from attn_core.correctness.paged import gathered
+        from attn_core.correctness.paged import gather_pages
 
-        return forward(*gathered(spec, inputs))
+        return forward(*gather_pages(spec, inputs))
     with np.errstate(all="ignore"):
         call = softmax(spec, inputs)
         out = sum_over(call.weights * call.factors, call.seen, call.v)
@@ -73,17 +73,19 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Array, Array]:
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any = None) -> Gradients:
     """Returns the gradients of a call from its forward's ``out`` and ``lse``, float64, each in its input's shape.
 
-    dout is the gradient of out and dlse of lse (None: nothing depends on it). dbias comes when ``spec.bias_gradient``,
-    dsinks when ``spec.sinks``. With P the softmax weights, K the factors of dropout and S the logits:
-    dV = (P K)' dO, dP = K (dO V'), dS = P (dP - delta + dlse), delta = sum(dO O) over channels (Dao et al.,
-    FlashAttention, 2022, appendix B.2; a sink is one more column without a value, and dlse reaches S through P).
+    ``dout`` is the gradient of ``out``; ``dlse`` is the gradient of ``lse``, or None if nothing depends on ``lse``. The
+    result has dbias if ``spec.bias_gradient`` and dsinks if ``spec.sinks``. With P the softmax weights, K the dropout
+    factors and S the logits: dV = (P K)' dO, dP = K (dO V'), dS = P (dP - delta + dlse), delta = sum(dO O) over
+    channels (Dao et al., FlashAttention, 2022, appendix B.2). A sink is one more column of S, without a value. dlse
+    enters dS because the derivative of the log-sum-exp by S is P.
     """
     with np.errstate(all="ignore"):
         call = softmax(spec, inputs)
         dout = heads_first(spec, dout)
-        # [batch, heads, q_len]; out is 0 where no key is seen, whatever dout says there
+        # [batch, heads, q_len]. A row without keys has out = 0, but dout may be NaN or Inf there: keep it out.
         delta = np.where(call.seen.any(-1), (dout * heads_first(spec, out)).sum(-1), 0.0)
         slope_of_row = per_row(spec, dlse) - delta
+        # Weights come from the saved lse, as in a kernel: a partial call's lse belongs to the whole row.
         weights = np.where(call.seen, np.exp(call.logits - per_row(spec, lse)[..., None]), 0.0)
         dweights = call.factors * (dout @ call.v.swapaxes(-1, -2))
         dlogits = np.where(call.seen, weights * (dweights + slope_of_row[..., None]), 0.0)
@@ -116,11 +118,12 @@ def softmax(spec: AttentionSpec, inputs: Inputs) -> Softmax:
     seen = visible(spec, inputs.mask, inputs.cu_seqlens_q, inputs.cu_seqlens_k) & (added != -np.inf)
     logits = capped + added
     sink = np.full((1, spec.num_heads, 1), -np.inf)
-    if spec.sinks:
-        sink = np.where(_owned(spec, inputs), np.asarray(inputs.sinks, np.float64).reshape(sink.shape), -np.inf)
+    if spec.sinks:  # rows after the last document have no sink: their output is 0 and their lse -inf
+        sink = np.where(_in_document(spec, inputs), np.asarray(inputs.sinks, np.float64).reshape(sink.shape), -np.inf)
     top = np.maximum(logits.max(-1, initial=-np.inf, where=seen), sink)
     total = np.where(seen, np.exp(logits - top[..., None]), 0.0).sum(-1) + np.exp(sink - top)
-    lse = np.where(seen.any(-1) | (sink != -np.inf), np.log(total) + top, -np.inf)  # without both, total is NaN
+    # A row with neither keys nor a sink has top = -inf, so total is exp(-inf + inf) = NaN: replace it by -inf.
+    lse = np.where(seen.any(-1) | (sink != -np.inf), np.log(total) + top, -np.inf)
     return Softmax(
         *(q, k, v, seen, capped, slope, added, lse, sink),
         weights=np.where(seen, np.exp(logits - lse[..., None]), 0.0),
@@ -130,26 +133,29 @@ def softmax(spec: AttentionSpec, inputs: Inputs) -> Softmax:
 
 
 def sum_over(weights: Array, seen: Array, values: Array) -> Array:
-    """``sum_j weights[.., i, j] * values[.., j, :]`` over the seen j alone; NaN where a seen value is NaN or Inf."""
+    """Returns ``sum_j weights[.., i, j] * values[.., j, :]`` over visible j; NaN if a visible value is NaN or Inf.
+
+    A plain product would spread the NaN of a hidden value, because 0 * NaN is NaN.
+    """
     finite = np.isfinite(values)
     total = weights @ np.where(finite, values, 0.0)
     return total if finite.all() else np.where(seen.astype(np.float64) @ ~finite > 0, np.nan, total)
 
 
 def heads_first(spec: AttentionSpec, tensor: Any) -> Array:
-    """``[batch, length, heads, dim]`` or packed ``[tokens, heads, dim]`` as float64 ``[batch, heads, length, dim]``."""
+    """Returns ``[batch, length, heads, dim]`` or packed ``[tokens, heads, dim]`` as ``[batch, heads, length, dim]``."""
     array = np.asarray(tensor, np.float64)
     return (array[None] if spec.packed else array).swapaxes(1, 2)
 
 
 def from_heads_first(spec: AttentionSpec, array: Array) -> Array:
-    """The inverse of heads_first."""
+    """Inverts ``heads_first``."""
     array = array.swapaxes(1, 2)
     return array[0] if spec.packed else array
 
 
 def per_row(spec: AttentionSpec, lse: Any) -> Array:
-    """A log-sum-exp or its gradient as float64 ``[batch, heads, q_len]``; zeros for None."""
+    """Returns a log-sum-exp or its gradient as float64 ``[batch, heads, q_len]``; zeros for None."""
     shape = (spec.batch, spec.num_heads, spec.q_len)
     return np.zeros(shape) if lse is None else np.asarray(lse, np.float64).reshape(shape)
 
@@ -166,7 +172,7 @@ def sum_to_bias(spec: AttentionSpec, dlogits: Array) -> Array:
     return dlogits.sum(axes, keepdims=True)
 
 
-def _owned(spec: AttentionSpec, inputs: Inputs) -> Array:
+def _in_document(spec: AttentionSpec, inputs: Inputs) -> Array:
     """Returns which rows belong to a document: bool ``[q_len]``, or ``[1]`` with True for all."""
     if not spec.packed:
         return np.ones(1, bool)
@@ -174,6 +180,7 @@ def _owned(spec: AttentionSpec, inputs: Inputs) -> Array:
 
 
 def _added(spec: AttentionSpec, inputs: Inputs) -> Array:
+    """Returns bias plus ALiBi, broadcastable to the logits."""
     added = np.zeros((1, 1, 1, 1))
     if spec.bias_shape is not None:
         added = added + np.asarray(inputs.bias, np.float64).reshape(spec.bias_shape)
@@ -185,6 +192,7 @@ def _added(spec: AttentionSpec, inputs: Inputs) -> Array:
 
 
 def _dropout_factors(spec: AttentionSpec, rng: Any) -> Array:
+    """Returns 0 for a dropped weight and ``1 / (1 - dropout)`` for any other."""
     if not spec.dropout:
         return np.ones((1, 1, 1, 1))
     indices = np.ogrid[: spec.batch, : spec.num_heads, : spec.q_len, : spec.kv_len]

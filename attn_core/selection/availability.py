@@ -19,11 +19,11 @@ class Availability(NamedTuple):
 
 
 def report(framework: str, device: str) -> dict[str, Availability]:
-    """Returns every backend's availability from a framework on a device. Imports each backend's kernel as proof."""
-    return {name: _of(name, framework, device) for name in backends.names()}
+    """Returns the availability of every backend in a framework on a device. Imports each kernel as proof."""
+    return {name: _availability(name, framework, device) for name in backends.names()}
 
 
-def _of(name: str, framework: str, device: str) -> Availability:
+def _availability(name: str, framework: str, device: str) -> Availability:
     kind = backends.kind_of(device)
     backend = backends.load(name, kind)
     version, reason = backends.availability(name, kind)

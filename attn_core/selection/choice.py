@@ -34,7 +34,7 @@ class Target:
     @classmethod
     def here(cls, framework: str, device: str) -> Target:
         """Returns this process's installation. Probes only the backends that claim the device."""
-        return _here(framework, device)
+        return _local_target(framework, device)
 
     @property
     def kind(self) -> str:
@@ -58,8 +58,8 @@ class Selection:
         backend: the chosen backend, or None.
         refusals: ``((backend, reasons), ...)``, every reason of every backend that cannot run the call.
         considered: all backends in the order they were considered.
-        lane: how JAX reaches a torch backend: ``("compiled", ())``, XLA launches its kernels; or ``("callback", why)``,
-            XLA calls Python, with the reasons against the compiled lane; None if no torch backend runs in JAX.
+        lane: how JAX reaches the chosen torch backend. ``("compiled", ())``: XLA launches its kernels.
+            ``("callback", why)``: XLA calls Python, for the reasons ``why``. None for other frameworks and backends.
     """
 
     spec: AttentionSpec
@@ -117,13 +117,18 @@ class NoBackendError(NotImplementedError):
 
 @lru_cache(maxsize=64)  # small, because the reasons of a call take 10 KiB; the frontends cache plans without reasons
 def explain(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] | None = None) -> Selection:
-    """Returns the Selection of a call, whether or not any backend can run it. Pure: depends on its arguments alone."""
+    """Returns the Selection of a call, even if no backend can run it. Pure: the result depends on the arguments only.
+
+    Raises:
+        SpecError: for an unknown name, or an empty tuple of names.
+    """
     requested = (backend,) if isinstance(backend, str) else backend
     if requested is not None and not requested:
         raise SpecError(f"backend={backend!r}: expected a backend's name, names in order of preference, or None")
     for name in requested or ():
         backends.check_name(name)
     candidates = requested or preference.order(spec, target.framework, target.device)
+    # Only candidates can be chosen. The other backends follow so that the explanation covers every backend.
     considered = (*candidates, *(name for name in backends.names() if name not in candidates))
     reasons = {name: refusals(name, spec, target) for name in considered}
     chosen = next((name for name in candidates if not reasons[name]), None)
@@ -172,7 +177,7 @@ def refusals(name: str, spec: AttentionSpec, target: Target) -> Reasons:
     forward = unmet(claims, spec, target.device)
     reasons += forward
     if spec.symbolic and not claims.symbolic:
-        return tuple(reasons)  # the rest compares sizes
+        return tuple(reasons)  # the rules below compare sizes, and a symbol cannot be compared
     reasons += backend.refuses(spec, target.device, dict(target.builds).get(name))
     if spec.needs_backward:
         reasons += _backward_refusals(claims, gradient_claims, spec, target, forward)
@@ -182,13 +187,15 @@ def refusals(name: str, spec: AttentionSpec, target: Target) -> Reasons:
 def _backward_refusals(
     claims: Support, gradient_claims: Support | None, spec: AttentionSpec, target: Target, forward: Reasons
 ) -> list[str]:
+    """Returns the reasons against the backward, without those that the forward has as well."""
     if gradient_claims is None:
         return [f"backward: {claims.kernel} has no gradient"]
     return [f"backward: {why}" for why in unmet(gradient_claims, spec, target.device) if why not in forward]
 
 
 @lru_cache(maxsize=64)
-def _here(framework: str, device: str) -> Target:
+def _local_target(framework: str, device: str) -> Target:
+    """Returns the Target that describes this process, with a reason for every backend that it cannot use."""
     kind, missing, builds = backends.kind_of(device), [], []
     for name in backends.names():
         backend = backends.load(name, kind)
@@ -203,8 +210,8 @@ def _here(framework: str, device: str) -> Target:
             try:
                 build = backends.installed_build(name, device)
                 builds += [] if build is None else [(name, build)]
-            except Exception as error:  # looking at the build may fail in any way
-                if type(error).__name__ == "OutOfMemoryError":  # temporary, but a reason here would be cached
+            except Exception as error:  # a broken package may raise anything while it is inspected
+                if type(error).__name__ == "OutOfMemoryError":  # is temporary, but a reason would be cached for good
                     raise
                 reason = f"not available: {type(error).__name__}: {error} (needs {backend.REQUIRES})"
         if reason is not None:

@@ -12,16 +12,19 @@ from attn_core.errors import SpecError
 _requested: ContextVar[tuple[str, ...] | None] = ContextVar("attn_core_requested_backends", default=None)
 
 requested = _requested.get
-"""Returns the names requested by the innermost ``use_backend``, or None. A plain thread starts without any."""
+"""Returns the names requested by the innermost ``use_backend``, or None. A new ``threading.Thread`` starts with None.
+
+The bound method of the context variable itself, because every call of attention reads it.
+"""
 
 
 @contextmanager
 def use_backend(*names: str) -> Iterator[None]:
     """Runs every attention call of the block on the first of ``names`` that can run it; raises if none can.
 
-    A call's own ``backend=`` wins. Without names, automatic choice is restored for the block. Under ``jax.jit`` the
-    names count while the function is traced, and only ``jax_frontend.use_backend`` has compiled functions traced anew;
-    under ``torch.compile`` they count while the compiled function runs.
+    A call's own ``backend=`` overrides the block. Without names, the block uses automatic choice. Under ``jax.jit`` the
+    names apply while the function is traced; only ``jax_frontend.use_backend`` makes JAX trace compiled functions
+    again. Under ``torch.compile`` the names apply while the compiled function runs.
 
     Raises:
         SpecError: for an unknown name, with close matches.

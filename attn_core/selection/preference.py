@@ -32,7 +32,6 @@ HEAD_DIM_CLASSES = (64, 96, 128, 192, 256)
 SLOW = 4.0
 """Backends that took this many times as long as the best rank after backends that were not measured."""
 
-
 SHORT = {False: 60.0, True: 250.0}
 """Microseconds in torch below which a call counts as short in JAX: forward alone (False), training (True).
 
@@ -83,7 +82,7 @@ class Case(NamedTuple):
 def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
     """Returns the candidates for automatic choice, best first. Pure: the measurements are part of the package."""
     where = (framework, backends.kind_of(device))
-    if spec.symbolic:  # has no size to compare with measurements
+    if spec.symbolic:  # a symbol cannot be compared with measured sizes
         return (backends.PREFERENCE if spec.paged is None else backends.PAGED_PREFERENCE).get(where, ())
     if spec.paged is not None:
         return _paged_order(spec, backends.PAGED_PREFERENCE.get(where, ()))
@@ -110,8 +109,8 @@ def _paged_order(spec: AttentionSpec, usual: tuple[str, ...]) -> tuple[str, ...]
 
 def _is_short(spec: AttentionSpec, case: Case) -> bool:
     """Returns whether a call would take less than SHORT: the case's time, scaled down if the call has fewer pairs."""
-    pairs_less = sizes(spec)[0] - case.sizes[0]  # as a power of 2
-    return case.microseconds * 2.0 ** min(0.0, pairs_less) < SHORT[spec.needs_backward]
+    fewer_pairs = sizes(spec)[0] - case.sizes[0]  # sizes are logarithms, so this is log2 of a ratio
+    return case.microseconds * 2.0 ** min(0.0, fewer_pairs) < SHORT[spec.needs_backward]
 
 
 def _launched_by_xla(name: str, spec: AttentionSpec, device: str) -> bool:
@@ -180,7 +179,7 @@ def ranking(case: Case, usual: tuple[str, ...]) -> tuple[str, ...]:
     """
     fast = [name for name, time in case.times if time < SLOW]
     slow = [name for name, time in case.times if time >= SLOW]
-    from_jax = [name for name in usual if name.startswith("jax_")]
+    from_jax = [name for name in usual if name.startswith("jax_")]  # the sweep runs in torch, so never measured
     unknown = [name for name in usual if name not in (*fast, *slow, *case.failed, *from_jax)]
     ranked = [*fast, *(name for name in unknown if name != "math"), *slow]
     ranked += [name for name in ("math",) if name in unknown]

@@ -47,7 +47,8 @@ def broken(record: dict[str, Any]) -> list[str]:
     return [
         name
         for name, entry in record["backends"].items()
-        if "failed" in entry or not entry.get("difference", 0.0) <= allowed  # a NaN difference also counts as broken
+        # "not <=" instead of ">", because a NaN difference must count as broken
+        if "failed" in entry or not entry.get("difference", 0.0) <= allowed
     ]
 
 
@@ -92,7 +93,7 @@ def summary(regrets: Iterable[Regret]) -> dict[str, dict[str, Any]]:
 
 
 def record_spec(record: dict[str, Any]) -> AttentionSpec:
-    """The spec of a raw record, with its direction."""
+    """Returns the spec of a raw record, with a backward if the record is of training."""
     return replace(spec_of(record["spec"]), needs_backward=record["direction"] == "training")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from attn_core.call.spec import AttentionSpec
 
 TOKENS = 16384
-"""Long rows share so many tokens: the batch is chosen for it."""
+"""Tokens of a case, all rows together. The batch is chosen so that each case has about this many."""
 
 
 @dataclass(frozen=True)
@@ -16,10 +16,10 @@ class SweepCase:
     """One call to measure.
 
     Attributes:
-        name: says what differs from the others; unique.
+        name: unique; describes the call.
         spec: the call, without a backward.
         lengths: the tokens of each packed document, queries and keys alike; None when not packed.
-        training: whether its gradients are measured, too.
+        training: whether its gradients are measured as well.
     """
 
     name: str
@@ -41,7 +41,7 @@ def spec_of(plain: dict[str, Any]) -> AttentionSpec:
 
 
 def _case(what: str, seq: int, **options: Any) -> SweepCase:
-    """A case with the defaults of a sweep: bfloat16, heads 32/8, head_dim 128, as many rows as TOKENS allows."""
+    """Builds a case with the sweep's defaults: bfloat16, heads 32/8, head_dim 128, as many rows as TOKENS allows."""
     lengths = options.pop("lengths", None)
     training = options.pop("training", True)
     keys = options.pop("kv_len", seq)
@@ -67,7 +67,7 @@ def _case(what: str, seq: int, **options: Any) -> SweepCase:
 
 
 def _shaped(name: str, value: Any, full: tuple[int, int, int, int]) -> Any:
-    """For masks and biases: ``"b11k"`` names the axes that are not broadcast."""
+    """Returns the shape of a mask or bias from the axes that are not broadcast, such as ``"b11k"``; else the value."""
     if name not in ("mask_shape", "bias_shape"):
         return value
     return tuple(size if axis != "1" else 1 for axis, size in zip(value, full))
@@ -200,4 +200,4 @@ QUICK: tuple[SweepCase, ...] = (
     _case("quick mask", 64, batch=2, heads=(4, 2), head_dim=16, dtype="float32", mask_shape="b11k"),
     _case("quick decode", 1, kv_len=64, batch=2, heads=(4, 2), head_dim=16, dtype="float32", training=False, **CAUSAL),
 )
-"""A handful of tiny cases that a CPU runs in a moment; they say nothing about speed."""
+"""A few tiny cases that a CPU runs in seconds. They test ``attn bench`` itself; their times mean nothing."""

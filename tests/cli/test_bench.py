@@ -102,15 +102,15 @@ def test_a_sweep_goes_on_where_it_ended(raw_file: Path, tmp_path: Path) -> None:
     assert [found["cases"][-1][key] for key in ("name", "direction")] == [missing["name"], missing["direction"]]
     done = run(*FEW[:-2], "--resume", "--json", str(path))
     assert done.exit_code == 2
-    assert "--resume: backends was" in done.stderr
+    assert "--resume: the file has backends=" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--device", "sm90"], "--device=sm90: no such device here"),
+        (["--device", "sm90"], "--device=sm90: expected a device of this machine"),
         (["--device", "tpu"], "--device='tpu': expected cpu, or a compute capability"),
-        (["--device", "cpu", "--only", "nothing like it"], "no case has that in its name"),
+        (["--device", "cpu", "--only", "nothing like it"], "no case contains it"),
         (["--device", "cpu", "--resume"], "--resume: expected --json"),
         (["--device", "cpu", "--backend", "flsh3"], "did you mean flash3"),
     ],
@@ -193,10 +193,10 @@ def test_the_data_says_what_was_skipped_and_who_lost_the_device(monkeypatch: pyt
     dense = [case for case in QUICK if case.name.startswith("quick full")]
     assert sweep.run(dense, None, lambda record: None)
     forward = sweep.raw["cases"][0]["backends"]
-    assert forward["math"]["skipped"].endswith("others run this case")
+    assert forward["math"]["skipped"].endswith("other backends run this case")
     assert "compiles for every shape" in forward["flex"]["skipped"]
     text = page(sweep.raw, ())
-    assert "- math: skipped: and it forms every one; others run this case (2 times)" in text
+    assert "- math: skipped: all of which it stores; other backends run this case (2 times)" in text
 
     def lost(*_: Any) -> Any:
         raise bench_timing.DeviceLostError("sdpa_flash: RuntimeError: an illegal memory access")

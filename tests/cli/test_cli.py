@@ -69,10 +69,10 @@ def test_explain_of_a_backend_by_name_gives_its_reasons() -> None:
         (["--device", "tpu"], "--device='tpu': expected cpu, or a compute capability"),
         (["--framework", "tf"], "--framework='tf': expected torch or jax"),
         (["--lengths", "3,x"], "--lengths='3,x': expected whole numbers"),
-        (["--lengths", "3", "--documents", "2"], "--documents and --lengths: expected one way"),
-        (["--lengths", "3,4", "--q-len", "9"], "--q-len=9: the documents hold 7 tokens"),
+        (["--lengths", "3", "--documents", "2"], "--documents and --lengths: expected only one"),
+        (["--lengths", "3,4", "--q-len", "9"], "--q-len=9: expected the documents' 7 tokens"),
         (["--cu-seqlens", "3,4"], "expected to start at 0, got 3"),
-        (["--kv-lengths", "3,4"], "--kv-lengths: expected --lengths beside it"),
+        (["--kv-lengths", "3,4"], "--kv-lengths: expected --lengths as well"),
         (["--documents", "0"], "--documents=0: expected at least 1"),
     ],
 )

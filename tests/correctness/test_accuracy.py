@@ -296,7 +296,7 @@ def test_the_probe_shows_the_visible_set_of_a_right_mask(name):
     assert probe.calls == -(-case.spec.kv_len * 3 // 13)
     assert probe.expected.any() and not probe.expected.all()
     assert probe.differences(run(probe)) == []
-    assert np.array_equal(probe.seen(run(probe)), probe.expected)
+    assert np.array_equal(probe.visible_pairs(run(probe)), probe.expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -351,7 +351,7 @@ def test_the_probe_sees_a_wrong_map_of_heads():
 def test_the_probe_counts_the_outputs():
     probe = probe_of(make(PACKED, "float32"))
     with pytest.raises(ShapeError, match=f"expected {probe.calls} outputs of shape"):
-        probe.seen(run(probe)[1:])
+        probe.visible_pairs(run(probe)[1:])
 
 
 def test_the_probe_of_no_keys_needs_no_call():

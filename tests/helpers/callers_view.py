@@ -22,9 +22,9 @@ def told(
     if not spec.sinks:
         return lse, gradients
     if spec.paged is not None:
-        from attn_core.correctness.paged import gathered
+        from attn_core.correctness.paged import gather_pages
 
-        return told(*gathered(spec, inputs), lse, gradients, dlse)
+        return told(*gather_pages(spec, inputs), lse, gradients, dlse)
     rows, sink = reference.per_row(spec, lse), reference.softmax(spec, inputs).sink
     alone = (rows == -np.inf) & (sink != -np.inf)
     if gradients is not None:

@@ -26,7 +26,7 @@ from attn_core.backends.support import Support
 from attn_core.call.pages import PagedKV
 from attn_core.call.tensors import PagedInputs
 from attn_core.correctness import accuracy
-from attn_core.correctness.paged import gathered, inputs_of
+from attn_core.correctness.paged import gather_pages, inputs_of
 
 LAYOUTS = ("contiguous", "heads_outside", "one_tensor")
 """How torch's pools lie in memory: dense; by heads first; or keys and values of a page side by side in one tensor."""
@@ -272,7 +272,7 @@ def explained(framework: str, call: PagedCall, backend: Any = None, device: str 
 
 def judge(call: PagedCall, results: Results) -> accuracy.Accuracy:
     """Holds results to the float64 reference on the sequences' tokens, and to the bounds of its arithmetic."""
-    return accuracy.expect(*gathered(call.spec, call.inputs)).judge(out=results["out"], lse=results.get("lse"))
+    return accuracy.expect(*gather_pages(call.spec, call.inputs)).judge(out=results["out"], lse=results.get("lse"))
 
 
 def conforms(framework: str, call: PagedCall, backend: str, device: str = "cpu") -> bool:

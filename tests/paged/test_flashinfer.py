@@ -22,7 +22,7 @@ from attn_core.backends import flashinfer
 from attn_core.call.pages import PagedKV
 from attn_core.call.tensors import PagedInputs
 from attn_core.correctness import accuracy, reference
-from attn_core.correctness.paged import gathered
+from attn_core.correctness.paged import gather_pages
 from attn_core.errors import ShapeError, SpecError
 from attn_core.paged.tables import PagedRows, table_of_rows
 
@@ -216,7 +216,7 @@ def test_it_is_right_around_the_kernel(installed: Any, name: str, dtype: str, in
     out, lse = flashinfer.forward(call.spec, inputs, buffers)
     assert (out is buffers[0]) if into and not call.spec.sinks else True  # type: ignore[index]
     assert lse.shape == call.spec.lse_shape and lse.dtype == torch.float32
-    spec, dense = gathered(call.spec, call.inputs)
+    spec, dense = gather_pages(call.spec, call.inputs)
     verdict = accuracy.expect(spec, dense).judge(out=out.double().numpy(), lse=lse.numpy())
     assert verdict.ok, verdict
 
@@ -225,7 +225,7 @@ def test_it_is_right_around_the_kernel(installed: Any, name: str, dtype: str, in
 def test_another_call_is_told_apart(installed: Any, fault: dict[str, Any]) -> None:
     call, inputs = called("window")
     out, lse = flashinfer.forward(replace(call.spec, **fault), inputs)
-    spec, dense = gathered(call.spec, call.inputs)
+    spec, dense = gather_pages(call.spec, call.inputs)
     assert not accuracy.expect(spec, dense).judge(out=out.double().numpy(), lse=lse.numpy()).ok
 
 

@@ -40,7 +40,7 @@ import jax_frontend
 import torch_frontend
 from attn_core import NoBackendError, SpecError, backends, explain
 from attn_core.call.tensors import PagedInputs
-from attn_core.correctness.paged import append, gathered
+from attn_core.correctness.paged import append, gather_pages
 from jax_frontend.bridge import targets
 from jax_frontend.paged import attention as jax_paged
 from torch_frontend.paged import plan as torch_plan
@@ -202,7 +202,7 @@ def test_it_is_attention_of_each_sequence(backend: str, device: str, fields: Any
     """The same as ``attention`` on a sequence's own keys, one sequence at a time."""
     call = able_call(framework, backend, device, (11, 6), (4, 6), **fields)
     out = run(framework, call, backend, device)["out"]
-    spec, inputs = gathered(call.spec, call.inputs)
+    spec, inputs = gather_pages(call.spec, call.inputs)
     f = next(each for each in BOTH if each.name == framework)
     offsets = zip(np.split(np.arange(10), [4]), np.split(np.arange(17), [11]), strict=True)
     rough = 2e-2 if spec.dtype in ("bfloat16", "float16") else 5e-6

@@ -350,7 +350,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] 
         {},
         {"positions": np.zeros(2, np.int32)},
         SpecError,
-        "^positions: expected None, for only the rotary",
+        "^positions: expected None, because only a rotary",
     ),
     "positions that are not one each": (
         {"rotary": True},
@@ -391,7 +391,7 @@ def test_wrong_features(name: str) -> None:
     layer = LAYERS[name](OPTIONS[0])
     layer.cache.add("a")
     step = layer.cache.step(["a"], [2])
-    with pytest.raises(ShapeError, match=f"^x: expected {FEATURES} features, as the layer was built for"):
+    with pytest.raises(ShapeError, match=f"^x: expected the layer's {FEATURES} features"):
         layer.paged(normal(0, 2, FEATURES + 1), step)
 
 

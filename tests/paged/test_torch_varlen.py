@@ -21,7 +21,7 @@ from attn_core.backends import torch_varlen
 from attn_core.call.pages import PagedKV
 from attn_core.call.tensors import Inputs, PagedInputs
 from attn_core.correctness import accuracy, reference
-from attn_core.correctness.paged import gathered
+from attn_core.correctness.paged import gather_pages
 
 TYPES = (
     "(Tensor query, Tensor key, Tensor value, Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, SymInt max_k, "
@@ -224,7 +224,7 @@ def test_it_is_right_around_the_kernel(ops: Any, name: str, dtype: str, into: bo
 def test_a_verdict_by_the_bounds(ops: Any) -> None:
     call = make_paged((300, 2, 17), (40, 2, 5), page_size=256, return_lse=True, dtype="bfloat16", window=6)
     out, lse = torch_varlen.forward(call.spec, tensors_of(call.inputs, "bfloat16"))
-    spec, inputs = gathered(call.spec, call.inputs)
+    spec, inputs = gather_pages(call.spec, call.inputs)
     verdict = accuracy.expect(spec, inputs).judge(out=out.double().numpy(), lse=lse.numpy())
     assert verdict.ok, verdict
     wider = replace(call.spec, window=(6, 0))

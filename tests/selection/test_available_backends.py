@@ -25,7 +25,7 @@ BREAKS: dict[str, Exception] = {
 def forget() -> None:
     """Empties what is remembered of this installation."""
     backends.availability.cache_clear()
-    choice._here.cache_clear()
+    choice._local_target.cache_clear()
     choice.bridge_reason.cache_clear()
     choice.explain.cache_clear()
     forget_plans()
