@@ -1,4 +1,5 @@
-"""flash-attn 2: what is asked of the kernel, what is refused, and the arithmetic around it beside a stand-in for it."""
+"""Tests flash-attn 2: the arguments of the kernel, what is refused, and the arithmetic around a stand-in for the
+kernel."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def reasons(spec: AttentionSpec, device: str = "sm90", build: Build | None = Non
         ({"alibi_shape": (6,), "window": (7, 0)}, {"causal": True, "shifted_lse": True}),
     ],
 )
-def test_lowering_dense(changes: dict[str, Any], differs: dict[str, Any]) -> None:
+def test_lower_dense_calls(changes: dict[str, Any], differs: dict[str, Any]) -> None:
     assert flash2.lower(spec_of(**changes)) == {**PLAIN, **differs}
 
 
@@ -82,15 +83,17 @@ def test_lowering_dense(changes: dict[str, Any], differs: dict[str, Any]) -> Non
         ({"max_len_q": 1, "q_len": 5}, {"max_seqlen_q": 2}),
     ],
 )
-def test_lowering_packed(changes: dict[str, Any], differs: dict[str, Any]) -> None:
+def test_lower_packed_calls(changes: dict[str, Any], differs: dict[str, Any]) -> None:
     expected = {**PLAIN, "max_seqlen_q": 6, "max_seqlen_k": 5, "empty_rows": True, **differs}
     if changes.get("max_len_k") == 3 and changes["window"] == (3, None):
-        expected["window_size_left"] = 3  # 5 stands for the longest document: of 3 keys, or one less than 6 queries
+        # the longest document has 5 keys: either 3 keys, or one less than its 6 queries
+        expected["window_size_left"] = 3
     assert flash2.lower(spec_of(**{**PACKED, **changes})) == expected
 
 
 def kernel_sees(how: dict[str, Any], q_len: int, kv_len: int, longest: int) -> np.ndarray:
-    """The pairs that flash_api.cpp and mask.h let a document see, given the longest one's keys."""
+    """The pairs that flash_api.cpp and mask.h show within a document, given the number of keys of the longest
+    document."""
     left, right = how["window_size_left"], how["window_size_right"]
     left, right = (-1 if side >= longest else side for side in (left, right))
     right = 0 if how["causal"] and q_len > 1 else right
@@ -106,7 +109,7 @@ def kernel_sees(how: dict[str, Any], q_len: int, kv_len: int, longest: int) -> n
 SIDES = (None, 0, 1, 2, 4, 5, 7, 9)
 
 
-def test_a_dense_window_is_refused_exactly_where_the_kernel_sees_another() -> None:
+def test_a_dense_window_is_refused_exactly_if_the_kernel_masks_it_differently() -> None:
     refused = 0
     for q_len, kv_len, left, right in product(range(1, 10), range(1, 7), SIDES, SIDES):
         spec = spec_of(q_len=q_len, kv_len=kv_len, window=(left, right))
@@ -120,7 +123,7 @@ def test_a_dense_window_is_refused_exactly_where_the_kernel_sees_another() -> No
     assert refused > 100
 
 
-def test_packed_windows_are_right_for_every_document() -> None:
+def test_packed_windows_mask_every_document_correctly() -> None:
     for max_q, max_k, left, right in product((1, 4, 9), (1, 3, 6), SIDES, SIDES):
         spec = spec_of(**{**PACKED, "max_len_q": max_q, "max_len_k": max_k, "window": (left, right), "q_len": 13})
         assert reasons(spec) == ()
@@ -157,7 +160,7 @@ def test_refusals_name_the_value(changes: dict[str, Any], words: str) -> None:
     assert words in why
 
 
-def test_what_fits_is_not_refused() -> None:
+def test_supported_calls_are_not_refused() -> None:
     for changes in (
         {"causal": True, "q_len": 9},
         {"window": (3, None), "q_len": 8},
@@ -169,7 +172,7 @@ def test_what_fits_is_not_refused() -> None:
         assert reasons(spec_of(**changes)) == ()
 
 
-def test_gradients_that_no_kernel_computes_on_small_devices() -> None:
+def test_large_head_dims_have_no_backward_on_small_devices() -> None:
     spec = spec_of(head_dim=200, value_dim=200, dropout=0.1, needs_backward=True)
     assert reasons(spec) == reasons(spec, "sm80") == ()
     (why,) = reasons(spec, "sm89")
@@ -179,7 +182,7 @@ def test_gradients_that_no_kernel_computes_on_small_devices() -> None:
     assert "head_dim=256" in reasons(narrow, "sm86", Build("a build", head_dims=(64, 256)))[0]
 
 
-def test_long_gradients_need_a_new_version() -> None:
+def test_the_backward_of_long_sequences_needs_a_recent_version() -> None:
     spec = spec_of(q_len=2**19, kv_len=2**19, num_heads=64, num_kv_heads=8, needs_backward=True)
     many = spec_of(**{**PACKED, "documents": 50_000, "num_heads": 6, "needs_backward": True})
     for long in (spec, many):
@@ -190,7 +193,7 @@ def test_long_gradients_need_a_new_version() -> None:
         assert reasons(replace(long, needs_backward=False)) == ()
 
 
-def test_a_narrow_build() -> None:
+def test_a_build_with_few_head_dims_refuses_the_others() -> None:
     build = Build("flash-attn 2.8.3", head_dims=(64, 128), version=(2, 8, 3))
     assert reasons(spec_of(head_dim=80, value_dim=80), build=build) == ()
     (why,) = reasons(spec_of(head_dim=136, value_dim=136), build=build)
@@ -205,15 +208,15 @@ def test_a_narrow_build() -> None:
         *((136, (128, 192, 256), 192), (136, (128, 160, 192), 136), (200, (128, 192, 256), 256)),
     ],
 )
-def test_the_width_that_a_head_dimension_runs_at(dim: int, head_dims: tuple[int, ...], width: int) -> None:
+def test_the_kernel_width_of_each_head_dim(dim: int, head_dims: tuple[int, ...], width: int) -> None:
     assert flash2.width_of(dim, head_dims) == width
 
 
-# ROCm, as data: no AMD GPU was at hand
+# ROCm, tested as plain data because the project has no AMD GPU
 
 
 @pytest.mark.parametrize("device", ["gfx90a", "gfx942", "gfx950"])
-def test_rocm_builds_refuse_what_they_ignore(device: str) -> None:
+def test_rocm_builds_refuse_options_that_they_would_ignore(device: str) -> None:
     capped, windowed = spec_of(softcap=50.0), spec_of(window=(3, 2))
     ck, triton = flash2.ROCM_CK, flash2.ROCM_TRITON
     assert reasons(SPEC, device) == reasons(SPEC, device, ck) == reasons(SPEC, device, triton) == ()
@@ -224,7 +227,7 @@ def test_rocm_builds_refuse_what_they_ignore(device: str) -> None:
     assert reasons(spec_of(causal=True), device, triton) == ()
 
 
-def test_rocm_refuses_what_is_not_known() -> None:
+def test_rocm_refusals_depend_on_the_build() -> None:
     for changes, words in (({"softcap": 50.0}, "softcap=50.0"), ({"window": (3, 2)}, "window=(3, 2)")):
         (why,) = reasons(spec_of(**changes), "gfx942")
         assert why.startswith(words) and "ignore it silently" in why
@@ -240,7 +243,7 @@ def test_rocm_refuses_what_is_not_known() -> None:
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, version: str = "2.8.3", **interface: Any) -> SimpleNamespace:
-    """A package as ``import_module`` finds it."""
+    """Installs a fake package that ``import_module`` finds."""
     modules = {
         "flash_attn": SimpleNamespace(__version__=version),
         "flash_attn.flash_attn_interface": SimpleNamespace(**interface),
@@ -251,7 +254,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str = "2.8.3", **interfa
 
 
 @pytest.fixture(autouse=True)
-def _forgotten() -> Any:
+def _empty_caches() -> Any:
     for cached in (flash2._extension, flash2.build, rewrites._widened):
         cached.cache_clear()
     yield
@@ -259,7 +262,7 @@ def _forgotten() -> Any:
         cached.cache_clear()
 
 
-def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_versions_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, "2.8.3.post2")
     assert flash2.probe() == "2.8.3.post2"
     installed(monkeypatch, "2.6.1")
@@ -267,7 +270,7 @@ def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
         flash2.probe()
 
 
-def test_which_build_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_extension_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash2, "_runs", lambda width: width in (64, 128))
     installed(monkeypatch, "2.8.3.post2")
     assert flash2.build() == Build("flash-attn 2.8.3.post2", head_dims=(64, 128), version=(2, 8, 3))
@@ -280,7 +283,7 @@ def test_which_build_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flash2.build() is flash2.ROCM_TRITON
 
 
-def test_a_build_that_runs_nowhere_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_that_cannot_run_here_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch)
     monkeypatch.setattr(flash2, "_runs", lambda width: False)
     with pytest.raises(RuntimeError, match="none of its kernels runs"):
@@ -291,7 +294,8 @@ def test_a_build_that_runs_nowhere_is_an_error(monkeypatch: pytest.MonkeyPatch) 
 
 
 class StandIn:
-    """The extension's functions in float64, with the kernel's conventions: +inf for empty rows, ALiBi by the key."""
+    """The extension's functions in float64. They follow the kernel: lse is +inf in empty rows, and ALiBi counts by
+    the key."""
 
     def __init__(self, returned: int = 4) -> None:
         self.returned = returned
@@ -303,7 +307,7 @@ class StandIn:
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1])
         for row in range(q.shape[0]):
             of_row = slopes if slopes is None or slopes.ndim == 1 else slopes[row]
-            weights, lse[row] = weigh(q[row], k[row], of_row, (scale, causal, left, right, softcap), k.shape[1])
+            weights, lse[row] = weights_of(q[row], k[row], of_row, (scale, causal, left, right, softcap), k.shape[1])
             out[row] = torch.einsum("hij,jhc->ihc", weights, heads(q, v[row])).to(out.dtype)
         return [out, *([q, k, v, out] if self.returned == 8 else []), lse, torch.empty(0), torch.empty(2)]
 
@@ -322,7 +326,7 @@ class StandIn:
         out = torch.zeros_like(q) if out is None else out.zero_()
         lse = torch.full((q.shape[1], q.shape[0]), -torch.inf)
         for rows, keys in documents(cu_q, cu_k):
-            weights, lse[:, rows] = weigh(q[rows], k[keys], slopes, (scale, *rest[:4]), max_k)
+            weights, lse[:, rows] = weights_of(q[rows], k[keys], slopes, (scale, *rest[:4]), max_k)
             out[rows] = torch.einsum("hij,jhc->ihc", weights, heads(q[None], v[keys])).to(out.dtype)
         return [out, *([q, k, v, out] if self.returned == 8 else []), lse, torch.empty(0), torch.empty(2)]
 
@@ -345,7 +349,8 @@ def heads(q: Any, tensor: Any) -> Any:
 
 
 def scores_of(q: Any, k: Any, slopes: Any, settings: Any, longest: int) -> tuple[Any, Any]:
-    """Logits and the derivative of softcap, ``[heads, rows, keys]``; the kernel's own ALiBi where it is causal."""
+    """Logits and the derivative of softcap, ``[heads, rows, keys]``; ALiBi as the kernel computes it if the call is
+    causal."""
     scale, causal, left, right, softcap = settings
     scores = scale * torch.einsum("ihc,jhc->hij", q.double(), heads(q[None], k))
     slope = torch.ones_like(scores)
@@ -362,7 +367,7 @@ def scores_of(q: Any, k: Any, slopes: Any, settings: Any, longest: int) -> tuple
     return scores.masked_fill(~seen, -torch.inf), slope
 
 
-def weigh(q: Any, k: Any, slopes: Any, settings: Any, longest: int) -> tuple[Any, Any]:
+def weights_of(q: Any, k: Any, slopes: Any, settings: Any, longest: int) -> tuple[Any, Any]:
     scores, _ = scores_of(q, k, slopes, settings, longest)
     lse = torch.logsumexp(scores, -1) if len(k) else torch.full((q.shape[1], len(q)), -torch.inf).double()
     empty = lse == -torch.inf
@@ -418,7 +423,7 @@ def tensors(spec: AttentionSpec, inputs: Inputs) -> Inputs:
 
 @pytest.mark.parametrize("extra", ["", "sinks", "gradient of lse", "sinks, gradient of lse"])
 @pytest.mark.parametrize("name", CASES)
-def test_results_are_those_of_the_reference(name: str, extra: str, stand_in: StandIn) -> None:
+def test_results_match_the_reference(name: str, extra: str, stand_in: StandIn) -> None:
     with_lse = "lse" in extra
     if with_lse and "softcap" in name:
         pytest.skip("refused: no gradient of the log-sum-exp with softcap")
@@ -437,16 +442,16 @@ def test_results_are_those_of_the_reference(name: str, extra: str, stand_in: Sta
     assert verdict.ok, verdict
 
 
-def test_the_older_return_values(stand_in: StandIn) -> None:
+def test_the_return_values_of_version_2_6(stand_in: StandIn) -> None:
     case = make({"causal": True}, "bfloat16")
     out, lse = flash2.forward(case.spec, tensors(case.spec, case.inputs))
-    stand_in.returned = 8  # flash-attn 2.6
+    stand_in.returned = 8  # flash-attn 2.6 returns more tensors
     again = flash2.forward(case.spec, tensors(case.spec, case.inputs))
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
 
 
 @pytest.mark.parametrize("changes", [{}, PACKED], ids=["dense", "packed"])
-def test_buffers_are_written(changes: dict[str, Any], stand_in: StandIn) -> None:
+def test_results_are_written_into_the_given_buffers(changes: dict[str, Any], stand_in: StandIn) -> None:
     case = make({**changes, "head_dim": 16, "value_dim": 16, "needs_backward": True}, "bfloat16")
     spec, inputs = case.spec, tensors(case.spec, case.inputs)
     wanted = torch.empty(spec.out_shape, dtype=torch.bfloat16)
@@ -459,7 +464,7 @@ def test_buffers_are_written(changes: dict[str, Any], stand_in: StandIn) -> None
     assert flash2.forward(spec, inputs, (unaligned, None))[0] is not unaligned
 
 
-# Dropout, whose mask only the kernel knows
+# Dropout: only the kernel knows the mask
 
 DROPOUT: dict[str, dict[str, Any]] = {
     "dense": {"batch": 2, "q_len": 83, "kv_len": 61},
@@ -470,8 +475,8 @@ DROPOUT: dict[str, dict[str, Any]] = {
 LENGTHS_Q, LENGTHS_K = (29, 0, 53), (61, 5, 43)
 
 
-class Drawn:
-    """A call with dropout on the GPU, its numpy inputs, and the mask that its two random words make."""
+class DropoutCall:
+    """A call with dropout on the GPU, its numpy inputs, and the mask that its two random words produce."""
 
     def __init__(self, name: str, dropout: float = 0.3, words: tuple[int, int] = (-12345, 2**62 + 1)) -> None:
         fields = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 64, "value_dim": 64, "dtype": "bfloat16"}
@@ -485,8 +490,8 @@ class Drawn:
         moved = (None if tensor is None else tensor.cuda() for tensor in tensors(self.spec, self.case.inputs))
         self.inputs = Inputs(*moved)._replace(rng=self.rng)
 
-    def kept(self) -> np.ndarray:
-        """bool ``[batch, heads, q_len, kv_len]``: with q = 0 and v = identity, the output is the mask itself."""
+    def keep_mask(self) -> np.ndarray:
+        """bool ``[batch, heads, q_len, kv_len]``. With q = 0 and v = identity the output shows the mask itself."""
         spec, inputs = self.spec, self.inputs
         starts = np.asarray(self.case.inputs.cu_seqlens_k) if spec.packed else np.zeros(1, int)
         keys = np.arange(spec.kv_len)
@@ -512,30 +517,31 @@ def needs_flash2() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dropout", [0.05, 0.3, 0.8])
-def test_the_dropped_fraction(dropout: float) -> None:
+def test_the_dropped_fraction_is_the_dropout_rate(dropout: float) -> None:
     needs_flash2()
-    kept = Drawn("dense", dropout).kept()
+    keep_mask = DropoutCall("dense", dropout).keep_mask()
     probability = (np.floor(255 * (1 - dropout)) + 1) / 256
-    deviation = np.sqrt(probability * (1 - probability) / kept.size)
-    assert abs(kept.mean() - probability) < 5 * deviation
+    deviation = np.sqrt(probability * (1 - probability) / keep_mask.size)
+    assert abs(keep_mask.mean() - probability) < 5 * deviation
 
 
 @pytest.mark.cuda
-def test_the_mask_follows_both_words() -> None:
+def test_the_mask_depends_on_both_random_words() -> None:
     needs_flash2()
-    first = Drawn("dense").kept()
-    assert (first == Drawn("dense").kept()).all()
+    first = DropoutCall("dense").keep_mask()
+    assert (first == DropoutCall("dense").keep_mask()).all()
     for words in ((-12345, 2**62), (-12344, 2**62 + 1)):
-        assert 0.3 < (first != Drawn("dense", words=words).kept()).mean() < 0.54  # 2 p (1 - p) = 0.42 of them
+        # 2 p (1 - p) = 0.42 of the elements differ
+        assert 0.3 < (first != DropoutCall("dense", words=words).keep_mask()).mean() < 0.54
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", DROPOUT)
-def test_dropout_is_that_mask_in_both_directions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_and_backward_drop_the_same_weights(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_flash2()
-    call = Drawn(name)
-    kept = call.kept() / (1 - call.spec.dropout)
-    monkeypatch.setattr(reference, "_dropout_factors", lambda spec, rng: kept)
+    call = DropoutCall(name)
+    keep_mask = call.keep_mask() / (1 - call.spec.dropout)
+    monkeypatch.setattr(reference, "_dropout_factors", lambda spec, rng: keep_mask)
     expected = accuracy.expect(call.spec, call.case.inputs, dout=call.case.dout)
     out, lse = flash2.forward(call.spec, call.inputs)
     dout = torch.from_numpy(call.case.dout).to("cuda", torch.bfloat16)
@@ -546,9 +552,9 @@ def test_dropout_is_that_mask_in_both_directions(name: str, monkeypatch: pytest.
 
 
 @pytest.mark.cuda
-def test_dropout_is_refused_while_a_graph_is_captured() -> None:
+def test_dropout_is_refused_during_a_graph_capture() -> None:
     needs_flash2()
-    call = Drawn("dense")
+    call = DropoutCall("dense")
     flash2.forward(call.spec, call.inputs)
     with pytest.raises(RuntimeError, match="CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         flash2.forward(call.spec, call.inputs)
@@ -556,8 +562,8 @@ def test_dropout_is_refused_while_a_graph_is_captured() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dim", [40, 64, 80, 100, 128])
-def test_decoding_one_query_of_grouped_heads(dim: int) -> None:
-    """The kernel's own rearrangement of one query: dense it writes the buffer, packed it returns another tensor."""
+def test_decoding_one_query_with_grouped_heads(dim: int) -> None:
+    """The kernel rearranges a single query: a dense call writes the buffer, a packed call returns another tensor."""
     needs_flash2()
     fields = {"num_heads": 6, "num_kv_heads": 2, "head_dim": dim, "value_dim": dim, "dtype": "bfloat16"}
     q, k, v = (torch.randn(3, length, h, dim, device="cuda").bfloat16() for length, h in ((1, 6), (77, 2), (77, 2)))

@@ -1,6 +1,6 @@
-"""FlashAttention 3: how calls are lowered, what builds refuse, arguments by name, and e4m3; a stand-in for the kernel.
+"""Tests FlashAttention 3: lowering, refusals, arguments by name, and e4m3, with a stand-in for the kernel.
 
-The stand-in has the operators' schemas and computes with the math backend, so that everything around the kernel runs.
+The stand-in has the operators' schemas and computes with the math backend, so all the code around the kernel runs.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ LENGTHS = {"max_seqlen_q": 101, "max_seqlen_k": 199}
         (replace(PACKED, q_len=4096), LENGTHS),
         (replace(PACKED, q_len=4097), LENGTHS | {"num_splits": 1, "pack_gqa": False}),  # more than 2^15 rows of heads
         (replace(PACKED, q_len=1024 * 3, num_heads=16), LENGTHS | {"num_splits": 1, "pack_gqa": False}),
-        (replace(PACKED, q_len=1024 * 3 - 1, num_heads=16), LENGTHS | {"num_splits": 1}),  # short ones
+        (replace(PACKED, q_len=1024 * 3 - 1, num_heads=16), LENGTHS | {"num_splits": 1}),  # few queries
         (replace(SPEC, batch=1, q_len=4096), {}),
         (replace(SPEC, batch=1, q_len=4097), {"num_splits": 1}),
     ],
@@ -85,13 +85,13 @@ def test_lower(spec: AttentionSpec, changes: dict[str, Any]) -> None:
     assert fp8.lower(spec) == PLAIN | changes
 
 
-def test_widths_are_multiples_unless_the_build_lacks_their_kernel() -> None:
+def test_the_kernel_width_of_each_head_dim() -> None:
     assert [flash3.width_of(dim, ()) for dim in (1, 8, 11, 64, 72, 80, 96, 130, 256)] == [
         *(8, 8, 16, 64, 72, 80, 96, 136, 256)
     ]
     assert [flash3.width_of(dim, (), 16) for dim in (1, 16, 24, 80, 200)] == [16, 16, 32, 80, 208]
     assert [flash3.width_of(dim, (64, 128)) for dim in (40, 64, 72, 96, 100)] == [40, 64, 128, 128, 104]
-    assert flash3.width_of(136, (64, 128)) == 136  # refused before, as above what the build has
+    assert flash3.width_of(136, (64, 128)) == 136  # refused earlier: larger than any width of the build
 
 
 # What is refused
@@ -102,7 +102,7 @@ def reasons(spec: AttentionSpec, build: Build | None, name: str = "flash3", devi
     return explain(spec, where, name).reasons(name)
 
 
-def test_a_plain_call_is_refused_by_no_build() -> None:
+def test_no_build_refuses_a_plain_call() -> None:
     for build in (None, FULL, FORWARD_ONLY, replace(FORWARD_ONLY, head_dims=(64, 128))):
         for spec in (SPEC, PACKED, replace(SPEC, causal=True, sinks=True, return_lse=True, value_dim=64)):
             assert reasons(spec, build) == ()
@@ -143,12 +143,12 @@ def test_other_devices_are_refused() -> None:
     ],
     ids=str,
 )
-def test_refusals(fields: dict[str, Any], build: Build | None, words: str) -> None:
+def test_refusals_name_the_value(fields: dict[str, Any], build: Build | None, words: str) -> None:
     found = reasons(replace(SPEC, **fields), build)
     assert any(words in reason for reason in found), found
 
 
-def test_order_is_kept_by_new_builds_and_by_every_forward() -> None:
+def test_deterministic_calls_are_accepted_by_new_builds_and_in_every_forward() -> None:
     assert reasons(replace(SPEC, deterministic=True, needs_backward=True), FULL) == ()
     assert reasons(replace(SPEC, deterministic=True), None) == ()
     assert reasons(replace(SPEC, deterministic=True, head_dim=256), replace(FULL, without=(flash3.ORDERED,))) == ()
@@ -160,7 +160,7 @@ def test_fp8_runs_only_by_name_and_has_no_gradient() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flash3, "build", lambda: replace(FULL, without=("fp8",)))
         with pytest.raises(RuntimeError, match=r"flash-attn-3 3\.0\.0 was built without fp8"):
-            fp8.build()  # so that it is not available, with this reason
+            fp8.build()  # the build is then unavailable, and this is the reason
     assert reasons(replace(SPEC, dtype="float16"), replace(FULL, without=("float16",)), "flash3_fp8") == ()
     assert explain(SPEC, Target("torch", "sm90")).backend != "flash3_fp8"
     with pytest.raises(ValueError, match="int4"):
@@ -176,7 +176,7 @@ def schema(text: str) -> Any:
     return torch._C.parse_schema(text)
 
 
-def test_arguments_follow_the_schema_and_not_our_order() -> None:
+def test_arguments_follow_the_order_of_the_schema() -> None:
     other = schema(
         "x::fwd(bool is_causal, Tensor v, Tensor q, Tensor? out, float softmax_scale, Tensor k, Tensor? page_table, "
         "int num_splits=3, float softcap=0.0, Tensor? sinks=None, str extra='as it is') -> (Tensor, Tensor)"
@@ -184,7 +184,7 @@ def test_arguments_follow_the_schema_and_not_our_order() -> None:
     laid_out = plan(other, {"softmax_scale": 0.25, "is_causal": True, "softcap": 7.0})
     filled = laid_out.filled(q="Q", k="K", v="V", out="OUT")
     assert filled == [True, "V", "Q", "OUT", 0.25, "K", None, 3, 7.0, None, "as it is"]
-    assert laid_out.filled(q="Q")[5] is None  # the plan itself stays as it was
+    assert laid_out.filled(q="Q")[5] is None  # the plan itself does not change
     with pytest.raises(TypeError, match=r"x::fwd: this build takes no attention_sink, pack"):
         plan(other, {"pack": 1, "attention_sink": 2})
     with pytest.raises(KeyError):
@@ -214,7 +214,7 @@ ARGUMENTS = {
 
 
 class StandIn:
-    """An operator that reads its arguments by their places, as the kernel does, and computes with the math backend."""
+    """An operator that reads its arguments by position, as the kernel does, and computes with the math backend."""
 
     def __init__(self, direction: str, lacks: tuple[str, ...] = (), text: str | None = None) -> None:
         self._schema, self.direction, self.lacks = schema(text or ARGUMENTS[direction]), direction, lacks
@@ -260,7 +260,7 @@ class StandIn:
 
 
 def run_in_pages(given: dict[str, Any]) -> tuple[Any, ...]:
-    """The forward on pages: packed queries, or a batch of rows of one query each."""
+    """The forward on pages: packed queries, or a batch with one query in each row."""
     q, alone = given["q"], given["cu_seqlens_q"] is None
     table, lengths = given["page_table"], given["seqused_k"]
     paged = PagedKV(num_pages=given["k"].shape[0], page_size=given["k"].shape[1], width=table.shape[1])
@@ -280,17 +280,17 @@ def run_in_pages(given: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def widened(given: dict[str, Any], name: str) -> Any:
-    """The values behind an e4m3 tensor, in bfloat16 as the kernel's output has them; any other tensor as it is."""
+    """Converts an e4m3 tensor to bfloat16 with its factors, as the kernel does; returns any other tensor unchanged."""
     tensor, factors = given[name], given.get(f"{name}_descale")
     if tensor.dtype != torch.float8_e4m3fn:
         assert factors is None
         return tensor
     offsets = given["cu_seqlens_q" if name == "q" else "cu_seqlens_k"]
-    return restored(tensor, factors, offsets).to(torch.bfloat16)
+    return dequantised(tensor, factors, offsets).to(torch.bfloat16)
 
 
-def restored(tensor: Any, factors: Any, offsets: Any = None) -> Any:
-    """The float32 values of ``quantised``'s results, by plain loops over documents."""
+def dequantised(tensor: Any, factors: Any, offsets: Any = None) -> Any:
+    """The float32 values of ``quantised``'s results, computed by plain loops over documents."""
     heads = factors.repeat_interleave(tensor.shape[-2] // factors.shape[1], dim=1)  # [batch or documents, heads]
     if offsets is None:
         return tensor.float() * heads[:, None, :, None]
@@ -321,25 +321,25 @@ def spec_of(given: dict[str, Any], inputs: Inputs) -> AttentionSpec:
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Puts stand-ins in place of the operators; ``build`` then says what they have."""
+    """Replaces the operators by stand-ins. The function ``build`` then describes the stand-ins."""
 
-    def put(lacks: tuple[str, ...] = (), backward: str | None = None) -> Operators:
+    def install_stand_ins(lacks: tuple[str, ...] = (), backward: str | None = None) -> Operators:
         found = Operators(StandIn("forward", lacks), StandIn("backward", lacks, backward), "stand-in 1.2")
         monkeypatch.setattr(flash3, "operators", lambda: found)
         ones = build_trials._ones
         monkeypatch.setattr(build_trials, "_ones", lambda spec, device: ones(spec, "cpu"))
-        forget()
+        empty_caches()
         return found
 
-    def forget() -> None:
+    def empty_caches() -> None:
         for cached in (flash3.build, flash3._plan, flash3.rewrites._widened):
             cached.cache_clear()
 
-    yield put
-    forget()
+    yield install_stand_ins
+    empty_caches()
 
 
-def test_build_finds_what_is_lacking(install: Any) -> None:
+def test_build_lists_the_missing_features(install: Any) -> None:
     install()
     assert flash3.build() == Build("stand-in 1.2") == fp8.build()
     lacks = ("float16", "window", "softcap", "packed", "paged", "fp8", "backward")
@@ -352,7 +352,7 @@ def test_build_finds_what_is_lacking(install: Any) -> None:
 
 @pytest.mark.parametrize("new", [(1, 1, 1), (3, 0, 5)], ids=["one query each", "chunks"])
 @pytest.mark.parametrize("into", [False, True])
-def test_pages(install: Any, new: tuple[int, ...], into: bool) -> None:
+def test_paged_results_match_the_reference(install: Any, new: tuple[int, ...], into: bool) -> None:
     install()
     paged = PagedKV(num_pages=40, page_size=3, width=7)
     spec = AttentionSpec(
@@ -373,7 +373,7 @@ def test_pages(install: Any, new: tuple[int, ...], into: bool) -> None:
     np.testing.assert_allclose(told(spec, drawn, lse)[0], expected_lse, atol=1e-5)
 
 
-def test_pages_it_refuses() -> None:
+def test_paged_refusals() -> None:
     def reasons(page_size: int, queries: int, **fields: Any) -> str:
         paged = PagedKV(num_pages=9, page_size=page_size, width=2)
         sizes = {"q_len": 3 * queries, "kv_len": paged.capacity, "max_len_q": queries, "max_len_k": paged.capacity}
@@ -389,21 +389,21 @@ def test_pages_it_refuses() -> None:
     assert "head_dim=60/60" in reasons(16, 1, head_dim=60, value_dim=60)
 
 
-def test_build_sees_arguments_that_are_not_there(install: Any) -> None:
+def test_a_build_without_scale_arguments_has_no_fp8(install: Any) -> None:
     operators = install()
     text = ARGUMENTS["forward"].replace("Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, ", "")
     operators.forward._schema = schema(text)
     assert flash3.build().without == ("fp8",)
 
 
-def test_build_finds_the_widths(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_finds_the_compiled_widths(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     install()
     whole = StandIn.run
 
     def small(self: StandIn, given: dict[str, Any]) -> tuple[Any, ...]:
         if given["q"].shape[-1] > 128:
             raise RuntimeError("no kernel")
-        if given["q"].shape[-1] == 96:  # a build may also leave the output as it was
+        if given["q"].shape[-1] == 96:  # a build may also leave the output unwritten
             return given["out"], None, None, None
         return whole(self, given)
 
@@ -443,7 +443,7 @@ def tensors_of(inputs: Inputs, dtype: Any) -> Inputs:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", CASES)
-def test_forward_and_backward_are_right_around_the_kernel(install: Any, name: str, dtype: str) -> None:
+def test_forward_and_backward_match_the_reference(install: Any, name: str, dtype: str) -> None:
     operators = install()
     case = make({**CASES[name], "needs_backward": True}, dtype)
     kind = getattr(torch, dtype)
@@ -461,7 +461,7 @@ def test_forward_and_backward_are_right_around_the_kernel(install: Any, name: st
     assert verdict.ok, verdict
 
 
-def test_results_are_written_where_the_kernel_can(install: Any) -> None:
+def test_results_are_written_into_buffers_that_the_kernel_accepts(install: Any) -> None:
     install()
     case = make({"head_dim": 16, "value_dim": 16, "needs_backward": True}, "bfloat16")
     inputs, dout = tensors_of(case.inputs, torch.bfloat16), torch.from_numpy(case.dout).to(torch.bfloat16)
@@ -469,7 +469,7 @@ def test_results_are_written_where_the_kernel_can(install: Any) -> None:
     out, lse = flash3.forward(case.spec, inputs, (buffer, torch.empty(case.spec.lse_shape)))
     assert out is buffer
     shifted = torch.empty(buffer.numel() + 1, dtype=torch.bfloat16)[1:].view(buffer.shape)
-    assert flash3.forward(case.spec, inputs, (shifted, None))[0] is not shifted  # its address is no multiple of 16
+    assert flash3.forward(case.spec, inputs, (shifted, None))[0] is not shifted  # an address that is no multiple of 16
     into = Gradients(*(torch.empty_like(tensor) for tensor in inputs[:3]))
     found = flash3.backward(case.spec, inputs, out, lse, dout, None, into)
     assert all(one is other for one, other in zip(found[:3], into[:3]))
@@ -482,7 +482,7 @@ def test_results_are_written_where_the_kernel_can(install: Any) -> None:
 
 
 def error_bound(values: Any, factors_of_elements: Any) -> Any:
-    """Half a step of e4m3: 2^-4 of a normal number, 2^-10 factors below those; and float32's own rounding."""
+    """Half a step of e4m3: 2^-4 of a normal number, 2^-10 of the factor below that; plus the rounding of float32."""
     return torch.maximum(values.abs() * (2.0**-4 + 2.0**-20), factors_of_elements * 2.0**-10 * 1.001)
 
 
@@ -497,10 +497,10 @@ def test_quantised_values_are_within_e4m3s_error(offsets: list[int] | None, dtyp
     rounded, factors = quantised(values, 3, cu)
     assert rounded.dtype == torch.float8_e4m3fn and rounded.shape == values.shape
     assert factors.dtype == torch.float32 and factors.shape == ((3, 3) if offsets is None else (4, 3))
-    found = restored(rounded, factors, cu)
-    step = restored(torch.ones_like(rounded), factors, cu)
+    found = dequantised(rounded, factors, cu)
+    step = dequantised(torch.ones_like(rounded), factors, cu)
     assert ((found - values.float()).abs() <= error_bound(values.float(), step)).all()
-    assert rounded.float().abs().max() == 448  # the largest of a group is the largest of e4m3
+    assert rounded.float().abs().max() == 448  # the largest value of a group becomes the largest e4m3 value
     assert offsets is None or (factors[1] == SMALLEST).all()  # a document without tokens
 
 
@@ -509,14 +509,14 @@ def test_zeros_and_tiny_values_give_no_nan() -> None:
     values[1, :, 2:] = torch.finfo(torch.bfloat16).smallest_normal
     rounded, factors = quantised(values, 2)
     assert (factors > 0).all() and torch.isfinite(factors).all() and torch.isfinite(rounded.float()).all()
-    assert (restored(rounded, factors) - values.float()).abs().max() <= SMALLEST
+    assert (dequantised(rounded, factors) - values.float()).abs().max() <= SMALLEST
     huge = torch.full((1, 3, 2, 16), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
     rounded, factors = quantised(huge, 2)
     assert (rounded.float() == 448).all() and torch.isfinite(factors).all()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_in_its_element(value: float) -> None:
+def test_a_non_finite_value_changes_only_its_own_element(value: float) -> None:
     values = torch.randn(2, 5, 4, 16, generator=torch.Generator().manual_seed(1))
     clean, factors = quantised(values, 2)
     largest = values[1, :, :2].abs().amax()
@@ -529,7 +529,7 @@ def test_what_is_not_finite_stays_in_its_element(value: float) -> None:
     assert differs.sum() == 1 and torch.isnan(rounded.float()[1, 2, 1, 3])
 
 
-def test_tokens_of_no_document_have_no_say() -> None:
+def test_tokens_outside_every_document_do_not_affect_the_scale() -> None:
     values = torch.randn(9, 2, 16, generator=torch.Generator().manual_seed(2))
     offsets = torch.tensor([0, 4, 7], dtype=torch.int32)
     _, factors = quantised(values, 2, offsets)
@@ -540,12 +540,12 @@ def test_tokens_of_no_document_have_no_say() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", CASES)
-def test_fp8_is_near(install: Any, name: str, dtype: str) -> None:
+def test_fp8_results_are_close_to_the_reference(install: Any, name: str, dtype: str) -> None:
     operators = install()
     case = make(CASES[name], dtype)
     kind = getattr(torch, dtype)
     inputs = tensors_of(case.inputs, kind)
-    inputs = inputs._replace(q=inputs.q.transpose(-1, -2).contiguous().transpose(-1, -2))  # its last axis is not dense
+    inputs = inputs._replace(q=inputs.q.transpose(-1, -2).contiguous().transpose(-1, -2))  # the last axis is not dense
     out, lse = fp8.forward(case.spec, inputs)
     assert out.dtype == kind and not torch.isnan(out).any() and lse.dtype == torch.float32
     seen = operators.forward.seen
@@ -557,8 +557,8 @@ def test_fp8_is_near(install: Any, name: str, dtype: str) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window": 300}, {}], ids=str)
-def test_long_documents_give_what_each_gives_alone(options: dict[str, Any]) -> None:
-    """Documents so long that tiles hold the rows of one head: other tiles than a document alone has."""
+def test_long_documents_equal_separate_calls(options: dict[str, Any]) -> None:
+    """The documents are so long that a tile holds rows of one head: tiles other than those of a single document."""
     if reason := dict(Target.here("torch", "sm90").unavailable).get("flash3"):
         pytest.skip(reason)
     lengths = [1500, 2600, 1023, 1]

@@ -1,4 +1,5 @@
-"""FlashAttention-4: what is asked of the kernel, what is refused, and everything around it beside a stand-in for it."""
+"""Tests FlashAttention-4: the arguments of the kernel, what is refused, and the code around a stand-in for the
+kernel."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def reasons(spec: AttentionSpec, device: str = "sm90") -> tuple[str, ...]:
         ({}, {}),
         ({"causal": True}, {"causal": True}),
         ({"causal": True, "q_len": 9}, {"causal": True}),
-        ({"causal": True, "q_len": 1}, {}),  # the one query sees every key
+        ({"causal": True, "q_len": 1}, {}),  # one query at the end sees every key
         ({"window": (3, 0)}, {"window_size_left": 3, "window_size_right": 0}),
         ({"window": (3, 2), "causal": True}, {"window_size_left": 3, "window_size_right": 0}),
         ({"window": (None, 2)}, {"window_size_right": 2}),
@@ -74,7 +75,7 @@ def reasons(spec: AttentionSpec, device: str = "sm90") -> tuple[str, ...]:
         ),
     ],
 )
-def test_lowering(changes: dict[str, Any], differs: dict[str, Any]) -> None:
+def test_lower(changes: dict[str, Any], differs: dict[str, Any]) -> None:
     both = {"softmax_scale": 0.25, **UNBOUNDED, **differs}
     assert flash4.lower(spec_of(**changes)) == {
         "forward": both,
@@ -83,17 +84,17 @@ def test_lowering(changes: dict[str, Any], differs: dict[str, Any]) -> None:
     }
 
 
-def test_lowering_of_softcap_and_deterministic() -> None:
+def test_lower_softcap_and_deterministic() -> None:
     how = flash4.lower(spec_of(softcap=50.0, deterministic=True))
     assert how["softcap"] == 50.0
-    assert how["forward"] == {"softmax_scale": 0.25 / 50.0, **UNBOUNDED}  # the score function gets s / cap
+    assert how["forward"] == {"softmax_scale": 0.25 / 50.0, **UNBOUNDED}  # the score function receives s / cap
     assert how["backward"] == {"softmax_scale": 0.25, "deterministic": True, **UNBOUNDED}
 
 
 SIDES = (None, 0, 1, 2, 4, 7, 9)
 
 
-def test_every_dense_band_is_the_kernels_own() -> None:
+def test_the_kernel_masks_every_dense_band_as_the_spec_says() -> None:
     for q_len, kv_len, left, right, alignment in product(
         range(1, 8), range(1, 7), SIDES, SIDES, ("bottom_right", "top_left")
     ):
@@ -110,7 +111,7 @@ def window_of(how: dict[str, Any]) -> dict[str, Any]:
 def kernel_sees(
     q_len: int, kv_len: int, *, causal: bool, window_size_left: int | None, window_size_right: int | None
 ) -> np.ndarray:
-    """The pairs that interface.py and mask.py let see each other: two negative sides would be taken for none."""
+    """The pairs that interface.py and mask.py show. The kernel would read two negative sides as no window at all."""
     left, right = window_size_left, window_size_right
     assert left is None or right is None or left >= 0 or right >= 0
     right = 0 if causal else right
@@ -126,16 +127,16 @@ def kernel_sees(
     [(1, 8, 32), (8, 8, 32), (64, 64, 64), (72, 72, 96), (80, 80, 96), (100, 104, 128), (128, 128, 128)]
     + [(136, 136, 192), (192, 192, 192), (200, 200, 256), (256, 256, 256)],
 )
-def test_the_widths_that_a_head_dimension_runs_at(dim: int, forward: int, backward: int) -> None:
+def test_the_kernel_widths_of_each_head_dim(dim: int, forward: int, backward: int) -> None:
     spec = spec_of(head_dim=dim, value_dim=dim)
     assert flash4._kernel(spec, False).width(dim) == forward
     assert flash4._kernel(spec, True).width(dim) == backward
 
 
-def test_where_values_keep_a_width_of_their_own() -> None:
+def test_which_calls_have_a_separate_value_width() -> None:
     deep = spec_of(head_dim=192, value_dim=128)
     assert not flash4._kernel(deep, False).same_width
-    assert flash4._kernel(deep, True).same_width  # grouped heads
+    assert flash4._kernel(deep, True).same_width  # with grouped heads the backward has one width
     assert not flash4._kernel(replace(deep, num_kv_heads=6), True).same_width
     for head_dim, value_dim in ((64, 128), (128, 64), (192, 192), (256, 128)):
         assert flash4._kernel(spec_of(head_dim=head_dim, value_dim=value_dim), False).same_width
@@ -177,11 +178,11 @@ def test_refusals_name_the_value(changes: dict[str, Any], words: str) -> None:
         {"head_dim": 256, "value_dim": 256, "dtype": "float16"},
     ],
 )
-def test_what_fits_is_not_refused(changes: dict[str, Any]) -> None:
+def test_supported_calls_are_not_refused(changes: dict[str, Any]) -> None:
     assert reasons(spec_of(**changes, needs_backward=True)) == ()
 
 
-def test_devices() -> None:
+def test_which_devices_are_supported() -> None:
     assert reasons(SPEC, "sm100") == ()
     (why,) = reasons(spec_of(head_dim=192, value_dim=128), "sm100")
     assert why == "head_dim=192: FlashAttention-4 on sm100 is not claimed above 128"
@@ -196,8 +197,8 @@ def paged_spec(page_size: int, **changes: Any) -> AttentionSpec:
 
 
 @pytest.mark.parametrize(("head_dim", "tile", "windowed"), [(64, 128, 128), (128, 128, 128), (256, 80, 64)])
-def test_pages_of_one_tile_are_refused(head_dim: int, tile: int, windowed: int) -> None:
-    """A window changes the tile; causal alone, and a window that says the same, do not."""
+def test_a_page_size_of_one_tile_is_refused(head_dim: int, tile: int, windowed: int) -> None:
+    """A window changes the tile. Causal alone does not, nor does a window that means the same."""
     widths = {"head_dim": head_dim, "value_dim": head_dim}
     for page_size in (1, 16, 64, 80, 96, 112, 128, 144, 256):
         for changes in ({}, {"causal": False}, {"window": (None, 0)}):
@@ -211,7 +212,7 @@ def test_pages_of_one_tile_are_refused(head_dim: int, tile: int, windowed: int) 
             assert bool(refused) is (page_size == windowed), (refused, window)
 
 
-def test_what_else_of_pages_is_refused() -> None:
+def test_other_paged_refusals() -> None:
     assert reasons(paged_spec(16, softcap=30.0, sinks=True, return_lse=True, window=(40, 0))) == ()
     for head_dim, value_dim in ((96, 96), (192, 128), (64, 32), (60, 60)):
         (why,) = reasons(paged_spec(16, head_dim=head_dim, value_dim=value_dim))
@@ -221,7 +222,7 @@ def test_what_else_of_pages_is_refused() -> None:
     assert not flash4.BACKWARD.paged
 
 
-def test_no_program_of_pages() -> None:
+def test_paged_calls_have_no_compiled_program() -> None:
     (why,) = flash4.program_refuses(paged_spec(16), "sm90")
     assert why.startswith("keys and values in pages: torch operations")
     assert flash4.program_refuses(spec_of(**PACKED), "sm90") == ()
@@ -239,20 +240,20 @@ def test_old_versions_are_refused(version: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("version", ["4.0.0b30", "4.0.0b36", "4.0.0rc1", "4.0.0", "4.0.0.post1", "4.1.0a1", "10.0.0"])
-def test_new_versions_are_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_versions_are_accepted(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: version)
     monkeypatch.setattr(flash4, "_kernels", lambda: (None, None))
     assert flash4.probe() == version
 
 
-def test_a_version_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: "main")
     with pytest.raises(ImportError, match=r"flash-attn-4 main: expected a version such as 4\.0\.0b30"):
         flash4.probe()
 
 
 @pytest.mark.parametrize(("version", "has_pages"), [("4.0.0b30", False), ("4.0.0b35", False), ("4.0.0b36", True)])
-def test_a_version_whose_paged_kernels_were_not_read(
+def test_untested_versions_have_no_paged_kernels(
     version: str, has_pages: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: version)
@@ -268,7 +269,7 @@ def test_a_version_whose_paged_kernels_were_not_read(
 
 
 @pytest.mark.parametrize("cap", [0.5, 30.0, 50.0])
-def test_the_arithmetic_of_softcap(cap: float) -> None:
+def test_the_score_function_computes_softcap_and_its_derivative(cap: float) -> None:
     scores = np.linspace(-4 * cap, 4 * cap, 1001)
     expected = cap * np.tanh(scores / cap)
     assert np.allclose(flash4_scores.capped(scores, cap, np.tanh), expected, rtol=1e-14, atol=1e-14)
@@ -280,7 +281,7 @@ def test_the_arithmetic_of_softcap(cap: float) -> None:
     assert np.allclose(found, gradient * slope, atol=1e-8)
 
 
-def test_a_cap_has_score_functions_of_its_own() -> None:
+def test_each_cap_has_its_own_score_functions() -> None:
     thirty, fifty = flash4_scores.score_functions(30.0), flash4_scores.score_functions(50.0)
     assert flash4_scores.score_functions(50.0) is fifty
     texts = [function.__cute_hash__ for function in (*thirty, *fifty)]
@@ -288,17 +289,18 @@ def test_a_cap_has_score_functions_of_its_own() -> None:
     assert texts[3] == "attn_core.softcap.forward(50.0)"
     close = flash4_scores.score_functions(np.nextafter(50.0, 51.0).item())
     assert close.forward.__cute_hash__ != fifty.forward.__cute_hash__
-    assert not any(hasattr(function, "__vec_size__") for function in fifty)  # the kernel's own choice
+    assert not any(hasattr(function, "__vec_size__") for function in fifty)  # the kernel's default
 
 
-# What surrounds the kernel, with a stand-in for it
+# The code around the kernel, with a stand-in for the kernel
 
 
 PLACES = {"q_idx": 0, "kv_idx": 0, "seqlen_info": None, "aux_tensors": ()}
 
 
 class Kernel:
-    """The two entry points as torch operations: their arguments, layouts and conventions, in the dtype they are given.
+    """Both entry points as torch operations: the arguments, layouts and conventions of the kernel, in the dtype of the
+    inputs.
 
     Attributes:
         calls: the keywords of every call.
@@ -311,7 +313,7 @@ class Kernel:
         self.calls.append(how)
         if "page_table" in how:
             assert cu_seqlens_q is not None and cu_seqlens_k is None
-            k, v, cu_seqlens_k = out_of_pages(k, v, how)
+            k, v, cu_seqlens_k = gather_pages(k, v, how)
         assert how["return_lse"]
         out = q.new_full((*q.shape[:-1], v.shape[-1]), torch.nan) if how["out"] is None else how["out"]
         tokens = q.shape[-3]
@@ -358,8 +360,8 @@ def spans(q: Any, k: Any, cu_seqlens_q: Any, cu_seqlens_k: Any) -> list[tuple[sl
     return [(slice(a, b), slice(c, d)) for a, b, c, d in zip(ends_q, ends_q[1:], ends_k, ends_k[1:])]
 
 
-def out_of_pages(k: Any, v: Any, how: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Keys and values end to end, and their offsets, as the kernel reads them: whole pages where they are tiles."""
+def gather_pages(k: Any, v: Any, how: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Gathers keys and values end to end, with offsets, as the kernel does: whole pages if a page is a tile."""
     table, lengths = how["page_table"], how["seqused_k"]
     assert table.dtype == lengths.dtype == torch.int32 and table.min() >= 0 and table.max() < len(k)
     assert how["tile_mn"][1] != k.shape[1]
@@ -380,12 +382,12 @@ def join(tensor: Any) -> Any:
 
 
 def grouped(tensor: Any, count: int) -> Any:
-    """``[..., heads, length, dim]`` summed over the query heads of each of ``count`` kv heads."""
+    """Sums ``[..., heads, length, dim]`` over the query heads of each of ``count`` kv heads."""
     return tensor.unflatten(-3, (count, -1)).sum(-3)
 
 
 def scores(q: Any, k: Any, how: dict[str, Any]) -> tuple[Any, Any]:
-    """What the score functions are given, and the logits ``[..., heads, rows, keys]`` after them and the mask."""
+    """The inputs of the score functions, and the logits ``[..., heads, rows, keys]`` after score functions and mask."""
     scaled = heads(q, q.shape[-2]) @ heads(k, q.shape[-2]).mT * how["softmax_scale"]
     logits = scaled
     if how.get("score_mod") is not None:
@@ -429,7 +431,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("softcap", [None, 1.5], ids=["", "softcap"])
 @pytest.mark.parametrize("with_lse", [False, True], ids=["", "gradient of lse"])
 @pytest.mark.parametrize("name", CASES)
-def test_what_surrounds_the_kernel_is_exact(
+def test_results_match_the_reference(
     name: str, with_lse: bool, softcap: float | None, sinks: bool, kernel: Kernel
 ) -> None:
     features = {**CASES[name], "softcap": softcap, "sinks": sinks, "needs_backward": True, "return_lse": with_lse}
@@ -443,11 +445,11 @@ def test_what_surrounds_the_kernel_is_exact(
     lse, gradients = told(case.spec, case.inputs, lse, gradients, dlse)
     verdict = expected.judge(out=out.numpy(), lse=lse, gradients=gradients)
     assert verdict.ok, verdict
-    assert len(kernel.calls) == 2  # the gradient of the log-sum-exp is the kernel's own
+    assert len(kernel.calls) == 2  # the kernel itself has a gradient of the log-sum-exp
     assert (kernel.calls[1]["dlse"] is not None) is with_lse
 
 
-def test_a_gradient_of_the_log_sum_exp_of_rows_that_see_nothing_is_nothing(kernel: Kernel) -> None:
+def test_the_log_sum_exp_of_empty_rows_has_no_gradient(kernel: Kernel) -> None:
     case = make({**EMPTY_ROWS, "needs_backward": True, "return_lse": True})
     inputs, dout, dlse = tensors(case.inputs), torch.from_numpy(case.dout), torch.from_numpy(case.dlse)
     out, lse = flash4.forward(case.spec, inputs)
@@ -473,8 +475,8 @@ PAGED_CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("into", [False, True], ids=["", "into"])
 @pytest.mark.parametrize("new", [(1, 1, 1), (3, 0, 5)], ids=["one query each", "chunks"])
 @pytest.mark.parametrize("name", PAGED_CASES)
-def test_pages(name: str, new: tuple[int, ...], into: bool, kernel: Kernel) -> None:
-    """What no sequence holds is NaN, and no entry of the table that nobody needs names a page."""
+def test_paged_results_match_the_reference(name: str, new: tuple[int, ...], into: bool, kernel: Kernel) -> None:
+    """The pool is NaN outside the sequences, and unused entries of the table name no page."""
     fields = {"q_len": sum(new), "max_len_q": max(new), "dtype": "float32", **PAGED_CASES[name]}
     spec = replace(paged_spec(3), **fields)
     drawn = paged_reference.inputs_of(spec, np.random.default_rng(0), (17, 2, 21), new)
@@ -496,8 +498,8 @@ def test_pages(name: str, new: tuple[int, ...], into: bool, kernel: Kernel) -> N
     assert call["tile_mn"] == flash4_kernel.tile(spec) and call["max_seqlen_q"] == max(new)
 
 
-def test_a_capture_asks_for_a_run_of_the_same_pages(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``warm_up`` takes no pages, so the error does not name it."""
+def test_a_capture_before_the_first_paged_call_is_an_error(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error does not name ``warm_up``, because ``warm_up`` takes no pages."""
     spec = replace(paged_spec(3), q_len=3, max_len_q=1, dtype="float32")
     drawn = paged_reference.inputs_of(spec, np.random.default_rng(0), (17, 2, 21), (1, 1, 1))
     inputs = PagedInputs(*(None if a is None else torch.from_numpy(a) for a in drawn))
@@ -510,7 +512,7 @@ def test_a_capture_asks_for_a_run_of_the_same_pages(kernel: Kernel, monkeypatch:
     assert torch.equal(flash4.forward(spec, inputs)[0], first)
 
 
-def test_the_kernel_writes_into_buffers_that_it_can_store_to(kernel: Kernel) -> None:
+def test_results_are_written_into_buffers_that_the_kernel_accepts(kernel: Kernel) -> None:
     case = make({"head_dim": 32, "value_dim": 32, "num_kv_heads": 9, "q_len": 7, "needs_backward": True})
     inputs, spec = tensors(case.inputs), case.spec
     out, lse = torch.empty(spec.out_shape, dtype=torch.float64), torch.empty(spec.lse_shape, dtype=torch.float64)
@@ -538,7 +540,7 @@ def test_expanded_axes_are_copied(kernel: Kernel) -> None:
     flash4.backward(case.spec, inputs, out, lse, out.new_ones(()).expand_as(out), None)
 
 
-def test_score_functions_reach_the_kernel(kernel: Kernel) -> None:
+def test_score_functions_are_passed_to_the_kernel(kernel: Kernel) -> None:
     case = make({"softcap": 30.0, "needs_backward": True})
     out, lse = flash4.forward(case.spec, tensors(case.inputs))
     flash4.backward(case.spec, tensors(case.inputs), out, lse, out, None)
@@ -552,7 +554,7 @@ def test_score_functions_reach_the_kernel(kernel: Kernel) -> None:
 # Compilation
 
 
-def test_a_graph_refuses_what_is_not_compiled(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_capture_refuses_kernels_that_are_not_compiled(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make({"needs_backward": True, "return_lse": True})
     spec, inputs = case.spec, tensors(case.inputs)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -573,7 +575,7 @@ def test_a_graph_refuses_what_is_not_compiled(kernel: Kernel, monkeypatch: pytes
             flash4.forward(other, inputs)
 
 
-def test_a_failed_compilation_is_not_remembered(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_compilation_is_not_cached(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make({})
     inputs = tensors(case.inputs)
     with monkeypatch.context() as broken:
@@ -585,7 +587,7 @@ def test_a_failed_compilation_is_not_remembered(kernel: Kernel, monkeypatch: pyt
         flash4.forward(case.spec, inputs)
 
 
-def test_zeros_have_the_shapes_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_tensors_have_the_shapes_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     zeros, tensor = torch.zeros, torch.tensor
     monkeypatch.setattr(torch, "zeros", lambda shape, dtype, device: zeros(shape, dtype=dtype))
     monkeypatch.setattr(torch, "tensor", lambda data, dtype, device: tensor(data, dtype=dtype))
@@ -608,18 +610,18 @@ def gpu_case(**features: Any) -> tuple[AttentionSpec, Inputs]:
             **{"value_dim": 64, "dtype": "bfloat16", "needs_backward": True, **features},
         }
     )
-    if backends.availability("flash4", "cuda")[1] or reasons(spec, device_here()):
+    if backends.availability("flash4", "cuda")[1] or reasons(spec, device_or_skip()):
         pytest.skip("no flash4 here")
     blank = dry_run.zeros(spec)
     return spec, Inputs(*(x.normal_() if x is not None and x.is_floating_point() else x for x in blank))
 
 
-def device_here() -> str:
+def device_or_skip() -> str:
     return "sm{}{}".format(*torch.cuda.get_device_capability())
 
 
 @pytest.mark.cuda
-def test_after_warm_up_a_graph_gives_the_same_bits() -> None:
+def test_a_graph_replays_the_same_bits_after_warm_up() -> None:
     spec, inputs = gpu_case(softcap=20.0, causal=True)
     first_call._compiled.clear()
     graph = torch.cuda.CUDAGraph()
@@ -636,8 +638,8 @@ def test_after_warm_up_a_graph_gives_the_same_bits() -> None:
 
 
 @pytest.mark.cuda
-def test_two_caps_are_two_kernels_and_one_cap_is_one() -> None:
-    spec, inputs = gpu_case(softcap=2.0)  # skips where the package is missing
+def test_each_cap_compiles_one_kernel() -> None:
+    spec, inputs = gpu_case(softcap=2.0)  # skips if the package is missing
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
     results = {}
@@ -648,7 +650,7 @@ def test_two_caps_are_two_kernels_and_one_cap_is_one() -> None:
         assert cap not in results or torch.equal(results[cap], out)
         results[cap] = out
         counts = len(_flash_attn_fwd.compile_cache.cache), len(_flash_attn_bwd.compile_cache.cache)
-    flash4_scores.score_functions.cache_clear()  # new functions of an old cap
+    flash4_scores.score_functions.cache_clear()  # an old cap gets new functions
     flash4._arguments.cache_clear()
     flash4.forward(spec, inputs)
     assert (len(_flash_attn_fwd.compile_cache.cache), len(_flash_attn_bwd.compile_cache.cache)) == counts
@@ -656,7 +658,7 @@ def test_two_caps_are_two_kernels_and_one_cap_is_one() -> None:
 
 
 @pytest.mark.cuda
-def test_a_gradient_is_written_into_one_tensor_of_three() -> None:
+def test_gradients_are_written_into_one_tensor_of_three() -> None:
     spec, inputs = gpu_case(num_kv_heads=6, q_len=257, causal=True, deterministic=True)
     out, lse = flash4.forward(spec, inputs)
     plain = flash4.backward(spec, inputs, out, lse, out, None)

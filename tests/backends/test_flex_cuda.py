@@ -1,5 +1,5 @@
-"""FlexAttention on CUDA: what can be known without a GPU. Its functions and block tables against the definition of
-visible, its arithmetic through torch's compiler (uncompiled kernels stand in), one program per signature, refusals."""
+"""Tests FlexAttention on CUDA without a GPU: its mask functions and block tables against the definition of visible,
+its arithmetic through torch's compiler with uncompiled kernels, one program per signature, and refusals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in f
 
 
 def tensors(inputs: Inputs, kind: Any) -> Inputs:
-    """float inputs of a case in a dtype of torch, the others as they are."""
+    """The float inputs of a case in a torch dtype, the other inputs unchanged."""
     return Inputs(
         *(
             None if array is None else torch.from_numpy(np.array(array)).to(kind if array.dtype == np.float64 else None)
@@ -77,9 +77,9 @@ def test_lower() -> None:
     assert flex_cuda.lower(decode) == {
         "scale": 0.5,
         "enable_gqa": False,
-        "widths": (256, 256),  # the block sizes are chosen by q's, and v must fit
+        "widths": (256, 256),  # the block sizes follow q's dim, and v must fit as well
         "score": (),
-        "mask": (),  # one query at the end sees everything
+        "mask": (),  # one query at the end sees every key
         "kernel_options": {"BACKEND": "AUTO", "IS_DIVISIBLE": False, "FLOAT32_PRECISION": "'ieee'"},
     }
     assert flex_cuda.lower(replace(decode, num_heads=128, num_kv_heads=1))["kernel_options"]["BACKEND"] == "TRITON"
@@ -105,7 +105,7 @@ def test_refusals() -> None:
     assert explain(SPEC, Target("torch", "sm90"), "flex").backend == "flex"
 
 
-def test_a_shortcut_only_for_gradients_of_plain_calls() -> None:
+def test_only_plain_calls_with_gradients_have_a_shortcut() -> None:
     learning = replace(SPEC, needs_backward=True, causal=True, softcap=2.0)
     assert flex_cuda.shortcut(learning) is not None
     packed = replace(learning, batch=1, documents=2)
@@ -117,7 +117,7 @@ def test_a_shortcut_only_for_gradients_of_plain_calls() -> None:
 
 
 def functions_of(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
-    """(score function, mask function) as the compiled program makes them."""
+    """(score function, mask function) as the compiled program creates them."""
     made = functions.edges(spec)
     where = None
     if spec.packed:
@@ -134,7 +134,7 @@ def functions_of(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_mask_functions_show_what_is_visible(name: str) -> None:
+def test_mask_functions_match_the_visible_set(name: str) -> None:
     from torch.nn.attention.flex_attention import create_mask
 
     spec, inputs, *_ = make(FEATURES[name])
@@ -147,7 +147,7 @@ def test_mask_functions_show_what_is_visible(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["softcap", "bias", "bias by head", "bias by batch", "alibi", "alibi by batch", "whole"]
 )
-def test_score_functions(name: str) -> None:
+def test_score_functions_match_the_reference(name: str) -> None:
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     spec, inputs, *_ = make(WHOLE if name == "whole" else FEATURES[name])
@@ -172,7 +172,7 @@ def test_score_functions(name: str) -> None:
     np.testing.assert_allclose(got, expected, rtol=1e-12)
 
 
-def test_tokens_outside_every_document_meet_nobody() -> None:
+def test_tokens_outside_every_document_see_nothing() -> None:
     offsets = torch.tensor([0, 5, 5, 9]).int()
     where = functions.places(offsets, offsets, 12, 12, True)
     together = where.of_query[:, None] == where.of_key[None]
@@ -186,7 +186,7 @@ def test_tokens_outside_every_document_meet_nobody() -> None:
 
 @st.composite
 def calls(draw: Any) -> Case:
-    """Any band over some blocks of 8, dense or packed, with or without a mask."""
+    """Any band over a few blocks of 8, dense or packed, with or without a mask."""
     length = st.integers(1, 45)
     distance = st.none() | st.integers(0, 30)
     fields: dict[str, Any] = {
@@ -224,7 +224,8 @@ def matrices(one: blocks.Table, others: int) -> tuple[np.ndarray, np.ndarray]:
 @given(case=calls())
 @settings(max_examples=150)
 def test_block_tables(case: Case) -> None:
-    """Every visible pair lies in a block of the table, nothing hidden in a full one, and rows agree with keys."""
+    """Every visible pair lies in a block of the table, a full block hides nothing, and the tables by row and by key
+    agree."""
     spec, inputs = case.spec, tensors(case.inputs, torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "BLOCK", 8)
@@ -255,18 +256,18 @@ def test_block_tables(case: Case) -> None:
         np.testing.assert_array_equal(by_key[0] | by_key[1], some)
 
 
-def test_tables_of_a_window_are_narrow() -> None:
+def test_the_tables_of_a_window_have_few_columns() -> None:
     spec = replace(SPEC, q_len=2**17, kv_len=2**17, window=(256, 0))
     assert blocks.widths(spec) == (3, 3)
     assert blocks.widths(replace(spec, causal=True, window=(None, None))) == (1024, 1024)
 
 
-# The whole backend through torch's compiler, with torch's own unfused maths where the kernels would be
+# The whole backend through torch's compiler. torch's own unfused code stands in for the kernels.
 
 
 @pytest.fixture
 def standing_in(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Compiles with the kernels replaced, also for gradients on the CPU; the list grows with every compilation."""
+    """Compiles with the kernels replaced, also for gradients on the CPU. The list grows with every compilation."""
     from torch._dynamo.backends.debugging import aot_eager
 
     graphs: list[Any] = []
@@ -284,11 +285,11 @@ def standing_in(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @needs_no_gpu
 @pytest.mark.parametrize("name", COMPILED)
-def test_forward_and_gradients(name: str, standing_in: list[Any]) -> None:
+def test_forward_and_gradients_match_the_reference(name: str, standing_in: list[Any]) -> None:
     case, inputs = case_of(name, needs_backward=True, return_lse=True)
     out, lse = flex_cuda.forward(case.spec, inputs)
     dout, dlse = torch.from_numpy(case.dout).float(), torch.from_numpy(case.dlse).float()
-    given_dlse = dlse.masked_fill(lse == -torch.inf, torch.inf)  # as the gradient of lse ** 2 has there
+    given_dlse = dlse.masked_fill(lse == -torch.inf, torch.inf)  # the gradient of lse ** 2 is not finite there
     found = flex_cuda.backward(case.spec, inputs, out, lse, dout, given_dlse)
     expected = accuracy.expect(case.spec, case.inputs, dout=case.dout, dlse=dlse.double().numpy())
     arrays = Gradients(*(None if gradient is None else gradient.numpy() for gradient in found))
@@ -305,7 +306,7 @@ def test_the_shortcut_gives_the_same_bits(standing_in: list[Any]) -> None:
     run = flex_cuda.shortcut(spec)
     assert run is not None
     out, lse = flex_cuda.forward(spec, inputs)
-    q, k, v = inputs.q.requires_grad_(), inputs.k, inputs.v.requires_grad_()  # one gradient nobody asks for
+    q, k, v = inputs.q.requires_grad_(), inputs.k, inputs.v.requires_grad_()  # k needs no gradient
     again, again_lse = run(q, k, v)
     dout = torch.from_numpy(case.dout).float()
     expected = flex_cuda.backward(spec, inputs, out, lse, dout, None)
@@ -313,18 +314,18 @@ def test_the_shortcut_gives_the_same_bits(standing_in: list[Any]) -> None:
     dq, dv = torch.autograd.grad(again, (q, v), dout)
     pairs = ((again, out), (again_lse, lse), (dq, expected.dq), (dv, expected.dv))
     assert all(torch.equal(got.detach(), wanted) for got, wanted in pairs)
-    assert compilations == len(standing_in) == 2  # with gradients and without
+    assert compilations == len(standing_in) == 2  # one with gradients and one without
     with torch.no_grad():
         assert not run(q, k, v)[0].requires_grad
 
 
 @needs_no_gpu
-def test_a_graph_of_the_shortcut_is_kept_and_differentiated_once(
+def test_the_shortcut_allows_retain_graph_but_no_second_derivative(
     standing_in: list[Any], request: pytest.FixtureRequest
 ) -> None:
-    """Also where torch compiles again: it was reset, or a setting of the process is another."""
+    """This also holds if torch compiles again, after a reset or a change of a process-wide setting."""
     request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
-    changes: dict[Any, int] = {  # and how many compilations there are then
+    changes: dict[Any, int] = {  # and the number of compilations afterwards
         lambda: None: 1,
         torch.compiler.reset: 2,
         lambda: torch.use_deterministic_algorithms(True): 3,
@@ -347,7 +348,7 @@ def test_a_graph_of_the_shortcut_is_kept_and_differentiated_once(
 
 @needs_no_gpu
 def test_one_program_serves_every_length(standing_in: list[Any]) -> None:
-    """Lengths that happen to be equal, to each other or to the batch, compile nothing anew; nor do windows."""
+    """Equal lengths compile nothing new, whether they equal each other or the batch; neither do other windows."""
     sizes = ((2, 130, 140, (5, 0)), (3, 200, 300, (7, 2)), (139, 139, 130, (3, None)), (4, 333, 257, (None, 3)))
     for batch, q_len, kv_len, window in sizes:
         spec = AttentionSpec(
@@ -360,7 +361,7 @@ def test_one_program_serves_every_length(standing_in: list[Any]) -> None:
 
 
 @needs_no_gpu
-def test_poison_stays_in_its_document(standing_in: list[Any]) -> None:
+def test_nan_stays_in_its_document(standing_in: list[Any]) -> None:
     case, inputs = case_of("packed, causal", needs_backward=True)
     spec, dout = case.spec, torch.from_numpy(case.dout).float()
     clean = (*flex_cuda.forward(spec, inputs), None)
@@ -381,16 +382,16 @@ def test_poison_stays_in_its_document(standing_in: list[Any]) -> None:
 
 
 @needs_no_gpu
-def test_another_thread_and_autocast(standing_in: list[Any]) -> None:
+def test_other_threads_and_autocast_change_nothing(standing_in: list[Any]) -> None:
     case, inputs = case_of("plain", needs_backward=True)
     found: list[Any] = []
 
-    def elsewhere() -> None:
+    def in_another_thread() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             out, lse = flex_cuda.forward(case.spec, inputs)
             found.extend((out, *flex_cuda.backward(case.spec, inputs, out, lse, torch.ones_like(out), None)[:3]))
 
-    thread = threading.Thread(target=elsewhere)
+    thread = threading.Thread(target=in_another_thread)
     thread.start()
     thread.join()
     out, lse = flex_cuda.forward(case.spec, inputs)
@@ -413,8 +414,8 @@ def test_a_warm_call_compiles_nothing(standing_in: list[Any], monkeypatch: pytes
 # Programs
 
 
-def test_no_number_of_signatures_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch gives up on a function after 8 variants of its code; every signature here has code of its own."""
+def test_many_signatures_never_fall_back_to_uncompiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch stops compiling a function after 8 variants of its code. Here every signature has its own code."""
     compilations = []
 
     def backend(graph: Any, examples: Any) -> Any:
@@ -440,7 +441,7 @@ def test_nothing_compiles_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> N
     program = programs.Program(_times, ("2",))
     with pytest.raises(RuntimeError, match=r"program .* not compiled yet.*CUDA graph.*warm_up"):
         program(torch.ones(3))
-    program.run = lambda *arguments: "ran"  # as if it had been compiled before
+    program.run = lambda *arguments: "ran"  # as if the program had been compiled before
     program.ready.add(torch.is_grad_enabled())
     assert program(torch.ones(3)) == "ran"
     operands._by_stream.cache_clear()
@@ -448,7 +449,7 @@ def test_nothing_compiles_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> N
         operands.operands(replace(SPEC, causal=True), Inputs(*(torch.zeros(2, 3, 4, 5),) * 3))
 
 
-def test_layouts_are_copied_only_where_no_program_fits() -> None:
+def test_tensors_are_copied_only_if_no_program_takes_their_layout() -> None:
     whole = torch.zeros(2, 5, 4, 8)
     heads = whole.transpose(1, 2).contiguous().transpose(1, 2)
     packed = torch.zeros(2, 5, 3, 4, 8).unbind(2)[1]
@@ -462,7 +463,7 @@ def test_layouts_are_copied_only_where_no_program_fits() -> None:
     assert operands._condensed(expanded).shape == (1, 1, 5, 7)
 
 
-# On a GPU: what the generated suites do not look at
+# On a GPU: cases that the generated suites do not cover
 
 
 def on_gpu(spec: AttentionSpec) -> Inputs:
@@ -471,7 +472,7 @@ def on_gpu(spec: AttentionSpec) -> Inputs:
 
 
 @pytest.mark.cuda
-def test_a_captured_call_after_warm_up() -> None:
+def test_a_graph_replays_the_same_bits_after_warm_up() -> None:
     spec = replace(SPEC, causal=True, softcap=3.0, sinks=True)
     flex_cuda.warm_up(spec)
     inputs = on_gpu(spec)

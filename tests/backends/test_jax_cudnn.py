@@ -1,4 +1,4 @@
-"""cuDNN through jax.nn: what is asked of it, what is refused, and the arithmetic around it with XLA in its place."""
+"""Tests cuDNN through jax.nn: its arguments, what is refused, and the arithmetic around it with XLA in its place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NEW, OLD = Build("cuDNN 9.26.1", version=(9, 26, 1)), Build("cuDNN 9.19.0", vers
 
 
 def reasons(spec: AttentionSpec, device: str = "sm90", build: Build | None = NEW) -> tuple[str, ...]:
-    """Every reason of the module itself, the claims' included."""
+    """Every reason of the module itself, including the claims."""
     claims = jax_cudnn.BACKWARD if spec.needs_backward else jax_cudnn.FORWARD
     return (*unmet(claims, spec, device), *jax_cudnn.refuses(spec, device, build))
 
@@ -40,11 +40,11 @@ def reasons(spec: AttentionSpec, device: str = "sm90", build: Build | None = NEW
         (replace(SPEC, needs_backward=True), {"return_residual": True}),
         (replace(SPEC, causal=True, alignment="top_left"), {"is_causal": True}),
         (replace(SQUARE, causal=True), {"is_causal": True}),
-        (replace(SPEC, q_len=1, causal=True), {}),  # one query at the end sees everything
+        (replace(SPEC, q_len=1, causal=True), {}),  # one query at the end sees every key
         (replace(SQUARE, causal=True, window=(3, None)), {"is_causal": True, "local_window_size": (3, 0)}),
         (replace(SQUARE, window=(3, 0)), {"is_causal": True, "local_window_size": (3, 0)}),
         (replace(SQUARE, window=(0, 0)), {"is_causal": True, "local_window_size": (0, 0)}),
-        (replace(SQUARE, window=(9, 0)), {"is_causal": True}),  # reaches every key before it
+        (replace(SQUARE, window=(9, 0)), {"is_causal": True}),  # the window reaches every key before the diagonal
         (replace(SQUARE, window=(9, 9)), {}),
         (replace(SQUARE, mask_shape=(2, 1, 10, 10), causal=True), {"is_causal": True}),
     ],
@@ -104,11 +104,11 @@ def test_lower(spec: AttentionSpec, expected: dict[str, Any]) -> None:
         (replace(SPEC, needs_backward=True, deterministic=True), "deterministic=True: cuDNN through jax.nn has none"),
     ],
 )
-def test_refusals(spec: AttentionSpec, expected: str) -> None:
+def test_refusals_name_the_value(spec: AttentionSpec, expected: str) -> None:
     assert reasons(spec) == (expected,)
 
 
-def test_what_a_version_of_cudnn_decides() -> None:
+def test_the_cudnn_version_decides_what_is_supported() -> None:
     wide = replace(SPEC, head_dim=256, value_dim=256)
     assert reasons(wide) == reasons(wide, "sm90", OLD) == ()
     assert reasons(wide, "sm100") == ("head_dim=256 on sm100: cuDNN 9.26.1 stops at 128",)
@@ -123,7 +123,7 @@ def test_what_a_version_of_cudnn_decides() -> None:
     assert "backward: q_len=1: cuDNN 9.26.1 can give NaN for a single query" in reasons(single)
 
 
-def test_only_jax_reaches_it() -> None:
+def test_only_jax_can_use_it() -> None:
     assert "runs in JAX only" in explain(SPEC, Target("torch", "sm90"), "jax_cudnn").reasons("jax_cudnn")
     there = Target("jax", "sm90", builds=(("jax_cudnn", OLD),))
     assert explain(SPEC, there, "jax_cudnn").backend == "jax_cudnn"
@@ -131,7 +131,7 @@ def test_only_jax_reaches_it() -> None:
     assert "cuDNN 9.19.0" in explain(nan, there, "jax_cudnn").reasons("jax_cudnn")[0]
 
 
-def test_the_build_is_the_loaded_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_build_is_the_version_of_the_loaded_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax_cudnn, "_cudnn_version", lambda: 91900)
     assert jax_cudnn.build() == OLD and jax_cudnn.probe() == jax.__version__
     monkeypatch.undo()
@@ -140,7 +140,7 @@ def test_the_build_is_the_loaded_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
         jax_cudnn.probe()
 
 
-# The arithmetic around jax.nn, with its XLA implementation, which knows the same arguments
+# The arithmetic around jax.nn, with its XLA implementation, which takes the same arguments
 
 
 @pytest.fixture
@@ -159,13 +159,13 @@ def without_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
         {"mask_shape": (1, 4, 10, 10), "q_len": 10, "causal": True},
     ],
 )
-def test_forward_and_gradients(changes: dict[str, Any], without_cudnn: None) -> None:
+def test_forward_and_gradients_match_the_reference(changes: dict[str, Any], without_cudnn: None) -> None:
     spec = replace(SPEC, needs_backward=True, **changes)
     assert reasons(spec) == ()
     case = fill(spec, 3)
     given = case.inputs
     if given.mask is not None:
-        given.mask[0, 0, 2] = False  # a row that the mask alone empties, and one that it and causal empty together
+        given.mask[0, 0, 2] = False  # one row is empty by the mask alone, one by the mask and causal together
         given.mask[-1, -1, 3, :4] = False
     arrays = Inputs(*(None if a is None else jnp.asarray(a, bool if a.dtype == bool else spec.dtype) for a in given))
     dout = jnp.asarray(case.dout, spec.dtype)

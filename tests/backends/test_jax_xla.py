@@ -1,4 +1,4 @@
-"""jax_xla against the float64 reference: every feature, the paths it takes, and what it costs to trace."""
+"""Tests jax_xla against the float64 reference: every feature, the lowering paths, and the cost of tracing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LSE_TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "float16": 2e-4, "bfloat16":
 DENSE = AttentionSpec(
     batch=2, q_len=13, kv_len=17, num_heads=6, num_kv_heads=2, head_dim=11, value_dim=11, dtype="float32"
 )
-LENGTHS = ((5, 0, 7, 3, 8), (7, 4, 0, 5, 3))  # query and key tokens of each document
+LENGTHS = ((5, 0, 7, 3, 8), (7, 4, 0, 5, 3))  # the query and key lengths of each document
 PACKED = replace(DENSE, batch=1, q_len=23, kv_len=19, documents=5, max_len_q=8, max_len_k=7)
 
 CASES = {
@@ -78,7 +78,7 @@ CASES = {
 
 
 def make_inputs(spec: AttentionSpec, seed: int = 0) -> Inputs:
-    """Random numpy inputs of a spec, float64 but already rounded to its dtype."""
+    """Random numpy inputs of a spec: float64, rounded to its dtype."""
     random = np.random.default_rng(seed)
 
     def normal(*shape: int) -> np.ndarray:
@@ -118,7 +118,7 @@ def on_device(spec: AttentionSpec, inputs: Inputs) -> Inputs:
 
 
 @partial(jax.jit, static_argnums=0)
-def both(spec: AttentionSpec, inputs: Inputs, dout: Any, dlse: Any) -> tuple[Any, ...]:
+def run_both(spec: AttentionSpec, inputs: Inputs, dout: Any, dlse: Any) -> tuple[Any, ...]:
     out, lse = jax_xla.forward(spec, inputs)
     return out, lse, *jax_xla.backward(spec, inputs, out, lse, dout, dlse)
 
@@ -130,7 +130,7 @@ def compare(spec: AttentionSpec, seed: int = 0) -> None:
     dlse = random.standard_normal(spec.lse_shape)
     out, lse = reference.forward(spec, inputs)
     expected = (out, lse, *reference.backward(spec, inputs, out, lse, dout, dlse))
-    got = both(spec, on_device(spec, inputs), jnp.asarray(dout, spec.dtype), jnp.asarray(dlse, spec.lse_dtype))
+    got = run_both(spec, on_device(spec, inputs), jnp.asarray(dout, spec.dtype), jnp.asarray(dlse, spec.lse_dtype))
     lse, gradients = told(spec, inputs, got[1], Gradients(*got[2:]), dlse)
     shown = {"lse": lse, "dsinks": gradients.dsinks}
     for name, actual, right in zip(("out", "lse", "dq", "dk", "dv", "dbias", "dsinks"), got, expected, strict=True):
@@ -145,28 +145,28 @@ def compare(spec: AttentionSpec, seed: int = 0) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_float32(name):
+def test_float32_matches_the_reference(name):
     compare(CASES[name])
 
 
 @pytest.mark.parametrize("name", ["causal", "packed, everything", "one query"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_low_precision(name, dtype):
+def test_half_precision_matches_the_reference(name, dtype):
     compare(replace(CASES[name], dtype=dtype))
 
 
 @pytest.mark.parametrize("name", ["causal", "packed, everything", "window, rows that see nothing", "bias of heads"])
-def test_float64(name):
+def test_float64_matches_the_reference(name):
     with jax.enable_x64(True):
         compare(replace(CASES[name], dtype="float64"))
 
 
 @pytest.mark.parametrize("name", ["packed, everything", "bias of heads", "window, rows that see nothing", "sinks"])
-def test_blocks_change_nothing(name, monkeypatch):
-    """Blocks far smaller than the lengths, the last one ragged; every feature crosses their borders."""
+def test_results_do_not_depend_on_the_block_size(name, monkeypatch):
+    """The blocks are far smaller than the lengths, and the last one is ragged. Every feature crosses their borders."""
     monkeypatch.setattr(jax_xla, "LARGEST_BLOCKS", {"cpu": Blocks(5, 3), "cuda": Blocks(7, 4)})
     monkeypatch.setattr(jax_xla, "MAX_SCORES", 0)
-    compare(replace(CASES[name], deterministic=True))  # a spec of its own, so that jit traces the small blocks
+    compare(replace(CASES[name], deterministic=True))  # a new spec, so that jit traces the small blocks
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_blocks_change_nothing(name, monkeypatch):
         ({}, {}),
         ({"q_len": 17, "causal": True}, {"is_causal": True}),
         ({"causal": True, "alignment": "top_left"}, {"is_causal": True}),
-        ({"q_len": 1, "causal": True}, {}),  # the one query stands last and sees every key
+        ({"q_len": 1, "causal": True}, {}),  # the only query stands last and sees every key
         ({"q_len": 17, "causal": True, "window": (3, None)}, {"local_window_size": (3, 0)}),
         ({"q_len": 17, "window": (None, 2)}, {"local_window_size": (17, 2)}),
         ({"window": (20, 20)}, {}),
@@ -212,28 +212,28 @@ def test_lower_to_blocks(changes):
     assert jax_xla.lower(replace(DENSE, **changes))["path"] == "blocked"
 
 
-def test_block_sizes_share_the_length_evenly():
+def test_blocks_divide_the_length_evenly():
     spec = replace(DENSE, q_len=257, kv_len=5)
     assert tiles.block_sizes(spec, Blocks(256, 256)) == (129, 5)
     assert jax_xla.lower(spec)["blocks"] == {"cpu": (129, 5), "cuda": (257, 5)}
 
 
 def run_poisoned(spec: AttentionSpec, poison: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Forward and gradients before and after ``poison`` has changed some arrays."""
+    """The forward and the gradients before and after ``poison`` has changed some arrays."""
     inputs = make_inputs(spec)._asdict()
     dout = np.random.default_rng(3).standard_normal(spec.out_shape)
     results = []
     for change in (lambda inputs, dout: None, poison):
         change(inputs, dout)
-        run = both(spec, on_device(spec, Inputs(**inputs)), jnp.asarray(dout, spec.dtype), None)
+        run = run_both(spec, on_device(spec, Inputs(**inputs)), jnp.asarray(dout, spec.dtype), None)
         results.append(tuple(np.asarray(array, np.float32) for array in run if array is not None))
     return results[0], results[1]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("name", ["packed, causal", "packed, everything"])
-def test_poisoned_document_stays_alone(name, value):
-    """A document full of NaN or Inf leaves the others bit-identical; dbias and dsinks sum over all of them."""
+def test_nan_stays_in_its_document(name, value):
+    """A document full of NaN or Inf leaves the others bit-identical; dbias and dsinks are sums over all documents."""
     spec = CASES[name]
 
     def poison(inputs, dout):
@@ -252,8 +252,9 @@ def test_poisoned_document_stays_alone(name, value):
 
 
 @pytest.mark.parametrize("name", ["causal, top left", "window, top left", "mask of keys"])
-def test_hidden_keys_may_hold_anything(name):
-    """A NaN in v reaches just the rows that see it, in jax.nn's forward too; one in k no row that does not."""
+def test_hidden_keys_do_not_affect_the_results(name):
+    """A NaN in v reaches only the rows that see it, also in jax.nn's forward. A NaN in k reaches no row that does
+    not see it."""
     spec = replace(CASES[name], num_kv_heads=6)
     seen = np.broadcast_to(reference.visible(spec, make_inputs(spec).mask), (spec.batch, 6, spec.q_len, spec.kv_len))
 
@@ -287,7 +288,7 @@ def long_spec(tokens: int, **changes: Any) -> AttentionSpec:
 
 
 def abstract(spec: AttentionSpec) -> tuple[Any, ...]:
-    """The arguments of ``both`` as shapes and dtypes alone."""
+    """The arguments of ``run_both`` as shapes and dtypes."""
     rows = () if spec.packed else (spec.batch,)
     q, k = (
         jax.ShapeDtypeStruct((*rows, spec.q_len, heads, spec.head_dim), spec.dtype)
@@ -299,21 +300,21 @@ def abstract(spec: AttentionSpec) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("changes", [{"causal": True}, {"documents": 33, "causal": True, "softcap": 30.0}])
-def test_long_sequences(changes):
-    """16k tokens: no q_len x kv_len array, and a program no larger than 2k tokens need."""
+def test_long_sequences_need_no_score_matrix(changes):
+    """At 16k tokens there is no q_len x kv_len array, and the program is no larger than at 2k tokens."""
     specs = {tokens: long_spec(tokens, **changes) for tokens in (2048, 16384)}
     usual = xla_compiler.as_users_have_it()
-    compiled = {tokens: both.lower(spec, *abstract(spec)).compile(usual) for tokens, spec in specs.items()}
+    compiled = {tokens: run_both.lower(spec, *abstract(spec)).compile(usual) for tokens, spec in specs.items()}
     memory = {tokens: program.memory_analysis().temp_size_in_bytes for tokens, program in compiled.items()}
-    assert memory[16384] < 16384 * 16384, memory  # bytes: a quarter of one head's float32 scores, of which there are 4
+    assert memory[16384] < 16384 * 16384, memory  # bytes: a quarter of one head's float32 scores, and there are 4 heads
     assert memory[16384] < 9 * memory[2048], memory  # linear in the tokens
     sizes = {tokens: len(program.as_text()) for tokens, program in compiled.items()}
     assert sizes[16384] < 1.2 * sizes[2048], sizes
 
 
 @pytest.mark.parametrize("name", ["packed, everything", "causal, top left"])
-def test_vmap_scan_remat(name):
-    """vmap, scan and checkpoint give what a call at a time gives; the finite test stays one branch under vmap."""
+def test_vmap_scan_and_remat_equal_single_calls(name):
+    """vmap, scan and checkpoint equal one call at a time. The test for finite values stays one branch under vmap."""
     spec = CASES[name]
     arrays = [on_device(spec, make_inputs(spec, seed)) for seed in range(3)]
     shared = {field: getattr(arrays[0], field) for field in ("rng", "cu_seqlens_q", "cu_seqlens_k")}
@@ -337,7 +338,7 @@ def test_vmap_scan_remat(name):
 
 
 def test_inside_shard_map():
-    """jax.shard_map checks over which mesh axes each loop's carry varies."""
+    """jax.shard_map checks over which mesh axes the carry of each loop varies."""
     mesh = jax.make_mesh((1,), ("x",))
     spec = replace(DENSE, batch=1, softcap=5.0)
     inputs = on_device(spec, make_inputs(spec))
@@ -353,12 +354,12 @@ def test_inside_shard_map():
         np.testing.assert_allclose(actual, wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_probe():
+def test_the_mask_probe_sees_the_visible_set():
     assert jax_xla.probe() == jax.__version__
 
 
 @pytest.mark.parametrize("options", [{"softcap": 5.0, "causal": True}, {"causal": True}], ids=["blocked", "jax.nn"])
-def test_strict_promotion_settings_of_the_caller_do_not_matter(options):
+def test_the_callers_strict_promotion_settings_do_not_matter(options):
     spec = replace(DENSE, q_len=17, needs_backward=True, **options)
     q, k, v = (jnp.ones((spec.batch, n, h, spec.head_dim), spec.dtype) for n, h in ((17, 6), (17, 2), (17, 2)))
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):

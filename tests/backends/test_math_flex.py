@@ -1,4 +1,5 @@
-"""The math and flex backends against the float64 reference: every feature, every dtype, gradients, NaN, memory."""
+"""Tests the math and flex backends against the float64 reference: every feature and dtype, gradients, NaN, and
+memory."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DENSE = {"batch": 2, "q_len": 19, "kv_len": 23, "num_heads": 6, "num_kv_heads": 2, "head_dim": 5, "value_dim": 3}
-LENGTHS_Q, LENGTHS_K = (3, 0, 11, 5, 0), (7, 2, 5, 0, 3)  # one document without queries, one without keys, an empty end
+# one document without queries, one without keys, and an empty one at the end
+LENGTHS_Q, LENGTHS_K = (3, 0, 11, 5, 0), (7, 2, 5, 0, 3)
 PACKED = {**DENSE, "batch": 1, "q_len": 19, "kv_len": 17, "documents": 5, "max_len_q": 11, "max_len_k": 7}
 FULL = (2, 6, 19, 23)
 
@@ -79,12 +81,14 @@ CASES = {
 }
 FLEX_IN_EVERY_DTYPE = ("plain", "sinks_empty_rows", "everything_but_dropout", "packed_window")
 FLEX_CASES = [name for name, case in CASES.items() if "dropout" not in case]
-ROUNDING = {"float64": 0.0, "float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-10}  # of one stored number
-NOISE = {"float64": 1e-12, "float32": 4e-6, "bfloat16": 4e-6, "float16": 4e-6}  # of sums in the accumulation dtype
+# relative error of one stored number
+ROUNDING = {"float64": 0.0, "float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-10}
+# absolute error of sums in the accumulation dtype
+NOISE = {"float64": 1e-12, "float32": 4e-6, "bfloat16": 4e-6, "float16": 4e-6}
 
 
 def make(case: str, dtype: str = "float32", **changes) -> tuple[AttentionSpec, Inputs]:
-    """A spec and inputs for it; the packed offsets are those of LENGTHS_Q and LENGTHS_K."""
+    """A spec and inputs for it. LENGTHS_Q and LENGTHS_K give the packed offsets."""
     spec = AttentionSpec(**{**DENSE, **CASES[case], "dtype": dtype, **changes})
     generator = torch.Generator().manual_seed(sum(map(ord, case)))
     kind = getattr(torch, dtype)
@@ -109,19 +113,19 @@ def make(case: str, dtype: str = "float32", **changes) -> tuple[AttentionSpec, I
 
 
 def arrays(values):
-    """Tensors as numpy float64 (bool and int as they are), None as it is."""
+    """Converts tensors to numpy: floats to float64, bool and int unchanged, None to None."""
     return type(values)(
         *(t if t is None else (t.double() if t.is_floating_point() else t).detach().numpy() for t in values)
     )
 
 
-def as_told(spec: AttentionSpec, inputs: Inputs, lse: torch.Tensor) -> torch.Tensor:
-    """A backend's log-sum-exp as callers get it."""
+def lse_for_callers(spec: AttentionSpec, inputs: Inputs, lse: torch.Tensor) -> torch.Tensor:
+    """A backend's log-sum-exp as a frontend returns it."""
     return torch.from_numpy(callers_view.told(spec, arrays(inputs), lse.double().numpy())[0]).to(lse.dtype)
 
 
 def check(name: str, got: torch.Tensor, expected: np.ndarray, dtype: str, factor: float = 1.0) -> None:
-    """Compares one result: rounded once to its dtype, and summed with the noise of its accumulation dtype."""
+    """Compares one result: rounded once to its dtype, plus the noise of sums in the accumulation dtype."""
     assert got.is_contiguous() and tuple(got.shape) == expected.shape, name
     noise = factor * NOISE[dtype] * max(1.0, np.abs(expected[np.isfinite(expected)]).max(initial=0.0))
     rounding = ROUNDING[str(got.dtype).removeprefix("torch.")]
@@ -134,8 +138,8 @@ def small_blocks(monkeypatch):
 
 
 @pytest.fixture(params=["documents", "tokens"])
-def packed_way(request, monkeypatch):
-    """Both ways of running packed documents: the offsets read on the host, and left on the device."""
+def offsets_on_host_or_device(request, monkeypatch):
+    """Runs packed documents both ways: with offsets read on the host, and with offsets left on the device."""
     if request.param == "tokens":
         monkeypatch.setattr(row_blocks, "_host_blocks", row_blocks._token_blocks)
         monkeypatch.setattr(block_attention, "_harmless", lambda values, hidden: hidden is None)
@@ -144,13 +148,13 @@ def packed_way(request, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("case", CASES)
-def test_math_forward(case, dtype, small_blocks):
+def test_math_forward_matches_the_reference(case, dtype, small_blocks):
     spec, inputs = make(case, dtype)
     out, lse = math.forward(spec, inputs)
     expected, expected_lse = reference.forward(spec, arrays(inputs))
     assert str(out.dtype) == f"torch.{dtype}" and str(lse.dtype) == f"torch.{spec.lse_dtype}"
     check("out", out, expected, dtype)
-    check("lse", as_told(spec, inputs, lse), expected_lse, dtype)
+    check("lse", lse_for_callers(spec, inputs, lse), expected_lse, dtype)
 
 
 def check_backward(spec: AttentionSpec, inputs: Inputs, dtype: str, with_dlse: bool) -> None:
@@ -174,27 +178,28 @@ def check_backward(spec: AttentionSpec, inputs: Inputs, dtype: str, with_dlse: b
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("case", CASES)
-def test_math_backward(case, dtype, small_blocks):
+def test_math_backward_matches_the_reference(case, dtype, small_blocks):
     spec, inputs = make(case, dtype, needs_backward=True, bias_gradient="bias_shape" in CASES[case])
     check_backward(spec, inputs, dtype, with_dlse=case not in ("plain", "packed"))
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name.startswith("packed")])
-def test_math_packed_without_reading_the_offsets(case, small_blocks, packed_way):
+def test_math_runs_packed_documents_without_reading_the_offsets(case, small_blocks, offsets_on_host_or_device):
     spec, inputs = make(case, needs_backward=True, bias_gradient="bias_shape" in CASES[case])
     out, lse = math.forward(spec, inputs)
     expected, expected_lse = reference.forward(spec, arrays(inputs))
     check("out", out, expected, "float32")
-    check("lse", as_told(spec, inputs, lse), expected_lse, "float32")
+    check("lse", lse_for_callers(spec, inputs, lse), expected_lse, "float32")
     check_backward(spec, inputs, "float32", with_dlse=True)
 
 
-def test_math_fetches_no_value_from_a_device(small_blocks, monkeypatch):
+def test_math_reads_no_value_from_a_device(small_blocks, monkeypatch):
     monkeypatch.setattr(
         plain_attention, "_plainly", lambda q: torch.no_grad()
     )  # the meta device has no autocast to switch off
     spec, inputs = make("packed_everything", needs_backward=True, bias_gradient=True)
-    inputs = Inputs(*(t if t is None else t.to("meta") for t in inputs))  # no values: a read of any raises
+    # meta tensors have no values: reading one raises
+    inputs = Inputs(*(t if t is None else t.to("meta") for t in inputs))
     out, lse = math.forward(spec, inputs)
     gradients = math.backward(spec, inputs, out, lse, torch.empty_like(out), torch.empty_like(lse))
     assert out.device.type == "meta" and tuple(out.shape) == spec.out_shape and tuple(lse.shape) == spec.lse_shape
@@ -205,12 +210,12 @@ def test_math_fetches_no_value_from_a_device(small_blocks, monkeypatch):
     ("case", "dtype"),
     [(case, dtype) for case in FLEX_CASES for dtype in ROUNDING if dtype == "float32" or case in FLEX_IN_EVERY_DTYPE],
 )
-def test_flex_forward(case, dtype):
+def test_flex_forward_matches_the_reference(case, dtype):
     spec, inputs = make(case, dtype)
     out, lse = flex.forward(spec, inputs)
     expected, expected_lse = reference.forward(spec, arrays(inputs))
     assert str(out.dtype) == f"torch.{dtype}" and str(lse.dtype) == f"torch.{spec.lse_dtype}"
-    check("lse", as_told(spec, inputs, lse), expected_lse, dtype)
+    check("lse", lse_for_callers(spec, inputs, lse), expected_lse, dtype)
     magnitude, _ = reference.forward(spec, arrays(inputs._replace(v=inputs.v.abs())))
     error = np.abs(out.double().numpy() - expected)  # the weights are rounded to the dtype of v, too
     assert (error <= 2 * ROUNDING[dtype] * (magnitude + np.abs(expected)) + NOISE[dtype]).all()
@@ -219,7 +224,7 @@ def test_flex_forward(case, dtype):
 
 @pytest.mark.parametrize("backend", [math, flex])
 @pytest.mark.parametrize("case", ["causal_bottom_right", "causal_top_left", "window", "mask_keys", "packed_window"])
-def test_mask_probe(backend, case, small_blocks):
+def test_the_mask_probe_sees_the_visible_set(backend, case, small_blocks):
     spec, inputs = make(case, value_dim=CASES[case].get("kv_len", DENSE["kv_len"]))
     identity = torch.eye(spec.kv_len)[:, None].expand(-1, spec.num_kv_heads, -1)
     v = identity if spec.packed else identity.expand(spec.batch, -1, -1, -1)
@@ -231,22 +236,22 @@ def test_mask_probe(backend, case, small_blocks):
     np.testing.assert_array_equal(got, np.broadcast_to(seen, got.shape))
 
 
-def test_math_gradients_of_a_bias_that_hides():
+def test_a_bias_of_minus_infinity_has_no_gradient():
     spec, inputs = make("bias_shared", "float64", needs_backward=True, bias_gradient=True, sinks=True)
     bias = inputs.bias.masked_fill(torch.rand(inputs.bias.shape) > 0.5, -torch.inf)
-    bias[:, :, 4] = -torch.inf  # a row that the bias alone empties
+    bias[:, :, 4] = -torch.inf  # the bias alone empties this row
     inputs = inputs._replace(bias=bias, sinks=torch.randn(6).double())
     out, lse = math.forward(spec, inputs)
     assert (lse[:, :, 4] == -torch.inf).all() and not out[:, 4].any()
     check_backward(spec, inputs, "float64", with_dlse=True)
 
 
-def test_empty_rows_have_no_gradient_even_of_an_infinite_one(small_blocks):
+def test_empty_rows_pass_no_gradient_even_if_dlse_is_infinite(small_blocks):
     spec, inputs = make("sinks_empty_rows", needs_backward=True)
     out, lse = math.forward(spec, inputs)
     empty = lse == -torch.inf
     assert empty.any() and not out.transpose(1, 2)[empty].any()
-    dlse = torch.zeros_like(lse).masked_fill(empty, torch.inf)  # as the gradient of lse ** 2 has there
+    dlse = torch.zeros_like(lse).masked_fill(empty, torch.inf)  # the gradient of lse ** 2 is infinite there
     gradients = math.backward(spec, inputs, out, lse, torch.ones_like(out), dlse)
     assert all(gradient is None or gradient.isfinite().all() for gradient in gradients)
     assert not gradients.dq.transpose(1, 2)[empty].any()
@@ -260,7 +265,7 @@ def poison(tensors: list[torch.Tensor], ranges: list[slice], value: float) -> li
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_math_keeps_a_broken_document_to_itself(value, small_blocks, packed_way):
+def test_math_keeps_nan_within_its_document(value, small_blocks, offsets_on_host_or_device):
     spec, inputs = make("packed_causal", needs_backward=True)
     first_q, first_k = slice(0, LENGTHS_Q[0]), slice(0, LENGTHS_K[0])
     q, k, v = poison([*inputs[:3]], [first_q, first_k, first_k], value)
@@ -295,7 +300,7 @@ def test_math_never_reads_a_hidden_key(softcap, small_blocks):
     assert all(torch.equal(a, b) for a, b in pairs if a is not None)
 
 
-def test_a_broken_query_stays_in_its_row(small_blocks):
+def test_nan_in_a_query_stays_in_its_row(small_blocks):
     for backend in (math, flex):
         spec, inputs = make("causal_bottom_right")
         q = inputs.q.clone()
@@ -307,7 +312,7 @@ def test_a_broken_query_stays_in_its_row(small_blocks):
         assert torch.equal(broken[others], out[others]) and broken[1, 5].isnan().all()
 
 
-def test_flex_keeps_a_broken_document_to_itself():
+def test_flex_keeps_nan_within_its_document():
     spec, inputs = make("packed_causal")
     first_q, first_k = slice(0, LENGTHS_Q[0]), slice(0, LENGTHS_K[0])
     q, k, v = poison([*inputs[:3]], [first_q, first_k, first_k], float("nan"))
@@ -318,7 +323,7 @@ def test_flex_keeps_a_broken_document_to_itself():
 
 
 @pytest.mark.parametrize("backend", [math, flex])
-def test_no_autograd_graph_no_autocast_no_warning(backend, recwarn):
+def test_backends_build_no_graph_and_ignore_autocast_without_warning(backend, recwarn):
     spec, inputs = make("bias")
     expected, expected_lse = backend.forward(spec, inputs)
     inputs = inputs._replace(**{name: getattr(inputs, name).requires_grad_() for name in ("q", "k", "v", "bias")})
@@ -335,7 +340,7 @@ def test_no_autograd_graph_no_autocast_no_warning(backend, recwarn):
 
 @pytest.mark.parametrize("backend", [math, flex])
 @pytest.mark.parametrize("extras", ["float64", "bfloat16"])
-def test_bias_alibi_and_sinks_in_a_dtype_of_their_own(backend, extras):
+def test_bias_slopes_and_sinks_may_have_another_dtype(backend, extras):
     spec, inputs = make("everything_but_dropout", needs_backward=True, bias_gradient=True)
     kind = getattr(torch, extras)
     names = ("bias", "alibi_slopes", "sinks")
@@ -343,26 +348,26 @@ def test_bias_alibi_and_sinks_in_a_dtype_of_their_own(backend, extras):
     out, lse = backend.forward(spec, inputs)
     expected, expected_lse = reference.forward(spec, arrays(inputs))
     check("out", out, expected, "float32")
-    check("lse", as_told(spec, inputs, lse), expected_lse, "float32")
+    check("lse", lse_for_callers(spec, inputs, lse), expected_lse, "float32")
     if backend is math:
         check_backward(spec, inputs, "float32", with_dlse=True)
 
 
-def strided(tensor):
-    """The same values with the two axes before the last stored the other way round."""
+def transposed_copy(tensor):
+    """The same values with the two axes before the last stored in the other order."""
     return tensor if tensor is None or tensor.ndim < 3 else tensor.transpose(-3, -2).contiguous().transpose(-3, -2)
 
 
 @pytest.mark.parametrize("backend", [math, flex])
 def test_strided_views_give_the_same_bits(backend):
     spec, inputs = make("everything_but_dropout", needs_backward=True, bias_gradient=True)
-    views = Inputs(*map(strided, inputs))
+    views = Inputs(*map(transposed_copy, inputs))
     saved = backend.forward(spec, inputs)
     pairs = list(zip(backend.forward(spec, views), saved))
     if backend is math:
         dout = torch.ones_like(saved[0])
         pairs += zip(
-            math.backward(spec, views, *map(strided, (*saved, dout)), None),
+            math.backward(spec, views, *map(transposed_copy, (*saved, dout)), None),
             math.backward(spec, inputs, *saved, dout, None),
         )
     assert all(torch.equal(got, expected) and got.is_contiguous() for got, expected in pairs)
@@ -380,8 +385,8 @@ def test_math_gives_the_same_bits_every_time(case):
     assert all(torch.equal(got, expected) for _ in range(5) for got, expected in zip(run(), first))
 
 
-class Largest(TorchDispatchMode):
-    """Records the most elements that any operation's output has."""
+class LargestOutput(TorchDispatchMode):
+    """Records the most elements of any operation's output."""
 
     elements = 0
 
@@ -403,7 +408,7 @@ def test_math_memory_grows_with_one_block_of_queries():
     )
     q, k = torch.randn(2, 1, length, 1, spec.head_dim)
     v = torch.randn(1, length, 1, spec.value_dim)
-    with Largest() as largest:
+    with LargestOutput() as largest:
         out, lse = math.forward(spec, Inputs(q, k, v))
         math.backward(spec, Inputs(q, k, v), out, lse, torch.ones_like(out), None)
     assert 0 < largest.elements <= plain_attention.QUERY_BLOCK * length
@@ -434,21 +439,21 @@ def test_math_gradcheck(small_blocks):
 @pytest.mark.parametrize(
     "broken", [(1, 3, 14, 19, 19, 19), (0, 11, 3, 19, 19, 19), (0, 3, 3, 14, 18, 20), (0, 0, 0, 0, 0, 19)]
 )
-def test_offsets_that_lie_are_refused_on_the_host(backend, broken):
+def test_wrong_offsets_on_the_host_are_refused(backend, broken):
     spec, inputs = make("packed")
     with pytest.raises(SpecError, match=r"seq_info\.(cu_seqlens_q|max_len_q)"):
         backend.forward(spec, inputs._replace(cu_seqlens_q=torch.tensor(broken).int()))
 
 
 @pytest.mark.parametrize("broken", [(5, 3, 40, -7, 19, 19), (0, 3, 3, 14, 18, 18), (0, 0, 0, 0, 0, 2**30)])
-def test_offsets_that_lie_on_a_device_read_nothing_outside(broken, monkeypatch):
+def test_wrong_offsets_on_a_device_read_nothing_outside_the_tensors(broken, monkeypatch):
     monkeypatch.setattr(row_blocks, "_host_blocks", row_blocks._token_blocks)
     spec, inputs = make("packed_causal")
     out, lse = math.forward(spec, inputs._replace(cu_seqlens_q=torch.tensor(broken).int()))
     assert out.isfinite().all() and not lse.isnan().any()
 
 
-def test_claims():
+def test_the_claims_of_both_backends():
     for case in CASES:
         spec, _ = make(case, needs_backward=True, bias_gradient="bias_shape" in CASES[case], return_lse=True)
         for device in ("cpu", "sm90"):
@@ -470,7 +475,7 @@ def test_flex_refuses_a_score_matrix_over_its_limit():
         "more than MAX_SCORES (67108864)",
     )
     packed, _ = make("packed", q_len=2**20, kv_len=2**20)
-    assert flex.refuses(packed, "cpu", None) == ()  # what counts is the longest document
+    assert flex.refuses(packed, "cpu", None) == ()  # the longest document counts
 
 
 def test_lower():
@@ -490,5 +495,5 @@ def test_lower():
     assert flex.lower(make("equal_heads")[0]) == {"scale": 5**-0.5, "enable_gqa": False, "score": (), "mask": ()}
 
 
-def test_no_value_is_fetched_from_a_tensor():
+def test_flex_reads_no_value_from_a_tensor():
     assert ".item(" not in inspect.getsource(math) and ".item(" not in inspect.getsource(flex)

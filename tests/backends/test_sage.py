@@ -1,4 +1,5 @@
-"""SageAttention's backends without a GPU: arguments and refusals as data, and the arithmetic around its functions."""
+"""Tests SageAttention's backends without a GPU: arguments and refusals as data, and the arithmetic around its
+functions."""
 
 from __future__ import annotations
 
@@ -109,7 +110,7 @@ def test_refusals_name_value_and_limit(target: Target, asked: dict[str, Any], sa
     assert any(why.startswith(says) for why in reasons("sage", target, **asked)), reasons("sage", target, **asked)
 
 
-def test_what_it_runs() -> None:
+def test_supported_calls_are_not_refused() -> None:
     for asked in ({}, SQUARE, {"causal": True, "q_len": 1}, {"head_dim": 96, "value_dim": 40}, {"kv_len": 128}):
         assert reasons("sage", on("sm90", FIRST), **asked) == ()
     assert reasons("sage", on("sm90", SECOND), kv_len=63, return_lse=True) == ()
@@ -120,13 +121,13 @@ def test_what_it_runs() -> None:
 
 
 class Core:
-    """Stands for ``sageattention.core``: what is compiled in."""
+    """Stands for ``sageattention.core``, with flags for the compiled kernels."""
 
     SM80_ENABLED, SM90_ENABLED = True, False
 
 
 @pytest.mark.parametrize("installed", ["1.0.6", "2.2.0+cu130"])
-def test_what_is_installed(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_build_lists_the_installed_kernels(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
     from types import ModuleType
 
@@ -150,14 +151,14 @@ def test_what_is_installed(installed: str, monkeypatch: pytest.MonkeyPatch) -> N
         backends.load("sage_fp8_cuda_sm90").probe()  # type: ignore[union-attr]
 
 
-# The arithmetic around the functions, with a stand-in that has their faults
+# The arithmetic around the functions, with a stand-in that has the faults of the real ones
 
 torch = pytest.importorskip("torch")
 from attn_core.correctness import accuracy
 
 
 def stand_in(q: Any, k: Any, v: Any, *, triton: bool, is_causal: bool, sm_scale: float, **rest: Any) -> Any:
-    """Exact in float64, but it counts padded keys and changes its k as the Triton kernels do."""
+    """Exact in float64, but counts padded keys and writes to its k, as the Triton kernels do."""
     assert rest.pop("tensor_layout") == "NHD" and rest.pop("smooth_k") is False
     return_lse = rest.pop("return_lse", False)
     rows, keys, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
@@ -187,7 +188,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("with_lse", [False, True], ids=["", "log-sum-exp"])
 @pytest.mark.parametrize("name", ["sage", "sage_fp16_triton", "sage_fp16_cuda"])
 @pytest.mark.parametrize("case", CASES)
-def test_the_half_is_exact(case: str, name: str, with_lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_match_the_reference(case: str, name: str, with_lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = backends.load(name)
     triton = name != "sage_fp16_cuda"
 
@@ -211,7 +212,7 @@ def test_the_half_is_exact(case: str, name: str, with_lse: bool, monkeypatch: py
     assert with_lse or lse.isnan().all()
 
 
-def test_the_stand_in_has_the_fault_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stand_in_shows_the_fault_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sage, "_function", lambda name: lambda *a, **kw: stand_in(*a, triton=True, **kw))
     made = make({"kv_len": 63}, "float32")
     assert "kv_len=63" in sage.refuses(made.spec, "sm90", FIRST)[0]

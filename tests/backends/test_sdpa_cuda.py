@@ -1,7 +1,7 @@
-"""torch's own CUDA kernels without a GPU: what they are asked for and refused, and the arithmetic around them.
+"""Tests torch's own CUDA kernels without a GPU: their arguments, their refusals, and the arithmetic around them.
 
-Stand-ins take the kernels' places: plain torch, with the kernels' own shapes, conventions and faults. What they leave
-unwritten is NaN, and what the real ones check or get wrong, they assert.
+Stand-ins replace the kernels: plain torch with the kernels' shapes, conventions and faults. Outputs that a kernel
+leaves unwritten are NaN. A stand-in asserts the conditions that its kernel checks or gets wrong.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def refusals(name: str, device: str = "sm90", build: Build | None = CUDNN, **cha
     return selection.refusals(name, replace(SPEC, **changes), Target("torch", device, builds=builds))
 
 
-# What the kernels are asked for
+# The arguments of the kernels
 
 
-def test_the_flash_kernel_s_arguments() -> None:
+def test_the_arguments_of_the_flash_kernel() -> None:
     assert flash.lower(SPEC) == {
         **{"max_q": 40, "max_k": 96, "is_causal": False, "scale": 0.5},
         **{"window_size_left": None, "window_size_right": None, "empty_rows": False},
@@ -65,7 +65,7 @@ def test_the_flash_kernel_s_arguments() -> None:
     assert flash.lower(replace(SPEC, **{**PACKED, "max_len_q": 1}))["max_q"] == 2
 
 
-def test_the_memory_efficient_kernel_s_arguments() -> None:
+def test_the_arguments_of_the_memory_efficient_kernel() -> None:
     assert efficient.lower(SPEC) == {
         **{"rows": slice(0, 40), "max_q": None, "max_k": None, "custom_mask_type": 0, "scale": 0.5},
         **{"window_size": None, "num_splits_key": None, "split_documents": False},
@@ -92,7 +92,7 @@ def test_the_memory_efficient_kernel_s_arguments() -> None:
     assert asked("max_q", "max_k", **{**PACKED, "max_len_q": 70, "max_len_k": 90}) == (40, 90)
 
 
-def test_cudnn_s_arguments() -> None:
+def test_the_arguments_of_cudnn() -> None:
     assert cudnn.lower(SPEC) == {"is_causal": False, "band_in_mask": False, "scale": 0.5}
     assert cudnn.lower(replace(SPEC, causal=True, kv_len=40))["is_causal"]
     assert not cudnn.lower(replace(SPEC, causal=True, q_len=1))["is_causal"], "the last row sees every key"
@@ -100,7 +100,7 @@ def test_cudnn_s_arguments() -> None:
     assert (masked["is_causal"], masked["band_in_mask"]) == (False, True)
 
 
-# What they are refused
+# Refusals
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_cudnn_s_arguments() -> None:
         ("sdpa_cudnn", {"causal": True, "alignment": "top_left", "needs_backward": True}),
     ],
 )
-def test_what_they_take(name: str, changes: dict[str, Any]) -> None:
+def test_supported_calls_are_not_refused(name: str, changes: dict[str, Any]) -> None:
     assert refusals(name, **changes) == ()
 
 
@@ -179,14 +179,14 @@ def test_what_they_take(name: str, changes: dict[str, Any]) -> None:
         ("sdpa_cudnn", "sm100", {"q_len": 1}, "pytorch#193893"),
     ],
 )
-def test_what_they_are_refused(name: str, device: str, changes: dict[str, Any], words: str) -> None:
+def test_refusals_name_the_value(name: str, device: str, changes: dict[str, Any], words: str) -> None:
     import re
 
     reasons = refusals(name, device, **changes)
     assert any(re.search(words, reason) for reason in reasons), reasons
 
 
-def test_cudnn_s_version_decides() -> None:
+def test_the_cudnn_version_decides_what_is_supported() -> None:
     nan = {"kv_len": 192, "needs_backward": True}
     newer = Build("cuDNN 9.26.0", version=(9, 26, 0))
     assert refusals("sdpa_cudnn", build=newer, **nan) == ()
@@ -200,7 +200,7 @@ def test_cudnn_s_version_decides() -> None:
         assert len(refusals("sdpa_cudnn", "sm100", Build("", version=version), q_len=1)) == refused
 
 
-def test_cudnn_s_version_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cudnn_version_is_read_from_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     assert cudnn.build() == CUDNN and cudnn.probe() == f"{torch.__version__} (cuDNN 9.19.0)"
     for found in (None, 8907):
@@ -210,7 +210,7 @@ def test_cudnn_s_version_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch was built with CUDA")
-def test_a_torch_without_cuda_has_none_of_them() -> None:
+def test_none_is_available_in_a_torch_without_cuda() -> None:
     for name in ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn"):
         assert "not available" in (backends.availability(name, "cuda")[1] or "")
 
@@ -219,7 +219,7 @@ def test_a_torch_without_cuda_has_none_of_them() -> None:
 
 
 def softmax(q: Any, k: Any, v: Any, seen: Any, bias: Any, scale: float) -> tuple[Any, Any]:
-    """out and lse (-inf where nothing is seen) in float32; ``[rows, heads, dim]`` with equal heads."""
+    """out and lse (-inf in empty rows) in float32; ``[rows, heads, dim]``, with as many kv heads as heads."""
     score = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * scale + (0 if bias is None else bias.float())
     score = torch.where(seen, score, -INF)
     lse = torch.logsumexp(score, -1)
@@ -228,7 +228,7 @@ def softmax(q: Any, k: Any, v: Any, seen: Any, bias: Any, scale: float) -> tuple
 
 
 def softmax_backward(q: Any, k: Any, v: Any, seen: Any, bias: Any, scale: float, out: Any, lse: Any, dout: Any) -> Any:
-    """(dq, dk, dv, dscore) from whatever lse is given; hidden weights are exp(-inf - lse)."""
+    """(dq, dk, dv, dscore) from the given lse; hidden weights are exp(-inf - lse)."""
     score = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * scale + (0 if bias is None else bias.float())
     weights = torch.exp(torch.where(seen, score, -INF) - lse[..., None])
     delta = (dout.float() * out.float()).sum(-1).t()  # [heads, rows]
@@ -387,7 +387,8 @@ def cudnn_backward(*given: Any, scale: float) -> Any:
     return dq.to(q.dtype), *(t.unflatten(1, (heads, group)).sum(2).to(q.dtype) for t in (dk, dv))
 
 
-LENGTHS = {"batch": 1, "q_len": 12, "kv_len": 14, "documents": 6, "max_len_q": 6, "max_len_k": 5}  # of oracle_cases
+# names of oracle_cases
+LENGTHS = {"batch": 1, "q_len": 12, "kv_len": 14, "documents": 6, "max_len_q": 6, "max_len_k": 5}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("flash efficient cudnn", {}),
     "a width of their own": ("flash efficient cudnn", {"head_dim": 16, "value_dim": 16}),
@@ -444,7 +445,7 @@ STANDINS = {
 
 
 def tensors(inputs: Inputs, dtype: str) -> Inputs:
-    """As torch tensors; q, k, v in the call's dtype, the rest of what is float in float32."""
+    """The inputs as torch tensors: q, k, v in the call's dtype, the other floats in float32."""
     found = {}
     for name, array in inputs._asdict().items():
         tensor = None if array is None else torch.from_numpy(np.asarray(array))
@@ -458,13 +459,13 @@ def tensors(inputs: Inputs, dtype: str) -> Inputs:
 @pytest.mark.parametrize(
     ("kernel", "case"), [(kernel, case) for case, (kernels, _) in CASES.items() for kernel in kernels.split()]
 )
-def test_the_arithmetic_is_right(kernel: str, case: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_match_the_reference(kernel: str, case: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, name, ops = STANDINS[kernel]
     monkeypatch.setattr(module, "_kernels", lambda: ops)
     fields = {**CASES[case][1], **({extra: True} if extra else {})}
     learns = not fields.pop("no_gradient", False)
     if extra == "return_lse":
-        fields.pop("bias_gradient", None)  # refused together
+        fields.pop("bias_gradient", None)  # these are refused together
     for dtype in module.FORWARD.dtypes[:2]:
         if dtype != "float32" and "bias_shape" in fields:
             continue
@@ -489,11 +490,11 @@ def test_the_arithmetic_is_right(kernel: str, case: str, extra: str, monkeypatch
         assert tuple(out.shape) == made.spec.out_shape and tuple(lse.shape) == made.spec.lse_shape
 
 
-# Its parts
+# The helper functions
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_rows_that_see_nothing_are_found(seed: int) -> None:
+def test_empty_rows_finds_every_row_that_sees_nothing(seed: int) -> None:
     random = np.random.default_rng(seed)
     q_len, kv_len = (int(n) for n in random.integers(1, 9, 2))
     shape = tuple(int(random.choice((1, n))) for n in (2, 3, q_len, kv_len))
@@ -510,7 +511,7 @@ def test_rows_that_see_nothing_are_found(seed: int) -> None:
     assert np.array_equal(found.numpy(), np.broadcast_to(~visible(spec, mask).any(-1), (2, 3, q_len)))
 
 
-def test_additive_rows_lie_where_kernels_can_load_them() -> None:
+def test_aligned_masks_have_rows_that_kernels_can_load() -> None:
     for keys in (7, 8, 13):
         for whole in (torch.randn(2, 1, 5, keys), torch.randn(2, 1, keys, 5).mT, torch.randn(2, 1, 5, 1)):
             found = aten_masks.aligned(whole, keys)
@@ -520,7 +521,7 @@ def test_additive_rows_lie_where_kernels_can_load_them() -> None:
     assert aten_masks.aligned(fits, 16) is fits, "no copy of what is right"
 
 
-def test_a_mask_is_exact_in_any_dtype_and_a_bias_keeps_its_own() -> None:
+def test_a_mask_takes_the_dtype_of_q_and_a_bias_keeps_float32() -> None:
     mask, bias = torch.tensor([[[[True, False]]]]), torch.tensor([[[[1.5, 2.5]]]])
     q = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16)
     added = aten_masks.additive(Inputs(q, q, q, mask=mask), q.dtype)
@@ -529,7 +530,7 @@ def test_a_mask_is_exact_in_any_dtype_and_a_bias_keeps_its_own() -> None:
     assert both.dtype == torch.float32 and both.tolist() == [[[[1.5, -INF]]]]
 
 
-def test_log_sum_exps_change_places_by_token_and_by_document() -> None:
+def test_the_log_sum_exp_is_reordered_by_token_and_by_document() -> None:
     cu_q, cu_k = torch.tensor([0, 3, 3, 5, 11], dtype=torch.int32), torch.tensor([0, 5, 7, 7, 9], dtype=torch.int32)
     where = aten_documents.places(cu_q, cu_k, 11, 32)
     assert where.document.tolist() == [0, 0, 0, 2, 2, 3, 3, 3, 3, 3, 3]
@@ -544,7 +545,7 @@ def test_log_sum_exps_change_places_by_token_and_by_document() -> None:
     assert (again[0, :, 3:] == INF).all() and (again[1:3] == INF).all() and (again[3, :, 6:] == INF).all()
 
 
-def test_queries_without_a_key_become_documents_of_their_own() -> None:
+def test_queries_without_a_key_become_separate_documents() -> None:
     cu_q, cu_k = torch.tensor([0, 3, 3, 5, 11], dtype=torch.int32), torch.tensor([0, 5, 7, 7, 9], dtype=torch.int32)
     queries, keys = aten_documents.split_at_first_key(cu_q, cu_k)
     assert queries.dtype == keys.dtype == torch.int32
@@ -552,14 +553,14 @@ def test_queries_without_a_key_become_documents_of_their_own() -> None:
     assert keys.tolist() == [0, 0, 5, 5, 7, 7, 7, 7, 9]
 
 
-def test_offsets_that_lie_read_nothing_outside() -> None:
+def test_wrong_offsets_give_places_within_the_tensors() -> None:
     lies = torch.tensor([0, 900, 2, 5], dtype=torch.int32)
     where = aten_documents.places(lies, lies, 7, 32)
     assert (where.document >= 0).all() and (where.document < 3).all()
     assert (where.position >= 0).all() and (where.position < 32).all()
 
 
-def test_groups_of_heads() -> None:
+def test_kv_heads_are_repeated_and_summed_by_group() -> None:
     k = torch.randn(2, 5, 3, 8)
     wide = operands.for_each_head(k, 4)
     assert torch.equal(wide, k.repeat_interleave(4, dim=2))
@@ -570,18 +571,19 @@ def test_groups_of_heads() -> None:
     assert operands.by_kv_head(low, 12) is low
 
 
-# The ops themselves, on tensors without storage: names, order and types of their arguments
+# The ops themselves, on meta tensors: names, order and types of their arguments
 
 
 def fits(kind: str, value: Any) -> bool:
-    """Whether a value may stand for an argument of a schema; a missing tensor is None."""
+    """Whether a value fits an argument of a schema; a missing tensor is None."""
     types = {"Tensor": torch.Tensor, "int": int, "float": float, "bool": bool}
     word = next(word for word in types if word in kind)
     return value is None if value is None and (word == "Tensor" or "Optional" in kind) else type(value) is types[word]
 
 
-def checked(op: Any) -> Any:
-    """The op, its arguments held against its schema first. torch's stand-in for one backward op has the wrong ones."""
+def with_checked_arguments(op: Any) -> Any:
+    """Wraps the op and checks the arguments against its schema first. torch's meta function of one backward op is
+    wrong."""
 
     def run(*given: Any, **named: Any) -> Any:
         arguments = op._schema.arguments
@@ -600,11 +602,9 @@ def checked(op: Any) -> Any:
 
 @pytest.mark.parametrize("kernel", STANDINS)
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_arguments_are_those_of_the_installed_torch(
-    kernel: str, packed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_arguments_fit_the_installed_torch(kernel: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     module, name, _ = STANDINS[kernel]
-    ops = tuple(map(checked, module._kernels()))
+    ops = tuple(map(with_checked_arguments, module._kernels()))
     monkeypatch.setattr(module, "_kernels", lambda: ops)
     changes: dict[str, Any] = {"causal": True, "kv_len": 40, "needs_backward": True, "sinks": True}
     changes |= PACKED if packed else {}
@@ -633,7 +633,7 @@ def flash_forward_in_place(place: Any, *given: Any, **how: Any) -> Any:
     return lse
 
 
-def test_the_flash_kernel_writes_into_a_buffer_that_it_can_store_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_flash_kernel_writes_into_a_suitable_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "_kernels", lambda: (flash_forward, flash_backward))
     monkeypatch.setattr(flash, "_in_place", lambda: flash_forward_in_place)
     made = make({"causal": True, "q_len": 11, "kv_len": 7, "head_dim": 16, "value_dim": 16}, "bfloat16")
@@ -653,7 +653,7 @@ def test_the_flash_kernel_writes_into_a_buffer_that_it_can_store_to(monkeypatch:
     assert flash.forward(made.spec, inputs, (place, None))[0] is not place
 
 
-def test_the_flash_kernel_in_place_has_the_installed_torchs_arguments() -> None:
+def test_the_arguments_of_the_in_place_flash_kernel_fit_the_installed_torch() -> None:
     if flash._in_place() is None:
         pytest.skip(f"torch {torch.__version__} has no such op")
     plain, in_place = (op._schema.arguments for op in (flash._kernels()[0], flash._in_place()))
@@ -662,12 +662,12 @@ def test_the_flash_kernel_in_place_has_the_installed_torchs_arguments() -> None:
     assert len(flash._in_place()._schema.returns) == 1
 
 
-# On a GPU: what the generated suites do not draw
+# On a GPU: calls that the generated suites do not draw
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("fields", [{"causal": True}, {"q_len": 1}, {**LENGTHS, "causal": True}])
-def test_the_flash_kernel_in_place_gives_the_same_bits(fields: dict[str, Any]) -> None:
+def test_the_in_place_flash_kernel_gives_the_same_bits(fields: dict[str, Any]) -> None:
     if flash._in_place() is None:
         pytest.skip(f"torch {torch.__version__} has no such op")
     made = make({**fields, "head_dim": 64, "value_dim": 64}, "bfloat16")
@@ -703,7 +703,7 @@ def _device() -> str:
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("widths", [(512, 320), (320, 512), (136, 24)])
-def test_wide_heads(widths: tuple[int, int], dtype: str) -> None:
+def test_large_head_dims_match_the_reference(widths: tuple[int, int], dtype: str) -> None:
     sizes = {
         "q_len": 67,
         "kv_len": 131,
@@ -719,8 +719,8 @@ def test_wide_heads(widths: tuple[int, int], dtype: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", ["sdpa_flash", "sdpa_efficient"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_documents_of_more_queries_than_keys(name: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole tiles of queries see nothing, in some documents, and some documents have no query."""
+def test_documents_with_more_queries_than_keys(name: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In some documents whole tiles of queries see nothing, and some documents have no query."""
     queries, keys = (300, 0, 129, 70, 1), (100, 257, 0, 70, 5)
     monkeypatch.setattr("oracle_cases.LENGTHS_Q", queries)
     monkeypatch.setattr("oracle_cases.LENGTHS_K", keys)
@@ -731,8 +731,8 @@ def test_documents_of_more_queries_than_keys(name: str, causal: bool, monkeypatc
 
 
 @pytest.mark.cuda
-def test_cudnn_s_backward_takes_gradients_of_any_layout() -> None:
-    """torch keeps cuDNN's plans by the layout of q, k and v: another dout must not meet the plan of the first."""
+def test_the_cudnn_backward_takes_gradients_of_any_layout() -> None:
+    """torch caches cuDNN's plans by the layout of q, k and v: another layout of dout must not reuse the first plan."""
     spec = replace(SPEC, kv_len=40, needs_backward=True)
     target, module = Target.here("torch", _device()), backends.load("sdpa_cudnn", "cuda")
     if reasons := selection.refusals("sdpa_cudnn", spec, target):

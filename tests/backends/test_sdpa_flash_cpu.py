@@ -1,4 +1,4 @@
-"""The aten CPU flash kernel in blocks of queries: right where blocks, band and tables meet, and small in memory."""
+"""Tests torch's CPU flash kernel in blocks of queries: correct across blocks, bands and masks, and small in memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WINDOWS = (None, (0, 0), (3, 0), (2, 1), (None, 2), (7, None), (40, 40))
 
 @contextmanager
 def blocks_of(rows: int) -> Iterator[None]:
-    """Blocks of so many queries, whether a window or the size of the mask bounds them."""
+    """Sets blocks of this many queries, whether a window or the size of the mask bounds the block."""
     bounds = {"WINDOW_ROWS": rows, "FEWEST_ROWS": rows, "MASK_ELEMENTS": 1}
     cpu_blocks.blocks.cache_clear()
     with mock.patch.multiple(cpu_blocks, **bounds):
@@ -39,7 +39,7 @@ def blocks_of(rows: int) -> Iterator[None]:
 
 @st.composite
 def banded(draw: Any) -> Call:
-    """Calls with gradients whose queries and keys differ in number, with any band, mask and bias."""
+    """Calls with gradients and different numbers of queries and keys, with any band, mask and bias."""
     q_len, kv_len = draw(st.integers(1, 23)), draw(st.integers(1, 23))
     full = (SIZES["batch"], SIZES["num_heads"], q_len, kv_len)
     table = st.none() | st.tuples(*(st.sampled_from((1, size)) for size in full))
@@ -51,7 +51,7 @@ def banded(draw: Any) -> Call:
 
 
 @given(call=banded(), rows=st.integers(1, 9))
-def test_blocks_of_any_height_are_right(call: Call, rows: int) -> None:
+def test_blocks_of_any_height_match_the_reference(call: Call, rows: int) -> None:
     with blocks_of(rows):
         verdict = judge("torch", call, run("torch", call, "sdpa_flash"))
     assert verdict.ok, f"blocks of {rows}: {call}\n{verdict}"
@@ -76,21 +76,22 @@ CORNERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize("case", CORNERS)
-def test_corners(case: str, framework: str) -> None:
+def test_edge_cases_match_the_reference(case: str, framework: str) -> None:
     call = make_call(3, **{**SIZES, **CORNERS[case]}, needs_backward=True)
     verdict = judge(framework, call, run(framework, call, "sdpa_flash"))
     assert verdict.ok, f"{case}: {verdict}"
 
 
-def test_documents_with_windows() -> None:
+def test_packed_documents_with_windows() -> None:
     lengths = ((150, 0, 3, 200), (150, 4, 3, 260))
     call = make_call(4, lengths, **{**SIZES, "batch": 1}, causal=True, window=70, needs_backward=True)
     verdict = judge("torch", call, run("torch", call, "sdpa_flash"))
     assert verdict.ok, str(verdict)
 
 
-class Largest(TorchDispatchMode):
-    """Counts the elements of the largest output of any operation, and the pairs that kernels meet forward."""
+class LargestOutput(TorchDispatchMode):
+    """Counts the elements of the largest output of any operation, and the pairs that the kernels visit in the
+    forward."""
 
     elements = pairs = 0
 
@@ -113,12 +114,12 @@ class Largest(TorchDispatchMode):
     ],
     ids=str,
 )
-def test_no_mask_of_all_queries_and_keys_is_built(band: dict[str, Any]) -> None:
-    """Memory grows with the inputs and one block; under a window so do the pairs that the kernel meets."""
+def test_no_full_mask_is_built(band: dict[str, Any]) -> None:
+    """Memory grows with the inputs plus one block. Under a window the visited pairs grow linearly as well."""
     sizes = {"batch": 1, "q_len": 4096, "kv_len": 4096, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8}
     spec = AttentionSpec(**{**sizes, "value_dim": 8, "dtype": "float32", "needs_backward": True, **band})
     q, k, v = (torch.randn(1, length, 1, 8) for length in (spec.q_len, spec.kv_len, spec.kv_len))
-    with Largest() as largest:
+    with LargestOutput() as largest:
         out, lse = sdpa_flash.forward(spec, Inputs(q, k, v))
         sdpa_flash.backward(spec, Inputs(q, k, v), out, lse, torch.ones_like(out), None)
     assert 0 < largest.elements <= cpu_blocks.MASK_ELEMENTS + cpu_blocks.FEWEST_ROWS * spec.kv_len
@@ -126,7 +127,7 @@ def test_no_mask_of_all_queries_and_keys_is_built(band: dict[str, Any]) -> None:
         assert largest.pairs <= spec.q_len * (256 + cpu_blocks.WINDOW_ROWS)
 
 
-def test_however_long_the_rows_the_kernel_takes_windows_and_masks() -> None:
+def test_long_rows_with_windows_and_masks_are_accepted() -> None:
     sizes = {"batch": 1, "q_len": 2**20, "kv_len": 2**20, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
     for asked in ({"window": (255, 0)}, {"mask_shape": (1, 1, 1, 2**20)}):
         spec = AttentionSpec(**{**sizes, "value_dim": 8, "dtype": "float32", "causal": True, **asked})

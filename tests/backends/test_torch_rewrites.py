@@ -1,4 +1,5 @@
-"""Widths, sinks and the gradient of the log-sum-exp around a kernel that has none of them, against the reference."""
+"""Tests the rewrites around a kernel that lacks widths, sinks or the gradient of the log-sum-exp, against the
+reference."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def tensors(inputs: Inputs) -> Inputs:
 @pytest.mark.parametrize("with_lse", [False, True], ids=["", "gradient of lse"])
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
-def test_the_rewrites_are_exact(name: str, dtype: str, with_lse: bool, sinks: bool, kernel: Any) -> None:
+def test_rewritten_calls_match_the_reference(name: str, dtype: str, with_lse: bool, sinks: bool, kernel: Any) -> None:
     case = make({**CASES[name], "sinks": sinks, "needs_backward": True, "return_lse": with_lse}, dtype)
     kind = getattr(torch, dtype)
     inputs = tensors(case.inputs)
@@ -76,7 +77,7 @@ def test_the_rewrites_are_exact(name: str, dtype: str, with_lse: bool, sinks: bo
     assert not sinks or found.dsinks.dtype == inputs.sinks.dtype
 
 
-def test_a_sink_of_minus_infinity_is_none() -> None:
+def test_a_sink_of_minus_infinity_counts_as_no_sink() -> None:
     case = make({"causal": True, "q_len": 7, "kv_len": 5, "sinks": True})
     inputs = tensors(case.inputs)._replace(sinks=torch.full((9,), -torch.inf, dtype=torch.float64))
     out, lse = rewrites.forward(SAME, case.spec, inputs)
@@ -87,7 +88,7 @@ def test_a_sink_of_minus_infinity_is_none() -> None:
     assert not any(part.isnan().any() for part in (found.dq, found.dk, found.dv, found.dsinks))
 
 
-def test_buffers_are_written_where_the_kernel_can() -> None:
+def test_results_are_written_into_buffers_that_the_kernel_accepts() -> None:
     case = make({"head_dim": 8, "value_dim": 8})
     inputs = tensors(case.inputs)
     into = (torch.empty(case.spec.out_shape, dtype=torch.float64), None)
@@ -99,7 +100,7 @@ def test_buffers_are_written_where_the_kernel_can() -> None:
     assert out is not into[0] and (into[0] == 7.0).all()
 
 
-def test_what_the_rewrite_cannot_do_is_refused() -> None:
+def test_calls_that_cannot_be_rewritten_are_refused() -> None:
     asked = {"needs_backward": True, "return_lse": True}
     assert rewrites.refusals(make({**asked}).spec) == ()
     for more, words in (({"softcap": 5.0}, "softcap=5.0"), ({"dropout": 0.1}, "dropout=0.1")):
@@ -108,7 +109,7 @@ def test_what_the_rewrite_cannot_do_is_refused() -> None:
     assert rewrites.refusals(make({"softcap": 5.0, "needs_backward": True}).spec) == ()
 
 
-def test_readable_copies_only_what_a_kernel_cannot_read() -> None:
+def test_readable_copies_only_tensors_that_a_kernel_cannot_read() -> None:
     whole = torch.zeros(2, 6, 4, 32, dtype=torch.bfloat16)
     for tensor in (whole, whole.transpose(1, 2), whole[:, 1:], whole[..., 8:24], whole[:, ::2]):
         assert rewrites.readable(tensor) is tensor

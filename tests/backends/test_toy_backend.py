@@ -1,4 +1,5 @@
-"""A folder in attn_core/backends/ is a backend: it joins everything that names backends, with no edit elsewhere."""
+"""Tests that a folder in attn_core/backends/ is a backend: it joins everything that names backends with no edit
+elsewhere."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ print(json.dumps({{
 """
 
 
-def test_a_folder_joins_by_itself(tmp_path: Path) -> None:
+def test_a_new_folder_becomes_a_backend_without_other_edits(tmp_path: Path) -> None:
     (tmp_path / "toy").mkdir()
     for name, text in {"__init__": '"""A toy backend."""', "backend": BACKEND, "scores": HELPER}.items():
         (tmp_path / "toy" / f"{name}.py").write_text(text, encoding="utf-8")

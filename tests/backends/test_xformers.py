@@ -1,4 +1,5 @@
-"""xformers' backends without a GPU: masks, arguments and refusals as data, and the arithmetic around its kernels."""
+"""Tests xformers' backends without a GPU: masks, arguments and refusals as data, and the arithmetic around the
+kernels."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ CU_Q, CU_K = (np.cumsum([0, *lengths]) for lengths in (LENGTHS_Q, LENGTHS_K))
 
 
 def seen_by(mask: Mask, q_len: int, kv_len: int) -> np.ndarray:
-    """The pairs that a class of xformers shows in a block, told again from its documentation."""
+    """The pairs that a class of xformers shows in a block, written down from its documentation."""
     name, shift = mask.name or "", kv_len - q_len if "FromBottomRight" in (mask.name or "") else 0
     distance = np.arange(kv_len)[None, :] - (np.arange(q_len)[:, None] + shift)
     if name == "LocalAttentionFromBottomRightMask":
@@ -58,7 +59,7 @@ ALIGNMENTS = ("bottom_right", "top_left")
 @pytest.mark.parametrize("alignment", ALIGNMENTS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("q_len", "kv_len"), LENGTHS)
-def test_the_classes_mean_what_the_spec_means(q_len: int, kv_len: int, causal: bool, alignment: Any) -> None:
+def test_mask_classes_match_the_visible_set(q_len: int, kv_len: int, causal: bool, alignment: Any) -> None:
     described = 0
     for window in WINDOWS:
         spec = replace(SPEC, q_len=q_len, kv_len=kv_len, causal=causal, alignment=alignment, window=window)
@@ -73,7 +74,7 @@ def test_the_classes_mean_what_the_spec_means(q_len: int, kv_len: int, causal: b
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_classes_mean_the_same_in_documents(causal: bool) -> None:
+def test_mask_classes_match_the_visible_set_of_documents(causal: bool) -> None:
     names = set()
     for window in WINDOWS:
         spec = replace(SPEC, **PACKED, max_len_q=6, max_len_k=5, causal=causal, window=window)
@@ -89,7 +90,7 @@ def test_the_classes_mean_the_same_in_documents(causal: bool) -> None:
 
 
 @pytest.mark.parametrize("q_len", [1, 2, 16])
-def test_rows_laid_end_to_end_are_bottom_right_blocks(q_len: int) -> None:
+def test_concatenated_rows_are_bottom_right_blocks(q_len: int) -> None:
     attn_bias = pytest.importorskip("xformers.ops.fmha.attn_bias", exc_type=ImportError)
     spec = replace(SPEC, batch=3, q_len=q_len, kv_len=19, causal=True, window=(4, 0))
     how = backends.load("xformers_splitk").lower(spec)
@@ -102,14 +103,14 @@ def test_rows_laid_end_to_end_are_bottom_right_blocks(q_len: int) -> None:
         assert int(seen[span].sum()) == int(seen[span, keys].sum())
 
 
-def test_xformers_agrees_where_it_is_installed() -> None:
+def test_masks_match_the_installed_xformers() -> None:
     attn_bias = pytest.importorskip("xformers.ops.fmha.attn_bias", exc_type=ImportError)
     for (q_len, kv_len), causal, alignment, window in product(LENGTHS, (False, True), ALIGNMENTS, WINDOWS):
         mask = mask_of(replace(SPEC, q_len=q_len, kv_len=kv_len, causal=causal, alignment=alignment, window=window))
         if mask.name:
             built = getattr(attn_bias, mask.name)(**mask.window).materialize((q_len, kv_len))
             assert ((built.exp() > 0).numpy() == seen_by(mask, q_len, kv_len)).all(), mask
-    cu = np.array([0, 3, 3, 8])  # xformers itself builds no mask of documents with fewer keys than queries
+    cu = np.array([0, 3, 3, 8])  # xformers itself has no mask for documents with fewer keys than queries
     info = attn_bias._SeqLenInfo.from_seqlens([3, 0, 5], device=attn_bias.torch.device("cpu"))
     offsets = attn_bias.torch.tensor([0, 3, 3, 8]), attn_bias.torch.tensor([0, 1, 4, 8])
     for causal, window in product((False, True), WINDOWS):
@@ -124,15 +125,15 @@ def test_xformers_agrees_where_it_is_installed() -> None:
 
 
 @pytest.mark.parametrize(("q_len", "longest", "expected"), [(3, 1, 1), (2, 1, 2), (8, 5, 5)])
-def test_documents_of_at_most_one_query(q_len: int, longest: int, expected: int) -> None:
-    """FlashAttention 2 takes ``max_seqlen_q = 1`` for one query in every document."""
+def test_max_seqlen_of_documents_with_one_query(q_len: int, longest: int, expected: int) -> None:
+    """FlashAttention 2 reads ``max_seqlen_q = 1`` as one query in every document."""
     modules = SimpleNamespace(_SeqLenInfo=SimpleNamespace, BlockDiagonalMask=SimpleNamespace)
     spec = replace(SPEC, **{**DOCUMENTS, "q_len": q_len, "kv_len": 15, "max_len_q": longest})
     made = documents_mask(modules, Mask("BlockDiagonalMask", {}), spec, Inputs(*(None,) * 9))
     assert made.q_seqinfo.max_seqlen == expected
 
 
-# What is lowered and what is refused
+# Lowering and refusals
 
 PLAIN = {
     **{"operator": "flash", "attn_bias": None, "window": {}, "scale": 0.125, "groups": "five axes"},
@@ -276,7 +277,7 @@ def test_refusals_name_value_and_limit(name: str, asked: dict[str, Any], says: s
 
 
 @pytest.mark.parametrize("name", ["xformers", *(f"xformers_{word}" for word in WORDS)])
-def test_what_all_of_them_run(name: str) -> None:
+def test_calls_that_every_operator_supports(name: str) -> None:
     for asked in (
         {},
         {"causal": True},
@@ -290,7 +291,7 @@ def test_what_all_of_them_run(name: str) -> None:
     assert (reasons(name, Target("torch", "sm80")) == ()) is (name != "xformers_flash3")
 
 
-def test_every_reason_of_both_operators_is_given_once() -> None:
+def test_the_reasons_of_both_operators_are_listed_once() -> None:
     found = reasons("xformers", mask_shape=(1, 1, 5, 7), **DOCUMENTS)
     assert found == (
         "mask of shape [1, 1, 5, 7]: the xformers flash kernel has none",
@@ -301,7 +302,7 @@ def test_every_reason_of_both_operators_is_given_once() -> None:
     assert len(training) == 2 and "flash kernel takes" in training[0] and "infs and NaNs" in training[1]
 
 
-def test_an_unusual_build_is_named() -> None:
+def test_the_limits_of_an_unusual_build_are_reasons() -> None:
     forward_only = Target("torch", "sm90", builds=(("xformers_flash3", Build("fa3F@pip_pkg", ("backward",))),))
     assert reasons("xformers_flash3", forward_only) == ()
     (why,) = reasons("xformers_flash3", forward_only, needs_backward=True)
@@ -323,14 +324,15 @@ def test_a_missing_package_is_the_reason() -> None:
         pytest.skip("xformers is installed")
 
 
-# The arithmetic around the kernels, with stand-ins that have xformers' conventions
+# The arithmetic around the kernels, with stand-ins that follow xformers' conventions
 
 torch = pytest.importorskip("torch")
 from attn_core.correctness import accuracy
 
 
 class StandIn:
-    """``xformers.ops.fmha`` for one operator, in float64: its shapes, its log-sum-exp, its demands."""
+    """``xformers.ops.fmha`` for one operator, in float64: its shapes, its log-sum-exp, and the conditions that it
+    checks."""
 
     attn_bias: Any
 
@@ -423,7 +425,7 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("name", "word"), [(name, word) for name, (words, _) in CASES.items() for word in words])
-def test_the_halves_are_exact(name: str, word: str, stand_in: Any) -> None:
+def test_forward_and_backward_match_the_reference(name: str, word: str, stand_in: Any) -> None:
     module, asked = stand_in(word), CASES[name][1]
     learns = module.BACKWARD is not None and not (word == "cutlass" and "window" in asked and "mask" not in name)
     case = make({**asked, "needs_backward": learns, "return_lse": True}, "float32")
@@ -479,7 +481,9 @@ def test_added_tensors_are_small_and_aligned() -> None:
         ("splitk", (), {1: 16, 17: 32, 64: 64, 96: 128, 512: 512}),
     ],
 )
-def test_widths(word: str, installed: Any, expected: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probed_widths(
+    word: str, installed: Any, expected: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(operators, "widths", lambda asked: installed)
     assert {dim: operators.width(word, dim) for dim in expected} == expected
 
@@ -492,7 +496,7 @@ def test_widths(word: str, installed: Any, expected: dict[int, int], monkeypatch
         ({"forward": (32, 64, 96, 128, 192, 256), "backward": False}, Build("fa2F@9", ("backward",))),
     ],
 )
-def test_builds_are_found_by_running_them(runs: Any, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_builds_are_probed_by_a_small_call(runs: Any, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     fmha = SimpleNamespace(flash=SimpleNamespace())
     monkeypatch.setattr(operators, "loaded", lambda word: (fmha, SimpleNamespace(NAME="fa2F@9"), None))
 
