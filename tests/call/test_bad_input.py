@@ -1,7 +1,7 @@
-"""Bad input: one typed error that names the argument, its value and the remedy, in both frontends, before any kernel.
+"""Tests that bad input is one typed error before any kernel runs; it names the argument, its value and the remedy.
 
 Every row runs through torch (without and with gradients) and JAX (eager, and while ``jax.jit`` traces), and ``explain``
-must say the same as ``attention``.
+must raise the same error as ``attention``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DTYPES = "float64, float32, bfloat16, float16"
 
 
 class Bad(NamedTuple):
-    """A call that must fail: what differs from a good one, the exact exception, and what its message must say."""
+    """A call that must fail: the changes to a good call, the exact exception, and patterns of its message."""
 
     changes: dict[str, Any]
     error: type[Exception]
@@ -454,17 +454,17 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def ran() -> Iterator[list[str]]:
+def backends_run() -> Iterator[list[str]]:
     with pytest.MonkeyPatch.context() as patch, spied(patch) as names:
         yield names
 
 
 @pytest.fixture(autouse=True)
-def nothing_ran(ran: list[str]) -> Iterator[None]:
-    """No backend has run when a test of this file ends, unless it says so by emptying the list."""
-    ran.clear()
+def no_backend_ran(backends_run: list[str]) -> Iterator[None]:
+    """Checks at the end of each test that no backend has run. A test that runs one empties the list itself."""
+    backends_run.clear()
     yield
-    assert ran == []
+    assert backends_run == []
 
 
 def arguments(framework: Framework, row: Bad) -> dict[str, Any]:
@@ -473,8 +473,8 @@ def arguments(framework: Framework, row: Bad) -> dict[str, Any]:
     return {**(packed if row.packed else dense)(framework), **made}
 
 
-def fails(row: Bad, call: Callable[[], Any]) -> str:
-    """Asserts that a call fails as the row says; the message."""
+def assert_fails(row: Bad, call: Callable[[], Any]) -> str:
+    """Asserts that a call fails as the row says, and returns the message."""
     with pytest.raises(row.error) as caught:
         call()
     assert type(caught.value) is row.error
@@ -484,19 +484,19 @@ def fails(row: Bad, call: Callable[[], Any]) -> str:
 
 
 @pytest.mark.parametrize(("framework", "row"), CASES)
-def test_one_clear_error(framework: Framework, row: Bad) -> None:
+def test_bad_input_is_one_clear_error(framework: Framework, row: Bad) -> None:
     frontend = framework.frontend
-    message = fails(row, lambda: frontend.attention(**arguments(framework, row)))
+    message = assert_fails(row, lambda: frontend.attention(**arguments(framework, row)))
     if row is not TABLE["unknown keyword"]:
-        assert fails(row, lambda: frontend.explain(**arguments(framework, row))) == message
+        assert assert_fails(row, lambda: frontend.explain(**arguments(framework, row))) == message
     if framework is TORCH:
-        fails(row, lambda: frontend.attention(**training(arguments(framework, row))))
+        assert_fails(row, lambda: frontend.attention(**with_gradients(arguments(framework, row))))
     else:
-        fails(row, lambda: traced(arguments(framework, row)))
+        assert_fails(row, lambda: traced(arguments(framework, row)))
 
 
-def training(given: dict[str, Any]) -> dict[str, Any]:
-    """The same call with gradients asked of q, k and v."""
+def with_gradients(given: dict[str, Any]) -> dict[str, Any]:
+    """The same call with q, k and v that require gradients."""
 
     def leaf(tensor: Any) -> Any:
         learnable = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
@@ -506,7 +506,7 @@ def training(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def traced(given: dict[str, Any]) -> Any:
-    """The call while jit traces it: arrays are traced, a seq_info is part of the program."""
+    """Runs the call while jit traces it: arrays are traced, a seq_info is part of the program."""
     arrays = {name: array for name, array in given.items() if isinstance(array, jax.Array)}
     rest = {name: array for name, array in given.items() if name not in arrays}
     return jax.jit(lambda arrays: JAX.frontend.attention(**arrays, **rest))(arrays)
@@ -514,21 +514,21 @@ def traced(given: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("framework", BOTH, ids=str)
 @pytest.mark.parametrize("call", [dense, packed])
-def test_the_spy_sees_good_calls(framework: Framework, call: Make, ran: list[str]) -> None:
+def test_the_spy_sees_the_backends_of_good_calls(framework: Framework, call: Make, backends_run: list[str]) -> None:
     framework.frontend.attention(**call(framework))
-    assert set(ran) == {"sdpa_flash"}
-    ran.clear()
+    assert set(backends_run) == {"sdpa_flash"}
+    backends_run.clear()
     framework.frontend.attention(**call(framework), softcap=3.0)
-    assert ran[0] == "math"
-    ran.clear()
+    assert backends_run[0] == "math"
+    backends_run.clear()
 
 
 @pytest.mark.parametrize("framework", BOTH, ids=str)
-def test_values_alike_are_told_apart_by_kind(framework: Framework, ran: list[str]) -> None:
-    """1 == True, so a cache must not serve one for the other where that would hide an error."""
+def test_caches_tell_equal_values_of_different_types_apart(framework: Framework, backends_run: list[str]) -> None:
+    """1 == True, so a cache must not return the plan of one for the other, which may be an error."""
     framework.frontend.attention(**dense(framework), softcap=1.0, mask=framework.zeros(5, 7, dtype="bool"))
-    ran.clear()
-    fails(
+    backends_run.clear()
+    assert_fails(
         value("^softcap=True"),
         lambda: framework.frontend.attention(
             **dense(framework), softcap=True, mask=framework.zeros(5, 7, dtype="bool")
@@ -537,14 +537,14 @@ def test_values_alike_are_told_apart_by_kind(framework: Framework, ran: list[str
 
 
 @pytest.mark.parametrize("framework", BOTH, ids=str)
-def test_a_backend_that_cannot_gives_every_reason_and_runs_nothing(framework: Framework) -> None:
+def test_a_refused_backend_lists_every_reason_and_runs_nothing(framework: Framework) -> None:
     call = dense(framework) | {"softcap": 5.0, "sinks": framework.zeros(6), "backend": "sdpa_flash"}
     row = Bad(
         {},
         NoBackendError,
         ("^backend='sdpa_flash' cannot run this call, .* never falls back", "softcap=5.0: .*; sinks: "),
     )
-    message = fails(row, lambda: framework.frontend.attention(**call))
+    message = assert_fails(row, lambda: framework.frontend.attention(**call))
     assert all(f"\n  {name} " in message for name in backends.names())
     selection = framework.frontend.explain(**call)
     assert selection.backend is None
@@ -558,14 +558,14 @@ def test_a_backend_without_gradients_is_refused_before_it_runs() -> None:
         NoBackendError,
         ("^backend='flex' cannot run", "flex .*refused: backward: FlexAttention on CPU has no gradient"),
     )
-    fails(row, lambda: TORCH.frontend.attention(**training(dense(TORCH)), backend="flex"))
+    assert_fails(row, lambda: TORCH.frontend.attention(**with_gradients(dense(TORCH)), backend="flex"))
     given = dense(JAX)
 
     def loss(q: jax.Array) -> jax.Array:
         return JAX.frontend.attention(q, given["k"], given["v"], backend="flex").sum()
 
-    fails(row, lambda: jax.grad(loss)(given["q"]))
-    fails(row, lambda: jax.jit(jax.grad(loss))(given["q"]))
+    assert_fails(row, lambda: jax.grad(loss)(given["q"]))
+    assert_fails(row, lambda: jax.jit(jax.grad(loss))(given["q"]))
 
 
 def test_a_device_without_backends_is_refused() -> None:
@@ -573,39 +573,39 @@ def test_a_device_without_backends_is_refused() -> None:
         {}, NoBackendError, ("^no backend can run this call", "attention in torch on meta", "math .*device meta: ")
     )
     call = {"q": torch.zeros(2, 5, 6, 11, device="meta"), **{n: torch.zeros(2, 7, 3, 11, device="meta") for n in "kv"}}
-    fails(row, lambda: TORCH.frontend.warm_up(**call))
+    assert_fails(row, lambda: TORCH.frontend.warm_up(**call))
     assert TORCH.frontend.attention(**call).is_meta  # shapes alone need no backend
 
 
-def test_slopes_that_want_a_gradient_are_refused() -> None:
+def test_alibi_slopes_that_require_a_gradient_are_refused() -> None:
     row = value(r"^alibi_slopes: expected requires_grad=False, .*; pass alibi_slopes.detach\(\)")
     slopes = torch.zeros(6, requires_grad=True)
-    fails(row, lambda: TORCH.frontend.attention(**dense(TORCH), alibi_slopes=slopes))
+    assert_fails(row, lambda: TORCH.frontend.attention(**dense(TORCH), alibi_slopes=slopes))
 
     def loss(slopes: jax.Array) -> jax.Array:
         return JAX.frontend.attention(**dense(JAX), alibi_slopes=slopes).sum()
 
     row = value("^alibi_slopes: expected no gradient, .*; use jax.lax.stop_gradient")
-    fails(row, lambda: jax.grad(loss)(jnp.zeros(6)))
-    fails(row, lambda: jax.jit(jax.grad(loss))(jnp.zeros(6)))
+    assert_fails(row, lambda: jax.grad(loss)(jnp.zeros(6)))
+    assert_fails(row, lambda: jax.jit(jax.grad(loss))(jnp.zeros(6)))
 
 
-def test_slopes_without_a_gradient_are_taken_under_no_grad(ran: list[str]) -> None:
+def test_alibi_slopes_are_accepted_under_no_grad(backends_run: list[str]) -> None:
     with torch.no_grad():
         TORCH.frontend.attention(**dense(TORCH), alibi_slopes=torch.zeros(6, requires_grad=True))
-    ran.clear()
+    backends_run.clear()
 
 
 def test_dropout_in_jax_needs_a_key_and_the_xla_path() -> None:
     row = value(r"^dropout=0.1: expected dropout_rng, a PRNG key such as jax.random.key\(0\)")
-    fails(row, lambda: JAX.frontend.attention(**dense(JAX), dropout=0.1))
-    fails(row, lambda: traced(dense(JAX) | {"dropout": 0.1}))
+    assert_fails(row, lambda: JAX.frontend.attention(**dense(JAX), dropout=0.1))
+    assert_fails(row, lambda: traced(dense(JAX) | {"dropout": 0.1}))
     for wrong in (0, jax.random.split(jax.random.key(0)), jnp.ones(2)):
         row = value("^dropout_rng: expected one PRNG key such as")
-        fails(row, lambda: JAX.frontend.attention(**dense(JAX), dropout=0.1, dropout_rng=wrong))  # noqa: B023
+        assert_fails(row, lambda: JAX.frontend.attention(**dense(JAX), dropout=0.1, dropout_rng=wrong))  # noqa: B023
     row = Bad({}, NoBackendError, ("math .*refused: dropout=0.1: in JAX only the XLA path has dropout",))
     key = jax.random.key(0)
-    fails(row, lambda: JAX.frontend.attention(**dense(JAX), dropout=0.1, dropout_rng=key, backend="math"))
+    assert_fails(row, lambda: JAX.frontend.attention(**dense(JAX), dropout=0.1, dropout_rng=key, backend="math"))
 
 
 @pytest.mark.parametrize(
@@ -617,7 +617,7 @@ def test_dropout_in_jax_needs_a_key_and_the_xla_path() -> None:
     ],
 )
 def test_traced_options_are_refused_by_name(name: str, given: Any) -> None:
-    """A tracer where a static value belongs: the option is named, nothing is left to decipher."""
+    """A tracer in place of a static value: the error names the option."""
 
     def call(option: Any) -> Any:
         if name == "max_len_q":
@@ -625,15 +625,15 @@ def test_traced_options_are_refused_by_name(name: str, given: Any) -> None:
             return JAX.frontend.attention(**(packed(JAX) | {"seq_info": (None, offsets, option)}))
         return JAX.frontend.attention(**dense(JAX), **{name: option})
 
-    fails(value(rf"^(seq_info\.)?{name}=JitTracer"), lambda: jax.jit(call)(given))
+    assert_fails(value(rf"^(seq_info\.)?{name}=JitTracer"), lambda: jax.jit(call)(given))
 
 
 def test_int64_offsets_in_jax() -> None:
     with jax.enable_x64(True):
         row = Bad({}, DTypeError, ("^seq_info.cu_seqlens_q: expected dtype int32, got int64; cast it to int32",))
         call = packed(JAX) | {"seq_info": (None, jnp.array([0, 5], jnp.int64), 5)}
-        fails(row, lambda: JAX.frontend.attention(**call))
-        fails(
+        assert_fails(row, lambda: JAX.frontend.attention(**call))
+        assert_fails(
             row,
             lambda: jax.jit(lambda call: JAX.frontend.attention(**call))(
                 {**call, "seq_info": SeqInfo(*[call["seq_info"][1]] * 2, 5, 5)}
@@ -641,15 +641,15 @@ def test_int64_offsets_in_jax() -> None:
         )
 
 
-def test_traced_offsets_that_lie_are_caught_when_they_run(ran: list[str]) -> None:
-    """Values that exist only at run time cannot be judged at trace time: the kernel's own check speaks through XLA."""
+def test_wrong_traced_offsets_are_an_error_at_run_time(backends_run: list[str]) -> None:
+    """Trace time cannot judge values that exist only at run time, so the kernel's own check raises through XLA."""
     program = jax.jit(lambda call: JAX.frontend.attention(**call))
     with pytest.raises(
         jax.errors.JaxRuntimeError,
         match=r"seq_info.cu_seqlens_q: expected to end at the token count 5 or before it, got 6",
     ):
         jax.block_until_ready(program(packed(JAX) | {"seq_info": offsets(0, 6)(JAX)}))
-    ran.clear()  # it is the backend that checks
+    backends_run.clear()  # the backend ran: it makes this check
 
 
 COMPILED = {
@@ -662,21 +662,21 @@ def test_compile_raises_the_same_error(row: Bad) -> None:
     torch._dynamo.reset()
     call = arguments(TORCH, row)
     compiled = torch.compile(lambda call: TORCH.frontend.attention(**call), fullgraph=True, backend="eager")
-    fails(row, lambda: compiled(call))
+    assert_fails(row, lambda: compiled(call))
 
 
 @pytest.mark.parametrize("name", ["int window without causal", "backend 3", "unknown keyword"])
-def test_what_is_wrong_in_traced_code_is_the_same_error_once_the_graph_may_break(name: str) -> None:
+def test_compile_with_graph_breaks_raises_the_same_error(name: str) -> None:
     torch._dynamo.reset()
     row = TABLE[name]
-    fails(
+    assert_fails(
         row,
         lambda: torch.compile(lambda call: TORCH.frontend.attention(**call), backend="eager")(arguments(TORCH, row)),
     )
 
 
-def test_second_derivatives_are_refused_not_wrong(ran: list[str]) -> None:
-    given = training(dense(TORCH))
+def test_second_derivatives_are_refused(backends_run: list[str]) -> None:
+    given = with_gradients(dense(TORCH))
     for options in ({}, {"softcap": 3.0}):
         (gradient,) = torch.autograd.grad(
             TORCH.frontend.attention(**given, **options).square().sum(), given["q"], create_graph=True
@@ -692,4 +692,4 @@ def test_second_derivatives_are_refused_not_wrong(ran: list[str]) -> None:
         jax.grad(lambda q: jax.grad(loss)(q).sum())(fixed["q"])
     with pytest.raises(SpecError, match=r"expected reverse mode .*have no forward mode"):
         jax.jvp(loss, (fixed["q"],), (fixed["q"],))
-    ran.clear()
+    backends_run.clear()

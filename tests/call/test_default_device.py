@@ -1,4 +1,4 @@
-"""torch's default device moves nothing of ours: every tensor that the product makes names its device."""
+"""Tests that torch's default device changes nothing: every tensor that the product creates names its device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _without_device(path: Path) -> list[str]:
     return found
 
 
-def test_every_factory_call_of_the_product_names_a_device() -> None:
+def test_every_factory_call_names_a_device() -> None:
     paths = [
         path for folder in ("attn_core", "torch_frontend", "jax_frontend") for path in (ROOT / folder).rglob("*.py")
     ]
@@ -141,7 +141,7 @@ ENTRIES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_another_default_device_changes_nothing(entry: str) -> None:
+def test_the_default_device_changes_nothing(entry: str) -> None:
     call, options = ENTRIES[entry]
     with torch.device("meta"):
         got = call(**options)

@@ -1,4 +1,4 @@
-"""What is visible, against loops over every pair."""
+"""Tests the visible set against loops over every pair."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def spec_of(q_len: int, kv_len: int, **fields) -> AttentionSpec:
 
 
 def sees(i: int, j: int, q_len: int, kv_len: int, causal: bool, alignment: str, window) -> bool:
-    """The rule for one pair of one document, spelled out."""
+    """The rule for one pair of one document, written out."""
     diagonal = i + (kv_len - q_len if alignment == "bottom_right" else 0)
     left, right = window
     if causal and j > diagonal:
@@ -34,7 +34,7 @@ CHOICES = list(product((False, True), ("bottom_right", "top_left"), DISTANCES, D
 
 
 @pytest.mark.parametrize(("causal", "alignment", "left", "right"), CHOICES)
-def test_visible_and_band_against_loops_over_all_small_sizes(causal, alignment, left, right):
+def test_visible_and_band_match_loops_over_all_small_sizes(causal, alignment, left, right):
     for q_len, kv_len in product(range(6), range(6)):
         spec = spec_of(q_len, kv_len, causal=causal, alignment=alignment, window=(left, right))
         expected = np.zeros((q_len, kv_len), bool)
@@ -54,25 +54,25 @@ def assert_band_describes(edge: Band, expected: np.ndarray) -> None:
             assert edge.keys_of(first, last, kv_len) == ((keys[0], keys[-1] + 1) if len(keys) else (0, 0))
 
 
-def test_the_two_alignments_drawn():
+def test_the_visible_sets_of_both_alignments():
     triangle = np.tril(np.ones((3, 5), bool))
     assert np.array_equal(visible(spec_of(3, 5, causal=True, alignment="top_left"))[0, 0], triangle)
     assert np.array_equal(visible(spec_of(3, 5, causal=True))[0, 0], np.tril(np.ones((3, 5), bool), 2))
     assert visible(spec_of(5, 3, causal=True)).any(-1).tolist() == [[[False, False, True, True, True]]]
 
 
-def test_a_window_of_w_keys_shows_w_keys_self_included():
+def test_an_int_window_of_w_shows_w_keys_including_itself():
     counts = visible(spec_of(11, 11, causal=True, window=(2, 0)))[0, 0].sum(1)
     assert counts.tolist() == [1, 2] + [3] * 9
 
 
-def test_causal_narrows_a_right_window_and_a_right_window_never_widens_causal():
+def test_causal_and_a_right_window_hide_what_either_hides():
     assert band(spec_of(3, 3, causal=True, window=(None, 5))).right == 0
     assert band(spec_of(3, 3, window=(None, 5))).right == 5
 
 
 @pytest.mark.parametrize("shape", list(product((1, 2), (1, 3), (1, 5), (1, 7))))
-def test_a_mask_of_any_broadcast_shape_only_hides(shape):
+def test_a_mask_of_any_broadcast_shape_only_hides_pairs(shape):
     spec = spec_of(5, 7, batch=2, num_heads=3, causal=True, mask_shape=shape)
     mask = np.random.default_rng(1).random(shape) < 0.5
     seen = np.broadcast_to(visible(spec, mask), (2, 3, 5, 7))
@@ -86,7 +86,7 @@ LENGTHS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, 
 
 @settings(max_examples=200, deadline=None)
 @given(LENGTHS, st.sampled_from(CHOICES))
-def test_packed_documents_are_each_alone(lengths, choice):
+def test_packed_documents_see_only_themselves(lengths, choice):
     causal, alignment, left, right = choice
     info = SeqInfo.from_lengths([q for q, _ in lengths], [k for _, k in lengths])
     spec = spec_of(
@@ -102,7 +102,7 @@ def test_packed_documents_are_each_alone(lengths, choice):
     assert np.array_equal(visible(spec, None, info.cu_seqlens_q, info.cu_seqlens_k)[0, 0], expected)
 
 
-def test_positions_count_within_each_document():
+def test_positions_start_at_0_in_each_document():
     info = SeqInfo.from_lengths([2, 0, 3], [3, 2, 1])
     spec = spec_of(5, 6, documents=3)
     rows, columns = positions(spec, info.cu_seqlens_q, info.cu_seqlens_k)

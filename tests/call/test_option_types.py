@@ -1,7 +1,7 @@
-"""An option of a wrong type is refused alike before and after its legal twin, on every entry point of both frontends.
+"""Tests that an option of a wrong type is refused before and after an equal legal value, on every entry point.
 
-1, 1.0 and True are equal, and so are pairs of them: a cache that finds a call by its options must not take one for
-another, nor must an option that is falsy pass for none.
+1, 1.0 and True are equal, and so are pairs of them. A cache that finds a call by its options must not confuse them,
+and an option that is falsy must not count as None.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from attn_core.call.options import is_plain_window
 from attn_core.dropins.unsloth.arguments import AttentionConfig, AttentionContext
 from torch_frontend.module import Attention
 
-# (option, value of a wrong type, the legal value that it equals or stands for, what else the call says)
+# (option, value of a wrong type, the legal value that equals it, the other options of the call)
 WRONG: list[tuple[str, Any, Any, dict[str, Any]]] = [
     ("window", 3.0, 3, {"causal": True}),
     ("window", True, 1, {"causal": True}),
@@ -73,7 +73,7 @@ def _paged(frontend: Any, array: Callable[..., Any], name: str) -> Callable[...,
 
 
 def _run_attention(frontend: Any, array: Callable[..., Any]) -> Callable[..., Any]:
-    """Unsloth's call, whose options stand in flash-attn's bag."""
+    """Unsloth's call, with its options in flash-attn's dict."""
     names = {"window": "window_size", "scale": "softmax_scale", "dropout": "dropout_p"}
 
     def call(**options: Any) -> Any:
@@ -102,7 +102,7 @@ def _qkvpacked(frontend: Any, array: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _host(frontend: Any, array: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Finetrainers' dispatch (``[batch, heads, len, dim]``), or jax.nn's attention, under their names for options."""
+    """Finetrainers' dispatch (``[batch, heads, len, dim]``) or jax.nn's attention, with their names for options."""
     names = {"causal": "is_causal"} | ({"dropout": "dropout_p"} if name == "attention_dispatch" else {})
     names |= {"window": "local_window_size", "return_lse": "return_residual"}
     of = frontend.finetrainers if name == "attention_dispatch" else frontend
@@ -154,20 +154,20 @@ def _cases() -> list[Any]:
             if name in LACKS.get(last, ()):
                 continue
             if entry == "torch attention_dispatch" and isinstance(wrong, bool):
-                continue  # torch's own function, whose words these are, takes True for 1.0
+                continue  # torch's own function, which raises this error, takes True for 1.0
             if last == "dot_product_attention" and isinstance(legal, tuple) and None in legal:
-                continue  # both sides are bounded there
+                continue  # both sides have bounds there
             if last == "run_attention":
                 if name == "window" and (not isinstance(wrong, tuple) or None in legal):
-                    continue  # a bag has pairs, where -1 is unbounded
+                    continue  # a dict has pairs, where -1 is unbounded
                 if name in ("dropout", "softcap") and not wrong:
-                    continue  # flash-attn's "none"
+                    continue  # flash-attn's value for no softcap
             found.append(pytest.param(entry, name, wrong, legal, beside, id=f"{entry}-{name}={str(wrong)[:12]}"))
     return found
 
 
 @pytest.mark.parametrize(("entry", "name", "wrong", "legal", "beside"), _cases())
-def test_a_wrong_type_is_refused_before_and_after_its_legal_twin(
+def test_a_wrong_type_is_refused_before_and_after_an_equal_legal_value(
     entry: str, name: str, wrong: Any, legal: Any, beside: dict[str, Any]
 ) -> None:
     call, told = ENTRIES[entry], []
@@ -184,12 +184,12 @@ def test_a_wrong_type_is_refused_before_and_after_its_legal_twin(
 
 @pytest.mark.parametrize("entry", ["torch attention", "torch qkvpacked", "torch explain"])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_a_generator_of_another_kind_is_refused(entry: str, dropout: float) -> None:
+def test_a_generator_of_a_wrong_type_is_refused(entry: str, dropout: float) -> None:
     with pytest.raises(SpecError, match=r"^dropout_rng: expected a torch\.Generator"):
         ENTRIES[entry](dropout=dropout, dropout_rng=1)
 
 
-def test_plain_windows() -> None:
+def test_numpy_and_int_windows_are_accepted() -> None:
     for window in (None, 3, (3, 0), (None, 0), (3, None), (None, None)):
         assert is_plain_window(window)
     for window in (True, 3.0, [3, 0], (3.0, 0), (True, 0), (np.int64(3), 0), (3,), (3, 0, 0), "30"):

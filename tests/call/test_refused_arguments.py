@@ -1,4 +1,4 @@
-"""Arguments that describe nothing are refused in our words, by name, where they came as raw errors or were accepted."""
+"""Tests arguments that are refused by name, where they used to raise unclear errors or were accepted."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ everywhere = pytest.mark.parametrize("framework", FRAMEWORKS, ids=str)
 @everywhere
 @pytest.mark.parametrize("name", [*SIZES, "value_dim"])
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, "8"])
-def test_sizes_of_a_cache(framework: Framework, name: str, value: Any) -> None:
+def test_a_cache_refuses_sizes_below_1_and_of_wrong_types(framework: Framework, name: str, value: Any) -> None:
     with pytest.raises(SpecError, match=rf"^{name}={value!r}: expected a number of 1 or more"):
         framework.frontend.PagedKVCache(**{**SIZES, name: value})
 
 
 @everywhere
 @pytest.mark.parametrize("dtype", ["int32", "bool", "complex64"])
-def test_a_cache_of_a_dtype_that_no_pool_has(framework: Framework, dtype: str) -> None:
+def test_a_cache_refuses_dtypes_that_a_pool_cannot_have(framework: Framework, dtype: str) -> None:
     given = getattr(torch, dtype) if framework.name == "torch" else jnp.dtype(dtype)
     with pytest.raises(DTypeError, match=f"^dtype: expected a dtype out of float64.*, got {dtype}"):
         framework.frontend.PagedKVCache(**SIZES, dtype=given)
@@ -39,14 +39,14 @@ def test_a_cache_of_a_dtype_that_no_pool_has(framework: Framework, dtype: str) -
 
 @everywhere
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_a_cache_of_every_dtype_that_a_pool_has(framework: Framework, dtype: str) -> None:
+def test_a_cache_accepts_every_dtype_of_a_pool(framework: Framework, dtype: str) -> None:
     given = getattr(torch, dtype) if framework.name == "torch" else getattr(jnp, dtype)
     assert str(framework.frontend.PagedKVCache(**SIZES, dtype=given).k_pages[0].dtype).endswith(dtype)
 
 
 @everywhere
 @pytest.mark.parametrize("layer", [2, 5, -1, True, 1.0, "a", None])
-def test_a_layer_that_is_not_there(framework: Framework, layer: Any) -> None:
+def test_a_cache_refuses_a_layer_out_of_range(framework: Framework, layer: Any) -> None:
     cache = framework.frontend.PagedKVCache(**SIZES)
     cache.add("a")
     step, k = cache.step(["a"], 2), framework.zeros(2, 1, 8)
@@ -57,7 +57,7 @@ def test_a_layer_that_is_not_there(framework: Framework, layer: Any) -> None:
 
 
 @everywhere
-def test_no_query_of_a_sequence_that_has_one(framework: Framework) -> None:
+def test_max_len_q_of_0_is_refused(framework: Framework) -> None:
     cache = framework.frontend.PagedKVCache(**SIZES)
     cache.add("a")
     step, q = cache.step(["a"]), framework.zeros(1, 1, 8)
@@ -69,7 +69,7 @@ def test_no_query_of_a_sequence_that_has_one(framework: Framework) -> None:
 @pytest.mark.parametrize("bag", ["sdpa_kwargs", "flash_dense_kwargs", "xformers_kwargs"])
 @pytest.mark.parametrize("value", [[1], "a", [], 0, (("scale", 1.0),)])
 @pytest.mark.parametrize("with_mask", [False, True])
-def test_a_bag_that_is_no_dict(framework: Framework, bag: str, value: Any, with_mask: bool) -> None:
+def test_options_that_are_no_dict_are_refused(framework: Framework, bag: str, value: Any, with_mask: bool) -> None:
     config = AttentionConfig("sdpa", 2, 1, **{bag: value})
     mask = framework.array(np.ones((1, 5), np.int32)) if with_mask else None
     context = AttentionContext(1, 5, 5, 2, 8, attention_mask=mask)
@@ -80,7 +80,7 @@ def test_a_bag_that_is_no_dict(framework: Framework, bag: str, value: Any, with_
 
 @everywhere
 @pytest.mark.parametrize("value", ["yes", 1, 0, None, 1.0])
-def test_grouped_heads_are_asked_for_with_a_bool(framework: Framework, value: Any) -> None:
+def test_enable_gqa_must_be_a_bool(framework: Framework, value: Any) -> None:
     dispatch = (torch_frontend if framework.name == "torch" else jax_frontend).finetrainers.attention_dispatch
     q = framework.zeros(1, 2, 5, 8)
     for _ in range(2):
@@ -90,11 +90,12 @@ def test_grouped_heads_are_asked_for_with_a_bool(framework: Framework, value: An
 
 
 @everywhere
-def test_a_mask_that_could_be_of_the_batch_is_warned_of(framework: Framework) -> None:
+def test_an_ambiguous_mask_of_two_axes_warns(framework: Framework) -> None:
     q, k, attention = framework.zeros(5, 5, 1, 8), framework.zeros(5, 7, 1, 8), framework.frontend.attention
     mask = framework.array(np.ones((5, 7), bool))
     with pytest.warns(UserWarning, match=r"^mask: \[5, 7\] is read as \[q, kv\].*mask\[:, None, None, :\]"):
-        attention(q, k, k, mask=mask, scale=0.123)  # a scale of its own: a question is asked once
+        # a scale that no other test has: plans are cached, and a cached plan warns no more
+        attention(q, k, k, mask=mask, scale=0.123)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attention(q, k, k, mask=mask[None, None], scale=0.123)

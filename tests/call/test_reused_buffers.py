@@ -1,4 +1,4 @@
-"""A loader writes the next batch into the arrays of the last one, between a call and its backward."""
+"""Tests buffers that a data loader overwrites with the next batch between a call and its backward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIRST, NEXT = (0, 3, 12), (0, 9, 12)
 
 
 class Loader(SimpleNamespace):
-    """Offsets as a data loader holds them: one buffer, written for every batch."""
+    """Offsets as a data loader stores them: one buffer, overwritten for every batch."""
 
     buffer: np.ndarray
     given: Callable[[], Any]
@@ -67,7 +67,7 @@ CALLS = (attention, qkvpacked, run_attention)
 
 
 def gradients_of(f: Framework, call: Any, info: Any, between: Callable[[], None]) -> list[Any]:
-    """The output and the gradients of q, k and v, with something done between the call and its backward."""
+    """The output and the gradients of q, k and v; ``between`` runs between the call and its backward."""
     arrays = [np.random.default_rng(at).standard_normal((TOKENS, HEADS, DIM)) for at in range(4)]
     if f.name == "torch":
         *leaves, dout = (torch.tensor(array) for array in arrays)
@@ -85,7 +85,7 @@ def gradients_of(f: Framework, call: Any, info: Any, between: Callable[[], None]
 @pytest.mark.parametrize("kind", ["both", "keys", "triple", "shared tensor"])
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 @pytest.mark.parametrize("framework", BOTH, ids=str)
-def test_a_buffer_written_between_a_call_and_its_backward(framework: Framework, call: Any, kind: str) -> None:
+def test_overwriting_offsets_before_the_backward_changes_nothing(framework: Framework, call: Any, kind: str) -> None:
     if framework.name == "jax" and kind == "shared tensor":
         pytest.skip("JAX takes no tensors of torch")
     kept, written = loader(kind), loader(kind)
@@ -96,7 +96,7 @@ def test_a_buffer_written_between_a_call_and_its_backward(framework: Framework, 
 
 
 @pytest.mark.parametrize("framework", BOTH, ids=str)
-def test_a_seq_info_means_what_it_said_when_it_was_made(framework: Framework) -> None:
+def test_a_seq_info_keeps_its_offsets_when_the_buffer_changes(framework: Framework) -> None:
     written = loader("both")
     info = written.given()
     right = gradients_of(framework, attention, loader("both").given(), lambda: None)
@@ -107,7 +107,7 @@ def test_a_seq_info_means_what_it_said_when_it_was_made(framework: Framework) ->
 
 
 @pytest.mark.parametrize("framework", BOTH, ids=str)
-def test_tables_of_pages_written_after_the_call(framework: Framework) -> None:
+def test_overwriting_page_tables_after_the_call_changes_nothing(framework: Framework) -> None:
     pool = np.random.default_rng(0).standard_normal((4, 16, HEADS, DIM)).astype(np.float32)
     q = framework.array(np.random.default_rng(1).standard_normal((2, HEADS, DIM)).astype(np.float32))
 

@@ -1,4 +1,4 @@
-"""SeqInfo: what it accepts, what it refuses by name, and the offsets it builds."""
+"""Tests SeqInfo: the arguments that it accepts, those that it refuses by name, and the offsets that it builds."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def offsets(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def test_from_lengths_of_one_side_serves_both() -> None:
+def test_from_lengths_of_queries_serves_keys_too() -> None:
     info = SeqInfo.from_lengths([3, 0, 2])
     assert info.cu_seqlens_q.tolist() == [0, 3, 3, 5]
     assert info.cu_seqlens_k is info.cu_seqlens_q
     assert (info.max_len_q, info.max_len_k, info.cu_seqlens_q.dtype) == (3, 3, np.int32)
 
 
-def test_from_lengths_of_two_sides() -> None:
+def test_from_lengths_of_queries_and_keys() -> None:
     info = SeqInfo.from_lengths([3, 2], [0, 7])
     assert (info.cu_seqlens_q.tolist(), info.cu_seqlens_k.tolist()) == ([0, 3, 5], [0, 0, 7])
     assert (info.max_len_q, info.max_len_k) == (3, 7)
 
 
-def test_from_lengths_makes_the_arrays_asked_for() -> None:
+def test_from_lengths_builds_arrays_of_the_requested_kind() -> None:
     info = SeqInfo.from_lengths([3, 2], array=lambda array: array.tolist())
     assert (info.cu_seqlens_q, info.max_len_k) == ([0, 3, 5], 3)
     assert info.cu_seqlens_k is info.cu_seqlens_q
@@ -50,8 +50,10 @@ def test_from_lengths_takes_any_iterable_of_host_ints() -> None:
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 7)), min_size=1, max_size=6), more=st.integers(0, 3)
 )
-def test_from_lengths_with_limits_says_the_same_of_every_batch(array: Any, lengths: Any, more: int) -> None:
-    """The documents that are missing are at the end, and without tokens."""
+def test_from_lengths_with_limits_has_the_same_static_fields_for_every_batch(
+    array: Any, lengths: Any, more: int
+) -> None:
+    """The missing documents are at the end and have no tokens."""
     queries, keys = ([pair[side] for pair in lengths] for side in (0, 1))
     most = len(lengths) + more
     info = SeqInfo.from_lengths(queries, keys, max_len=(9, 7), max_documents=most, array=array)
@@ -80,7 +82,7 @@ def test_from_lengths_with_limits_says_the_same_of_every_batch(array: Any, lengt
     ],
     ids=str,
 )
-def test_from_lengths_with_limits_refuses(limits: dict[str, Any], says: str) -> None:
+def test_from_lengths_refuses_lengths_beyond_the_limits(limits: dict[str, Any], says: str) -> None:
     with pytest.raises(SpecError, match=says):
         SeqInfo.from_lengths([3, 2], [5, 1], array=tuple, **limits)
 
@@ -118,7 +120,7 @@ def test_from_lengths_refuses(lengths: tuple[Any, ...], error: type[Exception], 
         (offsets(0, 6), SpecError, "^seq_info.max_len_q=5: expected at least the longest document, 6 tokens"),
     ],
 )
-def test_host_offsets_are_checked_at_once(cu_seqlens: np.ndarray, error: type[Exception], says: str) -> None:
+def test_wrong_host_offsets_are_refused_at_once(cu_seqlens: np.ndarray, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says) as caught:
         SeqInfo(cu_seqlens, offsets(0, 5), 5, 5)
     assert type(caught.value) is error
@@ -140,7 +142,7 @@ def test_numpy_integers_become_ints() -> None:
     assert info.max_len_q == 7
 
 
-def test_a_negative_longest_length_is_refused_whatever_holds_the_offsets() -> None:
+def test_a_negative_longest_length_is_refused_for_every_kind_of_offsets() -> None:
     with pytest.raises(SpecError, match=r"^seq_info.max_len_k=-1: expected the longest document in tokens, 0 or more"):
         SeqInfo(object(), object(), 0, -1)
 
@@ -149,13 +151,13 @@ def test_a_bound_may_be_larger_than_the_longest_document() -> None:
     assert SeqInfo(offsets(0, 3, 5), offsets(0, 3, 5), 128, 128).max_len_q == 128
 
 
-def test_device_arrays_are_kept_as_they_are() -> None:
+def test_device_arrays_are_stored_unchanged() -> None:
     held = object()
     info = SeqInfo(held, held, 5, 5)
     assert info.cu_seqlens_q is held
 
 
-def test_coerce() -> None:
+def test_coerce_accepts_every_form() -> None:
     info = SeqInfo.from_lengths([3, 2])
     assert SeqInfo.coerce(None) is None
     assert SeqInfo.coerce(info) is info
@@ -168,13 +170,13 @@ def test_coerce() -> None:
 
 
 @pytest.mark.parametrize("value", [(1, 2), [3, 2], "3,2", {"lengths": [3]}, 5, offsets(0, 3, 5)])
-def test_coerce_refuses(value: Any) -> None:
+def test_coerce_refuses_other_values(value: Any) -> None:
     says = f"^seq_info: expected a SeqInfo or the triple .* got {type(value).__name__}; build one"
     with pytest.raises(SpecError, match=says):
         SeqInfo.coerce(value)
 
 
-def test_converts_once_for_each_place() -> None:
+def test_offsets_are_converted_once_for_each_device() -> None:
     info, calls = SeqInfo.from_lengths([3, 2]), []
 
     def convert(info: SeqInfo) -> list[int]:
@@ -196,7 +198,7 @@ def test_offsets_end_at_the_tokens_or_before() -> None:
         check_cu_seqlens(offsets(0, 3, 5), 3, side="k", tokens=4)
 
 
-def test_differences_beyond_int32_are_seen() -> None:
+def test_differences_beyond_int32_are_detected() -> None:
     """The difference of two int32 offsets may not fit int32: -2^31 after 2^31 - 1 would look like growth."""
     with pytest.raises(SpecError, match="non-decreasing"):
         check_cu_seqlens(offsets(0, 2**31 - 1, -(2**31)), 2**31 - 1, side="q")
@@ -211,7 +213,7 @@ def test_offsets_are_running_sums(lengths: list[int]) -> None:
 
 
 @given(st.lists(st.integers(-3, 99), min_size=1, max_size=6), st.integers(0, 99))
-def test_offsets_are_accepted_exactly_when_they_describe_documents(values: list[int], longest: int) -> None:
+def test_offsets_are_accepted_if_and_only_if_they_describe_documents(values: list[int], longest: int) -> None:
     steps = [later - earlier for earlier, later in itertools.pairwise(values)]
     right = len(values) > 1 and values[0] == 0 and min(steps) >= 0 and max(steps) <= longest
     if right:

@@ -1,4 +1,4 @@
-"""AttentionSpec: validates itself, compares and hashes by value, and means the same in every process."""
+"""Tests AttentionSpec: it validates itself, compares and hashes by value, and is the same in every process."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("changes", "error", "says"), WRONG.values(), ids=WRONG)
-def test_validates_itself(changes: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_wrong_fields_are_refused(changes: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says) as caught:
         AttentionSpec(**{**PLAIN, **changes})
     assert type(caught.value) is error
 
 
-def test_what_is_read_off_a_spec() -> None:
+def test_derived_properties() -> None:
     assert (SPEC.packed, SPEC.group_size, SPEC.empty) == (False, 2, False)
     assert (SPEC.out_shape, SPEC.lse_shape, SPEC.lse_dtype) == ((2, 5, 6, 13), (2, 6, 5), "float32")
     packed = AttentionSpec(**PACKED)
@@ -91,13 +91,13 @@ def test_what_is_read_off_a_spec() -> None:
     assert all(replace(SPEC, **{name: 0}).empty for name in ("batch", "q_len", "kv_len"))
 
 
-def test_the_default_scale_is_a_value_like_any_other() -> None:
+def test_an_explicit_default_scale_equals_the_default() -> None:
     assert SPEC.scale == 1 / math.sqrt(11)
     assert AttentionSpec(**PLAIN, scale=1 / math.sqrt(11)) == SPEC
 
 
 @pytest.mark.parametrize(("whole", "real"), [("softcap", 50), ("scale", 1), ("dropout", 0)])
-def test_equal_numbers_are_one_call(whole: str, real: int) -> None:
+def test_equal_numbers_of_other_types_are_equal_specs(whole: str, real: int) -> None:
     one, other = replace(SPEC, **{whole: real}), replace(SPEC, **{whole: float(real)})
     assert (one, hash(one), one.key, one.digest()) == (other, hash(other), other.key, other.digest())
 
@@ -109,16 +109,16 @@ def test_is_frozen_and_takes_keywords_alone() -> None:
         AttentionSpec(2, 5, 7, 6, 3, 11, 13, "float32")  # type: ignore[misc]
 
 
-def test_variants_are_all_different() -> None:
+def test_specs_with_one_different_field_differ() -> None:
     specs = [AttentionSpec(**{**PLAIN, **changes}) for changes in VARIANTS.values()]
     for names in (set(specs), {spec.key for spec in specs}, {spec.digest() for spec in specs}):
         assert len(names) == len(specs)
-    assert len({str(spec) for spec in specs}) == len(specs) - 1  # the text, for people, leaves the scale out
+    assert len({str(spec) for spec in specs}) == len(specs) - 1  # the text for people leaves the scale out
     assert specs[0].digest("forward") != specs[0].digest("backward")
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
-def test_copies_are_equal(changes: dict[str, Any]) -> None:
+def test_copies_and_pickles_are_equal(changes: dict[str, Any]) -> None:
     spec = AttentionSpec(**{**PLAIN, **changes})
     for twin in (
         AttentionSpec(**{**PLAIN, **changes}),
@@ -141,8 +141,8 @@ print(*(spec.digest("word") for spec in specs), sep="\\n")
 """
 
 
-def test_travels_to_another_process() -> None:
-    """Another hash seed, another hash; but the same specs, and the same digests."""
+def test_equality_and_digest_hold_in_another_process() -> None:
+    """With another hash seed the hashes differ, but the specs and their digests are equal."""
     specs = [AttentionSpec(**{**PLAIN, **changes}) for changes in VARIANTS.values()]
     found = subprocess.run(
         [sys.executable, "-c", READS_SPECS],
@@ -156,7 +156,7 @@ def test_travels_to_another_process() -> None:
     assert digests == [spec.digest("word") for spec in specs]
 
 
-def test_text_names_what_is_asked_and_nothing_else() -> None:
+def test_text_names_only_the_features_of_the_call() -> None:
     assert str(SPEC) == "float32, batch 2, q_len 5, kv_len 7, heads 6/3, head_dim 11/13"
     asked = replace(SPEC, value_dim=11, causal=True, window=(3, None), softcap=50.0, sinks=True, needs_backward=True)
     assert str(asked) == (
@@ -198,7 +198,7 @@ FLIPS: dict[str, Any] = {
 
 
 @given(specs, st.sampled_from(sorted(FLIPS)))
-def test_equal_exactly_when_every_field_is(one: AttentionSpec, flip: str) -> None:
+def test_specs_are_equal_if_and_only_if_every_field_is(one: AttentionSpec, flip: str) -> None:
     other = FLIPS[flip](one)
     alike = all(getattr(one, field.name) == getattr(other, field.name) for field in fields(one))
     assert (one == other) is alike

@@ -1,4 +1,5 @@
-"""Tokens behind the last offset of packed documents: 0, -inf, no gradient, and nothing of them anywhere else."""
+"""Tests tokens behind the last offset of packed documents: out 0, lse -inf, no gradient, and no effect on other
+tokens."""
 
 from __future__ import annotations
 
@@ -35,14 +36,15 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-# What a tail is
+# Definition of the tail
 
 sizes = st.tuples(st.integers(0, 60), st.integers(0, 60))
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.lists(st.integers(0, 9), min_size=5, max_size=5), sizes)
-def test_every_token_has_a_document(queries: list[int], keys: list[int], tail: tuple[int, int]) -> None:
-    """Known or not, the tail's documents have queries or keys and never both, and none is longer than it may be."""
+def test_the_tail_gives_every_token_a_document(queries: list[int], keys: list[int], tail: tuple[int, int]) -> None:
+    """Whether the ends are known or not, a document of the tail has queries or keys, never both, and respects the
+    limits."""
     info = SeqInfo.from_lengths(queries, keys[: len(queries)])
     ended = (int(info.cu_seqlens_q[-1]), int(info.cu_seqlens_k[-1]))
     tokens, longest = (ended[0] + tail[0], ended[1] + tail[1]), (info.max_len_q, info.max_len_k)
@@ -68,10 +70,11 @@ sides = sizes | st.integers(0, 60).map(lambda size: (size, size))
 
 
 @given(st.lists(st.integers(-5, 70), min_size=2, max_size=6), sides, sides)
-def test_offsets_on_a_device_are_made_safe_and_complete(
+def test_offsets_on_a_device_become_safe_and_complete(
     values: list[int], tokens: tuple[int, int], longest: tuple[int, int]
 ) -> None:
-    """Whatever they say: from 0, never decreasing, to the token count; right ones are as the host completes them."""
+    """Any values become offsets from 0 that never decrease and end at the token count. Valid ones equal the host's
+    result."""
     if tokens == (0, 0):
         return
     info = torch.tensor(values, dtype=torch.int32)
@@ -87,8 +90,8 @@ def test_offsets_on_a_device_are_made_safe_and_complete(
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("backend", [None, "math", "sdpa_flash"])
-def test_torchs_own_cuda_graphs_take_offsets_on_a_device(backend: str | None) -> None:
-    """torch.compile refuses a call that keeps a tensor of the memory in which it prepares a graph."""
+def test_cuda_graphs_of_torch_compile_take_offsets_on_a_device(backend: str | None) -> None:
+    """torch.compile refuses a call that stores a tensor of the memory in which it prepares a graph."""
     q, k, v = (torch.randn(512, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
 
     def call(q: Any, k: Any, v: Any, cu: Any) -> Any:
@@ -101,19 +104,20 @@ def test_torchs_own_cuda_graphs_take_offsets_on_a_device(backend: str | None) ->
         assert torch.equal(compiled(q, k, v, cu), call(q, k, v, cu))
 
 
-def test_whole_rows_stay_as_they_are() -> None:
+def test_rows_without_a_tail_are_unchanged() -> None:
     info = SeqInfo.from_lengths([3, 4], [2, 0])
     assert completed(info, (7, 2)) is info
     assert tail_of((0, 0), (0, 0), 1) is None
 
 
-# On every backend
+# Every backend
 
 
 def padded(backend: str, device: str, framework: str, tail: str, **fields: Any) -> tuple[Call, Call]:
-    """A call whose rows go on behind the last document, with NaN there, and the call without that.
+    """A call whose rows continue with NaN behind the last document, and the same call without the tail.
 
-    On a GPU another number: the last tile of a document may hold what follows it (test_nan_containment).
+    On a GPU the tail holds another number, because the last tile of a document may hold what follows it
+    (test_nan_containment).
     """
     dtypes = module_on(backend, device).FORWARD.dtypes
     fields = {**HEADS, **fields, "lengths": LENGTHS}
@@ -143,10 +147,11 @@ PACKED = [each for each in claimed() if module_on(*each.values[:2]).FORWARD.pack
 )
 @pytest.mark.parametrize(("backend", "device"), PACKED)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_what_a_row_holds_behind_its_documents_changes_nothing(
+def test_trailing_tokens_do_not_change_the_documents(
     framework: str, backend: str, device: str, case: str, tail: str
 ) -> None:
-    """The documents' results are those of the call without the tail, with equal bits on the CPU; the rest is 0."""
+    """The documents' results equal those of the call without the tail, bit for bit on the CPU; the tail's results
+    are 0."""
     if module_on(backend, device).FORWARD.approximate:
         pytest.skip(f"{backend} is approximate")
     whole, long = padded(backend, device, framework, tail, **CASES[case])
@@ -168,7 +173,7 @@ def test_what_a_row_holds_behind_its_documents_changes_nothing(
         assert same_bits(found, expected) == []
 
 
-# Every way to a call
+# Every entry point
 
 
 CU = np.array([0, 3, 7], np.int32)
@@ -208,7 +213,7 @@ INFOS = {
 
 @pytest.mark.parametrize("kind", INFOS)
 @pytest.mark.parametrize("way", ["eager", "compiled", "vjp", "vmap", "qkvpacked", "one row"])
-def test_every_way_in_torch(way: str, kind: str) -> None:
+def test_every_torch_entry_point_with_trailing_tokens(way: str, kind: str) -> None:
     attention, info = torch_frontend.attention, INFOS[kind](torch.from_numpy)
     expected = in_torch(lambda *x: attention(*x, causal=True, seq_info=([3, 4], CU, 4)), *numbers(7))
 
@@ -239,7 +244,7 @@ def test_every_way_in_torch(way: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", INFOS)
 @pytest.mark.parametrize("backend", ["math", "sdpa_flash", "jax_xla"])
 @pytest.mark.parametrize("way", ["eager", "jit", "offsets traced", "vmap", "qkvpacked"])
-def test_every_way_in_jax(way: str, backend: str, kind: str) -> None:
+def test_every_jax_entry_point_with_trailing_tokens(way: str, backend: str, kind: str) -> None:
     info = SeqInfo.coerce(INFOS[kind](jnp.asarray))
     made = {"causal": True, "backend": backend} if backend != "sdpa_flash" else {"backend": backend}
 
@@ -257,7 +262,7 @@ def test_every_way_in_jax(way: str, backend: str, kind: str) -> None:
     agree(in_jax(ways[way], *numbers(TOKENS)), expected)
 
 
-def test_one_program_takes_offsets_that_end_anywhere() -> None:
+def test_one_program_serves_offsets_with_any_end() -> None:
     q, k, v, _ = map(jnp.asarray, numbers(TOKENS))
     program = jax.jit(lambda info: jax_frontend.attention(q, k, v, seq_info=info, backend="jax_xla"))
     for end in (7, 9, TOKENS):

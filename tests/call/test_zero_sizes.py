@@ -1,4 +1,4 @@
-"""Calls without rows or without keys: defined results (out 0, lse -inf, gradients 0), never an error or a kernel."""
+"""Tests calls without rows or without keys: defined results (out 0, lse -inf, gradients 0), no error and no kernel."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LEARNED = ("q", "k", "v", "bias", "sinks")
 
 
 def call(framework: Framework, name: str, extras: str, dtype: str = "float32") -> dict[str, Any]:
-    """The arguments of a call without rows or keys; every array that there is holds ones."""
+    """The arguments of a call without rows or keys; every array holds ones."""
     options = dict(OPTIONS[extras])
 
     def ones(*shape: int, dtype: str = dtype) -> Any:
@@ -67,7 +67,7 @@ def call(framework: Framework, name: str, extras: str, dtype: str = "float32") -
 
 
 def results(framework: Framework, given: dict[str, Any], *, jit: bool) -> dict[str, np.ndarray]:
-    """out, lse and the gradients of everything learnable, of ``sum(out)`` and no lse."""
+    """out, lse and the gradients of every learned input, of ``sum(out)`` without lse."""
     run = _torch_results if framework is TORCH else _jax_results
     return {name: as_numpy(array) for name, array in run(given, jit=jit).items()}
 
@@ -97,7 +97,7 @@ def _jax_results(given: dict[str, Any], *, jit: bool) -> dict[str, Any]:
 
 
 def check(found: dict[str, np.ndarray], given: dict[str, Any]) -> None:
-    """Zeros of the right shapes and dtypes, and a log-sum-exp of -inf, or of a sink."""
+    """Checks for zeros of the right shapes and dtypes, and a log-sum-exp of -inf or of a sink."""
     q = given["q"]
     packed = "seq_info" in given
     assert found["out"].shape == (*q.shape[:-1], 5)
@@ -125,14 +125,14 @@ def test_results_are_defined_and_no_kernel_runs(
 
 @pytest.mark.parametrize("extras", ["plain", "everything"])
 @pytest.mark.parametrize("name", [*SIZES, *PACKED])
-def test_results_inside_jit(name: str, extras: str) -> None:
+def test_results_are_defined_inside_jit(name: str, extras: str) -> None:
     check(results(JAX, call(JAX, name, extras), jit=True), call(JAX, name, extras))
 
 
 @pytest.mark.parametrize(
     ("name", "extras"), [("no batch", "plain"), ("no keys", "everything"), ("no tokens at all", "plain")]
 )
-def test_results_inside_compile(name: str, extras: str) -> None:
+def test_results_are_defined_inside_torch_compile(name: str, extras: str) -> None:
     check(results(TORCH, call(TORCH, name, extras), jit=True), call(TORCH, name, extras))
 
 
@@ -151,7 +151,7 @@ def test_one_row_of_empty_documents_keeps_its_rank(framework: Framework) -> None
     assert (tuple(out.shape), tuple(lse.shape)) == ((1, 0, 6, 5), (6, 0))
 
 
-def test_dropout_has_nothing_to_drop() -> None:
+def test_dropout_of_an_empty_call_needs_no_random_numbers() -> None:
     given = call(TORCH, "no keys", "plain")
     assert not TORCH.frontend.attention(**given, dropout=0.5).any()
     given = call(JAX, "no keys", "plain")
@@ -159,12 +159,12 @@ def test_dropout_has_nothing_to_drop() -> None:
 
 
 @pytest.mark.parametrize("framework", BOTH, ids=str)
-def test_a_bad_call_is_an_error_even_when_it_is_empty(framework: Framework) -> None:
+def test_a_bad_call_is_an_error_even_if_it_is_empty(framework: Framework) -> None:
     with pytest.raises(ValueError, match=r"^softcap=-1.0: "):
         framework.frontend.attention(**call(framework, "no keys", "plain"), softcap=-1.0)
 
 
-def test_vmap_over_nothing_to_see() -> None:
+def test_vmap_over_a_call_without_keys() -> None:
     given = call(JAX, "no keys", "causal")
     many = {name: jnp.stack([given[name]] * 3) for name in "qkv"}
     out = jax.vmap(lambda q, k, v: JAX.frontend.attention(q, k, v, causal=True))(**many)

@@ -1,4 +1,4 @@
-"""``attn bench``: a quick sweep on the CPU from end to end, what happens to failures, and its pages."""
+"""Tests ``attn bench``: a quick sweep on the CPU from end to end, its failures, and its pages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def raw_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_quick_sweep_on_the_cpu(raw_file: Path) -> None:
+def test_a_quick_sweep_on_the_cpu_measures_every_case(raw_file: Path) -> None:
     raw = read(raw_file)
     assert raw["device"] == "cpu" and raw["device_name"] and raw["versions"]["torch"] and raw["date"]
     directions = {(record["name"], record["direction"]) for record in raw["cases"]}
@@ -59,7 +59,9 @@ def test_a_quick_sweep_on_the_cpu(raw_file: Path) -> None:
             assert flash["median"] > 0 and record["selected"] == "sdpa_flash"
 
 
-def test_derive_and_report(raw_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_derive_and_report_write_tables_and_pages(
+    raw_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
     sweep_preference.main([str(raw_file), "--write", str(tmp_path)])
     assert "each case looked up among the others | training" in capsys.readouterr().out
@@ -80,21 +82,21 @@ def test_derive_and_report(raw_file: Path, tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.parametrize("script", [sweep_preference, sweep_report])
 @pytest.mark.parametrize("path", ["no such file", __file__])
-def test_times_that_cannot_be_read_exit_with_2(script: Any, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_measurements_exit_with_2(script: Any, path: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         script.main([path])
     assert f"{path}: cannot be read" in capsys.readouterr().err
 
 
-def test_a_sweep_goes_on_where_it_ended(raw_file: Path, tmp_path: Path) -> None:
+def test_a_sweep_continues_where_it_stopped(raw_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "raw.json"
     assert run(*FEW, "--only", "quick mask", "--json", str(path)).exit_code == 0
     first = read(path)
     assert [record["direction"] for record in first["cases"]] == ["forward", "training"]
-    assert run(*FEW, "--resume", "--seconds", "0", "--json", str(path)).exit_code == 1  # no time for more
+    assert run(*FEW, "--resume", "--seconds", "0", "--json", str(path)).exit_code == 1  # no time for more cases
     assert read(path)["cases"] == first["cases"]
     others = [record for record in read(raw_file)["cases"] if "quick mask" not in record["name"]]
-    *done_before, missing = others  # as if the sweep had ended before its last case
+    *done_before, missing = others  # as if the sweep had stopped before its last case
     path.write_text(json.dumps({**first, "cases": [*first["cases"], *done_before]}))
     assert run(*FEW, "--resume", "--json", str(path)).exit_code == 0
     found = read(path)
@@ -129,7 +131,7 @@ def test_approximate_backends_are_not_measured() -> None:
         assert not name.startswith(("sage", "jax_", "flash3_fp8"))
 
 
-# Timing, with callables in place of backends
+# Timing, with plain functions in place of backends
 
 
 def one(value: float) -> tuple[Any, ...]:
@@ -162,12 +164,12 @@ def test_results_are_compared_with_the_first_backend_that_ran(monkeypatch: pytes
         assert min(entry["microseconds"]) <= entry["median"] <= max(entry["microseconds"])
 
 
-def test_nothing_ran() -> None:
+def test_a_case_that_no_backend_runs_has_no_times() -> None:
     found = measure({"a": ValueError("no")})
     assert found == ({"a": {"failed": "ValueError: no"}}, None)
 
 
-def test_what_is_very_slow_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_very_slow_calls_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = {"quick": 0, "slow": 0}
     seconds = {"quick": 0.001, "slow": 1.0}
     monkeypatch.setattr(bench_timing, "_queue", lambda run, name, count, device: (run(name), seconds[name])[1])
@@ -186,7 +188,7 @@ def test_what_is_very_slow_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [len(found[name]["microseconds"]) for name in found] == [2, 5]
 
 
-def test_the_data_says_what_was_skipped_and_who_lost_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_data_names_skipped_cases_and_the_backend_that_lost_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_sweep, "MOST_SCORES", 1)
     monkeypatch.setattr(bench_sweep, "INSTEAD_OF_FLEX", ("sdpa_flash",))
     sweep = Sweep("cpu", ("sdpa_flash", "math", "flex"), 1, everything=False)

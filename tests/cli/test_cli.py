@@ -1,4 +1,4 @@
-"""The command line: what each command prints, and its exit code."""
+"""Tests the command line: the output of each command, and its exit code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def attn(*arguments: str):
     return CliRunner().invoke(app, list(arguments), env=WIDE)
 
 
-def test_version() -> None:
+def test_version_prints_the_version() -> None:
     assert attn("--version").stdout == f"attn-core {attn_core.__version__}\n"
 
 
@@ -33,7 +33,7 @@ COMMANDS = ["doctor", "explain", "compare", "bench", "mask", "context-plan", "su
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help(command: str) -> None:
+def test_help_of_every_command(command: str) -> None:
     done = attn(command, "--help")
     assert done.exit_code == 0, done.output
 
@@ -50,7 +50,7 @@ def test_explain_prints_the_selection() -> None:
     assert done.exit_code == (0 if selection.backend else 1)
 
 
-def test_explain_of_a_backend_by_name_gives_its_reasons() -> None:
+def test_explain_of_a_named_backend_prints_its_reasons() -> None:
     done = attn("explain", "--backend", "sdpa_flash", "--softcap", "50", "--assume-installed")
     assert done.exit_code == 1
     assert "softcap=50.0: the aten CPU flash kernel has none" in done.stdout
@@ -83,7 +83,7 @@ def test_bad_options_are_named_and_exit_with_2(arguments: list[str], text: str) 
     assert "Traceback" not in done.output
 
 
-# The options make the spec they say
+# Options become fields of the spec
 
 
 @pytest.mark.parametrize(
@@ -104,15 +104,15 @@ def test_bad_options_are_named_and_exit_with_2(arguments: list[str], text: str) 
         ({"backward": True, "return_lse": True, "dropout": 0.5}, {"needs_backward": True, "dropout": 0.5}),
     ],
 )
-def test_options_make_the_spec_they_say(options: dict, fields: dict) -> None:
+def test_options_become_fields_of_the_spec(options: dict, fields: dict) -> None:
     spec = SpecOptions(**options).spec()
     assert {name: getattr(spec, name) for name in fields} == fields
 
 
-def test_every_choice_of_the_spec_has_an_option() -> None:
+def test_every_field_of_the_spec_has_an_option() -> None:
     elsewhere = {"max_len_q": "lengths", "max_len_k": "kv_lengths", "bias_gradient": None, "bias_dtype": None}
-    elsewhere["paged"] = None  # explain_paged's, of either frontend
-    elsewhere["partial"] = None  # of the tiles that context-plan shows, never of a user's call
+    elsewhere["paged"] = None  # fields of explain_paged, which each frontend has
+    elsewhere["partial"] = None  # fields of the tiles that context-plan shows, never of a user's call
     renamed = {
         **{"num_heads": "heads", "num_kv_heads": "kv_heads", "mask_shape": "mask", "bias_shape": "bias"},
         **{"alibi_shape": "alibi", "needs_backward": "backward"},
@@ -132,7 +132,7 @@ def test_mask_draws_documents() -> None:
     assert done.exit_code == 0
 
 
-def test_mask_draws_large_ones_in_blocks() -> None:
+def test_mask_draws_large_masks_in_blocks() -> None:
     seen = np.tril(np.ones((100, 100), bool))
     drawn = mask.draw(seen, columns=24).splitlines()  # room for 10 signs
     assert drawn[0].split()[1:] == ["▪", *"·········"]
@@ -149,14 +149,14 @@ def test_mask_writes_a_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--mask"], ["--q-len", "100000"]])
-def test_mask_refuses_what_it_cannot_draw(arguments: list[str]) -> None:
+def test_mask_refuses_calls_that_it_cannot_draw(arguments: list[str]) -> None:
     assert attn("mask", *arguments).exit_code == 2
 
 
 # compare and doctor run kernels
 
 
-def test_compare_shows_errors_bits_and_times(tmp_path: Path) -> None:
+def test_compare_prints_errors_bits_and_times(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("jax")
     arguments = ["--q-len", "13", "--heads", "6", "--kv-heads", "3", "--causal", "--gradients", "--repeats", "1"]
@@ -184,7 +184,7 @@ def test_compare_takes_every_kind_of_tensor(arguments: list[str]) -> None:
     assert "math" in done.stdout and "refused" in done.stdout
 
 
-def test_compare_says_when_a_backend_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_reports_a_wrong_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     right = in_torch.run
 
@@ -201,18 +201,18 @@ def test_compare_says_when_a_backend_is_wrong(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "arguments", [["--dropout", "0.5"], ["--device", "sm10"], ["--device", "gpu"], ["--window", "2"]]
 )
-def test_compare_refuses_what_it_cannot_run(arguments: list[str]) -> None:
+def test_compare_refuses_calls_that_it_cannot_run(arguments: list[str]) -> None:
     assert attn("compare", *arguments).exit_code == 2
 
 
-def test_trial_values_are_those_of_the_dtype() -> None:
+def test_trial_values_are_exact_in_the_dtype() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     values = np.random.default_rng(0).standard_normal(10_000)
     expected = values.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
     assert trial.rounded(values, "bfloat16").tobytes() == expected.tobytes()
 
 
-def test_doctor_reports_everything() -> None:
+def test_doctor_writes_a_complete_report() -> None:
     done = attn("doctor", "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
@@ -268,7 +268,9 @@ def test_a_demo_runs_its_example(monkeypatch: pytest.MonkeyPatch, command: str, 
 
 
 @EXAMPLES
-def test_a_demo_says_how_to_get_its_example(monkeypatch: pytest.MonkeyPatch, command: str, module: str) -> None:
+def test_a_demo_without_its_example_says_where_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, command: str, module: str
+) -> None:
     monkeypatch.setattr(demo_command, "find_spec", lambda name: None)
     done = attn(command)
     assert done.exit_code == 1
