@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from attn_core.call.options import Options, checked, flag, is_plain_window, normalise_window, requested_names
+from attn_core.call.options import Options, checked, checked_in_trace, is_plain_window, requested_names
 from attn_core.call.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
@@ -175,13 +175,7 @@ def gather_arguments(
     q, k, v, mask, bias, alibi_slopes, sinks = tensors
     q, k, v, bias = autocast.in_autocast(q, k, v, bias)
     plan.check_gradient_free("alibi_slopes", alibi_slopes)
-    if torch.compiler.is_compiling():  # numbers may be symbols here; the op checks their values when it runs
-        for name in ("causal", "deterministic", "return_lse"):
-            flag(name, getattr(options, name))
-        window = normalise_window(options.window, options.causal)
-        options = options._replace(window=window, dropout=options.dropout or 0.0)  # 0.0 itself may be a symbol
-    else:
-        options = checked(options)
+    options = checked_in_trace(options) if torch.compiler.is_compiling() else checked(options)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise SpecError(f"dropout_rng: expected a torch.Generator, or None for torch's own, got {type(generator)}")
     info = SeqInfo.coerce(seq_info)

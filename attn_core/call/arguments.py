@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from typing import Any, NamedTuple
 
-from attn_core.call.options import Options, flag, normalise_window, number
+from attn_core.call.options import Options
 from attn_core.call.seq_info import is_number
 from attn_core.call.spec import DTYPES, AttentionSpec, Shape4
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
@@ -58,6 +58,9 @@ def build_spec(
 ) -> AttentionSpec:
     """Builds the spec of a call.
 
+    Args:
+        options: with the window as a pair (``options.checked``); the spec checks every option again.
+
     Raises:
         ShapeError, DTypeError, DeviceError, SpecError: naming argument, value, what was expected and the remedy.
     """
@@ -78,22 +81,22 @@ def build_spec(
         head_dim=head_dim,
         value_dim=v[3],
         dtype=arrays.q.dtype,
-        causal=flag("causal", options.causal),
+        causal=options.causal,
         alignment=options.alignment,  # type: ignore[arg-type]
-        window=normalise_window(options.window, options.causal),
-        softcap=number("softcap", options.softcap),
-        scale=number("scale", options.scale),
+        window=options.window,  # type: ignore[arg-type]
+        softcap=options.softcap,
+        scale=options.scale,
         mask_shape=_four("mask", arrays.mask),
         bias_shape=_four("bias", arrays.bias),
         bias_dtype=arrays.bias.dtype if arrays.bias is not None and arrays.bias.dtype != arrays.q.dtype else None,
         alibi_shape=None if arrays.alibi_slopes is None else arrays.alibi_slopes.shape,
         sinks=_sinks(arrays.sinks, num_heads),
         documents=_documents(arrays, options),
-        dropout=number("dropout", options.dropout) or 0.0,
-        deterministic=flag("deterministic", options.deterministic),
+        dropout=options.dropout,
+        deterministic=options.deterministic,
         needs_backward=needs_backward,
         bias_gradient=bias_gradient,
-        return_lse=flag("return_lse", options.return_lse),
+        return_lse=options.return_lse,
         **lengths,
     )
 

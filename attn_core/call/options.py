@@ -1,13 +1,15 @@
-"""The options of a call, as the caller writes them, and what each may be: plain values known on the host."""
+"""The options of a call as the caller writes them, and the one place that checks them."""
 
 from __future__ import annotations
 
+import math
 import numbers
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from attn_core.call.seq_info import is_host_int
-from attn_core.call.spec import check_alignment, check_numbers
 from attn_core.errors import SpecError
+
+Alignment = Literal["bottom_right", "top_left"]
 
 
 class Options(NamedTuple):
@@ -26,20 +28,37 @@ class Options(NamedTuple):
 
 
 def checked(options: Options) -> Options:
-    """The options with each value of its kind and on the host, so that they can be hashed and compared.
+    """Returns the options with every type and value checked; the window is then a pair, and the numbers Python floats.
 
-    Nothing here depends on a tensor. The window becomes a pair, and the numbers Python floats.
+    A call's entry checks its options, because they become the key of a cache. A spec checks its own with this function,
+    because anyone may build one. Functions between the two trust their options.
 
     Raises:
         SpecError: naming the option, its value and what was expected.
     """
+    flag("causal", options.causal)
+    flag("deterministic", options.deterministic)
+    flag("return_lse", options.return_lse)
+    if not isinstance(options.alignment, str) or options.alignment not in get_args(Alignment):
+        raise SpecError(f"alignment={options.alignment!r}: expected one of {', '.join(get_args(Alignment))}")
+    softcap = _positive("softcap", options.softcap, "None switches it off")
+    scale = _positive("scale", options.scale, "None gives 1/sqrt(head_dim)")
+    dropout = number("dropout", options.dropout) or 0.0
+    if not 0 <= dropout < 1:
+        raise SpecError(f"dropout={options.dropout}: expected a probability in [0, 1); 0 switches it off")
+    window = normalise_window(options.window, options.causal)
+    return options._replace(window=window, softcap=softcap, scale=scale, dropout=dropout)
+
+
+def checked_in_trace(options: Options) -> Options:
+    """Returns the options of a call that a compiler traces, with the flags and the window checked.
+
+    The numbers may be symbols in a trace, so the op that the trace contains checks them when it runs.
+    """
     for name in ("causal", "deterministic", "return_lse"):
         flag(name, getattr(options, name))
-    check_alignment(options.alignment)
-    softcap, scale, dropout = (number(name, getattr(options, name)) for name in ("softcap", "scale", "dropout"))
-    check_numbers(softcap, scale, dropout or 0.0)
     window = normalise_window(options.window, options.causal)
-    return options._replace(window=window, softcap=softcap, scale=scale, dropout=dropout or 0.0)
+    return options._replace(window=window, dropout=options.dropout or 0.0)  # 0.0 itself may be a symbol
 
 
 def requested_names(backend: Any) -> tuple[str, ...] | None:
@@ -114,3 +133,10 @@ def number(name: str, value: Any) -> float | None:
         return float(value)
     except OverflowError:
         raise SpecError(f"{name}: expected a number that a float can hold, got one beyond 1.8e308") from None
+
+
+def _positive(name: str, value: Any, remedy: str) -> float | None:
+    checked_number = number(name, value)
+    if checked_number is not None and not (math.isfinite(checked_number) and checked_number > 0):
+        raise SpecError(f"{name}={value}: expected a finite number above 0; {remedy}")
+    return checked_number

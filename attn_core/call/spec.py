@@ -6,13 +6,12 @@ import hashlib
 import math
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Literal, get_args
 
+from attn_core.call.options import Alignment, Options, checked
 from attn_core.call.pages import PagedKV
 from attn_core.call.seq_info import is_number
 from attn_core.errors import DTypeError, ShapeError, SpecError
 
-Alignment = Literal["bottom_right", "top_left"]
 Shape4 = tuple[int, int, int, int]
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -85,12 +84,10 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         _check_shapes(self)
-        _check_choices(self)
-        if self.scale is None:
-            object.__setattr__(self, "scale", 1.0 / math.sqrt(self.head_dim))
-        for name in ("softcap", "scale", "dropout"):  # 50 and 50.0 are one call, and must have one key
-            value = getattr(self, name)
-            object.__setattr__(self, name, None if value is None else float(value))
+        options = _check_choices(self)
+        scale = 1.0 / math.sqrt(self.head_dim) if options.scale is None else options.scale
+        for name, value in (("softcap", options.softcap), ("scale", scale), ("dropout", options.dropout)):
+            object.__setattr__(self, name, value)  # floats: 50 and 50.0 are one call, and must have one key
         object.__setattr__(self, "_hash", hash(tuple(getattr(self, field.name) for field in fields(self))))
 
     def __hash__(self) -> int:  # computed once: a spec is a cache key on every call
@@ -207,32 +204,14 @@ def _check_shapes(spec: AttentionSpec) -> None:
         )
 
 
-def check_alignment(alignment: object) -> None:
-    """Raises SpecError for an alignment that nobody knows."""
-    if not isinstance(alignment, str) or alignment not in get_args(Alignment):
-        raise SpecError(f"alignment={alignment!r}: expected one of {', '.join(get_args(Alignment))}")
-
-
-def check_numbers(softcap: float | None, scale: float | None, dropout: float) -> None:
-    """Raises SpecError for a softcap, scale or dropout that no call can have."""
-    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
-        raise SpecError(f"softcap={softcap}: expected a finite number above 0; None switches it off")
-    if scale is not None and not (math.isfinite(scale) and scale > 0):
-        raise SpecError(f"scale={scale}: expected a finite number above 0; None gives 1/sqrt(head_dim)")
-    if not 0 <= dropout < 1:
-        raise SpecError(f"dropout={dropout}: expected a probability in [0, 1); 0 switches it off")
-
-
-def _check_choices(spec: AttentionSpec) -> None:
+def _check_choices(spec: AttentionSpec) -> Options:
+    """Raises SpecError for an option that no call can have, or that does not fit the others; returns the options."""
     if not isinstance(spec.window, tuple) or len(spec.window) != 2:
         raise SpecError(f"window={spec.window!r}: expected a pair (left, right) of inclusive distances, None unbounded")
-    for side, distance in zip(("left", "right"), spec.window, strict=True):
-        if distance is not None and distance < 0:
-            raise SpecError(
-                f"window={spec.window}: expected a {side} distance of 0 or more, got {distance}; None is unbounded"
-            )
-    check_alignment(spec.alignment)
-    check_numbers(spec.softcap, spec.scale, spec.dropout)
+    lengths, flags = (spec.max_len_q, spec.max_len_k), (spec.deterministic, spec.return_lse)
+    options = checked(
+        Options(spec.causal, spec.alignment, spec.window, spec.softcap, spec.scale, *lengths, spec.dropout, *flags)
+    )
     if spec.bias_dtype is not None and (spec.bias_shape is None or spec.bias_dtype not in DTYPES):
         raise SpecError(f"bias_dtype={spec.bias_dtype!r}: expected one of {', '.join(DTYPES)}, beside a bias_shape")
     if spec.bias_gradient and spec.bias_shape is None:
@@ -241,6 +220,7 @@ def _check_choices(spec: AttentionSpec) -> None:
         raise SpecError("partial: expected no sinks, no dropout and no pages: they belong to whole rows")
     if spec.paged is not None:
         _check_paged(spec, spec.paged)
+    return options
 
 
 def _check_paged(spec: AttentionSpec, paged: PagedKV) -> None:

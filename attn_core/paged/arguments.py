@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from attn_core.call.arguments import ArrayFacts
-from attn_core.call.options import Options, checked, flag, normalise_window, number
+from attn_core.call.options import Options, checked
 from attn_core.call.pages import PagedKV
 from attn_core.call.seq_info import is_host_int, is_number
 from attn_core.call.spec import DTYPES, AttentionSpec
@@ -43,7 +43,9 @@ def checked_options(
 def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
     """The spec of a call on keys and values in pages.
 
-    ``options.max_len_q`` bounds the queries of a sequence; None: as many as there are.
+    Args:
+        options: checked, see ``checked_options``. ``max_len_q`` bounds the queries of a sequence; None: as many as
+            there are.
 
     Raises:
         ShapeError, DTypeError, DeviceError, SpecError: naming argument, value, what was expected and the remedy.
@@ -78,16 +80,16 @@ def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
         head_dim=head_dim,
         value_dim=arrays.v.shape[3],
         dtype=arrays.q.dtype,
-        causal=flag("causal", options.causal),
-        window=normalise_window(options.window, options.causal),
-        softcap=number("softcap", options.softcap),
-        scale=number("scale", options.scale),
+        causal=options.causal,
+        window=options.window,  # type: ignore[arg-type]
+        softcap=options.softcap,
+        scale=options.scale,
         sinks=arrays.sinks is not None,
         documents=batch,
         max_len_q=most,
         max_len_k=paged.capacity,
-        deterministic=flag("deterministic", options.deterministic),
-        return_lse=flag("return_lse", options.return_lse),
+        deterministic=options.deterministic,
+        return_lse=options.return_lse,
         paged=paged,
     )
 

@@ -199,11 +199,11 @@ WINDOWS = {
 
 NUMBERS = {
     **{
-        f"softcap {given}": value(f"^softcap={float(given)}: expected a finite number above 0; None", softcap=given)
+        f"softcap {given}": value(f"^softcap={given}: expected a finite number above 0; None", softcap=given)
         for given in (0, 0.0, -1.0, float("nan"), float("inf"), -(10**9))
     },
     **{
-        f"scale {given}": value(f"^scale={float(given)}: expected a finite number above 0; None", scale=given)
+        f"scale {given}": value(f"^scale={given}: expected a finite number above 0; None", scale=given)
         for given in (0, -0.5, float("nan"), float("inf"), float("-inf"))
     },
     **{

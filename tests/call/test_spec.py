@@ -71,6 +71,9 @@ WRONG = {
     "scale inf": ({"scale": math.inf}, SpecError, "^scale=inf: "),
     "dropout 1": ({"dropout": 1.0}, SpecError, r"^dropout=1.0: expected a probability in \[0, 1\)"),
     "dropout nan": ({"dropout": math.nan}, SpecError, "^dropout=nan: "),
+    "number as flag": ({"causal": 1}, SpecError, "^causal=1: expected True or False"),
+    "text as number": ({"scale": "1"}, SpecError, "^scale='1': expected a number known on the host"),
+    "fraction in window": ({"window": (3.0, 0)}, SpecError, r"^window=\(3.0, 0\): expected an int, a pair"),
     "gradient of no bias": ({"bias_gradient": True}, SpecError, "^bias_gradient=True: expected a bias"),
 }
 

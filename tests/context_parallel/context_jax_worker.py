@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from attn_core import SeqInfo
 from attn_core.backends.shared.jax_offsets import ended
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
-from attn_core.call.options import Options
+from attn_core.call.options import Options, checked
 from attn_core.call.tensors import Inputs
 from attn_core.context_parallel import places, request
 from attn_core.context_parallel.layout import layout as spread
@@ -132,7 +132,10 @@ def expected(case: Case, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]
     facts = {
         name: ArrayFacts(arrays[name].shape, "float64", "cpu") for name in ("q", "k", "v", "sinks") if name in arrays
     }
-    options, inputs = Options(**case.options), Inputs(*(arrays[name] for name in "qkv"), sinks=arrays.get("sinks"))
+    options, inputs = (
+        checked(Options(**case.options)),
+        Inputs(*(arrays[name] for name in "qkv"), sinks=arrays.get("sinks")),
+    )
     if case.info is not None:
         offsets = np.asarray(case.documents, np.int32)
         facts |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ArrayFacts(offsets.shape, "int32", "cpu"))

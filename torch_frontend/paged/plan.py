@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from attn_core import backends
-from attn_core.call.options import Options, flag, is_plain_window, normalise_window
+from attn_core.call.options import Options, checked_in_trace, is_plain_window
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
@@ -59,11 +59,9 @@ def options_of(
     causal: Any, window: Any, softcap: Any, scale: Any, deterministic: Any, return_lse: Any, max_len_q: Any
 ) -> Options:
     """Returns the options of a paged call, checked unless they may be symbols."""
-    if torch.compiler.is_compiling():  # numbers may be symbols here; the op checks their values when it runs
-        flag("causal", causal)
-        flag("deterministic", deterministic)
-        window = normalise_window(window, causal)
-        return Options(causal, "bottom_right", window, softcap, scale, max_len_q, None, 0.0, deterministic, return_lse)
+    if torch.compiler.is_compiling():
+        flags = (deterministic, return_lse)
+        return checked_in_trace(Options(causal, "bottom_right", window, softcap, scale, max_len_q, None, 0.0, *flags))
     check = _checked if is_plain_window(window) else arguments.checked_options
     try:
         return check(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
