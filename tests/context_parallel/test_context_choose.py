@@ -1,4 +1,4 @@
-"""What a plan costs, which strategy is chosen and why, and the pictures of plans."""
+"""Tests the cost estimate of a plan, the choice of a strategy and its explanation, and the pictures of plans."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ ONLY_LINKS = replace(
     memory_gib_s=1e12,
     links=tuple((kind, ((1e-9, 1.0),)) for kind in LINKS),
 )
-"""A machine that does nothing but send, 1 GiB in a second: its seconds are bytes."""
+"""A machine that only sends, 1 GiB in a second, so its seconds are proportional to bytes."""
 
 
 def sweep_cases() -> list[Any]:
-    """The measured calls of grouped heads that are long enough for kernels, not launches, to count."""
+    """The measured calls with grouped heads that are so long that kernels, not launches, take the time."""
     found = []
     for case in measured("sm90"):
         name = re.fullmatch(r"(full|causal) (\d+)x(\d+) h32/(8|1) d128 bf16", case.name)
@@ -71,13 +71,13 @@ def sweep_cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("spec", "microseconds"), sweep_cases())
-def test_kernels_take_as_long_as_they_were_measured(spec: AttentionSpec, microseconds: float) -> None:
+def test_estimated_kernel_times_match_the_measured_ones(spec: AttentionSpec, microseconds: float) -> None:
     on_one = cost(spec, "all_gather", (1,))
     assert on_one.seconds * 1e6 == pytest.approx(microseconds, rel=0.07)
     assert on_one.exposed == 0
 
 
-def test_many_measured_calls_were_compared() -> None:
+def test_at_least_20_measured_calls_are_compared() -> None:
     assert len(sweep_cases()) >= 20
 
 
@@ -109,12 +109,12 @@ def test_constants_are_checked() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "sm80", "sm100"])
-def test_a_device_that_was_not_measured_chooses_as_the_one_that_was(device: str) -> None:
+def test_a_device_without_measurements_uses_the_constants_of_the_measured_one(device: str) -> None:
     assert Constants.of(device) is not None and Constants.of(device) == H200
 
 
 def measured_on_ranks() -> list[Any]:
-    """Of every shape that was measured on several GPUs, the seconds of each strategy, its heads in one group."""
+    """For every shape that was measured on several GPUs, the seconds of each strategy with its heads in one group."""
     found = json.loads((ROOT / "benchmarks/results/context-parallel.json").read_text(encoding="utf-8"))
     shapes = [
         (int(ranks), row["tokens"], word, seconds)
@@ -134,8 +134,10 @@ def measured_on_ranks() -> list[Any]:
 
 
 @pytest.mark.parametrize(("ranks", "spec", "seconds"), measured_on_ranks())
-def test_the_fastest_by_estimate_is_the_fastest_as_measured(ranks: int, spec: AttentionSpec, seconds: Any) -> None:
-    """Up to 2 %, which is how far apart two runs of one strategy are."""
+def test_the_strategy_with_the_best_estimate_was_measured_fastest(
+    ranks: int, spec: AttentionSpec, seconds: Any
+) -> None:
+    """Within 2 %, because two runs of one strategy differ by as much."""
     assert set(seconds) == {"ring, zigzag", "all_gather, zigzag", "ulysses, contiguous"}
 
     def estimated(name: str) -> float:
@@ -145,17 +147,18 @@ def test_the_fastest_by_estimate_is_the_fastest_as_measured(ranks: int, spec: At
     assert seconds[min(seconds, key=estimated)] <= 1.02 * min(seconds.values())
 
 
-def test_measurements_on_two_and_four_gpus_were_compared() -> None:
+def test_measurements_on_two_and_four_gpus_are_compared() -> None:
     assert len(measured_on_ranks()) >= 10
 
 
-# Bytes: what every rank receives, and what it holds
+# Bytes that every rank receives, and bytes that it holds
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (32, 32), (24, 3)])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_the_bytes_of_a_forward(heads: tuple[int, int], ranks: int) -> None:
-    """S positions a rank, 2 bytes: all-gather and ring 4 (P-1) S Hk D, Ulysses 4 (P-1)/P S (H + Hk) D."""
+    """With S positions on a rank and 2 bytes each: all-gather and ring 4 (P-1) S Hk D, Ulysses 4 (P-1)/P S (H + Hk)
+    D."""
     shard, (num, kv) = 4096, heads
     spec, width = call(shard * ranks, heads), 128
     gathered = 4 * (ranks - 1) * shard * kv * width
@@ -168,9 +171,9 @@ def test_the_bytes_of_a_forward(heads: tuple[int, int], ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_the_bytes_of_a_backward(ranks: int) -> None:
-    """k and v again in 2 bytes each, and their gradients back: in 2 where a single tile made each, else in 4.
+    """k and v again in 2 bytes each, and their gradients: in 2 bytes if a single tile computed each, else in 4.
 
-    Of 32 heads over 8 those of two ranks are no larger than a rank's own queries, and kept where they were gathered.
+    With 32 heads over 8 kv heads, the keys of two ranks are no larger than a rank's queries, so they are kept.
     """
     shard = 4096
     spec, block = call(shard * ranks, needs_backward=True), 2 * shard * 8 * 128
@@ -181,7 +184,7 @@ def test_the_bytes_of_a_backward(ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("heads", "ranks", "kept"), [((32, 8), 2, True), ((32, 8), 3, False), ((32, 32), 2, False)])
-def test_gathered_keys_are_kept_where_they_are_no_larger_than_the_queries(
+def test_gathered_keys_are_kept_if_they_are_no_larger_than_the_queries(
     heads: tuple[int, int], ranks: int, kept: bool
 ) -> None:
     spec = call(1024 * ranks, heads, needs_backward=True)
@@ -189,15 +192,15 @@ def test_gathered_keys_are_kept_where_they_are_no_larger_than_the_queries(
     assert not keeps_gathered(spec, spread(spec, None, "ring", "zigzag", ranks, 1))
 
 
-def test_copied_heads_are_sent() -> None:
-    """Over 4 ranks 2 kv heads become 4; queries and output are what they were."""
+def test_copied_kv_heads_count_as_sent_bytes() -> None:
+    """Over 4 ranks 2 kv heads become 4; queries and output do not change."""
     spec = call(16384, (32, 2))
     exchanged = 4 * 3 / 4 * 4096 * (32 + 4) * 128
     assert cost(spec, "ulysses", (4,), by=ONLY_LINKS).seconds * GIB == pytest.approx(exchanged, rel=1e-3)
 
 
-def test_two_axes_share_parts() -> None:
-    """In 2 x 4, the inner 4 exchange heads; a rank then holds its quarter of the heads of half the row."""
+def test_the_bytes_of_two_mesh_axes() -> None:
+    """In 2 x 4, the inner 4 exchange heads; a rank then has a quarter of the heads of half the row."""
     spec, shard = call(32768), 4096
     inside = 4 * 3 / 4 * shard * (32 + 8) * 128
     outside = 4 * shard * 8 * 128
@@ -206,7 +209,7 @@ def test_two_axes_share_parts() -> None:
         assert found == pytest.approx(inside + outside, rel=1e-3)
 
 
-def test_memory_of_a_ring_is_that_of_a_shard() -> None:
+def test_a_ring_holds_no_more_than_shards() -> None:
     def peaks(strategy: str, training: bool) -> list[float]:
         specs = [call(8192 * ranks, needs_backward=training) for ranks in (2, 4, 8)]
         return [cost(spec, strategy, (ranks,)).peak for spec, ranks in zip(specs, (2, 4, 8), strict=True)]
@@ -215,7 +218,7 @@ def test_memory_of_a_ring_is_that_of_a_shard() -> None:
         ring, gather, ulysses = (peaks(name, training) for name in ("ring", "all_gather", "ulysses"))
         assert ring[0] <= ring[1] == ring[2] and len(set(ulysses)) == 1  # two ranks need no accumulators
         keys = 8192 * 8 * 2 * 128 * 2  # bytes of a shard's k and v
-        # As they come and in order; gradients of twice as many bytes, as they are sent and as they come.
+        # As received and in order; gradients have twice as many bytes, as sent and as received.
         assert gather[2] - gather[1] == 4 * (2 + 4 * training) * keys and gather[0] < gather[1]
         assert ring[0] >= (2 if training else 1) * (8192 * 32 * 2 * 128 * 2) + 2 * keys
     assert peaks("ring", True)[2] <= peaks("ulysses", True)[2] < peaks("all_gather", True)[2]
@@ -224,8 +227,8 @@ def test_memory_of_a_ring_is_that_of_a_shard() -> None:
 # Seconds
 
 
-def test_all_wait_for_the_busiest_rank() -> None:
-    """A contiguous causal ring takes 2 - 1/P of the work's share; see Striped Attention, arXiv:2311.09431."""
+def test_the_busiest_rank_decides_the_time() -> None:
+    """A contiguous causal ring takes 2 - 1/P times its share of the work; see Striped Attention, arXiv:2311.09431."""
     spec, by = call(1 << 18), replace(H200, links=tuple((kind, ((1e-9, 1e9),)) for kind in LINKS))
     contiguous, zigzag = (cost(spec, "ring", (4,), layout, by).seconds for layout in ("contiguous", "zigzag"))
     assert contiguous / zigzag == pytest.approx(2 - 1 / 4, rel=0.02)
@@ -234,11 +237,11 @@ def test_all_wait_for_the_busiest_rank() -> None:
 def test_a_dropped_hop_costs_nothing() -> None:
     windowed = call(65536, window=(1023, None))
     everything, near = (cost(spec, "ring", (4,), "contiguous") for spec in (call(65536), windowed))
-    assert near.exposed == pytest.approx(everything.exposed / 3)  # one hop of three
+    assert near.exposed == pytest.approx(everything.exposed / 3)  # one hop instead of three
 
 
 def test_wider_types_are_slower() -> None:
-    """Half the products a second for twice the bytes: an assumption, for 16-bit types are what was measured."""
+    """Half the products per second for twice the bytes: an assumption, because only 16-bit types were measured."""
     only_products = replace(H200, call_us=0.0, memory_gib_s=1e12)
     halves, floats, doubles = (
         cost(call(8192, dtype=dtype), "all_gather", (1,), by=only_products).seconds
@@ -247,7 +250,7 @@ def test_wider_types_are_slower() -> None:
     assert (floats, doubles) == (pytest.approx(2 * halves, rel=1e-3), pytest.approx(4 * halves, rel=1e-3))
 
 
-def test_order_and_accumulators_go_through_memory() -> None:
+def test_reordering_and_accumulators_cost_memory_traffic() -> None:
     spec, shard = call(32768, causal=False), 8192
     gathered = [cost(spec, "all_gather", (4,), layout) for layout in ("zigzag", "contiguous")]
     keys = 4 * shard * 8 * 256 * 2  # bytes of the row's k and v, read and written
@@ -255,13 +258,13 @@ def test_order_and_accumulators_go_through_memory() -> None:
     only_memory = replace(H200, forward_tflops=1e12, call_us=0.0)
     ring, gather = (cost(spec, name, (4,), "contiguous", only_memory).forward for name in ("ring", "all_gather"))
     queries = shard * 32 * 128  # elements of a shard's queries, as many as of its output
-    # q and out are read four times, not twice; four parts are accumulated, and not one added to one
+    # q and out are read four times, not twice, and four parts are accumulated
     again = 2 * 2 * queries * 2 + 4 * queries * (4 + 4 + 2) - queries * (2 + 2 + 2)
     extra = (ring.seconds - ring.exposed) - (gather.seconds - gather.exposed)
     assert extra == pytest.approx(H200.moved(again), rel=1e-3)
 
 
-def test_overlap_hides_what_it_can() -> None:
+def test_overlap_hides_the_exchange_behind_kernels() -> None:
     spec = call(1 << 18)
     hidden, none = (cost(spec, "ring", (4,), by=replace(H200, overlap=share)) for share in (0.0, 1.0))
     assert hidden.exposed < 0.01 * none.exposed
@@ -281,19 +284,19 @@ def chosen(spec: AttentionSpec, axes: Axes, layout: str = "zigzag", **options: A
     return choose(spec, None, layout, axes, H200, **options).strategy
 
 
-def test_an_all_gather_moves_less_while_ranks_are_few() -> None:
-    """Fewer than (H + Hk) / Hk: 5 for heads 32/8, 2 for 32/32, 33 for 32/1."""
+def test_all_gather_moves_less_on_few_ranks() -> None:
+    """On fewer ranks than (H + Hk) / Hk: 5 for heads 32/8, 2 for 32/32, 33 for 32/1."""
     assert chosen(call(32768), (4,)) == "all_gather"
     assert chosen(call(65536), (8,)) == "ulysses"
     assert chosen(call(16384, (32, 32)), (4,)) == "ulysses"
     assert chosen(call(65536, (32, 1)), (8,)) == "all_gather"
 
 
-def test_a_small_window_takes_the_few_hops_that_it_sees() -> None:
+def test_a_small_window_chooses_a_ring_of_few_hops() -> None:
     assert chosen(call(65536, window=(1023, None)), (4,), "contiguous") == "ring"
 
 
-def test_memory_decides_where_it_is_short() -> None:
+def test_a_strategy_that_does_not_fit_in_memory_is_not_chosen() -> None:
     spec = call(262144, (32, 2), needs_backward=True)
     found = {name: cost(spec, name, (8,)) for name in ("ring", "ulysses", "all_gather")}
     most, middle, least = sorted(found, key=lambda name: -found[name].peak)
@@ -305,21 +308,21 @@ def test_memory_decides_where_it_is_short() -> None:
         chosen(spec, (8,), memory=found[least].peak - 1)
 
 
-def test_the_constants_decide() -> None:
-    """A machine with slow links for all but neighbours, which overlap: planted, it must choose otherwise."""
+def test_other_constants_choose_another_strategy() -> None:
+    """On a machine with slow links except between neighbours, and with overlap, the choice must change."""
     slow = tuple((kind, rows if kind == "ring" else ((1, 0.5),)) for kind, rows in H200.links)
     ring = replace(H200, links=slow, overlap=0.0)
     assert choose(call(65536), None, "zigzag", (8,), H200).strategy == "ulysses"
     assert choose(call(65536), None, "zigzag", (8,), ring).strategy == "ring"
 
 
-def test_equal_estimates_go_to_the_earlier() -> None:
+def test_equal_estimates_choose_the_earlier_strategy() -> None:
     choice = choose(call(4096), None, "zigzag", (1,), H200)
     assert len({one.estimate.seconds for one in choice.candidates if one.estimate}) == 1
     assert choice.strategy == "all_gather"
 
 
-def test_two_axes_choose_the_outer_ones() -> None:
+def test_two_axes_choose_among_the_strategies_of_two_axes() -> None:
     choice = choose(call(65536), None, "zigzag", (4, 2), H200)
     assert [one.strategy for one in choice.candidates] == ["all_gather", "ring"]
     assert "all_gather x ulysses  selected: " in str(choice)
@@ -327,7 +330,7 @@ def test_two_axes_choose_the_outer_ones() -> None:
     assert refused.strategy is None and all("4 ranks can share" in one.refusals[0] for one in refused.candidates)
 
 
-def test_packed_documents_count_what_they_see() -> None:
+def test_packed_documents_cost_only_their_visible_pairs() -> None:
     documents = tuple(range(0, 65537, 4096))
     spec = call(65536, documents=16, max_len_q=4096, max_len_k=4096)
     packed, whole = choose(spec, documents, "zigzag", (4,), H200), choose(call(65536), None, "zigzag", (4,), H200)
@@ -335,7 +338,7 @@ def test_packed_documents_count_what_they_see() -> None:
     assert packed.estimate.seconds < whole.estimate.seconds / 4
 
 
-def test_the_explanation() -> None:
+def test_the_explanation_lists_every_strategy() -> None:
     choice = choose(call(131072, (6, 2)), None, "zigzag", (4,), H200, 0.35 * GIB)
     ring = cost(call(131072, (6, 2)), "ring", (4,))
     assert str(choice).splitlines() == [
@@ -350,7 +353,7 @@ def test_the_explanation() -> None:
     assert choice.reasons("ulysses")[0].startswith("q: expected heads") and choice.reasons("ring") == ()
 
 
-def test_nothing_fits() -> None:
+def test_an_error_lists_every_strategy_if_none_fits() -> None:
     with pytest.raises(NoStrategyError, match=r"^no strategy can share this call\n") as caught:
         choose(call(65536, (6, 2)), None, "zigzag", (4,), H200, memory=1.0)
     choice = caught.value.choice
@@ -362,7 +365,7 @@ def test_nothing_fits() -> None:
     assert str(again) == str(caught.value) and again.choice == choice
 
 
-def test_a_strategy_by_name_never_falls_back() -> None:
+def test_a_named_strategy_never_falls_back() -> None:
     slower = choose(call(16384), None, "zigzag", (2,), H200, strategy="ring")
     assert slower.strategy == "ring" and slower.candidates == choose(call(16384), None, "zigzag", (2,), H200).candidates
     message = r"^strategy='ulysses' cannot share this call, and one asked for by name never falls back\n"
@@ -370,8 +373,8 @@ def test_a_strategy_by_name_never_falls_back() -> None:
         choose(call(16384, (6, 2)), None, "zigzag", (4,), H200, strategy="ulysses")
 
 
-def test_strategies_that_nobody_asks_about_are_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A packed row is another one in every batch, and a plan of it takes time."""
+def test_a_named_strategy_is_the_only_one_that_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A packed row differs in every batch, and planning it takes time."""
     planned = []
     spread = choosing.spread
     monkeypatch.setattr(
@@ -385,11 +388,11 @@ def test_strategies_that_nobody_asks_about_are_not_planned(monkeypatch: pytest.M
     assert len(str(choice).splitlines()) == 5 and planned == ["all_gather", "ulysses", "ring"]
 
 
-def test_a_question_is_answered_once() -> None:
-    def ask() -> Choice:
+def test_equal_requests_share_one_answer() -> None:
+    def request() -> Choice:
         return choose(call(16384), None, "zigzag", (4,), Constants.of("sm90"))
 
-    assert ask() is ask()
+    assert request() is request()
 
 
 @pytest.mark.parametrize(
@@ -404,7 +407,7 @@ def test_a_question_is_answered_once() -> None:
         ({"spec": call(64, mask_shape=(1, 1, 64, 64))}, "mask: expected None in context parallelism"),
     ],
 )
-def test_what_is_no_question_is_refused_by_name(changed: dict[str, Any], message: str) -> None:
+def test_bad_requests_are_refused_by_name(changed: dict[str, Any], message: str) -> None:
     asked = {"spec": call(64), "documents": None, "layout": "zigzag", "axes": (2,), "constants": H200, **changed}
     with pytest.raises(SpecError, match=f"^{re.escape(message)}"):
         choose(**asked)
@@ -419,8 +422,8 @@ def test_any_plan_has_an_estimate(question: tuple[Any, ...], training: bool) -> 
     assert found.seconds >= found.forward.seconds and (inner > 1 or strategy != "ulysses" or found.exposed == 0)
 
 
-def test_projections() -> None:
-    """Of 32K tokens a rank: nothing exceeds 1, and several hosts are worse than one."""
+def test_projections_stay_within_bounds() -> None:
+    """At 32K tokens per rank no efficiency exceeds 1, and several hosts are worse than one."""
     found = project(call(32768, needs_backward=True), [(2,), (8,), (64,), (8, 8)], H200)
     assert [one.world for one in found] == [2, 8, 64, 64]
     assert all(0.8 < efficiency < 1 for one in found for efficiency in one.efficiency)
@@ -431,7 +434,7 @@ def test_projections() -> None:
     assert ring.efficiency[0] == pytest.approx(alone.forward.seconds / (4 * ring.estimate.forward.seconds))
 
 
-def test_the_projection_of_the_documents_is_current() -> None:
+def test_the_projection_in_the_documents_is_current() -> None:
     worlds: list[Axes] = [(2,), (4,), (8,), (16,), (32,), (64,), (8, 8), (16, 8), (32, 8)]
     found = table(project(call(32768, needs_backward=True), worlds, H200))
     assert found in (ROOT / "docs/explanation/context_parallel.md").read_text(encoding="utf-8"), f"stale, now:\n{found}"
@@ -452,7 +455,7 @@ def attn(*arguments: str) -> Any:
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_the_pictures_of_the_documents_are_current(name: str, tmp_path: Path) -> None:
+def test_the_pictures_in_the_documents_are_current(name: str, tmp_path: Path) -> None:
     path, there = tmp_path / "plan.svg", ROOT / f"docs/images/plan-{name}.svg"
     options = [*PICTURES[name], "--causal", "--strategy", "ring"]
     assert attn(*options, "--svg", str(path)).exit_code == 0
@@ -469,7 +472,7 @@ def test_a_picture_shows_every_visible_pair(question: tuple[Any, ...]) -> None:
         assert len(draw(made).splitlines()) > q_len
 
 
-def test_a_picture_shows_who_and_when() -> None:
+def test_a_picture_shows_ranks_and_steps() -> None:
     made = plan("ring", "contiguous", 2, 1, 4, 4, Visible(None, 0))
     assert ranks_of(made.q_layout).tolist() == [0, 0, 1, 1]
     assert step_of_pairs(made).tolist() == [[0, -1, -1, -1], [0, 0, -1, -1], [1, 1, 0, -1], [1, 1, 0, 0]]
@@ -478,10 +481,10 @@ def test_a_picture_shows_who_and_when() -> None:
     assert "    1   2 1 1 0 ·\n    1   3 1 1 0 0\n" in text
     assert "step 1         0      4   rank r has the keys of r - 1" in text
     squares = ElementTree.fromstring(svg(made)).findall("{http://www.w3.org/2000/svg}rect")
-    assert len(squares) == 1 + 4 + 4 + 6  # the ground, two strips, and the rows' pieces: 1, 1, 2 and 2
+    assert len(squares) == 1 + 4 + 4 + 6  # the background, two strips, and the pieces of the rows: 1, 1, 2 and 2
 
 
-def test_a_long_row_is_not_drawn() -> None:
+def test_a_long_row_is_refused_by_the_picture() -> None:
     made = plan("ring", "zigzag", 2, 1, LIMIT + 1, LIMIT + 1, Visible(None, 0))
     for picture in (draw, svg):
         with pytest.raises(SpecError, match=r"^length 65 over 2 ranks: at most 64 positions and ranks can be drawn$"):
@@ -490,7 +493,7 @@ def test_a_long_row_is_not_drawn() -> None:
     assert done.exit_code == 0 and done.output.startswith("(rows and ranks up to 64 are drawn)\n")
 
 
-def test_the_command_tells_what_it_refuses() -> None:
+def test_the_command_exits_with_the_refusal() -> None:
     none = attn("--q-len", "32", "--heads", "6", "--kv-heads", "2", "--strategy", "ulysses")
     assert none.exit_code == 1 and "refused: q: expected heads that 4 ranks can share" in none.output
     for options, message in (

@@ -1,8 +1,9 @@
-"""Every backend that claims ``partial``, on keys cut in two: its parts merged, their gradients added, are the row's.
+"""Tests every backend that claims ``partial`` on keys cut in two: the merged parts and summed gradients equal the
+row's.
 
-A part's forward gives the log-sum-exp of the part, and its backward is given the output and the log-sum-exp of whole
-rows, as context parallelism does. Judged against the float64 reference, beside the same kernel on whole rows: the mean
-error at most 1.5 times, the largest at most 3 times as large.
+The forward of a part gives the log-sum-exp of the part. Its backward receives the output and the log-sum-exp of whole
+rows, as in context parallelism. Both are judged against the float64 reference, beside the same kernel on whole rows:
+the mean error may be at most 1.5 times as large, the largest at most 3 times.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Q_LEN, KV_LEN, CUT = 7, 29, 11
 LENGTHS_Q, LENGTHS_K, CUTS = (5, 2), (17, 12), (6, 5)
 LATER = {"causal": True}
 FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    # the whole row's fields, the first part's (seen from the part's last key), the second part's
+    # the fields of the whole row, of the first part (seen from the part's last key), and of the second part
     "full": ({}, {}, {}),
     "causal": (LATER, {}, LATER),
     "window": (
@@ -43,7 +44,7 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 
 class Part(NamedTuple):
-    """One call: its spec and which keys it has."""
+    """One call: its spec and the indices of its keys."""
 
     spec: AttentionSpec
     keys: np.ndarray
@@ -125,7 +126,7 @@ class Torch:
 
 
 class Jax(Torch):
-    """The same by JAX, through its primitives, under ``jax.jit``."""
+    """The same in JAX, through its primitives, under ``jax.jit``."""
 
     def __init__(self, name: str, device: str) -> None:
         self.name, self.device = name, target("jax", device).device
@@ -153,7 +154,7 @@ def wide(array: np.ndarray) -> np.ndarray:
 
 
 def merged(whole: AttentionSpec, one: list[np.ndarray], other: list[np.ndarray]) -> list[np.ndarray]:
-    """(out, lse) of two parts: each weighs as much as its share of the sum of exponentials."""
+    """(out, lse) of two parts: each has the weight of its share of the sum of exponentials."""
     (out, lse), (out2, lse2) = one, other
     assert np.isfinite(lse).all() and np.isfinite(lse2).all(), "every row sees some key of both parts"
     total = np.logaddexp(lse, lse2)
@@ -182,7 +183,7 @@ def in_one(runner: Any, whole: Part, given: Values) -> dict[str, np.ndarray]:
     return dict(zip(NAMES, (out, lse, *gradients), strict=False))
 
 
-def right(whole: Part, given: Values) -> dict[str, np.ndarray]:
+def expected(whole: Part, given: Values) -> dict[str, np.ndarray]:
     inputs = Inputs(given.q, given.k, given.v, cu_seqlens_q=whole.cu_q, cu_seqlens_k=whole.cu_k)
     out, lse = reference.forward(whole.spec, inputs)
     found: Gradients = reference.backward(whole.spec, inputs, out, lse, given.dout, given.dlse)
@@ -202,7 +203,7 @@ def faults(found: dict[str, np.ndarray], alone: dict[str, np.ndarray], exact: An
 
 
 def claiming(framework: str) -> list[Any]:
-    """(backend, device) of every claim of ``partial`` that the framework can put to the proof."""
+    """(backend, device) of every claim of ``partial`` that the framework can run."""
     own = backends_of(framework) if framework == "torch" else None
     return [
         param
@@ -218,10 +219,13 @@ CASES = [
 ]
 
 
-def able(feature: str, dtype: str, name: str, where: Target, dim: int, *, training: bool) -> list[Part] | None:
-    """The calls of a feature, with a gradient of the log-sum-exp where one is taken; None where one is refused.
+def runnable_parts(
+    feature: str, dtype: str, name: str, where: Target, dim: int, *, training: bool
+) -> list[Part] | None:
+    """The calls of a feature, with a gradient of the log-sum-exp if the backend takes one; None if it refuses the
+    feature.
 
-    ``training``: with their backwards; a backend that has none is asked for forwards.
+    ``training``: with their backwards. A backend without a backward runs forwards alone.
     """
     for dlse in (True, False) if training else (False,):
         calls = parts(feature, dtype, dim, dlse, training)
@@ -231,7 +235,7 @@ def able(feature: str, dtype: str, name: str, where: Target, dim: int, *, traini
 
 
 def has_backward(name: str, where: Target) -> bool:
-    """Whether the installed build can train; one that cannot says so of the plainest call."""
+    """Whether the installed build can train. A build that cannot refuses even the plainest call."""
     forward, both = (
         explain(parts("full", "bfloat16", 64, False, training)[0].spec, where, name).reasons(name)
         for training in (False, True)
@@ -242,35 +246,35 @@ def has_backward(name: str, where: Target) -> bool:
 
 
 @pytest.mark.parametrize(("framework", "name", "device"), CASES)
-def test_parts_make_the_row(framework: str, name: str, device: str) -> None:
+def test_merged_parts_equal_the_whole_row(framework: str, name: str, device: str) -> None:
     where = target(framework, device)
     if reason := dict(where.unavailable).get(name):
         pytest.skip(reason)
     runner = (Torch if framework == "torch" else Jax)(name, device)
-    module, proven = module_on(name, device), []
+    module, tested = module_on(name, device), []
     training = has_backward(name, where)
     dtypes = module.FORWARD.dtypes if framework == "torch" else [d for d in module.FORWARD.dtypes if d != "float64"][:1]
     for dtype in dtypes:
         for feature in FEATURES:
-            calls = able(feature, dtype, name, where, 16 if device == "cpu" else 64, training=training)
+            calls = runnable_parts(feature, dtype, name, where, 16 if device == "cpu" else 64, training=training)
             if calls is None:
                 continue
             given = values(calls[0].spec)
             found, alone = in_two(runner, calls, given), in_one(runner, calls[0], given)
-            assert not faults(found, alone, right(calls[0], given), dtype), (dtype, feature)
-            proven.append(feature)
-    assert "full" in proven
+            assert not faults(found, alone, expected(calls[0], given), dtype), (dtype, feature)
+            tested.append(feature)
+    assert "full" in tested
     if name in ("math", "jax_xla", "flash2", "flash4"):
-        assert set(proven) == set(FEATURES)
+        assert set(tested) == set(FEATURES)
 
 
 @pytest.mark.parametrize("fault", ["own log-sum-exp", "own output", "merge weight"])
-def test_the_proof_finds_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backward that takes the part's own results for the whole row's, and weights that are not the parts' shares."""
+def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward on the part's own results instead of the row's, and merge weights that are not the parts' shares."""
     runner = Torch("math", "cpu")
     calls = parts("causal", "float64", 16, True)
     given = values(calls[0].spec)
-    exact, backward = right(calls[0], given), runner.backward
+    exact, backward = expected(calls[0], given), runner.backward
 
     def wrong(part: Part, given: Values, out: np.ndarray, lse: np.ndarray) -> list[np.ndarray]:
         own_out, own_lse = runner.forward(part, given)

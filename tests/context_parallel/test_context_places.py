@@ -1,4 +1,4 @@
-"""Places on torch tensors, and a step's keys as a part takes them of what was gathered."""
+"""Tests places as indices of torch tensors, and which gathered keys a step takes."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def indices(size):
-    """Index arrays: ranges of neighbours, and many places apart, for which an index is kept."""
+    """Index arrays: ranges of neighbours, and scattered places, which need a stored index."""
     ranges = st.lists(st.tuples(st.integers(0, size - 1), st.integers(1, 9)), min_size=1, max_size=MOST)
     neighbours = ranges.map(lambda found: np.concatenate([np.arange(a, min(a + n, size)) for a, n in found]))
     apart = st.lists(st.integers(0, size - 1), min_size=1, max_size=3 * MOST).map(np.asarray)
@@ -23,7 +23,7 @@ def indices(size):
 
 
 @given(index=indices(40), axis=st.sampled_from([1, 2]))
-def test_places_are_read_and_written_as_an_index_would(index, axis):
+def test_places_read_and_write_like_an_index(index, axis):
     whole = torch.randn(2, 40, 40, 3)
     places, right = Places(index, CPU), whole.index_select(axis, torch.from_numpy(index))
     assert torch.equal(places.of(whole, axis), right)
@@ -34,7 +34,7 @@ def test_places_are_read_and_written_as_an_index_would(index, axis):
 
 
 @given(index=indices(4 * 10), pairs=st.booleans())
-def test_places_of_parts_are_those_of_their_blocks_end_to_end(index, pairs):
+def test_places_of_parts_index_the_concatenated_blocks(index, pairs):
     whole = torch.randn(4, *([2] if pairs else []), 3, 10, 2, 5)  # [parts, (k and v,) batch, size, heads, dim]
     end_to_end = torch.cat(whole.unbind(0), -3)
     found = PlacesOfParts(index, 10, CPU).of(whole)
@@ -43,8 +43,8 @@ def test_places_of_parts_are_those_of_their_blocks_end_to_end(index, pairs):
 
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("part", range(4))
-def test_a_part_takes_each_gathered_key_once_and_tiles_share_it(part, window):
-    """Of a zigzag row over four parts, whose two pieces of queries see much the same keys of others."""
+def test_a_part_takes_each_gathered_key_once_for_all_its_tiles(part, window):
+    """On a zigzag row over four parts, whose two pieces of queries see almost the same keys of other parts."""
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8}
     window = {} if window is None else {"window": (window, 0)}
     spec = AttentionSpec(
@@ -54,5 +54,5 @@ def test_a_part_takes_each_gathered_key_once_and_tiles_share_it(part, window):
     (at,) = (at for at, step in enumerate(call.plan.steps) if step.gathered)
     runs = step_torch.runs_of(step_torch.StepCall(call, at, paired=True), part, CPU)
     used = np.concatenate([run.keys.of(torch.arange(runs.taken.count)[None]).ravel() for run in runs.tiles])
-    assert np.array_equal(np.unique(used), np.arange(runs.taken.count))  # nothing is taken that no tile needs
-    assert all(run.keys.are_neighbours for run in runs.tiles)  # and nothing is copied again for a tile
+    assert np.array_equal(np.unique(used), np.arange(runs.taken.count))  # every taken key is used by a tile
+    assert all(run.keys.are_neighbours for run in runs.tiles)  # and no tile copies its keys again

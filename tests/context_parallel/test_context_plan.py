@@ -1,7 +1,8 @@
-"""The plan of a row over ranks: every visible pair once, in calls that kernels can run; and what a layout promises.
+"""Tests the plan of a row over ranks: every visible pair once, in calls that kernels can run; and properties of
+layouts.
 
-``faults`` is the judge, by counting pairs one by one. A bounded grid and hypothesis bring plans before it, and so do
-plans with a planted fault, which it must find.
+``faults`` judges a plan by counting pairs one by one. The plans come from a bounded grid and from hypothesis. Plans
+with a planted fault show that ``faults`` finds it.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ AXES = ((1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (2, 2), (3, 2), (2, 3), (1, 4))
 
 
 def positions_of(runs: tuple[Run, ...]) -> np.ndarray:
-    """What a block holds, place by place: said here a second time, so that no helper of the plan judges itself."""
+    """The positions that a block holds, in order; written a second time so that no helper of the plan judges itself."""
     return np.array([run.start + at * run.stride for run in runs for at in range(run.count)], np.int64)
 
 
 def visible_set(q_len: int, kv_len: int, visible: Visible) -> np.ndarray:
-    """bool ``[q_len, kv_len]``: the definition."""
+    """bool ``[q_len, kv_len]`` by definition."""
     band = Band(visible.left, visible.right, visible.offset)
     seen = np.ones((q_len, kv_len), bool) & band.contains(np.arange(q_len)[:, None], np.arange(kv_len)[None])
     if visible.documents is not None:
@@ -49,14 +50,14 @@ def visible_set(q_len: int, kv_len: int, visible: Visible) -> np.ndarray:
 
 
 def window_of(tile: Tile, segment: Segment) -> np.ndarray:
-    """bool ``[q_len, k_len]``: what a kernel computes of a segment, around its own bottom-right diagonal."""
+    """bool ``[q_len, k_len]``: the pairs that a kernel computes for a segment, around its own bottom-right diagonal."""
     edge = Band(tile.left, tile.right, segment.k_len - segment.q_len)
     inside = edge.contains(np.arange(segment.q_len)[:, None], np.arange(segment.k_len)[None])
     return np.ones((segment.q_len, segment.k_len), bool) & inside
 
 
-def calls(made: Plan) -> Iterator[tuple[Tile, np.ndarray, np.ndarray]]:
-    """Every tile with the positions of its queries' block and its keys' block, by which block a rank has then."""
+def tiles_with_positions(made: Plan) -> Iterator[tuple[Tile, np.ndarray, np.ndarray]]:
+    """Every tile with the positions of its block of queries and of the block of keys that its rank has in that step."""
     for step in made.steps:
         for part, mine in enumerate(step.tiles):
             keys = made.k_blocks[(part - step.shift) % made.outer]
@@ -67,14 +68,14 @@ def calls(made: Plan) -> Iterator[tuple[Tile, np.ndarray, np.ndarray]]:
 
 
 def faults(made: Plan, visible: Visible) -> list[str]:
-    """What is wrong with a plan; empty for one that is right."""
+    """The faults of a plan; empty for a correct one."""
     found, counted = [], np.zeros((made.q_layout.length, made.k_layout.length), np.int64)
-    for tile, queries, keys in calls(made):
+    for tile, queries, keys in tiles_with_positions(made):
         found += tile_faults(tile, len(queries), len(keys))
         for segment in tile.segments:
             rows, columns = np.nonzero(window_of(tile, segment))
             rows, columns = rows + segment.q_start, columns + segment.k_start
-            there = (rows < len(queries)) & (columns < len(keys))  # tile_faults tells of the others
+            there = (rows < len(queries)) & (columns < len(keys))  # tile_faults reports the other pairs
             np.add.at(counted, (queries[rows[there]], keys[columns[there]]), 1)
     wrong = counted != visible_set(*counted.shape, visible)
     found += [f"query {q}, key {k}: computed {counted[q, k]} times" for q, k in np.argwhere(wrong)[:3]]
@@ -84,7 +85,7 @@ def faults(made: Plan, visible: Visible) -> list[str]:
 
 
 def tile_faults(tile: Tile, queries: int, keys: int) -> list[str]:
-    """What a kernel could not run, or would run for nothing."""
+    """The parts of a tile that a kernel could not run, or would run for nothing."""
     found = []
     if any(distance is not None and distance < 0 for distance in (tile.left, tile.right)):
         found.append(f"{tile}: a distance below 0")
@@ -106,7 +107,7 @@ def tile_faults(tile: Tile, queries: int, keys: int) -> list[str]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_the_grid_is_computed_once(strategy: str, kind: str) -> None:
+def test_every_plan_of_the_grid_computes_each_pair_once(strategy: str, kind: str) -> None:
     axes = [(outer, inner) for outer, inner in AXES if strategy != "ulysses" or outer == 1]
     sizes = ((23, 23), (11, 23), (23, 11), (3, 3), (16, 16), (1, 1))
     for (outer, inner), (q_len, kv_len), band in product(axes, sizes, BANDS):
@@ -118,7 +119,7 @@ def test_the_grid_is_computed_once(strategy: str, kind: str) -> None:
 
 
 @st.composite
-def questions(draw: st.DrawFn) -> tuple[Any, ...]:
+def requests(draw: st.DrawFn) -> tuple[Any, ...]:
     """The arguments of ``plan``."""
     strategy, kind = draw(st.sampled_from(STRATEGIES)), draw(st.sampled_from(LAYOUTS))
     outer = 1 if strategy == "ulysses" else draw(st.integers(1, 6))
@@ -132,14 +133,14 @@ def questions(draw: st.DrawFn) -> tuple[Any, ...]:
     return strategy, kind, outer, inner, *lengths, Visible(draw(side), draw(side), offset, documents)
 
 
-@given(questions())
-def test_any_plan_is_computed_once(question: tuple[Any, ...]) -> None:
-    assert not faults(plan(*question), question[-1])
+@given(requests())
+def test_any_plan_computes_each_pair_once(request: tuple[Any, ...]) -> None:
+    assert not faults(plan(*request), request[-1])
 
 
-@given(questions())
-def test_shards_and_blocks_hold_every_position_once(question: tuple[Any, ...]) -> None:
-    made = plan(*question)
+@given(requests())
+def test_shards_and_blocks_hold_every_position_once(request: tuple[Any, ...]) -> None:
+    made = plan(*request)
     for held, blocks in ((made.q_layout, made.q_blocks), (made.k_layout, made.k_blocks)):
         assert sorted(position for runs in held.runs for position in positions_of(runs)) == list(range(held.length))
         assert held.shard == max(held.held(rank) for rank in range(held.world))
@@ -155,10 +156,11 @@ def test_shards_and_blocks_hold_every_position_once(question: tuple[Any, ...]) -
     assert order == sorted(set(order)) and not any(step.gathered and step.shift for step in made.steps)
 
 
-@given(questions())
-def test_what_is_summed_is_counted(question: tuple[Any, ...]) -> None:
-    """How many calls see a query, and how many make the gradient of a key that stays with its part or goes there."""
-    made = plan(*question)
+@given(requests())
+def test_the_numbers_of_summed_results_are_correct(request: tuple[Any, ...]) -> None:
+    """The number of calls that see a query, and that compute the gradient of a key which stays with its part or goes
+    to it."""
+    made = plan(*request)
     queries = [np.zeros(block.count, np.int64) for block in made.q_blocks]
     own = [np.zeros(block.count, np.int64) for block in made.k_blocks]
     sent: dict[Any, np.ndarray] = {}
@@ -175,7 +177,7 @@ def test_what_is_summed_is_counted(question: tuple[Any, ...]) -> None:
     assert made.gradients_travel_alone == all(keys.max(initial=0) < 2 for keys in sent.values())
 
 
-# Faults that the judge must find
+# Planted faults
 
 RING = ("ring", "zigzag", 3, 1, 29, 29, Visible(None, 0))
 WINDOW = ("ring", "contiguous", 3, 1, 29, 29, Visible(6, 2))
@@ -186,7 +188,7 @@ PLANTED = {"ring": RING, "window": WINDOW, "stripes": STRIPES, "packed": PACKED}
 
 def with_tile(made: Plan, change: Callable[[Tile], tuple[Tile, ...]]) -> Plan:
     """The plan with its largest tile changed."""
-    largest = max((tile for tile, _, _ in calls(made)), key=lambda tile: tile.pairs)
+    largest = max((tile for tile, _, _ in tiles_with_positions(made)), key=lambda tile: tile.pairs)
     steps = []
     for step in made.steps:
         mine = tuple(
@@ -239,29 +241,29 @@ def test_a_block_of_the_wrong_rank_is_found() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
-def test_zigzag_is_torchs_head_and_tail(world: int) -> None:
-    """Rank r holds the pieces r and 2P - 1 - r, in this order, as torch's _HeadTailLoadBalancer lays them."""
+def test_zigzag_equals_torchs_head_tail_order(world: int) -> None:
+    """Rank r holds the pieces r and 2P - 1 - r, in this order, as in torch's _HeadTailLoadBalancer."""
     size = 5
     pieces = np.arange(2 * world * size).reshape(2 * world, size)
     expected = [np.concatenate([pieces[rank], pieces[2 * world - 1 - rank]]) for rank in range(world)]
     assert np.array_equal(places.of_shards(layout("zigzag", 2 * world * size, world)), np.stack(expected))
 
 
-def test_layouts_of_lengths_that_do_not_divide() -> None:
+def test_layouts_of_lengths_that_the_ranks_do_not_divide() -> None:
     assert [layout("contiguous", 11, 4).held(rank) for rank in range(4)] == [2, 3, 3, 3]
     assert layout("striped", 11, 4).runs[2:] == ((Run(2, 3, 4),), (Run(3, 2, 4),))
     assert layout("zigzag", 11, 2).runs == ((Run(0, 2), Run(8, 3)), (Run(2, 6),))
     assert layout("zigzag", 2, 4).shard == 1
 
 
-def test_stripes_of_neighbours_are_a_stripe_together() -> None:
+def test_neighbouring_stripes_form_a_stripe() -> None:
     made = plan("ring", "striped", 2, 3, 24, 24, Visible(None, 0))
     assert [block.runs for block in made.q_blocks] == [(Run(0, 12, 2),), (Run(1, 12, 2),)]
 
 
 @pytest.mark.parametrize("documents", [(0, 32, 64, 96), (0, 24, 24, 56, 96), (0, 96)])
 def test_zigzag_cuts_every_document(documents: tuple[int, ...]) -> None:
-    """Where every document divides, each rank holds as much of each, and computes as much of a causal mask."""
+    """If the pieces divide every document, each rank holds an equal part of each and has equal causal work."""
     held = layout("zigzag", 96, 4, 1, documents)
     of = document_of(np.array(documents), 96)
     for document, (start, stop) in enumerate(pairwise(documents)):
@@ -271,8 +273,9 @@ def test_zigzag_cuts_every_document(documents: tuple[int, ...]) -> None:
 
 
 @given(st.lists(st.integers(0, 40), min_size=2, max_size=12), st.integers(1, 6))
-def test_shards_of_odd_documents_stay_even(lengths: list[int], world: int) -> None:
-    """Pieces of one document differ by one position at most, and who holds least gets the larger ones."""
+def test_shards_of_odd_documents_have_almost_equal_lengths(lengths: list[int], world: int) -> None:
+    """Pieces of one document differ by at most one position, and the rank with the fewest positions gets the longer
+    piece."""
     offsets = (0, *np.cumsum(lengths).tolist())
     held = [layout("zigzag", offsets[-1], world, 1, offsets).held(rank) for rank in range(world)]
     assert max(held) - min(held) <= 2
@@ -291,10 +294,11 @@ def test_causal_work_is_even(strategy: str, world: int) -> None:
     assert (zigzag.q_layout.kind, contiguous.q_layout.kind) == ("zigzag", "contiguous")
     assert zigzag.balance == 1.0 and zigzag.critical_pairs * world == sum(zigzag.pairs) == length * (length + 1) // 2
     assert 0.98 < striped.balance < 1.0
-    assert contiguous.balance == pytest.approx((world / 2) / (world - 0.5), rel=0.01)  # what causal does to pieces
+    # the imbalance of causal work in contiguous pieces
+    assert contiguous.balance == pytest.approx((world / 2) / (world - 0.5), rel=0.01)
 
 
-def test_one_call_for_every_hop_of_a_causal_ring() -> None:
+def test_a_causal_ring_needs_one_call_per_hop() -> None:
     made = plan("ring", "zigzag", 4, 1, 4096, 4096, Visible(None, 0))
     assert [[len(mine) for mine in step.tiles] for step in made.steps] == [[1] * 4] * 4
     assert {tile.causal for tile in made.steps[0].tiles[1]} == {True}
@@ -303,7 +307,7 @@ def test_one_call_for_every_hop_of_a_causal_ring() -> None:
     }
 
 
-def test_one_call_for_all_documents_of_a_step() -> None:
+def test_all_documents_of_a_step_share_one_call() -> None:
     made = plan("ring", "zigzag", 2, 1, 4096, 4096, Visible(None, 0, 0, tuple(range(0, 4097, 128))))
     assert [[len(mine) for mine in step.tiles] for step in made.steps] == [[1, 1], [1, 1]]
     assert len(made.steps[0].tiles[0][0].segments) == 32
@@ -324,9 +328,9 @@ def test_a_window_drops_hops() -> None:
 # Places
 
 
-@given(questions())
-def test_places_lead_there_and_back(question: tuple[Any, ...]) -> None:
-    made = plan(*question)
+@given(requests())
+def test_places_of_shards_and_of_the_row_are_inverse(request: tuple[Any, ...]) -> None:
+    made = plan(*request)
     held = made.q_layout
     of_shards, in_order = places.of_shards(held), places.in_order(held)
     assert of_shards.shape == (held.world, held.shard)
@@ -339,13 +343,13 @@ def test_places_lead_there_and_back(question: tuple[Any, ...]) -> None:
         assert np.array_equal(gathered[places.order(held, block)] - 100, positions_of(block.runs))
 
 
-def test_the_place_of_another_layout_is_found() -> None:
+def test_places_of_two_layouts_differ() -> None:
     zigzag, striped = layout("zigzag", 24, 3), layout("striped", 24, 3)
     assert not np.array_equal(places.of_shards(zigzag).ravel()[places.in_order(striped)], np.arange(24))
 
 
 @given(st.lists(st.integers(0, 30), max_size=20))
-def test_slices_are_the_index(index: list[int]) -> None:
+def test_slices_cover_the_index_in_order(index: list[int]) -> None:
     found = places.slices(np.array(index, np.int64), limit=64)
     assert found is not None
     assert [place for start, stop in found for place in range(start, stop)] == index
@@ -383,18 +387,18 @@ def test_slices_are_the_index(index: list[int]) -> None:
         ),
     ],
 )
-def test_what_is_no_plan_is_refused_by_name(arguments: tuple[Any, ...], message: str) -> None:
+def test_bad_arguments_of_plan_are_refused_by_name(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(SpecError, match=f"^{re.escape(message)}"):
         plan(*arguments)
 
 
-def test_documents_are_checked_for_every_layout() -> None:
+def test_documents_are_checked_in_every_layout() -> None:
     for kind in LAYOUTS:
         with pytest.raises(ShapeError, match=r"^seq_info"):
             plan("ring", kind, 2, 1, 8, 8, Visible(None, 0, 0, (0, 5)))
 
 
-def test_a_layout_is_data() -> None:
+def test_layouts_compare_and_hash_by_value() -> None:
     assert layout("zigzag", 24, 3) == layout("zigzag", 24, 3)
     assert hash(layout("zigzag", 24, 3)) == hash(layout("zigzag", 24, 3))
     assert isinstance(layout("zigzag", 24, 3), Layout)

@@ -1,4 +1,5 @@
-"""The page of measured context parallelism shows the times that the benchmarks wrote, and names missing ones."""
+"""Tests the page of measured context parallelism: it shows the times that the benchmarks wrote, and names missing
+ones."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ JAX = {
 }
 
 
-def test_the_page_holds_every_figure() -> None:
+def test_the_page_shows_every_figure() -> None:
     text = report.page(report.combined([TORCH, JAX]))
     assert "Measured on 2020-02-02, torch 9.9 (JAX, one process; torch)." in text
     assert "One GPU: flash3 forward, flash4 with backward." in text
@@ -55,7 +56,7 @@ def test_the_page_holds_every_figure() -> None:
         (2.6, "0.808 | >= 0.85 | missed | not measured | 0.846"),
     ],
 )
-def test_goals_are_judged_by_the_strategies_they_name(fastest: float, verdict: str) -> None:
+def test_a_goal_is_judged_by_its_own_strategies(fastest: float, verdict: str) -> None:
     torch = copy.deepcopy(TORCH)
     for seconds in torch["speed"][0]["seconds"].values():
         seconds["ulysses, contiguous"] = [fastest] * 3
@@ -63,7 +64,7 @@ def test_goals_are_judged_by_the_strategies_they_name(fastest: float, verdict: s
     assert f"| 8192 | forward | ulysses, contiguous | {verdict}" in text
 
 
-def test_jax_in_one_process_and_in_several_stand_beside_each_other() -> None:
+def test_jax_in_one_and_in_several_processes_are_shown_together() -> None:
     several = {**JAX, "framework": "jax, a process a GPU"}
     several["speed"] = [{"shard": 8192, "seconds": {"forward": {"ulysses, contiguous": [2.31]}}}]
     text = report.page(report.combined([TORCH, JAX, several]))
@@ -75,32 +76,32 @@ def test_jax_in_one_process_and_in_several_stand_beside_each_other() -> None:
 
 
 @pytest.mark.parametrize(("largest", "verdict"), [(2.9, "met"), (3.1, "missed")])
-def test_errors_are_judged(largest: float, verdict: str) -> None:
+def test_errors_are_judged_by_their_bound(largest: float, verdict: str) -> None:
     errors = {"out": {"several": {"mean": 1.2, "max": largest}, "one": {"mean": 1.0, "max": 1.0}}}
     case = {"candidate": "ring, zigzag", "case": "{}", "backend": "flash4", "errors": errors}
     text = report.page(report.combined([{**TORCH, "errors": [{"found": [case]}]}]))
     assert f"Worst: 1.20, {largest:.2f}; goal <= 1.5, 3: {verdict}." in text
 
 
-def test_the_fastest_stand_beside_the_peer() -> None:
+def test_the_fastest_strategy_is_shown_beside_the_peer() -> None:
     theirs = {"forward": {"torch context_parallel, allgather": [2.8], "torch context_parallel, alltoall": [2.52]}}
     text = report.page(report.combined([{**TORCH, "peers": [{"shard": 8192, "seconds": theirs}]}]))
     assert "| 8192 | forward | 2520.00 (alltoall) | 2100.00 (ulysses, contiguous) | 1.20 |" in text
 
 
-def test_worlds_stand_apart() -> None:
+def test_numbers_of_ranks_are_shown_separately() -> None:
     text = report.page(report.combined([{**TORCH, "world": 4}, TORCH]))
     assert text.index("## 2 GPUs") < text.index("## 4 GPUs")
 
 
-def test_a_later_file_replaces_what_it_measured_again() -> None:
+def test_a_later_file_replaces_repeated_measurements() -> None:
     later = {"framework": "torch", "world": 2, "long": [{"error": "OutOfMemoryError"}]}
     found = report.combined([TORCH, {**later, "environment": TORCH["environment"]}])
     assert found["2"]["torch"]["speed"] == [{**TORCH["speed"][0], "environment": TORCH["environment"]}]
     assert "not run: OutOfMemoryError" in report.page(found)
 
 
-def test_sizes_that_were_not_measured_again_stay() -> None:
+def test_sizes_missing_in_a_later_file_stay() -> None:
     small, large = ({**TORCH["speed"][0], "shard": shard} for shard in (8192, 32768))
     before = {**TORCH, "speed": [large, {**small, "tokens": 1}]}
     other = {"date": "2021-01-01", "versions": {"torch": "10.0"}}
@@ -113,19 +114,19 @@ def test_sizes_that_were_not_measured_again_stay() -> None:
     assert "Measured on 2020-02-02, torch 9.9 (torch); on 2021-01-01, torch 10.0 (torch)." in text
 
 
-def test_a_size_that_failed_later_replaces_its_own_alone() -> None:
+def test_a_later_failure_replaces_only_its_own_size() -> None:
     small, large = ({**TORCH["speed"][0], "shard": shard} for shard in (8192, 32768))
     failed = {"shard": 8192, "error": "OutOfMemoryError"}
     found = report.combined([{**TORCH, "speed": [small, large]}, {**TORCH, "speed": [failed]}])["2"]["torch"]["speed"]
     assert [row.get("error") for row in found] == ["OutOfMemoryError", None]
 
 
-def test_what_was_combined_can_be_combined_again() -> None:
+def test_combined_files_can_be_combined_again() -> None:
     found = report.combined([TORCH, JAX, {**TORCH, "world": 4}])
     assert report.combined(report.apart(found)) == found
 
 
-def test_the_stored_page_is_what_the_stored_results_say() -> None:
+def test_the_stored_page_matches_the_stored_results() -> None:
     stored = json.loads(report.RESULTS.read_text(encoding="utf-8"))
     stale = "stale: run python -m benchmarks.context_parallel benchmarks/results/context-parallel.json --write"
     assert report.PAGE.read_text(encoding="utf-8") == report.page(stored), stale

@@ -1,7 +1,7 @@
-"""Context parallelism in torch, on gloo ranks: every strategy, layout and mask against the float64 reference.
+"""Tests context parallelism in torch on gloo ranks: every strategy, layout and mask against the float64 reference.
 
-Cases are drawn here and run by ``context_torch_worker`` in worlds of 2, 3 and 4 ranks; what the ranks give is put
-together and judged here. ``context_torch_scenes`` has what is not a call and its gradients.
+This module draws the cases and judges the results. ``context_torch_worker`` runs them in worlds of 2, 3 and 4 ranks.
+``context_torch_scenes`` holds jobs other than a call with its gradients.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ WAYS = (
     *(((2, 2), strategy) for strategy in ("ring", "all_gather")),
 )
 HEADS = {1: (4, 2), 2: (4, 1), 3: (6, 2), 4: (8, 2)}
-"""By how many ranks share heads: query and kv heads; from 2 ranks on, fewer kv heads than ranks, which are copied."""
+"""By how many ranks share heads: numbers of query and kv heads. From 2 ranks on kv heads are fewer and must be
+copied."""
 FEW_KEYS = (8, 1)
-"""So few kv heads that what was gathered is kept for the backward."""
+"""So few kv heads that the gathered keys are kept for the backward."""
 CAUSAL = ("causal", True)
 DOCUMENTS = (3, 0, 11, 1, 8)
 MASKS: dict[str, dict[str, Any]] = {
@@ -60,13 +61,14 @@ def ranks_sharing_heads(axes: tuple[int, ...], strategy: str | None) -> int:
 
 
 def grid() -> list[Case]:
-    """Every strategy on every mask in every layout; heads run in two groups in a third of them, where they can."""
+    """Every strategy on every mask in every layout. A third of the cases runs heads in two groups, if the heads
+    allow it."""
     cases = []
     for at, ((axes, strategy), kind, mask) in enumerate(product(WAYS, LAYOUTS, MASKS)):
         shared = ranks_sharing_heads(axes, strategy)
         groups = 2 if at % 3 == 0 and shared in (1,) else None
         heads = HEADS[shared]
-        if at % 3 == 0 and shared > 1:  # as many kv heads as queries, in two groups
+        if at % 3 == 0 and shared > 1:  # as many kv heads as query heads, in two groups
             heads, groups = (2 * shared, 2 * shared), 2
         if at % 3 == 1 and strategy == "all_gather":
             heads = FEW_KEYS
@@ -102,8 +104,8 @@ def any_case(draw: st.DrawFn) -> Case:
     )
 
 
-def drawn() -> list[Case]:
-    """What hypothesis draws in the profile at hand."""
+def drawn_cases() -> list[Case]:
+    """The cases that hypothesis draws in the current profile."""
     cases: list[Case] = []
 
     @settings(max_examples=settings.default.max_examples)
@@ -116,7 +118,7 @@ def drawn() -> list[Case]:
 
 
 def special() -> list[Case]:
-    """Compiled, recomputed, differentiated twice, and of rows shorter than there are places."""
+    """Compiled, recomputed and twice differentiated calls, and rows shorter than the number of places."""
     base = Case((2,), "ring", "zigzag", (23, 23), (4, 2), None, (CAUSAL,), True)
     compiled = base._replace(how="compile")
     return [
@@ -134,8 +136,8 @@ def special() -> list[Case]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[Any]]:
-    """What every rank gives for each case."""
-    cases = list(dict.fromkeys([*grid(), *drawn(), *special()]))
+    """The results of every rank for each case."""
+    cases = list(dict.fromkeys([*grid(), *drawn_cases(), *special()]))
     worlds = [
         World(
             *(str(ranks), ranks),
@@ -188,8 +190,8 @@ def layout_of(case: Case, length: int) -> Layout:
     return layout(case.layout, length, outer, inner, documents)
 
 
-def together(made: Layout, shards: list[np.ndarray], axis: int, nothing: float) -> np.ndarray:
-    """The row of its shards; every place that holds no position holds ``nothing``."""
+def assembled(made: Layout, shards: list[np.ndarray], axis: int, nothing: float) -> np.ndarray:
+    """The row assembled from its shards; a place without a position must hold ``nothing``."""
     shape = list(shards[0].shape)
     shape[axis] = made.length
     whole = np.full(shape, np.nan)
@@ -215,12 +217,12 @@ def whole_rows(case: Case, ranks: list[Any]) -> dict[str, np.ndarray]:
             continue
         made = k_layout if name in ("dk", "dv") else q_layout
         axis, nothing = (2, -np.inf) if name == "lse" else (1, 0.0)
-        rows[name] = together(made, shards, axis, nothing)
+        rows[name] = assembled(made, shards, axis, nothing)
     return rows
 
 
 def faults(case: Case, ranks: list[Any]) -> list[str]:
-    """What differs from the reference by more than float64's rounding."""
+    """The results that differ from the reference by more than float64's rounding."""
     found, right = whole_rows(case, ranks), expected(case)
     assert found.keys() == right.keys()
     said = []
@@ -247,18 +249,19 @@ def test_strategies_layouts_and_masks(results: Any, axes: tuple[int, ...], strat
     assert_right(results, [c for c in grid() if (c.axes, c.strategy, c.layout) == (axes, strategy, kind)])
 
 
-def test_any_call(results: Any) -> None:
+def test_drawn_calls(results: Any) -> None:
     named = {*grid(), *special()}
     assert_right(results, [case for case in results if case not in named])
 
 
 @pytest.mark.parametrize("case", special(), ids=lambda case: case.name)
-def test_compiled_recomputed_kept_and_short_rows(results: Any, case: Case) -> None:
+def test_compiled_recomputed_and_short_rows(results: Any, case: Case) -> None:
     assert_right(results, [case])
 
 
-def test_the_cases_have_what_they_are_for() -> None:
-    """Copies of kv heads, groups of heads, rows that do not divide, documents that are empty or longer than a shard."""
+def test_the_cases_cover_every_special_situation() -> None:
+    """Copied kv heads, groups of heads, rows that do not divide, and documents that are empty or longer than a
+    shard."""
     cases = grid()
     assert any(case.heads[1] < ranks_sharing_heads(case.axes, case.strategy) for case in cases)
     assert any(case.head_groups == 2 and ranks_sharing_heads(case.axes, case.strategy) > 1 for case in cases)

@@ -1,4 +1,4 @@
-"""Context parallelism on gloo ranks: how often they talk, DTensors, layers, what is refused, and lost ranks."""
+"""Tests context parallelism on gloo ranks: number of messages, DTensors, layers, refusals, and lost ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch_frontend import attention
 
 TIMEOUT = 10.0
 LENGTH = scenes.LENGTH
-SQUARE = {"dims": (5, 5)}  # k and v as wide as each other, which may share a message
+SQUARE = {"dims": (5, 5)}  # k and v of one width, which may share a message
 COUNTED = [
     Case((4,), "ring", "zigzag", (LENGTH, LENGTH), (4, 2), None, (CAUSAL,), **SQUARE),
     Case((4,), "ring", "contiguous", (40, 40), (4, 2), None, (CAUSAL, ("window", 3)), **SQUARE),
@@ -49,7 +49,7 @@ SUMMED = [
     for strategy in ("ring", "all_gather")
     for kind in ("zigzag", "striped")
 ]
-"""More than two results of each query and key."""
+"""More than two results for each query and key."""
 SCENES = "context_torch_scenes"
 WORLDS = [
     World(
@@ -92,7 +92,7 @@ WORLDS = [
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What every rank gives: ``ranks(world, job)``."""
+    """The results of every rank: ``ranks(world, job)``."""
     _, found = once(WORLDS, "scenes", tmp_path_factory, seconds=550)
 
     def of(world: str, job: str) -> list[Any]:
@@ -106,7 +106,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
-# How often ranks talk
+# The number of messages
 
 
 def plan_of(case: Case) -> Plan:
@@ -119,16 +119,17 @@ def plan_of(case: Case) -> Plan:
     )
 
 
-def talks(case: Case) -> dict[str, int]:
-    """Of a forward and a backward with gradients of out and lse, as the plan has it."""
+def expected_messages(case: Case) -> dict[str, int]:
+    """For a forward and a backward with gradients of out and lse, by the plan."""
     made, groups = plan_of(case), case.head_groups or 1
     found = {"all_to_all_single": 0, "all_gather_into_tensor_coalesced": 0}
-    if made.inner > 1:  # q, k and v in one message, out, lse; then dout, dlse; and dq, dk, dv
+    if made.inner > 1:  # q, k and v in one message, out, lse; then dout, dlse; then dq, dk, dv
         found["all_to_all_single"] += groups * (3 + 2 + 3)
     if made.outer > 1 and made.strategy == "ring":
         shifts = [step.shift for step in made.steps]
         assert shifts[0] == 0
-        hops = len(shifts) - 1  # of keys twice, from step to step; their gradients begin at the second one, and go home
+        # keys twice, from step to step; their gradients start at the second step and return home
+        hops = len(shifts) - 1
         found["all_to_all_single"] += groups * (2 * hops + hops)
     elif made.outer > 1:
         once = case.heads == FEW_KEYS  # kept for the backward
@@ -138,8 +139,8 @@ def talks(case: Case) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("case", COUNTED, ids=lambda case: case.name)
-def test_ranks_talk_as_often_as_the_plan_says(ranks: Any, case: Case) -> None:
-    assert ranks("four", case.name) == [talks(case)] * 4
+def test_ranks_send_as_many_messages_as_the_plan_has(ranks: Any, case: Case) -> None:
+    assert ranks("four", case.name) == [expected_messages(case)] * 4
 
 
 def test_a_window_drops_hops() -> None:
@@ -150,7 +151,8 @@ def test_a_window_drops_hops() -> None:
 
 
 def assert_as_near_as_alone(case: Case, found: list[Any]) -> None:
-    """Mean error at most 1.5 times, the largest at most 3 times that of the same kernel on the whole row."""
+    """Checks for a mean error of at most 1.5 times, and a largest error of at most 3 times, that of the kernel on
+    whole rows."""
     whole, right = values(case), expected(case)
     kind, device = torch.bfloat16, case.device
     q, k, v = (torch.from_numpy(each).to(device, kind).requires_grad_() for each in whole[:3])
@@ -170,18 +172,18 @@ def assert_as_near_as_alone(case: Case, found: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("case", ROUNDED, ids=lambda case: case.name)
-def test_bfloat16_is_as_near_as_on_one_device(ranks: Any, case: Case) -> None:
+def test_bfloat16_is_as_precise_as_on_one_device(ranks: Any, case: Case) -> None:
     assert_as_near_as_alone(case, ranks("two", case.name))
 
 
 @pytest.mark.parametrize("case", SUMMED, ids=lambda case: case.name)
-def test_sums_of_bfloat16_are_as_near(ranks: Any, case: Case) -> None:
+def test_sums_of_many_bfloat16_parts_are_as_precise(ranks: Any, case: Case) -> None:
     assert_as_near_as_alone(case, ranks("four", case.name))
 
 
 @pytest.mark.cuda
 def test_bfloat16_on_two_gpus(tmp_path: Any) -> None:
-    """By NCCL, on the kernels that are chosen there, with a row that does not divide."""
+    """Over NCCL, on the kernels of automatic choice, with a row that the ranks do not divide."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     base = ROUNDED[0]._replace(device="cuda", options=(CAUSAL,), length=(517, 517), heads=(8, 2), dims=(64, 64))
@@ -209,7 +211,7 @@ def dense(length: int = LENGTH) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("way", ["ring", "all_gather", "ulysses"])
-def test_dtensors_in_and_out(ranks: Any, way: str) -> None:
+def test_dtensors_in_give_dtensors_out(ranks: Any, way: str) -> None:
     right = dense()
     for found in ranks("four", f"dtensors {way}"):
         assert found["alike"] and found["same shape"]
@@ -231,12 +233,12 @@ def test_dtensors_over_two_axes_without_names(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("world", ["three", "four"])
-def test_rows_come_back_from_their_shards(ranks: Any, world: str) -> None:
+def test_unsharding_restores_every_row(ranks: Any, world: str) -> None:
     assert all(wrong == [] for wrong in ranks(world, "trips"))
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_zigzag_is_torchs_head_tail_balancing(world: int) -> None:
+def test_zigzag_equals_torchs_head_tail_balancing(world: int) -> None:
     balancing = pytest.importorskip("torch.distributed.tensor.experimental._context_parallel._load_balancer")
     balancer = balancing._HeadTailLoadBalancer(12 * world, world, "cpu")
     theirs = balancer._generate_indices(restore=False).numpy().ravel()
@@ -247,18 +249,18 @@ def test_zigzag_is_torchs_head_tail_balancing(world: int) -> None:
     assert layout_of(COUNTED[0], 8).shard == 2
 
 
-# Ranks that differ, and ranks that are gone
+# Ranks that call differently, and ranks that die
 
 
 @pytest.mark.parametrize(("world", "size", "shard"), [("three", 3, 8), ("four", 4, 6)])
-def test_ranks_that_call_differently_are_all_told(ranks: Any, world: str, size: int, shard: int) -> None:
+def test_every_rank_raises_if_ranks_call_differently(ranks: Any, world: str, size: int, shard: int) -> None:
     for found in ranks(world, "disagreeing"):
         for text in (found["shapes"], found["window"]):
             assert text.startswith("SpecError: context_parallel_attention: expected the same call on every rank")
         for rank in range(size):
             assert f"rank {rank}: q [2, {shard}, 4, {3 if rank == 1 else 5}]" in found["shapes"]
             assert f"rank {rank}: " in found["window"]
-        for name, text in found["alone"].items():  # rank 1 alone refuses it, and the others do not wait
+        for name, text in found["alone"].items():  # only rank 1 refuses its call, and the others do not wait for it
             argument = {"dtype": "k", "device": "k", "seq_info": "length"}.get(name, name)
             lines = text.split("\n")
             assert lines[0] == "SpecError: context_parallel_attention: expected the same call on every rank, got", text
@@ -268,7 +270,7 @@ def test_ranks_that_call_differently_are_all_told(ranks: Any, world: str, size: 
 
 
 @pytest.mark.parametrize("how", ["dies", "does not come"])
-def test_a_rank_that_is_gone_is_an_error(ranks: Any, how: str) -> None:
+def test_a_lost_rank_is_an_error(ranks: Any, how: str) -> None:
     for text, seconds in ranks(how, how)[:2]:
         assert text and not text.startswith(("AttributeError", "TypeError", "NameError")), text
         assert seconds < TIMEOUT + 8, "within the timeout of the process group, and what a busy machine adds"
@@ -331,8 +333,8 @@ def test_refusals_name_the_argument_on_every_rank(ranks: Any, name: str) -> None
         assert SAYS[name] in found[name]
 
 
-def test_explanations_take_what_the_call_takes(ranks: Any) -> None:
-    """A list is as good as a tuple for the lengths, and needs_backward= overrides requires_grad."""
+def test_explain_takes_the_arguments_of_the_call(ranks: Any) -> None:
+    """The lengths may be a list or a tuple, and needs_backward= overrides requires_grad."""
     for found in ranks("two", "explained"):
         assert found["same parameters"] and found["list of lengths"]
         assert found["needs backward"] == [False, True, True, False]
@@ -343,13 +345,13 @@ def test_explanations_take_what_the_call_takes(ranks: Any) -> None:
 
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("documents", [None, (3, 0, 11, 1, 8)], ids=["dense", "packed"])
-def test_layers_on_shards_are_layers_on_rows(ranks: Any, documents: Any, again: bool) -> None:
+def test_layers_on_shards_equal_layers_on_whole_rows(ranks: Any, documents: Any, again: bool) -> None:
     for errors in ranks("two", f"layers {documents} {again}"):
         assert "0.sink_logits" in errors and "1.q_proj.weight" in errors
         assert max(errors.values()) < 1e-9, errors
 
 
-def test_what_a_block_reaches(ranks: Any) -> None:
+def test_which_calls_a_block_covers(ranks: Any) -> None:
     for found in ranks("two", "scopes"):
         assert (found["inner"], found["outer"], found["after"], found["thread"]) == ("zigzag", "striped", None, [None])
         assert found["mask"].startswith("SpecError: mask: expected None in context parallelism")
@@ -357,7 +359,7 @@ def test_what_a_block_reaches(ranks: Any) -> None:
         assert found["documents"].startswith("SpecError: seq_info: expected it once")
 
 
-def test_a_compiled_layer_in_a_block_is_no_other_layer(ranks: Any) -> None:
-    """It runs in parts; a graph that must be whole is refused, and none that was compiled before is used."""
+def test_a_compiled_layer_inside_a_block_is_not_replaced_by_an_old_graph(ranks: Any) -> None:
+    """It runs in parts. A graph that must be whole is refused, and a graph from before the block is not used."""
     for says, error in ranks("two", "compiled layer"):
         assert says.startswith("Unsupported") and error < 1e-9

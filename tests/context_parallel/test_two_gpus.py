@@ -1,6 +1,6 @@
-"""A mesh of two GPUs: a split batch or split heads stay split, on every lane, and give the bits of one GPU.
+"""Tests a mesh of two GPUs: a split batch or split heads stay split, on every lane, with the bits of one GPU.
 
-And a row over both, where the host must take each device for the part that it is.
+Also tests a row over both GPUs, where the host must map each device to its part.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.cuda
 
 
 def two_gpus_for(backend: str) -> list[Any]:
-    """JAX's GPUs, or a skip with its reason."""
+    """JAX's GPUs; skips the test with the reason if it cannot run."""
     try:
         devices = jax.devices("gpu")
     except RuntimeError as error:
@@ -48,10 +48,11 @@ def two_gpus_for(backend: str) -> list[Any]:
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("spec", SPLITS.values(), ids=SPLITS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_is_gathered(backend: str, spec: P, kind: str) -> None:
+def test_a_split_batch_or_split_heads_are_not_gathered(backend: str, spec: P, kind: str) -> None:
     devices = two_gpus_for(backend)
-    trained = backend != "flash3"  # whose published build has no backward
-    exact = backend in ("flash4", "flash2")  # the others have gradients in any order, or code made for a shape
+    trained = backend != "flash3"  # its published build has no backward
+    # the other backends add gradients in any order, or compile code for each shape
+    exact = backend in ("flash4", "flash2")
     call = partial(attention, causal=True, window=70, deterministic=trained and exact, backend=backend)
 
     def run(q: Any, k: Any, v: Any, dout: Any) -> Any:
@@ -92,10 +93,10 @@ ROWS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("strategy, layout", [("all_gather", "zigzag"), ("ring", "zigzag"), ("ring", "striped")])
 @pytest.mark.parametrize("backend", ["flash3", "flash2", "flash4", "sdpa_flash", "jax_xla"])
-def test_a_row_over_both_is_a_row_on_one(
+def test_a_row_over_two_gpus_equals_the_row_on_one(
     backend: str, strategy: str, layout: str, options: dict[str, Any], turned: bool
 ) -> None:
-    """Whichever of the devices comes first in the mesh. A row that does not divide, and its gradients."""
+    """Either device may come first in the mesh. The row does not divide; its gradients are compared as well."""
     devices = two_gpus_for(backend)[:2]
     trained = backend != "flash3" and not turned
     rng, length = np.random.default_rng(0), 421

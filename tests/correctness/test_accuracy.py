@@ -1,4 +1,4 @@
-"""The acceptance rule passes honest kernels and fails planted faults; the mask probe shows the visible set exactly."""
+"""Tests the acceptance rule and the mask probe: honest kernels pass, planted faults fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOW = DTYPES[1:]
 
 
 def judge(truth: Case, computed: Case) -> accuracy.Accuracy:
-    """What the rule says when the reference's results for one case are offered, rounded, as another's."""
+    """The verdict if the reference's results for one case are offered, rounded, as another's."""
     spec, inputs = computed.spec, computed.inputs
     out, lse = reference.forward(spec, inputs)
     gradients = reference.backward(spec, inputs, out, lse, computed.dout, computed.dlse)
@@ -73,12 +73,12 @@ def test_an_honest_kernel_passes_at_any_size_and_magnitude(q_len, kv_len, head_d
 
 
 @pytest.mark.parametrize("features", [{"bias_shape": (1, 9, 5, 7), "bias_gradient": True}, {"alibi_shape": (9,)}])
-def test_what_float32_loses_beside_a_large_bias_or_slope_is_allowed(features):
+def test_the_rounding_of_float32_beside_a_large_bias_or_slope_is_allowed(features):
     case = make({**features, "sinks": True}, "float32")
     inputs = case.inputs._replace(sinks=case.inputs.sinks + 3000)
     if inputs.bias is not None:
         inputs = inputs._replace(bias=rounded(inputs.bias + 3000, "float32"))
-    if inputs.alibi_slopes is not None:  # negative: the farther, the heavier
+    if inputs.alibi_slopes is not None:  # negative: farther keys weigh more
         inputs = inputs._replace(alibi_slopes=rounded(-600 - inputs.alibi_slopes, "float32"))
     inputs = inputs._replace(sinks=rounded(inputs.sinks, "float32"))
     out, lse, gradients = honest(case._replace(inputs=inputs))
@@ -153,7 +153,8 @@ def test_a_planted_fault_fails_in_the_output_in_the_lse_and_in_the_gradients(fau
     truth, faulty = fault(dtype)
     assert judge(truth, truth).ok
     result = judge(truth, faulty)
-    # A gradient of half precision may itself lose some percent: there the output and the log-sum-exp are the judges.
+    # A gradient in half precision may itself lose a few percent, so the output and the log-sum-exp are the judges
+    # there.
     for name in ("out", "lse", "dq", "dk", "dv") if dtype == "float32" else ("out", "lse"):
         assert result[name].use > 1, f"{name} hides it:\n{result}"
 
@@ -190,7 +191,7 @@ GRADIENT_FAULTS = {
 
 @pytest.mark.parametrize(("dtype", "factor"), [("float32", 1.001), ("bfloat16", 1.3)])
 @pytest.mark.parametrize("fault", GRADIENT_FAULTS)
-def test_a_wrong_gradient_fails_by_its_name(fault, dtype, factor):
+def test_a_wrong_gradient_fails_and_is_named(fault, dtype, factor):
     case = make({"bias_shape": (1, 9, 1, 7), "bias_gradient": True, "sinks": True}, dtype)
     expected = accuracy.expect(case.spec, case.inputs, dout=case.dout, dlse=case.dlse)
     out, lse = expected.truth["out"], expected.truth["lse"]
@@ -202,7 +203,7 @@ def test_a_wrong_gradient_fails_by_its_name(fault, dtype, factor):
     assert not result.ok and f"{name}: " in str(result) and "WRONG" in str(result)
 
 
-def test_a_forgotten_gradient_of_the_lse_fails():
+def test_a_missing_gradient_of_the_lse_fails():
     case = make({}, "bfloat16")
     out, lse = reference.forward(case.spec, case.inputs)
     gradients = reference.backward(case.spec, case.inputs, out, lse, case.dout)
@@ -212,7 +213,7 @@ def test_a_forgotten_gradient_of_the_lse_fails():
     assert result["dq"].use > 1 and result["dk"].use > 1 and result["dv"].use == 0
 
 
-# What the judgement says
+# The verdict
 
 
 def test_rows_that_see_no_key_must_be_exactly_empty():
@@ -237,7 +238,7 @@ def test_a_value_that_is_not_finite_fails(value):
     assert accuracy.check(case.spec, case.inputs, out=out, lse=wrong).worst == np.inf
 
 
-def test_nothing_is_promised_where_the_reference_is_nan():
+def test_elements_where_the_reference_is_nan_are_not_judged():
     case = make({}, "float32")
     q = case.inputs.q.copy()
     q[0, 0] = np.nan
@@ -249,7 +250,7 @@ def test_nothing_is_promised_where_the_reference_is_nan():
     assert not accuracy.check(case.spec, inputs, out=out, lse=lse).ok
 
 
-def test_what_is_missing_or_misshapen_is_named():
+def test_missing_or_misshapen_results_are_named():
     case = make({"sinks": True}, "float32")
     out, lse = reference.forward(case.spec, case.inputs)
     gradients = reference.backward(case.spec, case.inputs, out, lse, case.dout, case.dlse)
@@ -268,7 +269,7 @@ def test_zero_sizes_are_judged(zero):
     assert judge(case, case).worst == 0
 
 
-def test_the_report_reads_well():
+def test_the_text_of_the_report():
     case = make({}, "float32")
     out, lse, _ = honest(case)
     lines = str(accuracy.check(case.spec, case.inputs, out=out, lse=lse)).splitlines()
@@ -316,7 +317,7 @@ def test_the_probe_needs_no_particular_value_dim(value_dim):
 
 
 @pytest.mark.parametrize("fault", [window_too_wide, window_too_narrow, flipped_alignment, boundary_off_by_one])
-def test_the_probe_tells_which_pairs_a_fault_shows_or_hides(fault):
+def test_the_probe_lists_the_pairs_that_a_fault_shows_or_hides(fault):
     truth, faulty = fault("float32")
     right, wrong = probe_of(truth), probe_of(faulty)
     outs = [reference.forward(faulty.spec, inputs)[0] for inputs in wrong.inputs()]
@@ -327,7 +328,7 @@ def test_the_probe_tells_which_pairs_a_fault_shows_or_hides(fault):
     )
 
 
-def test_the_probe_sees_one_key_more_among_thousands_that_the_rule_cannot():
+def test_the_probe_sees_one_extra_key_among_thousands_that_the_rule_misses():
     sizes = {"batch": 1, "q_len": 2, "kv_len": 1021, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8, "value_dim": 509}
     case = make({**sizes, "causal": True, "scale": 0.01}, "bfloat16")
     faulty = altered(case, causal=False, window=(1019, 1))
@@ -348,12 +349,12 @@ def test_the_probe_sees_a_wrong_map_of_heads():
     assert any("of kv head 1 is seen though hidden" in text for text in probe.differences(outs))
 
 
-def test_the_probe_counts_the_outputs():
+def test_the_probe_needs_an_output_for_every_query():
     probe = probe_of(make(PACKED, "float32"))
     with pytest.raises(ShapeError, match=f"expected {probe.calls} outputs of shape"):
         probe.visible_pairs(run(probe)[1:])
 
 
-def test_the_probe_of_no_keys_needs_no_call():
+def test_the_probe_without_keys_needs_no_call():
     probe = probe_of(make({"kv_len": 0}, "float32"))
     assert probe.calls == 0 and probe.differences([]) == []

@@ -1,4 +1,4 @@
-"""The proof of the bridge: one backend gives torch and JAX the same bits, and the same bits every time."""
+"""Tests that one backend gives torch and JAX the same bits, and the same bits every time."""
 
 from __future__ import annotations
 
@@ -39,22 +39,23 @@ BRIDGED = backends_of("torch")
 
 
 def accepted_by(framework: str, backend: str, call: Call, device: str) -> Call | None:
-    """The call, or the same without gradients, or None: the most that the backend accepts."""
+    """The call, or the same call without gradients, or None: the most that the backend accepts."""
     for attempt in (call, call.inference):
         if explain(with_every_token(attempt), target(framework, device), backend).backend is not None:
             return attempt
     return None
 
 
-def promising(call: Call, backend: str, device: str) -> Call:
-    """The call asked for deterministically, where only that promises equal bits (a GPU may add in any order)."""
+def deterministic_call(call: Call, backend: str, device: str) -> Call:
+    """Returns the call with ``deterministic=True`` if only that promises equal bits (a GPU may add in any order)."""
     if device == "cpu" or not module_on(backend, device).FORWARD.deterministic:
         return call
     return replace(call, spec=replace(call.spec, deterministic=True))
 
 
-def of_the_kernel(call: Call, results: Results) -> Results:
-    """The results, less dsinks if lse holds a row that sees no key: each framework adds that row's gradient itself."""
+def results_of_the_kernel(call: Call, results: Results) -> Results:
+    """The results without dsinks if a row sees no key, because each framework adds the gradient of such a row
+    itself."""
     if "dsinks" not in results or "lse" not in results:
         return results
     alone = results["lse"] == call.arrays()["sinks"].astype(results["lse"].dtype)[:, None]
@@ -72,7 +73,7 @@ def drawn_for(backend: str, device: str, framework: str = "jax") -> Any:
 
 @pytest.mark.parametrize(("backend", "device"), claimed(BRIDGED))
 def test_torch_and_jax_give_the_same_bits(backend: str, device: str) -> None:
-    """out, lse, dq, dk, dv, dbias and dsinks, inside ``jax.jit``; contiguous inputs, as JAX has no others."""
+    """out, lse, dq, dk, dv, dbias and dsinks inside ``jax.jit``; inputs are contiguous, because JAX has no others."""
     compared: list[bool] = []
     claims = module_on(backend, device).FORWARD
     if missing := reachable("jax", backend, device):
@@ -80,12 +81,12 @@ def test_torch_and_jax_give_the_same_bits(backend: str, device: str) -> None:
 
     @given(call=drawn_for(backend, device))
     def every_call(call: Call) -> None:
-        call = promising(replace(call, layout="contiguous"), backend, device)
+        call = deterministic_call(replace(call, layout="contiguous"), backend, device)
         accepted = accepted_by("jax", backend, call, device)
         compared.append(accepted is not None)
         if accepted is not None:
-            results = [of_the_kernel(accepted, run(name, accepted, backend, device)) for name in FRAMEWORKS]
-            if not claims.deterministic:  # its log-sum-exp and gradients may differ from itself
+            results = [results_of_the_kernel(accepted, run(name, accepted, backend, device)) for name in FRAMEWORKS]
+            if not claims.deterministic:  # its log-sum-exp and gradients may differ from run to run
                 results = [{"out": found["out"]} for found in results]
             different = same_bits(*results)
             assert different == [], f"{backend}: {accepted}"
@@ -139,7 +140,7 @@ ON_CPU = tuple(param.values[0] for param in claimed(BRIDGED, "cpu"))
 
 @pytest.mark.parametrize("transformation", ["eager", "jit", "checkpoint", "scan", "value_and_grad"])
 @pytest.mark.parametrize("backend", ON_CPU)
-def test_every_way_into_jax_gives_the_same_bits(backend: str, transformation: str) -> None:
+def test_jax_transformations_give_the_same_bits(backend: str, transformation: str) -> None:
     call = make_call(3, **SIZES, causal=True)
     expected = run("torch", call, backend)["out"]
     q, k, v = (jnp.asarray(call.arrays()[name], "float32") for name in "qkv")
@@ -166,7 +167,7 @@ def test_every_way_into_jax_gives_the_same_bits(backend: str, transformation: st
 
 @pytest.mark.parametrize("backend", ON_CPU)
 def test_torch_with_and_without_gradients_gives_the_same_bits(backend: str) -> None:
-    """Whether anybody wants a gradient must not choose another kernel behind the same name."""
+    """Whether a gradient is required must not choose another kernel of the same name."""
     if backends.load(backend).BACKWARD is None:
         pytest.skip(f"{backend} has no gradient")
     for fields in ({}, {"causal": True}, {"window": (2, 1)}):
@@ -175,7 +176,9 @@ def test_torch_with_and_without_gradients_gives_the_same_bits(backend: str) -> N
         assert same_bits({"out": trained["out"]}, inferred) == []
 
 
-def both_ways_in(backend: str, dtype: str, q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray) -> list[str]:
+def differing_results(
+    backend: str, dtype: str, q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray
+) -> list[str]:
     """The names of results that differ between torch and JAX on arrays of exactly these bits."""
 
     def tensor(array: np.ndarray) -> torch.Tensor:
@@ -216,12 +219,12 @@ def test_large_and_signed_values_give_the_same_bits(backend: str, dtype: str) ->
     large = 2.0**10 if dtype == "float16" else 2.0**100
     q, k, v, dout = drawn(dtype, large, large)
     v[:, ::2], dout[:, 1::2] = -0.0, -0.0
-    assert both_ways_in(backend, dtype, q, k, v, dout) == []
+    assert differing_results(backend, dtype, q, k, v, dout) == []
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("backend", TRAINABLE)
 def test_subnormal_values_give_the_same_bits(backend: str, dtype: str) -> None:
     tiny = 2.0**-1025 if dtype == "float64" else 2.0**-128
-    assert both_ways_in(backend, dtype, *drawn(dtype, tiny, 1.0)) == []
-    assert both_ways_in(backend, dtype, *drawn(dtype, 1.0, tiny)) == []
+    assert differing_results(backend, dtype, *drawn(dtype, tiny, 1.0)) == []
+    assert differing_results(backend, dtype, *drawn(dtype, 1.0, tiny)) == []

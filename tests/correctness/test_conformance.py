@@ -1,4 +1,5 @@
-"""Every backend does what it claims: drawn calls against the float64 reference, or a refusal with all its reasons."""
+"""Tests that every backend does what it claims: drawn calls match the float64 reference or are refused with all
+reasons."""
 
 from __future__ import annotations
 
@@ -44,13 +45,13 @@ BACKENDS = backends.names()
 
 
 def drawn_for(backend: str, device: str, framework: str) -> st.SearchStrategy[Call]:
-    """Calls for a backend: free ones, or, where a compiler would compile each, those of a few signatures."""
+    """Calls for a backend: any call, or calls of a few signatures if a compiler would compile each."""
     module = module_on(backend, device)
     if backend == "jax_xla" or (backend, device) == ("flex", "cuda"):
         return compiled_calls(module.FORWARD)
     without = (
         () if module.FORWARD.portable_dropout else ("dropout",)
-    )  # other masks than the oracle's: tests of their own
+    )  # its masks differ from the oracle's and have their own tests
     drawn = calls(module.FORWARD, without=without, squares=(64, 192) if module.FORWARD.approximate else ())
     if backend == "jax_cudnn":
         return st.one_of(drawn, cudnn_calls())
@@ -58,7 +59,8 @@ def drawn_for(backend: str, device: str, framework: str) -> st.SearchStrategy[Ca
 
 
 def conforms(framework: str, call: Call, backend: str, device: str) -> bool:
-    """Whether the backend accepts the call. Asserts that it is then right, and else refused with every reason."""
+    """Whether the backend accepts the call. Asserts that the result is then correct, and else that every reason is
+    named."""
     where, spec = target(framework, device), with_every_token(call)
     selection = explain(spec, where, backend)
     if selection.backend is None:
@@ -80,7 +82,7 @@ def conforms(framework: str, call: Call, backend: str, device: str) -> bool:
 
 
 def assert_near(call: Call, results: Any) -> None:
-    """What is asked of an approximate backend: no NaN, and on the whole within a few percent of the reference."""
+    """Checks an approximate backend: no NaN, and a total error within a few percent of the reference."""
     truth = accuracy.expect(call.spec, call.inputs).truth["out"]
     out = results["out"].astype(np.float64)
     error, size = np.sqrt(((out - truth) ** 2).mean()), np.sqrt((truth**2).mean())
@@ -90,7 +92,7 @@ def assert_near(call: Call, results: Any) -> None:
 def corners_conform(framework: str, backend: str, device: str) -> bool:
     """Whether any of the fixed corners of a backend's claims ran. Asserts that the backend conforms in all of them.
 
-    JAX compiles each, so it runs a corner once: with gradients if the backend has them.
+    JAX compiles each corner, so it runs a corner once: with gradients if the backend has them.
     """
     forward, backward = target(framework, device).claims(backend)
     ran = []
@@ -106,12 +108,12 @@ def corners_conform(framework: str, backend: str, device: str) -> bool:
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(("backend", "device"), claimed())
-def test_claims(backend: str, device: str, framework: str) -> None:
+def test_drawn_calls_match_the_claims(backend: str, device: str, framework: str) -> None:
     inferred, learned, missing = [], [], reachable(framework, backend, device)
     if missing:
         pytest.skip(missing)
     learns = target(framework, device).claims(backend)[1] is not None
-    few = module_on(backend, device).FORWARD.approximate or backend == "jax_cudnn"  # of these, much is refused
+    few = module_on(backend, device).FORWARD.approximate or backend == "jax_cudnn"  # much of these is refused
     assert corners_conform(framework, backend, device) or few, "no corner was run"
 
     @given(call=drawn_for(backend, device, framework))
@@ -129,7 +131,7 @@ def test_claims(backend: str, device: str, framework: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_not_claimed_is_refused(backend: str, framework: str, device: str) -> None:
+def test_calls_outside_the_claims_are_refused(backend: str, framework: str, device: str) -> None:
     missing = reachable(framework, backend, device)
     call = make_call(**PLAIN)
     if missing is None:
@@ -146,13 +148,13 @@ def test_what_is_not_claimed_is_refused(backend: str, framework: str, device: st
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_automatic_choice(framework: str, device: str) -> None:
-    """Whatever the call, something runs it, and runs it right.
+    """Some backend runs every call, and runs it correctly.
 
-    (In JAX, dropout compiles: see SIGNATURES. On a GPU kernels may have dropout masks of their own.)
+    (In JAX, dropout compiles: see SIGNATURES. On a GPU kernels may have other dropout masks.)
     """
     without = ("dropout",) if framework == "jax" or device == "cuda" else ()
     drawn = calls(without=without, on_gpu=device == "cuda")
-    if framework == "jax" and device == "cuda":  # which compiles for every scale, softcap and window
+    if framework == "jax" and device == "cuda":  # XLA compiles for every scale, softcap and window
         drawn = drawn.map(few_numbers)
 
     @given(call=drawn, learns=st.booleans())
@@ -167,19 +169,19 @@ def test_automatic_choice(framework: str, device: str) -> None:
 
 
 @given(call=calls())
-def test_both_frontends_describe_a_call_alike(call: Call) -> None:
-    """The spec that either frontend makes of the arguments is the one that was drawn; every token has a document."""
+def test_both_frontends_build_the_same_spec(call: Call) -> None:
+    """Either frontend builds the drawn spec from the arguments, and every token has a document."""
     call = replace(call, spec=with_every_token(call))
     assert spec_seen("torch", call) == call.spec
-    if call.spec.bias_shape and not call.spec.bias_gradient:  # JAX's explain asks about the gradient of all there is
+    if call.spec.bias_shape and not call.spec.bias_gradient:  # JAX's explain assumes gradients of every input
         call = replace(call, spec=replace(call.spec, bias_gradient=True))
     assert spec_seen("jax", call) == call.spec
 
 
 @pytest.mark.parametrize(("backend", "device"), claimed())
 @pytest.mark.parametrize("changes", [{}, {"causal": True, "window": 3}, {"lengths": ((5, 0, 3), (2, 4, 6))}])
-def test_gradient_of_a_sum(backend: str, device: str, changes: dict[str, Any]) -> None:
-    """``out.sum().backward()`` hands over an output gradient of one element, expanded: every stride is 0."""
+def test_the_expanded_gradient_of_a_sum(backend: str, device: str, changes: dict[str, Any]) -> None:
+    """``out.sum().backward()`` passes an output gradient of one expanded element: every stride is 0."""
     dtype = "float32" if "float32" in module_on(backend, device).FORWARD.dtypes else "bfloat16"
     call = make_call(**{**PLAIN, **changes, "dtype": dtype}, needs_backward=True)
     call = replace(call, dout=np.ones_like(call.dout))
@@ -195,7 +197,7 @@ def test_gradient_of_a_sum(backend: str, device: str, changes: dict[str, Any]) -
     assert verdict.ok, verdict
 
 
-# The suite can fail: a backend that misreads its call is caught.
+# The suite must be able to fail: it catches a backend that misreads its call.
 
 PLAIN = {
     **{"batch": 2, "q_len": 7, "kv_len": 11, "num_heads": 6, "num_kv_heads": 3, "head_dim": 13, "value_dim": 13},
@@ -266,10 +268,10 @@ def faulty(module: Any, fault: Any) -> tuple[Any, Any]:
 
 
 @contextmanager
-def planted(
+def planted_fault(
     monkeypatch: pytest.MonkeyPatch, backend: str, fault: Any, where: str, device: str = "cpu"
 ) -> Iterator[None]:
-    """A backend with a fault in its forward, its backward or both; nothing cached before or within survives."""
+    """A backend with a fault in its forward, its backward or both. No cache keeps anything from before or within."""
     module = module_on(backend, device)
     forward, backward = faulty(module, fault)
     with monkeypatch.context() as patch:
@@ -299,7 +301,7 @@ def test_planted_faults_are_caught(framework: str, where: str, name: str, monkey
     changes, fault = FAULTS[name]
     for seed in range(3):
         call = make_call(seed, **changes, needs_backward=True, return_lse=True)
-        with planted(monkeypatch, "math", fault, where):
+        with planted_fault(monkeypatch, "math", fault, where):
             verdict = judge(framework, call, run(framework, call, "math"))
             with pytest.raises(AssertionError, match="WRONG"):
                 conforms(framework, call, "math", "cpu")
@@ -316,7 +318,7 @@ def test_planted_faults_are_caught(framework: str, where: str, name: str, monkey
 def test_planted_faults_are_caught_in_xla(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changes, fault = FAULTS[name]
     call = make_call(**changes, needs_backward=True, return_lse=True)
-    with planted(monkeypatch, "jax_xla", fault, "both"):
+    with planted_fault(monkeypatch, "jax_xla", fault, "both"):
         verdict = judge("jax", call, run("jax", call, "jax_xla", rounding_matters=False))
     assert {"out", "dq", "dk", "dv"} <= {quantity.name for quantity in verdict.quantities if quantity.use > 1}, verdict
 
@@ -326,12 +328,12 @@ def test_planted_faults_are_caught_in_xla(name: str, monkeypatch: pytest.MonkeyP
 def test_planted_faults_are_caught_in_every_kernel(
     backend: str, device: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, in the dtype that tells most of what the kernel takes."""
+    """On a GPU, in the most precise dtype that the kernel takes."""
     framework = module_on(backend, device).FRAMEWORK
     dtypes = [kind for kind in ("float32", "float16") if kind in module_on(backend, device).FORWARD.dtypes]
     changes, fault = FAULTS[name]
     sizes = {} if "lengths" in changes else {"q_len": 61, "kv_len": 67}
-    peaked = {"scale": 0.5}  # logits far apart: where all weights are alike, a percent is less than float16 can show
+    peaked = {"scale": 0.5}  # logits far apart: if all weights are alike, one percent is too little for float16 to show
     widths = {"head_dim": 64, "value_dim": 64, "dtype": dtypes[0]}
     call = make_call(**{**changes, **sizes, **peaked, **widths}, needs_backward=True)
     where = target(framework, device)
@@ -340,7 +342,7 @@ def test_planted_faults_are_caught_in_every_kernel(
         pytest.skip(f"{backend} does not run this, or promises no precision")
     if name == "alignment flipped" and "top_left" not in where.claims(backend)[0].alignments:
         pytest.skip(f"{backend} knows one alignment, and cannot be told of another")
-    with planted(monkeypatch, backend, fault, "both", device):
+    with planted_fault(monkeypatch, backend, fault, "both", device):
         verdict = judge(framework, asked, run(framework, asked, backend, device), device)
     assert {"out", *(f"d{x}" for x in asked.learned)} <= {q.name for q in verdict.quantities if q.use > 1}, verdict
     healthy = judge(framework, asked, run(framework, asked, backend, device), device)
@@ -371,10 +373,10 @@ def test_nan_in_rows_without_keys_fails_the_claims(
     backend: str, framework: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
-        planted(monkeypatch, backend, nan_without_keys, where),
+        planted_fault(monkeypatch, backend, nan_without_keys, where),
         pytest.raises(AssertionError, match=r"^rows without keys: "),
     ):
-        test_claims(backend, "cpu", framework)
+        test_drawn_calls_match_the_claims(backend, "cpu", framework)
 
 
 def test_refusals_name_every_reason() -> None:

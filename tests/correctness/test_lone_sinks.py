@@ -1,4 +1,4 @@
-"""Rows that see no key, with sinks: the log-sum-exp is the sink, so that partial results of a row merge by it."""
+"""Tests sinks in rows that see no key: the log-sum-exp is the sink, so partial results of a row merge by it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ DLSE = random.standard_normal((2, 4, 6)).astype(np.float32)
 SPLIT = 4
 MASK = random.random((2, 1, 6, 7)) < 0.5
 MASK[:, :, 1, :SPLIT] = False  # sees nothing of the first part
-MASK[:, :, 2, SPLIT:] = False  # nor of the second
-MASK[:, :, 3] = False  # nor of either
+MASK[:, :, 2, SPLIT:] = False  # sees nothing of the second part
+MASK[:, :, 3] = False  # sees nothing of either part
 NOBODYS = 3
 BACKENDS = {"torch": (None, "math"), "jax": (None, "jax_xla", "math")}
 EACH = [(framework, backend) for framework, backends in BACKENDS.items() for backend in backends]
@@ -46,7 +46,7 @@ def results(framework: str, call: Any, arrays: dict[str, np.ndarray], dout: np.n
 
 
 def merged(of: Any, one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Two partial results of the same rows as one, as anybody would write it."""
+    """Merges two partial results of the same rows, as a user would write it."""
     lse = of.logaddexp(one[1], other[1])
     base = of.where(lse == -np.inf, 0.0, lse)
     return sum(of.swapaxes(of.exp(part[1] - base), 1, 2)[..., None] * part[0] for part in (one, other)), lse
@@ -55,7 +55,8 @@ def merged(of: Any, one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, 
 @pytest.mark.parametrize("with_sinks", [0, 1], ids=["sinks in the first part", "sinks in the second part"])
 @pytest.mark.parametrize(("framework", "backend"), EACH)
 def test_parts_of_a_row_merge_by_their_log_sum_exp(framework: str, backend: str | None, with_sinks: int) -> None:
-    """Keys in two parts, each of which some rows do not see, the sinks in one of them: the whole, gradients as well."""
+    """Keys in two parts, with rows that do not see one of them and sinks in one part: results and gradients are the
+    whole's."""
     arrays = {"q": Q, "k": K, "v": V, "sinks": SINKS}
 
     def attend(frontend: Any, of: Any, where: slice, q: Any, k: Any, v: Any, sinks: Any) -> Any:
@@ -79,8 +80,8 @@ def test_parts_of_a_row_merge_by_their_log_sum_exp(framework: str, backend: str 
         np.testing.assert_allclose(one, other, atol=3e-6, rtol=1e-5)
 
 
-def called(way: str, frontend: Any, options: dict[str, Any]) -> Any:
-    """A function of q, k, v and sinks that gives out and lse, run in some way."""
+def function_of(way: str, frontend: Any, options: dict[str, Any]) -> Any:
+    """A function of q, k, v and sinks that gives out and lse, run in one of several ways."""
 
     def call(q: Any, k: Any, v: Any, sinks: Any) -> Any:
         return frontend.attention(q, k, v, sinks=sinks, return_lse=True, **options)
@@ -102,8 +103,11 @@ def called(way: str, frontend: Any, options: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("way", ["eager", "compiled", "vmap", "qkvpacked"])
 @pytest.mark.parametrize("packed", [False, True], ids=["mask", "packed"])
 @pytest.mark.parametrize(("framework", "backend"), EACH)
-def test_a_row_without_keys_has_its_sink(framework: str, backend: str | None, packed: bool, way: str) -> None:
-    """Its gradient is that of dlse alone, whatever dout is there; nobody's tokens keep -inf and give the sinks none."""
+def test_the_log_sum_exp_of_a_row_without_keys_is_its_sink(
+    framework: str, backend: str | None, packed: bool, way: str
+) -> None:
+    """Its gradient comes from dlse alone, whatever dout is. Tokens of no document have -inf and give sinks no
+    gradient."""
     tokens = 12
     q, k, v, dout = (random.standard_normal((tokens, 4, 8)).astype(np.float32) for _ in range(4))
     dlse = random.standard_normal((4, tokens)).astype(np.float32)
@@ -121,7 +125,7 @@ def test_a_row_without_keys_has_its_sink(framework: str, backend: str | None, pa
     arrays = {name: array[axis] for name, array in {"q": q, "k": k, "v": v}.items()} | {"sinks": SINKS}
     dout[empty], dout[nobodys], dlse[:, nobodys] = np.nan, np.nan, np.nan
     frontend = torch_frontend if framework == "torch" else jax_frontend
-    run = called(way, frontend, options)
+    run = function_of(way, frontend, options)
 
     def call(_: Any, of: Any, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, ...]:
         return tuple(run(q, k, v, sinks))
@@ -139,7 +143,7 @@ def test_a_row_without_keys_has_its_sink(framework: str, backend: str | None, pa
 
 
 @pytest.mark.parametrize("framework", BACKENDS)
-def test_a_sink_of_minus_infinity_is_none(framework: str) -> None:
+def test_a_sink_of_minus_infinity_counts_as_no_sink(framework: str) -> None:
     sinks, arrays = np.full(4, -np.inf, np.float32), {"q": Q, "k": K, "v": V}
     call = lambda frontend, of, **leaves: frontend.attention(**leaves, causal=True, window=2, return_lse=True)  # noqa: E731
     queries = {**arrays, "k": K[:, :3], "v": V[:, :3]}
@@ -150,7 +154,7 @@ def test_a_sink_of_minus_infinity_is_none(framework: str) -> None:
 
 
 @pytest.mark.parametrize("framework", BACKENDS)
-def test_without_keys_every_row_has_its_sink(framework: str) -> None:
+def test_every_row_of_a_call_without_keys_has_its_sink(framework: str) -> None:
     arrays = {"q": Q, "k": K[:, :0], "v": V[:, :0], "sinks": SINKS}
     call = lambda frontend, of, **leaves: frontend.attention(**leaves, return_lse=True)  # noqa: E731
     out, lse, *gradients = results(framework, call, arrays, DOUT, DLSE)
@@ -159,8 +163,8 @@ def test_without_keys_every_row_has_its_sink(framework: str) -> None:
 
 
 @pytest.mark.parametrize("framework", BACKENDS)
-def test_in_pages(framework: str) -> None:
-    """A query of a sequence without a key has its sink; one behind the last offset belongs to nobody."""
+def test_paged_rows_without_keys_have_their_sink(framework: str) -> None:
+    """A query of a sequence without a key has its sink; a query behind the last offset has none."""
     array = torch.tensor if framework == "torch" else jnp.asarray
     frontend = torch_frontend if framework == "torch" else jax_frontend
     pages = [array(random.standard_normal((4, 2, 2, 8)).astype(np.float32)) for _ in range(2)]

@@ -1,4 +1,5 @@
-"""What each backend really sees, pair by pair and without tolerance, for every mask feature in both frameworks."""
+"""Tests which pairs each backend sees, pair by pair and without tolerance, for every mask feature in both
+frameworks."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from spec_strategies import Call, make_call
 from attn_core import explain
 from attn_core.correctness.accuracy import MaskProbe, mask_probe
 
-# One call shows everything: as many channels as there are pairs of key and kv head.
+# One call shows everything: it has as many channels as there are pairs of key and kv head.
 DENSE = {"batch": 2, "num_heads": 6, "num_kv_heads": 2, "dtype": "float32"}
 LENGTHS = {
     "more keys": {**DENSE, "q_len": 5, "kv_len": 11, "head_dim": 22, "value_dim": 22},
@@ -33,16 +34,16 @@ LENGTHS = {
     },
 }
 PARTIAL = ("sdpa_efficient", "xformers")
-"""What claims packed documents, windows and masks, and refuses some of them together."""
+"""Backends that claim packed documents, windows and masks, and refuse some of their combinations."""
 CAUSAL = (False, True)
 ALIGNMENTS = ("bottom_right", "top_left")
 WINDOWS = (None, (2, 1), (0, 0), (None, 1), (3, None), (1, 4))
 MASKS = (None, (0, 0, 0, 0), (0, 1, 1, 0))
-"""Which axes of a bool mask are whole (0) and which broadcast (1)."""
+"""The axes of a bool mask: full (0) or broadcast (1)."""
 
 
 class Probed(NamedTuple):
-    """A call whose inputs are a probe's, and the probe."""
+    """A call with the inputs of a probe, and the probe."""
 
     call: Call
     probe: MaskProbe
@@ -51,7 +52,7 @@ class Probed(NamedTuple):
 def probed(
     lengths: str, causal: bool, alignment: str, window: Any, mask: Any, boundaries: Any = None, **changes: Any
 ) -> Probed:
-    """``lengths`` is a key of LENGTHS; ``changes`` are to the fields that it stands for."""
+    """``lengths`` is a key of LENGTHS; ``changes`` override fields of the spec."""
     fields = {**LENGTHS[lengths], "causal": causal, "alignment": alignment, "window": window, **changes}
     if boundaries is not None:
         fields["lengths"] = boundaries
@@ -66,18 +67,18 @@ def probed(
 
 
 def differences(framework: str, probed: Probed, backend: str, device: str = "cpu") -> list[str]:
-    """What the backend sees and should not, or the other way round."""
+    """The pairs that the backend sees and should not, or the other way round."""
     outs = [seen_by(framework, probed, inputs, backend, device).astype(np.float32) for inputs in probed.probe.inputs()]
     return probed.probe.differences(outs)
 
 
 def seen_by(framework: str, probed: Probed, inputs: Any, backend: str, device: str) -> np.ndarray:
-    """The output that shows what was seen: by what is 0 in it, which no rounding changes."""
+    """The output that shows the visible pairs by its zeros, which no rounding changes."""
     return run(framework, replace(probed.call, inputs=inputs), backend, device, rounding_matters=False)["out"]
 
 
 def check_all(framework: str, backend: str, device: str, every: list[tuple[Any, ...]], **changes: Any) -> None:
-    """Probes combinations of features; at least one of them must be the backend's to run, if any is in its claims."""
+    """Probes combinations of features. At least one of them must run, if the backend claims any."""
     where, ran, wrong = target(framework, device), 0, []
     if missing := reachable(framework, backend, device):
         pytest.skip(missing)
@@ -97,9 +98,9 @@ def check_all(framework: str, backend: str, device: str, every: list[tuple[Any, 
 
 
 def combinations(framework: str, backend: str, lengths: str) -> list[tuple[Any, ...]]:
-    """Every combination of the features; in the bounded profile a sample where each costs a compilation.
+    """Every combination of the features; a sample in the bounded profile if each costs a compilation.
 
-    The steps have no factor in common with how many of each feature there are, so that a sample has all of each.
+    The steps have no common factor with the numbers of features, so a sample contains all of each feature.
     """
     every = list(product((lengths,), CAUSAL, ALIGNMENTS, WINDOWS, MASKS))
     if settings.get_current_profile_name() == "thorough":
@@ -111,14 +112,14 @@ def combinations(framework: str, backend: str, lengths: str) -> list[tuple[Any, 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize(("backend", "device"), claimed())
-def test_visible_set(backend: str, lengths: str, framework: str, device: str) -> None:
+def test_the_visible_set(backend: str, lengths: str, framework: str, device: str) -> None:
     check_all(framework, backend, device, combinations(framework, backend, lengths))
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 @pytest.mark.parametrize(("backend", "device"), claimed())
-def test_visible_set_in_every_dtype(backend: str, device: str, dtype: str, framework: str) -> None:
+def test_the_visible_set_in_every_dtype(backend: str, device: str, dtype: str, framework: str) -> None:
     some = [
         ("more queries", True, "bottom_right", (2, 1), (0, 0, 0, 0)),
         ("other key documents", True, "bottom_right", (3, None), None),
@@ -128,8 +129,8 @@ def test_visible_set_in_every_dtype(backend: str, device: str, dtype: str, frame
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(("backend", "device"), claimed())
-def test_visible_set_across_blocks(backend: str, device: str, framework: str) -> None:
-    """Lengths beyond one block of queries and keys, bands that end inside of one."""
+def test_the_visible_set_across_blocks(backend: str, device: str, framework: str) -> None:
+    """Lengths beyond one block of queries and keys, and bands that end inside a block."""
     sizes = {"batch": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 128, "value_dim": 128}
     some = [
         ("more keys", True, "bottom_right", (140, 0), None),
@@ -142,8 +143,8 @@ def test_visible_set_across_blocks(backend: str, device: str, framework: str) ->
 @pytest.mark.parametrize("window", [1, 2, 5])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(("backend", "device"), claimed())
-def test_an_int_window_is_that_many_keys(backend: str, device: str, framework: str, window: int) -> None:
-    """Counted from the outside: row i sees ``min(i + 1, window)`` keys, itself the last of them."""
+def test_an_int_window_shows_that_many_keys(backend: str, device: str, framework: str, window: int) -> None:
+    """Counted without the library: row i sees ``min(i + 1, window)`` keys, itself the last of them."""
     dtypes = module_on(backend, device).FORWARD.dtypes
     asked = probed("as many", True, "bottom_right", window, None, dtype="float32" if "float32" in dtypes else dtypes[0])
     if explain(asked.call.spec, target(framework, device), backend).backend is None:
@@ -166,7 +167,7 @@ def test_an_int_window_is_that_many_keys(backend: str, device: str, framework: s
     ],
 )
 def test_the_probe_sees_planted_faults(lengths: str, truth: dict[str, Any], fault: dict[str, Any]) -> None:
-    """A backend that is asked for something else, in place of one that misreads the call."""
+    """A backend that gets another spec stands for one that misreads its call."""
     plain = {"causal": False, "alignment": "bottom_right", "window": None, "mask": None, "boundaries": None}
     asked, misread = (probed(lengths, **{**plain, **changes}) for changes in (truth, fault))
     (inputs,) = asked.probe.inputs()

@@ -1,4 +1,4 @@
-"""Calls that are all different do not keep what is only told when somebody asks."""
+"""Tests that many different calls keep little memory: texts that only explanations need must not be stored."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 import torch_frontend
 
 ENOUGH = 300
-"""Different calls after which every kind of text is there."""
+"""So many different calls that every kind of text exists."""
 
 
 @pytest.mark.parametrize("backend", ["math", "flex", None])
-def test_a_softcap_that_changes_with_every_call_keeps_little(backend: str | None) -> None:
+def test_a_softcap_that_changes_with_every_call_keeps_little_memory(backend: str | None) -> None:
     q = torch.zeros(1, 2, 1, 8)
 
     def calls(start: float) -> None:

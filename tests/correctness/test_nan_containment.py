@@ -1,4 +1,4 @@
-"""NaN and Inf stay where they came from: in their document, their batch row, their query. The rest keeps its bits."""
+"""Tests that NaN and Inf stay in their document, batch row or query, and that all other results keep their bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spec_strategies import Call, make_call
 from attn_core import explain
 
 HEADS = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8, "dtype": "float32"}
-LENGTHS = ((5, 0, 7, 3, 131), (4, 3, 9, 2, 137))  # the last one longer than a block of queries
+LENGTHS = ((5, 0, 7, 3, 131), (4, 3, 9, 2, 137))  # the last document is longer than a block of queries
 DOCUMENTS = {**HEADS, "lengths": LENGTHS}
 ROWS = {**HEADS, "batch": 3, "q_len": 13, "kv_len": 17}
 CASES: dict[str, dict[str, Any]] = {
@@ -39,24 +39,24 @@ CASES: dict[str, dict[str, Any]] = {
     "rows, bfloat16": {**ROWS, "causal": True, "dtype": "bfloat16"},
 }
 HIDES_POISON = ("xformers_splitk",)
-"""Its merge of splits drops a part that is NaN, so such a row comes out as 0; docs/reference/semantics.md says so."""
+"""Its merge of splits drops a NaN part, so such a row becomes 0; docs/reference/semantics.md documents it."""
 REACHES_BACK = dict.fromkeys(
     ("flash3", "flash4", "xformers_flash3"), "the last tile of a document holds the next one's first tokens"
 )
-"""docs/reference/semantics.md says so."""
+"""docs/reference/semantics.md documents these."""
 LARGEST_SCORE = {"jax_xla": 1e8}
-"""XLA may compute one score in two places, with other roundings: beyond, their difference is more than exp can hold."""
+"""XLA may compute one score twice with different roundings; beyond this size the difference is too large for exp."""
 POISONS = {"NaN": np.nan, "Inf": np.inf}
 
 
-def runnable(framework: str, backend: str, device: str, **fields: Any) -> Call:
-    """The case with gradients where the backend has them, else without; skips where it refuses both."""
+def case_or_skip(framework: str, backend: str, device: str, **fields: Any) -> Call:
+    """The case with gradients if the backend has them, else without; skips the test if it refuses both."""
     dtypes = module_on(backend, device).FORWARD.dtypes
     if module_on(backend, device).FORWARD.approximate:
         pytest.skip(f"{backend} is approximate: an Inf spoils what it is quantised with")
     if fields["dtype"] not in dtypes:
         fields["dtype"] = dtypes[0]
-    call = make_call(1, **fields, needs_backward=True, deterministic=steady(backend, device))
+    call = make_call(1, **fields, needs_backward=True, deterministic=needs_deterministic(backend, device))
     where = target(framework, device)
     for attempt in (call, call.inference):
         if explain(attempt.spec, where, backend).backend is not None:
@@ -66,22 +66,23 @@ def runnable(framework: str, backend: str, device: str, **fields: Any) -> Call:
     )
 
 
-def steady(backend: str, device: str) -> bool:
-    """Whether to ask for a deterministic call: on a GPU, where it alone can show that bits are kept."""
+def needs_deterministic(backend: str, device: str) -> bool:
+    """Whether to request a deterministic call: on a GPU only that promises equal bits."""
     claims = module_on(backend, device)
     return device == "cuda" and (claims.BACKWARD or claims.FORWARD).deterministic
 
 
 def changed(backend: str, device: str, one: Results, other: Results) -> list[str]:
-    """The names of results that differ: in any bit, or for gradients that are added in any order, by more than that."""
-    kept = device == "cpu" or steady(backend, device)
+    """The names of results that differ in any bit; gradients that a kernel adds in any order may differ a little."""
+    kept = device == "cpu" or needs_deterministic(backend, device)
     loose = [] if kept else [name for name in one if name.startswith("d")]
     wrong = [name for name in loose if not np.allclose(*(x[name].astype(np.float64) for x in (one, other)), atol=0.03)]
     return wrong + [name for name in differing(one, other) if name not in loose]
 
 
 def poisoned(call: Call, value: float, names: tuple[str, ...], rows: slice, keys: slice) -> Call:
-    """The call with ``value`` all over some query rows (of q, dout) and keys (of k, v); along the leading axis."""
+    """The call with ``value`` in all channels of some query rows (of q, dout) and keys (of k, v) of the leading
+    axis."""
     changed = {name: getattr(call.inputs, name).copy() for name in names if name != "dout"}
     for name, array in changed.items():
         array[rows if name == "q" else keys] = value
@@ -92,9 +93,9 @@ def poisoned(call: Call, value: float, names: tuple[str, ...], rows: slice, keys
 
 
 def untouched(call: Call, results: Results) -> Results:
-    """The results that belong to the documents after the first, or to the batch rows after the first.
+    """The results of the documents after the first, or of the batch rows after the first.
 
-    What is summed over documents or rows (dsinks, and dbias where it is shared) belongs to none of them.
+    Sums over documents or rows (dsinks, and a shared dbias) belong to none of them and are left out.
     """
     spec = call.spec
     rows, keys = (LENGTHS[0][0], LENGTHS[1][0]) if spec.packed else (1, 1)
@@ -111,8 +112,8 @@ def differing(one: Results, other: Results) -> list[str]:
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("backend", "device"), claimed())
-def test_a_broken_document_or_row_stays_alone(backend: str, case: str, framework: str, device: str) -> None:
-    call = runnable(framework, backend, device, **CASES[case])
+def test_nan_stays_in_its_document_or_batch_row(backend: str, case: str, framework: str, device: str) -> None:
+    call = case_or_skip(framework, backend, device, **CASES[case])
     first_q, first_k = (LENGTHS[0][0], LENGTHS[1][0]) if call.spec.packed else (1, 1)
     clean = run(framework, call, backend, device)
     assert all(np.isfinite(array.astype(np.float64)).all() for name, array in clean.items() if name != "lse")
@@ -126,9 +127,9 @@ def test_a_broken_document_or_row_stays_alone(backend: str, case: str, framework
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(("backend", "device"), claimed())
-def test_a_broken_last_document_leaves_those_before_it(backend: str, device: str, framework: str) -> None:
-    """The last tile of a document may hold the first tokens of the next, with a weight of 0: NaN * 0 is NaN."""
-    call = runnable(framework, backend, device, **CASES["documents, causal"])
+def test_nan_in_the_last_document_leaves_the_others_unchanged(backend: str, device: str, framework: str) -> None:
+    """The last tile of a document may hold the first tokens of the next, with weight 0, and NaN * 0 is NaN."""
+    call = case_or_skip(framework, backend, device, **CASES["documents, causal"])
     last_q, last_k = (slice(sum(lengths[:-1]), None) for lengths in LENGTHS)
     broken = poisoned(call, np.nan, ("q", "k", "v", "dout"), last_q, last_k)
     clean, results = run(framework, call, backend, device), run(framework, broken, backend, device)
@@ -147,9 +148,11 @@ def test_a_broken_last_document_leaves_those_before_it(backend: str, device: str
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
 @pytest.mark.parametrize("case", ["documents, causal", "rows, causal"])
 @pytest.mark.parametrize(("backend", "device"), claimed())
-def test_one_broken_tensor_is_enough_to_tell(backend: str, device: str, case: str, name: str, framework: str) -> None:
-    """Poison in one of q, k, v and dout alone, where a sum with a weight of 0 could carry it further."""
-    call = runnable(framework, backend, device, **CASES[case])
+def test_nan_in_a_single_tensor_stays_in_its_document(
+    backend: str, device: str, case: str, name: str, framework: str
+) -> None:
+    """NaN in q, k, v or dout alone, where a sum with weight 0 could carry it further."""
+    call = case_or_skip(framework, backend, device, **CASES[case])
     first_q, first_k = (LENGTHS[0][0], LENGTHS[1][0]) if call.spec.packed else (1, 1)
     clean = run(framework, call, backend, device)
     broken = run(framework, poisoned(call, np.nan, (name,), slice(first_q), slice(first_k)), backend, device)
@@ -160,9 +163,9 @@ def test_one_broken_tensor_is_enough_to_tell(backend: str, device: str, case: st
 @pytest.mark.parametrize("value", POISONS)
 @pytest.mark.parametrize("case", ["rows", "rows, causal", "rows, everything", "documents, causal"])
 @pytest.mark.parametrize(("backend", "device"), claimed())
-def test_a_broken_query_stays_in_its_row(backend: str, case: str, value: str, framework: str, device: str) -> None:
-    """out and dq of every other query keep their bits, and so does all that belongs to other documents and rows."""
-    call = runnable(framework, backend, device, **CASES[case])
+def test_nan_in_a_query_stays_in_its_row(backend: str, case: str, value: str, framework: str, device: str) -> None:
+    """out and dq of every other query keep their bits, and so do all results of other documents and rows."""
+    call = case_or_skip(framework, backend, device, **CASES[case])
     clean = run(framework, call, backend, device)
     at = 2 if call.spec.packed else (0, 9)  # packed: in the first document
     q = call.inputs.q.copy()
@@ -181,8 +184,8 @@ def test_a_broken_query_stays_in_its_row(backend: str, case: str, value: str, fr
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(("backend", "device"), claimed())
 def test_finite_inputs_give_no_nan(backend: str, device: str, framework: str) -> None:
-    """Rows that see no key, logits in the hundreds, and both at once."""
-    call = runnable(framework, backend, device, **{**ROWS, "q_len": 19}, causal=True, scale=60.0)
+    """With rows that see no key, with logits in the hundreds, and with both."""
+    call = case_or_skip(framework, backend, device, **{**ROWS, "q_len": 19}, causal=True, scale=60.0)
     for name, array in run(framework, call, backend, device).items():
         assert np.isfinite(array.astype(np.float64)).all(), name
     empty = 19 - 17
@@ -203,10 +206,10 @@ HIDES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("value", POISONS)
 @pytest.mark.parametrize("names", ["kv", "k", "v"])
 @pytest.mark.parametrize("case", HIDES)
-def test_a_hidden_key_reaches_nobody_on_the_automatic_choice_on_a_cpu(
+def test_a_hidden_key_changes_nothing_on_the_automatic_choice_on_a_cpu(
     case: str, names: str, value: str, framework: str
 ) -> None:
-    """Whatever a key holds that no query sees, the results are those of the call without it."""
+    """Whatever a key holds that no query sees, the results equal those of the call without it."""
     fields = {**ROWS, **HIDES[case], "needs_backward": True}
     lengths = fields.pop("lengths", None)
     call = make_call(5, lengths, **({**fields, "q_len": 11, "kv_len": 16} if lengths else fields))
@@ -226,7 +229,7 @@ def test_a_hidden_key_reaches_nobody_on_the_automatic_choice_on_a_cpu(
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_broken_key_reaches_only_those_who_see_it_on_the_automatic_choice_on_a_cpu(framework: str) -> None:
+def test_nan_in_a_key_reaches_only_rows_that_see_it_on_the_automatic_choice_on_a_cpu(framework: str) -> None:
     call = make_call(5, **ROWS, mask_shape=(3, 1, 13, 17), needs_backward=True)
     seen = call.inputs.mask[1, 0, :, 3]
     assert seen.any() and not seen.all()
@@ -243,11 +246,11 @@ def test_a_broken_key_reaches_only_those_who_see_it_on_the_automatic_choice_on_a
 @pytest.mark.parametrize(("backend", "device"), claimed(None, "cpu"))
 @pytest.mark.parametrize("case", ["rows", "rows, causal", "rows, window", "documents, causal"])
 def test_scores_close_to_the_end_of_float32_give_no_nan(case: str, backend: str, device: str, framework: str) -> None:
-    """The bound of docs/reference/semantics.md: the terms of a score add up to at most 1e38 in magnitude, or to 1e8."""
-    call = runnable(framework, backend, device, **CASES[case])
+    """The bound of docs/reference/semantics.md: the terms of a score sum up to at most 1e38 in magnitude, or to 1e8."""
+    call = case_or_skip(framework, backend, device, **CASES[case])
     size = (LARGEST_SCORE.get(backend, 1e38) / call.spec.head_dim) ** 0.5
     q, k = (np.float32(size * np.sign(array)) for array in call.inputs[:2])
-    q[..., :1] = k[..., :1] = size  # one channel alike, so that not all sums cancel
+    q[..., :1] = k[..., :1] = size  # one channel is equal everywhere, so that not all sums cancel
     broken = replace(call, inputs=call.inputs._replace(q=np.float64(q), k=np.float64(k)))
     for name, array in run(framework, broken, backend, device).items():
         assert not np.isnan(array.astype(np.float64)).any(), name

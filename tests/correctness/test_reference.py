@@ -1,4 +1,5 @@
-"""The reference against a triple loop, its gradients against finite differences, and what it says at the edges."""
+"""Tests the reference against a triple loop, its gradients against finite differences, and its results in edge
+cases."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ SMALL = {"num_heads": 6, "head_dim": 3, "value_dim": 5}
 
 
 def by_loops(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """(out, lse) one query, one key, one channel at a time, sharing no code with the reference but the dropout hash."""
+    """(out, lse) for one query, one key, one channel at a time; shares only the dropout hash with the reference."""
     spec, inputs = case.spec, case.inputs
     out, lse = np.zeros(spec.out_shape), np.full(spec.lse_shape, -np.inf)
     for b, h, i in product(range(spec.batch), range(spec.num_heads), range(spec.q_len)):
@@ -96,12 +97,12 @@ def assert_same(case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_forward_against_loops(name):
+def test_forward_matches_loops(name):
     assert_same(make({**SMALL, **smaller(FEATURES[name])}))
 
 
 def smaller(features: dict) -> dict:
-    """The features with SMALL's 6 heads in the shapes that name 9."""
+    """The features with shapes for SMALL's 6 heads in place of 9."""
     shapes = {
         key: tuple(6 if n == 9 else n for n in value) for key, value in features.items() if key.endswith("_shape")
     }
@@ -143,7 +144,7 @@ def cases(draw) -> Case:
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
-def test_forward_against_loops_in_any_combination(case):
+def test_forward_matches_loops_in_any_combination(case):
     assert_same(case)
 
 
@@ -156,7 +157,7 @@ def loss(case: Case, inputs: Inputs) -> float:
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_backward_against_finite_differences(name):
+def test_backward_matches_finite_differences(name):
     case = make(FEATURES[name], seed=1)
     out, lse = reference.forward(case.spec, case.inputs)
     gradients = reference.backward(case.spec, case.inputs, out, lse, case.dout, case.dlse)
@@ -195,7 +196,7 @@ def test_every_single_gradient_of_a_tiny_call():
             assert gradient[index] == pytest.approx((values[0] - values[1]) / 2e-6, rel=1e-5, abs=1e-8)
 
 
-def test_no_gradient_of_the_lse_is_a_zero_one():
+def test_no_gradient_of_the_lse_means_a_zero_gradient():
     case = make({})
     out, lse = reference.forward(case.spec, case.inputs)
     without = reference.backward(case.spec, case.inputs, out, lse, case.dout)
@@ -203,11 +204,11 @@ def test_no_gradient_of_the_lse_is_a_zero_one():
     assert all(np.array_equal(a, b) for a, b in zip(without[:3], zero[:3]))
 
 
-# Edges
+# Edge cases
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-def test_a_row_that_sees_no_key(sinks):
+def test_a_row_without_keys(sinks):
     case = make({"causal": True, "q_len": 7, "kv_len": 5, "sinks": sinks})
     out, lse = reference.forward(case.spec, case.inputs)
     assert (out[:, :2] == 0).all() and (out[:, 2:] != 0).all()
@@ -217,7 +218,7 @@ def test_a_row_that_sees_no_key(sinks):
     assert (gradients.dq[:, :2] == 0).all()
     assert all(np.isfinite(gradient).all() for gradient in gradients if gradient is not None)
     other = case.dout.copy(), case.dlse.copy()
-    other[0][:, :2], other[1][..., :2] = np.nan, 1e3  # what flows into such a row goes to its sink, if it has one
+    other[0][:, :2], other[1][..., :2] = np.nan, 1e3  # the gradient of such a row goes to its sink, if it has one
     again = reference.backward(case.spec, case.inputs, out, lse, *other)
     for before, after in zip(gradients[1:4], again[1:4]):
         assert (before is None and after is None) or np.array_equal(before, after)
@@ -226,7 +227,7 @@ def test_a_row_that_sees_no_key(sinks):
         np.testing.assert_allclose(again.dsinks - gradients.dsinks, more, rtol=1e-12)
 
 
-def test_a_sink_takes_its_share():
+def test_a_sink_takes_its_share_of_the_weights():
     case = make({"sinks": True, "q_len": 1, "kv_len": 1, "num_heads": 1, "num_kv_heads": 1, "batch": 1})
     spec, inputs = case.spec, case.inputs
     score = spec.scale * float(inputs.q.ravel() @ inputs.k.ravel())
@@ -250,7 +251,7 @@ def test_zero_sizes_are_defined(zero, extra):
 
 
 def test_the_two_alignments_differ_by_the_length_difference():
-    case = make({"causal": True})  # 5 queries, 7 keys: bottom-right query i sees what top-left query i + 2 would
+    case = make({"causal": True})  # 5 queries, 7 keys: bottom-right query i sees the keys of top-left query i + 2
     padded = fill(AttentionSpec(**{**spec_fields(case.spec), "q_len": 7, "alignment": "top_left"}), 0).inputs
     q = np.concatenate([padded.q[:, :2], case.inputs.q], axis=1)
     spec = AttentionSpec(**{**spec_fields(case.spec), "q_len": 7, "alignment": "top_left"})
@@ -258,14 +259,14 @@ def test_the_two_alignments_differ_by_the_length_difference():
     np.testing.assert_allclose(out[:, 2:], reference.forward(case.spec, case.inputs)[0], rtol=1e-13)
     top_left, _ = reference.forward(altered(case, alignment="top_left").spec, case.inputs)
     group = np.arange(9) // 3
-    np.testing.assert_allclose(top_left[:, 0], case.inputs.v[:, 0, group])  # its first query sees the first key alone
+    np.testing.assert_allclose(top_left[:, 0], case.inputs.v[:, 0, group])  # the first query sees only the first key
 
 
 def spec_fields(spec: AttentionSpec) -> dict:
     return {name: getattr(spec, name) for name in AttentionSpec.__dataclass_fields__}
 
 
-def test_packed_is_each_document_by_itself():
+def test_packed_documents_equal_separate_calls():
     case = make({**FEATURES["packed, causal"], "sinks": True, "softcap": 1.1})
     out, lse = reference.forward(case.spec, case.inputs)
     gradients = reference.backward(case.spec, case.inputs, out, lse, case.dout, case.dlse)
@@ -292,7 +293,7 @@ def test_packed_is_each_document_by_itself():
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_a_poisoned_document_leaves_the_others_bit_identical(poison):
+def test_nan_in_a_document_leaves_the_others_bit_identical(poison):
     case = make({**FEATURES["packed"], "bias_shape": (1, 9, 12, 14), "bias_gradient": True})
     stop_q, stop_k = LENGTHS_Q[0], LENGTHS_K[0]
     clean, dirty = results(case), results(poisoned(case, poison, slice(0, stop_q), slice(0, stop_k)))
@@ -304,13 +305,13 @@ def test_a_poisoned_document_leaves_the_others_bit_identical(poison):
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_a_poisoned_batch_row_leaves_the_others_bit_identical(poison):
+def test_nan_in_a_batch_row_leaves_the_others_bit_identical(poison):
     case = make({"causal": True})
     clean, dirty = results(case), results(poisoned(case, poison, 0, 0))
     assert all(np.array_equal(clean[name][1], dirty[name][1]) for name in clean)
 
 
-def test_a_poisoned_query_stays_in_its_row():
+def test_nan_in_a_query_stays_in_its_row():
     case = make({})
     q = case.inputs.q.copy()
     q[1, 3] = np.nan
@@ -322,7 +323,7 @@ def test_a_poisoned_query_stays_in_its_row():
 
 
 @pytest.mark.parametrize("hidden_by", ["causal", "mask", "bias"])
-def test_a_hidden_key_is_never_looked_at(hidden_by):
+def test_a_hidden_key_is_never_read(hidden_by):
     fields = {"causal": {"causal": True}, "mask": {"mask_shape": (1, 1, 1, 7)}, "bias": {"bias_shape": (1, 1, 1, 7)}}
     case = make(fields[hidden_by])
     rows = slice(0, 4) if hidden_by == "causal" else slice(0, 5)  # the last of 5 causal queries sees the last of 7 keys
@@ -349,10 +350,10 @@ def poisoned(case: Case, poison: float, at_q, at_k) -> Case:
     return case._replace(inputs=case.inputs._replace(q=q, k=k, v=v), dout=dout)
 
 
-def test_a_visible_value_that_is_not_finite_reaches_every_row_that_sees_it():
+def test_a_non_finite_value_reaches_every_row_that_sees_it():
     case = make({"causal": True})
     v = case.inputs.v.copy()
-    v[0, 4, 0, 2] = np.inf  # seen by queries 2, 3 and 4 of the heads that read kv head 0
+    v[0, 4, 0, 2] = np.inf  # queries 2, 3 and 4 see it, in the heads that read kv head 0
     out, _ = reference.forward(case.spec, case.inputs._replace(v=v))
     expected = np.zeros(out.shape, bool)
     expected[0, 2:, :3, 2] = True
@@ -362,7 +363,7 @@ def test_a_visible_value_that_is_not_finite_reaches_every_row_that_sees_it():
 # Dropout, bias, dtypes
 
 
-def test_dropout_keeps_its_share_and_follows_the_seed():
+def test_dropout_drops_its_share_and_follows_the_seed():
     indices = tuple(np.ogrid[:2, :3, :101, :103])
     for rate in (0.1, 0.5, 0.9):
         kept = keep((5, 7), indices, rate)
@@ -375,7 +376,7 @@ def test_dropout_keeps_its_share_and_follows_the_seed():
     assert keep((5, 7), indices, 0.0).all()
 
 
-def test_dropout_averages_to_no_dropout():
+def test_the_mean_over_dropout_seeds_equals_no_dropout():
     case = make({"dropout": 0.25})
     plain, lse = reference.forward(altered(case, dropout=0.0).spec, case.inputs)
     outs = []
@@ -400,7 +401,7 @@ def test_a_bias_of_minus_infinity_hides_like_the_mask():
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float32, ml_dtypes.bfloat16])
-def test_inputs_of_any_float_dtype_are_taken_at_their_value(kind):
+def test_inputs_of_any_float_dtype_are_read_exactly(kind):
     case = make(FEATURES["everything"])
     low = Inputs(
         *(part.astype(kind) if part is not None and part.dtype == np.float64 else part for part in case.inputs)
