@@ -1,7 +1,7 @@
-"""Context parallelism in JAX on several GPUs of one host: in one process, or in one for each GPU, as torch's ranks are.
+"""Measures context parallelism in JAX on several GPUs of one host: in one process, or in one process per GPU.
 
 python -m benchmarks.context_jax --json part.json
-torchrun --nproc-per-node 2 -m benchmarks.context_jax --json part.json         # speed alone
+torchrun --nproc-per-node 2 -m benchmarks.context_jax --json part.json         # only the speed
 """
 
 from __future__ import annotations
@@ -43,16 +43,18 @@ AXIS = "cp"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures every shape, and writes the seconds."""
+    """Measures every shape, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True)
     parser.add_argument("--shards", type=int, nargs="+", default=list(SHARDS))
-    parser.add_argument("--only", nargs="+", choices=("errors", "speed"), help="all that there is, if not given")
+    parser.add_argument(
+        "--only", nargs="+", choices=("errors", "speed"), help="default: all that these processes can measure"
+    )
     options = parser.parse_args(arguments)
     _join()
     several = jax.process_count() > 1
     if several and "errors" in (options.only or ()):
-        parser.error("errors: are of whole rows, which no process of several holds; run it in one")
+        parser.error("errors: needs whole rows in one process; run it without torchrun")
     mesh = jax.make_mesh((jax.device_count(),), (AXIS,))
     framework = "jax, a process a GPU" if several else "jax"
     found: dict[str, Any] = {"framework": framework, "world": mesh.size, "environment": environment()}
@@ -66,16 +68,16 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _join() -> None:
-    """Of several processes, which ``torchrun`` started, each takes the GPU of its number."""
+    """Joins the processes that ``torchrun`` started; each takes the GPU with its local rank."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-        address = f"{os.environ['MASTER_ADDR']}:{int(os.environ['MASTER_PORT']) + 1}"  # that one is torch's
+        address = f"{os.environ['MASTER_ADDR']}:{int(os.environ['MASTER_PORT']) + 1}"  # MASTER_PORT itself is torch's
         jax.distributed.initialize(address, world, rank, local_device_ids=[local])
 
 
 def errors(mesh: Any) -> dict[str, Any]:
-    """Mean and largest errors against float64, of several GPUs beside those of one with the same backend."""
+    """Measures mean and largest errors against float64, of several GPUs and of one GPU with the same backend."""
     import torch
 
     from torch_frontend import attention as exactly
@@ -109,7 +111,7 @@ def errors(mesh: Any) -> dict[str, Any]:
 
 
 def _both(attend: Callable[..., Any], backend: tuple[str, ...]) -> Callable[..., Any]:
-    """The output and the gradients of q, k and v."""
+    """Compiles the output and the gradients of q, k and v."""
 
     def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
         out, pull = jax.vjp(partial(attend, backend=backend), q, k, v)
@@ -124,7 +126,7 @@ def _error(found: Any, right: np.ndarray) -> dict[str, float]:
 
 
 def speed(mesh: Any, shape: Shape) -> dict[str, Any]:
-    """Seconds of every candidate in every round, forward and forward with backward."""
+    """Measures the seconds of every candidate in every round, forward and forward + backward."""
     found: dict[str, Any] = {"shard": shape.shard, "tokens": shape.tokens, "seconds": {}, "notes": {}}
     arrays = _arrays(mesh, shape.tokens)
     for training in (False, True):
@@ -135,7 +137,7 @@ def speed(mesh: Any, shape: Shape) -> dict[str, Any]:
                 jax.block_until_ready(run())
             except Exception as error:
                 if jax.process_count() > 1:
-                    raise  # the others run it, and wait
+                    raise  # the other processes run this candidate and would wait
                 notes[name] = f"not run: {type(error).__name__}: {error}"
                 print(name, notes[name][:600], flush=True)
                 continue
@@ -148,7 +150,7 @@ def speed(mesh: Any, shape: Shape) -> dict[str, Any]:
 
 
 def _of_all(turn: Turn) -> Turn:
-    """A turn that processes begin together, and that takes as long as the slowest of them."""
+    """Makes all processes begin a turn together; its time is that of the slowest process."""
     if jax.process_count() == 1:
         return turn
 

@@ -30,22 +30,23 @@ GOALS = {
     (16384, 4): (0.92, 0.94, ("all_gather", "ulysses")),
     (32768, 4): (0.88, 0.92, ("ring",)),
 }
-"""By tokens of a rank and ranks: the least efficiency forward, and with backward, of the best of these strategies."""
+"""By tokens per rank and number of ranks: goals for the efficiency of forward and forward + backward, and the
+strategies of which the best one counts."""
 MEASURES = ("speed", "errors", "peers", "long")
 ONE = "one GPU"
 JAX = {"jax, a process a GPU": "JAX, a process a GPU", "jax": "JAX, one process"}
-"""How the page calls JAX's processes: as many as torch has ranks, or one with every GPU."""
+"""The page's names for JAX's processes: as many as torch has ranks, or one with all GPUs."""
 SLOWER = 1.05
-"""How much longer JAX may take than torch."""
+"""JAX's time divided by torch's: the goal."""
 
 Measures = dict[str, dict[str, list[dict[str, Any]]]]
-"""``{framework: {measure: rows}}``, each row with the environment that it was made in."""
+"""``{framework: {measure: rows}}``; each row has the environment of its measurement."""
 Found = dict[str, Measures]
-"""By the number of ranks."""
+"""``Measures`` by the number of ranks."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Prints the page, or writes it and the combined times."""
+    """Prints the page, or writes the page and the combined times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--write", action="store_true")
@@ -61,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def combined(files: list[dict[str, Any]]) -> Found:
-    """``{ranks: {framework: measures}}`` of files; each row with where it was made."""
+    """Combines files as ``{ranks: {framework: measures}}``; each row gets the environment of its file."""
     found: Found = {}
     for file in sorted(files, key=lambda file: file["world"]):
         of = found.setdefault(str(file["world"]), {}).setdefault(file["framework"], {})
@@ -73,14 +74,14 @@ def combined(files: list[dict[str, Any]]) -> Found:
 
 
 def _together(rows: list[dict[str, Any]], later: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Later rows, and those before of other sizes of shards; rows of no size are all replaced."""
+    """Returns the later rows, and the earlier rows for other sizes of shards. Rows without a size replace all rows."""
     again = {row.get("shard") for row in later}
     kept = [row for row in rows if "shard" in row and None not in again and row["shard"] not in again]
     return sorted([*kept, *later], key=lambda row: row.get("shard", 0))
 
 
 def apart(found: Found) -> list[dict[str, Any]]:
-    """What was combined, as a file for each measure."""
+    """Splits a combined result into one file for each measure."""
     return [
         {"framework": framework, "world": int(world), name: rows}
         for world, frameworks in found.items()
@@ -96,10 +97,10 @@ def page(found: Found) -> str:
         "",
         "Written by `python -m benchmarks.context_parallel` from `benchmarks/results/context-parallel.json`.",
         "",
-        "One causal row of bfloat16, heads 32/8, head_dim 128, over H200s of one host, NVLink multicast off. E is the "
-        "time of one GPU with the whole row over that of the ranks, divided by their number. Medians over rounds in "
-        'which the candidates took turns; the slowest rank counts. "waiting" is how much longer a call takes than one '
-        "that sends nothing and computes with what its buffers hold.",
+        "One causal row of bfloat16, 32 query heads on 8 kv heads of 128 channels, over H200s of one host, NVLink "
+        "multicast off. The efficiency E is the time of one GPU for the whole row, divided by the time of the ranks "
+        "and by their number. Times are medians over rounds in which candidates took turns; the slowest rank counts. "
+        '"waiting" is the time of a call minus the time of the same call if it sends nothing.',
         "",
     ]
     for world, measures in found.items():
@@ -125,7 +126,7 @@ def _world(world: int, found: Measures) -> list[str]:
 
 
 def _made(found: Measures) -> str:
-    """When and with what the rows were made, and of whom that is true."""
+    """Returns the dates and versions of the rows, with the frameworks that they apply to."""
     of: dict[str, set[str]] = {}
     for name, measures in found.items():
         for row in (row for rows in measures.values() for row in rows):
@@ -142,7 +143,7 @@ def _versions(where: dict[str, Any]) -> str:
 
 
 def _goals(rows: list[dict[str, Any]], world: int, found: Measures) -> list[str]:
-    """What was to be reached, and what was: by the fastest of the strategies that the goal names."""
+    """Returns the table of goals: the fastest of the strategies that a goal names counts."""
     shown = "".join(f" {way} / torch, goal <= {SLOWER} |" for way in JAX.values())
     lines = [f"| tokens a rank | | fastest | E | goal | |{shown}", "|---|---|---|---|---|---|" + "---|" * len(JAX)]
     for row in (row for row in rows if "error" not in row):
@@ -166,7 +167,7 @@ def _goals(rows: list[dict[str, Any]], world: int, found: Measures) -> list[str]
 
 
 def _beside(jax: dict[str, list[float]], strategies: tuple[str, ...], torch: float) -> str:
-    """The fastest of JAX's over torch's seconds, and whether that is well."""
+    """Returns the time of JAX's fastest strategy divided by torch's, and whether it meets the goal."""
     times = {name: statistics.median(each) for name, each in jax.items() if name.startswith(strategies)}
     if not times:
         return "not measured"
@@ -212,7 +213,7 @@ def _cells(row: dict[str, Any], word: str, name: str, world: int, found: Measure
 
 
 def _jax(row: dict[str, Any], word: str, found: Measures, way: str) -> dict[str, list[float]]:
-    """JAX's seconds of the same shape, by candidate."""
+    """Returns JAX's seconds for the same shape, by candidate."""
     rows = found.get(way, {}).get("speed", [])
     same = next((other for other in rows if other.get("shard") == row["shard"]), {})
     return same.get("seconds", {}).get(word, {})  # type: ignore[no-any-return]
@@ -229,9 +230,9 @@ def _efficiency(seconds: dict[str, list[float]], name: str, world: int) -> float
 
 def _peers(rows: list[dict[str, Any]], speed: list[dict[str, Any]]) -> list[str]:
     lines = [
-        "### Beside torch's own context_parallel",
+        "### Compared with torch's own context_parallel",
         "",
-        "Of cuDNN's attention, with k and v copied for every head; ours is the fastest of the table above.",
+        "torch's own runs cuDNN's attention, with k and v copied for every head. Ours is the fastest row above.",
         "",
         "| tokens a rank | | theirs, ms | ours, ms | theirs / ours |",
         "|---|---|---|---|---|",
@@ -256,7 +257,12 @@ def _errors(rows: list[dict[str, Any]], framework: str) -> list[str]:
     failed = [row["error"].splitlines()[0] for row in rows if "error" in row]
     if failed:
         return [heading, "", *(f"Not run: {why}" for why in failed), ""]
-    lines = [heading, "", "Against float64, over those of one GPU with the same backend: mean, largest.", ""]
+    lines = [
+        heading,
+        "",
+        "Errors of several GPUs divided by those of one GPU with the same backend: mean, largest.",
+        "",
+    ]
     lines += ["| | backend | out | dq | dk | dv |", "|---|---|---|---|---|---|"]
     worst = {"mean": 0.0, "max": 0.0}
     for row in (case for part in rows for case in part.get("found", [])):
@@ -271,7 +277,7 @@ def _errors(rows: list[dict[str, Any]], framework: str) -> list[str]:
 
 
 def _long(rows: list[dict[str, Any]]) -> list[str]:
-    lines = ["### Long rows", "", "A forward in a zigzag ring; an element of a late row is compared with float64.", ""]
+    lines = ["### Long rows", "", "A forward in a zigzag ring. One late query is compared with float64.", ""]
     lines += ["| tokens | seconds | GB a rank beyond inputs | largest error |", "|---|---|---|---|"]
     for row in rows:
         if "error" in row:

@@ -1,4 +1,4 @@
-"""Projections: the cost model's estimates for more ranks than were measured."""
+"""The cost model's estimates for more ranks than were measured."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Projection:
     """The cost model's estimate of a call over more ranks than were measured.
 
     Attributes:
-        axes, strategy: the ranks, and the strategy there.
-        estimate: the cost there.
-        alone: the cost of the whole row on one of the ranks, if it had the memory.
+        axes, strategy: the ranks, and their strategy.
+        estimate: the cost over these ranks.
+        alone: the cost of the whole row on one rank with enough memory.
     """
 
     axes: Axes
@@ -33,7 +33,7 @@ class Projection:
 
     @property
     def efficiency(self) -> tuple[float, float]:
-        """``E = T_1 / (P T_P)`` of a forward, and of forward + backward."""
+        """The efficiency ``E = T_1 / (P T_P)`` of a forward, and of forward + backward."""
         forward = self.alone.forward.seconds / (self.world * self.estimate.forward.seconds)
         return forward, self.alone.both / (self.world * self.estimate.both)
 
@@ -46,15 +46,15 @@ def project(
     strategy: str | None = None,
     memory: float | None = None,
 ) -> tuple[Projection, ...]:
-    """Estimates for rows that grow with the number of ranks. Nothing of it is measured.
+    """Estimates rows that grow with the number of ranks. These are not measurements.
 
     Args:
         spec: the call with one rank's part of the row as its lengths.
         worlds: the axes of each projection, see ``choose``.
-        strategy: None to choose for each.
+        strategy: None chooses one for each projection.
 
     Raises:
-        NoStrategyError: if no strategy can run one of them.
+        NoStrategyError: if no strategy can run one of the rows.
     """
     projections = []
     for axes in worlds:
@@ -68,7 +68,7 @@ def project(
 
 
 def table(projections: Iterable[Projection]) -> str:
-    """Projections as a Markdown table."""
+    """Returns projections as a Markdown table."""
     lines = [
         "| ranks | strategy | forward, ms | efficiency | forward + backward, ms | efficiency | GiB a rank |",
         "|---|---|---|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""What the benchmarks of context parallelism measure, in both frameworks."""
+"""The shapes, candidates and options that the benchmarks of context parallelism measure, in both frameworks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SHARDS = (8192, 16384, 32768)
-"""Tokens of a rank."""
+"""Tokens per rank."""
 LONG = (2**19, 2**20)
-"""Tokens of rows whose forward alone is run."""
+"""Tokens of the long rows, of which only the forward runs."""
 ROUNDS, REST = 4, 0.05
-"""How often each candidate has its turn, and the seconds before one in which the GPUs recover."""
+"""The turns of each candidate, and the seconds before each turn in which the GPUs recover."""
 
 
 class Shape(NamedTuple):
@@ -23,7 +23,7 @@ class Shape(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of the whole row."""
+        """Tokens of the whole row."""
         return self.shard * self.world
 
 
@@ -41,20 +41,20 @@ CASES: tuple[dict[str, Any], ...] = (
     {"causal": True, "softcap": 30.0},
     {"causal": True, "window": 777},
 )
-"""Options whose errors are measured."""
+"""The options of the calls whose errors are measured."""
 RESULTS = ("out", "dq", "dk", "dv")
-"""Whose errors those are."""
+"""The results whose errors are measured."""
 CHECKED, MORE = 2048, 77
-"""Tokens of a rank whose errors are measured, and what the row has besides, so that it does not divide."""
+"""Tokens per rank in the measurement of errors, and further tokens, so that the ranks do not divide the row."""
 
 
 def calls_of(shape: Shape, *, training: bool) -> int:
-    """How many calls are timed together: forwards of short rows are many, so that a queue's beginning counts little."""
+    """Returns the number of calls in a turn: many for short rows, so that the start of the queue matters little."""
     return max(2, min(16, 2**18 // shape.tokens) if training else min(64, 2**34 // shape.tokens**2))
 
 
 def write_measures(found: dict[str, Any], measures: dict[str, Iterable[Callable[[], Any]]], path: str | None) -> None:
-    """Adds to ``found`` what each of the measures gives, and writes it after every one; nowhere without a path."""
+    """Adds the result of every measure to ``found``; after each one, writes ``found`` if there is a path."""
     for name, of_name in measures.items():
         found[name] = []
         for measure in of_name:

@@ -1,4 +1,4 @@
-"""Context parallelism in torch on several GPUs of one host: one process for each, started by torchrun.
+"""Measures context parallelism in torch on several GPUs of one host, in one process per GPU that torchrun starts.
 
 torchrun --nproc-per-node 2 -m benchmarks.context_torch --json part.json
 """
@@ -47,20 +47,20 @@ Run = Callable[[], Any]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures, and writes what rank 0 has."""
+    """Measures on all ranks; rank 0 writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True)
     parser.add_argument("--shards", type=int, nargs="+", default=list(SHARDS))
     parser.add_argument("--only", nargs="+", default=["errors", "speed", "long"], choices=(*MEASURES,))
-    parser.add_argument("--stop-after", type=int, default=300, help="seconds after which every rank says where it is")
+    parser.add_argument("--stop-after", type=int, default=300, help="seconds until every rank prints its stack")
     options = parser.parse_args(arguments)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("cp",))
     found: dict[str, Any] = {"framework": "torch", "world": mesh.size(), "environment": environment()}
     faulthandler.dump_traceback_later(options.stop_after, exit=True)
-    asked = {name: MEASURES[name](mesh, options.shards) for name in options.only}
-    measures = {name: [partial(guarded, *each) for each in of_name] for name, of_name in asked.items()}
+    requested = {name: MEASURES[name](mesh, options.shards) for name in options.only}
+    measures = {name: [partial(guarded, *each) for each in of_name] for name, of_name in requested.items()}
     write_measures(found, measures, options.json if dist.get_rank() == 0 else None)
     faulthandler.cancel_dump_traceback_later()
     dist.barrier()
@@ -68,11 +68,11 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 Measures = Iterable[tuple[dict[str, int], Callable[[], Any]]]
-"""What is measured, and how."""
+"""For each measurement, a description of it and the function that runs it."""
 
 
 def guarded(about: dict[str, int], measure: Callable[[], Any]) -> Any:
-    """A measurement, or what went wrong; memory is given back."""
+    """Returns the result of a measurement, or its error; frees the memory."""
     try:
         result = measure()
     except Exception as error:
@@ -85,13 +85,13 @@ def guarded(about: dict[str, int], measure: Callable[[], Any]) -> Any:
 
 
 def row(tokens: int, *heads: int, seed: int = 0) -> list[torch.Tensor]:
-    """Tensors ``[1, tokens, heads, DIM]``, the same on every rank."""
+    """Returns tensors ``[1, tokens, heads, DIM]``, the same on every rank."""
     generator = torch.Generator("cuda").manual_seed(seed)
     return [torch.randn(1, tokens, n, DIM, generator=generator, device="cuda", dtype=torch.bfloat16) for n in heads]
 
 
 def speed(mesh: DeviceMesh, shard: int) -> dict[str, Any]:
-    """Seconds of every candidate in every round, the slowest rank's, forward and forward with backward."""
+    """Measures the slowest rank's seconds of every candidate in every round, forward and forward + backward."""
     shape = Shape(shard, mesh.size())
     found: dict[str, Any] = {"shard": shard, "tokens": shape.tokens, "seconds": {}, "memory": {}, "notes": {}}
     whole = row(shape.tokens, HEADS, KV_HEADS, KV_HEADS, HEADS)
@@ -106,7 +106,7 @@ def speed(mesh: DeviceMesh, shard: int) -> dict[str, Any]:
 
 
 def peers(mesh: DeviceMesh, shard: int) -> dict[str, Any]:
-    """torch's own context parallelism, beside one GPU with this project's attention, measured alike."""
+    """Measures torch's own context parallelism in the same way."""
     shape = Shape(shard, mesh.size())
     found: dict[str, Any] = {"shard": shard, "tokens": shape.tokens, "seconds": {}}
     whole = row(shape.tokens, HEADS, KV_HEADS, KV_HEADS, HEADS)
@@ -151,13 +151,13 @@ def _call(attend: Callable[..., Any], tensors: list[torch.Tensor], training: boo
 
 
 class _Silent:
-    """Collectives that send nothing: what is left of a call's time is its own work."""
+    """Collectives that send nothing, so that only the time of a call's own work remains."""
 
     def __init__(self) -> None:
         self._gathered: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     def all_gather_into_tensor_coalesced(self, parts: list[torch.Tensor], size: int, name: str) -> list[torch.Tensor]:
-        """Numbers like the real ones, made once: a GPU draws less power, and is faster, on zeros."""
+        """Returns realistic numbers, made once. On zeros, a GPU draws less power and is faster."""
         key = size, parts[0].numel()
         if key not in self._gathered:
             self._gathered[key] = [part.repeat(size) for part in parts]
@@ -180,7 +180,7 @@ def _silent(run: Run, silent: _Silent) -> None:
 
 @contextmanager
 def _peer(mesh: DeviceMesh, whole: list[torch.Tensor], training: bool) -> Iterator[dict[str, Run]]:
-    """torch's own context parallelism of its own attention, cuDNN's kernel, in both ways that it exchanges."""
+    """Prepares torch's own context parallelism on cuDNN's kernel, with both of its exchanges."""
     from torch.distributed.tensor.experimental import _attention, context_parallel
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -197,7 +197,7 @@ def _peer(mesh: DeviceMesh, whole: list[torch.Tensor], training: bool) -> Iterat
 
         def run(way: str) -> Any:
             _attention.set_rotate_method(way)
-            # Looked up at every call, for that is where torch puts its own in its place.
+            # Looked up at every call, because torch replaces the function inside the block.
             out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
             return torch.autograd.grad(out, leaves, dout) if training else out
 
@@ -212,7 +212,7 @@ def _peer(mesh: DeviceMesh, whole: list[torch.Tensor], training: bool) -> Iterat
 
 
 def _rounds(runs: dict[str, Run], calls: int) -> dict[str, list[float]]:
-    """The slowest rank's seconds per call; every rank takes the same turns."""
+    """Returns the slowest rank's seconds per call; every rank takes the same turns."""
     for run in runs.values():
         for _ in range(2):
             run()
@@ -235,7 +235,7 @@ def _timed(run: Run, calls: int) -> float:
 
 
 def _memory(run: Run) -> int:
-    """The most bytes that a call holds beyond its inputs."""
+    """Returns the peak bytes of a call beyond its inputs."""
     run()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -246,7 +246,7 @@ def _memory(run: Run) -> int:
 
 
 def errors(mesh: DeviceMesh) -> dict[str, Any]:
-    """Mean and largest errors against float64, of several GPUs beside those of one with the same backend."""
+    """Measures mean and largest errors against float64, of several GPUs and of one GPU with the same backend."""
     tokens = CHECKED * mesh.size() + MORE
     whole = row(tokens, HEADS, KV_HEADS, KV_HEADS, HEADS, seed=1)
     found = []
@@ -290,7 +290,7 @@ def _error(found: torch.Tensor, right: torch.Tensor) -> dict[str, float]:
 
 
 def long_forward(mesh: DeviceMesh, tokens: int) -> dict[str, Any]:
-    """One forward of a row that is long: seconds and bytes, and a few of its rows against float64."""
+    """Measures one forward of a long row: seconds, bytes, and the error of a late query against float64."""
     shard = tokens // mesh.size()
     generator = torch.Generator("cuda").manual_seed(dist.get_rank())
     q, k, v = (
@@ -331,7 +331,7 @@ MEASURES: dict[str, Callable[[DeviceMesh, list[int]], Measures]] = {
     "peers": lambda mesh, shards: [({"shard": shard}, partial(peers, mesh, shard)) for shard in shards],
     "long": lambda mesh, shards: [({"tokens": tokens}, partial(long_forward, mesh, tokens)) for tokens in LONG],
 }
-"""What is measured, by name."""
+"""The measurements by name."""
 
 
 if __name__ == "__main__":

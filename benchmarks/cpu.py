@@ -1,9 +1,9 @@
-"""What a CPU shows: the cost of a call beside torch's own, and jax.jit(attention) beside jax.nn.
+"""Measures on a CPU: the overhead of calls over torch's own, and the speed of jax.jit(attention) relative to jax.nn.
 
 python -m benchmarks.cpu                  # prints a table
 python -m benchmarks.cpu --write          # also writes benchmarks/results/cpu.json, and runs benchmarks.performance
 
-Every figure is a difference or a ratio of candidates that took turns in one process.
+Every figure is a difference or a ratio of candidates that take turns in one process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MIB = 2**20
 
 
 def import_time() -> list[dict[str, Any]]:
-    """Milliseconds of ``import attn_core`` in a fresh process, numpy included."""
+    """Measures the milliseconds of ``import attn_core`` in a fresh process, numpy included."""
     script = "import time; began = time.perf_counter(); import attn_core; print(time.perf_counter() - began)"
     runs = [
         subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True) for _ in range(7)
@@ -48,7 +48,7 @@ def import_time() -> list[dict[str, Any]]:
 
 
 def torch_overhead() -> list[dict[str, Any]]:
-    """Microseconds of torch_frontend.attention above scaled_dot_product_attention, each in its own layout."""
+    """Measures the microseconds of attention above scaled_dot_product_attention, each in its own layout."""
     found = []
     with _one_thread():
         for mode in ("no gradient", "forward, gradient recorded", "forward + backward"):
@@ -61,7 +61,7 @@ def torch_overhead() -> list[dict[str, Any]]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """torch on one thread: what a call costs, without what waking a second thread costs on a busy machine."""
+    """Limits torch to one thread, because waking a second thread takes unpredictable time on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -92,7 +92,7 @@ def _torch_candidates(mode: str) -> dict[str, Callable[[], Any]]:
 
 
 def dropin_overhead() -> list[dict[str, Any]]:
-    """Microseconds of each drop-in's call above attention() on views of the same tensors, without gradients."""
+    """Measures the microseconds of each drop-in above attention() on views of the same tensors, without gradients."""
     found = []
     with _one_thread(), torch.no_grad():
         for name, pair in dropins.calls(TINY, "cpu", torch.float32).items():
@@ -119,7 +119,7 @@ def _flax_calls() -> tuple[Callable[[], Any], Callable[[], Any]]:
 
 
 def jax_speed() -> list[dict[str, Any]]:
-    """How many times as fast jax.jit(attention) is as jax.nn.dot_product_attention (xla), both causal in float32."""
+    """Measures the speed of jax.jit(attention) relative to jax.nn.dot_product_attention (xla), causal in float32."""
     generator = np.random.default_rng(0)
     q, k, v, dout = (jnp.asarray(generator.standard_normal(LARGE), jnp.float32) for _ in range(4))
     ours = partial(jax_frontend.attention, causal=True)
@@ -150,7 +150,7 @@ def _jax_run(function: Callable[..., Any], what: str, arrays: tuple[Any, ...]) -
 
 
 def bridge_cost() -> list[dict[str, Any]]:
-    """Microseconds of a jitted call through the bridge above an empty jitted call, and memory over 10 000 calls."""
+    """Measures a jitted call through the bridge above an empty jitted call, and the memory of 10 000 calls."""
     q = jnp.ones(TINY)
     empty = jax.jit(lambda q, k, v: q + 0)
     bridged = jax.jit(partial(jax_frontend.attention, causal=True, backend="sdpa_flash"))
@@ -190,7 +190,7 @@ def _figure(
 
 
 def main() -> int:
-    """Runs everything; exit code 1 when a goal is missed."""
+    """Measures everything. Exit code: 1 if a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--write", action="store_true", help="write benchmarks/results/cpu.json and docs/explanation/performance.md"

@@ -1,4 +1,4 @@
-"""The drop-ins' calls, each beside ``attention`` itself: what a host's signature costs."""
+"""The drop-ins' calls, each with the same call of ``attention``, to measure the overhead of the drop-ins."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IN_A_BLOCK = 100
 
 
 class Calls(NamedTuple):
-    """A drop-in's call, and ``attention`` on the same tensors, as views of its own layout; so many times a run."""
+    """A drop-in's call, and ``attention`` on views of the same tensors; ``times`` is the number of calls in a run."""
 
     dropin: Callable[[], Any]
     attention: Callable[[], Any]
@@ -26,10 +26,10 @@ class Calls(NamedTuple):
 
 
 def calls(shape: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> dict[str, Calls]:
-    """The calls by what they stand for; shape: ``[batch, seq, heads, head_dim]``."""
+    """Returns the calls by name; ``shape`` is ``[batch, seq, heads, head_dim]``."""
     batch, length, heads, dim = shape
     rows = [torch.randn(shape, device=device, dtype=dtype) for _ in range(3)]  # [batch, seq, heads, head_dim]
-    q, k, v = (tensor.transpose(1, 2) for tensor in rows)  # as the hosts lay them out
+    q, k, v = (tensor.transpose(1, 2) for tensor in rows)  # the hosts' layout
     config = unsloth.AttentionConfig(backend="sdpa", n_kv_heads=heads, n_groups=1)
     context = unsloth.AttentionContext(
         bsz=batch, q_len=length, kv_seq_len=length, n_heads=heads, head_dim=dim, requires_grad=False
@@ -43,7 +43,7 @@ def calls(shape: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> 
     capped = softcapping.slow_attention_softcapping
     kernels = ("flash3", "flash4", "flash2", "sdpa_flash")
 
-    def plain(**options: Any) -> Any:  # what a caller of attention with these tensors writes
+    def plain(**options: Any) -> Any:  # a direct call on these tensors
         return torch_frontend.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True, **options)
 
     def in_a_block(block: Any, call: Callable[[], Any]) -> None:

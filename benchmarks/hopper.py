@@ -1,14 +1,14 @@
-"""The headline figures on one Hopper GPU: ratios of candidates that took turns in one process.
+"""Measures the headline figures on one Hopper GPU: ratios of candidates that take turns in one process.
 
 python -m benchmarks.hopper --json hopper.json                      # measures everything, on an NVIDIA GPU
 python -m benchmarks.hopper --json hopper.json --only softcap jax   # some of it
 python -m benchmarks.hopper --render hopper.json --junit results.xml --memcheck memcheck.txt --sweep sweep.json
                                                                     # prints the page; needs no GPU
-... --render first.json later.json                                  # what a later run measured again replaces it
+... --render first.json later.json                                  # measures of a later run replace earlier ones
 ... --render ... --write                                            # benchmarks/results/hopper.json and hopper.md
 
-A package that is missing, or a call that is refused, leaves a row "not run" with its reason. JAX holds three quarters
-of the GPU's memory once it starts, so torch is measured first.
+If a package is missing or a call is refused, its row says "not run" and the reason. torch is measured first, because
+JAX takes three quarters of the GPU's memory when it starts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PACKAGES = ("triton", "flash-attn", "tokenspeed-fa3", "flash-attn-4", "xformers"
 
 
 def measures() -> dict[str, Callable[[], list[Any]]]:
-    """What is measured, in the order of measuring; each gives groups."""
+    """Returns the measures in the order in which they run; each returns groups."""
     from benchmarks import hopper_checks, hopper_torch
 
     def jax_beside_torch() -> list[Any]:
@@ -80,7 +80,7 @@ def measures() -> dict[str, Callable[[], list[Any]]]:
 
 
 def measured(names: list[str], target: Path) -> dict[str, Any]:
-    """Runs the named measures and writes the result after each, so that what goes wrong later loses nothing."""
+    """Runs the named measures, and writes the result after each one, so that a later crash loses nothing."""
     result: dict[str, Any] = {"environment": gpu_environment(), "measures": {}}
     for name, run in measures().items():
         if name not in names:
@@ -89,7 +89,7 @@ def measured(names: list[str], target: Path) -> dict[str, Any]:
         try:
             groups = [group.as_json() for group in run()]
             result["measures"][name] = {"groups": groups, "error": None}
-        except Exception as error:  # the other measures are worth having
+        except Exception as error:  # the other measures are still useful
             result["measures"][name] = {"groups": [], "error": f"failed: {type(error).__name__}: {error}"}
             print(result["measures"][name]["error"], flush=True)
         target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -97,7 +97,7 @@ def measured(names: list[str], target: Path) -> dict[str, Any]:
 
 
 def gpu_environment() -> dict[str, Any]:
-    """When and with what: ``environment()`` with the GPU and the packages of its kernels."""
+    """Returns ``environment()`` with the GPU and the packages of its kernels."""
     import torch
 
     where = environment()
@@ -124,13 +124,20 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--json", type=Path, metavar="OUT", help="measure, and write the raw result here")
     what.add_argument(
-        "--render", type=Path, nargs="+", metavar="JSON", help="print the page of such results; the last counts"
+        "--render",
+        type=Path,
+        nargs="+",
+        metavar="JSON",
+        help="print the page; later files replace measures of earlier ones",
     )
+    parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="run only these measures")
     parser.add_argument(
-        "--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="measure no more than these"
-    )
-    parser.add_argument(
-        "--junit", type=Path, nargs="+", default=[], metavar="XML", help="pytest's JUnit XML; the last counts"
+        "--junit",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="XML",
+        help="pytest's JUnit XML; of several files, the last counts",
     )
     parser.add_argument("--memcheck", type=Path, metavar="LOG", help="the log of compute-sanitizer")
     parser.add_argument("--sweep", type=Path, metavar="JSON", help="the sweep through all backends")
@@ -141,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
-    """Measures, or renders; exit code 1 unless ``all_well``, 2 without a GPU to measure on."""
+    """Measures or renders. Exit code: 0 if ``all_well``, otherwise 1; 2 if there is no GPU to measure on."""
     asked = _parser().parse_args(arguments)
     if asked.json is not None:
         import torch
@@ -161,7 +168,7 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
 
 
 def all_well(result: dict[str, Any]) -> bool:
-    """Whether no goal was missed, and no measure, test or memcheck went wrong, of those that were run."""
+    """Returns whether every goal was met, and no measure, test or memcheck failed, among those that were run."""
     missed = any(figure["held"] is False for _, figure in figures_of(result))
     errors = any(found["error"] for found in result["measures"].values())
     failed = bool((result.get("tests") or {}).get("failed"))

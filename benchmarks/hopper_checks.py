@@ -1,4 +1,4 @@
-"""What is not time on a GPU: the error of softcapped calls, and the memory that packed and windowed calls take."""
+"""Measures other than time on a GPU: the error of softcapped calls, and the memory of packed and windowed calls."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ QUANTITIES = ("out", "dq", "dk", "dv")
 Results = dict[str, np.ndarray]
 FLAT = "<= 1.25"
 FLOOR = 16.0
-"""Bytes per token that count as none: the log-sum-exp of four heads. A quadratic term is thousands."""
+"""Bytes per token that count as none: the log-sum-exp of four heads. A quadratic term would be thousands."""
 
 
 def softcap_error() -> list[Group]:
-    """The error of softcapped calls against the float64 reference: ours on FlashAttention-4 beside FlashAttention-2."""
+    """Compares the errors of softcapped calls against float64: ours on FlashAttention-4, and FlashAttention-2."""
     return [_softcap_error(deviation) for deviation in (1.0, 30.0)]
 
 
 def _softcap_error(deviation: float) -> Group:
     note = (
-        f"{ACCURACY}. Errors are ||result - reference|| / ||reference|| against float64; in brackets the largest error "
-        "of any element, and the largest share of its bound (docs/explanation/numerics.md)"
+        f"{ACCURACY}. Errors are ||result - reference|| / ||reference|| against float64. Brackets show the largest "
+        "error of an element, and the largest share of its bound (docs/explanation/numerics.md)"
     )
     group = Group(f"Error at softcap {SOFTCAP:g}, logits of standard deviation {deviation:g}", note)
     q, k, v, dout = _inputs(deviation)
@@ -52,7 +52,7 @@ def _softcap_error(deviation: float) -> Group:
         try:
             out = make()(q, k, v)
             found[name] = dict(zip(QUANTITIES, map(_numpy, (out, *torch.autograd.grad(out, (q, k, v), dout)))))
-        except Exception as error:  # whatever a candidate raises is its own reason
+        except Exception as error:  # any error of a candidate becomes the reason why it did not run
             group.not_run[name] = reason(name, error)
     for quantity in QUANTITIES:
         _compare_errors(group, quantity, found, expected)
@@ -60,7 +60,7 @@ def _softcap_error(deviation: float) -> Group:
 
 
 def _compare_errors(group: Group, quantity: str, found: dict[str, Results], expected: accuracy.Expected) -> None:
-    """Ours on FlashAttention-4 over FlashAttention-2's error, to two digits; and that ours keeps its bounds."""
+    """Adds our error on FlashAttention-4 divided by FlashAttention-2's, to two digits, and the share of the bounds."""
     name, goal = f"{quantity}: flash4 beside flash2", "<= 1 (to two digits)"
     for needed in ("attention flash4", "attention flash2"):
         if needed not in found:
@@ -76,7 +76,7 @@ def _compare_errors(group: Group, quantity: str, found: dict[str, Results], expe
 
 
 def _inputs(deviation: float) -> tuple[torch.Tensor, ...]:
-    """q, k, v and dout; q scaled so that the logits before the cap have the standard deviation."""
+    """Returns q, k, v and dout; q is scaled so that the logits before the cap have this standard deviation."""
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v, dout = (
         torch.randn(size, generator=generator, device="cuda")
@@ -91,7 +91,7 @@ def _numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def memory() -> list[Group]:
-    """Peak memory of packed and windowed calls above their inputs and results, per token, at two lengths."""
+    """Measures the peak memory of packed and windowed calls beyond inputs and results, per token, at two lengths."""
     return [_memory(kind, what) for kind in ("packed", "windowed") for what in (FORWARD, TRAINING)]
 
 
@@ -104,7 +104,7 @@ def _memory(kind: str, what: str) -> Group:
     lengths = " and ".join(f"{length // 1024}K" for length in LENGTHS)
     group = Group(
         f"Peak memory, {kind}, {what}",
-        f"{note}. Bytes per token above inputs and results at {lengths} tokens; under {FLOOR:g} count as {FLOOR:g}",
+        f"{note}. Bytes per token beyond inputs and results at {lengths} tokens; less than {FLOOR:g} is {FLOOR:g}",
     )
     for name in backends.names():
         _memory_of(group, name, kind, what)
@@ -114,7 +114,7 @@ def _memory(kind: str, what: str) -> Group:
 def _memory_of(group: Group, backend: str, kind: str, what: str) -> None:
     try:
         per_token = [extra_bytes(backend, kind, what, length) / length for length in LENGTHS]
-    except Exception as error:  # out of memory among them, which is a failure
+    except Exception as error:  # running out of memory is a failure, too
         why = reason(f"attention {backend}", error)
         if why.startswith("failed"):
             group.missing(f"backend={backend!r}", why, FLAT)
@@ -127,7 +127,7 @@ def _memory_of(group: Group, backend: str, kind: str, what: str) -> None:
 
 
 def extra_bytes(backend: str, kind: str, what: str, length: int) -> int:
-    """Bytes that a warm call had allocated at its peak beside what was there before and what it returned."""
+    """Returns the bytes that a warm call allocated at its peak, beyond earlier allocations and its results."""
     generator = torch.Generator("cuda").manual_seed(0)
     lead = () if kind == "packed" else (1,)
     q, k, v, dout = (

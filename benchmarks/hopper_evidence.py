@@ -1,4 +1,4 @@
-"""What tests, compute-sanitizer and the sweep left behind on a GPU, as plain data for the page."""
+"""Reads the outcomes of the tests, compute-sanitizer and the sweep on a GPU as plain data for the page."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from attn_core.selection.regret import regrets, summary
 
 
 def junit_outcome(paths: list[Path]) -> dict[str, Any]:
-    """Counts by file, what failed, and what was skipped with its reasons, from pytest's JUnit XML.
+    """Reads pytest's JUnit XML: counts by file, the failed tests, and the reasons of skipped tests.
 
-    Of a test that several files have, the last one that did not skip it counts, or the last where all did. Outcomes are
-    "passed", "failed", "skipped" and "xfailed", for what is known not to hold.
+    If several files have a test, the last file that did not skip it counts, or the last file if all skipped it.
+    Outcomes are "passed", "failed", "skipped" and, for known limitations, "xfailed".
     """
     cases: dict[tuple[str, str], tuple[str, str]] = {}
     sources = []
@@ -27,7 +27,7 @@ def junit_outcome(paths: list[Path]) -> dict[str, Any]:
             (case.get("classname", ""), case.get("name", "")): _outcome(case)
             for suite in suites
             for case in suite.iter("testcase")
-            if case.get("name")  # what was under way when a run was ended has none
+            if case.get("name")  # the test that was running when a run was stopped has no name
         }
         again = len(found.keys() & cases.keys())
         date = suites[0].get("timestamp", "")[:10] if suites else ""
@@ -53,7 +53,7 @@ def junit_outcome(paths: list[Path]) -> dict[str, Any]:
 
 
 def _outcome(case: ElementTree.Element) -> tuple[str, str]:
-    """What became of a test, and the reason that it gives."""
+    """Returns the outcome of a test, and its reason."""
     children = {child.tag: child for child in case}
     if children.keys() & {"failure", "error"}:
         return "failed", ""
@@ -64,10 +64,10 @@ def _outcome(case: ElementTree.Element) -> tuple[str, str]:
 
 
 def memcheck_outcome(path: Path) -> dict[str, Any]:
-    """The errors that compute-sanitizer counted, None where its log has no summary; and what the program said.
+    """Reads the log of compute-sanitizer: its number of errors (None without a summary) and the program's output.
 
-    ``api_calls``: how many of the errors are calls of the CUDA API that returned one, by the call's name. A library
-    that asks the driver for a function it may not have is such a one; the others are errors in a kernel or its memory.
+    ``api_calls`` counts the errors that a call of the CUDA API returned, by the call's name. For example, a library may
+    look up a driver function that does not exist. All other errors are in a kernel or its memory.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
     summaries = [int(count) for count in re.findall(r"ERROR SUMMARY: (\d+) error", text)]
@@ -79,10 +79,10 @@ def memcheck_outcome(path: Path) -> dict[str, Any]:
 
 
 def sweep_outcome(path: Path) -> dict[str, Any]:
-    """What the page shows of a raw file of ``attn bench``: when it was measured, and the regret of automatic choice.
+    """Reads a raw file of ``attn bench``: the date of measurement, and the regret of automatic choice.
 
-    ``regret`` and ``unseen`` are what ``regret.summary`` gives; for ``unseen`` each call's own measurement is
-    left out of the table that chooses.
+    ``regret`` and ``unseen`` are results of ``regret.summary``. For ``unseen``, the measured order of a call is derived
+    from the measurements of all other calls.
     """
     raw = json.loads(path.read_text(encoding="utf-8"))
     cases = measured(raw["device"])

@@ -1,4 +1,4 @@
-"""Candidates that take turns on one GPU, and the figures that their times give. Needs no GPU until a turn is timed."""
+"""Groups of candidates that take turns on one GPU, and figures from their times. Needs a GPU only to time a turn."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from attn_core.selection import NoBackendError
 from benchmarks.measure import median_difference, median_ratio, medians
 
 Turn = Callable[[int], float]
-"""Runs a candidate so many times, after once that is not counted, and gives the seconds per call."""
+"""Runs a candidate once untimed and then the given number of times; returns the seconds per call."""
 
 OURS = ("attention", "forward()")
-"""How the names of this project's own candidates begin; what goes wrong in one of them has failed."""
+"""The beginnings of the names of this project's candidates. An error in such a candidate is a failure."""
 
 
 class Shape(NamedTuple):
@@ -36,9 +36,10 @@ class Shape(NamedTuple):
         return (self.batch, self.seq, self.kv_heads, self.head_dim)
 
     def flops(self, what: str) -> float:
-        """Floating-point operations of a causal call by the usual count: half of the scores, 3.5 times with backward.
+        """Returns the floating-point operations of a causal call, by the usual count.
 
-        Two matrix products of ``2 * heads * seq * seq * head_dim`` forward, five in the backward.
+        Half of the scores count. A forward has two matrix products of ``2 * heads * seq * seq * head_dim``, a backward
+        five, so forward + backward has 3.5 times the operations of a forward.
         """
         forward = 4 * self.batch * self.heads * self.seq * self.seq * self.head_dim / 2
         return forward * (1.0 if what == "forward" else 3.5)
@@ -54,14 +55,14 @@ TINY = Shape(1, 64, 4, 4, 64)
 
 @dataclass
 class Group:
-    """One measurement side by side: every candidate's times, why others did not run, and the figures drawn from them.
+    """A comparison of candidates: their times, the reasons of candidates that did not run, and the figures.
 
     Attributes:
-        title, note: for people.
-        flops: of one call, or None where speed is not the point.
+        title, note: text for the page.
+        flops: floating-point operations of one call, or None if the group is not about speed.
         seconds: seconds per call of each candidate in each round.
         not_run: candidate -> reason.
-        figures: what ``speed``, ``tflops``, ``extra`` and ``value`` added, as plain data.
+        figures: the figures that ``speed``, ``tflops``, ``extra`` and ``value`` added, as plain data.
     """
 
     title: str
@@ -72,10 +73,10 @@ class Group:
     figures: list[dict[str, Any]] = field(default_factory=list)
 
     def measure(self, makers: dict[str, Callable[[], Turn]], *, calls: int, rounds: int, rest: float = 0.0) -> Group:
-        """Prepares each candidate and tries it, leaves out those that cannot run, and times the others in turns.
+        """Prepares and tries each candidate, then times the candidates that can run, in turns.
 
         Args:
-            rest: seconds of doing nothing before each turn.
+            rest: idle seconds before each turn.
         """
         turns: dict[str, Turn] = {}
         for name, make in makers.items():
@@ -84,13 +85,13 @@ class Group:
                 for _ in range(3):
                     turn(1)
                 turns[name] = turn
-            except Exception as error:  # whatever a candidate raises is its own reason
+            except Exception as error:  # any error of a candidate becomes the reason why it did not run
                 self.not_run[name] = reason(name, error)
         self.seconds = take_turns(turns, calls=calls, rounds=rounds, rest=rest)
         return self
 
     def speed(self, name: str, candidate: str, baseline: str, goal: float | None = None) -> None:
-        """How many times the baseline's speed the candidate has: the median over rounds."""
+        """Adds the candidate's speed divided by the baseline's, the median over rounds."""
         goal_text = None if goal is None else f">= {goal:g}"
         if self._lacks(name, goal_text, candidate, baseline):
             return
@@ -98,7 +99,7 @@ class Group:
         self.value(name, times, f"times the speed of {baseline}", goal_text)
 
     def tflops(self, name: str, candidate: str, goal: float | None = None, beside: str | None = None) -> None:
-        """The candidate's median speed; ``beside`` names what the goal was set beside, and its speed is shown, too."""
+        """Adds the candidate's median speed; the detail shows the speed of ``beside``, the goal's baseline."""
         goal_text = None if goal is None else f">= {goal:g}"
         if self._lacks(name, goal_text, candidate):
             return
@@ -106,7 +107,7 @@ class Group:
         self.value(name, self._tflops(candidate), "TFLOP/s", goal_text, detail)
 
     def extra(self, name: str, candidate: str, baseline: str, goal: float | None = None) -> None:
-        """Microseconds per call above the baseline: the median over rounds."""
+        """Adds the microseconds per call above the baseline, the median over rounds."""
         goal_text = None if goal is None else f"<= {goal:g}"
         if self._lacks(name, goal_text, candidate, baseline):
             return
@@ -114,27 +115,27 @@ class Group:
         self.value(name, microseconds, f"µs above {baseline}", goal_text)
 
     def value(self, name: str, value: float, unit: str, goal: str | None = None, detail: str = "") -> None:
-        """A figure as it is; the goal as text, ``">= 0.98"`` or ``"<= 12"``."""
+        """Adds a figure; the goal is text, such as ``">= 0.98"`` or ``"<= 12"``."""
         held = None if goal is None else holds(value, goal)
         self.figures.append(
             {"name": name, "value": value, "unit": unit, "goal": goal, "held": held, "detail": detail, "not_run": None}
         )
 
     def missing(self, name: str, why: str, goal: str | None = None) -> None:
-        """A figure that could not be had, and why; one that failed has missed its goal."""
+        """Adds a figure without a value, and the reason. If the reason is a failure, the goal is missed."""
         held = False if why.startswith("failed") else None
         self.figures.append(
             {"name": name, "value": None, "unit": "", "goal": goal, "held": held, "detail": "", "not_run": why}
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The group as plain data, with each candidate's median and, where it means something, TFLOP/s."""
+        """Returns the group as plain data, with each candidate's median time and, if ``flops`` is set, its TFLOP/s."""
         speeds = {name: self._tflops(name) for name in self.seconds} if self.flops else {}
         return {**asdict(self), "median_seconds": medians(self.seconds), "tflops": speeds}
 
     def _tflops(self, candidate: str) -> float:
         if self.flops is None:
-            raise ValueError(f"{self.title}: the floating-point operations of a call are not known")
+            raise ValueError(f"{self.title}: the floating-point operations of a call are unknown")
         return self.flops / medians(self.seconds)[candidate] / 1e12
 
     def _lacks(self, name: str, goal: str | None, *candidates: str) -> bool:
@@ -148,13 +149,13 @@ class Group:
 
 
 def holds(value: float, goal: str) -> bool:
-    """Whether a value keeps a goal such as ``">= 0.98"``."""
+    """Returns whether a value meets a goal such as ``">= 0.98"``."""
     sense, limit = goal.split()[:2]
     return value >= float(limit) if sense == ">=" else value <= float(limit)
 
 
 def reason(name: str, error: Exception) -> str:
-    """``"not run: ..."`` for what is not there or refuses, ``"failed: ..."`` for what went wrong in our own code."""
+    """Returns ``"not run: ..."`` for a missing package or a refusal, ``"failed: ..."`` for an error in our own code."""
     if isinstance(error, NoBackendError):
         selection = error.selection
         asked = selection.requested or selection.considered
@@ -166,11 +167,12 @@ def reason(name: str, error: Exception) -> str:
 
 
 def take_turns(turns: dict[str, Turn], *, calls: int, rounds: int, rest: float = 0.0) -> dict[str, list[float]]:
-    """Seconds per call of each candidate in each round; the rounds interleave the candidates.
+    """Returns the seconds per call of each candidate in each round; the rounds interleave the candidates.
 
-    A GPU is slower for a while behind a kernel that drew much power. So each round begins with the next candidate and
-    every other one goes backwards, that nobody always comes after the same neighbour, and ``rest`` seconds before each
-    turn let the GPU recover: a candidate that runs the same kernel as its neighbour would else be seen to be slower.
+    A GPU is slower for a while after a kernel that drew much power. Each round therefore begins with the next
+    candidate, and every other round runs backwards, so no candidate always follows the same neighbour. ``rest`` seconds
+    before each turn let the GPU recover. Without them, a candidate would look slower than a neighbour with the same
+    kernel.
     """
     seconds: dict[str, list[float]] = {name: [] for name in turns}
     order = list(turns)
@@ -189,7 +191,7 @@ def take_turns(turns: dict[str, Turn], *, calls: int, rounds: int, rest: float =
 
 
 def event_turn(run: Callable[[], Any]) -> Turn:
-    """torch work by CUDA events around a queue of calls."""
+    """Times torch calls with CUDA events around a queue of calls."""
     import torch
 
     def turn(calls: int) -> float:
@@ -206,7 +208,7 @@ def event_turn(run: Callable[[], Any]) -> Turn:
 
 
 def host_turn(run: Callable[[], Any], calls_in_run: int = 1) -> Turn:
-    """torch work by the host's clock around a queue of calls and the wait for their end."""
+    """Times torch calls with the host's clock around a queue of calls and the wait for their end."""
     import torch
 
     def turn(calls: int) -> float:
@@ -222,7 +224,7 @@ def host_turn(run: Callable[[], Any], calls_in_run: int = 1) -> Turn:
 
 
 def jax_turn(run: Callable[[], Any], calls_in_run: int = 1) -> Turn:
-    """JAX work by the host's clock around a queue of calls and the wait for the last result."""
+    """Times JAX calls with the host's clock around a queue of calls and the wait for the last result."""
     import jax
 
     def turn(calls: int) -> float:

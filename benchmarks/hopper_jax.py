@@ -1,4 +1,4 @@
-"""What JAX shows on a GPU: jitted calls beside torch's on the same kernel and JAX's own."""
+"""Compares jitted calls in JAX on a GPU with torch on the same kernel, and with JAX's own attention."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from benchmarks.hopper_torch import FORWARD, TRAINING
 
 CHAIN = 24
 GOALS = {FORWARD: 1.15, TRAINING: 1.10}
-"""Beside jax.nn on cuDNN."""
+"""The goals for the speed relative to jax.nn with cuDNN."""
 REST = 0.3
 """Seconds before each turn at the large shape."""
 
 
 def jax_beside_torch() -> list[Group]:
-    """attention under jax.jit at the large shape: beside torch on the same backend, jax.nn on cuDNN, and tokamax."""
+    """Compares jitted attention at the large shape with torch on the same backend, jax.nn with cuDNN, and tokamax."""
     return [
         _beside_torch(FORWARD, named=("flash3", "flash4"), fastest="flash3"),
         _beside_torch(TRAINING, named=("flash4",), fastest="flash4"),
@@ -32,8 +32,8 @@ def jax_beside_torch() -> list[Group]:
 
 def _beside_torch(what: str, named: tuple[str, ...], fastest: str) -> Group:
     note = (
-        f"{LARGE}; all by the host's clock around a queue of 40 calls, until the last result is there; {REST} s of "
-        "rest before each turn, for a GPU is slower behind a kernel that drew much power"
+        f"{LARGE}; the host's clock times a queue of 40 calls until the last result is ready; {REST} s of rest before "
+        "each turn, because a GPU is slower after a kernel that drew much power"
     )
     group = Group(f"JAX under jit, {what}", note, LARGE.flops(what))
     ours = partial(jax_frontend.attention, causal=True)
@@ -63,7 +63,7 @@ def tokamax() -> Callable[..., Any]:
 
 
 def choice(shape: Shape, what: str) -> str | None:
-    """The backend that JAX's automatic choice takes."""
+    """Returns the backend that automatic choice takes in JAX."""
     q, k, v, _ = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes(shape))
     return jax_frontend.explain(q, k, v, causal=True, needs_backward=what == TRAINING).backend
 
@@ -73,13 +73,13 @@ def sizes(shape: Shape) -> tuple[tuple[int, ...], ...]:
 
 
 def arrays(shape: Shape) -> list[jax.Array]:
-    """q, k, v and dout, standard normal."""
+    """Returns q, k, v and dout, standard normal."""
     keys = jax.random.split(jax.random.key(0), 4)
     return [jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, sizes(shape), strict=True)]
 
 
 def jitted(function: Callable[..., Any], what: str, shape: Shape = LARGE, calls: int = 1) -> Turn:
-    """A function of q, k and v, or its output and gradients, as one program; ``calls`` of attention are in it."""
+    """Compiles a function of q, k and v, or its output and gradients; it contains ``calls`` calls of attention."""
     q, k, v, dout = arrays(shape)
     if what == FORWARD:
         forward = jax.jit(function)
@@ -94,7 +94,7 @@ def jitted(function: Callable[..., Any], what: str, shape: Shape = LARGE, calls:
 
 
 def chained(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
-    """So many calls, each on the last one's output."""
+    """Returns a chain of ``calls`` calls, each on the output of the last one."""
 
     def chain(last: Any, k: Any, v: Any) -> Any:
         for _ in range(calls):
@@ -105,5 +105,5 @@ def chained(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
 
 
 def jax_chain(function: Callable[..., Any]) -> Turn:
-    """A chain of tiny calls."""
+    """Compiles a chain of tiny calls."""
     return jitted(chained(function, CHAIN), FORWARD, TINY, CHAIN)

@@ -1,7 +1,7 @@
-"""Which backend is fastest from JAX, by the size of a call: there a lane's own cost counts beside the kernel's time.
+"""Finds the fastest backend in JAX by the size of a call, because the overhead of a lane adds to the kernel's time.
 
-The sweep that the order of preference comes from is torch's. In JAX a kernel that XLA launches by itself costs less
-than one that goes through Python, and that shows where kernels are short.
+The order of preference comes from a sweep in torch. In JAX, a kernel that XLA launches itself has less overhead than a
+kernel that is called through Python. The difference matters for short kernels.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ SHAPES = (
 
 
 def by_size() -> list[Group]:
-    """Every shape, forward and forward + backward."""
+    """Measures every shape, forward and forward + backward."""
     return [_group(shape, what) for what in (FORWARD, TRAINING) for shape in SHAPES]
 
 
 def _group(shape: Shape, what: str) -> Group:
-    note = f"One jitted program of {CHAIN} calls, each on the last one's output, by the host's clock; seconds per call"
+    note = f"One jitted program of {CHAIN} calls, each on the output of the last; seconds per call by the host's clock"
     group = Group(f"{shape}, {what}", note, shape.flops(what))
     call = partial(jax_frontend.attention, causal=True)
     names = [name for name in NAMES if what == FORWARD or name != "flash3"]

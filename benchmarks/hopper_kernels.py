@@ -1,7 +1,7 @@
-"""Other people's attention on torch tensors, called directly: what the project's own calls are measured against.
+"""Other libraries' attention on torch tensors, called directly: the baselines of this project's calls.
 
-Each function imports its package, which may be missing, and gives a function of (q, k, v) ``[batch, seq, heads, dim]``
-that is causal in the bottom-right sense and returns the output alone. Those that record a gradient say so.
+Each function imports its package, which may be missing, and returns a function of q, k and v ``[batch, seq, heads,
+dim]`` that is causal, bottom-right, and returns only the output. The docstring says whether it records a gradient.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def flash3_op() -> Attention:
 
 
 def flash3_function() -> Attention:
-    """FlashAttention-3's Python function; its gradient, where the build has one."""
+    """FlashAttention-3's Python function, with its gradient if the build has one."""
     from flash_attn_interface import flash_attn_func
 
     def run(q: Any, k: Any, v: Any) -> Any:
@@ -81,7 +81,7 @@ def aten_flash() -> Attention:
 
 
 def aten_efficient() -> Attention:
-    """``aten::_scaled_dot_product_efficient_attention``, with its own gradient; as many kv heads as heads."""
+    """``aten::_scaled_dot_product_efficient_attention``, with its own gradient; needs as many kv heads as heads."""
     import torch
 
     forward = torch.ops.aten._scaled_dot_product_efficient_attention.default
@@ -109,7 +109,7 @@ def aten_cudnn() -> Attention:
 
 
 def flex(seq: int, softcap: float) -> Attention:
-    """torch's FlexAttention, softcapped and compiled, with its own gradient; q and k of one length ``seq``."""
+    """torch's FlexAttention, softcapped and compiled, with its own gradient; q and k have the length ``seq``."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

@@ -1,4 +1,4 @@
-"""JAX's lanes on a GPU: what callbacks add; flash4 launched by XLA itself, beside torch, jax.nn and tokamax."""
+"""Measures JAX's lanes on a GPU: the overhead of callbacks, and flash4 launched by XLA next to other libraries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from benchmarks.measure import median_ratio
 from jax_frontend.bridge import compiled_lane
 
 CHAIN_GOAL, SITE_GOAL = 6.5, 50.0
-"""Microseconds a call in a chain, milliseconds of tracing and lowering a call site."""
+"""Goals: microseconds of a call in a chain, and milliseconds of tracing and lowering a call site."""
 JAX_NN_GOALS = {FORWARD: 1.10, TRAINING: 1.12}
 TOKAMAX_GOALS = {FORWARD: None, TRAINING: 1.15}
 OURS = partial(jax_frontend.attention, causal=True, backend="flash4")
@@ -32,14 +32,14 @@ CALLED_BACK = ("flash2", "sdpa_flash", "flash3", "flash4")
 
 
 def compiled() -> list[Group]:
-    """The compiled lane: the large shape, a chain of tiny calls, and what a call site costs to trace."""
+    """Measures the compiled lane: the large shape, a chain of tiny calls, and the time to trace a call site."""
     return [_large(FORWARD), _large(TRAINING), _chain(), _call_site()]
 
 
 @contextmanager
 def by_callback() -> Iterator[None]:
-    """A call that is first traced in here takes the callback lane, then and later: its lane is kept with it."""
-    reasons, compiled_lane.static_reasons = compiled_lane.static_reasons, lambda *_: ("asked for",)
+    """Makes calls that are first traced in the block take the callback lane, also later, because the lane is cached."""
+    reasons, compiled_lane.static_reasons = compiled_lane.static_reasons, lambda *_: ("requested",)
     try:
         yield
     finally:
@@ -47,7 +47,7 @@ def by_callback() -> Iterator[None]:
 
 
 def in_callback(backend: str) -> Callable[[], Turn]:
-    """What prepares a chain of tiny calls by the callback lane, of a scale that no other call has."""
+    """Prepares a chain of tiny calls on the callback lane, with a scale that no other call has."""
 
     def made() -> Turn:
         with by_callback():
@@ -59,7 +59,7 @@ def in_callback(backend: str) -> Callable[[], Turn]:
 
 
 def _large(what: str) -> Group:
-    note = f"{LARGE}; by the host's clock around a queue of 40 calls; {hopper_jax.REST} s of rest before each turn"
+    note = f"{LARGE}; the host's clock times a queue of 40 calls; {hopper_jax.REST} s of rest before each turn"
     group = Group(f"The compiled lane, {what}", note, LARGE.flops(what))
     call = partial(torch_frontend.attention, causal=True, backend="flash4")
     jax_nn = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
@@ -85,7 +85,7 @@ def _fa4_jax() -> Callable[..., Any]:
 
 
 def _chain() -> Group:
-    note = f"{TINY}; one jitted program of {hopper_jax.CHAIN} calls, each on the last one's output, by the host's clock"
+    note = f"{TINY}; a jitted program of {hopper_jax.CHAIN} calls, each on the output of the last, by the host's clock"
     group = Group("A chain of tiny calls", note)
     jax_nn = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
     makers = {
@@ -111,12 +111,12 @@ def _chain() -> Group:
 
 
 def _graph_launches() -> tuple[int, int]:
-    """How often 10 runs of the chain launch a CUDA graph, and a kernel by itself, by JAX's profiler."""
+    """Counts the launches of CUDA graphs and of single kernels in 10 runs of the chain, with JAX's profiler."""
     turn = hopper_jax.jax_chain(OURS)
     turn(3)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            turn(9)  # and one that a turn does not count
+            turn(9)  # and one untimed call
         (written,) = Path(folder).rglob("*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(written))
         names = [event.name for plane in data.planes for line in plane.lines for event in line.events]
@@ -124,9 +124,10 @@ def _graph_launches() -> tuple[int, int]:
 
 
 def _call_site() -> Group:
-    """Milliseconds of tracing and lowering that each further call site of a program costs, its kernel being there."""
+    """Measures the time to trace and lower one more call site of a program, if its kernel is already compiled."""
     group = Group(
-        "A call site", f"{TINY}; trace and lower, not XLA's compilation; of a program of 20 calls less one of 1"
+        "A call site",
+        f"{TINY}; trace and lower, without XLA's compilation; a program of 20 calls minus one of 1",
     )
     q, k, v, _ = hopper_jax.arrays(TINY)
 
@@ -152,17 +153,17 @@ def _call_site() -> Group:
 
 
 def callback_lane() -> list[Group]:
-    """What the callback lane adds to a call: JAX's time per call less torch's for the backend's own forward."""
+    """Measures the overhead of the callback lane: JAX's time per call minus torch's for the backend's own forward."""
     note = (
-        f"{TINY}. JAX: one jitted program of {hopper_jax.CHAIN} calls, each on the last one's output. torch: the "
-        "same chain of the backend's own forward(spec, inputs) in a Python loop. Both by the host's clock, until the "
-        "last result is there, divided by the number of calls"
+        f"{TINY}. JAX: one jitted program of {hopper_jax.CHAIN} calls, each on the output of the last one. torch: the "
+        "same chain of the backend's own forward(spec, inputs) in a Python loop. The host's clock times both until "
+        "the last result is ready; the time is divided by the number of calls"
     )
     group = Group("The callback lane", note)
     makers: dict[str, Callable[[], Turn]] = {}
     for name in CALLED_BACK:
         makers[f"forward() in torch {name}"] = partial(_torch_chain, name)
-        makers[f"attention in JAX {name}"] = in_callback(name)  # flash4 would be launched without one
+        makers[f"attention in JAX {name}"] = in_callback(name)  # XLA would otherwise launch flash4 itself
     jax_nn = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
     makers["jax.nn cudnn"] = partial(hopper_jax.jax_chain, jax_nn)
     group.measure(makers, calls=50, rounds=15)
@@ -176,7 +177,7 @@ def _torch_chain(backend: str) -> Turn:
     selection = torch_frontend.explain(q, k, v, causal=True, backend=backend)
     torch_frontend.attention(
         q, k, v, causal=True, backend=backend
-    )  # raises every reason where the backend cannot run it
+    )  # raises an error with every reason if the backend cannot run it
     module = backends.load(backend, "cuda")
     spec, forward = selection.spec, module.forward
 

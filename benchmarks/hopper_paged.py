@@ -1,4 +1,4 @@
-"""Keys and values in pages on a GPU: decoding by bytes read, chunked prefill, CUDA graphs, and JAX beside torch."""
+"""Measures keys and values in pages on a GPU: decoding, prefill in chunks, CUDA graphs, and JAX next to torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IN_A_GRAPH = 20
 
 
 class Decoding(NamedTuple):
-    """Sequences of so many tokens each, ``queries`` of them new."""
+    """Sequences with ``tokens`` tokens each, of which ``queries`` are new."""
 
     sequences: int
     tokens: int
@@ -27,7 +27,7 @@ class Decoding(NamedTuple):
 
     @property
     def bytes_read(self) -> int:
-        """Keys and values, in bfloat16."""
+        """The bytes of all keys and values in bfloat16."""
         return 2 * self.sequences * self.tokens * KV_HEADS * DIM * 2
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ class Decoding(NamedTuple):
 
 
 def paged() -> list[Group]:
-    """Every group of this file."""
+    """Measures every group of this file."""
     groups = [
         _decoding(Decoding(64, 8192, 16), 4.0, triton=3.2, softcap=3.0),
         _decoding(Decoding(64, 8192, 64), 3.8),
@@ -51,7 +51,7 @@ def paged() -> list[Group]:
 
 
 def arguments(call: Decoding) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    """(q, k_pages, v_pages) and the tables: every sequence on scattered pages of a pool that holds just them."""
+    """Returns (q, k_pages, v_pages) and the tables: sequences on scattered pages of a pool that is exactly full."""
     generator = torch.Generator("cuda").manual_seed(0)
     width = call.tokens // call.page_size
     pages = call.sequences * width
@@ -79,7 +79,7 @@ def _turn(call: Decoding, **options: Any) -> Callable[[], Turn]:
 
 
 def _contiguous(call: Decoding) -> Turn:
-    """The same attention on keys and values that lie in one piece."""
+    """Times the same attention on contiguous keys and values."""
     (q, _, _), _ = arguments(call)
     k, v = (torch.randn(call.sequences, call.tokens, KV_HEADS, DIM, device="cuda", dtype=q.dtype) for _ in range(2))
     rows = q.view(call.sequences, call.queries, HEADS, DIM)
@@ -117,7 +117,7 @@ def _bandwidth(group: Group, call: Decoding, candidate: str, goal: float | None)
 
 
 def _short(call: Decoding) -> Group:
-    group = Group("Decoding, short", f"{call}; {IN_A_GRAPH} calls in a CUDA graph, divided")
+    group = Group("Decoding, short", f"{call}; {IN_A_GRAPH} calls in a CUDA graph; time per call")
     makers = {"attention": partial(_graphed, call, None)}
     makers |= {f"attention {name}": partial(_graphed, call, name) for name in ("flash3", "triton_splitkv")}
     makers |= {"attention without a graph": partial(_by_host, call)}
@@ -165,9 +165,7 @@ def _in_jax(call: Decoding) -> Group:
 
     import jax_frontend.paged
 
-    group = Group(
-        "JAX under jit beside torch, decoding", f"{call}; both by the host's clock around a queue of 20 calls"
-    )
+    group = Group("JAX under jit beside torch, decoding", f"{call}; the host's clock times a queue of 20 calls in both")
     makers: dict[str, Callable[[], Turn]] = {}
 
     def torch_turn(name: str) -> Turn:

@@ -1,6 +1,6 @@
 """Renders benchmarks/results/hopper.md: figures, tests, memcheck and sweep, and everything that was not run.
 
-Nothing here measures and nothing is filled in: what a file does not hold is listed as not run.
+This file measures nothing and fills in nothing: the page lists as "not run" everything that the files do not contain.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ MEASURES = {
     "memory": "Peak memory",
     "small": "Small calls",
 }
-"""The measurements in the page's order, and their headings."""
+"""The measurements in the order of the page, with their headings."""
 
 NEVER_RUN = (
     "Any GPU but the one named above.",
-    "AMD GPUs: what is known of their builds is data, tested on a CPU alone.",
+    "AMD GPUs. The rules about their builds are tested on a CPU only.",
 )
 SHOWN_REASONS = 40
-"""How many reasons for skipped tests the page has; the most frequent first."""
+"""The number of reasons for skipped tests that the page shows, the most frequent first."""
 REGRET_GOALS = {"geometric mean": 1.03, "worst": 1.25}
 
 
 def combined(figures: list[Path], junit: list[Path], memcheck: Path | None, sweep: Path | None) -> dict[str, Any]:
-    """The figures with what the tests, compute-sanitizer and the sweep left behind, as one piece of plain data.
+    """Combines the figures with the outcomes of the tests, compute-sanitizer and the sweep, as plain data.
 
-    Of several files of figures, each replaces the measures of those before it that it has as well. The first may be
-    what was combined before, benchmarks/results/hopper.json: what is not given again stays as it was there.
+    A later file of figures replaces the measures that an earlier file has, too. The first file may be an earlier result
+    of this function, benchmarks/results/hopper.json: the parts that no other file replaces stay unchanged.
 
     Raises:
-        ValueError: when their versions differ; what a later run did without has not changed.
+        ValueError: if the files were measured with different versions. A later run may lack a package.
     """
     result, *later = (json.loads(path.read_text(encoding="utf-8")) for path in figures)
     result.setdefault("later", [])
@@ -77,13 +77,14 @@ def _head(result: dict[str, Any]) -> str:
 Written by `python -m benchmarks.hopper --render` from `benchmarks/results/hopper.json`, measured on {where["date"]}:
 {where.get("device", "unknown device")}, {where["processor"]}, Python {where["python"]}, {versions}.
 
-{_later(result)}The candidates of one table took turns in one process; each turn queues its calls behind one that is not
-counted. torch is timed by CUDA events, JAX by the host's clock until the last result is there. Ratios and differences
-are medians over the rounds; absolute times are that machine's."""
+{_later(result)}The candidates of a table took turns in one process. Each turn begins with one call that is not timed.
+CUDA events time torch; the host's clock times JAX until its last result is ready. Ratios and differences are medians
+over the rounds. Absolute times belong to this machine. TFLOP/s count half of the scores of a causal call, and 3.5 times
+the forward's operations for forward + backward."""
 
 
 def _later(result: dict[str, Any]) -> str:
-    """Which measures come from another run, on a machine of the same kind."""
+    """Names the measures that come from another run, on a machine of the same kind."""
     texts, replaced = [], set()
     for run in reversed(result.get("later") or ()):
         names = [heading for name, heading in MEASURES.items() if name in run["measures"] and name not in replaced]
@@ -94,7 +95,7 @@ def _later(result: dict[str, Any]) -> str:
 
 
 def figures_of(result: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every figure with its group's title, in the page's order."""
+    """Yields every figure with the title of its group, in the order of the page."""
     for measure in MEASURES:
         for group in result["measures"].get(measure, {}).get("groups", ()):
             for figure in group["figures"]:
@@ -162,7 +163,7 @@ def _cell(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """A text of any origin on one line, without what Markdown would take for a link."""
+    """Puts a text of any origin on one line, and breaks up everything that Markdown would read as a link."""
     return " ".join(text.replace("](", "] (").split())
 
 
@@ -175,9 +176,10 @@ def _sweep(result: dict[str, Any]) -> str:
     lines = [
         heading,
         "",
-        f"Regret (its time ÷ the best backend's) over the sweep of {sweep['date']}, `{sweep['source']}`;",
+        "Regret is the time of the automatic choice divided by the time of the fastest backend,",
+        f"over the sweep of {sweep['date']}, `{sweep['source']}`.",
     ]
-    lines += ["unseen: each call chosen for by the measurements of the others alone.", ""]
+    lines += ["In the unseen rows, each call is chosen by the measurements of the other calls only.", ""]
     lines += ["| | calls | geometric mean | goal | | worst | goal | | the worst call |", "|---" * 9 + "|"]
     rows = [(name, *item) for name in ("regret", "unseen") for item in sweep[name].items()]
     for name, direction, regret in rows:
@@ -200,9 +202,7 @@ def _tests(result: dict[str, Any]) -> str:
     total: Counter[str] = Counter()
     for counts in found["files"].values():
         total.update(counts)
-    lines.append(
-        f"{', '.join(f'{total[kind]:,} {kind}' for kind in kinds)}. Of a test that ran twice the last run counts."
-    )
+    lines.append(f"{', '.join(f'{total[kind]:,} {kind}' for kind in kinds)}. If a test ran twice, the last run counts.")
     lines.append("")
     for source in found["sources"]:
         again = f", {source['again']:,} of them again" if source["again"] else ""
@@ -214,7 +214,7 @@ def _tests(result: dict[str, Any]) -> str:
         lines += ["", "Failed:", "", *(f"- `{name}`" for name in found["failed"])]
     if found["xfailed"]:
         known = (f"- {count} tests: {why}" for why, count in found["xfailed"].items())
-        lines += ["", "Known not to hold (docs/reference/semantics.md), and seen not to:", "", *known]
+        lines += ["", "Expected to fail, because docs/reference/semantics.md states the limitation:", "", *known]
     return "\n".join(lines)
 
 
@@ -222,13 +222,13 @@ def _memcheck(result: dict[str, Any]) -> str:
     heading, found = "## compute-sanitizer memcheck", result.get("memcheck")
     if found is None:
         return f"{heading}\n\nNot run."
-    said = "; ".join(line.removeprefix("memcheck cases: ") for line in found["said"]) or "the program said nothing"
+    said = "; ".join(line.removeprefix("memcheck cases: ") for line in found["said"]) or "the program printed nothing"
     if found["errors"] is None:
         return f"{heading}\n\n`{found['source']}` has no summary of compute-sanitizer: not shown to have run. ({said})"
     calls = found["api_calls"]
     inside = found["errors"] - sum(calls.values())
     api = ", ".join(f"{count} × `{name}`" for name, count in calls.items())
-    more = f" Calls of the CUDA API that returned an error, of whoever made them: {api}." if calls else ""
+    more = f" Calls of the CUDA API that returned an error, from any library: {api}." if calls else ""
     run = f"`python tests/gpu/memcheck_cases.py` under it, `{found['source']}`"
     return f"{heading}\n\n{run}: {inside} errors in kernels; {said}.{more}"
 

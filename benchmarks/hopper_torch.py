@@ -1,4 +1,4 @@
-"""What torch shows on a GPU: attention() beside the kernels it calls, softcapped calls, and what a small call costs."""
+"""Compares attention() in torch on a GPU with the kernels that it calls, softcapped and in small calls, too."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ BARE = {
         "sdpa_flash": kernels.aten_flash,
     },
 }
-"""The nearest thing to each backend without this project: for training, what records its own gradient."""
+"""The most direct call of each backend's kernel; for training, a call that records its own gradient."""
 
 
 def tensors(shape: Shape, what: str) -> tuple[torch.Tensor, ...]:
-    """q, k, v and dout, standard normal, the first three wanting a gradient for anything but a forward."""
+    """Returns q, k, v and dout, standard normal; q, k and v require a gradient unless ``what`` is a forward."""
     generator = torch.Generator("cuda").manual_seed(0)
     made = [
         torch.randn(size, generator=generator, device="cuda", dtype=torch.bfloat16)
@@ -45,7 +45,7 @@ def tensors(shape: Shape, what: str) -> tuple[torch.Tensor, ...]:
 
 
 def runner(function: Callable[..., Any], shape: Shape, what: str) -> Callable[[], Any]:
-    """A call without arguments: the forward, or the forward and the gradients of q, k and v."""
+    """Returns a call without arguments: the forward, or the forward and the gradients of q, k and v."""
     q, k, v, dout = tensors(shape, what)
     if what != TRAINING:
         return lambda: function(q, k, v)
@@ -55,23 +55,23 @@ def runner(function: Callable[..., Any], shape: Shape, what: str) -> Callable[[]
 def turn_of(
     make: Callable[[], Callable[..., Any]], what: str, shape: Shape = LARGE, clock: Callable[..., Turn] = event_turn
 ) -> Callable[[], Turn]:
-    """What prepares a candidate from what prepares its function."""
+    """Returns a function that prepares a candidate, from one that prepares the candidate's function."""
     return lambda: clock(runner(make(), shape, what))
 
 
 def ours(backend: str | None, what: str, shape: Shape = LARGE, **options: Any) -> Callable[[], Turn]:
-    """What prepares ``attention`` on a backend, or on the automatic choice."""
+    """Returns a function that prepares ``attention`` on a backend, or on the automatic choice."""
     return turn_of(lambda: partial(torch_frontend.attention, causal=True, backend=backend, **options), what, shape)
 
 
 def automatic_choice(what: str, **options: Any) -> str | None:
-    """The backend that ``attention`` chooses for the large shape."""
+    """Returns the backend that ``attention`` chooses for the large shape."""
     q, k, v, _ = tensors(LARGE, what)
     return torch_frontend.explain(q, k, v, causal=True, **options).backend
 
 
 def attention_beside_kernels() -> list[Group]:
-    """attention() against the bare kernel call, forward and training, at the large shape."""
+    """Compares attention() with the bare kernel call, forward and training, at the large shape."""
     return [_beside_kernels(FORWARD, 680.0, "flash3"), _beside_kernels(TRAINING, 505.0, "flash4")]
 
 
@@ -95,7 +95,7 @@ def _beside_kernels(what: str, tflops_goal: float, fastest: str) -> Group:
 
 
 def softcap_speed() -> list[Group]:
-    """softcap=50 at the large shape: FlashAttention-4 through us, as shipped, FlashAttention-2, and FlexAttention."""
+    """Compares softcap=50 at the large shape: FlashAttention-4 (ours, as shipped), FlashAttention-2, FlexAttention."""
     return [_softcap(FORWARD, 480.0), _softcap(TRAINING, 420.0)]
 
 
@@ -122,13 +122,14 @@ SMALL_TRAINED = {**BARE[TRAINING], "sdpa_efficient": kernels.aten_efficient}
 
 
 def small_calls() -> list[Group]:
-    """Microseconds per eager call of attention() beside the bare call, where the kernel is next to nothing."""
+    """Measures the overhead of eager calls of attention() over the bare call, with a kernel of almost no time."""
     return [_small_calls(what) for what in ("no gradient", "forward, gradient recorded", TRAINING)]
 
 
 def _small_calls(what: str) -> Group:
     group = Group(
-        f"Small eager calls, {what}", f"{TINY}; the host's clock, so the host's cost wherever it is the longer"
+        f"Small eager calls, {what}",
+        f"{TINY}; by the host's clock: the host's time or the kernel's, if that is longer",
     )
     bare = SMALL if what == "no gradient" else SMALL_TRAINED
     shapes = FORWARD if what == "no gradient" else what
@@ -148,7 +149,7 @@ def _small_calls(what: str) -> Group:
 
 
 def dropins_beside_attention() -> list[Group]:
-    """What a host's signature costs on the host: the drop-ins' calls beside attention() itself, without gradients."""
+    """Measures the overhead of each drop-in's call over attention() itself, on the host, without gradients."""
     groups = []
     with torch.no_grad():
         shape = (TINY.batch, TINY.seq, TINY.heads, TINY.head_dim)

@@ -1,6 +1,6 @@
-"""What attention's choice is worth in a training step: the example's Flax model, with our attention and with jax.nn's.
+"""Compares training steps of the example's Flax model with our attention and with jax.nn's.
 
-jax.nn has neither softcap nor packed documents: rows are one document each and scores are not capped, in all variants.
+jax.nn has neither softcap nor packed documents. In all variants, each row is one document and scores are not capped.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MODELS = (Model("The training example", GemmaConfig(), 2, 512), Model("The same,
 
 
 def training_steps() -> list[Group]:
-    """Whole steps, forward, backward and optimizer, until the loss is on the host."""
+    """Times whole steps (forward, backward and optimizer) until the loss is on the host."""
     return [_steps(model) for model in MODELS]
 
 

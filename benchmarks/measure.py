@@ -1,4 +1,4 @@
-"""Timing side by side: candidates take turns in one process, and their ratios are what counts."""
+"""Timing of candidates that take turns in one process, so that their ratios are meaningful."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 
 
 def side_by_side(candidates: dict[str, Callable[[], Any]], *, calls: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds per call of each candidate in each round; the rounds interleave the candidates, in turn.
+    """Returns the seconds per call of each candidate in each round; the rounds interleave the candidates.
 
-    Each turn begins with a call that is not counted: right after another candidate, its threads are still in the way.
+    Each turn begins with an untimed call, because threads of the last candidate may still be running.
     """
     for run in candidates.values():
         for _ in range(3):
@@ -37,18 +37,18 @@ def side_by_side(candidates: dict[str, Callable[[], Any]], *, calls: int, rounds
 
 
 def medians(seconds: dict[str, list[float]]) -> dict[str, float]:
-    """The median seconds per call of each candidate."""
+    """Returns the median seconds per call of each candidate."""
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def median_difference(seconds: dict[str, list[float]], name: str, baseline: str) -> float:
-    """The median over rounds of (candidate - baseline), seconds per call."""
+    """Returns the median over rounds of (candidate - baseline), in seconds per call."""
     pairs = zip(seconds[name], seconds[baseline], strict=True)
     return statistics.median(one - other for one, other in pairs)
 
 
 def median_ratio(seconds: dict[str, list[float]], name: str, baseline: str) -> float:
-    """The median over rounds of (baseline / candidate): how many times as fast the candidate is."""
+    """Returns the median over rounds of (baseline / candidate): how many times as fast the candidate is."""
     pairs = zip(seconds[name], seconds[baseline], strict=True)
     return statistics.median(other / one for one, other in pairs)
 
@@ -57,11 +57,11 @@ PACKAGES = (
     *("attn-core", "numpy", "torch", "triton", "jax", "jaxlib", "flax", "jax-tvm-ffi", "transformers"),
     *("flash-attn", "tokenspeed-fa3", "flash-attn-4", "nvidia-cudnn-cu13"),
 )
-"""Whose versions are written down; those of kernels where they are installed."""
+"""The packages whose versions are recorded; None if one is not installed."""
 
 
 def environment() -> dict[str, Any]:
-    """When and with what a result was measured."""
+    """Returns the date, the machine and the versions of a measurement."""
     versions = {}
     for package in PACKAGES:
         try:

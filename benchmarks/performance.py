@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS, IMAGES = ROOT / "benchmarks/results", ROOT / "docs/images"
 PAGE, README = ROOT / "docs/explanation/performance.md", ROOT / "README.md"
 TINY = (1, 5, 2, 16)
-"""Batch, length, heads and head_dim of the CPU's small calls: the kernel costs next to nothing, the call remains."""
+"""Batch, length, heads and head_dim of the CPU's small calls, whose time is almost only the call's overhead."""
 BEGIN, END = "<!-- written by python -m benchmarks.performance --write -->\n", "<!-- end -->\n"
 
 Results = dict[str, dict[str, Any]]
@@ -27,7 +27,7 @@ Results = dict[str, dict[str, Any]]
 
 
 class Row(NamedTuple):
-    """A line of the table: the call, what it is compared with, the figure, and where and when it was measured."""
+    """A line of the table: the call, the baseline, the figure, and where and when it was measured."""
 
     call: str
     compared: str
@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Prints the page, or writes everything that is made of the stored results."""
+    """Prints the page, or writes the page, the plots and the README's table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     results = stored()
@@ -50,26 +50,26 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def stored() -> Results:
-    """The results in benchmarks/results that the page is made of."""
+    """Reads the results in benchmarks/results that the page shows."""
     names = ("cpu", "hopper", "context-parallel")
     return {name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in names}
 
 
 def in_readme(text: str, lines: str) -> str:
-    """The README with these lines between its two marks."""
+    """Returns the README with these lines between its two marks."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}{lines}\n{END}{after}"
 
 
 def table(lines: list[Row]) -> str:
-    """Rows as a Markdown table."""
+    """Returns rows as a Markdown table."""
     head = ["| call | compared with | measured | device | date |", "|---|---|---|---|---|"]
     return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in lines)])
 
 
 def rows(results: Results) -> list[Row]:
-    """The headline figures of every device."""
+    """Returns the headline figures of every device."""
     return [*_hopper(results["hopper"]), *_several(results["context-parallel"]), *_cpu(results["cpu"])]
 
 
@@ -100,7 +100,7 @@ HOPPER = (
     ("training", "The same, wider", "automatic choice beside jax.nn cudnn", "a training step of a Flax model"),
     ("paged", "Decoding", "in pages beside contiguous", "decode 64 x 8192 tokens from pages of 16"),
 )
-"""Measure, title of the group, name of the figure, and how the table calls it."""
+"""For each row: the measure, the title of the group, the name of the figure, and the call's name in the table."""
 NAMES = {
     "FlexAttention": "FlexAttention, compiled",
     "flash4 as shipped": "FlashAttention-4 as shipped",
@@ -122,7 +122,7 @@ def _hopper(result: dict[str, Any]) -> list[Row]:
         if unit.startswith("times the speed of "):
             other = unit.removeprefix("times the speed of ")
             compared, shown = NAMES.get(other, other), f"{figure['value']:.2f} times as fast"
-        else:  # TFLOP/s; the detail names the bare kernel that the choice fell on
+        else:  # TFLOP/s; the detail names the bare kernel of the chosen backend
             kernel, _, speed = figure["detail"].removesuffix(" in the same run").partition(": ")
             compared, shown = f"{kernel}: {speed} {unit}", f"{figure['value']:.0f} {unit}"
         lines.append(Row(call, compared, shown, device, date))
@@ -171,7 +171,7 @@ def _versions(result: dict[str, Any]) -> str:
 
 
 def cpu_table(figures: list[dict[str, Any]]) -> str:
-    """The figures of a CPU as a Markdown table."""
+    """Returns the figures of a CPU as a Markdown table."""
     lines = ["| figure | measured | goal | medians |", "|---|---|---|---|"]
     for figure in figures:
         each = ", ".join(f"{name} {value:,.1f} µs" for name, value in figure["median_microseconds"].items())
@@ -180,29 +180,31 @@ def cpu_table(figures: list[dict[str, Any]]) -> str:
 
 
 def page(results: Results) -> str:
-    """docs/explanation/performance.md."""
+    """Returns docs/explanation/performance.md."""
     cpu, hopper = results["cpu"], results["hopper"]
     goals = [figure for _, figure in figures_of(hopper) if figure["goal"]]
     met, missed = (sum(figure["held"] is verdict for figure in goals) for verdict in (True, False))
     return f"""# Performance
 
-What was measured, on which device, and how to measure it on yours. `python -m benchmarks.performance --write` writes
-this page from the raw times in `benchmarks/results`. The candidates of a row took turns in one process; ratios are
-medians over rounds.
+This page shows how fast attn-core is, on which device that was measured, and how to measure it on yours. `python -m
+benchmarks.performance --write` writes this page from the raw times in `benchmarks/results`. The two sides of a
+comparison took turns, and ratios are medians over rounds. Only torch's own `context_parallel` was timed by itself.
 
 ```python
 import torch
 from torch_frontend import attention, explain
 
 q = torch.randn(1, 64, 4, 64)
-print(explain(q, q, q, causal=True))  # what automatic choice runs here, for your shapes
+print(explain(q, q, q, causal=True))  # the kernel that runs here, for these shapes
 ```
 
 ## Headlines
 
 {table(rows(results))}
 
-The first rows: bfloat16, batch 4, 4096 tokens, 32 query heads on 8 kv heads of 128 channels, softcap 50 where named.
+The rows above the training step have bfloat16, batch 4, 4096 tokens, 32 query heads on 8 kv heads of 128 channels, and
+softcap 50 if they name softcap. Context parallelism has one causal row of the same heads. Linear speedup means that N
+GPUs are N times as fast as one.
 
 ![TFLOP/s of attention and of other libraries on an H200](../images/performance-h200.png)
 
@@ -210,9 +212,9 @@ The first rows: bfloat16, batch 4, 4096 tokens, 32 query heads on 8 kv heads of 
 
 ## All results
 
-| file in `benchmarks/results` | what it holds |
+| file in `benchmarks/results` | contents |
 |---|---|
-| `hopper.md` | one H200: every figure, the outcome of the tests, what was not run; {met} goals met, {missed} missed |
+| `hopper.md` | one H200: every figure, the tests, and all that was not run; {met} goals met, {missed} missed |
 | `context_parallel.md` | two and four H200s: every strategy, errors next to one GPU, long rows |
 | `sweep-sm90.md` | one H200: every backend on every call of the sweep, with plots |
 
@@ -223,8 +225,8 @@ Measured on {cpu["environment"]["date"]}: {cpu["environment"]["processor"]}, {cp
 {cpu_table(cpu["figures"])}
 
 Small calls run with torch on one thread, on tensors of {TINY} (batch, seq, heads, head_dim). torch's own
-`scaled_dot_product_attention` gets its own layout, (batch, heads, seq, head_dim). "Through the bridge" is the whole way
-from a jitted JAX function to torch's CPU kernel and back, including that kernel.
+`scaled_dot_product_attention` gets its own layout, (batch, heads, seq, head_dim). A call through the bridge goes from a
+jitted JAX function to torch's CPU kernel and back; its time includes the kernel.
 
 ## Measure your own machine
 

@@ -10,12 +10,12 @@ ONE_GPU = "one GPU"
 
 
 def strategies(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Seconds of the strategies alone: without one GPU, and without runs that send nothing."""
+    """Returns the seconds of the strategies, without one GPU and without runs that send nothing."""
     return {name: each for name, each in seconds.items() if name != ONE_GPU and not name.endswith("nothing sent")}
 
 
 def efficiency(seconds: dict[str, list[float]], world: int) -> float:
-    """The time of one GPU over the time of the fastest strategy, divided by the number of ranks."""
+    """Returns the time of one GPU divided by the time of the fastest strategy and by the number of ranks."""
     each = (
         statistics.median(one / (world * several) for one, several in zip(seconds[ONE_GPU], times, strict=True))
         for times in strategies(seconds).values()
@@ -55,7 +55,7 @@ BARS = {
 
 
 def _speeds(result: dict[str, Any], measure: str, title: str) -> dict[str, float]:
-    """TFLOP/s of a call of ours without a backend's name, and of every other library."""
+    """Returns the TFLOP/s of our call with automatic choice, and of every other library."""
     group = next(group for group in result["measures"][measure]["groups"] if group["title"] == title)
     ours = ("attention", "attention in JAX")
     return {

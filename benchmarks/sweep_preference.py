@@ -1,9 +1,9 @@
-"""The table of automatic choice, derived from a sweep's raw times.
+"""Derives the table of automatic choice from a sweep's raw times.
 
 The raw times are the file of ``attn bench --json``; the table is ``attn_core/selection/measured/<device>.json``.
 
-    python -m benchmarks.sweep_preference times.json                                        # show what it costs
-    python -m benchmarks.sweep_preference times.json --write attn_core/selection/measured   # and write the table
+    python -m benchmarks.sweep_preference times.json                                        # shows the regret
+    python -m benchmarks.sweep_preference times.json --write attn_core/selection/measured   # also writes the table
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from attn_core.selection import preference
 from attn_core.selection.regret import broken, record_spec, regrets, right_times
 
 TIE = 1.02
-"""Times within two per cent are noise; the usual order decides between them."""
+"""A difference of at most two per cent is noise; the usual order then decides."""
 
 
 def derive(raw: dict[str, Any]) -> dict[str, Any]:
-    """Derives the table of a raw file: per case its features, sizes, relative times in order of preference, best time.
+    """Derives the table of a raw file: each case with its features, sizes, relative times in order, and best time.
 
-    Leaves out cases without measurements, and cases whose right result is unknown: more than half of the backends
-    disagree with the first.
+    Leaves out cases without measurements. Also leaves out a case if more than half of the backends disagree with the
+    first one, because its right result is then unknown.
     """
     usual = backends.PREFERENCE.get((raw["framework"], backends.kind_of(raw["device"])), ())
     cases = [case for record in raw["cases"] if (case := _case(record, usual))]
@@ -62,7 +62,7 @@ def stable_order(times: dict[str, float], usual: tuple[str, ...]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Shows what automatic choice by the derived table costs; with ``--write`` also writes the table."""
+    """Prints the regret of automatic choice by the derived table; with ``--write``, also writes the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sweep_preference")
     parser.add_argument("times", type=Path, help="the raw times, written by attn bench --json")
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="the folder for the table of the device")

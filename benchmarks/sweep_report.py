@@ -1,7 +1,7 @@
-"""A sweep as tables and pictures: the fastest backend, the one that automatic choice would run, and what that costs.
+"""Shows a sweep as tables and plots: the fastest backend, the automatic choice, and the regret of the choice.
 
 python -m benchmarks.sweep_report times.json                 # the tables, printed
-python -m benchmarks.sweep_report times.json --write times   # the tables and the pictures, into a folder
+python -m benchmarks.sweep_report times.json --write times   # writes the tables and the plots to a folder
 """
 
 from __future__ import annotations
@@ -20,10 +20,15 @@ from attn_core.selection.preference import Case
 from attn_core.selection.regret import GOALS, Regret, record_spec, regrets, right_times
 
 DIRECTIONS = ("forward", "training")
+CAPTIONS = {
+    "causal.png": "TFLOP/s of causal calls by row length, a line for each backend",
+    "regret.png": "The number of cases by regret",
+}
+"""The captions of the plots, by the end of their file names."""
 
 
 def write_report(raw: dict[str, Any], cases: Sequence[Case], folder: Path) -> list[Path]:
-    """Writes the page and its two pictures; returns their paths."""
+    """Writes the page and its two plots; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"sweep-{raw['device']}"
     pictures = {f"{stem}-causal.png": speeds(raw), f"{stem}-regret.png": histogram(regrets(raw, cases))}
@@ -35,20 +40,21 @@ def write_report(raw: dict[str, Any], cases: Sequence[Case], folder: Path) -> li
 
 
 def page(raw: dict[str, Any], cases: Sequence[Case], pictures: Sequence[str] = ()) -> str:
-    """The whole page as Markdown."""
+    """Returns the whole page as Markdown."""
     versions = ", ".join(f"{name} {version}" for name, version in raw["versions"].items() if version)
     chosen = regrets(raw, cases)
     parts = [
         f"# Sweep on {raw['device_name']} ({raw['device']})\n",
         f"Written by `python -m benchmarks.sweep_report` from times measured on {raw['date']}, "
         f"{len(raw['cases'])} measurements in {raw['seconds']:.0f} s; {versions}.\n",
-        f"Each case: two calls to warm up, then {raw['rounds']} rounds in which the backends take turns (fewer for "
-        "what is far behind); medians in µs per call, host time included. Training is the forward and the gradients "
-        "of q, k and v.\n",
-        "Regret: the time of the backend that automatic choice runs over the time of the fastest.\n",
+        f"Each case has two calls to warm up, and then {raw['rounds']} rounds in which the backends take turns; slow "
+        "backends have fewer rounds. Times are medians in µs per call and include the host's time. Training is the "
+        "forward and the gradients of q, k and v.\n",
+        "Regret is the time of the automatic choice divided by the time of the fastest backend; inf if the chosen "
+        "backend was not timed.\n",
         "## Regret of automatic choice\n",
         regret_table(raw, cases),
-        *(f"![{name}]({name})\n" for name in pictures),
+        *(f"![{CAPTIONS[name.rpartition('-')[2]]}]({name})\n" for name in pictures),
     ]
     for direction in DIRECTIONS:
         rows = [record for record in raw["cases"] if record["direction"] == direction]
@@ -77,7 +83,7 @@ def _cell(entry: dict[str, Any], right: bool) -> str:
 
 
 def _left_out(raw: dict[str, Any]) -> str:
-    """Failures, wrong numbers and the rules of what was skipped, each once with how often."""
+    """Lists failures, wrong results and the reasons of skipped cases, each with its number of cases."""
     counts: dict[str, int] = {}
     for record in raw["cases"]:
         right = right_times(record)
@@ -126,7 +132,7 @@ def _fills(spec: Any) -> bool:
 
 
 def histogram(chosen: Sequence[Regret]) -> Any:
-    """Draws how many cases have which regret, separately for forward and training."""
+    """Draws the number of cases by regret, separately for forward and training."""
     figure = _figure(8, 3.5)
     axes = figure.subplots()
     finite = {
@@ -146,15 +152,15 @@ def _figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise SpecError("--report --write: matplotlib is not installed; pip install 'attn-core[cli]'") from None
+        raise SpecError("--write: matplotlib is not installed; pip install 'attn-core[cli]'") from None
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the tables of a sweep; with ``--write`` writes them to a folder, with pictures."""
+    """Prints the tables of a sweep; with ``--write``, writes them and the plots to a folder."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sweep_report")
     parser.add_argument("times", type=Path, help="the raw times, written by attn bench --json")
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="the folder for the page and its pictures")
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="the folder for the page and its plots")
     options = parser.parse_args(arguments)
     try:
         raw = read(options.times)
