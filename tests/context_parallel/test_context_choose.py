@@ -490,7 +490,7 @@ def test_a_long_row_is_refused_by_the_picture() -> None:
         with pytest.raises(SpecError, match=r"^length 65 over 2 ranks: at most 64 positions and ranks can be drawn$"):
             picture(made)
     done = attn("--q-len", str(LIMIT + 1), "--causal")
-    assert done.exit_code == 0 and done.output.startswith("(rows and ranks up to 64 are drawn)\n")
+    assert done.exit_code == 0 and done.output.startswith("(no picture: a row or the number of ranks is above 64)\n")
 
 
 def test_the_command_exits_with_the_refusal() -> None:
