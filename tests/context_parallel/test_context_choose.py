@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_context_plan import questions, visible_set
+from test_context_plan import requests, visible_set
 from typer.testing import CliRunner
 
 from attn_core import AttentionSpec, SpecError
@@ -413,7 +413,7 @@ def test_bad_requests_are_refused_by_name(changed: dict[str, Any], message: str)
         choose(**asked)
 
 
-@given(questions(), st.booleans())
+@given(requests(), st.booleans())
 def test_any_plan_has_an_estimate(question: tuple[Any, ...], training: bool) -> None:
     strategy, _, _, inner, q_len, kv_len, _ = question
     spec = call(0, (12 * inner, 6 * inner), q_len=q_len, kv_len=kv_len, causal=False, needs_backward=training)
@@ -463,7 +463,7 @@ def test_the_pictures_in_the_documents_are_current(name: str, tmp_path: Path) ->
     assert there.is_file() and path.read_text(encoding="utf-8") == there.read_text(encoding="utf-8"), again
 
 
-@given(questions())
+@given(requests())
 def test_a_picture_shows_every_visible_pair(question: tuple[Any, ...]) -> None:
     made, (q_len, kv_len, visible) = plan(*question), question[-3:]
     assert np.array_equal(step_of_pairs(made) >= 0, visible_set(q_len, kv_len, visible))
@@ -499,7 +499,10 @@ def test_the_command_exits_with_the_refusal() -> None:
     for options, message in (
         (["--ranks", "two"], "attn: --ranks='two': expected a number, or OUTER,INNER such as 2,4\n"),
         (["--ranks", "2,2,2"], "attn: --ranks='2,2,2': expected a number, or OUTER,INNER such as 2,4\n"),
-        (["--lengths", "3,4", "--kv-lengths", "4,3"], "attn: --kv-lengths: expected as many queries as keys of every"),
+        (
+            ["--lengths", "3,4", "--kv-lengths", "4,3"],
+            "attn: --kv-lengths: expected none, because each document has as many queries as keys",
+        ),
     ):
         done = attn(*options)
         assert done.exit_code == 2 and done.output.startswith(message)
