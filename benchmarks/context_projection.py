@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from attn_core.call.spec import AttentionSpec
-from attn_core.context_parallel.cost.choose import Axes, choose, plan_of
+from attn_core.context_parallel.call import plan_spec
+from attn_core.context_parallel.cost.choose import choose
 from attn_core.context_parallel.cost.estimate import Estimate, estimate
 from attn_core.context_parallel.cost.machine import GIB, Constants
+from attn_core.context_parallel.plan import AxisSizes
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Projection:
         alone: the cost of the whole row on one rank with enough memory.
     """
 
-    axes: Axes
+    axes: AxisSizes
     strategy: str
     estimate: Estimate
     alone: Estimate
@@ -40,7 +42,7 @@ class Projection:
 
 def project(
     spec: AttentionSpec,
-    worlds: Iterable[Axes],
+    worlds: Iterable[AxisSizes],
     constants: Constants,
     layout: str = "zigzag",
     strategy: str | None = None,
@@ -61,7 +63,7 @@ def project(
         ranks = axes[0] * (axes[1] if len(axes) == 2 else 1)
         whole = replace(spec, q_len=spec.q_len * ranks, kv_len=spec.kv_len * ranks)
         choice = choose(whole, None, layout, axes, constants, memory, strategy)
-        alone = estimate(whole, plan_of(whole, None, "all_gather", "contiguous", (1,)), constants)
+        alone = estimate(whole, plan_spec(whole, None, "all_gather", "contiguous", (1,)), constants)
         assert choice.strategy is not None and choice.estimate is not None
         projections.append(Projection(axes, choice.strategy, choice.estimate, alone))
     return tuple(projections)

@@ -8,9 +8,11 @@ from typing import Annotated
 import typer
 
 from attn_core.cli.spec_options import SpecOptions, takes_spec
-from attn_core.context_parallel.cost.choose import Axes, explain_choice, plan_of
+from attn_core.context_parallel.call import plan_spec
+from attn_core.context_parallel.cost.choose import explain_choice
 from attn_core.context_parallel.cost.machine import GIB, Constants
 from attn_core.context_parallel.picture import LIMIT, draw, svg
+from attn_core.context_parallel.plan import AxisSizes
 from attn_core.errors import SpecError
 
 
@@ -37,7 +39,7 @@ def context_plan(
     budget = None if memory is None else memory * GIB
     choice = explain_choice(spec, documents, layout, axes, Constants.of(device), budget, strategy)
     if choice.strategy is not None:
-        plan = plan_of(spec, documents, choice.strategy, layout, axes)
+        plan = plan_spec(spec, documents, choice.strategy, layout, axes)
         if picture is not None:
             picture.write_text(svg(plan), encoding="utf-8")
         drawn = max(spec.q_len, spec.kv_len, plan.world) <= LIMIT
@@ -48,7 +50,7 @@ def context_plan(
         raise typer.Exit(1)
 
 
-def _axes(text: str) -> Axes:
+def _axes(text: str) -> AxisSizes:
     try:
         axes = tuple(int(word) for word in text.split(","))
     except ValueError:

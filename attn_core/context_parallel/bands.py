@@ -1,4 +1,7 @@
-"""Bands: the visible pairs between two runs of positions, as a rectangle of places with two straight edges."""
+"""The visible pairs between two runs of positions, as a rectangle of places cut by two diagonal edges.
+
+A position is a token's number in the whole row; a place is its index in a block of queries or keys.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ from attn_core.call.masks import Band
 from attn_core.context_parallel.layout import Run
 
 
-class Visible(NamedTuple):
-    """The band in positions: key ``j`` is visible to query ``i`` iff ``-left <= j - (i + offset) <= right``.
+class VisibleBand(NamedTuple):
+    """The call's mask, in positions: query ``i`` sees key ``j`` if ``-left <= j - (i + offset) <= right``.
 
     Attributes:
         left, right: 0 or more; None is unbounded.
-        documents: offsets of packed documents, each of which sees only itself; None for no documents.
+        documents: the offsets of packed documents, each of which sees only itself; None for no documents.
     """
 
     left: int | None
@@ -25,7 +28,7 @@ class Visible(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Places ``[q_start, q_stop)`` of a block of queries, and ``[k_start, k_stop)`` of a block of keys."""
+    """A rectangle: places ``[q_start, q_stop)`` of a block of queries, and ``[k_start, k_stop)`` of a block of keys."""
 
     q_start: int
     q_stop: int
@@ -47,19 +50,19 @@ class Segment(NamedTuple):
         """A key's place minus its query's place on the bottom-right diagonal."""
         return self.k_stop - self.q_stop
 
-    def meets(self, other: Segment) -> bool:
-        """Whether a pair of places is in both."""
+    def overlaps(self, other: Segment) -> bool:
+        """Returns whether both rectangles contain some (query, key) pair."""
         queries = self.q_start < other.q_stop and other.q_start < self.q_stop
         return queries and self.k_start < other.k_stop and other.k_start < self.k_stop
 
-    def around(self, other: Segment) -> Segment:
-        """The smallest rectangle that contains both."""
+    def bounding_box(self, other: Segment) -> Segment:
+        """Returns the smallest rectangle that contains both."""
         (q_start, k_start), (q_stop, k_stop) = map(min, self[::2], other[::2]), map(max, self[1::2], other[1::2])
         return Segment(q_start, q_stop, k_start, k_stop)
 
 
-class Part(NamedTuple):
-    """A rectangle of places and its band in places: visible iff ``low <= key's place - query's place <= high``.
+class BandedSegment(NamedTuple):
+    """A rectangle and a band in places: a pair is visible if ``low <= key's place - query's place <= high``.
 
     An edge is None if it does not cut the rectangle.
     """
@@ -78,30 +81,33 @@ class Part(NamedTuple):
         edge = Band(None if low is None else apart - low, None if high is None else high - apart, 0)
         return max(0, banded_pairs(edge, q_stop - q_start, k_stop - k_start))
 
-    def within(self, low: int | None, high: int | None) -> Part:
-        """The intersection with a band."""
+    def intersect(self, low: int | None, high: int | None) -> BandedSegment:
+        """Returns the intersection with another band."""
         lows, highs = [x for x in (self.low, low) if x is not None], [x for x in (self.high, high) if x is not None]
-        return Part(self.segment, max(lows, default=None), min(highs, default=None))
+        return BandedSegment(self.segment, max(lows, default=None), min(highs, default=None))
 
-    def uncut(self) -> Part:
-        """The part with edges that do not cut it set to None."""
+    def drop_idle_edges(self) -> BandedSegment:
+        """Returns the same pairs with edges set to None that do not cut the rectangle."""
         (q_start, q_stop, k_start, k_stop), low, high = self
         if high is not None and high >= k_stop - 1 - q_start:
             high = None
         if low is not None and low <= k_start - (q_stop - 1):
             low = None
-        return Part(self.segment, low, high)
+        return BandedSegment(self.segment, low, high)
 
 
-def between(query: Run, q_place: int, key: Run, k_place: int, visible: Visible) -> Part | None:
-    """The visible part between two runs of one stride at two places, cropped; None if no pair is visible."""
+def visible_segment(query: Run, q_place: int, key: Run, k_place: int, visible: VisibleBand) -> BandedSegment | None:
+    """Returns the visible pairs between two runs that begin at two places, without rows and columns that see nothing.
+
+    Both runs must have one stride, unless one of them is a single position. None if no pair is visible.
+    """
     stride = key.stride if query.count == 1 else query.stride
     if query.count > 1 and key.count > 1 and query.stride != key.stride:
         raise AssertionError(f"runs of different strides: {query}, {key}")
     shift = query.start + visible.offset - key.start  # j - i (places) = distance / stride + shift / stride
     high = None if visible.right is None else (shift + visible.right) // stride
     low = None if visible.left is None else -((visible.left - shift) // stride)
-    if low is not None and high is not None and low > high:  # stripes that pass each other
+    if low is not None and high is not None and low > high:  # no multiple of the stride lies inside the band
         return None
     q_first, k_first = max(0, 0 if high is None else -high), max(0, 0 if low is None else low)
     q_stop = query.count if low is None else min(query.count, key.count - low)
@@ -110,22 +116,23 @@ def between(query: Run, q_place: int, key: Run, k_place: int, visible: Visible) 
         return None
     segment = Segment(q_place + q_first, q_place + q_stop, k_place + k_first, k_place + k_stop)
     apart = k_place - q_place
-    return Part(segment, None if low is None else low + apart, None if high is None else high + apart).uncut()
+    low, high = None if low is None else low + apart, None if high is None else high + apart
+    return BandedSegment(segment, low, high).drop_idle_edges()
 
 
-def one(a: Part, b: Part) -> Part | None:
-    """Two parts as one rectangle with one band that has exactly their pairs; None if there is no such rectangle."""
-    if a.segment.meets(b.segment):
+def join(a: BandedSegment, b: BandedSegment) -> BandedSegment | None:
+    """Returns one rectangle with one band that has exactly the pairs of both; None if there is no such rectangle."""
+    if a.segment.overlaps(b.segment):
         return None
-    whole, pairs = a.segment.around(b.segment), a.pairs + b.pairs
+    whole, pairs = a.segment.bounding_box(b.segment), a.pairs + b.pairs
     for low, high in product({a.low, b.low, None}, {a.high, b.high, None}):
-        both = Part(whole, low, high)
-        # The rectangle contains both parts' pairs. If the counts are equal, it contains no other pairs.
-        if both.pairs == pairs and all(_means(part, low, high) for part in (a, b)):
-            return both.uncut()
+        both = BandedSegment(whole, low, high)
+        # The band keeps all pairs of a and of b. If the counts are equal as well, it adds no other pair.
+        if both.pairs == pairs and all(_keeps_pairs(part, low, high) for part in (a, b)):
+            return both.drop_idle_edges()
     return None
 
 
-def _means(part: Part, low: int | None, high: int | None) -> bool:
-    """Whether a band has exactly the pairs of a part in the part's rectangle."""
-    return part.within(low, high).pairs == part.pairs == Part(part.segment, low, high).pairs
+def _keeps_pairs(part: BandedSegment, low: int | None, high: int | None) -> bool:
+    """Returns whether a band has exactly the pairs of ``part`` inside the rectangle of ``part``."""
+    return part.intersect(low, high).pairs == part.pairs == BandedSegment(part.segment, low, high).pairs

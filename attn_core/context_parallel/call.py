@@ -1,4 +1,4 @@
-"""A context-parallel call: the spec of the whole call, its plan, and the kernel of each tile."""
+"""ContextCall: the spec of a whole call over ranks, its plan, and the backend of each tile."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 from attn_core.call.masks import band
 from attn_core.call.options import number
 from attn_core.call.spec import AttentionSpec
-from attn_core.context_parallel.plan import ROUNDED_ONCE, Plan, plan
-from attn_core.context_parallel.tiles import Tile, Visible
+from attn_core.context_parallel.bands import VisibleBand
+from attn_core.context_parallel.plan import ROUNDED_ONCE, AxisSizes, ContextPlan, build_plan, parts_and_members
+from attn_core.context_parallel.tiles import Tile
 from attn_core.errors import ShapeError, SpecError
 from attn_core.selection import Target, preference, refusals, select
 
@@ -24,39 +25,40 @@ class ContextCall:
     Attributes:
         spec: the whole call, as on one device.
         plan: who computes what.
-        repeats: copies of each kv head before heads are exchanged, so that the ranks can share them evenly.
-        head_groups: number of groups of heads; each group's exchange overlaps the computation of the group before.
+        repeats: the copies of each kv head that are made before heads are exchanged, so that ranks share them evenly.
+        head_groups: the number of groups of heads; each group's exchange overlaps the computation of the group before.
         backends: ``((spec of a tile, backend), ...)`` for every distinct tile of every rank.
         requested: the backends that the caller named, or None for automatic choice.
     """
 
     spec: AttentionSpec
-    plan: Plan
+    plan: ContextPlan
     repeats: int
     head_groups: int
     backends: tuple[tuple[AttentionSpec, str], ...]
     requested: tuple[str, ...] | None = None
 
     def backend_of(self, tile: Tile) -> tuple[AttentionSpec, str]:
-        """(the spec of a tile, the backend that runs it)."""
+        """Returns (the spec of a tile, the backend that runs it)."""
         spec = tile_spec(self.spec, tile, *self.heads)
         return spec, dict(self.backends)[spec]
 
-    def sums_rows_wide(self, part: int) -> bool:
-        """Whether a part adds up the results of a query in a wider dtype than the inputs'.
+    def accumulator(self, of: str, part: int | None = None) -> str:
+        """Returns the dtype in which several results are added up: the inputs' dtype, or the log-sum-exp's.
 
-        It does for more than ROUNDED_ONCE results. Sinks count as one, because they join the sum.
+        Args:
+            of: "q" for outputs and gradients of queries, where sinks count as one more result; "own" for gradients of
+                a part's own keys, where copies of a kv head count; "sent" for gradients that parts send each other.
+            part: None for a dtype that is wide enough for every part.
         """
-        return self.plan.calls_of_a_query(part) + bool(self.spec.sinks) > ROUNDED_ONCE
-
-    def sums_own_wide(self, part: int) -> bool:
-        """The same for the gradients of a part's own keys: if a key gets several, or copies of a head are summed."""
-        return self.repeats > 1 or not self.plan.own_gradients_alone(part)
-
-    @property
-    def sums_sent_wide(self) -> bool:
-        """The same for the gradients of keys that parts send each other."""
-        return not self.plan.gradients_travel_alone
+        parts = range(self.plan.outer) if part is None else (part,)
+        if of == "q":
+            wide = any(self.plan.max_tiles_per_query(each) + bool(self.spec.sinks) > ROUNDED_ONCE for each in parts)
+        elif of == "own":
+            wide = self.repeats > 1 or not all(map(self.plan.own_gradients_are_single, parts))
+        else:
+            wide = not self.plan.sends_single_gradients
+        return self.spec.lse_dtype if wide else self.spec.dtype
 
     @property
     def keeps_gathered(self) -> bool:
@@ -71,47 +73,47 @@ class ContextCall:
 
 
 @lru_cache(maxsize=128)
-def context_call(
+def build_call(
     spec: AttentionSpec,
     documents: tuple[int, ...] | None,
     strategy: str,
     layout: str,
-    outer: int,
-    inner: int,
+    axes: AxisSizes,
     head_groups: int,
     target: Target,
     requested: tuple[str, ...] | None,
 ) -> ContextCall:
-    """Plans a call and chooses the kernels of its tiles; cached.
+    """Plans a call and selects the backends of its tiles; cached.
 
     Args:
         spec: the whole call, as on one device.
-        documents: offsets of the whole row's packed documents.
-        strategy, layout, outer, inner: see ``attn_core.context_parallel.plan.plan``.
+        documents: the offsets of the whole row's packed documents.
+        strategy, layout, axes: see ``attn_core.context_parallel.plan``.
         requested: ``backend=`` of the call, or of ``use_backend``.
 
     Raises:
-        SpecError: for arguments that context parallelism does not support, and heads that ranks cannot share.
+        SpecError: for arguments that context parallelism does not support, and for heads that ranks cannot share.
         NoBackendError: if no backend, or not the requested one, can run a tile; the message has every reason.
     """
     check_spec(spec)
-    repeats = kv_repeats(spec.num_heads, spec.num_kv_heads, inner)
-    local = spec.num_kv_heads * repeats // inner
-    if head_groups < 1 or local % head_groups:
-        raise SpecError(f"head_groups={head_groups}: expected a divisor of the {local} kv heads that a rank computes")
-    whole = spread(spec, documents, strategy, layout, outer, inner)
-    call = ContextCall(spec, whole, repeats, head_groups, ())
-    kinds = {tile_spec(spec, tile, *call.heads): None for step in whole.steps for mine in step.tiles for tile in mine}
-    return replace(call, backends=_runners(tuple(kinds), target, requested), requested=requested)
+    plan = plan_spec(spec, documents, strategy, layout, axes)
+    repeats = kv_repeats(spec.num_heads, spec.num_kv_heads, plan.inner)
+    heads = spec.num_kv_heads * repeats // plan.inner
+    if head_groups < 1 or heads % head_groups:
+        raise SpecError(f"head_groups={head_groups}: expected a divisor of the {heads} kv heads that a rank computes")
+    call = ContextCall(spec, plan, repeats, head_groups, (), requested)
+    tiles = (tile for step in plan.steps for of_part in step.tiles for tile in of_part)
+    specs = tuple(dict.fromkeys(tile_spec(spec, tile, *call.heads) for tile in tiles))
+    return replace(call, backends=_select_backends(specs, target, requested))
 
 
-def spread(
-    spec: AttentionSpec, documents: tuple[int, ...] | None, strategy: str, layout: str, outer: int, inner: int
-) -> Plan:
-    """The plan of a call."""
+def plan_spec(
+    spec: AttentionSpec, documents: tuple[int, ...] | None, strategy: str, layout: str, axes: AxisSizes
+) -> ContextPlan:
+    """Returns the plan of a spec's call; cached by ``build_plan``."""
     edge = band(spec)
-    visible = Visible(edge.left, edge.right, edge.offset, documents)
-    return plan(strategy, layout, outer, inner, spec.q_len, spec.kv_len, visible)
+    visible = VisibleBand(edge.left, edge.right, edge.offset, documents)
+    return build_plan(strategy, layout, *parts_and_members(axes, strategy), spec.q_len, spec.kv_len, visible)
 
 
 def check_spec(spec: AttentionSpec) -> None:
@@ -120,7 +122,7 @@ def check_spec(spec: AttentionSpec) -> None:
 
 
 def check_supported(mask: Any, bias: Any, alibi_slopes: Any, dropout: Any) -> None:
-    """Raises SpecError for a mask, a bias or slopes that are not None, and for dropout that is not 0."""
+    """Raises SpecError for a mask, a bias or slopes, and for dropout that is not 0."""
     for name, value in (("mask", mask), ("bias", bias), ("alibi_slopes", alibi_slopes)):
         if value is not None:
             raise SpecError(
@@ -134,7 +136,7 @@ def check_supported(mask: Any, bias: Any, alibi_slopes: Any, dropout: Any) -> No
 
 
 def kv_repeats(num_heads: int, num_kv_heads: int, inner: int) -> int:
-    """The copies of each kv head that let ``inner`` ranks share heads evenly; 1 if no copy is needed.
+    """Returns how many copies of each kv head let ``inner`` ranks share the heads evenly; 1 if they divide already.
 
     Raises:
         ShapeError: if no number of copies does.
@@ -148,10 +150,10 @@ def kv_repeats(num_heads: int, num_kv_heads: int, inner: int) -> int:
     )
 
 
-def keeps_gathered(spec: AttentionSpec, plan: Plan) -> bool:
-    """Whether gathered keys and values are kept for the backward instead of gathered again.
+def keeps_gathered(spec: AttentionSpec, plan: ContextPlan) -> bool:
+    """Returns whether gathered keys and values are kept for the backward instead of gathered again.
 
-    They are kept if they are no larger than a rank's queries, which are kept as well.
+    They are kept if they are no larger than a rank's queries, which the backward needs in any case.
     """
     kv_heads = spec.num_kv_heads * kv_repeats(spec.num_heads, spec.num_kv_heads, plan.inner)
     gathered = plan.outer * spec.kv_len * kv_heads * (spec.head_dim + spec.value_dim)
@@ -159,7 +161,7 @@ def keeps_gathered(spec: AttentionSpec, plan: Plan) -> bool:
 
 
 def tile_spec(spec: AttentionSpec, tile: Tile, num_heads: int, num_kv_heads: int) -> AttentionSpec:
-    """The spec of a tile: dense if it has one segment, packed if it has several."""
+    """Returns the spec of a tile: dense if it has one segment, packed if it has several."""
     several = len(tile.segments) > 1
     lengths = {
         "documents": len(tile.segments) if several else None,
@@ -188,10 +190,11 @@ def tile_spec(spec: AttentionSpec, tile: Tile, num_heads: int, num_kv_heads: int
     )
 
 
-def _runners(
+def _select_backends(
     specs: Sequence[AttentionSpec], target: Target, requested: tuple[str, ...] | None
 ) -> tuple[tuple[AttentionSpec, str], ...]:
-    """One backend for all tiles if one can run them all, so that they round alike; else the best for each."""
+    """Returns the backend of each tile: one for all of them if one can run them all, so that they round alike; else the
+    best for each."""
     if not specs:
         return ()
     largest = max(specs, key=lambda spec: spec.q_len * spec.kv_len)

@@ -1,4 +1,4 @@
-"""Layouts: which positions of a row each rank holds, as runs of plain numbers."""
+"""Layouts: the positions of a row that each rank holds, as runs of plain numbers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
 
 @dataclass(frozen=True, order=True, slots=True)
 class Run:
-    """``count`` positions from ``start`` on, ``stride`` apart, in neighbouring places of a shard."""
+    """``count`` positions from ``start`` on, ``stride`` apart, at consecutive places of a shard."""
 
     start: int
-    count: int  # type: ignore[assignment]  # hides the tuple's count(), which nobody calls
+    count: int
     stride: int = 1
 
     @property
@@ -28,13 +28,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Layout:
-    """A row of ``length`` positions over ranks.
+    """A row of ``length`` positions, spread over ranks.
 
     Attributes:
         kind: one of LAYOUTS.
-        length: the positions.
-        shard: places on every rank; the last places of a rank may hold no position.
-        runs: for each rank the positions at its places, from the first place on.
+        length: the number of positions.
+        shard: the number of places on every rank. The last places of a rank may hold no position.
+        runs: for each rank, the positions at its places, from the first place on.
     """
 
     kind: str
@@ -44,23 +44,24 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self.runs)
 
-    def held(self, rank: int) -> int:
-        """The number of positions that a rank holds."""
+    def position_count(self, rank: int) -> int:
+        """Returns the number of positions that a rank holds."""
         return sum(run.count for run in self.runs[rank])
 
 
-def layout(kind: str, length: int, outer: int, inner: int = 1, documents: Sequence[int] | None = None) -> Layout:
+def build_layout(kind: str, length: int, outer: int, inner: int = 1, documents: Sequence[int] | None = None) -> Layout:
     """Spreads a row over ``outer * inner`` ranks.
 
     Args:
-        kind: ``"contiguous"``: a piece for each rank. ``"zigzag"``: rank r of P holds the pieces r and 2P - 1 - r of
-            2P, so that every rank sees as much of a causal mask; with ``documents``, those pieces of every document.
-            ``"striped"``: rank r holds the positions r, r + P, r + 2P, ...
-        inner: number of neighbouring ranks that share a part of the row (Ulysses).
-        documents: the offsets ``[documents + 1]`` of packed documents, which the other layouts may cut anywhere.
+        kind: ``"contiguous"``: each rank holds one piece. ``"zigzag"``: the row is cut into 2P pieces for P ranks, and
+            rank r holds the pieces r and 2P - 1 - r, so that all ranks have equal work under a causal mask; if there
+            are ``documents``, every document is cut like this. ``"striped"``: rank r holds r, r + P, r + 2P, ...
+        inner: the number of consecutive ranks that share a part of the row by heads (Ulysses).
+        documents: the offsets ``[documents + 1]`` of packed documents. Only zigzag uses them; the other layouts cut
+            documents anywhere.
 
     Raises:
         SpecError, ShapeError: for invalid arguments.
@@ -75,14 +76,14 @@ def layout(kind: str, length: int, outer: int, inner: int = 1, documents: Sequen
     if documents is not None:
         check_documents(documents, length)
     if kind == "striped":
-        # Neighbours hold neighbouring stripes of their part, so that their positions together are one finer stripe.
+        # The ranks of a part hold adjacent stripes, so that together their positions are one finer stripe.
         starts = (outer * (rank % inner) + rank // inner for rank in range(world))
-        runs = [_kept([Run(start, -(-(length - start) // world), world)]) for start in starts]
+        runs = [_join_runs([Run(start, -(-(length - start) // world), world)]) for start in starts]
     elif kind == "contiguous":
-        runs = [_kept([piece]) for piece in pieces(0, length, world)]
+        runs = [_join_runs([piece]) for piece in cut_evenly(0, length, world)]
     else:
-        runs = _zigzag(documents if documents is not None else (0, length), world)
-    return Layout(kind, length, max(sum(run.count for run in held) for held in runs), tuple(runs))
+        runs = _zigzag_runs(documents if documents is not None else (0, length), world)
+    return Layout(kind, length, max(sum(run.count for run in of_rank) for of_rank in runs), tuple(runs))
 
 
 def check_documents(documents: Sequence[int], length: int) -> None:
@@ -93,43 +94,47 @@ def check_documents(documents: Sequence[int], length: int) -> None:
         raise ShapeError(f"seq_info: expected offsets that rise from 0 to the row's {length} positions, got {shown}")
 
 
-def axis_of(dim: int, rank: int) -> int:
-    """An axis of an array of ``rank`` axes, counted from the front; raises ShapeError if there is no such axis."""
+def check_axis(dim: int, rank: int) -> int:
+    """Returns an axis of an array of ``rank`` axes, counted from the front.
+
+    Raises:
+        ShapeError: if the array has no such axis.
+    """
     if not (is_host_int(dim) and -rank <= dim < rank):
         raise ShapeError(f"dim={dim!r}: expected one of the {rank} axes of x")
     return dim % rank
 
 
-def pieces(start: int, stop: int, count: int) -> list[Run]:
-    """A range in ``count`` pieces whose sizes differ by one at most."""
+def cut_evenly(start: int, stop: int, count: int) -> list[Run]:
+    """Returns a range cut into ``count`` pieces whose sizes differ by at most one."""
     size = stop - start
     edges = [start + at * size // count for at in range(count + 1)]
     return [Run(first, last - first) for first, last in pairwise(edges)]
 
 
-def _zigzag(documents: Sequence[int], world: int) -> list[tuple[Run, ...]]:
-    """Gives each rank a piece of every document's first half and the mirrored piece of its second half.
+def _zigzag_runs(documents: Sequence[int], world: int) -> list[tuple[Run, ...]]:
+    """Gives each rank one piece of every document's first half and the mirrored piece of its second half.
 
-    If pieces differ in size, the rank that holds least gets the largest pair.
+    If the pieces differ in size, the rank with the fewest positions so far gets the largest pair.
     """
-    held: list[list[Run]] = [[] for _ in range(world)]
+    runs: list[list[Run]] = [[] for _ in range(world)]
     loads = [0] * world
     for start, stop in pairwise(documents):
-        parts = pieces(start, stop, 2 * world)
+        parts = cut_evenly(start, stop, 2 * world)
         sizes = [parts[pair].count + parts[-1 - pair].count for pair in range(world)]
         ranks: Sequence[int] = range(world)
-        order: Sequence[int] = range(world)
+        pairs: Sequence[int] = range(world)
         if len(set(sizes)) > 1 and len(documents) > 2:
             ranks = sorted(range(world), key=lambda rank: (loads[rank], rank))
-            order = sorted(range(world), key=lambda pair: (-sizes[pair], pair))
-        for rank, pair in zip(ranks, order, strict=True):
-            held[rank] += [parts[pair], parts[-1 - pair]]
+            pairs = sorted(range(world), key=lambda pair: (-sizes[pair], pair))
+        for rank, pair in zip(ranks, pairs, strict=True):
+            runs[rank] += [parts[pair], parts[-1 - pair]]
             loads[rank] += sizes[pair]
-    return [_kept(runs) for runs in held]
+    return [_join_runs(of_rank) for of_rank in runs]
 
 
-def _kept(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """The runs that are not empty, with neighbours joined."""
+def _join_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """Drops empty runs, and joins runs that continue each other."""
     joined: list[Run] = []
     for run in runs:
         if run.count <= 0:
@@ -143,27 +148,27 @@ def _kept(runs: Sequence[Run]) -> tuple[Run, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The positions of several ranks' shards, in order.
+    """The positions of one or more ranks, in the order in which kernels see them.
 
     Attributes:
         runs: the positions, place by place.
-        ranks: the ranks whose shards, end to end, hold them.
+        ranks: the ranks whose shards hold these positions.
     """
 
     runs: tuple[Run, ...]
     ranks: tuple[int, ...]
 
     @property
-    def count(self) -> int:  # type: ignore[override]
-        """How many positions there are."""
+    def count(self) -> int:
+        """The number of positions."""
         return sum(run.count for run in self.runs)
 
 
-def block(layout: Layout, ranks: Sequence[int]) -> Block:
-    """The positions that ``ranks`` hold: one rank's in the order of its shard, several ranks' in rising order."""
+def build_block(layout: Layout, ranks: Sequence[int]) -> Block:
+    """Returns the positions of ``ranks``: of one rank in the order of its shard, of several ranks in rising order."""
     if len(ranks) == 1:
         return Block(layout.runs[ranks[0]], tuple(ranks))
     runs = sorted(run for rank in ranks for run in layout.runs[rank])
-    if layout.kind == "striped" and runs:  # stripes with evenly spaced starts are one finer stripe
+    if layout.kind == "striped" and runs:  # the stripes start at even distances, so together they are one finer stripe
         return Block((Run(runs[0].start, sum(run.count for run in runs), layout.world // len(ranks)),), tuple(ranks))
-    return Block(_kept(runs), tuple(ranks))
+    return Block(_join_runs(runs), tuple(ranks))

@@ -1,4 +1,4 @@
-"""Draws plans: which rank holds which positions, and which step computes which (query, key) pairs."""
+"""Draws a plan: which rank holds which positions, and which step computes which (query, key) pairs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 from attn_core.call.masks import Band
 from attn_core.context_parallel import places
 from attn_core.context_parallel.layout import Layout, Run
-from attn_core.context_parallel.plan import Plan
+from attn_core.context_parallel.plan import ContextPlan
 from attn_core.context_parallel.tiles import Tile
 from attn_core.errors import SpecError
 
 LIMIT = 64
-"""The longest row and the most ranks that are drawn, so that a picture stays readable."""
+"""The longest row and the most ranks that are drawn. Larger pictures cannot be read."""
 
 SIGNS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+-"
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#999999")
@@ -25,14 +25,15 @@ CELL, STRIP = 18, 16
 """Pixels of a pair, and of the strips that show which rank holds a position."""
 
 
-def step_of_pairs(plan: Plan) -> np.ndarray:
-    """int64 ``[q_len, kv_len]``: the index of the step that computes each pair; -1 for pairs that are not computed."""
+def step_of_pairs(plan: ContextPlan) -> np.ndarray:
+    """Returns int64 ``[q_len, kv_len]``: the index of the step that computes each pair; -1 if none does."""
     steps = np.full((plan.q_layout.length, plan.k_layout.length), -1, np.int64)
     for at, step in enumerate(plan.steps):
-        for part, mine in enumerate(step.tiles):
-            held = places.positions(plan.q_blocks[part].runs), places.positions(plan.keys(step, part).runs)
-            for tile in mine:
-                _mark(steps, tile, *held, at)
+        for part, tiles in enumerate(step.tiles):
+            queries = places.positions(plan.q_blocks[part].runs)
+            keys = places.positions(plan.key_block(step, part).runs)
+            for tile in tiles:
+                _mark(steps, tile, queries, keys, at)
     return steps
 
 
@@ -46,12 +47,13 @@ def _mark(steps: np.ndarray, tile: Tile, queries: np.ndarray, keys: np.ndarray, 
 
 
 def ranks_of(layout: Layout) -> np.ndarray:
-    """int64 ``[length]``: the rank that holds each position."""
-    return places.in_order(layout) // max(1, layout.shard)
+    """Returns int64 ``[length]``: the rank that holds each position."""
+    return places.places_by_position(layout) // max(1, layout.shard)
 
 
-def draw(plan: Plan) -> str:
-    """A plan as text: each rank's positions, a sign for the step that computes each pair, and the pairs of each part.
+def draw(plan: ContextPlan) -> str:
+    """Returns a plan as text: each rank's positions, a sign for the step that computes each pair, and the number of
+    pairs of each part.
 
     Raises:
         SpecError: for a row or a number of ranks above LIMIT.
@@ -61,20 +63,20 @@ def draw(plan: Plan) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _check(plan: Plan) -> None:
+def _check(plan: ContextPlan) -> None:
     longest = max(plan.q_layout.length, plan.k_layout.length)
     if longest > LIMIT or plan.world > LIMIT:
         raise SpecError(f"length {longest} over {plan.world} ranks: at most {LIMIT} positions and ranks can be drawn")
 
 
-def _title(plan: Plan) -> str:
+def _title(plan: ContextPlan) -> str:
     ranks = f"{plan.outer}" if plan.inner == 1 or plan.strategy == "ulysses" else f"{plan.outer} x {plan.inner}"
     if plan.strategy == "ulysses":
         ranks = f"{plan.inner}"
     return f"{plan.q_layout.kind} over {ranks} ranks, {plan.strategy}"
 
 
-def _holdings(plan: Plan) -> list[str]:
+def _holdings(plan: ContextPlan) -> list[str]:
     lines = []
     for rank, runs in enumerate(plan.q_layout.runs):
         line = f"rank {rank} holds {', '.join(map(_text_of, runs)) or 'nothing'}"
@@ -90,33 +92,33 @@ def _text_of(run: Run) -> str:
     return f"{run.start}-{run.last}" if run.stride == 1 else f"{run.start}, {run.start + run.stride} .. {run.last}"
 
 
-def _matrix(plan: Plan) -> list[str]:
-    """A line for each query in the order of positions, with its rank; a column for each key."""
+def _matrix(plan: ContextPlan) -> list[str]:
+    """Returns a line for each query in the order of positions, with its rank, and a column for each key."""
     steps, signs = step_of_pairs(plan), _signs(plan)
     of_query, of_key = ranks_of(plan.q_layout), ranks_of(plan.k_layout)
     lines = ["held by   " + " ".join(SIGNS[rank] for rank in of_key) + "   keys"]
     for query, row in enumerate(steps):
         lines.append(f"{of_query[query]:>5} {query:>3} " + " ".join(signs[step] for step in row))
-    moment = "the step that computes a pair" if _in_steps(plan) else "■ a pair that is computed"
+    moment = "the step that computes a pair" if _has_parts(plan) else "■ a pair that is computed"
     return [*lines, f"queries   {moment}, · none"]
 
 
-def _in_steps(plan: Plan) -> bool:
-    """Whether there are several parts, so that steps matter."""
+def _has_parts(plan: ContextPlan) -> bool:
+    """Returns whether there are several parts; otherwise all pairs are computed in one step."""
     return plan.outer > 1
 
 
-def _signs(plan: Plan) -> str:
-    """The sign of each step; the last sign is for pairs that are not visible."""
-    return (SIGNS[: len(plan.steps)] if _in_steps(plan) else "■" * len(plan.steps)) + "·"
+def _signs(plan: ContextPlan) -> str:
+    """Returns the sign of each step; the last sign is for pairs that are not visible."""
+    return (SIGNS[: len(plan.steps)] if _has_parts(plan) else "■" * len(plan.steps)) + "·"
 
 
-def _table(plan: Plan) -> list[str]:
-    """The pairs of each part at each step."""
+def _table(plan: ContextPlan) -> list[str]:
+    """Returns lines with the number of pairs of each part in each step."""
     name = "rank" if plan.inner == 1 else "part"
     width = max(len(name) + 3, *(len(str(count)) + 2 for count in plan.pairs))
     lines = ["pairs    " + "".join(f"{f'{name} {part}':>{width}}" for part in range(plan.outer))]
-    for at, step in enumerate(plan.steps if _in_steps(plan) else ()):
+    for at, step in enumerate(plan.steps if _has_parts(plan) else ()):
         source = f"all but {name[0]}" if step.gathered else f"{name[0]} - {step.shift}"
         source = f"{name[0]} itself" if step.own else source
         counts = "".join(f"{count:>{width}}" for count in step.pairs)
@@ -129,8 +131,8 @@ def _table(plan: Plan) -> list[str]:
     return lines
 
 
-def svg(plan: Plan) -> str:
-    """A plan as an SVG picture: a square for each pair, in the colour of its query's rank, with the number of its step.
+def svg(plan: ContextPlan) -> str:
+    """Returns a plan as an SVG picture: a square for each pair, in the colour of its query's rank, with its step.
 
     The strips on the left and on top show the ranks that hold the queries and the keys.
 
@@ -148,7 +150,7 @@ def svg(plan: Plan) -> str:
         f'<text x="4" y="13" text-anchor="start" font-size="11">{_title(plan)}</text>',
     ]
     lines += [_strip(of_key, (origin, top - STRIP - 2), across=True), _strip(of_query, (2, top), across=False)]
-    signs = _signs(plan) if _in_steps(plan) else " " * (len(plan.steps) + 1)
+    signs = _signs(plan) if _has_parts(plan) else " " * (len(plan.steps) + 1)
     for query, row in enumerate(step_of_pairs(plan)):
         lines += _row(row, signs, COLOURS[of_query[query] % len(COLOURS)], origin, top + CELL * query)
     return "\n".join([*lines, "</svg>", ""])
@@ -167,7 +169,7 @@ def _strip(ranks: np.ndarray, corner: tuple[int, int], *, across: bool) -> str:
 
 
 def _row(steps: Sequence[int], signs: str, colour: str, left: int, top: int) -> list[str]:
-    """A query's squares, with neighbours of one step joined; later steps are paler."""
+    """Returns a query's squares; adjacent squares of one step are joined, and later steps are paler."""
     lines = []
     for step, group in groupby(range(len(steps)), key=lambda key: int(steps[key])):
         keys = list(group)

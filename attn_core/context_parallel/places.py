@@ -1,4 +1,4 @@
-"""Index arrays that cut shards from a row, join them again, and order blocks."""
+"""Index arrays that cut shards out of a row, join them again, and order the positions of blocks."""
 
 from __future__ import annotations
 
@@ -8,87 +8,89 @@ from functools import lru_cache
 import numpy as np
 
 from attn_core.context_parallel.layout import Block, Layout, Run
-from attn_core.context_parallel.plan import Plan
+from attn_core.context_parallel.plan import ContextPlan
 from attn_core.context_parallel.tiles import Tile
+
+MAX_RANGES = 16
+"""The most contiguous ranges that are copied one by one; more ranges are copied by an index array."""
 
 
 def positions(runs: Sequence[Run]) -> np.ndarray:
-    """The positions of runs, place by place, int64."""
+    """Returns the positions of runs, place by place, int64."""
     parts = [run.start + run.stride * np.arange(run.count) for run in runs]
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
 @lru_cache(maxsize=64)
-def of_shards(layout: Layout) -> np.ndarray:
-    """int64 ``[world, shard]``: the position at every place of every rank; ``layout.length`` at places without one."""
+def positions_by_shard(layout: Layout) -> np.ndarray:
+    """Returns int64 ``[world, shard]``: the position at every place; ``layout.length`` at places without a position."""
     table = np.full((layout.world, layout.shard), layout.length, np.int64)
     for rank, runs in enumerate(layout.runs):
-        held = positions(runs)
-        table[rank, : len(held)] = held
+        of_rank = positions(runs)
+        table[rank, : len(of_rank)] = of_rank
     return table
 
 
 @lru_cache(maxsize=64)
-def in_order(layout: Layout) -> np.ndarray:
-    """int64 ``[length]``: the place of every position in all ranks' shards, end to end."""
+def places_by_position(layout: Layout) -> np.ndarray:
+    """Returns int64 ``[length]``: the place of every position in all ranks' shards, end to end."""
     index = np.zeros(layout.length + 1, np.int64)
-    flat = of_shards(layout).ravel()
+    flat = positions_by_shard(layout).ravel()
     index[flat] = np.arange(len(flat))
     return index[: layout.length]
 
 
 @lru_cache(maxsize=256)
-def order(layout: Layout, block: Block) -> np.ndarray:
-    """int64 ``[block.count]``: places of a block's positions in its ranks' shards, end to end in the order of ranks."""
-    start = {rank: at * layout.shard for at, rank in enumerate(block.ranks)}
-    places = in_order(layout)[positions(block.runs)]
+def places_of_block(layout: Layout, block: Block) -> np.ndarray:
+    """Returns int64 ``[block.count]``: the places of a block's positions in its ranks' shards, end to end."""
+    places = places_by_position(layout)[positions(block.runs)]
     rank, place = places // layout.shard, places % layout.shard
     first = np.zeros(layout.world, np.int64)
-    for name, at in start.items():
-        first[name] = at
+    for at, name in enumerate(block.ranks):
+        first[name] = at * layout.shard
     return first[rank] + place
 
 
 @lru_cache(maxsize=256)
-def in_blocks(blocks: tuple[Block, ...], size: int, block: Block) -> np.ndarray:
-    """int64 ``[block.count]``: places of its positions in blocks end to end, each padded to ``size`` places."""
-    held = [positions(each.runs) for each in blocks]
-    index = np.zeros(max((int(part.max()) + 1 for part in held if len(part)), default=0), np.int64)
-    for at, part in enumerate(held):
+def places_in_blocks(blocks: tuple[Block, ...], size: int, block: Block) -> np.ndarray:
+    """Returns int64 ``[block.count]``: the places of a block's positions in ``blocks`` end to end, ``size`` places
+    each."""
+    of_blocks = [positions(each.runs) for each in blocks]
+    index = np.zeros(max((int(part.max()) + 1 for part in of_blocks if len(part)), default=0), np.int64)
+    for at, part in enumerate(of_blocks):
         index[part] = at * size + np.arange(len(part))
     return index[positions(block.runs)]
 
 
-def among_all(plan: Plan, part: int) -> np.ndarray:
-    """int64: places of the other parts' keys in the gathered buffer: all blocks end to end, each padded to its ranks'
-    shards. With two parts the buffer holds only the other part's block."""
+def places_in_gathered(plan: ContextPlan, part: int) -> np.ndarray:
+    """Returns int64: the places of the other parts' keys in JAX's gathered buffer.
+
+    The buffer holds all blocks end to end, each padded to its ranks' shards. With two parts it holds only the other
+    part's block, because two parts swap their blocks.
+    """
     assert plan.others is not None
     blocks = plan.k_blocks if plan.outer > 2 else plan.k_blocks[1 - part : 2 - part]
-    return in_blocks(blocks, plan.inner * plan.k_layout.shard, plan.others[part])
+    return places_in_blocks(blocks, plan.inner * plan.k_layout.shard, plan.others[part])
 
 
-def held_positions(layout: Layout, documents: tuple[int, ...] | None) -> np.ndarray:
-    """int32 ``[world, shard]``: the position (in its row, or in its document) at every place; 0 if none."""
-    table = of_shards(layout)
-    held = table < layout.length
+def position_ids(layout: Layout, documents: tuple[int, ...] | None) -> np.ndarray:
+    """Returns int32 ``[world, shard]``: the position (in its row, or in its document) at every place; 0 if none."""
+    table = positions_by_shard(layout)
+    filled = table < layout.length
     if documents is not None:
         starts = np.asarray(documents)
         table = table - starts[np.searchsorted(starts[1:-1], table, side="right")]
-    return np.where(held, table, 0).astype(np.int32)
+    return np.where(filled, table, 0).astype(np.int32)
 
 
-def spans(ranges: Sequence[Sequence[int]]) -> np.ndarray:
-    """Ranges ``[start, stop)`` of places as one index array."""
-    return np.concatenate([np.arange(start, stop) for start, stop in ranges])
+def places_of_tile(tile: Tile) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the places of a tile's queries and of its keys in their blocks."""
+    queries, keys = ([range(*segment[at : at + 2]) for segment in tile.segments] for at in (0, 2))
+    return np.concatenate(queries), np.concatenate(keys)
 
 
-def of_tile(tile: Tile) -> tuple[np.ndarray, np.ndarray]:
-    """Places of a tile's queries and keys in their blocks."""
-    return spans([segment[:2] for segment in tile.segments]), spans([segment[2:] for segment in tile.segments])
-
-
-def slices(index: np.ndarray, limit: int) -> list[tuple[int, int]] | None:
-    """An index array as contiguous ranges ``[start, stop)``; None if it takes more than ``limit`` ranges."""
+def contiguous_ranges(index: np.ndarray, limit: int = MAX_RANGES) -> list[tuple[int, int]] | None:
+    """Returns an index array as contiguous ranges ``[start, stop)``; None if there are more than ``limit``."""
     if not len(index):
         return []
     breaks = np.flatnonzero(np.diff(index) != 1) + 1

@@ -1,23 +1,37 @@
-"""Plan: who computes what of an attention call whose row is spread over ranks, step by step, as plain data."""
+"""ContextPlan: who computes what when a row is spread over ranks, step by step, as plain data."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from attn_core.context_parallel import layout as layouts
+from attn_core.context_parallel.bands import VisibleBand
 from attn_core.context_parallel.layout import Block, Layout
-from attn_core.context_parallel.tiles import Tile, Visible, deepest, tiles
+from attn_core.context_parallel.tiles import Tile, max_overlap, split_into_tiles
 from attn_core.errors import SpecError
 
 STRATEGIES = ("all_gather", "ring", "ulysses")
-"""How ranks exchange keys and values: all ranks gather all of them; blocks travel from rank to rank; or heads are
-exchanged for positions. On two axes, one of the first two on the outer axis, and "ulysses" on the inner axis."""
+"""How keys and values reach the queries: every rank gathers all of them; blocks travel from rank to rank; or ranks
+exchange heads for positions. On two axes, one of the first two on the outer axis, and "ulysses" on the inner axis."""
+
+AxisSizes = tuple[int] | tuple[int, int]
+"""The sizes of one axis of ranks, or of two: (outer, inner). Ranks along the inner axis exchange heads."""
 
 
 ROUNDED_ONCE = 2
-"""The most results of one query or key whose sum has the inputs' dtype: it is rounded once. Longer sums are wider."""
+"""The most results of one query or key that are added up in the inputs' dtype, because the sum is then rounded only
+once. Longer sums have a wider dtype."""
+
+
+def parts_and_members(sizes: AxisSizes, strategy: str) -> tuple[int, int]:
+    """Returns (parts of the row, ranks that share a part by heads).
+
+    On one axis, "ulysses" has one part, and the other strategies have one rank in each part.
+    """
+    return sizes if len(sizes) == 2 else (1, *sizes) if strategy == "ulysses" else (*sizes, 1)
 
 
 @dataclass(frozen=True)
@@ -26,8 +40,8 @@ class Step:
 
     Attributes:
         shift: how far the block has travelled: part p has the block of part ``(p - shift) % parts``; 0 if gathered.
-        tiles: for each part its tiles; empty for a part that sees none of the block.
-        gathered: whether part p has the keys of all parts except p at once.
+        tiles: the tiles of each part; empty for a part that sees none of the block.
+        gathered: whether each part has the keys of all other parts at once.
     """
 
     shift: int
@@ -41,21 +55,21 @@ class Step:
 
     @property
     def pairs(self) -> tuple[int, ...]:
-        """The (query, key) pairs that each part computes."""
-        return tuple(sum(tile.pairs for tile in mine) for mine in self.tiles)
+        """The number of (query, key) pairs that each part computes."""
+        return tuple(sum(tile.pairs for tile in of_part) for of_part in self.tiles)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One attention call over ranks. Rank ``part * inner + i`` is the i-th of a part, whose ranks exchange heads.
+class ContextPlan:
+    """One attention call over ranks. Rank ``part * inner + i`` is member i of its part; members exchange heads.
 
     Attributes:
         strategy: of the outer axis, one of STRATEGIES; "ulysses" if there is no outer axis.
-        outer, inner: number of parts of the row; number of ranks that share a part by heads.
+        outer, inner: the number of parts of the row; the number of ranks that share a part by heads.
         q_layout, k_layout: the layouts of the queries, and of the keys and values.
         q_blocks, k_blocks: the block of each part, after its ranks have exchanged heads.
-        others: for each part the keys of all other parts, if keys are gathered; else None.
-        steps: in order, the own block's step first; steps without a visible pair are left out.
+        others: for each part, the keys of all other parts, if keys are gathered; else None.
+        steps: in order, the step on the own block first. Steps without a visible pair are left out.
     """
 
     strategy: str
@@ -70,7 +84,7 @@ class Plan:
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.outer * self.inner
 
     @property
@@ -78,45 +92,51 @@ class Plan:
         """Whether any part sees gathered keys of other parts."""
         return any(step.gathered for step in self.steps)
 
-    def keys(self, step: Step, part: int) -> Block:
-        """The keys that a part has in a step."""
+    @property
+    def hops(self) -> tuple[int, ...]:
+        """In a ring, how many parts on a block moves before each step, and after the last step to come home."""
+        shifts = [0, *(step.shift for step in self.steps), self.outer]
+        return tuple(later - earlier for earlier, later in pairwise(shifts))
+
+    def key_block(self, step: Step, part: int) -> Block:
+        """Returns the keys that a part has in a step."""
         if step.gathered:
             assert self.others is not None
             return self.others[part]
         return self.k_blocks[(part - step.shift) % self.outer]
 
     @property
-    def gradients_travel_alone(self) -> bool:
-        """Whether the gradient of every key that is sent comes from one tile instead of a sum of several.
+    def sends_single_gradients(self) -> bool:
+        """Whether the gradient of every key that is sent comes from one tile, so that it is not a sum.
 
         In a ring, gradients are summed on their way. If keys are gathered, each part sends its own sum. Gradients of a
         part's own block are not sent.
         """
         reached: dict[int, list[tuple[int, int]]] = {}
         for step in (step for step in self.steps if not step.own):
-            for part, mine in enumerate(step.tiles):
+            for part, tiles in enumerate(step.tiles):
                 keys = reached.setdefault(part if step.gathered else (part - step.shift) % self.outer, [])
-                keys += [(segment.k_start, segment.k_stop) for tile in mine for segment in tile.segments]
-        return all(deepest(keys) < 2 for keys in reached.values())
+                keys += [(segment.k_start, segment.k_stop) for tile in tiles for segment in tile.segments]
+        return all(max_overlap(keys) < 2 for keys in reached.values())
 
-    def own_gradients_alone(self, part: int) -> bool:
-        """Whether no key of a part's own block is in two of its tiles."""
-        mine = (tile for step in self.steps if step.own for tile in step.tiles[part])
-        return deepest((segment.k_start, segment.k_stop) for tile in mine for segment in tile.segments) < 2
+    def own_gradients_are_single(self, part: int) -> bool:
+        """Returns whether no key of a part's own block is in two of its tiles."""
+        tiles = (tile for step in self.steps if step.own for tile in step.tiles[part])
+        return max_overlap((segment.k_start, segment.k_stop) for tile in tiles for segment in tile.segments) < 2
 
-    def calls_of_a_query(self, part: int) -> int:
-        """The most tiles of a part that see one query."""
-        mine = (tile for step in self.steps for tile in step.tiles[part])
-        return deepest((segment.q_start, segment.q_stop) for tile in mine for segment in tile.segments)
+    def max_tiles_per_query(self, part: int) -> int:
+        """Returns the largest number of a part's tiles that contain one query."""
+        tiles = (tile for step in self.steps for tile in step.tiles[part])
+        return max_overlap((segment.q_start, segment.q_stop) for tile in tiles for segment in tile.segments)
 
     @property
     def pairs(self) -> tuple[int, ...]:
-        """The (query, key) pairs that each part computes, per head."""
+        """The number of (query, key) pairs that each part computes, per head."""
         return tuple(map(sum, zip(*(step.pairs for step in self.steps), strict=True))) or (0,) * self.outer
 
     @property
     def balance(self) -> float:
-        """The mean work of the parts over the work of the busiest part: 1 is even. An upper bound of the efficiency."""
+        """The mean work of the parts over the work of the busiest part: an upper bound of the efficiency; 1 is even."""
         pairs = self.pairs
         return sum(pairs) / (len(pairs) * max(pairs)) if max(pairs) else 1.0
 
@@ -127,22 +147,16 @@ class Plan:
 
 
 @lru_cache(maxsize=256)
-def plan(
-    strategy: str,
-    layout: str,
-    outer: int,
-    inner: int,
-    q_len: int,
-    kv_len: int,
-    visible: Visible,
-) -> Plan:
-    """The plan of a call.
+def build_plan(
+    strategy: str, layout: str, outer: int, inner: int, q_len: int, kv_len: int, visible: VisibleBand
+) -> ContextPlan:
+    """Plans a call; cached.
 
     Args:
         strategy: one of STRATEGIES, for the outer axis; "ulysses" needs ``outer`` 1.
-        layout: ``"contiguous"``, ``"zigzag"`` or ``"striped"``, see ``attn_core.context_parallel.layout``.
+        layout: one of ``attn_core.context_parallel.layout.LAYOUTS``.
         outer, inner: the sizes of the two axes; inner ranks exchange heads.
-        q_len, kv_len: of the whole row; packed documents have one length for both.
+        q_len, kv_len: of the whole row; with documents they are equal.
 
     Raises:
         SpecError: for an unknown strategy or layout, or sizes that do not match.
@@ -154,34 +168,34 @@ def plan(
         raise SpecError(f"strategy='ulysses': expected all {outer * inner} ranks on its axis, got {outer} x {inner}")
     if visible.documents is not None and q_len != kv_len:
         raise SpecError(f"seq_info: expected as many queries as keys of every document, got {q_len} and {kv_len}")
-    q_layout = layouts.layout(layout, q_len, outer, inner, visible.documents)
-    k_layout = q_layout if q_len == kv_len else layouts.layout(layout, kv_len, outer, inner)
+    q_layout = layouts.build_layout(layout, q_len, outer, inner, visible.documents)
+    k_layout = q_layout if q_len == kv_len else layouts.build_layout(layout, kv_len, outer, inner)
     members = [tuple(range(part * inner, (part + 1) * inner)) for part in range(outer)]
-    q_blocks = tuple(layouts.block(q_layout, ranks) for ranks in members)
-    k_blocks = tuple(layouts.block(k_layout, ranks) for ranks in members)
+    q_blocks = tuple(layouts.build_block(q_layout, ranks) for ranks in members)
+    k_blocks = tuple(layouts.build_block(k_layout, ranks) for ranks in members)
     others = None
     shifts = range(outer)
     if strategy != "ring" and outer > 1:
-        others = tuple(_together(k_layout, k_blocks[:part] + k_blocks[part + 1 :]) for part in range(outer))
+        others = tuple(_join_blocks(k_layout, k_blocks[:part] + k_blocks[part + 1 :]) for part in range(outer))
         shifts = range(1)
-    steps = [_step(q_blocks, k_blocks, shift, visible) for shift in shifts]
+    steps = [Step(shift, _tiles(q_blocks, k_blocks[-shift:] + k_blocks[:-shift], visible)) for shift in shifts]
     if others is not None:
-        rest = (tiles(block.runs, its.runs, visible) for block, its in zip(q_blocks, others, strict=True))
-        steps.append(Step(0, tuple(rest), gathered=True))
-    kept = tuple(step for step in steps if any(step.tiles))
-    return Plan(strategy, outer, inner, q_layout, k_layout, q_blocks, k_blocks, others, kept)
+        steps.append(Step(0, _tiles(q_blocks, others, visible), gathered=True))
+    visible_steps = tuple(step for step in steps if any(step.tiles))
+    return ContextPlan(strategy, outer, inner, q_layout, k_layout, q_blocks, k_blocks, others, visible_steps)
 
 
-def _step(q_blocks: Sequence[Block], k_blocks: Sequence[Block], shift: int, visible: Visible) -> Step:
-    parts = range(len(q_blocks))
-    return Step(
-        shift, tuple(tiles(q_blocks[part].runs, k_blocks[(part - shift) % len(parts)].runs, visible) for part in parts)
-    )
+def _tiles(queries: Sequence[Block], keys: Sequence[Block], visible: VisibleBand) -> tuple[tuple[Tile, ...], ...]:
+    """Returns the tiles of each part, from the queries and the keys that each part has."""
+    return tuple(split_into_tiles(q.runs, k.runs, visible) for q, k in zip(queries, keys, strict=True))
 
 
-def _together(layout: Layout, blocks: Sequence[Block]) -> Block:
-    """Several parts' keys in the order of positions. Stripes stay apart: a stripe of queries sees a band of each."""
+def _join_blocks(layout: Layout, blocks: Sequence[Block]) -> Block:
+    """Returns several parts' keys in the order of positions.
+
+    Stripes are not merged: a stripe of queries sees one band of each stripe of keys.
+    """
     ranks = tuple(rank for block in blocks for rank in block.ranks)
     if layout.kind == "striped":
         return Block(tuple(run for block in blocks for run in block.runs), ranks)
-    return layouts.block(layout, ranks)
+    return layouts.build_block(layout, ranks)

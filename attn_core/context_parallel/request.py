@@ -1,4 +1,4 @@
-"""A context-parallel call as both frontends describe it: its arguments checked, its strategy chosen, its plan made."""
+"""Request: a context-parallel call as both frontends describe it. Checks it, chooses its strategy and plans it."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.options import Options
 from attn_core.call.seq_info import SeqInfo, check_cu_seqlens, is_host_int
 from attn_core.call.spec import AttentionSpec
-from attn_core.context_parallel.call import ContextCall, context_call
-from attn_core.context_parallel.cost.choose import Axes, Explanation, check_strategy, choose, parts_and_members
+from attn_core.context_parallel.call import ContextCall, build_call
+from attn_core.context_parallel.cost.choose import Explanation, check_strategy, choose
 from attn_core.context_parallel.cost.machine import Constants
+from attn_core.context_parallel.plan import AxisSizes
 from attn_core.errors import ShapeError, SpecError
 from attn_core.selection import Target
 
 Metadata = tuple[tuple[int, ...], Any]
 """The shape and the dtype of an array."""
 Documents = tuple[int, ...] | None
+"""The offsets of the whole row's packed documents, or None."""
 
 
 class Request(NamedTuple):
-    """Everything that decides a context-parallel call, which excludes the values of its arrays.
+    """Everything that a plan depends on: all arguments of a call, but not the values of its arrays.
 
     Attributes:
-        shards: of one rank's q, k, v and sinks; None for no sinks.
-        lengths: positions of the whole row, of q and of k.
-        documents: offsets of the whole row's packed documents, or None.
-        strategy: "" to choose one by the cost model.
-        axes, sizes: names and sizes of the mesh axes that share the row: one axis, or (outer, inner).
-        device: where the arrays are, as the framework names it.
+        shards: the metadata of one rank's q, k, v and sinks; None for no sinks.
+        lengths: the number of positions of the whole row, of q and of k.
+        strategy: "" to let the cost model choose one.
+        axes, sizes: the names and sizes of the mesh axes that share the row: one axis, or (outer, inner).
+        device: the device of the arrays, as the framework names it.
         requested: the backends that the caller named, or None for automatic choice.
     """
 
@@ -47,7 +48,7 @@ class Request(NamedTuple):
     layout: str
     head_groups: int
     axes: tuple[str, ...]
-    sizes: Axes
+    sizes: AxisSizes
     device: Any
     needs_backward: bool
     requested: tuple[str, ...] | None
@@ -69,19 +70,19 @@ def build_request(
     documents: Documents,
     options: Options,
     axes: tuple[str, ...],
-    sizes: Axes,
+    sizes: AxisSizes,
     device: Any,
     needs_backward: bool,
     requested: tuple[str, ...] | None,
     shards_each: int = 1,
 ) -> Request:
-    """Checks what needs no plan, and fills in the lengths.
+    """Checks everything that can be checked without a plan, and computes the lengths.
 
     Args:
-        arrays: of q, k and v.
-        options: with every value checked.
-        length: as the caller gave it, see ``lengths_of``.
-        shards_each: how many shards lie end to end in each array.
+        arrays: the metadata of q, k and v.
+        options: checked by the caller.
+        length: the caller's argument, see ``row_lengths``.
+        shards_each: the number of shards that lie end to end in each array.
 
     Raises:
         ShapeError, SpecError: naming the argument, its value and what was expected.
@@ -104,9 +105,9 @@ def build_request(
         shards.append((shape, dtype))
     return Request(
         (*shards, sinks),
-        lengths_of(length, documents, (shards[0][0][-3], shards[1][0][-3]), prod(sizes)),
+        row_lengths(length, documents, (shards[0][0][-3], shards[1][0][-3]), prod(sizes)),
         documents,
-        with_longest(options, documents),
+        with_max_len(options, documents),
         strategy or "",
         layout,
         int(head_groups or 1),
@@ -118,24 +119,24 @@ def build_request(
     )
 
 
-def with_longest(options: Options, documents: Documents) -> Options:
-    """The options with the length of the longest document."""
+def with_max_len(options: Options, documents: Documents) -> Options:
+    """Returns the options with the length of the longest document."""
     if documents is None:
         return options
     longest = max(stop - start for start, stop in pairwise(documents))
     return options._replace(max_len_q=longest, max_len_k=longest)
 
 
-def lengths_of(length: Any, documents: Documents, shards: tuple[int, int], world: int) -> tuple[int, int]:
-    """(queries, keys) of the whole row: as the caller says, those of the documents, or as many as the shards can hold.
+def row_lengths(length: Any, documents: Documents, shards: tuple[int, int], world: int) -> tuple[int, int]:
+    """Returns the lengths (of q, of k) of the whole row.
 
     Args:
-        length: an int, a pair (of q, of k), or None.
-        shards: places of a shard of q, and of k.
+        length: an int, a pair (of q, of k), or None: then the length of the documents, or the places of all shards.
+        shards: the places of a shard of q, and of k.
         world: the number of ranks.
 
     Raises:
-        SpecError: if ``length`` is no length, or differs from that of the documents.
+        SpecError: if ``length`` is no length, or differs from the length of the documents.
     """
     if length is None:
         return (shards[0] * world, shards[1] * world) if documents is None else (documents[-1], documents[-1])
@@ -147,12 +148,12 @@ def lengths_of(length: Any, documents: Documents, shards: tuple[int, int], world
     return pair[0], pair[1]
 
 
-def documents_of(seq_info: Any, off_host: Callable[[Any], str | None]) -> Documents:
-    """The offsets of a row's packed documents as plain numbers.
+def document_offsets(seq_info: Any, off_host: Callable[[Any], str | None]) -> Documents:
+    """Returns the offsets of a row's packed documents as plain numbers.
 
     Args:
-        seq_info: as the caller gave it.
-        off_host: says what an array of offsets is if the host cannot read it; None if it can.
+        seq_info: the caller's argument.
+        off_host: returns None for offsets that the host can read, and otherwise a phrase that says what they are.
 
     Raises:
         SpecError: for offsets that are not on the host, or that differ between queries and keys.
@@ -163,11 +164,11 @@ def documents_of(seq_info: Any, off_host: Callable[[Any], str | None]) -> Docume
     sides = []
     for side in ("q", "k"):
         offsets = getattr(info, f"cu_seqlens_{side}")
-        where = off_host(offsets)
-        if where is not None:
+        kind = off_host(offsets)
+        if kind is not None:
             raise SpecError(
                 f"seq_info.cu_seqlens_{side}: expected offsets on the host, because they decide what is sent where; "
-                f"got {where}; SeqInfo.from_lengths takes Python ints"
+                f"got {kind}; SeqInfo.from_lengths takes Python ints"
             )
         offsets = np.asarray(offsets)
         check_cu_seqlens(offsets, getattr(info, f"max_len_{side}"), side=side)
@@ -178,9 +179,11 @@ def documents_of(seq_info: Any, off_host: Callable[[Any], str | None]) -> Docume
 
 
 @lru_cache(maxsize=64)
-def _spec(
+def _build_spec(
     shards: tuple[Metadata | None, ...], lengths: tuple[int, int], documents: Documents, options: Options
 ) -> AttentionSpec:
+    """Returns the spec of the whole call, as on one device."""
+
     def facts(each: Metadata | None, length: int | None = None) -> ArrayFacts | None:
         if each is None:
             return None
@@ -195,29 +198,28 @@ def _spec(
 
 
 @lru_cache(maxsize=64)
-def explanation(request: Request, target: Target) -> Explanation:
-    """The call with its strategy chosen, and why; cached.
+def explain_request(request: Request, target: Target) -> Explanation:
+    """Chooses the strategy of a call and plans it; cached.
 
     Raises:
         ShapeError, DTypeError, SpecError: for arguments that describe no call.
         NoStrategyError, NoBackendError: with every reason.
     """
-    spec = _spec(request.shards, request.lengths, request.documents, request.options)
-    # JAX traces a forward before it knows whether there will be a backward, and both must exchange alike.
+    spec = _build_spec(request.shards, request.lengths, request.documents, request.options)
+    # JAX traces a forward before it knows whether there will be a backward, so both must choose the same strategy.
     spec = replace(spec, needs_backward=request.needs_backward or target.framework == "jax")
     constants, strategy = Constants.of(target.device), request.strategy or None
     choice = choose(spec, request.documents, request.layout, request.sizes, constants, None, strategy)
-    return Explanation(choice, call_of(request._replace(strategy=choice.strategy or ""), target))
+    return Explanation(choice, plan_request(request._replace(strategy=choice.strategy or ""), target))
 
 
 @lru_cache(maxsize=64)
-def call_of(request: Request, target: Target) -> ContextCall:
-    """The plan and the kernels of a call whose strategy is known; cached. Raises as ``explanation`` does."""
-    spec = _spec(request.shards, request.lengths, request.documents, request.options)
+def plan_request(request: Request, target: Target) -> ContextCall:
+    """Plans a call whose strategy is known; cached. Raises the same errors as ``explain_request``."""
+    spec = _build_spec(request.shards, request.lengths, request.documents, request.options)
     spec = replace(spec, needs_backward=request.needs_backward)
-    call = context_call(
-        *(spec, request.documents, request.strategy, request.layout),
-        *parts_and_members(request.sizes, request.strategy),
+    call = build_call(
+        *(spec, request.documents, request.strategy, request.layout, request.sizes),
         *(request.head_groups, target, request.requested),
     )
     layouts = call.plan.q_layout, call.plan.k_layout, call.plan.k_layout

@@ -23,7 +23,7 @@ class BridgedCall(NamedTuple):
     """The names of the further operands: a backward's out, lse, dout and dlse."""
     with_lse: bool = True
     """Whether a forward has the log-sum-exp as its second result."""
-    beside: bool = False
+    overlaps_exchange: bool = False
     """Whether the kernel overlaps an exchange that was just started. It then waits a few us, so the exchange begins."""
 
     @property
@@ -42,8 +42,8 @@ class BridgedStep(NamedTuple):
 
     step: StepCall
     device: str
-    beside: bool
-    """See ``BridgedCall.beside``."""
+    overlaps_exchange: bool
+    """See ``BridgedCall.overlaps_exchange``."""
     parts: tuple[tuple[int, int], ...] = ()
     """(device id, part) of every device of the mesh; empty if the last operand is the part. On CPUs it is an operand,
     because the host can read its value there."""

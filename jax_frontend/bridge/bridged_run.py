@@ -24,7 +24,7 @@ def run_of(call: BridgedCall | BridgedStep) -> Run:
     if isinstance(call, BridgedStep):
         return _StepRunner(call).run
     run = _forward(call) if call.direction == "forward" else _backward(call)
-    return _with_head_start(run) if call.beside else run
+    return _with_head_start(run) if call.overlaps_exchange else run
 
 
 def _with_head_start(run_call: Run) -> Run:
@@ -81,21 +81,21 @@ class _StepRunner:
     """
 
     def __init__(self, call: BridgedStep) -> None:
-        self.step, self._beside = call.step, call.beside
+        self.step, self._overlaps_exchange = call.step, call.overlaps_exchange
         # Positions among the values: q, the keys, any results so far, the part unless call.parts says it, the results.
-        self._keys_end = 1 + call.step.arrays
-        self._part_at = self._keys_end + 2 * call.step.after
+        self._keys_end = 1 + call.step.key_arrays
+        self._part_at = self._keys_end + 2 * call.step.has_earlier_results
         self._results_at = self._part_at + (not call.parts)
         self._parts = parts_by_device(call.parts, jax.local_devices(backend="gpu")) if call.parts else None
 
     def run(self, values: tuple[Any, ...]) -> None:
         """Runs the step on XLA's values; see ``Run``."""
         q = values[0]
-        runs = _runs_of(self, self._part(values), q.device)
-        if self._beside and runs.tiles:
+        part_step = _prepare_part(self, self._part(values), q.device)
+        if self._overlaps_exchange and part_step.tiles:
             head_start(q.device)
         out, lse, *scratch = values[self._results_at : self._results_at + 4]
-        step.attend(runs, q, values[1 : self._keys_end], (out, lse), scratch)
+        step.attend(part_step, q, values[1 : self._keys_end], (out, lse), scratch)
 
     def _part(self, values: tuple[Any, ...]) -> int:
         if self._parts is None:
@@ -110,8 +110,8 @@ class _StepRunner:
 
 
 @lru_cache(maxsize=64)
-def _runs_of(runner: _StepRunner, part: int, device: Any) -> step.Runs:
-    return step.runs_of(runner.step, part, device)
+def _prepare_part(runner: _StepRunner, part: int, device: Any) -> step.PartStep:
+    return step.prepare_part(runner.step, part, device)
 
 
 def parts_by_device(parts: tuple[tuple[int, int], ...], local_devices: Sequence[Any]) -> dict[int, int]:

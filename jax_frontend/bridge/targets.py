@@ -49,8 +49,8 @@ _making_room = threading.Lock()
 
 def run(call: BridgedCall, results: tuple[jax.ShapeDtypeStruct, ...], *operands: Any) -> tuple[Any, ...]:
     """Returns the results of a backend's forward or backward on JAX arrays; traceable, as one or a few custom calls."""
-    # A compiled program has no head start for exchanges, so calls that differ in ``beside`` alone share one.
-    lane = compiled_lane.lane_of(call._replace(beside=False))
+    # A compiled program has no head start for exchanges, so calls that differ in ``overlaps_exchange`` alone share one.
+    lane = compiled_lane.lane_of(call._replace(overlaps_exchange=False))
     if lane.program is not None:
         return compiled_lane.run(lane.program, call, results, operands)
     _register_targets()
@@ -64,8 +64,8 @@ def run_step(call: BridgedStep, results: tuple[jax.ShapeDtypeStruct, ...], *oper
         results: the types of out, lse and the scratch for both. out and lse so far, if they are operands, are updated
             in place.
     """
-    at = 1 + call.step.arrays
-    aliases = {at: 0, at + 1: 1} if call.step.after else {}
+    at = 1 + call.step.key_arrays
+    aliases = {at: 0, at + 1: 1} if call.step.has_earlier_results else {}
     _register_targets()
     launch = jax.ffi.ffi_call(_target("step"), results, input_output_aliases=aliases)
     return tuple(launch(*operands, call=token_of(call))[:2])

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from attn_core.call.options import Options, requested_names
 from attn_core.context_parallel.cost.choose import Explanation
-from attn_core.context_parallel.request import Request, explanation
+from attn_core.context_parallel.request import Request, explain_request
 from attn_core.selection import override
 from jax_frontend.attention import Window
 from jax_frontend.context_parallel import mesh as context_mesh
@@ -95,7 +95,7 @@ def context_parallel_attention(
     backends = requested_names(backend) or override.requested()
     how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
     request = requested(place, inputs, options, seq_info, backends, **how)
-    request = request._replace(strategy=explanation(request, target_of(request)).choice.strategy or "")
+    request = request._replace(strategy=explain_request(request, target_of(request)).choice.strategy or "")
     if place.inside:
         return on_shards(request, q, k, v, sinks)
     rows = place.rows(partition_spec, q, k, v)
@@ -141,7 +141,7 @@ def explain_context_parallel(
     backends = requested_names(backend) or override.requested()
     how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
     request = requested(place, inputs, options, seq_info, backends, **how)
-    return explanation(request._replace(needs_backward=bool(needs_backward)), target_of(request))
+    return explain_request(request._replace(needs_backward=bool(needs_backward)), target_of(request))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from attn_core.context_parallel.request import Request, call_of
+from attn_core.context_parallel.request import Request, plan_request
 from jax_frontend.context_parallel.backward import backward
 from jax_frontend.context_parallel.exchange import Axes, varying_over
 from jax_frontend.context_parallel.forward import Engine, forward
@@ -46,7 +46,7 @@ _attention.defvjp(_forward, _backward)
 
 
 def _engine(request: Request, needs_backward: bool) -> Engine:
-    call = call_of(request._replace(needs_backward=needs_backward), target_of(request))
+    call = plan_request(request._replace(needs_backward=needs_backward), target_of(request))
     return Engine(call, _axes(request), request.device)
 
 
@@ -57,7 +57,7 @@ def _axes(request: Request) -> Axes:
 def _count_of_queries(engine: Engine) -> Array:
     """The number of places of this device's shard of q that hold a position; they come first."""
     layout = engine.call.plan.q_layout
-    return jnp.asarray([layout.held(rank) for rank in range(layout.world)], jnp.int32)[engine.axes.rank]
+    return jnp.asarray([layout.position_count(rank) for rank in range(layout.world)], jnp.int32)[engine.axes.rank]
 
 
 @partial(jax.jit, static_argnums=0, inline=True)

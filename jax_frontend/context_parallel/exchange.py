@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from attn_core.context_parallel.cost.choose import parts_and_members
+from attn_core.context_parallel.plan import parts_and_members
 from jax_frontend.dispatch.local_call import varying_as
 from jax_frontend.dispatch.partitioning import partly_manual
 
@@ -56,7 +56,7 @@ class Axes(NamedTuple):
 
     @property
     def swap(self) -> bool:
-        """Whether there are two parts, which swap blocks instead of gathering them; ``places.among_all`` counts so."""
+        """Whether there are two parts, which swap blocks instead of gathering them; see ``places_in_gathered``."""
         return self.parts == 2
 
     @property

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
-from attn_core.context_parallel.request import lengths_of
+from attn_core.context_parallel.request import row_lengths
 from jax_frontend.context_parallel import mesh
 from jax_frontend.context_parallel.attention import context_parallel_attention
-from jax_frontend.context_parallel.prepare import documents_of
+from jax_frontend.context_parallel.prepare import document_offsets
 from jax_frontend.context_parallel.shards import positions_held
 
 Array = jax.Array
@@ -28,9 +28,9 @@ def is_spread(layer: Any) -> bool:
 
 def held_positions(layer: Any, seq_info: Any, places: int) -> Array:
     """int32 ``[places]``: the position (in its row, or in its document) at each place of a spread row."""
-    place, documents = mesh.find_place(None, layer.context_axis), documents_of(seq_info)
+    place, documents = mesh.find_place(None, layer.context_axis), document_offsets(seq_info)
     shard = places if place.inside else places // place.world
-    length, _ = lengths_of(layer.context_length, documents, (shard, shard), place.world)
+    length, _ = row_lengths(layer.context_length, documents, (shard, shard), place.world)
     return positions_held(place, layer.context_layout, length, documents)
 
 

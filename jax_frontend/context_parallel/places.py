@@ -14,8 +14,6 @@ from attn_core.context_parallel import places
 from attn_core.context_parallel.layout import Block, Layout
 
 Array = jax.Array
-MOST_RANGES = 16
-"""The most contiguous ranges of places that are cut by slices; more are cut by an index array."""
 
 
 class Order(NamedTuple):
@@ -42,7 +40,7 @@ def order(layout: Layout, blocks: tuple[Block, ...]) -> Order:
     """The order of each part's block."""
     rows = []
     for block in blocks:
-        held = places.order(layout, block)
+        held = places.places_of_block(layout, block)
         rest = np.setdiff1d(np.arange(len(block.ranks) * layout.shard), held)
         rows.append(tuple(np.concatenate([held, rest]).tolist()))
     rows = rows[:1] if len(set(rows)) == 1 else rows
@@ -57,7 +55,7 @@ def _taken(array: Array, table: np.ndarray, part: Any) -> Array:
 
 def taken(array: Array, index: np.ndarray, axis: int) -> Array:
     """The entries at ``index``, cut by slices if they are in few ranges."""
-    ranges = places.slices(index, MOST_RANGES)
+    ranges = places.contiguous_ranges(index)
     if ranges is None:
         return jnp.take(array, jnp.asarray(index, jnp.int32), axis=axis, mode="clip")
     if ranges == [(0, array.shape[axis])]:
@@ -68,7 +66,7 @@ def taken(array: Array, index: np.ndarray, axis: int) -> Array:
 
 def put(whole: Array, part: Array, index: np.ndarray, axis: int) -> Array:
     """``whole`` with ``part`` at the places of ``index``."""
-    ranges = places.slices(index, MOST_RANGES)
+    ranges = places.contiguous_ranges(index)
     if ranges is None:
         where = (slice(None),) * axis + (jnp.asarray(index, jnp.int32),)
         return whole.at[where].set(part, unique_indices=True)

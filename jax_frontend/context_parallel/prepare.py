@@ -35,7 +35,7 @@ def requested(
         (q, k, v),
         None if inputs.sinks is None else _metadata(inputs.sinks),
         **how,
-        documents=documents_of(seq_info),
+        documents=document_offsets(seq_info),
         options=checked(options),
         axes=place.names,
         sizes=place.sizes,
@@ -51,9 +51,9 @@ def on_device(request: Request, q: Any, k: Any, v: Any, sinks: Any) -> Request:
     return request._replace(shards=tuple(None if array is None else _metadata(array) for array in (q, k, v, sinks)))
 
 
-def documents_of(seq_info: Any) -> requests.Documents:
+def document_offsets(seq_info: Any) -> requests.Documents:
     """The offsets of a row's packed documents as plain numbers; see ``attn_core.context_parallel.request``."""
-    return requests.documents_of(seq_info, _off_host)
+    return requests.document_offsets(seq_info, _off_host)
 
 
 def _off_host(offsets: Any) -> str | None:

@@ -9,13 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from attn_core.context_parallel import places
-from attn_core.context_parallel.cost.choose import parts_and_members
-from attn_core.context_parallel.layout import Layout, axis_of
-from attn_core.context_parallel.layout import layout as spread
+from attn_core.context_parallel.layout import Layout, build_layout, check_axis
+from attn_core.context_parallel.plan import parts_and_members
 from attn_core.errors import ShapeError
 from jax_frontend.context_parallel import mesh as context_mesh
 from jax_frontend.context_parallel.mesh import Place
-from jax_frontend.context_parallel.prepare import documents_of
+from jax_frontend.context_parallel.prepare import document_offsets
 from jax_frontend.dispatch import plan
 
 Array = jax.Array
@@ -44,9 +43,9 @@ def shard_sequence(
         ShapeError, SpecError: naming the argument, its value and what was expected.
     """
     plan.check_array("x", x)
-    place, dim = context_mesh.find_place(mesh, axis_name), axis_of(dim, x.ndim)
-    held = _spread(place, layout, x.shape[dim], documents_of(seq_info))
-    table = places.of_shards(held)
+    place, dim = context_mesh.find_place(mesh, axis_name), check_axis(dim, x.ndim)
+    held = _spread(place, layout, x.shape[dim], document_offsets(seq_info))
+    table = places.positions_by_shard(held)
     if place.inside:
         mine = jnp.asarray(table, jnp.int32)[place.rank]
         return jnp.take(x, mine, axis=dim, mode="fill", fill_value=0)
@@ -75,8 +74,8 @@ def unshard_sequence(
         ShapeError, SpecError: naming the argument, its value and what was expected.
     """
     plan.check_array("x", x)
-    place, dim = context_mesh.find_place(mesh, axis_name), axis_of(dim, x.ndim)
-    documents = documents_of(seq_info)
+    place, dim = context_mesh.find_place(mesh, axis_name), check_axis(dim, x.ndim)
+    documents = document_offsets(seq_info)
     every = x.shape[dim] * (place.world if place.inside else 1)
     length = length if length is not None else every if documents is None else documents[-1]
     held = _spread(place, layout, length, documents)
@@ -85,7 +84,7 @@ def unshard_sequence(
             f"x: expected {place.world} shards of {held.shard} places, for length={length} in layout={layout!r}, got "
             f"{every} places in all"
         )
-    index = places.in_order(held)
+    index = places.places_by_position(held)
     if place.inside:
         for name in reversed(place.names):
             x = lax.all_gather(x, name, axis=dim, tiled=True)
@@ -98,9 +97,9 @@ def positions_held(place: Place, layout: str, length: int, documents: tuple[int,
 
     Inside ``jax.shard_map`` ``[shard]``, this device's places; outside all places end to end.
     """
-    positions = jnp.asarray(places.held_positions(_spread(place, layout, length, documents), documents))
+    positions = jnp.asarray(places.position_ids(_spread(place, layout, length, documents), documents))
     return positions[place.rank] if place.inside else positions.ravel()
 
 
 def _spread(place: Place, layout: str, length: int, documents: tuple[int, ...] | None) -> Layout:
-    return spread(layout, length, *parts_and_members(place.sizes, ""), documents)
+    return build_layout(layout, length, *parts_and_members(place.sizes, ""), documents)

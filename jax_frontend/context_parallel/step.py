@@ -58,12 +58,12 @@ def attend(
     if same or partly_manual() or not _called_back(context.call, context.device, step):
         return each_its_own(axes.part, kinds, partial(tiles.attend, context), q, keys, so_far)  # type: ignore[no-any-return]
     operands = (q, *keys, *(so_far or ()), axes.part)
-    step_call = StepCall(context.call, context.call.plan.steps.index(step), paired=len(keys) == 1)
-    assert step_call.after == (so_far is not None)
-    branches = _branches(context, tuple(kinds), step_call.arrays).trace(*operands).jaxpr
+    step_call = StepCall(context.call, context.call.plan.steps.index(step), stacked=len(keys) == 1)
+    assert step_call.has_earlier_results == (so_far is not None)
+    branches = _branches(context, tuple(kinds), step_call.key_arrays).trace(*operands).jaxpr
     out, lse = step_p.bind(
         *operands,
-        call=BridgedStep(step_call, context.device, context.beside),
+        call=BridgedStep(step_call, context.device, context.overlaps_exchange),
         axis=axes.outer,
         meshes=(jax.sharding.get_abstract_mesh(), _in_force()),
         branches=to_low_jaxpr(branches),

@@ -14,7 +14,7 @@ import numpy as np
 
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.context_parallel.call import ContextCall
-from attn_core.context_parallel.places import among_all, of_tile
+from attn_core.context_parallel.places import places_in_gathered, places_of_tile
 from attn_core.context_parallel.tiles import Tile
 from jax_frontend.context_parallel.exchange import Pair, unpack_gathered
 from jax_frontend.context_parallel.places import put, taken
@@ -48,12 +48,12 @@ class TileContext(NamedTuple):
     """The call that a tile belongs to.
 
     Attributes:
-        beside: whether an exchange was just started that the tile's kernel must give a head start.
+        overlaps_exchange: whether an exchange was just started that the tile's kernel must give a head start.
     """
 
     call: ContextCall
     device: str
-    beside: bool = False
+    overlaps_exchange: bool = False
 
     def accumulator(self, of: str) -> Any:
         """The dtype in which results are added up: of queries ("q"), of the own block's keys ("own"), or of keys whose
@@ -61,24 +61,24 @@ class TileContext(NamedTuple):
 
         The inputs' dtype; the log-sum-exp's if some part of the call adds up in a wider dtype.
         """
-        call = self.call
-        parts = range(call.plan.outer)
-        wide = {
-            "q": lambda: any(map(call.sums_rows_wide, parts)),
-            "own": lambda: any(map(call.sums_own_wide, parts)),
-            "sent": lambda: call.sums_sent_wide,
-        }
-        return jnp.dtype(call.spec.lse_dtype if wide[of]() else call.spec.dtype)
+        return jnp.dtype(self.call.accumulator(of))
 
     def planned(self, tile: Tile) -> Plan:
         """The tile as a call of the kernel that was chosen for it."""
         spec, name = self.call.backend_of(tile)
-        return Plan(spec, name, self.device, one_row=False, beside=self.beside, requested=self.call.requested)
+        return Plan(
+            spec,
+            name,
+            self.device,
+            one_row=False,
+            overlaps_exchange=self.overlaps_exchange,
+            requested=self.call.requested,
+        )
 
     def places(self, mine: PartTiles, tile: Tile) -> tuple[np.ndarray, np.ndarray]:
         """The places of a tile's rows and keys. Gathered blocks stay in the order of parts."""
-        rows, keys = of_tile(tile)
-        return rows, keys if mine.of_part is None else among_all(self.call.plan, mine.of_part)[keys]
+        rows, keys = places_of_tile(tile)
+        return rows, keys if mine.of_part is None else places_in_gathered(self.call.plan, mine.of_part)[keys]
 
 
 class WholeRows(NamedTuple):

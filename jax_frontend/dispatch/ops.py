@@ -31,7 +31,15 @@ def forward(plan: Plan, inputs: Any, *, with_lse: bool = True) -> tuple[Any, Any
     """
     names, operands = local_call.present_operands(inputs, plan.as_one)
     with_lse = with_lse and local_call.has_lse(plan)
-    call = BridgedCall("forward", plan.backend, plan.device, plan.spec, names, with_lse=with_lse, beside=plan.beside)
+    call = BridgedCall(
+        "forward",
+        plan.backend,
+        plan.device,
+        plan.spec,
+        names,
+        with_lse=with_lse,
+        overlaps_exchange=plan.overlaps_exchange,
+    )
     if plan.spec.empty:
         out, *lse = partitioning.under_auto_axes(partial(local_call.empty_results, call), MappedCall(call), operands)
     else:
@@ -53,7 +61,9 @@ def backward(plan: Plan, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: An
     names, operands = local_call.present_operands(inputs, plan.as_one)
     extras = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
     saved = {name: array for name, array in extras.items() if array is not None}
-    call = BridgedCall("backward", plan.backend, plan.device, spec, names, tuple(saved), beside=plan.beside)
+    call = BridgedCall(
+        "backward", plan.backend, plan.device, spec, names, tuple(saved), overlaps_exchange=plan.overlaps_exchange
+    )
     results = _run(backward_p, MappedCall(call, requested=plan.requested), (*operands, *saved.values()))
     if plan.as_one:
         rest = dict(zip(call.gradients[3:], results[1:], strict=True))

@@ -27,8 +27,8 @@ class Plan(NamedTuple):
     """Whether packed arrays came as ``[1, tokens, ...]``; the output then has the same form."""
     as_one: bool = False
     """Whether q, k and v are one array, ``[..., tokens, 3, heads, head_dim]``."""
-    beside: bool = False
-    """See ``BridgedCall.beside``."""
+    overlaps_exchange: bool = False
+    """See ``BridgedCall.overlaps_exchange``."""
     requested: tuple[str, ...] | None = None
     """The backends that the caller named, or None for automatic choice."""
 

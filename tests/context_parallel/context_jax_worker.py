@@ -29,7 +29,7 @@ from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.options import Options, checked
 from attn_core.call.tensors import Inputs
 from attn_core.context_parallel import places, request
-from attn_core.context_parallel.layout import layout as spread
+from attn_core.context_parallel.layout import build_layout
 from attn_core.context_parallel.on_torch import step as step_torch
 from attn_core.correctness import reference
 from attn_core.errors import BridgeError, ShapeError, SpecError
@@ -92,7 +92,7 @@ class Case:
         """``[world * shard]``: the position at every place."""
         documents = self.documents if self.layout == "zigzag" else None
         sizes = self.sizes if len(self.sizes) == 2 else (*self.sizes, 1)
-        return places.of_shards(spread(self.layout, self.lengths[side], *sizes, documents)).ravel()
+        return places.positions_by_shard(build_layout(self.layout, self.lengths[side], *sizes, documents)).ravel()
 
     def row(self, seed: int, side: int, heads: int, dim: int) -> np.ndarray:
         shape = (self.lengths[side], heads, dim) if self.documents else (self.batch, self.lengths[side], heads, dim)
@@ -451,7 +451,7 @@ def test_the_bits_are_those_that_a_rank_of_torch_computes(name, monkeypatch):
 
     def arrived(work, keys):
         for step, runs in work.program.steps:
-            source = plan.k_blocks.index(plan.keys(step, work.program.part)) if not step.gathered else None
+            source = plan.k_blocks.index(plan.key_block(step, work.program.part)) if not step.gathered else None
             yield step, runs, rows[1:] if step.gathered else blocks[source][1:]
 
     monkeypatch.setattr(torch_forward, "blocks", arrived)
@@ -459,7 +459,7 @@ def test_the_bits_are_those_that_a_rank_of_torch_computes(name, monkeypatch):
         one = torch_program.program(call, part, torch.device("cpu"))
         work = torch_program.Work(one, torch_exchange.Axis("", plan.outer, part), torch_exchange.Axis("", 1, 0))
         out, _ = torch_forward._attend(work, mine, torch_keys.Keys(mine[1:]))
-        held = plan.q_layout.held(part)
+        held = plan.q_layout.position_count(part)
         assert np.array_equal(out.numpy()[:, :held], own[:, :held])
 
 
@@ -571,7 +571,7 @@ def test_kernels_beside_an_exchange_give_it_a_head_start():
 
     def of(call, given):
         return [
-            getattr(each.params["call"], "call", each.params["call"]).beside
+            getattr(each.params["call"], "call", each.params["call"]).overlaps_exchange
             for each, _ in equations(jax.make_jaxpr(call)(*(given[name] for name in "qkv")).jaxpr)
             if each.primitive.name in ("attn_forward", "attn_step")
         ]
@@ -891,7 +891,7 @@ REFUSED = {
     "layout": ({"layout": "diagonal"}, SpecError, "layout='diagonal': expected one of"),
     "strategy": ({"strategy": "tree"}, SpecError, "strategy='tree': expected one of"),
     "head_groups": ({"strategy": "ring", "head_groups": 3}, SpecError, "head_groups=3: expected a divisor of the 2"),
-    "head_groups kind": ({"head_groups": 1.5}, SpecError, "head_groups=1.5: expected in how many groups"),
+    "head_groups kind": ({"head_groups": 1.5}, SpecError, "head_groups=1.5: expected the number of groups"),
     "axis": ({"axis_name": "cp"}, SpecError, "axis_name='cp': expected axes of the mesh"),
     "mesh": ({"mesh": 4, "axis_name": None}, SpecError, "mesh=4: expected a jax.sharding.Mesh"),
     "no mesh": ({"mesh": None}, SpecError, "axis_name='outer': expected axes of the mesh"),
@@ -972,8 +972,8 @@ def test_planted_a_merge_with_a_wrong_log_sum_exp(planted):
 
 
 def test_planted_a_host_that_takes_a_device_for_another_part(planted):
-    right = step_torch.runs_of
-    planted.setattr(step_torch, "runs_of", lambda call, part, device: right(call, 1 - part, device))
+    right = step_torch.prepare_part
+    planted.setattr(step_torch, "prepare_part", lambda call, part, device: right(call, 1 - part, device))
     with pytest.raises(AssertionError):
         check(replace(CASES["ring-2-scores"], batch=1), backend="math")
 

@@ -19,14 +19,14 @@ from typer.testing import CliRunner
 
 from attn_core import AttentionSpec, SpecError
 from attn_core.cli.app import app
-from attn_core.context_parallel.call import keeps_gathered, spread
+from attn_core.context_parallel.bands import VisibleBand
+from attn_core.context_parallel.call import keeps_gathered, plan_spec
 from attn_core.context_parallel.cost import choose as choosing
-from attn_core.context_parallel.cost.choose import Axes, Choice, NoStrategyError, choose, explain_choice, plan_of
+from attn_core.context_parallel.cost.choose import Choice, NoStrategyError, choose, explain_choice
 from attn_core.context_parallel.cost.estimate import Estimate, estimate
 from attn_core.context_parallel.cost.machine import GIB, LINKS, MIB, Constants
 from attn_core.context_parallel.picture import LIMIT, draw, ranks_of, step_of_pairs, svg
-from attn_core.context_parallel.plan import plan
-from attn_core.context_parallel.tiles import Visible
+from attn_core.context_parallel.plan import AxisSizes, build_plan
 from attn_core.selection.preference import measured
 from benchmarks.context_projection import project, table
 
@@ -41,8 +41,8 @@ def call(length: int, heads: tuple[int, int] = (32, 8), **options: Any) -> Atten
     return AttentionSpec(**{**shape, "dtype": "bfloat16", "causal": True, **options})
 
 
-def cost(spec: AttentionSpec, strategy: str, axes: Axes, layout: str = "zigzag", by: Constants = H200) -> Estimate:
-    return estimate(spec, plan_of(spec, None, strategy, layout, axes), by)
+def cost(spec: AttentionSpec, strategy: str, axes: AxisSizes, layout: str = "zigzag", by: Constants = H200) -> Estimate:
+    return estimate(spec, plan_spec(spec, None, strategy, layout, axes), by)
 
 
 # Constants
@@ -84,17 +84,17 @@ def test_at_least_20_measured_calls_are_compared() -> None:
 @pytest.mark.parametrize("kind", LINKS)
 def test_links_have_their_measured_rates(kind: str) -> None:
     for mib, rate in dict(H200.links)[kind]:
-        assert H200.received(kind, mib * MIB) == pytest.approx(mib * MIB / (rate * GIB))
+        assert H200.link_seconds(kind, mib * MIB) == pytest.approx(mib * MIB / (rate * GIB))
     smallest, largest = dict(H200.links)[kind][0], dict(H200.links)[kind][-1]
-    assert H200.received(kind, 1) == pytest.approx(smallest[0] * MIB / (smallest[1] * GIB))  # latency alone
-    assert H200.received(kind, 1024 * MIB) == pytest.approx(1024 * MIB / (largest[1] * GIB))
-    assert H200.received(kind, 0) == 0
-    assert H200.received(kind, MIB, from_hosts=45 * GIB) == 1.0
+    assert H200.link_seconds(kind, 1) == pytest.approx(smallest[0] * MIB / (smallest[1] * GIB))  # latency alone
+    assert H200.link_seconds(kind, 1024 * MIB) == pytest.approx(1024 * MIB / (largest[1] * GIB))
+    assert H200.link_seconds(kind, 0) == 0
+    assert H200.link_seconds(kind, MIB, from_hosts=45 * GIB) == 1.0
 
 
 @given(st.sampled_from(LINKS), st.floats(1, 1e10), st.floats(1, 1e10))
 def test_more_bytes_take_longer(kind: str, one: float, other: float) -> None:
-    assert H200.received(kind, min(one, other)) <= H200.received(kind, max(one, other))
+    assert H200.link_seconds(kind, min(one, other)) <= H200.link_seconds(kind, max(one, other))
 
 
 def test_constants_are_checked() -> None:
@@ -188,8 +188,8 @@ def test_gathered_keys_are_kept_if_they_are_no_larger_than_the_queries(
     heads: tuple[int, int], ranks: int, kept: bool
 ) -> None:
     spec = call(1024 * ranks, heads, needs_backward=True)
-    assert keeps_gathered(spec, spread(spec, None, "all_gather", "zigzag", ranks, 1)) == kept
-    assert not keeps_gathered(spec, spread(spec, None, "ring", "zigzag", ranks, 1))
+    assert keeps_gathered(spec, plan_spec(spec, None, "all_gather", "zigzag", (ranks,))) == kept
+    assert not keeps_gathered(spec, plan_spec(spec, None, "ring", "zigzag", (ranks,)))
 
 
 def test_copied_kv_heads_count_as_sent_bytes() -> None:
@@ -254,14 +254,14 @@ def test_reordering_and_accumulators_cost_memory_traffic() -> None:
     spec, shard = call(32768, causal=False), 8192
     gathered = [cost(spec, "all_gather", (4,), layout) for layout in ("zigzag", "contiguous")]
     keys = 4 * shard * 8 * 256 * 2  # bytes of the row's k and v, read and written
-    assert gathered[0].exposed - gathered[1].exposed == pytest.approx(H200.moved(2 * keys))
+    assert gathered[0].exposed - gathered[1].exposed == pytest.approx(H200.memory_seconds(2 * keys))
     only_memory = replace(H200, forward_tflops=1e12, call_us=0.0)
     ring, gather = (cost(spec, name, (4,), "contiguous", only_memory).forward for name in ("ring", "all_gather"))
     queries = shard * 32 * 128  # elements of a shard's queries, as many as of its output
     # q and out are read four times, not twice, and four parts are accumulated
     again = 2 * 2 * queries * 2 + 4 * queries * (4 + 4 + 2) - queries * (2 + 2 + 2)
     extra = (ring.seconds - ring.exposed) - (gather.seconds - gather.exposed)
-    assert extra == pytest.approx(H200.moved(again), rel=1e-3)
+    assert extra == pytest.approx(H200.memory_seconds(again), rel=1e-3)
 
 
 def test_overlap_hides_the_exchange_behind_kernels() -> None:
@@ -280,7 +280,7 @@ def test_another_host_is_slower() -> None:
 # Choosing
 
 
-def chosen(spec: AttentionSpec, axes: Axes, layout: str = "zigzag", **options: Any) -> str | None:
+def chosen(spec: AttentionSpec, axes: AxisSizes, layout: str = "zigzag", **options: Any) -> str | None:
     return choose(spec, None, layout, axes, H200, **options).strategy
 
 
@@ -376,11 +376,10 @@ def test_a_named_strategy_never_falls_back() -> None:
 def test_a_named_strategy_is_the_only_one_that_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """A packed row differs in every batch, and planning it takes time."""
     planned = []
-    spread = choosing.spread
     monkeypatch.setattr(
         choosing,
-        "spread",
-        lambda spec, of, strategy, *rest: planned.append(strategy) or spread(spec, of, strategy, *rest),
+        "plan_spec",
+        lambda spec, of, strategy, *rest: planned.append(strategy) or plan_spec(spec, of, strategy, *rest),
     )
     spec, documents = call(4099, documents=2, max_len_q=4000, max_len_k=4000), (0, 99, 4099)
     choice = choose(spec, documents, "zigzag", (2,), H200, strategy="all_gather")
@@ -417,7 +416,7 @@ def test_bad_requests_are_refused_by_name(changed: dict[str, Any], message: str)
 def test_any_plan_has_an_estimate(question: tuple[Any, ...], training: bool) -> None:
     strategy, _, _, inner, q_len, kv_len, _ = question
     spec = call(0, (12 * inner, 6 * inner), q_len=q_len, kv_len=kv_len, causal=False, needs_backward=training)
-    found = estimate(spec, plan(*question), H200)
+    found = estimate(spec, build_plan(*question), H200)
     assert 0 <= found.exposed <= found.seconds and found.peak >= 0
     assert found.seconds >= found.forward.seconds and (inner > 1 or strategy != "ulysses" or found.exposed == 0)
 
@@ -435,7 +434,7 @@ def test_projections_stay_within_bounds() -> None:
 
 
 def test_the_projection_in_the_documents_is_current() -> None:
-    worlds: list[Axes] = [(2,), (4,), (8,), (16,), (32,), (64,), (8, 8), (16, 8), (32, 8)]
+    worlds: list[AxisSizes] = [(2,), (4,), (8,), (16,), (32,), (64,), (8, 8), (16, 8), (32, 8)]
     found = table(project(call(32768, needs_backward=True), worlds, H200))
     assert found in (ROOT / "docs/explanation/context_parallel.md").read_text(encoding="utf-8"), f"stale, now:\n{found}"
 
@@ -465,7 +464,7 @@ def test_the_pictures_in_the_documents_are_current(name: str, tmp_path: Path) ->
 
 @given(requests())
 def test_a_picture_shows_every_visible_pair(question: tuple[Any, ...]) -> None:
-    made, (q_len, kv_len, visible) = plan(*question), question[-3:]
+    made, (q_len, kv_len, visible) = build_plan(*question), question[-3:]
     assert np.array_equal(step_of_pairs(made) >= 0, visible_set(q_len, kv_len, visible))
     if max(q_len, kv_len) <= LIMIT:
         ElementTree.fromstring(svg(made))
@@ -473,7 +472,7 @@ def test_a_picture_shows_every_visible_pair(question: tuple[Any, ...]) -> None:
 
 
 def test_a_picture_shows_ranks_and_steps() -> None:
-    made = plan("ring", "contiguous", 2, 1, 4, 4, Visible(None, 0))
+    made = build_plan("ring", "contiguous", 2, 1, 4, 4, VisibleBand(None, 0))
     assert ranks_of(made.q_layout).tolist() == [0, 0, 1, 1]
     assert step_of_pairs(made).tolist() == [[0, -1, -1, -1], [0, 0, -1, -1], [1, 1, 0, -1], [1, 1, 0, 0]]
     text = draw(made)
@@ -485,7 +484,7 @@ def test_a_picture_shows_ranks_and_steps() -> None:
 
 
 def test_a_long_row_is_refused_by_the_picture() -> None:
-    made = plan("ring", "zigzag", 2, 1, LIMIT + 1, LIMIT + 1, Visible(None, 0))
+    made = build_plan("ring", "zigzag", 2, 1, LIMIT + 1, LIMIT + 1, VisibleBand(None, 0))
     for picture in (draw, svg):
         with pytest.raises(SpecError, match=r"^length 65 over 2 ranks: at most 64 positions and ranks can be drawn$"):
             picture(made)

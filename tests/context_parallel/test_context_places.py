@@ -7,18 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_core import AttentionSpec, Target
-from attn_core.context_parallel.call import context_call
+from attn_core.context_parallel.call import build_call
 from attn_core.context_parallel.on_torch import step as step_torch
-from attn_core.context_parallel.on_torch.places import MOST, Places, PlacesOfParts
+from attn_core.context_parallel.on_torch.places import GatheredPlaces, Places
+from attn_core.context_parallel.places import MAX_RANGES
 
 CPU = torch.device("cpu")
 
 
 def indices(size):
     """Index arrays: ranges of neighbours, and scattered places, which need a stored index."""
-    ranges = st.lists(st.tuples(st.integers(0, size - 1), st.integers(1, 9)), min_size=1, max_size=MOST)
+    ranges = st.lists(st.tuples(st.integers(0, size - 1), st.integers(1, 9)), min_size=1, max_size=MAX_RANGES)
     neighbours = ranges.map(lambda found: np.concatenate([np.arange(a, min(a + n, size)) for a, n in found]))
-    apart = st.lists(st.integers(0, size - 1), min_size=1, max_size=3 * MOST).map(np.asarray)
+    apart = st.lists(st.integers(0, size - 1), min_size=1, max_size=3 * MAX_RANGES).map(np.asarray)
     return neighbours | apart
 
 
@@ -26,7 +27,7 @@ def indices(size):
 def test_places_read_and_write_like_an_index(index, axis):
     whole = torch.randn(2, 40, 40, 3)
     places, right = Places(index, CPU), whole.index_select(axis, torch.from_numpy(index))
-    assert torch.equal(places.of(whole, axis), right)
+    assert torch.equal(places.take(whole, axis), right)
     if places.distinct:
         wiped = whole.clone()
         places.put(wiped, torch.zeros_like(right), axis)
@@ -37,7 +38,7 @@ def test_places_read_and_write_like_an_index(index, axis):
 def test_places_of_parts_index_the_concatenated_blocks(index, pairs):
     whole = torch.randn(4, *([2] if pairs else []), 3, 10, 2, 5)  # [parts, (k and v,) batch, size, heads, dim]
     end_to_end = torch.cat(whole.unbind(0), -3)
-    found = PlacesOfParts(index, 10, CPU).of(whole)
+    found = GatheredPlaces(index, 10, CPU).take(whole)
     assert torch.equal(found, end_to_end.index_select(-3, torch.from_numpy(index)))
 
 
@@ -50,9 +51,9 @@ def test_a_part_takes_each_gathered_key_once_for_all_its_tiles(part, window):
     spec = AttentionSpec(
         batch=1, q_len=160, kv_len=160, dtype="float32", causal=True, return_lse=True, **sizes, **window
     )
-    call = context_call(spec, None, "all_gather", "zigzag", 4, 1, 1, Target("torch", "cpu"), ("math",))
+    call = build_call(spec, None, "all_gather", "zigzag", (4,), 1, Target("torch", "cpu"), ("math",))
     (at,) = (at for at, step in enumerate(call.plan.steps) if step.gathered)
-    runs = step_torch.runs_of(step_torch.StepCall(call, at, paired=True), part, CPU)
-    used = np.concatenate([run.keys.of(torch.arange(runs.taken.count)[None]).ravel() for run in runs.tiles])
-    assert np.array_equal(np.unique(used), np.arange(runs.taken.count))  # every taken key is used by a tile
-    assert all(run.keys.are_neighbours for run in runs.tiles)  # and no tile copies its keys again
+    runs = step_torch.prepare_part(step_torch.StepCall(call, at, stacked=True), part, CPU)
+    used = np.concatenate([run.keys.take(torch.arange(runs.keys.count)[None]).ravel() for run in runs.tiles])
+    assert np.array_equal(np.unique(used), np.arange(runs.keys.count))  # every taken key is used by a tile
+    assert all(run.keys.is_one_range for run in runs.tiles)  # and no tile copies its keys again

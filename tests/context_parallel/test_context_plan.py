@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from attn_core import SpecError
 from attn_core.call.masks import Band, document_of
 from attn_core.context_parallel import places
-from attn_core.context_parallel.bands import Segment
-from attn_core.context_parallel.layout import LAYOUTS, Layout, Run, layout
-from attn_core.context_parallel.plan import STRATEGIES, Plan, Step, plan
-from attn_core.context_parallel.tiles import Tile, Visible
+from attn_core.context_parallel.bands import Segment, VisibleBand
+from attn_core.context_parallel.layout import LAYOUTS, Layout, Run, build_layout
+from attn_core.context_parallel.plan import STRATEGIES, ContextPlan, Step, build_plan
+from attn_core.context_parallel.tiles import Tile
 from attn_core.errors import ShapeError
 
 BANDS = ((None, 0), (None, None), (5, 0), (3, 2), (None, 2), (0, 0), (5, None))
@@ -39,7 +39,7 @@ def positions_of(runs: tuple[Run, ...]) -> np.ndarray:
     return np.array([run.start + at * run.stride for run in runs for at in range(run.count)], np.int64)
 
 
-def visible_set(q_len: int, kv_len: int, visible: Visible) -> np.ndarray:
+def visible_set(q_len: int, kv_len: int, visible: VisibleBand) -> np.ndarray:
     """bool ``[q_len, kv_len]`` by definition."""
     band = Band(visible.left, visible.right, visible.offset)
     seen = np.ones((q_len, kv_len), bool) & band.contains(np.arange(q_len)[:, None], np.arange(kv_len)[None])
@@ -56,7 +56,7 @@ def window_of(tile: Tile, segment: Segment) -> np.ndarray:
     return np.ones((segment.q_len, segment.k_len), bool) & inside
 
 
-def tiles_with_positions(made: Plan) -> Iterator[tuple[Tile, np.ndarray, np.ndarray]]:
+def tiles_with_positions(made: ContextPlan) -> Iterator[tuple[Tile, np.ndarray, np.ndarray]]:
     """Every tile with the positions of its block of queries and of the block of keys that its rank has in that step."""
     for step in made.steps:
         for part, mine in enumerate(step.tiles):
@@ -67,7 +67,7 @@ def tiles_with_positions(made: Plan) -> Iterator[tuple[Tile, np.ndarray, np.ndar
                 yield tile, positions_of(made.q_blocks[part].runs), positions_of(keys.runs)
 
 
-def faults(made: Plan, visible: Visible) -> list[str]:
+def faults(made: ContextPlan, visible: VisibleBand) -> list[str]:
     """The faults of a plan; empty for a correct one."""
     found, counted = [], np.zeros((made.q_layout.length, made.k_layout.length), np.int64)
     for tile, queries, keys in tiles_with_positions(made):
@@ -113,8 +113,8 @@ def test_every_plan_of_the_grid_computes_each_pair_once(strategy: str, kind: str
     for (outer, inner), (q_len, kv_len), band in product(axes, sizes, BANDS):
         several = (None, (0, 4, 4, 11, 12, 23), (0, 23)) if (q_len, kv_len) == (23, 23) else (None,)
         for offset, documents in product({kv_len - q_len, 0}, several):
-            visible = Visible(*band, offset, documents)
-            made = plan(strategy, kind, outer, inner, q_len, kv_len, visible)
+            visible = VisibleBand(*band, offset, documents)
+            made = build_plan(strategy, kind, outer, inner, q_len, kv_len, visible)
             assert not faults(made, visible), (strategy, kind, outer, inner, q_len, kv_len, visible)
 
 
@@ -130,20 +130,20 @@ def requests(draw: st.DrawFn) -> tuple[Any, ...]:
         documents = (0, *np.cumsum(draw(st.lists(st.integers(0, 19), min_size=1, max_size=9))).tolist())
         lengths = (documents[-1], documents[-1])
     offset = draw(st.sampled_from((0, lengths[1] - lengths[0])))
-    return strategy, kind, outer, inner, *lengths, Visible(draw(side), draw(side), offset, documents)
+    return strategy, kind, outer, inner, *lengths, VisibleBand(draw(side), draw(side), offset, documents)
 
 
 @given(requests())
 def test_any_plan_computes_each_pair_once(request: tuple[Any, ...]) -> None:
-    assert not faults(plan(*request), request[-1])
+    assert not faults(build_plan(*request), request[-1])
 
 
 @given(requests())
 def test_shards_and_blocks_hold_every_position_once(request: tuple[Any, ...]) -> None:
-    made = plan(*request)
+    made = build_plan(*request)
     for held, blocks in ((made.q_layout, made.q_blocks), (made.k_layout, made.k_blocks)):
         assert sorted(position for runs in held.runs for position in positions_of(runs)) == list(range(held.length))
-        assert held.shard == max(held.held(rank) for rank in range(held.world))
+        assert held.shard == max(held.position_count(rank) for rank in range(held.world))
         together = np.concatenate([positions_of(block.runs) for block in blocks])
         assert sorted(together) == list(range(held.length))
         assert [len(positions_of(block.runs)) for block in blocks] == [block.count for block in blocks]
@@ -160,7 +160,7 @@ def test_shards_and_blocks_hold_every_position_once(request: tuple[Any, ...]) ->
 def test_the_numbers_of_summed_results_are_correct(request: tuple[Any, ...]) -> None:
     """The number of calls that see a query, and that compute the gradient of a key which stays with its part or goes
     to it."""
-    made = plan(*request)
+    made = build_plan(*request)
     queries = [np.zeros(block.count, np.int64) for block in made.q_blocks]
     own = [np.zeros(block.count, np.int64) for block in made.k_blocks]
     sent: dict[Any, np.ndarray] = {}
@@ -172,21 +172,21 @@ def test_the_numbers_of_summed_results_are_correct(request: tuple[Any, ...]) -> 
                 queries[part][segment.q_start : segment.q_stop] += 1
                 keys[segment.k_start : segment.k_stop] += 1
     for part in range(made.outer):
-        assert made.calls_of_a_query(part) == queries[part].max(initial=0)
-        assert made.own_gradients_alone(part) == (own[part].max(initial=0) < 2)
-    assert made.gradients_travel_alone == all(keys.max(initial=0) < 2 for keys in sent.values())
+        assert made.max_tiles_per_query(part) == queries[part].max(initial=0)
+        assert made.own_gradients_are_single(part) == (own[part].max(initial=0) < 2)
+    assert made.sends_single_gradients == all(keys.max(initial=0) < 2 for keys in sent.values())
 
 
 # Planted faults
 
-RING = ("ring", "zigzag", 3, 1, 29, 29, Visible(None, 0))
-WINDOW = ("ring", "contiguous", 3, 1, 29, 29, Visible(6, 2))
-STRIPES = ("all_gather", "striped", 2, 2, 29, 29, Visible(7, 0))
-PACKED = ("ring", "zigzag", 2, 1, 29, 29, Visible(None, 0, 0, (0, 12, 21, 29)))
+RING = ("ring", "zigzag", 3, 1, 29, 29, VisibleBand(None, 0))
+WINDOW = ("ring", "contiguous", 3, 1, 29, 29, VisibleBand(6, 2))
+STRIPES = ("all_gather", "striped", 2, 2, 29, 29, VisibleBand(7, 0))
+PACKED = ("ring", "zigzag", 2, 1, 29, 29, VisibleBand(None, 0, 0, (0, 12, 21, 29)))
 PLANTED = {"ring": RING, "window": WINDOW, "stripes": STRIPES, "packed": PACKED}
 
 
-def with_tile(made: Plan, change: Callable[[Tile], tuple[Tile, ...]]) -> Plan:
+def with_tile(made: ContextPlan, change: Callable[[Tile], tuple[Tile, ...]]) -> ContextPlan:
     """The plan with its largest tile changed."""
     largest = max((tile for tile, _, _ in tiles_with_positions(made)), key=lambda tile: tile.pairs)
     steps = []
@@ -209,7 +209,7 @@ def wider(distance: int | None, by: int) -> int | None:
     return by if distance is None else distance + by
 
 
-FAULTS: dict[str, Callable[[Plan], Plan]] = {
+FAULTS: dict[str, Callable[[ContextPlan], ContextPlan]] = {
     "a tile lost": lambda made: with_tile(made, lambda tile: ()),
     "a tile twice": lambda made: with_tile(made, lambda tile: (tile, tile)),
     "right + 1": lambda made: with_tile(made, lambda tile: (tile._replace(right=wider(tile.right, 1)),)),
@@ -226,13 +226,13 @@ FAULTS: dict[str, Callable[[Plan], Plan]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("where", PLANTED)
 def test_a_planted_fault_is_found(where: str, fault: str) -> None:
-    made, visible = plan(*PLANTED[where]), PLANTED[where][-1]
+    made, visible = build_plan(*PLANTED[where]), PLANTED[where][-1]
     assert not faults(made, visible)
     assert faults(FAULTS[fault](made), visible), fault
 
 
 def test_a_block_of_the_wrong_rank_is_found() -> None:
-    made = plan(*RING)
+    made = build_plan(*RING)
     shifted = [Step((step.shift + 1) % made.outer, step.tiles) for step in made.steps]
     assert faults(replace(made, steps=tuple(shifted)), RING[-1])
 
@@ -246,30 +246,32 @@ def test_zigzag_equals_torchs_head_tail_order(world: int) -> None:
     size = 5
     pieces = np.arange(2 * world * size).reshape(2 * world, size)
     expected = [np.concatenate([pieces[rank], pieces[2 * world - 1 - rank]]) for rank in range(world)]
-    assert np.array_equal(places.of_shards(layout("zigzag", 2 * world * size, world)), np.stack(expected))
+    assert np.array_equal(
+        places.positions_by_shard(build_layout("zigzag", 2 * world * size, world)), np.stack(expected)
+    )
 
 
 def test_layouts_of_lengths_that_the_ranks_do_not_divide() -> None:
-    assert [layout("contiguous", 11, 4).held(rank) for rank in range(4)] == [2, 3, 3, 3]
-    assert layout("striped", 11, 4).runs[2:] == ((Run(2, 3, 4),), (Run(3, 2, 4),))
-    assert layout("zigzag", 11, 2).runs == ((Run(0, 2), Run(8, 3)), (Run(2, 6),))
-    assert layout("zigzag", 2, 4).shard == 1
+    assert [build_layout("contiguous", 11, 4).position_count(rank) for rank in range(4)] == [2, 3, 3, 3]
+    assert build_layout("striped", 11, 4).runs[2:] == ((Run(2, 3, 4),), (Run(3, 2, 4),))
+    assert build_layout("zigzag", 11, 2).runs == ((Run(0, 2), Run(8, 3)), (Run(2, 6),))
+    assert build_layout("zigzag", 2, 4).shard == 1
 
 
 def test_neighbouring_stripes_form_a_stripe() -> None:
-    made = plan("ring", "striped", 2, 3, 24, 24, Visible(None, 0))
+    made = build_plan("ring", "striped", 2, 3, 24, 24, VisibleBand(None, 0))
     assert [block.runs for block in made.q_blocks] == [(Run(0, 12, 2),), (Run(1, 12, 2),)]
 
 
 @pytest.mark.parametrize("documents", [(0, 32, 64, 96), (0, 24, 24, 56, 96), (0, 96)])
 def test_zigzag_cuts_every_document(documents: tuple[int, ...]) -> None:
     """If the pieces divide every document, each rank holds an equal part of each and has equal causal work."""
-    held = layout("zigzag", 96, 4, 1, documents)
+    held = build_layout("zigzag", 96, 4, 1, documents)
     of = document_of(np.array(documents), 96)
     for document, (start, stop) in enumerate(pairwise(documents)):
         counts = [int((of[positions_of(runs)] == document).sum()) for runs in held.runs]
         assert counts == [(stop - start) // 4] * 4
-    assert plan("ring", "zigzag", 4, 1, 96, 96, Visible(None, 0, 0, documents)).balance == 1.0
+    assert build_plan("ring", "zigzag", 4, 1, 96, 96, VisibleBand(None, 0, 0, documents)).balance == 1.0
 
 
 @given(st.lists(st.integers(0, 40), min_size=2, max_size=12), st.integers(1, 6))
@@ -277,7 +279,7 @@ def test_shards_of_odd_documents_have_almost_equal_lengths(lengths: list[int], w
     """Pieces of one document differ by at most one position, and the rank with the fewest positions gets the longer
     piece."""
     offsets = (0, *np.cumsum(lengths).tolist())
-    held = [layout("zigzag", offsets[-1], world, 1, offsets).held(rank) for rank in range(world)]
+    held = [build_layout("zigzag", offsets[-1], world, 1, offsets).position_count(rank) for rank in range(world)]
     assert max(held) - min(held) <= 2
 
 
@@ -287,9 +289,9 @@ def test_shards_of_odd_documents_have_almost_equal_lengths(lengths: list[int], w
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_causal_work_is_even(strategy: str, world: int) -> None:
-    length, causal = 2 * world * 64, Visible(None, 0)
+    length, causal = 2 * world * 64, VisibleBand(None, 0)
     zigzag, striped, contiguous = (
-        plan(strategy, kind, world, 1, length, length, causal) for kind in sorted(LAYOUTS)[::-1]
+        build_plan(strategy, kind, world, 1, length, length, causal) for kind in sorted(LAYOUTS)[::-1]
     )
     assert (zigzag.q_layout.kind, contiguous.q_layout.kind) == ("zigzag", "contiguous")
     assert zigzag.balance == 1.0 and zigzag.critical_pairs * world == sum(zigzag.pairs) == length * (length + 1) // 2
@@ -299,7 +301,7 @@ def test_causal_work_is_even(strategy: str, world: int) -> None:
 
 
 def test_a_causal_ring_needs_one_call_per_hop() -> None:
-    made = plan("ring", "zigzag", 4, 1, 4096, 4096, Visible(None, 0))
+    made = build_plan("ring", "zigzag", 4, 1, 4096, 4096, VisibleBand(None, 0))
     assert [[len(mine) for mine in step.tiles] for step in made.steps] == [[1] * 4] * 4
     assert {tile.causal for tile in made.steps[0].tiles[1]} == {True}
     assert {(tile.left, tile.right) for step in made.steps[1:] for mine in step.tiles for tile in mine} == {
@@ -308,21 +310,21 @@ def test_a_causal_ring_needs_one_call_per_hop() -> None:
 
 
 def test_all_documents_of_a_step_share_one_call() -> None:
-    made = plan("ring", "zigzag", 2, 1, 4096, 4096, Visible(None, 0, 0, tuple(range(0, 4097, 128))))
+    made = build_plan("ring", "zigzag", 2, 1, 4096, 4096, VisibleBand(None, 0, 0, tuple(range(0, 4097, 128))))
     assert [[len(mine) for mine in step.tiles] for step in made.steps] == [[1, 1], [1, 1]]
     assert len(made.steps[0].tiles[0][0].segments) == 32
 
 
 def test_a_window_drops_hops() -> None:
-    def shifts(kind: str, window: Visible) -> list[int]:
-        return [step.shift for step in plan("ring", kind, 4, 1, 4096, 4096, window).steps]
+    def shifts(kind: str, window: VisibleBand) -> list[int]:
+        return [step.shift for step in build_plan("ring", kind, 4, 1, 4096, 4096, window).steps]
 
-    assert shifts("contiguous", Visible(None, 0)) == [0, 1, 2, 3]
-    assert shifts("contiguous", Visible(511, 0)) == [0, 1]
-    assert shifts("contiguous", Visible(511, 511)) == [0, 1, 3]
-    assert shifts("zigzag", Visible(511, 0)) == [0, 1, 3]
-    assert shifts("contiguous", Visible(None, 0, 0, (0, 1024, 2048, 3072, 4096))) == [0]
-    assert plan("ring", "contiguous", 4, 1, 0, 8, Visible(None, 0)).steps == ()
+    assert shifts("contiguous", VisibleBand(None, 0)) == [0, 1, 2, 3]
+    assert shifts("contiguous", VisibleBand(511, 0)) == [0, 1]
+    assert shifts("contiguous", VisibleBand(511, 511)) == [0, 1, 3]
+    assert shifts("zigzag", VisibleBand(511, 0)) == [0, 1, 3]
+    assert shifts("contiguous", VisibleBand(None, 0, 0, (0, 1024, 2048, 3072, 4096))) == [0]
+    assert build_plan("ring", "contiguous", 4, 1, 0, 8, VisibleBand(None, 0)).steps == ()
 
 
 # Places
@@ -330,31 +332,33 @@ def test_a_window_drops_hops() -> None:
 
 @given(requests())
 def test_places_of_shards_and_of_the_row_are_inverse(request: tuple[Any, ...]) -> None:
-    made = plan(*request)
+    made = build_plan(*request)
     held = made.q_layout
-    of_shards, in_order = places.of_shards(held), places.in_order(held)
-    assert of_shards.shape == (held.world, held.shard)
+    positions_by_shard, in_order = places.positions_by_shard(held), places.places_by_position(held)
+    assert positions_by_shard.shape == (held.world, held.shard)
     row = np.append(np.arange(held.length) + 100, -1)
-    shards = row[of_shards]  # -1 where a place holds nothing
+    shards = row[positions_by_shard]  # -1 where a place holds nothing
     assert (shards == -1).sum() == held.world * held.shard - held.length
     assert np.array_equal(shards.ravel()[in_order], row[:-1])
     for block in made.q_blocks:
         gathered = shards[list(block.ranks)].ravel()
-        assert np.array_equal(gathered[places.order(held, block)] - 100, positions_of(block.runs))
+        assert np.array_equal(gathered[places.places_of_block(held, block)] - 100, positions_of(block.runs))
 
 
 def test_places_of_two_layouts_differ() -> None:
-    zigzag, striped = layout("zigzag", 24, 3), layout("striped", 24, 3)
-    assert not np.array_equal(places.of_shards(zigzag).ravel()[places.in_order(striped)], np.arange(24))
+    zigzag, striped = build_layout("zigzag", 24, 3), build_layout("striped", 24, 3)
+    assert not np.array_equal(
+        places.positions_by_shard(zigzag).ravel()[places.places_by_position(striped)], np.arange(24)
+    )
 
 
 @given(st.lists(st.integers(0, 30), max_size=20))
 def test_slices_cover_the_index_in_order(index: list[int]) -> None:
-    found = places.slices(np.array(index, np.int64), limit=64)
+    found = places.contiguous_ranges(np.array(index, np.int64), limit=64)
     assert found is not None
     assert [place for start, stop in found for place in range(start, stop)] == index
     assert all(start < stop for start, stop in found)
-    assert places.slices(np.array([0, 2, 4]), limit=2) is None
+    assert places.contiguous_ranges(np.array([0, 2, 4]), limit=2) is None
 
 
 # What is refused
@@ -364,41 +368,41 @@ def test_slices_cover_the_index_in_order(index: list[int]) -> None:
     ("arguments", "message"),
     [
         (
-            ("rings", "zigzag", 2, 1, 8, 8, Visible(None, 0)),
+            ("rings", "zigzag", 2, 1, 8, 8, VisibleBand(None, 0)),
             "strategy='rings': expected one of all_gather, ring, ulysses",
         ),
         (
-            ("ulysses", "zigzag", 2, 2, 8, 8, Visible(None, 0)),
+            ("ulysses", "zigzag", 2, 2, 8, 8, VisibleBand(None, 0)),
             "strategy='ulysses': expected all 4 ranks on its axis, got 2 x 2",
         ),
         (
-            ("ring", "snake", 2, 1, 8, 8, Visible(None, 0)),
+            ("ring", "snake", 2, 1, 8, 8, VisibleBand(None, 0)),
             "layout='snake': expected one of contiguous, zigzag, striped",
         ),
-        (("ring", "zigzag", 0, 1, 8, 8, Visible(None, 0)), "world=0 x 1: expected at least one rank each way"),
-        (("ring", "zigzag", 2, 1, 8, 9, Visible(None, 0, 0, (0, 8))), "seq_info: expected as many queries as keys"),
+        (("ring", "zigzag", 0, 1, 8, 8, VisibleBand(None, 0)), "world=0 x 1: expected at least one rank each way"),
+        (("ring", "zigzag", 2, 1, 8, 9, VisibleBand(None, 0, 0, (0, 8))), "seq_info: expected as many queries as keys"),
         (
-            ("ring", "zigzag", 2, 1, 8, 8, Visible(None, 0, 0, (0, 5))),
+            ("ring", "zigzag", 2, 1, 8, 8, VisibleBand(None, 0, 0, (0, 5))),
             "seq_info: expected offsets that rise from 0 to the",
         ),
         (
-            ("ring", "zigzag", 2, 1, 8, 8, Visible(None, 0, 0, (0, 5, 3, 8))),
+            ("ring", "zigzag", 2, 1, 8, 8, VisibleBand(None, 0, 0, (0, 5, 3, 8))),
             "seq_info: expected offsets that rise from 0",
         ),
     ],
 )
 def test_bad_arguments_of_plan_are_refused_by_name(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(SpecError, match=f"^{re.escape(message)}"):
-        plan(*arguments)
+        build_plan(*arguments)
 
 
 def test_documents_are_checked_in_every_layout() -> None:
     for kind in LAYOUTS:
         with pytest.raises(ShapeError, match=r"^seq_info"):
-            plan("ring", kind, 2, 1, 8, 8, Visible(None, 0, 0, (0, 5)))
+            build_plan("ring", kind, 2, 1, 8, 8, VisibleBand(None, 0, 0, (0, 5)))
 
 
 def test_layouts_compare_and_hash_by_value() -> None:
-    assert layout("zigzag", 24, 3) == layout("zigzag", 24, 3)
-    assert hash(layout("zigzag", 24, 3)) == hash(layout("zigzag", 24, 3))
-    assert isinstance(layout("zigzag", 24, 3), Layout)
+    assert build_layout("zigzag", 24, 3) == build_layout("zigzag", 24, 3)
+    assert hash(build_layout("zigzag", 24, 3)) == hash(build_layout("zigzag", 24, 3))
+    assert isinstance(build_layout("zigzag", 24, 3), Layout)

@@ -24,7 +24,7 @@ from context_torch_worker import AXES, Case, Failed, World, once, values
 from attn_core import AttentionSpec, SeqInfo
 from attn_core.call.options import normalise_window
 from attn_core.call.tensors import Inputs
-from attn_core.context_parallel.layout import LAYOUTS, Layout, layout
+from attn_core.context_parallel.layout import LAYOUTS, Layout, build_layout
 from attn_core.correctness import reference
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
@@ -187,7 +187,7 @@ def layout_of(case: Case, length: int) -> Layout:
     documents = None
     if case.documents and case.layout == "zigzag":
         documents = SeqInfo.from_lengths(case.documents).cu_seqlens_q.tolist()
-    return layout(case.layout, length, outer, inner, documents)
+    return build_layout(case.layout, length, outer, inner, documents)
 
 
 def assembled(made: Layout, shards: list[np.ndarray], axis: int, nothing: float) -> np.ndarray:

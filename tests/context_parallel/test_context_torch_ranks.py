@@ -18,9 +18,9 @@ from test_context_torch import CAUSAL, FEW_KEYS, NAMES, expected, layout_of, spe
 
 from attn_core.call.masks import band
 from attn_core.context_parallel import places
-from attn_core.context_parallel.layout import layout
-from attn_core.context_parallel.plan import Plan, plan
-from attn_core.context_parallel.tiles import Visible
+from attn_core.context_parallel.bands import VisibleBand
+from attn_core.context_parallel.layout import build_layout
+from attn_core.context_parallel.plan import ContextPlan, build_plan
 from torch_frontend import attention
 
 TIMEOUT = 10.0
@@ -109,13 +109,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
 # The number of messages
 
 
-def plan_of(case: Case) -> Plan:
+def plan_of(case: Case) -> ContextPlan:
     outer, inner = (
         case.axes if len(case.axes) == 2 else (1, *case.axes) if case.strategy == "ulysses" else (*case.axes, 1)
     )
     edge = band(spec_of(case))
-    return plan(
-        case.strategy, case.layout, outer, inner, *case.length, Visible(edge.left, edge.right, edge.offset, None)
+    return build_plan(
+        case.strategy, case.layout, outer, inner, *case.length, VisibleBand(edge.left, edge.right, edge.offset, None)
     )
 
 
@@ -242,10 +242,10 @@ def test_zigzag_equals_torchs_head_tail_balancing(world: int) -> None:
     balancing = pytest.importorskip("torch.distributed.tensor.experimental._context_parallel._load_balancer")
     balancer = balancing._HeadTailLoadBalancer(12 * world, world, "cpu")
     theirs = balancer._generate_indices(restore=False).numpy().ravel()
-    made = layout("zigzag", 12 * world, world)
-    np.testing.assert_array_equal(places.of_shards(made).ravel(), theirs)
+    made = build_layout("zigzag", 12 * world, world)
+    np.testing.assert_array_equal(places.positions_by_shard(made).ravel(), theirs)
     theirs = balancer._generate_indices(restore=True).numpy().ravel()
-    np.testing.assert_array_equal(places.in_order(made), theirs)
+    np.testing.assert_array_equal(places.places_by_position(made), theirs)
     assert layout_of(COUNTED[0], 8).shard == 2
 
 
@@ -295,8 +295,8 @@ SAYS = {
     "heads": "heads that 2 ranks can share, got 3 heads over 1 kv heads",
     "kv heads": "ShapeError: k: expected kv heads that divide the 3 query heads, got 2",
     "head_groups": "SpecError: head_groups=3: expected a divisor of the 2 kv heads",
-    "head_groups of no number": "SpecError: head_groups=2.0: expected in how many groups",
-    "no head_groups": "SpecError: head_groups=0: expected in how many groups",
+    "head_groups of no number": "SpecError: head_groups=2.0: expected the number of groups",
+    "no head_groups": "SpecError: head_groups=0: expected the number of groups",
     "strategy": "SpecError: strategy='rings': expected one of",
     "strategy of no name": "SpecError: strategy='': expected a strategy's name, or None",
     "ulysses outside": "SpecError: strategy='ulysses': expected",

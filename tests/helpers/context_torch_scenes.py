@@ -68,7 +68,9 @@ def dtensors(strategy: str, length: int) -> dict[str, Any]:
     """A call on DTensors, batch over "dp" and positions over "cp": what comes out whole, in the order of positions."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     made = layout_of(mesh["cp"], "zigzag", length, None)
-    order, back = (torch.from_numpy(each.ravel()) for each in (places.of_shards(made), places.in_order(made)))
+    order, back = (
+        torch.from_numpy(each.ravel()) for each in (places.positions_by_shard(made), places.places_by_position(made))
+    )
     placed = [
         distribute_tensor(torch.nn.functional.pad(each, (0, 0, 0, 0, 0, 1))[:, order], mesh, [Shard(0), Shard(1)])
         for each in row(length=length)
@@ -99,7 +101,9 @@ def dtensors_on_two_axes() -> dict[str, Any]:
     """Positions over both axes of a mesh without names."""
     mesh = init_device_mesh("cpu", (2, 2))
     made = layout_of(mesh, "zigzag", LENGTH, None)
-    order, back = (torch.from_numpy(each.ravel()) for each in (places.of_shards(made), places.in_order(made)))
+    order, back = (
+        torch.from_numpy(each.ravel()) for each in (places.positions_by_shard(made), places.places_by_position(made))
+    )
     q, k, v, _ = (
         distribute_tensor(torch.nn.functional.pad(each, (0, 0, 0, 0, 0, 1))[:, order], mesh, [Shard(1), Shard(1)])
         for each in row()

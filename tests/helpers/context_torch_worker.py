@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from attn_core import SeqInfo
-from attn_core.context_parallel.layout import layout
+from attn_core.context_parallel.layout import build_layout
 from torch_frontend.context_parallel.attention import context_parallel_attention
 from torch_frontend.context_parallel.shards import rank_of, shard_sequence
 
@@ -135,7 +135,7 @@ def run(case: Case) -> dict[str, Array]:
         part = shard_sequence(whole, mesh, layout=case.layout, dim=dim, seq_info=info)
         outer, inner = (*case.axes, 1)[:2]
         documents = info.cu_seqlens_q.tolist() if info is not None and case.layout == "zigzag" else None
-        held = layout(case.layout, length, outer, inner, documents).held(rank_of(mesh))
+        held = build_layout(case.layout, length, outer, inner, documents).position_count(rank_of(mesh))
         part.narrow(dim, held, part.shape[dim] - held).fill_(torch.nan)  # what lies where no position is
         return part
 

@@ -15,7 +15,7 @@ from own_process import in_its_own_process
 
 from attn_core import AttentionSpec, Target, backends
 from attn_core.call.tensors import Inputs
-from attn_core.context_parallel.call import context_call
+from attn_core.context_parallel.call import build_call
 from attn_core.context_parallel.on_torch import step as step_torch
 from jax_frontend import attention
 from jax_frontend.bridge import bridged_call, bridged_run, targets
@@ -62,7 +62,7 @@ def test_a_kernel_beside_an_exchange_waits_a_moment_first(monkeypatch, direction
     monkeypatch.setattr(targets, "_callbacks", {})  # what is made here calls the kernel of above
     targets._callback(targets.token_of(call))(values)
     assert order == ["kernel"]
-    targets._callback(targets.token_of(call._replace(beside=True)))(values)
+    targets._callback(targets.token_of(call._replace(overlaps_exchange=True)))(values)
     assert order == ["kernel", "cpu", "kernel"]
 
 
@@ -71,8 +71,8 @@ def test_a_step_of_context_parallelism_waits_only_where_its_part_computes(monkey
     started = []
     monkeypatch.setattr(bridged_run, "head_start", lambda device: started.append(str(device)))
     spec = replace(SPEC, q_len=10, kv_len=10, causal=True, return_lse=True)
-    call = context_call(spec, None, "ring", "contiguous", 2, 1, 1, Target("jax", "cpu"), ("math",))
-    step = bridged_call.BridgedStep(step_torch.StepCall(call, 1, paired=False), "cpu", True)
+    call = build_call(spec, None, "ring", "contiguous", (2,), 1, Target("jax", "cpu"), ("math",))
+    step = bridged_call.BridgedStep(step_torch.StepCall(call, 1, stacked=False), "cpu", True)
     q, out, lse = torch.ones(1, 5, 2, 16), torch.full((1, 5, 2, 16), 7.0), torch.zeros(1, 2, 5)
     scratch = torch.empty(step.step.scratch("cpu")), torch.empty(lse.numel())
     run = bridged_run.run_of(step)
@@ -138,8 +138,8 @@ def documents_step(at):
     offsets = (0, *(100 * each + at for each in range(1, 9)), 1024)
     row = replace(SPEC, q_len=1024, kv_len=1024, causal=True, return_lse=True, documents=9)
     row = replace(row, max_len_q=1024, max_len_k=1024)
-    call = context_call(row, offsets, "ring", "zigzag", 4, 1, 1, Target("jax", "cpu"), ("math",))
-    return bridged_call.BridgedStep(step_torch.StepCall(call, 1, paired=False), "cpu", False)
+    call = build_call(row, offsets, "ring", "zigzag", (4,), 1, Target("jax", "cpu"), ("math",))
+    return bridged_call.BridgedStep(step_torch.StepCall(call, 1, stacked=False), "cpu", False)
 
 
 def softcapped_call(at):

@@ -18,8 +18,8 @@ from torch_frontend.context_parallel import ops
 from torch_frontend.context_parallel.agreement import tell_refusal
 from torch_frontend.context_parallel.dtensor import local, wrapped
 from torch_frontend.context_parallel.exchange import axis
-from torch_frontend.context_parallel.prepare import explanation
-from torch_frontend.context_parallel.shards import documents_of, group_names, shard_sequence, unshard_sequence
+from torch_frontend.context_parallel.prepare import explain_request
+from torch_frontend.context_parallel.shards import document_offsets, group_names, shard_sequence, unshard_sequence
 from torch_frontend.dispatch import autocast, plan
 
 __all__ = ["context_parallel_attention", "explain_context_parallel", "shard_sequence", "unshard_sequence"]
@@ -87,7 +87,7 @@ def context_parallel_attention(
         check_supported(mask, bias, alibi_slopes, dropout)
         _check(q, k, v, sinks)
         options = _options(causal, alignment, window, softcap, scale, deterministic, return_lse)
-        documents = documents_of(seq_info)
+        documents = document_offsets(seq_info)
         rows = tuple(tensor[None] if tensor.dim() == 3 and documents is not None else tensor for tensor in (q, k, v))
         how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
         request = _request(rows, sinks, mesh, backend, **how, options=options, documents=documents)
@@ -138,10 +138,10 @@ def explain_context_parallel(
     check_supported(mask, bias, alibi_slopes, dropout)
     _check(q, k, v, sinks)
     options = _options(causal, alignment, window, softcap, scale, deterministic, return_lse)
-    documents = documents_of(seq_info)
+    documents = document_offsets(seq_info)
     how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
     request = _request((q, k, v), sinks, mesh, backend, **how, options=options, documents=documents)
-    return explanation(request if needs_backward is None else request._replace(needs_backward=needs_backward))
+    return explain_request(request if needs_backward is None else request._replace(needs_backward=needs_backward))
 
 
 def _request(rows: tuple[Tensor, ...], sinks: Tensor | None, mesh: DeviceMesh, backend: Any, **how: Any) -> Request:

@@ -49,10 +49,10 @@ class Total:
         """Adds a tile's gradients; takes the first tensor itself if its shape and place allow."""
         if self.so_far is not None:
             places.add(self.so_far, gradient)
-        elif self.home is None and places.are_all_of(self.shape[1]):
+        elif self.home is None and places.is_whole(self.shape[1]):
             self.so_far = gradient.to(self.dtype)
         elif places.distinct:
-            self.so_far = self._begun(zeros=not places.are_all_of(self.shape[1]))
+            self.so_far = self._begun(zeros=not places.is_whole(self.shape[1]))
             places.put(self.so_far, gradient)
         else:
             places.add(self.tensor(), gradient)
@@ -237,8 +237,8 @@ def _tile_gradients(
 ) -> BlockGradients:
     """The gradients of one tile."""
     inputs, packed = forward.inputs_of(run, saved.q, k, v), run.plan.spec.packed
-    rows = [run.q.of(saved.out), run.q.of(dout)]
-    lse = [run.q.of(each, 2) for each in (saved.lse, dlse) if each is not None]
+    rows = [run.q.take(saved.out), run.q.take(dout)]
+    lse = [run.q.take(each, 2) for each in (saved.lse, dlse) if each is not None]
     if packed:
         rows, lse = [each[0] for each in rows], [each[0] for each in lse]
     gradients = run.plan.backward(

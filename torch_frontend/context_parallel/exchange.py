@@ -53,9 +53,9 @@ def heads_to_positions(axis: Axis, tensors: Sequence[Tensor], held: Sequence[Pla
         heads = [tensor.shape[3] for tensor in tensors]  # one message: the tensors lie side by side along the heads
         packed = _side_by_side([tensor.permute(2, 0, 1, 3, 4) for tensor in tensors], 3)
         sent = _to_all(axis, packed)
-        return lambda: list(held[0].of(sent().transpose(0, 1).flatten(1, 2)).split(heads, 2))
+        return lambda: list(held[0].take(sent().transpose(0, 1).flatten(1, 2)).split(heads, 2))
     waits = [_to_all(axis, tensor.permute(2, 0, 1, 3, 4).contiguous()) for tensor in tensors]
-    return lambda: [places.of(wait().transpose(0, 1).flatten(1, 2)) for wait, places in zip(waits, held, strict=True)]
+    return lambda: [places.take(wait().transpose(0, 1).flatten(1, 2)) for wait, places in zip(waits, held, strict=True)]
 
 
 def positions_to_heads(axis: Axis, tensors: Sequence[Tensor], held: Sequence[Places], shards: Sequence[int]) -> Waiting:
@@ -70,7 +70,7 @@ def positions_to_heads(axis: Axis, tensors: Sequence[Tensor], held: Sequence[Pla
     """
     waits = []
     for tensor, places, shard in zip(tensors, held, shards, strict=True):
-        whole = places.spread(tensor, axis.size * shard)
+        whole = places.scatter(tensor, axis.size * shard)
         waits.append(_to_all(axis, whole.unflatten(1, (axis.size, shard)).transpose(0, 1).contiguous()))
     return lambda: [wait().permute(1, 2, 0, 3, 4) for wait in waits]
 

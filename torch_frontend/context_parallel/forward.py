@@ -61,7 +61,7 @@ def forward(
 
 def count_of_queries(work: Work) -> int:
     """The number of places of this rank's shard of q that hold a position; they come first."""
-    return work.program.call.plan.q_layout.held(work.outer.rank * work.inner.size + work.inner.rank)
+    return work.program.call.plan.q_layout.position_count(work.outer.rank * work.inner.size + work.inner.rank)
 
 
 def of_all_heads(groups: list[Tensor]) -> Tensor:
@@ -138,12 +138,12 @@ def _attend(work: Work, mine: Sequence[Tensor], keys: Keys) -> tuple[Tensor, Ten
         for run in runs:
             part = run.plan.forward(run.plan.spec, inputs_of(run, q, k, v))
             part_out, part_lse = (tensor[None] for tensor in part) if run.plan.spec.packed else part
-            if out is None and run.q.are_all_of(rows):
+            if out is None and run.q.is_whole(rows):
                 out, lse = part_out.to(summed), part_lse
                 continue
             if out is None or lse is None:
                 out, lse = new(shape, dtype=summed), q.new_full((batch, heads, rows), -torch.inf, dtype=wide)
-            step.put_together(run.q, out, lse, part_out, part_lse, first=run.first)
+            step.merge_tile(run.q, out, lse, part_out, part_lse, first=run.first)
             del part, part_out, part_lse
         del k, v  # free this block: the next two blocks will be in memory
     if out is None or lse is None:  # no key is visible
@@ -158,7 +158,7 @@ def summed_in(work: Work, q: Tensor, wide: torch.dtype) -> torch.dtype:
 
 def inputs_of(run: TileCall, q: Tensor, k: Tensor, v: Tensor) -> Inputs:
     """A tile's operands, taken from a block."""
-    return step.inputs_of(run.q.of(q), run.k.of(k), run.k.of(v), run.cu_seqlens)
+    return step.tile_inputs(run.q.take(q), run.k.take(k), run.k.take(v), run.cu_seqlens)
 
 
 def _returned(work: Work, out: Tensor, lse: Tensor | None) -> Callable[[], list[Tensor]]:

@@ -12,7 +12,7 @@ import torch
 
 from attn_core.backends.shared.autograd import without_create_graph
 from attn_core.call.options import Options
-from attn_core.context_parallel.request import Metadata, Request, with_longest
+from attn_core.context_parallel.request import Metadata, Request, with_max_len
 from attn_core.selection import override
 from torch_frontend.context_parallel import backward, forward
 from torch_frontend.context_parallel.exchange import axis
@@ -108,7 +108,7 @@ def _request(arguments: tuple[Any, ...]) -> Request:
         shards_of(q, k, v, sinks),
         (q_len, kv_len),
         documents,
-        with_longest(options, documents),
+        with_max_len(options, documents),
         *(strategy, layout, head_groups, names, sizes, q.device, needs_backward),  # type: ignore[arg-type]
         requested=tuple(backend) if backend else override.requested(),
     )

@@ -25,7 +25,7 @@ def prepared(request: Request) -> Work:
 @lru_cache(maxsize=64)
 def _prepared(request: Request, *axes: Axis) -> Work:
     try:
-        choice, call = explanation(request)
+        choice, call = explain_request(request)
     except Exception as error:
         agree(request, f"{type(error).__name__}: {str(error).splitlines()[0]}", *axes)
         raise
@@ -36,6 +36,6 @@ def _prepared(request: Request, *axes: Axis) -> Work:
     return Work(program(call, outer.rank, request.device), outer, inner)
 
 
-def explanation(request: Request) -> Explanation:
+def explain_request(request: Request) -> Explanation:
     """The plan of a call and why it was chosen. Sends nothing."""
-    return requests.explanation(request, Target.here("torch", device_name(request.device)))
+    return requests.explain_request(request, Target.here("torch", device_name(request.device)))

@@ -12,7 +12,7 @@ from attn_core import backends
 from attn_core.context_parallel import places
 from attn_core.context_parallel.call import ContextCall
 from attn_core.context_parallel.on_torch.places import Places
-from attn_core.context_parallel.on_torch.step import RowCoverage, offsets_of
+from attn_core.context_parallel.on_torch.step import RowCoverage, tile_offsets
 from attn_core.context_parallel.plan import Step
 from attn_core.context_parallel.tiles import Tile
 from torch_frontend.context_parallel.exchange import Axis
@@ -84,25 +84,25 @@ def program(call: ContextCall, part: int, device: torch.device) -> Program:
     for step in plan.steps:
         of_key = of_sum = None
         if step.gathered:  # gathered blocks stay in the order of ranks; tiles index into them
-            seen, others = plan.keys(step, part), plan.k_blocks[:part] + plan.k_blocks[part + 1 :]
-            of_key, of_sum = (places.in_blocks(blocks, k_size, seen) for blocks in (plan.k_blocks, others))
+            seen, others = plan.key_block(step, part), plan.k_blocks[:part] + plan.k_blocks[part + 1 :]
+            of_key, of_sum = (places.places_in_blocks(blocks, k_size, seen) for blocks in (plan.k_blocks, others))
         runs = []
         for tile in step.tiles[part]:
-            rows, keys = places.of_tile(tile)
+            rows, keys = places.places_of_tile(tile)
             read, summed = (keys if index is None else index[keys] for index in (of_key, of_sum))
-            runs.append(_tile_call(call, tile, (rows, read, summed), device, first=covered.by(rows)))
+            runs.append(_tile_call(call, tile, (rows, read, summed), device, first=covered.add(rows)))
         steps.append((step, tuple(runs)))
     return Program(
         call=call,
         part=part,
         steps=tuple(steps),
-        q_held=Places(places.order(plan.q_layout, q_block) if split else np.arange(q_size), device),
-        k_held=Places(places.order(plan.k_layout, k_block) if split else np.arange(k_size), device),
+        q_held=Places(places.places_of_block(plan.q_layout, q_block) if split else np.arange(q_size), device),
+        k_held=Places(places.places_of_block(plan.k_layout, k_block) if split else np.arange(k_size), device),
         k_size=k_size,
-        covered=covered.covered,
-        rows_wide=call.sums_rows_wide(part),
-        own_wide=call.sums_own_wide(part),
-        sent_wide=call.sums_sent_wide,
+        covered=covered.complete,
+        rows_wide=call.accumulator("q", part) != call.spec.dtype,
+        own_wide=call.accumulator("own", part) != call.spec.dtype,
+        sent_wide=call.accumulator("sent") != call.spec.dtype,
     )
 
 
@@ -114,4 +114,4 @@ def _tile_call(
     forward, backward = (on_device(function, device) for function in (module.forward, module.backward))
     plan = Plan(spec, name, forward, backward, False, None, backends.writes_into(module))
     q, k, sums = (Places(each, device) for each in index)
-    return TileCall(plan, q, k, sums, offsets_of(spec, tile, device), first)
+    return TileCall(plan, q, k, sums, tile_offsets(spec, tile, device), first)

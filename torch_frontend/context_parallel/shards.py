@@ -21,7 +21,7 @@ def layout_of(mesh: DeviceMesh, layout: str, length: int, documents: tuple[int, 
     """The layout of a row over a mesh."""
     outer, inner = (mesh.size(0), mesh.size(1)) if mesh.ndim == 2 else (mesh.size(), 1)
     group_names(mesh)
-    return layouts.layout(layout, length, outer, inner, documents)
+    return layouts.build_layout(layout, length, outer, inner, documents)
 
 
 def shard_sequence(
@@ -37,10 +37,10 @@ def shard_sequence(
         ``shard`` places at ``dim``; the last places are zeros if the row does not fill them. Differentiable.
     """
     plan.check_tensor("x", x)
-    dim = layouts.axis_of(dim, x.dim())
-    row = layout_of(mesh, layout, x.shape[dim], documents_of(seq_info))
-    index = torch.from_numpy(places.of_shards(row)[rank_of(mesh)]).to(x.device)
-    held = row.held(rank_of(mesh))
+    dim = layouts.check_axis(dim, x.dim())
+    row = layout_of(mesh, layout, x.shape[dim], document_offsets(seq_info))
+    index = torch.from_numpy(places.positions_by_shard(row)[rank_of(mesh)]).to(x.device)
+    held = row.position_count(rank_of(mesh))
     positions = x.index_select(dim, index[:held])
     if held == row.shard:
         return positions
@@ -55,14 +55,14 @@ def unshard_sequence(
 ) -> Tensor:
     """The whole row of ``length`` positions, on every rank, from every rank's shard ``x``. Without gradients."""
     plan.check_tensor("x", x)
-    dim = layouts.axis_of(dim, x.dim())
-    row = layout_of(mesh, layout, length, documents_of(seq_info))
+    dim = layouts.check_axis(dim, x.dim())
+    row = layout_of(mesh, layout, length, document_offsets(seq_info))
     if x.shape[dim] != row.shard:
         raise ShapeError(f"x: expected a shard of {row.shard} positions at dim {dim}, got {x.shape[dim]}")
     shards = x.movedim(dim, 0).contiguous()
     for name in reversed(group_names(mesh)):
         shards = gather(axis(name), [shards[None, :, None]])()[0][0, :, 0]
-    return shards.index_select(0, torch.from_numpy(places.in_order(row)).to(x.device)).movedim(0, dim)
+    return shards.index_select(0, torch.from_numpy(places.places_by_position(row)).to(x.device)).movedim(0, dim)
 
 
 def rank_of(mesh: DeviceMesh) -> int:
@@ -87,9 +87,9 @@ def group_names(mesh: DeviceMesh) -> tuple[str, ...]:
     return tuple([mesh.get_group(at).group_name for at in range(mesh.ndim)])
 
 
-def documents_of(seq_info: Any) -> request.Documents:
+def document_offsets(seq_info: Any) -> request.Documents:
     """The offsets of a row's packed documents as plain numbers; see ``attn_core.context_parallel.request``."""
-    return request.documents_of(seq_info, _off_host)
+    return request.document_offsets(seq_info, _off_host)
 
 
 def _off_host(offsets: Any) -> str | None:

@@ -19,7 +19,7 @@ import torch
 from attn_core.call.seq_info import SeqInfo
 from attn_core.context_parallel import places
 from attn_core.context_parallel.layout import Layout
-from attn_core.context_parallel.request import lengths_of
+from attn_core.context_parallel.request import row_lengths
 from attn_core.errors import SpecError
 
 if TYPE_CHECKING:  # layers import this module, and run where torch was built without torch.distributed
@@ -64,9 +64,9 @@ class Active(NamedTuple):
     @property
     def documents(self) -> tuple[int, ...] | None:
         """The offsets of the row's documents."""
-        from torch_frontend.context_parallel.shards import documents_of
+        from torch_frontend.context_parallel.shards import document_offsets
 
-        return documents_of(self.seq_info)
+        return document_offsets(self.seq_info)
 
     @property
     def rank(self) -> int:
@@ -77,7 +77,7 @@ class Active(NamedTuple):
 
     def held(self, places: int) -> int:
         """The number of this rank's places that hold a position."""
-        return min(places, self.shards(places).held(self.rank))
+        return min(places, self.shards(places).position_count(self.rank))
 
     @torch.compiler.disable
     def positions(self, shard: int, device: Any) -> Tensor:
@@ -88,7 +88,7 @@ class Active(NamedTuple):
 @lru_cache(maxsize=16)
 def _positions(layout: Layout, documents: tuple[int, ...] | None, rank: int, device: torch.device) -> Tensor:
     """Cached, because a copy from the host waits for the device."""
-    return torch.from_numpy(places.held_positions(layout, documents)[rank]).to(device)
+    return torch.from_numpy(places.position_ids(layout, documents)[rank]).to(device)
 
 
 _active: ContextVar[Active | None] = ContextVar("attn_core_context_parallel", default=None)
@@ -129,7 +129,7 @@ def use_context_parallel(
         raise SpecError(f"length={length!r}: expected the positions of the whole row, an int")
     block = Active(mesh, strategy, layout, length, SeqInfo.coerce(seq_info))
     if block.documents is not None:
-        lengths_of(length, block.documents, (0, 0), 1)
+        row_lengths(length, block.documents, (0, 0), 1)
     block.shards(1)  # raises for an unknown layout or mesh here instead of in the first layer
     token = _active.set(block)
     with _lock:

@@ -1,4 +1,4 @@
-"""choose: picks the strategy that exchanges keys and values, with the cost of each and every reason against it."""
+"""Chooses the strategy that exchanges keys and values, with the cost of each and every reason against it."""
 
 from __future__ import annotations
 
@@ -8,34 +8,31 @@ from typing import NamedTuple
 
 from attn_core.call.seq_info import is_host_int
 from attn_core.call.spec import AttentionSpec
-from attn_core.context_parallel.call import ContextCall, check_spec, kv_repeats, spread
+from attn_core.context_parallel.call import ContextCall, check_spec, kv_repeats, plan_spec
 from attn_core.context_parallel.cost.estimate import Estimate, estimate
 from attn_core.context_parallel.cost.machine import GIB, Constants
 from attn_core.context_parallel.layout import LAYOUTS
-from attn_core.context_parallel.plan import Plan
+from attn_core.context_parallel.plan import AxisSizes, parts_and_members
 from attn_core.errors import ShapeError, SpecError
-
-Axes = tuple[int] | tuple[int, int]
-"""The sizes of one axis of ranks, or of two: (outer, inner). Ranks along the inner axis exchange heads."""
 
 CANDIDATES = {1: ("all_gather", "ulysses", "ring"), 2: ("all_gather", "ring")}
 """The strategies by the number of axes; the earlier one wins a tie. On two axes they are for the outer axis."""
 
 
 def check_strategy(strategy: object, head_groups: object) -> None:
-    """Raises SpecError unless ``strategy`` is a name or None, and ``head_groups`` a positive integer or None."""
+    """Raises SpecError unless ``strategy`` is a name or None, and ``head_groups`` is a positive integer or None."""
     if strategy is not None and not (isinstance(strategy, str) and strategy):
         raise SpecError(f"strategy={strategy!r}: expected a strategy's name, or None for automatic choice")
     if head_groups is not None and not (is_host_int(head_groups) and head_groups > 0):  # type: ignore[operator]
-        raise SpecError(f"head_groups={head_groups!r}: expected in how many groups heads are computed, 1 or more")
+        raise SpecError(f"head_groups={head_groups!r}: expected the number of groups of heads, 1 or more")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy: its cost, and every reason why it cannot run the call.
+    """A strategy with its cost, and every reason why it cannot run the call.
 
     Attributes:
-        estimate: None if ranks cannot share the heads.
+        estimate: the cost; None if ranks cannot share the heads.
     """
 
     strategy: str
@@ -45,18 +42,18 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """How ranks share a call, and why: ``str(choice)`` is the explanation.
+    """The strategy of a call, and why it was chosen: ``str(choice)`` is the explanation.
 
     Attributes:
         spec, documents, layout, axes, constants, memory: the arguments of ``choose``.
         requested: the strategy that the caller named, or None.
-        strategy: the chosen one, or None.
+        strategy: the chosen strategy, or None if none can run the call.
     """
 
     spec: AttentionSpec
     documents: tuple[int, ...] | None
     layout: str
-    axes: Axes
+    axes: AxisSizes
     constants: Constants
     memory: float | None
     requested: str | None
@@ -64,12 +61,12 @@ class Choice:
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """All strategies, in order. If the caller named one, the others are estimated only here."""
+        """All strategies, in order. If the caller named one, only this property estimates the others."""
         return tuple(map(self.candidate, CANDIDATES[len(self.axes)]))
 
     def candidate(self, strategy: str) -> Candidate:
-        """The candidate of a strategy."""
-        return _candidate(self.spec, self.documents, strategy, self.layout, self.axes, self.constants, self.memory)
+        """Returns the candidate of a strategy."""
+        return _evaluate(self.spec, self.documents, strategy, self.layout, self.axes, self.constants, self.memory)
 
     @property
     def estimate(self) -> Estimate | None:
@@ -77,7 +74,7 @@ class Choice:
         return None if self.strategy is None else self.candidate(self.strategy).estimate
 
     def reasons(self, strategy: str) -> tuple[str, ...]:
-        """Why a strategy cannot run the call; empty if it can."""
+        """Returns why a strategy cannot run the call; empty if it can."""
         return self.candidate(strategy).refusals
 
     def __str__(self) -> str:
@@ -86,9 +83,9 @@ class Choice:
         candidates = self.candidates
         width = max(len(self._name(one.strategy)) for one in candidates)
         for one in candidates:
-            said = "refused: " + "; ".join(one.refusals) if one.refusals else str(one.estimate)
+            verdict = "refused: " + "; ".join(one.refusals) if one.refusals else str(one.estimate)
             chosen = "selected: " if one.strategy == self.strategy else ""
-            lines.append(f"  {self._name(one.strategy):<{width}}  {chosen}{said}")
+            lines.append(f"  {self._name(one.strategy):<{width}}  {chosen}{verdict}")
         memory = "" if self.memory is None else f"; {self.memory / GIB:.2f} GiB may be used on a rank"
         return "\n".join([*lines, f"  (estimates by the figures of {self.constants.device_name}{memory})"])
 
@@ -97,7 +94,7 @@ class Choice:
 
 
 class Explanation(NamedTuple):
-    """How a call runs, and why: ``str(explanation)``.
+    """How a call runs, and why: ``str(explanation)`` is the text.
 
     Attributes:
         choice: the strategies, and why one was chosen.
@@ -120,7 +117,7 @@ class Explanation(NamedTuple):
 
 
 class NoStrategyError(NotImplementedError):
-    """No strategy, or not the requested one, can run the call. ``error.choice`` has every reason."""
+    """No strategy, or not the requested one, can run a call. ``error.choice`` has every reason."""
 
     def __init__(self, choice: Choice) -> None:
         self.choice = choice
@@ -129,32 +126,30 @@ class NoStrategyError(NotImplementedError):
             lead = f"strategy={choice.requested!r} cannot share this call, and one asked for by name never falls back"
         super().__init__(f"{lead}\n{choice}")
 
-    def __reduce__(
-        self,
-    ) -> tuple[type[NoStrategyError], tuple[Choice]]:  # pickles by its argument, to leave a worker process
-        return NoStrategyError, (self.choice,)
+    def __reduce__(self) -> tuple[type[NoStrategyError], tuple[Choice]]:
+        return NoStrategyError, (self.choice,)  # an exception pickles by its message, but __init__ takes the choice
 
 
 def choose(
     spec: AttentionSpec,
     documents: tuple[int, ...] | None,
     layout: str,
-    axes: Axes,
+    axes: AxisSizes,
     constants: Constants,
     memory: float | None = None,
     strategy: str | None = None,
 ) -> Choice:
-    """The strategy with the shortest estimate, among those that can run the call. A pure function, cached.
+    """Chooses the strategy with the shortest estimate, among those that can run the call. A pure function, cached.
 
     Args:
         spec: the whole call, as on one device.
-        documents: offsets of the whole row's packed documents.
+        documents: the offsets of the whole row's packed documents.
         layout: one of ``attn_core.context_parallel.layout.LAYOUTS``.
         axes: ``(ranks,)`` or ``(outer, inner)``.
         constants: of the machine, ``Constants.of(device)``.
-        memory: bytes that the call may use on a rank, inputs and results included; None for no limit. Must be the same
-            on every rank, or ranks may choose differently.
-        strategy: None to choose; a name is used, or raises an error.
+        memory: the bytes that the call may use on a rank, inputs and results included; None for no limit. It must be
+            the same on every rank, or ranks may choose differently.
+        strategy: None to choose. A named strategy is used, or raises an error: it never falls back to another one.
 
     Raises:
         NoStrategyError: if no strategy can run the call, with every reason.
@@ -171,14 +166,14 @@ def explain_choice(
     spec: AttentionSpec,
     documents: tuple[int, ...] | None,
     layout: str,
-    axes: Axes,
+    axes: AxisSizes,
     constants: Constants,
     memory: float | None = None,
     strategy: str | None = None,
 ) -> Choice:
-    """The Choice of a call, whether or not any strategy can run it; see ``choose``."""
+    """Returns the Choice of a call, even if no strategy can run it; see ``choose``."""
     check_spec(spec)
-    names = _names(axes, layout)
+    names = _strategies(axes, layout)
     if strategy is not None and strategy not in names:
         raise SpecError(f"strategy={strategy!r}: expected one of {', '.join(names)} on {len(axes)} axes, or None")
     undecided = Choice(spec, documents, layout, axes, constants, memory, strategy, None)
@@ -187,18 +182,7 @@ def explain_choice(
     return replace(undecided, strategy=min(estimates, key=lambda one: one[0])[1] if estimates else None)
 
 
-def plan_of(spec: AttentionSpec, documents: tuple[int, ...] | None, strategy: str, layout: str, axes: Axes) -> Plan:
-    """The plan of a strategy on one axis or two."""
-    return spread(spec, documents, strategy, layout, *parts_and_members(axes, strategy))
-
-
-def parts_and_members(axes: Axes, strategy: str) -> tuple[int, int]:
-    """(parts of the row, ranks that share a part by heads): "ulysses" on one axis has one part, other strategies have
-    one rank in each part."""
-    return axes if len(axes) == 2 else (1, *axes) if strategy == "ulysses" else (*axes, 1)
-
-
-def _names(axes: Axes, layout: str) -> tuple[str, ...]:
+def _strategies(axes: AxisSizes, layout: str) -> tuple[str, ...]:
     if len(axes) not in CANDIDATES or any(size < 1 for size in axes):
         raise SpecError(f"axes={axes}: expected (ranks,) or (outer, inner), each of at least one rank")
     if layout not in LAYOUTS:
@@ -207,21 +191,20 @@ def _names(axes: Axes, layout: str) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _candidate(
+def _evaluate(
     spec: AttentionSpec,
     documents: tuple[int, ...] | None,
     strategy: str,
     layout: str,
-    axes: Axes,
+    axes: AxisSizes,
     constants: Constants,
     memory: float | None,
 ) -> Candidate:
-    inner = axes[-1] if len(axes) == 2 or strategy == "ulysses" else 1
     try:
-        kv_repeats(spec.num_heads, spec.num_kv_heads, inner)
+        kv_repeats(spec.num_heads, spec.num_kv_heads, parts_and_members(axes, strategy)[1])
     except ShapeError as error:
         return Candidate(strategy, (str(error),), None)
-    cost = estimate(spec, plan_of(spec, documents, strategy, layout, axes), constants)
+    cost = estimate(spec, plan_spec(spec, documents, strategy, layout, axes), constants)
     refusals: tuple[str, ...] = ()
     if memory is not None and cost.peak > memory:
         refusals = (f"memory: {cost.peak / GIB:.2f} GiB a rank, more than the {memory / GIB:.2f} GiB it may use",)

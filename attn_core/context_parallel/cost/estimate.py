@@ -1,17 +1,17 @@
-"""The cost of a plan in seconds and bytes, from its counts and the constants of a machine. Pure arithmetic.
+"""Estimates the cost of a plan in seconds and bytes, from its counts and the constants of a machine. Pure arithmetic.
 
-``attn_core.context_parallel.cost.kernels`` estimates the kernels. With S positions a rank, P parts, U ranks that share
-heads, H and Hk heads, width D and e bytes an element, a rank receives in a forward
+``cost.kernels`` estimates the kernels. With S positions per rank, P parts, U ranks that share heads, H and Hk heads,
+width D and e bytes per element, a rank receives in a forward
 
-    ring        S Hk 2D e at every step but the last, while it computes
+    ring        S Hk 2D e in every step but the last, while it computes
     all_gather  (P - 1) S Hk 2D e, while it computes with its own keys
     ulysses     (U - 1) / U  S (2H + 2Hk) D e, partly before and partly after it computes
 
-which are the counts of Ring Attention (arXiv:2310.01889), of the all-gather in Llama 3's training (arXiv:2407.21783,
-3.3.2) and of DeepSpeed-Ulysses (arXiv:2309.14509). A backward exchanges the same again, and the gradients of k and v:
-in the inputs' dtype if they come from one tile each, in the accumulators' dtype if they are sums. Gathered keys that
-are kept are not sent again, and the gradients travel while a rank computes with its own keys. In every step of a ring,
-all ranks wait for the busiest part. The model assumes one group of heads.
+These are the counts of Ring Attention (arXiv:2310.01889), of the all-gather in Llama 3's training (arXiv:2407.21783,
+3.3.2) and of DeepSpeed-Ulysses (arXiv:2309.14509). A backward exchanges the same amount again, and the gradients of k
+and v: in the inputs' dtype if each comes from one tile, in the accumulators' dtype if they are sums. Gathered keys that
+the forward kept are not sent again, and the gradients travel while a rank computes with its own keys. In every step of
+a ring, all ranks wait for the busiest part. The model assumes one group of heads.
 """
 
 from __future__ import annotations
@@ -22,13 +22,19 @@ from typing import NamedTuple
 
 from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel.call import keeps_gathered, kv_repeats
-from attn_core.context_parallel.cost.kernels import ELEMENT, Steps, computing
+from attn_core.context_parallel.cost.kernels import ELEMENT, Steps, kernel_seconds
 from attn_core.context_parallel.cost.machine import GIB, Constants
-from attn_core.context_parallel.plan import ROUNDED_ONCE, Plan
+from attn_core.context_parallel.plan import ROUNDED_ONCE, ContextPlan
 
 
-class Half(NamedTuple):
-    """The cost of one direction on a rank: seconds in all, seconds in which it computes nothing, and peak bytes."""
+class DirectionCost(NamedTuple):
+    """The cost of a forward or of a backward on one rank.
+
+    Attributes:
+        seconds: in all.
+        exposed: seconds in which the rank computes nothing, because it waits for an exchange.
+        peak: the peak number of bytes.
+    """
 
     seconds: float
     exposed: float
@@ -37,35 +43,35 @@ class Half(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """The cost of a call on a rank.
+    """The cost of a call on one rank.
 
     Attributes:
-        forward, backward: the two directions.
+        forward, backward: the cost of each direction.
         training: whether the call has a backward.
     """
 
-    forward: Half
-    backward: Half
+    forward: DirectionCost
+    backward: DirectionCost
     training: bool
 
     @property
     def both(self) -> float:
-        """Seconds of a forward and a backward."""
+        """The seconds of a forward and a backward."""
         return self.forward.seconds + self.backward.seconds
 
     @property
     def seconds(self) -> float:
-        """Seconds of the call, its backward included if it has one."""
+        """The seconds of the call, with its backward if it has one."""
         return self.both if self.training else self.forward.seconds
 
     @property
     def exposed(self) -> float:
-        """Seconds of the call in which the rank computes nothing."""
+        """The seconds of the call in which the rank computes nothing."""
         return self.forward.exposed + (self.backward.exposed if self.training else 0.0)
 
     @property
     def peak(self) -> float:
-        """The peak bytes of the call on a rank, inputs and results included."""
+        """The peak number of bytes of the call on a rank, with inputs and results."""
         return max(self.forward.peak, self.backward.peak) if self.training else self.forward.peak
 
     def __str__(self) -> str:
@@ -75,7 +81,12 @@ class Estimate:
 
 
 class Sizes(NamedTuple):
-    """Elements of a rank's tensors, kv heads with their copies; and bytes of an element."""
+    """The sizes of a rank's tensors.
+
+    Attributes:
+        q, out, kv: the number of elements; kv counts k and v, and the copies of kv heads.
+        element, accumulator: the bytes of an element of the tensors, and of sums.
+    """
 
     q: int
     out: int
@@ -84,8 +95,8 @@ class Sizes(NamedTuple):
     accumulator: int
 
     @classmethod
-    def of(cls, spec: AttentionSpec, plan: Plan) -> Sizes:
-        """The sizes of a call. Exchanging heads for positions does not change a rank's number of elements."""
+    def from_plan(cls, spec: AttentionSpec, plan: ContextPlan) -> Sizes:
+        """Returns the sizes of a call, which an exchange of heads for positions does not change."""
         queries, keys = spec.batch * plan.q_layout.shard, spec.batch * plan.k_layout.shard
         copies = kv_repeats(spec.num_heads, spec.num_kv_heads, plan.inner)
         element = ELEMENT[spec.dtype]
@@ -98,8 +109,8 @@ class Sizes(NamedTuple):
         )
 
 
-def estimate(spec: AttentionSpec, plan: Plan, constants: Constants) -> Estimate:
-    """The cost of a plan on the rank that waits longest.
+def estimate(spec: AttentionSpec, plan: ContextPlan, constants: Constants) -> Estimate:
+    """Estimates the cost of a plan on the rank that waits longest.
 
     Args:
         spec: the whole call, as on one device.
@@ -107,104 +118,110 @@ def estimate(spec: AttentionSpec, plan: Plan, constants: Constants) -> Estimate:
     Raises:
         ShapeError: for heads that the plan's inner ranks cannot share.
     """
-    sizes = Sizes.of(spec, plan)
+    sizes = Sizes.from_plan(spec, plan)
     return Estimate(
         _forward(spec, plan, sizes, constants), _backward(spec, plan, sizes, constants), spec.needs_backward
     )
 
 
-def _forward(spec: AttentionSpec, plan: Plan, sizes: Sizes, constants: Constants) -> Half:
-    steps = computing(spec, plan, constants, backward=False)
+def _forward(spec: AttentionSpec, plan: ContextPlan, sizes: Sizes, constants: Constants) -> DirectionCost:
+    steps = kernel_seconds(spec, plan, constants, backward=False)
     block = sizes.kv * sizes.element
-    heads = _heads_exchange(plan, (sizes.q + sizes.kv) * sizes.element, constants)
-    heads += _heads_exchange(plan, sizes.out * sizes.element, constants)
+    heads = _exchange_heads(plan, (sizes.q + sizes.kv) * sizes.element, constants)
+    heads += _exchange_heads(plan, sizes.out * sizes.element, constants)
     if plan.strategy == "ring":
         hop = _hop(plan, block, constants)
-        busy, seconds = _in_turn(steps, [hop if at < len(steps) - 1 else 0.0 for at in range(len(steps))], constants)
+        hops = [hop if at < len(steps) - 1 else 0.0 for at in range(len(steps))]
+        busy, seconds = _ring_seconds(steps, hops, constants)
         seconds += hop * any(not step.own for step in plan.steps[:1])
         buffers = block * min(2, len(steps))
     else:
-        busy, seconds = _gathered(steps, plan, _spread(plan, "all_gather", block, constants), block, constants)
+        gathering = _exchange_parts(plan, "all_gather", block, constants)
+        busy, seconds = _gathered_seconds(steps, plan, gathering, block, constants)
         buffers = block * plan.outer * _copies(plan) * plan.gathers
     buffers += sizes.out * sizes.accumulator * _sums_rows(plan)
     own = (sizes.q + sizes.out + sizes.kv) * sizes.element
     exchanged = own if plan.inner > 1 else 0
-    return Half(heads + seconds, heads + seconds - busy, own + exchanged + buffers)
+    return DirectionCost(heads + seconds, heads + seconds - busy, own + exchanged + buffers)
 
 
-def _backward(spec: AttentionSpec, plan: Plan, sizes: Sizes, constants: Constants) -> Half:
-    steps = computing(spec, plan, constants, backward=True)
+def _backward(spec: AttentionSpec, plan: ContextPlan, sizes: Sizes, constants: Constants) -> DirectionCost:
+    steps = kernel_seconds(spec, plan, constants, backward=True)
     block = sizes.kv * sizes.element
-    gradient = sizes.kv * (sizes.element if plan.gradients_travel_alone else sizes.accumulator)
-    heads = _heads_exchange(plan, (sizes.q + sizes.kv + 2 * sizes.out) * sizes.element, constants)
-    heads += _heads_exchange(plan, (sizes.q + sizes.kv) * sizes.element, constants)
+    gradient = sizes.kv * (sizes.element if plan.sends_single_gradients else sizes.accumulator)
+    heads = _exchange_heads(plan, (sizes.q + sizes.kv + 2 * sizes.out) * sizes.element, constants)
+    heads += _exchange_heads(plan, (sizes.q + sizes.kv) * sizes.element, constants)
     if plan.strategy == "ring":
-        # The gradients of a block travel a step behind it, from the first other rank on, and home after the last step.
-        # Gradients of the own step are not sent.
+        # The gradients of a block travel one step behind it: from the first other rank that sees the block to the
+        # last one, and then home. A rank's own step sends none.
         away = [not step.own for step in plan.steps]
         sent = [block * (at < len(steps) - 1) + gradient * any(away[:at]) for at in range(len(steps))]
-        busy, seconds = _in_turn(steps, [_hop(plan, size, constants) for size in sent], constants)
+        busy, seconds = _ring_seconds(steps, [_hop(plan, size, constants) for size in sent], constants)
         seconds += _hop(plan, block, constants) * any(away[:1]) + _hop(plan, gradient, constants) * any(away)
         buffers = (block + gradient) * min(2, len(steps))
     else:
-        travels = [_spread(plan, "all_gather", block, constants), _spread(plan, "all_to_all", gradient, constants)]
-        beside, after = (travels[1], 0.0) if keeps_gathered(spec, plan) else travels
-        busy, seconds = _gathered(steps, plan, beside, block, constants)
+        gathering = _exchange_parts(plan, "all_gather", block, constants)
+        sending = _exchange_parts(plan, "all_to_all", gradient, constants)
+        overlapped, after = (sending, 0.0) if keeps_gathered(spec, plan) else (gathering, sending)
+        busy, seconds = _gathered_seconds(steps, plan, overlapped, block, constants)
         seconds += after * plan.gathers
         buffers = (block * plan.outer * _copies(plan) + 2 * gradient * (plan.outer - 1)) * plan.gathers
     buffers += sizes.q * sizes.accumulator * _sums_rows(plan)
     own = 2 * (sizes.q + sizes.out + sizes.kv) * sizes.element  # with dq, dout, dk and dv
     exchanged = own if plan.inner > 1 else 0
-    return Half(heads + seconds, heads + seconds - busy, own + exchanged + buffers)
+    return DirectionCost(heads + seconds, heads + seconds - busy, own + exchanged + buffers)
 
 
-def _in_turn(steps: Steps, exchanges: Sequence[float], constants: Constants) -> tuple[float, float]:
-    """(seconds that the busiest parts compute, seconds in all), if the next block travels during each step."""
+def _ring_seconds(steps: Steps, exchanges: Sequence[float], constants: Constants) -> tuple[float, float]:
+    """Returns (seconds that the busiest parts compute, seconds in all), if the next block travels during each step."""
     busiest = [max(step) for step in steps]
-    together = map(constants.together, busiest, exchanges)
+    together = map(constants.overlapped_seconds, busiest, exchanges)
     return sum(busiest), sum(together)
 
 
-def _gathered(steps: Steps, plan: Plan, beside: float, block: float, constants: Constants) -> tuple[float, float]:
-    """(seconds that the busiest part computes, seconds in all); ``beside`` overlaps the step on the own block."""
-    beside = beside if plan.gathers else 0.0
-    ordering = constants.moved(2 * plan.outer * block) * (plan.gathers and _copies(plan) > 1)
+def _gathered_seconds(
+    steps: Steps, plan: ContextPlan, overlapped: float, block: float, constants: Constants
+) -> tuple[float, float]:
+    """Returns (seconds that the busiest part computes, seconds in all), if an exchange of ``overlapped`` seconds runs
+    during the step on the own block."""
+    overlapped = overlapped if plan.gathers else 0.0
+    ordering = constants.memory_seconds(2 * plan.outer * block) * (plan.gathers and _copies(plan) > 1)
     times = []
     for of_part in zip(*steps, strict=True):
         own = of_part[0] if plan.steps[0].own else 0.0
-        times.append((sum(of_part), constants.together(own, beside) + ordering + sum(of_part) - own))
+        times.append((sum(of_part), constants.overlapped_seconds(own, overlapped) + ordering + sum(of_part) - own))
     return max(times, key=lambda each: each[1], default=(0.0, 0.0))
 
 
-def _sums_rows(plan: Plan) -> bool:
-    """Whether a part adds up the results of a query in a wider dtype."""
-    return any(plan.calls_of_a_query(part) > ROUNDED_ONCE for part in range(plan.outer))
+def _sums_rows(plan: ContextPlan) -> bool:
+    """Returns whether some part adds up the results of a query in a wider dtype."""
+    return any(plan.max_tiles_per_query(part) > ROUNDED_ONCE for part in range(plan.outer))
 
 
-def _copies(plan: Plan) -> int:
-    """Copies of the gathered keys in memory at once: as received, and reordered if the order differs."""
+def _copies(plan: ContextPlan) -> int:
+    """Returns how many copies of the gathered keys are in memory at once: two if they must be reordered."""
     return 1 if plan.q_layout.kind == "contiguous" or plan.outer == 2 else 2
 
 
-def _hop(plan: Plan, size: float, constants: Constants) -> float:
-    return constants.received("ring", size, size if plan.world > constants.ranks_per_host else 0.0)
+def _hop(plan: ContextPlan, size: float, constants: Constants) -> float:
+    """Returns the seconds of one hop of a ring."""
+    return constants.link_seconds("ring", size, size if plan.world > constants.ranks_per_host else 0.0)
 
 
-def _spread(plan: Plan, kind: str, size: float, constants: Constants) -> float:
-    """Seconds in which each part receives ``size`` bytes from every other part: keys, or gradients.
+def _exchange_parts(plan: ContextPlan, kind: str, size: float, constants: Constants) -> float:
+    """Returns the seconds in which each part receives ``size`` bytes (keys or gradients) from every other part.
 
-    The parts on one host divide the bytes from other hosts among them.
+    The parts on one host divide the bytes from other hosts among themselves.
     """
     near = min(plan.outer, max(1, constants.ranks_per_host // plan.inner))  # parts on one host
-    return constants.received(kind, (plan.outer - 1) * size, (plan.outer - near) * size / near)
+    return constants.link_seconds(kind, (plan.outer - 1) * size, (plan.outer - near) * size / near)
 
 
-def _heads_exchange(plan: Plan, size: float, constants: Constants) -> float:
-    """Seconds of exchanging heads for positions among a part's ranks, and of the copy that reorders them."""
+def _exchange_heads(plan: ContextPlan, size: float, constants: Constants) -> float:
+    """Returns the seconds in which a part's ranks exchange heads for positions and reorder them by a copy."""
     if plan.inner == 1:
         return 0.0
     near = min(plan.inner, constants.ranks_per_host)
     share = size / plan.inner
-    return constants.received("all_to_all", (plan.inner - 1) * share, (plan.inner - near) * share) + constants.moved(
-        2 * size
-    )
+    received = constants.link_seconds("all_to_all", (plan.inner - 1) * share, (plan.inner - near) * share)
+    return received + constants.memory_seconds(2 * size)

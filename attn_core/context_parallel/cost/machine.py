@@ -1,4 +1,4 @@
-"""Constants: measured rates of a machine's kernels, memory and links."""
+"""Constants: the measured rates of a machine's kernels, memory and links."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from attn_core.errors import SpecError
 GIB, MIB = 2.0**30, 2.0**20
 
 LINKS = ("ring", "all_gather", "all_to_all")
-"""The exchanges: ring, each rank sends to its neighbour; all-gather; all-to-all."""
+"""The kinds of exchange. In a ring, each rank sends to the next one."""
 
 MEASURED = "sm90"
-"""The device whose figures are used for devices without measurements, so that a laptop chooses as that GPU would."""
+"""The device whose figures stand in for devices without measurements, so that a laptop chooses as that GPU would."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Constants:
         forward_tflops, backward_tflops: rates of the kernels' matrix products for 16-bit types, 10^12 floating-point
             operations a second, without the time for memory.
         backward_traffic: bytes that a backward moves, as a multiple of its operands and results.
-        call_us: a kernel's launch and its ends, microseconds.
-        memory_gib_s: rate of the device's memory, reads and writes together.
-        links: for each of LINKS ``((MiB that a rank receives, GiB/s), ...)``, rising.
-        overlap: share of the shorter of two concurrent operations that adds to the longer: 0 none, 1 all.
-        ranks_per_host: number of ranks that the links connect.
-        network_gib_s: rate at which a rank receives from other hosts.
+        call_us: the microseconds in which a kernel starts and ends.
+        memory_gib_s: the rate of the device's memory, reads and writes together.
+        links: for each of LINKS ``((MiB that a rank receives, GiB/s), ...)``, in ascending order.
+        overlap: the share of the shorter of two concurrent operations that prolongs the longer one: 0 none, 1 all.
+        ranks_per_host: the number of ranks that the links connect.
+        network_gib_s: the rate at which a rank receives from other hosts.
     """
 
     device: str
@@ -59,25 +59,26 @@ class Constants:
 
     @classmethod
     def of(cls, device: str) -> Constants:
-        """The figures of a device such as "sm90"; those of MEASURED if the device has none."""
+        """Returns the figures of a device such as "sm90"; if it has none, the figures of MEASURED."""
         return _read(device)
 
     @classmethod
     def from_table(cls, table: dict[str, Any]) -> Constants:
-        """The figures of a file's table; ignores other entries."""
+        """Returns the figures of a file's table; ignores other entries."""
         named = {name: table[name] for name in cls.__dataclass_fields__}
-        rows = tuple((kind, tuple(map(tuple, found))) for kind, found in table["links"].items())
-        return cls(**{**named, "links": rows})
+        links = tuple((kind, tuple(map(tuple, rows))) for kind, rows in table["links"].items())
+        return cls(**{**named, "links": links})
 
-    def moved(self, size: float) -> float:
-        """Seconds to move bytes through the device's memory."""
+    def memory_seconds(self, size: float) -> float:
+        """Returns the seconds to move bytes through the device's memory."""
         return size / (self.memory_gib_s * GIB)
 
-    def received(self, kind: str, size: float, from_hosts: float = 0.0) -> float:
-        """Seconds in which a rank receives bytes by one of LINKS, ``from_hosts`` of them from other hosts.
+    def link_seconds(self, kind: str, size: float, from_hosts: float = 0.0) -> float:
+        """Returns the seconds in which a rank receives bytes by one of LINKS, ``from_hosts`` of them from other hosts.
 
-        Interpolates the time linearly between measured sizes. Below the smallest size the time is constant (latency);
-        above the largest size the rate is. Bytes from other hosts arrive at the network's rate, at the same time.
+        Interpolates the time linearly between measured sizes. Below the smallest size the time is constant (latency).
+        Above the largest size the rate is constant. Bytes from other hosts arrive at the network's rate, at the same
+        time.
         """
         if not size:
             return 0.0
@@ -89,8 +90,8 @@ class Constants:
                 seconds = before + (after - before) * (size - low) / (high - low)
         return max(seconds, from_hosts / (self.network_gib_s * GIB))
 
-    def together(self, one: float, other: float) -> float:
-        """Seconds that two concurrent operations take together."""
+    def overlapped_seconds(self, one: float, other: float) -> float:
+        """Returns the seconds that two concurrent operations take together."""
         return max(one, other) + self.overlap * min(one, other)
 
 

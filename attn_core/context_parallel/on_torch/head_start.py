@@ -9,13 +9,14 @@ HEAD_START = 10_000
 
 
 def head_start(device: Any) -> None:
-    """Delays the compute stream by about 5 us, so that the collective starts before the kernel occupies every SM.
+    """Delays the compute stream by about 5 us, so that a collective starts before the next kernel occupies every SM.
 
-    The order of two streams is not defined. A collective that starts second waits for the kernel and overlaps nothing.
-    The delay costs nothing if the collective is waited for next, because that takes longer. Does nothing on a CPU.
+    The order of work on two streams is not defined. A collective that starts second waits for the kernel, and nothing
+    overlaps. If the stream waits for the collective next, the delay costs nothing, because the collective takes longer.
+    Does nothing on a CPU.
 
     Args:
-        device: a ``torch.device``, on whose current stream the kernel will run.
+        device: a ``torch.device``; the kernel will run on its current stream.
     """
     if device.type == "cuda":
         import torch

@@ -1,4 +1,4 @@
-"""Merges partial attentions of the same queries by their log-sum-exp, in place, in torch."""
+"""Merges attention results of the same queries over different keys, in place, on torch tensors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from attn_core.backends.shared.triton import has_triton
 
 
 def merge(out: Any, lse: Any, part_out: Any, part_lse: Any) -> None:
-    """Merges a part's keys into ``out`` and ``lse``, in place.
+    """Merges the results over further keys, ``part_out`` and ``part_lse``, into ``out`` and ``lse``, in place.
 
-    With l the larger of both log-sum-exp (0 where both are -inf) and z = e^(lse - l) + e^(part_lse - l): the new
-    log-sum-exp is l + log z, the part's weight w = e^(part_lse - l) / z, and out moves by w (part_out - out). Rows
-    without keys, in ``out`` or in the part, need no special case. (Dao et al. 2022; Liu et al. 2023.)
+    Let l be the larger log-sum-exp (0 if both are -inf) and z = e^(lse - l) + e^(part_lse - l). The new log-sum-exp is
+    l + log z. The part's weight is w = e^(part_lse - l) / z, and out becomes out + w (part_out - out). Rows without
+    keys, in ``out`` or in the part, need no special case. (Milakov and Gimelshein 2018; Dao et al. 2022.)
 
     Args:
         out: ``[batch, rows, heads, value_dim]``, of any dtype.
@@ -24,14 +24,14 @@ def merge(out: Any, lse: Any, part_out: Any, part_lse: Any) -> None:
     if out.is_cuda and lse.dtype == torch.float32 and has_triton():
         from attn_core.context_parallel.on_torch.merge_triton import merge as merge_on_gpu
 
-        with torch.cuda.device(out.device):  # where Triton's kernels start
+        with torch.cuda.device(out.device):  # Triton launches on the current device
             merge_on_gpu(out, lse, part_out, part_lse)
         return
     larger = torch.maximum(lse, part_lse)
     larger = larger.masked_fill(larger == -torch.inf, 0.0)
-    mine, its = (lse - larger).exp_(), (part_lse - larger).exp_()
-    total = mine.add_(its)
-    weight = torch.where(total == 0, 0.0, its / total)
+    weight, part_weight = (lse - larger).exp_(), (part_lse - larger).exp_()
+    total = weight.add_(part_weight)
+    share = torch.where(total == 0, 0.0, part_weight / total)
     lse.copy_(larger + total.log_())
     before = out.to(lse.dtype)
-    out.copy_(before + (part_out - before).mul_(weight.transpose(1, 2)[..., None]))
+    out.copy_(before + (part_out - before).mul_(share.transpose(1, 2)[..., None]))

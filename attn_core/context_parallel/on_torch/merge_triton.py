@@ -1,6 +1,6 @@
 """``merge.merge`` as one Triton kernel: reads every tensor once and writes the result once.
 
-This module imports triton, so callers import it when they run.
+This module imports triton, so it is imported only when a merge runs.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def _merge(
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Merges ROWS rows of one head. WIDE is a power of two, at least DIM. Strides are 64-bit.
+    """Merges ROWS rows of one head. WIDE is a power of two, at least DIM. Offsets are 64-bit.
 
-    Writes the new log-sum-exp to a separate dense buffer: several warps read each row's old value, and one warp may
-    finish before another starts.
+    The new log-sum-exp goes to a separate dense buffer, because several warps read each row's old value, and one warp
+    may finish before another starts.
     """
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
@@ -65,7 +65,7 @@ def _merge(
 
 
 def merge(out: Any, lse: Any, part_out: Any, part_lse: Any) -> None:
-    """As ``merge.merge``, for float32 ``lse`` on a GPU, and ``out`` with dense channels."""
+    """``merge.merge`` for float32 ``lse`` on a GPU; the last axis of ``out`` must be dense."""
     part_out = part_out if part_out.stride(-1) == 1 else part_out.contiguous()
     batch, rows, heads, dim = out.shape
     if not out.numel():

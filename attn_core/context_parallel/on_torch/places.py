@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from attn_core.context_parallel import places
+from attn_core.context_parallel.places import contiguous_ranges
 
 Tensor = Any
-MOST = 16
-"""The most ranges that are copied one by one; more are copied by an index on the device."""
 
 
 class Places:
@@ -21,7 +19,7 @@ class Places:
     def __init__(self, index: np.ndarray, device: Any) -> None:
         self.count = len(index)
         self._index = index
-        self.ranges = places.slices(index, MOST)
+        self.ranges = contiguous_ranges(index)
         self.index: Any = None
         if self.ranges is None:
             import torch
@@ -33,50 +31,50 @@ class Places:
         """Whether no place occurs twice."""
         return len(np.unique(self._index)) == self.count
 
-    def are_all_of(self, size: int) -> bool:
-        """Whether they are all ``size`` places, in order."""
+    def is_whole(self, size: int) -> bool:
+        """Returns whether these are all ``size`` places of an axis, in order."""
         return self.ranges == [(0, size)] or size == self.count == 0
 
     @property
-    def are_neighbours(self) -> bool:
-        """Whether reading them copies nothing."""
+    def is_one_range(self) -> bool:
+        """Whether ``take`` returns a view and copies nothing."""
         return self.ranges is not None and len(self.ranges) < 2
 
-    def of(self, tensor: Tensor, axis: int = 1) -> Tensor:
-        """The tensor at these places: a view of one contiguous range, else a copy."""
+    def take(self, tensor: Tensor, axis: int = 1) -> Tensor:
+        """Returns the tensor's entries at these places: a view of one contiguous range, else a copy."""
         if self.ranges is None:
             return tensor.index_select(axis, self.index)
-        if self.are_neighbours:
+        if self.is_one_range:
             return tensor.narrow(axis, self.ranges[0][0] if self.ranges else 0, self.count)
         result = tensor.new_empty((*tensor.shape[:axis], self.count, *tensor.shape[axis + 1 :]))
-        for place, piece in self._pieces(tensor, result, axis):
-            piece.copy_(place)
+        for source, piece in self._pieces(tensor, result, axis):
+            piece.copy_(source)
         return result
 
     def put(self, tensor: Tensor, values: Tensor, axis: int = 1) -> None:
-        """Writes values to these places."""
+        """Writes values to these places of a tensor."""
         if self.ranges is None:
             tensor.index_copy_(axis, self.index, values.to(tensor.dtype))
-        for place, piece in self._pieces(tensor, values, axis):
-            place.copy_(piece)
+        for target, piece in self._pieces(tensor, values, axis):
+            target.copy_(piece)
 
     def add(self, tensor: Tensor, values: Tensor, axis: int = 1) -> None:
-        """Adds values to these places, in the tensor's dtype, in their order."""
+        """Adds values to these places of a tensor, in the tensor's dtype, in the order of the places."""
         if self.ranges is None:
             tensor.index_add_(axis, self.index, values.to(tensor.dtype))
-        for place, piece in self._pieces(tensor, values, axis):
-            place.add_(piece)
+        for target, piece in self._pieces(tensor, values, axis):
+            target.add_(piece)
 
     def _pieces(self, tensor: Tensor, values: Tensor, axis: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields views of each range and of its values; nothing if there is an index."""
+        """Yields views of each range and of its values; nothing if the places are an index."""
         at = 0
         for start, stop in self.ranges or ():
             yield tensor.narrow(axis, start, stop - start), values.narrow(axis, at, stop - start)
             at += stop - start
 
-    def spread(self, values: Tensor, size: int, axis: int = 1) -> Tensor:
-        """A tensor of ``size`` places: the values at these places, zeros elsewhere."""
-        if self.are_all_of(size):
+    def scatter(self, values: Tensor, size: int, axis: int = 1) -> Tensor:
+        """Returns a tensor of ``size`` places with the values at these places and zeros elsewhere."""
+        if self.is_whole(size):
             return values
         shape = (*values.shape[:axis], size, *values.shape[axis + 1 :])
         result = values.new_empty(shape) if self.count == size else values.new_zeros(shape)
@@ -84,16 +82,16 @@ class Places:
         return result
 
 
-class PlacesOfParts:
-    """Places to read in the gathered blocks of several parts, ``size`` places each, in an order."""
+class GatheredPlaces:
+    """Places to read, in an order, from the gathered blocks of several parts, ``size`` places each."""
 
     def __init__(self, index: np.ndarray, size: int, device: Any) -> None:
         self.count = len(index)
-        ranges = places.slices(index, MOST)
+        ranges = contiguous_ranges(index)
         self._ranges = (
             None
             if ranges is None
-            else [
+            else [  # cut at the ends of blocks
                 (part, max(start - part * size, 0), min(stop - part * size, size))
                 for start, stop in ranges
                 for part in range(start // size, (stop - 1) // size + 1)
@@ -104,8 +102,8 @@ class PlacesOfParts:
 
             self._part, self._place = (torch.from_numpy(each).to(device) for each in (index // size, index % size))
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """``[..., count, heads, dim]`` of ``[parts, ..., size, heads, dim]``: a view of one range, else a copy."""
+    def take(self, tensor: Tensor) -> Tensor:
+        """Returns ``[..., count, heads, dim]`` of ``[parts, ..., size, heads, dim]``: a view or a copy."""
         if self._ranges is None:
             return tensor.movedim(-3, 1)[self._part, self._place].movedim(0, -3)
         if len(self._ranges) == 1:
