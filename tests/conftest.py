@@ -3,8 +3,9 @@
 ``ci`` (the default) is bounded and always draws the same examples; ``--hypothesis-profile=thorough`` draws many more,
 other ones each time. Neither has a deadline: a first call may compile. ``--random-order`` shuffles the tests.
 
-On a machine without a GPU JAX compiles the quick way (``xla_compiler``), the programs by which claims are judged apart
-(``both_frontends``, ``paged_cases``). A flag that XLA_FLAGS says already stays as it is.
+JAX has four CPU devices, for the tests that need several. On a machine without a GPU JAX also compiles the quick way
+(``xla_compiler``), except for the programs by which claims are judged (``both_frontends``, ``paged_cases``).
+A flag that XLA_FLAGS already contains keeps its value.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import date
 from functools import cache
 from importlib.util import find_spec
@@ -37,14 +39,26 @@ settings.register_profile(
 )
 settings.load_profile("ci")
 
-if not Path("/dev/nvidiactl").exists():  # before JAX starts, in this process and in those that tests start
-    os.environ["XLA_FLAGS"] = xla_compiler.flags()
+# Before JAX starts, in this process and in the processes that tests start.
+os.environ["XLA_FLAGS"] = xla_compiler.flags(quick=not Path("/dev/nvidiactl").exists())
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)], scope="module")
 def device(request: pytest.FixtureRequest) -> str:
     """The kinds of device: a test that asks for it runs on the CPU and, marked ``cuda``, on a GPU."""
     return str(request.param)
+
+
+@pytest.fixture
+def four_devices() -> Iterator[None]:
+    """Four CPU devices of JAX (``cpu_meshes.devices``). On a machine with GPUs calls go to the first of them, too."""
+    jax = pytest.importorskip("jax")
+    import cpu_meshes
+
+    if reason := cpu_meshes.missing(4):
+        pytest.skip(reason)
+    with nullcontext() if jax.default_backend() == "cpu" else jax.default_device(cpu_meshes.devices()[0]):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

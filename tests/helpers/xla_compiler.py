@@ -1,4 +1,4 @@
-"""How the tests have XLA compile: most of a JAX test's time goes there, and most tests ask nothing of it.
+"""XLA's flags for the tests: four CPU devices, and quick compilation because most of a JAX test's time goes there.
 
 Without LLVM's optimisation, and with XLA's older code for fusions as long as it has any, programs for a CPU compile
 several times faster. What XLA does to a program before (simplification, fusion, partitioning) is as ever.
@@ -28,15 +28,22 @@ QUICK_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in _QUIC
 """For the environment variable XLA_FLAGS, which is read when JAX starts."""
 
 
-def flags(*own: str) -> str:
-    """XLA_FLAGS of a process of the tests: QUICK_FLAGS, and over them what the environment says and ``own``.
+FOUR_DEVICES = "--xla_force_host_platform_device_count=4"
+"""The number of JAX's CPU devices, which XLA counts once, when JAX starts. Other platforms ignore it."""
 
-    So a run that is asked for another CPU (``--xla_cpu_max_isa=AVX2``) has it in the processes that tests start, too.
+
+def flags(*own: str, quick: bool = True) -> str:
+    """Returns XLA_FLAGS for a process of the tests: FOUR_DEVICES and QUICK_FLAGS, the environment's flags and ``own``.
+
+    A later flag replaces an earlier one of the same name. So a run that is asked for another CPU
+    (``--xla_cpu_max_isa=AVX2``) has it in the processes that tests start, too.
+
+    Args:
+        quick: whether to include QUICK_FLAGS.
     """
-    given = {
-        flag.split("=")[0]: flag for flag in (*QUICK_FLAGS.split(), *os.environ.get("XLA_FLAGS", "").split(), *own)
-    }
-    return " ".join(given.values())
+    defaults = (FOUR_DEVICES, *(QUICK_FLAGS.split() if quick else ()))
+    every = (*defaults, *os.environ.get("XLA_FLAGS", "").split(), *own)
+    return " ".join({flag.split("=")[0]: flag for flag in every}.values())
 
 
 def as_users_have_it() -> dict[str, bool | int | str] | None:
