@@ -1,4 +1,4 @@
-"""diffusers' tiny random models with our attention in torch's place, against the same models without."""
+"""Tests diffusers' tiny random models with our attention in torch's place, against the same models without it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before diffusers is imported: nothing here may reach for the network
+os.environ["HF_HUB_OFFLINE"] = "1"  # before diffusers is imported, so that no test reaches for the network
 pytest.importorskip("diffusers")
 
 import diffusers
@@ -41,8 +41,8 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(autouse=True)
-def torchs_own() -> Iterator[None]:
-    """Every test begins and ends with torch's own function in its place."""
+def torchs_function_restored() -> Iterator[None]:
+    """Checks that torch's own function is in its place before and after every test."""
     assert F.scaled_dot_product_attention is TORCH_ATTENTION
     yield
     left = F.scaled_dot_product_attention
@@ -53,7 +53,7 @@ def torchs_own() -> Iterator[None]:
 
 @contextmanager
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[str], list[Any]]]:
-    """The backends that ran, and the calls that went back to torch's own function."""
+    """The backends that ran, and the calls that went to torch's own function."""
     returned: list[Any] = []
 
     def torchs(*arguments: Any, **options: Any) -> torch.Tensor:
@@ -84,15 +84,16 @@ def step(model: torch.nn.Module, inputs: Inputs) -> Found:
 
 
 def exact(family: str, device: str) -> Found:
-    """The same in float64, with torch's own function."""
+    """The same step in float64, with torch's own function."""
     model, inputs = built(family, device)
     return step(model.double(), moved(inputs, torch.float64))
 
 
 def assert_as_near(found: Found, plain: Found, right: Found) -> None:
-    """What is found is as near to float64 as the plain model in float32: within four times its error, for every tensor.
+    """Checks that the results are as close to float64 as the plain model in float32: at most four times its error per
+    tensor.
 
-    Errors of a small tensor may by luck be none; a rounding of its largest value for every 16 operations is allowed.
+    A small tensor may have no error by chance, so a rounding of its largest value for every 16 operations is allowed.
     """
     assert found.keys() == plain.keys() == right.keys()
     for name, wanted in right.items():
@@ -110,22 +111,22 @@ def test_outputs_and_gradients(family: str, device: str, monkeypatch: pytest.Mon
     assert len(ran) == FAMILIES[family].calls and not returned
     assert_as_near(found, plain, exact(family, device))
     again = step(model, inputs)
-    if device == "cpu":  # where torch's own kernels add in one order
+    if device == "cpu":  # torch's own kernels, which add in one order
         assert all(torch.equal(again[name], plain[name]) for name in plain)
 
 
 @families
-def test_that_is_every_call_of_attention(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The counts that the test above goes by, as torch's own function sees them."""
+def test_every_call_of_attention_is_ours(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The expected counts of the test above, as torch's own function sees them."""
     masks = []
 
-    def counted(*arguments: Any, **options: Any) -> torch.Tensor:
+    def count_calls(*arguments: Any, **options: Any) -> torch.Tensor:
         masks.append(options.get("attn_mask", arguments[3] if len(arguments) > 3 else None))
         return TORCH_ATTENTION(*arguments, **options)
 
     model, inputs = built(family, "cpu")
     with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr(F, "scaled_dot_product_attention", counted)
+        patch.setattr(F, "scaled_dot_product_attention", count_calls)
         model(**inputs)
     assert len(masks) == FAMILIES[family].calls
     assert sum(mask is not None for mask in masks) == FAMILIES[family].masked
@@ -163,7 +164,7 @@ def test_a_forced_backend_runs_all_of_it(family: str, device: str, monkeypatch: 
     assert ran == ["math"] * 2 * FAMILIES[family].calls and not returned
 
 
-def test_a_backend_that_cannot_run_is_an_error_and_leaves_nothing_behind() -> None:
+def test_a_backend_that_cannot_run_raises_and_restores_torchs_function() -> None:
     model, inputs = built("flux", "cpu")
     for block in (use_backend("flash2"), attention_provider("sage")):
         with pytest.raises(NoBackendError, match=r"flash2|sage"), installed(), block:
@@ -171,7 +172,7 @@ def test_a_backend_that_cannot_run_is_an_error_and_leaves_nothing_behind() -> No
         assert not is_installed()
 
 
-def test_a_pipeline_s_parts_run_on_the_first_backend_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_part_of_a_pipeline_runs_on_the_first_backend_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, masked = built("flux", "cpu"), built("ltx", "cpu")
     with watched(monkeypatch) as (ran, _), installed(), use_backend("xformers", "math"), torch.no_grad():
         for model, inputs in (plain, masked):
@@ -207,7 +208,7 @@ def test_gradient_checkpointing(device: str, monkeypatch: pytest.MonkeyPatch) ->
     assert_as_near(found, plain, right)
 
 
-def test_compiled_without_a_break_and_anew_when_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiles_in_one_graph_and_again_after_installing(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     model, inputs = built("qwen_image", "cpu")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -241,7 +242,9 @@ CALLS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kv_heads", [6, 3, 1])
 @pytest.mark.parametrize("name", CALLS)
-def test_dispatched_on_native(name: str, kv_heads: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_diffusers_native_backend_runs_on_ours(
+    name: str, kv_heads: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 
     random = torch.Generator().manual_seed(0)
@@ -263,7 +266,7 @@ def test_dispatched_on_native(name: str, kv_heads: int, device: str, monkeypatch
     assert_as_near(found, plain, right)
 
 
-def test_a_row_that_may_see_no_key_is_zeros(device: str) -> None:
+def test_a_row_that_sees_no_key_is_zero(device: str) -> None:
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 
     query = torch.randn(2, 5, 3, 8, device=device, requires_grad=True)
@@ -275,8 +278,8 @@ def test_a_row_that_may_see_no_key_is_zeros(device: str) -> None:
     assert query.grad is not None and query.grad.isfinite().all() and not query.grad[0].any()
 
 
-def test_its_other_backends_stay_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They allow torch one kernel alone, or do without torch's function."""
+def test_diffusers_other_backends_do_not_use_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They allow only one of torch's kernels, or do not call torch's function."""
     model, inputs = built("flux", "cpu")
     with torch.no_grad(), watched(monkeypatch) as (ran, returned), installed():
         for name, calls in (("_native_math", 3), ("flex", 0), ("native", 0)):
@@ -284,14 +287,15 @@ def test_its_other_backends_stay_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
             with diffusers.attention_backend(name), use_backend("math"):
                 model(**inputs)
             assert len(returned) == calls
-        assert ran == ["math"] * 3  # native's
+        assert ran == ["math"] * 3  # those of native
         with diffusers.attention_backend("_native_math"), attention_provider("flex"):
             model(**inputs)
         assert ran == ["math"] * 3 + ["flex"] * 3
 
 
-def test_its_backends_are_a_closed_list() -> None:
-    """Why there is no registration. Where this fails, diffusers may have opened it, and ours can be one of them."""
+def test_diffusers_backends_are_a_closed_list() -> None:
+    """The reason why ours is not registered there. If this test fails, diffusers may accept new backends, and ours
+    can be one."""
     from diffusers.models import attention_dispatch as dispatcher
 
     model, _ = built("flux", "cpu")
@@ -313,7 +317,7 @@ def test_its_backends_are_a_closed_list() -> None:
     assert not [name for name in public if re.match("[a-z]*regist|(add|set)_.*backend", name)]
 
 
-def test_no_file_of_it_binds_torchs_function_early() -> None:
+def test_no_file_of_diffusers_binds_torchs_function_at_import() -> None:
     root = Path(diffusers.__file__).parent
     bound = re.compile(r"(import\b.*|=\s*[\w.]*)\bscaled_dot_product_attention\b(?!\()", re.MULTILINE)
     sources = {path: path.read_text(encoding="utf-8") for path in root.rglob("*.py")}
@@ -322,7 +326,7 @@ def test_no_file_of_it_binds_torchs_function_early() -> None:
 
 
 def test_perturbed_attention_guidance_still_leaves_scores_out() -> None:
-    """diffusers does that by a torch function mode, which waits for the function that stands in torch's place."""
+    """diffusers leaves scores out by a torch function mode, which waits for torch's function by its name."""
     from diffusers.hooks import LayerSkipConfig
     from diffusers.hooks.layer_skip import apply_layer_skip
 
@@ -340,7 +344,7 @@ def test_perturbed_attention_guidance_still_leaves_scores_out() -> None:
     torch.testing.assert_close(found, plain, atol=1e-5, rtol=1e-4)
 
 
-# In torch's place, and out of it
+# Installing and uninstalling
 
 
 def test_installed_for_the_process() -> None:
@@ -356,7 +360,7 @@ def test_installed_for_the_process() -> None:
     with installed():
         install()
         uninstall()
-        assert is_installed()  # the block's
+        assert is_installed()  # the block's own
         install()
     assert is_installed()
     uninstall()
@@ -364,7 +368,7 @@ def test_installed_for_the_process() -> None:
 
 def test_blocks_nest_and_end_with_exceptions() -> None:
     @installed()
-    def decorated() -> bool:
+    def run_decorated() -> bool:
         return is_installed()
 
     with pytest.raises(ZeroDivisionError), installed():
@@ -372,11 +376,12 @@ def test_blocks_nest_and_end_with_exceptions() -> None:
             raise KeyError
         assert is_installed()
         raise ZeroDivisionError
-    assert not is_installed() and decorated() and decorated() and not is_installed()
+    assert not is_installed() and run_decorated() and run_decorated() and not is_installed()
 
 
 def test_blocks_of_two_threads_overlap() -> None:
-    """The one that began first ends first; the other goes on on our attention, and then torch's is back."""
+    """The block that started first ends first. The other one keeps our attention, and afterwards torch's function is
+    back."""
     first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
     seen: list[bool] = []
 
@@ -430,7 +435,7 @@ def test_threads_and_tasks_choose_their_own_kernels(monkeypatch: pytest.MonkeyPa
     assert ran == {"task math": {"math"}, "task flex": {"flex"}, "math": {"math"}, "flex": {"flex"}} and not returned
 
 
-def test_another_library_s_function_is_left_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_function_of_another_library_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     def theirs(*arguments: Any, **options: Any) -> torch.Tensor:
         return TORCH_ATTENTION(*arguments, **options)
 
@@ -440,7 +445,7 @@ def test_another_library_s_function_is_left_where_it_is(monkeypatch: pytest.Monk
             with pytest.raises(RuntimeError, match=r"test_diffusers.*theirs"):
                 start()
             assert F.scaled_dot_product_attention is theirs
-        uninstall()  # nothing of ours to take back
+        uninstall()  # nothing of ours to remove
         assert F.scaled_dot_product_attention is theirs
     finally:
         F.scaled_dot_product_attention = TORCH_ATTENTION
@@ -454,7 +459,7 @@ def test_another_library_s_function_is_left_where_it_is(monkeypatch: pytest.Monk
     uninstall()
 
 
-def test_where_attention_dispatch_stood_it_stands_again() -> None:
+def test_attention_dispatch_is_restored_if_it_was_there_before() -> None:
     F.scaled_dot_product_attention = attention_dispatch
     try:
         with installed():

@@ -1,4 +1,4 @@
-"""dot_product_attention beside jax.nn's: the same values and gradients for every argument, or a refusal by name."""
+"""Tests dot_product_attention against jax.nn's: equal values and gradients for every argument, or a refusal by name."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ from jax_frontend import dot_product_attention, explain, use_backend
 HOST = partial(jax.nn.dot_product_attention, implementation="xla")
 MODULE: Any = import_module("jax_frontend.dot_product_attention")
 BACKENDS = (("sdpa_flash", "math"), "math", "jax_xla")
-"""Of the pair the first that can: torch's flash kernel has no gradient of a bias or beside a log-sum-exp."""
+"""Of each pair the first that can run: torch's flash kernel has no gradient of a bias or with a log-sum-exp."""
 
 SIZES = ((2, 5, 7, 6, 3, 11), (1, 13, 11, 3, 1, 5))
-"""(batch, q_len, kv_len, heads, kv_heads, head_dim); few, for every new shape is compiled."""
+"""(batch, q_len, kv_len, heads, kv_heads, head_dim); only a few, because every new shape is compiled."""
 BATCH, Q_LEN, KV_LEN, HEADS, KV_HEADS, DIM = SIZES[0]
 
 
 class Case(NamedTuple):
-    """A call by jax.nn's keywords: what is learned (floats), what is not, and the visible set written down plainly."""
+    """A call by jax.nn's keywords: the arrays with gradients (floats), the others, and the visible set computed by
+    loops."""
 
     learned: dict[str, np.ndarray]
     keywords: dict[str, Any]
     seen: np.ndarray
-    """bool ``[batch, heads, q_len, kv_len]``; nothing of a query past its row's end."""
+    """bool ``[batch, heads, q_len, kv_len]``; False for queries past the end of their row."""
     past_end: np.ndarray
     """bool ``[batch, q_len]``."""
 
@@ -56,7 +57,7 @@ class Case(NamedTuple):
 
 
 def visible(sizes: tuple[int, ...], keywords: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """``Case.seen`` and ``Case.past_end``, by a loop over queries and keys that follows jax.nn's documentation."""
+    """``Case.seen`` and ``Case.past_end``, by loops over queries and keys that follow jax.nn's documentation."""
     batch, q_len, kv_len, heads = sizes[:4]
     seen = np.ones((batch, heads, q_len, kv_len), bool)
     window = keywords.get("local_window_size")
@@ -78,7 +79,7 @@ def visible(sizes: tuple[int, ...], keywords: dict[str, Any]) -> tuple[np.ndarra
 
 
 def build(sizes: tuple[int, ...] = SIZES[0], *, unbatched: bool = False, bias: Any = None, **keywords: Any) -> Case:
-    """A case with standard normal values; a mask or bias may be given by its shape."""
+    """A case with standard normal values; a mask or bias may be given as a shape."""
     batch, q_len, kv_len, heads, kv_heads, dim = sizes
     generator = np.random.default_rng(0)
     shapes = {"query": (q_len, heads, dim), "key": (kv_len, kv_heads, dim), "value": (kv_len, kv_heads, dim)}
@@ -97,7 +98,7 @@ def build(sizes: tuple[int, ...] = SIZES[0], *, unbatched: bool = False, bias: A
 
 
 def run(function: Callable[..., Any], case: Case) -> dict[str, np.ndarray]:
-    """The results and gradients of a case, with the batch axis; rows that see nothing have no cotangent."""
+    """The results and gradients of a case, with the batch axis; the cotangent is 0 in rows that see nothing."""
 
     def forward(learned: dict[str, Any]) -> tuple[Any, Any]:
         found = function(**learned, **case.keywords)
@@ -118,7 +119,7 @@ def run(function: Callable[..., Any], case: Case) -> dict[str, np.ndarray]:
 
 
 def check(case: Case, function: Callable[..., Any]) -> None:
-    """Fails unless a function means by a case what jax.nn does, rows that see nothing apart, which must give 0."""
+    """Checks that a function computes what jax.nn does for a case, and 0 in rows that see nothing."""
     expected, got = run(HOST, case), run(function, case)
     assert expected.keys() == got.keys()
     assert (got["out"][case.blind] == 0).all()
@@ -133,7 +134,7 @@ def check(case: Case, function: Callable[..., Any]) -> None:
 
 @st.composite
 def calls(draw: st.DrawFn) -> dict[str, Any]:
-    """Arguments for ``build``: every argument of jax.nn present or not, of every form."""
+    """Arguments for ``build``: every argument of jax.nn present or absent, in every form."""
     sizes = draw(st.sampled_from(SIZES))
     batch, q_len, kv_len, heads, *_ = sizes
     shape = st.tuples(*(st.sampled_from(sorted({1, full})) for full in (batch, heads, q_len, kv_len)))
@@ -155,16 +156,16 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
 def test_values_and_gradients_are_those_of_jax_nn(backend: Any) -> None:
-    @settings(max_examples=settings().max_examples // (10 if backend == "jax_xla" else 3))  # it compiles each one
+    @settings(max_examples=settings().max_examples // (10 if backend == "jax_xla" else 3))  # XLA compiles each example
     @given(calls())
-    def compared(call: dict[str, Any]) -> None:
+    def compare(call: dict[str, Any]) -> None:
         check(build(**call), partial(dot_product_attention, backend=backend))
 
-    compared()
+    compare()
 
 
 LENGTHS = {"query_seq_lengths": [3, 5], "key_value_seq_lengths": [6, 2]}
-"""Of SIZES[0]: in both rows something is past the end."""
+"""For SIZES[0]: both rows have positions past their end."""
 FULL = (BATCH, HEADS, Q_LEN, KV_LEN)
 
 
@@ -177,7 +178,7 @@ def test_every_argument_at_once(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"local_window_size": (2, 1)}], ids=str)
-def test_the_xla_implementation_where_it_is_jax_nn_itself(options: dict[str, Any]) -> None:
+def test_the_xla_implementation_equals_jax_nn_itself(options: dict[str, Any]) -> None:
     check(build(**options), partial(dot_product_attention, implementation="xla"))
 
 
@@ -187,7 +188,7 @@ def test_as_many_kv_heads_as_heads_and_equal_lengths() -> None:
 
 
 def _with(**changed: Any) -> Callable[..., Any]:
-    """dot_product_attention with other keywords than the caller's."""
+    """dot_product_attention with changed keywords."""
     return lambda **keywords: dot_product_attention(**{**keywords, **changed})
 
 
@@ -207,7 +208,7 @@ def _in_bits(**keywords: Any) -> Any:
 
 
 def _only_set_to_zero(**keywords: Any) -> Any:
-    """Sets padded rows to 0 in the value alone; their gradients stay."""
+    """Sets padded rows to 0 only in the output; their gradients stay."""
     out = dot_product_attention(**{**keywords, "query_seq_lengths": None})
     return out - jax.lax.stop_gradient(out - dot_product_attention(**keywords))
 
@@ -231,7 +232,7 @@ FAULTS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_comparison_sees_a_planted_fault(fault: str) -> None:
+def test_the_comparison_finds_planted_faults(fault: str) -> None:
     options, faulty = FAULTS[fault]
     case = build(**options)
     check(case, dot_product_attention)
@@ -242,7 +243,7 @@ def test_the_comparison_sees_a_planted_fault(fault: str) -> None:
 @pytest.mark.parametrize(
     "options", [{"is_causal": True}, {"local_window_size": (2, 1)}, {"local_window_size": 1}], ids=str
 )
-def test_the_comparison_sees_the_other_alignment(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+def test_the_comparison_finds_the_other_alignment(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     case, right = build(**options), MODULE.attention
     check(case, dot_product_attention)
     monkeypatch.setattr(MODULE, "attention", lambda *qkv, **how: right(*qkv, **{**how, "alignment": "bottom_right"}))
@@ -260,7 +261,7 @@ def test_the_signature_is_jax_nn_s_and_backend() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
-def test_a_query_that_sees_no_key_gives_zero_where_jax_nn_gives_the_mean(backend: Any) -> None:
+def test_a_query_without_keys_gives_zero_but_in_jax_nn_the_mean(backend: Any) -> None:
     case = build(mask=FULL, key_value_seq_lengths=[KV_LEN, 0])
     case.keywords["mask"][0, :, 1] = False
     call = partial(dot_product_attention, **case.keywords, backend=backend)
@@ -301,7 +302,7 @@ def test_jit_grad_and_vmap_with_traced_lengths(backend: Any) -> None:
 
 @pytest.fixture
 def masks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The masks that reach ``attention``, in order."""
+    """The masks that ``attention`` receives, in order."""
     seen: list[Any] = []
     right = MODULE.attention
     monkeypatch.setattr(MODULE, "attention", lambda *qkv, **how: seen.append(how["mask"]) or right(*qkv, **how))
@@ -316,7 +317,7 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ((Q_LEN, KV_LEN), (BATCH, 1, Q_LEN, KV_LEN)),
     ],
 )
-def test_lengths_alone_make_no_table_of_queries_and_keys(masks: list[Any], given_mask: Any, made: Any) -> None:
+def test_lengths_build_no_mask_of_queries_and_keys(masks: list[Any], given_mask: Any, made: Any) -> None:
     more = {} if given_mask is None else {"mask": given_mask}
     check(build(**LENGTHS, **more, is_causal=True, local_window_size=3), dot_product_attention)
     assert [mask.shape for mask in masks] == [made]
@@ -356,16 +357,16 @@ def test_the_residual_has_no_gradient() -> None:
         assert (dq == 0).all()
 
 
-def test_float64() -> None:
+def test_float64_matches_jax_nn() -> None:
     with jax.enable_x64(True):
         arrays = [jnp.asarray(array, jnp.float64) for array in build().learned.values()]
         out, residual = dot_product_attention(*arrays, is_causal=True, return_residual=True)
         expected, theirs = HOST(*arrays, is_causal=True, return_residual=True)
         assert out.dtype == residual.dtype == theirs.dtype == jnp.float64
-        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)  # jax.nn's softmax is in float32
+        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)  # jax.nn computes its softmax in float32
 
 
-def test_it_takes_what_jax_nn_takes_for_an_array() -> None:
+def test_it_accepts_the_arrays_that_jax_nn_accepts() -> None:
     arrays = list(build().learned.values())
     options = {"mask": [True] * 3 + [False] * (KV_LEN - 3), "bias": np.float32(2), "key_value_seq_lengths": [6, 2]}
     np.testing.assert_allclose(
@@ -377,7 +378,7 @@ def test_it_takes_what_jax_nn_takes_for_an_array() -> None:
     np.testing.assert_allclose(out, HOST(*one_row), rtol=2e-5, atol=5e-6)
 
 
-def test_strict_promotion_is_no_hindrance() -> None:
+def test_it_works_under_strict_promotion() -> None:
     case = build(mask=(KV_LEN,), bias=(1, HEADS, 1, KV_LEN), **LENGTHS, return_residual=True)
     expected = run(dot_product_attention, case)
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
@@ -387,7 +388,7 @@ def test_strict_promotion_is_no_hindrance() -> None:
 
 
 @pytest.mark.parametrize("unbatched", [False, True])
-def test_values_may_have_another_width(unbatched: bool) -> None:
+def test_values_may_have_another_head_dim(unbatched: bool) -> None:
     query, key, value = (jnp.asarray(array) for array in build(SIZES[1], unbatched=unbatched).learned.values())
     out, residual = dot_product_attention(query, key, value[..., :3], query_seq_lengths=[4], return_residual=True)
     assert out.shape == (*query.shape[:-1], 3) and residual.shape == query.shape[:-1]
@@ -395,7 +396,7 @@ def test_values_may_have_another_width(unbatched: bool) -> None:
 
 
 @pytest.mark.parametrize("empty", ["batch", "queries", "keys"])
-def test_zero_sizes(empty: str) -> None:
+def test_zero_sizes_give_zeros(empty: str) -> None:
     sizes = (
         tuple(0 if name == empty else size for name, size in zip(("batch", "queries", "keys"), SIZES[0])) + SIZES[0][3:]
     )
@@ -418,15 +419,17 @@ def test_zero_sizes(empty: str) -> None:
         (18, {"backend": ("sage", "math")}, "math"),
     ],
 )
-def test_the_words_reach_the_kernel(monkeypatch: pytest.MonkeyPatch, dim: int, words: dict[str, Any], ran: str) -> None:
-    case = build((*SIZES[0][:5], dim))  # a width of its own: nothing that was traced before serves it
+def test_the_implementation_argument_chooses_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, dim: int, words: dict[str, Any], ran: str
+) -> None:
+    case = build((*SIZES[0][:5], dim))  # a width that no other test has, so that no traced program serves it
     lengths = {name: np.asarray(value, np.int32) for name, value in words.items() if name in LENGTHS}
     with spied(monkeypatch) as seen:
         jax.block_until_ready(dot_product_attention(**case.learned, **{**words, **lengths}))
     assert set(seen) == {ran}
 
 
-def test_use_backend_counts_where_no_implementation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_use_backend_applies_if_no_implementation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     case = build((*SIZES[0][:5], 19))
     with spied(monkeypatch) as seen, use_backend("math"):
         jax.block_until_ready(dot_product_attention(**case.learned))
@@ -434,7 +437,7 @@ def test_use_backend_counts_where_no_implementation_is_named(monkeypatch: pytest
     assert list(dict.fromkeys(seen)) == ["math", "jax_xla"]
 
 
-def test_an_implementation_that_cannot_says_why() -> None:
+def test_an_implementation_that_cannot_run_names_the_reason() -> None:
     case = build()
     with pytest.raises(NoBackendError, match="jax_cudnn"):
         dot_product_attention(**case.learned, implementation="cudnn")
@@ -514,7 +517,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("changed", "error", "message"), REFUSED, ids=[message[:60] for *_, message in REFUSED])
-def test_what_cannot_be_honoured_is_refused_by_name(changed: Any, error: type[Exception], message: str) -> None:
+def test_unsupported_arguments_are_refused_by_name(changed: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         dot_product_attention(**{**QKV, **changed})
 
@@ -525,11 +528,11 @@ def test_a_traced_number_is_refused_by_name(name: str) -> None:
         jax.jit(lambda number: dot_product_attention(**QKV, **{name: number}))(2)
 
 
-def test_it_may_stand_in_the_place_of_jax_nns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_can_replace_jax_nns_function(monkeypatch: pytest.MonkeyPatch) -> None:
     case = build(is_causal=True)
     call = partial(dot_product_attention, is_causal=True, backend="jax_xla")
     expected = np.asarray(call(**case.learned))
-    jax.clear_caches()  # what was traced before would not look for jax.nn's function again
+    jax.clear_caches()  # a program traced before would not look up jax.nn's function again
     monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
     found = jax.nn.dot_product_attention(**case.learned, is_causal=True, implementation="xla")
     assert np.array_equal(np.asarray(found), expected)
@@ -537,7 +540,7 @@ def test_it_may_stand_in_the_place_of_jax_nns(monkeypatch: pytest.MonkeyPatch) -
     assert np.array_equal(np.asarray(found), expected) and len(pull(found)) == len(case.learned)
 
 
-def test_it_may_stand_there_before_we_are_imported() -> None:
+def test_it_can_replace_jax_nns_function_before_our_import() -> None:
     script = """
 import jax, jax.numpy as jnp
 real = jax.nn.dot_product_attention

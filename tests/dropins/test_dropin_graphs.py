@@ -1,4 +1,4 @@
-"""The drop-ins inside a CUDA graph: captured once, replayed with other numbers, equal to the calls themselves."""
+"""Tests the drop-ins inside a CUDA graph: captured once, replayed with other numbers, equal to direct calls."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def of_unsloth(word: str) -> Call:
 
 
 def packed(word: str) -> Call:
-    """Rows of documents, whose offsets are on the GPU."""
+    """Rows of documents whose offsets are on the GPU."""
     lengths = torch.tensor([40, 100, 52], dtype=torch.int32, device="cuda")
     offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     config = torch_frontend.unsloth.AttentionConfig(word, KV_HEADS, HEADS // KV_HEADS)
@@ -55,7 +55,7 @@ def of_attention(backend: str | None) -> Call:
 
 
 def masked(word: str) -> Call:
-    """A mask of keys on the GPU, which a varlen provider packs away without a look at it."""
+    """A mask of keys on the GPU; a varlen provider packs its keys without reading it on the host."""
     keep = torch.ones(BATCH, LENGTH, dtype=torch.bool, device="cuda")
     keep[0, 70:] = False
     return dispatched(word, attn_mask=keep)
@@ -83,7 +83,7 @@ def numbers(seed: int) -> list[Any]:
 
 @pytest.mark.parametrize("trained", [False, True], ids=["forward", "training"])
 @pytest.mark.parametrize("name", CALLS)
-def test_captured_and_replayed_with_other_numbers(name: str, trained: bool) -> None:
+def test_a_captured_drop_in_replays_other_numbers(name: str, trained: bool) -> None:
     call = CALLS[name]()
 
     def step(given: list[Any]) -> list[Any]:
@@ -93,7 +93,7 @@ def test_captured_and_replayed_with_other_numbers(name: str, trained: bool) -> N
     static = [tensor.requires_grad_(trained) for tensor in numbers(0)]
     try:
         warm_up(step, static)
-    except NoBackendError as error:  # a package that is not there
+    except NoBackendError as error:  # the package is not installed
         pytest.skip(str(error).partition("\n")[0])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -105,12 +105,13 @@ def test_captured_and_replayed_with_other_numbers(name: str, trained: bool) -> N
                 target.copy_(source)
         graph.replay()
         torch.cuda.synchronize()
-        for found, right in zip(captured, step(fresh), strict=True):  # a gradient's sums may be in any order
+        for found, right in zip(captured, step(fresh), strict=True):  # a kernel may add gradients in any order
             torch.testing.assert_close(found, right, atol=0.02 if trained else 0.0, rtol=0.02 if trained else 0.0)
 
 
 def warm_up(step: Callable[[list[Any]], Any], given: list[Any]) -> None:
-    """A few steps on another stream, as torch asks for before a capture: kernels compile and workspaces are made."""
+    """Runs a few steps on another stream, as torch requires before a capture: kernels compile and workspaces are
+    allocated."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""Hosts side by side, each on a kernel of its own, in threads and tasks; and drop-ins that leave nothing behind."""
+"""Tests drop-ins side by side, each on its own kernel, in threads and tasks; and that drop-ins leave nothing behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here may reach for the network
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, so that no test reaches for the network
 pytest.importorskip("transformers")
 pytest.importorskip("flax")
 
@@ -44,7 +44,7 @@ ROUNDS = 3
 
 
 class Host(NamedTuple):
-    """One drop-in with its own choice of kernel: what it is told by, its call, and the backend that must run it."""
+    """One drop-in with its own choice of kernel: how it is chosen, the call, and the backend that must run it."""
 
     block: Callable[[], AbstractContextManager[Any]]
     call: Callable[[], Any]
@@ -91,7 +91,7 @@ def language_model(implementation: str, length: int, device: str) -> Callable[[]
 
 
 def hosts(device: str) -> dict[int, Host]:
-    """Every host with another kernel than its neighbours, by the length of its keys, which tells the calls apart."""
+    """Every host with another kernel than its neighbours, by the length of its keys, which identifies its calls."""
     plain = "sdpa_flash" if device == "cpu" else "sdpa_efficient"
     word = "_native_flash" if device == "cpu" else "_native_efficient"
     rows = {"heads_first": False}
@@ -132,7 +132,7 @@ def as_numpy(result: Any) -> np.ndarray:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[int, str]]]:
-    """(length of the keys, backend) of every forward that runs, whatever thread it runs in."""
+    """(length of the keys, backend) of every forward that runs, in any thread."""
     seen: set[tuple[int, str]] = set()
 
     def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,7 +161,7 @@ def registered() -> Iterator[None]:
 
 
 def alone(table: dict[int, Host]) -> dict[int, np.ndarray]:
-    """Every host's result before there are others; a kernel that differs from this one's is seen later."""
+    """Every host's result while it runs alone; a later result from another kernel would differ."""
     results = {}
     for length, host in table.items():
         with host.block():
@@ -180,7 +180,7 @@ def check_all(
     assert override.requested() is None and finetrainers.stated_provider() is None
 
 
-def test_threads_have_kernels_of_their_own(device: str, registered: None, ran: set[tuple[int, str]]) -> None:
+def test_each_thread_keeps_its_own_kernel(device: str, registered: None, ran: set[tuple[int, str]]) -> None:
     table = hosts(device)
     right, together = alone(table), threading.Barrier(len(table), timeout=120)
 
@@ -188,7 +188,7 @@ def test_threads_have_kernels_of_their_own(device: str, registered: None, ran: s
         results = []
         with host.block():
             for _ in range(ROUNDS):
-                together.wait()  # everyone is inside a block of their own
+                together.wait()  # every thread is inside its own block
                 results.append(as_numpy(host.call()))
                 together.wait()
         assert override.requested() is None and finetrainers.stated_provider() is None
@@ -199,7 +199,7 @@ def test_threads_have_kernels_of_their_own(device: str, registered: None, ran: s
     check_all(table, found, right, ran)
 
 
-def test_tasks_have_kernels_of_their_own(device: str, registered: None, ran: set[tuple[int, str]]) -> None:
+def test_each_task_keeps_its_own_kernel(device: str, registered: None, ran: set[tuple[int, str]]) -> None:
     table = hosts(device)
     right = alone(table)
 
@@ -220,7 +220,7 @@ def test_tasks_have_kernels_of_their_own(device: str, registered: None, ran: set
     check_all(table, dict(zip(table, asyncio.run(all_of_them()), strict=True)), right, ran)
 
 
-def test_threads_share_a_jitted_function_and_not_its_kernel() -> None:
+def test_threads_with_one_jitted_function_keep_their_own_kernels() -> None:
     program, together = jax.jit(lambda q: jax_frontend.attention(q, q, q)), threading.Barrier(2, timeout=120)
     q = jnp.ones((1, 5, 2, 8))
 
@@ -236,10 +236,10 @@ def test_threads_share_a_jitted_function_and_not_its_kernel() -> None:
         assert list(pool.map(work, ["math", "jax_xla"])) == [[True] * ROUNDS, [False] * ROUNDS]
 
 
-# Swapped in and out
+# Swapping in and out
 
 
-def everything() -> dict[str, Any]:
+def observable_state() -> dict[str, Any]:
     """All that a drop-in could leave changed: functions by identity, registries, methods, contexts, the environment."""
     return {
         "torch": F.scaled_dot_product_attention,
@@ -256,16 +256,16 @@ def everything() -> dict[str, Any]:
 
 
 class Zoo(NamedTuple):
-    """A model that calls its host's attention: how to run it, and how to put ours in its place for a block."""
+    """A model that calls its host's attention: how to run it, and how to put our attention in place for a block."""
 
     run: Callable[[], list[np.ndarray]]
-    """Its output, and gradients where it has a cheap one."""
+    """Its output, and gradients if they are cheap."""
     swapped: Callable[[], AbstractContextManager[Any]]
 
 
 @contextmanager
-def in_torchs_place() -> Iterator[None]:
-    """As Finetrainers documents it."""
+def replacing_torchs_function() -> Iterator[None]:
+    """As the documentation of Finetrainers shows it."""
     original = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = finetrainers_of_torch.attention_dispatch
     try:
@@ -288,7 +288,8 @@ def torch_layers() -> Zoo:
     source, target = torch.randn(2, 7, 12), torch.randn(2, 5, 12)
     mask = model.generate_square_subsequent_mask(5)
     return Zoo(
-        lambda: run_torch(model, lambda: model(source, target, tgt_mask=mask, tgt_is_causal=True)), in_torchs_place
+        lambda: run_torch(model, lambda: model(source, target, tgt_mask=mask, tgt_is_causal=True)),
+        replacing_torchs_function,
     )
 
 
@@ -310,7 +311,7 @@ def transformers_model(family: str, way: str) -> Zoo:
     torch.manual_seed(0)
     model = transformers.AutoModel.from_config(configs[family]()).eval()
     ids, keep = torch.arange(14).reshape(2, 7) + 3, torch.ones(2, 7, dtype=torch.int64)
-    keep[0, -3:] = 0  # right padding: every query sees something
+    keep[0, -3:] = 0  # right padding: every query sees a key
 
     @contextmanager
     def registered_and_chosen() -> Iterator[None]:
@@ -325,7 +326,7 @@ def transformers_model(family: str, way: str) -> Zoo:
     def run() -> list[np.ndarray]:
         return run_torch(model, lambda: model(ids, attention_mask=keep).last_hidden_state)
 
-    return Zoo(run, registered_and_chosen if way == "registered" else in_torchs_place)
+    return Zoo(run, registered_and_chosen if way == "registered" else replacing_torchs_function)
 
 
 def linen_model() -> Zoo:
@@ -382,9 +383,9 @@ def on_the_cpu() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_swapped_in_and_out_of_a_model(name: str, on_the_cpu: None, ran: set[tuple[int, str]]) -> None:
-    """During the swap our kernels compute the model's numbers; after it, bit for bit, the model does, as before."""
-    model, at_first = ZOO[name](), everything()
+def test_swapping_in_and_out_of_a_model(name: str, on_the_cpu: None, ran: set[tuple[int, str]]) -> None:
+    """During the swap our kernels compute the model's numbers. Afterwards the model gives its old bits."""
+    model, at_first = ZOO[name](), observable_state()
     before = model.run()
     assert not ran
     for _ in range(2):
@@ -394,22 +395,22 @@ def test_swapped_in_and_out_of_a_model(name: str, on_the_cpu: None, ran: set[tup
         ran.clear()
         after = model.run()
         assert not ran
-        assert everything() == at_first
+        assert observable_state() == at_first
         assert all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))
         for one, other in zip(before, during, strict=True):
             np.testing.assert_allclose(one, other, atol=1e-4, rtol=1e-3)
 
 
-def test_what_is_compared_would_show_a_drop_in_left_behind() -> None:
-    at_first = everything()
-    with in_torchs_place():
-        assert everything() != at_first
+def test_the_compared_state_shows_a_drop_in_left_behind() -> None:
+    at_first = observable_state()
+    with replacing_torchs_function():
+        assert observable_state() != at_first
     huggingface.register()
     try:
-        changed = {name for name, value in everything().items() if value != at_first[name]}
+        changed = {name for name, value in observable_state().items() if value != at_first[name]}
         assert changed == {"attention", "masks", "methods"}
     finally:
         huggingface.unregister()
     with finetrainers_of_jax.attention_provider("flash"):
-        assert everything() != at_first
-    assert everything() == at_first
+        assert observable_state() != at_first
+    assert observable_state() == at_first

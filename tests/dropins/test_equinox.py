@@ -1,4 +1,4 @@
-"""equinox's MultiheadAttention through jax_frontend.equinox.attend: the layer's own numbers, and options of ours."""
+"""Tests equinox's MultiheadAttention through jax_frontend.equinox.attend: the layer's own numbers, and our options."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def normal(seed, *shape):
     return jax.random.normal(jax.random.key(seed), shape)
 
 
-def made(**options):
+def layer_of(**options):
     return eqx.nn.MultiheadAttention(HEADS, **{"query_size": 12, **options}, key=jax.random.key(9))
 
 
@@ -42,7 +42,7 @@ def some_mask(*shape):
 
 
 def turned(query, key, value):
-    """What ``process_heads`` may do: each of the three, changed in a way of its own."""
+    """What ``process_heads`` may do: it changes each of the three in its own way."""
     return query * 2, jnp.roll(key, 1, axis=0), value[..., ::-1]
 
 
@@ -62,16 +62,16 @@ CALLS = {
     ("kind", "call"),
     [*(("biases", name) for name in CALLS), ("plain", "mask"), ("all sizes", "process_heads and mask")],
 )
-def test_the_numbers_are_the_layer_s_own(kind, call):
-    layer, options = made(**LAYERS[kind], dropout_p=0.5 if call == "inference" else 0.0), CALLS[call]
+def test_results_equal_those_of_the_layer(kind, call):
+    layer, options = layer_of(**LAYERS[kind], dropout_p=0.5 if call == "inference" else 0.0), CALLS[call]
     given = rows(layer)
     out = attend(layer, *given, **options)
     assert out.shape == (Q_LEN, layer.output_size)
     np.testing.assert_allclose(out, layer(*given, **options), **TOLERANCE)
 
 
-def test_every_argument_of_the_layer_is_there():
-    theirs = list(inspect.signature(made().__call__).parameters.values())
+def test_every_argument_of_the_layer_is_accepted():
+    theirs = list(inspect.signature(layer_of().__call__).parameters.values())
     ours = list(inspect.signature(attend).parameters.values())[1:]
     assert [(one.name, one.kind, one.default) for one in theirs[:4]] == [
         (one.name, one.kind, one.default) for one in ours[:4]
@@ -80,8 +80,8 @@ def test_every_argument_of_the_layer_is_there():
     assert not any(one.kind is one.VAR_KEYWORD for one in (*theirs, *ours))
 
 
-def test_gradients_of_a_batch_under_jit_are_the_layer_s_own():
-    layer, mask = made(**LAYERS["biases"]), some_mask(Q_LEN, KV_LEN)
+def test_gradients_of_a_batch_under_jit_equal_those_of_the_layer():
+    layer, mask = layer_of(**LAYERS["biases"]), some_mask(Q_LEN, KV_LEN)
     batch = tuple(jnp.stack([array, 1 - array, array[::-1]]) for array in rows(layer))
 
     def gradients(function):
@@ -100,16 +100,16 @@ def test_gradients_of_a_batch_under_jit_are_the_layer_s_own():
         np.testing.assert_allclose(got, right, rtol=1e-4, atol=1e-4)
 
 
-def test_half_precision_stays_half():
-    layer = made(dtype=jnp.bfloat16)
+def test_half_precision_inputs_give_half_precision_outputs():
+    layer = layer_of(dtype=jnp.bfloat16)
     given = tuple(array.astype(jnp.bfloat16) for array in rows(layer))
     out = attend(layer, *given)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.float32(out), np.float32(layer(*given)), rtol=0.03, atol=0.03)
 
 
-def test_a_query_that_sees_no_key_gives_the_output_bias_alone():
-    layer = made(**BIASES)
+def test_a_query_without_keys_gives_the_output_bias():
+    layer = layer_of(**BIASES)
     out = attend(layer, *rows(layer), some_mask(Q_LEN, KV_LEN).at[2].set(False))
     np.testing.assert_array_equal(out[2], layer.output_proj.bias)
     assert not np.allclose(out[1], out[2], atol=1e-3)
@@ -122,8 +122,8 @@ def test_a_query_that_sees_no_key_gives_the_output_bias_alone():
     ("in_layer", "in_call", "drops"),
     [(False, None, True), (False, False, True), (True, False, True), (True, None, False), (False, True, False)],
 )
-def test_inference_decides_as_in_the_layer(in_layer, in_call, drops):
-    layer = made(dropout_p=0.5, inference=in_layer)
+def test_inference_switches_dropout_off_as_in_the_layer(in_layer, in_call, drops):
+    layer = layer_of(dropout_p=0.5, inference=in_layer)
     given, key = rows(layer), jax.random.key(1)
     for function in (attend, lambda layer, *given, **options: layer(*given, **options)):
         plain = function(layer, *given, inference=True)
@@ -133,39 +133,39 @@ def test_inference_decides_as_in_the_layer(in_layer, in_call, drops):
             attend(layer, *given, inference=in_call)
 
 
-def test_the_deprecated_word_counts_as_in_the_layer():
-    layer = made(dropout_p=0.5)
+def test_the_deprecated_argument_works_as_in_the_layer():
+    layer = layer_of(dropout_p=0.5)
     with pytest.warns(UserWarning, match="deprecated"):
         out = attend(layer, *rows(layer), deterministic=True)
     np.testing.assert_array_equal(out, attend(layer, *rows(layer), inference=True))
 
 
 def test_dropped_weights_depend_on_the_key_of_each_row_and_keep_the_mean():
-    layer = made(dropout_p=0.25, query_size=HEADS * 4)
+    layer = layer_of(dropout_p=0.25, query_size=HEADS * 4)
     identity = jnp.eye(HEADS * 4)
     layer = eqx.tree_at(lambda it: (it.value_proj.weight, it.output_proj.weight), layer, (identity, identity))
     query, key_, _ = rows(layer, 64, 64)
     value = jnp.ones((64, HEADS * 4))
     keys = jax.random.split(jax.random.key(0), 3)
     out = jax.vmap(lambda key: attend(layer, query, key_, value, key=key))(keys)
-    # A weight dropped or kept adds about 1 / 64; a program of three rows and one of one row may round otherwise.
+    # A weight dropped or kept adds about 1 / 64. Programs of three rows and of one row may round differently.
     np.testing.assert_allclose(out[1], attend(layer, query, key_, value, key=keys[1]), **TOLERANCE)
     assert not np.allclose(out[0], out[1], atol=1e-3)
     assert float(out.mean()) == pytest.approx(1.0, abs=0.02)
 
 
 def test_a_rate_that_is_traced_is_refused():
-    layer = made(dropout_p=0.5)
+    layer = layer_of(dropout_p=0.5)
     traced = eqx.tree_at(lambda it: it.dropout.p, layer, jnp.asarray(0.5))
     with pytest.raises(SpecError, match=r"layer\.dropout\.p: expected a Python number"):
         attend(traced, *rows(layer), key=jax.random.key(0))
 
 
-# Options of ours
+# Our options
 
 
-def test_options_of_attention_mean_what_they_mean():
-    layer = made()
+def test_options_are_passed_to_attention():
+    layer = layer_of()
     given = rows(layer, Q_LEN, Q_LEN)
     row, column = np.arange(Q_LEN)[:, None], np.arange(Q_LEN)
     document = np.asarray([0, 0, 1, 1, 1])
@@ -206,8 +206,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_named(name):
-    layer = made(**SIZES)
+def test_arguments_that_do_not_fit_are_named(name):
+    layer = layer_of(**SIZES)
     change, words = REFUSED[name]
     with pytest.raises(ShapeError, match=words):
         attend(layer, **{**dict(zip(("query", "key_", "value"), rows(layer), strict=True)), **change(layer)})

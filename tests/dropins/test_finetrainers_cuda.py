@@ -1,4 +1,4 @@
-"""Finetrainers' attention_dispatch on a GPU: every argument on every provider, in the dtypes that its kernels have."""
+"""Tests Finetrainers' attention_dispatch on a GPU: every argument on every provider, in the dtypes of its kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attn_core.correctness import accuracy
 pytestmark = pytest.mark.cuda
 
 HALF = ("flash", "flash_varlen", "flex", "xformers", "_native_flash", "_native_efficient", "_native_cudnn")
-SINGLE = ("flex", "xformers", "_native_efficient")  # the kernels that have float32
+SINGLE = ("flex", "xformers", "_native_efficient")  # the kernels that take float32
 ANY = ("native", "_native_math")
 WAYS = [(word, torch.bfloat16) for word in (*HALF, *ANY)] + [(word, torch.float32) for word in (*SINGLE, *ANY)]
 ways = pytest.mark.parametrize(
@@ -42,10 +42,10 @@ REFUSED: dict[Any, set[str]] = {
     "native": set(),
     "_native_math": set(),
 }
-"""What the kernels lack for calls of 5 queries and 7 keys; all else must be honoured there."""
+"""Arguments that the kernels lack for calls of 5 queries and 7 keys; all others must be honoured there."""
 
 MORE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    # as ARGUMENTS, for calls of equal lengths
+    # like ARGUMENTS, for calls of equal lengths
     "causal window": ({"is_causal": True, "window_size": (2, 0)}, {"causal": True, "window": (2, 0)}, "window"),
     "causal and softcap": ({"is_causal": True, "softcap": 1.5}, {"causal": True, "softcap": 1.5}, "softcap=1.5"),
     "causal, for the log-sum-exp": ({"is_causal": True, "return_lse": True}, {"causal": True}, "return_lse"),
@@ -70,12 +70,13 @@ def of_lengths(values: dict[str, Any], q_len: int, kv_len: int) -> dict[str, Any
 
 
 def positive(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a spec, for which ``with_scale_above_0`` has turned the query around."""
+    """Fields of a spec after ``with_scale_above_0`` has negated the query."""
     return fields | {"scale": abs(fields["scale"])} if "scale" in fields else fields
 
 
-def honoured(word: str, qkv: Any, arguments: dict[str, Any], fields: dict[str, Any], reason: str) -> bool:
-    """Whether a call was honoured, and rightly; False for a refusal that names the reason. Anything else fails."""
+def is_honoured(word: str, qkv: Any, arguments: dict[str, Any], fields: dict[str, Any], reason: str) -> bool:
+    """Whether a call is honoured, with the right result; False for a refusal that names the reason. Anything else
+    fails."""
     try:
         found = dispatched(word, qkv, arguments)
     except (NoBackendError, SpecError) as refusal:
@@ -89,10 +90,10 @@ def honoured(word: str, qkv: Any, arguments: dict[str, Any], fields: dict[str, A
 
 @ways
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_what_the_kernels_have_is_honoured(word: str, dtype: torch.dtype, name: str) -> None:
+def test_supported_arguments_are_honoured(word: str, dtype: torch.dtype, name: str) -> None:
     arguments, fields, reason = ARGUMENTS[name]
     refused = REFUSED.get((word, dtype), REFUSED[word])
-    assert honoured(word, tensors(device="cuda", dtype=dtype), arguments, fields, reason) == (name not in refused)
+    assert is_honoured(word, tensors(device="cuda", dtype=dtype), arguments, fields, reason) == (name not in refused)
 
 
 @ways
@@ -100,12 +101,13 @@ def test_what_the_kernels_have_is_honoured(word: str, dtype: torch.dtype, name: 
 def test_every_argument_is_honoured_or_refused_by_name(word: str, dtype: torch.dtype, q_len: int, kv_len: int) -> None:
     qkv, ran = tensors(q_len, kv_len, device="cuda", dtype=dtype), []
     for name, (arguments, fields, reason) in (ARGUMENTS | (MORE if q_len == kv_len else {})).items():
-        # Causal from the first key: what nobody sees is cut off, which leaves one key to one query, and all keys where
-        # queries outnumber them.
+        # Causal from the first key: the keys that no query sees are cut off. That leaves one key for one query, and all
+        # keys if
+        # there are more queries than keys.
         where = ["alignment"] * (q_len > kv_len) + ["kv_len=1"] * (q_len == 1) if fields.get("causal") else []
         why = "|".join(filter(None, (reason, *where)))
         given = of_lengths(arguments, q_len, kv_len), of_lengths(fields, q_len, kv_len)
-        ran += [name] if honoured(word, qkv, *given, why) else []
+        ran += [name] if is_honoured(word, qkv, *given, why) else []
     assert {"plain", "scale", "scale below 0", "no window", "no softcap", "return_lse"} <= set(ran)
 
 
@@ -131,7 +133,7 @@ def test_gradients(word: str, dtype: torch.dtype, name: str) -> None:
 @pytest.mark.parametrize(("q_len", "kv_len"), [(7, 7), (5, 7), (7, 5), (1, 7)])
 @pytest.mark.parametrize("kind", ["left", "right", "holes", "nothing", "one row nothing", "all", "one for all rows"])
 def test_masks_of_keys_on_flash_varlen(causal: bool, q_len: int, kv_len: int, kind: str) -> None:
-    """Dropped keys may hold anything: it goes nowhere."""
+    """Dropped keys may hold any value: no result depends on it."""
     keep = np.ones((BATCH, kv_len), bool)
     keep[0, {"left": slice(0, 3), "right": slice(-3, None), "holes": slice(1, None, 2)}.get(kind, slice(0, 0))] = False
     keep[0] &= kind != "one row nothing"
@@ -159,7 +161,7 @@ def test_masks_of_keys_on_flash_varlen(causal: bool, q_len: int, kv_len: int, ki
 @ways
 @pytest.mark.parametrize("causal", [False, True])
 def test_documents_by_flash_attns_words(word: str, dtype: torch.dtype, causal: bool) -> None:
-    """Over the rows laid end to end, from offsets on the GPU."""
+    """The rows laid end to end, with offsets on the GPU."""
     qkv = tensors(7, 7, device="cuda", dtype=dtype)
     cu = torch.tensor([0, 3, 8, 14], dtype=torch.int32, device="cuda")
     words = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 6, "max_seqlen_k": 6, "return_lse": True}
@@ -193,17 +195,17 @@ def test_dropout_is_drawn_from_torchs_generator_and_keeps_the_mean(word: str, dt
 
 
 @ways
-def test_fewer_heads_are_asked_for(word: str, dtype: torch.dtype) -> None:
+def test_fewer_kv_heads_need_enable_gqa(word: str, dtype: torch.dtype) -> None:
     qkv = tensors(device="cuda", dtype=dtype)
     with pytest.raises((SpecError, RuntimeError), match=r"enable_gqa|must match"):
         dispatched(word, qkv, {"enable_gqa": False})
-    one = (qkv[0], *(tensor[:, :1] for tensor in qkv[1:]))  # a single one serves all, as in torch
+    one = (qkv[0], *(tensor[:, :1] for tensor in qkv[1:]))  # one kv head serves all heads, as in torch
     every = (qkv[0], *(tensor[:, :1].expand(-1, HEADS, -1, -1) for tensor in qkv[1:]))
     found, right = (dispatched(word, given, {"enable_gqa": False}) for given in (one, every))
     torch.testing.assert_close(found, right, atol=0.03 if dtype == torch.bfloat16 else 1e-5, rtol=0)
 
 
-def test_a_mask_of_two_axes_is_of_keys_where_the_shape_says_so() -> None:
+def test_a_mask_of_two_axes_is_a_key_mask_if_its_shape_fits() -> None:
     for word in ("flash_varlen", "flex", "xformers"):
         fields = {"mask": KEEP[:, None, None, :]}
-        assert honoured(word, tensors(device="cuda", dtype=torch.bfloat16), {"attn_mask": KEEP}, fields, "")
+        assert is_honoured(word, tensors(device="cuda", dtype=torch.bfloat16), {"attn_mask": KEEP}, fields, "")

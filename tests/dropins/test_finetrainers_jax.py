@@ -1,4 +1,4 @@
-"""Finetrainers' attention_dispatch in JAX: what the same words mean in torch, on the same numbers, traced or not."""
+"""Tests Finetrainers' attention_dispatch in JAX: the same arguments and numbers as in torch, traced or not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from torch_frontend import finetrainers as of_torch
 
 BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN, HEAD_DIM = 2, 6, 3, 5, 7, 11
 RANDOM = np.random.default_rng(1)
-KEEP = np.array([[0, 0, 1, 1, 1, 0, 1], [1, 1, 0, 1, 0, 0, 0]], bool)  # left padding and a hole; right padding and one
+# left padding and a hole; right padding and a hole
+KEEP = np.array([[0, 0, 1, 1, 1, 0, 1], [1, 1, 0, 1, 0, 0, 0]], bool)
 KEEP4 = KEEP[:, None, None, :]
 TABLE = RANDOM.random((BATCH, HEADS, Q_LEN, KV_LEN)) < 0.7
 ADDED = RANDOM.normal(size=(BATCH, 1, Q_LEN, KV_LEN)).astype(np.float32)
@@ -36,7 +37,7 @@ def numbers(q_len: int = Q_LEN, kv_len: int = KV_LEN, value_dim: int = HEAD_DIM)
 
 
 def dispatched(framework: Framework, word: str, qkv: Any, arguments: dict[str, Any]) -> Any:
-    """One call; numpy arrays become the framework's, and what is no argument of torch's function is a keyword."""
+    """One call. numpy arrays become the framework's arrays, and other options become keywords."""
     module = of_torch if framework is TORCH else importlib.import_module("jax_frontend.finetrainers")
     own = {name: framework.array(it) if isinstance(it, np.ndarray) else it for name, it in arguments.items()}
     direct = {name: value for name, value in own.items() if name in DIRECT}
@@ -51,7 +52,7 @@ def same(found: Any, right: Any) -> None:
         np.testing.assert_allclose(as_numpy(one), as_numpy(other), atol=2e-5, rtol=0)
 
 
-def test_the_signature_is_torch_s_and_a_key_for_dropout() -> None:
+def test_the_signature_is_torchs_plus_a_dropout_key() -> None:
     def signature(function: Any) -> list[tuple[Any, ...]]:
         return [(one.name, one.kind, one.default) for one in inspect.signature(function).parameters.values()]
 
@@ -93,7 +94,7 @@ CALLS = [("native", name) for name in ARGUMENTS] + [
 
 
 @pytest.mark.parametrize(("word", "name"), CALLS)
-def test_the_same_words_are_the_same_numbers_or_refused_in_both(word: str, name: str) -> None:
+def test_both_frameworks_give_the_same_numbers_or_refuse(word: str, name: str) -> None:
     qkv = numbers(7, 7) if name == "documents" else numbers()
     try:
         right = dispatched(TORCH, word, qkv, ARGUMENTS[name])
@@ -106,8 +107,8 @@ def test_the_same_words_are_the_same_numbers_or_refused_in_both(word: str, name:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kind", ["left and holes", "one row nothing", "nothing"])
-def test_masks_of_keys_drop_what_they_hide(kind: str, causal: bool) -> None:
-    """On flash_varlen, where dropped keys may hold anything; traced, a causal one is a mask to the kernel."""
+def test_key_masks_drop_the_hidden_keys(kind: str, causal: bool) -> None:
+    """On flash_varlen, where dropped keys may hold any value. A traced causal call passes a mask to the kernel."""
     q, k, v = numbers()
     keep = KEEP & (kind != "nothing")
     keep[0] &= kind != "one row nothing"
@@ -120,7 +121,7 @@ def test_masks_of_keys_drop_what_they_hide(kind: str, causal: bool) -> None:
     same(traced(jnp.asarray(keep), *map(jnp.asarray, (q, k, v))), right)
 
 
-def test_gradients_are_those_of_torch() -> None:
+def test_gradients_equal_those_of_torch() -> None:
     leaves = [torch.from_numpy(array).requires_grad_() for array in numbers()]
     dispatched(TORCH, "flash_varlen", leaves, {"attn_mask": torch.from_numpy(KEEP)}).square().sum().backward()
 
@@ -132,8 +133,8 @@ def test_gradients_are_those_of_torch() -> None:
         np.testing.assert_allclose(one, leaf.grad, atol=1e-4, rtol=1e-4)
 
 
-def test_row_by_row_where_a_kernel_has_no_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As sage_varlen runs: here on a kernel that the CPU has."""
+def test_a_kernel_without_documents_runs_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As sage_varlen runs; here on a kernel that the CPU has."""
     kernels = {**finetrainers.KERNELS, AttentionProvider.SAGE_VARLEN: ("math",)}
     for module in ("attn_core.dropins.finetrainers", "jax_frontend.finetrainers.call"):
         monkeypatch.setattr(importlib.import_module(module), "KERNELS", kernels)
@@ -150,7 +151,7 @@ def test_row_by_row_where_a_kernel_has_no_documents(monkeypatch: pytest.MonkeyPa
         dispatched(JAX, "sage_varlen", numbers(7, 7), wrong)
 
 
-def test_fewer_axes_on_native_alone() -> None:
+def test_only_native_accepts_fewer_axes() -> None:
     q, k, v = numbers(value_dim=4)
     for at in (0, (0, 0)):
         same(
@@ -188,7 +189,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_honoured_is_named(name: str) -> None:
+def test_unsupported_arguments_are_named(name: str) -> None:
     word, arguments, message = WRONG[name]
     with pytest.raises((SpecError, NoBackendError), match=message):
         dispatched(JAX, word, numbers(), arguments)
@@ -206,7 +207,7 @@ def test_arrays_that_do_not_fit_are_named(place: int) -> None:
         attention_dispatch(*map(jnp.asarray, numbers()), torch.ones(1), enable_gqa=True)
 
 
-def test_jit_traces_anew_under_another_provider_of_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jit_traces_again_under_another_provider_of_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """flash and flash_varlen run the same kernels, and read a mask of two axes differently."""
     q, k, v = map(jnp.asarray, numbers(KV_LEN, KV_LEN))
     mask = jnp.asarray(np.tri(KV_LEN, dtype=bool))[:, ::-1]

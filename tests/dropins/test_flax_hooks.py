@@ -1,4 +1,5 @@
-"""attention_fn inside Flax's own layers: the numbers of Flax's attention, every keyword honoured or refused by name."""
+"""Tests attention_fn inside Flax's layers: the numbers of Flax's attention, every keyword honoured or refused by
+name."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def heads(batch=(BATCH,), q_len=LENGTH, kv_len=KV_LENGTH, kv_heads=HEADS, dtype=
 
 
 def some_mask(*shape, dtype=jnp.float32):
-    """A 0/1 mask, as Flax makes them, in which every query sees the first key."""
+    """A 0/1 mask, as Flax creates them, in which every query sees the first key."""
     return jax.random.bernoulli(jax.random.key(3), 0.6, shape).at[..., 0].set(True).astype(dtype)
 
 
@@ -52,7 +53,7 @@ class _AnyName(dict):
 
 
 class _AsksForEverything(inspect.Signature):
-    """A signature in which linen, which passes only the keywords it finds by name, finds all of them."""
+    """A signature that accepts every name: linen passes only the keywords that it finds, so here it passes all."""
 
     parameters = property(lambda self: _AnyName())
 
@@ -80,13 +81,14 @@ def passed_by(host):
 
 
 def turned(query, key, positions):
-    """A rotary embedding: each head's channels, mixed by how far along the token stands."""
+    """A rotary embedding: mixes the channels of each head by the position of the token."""
     angles = (0.3 * positions)[..., None, None]  # [batch, length, 1, 1]
     return tuple(x * jnp.cos(angles) + x[..., ::-1] * jnp.sin(angles) for x in (query, key))
 
 
-# For every keyword: a value, its companions, and what comes of it: "as linen" or "as nnx" (the number Flax computes,
-# and not the one without it), "changes" (another result), "same" (no effect on any result), or the refusal's words.
+# For every keyword: a value, the other arguments, and the effect: "as linen" or "as nnx" (the number that Flax
+# computes,
+# and not the one without the keyword), "changes" (another result), "same" (no effect), or the words of the refusal.
 DROPPING = {"dropout_rate": 0.5, "broadcast_dropout": False, "deterministic": False}
 KEYWORDS = [
     ("bias", normal(4, HEADS, LENGTH, KV_LENGTH), {}, "as linen"),
@@ -121,7 +123,7 @@ KEYWORDS = [
 
 
 @pytest.mark.parametrize("host", ["linen", "nnx"])
-def test_every_keyword_of_flax_is_named_and_tried(host):
+def test_every_keyword_of_flax_has_a_case(host):
     flax_function = (linen if host == "linen" else nnx).dot_product_attention
     arrays = {"query", "key", "value"}
     theirs = set(inspect.signature(flax_function).parameters) | set(passed_by(host))
@@ -151,7 +153,7 @@ def test_a_keyword_is_honoured_or_refused_by_name(name, value, companions, effec
         np.testing.assert_allclose(np.float32(got), np.float32(expected), **loose)
 
 
-def test_positional_order_is_flax_s():
+def test_positional_order_equals_that_of_flax():
     for function in (linen.dot_product_attention, nnx.dot_product_attention):
         theirs = list(inspect.signature(function).parameters)[:11]
         assert theirs == list(inspect.signature(attention_fn()).parameters)[:11]
@@ -192,7 +194,7 @@ def test_shapes_that_do_not_fit_are_named():
 
 @everywhere
 @pytest.mark.parametrize("masked", [False, True])
-def test_linen_layer_computes_the_same(masked):
+def test_a_linen_layer_computes_the_same(masked):
     x, context = normal(0, BATCH, LENGTH, HEADS * DIM), normal(1, BATCH, KV_LENGTH, 13)
     mask = some_mask(BATCH, HEADS, LENGTH, KV_LENGTH) if masked else None
     theirs = linen.MultiHeadDotProductAttention(HEADS)
@@ -224,7 +226,7 @@ def test_linen_decodes_token_by_token():
 @everywhere
 @pytest.mark.parametrize("kv_heads", [1, HEADS])
 @pytest.mark.parametrize("causal", [False, True])
-def test_nnx_layer_computes_the_same(kv_heads, causal):
+def test_an_nnx_layer_computes_the_same(kv_heads, causal):
     x = normal(0, BATCH, LENGTH, HEADS * DIM)
     layer = nnx.MultiHeadAttention(HEADS, HEADS * DIM, num_kv_heads=kv_heads, decode=False, rngs=nnx.Rngs(0))
     mask = some_mask(BATCH, HEADS, LENGTH, LENGTH)
@@ -245,7 +247,7 @@ def test_nnx_decodes_token_by_token():
         np.testing.assert_allclose(out[:, 0], expected[:, position], **TOLERANCE)
 
 
-def test_is_causal_never_leaves_a_query_of_a_cache_its_first_key_alone():
+def test_is_causal_with_a_cache_never_means_the_first_key_alone():
     query, key, value = heads(q_len=1)
     mask = jnp.ones((BATCH, 1, 1, KV_LENGTH))
     with pytest.raises(SpecError, match=r"is_causal=True with 1 query, 7 keys and a mask"):
@@ -266,7 +268,7 @@ def test_is_causal_never_leaves_a_query_of_a_cache_its_first_key_alone():
 
 @everywhere
 @pytest.mark.parametrize("host", ["linen", "nnx"])
-def test_layers_refuse_what_no_kernel_has(host):
+def test_layers_refuse_features_that_no_kernel_has(host):
     x, rng = normal(0, BATCH, LENGTH, HEADS * DIM), {"dropout": jax.random.key(1), "params": jax.random.key(0)}
 
     def call(sow=False, **options):
@@ -301,7 +303,7 @@ def test_options_of_the_factory_reach_the_kernel():
 
 
 @everywhere
-def test_an_unnamed_alignment_is_refused_where_it_matters():
+def test_a_missing_alignment_is_refused_if_it_matters():
     arrays = heads()
     for options in ({"causal": True}, {"window": (1, 1)}, {"alibi_slopes": jnp.ones(HEADS)}):
         with pytest.raises(SpecError, match="alignment=None"):
@@ -313,7 +315,7 @@ def test_an_unnamed_alignment_is_refused_where_it_matters():
 
 
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
-def test_rotary_turns_by_the_positions_of_the_call(batch):
+def test_rotary_uses_the_positions_of_the_call(batch):
     query, key, value = heads(batch, kv_len=LENGTH)
     full = (*batch, LENGTH)
     positions = jnp.arange(math.prod(full)).reshape(full) % 11
@@ -325,7 +327,7 @@ def test_rotary_turns_by_the_positions_of_the_call(batch):
     assert hook(*heads(batch, kv_len=LENGTH, dtype=jnp.bfloat16)).dtype == jnp.bfloat16
 
 
-def test_rotary_counts_from_each_document_s_start():
+def test_rotary_positions_start_at_each_document():
     info = SeqInfo.from_lengths([2, 3])
     query, key, value = heads((1,), kv_len=LENGTH)
     got = attention_fn(rotary=turned, seq_info=info)(query, key, value)
@@ -342,7 +344,7 @@ def test_positions_that_do_not_fit_are_named():
             attention_fn(rotary=turned)(*heads(kv_len=LENGTH), input_positions=wrong)
 
 
-def test_an_nnx_layer_hands_its_positions_over():
+def test_an_nnx_layer_passes_its_positions_on():
     hook = attention_fn(rotary=turned)
     layer = nnx.MultiHeadAttention(HEADS, HEADS * DIM, decode=False, attention_fn=hook, rngs=nnx.Rngs(0))
     if "input_positions" not in inspect.signature(layer.__call__).parameters:  # flax before 0.12.9

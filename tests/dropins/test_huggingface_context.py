@@ -1,4 +1,5 @@
-"""transformers' models on two gloo ranks under ``use_context_parallel``: those of one process, or a refusal by name."""
+"""Tests transformers' models on two gloo ranks under ``use_context_parallel``: equal to one process, or refused by
+name."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def named(case: tuple[Any, ...]) -> str:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What every rank gives for a job."""
+    """The result of every rank for a job."""
     jobs = {named(case): (SCENES, "trained", case) for case in TRAINED}
     jobs |= {"compiled": (SCENES, "compiled", ()), "refusals": (SCENES, "refusals", ())}
     _, given = once([World("models", 2, jobs)], "models", tmp_path_factory, seconds=550)
@@ -65,19 +66,19 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("case", TRAINED, ids=named)
-def test_a_model_on_shards_is_the_model(ranks: Any, case: tuple[Any, ...]) -> None:
-    """Logits of every token, and every parameter's gradient, summed over ranks."""
+def test_a_model_on_shards_equals_the_whole_model(ranks: Any, case: tuple[Any, ...]) -> None:
+    """The logits of every token, and the gradient of every parameter, summed over ranks."""
     for errors in ranks(named(case)):
         assert len(errors) > 10
         assert max(errors.values()) < 1e-4, {name: error for name, error in errors.items() if error >= 1e-4}
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_ranks_cannot_share_is_refused(ranks: Any, name: str) -> None:
+def test_unsupported_calls_are_refused(ranks: Any, name: str) -> None:
     for found in ranks("refusals"):
         assert found.keys() == REFUSED.keys()
         assert REFUSED[name] in found[name]
 
 
-def test_a_compiled_model_in_a_block_is_no_other_model(ranks: Any) -> None:
+def test_a_compiled_model_inside_a_block_gives_the_same_logits(ranks: Any) -> None:
     assert max(ranks("compiled")) < 1e-5

@@ -1,4 +1,4 @@
-"""Documents packed in the rows of transformers' models and told by their positions alone."""
+"""Tests documents packed in the rows of transformers' models and given by their positions alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here may reach for the network
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, so that no test reaches for the network
 transformers = pytest.importorskip("transformers")
 
 from transformers import masking_utils
@@ -18,7 +18,7 @@ from transformers import masking_utils
 from torch_frontend import huggingface
 from torch_frontend.huggingface import attention, documents, masks
 
-TOLERANCE = {"rtol": 3e-5, "atol": 3e-4}  # of logits of size ~10, two layers of float32 apart
+TOLERANCE = {"rtol": 3e-5, "atol": 3e-4}  # for logits of size ~10 after two layers in float32
 COMMON: dict[str, Any] = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
 GROUPED = COMMON | {"intermediate_size": 56, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
 WINDOWED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
@@ -57,8 +57,8 @@ def build(family: str, name: str, device: str) -> Any:
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("rows", [LENGTHS, LENGTHS[:1]], ids=["two rows", "one row"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_positions_that_restart_are_documents(family: str, rows: Any, use_cache: bool, device: str) -> None:
-    """Logits and the gradient of the embeddings, beside each document alone through eager."""
+def test_positions_that_restart_begin_documents(family: str, rows: Any, use_cache: bool, device: str) -> None:
+    """Logits and the gradient of the embeddings, compared with each document alone through eager."""
     eager, ours = (build(family, name, device) for name in ("eager", huggingface.NAME))
     first = 2 if family == "roberta" else 0
     positions = torch.stack([torch.cat([torch.arange(n) + first for n in lengths]) for lengths in rows]).to(device)
@@ -80,8 +80,8 @@ def test_positions_that_restart_are_documents(family: str, rows: Any, use_cache:
 PACKED = [0, 1, 2, 0, 1, 0, 1, 2]
 
 
-def told(positions: Any, **changed: Any) -> Any:
-    """What attention of eight tokens is told of its documents; each change is of a plain causal call."""
+def offsets_of(positions: Any, **changed: Any) -> Any:
+    """The offsets that attention receives for eight tokens; ``changed`` replaces arguments of a plain causal call."""
     seen: list[Any] = []
     given = {"queries": 8, "keys": 8, "function": masking_utils.causal_mask_function, "padding": None} | changed
     q, k = (torch.zeros(1, 2, given[name], 8) for name in ("queries", "keys"))
@@ -98,11 +98,11 @@ def told(positions: Any, **changed: Any) -> Any:
     return None if info is None else info.cu_seqlens_q.tolist()
 
 
-def test_what_positions_tell() -> None:
-    assert told([PACKED]) == told([PACKED], mask=None) == [0, 3, 5, 8]
-    assert told([PACKED], padding=torch.ones(1, 8, dtype=torch.bool)) == [0, 3, 5, 8]
-    assert told([[4, 5, 4, 5, 6, 7, 4, 4]]) == [0, 2, 6, 7, 8]
-    assert told(torch.tensor([PACKED]).bfloat16()) == [0, 3, 5, 8]
+def test_the_offsets_that_positions_give() -> None:
+    assert offsets_of([PACKED]) == offsets_of([PACKED], mask=None) == [0, 3, 5, 8]
+    assert offsets_of([PACKED], padding=torch.ones(1, 8, dtype=torch.bool)) == [0, 3, 5, 8]
+    assert offsets_of([[4, 5, 4, 5, 6, 7, 4, 4]]) == [0, 2, 6, 7, 8]
+    assert offsets_of(torch.tensor([PACKED]).bfloat16()) == [0, 3, 5, 8]
     offsets = torch.tensor([0, 8], dtype=torch.int32)
     assert documents.documents_from_offsets(offsets, offsets, 8, 8).max_len_q == 8
 
@@ -127,9 +127,9 @@ SILENT: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", SILENT)
-def test_positions_that_tell_of_no_documents(name: str) -> None:
+def test_positions_without_documents_give_no_offsets(name: str) -> None:
     positions, changed = SILENT[name]
-    assert told(positions, **changed) is None
+    assert offsets_of(positions, **changed) is None
 
 
 def test_positions_are_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,11 +140,11 @@ def test_positions_are_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch)
     model(ids, position_ids=torch.tensor([PACKED]))
     assert len(reads) == 1
     model.generate(ids, max_new_tokens=3, do_sample=False)
-    assert len(reads) == 2  # of the prompt; a new token has nothing to tell
+    assert len(reads) == 2  # the prompt's; a new token has one position
 
 
-def test_a_mask_that_stays_where_it_is_keeps_what_it_was_told() -> None:
-    """accelerate moves what each layer gets to the layer's device, and so do the hooks of ``device_map``."""
+def test_a_mask_moved_to_its_own_device_keeps_its_documents() -> None:
+    """accelerate moves each layer's inputs to the layer's device, and so do the hooks of ``device_map``."""
     made = masks.mask(1, 8, 8, mask_function=masking_utils.causal_mask_function)
     assert made.to("cpu") is made.to(torch.device("cpu"), non_blocking=True) is made
     assert made.to("meta") is not made

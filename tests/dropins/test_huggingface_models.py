@@ -1,4 +1,4 @@
-"""Which models ``attn_implementation="attn_core"`` takes: those whose attention asks for a function, and no others."""
+"""Tests which models ``attn_implementation="attn_core"`` accepts: only those whose attention looks up a function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here may reach for the network
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, so that no test reaches for the network
 transformers = pytest.importorskip("transformers")
 
 from transformers import masking_utils
@@ -47,17 +47,18 @@ def llama() -> Any:
 
 @pytest.mark.parametrize("name", [huggingface.NAME, "attn_core:math", "attn_core:flash3", "attn_core:fa3"])
 @pytest.mark.parametrize("family", OWN)
-def test_a_model_with_attention_of_its_own_is_refused_when_it_is_built(family: str, name: str) -> None:
+def test_a_model_with_its_own_attention_is_refused_at_construction(family: str, name: str) -> None:
     def config() -> Any:
         return transformers.CONFIG_MAPPING[family](**OWN[family])
 
     with pytest.raises(SpecError, match=rf"attn_implementation='{name}': .* computes attention in its own code"):
         transformers.AutoModel.from_config(config(), attn_implementation=name)
-    transformers.AutoModel.from_config(config())  # transformers itself is as it was
+    transformers.AutoModel.from_config(config())  # transformers itself is unchanged
 
 
-def test_every_model_that_asks_for_no_function_is_refused() -> None:
-    """The whole list of transformers: what its own check says of a class, our names say."""
+def test_every_model_that_looks_up_no_function_is_refused() -> None:
+    """For the whole list of transformers: our implementations accept a class if and only if transformers' own check
+    does."""
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
     refused = 0
@@ -75,8 +76,8 @@ def test_every_model_that_asks_for_no_function_is_refused() -> None:
     assert refused > 50
 
 
-def test_a_model_with_attention_of_its_own_in_some_layers_is_refused() -> None:
-    """Informer adds the mask to scores in its ProbSparse layers; others ask for a function."""
+def test_a_model_with_its_own_attention_in_some_layers_is_refused() -> None:
+    """Informer adds the mask to scores in its ProbSparse layers; the other layers look up a function."""
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "prediction_length": 6}
     config = transformers.InformerConfig(**sizes)
     with pytest.raises(SpecError, match="InformerModel computes attention in its own code"):
@@ -84,7 +85,7 @@ def test_a_model_with_attention_of_its_own_in_some_layers_is_refused() -> None:
     transformers.InformerModel._from_config(config, attn_implementation="eager")
 
 
-def test_a_part_of_a_larger_model_is_refused_and_others_may_be_named() -> None:
+def test_a_refused_part_of_a_model_may_use_another_implementation() -> None:
     def build(name: Any) -> Any:
         vision = transformers.Swinv2Config(image_size=32, embed_dim=16, depths=[1], num_heads=[2], window_size=4)
         config = transformers.LlavaConfig(vision_config=vision, text_config=llama())
@@ -98,7 +99,7 @@ def test_a_part_of_a_larger_model_is_refused_and_others_may_be_named() -> None:
 
 
 def test_a_class_without_source_is_judged_by_the_class_that_it_extends() -> None:
-    """What a notebook holds."""
+    """For example a class that is defined in a notebook."""
     module = ModuleType("a_notebook")
     sys.modules[module.__name__] = module
     try:
@@ -141,8 +142,8 @@ def test_arithmetic_on_a_described_mask_is_refused(how: str) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after", "before and after"])
-def test_wrappers_of_other_libraries_stay(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those around ours and those within; once unregistered, ours does nothing, and registering again works."""
+def test_wrappers_of_other_libraries_are_kept(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrappers around ours and inside it. After unregistering, ours does nothing, and registering again works."""
     kind = transformers.PreTrainedModel
     huggingface.unregister()
     heard: list[str] = []
@@ -184,7 +185,7 @@ def test_wrappers_of_other_libraries_stay(when: str, monkeypatch: pytest.MonkeyP
             assert build("sdpa") == "sdpa"
             with pytest.raises(ValueError, match="not supported"):
                 build("attn_core:math")
-        if when == "before":  # ours is gone altogether
+        if when == "before":  # ours is removed
             assert not any(map(registration._is_ours, map(kind.__dict__.__getitem__, registration._WRAPPED_METHODS)))
     finally:
         monkeypatch.undo()
@@ -200,8 +201,8 @@ KEPT: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("family", KEPT)
-def test_models_that_keep_output_attentions_to_themselves_return_no_weights(family: str) -> None:
-    """Their layers do not hand the word on to attention; a model whose layers do raises."""
+def test_models_that_do_not_pass_output_attentions_on_return_no_weights(family: str) -> None:
+    """Their layers do not pass output_attentions to attention; a model whose layers do raises an error."""
     kind, ids = transformers.AutoModelForCausalLM, torch.arange(2, 9)[None]
     model = kind.from_config(KEPT[family](), attn_implementation=huggingface.NAME).eval()
     found = model(ids, output_attentions=True)
@@ -209,5 +210,5 @@ def test_models_that_keep_output_attentions_to_themselves_return_no_weights(fami
     torch.testing.assert_close(found.logits, model(ids).logits, rtol=0, atol=0)
     with pytest.raises(SpecError, match="output_attentions=True: fused kernels never hold the weights"):
         kind.from_config(llama(), attn_implementation=huggingface.NAME)(ids, output_attentions=True)
-    with pytest.raises(ValueError, match="output_attentions"):  # transformers' own
+    with pytest.raises(ValueError, match="output_attentions"):  # that of transformers
         model.config.output_attentions = True

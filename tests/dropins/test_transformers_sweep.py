@@ -1,7 +1,7 @@
-"""Every type of transformers' text and vision models on our attention, beside ``eager``, or refused when it is built.
+"""Tests every type of transformers' text and vision models: equal to ``eager``, or refused at construction.
 
-A third of the types runs each day, by the hash of their names; ``--sweep`` (``make sweep``) runs all. What cannot run
-is named with its reason in transformers_lists: a type that comes to run, or no longer does, is seen.
+A third of the types runs each day, chosen by the hash of their names; ``--sweep`` (``make sweep``) runs all. Types that
+cannot run are listed with their reasons in transformers_lists, so a type that starts or stops running is noticed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here may reach for the network
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, so that no test reaches for the network
 transformers = pytest.importorskip("transformers")
 
 import transformers_lists as lists
@@ -36,7 +36,7 @@ def registered() -> Iterator[None]:
 
 
 def inputs(kind: str, made: Any, side: str | None) -> tuple[dict[str, Any], torch.Tensor]:
-    """A batch of two for a model, padded on one side of its first row, and which of its tokens are real."""
+    """A batch of two for a model, with padding on one side of its first row, and which tokens are real."""
     generator = torch.Generator().manual_seed(1)
     keep = torch.ones(2, LENGTH, dtype=torch.long)
     if kind == "vision":
@@ -69,7 +69,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, what: str, share: float =
 
 
 def gradients(made: Any, given: dict[str, Any], keep: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits of real tokens, and the gradient of every parameter."""
+    """The logits of real tokens, and the gradient of every parameter."""
     made.zero_grad()
     found = logits(made, **given)
     if found.dim() == 3 and found.shape[:2] == keep.shape:
@@ -99,14 +99,14 @@ def compare_generated(kind: str, eager: Any, ours: Any, cache: str) -> None:
     try:
         expected = eager.generate(**given, **limits)
     except Exception:
-        return  # no such cache in this model
+        return  # this model has no such cache
     found = ours.generate(**given, **limits)
     close(torch.stack(found.logits), torch.stack(expected.logits), f"generate with a {cache} cache")
     assert torch.equal(found.sequences, expected.sequences), f"generate with a {cache} cache"
 
 
 def compare_packed(eager: Any, ours: Any, how: str) -> None:
-    """A packed row beside its documents alone, through eager."""
+    """A packed row compared with its documents alone, through eager."""
     lengths = (4, 1, 5)
     ids = torch.randint(2, types.VOCABULARY - 1, (1, sum(lengths)), generator=torch.Generator().manual_seed(3))
     first = lists.FIRST.get(eager.config.model_type, 0)
@@ -124,7 +124,7 @@ def compare_packed(eager: Any, ours: Any, how: str) -> None:
 
 
 def trials(kind: str, eager: Any, ours: Any) -> Iterator[Callable[[], None]]:
-    """What is compared for a kind of model."""
+    """The comparisons for a kind of model."""
     yield lambda: compare_forward_and_gradients(kind, eager, ours, None)
     if kind == "vision":
         return
@@ -145,7 +145,7 @@ def pair(kind: str, name: str) -> tuple[Any, Any]:
 
     Raises:
         Unbuildable: also for a model that does not run on ``eager``.
-        SpecError: for one that is refused when it is built.
+        SpecError: for a model that is refused at construction.
     """
     ours = types.model(kind, name, huggingface.NAME)
     eager = types.model(kind, name, "eager")
@@ -158,7 +158,7 @@ def pair(kind: str, name: str) -> tuple[Any, Any]:
 
 
 def small(kind: str, name: str) -> tuple[Any, Any] | None:
-    """The pair of a type, or None where it is refused by name or not built, as the lists say."""
+    """The pair of a type; None if the lists say that it is refused by name or cannot be built."""
     known = lists.UNBUILDABLE.get(f"{kind} {name}")
     try:
         made = pair(kind, name)
@@ -177,7 +177,8 @@ def small(kind: str, name: str) -> tuple[Any, Any] | None:
 
 @pytest.mark.parametrize(("kind", "name"), types.CASES, ids=[f"{kind}-{name}" for kind, name in types.CASES])
 def test_a_type_is_right_or_refused(kind: str, name: str) -> None:
-    """Logits, gradients, tokens and packed rows of ``eager``; or an error that says why not, when built or called."""
+    """Logits, gradients, generated tokens and packed rows equal ``eager``, or an error at construction or call says
+    why not."""
     made = small(kind, name)
     if made is None:
         return
@@ -191,7 +192,7 @@ def test_a_type_is_right_or_refused(kind: str, name: str) -> None:
             trial()
 
 
-def test_the_lists_name_types_that_there_are() -> None:
+def test_the_lists_name_only_existing_types() -> None:
     if transformers.__version__ != lists.VERSION:
         pytest.skip(f"the lists are of transformers {lists.VERSION}")
     known = {f"{kind} {name}" for kind, name in types.CASES}
