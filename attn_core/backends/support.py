@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -109,22 +109,17 @@ def unmet(support: Support, spec: AttentionSpec, device: str) -> tuple[str, ...]
 
     A spec field that differs from its default and has no check here is refused: new fields are denied by default.
     """
-    reasons = (
-        [] if support.runs_on(device) else [f"device {device}: {support.kernel} needs {' or '.join(support.devices)}"]
-    )
-    return (*reasons, *_feature_reasons(support, spec))
-
-
-def _feature_reasons(support: Support, spec: AttentionSpec) -> Iterator[str]:
-    for field in fields(spec):
-        value = getattr(spec, field.name)
-        check = CHECKS.get(field.name)
-        if check is not None:
-            reason = check(support, spec)
-            if reason:
-                yield reason
-        elif value != field.default:
-            yield f"{field.name}={value!r}: no backend has claimed it"
+    runs = support.runs_on(device)
+    reasons = [] if runs else [f"device {device}: {support.kernel} needs {' or '.join(support.devices)}"]
+    for field in spec.__dataclass_fields__.values():  # dataclasses.fields would build a tuple on every call
+        value, check = getattr(spec, field.name), CHECKS.get(field.name)
+        # Most fields of most calls have their default. Only the alignment's default asks for something.
+        if value == field.default and check is not _alignment:
+            continue
+        reason = check(support, spec) if check else f"{field.name}={value!r}: no backend has claimed it"
+        if reason:
+            reasons.append(reason)
+    return tuple(reasons)
 
 
 def _nothing(support: Support, spec: AttentionSpec) -> None:

@@ -1,9 +1,15 @@
-"""select: chooses the backend of a call and collects every reason why the others cannot run it."""
+"""select: chooses the backend of a call. It explains the choice when asked.
+
+The choice stops at the first backend that can run the call. A Selection computes the reasons against the others when
+somebody reads them, because a shape that was never seen before must not pay for an explanation nobody reads. Choice and
+explanation ask the same function, ``_reasons``, so they cannot disagree.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from attn_core import backends
 from attn_core.backends.shared.cached_once import cached_once
@@ -41,11 +47,20 @@ class Target:
         """``"cuda"`` for every NVIDIA GPU, ``"rocm"`` for AMD's, else the device itself."""
         return backends.kind_of(self.device)
 
+    def build(self, name: str) -> Build | None:
+        """Returns the Build of a backend that differs from the backend's claims here, or None."""
+        return next((build for backend, build in self.builds if backend == name), None)
+
     def claims(self, name: str) -> tuple[Support, Support | None]:
         """Returns a backend's claims on this target: (forward, backward), narrowed to the installed build."""
-        backend, build = backends.load(name, self.kind), dict(self.builds).get(name)
-        backward = None if build is not None and "backward" in build.without else backend.BACKWARD
-        return narrowed(backend.FORWARD, build) or backend.FORWARD, narrowed(backward, build)
+        return _claims(self, name)
+
+
+@lru_cache(maxsize=1024)  # narrowing copies a Support, and every new shape asks for the same few
+def _claims(target: Target, name: str) -> tuple[Support, Support | None]:
+    backend, build = backends.load(name, target.kind), target.build(name)
+    backward = None if build is not None and "backward" in build.without else backend.BACKWARD
+    return narrowed(backend.FORWARD, build) or backend.FORWARD, narrowed(backward, build)
 
 
 @dataclass(frozen=True)
@@ -56,19 +71,43 @@ class Selection:
         spec, target: the request.
         requested: the backends the caller named, or None for automatic choice.
         backend: the chosen backend, or None.
-        refusals: ``((backend, reasons), ...)``, every reason of every backend that cannot run the call.
-        considered: all backends in the order they were considered.
-        lane: how JAX reaches the chosen torch backend. ``("compiled", ())``: XLA launches its kernels.
-            ``("callback", why)``: XLA calls Python, for the reasons ``why``. None for other frameworks and backends.
+        program_faults: why this installation cannot build the kernels that XLA would launch; data alone cannot tell.
     """
 
     spec: AttentionSpec
     target: Target
     requested: tuple[str, ...] | None
     backend: str | None
-    refusals: tuple[tuple[str, Reasons], ...]
-    considered: tuple[str, ...]
-    lane: tuple[str, Reasons] | None = None
+    program_faults: Reasons = ()
+
+    @cached_property
+    def considered(self) -> tuple[str, ...]:
+        """All backends: the candidates in the order of preference, then those that only a name can choose."""
+        candidates = self.requested or self._automatic
+        return (*candidates, *(name for name in backends.names() if name not in candidates))
+
+    @cached_property
+    def refusals(self) -> tuple[tuple[str, Reasons], ...]:
+        """``((backend, reasons), ...)``: every reason of every backend that cannot run the call."""
+        reasons = ((name, refusals(name, self.spec, self.target)) for name in self.considered)
+        return tuple((name, why) for name, why in reasons if why)
+
+    @cached_property
+    def lane(self) -> tuple[str, Reasons] | None:
+        """How JAX reaches the chosen torch backend; None for other frameworks and backends.
+
+        ``("compiled", ())``: XLA launches its kernels. ``("callback", why)``: XLA calls Python, for the reasons
+        ``why``.
+        """
+        if self.backend is None or self.target.framework != "jax":
+            return None
+        backend = backends.load(self.backend, self.target.kind)
+        if backend.FRAMEWORK != "torch":
+            return None
+        why = backends.program_refusals(backend, self.spec, self.target.device)
+        if why == () and not self.program_faults:
+            return "compiled", ()
+        return "callback", (*(why or ()), *self.program_faults)
 
     def reasons(self, name: str) -> Reasons:
         """Returns why a backend cannot run the call; empty if it can."""
@@ -115,7 +154,7 @@ class NoBackendError(NotImplementedError):
         return NoBackendError, (self.selection,)
 
 
-@lru_cache(maxsize=64)  # small, because the reasons of a call take 10 KiB; the frontends cache plans without reasons
+@lru_cache(maxsize=64)  # small, because the reasons of a call take 10 KiB once they are read
 def explain(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] | None = None) -> Selection:
     """Returns the Selection of a call, even if no backend can run it. Pure: the result depends on the arguments only.
 
@@ -128,23 +167,8 @@ def explain(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] 
     for name in requested or ():
         backends.check_name(name)
     candidates = requested or preference.order(spec, target.framework, target.device)
-    # Only candidates can be chosen. The other backends follow so that the explanation covers every backend.
-    considered = (*candidates, *(name for name in backends.names() if name not in candidates))
-    reasons = {name: refusals(name, spec, target) for name in considered}
-    chosen = next((name for name in candidates if not reasons[name]), None)
-    refused = tuple((name, why) for name, why in reasons.items() if why)
-    return Selection(spec, target, requested, chosen, refused, considered, lane_of(chosen, spec, target))
-
-
-def lane_of(name: str | None, spec: AttentionSpec, target: Target) -> tuple[str, Reasons] | None:
-    """Returns how JAX would reach a backend; see ``Selection.lane``."""
-    if name is None or target.framework != "jax":
-        return None
-    backend = backends.load(name, target.kind)
-    if backend.FRAMEWORK != "torch":
-        return None
-    why = backends.program_refusals(backend, spec, target.device)
-    return ("compiled" if why == () else "callback"), why or ()
+    chosen = next((name for name in candidates if next(_reasons(name, spec, target), None) is None), None)
+    return Selection(spec, target, requested, chosen)
 
 
 def select(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] | None = None) -> Selection:
@@ -166,31 +190,35 @@ def select(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] |
 
 def refusals(name: str, spec: AttentionSpec, target: Target) -> Reasons:
     """Returns every reason why one backend cannot run a call on a target."""
+    return tuple(_reasons(name, spec, target))
+
+
+def _reasons(name: str, spec: AttentionSpec, target: Target) -> Iterator[str]:
+    """Yields the reasons against a backend; the caller who only needs to know whether there is one stops at the first.
+
+    The cheapest checks come first.
+    """
     backend = backends.load(name, target.kind)
-    missing = dict(target.unavailable).get(name)
-    reasons = [missing] if missing else []
+    for unavailable, why in target.unavailable:
+        if unavailable == name:
+            yield why
     if backend.FRAMEWORK == "jax" and target.framework == "torch":
-        reasons.append("runs in JAX only")
+        yield "runs in JAX only"
     if spec.dropout and backend.FRAMEWORK == "torch" and target.framework == "jax":
-        reasons.append(f"dropout={spec.dropout}: in JAX only the XLA path has dropout")
+        yield f"dropout={spec.dropout}: in JAX only the XLA path has dropout"
     claims, gradient_claims = target.claims(name)
     forward = unmet(claims, spec, target.device)
-    reasons += forward
+    yield from forward
     if spec.symbolic and not claims.symbolic:
-        return tuple(reasons)  # the rules below compare sizes, and a symbol cannot be compared
-    reasons += backend.refuses(spec, target.device, dict(target.builds).get(name))
-    if spec.needs_backward:
-        reasons += _backward_refusals(claims, gradient_claims, spec, target, forward)
-    return tuple(reasons)
-
-
-def _backward_refusals(
-    claims: Support, gradient_claims: Support | None, spec: AttentionSpec, target: Target, forward: Reasons
-) -> list[str]:
-    """Returns the reasons against the backward, without those that the forward has as well."""
+        return  # the rules below compare sizes, and a symbol cannot be compared
+    yield from backend.refuses(spec, target.device, target.build(name))
+    if not spec.needs_backward:
+        return
     if gradient_claims is None:
-        return [f"backward: {claims.kernel} has no gradient"]
-    return [f"backward: {why}" for why in unmet(gradient_claims, spec, target.device) if why not in forward]
+        yield f"backward: {claims.kernel} has no gradient"
+        return
+    # The forward's reasons hold for the backward as well, and are said once.
+    yield from (f"backward: {why}" for why in unmet(gradient_claims, spec, target.device) if why not in forward)
 
 
 @lru_cache(maxsize=64)

@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from importlib.resources import files
+from operator import sub
 from typing import Any, NamedTuple
 
 from attn_core import backends
@@ -87,14 +88,12 @@ def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
     if spec.paged is not None:
         return _paged_order(spec, backends.PAGED_PREFERENCE.get(where, ()))
     usual = backends.PREFERENCE.get(where, ())
-    cases = measured(device) if usual else ()
-    if not cases:
-        return usual
-    case = nearest(features(spec), sizes(spec), cases)
+    size = sizes(spec) if usual and measured(device) else ()
+    case = _nearest_in_size(size, _alike_on(device, features(spec))) if size else None
     if case is None:
         return usual
     ranked = ranking(case, usual)
-    if framework != "jax" or not _is_short(spec, case):
+    if framework != "jax" or not _is_short(size, case, spec.needs_backward):
         return ranked
     first = [name for name in ranked if name not in case.failed and _launched_by_xla(name, spec, device)]
     return (*first, *(name for name in ranked if name not in first))
@@ -107,10 +106,10 @@ def _paged_order(spec: AttentionSpec, usual: tuple[str, ...]) -> tuple[str, ...]
     return (backends.DECODING, *(name for name in usual if name != backends.DECODING))
 
 
-def _is_short(spec: AttentionSpec, case: Case) -> bool:
+def _is_short(size: tuple[float, ...], case: Case, training: bool) -> bool:
     """Returns whether a call would take less than SHORT: the case's time, scaled down if the call has fewer pairs."""
-    fewer_pairs = sizes(spec)[0] - case.sizes[0]  # sizes are logarithms, so this is log2 of a ratio
-    return case.microseconds * 2.0 ** min(0.0, fewer_pairs) < SHORT[spec.needs_backward]
+    fewer_pairs = size[0] - case.sizes[0]  # sizes are logarithms, so this is log2 of a ratio
+    return case.microseconds * 2.0 ** min(0.0, fewer_pairs) < SHORT[training]
 
 
 def _launched_by_xla(name: str, spec: AttentionSpec, device: str) -> bool:
@@ -157,14 +156,27 @@ def nearest(requested: Features, size: tuple[float, ...], cases: Sequence[Case])
 
     As few features as possible are dropped; among the remaining cases the sum of size differences is smallest.
     """
+    return _nearest_in_size(size, alike(requested, cases))
+
+
+def _nearest_in_size(size: tuple[float, ...], cases: Sequence[Case]) -> Case | None:
+    return min(cases, key=lambda case: sum(map(abs, map(sub, case.sizes, size))), default=None)
+
+
+def alike(requested: Features, cases: Sequence[Case]) -> tuple[Case, ...]:
+    """Returns the cases in a call's direction that share its features, after dropping as few of RELAXED as possible."""
     in_direction = [case for case in cases if case.features.training is requested.training]
     dropped = [_dropped(requested, case.features) for case in in_direction]
     fewest = min(dropped, default=0)
-    alike = [case for case, count in zip(in_direction, dropped) if count == fewest]
-    return min(alike, key=lambda case: sum(abs(one - other) for one, other in zip(case.sizes, size)), default=None)
+    return tuple(case for case, count in zip(in_direction, dropped) if count == fewest)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
+def _alike_on(device: str, requested: Features) -> tuple[Case, ...]:
+    """Returns ``alike`` for a device's measured cases. Cached, because a new shape rarely has new features."""
+    return alike(requested, measured(device))
+
+
 def _dropped(requested: Features, measured: Features) -> int:
     """Returns how many of RELAXED must be dropped, from the front, until the two agree in the rest."""
     differ = (getattr(requested, name) != getattr(measured, name) for name in RELAXED)

@@ -76,8 +76,7 @@ def with_program_reasons(selection: Selection) -> Selection:
     try:
         backend.program(selection.spec, "forward")
     except Exception as error:
-        why = (f"{selection.backend}: {type(error).__name__}: {error}",)
-        return replace(selection, lane=("callback", why))
+        return replace(selection, program_faults=(f"{selection.backend}: {type(error).__name__}: {error}",))
     return selection
 
 

@@ -7,6 +7,8 @@ import math
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +22,7 @@ from attn_core.call import masks
 from attn_core.call.arithmetic import flops, pairs
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection import preference
-from attn_core.selection.preference import Features, cases_of, features, measured, nearest, order, ranking, sizes
+from attn_core.selection.preference import Case, Features, cases_of, features, measured, nearest, order, ranking, sizes
 from attn_core.selection.regret import regrets, right_times, summary
 from attn_core.selection.sweep import QUICK, SWEEP, plain_fields, spec_of
 from benchmarks.sweep_preference import derive, stable_order
@@ -79,8 +81,20 @@ CASES = cases_of(json.loads(json.dumps(derive(RAW))))  # as it is read back from
 
 
 @pytest.fixture
-def measured_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preference, "measured", lambda device: CASES if device == "sm90" else ())
+def measured_gpu() -> Iterator[None]:
+    """The table of sm90 is CASES, and no other device was measured."""
+    with measured_on_sm90(CASES):
+        yield
+
+
+@contextmanager
+def measured_on_sm90(cases: tuple[Case, ...]) -> Iterator[None]:
+    """Replaces every measured table; choice must neither read what it cached before nor leave anything behind."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(preference, "measured", lambda device: cases if device == "sm90" else ())
+        preference._alike_on.cache_clear()
+        yield
+    preference._alike_on.cache_clear()
 
 
 # Deriving a table
@@ -156,10 +170,9 @@ def test_short_calls_in_jax_begin_with_what_needs_no_python() -> None:
     by_callback = replace(short, sinks=True)  # which flash4's program has not
     assert order(by_callback, "jax", "sm90")[:2] == ("jax_cudnn", "sdpa_cudnn")
     (case,) = cases_of(derive(raw_of(record("x", short, {"flash2": 59.9, "flash4": {"failed": "it died"}}))))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(preference, "measured", lambda device: (case,))
+    with measured_on_sm90((case,)):
         assert order(short, "jax", "sm90")[0] == "jax_cudnn" and order(short, "jax", "sm90")[-1] == "flash4"
-        patched.setattr(preference, "measured", lambda device: (case._replace(microseconds=60.0),))
+    with measured_on_sm90((case._replace(microseconds=60.0),)):
         assert order(short, "jax", "sm90")[0] == "flash2"
         assert order(replace(short, batch=3), "jax", "sm90")[0] == "jax_cudnn"  # three quarters of it
         assert order(replace(short, batch=8), "jax", "sm90")[0] == "flash2"

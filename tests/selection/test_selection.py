@@ -7,13 +7,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import psutil
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from spec_strategies import Call, calls
 
 from attn_core import AttentionSpec, NoBackendError, SpecError, Target, backends, explain, select, selection
 from attn_core.backends.support import CHECKS, Build, Support, unmet
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import DTYPES
-from attn_core.selection import preference
+from attn_core.selection import choice, preference
+from attn_core.selection.sweep import SWEEP
+from torch_frontend.dispatch import plan
 
 SPEC = AttentionSpec(
     batch=2, q_len=5, kv_len=7, num_heads=6, num_kv_heads=3, head_dim=11, value_dim=11, dtype="float32"
@@ -182,6 +189,62 @@ def test_the_first_in_order_that_can_is_chosen(target: Target, asked: dict[str, 
     }
     assert found.requested is None
     assert (found.spec, found.target) == (spec, target)
+
+
+def eager_choice(spec: AttentionSpec, target: Target, order: tuple[str, ...]) -> str | None:
+    """Returns the first backend without reasons, after collecting every reason of every backend."""
+    reasons = {name: selection.refusals(name, spec, target) for name in backends.names()}
+    return next((name for name in order if not reasons[name]), None)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: f"{target.framework}-{target.device}")
+@given(call=calls(), data=st.data())
+def test_choosing_early_equals_choosing_after_every_reason(target: Target, call: Call, data: st.DataObject) -> None:
+    missing = data.draw(st.sets(st.sampled_from(backends.names())), label="not installed")
+    there = replace(target, unavailable=tuple((name, "not installed") for name in sorted(missing)))
+    spec = replace(call.spec, dtype=data.draw(st.sampled_from(DTYPES), label="dtype"))
+    order = preference.order(spec, there.framework, there.device)
+    assert explain(spec, there).backend == eager_choice(spec, there, order)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
+def test_choosing_early_equals_choosing_after_every_reason_for_measured_calls(framework: str, training: bool) -> None:
+    target = Target(framework, "sm90", builds=(("flash2", Build("a wheel", head_dims=(64, 128), version=(2, 8, 3))),))
+    for case in SWEEP:
+        spec = replace(case.spec, needs_backward=training)
+        order = preference.order(spec, framework, "sm90")
+        assert explain(spec, target).backend == eager_choice(spec, target, order), case.name
+
+
+def test_the_way_to_a_kernel_explains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    considered: list[str] = []
+
+    def watched(name: str, spec: AttentionSpec, target: Target) -> Iterator[str]:
+        considered.append(name)
+        return reasons(name, spec, target)
+
+    reasons = choice._reasons
+    monkeypatch.setattr(choice, "_reasons", watched)
+    monkeypatch.setattr(choice, "refusals", None)
+    chosen = select(SPEC, Target("torch", "sm80"), ("flash3", "math", "flex"))
+    assert (chosen.backend, considered) == ("math", ["flash3", "math"])
+
+
+def test_fifty_thousand_shapes_do_not_grow_memory() -> None:
+    def plan_shapes(lengths: range) -> int:
+        """Plans a call of each length, and returns the bytes of memory in use after them."""
+        dtype, device = torch.float32, torch.device("cpu")
+        for length in lengths:
+            shape = torch.Size((2, length, 6, 16))
+            options = (True, "bottom_right", None, None, None, 0.0, False, False)
+            plan.dense_plan(*(shape,) * 3, *(dtype,) * 3, *(device,) * 3, False, None, *options)
+        return int(psutil.Process().memory_info().rss)
+
+    full = plan_shapes(range(1, 6_001))  # more than any cache holds
+    assert plan_shapes(range(6_001, 50_001)) - full < 8 * 2**20
+    plan.plan.cache_clear()
+    plan.dense_plan.cache_clear()
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: f"{target.framework}-{target.device}")
