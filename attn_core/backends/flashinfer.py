@@ -31,7 +31,7 @@ from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, PagedInputs
 from attn_core.errors import ShapeError
-from attn_core.paged.tables import PagedRows, check_offsets, check_tables, rows_of_table
+from attn_core.paged.tables import PagedRows, check_values, rows_of_table
 
 FRAMEWORK = "torch"
 REQUIRES = "flashinfer-python>=0.6"
@@ -153,8 +153,7 @@ def _on_the_host(spec: AttentionSpec, inputs: Any) -> tuple[Any, PagedRows]:
     lengths = inputs.seq_lens.cpu().numpy()
     table, cu = inputs.block_table.cpu().numpy(), inputs.cu_seqlens_q
     offsets = torch.arange(spec.q_len + 1, dtype=torch.int32, device="cpu") if cu is None else cu.cpu()
-    check_offsets(offsets.numpy(), spec.q_len, spec.max_len_q)
-    check_tables(spec.paged, table, lengths, offsets.numpy())
+    check_values(spec.paged, spec.q_len, spec.max_len_q, table, lengths, offsets.numpy())
     return offsets, rows_of_table(table, lengths, spec.paged.page_size)
 
 

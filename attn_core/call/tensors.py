@@ -30,7 +30,8 @@ class PagedInputs(NamedTuple):
 
     Shapes: q ``[tokens, heads, head_dim]``, k and v pools ``[num_pages, page_size, kv_heads, dim]``, block_table int32
     ``[documents, width]``, seq_lens int32 ``[documents]``, cu_seqlens_q int32 ``[documents + 1]`` or None if every
-    sequence has one query. On a GPU the values of the last three are unchecked, so a backend must clamp them.
+    sequence has one query. The values of the last three are checked on a CPU, and unchecked on a GPU, where a backend
+    must clamp them.
     """
 
     q: Any

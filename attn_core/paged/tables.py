@@ -53,6 +53,34 @@ def table_of_rows(rows: PagedRows, page_size: int, width: int | None = None) -> 
     return table, lengths.astype(np.int32)
 
 
+def check_values(
+    paged: PagedKV,
+    tokens: int,
+    max_len_q: int | None,
+    block_table: np.ndarray,
+    seq_lens: np.ndarray,
+    cu_seqlens_q: np.ndarray | None,
+    *,
+    writes: bool = False,
+) -> None:
+    """Checks the values of a call's tables, which are on the host and have the right shapes and dtypes.
+
+    A call checks them once: in the frontend if it sees the values, otherwise where a traced call runs. A backend trusts
+    tables on the CPU.
+
+    Args:
+        tokens: of q. max_len_q: the most queries of a sequence; None: as many as there are tokens.
+        cu_seqlens_q: the offsets of the queries; None where each sequence has one query.
+        writes: see ``check_tables``.
+
+    Raises:
+        SpecError: naming the table, the wrong value and what was expected.
+    """
+    if cu_seqlens_q is not None:
+        check_offsets(cu_seqlens_q, tokens, max_len_q)
+    check_tables(paged, block_table, seq_lens, cu_seqlens_q, writes=writes)
+
+
 def check_tables(
     paged: PagedKV,
     block_table: np.ndarray,

@@ -25,6 +25,8 @@ class BridgedCall(NamedTuple):
     """Whether a forward has the log-sum-exp as its second result."""
     overlaps_exchange: bool = False
     """Whether the kernel overlaps an exchange that was just started. It then waits a few us, so the exchange begins."""
+    tables_checked: bool = False
+    """Whether a paged call's tables were checked already. Traced tables have no values before the call runs."""
 
     @property
     def gradients(self) -> tuple[str, ...]:

@@ -9,10 +9,12 @@ from typing import Any
 import jax
 
 from attn_core import backends
-from attn_core.call.tensors import Gradients
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, PagedInputs
 from attn_core.context_parallel.on_torch import step
 from attn_core.context_parallel.on_torch.head_start import head_start
 from attn_core.errors import BridgeError
+from attn_core.paged.tables import check_values
 from jax_frontend.bridge.bridged_call import BridgedCall, BridgedStep, gatherer
 
 Run = Callable[[tuple[Any, ...]], None]
@@ -41,10 +43,13 @@ def _forward(call: BridgedCall) -> Run:
     module: Any = backends.load(call.backend, backends.kind_of(call.device))
     spec, count, gather = call.spec, len(call.operands), gatherer(call.operands)
     kernel, with_lse, writes = module.forward, call.with_lse, backends.writes_into(module)
+    unchecked = spec.paged is not None and call.device == "cpu" and not call.tables_checked
 
     def forward(values: tuple[Any, ...]) -> None:
         out_buffer, lse_buffer = values[count], values[count + 1] if with_lse else None
         inputs = gather(values)
+        if unchecked:
+            _check_tables(spec, inputs)
         out, lse = kernel(spec, inputs, (out_buffer, lse_buffer)) if writes else kernel(spec, inputs)
         if out is not out_buffer:
             out_buffer.copy_(out)
@@ -52,6 +57,14 @@ def _forward(call: BridgedCall) -> Run:
             values[count + 1].copy_(lse)
 
     return forward
+
+
+def _check_tables(spec: AttentionSpec, inputs: PagedInputs) -> None:
+    """Checks the tables of a paged call on the CPU, which a trace had no values of."""
+    assert spec.paged is not None
+    offsets = None if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.numpy()
+    tables = inputs.block_table.numpy(), inputs.seq_lens.numpy(), offsets
+    check_values(spec.paged, spec.q_len, spec.max_len_q, *tables)
 
 
 def _backward(call: BridgedCall) -> Run:

@@ -39,6 +39,7 @@ def forward(plan: Plan, inputs: Any, *, with_lse: bool = True) -> tuple[Any, Any
         names,
         with_lse=with_lse,
         overlaps_exchange=plan.overlaps_exchange,
+        tables_checked=plan.tables_checked,
     )
     if plan.spec.empty:
         out, *lse = partitioning.under_auto_axes(partial(local_call.empty_results, call), MappedCall(call), operands)

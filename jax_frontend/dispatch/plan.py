@@ -31,6 +31,8 @@ class Plan(NamedTuple):
     """See ``BridgedCall.overlaps_exchange``."""
     requested: tuple[str, ...] | None = None
     """The backends that the caller named, or None for automatic choice."""
+    tables_checked: bool = False
+    """See ``BridgedCall.tables_checked``."""
 
 
 Metadata = tuple[tuple[int, ...], np.dtype]

@@ -17,7 +17,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
 from attn_core.errors import SpecError
 from attn_core.paged import arguments
-from attn_core.paged.tables import check_offsets, check_slots, check_tables, slots_of
+from attn_core.paged.tables import check_slots, check_values, slots_of
 from attn_core.selection import Selection, Target, explain, override, select
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.dispatch import lone_sinks, ops, plan
@@ -75,7 +75,9 @@ def paged_attention(
     options = arguments.checked_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     requested = requested_names(backend) or override.requested()
     call_plan = _plan(_metadata(inputs), plan.device_name(q), options, requested)
-    _check_values(options.max_len_q, q.shape[0], k_pages.shape, *inputs[3:6])
+    checked = _check_values(options.max_len_q, q.shape[0], k_pages.shape, *inputs[3:6])
+    if call_plan.device == "cpu":  # kernels on a GPU clamp all tables, checked or not
+        call_plan = call_plan._replace(tables_checked=checked)
     return _jit_attention(call_plan, _as_arrays(inputs))
 
 
@@ -209,19 +211,18 @@ def _own(array: Any) -> Any:
 
 def _check_values(
     max_len_q: int | None, tokens: int, pool: tuple[int, ...], *tables: Any, writes: bool = False
-) -> None:
-    """Checks the values of tables if all are on the host. Their shapes have been checked before."""
+) -> bool:
+    """Checks the values of tables, whose shapes have been checked before, if all are on the host; returns whether."""
     if not all(table is None or _on_host(table) for table in tables):
-        return
+        return False
     block_table, seq_lens, cu = (None if table is None else np.asarray(table) for table in tables)
     assert block_table is not None and seq_lens is not None
-    if cu is not None:
-        check_offsets(cu, tokens, max_len_q)
     paged = PagedKV(num_pages=pool[0], page_size=pool[1], width=block_table.shape[1])
-    check_tables(paged, block_table, seq_lens, cu, writes=writes)
+    check_values(paged, tokens, max_len_q, block_table, seq_lens, cu, writes=writes)
     if writes:
         offsets = np.arange(len(seq_lens) + 1) if cu is None else cu
         check_slots(slots_of(block_table, seq_lens, offsets, pool[1]))
+    return True
 
 
 def _on_host(table: Any) -> bool:

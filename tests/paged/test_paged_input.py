@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,8 @@ import torch
 from frameworks import BOTH, JAX, TORCH, Framework, spied
 
 from attn_core import DeviceError, DTypeError, NoBackendError, ShapeError, SpecError
+from attn_core.backends.shared import split_documents
+from attn_core.paged import tables
 from jax_frontend.paged import attention as jax_paged
 from torch_frontend.paged import plan as torch_plan
 
@@ -321,6 +324,31 @@ def test_tables_that_are_constants_of_a_jitted_function_are_checked(name: str) -
     given = arguments(JAX, case, good(JAX))
     with pytest.raises(case.error, match=case.says):
         jax.jit(lambda q: called(JAX, "paged_attention", {**given, "q": q}))(given["q"])
+
+
+@pytest.mark.parametrize("how", ["torch", "torch op", "jax", "jax inside jit"])
+def test_tables_are_checked_once(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one who first sees their values checks them: the frontend, or the op or the callback that a trace became."""
+    checks: list[str] = []
+    for module, name in ((tables, "check_tables"), (tables, "check_cu_seqlens"), (split_documents, "check_cu_seqlens")):
+        counted = getattr(module, name)
+
+        def count(*values: Any, run: Any = counted, name: str = name, **more: Any) -> None:
+            checks.append(name)
+            run(*values, **more)
+
+        monkeypatch.setattr(module, name, count)
+    f = TORCH if how.startswith("torch") else JAX
+    given = {**good(f), "backend": "math"}
+    arrays = {key: value for key, value in given.items() if key != "backend"}
+    call = partial(called, f, "paged_attention")
+    if how == "torch op":
+        torch.compile(call, backend="aot_eager")(given)
+    elif how == "jax inside jit":
+        jax.block_until_ready(jax.jit(lambda arrays: call({**arrays, "backend": "math"}))(arrays))
+    else:
+        jax.block_until_ready(call(given))
+    assert sorted(checks) == ["check_cu_seqlens", "check_tables"]
 
 
 def test_an_append_without_a_place_on_the_host_writes_nothing() -> None:

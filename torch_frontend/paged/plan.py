@@ -15,7 +15,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
 from attn_core.errors import SpecError
 from attn_core.paged import arguments
-from attn_core.paged.tables import check_offsets, check_tables
+from attn_core.paged import tables as paged_tables
 from attn_core.selection import Target, override, select
 from torch_frontend.dispatch import lone_sinks, offsets, plain, plan
 
@@ -155,12 +155,10 @@ def check_values(
     block_table, seq_lens, cu = (None if table is None else np.asarray(table) for table in (block_table, seq_lens, cu))
     if block_table.ndim != 2 or seq_lens.shape != block_table.shape[:1] or pages.dim() != 4:
         return
-    if cu is not None:
-        if cu.shape != (len(seq_lens) + 1,):
-            return
-        check_offsets(cu, tokens, max_len_q)
+    if cu is not None and cu.shape != (len(seq_lens) + 1,):
+        return
     paged = PagedKV(num_pages=pages.shape[0], page_size=pages.shape[1], width=block_table.shape[1])
-    check_tables(paged, block_table, seq_lens, cu, writes=writes)
+    paged_tables.check_values(paged, tokens, max_len_q, block_table, seq_lens, cu, writes=writes)
 
 
 def run(inputs: PagedInputs, options: Options, requested: tuple[str, ...] | None) -> tuple[Tensor, Tensor]:

@@ -78,7 +78,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
     """See ``Backend.forward``. The log-sum-exp is float32, or float64 for float64 inputs."""
     if spec.paged is not None:
-        return paged.forward(spec, inputs, forward)
+        return paged.forward(spec, inputs)
     return plain_attention.forward(spec, inputs)
 
 

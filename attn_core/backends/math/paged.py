@@ -1,30 +1,30 @@
-"""Gathers paged keys and values into dense tensors, for torch backends that cannot read pages."""
+"""Gathers paged keys and values into dense tensors and computes plain attention on them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from attn_core.backends.shared import plain_attention
 from attn_core.backends.shared.paged_as_dense import dense_rows
 from attn_core.backends.shared.pools import query_offsets
+from attn_core.backends.shared.split_documents import documents_between
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, PagedInputs
-from attn_core.paged.tables import check_offsets, check_tables
-
-Forward = Callable[[AttentionSpec, Inputs], tuple[Any, Any]]
 
 
-def forward(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[Any, Any]:
-    """Returns (out, lse) of a paged call, by ``run`` on dense keys and values.
+def forward(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
+    """Returns (out, lse) of a paged call.
 
-    On the CPU the tables are checked and the sequences become packed documents of their own lengths. On a GPU reading
-    the lengths would synchronise: each row is as long as the table is wide, and a mask hides the rest.
+    On the CPU the sequences become packed documents of their own lengths. On a GPU reading the lengths would
+    synchronise: each row is as long as the table is wide, and a mask hides the rest.
     """
-    if inputs.q.device.type == "cpu":
-        return run(*_packed(spec, inputs))
-    return _in_rows(spec, inputs, run)
+    if inputs.q.device.type != "cpu":
+        return _in_rows(spec, inputs)
+    packed, gathered = _packed(spec, inputs)
+    valid_documents = documents_between(gathered.cu_seqlens_q, gathered.cu_seqlens_k)  # the tables are checked
+    return plain_attention.forward(packed, gathered, valid_documents)
 
 
 def _packed(spec: AttentionSpec, inputs: PagedInputs) -> tuple[AttentionSpec, Inputs]:
@@ -33,8 +33,6 @@ def _packed(spec: AttentionSpec, inputs: PagedInputs) -> tuple[AttentionSpec, In
     paged = spec.paged
     assert paged is not None
     table, lengths, cu_q = inputs.block_table, inputs.seq_lens.long(), query_offsets(spec, inputs)
-    check_offsets(cu_q.numpy(), spec.q_len, spec.max_len_q)
-    check_tables(paged, table.numpy(), lengths.numpy(), cu_q.numpy())
     cu_k = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     position = torch.arange(paged.capacity, device=lengths.device).expand(len(lengths), -1)  # [batch, capacity]
     valid = position < lengths[:, None]
@@ -45,7 +43,7 @@ def _packed(spec: AttentionSpec, inputs: PagedInputs) -> tuple[AttentionSpec, In
     return packed, Inputs(inputs.q, k, v, sinks=inputs.sinks, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
 
 
-def _in_rows(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[Any, Any]:
+def _in_rows(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
     import torch
 
     paged = spec.paged
@@ -72,7 +70,8 @@ def _in_rows(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[An
     if edge.right is not None:
         seen &= distance <= edge.right
     dense = dense_rows(spec, rows)
-    out, lse = run(dense, Inputs(inputs.q.detach()[token], k, v, mask=seen[:, None], sinks=inputs.sinks))
+    rows_of_q = inputs.q.detach()[token]
+    out, lse = plain_attention.forward(dense, Inputs(rows_of_q, k, v, mask=seen[:, None], sinks=inputs.sinks))
     # Surplus rows of short sequences are written to an extra token at the end, which is cut off.
     flat_out = out.new_zeros((spec.q_len + 1, *out.shape[2:]))
     flat_lse = lse.new_full((lse.shape[1], spec.q_len + 1), -torch.inf)

@@ -19,6 +19,7 @@ from attn_core.backends.shared.block_attention import (
     rows_first,
 )
 from attn_core.backends.shared.row_blocks import blocks
+from attn_core.backends.shared.split_documents import Document
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
@@ -26,13 +27,17 @@ QUERY_BLOCK = 128
 """Query rows computed at once: the scores in memory are ``[batch, heads, QUERY_BLOCK, kv_len]``."""
 
 
-def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
-    """See ``Backend.forward``. The log-sum-exp is float32, or float64 for float64 inputs."""
+def forward(spec: AttentionSpec, inputs: Inputs, valid_documents: list[Document] | None = None) -> tuple[Any, Any]:
+    """See ``Backend.forward``. The log-sum-exp is float32, or float64 for float64 inputs.
+
+    Args:
+        valid_documents: see ``row_blocks.blocks``.
+    """
     with _plainly(inputs.q):
         operands = operands_of(spec, inputs)
         out = inputs.q.new_zeros((spec.batch, spec.q_len, spec.num_heads, spec.value_dim))
         lse = operands.k.new_full((spec.batch, spec.num_heads, spec.q_len), float("-inf"))
-        for block in blocks(spec, inputs, QUERY_BLOCK):
+        for block in blocks(spec, inputs, QUERY_BLOCK, valid_documents):
             part, part_lse = forward_block(spec, operands, block)
             out[:, block.rows] = rows_first(part)
             lse[:, :, block.rows] = part_lse.flatten(1, 2)  # [batch, kv_heads, group, rows] -> [batch, heads, rows]

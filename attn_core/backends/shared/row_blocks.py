@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from attn_core.backends.shared.split_documents import documents
+from attn_core.backends.shared.split_documents import Document, documents
 from attn_core.call.masks import Band, band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
@@ -24,18 +24,26 @@ class Block(NamedTuple):
     hidden: Any
 
 
-def blocks(spec: AttentionSpec, inputs: Inputs, height: int) -> Iterator[Block]:
-    """Yields the blocks of a call, each of at most ``height`` rows. Rows in no block see no key."""
+def blocks(
+    spec: AttentionSpec, inputs: Inputs, height: int, valid_documents: list[Document] | None = None
+) -> Iterator[Block]:
+    """Yields the blocks of a call, each of at most ``height`` rows. Rows in no block see no key.
+
+    Args:
+        valid_documents: of a packed call on the CPU; None to check the offsets and split the row here.
+    """
     if spec.packed and inputs.q.device.type != "cpu":
         return _token_blocks(spec, inputs, height)
-    return _host_blocks(spec, inputs, height)
+    return _host_blocks(spec, inputs, height, valid_documents)
 
 
-def _host_blocks(spec: AttentionSpec, inputs: Inputs, height: int) -> Iterator[Block]:
+def _host_blocks(
+    spec: AttentionSpec, inputs: Inputs, height: int, valid_documents: list[Document] | None
+) -> Iterator[Block]:
     import torch
 
     device = inputs.q.device
-    for queries, keys, edge in _documents(spec, inputs):
+    for queries, keys, edge in _documents(spec, inputs, valid_documents):
         for start in range(queries.start, queries.stop, height):
             stop = min(start + height, queries.stop)
             first, last = edge.keys_of(start, stop - 1, keys.stop)
@@ -50,12 +58,16 @@ def _host_blocks(spec: AttentionSpec, inputs: Inputs, height: int) -> Iterator[B
             yield Block(slice(start, stop), slice(first, last), distance, hidden)
 
 
-def _documents(spec: AttentionSpec, inputs: Inputs) -> Iterator[tuple[slice, slice, Band]]:
+def _documents(
+    spec: AttentionSpec, inputs: Inputs, valid_documents: list[Document] | None
+) -> Iterator[tuple[slice, slice, Band]]:
     """Yields query tokens, key tokens and band of each document; the band's offset counts tokens of the whole row."""
     if not spec.packed:
         yield slice(0, spec.q_len), slice(0, spec.kv_len), band(spec)
         return
-    for rows, keys in documents(spec, inputs.cu_seqlens_q.numpy(), inputs.cu_seqlens_k.numpy()):
+    if valid_documents is None:
+        valid_documents = documents(spec, inputs.cu_seqlens_q.numpy(), inputs.cu_seqlens_k.numpy())
+    for rows, keys in valid_documents:
         edge = band(spec, rows.stop - rows.start, keys.stop - keys.start)
         yield rows, keys, edge._replace(offset=edge.offset + keys.start - rows.start)
 

@@ -40,6 +40,11 @@ def documents(spec: AttentionSpec, cu_seqlens_q: Any, cu_seqlens_k: Any) -> list
     }
     check_cu_seqlens(cu_seqlens_q, limits["q"], side="q", tokens=spec.q_len)
     check_cu_seqlens(cu_seqlens_k, limits["k"], side="k", tokens=spec.kv_len)
+    return documents_between(cu_seqlens_q, cu_seqlens_k)
+
+
+def documents_between(cu_seqlens_q: Any, cu_seqlens_k: Any) -> list[Document]:
+    """Returns the same as ``documents`` for offsets that are known to be valid."""
     ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     result = []
     for index in range(len(ends_q) - 1):
