@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -20,8 +21,10 @@ from typer.testing import CliRunner
 from attn_core import backends
 from attn_core.backends.support import Support
 from attn_core.cli.app import app
+from attn_core.cli.bench_sweep import read
 from attn_core.cli.support_table import FEATURES, render
-from benchmarks import performance
+from attn_core.selection import preference
+from benchmarks import hopper_report, performance, sweep_report
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,6 +65,7 @@ def test_readme_names_the_commands_that_exist() -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
+RESULTS = performance.RESULTS
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(python|console)( title=\"([^\"\n]+)\")?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -135,6 +139,45 @@ def test_the_performance_page_and_the_readme_show_the_stored_results() -> None:
     assert performance.PAGE.read_text(encoding="utf-8") == performance.page(results), stale
     readme = performance.README.read_text(encoding="utf-8")
     assert readme == performance.in_readme(readme, performance.table(performance.rows(results))), stale
+
+
+def test_the_pages_of_results_show_the_stored_results() -> None:
+    result = json.loads((RESULTS / "hopper.json").read_text(encoding="utf-8"))
+    stale = "stale: run python -m benchmarks.hopper --render benchmarks/results/hopper.json --write"
+    assert (RESULTS / "hopper.md").read_text(encoding="utf-8") == hopper_report.page(result), stale
+    raw = read(RESULTS / "sweep-sm90.json")
+    plots = ["sweep-sm90-causal.png", "sweep-sm90-regret.png"]
+    shown = sweep_report.page(raw, preference.measured("sm90"), plots)
+    stale = "stale: run python -m benchmarks.sweep_report benchmarks/results/sweep-sm90.json --write benchmarks/results"
+    assert (RESULTS / "sweep-sm90.md").read_text(encoding="utf-8") == shown, stale
+    assert all((RESULTS / name).is_file() for name in plots)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_results_that_a_page_names_exist(page: Path) -> None:
+    for name in re.findall(r"benchmarks/results/([\w.-]+\.\w+)", page.read_text(encoding="utf-8")):
+        assert (RESULTS / name).is_file(), name
+
+
+FIGURE = re.compile(r"\d ?(?:µs|ms|TFLOP/s)(?!\w)|\d (?:times as fast|times the speed)|% of linear")
+"""A measured time or speed."""
+WRITTEN_BY_SCRIPTS = ("performance.md", "training.md")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_only_scripts_write_measured_figures(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    before, mark, rest = text.partition(performance.BEGIN)
+    by_hand = re.sub(
+        r"^```.*?^```", "", before + rest.partition(performance.END)[2] if mark else text, flags=re.M | re.S
+    )
+    assert page.name in WRITTEN_BY_SCRIPTS or not FIGURE.findall(by_hand)
+
+
+def test_the_search_for_measured_figures_finds_them() -> None:
+    for text in ("12.5 µs above torch", "1.8 ms", "686 TFLOP/s", "2.75 times as fast", "98.4% of linear speedup"):
+        assert FIGURE.search(text), text
+    assert not FIGURE.search("2 machines, 3 msgs, `P` times as fast")
 
 
 def test_the_readme_is_short() -> None:
