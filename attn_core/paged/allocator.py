@@ -15,7 +15,7 @@ import numpy as np
 from attn_core.call.seq_info import is_host_int
 from attn_core.errors import SpecError
 from attn_core.paged.changes import Changes
-from attn_core.paged.report import PoolReport, picture, report_of
+from attn_core.paged.report import Occupancy, PoolReport
 
 MOST_TOKENS = 2**31 - 1
 """The longest sequence: lengths are int32."""
@@ -204,9 +204,8 @@ class PageAllocator:
 
     def check_width(self, width: int | None, lengths: Iterable[int]) -> int:
         """The pages of the longest of sequences of so many tokens; SpecError when a table has fewer columns."""
-        longest = self._pages_for(max(lengths, default=0))
-        if width is not None and not (is_host_int(width) and 0 <= width <= MOST_TOKENS // self.page_size):
-            most = MOST_TOKENS // self.page_size
+        longest, most = self._pages_for(max(lengths, default=0)), MOST_TOKENS // self.page_size
+        if width is not None and not (is_host_int(width) and 0 <= width <= most):
             raise SpecError(f"width={width!r}: expected a number of columns up to {most}, tokens are counted in int32")
         if width is not None and width < longest:
             raise SpecError(f"width={width}: expected at least the {longest} pages of the longest sequence")
@@ -218,11 +217,15 @@ class PageAllocator:
 
     def __str__(self) -> str:
         """A picture of the pool: a line for each page, # for a place that holds a token, and who reads it."""
-        return picture(self)
+        return str(self._occupancy())
 
     def report(self) -> PoolReport:
         """How full the pool is."""
-        return report_of(self)
+        return self._occupancy().report()
+
+    def _occupancy(self) -> Occupancy:
+        sequences = {name: (pages, self._lengths[name]) for name, pages in self._pages.items()}
+        return Occupancy(self.num_pages, self.page_size, sequences)
 
     def _known(self, name: Hashable) -> Hashable:
         if not isinstance(name, Hashable) or name not in self._pages:

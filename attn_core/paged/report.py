@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from attn_core.paged.allocator import PageAllocator
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 
 class PoolReport(NamedTuple):
@@ -24,32 +22,38 @@ class PoolReport(NamedTuple):
     waste: int
 
 
-def report_of(allocator: PageAllocator) -> PoolReport:
-    """Returns the report of an allocator's pool."""
-    filled: dict[int, int] = {}
-    holders: dict[int, int] = {}
-    for name in allocator.sequences:
-        length = allocator.length(name)
-        for at, page in enumerate(allocator.pages(name)):
-            filled[page] = max(filled.get(page, 0), min(allocator.page_size, length - at * allocator.page_size))
-            holders[page] = holders.get(page, 0) + 1
-    tokens = sum(filled.values())
-    shared = sum(count > 1 for count in holders.values())
-    waste = len(filled) * allocator.page_size - tokens
-    return PoolReport(allocator.num_pages, allocator.free_pages, shared, tokens, waste)
+class Occupancy:
+    """The tokens and the readers of each page.
 
+    Args:
+        num_pages: pages of the pool; page_size: tokens in a page.
+        sequences: (pages, tokens) of each sequence, by its name.
 
-def picture(allocator: PageAllocator) -> str:
-    """Draws a line for each page: # for each token, and the names of the sequences that read the page."""
-    report, size = report_of(allocator), allocator.page_size
-    filled = [0] * allocator.num_pages
-    readers: list[list[str]] = [[] for _ in range(allocator.num_pages)]
-    for name in allocator.sequences:
-        for at, page in enumerate(allocator.pages(name)):
-            filled[page] = max(filled[page], min(size, allocator.length(name) - at * size))
-            readers[page].append(str(name))
-    used = allocator.num_pages - report.free
-    lines = [f"{allocator.num_pages} pages of {size}: {used} held, {report.shared} of them by several"]
-    for page, (tokens, names) in enumerate(zip(filled, readers, strict=True)):
-        lines.append(f"{page:>5} |{'#' * tokens}{'.' * (size - tokens)}| {', '.join(names) or 'free'}")
-    return "\n".join(lines)
+    Attributes:
+        filled: the tokens in each page.
+        readers: the names of the sequences that read each page.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, sequences: Mapping[Any, tuple[Sequence[int], int]]) -> None:
+        self.page_size = page_size
+        self.filled = [0] * num_pages
+        self.readers: list[list[str]] = [[] for _ in range(num_pages)]
+        for name, (pages, tokens) in sequences.items():
+            for at, page in enumerate(pages):
+                self.filled[page] = max(self.filled[page], min(page_size, tokens - at * page_size))
+                self.readers[page].append(str(name))
+
+    def report(self) -> PoolReport:
+        """Returns how full the pool is."""
+        counts = [len(names) for names in self.readers]
+        free, shared, tokens = counts.count(0), sum(count > 1 for count in counts), sum(self.filled)
+        return PoolReport(len(counts), free, shared, tokens, (len(counts) - free) * self.page_size - tokens)
+
+    def __str__(self) -> str:
+        """A line for each page: # for each token, and the names of the sequences that read the page."""
+        report, size = self.report(), self.page_size
+        used = report.num_pages - report.free
+        lines = [f"{report.num_pages} pages of {size}: {used} held, {report.shared} of them by several"]
+        for page, (tokens, names) in enumerate(zip(self.filled, self.readers, strict=True)):
+            lines.append(f"{page:>5} |{'#' * tokens}{'.' * (size - tokens)}| {', '.join(names) or 'free'}")
+        return "\n".join(lines)

@@ -153,6 +153,13 @@ def test_imports_between_rooms_run_one_way(package: str) -> None:
     graphlib.TopologicalSorter(rooms_of(package)).prepare()  # raises CycleError, which names the rooms
 
 
+def test_imports_between_files_run_one_way() -> None:
+    """Imports for types alone count, too."""
+    files = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in SOURCES}
+    reached = {file: set(modules(path)) & set(files.values()) - {file} for path, file in files.items()}
+    graphlib.TopologicalSorter(reached).prepare()  # raises CycleError, which names the files
+
+
 @pytest.mark.parametrize(("package", "most"), [("attn_core", 12), ("torch_frontend", 20), ("jax_frontend", 20)])
 def test_the_root_of_a_package_stays_small(package: str, most: int) -> None:
     entries = [
