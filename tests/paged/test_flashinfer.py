@@ -1,6 +1,6 @@
-"""FlashInfer on pages: how calls are lowered, what is refused, and a stand-in for the package.
+"""Tests FlashInfer on pages: lowering, refusals, and the code around a stand-in for the package.
 
-The stand-in has the wrapper's signatures, demands what the wrapper demands, and computes by the float64 reference with
+The stand-in has the wrapper's signatures and its demands on arguments. It computes by the float64 reference with
 FlashInfer's conventions: a log-sum-exp to the base 2, ``[tokens, heads]``, and tables by rows.
 """
 
@@ -32,7 +32,7 @@ SPEC = AttentionSpec(
     **{"dtype": "bfloat16", "causal": True, "documents": 3, "max_len_q": 30, "max_len_k": 1024, "paged": PAGED},
 )
 
-# The arguments of the plan
+# Arguments of the plan
 
 LOWERED = {
     "num_qo_heads": 8,
@@ -92,7 +92,7 @@ def reasons(device: str = "sm90", **fields: Any) -> tuple[str, ...]:
     ],
     ids=str,
 )
-def test_refusals(fields: dict[str, Any], words: str) -> None:
+def test_refusals_name_the_value(fields: dict[str, Any], words: str) -> None:
     found = reasons(**fields)
     assert any(why.startswith(words) for why in found), found
 
@@ -106,7 +106,7 @@ def test_it_runs_only_by_name(framework: str) -> None:
         assert explain(spec, Target(framework, "sm90"), "flashinfer").backend == "flashinfer"
 
 
-def test_there_is_no_gradient() -> None:
+def test_the_backward_is_refused() -> None:
     assert "backward: the FlashInfer kernel has no gradient" in reasons(paged=None, needs_backward=True)
     with pytest.raises(NotImplementedError, match="the FlashInfer kernel has no gradient"):
         flashinfer.backward(SPEC, None, None, None, None, None)
@@ -116,7 +116,7 @@ def test_there_is_no_gradient() -> None:
 
 
 class StandIn:
-    """``BatchPrefillWithPagedKVCacheWrapper``: the arguments that it has, in its order."""
+    """``BatchPrefillWithPagedKVCacheWrapper``: the same arguments in the same order."""
 
     made = 0
 
@@ -177,7 +177,7 @@ class StandIn:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The package as ``import_module`` finds it; nothing made before or within survives."""
+    """The package as ``import_module`` finds it; no cache keeps anything from before or within."""
     package = SimpleNamespace(__version__="0.6.3", BatchPrefillWithPagedKVCacheWrapper=StandIn)
     monkeypatch.setattr(flashinfer, "import_module", {"flashinfer": package}.__getitem__)
     monkeypatch.setattr(flashinfer, "_OF_THREAD", threading.local())
@@ -210,7 +210,7 @@ def called(name: str, dtype: str = "bfloat16") -> tuple[PagedCall, PagedInputs]:
 @pytest.mark.parametrize("into", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", CALLS)
-def test_it_is_right_around_the_kernel(installed: Any, name: str, dtype: str, into: bool) -> None:
+def test_results_match_the_reference(installed: Any, name: str, dtype: str, into: bool) -> None:
     call, inputs = called(name, dtype)
     buffers = (inputs.q.new_full(call.spec.out_shape, torch.nan), torch.empty(call.spec.lse_shape)) if into else None
     out, lse = flashinfer.forward(call.spec, inputs, buffers)
@@ -222,14 +222,14 @@ def test_it_is_right_around_the_kernel(installed: Any, name: str, dtype: str, in
 
 
 @pytest.mark.parametrize("fault", [{"scale": 0.5}, {"window": (9, 0)}, {"window": (7, 0)}, {"softcap": 1.0}], ids=str)
-def test_another_call_is_told_apart(installed: Any, fault: dict[str, Any]) -> None:
+def test_the_comparison_finds_planted_faults(installed: Any, fault: dict[str, Any]) -> None:
     call, inputs = called("window")
     out, lse = flashinfer.forward(replace(call.spec, **fault), inputs)
     spec, dense = gather_pages(call.spec, call.inputs)
     assert not accuracy.expect(spec, dense).judge(out=out.double().numpy(), lse=lse.numpy()).ok
 
 
-def test_tables_are_checked_by_value(installed: Any) -> None:
+def test_wrong_tables_are_refused_by_value(installed: Any) -> None:
     call, inputs = called("chunks")
     table = inputs.block_table.clone()
     table[0, 0] = 10**6
@@ -252,7 +252,7 @@ def test_pools_of_different_strides_are_refused(installed: Any) -> None:
     assert torch.equal(flashinfer.forward(call.spec, both)[0], flashinfer.forward(call.spec, inputs)[0])
 
 
-def test_a_graph_cannot_capture_it(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_capture_is_refused(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     call, inputs = called("decoding")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     on_a_gpu = inputs._replace(q=SimpleNamespace(is_cuda=True))
@@ -261,7 +261,7 @@ def test_a_graph_cannot_capture_it(installed: Any, monkeypatch: pytest.MonkeyPat
     assert StandIn.made == 0
 
 
-def test_each_thread_has_a_wrapper_of_its_own(installed: Any) -> None:
+def test_each_thread_has_its_own_wrapper(installed: Any) -> None:
     call, inputs = called("decoding")
     flashinfer.forward(call.spec, inputs)
     flashinfer.forward(call.spec, inputs)
@@ -272,7 +272,7 @@ def test_each_thread_has_a_wrapper_of_its_own(installed: Any) -> None:
     assert StandIn.made == 2
 
 
-def test_the_installation(installed: Any) -> None:
+def test_probe_returns_the_version_or_raises(installed: Any) -> None:
     assert flashinfer.probe() == "0.6.3"
     del installed.BatchPrefillWithPagedKVCacheWrapper
     with pytest.raises(AttributeError, match="BatchPrefillWithPagedKVCacheWrapper"):

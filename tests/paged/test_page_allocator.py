@@ -1,4 +1,4 @@
-"""PageAllocator and the steps of a cache: exact refusals, and a state machine with a pool of tokens behind it."""
+"""Tests PageAllocator and the steps of a cache: exact refusals, and a state machine over a pool of tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attn_core.paged.step import advance
 
 
 def holding(**tokens: int) -> PageAllocator:
-    """Eight pages of four tokens, with sequences of so many tokens."""
+    """Eight pages of four tokens, and sequences with the given numbers of tokens."""
     allocator = PageAllocator(8, 4)
     for name, count in tokens.items():
         allocator.allocate(name, count)
@@ -25,22 +25,22 @@ def holding(**tokens: int) -> PageAllocator:
 
 
 def state(allocator: PageAllocator) -> Any:
-    """All that can be seen of an allocator."""
+    """All observable state of an allocator."""
     names = allocator.sequences
     return [(name, allocator.length(name), allocator.pages(name)) for name in names], allocator.report()
 
 
-# One thing after another
+# Single operations
 
 
 @pytest.mark.parametrize("name", ["num_pages", "page_size"])
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, None, "8"])
-def test_sizes_are_numbers_of_1_or_more(name: str, value: Any) -> None:
+def test_sizes_below_1_are_refused(name: str, value: Any) -> None:
     with pytest.raises(SpecError, match=f"^{re.escape(f'{name}={value!r}')}: expected a number of 1 or more$"):
         PageAllocator(**{"num_pages": 8, "page_size": 4, name: value})
 
 
-def test_numpy_sizes_are_numbers() -> None:
+def test_numpy_sizes_are_accepted() -> None:
     allocator = PageAllocator(np.int64(8), np.int32(4))
     assert (allocator.num_pages, allocator.page_size) == (8, 4)
     assert type(allocator.num_pages) is int
@@ -54,14 +54,14 @@ def test_a_sequence_has_as_many_pages_as_its_tokens_need() -> None:
     assert allocator.report() == PoolReport(num_pages=8, free=4, shared=0, tokens=10, waste=6)
 
 
-def test_any_name_that_can_be_hashed() -> None:
+def test_names_may_be_any_hashable_value() -> None:
     allocator = PageAllocator(8, 4)
     for name in (0, ("user", 3), None, "text"):
         allocator.allocate(name, 1)
         assert allocator.length(name) == 1
 
 
-def test_extending_takes_a_page_only_where_the_last_one_is_full() -> None:
+def test_extending_takes_a_page_only_if_the_last_one_is_full() -> None:
     allocator = holding(a=3)
     first = allocator.pages("a")
     assert allocator.extend("a") == Copies()
@@ -72,7 +72,7 @@ def test_extending_takes_a_page_only_where_the_last_one_is_full() -> None:
     assert allocator.length("a") == 9
 
 
-def test_a_fork_shares_and_is_copied_when_it_is_written_to() -> None:
+def test_a_fork_shares_pages_and_copies_them_on_write() -> None:
     allocator = holding(a=6)
     allocator.fork("a", "b")
     assert allocator.pages("b") == allocator.pages("a")
@@ -103,7 +103,7 @@ def test_a_shorter_fork_that_outlives_its_parent_keeps_no_more_than_its_pages() 
     assert allocator.report() == PoolReport(8, 8, 0, 0, 0)
 
 
-def test_what_was_freed_last_is_given_out_first() -> None:
+def test_the_page_freed_last_is_reused_first() -> None:
     allocator = holding(a=4, b=4)
     (page,) = allocator.free("a")
     allocator.allocate("c", 1)
@@ -168,10 +168,10 @@ def test_refusals_change_nothing(name: str) -> None:
         call(allocator)
     if name != "freed twice":
         assert state(allocator) == before
-    allocator.allocate("later", 16)  # what was free is free
+    allocator.allocate("later", 16)  # a freed name is free again
 
 
-def test_a_full_pool_is_a_lack_of_memory() -> None:
+def test_a_full_pool_raises_a_memory_error() -> None:
     assert issubclass(PoolFullError, MemoryError)
 
 
@@ -186,7 +186,7 @@ def test_a_copy_counts_as_a_page() -> None:
     assert allocator.extend("b", 0) == Copies(), "nothing is written, so nothing is copied"
 
 
-def test_tables() -> None:
+def test_tables_of_sequences() -> None:
     allocator = holding(a=6, b=0, c=4)
     (first, second), (other,) = allocator.pages("a"), allocator.pages("c")
     table = allocator.block_table(["c", "a", "b"])
@@ -219,7 +219,7 @@ def test_a_step_of_several_tokens_has_offsets() -> None:
     assert step.cu_seqlens_q.tolist() == [0, 2]
 
 
-def test_of_sequences_that_share_a_page_all_but_one_get_a_copy() -> None:
+def test_all_but_one_of_the_sequences_that_share_a_page_get_a_copy() -> None:
     allocator = PageAllocator(3, 4)
     allocator.allocate("a", 3)
     allocator.fork("a", "b")
@@ -250,17 +250,18 @@ def test_refused_steps_change_nothing(names: Any, new: Any, width: Any, error: A
     assert state(allocator) == before
 
 
-# Whatever order things happen in
+# Any order of operations
 
 FREED = -1
-"""What a page that nobody holds is filled with."""
+"""The content of a page that nobody holds."""
 
 
 class Pool(RuleBasedStateMachine):
-    """An allocator, a pool of token ids that is written and copied as it says, and lists that say what must be there.
+    """An allocator, a pool of token ids that is written and copied as the allocator says, and lists of the expected
+    ids.
 
-    Every token has an id of its own. A page that leaks, has two owners of whom one writes, or lacks its copy shows as
-    a wrong id; a page that is free holds none.
+    Every token has its own id. A leaked page, a page with two owners of whom one writes, or a missing copy shows as a
+    wrong id. A free page holds no id.
     """
 
     names = Bundle("names")
@@ -273,7 +274,7 @@ class Pool(RuleBasedStateMachine):
         self.started = self.written = 0
 
     def write(self, name: int, count: int) -> None:
-        """New tokens at the end of a sequence, in the places that its pages name."""
+        """Writes new tokens at the end of a sequence, in the places that its pages name."""
         ids = list(range(self.written, self.written + count))
         self.written += count
         pages, length = self.allocator.pages(name), len(self.tokens[name])
@@ -294,20 +295,20 @@ class Pool(RuleBasedStateMachine):
     def in_last_page(self, name: int) -> int:
         return len(self.tokens[name]) % self.allocator.page_size
 
-    def wanted(self, counts: dict[int, int]) -> int:
-        """The free pages that a step takes, counted one sequence after another."""
+    def pages_needed(self, counts: dict[int, int]) -> int:
+        """The free pages that a step takes, counted sequence by sequence."""
         holders: dict[int, int] = {}
         for name in self.tokens:
             for page in self.allocator.pages(name):
                 holders[page] = holders.get(page, 0) + 1
-        wanted = 0
+        pages_needed = 0
         for name, count in counts.items():
             pages = self.allocator.pages(name)
-            wanted += -(-(len(self.tokens[name]) + count) // self.allocator.page_size) - len(pages)
+            pages_needed += -(-(len(self.tokens[name]) + count) // self.allocator.page_size) - len(pages)
             if count and self.in_last_page(name) and holders[pages[-1]] > 1:
                 holders[pages[-1]] -= 1
-                wanted += 1
-        return wanted
+                pages_needed += 1
+        return pages_needed
 
     @rule(target=names, tokens=st.integers(0, 9))
     def allocate(self, tokens: int) -> Any:
@@ -336,7 +337,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule(name=names, tokens=st.integers(0, 7))
     def extend(self, name: int, tokens: int) -> None:
-        before, fits = state(self.allocator), self.wanted({name: tokens}) <= self.free_pages()
+        before, fits = state(self.allocator), self.pages_needed({name: tokens}) <= self.free_pages()
         assert (self.allocator.needed({name: tokens}) <= self.free_pages()) is fits
         if not fits:
             with pytest.raises(PoolFullError):
@@ -348,15 +349,15 @@ class Pool(RuleBasedStateMachine):
 
     @rule(data=st.data(), one_each=st.booleans(), more_columns=st.integers(0, 2))
     def step(self, data: Any, one_each: bool, more_columns: int) -> None:
-        """Several sequences at once, in any order, as a cache takes its steps."""
+        """One step of several sequences in any order, as a cache does it."""
         named = data.draw(st.lists(st.sampled_from(sorted(self.tokens)), unique=True) if self.tokens else st.just([]))
         counts = [1 if one_each else data.draw(st.integers(0, 5)) for _ in named]
-        wanted = self.wanted(dict(zip(named, counts)))
-        assert self.allocator.needed(dict(zip(named, counts))) == wanted
+        pages_needed = self.pages_needed(dict(zip(named, counts)))
+        assert self.allocator.needed(dict(zip(named, counts))) == pages_needed
         after = [len(self.tokens[name]) + count for name, count in zip(named, counts)]
         width = -(-max(after, default=0) // self.allocator.page_size)
         width, before = width + more_columns, state(self.allocator)
-        if wanted > self.free_pages():
+        if pages_needed > self.free_pages():
             with pytest.raises(PoolFullError):
                 advance(self.allocator, named, counts, width)
             assert state(self.allocator) == before
@@ -384,14 +385,14 @@ class Pool(RuleBasedStateMachine):
         self.pool[list(freed)] = FREED
 
     @invariant()
-    def every_token_is_where_it_was_put(self) -> None:
+    def every_token_is_in_its_place(self) -> None:
         for name, ids in self.tokens.items():
             pages = self.allocator.pages(name)
             assert len(pages) == -(-len(ids) // self.allocator.page_size) and self.allocator.length(name) == len(ids)
             assert self.pool[list(pages)].ravel()[: len(ids)].tolist() == ids, name
 
     @invariant()
-    def the_report_is_right(self) -> None:
+    def the_report_is_correct(self) -> None:
         found, page_size = self.allocator.report(), self.allocator.page_size
         pages = [page for name in self.tokens for page in self.allocator.pages(name)]
         held = set(pages)
@@ -409,7 +410,7 @@ class Pool(RuleBasedStateMachine):
         assert found.free + len(held) == found.num_pages
 
     def teardown(self) -> None:
-        if hasattr(self, "allocator"):  # a run may end before it starts
+        if hasattr(self, "allocator"):  # a run may stop before it starts
             for name in list(self.tokens):
                 self.free(name)
             assert self.allocator.report() == PoolReport(self.allocator.num_pages, self.allocator.num_pages, 0, 0, 0)

@@ -1,6 +1,6 @@
-"""Keys and values in pages: every backend that claims them against the float64 reference, in both frontends.
+"""Tests keys and values in pages: every backend that claims them against the float64 reference, in both frontends.
 
-All that no sequence holds is NaN (``paged_cases``), so a key read from the wrong place shows in the result.
+Everything outside the sequences is NaN (``paged_cases``), so a key read from a wrong place shows in the result.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ CLAIMED = [
     for name, device in paged_backends()
 ]
 PAGE_SIZES = {"flash2": (256, 512), "torch_varlen": (256, 512)}
-"""Of backends that take few; of the rest all are drawn."""
+"""For backends that accept only a few of the drawn calls; the others run every drawn call."""
 READS_TABLES = ("flashinfer",)
-"""Backends that copy a GPU's tables to the host, and then say what is wrong with them."""
+"""Backends that copy a GPU's tables to the host, and then report wrong tables."""
 
 
-def able(framework: str, backend: str, device: str) -> Any:
-    """The backend's claims; skips with the reason why it cannot be reached from here."""
+def claims_or_skip(framework: str, backend: str, device: str) -> Any:
+    """The backend's claims; skips with the reason if the backend cannot be reached from here."""
     if reason := reachable(framework, backend, device):
         pytest.skip(reason)
     return module_on(backend, device).FORWARD
 
 
-def able_call(framework: str, backend: str, device: str, *lengths: Any, **fields: Any) -> PagedCall:
-    """A call in a dtype and in sizes that the backend takes; skips with the reason why it takes it not."""
-    claims = able(framework, backend, device)
+def call_or_skip(framework: str, backend: str, device: str, *lengths: Any, **fields: Any) -> PagedCall:
+    """A call in a dtype and in sizes that the backend accepts; skips with the reason if it accepts none."""
+    claims = claims_or_skip(framework, backend, device)
     if fields.get("dtype", "float32") not in claims.dtypes:
         fields["dtype"] = claims.dtypes[0]
     if device == "cuda":
@@ -76,13 +76,13 @@ def able_call(framework: str, backend: str, device: str, *lengths: Any, **fields
     return call
 
 
-# What is claimed is right
+# Claims
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(("backend", "device"), CLAIMED)
-def test_claims(backend: str, device: str, framework: str) -> None:
-    claims, ran = able(framework, backend, device), []
+def test_drawn_calls_match_the_claims(backend: str, device: str, framework: str) -> None:
+    claims, ran = claims_or_skip(framework, backend, device), []
     compiles = framework == "jax"
     drawn = (paged_signatures if compiles else paged_calls)(claims, device == "cuda")
     if not compiles:
@@ -94,22 +94,22 @@ def test_claims(backend: str, device: str, framework: str) -> None:
         ran.append(conforms(framework, call, backend, device))
 
     every_call()
-    if not (compiles and backend in PAGE_SIZES):  # whose few page sizes are in few of the signatures
+    if not (compiles and backend in PAGE_SIZES):  # few of the signatures have one of its page sizes
         assert sum(ran) > len(ran) / 4, "too few of the drawn calls were run to mean anything"
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("backend", "device"), CLAIMED)
-def test_every_dtype(backend: str, device: str, dtype: str) -> None:
+def test_every_claimed_dtype_matches_the_reference(backend: str, device: str, dtype: str) -> None:
     framework = module_on(backend, device).FRAMEWORK
-    call = able_call(framework, backend, device, (9, 300, 1, 0), (2, 7, 1, 0), dtype=dtype, return_lse=True)
+    call = call_or_skip(framework, backend, device, (9, 300, 1, 0), (2, 7, 1, 0), dtype=dtype, return_lse=True)
     assert conforms(framework, call, backend, device)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("device", DEVICES)
 def test_automatic_choice(device: str, framework: str) -> None:
-    """Something runs every call, and runs it right."""
+    """Some backend runs every call, and runs it correctly."""
     for fields in ({}, {"softcap": 2.0, "sinks": True, "return_lse": True}, {"dtype": "float16", "page_size": 256}):
         call = make_paged((7, 3, 300), (1, 3, 2), **fields, head_dim=64, value_dim=64)
         selection = explained(framework, call, None, device)
@@ -125,11 +125,11 @@ def test_math_gives_both_frameworks_the_same_bits(call: PagedCall) -> None:
 
 
 @given(paged_calls(module_on("math", "cpu").FORWARD))
-def test_the_frontend_describes_a_call_as_it_is(call: PagedCall) -> None:
+def test_the_frontend_builds_the_spec_of_a_call(call: PagedCall) -> None:
     assert explained("torch", call).spec == call.spec
 
 
-def test_both_frontends_describe_a_call_alike() -> None:
+def test_both_frontends_build_the_same_spec() -> None:
     for call in (
         make_paged((5, 2), window=3, sinks=True),
         make_paged((5, 2), (3, 2), bound=4, softcap=2.0, scale=0.3, return_lse=True),
@@ -138,12 +138,12 @@ def test_both_frontends_describe_a_call_alike() -> None:
         assert explained("torch", call).spec == explained("jax", call).spec == call.spec
 
 
-# What every backend says
+# Explanations
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_explain_has_a_reason_for_every_backend_but_one(device: str, framework: str) -> None:
+def test_explain_has_a_reason_for_every_backend_except_the_selected_one(device: str, framework: str) -> None:
     selection = explained(framework, make_paged((5, 2), (3, 2)), None, device)
     assert sorted(selection.considered) == sorted(backends.names())
     claimed = {name for name, _ in paged_backends(device)}
@@ -161,7 +161,7 @@ def test_explain_has_a_reason_for_every_backend_but_one(device: str, framework: 
 
 
 def plain() -> Any:
-    """A call of the same sizes that is not on pages."""
+    """A dense call of the same sizes."""
     spec = make_paged((5, 2), (3, 2)).spec
     return replace(spec, paged=None)
 
@@ -172,7 +172,7 @@ def test_a_backend_without_pages_is_refused_with_its_reason(framework: str) -> N
         run(framework, make_paged((5, 2), (3, 2)), "sdpa_flash")
 
 
-def test_use_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_use_backend_chooses_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     call = make_paged((5, 2), (3, 2))
     expected = {name: run("jax", call, name) for name in ("math", "jax_xla")}
     for name in expected:
@@ -185,11 +185,11 @@ def test_use_backend(monkeypatch: pytest.MonkeyPatch) -> None:
         assert same_bits(run("torch", call), expected["math"]) == []
 
 
-# What it means
+# Meaning
 
 
 ALONE = ({"window": 5}, {}, {"softcap": 1.5, "sinks": True}, {"window": (3, None)})
-EACH_ALONE = [  # JAX on the CPU compiles for each sequence's shape, so it is tried once
+EACH_ALONE = [  # JAX on the CPU compiles for each sequence's shape, so jax_xla runs only one case
     pytest.param(*entry.values, fields, framework, marks=entry.marks, id=f"{entry.id}-{framework}-{fields}")
     for entry in CLAIMED
     for framework in FRAMEWORKS
@@ -198,9 +198,9 @@ EACH_ALONE = [  # JAX on the CPU compiles for each sequence's shape, so it is tr
 
 
 @pytest.mark.parametrize(("backend", "device", "fields", "framework"), EACH_ALONE)
-def test_it_is_attention_of_each_sequence(backend: str, device: str, fields: Any, framework: str) -> None:
-    """The same as ``attention`` on a sequence's own keys, one sequence at a time."""
-    call = able_call(framework, backend, device, (11, 6), (4, 6), **fields)
+def test_results_equal_attention_on_each_sequence(backend: str, device: str, fields: Any, framework: str) -> None:
+    """The same as ``attention`` on each sequence's own keys, one sequence at a time."""
+    call = call_or_skip(framework, backend, device, (11, 6), (4, 6), **fields)
     out = run(framework, call, backend, device)["out"]
     spec, inputs = gather_pages(call.spec, call.inputs)
     f = next(each for each in BOTH if each.name == framework)
@@ -216,8 +216,9 @@ def test_it_is_attention_of_each_sequence(backend: str, device: str, fields: Any
 
 @pytest.mark.parametrize("chunk", [1, 2, 5])
 @pytest.mark.parametrize("framework", EVERYWHERE, ids=str)
-def test_a_prefill_in_chunks_is_the_prefill_at_once(framework: Framework, chunk: int) -> None:
-    """A cache fed in chunks, other sequences between them, gives what dense attention gives on the whole."""
+def test_a_prefill_in_chunks_equals_one_prefill(framework: Framework, chunk: int) -> None:
+    """A cache fed in chunks, with other sequences in between, gives the result of dense attention on the whole
+    sequence."""
     heads, kv_heads, dim, lengths = 4, 2, 16, {"a": 10, "b": 7}
     random, rough = np.random.default_rng(chunk), 3e-6 if framework.device == "cpu" else 1e-4
     with jax_on(framework.device) if framework.name == "jax" else _nothing():
@@ -258,15 +259,15 @@ def _device(framework: Framework) -> Any:
 
 
 @pytest.mark.parametrize("framework", EVERYWHERE, ids=str)
-def test_a_cache_copies_before_it_writes_and_leaves_no_trace_of_the_freed(framework: Framework) -> None:
-    """Forks with a common beginning go on apart; a page that was freed full of NaN serves another sequence."""
+def test_a_cache_copies_shared_pages_before_writing_and_reuses_freed_pages(framework: Framework) -> None:
+    """Forks with a common beginning continue separately; a freed page full of NaN serves another sequence."""
     with jax_on(framework.device) if framework.name == "jax" else _nothing():
         cache = framework.frontend.PagedKVCache(
             num_layers=1, num_pages=4, page_size=4, kv_heads=1, head_dim=16, value_dim=16, device=_device(framework)
         )
 
-        def fed(names: list[str], values: list[float], width: int | None = None) -> np.ndarray:
-            """One token for each sequence: a key of zeros, so that the output is the mean of the values."""
+        def append_tokens(names: list[str], values: list[float], width: int | None = None) -> np.ndarray:
+            """Appends one token to each sequence, with a key of zeros so that the output is the mean of the values."""
             step = cache.step(names, width=width)
             v = np.repeat(np.array(values, np.float32), 16).reshape(len(names), 1, 16)
             cache.update(0, framework.array(np.zeros_like(v)), framework.array(v), step)
@@ -274,21 +275,21 @@ def test_a_cache_copies_before_it_writes_and_leaves_no_trace_of_the_freed(framew
 
         cache.add("poison")
         for _ in range(16):
-            fed(["poison"], [np.nan])
+            append_tokens(["poison"], [np.nan])
         assert cache.allocator.report().free == 0
         cache.free("poison")
         cache.add("a")
-        assert fed(["a"], [1.0]).tolist() == [1.0]
-        assert fed(["a"], [3.0]).tolist() == [2.0]
+        assert append_tokens(["a"], [1.0]).tolist() == [1.0]
+        assert append_tokens(["a"], [3.0]).tolist() == [2.0]
         cache.fork("a", "b")
         cache.fork("a", "c", 1)
         assert cache.allocator.report().shared == 1
-        np.testing.assert_allclose(fed(["b", "a", "c"], [5.0, 11.0, 7.0]), [3.0, 5.0, 4.0], rtol=1e-5)
-        np.testing.assert_allclose(fed(["a", "c"], [1.0, 1.0], width=3), [4.0, 3.0], rtol=1e-5)
+        np.testing.assert_allclose(append_tokens(["b", "a", "c"], [5.0, 11.0, 7.0]), [3.0, 5.0, 4.0], rtol=1e-5)
+        np.testing.assert_allclose(append_tokens(["a", "c"], [1.0, 1.0], width=3), [4.0, 3.0], rtol=1e-5)
         assert cache.allocator.report().shared == 0
         cache.free("a")
         cache.add("d")
-        np.testing.assert_allclose(fed(["d", "b"], [2.0, 3.0]), [2.0, 3.0], rtol=1e-5)
+        np.testing.assert_allclose(append_tokens(["d", "b"], [2.0, 3.0]), [2.0, 3.0], rtol=1e-5)
 
 
 # The append
@@ -313,7 +314,7 @@ def new_tokens(call: PagedCall) -> tuple[np.ndarray, np.ndarray]:
 
 
 def appended(call: PagedCall, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What the reference makes of the pools."""
+    """The pools after the reference's append."""
     cu = call.inputs.cu_seqlens_q
     cu = np.arange(len(call.inputs.seq_lens) + 1) if cu is None else cu
     pools = ((call.inputs.k, k), (call.inputs.v, v))
@@ -321,7 +322,7 @@ def appended(call: PagedCall, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray,
 
 
 @pytest.mark.parametrize("framework", EVERYWHERE, ids=str)
-def test_append_writes_the_new_tokens_and_nothing_else(framework: Framework) -> None:
+def test_append_writes_only_the_new_tokens(framework: Framework) -> None:
     on_jax = framework.name == "jax"
 
     @settings(max_examples=8 if on_jax else settings().max_examples)
@@ -345,7 +346,7 @@ def test_append_writes_the_new_tokens_and_nothing_else(framework: Framework) -> 
 
 
 @pytest.mark.parametrize("framework", EVERYWHERE[1::2], ids=str)
-def test_jax_appends_where_the_pool_is(framework: Framework) -> None:
+def test_jax_appends_in_place(framework: Framework) -> None:
     call = make_paged((5, 2), (3, 2))
     with jax_on(framework.device):
         pools = [framework.array(np.nan_to_num(pool), "float32") for pool in (call.inputs.k, call.inputs.v)]
@@ -357,8 +358,8 @@ def test_jax_appends_where_the_pool_is(framework: Framework) -> None:
         assert not k.is_deleted() and not v.is_deleted()
 
 
-def test_traced_tokens_without_a_place_are_left_out() -> None:
-    """Inside jit nobody can be told, and nothing may be written elsewhere."""
+def test_traced_tokens_without_a_place_are_not_written() -> None:
+    """Inside jit nothing can raise, and nothing may be written elsewhere."""
     pool = jnp.zeros((3, 2, 1, 1))
     new = jnp.arange(1.0, 5.0).reshape(4, 1, 1)
     appended = jax.jit(
@@ -378,7 +379,7 @@ def test_traced_tokens_without_a_place_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("framework", EVERYWHERE, ids=str)
-def test_nothing_to_append(framework: Framework) -> None:
+def test_append_of_no_tokens(framework: Framework) -> None:
     call = make_paged((5, 2), (0, 0))
     with jax_on(framework.device) if framework.name == "jax" else _nothing():
         pools = [framework.array(pool, "float32") for pool in (call.inputs.k, call.inputs.v)]
@@ -387,25 +388,25 @@ def test_nothing_to_append(framework: Framework) -> None:
             np.testing.assert_array_equal(as_numpy(pool), before.astype(np.float32))
 
 
-# Nothing to read, nothing to ask
+# Empty calls
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(("backend", "device"), CLAIMED)
 def test_without_keys_the_output_is_0_and_the_lse_is_minus_infinity(backend: str, device: str, framework: str) -> None:
-    call = able_call(framework, backend, device, (3, 0, 5), (2, 0, 1), return_lse=True, window=(None, None))
+    call = call_or_skip(framework, backend, device, (3, 0, 5), (2, 0, 1), return_lse=True, window=(None, None))
     inputs = call.inputs._replace(seq_lens=np.array([3, 0, 1], np.int32))
     call = replace(call, inputs=inputs, spec=replace(call.spec, causal=False))
     found = run(framework, call, backend, device)
     assert judge(call, found).ok
-    beyond = able_call(framework, backend, device, (6, 5), (1, 1), return_lse=True, causal=False, window=(0, 0))
+    beyond = call_or_skip(framework, backend, device, (6, 5), (1, 1), return_lse=True, causal=False, window=(0, 0))
     assert judge(beyond, run(framework, beyond, backend, device)).ok
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("lengths, new", [((), None), ((0, 0), (0, 0)), ((4, 0), (0, 0))], ids=str)
-def test_no_queries(device: str, framework: str, lengths: Any, new: Any) -> None:
+def test_calls_without_queries(device: str, framework: str, lengths: Any, new: Any) -> None:
     call = make_paged(lengths, new, return_lse=True)
     found = run(framework, call, None, device)
     assert found["out"].shape == (0, 4, 8) and found["lse"].shape == (4, 0)
@@ -413,13 +414,13 @@ def test_no_queries(device: str, framework: str, lengths: Any, new: Any) -> None
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_pools_and_tables_of_nothing(device: str, framework: str) -> None:
+def test_empty_pools_and_tables(device: str, framework: str) -> None:
     for fields in ({"wider": 0}, {"spare": 0}):
         call = make_paged((0, 0), (0, 0), **fields, return_lse=True)
         assert run(framework, call, None, device)["out"].shape == (0, 4, 8)
 
 
-# Tables that lie where nobody can look
+# Wrong tables that the host cannot check
 
 
 LIES: dict[str, dict[str, Any]] = {
@@ -438,8 +439,8 @@ LIES: dict[str, dict[str, Any]] = {
 }
 
 
-def lying(call: PagedCall, lie: str) -> PagedCall:
-    """The call with tables that say what no call can mean, and finite numbers all over the pool."""
+def with_wrong_tables(call: PagedCall, lie: str) -> PagedCall:
+    """The call with tables that no call can have, and finite numbers all over the pool."""
     tables = {name: np.array(table, np.int32) for name, table in LIES[lie].items()}
     if "block_table" in tables:
         width = call.spec.paged.width
@@ -447,7 +448,7 @@ def lying(call: PagedCall, lie: str) -> PagedCall:
     return replace(without_answers(call), inputs=without_answers(call).inputs._replace(**tables))
 
 
-LIED_TO = [  # of JAX's own backends below: an array of JAX is no slice of another
+LIED_TO = [  # of JAX's own backends below: an array of JAX is no slice of another array
     pytest.param(*entry.values, lie, new, marks=entry.marks, id=f"{entry.id}-{lie}-{'prefill' if new else 'decode'}")
     for entry in CLAIMED
     for lie in LIES
@@ -459,9 +460,9 @@ LIED_TO = [  # of JAX's own backends below: an array of JAX is no slice of anoth
 
 
 @pytest.mark.parametrize(("backend", "device", "lie", "new"), LIED_TO)
-def test_tables_on_a_gpu_lead_nowhere_outside_the_pool(backend: str, device: str, lie: str, new: Any) -> None:
-    """The pool is the middle of a tensor that is NaN on both sides: what is read there would show."""
-    call = lying(able_call("torch", backend, device, (9, 5, 7), new, return_lse=True), lie)
+def test_wrong_tables_on_a_gpu_never_read_outside_the_pool(backend: str, device: str, lie: str, new: Any) -> None:
+    """The pool is the middle of a tensor that is NaN on both sides, so a read outside would show."""
+    call = with_wrong_tables(call_or_skip("torch", backend, device, (9, 5, 7), new, return_lse=True), lie)
     if new is None:
         call = replace(call, inputs=call.inputs._replace(cu_seqlens_q=None))
     (q, *pools), tables = torch_arguments(call, device)
@@ -477,7 +478,7 @@ def test_tables_on_a_gpu_lead_nowhere_outside_the_pool(backend: str, device: str
 
 
 def amid_nan(pool: torch.Tensor) -> torch.Tensor:
-    """The same pool with as many pages of NaN before and behind it."""
+    """The same pool between as many pages of NaN on both sides."""
     wide = pool.new_full((3 * len(pool), *pool.shape[1:]), torch.nan)
     wide[len(pool) : 2 * len(pool)] = pool
     return wide[len(pool) : 2 * len(pool)]
@@ -485,8 +486,8 @@ def amid_nan(pool: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("lie", LIES)
-def test_appends_on_a_gpu_write_nowhere_outside_the_pool(lie: str) -> None:
-    call = lying(make_paged((9, 5, 7), (4, 1, 3)), lie)
+def test_appends_on_a_gpu_never_write_outside_the_pool(lie: str) -> None:
+    call = with_wrong_tables(make_paged((9, 5, 7), (4, 1, 3)), lie)
     (_, *pools), tables = torch_arguments(call, "cuda")
     pools = [amid_nan(pool) for pool in pools]
     whole = [pool._base for pool in pools]
@@ -499,25 +500,25 @@ def test_appends_on_a_gpu_write_nowhere_outside_the_pool(lie: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("new", [None, (4, 1, 3)], ids=["decode", "prefill"])
-def test_traced_tables_lead_nowhere_outside_the_pool(device: str, new: Any) -> None:
+def test_wrong_traced_tables_never_read_outside_the_pool(device: str, new: Any) -> None:
     backend = "jax_xla"
-    call = able_call("jax", backend, device, (9, 5, 7), new, return_lse=True)
+    call = call_or_skip("jax", backend, device, (9, 5, 7), new, return_lse=True)
     for lie in LIES:
         if new is not None or set(LIES[lie]) != {"cu_seqlens_q"}:
-            wrong = lying(call, lie)
+            wrong = with_wrong_tables(call, lie)
             wrong = wrong if new else replace(wrong, inputs=wrong.inputs._replace(cu_seqlens_q=None))
             found = run("jax", wrong, backend, device)
             assert np.isfinite(found["out"].astype(np.float32)).all() and not np.isnan(found["lse"]).any(), lie
 
 
-def test_a_bridged_kernel_on_the_cpu_is_told_of_tables_that_lie() -> None:
-    """It sees them, inside jit as well, and says so by name."""
+def test_a_bridged_kernel_on_the_cpu_refuses_wrong_tables() -> None:
+    """It sees the tables, also inside jit, and names the fault."""
     for lie, name in (("pages beyond the pool", "block_table"), ("negative lengths", "seq_lens")):
         with pytest.raises(Exception, match=rf"{name}\["):
-            run("jax", lying(make_paged((9, 5, 7), (4, 1, 3)), lie), "math")
+            run("jax", with_wrong_tables(make_paged((9, 5, 7), (4, 1, 3)), lie), "math")
 
 
-# The suite can fail
+# The suite must be able to fail
 
 
 def misread(**changes: Any) -> Any:
@@ -551,12 +552,12 @@ FAULTS: dict[str, Any] = {
 
 
 @contextmanager
-def planted(monkeypatch: pytest.MonkeyPatch, backend: str, device: str, fault: Any) -> Iterator[None]:
-    """A backend that misreads its calls; nothing cached before or within survives."""
+def planted_fault(monkeypatch: pytest.MonkeyPatch, backend: str, device: str, fault: Any) -> Iterator[None]:
+    """A backend that misreads its calls. No cache keeps anything from before or within."""
     module = module_on(backend, device)
     forward = module.forward
 
-    def misreading(spec: Any, inputs: Any, *into: Any) -> Any:  # those that gather call themselves on dense keys
+    def misreading(spec: Any, inputs: Any, *into: Any) -> Any:  # backends that gather call themselves on dense keys
         return forward(*(fault(spec, inputs) if spec.paged else (spec, inputs)), *into)
 
     with monkeypatch.context() as patch:
@@ -575,7 +576,7 @@ def forget_plans(module: Any) -> None:
 
 
 FEW_FAULTS = ("window one wider", "rows of the table swapped")
-"""For XLA on the CPU, which compiles each for seconds."""
+"""For XLA on the CPU, which needs seconds to compile each."""
 PLANTED = [
     pytest.param(*entry.values, name, marks=entry.marks, id=f"{entry.id}-{name}")
     for entry in CLAIMED
@@ -587,21 +588,21 @@ PLANTED = [
 def test_planted_faults_are_caught(backend: str, device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     framework = module_on(backend, device).FRAMEWORK
     peaked = {"scale": 1.0, "softcap": 20.0, "window": 9, "dtype": "float32" if device == "cpu" else "float16"}
-    if peaked["dtype"] not in able(framework, backend, device).dtypes:
+    if peaked["dtype"] not in claims_or_skip(framework, backend, device).dtypes:
         peaked["dtype"] = module_on(backend, device).FORWARD.dtypes[0]
-    call = able_call(framework, backend, device, (23, 21), (7, 5), return_lse=True, **peaked)
-    call = without_answers(call)  # a NaN would be caught by anybody
-    with planted(monkeypatch, backend, device, FAULTS[name]):
+    call = call_or_skip(framework, backend, device, (23, 21), (7, 5), return_lse=True, **peaked)
+    call = without_answers(call)  # a NaN would show with any bound
+    with planted_fault(monkeypatch, backend, device, FAULTS[name]):
         verdict = judge(call, run(framework, call, backend, device))
     assert {quantity.name for quantity in verdict.quantities if quantity.use > 1} == {"out", "lse"}, verdict
     healthy = judge(call, run(framework, call, backend, device))
     assert healthy.ok, healthy
 
 
-def test_the_canary_sings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token too many reads the NaN behind the end of a sequence."""
+def test_one_token_too_many_reads_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The NaN behind the end of a sequence shows in the result."""
     call = make_paged((5, 6), (2, 2), causal=False)
-    with planted(
+    with planted_fault(
         monkeypatch, "math", "cpu", lambda spec, inputs: (spec, inputs._replace(seq_lens=inputs.seq_lens + 1))
     ):
         assert np.isnan(run("torch", call, "math")["out"]).any()
@@ -618,7 +619,7 @@ def test_shared_pages_are_read_by_both(framework: Framework) -> None:
         assert judge(call, run(framework.name, call, backend, framework.device)).ok
 
 
-def test_what_runs_is_what_explain_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_explained_backend_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     call = make_paged((5, 2), (3, 2))
     torch_plan.plan_call.cache_clear()
     with spied(monkeypatch) as ran:

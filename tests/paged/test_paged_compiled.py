@@ -1,4 +1,5 @@
-"""Calls on pages under torch.compile, export, CUDA graphs and JAX's transformations: traced once, always right."""
+"""Tests calls on pages under torch.compile, export, CUDA graphs and JAX's transformations: traced once, always
+correct."""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ from attn_core.correctness.paged import append
 
 WIDTH, PAGES, PAGE_SIZE = 9, 20, 8
 SIZES = {"page_size": PAGE_SIZE, "num_heads": 6, "num_kv_heads": 2, "head_dim": 64, "value_dim": 64, "bound": 4}
-"""Of different numbers: torch takes axes of one size for one axis."""
+"""Different numbers, because torch treats axes of one size as one axis."""
 STEPS = (((3, 9, 1, 6), (1, 4, 0, 2)), ((17, 2, 23, 7), (3, 1, 3, 0)), ((4, 4, 12, 1), (1, 1, 4, 1)))
-"""(lengths, new tokens) of calls whose shapes are the same."""
+"""(lengths, new tokens) of calls with equal shapes."""
 
 
 def steps(**fields: Any) -> list[PagedCall]:
-    """The calls of STEPS on tables of one width and pools of one size, finite everywhere."""
+    """The calls of STEPS on tables of one width and pools of one size, with finite numbers everywhere."""
     calls = []
     for seed, (lengths, new) in enumerate(STEPS):
         counts = [-(-n // PAGE_SIZE) for n in lengths]
@@ -38,7 +39,7 @@ def steps(**fields: Any) -> list[PagedCall]:
 
 
 def with_append(f: Any, options: dict[str, Any]) -> Any:
-    """A step of a model's layer: the append, then the attention; (out, lse, k_pages, v_pages)."""
+    """One step of a model's layer: the append, then the attention; returns (out, lse, k_pages, v_pages)."""
 
     def step(q: Any, k_pages: Any, v_pages: Any, k: Any, v: Any, tables: dict[str, Any]) -> Any:
         pools = f.append_kv(k_pages, v_pages, k, v, **tables)
@@ -47,8 +48,8 @@ def with_append(f: Any, options: dict[str, Any]) -> Any:
     return step
 
 
-def fresh(call: PagedCall) -> tuple[PagedCall, list[np.ndarray]]:
-    """The call whose newest tokens are yet to be appended, and those tokens."""
+def without_new_tokens(call: PagedCall) -> tuple[PagedCall, list[np.ndarray]]:
+    """The call before the append of its newest tokens, and those tokens."""
     random, spec = np.random.default_rng(call.seed + 7), call.spec
     new = [
         random.standard_normal((spec.q_len, spec.num_kv_heads, dim)).astype(np.float16).astype(np.float64)
@@ -72,7 +73,7 @@ def check(call: PagedCall, out: Any, lse: Any) -> None:
 @pytest.mark.parametrize("backend", [None, "math"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_torch_compiles_a_step_once(device: str, backend: str | None) -> None:
-    """One graph for every length and table: values change nothing, and a change of shapes only once."""
+    """One graph serves all lengths and tables: other values compile nothing, and other shapes only once."""
     torch._dynamo.reset()
     counter = CompileCounter()
     calls = steps(window=9, softcap=3.0)
@@ -85,7 +86,7 @@ def test_torch_compiles_a_step_once(device: str, backend: str | None) -> None:
 
     for call in calls:
         (q, *pools), tables = torch_arguments(call, device)
-        expected, new = fresh(call)
+        expected, new = without_new_tokens(call)
         k, v = (torch.tensor(part, dtype=torch.float32, device=device) for part in new)
         out, lse, *after = step(q, *pools, k, v, tables, call.bound)
         check(expected, out.cpu(), lse.cpu())
@@ -95,19 +96,19 @@ def test_torch_compiles_a_step_once(device: str, backend: str | None) -> None:
     assert counter.frame_count == 1
     wider = make_paged((30, 2, 5), (1, 2, 2), return_lse=True, window=9, softcap=3.0, **{**SIZES, "bound": 3})
     (q, *pools), tables = torch_arguments(wider, device)
-    expected, new = fresh(wider)
+    expected, new = without_new_tokens(wider)
     k, v = (torch.tensor(part, dtype=torch.float32, device=device) for part in new)
     check(expected, *(array.cpu() for array in step(q, *pools, k, v, tables, 3)[:2]))
     assert counter.frame_count == 1, "other sizes are other values of the same symbols"
 
 
 def test_torch_keeps_the_append_before_the_attention() -> None:
-    """Decoding through aot autograd, which takes mutations out of graphs: the append stays before the attention."""
+    """Decoding through aot autograd, which moves mutations out of graphs: the append stays before the attention."""
     torch._dynamo.reset()
     call = make_paged((5, 9), return_lse=True)
     step = torch.compile(with_append(torch_frontend, call.options), fullgraph=True, backend="aot_eager")
     (q, *pools), tables = torch_arguments(call)
-    expected, new = fresh(call)
+    expected, new = without_new_tokens(call)
     k, v = (torch.tensor(part, dtype=torch.float32) for part in new)
     out, lse, *_ = step(q, *pools, k, v, tables)
     check(expected, out, lse)
@@ -125,16 +126,16 @@ def test_torch_exports_a_step() -> None:
 
     def arguments(call: PagedCall) -> tuple[Any, ...]:
         (q, *pools), tables = torch_arguments(call)
-        _, new = fresh(call)
+        _, new = without_new_tokens(call)
         return (q, *pools, *(torch.tensor(part, dtype=torch.float32) for part in new), tables)
 
     program = torch.export.export(Layer(), arguments(call)).module()
     for call in steps():
-        check(fresh(call)[0], *program(*arguments(call)))
+        check(without_new_tokens(call)[0], *program(*arguments(call)))
 
 
-def test_torch_checks_its_ops() -> None:
-    """torch's own checks of an op: its schema, its fake results, its behaviour under tracing."""
+def test_torch_opcheck_of_the_paged_ops() -> None:
+    """torch's own checks of an op: its schema, its fake results, and its behaviour under tracing."""
     (q, *pools), tables = torch_arguments(make_paged((5, 3), (3, 1)))
     names = ("block_table", "seq_lens", "cu_seqlens_q")
     given = [tables[name] for name in names]
@@ -150,7 +151,7 @@ def test_torch_checks_its_ops() -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("backend", ["flash3", "flash4", "triton_splitkv", "math", None])
 def test_a_cuda_graph_replays_other_lengths(backend: str | None) -> None:
-    """A step is captured once; then the tables in its buffers change, and it is right."""
+    """A step is captured once. Then the tables in its buffers change, and the replay is correct."""
     calls = steps(dtype="float16")
     chosen = torch_frontend.explain_paged(
         *torch_arguments(calls[0], "cuda")[0],
@@ -164,7 +165,7 @@ def test_a_cuda_graph_replays_other_lengths(backend: str | None) -> None:
 
     def arguments(call: PagedCall) -> tuple[Any, ...]:
         (q, *pools), tables = torch_arguments(call, "cuda")
-        new = (torch.tensor(part, dtype=torch.float16, device="cuda") for part in fresh(call)[1])
+        new = (torch.tensor(part, dtype=torch.float16, device="cuda") for part in without_new_tokens(call)[1])
         return (q, *pools, *new, tables)
 
     static = arguments(calls[0])
@@ -184,7 +185,7 @@ def test_a_cuda_graph_replays_other_lengths(backend: str | None) -> None:
             static[-1][name].copy_(table)
         graph.replay()
         torch.cuda.synchronize()
-        check(fresh(call)[0], out.cpu(), lse.cpu())
+        check(without_new_tokens(call)[0], out.cpu(), lse.cpu())
 
 
 # JAX
@@ -205,7 +206,7 @@ def test_jit_traces_a_step_once(backend: str, device: str) -> None:
     for call in calls:
         with jax_on(call, device):
             (q, *pools), tables = jax_arguments(call)
-            expected, new = fresh(call)
+            expected, new = without_new_tokens(call)
             places = [pool.unsafe_buffer_pointer() for pool in pools]
             out, lse, *after = step(q, *pools, *(jnp.asarray(part, jnp.float32) for part in new), tables)
             check(expected, out, lse)
@@ -216,8 +217,8 @@ def test_jit_traces_a_step_once(backend: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["math", "jax_xla"])
-def test_scan_over_layers(backend: str) -> None:
-    """Pools with a leading axis of layers, one table for all."""
+def test_scan_over_layers_on_one_table(backend: str) -> None:
+    """The pools have a leading axis of layers; one table serves all."""
     calls = [make_paged((7, 3), (2, 1), seed=seed) for seed in range(3)]
     (_, *_), tables = jax_arguments(calls[0])
     inputs = calls[0].inputs
@@ -240,7 +241,7 @@ def test_scan_over_layers(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["math", "jax_xla"])
-def test_vmap(backend: str) -> None:
+def test_vmap_over_queries_and_over_tables(backend: str) -> None:
     """Over queries of several models on one pool, and over tables of several batches."""
     calls = [make_paged((7, 3), (2, 1), seed=seed) for seed in range(2)]
     (q, k, v), tables = jax_arguments(calls[0])
@@ -266,8 +267,8 @@ def test_vmap(backend: str) -> None:
         np.testing.assert_allclose(found[at], other(both[at], lengths[at]), rtol=1e-5, atol=1e-6)
 
 
-def test_vmap_of_an_append() -> None:
-    """Layers of pools, one table."""
+def test_vmap_of_an_append_over_layers() -> None:
+    """Layers of pools on one table."""
     call = make_paged((5, 3), (3, 1))
     (_, k_pages, v_pages), tables = jax_arguments(call)
     new = jnp.arange(4.0).reshape(4, 1, 1) * jnp.ones((2, 4, 2, 8))
@@ -281,7 +282,7 @@ def test_vmap_of_an_append() -> None:
 
 
 def test_a_while_loop_decodes() -> None:
-    """Decoding inside one program: each step appends its own query's output, and reads what was appended."""
+    """Decoding inside one program: each step appends the key of its query, and reads everything appended before."""
     random = np.random.default_rng(0)
     start = jnp.asarray(random.standard_normal((2, 2, 8)), jnp.float32)
     table = jnp.array([[0, 2, 4], [5, 3, 1]], jnp.int32)
@@ -303,7 +304,7 @@ def test_a_while_loop_decodes() -> None:
     np.testing.assert_allclose(out, seen[-1], rtol=1e-4, atol=1e-5)
 
 
-def test_shapes_alone_can_be_explained() -> None:
+def test_explain_needs_only_shapes() -> None:
     call = make_paged((7, 3), (2, 1))
     arrays, tables = jax_arguments(call)
     shapes = jax.eval_shape(lambda *x: x, *arrays)

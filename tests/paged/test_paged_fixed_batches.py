@@ -1,4 +1,4 @@
-"""Batches of a fixed size: slots without tokens or without queries, and queries behind the last offset."""
+"""Tests batches of a fixed size: slots without tokens or without queries, and queries behind the last offset."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch_frontend.dispatch import offsets
 
 BACKENDS = {"torch": ("math",), "jax": ("math", "jax_xla")}
 WAYS = [(f, backend, way) for f in BOTH for backend in BACKENDS[f.name] for way in ("eager", "compiled")]
-# (tokens of each sequence, queries of each, queries behind the last)
+# (tokens of each sequence, queries of each, queries behind the last offset)
 BATCHES = {
     "a slot without tokens": ((5, 0, 3), None, 0),
     "no slot with tokens": ((0, 0), None, 0),
@@ -35,7 +35,7 @@ BATCHES = {
 }
 
 
-def a_call(batch: str, **fields: Any) -> tuple[Any, PagedInputs]:
+def inputs_of(batch: str, **fields: Any) -> tuple[Any, PagedInputs]:
     lengths, new, behind = BATCHES[batch]
     made = make_paged(lengths, new, window=fields.pop("window", None), **fields)
     inputs = made.inputs
@@ -72,10 +72,13 @@ def run(f: Framework, inputs: PagedInputs, backend: str, way: str, tables: str, 
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 2}, {"max_len_q": 5}], ids=str)
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize(("framework", "backend", "way"), WAYS, ids=str)
-def test_a_fixed_batch(framework: Framework, backend: str, way: str, batch: str, options: dict[str, Any]) -> None:
-    """Right for each query that there is; 0 and -inf for those that see nothing, and for those behind the last."""
+def test_a_batch_of_fixed_size(
+    framework: Framework, backend: str, way: str, batch: str, options: dict[str, Any]
+) -> None:
+    """Correct for each query that exists; 0 and -inf for queries that see nothing and for queries behind the last
+    offset."""
     fields = {name: value for name, value in options.items() if name != "max_len_q"}
-    spec, inputs = a_call(batch, **fields)
+    spec, inputs = inputs_of(batch, **fields)
     queries = spec.q_len
     own = inputs._replace(q=inputs.q[:queries])
     expected = reference.forward(spec, own) if queries else (np.zeros((0, 4, 8)), np.zeros((4, 0)))
@@ -88,7 +91,7 @@ def test_a_fixed_batch(framework: Framework, backend: str, way: str, batch: str,
 
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("framework", BOTH, ids=str)
-def test_new_tokens_behind_the_last_are_written_nowhere(framework: Framework, traced: bool) -> None:
+def test_new_tokens_behind_the_last_offset_are_not_written(framework: Framework, traced: bool) -> None:
     made = make_paged((5, 3), (2, 1))
     pools = [np.zeros(pool.shape, np.float32) for pool in (made.inputs.k, made.inputs.v)]
     new = np.random.default_rng(0).standard_normal((7, *pools[0].shape[2:])).astype(np.float32)
@@ -105,7 +108,7 @@ def test_new_tokens_behind_the_last_are_written_nowhere(framework: Framework, tr
         np.testing.assert_array_equal(as_numpy(one), as_numpy(other))
 
 
-def test_what_kernels_leave_unwritten_is_cleared() -> None:
+def test_rows_that_kernels_leave_unwritten_are_cleared() -> None:
     out, lse = torch.full((5, 2, 3), torch.nan), torch.full((2, 5), torch.nan)
     found, found_lse = offsets.clear_tail(out, lse, torch.tensor([0, 1, 3], dtype=torch.int32))
     assert found is out and found_lse is lse
@@ -114,7 +117,7 @@ def test_what_kernels_leave_unwritten_is_cleared() -> None:
 
 
 @pytest.mark.parametrize("given", [[0, 2, 3], [0, 5, 5], [4, 2, 9], [-3, 7, 1], [0, 0, 0]])
-def test_offsets_that_nobody_checks_stay_within_the_tokens(given: list[int]) -> None:
+def test_unchecked_offsets_stay_within_the_tokens(given: list[int]) -> None:
     made = offsets.clamp(torch.tensor(given, dtype=torch.int32), 5).tolist()
     assert made == safe_offsets(jnp.array(given), 5, whole=False).tolist()
     assert made[0] == 0 and sorted(made) == made and made[-1] <= 5

@@ -1,4 +1,4 @@
-"""Bad arguments of calls on pages: one typed error that names argument, value and limit, before any kernel runs."""
+"""Tests that bad arguments of calls on pages are one typed error with argument, value and limit, before any kernel."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ Make = Callable[[Framework], Any]
 
 
 class Bad(NamedTuple):
-    """What differs from a good call, the exact exception, and how its message begins."""
+    """The changes to a good call, the exact exception, and the beginning of its message."""
 
     changes: dict[str, Any]
     error: type[Exception]
     says: str
     only: Framework | None = None
     eager: bool = False
-    """Whether it takes the values of tables, which a traced call has not."""
+    """Whether the error needs the values of tables, which a traced call does not have."""
 
 
 def good(f: Framework) -> dict[str, Any]:
-    """Two sequences of 5 and 3 tokens, 3 and 1 of which are queries, in a pool of 7 pages of 4."""
+    """Two sequences of 5 and 3 tokens with 3 and 1 queries, in a pool of 7 pages of 4 tokens."""
     return {
         "q": f.zeros(4, 6, 8),
         "k_pages": f.zeros(7, 4, 3, 8),
@@ -273,14 +273,14 @@ def called(f: Framework, name: str, given: dict[str, Any]) -> Any:
     return getattr(f.frontend, name)(*(given[key] for key in first), **rest)
 
 
-def test_the_good_calls_are_good() -> None:
+def test_the_unchanged_calls_run() -> None:
     for f in BOTH:
         assert called(f, "paged_attention", good(f)).shape == (4, 6, 5)
         called(f, "append_kv", good_append(f))
 
 
 @pytest.mark.parametrize(("framework", "case"), rows(ATTENTION))
-def test_attention(framework: Framework, case: Bad, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_arguments_of_paged_attention(framework: Framework, case: Bad, monkeypatch: pytest.MonkeyPatch) -> None:
     given = arguments(framework, case, good(framework))
     torch_plan.plan_call.cache_clear()
     jax_paged._plan.cache_clear()
@@ -295,7 +295,7 @@ def test_attention(framework: Framework, case: Bad, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("framework", "case"), rows(APPEND))
-def test_append(framework: Framework, case: Bad) -> None:
+def test_bad_arguments_of_append(framework: Framework, case: Bad) -> None:
     given = arguments(framework, case, good_append(framework))
     with pytest.raises(case.error, match=case.says) as refused:
         called(framework, "append_kv", given)
@@ -308,8 +308,8 @@ def test_append(framework: Framework, case: Bad) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, case in ATTENTION.items() if not case.eager and not case.only])
-def test_attention_inside_jit(name: str) -> None:
-    """While it traces JAX says the same, of everything but values."""
+def test_bad_arguments_inside_jit(name: str) -> None:
+    """While JAX traces, it raises the same errors, except those about values."""
     case = ATTENTION[name]
     given = arguments(JAX, case, good(JAX))
     traced = {key: value for key, value in given.items() if isinstance(value, jax.Array)}
@@ -328,7 +328,7 @@ def test_tables_that_are_constants_of_a_jitted_function_are_checked(name: str) -
 
 @pytest.mark.parametrize("how", ["torch", "torch op", "jax", "jax inside jit"])
 def test_tables_are_checked_once(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one who first sees their values checks them: the frontend, or the op or the callback that a trace became."""
+    """Only the code that sees their values first checks them: the frontend, or the op or callback of a traced program."""
     checks: list[str] = []
     for module, name in ((tables, "check_tables"), (tables, "check_cu_seqlens"), (split_documents, "check_cu_seqlens")):
         counted = getattr(module, name)
@@ -351,7 +351,7 @@ def test_tables_are_checked_once(how: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert sorted(checks) == ["check_cu_seqlens", "check_tables"]
 
 
-def test_an_append_without_a_place_on_the_host_writes_nothing() -> None:
+def test_a_refused_append_writes_nothing() -> None:
     for f in BOTH:
         given = {**good_append(f), "block_table": table([4, -1, -1], [0, -1, -1])(f)}
         given["k"] = f.array(np.ones((4, 3, 8), np.float32))
@@ -360,7 +360,7 @@ def test_an_append_without_a_place_on_the_host_writes_nothing() -> None:
         assert not given["k_pages"].any()
 
 
-# Inference only
+# Gradients
 
 
 def test_torch_refuses_gradients_by_name() -> None:
@@ -377,7 +377,7 @@ def test_torch_refuses_gradients_by_name() -> None:
             called(TORCH, "paged_attention", given)
 
 
-def test_an_append_under_no_grad_and_in_inference_mode() -> None:
+def test_append_under_no_grad_and_in_inference_mode() -> None:
     for mode in (torch.no_grad, torch.inference_mode):
         given = good_append(TORCH)
         given["k"] = torch.ones(4, 3, 8, requires_grad=True)
@@ -403,7 +403,7 @@ def test_jax_refuses_gradients_by_name(name: str, backend: str) -> None:
         jax.jvp(total, (given[name],), (given[name],))
 
 
-def test_jax_with_a_gradient_that_stops() -> None:
+def test_jax_accepts_a_stopped_gradient() -> None:
     given = good(JAX)
 
     def total(weight: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The layers with ``pages=``: decoding gives what the layer gives on rows, in torch, linen and NNX alike."""
+"""Tests the layers with ``pages=``: decoding equals the layer on rows, in torch, linen and NNX."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"causal": True, "rotary": True, "window": 5, "sinks": True, "softcap": 2.0},
 )
 ALL_AT_ONCE: tuple[dict[str, Any], ...] = ({}, {"window": (2, 1), "rotary": True}, {"window": (None, 2), "sinks": True})
-"""Options with which a token sees later ones, which must be there."""
+"""Options under which a token sees later tokens, so all tokens must be there."""
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -94,7 +94,7 @@ def parameters(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class InTorch:
-    """A torch layer. ``rows`` and ``paged`` take and give numpy arrays; ``cache`` holds its pages."""
+    """A torch layer. ``rows`` and ``paged`` take and return numpy arrays; ``cache`` holds its pages."""
 
     def __init__(self, options: dict[str, Any], **pool: Any) -> None:
         rotary = ROTARY["torch"] if options.get("rotary") else None
@@ -165,7 +165,7 @@ LAYERS: dict[str, Any] = {"torch": InTorch, "linen": InLinen, "nnx": InNnx}
 every_layer = pytest.mark.parametrize("name", LAYERS)
 
 
-def named(options: dict[str, Any]) -> str:
+def id_of(options: dict[str, Any]) -> str:
     return ",".join(options) or "plain"
 
 
@@ -174,7 +174,7 @@ def sequences() -> dict[str, np.ndarray]:
 
 
 def decoded(layer: Any, steps: Any = STEPS, with_positions: bool = False, width: int | None = None) -> dict[str, Any]:
-    """Each sequence's outputs ``[length, OUT]``, its tokens fed step by step."""
+    """The outputs ``[length, OUT]`` of each sequence, with its tokens fed step by step."""
     rows, done = sequences(), dict.fromkeys(LENGTHS, 0)
     found: dict[str, list[np.ndarray]] = {name: [] for name in LENGTHS}
     for name in LENGTHS:
@@ -206,28 +206,28 @@ def assert_same(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray], **tol
 
 
 @every_layer
-@pytest.mark.parametrize("options", OPTIONS, ids=named)
-def test_decoding_is_the_layer_on_rows(name: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", OPTIONS, ids=id_of)
+def test_decoding_equals_the_layer_on_rows(name: str, options: dict[str, Any]) -> None:
     layer = LAYERS[name](options)
     assert_same(decoded(layer), on_rows(layer))
 
 
 @every_layer
-@pytest.mark.parametrize("options", ALL_AT_ONCE, ids=named)
-def test_prompts_in_one_step_are_the_layer_on_rows(name: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", ALL_AT_ONCE, ids=id_of)
+def test_prompts_in_one_step_equal_the_layer_on_rows(name: str, options: dict[str, Any]) -> None:
     layer = LAYERS[name](options)
     assert_same(decoded(layer, [LENGTHS]), on_rows(layer))
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=named)
-def test_all_layers_agree(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", OPTIONS, ids=id_of)
+def test_the_layers_of_all_frameworks_agree(options: dict[str, Any]) -> None:
     in_torch, in_linen, in_nnx = (decoded(make(options)) for make in LAYERS.values())
     assert_same(in_linen, in_torch)
     assert_same(in_nnx, in_linen, rtol=0, atol=0)
 
 
 @every_layer
-def test_positions_are_counted_in_each_sequence_or_given(name: str) -> None:
+def test_positions_count_in_each_sequence_unless_passed(name: str) -> None:
     rotating = OPTIONS[3]
     counted = decoded(LAYERS[name](rotating))
     assert_same(decoded(LAYERS[name](rotating), with_positions=True), counted, rtol=0, atol=0)
@@ -241,8 +241,8 @@ def test_positions_are_counted_in_each_sequence_or_given(name: str) -> None:
 
 
 @every_layer
-def test_a_step_of_numpy_tables(name: str) -> None:
-    """What ``advance`` makes without a cache's help: the tables are on the host still."""
+def test_a_step_with_numpy_tables(name: str) -> None:
+    """A step from ``advance`` without a cache: its tables are still on the host."""
     layer = LAYERS[name](OPTIONS[3])
     allocator = PageAllocator(POOL["num_pages"], POOL["page_size"])
     allocator.allocate("a")
@@ -255,7 +255,7 @@ def test_a_step_of_numpy_tables(name: str) -> None:
 
 
 @every_layer
-def test_forks_share_what_they_have_in_common(name: str) -> None:
+def test_forks_share_their_common_tokens(name: str) -> None:
     layer = LAYERS[name](OPTIONS[0])
     trunk, tails = normal(1, 4, FEATURES), {"x": normal(2, 3, FEATURES), "y": normal(3, 3, FEATURES)}
     layer.cache.add("trunk")
@@ -269,7 +269,7 @@ def test_forks_share_what_they_have_in_common(name: str) -> None:
 
 @every_layer
 def test_pools_of_another_dtype(name: str) -> None:
-    """A layer in float32 on pools of half the size: the result is float32, and as right as bfloat16 can be."""
+    """A float32 layer on pools of half the size: the result is float32, with the precision of bfloat16."""
     layer = LAYERS[name](OPTIONS[4], dtype="bfloat16")
     found = decoded(layer)
     assert {str(pool.dtype).removeprefix("torch.") for pool in (*layer.cache.k_pages, *layer.cache.v_pages)} == {
@@ -286,7 +286,7 @@ def test_pools_of_another_dtype(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["linen", "nnx"])
-def test_under_jit_with_donated_pools(name: str) -> None:
+def test_decoding_under_jit_with_donated_pools(name: str) -> None:
     layer, traces = LAYERS[name](OPTIONS[4]), []
     eager = layer.apply
 
@@ -308,7 +308,7 @@ def test_under_jit_with_donated_pools(name: str) -> None:
     assert traces == [1]
 
 
-def test_under_torch_compile() -> None:
+def test_decoding_under_torch_compile() -> None:
     layer = InTorch(OPTIONS[4])
     wanted = on_rows(layer)
     layer.layer = torch.compile(layer.layer, backend="eager", fullgraph=True, dynamic=True)
@@ -318,7 +318,7 @@ def test_under_torch_compile() -> None:
 # Parameters
 
 
-def test_parameters_are_those_without_pages() -> None:
+def test_parameters_do_not_depend_on_pages() -> None:
     x, cache = jnp.ones((2, FEATURES)), jax_frontend.PagedKVCache(**POOL)
     cache.add("a")
     pages = Pages(cache.k_pages[0], cache.v_pages[0], cache.step(["a"], [2]))
@@ -330,7 +330,7 @@ def test_parameters_are_those_without_pages() -> None:
 
 
 @every_layer
-def test_a_call_with_pages_leaves_the_layer_as_it_was(name: str) -> None:
+def test_a_call_with_pages_does_not_change_the_layer(name: str) -> None:
     layer = LAYERS[name](OPTIONS[0])
     before = on_rows(layer)
     decoded(layer)
@@ -378,7 +378,7 @@ def test_refusals_name_the_argument(name: str, case: str) -> None:
 
 @every_layer
 @pytest.mark.parametrize("shape", [(1, 2, FEATURES), (FEATURES,)])
-def test_x_is_tokens_by_features(name: str, shape: tuple[int, ...]) -> None:
+def test_x_of_a_wrong_rank_is_refused(name: str, shape: tuple[int, ...]) -> None:
     layer = LAYERS[name](OPTIONS[0])
     layer.cache.add("a")
     step = layer.cache.step(["a"], [2])
@@ -387,7 +387,7 @@ def test_x_is_tokens_by_features(name: str, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "nnx"])
-def test_wrong_features(name: str) -> None:
+def test_a_wrong_number_of_features_is_refused(name: str) -> None:
     layer = LAYERS[name](OPTIONS[0])
     layer.cache.add("a")
     step = layer.cache.step(["a"], [2])
@@ -396,7 +396,7 @@ def test_wrong_features(name: str) -> None:
 
 
 @every_layer
-def test_a_pool_of_other_heads(name: str) -> None:
+def test_a_pool_with_other_heads_is_refused(name: str) -> None:
     layer = LAYERS[name](OPTIONS[0])
     layer.cache = type(layer.cache)(**{**POOL, "kv_heads": KV_HEADS - 1})
     layer.cache.add("a")
@@ -406,7 +406,7 @@ def test_a_pool_of_other_heads(name: str) -> None:
 
 
 @every_layer
-def test_dropout_is_for_training(name: str) -> None:
+def test_dropout_with_pages_is_refused(name: str) -> None:
     options = {**OPTIONS[0], "dropout_rate": 0.25}
     off = {} if name == "torch" else {"deterministic": True}
     on = {} if name == "torch" else {"deterministic": False}
@@ -425,7 +425,7 @@ def test_dropout_is_for_training(name: str) -> None:
         layer.paged(x, step, **on)
 
 
-def test_torch_wants_no_gradient() -> None:
+def test_torch_refuses_gradients_with_pages() -> None:
     layer = InTorch(OPTIONS[2])
     layer.cache.add("a")
     pages = Pages(layer.cache.k_pages[0], layer.cache.v_pages[0], layer.cache.step(["a"], [2]))

@@ -1,4 +1,4 @@
-"""Steps of a cache of pages: a stale one is refused before it writes, a failed one changes nothing."""
+"""Tests steps of a paged cache: a stale step is refused before it writes, and a failed step changes nothing."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def cache_of(framework: Framework, pages: int = 6, page_size: int = 2) -> Any:
     )
 
 
-def seen(cache: Any) -> Any:
-    """All that a failed step must leave as it was."""
+def state_of(cache: Any) -> Any:
+    """All state that a failed step must not change."""
     allocator = cache.allocator
     names = [(name, allocator.length(name), allocator.pages(name)) for name in allocator.sequences]
     return names, list(allocator._free), list(allocator._holders), as_numpy(cache.k_pages[0]).tolist()
@@ -38,10 +38,10 @@ def write(framework: Framework, cache: Any, step: Any, ids: list[int]) -> None:
 
 
 class Steps(RuleBasedStateMachine):
-    """A cache, and lists of token ids that say what each sequence must hold.
+    """A cache, and lists of the token ids that each sequence must hold.
 
-    A step is open until one of its sequences is freed, forked or stepped again. An open one writes; a stale one raises
-    and the pool keeps its bits. Tokens that no update wrote are None: nothing is expected of them.
+    A step is open until one of its sequences is freed, forked or stepped again. An open step writes. A stale step
+    raises, and the pool keeps its bits. Tokens that no update wrote are None: nothing is expected of them.
     """
 
     framework: Framework
@@ -88,11 +88,11 @@ class Steps(RuleBasedStateMachine):
     def step(self, names: list[str], data: Any, update: bool) -> None:
         counts = [data.draw(st.integers(0, 3)) for _ in names]
         bad = data.draw(st.sampled_from([None, None, None, 2.0, "3", True, -1, 10**12]))
-        before = seen(self.cache)
+        before = state_of(self.cache)
         try:
             made = self.cache.step(names, counts, width=bad)
         except (SpecError, PoolFullError):
-            assert seen(self.cache) == before
+            assert state_of(self.cache) == before
             return
         assert bad is None and all(name in self.tokens for name in names)
         for name in names:
@@ -114,11 +114,11 @@ class Steps(RuleBasedStateMachine):
         made, places = self.steps[at]
         ids = [self.written + i + 1 for i in range(sum(count for _, count in places.values()))]
         if at in self.stale:
-            before = seen(self.cache)
+            before = state_of(self.cache)
             for use in (lambda: write(self.framework, self.cache, made, ids), lambda: self.cache.attend(0, None, made)):
                 with pytest.raises(SpecError, match=r"^step: sequence '[abcd]' was (freed|forked|stepped again) after"):
                     use()
-            assert seen(self.cache) == before
+            assert state_of(self.cache) == before
             return
         write(self.framework, self.cache, made, ids)
         for name, (start, count) in places.items():
@@ -126,7 +126,7 @@ class Steps(RuleBasedStateMachine):
             self.written += count
 
     @invariant()
-    def every_written_token_is_where_it_was_put(self) -> None:
+    def every_written_token_is_in_its_place(self) -> None:
         if not hasattr(self, "cache"):
             return
         pool = as_numpy(self.cache.k_pages[0])
@@ -165,14 +165,14 @@ def test_a_stale_step_names_the_sequence_and_what_changed_it(framework: Framewor
     cache.add("a")
     cache.add("b")
     step = cache.step(["a"], 3)
-    cache.step(["b"], 1)  # another sequence's step changes nothing for this one
+    cache.step(["b"], 1)  # a step of another sequence changes nothing for this one
     write(framework, cache, step, [1, 2, 3])
     CHANGES[change](cache)
-    before = seen(cache)
+    before = state_of(cache)
     for use in (lambda: write(framework, cache, step, [7, 8, 9]), lambda: cache.check(step)):
         with pytest.raises(SpecError, match=rf"^step: sequence 'a' was {change.split(' and')[0]} after this step"):
             use()
-    assert seen(cache) == before
+    assert state_of(cache) == before
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS, ids=str)
@@ -212,15 +212,15 @@ def test_a_failed_step_changes_nothing(framework: Framework, case: str) -> None:
         cache.add(name)
     kept = cache.step(["a", "b"], [3, 1])
     names, new, width = BAD_STEPS[case]
-    before = seen(cache)
+    before = state_of(cache)
     with pytest.raises((SpecError, PoolFullError)):
         cache.step(names, new, width=width)
-    assert seen(cache) == before
-    cache.check(kept)  # and the step before it still holds
+    assert state_of(cache) == before
+    cache.check(kept)  # and the step before it is still open
 
 
 @pytest.mark.parametrize("fails", ["copy", "there"])
-def test_a_step_that_fails_on_the_device_is_taken_back(fails: str) -> None:
+def test_a_step_that_fails_on_the_device_is_undone(fails: str) -> None:
     allocator = PageAllocator(6, 2)
     allocator.allocate("a", 3)
     allocator.fork("a", "b")
@@ -245,7 +245,7 @@ def test_a_step_that_fails_on_the_device_is_taken_back(fails: str) -> None:
     assert state() == before
 
 
-def test_a_step_that_is_interrupted_between_its_sequences_is_taken_back() -> None:
+def test_a_step_interrupted_between_its_sequences_is_undone() -> None:
     allocator = PageAllocator(8, 4)
     for name in "ab":
         allocator.allocate(name, 3)

@@ -1,4 +1,4 @@
-"""Tables of pages: their checks by name, their form as rows end to end, and the specs of calls that have them."""
+"""Tests page tables: their checks by name, their concatenated form, and the specs of calls with tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def int32(*values: Any) -> np.ndarray:
 
 @st.composite
 def sequences(draw: Any) -> tuple[PagedKV, np.ndarray, np.ndarray, np.ndarray]:
-    """(pool, block_table, seq_lens, cu_seqlens_q) that fit together, pages in any order."""
+    """(pool, block_table, seq_lens, cu_seqlens_q) that fit together, with pages in any order."""
     page_size, lengths = draw(st.integers(1, 5)), draw(st.lists(st.integers(0, 12), max_size=5))
     new = [draw(st.integers(0, length)) for length in lengths]
     counts = [-(-length // page_size) for length in lengths]
@@ -50,16 +50,16 @@ def sequences(draw: Any) -> tuple[PagedKV, np.ndarray, np.ndarray, np.ndarray]:
 # PagedKV
 
 
-def test_a_pool_as_plain_data() -> None:
+def test_properties_of_a_pool() -> None:
     assert POOL.capacity == 12
     assert PagedKV(num_pages=0, page_size=1, width=0).capacity == 0
-    assert replace(POOL, num_pages=0).capacity == 0  # a table of a pool without pages leads nowhere
+    assert replace(POOL, num_pages=0).capacity == 0  # a table of an empty pool names no page
     assert hash(POOL) == hash(PagedKV(num_pages=7, page_size=4, width=3))
     assert pickle.loads(pickle.dumps(POOL)) == POOL
 
 
 @pytest.mark.parametrize(("name", "least"), [("num_pages", 0), ("page_size", 1), ("width", 0)])
-def test_numbers_of_a_pool(name: str, least: int) -> None:
+def test_sizes_of_a_pool_below_the_least_are_refused(name: str, least: int) -> None:
     with pytest.raises(ShapeError, match=f"^{name}={least - 1}: expected {least} or more$"):
         replace(POOL, **{name: least - 1})
 
@@ -68,7 +68,7 @@ def test_numbers_of_a_pool(name: str, least: int) -> None:
 
 
 @given(sequences())
-def test_rows_end_to_end_and_back(drawn: Any) -> None:
+def test_concatenated_tables_convert_back(drawn: Any) -> None:
     paged, table, lengths, _ = drawn
     rows = rows_of_table(table, lengths, paged.page_size)
     assert {array.dtype for array in rows} == {np.dtype(np.int32)}
@@ -83,7 +83,7 @@ def test_rows_end_to_end_and_back(drawn: Any) -> None:
     assert again.tolist() == table.tolist() and lengths_again.tolist() == lengths.tolist()
 
 
-def test_rows_leave_out_pages_without_tokens() -> None:
+def test_concatenated_tables_omit_pages_without_tokens() -> None:
     rows = rows_of_table(int32([5, 2, 6], [1, UNUSED, UNUSED], [3, 4, 0]), int32(5, 0, 8), 4)
     assert [array.tolist() for array in rows] == [[0, 2, 2, 4], [5, 2, 3, 4], [1, 0, 4]]
     table, lengths = table_of_rows(rows, 4)
@@ -94,7 +94,7 @@ def test_rows_leave_out_pages_without_tokens() -> None:
 
 
 @given(sequences())
-def test_slots_are_those_of_the_last_tokens(drawn: Any) -> None:
+def test_slots_of_the_last_tokens(drawn: Any) -> None:
     paged, table, lengths, cu = drawn
     expected = [
         int(row[position // paged.page_size]) * paged.page_size + position % paged.page_size
@@ -107,7 +107,7 @@ def test_slots_are_those_of_the_last_tokens(drawn: Any) -> None:
 
 
 @given(sequences(), st.integers(0, 2**16))
-def test_an_append_writes_those_places_and_no_other(drawn: Any, seed: int) -> None:
+def test_an_append_writes_only_its_slots(drawn: Any, seed: int) -> None:
     paged, table, lengths, cu = drawn
     pages = np.random.default_rng(seed).normal(size=(paged.num_pages, paged.page_size, 2, 3))
     new = np.random.default_rng(seed + 1).normal(size=(cu[-1], 2, 3))
@@ -119,13 +119,13 @@ def test_an_append_writes_those_places_and_no_other(drawn: Any, seed: int) -> No
 
 
 @pytest.mark.parametrize(("slots", "slot", "times"), [((3, 5, 3), 3, 2), ((0, 0), 0, 2), ((-1, 4, -1, 4, 4), 4, 3)])
-def test_two_tokens_in_one_slot(slots: Any, slot: int, times: int) -> None:
+def test_two_tokens_in_one_slot_are_refused(slots: Any, slot: int, times: int) -> None:
     says = f"^block_table: expected a slot of its own .*, slot {slot} would be written {times} times; sequences share"
     with pytest.raises(SpecError, match=says):
         check_slots(np.array(slots))
 
 
-def test_a_token_without_a_slot_is_written_nowhere() -> None:
+def test_a_token_without_a_slot_is_not_written() -> None:
     check_slots(np.array([-1, 2, -1]))
     check_slots(np.array([], np.int64))
 
@@ -134,7 +134,7 @@ def test_a_token_without_a_slot_is_written_nowhere() -> None:
 
 
 @given(sequences())
-def test_what_fits_is_let_through(drawn: Any) -> None:
+def test_valid_tables_are_accepted(drawn: Any) -> None:
     paged, table, lengths, cu = drawn
     check_tables(paged, table, lengths, cu)
     if (lengths > 0).all():
@@ -142,7 +142,7 @@ def test_what_fits_is_let_through(drawn: Any) -> None:
 
 
 @given(sequences(), st.data())
-def test_a_page_out_of_the_pool_is_refused_where_tokens_are(drawn: Any, data: Any) -> None:
+def test_a_page_outside_the_pool_is_refused_if_it_has_tokens(drawn: Any, data: Any) -> None:
     paged, table, lengths, cu = drawn
     if table.size == 0:
         return
@@ -158,14 +158,14 @@ def test_a_page_out_of_the_pool_is_refused_where_tokens_are(drawn: Any, data: An
 
 
 @pytest.mark.parametrize("wrong", [-1, 13, -(2**31), 2**31 - 1])
-def test_lengths_that_the_table_cannot_hold(wrong: int) -> None:
+def test_lengths_beyond_the_table_are_refused(wrong: int) -> None:
     says = rf"^seq_lens\[1\]={wrong}: expected 0 to 12 tokens, the block table has 3 pages of 4 for a sequence$"
     with pytest.raises(SpecError, match=says):
         check_tables(POOL, int32([0, 1, 2], [3, 4, 5]), int32(2, wrong), None)
 
 
 @pytest.mark.parametrize(("cu", "queries"), [(None, 1), (int32(0, 1, 4), 3)])
-def test_more_queries_than_tokens(cu: Any, queries: int) -> None:
+def test_more_queries_than_tokens_are_refused_before_an_append(cu: Any, queries: int) -> None:
     lengths = int32(1, queries - 1)
     says = rf"^seq_lens\[1\]={queries - 1}: expected at least the {queries} queries of the sequence; .* appended$"
     with pytest.raises(SpecError, match=says):
@@ -182,7 +182,7 @@ def test_more_queries_than_tokens(cu: Any, queries: int) -> None:
         ((0, 1, 5), "^max_len_q=3: expected at least the longest document, 4 tokens"),
     ],
 )
-def test_offsets(cu: Any, says: str) -> None:
+def test_wrong_offsets_are_refused(cu: Any, says: str) -> None:
     with pytest.raises(SpecError, match=says):
         check_offsets(int32(*cu), 5, 3)
     check_offsets(int32(0, 2, 5), 5, 3)
@@ -209,20 +209,20 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_spec_of_a_paged_call_that_nobody_could_run(name: str) -> None:
+def test_invalid_specs_of_paged_calls_are_refused(name: str) -> None:
     changes, says = REFUSED[name]
     with pytest.raises(SpecError, match=says):
         replace(SPEC, **changes)
 
 
-def test_a_spec_of_a_paged_call() -> None:
+def test_the_spec_of_a_paged_call() -> None:
     assert SPEC.packed and SPEC.out_shape == (5, 6, 7) and SPEC.lse_shape == (6, 5)
     assert SPEC.key != replace(SPEC, paged=replace(POOL, num_pages=8)).key
     assert pickle.loads(pickle.dumps(SPEC)) == SPEC
     assert "paged=PagedKV(num_pages=7, page_size=4, width=3)" in str(SPEC)
 
 
-def test_the_references_inputs_hold_nothing_but_nan_where_no_sequence_is() -> None:
+def test_inputs_of_the_reference_are_nan_outside_the_sequences() -> None:
     inputs = inputs_of(SPEC, np.random.default_rng(0), (9, 4), (4, 1))
     held = slots_of(inputs.block_table, inputs.seq_lens, int32(0, 9, 13), 4)
     for pool in (inputs.k, inputs.v):
@@ -232,7 +232,7 @@ def test_the_references_inputs_hold_nothing_but_nan_where_no_sequence_is() -> No
     assert np.isfinite(out).all() and np.isfinite(lse).all()
 
 
-# What the frontends ask of their arguments
+# Arguments of the frontends
 
 FACTS = arguments.PagedArrays(
     q=ArrayFacts((5, 6, 11), "float32", "cpu"),
@@ -245,7 +245,7 @@ FACTS = arguments.PagedArrays(
 OPTIONS = Options(window=(None, None))
 
 
-def test_the_spec_of_arguments() -> None:
+def test_the_spec_built_from_arguments() -> None:
     assert arguments.build_spec(FACTS, OPTIONS) == SPEC
     assert arguments.build_spec(FACTS, OPTIONS._replace(max_len_q=3)).max_len_q == 3
     assert arguments.build_spec(FACTS, OPTIONS._replace(max_len_q=99)).max_len_q == 5
@@ -253,7 +253,7 @@ def test_the_spec_of_arguments() -> None:
     decoding = FACTS._replace(q=FACTS.q._replace(shape=(2, 6, 11)), cu_seqlens_q=None)
     spec = arguments.build_spec(decoding, OPTIONS)
     assert spec.max_len_q == 1 and arguments.one_query_each(spec)
-    for longest in (None, 1, 2):  # offsets may say that one has none, and that q goes on behind the last
+    for longest in (None, 1, 2):  # offsets may leave a sequence without queries, and q may go on behind the last offset
         told = decoding._replace(cu_seqlens_q=ArrayFacts((3,), "int32", "cpu"))
         assert not arguments.one_query_each(arguments.build_spec(told, OPTIONS._replace(max_len_q=longest)))
     sinks = FACTS._replace(sinks=ArrayFacts((6,), "bfloat16", "cpu"))
@@ -299,16 +299,17 @@ BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_arguments_that_make_no_call(name: str) -> None:
+def test_invalid_arguments_are_refused(name: str) -> None:
     field, changes, error, says = BAD[name]
     with pytest.raises(error, match=says):
         arguments.build_spec(FACTS._replace(**{field: getattr(FACTS, field)._replace(**changes)}), OPTIONS)
 
 
-def test_arguments_that_do_not_fit_together() -> None:
+def test_arguments_that_do_not_fit_together_are_refused() -> None:
     with pytest.raises(ShapeError, match=r"^cu_seqlens_q: expected .*one query for each of the 2 .*, beside 5 in q$"):
         arguments.build_spec(FACTS._replace(cu_seqlens_q=None), OPTIONS)
-    assert arguments.build_spec(FACTS, OPTIONS._replace(max_len_q=2)).max_len_q == 2  # the fifth query may be nobody's
+    # the fifth query may belong to no sequence
+    assert arguments.build_spec(FACTS, OPTIONS._replace(max_len_q=2)).max_len_q == 2
     for sinks, error in (((5,), "float32"), ((6,), "int32")):
         with pytest.raises(SpecError, match=r"^sinks: expected "):
             arguments.build_spec(FACTS._replace(sinks=ArrayFacts(sinks, error, "cpu")), OPTIONS)
@@ -370,20 +371,20 @@ BAD_APPENDS: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_APPENDS)
-def test_what_cannot_be_appended(name: str) -> None:
+def test_invalid_appends_are_refused(name: str) -> None:
     arguments.check_append(dict(APPEND))
     argument, changes, error, says = BAD_APPENDS[name]
     with pytest.raises(error, match=says):
         arguments.check_append({**APPEND, argument: APPEND[argument]._replace(**changes)})
 
 
-def test_appending_without_offsets_is_one_token_for_each_sequence() -> None:
+def test_append_without_offsets_is_one_token_per_sequence() -> None:
     says = "^cu_seqlens_q: expected the new tokens' offsets, got None, .*each of the 2 .*, beside 5 in k$"
     with pytest.raises(ShapeError, match=says):
         arguments.check_append({**APPEND, "cu_seqlens_q": None})
 
 
-def test_an_allocators_tables_are_right() -> None:
+def test_tables_of_an_allocator_are_valid() -> None:
     allocator = PageAllocator(7, 4)
     for name, length in (("a", 9), ("b", 0), ("c", 4)):
         allocator.allocate(name, length)

@@ -1,7 +1,7 @@
-"""torch's varlen flash attention on pages: how calls are lowered, what is refused, and a stand-in for the op.
+"""Tests torch's varlen flash attention on pages: lowering, refusals, and the code around a stand-in for the op.
 
-The stand-in takes its arguments by the op's own schema, and keeps the kernel's habits: +inf for rows that see nothing,
-rows left as they were, distances of ``max_k`` or more for open ones. The numbers are the float64 reference's.
+The stand-in reads its arguments by the op's own schema and behaves like the kernel: +inf for rows that see nothing,
+unwritten rows, and distances of ``max_k`` or more as unbounded. Its numbers are the float64 reference's.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def reasons(device: str = "sm90", **fields: Any) -> tuple[str, ...]:
     return explain(replace(SPEC, **fields), Target("torch", device), "torch_varlen").reasons("torch_varlen")
 
 
-def test_a_plain_call_is_refused_nowhere() -> None:
+def test_a_plain_call_is_accepted_on_every_device() -> None:
     for device in ("sm80", "sm89", "sm90", "sm100"):
         assert reasons(device) == reasons(device, sinks=True, return_lse=True, window=(3, 0)) == ()
 
@@ -105,13 +105,13 @@ def test_a_plain_call_is_refused_nowhere() -> None:
     ],
     ids=str,
 )
-def test_refusals(fields: dict[str, Any], words: str) -> None:
+def test_refusals_name_the_value(fields: dict[str, Any], words: str) -> None:
     found = reasons(**fields)
     assert any(why.startswith(words) for why in found), found
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_it_runs_by_name_alone(framework: str) -> None:
+def test_it_runs_only_by_name(framework: str) -> None:
     gone = tuple((name, "gone") for name in backends.PAGED_PREFERENCE[framework, "cuda"])
     where = Target(framework, "sm90", unavailable=gone)
     assert explain(SPEC, where).backend is None
@@ -122,7 +122,7 @@ def test_it_runs_by_name_alone(framework: str) -> None:
 
 
 class StandIn:
-    """An op that computes by the reference, and says what it was given."""
+    """An op that computes by the reference and records its arguments."""
 
     def __init__(self, text: str) -> None:
         self._schema = torch._C.parse_schema(text)
@@ -140,7 +140,7 @@ class StandIn:
 
 
 def check(given: dict[str, Any]) -> None:
-    """What the kernel demands of its arguments, and what would bring out its bugs."""
+    """Checks the kernel's demands on its arguments, and the conditions that would show its bugs."""
     q, k, table = given["query"], given["key"], given["block_table"]
     for name in ("cum_seq_q", "cum_seq_k", "seqused_k"):
         assert given[name].dtype == torch.int32 and given[name].is_contiguous(), name
@@ -154,7 +154,7 @@ def check(given: dict[str, Any]) -> None:
 
 
 def attend(given: dict[str, Any], out: Any) -> Any:
-    """Writes out, and returns lse [heads, tokens], as the kernel has it."""
+    """Writes out, and returns lse [heads, tokens] as the kernel does."""
     q, k, v = (given[name].double().numpy() for name in ("query", "key", "value"))
     far = given["max_k"]
     sides = [-1 if given[n] is None else given[n] for n in ("window_size_left", "window_size_right")]
@@ -207,7 +207,7 @@ def tensors_of(inputs: PagedInputs, dtype: str) -> PagedInputs:
 @pytest.mark.parametrize("into", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", CALLS)
-def test_it_is_right_around_the_kernel(ops: Any, name: str, dtype: str, into: bool) -> None:
+def test_results_match_the_reference(ops: Any, name: str, dtype: str, into: bool) -> None:
     lengths, new, fields = CALLS[name]
     call = make_paged(lengths, new, page_size=256, return_lse=True, dtype=dtype, **fields)
     inputs = tensors_of(call.inputs, dtype)
@@ -221,7 +221,7 @@ def test_it_is_right_around_the_kernel(ops: Any, name: str, dtype: str, into: bo
     assert bool(ops[1].seen) is (into and not call.spec.sinks)
 
 
-def test_a_verdict_by_the_bounds(ops: Any) -> None:
+def test_results_are_within_the_bounds_of_the_dtype(ops: Any) -> None:
     call = make_paged((300, 2, 17), (40, 2, 5), page_size=256, return_lse=True, dtype="bfloat16", window=6)
     out, lse = torch_varlen.forward(call.spec, tensors_of(call.inputs, "bfloat16"))
     spec, inputs = gather_pages(call.spec, call.inputs)
@@ -232,7 +232,7 @@ def test_a_verdict_by_the_bounds(ops: Any) -> None:
     assert not accuracy.expect(spec, inputs).judge(out=out.double().numpy(), lse=lse.numpy()).ok
 
 
-def test_tables_that_lie_stay_in_the_pool(ops: Any) -> None:
+def test_wrong_tables_stay_in_the_pool(ops: Any) -> None:
     call = make_paged((300, 2), (3, 2), page_size=256, dtype="bfloat16")
     inputs = tensors_of(call.inputs, "bfloat16")
     table, lengths = inputs.block_table.clone(), torch.tensor([10**6, -3], dtype=torch.int32)
@@ -241,7 +241,7 @@ def test_tables_that_lie_stay_in_the_pool(ops: Any) -> None:
     assert out.shape == call.spec.out_shape and (out[3:] == 0).all() and (lse[:, 3:] == -torch.inf).all()
 
 
-def test_a_table_of_any_strides_is_taken(ops: Any) -> None:
+def test_tables_of_any_strides_are_accepted(ops: Any) -> None:
     call = make_paged((300, 520), (3, 2), page_size=256, dtype="bfloat16")
     inputs = tensors_of(call.inputs, "bfloat16")
     plain = torch_varlen.forward(call.spec, inputs)
@@ -251,14 +251,14 @@ def test_a_table_of_any_strides_is_taken(ops: Any) -> None:
     assert all(torch.equal(one, other) for one, other in zip(plain, torch_varlen.forward(call.spec, turned)))
 
 
-def test_the_op_may_be_another_ones(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_active_implementation_is_an_error(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     call = make_paged((30, 2), (3, 2), page_size=256, dtype="bfloat16")
     monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4", raising=False)
     with pytest.raises(RuntimeError, match="torch_varlen: the flash attention implementation 'FA4' is active"):
         torch_varlen.forward(call.spec, tensors_of(call.inputs, "bfloat16"))
 
 
-def test_there_is_no_gradient() -> None:
+def test_the_backward_is_refused() -> None:
     packed = reasons(paged=None, needs_backward=True)
     assert "backward: the aten CUDA flash kernel on pages has no gradient" in packed
     with pytest.raises(NotImplementedError, match="the aten CUDA flash kernel on pages has no gradient"):
@@ -268,14 +268,14 @@ def test_there_is_no_gradient() -> None:
 # The installation
 
 
-def test_an_older_torch_is_told_by_the_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_torch_is_recognised_by_the_schema(monkeypatch: pytest.MonkeyPatch) -> None:
     old = StandIn(PLAIN.replace(PAGES, ")")), StandIn(IN_PLACE.replace(PAGES, ")"))
     monkeypatch.setattr(torch_varlen, "_kernels", lambda: old)
     with pytest.raises(ImportError, match=r"aten::_flash_attention_forward takes no block_table, num_splits"):
         torch_varlen.probe()
 
 
-def test_a_build_without_the_kernel(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_without_the_kernel_is_unavailable(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
     with pytest.raises(ImportError, match="was built without flash attention"):
         torch_varlen.probe()
@@ -283,8 +283,8 @@ def test_a_build_without_the_kernel(ops: Any, monkeypatch: pytest.MonkeyPatch) -
     assert torch_varlen.probe() == torch.__version__
 
 
-def test_the_installed_op_takes_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its schema is that of the stand-ins; or it has no block table, and then the probe says so."""
+def test_the_arguments_fit_the_installed_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The installed schema equals the stand-in's; or it has no block table, and then the probe says so."""
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if version < (2, 13):

@@ -19,7 +19,7 @@ GPU = Target("torch", "sm90")
 
 
 def made(batch: int = 64, tokens: int = 8192, new: int = 1, page_size: int = 16, **fields: Any) -> AttentionSpec:
-    """A call of sequences of so many tokens, 32 query heads on 8."""
+    """A call of sequences with these numbers of tokens, 32 query heads on 8 kv heads."""
     width = -(-tokens // page_size)
     paged = PagedKV(num_pages=batch * width, page_size=page_size, width=width)
     sizes = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "value_dim": 128, "dtype": "bfloat16"}
@@ -47,7 +47,7 @@ def test_the_kernels_in_the_interpreter() -> None:
     assert " passed" in found.stdout and "skipped" not in found.stdout
 
 
-# What it takes
+# Claims
 
 
 def reasons(spec: AttentionSpec) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ def reasons(spec: AttentionSpec) -> tuple[str, ...]:
         {"head_dim": 16, "value_dim": 32, "num_heads": 5, "num_kv_heads": 1, "deterministic": True},
     ],
 )
-def test_what_it_takes(fields: dict[str, Any]) -> None:
+def test_supported_calls_are_not_refused(fields: dict[str, Any]) -> None:
     assert reasons(made(**fields)) == ()
 
 
@@ -85,21 +85,21 @@ def test_what_it_takes(fields: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_what_it_refuses(fields: dict[str, Any], says: str) -> None:
-    if "num_heads" in fields:  # two query heads for each of four
+def test_refusals_name_the_value(fields: dict[str, Any], says: str) -> None:
+    if "num_heads" in fields:  # two query heads for each of four kv heads
         fields = {**fields, "num_kv_heads": 4}
     assert says in reasons(made(**fields))
 
 
-def test_a_cpu_is_none_of_its_devices() -> None:
+def test_a_cpu_is_not_supported() -> None:
     found = explain(made(), Target("torch", "cpu"), "triton_splitkv").reasons("triton_splitkv")
     assert "device cpu: the Triton split-KV kernel needs cuda" in found
 
 
-# How it is launched
+# The launch
 
 
-def test_the_kernels_numbers() -> None:
+def test_the_numbers_that_the_kernels_receive() -> None:
     assert triton_splitkv.lower(made(softcap=20.0, window=(5, None), sinks=True, scale=0.3)) == {
         **{"scale": 0.3, "softcap": 20.0, "left": 5, "right": 0, "ONE_QUERY": True, "SOFTCAP": True, "SINKS": True}
     }
@@ -111,11 +111,11 @@ def test_the_kernels_numbers() -> None:
     ("spec", "rows"),
     [(made(), 16), (made(new=5), 32), (made(new=500), 64), (made(num_kv_heads=32), 16), (made(num_kv_heads=1), 32)],
 )
-def test_tiles_hold_the_queries_of_a_group(spec: AttentionSpec, rows: int) -> None:
+def test_a_tile_holds_the_queries_of_a_group(spec: AttentionSpec, rows: int) -> None:
     assert triton_splitkv.tiles(spec).rows == rows
 
 
-def test_splits_fill_a_gpu_and_no_more() -> None:
+def test_the_number_of_splits_fills_a_gpu() -> None:
     one = made(batch=1, tokens=131072)
     assert triton_splitkv.splits(made(batch=512), 132) == 1, "there are programs enough"
     assert 1 < triton_splitkv.splits(one, 132) <= triton_splitkv.MOST_SPLITS
@@ -129,7 +129,7 @@ def test_splits_fill_a_gpu_and_no_more() -> None:
     assert triton_splitkv.splits(one, 10**6) <= triton_splitkv.MOST_SPLITS
 
 
-def test_splits_go_by_shapes_alone() -> None:
-    """Equal calls give equal bits: nothing but the spec and the device decides."""
+def test_the_number_of_splits_depends_only_on_shapes() -> None:
+    """Only the spec and the device decide, so equal calls give equal bits."""
     assert triton_splitkv.splits(made(), 132) == triton_splitkv.splits(made(), 132)
     assert triton_splitkv.FORWARD.deterministic and triton_splitkv.BACKWARD is None
