@@ -1,7 +1,8 @@
-"""How the tests run: hypothesis profiles, the devices, and what happens to GPU tests where there is no GPU.
+"""Configures the tests: hypothesis profiles, devices, compiled programs, and skips GPU tests on machines without a GPU.
 
-``ci`` (the default) is bounded and always draws the same examples; ``--hypothesis-profile=thorough`` draws many more,
-other ones each time. Neither has a deadline: a first call may compile. ``--random-order`` shuffles the tests.
+``ci`` (the default profile) is bounded and always draws the same examples; ``--hypothesis-profile=thorough`` draws many
+more, different ones each time. Neither has a deadline, because a first call may compile. ``--random-order`` shuffles
+the tests.
 
 JAX has four CPU devices, for the tests that need several. On a machine without a GPU JAX also compiles the quick way
 (``xla_compiler``), except for the programs by which claims are judged (``both_frontends``, ``paged_cases``).
@@ -45,7 +46,7 @@ os.environ["XLA_FLAGS"] = xla_compiler.flags(quick=not Path("/dev/nvidiactl").ex
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)], scope="module")
 def device(request: pytest.FixtureRequest) -> str:
-    """The kinds of device: a test that asks for it runs on the CPU and, marked ``cuda``, on a GPU."""
+    """The kind of device: a test with this argument runs on the CPU and, marked ``cuda``, on a GPU."""
     return str(request.param)
 
 
@@ -61,10 +62,9 @@ def four_devices() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _programs_go_with_their_module() -> Iterator[None]:
-    yield
-    compiled_programs.let_go()
+def pytest_runtest_logfinish() -> None:
+    """Runs after the teardown of every test."""
+    compiled_programs.free()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -72,34 +72,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    os.environ.setdefault("SWEEP_DAY", str(date.today().toordinal()))  # one day for all processes, past midnight too
+    os.environ.setdefault("SWEEP_DAY", str(date.today().toordinal()))  # one day for all processes, even past midnight
 
 
 def swept_today(item: pytest.Item) -> bool:
-    """Whether a case of the sweep has its turn: a third of them by name, another one each day."""
+    """Whether a case of the sweep runs today: a third of the cases by name, another third each day."""
     return (crc32(item.name.encode()) + int(os.environ["SWEEP_DAY"])) % 3 == 0
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--sweep"):
-        rested = [item for item in items if "right_or_refused" in item.name and not swept_today(item)]
-        config.hook.pytest_deselected(items=rested)
-        items[:] = [item for item in items if item not in set(rested)]
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # first: one left for the end runs alone
+        resting = [item for item in items if "right_or_refused" in item.name and not swept_today(item)]
+        config.hook.pytest_deselected(items=resting)
+        items[:] = [item for item in items if item not in set(resting)]
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # first: a slow one at the end would run alone
     for item in items:
         if item.get_closest_marker("cuda") and (reason := no_gpu()):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_collection_finish() -> None:
-    """What imports and collecting made lives until the end: no collection of garbage has to look through it again."""
+    """Freezes the objects of imports and collection: they live until the end, so no garbage collection visits them."""
     gc.collect()
     gc.freeze()
 
 
 @cache
 def no_gpu() -> str | None:
-    """Why the tests marked ``cuda`` cannot run here, or None when they can."""
+    """Why the tests marked ``cuda`` cannot run here, or None if they can."""
     if find_spec("torch") is None:
         return "needs an NVIDIA GPU: torch is not installed"
     import torch

@@ -1,4 +1,4 @@
-"""Programs that earlier modules compiled do not stay for a whole run, and what was jitted works on."""
+"""Tests that compiled programs are freed during a long run, and that functions which were jitted before still work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def programs() -> int:
     return len(jax.devices("cpu")[0].client.live_executables())
 
 
-def test_programs_go_where_memory_is_short_and_functions_work_on() -> None:
+def test_programs_are_freed_above_the_limit_and_functions_compile_again() -> None:
     traced = []
 
     @jax.jit
@@ -28,14 +28,14 @@ def test_programs_go_where_memory_is_short_and_functions_work_on() -> None:
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 5, 2, 3)), jnp.float32)
     before = np.asarray(attend(x))
     jax_frontend.attention(x, x, x, softcap=3.0)
-    held = programs()
-    assert compiled_programs.let_go(limit=0)
-    assert programs() < held
+    count = programs()
+    assert compiled_programs.free(limit=0)
+    assert programs() < count
     np.testing.assert_array_equal(attend(x), before)
     assert len(traced) == 2
 
 
-def test_programs_stay_where_there_is_memory() -> None:
-    held = programs()
-    assert not compiled_programs.let_go(limit=2**62)
-    assert programs() >= held
+def test_programs_stay_below_the_limit() -> None:
+    count = programs()
+    assert not compiled_programs.free(limit=2**62)
+    assert programs() >= count
