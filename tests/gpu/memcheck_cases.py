@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_case(backend: str, kind: str) -> bool | None:
-    """Whether a case went well; None where the backend cannot run it."""
+    """Whether a case passed; None if the backend cannot run it."""
     call = small_call(kind)
     able = most_it_can(call, backend)
     if able is None:
@@ -56,7 +56,7 @@ def run_case(backend: str, kind: str) -> bool | None:
         return None
     trained = able[0]
     label = f"{backend}, {kind}, {'forward and backward' if trained else 'forward'}"
-    return went_well(label, lambda: finite(*call.run(backend, trained)))
+    return passed(label, lambda: finite(*call.run(backend, trained)))
 
 
 def run_paged(backend: str, kind: str, device: str = "cuda") -> bool | None:
@@ -66,28 +66,28 @@ def run_paged(backend: str, kind: str, device: str = "cuda") -> bool | None:
         print(f"not run: {kind}: {paged.why_not(kind, backend, device)}", flush=True)
         return None
 
-    def well() -> bool:
+    def passes() -> bool:
         try:
             return finite(call.attend(backend))
-        except SpecError:  # a backend that waits for the tables and reads them
+        except SpecError:  # a backend that copies the tables to the host and reads them
             if "lying" not in kind:
                 raise
             return True
 
-    return went_well(f"{backend}, {kind}, forward", well)
+    return passed(f"{backend}, {kind}, forward", passes)
 
 
 def run_append(name: str, kind: str, device: str = "cuda") -> bool:
-    """New keys and values into their pages, and nothing beside the pool."""
+    """Appends new keys and values to their pages, and checks that nothing beside the pool is written."""
     call = paged.paged_call(kind, paged.PAGE_SIZES[0], device=device)
 
-    def well() -> bool:
+    def passes() -> bool:
         before = [pool.clone() for pool in call.pools]
         call.append()
         written = [bool((pool != old).any()) for pool, old in zip(call.pools, before, strict=True)]
         return finite(*call.pools) and call.guarded() and all(written)
 
-    return went_well(f"{name}, {kind}, in place", well)
+    return passed(f"{name}, {kind}, in place", passes)
 
 
 def finite(*tensors: torch.Tensor) -> bool:
@@ -95,17 +95,17 @@ def finite(*tensors: torch.Tensor) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
-def went_well(label: str, case: Callable[[], bool]) -> bool:
-    """Runs a case to the end of its kernels and says what became of it."""
+def passed(label: str, case: Callable[[], bool]) -> bool:
+    """Runs a case until its kernels end, and prints its outcome."""
     try:
-        well = case()
+        passes = case()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-    except Exception as error:  # the other cases are worth having
+    except Exception as error:  # the other cases should run anyway
         print(f"wrong: {label}: {type(error).__name__}: {error}", flush=True)
         return False
-    print(f"{'ran' if well else 'wrong: NaN, Inf, or a write beside the pool'}: {label}", flush=True)
-    return well
+    print(f"{'ran' if passes else 'wrong: NaN, Inf, or a write beside the pool'}: {label}", flush=True)
+    return passes
 
 
 if __name__ == "__main__":

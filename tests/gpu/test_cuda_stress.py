@@ -1,7 +1,7 @@
-"""How calls run on a GPU: memory that does not grow, streams, threads, devices, graphs, and never a synchronisation.
+"""Tests how calls run on a GPU: constant memory, streams, threads, devices, graphs, and no synchronisation.
 
-What they compute is held to the reference elsewhere; here results are compared with the same call's own, bit for bit
-where the backend promises equal bits.
+Their results are judged elsewhere. Here they are compared with other runs of the same call, bit for bit if the
+backend promises equal bits.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 Results = tuple[Any, ...]
 
 
-def able(call: SmallCall, backend: str) -> tuple[bool, dict[str, Any]]:
-    """(with gradients, options) for a backend; skips the test where it cannot run the call."""
+def trained_and_options(call: SmallCall, backend: str) -> tuple[bool, dict[str, Any]]:
+    """(with gradients, options) for a backend; skips the test if the backend cannot run the call."""
     found = most_it_can(call, backend)
     return pytest.skip(why_not(call, backend)) if found is None else found
 
 
 def check_same(found: Results, expected: Results, *, exact: bool = True) -> None:
-    """Equal bits; where gradients are not promised to repeat, the output's bits and gradients that agree closely."""
+    """Checks for equal bits. If gradients need not repeat: the output's bits, and gradients that agree closely."""
     assert torch.equal(found[0], expected[0])
     for one, other in zip(found[1:], expected[1:], strict=True):
         if exact:
@@ -57,7 +57,7 @@ def check_same(found: Results, expected: Results, *, exact: bool = True) -> None
 
 
 def busy(turns: int = 60) -> Any:
-    """Milliseconds of matrix products, queued on the current stream; the last is a finite matrix."""
+    """Queues milliseconds of matrix products on the current stream; the last product is a finite matrix."""
     matrix = torch.full((4096, 4096), 1 / 4096, device="cuda", dtype=torch.bfloat16)
     last = matrix
     for _ in range(turns):
@@ -82,7 +82,7 @@ def to_jax(tensor: Any) -> Any:
 
 
 def as_numpy(results: Any) -> list[np.ndarray]:
-    """Results of either framework as float32, which holds every bfloat16."""
+    """Results of either framework as float32, which represents every bfloat16."""
     return [
         one.float().cpu().numpy() if isinstance(one, torch.Tensor) else np.asarray(one, np.float32) for one in results
     ]
@@ -132,12 +132,13 @@ class JaxCall:
 @every_backend
 def test_ten_thousand_calls_leave_no_memory_behind(backend: str) -> None:
     call = small_call("dense")
-    trained, _ = able(call, backend)
+    trained, _ = trained_and_options(call, backend)
     process = psutil.Process()
     run_many(lambda: call.run(backend, trained), 500)
     allocated, resident = torch.cuda.memory_allocated(), process.memory_info().rss
     run_many(lambda: call.run(backend, trained), 10_000)
-    assert torch.cuda.memory_allocated() < allocated + MIB  # autograd's thread may still hold the last call's tensors
+    # autograd's thread may still hold the tensors of the last call
+    assert torch.cuda.memory_allocated() < allocated + MIB
     assert process.memory_info().rss - resident < 16 * MIB
 
 
@@ -168,13 +169,14 @@ def test_ten_thousand_jitted_calls_leave_no_memory_behind(backend: str, jax_gpu:
     in_use = jax_gpu.memory_stats()["bytes_in_use"]
     many(10_000)
     assert len(targets._calls) == known
-    assert torch.cuda.memory_allocated() < allocated + MIB  # autograd's thread may still hold the last call's tensors
+    # autograd's thread may still hold the tensors of the last call
+    assert torch.cuda.memory_allocated() < allocated + MIB
     assert jax_gpu.memory_stats()["bytes_in_use"] == in_use
     assert process.memory_info().rss - resident < 16 * MIB
 
 
 def in_threads(*works: Callable[[], None]) -> None:
-    """Runs each in a thread of its own, all at once; raises what the first of them raised."""
+    """Runs each function in its own thread, all at once; raises the first of their errors."""
     errors: list[BaseException] = []
     barrier = threading.Barrier(len(works))
 
@@ -195,7 +197,7 @@ def in_threads(*works: Callable[[], None]) -> None:
 
 
 def repeated(call: SmallCall, backend: str, trained: bool, more: dict[str, Any]) -> Callable[[], None]:
-    """50 runs on a stream of their own, each compared with the result of this thread now."""
+    """50 runs on a separate stream, each compared with this thread's result."""
     expected, exact = call.run(backend, trained, **more), bool(more) or not trained
     torch.cuda.synchronize()
 
@@ -210,7 +212,7 @@ def repeated(call: SmallCall, backend: str, trained: bool, more: dict[str, Any])
 
 
 @every_kind
-def test_two_threads_with_different_backends_do_not_meet(kind: str) -> None:
+def test_two_threads_with_different_backends_do_not_interfere(kind: str) -> None:
     calls = {name: small_call(kind, seed=index) for index, name in enumerate(BACKENDS)}
     found = {name: most_it_can(call, name) for name, call in calls.items()}
     names = [name for name, choice in found.items() if choice is not None]
@@ -222,9 +224,12 @@ def test_two_threads_with_different_backends_do_not_meet(kind: str) -> None:
 
 
 @every_backend
-def test_torch_and_jax_threads_do_not_meet(backend: str, jax_gpu: Any) -> None:
+def test_torch_and_jax_threads_do_not_interfere(backend: str, jax_gpu: Any) -> None:
     call = small_call("dense")
-    in_torch, in_jax = repeated(call, backend, *able(call, backend)), JaxCall(small_call("dense", seed=1), backend)
+    in_torch, in_jax = (
+        repeated(call, backend, *trained_and_options(call, backend)),
+        JaxCall(small_call("dense", seed=1), backend),
+    )
     function = jax.jit(in_jax.function)
     expected = as_numpy(function(*in_jax.qkv))
 
@@ -237,9 +242,9 @@ def test_torch_and_jax_threads_do_not_meet(backend: str, jax_gpu: Any) -> None:
 
 @every_kind
 @every_backend
-def test_inputs_that_another_stream_is_still_making(backend: str, kind: str) -> None:
+def test_inputs_that_another_stream_still_computes(backend: str, kind: str) -> None:
     call = small_call(kind)
-    trained, more = able(call, backend)
+    trained, more = trained_and_options(call, backend)
     expected, exact = call.run(backend, trained, **more), bool(more) or not trained
     for consumer_waits in (False, True):
         late = call.laid_out(lambda tensor: torch.full_like(tensor, torch.nan))
@@ -300,9 +305,9 @@ def test_donated_arguments(backend: str, kind: str, jax_gpu: Any) -> None:
 def test_a_device_that_is_not_the_current_one(backend: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    torch.cuda.set_device(0)  # a test before may have left this thread where JAX last ran something
+    torch.cuda.set_device(0)  # an earlier test may have left this thread on the device where JAX last ran
     here = small_call("dense")
-    trained, more = able(here, backend)
+    trained, more = trained_and_options(here, backend)
     there = here.laid_out(lambda tensor: tensor.to("cuda:1"))
     expected, found = here.run(backend, trained, **more), there.run(backend, trained, **more)
     assert torch.cuda.current_device() == 0 and {tensor.device.index for tensor in found} == {1}
@@ -323,10 +328,8 @@ def test_a_jax_device_that_is_not_the_default(backend: str, jax_gpu: Any) -> Non
 
 
 @every_backend
-def test_grad_mode_in_threads_that_torch_does_not_know(
-    backend: str, jax_gpu: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No graph is built behind a bridged call, whatever the calling thread's mode is."""
+def test_grad_mode_in_threads_not_created_by_torch(backend: str, jax_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bridged call builds no graph, whatever the grad mode of the calling thread."""
     call, module, graphs = JaxCall(small_call("dense"), backend), backends.load(backend, "cuda"), []
     original: Any = getattr(module, "forward", None)
 
@@ -352,7 +355,7 @@ def test_grad_mode_in_threads_that_torch_does_not_know(
 @every_backend
 def test_a_backward_in_another_thread_than_its_forward(backend: str) -> None:
     call = small_call("dense")
-    trained, more = able(call, backend)
+    trained, more = trained_and_options(call, backend)
     if not trained:
         pytest.skip(f"{backend} has no gradient for this call")
     expected = call.run(backend, trained, **more)
@@ -369,8 +372,8 @@ def test_a_backward_in_another_thread_than_its_forward(backend: str) -> None:
 @every_kind
 @every_backend
 def test_cuda_graphs_replay_what_was_warmed_up(backend: str, kind: str) -> None:
-    call = small_call(kind, batch=3, seq=192)  # a shape of its own, so that warm_up alone has prepared it
-    trained, more = able(call, backend)
+    call = small_call(kind, batch=3, seq=192)  # a shape that no other test has, so that only warm_up has prepared it
+    trained, more = trained_and_options(call, backend)
     learned = [tensor.detach().requires_grad_(trained) for tensor in (call.q, call.k, call.v)]
     options = {**call.options, **more, "backend": backend}
     torch_frontend.warm_up(*learned, **options, needs_backward=trained)
@@ -400,7 +403,7 @@ def synchronising_is_an_error() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_synchronisation_would_be_seen() -> None:
+def test_a_synchronisation_is_detected() -> None:
     tensor = torch.ones(1, device="cuda")
     with pytest.raises(RuntimeError, match="synchroniz"), synchronising_is_an_error():
         tensor.item()
@@ -410,7 +413,7 @@ def test_a_synchronisation_would_be_seen() -> None:
 @every_backend
 def test_nothing_synchronises_after_the_first_call(backend: str, kind: str) -> None:
     call = small_call(kind)
-    trained, more = able(call, backend)
+    trained, more = trained_and_options(call, backend)
     attempts: list[dict[str, Any]] = [more, {}] if more else [{}]
     for options in attempts:
         expected = call.run(backend, trained, **options)
@@ -421,7 +424,7 @@ def test_nothing_synchronises_after_the_first_call(backend: str, kind: str) -> N
 
 
 def surrounded(tensor: Any, filling: float, layout: str) -> Any:
-    """The same values in the middle of a larger buffer: one block, or each row among others and wider."""
+    """The same values in the middle of a larger buffer: as one block, or in wider rows among other rows."""
     if layout == "block":
         zone = 4096
         buffer = torch.full((tensor.numel() + 2 * zone,), filling, device=tensor.device, dtype=tensor.dtype)
@@ -439,10 +442,10 @@ def surrounded(tensor: Any, filling: float, layout: str) -> Any:
 @pytest.mark.parametrize("layout", ["block", "rows"])
 @every_kind
 @every_backend
-def test_what_lies_around_the_inputs_is_never_read(backend: str, kind: str, layout: str) -> None:
-    """NaN around every tensor gives the bits that zeros give in the same layout."""
+def test_memory_around_the_inputs_is_never_read(backend: str, kind: str, layout: str) -> None:
+    """NaN around every tensor gives the same bits as zeros around it."""
     call = small_call(kind, seq=131)
-    trained, more = able(call, backend)
+    trained, more = trained_and_options(call, backend)
     clean, poisoned = (
         call.laid_out(partial(surrounded, filling=filling, layout=layout)) for filling in (0.0, torch.nan)
     )
@@ -454,8 +457,8 @@ def test_what_lies_around_the_inputs_is_never_read(backend: str, kind: str, layo
 @pytest.mark.parametrize("what", [hopper_checks.FORWARD, hopper_checks.TRAINING])
 @pytest.mark.parametrize("kind", ["packed", "windowed"])
 @every_backend
-def test_peak_memory_grows_with_the_tokens_alone(backend: str, kind: str, what: str) -> None:
-    """Four documents, or a window: a q × kv matrix anywhere would take four times the bytes per token."""
+def test_peak_memory_is_linear_in_the_tokens(backend: str, kind: str, what: str) -> None:
+    """With four documents, or a window: a q × kv matrix would need four times the bytes per token."""
     lengths = (4096, 16384)
     try:
         per_token = [hopper_checks.extra_bytes(backend, kind, what, length) / length for length in lengths]

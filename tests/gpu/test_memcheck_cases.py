@@ -1,4 +1,4 @@
-"""The cases for compute-sanitizer, as far as a CPU can run them: that they run, and that they see a wrong one."""
+"""Tests the cases for compute-sanitizer as far as a CPU can run them: they run, and they detect a wrong one."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ def test_paged_cases_run(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"ran: math, {kind}, forward\nran: append_kv, {kind}, in place\n"
 
 
-def test_what_cannot_run_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_case_that_cannot_run_prints_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert memcheck_cases.run_paged("triton_splitkv", TRUE_KINDS[0], "cpu") is None
     said = capsys.readouterr().out
     assert said.startswith(f"not run: {TRUE_KINDS[0]}: triton_splitkv: ") and "needs cuda" in said
 
 
-def test_a_read_beside_the_pool_shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_read_beside_the_pool_is_detected(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def wider(kind: str, page_size: int, **more: object) -> paged.PagedCall:
         call = made(kind, page_size, **more)
-        return call._replace(pools=tuple(whole[1:] for whole in call.around))  # page 0 is one of the NaN before it
+        # page 0 is one of the NaN pages before it
+        return call._replace(pools=tuple(whole[1:] for whole in call.around))
 
     made = paged.paged_call
     monkeypatch.setattr(paged, "paged_call", wider)
@@ -39,8 +42,8 @@ def test_a_read_beside_the_pool_shows(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 @pytest.mark.parametrize("kind", paged.KINDS[2:])
-def test_lying_tables_lie(kind: str) -> None:
-    """On the host they are refused; on a GPU nobody looks."""
+def test_the_wrong_tables_are_wrong(kind: str) -> None:
+    """The host refuses them; on a GPU nothing checks them."""
     with pytest.raises(ValueError, match=r"^(seq_lens|cu_seqlens_q)"):
         paged.paged_call(kind, 16, device="cpu").attend("math")
     table = paged.paged_call(kind, 16, device="cpu").tables["block_table"]

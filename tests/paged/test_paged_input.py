@@ -328,7 +328,7 @@ def test_tables_that_are_constants_of_a_jitted_function_are_checked(name: str) -
 
 @pytest.mark.parametrize("how", ["torch", "torch op", "jax", "jax inside jit"])
 def test_tables_are_checked_once(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the code that sees their values first checks them: the frontend, or the op or callback of a traced program."""
+    """Only the first code to see their values checks them: the frontend, or the op or callback of a traced program."""
     checks: list[str] = []
     for module, name in ((tables, "check_tables"), (tables, "check_cu_seqlens"), (split_documents, "check_cu_seqlens")):
         counted = getattr(module, name)

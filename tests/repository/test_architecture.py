@@ -1,4 +1,5 @@
-"""The arrows between the packages, read from the sources; and what an import loads, seen from a fresh process."""
+"""Tests the imports between the packages, read from the sources, and the modules that an import loads in a fresh
+process."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def name_of(path: Path) -> str:
 
 
 def imports(path: Path, *, module_level: bool = False) -> Iterator[str]:
-    """Dotted names that a file imports; with module_level only those that run when it is imported."""
+    """The dotted names that a file imports; with module_level only the imports that run when the file is imported."""
     yield from _imports(ast.parse(path.read_text(encoding="utf-8")), module_level)
 
 
@@ -39,7 +40,7 @@ def _imports(node: ast.AST, module_level: bool) -> Iterator[str]:
 
 
 def _runs_later(node: ast.AST) -> bool:
-    """Whether the import of a module leaves out what stands inside the node: a function, or names for types alone."""
+    """Whether importing a module does not run the code inside the node: a function, or names for types alone."""
     if isinstance(node, ast.If):
         return ast.unparse(node.test).endswith("TYPE_CHECKING")
     return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
@@ -49,7 +50,7 @@ def top(name: str) -> str:
     return name.partition(".")[0]
 
 
-def test_the_reader_of_imports_sees_them() -> None:
+def test_the_reader_of_imports_finds_them() -> None:
     source = (
         "import torch.nn as nn\nfrom jax import numpy\n"
         "class A:\n    import flax\n"
@@ -69,7 +70,7 @@ TRITON_KERNELS = [
         "paged/triton_tables.py",
     )
 ]
-"""Written in Triton from the first line on: what runs them imports them when it does."""
+"""Written in Triton from the first line on, so they are imported only when they run."""
 
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if "attn_core" in p.parts], ids=name_of)
@@ -86,14 +87,14 @@ def test_attn_core_imports_no_framework_at_module_level(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if p.is_relative_to(ROOT / "attn_core")], ids=name_of)
-def test_attn_core_does_not_know_the_frontends(path: Path) -> None:
+def test_attn_core_does_not_import_the_frontends(path: Path) -> None:
     known = {top(name) for name in imports(path)}
     if not path.is_relative_to(ROOT / "attn_core/cli"):
         assert not known & {"torch_frontend", "jax_frontend", "typer", "rich"}
     assert "tests" not in known
 
 
-def test_the_frontends_do_not_know_each_other() -> None:
+def test_the_frontends_do_not_import_each_other() -> None:
     for path in SOURCES:
         other = {"torch_frontend": "jax_frontend", "jax_frontend": "torch_frontend"}.get(
             path.relative_to(ROOT).parts[0]
@@ -101,12 +102,12 @@ def test_the_frontends_do_not_know_each_other() -> None:
         assert other not in {top(name) for name in imports(path)}, name_of(path)
 
 
-def test_torch_frontend_does_not_know_jax() -> None:
+def test_torch_frontend_does_not_import_jax() -> None:
     for path in (ROOT / "torch_frontend").rglob("*.py"):
         assert not {top(name) for name in imports(path)} & {"jax", "jaxlib", "flax"}, name_of(path)
 
 
-def test_jax_and_torch_meet_in_the_bridge_alone() -> None:
+def test_only_the_bridge_imports_jax_and_torch() -> None:
     meeting = {
         name_of(path) for path in (ROOT / "jax_frontend").rglob("*.py") if "torch" in {top(n) for n in imports(path)}
     }
@@ -115,13 +116,13 @@ def test_jax_and_torch_meet_in_the_bridge_alone() -> None:
 
 BACKENDS = ROOT / "attn_core/backends"
 COMMON = {"contract", "shared", "support"}
-"""The rooms of attn_core/backends that every backend may use. Each of the others is a backend."""
+"""The folders of attn_core/backends that every backend may use. Each other folder or file is a backend."""
 
 
 @pytest.mark.parametrize(
     "path", sorted(p for p in BACKENDS.rglob("*.py") if p.parent / p.stem != BACKENDS / "__init__"), ids=name_of
 )
-def test_a_backend_knows_neither_selection_nor_another_backend(path: Path) -> None:
+def test_a_backend_imports_neither_selection_nor_another_backend(path: Path) -> None:
     own = path.relative_to(BACKENDS).parts[0].removesuffix(".py")
     for name in imports(path):
         assert not name.startswith("attn_core.selection"), name
@@ -130,7 +131,7 @@ def test_a_backend_knows_neither_selection_nor_another_backend(path: Path) -> No
 
 
 def rooms_of(package: str) -> dict[str, set[str]]:
-    """The files and folders at the root of a package, and which of them each imports, inside functions as well."""
+    """The files and folders at the root of a package, and which of them each imports, also inside functions."""
     rooms: dict[str, set[str]] = {}
     for path in (ROOT / package).rglob("*.py"):
         room = path.relative_to(ROOT / package).parts[0].removesuffix(".py")
@@ -142,7 +143,8 @@ def rooms_of(package: str) -> dict[str, set[str]]:
 
 
 def modules(path: Path) -> Iterator[str]:
-    """The modules of this project that a file imports; of ``from package import name`` the package if name is none."""
+    """The modules of this project that a file imports; for ``from package import name`` the package if name is no
+    module."""
     for name in imports(path):
         target = ROOT / name.replace(".", "/")
         yield name if target.is_dir() or target.with_suffix(".py").is_file() else name.rpartition(".")[0]
@@ -150,7 +152,7 @@ def modules(path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_imports_between_rooms_run_one_way(package: str) -> None:
-    graphlib.TopologicalSorter(rooms_of(package)).prepare()  # raises CycleError, which names the rooms
+    graphlib.TopologicalSorter(rooms_of(package)).prepare()  # raises CycleError, which names the folders
 
 
 def test_imports_between_files_run_one_way() -> None:
@@ -267,7 +269,7 @@ def test_explain_works_without_any_framework(framework: str, device: str) -> Non
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_the_command_line_says_what_is_missing(missing: str) -> None:
+def test_the_command_line_names_a_missing_package(missing: str) -> None:
     done = python(f"import sys\nsys.modules[{missing!r}] = None\nfrom attn_core.cli import main\nmain()")
     assert done.returncode == 1
     expected = f"attn: the command line needs {missing}, which is not installed; pip install 'attn-core[cli]'\n"

@@ -1,4 +1,4 @@
-"""The demo's two sides on a tiny random Llama: the same tokens, and every layer's attention bit for bit."""
+"""Tests both sides of the demo on a tiny random Llama: the same tokens, and every layer's attention bit for bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ STOP = 1
 
 
 def test_a_step_moves_every_document_to_its_place() -> None:
-    cache = np.array([10, 11, 20, 0, 0, 0])  # two documents, one and two tokens: [10, 11], [20]; three slots unused
+    # two documents of one and two tokens: [10, 11], [20]; three slots are unused
+    cache = np.array([10, 11, 20, 0, 0, 0])
     step = packing.pack([2, 1], [[12], [21, 22]], capacity=7)
     grown = np.concatenate([np.append(cache, 0), step.tokens])[step.source]
     assert grown[:6].tolist() == [10, 11, 12, 20, 21, 22]
@@ -27,20 +28,20 @@ def test_documents_that_outgrow_the_cache_are_refused() -> None:
         packing.pack([3, 2], [[1], [1]], capacity=6)
 
 
-def test_a_stopped_document_loses_its_tail() -> None:
-    def forward(step: packing.PackedStep) -> np.ndarray:  # every token is followed by its predecessor
+def test_a_stopped_document_is_cut_at_its_end() -> None:
+    def forward(step: packing.PackedStep) -> np.ndarray:  # the model predicts the predecessor of every token
         return np.eye(9, dtype=np.float32)[step.tokens - 1]
 
     result = decoding.greedy(forward, [[4], [9, 3]], 6, stop=1)
     assert result.tokens == [[3, 2], [2]]
-    assert len(result.decode_seconds) == 2  # it ends as soon as every document has stopped
+    assert len(result.decode_seconds) == 2  # generation stops when every document has stopped
 
 
-def test_what_counts_as_failure() -> None:
+def test_which_outcomes_count_as_failure() -> None:
     pytest.importorskip("rich")
     from examples.smollm2.report import Report
 
-    class Check:  # a layer's outcome
+    class Check:  # the outcome of one layer
         def __init__(self, equal: bool) -> None:
             self.equal = equal
 
@@ -61,7 +62,7 @@ def test_what_counts_as_failure() -> None:
 
 
 def tiny_llama():  # type: ignore[no-untyped-def]
-    """A transformers Llama small enough to make here, with weights large enough that its logits are not flat."""
+    """A transformers Llama small enough to create here, with weights so large that its logits are not flat."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from examples.smollm2 import torch_side
@@ -122,7 +123,7 @@ def test_every_layer_is_bit_equal(both) -> None:  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.slow
-def test_the_packed_cache_changes_nothing(both) -> None:  # type: ignore[no-untyped-def]
+def test_results_do_not_depend_on_the_packed_cache(both) -> None:  # type: ignore[no-untyped-def]
     from examples.smollm2 import jax_side
 
     _, theirs, _, twin = both

@@ -1,4 +1,4 @@
-"""The documents that are made of the code, and the code that stands in documents."""
+"""Tests that the pages generated from the code are current, and that the code in the documents runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_support_page_shows_every_claim() -> None:
     assert claims == set(FEATURES)
 
 
-def test_support_page_tells_forward_from_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_support_page_shows_forward_and_backward_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stub:
         FRAMEWORK, REQUIRES = "torch", "stub>=1"
         FORWARD = Support(kernel="a stub", devices=("cpu",), dtypes=("float32",), softcap=True, causal=True)
@@ -53,7 +53,7 @@ def test_support_page_tells_forward_from_backward(monkeypatch: pytest.MonkeyPatc
     assert (cells["`softcap`"], cells["`causal`"], cells["`window`"]) == ("forward", "✓", "—")
 
 
-def test_links_between_documents_lead_somewhere() -> None:
+def test_links_between_documents_exist() -> None:
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")]:
         for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.relative_to(ROOT)}: {target}"
@@ -71,7 +71,7 @@ FENCE = re.compile(r"^```(python|console)( title=\"([^\"\n]+)\")?\n(.*?)^```", r
 
 
 class Block(NamedTuple):
-    """A fenced block of a page: Python to run, an excerpt of a file (``title``), or commands with their output."""
+    """A fenced block of a page: Python code, an excerpt of a file (``title``), or commands with their output."""
 
     name: str
     language: str
@@ -94,7 +94,7 @@ def _of(language: str, *, titled: bool = False) -> pytest.MarkDecorator:
 
 @_of("python")
 def test_examples_run(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
-    if find_spec("torch"):  # an example may put another function in its place; afterwards it is torch's again
+    if find_spec("torch"):  # an example may replace torch's function; afterwards torch's must be back
         functional = import_module("torch.nn.functional")
         monkeypatch.setattr(functional, "scaled_dot_product_attention", functional.scaled_dot_product_attention)
     for framework in ("torch", "jax"):
@@ -108,7 +108,7 @@ def test_examples_run(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def _one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What torchrun tells the only process of a run."""
+    """Sets the environment that torchrun gives the only process of a run."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
     try:

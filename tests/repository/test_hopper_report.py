@@ -1,4 +1,5 @@
-"""The page of the GPU figures, from data made up here: nothing was measured, and nothing leaves the test's folder."""
+"""Tests the page of the GPU figures with invented data: nothing is measured, and nothing is written outside the
+test's folder."""
 
 from __future__ import annotations
 
@@ -41,15 +42,15 @@ SWEEP = {"device": "sm0", "date": "1999-12-30", "cases": []}
 
 
 @pytest.fixture(autouse=True)
-def made_up_regret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device with measurements, whatever they are, and a regret of them."""
+def invented_regret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device with arbitrary measurements, and a regret computed from them."""
     monkeypatch.setattr(hopper_evidence, "measured", lambda device: (device,))
     monkeypatch.setattr(hopper_evidence, "regrets", lambda raw, cases, leave_out: leave_out)
     monkeypatch.setattr(hopper_evidence, "summary", lambda unseen: {"training" if unseen else "forward": REGRET})
 
 
 def after(seconds: float) -> Any:
-    """A candidate that takes so long, without taking any time."""
+    """A candidate that reports this time without spending it."""
     return lambda: lambda calls: seconds
 
 
@@ -62,8 +63,8 @@ def broken() -> Any:
 
 
 @cache
-def made_up_group() -> Group:
-    """One for all tests, none of which changes it: timing begins with a collection of garbage, which is slow here."""
+def invented_group() -> Group:
+    """Shared by all tests, none of which changes it: timing begins with a slow garbage collection."""
     group = Group("Made-up speeds", "made up", LARGE.flops("forward"))
     makers = {"bare x": after(1e-3), "attention x": after(2e-3), "bare y": absent, "attention z": broken}
     group.measure(makers, calls=2, rounds=3)
@@ -78,7 +79,7 @@ def made_up_group() -> Group:
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, Path]:
-    measures = {"attention": {"groups": [made_up_group().as_json()], "error": None}}
+    measures = {"attention": {"groups": [invented_group().as_json()], "error": None}}
     measures["softcap"] = {"groups": [], "error": "failed: RuntimeError: made up"}
     texts = {
         "hopper.json": json.dumps({"environment": ENVIRONMENT, "measures": measures}),
@@ -152,13 +153,13 @@ def test_the_last_run_of_a_test_counts(files: dict[str, Path], tmp_path: Path) -
     nothing_there = tmp_path / "bare.xml"
     nothing_there.write_text(JUNIT.replace('<failure message="no">no</failure>', '<skipped message="bare"/>'), "utf-8")
     found = combined([files["hopper.json"]], [later, nothing_there], None, None)["tests"]
-    assert found["failed"] == [] and "bare" not in found["skipped"]  # a skip takes no outcome back
+    assert found["failed"] == [] and "bare" not in found["skipped"]  # a skip does not replace an outcome
     nothing_there.write_text(JUNIT.replace("needs two GPUs", "bare"), "utf-8")
     found = combined([files["hopper.json"]], [later, nothing_there], None, None)["tests"]
-    assert found["skipped"] == {"bare": 1}  # but it does another skip's reason
+    assert found["skipped"] == {"bare": 1}  # but it replaces the reason of another skip
 
 
-def test_memcheck_is_believed_only_with_a_summary(files: dict[str, Path]) -> None:
+def test_memcheck_counts_only_with_a_summary(files: dict[str, Path]) -> None:
     assert "`memcheck.txt`: 0 errors in kernels; 1 ran, 0 wrong." in rendered(files, *FILES)
     call = 'Program hit CUDA_ERROR_INVALID_VALUE (error 1) due to "invalid argument" on CUDA API call to cuMadeUp.\n'
     files["memcheck.txt"].write_text("========= " + call + MEMCHECK.replace("0 errors", "3 errors"), encoding="utf-8")
@@ -178,7 +179,7 @@ def test_the_regret_of_the_automatic_choice(files: dict[str, Path], monkeypatch:
     assert "`sweep.json` names no regret." in rendered(files, *FILES)
 
 
-def test_the_command_writes_only_when_told_to(
+def test_the_command_writes_only_with_the_write_option(
     files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for folder in ("docs", "benchmarks/results"):
@@ -194,8 +195,8 @@ def test_the_command_writes_only_when_told_to(
     assert page(json.loads((tmp_path / "benchmarks/results/hopper.json").read_text(encoding="utf-8"))) == text
 
 
-def test_a_measure_that_fails_loses_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measures = {"small": broken, "attention": lambda: [made_up_group()], "jax": broken}
+def test_a_failed_measure_does_not_lose_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measures = {"small": broken, "attention": lambda: [invented_group()], "jax": broken}
     monkeypatch.setattr(hopper, "measures", lambda: measures)
     monkeypatch.setattr(hopper, "gpu_environment", lambda: ENVIRONMENT)
     result = hopper.measured(["small", "attention"], tmp_path / "out.json")
@@ -205,7 +206,7 @@ def test_a_measure_that_fails_loses_no_other(tmp_path: Path, monkeypatch: pytest
     assert "jax" not in result["measures"] and not hopper.all_well(result)
 
 
-def test_all_is_well_only_when_nothing_is_amiss() -> None:
+def test_the_exit_code_is_0_only_without_failures() -> None:
     figure = {"goal": ">= 1", "held": True}
     fine: dict[str, Any] = {"measures": {"small": {"groups": [{"title": "", "figures": [figure]}], "error": None}}}
     assert hopper.all_well(fine)
@@ -217,7 +218,7 @@ def test_all_is_well_only_when_nothing_is_amiss() -> None:
     assert not hopper.all_well(fine)
 
 
-def test_what_cannot_run_is_told_from_what_failed() -> None:
+def test_skipped_and_failed_measures_are_separate() -> None:
     spec = AttentionSpec(
         batch=1, q_len=5, kv_len=5, num_heads=2, num_kv_heads=2, head_dim=16, value_dim=16, dtype="float32"
     )
@@ -249,7 +250,7 @@ def test_a_later_run_replaces_what_it_measured_again(files: dict[str, Path], tmp
         combined([files["hopper.json"], later], [], None, None)
 
 
-def test_what_is_not_given_again_stays(files: dict[str, Path], tmp_path: Path) -> None:
+def test_results_missing_in_a_later_run_stay(files: dict[str, Path], tmp_path: Path) -> None:
     whole = combined(
         [files["hopper.json"], files["hopper.json"]], [files["results.xml"]], *(files[n] for n in FILES[1:])
     )

@@ -1,4 +1,4 @@
-"""Import paths that the documentation named before the modules went into folders."""
+"""Tests the import paths that the documentation named before the modules were moved into folders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attn_core.dropins.old_paths import MOVED
 
 
 @pytest.mark.parametrize("old", MOVED)
-def test_an_old_path_gives_the_names_of_the_new_one_and_a_warning(old: str) -> None:
+def test_an_old_path_gives_the_names_of_the_new_module_and_a_warning(old: str) -> None:
     for package in ("torch", "jax"):
         if old.startswith(f"{package}_frontend"):
             pytest.importorskip(package)
@@ -32,6 +32,6 @@ def test_an_old_path_can_be_imported_from() -> None:
     assert "<string>:1: DeprecationWarning: attn_core.seq_info is now attn_core.call.seq_info" in done.stderr
 
 
-def test_a_path_that_never_was_is_not_found() -> None:
+def test_an_unknown_path_is_not_found() -> None:
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("attn_core.never_was")

@@ -1,4 +1,4 @@
-"""The calls that the hosts' own documents show, with our names imported in place of theirs, on the CPU and a GPU."""
+"""Tests the calls in the hosts' own documents, with our imports in place of theirs, on the CPU and a GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BSZ, N_HEADS, N_KV_HEADS, LENGTH, HEAD_DIM = 2, 8, 4, 12, 16
 
 
 def heads(device: str, bsz: int = BSZ) -> tuple[Any, ...]:
-    """Q, K, V as the hosts lay them out, ``[bsz, heads, length, head_dim]``; in half precision on a GPU."""
+    """Q, K, V in the hosts' layout, ``[bsz, heads, length, head_dim]``; in half precision on a GPU."""
     torch.manual_seed(0)
     shapes = ((bsz, count, LENGTH, HEAD_DIM) for count in (N_HEADS, N_KV_HEADS, N_KV_HEADS))
     return tuple(
@@ -105,7 +105,7 @@ def softcapped(Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, window: int, c
 
 
 def test_block_masks_and_softcapped_attention(device: str) -> None:
-    """``self`` is the layer; a mask is made once, for the longest row."""
+    """``self`` is the layer; a mask is built once, for the longest row."""
     Q, K, V = heads(device)
     self = SimpleNamespace(config=SimpleNamespace(query_pre_attn_scalar=24, attn_logit_softcapping=2.0))
     causal_mask = create_flex_attention_causal_mask(max_seq_length=8192)
@@ -122,7 +122,7 @@ def test_block_masks_and_softcapped_attention(device: str) -> None:
 
 
 class Model(nn.Module):
-    """Masked self-attention as diffusion models write it: by torch's function, with a mask of keys."""
+    """Masked self-attention as in diffusion models: by torch's function, with a mask of keys."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def replaced_globally() -> Iterator[None]:
     F.scaled_dot_product_attention = original
 
 
-def made(device: str) -> tuple[Model, torch.Tensor, torch.Tensor]:
+def model_of(device: str) -> tuple[Model, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     keep = torch.ones(BSZ, LENGTH, dtype=torch.bool)
@@ -153,7 +153,7 @@ def made(device: str) -> tuple[Model, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_model_under_flash_varlen(device: str, masked: bool, replaced_globally: None) -> None:
-    model, x, keep = made(device)
+    model, x, keep = model_of(device)
     given = (x, keep) if masked else (x,)
     right = model(*given)
     with attention_provider(AttentionProvider.FLASH_VARLEN):
@@ -163,15 +163,15 @@ def test_a_model_under_flash_varlen(device: str, masked: bool, replaced_globally
         assert torch.equal(model(*given), found)
 
 
-def test_a_model_under_sage_varlen_without_its_kernel(replaced_globally: None) -> None:
-    """The example's other provider: where its kernel cannot run, every reason is said, and no other kernel runs."""
-    model, x, keep = made("cpu")
+def test_a_model_under_sage_varlen_without_its_kernel_is_refused(replaced_globally: None) -> None:
+    """The other provider of the example: without its kernel the error lists every reason, and no other kernel runs."""
+    model, x, keep = model_of("cpu")
     with pytest.raises(NoBackendError, match=r"backend='sage' cannot run this call"), attention_provider("sage_varlen"):
         model(x, keep)
 
 
 def test_the_context_parallel_example_is_refused_by_name() -> None:
-    """A mesh is not left out without a word."""
+    """A mesh is not ignored silently."""
     with (
         pytest.raises(SpecError, match=r"mesh=.*context parallelism is not offered"),
         attention_provider("_native_flash", mesh=SimpleNamespace(), convert_to_fp32=True, rotate_method="alltoall"),

@@ -1,4 +1,5 @@
-"""The serving example's engine on tiny models: the same answers whoever else is served, and a pool without waste."""
+"""Tests the engine of the serving example on tiny models: answers do not depend on other requests, and no page is
+wasted."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ LONGEST = 64
 
 
 class Tiny:
-    """One layer of attention in float64 between random matrices; its answers hang on every token and its place."""
+    """One layer of attention in float64 between random matrices; its answers depend on every token and its position."""
 
     def __init__(self, seed: int = 0) -> None:
         random = np.random.default_rng(seed)
@@ -41,7 +42,7 @@ class Tiny:
         return attended.reshape(-1, HEADS * DIM) @ self.out
 
     def answer(self, prompt: list[int], new_tokens: int) -> list[int]:
-        """What the model says to one prompt, by a dense loop that reads everything anew for each token."""
+        """The model's answer to one prompt, from a dense loop that reads everything again for each token."""
         tokens = list(prompt)
         for _ in range(new_tokens):
             q, k, v = self.projected(np.array(tokens), np.arange(len(tokens)))
@@ -58,7 +59,7 @@ class Tiny:
 
 
 class Watched:
-    """The model on a cache of pages, which looks at the pool in every step."""
+    """The model on a cache of pages; checks the pool in every step."""
 
     def __init__(self, model: Tiny, num_pages: int, page_size: int) -> None:
         sizes = {"num_layers": 1, "kv_heads": KV_HEADS, "head_dim": DIM, "dtype": torch.float64}
@@ -79,7 +80,7 @@ class Watched:
 
 
 def pages_for(prompts: Any, new_tokens: int, page_size: int) -> int:
-    """The pages of the prompt that needs most; its answer's last token is never read."""
+    """The pages of the prompt that needs most; the last token of an answer is never read."""
     return -(-(max(map(len, prompts)) + new_tokens - 1) // page_size)
 
 
@@ -95,8 +96,8 @@ tokens_of = st.integers(0, VOCABULARY - 1)
 
 
 @st.composite
-def requests(draw: Any) -> tuple[list[list[int]], int, int, int]:
-    """(prompts, new_tokens, page_size, num_pages): what prompts begin with may be shared, and the pool may be small."""
+def drawn_requests(draw: Any) -> tuple[list[list[int]], int, int, int]:
+    """(prompts, new_tokens, page_size, num_pages): prompts may share their beginnings, and the pool may be small."""
     prefix = draw(st.lists(tokens_of, max_size=9))
     tails = draw(st.lists(st.lists(tokens_of, max_size=12), min_size=1, max_size=7))
     prompts = [[*prefix, *tail] or [1] for tail in tails]
@@ -105,8 +106,8 @@ def requests(draw: Any) -> tuple[list[list[int]], int, int, int]:
     return prompts, new_tokens, page_size, least + draw(st.integers(0, 3) | st.integers(0, least * len(prompts)))
 
 
-@given(requests(), st.integers(1, 4), st.integers(0, 3))
-def test_answers_are_those_of_each_prompt_alone(drawn: Any, together: int, seed: int) -> None:
+@given(drawn_requests(), st.integers(1, 4), st.integers(0, 3))
+def test_answers_equal_those_of_each_prompt_alone(drawn: Any, together: int, seed: int) -> None:
     prompts, new_tokens, page_size, num_pages = drawn
     pool = {"num_pages": num_pages, "page_size": page_size, "seed": seed, "new_tokens": new_tokens}
     answered: list[None] = []
@@ -119,15 +120,15 @@ def test_answers_are_those_of_each_prompt_alone(drawn: Any, together: int, seed:
     assert found.waste[0] < page_size * found.waste[1]
 
 
-def test_the_tiny_model_stops_and_does_not() -> None:
-    """Else the tests above would say little: answers end early, in full, and differ."""
+def test_the_tiny_model_gives_different_answers_of_different_lengths() -> None:
+    """Otherwise the tests above would show little: answers must stop early, reach the limit, and differ."""
     random = np.random.default_rng(0)
     answers = [Tiny().answer(random.integers(0, VOCABULARY, 5).tolist(), 6) for _ in range(60)]
     lengths = {len(answer) for answer in answers}
     assert {0, 6} < lengths and len({tuple(answer) for answer in answers}) > 30
 
 
-# Who runs when
+# Scheduling
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:
@@ -143,7 +144,7 @@ def test_requests_wait_for_pages() -> None:
     assert tight.batches[0] == 2 and len(tight.batches) > len(plenty.batches)
 
 
-def test_one_that_ends_makes_room_for_the_next() -> None:
+def test_a_finished_request_makes_room_for_the_next() -> None:
     prompts = prompts_of(3, 3, 3)
     model = Tiny()
     lengths = [len(model.answer(prompt, 6)) for prompt in prompts]
@@ -152,26 +153,26 @@ def test_one_that_ends_makes_room_for_the_next() -> None:
     assert len(forward.batches) < sum(min(length + 1, 6) for length in lengths)
 
 
-def test_first_come_first_served() -> None:
-    """A long prompt that must wait is not overtaken by short ones behind it."""
+def test_requests_start_in_order_of_arrival() -> None:
+    """Short prompts behind a long prompt that must wait do not overtake it."""
     _, forward = serve_all(prompts_of(9, 17, 2, 2), num_pages=6, page_size=4, new_tokens=2, together=4)
     assert forward.batches[0] == 1
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 4, 8])
-def test_a_prefix_is_kept_once(page_size: int) -> None:
+def test_a_shared_prefix_is_stored_once(page_size: int) -> None:
     prefix = [5, 3, 7, 1, 9, 2, 4, 8]
     prompts = [[*prefix, last] for last in range(1, 7)]
     each = pages_for(prompts, 3, page_size)
     num_pages = each + 5 * (each - 8 // page_size) + (8 % page_size > 0)
     found, forward = serve_all(prompts, num_pages=num_pages, page_size=page_size, new_tokens=3, together=6)
     assert found.shared >= 8 // page_size and found.largest_batch == 6
-    assert forward.batches[:2] == [1, 6]  # the prefix, then everybody's own token
+    assert forward.batches[:2] == [1, 6]  # the prefix, then one more token of each request
     assert found.answers == [Tiny().answer(prompt, 3) for prompt in prompts]
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_prompts_that_are_another_ones_beginning(page_size: int) -> None:
+def test_a_prompt_that_begins_another_prompt(page_size: int) -> None:
     prompts = [[5, 3, 7, 1, 9], [5, 3, 7, 1, 9], [5, 3, 7], [5, 3, 7, 1, 9, 2, 2]]
     least = pages_for(prompts, 2, page_size)
     for num_pages in range(least, least + 9):
@@ -187,18 +188,18 @@ def test_a_prefix_whose_last_page_has_no_room_is_cut() -> None:
     assert set(forward.batches) == {1} and found.shared == 1
 
 
-def test_a_pool_that_others_use_too() -> None:
+def test_a_pool_with_pages_in_use_by_others() -> None:
     forward = Watched(Tiny(), 8, 4)
     forward.cache.add("somebody else")
     forward.cache.step(["somebody else"], [11])
     prompts = prompts_of(5, 5, 5)
     found = serve(forward, forward.cache, prompts, new_tokens=4, stop=STOP, together=8)
     assert found.answers == [Tiny().answer(prompt, 4) for prompt in prompts]
-    assert max(forward.batches) == 2  # five pages are free, each needs two
+    assert max(forward.batches) == 2  # five pages are free, and each request needs two
     assert forward.cache.allocator.sequences == ("somebody else",)
 
 
-def test_nobody_asks() -> None:
+def test_no_requests_give_no_answers() -> None:
     found, forward = serve_all([], num_pages=1, page_size=1, new_tokens=1, together=1)
     assert found.answers == [] and not forward.batches
 
@@ -216,7 +217,9 @@ def test_nobody_asks() -> None:
         ),
     ],
 )
-def test_what_nobody_could_serve_is_refused_first(changed: Any, error: type[Exception], words: str) -> None:
+def test_impossible_requests_are_refused_before_the_first_step(
+    changed: Any, error: type[Exception], words: str
+) -> None:
     asked = {"prompts": [[1], [2]], "new_tokens": 2, "together": 2, **changed}
     forward = Watched(Tiny(), 3, 4)
     with pytest.raises(error, match=words):
@@ -224,7 +227,7 @@ def test_what_nobody_could_serve_is_refused_first(changed: Any, error: type[Exce
     assert not forward.batches and len(forward.cache.allocator) == 0
 
 
-def test_the_waste_that_is_kept_is_the_worst_for_each_sequence() -> None:
+def test_the_reported_waste_is_the_largest_per_sequence() -> None:
     result, allocator = engine.Served([]), PageAllocator(9, 4)
     for name in range(3):
         allocator.allocate(name, 4)
@@ -241,7 +244,7 @@ def test_the_waste_that_is_kept_is_the_worst_for_each_sequence() -> None:
 
 
 @pytest.mark.slow
-def test_a_transformers_llama_serves_as_it_answers_alone() -> None:
+def test_a_transformers_llama_serves_the_answers_it_gives_alone() -> None:
     transformers = pytest.importorskip("transformers")
     from examples.serving.torch_side import TorchForward
 
@@ -271,7 +274,7 @@ def test_a_transformers_llama_serves_as_it_answers_alone() -> None:
 
 
 def alone(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
-    """Greedy, by transformers' own attention, everything read anew for each token."""
+    """Greedy generation by transformers' own attention, which reads everything again for each token."""
     tokens = list(prompt)
     for _ in range(new_tokens):
         with torch.inference_mode():

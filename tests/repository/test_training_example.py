@@ -1,4 +1,5 @@
-"""The training example, tiny: torch and Flax give the same losses, JAX traces once, and planted faults show."""
+"""Tests the training example on a tiny model: torch and Flax give equal losses, JAX traces once, planted faults
+show."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ TINY = GemmaConfig(
     num_kv_heads=3,
     head_dim=8,
     window=7,
-    attention_softcap=2.0,  # low enough that even the scores and logits of first weights are bent
+    attention_softcap=2.0,  # so low that even the scores and logits of the initial weights are capped
     final_softcap=3.0,
     max_positions=83,
 )
@@ -60,14 +61,14 @@ def text() -> data.Text:
 
 @pytest.fixture(scope="module")
 def batches(text: data.Text) -> list[data.Batch]:
-    """What ``compare`` trains on."""
+    """The batches that ``compare`` trains on."""
     endless = data.packed_batches(text, OPTIONS.length, OPTIONS.longest, OPTIONS.seed)
     return list(itertools.islice(endless, OPTIONS.steps))
 
 
 @pytest.fixture(scope="module")
 def first() -> weights.Weights:
-    """What ``compare`` begins with."""
+    """The initial weights of ``compare``."""
     return weights.initial(TINY, OPTIONS.seed)
 
 
@@ -86,7 +87,7 @@ def torch_losses(
     return np.array(train(trainer, batches)["losses"])
 
 
-def apart(losses: np.ndarray, others: np.ndarray) -> float:
+def largest_difference(losses: np.ndarray, others: np.ndarray) -> float:
     return float((np.abs(losses - others) / others).max())
 
 
@@ -118,7 +119,7 @@ def test_dense_rows_run_on_through_the_text(text: data.Text) -> None:
 
 def test_losses_agree_and_jax_traces_once(result: dict[str, Any]) -> None:
     ours, theirs = (report.losses(result, name) for name in (TORCH, JAX))
-    assert apart(theirs, ours) <= CLOSE
+    assert largest_difference(theirs, ours) <= CLOSE
     assert ours[-1] < ours[0] - 0.2, "nothing was learned, so the optimizers were not compared"
     assert result["traces"] == 1
 
@@ -160,10 +161,12 @@ def test_a_fault_in_one_framework_shows(
     model, optimizer, change = FAULTS[name]
     given = [change(batch) for batch in batches]
     losses = torch_losses(replace(TINY, **model), first, given, replace(OPTIMIZER, **optimizer))
-    assert apart(losses, report.losses(result, JAX)) > 3 * CLOSE
+    assert largest_difference(losses, report.losses(result, JAX)) > 3 * CLOSE
 
 
-def test_a_packed_document_is_as_if_alone(batches: list[data.Batch], first: weights.Weights) -> None:
+def test_packed_documents_have_the_loss_of_separate_documents(
+    batches: list[data.Batch], first: weights.Weights
+) -> None:
     """The loss of a row is that of its documents, each by itself and without seq_info."""
     batch = batches[0]
     expected, count = 0.0, 0.0
@@ -175,12 +178,12 @@ def test_a_packed_document_is_as_if_alone(batches: list[data.Batch], first: weig
     assert torch_losses(TINY, first, [batch])[0] == pytest.approx(expected / count, rel=1e-6)
 
 
-def test_ours_and_jax_nn_are_the_same_model(result: dict[str, Any]) -> None:
+def test_the_model_has_the_same_losses_on_ours_and_on_jax_nn(result: dict[str, Any]) -> None:
     ours, theirs = (np.array(run["losses"]) for run in result["swap"]["runs"].values())
-    assert apart(ours, theirs) <= CLOSE and ours[-1] < ours[0] - 0.2
+    assert largest_difference(ours, theirs) <= CLOSE and ours[-1] < ours[0] - 0.2
 
 
-def test_attention_to_swap_in_is_checked(first: weights.Weights) -> None:
+def test_the_replacing_attention_is_checked(first: weights.Weights) -> None:
     with pytest.raises(SpecError, match=r"name='flash'.*'ours' or 'jax\.nn'"):
         with_attention("flash", TINY, first, steps=4)
     with pytest.raises(SpecError, match=r"softcap=2\.0: jax\.nn"):
@@ -188,14 +191,14 @@ def test_attention_to_swap_in_is_checked(first: weights.Weights) -> None:
 
 
 @needs_bridge
-def test_the_example_finds_nothing_wrong(result: dict[str, Any]) -> None:
+def test_the_example_reports_no_failure(result: dict[str, Any]) -> None:
     assert report.failures(result) == []
     assert result["backends"][TORCH] == result["backends"][JAX] == ["math", "math"]
     assert report.difference(result, TWIN).max() > 0, "the control run says nothing about rounding"
     assert report.apart_at_first(result, FAULT) > 10 * report.apart_at_first(result, JAX)
 
 
-def test_what_counts_as_failure(result: dict[str, Any]) -> None:
+def test_which_results_count_as_failure(result: dict[str, Any]) -> None:
     def failures(**changes: Any) -> str:
         return " ".join(report.failures({**result, **changes}))
 
@@ -218,7 +221,7 @@ def test_page_and_plot_are_made_from_results(result: dict[str, Any], tmp_path: P
     assert "images/training.png" in page and "8 keys in the window for 7" in page
 
 
-def test_docs_page_is_what_the_stored_results_say() -> None:
+def test_the_docs_page_matches_the_stored_results() -> None:
     stored = command.stored()
     assert "training" in stored
     stale = "stale: run python -m examples.training --render"
@@ -229,7 +232,7 @@ def test_docs_page_is_what_the_stored_results_say() -> None:
         assert report.failures(result) == []
 
 
-def test_one_rounding_away_is_the_nearest_other_weights(first: weights.Weights) -> None:
+def test_one_rounding_away_gives_the_nearest_other_weights(first: weights.Weights) -> None:
     for name, moved in weights.one_rounding_away(first, 3).items():
         array = first[name]
         assert moved.dtype == np.float32
@@ -245,8 +248,8 @@ def test_learning_rates_warm_up_and_fall_to_a_tenth() -> None:
 
 
 @pytest.mark.slow
-def test_over_two_ranks_the_losses_of_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both frameworks; a row's positions do not divide by its pieces. What would count as failure does."""
+def test_two_ranks_give_the_losses_of_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both frameworks; the pieces do not divide a row's positions. A difference that counts as failure is found."""
     asked = Asked(TINY, replace(OPTIONS, steps=3, length=2 * 83), Spread(2, "ring"))
     with Stages(Console(file=io.StringIO())) as stages:
         found = ranks.compare(asked, stages)
@@ -275,7 +278,7 @@ def test_over_two_ranks_the_losses_of_one(monkeypatch: pytest.MonkeyPatch, capsy
     assert "FAILED JAX: the first losses differ" in capsys.readouterr().out
 
 
-def test_a_rank_that_fails_tells_why() -> None:
+def test_a_failed_rank_reports_its_error() -> None:
     with pytest.raises(ranks.RankError, match=r"(?s)JAX ended with 1:.*FileNotFoundError"):
         ranks.run(JAX, ["examples.training.jax_ranks", "nowhere"])
 

@@ -1,4 +1,5 @@
-"""available_backends: a version or a reason for every name, and a broken import is one backend's own trouble."""
+"""Tests available_backends: every name has a version or a reason, and a broken import makes only that backend
+unavailable."""
 
 from __future__ import annotations
 
@@ -64,18 +65,18 @@ def test_every_name_has_a_version_or_a_reason(framework: Framework) -> None:
     assert ("jax_xla" in usable) is (framework is JAX)
 
 
-def test_reasons_of_what_cannot_be_used() -> None:
+def test_the_reasons_of_unavailable_backends() -> None:
     found = TORCH.frontend.available_backends()
     assert found["jax_xla"].reason == "runs in JAX only"
     on_gpu = availability.report("torch", "sm90")
-    assert "CPU" not in (on_gpu["sdpa_flash"].reason or "")  # the name has a file for GPUs
+    assert "CPU" not in (on_gpu["sdpa_flash"].reason or "")  # this name has a file for GPUs
     assert on_gpu["math"].reason is None
     assert availability.report("torch", "cpu")["flash3"].reason
 
 
 @pytest.mark.parametrize("error", BREAKS.values(), ids=BREAKS)
 @pytest.mark.parametrize("framework", BOTH, ids=str)
-def test_a_broken_import_is_that_backends_reason_alone(
+def test_a_broken_import_makes_only_that_backend_unavailable(
     framework: Framework, error: Exception, patch: pytest.MonkeyPatch
 ) -> None:
     whole = framework.frontend.available_backends()
@@ -91,7 +92,7 @@ def test_a_broken_import_is_that_backends_reason_alone(
 
 
 @pytest.mark.parametrize("framework", BOTH, ids=str)
-def test_calls_run_on_what_is_left_and_say_why(framework: Framework, patch: pytest.MonkeyPatch) -> None:
+def test_calls_run_on_the_remaining_backends_with_the_reason(framework: Framework, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(backends.load("sdpa_flash"), "probe", breaking(BREAKS["missing library"]))
     forget()
     call = {name: framework.zeros(1, 3, 2, 5) for name in "qkv"}
@@ -115,7 +116,7 @@ def test_with_everything_broken_the_error_lists_everything(framework: Framework,
         assert f"not available: OSError: {name} is broken" in str(caught.value)
 
 
-def test_without_the_bridge_jax_runs_its_own(patch: pytest.MonkeyPatch) -> None:
+def test_without_the_bridge_jax_runs_its_own_operations(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(__import__("sys").modules, "jax_tvm_ffi", None)
     forget()
     found = JAX.frontend.available_backends()
@@ -129,8 +130,8 @@ def test_without_the_bridge_jax_runs_its_own(patch: pytest.MonkeyPatch) -> None:
     assert TORCH.frontend.available_backends()["math"].reason is None
 
 
-def test_backends_of_other_devices_are_not_imported_to_choose(patch: pytest.MonkeyPatch) -> None:
-    """A call on one device must not pay for, or fail with, the kernels of another."""
+def test_choosing_imports_no_backends_of_other_devices(patch: pytest.MonkeyPatch) -> None:
+    """A call on one device must neither wait for nor fail with the kernels of another device."""
     patch.setattr(backends.load("sdpa_flash"), "probe", breaking(AssertionError("imported")))
     patch.setattr(backends.load("flash2"), "probe", breaking(AssertionError("imported")))
     forget()
@@ -140,7 +141,7 @@ def test_backends_of_other_devices_are_not_imported_to_choose(patch: pytest.Monk
     assert "imported" in dict(Target.here("torch", "cpu").unavailable)["sdpa_flash"]
 
 
-def test_is_probed_once(patch: pytest.MonkeyPatch) -> None:
+def test_each_backend_is_probed_once(patch: pytest.MonkeyPatch) -> None:
     calls = []
     patch.setattr(backends.load("math"), "probe", lambda: calls.append(1) or "1.0")
     forget()

@@ -1,4 +1,4 @@
-"""The first calls of a process, made by several threads at once: whatever happens once happens once."""
+"""Tests the first calls of a process from several threads at once: initialisation runs once."""
 
 import threading
 import time
@@ -52,13 +52,14 @@ def call(number):
 
 
 @pytest.mark.parametrize("framework", CALLS)
-def test_threads_may_make_the_first_calls_of_a_process_together(framework):
+def test_threads_can_make_the_first_calls_of_a_process_together(framework):
     found = in_its_own_process(CALLS[framework] + TOGETHER)
     assert (found.returncode, found.stdout.strip()) == (0, ""), found.stdout + found.stderr
 
 
 def together(call):
-    """What ``call(number)`` gives in THREADS threads that start at one moment; an error is its type."""
+    """The results of ``call(number)`` in THREADS threads that start at one moment; the type of an error in place of
+    a result."""
     barrier, found = threading.Barrier(THREADS), [None] * THREADS
 
     def work(number):
@@ -76,7 +77,7 @@ def together(call):
     return found
 
 
-def test_threads_that_ask_at_once_share_one_run_for_each_key():
+def test_threads_with_one_key_share_one_run():
     runs = []
 
     @cached_once
@@ -109,7 +110,7 @@ def test_one_key_does_not_wait_for_another():
     assert made("slow")
 
 
-def test_an_error_is_raised_and_not_kept():
+def test_an_error_is_raised_and_not_cached():
     runs = []
 
     @cached_once
@@ -124,7 +125,7 @@ def test_an_error_is_raised_and_not_kept():
     assert len(runs) == 3
 
 
-def test_a_function_may_ask_for_itself():
+def test_a_cached_function_may_call_itself():
     @cached_once
     def factorial(number):
         return number * factorial(number - 1) if number else 1

@@ -1,4 +1,4 @@
-"""use_backend: nests, is restored whatever happens, and belongs to one thread and one task; what jit makes of it."""
+"""Tests use_backend: it nests, is always undone, and belongs to one thread and one task; and its effect under jit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         yield names
 
 
-def test_is_one_choice_in_both_frontends() -> None:
+def test_both_frontends_share_one_use_backend() -> None:
     assert torch_frontend.use_backend is use_backend
     with jax_frontend.use_backend("math"):
         assert requested() == ("math",)
@@ -51,7 +51,7 @@ def test_is_one_choice_in_both_frontends() -> None:
         pass
 
 
-def test_nests_and_is_restored() -> None:
+def test_blocks_nest_and_are_undone() -> None:
     assert requested() is None
     with use_backend("math"):
         assert requested() == ("math",)
@@ -64,7 +64,7 @@ def test_nests_and_is_restored() -> None:
     assert requested() is None
 
 
-def test_is_restored_after_an_exception() -> None:
+def test_a_block_is_undone_after_an_exception() -> None:
     with pytest.raises(KeyError), use_backend("math"):
         try:
             with use_backend("flex"):
@@ -75,7 +75,7 @@ def test_is_restored_after_an_exception() -> None:
     assert requested() is None
 
 
-def test_decorates_a_function() -> None:
+def test_it_decorates_a_function() -> None:
     @use_backend("math")
     def inside() -> Any:
         return requested()
@@ -93,7 +93,7 @@ def test_an_unknown_name_is_refused_before_the_block() -> None:
 
 
 @pytest.mark.parametrize("names", [(("flex", "math"),), (["math"],), (None,), (3,)])
-def test_names_are_separate_strings(names: tuple[Any, ...]) -> None:
+def test_names_must_be_separate_strings(names: tuple[Any, ...]) -> None:
     with (
         pytest.raises(SpecError, match=r"^use_backend\(.*\): expected backend names as separate strings"),
         use_backend(*names),
@@ -102,7 +102,7 @@ def test_names_are_separate_strings(names: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("framework", BOTH, ids=str)
-def test_decides_what_runs(framework: Framework, ran: list[str]) -> None:
+def test_a_block_decides_which_backend_runs(framework: Framework, ran: list[str]) -> None:
     attention = framework.frontend.attention
     attention(**call(framework))
     with use_backend("math"):
@@ -116,7 +116,7 @@ def test_decides_what_runs(framework: Framework, ran: list[str]) -> None:
 
 
 @pytest.mark.parametrize("framework", BOTH, ids=str)
-def test_the_calls_own_backend_wins(framework: Framework) -> None:
+def test_the_backend_argument_of_a_call_wins(framework: Framework) -> None:
     with use_backend("math"):
         assert chosen(framework) == "math"
         assert chosen(framework, backend="flex") == "flex"
@@ -131,7 +131,7 @@ def test_the_calls_own_backend_wins(framework: Framework) -> None:
 
 
 @pytest.mark.parametrize("framework", BOTH, ids=str)
-def test_never_falls_back_to_other_backends(framework: Framework, ran: list[str]) -> None:
+def test_a_block_never_falls_back_to_other_backends(framework: Framework, ran: list[str]) -> None:
     with use_backend("sdpa_flash"), pytest.raises(NoBackendError, match=r"^backend='sdpa_flash' cannot run this call"):
         framework.frontend.attention(**call(framework), softcap=3.0)
     assert ran == []
@@ -140,7 +140,7 @@ def test_never_falls_back_to_other_backends(framework: Framework, ran: list[str]
     assert set(ran) == {"math"}
 
 
-def test_a_thread_starts_without_any() -> None:
+def test_a_thread_starts_without_a_block() -> None:
     seen: list[Any] = []
     with use_backend("math"):
         thread = threading.Thread(target=lambda: seen.append(requested()))
@@ -149,13 +149,13 @@ def test_a_thread_starts_without_any() -> None:
     assert seen == [None]
 
 
-def test_a_copied_context_carries_it() -> None:
+def test_a_copied_context_carries_the_block() -> None:
     with use_backend("math"):
         context = contextvars.copy_context()
     assert context.run(requested) == ("math",)
 
 
-def test_threads_do_not_see_each_other() -> None:
+def test_threads_do_not_see_the_blocks_of_others() -> None:
     names, everyone = ("math", "flex", "sdpa_flash", None), threading.Barrier(4)
     given = call(TORCH)
 
@@ -169,9 +169,9 @@ def test_threads_do_not_see_each_other() -> None:
     assert found == [{"math"}, {"flex"}, {"sdpa_flash"}, {"sdpa_flash"}]
 
 
-def test_tasks_do_not_see_each_other() -> None:
+def test_tasks_do_not_see_the_blocks_of_others() -> None:
     async def work(name: str) -> bool:
-        assert requested() == ("sdpa_flash",)  # a task starts with what its creator had
+        assert requested() == ("sdpa_flash",)  # a task starts with the block of its creator
         with use_backend(name):
             for _ in range(5):
                 await asyncio.sleep(0)
@@ -189,7 +189,7 @@ def test_tasks_do_not_see_each_other() -> None:
 
 
 class Nesting(RuleBasedStateMachine):
-    """Blocks entered and left in any order that blocks can have, beside a plain stack."""
+    """Enters and leaves blocks in every possible order, beside a plain stack."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ class TestNesting(Nesting.TestCase):  # type: ignore[name-defined,misc]
 
 
 def test_eager_jax_calls_obey_each_block(ran: list[str]) -> None:
-    """Outside jit a block counts for each call, whatever was compiled before: the names are part of what is cached."""
+    """Outside jit a block applies to each call, whatever was compiled before: the names are part of the cache key."""
     attention = JAX.frontend.attention
     for _ in range(2):
         for name in ("math", "sdpa_flash"):
@@ -263,7 +263,7 @@ def test_eager_jax_calls_obey_each_block(ran: list[str]) -> None:
 
 
 def test_a_jitted_function_is_traced_again_under_other_names(ran: list[str]) -> None:
-    """The names are part of what jit remembers a function by, so no block meets what another one compiled."""
+    """The names are part of jit's cache key, so no block runs a program that another block compiled."""
 
     def run(program: Any) -> set[str]:
         ran.clear()
@@ -291,7 +291,7 @@ def test_a_jitted_function_is_traced_again_under_other_names(ran: list[str]) -> 
 
 
 def test_gradients_come_from_the_block_of_the_forward() -> None:
-    """The backward pass runs later, maybe outside the block: it stays with the forward's backend, bit for bit."""
+    """The backward runs later, perhaps outside the block: it uses the forward's backend, bit for bit."""
     given = {name: torch.randn(2, 7, 2, 5) for name in "qkv"}
 
     def gradient(name: str | None, later: str | None) -> torch.Tensor:
@@ -316,7 +316,7 @@ def test_a_compiled_function_reads_the_block_when_it_runs(ran: list[str]) -> Non
         assert ran == [name]
 
 
-def test_names_asked_for_are_in_the_explanation() -> None:
+def test_the_names_of_a_block_are_in_the_explanation() -> None:
     with use_backend("math"):
         found = TORCH.frontend.explain(**call(TORCH))
     assert isinstance(found, selection.Selection)

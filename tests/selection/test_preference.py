@@ -1,4 +1,5 @@
-"""The order of automatic choice: how it is derived from times, and which measured case a call is likened to."""
+"""Tests the order of automatic choice: how it is derived from times, and which measured case a call is compared
+with."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ USUAL = ("flash3", "flash4", "sdpa_cudnn", "flash2", "flex", "math")
 
 @pytest.fixture(autouse=True)
 def usual_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order without measurements, so that the tests do not change when it does."""
+    """The order without measurements, so that new measurements do not change the tests."""
     monkeypatch.setattr(
         backends,
         "PREFERENCE",
@@ -57,7 +58,7 @@ def usual_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def record(name: str, spec: AttentionSpec, times: dict[str, Any], direction: str = "forward") -> dict[str, Any]:
-    """A raw record: a time in µs per backend, or a whole entry."""
+    """A raw record: a time in µs for each backend, or a whole entry."""
     entries = {
         backend: time if isinstance(time, dict) else {"median": time, "microseconds": [time], "difference": 0.0}
         for backend, time in times.items()
@@ -100,7 +101,7 @@ def measured_on_sm90(cases: tuple[Case, ...]) -> Iterator[None]:
 # Deriving a table
 
 
-def test_a_table_says_where_it_comes_from_and_what_was_fast() -> None:
+def test_a_table_names_its_source_and_the_fast_backends() -> None:
     table = derive(RAW)
     assert {name: table[name] for name in ("date", "device", "device_name", "framework", "versions")} == {
         name: RAW[name] for name in ("date", "device", "device_name", "framework", "versions")
@@ -116,7 +117,7 @@ def test_times_within_two_per_cent_keep_the_usual_order() -> None:
     near = {"math": 1.0, "flash2": 1.01, "flash3": 1.019, "flash4": 1.03, "sdpa_cudnn": 1.05}
     assert stable_order(near, USUAL) == ["flash3", "flash2", "math", "flash4", "sdpa_cudnn"]
     assert stable_order({"a_new_one": 1.0, "math": 1.001}, USUAL) == ["math", "a_new_one"]
-    for seed in range(50):  # whatever the times: the next is never more than a tie slower than the best that is left
+    for seed in range(50):  # for any times: the next backend is never more than a tie slower than the best of the rest
         times = {name: random.Random(f"{seed}{name}").uniform(1, 1.1) for name in USUAL}
         found = stable_order(times, USUAL)
         assert sorted(found) == sorted(USUAL)
@@ -125,7 +126,7 @@ def test_times_within_two_per_cent_keep_the_usual_order() -> None:
         assert stable_order(dict(reversed(times.items())), USUAL) == found
 
 
-def test_a_wrong_number_is_no_time() -> None:
+def test_times_of_wrong_results_do_not_count() -> None:
     off, nan, died = ({"median": 1.0, "difference": gap} for gap in (0.5, math.nan, 0.0))
     found = derive(
         raw_of(
@@ -137,11 +138,11 @@ def test_a_wrong_number_is_no_time() -> None:
     assert right_times(record("x", SPEC, {"math": died})) == {"math": 1.0}
     assert (
         derive(raw_of(record("x", SPEC, {"flash3": 9.0, "flash2": off, "flex": off})))["cases"] == []
-    )  # who is right?
+    )  # no result is known to be right
     assert derive(raw_of(record("x", SPEC, {"flash3": {"refused": ["no"]}})))["cases"] == []
 
 
-# Looking a call up
+# Looking up a call
 
 
 @pytest.mark.usefixtures("measured_gpu")
@@ -153,7 +154,7 @@ def test_the_order_of_the_nearest_case_and_then_the_usual_one() -> None:
 
 
 @pytest.mark.usefixtures("measured_gpu")
-def test_both_frameworks_choose_alike_where_calls_are_long() -> None:
+def test_both_frameworks_choose_the_same_for_long_calls() -> None:
     for spec in (SPEC, replace(SPEC, softcap=30.0), replace(SPEC, needs_backward=True)):
         torch, jax = order(spec, "torch", "sm90"), order(spec, "jax", "sm90")
         assert tuple(name for name in jax if not name.startswith("jax_")) == torch
@@ -161,58 +162,58 @@ def test_both_frameworks_choose_alike_where_calls_are_long() -> None:
 
 
 @pytest.mark.usefixtures("measured_gpu")
-def test_short_calls_in_jax_begin_with_what_needs_no_python() -> None:
+def test_short_calls_in_jax_prefer_backends_without_python() -> None:
     short = replace(SPEC, q_len=128, kv_len=128)
     in_order = order(short, "torch", "sm90")
     assert in_order[:3] == ("sdpa_cudnn", "flash2", "flash3") and in_order.index("flash4") > 2
     rest = [name for name in in_order if name not in ("flash4", "math")]
     assert order(short, "jax", "sm90") == ("flash4", "jax_cudnn", *rest, "jax_xla", "math")
-    by_callback = replace(short, sinks=True)  # which flash4's program has not
+    by_callback = replace(short, sinks=True)  # the compiled program of flash4 lacks it
     assert order(by_callback, "jax", "sm90")[:2] == ("jax_cudnn", "sdpa_cudnn")
     (case,) = cases_of(derive(raw_of(record("x", short, {"flash2": 59.9, "flash4": {"failed": "it died"}}))))
     with measured_on_sm90((case,)):
         assert order(short, "jax", "sm90")[0] == "jax_cudnn" and order(short, "jax", "sm90")[-1] == "flash4"
     with measured_on_sm90((case._replace(microseconds=60.0),)):
         assert order(short, "jax", "sm90")[0] == "flash2"
-        assert order(replace(short, batch=3), "jax", "sm90")[0] == "jax_cudnn"  # three quarters of it
+        assert order(replace(short, batch=3), "jax", "sm90")[0] == "jax_cudnn"  # three quarters of the time
         assert order(replace(short, batch=8), "jax", "sm90")[0] == "flash2"
 
 
 @pytest.mark.usefixtures("measured_gpu")
-def test_without_measurements_the_usual_order_stands() -> None:
+def test_without_measurements_the_usual_order_applies() -> None:
     assert order(SPEC, "torch", "sm80") == USUAL
     assert order(SPEC, "jax", "sm100") == backends.PREFERENCE["jax", "cuda"]
     assert order(SPEC, "torch", "cpu") == order(SPEC, "torch", "mps") == ()
     assert measured("sm80") == ()
 
 
-def test_what_nobody_measured_stands_between_fast_and_slow_and_failures_come_last() -> None:
+def test_unmeasured_backends_come_between_fast_and_slow_and_failures_last() -> None:
     entries = {"flash2": 10.0, "sdpa_cudnn": 39.0, "flex": 45.0, "math": 50.0, "flash4": {"failed": "it died"}}
     (case,) = cases_of(derive(raw_of(record("x", SPEC, entries))))
     assert ranking(case, USUAL) == ("flash2", "sdpa_cudnn", "flash3", "flex", "math", "flash4")
     jax = backends.PREFERENCE["jax", "cuda"]
     assert ranking(case, jax) == ("flash2", "sdpa_cudnn", "flash3", "flex", "jax_cudnn", "jax_xla", "math", "flash4")
     (case,) = cases_of(derive(raw_of(record("x", SPEC, {"flash2": 10.0, "xformers_splitk": 9.0}))))
-    assert ranking(case, USUAL)[0] == "xformers_splitk"  # measured best, though it is not in the usual order
+    assert ranking(case, USUAL)[0] == "xformers_splitk"  # measured as the best, but not in the usual order
 
 
-def test_features_are_given_up_in_order_until_a_case_is_left() -> None:
+def test_features_are_ignored_in_order_until_a_case_matches() -> None:
     asked, size = features(replace(SPEC, num_kv_heads=32, sinks=True, window=(5, 0))), sizes(SPEC)
     found = nearest(asked, size, CASES)
     assert found is not None and (found.name, found.features.training) == ("long", False)
     assert nearest(asked._replace(softcap=True), size, CASES).name == "capped"  # type: ignore[union-attr]
-    assert nearest(asked._replace(training=True), size, CASES[:3]) is None  # one direction says nothing of the other
+    assert nearest(asked._replace(training=True), size, CASES[:3]) is None  # one direction does not decide the other
     assert set(preference.RELAXED) == set(Features._fields) - {"training"}
 
 
-def test_features_tell_what_counts() -> None:
+def test_features_of_a_call() -> None:
     def changed(**changes: Any) -> dict[str, Any]:
         before, after = features(SPEC)._asdict(), features(replace(SPEC, **changes))._asdict()
         return {name: value for name, value in after.items() if value != before[name]}
 
     assert changed() == changed(softcap=None, batch=2) == changed(dtype="float16") == {}
     assert changed(dtype="float32") == {"half": False}
-    assert changed(q_len=1) == {"decode": True, "band": "full"}  # a last query sees all keys
+    assert changed(q_len=1) == {"decode": True, "band": "full"}  # the single last query sees all keys
     assert changed(q_len=7) == {"decode": True}
     assert changed(causal=False) == {"band": "full"}
     assert changed(window=(100, 0)) == changed(causal=False, window=(3, 4)) == {"band": "window"}
@@ -235,10 +236,10 @@ def test_sizes_are_logarithms_and_defined_for_any_call() -> None:
         features(spec)
 
 
-# What the choice costs
+# The cost of a choice
 
 
-def test_regret_is_the_time_of_the_chosen_over_the_best() -> None:
+def test_regret_is_the_time_of_the_choice_over_the_best_time() -> None:
     found = regrets(RAW, ())
     assert [(one.case, one.chosen, one.best, round(one.ratio, 3)) for one in found] == [
         ("long", "flash3", "flash3", 1.0),
@@ -255,14 +256,14 @@ def test_regret_is_the_time_of_the_chosen_over_the_best() -> None:
     assert all(one.ratio <= 1.02 for one in regrets(RAW, CASES))
 
 
-def test_leaving_each_case_out_shows_what_the_table_knows_of_others() -> None:
+def test_leave_one_out_regret_of_a_table() -> None:
     found = {(one.case, one.training): one for one in regrets(RAW, CASES, leave_out=True)}
-    assert found["short", False].chosen == "flash3"  # from "long", which is the only one like it
+    assert found["short", False].chosen == "flash3"  # chosen by "long", the only similar case
     assert found["long", False].chosen == "sdpa_cudnn"  # and the other way round
-    assert found["long", True].chosen == "flash4"  # nothing else was trained: the usual order
+    assert found["long", True].chosen == "flash4"  # nothing else has gradients, so the usual order applies
 
 
-def test_a_choice_that_has_no_time_costs_infinitely_much() -> None:
+def test_a_choice_without_a_time_has_infinite_regret() -> None:
     entries = {"flash3": {"failed": "it died"}, "flash4": 10.0}
     (found,) = regrets(raw_of(record("x", SPEC, entries)), ())
     assert (found.chosen, found.ratio) == ("flash3", math.inf)
@@ -273,7 +274,7 @@ def test_a_choice_that_has_no_time_costs_infinitely_much() -> None:
 # The sweep and the work of a call
 
 
-def test_the_sweep_is_wide() -> None:
+def test_the_sweep_covers_many_calls() -> None:
     assert len(SWEEP) >= 120
     assert len({case.name for case in (*SWEEP, *QUICK)}) == len(SWEEP) + len(QUICK)
     found = [features(case.spec) for case in SWEEP]
@@ -299,7 +300,7 @@ def test_every_case_describes_its_call(case: Any) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("alignment", ["bottom_right", "top_left"])
 @pytest.mark.parametrize("window", [(None, None), (3, None), (None, 2), (0, 0), (5, 40), (50, 1)])
-def test_pairs_are_those_that_the_mask_shows(causal: bool, alignment: Any, window: Any) -> None:
+def test_visible_pairs_are_counted_correctly(causal: bool, alignment: Any, window: Any) -> None:
     for q_len, kv_len in ((7, 7), (5, 13), (13, 5), (1, 11), (11, 1)):
         spec = replace(SPEC, q_len=q_len, kv_len=kv_len, causal=causal, alignment=alignment, window=window)
         assert pairs(spec) == masks.visible(spec).sum()
@@ -319,10 +320,10 @@ def test_flops_of_a_call() -> None:
     assert work[-1] == flops(SPEC)
 
 
-# What ships
+# The shipped tables
 
 
-def test_shipped_tables_are_of_known_backends_that_are_exact() -> None:
+def test_shipped_tables_hold_only_known_exact_backends() -> None:
     for path in (ROOT / "attn_core/selection/measured").glob("*.json"):
         cases = measured(path.stem)
         assert cases

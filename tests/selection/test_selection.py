@@ -1,4 +1,4 @@
-"""select: pure, so every machine can be tested on this one; default deny; every reason; one explanation everywhere."""
+"""Tests select, which is pure, so one machine can test all: default deny, every reason, one explanation everywhere."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ASKS: dict[str, dict[str, Any]] = {
         "paged": PagedKV(num_pages=9, page_size=4, width=3),
     },
 }
-"""What a spec asks for through each of its fields. The rest every backend takes as it comes."""
+"""The features that a spec requests by each of its fields. Every backend accepts the other fields."""
 FREE = {"batch", "q_len", "kv_len", "num_heads", "scale", "max_len_q", "max_len_k", "needs_backward", "bias_dtype"}
 
 NOTHING = Support(kernel="the empty kernel", devices=("cpu",), dtypes=("float32",))
@@ -65,14 +65,14 @@ EVERYTHING = Support(
 
 
 @pytest.fixture(autouse=True)
-def no_memory() -> Iterator[None]:
-    """Selections are cached; tests that patch what they depend on must neither read nor leave any."""
+def empty_caches() -> Iterator[None]:
+    """Selections are cached; tests that patch their inputs must neither read nor leave cached ones."""
     selection.explain.cache_clear()
     yield
     selection.explain.cache_clear()
 
 
-# What a backend declares
+# Claims of a backend
 
 
 def test_every_field_of_the_spec_has_a_check() -> None:
@@ -148,9 +148,10 @@ def test_reasons_name_the_value_the_kernel_and_the_limit() -> None:
 def test_alignment_counts_only_where_it_changes_the_result() -> None:
     claims = replace(EVERYTHING, alignments=("top_left",))
     assert unmet(claims, SPEC, "cpu") == ()  # no band
-    assert unmet(claims, replace(SPEC, causal=True, q_len=7), "cpu") == ()  # a square
+    assert unmet(claims, replace(SPEC, causal=True, q_len=7), "cpu") == ()  # equal lengths
     assert unmet(claims, replace(SPEC, causal=True), "cpu") != ()
-    packed = replace(SPEC, causal=True, q_len=7, **ASKS["documents"])  # square in all, not each document
+    # equal lengths in total, but not in each document
+    packed = replace(SPEC, causal=True, q_len=7, **ASKS["documents"])
     assert unmet(claims, packed, "cpu") != ()
 
 
@@ -166,12 +167,12 @@ def test_a_gradient_of_the_log_sum_exp_is_a_claim_of_its_own() -> None:
     ("devices", "runs"),
     [(("cpu",), {"cpu"}), (("cuda",), {"sm80", "sm90", "sm100"}), (("sm90", "cpu"), {"cpu", "sm90"})],
 )
-def test_devices(devices: tuple[str, ...], runs: set[str]) -> None:
+def test_which_devices_a_claim_covers(devices: tuple[str, ...], runs: set[str]) -> None:
     claims = replace(NOTHING, devices=devices)
     assert {device for device in ("cpu", "sm80", "sm90", "sm100", "meta") if claims.runs_on(device)} == runs
 
 
-# What is chosen
+# The choice
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: f"{target.framework}-{target.device}")
@@ -257,7 +258,7 @@ def test_plain_calls_run_everywhere_that_the_order_knows(target: Target) -> None
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize("device", ["cpu", "sm90"])
-def test_what_is_approximate_is_never_chosen_unasked(framework: str, device: str) -> None:
+def test_approximate_backends_are_never_chosen_automatically(framework: str, device: str) -> None:
     rough = [name for name in backends.names() if backends.load(name, backends.kind_of(device)).FORWARD.approximate]
     assert not set(rough) & set(backends.PREFERENCE[framework, backends.kind_of(device)])
     half = replace(SPEC, dtype="bfloat16", head_dim=64, value_dim=64, kv_len=64, q_len=64)
@@ -298,7 +299,7 @@ def test_both_frameworks_choose_the_same_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_what_is_not_installed_is_passed_over_with_its_reason(framework: str) -> None:
+def test_a_backend_that_is_not_installed_is_skipped_with_the_reason(framework: str) -> None:
     reason = "not available: ImportError: No module named 'torch' (needs torch>=2.11)"
     broken = Target(framework, "cpu", (("sdpa_flash", reason), ("math", reason)))
     found = explain(SPEC, broken)
@@ -332,7 +333,7 @@ def test_an_explicit_backend_never_falls_back() -> None:
     assert isinstance(caught.value, NotImplementedError)
 
 
-def test_several_names_are_a_preference_and_the_last_word() -> None:
+def test_several_names_are_tried_in_order_and_nothing_else() -> None:
     assert select(SPEC, CPU, ("flex", "math")).backend == "flex"
     assert select(SPEC, CPU, ("jax_xla", "math")).backend == "math"
     found = select(replace(SPEC, needs_backward=True), CPU, ("flex", "math"))
@@ -343,7 +344,7 @@ def test_several_names_are_a_preference_and_the_last_word() -> None:
         select(replace(SPEC, needs_backward=True), CPU, ("flex", "jax_xla"))
 
 
-def test_backward_reasons_add_what_the_forward_did_not_say() -> None:
+def test_backward_reasons_add_only_new_reasons() -> None:
     spec = replace(SPEC, bias_shape=(1, 6, 5, 7), bias_gradient=True, needs_backward=True, return_lse=True)
     reasons = explain(spec, CPU).reasons("sdpa_flash")
     assert len(reasons) == len(set(reasons)) == 2
@@ -351,7 +352,7 @@ def test_backward_reasons_add_what_the_forward_did_not_say() -> None:
     assert any("return_lse with gradients" in reason for reason in reasons)
 
 
-def test_in_jax_only_the_xla_path_drops_out() -> None:
+def test_in_jax_only_the_xla_path_has_dropout() -> None:
     found = explain(replace(SPEC, dropout=0.1), Target("jax", "cpu"))
     assert found.backend == "jax_xla"
     assert "dropout=0.1: in JAX only the XLA path has dropout" in found.reasons("math")
@@ -366,30 +367,30 @@ def test_in_jax_only_the_xla_path_drops_out() -> None:
         (("math", "flash5"), "^backend='flash5': unknown backend; did you mean"),
     ],
 )
-def test_unknown_names(name: Any, says: str) -> None:
+def test_unknown_names_are_refused(name: Any, says: str) -> None:
     with pytest.raises(SpecError, match=says):
         select(SPEC, CPU, name)
     with pytest.raises(SpecError, match=says):
         explain(SPEC, CPU, name)
 
 
-def test_selections_are_values() -> None:
+def test_selections_compare_hash_and_pickle_by_value() -> None:
     first, second = explain(SPEC, CPU), explain(SPEC, CPU)
     assert first is second
     assert pickle.loads(pickle.dumps(first)) == first
     assert hash(first) == hash(pickle.loads(pickle.dumps(first)))
     with pytest.raises(NoBackendError) as caught:
         select(SPEC, CPU, "jax_xla")
-    again = pickle.loads(pickle.dumps(caught.value))  # it must be able to leave a worker process
+    again = pickle.loads(pickle.dumps(caught.value))  # the error must be able to leave a worker process
     assert (again.selection, str(again)) == (caught.value.selection, str(caught.value))
 
 
-# What is said
+# The explanation
 
 
 @pytest.fixture
 def few_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A version with four backends, so that the text stays as it is when backends are added."""
+    """A version with four backends, so that new backends do not change the text."""
     monkeypatch.setattr(backends, "names", lambda: ("sdpa_flash", "flex", "math", "jax_xla"))
     monkeypatch.setattr(
         backends, "PREFERENCE", {("torch", "cpu"): ("sdpa_flash", "math"), ("torch", "cuda"): ("math",)}
@@ -416,7 +417,7 @@ def test_the_explanation_of_an_automatic_choice() -> None:
 
 
 @pytest.mark.usefixtures("few_backends")
-def test_the_explanation_of_what_could_have_run() -> None:
+def test_the_explanation_of_a_named_backend() -> None:
     assert str(explain(SPEC, CPU)) == (
         f"attention in torch on cpu: {HEAD}\n"
         "  sdpa_flash  selected\n"
