@@ -1,0 +1,114 @@
+"""Context parallelism in JAX on four devices: which collectives a program has, how many, and where."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import jax
+import pytest
+from context_jax_cases import (
+    CALLED,
+    CASES,
+    CAUSAL,
+    COLLECTIVES,
+    Case,
+    check,
+    equations,
+    operations,
+    program,
+    sharded_arrays,
+)
+
+from jax_frontend import attention, context_parallel_attention
+
+pytestmark = pytest.mark.usefixtures("four_devices", "x64")
+
+
+def compiled_collectives(case: Case, *, forward_alone: bool = False) -> Counter[str]:
+    given = sharded_arrays(case, case.arrays())
+    if not forward_alone:
+        return Counter(COLLECTIVES.findall(program(case).lower(given).compile().as_text()))
+    options = {"strategy": case.strategy, "layout": case.layout, "length": 24, "mesh": case.mesh, **case.options}
+    run = jax.jit(partial(context_parallel_attention, axis_name=case.axis_name, **options))
+    return Counter(COLLECTIVES.findall(run.lower(*(given[name] for name in "qkv")).compile().as_text()))
+
+
+def test_a_ring_sends_one_time_less_than_it_has_parts_and_leaves_out_what_nobody_sees():
+    ring = Case("ring", (4,), lengths=(24, 24), **CAUSAL)
+    assert compiled_collectives(ring, forward_alone=True) == {"collective-permute": 3}
+    # Both halves send keys and values; their gradients begin at the second step, and go home. On CPUs JAX 0.10's XLA
+    # drops barriers before it looks for what is the same, and sends them once.
+    assert compiled_collectives(ring) == {"collective-permute": (3 if jax.__version_info__ < (0, 11) else 6) + 3}
+    halo = Case("ring", (4,), "contiguous", (24, 24), options={"causal": True, "window": 5})
+    assert compiled_collectives(halo, forward_alone=True) == {"collective-permute": 1}
+    apart = Case("ring", (4,), "contiguous", (24, 24), dims=(5, 3))  # k and v do not fit into one array
+    assert compiled_collectives(apart, forward_alone=True) == {"collective-permute": 6}
+
+
+def traced_collectives(case: Case) -> Counter[str]:
+    """How many of each collective a program has as it is traced, before XLA leaves out what it finds to be the same."""
+    jaxpr = jax.make_jaxpr(program(case))(sharded_arrays(case, case.arrays())).jaxpr
+    names = [name for name, _ in operations(jaxpr)]
+    return Counter(name for name in names if name in ("all_gather", "ppermute", "all_to_all"))
+
+
+def test_what_is_gathered_is_kept_for_the_backward_where_it_is_small_and_sent_again_elsewhere():
+    many = Case("all_gather", (4,), lengths=(24, 24), dims=(5, 5), **CAUSAL)
+    assert traced_collectives(many) == {"all_gather": 2, "all_to_all": 1}
+    few = replace(many, heads=(8, 1))
+    assert traced_collectives(few) == {"all_gather": 1, "all_to_all": 1}
+    check(few)
+    ring = Case("ring", (4,), lengths=(24, 24), **CAUSAL)
+    assert traced_collectives(ring)["ppermute"] == 3 + 3 + 3
+    names = [name for name, _ in operations(jax.make_jaxpr(program(ring))(sharded_arrays(ring, ring.arrays())).jaxpr)]
+    hops = [at for at, name in enumerate(names) if name == "ppermute"]
+    assert "optimization_barrier" in names[hops[2] : hops[3]]  # or XLA would keep every block until the backward
+
+
+def test_the_other_strategies_exchange_once_each_way():
+    gathered = compiled_collectives(Case("all_gather", (4,), lengths=(24, 24), **CAUSAL))
+    assert gathered.keys() == {"all-gather", "all-to-all"} and max(gathered.values()) <= 2, gathered
+    heads = compiled_collectives(Case("ulysses", (2,), lengths=(24, 24), **CAUSAL), forward_alone=True)
+    assert heads.keys() == {"all-to-all"} and heads["all-to-all"] <= 4, heads  # q, k, v and the output
+
+
+def test_kernels_beside_an_exchange_give_it_a_head_start():
+    """In a ring all but the last step's; a call on one device does not."""
+
+    def of(call, given):
+        return [
+            getattr(each.params["call"], "call", each.params["call"]).overlaps_exchange
+            for each, _ in equations(jax.make_jaxpr(call)(*(given[name] for name in "qkv")).jaxpr)
+            if each.primitive.name in ("attn_forward", "attn_step")
+        ]
+
+    case = CALLED["ring-zigzag-4-wide"]
+    options = {"strategy": "ring", "layout": "zigzag", "length": 32, "mesh": case.mesh, "axis_name": case.axis_name}
+    ring = partial(context_parallel_attention, causal=True, backend="math", **options)
+    assert of(ring, sharded_arrays(case, case.arrays())) == [True, True, True, False]
+    assert of(partial(attention, backend="math"), case.arrays()) == [False]
+
+
+def test_the_next_block_is_sent_before_this_one_computes():
+    case = Case("ring", (4,), "contiguous", (16, 24), dims=(5, 3))
+    given = sharded_arrays(case, case.arrays())
+    call = partial(
+        context_parallel_attention, mesh=case.mesh, strategy="ring", layout="contiguous", length=case.lengths
+    )
+    traced = jax.make_jaxpr(partial(call, backend="math"))(*(given[name] for name in "qkv")).jaxpr
+    wanted = ("ppermute", "attn_forward", "attn_step")
+    found = [name for name, _ in operations(traced) if name in wanted]
+    hops = ["ppermute", "ppermute"]
+    assert found == [*hops, "attn_forward", *hops, "attn_step", *hops, "attn_step", "attn_step"]
+
+
+@pytest.mark.parametrize("case", ["ring-3-causal", "ring-2x2-causal", "all_gather-2x2-zigzag-rows"])
+def test_no_collective_is_in_a_branch(case):
+    case = CASES[case]
+    traced = jax.make_jaxpr(program(case))(sharded_arrays(case, case.arrays())).jaxpr
+    found = list(operations(traced))
+    names = ("ppermute", "all_to_all", "all_gather", "reduce_scatter", "psum", "psum_invariant")
+    assert ("attn_backward", True) in found or ("attn_forward", True) in found, "ranks take branches"
+    assert any(name in names for name, _ in found) and not [name for name, inside in found if inside and name in names]

@@ -1,0 +1,50 @@
+"""``shard_sequence`` and ``unshard_sequence`` in JAX on four devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from context_jax_cases import Case
+from jax.sharding import PartitionSpec as P
+
+from attn_core import SeqInfo
+from attn_core.errors import ShapeError, SpecError
+from jax_frontend import shard_sequence, unshard_sequence
+
+pytestmark = pytest.mark.usefixtures("four_devices", "x64")
+
+
+def test_shards_of_other_documents_or_another_axis_are_refused():
+    x, mesh = jnp.ones((1, 23)), Case("ring", (2,)).mesh
+    with pytest.raises(ShapeError, match=r"seq_info: expected offsets that rise from 0 to the row's 23 positions"):
+        shard_sequence(x, mesh, layout="striped", seq_info=SeqInfo.from_lengths((5,)))
+    with pytest.raises(ShapeError, match="dim=2: expected one of the 2 axes of x"):
+        shard_sequence(x, mesh, dim=2)
+    with pytest.raises(SpecError, match=r"length=23\.0: expected the positions of the whole row"):
+        unshard_sequence(x, mesh, length=23.0)
+
+
+@pytest.mark.parametrize("sizes", [(3,), (2, 2)])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+def test_shards_hold_what_the_layout_says_and_go_back(layout, sizes):
+    case = Case("ring", sizes, layout)
+    tokens = jnp.arange(1, 24)[None]
+    options = {"axis_name": case.axis_name, "layout": layout}
+    cut_up = shard_sequence(tokens, case.mesh, **options)
+    np.testing.assert_array_equal(np.asarray(cut_up)[0], np.where(case.table(0) < 23, case.table(0) + 1, 0))
+    assert cut_up.sharding.shard_shape(cut_up.shape)[1] == len(case.table(0)) // int(np.prod(sizes))
+    np.testing.assert_array_equal(unshard_sequence(cut_up, case.mesh, length=23, **options), tokens)
+
+    def inside(tokens: Any) -> Any:
+        mine = shard_sequence(tokens, **options)
+        return mine, unshard_sequence(mine, length=23, **options)[None]
+
+    row = P(None, tuple(case.mesh.axis_names))
+    mapped = jax.shard_map(inside, mesh=case.mesh, in_specs=P(), out_specs=(row, P(row[1])))
+    mine, whole = jax.jit(mapped)(tokens)
+    np.testing.assert_array_equal(mine, cut_up)
+    assert (np.asarray(whole) == np.asarray(tokens)).all() and len(whole) == int(np.prod(sizes))

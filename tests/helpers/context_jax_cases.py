@@ -1,0 +1,250 @@
+"""Calls with context parallelism in JAX on meshes of CPU devices, held to the float64 reference on the whole row.
+
+Shards are filled with NaN wherever they hold no position, and so are the gradients that come in there: no NaN may reach
+a result.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import cpu_meshes
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from attn_core import SeqInfo
+from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
+from attn_core.call.options import Options, checked
+from attn_core.call.tensors import Inputs
+from attn_core.context_parallel import places
+from attn_core.context_parallel.layout import build_layout
+from attn_core.correctness import reference
+from jax_frontend import context_parallel_attention
+
+COLLECTIVES = re.compile(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
+NEAR = 1e-9
+DOCUMENTS = (0, 5, 5, 16, 23)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call over ``sizes`` ranks: one axis, or (outer, inner)."""
+
+    strategy: str
+    sizes: tuple[int, ...]
+    layout: str = "zigzag"
+    lengths: tuple[int, int] = (23, 23)
+    heads: tuple[int, int] = (4, 2)
+    dims: tuple[int, int] = (5, 5)
+    batch: int = 2
+    documents: tuple[int, ...] | None = None
+    sinks: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    keywords: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def mesh(self) -> Mesh:
+        count = int(np.prod(self.sizes))
+        return Mesh(np.array(cpu_meshes.devices(count)).reshape(self.sizes), ("outer", "inner")[: len(self.sizes)])
+
+    @property
+    def axis_name(self) -> Any:
+        return "outer" if len(self.sizes) == 1 else ("outer", "inner")
+
+    @property
+    def info(self) -> SeqInfo | None:
+        return None if self.documents is None else SeqInfo.from_lengths(np.diff(self.documents).tolist())
+
+    def table(self, side: int) -> np.ndarray:
+        """``[world * shard]``: the position at every place."""
+        documents = self.documents if self.layout == "zigzag" else None
+        sizes = self.sizes if len(self.sizes) == 2 else (*self.sizes, 1)
+        return places.positions_by_shard(build_layout(self.layout, self.lengths[side], *sizes, documents)).ravel()
+
+    def row(self, seed: int, side: int, heads: int, dim: int) -> np.ndarray:
+        shape = (self.lengths[side], heads, dim) if self.documents else (self.batch, self.lengths[side], heads, dim)
+        return np.random.default_rng(seed).standard_normal(shape)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        (heads, kv_heads), (dim, value_dim) = self.heads, self.dims
+        found = {
+            "q": self.row(0, 0, heads, dim),
+            "k": self.row(1, 1, kv_heads, dim),
+            "v": self.row(2, 1, kv_heads, value_dim),
+            "dout": self.row(3, 0, heads, value_dim),
+        }
+        if self.sinks:
+            found["sinks"] = np.random.default_rng(4).standard_normal(heads)
+        if self.options.get("return_lse"):
+            found["dlse"] = np.moveaxis(self.row(5, 0, heads, 1)[..., 0], -1, -2)  # [batch, heads, length]
+        return found
+
+
+def to_shards(array: np.ndarray, table: np.ndarray, axis: int) -> np.ndarray:
+    """Shards end to end, NaN where they hold nothing."""
+    padded = np.concatenate([array, np.full_like(array.take([0], axis), np.nan)], axis)
+    return padded.take(table, axis)
+
+
+def from_shards(array: Any, table: np.ndarray, length: int, axis: int, padding: float = 0.0) -> np.ndarray:
+    """A row of shards in the order of positions; what lies in places that hold none is ``padding``."""
+    found, index = np.asarray(array, np.float64), np.argsort(table, kind="stable")
+    rest = found.take(index[length:], axis)
+    assert (rest == padding).all(), f"places without a position hold {rest}"
+    return found.take(index[:length], axis)
+
+
+def reference_results(case: Case, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The reference's results on the whole row."""
+    facts = {
+        name: ArrayFacts(arrays[name].shape, "float64", "cpu") for name in ("q", "k", "v", "sinks") if name in arrays
+    }
+    options, inputs = (
+        checked(Options(**case.options)),
+        Inputs(*(arrays[name] for name in "qkv"), sinks=arrays.get("sinks")),
+    )
+    if case.info is not None:
+        offsets = np.asarray(case.documents, np.int32)
+        facts |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ArrayFacts(offsets.shape, "int32", "cpu"))
+        options = options._replace(max_len_q=case.info.max_len_q, max_len_k=case.info.max_len_k)
+        inputs = inputs._replace(cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    spec = build_spec(Arrays(**facts), options, needs_backward=True)
+    out, lse = reference.forward(spec, inputs)
+    gradients = reference.backward(spec, inputs, out, lse, arrays["dout"], arrays.get("dlse"))
+    return {"out": out, "lse": lse} | {name: each for name, each in gradients._asdict().items() if each is not None}
+
+
+def program(case: Case, call: Any = None, **keywords: Any) -> Any:
+    """A function of shards end to end that gives out, lse, dq, dk, dv and dsinks by name."""
+    options = {"strategy": case.strategy, "layout": case.layout, "seq_info": case.info, **case.options, **case.keywords}
+    options |= {"length": None if case.documents else case.lengths, "mesh": case.mesh, "axis_name": case.axis_name}
+    call = call or partial(context_parallel_attention, **options | keywords)
+
+    def run(given: dict[str, Any]) -> dict[str, Any]:
+        learned = {name: given[name] for name in ("q", "k", "v", "sinks") if name in given}
+        found, pull = jax.vjp(lambda learned: call(**learned), learned)
+        cotangents = (given["dout"], given["dlse"]) if "dlse" in given else given["dout"]
+        (gradients,) = pull(cotangents)
+        out, lse = found if "dlse" in given else (found, None)
+        return {"out": out, "lse": lse} | {f"d{name}": each for name, each in gradients.items()}
+
+    return jax.jit(run)
+
+
+def sharded_arrays(case: Case, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    packed = case.documents is not None
+    axes = {
+        "q": (0, 1 - packed),
+        "k": (1, 1 - packed),
+        "v": (1, 1 - packed),
+        "dout": (0, 1 - packed),
+        "dlse": (0, 2 - packed),
+    }
+    return {
+        name: jnp.asarray(to_shards(array, case.table(axes[name][0]), axes[name][1]) if name in axes else array)
+        for name, array in arrays.items()
+    }
+
+
+def differences(case: Case, found: dict[str, Any], right: dict[str, np.ndarray]) -> dict[str, float]:
+    """The largest difference of each result from the reference's."""
+    packed, worst = case.documents is not None, {}
+    for name, array in found.items():
+        if array is None:
+            continue
+        if name != "dsinks":
+            side, axis = int(name in ("dk", "dv")), (2 if name == "lse" else 1) - packed
+            array = from_shards(array, case.table(side), case.lengths[side], axis, -np.inf if name == "lse" else 0.0)
+        array, truth = np.asarray(array), right[name]
+        assert array.shape == truth.shape and (np.isfinite(array) == np.isfinite(truth)).all(), name
+        seen = np.isfinite(truth)
+        worst[name] = float(abs(array[seen] - truth[seen]).max(initial=0.0))
+    return worst
+
+
+def check(case: Case, **keywords: Any) -> None:
+    arrays = case.arrays()
+    worst = differences(case, program(case, **keywords)(sharded_arrays(case, arrays)), reference_results(case, arrays))
+    assert max(worst.values()) < NEAR, worst
+
+
+FULL = {"layout": "contiguous", "lengths": (13, 23), "dims": (5, 3)}
+CAUSAL = {"options": {"causal": True}}
+BAND = {"layout": "striped", "lengths": (22, 22), "options": {"window": (4, 2)}}
+SCORES = {"sinks": True, "options": {"causal": True, "softcap": 2.0, "scale": 0.7, "return_lse": True}}
+ROWS = {"layout": "contiguous", "documents": DOCUMENTS, "options": {"causal": True, "window": 4}}
+ZIGZAG_ROWS = {"documents": DOCUMENTS, "sinks": True, "options": {"causal": True, "return_lse": True}}
+UNEVEN = {"layout": "contiguous", "lengths": (23, 11), "sinks": True}  # rows that see none
+UNEVEN |= {"options": {"causal": True, "return_lse": True}}
+CASES = {
+    "ring-4-full": Case("ring", (4,), **FULL),
+    "ring-3-causal": Case("ring", (3,), **CAUSAL),
+    "ring-4-band": Case("ring", (4,), **BAND),
+    "ring-2-scores": Case("ring", (2,), **SCORES),
+    "ring-3-rows": Case("ring", (3,), **ROWS),
+    "ring-4-zigzag-rows": Case("ring", (4,), **ZIGZAG_ROWS),
+    "ring-4-uneven": Case("ring", (4,), **UNEVEN),
+    "ring-4-halo": Case("ring", (4,), "contiguous", options={"causal": True, "window": 5}),
+    "all_gather-3-full": Case("all_gather", (3,), **FULL),
+    "all_gather-4-causal": Case("all_gather", (4,), **CAUSAL, keywords={"head_groups": 2}),
+    "all_gather-2-band": Case("all_gather", (2,), **BAND),
+    "all_gather-4-scores": Case("all_gather", (4,), **SCORES),
+    "all_gather-3-zigzag-rows": Case("all_gather", (3,), **ZIGZAG_ROWS),
+    "all_gather-2-uneven": Case("all_gather", (2,), **UNEVEN),
+    "ulysses-2-full": Case("ulysses", (2,), **FULL),
+    "ulysses-4-causal": Case("ulysses", (4,), heads=(8, 2), **CAUSAL),  # each kv head on two devices
+    "ulysses-3-scores": Case("ulysses", (3,), heads=(6, 2), **SCORES),  # three copies of each kv head
+    "ulysses-4-rows": Case("ulysses", (4,), heads=(8, 8), **ROWS, keywords={"head_groups": 2}),
+    "ulysses-2-zigzag-rows": Case("ulysses", (2,), **ZIGZAG_ROWS),
+    "ring-2x2-causal": Case("ring", (2, 2), **CAUSAL),
+    "ring-2x2-scores": Case("ring", (2, 2), heads=(8, 4), **SCORES, keywords={"head_groups": 2}),
+    "ring-2x2-band": Case("ring", (2, 2), **BAND),
+    "ring-2x2-zigzag-rows": Case("ring", (2, 2), **ZIGZAG_ROWS),
+    "all_gather-2x2-full": Case("all_gather", (2, 2), heads=(4, 1), **FULL),
+    "all_gather-2x2-zigzag-rows": Case("all_gather", (2, 2), **ZIGZAG_ROWS),
+}
+CALLED = {
+    f"{strategy}-{layout}-{'x'.join(map(str, sizes))}{'-wide' if dims[0] != dims[1] else ''}": Case(
+        strategy, sizes, layout, (32, 32), batch=1, dims=dims, sinks=sinks, options={"causal": True, **options}
+    )
+    for strategy, layout, sizes, dims, sinks, options in (
+        ("all_gather", "zigzag", (2,), (5, 5), False, {}),
+        ("all_gather", "zigzag", (4,), (5, 5), True, {"return_lse": True}),
+        ("all_gather", "zigzag", (4,), (5, 3), False, {}),
+        ("all_gather", "zigzag", (2, 2), (5, 5), False, {"softcap": 2.0}),
+        ("ring", "zigzag", (2,), (5, 5), False, {}),
+        ("ring", "zigzag", (4,), (5, 3), False, {}),
+        ("ring", "zigzag", (2, 2), (5, 5), True, {}),
+    )
+}
+
+
+def forward_call(case: Case, **keywords: Any) -> Any:
+    """A forward of shards end to end: q, k and v."""
+    options = {"strategy": case.strategy, "layout": case.layout, "mesh": case.mesh, "axis_name": case.axis_name}
+    options |= {"seq_info": case.info} if case.documents else {"length": case.lengths}
+    return partial(context_parallel_attention, **{**options, **case.options, "backend": "math", **keywords})
+
+
+def operations(jaxpr: Any) -> Iterator[tuple[str, bool]]:
+    """(name, whether in a branch) of every operation of a traced program, in the order in which it is written."""
+    return ((equation.primitive.name, branch) for equation, branch in equations(jaxpr))
+
+
+def equations(jaxpr: Any, branch: bool = False) -> Iterator[tuple[Any, bool]]:
+    """The same, each operation whole."""
+    for equation in jaxpr.eqns:
+        inner = [
+            each for each in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")) if each is not None
+        ]
+        yield equation, branch
+        if equation.primitive.name not in ("attn_forward", "attn_backward", "attn_step"):
+            for each in inner:
+                if hasattr(each, "eqns"):
+                    yield from equations(each, branch or equation.primitive.name == "cond")
