@@ -114,7 +114,7 @@ def attention(
     try:
         shortcut = call_plan.shortcut
         if shortcut is None and needs_backward:
-            return autograd.Attention.apply(call_plan, q, k, v)
+            return autograd.AttentionFunction.apply(call_plan, q, k, v)
         out, lse = shortcut(q, k, v) if shortcut else call_plan.forward(call_plan.spec, Inputs(q, k, v))
     except RuntimeError:  # a kernel raises it for a layout that it cannot read; check_tensor names that argument
         for name, tensor in zip("qkv", (q, k, v), strict=True):
@@ -227,7 +227,7 @@ def attend(inputs: Inputs, options: Options, backend: Any) -> Any:
     check_offsets(call_plan.spec, inputs)
     with autocast.switched_off(inputs.q.device):
         if needs_backward:
-            return autograd.Attention.apply(call_plan, *inputs)
+            return autograd.AttentionFunction.apply(call_plan, *inputs)
         out, lse = plan.run_forward(call_plan, inputs)
     return (out, lse) if options.return_lse else out
 

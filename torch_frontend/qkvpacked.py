@@ -67,7 +67,7 @@ def attention_qkvpacked(
 
 
 class QkvAttention(torch.autograd.Function):
-    """``autograd.Attention`` with q, k and v in one tensor.
+    """``autograd.AttentionFunction`` with q, k and v in one tensor.
 
     Arguments: the plan, qkv, then the fields of ``Inputs`` from mask on.
     """

@@ -13,7 +13,7 @@ from typing import Any
 
 from attn_core.backends.contract import (
     Backend,
-    own_warm_up,
+    backend_warm_up,
     program_refusals,
     reads_pages_alone,
     shortcut,
@@ -40,7 +40,7 @@ __all__ = [
     "load",
     "modules",
     "names",
-    "own_warm_up",
+    "backend_warm_up",
     "program_refusals",
     "reads_pages_alone",
     "shortcut",

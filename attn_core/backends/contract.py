@@ -81,6 +81,6 @@ def program_refusals(backend: Backend, spec: AttentionSpec, device: str) -> tupl
     return None if refuses is None else refuses(spec, device)
 
 
-def own_warm_up(backend: Backend) -> Callable[[AttentionSpec], None] | None:
+def backend_warm_up(backend: Backend) -> Callable[[AttentionSpec], None] | None:
     """Returns a backend's own ``warm_up``, which compiles its kernels ahead on the current device, or None."""
     return getattr(backend, "warm_up", None)

@@ -131,11 +131,11 @@ def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
             f"v_pages: expected the strides of k_pages, {list(k.stride())}, which {NAME} reads both by, "
             f"got {list(v.stride())}; a pool is never copied"
         )
-    offsets, rows = _on_the_host(spec, inputs)
+    offsets, rows = _checked_on_host(spec, inputs)
     wrapper = _wrapper(inputs.q.device)
     wrapper.plan(
         qo_indptr=offsets,
-        **_named(rows),
+        **_plan_arguments(rows),
         **lower(spec),
         q_data_type=inputs.q.dtype,
         kv_data_type=k.dtype,
@@ -145,7 +145,7 @@ def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
     return out, (lse * math.log(2)).T  # [tokens, heads] -> [heads, tokens]
 
 
-def _on_the_host(spec: AttentionSpec, inputs: Any) -> tuple[Any, PagedRows]:
+def _checked_on_host(spec: AttentionSpec, inputs: Any) -> tuple[Any, PagedRows]:
     """Returns the queries' int32 offsets as a CPU tensor, and the table's rows, both checked by value."""
     import torch
 
@@ -157,13 +157,13 @@ def _on_the_host(spec: AttentionSpec, inputs: Any) -> tuple[Any, PagedRows]:
     return offsets, rows_of_table(table, lengths, spec.paged.page_size)
 
 
-def _named(rows: PagedRows) -> dict[str, Any]:
+def _plan_arguments(rows: PagedRows) -> dict[str, Any]:
     import torch
 
     return {f"paged_kv_{name}": torch.from_numpy(array) for name, array in rows._asdict().items()}
 
 
-_OF_THREAD = threading.local()
+_PER_THREAD = threading.local()
 """Each thread's wrappers, by device and stream: simultaneous calls must not plan in one workspace."""
 
 
@@ -171,7 +171,7 @@ def _wrapper(device: Any) -> Any:
     import torch
 
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    wrappers: dict[Any, Any] = _OF_THREAD.__dict__.setdefault("wrappers", {})
+    wrappers: dict[Any, Any] = _PER_THREAD.__dict__.setdefault("wrappers", {})
     if (device, stream) not in wrappers:
         workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
         make = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper

@@ -95,7 +95,7 @@ def _mask_reasons(spec: AttentionSpec) -> list[str]:
 def _size_reasons(spec: AttentionSpec, device: str, version: tuple[int, ...]) -> list[str]:
     reasons = []
     if spec.head_dim > 128 and (device != "sm90" or version < WIDE_HEADS):
-        reasons.append(f"head_dim={spec.head_dim} on {device}: cuDNN {_spoken(version)} stops at 128")
+        reasons.append(f"head_dim={spec.head_dim} on {device}: cuDNN {_version_text(version)} stops at 128")
     if spec.kv_len == 1:
         reasons.append("kv_len=1: cuDNN's kernel needs two keys")
     if spec.needs_backward and (spec.q_len % 2 or spec.kv_len % 2):
@@ -116,14 +116,14 @@ def _faults(spec: AttentionSpec, device: str, version: tuple[int, ...]) -> list[
     causal = _causal(spec) and spec.mask_shape is None
     if not causal and spec.kv_len % 128 == 64 and version < NAN_FIXED:
         reasons.append(
-            f"backward: kv_len={spec.kv_len}: cuDNN {_spoken(version)} can give NaN where kv_len % 128 == 64"
+            f"backward: kv_len={spec.kv_len}: cuDNN {_version_text(version)} can give NaN where kv_len % 128 == 64"
         )
     if spec.q_len == 1 and version[:2] == NAN_FIXED:
-        reasons.append(f"backward: q_len=1: cuDNN {_spoken(version)} can give NaN for a single query")
+        reasons.append(f"backward: q_len=1: cuDNN {_version_text(version)} can give NaN for a single query")
     return reasons
 
 
-def _spoken(version: tuple[int, ...]) -> str:
+def _version_text(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version)) or "(of unknown version)"
 
 
@@ -131,7 +131,7 @@ def probe() -> str:
     """Checks for jax's attention and a CUDA plugin's cuDNN, and returns jax's version."""
     import jax
 
-    _ = (jax_nn.own(), _cudnn_version())
+    _ = (jax_nn.jax_function(), _cudnn_version())
     return jax.__version__
 
 
@@ -139,7 +139,7 @@ def build() -> Build:
     """Returns the version of the cuDNN that jax has loaded."""
     number = _cudnn_version()
     version = (number // 10000, number // 100 % 100, number % 100)  # 91900 is 9.19.0
-    return Build(f"cuDNN {_spoken(version)}", version=version)
+    return Build(f"cuDNN {_version_text(version)}", version=version)
 
 
 def _cudnn_version() -> int:

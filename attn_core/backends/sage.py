@@ -55,7 +55,7 @@ class Function(NamedTuple):
     compiled: str = ""
 
 
-def _named(kernel: str, *devices: str) -> Support:
+def _claims_2x(kernel: str, *devices: str) -> Support:
     """The claims of a kernel of 2.x. This project has run 1.x alone on a GPU."""
     name = f"SageAttention's {kernel} kernel"
     return replace(FORWARD, kernel=name, devices=devices or FORWARD.devices, unproven=True)
@@ -65,13 +65,13 @@ _TWO_SUMS = {"pv_accum_dtype": "fp32+fp32"}
 """The fp8 tensor cores add with 22 bits of a float32; every few steps the sum is added to a full float32."""
 FUNCTIONS = {
     "auto": Function("sageattn", FORWARD, {}),
-    "fp16_triton": Function("sageattn_qk_int8_pv_fp16_triton", _named("fp16 Triton"), {}),
+    "fp16_triton": Function("sageattn_qk_int8_pv_fp16_triton", _claims_2x("fp16 Triton"), {}),
     "fp16_cuda": Function(
-        "sageattn_qk_int8_pv_fp16_cuda", _named("fp16 CUDA"), {"pv_accum_dtype": "fp32"}, "SM80_ENABLED"
+        "sageattn_qk_int8_pv_fp16_cuda", _claims_2x("fp16 CUDA"), {"pv_accum_dtype": "fp32"}, "SM80_ENABLED"
     ),
-    "fp8_cuda": Function("sageattn_qk_int8_pv_fp8_cuda", _named("fp8 CUDA", "sm89"), _TWO_SUMS, "SM89_ENABLED"),
+    "fp8_cuda": Function("sageattn_qk_int8_pv_fp8_cuda", _claims_2x("fp8 CUDA", "sm89"), _TWO_SUMS, "SM89_ENABLED"),
     "fp8_cuda_sm90": Function(
-        "sageattn_qk_int8_pv_fp8_cuda_sm90", _named("fp8 Hopper", "sm90"), _TWO_SUMS, "SM90_ENABLED"
+        "sageattn_qk_int8_pv_fp8_cuda_sm90", _claims_2x("fp8 Hopper", "sm90"), _TWO_SUMS, "SM90_ENABLED"
     ),
 }
 _KEYS, _ROWS = 64, 128
@@ -160,7 +160,7 @@ def _width(dim: int) -> int:
     return 64 if dim <= 64 else 128
 
 
-def _half(word: str, spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
+def _forward(word: str, spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
     """Returns (out, lse) at a width that the kernels have. The log-sum-exp is NaN if it was not requested."""
     import torch
 
@@ -180,13 +180,14 @@ def _half(word: str, spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[An
             return result[:, : spec.q_len], q.new_full(spec.lse_shape, torch.nan, dtype=torch.float32)
         out, lse = result[0][:, : spec.q_len], result[1][..., : spec.q_len]
         means = mean.float().repeat_interleave(spec.group_size, dim=2)
-        taken = (q.float() * means).sum(-1).transpose(1, 2)  # [batch, heads, q_len]: q . mean, taken from every score
-        return out, lse + spec.scale * taken
+        # Subtracting k's mean took q . mean from every score of a row: [batch, heads, q_len]
+        mean_share = (q.float() * means).sum(-1).transpose(1, 2)
+        return out, lse + spec.scale * mean_share
 
 
 @cache
 def _kernel(word: str) -> rewrites.Kernel:
-    return rewrites.Kernel(partial(_half, word), _no_gradient, _width)
+    return rewrites.Kernel(partial(_forward, word), _no_gradient, _width)
 
 
 def _no_gradient(*_: Any) -> Gradients:

@@ -159,16 +159,16 @@ class AttentionSpec:
             f"heads {heads}",
             f"head_dim {self.head_dim}" + (f"/{self.value_dim}" if self.value_dim != self.head_dim else ""),
         ]
-        return ", ".join(parts + [text for text in map(self._spoken, fields(self)) if text])
+        return ", ".join(parts + [text for text in map(self._text_of, fields(self)) if text])
 
-    def _spoken(self, field) -> str:  # the optional fields that differ from their defaults
+    def _text_of(self, field) -> str:  # the optional fields that differ from their defaults
         name, value = field.name, getattr(self, field.name)
-        if field.default is value or value == field.default or name in _SPOKEN_ELSEWHERE:
+        if field.default is value or value == field.default or name in _WRITTEN_FIRST:
             return ""
         return name if value is True else f"{name}={value}"
 
 
-_SPOKEN_ELSEWHERE = (
+_WRITTEN_FIRST = (
     *("batch", "q_len", "kv_len", "num_heads", "num_kv_heads", "head_dim", "value_dim", "dtype"),
     "scale",
 )

@@ -62,7 +62,7 @@ def bag_of(config: Any, name: str) -> Mapping[str, Any]:
     return bag
 
 
-def stated_in(config: Any, branch: str) -> dict[str, Option]:
+def read_options(config: Any, branch: str) -> dict[str, Option]:
     """Returns every option by our name, with its value if a bag of the config states one.
 
     If the bag of the host's branch states dropout, that value counts: hosts drop weights in some branches only.
@@ -72,13 +72,13 @@ def stated_in(config: Any, branch: str) -> dict[str, Option]:
     """
     names = (*dict.fromkeys(_FLASH.values()), "mask", "triangle", "blocks")
     stated = {name: Option(name) for name in names}
-    own_dropout = _states_dropout(config, branch)
+    branch_states_dropout = _states_dropout(config, branch)
     for bag, spellings in BAGS.items():
         for key, value in bag_of(config, bag).items():
             if key not in spellings:
                 raise SpecError(f"config.{bag}[{key!r}]: unknown; expected one of {', '.join(spellings)}")
             option = spellings[key]
-            if option == "dropout" and own_dropout and bag != f"{branch}_kwargs":
+            if option == "dropout" and branch_states_dropout and bag != f"{branch}_kwargs":
                 continue
             if option == "mask" and value is not None:
                 state_mask(stated, value, f"config.{bag}[{key!r}]")

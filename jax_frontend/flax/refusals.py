@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from attn_core.backends.shared.xla_precision import in_force, level_in_force
+from attn_core.backends.shared.xla_precision import current_precision, current_precision_level
 from attn_core.errors import SpecError
 
 
@@ -37,9 +37,9 @@ def check_precision(precision: Any, dtype: Any) -> None:
                 f"precision={precision!r}: expected None, a jax.lax.Precision or its name; kernels choose the "
                 "algorithm of their multiplications"
             ) from None
-        if dtype == jnp.float32 and level > level_in_force():
+        if dtype == jnp.float32 and level > current_precision_level():
             raise SpecError(
-                f"precision={precision!r}: jax.default_matmul_precision is {in_force()!r} here, and a layer "
+                f"precision={precision!r}: jax.default_matmul_precision is {current_precision()!r} here, and a layer "
                 "cannot ask for more; raise it, or leave it unset (then float32 is multiplied at HIGHEST)"
             )
 

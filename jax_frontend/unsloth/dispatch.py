@@ -18,8 +18,8 @@ from attn_core.dropins.unsloth.arguments import (
     documents,
     preference,
 )
-from attn_core.dropins.unsloth.meaning import Meaning, check_mask, interpret
 from attn_core.dropins.unsloth.prefix import resolve_prefix_seg_info
+from attn_core.dropins.unsloth.request import UnslothRequest, check_mask, interpret
 from attn_core.errors import DTypeError, SpecError
 from attn_core.selection import override
 from jax_frontend.attention import attention
@@ -58,51 +58,51 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Arra
     for name, array in (("Q", Q), ("K", K), ("V", V)):
         check_array(name, array)
     check_sizes(config, context, Q.shape, K.shape, V.shape)
-    meaning = interpret(config, context)
+    request = interpret(config, context)
     backend = override.requested() or preference(config, "jax", device_name(Q))
     half = computed_in(*(str(array.dtype) for array in (Q, K, V)))
     same_dtype = (array if half is None else array.astype(half) for array in (Q, K, V))
     q, k, v = (array.swapaxes(1, 2) for array in same_dtype)  # [bsz, len, heads, head_dim]
     if context.prefix_seg_info is not None:
-        return prefix.attend(q, k, v, meaning, context, backend).astype(Q.dtype)
-    if meaning.dropout and 0 < meaning.dropout < 1:  # attention raises an error for any other value
+        return prefix.attend(q, k, v, request, context, backend).astype(Q.dtype)
+    if request.dropout and 0 < request.dropout < 1:  # attention raises an error for any other value
         raise SpecError(
-            f"dropout_p={meaning.dropout}: expected 0, because run_attention has no argument for the PRNG key that "
+            f"dropout_p={request.dropout}: expected 0, because run_attention has no argument for the PRNG key that "
             "dropout needs in JAX; call jax_frontend.attention with dropout_rng="
         )
-    mask, bias = split_mask(meaning, context)
-    info = meaning.documents or documents(context)
+    mask, bias = split_mask(request, context)
+    info = request.documents or documents(context)
     if info is not None:
         q, k, v = (array.reshape(-1, *array.shape[2:]) for array in (q, k, v))  # [bsz * len, heads, head_dim]
     out = attention(
         q,
         k,
         v,
-        causal=meaning.causal,
-        window=meaning.window,
-        softcap=meaning.softcap,
-        scale=meaning.scale,
+        causal=request.causal,
+        window=request.window,
+        softcap=request.softcap,
+        scale=request.scale,
         mask=mask,
         bias=bias,
-        alibi_slopes=meaning.alibi_slopes,
+        alibi_slopes=request.alibi_slopes,
         seq_info=info,
-        dropout=meaning.dropout,
-        deterministic=meaning.deterministic,
+        dropout=request.dropout,
+        deterministic=request.deterministic,
         backend=backend,
     )
     return out.reshape(context.bsz, context.q_len, context.n_heads, V.shape[3]).astype(Q.dtype)
 
 
-def split_mask(meaning: Meaning, context: AttentionContext) -> tuple[Array | None, Array | None]:
-    """Returns Unsloth's mask as (bool mask, additive bias) with four axes; ``Meaning`` says what each rank means."""
-    array = meaning.mask
+def split_mask(request: UnslothRequest, context: AttentionContext) -> tuple[Array | None, Array | None]:
+    """Returns Unsloth's mask as (bool mask, additive bias) of four axes. See ``UnslothRequest.mask`` for its ranks."""
+    array = request.mask
     if array is None:
         return None, None
-    check_array(meaning.mask_name, array)
-    check_mask(meaning, context)
-    if meaning.keep:
+    check_array(request.mask_name, array)
+    check_mask(request, context)
+    if request.keep:
         keys = array.astype(bool)
-        if context.seq_info is not None or meaning.documents is not None:  # rows are laid end to end, so their keys are
+        if context.seq_info is not None or request.documents is not None:  # rows are laid end to end, so their keys are
             keys = keys.reshape(1, -1)
         return keys[:, None, None, :], None
     table = array[:, None] if array.ndim == 3 else array
@@ -111,7 +111,7 @@ def split_mask(meaning: Meaning, context: AttentionContext) -> tuple[Array | Non
     if jnp.issubdtype(table.dtype, jnp.floating):
         return None, table
     raise DTypeError(
-        f"{meaning.mask_name}: expected bool (True = visible) or a float to be added, got {table.dtype} of shape "
+        f"{request.mask_name}: expected bool (True = visible) or a float to be added, got {table.dtype} of shape "
         f"{list(array.shape)}; a 0/1 mask becomes bool by mask != 0"
     )
 

@@ -18,7 +18,7 @@ from oracle_cases import make
 
 from attn_core import AttentionSpec, PagedKV, SeqInfo, Target, backends, explain
 from attn_core.backends.flash3 import backend as flash3
-from attn_core.backends.flash3.fp8 import SMALLEST, quantised
+from attn_core.backends.flash3.fp8 import SMALLEST, quantise
 from attn_core.backends.shared import build_trials
 from attn_core.backends.shared.flash3_operators import Operators, plan
 from attn_core.backends.support import Build
@@ -494,7 +494,7 @@ def test_quantised_values_are_within_e4m3s_error(offsets: list[int] | None, dtyp
     values = torch.randn(shape, generator=generator) * torch.tensor([1e-3, 1e-3, 1.0, 7.0, 900.0, 2.0])[:, None]
     values = values.to(getattr(torch, dtype))
     cu = None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
-    rounded, factors = quantised(values, 3, cu)
+    rounded, factors = quantise(values, 3, cu)
     assert rounded.dtype == torch.float8_e4m3fn and rounded.shape == values.shape
     assert factors.dtype == torch.float32 and factors.shape == ((3, 3) if offsets is None else (4, 3))
     found = dequantised(rounded, factors, cu)
@@ -507,23 +507,23 @@ def test_quantised_values_are_within_e4m3s_error(offsets: list[int] | None, dtyp
 def test_zeros_and_tiny_values_give_no_nan() -> None:
     values = torch.zeros(2, 5, 4, 16, dtype=torch.bfloat16)
     values[1, :, 2:] = torch.finfo(torch.bfloat16).smallest_normal
-    rounded, factors = quantised(values, 2)
+    rounded, factors = quantise(values, 2)
     assert (factors > 0).all() and torch.isfinite(factors).all() and torch.isfinite(rounded.float()).all()
     assert (dequantised(rounded, factors) - values.float()).abs().max() <= SMALLEST
     huge = torch.full((1, 3, 2, 16), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
-    rounded, factors = quantised(huge, 2)
+    rounded, factors = quantise(huge, 2)
     assert (rounded.float() == 448).all() and torch.isfinite(factors).all()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_non_finite_value_changes_only_its_own_element(value: float) -> None:
     values = torch.randn(2, 5, 4, 16, generator=torch.Generator().manual_seed(1))
-    clean, factors = quantised(values, 2)
+    clean, factors = quantise(values, 2)
     largest = values[1, :, :2].abs().amax()
     broken = values.clone()
     broken[1, 2, 1, 3] = value
     assert values[1, 2, 1, 3].abs() < largest
-    rounded, same = quantised(broken, 2)
+    rounded, same = quantise(broken, 2)
     assert torch.equal(factors, same)
     differs = rounded.float() != clean.float()
     assert differs.sum() == 1 and torch.isnan(rounded.float()[1, 2, 1, 3])
@@ -532,9 +532,9 @@ def test_a_non_finite_value_changes_only_its_own_element(value: float) -> None:
 def test_tokens_outside_every_document_do_not_affect_the_scale() -> None:
     values = torch.randn(9, 2, 16, generator=torch.Generator().manual_seed(2))
     offsets = torch.tensor([0, 4, 7], dtype=torch.int32)
-    _, factors = quantised(values, 2, offsets)
+    _, factors = quantise(values, 2, offsets)
     values[7:] = 1e9
-    rounded, same = quantised(values, 2, offsets)
+    rounded, same = quantise(values, 2, offsets)
     assert torch.equal(factors, same) and rounded.shape == values.shape
 
 

@@ -547,7 +547,7 @@ def test_score_functions_are_passed_to_the_kernel(kernel: Kernel) -> None:
     functions = flash4_scores.score_functions(30.0)
     forward, backward = kernel.calls
     assert forward["score_mod"] is functions.forward and "score_mod_bwd" not in forward
-    assert backward["score_mod"] is functions.again and backward["score_mod_bwd"] is functions.gradient
+    assert backward["score_mod"] is functions.recompute and backward["score_mod_bwd"] is functions.gradient
     assert all("softcap" not in call and "learnable_sink" not in call for call in kernel.calls)
 
 

@@ -20,7 +20,7 @@ from attn_core.backends.jax_xla import (
 from attn_core.backends.jax_xla import (
     tiles,
 )
-from attn_core.backends.jax_xla.tiles import Blocks
+from attn_core.backends.jax_xla.tiles import BlockSizes
 from attn_core.backends.shared.jax_offsets import safe_offsets
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
@@ -164,7 +164,7 @@ def test_float64_matches_the_reference(name):
 @pytest.mark.parametrize("name", ["packed, everything", "bias of heads", "window, rows that see nothing", "sinks"])
 def test_results_do_not_depend_on_the_block_size(name, monkeypatch):
     """The blocks are far smaller than the lengths, and the last one is ragged. Every feature crosses their borders."""
-    monkeypatch.setattr(jax_xla, "LARGEST_BLOCKS", {"cpu": Blocks(5, 3), "cuda": Blocks(7, 4)})
+    monkeypatch.setattr(jax_xla, "LARGEST_BLOCKS", {"cpu": BlockSizes(5, 3), "cuda": BlockSizes(7, 4)})
     monkeypatch.setattr(jax_xla, "MAX_SCORES", 0)
     compare(replace(CASES[name], deterministic=True))  # a new spec, so that jit traces the small blocks
 
@@ -214,7 +214,7 @@ def test_lower_to_blocks(changes):
 
 def test_blocks_divide_the_length_evenly():
     spec = replace(DENSE, q_len=257, kv_len=5)
-    assert tiles.block_sizes(spec, Blocks(256, 256)) == (129, 5)
+    assert tiles.block_sizes(spec, BlockSizes(256, 256)) == (129, 5)
     assert jax_xla.lower(spec)["blocks"] == {"cpu": (129, 5), "cuda": (257, 5)}
 
 

@@ -514,11 +514,11 @@ def test_empty_rows_finds_every_row_that_sees_nothing(seed: int) -> None:
 def test_aligned_masks_have_rows_that_kernels_can_load() -> None:
     for keys in (7, 8, 13):
         for whole in (torch.randn(2, 1, 5, keys), torch.randn(2, 1, keys, 5).mT, torch.randn(2, 1, 5, 1)):
-            found = aten_masks.aligned(whole, keys)
+            found = aten_masks.align_rows(whole, keys)
             assert torch.equal(found, whole.expand(2, 1, 5, keys))
             assert found.stride(-1) == 1 and found.stride(-2) % 8 == 0 and found.data_ptr() % 16 == 0
     fits = torch.randn(2, 1, 5, 16)
-    assert aten_masks.aligned(fits, 16) is fits, "no copy of what is right"
+    assert aten_masks.align_rows(fits, 16) is fits, "no copy of what is right"
 
 
 def test_a_mask_takes_the_dtype_of_q_and_a_bias_keeps_float32() -> None:

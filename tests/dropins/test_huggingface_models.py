@@ -68,11 +68,11 @@ def test_every_model_that_looks_up_no_function_is_refused() -> None:
             if not hasattr(kind, "_can_set_attn_implementation"):
                 continue
             if kind._can_set_attn_implementation() and kind is not transformers.InformerModel:
-                registration.refuse_own_attention(kind, huggingface.NAME)
+                registration.refuse_model_code(kind, huggingface.NAME)
                 continue
             refused += 1
             with pytest.raises(SpecError, match=kind.__name__):
-                registration.refuse_own_attention(kind, huggingface.NAME)
+                registration.refuse_model_code(kind, huggingface.NAME)
     assert refused > 50
 
 
@@ -111,7 +111,7 @@ def test_a_class_without_source_is_judged_by_the_class_that_it_extends() -> None
         module.Mine._from_config(llama(), attn_implementation=huggingface.NAME)
         for kind in (module.Theirs, module.Alone):
             with pytest.raises(SpecError, match=f"{kind.__name__} computes attention in its own code"):
-                registration.refuse_own_attention(kind, huggingface.NAME)
+                registration.refuse_model_code(kind, huggingface.NAME)
     finally:
         del sys.modules[module.__name__]
 

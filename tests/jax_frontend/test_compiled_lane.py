@@ -27,7 +27,7 @@ import torch_frontend
 from attn_core import AttentionSpec, Target, backends, explain
 from attn_core.backends.flash4 import backend as flash4
 from attn_core.backends.math import backend as math
-from attn_core.backends.shared.kernel_programs import SCRATCH, Buffer, Program, Step
+from attn_core.backends.shared.kernel_programs import SCRATCH, Buffer, KernelProgram, KernelStep
 from attn_core.call.tensors import Inputs
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.bridge.bridged_call import calls_of
@@ -97,7 +97,7 @@ def kernel(name: str, run: Any) -> Any:
     return lambda: tvm_ffi.convert_func(launch, tensor_cls=torch.Tensor)
 
 
-def forward_program(spec: AttentionSpec) -> Program:
+def forward_program(spec: AttentionSpec) -> KernelProgram:
     names = ("q", "k", "v", *(("cu_seqlens_q", "cu_seqlens_k") if spec.packed else ()))
 
     def run(*tensors: torch.Tensor) -> None:
@@ -113,7 +113,7 @@ def forward_program(spec: AttentionSpec) -> Program:
     )
     places = tuple(range(len(names)))
     target = f"attn_core.stand_in.forward.{abs(hash(spec))}"
-    return Program(buffers, (Step(target, places, (len(names), len(names) + 1), kernel("forward", run)),))
+    return KernelProgram(buffers, (KernelStep(target, places, (len(names), len(names) + 1), kernel("forward", run)),))
 
 
 def operand_shapes(spec: AttentionSpec) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -126,7 +126,7 @@ def operand_shapes(spec: AttentionSpec) -> dict[str, tuple[tuple[int, ...], str]
     return {**named, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
 
 
-def backward_program(spec: AttentionSpec, with_dlse: bool) -> Program:
+def backward_program(spec: AttentionSpec, with_dlse: bool) -> KernelProgram:
     """Three kernels: gradients into scratch, of k and v summed into zeros; one of those doubled; and all rounded."""
     names = ["q", "k", "v", "out", "lse", "dout", *(["dlse"] if with_dlse else [])]
     shapes = operand_shapes(spec)
@@ -156,21 +156,21 @@ def backward_program(spec: AttentionSpec, with_dlse: bool) -> Program:
             narrow.copy_(wide)
 
     stem = f"attn_core.stand_in.backward.{with_dlse}.{abs(hash(spec))}"
-    return Program(
+    return KernelProgram(
         tuple(made),
         (
-            Step(
+            KernelStep(
                 f"{stem}.0", (*range(count), wide_k, wide_v), (wide_q, wide_k, wide_v), kernel("gradients", gradients)
             ),
-            Step(f"{stem}.1", (wide_k,), (wide_k,), kernel("doubled", doubled)),
-            Step(f"{stem}.2", (wide_q, wide_k, wide_v), (dq, dk, dv), kernel("rounded", rounded)),
+            KernelStep(f"{stem}.1", (wide_k,), (wide_k,), kernel("doubled", doubled)),
+            KernelStep(f"{stem}.2", (wide_q, wide_k, wide_v), (dq, dk, dv), kernel("rounded", rounded)),
         ),
     )
 
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> Program:
+    def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> KernelProgram:
         return forward_program(spec) if direction == "forward" else backward_program(spec, with_dlse)
 
     register = jax_tvm_ffi.register_ffi_target
@@ -285,7 +285,7 @@ def test_what_cannot_be_compiled_goes_by_callback_and_says_why(
 
     made = math.program  # type: ignore[attr-defined]
 
-    def half_broken(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> Program:
+    def half_broken(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> KernelProgram:
         program = made(spec, direction, with_dlse)
         steps = (program.steps[0]._replace(target="attn_core.stand_in.broken", compile=broken),)
         return program._replace(steps=steps)

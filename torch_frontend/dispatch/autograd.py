@@ -14,7 +14,7 @@ from torch_frontend.dispatch.second_derivative import once_differentiable
 Tensor = torch.Tensor
 
 
-class Attention(torch.autograd.Function):
+class AttentionFunction(torch.autograd.Function):
     """Runs a plan with its backend's own backward. Arguments: the plan, then the fields of ``Inputs``."""
 
     @staticmethod

@@ -10,7 +10,7 @@ import torch
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from torch_frontend.dispatch.plan import check_tensor, smaller
 from torch_frontend.huggingface import context as huggingface_context
-from torch_frontend.huggingface.described_mask import DescribedMask, Visible
+from torch_frontend.huggingface.described_mask import DescribedMask, VisibleKeys
 from torch_frontend.huggingface.documents import documents_from_offsets, documents_from_positions
 from torch_frontend.recomputed import attention_of_layer as attention
 
@@ -114,7 +114,7 @@ def attend(
     return out.contiguous(), None
 
 
-def cut_keys(operands: Operands, visible: Visible) -> tuple[Operands, str]:
+def cut_keys(operands: Operands, visible: VisibleKeys) -> tuple[Operands, str]:
     """Returns the operands without keys behind a causal call's last query, and the alignment of the remaining keys.
 
     Keys behind the last query are the unused rest of a static cache. Padding becomes a mask of keys.
@@ -165,8 +165,8 @@ def check_keywords(others: Mapping[str, Any]) -> None:
 
 def split_mask(
     attention_mask: Any, module: Any, is_causal: bool | None, sliding_window: int | None, lengths: tuple[int, int]
-) -> tuple[Visible, Tensor | None, Tensor | None]:
-    """Returns ``attention_mask`` as (Visible, bool mask, additive bias).
+) -> tuple[VisibleKeys, Tensor | None, Tensor | None]:
+    """Returns ``attention_mask`` as (VisibleKeys, bool mask, additive bias).
 
     A mask alone decides what is visible, as in ``eager`` attention. Without a mask the other arguments decide.
     """
@@ -183,7 +183,7 @@ def split_mask(
     check_tensor("attention_mask", attention_mask)
     if attention_mask.dim() != 4:
         raise ShapeError(f"attention_mask: expected [batch, heads, q, kv], got {list(attention_mask.shape)}")
-    everything = Visible(None, None, 0, lengths)
+    everything = VisibleKeys(None, None, 0, lengths)
     if attention_mask.dtype == torch.bool:
         return everything, attention_mask, None
     if attention_mask.is_floating_point():
@@ -193,7 +193,9 @@ def split_mask(
     )
 
 
-def without_mask(module: Any, is_causal: bool | None, sliding_window: int | None, lengths: tuple[int, int]) -> Visible:
+def without_mask(
+    module: Any, is_causal: bool | None, sliding_window: int | None, lengths: tuple[int, int]
+) -> VisibleKeys:
     """Returns what the module's ``is_causal`` (or the argument) and ``sliding_window`` make visible.
 
     The alignment is that of transformers' SDPA attention: the first query at the first key, a single one at the last.
@@ -202,10 +204,10 @@ def without_mask(module: Any, is_causal: bool | None, sliding_window: int | None
     if sliding_window is not None and not causal:
         raise SpecError(f"sliding_window={sliding_window}: expected a mask or causal attention")
     left = None if sliding_window is None else sliding_window - 1
-    return Visible(left, 0 if causal else None, lengths[1] - 1 if lengths[0] == 1 else 0, lengths)
+    return VisibleKeys(left, 0 if causal else None, lengths[1] - 1 if lengths[0] == 1 else 0, lengths)
 
 
-def check_window(visible: Visible, sliding_window: int | None) -> None:
+def check_window(visible: VisibleKeys, sliding_window: int | None) -> None:
     """Raises SpecError if a causal mask and the layer's ``sliding_window`` contradict each other."""
     whole = visible.context is None  # a window wider than a shard may still hide keys of the row
     if sliding_window is None or visible.right != 0 or (whole and sliding_window >= visible.lengths[1]):

@@ -10,7 +10,7 @@ import torch
 from attn_core.errors import SpecError
 from torch_frontend.context_parallel import use
 from torch_frontend.context_parallel.use import Active
-from torch_frontend.huggingface.described_mask import DescribedMask, Visible
+from torch_frontend.huggingface.described_mask import DescribedMask, VisibleKeys
 
 Tensor = torch.Tensor
 
@@ -48,7 +48,7 @@ def mask(
             "attention_mask: expected a causal mask, a sliding window or none in context parallelism, got the mask "
             f"function {getattr(mask_function, '__qualname__', mask_function)!r}, whose indices are places in a shard"
         )
-    visible = Visible(pattern.left, pattern.right, 0, lengths, context=context)
+    visible = VisibleKeys(pattern.left, pattern.right, 0, lengths, context=context)
     return DescribedMask(batch, device, visible, _no_table)
 
 

@@ -15,7 +15,7 @@ from torch_frontend.context_parallel.use import Active
 Tensor = torch.Tensor
 
 
-class Visible(NamedTuple):
+class VisibleKeys(NamedTuple):
     """The keys that an attention call can see: query i sees key j iff ``-left <= j - (i + offset) <= right``.
 
     Attributes:
@@ -49,7 +49,7 @@ class DescribedMask:
 
     dtype, ndim = torch.bool, 4
 
-    def __init__(self, batch: int, device: Any, visible: Visible, build: Callable[[], Tensor]) -> None:
+    def __init__(self, batch: int, device: Any, visible: VisibleKeys, build: Callable[[], Tensor]) -> None:
         self.shape = torch.Size((batch, 1, *visible.lengths))
         self.device, self.visible, self.build = device, visible, build
         self.position_documents: Any = None  # the documents that an earlier layer read from the position ids

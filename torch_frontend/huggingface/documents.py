@@ -10,7 +10,7 @@ import torch
 
 from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import SpecError
-from torch_frontend.huggingface.described_mask import DescribedMask, Visible
+from torch_frontend.huggingface.described_mask import DescribedMask, VisibleKeys
 
 Tensor = torch.Tensor
 
@@ -35,7 +35,7 @@ def documents_from_offsets(cu_q: Any, cu_k: Any, max_q: Any, max_k: Any) -> SeqI
     return SeqInfo(offsets_q, offsets_k, longest_q, longest_k)
 
 
-def documents_from_positions(position_ids: Tensor, batch: int, visible: Visible, mask: Any) -> SeqInfo | None:
+def documents_from_positions(position_ids: Tensor, batch: int, visible: VisibleKeys, mask: Any) -> SeqInfo | None:
     """Returns the documents of causal rows whose ``position_ids [batch or 1, tokens]`` restart, or None.
 
     Positions count only for causal self-attention of whole rows without padding. Layers that share a mask read the

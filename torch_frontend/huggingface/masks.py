@@ -17,7 +17,7 @@ from transformers import masking_utils  # at module level, because older compile
 from attn_core.errors import SpecError
 from torch_frontend.context_parallel import use
 from torch_frontend.huggingface import context as huggingface_context
-from torch_frontend.huggingface.described_mask import DescribedMask, Visible
+from torch_frontend.huggingface.described_mask import DescribedMask, VisibleKeys
 from torch_frontend.huggingface.documents import documents_from_numbers
 from torch_frontend.huggingface.patterns import Pattern, infer_pattern, read_pattern
 
@@ -80,7 +80,7 @@ def mask(
     if keys is not None and not compiling and bool(keys.all()):
         attention_mask = keys = None
     info = None if pattern.documents is None else documents_from_numbers(pattern.documents)
-    visible = Visible(pattern.left, pattern.right, offset, (q_length, kv_length), keys, info)
+    visible = VisibleKeys(pattern.left, pattern.right, offset, (q_length, kv_length), keys, info)
     return DescribedMask(batch_size, device, visible, partial(dense, q_offset=q_offset, attention_mask=attention_mask))
 
 

@@ -96,7 +96,7 @@ def unregister() -> None:
             setattr(PreTrainedModel, method, current.__wrapped__)
 
 
-def refuse_own_attention(kind: type, requested: str) -> None:
+def refuse_model_code(kind: type, requested: str) -> None:
     """Raises SpecError for a model class that computes attention in its own code.
 
     Such a model would use our mask in its own arithmetic. transformers reads the source of a class to find out. For a
@@ -106,7 +106,7 @@ def refuse_own_attention(kind: type, requested: str) -> None:
 
     known = (base for base in kind.__mro__ if issubclass(base, PreTrainedModel) and _has_source(base))
     checked: Any = next(known, PreTrainedModel)
-    partly = getattr(getattr(kind, "config_class", None), "model_type", None) in _PARTLY_OWN
+    partly = getattr(getattr(kind, "config_class", None), "model_type", None) in _PARTLY_MODEL_CODE
     if partly or checked is PreTrainedModel or not checked._can_set_attn_implementation():
         raise SpecError(
             f"attn_implementation={requested!r}: {kind.__name__} computes attention in its own code and does not call "
@@ -122,7 +122,7 @@ def _has_source(kind: type) -> bool:
         return False
 
 
-_PARTLY_OWN = {"informer"}
+_PARTLY_MODEL_CODE = {"informer"}
 """Model types that call the attention function in some layers and add our mask in others (ProbSparse attention)."""
 
 _WRAPPED_METHODS = ("_check_and_adjust_attn_implementation", "get_correct_attn_implementation")
@@ -154,7 +154,7 @@ def _wrapper(original: Callable[..., str]) -> Any:
         names = implementations() if _registered() else {}
         if not isinstance(requested, str) or requested not in names:
             return original(self, requested, *arguments, **keywords)
-        refuse_own_attention(type(self), requested)
+        refuse_model_code(type(self), requested)
         backend = names[requested]
         return f"{NAME}:{alias_of(backend)}" if backend else original(self, requested, *arguments, **keywords)
 

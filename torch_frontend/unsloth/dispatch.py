@@ -19,8 +19,8 @@ from attn_core.dropins.unsloth.arguments import (
     documents,
     preference,
 )
-from attn_core.dropins.unsloth.meaning import Meaning, check_mask, interpret
 from attn_core.dropins.unsloth.prefix import resolve_prefix_seg_info
+from attn_core.dropins.unsloth.request import UnslothRequest, check_mask, interpret
 from attn_core.errors import DTypeError
 from attn_core.selection import override
 from torch_frontend.attention import attention
@@ -85,15 +85,15 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
         if isinstance(getattr(context, name), Tensor):
             check_tensor(f"context.{name}", getattr(context, name))
     check_sizes(config, context, Q.shape, K.shape, V.shape)
-    meaning = interpret(config, context)
+    request = interpret(config, context)
     backend = _backends(preference(config, "torch", device_name(Q.device)))
     q, k, v = (Q, K, V) if Q.dtype == K.dtype == V.dtype else _cast_to_half(Q, K, V)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [bsz, len, heads, head_dim]
     if context.prefix_seg_info is not None:
-        out = prefix.attend(q, k, v, meaning, context, backend)
+        out = prefix.attend(q, k, v, request, context, backend)
         return out if out.dtype == Q.dtype else out.to(Q.dtype)
-    mask, bias = split_mask(meaning, context)
-    info = meaning.documents or documents(context)
+    mask, bias = split_mask(request, context)
+    info = request.documents or documents(context)
     if info is not None:
         q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [bsz * len, heads, head_dim]
     attend = partial(attention_of_layer, trains=True) if context.requires_grad else attention
@@ -101,16 +101,16 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
         q,
         k,
         v,
-        causal=meaning.causal,
-        window=meaning.window,
-        softcap=meaning.softcap,
-        scale=meaning.scale,
+        causal=request.causal,
+        window=request.window,
+        softcap=request.softcap,
+        scale=request.scale,
         mask=mask,
         bias=bias,
-        alibi_slopes=meaning.alibi_slopes,
+        alibi_slopes=request.alibi_slopes,
         seq_info=info,
-        dropout=meaning.dropout,
-        deterministic=meaning.deterministic,
+        dropout=request.dropout,
+        deterministic=request.deterministic,
         backend=backend,
     )
     if info is not None:  # [bsz * q_len, heads, value_dim]
@@ -131,16 +131,16 @@ def _backends(preferred: tuple[str, ...]) -> tuple[str, ...]:
     return (FROM_CONTEXT, *preferred) if torch.compiler.is_compiling() else override.requested() or preferred
 
 
-def split_mask(meaning: Meaning, context: AttentionContext) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the host's mask as (bool mask, additive bias) with four axes; ``Meaning`` defines each rank of a mask."""
-    mask = meaning.mask
+def split_mask(request: UnslothRequest, context: AttentionContext) -> tuple[Tensor | None, Tensor | None]:
+    """Returns Unsloth's mask as (bool mask, additive bias) of four axes. See ``UnslothRequest.mask`` for its ranks."""
+    mask = request.mask
     if mask is None:
         return None, None
-    check_tensor(meaning.mask_name, mask)
-    check_mask(meaning, context)
-    if meaning.keep:
+    check_tensor(request.mask_name, mask)
+    check_mask(request, context)
+    if request.keep:
         keys = mask != 0
-        if context.seq_info is not None or meaning.documents is not None:  # the keys are laid end to end, too
+        if context.seq_info is not None or request.documents is not None:  # the keys are laid end to end, too
             keys = keys.reshape(1, -1)
         return keys[:, None, None, :], None
     table = mask[:, None] if mask.ndim == 3 else mask
@@ -149,7 +149,7 @@ def split_mask(meaning: Meaning, context: AttentionContext) -> tuple[Tensor | No
     if table.is_floating_point():
         return None, table
     raise DTypeError(
-        f"{meaning.mask_name}: expected bool (True = visible) or a float to be added, got {table.dtype} of shape "
+        f"{request.mask_name}: expected bool (True = visible) or a float to be added, got {table.dtype} of shape "
         f"{list(mask.shape)}; a 0/1 mask becomes bool by mask != 0"
     )
 

@@ -8,22 +8,22 @@ from typing import Any
 import torch
 
 from attn_core.dropins.unsloth.arguments import AttentionContext
-from attn_core.dropins.unsloth.meaning import Meaning
 from attn_core.dropins.unsloth.prefix import shared_prefixes
+from attn_core.dropins.unsloth.request import UnslothRequest
 from torch_frontend.recomputed import attention_of_layer
 
 Tensor = torch.Tensor
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, meaning: Meaning, context: AttentionContext, backend: Any) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, request: UnslothRequest, context: AttentionContext, backend: Any) -> Tensor:
     """Returns ``[bsz, len, heads, value_dim]``: each token attends to its own run and to its group's shared prefix.
 
     Two calls compute the two parts; their log-sum-exps give the weights of the merge.
     """
-    shared = shared_prefixes(meaning, context, _on_host)
+    shared = shared_prefixes(request, context, _on_host)
     rows = [tensor.flatten(0, 1) for tensor in (q, k, v)]  # [bsz * len, heads, head_dim]
-    options: dict[str, Any] = {"softcap": meaning.softcap, "scale": meaning.scale}
-    options |= {"deterministic": meaning.deterministic, "backend": backend, "return_lse": True}
+    options: dict[str, Any] = {"softcap": request.softcap, "scale": request.scale}
+    options |= {"deterministic": request.deterministic, "backend": backend, "return_lse": True}
     attention = partial(attention_of_layer, trains=context.requires_grad)
     own, own_lse = attention(*rows, causal=True, seq_info=shared.own, **options)
     prefix, prefix_lse = attention(*rows, seq_info=shared.prefix, **options)

@@ -24,11 +24,11 @@ from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 
-from attn_core.backends.flash3.fp8 import quantised
+from attn_core.backends.flash3.fp8 import quantise
 from attn_core.backends.shared import flash_paged, rewrites
 from attn_core.backends.shared.build_trials import TOKENS, averages, differentiates, runs
 from attn_core.backends.shared.cached_once import cached_once
-from attn_core.backends.shared.flash3_operators import Plan, forward_tiles, operators, plan
+from attn_core.backends.shared.flash3_operators import ArgumentOrder, forward_tiles, operators, plan
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
 from attn_core.backends.shared.rewrites import readable, writable
 from attn_core.backends.support import Build, Support
@@ -141,7 +141,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=4096)
-def _plan(spec: AttentionSpec, direction: str) -> Plan:
+def _plan(spec: AttentionSpec, direction: str) -> ArgumentOrder:
     settings = {name: value for name, value in lower(spec).items() if name not in ONE_DIRECTION[direction]}
     return plan(getattr(operators(), direction)._schema, settings)
 
@@ -172,7 +172,7 @@ def _fp8_forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, A
     tensors: dict[str, Any] = {}
     with torch.no_grad():
         for name, offsets in zip("qkv", (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.cu_seqlens_k)):
-            rounded, factors = quantised(getattr(inputs, name), spec.num_kv_heads, offsets)
+            rounded, factors = quantise(getattr(inputs, name), spec.num_kv_heads, offsets)
             tensors |= {name: readable(rounded), f"{name}_descale": factors}
     native = spec.dtype == "bfloat16"
     out, lse = _run_forward(spec, inputs, tensors, writable(into[0]) if native and into is not None else None)

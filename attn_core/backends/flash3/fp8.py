@@ -14,7 +14,7 @@ SMALLEST = 2.0**-100
 """The smallest factor, so that a group of zeros is not divided by 0."""
 
 
-def quantised(tensor: Any, kv_heads: int, cu_seqlens: Any = None) -> tuple[Any, Any]:
+def quantise(tensor: Any, kv_heads: int, cu_seqlens: Any = None) -> tuple[Any, Any]:
     """Returns the tensor as float8_e4m3fn, and the float32 factors that restore its values, ``[batch, kv_heads]``.
 
     Factors ignore NaN and Inf, so that these do not affect other rows. NaN and Inf themselves become NaN.

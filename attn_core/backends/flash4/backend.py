@@ -24,9 +24,9 @@ from functools import cache, lru_cache
 from typing import Any
 
 from attn_core.backends.flash4 import paged, versions
-from attn_core.backends.flash4.operands import spread, window, writable
+from attn_core.backends.flash4.operands import copy_if_expanded, window, writable
 from attn_core.backends.shared import dry_run, first_call, kernel_limits, rewrites
-from attn_core.backends.shared.kernel_programs import Program
+from attn_core.backends.shared.kernel_programs import KernelProgram
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
@@ -158,7 +158,7 @@ def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1024)
-def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> Program:
+def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> KernelProgram:
     """Returns the kernels of a call that ``program_refuses`` allows, and the buffers between them.
 
     Operands are the fields of ``Inputs``; in a backward also out, lse, dout, and ``with_dlse`` dlse, 0 in rows that see
@@ -196,7 +196,7 @@ def _arguments(spec: AttentionSpec, half: str) -> dict[str, Any]:
     functions = score_functions(how["softcap"])
     if half == "forward":
         return {**how[half], "score_mod": functions.forward}
-    return {**how[half], "score_mod": functions.again, "score_mod_bwd": functions.gradient}
+    return {**how[half], "score_mod": functions.recompute, "score_mod_bwd": functions.gradient}
 
 
 def _forward(spec: AttentionSpec, inputs: Any, into: Any, kernels: Any = None) -> tuple[Any, Any]:
@@ -204,7 +204,7 @@ def _forward(spec: AttentionSpec, inputs: Any, into: Any, kernels: Any = None) -
         return paged.forward(spec, inputs, into, _kernels()[0], _arguments(spec, "forward"))
     out, lse = (None, None) if into is None else map(writable, into)
     results = (kernels or _kernels())[0](
-        *map(spread, inputs[:3]),
+        *map(copy_if_expanded, inputs[:3]),
         cu_seqlens_q=inputs.cu_seqlens_q,
         cu_seqlens_k=inputs.cu_seqlens_k,
         return_lse=True,
@@ -228,7 +228,7 @@ def _gradients(
 ) -> Gradients:
     dq, dk, dv = (None, None, None) if into is None else map(writable, into[:3])
     results = kernels[1](
-        *map(spread, (*inputs[:3], out, dout)),
+        *map(copy_if_expanded, (*inputs[:3], out, dout)),
         lse,
         cu_seqlens_q=inputs.cu_seqlens_q,
         cu_seqlens_k=inputs.cu_seqlens_k,

@@ -19,7 +19,7 @@ def window(spec: AttentionSpec) -> tuple[int | None, int | None]:
     return left, right
 
 
-def spread(tensor: Any) -> Any:
+def copy_if_expanded(tensor: Any) -> Any:
     """Returns the tensor, copied if an axis is expanded: flash-attn-4 would compile another kernel for stride 0.
 
     Its entry points themselves copy strides and addresses that are not multiples of 16 bytes.

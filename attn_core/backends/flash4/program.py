@@ -15,10 +15,10 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
-from attn_core.backends.flash4.recorder import Call, Recorder
+from attn_core.backends.flash4.recorder import Launch, Recorder
 from attn_core.backends.shared import dry_run
 from attn_core.backends.shared.cached_once import cached_once
-from attn_core.backends.shared.kernel_programs import RESULTS, SCRATCH, Buffer, Program, Step, Unrecordable
+from attn_core.backends.shared.kernel_programs import RESULTS, SCRATCH, Buffer, KernelProgram, KernelStep, Unrecordable
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
@@ -29,7 +29,7 @@ PACKAGES = ("flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-f
 Run = Callable[[Any, Inputs, dict[str, Any]], None]
 
 
-def program(spec: AttentionSpec, direction: str, with_dlse: bool, run: Run) -> Program:
+def program(spec: AttentionSpec, direction: str, with_dlse: bool, run: Run) -> KernelProgram:
     """Records a call and returns its program.
 
     Args:
@@ -46,7 +46,7 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool, run: Run) -> P
         return _assemble(notes, {**operands, **others}, direction)
 
 
-def _assemble(notes: Recorder, named: dict[str, Any], direction: str) -> Program:
+def _assemble(notes: Recorder, named: dict[str, Any], direction: str) -> KernelProgram:
     """Returns the program of a recording. named: the tensors of operands and results by name."""
     zeros = _zeros(notes.operations)
     buffers: dict[Any, Buffer] = {
@@ -71,10 +71,10 @@ def _assemble(notes: Recorder, named: dict[str, Any], direction: str) -> Program
         written |= set(places)
     if not results <= written:
         raise Unrecordable("the kernels do not write the results into the buffers of the call")
-    return Program(tuple(buffers.values()), tuple(steps))
+    return KernelProgram(tuple(buffers.values()), tuple(steps))
 
 
-def _step(call: Call, order: list[int], reads: tuple[int, ...], writes: tuple[int, ...]) -> Step:
+def _step(call: Launch, order: list[int], reads: tuple[int, ...], writes: tuple[int, ...]) -> KernelStep:
     """Returns the step of a kernel call. order: for each tensor argument, the number of its buffer."""
     parameters = (*reads, *writes)
     last = {place: slot for slot, place in enumerate(parameters)}  # an updated buffer is in both: take it from writes
@@ -89,10 +89,10 @@ def _step(call: Call, order: list[int], reads: tuple[int, ...], writes: tuple[in
             f"the key of {type(call.kernel.kernel).__name__} holds an address, so it is no lasting name: {text[:500]}"
         )
     target = f"attn_core.flash4.{hashlib.sha256(text.encode()).hexdigest()[:32]}"
-    return Step(target, reads, writes, lambda: _compile(target, call, slots, by_slot))
+    return KernelStep(target, reads, writes, lambda: _compile(target, call, slots, by_slot))
 
 
-def _compile(target: str, call: Call, slots: list[int], described: list[Any]) -> Any:
+def _compile(target: str, call: Launch, slots: list[int], described: list[Any]) -> Any:
     """Returns a ``tvm_ffi.Function`` of tensors alone that launches the kernel on the environment's stream."""
     import cutlass
     from cutlass import cute

@@ -19,7 +19,7 @@ from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.kernel_programs import Unrecordable
 
 
-class Kernel(NamedTuple):
+class RecordedKernel(NamedTuple):
     """The arguments of ``cute.compile`` for a kernel."""
 
     kernel: Any
@@ -28,10 +28,10 @@ class Kernel(NamedTuple):
     options: str | None
 
 
-class Call(NamedTuple):
+class Launch(NamedTuple):
     """A launch of a kernel. key: identifies the compiled kernel in flash-attn-4's cache."""
 
-    kernel: Kernel
+    kernel: RecordedKernel
     key: str
     arguments: tuple[Any, ...]
 
@@ -46,7 +46,7 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[Launch] = []
         self.operations: list[tuple[str, Any]] = []
         self._stack = ExitStack()
         self.kernels: tuple[Any, Any] = (None, None)
@@ -70,7 +70,7 @@ class Recorder:
         self._stack.close()
 
     def watch(self) -> None:
-        """Starts recording torch operations. Call it after the operands exist."""
+        """Starts recording torch operations. Launch it after the operands exist."""
         self._stack.enter_context(_watching(self.operations))
 
 
@@ -83,25 +83,25 @@ class _NotingCompiler:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
-    def compile(self, kernel: Any, *described: Any, options: str | None = None) -> Kernel:
-        return Kernel(kernel, described, options)
+    def compile(self, kernel: Any, *described: Any, options: str | None = None) -> RecordedKernel:
+        return RecordedKernel(kernel, described, options)
 
 
 class _NotingCache:
     """A cache that looks empty, so that every kernel is requested, and returns kernels that record their calls."""
 
-    def __init__(self, name: str, calls: list[Call]) -> None:
+    def __init__(self, name: str, calls: list[Launch]) -> None:
         self._name, self._calls = name, calls
-        self._kernels: dict[Any, Kernel] = {}
+        self._kernels: dict[Any, RecordedKernel] = {}
 
     def __contains__(self, key: Any) -> bool:
         return False
 
-    def __setitem__(self, key: Any, kernel: Kernel) -> None:
+    def __setitem__(self, key: Any, kernel: RecordedKernel) -> None:
         self._kernels[key] = kernel
 
     def __getitem__(self, key: Any) -> Callable[..., None]:
-        return lambda *arguments: self._calls.append(Call(self._kernels[key], f"{self._name} {key!r}", arguments))
+        return lambda *arguments: self._calls.append(Launch(self._kernels[key], f"{self._name} {key!r}", arguments))
 
 
 @cached_once

@@ -26,12 +26,12 @@ class ScoreFunctions(NamedTuple):
 
     Attributes:
         forward: ``score_mod`` of the forward, whose scale is divided by the cap.
-        again: ``score_mod`` of the backward, whose scale is the call's own.
+        recompute: ``score_mod`` of the backward, whose scale is the call's own.
         gradient: ``score_mod_bwd`` of the backward.
     """
 
     forward: Callable[..., Any]
-    again: Callable[..., Any]
+    recompute: Callable[..., Any]
     gradient: Callable[..., Any]
 
 
@@ -61,13 +61,13 @@ def score_functions(cap: float) -> ScoreFunctions:
     def forward(scores: Any, *places: Any, **more: Any) -> Any:
         return _each(lambda score: capped_share(score, cap, tanh_approx), scores)
 
-    def again(scores: Any, *places: Any, **more: Any) -> Any:
+    def recompute(scores: Any, *places: Any, **more: Any) -> Any:
         return _each(lambda score: capped(score, cap, tanh_approx), scores)
 
     def gradient(gradients: Any, scores: Any, *places: Any, **more: Any) -> Any:
         return _each(lambda dscore, score: capped_gradient(dscore, score, cap, tanh_approx), gradients, scores)
 
-    functions = ScoreFunctions(forward, again, gradient)
+    functions = ScoreFunctions(forward, recompute, gradient)
     for name, function in functions._asdict().items():
         function.__cute_hash__ = f"attn_core.softcap.{name}({cap!r})"
     return functions

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from attn_core.backends.flex.functions import FAR, Edges, Places
+from attn_core.backends.flex.functions import FAR, Edges, PackedTokens
 from attn_core.call.masks import Band, band
 from attn_core.call.spec import AttentionSpec
 
@@ -71,7 +71,7 @@ def dense_intervals(edge: Edges, q_len: int, kv_len: int, device: Any) -> tuple[
 
 
 def packed_intervals(
-    edge: Edges, where: Places, cu_seqlens_q: Any, cu_seqlens_k: Any, bottom_right: bool
+    edge: Edges, where: PackedTokens, cu_seqlens_q: Any, cu_seqlens_k: Any, bottom_right: bool
 ) -> tuple[Intervals, Intervals]:
     """Returns the same for packed documents, without reading their offsets on the host."""
     documents = cu_seqlens_q.shape[0] - 1

@@ -23,7 +23,7 @@ from importlib import import_module
 from typing import Any
 
 from attn_core.backends.flex.blocks import BLOCK
-from attn_core.backends.flex.operands import Operands, arrange, contain, hides, length_classes, mark
+from attn_core.backends.flex.operands import FlexOperands, arrange, contain, hides, length_classes, mark
 from attn_core.backends.flex.operands import operands as operands_of
 from attn_core.backends.flex.program import Signature, flex, program
 from attn_core.backends.shared import dry_run
@@ -215,7 +215,7 @@ def _with_batch(spec: AttentionSpec, *tensors: Any) -> tuple[Any, ...]:
     return tuple(tensor[None] for tensor in tensors) if spec.packed else tensors
 
 
-def _attend(spec: AttentionSpec, q: Any, k: Any, v: Any, operands: Operands) -> tuple[Any, Any]:
+def _attend(spec: AttentionSpec, q: Any, k: Any, v: Any, operands: FlexOperands) -> tuple[Any, Any]:
     """Returns out ``[batch, q_len, heads, value_dim]`` and lse ``[batch, heads, q_len]``, differentiable."""
     signature = _signature(spec)
     wide, value_wide = signature.widths

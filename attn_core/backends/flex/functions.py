@@ -31,7 +31,7 @@ class Edges(NamedTuple):
     offset: Any
 
 
-class Places(NamedTuple):
+class PackedTokens(NamedTuple):
     """The document of each packed token and its position in the document, int32.
 
     Outside all documents a query has document -1 and a key the number of documents, so they never match. A query's
@@ -50,7 +50,7 @@ def edges(spec: AttentionSpec) -> Edges:
     return Edges(FAR if left is None else left, FAR if right is None else right, 0 if spec.packed else offset)
 
 
-def distance_function(offset: Any, places: Places | None = None) -> Callable[[Any, Any], Any]:
+def distance_function(offset: Any, places: PackedTokens | None = None) -> Callable[[Any, Any], Any]:
     """Returns ``(row, column) -> distance``: how far right of the diagonal the key lies."""
     if places is None:
         return lambda row, column: column - (row + offset)
@@ -110,7 +110,7 @@ def mask_function(
     left: Any,
     right: Any,
     distance: Callable[[Any, Any], Any],
-    places: Places | None = None,
+    places: PackedTokens | None = None,
 ) -> Reader | None:
     """Returns ``(batch, head, row, column) -> visible`` by documents, band and mask; None if nothing is hidden.
 
@@ -137,7 +137,7 @@ def mask_function(
     return visible
 
 
-def places(cu_seqlens_q: Any, cu_seqlens_k: Any, q_len: int, kv_len: int, bottom_right: bool) -> Places:
+def places(cu_seqlens_q: Any, cu_seqlens_k: Any, q_len: int, kv_len: int, bottom_right: bool) -> PackedTokens:
     """Computes the documents and positions of all tokens from the offsets ``[documents + 1]``, int32, on their device.
 
     Nothing is copied to the host. Wrong offsets may hide or show wrong keys, but every resulting index is in range.
@@ -151,7 +151,7 @@ def places(cu_seqlens_q: Any, cu_seqlens_k: Any, q_len: int, kv_len: int, bottom
         offsets = cu_seqlens_k.diff() - cu_seqlens_q.diff()
         at_query = at_query + offsets[of_query.clamp(max=documents - 1)]
     of_query = torch.where(of_query < documents, of_query, -1)
-    return Places(*(values.to(torch.int32) for values in (of_query, at_query, of_key, at_key)))
+    return PackedTokens(*(values.to(torch.int32) for values in (of_query, at_query, of_key, at_key)))
 
 
 def _of_tokens(cu_seqlens: Any, tokens: int) -> tuple[Any, Any]:

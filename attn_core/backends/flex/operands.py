@@ -15,14 +15,14 @@ from attn_core.backends.flex.blocks import (
     table,
     widths,
 )
-from attn_core.backends.flex.functions import Edges, Places, edges, places
+from attn_core.backends.flex.functions import Edges, PackedTokens, edges, places
 from attn_core.backends.flex.program import program, refuse_capture
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
 
-class Operands(NamedTuple):
+class FlexOperands(NamedTuple):
     """The tensors behind the score and mask functions; each is None if the call has none.
 
     edges: int32 scalars; places: of packed tokens; tables: of the rows and of the keys; mask, bias
@@ -30,7 +30,7 @@ class Operands(NamedTuple):
     """
 
     edges: Edges | None
-    places: Places | None
+    places: PackedTokens | None
     tables: tuple[Table, Table] | None
     mask: Any
     bias: Any
@@ -55,20 +55,20 @@ def length_classes(spec: AttentionSpec) -> tuple[bool, ...]:
     return (*(size == 1 for size in sizes), spec.q_len < BLOCK, *(length % BLOCK == 0 for length in tokens))
 
 
-def operands(spec: AttentionSpec, inputs: Inputs) -> Operands:
+def operands(spec: AttentionSpec, inputs: Inputs) -> FlexOperands:
     """Returns the operands of a call, on its device and current stream, without a synchronisation."""
     mask, bias, slopes = (None if t is None else t.detach() for t in (inputs.mask, inputs.bias, inputs.alibi_slopes))
     mask, bias = _condensed(mask), _condensed(bias)
     hidden = hides(spec)
     if not (hidden or spec.packed or mask is not None or slopes is not None):
-        return Operands(None, None, None, mask, bias, slopes)
+        return FlexOperands(None, None, None, mask, bias, slopes)
     edge, tables = _constants(spec, inputs.q.device)
     where = None
     if spec.packed or mask is not None:
         shapes = None if mask is None else tuple(length == 1 for length in mask.shape)
         prepare = program(_prepare, spec.packed, hidden, spec.alignment, shapes, length_classes(spec))
         where, tables = prepare(edge, *_offsets(inputs), mask, spec.q_len, spec.kv_len)
-    return Operands(edge, where, tables, mask, bias, slopes)
+    return FlexOperands(edge, where, tables, mask, bias, slopes)
 
 
 def _condensed(values: Any) -> Any:
@@ -176,7 +176,7 @@ class Contained(NamedTuple):
 
 
 def contain(
-    spec: AttentionSpec, where: Places, inputs: Inputs, by_query: tuple[Any, ...], by_key: tuple[Any, ...]
+    spec: AttentionSpec, where: PackedTokens, inputs: Inputs, by_query: tuple[Any, ...], by_key: tuple[Any, ...]
 ) -> Contained:
     """Replaces non-finite elements of tensors ``[1, tokens, heads, dim]`` by 0, and finds the affected rows and keys.
 
@@ -191,7 +191,7 @@ def contain(
     return clean(where, *_offsets(inputs), *tensors)
 
 
-def _contain(how: Any, where: Places, cu_q: Any, cu_k: Any, *tensors: Any) -> Contained:
+def _contain(how: Any, where: PackedTokens, cu_q: Any, cu_k: Any, *tensors: Any) -> Contained:
     import torch
 
     count = len(how[0])  # the signature holds a tuple of this length because a number would become a symbol

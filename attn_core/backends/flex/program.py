@@ -68,7 +68,7 @@ class Signature(NamedTuple):
     length_classes: tuple[bool, ...]
 
 
-class Program:
+class CompiledFunction:
     """A function compiled for one signature. It compiles on its first run, separately with and without gradients."""
 
     def __init__(self, function: Callable[..., Any], signature: Hashable) -> None:
@@ -102,9 +102,9 @@ class Program:
 
 
 @lru_cache(maxsize=512)
-def program(function: Callable[..., Any], *signature: Hashable) -> Program:
+def program(function: Callable[..., Any], *signature: Hashable) -> CompiledFunction:
     """Returns the program of ``function(signature, *tensors)``, one per signature."""
-    return Program(function, signature)
+    return CompiledFunction(function, signature)
 
 
 def compile_symbolic(function: Callable[..., Any], compiler: Compiler) -> Callable[..., Any]:
@@ -157,7 +157,7 @@ def flex(how: tuple[Any, ...], q: Any, k: Any, v: Any, *operands: Any) -> tuple[
 
     Args:
         how: a tuple whose first item is the Signature.
-        operands: the fields of ``operands.Operands``.
+        operands: the fields of ``operands.FlexOperands``.
 
     Returns:
         out ``[batch, heads, q_len, value_dim]`` and lse ``[batch, heads, q_len]``, natural, float32.

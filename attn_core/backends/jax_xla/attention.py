@@ -1,9 +1,9 @@
 """Attention in plain XLA operations: every feature of the spec, forward and explicit backward, in blocks.
 
-Documents, causal and window together leave each query one unbroken range of keys, so two integers per query (``Rows``)
-and the caller's mask describe visibility. A loop over blocks of queries runs an inner loop over the blocks of keys that
-some query may see, with the running softmax of FlashAttention (Dao et al. 2022, arXiv:2205.14135): memory per head is
-O(block of queries * block of keys), and the trace holds one body for all lengths.
+Documents, causal and window together leave each query one unbroken range of keys, so two integers per query and the
+caller's mask describe visibility (``KeyRanges``). A loop over blocks of queries runs an inner loop over the blocks of
+keys that some query may see, with the running softmax of FlashAttention (Dao et al. 2022, arXiv:2205.14135): memory per
+head is O(block of queries * block of keys), and the trace holds one body for all lengths.
 
 Products accumulate in float32 (float64 for float64 inputs) and round float32 operands only if
 ``jax.default_matmul_precision`` is set (``xla_precision``). Axes in the einsums: b batch, h kv head, g query head of
@@ -15,11 +15,11 @@ from __future__ import annotations
 from typing import Any
 
 from attn_core.backends.jax_xla.tiles import (
-    Blocks,
-    Call,
-    Rows,
+    BlockSizes,
+    KeyRanges,
+    ScoreTile,
     Summand,
-    Tile,
+    XlaOperands,
     add_at,
     add_to_bias,
     arrange,
@@ -42,7 +42,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
 
-def forward(spec: AttentionSpec, inputs: Inputs, blocks: Blocks) -> tuple[Any, Any]:
+def forward(spec: AttentionSpec, inputs: Inputs, blocks: BlockSizes) -> tuple[Any, Any]:
     """Returns (out, lse) in ``spec.out_shape`` and ``spec.lse_shape``. Traceable; never called for an empty spec."""
     import jax.numpy as jnp
     from jax import lax
@@ -67,7 +67,7 @@ def forward(spec: AttentionSpec, inputs: Inputs, blocks: Blocks) -> tuple[Any, A
 
 
 def backward(
-    spec: AttentionSpec, inputs: Inputs, blocks: Blocks, out: Any, lse: Any, dout: Any, dlse: Any
+    spec: AttentionSpec, inputs: Inputs, blocks: BlockSizes, out: Any, lse: Any, dout: Any, dlse: Any
 ) -> Gradients:
     """Returns the gradients from the saved out and lse, in one pass over the blocks (Dao et al. 2022, algorithm 4)."""
     import jax.numpy as jnp
@@ -111,13 +111,13 @@ def log_sum_exp(spec: AttentionSpec, inputs: Inputs) -> Any:
     """Returns the lse of a small call without sinks, from one matrix of all its scores."""
     from jax.scipy.special import logsumexp
 
-    whole = Blocks(spec.q_len, spec.kv_len)
+    whole = BlockSizes(spec.q_len, spec.kv_len)
     call, rows = arrange(spec, inputs, whole), rows_of(spec, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
     logits, _, _ = _logits(spec, call, call.q, call.k, rows, tile_at(spec, call, 0, 0))
     return logsumexp(logits, axis=-1).reshape(spec.lse_shape)
 
 
-def _attend(spec: AttentionSpec, call: Call, value: Summand, rows: Rows, start: Any) -> tuple[Any, Any]:
+def _attend(spec: AttentionSpec, call: XlaOperands, value: Summand, rows: KeyRanges, start: Any) -> tuple[Any, Any]:
     """Returns (out, lse) of one block of queries: ``[b, h, g, i, e]`` in the inputs' dtype and ``[b, h, g, i]``."""
     import jax.numpy as jnp
     from jax import lax
@@ -145,7 +145,7 @@ def _attend(spec: AttentionSpec, call: Call, value: Summand, rows: Rows, start: 
     return _finish(spec, call, *lax.fori_loop(*key_blocks(spec, call, rows), step, state))
 
 
-def _finish(spec: AttentionSpec, call: Call, top: Any, total: Any, summed: Any) -> tuple[Any, Any]:
+def _finish(spec: AttentionSpec, call: XlaOperands, top: Any, total: Any, summed: Any) -> tuple[Any, Any]:
     """Adds the sink and divides by the total. A row that saw no key has top -inf and gets 0 and -inf."""
     import jax.numpy as jnp
 
@@ -162,11 +162,11 @@ def _finish(spec: AttentionSpec, call: Call, top: Any, total: Any, summed: Any) 
 
 def _gradients(
     spec: AttentionSpec,
-    call: Call,
+    call: XlaOperands,
     sources: tuple[Summand, ...],
     saved: tuple[Any, Any],
     totals: tuple[Any, ...],
-    rows: Rows,
+    rows: KeyRanges,
     start: Any,
 ) -> tuple[Any, ...]:
     """Adds one block of queries to the gradients so far: dq and dk (before scale), dv, and dbias if requested."""
@@ -197,7 +197,9 @@ def _gradients(
     return lax.fori_loop(*key_blocks(spec, call, rows), step, totals)
 
 
-def _logits(spec: AttentionSpec, call: Call, q: Any, k: Any, rows: Rows, tile: Tile) -> tuple[Any, Any, Any]:
+def _logits(
+    spec: AttentionSpec, call: XlaOperands, q: Any, k: Any, rows: KeyRanges, tile: ScoreTile
+) -> tuple[Any, Any, Any]:
     """Returns (logits, seen, slope) of a tile, ``[b, h, g, i, j]``. slope: softcap's derivative, or None."""
     import jax.numpy as jnp
 
@@ -220,7 +222,7 @@ def _logits(spec: AttentionSpec, call: Call, q: Any, k: Any, rows: Rows, tile: T
     return jnp.where(seen, logits, -jnp.inf), seen, slope
 
 
-def _dropped(spec: AttentionSpec, call: Call, weights: Any, tile: Tile) -> Any:
+def _dropped(spec: AttentionSpec, call: XlaOperands, weights: Any, tile: ScoreTile) -> Any:
     """Returns the weights times 0 or ``1 / (1 - dropout)``."""
     import jax.numpy as jnp
 
@@ -252,7 +254,7 @@ def _dot(subscripts: str, left: Any, right: Any, dtype: str) -> Any:
     return jnp.einsum(subscripts, left, right, precision=precision, preferred_element_type=dtype)
 
 
-def _sinks_gradient(call: Call, lse: Any, shift: Any) -> Any:
+def _sinks_gradient(call: XlaOperands, lse: Any, shift: Any) -> Any:
     """Returns ``[heads]``: the sum of each row's sink weight ``exp(sink - lse)`` times its shift; empty rows add 0."""
     import jax.numpy as jnp
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from attn_core.backends.jax_xla import attention, paged, tiles
-from attn_core.backends.jax_xla.tiles import Blocks
+from attn_core.backends.jax_xla.tiles import BlockSizes
 from attn_core.backends.shared import jax_nn
 from attn_core.backends.shared.xla_precision import product_precision
 from attn_core.backends.support import Build, Support
@@ -56,7 +56,7 @@ BACKWARD = replace(FORWARD, paged=False)
 MAX_SCORES = 2**22
 """Scores (batch * heads * q_len * kv_len) above which the blocked maths replaces ``jax.nn``'s full matrix."""
 
-LARGEST_BLOCKS = {"cpu": Blocks(256, 256), "cuda": Blocks(1024, 1024)}
+LARGEST_BLOCKS = {"cpu": BlockSizes(256, 256), "cuda": BlockSizes(1024, 1024)}
 """Largest blocks of the blocked maths: sized for a CPU's cache, and to keep a GPU busy (H200: 6 times 256 x 256)."""
 
 
@@ -70,7 +70,7 @@ def probe() -> str:
     import jax
     from jax.custom_batching import custom_vmap  # noqa: F401
 
-    jax_nn.own()
+    jax_nn.jax_function()
     return jax.__version__
 
 
@@ -98,7 +98,7 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
     """Returns the gradients from the saved out and lse. Traceable."""
 
-    def run(blocks: Blocks) -> Gradients:
+    def run(blocks: BlockSizes) -> Gradients:
         return attention.backward(spec, inputs, blocks, out, lse, dout, dlse)
 
     with _usual_promotion():
@@ -114,7 +114,7 @@ def _usual_promotion() -> Iterator[None]:
         yield
 
 
-def _where_it_runs(blocks: dict[str, Blocks], run: Callable[[Blocks], Any]) -> Any:
+def _where_it_runs(blocks: dict[str, BlockSizes], run: Callable[[BlockSizes], Any]) -> Any:
     """Runs with the block sizes of the device that the program is compiled for, which only the compiler knows."""
     from jax.lax import platform_dependent
 

@@ -15,14 +15,14 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
 
-class Blocks(NamedTuple):
+class BlockSizes(NamedTuple):
     """The number of queries and keys (tokens) in a block."""
 
     queries: int
     keys: int
 
 
-class Rows(NamedTuple):
+class KeyRanges(NamedTuple):
     """For each query, int32 ``[q_len]``: the keys ``first <= j < stop`` it may see, and the key on its diagonal."""
 
     first: Any
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
     diagonal: Any
 
 
-class Call(NamedTuple):
+class XlaOperands(NamedTuple):
     """The tensors of a call, heads first, its block sizes, and ``zero`` (see ``zero_like``).
 
     q ``[b, h, g, i, d]``, k ``[b, h, j, d]``, v ``[b, h, j, e]``; mask and bias ``[b, h, g, i, j]`` and slopes
@@ -46,10 +46,10 @@ class Call(NamedTuple):
     sinks: Any
     rng: Any
     zero: Any
-    blocks: Blocks
+    blocks: BlockSizes
 
 
-class Tile(NamedTuple):
+class ScoreTile(NamedTuple):
     """A block of queries against a block of keys: the start of each (traced) and its length (static).
 
     The last block of an axis is moved back to end with it; only keys from ``fresh_key`` on are new to this tile.
@@ -70,13 +70,15 @@ class Summand(NamedTuple):
     finite: Any
 
 
-def block_sizes(spec: AttentionSpec, largest: Blocks) -> Blocks:
+def block_sizes(spec: AttentionSpec, largest: BlockSizes) -> BlockSizes:
     """Returns the fewest blocks that are no larger, all of nearly one size. A symbolic length is one block."""
     lengths = ((spec.q_len, largest.queries), (spec.kv_len, largest.keys))
-    return Blocks(*(-(-length // -(-length // limit)) if is_number(length) else length for length, limit in lengths))
+    return BlockSizes(
+        *(-(-length // -(-length // limit)) if is_number(length) else length for length, limit in lengths)
+    )
 
 
-def rows_of(spec: AttentionSpec, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None) -> Rows:
+def rows_of(spec: AttentionSpec, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None) -> KeyRanges:
     """Returns the keys that each query may see. Clamps the offsets, which cannot be checked on a device."""
     import jax.numpy as jnp
 
@@ -91,10 +93,10 @@ def rows_of(spec: AttentionSpec, cu_seqlens_q: Any = None, cu_seqlens_k: Any = N
     left, right, _ = band(spec)
     first = k_start if left is None else jnp.maximum(k_start, diagonal - left)
     stop = k_stop if right is None else jnp.minimum(k_stop, diagonal + right + 1)
-    return Rows(first, stop, diagonal)
+    return KeyRanges(first, stop, diagonal)
 
 
-def arrange(spec: AttentionSpec, inputs: Inputs, blocks: Blocks) -> Call:
+def arrange(spec: AttentionSpec, inputs: Inputs, blocks: BlockSizes) -> XlaOperands:
     """Returns the inputs with heads first."""
     import jax.numpy as jnp
 
@@ -109,7 +111,7 @@ def arrange(spec: AttentionSpec, inputs: Inputs, blocks: Blocks) -> Call:
     slopes_shape = None if spec.alibi_shape is None else (*(1,) * (2 - len(spec.alibi_shape)), *spec.alibi_shape, 1, 1)
     slopes = per_head(inputs.alibi_slopes, slopes_shape)
     bias = per_head(inputs.bias, spec.bias_shape)
-    return Call(
+    return XlaOperands(
         queries_first(spec, inputs.q),
         inputs.k.reshape(*keys, spec.head_dim).swapaxes(1, 2),
         inputs.v.reshape(*keys, spec.value_dim).swapaxes(1, 2),
@@ -168,14 +170,14 @@ def contain(subscripts: str, total: Any, seen: Any, summand: Summand) -> Any:
     return lax.cond(summand.finite, lambda: total, marked)
 
 
-def tile_at(spec: AttentionSpec, call: Call, start: Any, index: Any) -> Tile:
+def tile_at(spec: AttentionSpec, call: XlaOperands, start: Any, index: Any) -> ScoreTile:
     import jax.numpy as jnp
 
     queries, keys = call.blocks
-    return Tile(start, queries, jnp.minimum(index * keys, spec.kv_len - keys), keys, index * keys)
+    return ScoreTile(start, queries, jnp.minimum(index * keys, spec.kv_len - keys), keys, index * keys)
 
 
-def key_blocks(spec: AttentionSpec, call: Call, rows: Rows) -> tuple[Any, Any]:
+def key_blocks(spec: AttentionSpec, call: XlaOperands, rows: KeyRanges) -> tuple[Any, Any]:
     """Returns the half-open range of key blocks that any of the rows may see."""
     import jax.numpy as jnp
 
@@ -192,8 +194,8 @@ def cut(array: Any, start: Any, size: int, axis: int) -> Any:
     return array if array.shape[axis] == size else lax.dynamic_slice_in_dim(array, start, size, axis)
 
 
-def cut_rows(rows: Rows, start: Any, size: int) -> Rows:
-    return Rows(*(cut(array, start, size, axis=0) for array in rows))
+def cut_rows(rows: KeyRanges, start: Any, size: int) -> KeyRanges:
+    return KeyRanges(*(cut(array, start, size, axis=0) for array in rows))
 
 
 def cut_summand(summand: Summand, start: Any, size: int, axis: int) -> Summand:
@@ -201,7 +203,7 @@ def cut_summand(summand: Summand, start: Any, size: int, axis: int) -> Summand:
     return Summand(values, clean, summand.finite)
 
 
-def cut_tile(array: Any, tile: Tile) -> Any:
+def cut_tile(array: Any, tile: ScoreTile) -> Any:
     """Slices the tile out of ``[b, h, g, i, j]``; axes of length 1 broadcast."""
     for axis, start, size in ((3, tile.query, tile.queries), (4, tile.key, tile.keys)):
         array = array if array.shape[axis] == 1 else cut(array, start, size, axis)
@@ -228,7 +230,7 @@ def tokens_first(spec: AttentionSpec, array: Any) -> Any:
     return array.transpose(0, 3, 1, 2, 4).reshape(spec.batch, spec.q_len, spec.num_heads, array.shape[-1])
 
 
-def add_to_bias(total: Any, dlogits: Any, tile: Tile) -> Any:
+def add_to_bias(total: Any, dlogits: Any, tile: ScoreTile) -> Any:
     """Sums over the axes along which the bias was broadcast, and adds at the tile's position on the others."""
     axes = tuple(axis for axis, size in enumerate(total.shape) if size == 1)
     starts = {axis: start for axis, start in ((3, tile.query), (4, tile.key)) if total.shape[axis] != 1}

@@ -21,13 +21,13 @@ def forward(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
     synchronise: each row is as long as the table is wide, and a mask hides the rest.
     """
     if inputs.q.device.type != "cpu":
-        return _in_rows(spec, inputs)
-    packed, gathered = _packed(spec, inputs)
-    valid_documents = documents_between(gathered.cu_seqlens_q, gathered.cu_seqlens_k)  # the tables are checked
-    return plain_attention.forward(packed, gathered, valid_documents)
+        return _as_dense_rows(spec, inputs)
+    packed, documents = _as_documents(spec, inputs)
+    valid_documents = documents_between(documents.cu_seqlens_q, documents.cu_seqlens_k)  # the tables are checked
+    return plain_attention.forward(packed, documents, valid_documents)
 
 
-def _packed(spec: AttentionSpec, inputs: PagedInputs) -> tuple[AttentionSpec, Inputs]:
+def _as_documents(spec: AttentionSpec, inputs: PagedInputs) -> tuple[AttentionSpec, Inputs]:
     import torch
 
     paged = spec.paged
@@ -43,7 +43,7 @@ def _packed(spec: AttentionSpec, inputs: PagedInputs) -> tuple[AttentionSpec, In
     return packed, Inputs(inputs.q, k, v, sinks=inputs.sinks, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
 
 
-def _in_rows(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
+def _as_dense_rows(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
     import torch
 
     paged = spec.paged

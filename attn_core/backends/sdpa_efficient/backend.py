@@ -204,7 +204,7 @@ def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any
 
     how = lower(spec)
     operands = tensors.operands(spec, how, inputs)
-    saved = tensors.saved(spec, how, operands, out, lse, dout)
+    saved = tensors.backward_operands(spec, how, operands, out, lse, dout)
     random_state = inputs.q.new_empty((), dtype=torch.int64)  # required by the op, unused without dropout
     gradients = _kernels()[1](
         saved.dout,

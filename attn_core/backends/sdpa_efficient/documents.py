@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 
-class Places(NamedTuple):
+class QueryTokens(NamedTuple):
     """Each token's document and position in it (int64 ``[tokens]``), and whether the document has no key."""
 
     document: Any
@@ -35,7 +35,7 @@ def split_at_first_key(cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[Any, Any]:
     return torch.cat((queries, cu_seqlens_q[-1:])), torch.cat((keys, cu_seqlens_k[-1:]))
 
 
-def places(cu_seqlens_q: Any, cu_seqlens_k: Any, tokens: int, longest: int) -> Places:
+def places(cu_seqlens_q: Any, cu_seqlens_k: Any, tokens: int, longest: int) -> QueryTokens:
     """Locates ``tokens`` query tokens in documents of at most ``longest`` queries."""
     import torch
 
@@ -43,10 +43,10 @@ def places(cu_seqlens_q: Any, cu_seqlens_k: Any, tokens: int, longest: int) -> P
     document = torch.searchsorted(cu_seqlens_q[1:], at, right=True).clamp(max=cu_seqlens_q.shape[0] - 2)
     position = (at - cu_seqlens_q[document]).clamp(0, longest - 1).long()
     empty = cu_seqlens_k[document + 1] == cu_seqlens_k[document]
-    return Places(document, position, empty)
+    return QueryTokens(document, position, empty)
 
 
-def by_token(raw: Any, where: Places) -> Any:
+def by_token(raw: Any, where: QueryTokens) -> Any:
     """``[documents, heads, longest]`` -> ``[heads, tokens]``, -inf for tokens without a key."""
     import torch
 
@@ -54,7 +54,7 @@ def by_token(raw: Any, where: Places) -> Any:
     return lse.masked_fill(where.empty, -torch.inf)
 
 
-def by_document(lse: Any, where: Places, documents: int, longest: int) -> Any:
+def by_document(lse: Any, where: QueryTokens, documents: int, longest: int) -> Any:
     """``[heads, tokens]`` -> ``[documents, heads, longest]``, +inf (a weight of 0) for padding and rows with no key."""
     import torch
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from attn_core.backends.sdpa_efficient import documents as aten_documents
-from attn_core.backends.sdpa_efficient.documents import Places
+from attn_core.backends.sdpa_efficient.documents import QueryTokens
 from attn_core.backends.shared import aten_masks
 from attn_core.backends.shared.rewrites import readable
 from attn_core.call.spec import AttentionSpec
@@ -21,7 +21,7 @@ ADDRESSES = 2**31
 """The kernel multiplies rows by strides in int32."""
 
 
-class Operands(NamedTuple):
+class KernelOperands(NamedTuple):
     """The kernel's operands; of dense calls only the rows ``how["rows"]``.
 
     ``empty``: which of the rows see no key, ``[batch or 1, heads or 1, rows or 1]``, None if every row sees one.
@@ -35,10 +35,10 @@ class Operands(NamedTuple):
     empty: Any = None
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
-    places: Places | None = None
+    places: QueryTokens | None = None
 
 
-class Saved(NamedTuple):
+class BackwardOperands(NamedTuple):
     """The forward's results and dout in the layouts of the kernel's backward."""
 
     out: Any
@@ -46,23 +46,23 @@ class Saved(NamedTuple):
     dout: Any
 
 
-def operands(spec: AttentionSpec, how: dict[str, Any], inputs: Inputs) -> Operands:
+def operands(spec: AttentionSpec, how: dict[str, Any], inputs: Inputs) -> KernelOperands:
     """Returns the kernel's operands for a call."""
     q, k, v = (tensor[None] if spec.packed else tensor for tensor in inputs[:3])
     q = _addressable(q[:, how["rows"]])
     k, v = (for_each_head(_addressable(tensor), spec.group_size) for tensor in (k, v))
     if spec.packed:
-        return _packed(spec, how, inputs, Operands(q, k, v))
+        return _packed(spec, how, inputs, KernelOperands(q, k, v))
     if inputs.mask is None and inputs.bias is None:
-        return Operands(q, k, v)
+        return KernelOperands(q, k, v)
     rows = how["rows"]
     added = aten_masks.in_rows(aten_masks.additive(inputs, q.dtype), rows)
     edge = aten_masks.needed_band(spec) if how["custom_mask_type"] else None
-    bias = aten_masks.aligned(added, spec.kv_len).expand(spec.batch, spec.num_heads, rows.stop - rows.start, -1)
-    return Operands(q, k, v, bias, aten_masks.empty_rows(added, edge, rows, spec.kv_len))
+    bias = aten_masks.align_rows(added, spec.kv_len).expand(spec.batch, spec.num_heads, rows.stop - rows.start, -1)
+    return KernelOperands(q, k, v, bias, aten_masks.empty_rows(added, edge, rows, spec.kv_len))
 
 
-def _packed(spec: AttentionSpec, how: dict[str, Any], inputs: Inputs, dense: Operands) -> Operands:
+def _packed(spec: AttentionSpec, how: dict[str, Any], inputs: Inputs, dense: KernelOperands) -> KernelOperands:
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     if how["split_documents"]:
         cu_q, cu_k = aten_documents.split_at_first_key(cu_q, cu_k)
@@ -70,7 +70,7 @@ def _packed(spec: AttentionSpec, how: dict[str, Any], inputs: Inputs, dense: Ope
     return dense._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, places=where)
 
 
-def results(spec: AttentionSpec, how: dict[str, Any], operands: Operands, out: Any, raw: Any) -> tuple[Any, Any]:
+def results(spec: AttentionSpec, how: dict[str, Any], operands: KernelOperands, out: Any, raw: Any) -> tuple[Any, Any]:
     """Returns (out, lse) of the call from the kernel's out and its padded log-sum-exp."""
     import torch
 
@@ -84,23 +84,27 @@ def results(spec: AttentionSpec, how: dict[str, Any], operands: Operands, out: A
     return _all_rows(spec, how, out), _all_rows(spec, how, lse[..., None], -torch.inf, axis=2)[..., 0]
 
 
-def saved(spec: AttentionSpec, how: dict[str, Any], operands: Operands, out: Any, lse: Any, dout: Any) -> Saved:
+def backward_operands(
+    spec: AttentionSpec, how: dict[str, Any], operands: KernelOperands, out: Any, lse: Any, dout: Any
+) -> BackwardOperands:
     """Returns the saved tensors for the backward: the kernel's rows, +inf (a weight of 0) for rows without a key."""
     import torch
 
     if operands.places is not None:
         documents = operands.cu_seqlens_q.shape[0] - 1
         raw = aten_documents.by_document(lse, operands.places, documents, _padded(how["max_q"]))
-        return Saved(out[None].contiguous(), raw, dout[None].contiguous())
+        return BackwardOperands(out[None].contiguous(), raw, dout[None].contiguous())
     rows = how["rows"]
     lse = lse[..., rows]
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     missing = _padded(lse.shape[2]) - lse.shape[2]
     raw = torch.nn.functional.pad(lse, (0, missing), value=torch.inf).contiguous()
-    return Saved(out[:, rows].contiguous(), raw, dout[:, rows].contiguous())
+    return BackwardOperands(out[:, rows].contiguous(), raw, dout[:, rows].contiguous())
 
 
-def gradients(spec: AttentionSpec, how: dict[str, Any], operands: Operands, inputs: Inputs, raw: Any) -> Gradients:
+def gradients(
+    spec: AttentionSpec, how: dict[str, Any], operands: KernelOperands, inputs: Inputs, raw: Any
+) -> Gradients:
     """Returns the call's gradients from the kernel's (dq, dk, dv, dbias)."""
     dq, dk, dv, dbias = raw
     dk, dv = by_kv_head(dk, spec.num_kv_heads), by_kv_head(dv, spec.num_kv_heads)

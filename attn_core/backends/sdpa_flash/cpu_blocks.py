@@ -23,7 +23,7 @@ FEWEST_ROWS = 32
 """The fewest queries of a block. Fewer would read all keys for very little work."""
 
 
-class Block(NamedTuple):
+class QueryBlock(NamedTuple):
     """Some queries and the keys that any of them may see.
 
     edge: the band if it hides some of these keys from some of these queries, else None.
@@ -46,7 +46,7 @@ def kernels() -> tuple[Any, Any]:
 
 
 @lru_cache(maxsize=128)  # the blocks of 65536 queries with a window take 330 KiB
-def blocks(spec: AttentionSpec) -> tuple[Block, ...]:
+def blocks(spec: AttentionSpec) -> tuple[QueryBlock, ...]:
     """Returns the blocks of a dense call in order. Rows in no block see no key."""
     edge, step = band(spec), _height(spec)
     result = []
@@ -57,7 +57,7 @@ def blocks(spec: AttentionSpec) -> tuple[Block, ...]:
             corners = (start, last - 1), (stop - 1, first)  # the farthest to the right, and to the left
             cut = not all(edge.contains(*corner) for corner in corners)
             whole = (start, stop, first, last) == (0, spec.q_len, 0, spec.kv_len)
-            result.append(Block(slice(start, stop), slice(first, last), edge if cut else None, whole))
+            result.append(QueryBlock(slice(start, stop), slice(first, last), edge if cut else None, whole))
     return tuple(result)
 
 
@@ -84,9 +84,9 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
         if whole:
             return part.transpose(1, 2), part_lse
         if out is None:
-            out, lse = _nothing_seen(spec, inputs.q)
+            out, lse = _empty_results(spec, inputs.q)
         out[:, rows], lse[:, :, rows] = part.transpose(1, 2), part_lse
-    return _nothing_seen(spec, inputs.q) if out is None else (out, lse)
+    return _empty_results(spec, inputs.q) if out is None else (out, lse)
 
 
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any) -> tuple[Any, Any, Any]:
@@ -110,7 +110,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any)
     return dq, dk, dv
 
 
-def _nothing_seen(spec: AttentionSpec, q: Any) -> tuple[Any, Any]:
+def _empty_results(spec: AttentionSpec, q: Any) -> tuple[Any, Any]:
     import torch
 
     return q.new_zeros(spec.out_shape), q.new_full(spec.lse_shape, -torch.inf, dtype=getattr(torch, spec.lse_dtype))
@@ -124,7 +124,7 @@ def _zeros(spec: AttentionSpec, inputs: Inputs) -> list[Any]:
     return [tensor.new_zeros(tensor.shape, dtype=dtype).transpose(1, 2) for tensor in inputs[:3]]
 
 
-def _with_masks(spec: AttentionSpec, inputs: Inputs) -> Iterator[tuple[Block, Any]]:
+def _with_masks(spec: AttentionSpec, inputs: Inputs) -> Iterator[tuple[QueryBlock, Any]]:
     """Yields each block with its additive mask ``[batch or 1, heads or 1, rows, keys]``, None if it hides nothing."""
     mask, built = None, None
     explicit = inputs.mask is not None or inputs.bias is not None
@@ -140,7 +140,7 @@ def _with_masks(spec: AttentionSpec, inputs: Inputs) -> Iterator[tuple[Block, An
         yield block, mask
 
 
-def _additive(spec: AttentionSpec, inputs: Inputs, block: Block) -> Any:
+def _additive(spec: AttentionSpec, inputs: Inputs, block: QueryBlock) -> Any:
     import torch
 
     if inputs.mask is None and inputs.bias is None and block.edge is None:
@@ -161,7 +161,7 @@ def _additive(spec: AttentionSpec, inputs: Inputs, block: Block) -> Any:
     return added.expand(-1, -1, rows.stop - rows.start, keys.stop - keys.start)
 
 
-def _part(table: Any, block: Block) -> Any:
+def _part(table: Any, block: QueryBlock) -> Any:
     """Slices the block out of a mask or bias ``[batch or 1, heads or 1, q_len or 1, kv_len or 1]``."""
     if block.whole:
         return table

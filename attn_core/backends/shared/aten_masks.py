@@ -66,7 +66,7 @@ def in_rows(added: Any, rows: slice) -> Any:
     return added if added.shape[2] == 1 else added[:, :, rows]
 
 
-def aligned(added: Any, kv_len: int) -> Any:
+def align_rows(added: Any, kv_len: int) -> Any:
     """Expands an additive tensor ``[batch, heads, rows, kv_len or 1]`` to ``[..., kv_len]`` with aligned rows.
 
     Each row's storage is padded with zeros to a multiple of ROW_MULTIPLE elements, because kernels load whole vectors.

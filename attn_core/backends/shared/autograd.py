@@ -20,11 +20,11 @@ def recording() -> Iterator[None]:
     import torch
 
     dispatch = torch._C
-    left_out = dispatch._dispatch_tls_local_exclude_set()
+    excluded = dispatch._dispatch_tls_local_exclude_set()
     for name in _KEYS:
         key = getattr(dispatch.DispatchKey, name)
-        left_out = left_out.remove(key) if left_out.has(key) else left_out
-    with dispatch._ForceDispatchKeyGuard(dispatch._dispatch_tls_local_include_set(), left_out), torch.enable_grad():
+        excluded = excluded.remove(key) if excluded.has(key) else excluded
+    with dispatch._ForceDispatchKeyGuard(dispatch._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
         yield
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from attn_core.backends.shared.row_blocks import Block
+from attn_core.backends.shared.row_blocks import RowBlock
 from attn_core.call.dropout import keep
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
 
 @dataclass(frozen=True)
-class Operands:
+class BlockOperands:
     """The call's tensors in the layouts that the blocks read.
 
     q: the caller's, ``[batch, q_len, heads, head_dim]``. k, v: ``[batch, kv_heads, kv_len, dim]``, accumulation dtype.
@@ -32,7 +32,7 @@ class Operands:
     rng: Any
 
 
-class Saved(NamedTuple):
+class SavedTensors(NamedTuple):
     """The forward's results and the incoming gradients, with a batch axis."""
 
     out: Any
@@ -42,7 +42,7 @@ class Saved(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Running sums of the gradients, in the accumulation dtype and the layouts of Operands.
+    """Running sums of the gradients, in the accumulation dtype and the layouts of BlockOperands.
 
     dq has q's dtype: each of its rows belongs to one block and is written once.
     """
@@ -54,8 +54,8 @@ class Sums(NamedTuple):
     dsinks: Any
 
 
-def operands_of(spec: AttentionSpec, inputs: Inputs) -> Operands:
-    """Brings the call's tensors into the layouts and dtypes of Operands."""
+def operands_of(spec: AttentionSpec, inputs: Inputs) -> BlockOperands:
+    """Brings the call's tensors into the layouts and dtypes of BlockOperands."""
     import torch
 
     wide = getattr(torch, spec.lse_dtype)
@@ -68,7 +68,7 @@ def operands_of(spec: AttentionSpec, inputs: Inputs) -> Operands:
     def per_head(values: Any) -> Any:  # [heads] or [batch, heads] -> [batch or 1, kv_heads, group, 1, 1]
         return None if values is None else values.to(wide).reshape(-1, *grouped, 1, 1)
 
-    return Operands(
+    return BlockOperands(
         q=q,
         k=k.transpose(1, 2).to(wide).contiguous(),
         v=v.transpose(1, 2).to(wide).contiguous(),
@@ -80,7 +80,7 @@ def operands_of(spec: AttentionSpec, inputs: Inputs) -> Operands:
     )
 
 
-def forward_block(spec: AttentionSpec, operands: Operands, block: Block) -> tuple[Any, Any]:
+def forward_block(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> tuple[Any, Any]:
     """Returns out ``[batch, kv_heads, group, rows, value_dim]`` and lse ``[batch, kv_heads, group, rows]``."""
     import torch
 
@@ -98,11 +98,13 @@ def forward_block(spec: AttentionSpec, operands: Operands, block: Block) -> tupl
     lse = (top + total.log()).masked_fill(empty, -torch.inf)
     if spec.dropout:
         weights = weights * _dropout_factors(spec, operands, block)
-    out = _spread(weights, operands.v[:, :, block.keys], hidden)
+    out = _sum_over_keys(weights, operands.v[:, :, block.keys], hidden)
     return out / total.masked_fill(empty, 1.0), lse.squeeze(-1)
 
 
-def backward_block(spec: AttentionSpec, operands: Operands, saved: Saved, sums: Sums, block: Block) -> None:
+def backward_block(
+    spec: AttentionSpec, operands: BlockOperands, saved: SavedTensors, sums: Sums, block: RowBlock
+) -> None:
     """Adds one block's share to the sums: ``ds = p * (dp - delta + dlse)`` with ``delta = sum(dout * out)``."""
     import torch
 
@@ -117,14 +119,14 @@ def backward_block(spec: AttentionSpec, operands: Operands, saved: Saved, sums: 
         row_term = row_term + saved.dlse[:, :, block.rows].to(row_term.dtype).unflatten(1, grouped)[..., None]
     row_term = row_term.masked_fill(empty, 0.0)
 
-    weights = _without(scores.sub_(lse.masked_fill(empty, 0.0)).exp_(), hidden)
-    dweights = _across(dout, operands.v[:, :, block.keys])
+    weights = _zero_hidden(scores.sub_(lse.masked_fill(empty, 0.0)).exp_(), hidden)
+    dweights = _dot_products(dout, operands.v[:, :, block.keys])
     dropped = weights
     if spec.dropout:
         factors = _dropout_factors(spec, operands, block)
         dropped, dweights = weights * factors, dweights * factors
-    sums.dv[:, :, block.keys] += _gather(dropped, dout, hidden)
-    dscores = _without(dweights.add_(row_term).mul_(weights), hidden)
+    sums.dv[:, :, block.keys] += _sum_over_rows(dropped, dout, hidden)
+    dscores = _zero_hidden(dweights.add_(row_term).mul_(weights), hidden)
     if sums.dbias is not None:
         part = _part(sums.dbias, block)
         part += dscores.sum_to_size(part.shape)
@@ -132,17 +134,17 @@ def backward_block(spec: AttentionSpec, operands: Operands, saved: Saved, sums: 
         sink_weight = torch.exp(operands.sinks - lse).masked_fill(empty, 0.0)
         sums.dsinks.add_((sink_weight * row_term).sum(dim=(0, 3), keepdim=True))
     if capped is not None:
-        dscores = _without(dscores * (1.0 - (capped / spec.softcap) ** 2), hidden)  # a hidden score may be NaN
+        dscores = _zero_hidden(dscores * (1.0 - (capped / spec.softcap) ** 2), hidden)  # a hidden score may be NaN
     dscores = dscores * spec.scale
-    sums.dq[:, block.rows] = rows_first(_spread(dscores, operands.k[:, :, block.keys], hidden))
+    sums.dq[:, block.rows] = rows_first(_sum_over_keys(dscores, operands.k[:, :, block.keys], hidden))
     q = _heads_first(spec, operands.q, block, scores.dtype)
-    sums.dk[:, :, block.keys] += _gather(dscores, q, hidden)
+    sums.dk[:, :, block.keys] += _sum_over_rows(dscores, q, hidden)
 
 
-def _scores(spec: AttentionSpec, operands: Operands, block: Block, hidden: Any) -> tuple[Any, Any]:
+def _scores(spec: AttentionSpec, operands: BlockOperands, block: RowBlock, hidden: Any) -> tuple[Any, Any]:
     """Returns the scores, -inf where hidden, and the scores after the softcap alone (None without a softcap)."""
     q = _heads_first(spec, operands.q, block, operands.k.dtype) * spec.scale
-    scores: Any = _across(q, operands.k[:, :, block.keys])
+    scores: Any = _dot_products(q, operands.k[:, :, block.keys])
     capped: Any = None
     if spec.softcap is not None:
         scores = capped = spec.softcap * (scores / spec.softcap).tanh()
@@ -155,7 +157,7 @@ def _scores(spec: AttentionSpec, operands: Operands, block: Block, hidden: Any) 
     return (scores.clone() if scores is capped else scores), capped  # the caller overwrites the scores
 
 
-def _hidden(operands: Operands, block: Block) -> Any:
+def _hidden(operands: BlockOperands, block: RowBlock) -> Any:
     """Returns which scores are hidden by band, documents, mask or a bias of -inf: bool, 5-D, broadcastable.
 
     None if nothing is hidden.
@@ -170,17 +172,17 @@ def _hidden(operands: Operands, block: Block) -> Any:
     return hidden
 
 
-def _without(values: Any, hidden: Any) -> Any:
+def _zero_hidden(values: Any, hidden: Any) -> Any:
     return values if hidden is None else values.masked_fill_(hidden, 0.0)
 
 
-def _part(table: Any, block: Block) -> Any:
+def _part(table: Any, block: RowBlock) -> Any:
     """The block's view of a table that is broadcastable to the scores of the whole call."""
     rows = table if table.shape[3] == 1 else table[..., block.rows, :]
     return rows if table.shape[4] == 1 else rows[..., block.keys]
 
 
-def _dropout_factors(spec: AttentionSpec, operands: Operands, block: Block) -> Any:
+def _dropout_factors(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> Any:
     """Returns 0 where a weight is dropped, ``1 / (1 - dropout)`` elsewhere."""
     import torch
 
@@ -192,7 +194,7 @@ def _dropout_factors(spec: AttentionSpec, operands: Operands, block: Block) -> A
     return keep(operands.rng, (batch, head, row, column), spec.dropout).to(operands.k.dtype) / (1.0 - spec.dropout)
 
 
-def _heads_first(spec: AttentionSpec, tensor: Any, block: Block, dtype: Any) -> Any:
+def _heads_first(spec: AttentionSpec, tensor: Any, block: RowBlock, dtype: Any) -> Any:
     """The block's rows of ``[batch, q_len, heads, dim]`` as ``[batch, kv_heads, group, rows, dim]`` in the dtype."""
     rows = tensor[:, block.rows].unflatten(2, (spec.num_kv_heads, spec.group_size))
     return rows.permute(0, 2, 3, 1, 4).to(dtype).contiguous()
@@ -203,33 +205,33 @@ def rows_first(tensor: Any) -> Any:
     return tensor.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def _across(rows: Any, keys: Any) -> Any:
+def _dot_products(rows: Any, keys: Any) -> Any:
     """Returns the dot products of ``[batch, kv_heads, group, rows, dim]`` and ``[batch, kv_heads, keys, dim]``."""
     return (rows.flatten(2, 3) @ keys.mT).unflatten(2, rows.shape[2:4])
 
 
-def _spread(weights: Any, values: Any, hidden: Any) -> Any:
+def _sum_over_keys(weights: Any, values: Any, hidden: Any) -> Any:
     """Sums over keys ``[batch, kv_heads, keys, dim]`` -> ``[batch, kv_heads, group, rows, dim]``.
 
     A value that is not finite makes exactly the rows that see it NaN.
     """
     if _harmless(values, hidden):
         return (weights.flatten(2, 3) @ values).unflatten(2, weights.shape[2:4])
-    seen, broken = _seen(weights, hidden), ~values.isfinite()
+    seen, broken = _visibility(weights, hidden), ~values.isfinite()
     reached = seen @ broken[:, :, None].to(seen.dtype) > 0
-    return _spread(weights, values.masked_fill(broken, 0.0), None).masked_fill(reached, float("nan"))
+    return _sum_over_keys(weights, values.masked_fill(broken, 0.0), None).masked_fill(reached, float("nan"))
 
 
-def _gather(weights: Any, values: Any, hidden: Any) -> Any:
+def _sum_over_rows(weights: Any, values: Any, hidden: Any) -> Any:
     """Sums over group and rows ``[batch, kv_heads, group, rows, dim]`` -> ``[batch, kv_heads, keys, dim]``.
 
     A value that is not finite makes exactly the keys that are seen from its row NaN.
     """
     if _harmless(values, hidden):
         return weights.flatten(2, 3).mT @ values.flatten(2, 3)
-    seen, broken = _seen(weights, hidden), ~values.isfinite()
+    seen, broken = _visibility(weights, hidden), ~values.isfinite()
     reached = (seen.mT @ broken.to(seen.dtype) > 0).any(dim=2)
-    return _gather(weights, values.masked_fill(broken, 0.0), None).masked_fill(reached, float("nan"))
+    return _sum_over_rows(weights, values.masked_fill(broken, 0.0), None).masked_fill(reached, float("nan"))
 
 
 def _harmless(values: Any, hidden: Any) -> bool:
@@ -240,12 +242,12 @@ def _harmless(values: Any, hidden: Any) -> bool:
     return hidden is None or (values.device.type == "cpu" and bool(values.isfinite().all()))
 
 
-def _seen(weights: Any, hidden: Any) -> Any:
+def _visibility(weights: Any, hidden: Any) -> Any:
     """Returns 1 where visible, 0 where hidden: ``[batch or 1, kv_heads or 1, group or 1, rows, keys]``."""
     return (~hidden).to(weights.dtype).expand(*hidden.shape[:3], *weights.shape[3:])
 
 
-def empty_sums(spec: AttentionSpec, operands: Operands) -> Sums:
+def empty_sums(spec: AttentionSpec, operands: BlockOperands) -> Sums:
     """Returns sums of zeros for the gradients that the call needs."""
     import torch
 

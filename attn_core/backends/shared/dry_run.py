@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attn_core.backends.contract import Backend, own_warm_up
+from attn_core.backends.contract import Backend, backend_warm_up
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
@@ -17,7 +17,7 @@ def warm_up(backend: Backend, spec: AttentionSpec) -> None:
     """
     if spec.empty:
         return
-    own = own_warm_up(backend)
+    own = backend_warm_up(backend)
     if own is not None:
         own(spec)
         return

@@ -41,7 +41,7 @@ def operators() -> Operators:
     return Operators(library.fwd.default, library.bwd.default, f"{distribution} {version}")
 
 
-class Plan(NamedTuple):
+class ArgumentOrder(NamedTuple):
     """An operator's arguments in the operator's own order, still without tensors, and the position of each name."""
 
     values: tuple[Any, ...]
@@ -55,7 +55,7 @@ class Plan(NamedTuple):
         return values
 
 
-def plan(schema: Any, settings: dict[str, Any]) -> Plan:
+def plan(schema: Any, settings: dict[str, Any]) -> ArgumentOrder:
     """Orders settings as a schema (``torch._C.FunctionSchema``) orders its arguments.
 
     Arguments without a setting have the schema's default. Arguments without a default are tensors, and None here.
@@ -66,7 +66,9 @@ def plan(schema: Any, settings: dict[str, Any]) -> Plan:
     places = {argument.name: place for place, argument in enumerate(schema.arguments)}
     if unknown := settings.keys() - places.keys():
         raise TypeError(f"{schema.name}: this build takes no {', '.join(sorted(unknown))}")
-    return Plan(tuple(settings.get(argument.name, argument.default_value) for argument in schema.arguments), places)
+    return ArgumentOrder(
+        tuple(settings.get(argument.name, argument.default_value) for argument in schema.arguments), places
+    )
 
 
 LONGEST_SPLIT = 2**15

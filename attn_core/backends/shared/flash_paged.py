@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from attn_core.backends.shared.flash3_operators import Plan
+from attn_core.backends.shared.flash3_operators import ArgumentOrder
 from attn_core.backends.shared.pools import pools, query_offsets, safe_tables
 from attn_core.backends.shared.rewrites import readable, writable
 from attn_core.call.spec import AttentionSpec
@@ -62,7 +62,7 @@ def flash2(
 
 
 def flash3(
-    spec: AttentionSpec, inputs: PagedInputs, into: Any, operator: Callable[..., Any], plan: Plan
+    spec: AttentionSpec, inputs: PagedInputs, into: Any, operator: Callable[..., Any], plan: ArgumentOrder
 ) -> tuple[Any, Any]:
     """Returns (out, lse). One query per sequence runs as a batch of one-query rows, which the kernel splits best."""
     import torch

@@ -7,10 +7,10 @@ from typing import Any
 
 def dot_product_attention(*arrays: Any, **keywords: Any) -> Any:
     """Calls JAX's function. Not looked up in ``jax.nn``: a program may have put ours there, which would recurse."""
-    return own()(*arrays, **keywords)
+    return jax_function()(*arrays, **keywords)
 
 
-def own() -> Any:
+def jax_function() -> Any:
     """Returns JAX's function from the module that defines it (the same module in jax 0.10 to 0.12)."""
     try:
         from jax._src.nn import functions

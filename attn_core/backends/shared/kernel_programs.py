@@ -29,12 +29,12 @@ class Buffer(NamedTuple):
     zeros: bool = False
 
 
-class Step(NamedTuple):
+class KernelStep(NamedTuple):
     """One kernel of a program.
 
     Attributes:
         target: a name that covers everything that the compiled code depends on, the same in every process.
-        reads: indices into ``Program.buffers`` of the buffers that the kernel reads, in the order of its arguments.
+        reads: indices of the buffers that the kernel reads, into ``KernelProgram.buffers``, in its arguments' order.
         writes: indices of the buffers that the kernel writes; these arguments follow. A buffer in both is updated.
         compile: returns a ``tvm_ffi.Function`` of the tensors of reads and writes; takes about a second.
     """
@@ -45,8 +45,8 @@ class Step(NamedTuple):
     compile: Callable[[], Any]
 
 
-class Program(NamedTuple):
+class KernelProgram(NamedTuple):
     """The buffers and kernels of a call. Buffers that no step writes are operands; results carry their names."""
 
     buffers: tuple[Buffer, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[KernelStep, ...]

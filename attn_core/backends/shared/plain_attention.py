@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from attn_core.backends.shared.block_attention import (
-    Saved,
+    SavedTensors,
     Sums,
     backward_block,
     empty_sums,
@@ -19,7 +19,7 @@ from attn_core.backends.shared.block_attention import (
     rows_first,
 )
 from attn_core.backends.shared.row_blocks import blocks
-from attn_core.backends.shared.split_documents import Document
+from attn_core.backends.shared.split_documents import DocumentSlices
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
@@ -27,13 +27,15 @@ QUERY_BLOCK = 128
 """Query rows computed at once: the scores in memory are ``[batch, heads, QUERY_BLOCK, kv_len]``."""
 
 
-def forward(spec: AttentionSpec, inputs: Inputs, valid_documents: list[Document] | None = None) -> tuple[Any, Any]:
+def forward(
+    spec: AttentionSpec, inputs: Inputs, valid_documents: list[DocumentSlices] | None = None
+) -> tuple[Any, Any]:
     """See ``Backend.forward``. The log-sum-exp is float32, or float64 for float64 inputs.
 
     Args:
         valid_documents: see ``row_blocks.blocks``.
     """
-    with _plainly(inputs.q):
+    with _without_autograd(inputs.q):
         operands = operands_of(spec, inputs)
         out = inputs.q.new_zeros((spec.batch, spec.q_len, spec.num_heads, spec.value_dim))
         lse = operands.k.new_full((spec.batch, spec.num_heads, spec.q_len), float("-inf"))
@@ -46,10 +48,10 @@ def forward(spec: AttentionSpec, inputs: Inputs, valid_documents: list[Document]
 
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
     """See ``Backend.backward``."""
-    with _plainly(inputs.q):
+    with _without_autograd(inputs.q):
         operands = operands_of(spec, inputs)
         out, lse, dout, dlse = (t[None] if spec.packed and t is not None else t for t in (out, lse, dout, dlse))
-        saved = Saved(out, lse, dout, dlse)
+        saved = SavedTensors(out, lse, dout, dlse)
         sums = empty_sums(spec, operands)
         for block in blocks(spec, inputs, QUERY_BLOCK):
             backward_block(spec, operands, saved, sums, block)
@@ -57,7 +59,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
 
 
 @contextmanager
-def _plainly(q: Any) -> Iterator[None]:
+def _without_autograd(q: Any) -> Iterator[None]:
     """Turns off autograd, and autocast, which would round the float32 products."""
     import torch
 

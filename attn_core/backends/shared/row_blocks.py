@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from attn_core.backends.shared.split_documents import Document, documents
+from attn_core.backends.shared.split_documents import DocumentSlices, documents
 from attn_core.call.masks import Band, band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """A block of query rows and the keys that any of them may see; both slices count the tokens of the whole row.
 
     distance: int64 ``[rows, keys]``, how far right of the diagonal each key lies; None if no ALiBi slopes need it.
@@ -25,8 +25,8 @@ class Block(NamedTuple):
 
 
 def blocks(
-    spec: AttentionSpec, inputs: Inputs, height: int, valid_documents: list[Document] | None = None
-) -> Iterator[Block]:
+    spec: AttentionSpec, inputs: Inputs, height: int, valid_documents: list[DocumentSlices] | None = None
+) -> Iterator[RowBlock]:
     """Yields the blocks of a call, each of at most ``height`` rows. Rows in no block see no key.
 
     Args:
@@ -38,8 +38,8 @@ def blocks(
 
 
 def _host_blocks(
-    spec: AttentionSpec, inputs: Inputs, height: int, valid_documents: list[Document] | None
-) -> Iterator[Block]:
+    spec: AttentionSpec, inputs: Inputs, height: int, valid_documents: list[DocumentSlices] | None
+) -> Iterator[RowBlock]:
     import torch
 
     device = inputs.q.device
@@ -55,11 +55,11 @@ def _host_blocks(
             inside = edge.contains(start, last - 1) and edge.contains(stop - 1, first)  # the block's far corners
             hidden = None if inside else ~edge.contains(rows, columns)
             distance = columns - (rows + edge.offset) if spec.alibi_shape else None
-            yield Block(slice(start, stop), slice(first, last), distance, hidden)
+            yield RowBlock(slice(start, stop), slice(first, last), distance, hidden)
 
 
 def _documents(
-    spec: AttentionSpec, inputs: Inputs, valid_documents: list[Document] | None
+    spec: AttentionSpec, inputs: Inputs, valid_documents: list[DocumentSlices] | None
 ) -> Iterator[tuple[slice, slice, Band]]:
     """Yields query tokens, key tokens and band of each document; the band's offset counts tokens of the whole row."""
     if not spec.packed:
@@ -72,7 +72,7 @@ def _documents(
         yield rows, keys, edge._replace(offset=edge.offset + keys.start - rows.start)
 
 
-def _token_blocks(spec: AttentionSpec, inputs: Inputs, height: int) -> Iterator[Block]:
+def _token_blocks(spec: AttentionSpec, inputs: Inputs, height: int) -> Iterator[RowBlock]:
     """Yields blocks of packed tokens without reading their offsets on the host, so each block spans all keys."""
     import torch
 
@@ -89,7 +89,7 @@ def _token_blocks(spec: AttentionSpec, inputs: Inputs, height: int) -> Iterator[
         own, position = of_query[rows, None], at_query[rows, None]
         together = (own == of_key) & (own < documents)  # tokens past the last offset belong to no document
         hidden = torch.logical_not(together & edge.contains(position, at_key))
-        yield Block(rows, slice(0, spec.kv_len), at_key - position, hidden)
+        yield RowBlock(rows, slice(0, spec.kv_len), at_key - position, hidden)
 
 
 def _token_positions(cu_seqlens: Any, tokens: int) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
 
-class Document(NamedTuple):
+class DocumentSlices(NamedTuple):
     """The tokens of one document, as slices of the whole row."""
 
     rows: slice
@@ -23,7 +23,7 @@ class Document(NamedTuple):
         return self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
 
 
-def documents(spec: AttentionSpec, cu_seqlens_q: Any, cu_seqlens_k: Any) -> list[Document]:
+def documents(spec: AttentionSpec, cu_seqlens_q: Any, cu_seqlens_k: Any) -> list[DocumentSlices]:
     """Checks the offsets and returns, in order, the documents that have both queries and keys.
 
     Queries outside these documents see no key.
@@ -43,12 +43,12 @@ def documents(spec: AttentionSpec, cu_seqlens_q: Any, cu_seqlens_k: Any) -> list
     return documents_between(cu_seqlens_q, cu_seqlens_k)
 
 
-def documents_between(cu_seqlens_q: Any, cu_seqlens_k: Any) -> list[Document]:
+def documents_between(cu_seqlens_q: Any, cu_seqlens_k: Any) -> list[DocumentSlices]:
     """Returns the same as ``documents`` for offsets that are known to be valid."""
     ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     result = []
     for index in range(len(ends_q) - 1):
-        document = Document(slice(ends_q[index], ends_q[index + 1]), slice(ends_k[index], ends_k[index + 1]))
+        document = DocumentSlices(slice(ends_q[index], ends_q[index + 1]), slice(ends_k[index], ends_k[index + 1]))
         if all(document.lengths):
             result.append(document)
     return result
@@ -73,7 +73,7 @@ def dense_spec(spec: AttentionSpec, q_len: int, kv_len: int) -> AttentionSpec:
     )
 
 
-def dense_inputs(inputs: Inputs, document: Document) -> Inputs:
+def dense_inputs(inputs: Inputs, document: DocumentSlices) -> Inputs:
     """Returns the tensors of one document as a dense call of batch 1: views of its tokens."""
     rows, keys = document
 

@@ -14,12 +14,12 @@ def product_precision(dtype: Any) -> Any:
     """
     from jax.lax import Precision
 
-    if dtype.itemsize == 2 or (dtype.itemsize == 4 and in_force() is not None):
+    if dtype.itemsize == 2 or (dtype.itemsize == 4 and current_precision() is not None):
         return None
     return Precision.HIGHEST
 
 
-def in_force() -> str | None:
+def current_precision() -> str | None:
     """Returns the current ``jax.default_matmul_precision``; None if it is not set."""
     import jax
 
@@ -27,11 +27,11 @@ def in_force() -> str | None:
     return config.jax_default_matmul_precision  # type: ignore[no-any-return]
 
 
-def level_in_force() -> int:
+def current_precision_level() -> int:
     """Returns the current precision of float32 products: 0 DEFAULT, 1 HIGH, 2 HIGHEST; 0 for a named algorithm."""
     from jax.lax import Precision
 
-    setting = in_force()
+    setting = current_precision()
     try:
         return int(Precision.HIGHEST.value if setting is None else Precision(setting).value)
     except ValueError:  # the name of a lax.DotAlgorithmPreset

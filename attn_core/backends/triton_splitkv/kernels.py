@@ -21,7 +21,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _merged(top, other):
+def _raise_maximum(top, other):
     """Returns the new running maximum and the factor that rescales the sums so far. -inf gives no NaN."""
     new = tl.maximum(top, other)
     base = tl.where(new == float("-inf"), 0.0, new)
@@ -133,7 +133,7 @@ def attend(
         distance = key[None, :] - diagonal[:, None]
         seen = is_key[None, :] & (distance <= right) & (distance >= -left)
         scores = tl.where(seen, scores, float("-inf"))
-        top, base, fade = _merged(top, tl.max(scores, 1))
+        top, base, fade = _raise_maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - base[:, None])
         total = total * fade + tl.sum(weights, 1)
         values_at = v_pages + kv_head * v_head + page[:, None] * v_page + slot[:, None] * v_slot
@@ -143,7 +143,7 @@ def attend(
     empty = total == 0.0
     if SINKS and SPLITS == 1:
         sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
-        top, base, fade = _merged(top, sink)
+        top, base, fade = _raise_maximum(top, sink)
         total = total * fade + tl.exp2(sink - base)
         summed = summed * fade[:, None]
     result = tl.where(empty[:, None], 0.0, summed / tl.where(empty, 1.0, total)[:, None])
@@ -185,7 +185,7 @@ def merge(
         exists = split < SPLITS
         lse_at = part_lse + split * part_lse_split + head * part_lse_head + token
         share_lse = tl.load(lse_at, mask=exists, other=float("-inf")) * LOG2_E
-        top, base, fade = _merged(top, tl.max(share_lse, 0))
+        top, base, fade = _raise_maximum(top, tl.max(share_lse, 0))
         weights = tl.exp2(share_lse - base)
         part_at = part + split.to(tl.int64)[:, None] * part_split + token * part_token + head * part_head
         values = tl.load(part_at + channel[None, :], mask=exists[:, None], other=0.0)
@@ -194,7 +194,7 @@ def merge(
     empty = total == 0.0
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
-        top, base, fade = _merged(top, sink)
+        top, base, fade = _raise_maximum(top, sink)
         total = total * fade + tl.exp2(sink - base)
         summed = summed * fade
     total = tl.where(empty, 1.0, total)

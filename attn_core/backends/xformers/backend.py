@@ -102,13 +102,13 @@ _ORDER = ("flash", "cutlass")
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
     """Returns every operator's reasons if none supports a call that their common claims cover."""
-    if _chosen(spec) or unmet(BACKWARD if spec.needs_backward else FORWARD, spec, device):
+    if _choose_operator(spec) or unmet(BACKWARD if spec.needs_backward else FORWARD, spec, device):
         return ()
     return tuple(dict.fromkeys(why for word in _ORDER for why in _misfits(word, spec)))
 
 
 @lru_cache(maxsize=4096)
-def _chosen(spec: AttentionSpec) -> str | None:
+def _choose_operator(spec: AttentionSpec) -> str | None:
     """Returns the operator that ``xformers`` runs, or None."""
     return next((word for word in _ORDER if not _misfits(word, spec)), None)
 
@@ -151,9 +151,9 @@ def _mask_refusals(word: str, spec: AttentionSpec, name: str | None, described: 
     """Yields refusals of bands that an operator has no mask for, unless its claims already refuse them."""
     operator, square = OPERATORS[word], spec.q_len == spec.kv_len and not spec.packed
     claims = operator.forward
-    said = name == TENSOR or (spec.packed and not claims.packed)
-    said = said or not (square or spec.alignment in claims.alignments)
-    if name not in operator.masks and not said:
+    already_refused = name == TENSOR or (spec.packed and not claims.packed)
+    already_refused = already_refused or not (square or spec.alignment in claims.alignments)
+    if name not in operator.masks and not already_refused:
         where = f" in each of {spec.documents} documents" if spec.packed else ""
         yield f"{described}{where}: {claims.kernel} has no such mask"
     elif name in operator.masks and spec.needs_backward and operator.backward and name not in operator.gradient_masks:
@@ -169,7 +169,7 @@ def probe() -> str:
 def _probe(word: str) -> str:
     import xformers  # type: ignore[import-not-found]
 
-    operator = operators.loaded(word)[1]
+    operator = operators.load_operator(word)[1]
     if not operator.is_available():
         raise ImportError(f"this installation has no kernel for {operator.NAME}")
     if word == "splitk":
@@ -189,13 +189,15 @@ def _build(word: str) -> Build | None:
     installed = operators.widths(word)
     without = () if operators.runs(word, installed[0], backward=True) else ("backward",)
     return Build(
-        operators.loaded(word)[1].NAME, without, head_dims=() if installed == operators.COMPILED[word] else installed
+        operators.load_operator(word)[1].NAME,
+        without,
+        head_dims=() if installed == operators.COMPILED[word] else installed,
     )
 
 
 def lower(spec: AttentionSpec) -> dict[str, Any]:
     """Returns the arguments of the chosen operator; ``operator`` is None if none supports the call."""
-    word = _chosen(spec)
+    word = _choose_operator(spec)
     return {"operator": None} if word is None else _lower(word, spec)
 
 

@@ -22,7 +22,7 @@ COMPILED = {"flash": (32, 64, 96, 128, 192, 256), "flash3": (64, 128, 192, 256)}
 
 
 @cached_once
-def loaded(word: str) -> tuple[Any, Any, Any]:
+def load_operator(word: str) -> tuple[Any, Any, Any]:
     """Imports and returns ``xformers.ops.fmha``, and an operator's forward and backward (None if it has none)."""
     import xformers.ops.fmha as fmha  # type: ignore[import-not-found]
 
@@ -37,11 +37,11 @@ def widths(word: str) -> tuple[int, ...]:
     Raises:
         RuntimeError: if none runs.
     """
-    if word == "flash" and getattr(loaded(word)[0].flash, "_USE_PT_FLASH_ATTN", False):
+    if word == "flash" and getattr(load_operator(word)[0].flash, "_USE_PT_FLASH_ATTN", False):
         return COMPILED[word]  # torch's own has them all
     installed = tuple(width for width in COMPILED[word] if runs(word, width))
     if not installed:
-        raise RuntimeError(f"{loaded(word)[1].NAME} runs no head dimension on this device")
+        raise RuntimeError(f"{load_operator(word)[1].NAME} runs no head dimension on this device")
     return installed
 
 
@@ -49,7 +49,7 @@ def runs(word: str, width: int, *, backward: bool = False) -> bool:
     """Returns whether a call of one head runs on the current device. A build raises for kernels that it lacks."""
     import torch
 
-    fmha, forward_op, backward_op = loaded(word)
+    fmha, forward_op, backward_op = load_operator(word)
     x = torch.zeros((1, 8, 1, width), dtype=torch.bfloat16, device="cuda")
     try:
         with torch.no_grad():
@@ -79,7 +79,7 @@ def forward(how: dict[str, Any], spec: AttentionSpec, inputs: Inputs) -> tuple[A
     """Returns (out, lse) of a call as the backend's ``lower`` describes it, at the operator's head dimensions."""
     import torch
 
-    fmha, operator, _ = loaded(how["operator"])
+    fmha, operator, _ = load_operator(how["operator"])
     with torch.no_grad():
         q, k, v = (_rows(spec, tensor) for tensor in inputs[:3])
         mask = _mask(fmha.attn_bias, how, spec, inputs)
@@ -94,14 +94,14 @@ def forward(how: dict[str, Any], spec: AttentionSpec, inputs: Inputs) -> tuple[A
         elif how["groups"] == "repeated":
             k, v = _repeated(spec, k), _repeated(spec, v)
         out, lse = fmha.memory_efficient_attention_forward_requires_grad(q, k, v, mask, 0.0, how["scale"], op=operator)
-        return out.reshape(spec.out_shape), _own_lse(how, spec, lse, hidden)
+        return out.reshape(spec.out_shape), _convert_lse(how, spec, lse, hidden)
 
 
 def backward(how: dict[str, Any], spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any) -> Gradients:
     """Returns the gradients of a call as the backend's ``lower`` describes it."""
     import torch
 
-    fmha, _, operator = loaded(how["operator"])
+    fmha, _, operator = load_operator(how["operator"])
     with torch.no_grad():
         q, k, v, dout = (_rows(spec, tensor) for tensor in (*inputs[:3], dout))
         out, lse = (x[None] if spec.packed else x for x in (out.contiguous(), lse))
@@ -162,7 +162,7 @@ def _summed(spec: AttentionSpec, gradient: Any) -> Any:
     return groups.sum(3, dtype=torch.float32).to(gradient.dtype)
 
 
-def _own_lse(how: dict[str, Any], spec: AttentionSpec, lse: Any, hidden: Any) -> Any:
+def _convert_lse(how: dict[str, Any], spec: AttentionSpec, lse: Any, hidden: Any) -> Any:
     """Converts xformers' log-sum-exp to ``spec.lse_shape``: no padded rows, and -inf for rows that see no key.
 
     xformers returns ``[batch, heads, rows]`` or ``[batch, kv_heads, group, rows]``, with batch 1 for documents, and

@@ -1,1 +1,1 @@
-"""Unsloth's ``run_attention`` as plain data: its arguments, their meaning, and rows that share a prefix."""
+"""Unsloth's ``run_attention`` as plain data: its arguments, the request they make, and rows that share a prefix."""

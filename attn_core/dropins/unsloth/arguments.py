@@ -1,6 +1,6 @@
 """Unsloth's attention dispatch as data: its two argument objects, their sizes, and its names for backends.
 
-The names and fields are Unsloth's (``unsloth/utils/attention_dispatch.py``). ``attn_core.dropins.unsloth.meaning``
+The names and fields are Unsloth's (``unsloth/utils/attention_dispatch.py``). ``attn_core.dropins.unsloth.request``
 interprets them.
 """
 

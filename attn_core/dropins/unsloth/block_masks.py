@@ -1,6 +1,6 @@
 """Reads documents, causal and window from xformers' block-diagonal masks, by class name and attributes.
 
-Blocks that are just the rows of the batch define no documents. Unsloth's Mistral passes its window that way.
+BlockMask that are just the rows of the batch define no documents. Unsloth's Mistral passes its window that way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAMES = (
 """xformers' classes that documents, causal and a window describe completely."""
 
 
-class Blocks(NamedTuple):
+class BlockMask(NamedTuple):
     """A mask in our terms. keys: the number of keys that a query sees, including its own; None for all."""
 
     causal: bool
@@ -32,7 +32,7 @@ class Blocks(NamedTuple):
     documents: SeqInfo | None
 
 
-def blocks(mask: Any, where: str, context: AttentionContext) -> Blocks:
+def read_block_mask(mask: Any, where: str, context: AttentionContext) -> BlockMask:
     """Interprets a block-diagonal mask.
 
     Raises:
@@ -41,7 +41,7 @@ def blocks(mask: Any, where: str, context: AttentionContext) -> Blocks:
     """
     name = type(mask).__name__
     documents = None if name == _IN_ROWS else _documents(mask, f"{where} is {name}", context)
-    return Blocks(name != "BlockDiagonalMask", getattr(mask, "_window_size", None), documents)
+    return BlockMask(name != "BlockDiagonalMask", getattr(mask, "_window_size", None), documents)
 
 
 def _documents(mask: Any, shown: str, context: AttentionContext) -> SeqInfo | None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from attn_core.call.seq_info import SeqInfo
 from attn_core.dropins.unsloth.arguments import AttentionContext
-from attn_core.dropins.unsloth.meaning import Meaning
+from attn_core.dropins.unsloth.request import UnslothRequest
 from attn_core.errors import ShapeError, SpecError
 
 NAME = "context.prefix_seg_info"
@@ -49,23 +49,28 @@ def resolve_prefix_seg_info(kwargs: Mapping[str, Any], past_key_value: Any, atte
     return info
 
 
-def shared_prefixes(meaning: Meaning, context: AttentionContext, read: Callable[[Any], np.ndarray]) -> SharedPrefixes:
-    """Returns the documents of ``context.prefix_seg_info``, cached by signature. read: copies labels to the host.
+def shared_prefixes(
+    request: UnslothRequest, context: AttentionContext, read: Callable[[Any], np.ndarray]
+) -> SharedPrefixes:
+    """Returns the documents of ``context.prefix_seg_info``, cached by signature.
+
+    Args:
+        read: copies an array of labels to the host.
 
     Raises:
         SpecError, ShapeError: for options that shared prefixes do not support, and for invalid labels.
     """
-    _refuse(meaning, context)
+    _refuse(request, context)
     info, tokens = context.prefix_seg_info, context.bsz * context.q_len
     signature = getattr(info, "signature", None)
     layout = _Layout(signature, tokens, info, read)
     try:
-        prefixes = _prefixes.__wrapped__(layout) if signature is None else _prefixes(layout)
+        prefixes = _read_layout.__wrapped__(layout) if signature is None else _read_layout(layout)
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
-        prefixes = _prefixes.__wrapped__(layout)
-    left = meaning.window[0]
+        prefixes = _read_layout.__wrapped__(layout)
+    left = request.window[0]
     if left is not None and left + 1 < prefixes.longest:
         raise SpecError(
             f"window of {left + 1} keys: expected {prefixes.longest} or more beside {NAME}, whose longest prefix has "
@@ -74,19 +79,19 @@ def shared_prefixes(meaning: Meaning, context: AttentionContext, read: Callable[
     return prefixes
 
 
-def _refuse(meaning: Meaning, context: AttentionContext) -> None:
+def _refuse(request: UnslothRequest, context: AttentionContext) -> None:
     stated = (
         ("context.seq_info", context.seq_info),
-        (meaning.mask_name, meaning.mask),
-        ("blocks of an xformers mask", meaning.documents),
-        ("alibi_slopes", meaning.alibi_slopes),
+        (request.mask_name, request.mask),
+        ("blocks of an xformers mask", request.documents),
+        ("alibi_slopes", request.alibi_slopes),
     )
     for name, value in stated:
         if value is not None:
             raise SpecError(f"{name}: expected None beside {NAME}, got {type(value).__name__}")
-    if meaning.dropout:
-        raise SpecError(f"dropout_p={meaning.dropout}: expected 0 beside {NAME}, whose rows are two calls joined")
-    if not meaning.causal:
+    if request.dropout:
+        raise SpecError(f"dropout_p={request.dropout}: expected 0 beside {NAME}, whose rows are two calls joined")
+    if not request.causal:
         raise SpecError(f"causal=False: expected True beside {NAME}, whose suffixes see what comes before")
     if context.kv_seq_len != context.q_len:
         raise ShapeError(
@@ -105,7 +110,7 @@ class _Layout:
 
 
 @lru_cache(maxsize=16)
-def _prefixes(layout: _Layout) -> SharedPrefixes:
+def _read_layout(layout: _Layout) -> SharedPrefixes:
     info, tokens = layout.info, layout.tokens
     labels = []
     for name in ("group_of_kv", "is_prefix", "suffix_of_kv"):

@@ -1,7 +1,8 @@
 """Interprets a call of Unsloth's ``run_attention`` as plain data.
 
-The meaning is the same on every backend. The host's own branches differ from each other; docs/how_to/migrate/unsloth.md
-lists our choices. This file has no tensor operations: the frontends turn a ``Meaning`` into a call of ``attention``.
+A call means the same on every backend. The host's own branches differ from each other; docs/how_to/migrate/unsloth.md
+lists our choices. This file has no tensor operations: the frontends turn an ``UnslothRequest`` into a call of
+``attention``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 from attn_core.call.options import flag, normalise_window
 from attn_core.call.seq_info import SeqInfo, is_host_int
-from attn_core.dropins.keyword_bags import BAGS, Option, bag_of, distances, state_mask, stated_in
+from attn_core.dropins.keyword_bags import BAGS, Option, bag_of, distances, read_options, state_mask
 from attn_core.dropins.unsloth.arguments import (
     FAMILIES,
     FLASH_DENSE,
@@ -21,11 +22,11 @@ from attn_core.dropins.unsloth.arguments import (
     AttentionConfig,
     AttentionContext,
 )
-from attn_core.dropins.unsloth.block_masks import Blocks, blocks
+from attn_core.dropins.unsloth.block_masks import BlockMask, read_block_mask
 from attn_core.errors import ShapeError, SpecError
 
 
-class Meaning(NamedTuple):
+class UnslothRequest(NamedTuple):
     """A call in our terms.
 
     mask: the host's attention_mask, causal_mask, attn_mask or attn_bias. mask_name: the argument that it came from.
@@ -46,7 +47,7 @@ class Meaning(NamedTuple):
     documents: SeqInfo | None
 
 
-def interpret(config: AttentionConfig, context: AttentionContext) -> Meaning:
+def interpret(config: AttentionConfig, context: AttentionContext) -> UnslothRequest:
     """Interprets a call, independently of the backend.
 
     Without a mask the call is causal, bottom-right: new queries are at the end of the keys. A 2-D ``attention_mask``
@@ -65,7 +66,7 @@ def interpret(config: AttentionConfig, context: AttentionContext) -> Meaning:
             return _without_masks(config.backend, packed, slides, kind, context.sliding_window, _plain(config))
         except TypeError:  # a value that cannot be part of a key, e.g. an array
             pass
-    return _interpreted(config, context)
+    return _interpret(config, context)
 
 
 def _plain(config: AttentionConfig) -> tuple[tuple[str, tuple[Any, ...]], ...]:
@@ -88,11 +89,11 @@ def _kind(value: Any) -> Any:
 @lru_cache(maxsize=1024)
 def _without_masks(
     word: str, packed: bool, slides: bool | None, kind: str, sliding_window: int | None, bags: tuple[Any, ...]
-) -> Meaning:
-    """Caches ``_interpreted`` for calls of plain values. ``kind`` distinguishes 1, 1.0 and True."""
+) -> UnslothRequest:
+    """Caches ``_interpret`` for calls of plain values. ``kind`` distinguishes 1, 1.0 and True."""
     named = {name: {key: value for key, _, value in items} for name, items in bags}
     fields: dict[str, Any] = {"seq_info": packed or None, "causal_mask": slides, "sliding_window": sliding_window}
-    return _interpreted(AttentionConfig(word, 1, 1, **named), AttentionContext(1, 1, 1, 1, 1, **fields))
+    return _interpret(AttentionConfig(word, 1, 1, **named), AttentionContext(1, 1, 1, 1, 1, **fields))
 
 
 def host_branch(config: AttentionConfig, context: AttentionContext) -> str:
@@ -104,14 +105,14 @@ def host_branch(config: AttentionConfig, context: AttentionContext) -> str:
     return FLASH_DENSE if config.backend == FLASH_VARLEN and context.seq_info is None else config.backend
 
 
-def _interpreted(config: AttentionConfig, context: AttentionContext) -> Meaning:
+def _interpret(config: AttentionConfig, context: AttentionContext) -> UnslothRequest:
     if config.backend not in FAMILIES:
         raise SpecError(f"config.backend={config.backend!r}: expected one of {', '.join(FAMILIES)}")
     if context.sliding_window is not None and not is_host_int(context.sliding_window):
         raise SpecError(
             f"context.sliding_window={context.sliding_window!r}: expected how many keys a query sees, an int, or None"
         )
-    stated = stated_in(config, host_branch(config, context))
+    stated = read_options(config, host_branch(config, context))
     for name in ("attention_mask", "causal_mask"):
         value = getattr(context, name)
         if value is not None and not (name == "causal_mask" and isinstance(value, bool)):
@@ -123,11 +124,11 @@ def _interpreted(config: AttentionConfig, context: AttentionContext) -> Meaning:
         stated["causal"].state(True, f"{stated['triangle'].where} is {stated['triangle'].value.__name__}, causal")
     block_mask = None
     if stated["blocks"].where:
-        block_mask = blocks(stated["blocks"].value, stated["blocks"].where, context)
+        block_mask = read_block_mask(stated["blocks"].value, stated["blocks"].where, context)
         name = type(stated["blocks"].value).__name__
         stated["causal"].state(block_mask.causal, f"{stated['blocks'].where} is {name}, causal")
     causal = not complete if stated["causal"].value is None else _flag(stated["causal"])
-    return Meaning(
+    return UnslothRequest(
         causal=causal,
         # The host's sliding window is in a complete mask; a bag's own distances still count.
         window=normalise_window(distances(stated["window"]), causal)
@@ -145,7 +146,7 @@ def _interpreted(config: AttentionConfig, context: AttentionContext) -> Meaning:
     )
 
 
-def _with_window(context: AttentionContext, block_mask: Blocks | None) -> AttentionContext:
+def _with_window(context: AttentionContext, block_mask: BlockMask | None) -> AttentionContext:
     """Returns the context with the window of an xformers mask, which implies that the layer slides."""
     if block_mask is None or block_mask.keys is None:
         return context
@@ -189,13 +190,13 @@ def _window(
     return (keys - 1, 0)
 
 
-def check_mask(meaning: Meaning, context: AttentionContext) -> None:
+def check_mask(request: UnslothRequest, context: AttentionContext) -> None:
     """Raises ShapeError for a mask with unsupported axes; ``attention`` checks the sizes of complete masks."""
-    shape = list(meaning.mask.shape)
-    if meaning.keep and shape != [context.bsz, context.kv_seq_len]:
+    shape = list(request.mask.shape)
+    if request.keep and shape != [context.bsz, context.kv_seq_len]:
         raise ShapeError(
-            f"{meaning.mask_name}: expected the keys to keep, [bsz, kv_len] = [{context.bsz}, {context.kv_seq_len}], "
+            f"{request.mask_name}: expected the keys to keep, [bsz, kv_len] = [{context.bsz}, {context.kv_seq_len}], "
             f"got {shape}"
         )
     if len(shape) not in (2, 3, 4):
-        raise ShapeError(f"{meaning.mask_name}: expected 2, 3 or 4 axes, got {shape}")
+        raise ShapeError(f"{request.mask_name}: expected 2, 3 or 4 axes, got {shape}")
