@@ -84,6 +84,7 @@ def names() -> tuple[str, ...]:
 def _variants() -> dict[str, tuple[str, str | None]]:
     """Returns name -> (file or folder, the argument of its ``variant``, None for the backend itself)."""
     result: dict[str, tuple[str, str | None]] = {}
+    # The folder's content is the list, so that adding a backend edits no other file.
     for place in sorted(module.name for module in iter_modules(__path__) if module.name not in NOT_BACKENDS):
         result[place] = (place, None)
         result |= {name: (place, word) for name, word in getattr(_module(place, "cpu"), "VARIANTS", {}).items()}
@@ -108,14 +109,16 @@ def load(name: str, kind: str = "cpu") -> Backend:
 
 @cached_once
 def _module(place: str, kind: str) -> Any:
+    """Returns the module of a file or folder for a kind of device. Imports no kernel."""
     module = importlib.import_module(f"{__name__}.{place}")
     if not hasattr(module, "__path__"):
         return module
     inside = {entry.name for entry in iter_modules(module.__path__)}
+    # A kind without a module of its own (rocm) gets the CPU's, whose claims refuse the device with a reason.
     return importlib.import_module(f"{__name__}.{place}.{next(m for m in (kind, 'backend', 'cpu') if m in inside)}")
 
 
-@cached_once
+@cached_once  # one object for all kinds of device, because ``modules`` compares by identity
 def _variant(module: Any, word: str) -> Backend:
     backend: Backend = module.variant(word)
     return backend

@@ -82,5 +82,5 @@ def program_refusals(backend: Backend, spec: AttentionSpec, device: str) -> tupl
 
 
 def backend_warm_up(backend: Backend) -> Callable[[AttentionSpec], None] | None:
-    """Returns a backend's own ``warm_up``, which compiles its kernels ahead on the current device, or None."""
+    """Returns the backend's ``warm_up(spec)``, which compiles its kernels on the current device, or None."""
     return getattr(backend, "warm_up", None)

@@ -227,10 +227,9 @@ def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
     q, k, v = readable(inputs.q), readable(inputs.k), readable(inputs.v)
     results = run(q, k, v, buffer, *offsets, *_settings(spec, how, slopes), False, generator)
     out, lse = results[0], results[-3]
-    out = (
-        buffer if buffer is not None and out.data_ptr() == buffer.data_ptr() else out
-    )  # the result may be another view of the buffer
-    if how["empty_rows"]:
+    if buffer is not None and out.data_ptr() == buffer.data_ptr():
+        out = buffer  # the kernel may return another view of it, which the caller would copy onto itself
+    if how["empty_rows"]:  # +inf in the kernel; nan= leaves NaN as it is, nan_to_num_ would write 0
         lse.nan_to_num_(nan=math.nan, posinf=-math.inf, neginf=-math.inf)
     return out, shifted(spec, inputs, lse, slopes, -1) if how["shifted_lse"] else lse
 

@@ -4,14 +4,15 @@ Unproven: this project never ran it on a GPU. The tests cover everything around 
 signatures, which are those of flashinfer 0.6.
 
 It runs only when requested by name. The wrapper's ``plan`` schedules the work on the host and needs the lengths
-there, so each call waits for the GPU to copy the tables back; no other backend does. Having them on the host, it checks
-them by value, as on a CPU. A CUDA graph cannot capture that copy: there the call is refused. FlashInfer's calls
-without a plan (``trtllm_batch_decode_with_kv_cache``, XQA) return no log-sum-exp, so they are no way around it.
+there, so each call waits for the GPU to copy the tables back; no other backend does. Because the tables are on the
+host, their values are checked, as on a CPU. A CUDA graph cannot capture that copy, so a call during a capture raises.
+FlashInfer's calls without a plan (``trtllm_batch_decode_with_kv_cache``, XQA) return no log-sum-exp, so we cannot use
+them instead.
 
 Limits: paged calls only, forward only; fp16 and bf16, head_dim 64, 128 or 256 and value_dim the same, any page size;
-causal or not, windows without a right side, softcap. The pools of keys and of values must have the same strides. Sinks
-come from ``torch_rewrites``. FlashInfer compiles its kernels on first use, unless flashinfer-jit-cache is installed.
-Put right here: its log-sum-exp is to the base 2, ``[tokens, heads]``.
+causal or not, windows without a right side, softcap. The pools of keys and of values must have the same strides.
+``shared.rewrites`` adds sinks. FlashInfer compiles its kernels on first use, unless flashinfer-jit-cache is installed.
+Correction: its log-sum-exp is to the base 2, ``[tokens, heads]``.
 Each thread has a workspace of 128 MiB for each stream that it calls from: a plan lives in it until its kernel has run.
 """
 
@@ -66,11 +67,11 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
     """Refuses calls without pages, unsupported widths, windows with a right side, old GPUs, and too large grids."""
     reasons = list(limits(spec, device, NAME))
     if spec.paged is None:
-        reasons.append(f"keys and values not in pages: {NAME} is called on pages alone")
+        reasons.append(f"keys and values not in pages: {NAME} reads pages alone")
     if spec.head_dim not in HEAD_DIMS:
         reasons.append(f"head_dim={spec.head_dim}: {NAME} takes {', '.join(map(str, HEAD_DIMS))}")
     if spec.paged is not None and _sides(spec)[1] not in (None, 0):
-        reasons.append(f"window={spec.window}: {NAME} has a left side alone, and causal")
+        reasons.append(f"window={spec.window}: {NAME} has windows without a right side only")
     return tuple(reasons)
 
 
@@ -110,15 +111,15 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple
 
     Raises:
         RuntimeError: while a CUDA graph is captured.
-        SpecError: for tables that lead out of the pool, and offsets that are those of no call.
-        ShapeError: for pools that the kernel could read only as copies.
+        SpecError: for tables that point outside the pool, and for invalid offsets.
+        ShapeError: for pools that the kernel could only read as copies.
     """
     import torch
 
     if inputs.q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "backend='flashinfer' while a CUDA graph is captured: it reads the tables on the host, which a graph "
-            "cannot capture; ask for 'triton_splitkv' or another backend that reads them on the GPU"
+            "cannot capture; request 'triton_splitkv' or another backend that reads them on the GPU"
         )
     with torch.no_grad():
         return rewrites.forward(KERNEL, spec, inputs, into)  # type: ignore[arg-type]
@@ -128,8 +129,8 @@ def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
     k, v = pools(inputs)
     if k.stride() != v.stride():
         raise ShapeError(
-            f"v_pages: expected the strides of k_pages, {list(k.stride())}, which {NAME} reads both by, "
-            f"got {list(v.stride())}; a pool is never copied"
+            f"v_pages: expected the strides of k_pages, {list(k.stride())}, because {NAME} uses them for both, "
+            f"got {list(v.stride())}; allocate both pools alike, because a pool is never copied"
         )
     offsets, rows = _checked_on_host(spec, inputs)
     wrapper = _wrapper(inputs.q.device)
@@ -168,14 +169,15 @@ _PER_THREAD = threading.local()
 
 
 def _wrapper(device: Any) -> Any:
+    """Returns this thread's wrapper for a device and its current stream."""
     import torch
 
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     wrappers: dict[Any, Any] = _PER_THREAD.__dict__.setdefault("wrappers", {})
     if (device, stream) not in wrappers:
         workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
-        make = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
-        wrappers[device, stream] = make(workspace, kv_layout="NHD", backend="fa2")
+        wrapper = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
+        wrappers[device, stream] = wrapper(workspace, kv_layout="NHD", backend="fa2")
     return wrappers[device, stream]
 
 

@@ -3,11 +3,12 @@
 Limits: bfloat16 and float16, head_dim a multiple of 8 up to 128 (256 on sm90), value_dim == head_dim; causal starts at
 the top left; a window reaches to the left only and needs causal; no softcap, bias, ALiBi, sinks, dropout, packed
 documents, deterministic gradients or log-sum-exp (jax.nn rounds that to the inputs' dtype). jax.nn turns a mask into an
-additive one of the inputs' dtype, whole and finite: a mask must therefore have all its rows and keys, float16's -32768
-is too little to hide behind, and rows that see nothing, which become a mean of v, are zeroed here with their gradients.
-A bias would be rounded to the inputs' dtype, so it is refused. Gradients need even lengths: jax.nn asks for them where
-it sees a bias, and it takes its own placeholder for one. cuDNN's known faults are refused by version.
-The backward is jax.vjp of the forward; both ask for the residual, so that XLA can run the forward once.
+additive one of the inputs' dtype, with all rows and keys and finite values. Therefore a mask must have all its rows and
+keys; float16 masks are refused, because a score can outweigh -32768; and rows that see no key, which jax.nn turns into
+a mean of v, are set to 0 here together with their gradients. A bias is refused, because jax.nn would round it to the
+inputs' dtype. Gradients need even lengths, which jax.nn requires for a bias, and it treats its own placeholder as one.
+cuDNN's known faults are refused by version. The backward is jax.vjp of the forward; both request the residual, so that
+XLA can run the forward once.
 Upstream: jax 0.10 to 0.12 (jax/_src/nn/functions.py, jax/_src/cudnn/fused_attention_stablehlo.py) with cuDNN 9.8 or
 later. ``local_window_size=(left, 0)`` is inclusive, as ours; jax.nn itself adds the 1 that cuDNN wants.
 """
@@ -38,7 +39,7 @@ FORWARD = Support(
     max_head_dim=256,
     head_dim_multiple=8,
     grouped_heads=True,
-    alignments=("bottom_right", "top_left"),  # of which refuses() lets pass those that are the same
+    alignments=("bottom_right", "top_left"),  # refuses() allows bottom_right only if it equals top_left
     causal=True,
     window=True,
     mask=True,
@@ -57,8 +58,8 @@ VERSIONS = ("jax_cuda13_plugin._versions", "jax_cuda12_plugin._versions", "jaxli
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
     """Refuses combinations that cuDNN or jax.nn lacks, and known faults. No build means the oldest cuDNN."""
     version = build.version if build is not None else ()
-    placed = (*_size_reasons(spec, device, version), *_faults(spec, device, version))
-    return (*_band_reasons(spec), *_mask_reasons(spec), *placed)
+    by_device = (*_size_reasons(spec, device, version), *_faults(spec, device, version))
+    return (*_band_reasons(spec), *_mask_reasons(spec), *by_device)
 
 
 def _band_reasons(spec: AttentionSpec) -> list[str]:
@@ -152,6 +153,7 @@ def _cudnn_version() -> int:
 
 
 def _causal(spec: AttentionSpec) -> bool:
+    """Returns whether the call needs causal; a causal mask that hides nothing (one query, bottom-right) does not."""
     edge = band(spec)
     return edge.right == 0 and not edge.hides_nothing(spec.q_len, spec.kv_len)
 
@@ -200,6 +202,7 @@ def _attend(spec: AttentionSpec, mask: Any, q: Any, k: Any, v: Any) -> Any:
     out = out[0] if how["return_residual"] else out
     if mask is None:
         return out
+    # A row that sees no key has the mean of v here; select 0 instead, which also makes its gradients 0.
     seen = mask
     if _causal(spec):
         rows, keys = jnp.arange(spec.q_len)[:, None], jnp.arange(spec.kv_len)

@@ -3,14 +3,14 @@
 ``sage`` is the package's own choice (``sageattn``: Triton kernels in 1.x, by architecture in 2.x). ``sage_fp16_cuda``,
 ``sage_fp16_triton``, ``sage_fp8_cuda`` and ``sage_fp8_cuda_sm90`` are kernels of 2.x. None is chosen automatically.
 
-Limits: no gradient, window, mask, bias, softcap or sinks; causal only where q_len == kv_len; head dims up to 128, zero
-padded to 64 or 128. A value of v beyond float16's 65504 overflows, and one of q or k that is not finite spoils the
+Limits: no gradient, window, mask, bias, softcap or sinks; causal only if q_len == kv_len; head dims up to 128, padded
+with zeros to 64 or 128. A value of v beyond float16's 65504 overflows. A value of q or k that is not finite spoils the
 128 rows or 64 keys that share a scale with it. Documents are refused: the packed kernel waits for the device on every
 call, smooths k by one mean over all documents, and the rules below would need lengths that are on the device.
-The Triton kernels count the keys that pad kv_len to a multiple of 64, so that other lengths are refused. Causal calls
-hide those keys, but read scales past their end: rows are padded to a multiple of 128 for them, and cut again.
-Put right: 1.x subtracts k's mean from the caller's own k. Here it is subtracted from a copy, before the kernel, and its
-share of the log-sum-exp added behind it in float32.
+The Triton kernels pad kv_len to a multiple of 64 and give the padding keys weight, so other lengths are refused. Causal
+calls hide these keys but read scales past their end, so rows are padded to a multiple of 128 and cut again.
+Correction: 1.x subtracts k's mean from the caller's own k in place. We subtract it from a copy before the kernel, and
+add its share of the log-sum-exp after the kernel in float32.
 Upstream: sageattention 1.0.6, and 2.x (which has a log-sum-exp; 1.x has none).
 """
 
@@ -56,7 +56,7 @@ class Function(NamedTuple):
 
 
 def _claims_2x(kernel: str, *devices: str) -> Support:
-    """The claims of a kernel of 2.x. This project has run 1.x alone on a GPU."""
+    """Returns the claims of a kernel of 2.x. This project has only run 1.x on a GPU."""
     name = f"SageAttention's {kernel} kernel"
     return replace(FORWARD, kernel=name, devices=devices or FORWARD.devices, unproven=True)
 
@@ -121,7 +121,7 @@ def _probe(word: str) -> str:
 
 
 def build() -> Build:
-    """1.x has no log-sum-exp."""
+    """Returns the installed version's build; 1.x lacks the log-sum-exp."""
     installed = probe()
     numbers = tuple(int(part) for part in installed.split("+")[0].split(".") if part.isdigit())
     return Build(f"sageattention {installed}", ("lse",) if numbers < (2,) else (), version=numbers)
@@ -167,12 +167,13 @@ def _forward(word: str, spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple
     how = _lower(word, spec)
     with torch.no_grad():
         q, k, v = (rewrites.readable(tensor) for tensor in inputs[:3])
+        # Smoothing: k without its mean has smaller values, so 8 bits represent it better. The softmax is the same.
         mean = k.mean(1, keepdim=True)  # [batch, 1, kv_heads, head_dim]
         operands: tuple[Any, ...] = (q, k - mean, v)
         if how["rows"] not in (None, spec.q_len):
             missing = (0, 0, 0, 0, 0, how["rows"] - spec.q_len)
             operands = tuple(torch.nn.functional.pad(tensor, missing) for tensor in operands)
-        if how["repeat"] > 1:
+        if how["repeat"] > 1:  # see _lower: 2.x would correct the log-sum-exp of grouped heads wrongly
             keys_and_values = (tensor.repeat_interleave(how["repeat"], dim=2) for tensor in operands[1:])
             operands = (operands[0], *keys_and_values)
         result = _function(how["function"])(*operands, **how["arguments"])

@@ -77,6 +77,7 @@ def _known_bugs(spec: AttentionSpec, capability: int, version: tuple[int, ...], 
             )
         if spec.q_len == 1:
             reasons.append(f"backward: q_len=1: NaN in dk and dv under {spoken} (cudnn-frontend#1072)")
+    # Fixed in 9.25.1 and in the patch release 9.24.1.
     no_decoding = not version or ((9, 19) <= version < (9, 25, 1) and version[:3] != (9, 24, 1))
     if spec.q_len == 1 and 100 <= capability < 120 and no_decoding:
         reasons.append(f"q_len=1 on sm{capability}: wrong under {spoken}, from 9.19 to 9.25.0 (pytorch#193893)")
@@ -160,7 +161,7 @@ def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any
     bias = None
     if spec.mask_shape:
         bias, _ = additive(spec, inputs)
-        lse = lse.masked_fill(lse == -torch.inf, NO_WEIGHT)
+        lse = lse.masked_fill(lse == -torch.inf, NO_WEIGHT)  # exp(score - 1e30) is 0, without -inf minus -inf
     # Always the same layout: torch caches plans by the strides of q, k and v, but a plan fixes the strides of all.
     out, dout = (tensor.contiguous().transpose(1, 2) for tensor in (out, dout))
     random_state = q.new_empty((), dtype=torch.int64)  # required by the op, unused without dropout

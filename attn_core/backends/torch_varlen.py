@@ -89,7 +89,7 @@ def _kernels() -> tuple[Any, Any]:
     names = ("_flash_attention_forward", "_flash_attention_forward_no_dropout_inplace")
     ops = tuple(getattr(torch.ops.aten, name, None) for name in names)
     if None in ops:
-        raise ImportError(f"torch {torch.__version__}: it has no aten::{names[ops.index(None)]}")
+        raise ImportError(f"torch {torch.__version__} has no aten::{names[ops.index(None)]}")
     return ops[0].default, ops[1].default  # type: ignore[union-attr]
 
 
@@ -97,8 +97,8 @@ def _kernels() -> tuple[Any, Any]:
 def lower(spec: AttentionSpec) -> dict[str, Any]:
     """Returns the op's arguments.
 
-    The kernel takes a side of ``max_k`` or more for an open one, and an open one beside a bounded one for ``max_k``,
-    so that is more than any distance. Both lengths are upper bounds.
+    The kernel treats a side of ``max_k`` or more as open, and replaces an open side next to a bounded one by ``max_k``.
+    So ``max_k`` must be larger than any distance. Both lengths are upper bounds.
     """
     edge, max_q = band(spec), max(2, spec.max_len_q or 0)
     max_k = max(spec.max_len_k or spec.kv_len, max_q - 1)
@@ -118,7 +118,7 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple
     """See ``Backend.forward``.
 
     Raises:
-        RuntimeError: while the program has put another implementation in the op's place.
+        RuntimeError: if another implementation has replaced the op (``activate_flash_attention_impl``).
     """
     import torch
 
@@ -126,7 +126,7 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple
     if active is not None:
         raise RuntimeError(
             f"torch_varlen: the flash attention implementation {active!r} is active in its place; call "
-            "torch.nn.attention.restore_flash_attention_impl(), or ask for another backend"
+            "torch.nn.attention.restore_flash_attention_impl(), or request another backend"
         )
     with torch.no_grad():
         return rewrites.forward(KERNEL, spec, inputs, into)  # type: ignore[arg-type]

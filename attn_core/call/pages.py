@@ -12,7 +12,7 @@ class PagedKV:
     """The static sizes of a pool and its block table.
 
     Attributes:
-        num_pages: pages in the pool.
+        num_pages: pages in the pool; 0 is allowed.
         page_size: tokens in a page.
         width: columns of the block table: a sequence has at most ``width * page_size`` tokens.
     """

@@ -1,6 +1,6 @@
-"""Expresses masks of keys as packed documents without the masked keys, for kernels without masks.
+"""Expresses masks of keys as packed documents without the masked keys, for kernels that have no masks.
 
-No query of a document sees a masked key, and causal documents are squares, so that no kernel's alignment matters.
+A document has only visible keys. A causal document has as many keys as queries, so kernels may align either way.
 """
 
 from __future__ import annotations
@@ -45,13 +45,15 @@ def _causal_row(visible: np.ndarray, queries: np.ndarray, keys: np.ndarray, star
     queries that see the same keys share a document.
     """
     square = min(len(queries), len(visible))
-    own = np.zeros(len(queries), bool)
-    own[:square] = visible[:square]
+    sees_itself = np.zeros(len(queries), bool)  # whether the query's own key is visible
+    sees_itself[:square] = visible[:square]
     seen = np.searchsorted(keys - start, np.arange(len(queries)), side="right")  # visible keys among 0 to i
-    documents = [Document(queries[own], keys[: own.sum()], causal=True)] if own.any() else []
-    for count in np.unique(seen[~own]):
+    documents = []
+    if sees_itself.any():
+        documents.append(Document(queries[sees_itself], keys[: sees_itself.sum()], causal=True))
+    for count in np.unique(seen[~sees_itself]):
         if count:
-            documents.append(Document(queries[~own & (seen == count)], keys[:count]))
+            documents.append(Document(queries[~sees_itself & (seen == count)], keys[:count]))
     return documents
 
 

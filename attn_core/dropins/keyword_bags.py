@@ -36,7 +36,13 @@ BAGS: Mapping[str, Mapping[str, str | None]] = {
 
 @dataclass
 class Option:
-    """One option, its value in the bags, and the place that states it ("" if none does)."""
+    """One option of a call.
+
+    Attributes:
+        name: our name of it.
+        value: its value, or None if no bag states it.
+        where: the bag and key that state it, for errors; "" if none does.
+    """
 
     name: str
     value: Any = None
@@ -47,7 +53,7 @@ class Option:
         if self.where and not _same(self.value, value):
             raise SpecError(
                 f"{where}={_shown(value)} contradicts {self.where}={_shown(self.value)}; "
-                f"state {self.name} once, or alike"
+                f"pass {self.name} once, or the same value twice"
             )
         self.value, self.where = value, where
 
@@ -79,7 +85,7 @@ def read_options(config: Any, branch: str) -> dict[str, Option]:
                 raise SpecError(f"config.{bag}[{key!r}]: unknown; expected one of {', '.join(spellings)}")
             option = spellings[key]
             if option == "dropout" and branch_states_dropout and bag != f"{branch}_kwargs":
-                continue
+                continue  # the host's branch would not read this bag
             if option == "mask" and value is not None:
                 state_mask(stated, value, f"config.{bag}[{key!r}]")
             elif option is not None and value is not None:
@@ -88,6 +94,7 @@ def read_options(config: Any, branch: str) -> dict[str, Option]:
 
 
 def _states_dropout(config: Any, branch: str) -> bool:
+    """Returns whether the bag of a branch has a value for dropout."""
     bag = f"{branch}_kwargs"
     values = bag_of(config, bag)
     return any(option == "dropout" and values.get(key) is not None for key, option in BAGS[bag].items())
@@ -119,7 +126,7 @@ def _same(one: Any, other: Any) -> bool:
     if one is other:
         return True
     if hasattr(one, "shape") or hasattr(other, "shape"):
-        return False
+        return False  # comparing the values of arrays would wait for the device
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return list(one) == list(other)
     return bool(one == other)

@@ -37,7 +37,7 @@ MOVED = {
     "torch_frontend.unsloth_packing": "torch_frontend.unsloth.packing",
     "torch_frontend.unsloth_softcapping": "torch_frontend.unsloth.softcapping",
 }
-"""The paths that the documentation named before, and where each module is now."""
+"""The paths that the documentation named before, and the new path of each module."""
 
 
 class _OldPaths(MetaPathFinder, Loader):
@@ -55,12 +55,13 @@ class _OldPaths(MetaPathFinder, Loader):
         def at_new_path(name: str) -> Any:
             return getattr(new, name)
 
+        # Names are looked up in the new module on access, so that both paths always have the same objects.
         module.__doc__ = new.__doc__
         module.__dict__["__getattr__"] = at_new_path
         module.__dict__["__dir__"] = lambda: dir(new)
 
 
 def install() -> None:
-    """Makes the old paths importable. The finder is last, so that it affects no other module."""
+    """Makes the old paths importable. The finder is the last one, so it is asked only for paths that no other finds."""
     if not any(isinstance(finder, _OldPaths) for finder in sys.meta_path):
         sys.meta_path.append(_OldPaths())

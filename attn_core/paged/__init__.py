@@ -1,1 +1,1 @@
-"""Keys and values in pages of a pool: the allocator, the tables, the reference, and what backends share."""
+"""Keys and values in pages of a pool: the allocator, the steps of a cache, block tables, and checks of arguments."""

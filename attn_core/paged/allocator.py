@@ -1,8 +1,8 @@
-"""PageAllocator: which pages of a pool belong to which sequence. Pure Python; it never touches the pool itself.
+"""PageAllocator: assigns the pages of a pool to sequences. Pure Python; it never touches the pool itself.
 
-A page serves any number of sequences as long as none of them writes to it: a fork shares all pages of its parent, and
-a sequence that is about to write into a page that others read gets a copy of it (copy-on-write). Who copies is whoever
-holds the pool: ``extend`` says which pages, and the caller copies them before the new tokens are written.
+Sequences share a page as long as none of them writes to it: a fork shares all pages of its parent. A sequence that is
+about to write to a shared page gets a copy of it (copy-on-write). ``extend`` returns the pages to copy, and the caller,
+who has the pool, copies them before it writes the new tokens.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PageAllocator:
                 raise SpecError(f"{name}={value!r}: expected a number of 1 or more")
         self.num_pages, self.page_size = int(num_pages), int(page_size)
         self._free = list(range(self.num_pages))[::-1]  # a stack: the page freed last is assigned next
-        self._holders = [0] * self.num_pages
+        self._holders = [0] * self.num_pages  # by page, the number of sequences that have it
         self._pages: dict[Hashable, list[int]] = {}
         self._lengths: dict[Hashable, int] = {}
         self.changes = Changes()
@@ -77,21 +77,21 @@ class PageAllocator:
         return len(self._free)
 
     def length(self, name: Hashable) -> int:
-        """The tokens of a sequence."""
+        """Returns the number of tokens of a sequence."""
         return self._lengths[self._known(name)]
 
     def pages(self, name: Hashable) -> tuple[int, ...]:
-        """The pages of a sequence, in the order of its tokens."""
+        """Returns the pages of a sequence, in the order of its tokens."""
         return tuple(self._pages[self._known(name)])
 
     def allocate(self, name: Hashable, tokens: int = 0) -> None:
-        """Starts a sequence of so many tokens, on pages of its own.
+        """Starts a sequence of ``tokens`` tokens on pages that no other sequence has.
 
         Raises:
-            SpecError: when there is a sequence of that name; PoolFullError: when there are too few free pages.
+            SpecError: if a sequence of that name exists. PoolFullError: if the pool has too few free pages.
         """
         if name in self._pages:
-            raise SpecError(f"name={name!r}: expected a new name, there is a sequence of this one; free it first")
+            raise SpecError(f"name={name!r}: expected a new name, but a sequence has this one; free it first")
         count = self._count(tokens)
         self._room_for(self._pages_for(count), name)
         self._pages[name] = [self._take() for _ in range(self._pages_for(count))]
@@ -99,13 +99,13 @@ class PageAllocator:
         self.changes.note(name, "started")
 
     def fork(self, parent: Hashable, name: Hashable, tokens: int | None = None) -> None:
-        """Starts a sequence that shares the parent's first ``tokens`` (all of them when None), without a copy.
+        """Starts a sequence that shares the parent's first ``tokens`` (all if None), without a copy.
 
         Raises:
-            SpecError: for a name that is taken, or more tokens than the parent has.
+            SpecError: for a name that a sequence already has, or more tokens than the parent has.
         """
         if name in self._pages:
-            raise SpecError(f"name={name!r}: expected a new name, there is a sequence of this one; free it first")
+            raise SpecError(f"name={name!r}: expected a new name, but a sequence has this one; free it first")
         length = self.length(parent)
         count = length if tokens is None else self._count(tokens)
         if count > length:
@@ -118,13 +118,13 @@ class PageAllocator:
         self.changes.note(parent, "forked")
 
     def extend(self, name: Hashable, tokens: int = 1) -> Copies:
-        """Makes room for so many more tokens at the end of a sequence.
+        """Makes room for ``tokens`` more tokens at the end of a sequence.
 
         Returns:
-            The pages to copy first: the last page, where it is shared and has room, becomes the sequence's own.
+            The pages to copy before the tokens are written: the last page, if it has room and other sequences share it.
 
         Raises:
-            PoolFullError: when there are too few free pages; the sequence is then as it was.
+            PoolFullError: if the pool has too few free pages. The sequence is unchanged then.
         """
         length, count, pages = self.length(name), self._count(tokens), self._pages[name]
         copies, more = self._growth(name, count)
@@ -180,20 +180,20 @@ class PageAllocator:
         return copies, self._pages_for(length + count) - len(pages)
 
     def free(self, name: Hashable) -> tuple[int, ...]:
-        """Ends a sequence. Returns the pages that nobody holds any longer."""
+        """Ends a sequence and returns the pages that are free now, because no other sequence shares them."""
         pages = self._pages.pop(self._known(name))
         del self._lengths[name]
         self.changes.forget(name)
         return tuple(page for page in reversed(pages) if self._release(page))
 
     def block_table(self, names: Sequence[Hashable], width: int | None = None) -> np.ndarray:
-        """int32 ``[len(names), width]``: each sequence's pages in order, ``UNUSED`` behind them.
+        """Returns int32 ``[len(names), width]``: each sequence's pages in order, then ``UNUSED``.
 
         Args:
-            width: columns; as many as the longest sequence has pages when None. A fixed width keeps shapes the same.
+            width: columns; the pages of the longest sequence if None. A fixed width keeps shapes equal in every step.
 
         Raises:
-            SpecError: when a sequence has more pages than columns.
+            SpecError: if a sequence has more pages than columns.
         """
         rows = [self._pages[self._known(name)] for name in names]
         longest = self.check_width(width, (self._lengths[name] for name in names))
@@ -203,24 +203,24 @@ class PageAllocator:
         return table
 
     def check_width(self, width: int | None, lengths: Iterable[int]) -> int:
-        """The pages of the longest of sequences of so many tokens; SpecError when a table has fewer columns."""
+        """Returns the pages of the longest of these lengths (tokens). Raises SpecError if a table has fewer columns."""
         longest, most = self._pages_for(max(lengths, default=0)), MOST_TOKENS // self.page_size
         if width is not None and not (is_host_int(width) and 0 <= width <= most):
-            raise SpecError(f"width={width!r}: expected a number of columns up to {most}, tokens are counted in int32")
+            raise SpecError(f"width={width!r}: expected at most {most} columns, because kernels count tokens in int32")
         if width is not None and width < longest:
             raise SpecError(f"width={width}: expected at least the {longest} pages of the longest sequence")
         return longest
 
     def seq_lens(self, names: Sequence[Hashable]) -> np.ndarray:
-        """int32 ``[len(names)]``: the tokens of each sequence."""
+        """Returns int32 ``[len(names)]``: the tokens of each sequence."""
         return np.array([self.length(name) for name in names], np.int32)
 
     def __str__(self) -> str:
-        """A picture of the pool: a line for each page, # for a place that holds a token, and who reads it."""
+        """Draws the pool: a line for each page, # for each token, and the sequences that read the page."""
         return str(self._occupancy())
 
     def report(self) -> PoolReport:
-        """How full the pool is."""
+        """Returns how full the pool is."""
         return self._occupancy().report()
 
     def _occupancy(self) -> Occupancy:
@@ -229,7 +229,7 @@ class PageAllocator:
 
     def _known(self, name: Hashable) -> Hashable:
         if not isinstance(name, Hashable) or name not in self._pages:
-            raise SpecError(f"name={name!r}: expected a sequence of this allocator, it has none of this name")
+            raise SpecError(f"name={name!r}: expected the name of a sequence of this allocator; add it first")
         return name
 
     def _count(self, tokens: int) -> int:

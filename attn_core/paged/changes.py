@@ -33,12 +33,12 @@ class Changes:
 
     def forget(self, name: Hashable) -> None:
         """Records that a sequence was freed. A sequence started later under its name is a different one."""
-        self.now += 1
+        self.now += 1  # so that ``since`` does not take its shortcut
         del self._last[name]
 
     def since(self, time: int, names: Iterable[Hashable]) -> tuple[Hashable, str] | None:
         """Returns the first of these sequences that changed after ``time``, and how; None if none did."""
-        if time == self.now:
+        if time == self.now:  # the usual case in a model: nothing changed between the layers of a step
             return None
         for name in names:
             change = self._last.get(name)

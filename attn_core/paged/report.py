@@ -36,7 +36,7 @@ class Occupancy:
 
     def __init__(self, num_pages: int, page_size: int, sequences: Mapping[Any, tuple[Sequence[int], int]]) -> None:
         self.page_size = page_size
-        self.filled = [0] * num_pages
+        self.filled = [0] * num_pages  # sequences that share a page may end at different tokens in it
         self.readers: list[list[str]] = [[] for _ in range(num_pages)]
         for name, (pages, tokens) in sequences.items():
             for at, page in enumerate(pages):
@@ -50,10 +50,10 @@ class Occupancy:
         return PoolReport(len(counts), free, shared, tokens, (len(counts) - free) * self.page_size - tokens)
 
     def __str__(self) -> str:
-        """A line for each page: # for each token, and the names of the sequences that read the page."""
+        """Draws a line for each page: # for each token, and the names of the sequences that read the page."""
         report, size = self.report(), self.page_size
         used = report.num_pages - report.free
-        lines = [f"{report.num_pages} pages of {size}: {used} held, {report.shared} of them by several"]
+        lines = [f"{report.num_pages} pages of {size} tokens: {used} used, {report.shared} of them shared"]
         for page, (tokens, names) in enumerate(zip(self.filled, self.readers, strict=True)):
             lines.append(f"{page:>5} |{'#' * tokens}{'.' * (size - tokens)}| {', '.join(names) or 'free'}")
         return "\n".join(lines)

@@ -1,6 +1,6 @@
-"""The host side of a paged cache: the next tokens of its sequences, the tables of that step, and their validity.
+"""The steps of a paged cache: reserves slots for new tokens, builds the tables of the step, and checks their validity.
 
-No framework.
+Plain Python and numpy; the frontends copy the tables to a device.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ class Step(NamedTuple):
     """The tables of one step, as ``paged_attention`` and ``append_kv`` take them.
 
     Attributes:
-        block_table: int32 ``[batch, width]``; seq_lens: int32 ``[batch]``, with the step's tokens.
-        cu_seqlens_q: int32 ``[batch + 1]``, the step's tokens; None where each sequence has one.
+        block_table: int32 ``[batch, width]``: each sequence's pages.
+        seq_lens: int32 ``[batch]``: tokens of each sequence, including the new ones.
+        cu_seqlens_q: int32 ``[batch + 1]``, the offsets of the new tokens; None if each sequence has one.
         max_len_q: host int, the most new tokens of a sequence.
     """
 
@@ -32,7 +33,7 @@ class Step(NamedTuple):
 
     @property
     def tables(self) -> dict[str, Any]:
-        """The keywords that ``append_kv`` takes."""
+        """The tables as keyword arguments of ``append_kv`` and ``paged_attention``."""
         return {"block_table": self.block_table, "seq_lens": self.seq_lens, "cu_seqlens_q": self.cu_seqlens_q}
 
 
@@ -58,11 +59,11 @@ def check_paged_layer(shape: tuple[int, ...], alignment: str, dropout: float, ot
         raise ShapeError(f"x: expected [tokens, features] with pages, the new tokens end to end, got {list(shape)}")
     for name, value in others.items():
         if value is not None:
-            raise SpecError(f"{name}: expected None with pages, whose tables say what each token sees")
+            raise SpecError(f"{name}: expected None with pages, because their tables define what each token sees")
     if alignment != "bottom_right":
         raise SpecError(f"alignment={alignment!r}: expected bottom_right with pages")
     if dropout:
-        raise SpecError(f"dropout_rate={dropout}: expected none with pages, which are for inference; switch it off")
+        raise SpecError(f"dropout_rate={dropout}: expected 0 with pages, because they are for inference; switch it off")
 
 
 class _Ticket(NamedTuple):
@@ -75,8 +76,8 @@ class _Ticket(NamedTuple):
 
 
 _TICKETS: dict[int, _Ticket] = {}
-"""Tickets by the id of a step's block table, as long as the table lives. A ticket is no field of the step: it would be
-new in every step, and compilers trace again for a field that is new."""
+"""Tickets by the id of a step's block table, as long as the table lives. A ticket is not a field of the step, because
+it differs in every step, and compilers would trace again for every new value."""
 
 
 def take_step(
@@ -100,13 +101,14 @@ def take_step(
     counts = _counts(allocator, names, new, width)
     undo = allocator.undo_extend(counts)
     try:
-        tables, copies = _advanced(allocator, counts, width)
+        tables, copies = _extend_all(allocator, counts, width)
         if copies.source:
             copy(copies)
         step = Step(there(tables.block_table), there(tables.seq_lens), there(tables.cu_seqlens_q), tables.max_len_q)
-    except BaseException:
+    except BaseException:  # KeyboardInterrupt as well: a step that was half taken would corrupt the pool
         undo()
         raise
+    # The id is unique only while the table lives, so the ticket is removed with it; check_step also compares the table.
     key = id(step.block_table)
     table = weakref.ref(step.block_table, lambda _: _TICKETS.pop(key, None))
     _TICKETS[key] = _Ticket(table, allocator, tuple(counts), allocator.changes.now)
@@ -117,15 +119,15 @@ def check_step(allocator: PageAllocator, step: Step) -> None:
     """Checks that a step's tables still match its sequences. Steps that were not taken by ``take_step`` pass unchecked.
 
     Raises:
-        SpecError: naming the sequence that was freed, forked or stepped again since then; or for what is no step.
+        SpecError: naming the sequence that was freed, forked or stepped again since then; or if ``step`` is no Step.
     """
     if not isinstance(step, Step):
-        raise SpecError(f"step: expected what cache.step() returned, got {type(step).__name__}")
+        raise SpecError(f"step: expected a result of cache.step(), got {type(step).__name__}")
     ticket = _TICKETS.get(id(step.block_table))
     if ticket is None or ticket.table() is not step.block_table:
         return
     if ticket.allocator is not allocator:
-        raise SpecError("step: expected a step of this cache, got one of another cache, whose pages are others")
+        raise SpecError("step: expected a step of this cache, got a step of another cache")
     changed = allocator.changes.since(ticket.time, ticket.names)
     if changed is not None:
         name, what = changed
@@ -138,20 +140,22 @@ def check_step(allocator: PageAllocator, step: Step) -> None:
 def advance(
     allocator: PageAllocator, names: Sequence[Hashable], new: int | Sequence[int], width: int | None
 ) -> tuple[Step, Copies]:
-    """Makes room for new tokens at the end of each sequence: the step's tables (numpy), and the pages to copy first.
+    """Makes room for new tokens at the end of each sequence. Returns the step's numpy tables and the pages to copy.
 
     Args:
-        new: how many tokens, for all alike or for each.
+        names: the sequences, each once.
+        new: the number of new tokens, one for all sequences or one for each.
+        width: columns of the table; as many as needed if None.
 
     Raises:
-        SpecError: for a name that comes twice, counts that are not one for each, or too narrow a table.
-        PoolFullError: when the pool has too few free pages for all of them.
-        Nothing was changed then.
+        SpecError: for a repeated name, a wrong number of counts, or too narrow a table.
+        PoolFullError: if the pool has too few free pages for all sequences together.
+        Both leave the allocator unchanged.
     """
-    return _advanced(allocator, _counts(allocator, names, new, width), width)
+    return _extend_all(allocator, _counts(allocator, names, new, width), width)
 
 
-def _advanced(allocator: PageAllocator, counts: dict[Hashable, int], width: int | None) -> tuple[Step, Copies]:
+def _extend_all(allocator: PageAllocator, counts: dict[Hashable, int], width: int | None) -> tuple[Step, Copies]:
     extensions = [allocator.extend(name, count) for name, count in counts.items()]
     copies = Copies(sum((c.source for c in extensions), ()), sum((c.target for c in extensions), ()))
     names, each = list(counts), list(counts.values())
@@ -174,8 +178,8 @@ def _counts(
     needed = allocator.needed(counts)
     if needed > allocator.free_pages:
         raise PoolFullError(
-            f"names: {needed} more pages of {allocator.page_size} tokens are needed for this step, and "
-            f"{allocator.free_pages} of the pool's {allocator.num_pages} are free; free a sequence, or take fewer"
+            f"names: this step needs {needed} more pages of {allocator.page_size} tokens, but only "
+            f"{allocator.free_pages} of the pool's {allocator.num_pages} are free; free a sequence, or step fewer"
         )
     allocator.check_width(width, (allocator.length(name) + count for name, count in counts.items()))
     return {name: int(count) for name, count in counts.items()}

@@ -1,9 +1,9 @@
 """The tables of keys and values in pages, as numpy arrays: conversions, and checks of tables that are on the host.
 
 ``k_pages`` and ``v_pages`` are ``[num_pages, page_size, kv_heads, dim]``. Row b of ``block_table`` (int32, ``[batch,
-width]``) names the pages of sequence b in the order of its tokens, -1 where it has none. ``seq_lens`` (int32,
-``[batch]``) are the tokens of each sequence, those included that the call's queries belong to. A slot is a place for
-one token, ``page * page_size + offset``.
+width]``) has the pages of sequence b in the order of its tokens, then -1. ``seq_lens`` (int32, ``[batch]``) has the
+tokens of each sequence, including the tokens of the call's queries. A slot has room for one token; its number is
+``page * page_size + offset``.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ def check_tables(
     """Checks the values of a call's tables, which are on the host.
 
     Args:
-        cu_seqlens_q: the offsets of the queries, checked already; None where each sequence has one query.
-        writes: whether the keys of the queries are about to be written, so that each needs a place.
+        cu_seqlens_q: the offsets of the queries, already checked; None if each sequence has one query.
+        writes: whether the keys of the queries will be written, so that each needs a slot.
 
     Raises:
-        SpecError: for lengths below 0 or beyond the table, pages out of the pool, and, for writes, fewer tokens than
+        SpecError: for lengths below 0 or beyond the table, pages outside the pool, and, for writes, fewer tokens than
             queries.
     """
     lengths = np.asarray(seq_lens, np.int64)
@@ -106,7 +106,7 @@ def check_tables(
         at = int(np.argmax(short))
         raise SpecError(
             f"seq_lens[{at}]={lengths[at]}: expected at least the {queries[at]} queries of the sequence; "
-            "its tokens count after the new ones were appended"
+            "seq_lens includes the new tokens"
         )
     used = np.arange(paged.width) * paged.page_size < lengths[:, None]  # [batch, width]
     table = np.asarray(block_table)
@@ -119,7 +119,7 @@ def check_tables(
 
 
 def check_offsets(cu_seqlens_q: np.ndarray, tokens: int, max_len_q: int | None) -> None:
-    """Raises SpecError, by the caller's names, unless offsets on the host are those of sequences of so many tokens."""
+    """Checks offsets on the host of sequences with ``tokens`` tokens in all. Raises SpecError naming cu_seqlens_q."""
     try:
         check_cu_seqlens(cu_seqlens_q, tokens if max_len_q is None else max_len_q, side="q", tokens=tokens)
     except SpecError as error:
@@ -127,12 +127,12 @@ def check_offsets(cu_seqlens_q: np.ndarray, tokens: int, max_len_q: int | None) 
 
 
 def check_lengths(paged: PagedKV, lengths: np.ndarray) -> None:
-    """Raises SpecError for a sequence of fewer than 0 tokens, or of more than its row of the table has room for."""
+    """Raises SpecError for a negative length, or for one that exceeds the pages of a row of the table."""
     if (wrong := (lengths < 0) | (lengths > paged.capacity)).any():
         at = int(np.argmax(wrong))
         raise SpecError(
-            f"seq_lens[{at}]={lengths[at]}: expected 0 to {paged.capacity} tokens, the block table has {paged.width} "
-            f"pages of {paged.page_size} for a sequence"
+            f"seq_lens[{at}]={lengths[at]}: expected 0 to {paged.capacity} tokens, because the block table has "
+            f"{paged.width} pages of {paged.page_size} for each sequence"
         )
 
 
@@ -143,8 +143,8 @@ def check_slots(slots: np.ndarray) -> None:
     if (counts > 1).any():
         slot = int(values[np.argmax(counts > 1)])
         raise SpecError(
-            f"block_table: expected a slot of its own for each new token, slot {slot} would be written "
-            f"{int(counts.max())} times; sequences share pages only as long as none of them writes there"
+            f"block_table: expected a separate slot for each new token, but slot {slot} would be written "
+            f"{int(counts.max())} times; copy a shared page before a sequence writes to it"
         )
 
 
@@ -160,6 +160,7 @@ def check_table_types(name: str, dtype: str, shape: tuple[int, ...], expected: t
 def slots_of(block_table: np.ndarray, seq_lens: np.ndarray, cu_seqlens_q: np.ndarray, page_size: int) -> np.ndarray:
     """Returns int64 ``[tokens]``: each new token's slot. A sequence's new tokens are the last of its ``seq_lens``."""
     cu = np.asarray(cu_seqlens_q, np.int64)
-    of = np.repeat(np.arange(len(cu) - 1), np.diff(cu))
-    position = np.arange(cu[-1]) - cu[of + 1] + np.asarray(seq_lens, np.int64)[of]
-    return np.asarray(block_table, np.int64)[of, position // page_size] * page_size + position % page_size
+    sequence = np.repeat(np.arange(len(cu) - 1), np.diff(cu))  # of each new token
+    # Counted from the end: the last new token of a sequence is at position seq_lens - 1.
+    position = np.arange(cu[-1]) - cu[sequence + 1] + np.asarray(seq_lens, np.int64)[sequence]
+    return np.asarray(block_table, np.int64)[sequence, position // page_size] * page_size + position % page_size

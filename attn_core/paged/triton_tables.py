@@ -1,6 +1,6 @@
 """Triton kernels on block tables: appending keys and values to pages, and clamping tables for third-party kernels.
 
-This module imports triton; what imports it does so when it runs.
+This module imports triton, so others import it only when they run.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ def append(
     WIDE: a power of two that holds both widths; SEQUENCES: how many offsets are read at once.
     """
     token = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)  # times a stride, which may be that of a whole pool
+    head = tl.program_id(1).to(tl.int64)  # 64 bits, because a pool's stride times it may exceed 2^31
     sequence = token
     behind = 1  # tokens from this one to the end of its sequence
     if not ONE_QUERY:
+        # The token's sequence is the number of sequences that end at or before it.
         sequence = token * 0
         for first in range(0, batch, SEQUENCES):
             at = first + tl.arange(0, SEQUENCES)
@@ -57,6 +58,7 @@ def append(
             return
         behind = tl.load(cu_seqlens_q + 1 + sequence) - token
     position = tl.load(seq_lens + sequence) - behind
+    # Wrong tables are skipped, never followed: a write outside the pool would corrupt other memory.
     if (position < 0) | (position >= width * PAGE):
         return
     page = tl.load(block_table + sequence.to(tl.int64) * table_row + position // PAGE)

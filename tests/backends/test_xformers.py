@@ -225,7 +225,7 @@ def reasons(name: str, target: Target = SM90, **asked: Any) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("name", "asked", "says"),
     [
-        ("xformers_flash", {"q_len": 9, "window": (2, 1)}, "not causal wrong where q_len > kv_len + 1"),
+        ("xformers_flash", {"q_len": 9, "window": (2, 1)}, "not causal wrong if q_len > kv_len + 1"),
         ("xformers_flash", {**DOCUMENTS, "window": (2, 1)}, "in each of 3 documents: the xformers flash kernel has no"),
         ("xformers_flash", {"causal": True, "alignment": "top_left"}, "the xformers flash kernel has bottom_right"),
         ("xformers_flash", {"dtype": "float32"}, "the xformers flash kernel takes bfloat16, float16"),
@@ -251,7 +251,7 @@ def reasons(name: str, target: Target = SM90, **asked: Any) -> tuple[str, ...]:
         (
             "xformers_cutlass",
             {"q_len": 9, "causal": True},
-            "the xformers CUTLASS kernel is undefined where rows see no key",
+            "the xformers CUTLASS kernel is undefined for rows that see no key",
         ),
         (
             "xformers_cutlass",

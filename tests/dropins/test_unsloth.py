@@ -780,7 +780,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
             "seq_info": SeqInfo.from_lengths([Q_LEN] * BSZ, [KV_LEN] * BSZ),
         },
         SpecError,
-        "^context.causal_mask is BlockDiagonalCausalMask: expected no blocks but one row beside context.seq_info",
+        "^context.causal_mask is BlockDiagonalCausalMask: expected one block for the whole row, because",
     ),
     "blocks with another window": (
         {"causal_mask": xformers_mask("BlockDiagonalCausalLocalAttentionMask", (3, 7), window=4), "sliding_window": 3},
@@ -808,7 +808,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a sliding window without causal": (
         {"sliding_window": 3, **bags_of(flash_dense_kwargs={"window_size": (2, 2), "causal": False})},
         SpecError,
-        r"^context.sliding_window=3: expected a causal call.*state window_size=\(left, right\) alone",
+        r"^context.sliding_window=3: expected a causal call.*pass window_size=\(left, right\) instead",
     ),
     "contradicting windows": (
         bags_of(flash_dense_kwargs={"window_size": (2, 0)}, flash_varlen_kwargs={"window_size": (3, 0)}),
@@ -825,7 +825,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "sliding window of a float": (
         {"sliding_window": 3.0},
         SpecError,
-        "^context.sliding_window=3.0: expected how many keys",
+        "^context.sliding_window=3.0: expected the number of keys",
     ),
     "sliding window of a bool": ({"sliding_window": True}, SpecError, "^context.sliding_window=True: "),
     "softcap": (bags_of(flash_dense_kwargs={"softcap": -1.0}), SpecError, "^softcap=-1.0: "),
@@ -923,7 +923,7 @@ def test_one_list_of_lengths_is_for_as_many_keys_as_queries(framework: Framework
     info = SeqInfo.from_lengths([4, 6], array=framework.array)
     lengths = framework.array(np.array([4, 6], np.int32))
     for given in ((lengths, info.cu_seqlens_q, 6), info):
-        with pytest.raises(SpecError, match=r"^seq_info: expected lengths of queries and of keys beside .*q_len=5 "):
+        with pytest.raises(SpecError, match=r"^seq_info: expected separate lengths for queries and keys.*q_len=5 "):
             what = context(framework, arrays, seq_info=given)
             framework.frontend.run_attention(config=config(framework), context=what, **own)
 

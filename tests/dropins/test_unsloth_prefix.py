@@ -149,7 +149,7 @@ def test_a_window_counts_if_it_hides_nothing(framework: Framework) -> None:
     plain = as_numpy(run(framework, groups, given))
     bags = {"flash_dense_kwargs": {"window_size": (24, 24)}}
     np.testing.assert_array_equal(as_numpy(run(framework, groups, given, bags=bags, sliding_window=24)), plain)
-    with pytest.raises(SpecError, match=r"^window of 23 keys: expected 24 or more beside context.prefix_seg_info"):
+    with pytest.raises(SpecError, match=r"^window of 23 keys: expected 24 or more with context.prefix_seg_info"):
         run(framework, groups, given, sliding_window=23)
 
 
@@ -194,19 +194,19 @@ def test_offsets_kept_for_a_device_are_no_inference_tensors() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "dropout": ({"bags": {"flash_varlen_kwargs": {"dropout_p": 0.5}}}, "^dropout_p=0.5: expected 0 beside context.p"),
-    "dropout elsewhere": ({"bags": {"xformers_kwargs": {"p": 0.5}}}, "^dropout_p=0.5: expected 0 beside context.p"),
-    "keep mask": ({"attention_mask": np.ones((1, 16), bool)}, "^context.attention_mask: expected None beside context."),
-    "mask": ({"causal_mask": np.ones((16, 16), bool)}, "^context.causal_mask: expected None beside context.prefix"),
+    "dropout": ({"bags": {"flash_varlen_kwargs": {"dropout_p": 0.5}}}, "^dropout_p=0.5: expected 0 with context.p"),
+    "dropout elsewhere": ({"bags": {"xformers_kwargs": {"p": 0.5}}}, "^dropout_p=0.5: expected 0 with context.p"),
+    "keep mask": ({"attention_mask": np.ones((1, 16), bool)}, "^context.attention_mask: expected None with context."),
+    "mask": ({"causal_mask": np.ones((16, 16), bool)}, "^context.causal_mask: expected None with context.prefix"),
     "slopes": (
         {"bags": {"flash_dense_kwargs": {"alibi_slopes": np.ones(HEADS, np.float32)}}},
-        "^alibi_slopes: expected None beside context.prefix_seg_info, got",
+        "^alibi_slopes: expected None with context.prefix_seg_info, got",
     ),
     "documents": (
         {"seq_info": SeqInfo.from_lengths([16])},
-        "^context.seq_info: expected None beside context.prefix_seg_info, got SeqInfo",
+        "^context.seq_info: expected None with context.prefix_seg_info, got SeqInfo",
     ),
-    "not causal": ({"bags": {"flash_varlen_kwargs": {"causal": False}}}, "^causal=False: expected True beside context"),
+    "not causal": ({"bags": {"flash_varlen_kwargs": {"causal": False}}}, "^causal=False: expected True with context"),
     "other tokens": ({"told": labels(((7, (3, 5)),))}, r"^context.prefix_seg_info.T=15: expected the 16 tokens of Q"),
 }
 
@@ -233,7 +233,7 @@ SCATTERED = {
 def test_labels_of_another_layout_are_refused(name: str) -> None:
     group, suffix = map(np.array, SCATTERED[name])
     told = SimpleNamespace(group_of_kv=group, is_prefix=suffix == -1, suffix_of_kv=suffix, signature=None, T=4)
-    with pytest.raises(SpecError, match=r"^context.prefix_seg_info: expected the tokens of each group side by side"):
+    with pytest.raises(SpecError, match=r"^context.prefix_seg_info: expected the tokens of each group next to"):
         run(TORCH, (), arrays(4), told)
 
 
@@ -252,7 +252,7 @@ def test_the_layout_among_the_keywords_of_a_forward(framework: Framework) -> Non
     resolve, told = framework.frontend.unsloth.resolve_prefix_seg_info, object()
     assert resolve({}, None, None) is None and resolve({"prefix_seg_info": None}, object(), object()) is None
     assert resolve({"prefix_seg_info": told}, None, None) is told
-    with pytest.raises(SpecError, match=r"^past_key_value: expected None beside prefix_seg_info, got tuple"):
+    with pytest.raises(SpecError, match=r"^past_key_value: expected None with prefix_seg_info, got tuple"):
         resolve({"prefix_seg_info": told}, (), None)
-    with pytest.raises(SpecError, match=r"^attention_mask: expected None beside prefix_seg_info, got object"):
+    with pytest.raises(SpecError, match=r"^attention_mask: expected None with prefix_seg_info, got object"):
         resolve({"prefix_seg_info": told}, None, object())

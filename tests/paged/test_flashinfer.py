@@ -79,12 +79,12 @@ def reasons(device: str = "sm90", **fields: Any) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"paged": None}, "keys and values not in pages: the FlashInfer kernel is called on pages alone"),
+        ({"paged": None}, "keys and values not in pages: the FlashInfer kernel reads pages alone"),
         ({"head_dim": 80, "value_dim": 80}, "head_dim=80: the FlashInfer kernel takes 64, 128, 256"),
         ({"head_dim": 512, "value_dim": 512}, "head_dim=512: the FlashInfer kernel stops at 256"),
         ({"value_dim": 64}, "value_dim=64"),
-        ({"causal": False, "window": (4, 2)}, "window=(4, 2): the FlashInfer kernel has a left side alone, and causal"),
-        ({"causal": False, "window": (None, 1023)}, "window=(None, 1023): the FlashInfer kernel has a left side"),
+        ({"causal": False, "window": (4, 2)}, "window=(4, 2): the FlashInfer kernel has windows without a right side"),
+        ({"causal": False, "window": (None, 1023)}, "window=(None, 1023): the FlashInfer kernel has windows without"),
         ({"dtype": "float32"}, "dtype float32: the FlashInfer kernel takes bfloat16, float16"),
         ({"deterministic": True}, "deterministic=True: the FlashInfer kernel has none"),
         ({"device": "sm75"}, "device sm75: the FlashInfer kernel needs sm80 or newer"),

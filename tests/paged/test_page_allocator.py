@@ -117,12 +117,12 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "an unknown parent": (
         lambda a: a.fork("x", "c"),
         SpecError,
-        "^name='x': expected a sequence of this allocator",
+        "^name='x': expected the name of a sequence of this allocator",
     ),
-    "an unknown name": (lambda a: a.extend("x"), SpecError, "^name='x': expected a sequence of this allocator"),
+    "an unknown name": (lambda a: a.extend("x"), SpecError, "^name='x': expected the name of a sequence of"),
     "a length of nobody": (lambda a: a.length("x"), SpecError, "^name='x': "),
     "pages of nobody": (lambda a: a.pages("x"), SpecError, "^name='x': "),
-    "freed twice": (lambda a: (a.free("c"), a.free("c")), SpecError, "^name='c': expected a sequence"),
+    "freed twice": (lambda a: (a.free("c"), a.free("c")), SpecError, "^name='c': expected the name of a sequence"),
     "a table of nobody": (lambda a: a.block_table(["a", "x"]), SpecError, "^name='x': "),
     "lengths of nobody": (lambda a: a.seq_lens(["x"]), SpecError, "^name='x': "),
     "a fork beyond its parent": (
@@ -238,7 +238,7 @@ def test_all_but_one_of_the_sequences_that_share_a_page_get_a_copy() -> None:
         (["a", "a"], 1, None, SpecError, "each named once"),
         (["a", "x"], 1, None, SpecError, "^name='x': "),
         (["a", "b"], [1, -1], None, SpecError, "^tokens=-1: "),
-        (["b", "a"], [4, 17], None, PoolFullError, "^names: 5 more pages of 4 tokens are needed for this step, and 4"),
+        (["b", "a"], [4, 17], None, PoolFullError, "^names: this step needs 5 more pages of 4 tokens, but only 4"),
         (["b", "a"], [1, 3], 2, SpecError, "^width=2: expected at least the 3 pages of the longest sequence$"),
     ],
 )

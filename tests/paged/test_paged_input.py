@@ -240,7 +240,7 @@ APPEND: dict[str, Bad] = {
     "a page that two sequences write to": Bad(
         {"block_table": table([4, 2, -1], [2, -1, -1]), "seq_lens": table(5, 1)},
         SpecError,
-        "^block_table: expected a slot of its own for each new token, slot 8 would be written 2 times; ",
+        "^block_table: expected a separate slot for each new token, but slot 8 would be written 2 times; ",
         eager=True,
     ),
     "k on another device": Bad(

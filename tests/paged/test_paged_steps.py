@@ -184,7 +184,7 @@ def test_a_step_of_another_cache_is_refused(framework: Framework) -> None:
     other.step(["a"])
     with pytest.raises(SpecError, match=r"^step: expected a step of this cache"):
         write(framework, other, step, [1])
-    with pytest.raises(SpecError, match=r"^step: expected what cache\.step"):
+    with pytest.raises(SpecError, match=r"^step: expected a result of cache\.step"):
         write(framework, one, ("a",), [1])  # type: ignore[arg-type]
 
 

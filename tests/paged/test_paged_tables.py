@@ -120,7 +120,7 @@ def test_an_append_writes_only_its_slots(drawn: Any, seed: int) -> None:
 
 @pytest.mark.parametrize(("slots", "slot", "times"), [((3, 5, 3), 3, 2), ((0, 0), 0, 2), ((-1, 4, -1, 4, 4), 4, 3)])
 def test_two_tokens_in_one_slot_are_refused(slots: Any, slot: int, times: int) -> None:
-    says = f"^block_table: expected a slot of its own .*, slot {slot} would be written {times} times; sequences share"
+    says = f"^block_table: expected a separate slot .*, but slot {slot} would be written {times} times; copy a shared"
     with pytest.raises(SpecError, match=says):
         check_slots(np.array(slots))
 
@@ -159,7 +159,7 @@ def test_a_page_outside_the_pool_is_refused_if_it_has_tokens(drawn: Any, data: A
 
 @pytest.mark.parametrize("wrong", [-1, 13, -(2**31), 2**31 - 1])
 def test_lengths_beyond_the_table_are_refused(wrong: int) -> None:
-    says = rf"^seq_lens\[1\]={wrong}: expected 0 to 12 tokens, the block table has 3 pages of 4 for a sequence$"
+    says = rf"^seq_lens\[1\]={wrong}: expected 0 to 12 tokens, because the block table has 3 pages of 4 for each"
     with pytest.raises(SpecError, match=says):
         check_tables(POOL, int32([0, 1, 2], [3, 4, 5]), int32(2, wrong), None)
 
@@ -167,7 +167,7 @@ def test_lengths_beyond_the_table_are_refused(wrong: int) -> None:
 @pytest.mark.parametrize(("cu", "queries"), [(None, 1), (int32(0, 1, 4), 3)])
 def test_more_queries_than_tokens_are_refused_before_an_append(cu: Any, queries: int) -> None:
     lengths = int32(1, queries - 1)
-    says = rf"^seq_lens\[1\]={queries - 1}: expected at least the {queries} queries of the sequence; .* appended$"
+    says = rf"^seq_lens\[1\]={queries - 1}: expected at least the {queries} queries of the sequence; seq_lens"
     with pytest.raises(SpecError, match=says):
         check_tables(POOL, int32([0, 1, 2], [3, 4, 5]), lengths, cu, writes=True)
     check_tables(POOL, int32([0, 1, 2], [3, 4, 5]), lengths, cu)  # the first queries see no key

@@ -80,7 +80,7 @@ def _refusals(spec: AttentionSpec, build: Build | None) -> Iterator[str]:
     without, name = (build.without, f"{NAME} ({build.name})") if build else ((ORDERED,), NAME)
     if spec.dtype in without:
         yield f"dtype {spec.dtype}: {name} has none"
-    widths = build.head_dims if build else ()
+    widths = build.head_dims if build else ()  # empty: every width runs
     if spec.paged is not None:
         yield from flash_paged.flash3_refusals(
             spec, name, {width_of(d, widths) for d in (spec.head_dim, spec.value_dim)}
@@ -118,7 +118,8 @@ def build() -> Build:
         "backward": (partial(differentiates, _forward, _backward), {}),
     }
     lacking = [word for word, (trial, fields) in trials.items() if not runs(trial, head_dims[0], **fields)]
-    if len(operators().backward._schema.returns) != 5:  # builds that return the gradients, too, may ignore the flag
+    # The schema tells the build's age. Builds whose backward also returns the gradients may ignore ``deterministic``.
+    if len(operators().backward._schema.returns) != 5:
         lacking.append(ORDERED)
     return Build(name, tuple(lacking), head_dims=() if head_dims == WIDTHS else head_dims)
 

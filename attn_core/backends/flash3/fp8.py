@@ -23,6 +23,7 @@ def quantise(tensor: Any, kv_heads: int, cu_seqlens: Any = None) -> tuple[Any, A
         tensor: ``[batch, length, heads, dim]``, or ``[tokens, heads, dim]`` with ``cu_seqlens`` (int32, ``[documents +
             1]``), for which the factors are ``[documents, kv_heads]``. Heads of one kv head share its factor.
     """
+    # Query heads share the factor of their kv head, because the kernel takes q's factors as [batch, kv_heads] too.
     grouped = tensor.unflatten(-2, (kv_heads, -1))  # [..., heads, dim] -> [..., kv_heads, group, dim]
     finite = grouped.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs()
     if cu_seqlens is None:

@@ -100,7 +100,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
     }
     scale = spec.scale or 1.0  # never None in a spec
     return {
-        "forward": {"softmax_scale": scale / (spec.softcap or 1.0), **both},
+        "forward": {"softmax_scale": scale / (spec.softcap or 1.0), **both},  # see softcap.py for the division
         "backward": {"softmax_scale": scale, "deterministic": spec.deterministic, **both},
         "softcap": spec.softcap,
     }
@@ -179,7 +179,7 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> Ker
 @lru_cache(maxsize=4096)
 def _key_of(spec: AttentionSpec) -> AttentionSpec:
     """Returns a key that is at least as fine as the kernel's own (dtype, group, widths, properties of the lengths)."""
-    return replace(spec, scale=1.0, needs_backward=False, return_lse=False)
+    return replace(spec, scale=1.0, needs_backward=False, return_lse=False)  # none of them changes the kernel
 
 
 def _key(spec: AttentionSpec, half: str, q: Any) -> tuple[AttentionSpec, str, int]:

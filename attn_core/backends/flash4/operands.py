@@ -11,7 +11,7 @@ from attn_core.call.spec import AttentionSpec
 def window(spec: AttentionSpec) -> tuple[int | None, int | None]:
     """Returns the band as distances from the bottom-right diagonal, possibly negative; None if a side hides nothing."""
     left, right, offset = band(spec)
-    if spec.packed:
+    if spec.packed:  # each document has its own diagonal, which the kernel finds; ``refuses`` allows bottom-right only
         return left, right
     shift = spec.kv_len - spec.q_len - offset  # how far the bottom-right diagonal lies to the right of the spec's
     left = None if left is None or left + shift >= spec.kv_len - 1 else left + shift
@@ -39,6 +39,7 @@ def writable(buffer: Any) -> Any:
     if buffer is None:
         return None
     strides, size = buffer.stride(), buffer.element_size()
+    # A contiguous buffer may have rows that are no multiple of 16 bytes, as the log-sum-exp's: the kernel allows that.
     dense = strides[-1] == 1 and all(step > 0 and step * size % 16 == 0 for step in strides[:-1])
     aligned = hasattr(buffer, "fake_mode") or buffer.data_ptr() % 16 == 0
     return buffer if (dense or buffer.is_contiguous()) and aligned else None

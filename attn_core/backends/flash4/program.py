@@ -53,7 +53,7 @@ def _assemble(notes: Recorder, named: dict[str, Any], direction: str) -> KernelP
         _memory(tensor): _buffer(tensor, name, tensor.shape) for name, tensor in named.items()
     }
     results = {_memory(named[name]) for name in RESULTS[direction]}
-    written = {place for place in buffers if place not in results}
+    written = {place for place in buffers if place not in results}  # operands have values before the first step
     operands = frozenset(written)
     steps = []
     for call in notes.calls:
@@ -63,6 +63,8 @@ def _assemble(notes: Recorder, named: dict[str, Any], direction: str) -> KernelP
             if buffer.shape != tuple(tensor.shape):
                 raise Unrecordable(f"a kernel sees {buffer} as {list(tensor.shape)}")
         places = [_memory(tensor) for tensor in tensors]
+        # Zeros count as written: XLA must pass them in. A kernel reads what was written before it, and may write
+        # everything except operands, because the recording does not show which of its arguments are outputs.
         written |= {place for place in places if buffers[place].zeros}
         numbers = {place: number for number, place in enumerate(buffers)}
         reads = tuple(dict.fromkeys(numbers[place] for place in places if place in written))
@@ -76,6 +78,7 @@ def _assemble(notes: Recorder, named: dict[str, Any], direction: str) -> KernelP
 
 def _step(call: Launch, order: list[int], reads: tuple[int, ...], writes: tuple[int, ...]) -> KernelStep:
     """Returns the step of a kernel call. order: for each tensor argument, the number of its buffer."""
+    # XLA passes the read buffers first, then the written ones. The compiled function must take them in this order.
     parameters = (*reads, *writes)
     last = {place: slot for slot, place in enumerate(parameters)}  # an updated buffer is in both: take it from writes
     slots = [last[place] for place in order]
@@ -101,6 +104,7 @@ def _compile(target: str, call: Launch, slots: list[int], described: list[Any]) 
         return _function(_compiled_code()[target])
     kernel, arguments = call.kernel, call.arguments
 
+    # Numbers are captured, so they become constants of the compiled code, and XLA passes buffers only.
     def launch(stream: Any, tensors: Any) -> None:
         places, filled = iter(slots), []
         for value in arguments:

@@ -50,7 +50,7 @@ def widths(spec: AttentionSpec) -> tuple[int, int]:
     if spec.packed or spec.mask_shape is not None:
         return blocks(spec.kv_len), blocks(spec.q_len)
     rows = band(spec)
-    keys = Band(rows.right, rows.left, -rows.offset)
+    keys = Band(rows.right, rows.left, -rows.offset)  # the same band with rows and keys exchanged
     return _width(rows, spec.q_len, spec.kv_len), _width(keys, spec.kv_len, spec.q_len)
 
 
@@ -77,17 +77,18 @@ def packed_intervals(
     documents = cu_seqlens_q.shape[0] - 1
     offsets = cu_seqlens_k.diff() - cu_seqlens_q.diff() if bottom_right else cu_seqlens_q.diff() * 0
 
-    def interval(of: Any, anchor: Any, cu_seqlens: Any, others: int, before: Any, after: Any) -> Intervals:
-        inside = (of >= 0) & (of < documents)
-        own = of.clamp(0, documents - 1)
-        start, stop = (cu_seqlens[at].clamp(0, others) * inside for at in (own, own + 1))
-        return _interval(anchor(own) + start, start, stop, before, after)
+    # document: of each token; anchor: where its diagonal lies in the document's tokens of the other side.
+    def interval(document: Any, anchor: Any, cu_seqlens: Any, others: int, before: Any, after: Any) -> Intervals:
+        inside = (document >= 0) & (document < documents)
+        clamped = document.clamp(0, documents - 1)  # a valid index; ``inside`` empties the interval of such tokens
+        start, stop = (cu_seqlens[at].clamp(0, others) * inside for at in (clamped, clamped + 1))
+        return _interval(anchor(clamped) + start, start, stop, before, after)
 
     return (
         interval(where.of_query, lambda _: where.at_query, cu_seqlens_k, where.at_key.shape[0], edge.left, edge.right),
         interval(
             where.of_key,
-            lambda own: where.at_key - offsets[own],
+            lambda document: where.at_key - offsets[document],
             cu_seqlens_q,
             where.at_query.shape[0],
             edge.right,
@@ -113,10 +114,10 @@ def table(seen: Intervals, others: int, width: int) -> Table:
     first, stop, full_first, full_stop = _ranges(seen, others)
     step = torch.arange(width, device=first.device, dtype=torch.int32)
     full = full_first[:, None] + step
-    partial = first[:, None] + step  # the blocks before the full ones, then those behind
+    partial = first[:, None] + step  # the blocks before the full ones, then the blocks after them
     partial = torch.where(partial >= full_first[:, None], partial + (full_stop - full_first)[:, None], partial)
     counts = (stop - first) - (full_stop - full_first), full_stop - full_first
-    top = blocks(others) - 1
+    top = blocks(others) - 1  # entries beyond the count are not read as blocks, but must be valid indices
     tables = (counts[0], partial.clamp(max=top), counts[1], full.clamp(max=top))
     return Table(*(values.to(torch.int32)[None, None] for values in tables))
 
@@ -132,10 +133,12 @@ def _ranges(seen: Intervals, others: int) -> tuple[Any, Any, Any, Any]:
     def by_block(values: Any, neutral: int) -> Any:  # [tokens] -> [blocks, BLOCK]
         return torch.nn.functional.pad(values, (0, missing), value=neutral).view(-1, BLOCK)
 
+    # A block is computed from the lowest start to the highest stop of its rows. Empty and missing rows add nothing.
     lowest = by_block(torch.where(empty, FAR, seen.start), FAR).amin(1)
     highest = by_block(torch.where(empty, 0, seen.stop), 0).amax(1)
     first, stop = lowest // BLOCK, (highest + BLOCK - 1) // BLOCK
     first = torch.minimum(first, stop)  # first is FAR // BLOCK if no row of the block sees anything
+    # It is full between the highest start and the lowest stop. An empty row leaves none full; a missing row is ignored.
     full_first = (by_block(seen.start, 0).amax(1) + BLOCK - 1) // BLOCK
     full_stop = by_block(seen.stop, FAR).amin(1) // BLOCK
     some = full_first < full_stop
@@ -161,7 +164,7 @@ def _mask_blocks(mask: Any) -> tuple[Any, Any]:
     """Returns whether a mask shows some of each block, and all of it: bool, by blocks; axes of length 1 stay 1."""
     import torch
 
-    heights = [1 if length == 1 else BLOCK for length in mask.shape[2:]]
+    heights = [1 if length == 1 else BLOCK for length in mask.shape[2:]]  # an axis of 1 broadcasts, so is not cut
     missing = [-length % height for length, height in zip(mask.shape[2:], heights)]
     padded = torch.nn.functional.pad(mask, (0, missing[1], 0, missing[0]), value=False)
     # [batch, heads, q_len, kv_len] -> [batch, heads, blocks, rows, blocks, keys]
@@ -175,6 +178,7 @@ def _ordered(partial: Any, full: Any) -> Table:
 
     parts = []
     for present in (partial, full):
+        # A stable descending sort of 0 and 1 puts the numbers of present blocks first, in ascending order.
         numbers = torch.argsort(present.to(torch.int32), dim=-1, descending=True, stable=True)
         parts += [present.sum(-1, dtype=torch.int32), numbers.to(torch.int32).contiguous()]
     return Table(*parts)

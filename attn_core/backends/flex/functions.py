@@ -65,10 +65,11 @@ def reader(table: Any, dtype: Any = None) -> Reader | None:
     """
     if table is None:
         return None
-    axes = tuple(axis for axis, length in enumerate(table.shape) if length != 1)
+    axes = tuple(axis for axis, length in enumerate(table.shape) if length != 1)  # axes to index
     small = table.reshape([table.shape[axis] for axis in axes] or [1])
 
     def read(*index: Any) -> Any:
+        # A table with one element still needs an index that vmap can trace: 0 made from one of the indices.
         value = small[tuple(index[axis] for axis in axes) or (index[0] * 0,)]
         return value if dtype is None else value.to(dtype)
 
@@ -93,7 +94,7 @@ def score_function(
     if softcap is None and bias is None and slope is None:
         return None
 
-    def changed(score: Any, batch: Any, head: Any, row: Any, column: Any) -> Any:
+    def change(score: Any, batch: Any, head: Any, row: Any, column: Any) -> Any:
         if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
         if bias is not None:
@@ -102,7 +103,7 @@ def score_function(
             score = score - slope(batch, head, row, column) * distance(row, column).abs()
         return score
 
-    return changed
+    return change
 
 
 def mask_function(
@@ -147,7 +148,7 @@ def places(cu_seqlens_q: Any, cu_seqlens_k: Any, q_len: int, kv_len: int, bottom
     documents = cu_seqlens_q.shape[0] - 1
     of_query, at_query = _of_tokens(cu_seqlens_q, q_len)
     of_key, at_key = _of_tokens(cu_seqlens_k, kv_len)
-    if bottom_right:
+    if bottom_right:  # move each query to the key on its diagonal, so that distances need no offset later
         offsets = cu_seqlens_k.diff() - cu_seqlens_q.diff()
         at_query = at_query + offsets[of_query.clamp(max=documents - 1)]
     of_query = torch.where(of_query < documents, of_query, -1)

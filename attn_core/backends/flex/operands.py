@@ -1,4 +1,4 @@
-"""Prepares a compiled FlexAttention call's tensors other than q, k and v, and contains NaN within packed documents."""
+"""Prepares the tensors of a compiled FlexAttention call other than q, k, v, and keeps NaN within its document."""
 
 from __future__ import annotations
 
@@ -64,8 +64,9 @@ def operands(spec: AttentionSpec, inputs: Inputs) -> FlexOperands:
         return FlexOperands(None, None, None, mask, bias, slopes)
     edge, tables = _constants(spec, inputs.q.device)
     where = None
+    # Tables that depend on tensors (offsets, a mask) are computed in every call, by one compiled program.
     if spec.packed or mask is not None:
-        shapes = None if mask is None else tuple(length == 1 for length in mask.shape)
+        shapes = None if mask is None else tuple(length == 1 for length in mask.shape)  # which axes broadcast
         prepare = program(_prepare, spec.packed, hidden, spec.alignment, shapes, length_classes(spec))
         where, tables = prepare(edge, *_offsets(inputs), mask, spec.q_len, spec.kv_len)
     return FlexOperands(edge, where, tables, mask, bias, slopes)

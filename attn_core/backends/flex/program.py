@@ -75,6 +75,7 @@ class CompiledFunction:
         def program(*arguments: Any) -> Any:
             return function(signature, *arguments)
 
+        # torch's compiler counts variants per code object, so each signature gets its own copy of the code.
         digest = sha256(repr(signature).encode()).hexdigest()[:8]
         code = program.__code__.replace(co_name=f"{function.__name__}_{digest}")
         own = FunctionType(code, program.__globals__, code.co_name, None, program.__closure__)
@@ -90,7 +91,7 @@ class CompiledFunction:
         with _lock:
             if gradients in self.ready:
                 results = self.run(*arguments)
-            else:
+            else:  # the first run compiles
                 refuse_capture(f"the {self.name} program of this call is not compiled yet")
                 with torch_settings(TRACING):
                     results = self.run(*arguments)

@@ -76,10 +76,8 @@ def backward(
     call, rows = arrange(spec, inputs, blocks), rows_of(spec, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
     out, dout = (queries_first(spec, array) for array in (out, dout))
     lse = lse.reshape(call.q.shape[:4])
-    # The term that all logits of a row share: dlse - sum(dout * out).
-    shift = -(dout.astype(spec.lse_dtype) * out.astype(spec.lse_dtype)).sum(
-        -1
-    )  # not a matrix product, which XLA might round
+    # The term that all logits of a row share: dlse - sum(dout * out). Not an einsum, which XLA might round.
+    shift = -(dout.astype(spec.lse_dtype) * out.astype(spec.lse_dtype)).sum(-1)
     if dlse is not None:
         shift = shift + dlse.reshape(shift.shape).astype(shift.dtype)
     zero = zero_like((call.zero, lse, shift)).astype(spec.lse_dtype)
@@ -91,10 +89,9 @@ def backward(
     def block(index: Any, totals: tuple[Any, ...]) -> tuple[Any, ...]:
         start = jnp.minimum(index * queries, spec.q_len - queries)
         cut = cut_rows(rows, start, queries)
-        stale = (
-            start + jnp.arange(queries, dtype=jnp.int32) < index * queries
-        )  # the last block overlaps the one before, which has counted these rows
-        cut = cut._replace(stop=jnp.where(stale, 0, cut.stop))
+        # The last block overlaps the one before it. Hide the rows that the other block has already added.
+        repeated = start + jnp.arange(queries, dtype=jnp.int32) < index * queries
+        cut = cut._replace(stop=jnp.where(repeated, 0, cut.stop))
         return _gradients(spec, call, sources, (lse, shift), totals, cut, start)
 
     dq, dk, dv, *dbias = lax.fori_loop(0, -(-spec.q_len // queries), block, totals)

@@ -1,10 +1,10 @@
 """JAX's own attention, compiled by XLA: every feature of the spec, on any device, without torch.
 
-Where ``jax.nn.dot_product_attention`` means exactly what the spec says, the forward is that function; elsewhere, and
-for every backward, it is the blocked maths of ``attention.py``. ``lower`` says which. What keeps jax.nn out
-(jax 0.10.2, jax/_src/nn/functions.py; the same in 0.12): its causal and window start at the top left, a row that sees
-no key becomes the mean of v, its softmax is float32 for float64 inputs too, its float16 does not compile on CPU, a bias
-row of -inf gives NaN, its log-sum-exp is rounded to the inputs' dtype, and the whole score matrix exists at once.
+If ``jax.nn.dot_product_attention`` computes exactly what the spec says, the forward is that function. Every other
+forward, and every backward, is the blocked maths of ``attention.py``. ``lower`` returns which. jax.nn differs from the
+spec as follows (jax 0.10.2, jax/_src/nn/functions.py; the same in 0.12): its causal and window start at the top left, a
+row that sees no key becomes the mean of v, its softmax is float32 for float64 inputs too, its float16 does not compile
+on CPU, a bias row of -inf gives NaN, its log-sum-exp is rounded to the inputs' dtype, and it stores all scores at once.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def _where_it_runs(blocks: dict[str, BlockSizes], run: Callable[[BlockSizes], An
 
 
 def _jax_nn_means_it(spec: AttentionSpec) -> bool:
-    if spec.symbolic:
+    """Returns whether jax.nn computes exactly this spec, and few enough scores to store them all."""
+    if spec.symbolic:  # the conditions below compare sizes
         return False
     edge = band(spec)
     aligned = edge.offset == 0 or edge.hides_nothing(spec.q_len, spec.kv_len)
@@ -160,6 +161,7 @@ def _jax_nn(spec: AttentionSpec, inputs: Inputs, keywords: dict[str, Any]) -> An
 
     (value,) = tiles.summands(inputs.v)
     precision = product_precision(inputs.q.dtype)
+    # jax.nn has no precision argument, so set the default around it: its own would round float32 to TF32 on a GPU.
     with nullcontext() if precision is None else jax.default_matmul_precision("highest"):
         out = jax_nn.dot_product_attention(inputs.q, inputs.k, value.clean, **keywords)
     rows, keys = tiles.rows_of(spec), jnp.arange(spec.kv_len)

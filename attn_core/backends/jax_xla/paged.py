@@ -15,9 +15,9 @@ Forward = Callable[[AttentionSpec, Inputs], tuple[Any, Any]]
 
 
 def forward(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[Any, Any]:
-    """(out, lse) of a paged call, by ``run`` on dense keys and values; traceable.
+    """Returns (out, lse) of a paged call, by ``run`` on dense keys and values; traceable.
 
-    Nothing that the tables say is believed: pages are brought into the pool, lengths into the table.
+    Page numbers are clamped to the pool and lengths to the table, because traced values cannot be checked.
     """
     import jax.numpy as jnp
 
@@ -32,13 +32,14 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[Any
 
     def row(pool: Any) -> Any:  # [batch, width, page_size, kv_heads, dim] -> [batch, capacity, kv_heads, dim]
         wide = pool[pages].reshape(batch, paged.capacity, *pool.shape[2:])
-        return jnp.where(valid[:, :, None, None], wide, 0)
+        return jnp.where(valid[:, :, None, None], wide, 0)  # slots after the end may hold NaN
 
     cu_q = inputs.cu_seqlens_q
     cu_q = jnp.arange(batch + 1, dtype=jnp.int32) if cu_q is None else jnp.clip(cu_q, 0, spec.q_len)
     count = jnp.clip(cu_q[1:] - cu_q[:-1], 0, rows)
     query = jnp.arange(rows, dtype=jnp.int32)
     is_query = query < count[:, None]  # [batch, rows]
+    # Rows after a sequence's last query read any token in range; their results are dropped below.
     token = jnp.minimum(cu_q[:-1, None] + query, max(spec.q_len - 1, 0))
     distance = key - (query + (lengths - count)[:, None])[..., None]  # [batch, rows, capacity]
     seen, edge = valid[:, None] & is_query[..., None], band(spec)

@@ -157,7 +157,7 @@ def summands(*arrays: Any) -> tuple[Summand, ...]:
 def contain(subscripts: str, total: Any, seen: Any, summand: Summand) -> Any:
     """Returns a sum over clean values, with NaN where a NaN or Inf is visible; hidden ones do not affect it.
 
-    The total itself has the same bits either way, so what saw no NaN does not notice one elsewhere.
+    Rows that see no NaN keep their bits, because the total is computed from clean values in both cases.
     """
     import jax.numpy as jnp
     from jax import lax
@@ -171,6 +171,7 @@ def contain(subscripts: str, total: Any, seen: Any, summand: Summand) -> Any:
 
 
 def tile_at(spec: AttentionSpec, call: XlaOperands, start: Any, index: Any) -> ScoreTile:
+    """Returns the tile of the queries from ``start`` on and the key block ``index``."""
     import jax.numpy as jnp
 
     queries, keys = call.blocks
@@ -189,6 +190,7 @@ def key_blocks(spec: AttentionSpec, call: XlaOperands, rows: KeyRanges) -> tuple
 
 
 def cut(array: Any, start: Any, size: int, axis: int) -> Any:
+    """Slices ``size`` elements out of an axis, from a traced ``start`` on."""
     from jax import lax
 
     return array if array.shape[axis] == size else lax.dynamic_slice_in_dim(array, start, size, axis)

@@ -28,6 +28,7 @@ def forward(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
 
 
 def _as_documents(spec: AttentionSpec, inputs: PagedInputs) -> tuple[AttentionSpec, Inputs]:
+    """Returns the call on packed documents, for tables that are on the host and checked."""
     import torch
 
     paged = spec.paged
@@ -44,6 +45,7 @@ def _as_documents(spec: AttentionSpec, inputs: PagedInputs) -> tuple[AttentionSp
 
 
 def _as_dense_rows(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
+    """Runs the call as one dense row per sequence, for tables on a device. Clamps page numbers and lengths."""
     import torch
 
     paged = spec.paged
@@ -60,6 +62,7 @@ def _as_dense_rows(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
     cu_q = query_offsets(spec, inputs).clamp(0, spec.q_len)
     count = (cu_q[1:] - cu_q[:-1]).clamp(0, rows)
     query = torch.arange(rows, device=device)
+    # Rows after a sequence's last query read any token in range; their results are dropped below.
     token = (cu_q[:-1, None] + query).clamp(max=max(spec.q_len - 1, 0))  # [batch, rows]
     diagonal = query + (lengths - count)[:, None]
     distance = key - diagonal[..., None]  # [batch, rows, capacity]

@@ -129,7 +129,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
     """
     edge = aten_masks.needed_band(spec)
     first, stop = 0, spec.q_len
-    if edge.right is not None and not spec.packed:
+    if edge.right is not None and not spec.packed:  # leave out queries that see no key at either end of the rows
         first = max(0, -edge.offset)
         stop = stop if edge.left is None else min(stop, spec.kv_len - edge.offset + edge.left)
     mask_type = NO_MASK
@@ -139,6 +139,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
     one_split = spec.deterministic or (spec.packed and mask_type == NO_MASK)
     return {
         "rows": slice(first, stop),
+        # The caller's limit may exceed the tokens, and the padded log-sum-exp grows with it.
         "max_q": max(1, min(spec.max_len_q or 0, spec.q_len)) if spec.packed else None,
         "max_k": max(1, min(spec.max_len_k or 0, spec.kv_len)) if spec.packed else None,
         "custom_mask_type": mask_type,

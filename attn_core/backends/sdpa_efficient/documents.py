@@ -40,6 +40,7 @@ def places(cu_seqlens_q: Any, cu_seqlens_k: Any, tokens: int, longest: int) -> Q
     import torch
 
     at = torch.arange(tokens, device=cu_seqlens_q.device, dtype=cu_seqlens_q.dtype)  # searchsorted needs equal dtypes
+    # Clamps keep every index valid even if the offsets are wrong.
     document = torch.searchsorted(cu_seqlens_q[1:], at, right=True).clamp(max=cu_seqlens_q.shape[0] - 2)
     position = (at - cu_seqlens_q[document]).clamp(0, longest - 1).long()
     empty = cu_seqlens_k[document + 1] == cu_seqlens_k[document]

@@ -57,6 +57,7 @@ def operands(spec: AttentionSpec, how: dict[str, Any], inputs: Inputs) -> Kernel
         return KernelOperands(q, k, v)
     rows = how["rows"]
     added = aten_masks.in_rows(aten_masks.additive(inputs, q.dtype), rows)
+    # The kernel applies causal itself, so a row is empty if band and mask together hide all its keys.
     edge = aten_masks.needed_band(spec) if how["custom_mask_type"] else None
     bias = aten_masks.align_rows(added, spec.kv_len).expand(spec.batch, spec.num_heads, rows.stop - rows.start, -1)
     return KernelOperands(q, k, v, bias, aten_masks.empty_rows(added, edge, rows, spec.kv_len))
@@ -145,8 +146,8 @@ def bias_gradient(spec: AttentionSpec, how: dict[str, Any], bias: Any, full: Any
         queries = torch.arange(rows.start, rows.stop, device=full.device)[:, None]
         seen = aten_masks.needed_band(spec).contains(queries, torch.arange(spec.kv_len, device=full.device))
         full = full.masked_fill_(~seen, 0.0)
-    batch, heads, of_rows, keys = bias.shape
-    if of_rows == 1:
+    batch, heads, bias_rows, keys = bias.shape
+    if bias_rows == 1:
         return full.sum_to_size((batch, heads, 1, keys)).to(bias.dtype)
     summed = full.sum_to_size((batch, heads, rows.stop - rows.start, keys))
     return _all_rows(spec, how, summed, axis=2).to(bias.dtype)

@@ -31,8 +31,8 @@ def contain_gradients(
     for row in _broken_rows(inputs.k, inputs.v):
         saved = [tensor[row : row + 1] for tensor in (out, lse, dout)]
         part = plain_attention.backward(_row_spec(spec), _row_inputs(inputs, row), saved[0], saved[1], saved[2], None)
-        for gradient, again in zip(gradients, part[:3], strict=True):
-            gradient[row] = again[0]
+        for gradient, recomputed in zip(gradients, part[:3], strict=True):
+            gradient[row] = recomputed[0]
 
 
 def _broken_rows(k: Any, v: Any) -> list[int]:
@@ -46,6 +46,7 @@ def _broken_rows(k: Any, v: Any) -> list[int]:
     if isinstance(k, _valueless()):
         return []
     wide = torch.float64 if k.dtype == torch.float64 else torch.float32
+    # One sum of everything first: it is nearly always finite, and then costs a fraction of a test per row.
     if math.isfinite(k.sum(dtype=wide) + v.sum(dtype=wide)):
         return []
     sums = k.sum(dim=(1, 2, 3), dtype=wide) + v.sum(dim=(1, 2, 3), dtype=wide)

@@ -62,7 +62,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
     edge = band(spec)
     explicit = spec.mask_shape is not None or spec.bias_shape is not None
     plain = edge.left is None and edge.right is None
-    native = edge.left is None and edge.right == 0 and edge.offset == 0
+    native = edge.left is None and edge.right == 0 and edge.offset == 0  # the kernel's causal is top-left
     hidden = not plain and not edge.hides_nothing(spec.q_len, spec.kv_len)
     is_causal = hidden and native and not explicit
     return {
@@ -92,12 +92,12 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
 def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
     """See ``Backend.shortcut``: torch itself attaches the backward op below to this forward op."""
     how = lower(spec)
-    if how["by_document"] or how["additive_mask"]:
+    if how["by_document"] or how["additive_mask"]:  # both need several kernel calls or work after the kernel
         return None
     kernel, is_causal, scale = cpu_blocks.kernels()[0], how["is_causal"], how["scale"]
 
     def run(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
+        if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):  # nearly never: a cheap test first
             q, k, v = _readable(q), _readable(k), _readable(v)
         out, lse = kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, is_causal, scale=scale)
         return out.transpose(1, 2), lse

@@ -54,7 +54,7 @@ def blocks(spec: AttentionSpec) -> tuple[QueryBlock, ...]:
         stop = min(start + step, spec.q_len)
         first, last = edge.keys_of(start, stop - 1, spec.kv_len)
         if first < last:
-            corners = (start, last - 1), (stop - 1, first)  # the farthest to the right, and to the left
+            corners = (start, last - 1), (stop - 1, first)  # the pairs with the largest distance right and left
             cut = not all(edge.contains(*corner) for corner in corners)
             whole = (start, stop, first, last) == (0, spec.q_len, 0, spec.kv_len)
             result.append(QueryBlock(slice(start, stop), slice(first, last), edge if cut else None, whole))
@@ -111,6 +111,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any)
 
 
 def _empty_results(spec: AttentionSpec, q: Any) -> tuple[Any, Any]:
+    """Returns (out, lse) of rows that see no key: 0 and -inf."""
     import torch
 
     return q.new_zeros(spec.out_shape), q.new_full(spec.lse_shape, -torch.inf, dtype=getattr(torch, spec.lse_dtype))
@@ -130,17 +131,15 @@ def _with_masks(spec: AttentionSpec, inputs: Inputs) -> Iterator[tuple[QueryBloc
     explicit = inputs.mask is not None or inputs.bias is not None
     for block in blocks(spec):
         rows, keys = block.rows, block.keys
-        place = (
-            rows.stop - rows.start,
-            keys.start - rows.start,
-            keys.stop - rows.start,
-        )  # blocks with equal distances share a band's mask
-        if explicit or place != built:
-            mask, built = _additive(spec, inputs, block), place
+        # A band's mask depends only on distances, so blocks with equal distances share it.
+        distances = (rows.stop - rows.start, keys.start - rows.start, keys.stop - rows.start)
+        if explicit or distances != built:
+            mask, built = _additive(spec, inputs, block), distances
         yield block, mask
 
 
 def _additive(spec: AttentionSpec, inputs: Inputs, block: QueryBlock) -> Any:
+    """Returns bias, mask and band of a block as one additive tensor, or None if there are none."""
     import torch
 
     if inputs.mask is None and inputs.bias is None and block.edge is None:

@@ -56,14 +56,13 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
     reasons = [*rewrites.refusals(spec), *limits(spec, device, NAME), *sums_of_dq(spec, NAME)]
     edge = needed_band(spec)
     windowed = (edge.left is not None or edge.right is not None) and edge.right != 0
-    q_len, kv_len = (
-        (spec.q_len, spec.kv_len) if not spec.packed else (spec.max_len_q or 0, 0)
-    )  # a document may be short
+    # A packed document may have no key at all, so assume the worst.
+    q_len, kv_len = (spec.q_len, spec.kv_len) if not spec.packed else (spec.max_len_q or 0, 0)
     if windowed and q_len > kv_len + 1:
         lengths = "in packed documents" if spec.packed else f"with q_len {q_len} and kv_len {kv_len}"
         reasons.append(
             f"window={spec.window} {lengths}: {NAME} misplaces windows with an open or positive right side "
-            "where there are more than kv_len + 1 queries"
+            "if there are more than kv_len + 1 queries"
         )
     widest = max(spec.head_dim, spec.value_dim)
     if spec.needs_backward and widest > 192 and compute_capability(device) in SMALL_SHARED_MEMORY:

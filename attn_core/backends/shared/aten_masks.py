@@ -28,6 +28,7 @@ def needed_band(spec: AttentionSpec) -> Band:
     if spec.packed:
         return edge
     lengths = spec.q_len, spec.kv_len
+    # Each side by itself: a side that hides nothing is dropped, because fewer options fit more kernels.
     left = None if edge._replace(right=None).hides_nothing(*lengths) else edge.left
     right = None if edge._replace(left=None).hides_nothing(*lengths) else edge.right
     if left is not None and right is None and Band(None, 0, edge.offset).hides_nothing(*lengths):
@@ -41,9 +42,10 @@ def compute_capability(device: str) -> int:
 
 
 def limits(spec: AttentionSpec, device: str, kernel: str, sequences: int | None = None) -> tuple[str, ...]:
-    """Refusals of GPUs older than sm80 (nobody tests the kernels there), and of calls that exceed the launch grid.
+    """Returns refusals of GPUs older than sm80 (nobody tests the kernels there), and of calls beyond the launch grid.
 
-    sequences: the number of sequences that the kernel sees; by default the batch rows or documents.
+    Args:
+        sequences: the number of sequences that the kernel sees; by default the batch rows or documents.
     """
     reasons = []
     if 0 < compute_capability(device) < 80:
@@ -74,7 +76,7 @@ def align_rows(added: Any, kv_len: int) -> Any:
     width = -(-kv_len // ROW_MULTIPLE) * ROW_MULTIPLE
     if added.shape[3] == kv_len == width:
         return readable(added)
-    storage = added.new_zeros((*added.shape[:3], width))
+    storage = added.new_zeros((*added.shape[:3], width))  # zeros, because a vector load may read the padding
     storage[..., :kv_len] = added
     return storage[..., :kv_len]
 

@@ -20,6 +20,7 @@ def recording() -> Iterator[None]:
     import torch
 
     dispatch = torch._C
+    # Inside an operator the dispatcher has excluded autograd's keys for this thread. Put them back for the block.
     excluded = dispatch._dispatch_tls_local_exclude_set()
     for name in _KEYS:
         key = getattr(dispatch.DispatchKey, name)

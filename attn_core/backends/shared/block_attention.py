@@ -91,7 +91,7 @@ def forward_block(spec: AttentionSpec, operands: BlockOperands, block: RowBlock)
     if operands.sinks is not None:
         top = torch.maximum(top, operands.sinks)
     top = top.masked_fill(top == -torch.inf, 0.0)  # -inf minus -inf would be NaN
-    weights = scores.sub_(top).exp_()
+    weights = scores.sub_(top).exp_()  # in place: the scores are the largest tensor
     total = weights.sum(dim=-1, keepdim=True)
     if operands.sinks is not None:
         total = total + torch.exp(operands.sinks - top)
@@ -114,7 +114,7 @@ def backward_block(
     out, dout = (_heads_first(spec, tensor, block, scores.dtype) for tensor in (saved.out, saved.dout))
     lse = saved.lse[:, :, block.rows].unflatten(1, grouped)[..., None]
     empty = lse == -torch.inf
-    row_term = -(dout * out).sum(dim=-1, keepdim=True)
+    row_term = -(dout * out).sum(dim=-1, keepdim=True)  # dlse - delta, the same for all keys of a row
     if saved.dlse is not None:
         row_term = row_term + saved.dlse[:, :, block.rows].to(row_term.dtype).unflatten(1, grouped)[..., None]
     row_term = row_term.masked_fill(empty, 0.0)
@@ -158,10 +158,7 @@ def _scores(spec: AttentionSpec, operands: BlockOperands, block: RowBlock, hidde
 
 
 def _hidden(operands: BlockOperands, block: RowBlock) -> Any:
-    """Returns which scores are hidden by band, documents, mask or a bias of -inf: bool, 5-D, broadcastable.
-
-    None if nothing is hidden.
-    """
+    """Returns which scores band, documents, mask or a bias of -inf hide: bool, 5-D, broadcastable; None for none."""
     hidden = None if block.hidden is None else block.hidden[None, None, None]
     if operands.mask is not None:
         masked = ~_part(operands.mask, block)

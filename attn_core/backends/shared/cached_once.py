@@ -19,6 +19,8 @@ def cached_once(function: Callable[..., Result]) -> _lru_cache_wrapper[Result]:
     ``functools.cache``.
     """
     locks: dict[Hashable, Any] = {}
+    # Two caches: the inner one makes the second waiter find the first one's result, the outer one answers later calls
+    # in C, without a lock. The locks are reentrant, so the function may call itself.
     first = cache(function)
 
     @wraps(function)

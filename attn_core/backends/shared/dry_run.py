@@ -17,11 +17,11 @@ def warm_up(backend: Backend, spec: AttentionSpec) -> None:
     """
     if spec.empty:
         return
-    own = backend_warm_up(backend)
-    if own is not None:
-        own(spec)
+    run_ahead = backend_warm_up(backend)
+    if run_ahead is not None:
+        run_ahead(spec)
         return
-    inputs = zeros(spec)
+    inputs = zeros(spec)  # values do not matter, because compilation depends on shapes and dtypes
     out, lse = backend.forward(spec, inputs)
     if spec.needs_backward:
         backend.backward(spec, inputs, out, lse, out, lse if spec.return_lse else None)
@@ -35,6 +35,7 @@ def zeros(spec: AttentionSpec, device: str = "cuda") -> Inputs:
         return torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
 
     def offsets(tokens: int, longest: int | None) -> Any:
+        # Documents as long as allowed, then empty ones: kernels never see offsets beyond the tokens.
         ends = [min(document * (longest or 0), tokens) for document in range((spec.documents or 0) + 1)]
         return torch.tensor(ends, dtype=torch.int32, device=device) if spec.packed else None
 

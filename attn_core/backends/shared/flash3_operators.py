@@ -86,6 +86,7 @@ def forward_tiles(spec: AttentionSpec) -> dict[str, Any]:
     without splits take it as 1. With many queries we set 1, because each split takes memory for packed calls and for
     heads whose keys do not fit into the L2 cache. pack_gqa = None lets the kernel choose, which splitting requires.
     """
+    # ``documents`` counts for the mean length; the lengths themselves are on the device and unknown here.
     whole = spec.q_len * (1 if spec.packed else spec.batch) * spec.num_heads > LONGEST_SPLIT
     long = spec.documents is not None and spec.paged is None and spec.q_len >= LONG_DOCUMENTS * spec.documents
     return {"num_splits": 1 if whole else 0, "pack_gqa": False if whole and long else None}

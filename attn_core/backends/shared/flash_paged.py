@@ -33,7 +33,7 @@ def flash2_refusals(spec: AttentionSpec, name: str, width: int) -> Iterator[str]
 def flash3_refusals(spec: AttentionSpec, name: str, widths: set[int]) -> Iterator[str]:
     """Yields refusals of widths, and of pages that the kernel would read past the end of a sequence.
 
-    Seen on an H200: NaN behind a sequence's end reached the output.
+    On an H200, a NaN behind a sequence's end reached the output.
     """
     page_size = spec.paged.page_size if spec.paged else 0
     yield from _padded(spec, name, widths)
@@ -54,7 +54,7 @@ def flash2(
     assert spec.paged is not None
     (k, v), (table, lengths) = pools(inputs), safe_tables(spec.paged, inputs)
     queries, buffer = query_offsets(spec, inputs), None if into is None else writable(into[0])
-    offsets = (queries, queries, lengths, None, table)
+    offsets = (queries, queries, lengths, None, table)  # key offsets are required but unused with lengths
     results = varlen_fwd(readable(inputs.q), k, v, buffer, *offsets, *settings, False, None)
     out, lse = results[0], results[-3]
     out = buffer if buffer is not None and out.data_ptr() == buffer.data_ptr() else out

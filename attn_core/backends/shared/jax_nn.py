@@ -6,12 +6,15 @@ from typing import Any
 
 
 def dot_product_attention(*arrays: Any, **keywords: Any) -> Any:
-    """Calls JAX's function. Not looked up in ``jax.nn``: a program may have put ours there, which would recurse."""
+    """Calls JAX's function, also if a program has replaced ``jax.nn.dot_product_attention`` by ours."""
     return jax_function()(*arrays, **keywords)
 
 
 def jax_function() -> Any:
-    """Returns JAX's function from the module that defines it (the same module in jax 0.10 to 0.12)."""
+    """Returns JAX's function from the module that defines it (the same module in jax 0.10 to 0.12).
+
+    The public name may be ours by now, and calling that would recurse.
+    """
     try:
         from jax._src.nn import functions
     except ImportError:  # a later JAX

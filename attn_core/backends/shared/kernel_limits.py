@@ -14,9 +14,10 @@ COUNTABLE = 2**31
 
 
 def grid(spec: AttentionSpec, kernel: str, sequences: int | None = None) -> tuple[str, ...]:
-    """Refusals of more batch rows or heads than a grid allows.
+    """Returns refusals of more batch rows or heads than a launch grid allows.
 
-    sequences: the number of sequences that the kernel sees; by default the batch rows or documents.
+    Args:
+        sequences: the number of sequences that the kernel sees; by default the batch rows or documents.
     """
     counts = {"batch rows or documents": sequences or spec.documents or spec.batch, "heads": spec.num_heads}
     return tuple(
@@ -25,7 +26,7 @@ def grid(spec: AttentionSpec, kernel: str, sequences: int | None = None) -> tupl
 
 
 def tables(spec: AttentionSpec, kernel: str) -> tuple[str, ...]:
-    """Refusals of a mask or bias with 2**31 elements or more, for kernels that index it with 32 bits.
+    """Returns refusals of a mask or bias with 2**31 elements or more, for kernels that index it with 32 bits.
 
     Such a kernel reads wrong elements without an error.
     """
@@ -38,7 +39,7 @@ def tables(spec: AttentionSpec, kernel: str) -> tuple[str, ...]:
 
 
 def sums_of_dq(spec: AttentionSpec, kernel: str) -> tuple[str, ...]:
-    """Refusals of a backward whose float32 sums of dq exceed 32-bit indices, for FlashAttention 2 before 2.8.3.
+    """Returns refusals of a backward whose float32 sums of dq exceed 32-bit indices (FlashAttention 2 before 2.8.3).
 
     The sums pad each document's rows to multiples of 128, and head dimensions to multiples of 32, or of 64 above 128.
     Source: flash_bwd_kernel.h and block_info.h of 2.8.2; torch has the same code.

@@ -37,6 +37,7 @@ def forward(
     """
     with _without_autograd(inputs.q):
         operands = operands_of(spec, inputs)
+        # Rows in no block see no key: they keep 0 and -inf.
         out = inputs.q.new_zeros((spec.batch, spec.q_len, spec.num_heads, spec.value_dim))
         lse = operands.k.new_full((spec.batch, spec.num_heads, spec.q_len), float("-inf"))
         for block in blocks(spec, inputs, QUERY_BLOCK, valid_documents):

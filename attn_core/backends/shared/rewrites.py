@@ -48,9 +48,9 @@ class Kernel(NamedTuple):
 
 
 def refusals(spec: AttentionSpec) -> tuple[str, ...]:
-    """Refusals of calls that the rewrite of the log-sum-exp's gradient does not cover.
+    """Returns refusals of calls that the rewrite of the log-sum-exp's gradient does not cover.
 
-    For kernels without a gradient of the log-sum-exp.
+    For kernels that have no gradient of the log-sum-exp themselves.
     """
     if not (spec.return_lse and spec.needs_backward):
         return ()
@@ -68,6 +68,7 @@ def forward(kernel: Kernel, spec: AttentionSpec, inputs: Inputs, into: Any = Non
     wide = _widened(kernel, spec)
     if wide is None:
         return kernel.forward(spec, inputs, into)
+    # With sinks or a padded out, the kernel's result is not the call's, so it does not go into the caller's buffers.
     out, lse = kernel.forward(wide, _wide_inputs(wide, inputs), None if spec.sinks or _pads_out(spec, wide) else into)
     if _pads_out(spec, wide):
         out = out[..., : spec.value_dim]
@@ -209,14 +210,17 @@ def _with_lse_gradient(
     square = replace(wide, value_dim=wide.head_dim)
     keys = _padded(inputs.k, square.head_dim)
     operands = _wide_inputs(wide, inputs)._replace(v=keys, bias=inputs.bias)
-    mean_key, own_lse = kernel.forward(square, operands, None)  # A, with the weights exp(s - own_lse)
+    # A, with the weights exp(s - kernel_lse). ``lse`` may include sinks, or belong to a whole row of which this call
+    # sees a part; the factor exp(kernel_lse - lse) rescales the weights to it.
+    mean_key, kernel_lse = kernel.forward(square, operands, None)
     empty = lse == -torch.inf
-    factor = torch.exp(own_lse - lse).masked_fill(empty, 0.0) * dlse.masked_fill(empty, 0.0) * spec.scale
+    factor = torch.exp(kernel_lse - lse).masked_fill(empty, 0.0) * dlse.masked_fill(empty, 0.0) * spec.scale
     factor = _by_row(factor)
     dq = gradients.dq + (mean_key[..., : spec.head_dim].to(factor.dtype) * factor)
     queries = _padded(inputs.q, square.head_dim)
     weight = _by_row(dlse.masked_fill(empty, 0.0)) * spec.scale
-    behind = (queries.to(factor.dtype) * weight).to(inputs.q.dtype)
-    more = kernel.backward(square, operands, torch.zeros_like(behind), lse, behind, None)
-    dk = gradients.dk.to(factor.dtype) + more.dv[..., : spec.head_dim].to(factor.dtype)
+    dout = (queries.to(factor.dtype) * weight).to(inputs.q.dtype)
+    # Only dv is used, sum_i P_ij dout_i. It does not depend on out, so zeros serve.
+    extra = kernel.backward(square, operands, torch.zeros_like(dout), lse, dout, None)
+    dk = gradients.dk.to(factor.dtype) + extra.dv[..., : spec.head_dim].to(factor.dtype)
     return gradients._replace(dq=dq.to(gradients.dq.dtype), dk=dk.to(gradients.dk.dtype))

@@ -80,15 +80,15 @@ def _token_blocks(spec: AttentionSpec, inputs: Inputs, height: int) -> Iterator[
     of_query, at_query = _token_positions(cu_q, spec.q_len)
     of_key, at_key = _token_positions(cu_k, spec.kv_len)
     documents = cu_q.shape[0] - 1
-    if spec.alignment == "bottom_right":
+    if spec.alignment == "bottom_right":  # count each query's position along the keys
         offsets = cu_k.diff() - cu_q.diff()
         at_query = at_query + offsets[of_query.clamp(max=documents - 1)]
     edge = band(spec)._replace(offset=0)
     for start in range(0, spec.q_len, height):
         rows = slice(start, min(start + height, spec.q_len))
-        own, position = of_query[rows, None], at_query[rows, None]
-        together = (own == of_key) & (own < documents)  # tokens past the last offset belong to no document
-        hidden = torch.logical_not(together & edge.contains(position, at_key))
+        document, position = of_query[rows, None], at_query[rows, None]
+        same = (document == of_key) & (document < documents)  # tokens past the last offset belong to no document
+        hidden = torch.logical_not(same & edge.contains(position, at_key))
         yield RowBlock(rows, slice(0, spec.kv_len), at_key - position, hidden)
 
 

@@ -1,10 +1,9 @@
 """Our own Triton kernel for keys and values in pages: decoding and chunked prefill, the keys of a sequence split.
 
 Limits: bfloat16 and float16, head_dim and value_dim powers of two from 16 to 256, forward only, paged calls only; page
-sizes from 1 on. The kernels are in ``kernels.py``: nothing that a table says leads out of the
-pool, and a key past the end of its sequence is never read. How many splits there are goes by shapes alone, so that
-equal calls give equal bits. A NaN in a key or value of a sequence may reach those of its queries that do not see it,
-and no other sequence.
+sizes from 1 on. The kernels (``kernels.py``) clamp table entries, so they never read outside the pool, and never read a
+key past the end of its sequence. The number of splits depends on shapes only, so equal calls give equal bits. A NaN in
+a key or value of a sequence may reach queries of the same sequence that do not see it, but no other sequence.
 Upstream: triton 3.6 to 3.9, as torch brings it.
 """
 
@@ -105,7 +104,7 @@ def splits(spec: AttentionSpec, multiprocessors: int) -> int:
     count = multiprocessors * PROGRAMS // max(programs, 1)
     reach = band(spec).left
     keys = spec.max_len_k or spec.kv_len
-    if reach is not None:
+    if reach is not None:  # a window bounds the keys that the queries of a sequence see together
         keys = min(keys, reach + (spec.max_len_q or 1))
     return max(1, min(count, -(-keys // FEWEST_KEYS), MOST_SPLITS))
 
@@ -149,7 +148,7 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple
     if lse is None:
         lse = torch.empty(spec.lse_shape, dtype=torch.float32, device=q.device)
     parts, part_lse = out, lse
-    if count > 1:
+    if count > 1:  # float32 partial results, which a second kernel merges
         parts = torch.empty((count, *out.shape), dtype=torch.float32, device=q.device)
         part_lse = torch.empty((count, *lse.shape), dtype=torch.float32, device=q.device)
     _attend(spec, inputs._replace(q=q, k=k, v=v), parts, part_lse, count, settings, tile)
@@ -165,6 +164,7 @@ def _attend(
 
     paged = spec.paged
     assert paged is not None
+    # The kernel indexes results by split first. Without splits that stride is 0.
     out_strides = out.stride() if count > 1 else (0, *out.stride())
     lse_strides = lse.stride() if count > 1 else (0, *lse.stride())
     table, lengths = inputs.block_table, inputs.seq_lens
@@ -176,6 +176,7 @@ def _attend(
     )
     kernels.attend[grid](
         *(inputs.q, inputs.k, inputs.v, table, lengths.contiguous()),
+        # Absent tensors are replaced by any other pointer; ONE_QUERY and SINKS keep the kernel from reading it.
         lengths if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.contiguous(),
         inputs.q if inputs.sinks is None else inputs.sinks.contiguous(),
         *(out, lse, settings["scale"], settings["softcap"]),

@@ -1,14 +1,14 @@
 """Triton kernels for keys and values in pages: attention that splits the keys of a sequence.
 
-Attention, one program for a key/value head of a sequence, a block of its queries and a share of its keys. The query
+``attend`` runs one program for each key/value head of a sequence, block of its queries and share of its keys. The query
 heads of a group are rows of one tile, so each key is read once for all of them. A program keeps the running maximum and
-sum of FlashAttention (Dao et al. 2022, arXiv:2205.14135); where the keys are split, a second kernel merges the shares
-by their log-sum-exps (flash-decoding), sinks with them, and a share that saw no key has -inf and weighs nothing.
+sum of FlashAttention (Dao et al. 2022, arXiv:2205.14135). If the keys are split, ``merge`` combines the shares by their
+log-sum-exps (flash-decoding) and adds the sinks. A share that saw no key has -inf and so no weight.
 
-Nothing that a table says is believed: pages are brought into the pool, lengths into the table, offsets into the
-queries. A key past the end of its sequence is never read, so whatever lies in the rest of its page goes nowhere.
+Tables are on the device and cannot be checked, so pages are clamped to the pool, lengths to the table, and offsets to
+the queries. A key past the end of its sequence is never read, so NaN in the rest of its page has no effect.
 
-This module imports triton; what imports it does so when it runs.
+This module imports triton, so others import it only when they run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _raise_maximum(top, other):
-    """Returns the new running maximum and the factor that rescales the sums so far. -inf gives no NaN."""
+    """Returns the new running maximum, the base to subtract, and the factor that rescales the sums so far.
+
+    The base is 0 instead of -inf, because -inf - -inf is NaN. All values are base-2 logarithms.
+    """
     new = tl.maximum(top, other)
     base = tl.where(new == float("-inf"), 0.0, new)
     return new, base, tl.exp2(top - base)
@@ -72,13 +75,13 @@ def attend(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """out and lse of one share of the keys; where SPLITS > 1 they are float32 partial results, one for each split.
+    """Computes out and lse of one share of the keys; with SPLITS > 1 they are float32 partial results, one per split.
 
     q ``[tokens, heads, head_dim]``; out ``[splits, tokens, heads, value_dim]``; lse ``[splits, heads, tokens]``,
-    natural. ROWS and KEYS: queries (times GROUP) and keys of a tile.
+    natural. ROWS and KEYS: queries (times GROUP) and keys of a tile. The other numbers are strides in elements.
     """
     sequence = tl.program_id(0) // KV_HEADS
-    kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)  # times a stride, which may be that of a whole pool
+    kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)  # 64 bits, because a pool's stride times it may exceed 2^31
     split = tl.program_id(1)
     length = tl.load(seq_lens + sequence)
     length = tl.minimum(tl.maximum(length, 0), width * PAGE)
@@ -89,7 +92,7 @@ def attend(
         first = tl.minimum(tl.maximum(tl.load(cu_seqlens_q + sequence), 0), tokens)
         queries = tl.minimum(tl.maximum(tl.load(cu_seqlens_q + sequence + 1), first), tokens) - first
     begin = tl.program_id(2) * ROWS
-    if begin >= queries * GROUP:
+    if begin >= queries * GROUP:  # the grid is sized for the longest sequence
         return
 
     row = begin + tl.arange(0, ROWS)
@@ -97,9 +100,9 @@ def attend(
     head = kv_head * GROUP + row % GROUP
     is_row = query < queries
     token = (first + query).to(tl.int64)
-    diagonal = query + length - queries  # the key that stands where the query stands
+    diagonal = query + length - queries  # the key at the query's own position
 
-    # the keys that some row of the tile may see, and this program's share of them in whole tiles
+    # The keys that some row of the tile may see, and this program's share of them in whole tiles.
     last_query = tl.minimum((begin + ROWS - 1) // GROUP, queries - 1)
     low = tl.maximum(begin // GROUP + length - queries - left, 0)
     high = tl.minimum(last_query + length - queries + right + 1, length)
@@ -126,10 +129,11 @@ def attend(
         keys_tile = tl.load(keys_at, mask=is_key[None, :], other=0.0)
         scores = tl.dot(queries_tile, keys_tile)
         if SOFTCAP:
-            bent = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2_E * scale / softcap)))  # tanh
+            # tanh(x) = 1 - 2 / (1 + exp(2 x)): exact at both ends, where exp2 is 0 or inf.
+            bent = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2_E * scale / softcap)))
             scores = bent * (softcap * LOG2_E)
         else:
-            scores = scores * (scale * LOG2_E)
+            scores = scores * (scale * LOG2_E)  # base-2 logits, because GPUs compute exp2 directly
         distance = key[None, :] - diagonal[:, None]
         seen = is_key[None, :] & (distance <= right) & (distance >= -left)
         scores = tl.where(seen, scores, float("-inf"))
@@ -140,8 +144,8 @@ def attend(
         values_tile = tl.load(values_at + value_channel[None, :], mask=is_key[:, None], other=0.0)
         summed = summed * fade[:, None] + tl.dot(weights.to(values_tile.dtype), values_tile)
 
-    empty = total == 0.0
-    if SINKS and SPLITS == 1:
+    empty = total == 0.0  # before the sink is added: a row without keys has output 0 whatever its sink
+    if SINKS and SPLITS == 1:  # with splits, merge adds the sink once
         sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
         top, base, fade = _raise_maximum(top, sink)
         total = total * fade + tl.exp2(sink - base)
@@ -200,5 +204,5 @@ def merge(
     total = tl.where(empty, 1.0, total)
     result = tl.where(empty, 0.0, summed / total)
     tl.store(out + token * out_token + head * out_head + channel, result.to(out.dtype.element_ty))
-    one = tl.arange(0, 1)
+    one = tl.arange(0, 1)  # top and total are blocks of one element, so the address must be one, too
     tl.store(lse + head * lse_head + token + one, tl.where(empty, float("-inf"), (top + tl.log2(total)) * LN_2))

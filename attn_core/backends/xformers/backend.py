@@ -130,7 +130,7 @@ def _refuses(word: str, spec: AttentionSpec, device: str, build: Build | None) -
     reasons = [*_mask_refusals(word, spec, name, described), *kernel_limits.grid(spec, kernel)]
     reasons += kernel_limits.sums_of_dq(spec, kernel) if word == "flash" else kernel_limits.tables(spec, kernel)
     if word == "flash" and name == _TWO_SIDED and spec.q_len > spec.kv_len + 1:
-        reasons.append(f"{described}: {kernel} gets windows that are not causal wrong where q_len > kv_len + 1")
+        reasons.append(f"{described}: {kernel} gets windows that are not causal wrong if q_len > kv_len + 1")
     if word == "splitk" and name in _ROW_MASKS and spec.q_len > _SPLITK_ROWS:
         reasons.append(f"{described}: {kernel} masks up to {_SPLITK_ROWS} rows")
     parts = 64 * spec.batch * spec.q_len * spec.num_heads * spec.head_dim
@@ -139,7 +139,7 @@ def _refuses(word: str, spec: AttentionSpec, device: str, build: Build | None) -
     if word == "cutlass":
         elements = max(spec.q_len, spec.kv_len) * spec.num_heads * max(spec.head_dim, spec.value_dim)
         if name in (_CAUSAL, _WINDOW) and spec.q_len > spec.kv_len:
-            reasons.append(f"{described}: {kernel} is undefined where rows see no key")
+            reasons.append(f"{described}: {kernel} is undefined for rows that see no key")
         if spec.rounds_bias:
             reasons.append(f"bias in {spec.bias_dtype} beside {spec.dtype}: {kernel} rounds a bias to q's dtype")
         if elements >= 2**31:
@@ -188,11 +188,8 @@ def _build(word: str) -> Build | None:
         return None
     installed = operators.widths(word)
     without = () if operators.runs(word, installed[0], backward=True) else ("backward",)
-    return Build(
-        operators.load_operator(word)[1].NAME,
-        without,
-        head_dims=() if installed == operators.COMPILED[word] else installed,
-    )
+    head_dims = () if installed == operators.COMPILED[word] else installed
+    return Build(operators.load_operator(word)[1].NAME, without, head_dims=head_dims)
 
 
 def lower(spec: AttentionSpec) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
 TENSOR = "Tensor"
-"""In the place of a class: a tensor that is added to the scores."""
+"""Stands for a tensor that is added to the scores, instead of a class of masks."""
 NO_CLASS = ""
-"""In the place of a class: no class of xformers describes the band."""
+"""Stands for a band that no class of xformers describes."""
 
 
 class Mask(NamedTuple):

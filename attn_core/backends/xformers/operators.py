@@ -89,7 +89,7 @@ def forward(how: dict[str, Any], spec: AttentionSpec, inputs: Inputs) -> tuple[A
         if how["groups"] == "five axes":
             groups = (spec.num_kv_heads, spec.group_size)
             q = q.unflatten(2, groups)  # [batch, q_len, kv_heads, group, dim]; k and v the same, expanded
-            k, v = (x.unsqueeze(3).expand(-1, -1, -1, spec.group_size, -1) for x in (k, v))
+            k, v = (x.unsqueeze(3).expand(-1, -1, -1, spec.group_size, -1) for x in (k, v))  # stride 0: no copy
             mask = mask if hidden is None else mask.unflatten(1, groups)
         elif how["groups"] == "repeated":
             k, v = _repeated(spec, k), _repeated(spec, v)
@@ -145,6 +145,7 @@ def _hidden_rows(mask: Any) -> Any:
     """Returns which rows of an additive tensor are all -inf: ``[batch or 1, heads or 1, q_len or 1]``."""
     import torch
 
+    # Expanded axes have stride 0: look at one of their equal entries only.
     once = mask[tuple(slice(1 if stride == 0 else None) for stride in mask.stride())]
     return (once == -torch.inf).all(-1)
 

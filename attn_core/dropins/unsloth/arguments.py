@@ -102,9 +102,9 @@ def documents(context: AttentionContext) -> SeqInfo | None:
     info = SeqInfo.coerce(context.seq_info)
     if info is not None and info.cu_seqlens_q is info.cu_seqlens_k and context.q_len != context.kv_seq_len:
         raise SpecError(
-            f"seq_info: expected lengths of queries and of keys beside context.q_len={context.q_len} and "
-            f"context.kv_seq_len={context.kv_seq_len}, got one list for both; build one with "
-            "SeqInfo.from_lengths(lengths_q, lengths_k)"
+            "seq_info: expected separate lengths for queries and keys, because "
+            f"context.q_len={context.q_len} and context.kv_seq_len={context.kv_seq_len} differ, got one list for both; "
+            "build one with SeqInfo.from_lengths(lengths_q, lengths_k)"
         )
     return info
 
@@ -114,7 +114,7 @@ def computed_in(*dtypes: str) -> str | None:
 
     Adapters such as DoRA make some of Q, K and V float32.
     """
-    others = set(dtypes) - {"float32"}
+    others = set(dtypes) - {"float32"}  # two different half dtypes are an error, which ``attention`` raises
     half = others.pop() if len(others) == 1 and "float32" in dtypes else None
     return half if half in ("bfloat16", "float16") else None
 

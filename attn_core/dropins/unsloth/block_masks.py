@@ -49,7 +49,7 @@ def _documents(mask: Any, shown: str, context: AttentionContext) -> SeqInfo | No
     starts, key_starts = (list(side.seqstart_py) for side in sides)
     if type(mask).__name__ in _TOP_LEFT and starts != key_starts:
         raise SpecError(
-            f"{shown}: expected as many keys as queries in each block; for new queries at the end of the keys take "
+            f"{shown}: expected as many keys as queries in each block; for new queries at the end of the keys use "
             f"{type(mask).__name__.removesuffix('Mask')}FromBottomRightMask"
         )
     if not starts:  # some callers fill in only the fields that kernels read
@@ -57,15 +57,18 @@ def _documents(mask: Any, shown: str, context: AttentionContext) -> SeqInfo | No
     elif (starts, key_starts) == (_rows(context.bsz, context.q_len), _rows(context.bsz, context.kv_seq_len)):
         if context.seq_info is None or context.bsz == 1:
             return None
-        info = None
+        info = None  # the blocks are rows, but seq_info has documents in them: a contradiction
     else:
         info = SeqInfo.from_lengths(_lengths(starts), _lengths(key_starts))
     if context.seq_info is not None:
-        raise SpecError(f"{shown}: expected no blocks but one row beside context.seq_info, whose documents may differ")
+        raise SpecError(
+            f"{shown}: expected one block for the whole row, because context.seq_info already has the documents"
+        )
     return info
 
 
 def _rows(bsz: int, length: int) -> list[int]:
+    """Returns the offsets of batch rows laid end to end."""
     return [row * length for row in range(bsz + 1)]
 
 

@@ -45,7 +45,7 @@ def resolve_prefix_seg_info(kwargs: Mapping[str, Any], past_key_value: Any, atte
     beside = {"past_key_value": past_key_value, "attention_mask": attention_mask}
     for name, value in beside.items():
         if info is not None and value is not None:
-            raise SpecError(f"{name}: expected None beside prefix_seg_info, got {type(value).__name__}")
+            raise SpecError(f"{name}: expected None with prefix_seg_info, got {type(value).__name__}")
     return info
 
 
@@ -73,13 +73,14 @@ def shared_prefixes(
     left = request.window[0]
     if left is not None and left + 1 < prefixes.longest:
         raise SpecError(
-            f"window of {left + 1} keys: expected {prefixes.longest} or more beside {NAME}, whose longest prefix has "
-            "that many positions with its longest suffix; or none"
+            f"window of {left + 1} keys: expected {prefixes.longest} or more with {NAME}, because its longest prefix "
+            "and suffix have that many tokens together; or pass no window"
         )
     return prefixes
 
 
 def _refuse(request: UnslothRequest, context: AttentionContext) -> None:
+    """Raises SpecError or ShapeError for options that shared prefixes do not support."""
     stated = (
         ("context.seq_info", context.seq_info),
         (request.mask_name, request.mask),
@@ -88,14 +89,16 @@ def _refuse(request: UnslothRequest, context: AttentionContext) -> None:
     )
     for name, value in stated:
         if value is not None:
-            raise SpecError(f"{name}: expected None beside {NAME}, got {type(value).__name__}")
+            raise SpecError(f"{name}: expected None with {NAME}, got {type(value).__name__}")
     if request.dropout:
-        raise SpecError(f"dropout_p={request.dropout}: expected 0 beside {NAME}, whose rows are two calls joined")
+        raise SpecError(
+            f"dropout_p={request.dropout}: expected 0 with {NAME}, because each row is merged from two calls"
+        )
     if not request.causal:
-        raise SpecError(f"causal=False: expected True beside {NAME}, whose suffixes see what comes before")
+        raise SpecError(f"causal=False: expected True with {NAME}, because its prefixes and suffixes are causal")
     if context.kv_seq_len != context.q_len:
         raise ShapeError(
-            f"context.kv_seq_len={context.kv_seq_len}: expected q_len={context.q_len} beside {NAME}, which has no cache"
+            f"context.kv_seq_len={context.kv_seq_len}: expected q_len={context.q_len} with {NAME}, which has no cache"
         )
 
 
@@ -111,6 +114,7 @@ class _Layout:
 
 @lru_cache(maxsize=16)
 def _read_layout(layout: _Layout) -> SharedPrefixes:
+    """Reads the labels of a layout and returns its two calls. Raises ShapeError or SpecError for invalid labels."""
     info, tokens = layout.info, layout.tokens
     labels = []
     for name in ("group_of_kv", "is_prefix", "suffix_of_kv"):
@@ -128,8 +132,8 @@ def _read_layout(layout: _Layout) -> SharedPrefixes:
         again = suffix in (name for name, _ in seen)
         if (seen and group != last) or again or (seen and suffix is None):
             raise SpecError(
-                f"{NAME}: expected the tokens of each group side by side, its prefix first and each suffix in one "
-                f"piece; those of group {group} are not"
+                f"{NAME}: expected the tokens of each group next to each other, its prefix first and each suffix in "
+                f"one piece, but group {group} differs"
             )
         seen.append((suffix, sum(1 for _ in members)))
         last = group
@@ -137,6 +141,7 @@ def _read_layout(layout: _Layout) -> SharedPrefixes:
 
 
 def _calls(groups: list[list[tuple[Any, int]]]) -> SharedPrefixes:
+    """Returns the two calls of groups, each a list of (None for the prefix or the suffix's label, tokens)."""
     own, queries, keys, longest = [], [], [], 0
     for runs in groups:
         prefix = runs[0][1] if runs[0][0] is None else 0

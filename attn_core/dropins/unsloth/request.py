@@ -27,11 +27,15 @@ from attn_core.errors import ShapeError, SpecError
 
 
 class UnslothRequest(NamedTuple):
-    """A call in our terms.
+    """A call of Unsloth's ``run_attention`` as arguments of our ``attention``.
 
-    mask: the host's attention_mask, causal_mask, attn_mask or attn_bias. mask_name: the argument that it came from.
-    keep: mask is the host's 2-D ``attention_mask``, ``[bsz, kv_len]`` of keys, non-zero is visible. Any other mask is
-    complete by itself: ``[q_len, kv_len]``, ``[bsz, q_len, kv_len]`` or four axes. documents: of an xformers mask.
+    Attributes:
+        causal, window, softcap, scale, dropout, deterministic, alibi_slopes: as in ``attention``.
+        mask: the host's attention_mask, causal_mask, attn_mask or attn_bias, or None.
+        mask_name: the argument that the mask came from, for errors.
+        keep: whether the mask is the host's 2-D ``attention_mask``, ``[bsz, kv_len]``, in which nonzero keys are
+            visible. Any other mask is complete by itself: ``[q_len, kv_len]``, ``[bsz, q_len, kv_len]`` or four axes.
+        documents: the documents of an xformers mask, or None.
     """
 
     causal: bool
@@ -52,8 +56,8 @@ def interpret(config: AttentionConfig, context: AttentionContext) -> UnslothRequ
 
     Without a mask the call is causal, bottom-right: new queries are at the end of the keys. A 2-D ``attention_mask``
     hides keys in addition. Any other mask is complete by itself, as the host builds them: causal is added only if a bag
-    states it, and the sliding window never. ``softcap=0`` and ``window_size=(-1, -1)`` are flash-attn's "none". A
-    ``causal_mask`` that is True or False is no mask: it tells whether the layer has a sliding window.
+    states it, and the sliding window never is. ``softcap=0`` and ``window_size=(-1, -1)`` are flash-attn's "none". A
+    ``causal_mask`` that is True or False is no mask: it states whether the layer has a sliding window.
 
     Raises:
         SpecError: for unknown keys, bags that contradict each other, or an unknown backend word.
@@ -110,9 +114,10 @@ def _interpret(config: AttentionConfig, context: AttentionContext) -> UnslothReq
         raise SpecError(f"config.backend={config.backend!r}: expected one of {', '.join(FAMILIES)}")
     if context.sliding_window is not None and not is_host_int(context.sliding_window):
         raise SpecError(
-            f"context.sliding_window={context.sliding_window!r}: expected how many keys a query sees, an int, or None"
+            f"context.sliding_window={context.sliding_window!r}: expected the number of keys that a query sees, or None"
         )
     stated = read_options(config, host_branch(config, context))
+    # Masks in the context count like masks in a bag: two different ones contradict each other.
     for name in ("attention_mask", "causal_mask"):
         value = getattr(context, name)
         if value is not None and not (name == "causal_mask" and isinstance(value, bool)):
@@ -178,8 +183,8 @@ def _window(
         return normalise_window(pair, causal)
     if not causal:
         raise SpecError(
-            f"context.sliding_window={keys}: expected a causal call, for it means that many keys up to and "
-            "including self; without causal state window_size=(left, right) alone"
+            f"context.sliding_window={keys}: expected a causal call, because the window ends at the query itself; "
+            "without causal pass window_size=(left, right) instead"
         )
     # The host's callers write window_size=(W, W) beside sliding_window=W, meaning W keys: (W - 1, 0).
     if not unbounded and pair is not None and pair[0] not in (keys - 1, keys):
@@ -195,7 +200,7 @@ def check_mask(request: UnslothRequest, context: AttentionContext) -> None:
     shape = list(request.mask.shape)
     if request.keep and shape != [context.bsz, context.kv_seq_len]:
         raise ShapeError(
-            f"{request.mask_name}: expected the keys to keep, [bsz, kv_len] = [{context.bsz}, {context.kv_seq_len}], "
+            f"{request.mask_name}: expected a mask of keys, [bsz, kv_len] = [{context.bsz}, {context.kv_seq_len}], "
             f"got {shape}"
         )
     if len(shape) not in (2, 3, 4):
