@@ -438,7 +438,7 @@ def _times(how: tuple[str], values: Any) -> Any:
 def test_nothing_compiles_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    program = programs.Program(_times, ("2",))
+    program = programs.CompiledFunction(_times, ("2",))
     with pytest.raises(RuntimeError, match=r"program .* not compiled yet.*CUDA graph.*warm_up"):
         program(torch.ones(3))
     program.run = lambda *arguments: "ran"  # as if the program had been compiled before

@@ -195,7 +195,7 @@ def test_math_runs_packed_documents_without_reading_the_offsets(case, small_bloc
 
 def test_math_reads_no_value_from_a_device(small_blocks, monkeypatch):
     monkeypatch.setattr(
-        plain_attention, "_plainly", lambda q: torch.no_grad()
+        plain_attention, "_without_autograd", lambda q: torch.no_grad()
     )  # the meta device has no autocast to switch off
     spec, inputs = make("packed_everything", needs_backward=True, bias_gradient=True)
     # meta tensors have no values: reading one raises

@@ -395,7 +395,7 @@ class StandIn:
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
     def use(word: str) -> Any:
-        monkeypatch.setattr(operators, "loaded", lambda asked: (StandIn(asked), None, None))
+        monkeypatch.setattr(operators, "load_operator", lambda asked: (StandIn(asked), None, None))
         monkeypatch.setattr(operators, "widths", lambda asked: (64, 128))
         return backends.load(f"xformers_{word}")
 
@@ -498,7 +498,7 @@ def test_the_probed_widths(
 )
 def test_builds_are_probed_by_a_small_call(runs: Any, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     fmha = SimpleNamespace(flash=SimpleNamespace())
-    monkeypatch.setattr(operators, "loaded", lambda word: (fmha, SimpleNamespace(NAME="fa2F@9"), None))
+    monkeypatch.setattr(operators, "load_operator", lambda word: (fmha, SimpleNamespace(NAME="fa2F@9"), None))
 
     def stand_in(word: str, width: int, *, backward: bool = False) -> bool:
         return runs["backward"] if backward else width in runs["forward"]
