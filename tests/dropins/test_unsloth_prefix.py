@@ -243,7 +243,7 @@ def test_no_cache_beside_shared_prefixes(framework: Framework) -> None:
     told = settings(framework, 16, labels(LAYOUTS["one group"], framework.array))
     told["context"].q_len = 5
     own = {name: framework.array(array) for name, array in given.items()}
-    with pytest.raises(ShapeError, match=r"^context.kv_seq_len=16: expected q_len=5 beside context.prefix_seg_info"):
+    with pytest.raises(ShapeError, match=r"^context.kv_seq_len=16: expected q_len=5 with context.prefix_seg_info"):
         framework.frontend.run_attention(**told, **own)
 
 

@@ -180,7 +180,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The package as ``import_module`` finds it; no cache keeps anything from before or within."""
     package = SimpleNamespace(__version__="0.6.3", BatchPrefillWithPagedKVCacheWrapper=StandIn)
     monkeypatch.setattr(flashinfer, "import_module", {"flashinfer": package}.__getitem__)
-    monkeypatch.setattr(flashinfer, "_OF_THREAD", threading.local())
+    monkeypatch.setattr(flashinfer, "_PER_THREAD", threading.local())
     monkeypatch.setattr(StandIn, "made", 0)
     return package
 
