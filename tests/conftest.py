@@ -24,6 +24,7 @@ from zlib import crc32
 import compiled_programs
 import pytest
 import xla_compiler
+from case_names import pytest_make_parametrize_id  # noqa: F401 (a hook)
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(

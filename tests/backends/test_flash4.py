@@ -427,9 +427,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
-@pytest.mark.parametrize("softcap", [None, 1.5], ids=["", "softcap"])
-@pytest.mark.parametrize("with_lse", [False, True], ids=["", "gradient of lse"])
+@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize("softcap", [None, 1.5], ids=["no softcap", "softcap"])
+@pytest.mark.parametrize("with_lse", [False, True], ids=["no gradient of lse", "gradient of lse"])
 @pytest.mark.parametrize("name", CASES)
 def test_results_match_the_reference(
     name: str, with_lse: bool, softcap: float | None, sinks: bool, kernel: Kernel
@@ -472,7 +472,7 @@ PAGED_CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("into", [False, True], ids=["", "into"])
+@pytest.mark.parametrize("into", [False, True], ids=["new buffers", "into"])
 @pytest.mark.parametrize("new", [(1, 1, 1), (3, 0, 5)], ids=["one query each", "chunks"])
 @pytest.mark.parametrize("name", PAGED_CASES)
 def test_paged_results_match_the_reference(name: str, new: tuple[int, ...], into: bool, kernel: Kernel) -> None:

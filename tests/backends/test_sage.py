@@ -185,7 +185,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("with_lse", [False, True], ids=["", "log-sum-exp"])
+@pytest.mark.parametrize("with_lse", [False, True], ids=["no log-sum-exp", "log-sum-exp"])
 @pytest.mark.parametrize("name", ["sage", "sage_fp16_triton", "sage_fp16_cuda"])
 @pytest.mark.parametrize("case", CASES)
 def test_results_match_the_reference(case: str, name: str, with_lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:

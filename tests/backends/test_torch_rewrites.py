@@ -56,8 +56,8 @@ def tensors(inputs: Inputs) -> Inputs:
 
 
 @pytest.mark.parametrize("kernel", [SAME, APART], ids=["one width", "widths apart"])
-@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
-@pytest.mark.parametrize("with_lse", [False, True], ids=["", "gradient of lse"])
+@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize("with_lse", [False, True], ids=["no gradient of lse", "gradient of lse"])
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
 def test_rewritten_calls_match_the_reference(name: str, dtype: str, with_lse: bool, sinks: bool, kernel: Any) -> None:
