@@ -60,4 +60,5 @@ def _inside(value: Any) -> str:
 
 def _dtype(value: Any) -> str | None:
     """The name of a dtype of torch or numpy."""
-    return str(value).removeprefix("torch.") if type(value).__name__.lower().startswith("dtype") else None
+    is_dtype = isinstance(value, np.dtype) or type(value).__name__ == "dtype"
+    return str(value).removeprefix("torch.") if is_dtype else None

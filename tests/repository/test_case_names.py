@@ -11,7 +11,6 @@ from case_names import pytest_make_parametrize_id as named
 
 from attn_core import AttentionSpec
 
-
 SIZES = {"batch": 1, "q_len": 5, "kv_len": 7, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8}
 SPEC = AttentionSpec(**SIZES, dtype="float32")
 
