@@ -13,7 +13,7 @@ from attn_core.call.layer_shapes import check_features, check_layer_inputs, chec
 from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import SpecError
 from attn_core.paged.step import Pages, Step, check_paged_layer
-from torch_frontend.context_parallel import use
+from torch_frontend.context_parallel.layers import active_for
 from torch_frontend.dispatch.plain import to_device_of
 from torch_frontend.paged.attention import append_kv, paged_attention
 from torch_frontend.recomputed import attention_of_layer as attention
@@ -117,7 +117,7 @@ class Attention(nn.Module):
         Raises:
             SpecError, ShapeError, NoBackendError: the message names the argument, its value and the remedy.
         """
-        context_parallel = use.active_for(self)
+        context_parallel = active_for(self)
         if pages is not None:
             if context_parallel is not None:
                 raise SpecError(
@@ -135,7 +135,7 @@ class Attention(nn.Module):
         v = self.v_proj(keys).unflatten(-1, (self.num_kv_heads, self.value_dim))
         if self.rotary is not None:
             if positions is None and context_parallel is not None:
-                positions = context_parallel.positions(q.shape[1], q.device)
+                positions = context_parallel.position_ids(q.shape[1], q.device)
             q, k = self.rotary(q, k, token_positions(positions, seq_info, q))
             q, k = q.to(v.dtype), k.to(v.dtype)
         attend = partial(attention, trains=self.training, seq_info=seq_info)

@@ -20,7 +20,7 @@ from examples.training.data import Batch
 from examples.training.spread import AXIS, Asked, Spread, compared
 from examples.training.torch_side import TorchTrainer
 from torch_frontend.context_parallel.attention import explain_context_parallel, shard_sequence
-from torch_frontend.context_parallel.use import use_context_parallel
+from torch_frontend.context_parallel.layers import use_context_parallel
 
 TIMEOUT = timedelta(minutes=5)
 """How long a rank waits for the others."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import cpu_meshes
 import jax
@@ -16,10 +17,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_frontend import context_parallel_attention
-from torch_frontend.context_parallel import exchange as torch_exchange
 from torch_frontend.context_parallel import forward as torch_forward
-from torch_frontend.context_parallel import keys as torch_keys
-from torch_frontend.context_parallel import program as torch_program
+from torch_frontend.context_parallel.mesh import SINGLE_RANK, RankAxis
+from torch_frontend.context_parallel.prepare import build_rank_plan
 
 pytestmark = pytest.mark.usefixtures("four_devices", "x64")
 
@@ -98,7 +98,7 @@ BITS = [
 
 
 @pytest.mark.parametrize("name", BITS)
-def test_the_bits_are_those_that_a_rank_of_torch_computes(name, monkeypatch):
+def test_the_bits_are_those_that_a_rank_of_torch_computes(name):
     """Of one plan, on the same keys: the same kernels on the same tiles, put together in the same order."""
     case = replace((CALLED | UNEQUAL | EQUAL)[name], sinks=False)
     given = {key: jnp.asarray(array, jnp.float32) for key, array in sharded_arrays(case, case.arrays()).items()}
@@ -113,15 +113,14 @@ def test_the_bits_are_those_that_a_rank_of_torch_computes(name, monkeypatch):
     found = found if found.ndim == 4 else found[None]
     blocks = list(zip(*(row.chunk(plan.outer, 1) for row in rows), strict=True))
 
-    def arrived(work, keys):
-        for step, runs in work.program.steps:
-            source = plan.k_blocks.index(plan.key_block(step, work.program.part)) if not step.gathered else None
-            yield step, runs, rows[1:] if step.gathered else blocks[source][1:]
+    def received(rank_plan):
+        for step, of_rank in rank_plan.steps:
+            source = plan.k_blocks.index(plan.key_block(step, rank_plan.outer.rank)) if not step.gathered else None
+            yield step, of_rank, rows[1:] if step.gathered else blocks[source][1:]
 
-    monkeypatch.setattr(torch_forward, "blocks", arrived)
     for part, (mine, own) in enumerate(zip(blocks, np.split(found, plan.outer, 1), strict=True)):
-        one = torch_program.program(call, part, torch.device("cpu"))
-        work = torch_program.Work(one, torch_exchange.Axis("", plan.outer, part), torch_exchange.Axis("", 1, 0))
-        out, _ = torch_forward._attend(work, mine, torch_keys.Keys(mine[1:]))
+        rank_plan = build_rank_plan(call, RankAxis("", plan.outer, part), SINGLE_RANK, torch.device("cpu"))
+        keys = SimpleNamespace(blocks=partial(received, rank_plan))
+        out, _ = torch_forward._attend(rank_plan, mine, keys)
         held = plan.q_layout.position_count(part)
         assert np.array_equal(out.numpy()[:, :held], own[:, :held])

@@ -19,8 +19,8 @@ from transformers import masking_utils
 
 from attn_core import SeqInfo
 from torch_frontend import huggingface
+from torch_frontend.context_parallel.layers import use_context_parallel
 from torch_frontend.context_parallel.shards import shard_sequence, unshard_sequence
-from torch_frontend.context_parallel.use import use_context_parallel
 from torch_frontend.huggingface import attention, masks
 
 LENGTH = 13

@@ -24,8 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from attn_core import SeqInfo
 from attn_core.context_parallel import places
 from torch_frontend.context_parallel.attention import context_parallel_attention, explain_context_parallel
-from torch_frontend.context_parallel.shards import layout_of, rank_of, shard_sequence, unshard_sequence
-from torch_frontend.context_parallel.use import active, use_context_parallel
+from torch_frontend.context_parallel.layers import active_mesh, use_context_parallel
+from torch_frontend.context_parallel.mesh import rank_of, row_layout
+from torch_frontend.context_parallel.shards import shard_sequence, unshard_sequence
 from torch_frontend.module import Attention
 
 Tensor = torch.Tensor
@@ -67,7 +68,7 @@ def row(heads: int = 4, kv_heads: int = 2, length: int = LENGTH, batch: int = 2)
 def dtensors(strategy: str, length: int) -> dict[str, Any]:
     """A call on DTensors, batch over "dp" and positions over "cp": what comes out whole, in the order of positions."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    made = layout_of(mesh["cp"], "zigzag", length, None)
+    made = row_layout(mesh["cp"], "zigzag", length, None)
     order, back = (
         torch.from_numpy(each.ravel()) for each in (places.positions_by_shard(made), places.places_by_position(made))
     )
@@ -100,7 +101,7 @@ def dtensors(strategy: str, length: int) -> dict[str, Any]:
 def dtensors_on_two_axes() -> dict[str, Any]:
     """Positions over both axes of a mesh without names."""
     mesh = init_device_mesh("cpu", (2, 2))
-    made = layout_of(mesh, "zigzag", LENGTH, None)
+    made = row_layout(mesh, "zigzag", LENGTH, None)
     order, back = (
         torch.from_numpy(each.ravel()) for each in (places.positions_by_shard(made), places.places_by_position(made))
     )
@@ -346,8 +347,8 @@ def scopes() -> dict[str, Any]:
     shard, seen = shard_sequence(x, mesh), []
     with use_context_parallel(mesh, layout="striped"):
         with use_context_parallel(mesh, length=LENGTH):
-            inner = active()
-            thread = threading.Thread(target=lambda: seen.append(active()))
+            inner = active_mesh()
+            thread = threading.Thread(target=lambda: seen.append(active_mesh()))
             thread.start()
             thread.join()
             mask = error_of(lambda: layer(shard, mask=torch.ones(1, 1, 12, 12, dtype=torch.bool)))
@@ -355,9 +356,9 @@ def scopes() -> dict[str, Any]:
             twice = replace(SeqInfo.from_lengths((LENGTH,)))
             with use_context_parallel(mesh, seq_info=twice):
                 documents = error_of(lambda: layer(shard[:1], seq_info=twice))
-        outer = active()
+        outer = active_mesh()
     return {
-        **{"inner": inner.layout, "outer": outer.layout, "after": active(), "thread": seen},
+        **{"inner": inner.layout, "outer": outer.layout, "after": active_mesh(), "thread": seen},
         **{"mask": mask, "pages": pages, "documents": documents},
     }
 

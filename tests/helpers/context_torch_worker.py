@@ -31,7 +31,8 @@ from torch.utils.checkpoint import checkpoint
 from attn_core import SeqInfo
 from attn_core.context_parallel.layout import build_layout
 from torch_frontend.context_parallel.attention import context_parallel_attention
-from torch_frontend.context_parallel.shards import rank_of, shard_sequence
+from torch_frontend.context_parallel.mesh import rank_of
+from torch_frontend.context_parallel.shards import shard_sequence
 
 Array = np.ndarray
 AXES = {1: ("cp",), 2: ("outer", "inner")}

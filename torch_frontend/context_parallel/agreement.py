@@ -1,4 +1,4 @@
-"""Checks that all ranks of a group make the same call, the first time that a rank makes a call of its kind."""
+"""Checks that all ranks make the same call, the first time that a rank makes a call of its kind."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ import torch.distributed as dist
 
 from attn_core.context_parallel.request import Request
 from attn_core.errors import SpecError
-from torch_frontend.context_parallel.exchange import Axis
+from torch_frontend.context_parallel.mesh import RankAxis
 
 
-def agree(request: Request, outcome: str, *axes: Axis) -> None:
-    """Compares a request and its outcome over all axes of ranks; a request that was compared costs nothing.
+def check_agreement(request: Request, outcome: str, *axes: RankAxis) -> None:
+    """Compares a request and its outcome between all ranks, unless they were compared before.
 
     Args:
-        outcome: the strategy and the kernels that this rank plans, or its error.
+        outcome: the strategy and the kernels that this rank planned, or its error.
 
     Raises:
         SpecError: on every rank, if the requests or outcomes differ; the message lists each rank's.
     """
     shared = tuple(axis for axis in axes if axis.size > 1)
-    _compare(f"{_text_of(request)}: {outcome}", str(request.device), shared)
+    _compare(f"{_describe(request)}: {outcome}", str(request.device), shared)
     if request.documents is None:
-        if len(_SEEN) > 4096:
-            _SEEN.clear()
-        _SEEN.add((request.shards[:3], shared))
+        if len(_COMPARED) > 4096:
+            _COMPARED.clear()
+        _COMPARED.add((request.shards[:3], shared))
 
 
-_SEEN: set[Any] = set()
-"""Shapes, dtype and axes of the calls that were compared. Packed calls are left out, because their offsets change."""
+_COMPARED: set[Any] = set()
+"""Shapes, dtypes and axes of calls that were compared. Packed calls are left out, because their offsets change."""
 
 
-def tell_refusal(error: Exception, tensors: tuple[Any, ...], packed: bool, device: str, *axes: Axis) -> None:
-    """Tells the other ranks that this rank refuses a call, if they compare it now and would wait for this rank.
+def announce_refusal(error: Exception, tensors: tuple[Any, ...], packed: bool, device: str, *axes: RankAxis) -> None:
+    """Tells the other ranks that this rank refuses a call, if they compare the call and would wait for this rank.
 
-    This rank cannot know whether they do. It assumes so if the call is packed, or its shapes are new to this rank.
-    Otherwise it tells nothing: the other ranks exchange keys already, and compare nothing.
+    This rank cannot know whether the others compare. It assumes so if the call is packed, or if its shapes are new to
+    this rank. Otherwise it sends nothing, because the other ranks exchange keys already.
 
     Raises:
-        SpecError: on every rank, unless all refuse alike; it tells what each of them calls.
+        SpecError: on every rank, unless all ranks refuse with one error; the message lists each rank's call.
     """
     shared = tuple(axis for axis in axes if axis.size > 1)
     shards = tuple((getattr(tensor, "shape", None), getattr(tensor, "dtype", None)) for tensor in tensors)
-    if packed or (shards, shared) not in _SEEN:
+    if packed or (shards, shared) not in _COMPARED:
         _compare(f"{type(error).__name__}: {str(error).splitlines()[0]}", device, shared)
 
 
-def _text_of(request: Request) -> str:
-    """The properties of a request that all ranks share. Process groups are left out: their names differ by rank."""
+def _describe(request: Request) -> str:
+    """Returns the properties of a request that all ranks must share. Names of process groups differ between ranks."""
     arrays = [array for array in request.shards[:3] if array is not None]
     shapes = " ".join(f"{name} {list(shape)}" for name, (shape, _) in zip("qkv", arrays, strict=True))
     documents = "" if request.documents is None else f" documents {request.documents}"
@@ -64,11 +64,11 @@ def _text_of(request: Request) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _compare(text: str, device: str, axes: tuple[Axis, ...]) -> None:
-    """Raises SpecError unless all ranks have the same text.
+def _compare(text: str, device: str, axes: tuple[RankAxis, ...]) -> None:
+    """Raises SpecError unless all ranks have the same text. Cached, so that each text is compared once.
 
-    Compares along each axis in turn. Every rank takes part in every axis, so that a difference along one axis reaches
-    all ranks.
+    Compares hashes along each axis in turn. Every rank takes part in every axis, so that a difference along one axis
+    reaches all ranks. Only if there is a difference, the texts themselves are exchanged for the message.
     """
     digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.int64).to(device)
     differ = digest.new_zeros(1, dtype=torch.bool)
@@ -84,6 +84,6 @@ def _compare(text: str, device: str, axes: tuple[Axis, ...]) -> None:
         group = dist.distributed_c10d._resolve_process_group(axis.name)  # type: ignore[arg-type, unused-ignore]
         gathered: list[Any] = [None] * axis.size
         dist.all_gather_object(gathered, texts, group=group)
-        texts = [text for neighbours in zip(*gathered, strict=True) for text in neighbours]  # along the inner axis
+        texts = [text for column in zip(*gathered, strict=True) for text in column]  # in the order of ranks
     lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
     raise SpecError(f"context_parallel_attention: expected the same call on every rank, got\n{lines}")

@@ -14,12 +14,12 @@ from attn_core.context_parallel.cost.choose import Explanation
 from attn_core.context_parallel.request import Request, build_request
 from attn_core.errors import DeviceError, DTypeError, ShapeError
 from attn_core.selection import override
-from torch_frontend.context_parallel import ops
-from torch_frontend.context_parallel.agreement import tell_refusal
-from torch_frontend.context_parallel.dtensor import local, wrapped
-from torch_frontend.context_parallel.exchange import axis
+from torch_frontend.context_parallel import differentiable
+from torch_frontend.context_parallel.agreement import announce_refusal
+from torch_frontend.context_parallel.dtensor import to_dtensor, to_local
+from torch_frontend.context_parallel.mesh import find_axis, group_names
 from torch_frontend.context_parallel.prepare import explain_request
-from torch_frontend.context_parallel.shards import document_offsets, group_names, shard_sequence, unshard_sequence
+from torch_frontend.context_parallel.shards import document_offsets, shard_sequence, unshard_sequence
 from torch_frontend.dispatch import autocast, plan
 
 __all__ = ["context_parallel_attention", "explain_context_parallel", "shard_sequence", "unshard_sequence"]
@@ -64,16 +64,17 @@ def context_parallel_attention(
         strategy: how keys and values reach the queries: ``"all_gather"``, ``"ring"`` or ``"ulysses"``; on two axes, the
             strategy of the outer one. None chooses by a cost model (``explain_context_parallel`` says why).
         layout: which positions a shard holds: ``"zigzag"``, ``"contiguous"`` or ``"striped"``.
-        length: positions of the whole row, or a pair (of q, of k); the shards' sum when None.
-        head_groups: number of groups of heads; each group's exchange overlaps the computation of the group before.
-        causal, alignment, window, softcap, scale, sinks, deterministic, backend, return_lse: as in ``attention``, of
-            the whole row.
+        length: the number of positions of the whole row, or a pair (of q, of k); None for the places of all shards.
+        head_groups: the number of groups of heads; each group's exchange overlaps the computation of the group before.
+        causal, alignment, window, softcap, scale, sinks, deterministic, backend, return_lse: as in ``attention``; they
+            refer to the whole row.
         seq_info: the whole row's packed documents, as in ``attention``, with offsets on the host.
         mask, bias, alibi_slopes, dropout: not supported; an error names the argument.
 
     Returns:
-        The output of this rank's positions, or ``(output, lse)``; 0 and -inf at places without a position. Gradients of
-        q, k and v are those of the loss summed over ranks; the gradient of ``sinks`` is this rank's share of the sum.
+        The output of this rank's positions, or ``(output, lse)``; 0 and -inf at places without a position. The
+        gradients of q, k and v are gradients of the loss summed over ranks. The gradient of ``sinks`` is this rank's
+        share; sum it over ranks.
 
     Raises:
         ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments, and on every rank if ranks make different
@@ -83,7 +84,7 @@ def context_parallel_attention(
     shards: Any = (q, k, v)
     rows: tuple[Tensor, ...] = shards
     try:
-        q, k, v = rows = autocast.in_autocast(*local(shards, mesh))
+        q, k, v = rows = autocast.in_autocast(*to_local(shards, mesh))
         check_supported(mask, bias, alibi_slopes, dropout)
         _check(q, k, v, sinks)
         options = _options(causal, alignment, window, softcap, scale, deterministic, return_lse)
@@ -93,12 +94,12 @@ def context_parallel_attention(
         request = _request(rows, sinks, mesh, backend, **how, options=options, documents=documents)
     except Exception as error:
         if not torch.compiler.is_compiling():
-            _tell_others(error, rows, seq_info is not None, mesh)
+            _announce_error(error, rows, seq_info is not None, mesh)
         raise
-    run = ops.traced if torch.compiler.is_compiling() else ops.run
+    run = differentiable.run_traced if torch.compiler.is_compiling() else differentiable.run
     results: tuple[Tensor, ...] = run(request, *rows, sinks)  # type: ignore[call-arg, operator]
     out = results[0][0] if documents is not None and q.dim() == 3 else results[0]
-    out = wrapped(out, shards[0], mesh)
+    out = to_dtensor(out, shards[0], mesh)
     if not return_lse:
         return out
     return out, results[1] if documents is None else results[1][0]
@@ -130,11 +131,11 @@ def explain_context_parallel(
     return_lse: bool = False,
     needs_backward: bool | None = None,
 ) -> Explanation:
-    """How ``context_parallel_attention`` runs a call with the same arguments, and why. Runs nothing, sends nothing.
+    """Returns how ``context_parallel_attention`` runs a call with the same arguments, and why. Runs and sends nothing.
 
-    ``needs_backward`` asks about training (or not) whatever the tensors' ``requires_grad`` says.
+    ``needs_backward`` overrides what the tensors' ``requires_grad`` says about training.
     """
-    q, k, v = local((q, k, v), mesh)
+    q, k, v = to_local((q, k, v), mesh)
     check_supported(mask, bias, alibi_slopes, dropout)
     _check(q, k, v, sinks)
     options = _options(causal, alignment, window, softcap, scale, deterministic, return_lse)
@@ -149,7 +150,7 @@ def _request(rows: tuple[Tensor, ...], sinks: Tensor | None, mesh: DeviceMesh, b
         tensor is not None and tensor.requires_grad for tensor in (*rows, sinks)
     )
     names = group_names(mesh)
-    *arrays, sink = ops.shards_of(*rows, sinks)  # type: ignore[call-arg, arg-type]
+    *arrays, sink = differentiable.tensor_metadata(*rows, sinks)  # type: ignore[call-arg, arg-type]
     return build_request(
         arrays,  # type: ignore[arg-type]
         sink,
@@ -162,17 +163,16 @@ def _request(rows: tuple[Tensor, ...], sinks: Tensor | None, mesh: DeviceMesh, b
     )
 
 
-def _tell_others(error: Exception, rows: tuple[Any, ...], packed: bool, mesh: Any) -> None:
+def _announce_error(error: Exception, rows: tuple[Any, ...], packed: bool, mesh: Any) -> None:
     """Tells the other ranks that this rank raises, so that they raise too; does nothing without a mesh of ranks."""
     try:
         names = group_names(mesh)
     except (TypeError, ShapeError):
         return
     device = getattr(rows[0], "device", None)
-    where = (
-        device if getattr(device, "type", None) == mesh.device_type else mesh.device_type
-    )  # the process group needs tensors there
-    tell_refusal(error, rows, packed, str(where), *map(axis, names))
+    # The process group needs tensors on the mesh's devices, even if this rank passed tensors on another device.
+    where = device if getattr(device, "type", None) == mesh.device_type else mesh.device_type
+    announce_refusal(error, rows, packed, str(where), *map(find_axis, names))
 
 
 def _check(q: Any, k: Any, v: Any, sinks: Any) -> None:

@@ -1,4 +1,4 @@
-"""DTensors in context parallelism: takes their local parts, and shards the output as q is sharded."""
+"""DTensors in context parallelism: takes their local parts, and gives the output the placements of q."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from attn_core.errors import SpecError
 
 
-def local(tensors: Sequence[Any], mesh: DeviceMesh) -> tuple[Any, ...]:
-    """The tensors, each DTensor as its local part.
+def to_local(tensors: Sequence[Any], mesh: DeviceMesh) -> tuple[Any, ...]:
+    """Returns the local parts of q, k and v if they are DTensors; plain tensors are returned as they are.
 
     Raises:
         SpecError: for a DTensor that is not sharded on its positions over all axes of ``mesh``, or whose positions are
@@ -21,18 +21,18 @@ def local(tensors: Sequence[Any], mesh: DeviceMesh) -> tuple[Any, ...]:
     """
     if not any(isinstance(tensor, DTensor) for tensor in tensors):
         return tuple(tensors)
-    return tuple(_local(name, tensor, mesh) for name, tensor in zip("qkv", tensors, strict=True))
+    return tuple(_checked_local(name, tensor, mesh) for name, tensor in zip("qkv", tensors, strict=True))
 
 
-def _local(name: str, tensor: Any, mesh: DeviceMesh) -> Any:
+def _checked_local(name: str, tensor: Any, mesh: DeviceMesh) -> Any:
     if not isinstance(tensor, DTensor):
         raise SpecError(f"{name}: expected a DTensor, as the others of q, k and v are")
-    axes, of_row = _axes(name, tensor, mesh)
+    axes, row_axes = _axes(name, tensor, mesh)
     positions = tensor.dim() - 3
     for axis, placement in zip(axes, tensor.placements, strict=True):
         on_row = isinstance(placement, Shard) and placement.dim == positions
-        if on_row != (axis in of_row):
-            expected = f"Shard({positions}), the positions" if axis in of_row else "positions that are not split"
+        if on_row != (axis in row_axes):
+            expected = f"Shard({positions}), the positions" if axis in row_axes else "positions that are not split"
             raise SpecError(f"{name}: expected {expected}, over mesh axis {axis!r}, got {placement}")
         if not isinstance(placement, (Shard, Replicate)):
             raise SpecError(f"{name}: expected whole numbers over mesh axis {axis!r}, got {placement}")
@@ -40,24 +40,25 @@ def _local(name: str, tensor: Any, mesh: DeviceMesh) -> Any:
 
 
 def _axes(name: str, tensor: DTensor, mesh: DeviceMesh) -> tuple[Sequence[Any], Sequence[Any]]:
-    """(axes of a DTensor's mesh, axes that share a row): by number if the meshes are equal, else by name."""
+    """Returns (axes of a DTensor's mesh, axes that share a row): by number if the meshes are equal, else by name."""
     if tensor.device_mesh == mesh:
         return range(mesh.ndim), range(mesh.ndim)
-    axes, of_row = tensor.device_mesh.mesh_dim_names or (), mesh.mesh_dim_names or ()
-    if not of_row or not set(of_row) <= set(axes):
-        raise SpecError(f"{name}: expected a DTensor over the axes {of_row} of mesh, got one over {axes}")
-    return axes, of_row
+    axes, row_axes = tensor.device_mesh.mesh_dim_names or (), mesh.mesh_dim_names or ()
+    if not row_axes or not set(row_axes) <= set(axes):
+        raise SpecError(f"{name}: expected a DTensor over the axes {row_axes} of mesh, got one over {axes}")
+    return axes, row_axes
 
 
-def wrapped(out: torch.Tensor, like: Any, mesh: DeviceMesh) -> Any:
-    """The output as a DTensor with the placements of q, if q is a DTensor."""
-    if not isinstance(like, DTensor):
+def to_dtensor(out: torch.Tensor, q: Any, mesh: DeviceMesh) -> Any:
+    """Returns the output as a DTensor with the placements of q, if q is a DTensor."""
+    if not isinstance(q, DTensor):
         return out
-    shape = (*like.shape[:-1], out.shape[-1])
-    return DTensor.from_local(out, like.device_mesh, like.placements, shape=torch.Size(shape), stride=_strides(shape))
+    shape = (*q.shape[:-1], out.shape[-1])
+    return DTensor.from_local(out, q.device_mesh, q.placements, shape=torch.Size(shape), stride=_strides(shape))
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the strides of a contiguous tensor."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * size)

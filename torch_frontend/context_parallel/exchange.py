@@ -5,202 +5,233 @@ They work on any backend of torch.distributed that has all-to-all and all-gather
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Generic, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from attn_core.context_parallel.on_torch.head_start import head_start
 from attn_core.context_parallel.on_torch.places import Places
+from torch_frontend.context_parallel.mesh import RankAxis
 
 Tensor = torch.Tensor
+T = TypeVar("T")
 _c10d = torch.ops._c10d_functional
 
 
-Waiting = Callable[[], list[Tensor]]
-"""A function that waits for an exchange and returns the tensors that arrived."""
+class PendingExchange(Generic[T]):
+    """An exchange under way.
+
+    Args:
+        sent: the results of collectives, from ``_start``.
+        unpack: turns the tensors that arrived into the result. It may empty the list to free them early.
+    """
+
+    def __init__(self, sent: Sequence[Tensor], unpack: Callable[[list[Tensor]], T]) -> None:
+        self._sent, self._unpack = list(sent), unpack
+
+    @classmethod
+    def ready(cls, result: T) -> PendingExchange[T]:
+        """Returns an exchange that sends nothing: its result is here already."""
+        return cls([], lambda _: result)
+
+    def wait(self) -> T:
+        """Waits for the tensors to arrive and returns the result. Call it once, unless the exchange is ``ready``."""
+        sent, self._sent = self._sent, []
+        arrived = [each if each.device.type == "cpu" else _c10d.wait_tensor(each) for each in sent]
+        sent.clear()
+        return self._unpack(arrived)
 
 
-class Axis(NamedTuple):
-    """One axis of ranks: the name of its process group, its size, and this process's rank in it."""
+def _start(*sent: Tensor) -> list[Tensor]:
+    """Returns the results of a collective that was just started, and gives it a head start over the next kernel.
 
-    name: str
-    size: int
-    rank: int
-
-
-def axis(name: str) -> Axis:
-    """The axis of a process group by its name; one rank for the empty name."""
-    if not name:
-        return Axis("", 1, 0)
-    group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, unused-ignore]
-    return Axis(name, group.size(), group.rank())
+    On a CPU it waits at once, because gloo corrupts memory if several collectives are in flight (seen with torch 2.13
+    alone, on two all-gathers and four all-to-alls of a few hundred numbers).
+    """
+    head_start(sent[0].device)
+    return [_c10d.wait_tensor(each) if each.device.type == "cpu" else each for each in sent]
 
 
-def heads_to_positions(axis: Axis, tensors: Sequence[Tensor], held: Sequence[Places]) -> Waiting:
+def _all_to_all(axis: RankAxis, tensor: Tensor) -> Tensor:
+    """Sends ``tensor[r]`` to rank r; the result is flat."""
+    even = [tensor.numel() // axis.size] * axis.size
+    return _start(_c10d.all_to_all_single(tensor.view(-1), even, even, axis.name))[0]
+
+
+def heads_to_positions(
+    axis: RankAxis, tensors: Sequence[Tensor], places: Sequence[Places]
+) -> PendingExchange[list[Tensor]]:
     """Exchanges this rank's positions of all heads for all positions of this rank's heads.
 
     Args:
-        tensors: ``[batch, shard, ranks, heads of one, dim]``, of one dtype.
-        held: for each tensor, where its positions are in the ranks' shards end to end.
+        tensors: ``[batch, shard, ranks, heads of one, dim]``.
+        places: for each tensor, the places of its positions in the ranks' shards, end to end.
 
     Returns:
-        A function that waits for ``[batch, positions, heads of one, dim]``.
+        ``[batch, positions, heads of one, dim]`` of each.
     """
-    if len(tensors) > 1 and len({tensor.shape[-1] for tensor in tensors}) == 1 and len(set(map(id, held))) == 1:
-        heads = [tensor.shape[3] for tensor in tensors]  # one message: the tensors lie side by side along the heads
-        packed = _side_by_side([tensor.permute(2, 0, 1, 3, 4) for tensor in tensors], 3)
-        sent = _to_all(axis, packed)
-        return lambda: list(held[0].take(sent().transpose(0, 1).flatten(1, 2)).split(heads, 2))
-    waits = [_to_all(axis, tensor.permute(2, 0, 1, 3, 4).contiguous()) for tensor in tensors]
-    return lambda: [places.take(wait().transpose(0, 1).flatten(1, 2)) for wait, places in zip(waits, held, strict=True)]
+    by_rank = [tensor.permute(2, 0, 1, 3, 4) for tensor in tensors]
+    if len(tensors) > 1 and len({(tensor.shape[-1], tensor.dtype, id(at)) for tensor, at in zip(tensors, places)}) == 1:
+        # One message: the tensors lie side by side along the heads.
+        heads, message = [tensor.shape[3] for tensor in tensors], _concatenate(by_rank, 3)
+        sent, shape = _all_to_all(axis, message), message.shape
+        return PendingExchange([sent], lambda arrived: list(_join_shards(arrived[0], shape, places[0]).split(heads, 2)))
+    shapes = [tensor.shape for tensor in by_rank]
+    messages = [_all_to_all(axis, tensor.contiguous()) for tensor in by_rank]
+    return PendingExchange(messages, lambda arrived: list(map(_join_shards, arrived, shapes, places)))
 
 
-def positions_to_heads(axis: Axis, tensors: Sequence[Tensor], held: Sequence[Places], shards: Sequence[int]) -> Waiting:
+def _join_shards(arrived: Tensor, shape: torch.Size, places: Places) -> Tensor:
+    """Returns ``[ranks, batch, shard, heads, dim]`` as ``[batch, positions, heads, dim]``."""
+    return places.take(arrived.view(shape).transpose(0, 1).flatten(1, 2))
+
+
+def positions_to_heads(
+    axis: RankAxis, tensors: Sequence[Tensor], places: Sequence[Places], shards: Sequence[int]
+) -> PendingExchange[list[Tensor]]:
     """The inverse of ``heads_to_positions``.
 
     Args:
-        tensors: ``[batch, positions, heads of one, dim]``; held: as above; shards: places of each tensor's
-            shard.
+        tensors: ``[batch, positions, heads of one, dim]``.
+        places: as in ``heads_to_positions``.
+        shards: the places of each tensor's shard.
 
     Returns:
-        A function that waits for ``[batch, shard, ranks, heads of one, dim]``, zeros at places without a position.
+        ``[batch, shard, ranks, heads of one, dim]`` of each, with zeros at places without a position.
     """
-    waits = []
-    for tensor, places, shard in zip(tensors, held, shards, strict=True):
-        whole = places.scatter(tensor, axis.size * shard)
-        waits.append(_to_all(axis, whole.unflatten(1, (axis.size, shard)).transpose(0, 1).contiguous()))
-    return lambda: [wait().permute(1, 2, 0, 3, 4) for wait in waits]
+    sent, shapes = [], []
+    for tensor, of_tensor, shard in zip(tensors, places, shards, strict=True):
+        whole = of_tensor.scatter(tensor, axis.size * shard).unflatten(1, (axis.size, shard)).transpose(0, 1)
+        sent.append(_all_to_all(axis, whole.contiguous()))
+        shapes.append(whole.shape)
+    return PendingExchange(
+        sent, lambda arrived: [each.view(shape).permute(1, 2, 0, 3, 4) for each, shape in zip(arrived, shapes)]
+    )
 
 
-def _to_all(axis: Axis, tensor: Tensor) -> Callable[[], Tensor]:
-    """Sends ``tensor[r]`` to rank r; the result waits for the tensors that arrive, in the same shape."""
-    even = [tensor.numel() // axis.size] * axis.size
-    arrived, shape = _under_way(_c10d.all_to_all_single(tensor.view(-1), even, even, axis.name)), tensor.shape
-    head_start(tensor.device)
-    return lambda: arrived().view(shape)
-
-
-def _under_way(sent: Tensor) -> Callable[[], Tensor]:
-    """A function that waits for a collective's result.
-
-    Collectives on the CPU are waited for at once, because gloo corrupts memory if several are in flight (seen with
-    torch 2.13 alone, on two all-gathers and four all-to-alls of a few hundred numbers).
-    """
-    if sent.device.type == "cpu":
-        here = _c10d.wait_tensor(sent)
-        return lambda: here
-    return lambda: _c10d.wait_tensor(sent)  # type: ignore[no-any-return]
-
-
-def gather(axis: Axis, tensors: Sequence[Tensor]) -> Waiting:
-    """Gathers ``[batch, places, heads, dim]`` of every rank; waits for ``[batch, ranks * places, heads, dim]`` of each.
+def gather(axis: RankAxis, tensors: Sequence[Tensor]) -> PendingExchange[list[Tensor]]:
+    """Gathers ``[batch, places, heads, dim]`` of every rank; returns ``[batch, ranks * places, heads, dim]`` of each.
 
     All tensors travel in one message: on a GPU, a second message would wait for the kernel that overlaps the first.
     """
-    dense = [tensor.contiguous().view(-1) for tensor in tensors]
-    sent = _c10d.all_gather_into_tensor_coalesced(dense, axis.size, axis.name)
-    waits = [(_under_way(each), tensor.shape) for each, tensor in zip(sent, tensors, strict=True)]
-    head_start(tensors[0].device)
-    del dense, sent
+    shapes, dense = [tensor.shape for tensor in tensors], [tensor.contiguous().view(-1) for tensor in tensors]
+    sent = _start(*_c10d.all_gather_into_tensor_coalesced(dense, axis.size, axis.name))
 
-    def received() -> list[Tensor]:
-        tensors = []
-        while waits:  # pop, so that each received buffer is freed once it has been copied into order
-            arrived, shape = waits.pop(0)
-            tensors.append(arrived().view(axis.size, *shape).transpose(0, 1).flatten(1, 2))
-        return tensors
+    def unpack(arrived: list[Tensor]) -> list[Tensor]:
+        joined: list[Tensor] = []
+        while arrived:  # pop, so that each buffer is freed when it has been copied
+            joined.append(arrived.pop(0).view(axis.size, *shapes[len(joined)]).transpose(0, 1).flatten(1, 2))
+        return joined
 
-    return received
+    return PendingExchange(sent, unpack)
 
 
 class GradientSend:
     """Sends the gradients of other ranks' keys, ``[batch, others * places, heads, dim]`` each, in one message.
 
+    Args:
+        places: the places of one rank's block.
+        blocks: this rank's k and v.
+        dtype: of the gradients that are sent.
+
     Attributes:
-        homes: with one other rank, views of the message that the sums are computed in; with more ranks None, and
-            ``send`` copies.
+        buffers: with one other rank, views of the message, so that the sums are computed in place; with more ranks
+            None, and ``send`` copies.
     """
 
-    def __init__(self, axis: Axis, places: int, blocks: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def __init__(self, axis: RankAxis, places: int, blocks: Sequence[Tensor], dtype: torch.dtype) -> None:
         self._axis, self._others = axis, axis.size - 1
         self._shapes = [(self._others, block.shape[0], places, *block.shape[2:]) for block in blocks]
         self._like = blocks[0].new_empty(0, dtype=dtype)
-        self._buffer: Tensor | None = None
-        self.homes: list[Tensor | None] = [None] * len(blocks)
+        self._message: Tensor | None = None
+        self.buffers: list[Tensor | None] = [None] * len(blocks)
         if self._others == 1:
-            self._buffer = self._message()
-            self.homes = [column[0] for column in _columns(self._buffer, self._shapes)]
+            self._message = self._new_message()
+            self.buffers = [column[0] for column in self._columns(self._message)]
 
-    def send(self, sums: list[Tensor]) -> Waiting:
+    def send(self, sums: list[Tensor], dtype: torch.dtype) -> PendingExchange[list[Tensor]]:
         """Sends every other rank the sums for its keys.
 
         Args:
-            sums: the homes, or tensors in the order of ranks. The list is emptied, so that tensors are freed once they
-                have been copied.
+            sums: the buffers, or tensors in the order of ranks. The list is emptied, so that tensors are freed once
+                they have been copied.
+            dtype: in which the results that arrive are added up.
 
         Returns:
-            A function that waits for ``[others, batch, places, heads, dim]`` of each: the other ranks' sums for this
-            rank.
+            ``[batch, places, heads, dim]`` of each: the other ranks' results for this rank's keys, added up in the
+            order of ranks, so that every run gives the same bits.
         """
-        axis, buffer = self._axis, self._buffer
-        if buffer is None:
-            buffer = self._message()
-            for place in _columns(buffer, self._shapes):
-                place.copy_(sums.pop(0).unflatten(1, (self._others, -1)).transpose(0, 1))
+        axis, message = self._axis, self._message
+        if message is None:
+            message = self._new_message()
+            for column in self._columns(message):
+                column.copy_(sums.pop(0).unflatten(1, (self._others, -1)).transpose(0, 1))
         sums.clear()
-        self._buffer, self.homes = None, []
-        sizes = [0 if rank == axis.rank else buffer.shape[1] for rank in range(axis.size)]
-        arrived = _under_way(_c10d.all_to_all_single(buffer.view(-1), sizes, sizes, axis.name))
-        shape, shapes = buffer.shape, self._shapes
-        head_start(buffer.device)
-        return lambda: _columns(arrived().view(shape), shapes)
+        self._message, self.buffers = None, []
+        sizes = [0 if rank == axis.rank else message.shape[1] for rank in range(axis.size)]
+        sent = _start(_c10d.all_to_all_single(message.view(-1), sizes, sizes, axis.name))
+        shape = message.shape
 
-    def _message(self) -> Tensor:
+        def unpack(arrived: list[Tensor]) -> list[Tensor]:
+            columns = self._columns(arrived.pop().view(shape))
+            return [column[0] if len(column) == 1 else column.sum(0, dtype=dtype) for column in columns]
+
+        return PendingExchange(sent, unpack)
+
+    def _new_message(self) -> Tensor:
         return self._like.new_empty(self._others, sum(prod(shape[1:]) for shape in self._shapes))
 
+    def _columns(self, message: Tensor) -> list[Tensor]:
+        """Returns views ``[others, ...]`` of the tensors that lie side by side in ``[others, numbers]``."""
+        columns = message.split([prod(shape[1:]) for shape in self._shapes], 1)
+        return [column.view(shape) for column, shape in zip(columns, self._shapes, strict=True)]
 
-def _columns(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Views ``[ranks, ...]`` of the tensors that lie side by side in ``[ranks, numbers]``."""
-    columns = buffer.split([prod(shape[1:]) for shape in shapes], 1)
-    return [column.view(tuple(shape)) for column, shape in zip(columns, shapes, strict=True)]
 
-
-def _side_by_side(tensors: Sequence[Tensor], axis: int) -> Tensor:
-    """Joins the tensors along an axis into a dense tensor; ``torch.cat`` may keep the order of permuted axes."""
+def _concatenate(tensors: Sequence[Tensor], axis: int) -> Tensor:
+    """Concatenates tensors into a dense one; ``torch.cat`` may keep the order of permuted axes."""
     shape = list(tensors[0].shape)
     shape[axis] = sum(tensor.shape[axis] for tensor in tensors)
-    joined, at = tensors[0].new_empty(shape), 0
-    for tensor in tensors:
-        joined.narrow(axis, at, tensor.shape[axis]).copy_(tensor)
-        at += tensor.shape[axis]
-    return joined
-
-
-def hop(axis: Axis, buffer: Tensor, distance: int) -> Callable[[], Tensor]:
-    """Sends a flat buffer ``distance`` ranks on; the result waits for the buffer from as far behind."""
-    distance %= axis.size
-    if not distance:
-        return lambda: buffer
-    to, of = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
-    size = buffer.numel()
-    sizes = ([size * (rank == other) for rank in range(axis.size)] for other in (of, to))
-    waiting = _under_way(_c10d.all_to_all_single(buffer, *sizes, axis.name))
-    head_start(buffer.device)
-    return waiting
-
-
-def flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Copies tensors of one dtype into one buffer."""
-    buffer = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
-    for part, tensor in zip(parts_of(buffer, [tensor.shape for tensor in tensors]), tensors, strict=True):
+    result = tensors[0].new_empty(shape)
+    for part, tensor in zip(result.split([tensor.shape[axis] for tensor in tensors], axis), tensors, strict=True):
         part.copy_(tensor)
-    return buffer
+    return result
 
 
-def parts_of(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """The views of the tensors in a buffer of ``flat``."""
-    parts = buffer.split([prod(shape) for shape in shapes])
-    return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
+class KVPair:
+    """Keys and values, or their gradients, in one flat buffer, so that they travel as one message.
+
+    Iterating yields the two tensors, as views of the buffer.
+    """
+
+    def __init__(self, buffer: Tensor, shapes: Sequence[Sequence[int]]) -> None:
+        self._buffer, self._shapes = buffer, shapes
+
+    @classmethod
+    def pack(cls, tensors: Sequence[Tensor]) -> KVPair:
+        """Copies two tensors of one dtype into a buffer."""
+        pair = cls(tensors[0].new_empty(sum(tensor.numel() for tensor in tensors)), [each.shape for each in tensors])
+        for part, tensor in zip(pair, tensors, strict=True):
+            part.copy_(tensor)
+        return pair
+
+    @classmethod
+    def zeros(cls, shapes: Sequence[Sequence[int]], like: Tensor, dtype: torch.dtype) -> KVPair:
+        """Returns zeros on the device of ``like``."""
+        return cls(like.new_zeros(sum(map(prod, shapes)), dtype=dtype), shapes)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        parts = self._buffer.split([prod(shape) for shape in self._shapes])
+        return (part.view(tuple(shape)) for part, shape in zip(parts, self._shapes, strict=True))
+
+    def hop(self, axis: RankAxis, distance: int) -> PendingExchange[KVPair]:
+        """Sends the pair ``distance`` ranks on, in a ring; returns the pair that arrives from as far behind."""
+        distance, shapes = distance % axis.size, self._shapes
+        if not distance:
+            return PendingExchange.ready(self)
+        to, source = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
+        size = self._buffer.numel()
+        received, sent = ([size * (rank == other) for rank in range(axis.size)] for other in (source, to))
+        arriving = _start(_c10d.all_to_all_single(self._buffer, received, sent, axis.name))
+        return PendingExchange(arriving, lambda arrived: KVPair(arrived[0], shapes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,181 +10,153 @@ import torch
 from attn_core.backends.shared.rewrites import with_sinks
 from attn_core.call.tensors import Inputs
 from attn_core.context_parallel.on_torch import step
-from attn_core.context_parallel.on_torch.places import Places
+from attn_core.context_parallel.prefetch import prefetch
 from torch_frontend.context_parallel import exchange
-from torch_frontend.context_parallel.keys import Keys, blocks, keys_of
-from torch_frontend.context_parallel.program import TileCall, Work
+from torch_frontend.context_parallel.exchange import PendingExchange
+from torch_frontend.context_parallel.keys import Keys
+from torch_frontend.context_parallel.prepare import RankPlan, TileCall
 
 Tensor = torch.Tensor
 
 
 class Residuals(NamedTuple):
-    """What a group's backward needs of its forward, as the kernels saw it; ``all_k`` and ``all_v`` if they are kept."""
+    """A head group's tensors that its backward needs, in this rank's block: ``[batch, places, heads, dim]``.
+
+    ``gathered_k`` and ``gathered_v`` are the keys and values of all ranks, if they are kept.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     out: Tensor
     lse: Tensor
-    all_k: Tensor | None = None
-    all_v: Tensor | None = None
+    gathered_k: Tensor | None = None
+    gathered_v: Tensor | None = None
 
 
 def forward(
-    work: Work, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, with_lse: bool, keep: bool
+    plan: RankPlan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, with_lse: bool, keep: bool
 ) -> tuple[list[Tensor], list[Residuals]]:
-    """([out ``[batch, shard, heads, value_dim]``] or [out, lse ``[batch, heads, shard]``], residuals of each group).
+    """Returns ([out] or [out, lse], the residuals of each head group), as shards.
 
     Args:
         q, k, v: shards ``[batch, shard, heads, dim]``.
         keep: whether there will be a backward; else there are no residuals.
     """
-    arriving = (_exchanged(work, q, k, v, group) for group in range(work.program.call.head_groups))
-    saved, returns = [], []
-    for group, (mine, keys) in one_ahead(arriving):
-        keys, kept = keys.kept() if keep and work.program.call.keeps_gathered else (keys, [])
-        out, lse = _attend(work, mine, keys)
+    call, keep_gathered = plan.call, keep and plan.call.keeps_gathered
+
+    def start(group: int) -> tuple[PendingExchange[list[Tensor]], Keys | None]:
+        """Starts the exchange of a group's heads. If there is none, k and v are here, and their gather starts."""
+        pending = _start_block(plan, q, k, v, group)
+        return pending, Keys(plan, pending.wait()[1:], keep=keep_gathered) if plan.inner.size == 1 else None
+
+    residuals, results = [], []
+    for group, (pending, keys) in prefetch(call.head_groups, start):
+        block = pending.wait()
+        keys = keys or Keys(plan, block[1:], keep=keep_gathered)
+        out, lse = _attend(plan, block, keys)
         if sinks is not None:
-            out, lse = with_sinks(out, lse, of_heads(work, sinks, group))
+            out, lse = with_sinks(out, lse, own_heads(plan, sinks, group))
         out = out.to(q.dtype)
         if keep:
-            q_rows, k_rows, v_rows = mine
-            saved.append(Residuals(q_rows, k_rows, v_rows, out, lse, *kept))
-        returns.append(_returned(work, out, lse if with_lse else None))
-        del mine, keys, kept, out, lse
-    results = [of_all_heads(list(each)) for each in zip(*(wait() for wait in returns), strict=True)]
+            residuals.append(_residuals(block, out, lse, keys.gathered))
+        results.append(_start_results(plan, out, lse if with_lse else None))
+        del pending, block, keys, out, lse  # free them before the next group computes
+    shards = [join_groups(list(each)) for each in zip(*(each.wait() for each in results), strict=True)]
     if with_lse:
-        results[1] = results[1][..., 0].transpose(1, 2)  # [batch, shard, heads, 1] -> [batch, heads, shard]
-        results[1][:, :, count_of_queries(work) :] = -torch.inf
-    return results, saved
+        shards[1] = shards[1][..., 0].transpose(1, 2)  # [batch, shard, heads, 1] -> [batch, heads, shard]
+        shards[1][:, :, plan.query_count :] = -torch.inf
+    return shards, residuals
 
 
-def count_of_queries(work: Work) -> int:
-    """The number of places of this rank's shard of q that hold a position; they come first."""
-    return work.program.call.plan.q_layout.position_count(work.outer.rank * work.inner.size + work.inner.rank)
-
-
-def of_all_heads(groups: list[Tensor]) -> Tensor:
-    """``[batch, shard, ranks, heads of a group, dim]`` of every group as ``[batch, shard, heads, dim]``."""
+def join_groups(groups: list[Tensor]) -> Tensor:
+    """Returns ``[batch, shard, ranks, heads of a group, dim]`` of every group as ``[batch, shard, heads, dim]``."""
     return (torch.cat(groups, 3) if len(groups) > 1 else groups[0]).flatten(2, 3)
 
 
-def one_ahead(makers: Iterator[Callable[[], object]]) -> Iterator:
-    """Yields results in order; starts exchange i + 1 before it waits for exchange i."""
-    ahead = next(makers, None)
-    group = 0
-    while ahead is not None:
-        following = next(makers, None)
-        result, ahead = ahead(), following
-        yield group, result
-        del result  # free the received tensors before the next exchange starts
-        group += 1
+def _start_block(plan: RankPlan, q: Tensor, k: Tensor, v: Tensor, group: int) -> PendingExchange[list[Tensor]]:
+    """Starts the exchange of a group's heads; returns q, k and v of this rank's block."""
+    tensors = [group_heads(plan, tensor, group, kv=at > 0) for at, tensor in enumerate((q, k, v))]
+    if plan.inner.size == 1:
+        return PendingExchange.ready(tensors)
+    return exchange.heads_to_positions(plan.inner, tensors, (plan.q_places, plan.k_places, plan.k_places))
 
 
-def _exchanged(work: Work, q: Tensor, k: Tensor, v: Tensor, group: int) -> Callable[[], tuple[list[Tensor], Keys]]:
-    """Starts a group's exchanges; the result waits for q, k, v of this rank's block and for the keys it attends to."""
-    received = _of_block(work, q, k, v, group)
-    if work.inner.size == 1:
-        mine = received()
-        keys = keys_of(work, mine[1:])
-        return lambda: (mine, keys)
+def group_heads(plan: RankPlan, tensor: Tensor, group: int, *, kv: bool) -> Tensor:
+    """Returns the heads of one group, kv heads with their copies.
 
-    def wait() -> tuple[list[Tensor], Keys]:
-        mine = received()
-        return mine, keys_of(work, mine[1:])
-
-    return wait
-
-
-def _of_block(work: Work, q: Tensor, k: Tensor, v: Tensor, group: int) -> exchange.Waiting:
-    """Starts the exchange of a group's heads; the result waits for q, k and v of this rank's block."""
-    tensors = [group_of(work, tensor, group, kv=at > 0) for at, tensor in enumerate((q, k, v))]
-    if work.inner.size == 1:
-        return lambda: tensors
-    return exchange.heads_to_positions(work.inner, tensors, held(work))
-
-
-def held(work: Work) -> tuple[Places, Places, Places]:
-    """Where the positions of q, k and v are in the shards of this part's ranks; one object if they are the same."""
-    program, plan = work.program, work.program.call.plan
-    keys = program.q_held if plan.q_layout is plan.k_layout else program.k_held
-    return program.q_held, keys, keys
-
-
-def group_of(work: Work, tensor: Tensor, group: int, *, kv: bool) -> Tensor:
-    """The heads of one group, kv heads with their copies: ``[batch, shard, heads, dim]``; if ranks exchange heads,
-    ``[batch, shard, ranks, heads of one, dim]``."""
-    call = work.program.call
+    They are ``[batch, shard, heads, dim]``, or ``[batch, shard, ranks, heads of one, dim]`` if ranks exchange heads.
+    """
+    call = plan.call
     if kv and call.repeats > 1:
         tensor = tensor.repeat_interleave(call.repeats, 2)
-    tensor = tensor.unflatten(2, (work.inner.size, call.head_groups, -1))[:, :, :, group]
-    return tensor if work.inner.size > 1 else tensor[:, :, 0]
+    tensor = tensor.unflatten(2, (plan.inner.size, call.head_groups, -1))[:, :, :, group]
+    return tensor if plan.inner.size > 1 else tensor[:, :, 0]
 
 
-def of_heads(work: Work, vector: Tensor, group: int) -> Tensor:
-    """The entries ``[heads]`` of the heads that this rank computes in a group."""
-    return vector.unflatten(0, (work.inner.size, work.program.call.head_groups, -1))[work.inner.rank, group]
+def own_heads(plan: RankPlan, vector: Tensor, group: int) -> Tensor:
+    """Returns the entries of a vector ``[heads]`` for the heads that this rank computes in a group, as a view."""
+    return vector.unflatten(0, (plan.inner.size, plan.call.head_groups, -1))[plan.inner.rank, group]
 
 
-def _attend(work: Work, mine: Sequence[Tensor], keys: Keys) -> tuple[Tensor, Tensor]:
-    """(out ``[batch, places, heads, value_dim]``, lse ``[batch, heads, places]``) of a group, in the dtype of sums."""
-    program, q, v = work.program, mine[0], mine[2]
-    wide = getattr(torch, program.call.spec.lse_dtype)
+def _attend(plan: RankPlan, block: Sequence[Tensor], keys: Keys) -> tuple[Tensor, Tensor]:
+    """Returns (out ``[batch, places, heads, value_dim]`` in the dtype of sums, lse ``[batch, heads, places]``)."""
+    q, v = block[0], block[2]
     batch, rows, heads = q.shape[:3]
     shape = (batch, rows, heads, v.shape[3])
-    new, summed = q.new_empty if program.covered else q.new_zeros, summed_in(work, q, wide)
+    allocate = q.new_empty if plan.covered else q.new_zeros
     out = lse = None
-    for _, runs, (k, v) in blocks(work, keys):
-        for run in runs:
-            part = run.plan.forward(run.plan.spec, inputs_of(run, q, k, v))
-            part_out, part_lse = (tensor[None] for tensor in part) if run.plan.spec.packed else part
-            if out is None and run.q.is_whole(rows):
-                out, lse = part_out.to(summed), part_lse
+    for _, tiles, (k, v) in keys.blocks():
+        for tile in tiles:
+            part = tile.plan.forward(tile.plan.spec, tile_inputs(tile, q, k, v))
+            part_out, part_lse = (tensor[None] for tensor in part) if tile.plan.spec.packed else part
+            if out is None and tile.rows.is_whole(rows):  # the first result covers all rows: take it without a copy
+                out, lse = part_out.to(plan.q_dtype), part_lse
                 continue
             if out is None or lse is None:
-                out, lse = new(shape, dtype=summed), q.new_full((batch, heads, rows), -torch.inf, dtype=wide)
-            step.merge_tile(run.q, out, lse, part_out, part_lse, first=run.first)
+                out = allocate(shape, dtype=plan.q_dtype)
+                lse = q.new_full((batch, heads, rows), -torch.inf, dtype=plan.lse_dtype)
+            step.merge_tile(tile.rows, out, lse, part_out, part_lse, first=tile.first)
             del part, part_out, part_lse
         del k, v  # free this block: the next two blocks will be in memory
     if out is None or lse is None:  # no key is visible
-        return q.new_zeros(shape), q.new_full((batch, heads, rows), -torch.inf, dtype=wide)
+        return q.new_zeros(shape), q.new_full((batch, heads, rows), -torch.inf, dtype=plan.lse_dtype)
     return out, lse
 
 
-def summed_in(work: Work, q: Tensor, wide: torch.dtype) -> torch.dtype:
-    """The dtype in which a query's results are added up."""
-    return wide if work.program.rows_wide else q.dtype
+def tile_inputs(tile: TileCall, q: Tensor, k: Tensor, v: Tensor) -> Inputs:
+    """Returns a tile's operands, taken from a block."""
+    return step.tile_inputs(tile.rows.take(q), tile.keys.take(k), tile.keys.take(v), tile.cu_seqlens)
 
 
-def inputs_of(run: TileCall, q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-    """A tile's operands, taken from a block."""
-    return step.tile_inputs(run.q.take(q), run.k.take(k), run.k.take(v), run.cu_seqlens)
+def _start_results(plan: RankPlan, out: Tensor, lse: Tensor | None) -> PendingExchange[list[Tensor]]:
+    """Starts the exchange of a group's results; returns ``[batch, shard, ranks, heads, dim]`` of out and any lse."""
+    tensors = [out] if lse is None else [out, lse.transpose(1, 2)[..., None]]  # lse as [batch, places, heads, 1]
+    if plan.inner.size == 1:
+        return PendingExchange.ready([tensor[:, :, None] for tensor in tensors])
+    count, shard = len(tensors), plan.call.plan.q_layout.shard
+    return exchange.positions_to_heads(plan.inner, tensors, [plan.q_places] * count, [shard] * count)
 
 
-def _returned(work: Work, out: Tensor, lse: Tensor | None) -> Callable[[], list[Tensor]]:
-    """Starts the exchange of a group's results; waits for ``[batch, shard, ranks, heads, dim]`` of out and any lse."""
-    if lse is not None:
-        lse = lse.transpose(1, 2)[..., None]  # [batch, heads, places] -> [batch, places, heads, 1]
-    if work.inner.size == 1:
-        return lambda: [tensor[:, :, None] for tensor in (out, lse) if tensor is not None]
-    places, shard = work.program.q_held, work.program.call.plan.q_layout.shard
-    waits = [
-        exchange.positions_to_heads(work.inner, [tensor], [places], [shard])
-        for tensor in (out, lse)
-        if tensor is not None
-    ]
-    return lambda: [part for received in waits for part in received()]
+def start_rows(plan: RankPlan, group: int, *tensors: Tensor) -> PendingExchange[list[Tensor]]:
+    """Starts the exchange of a group's heads of tensors that are split as q is; returns them in this rank's block."""
+    parts = [group_heads(plan, tensor, group, kv=False) for tensor in tensors]
+    if plan.inner.size == 1:
+        return PendingExchange.ready(parts)
+    return exchange.heads_to_positions(plan.inner, parts, [plan.q_places] * len(parts))
 
 
-def again(work: Work, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[Residuals]:
-    """The residuals of a forward from its shards and results; exchanges heads again."""
-    saved = []
-    for group in range(work.program.call.head_groups):
-        mine = _of_block(work, q, k, v, group)()
-        results = [group_of(work, each, group, kv=False) for each in (out, lse.transpose(1, 2)[..., None])]
-        if work.inner.size > 1:
-            waits = [exchange.heads_to_positions(work.inner, [each], [work.program.q_held]) for each in results]
-            results = [part for received in waits for part in received()]
-        q_rows, k_rows, v_rows = mine
-        saved.append(Residuals(q_rows, k_rows, v_rows, results[0], results[1][..., 0].transpose(1, 2)))
-    return saved
+def recompute_residuals(plan: RankPlan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[Residuals]:
+    """Returns the residuals of a forward from its shards and results; exchanges heads again."""
+    residuals = []
+    for group in range(plan.call.head_groups):
+        block = _start_block(plan, q, k, v, group).wait()
+        out_rows, lse_rows = start_rows(plan, group, out, lse.transpose(1, 2)[..., None]).wait()
+        residuals.append(_residuals(block, out_rows, lse_rows[..., 0].transpose(1, 2)))
+    return residuals
+
+
+def _residuals(block: Sequence[Tensor], out: Tensor, lse: Tensor, gathered: Sequence[Tensor] = ()) -> Residuals:
+    q, k, v = block
+    gathered_k, gathered_v = gathered or (None, None)
+    return Residuals(q, k, v, out, lse, gathered_k, gathered_v)

@@ -1,84 +1,73 @@
-"""Yields a head group's blocks of keys and values, step by step: this rank's own block, then received blocks."""
+"""Keys: yields a head group's blocks of keys and values, first this rank's own, then those of other ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
 from attn_core.context_parallel.plan import Step
 from torch_frontend.context_parallel import exchange
-from torch_frontend.context_parallel.program import TileCall, Work
+from torch_frontend.context_parallel.exchange import KVPair
+from torch_frontend.context_parallel.prepare import RankPlan, TileCall
 
 Tensor = torch.Tensor
 
 
-class Keys(NamedTuple):
-    """Where a group's keys and values come from, block by block.
+class Keys:
+    """The keys and values of a head group. Starts to gather them if the plan gathers.
+
+    Args:
+        own: k and v of this rank's block.
+        gathered: k and v of all ranks, if the forward kept them.
+        keep: whether to keep the gathered keys for the backward.
 
     Attributes:
-        own: k and v of this rank's block.
-        wait: waits for the gathered (k, v); in a ring, returns the buffer that travels, which holds the own block at
-            first; None if every rank needs only its own block.
-        shapes: in a ring, the shapes of k and v in that buffer.
-        here: whether the gathered keys are here already.
+        gathered: k and v of all ranks if they are kept and have arrived; else empty.
     """
 
-    own: Sequence[Tensor]
-    wait: exchange.Waiting | None = None
-    shapes: tuple[torch.Size, torch.Size] | None = None
-    here: bool = False
+    def __init__(
+        self, plan: RankPlan, own: Sequence[Tensor], gathered: Sequence[Tensor] = (), *, keep: bool = False
+    ) -> None:
+        self._plan, self._own, self._keep = plan, own, keep
+        self.gathered = gathered
+        self._pending: exchange.PendingExchange[list[Tensor]] | None = None
+        if plan.call.plan.gathers and not gathered:
+            self._pending = exchange.gather(plan.outer, self._padded())
 
-    def arrived(self) -> Sequence[Tensor]:
-        """Waits. To be called once."""
-        assert self.wait is not None
-        return self.wait()
+    def blocks(self) -> Iterator[tuple[Step, tuple[TileCall, ...], Sequence[Tensor]]]:
+        """Yields each step, this rank's tiles and its block of keys and values; the next block travels meanwhile.
 
-    def kept(self) -> tuple[Keys, list[Tensor]]:
-        """The same keys, and a list that will hold the gathered keys once they have arrived."""
-        wait = self.wait
-        assert wait is not None
-        kept: list[Tensor] = []
+        If the gathered keys are here already, their step comes first, so that its gradients for other ranks leave
+        early.
+        """
+        steps = self._plan.steps
+        if any(step.shift for step, _ in steps):
+            yield from self._ring()
+            return
+        for step, tiles in sorted(steps, key=lambda each: each[0].own) if self.gathered else steps:
+            yield step, tiles, self._receive() if step.gathered else self._own
 
-        def keep() -> list[Tensor]:
-            kept.extend(wait())
-            return kept
+    def _receive(self) -> Sequence[Tensor]:
+        if self._pending is None:
+            return self.gathered
+        arrived, self._pending = self._pending.wait(), None
+        if self._keep:
+            self.gathered = arrived
+        return arrived
 
-        return self._replace(wait=keep), kept
+    def _ring(self) -> Iterator[tuple[Step, tuple[TileCall, ...], Sequence[Tensor]]]:
+        plan, hops = self._plan, self._plan.call.plan.hops
+        pending = KVPair.pack(self._padded()).hop(plan.outer, hops[0])
+        for at, (step, tiles) in enumerate(plan.steps):
+            pair = pending.wait()
+            if at + 1 < len(plan.steps):
+                pending = pair.hop(plan.outer, hops[at + 1])
+            yield step, tiles, tuple(pair)
 
-
-def keys_of(work: Work, tensors: Sequence[Tensor]) -> Keys:
-    """Starts the all-gather of keys and values; in a ring, prepares the buffer that ``blocks`` sends step by step."""
-    program = work.program
-    if all(step.own for step, _ in program.steps):
-        return Keys(tensors)
-    padded = [_padded(tensor, program.k_size) for tensor in tensors]
-    if program.call.plan.gathers:
-        return Keys(tensors, exchange.gather(work.outer, padded))
-    k, v = (tensor.shape for tensor in padded)
-    return Keys(tensors, lambda: [exchange.flat(padded)], (k, v))
-
-
-def _padded(tensor: Tensor, size: int) -> Tensor:
-    lacking = size - tensor.shape[1]
-    return torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, lacking)) if lacking else tensor
-
-
-def blocks(work: Work, keys: Keys) -> Iterator[tuple[Step, tuple[TileCall, ...], Sequence[Tensor]]]:
-    """Yields each step, this rank's tiles and the block of keys and values; the next step's block travels meanwhile.
-
-    If the gathered keys are already here, their step comes first, so that its gradients for other ranks leave early.
-    """
-    steps = work.program.steps
-    if keys.shapes is None:
-        for step, runs in sorted(steps, key=lambda each: each[0].own) if keys.here else steps:
-            yield step, runs, keys.arrived() if step.gathered else keys.own
-        return
-    (buffer,) = keys.arrived()
-    waiting = exchange.hop(work.outer, buffer, steps[0][0].shift)
-    for at, (step, runs) in enumerate(steps):
-        buffer = waiting()
-        if at + 1 < len(steps):
-            waiting = exchange.hop(work.outer, buffer, steps[at + 1][0].shift - step.shift)
-        yield step, runs, exchange.parts_of(buffer, keys.shapes)
+    def _padded(self) -> list[Tensor]:
+        """Returns k and v with as many places as the largest block has."""
+        lacking = self._plan.k_size - self._own[0].shape[1]
+        if not lacking:
+            return list(self._own)
+        return [torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, lacking)) for tensor in self._own]

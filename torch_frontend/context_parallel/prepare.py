@@ -1,41 +1,150 @@
-"""From a request for context parallelism to what this rank does in it, compared between ranks."""
+"""Prepares a call: chooses and plans it, compares the plan between ranks, and builds what this rank runs."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
+import numpy as np
+import torch
+
+from attn_core import backends
+from attn_core.context_parallel import places
 from attn_core.context_parallel import request as requests
+from attn_core.context_parallel.call import ContextCall
 from attn_core.context_parallel.cost.choose import Explanation
+from attn_core.context_parallel.on_torch.places import Places
+from attn_core.context_parallel.on_torch.step import RowCoverage, tile_offsets
+from attn_core.context_parallel.plan import Step
 from attn_core.context_parallel.request import Request
+from attn_core.context_parallel.tiles import Tile
 from attn_core.selection import Target
-from torch_frontend.context_parallel.agreement import agree
-from torch_frontend.context_parallel.exchange import Axis, axis
-from torch_frontend.context_parallel.program import Work, program
-from torch_frontend.dispatch.plan import device_name
+from torch_frontend.context_parallel.agreement import check_agreement
+from torch_frontend.context_parallel.mesh import SINGLE_RANK, RankAxis, find_axis
+from torch_frontend.dispatch.plan import Plan, device_name, on_device
+
+Tensor = torch.Tensor
 
 
-def prepared(request: Request) -> Work:
-    """What this rank does in a call: planned and compared between ranks, once for every call of its kind.
+class TileCall(NamedTuple):
+    """A tile as a call of a backend.
 
-    An error, or a different plan, on some ranks is an error on every rank: the others would wait for them.
+    Attributes:
+        rows, keys: the places of its queries and keys in their blocks.
+        key_sums: the places where its keys' gradients are added up; sums for gathered keys leave out the own block.
+        first: whether no earlier tile has a result for its queries.
     """
-    return _prepared(request, *map(axis, request.axes))
+
+    plan: Plan
+    rows: Places
+    keys: Places
+    key_sums: Places
+    cu_seqlens: tuple[Tensor, Tensor] | None
+    first: bool
+
+
+class RankPlan(NamedTuple):
+    """What one rank does in a call.
+
+    Attributes:
+        outer, inner: the axes of ranks; ``outer.rank`` is the part of the row that this rank computes.
+        steps: (step, this rank's tiles) of every step of the plan, also of steps in which it has no tiles.
+        q_places, k_places: the places of a part's positions in its ranks' shards, end to end. One object if they are
+            equal, so that q, k and v can travel in one message.
+        k_size: the places of a block of keys that is sent.
+        covered: whether tiles that are ``first`` write every query, so that the output needs no zeros.
+        q_dtype, own_dtype, sent_dtype: the dtypes of sums, see ``ContextCall.accumulator``.
+    """
+
+    call: ContextCall
+    outer: RankAxis
+    inner: RankAxis
+    steps: tuple[tuple[Step, tuple[TileCall, ...]], ...]
+    q_places: Places
+    k_places: Places
+    k_size: int
+    covered: bool
+    q_dtype: torch.dtype
+    own_dtype: torch.dtype
+    sent_dtype: torch.dtype
+
+    @property
+    def lse_dtype(self) -> torch.dtype:
+        """The dtype of the log-sum-exp, and of wide sums."""
+        return getattr(torch, self.call.spec.lse_dtype)  # type: ignore[no-any-return]
+
+    @property
+    def query_count(self) -> int:
+        """The number of places of this rank's shard of q that hold a position. These places come first."""
+        return self.call.plan.q_layout.position_count(self.outer.rank * self.inner.size + self.inner.rank)
+
+
+def prepare(request: Request) -> RankPlan:
+    """Plans a call, compares the plan between ranks, and returns what this rank runs; once for every kind of call.
+
+    If some rank raises an error, or plans something else, every rank raises an error. Otherwise the other ranks would
+    wait for it.
+    """
+    return _prepare(request, *map(find_axis, request.axes))
 
 
 @lru_cache(maxsize=64)
-def _prepared(request: Request, *axes: Axis) -> Work:
+def _prepare(request: Request, *axes: RankAxis) -> RankPlan:
     try:
         choice, call = explain_request(request)
     except Exception as error:
-        agree(request, f"{type(error).__name__}: {str(error).splitlines()[0]}", *axes)
+        check_agreement(request, f"{type(error).__name__}: {str(error).splitlines()[0]}", *axes)
         raise
     names = sorted({name for _, name in call.backends})
-    agree(request, f"{choice.strategy} on {', '.join(names)}", *axes)
-    alone = Axis("", 1, 0)
-    outer, inner = axes if len(axes) == 2 else (alone, *axes) if choice.strategy == "ulysses" else (*axes, alone)
-    return Work(program(call, outer.rank, request.device), outer, inner)
+    check_agreement(request, f"{choice.strategy} on {', '.join(names)}", *axes)
+    if len(axes) == 1:
+        axes = (SINGLE_RANK, *axes) if choice.strategy == "ulysses" else (*axes, SINGLE_RANK)
+    return build_rank_plan(call, *axes, request.device)
 
 
 def explain_request(request: Request) -> Explanation:
-    """The plan of a call and why it was chosen. Sends nothing."""
+    """Chooses the strategy of a call and plans it. Sends nothing."""
     return requests.explain_request(request, Target.here("torch", device_name(request.device)))
+
+
+@lru_cache(maxsize=64)
+def build_rank_plan(call: ContextCall, outer: RankAxis, inner: RankAxis, device: torch.device) -> RankPlan:
+    """Returns what a rank does in a planned call; cached."""
+    plan, part = call.plan, outer.rank
+    q_places, k_places = np.arange(plan.q_layout.shard), np.arange(plan.k_layout.shard)
+    k_size = plan.k_layout.shard
+    if inner.size > 1:
+        q_places = places.places_of_block(plan.q_layout, plan.q_blocks[part])
+        k_places = places.places_of_block(plan.k_layout, plan.k_blocks[part])
+        k_size = max(block.count for block in plan.k_blocks)
+    coverage, steps = RowCoverage(len(q_places)), []
+    for step in plan.steps:
+        read_index = sum_index = None
+        if step.gathered:  # gathered blocks stay in the order of ranks, and tiles index into them
+            keys, others = plan.key_block(step, part), plan.k_blocks[:part] + plan.k_blocks[part + 1 :]
+            read_index, sum_index = (places.places_in_blocks(each, k_size, keys) for each in (plan.k_blocks, others))
+        tiles = []
+        for tile in step.tiles[part]:
+            rows, keys_of_tile = places.places_of_tile(tile)
+            read, summed = (keys_of_tile if each is None else each[keys_of_tile] for each in (read_index, sum_index))
+            tiles.append(_tile_call(call, tile, (rows, read, summed), device, first=coverage.add(rows)))
+        steps.append((step, tuple(tiles)))
+    of_queries = Places(q_places, device)
+    dtypes = (call.accumulator("q", part), call.accumulator("own", part), call.accumulator("sent"))
+    return RankPlan(
+        *(call, outer, inner, tuple(steps)),
+        *(of_queries, of_queries if plan.q_layout is plan.k_layout else Places(k_places, device)),
+        *(k_size, coverage.complete),
+        *(getattr(torch, dtype) for dtype in dtypes),
+    )
+
+
+def _tile_call(
+    call: ContextCall, tile: Tile, indices: tuple[np.ndarray, ...], device: torch.device, *, first: bool
+) -> TileCall:
+    spec, name = call.backend_of(tile)
+    module = backends.load(name, backends.kind_of(device_name(device)))
+    forward, backward = (on_device(function, device) for function in (module.forward, module.backward))
+    plan = Plan(spec, name, forward, backward, False, None, backends.writes_into(module))
+    rows, keys, key_sums = (Places(index, device) for index in indices)
+    return TileCall(plan, rows, keys, key_sums, tile_offsets(spec, tile, device), first)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from attn_core.errors import SpecError
-from torch_frontend.context_parallel import use
-from torch_frontend.context_parallel.use import Active
+from torch_frontend.context_parallel.layers import ActiveMesh, active_for, active_mesh
 from torch_frontend.huggingface.described_mask import DescribedMask, VisibleKeys
 
 Tensor = torch.Tensor
@@ -17,7 +16,7 @@ Tensor = torch.Tensor
 
 @torch.compiler.disable
 def mask(
-    context: Active,
+    context: ActiveMesh,
     batch: int,
     lengths: tuple[int, int],
     offsets: tuple[Any, int],
@@ -52,16 +51,16 @@ def mask(
     return DescribedMask(batch, device, visible, _no_table)
 
 
-def context_of(module: Any, attention_mask: Any) -> Active | None:
+def context_of(module: Any, attention_mask: Any) -> ActiveMesh | None:
     """Returns the ``use_context_parallel`` block of a layer's described mask, otherwise the block around the layer.
 
     Raises:
         SpecError: inside a block, for a mask that was built outside of it.
     """
     if not isinstance(attention_mask, DescribedMask):
-        return use.active_for(module)
+        return active_for(module)
     context = attention_mask.visible.context
-    if context is None and use.active() is not None:
+    if context is None and active_mesh() is not None:
         raise SpecError("attention_mask: expected one built inside the use_context_parallel block, or None")
     return context
 
@@ -90,7 +89,7 @@ def _refuse_cache(queries: int, keys: int) -> None:
     )
 
 
-def _refuse_padding(context: Active, attention_mask: Tensor | None, keys: int) -> None:
+def _refuse_padding(context: ActiveMesh, attention_mask: Tensor | None, keys: int) -> None:
     if attention_mask is None:
         return
     if attention_mask.dim() != 2 or attention_mask.shape[1] != keys:
@@ -98,7 +97,7 @@ def _refuse_padding(context: Active, attention_mask: Tensor | None, keys: int) -
             f"attention_mask: expected this rank's shard [batch, {keys}], got shape {list(attention_mask.shape)}; "
             "leave it out, or cut it with shard_sequence"
         )
-    hidden = int((attention_mask[:, : context.held(keys)] == 0).sum())
+    hidden = int((attention_mask[:, : context.position_count(keys)] == 0).sum())
     if hidden:
         raise SpecError(
             f"attention_mask: expected no padding in context parallelism, got {hidden} tokens of it; pack documents "

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import SpecError
-from torch_frontend.context_parallel.use import Active
+from torch_frontend.context_parallel.layers import ActiveMesh
 
 Tensor = torch.Tensor
 
@@ -34,7 +34,7 @@ class VisibleKeys(NamedTuple):
     lengths: tuple[int, int]
     keys: Tensor | None = None
     seq_info: SeqInfo | None = None
-    context: Active | None = None
+    context: ActiveMesh | None = None
 
 
 class DescribedMask:

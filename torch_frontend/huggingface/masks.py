@@ -15,7 +15,7 @@ import torch
 from transformers import masking_utils  # at module level, because older compilers cannot trace a lazy module's import
 
 from attn_core.errors import SpecError
-from torch_frontend.context_parallel import use
+from torch_frontend.context_parallel.layers import active_mesh
 from torch_frontend.huggingface import context as huggingface_context
 from torch_frontend.huggingface.described_mask import DescribedMask, VisibleKeys
 from torch_frontend.huggingface.documents import documents_from_numbers
@@ -47,7 +47,7 @@ def mask(
     """
     if isinstance(attention_mask, DescribedMask):  # generate built it and passes it to the mask function
         return attention_mask
-    context = use.active()
+    context = active_mesh()
     if context is not None:
         sizes = batch_size, (q_length, kv_length), (q_offset, kv_offset)
         return huggingface_context.mask(context, *sizes, mask_function, attention_mask, device)

@@ -1,7 +1,7 @@
-"""A context-parallel call as autograd and torch.compile see it: one forward, one backward.
+"""A context-parallel call with its derivative: an autograd function, and two ops for torch.compile.
 
-Eager calls save the kernels' operands. Under torch.compile the call is two opaque ops, which take the request as plain
-arguments; their backward exchanges heads again.
+Eager calls save the kernels' operands. torch.compile sees two opaque ops, which take the request as plain arguments;
+their backward exchanges heads again.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from attn_core.call.options import Options
 from attn_core.context_parallel.request import Metadata, Request, with_max_len
 from attn_core.selection import override
 from torch_frontend.context_parallel import backward, forward
-from torch_frontend.context_parallel.exchange import axis
-from torch_frontend.context_parallel.prepare import prepared
-from torch_frontend.context_parallel.program import Work
+from torch_frontend.context_parallel.mesh import find_axis
+from torch_frontend.context_parallel.prepare import RankPlan, prepare
 from torch_frontend.dispatch import autocast, lone_sinks
 
 Tensor = torch.Tensor
@@ -28,10 +27,10 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
-        work = prepared(request)
-        results, saved = forward.forward(work, q, k, v, sinks, with_lse=request.options.return_lse, keep=True)
-        ctx.work = work
-        ctx.save_for_backward(sinks, *(tensor for group in saved for tensor in group))
+        plan = prepare(request)
+        results, residuals = forward.forward(plan, q, k, v, sinks, with_lse=request.options.return_lse, keep=True)
+        ctx.plan = plan
+        ctx.save_for_backward(sinks, *(tensor for group in residuals for tensor in group))
         ctx.set_materialize_grads(False)
         return tuple(results) if len(results) > 1 else results[0]
 
@@ -40,36 +39,35 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
         sinks, *tensors = ctx.saved_tensors
         size = len(forward.Residuals._fields)
-        saved = [forward.Residuals(*tensors[at : at + size]) for at in range(0, len(tensors), size)]
+        residuals = [forward.Residuals(*tensors[at : at + size]) for at in range(0, len(tensors), size)]
         if dout is None:
             assert dlse is not None
-            out = saved[0].out
-            shard, heads = dlse.shape[2], dlse.shape[1]
-            dout = out.new_zeros(dlse.shape[0], shard, heads, out.shape[3])
+            batch, heads, shard = dlse.shape
+            out = residuals[0].out
+            dout = out.new_zeros(batch, shard, heads, out.shape[3])
         with autocast.switched_off(dout.device):
-            return None, *backward.backward(ctx.work, saved, sinks, dout, _sent(ctx.work, dout, dlse))
+            return None, *backward.backward(ctx.plan, residuals, sinks, dout, _lse_gradient(ctx.plan, dout, dlse))
 
 
-def _sent(work: Work, dout: Tensor, dlse: Tensor | None) -> Tensor | None:
-    """The gradient of lse; zeros if only other ranks' losses depend on lse, because all ranks must send one."""
-    spec = work.program.call.spec
-    if dlse is not None or not spec.return_lse or work.inner.size == 1:
+def _lse_gradient(plan: RankPlan, dout: Tensor, dlse: Tensor | None) -> Tensor | None:
+    """Returns dlse, or zeros if only other ranks' losses depend on lse: ranks that exchange heads must all send one."""
+    if dlse is not None or not plan.call.spec.return_lse or plan.inner.size == 1:
         return dlse
-    return dout.new_zeros((dout.shape[0], dout.shape[2], dout.shape[1]), dtype=getattr(torch, spec.lse_dtype))
+    return dout.new_zeros((dout.shape[0], dout.shape[2], dout.shape[1]), dtype=plan.lse_dtype)
 
 
 def run(request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, ...]:
-    """(out,) or (out, lse) of an eager call."""
-    work, with_lse = prepared(request), request.options.return_lse
+    """Returns (out,) or (out, lse) of an eager call."""
+    plan, with_lse = prepare(request), request.options.return_lse
     with autocast.switched_off(q.device):
         if request.needs_backward:
             output = Attention.apply(request, q, k, v, sinks)
             results = list(output) if with_lse else [output]
         else:
-            results, _ = forward.forward(work, q, k, v, sinks, with_lse=with_lse, keep=False)
+            results, _ = forward.forward(plan, q, k, v, sinks, with_lse=with_lse, keep=False)
     if sinks is None or not with_lse:
         return tuple(results)
-    return results[0], lone_sinks.in_lse(results[1], sinks, forward.count_of_queries(work))
+    return results[0], lone_sinks.in_lse(results[1], sinks, plan.query_count)
 
 
 # The ops
@@ -81,10 +79,11 @@ _SCHEMA = (
     "str[]? backend"
 )
 TENSORS = 4
+"""How many of an op's arguments are tensors; they come first."""
 
 
-def plain(request: Request) -> tuple[Any, ...]:
-    """The arguments of the ops behind the tensors."""
+def op_arguments(request: Request) -> tuple[Any, ...]:
+    """Returns the arguments of the ops that follow the tensors."""
     options = request.options
     left, right = options.window  # type: ignore[misc]
     outer, *inner = request.axes
@@ -97,15 +96,16 @@ def plain(request: Request) -> tuple[Any, ...]:
     )
 
 
-def _request(arguments: tuple[Any, ...]) -> Request:
+def _request_of(arguments: tuple[Any, ...]) -> Request:
+    """Returns the request that an op's arguments describe; the inverse of ``op_arguments``."""
     q, k, v, sinks, outer, inner, strategy, layout, q_len, kv_len, head_groups, offsets, *rest = arguments
     causal, alignment, left, right, softcap, scale, deterministic, with_lse, needs_backward, backend = rest
     options = Options(causal, alignment, (left, right), softcap, scale, None, None, 0.0, deterministic, with_lse)
     documents = None if offsets is None else tuple(offsets)
     names = (outer, inner) if inner else (outer,)
-    sizes: Any = tuple(axis(name).size for name in names)
+    sizes: Any = tuple(find_axis(name).size for name in names)
     return Request(
-        shards_of(q, k, v, sinks),
+        tensor_metadata(q, k, v, sinks),
         (q_len, kv_len),
         documents,
         with_max_len(options, documents),
@@ -114,17 +114,17 @@ def _request(arguments: tuple[Any, ...]) -> Request:
     )
 
 
-def shards_of(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Metadata | None, ...]:
-    """(shape, dtype) of each tensor."""
+def tensor_metadata(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Metadata | None, ...]:
+    """Returns (shape, dtype) of each tensor."""
     sink = None if sinks is None else (sinks.shape, sinks.dtype)
     return (q.shape, q.dtype), (k.shape, k.dtype), (v.shape, v.dtype), sink
 
 
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    work = prepared(_request(arguments))
+    plan = prepare(_request_of(arguments))
     with autocast.switched_off(arguments[0].device):
-        (out, lse), _ = forward.forward(work, *arguments[:TENSORS], with_lse=True, keep=False)
-    count = torch.full((), forward.count_of_queries(work), device=out.device)
+        (out, lse), _ = forward.forward(plan, *arguments[:TENSORS], with_lse=True, keep=False)
+    count = torch.full((), plan.query_count, device=out.device)
     return out.contiguous(), lse.contiguous(), count
 
 
@@ -138,10 +138,10 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Ten
 def _backward_op(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    work, (q, k, v, sinks) = prepared(_request(arguments)), arguments[:TENSORS]
+    plan, (q, k, v, sinks) = prepare(_request_of(arguments)), arguments[:TENSORS]
     with autocast.switched_off(q.device):
-        saved = forward.again(work, q, k, v, out, lse)
-        gradients = backward.backward(work, saved, sinks, dout, _sent(work, dout, dlse))
+        residuals = forward.recompute_residuals(plan, q, k, v, out, lse)
+        gradients = backward.backward(plan, residuals, sinks, dout, _lse_gradient(plan, dout, dlse))
     dq, dk, dv, dsinks = (None if each is None else each.contiguous() for each in gradients)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks  # type: ignore[return-value]
 
@@ -190,7 +190,7 @@ for _name, _body, _fake in (
 torch.library.register_autograd("attn::context_forward", _differentiate, setup_context=_save, lib=_library)
 
 
-def traced(request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(out, lse) through the op."""
-    out, lse, count = torch.ops.attn.context_forward(q, k, v, sinks, *plain(request))
+def run_traced(request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns (out, lse) of a call that torch.compile traces, through the ops."""
+    out, lse, count = torch.ops.attn.context_forward(q, k, v, sinks, *op_arguments(request))
     return out, lse if sinks is None else lone_sinks.in_lse(lse, sinks, count)

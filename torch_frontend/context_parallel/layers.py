@@ -1,6 +1,6 @@
-"""use_context_parallel: runs a model's attention layers on sequences that are spread over ranks.
+"""use_context_parallel: runs a model's attention layers on rows that are spread over ranks.
 
-Within the block ``torch_frontend.module.Attention`` and the registered attention of transformers run
+Inside the block, ``torch_frontend.module.Attention`` and the registered attention of transformers run
 ``context_parallel_attention``. ``torch_frontend.attention`` is not affected: its arguments are whole rows.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # layers import this module, and run where torch was built wi
 Tensor = torch.Tensor
 
 
-class Active(NamedTuple):
+class ActiveMesh(NamedTuple):
     """The arguments of a ``use_context_parallel`` block."""
 
     mesh: DeviceMesh
@@ -39,7 +39,7 @@ class Active(NamedTuple):
 
     @torch.compiler.disable
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        """``context_parallel_attention`` of shards ``[batch, shard, heads, dim]``."""
+        """Runs ``context_parallel_attention`` on shards ``[batch, shard, heads, dim]``."""
         from torch_frontend.context_parallel.attention import context_parallel_attention
 
         _, strategy, layout, length, info = self
@@ -47,19 +47,19 @@ class Active(NamedTuple):
             q, k, v, mesh=self.mesh, strategy=strategy, layout=layout, length=length, seq_info=info, **options
         )
 
-    def with_documents(self, info: SeqInfo | None) -> Active:
-        """The same with the documents of a call."""
+    def with_documents(self, info: SeqInfo | None) -> ActiveMesh:
+        """Returns the same arguments with the documents of a call."""
         if info is not None and self.seq_info is not None:
             raise SpecError("seq_info: expected it once, got one from the call and one from use_context_parallel")
         return self if info is None else self._replace(seq_info=info)
 
-    def shards(self, places: int) -> Layout:
-        """The layout of rows whose shards have so many places."""
-        from torch_frontend.context_parallel.shards import layout_of
+    def row_layout(self, places: int) -> Layout:
+        """Returns the layout of rows whose shards have so many places."""
+        from torch_frontend.context_parallel.mesh import row_layout
 
         documents = self.documents
         length = self.length if documents is None else documents[-1]
-        return layout_of(self.mesh, self.layout, places * self.mesh.size() if length is None else length, documents)
+        return row_layout(self.mesh, self.layout, places * self.mesh.size() if length is None else length, documents)
 
     @property
     def documents(self) -> tuple[int, ...] | None:
@@ -71,29 +71,29 @@ class Active(NamedTuple):
     @property
     def rank(self) -> int:
         """This rank's number in the layout."""
-        from torch_frontend.context_parallel.shards import rank_of
+        from torch_frontend.context_parallel.mesh import rank_of
 
         return rank_of(self.mesh)
 
-    def held(self, places: int) -> int:
-        """The number of this rank's places that hold a position."""
-        return min(places, self.shards(places).position_count(self.rank))
+    def position_count(self, places: int) -> int:
+        """Returns how many of this rank's places hold a position."""
+        return min(places, self.row_layout(places).position_count(self.rank))
 
     @torch.compiler.disable
-    def positions(self, shard: int, device: Any) -> Tensor:
-        """int32 ``[shard]``: the position (in its document) at each of this rank's places; 0 at places without one."""
-        return _positions(self.shards(shard), self.documents, self.rank, torch.device(device))
+    def position_ids(self, shard: int, device: Any) -> Tensor:
+        """Returns int32 ``[shard]``: the position (in its document) at each of this rank's places; 0 if none."""
+        return _position_ids(self.row_layout(shard), self.documents, self.rank, torch.device(device))
 
 
 @lru_cache(maxsize=16)
-def _positions(layout: Layout, documents: tuple[int, ...] | None, rank: int, device: torch.device) -> Tensor:
-    """Cached, because a copy from the host waits for the device."""
+def _position_ids(layout: Layout, documents: tuple[int, ...] | None, rank: int, device: torch.device) -> Tensor:
+    """Returns the positions on the device; cached, because a copy from the host waits for the device."""
     return torch.from_numpy(places.position_ids(layout, documents)[rank]).to(device)
 
 
-_active: ContextVar[Active | None] = ContextVar("attn_core_context_parallel", default=None)
+_active: ContextVar[ActiveMesh | None] = ContextVar("attn_core_context_parallel", default=None)
 _entered, _lock = 0, Lock()
-_ran_under: WeakKeyDictionary[torch.nn.Module, Active | None] = WeakKeyDictionary()
+_ran_under: WeakKeyDictionary[torch.nn.Module, ActiveMesh | None] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -105,20 +105,20 @@ def use_context_parallel(
     length: int | None = None,
     seq_info: Any = None,
 ) -> Iterator[None]:
-    """Runs the attention layers of the block on rows whose positions are spread over the ranks of ``mesh``.
+    """Runs the attention layers inside the block on rows whose positions are spread over the ranks of ``mesh``.
 
     Every rank runs the model on its shards of everything that has positions: token ids, labels, and position ids
     (``shard_sequence(torch.arange(length)[None], mesh)``), because a model would count positions from 0 on every rank.
-    The loss must be this rank's share of the sum over all tokens, without places that hold no position. Sum its
-    gradients over the mesh. Layers that are recomputed for a backward (activation checkpointing) run as in their
-    forward, wherever the backward runs. Blocks nest, and the innermost counts. Safe with threads and asyncio tasks.
+    The loss must be this rank's share of the sum over all tokens, without places that hold no position. Sum the
+    gradients of weights over the mesh. Layers that a backward recomputes (activation checkpointing) run as in their
+    forward. Blocks nest, and the innermost block applies. Safe with threads and asyncio tasks.
 
-    Under torch.compile a block breaks the graph at every attention layer, and ``fullgraph=True`` raises; there,
-    ``context_parallel_attention`` itself compiles whole.
+    Under torch.compile, a block breaks the graph at every attention layer, and ``fullgraph=True`` raises an error. A
+    direct call of ``context_parallel_attention`` compiles as one graph.
 
     Args:
         mesh, strategy, layout: as in ``context_parallel_attention``.
-        length: positions of the whole row; ranks times shard when None.
+        length: the number of positions of the whole row; None for ranks times shard.
         seq_info: the whole row's packed documents. Shards then have a batch of 1.
 
     Raises:
@@ -127,10 +127,10 @@ def use_context_parallel(
     global _entered
     if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
         raise SpecError(f"length={length!r}: expected the positions of the whole row, an int")
-    block = Active(mesh, strategy, layout, length, SeqInfo.coerce(seq_info))
+    block = ActiveMesh(mesh, strategy, layout, length, SeqInfo.coerce(seq_info))
     if block.documents is not None:
         row_lengths(length, block.documents, (0, 0), 1)
-    block.shards(1)  # raises for an unknown layout or mesh here instead of in the first layer
+    block.row_layout(1)  # raises for an unknown layout or mesh here instead of in the first layer
     token = _active.set(block)
     with _lock:
         _entered += 1
@@ -142,17 +142,20 @@ def use_context_parallel(
             _entered -= 1
 
 
-def active() -> Active | None:
-    """The innermost ``use_context_parallel`` around the caller, or None. A plain thread starts without one."""
+def active_mesh() -> ActiveMesh | None:
+    """Returns the innermost ``use_context_parallel`` around the caller, or None. A plain thread starts without one."""
     if torch.compiler.is_compiling() and not _entered:  # Dynamo cannot trace a contextvar
         return None
     return _active.get()
 
 
-def active_for(module: Any) -> Active | None:
-    """The block that a layer runs under. A backward that recomputes a layer may run in another thread or after the
-    block; it uses the block of the layer's forward."""
-    block = active()
+def active_for(module: Any) -> ActiveMesh | None:
+    """Returns the block that a layer runs under.
+
+    A backward that recomputes a layer may run in another thread or after the block. It uses the block of the layer's
+    forward.
+    """
+    block = active_mesh()
     if torch.compiler.is_compiling() or not isinstance(module, torch.nn.Module):
         return block
     if block is None and torch._C._current_graph_task_id() != -1:
