@@ -172,6 +172,7 @@ def _serves(target: Target, provider: AttentionProvider, name: str, training: bo
     if not forward.runs_on(target.device) or (training and backward is None):
         return False
     halves = [half for half in (forward, backward if training else None) if half is not None]
-    if not uses_mask or provider == SAGE_VARLEN:  # runs row by row, each row on the keys that its mask leaves
+    row_by_row = provider == SAGE_VARLEN and target.framework == "torch"  # each row on the keys that its mask leaves
+    if not uses_mask or row_by_row:
         return True
     return all(half.packed if provider == FLASH_VARLEN else half.mask for half in halves)

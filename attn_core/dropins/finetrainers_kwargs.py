@@ -12,7 +12,7 @@ from attn_core.dropins.keyword_bags import Option, distances
 from attn_core.errors import SpecError
 
 
-class Words(NamedTuple):
+class HostOptions(NamedTuple):
     """The options of ``attention_kwargs`` in our terms. documents: from the ``cu_seqlens`` and ``max_seqlen`` keys."""
 
     window: tuple[int | None, int | None] | None = None
@@ -22,8 +22,13 @@ class Words(NamedTuple):
     return_lse: bool = False
     documents: SeqInfo | None = None
 
+    @property
+    def anchored(self) -> bool:
+        """Whether an option counts distances from the last key, as flash-attn does."""
+        return self.window is not None or self.alibi_slopes is not None
 
-_NOTHING = Words()
+
+_NOTHING = HostOptions()
 _OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 _OPTIONS = ("window_size", "softcap", "alibi_slopes", "deterministic", "return_lse", *_OFFSETS)
 _CUDA_8BIT = ("_sage_qk_int8_pv_fp8_cuda", "_sage_qk_int8_pv_fp8_cuda_sm90")
@@ -42,7 +47,7 @@ _ONLY: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
 """(key, the only value that our kernels support, the providers that have the key)."""
 
 
-def interpret(provider: AttentionProvider, kwargs: Mapping[str, Any] | None) -> Words:
+def interpret(provider: AttentionProvider, kwargs: Mapping[str, Any] | None) -> HostOptions:
     """Translates ``attention_kwargs``. Every provider takes every option; its kernel may still refuse one.
 
     ``softcap=0`` and ``window_size=(-1, -1)`` are flash-attn's "none".
@@ -59,7 +64,7 @@ def interpret(provider: AttentionProvider, kwargs: Mapping[str, Any] | None) -> 
         if key not in _OPTIONS:
             _check_fixed(provider, key, value)
     softcap = stated.get("softcap")
-    return Words(
+    return HostOptions(
         window=distances(Option("window", stated.get("window_size"), "attention_kwargs['window_size']")),
         softcap=None if isinstance(softcap, (int, float)) and softcap == 0 else softcap,
         alibi_slopes=stated.get("alibi_slopes"),

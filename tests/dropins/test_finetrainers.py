@@ -851,6 +851,8 @@ def test_the_hosts_table_on_a_machine_with_everything() -> None:
     without = tuple((name, "not installed") for name in ("flash2", "flash3", "flash4", "xformers", "sage"))
     assert listed("sm90", True, True, without) >= {"flash_varlen", "native"}
     assert {"xformers", "sage", "sage_varlen"}.isdisjoint(listed("sm90", False, False, without))
+    in_jax = finetrainers.providers_on(Target("jax", "sm90"), training=False, uses_mask=True)
+    assert "flash_varlen" in in_jax and "sage_varlen" not in in_jax
 
 
 # Compiled

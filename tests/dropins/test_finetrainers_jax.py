@@ -133,19 +133,19 @@ def test_gradients_equal_those_of_torch() -> None:
         np.testing.assert_allclose(one, leaf.grad, atol=1e-4, rtol=1e-4)
 
 
-def test_a_kernel_without_documents_runs_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As sage_varlen runs; here on a kernel that the CPU has."""
+def test_sage_varlen_gives_masks_and_documents_to_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here to a kernel that the CPU has, and that takes both."""
     kernels = {**finetrainers.KERNELS, AttentionProvider.SAGE_VARLEN: ("math",)}
-    for module in ("attn_core.dropins.finetrainers", "jax_frontend.finetrainers.call"):
+    for module in ("attn_core.dropins.finetrainers", "jax_frontend.finetrainers"):
         monkeypatch.setattr(importlib.import_module(module), "KERNELS", kernels)
     left, rows = np.arange(7) >= np.array([[2], [0]]), np.array([0, 7, 14], np.int32)
     documents = {"cu_seqlens_q": rows, "cu_seqlens_k": rows, "max_seqlen_q": 7, "max_seqlen_k": 7}
-    for arguments in ({"attn_mask": left, "is_causal": True}, {**documents, "is_causal": True}):
-        one_by_one, packed = (
+    for arguments in ({"attn_mask": left, "is_causal": True}, {"attn_mask": left}, {**documents, "is_causal": True}):
+        found, packed = (
             dispatched(JAX, word, numbers(7, 7), {**arguments, "return_lse": True})
             for word in ("sage_varlen", "flash_varlen")
         )
-        same(one_by_one, packed)
+        same(found, packed)
     wrong = {**DOCUMENTS, "cu_seqlens_q": CU + (CU == 14), "cu_seqlens_k": CU + (CU == 14)}
     with pytest.raises(SpecError, match="cu_seqlens_q: expected to end at the token count 14 or before it, got 15"):
         dispatched(JAX, "sage_varlen", numbers(7, 7), wrong)

@@ -3,43 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from attn_core.call.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.dropins.finetrainers import FLASH_VARLEN, KERNELS, SAGE_VARLEN, VARLEN, AttentionProvider
-from attn_core.dropins.finetrainers_kwargs import Words, interpret
+from attn_core.dropins.finetrainers_call import (
+    DispatchCall,
+    check_alignment,
+    check_arrays,
+    check_heads,
+    check_unmasked,
+    cut_keys,
+    key_mask,
+    with_positive_scale,
+)
+from attn_core.dropins.finetrainers_kwargs import HostOptions, interpret
 from attn_core.dropins.key_masks import kept_documents, offset_documents
-from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.selection import override
 from torch_frontend.attention import attention
 from torch_frontend.dispatch.autocast import autocast_dtype, in_autocast
 from torch_frontend.dispatch.plan import check_tensor, smaller
 from torch_frontend.finetrainers.key_masks import attend_documents, attend_to_kept_keys
-from torch_frontend.finetrainers.masks import key_mask, mask_tensor
+from torch_frontend.finetrainers.masks import mask_tensor, without_copies
 
 Tensor = torch.Tensor
 Results = tuple[Tensor, Tensor | None]
 """The output and, if requested, the log-sum-exp."""
 
 
-class DispatchCall(NamedTuple):
-    """The arguments that torch's own function also has."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    attn_mask: Any
-    dropout_p: float
-    is_causal: bool
-    scale: float | None
-    enable_gqa: bool
-
-
 def run_on_provider(provider: AttentionProvider, call: DispatchCall, kwargs: dict[str, Any] | None) -> Any:
     """Runs a call on a provider's kernel, or raises with every reason against it."""
-    _check_together(call)
+    for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
+        check_tensor(name, tensor)
+    check_arrays(call, any_dtypes=autocast_dtype(call.query.device) is not None)
     check_heads(call)
     options = interpret(provider, kwargs)
     call = normalise(call._replace(attn_mask=mask_tensor(provider, call.query, call.key, call.attn_mask)))
@@ -53,21 +51,16 @@ def run_on_provider(provider: AttentionProvider, call: DispatchCall, kwargs: dic
     return results if options.return_lse else results[0]
 
 
-def run_dense(call: DispatchCall, options: Words, backend: tuple[str, ...] | None) -> Results:
+def run_dense(call: DispatchCall, options: HostOptions, backend: tuple[str, ...] | None) -> Results:
     """Runs rows without documents: ``[batch, heads, q_len, value_dim]``, or fewer axes as in query."""
     query, key, value, mask, dropout, causal, scale, _ = call
-    anchored = options.window is not None or options.alibi_slopes is not None
     q_len, kv_len = query.shape[-2], key.shape[-2]
     if causal and torch.compiler.is_compiling():  # no comparison of symbols; attention_kwargs are not compiled
-        key, value, mask = _cut_keys(smaller(q_len, kv_len), key, value, mask)
+        key, value, mask = cut_keys(smaller(q_len, kv_len), key, value, mask)
     elif causal and q_len != kv_len:
-        if anchored:
-            raise SpecError(
-                f"is_causal with window_size or alibi_slopes, q_len {q_len} and kv_len {kv_len}: expected equal "
-                "lengths; is_causal counts from the first key, flash-attn's window_size and alibi_slopes from the last"
-            )
+        check_alignment(options, q_len, kv_len)
         if kv_len > q_len:
-            key, value, mask = _cut_keys(q_len, key, value, mask)
+            key, value, mask = cut_keys(q_len, key, value, mask)
     missing = 4 - query.dim()
     if missing:  # axes of 1 in front
         query, key, value = (tensor[(None,) * missing] for tensor in (query, key, value))
@@ -77,7 +70,7 @@ def run_dense(call: DispatchCall, options: Words, backend: tuple[str, ...] | Non
         key.transpose(1, 2),
         value.transpose(1, 2),
         causal=causal,
-        alignment="bottom_right" if anchored else "top_left",
+        alignment="bottom_right" if options.anchored else "top_left",
         window=options.window,
         softcap=options.softcap,
         scale=scale,
@@ -94,23 +87,12 @@ def run_dense(call: DispatchCall, options: Words, backend: tuple[str, ...] | Non
     return out[(0,) * missing] if missing else out, lse
 
 
-def _cut_keys(length: int, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cuts off the keys that no query of a causal call sees, so that both alignments of the kernels agree."""
-    if mask is not None and mask.dim() and mask.shape[-1] == key.shape[-2]:
-        mask = mask[..., :length]
-    return key[..., :length, :], value[..., :length, :], mask
-
-
 def _run_key_mask(
-    provider: AttentionProvider, call: DispatchCall, options: Words, names: tuple[str, ...] | None
+    provider: AttentionProvider, call: DispatchCall, options: HostOptions, names: tuple[str, ...] | None
 ) -> Results:
     """Runs a varlen provider's mask of keys: packs the visible keys of each row."""
-    if options.window is not None or options.alibi_slopes is not None:
-        raise SpecError(
-            f"attn_mask with window_size or alibi_slopes: provider {provider.value} packs the visible keys, "
-            "which changes the distances between them; use another provider"
-        )
-    keep = key_mask(provider, call.key, call.attn_mask)
+    keep = key_mask(provider, call, options, without_copies(call.attn_mask))
+    keep = keep.expand(call.key.shape[0], call.key.shape[2])  # [batch, kv_len]
     q, k, v = (tensor.transpose(1, 2) for tensor in call[:3])  # [batch, len, heads, head_dim]
     attend = _attention_with(call, options, names)
     if provider is FLASH_VARLEN and not call.is_causal:
@@ -122,11 +104,10 @@ def _run_key_mask(
 
 
 def _run_documents(
-    provider: AttentionProvider, call: DispatchCall, options: Words, info: SeqInfo, names: tuple[str, ...] | None
+    provider: AttentionProvider, call: DispatchCall, options: HostOptions, info: SeqInfo, names: tuple[str, ...] | None
 ) -> Results:
     """Runs packed documents of the rows laid end to end; causal and windows align at each document's last key."""
-    if call.attn_mask is not None:
-        raise SpecError("attn_mask with cu_seqlens_q and cu_seqlens_k: both define what is visible; pass one")
+    check_unmasked(call)
     for side, offsets_of_side in (("q", info.cu_seqlens_q), ("k", info.cu_seqlens_k)):
         check_tensor(f"attention_kwargs['cu_seqlens_{side}']", offsets_of_side)
     q, k, v = (tensor.transpose(1, 2) for tensor in call[:3])  # [batch, len, heads, head_dim]
@@ -143,7 +124,7 @@ def _run_documents(
     return _split_rows(attend_documents(attend, *rows, documents, packed=False), q)
 
 
-def _attention_with(call: DispatchCall, options: Words, names: tuple[str, ...] | None) -> Callable[..., Results]:
+def _attention_with(call: DispatchCall, options: HostOptions, names: tuple[str, ...] | None) -> Callable[..., Results]:
     """Returns ``attention`` with the call's options: (q, k, v, causal=, seq_info=) -> (out, lse or None)."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, seq_info: SeqInfo | None) -> Results:
@@ -183,36 +164,6 @@ def normalise(call: DispatchCall) -> DispatchCall:
 
     Under autocast, torch's own function casts every floating tensor except float64, and so does this.
     """
-    if isinstance(call.scale, (int, float)) and call.scale <= 0:
-        call = call._replace(query=call.query * (-1 if call.scale else 0), scale=-call.scale or 1.0)
+    call = with_positive_scale(call)
     query, key, value, mask = in_autocast(*call[:4])
     return call._replace(query=query, key=key, value=value, attn_mask=mask)
-
-
-def check_heads(call: DispatchCall) -> None:
-    """Raises SpecError for grouped heads without ``enable_gqa``; a single kv head broadcasts to all heads."""
-    if call.enable_gqa or call.query.dim() < 3:
-        return
-    heads, kv_heads = call.query.shape[-3], call.key.shape[-3]
-    if kv_heads not in (1, heads):
-        raise SpecError(
-            f"enable_gqa={call.enable_gqa} with {heads} heads of query and {kv_heads} of key: pass enable_gqa=True"
-        )
-
-
-def _check_together(call: DispatchCall) -> None:
-    """Checks query, key and value against each other; errors name them as the host does."""
-    query, key, value = call[:3]
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        check_tensor(name, tensor)
-        if tensor.dim() != 4:
-            raise ShapeError(f"{name}: expected [batch, heads, len, head_dim], got {list(tensor.shape)}")
-        if tensor.shape[0] != query.shape[0]:
-            raise ShapeError(f"{name}: expected the batch of query ({query.shape[0]}), got {tensor.shape[0]}")
-        if tensor.dtype != query.dtype and autocast_dtype(query.device) is None:
-            raise DTypeError(f"{name}: expected the dtype of query ({query.dtype}), got {tensor.dtype}; cast it")
-    if key.shape[3] != query.shape[3]:
-        raise ShapeError(f"key: expected the head_dim of query ({query.shape[3]}), got {key.shape[3]}")
-    if value.shape[1:3] != key.shape[1:3]:
-        expected, got = list(key.shape[1:3]), list(value.shape[1:3])
-        raise ShapeError(f"value: expected the heads and length of key {expected}, got {got}")

@@ -17,13 +17,14 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 from attn_core.call.options import flag
 from attn_core.dropins import finetrainers
 from attn_core.dropins.finetrainers import KERNELS, NATIVE, AttentionProvider
-from attn_core.dropins.finetrainers_kwargs import Words
+from attn_core.dropins.finetrainers_call import DispatchCall, check_heads
+from attn_core.dropins.finetrainers_kwargs import HostOptions
 from attn_core.errors import SpecError
 from attn_core.selection import NoBackendError, Target, override
 from torch_frontend.attention import attention
 from torch_frontend.backends import here
 from torch_frontend.dispatch.plain import PLAIN, are_jit_traces_active, as_causal, is_foreign, is_plain, torch_attention
-from torch_frontend.finetrainers.call import DispatchCall, check_heads, normalise, run_dense, run_on_provider
+from torch_frontend.finetrainers.call import normalise, run_dense, run_on_provider
 
 __all__ = ["AttentionProvider", "attention_dispatch", "attention_provider", "list_providers"]
 
@@ -195,7 +196,7 @@ def _run_as_torch(call: DispatchCall) -> Tensor:
     return torch_attention(*call[:6], scale=call.scale, enable_gqa=call.enable_gqa)  # type: ignore[no-any-return]
 
 
-_DEFAULTS = Words()
+_DEFAULTS = HostOptions()
 
 
 def _is_ours(call: DispatchCall) -> bool:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from attn_core.dropins.finetrainers import VARLEN, AttentionProvider, two_axes
-from attn_core.errors import DTypeError, ShapeError
+from attn_core.dropins.finetrainers import AttentionProvider
+from attn_core.dropins.finetrainers_call import with_mask_axes
+from attn_core.errors import ShapeError
 from torch_frontend.dispatch.plan import check_tensor
 
 Tensor = torch.Tensor
@@ -24,15 +25,7 @@ def mask_tensor(provider: AttentionProvider, query: Tensor, key: Tensor, mask: A
     if type(mask).__name__ == "BlockMask" and provider is AttentionProvider.FLEX:
         return _dense_block_mask(mask, query, key)
     check_tensor("attn_mask", mask)
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise DTypeError(
-            f"attn_mask: expected bool (True = visible) or a float to be added, got {mask.dtype}; a 0/1 mask becomes "
-            "bool by attn_mask != 0"
-        )
-    if mask.dim() == 2 and provider not in VARLEN:
-        kind = two_axes(provider, tuple(mask.shape), query.shape[0], query.shape[2], key.shape[2])
-        return mask[:, None, None, :] if kind == "keys" else mask
-    return mask
+    return with_mask_axes(provider, query, key, mask)  # type: ignore[no-any-return]
 
 
 def _dense_block_mask(mask: Any, query: Tensor, key: Tensor) -> Tensor:
@@ -49,29 +42,9 @@ def _dense_block_mask(mask: Any, query: Tensor, key: Tensor) -> Tensor:
     return create_mask(mask.mask_mod, mask_batch, mask_heads, q_len, kv_len, device=query.device)
 
 
-def key_mask(provider: AttentionProvider, key: Tensor, mask: Tensor) -> Tensor:
-    """Returns a varlen provider's mask as bool ``[batch, kv_len]``, True for visible keys.
-
-    Raises:
-        DTypeError, ShapeError: for an additive mask, or one that differs among queries or heads.
-    """
-    batch, _, kv_len, _ = key.shape
-    shape, expected = list(mask.shape), f"[batch, kv_len] = [{batch}, {kv_len}], or [batch, 1, 1, kv_len]"
-    if mask.dtype != torch.bool:
-        raise DTypeError(
-            f"attn_mask: provider {provider.value} takes bool masks of keys {expected}, got {mask.dtype} {shape}; "
-            "for an additive mask use another provider"
-        )
-    keep = mask
+def without_copies(mask: Tensor) -> Tensor:
+    """Returns the mask with one entry for all heads, and one for all queries, if that axis was expanded."""
     if mask.dim() == 4:
-        for axis in (1, 2):  # an expanded axis is equal for every head or query
-            keep = keep.narrow(axis, 0, 1) if keep.shape[axis] > 1 and keep.stride(axis) == 0 else keep
-        keep = keep.squeeze((1, 2))  # [batch, 1, 1, kv_len] -> [batch, kv_len]
-    elif mask.dim() == 1:
-        keep = mask[None]
-    if keep.dim() != 2 or keep.shape[0] not in (1, batch) or keep.shape[1] not in (1, kv_len):
-        raise ShapeError(
-            f"attn_mask: provider {provider.value} takes masks of keys {expected}, got {shape}; for a mask that "
-            "differs among queries or heads use another provider"
-        )
-    return keep.expand(batch, kv_len)
+        for axis in (1, 2):
+            mask = mask.narrow(axis, 0, 1) if mask.shape[axis] > 1 and mask.stride(axis) == 0 else mask
+    return mask

@@ -1,0 +1,145 @@
+"""A call of Finetrainers' ``attention_dispatch`` and its checks and rewrites that need no framework.
+
+Arrays are torch tensors or JAX arrays: everything here uses only their shapes, their dtypes, indexing and products.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from attn_core.dropins.finetrainers import VARLEN, AttentionProvider, two_axes
+from attn_core.dropins.finetrainers_kwargs import HostOptions
+from attn_core.errors import DTypeError, ShapeError, SpecError
+
+
+class DispatchCall(NamedTuple):
+    """The arguments that torch's own function also has."""
+
+    query: Any
+    key: Any
+    value: Any
+    attn_mask: Any
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+
+
+def check_arrays(call: DispatchCall, ranks: tuple[int, ...] = (4,), *, any_dtypes: bool = False) -> None:
+    """Checks query, key and value against each other; errors name them as the host does.
+
+    Args:
+        ranks: the numbers of axes that the arrays may have.
+        any_dtypes: whether their dtypes may differ, because autocast makes them equal.
+
+    Raises:
+        ShapeError, DTypeError: naming the array and what was expected.
+    """
+    query, key, value = call[:3]
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        if array.ndim not in ranks or array.ndim != query.ndim:
+            raise ShapeError(f"{name}: expected [batch, heads, len, head_dim], got {list(array.shape)}")
+        if array.shape[:-3] != query.shape[:-3]:
+            raise ShapeError(f"{name}: expected the batch of query ({query.shape[0]}), got {array.shape[0]}")
+        if array.dtype != query.dtype and not any_dtypes:
+            raise DTypeError(f"{name}: expected the dtype of query ({query.dtype}), got {array.dtype}; cast it")
+    if key.shape[-1] != query.shape[-1]:
+        raise ShapeError(f"key: expected the head_dim of query ({query.shape[-1]}), got {key.shape[-1]}")
+    if value.shape[:-1] != key.shape[:-1]:
+        expected, got = list(key.shape[-3:-1]), list(value.shape[-3:-1])
+        raise ShapeError(f"value: expected the heads and length of key {expected}, got {got}")
+
+
+def check_heads(call: DispatchCall) -> None:
+    """Raises SpecError for grouped heads without ``enable_gqa``; a single kv head broadcasts to all heads."""
+    if call.enable_gqa or call.query.ndim < 3:
+        return
+    heads, kv_heads = call.query.shape[-3], call.key.shape[-3]
+    if kv_heads not in (1, heads):
+        raise SpecError(
+            f"enable_gqa={call.enable_gqa} with {heads} heads of query and {kv_heads} of key: pass enable_gqa=True"
+        )
+
+
+def with_positive_scale(call: DispatchCall) -> DispatchCall:
+    """Returns an equivalent call with a scale above 0, as ``attention`` requires: the query takes the sign."""
+    if isinstance(call.scale, (int, float)) and call.scale <= 0:
+        return call._replace(query=call.query * (-1 if call.scale else 0), scale=-call.scale or 1.0)
+    return call
+
+
+def check_alignment(options: HostOptions, q_len: int, kv_len: int) -> None:
+    """Raises SpecError if a causal call of unequal lengths has options that count from the last key."""
+    if options.anchored:
+        raise SpecError(
+            f"is_causal with window_size or alibi_slopes, q_len {q_len} and kv_len {kv_len}: expected equal "
+            "lengths; is_causal counts from the first key, flash-attn's window_size and alibi_slopes from the last"
+        )
+
+
+def cut_keys(length: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any, Any]:
+    """Cuts off the keys that no query of a causal call sees, so that both alignments of the kernels agree."""
+    if mask is not None and mask.ndim and mask.shape[-1] == key.shape[-2]:
+        mask = mask[..., :length]
+    return key[..., :length, :], value[..., :length, :], mask
+
+
+def with_mask_axes(provider: AttentionProvider, query: Any, key: Any, mask: Any) -> Any:
+    """Returns the mask; one of two axes that masks keys gets four, unless the provider is a varlen one.
+
+    Raises:
+        DTypeError, ShapeError: for a mask of integers, or one whose two axes are ambiguous.
+    """
+    kind = _dtype(mask)
+    if kind != "bool" and "float" not in kind:
+        raise DTypeError(
+            f"attn_mask: expected bool (True = visible) or a float to be added, got {mask.dtype}; a 0/1 mask becomes "
+            "bool by attn_mask != 0"
+        )
+    if mask.ndim == 2 and query.ndim == 4 and provider not in VARLEN:
+        axes = two_axes(provider, tuple(mask.shape), query.shape[0], query.shape[2], key.shape[2])
+        return mask[:, None, None, :] if axes == "keys" else mask
+    return mask
+
+
+def key_mask(provider: AttentionProvider, call: DispatchCall, options: HostOptions, mask: Any) -> Any:
+    """Returns a varlen provider's mask as bool ``[batch or 1, kv_len or 1]``, True for visible keys.
+
+    Args:
+        mask: the call's mask, with one entry for an axis that was expanded.
+
+    Raises:
+        SpecError, DTypeError, ShapeError: for options that count distances between keys, an additive mask, or a mask
+            that differs among queries or heads.
+    """
+    if options.anchored:
+        raise SpecError(
+            f"attn_mask with window_size or alibi_slopes: provider {provider.value} packs the visible keys, "
+            "which changes the distances between them; use another provider"
+        )
+    batch, _, kv_len, _ = call.key.shape
+    shape, expected = list(call.attn_mask.shape), f"[batch, kv_len] = [{batch}, {kv_len}], or [batch, 1, 1, kv_len]"
+    if _dtype(mask) != "bool":
+        raise DTypeError(
+            f"attn_mask: provider {provider.value} takes bool masks of keys {expected}, got {mask.dtype} {shape}; "
+            "for an additive mask use another provider"
+        )
+    keep = mask[None] if mask.ndim == 1 else mask
+    if keep.ndim == 4 and tuple(keep.shape[1:3]) == (1, 1):
+        keep = keep[:, 0, 0]
+    if keep.ndim != 2 or keep.shape[0] not in (1, batch) or keep.shape[1] not in (1, kv_len):
+        raise ShapeError(
+            f"attn_mask: provider {provider.value} takes masks of keys {expected}, got {shape}; for a mask that "
+            "differs among queries or heads use another provider"
+        )
+    return keep
+
+
+def check_unmasked(call: DispatchCall) -> None:
+    """Raises SpecError for a mask beside packed documents."""
+    if call.attn_mask is not None:
+        raise SpecError("attn_mask with cu_seqlens_q and cu_seqlens_k: both define what is visible; pass one")
+
+
+def _dtype(array: Any) -> str:
+    return str(array.dtype).removeprefix("torch.")

@@ -1,0 +1,234 @@
+"""Finetrainers' ``attention_dispatch`` for JAX arrays, and its provider words (see attn_core.dropins.finetrainers)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core.call.options import flag
+from attn_core.call.seq_info import SeqInfo
+from attn_core.dropins import finetrainers
+from attn_core.dropins.finetrainers import FLASH_VARLEN, KERNELS, NATIVE, VARLEN, AttentionProvider
+from attn_core.dropins.finetrainers_call import (
+    DispatchCall,
+    check_alignment,
+    check_arrays,
+    check_heads,
+    check_unmasked,
+    cut_keys,
+    key_mask,
+    with_mask_axes,
+    with_positive_scale,
+)
+from attn_core.dropins.finetrainers_kwargs import HostOptions, interpret
+from attn_core.selection import Target, override
+from jax_frontend.attention import attention
+from jax_frontend.backends import here
+from jax_frontend.dispatch.plan import check_array
+from jax_frontend.override import inside_a_task, use_backend
+
+__all__ = ["AttentionProvider", "attention_dispatch", "attention_provider", "list_providers"]
+
+Array = jax.Array
+Results = tuple[Array, Array | None]
+"""The output and, if requested, the log-sum-exp."""
+Attend = Callable[..., Results]
+"""``attention`` with the options of a call: (q, k, v, causal=, ...) -> Results."""
+
+_traced_under = jax.make_user_context(default_value=None)
+
+
+@contextmanager
+def attention_provider(
+    provider: AttentionProvider | str = NATIVE,
+    *,
+    mesh: None = None,
+    convert_to_fp32: bool = True,
+    rotate_method: str = "allgather",
+) -> Iterator[AttentionProvider]:
+    """Runs every attention call of the block on a provider's kernel, like ``use_backend`` with its backends.
+
+    It applies to ``attention_dispatch``, and to our own calls with their own arguments and meaning: ``attention``,
+    ``dot_product_attention``, ``attention_fn`` and the layers. As with ``use_backend``, functions that ``jax.jit``
+    compiled under another provider are traced again, but not inside an asyncio task.
+
+    Args:
+        provider: a name or a member of ``AttentionProvider``. native is automatic choice; any other runs or raises.
+        mesh: must be None; ``convert_to_fp32`` and ``rotate_method`` are options of the host's context parallelism,
+            which is not supported.
+
+    Raises:
+        SpecError: for an unknown provider, or a mesh.
+    """
+    with (
+        finetrainers.provided(provider, mesh, use_backend) as chosen,
+        nullcontext() if inside_a_task() else _traced_under(chosen.value),
+    ):
+        yield chosen
+
+
+def list_providers(*, training: bool = False, uses_mask: bool = False) -> list[AttentionProvider]:
+    """Returns the providers that have a kernel on JAX's default device, according to what its backends support.
+
+    Args:
+        training: whether the kernel must have a backward.
+        uses_mask: whether the kernel must support a mask: of scores, or of keys on the varlen providers.
+    """
+    return list(finetrainers.providers_on(Target.here("jax", here()), training=training, uses_mask=uses_mask))
+
+
+def attention_dispatch(
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_mask: Array | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    attention_kwargs: dict[str, Any] | None = None,
+    *,
+    dropout_rng: Array | None = None,
+) -> Any:
+    """Computes attention on the active provider.
+
+    The arguments mean the same as in ``torch_frontend.finetrainers.attention_dispatch``. A call that no backend can run
+    is an error, because there is no other function to pass it to.
+
+    Args:
+        query: ``[batch, heads, q_len, head_dim]``.
+        key, value: ``[batch, kv_heads, kv_len, ...]``; fewer kv heads than heads need ``enable_gqa=True``. On native,
+            without ``attention_kwargs``, all three may lack the batch, or batch and heads.
+        attn_mask: bool, True = visible, or float, added; broadcastable to ``[batch, heads, q_len, kv_len]``. Two axes
+            are ``[q_len, kv_len]``; on the varlen providers a bool mask of keys ``[batch, kv_len]``; on flex and
+            xformers the shape decides between the two. On ``sage_varlen``, and with ``is_causal`` on ``flash_varlen``,
+            the kernel gets the mask of keys as a mask, which it takes or refuses.
+        is_causal: query i sees keys 0 to i, whatever the lengths.
+        attention_kwargs: the keywords of the torch function.
+        dropout_rng: the PRNG key that ``dropout_p`` needs in JAX.
+
+    Returns:
+        ``[batch, heads, q_len, value_dim]``; with ``return_lse`` also the log-sum-exp ``[batch, heads, q_len]``.
+
+    Raises:
+        SpecError and its subclasses: for arguments that are invalid, or invalid on this provider.
+        NoBackendError: if no backend, or not the provider's kernel, can run the call, with every reason.
+    """
+    flag("enable_gqa", enable_gqa)
+    provider = finetrainers.stated_provider() or finetrainers.default_provider()
+    for name, array in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
+        if array is not None or name != "attn_mask":
+            check_array(name, array)
+    call = DispatchCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    check_arrays(call, (2, 3, 4) if provider is NATIVE and not attention_kwargs else (4,))
+    check_heads(call)
+    options = interpret(provider, attention_kwargs)
+    if attn_mask is not None:
+        call = call._replace(attn_mask=with_mask_axes(provider, query, key, attn_mask))
+    call = with_positive_scale(call)
+    attend = _attention_with(call, options, override.requested() or KERNELS[provider] or None, dropout_rng)
+    if options.documents is not None:
+        results = _run_documents(call, options.documents, attend)
+    elif attn_mask is not None and provider in VARLEN:
+        results = _run_key_mask(provider, call, options, attend)
+    else:
+        results = _run_dense(call, options, attend)
+    return results if options.return_lse else results[0]
+
+
+def _attention_with(
+    call: DispatchCall, options: HostOptions, names: tuple[str, ...] | None, dropout_rng: Array | None
+) -> Attend:
+    """Returns ``attention`` with the options that every form of the call shares."""
+
+    def attend(q: Array, k: Array, v: Array, **form: Any) -> Results:
+        results = attention(
+            q,
+            k,
+            v,
+            **form,
+            window=options.window,
+            softcap=options.softcap,
+            scale=call.scale,
+            alibi_slopes=options.alibi_slopes,
+            dropout=call.dropout_p,
+            deterministic=options.deterministic,
+            backend=names,
+            return_lse=options.return_lse,
+            dropout_rng=dropout_rng,
+        )
+        return results if options.return_lse else (results, None)
+
+    return attend
+
+
+def _run_dense(call: DispatchCall, options: HostOptions, attend: Attend) -> Results:
+    """Runs rows without documents: ``[batch, heads, q_len, value_dim]``, or fewer axes as in query."""
+    query, key, value, mask = call[:4]
+    q_len, kv_len = query.shape[-2], key.shape[-2]
+    if call.is_causal and q_len != kv_len:
+        check_alignment(options, q_len, kv_len)
+        if kv_len > q_len:
+            key, value, mask = cut_keys(q_len, key, value, mask)
+    missing = 4 - query.ndim
+    if missing:  # axes of 1 in front
+        query, key, value = (array[(None,) * missing] for array in (query, key, value))
+    added = mask is not None and mask.dtype != jnp.bool_
+    out, lse = attend(
+        *(array.swapaxes(1, 2) for array in (query, key, value)),  # [batch, heads, len, ..] -> [batch, len, heads, ..]
+        causal=call.is_causal,
+        alignment="bottom_right" if options.anchored else "top_left",
+        mask=None if added else mask,
+        bias=mask if added else None,
+    )
+    out = out.swapaxes(1, 2)
+    return out[(0,) * missing] if missing else out, lse
+
+
+def _run_documents(call: DispatchCall, info: SeqInfo, attend: Attend) -> Results:
+    """Runs packed documents of the rows laid end to end; causal and windows align at each document's last key."""
+    check_unmasked(call)
+    for side, offsets in (("q", info.cu_seqlens_q), ("k", info.cu_seqlens_k)):
+        check_array(f"attention_kwargs['cu_seqlens_{side}']", offsets)
+    queries, keys = (jnp.asarray(offsets, jnp.int32) for offsets in (info.cu_seqlens_q, info.cu_seqlens_k))
+    info = SeqInfo(queries, keys, info.max_len_q, info.max_len_k)
+    rows = [array.swapaxes(1, 2) for array in call[:3]]  # [batch, len, heads, head_dim]
+    return _attend_end_to_end(attend, rows, causal=call.is_causal, seq_info=info)
+
+
+def _run_key_mask(provider: AttentionProvider, call: DispatchCall, options: HostOptions, attend: Attend) -> Results:
+    """Runs a varlen provider's mask of keys.
+
+    flash_varlen packs: a row's visible keys become a document with all of the row's queries, and its hidden keys a
+    document without queries. No size depends on the mask's values, so the mask may be traced. A causal call needs the
+    values to cut its documents, and sage has no documents: their kernels get the mask as a mask.
+    """
+    keep = key_mask(provider, call, options, call.attn_mask)
+    keep = jnp.broadcast_to(keep, (call.key.shape[0], call.key.shape[2]))  # [batch, kv_len]
+    if provider is not FLASH_VARLEN or call.is_causal:
+        return _run_dense(call._replace(attn_mask=keep[:, None, None, :]), options, attend)
+    q, k, v = (array.swapaxes(1, 2) for array in call[:3])  # [batch, len, heads, head_dim]
+    (batch, q_len), kv_len = q.shape[:2], k.shape[1]
+    visible_first = jnp.argsort(~keep, axis=1, stable=True)[:, :, None, None]  # [batch, kv_len, 1, 1]
+    visible = keep.sum(axis=1)
+    lengths_k = jnp.stack((visible, kv_len - visible), axis=1)  # [batch, 2]
+    ends_q = (np.arange(2 * batch + 1) + 1) // 2 * q_len
+    ends_k = jnp.concatenate((jnp.zeros(1, jnp.int32), jnp.cumsum(lengths_k.reshape(-1), dtype=jnp.int32)))
+    info = SeqInfo(jnp.asarray(ends_q, jnp.int32), ends_k, q_len, kv_len)
+    # A kernel's last tile may reach into the next document, where 0 * NaN of padding is NaN. So hidden keys become 0.
+    is_visible = jnp.take_along_axis(keep[:, :, None, None], visible_first, axis=1)
+    k, v = (jnp.where(is_visible, jnp.take_along_axis(array, visible_first, axis=1), 0) for array in (k, v))
+    return _attend_end_to_end(attend, [q, k, v], causal=False, seq_info=info)
+
+
+def _attend_end_to_end(attend: Attend, rows: list[Array], **form: Any) -> Results:
+    """Runs rows ``[batch, len, heads, head_dim]`` as one packed row; the results have the axes of a dense call."""
+    batch, q_len, heads = rows[0].shape[:3]
+    out, lse = attend(*(array.reshape(-1, *array.shape[2:]) for array in rows), **form)
+    out = out.reshape(batch, q_len, heads, -1).swapaxes(1, 2)
+    return out, None if lse is None else lse.reshape(heads, batch, q_len).swapaxes(0, 1)

@@ -1,5 +1,0 @@
-"""Finetrainers' ``attention_dispatch`` and ``attention_provider`` for JAX arrays."""
-
-from jax_frontend.finetrainers.dispatch import AttentionProvider, attention_dispatch, attention_provider, list_providers
-
-__all__ = ["AttentionProvider", "attention_dispatch", "attention_provider", "list_providers"]
