@@ -1,1 +1,1 @@
-"""Runnable examples of torch_frontend and jax_frontend; start them from the repository's root."""
+"""Runnable examples of torch_frontend and jax_frontend; run them from the root of the repository."""

@@ -1,4 +1,4 @@
-"""``python -m examples.training``: one small Gemma-2-like model, trained in torch and in Flax, losses compared."""
+"""``python -m examples.training`` trains one small Gemma-2-like model in torch and in Flax, and compares the losses."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ RESULTS, IMAGES, PAGE = ROOT / "benchmarks/results", ROOT / "docs/images", ROOT 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Trains and compares; returns 0 when torch and JAX agree and learned, else 1."""
+    """Trains and compares; returns 0 if torch and JAX agree and the loss fell, otherwise 1."""
     parser, console = _parser(), Console()
     given = parser.parse_args(arguments)
     if given.ranks and (given.attention or given.implementation or given.write):
-        parser.error("--ranks: expected without --attention, --implementation and --write")
+        parser.error("--ranks: cannot be combined with --attention, --implementation or --write")
     if given.render:
         render()
         return 0
@@ -51,13 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def stem(result: dict[str, Any]) -> str:
-    """The name of a result's files: the CPU's in float32 is "training", others say what they are."""
+    """Returns the name of a result's files: "training" for the CPU in float32, otherwise with device and dtype."""
     place = result["options"]["device"], result["options"]["dtype"]
     return "training" if place == ("cpu", "float32") else "-".join(("training", *place))
 
 
 def render() -> None:
-    """Writes docs/explanation/training.md and its pictures from the results that are there."""
+    """Writes docs/explanation/training.md and its plots from the stored results."""
     from examples.training.plot import draw
 
     results = stored()
@@ -67,20 +67,20 @@ def render() -> None:
 
 
 def stored() -> dict[str, dict[str, Any]]:
-    """The results in benchmarks/results by the stems of their files, the CPU's first."""
+    """Reads the results in benchmarks/results, by the stems of their files, the CPU's first."""
     paths = sorted(RESULTS.glob("training*.json"), key=lambda path: (len(path.stem), path.stem))
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
 
 def rendered(results: dict[str, dict[str, Any]]) -> str:
-    """The page."""
+    """Returns the page."""
     from examples.training.report import page
 
     return page(results)
 
 
 def _alone(attention: str, options: Any, stages: Stages, console: Console) -> int:
-    """The Flax model by itself, dense and without softcap on scores, with one attention or the other."""
+    """Trains only the Flax model, with dense rows and without softcap on scores, with the named attention."""
     from examples.training import data, report, weights
     from examples.training.config import GemmaConfig
     from examples.training.jax_nn import OURS, with_attention
@@ -99,13 +99,13 @@ def _alone(attention: str, options: Any, stages: Stages, console: Console) -> in
 
 
 def _over_ranks(given: argparse.Namespace, options: Any, stages: Stages, console: Console) -> int:
-    """Both frameworks over ranks, each beside itself on one."""
+    """Trains in both frameworks, each on one rank and over several, and compares."""
     from examples.training import ranks
     from examples.training.config import GemmaConfig
-    from examples.training.spread import FAULT, FIRST, ONE, RANKS, Asked, Spread
+    from examples.training.spread import FAULT, FIRST, ONE, RANKS, Spread, SpreadRun
 
-    asked = Asked(GemmaConfig(), options, Spread(given.ranks, given.strategy, given.layout))
-    found = ranks.compare(asked, stages)
+    run = SpreadRun(GemmaConfig(), options, Spread(given.ranks, given.strategy, given.layout))
+    found = ranks.compare(run, stages)
     if given.json:
         given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     names = {RANKS: f"{given.ranks} ranks", FAULT: f"{given.ranks}, wrong layout"}
@@ -121,12 +121,12 @@ def _over_ranks(given: argparse.Namespace, options: Any, stages: Stages, console
     for failure in failed:
         console.print(f"[bold red]FAILED[/] {escape(failure)}")
     if not failed:
-        console.print(f"[bold green]OK[/] over {given.ranks} ranks the losses of one, in torch and in JAX")
+        console.print(f"[bold green]OK[/] {given.ranks} ranks have the losses of one, in torch and in JAX")
     return 1 if failed else 0
 
 
 def _show(result: dict[str, Any], console: Console) -> list[str]:
-    """Prints what was found; returns what failed."""
+    """Prints the result; returns the failed checks."""
     from examples.training import report
     from examples.training.run import TORCH
 
@@ -158,24 +158,26 @@ def _positive(text: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m examples.training", description=__doc__)
-    parser.add_argument("--steps", type=_positive, default=200, metavar="N", help="how many (200)")
-    parser.add_argument("--length", type=_positive, default=1024, metavar="N", help="tokens of a step's row (1024)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
+    parser.add_argument("--steps", type=_positive, default=200, metavar="N", help="number of training steps (200)")
+    parser.add_argument("--length", type=_positive, default=1024, metavar="N", help="tokens in a step's row (1024)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (0)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of products and attention")
-    parser.add_argument("--backend", metavar="NAME", help="attention's backend; chosen for each call when left out")
-    parser.add_argument("--attention", choices=("ours", "jax.nn"), help="the Flax model alone, dense, with this one")
+    parser.add_argument("--backend", metavar="NAME", help="backend of attention; default: automatic choice")
+    parser.add_argument("--attention", choices=("ours", "jax.nn"), help="train only the Flax model, dense")
     parser.add_argument(
-        "--implementation", choices=("xla", "cudnn"), help="jax.nn's (xla; cudnn for bfloat16 on a GPU)"
+        "--implementation",
+        choices=("xla", "cudnn"),
+        help="of jax.nn (xla; cudnn for bfloat16 on a GPU)",
     )
-    parser.add_argument("--ranks", type=_positive, metavar="N", help="rows spread over so many, beside one rank")
-    parser.add_argument("--strategy", choices=("all_gather", "ring", "ulysses"), help="of --ranks (chosen)")
+    parser.add_argument("--ranks", type=_positive, metavar="N", help="spread rows over N ranks; compare with one")
+    parser.add_argument("--strategy", choices=("all_gather", "ring", "ulysses"), help="of --ranks; default: automatic")
     parser.add_argument("--layout", choices=("zigzag", "contiguous", "striped"), default="zigzag", help="of --ranks")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the numbers there")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the numbers to this file")
     parser.add_argument(
-        "--write", action="store_true", help="add control runs; write docs/explanation/training.md and its files"
+        "--write", action="store_true", help="also make control runs, and write docs/explanation/training.md"
     )
-    parser.add_argument("--render", action="store_true", help="only writes the page and its plots from stored results")
+    parser.add_argument("--render", action="store_true", help="only write the page and its plots from stored results")
     return parser
 
 

@@ -1,7 +1,7 @@
 """Real text as batches, in numpy: paragraphs of Python's own documentation, packed into rows of bytes.
 
-The text is what ``help()`` shows of the language reference (``pydoc_data.topics``), which comes with Python under its
-licence. Nothing is downloaded, and nothing of it is kept here. A token is a byte, or BEGIN.
+The text is the language reference that ``help()`` shows (``pydoc_data.topics``). It comes with Python under Python's
+licence; nothing is downloaded, and the repository contains no part of it. A token is a byte, or BEGIN.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from attn_core import SeqInfo
 BEGIN = 256
 """The token before a document's first byte."""
 SHORTEST = 64
-"""Bytes of the shortest paragraph that is used; it bounds how many documents a row can hold."""
+"""Bytes of the shortest paragraph that is used, which bounds the number of documents in a row."""
 
 
 class Batch(NamedTuple):
-    """What a step is given, numpy or a framework's arrays.
+    """The input of a step, as numpy arrays or a framework's arrays.
 
     Attributes:
         tokens: int32 ``[rows, length]``.
         targets: int32 ``[rows, length]``: the token that follows.
-        counted: float32 ``[rows, length]``: 0 where a document ends, for what follows is another document; else 1.
-        seq_info: where the documents of the one row are; None when each row is one document.
+        counted: float32 ``[rows, length]``: 0 at the last token of a document, which predicts no token; otherwise 1.
+        seq_info: the documents of the only row; None if each row is one document.
     """
 
     tokens: Any
@@ -40,20 +40,19 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Text:
-    """Paragraphs as tokens, uint16 arrays that begin with BEGIN; ``digest`` tells one Python release's text from
-    another's."""
+    """Paragraphs as tokens: uint16 arrays that begin with BEGIN. ``digest`` identifies the text of a Python release."""
 
     paragraphs: tuple[np.ndarray, ...]
     digest: str
 
     @property
     def size(self) -> int:
-        """Tokens in all."""
+        """The number of all tokens."""
         return sum(map(len, self.paragraphs))
 
 
 def python_documentation() -> Text:
-    """Every paragraph of the language reference with SHORTEST bytes or more, once, with single spaces."""
+    """Returns every paragraph of the language reference with SHORTEST bytes or more, without duplicates."""
     from pydoc_data.topics import topics
 
     found: dict[str, None] = {}
@@ -65,10 +64,10 @@ def python_documentation() -> Text:
 
 
 def packed_batches(text: Text, length: int, longest: int, seed: int) -> Iterator[Batch]:
-    """Endless batches of one row of ``length`` tokens: paragraphs, cut at ``longest`` tokens and at the row's end.
+    """Yields batches of one row of ``length`` tokens: paragraphs, cut at ``longest`` tokens and at the row's end.
 
-    Every batch has as many offsets as the fullest row could need, the spare ones naming empty documents, and the same
-    bound on their length: to XLA all batches have one shape.
+    All batches have the same shapes for XLA: the number of offsets that the fullest row could need, where unused
+    offsets describe empty documents, and the same bound on a document's length.
     """
     generator = np.random.default_rng(seed)
     order = _endless(text, generator)
@@ -87,7 +86,7 @@ def packed_batches(text: Text, length: int, longest: int, seed: int) -> Iterator
 
 
 def dense_batches(text: Text, rows: int, length: int, seed: int) -> Iterator[Batch]:
-    """Endless batches ``[rows, length]`` of running text, each row one document to the model."""
+    """Yields batches ``[rows, length]`` of running text; each row is one document to the model."""
     order = _endless(text, np.random.default_rng(seed))
     held = np.empty(0, np.uint16)
     while True:
@@ -98,14 +97,14 @@ def dense_batches(text: Text, rows: int, length: int, seed: int) -> Iterator[Bat
 
 
 def _batch(tokens: np.ndarray, ends: np.ndarray, seq_info: SeqInfo | None) -> Batch:
-    """tokens ``[rows, length]``; ends: the columns with which documents end, int ``[documents]``."""
+    """Returns a batch of tokens ``[rows, length]``; ends: the last columns of the documents, int ``[documents]``."""
     counted = np.ones(tokens.shape, np.float32)
     counted[:, ends] = 0.0
     return Batch(tokens, np.roll(tokens, -1, axis=1), counted, seq_info)
 
 
 def _endless(text: Text, generator: np.random.Generator) -> Iterator[np.ndarray]:
-    """All paragraphs in a random order, then in another, and so on."""
+    """Yields all paragraphs in a random order, then in another random order, and so on."""
     while True:
         for index in generator.permutation(len(text.paragraphs)):
             yield text.paragraphs[index]

@@ -15,7 +15,7 @@ from jax_frontend.flax.layer import Rotary
 from jax_frontend.nnx import Attention
 
 AttentionLayer = Callable[..., Any]
-"""What makes a layer's attention: ``jax_frontend.nnx.Attention``, or another class with its arguments."""
+"""The class of a layer's attention: ``jax_frontend.nnx.Attention``, or another class with its arguments."""
 
 
 class RMSNorm(nnx.Module):

@@ -1,7 +1,7 @@
-"""The Flax model with its attention swapped, for step times beside ``jax.nn.dot_product_attention``.
+"""The Flax model with ``jax.nn.dot_product_attention``, to compare step times.
 
-jax.nn has neither softcap nor packed documents, so that comparison is of another model: softcap off, and rows that are
-one document each, in both variants.
+jax.nn has neither softcap nor packed documents. So the comparison uses another model: in both variants, scores have no
+softcap, and each row is one document.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class JaxNNAttention(Attention):
         if self.softcap is not None:
             raise SpecError(f"softcap={self.softcap}: jax.nn.dot_product_attention has none")
         self.turn, self.implementation = rotary, implementation
-        # jax.nn counts inclusive distances, ours counts keys, the query's own among them
+        # jax.nn takes inclusive distances; our window counts keys, self included
         self.distances = None if window is None else (window - 1, 0)
 
     def __call__(self, x: jax.Array, *args: Any, seq_info: Any = None, **options: Any) -> jax.Array:
-        """x ``[rows, length, features]``, alone."""
+        """Attends within each row of x ``[rows, length, features]``."""
         if args or options or seq_info is not None:
-            raise SpecError("this layer takes x alone: jax.nn.dot_product_attention has no packed documents")
+            raise SpecError("this layer only takes x: jax.nn.dot_product_attention has no packed documents")
         q, k, v = self.query(x), self.key(x), self.value(x)
         q, k = (y.astype(v.dtype) for y in self.turn(q, k, token_positions(None, None, *q.shape[:2])))
         distances, implementation = self.distances, self.implementation
@@ -57,7 +57,7 @@ def with_attention(
     backend: str | None = None,
     **options: Any,
 ) -> JaxTrainer:
-    """A trainer for batches of ``data.dense_batches``, with one attention or the other and no softcap on scores.
+    """Returns a trainer for batches of ``data.dense_batches``, with the named attention and no softcap on scores.
 
     Args:
         name: "ours" or "jax.nn".

@@ -1,7 +1,7 @@
 """The training in JAX over the devices of one process: ``python -m examples.training.jax_ranks FOLDER``.
 
-It trains on one device first, and then on all, each with its shards of every row. On a CPU XLA is asked for as many
-devices as there are to be ranks, which must happen before it starts: hence a process of its own.
+The process first trains on one device, and then on all devices, each with its shards of every row. On a CPU, XLA must
+be told the number of devices before it starts, so this runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from jax.sharding import PartitionSpec as P
 
 from examples.training.data import Batch
 from examples.training.jax_side import JaxTrainer
-from examples.training.spread import AXIS, Asked, Spread, compared
+from examples.training.spread import AXIS, Spread, SpreadRun, compared
 from jax_frontend import explain_context_parallel, shard_sequence
 from jax_frontend.nnx import Attention
 
 
 class RanksTrainer(JaxTrainer):
-    """All ranks: rows in the order of shards, and weights on every device.
+    """The trainer of all ranks. Rows are in the order of shards; every device has the weights.
 
     Args:
-        spread: what the model is told; cut: the layout of the shards, which is to be the same.
+        spread: the strategy and layout that the model uses; cut: the layout of the shards, the same unless in error.
         length: positions of a row.
     """
 
@@ -53,7 +53,7 @@ class RanksTrainer(JaxTrainer):
         return mapped(weights, *batch[:3]) / batch.counted.sum()  # and gradients of weights are summed over devices
 
     def explained(self, batch: Batch, layer: int) -> str:
-        """How a layer's attention runs: strategy and backends."""
+        """Returns the strategy and the backends of a layer's attention."""
         q, k, v = self._heads(*self._placed(batch).tokens.shape)
         found = explain_context_parallel(
             q,
@@ -64,20 +64,20 @@ class RanksTrainer(JaxTrainer):
             layout=self.spread.layout,
             length=self.length,
             needs_backward=True,
-            **self._asked(layer),
+            **self._options(layer),
         )
         return f"{found.choice.strategy} on {', '.join(sorted({name for _, name in found.call.backends}))}"
 
 
 def main(folder: Path) -> None:
-    """Trains, and writes what was found."""
-    asked = Asked.read(folder)
-    spread, device, batches = asked.spread, asked.options.device, asked.batches()
+    """Trains, and writes the result."""
+    run = SpreadRun.read(folder)
+    spread, device, batches = run.spread, run.options.device, run.batches()
     if device == "cpu":
         jax.config.update("jax_num_cpu_devices", spread.ranks)
     mesh = Mesh(np.array(jax.devices(device)[: spread.ranks]), (AXIS,))
-    ranks = partial(RanksTrainer, mesh, cut=spread.layout, length=asked.length, **asked.trainer)
-    found = compared(partial(JaxTrainer, **asked.trainer), ranks, spread, batches)
+    ranks = partial(RanksTrainer, mesh, cut=spread.layout, length=run.length, **run.trainer)
+    found = compared(partial(JaxTrainer, **run.trainer), ranks, spread, batches)
     (folder / "jax.json").write_text(json.dumps(found), encoding="utf-8")
 
 

@@ -20,13 +20,13 @@ from jax_frontend.nnx import Attention
 
 
 class JaxTrainer:
-    """A model and its optimizer, moved one step by each batch. The arguments are those of ``TorchTrainer``.
+    """A model and its optimizer. Each batch is one step. The arguments are those of ``TorchTrainer``, and one more.
 
     Args:
-        attention: what makes each layer's attention, called with the arguments of ``jax_frontend.nnx.Attention``.
+        attention: creates the attention of each layer; takes the arguments of ``jax_frontend.nnx.Attention``.
 
     Attributes:
-        traces: how often JAX has traced the step, which is once for as long as batches keep their shapes.
+        traces: how often JAX has traced the step; 1 if all batches have the same shapes.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class JaxTrainer:
         self.traces = 0
         layer = partial(attention, backend=backend)
         shapes = nnx.eval_shape(lambda: Gemma(config, dtype=self.dtype, attention=layer, rngs=nnx.Rngs(0)))
-        self.graph, state = nnx.split(shapes)  # the structure alone: nothing has been drawn
+        self.graph, state = nnx.split(shapes)  # only the structure, without numbers
         rates = optimizer.rates(steps)
         self.optimizer = optax.adamw(
             lambda count: jnp.asarray(rates)[count],
@@ -61,14 +61,14 @@ class JaxTrainer:
         self._step = jax.jit(self._traced, donate_argnums=0)
 
     def step(self, batch: Batch) -> float:
-        """Moves the weights by one batch; returns the loss before it, in nats per counted token."""
-        # A GPU would otherwise compute float32 matrix products in TensorFloat-32, with 10 bits, where torch does not.
+        """Updates the weights with one batch; returns the loss before the update, in nats per counted token."""
+        # By default, JAX multiplies float32 in TensorFloat-32 (10 bits) on a GPU; torch does not.
         with jax.default_device(self.device), jax.default_matmul_precision("float32"):
             self.state, loss = self._step(self.state, self._placed(batch))
         return float(loss)
 
     def _placed(self, batch: Batch) -> Batch:
-        """The batch as the step takes it."""
+        """Returns the batch as JAX arrays."""
         return jax.tree.map(jnp.asarray, batch)  # type: ignore[no-any-return]
 
     def _traced(self, state: tuple[Any, Any], batch: Batch) -> tuple[tuple[Any, Any], jax.Array]:
@@ -82,29 +82,29 @@ class JaxTrainer:
         return self._sum(weights, batch) / batch.counted.sum()
 
     def _sum(self, weights: Any, batch: Batch) -> jax.Array:
-        """The losses of all counted tokens, summed."""
+        """Returns the sum of the losses of all counted tokens."""
         logits = nnx.merge(self.graph, weights)(batch.tokens, batch.seq_info)  # [rows, length, vocabulary]
         each = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
         return (each * batch.counted).sum()
 
     def moment(self) -> float:
-        """The norm of AdamW's running mean of gradients, over all parameters."""
+        """Returns the norm of AdamW's running mean of gradients, over all parameters."""
         return float(optax.global_norm(optax.tree_utils.tree_get(self.state[1], "mu")))
 
     def selection(self, batch: Batch, layer: int) -> Selection:
-        """Which backend runs a layer's attention, and why not the others."""
+        """Returns the backend of a layer's attention, with the reasons against the others."""
         with jax.default_device(self.device):
             q, k, v = self._heads(*batch.tokens.shape)
-            return explain(q, k, v, seq_info=batch.seq_info, needs_backward=True, **self._asked(layer))
+            return explain(q, k, v, seq_info=batch.seq_info, needs_backward=True, **self._options(layer))
 
     def _heads(self, rows: int, length: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The shapes of q, k and v of a layer."""
+        """Returns the shapes of q, k and v of a layer."""
         q, k = (
             jax.ShapeDtypeStruct((rows, length, heads, self.config.head_dim), self.dtype)
             for heads in (self.config.num_heads, self.config.num_kv_heads)
         )
         return q, k, k
 
-    def _asked(self, layer: int) -> dict[str, Any]:
-        """What a layer asks of attention."""
+    def _options(self, layer: int) -> dict[str, Any]:
+        """Returns a layer's options of attention."""
         return {**self.config.attention(layer), "backend": self.backend}

@@ -1,4 +1,4 @@
-"""Draws the picture of docs/explanation/training.md: the two loss curves, and below them their difference."""
+"""Draws a plot of docs/explanation/training.md: the two loss curves, and below them their difference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     """Writes the PNG.
 
     Raises:
-        SystemExit: when matplotlib is not installed.
+        SystemExit: if matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -40,7 +40,7 @@ def _curves(axes: Any, result: dict[str, Any]) -> None:
 
 
 def _gaps(axes: Any, result: dict[str, Any]) -> None:
-    """|loss - torch's loss| of each other run. A logarithm has no place for 0: equal losses stand at the bottom."""
+    """Draws |loss - torch's loss| of each other run. The axis is logarithmic, so equal losses are at the bottom."""
     spacing = np.spacing(losses(result, TORCH).astype(np.float32))  # of float32 numbers as large as the loss
     bottom = float(spacing.min()) / 4
     for name in (FAULT, TWIN, JAX):

@@ -1,4 +1,4 @@
-"""The same model over several ranks in both frameworks, each beside itself on one: ``--ranks``."""
+"""Trains the model over several ranks in both frameworks, and compares each with one rank: ``--ranks``."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from typing import Any
 import numpy as np
 
 from examples.smollm2.stages import Stages
-from examples.training.spread import FAULT, FIRST, ONE, RANKS, Asked
+from examples.training.spread import FAULT, FIRST, ONE, RANKS, SpreadRun
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCH, JAX = "torch", "JAX"
 CLOSE = {"float32": 1e-5, "bfloat16": 2e-4}
-"""How closely the first losses agree, relative to the loss."""
+"""The largest difference of the first losses, relative to the loss."""
 LATER = {"float32": 1e-4, "bfloat16": 3e-2}
-"""How closely all losses do: by then rounding has been fed back by every step."""
+"""The largest difference of all losses, in which rounding has accumulated."""
 GRADIENTS_CLOSE = {"float32": 1e-4, "bfloat16": 1e-2}
-"""How closely AdamW's running means of gradients do over the first steps."""
+"""The largest difference of AdamW's running means of gradients over the first steps."""
 
 
 class RankError(RuntimeError):
-    """The processes of a framework did not come to an end; the message is the last that they wrote."""
+    """The processes of a framework failed; the message is the end of their output."""
 
 
-def compare(asked: Asked, stages: Stages) -> dict[str, dict[str, Any]]:
-    """Trains in torch and in JAX, on one rank and over all: plain data, by framework.
+def compare(spread_run: SpreadRun, stages: Stages) -> dict[str, dict[str, Any]]:
+    """Trains in torch and in JAX, on one rank and over all; returns plain data by framework.
 
     Raises:
-        RankError: when a process failed.
+        RankError: if a process failed.
     """
-    launched = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(asked.spread.ranks), "-m"]
+    launched = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(spread_run.spread.ranks), "-m"]
     commands = {TORCH: [*launched, "examples.training.torch_ranks"], JAX: ["examples.training.jax_ranks"]}
     with TemporaryDirectory() as name:
         folder = Path(name)
-        asked.write(folder)
+        spread_run.write(folder)
         found = {}
         for framework, command in commands.items():
-            with stages.stage(f"training in {framework}: one rank, then {asked.spread.ranks}"):
+            with stages.stage(f"training in {framework}: one rank, then {spread_run.spread.ranks}"):
                 run(framework, [*command, name])
             path = folder / f"{framework.lower()}.json"
             found[framework] = json.loads(path.read_text(encoding="utf-8"))
@@ -53,7 +53,7 @@ def run(framework: str, command: list[str]) -> None:
     """Runs a module with its arguments until it ends.
 
     Raises:
-        RankError: when it ends with an error.
+        RankError: if it ends with an error.
     """
     alone = {"OMP_NUM_THREADS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     ended = subprocess.run(
@@ -70,7 +70,7 @@ def run(framework: str, command: list[str]) -> None:
 
 
 def apart(run: dict[str, Any], other: dict[str, Any], key: str = "losses") -> np.ndarray:
-    """By how much two runs differ at every step that both took, relative to the second."""
+    """Returns the difference of two runs at every step that both have, relative to the second."""
     ours, theirs = (np.array(each[key]) for each in (run, other))
     taken = min(len(ours), len(theirs))
     found: np.ndarray = np.abs(ours[:taken] / theirs[:taken] - 1)
@@ -78,16 +78,16 @@ def apart(run: dict[str, Any], other: dict[str, Any], key: str = "losses") -> np
 
 
 def cells(runs: dict[str, Any], step: int) -> list[str]:
-    """A step of one framework: the loss on one rank, over ranks, and with the planted fault."""
-    told = [f"{runs[ONE]['losses'][step]:.6f}"]
+    """Returns a step of one framework: the loss on one rank, over ranks, and with the planted fault."""
+    row = [f"{runs[ONE]['losses'][step]:.6f}"]
     for name in (RANKS, FAULT):
         there = step < len(runs[name]["losses"])
-        told.append(f"{runs[name]['losses'][step]:.6f} {apart(runs[name], runs[ONE])[step]:.0e}" if there else "")
-    return told
+        row.append(f"{runs[name]['losses'][step]:.6f} {apart(runs[name], runs[ONE])[step]:.0e}" if there else "")
+    return row
 
 
 def summary(runs: dict[str, Any]) -> str:
-    """What is the largest difference from one rank's, and how attention ran."""
+    """Returns the largest differences from one rank, with the strategy and backends of attention."""
     losses, gradients = (apart(runs[RANKS], runs[ONE], key) for key in ("losses", "moments"))
     return (
         f"first {FIRST} steps: losses {losses[:FIRST].max():.1e} apart, gradients {gradients[:FIRST].max():.1e}; all "
@@ -97,26 +97,26 @@ def summary(runs: dict[str, Any]) -> str:
 
 
 def failures(found: dict[str, dict[str, Any]], dtype: str) -> list[str]:
-    """What is not as it must be, as sentences; empty when all is well.
+    """Returns the failed checks as sentences.
 
-    AdamW hides a factor that all gradients share, such as a mean over ranks for a sum: so its running mean of gradients
-    is compared, too.
+    AdamW hides a factor that all gradients share, such as a mean over ranks instead of a sum. So its running mean of
+    gradients is compared, too.
     """
-    told, close, gradients_close = [], CLOSE[dtype], GRADIENTS_CLOSE[dtype]
+    failed, close, nearby = [], CLOSE[dtype], GRADIENTS_CLOSE[dtype]
     for framework, runs in found.items():
         largest = apart(runs[RANKS], runs[ONE])[:FIRST].max()
         if not largest <= close:
-            told.append(f"{framework}: the first losses differ by {largest:.1e} from one rank's; expected {close:g}")
+            failed.append(f"{framework}: the first losses differ by {largest:.1e} from one rank's; expected {close:g}")
         largest = apart(runs[RANKS], runs[ONE]).max()
         if not largest <= LATER[dtype]:
-            told.append(f"{framework}: losses differ by {largest:.1e} from one rank's; expected {LATER[dtype]:g}")
+            failed.append(f"{framework}: losses differ by {largest:.1e} from one rank's; expected {LATER[dtype]:g}")
         largest = apart(runs[RANKS], runs[ONE], "moments")[:FIRST].max()
-        if not largest <= gradients_close:
-            told.append(f"{framework}: gradients differ by {largest:.1e} from one rank's; expected {gradients_close:g}")
+        if not largest <= nearby:
+            failed.append(f"{framework}: gradients differ by {largest:.1e} from one rank's; expected {nearby:g}")
         largest = apart(runs[FAULT], runs[ONE]).max()
         if not largest > close:
-            told.append(f"{framework}: the planted fault shows by {largest:.1e} only, no more than {close:g}")
+            failed.append(f"{framework}: the planted fault changes losses by {largest:.1e}; expected over {close:g}")
     largest = apart(found[JAX][RANKS], found[TORCH][RANKS])[:FIRST].max()
     if not largest <= close:
-        told.append(f"over ranks JAX's first losses differ by {largest:.1e} from torch's; expected {close:g}")
-    return told
+        failed.append(f"over ranks, JAX's first losses differ by {largest:.1e} from torch's; expected {close:g}")
+    return failed

@@ -1,4 +1,4 @@
-"""The example from the text to the results: both frameworks on the same batches, and runs that say what is rounding."""
+"""Runs the example: both frameworks on the same batches, and control runs that show the effect of rounding."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ SWAP_STEPS = 12
 def compare(config: GemmaConfig, options: Options, stages: Stages, *, controls: bool = False) -> dict[str, Any]:
     """Trains in torch and in JAX; returns plain data for ``json.dump``.
 
-    With controls, three more runs: torch from weights one rounding away, which is how far rounding alone drives two
-    runs apart; JAX with a window of one key more, which is what a fault looks like; and the swap with jax.nn.
+    With controls, there are three more runs: torch from weights one rounding away, which shows how much rounding alone
+    separates two runs; JAX with one more key in the window, which shows the effect of a fault; and the comparison with
+    jax.nn.
     """
     with stages.stage("drawing weights and packing the text"):
         text, first = data.python_documentation(), weights.initial(config, options.seed)
@@ -57,7 +58,7 @@ def compare(config: GemmaConfig, options: Options, stages: Stages, *, controls: 
 def _run(
     name: str, make: Callable[[], Trainer], batches: Sequence[Batch], stages: Stages
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A run, and what is known of its trainer: each kind of layer's backend, and how often JAX traced the step."""
+    """Returns a run, the backend of each kind of layer, and how often JAX traced the step."""
     with stages.stage(f"training: {name}", total=len(batches)) as advance:
         trainer = make()
         chosen = [trainer.selection(batches[0], layer).backend for layer in (0, 1)]
@@ -68,7 +69,7 @@ def _run(
 def swap(
     config: GemmaConfig, first: weights.Weights, text: data.Text, options: Options, stages: Stages
 ) -> dict[str, Any]:
-    """The Flax model with our attention and with jax.nn's, dense rows and no softcap; step by step in turn."""
+    """Trains the Flax model with our attention and with jax.nn's in turns, with dense rows and without softcap."""
     batches = list(itertools.islice(data.dense_batches(text, **options.dense, seed=options.seed), SWAP_STEPS))
     make: dict[str, Any] = {"implementation": options.implementation, **options.trainer}
     with stages.stage("JAX: attention ours and jax.nn in turn", total=SWAP_STEPS) as advance:

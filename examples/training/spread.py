@@ -1,4 +1,4 @@
-"""What the processes of a run over ranks are told, and what they answer: JSON in a folder."""
+"""A run over ranks: its description and its results, which processes exchange as JSON in a folder."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from examples.training.steps import Trainer, train
 
 ONE, RANKS, FAULT = "one rank", "ranks", "planted fault"
 FIRST = 10
-"""The steps that must agree closely, before rounding has been fed back often. The planted fault takes no more."""
+"""The number of first steps that must agree closely, because little rounding has accumulated. The planted fault runs
+only these steps."""
+FILE = "run.json"
 AXIS = "cp"
-"""The mesh axis that rows are spread over."""
+"""The mesh axis that splits rows."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How rows are spread: over so many ranks, by a strategy (None chooses) and in a layout."""
+    """The number of ranks, the strategy (None for automatic choice) and the layout of rows."""
 
     ranks: int = 2
     strategy: str | None = None
@@ -33,38 +35,38 @@ class Spread:
 
     @property
     def mistaken(self) -> Spread:
-        """Another layout than that of the shards, which nobody can see."""
+        """The planted fault: another layout than the layout of the shards, which no check can detect."""
         return replace(self, layout=next(name for name in LAYOUTS if name != self.layout))
 
 
 class SpreadTrainer(Trainer, Protocol):
-    """What the trainers here offer."""
+    """A trainer that also returns the norm of AdamW's running mean of gradients."""
 
     def moment(self) -> float: ...
 
 
-class Asked(NamedTuple):
-    """A run: the model, the options (rows are those of ``options.dense``) and the ranks."""
+class SpreadRun(NamedTuple):
+    """A run over ranks: the model, the options (rows have the shape of ``options.dense``) and the ranks."""
 
     config: GemmaConfig
     options: Options
     spread: Spread
 
     def write(self, folder: Path) -> None:
-        """Leaves it for the processes."""
-        told = {name: asdict(value) for name, value in self._asdict().items()}
-        (folder / "asked.json").write_text(json.dumps(told), encoding="utf-8")
+        """Writes the run to a file in the folder."""
+        fields = {name: asdict(value) for name, value in self._asdict().items()}
+        (folder / FILE).write_text(json.dumps(fields), encoding="utf-8")
 
     @classmethod
-    def read(cls, folder: Path) -> Asked:
-        """What was left."""
-        told = json.loads((folder / "asked.json").read_text(encoding="utf-8"))
-        options = {**told["options"], "optimizer": AdamW(**told["options"]["optimizer"])}
-        return cls(GemmaConfig(**told["config"]), Options(**options), Spread(**told["spread"]))
+    def read(cls, folder: Path) -> SpreadRun:
+        """Reads the run from the file that ``write`` wrote."""
+        fields = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        options = {**fields["options"], "optimizer": AdamW(**fields["options"]["optimizer"])}
+        return cls(GemmaConfig(**fields["config"]), Options(**options), Spread(**fields["spread"]))
 
     @property
     def length(self) -> int:
-        """Positions of a row."""
+        """The number of positions in a row."""
         return self.options.dense["length"]
 
     @property
@@ -74,7 +76,7 @@ class Asked(NamedTuple):
         return {"config": self.config, "weights": first, "backend": self.options.backend, **self.options.trainer}
 
     def batches(self) -> list[Batch]:
-        """Dense rows: the offsets of packed documents are part of a plan, and JAX would compile a step for each."""
+        """Returns dense rows, because offsets of packed documents are part of a plan: JAX would compile every step."""
         endless = data.dense_batches(data.python_documentation(), **self.options.dense, seed=self.options.seed)
         return list(itertools.islice(endless, self.options.steps))
 
@@ -82,9 +84,9 @@ class Asked(NamedTuple):
 def compared(
     alone: Callable[[], SpreadTrainer], ranks: Callable[..., Any], spread: Spread, batches: list[Batch]
 ) -> dict[str, Any]:
-    """One rank, all of them, and all with a planted fault; and how the first two layers ran over ranks.
+    """Trains on one rank, over all ranks, and over all ranks with a planted fault.
 
-    ``ranks(spread=...)`` makes a trainer.
+    The result also has the strategy and backends of the first two layers. ``ranks(spread=...)`` returns a trainer.
     """
     makers = {ONE: alone, RANKS: partial(ranks, spread=spread), FAULT: partial(ranks, spread=spread.mistaken)}
     found: dict[str, Any] = runs(makers, batches)
@@ -93,7 +95,7 @@ def compared(
 
 
 def runs(trainers: dict[str, Callable[[], SpreadTrainer]], batches: list[Batch]) -> dict[str, dict[str, Any]]:
-    """Trains with each: losses, seconds, and AdamW's running mean of gradients after every step."""
+    """Trains with each trainer: losses, seconds, and the norm of AdamW's mean of gradients after every step."""
     found = {}
     for name, make in trainers.items():
         trainer, moments = make(), list[float]()

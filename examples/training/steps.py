@@ -1,4 +1,4 @@
-"""A run: the loss of every step, and how long it took."""
+"""The training loop: the loss and the seconds of every step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from examples.training.data import Batch
 
 
 class Trainer(Protocol):
-    """What both sides offer."""
+    """The methods of both frameworks' trainers."""
 
     def step(self, batch: Batch) -> float: ...
     def selection(self, batch: Batch, layer: int) -> Selection: ...
 
 
 def train(trainer: Trainer, batches: Iterable[Batch], on_step: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Takes all steps: the loss before each, and its seconds until that loss is on the host."""
+    """Runs all steps; returns the loss before each, and its seconds until the loss is on the host."""
     losses, seconds = [], []
     for batch in batches:
         began = time.perf_counter()

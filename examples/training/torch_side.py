@@ -17,12 +17,12 @@ from torch_frontend import explain
 
 
 class TorchTrainer:
-    """A model and its optimizer, moved one step by each batch.
+    """A model and its optimizer. Each batch is one step.
 
     Args:
-        steps: how many there will be, which is what the learning rate follows.
+        steps: the number of all steps, which the learning rate depends on.
         device: "cpu" or "cuda".
-        dtype: "float32", or "bfloat16" for the matrix products and attention; parameters are float32 either way.
+        dtype: "float32", or "bfloat16" for the matrix products and attention; parameters are always float32.
         backend: attention's backend by name; None for automatic choice.
     """
 
@@ -52,7 +52,7 @@ class TorchTrainer:
         )
 
     def step(self, batch: Batch) -> float:
-        """Moves the weights by one batch; returns the loss before it, in nats per counted token."""
+        """Updates the weights with one batch; returns the loss before the update, in nats per counted token."""
         for group in self.optimizer.param_groups:
             group["lr"] = float(self.rates[min(self.taken, len(self.rates) - 1)])
         self.taken += 1
@@ -62,17 +62,17 @@ class TorchTrainer:
         return loss.item()
 
     def _gradients(self, batch: Batch) -> Tensor:
-        """The loss of a batch; its gradients are then the parameters'."""
+        """Returns the loss of a batch, and writes its gradients to the parameters."""
         loss = self._sum(self._tensors(batch), batch.seq_info) / float(batch.counted.sum())
         loss.backward()
         return loss
 
     def _tensors(self, batch: Batch) -> list[Tensor]:
-        """tokens, targets and counted, on the device."""
+        """Returns tokens, targets and counted on the device."""
         return [torch.from_numpy(x).to(self.device) for x in batch[:3]]
 
     def _sum(self, rows: list[Tensor], seq_info: SeqInfo | None) -> Tensor:
-        """The losses of all counted tokens, summed; rows: tokens, targets and counted."""
+        """Returns the sum of the losses of all counted tokens; rows: tokens, targets and counted."""
         tokens, targets, counted = rows
         with torch.autocast(torch.device(self.device).type, self.dtype, enabled=self.dtype != torch.float32):
             logits = self.model(tokens, seq_info)  # [rows, length, vocabulary]
@@ -80,22 +80,22 @@ class TorchTrainer:
         return (each * counted.flatten()).sum()
 
     def moment(self) -> float:
-        """The norm of AdamW's running mean of gradients, over all parameters."""
+        """Returns the norm of AdamW's running mean of gradients, over all parameters."""
         return float(torch.stack([state["exp_avg"].norm() for state in self.optimizer.state.values()]).norm())
 
     def selection(self, batch: Batch, layer: int) -> Selection:
-        """Which backend runs a layer's attention, and why not the others."""
+        """Returns the backend of a layer's attention, with the reasons against the others."""
         q, k, v = self._heads(*batch.tokens.shape)
-        return explain(q, k, v, seq_info=batch.seq_info, needs_backward=True, **self._asked(layer))
+        return explain(q, k, v, seq_info=batch.seq_info, needs_backward=True, **self._options(layer))
 
     def _heads(self, rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Some q, k and v of a layer."""
+        """Returns empty q, k and v with the shapes of a layer."""
         q, k = (
             torch.empty(rows, length, heads, self.config.head_dim, dtype=self.dtype, device=self.device)
             for heads in (self.config.num_heads, self.config.num_kv_heads)
         )
         return q, k, k
 
-    def _asked(self, layer: int) -> dict[str, Any]:
-        """What a layer asks of attention."""
+    def _options(self, layer: int) -> dict[str, Any]:
+        """Returns a layer's options of attention."""
         return {**self.config.attention(layer), "backend": self.backend}

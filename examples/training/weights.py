@@ -1,4 +1,4 @@
-"""The first weights, drawn once in numpy: by the names and layouts of torch, and the same by those of Flax."""
+"""The initial weights, drawn once in numpy, by the names and layouts of torch and of Flax."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EMBEDDING_DEVIATION = 0.02
 
 
 def initial(config: GemmaConfig, seed: int) -> Weights:
-    """Normal weights with deviation ``1 / sqrt(in)``; norms are zeros, for Gemma's scale by ``1 + weight``."""
+    """Returns normal weights with deviation ``1 / sqrt(in)``. Norms are zeros: Gemma scales by ``1 + weight``."""
     generator = np.random.default_rng(seed)
 
     def normal(rows: int, columns: int, deviation: float | None = None) -> np.ndarray:
@@ -42,18 +42,18 @@ def initial(config: GemmaConfig, seed: int) -> Weights:
 
 
 def one_rounding_away(weights: Weights, seed: int) -> Weights:
-    """Every weight moved to a neighbouring float32, up or down at random: no other weights are nearer."""
+    """Moves every weight to a neighbouring float32, up or down at random. No other weights are nearer."""
     generator = np.random.default_rng(seed)
 
     def moved(array: np.ndarray) -> np.ndarray:
         target = np.where(generator.random(array.shape) < 0.5, -np.inf, np.inf).astype(np.float32)
-        return np.where(array == 0, array, np.nextafter(array, target))  # beside 0 lie the subnormal numbers
+        return np.where(array == 0, array, np.nextafter(array, target))  # the neighbours of 0 are subnormal numbers
 
     return {name: moved(array) for name, array in weights.items()}
 
 
 def for_flax(weights: Weights, config: GemmaConfig) -> dict[str, Any]:
-    """The same numbers as the Flax model names them: projections ``[in, out]``, attention's with the heads apart."""
+    """Returns the same numbers by Flax's names: projections ``[in, out]``, attention's with an axis for heads."""
     layers = {index: _flax_layer(weights, f"layers.{index}.", config) for index in range(config.num_layers)}
     return {"embed": weights["embed.weight"], "layers": layers, "norm": {"weight": weights["norm.weight"]}}
 

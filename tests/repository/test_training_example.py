@@ -30,7 +30,7 @@ from examples.training.jax_nn import JaxNNAttention, with_attention
 from examples.training.jax_side import JaxTrainer
 from examples.training.run import FAULT, JAX, TORCH, TWIN, compare
 from examples.training.spread import FAULT as WRONG_LAYOUT
-from examples.training.spread import RANKS, Asked, Spread
+from examples.training.spread import RANKS, Spread, SpreadRun
 from examples.training.steps import train
 from examples.training.torch_side import TorchTrainer
 
@@ -206,8 +206,8 @@ def test_which_results_count_as_failure(result: dict[str, Any]) -> None:
     assert "losses differ by" in failures(runs={**runs, JAX: runs[FAULT]})
     assert "losses differ by" in failures(runs={**runs, JAX: {**runs[JAX], "losses": [np.nan] * OPTIONS.steps}})
     assert "traced the step 2 times" in failures(traces=2)
-    assert "not the same attention kernels" in failures(backends={TORCH: ["math"], JAX: ["jax_xla"]})
-    assert "planted fault shows by 0.0e+00" in failures(runs={**runs, FAULT: runs[TORCH]})
+    assert "the attention kernels differ" in failures(backends={TORCH: ["math"], JAX: ["jax_xla"]})
+    assert "planted fault changes losses by 0.0e+00" in failures(runs={**runs, FAULT: runs[TORCH]})
     assert "torch did not learn" in failures(runs={TORCH: flat, JAX: flat})
 
 
@@ -218,7 +218,7 @@ def test_page_and_plot_are_made_from_results(result: dict[str, Any], tmp_path: P
     draw(result, tmp_path / "images" / "training.png")
     assert (tmp_path / "images" / "training.png").read_bytes().startswith(b"\x89PNG")
     page = report.page({"training": result})
-    assert "images/training.png" in page and "8 keys in the window for 7" in page
+    assert "images/training.png" in page and "8 keys in the window instead of 7" in page
 
 
 def test_the_docs_page_matches_the_stored_results() -> None:
@@ -250,9 +250,9 @@ def test_learning_rates_warm_up_and_fall_to_a_tenth() -> None:
 @pytest.mark.slow
 def test_two_ranks_give_the_losses_of_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Both frameworks; the pieces do not divide a row's positions. A difference that counts as failure is found."""
-    asked = Asked(TINY, replace(OPTIONS, steps=3, length=2 * 83), Spread(2, "ring"))
+    run = SpreadRun(TINY, replace(OPTIONS, steps=3, length=2 * 83), Spread(2, "ring"))
     with Stages(Console(file=io.StringIO())) as stages:
-        found = ranks.compare(asked, stages)
+        found = ranks.compare(run, stages)
     assert ranks.failures(found, "float32") == []
     for runs in found.values():
         losses = runs[RANKS]["losses"]
@@ -264,13 +264,13 @@ def test_two_ranks_give_the_losses_of_one(monkeypatch: pytest.MonkeyPatch, capsy
 
     right, wrong = found[TORCH][RANKS], found[TORCH][WRONG_LAYOUT]
     assert "torch: the first losses differ" in failures(TORCH, **{RANKS: wrong})
-    assert "torch: the planted fault shows by" in failures(TORCH, **{WRONG_LAYOUT: right})
+    assert "torch: the planted fault changes losses by" in failures(TORCH, **{WRONG_LAYOUT: right})
     halved = {**right, "moments": [value / 2 for value in right["moments"]]}
     assert "torch: gradients differ by 5.0e-01" in failures(TORCH, **{RANKS: halved})
     nothing = {"losses": [np.nan], "moments": [np.nan]}
-    assert "over ranks JAX's first losses differ by nan" in failures(JAX, **{RANKS: nothing})
+    assert "over ranks, JAX's first losses differ by nan" in failures(JAX, **{RANKS: nothing})
 
-    monkeypatch.setattr(ranks, "compare", lambda asked, stages: found)
+    monkeypatch.setattr(ranks, "compare", lambda run, stages: found)
     assert command.main(["--ranks", "2", "--steps", "3"]) == 0
     assert "attention: ring on" in capsys.readouterr().out
     found[JAX][RANKS] = found[JAX][WRONG_LAYOUT]
