@@ -1,22 +1,27 @@
-"""The Triton kernels of paged attention in Triton's interpreter, on the CPU; run by ``test_triton_splitkv``.
+"""The Triton kernels of paged attention in Triton's interpreter, on the CPU.
 
-Triton decides when it is first imported whether kernels are compiled or interpreted, hence a process of its own.
+Triton decides when a kernel is defined whether the kernel is compiled or interpreted. Therefore a second process runs
+each test here (``other_process``), unless this process already has TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import triton.runtime.interpreter as interpreter
+
+torch = pytest.importorskip("torch")
+triton_interpreter = pytest.importorskip("triton.runtime.interpreter")
 from both_frontends import _numpy
 from callers_view import told
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from other_process import OtherProcess
 from paged_cases import PagedCall, judge, laid_out, make_paged, most_shared, without_answers
 
 from attn_core.backends.shared import pools
@@ -28,9 +33,23 @@ from attn_core.paged import triton_tables
 from torch_frontend.dispatch import offsets
 from torch_frontend.paged.append import append_on_gpu
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "test_triton_splitkv runs these with the interpreter switched on"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-_patch_of_triton = interpreter._patch_lang_tensor
+
+@pytest.fixture(autouse=True, scope="module")
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OtherProcess | None]:
+    """The process that runs these tests; None if this process does."""
+    if INTERPRETED:
+        yield None
+        return
+    environment = {name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ}
+    environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
+    process = OtherProcess(Path(__file__), tmp_path_factory.mktemp("interpreter") / "log", environment)
+    yield process
+    process.end()
+
+
+_patch_of_triton = triton_interpreter._patch_lang_tensor
 
 
 def _patch(tensor: Any, scope: Any) -> None:
@@ -39,7 +58,8 @@ def _patch(tensor: Any, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
-interpreter._patch_lang_tensor = _patch
+if INTERPRETED:
+    triton_interpreter._patch_lang_tensor = _patch
 
 
 def splits_of(patch: pytest.MonkeyPatch, count: int) -> None:
