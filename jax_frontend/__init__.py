@@ -1,18 +1,12 @@
 """Attention for JAX: one call for every kernel, under every transformation, with the reasons for the choice."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from warnings import warn
 
 from attn_core import NoBackendError, Pages, Selection, SeqInfo
-from jax_frontend import unsloth
+from jax_frontend import context_parallel, unsloth
 from jax_frontend.attention import attention, explain
 from jax_frontend.backends import available_backends
-from jax_frontend.context_parallel.attention import (
-    context_parallel_attention,
-    explain_context_parallel,
-    shard_sequence,
-    unshard_sequence,
-)
 from jax_frontend.dot_product_attention import dot_product_attention
 from jax_frontend.export import export_checks
 from jax_frontend.override import use_backend
@@ -21,6 +15,14 @@ from jax_frontend.paged.cache import PagedKVCache
 from jax_frontend.qkvpacked import attention_qkvpacked
 from jax_frontend.unsloth import run_attention
 from jax_frontend.warm_up import warm_up
+
+if TYPE_CHECKING:
+    from jax_frontend.context_parallel.attention import (
+        context_parallel_attention,
+        explain_context_parallel,
+        shard_sequence,
+        unshard_sequence,
+    )
 
 __all__ = [
     "NoBackendError",
@@ -48,6 +50,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in context_parallel.PUBLIC:  # loads at first use, because few programs need it
+        globals()[name] = getattr(context_parallel, name)
+        return globals()[name]
     if name in unsloth.__all__:  # one release longer here, because Unsloth's names were at the root
         warn(f"{__name__}.{name} is now {unsloth.__name__}.{name}", DeprecationWarning, stacklevel=2)
         return getattr(unsloth, name)

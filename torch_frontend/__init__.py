@@ -1,6 +1,6 @@
 """Attention for torch: one call, every kernel, and the reasons for the choice."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from warnings import warn
 
 import torch.distributed
@@ -36,20 +36,23 @@ __all__ = [
     "warm_up",
 ]
 
-if torch.distributed.is_available():  # torch can be built without it
+if TYPE_CHECKING:
     from torch_frontend.context_parallel.attention import (
         context_parallel_attention,
         explain_context_parallel,
         shard_sequence,
         unshard_sequence,
     )
-
+if torch.distributed.is_available():  # torch can be built without it
     __all__ += ["context_parallel_attention", "explain_context_parallel", "shard_sequence", "unshard_sequence"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in context_parallel.PUBLIC:
-        raise ImportError(f"torch_frontend.{name} needs torch.distributed, which this build of torch does not have")
+    if name in context_parallel.PUBLIC:  # loads at first use, because DTensor takes longer to import than the rest
+        if not torch.distributed.is_available():
+            raise ImportError(f"torch_frontend.{name} needs torch.distributed, which this build of torch does not have")
+        globals()[name] = getattr(context_parallel, name)
+        return globals()[name]
     if name in unsloth.__all__:  # one release longer here, because Unsloth's names were at the root
         warn(f"{__name__}.{name} is now {unsloth.__name__}.{name}", DeprecationWarning, stacklevel=2)
         return getattr(unsloth, name)

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.flop_counter import register_flop_formula
 
 from attn_core.call.tensors import Inputs
+from torch_frontend.dispatch.after_import import after_import
 from torch_frontend.dispatch.ops import PlainOptions, from_call
 from torch_frontend.paged import ops  # noqa: F401  registers its op
 
@@ -61,9 +61,16 @@ def _paged(
     return 2 * q.shape[1] * pairs * (q.shape[2] + v.shape[3])
 
 
-for _target, _formula in (
-    (torch.ops.attn.forward, _forward),
-    (torch.ops.attn.backward, _backward),
-    (torch.ops.attn.paged_forward, _paged),
-):
-    register_flop_formula(_target, get_raw=True)(_formula)
+def _register() -> None:
+    from torch.utils.flop_counter import register_flop_formula
+
+    formulas = {
+        torch.ops.attn.forward: _forward,
+        torch.ops.attn.backward: _backward,
+        torch.ops.attn.paged_forward: _paged,
+    }
+    for target, formula in formulas.items():
+        register_flop_formula(target, get_raw=True)(formula)
+
+
+after_import("torch.utils.flop_counter", _register)  # the counter takes half a second to import, and few use it

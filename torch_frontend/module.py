@@ -138,7 +138,7 @@ class Attention(nn.Module):
                 positions = context_parallel.position_ids(q.shape[1], q.device)
             q, k = self.rotary(q, k, token_positions(positions, seq_info, q))
             q, k = q.to(v.dtype), k.to(v.dtype)
-        attend = partial(attention, trains=self.training, seq_info=seq_info)
+        attend: Any = partial(attention, trains=self.training, seq_info=seq_info)
         attend = attend if context_parallel is None else context_parallel.attend
         out = attend(
             q,

@@ -1,6 +1,18 @@
 """Attention over the devices of a mesh, each holding a part of every row."""
 
-from jax_frontend.context_parallel.attention import context_parallel_attention, explain_context_parallel
-from jax_frontend.context_parallel.shards import shard_sequence, unshard_sequence
+from importlib import import_module
+from typing import Any
 
-__all__ = ["context_parallel_attention", "explain_context_parallel", "shard_sequence", "unshard_sequence"]
+PUBLIC = {
+    "context_parallel_attention": "attention",
+    "explain_context_parallel": "attention",
+    "shard_sequence": "shards",
+    "unshard_sequence": "shards",
+}
+"""The public names and their modules. They load at first use, because few programs need them."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in PUBLIC:
+        return getattr(import_module(f"{__name__}.{PUBLIC[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

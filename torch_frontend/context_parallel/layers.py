@@ -21,6 +21,7 @@ from attn_core.context_parallel import places
 from attn_core.context_parallel.layout import Layout
 from attn_core.context_parallel.request import row_lengths
 from attn_core.errors import SpecError
+from torch_frontend.dispatch.after_import import after_import
 
 if TYPE_CHECKING:  # layers import this module, and run where torch was built without torch.distributed
     from torch.distributed.device_mesh import DeviceMesh
@@ -37,7 +38,6 @@ class ActiveMesh(NamedTuple):
     length: int | None
     seq_info: Any
 
-    @torch.compiler.disable
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         """Runs ``context_parallel_attention`` on shards ``[batch, shard, heads, dim]``."""
         from torch_frontend.context_parallel.attention import context_parallel_attention
@@ -79,10 +79,18 @@ class ActiveMesh(NamedTuple):
         """Returns how many of this rank's places hold a position."""
         return min(places, self.row_layout(places).position_count(self.rank))
 
-    @torch.compiler.disable
     def position_ids(self, shard: int, device: Any) -> Tensor:
         """Returns int32 ``[shard]``: the position (in its document) at each of this rank's places; 0 if none."""
         return _position_ids(self.row_layout(shard), self.documents, self.rank, torch.device(device))
+
+
+def _leave_to_python() -> None:
+    """Makes Dynamo call these methods instead of tracing them: they read meshes and groups, which it cannot trace."""
+    for name in ("attend", "position_ids"):
+        setattr(ActiveMesh, name, torch.compiler.disable(getattr(ActiveMesh, name)))
+
+
+after_import("torch._dynamo", _leave_to_python)  # torch.compiler.disable itself would import Dynamo
 
 
 @lru_cache(maxsize=16)

@@ -15,6 +15,7 @@ from attn_core.backends.shared.autograd import refuse_second_derivative
 from attn_core.call.tensors import Inputs
 from torch_frontend.dispatch import ops
 from torch_frontend.dispatch import vmap as vmap_rules
+from torch_frontend.dispatch.after_import import after_import
 from torch_frontend.dispatch.ops import PlainOptions, from_call
 from torch_frontend.dispatch.plain import is_watched
 
@@ -38,7 +39,6 @@ def traced(inputs: Inputs, plain: PlainOptions) -> tuple[Tensor, Tensor]:
     return _in_graph(*inputs[: ops.TENSORS], *plain)
 
 
-@torch.compiler.allow_in_graph  # Dynamo cannot trace autograd functions with a vmap rule; they end in ops
 def _in_graph(*call: Any) -> tuple[Tensor, Tensor]:
     inputs, plain = from_call(call)
     recorded = torch.is_grad_enabled()
@@ -47,6 +47,10 @@ def _in_graph(*call: Any) -> tuple[Tensor, Tensor]:
     needs = bias or (recorded and (sinks or any(_needs_gradient(tensor) for tensor in inputs[:3])))
     out, lse, _ = _Forward.apply(*call[: ops.TENSORS], *plain._replace(needs_backward=needs, bias_gradient=bias))
     return out, lse
+
+
+# Dynamo cannot trace autograd functions with a vmap rule; they end in ops. allow_in_graph itself would import Dynamo.
+after_import("torch._dynamo", lambda: torch.compiler.allow_in_graph(_in_graph))
 
 
 def _needs_gradient(tensor: Tensor) -> bool:
