@@ -1,4 +1,5 @@
-"""Unsloth's run_attention: one meaning whatever the backend word, in both frontends, against the float64 reference."""
+"""Tests Unsloth's run_attention: one meaning for every backend word, in both frontends, against the float64
+reference."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from attn_core.dropins.unsloth import arguments
 
 WORDS = (arguments.FLASH_VARLEN, arguments.FLASH_DENSE, arguments.XFORMERS, arguments.SDPA)
 BSZ, Q_LEN, KV_LEN, HEADS, KV_HEADS, HEAD_DIM = 2, 5, 7, 6, 3, 11
-LENGTHS = (3, 4, 1, 6)  # documents over two rows of 7 tokens, one across the border
+LENGTHS = (3, 4, 1, 6)  # documents over two rows of 7 tokens, one of them across the border
 Arrays = dict[str, np.ndarray]
 
 
@@ -27,7 +28,7 @@ class LowerTriangularMask:
 
 
 def numbers(q_len: int = Q_LEN, kv_len: int = KV_LEN, value_dim: int = HEAD_DIM, bsz: int = BSZ) -> Arrays:
-    """Q, K, V as the host lays them out: ``[bsz, heads, len, head_dim]``."""
+    """Q, K, V in the host's layout: ``[bsz, heads, len, head_dim]``."""
     random = np.random.default_rng(0)
     shapes = {
         "Q": (bsz, HEADS, q_len, HEAD_DIM),
@@ -54,7 +55,8 @@ def run(
     dtype: str | None = None,
     **what: Any,
 ) -> np.ndarray:
-    """The output of one call; numpy arrays in bags and context become the framework's. dtype: of Q, K and V."""
+    """The output of one call. numpy arrays in the options and the context become the framework's. dtype: of Q, K and
+    V."""
 
     def own(value: Any) -> Any:
         return framework.array(value) if isinstance(value, np.ndarray) else value
@@ -69,7 +71,7 @@ def run(
     return as_numpy(out)
 
 
-def described(
+def reference_call(
     arrays: Arrays,
     *,
     mask: Any = None,
@@ -97,15 +99,15 @@ def described(
 
 
 def expected(arrays: Arrays, **call: Any) -> np.ndarray:
-    """The reference's output in the host's layout; ``call`` as ``described`` takes it."""
-    out, _ = reference.forward(*described(arrays, **call))
+    """The reference's output in the host's layout; ``call`` as ``reference_call`` takes it."""
+    out, _ = reference.forward(*reference_call(arrays, **call))
     bsz, _, rows, _ = arrays["Q"].shape
     return out.reshape(bsz, rows, HEADS, -1)
 
 
-def bounded(arrays: Arrays, **call: Any) -> accuracy.Expected:
-    """The reference's output, and what a kernel in bfloat16 may lose of it; ``call`` as ``described`` takes it."""
-    return accuracy.expect(*described(arrays, **call, dtype="bfloat16"))
+def expected_with_bound(arrays: Arrays, **call: Any) -> accuracy.Expected:
+    """The reference's output, and the bound for a kernel in bfloat16; ``call`` as ``reference_call`` takes it."""
+    return accuracy.expect(*reference_call(arrays, **call, dtype="bfloat16"))
 
 
 def close(found: np.ndarray, right: np.ndarray) -> None:
@@ -133,7 +135,7 @@ FULL_MASK = RANDOM.random((BSZ, 1, Q_LEN, KV_LEN)) < 0.6
 FULL_BIAS = np.where(FULL_MASK, RANDOM.normal(size=(BSZ, 1, Q_LEN, KV_LEN)), -np.inf).astype(np.float32)
 
 
-# One meaning
+# Options
 
 
 CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -223,7 +225,7 @@ BAGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("name", BAGS)
 @both
-def test_an_option_counts_wherever_it_is_written(framework: Framework, name: str, word: str) -> None:
+def test_an_option_may_be_in_any_of_its_places(framework: Framework, name: str, word: str) -> None:
     bags, fields = BAGS[name]
     close(run(framework, numbers(), word, bags), expected(numbers(), **fields))
 
@@ -231,7 +233,7 @@ def test_an_option_counts_wherever_it_is_written(framework: Framework, name: str
 @pytest.mark.parametrize("bag", FLASH_BAGS)
 @pytest.mark.parametrize("pair", [(3, 3), (2, 0), (2, 2), (3, 0), (3, -1)])
 @both
-def test_flash_distances_beside_a_sliding_window_are_that_many_keys(framework: Framework, bag: str, pair: Any) -> None:
+def test_flash_distances_with_a_sliding_window_are_that_many_keys(framework: Framework, bag: str, pair: Any) -> None:
     found = run(framework, numbers(), bags={bag: {"window_size": pair, "causal": True}}, sliding_window=3)
     close(found, expected(numbers(), window=(2, 0)))
 
@@ -247,7 +249,7 @@ FLASH_WORDS = (arguments.FLASH_VARLEN, arguments.FLASH_DENSE)
 def test_every_second_layer_of_gemma2_attends_to_all_keys(
     framework: Framework, word: str, slides: bool, kv_len: int, packed: bool
 ) -> None:
-    """Its layers all pass the config's window; the bool says which of them slide."""
+    """All its layers pass the config's window; the bool tells which of them slide."""
     arrays = numbers(kv_len, kv_len)
     lengths = (2 * kv_len - 1, 1) if packed else None
     pair = (3, 3) if slides and kv_len > 3 else (-1, -1)
@@ -270,11 +272,11 @@ def test_every_second_layer_of_gemma2_attends_to_all_keys(
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("word", WORDS)
 @both
-def test_flash_distances_without_bound_are_all_keys_where_flash_runs(
+def test_unbounded_flash_distances_mean_all_keys_if_flash_runs(
     framework: Framework, word: str, masked: bool, bag: str, pair: Any
 ) -> None:
-    """The host's flash branches go by their distances, its other branches by the sliding window."""
-    told = {"attention_mask": KEEP} if masked else {}  # leads the host to SDPA
+    """The host's flash branches follow their distances, its other branches follow the sliding window."""
+    told = {"attention_mask": KEEP} if masked else {}  # makes the host choose SDPA
     found = run(framework, numbers(), word, {bag: {"window_size": pair}}, sliding_window=3, **told)
     window = (None, None) if word in FLASH_WORDS and not masked else (2, 0)
     close(found, expected(numbers(), window=window, mask=KEEP[:, None, None, :] != 0 if masked else None))
@@ -283,7 +285,7 @@ def test_flash_distances_without_bound_are_all_keys_where_flash_runs(
 @pytest.mark.parametrize("slides", [True, False])
 @pytest.mark.parametrize("word", WORDS)
 @both
-def test_a_bool_says_whether_a_layer_slides(framework: Framework, word: str, slides: bool) -> None:
+def test_a_bool_decides_whether_a_layer_slides(framework: Framework, word: str, slides: bool) -> None:
     for what, fields in ({}, {}), ({"attention_mask": KEEP}, {"mask": KEEP[:, None, None, :] != 0}):
         found = run(framework, numbers(), word, causal_mask=slides, sliding_window=3, **what)
         close(found, expected(numbers(), window=(2, 0) if slides else (None, None), **fields))
@@ -291,8 +293,8 @@ def test_a_bool_says_whether_a_layer_slides(framework: Framework, word: str, sli
 
 @pytest.mark.parametrize("word", WORDS)
 @both
-def test_a_sliding_window_is_not_added_to_a_complete_mask_beside_causal(framework: Framework, word: str) -> None:
-    """It is in the mask already, as the host makes them; what a bag states still counts."""
+def test_a_sliding_window_is_not_added_to_a_complete_mask_with_causal(framework: Framework, word: str) -> None:
+    """The mask already contains the window, as the host builds masks. A window in the options still applies."""
     for bags, fields in (
         ({"flash_dense_kwargs": {"causal": True}}, {"causal": True}),
         ({"flash_dense_kwargs": {"causal": True, "window_size": (4, 4)}}, {"causal": True, "window": (4, 0)}),
@@ -303,7 +305,7 @@ def test_a_sliding_window_is_not_added_to_a_complete_mask_beside_causal(framewor
 
 
 def granite(dropout: float) -> dict[str, dict[str, Any]]:
-    """Its bags: packed rows never drop."""
+    """Granite's options: packed rows never drop."""
     return {
         "flash_dense_kwargs": {"causal": True, "softmax_scale": 0.5, "dropout_p": dropout, "window_size": (14, 14)},
         "flash_varlen_kwargs": {"causal": True, "softmax_scale": 0.5, "dropout_p": 0.0},
@@ -316,7 +318,7 @@ def granite(dropout: float) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("word", WORDS)
 @in_torch
-def test_granites_dropout_is_that_of_the_bag_of_the_hosts_branch(
+def test_granites_dropout_comes_from_the_options_of_the_hosts_branch(
     framework: Framework, word: str, packed: bool, masked: bool
 ) -> None:
     arrays = numbers(7, 7)
@@ -330,15 +332,17 @@ def test_granites_dropout_is_that_of_the_bag_of_the_hosts_branch(
         assert np.abs(found - kept).max() > 0.01
     none = {name: {"dropout_p" if name != "xformers_kwargs" else "p": 0.0} for name in granite(0.1)}
     others = none | {f"{arguments.SDPA}_kwargs": {"dropout_p": 0.5}}
-    if word != arguments.SDPA and not masked:  # that bag has no say
+    if word != arguments.SDPA and not masked:  # these options do not apply
         close(run(framework, arrays, word, others), expected(arrays))
 
 
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 @pytest.mark.parametrize("letters", ["Q", "K", "QK", "KV"])
 @both
-def test_float32_beside_a_half_dtype_is_computed_in_that(framework: Framework, letters: str, half: str) -> None:
-    """Of Q, K and V some are float32 where adapters made them so."""
+def test_float32_with_one_half_dtype_is_computed_in_the_half_dtype(
+    framework: Framework, letters: str, half: str
+) -> None:
+    """Some of Q, K and V are float32 because adapters returned float32."""
     arrays = numbers()
     own = {name: framework.array(array, None if name in letters else half) for name, array in arrays.items()}
     told = {"config": config(framework), "context": context(framework, arrays)}
@@ -348,7 +352,7 @@ def test_float32_beside_a_half_dtype_is_computed_in_that(framework: Framework, l
 
 
 @both
-def test_float32_beside_two_half_dtypes_is_refused(framework: Framework) -> None:
+def test_float32_with_two_half_dtypes_is_refused(framework: Framework) -> None:
     arrays = numbers()
     dtypes = {"Q": "float32", "K": "bfloat16", "V": "float16"}
     own = {name: framework.array(array, dtypes[name]) for name, array in arrays.items()}
@@ -357,7 +361,7 @@ def test_float32_beside_two_half_dtypes_is_refused(framework: Framework) -> None
 
 
 @both
-def test_distances_around_self(framework: Framework) -> None:
+def test_flash_distances_count_around_the_query(framework: Framework) -> None:
     found = run(framework, numbers(), bags={"flash_dense_kwargs": {"window_size": (2, 1), "causal": False}})
     close(found, expected(numbers(), window=(2, 1), causal=False))
 
@@ -374,7 +378,7 @@ class Starts(NamedTuple):
 
 
 def xformers_mask(name: str, lengths: Any, lengths_k: Any = None, window: int | None = None, array: Any = None) -> Any:
-    """Stands for xformers' mask of that name; with ``array`` its offsets are on the device alone."""
+    """Stands for xformers' mask of that name; with ``array`` its offsets are only on the device."""
     mask = type(name, (), {} if window is None else {"_window_size": window})()
     for side, sizes in (("q_seqinfo", lengths), ("k_seqinfo", lengths_k or lengths)):
         starts = np.cumsum([0, *sizes]).astype(np.int32)
@@ -413,7 +417,7 @@ def test_blocks_of_an_xformers_mask_are_documents(
 
 
 @both
-def test_new_queries_stand_at_the_end_of_the_keys_of_their_block(framework: Framework) -> None:
+def test_new_queries_are_at_the_end_of_the_keys_of_their_block(framework: Framework) -> None:
     mask = xformers_mask("BlockDiagonalCausalLocalAttentionFromBottomRightMask", (2, 3), (4, 3), window=2)
     arrays = {name: array[:1] for name, array in numbers(5, 7).items()}
     found = run(framework, arrays, causal_mask=mask)
@@ -427,8 +431,8 @@ def test_new_queries_stand_at_the_end_of_the_keys_of_their_block(framework: Fram
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("word", WORDS)
 @both
-def test_mistral_past_its_window(framework: Framework, word: str, packed: bool) -> None:
-    """It tells its window three times: in flash's bag, in the context, and in a mask whose blocks are the rows."""
+def test_mistral_beyond_its_window(framework: Framework, word: str, packed: bool) -> None:
+    """It passes its window three times: in flash's options, in the context, and in a mask whose blocks are the rows."""
     arrays = numbers(7, 7, bsz=1 if packed else BSZ)
     mask = xformers_mask("BlockDiagonalCausalLocalAttentionMask", [7] * len(arrays["Q"]), window=3)
     told = {"causal_mask": mask, "sliding_window": 3}
@@ -448,14 +452,14 @@ def test_mistral_past_its_window(framework: Framework, word: str, packed: bool) 
 @pytest.mark.parametrize("kind", ["host", "arrays", "triple"])
 @pytest.mark.parametrize(("bsz", "length"), [(1, 14), (2, 7), (7, 2)])
 @both
-def test_documents_run_through_the_rows(framework: Framework, kind: str, bsz: int, length: int) -> None:
+def test_documents_may_continue_in_the_next_row(framework: Framework, kind: str, bsz: int, length: int) -> None:
     arrays = numbers(length, length, bsz=bsz)
     for word in WORDS:
         close(run(framework, arrays, word, seq_info=seq_info(framework, kind)), expected(arrays, lengths=LENGTHS))
 
 
 @both
-def test_documents_that_are_rows_are_the_batch(framework: Framework) -> None:
+def test_documents_that_equal_the_rows_run_as_a_batch(framework: Framework) -> None:
     arrays = numbers(7, 7)
     packed = run(framework, arrays, seq_info=seq_info(framework, "triple", (7, 7)))
     close(packed, run(framework, arrays))
@@ -464,7 +468,7 @@ def test_documents_that_are_rows_are_the_batch(framework: Framework) -> None:
 @pytest.mark.parametrize("dtype", [np.bool_, np.int64, np.int32])
 @pytest.mark.parametrize("bsz", [1, 2])
 @both
-def test_documents_and_a_keep_mask_hold_both(framework: Framework, bsz: int, dtype: Any) -> None:
+def test_documents_and_a_keep_mask_apply_together(framework: Framework, bsz: int, dtype: Any) -> None:
     length = 14 // bsz
     arrays = numbers(length, length, bsz=bsz)
     keep = np.random.default_rng(2).random((bsz, length)) < 0.6
@@ -496,7 +500,7 @@ def test_documents_with_every_option(framework: Framework) -> None:
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 7), (3, 7), (7, 7), (7, 3)])
 @pytest.mark.parametrize("window", [None, 2])
 @both
-def test_new_queries_stand_at_the_end_of_the_keys(framework: Framework, q_len: int, kv_len: int, window: Any) -> None:
+def test_new_queries_are_at_the_end_of_the_keys(framework: Framework, q_len: int, kv_len: int, window: Any) -> None:
     """Decoding, chunked prefill, prefill, and rows before the first key, which see nothing."""
     arrays = numbers(q_len, kv_len)
     for word in WORDS:
@@ -505,7 +509,7 @@ def test_new_queries_stand_at_the_end_of_the_keys(framework: Framework, q_len: i
 
 
 @both
-def test_values_may_have_channels_of_their_own(framework: Framework) -> None:
+def test_values_may_have_another_head_dim(framework: Framework) -> None:
     arrays = numbers(value_dim=5)
     close(run(framework, arrays), expected(arrays))
 
@@ -514,19 +518,19 @@ def test_values_may_have_channels_of_their_own(framework: Framework) -> None:
     "arrays", [numbers(0, 7), numbers(5, 0), numbers(5, 7, bsz=0)], ids=["no queries", "no keys", "no rows"]
 )
 @both
-def test_nothing_to_attend_is_zeros(framework: Framework, arrays: Arrays) -> None:
+def test_calls_without_keys_give_zeros(framework: Framework, arrays: Arrays) -> None:
     assert not run(framework, arrays).any()
 
 
 @both
-def test_no_rows_of_documents(framework: Framework) -> None:
+def test_documents_without_rows(framework: Framework) -> None:
     empty = seq_info(framework, "arrays", (0, 0))
     keep = np.ones((0, 7), np.int32)
     assert run(framework, numbers(7, 7, bsz=0), seq_info=empty, attention_mask=keep).shape == (0, 7, HEADS, HEAD_DIM)
 
 
 @both
-def test_rows_of_padding_are_zeros(framework: Framework) -> None:
+def test_rows_without_visible_keys_are_zeros(framework: Framework) -> None:
     """The first query of row 0 sees only keys that the mask drops."""
     out = run(framework, numbers(7, 7), attention_mask=KEEP)
     assert not out[0, :2].any()
@@ -552,7 +556,7 @@ def loss_gradients(framework: Framework, arrays: Arrays, word: str, what: dict[s
 
 @pytest.mark.parametrize("packed", [False, True])
 @both
-def test_gradients_flow(framework: Framework, packed: bool) -> None:
+def test_gradients_match_the_reference(framework: Framework, packed: bool) -> None:
     arrays = numbers(7, 7)
     what = {"seq_info": seq_info(framework, "arrays")} if packed else {"sliding_window": 3}
     fields: dict[str, Any] = {"lengths": LENGTHS} if packed else {"window": (2, 0)}
@@ -568,7 +572,7 @@ def test_gradients_flow(framework: Framework, packed: bool) -> None:
     slope = (loss(step) - loss(-step)) / (2 * step)
     assert sum((found[name] * direction[name]).sum() for name in found) == pytest.approx(slope, rel=1e-3)
     others = [loss_gradients(framework, arrays, word, what) for word in WORDS]
-    apart = 0.0 if framework.device == "cpu" else 1e-4  # where every word has kernels of its own
+    apart = 0.0 if framework.device == "cpu" else 1e-4  # every word has its own kernels there
     assert all(np.abs(other[name] - found[name]).max() <= apart for other in others for name in found)
 
 
@@ -576,7 +580,7 @@ def test_gradients_flow(framework: Framework, packed: bool) -> None:
     "what", [{}, {"sliding_window": 3}, {"attention_mask": KEEP}], ids=["plain", "window", "keep mask"]
 )
 @in_jax
-def test_jit_traces_everything_that_is_an_array(framework: Framework, what: dict[str, Any]) -> None:
+def test_jit_traces_every_array(framework: Framework, what: dict[str, Any]) -> None:
     arrays = numbers()
 
     @jax.jit
@@ -594,7 +598,7 @@ def test_jit_traces_everything_that_is_an_array(framework: Framework, what: dict
 )
 @in_torch
 def test_both_frameworks_give_the_same_bits(framework: Framework, what: dict[str, Any]) -> None:
-    """From the same memory: torch reads views as they lie, and the last bit of its products depends on strides."""
+    """From the same memory: torch reads views in place, and the last bit of its products depends on strides."""
     arrays = numbers()
     seen_by_jax = run(framework.other, arrays, **what)  # XLA lays them out as [bsz, len, heads, head_dim]
     alike = {
@@ -619,19 +623,19 @@ def test_dropout_is_drawn_in_torch_and_refused_without_a_key_in_jax(framework: F
         run(framework.other, numbers(), bags=bags)
 
 
-def first_that_can(framework: Framework, word: str, arrays: Arrays, dtype: str, **options: Any) -> str:
-    """The backend that a word leads to for a causal call: of those it prefers, the first that can run it."""
+def first_runnable_backend(framework: Framework, word: str, arrays: Arrays, dtype: str, **options: Any) -> str:
+    """The backend that a word chooses for a causal call: the first of its preferences that can run it."""
     q, k, v = (framework.array(array, dtype).swapaxes(1, 2) for array in arrays.values())
     names = arguments.preference(config(framework, word), framework.name, framework.device_name)
     return framework.frontend.explain(q, k, v, causal=True, backend=names, **options).backend
 
 
 @both
-def test_the_word_is_a_preference_and_use_backend_an_order(
+def test_a_word_is_a_preference_and_use_backend_is_binding(
     framework: Framework, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = [first_that_can(framework, word, numbers(), "float32") for word in WORDS]
-    softcap = first_that_can(framework, arguments.SDPA, numbers(), "float32", softcap=2.0)
+    plain = [first_runnable_backend(framework, word, numbers(), "float32") for word in WORDS]
+    softcap = first_runnable_backend(framework, arguments.SDPA, numbers(), "float32", softcap=2.0)
     if framework.device == "cpu":
         assert ({*plain}, softcap) == ({"sdpa_flash"}, "math")
     with spied(monkeypatch) as ran:
@@ -641,7 +645,7 @@ def test_the_word_is_a_preference_and_use_backend_an_order(
             assert set(ran) == {name}
         ran.clear()
         run(framework, numbers(), bags={"flash_dense_kwargs": {"softcap": 2.0}})
-        assert set(ran) == {softcap}  # what the word's kernels cannot run
+        assert set(ran) == {softcap}  # a call that the word's kernels cannot run
         ran.clear()
         with framework.frontend.use_backend("math"):
             run(framework, numbers())
@@ -649,7 +653,7 @@ def test_the_word_is_a_preference_and_use_backend_an_order(
 
 
 HALF: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
-    # name: (the context, the bags, the spec's fields)
+    # name: (the context, the options, the fields of the spec)
     "plain": ({}, None, {}),
     "sliding window": ({"sliding_window": 3}, None, {"window": (2, 0)}),
     "softcap": ({}, {"flash_dense_kwargs": {"softcap": 1.5}}, {"softcap": 1.5}),
@@ -665,13 +669,13 @@ HALF: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", HALF)
 @both
 def test_every_word_means_the_same_in_bfloat16(framework: Framework, name: str, word: str) -> None:
-    """On a GPU each word has its own kernels there; every result within what the dtype may lose."""
+    """On a GPU each word runs its own kernels; every result is within the bound of the dtype."""
     what, bags, fields = HALF[name]
     packed = "lengths" in fields
     arrays = numbers(7, 7) if packed else numbers()
     arrays = {letter: as_numpy(framework.array(array, "bfloat16")) for letter, array in arrays.items()}
     told = dict(what) | ({"seq_info": seq_info(framework, "arrays")} if packed else {})
-    right = bounded(arrays, **fields)
+    right = expected_with_bound(arrays, **fields)
     found = run(framework, arrays, word, bags, dtype="bfloat16", **told)
     verdict = right.judge(out=found.reshape(right.truth["out"].shape))
     assert verdict.ok, verdict
@@ -679,9 +683,9 @@ def test_every_word_means_the_same_in_bfloat16(framework: Framework, name: str, 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("word", WORDS)
-def test_on_a_gpu_a_word_runs_kernels_of_its_own(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as they are installed, in the dtype that all of them have."""
-    name = first_that_can(TORCH_ON_GPU, word, numbers(), "bfloat16")
+def test_on_a_gpu_each_word_runs_its_own_kernels(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If they are installed, in the dtype that all of them take."""
+    name = first_runnable_backend(TORCH_ON_GPU, word, numbers(), "bfloat16")
     available = {each for each, entry in TORCH.frontend.available_backends().items() if entry.reason is None}
     assert name in arguments.FAMILIES[word] or not available & set(arguments.FAMILIES[word])
     with spied(monkeypatch) as ran:
@@ -906,7 +910,7 @@ SIZES = {
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("packed", [False, True])
 @both
-def test_sizes_must_be_those_that_are_told(framework: Framework, packed: bool, name: str) -> None:
+def test_sizes_must_match_the_context(framework: Framework, packed: bool, name: str) -> None:
     (which, size), says = SIZES[name]
     arrays = numbers()
     own = {letter: framework.array(array) for letter, array in arrays.items()} | {which: framework.zeros(*size)}
@@ -916,8 +920,8 @@ def test_sizes_must_be_those_that_are_told(framework: Framework, packed: bool, n
 
 
 @both
-def test_one_list_of_lengths_is_for_as_many_keys_as_queries(framework: Framework) -> None:
-    """The host's triple; beside a cache it would name the first keys alone."""
+def test_one_list_of_lengths_needs_as_many_keys_as_queries(framework: Framework) -> None:
+    """The host's triple; with a cache it would describe only the first keys."""
     arrays = numbers()
     own = {name: framework.array(array) for name, array in arrays.items()}
     info = SeqInfo.from_lengths([4, 6], array=framework.array)
@@ -929,7 +933,7 @@ def test_one_list_of_lengths_is_for_as_many_keys_as_queries(framework: Framework
 
 
 @both
-def test_groups_must_fit_the_heads(framework: Framework) -> None:
+def test_groups_must_match_the_heads(framework: Framework) -> None:
     arrays = numbers()
     own = {name: framework.array(array) for name, array in arrays.items()}
     wrong = framework.frontend.unsloth.AttentionConfig(arguments.SDPA, KV_HEADS, 3)
@@ -938,7 +942,7 @@ def test_groups_must_fit_the_heads(framework: Framework) -> None:
 
 
 @both
-def test_a_list_and_a_tuple_of_distances_are_alike(framework: Framework) -> None:
+def test_distances_may_be_a_list_or_a_tuple(framework: Framework) -> None:
     found, right = (
         run(
             framework,
@@ -952,7 +956,7 @@ def test_a_list_and_a_tuple_of_distances_are_alike(framework: Framework) -> None
 
 
 @both
-def test_tensors_of_the_other_framework(framework: Framework) -> None:
+def test_tensors_of_the_other_framework_are_refused(framework: Framework) -> None:
     arrays = numbers()
     own = {name: framework.array(array) for name, array in arrays.items()} | {"K": framework.other.zeros(2, 3, 7, 11)}
     with pytest.raises(TypeError, match=f"^K: expected a .*; use {re.escape(framework.other.name)}_frontend"):
@@ -960,7 +964,7 @@ def test_tensors_of_the_other_framework(framework: Framework) -> None:
 
 
 @in_torch
-def test_autocast_computes_float32_in_its_dtype_and_gives_float32_back(framework: Framework) -> None:
+def test_autocast_computes_in_its_dtype_and_returns_float32(framework: Framework) -> None:
     arrays = numbers()
     half = run(framework, arrays, dtype="bfloat16")
     with torch.autocast(framework.device, torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Unsloth's helpers around packed rows: what they give fits attention, and what they mask is what they say."""
+"""Tests Unsloth's helpers for packed rows: their results fit attention, and their masks mean what they claim."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_lengths_are_counts(given: Any, device: str) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 0, -1, 2])
-def test_the_dense_mask_means_what_seq_info_does(window: int | None, device: str) -> None:
+def test_the_dense_mask_equals_seq_info(window: int | None, device: str) -> None:
     packed = get_packed_info_from_kwargs({"packed_seq_lengths": LENGTHS}, device)
     mask = build_sdpa_packed_attention_mask(packed, dtype=torch.float32, device=device, sliding_window=window)
     assert mask.shape == (1, 1, 9, 9) and mask.dtype == torch.float32
@@ -58,8 +58,8 @@ def test_the_dense_mask_means_what_seq_info_does(window: int | None, device: str
     torch.testing.assert_close(dense.transpose(1, 2), ours, rtol=1e-5, atol=1e-5)
 
 
-def test_a_changed_length_is_a_changed_mask(device: str) -> None:
-    """Nothing is kept by the identity of a tensor, which may be changed in place."""
+def test_a_changed_length_changes_the_mask(device: str) -> None:
+    """Nothing is cached by the identity of a tensor, because a tensor can change in place."""
     lengths, offsets, longest = get_packed_info_from_kwargs({"packed_seq_lengths": [2, 2]}, device)
     before = build_sdpa_packed_attention_mask((lengths, offsets, longest), dtype=torch.float32, device=device)
     lengths[:] = torch.tensor([1, 3], device=device)
@@ -67,7 +67,7 @@ def test_a_changed_length_is_a_changed_mask(device: str) -> None:
     assert before[0, 0, 2, 1] == -torch.inf and after[0, 0, 2, 1] == 0
 
 
-def test_xformers_bias(device: str) -> None:
+def test_the_xformers_bias_of_packed_rows(device: str) -> None:
     base = object()
     assert build_xformers_block_causal_mask(None, base_mask=base) is base
     packed = get_packed_info_from_kwargs({"packed_seq_lengths": LENGTHS}, device)
@@ -120,7 +120,7 @@ class BlockDiagonalCausalMask:
 
 @pytest.mark.parametrize("window", [None, 0, -1, 3])
 @pytest.mark.usefixtures("device")
-def test_a_base_mask_gets_the_window(window: int | None) -> None:
+def test_a_base_mask_receives_the_window(window: int | None) -> None:
     base = BlockDiagonalCausalMask.from_seqlens([2, 7])
     found = build_xformers_block_causal_mask(None, sliding_window=window, base_mask=base)
     assert found == replace(base, window=3 if window == 3 else None) and base.window is None
@@ -133,7 +133,7 @@ def test_a_base_mask_gets_the_window(window: int | None) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_an_xformers_bias_is_where_the_lengths_are(
+def test_an_xformers_bias_is_on_the_device_of_the_lengths(
     window: int | None, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     names = ("xformers", "xformers.ops", "xformers.ops.fmha", "xformers.ops.fmha.attn_bias")
@@ -149,7 +149,7 @@ def test_an_xformers_bias_is_where_the_lengths_are(
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
-def test_the_last_label_of_each_document_goes(layout: str, device: str) -> None:
+def test_the_last_label_of_each_document_is_masked(layout: str, device: str) -> None:
     numbers = torch.arange(1, 10, device=device)
     labels = numbers.reshape(1, 9) if layout == "contiguous" else numbers.reshape(3, 3).mT
     order = labels.reshape(-1).clone()
@@ -159,7 +159,7 @@ def test_the_last_label_of_each_document_goes(layout: str, device: str) -> None:
     assert labels.reshape(-1).tolist() == expected.tolist()
 
 
-def test_documents_and_labels_that_do_not_end_together(device: str) -> None:
+def test_documents_and_labels_of_different_lengths(device: str) -> None:
     labels = torch.arange(1, 9, device=device)  # shifted: one label less than tokens
     assert mask_packed_sequence_boundaries(labels, torch.tensor(LENGTHS, device=device), ignore_index=-1)
     assert labels.tolist() == [1, 2, -1, -1, 5, 6, 7, 8]
@@ -175,14 +175,14 @@ def test_documents_and_labels_that_do_not_end_together(device: str) -> None:
         with pytest.raises(ShapeError, match="seq_lengths: expected no more than 4 tokens in all, got 5"):
             mask_packed_sequence_boundaries(short, [2, 3])
         return
-    assert mask_packed_sequence_boundaries(short, [2, 3])  # nobody waits for a GPU to tell its lengths
+    assert mask_packed_sequence_boundaries(short, [2, 3])  # no read of the lengths from a GPU
     assert short.tolist() == [0, -100, 2]
 
 
 @pytest.mark.parametrize("shape", [(9,), (1, 9), (3, 3)])
 @pytest.mark.parametrize("lengths", [LENGTHS, [3, 0, 1, 2], [9]])
-def test_labels_that_a_loss_will_shift(shape: tuple[int, ...], lengths: list[int], device: str) -> None:
-    """Shifted by the loss they are what the shifted labels would have been."""
+def test_labels_that_a_loss_shifts_later(shape: tuple[int, ...], lengths: list[int], device: str) -> None:
+    """After the loss shifts them they equal the labels that were shifted before."""
     labels = torch.arange(1, 10, device=device).reshape(shape)
     before = labels.clone()
     found = mask_packed_boundary_labels(labels, torch.tensor(lengths, device=device))
@@ -190,12 +190,12 @@ def test_labels_that_a_loss_will_shift(shape: tuple[int, ...], lengths: list[int
     shifted = before.reshape(-1)[1:].clone()
     mask_packed_sequence_boundaries(shifted, lengths)
     assert torch.equal(found.reshape(-1)[1:], shifted)
-    assert found.reshape(-1)[0] == (-100 if sum(lengths) == 9 else 1)  # the first label is nobody's target
+    assert found.reshape(-1)[0] == (-100 if sum(lengths) == 9 else 1)  # the first label is no token's target
     assert torch.equal(mask_packed_boundary_labels(found, lengths), found)
     assert (mask_packed_boundary_labels(labels, [3, 6], ignore_index=-1) == -1).sum() == 2
 
 
-def test_labels_without_documents_are_what_they_were(device: str) -> None:
+def test_labels_without_documents_are_unchanged(device: str) -> None:
     labels = torch.arange(4, device=device)
     for lengths in (None, [], torch.tensor([], dtype=torch.int32)):
         assert mask_packed_boundary_labels(labels, lengths) is labels
@@ -208,7 +208,7 @@ def test_labels_without_documents_are_what_they_were(device: str) -> None:
 
 
 @pytest.mark.usefixtures("device")
-def test_what_unsloths_models_import_is_here() -> None:
+def test_every_name_that_unsloths_models_import_exists() -> None:
     """The names that its models import from its dispatch and its packing helpers, at 015bdef0."""
     from torch_frontend import unsloth
     from torch_frontend.unsloth import packing as unsloth_packing
@@ -243,7 +243,7 @@ def test_the_names_at_the_root_are_deprecated(framework: Framework) -> None:
 
 
 @pytest.mark.usefixtures("device")
-def test_flags_say_what_this_machine_has() -> None:
+def test_flags_match_the_installed_packages() -> None:
     available = {name for name, entry in torch_frontend.available_backends().items() if entry.reason is None}
     assert torch_frontend.unsloth.SDPA_HAS_GQA is True
     assert torch_frontend.unsloth.HAS_XFORMERS is ("xformers" in available)

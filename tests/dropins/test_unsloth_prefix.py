@@ -1,4 +1,5 @@
-"""Rows that share a prefix, by Unsloth's labels: against the float64 reference with the mask that the labels mean."""
+"""Tests rows with a shared prefix, given by Unsloth's labels, against the float64 reference with the mask of the
+labels."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ PADDED = 64
 both = pytest.mark.parametrize("framework", EVERYWHERE, ids=str)
 Groups = tuple[tuple[int, tuple[int, ...]], ...]
 LAYOUTS: dict[str, Groups] = {
-    # groups of (the prefix's length, its suffixes' lengths)
+    # groups of (length of the prefix, lengths of its suffixes)
     "one group": ((7, (3, 5, 1)),),
     "groups": ((7, (3, 5, 1)), (1, (2, 2)), (11, (13,))),
     "a prefix that nothing continues": ((3, ()), (5, (2, 7))),
@@ -32,7 +33,7 @@ LAYOUTS: dict[str, Groups] = {
 
 
 def labels(groups: Groups, array: Any = torch.from_numpy, signature: Any = None) -> Any:
-    """What Unsloth's PrefixSegInfo holds: a label of each token, padded, and a key of the layout."""
+    """The fields of Unsloth's PrefixSegInfo: a label for each token, padded, and a key of the layout."""
     group: list[int] = []
     suffix: list[int] = []
     for name, (prefix, suffixes) in enumerate(groups):
@@ -54,7 +55,7 @@ def labels(groups: Groups, array: Any = torch.from_numpy, signature: Any = None)
 
 
 def visible(groups: Groups) -> np.ndarray:
-    """What the labels mean, token by token."""
+    """The visible set of the labels, token by token."""
     told = labels(groups, np.asarray)
     group, prefix, suffix = (each[: told.T] for each in (told.group_of_kv, told.is_prefix, told.suffix_of_kv))
     same_suffix = (suffix[:, None] == suffix) & ~prefix[:, None]
@@ -68,7 +69,7 @@ def arrays(tokens: int) -> dict[str, np.ndarray]:
     return {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def described(groups: Groups, given: dict[str, np.ndarray], **fields: Any) -> tuple[AttentionSpec, Inputs]:
+def reference_call(groups: Groups, given: dict[str, np.ndarray], **fields: Any) -> tuple[AttentionSpec, Inputs]:
     mask = visible(groups)[None, None]
     tokens = mask.shape[-1]
     spec = AttentionSpec(
@@ -116,7 +117,7 @@ BAGS: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_a_suffix_sees_its_prefix_and_itself(framework: Framework, word: str, layout: str, options: str) -> None:
     groups, (bags, fields) = LAYOUTS[layout], BAGS[options]
     given = arrays(len(visible(groups)))
-    right, _ = reference.forward(*described(groups, given, **fields))
+    right, _ = reference.forward(*reference_call(groups, given, **fields))
     found = run(framework, groups, given, word=word, bags=bags)
     np.testing.assert_allclose(as_numpy(found), right, atol=2e-5, rtol=0)
 
@@ -126,7 +127,7 @@ def test_gradients_flow_through_both_parts(framework: Framework) -> None:
     groups = LAYOUTS["groups"]
     given = arrays(len(visible(groups)))
     told = settings(framework, given["Q"].shape[2], labels(groups, framework.array))
-    spec, inputs = described(groups, given, needs_backward=True)
+    spec, inputs = reference_call(groups, given, needs_backward=True)
     out, lse = reference.forward(spec, inputs)
     right = reference.backward(spec, inputs, out, lse, 2 * out, None)
     own = {name: framework.array(array) for name, array in given.items()}
@@ -142,8 +143,8 @@ def test_gradients_flow_through_both_parts(framework: Framework) -> None:
 
 
 @both
-def test_a_window_counts_if_it_hides_nothing(framework: Framework) -> None:
-    """The host ignores it here, for it caps what shares a prefix at the window."""
+def test_a_window_is_accepted_only_if_it_hides_nothing(framework: Framework) -> None:
+    """The host ignores the window here, because it caps rows with a shared prefix at the window."""
     groups = LAYOUTS["groups"]  # 11 + 13 positions
     given = arrays(len(visible(groups)))
     plain = as_numpy(run(framework, groups, given))
@@ -157,12 +158,12 @@ def test_a_window_counts_if_it_hides_nothing(framework: Framework) -> None:
 def test_labels_are_read_once_for_each_signature(signature: Any) -> None:
     groups = LAYOUTS["one group"]
     given = arrays(len(visible(groups)))
-    right, _ = reference.forward(*described(groups, given))
+    right, _ = reference.forward(*reference_call(groups, given))
     for _ in range(2):
         told = labels(groups, signature=signature)
         told.signature = signature
         np.testing.assert_allclose(as_numpy(run(TORCH, groups, given, told)), right, atol=2e-5, rtol=0)
-    told.group_of_kv = None  # not looked at again
+    told.group_of_kv = None  # not read again
     if signature == "first":
         np.testing.assert_allclose(as_numpy(run(TORCH, groups, given, told)), right, atol=2e-5, rtol=0)
     else:
@@ -170,7 +171,7 @@ def test_labels_are_read_once_for_each_signature(signature: Any) -> None:
             run(TORCH, groups, given, told)
 
 
-def test_a_layout_first_met_without_gradients_serves_training(device: str) -> None:
+def test_a_layout_first_used_without_gradients_can_be_trained(device: str) -> None:
     """GRPO computes log-probabilities in inference mode first."""
     groups = ((4, (3, 2)),)
     framework = next(each for each in (TORCH, EVERYWHERE[2].values[0]) if each.device == device)
@@ -184,8 +185,8 @@ def test_a_layout_first_met_without_gradients_serves_training(device: str) -> No
     np.testing.assert_allclose(as_numpy(out), as_numpy(first), atol=1e-6, rtol=0)
 
 
-def test_offsets_kept_for_a_device_are_no_inference_tensors() -> None:
-    """Autograd could not save them for a backward."""
+def test_cached_offsets_on_a_device_are_no_inference_tensors() -> None:
+    """Autograd could not save inference tensors for a backward."""
     info, tokens = SeqInfo.from_lengths([4, 5]), torch.empty(9, 1, 1, device="meta")
     with torch.inference_mode():
         offsets.attach_complete(info, Inputs(tokens, tokens, tokens))
@@ -238,7 +239,7 @@ def test_labels_of_another_layout_are_refused(name: str) -> None:
 
 
 @both
-def test_no_cache_beside_shared_prefixes(framework: Framework) -> None:
+def test_a_cache_with_a_shared_prefix_is_refused(framework: Framework) -> None:
     given = {name: array[:, :, -5:] if name == "Q" else array for name, array in arrays(16).items()}
     told = settings(framework, 16, labels(LAYOUTS["one group"], framework.array))
     told["context"].q_len = 5
@@ -248,7 +249,7 @@ def test_no_cache_beside_shared_prefixes(framework: Framework) -> None:
 
 
 @both
-def test_the_layout_among_the_keywords_of_a_forward(framework: Framework) -> None:
+def test_the_layout_in_the_keywords_of_a_forward(framework: Framework) -> None:
     resolve, told = framework.frontend.unsloth.resolve_prefix_seg_info, object()
     assert resolve({}, None, None) is None and resolve({"prefix_seg_info": None}, object(), object()) is None
     assert resolve({"prefix_seg_info": told}, None, None) is told

@@ -1,4 +1,4 @@
-"""Unsloth's softcapped attention: its formula in float64, on kernels that never hold the matrix."""
+"""Tests Unsloth's softcapped attention against its formula in float64, on kernels that never hold the score matrix."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def numbers(q_len: int, kv_len: int, device: str, dtype: Any = torch.float64) ->
 
 
 def additive(q_len: int, kv_len: int, device: str, window: int | None = None) -> Any:
-    """What queries at the end of the keys see, ``[q_len, kv_len]``."""
+    """The additive mask of queries at the end of the keys, ``[q_len, kv_len]``."""
     distance = torch.arange(kv_len - q_len, kv_len)[:, None] - torch.arange(kv_len)
     hidden = (distance < 0) | (distance >= (window or kv_len))
     return torch.zeros(q_len, kv_len, dtype=torch.float64).masked_fill(hidden, -torch.inf).to(device)
 
 
-def made_mask(form: str, q_len: int, kv_len: int, device: str, window: int | None) -> Any:
+def mask_in_form(form: str, q_len: int, kv_len: int, device: str, window: int | None) -> Any:
     """The host's mask in one of its forms."""
     if form == "a table of positions":
         return additive(9, 9, device, window)
@@ -61,10 +61,10 @@ forms = pytest.mark.parametrize("form", ["by positions", "a table of positions",
 @shapes
 @windows
 @forms
-def test_values_and_gradients_are_those_of_the_formula(
+def test_values_and_gradients_match_the_formula(
     q_len: int, kv_len: int, window: int | None, form: str, device: str
 ) -> None:
-    given, made = numbers(q_len, kv_len, device), made_mask(form, q_len, kv_len, device, window)
+    given, made = numbers(q_len, kv_len, device), mask_in_form(form, q_len, kv_len, device, window)
     out = slow_attention_softcapping(*given, made, LAYER, BSZ, q_len)
     expected = formula(*given, additive(q_len, kv_len, device, window))
     torch.testing.assert_close(out, expected)
@@ -81,12 +81,12 @@ def test_values_and_gradients_are_those_of_the_formula(
 @windows
 @forms
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_other_dtypes_lose_what_an_honest_kernel_may(
+def test_other_dtypes_are_within_the_bounds_of_an_honest_kernel(
     q_len: int, kv_len: int, window: int | None, form: str, dtype: str, device: str
 ) -> None:
-    """On a GPU these are the dtypes that fused kernels have."""
+    """The dtypes of fused kernels on a GPU."""
     given = numbers(q_len, kv_len, device, getattr(torch, dtype))
-    made = made_mask(form, q_len, kv_len, device, window)
+    made = mask_in_form(form, q_len, kv_len, device, window)
     made = made.to(given[0].dtype) if isinstance(made, torch.Tensor) else made
     out = slow_attention_softcapping(*given, made, LAYER, BSZ, q_len)
     dout = torch.cos(torch.arange(out.numel(), device=device)).view_as(out).to(out.dtype)
@@ -106,7 +106,7 @@ def array(tensor: Any) -> Any:
     return tensor.detach().double().cpu().numpy()
 
 
-def test_bfloat16_is_nearer_to_the_truth_than_the_formula_in_bfloat16(device: str) -> None:
+def test_bfloat16_is_more_precise_than_the_formula_in_bfloat16(device: str) -> None:
     exact = numbers(64, 64, device)
     half = [tensor.detach().bfloat16() for tensor in exact]
     mask = additive(64, 64, device)
@@ -117,7 +117,7 @@ def test_bfloat16_is_nearer_to_the_truth_than_the_formula_in_bfloat16(device: st
     assert (ours.double() - truth).abs().mean() < (theirs.double() - truth).abs().mean()
 
 
-def test_the_makers_of_masks_can_be_called() -> None:
+def test_the_mask_functions_can_be_called() -> None:
     assert HAS_FLEX_ATTENTION
     assert create_flex_attention_causal_mask().max_seq_length == 8192
     made = create_flex_attention_sliding_window_mask()
@@ -144,7 +144,9 @@ def test_the_makers_of_masks_can_be_called() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_named(changes: dict[str, Any], error: type[Exception], words: str, device: str) -> None:
+def test_arguments_that_do_not_fit_are_named(
+    changes: dict[str, Any], error: type[Exception], words: str, device: str
+) -> None:
     changes = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in changes.items()}
     q, k, v = numbers(7, 7, device)
     mask = create_flex_attention_causal_mask(64)
@@ -154,6 +156,6 @@ def test_what_does_not_fit_is_named(changes: dict[str, Any], error: type[Excepti
 
 
 @pytest.mark.parametrize("sizes", [(0, 4), (-1, 4), (4, 0), (4, 1.5), (True, 4)])
-def test_sizes_of_masks_are_positive_ints(sizes: tuple[Any, Any]) -> None:
+def test_sizes_of_masks_must_be_positive_ints(sizes: tuple[Any, Any]) -> None:
     with pytest.raises(SpecError, match="expected an int of 1 or more"):
         create_flex_attention_sliding_window_mask(*sizes)

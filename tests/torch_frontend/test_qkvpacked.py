@@ -1,4 +1,5 @@
-"""attention_qkvpacked is attention of three views, in both frontends, and its gradient is one array."""
+"""Tests that attention_qkvpacked equals attention on three views, in both frontends, and has one array as its
+gradient."""
 
 from __future__ import annotations
 
@@ -29,12 +30,12 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 BACKENDS = ("sdpa_flash", "math", "jax_xla")
 
 
-def drawn(shape: tuple[int, ...]) -> np.ndarray:
+def normal(shape: tuple[int, ...]) -> np.ndarray:
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
 def results(framework: Framework, qkv: np.ndarray, whole: bool, options: dict[str, Any]) -> list[np.ndarray]:
-    """out (and lse) and the gradient of their sum, through qkv as one array or through three slices of it."""
+    """out (and lse) and the gradient of their sum, through qkv as one array or as three slices of it."""
     front = framework.frontend
 
     def attend(array: Any) -> Any:
@@ -57,14 +58,14 @@ def results(framework: Framework, qkv: np.ndarray, whole: bool, options: dict[st
 @pytest.mark.parametrize("framework", BOTH, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_attention_of_three_views(case: str, backend: str, framework: Framework) -> None:
+def test_it_equals_attention_on_three_views(case: str, backend: str, framework: Framework) -> None:
     shape, options = CASES[case]
     options = {**options, "backend": options.get("backend", backend)}
     if framework.name == "torch" and options["backend"] == "jax_xla":
         pytest.skip("jax_xla runs in JAX only")
     if "softcap" in options and backend == "sdpa_flash":
         pytest.skip("sdpa_flash has no softcap")
-    one, three = (results(framework, drawn(shape), whole, options) for whole in (True, False))
+    one, three = (results(framework, normal(shape), whole, options) for whole in (True, False))
     assert one[-1].shape == shape
     for whole, apart in zip(one, three, strict=True):
         np.testing.assert_array_equal(whole, apart)
@@ -73,13 +74,13 @@ def test_it_is_attention_of_three_views(case: str, backend: str, framework: Fram
 @pytest.mark.parametrize("case", ["dense", "documents"])
 def test_torch_and_jax_give_the_same_bits(case: str) -> None:
     shape, options = CASES[case]
-    found = [results(framework, drawn(shape), True, {**options, "backend": "math"}) for framework in BOTH]
+    found = [results(framework, normal(shape), True, {**options, "backend": "math"}) for framework in BOTH]
     for ours, theirs in zip(*found, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_the_gradient_reaches_mask_free_extras() -> None:
-    qkv = torch.from_numpy(drawn((2, 7, 3, 4, 8))).requires_grad_()
+def test_bias_and_sinks_have_gradients() -> None:
+    qkv = torch.from_numpy(normal((2, 7, 3, 4, 8))).requires_grad_()
     sinks, bias = torch.randn(4, requires_grad=True), torch.randn(1, 4, 7, 7, requires_grad=True)
     torch_frontend.attention_qkvpacked(qkv, sinks=sinks, bias=bias, backend="math").square().sum().backward()
     found = [qkv.grad, sinks.grad, bias.grad]
@@ -91,7 +92,7 @@ def test_the_gradient_reaches_mask_free_extras() -> None:
 
 def test_jax_reads_the_array_in_place() -> None:
     """One operand and one result reach the kernel, not three slices."""
-    qkv = jnp.asarray(drawn((2, 7, 3, 4, 8)))
+    qkv = jnp.asarray(normal((2, 7, 3, 4, 8)))
     program = jax.make_jaxpr(jax.grad(lambda x: jax_frontend.attention_qkvpacked(x, backend="math").sum()))(qkv)
     calls = [equation for equation in program.eqns if equation.primitive.name.startswith("attn_")]
     assert [len(equation.outvars) for equation in calls] == [2, 1]
@@ -99,7 +100,7 @@ def test_jax_reads_the_array_in_place() -> None:
 
 
 def test_vmap_and_compile() -> None:
-    qkv = drawn((3, 2, 7, 3, 4, 8))
+    qkv = normal((3, 2, 7, 3, 4, 8))
     rows = jnp.stack([jax_frontend.attention_qkvpacked(jnp.asarray(row), causal=True, backend="math") for row in qkv])
     mapped = jax.vmap(lambda row: jax_frontend.attention_qkvpacked(row, causal=True, backend="math"))(jnp.asarray(qkv))
     np.testing.assert_array_equal(rows, mapped)
@@ -115,7 +116,7 @@ def test_vmap_and_compile() -> None:
 )
 def test_other_shapes_are_refused(shape: tuple[int, ...], packed: bool, framework: Framework) -> None:
     if (shape == (2, 7, 3, 4, 8) and not packed) or (shape == (7, 3, 4, 8) and packed):
-        return  # these are right
+        return  # these shapes are right
     info = SeqInfo.from_lengths([3, 4]) if packed else None
     with pytest.raises(ShapeError, match=r"^qkv: expected shape (\[batch, seq|packed \[tokens), 3, heads, head_dim\]"):
         framework.frontend.attention_qkvpacked(framework.zeros(*shape), seq_info=info)
@@ -145,5 +146,5 @@ def test_warm_up_answers_as_explain_does(framework: Framework) -> None:
         ([0, -1], [0, 0]),
     ],
 )
-def test_offsets_on_a_device_lead_no_kernel_outside(given: list[int], safe: list[int]) -> None:
+def test_offsets_on_a_device_become_safe(given: list[int], safe: list[int]) -> None:
     assert offsets.clamp(torch.tensor(given, dtype=torch.int32), 9).tolist() == safe

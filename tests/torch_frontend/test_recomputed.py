@@ -1,6 +1,6 @@
-"""Re-entrant checkpointing: its first pass, which is without gradients, runs the kernel of its second.
+"""Tests re-entrant checkpointing: its first pass, which runs without gradients, uses the kernel of its second pass.
 
-On a CPU flex is the kernel that has no backward.
+On a CPU, flex is the kernel without a backward.
 """
 
 from __future__ import annotations
@@ -99,14 +99,14 @@ def test_both_passes_run_the_same_kernel(door: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_what_does_not_train_takes_kernels_without_a_backward(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inference_may_choose_kernels_without_a_backward(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with use_backend("flex", "math"), spied(monkeypatch) as ran, torch.no_grad():
         DOORS[door](torch.randn(2, TOKENS, HEADS * HEAD_DIM), False)
     assert set(ran) == {"flex"}
 
 
-def test_a_layer_that_trains_may_ask_for_a_kernel_without_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While no gradient is wanted: a module is in training mode until somebody says otherwise."""
+def test_a_layer_in_training_mode_may_name_a_kernel_without_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as no gradient is required: a module is in training mode until it is switched to evaluation."""
     q = torch.randn(1, TOKENS, HEADS, HEAD_DIM)
     with spied(monkeypatch) as ran, torch.no_grad():
         out, lse = attention_of_layer(q, q, q, trains=True, backend="flex", causal=True, return_lse=True)
@@ -119,8 +119,10 @@ def test_a_layer_that_trains_may_ask_for_a_kernel_without_a_backward(monkeypatch
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_frozen_layers_choose_alike_with_and_without_gradients(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """q, k and v of a layer without adapters want no gradient in the second pass either."""
+def test_frozen_layers_choose_the_same_with_and_without_gradients(
+    recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """q, k and v of a layer without adapters require no gradient in the second pass either."""
     q = torch.randn(1, TOKENS, HEADS, HEAD_DIM)
     bias = torch.zeros(1, HEADS, TOKENS, TOKENS).requires_grad_()
     with spied(monkeypatch) as ran, torch.set_grad_enabled(recorded):

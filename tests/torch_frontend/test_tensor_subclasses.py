@@ -1,4 +1,5 @@
-"""Subclasses of Tensor and layouts whose memory is not what they mean: read, forwarded to torch, or refused by name."""
+"""Tests subclasses of Tensor, and layouts whose memory differs from their meaning: read, forwarded to torch, or
+refused."""
 
 from __future__ import annotations
 
@@ -37,9 +38,10 @@ HEADS, DIM = 2, 8
 
 
 class Negated(Tensor):
-    """Means minus its numbers, and knows it where attention is looked up under its name."""
+    """Means the negative of its numbers, and applies that if attention is looked up under its name."""
 
-    named: Callable[..., Any] | None = None  # what it compares with; None: the name's own function of the moment
+    # the function that it compares with; None: the current function of that name
+    named: Callable[..., Any] | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -50,13 +52,13 @@ class Negated(Tensor):
 
 
 class NegatedByBuiltin(Negated):
-    """The same by a comparison with the function that it found when it was written."""
+    """The same, comparing with the function that it found when it was defined."""
 
     named = TORCHS_OWN
 
 
 class NegatedByTable(Negated):
-    """The same, and nothing else is implemented."""
+    """The same, with a table of implementations and nothing else."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,7 +71,7 @@ class NegatedByTable(Negated):
 
 
 class Wrapped(Tensor):
-    """Numbers in a tensor inside; its own memory is nobody's."""
+    """Stores its numbers in an inner tensor; its own memory holds nothing."""
 
     inside: Tensor
 
@@ -134,7 +136,7 @@ def rows(q_len: int = 5, kv_len: int = 9) -> list[Tensor]:
 def test_causal_bias_in_torchs_place(in_torchs_place: None, make: Any, sizes: tuple[int, int], how: str) -> None:
     q, k, v = rows(*sizes)
     dense = make(*sizes)._materialize()
-    seen = dense.any(dim=-1)[:, None]  # a row that sees nothing is torch's NaN and our 0
+    seen = dense.any(dim=-1)[:, None]  # a row that sees nothing is NaN in torch and 0 in ours
     expected = TORCHS_OWN(q, k, v, attn_mask=dense).masked_fill(~seen, 0.0)
     call = lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, bias)  # noqa: E731
     with attention_provider("_native_math" if how == "math" else "native"):
@@ -149,7 +151,7 @@ def test_causal_bias_in_torchs_place(in_torchs_place: None, make: Any, sizes: tu
         assert q.grad is not None and bool(q.grad.isfinite().all())
 
 
-def test_causal_bias_beside_is_causal_is_refused_as_by_torch(in_torchs_place: None) -> None:
+def test_causal_bias_with_is_causal_is_refused_as_by_torch(in_torchs_place: None) -> None:
     with pytest.raises(ValueError, match="CausalBias"):
         F.scaled_dot_product_attention(*rows(), attn_mask=causal_upper_left(5, 9), is_causal=True)
 
@@ -157,7 +159,7 @@ def test_causal_bias_beside_is_causal_is_refused_as_by_torch(in_torchs_place: No
 @pytest.mark.parametrize("kind", [Negated, NegatedByBuiltin, NegatedByTable])
 @pytest.mark.parametrize("at", ["query", "key", "value", "attn_mask"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_subclasses_say_what_they_mean_in_torchs_place(
+def test_subclasses_keep_their_meaning_in_torchs_place(
     in_torchs_place: None, kind: Any, at: str, compiled: bool
 ) -> None:
     if compiled and kind is NegatedByTable:
@@ -182,7 +184,7 @@ def test_wrappers_reach_torchs_own_function(in_torchs_place: None, at: int) -> N
 
 @pytest.mark.parametrize("at", range(4))
 @pytest.mark.parametrize("kind", ["masked", "sparse", "sparse_csr", "mkldnn", "nested"])
-def test_whatever_torch_makes_of_it_comes_of_it(in_torchs_place: None, kind: str, at: int) -> None:
+def test_other_tensors_have_the_same_outcome_as_in_torch(in_torchs_place: None, kind: str, at: int) -> None:
     def outcome(call: Callable[..., Any]) -> Any:
         torch.manual_seed(0)
         try:
@@ -306,7 +308,7 @@ def given(entry: Callable[..., Any], name: str) -> Tensor:
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_the_calls_themselves_are_right(entry: Callable[..., Any]) -> None:
+def test_the_unchanged_calls_run(entry: Callable[..., Any]) -> None:
     entry()
     for name in ENTRIES[entry]:
         entry(**{name: given(entry, name)})
@@ -316,7 +318,9 @@ def test_the_calls_themselves_are_right(entry: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("entry", "name"), ARGUMENTS, ids=[f"{entry.__name__[1:]}-{name}" for entry, name in ARGUMENTS]
 )
-def test_every_other_entry_point_refuses_it_by_name(entry: Callable[..., Any], name: str, kind: str) -> None:
+def test_every_other_entry_point_refuses_special_tensors_by_name(
+    entry: Callable[..., Any], name: str, kind: str
+) -> None:
     tensor = given(entry, name)
     try:
         made = (SUBCLASSES | LAYOUTS)[kind](tensor)
@@ -328,7 +332,7 @@ def test_every_other_entry_point_refuses_it_by_name(entry: Callable[..., Any], n
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["bias", "mask"])
-def test_attention_refuses_a_causal_bias_and_says_how_to_ask(name: str, compiled: bool) -> None:
+def test_attention_refuses_a_causal_bias_and_names_the_option(name: str, compiled: bool) -> None:
     call: Any = lambda mask: attention(*(torch.zeros(1, 5, HEADS, DIM) for _ in "qkv"), **{name: mask})  # noqa: E731
     if compiled:
         torch._dynamo.reset()
@@ -337,7 +341,7 @@ def test_attention_refuses_a_causal_bias_and_says_how_to_ask(name: str, compiled
         call(causal_upper_left(5, 5))
 
 
-def test_parameters_and_layers_are_plain() -> None:
+def test_parameters_count_as_plain_tensors() -> None:
     q = torch.nn.Parameter(torch.randn(2, 5, HEADS, DIM))
     attention(q, q, q).sum().backward()
     assert q.grad is not None

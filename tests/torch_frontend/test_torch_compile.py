@@ -1,4 +1,4 @@
-"""torch.compile, export, checkpointing, op checks: compilers see two opaque ops that mean what the eager call means."""
+"""Tests torch.compile, export, checkpointing and op checks: compilers see two opaque ops that equal the eager call."""
 
 import pytest
 import torch
@@ -55,10 +55,11 @@ def test_fullgraph_dynamic_is_bitwise_eager(name):
 
 
 @pytest.mark.slow
-def test_the_default_compiler_takes_it_too(monkeypatch, tmp_path):
-    # The compiler's own cache outlives an op's schema: programs of another version of this library must not be found.
+def test_the_default_compiler_compiles_it(monkeypatch, tmp_path):
+    # The compiler's own cache outlives an op's schema, so programs of another version of this library must not be
+    # found.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    # Into an empty cache the compiler would first build programs that try out which vector instructions there are.
+    # In an empty cache the compiler would first build programs that test for vector instructions.
     monkeypatch.setattr("torch._inductor.config.cpp.vec_isa_ok", False)
     call = lambda q, k, v: torch.relu(attention(q, k, v, causal=True)) + 1  # noqa: E731
     compiled, qkv = torch.compile(call, fullgraph=True, dynamic=True), tensors()
@@ -78,7 +79,7 @@ def test_other_lengths_do_not_recompile():
 
 
 @pytest.mark.parametrize("array", [torch.from_numpy, None], ids=["tensor offsets", "numpy offsets"])
-def test_packed_and_the_same_tensor_three_times(array):
+def test_packed_calls_with_one_tensor_for_q_k_and_v(array):
     call = lambda x, info: attention(x * 1, x, x, causal=True, seq_info=info)  # noqa: E731
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
     x = torch.randn(7, HEADS, DIM, requires_grad=True)
@@ -92,7 +93,7 @@ def test_packed_and_the_same_tensor_three_times(array):
 @pytest.mark.parametrize("dynamic", [False, True, None])
 @pytest.mark.parametrize("array", [torch.from_numpy, None], ids=["tensor offsets", "numpy offsets"])
 def test_other_documents_do_not_recompile_between_limits(array, dynamic):
-    """Without limits the longest document and the number of documents are those of each batch."""
+    """Without limits, the longest document and the number of documents differ from batch to batch."""
     counter = CompileCounterWithBackend("aot_eager")
     call = lambda x, info: attention(x, x, x, causal=True, seq_info=info)  # noqa: E731
     compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=counter)
@@ -112,7 +113,7 @@ def test_use_backend_is_read_when_the_compiled_function_runs():
         compiled(*qkv)
 
 
-def test_a_backward_stays_with_the_backend_of_its_forward():
+def test_a_backward_uses_the_backend_of_its_forward():
     qkv = tensors()
     compiled = torch.compile(lambda *a: attention(*a, causal=True), fullgraph=True, backend="aot_eager")
     for name, later in (("math", "sdpa_flash"), ("sdpa_flash", "math"), ("math", "flex")):
@@ -148,7 +149,7 @@ def test_export_keeps_the_op():
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["double of sdpa_flash", "double of math"])
-def test_a_second_derivative_is_an_error_not_a_number(softcap):
+def test_a_second_derivative_is_an_error(softcap):
     q, k, v = tensors()
     call = lambda q: attention(q, k, v, softcap=softcap)  # noqa: E731
     for function in (call, torch.compile(call, backend="aot_eager")):
@@ -166,8 +167,8 @@ def test_an_input_changed_before_the_backward_is_an_error():
         out.sum().backward()
 
 
-def test_the_options_of_an_op_are_those_of_a_call():
-    """A compiler's cache keeps programs by this schema, so that it changes with a name of an op alone."""
+def test_the_options_of_an_op_equal_those_of_a_call():
+    """A compiler's cache stores programs by this schema, so the schema may change only together with an op's name."""
     options = Options(True, "top_left", (3, None), 4.0, 0.5, 7, 9, 0.1, True, True)
     plain = PlainOptions.from_options(options, True, False, "math")
     assert plain == (True, "top_left", 3, None, 4.0, 0.5, 7, 9, 0.1, True, True, True, False, "math")

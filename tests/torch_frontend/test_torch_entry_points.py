@@ -1,4 +1,4 @@
-"""Every torch entry point in what torch does around a call: compiled, exported, checkpointed, mapped, cast, shared."""
+"""Tests every torch entry point compiled, exported, checkpointed, mapped, under autocast and in several processes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ LAYER = Attention(HEADS, HEADS * DIM, num_kv_heads=KV_HEADS, causal=True, sinks=
 
 
 class Host(nn.Module):
-    """What transformers passes as the module."""
+    """The module that transformers passes."""
 
     is_causal = True
 
@@ -66,7 +66,7 @@ def heads_first(tensor: Tensor) -> Tensor:
 
 
 def ours_packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """With as many kv heads as heads, which q alone has."""
+    """With as many kv heads as heads; only q has so many here."""
     return attention_qkvpacked(torch.stack((q, 2 * q, -q), -3), causal=True) + 0 * (k.sum() + v.sum())
 
 
@@ -90,7 +90,7 @@ def dispatched(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def in_torchs_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Finds attention_dispatch there, by the fixture."""
+    """Calls torch's function, which the fixture replaces by attention_dispatch."""
     return F.scaled_dot_product_attention(*map(heads_first, (q, k, v)), is_causal=True, enable_gqa=True)
 
 
@@ -107,9 +107,9 @@ class Entry(NamedTuple):
     learns: bool = True
     provider: str = "native"
     torchs: bool = False
-    """Whether transforms are torch's own function's, not ours."""
+    """Whether its transforms are those of torch's own function."""
     keeps_dtype: bool = False
-    """Whether the result has the dtype of q where autocast computes in another."""
+    """Whether the result has q's dtype if autocast computes in another one."""
 
 
 ENTRIES = {
@@ -184,14 +184,14 @@ def test_one_graph_for_all_lengths_and_batches(entry: Entry, device: str) -> Non
 
 
 @every_entry
-def test_lengths_that_change_unannounced_compile_once_more(entry: Entry, device: str) -> None:
+def test_lengths_not_marked_dynamic_compile_once_more(entry: Entry, device: str) -> None:
     counter = CompileCounter()
     compiled = torch.compile(entry.call, fullgraph=True, backend=counter)
     for sizes in [*lengths(entry), (9, 17, 17 if entry.self_only else 19)]:
         tensors = qkv(device, *sizes)
         with torch.no_grad():
             assert torch.equal(compiled(*tensors), entry.call(*tensors))
-    assert counter.frame_count == 2  # the first lengths, and then any
+    assert counter.frame_count == 2  # the first lengths, then any lengths
 
 
 @pytest.mark.parametrize("more_documents", [False, True])
@@ -217,7 +217,7 @@ def test_packed_lengths_do_not_recompile(host: str, more_documents: bool, device
 
 
 class Called(nn.Module):
-    """A function as a module, as torch.export wants it."""
+    """A function as a module, as torch.export requires."""
 
     def __init__(self, call: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ def test_checkpointing_runs_the_same_backend_twice(
     blocks: dict[str, Any] = {}
     tensors = qkv(device, *lengths(entry)[0])
     expected = trained(entry.call, tensors, entry.learns)
-    if device == "cuda" and use_reentrant:  # the first pass runs without gradients, so that other kernels come first
+    if device == "cuda" and use_reentrant:  # the first pass runs without gradients, so it prefers other kernels
         close(trained(call, tensors, entry.learns), expected, 1e-4)
         return
     if device == "cuda" and entry.provider != "native":  # the second pass runs in autograd's own thread
@@ -264,7 +264,7 @@ def test_checkpointing_runs_the_same_backend_twice(
     with spied(monkeypatch) as ran:
         assert equal(trained(call, tensors, entry.learns), expected)
     assert len(ran) == 1 + entry.learns and len(set(ran)) == 1
-    if not blocks:  # compiled code cannot enter them
+    if not blocks:  # compiled code cannot enter hooks
         compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
         assert equal(trained(compiled, tensors, entry.learns), expected)
 
@@ -289,7 +289,7 @@ def test_autocast_is_that_of_torchs_own_attention(entry: Entry, device: str, dty
     expected = trained(entry.call, halves, entry.learns)  # as if the caller had cast them
     close(got[0].float(), expected[0].float(), 0)
     close(mixed.float(), expected[0].float(), 0)
-    tolerance = 2e-2 if entry.call is ours_packed else 0  # there the gradients of q, k and v are summed outside
+    tolerance = 2e-2 if entry.call is ours_packed else 0  # the gradients of q, k and v are summed outside
     for gradient, half in zip(got[1:], expected[1:], strict=True):
         close(gradient, half.float(), tolerance)
 
@@ -301,10 +301,10 @@ def test_a_kernels_own_arithmetic_is_not_cast(device: str, backend: str | None) 
     halves = [tensor.bfloat16() for tensor in tensors]
     doubles = [tensor.double() for tensor in tensors]
     expected, exact = trained(lambda *a: call(*a)[0], halves), trained(lambda *a: call(*a)[0], doubles)
-    with torch.autocast(device, torch.bfloat16):  # backward() included
+    with torch.autocast(device, torch.bfloat16):  # includes backward()
         got = trained(lambda *a: call(*a)[0], tensors)
         assert equal([part.bfloat16() for part in got], expected)
-        assert equal(trained(lambda *a: call(*a)[0], doubles), exact)  # float64 is never cast
+        assert equal(trained(lambda *a: call(*a)[0], doubles), exact)  # autocast never casts float64
         compiled = torch.compile(lambda *a: call(*a)[0], fullgraph=True, backend="eager")
         assert equal([part.bfloat16() for part in trained(compiled, tensors)], expected)
         assert call(*tensors)[1].dtype == torch.float32
@@ -353,9 +353,10 @@ def test_transforms_of_torch_func(entry: Entry, device: str) -> None:
 def test_forward_mode_and_second_derivatives_are_refused_in_words(entry: Entry, device: str) -> None:
     q, k, v = qkv(device, *lengths(entry)[0])
     call = lambda q: entry.call(q, k, v).sum()  # noqa: E731
-    words = None if entry.torchs else "attention has no forward mode in torch"  # torch's own function has torch's words
+    # torch's own function raises torch's messages
+    words = None if entry.torchs else "attention has no forward mode in torch"
     if entry.torchs and device == "cuda":
-        return  # where it runs as plain operations it has forward mode and second derivatives
+        return  # as plain operations it has forward mode and second derivatives
     for function in (lambda: torch.func.jvp(call, (q,), (q,)), lambda: torch.func.jacfwd(call)(q)):
         with pytest.raises((RuntimeError, NotImplementedError), match=words):
             function()
@@ -368,21 +369,21 @@ def test_forward_mode_and_second_derivatives_are_refused_in_words(entry: Entry, 
 
 
 @every_entry
-def test_second_derivatives_are_refused_where_only_a_part_of_a_sum_has_one(entry: Entry, device: str) -> None:
-    """The other part must not be returned alone, whichever way leads to the attention."""
+def test_second_derivatives_of_a_sum_are_refused_if_one_term_has_none(entry: Entry, device: str) -> None:
+    """The other term must not be returned alone, whichever term contains the attention."""
     if not entry.learns or entry.torchs:
         return
     words = "attention has no second derivative|attention_.*backward is not implemented"  # or torch's own
     tensors = [tensor.requires_grad_() for tensor in qkv(device, *lengths(entry)[0])]
-    losses = (torch.square, torch.clone)  # whose gradient depends on the attention, and whose does not
+    losses = (torch.square, torch.clone)  # one has a gradient that depends on the attention, the other one has not
     for moving, loss in itertools.product(tensors[: 1 if entry.self_only else 3], losses):
-        with pytest.raises(RuntimeError, match=words):  # of the gradient already, where a compiler made it
+        with pytest.raises(RuntimeError, match=words):  # an error of the first gradient if a compiler traced it
             (first,) = torch.autograd.grad(loss(entry.call(*tensors)).sum(), moving, create_graph=True)
             torch.autograd.grad(first.square().sum() + moving.pow(3).sum(), moving)
 
 
 @every_entry
-def test_a_graph_is_kept(entry: Entry, device: str) -> None:
+def test_a_graph_can_be_kept(entry: Entry, device: str) -> None:
     """``retain_graph=True``: two losses of one forward, one after the other."""
     if not entry.learns:
         return
@@ -476,7 +477,7 @@ def test_packed_calls_dropout_and_two_maps(device: str) -> None:
 
 def test_mapped_backwards(device: str) -> None:
     q, k, v = (tensor.requires_grad_() for tensor in qkv(device, 3, 5, 9))
-    backend = "math" if device == "cuda" else None  # torch refuses this for compiled backwards, flex's among them
+    backend = "math" if device == "cuda" else None  # torch refuses this for compiled backwards, also for flex
     for call in (partial(attention, softcap=5.0, backend=backend), ours_packed):
         out = call(q, k, v)
         gradient = lambda d, out=out: torch.autograd.grad(out, q, d, retain_graph=True)[0]  # noqa: E731

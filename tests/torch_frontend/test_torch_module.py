@@ -1,4 +1,4 @@
-"""The torch attention layer: its options, packed documents, and the numbers of the Flax layers for the same weights."""
+"""Tests the torch attention layer: options, packed documents, and equality with the Flax layers on the same weights."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def layer_of(device="cpu", **options):
 
 
 def flax_tree(named):
-    """Torch parameters (or their gradients), by name, as the Flax layers hold them."""
+    """Torch parameters (or their gradients) by name, in the tree of the Flax layers."""
     tree = {}
     for theirs, ours, shape in (
         ("query", "q_proj", (HEADS, DIM)),
@@ -80,7 +80,7 @@ def flax_tree(named):
 
 
 def on(device):
-    """What makes an array of the host a tensor there."""
+    """A function that moves an array from the host to the device."""
     return lambda array: torch.from_numpy(array).to(device)
 
 
@@ -143,7 +143,8 @@ def test_option_names_are_those_of_the_flax_layers():
     of_torch = set(inspect.signature(Attention.__init__).parameters)
     initialisers = {name for name in of_flax if name.endswith("_init") and not name.startswith("__")}
     flax_only = {"deterministic", "param_dtype", "rngs", "keep_rngs"} | initialisers
-    flax_only |= {"context_axis", "context_strategy", "context_layout", "context_length"}  # torch: use_context_parallel
+    # torch has use_context_parallel
+    flax_only |= {"context_axis", "context_strategy", "context_layout", "context_length"}
     assert of_torch - {"device"} == of_flax - flax_only
     calls = [set(inspect.signature(call).parameters) for call in (Attention.forward, nnx.Attention.__call__)]
     assert calls[0] == calls[1] - {"deterministic", "rngs"}
@@ -241,7 +242,7 @@ def test_compiles_in_one_graph(device):
     torch.testing.assert_close(compiled(x), layer(x), **TOLERANCE)
 
 
-def test_describes_itself():
+def test_its_text_names_its_options():
     layer = layer_of(causal=True, window=3)
     assert layer.extra_repr() == "heads=6/3, head_dim=4/8, causal, window=3"
 

@@ -1,4 +1,4 @@
-"""Calls that somebody looks at: tensors without numbers, tracers, counters of flops, hooks. Every torch entry point."""
+"""Tests every torch entry point under observation: tensors without numbers, tracers, counters of flops, hooks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TABLES = {
 
 
 def _rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``[2, 5, heads, dim]``, three times, from ``[10, heads * dim]``."""
+    """Reads ``[10, heads * dim]`` as ``[2, 5, heads, dim]``, three times."""
     rows = x.view(2, TOKENS // 2, HEADS, DIM)
     return rows, rows.sin(), rows.cos()
 
@@ -111,7 +111,7 @@ LAYER = Attention(HEADS, in_features=HEADS * DIM, causal=True, window=4).require
 
 
 def _layer(x: Tensor, **call: Any) -> Tensor:
-    """A layer whose weights are made where x is."""
+    """A layer with weights on the device of x."""
     weights = {name: x.new_ones(each.shape).cumsum(0).sin() for name, each in LAYER.named_parameters()}
     found = torch.func.functional_call(LAYER, weights, (x,), call)
     return found[0] if isinstance(found, tuple) else found
@@ -150,7 +150,7 @@ ENTRIES: dict[str, Callable[[Tensor], Tensor]] = {
     "module, pages": _paged_layer,
 }
 RANDOM = "attention, dropout"
-EARLY = ("PagedKVCache", "module, pages", "paged_attention", "append_kv")  # for inference
+EARLY = ("PagedKVCache", "module, pages", "paged_attention", "append_kv")  # inference alone
 every_entry = pytest.mark.parametrize("entry", ENTRIES)
 
 
@@ -173,14 +173,14 @@ def test_fake_tensors(entry: str, inside: bool, x: Tensor) -> None:
     expected = ENTRIES[entry](x)
     mode = FakeTensorMode()
     fake = mode.from_tensor(x)
-    if inside or entry == "PagedKVCache":  # it makes pools
+    if inside or entry == "PagedKVCache":  # this call allocates pools
         with mode:
             found = ENTRIES[entry](fake)
     else:
         found = ENTRIES[entry](fake)
     assert isinstance(found, FakeTensor)
     assert (found.shape, found.dtype, found.device) == (expected.shape, expected.dtype, expected.device)
-    assert torch.equal(ENTRIES[entry](x), expected) or entry == RANDOM  # nothing fake is left behind
+    assert torch.equal(ENTRIES[entry](x), expected) or entry == RANDOM  # no fake tensor is left behind
 
 
 @every_entry
@@ -301,7 +301,7 @@ def test_saved_tensor_hooks_and_counters(entry: str, x: Tensor) -> None:
 
 @pytest.mark.parametrize("options", [{"causal": True, "window": 2}, {"softcap": 5.0}, {}])
 @pytest.mark.parametrize("backend", ["sdpa_flash", "math", "flex"])
-def test_every_cpu_kernel_runs_in_view_of_a_counter(backend: str, options: dict[str, Any], x: Tensor) -> None:
+def test_every_cpu_kernel_runs_under_a_flop_counter(backend: str, options: dict[str, Any], x: Tensor) -> None:
     if backend == "sdpa_flash" and "softcap" in options:
         pytest.skip("it has no softcap")
     expected = attention(*_rows(x), backend=backend, **options)
@@ -313,7 +313,7 @@ def test_every_cpu_kernel_runs_in_view_of_a_counter(backend: str, options: dict[
     torch.testing.assert_close(program(*_rows(x)), expected)
 
 
-def test_flops_are_those_of_torchs_own_attention() -> None:
+def test_flops_equal_those_of_torchs_own_attention() -> None:
     """On a device where torch counts its own: meta tensors of its CUDA kernels' ops, by its own formulas."""
     from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
@@ -330,7 +330,7 @@ def test_flops_are_those_of_torchs_own_attention() -> None:
         assert counter.get_total_flops() == sdpa_backward_flop_count((2, 4, 5, 6), *wide)
 
 
-def test_flops_of_documents_and_pages_go_by_their_lengths(x: Tensor) -> None:
+def test_flops_of_documents_and_pages_depend_on_their_lengths(x: Tensor) -> None:
     with FlopCounterMode(display=False) as counter:
         ENTRIES["attention, packed"](x)
     assert counter.get_total_flops() == 2 * HEADS * (9 + 25 + 4) * (DIM + DIM)
@@ -340,7 +340,7 @@ def test_flops_of_documents_and_pages_go_by_their_lengths(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("place", ["meta", "fake"])
-def test_what_is_wrong_is_refused_without_numbers_too(place: str, x: Tensor) -> None:
+def test_bad_calls_are_refused_on_tensors_without_numbers(place: str, x: Tensor) -> None:
     watched = x.to("meta") if place == "meta" else FakeTensorMode().from_tensor(x)
     q, k, v = _rows(watched)
     with pytest.raises(SpecError, match="k: expected the head_dim of q"):
@@ -362,7 +362,7 @@ def default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @every_entry
-def test_another_default_dtype_changes_nothing(entry: str, default_dtype: None) -> None:
+def test_the_default_dtype_changes_nothing(entry: str, default_dtype: None) -> None:
     torch.manual_seed(0)
     x = torch.randn(TOKENS, HEADS * DIM, dtype=torch.float32)
     call = ENTRIES[entry]
