@@ -1,4 +1,4 @@
-"""The bridge itself: tokens, threads, errors inside a callback, memory, and what it leaves alone."""
+"""Tests the bridge itself: tokens, threads, errors inside a callback, memory, and side effects."""
 
 import pickle
 import threading
@@ -26,7 +26,7 @@ SPEC = AttentionSpec(
 CALL = targets.BridgedCall("forward", "math", "cpu", SPEC, ("q", "k", "v"))
 
 
-def test_a_token_is_short_and_means_the_same_in_every_process():
+def test_a_token_is_short_and_equal_in_every_process():
     token = targets.token_of(CALL)
     assert len(token) == targets.TOKEN_LENGTH == 7, "tvm-ffi keeps 7 characters inside the value, and frees longer ones"
     assert token == targets.token_of(CALL) != targets.token_of(CALL._replace(backend="flex"))
@@ -49,7 +49,7 @@ def test_two_calls_never_share_a_token(monkeypatch):
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_kernel_beside_an_exchange_waits_a_moment_first(monkeypatch, direction):
+def test_a_kernel_beside_an_exchange_gives_it_a_head_start(monkeypatch, direction):
     order, math = [], backends.load("math", "cpu")
     kernel = getattr(math, direction)
     monkeypatch.setattr(bridged_run, "head_start", lambda device: order.append(str(device)))
@@ -59,15 +59,15 @@ def test_a_kernel_beside_an_exchange_waits_a_moment_first(monkeypatch, direction
     values = (q, q, q, out, lse) if direction == "forward" else (q, q, q, q, lse, q, *gradients)
     extras = () if direction == "forward" else ("out", "lse", "dout")
     call = CALL._replace(direction=direction, extras=extras)
-    monkeypatch.setattr(targets, "_callbacks", {})  # what is made here calls the kernel of above
+    monkeypatch.setattr(targets, "_callbacks", {})  # the programs of this test call the patched kernel
     targets._callback(targets.token_of(call))(values)
     assert order == ["kernel"]
     targets._callback(targets.token_of(call._replace(overlaps_exchange=True)))(values)
     assert order == ["kernel", "cpu", "kernel"]
 
 
-def test_a_step_of_context_parallelism_waits_only_where_its_part_computes(monkeypatch):
-    """A contiguous causal row over two parts: in the second step the first part sees nothing of the other's keys."""
+def test_a_step_of_context_parallelism_waits_only_in_parts_that_compute(monkeypatch):
+    """A contiguous causal row over two parts: in the second step the first part sees none of the other part's keys."""
     started = []
     monkeypatch.setattr(bridged_run, "head_start", lambda device: started.append(str(device)))
     spec = replace(SPEC, q_len=10, kv_len=10, causal=True, return_lse=True)
@@ -91,7 +91,7 @@ def test_results_do_not_alias_and_inputs_are_not_written():
     assert np.array_equal(np.asarray(kept), first) and np.array_equal(np.asarray(q), before)
 
 
-def test_no_memory_grows_and_nothing_is_registered_again():
+def test_repeated_calls_keep_no_memory_and_register_nothing():
     q = jnp.ones((1, 5, 2, 16))
     call = jax.jit(jax.value_and_grad(lambda x: attention(x, x, x, causal=True, backend="sdpa_flash").sum()))
     for _ in range(500):
@@ -108,8 +108,8 @@ def softcapped(softcap):
     return jax.jit(partial(attention, causal=True, softcap=softcap, backend="math"))
 
 
-def test_programs_outlive_what_runs_their_calls(monkeypatch):
-    """More programs than callbacks are kept, run in turn: each finds its own call again."""
+def test_programs_outlive_their_cached_callbacks(monkeypatch):
+    """There are more programs than cached callbacks. They run in turn, and each finds its own call again."""
     monkeypatch.setattr(targets, "_callbacks", {})
     monkeypatch.setattr(targets, "CALLBACKS", 3)
     q = jnp.asarray(np.random.default_rng(2).standard_normal((1, 5, 2, 16)), jnp.float32)
@@ -122,7 +122,7 @@ def test_programs_outlive_what_runs_their_calls(monkeypatch):
             assert len(targets._callbacks) == 3
 
 
-def test_what_runs_calls_is_bounded_whichever_threads_ask(monkeypatch):
+def test_the_cache_of_callbacks_is_bounded_under_threads(monkeypatch):
     monkeypatch.setattr(targets, "_callbacks", {})
     tokens = [targets.token_of(CALL._replace(spec=replace(SPEC, softcap=2.0 + at))) for at in range(1500)]
     threads = [threading.Thread(target=lambda: list(map(targets._callback, tokens))) for _ in range(4)]
@@ -134,7 +134,7 @@ def test_what_runs_calls_is_bounded_whichever_threads_ask(monkeypatch):
 
 
 def documents_step(at):
-    """A step of context parallelism over documents, of which each ``at`` has others: a plan of many tiles."""
+    """A step of context parallelism over documents that depend on ``at``: a plan of many tiles."""
     offsets = (0, *(100 * each + at for each in range(1, 9)), 1024)
     row = replace(SPEC, q_len=1024, kv_len=1024, causal=True, return_lse=True, documents=9)
     row = replace(row, max_len_q=1024, max_len_k=1024)
@@ -147,8 +147,9 @@ def softcapped_call(at):
 
 
 @pytest.mark.parametrize(("make", "most"), [(softcapped_call, 600), (documents_step, 3000)])
-def test_what_stays_of_a_call_for_ever_is_small_and_all_of_it(make, most):
-    """It stays because nothing tells when the last program that has its token is gone: it may be a file."""
+def test_the_stored_description_of_a_call_is_small_and_complete(make, most):
+    """The description stays for ever, because nothing tells when the last program with its token is gone: it may be
+    a file."""
     tokens = [targets.token_of(make(at)) for at in range(4)]
     assert len(set(tokens)) == 4
     assert all(len(pickle.dumps(targets._calls[token])) < most for token in tokens)
@@ -174,7 +175,7 @@ def test_threads_get_their_own_results():
     assert wrong == []
 
 
-def test_offsets_that_only_the_run_can_see_are_checked_before_anything_is_read():
+def test_traced_offsets_are_checked_before_anything_is_read():
     x = jnp.ones((7, 2, 16))
 
     @jax.jit
@@ -183,11 +184,12 @@ def test_offsets_that_only_the_run_can_see_are_checked_before_anything_is_read()
 
     assert call(x, jnp.asarray([0, 3, 7], jnp.int32)).shape == x.shape
     for lie in ([0, 3, 9], [0, 5, 3], [1, 3, 7]):
-        with pytest.raises((ValueError, RuntimeError), match="cu_seqlens_q"):  # jaxlib chooses between them
+        # jaxlib chooses between the two error types
+        with pytest.raises((ValueError, RuntimeError), match="cu_seqlens_q"):
             call(x, jnp.asarray(lie, jnp.int32)).block_until_ready()
 
 
-def test_torch_state_of_the_caller_does_not_reach_the_callback():
+def test_the_callers_torch_state_does_not_reach_the_callback():
     q = jnp.asarray(np.random.default_rng(1).standard_normal((1, 5, 2, 16)), jnp.float32)
     call = jax.jit(partial(attention, causal=True, softcap=5.0, backend="math"))
     expected = np.asarray(call(q, q, q))
@@ -195,7 +197,7 @@ def test_torch_state_of_the_caller_does_not_reach_the_callback():
         assert np.array_equal(np.asarray(call(q, q, q)), expected)
 
 
-def test_the_kernel_sees_xla_buffers_without_a_copy(monkeypatch):
+def test_the_kernel_reads_xla_buffers_without_a_copy(monkeypatch):
     seen = []
     module = backends.load("math")
     original = module.forward
@@ -234,7 +236,7 @@ print("ok")
     assert found.stdout.strip() == "ok", found.stderr
 
 
-def test_a_process_may_end_while_calls_are_still_to_run():
+def test_a_process_may_end_while_calls_are_pending():
     script = """
 import jax, jax.numpy as jnp
 from jax_frontend import attention
@@ -248,7 +250,7 @@ for _ in range(20):
     assert (found.returncode, found.stderr) == (0, "")
 
 
-def test_jax_alone_has_its_own_attention():
+def test_without_torch_jax_runs_its_own_attention():
     script = """
 import sys
 

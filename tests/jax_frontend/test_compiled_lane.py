@@ -1,7 +1,7 @@
-"""The compiled lane: which calls take it, and that XLA runs a program's kernels as they are meant.
+"""Tests the compiled lane: which calls take it, and that XLA runs the kernels of a program correctly.
 
-Without a GPU a stand-in hands out a program: the math backend's halves cut into kernels that read, write, update and
-sum into zeros, as FlashAttention-4's do.
+Without a GPU a stand-in provides a program: the halves of the math backend cut into kernels that read, write, update
+and add into zeros, as FlashAttention-4's do.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SPEC = AttentionSpec(
 )
 
 
-# Which lane, as data
+# The choice of the lane, as data
 
 
 @pytest.mark.parametrize(
@@ -53,14 +53,14 @@ SPEC = AttentionSpec(
         ({"head_dim": 72, "value_dim": 72, "needs_backward": True}, "callback", "head_dim=72"),
     ],
 )
-def test_the_selection_says_which_lane_and_why(changes: dict[str, Any], lane: str, why: str) -> None:
+def test_the_selection_names_the_lane_and_the_reason(changes: dict[str, Any], lane: str, why: str) -> None:
     selection = explain(replace(SPEC, **changes), Target("jax", "sm90"), "flash4")
     assert selection.lane is not None and selection.lane[0] == lane
     assert why in "; ".join(selection.lane[1]) and bool(why) == bool(selection.lane[1])
     assert f"selected, {lane} lane" in str(selection) and why in str(selection)
 
 
-def test_who_has_a_lane() -> None:
+def test_which_backends_have_a_lane() -> None:
     assert explain(SPEC, Target("torch", "sm90"), "flash4").lane is None
     assert explain(SPEC, Target("jax", "sm90"), "jax_cudnn").lane is None
     assert explain(SPEC, Target("jax", "sm90"), "flash2").lane == ("callback", ())
@@ -69,7 +69,7 @@ def test_who_has_a_lane() -> None:
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_every_backend_of_torch_is_told_its_lane(kind: str) -> None:
+def test_every_torch_backend_has_a_lane_in_jax(kind: str) -> None:
     device, bridged = {"cpu": "cpu", "cuda": "sm90"}[kind], []
     for name in backends.names():
         module: Any = backends.load(name, kind)
@@ -88,7 +88,7 @@ LAUNCHED: list[str] = []
 
 
 def kernel(name: str, run: Any) -> Any:
-    """A stand-in for a compiled kernel: a function of tensors alone."""
+    """A stand-in for a compiled kernel: a function that takes only tensors."""
 
     def launch(*tensors: torch.Tensor) -> None:
         LAUNCHED.append(name)
@@ -127,7 +127,8 @@ def operand_shapes(spec: AttentionSpec) -> dict[str, tuple[tuple[int, ...], str]
 
 
 def backward_program(spec: AttentionSpec, with_dlse: bool) -> KernelProgram:
-    """Three kernels: gradients into scratch, of k and v summed into zeros; one of those doubled; and all rounded."""
+    """Three kernels: gradients into scratch, with k and v added into zeros; one that doubles a gradient; one that
+    rounds all."""
     names = ["q", "k", "v", "out", "lse", "dout", *(["dlse"] if with_dlse else [])]
     shapes = operand_shapes(spec)
     results = ["dq", "dk", "dv"]
@@ -178,7 +179,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(math, "program_refuses", lambda spec, device: (), raising=False)
 
     def with_owners(*given: Any, allow_cuda_graph: bool = False, **options: Any) -> Any:
-        return register(*given, **{**options, "pass_owned_tensor": True})  # which torch's tensors want
+        return register(*given, **{**options, "pass_owned_tensor": True})  # torch's tensors need owners
 
     monkeypatch.setattr(jax_tvm_ffi, "register_ffi_target", with_owners)
     forget()
@@ -201,7 +202,7 @@ def arrays(packed: bool = False) -> tuple[jax.Array, ...]:
 
 
 def in_torch(*given: jax.Array, with_lse: bool = False) -> list[np.ndarray]:
-    """out, dq, dk and dv of torch_frontend on the same bytes."""
+    """out, dq, dk and dv of torch_frontend from the same bytes."""
     q, k, v, dout = (torch.from_numpy(np.array(array)) for array in given)
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
     out = torch_frontend.attention(q, k, v, causal=True, backend="math", return_lse=with_lse)
@@ -211,7 +212,7 @@ def in_torch(*given: jax.Array, with_lse: bool = False) -> list[np.ndarray]:
 
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("with_lse", [False, True])
-def test_a_program_runs_as_it_is_meant(with_lse: bool) -> None:
+def test_a_program_gives_torchs_bits(with_lse: bool) -> None:
     q, k, v, dout = arrays()
 
     @jax.jit
@@ -232,13 +233,13 @@ def test_a_program_runs_as_it_is_meant(with_lse: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_no_two_zeros_are_one_value_to_xla(dtype: str) -> None:
-    """It may give one memory to what it knows to be equal, even where a kernel adds to both."""
+def test_every_zero_buffer_is_a_separate_value_in_xla(dtype: str) -> None:
+    """XLA may give one buffer to values that it knows to be equal, even if a kernel adds to both."""
     buffers = tuple(Buffer(SCRATCH, (2, 8), kind, True) for kind in ("float32", "float32", "int32", "int32", "float32"))
     buffers = (*buffers[:2], Buffer("q", (2, 8), dtype), *buffers[2:])
     zeros = jax.jit(lambda operand: compiled_lane._zeros(buffers, operand))
     whole = np.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
-    for bits in (0, 1, np.iinfo(whole).max):  # the last is a NaN with every bit set
+    for bits in (0, 1, np.iinfo(whole).max):  # the last one is a NaN with every bit set
         found = zeros(jnp.asarray(np.full((2, 3), bits, whole).view(jnp.dtype(dtype))))
         assert list(found) == [0, 1, 3, 4, 5]
         for place, array in found.items():
@@ -250,7 +251,7 @@ def test_no_two_zeros_are_one_value_to_xla(dtype: str) -> None:
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_packed_documents_have_their_offsets() -> None:
+def test_packed_documents_pass_their_offsets() -> None:
     q, k, v, _ = arrays(packed=True)
     info = jax_frontend.SeqInfo.from_lengths([4, 7])
     out, lse = jax.jit(lambda q, k, v: jax_frontend.attention(q, k, v, seq_info=info, backend="math", return_lse=True))(
@@ -266,7 +267,7 @@ def test_packed_documents_have_their_offsets() -> None:
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_one_array_goes_by_callback() -> None:
+def test_qkv_in_one_array_uses_the_callback() -> None:
     qkv = jax.random.normal(jax.random.key(0), (2, 5, 3, 4, 8))
     out = jax_frontend.attention_qkvpacked(qkv, causal=True, backend="math")
     parts = (torch.from_numpy(np.array(qkv[:, :, which])) for which in range(3))
@@ -277,7 +278,7 @@ def test_one_array_goes_by_callback() -> None:
 
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("fails", ["program", "compile"])
-def test_what_cannot_be_compiled_goes_by_callback_and_says_why(
+def test_a_call_that_cannot_be_compiled_uses_the_callback_and_logs_why(
     fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*given: Any, **more: Any) -> Any:
@@ -345,7 +346,7 @@ def test_flash4_gives_torchs_bits_without_python(options: dict[str, Any], determ
     lengths = {"seq_info": torch_frontend.SeqInfo.from_lengths([130, 1, 169])} if packed else {}
     out = torch_frontend.attention(*leaves, **options, **lengths)
     theirs = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-    exact = len(ours) if deterministic else 1  # else sums come in any order
+    exact = len(ours) if deterministic else 1  # otherwise sums are added in any order
     for place, (one, other) in enumerate(zip(ours, (x.float().cpu().numpy() for x in theirs), strict=True)):
         if place < exact:
             np.testing.assert_array_equal(one, other)

@@ -1,4 +1,4 @@
-"""The linen and the NNX attention layers: equal to Flax's own and to each other, with every option applied."""
+"""Tests the linen and NNX attention layers: equal to Flax's and to each other, with every option applied."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def normal(seed, *shape):
 
 
 def rope(q, k, positions):
-    """Rotates halves of the channels by angles that grow with the position; arrays of either framework."""
+    """Rotates halves of the channels by angles that grow with the position, for arrays of either framework."""
     half = q.shape[-1] // 2
     angles = positions[..., None, None] * (0.3 ** jnp.arange(half))  # [batch, seq, 1, half]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
@@ -63,7 +63,7 @@ OPTIONS = [
 
 
 def randomised(params, seed=9):
-    """The same tree with every leaf drawn anew, biases and sinks included."""
+    """The same tree with new random values in every leaf, biases and sinks included."""
     leaves, tree = jax.tree.flatten(params)
     return tree.unflatten([0.5 * normal(seed + i, *leaf.shape) for i, leaf in enumerate(leaves)])
 
@@ -74,7 +74,7 @@ def linen_layer(x, context=None, **options):
 
 
 def nnx_layer(params, in_features=FEATURES, **options):
-    """An NNX layer that holds linen parameters."""
+    """An NNX layer with the parameters of a linen layer."""
     layer = nnx.Attention(HEADS, in_features, rngs=flax_nnx.Rngs(0), **{**SIZES, **options})
     state = flax_nnx.state(layer, flax_nnx.Param)
     flax_nnx.replace_by_pure_dict(state, params["params"])
@@ -101,7 +101,7 @@ def test_linen_and_nnx_agree_forward_and_backward(options):
 
 @everywhere
 @pytest.mark.parametrize("cross", [False, True])
-def test_parameters_and_numbers_are_those_of_flax(cross):
+def test_parameters_and_results_equal_those_of_flax(cross):
     x, context = normal(0, BATCH, SEQ, HEADS * DIM), normal(1, BATCH, KV_SEQ, FEATURES) if cross else None
     theirs = flax_linen.MultiHeadDotProductAttention(HEADS)
     mask = jax.random.bernoulli(jax.random.key(2), 0.6, (BATCH, 1, SEQ, KV_SEQ if cross else SEQ)).at[..., 0].set(True)
@@ -140,7 +140,7 @@ def test_packed_documents_equal_separate_rows(options):
 
 
 @everywhere
-def test_masks_of_flaxs_helpers_are_masks():
+def test_masks_from_flaxs_helpers_work():
     x = normal(1, BATCH, SEQ, FEATURES)
     mask = flax_linen.make_causal_mask(jnp.ones((BATCH, SEQ)))
     assert mask.dtype == jnp.float32
@@ -152,7 +152,7 @@ def test_masks_of_flaxs_helpers_are_masks():
 
 
 @everywhere
-def test_packed_cross_attention():
+def test_packed_cross_attention_equals_separate_rows():
     x, context = normal(0, 5, FEATURES), normal(1, 9, FEATURES)
     info = SeqInfo.from_lengths([2, 3], [5, 4])
     layer, params = linen_layer(x[None], context[None])
@@ -164,7 +164,7 @@ def test_packed_cross_attention():
 
 
 @everywhere
-def test_rotary_sees_positions_and_is_applied():
+def test_rotary_receives_positions_and_is_applied():
     x, calls = normal(0, BATCH, SEQ, FEATURES), []
 
     def recording(q, k, positions):
@@ -239,7 +239,7 @@ def test_both_layers_have_the_same_options():
 
 
 @everywhere
-def test_dropout_follows_flax():
+def test_dropout_follows_the_rules_of_flax():
     x = normal(0, BATCH, SEQ, FEATURES)
     plain, params = linen_layer(x)
     expected = plain.apply(params, x)
@@ -261,7 +261,7 @@ def test_dropout_follows_flax():
     twin.eval()
     np.testing.assert_allclose(twin(x), expected, **TOLERANCE)
     twin.train()
-    assert not np.allclose(twin(x), twin(x), atol=1e-3)  # the layer's own stream moves on
+    assert not np.allclose(twin(x), twin(x), atol=1e-3)  # the layer's own stream of random numbers advances
     first, again = (twin(x, rngs=flax_nnx.Rngs(dropout=3)) for _ in range(2))
     np.testing.assert_array_equal(first, again)
     with pytest.raises(SpecError, match="keep_rngs=False"):

@@ -1,4 +1,4 @@
-"""Ctrl-C while the bridge runs a kernel inside a JAX program: the user gets KeyboardInterrupt, once."""
+"""Tests Ctrl-C while the bridge runs a kernel inside a JAX program: the user gets one KeyboardInterrupt."""
 
 import subprocess
 import sys
@@ -52,7 +52,7 @@ print(seen, len(times))
 
 @pytest.mark.parametrize("form", ["eager", "jit"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_ctrl_c_inside_a_kernel_is_a_keyboard_interrupt(direction, form):
+def test_ctrl_c_inside_a_kernel_raises_keyboard_interrupt(direction, form):
     env = {"PATH": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": ":".join(path for path in sys.path if path)}
     command = [sys.executable, "-c", SCRIPT.format(direction=direction, form=form)]
     found = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=300)

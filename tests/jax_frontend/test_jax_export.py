@@ -1,4 +1,4 @@
-"""Programs for other platforms than the one that they were made on: jax.export, and arrays of another device."""
+"""Tests programs for other platforms: jax.export, and arrays on another device than the default."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ CALLS = {
 
 @pytest.mark.parametrize("platform", ("tpu", "cuda", "rocm"))
 @pytest.mark.parametrize("name", CALLS)
-def test_a_program_for_another_platform_holds_no_kernel_of_this_one(name: str, platform: str) -> None:
-    """Nothing needs to be disabled, for XLA's operations are all that it holds."""
+def test_a_program_for_another_platform_contains_no_kernel_of_this_one(name: str, platform: str) -> None:
+    """No check needs to be disabled, because the program contains only XLA's operations."""
     arrays, options = CALLS[name]
     exported = jax.export.export(jax.jit(partial(step, **options)), platforms=(platform,))(*arrays())
     assert CALLBACK not in exported.mlir_module() and "stablehlo.while" in exported.mlir_module()
@@ -60,7 +60,7 @@ def test_a_program_for_another_platform_holds_no_kernel_of_this_one(name: str, p
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_program_for_several_platforms_has_the_kernel_on_its_own(name: str) -> None:
+def test_a_program_for_several_platforms_runs_the_kernel_on_this_one(name: str) -> None:
     arrays, options = CALLS[name]
     run = jax.jit(partial(step, **options))
     alone = jax.export.export(run, disabled_checks=export_checks())(*arrays())
@@ -72,7 +72,7 @@ def test_a_program_for_several_platforms_has_the_kernel_on_its_own(name: str) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_backend_asked_for_by_name_is_no_other_on_another_platform(backend: str) -> None:
+def test_a_named_backend_is_not_replaced_on_another_platform(backend: str) -> None:
     run = jax.jit(partial(step, backend=backend))
     with pytest.raises(SpecError, match=rf"backend='{backend}': expected a program for cpu, .* platform 'tpu'"):
         jax.export.export(run, platforms=("tpu",))(*dense())
@@ -80,7 +80,7 @@ def test_a_backend_asked_for_by_name_is_no_other_on_another_platform(backend: st
     assert CALLBACK not in jax.export.export(several, platforms=("tpu",))(*dense()).mlir_module()
 
 
-def test_pages_for_another_platform() -> None:
+def test_paged_programs_for_another_platform() -> None:
     pool, new, q = rows((6, 4, 3, 8), (2, 3, 8), (2, 6, 8))
     tables = {"block_table": jnp.asarray([[0, 2], [5, 1]], jnp.int32), "seq_lens": jnp.asarray([5, 3], jnp.int32)}
 
@@ -93,8 +93,8 @@ def test_pages_for_another_platform() -> None:
 
 
 @pytest.mark.parametrize("documents", (None, 2))
-def test_a_call_planned_for_a_gpu_runs_where_its_arrays_are(documents: int | None) -> None:
-    """As under ``jax.jit`` on CPU arrays where the default device is a GPU: planned for it, lowered for the CPU."""
+def test_a_call_planned_for_a_gpu_runs_on_the_device_of_its_arrays(documents: int | None) -> None:
+    """As under ``jax.jit`` on CPU arrays if the default device is a GPU: planned for the GPU, lowered for the CPU."""
     lengths = {} if documents is None else {"documents": documents, "max_len_q": 5, "max_len_k": 5}
     shape = {"batch": 1, "q_len": 9, "kv_len": 9, "num_heads": 6, "num_kv_heads": 3, "head_dim": 8, "value_dim": 8}
     spec = AttentionSpec(**shape, dtype="float32", causal=True, needs_backward=True, **lengths)
@@ -114,7 +114,7 @@ def test_a_call_planned_for_a_gpu_runs_where_its_arrays_are(documents: int | Non
     for found, right in zip(jax.tree.leaves(planned(inputs, dout)), jax.tree.leaves(expected), strict=True):
         assert np.array_equal(found, right)
     text = planned.trace(inputs, dout).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count(CALLBACK) == 2  # on its own platform it is the kernel
+    assert text.count(CALLBACK) == 2  # on its own platform it runs the kernel
     named = jax.jit(partial(run, backend="flash4", device="sm90", requested=("flash4",)))
     with pytest.raises(SpecError, match=r"backend='flash4': expected a program for sm90, .* platform 'cpu'"):
         named(inputs, dout)

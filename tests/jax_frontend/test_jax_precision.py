@@ -1,4 +1,4 @@
-"""How precisely XLA multiplies float32, as the lowered program says: a CPU multiplies in full whatever is asked."""
+"""Tests the precision of XLA's float32 products in the lowered program, because a CPU always multiplies in full."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CALLS: dict[str, dict[str, Any]] = {
 def precisions(call: dict[str, Any]) -> set[str]:
     """The precisions of the products in the lowered forward and backward.
 
-    Products of zeros and ones, which count where a NaN was seen, are exact in any precision and are left out.
+    Products of zeros and ones, which count NaNs, are exact in any precision and are left out.
     """
     x = jnp.ones((1, 16, 2, 8))
     total = jax.grad(lambda x: attention(x, x, x, backend="jax_xla", **call).sum())
@@ -50,12 +50,14 @@ def precisions(call: dict[str, Any]) -> set[str]:
         ("default", "DEFAULT"),
     ],
 )
-def test_float32_is_multiplied_as_said_and_else_in_full(said: str | None, expected: str, call: dict[str, Any]) -> None:
+def test_float32_products_have_the_requested_precision_or_full(
+    said: str | None, expected: str, call: dict[str, Any]
+) -> None:
     with jax.default_matmul_precision(said):
         assert precisions(call) == {expected}
 
 
-def test_one_jitted_function_follows_what_is_said() -> None:
+def test_one_jitted_function_follows_a_changed_precision() -> None:
     x = jnp.ones((1, 16, 2, 8))
     jitted = jax.jit(lambda x: dot_product_attention(x, x, x, implementation="xla"))
     for said, expected in (("default", "DEFAULT"), ("highest", "HIGHEST"), ("default", "DEFAULT")):
@@ -66,7 +68,7 @@ def test_one_jitted_function_follows_what_is_said() -> None:
 
 @pytest.mark.parametrize("said", [None, "highest", "high", "default", "BF16_BF16_F32"])
 @pytest.mark.parametrize("precision", [None, "default", "high", "highest", *jax.lax.Precision, ("high", "highest")])
-def test_a_layer_asks_for_no_more_than_is_said(precision: Any, said: str | None) -> None:
+def test_a_layer_requests_no_more_than_the_given_precision(precision: Any, said: str | None) -> None:
     x = jnp.ones((1, 8, 2, 8))
     pair = precision if isinstance(precision, tuple) else (precision, precision)
     asked = max(jax.lax.Precision(each).value for each in pair)
@@ -78,11 +80,11 @@ def test_a_layer_asks_for_no_more_than_is_said(precision: Any, said: str | None)
             with pytest.raises(SpecError, match=f"jax.default_matmul_precision is {said!r}"):
                 attention_fn()(x, x, x, precision=precision)
         half = x.astype(jnp.bfloat16)
-        attention_fn()(half, half, half, precision=precision)  # nothing to choose there
+        attention_fn()(half, half, half, precision=precision)  # a single precision exists there
 
 
 @pytest.mark.parametrize("precision", ["bogus", ["high"], jax.lax.DotAlgorithmPreset.F32_F32_F32])
-def test_what_is_no_precision_is_refused_by_name(precision: Any) -> None:
+def test_an_unknown_precision_is_refused_by_name(precision: Any) -> None:
     x = jnp.ones((1, 8, 2, 8))
     with pytest.raises(SpecError, match=r"precision=.*: expected None, a jax.lax.Precision or its name"):
         attention_fn()(x, x, x, precision=precision)

@@ -1,4 +1,4 @@
-"""Sizes that ``jax.export`` leaves open: one program for all of them, or one error that names what must be a number."""
+"""Tests sizes that ``jax.export`` leaves open: one program for all of them, or one error naming the size to fix."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from jax_frontend import (
 DENSE = ("b,n,6,8", "b,m,3,8", "b,m,3,8")
 PACKED = ("t,6,8", "t,3,8", "t,3,8", "d+1")
 LENGTHS = ((2, 5, 7), (1, 300, 9), (3, 1, 260))
-"""(batch, q_len, kv_len), some longer than a block."""
+"""(batch, q_len, kv_len), some of them longer than a block."""
 
 
 def symbols(*shapes: str, integers: int = 0) -> list[Any]:
-    """Arrays of symbolic shapes of one scope, the last ``integers`` of them int32."""
+    """Arrays with symbolic shapes of one scope, the last ``integers`` of them int32."""
     scope, floats = jax.export.SymbolicScope(), len(shapes) - integers
     return [
         jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape, scope=scope), jnp.float32 if at < floats else jnp.int32)
@@ -55,12 +55,12 @@ def offsets(*lengths: int) -> jax.Array:
 
 
 def trained(call: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """The sum of a call's output squared, and its gradients."""
+    """The sum of a call's squared output, and its gradients."""
     return jax.value_and_grad(lambda *arrays: (call(*arrays) ** 2).sum(), argnums=tuple(range(count)))
 
 
 def check(run: Callable[..., Any], given: list[Any], *arguments: tuple[Any, ...]) -> None:
-    """The program of symbolic sizes gives what a call of those sizes gives."""
+    """Checks that the program with symbolic sizes equals the call with these sizes."""
     exported = jax.export.export(jax.jit(run))(*given)
     assert "attn_core.callback" not in exported.mlir_module()
     for arrays in arguments:
@@ -85,21 +85,21 @@ def test_a_symbolic_batch_and_lengths(name: str) -> None:
     check(run, symbols(*DENSE), *(dense(*lengths) for lengths in LENGTHS))
 
 
-def test_sizes_that_are_expressions() -> None:
+def test_symbolic_expressions_as_sizes() -> None:
     run = partial(attention, causal=True)
     check(run, symbols("2*b-1,n+3,6,8", "2*b-1,2*n,3,8", "2*b-1,2*n,3,8"), dense(3, 5, 4))
 
 
 @pytest.mark.parametrize("shapes", [("b,n-1", "b,m"), ("b,n", "b,m-1"), ("b-1,n", "b-1,m")], ids=str)
-def test_sizes_that_may_be_0(shapes: tuple[str, str]) -> None:
-    """As of tokens that are shifted by one. The program holds for 0, too."""
+def test_symbolic_sizes_that_may_be_0(shapes: tuple[str, str]) -> None:
+    """For example for shifted tokens. The program is valid for 0, too."""
     queries, keys = (f"{shape},{heads},8" for shape, heads in zip(shapes, (6, 3), strict=True))
     none = tuple(0 if "-" in size else 4 for size in (*shapes[0].split(","), shapes[1].split(",")[1]))
     run = trained(partial(attention, causal=True), 3)
     check(run, symbols(queries, keys, keys), dense(2, 5, 7), dense(*none))
 
 
-def test_every_extra_of_symbolic_sizes() -> None:
+def test_every_extra_array_with_symbolic_sizes() -> None:
     def call(q: Any, k: Any, v: Any, bias: Any, sinks: Any, mask: Any, slopes: Any) -> Any:
         return attention(q, k, v, bias=bias, sinks=sinks, mask=mask > 0, alibi_slopes=slopes)
 
@@ -112,7 +112,7 @@ def test_every_extra_of_symbolic_sizes() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:mask. .* is read as")
-def test_a_mask_of_queries_and_keys_beside_as_many_rows_as_queries() -> None:
+def test_a_mask_with_as_many_rows_as_queries() -> None:
     def call(q: Any, k: Any, v: Any, mask: Any) -> Any:
         return attention(q, k, v, mask=mask > 0)
 
@@ -121,7 +121,7 @@ def test_a_mask_of_queries_and_keys_beside_as_many_rows_as_queries() -> None:
 
 
 @pytest.mark.parametrize("shapes", [PACKED, ("9,6,8", "9,3,8", "9,3,8", "d"), (*PACKED[:3], "4")], ids=str)
-def test_packed_rows_and_documents(shapes: tuple[str, ...]) -> None:
+def test_packed_rows_and_documents_with_symbolic_sizes(shapes: tuple[str, ...]) -> None:
     def call(q: Any, k: Any, v: Any, cu: Any) -> Any:
         return attention(q, k, v, causal=True, window=4, seq_info=SeqInfo(cu, cu, 9, 9))
 
@@ -130,8 +130,8 @@ def test_packed_rows_and_documents(shapes: tuple[str, ...]) -> None:
     check(trained(call, 3), symbols(*shapes, integers=1), *((*rows, offsets(*lengths)) for lengths in many))
 
 
-def test_packed_rows_whose_offsets_end_before_them() -> None:
-    """What nobody's queries give and nobody's keys get is 0, whichever side ends early."""
+def test_symbolic_packed_rows_with_trailing_tokens() -> None:
+    """Trailing queries and trailing keys have results of 0, whichever side ends early."""
 
     def call(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any) -> Any:
         return attention(q, k, v, causal=True, seq_info=SeqInfo(cu_q, cu_k, 9, 9))
@@ -146,14 +146,14 @@ def test_packed_rows_whose_offsets_end_before_them() -> None:
     assert told.backend == "jax_xla", told
 
 
-def test_offsets_on_the_host_of_symbolic_rows() -> None:
-    """One program for rows of every length; the host cannot compare the offsets with it."""
+def test_host_offsets_with_symbolic_rows() -> None:
+    """One program serves rows of every length, because the host cannot compare the offsets with it."""
     call = partial(attention, causal=True, seq_info=SeqInfo.from_lengths([4, 0, 3]))
     rows = ((normal(t, 6, 8), normal(t, 3, 8), -normal(t, 3, 8)) for t in (7, 12))
     check(trained(call, 3), symbols("t,6,8", "t,3,8", "t,3,8"), *rows)
 
 
-def test_transformations_of_symbolic_sizes() -> None:
+def test_transformations_with_symbolic_sizes() -> None:
     causal = partial(attention, causal=True)
     mapped = tuple(f"c,{shape}" for shape in DENSE)
     check(trained(jax.vmap(causal), 3), symbols(*mapped), tuple(jnp.stack([x, -x]) for x in dense(2, 5, 7)))
@@ -167,7 +167,7 @@ def test_transformations_of_symbolic_sizes() -> None:
     check(trained(drops, 3), symbols(*DENSE), dense(2, 5, 7))
 
 
-def test_other_entry_points() -> None:
+def test_other_entry_points_with_symbolic_sizes() -> None:
     check(trained(partial(attention_qkvpacked, causal=True), 1), symbols("b,n,3,6,8"), (normal(2, 5, 3, 6, 8),))
 
     def padded(q: Any, k: Any, v: Any, lengths: Any) -> Any:
@@ -176,7 +176,7 @@ def test_other_entry_points() -> None:
     check(padded, symbols(*DENSE, "b", integers=1), (*dense(2, 5, 7), jnp.asarray([3, 7], jnp.int32)))
 
 
-def test_pages_of_symbolic_sizes() -> None:
+def test_pages_with_symbolic_sizes() -> None:
     def step(q: Any, pool: Any, new: Any, table: Any, lengths: Any, cu: Any) -> Any:
         k, v = append_kv(pool, pool, new, new, block_table=table, seq_lens=lengths, cu_seqlens_q=cu)
         return paged_attention(q, k, v, block_table=table, seq_lens=lengths, cu_seqlens_q=cu, max_len_q=4)
@@ -199,7 +199,7 @@ def test_kernels_refuse_symbolic_sizes_by_name(backend: str, train: bool) -> Non
     assert told.backend == "jax_xla" and len(told.reasons(backend)) == 3, told
 
 
-def test_on_a_gpu_the_order_of_choice_needs_no_sizes() -> None:
+def test_automatic_choice_on_a_gpu_needs_no_sizes() -> None:
     q, k, v = symbols(*DENSE)
     spec = explain(q, k, v).spec
     assert "jax_xla" in preference.order(spec, "jax", "sm90")
@@ -209,17 +209,17 @@ def test_on_a_gpu_the_order_of_choice_needs_no_sizes() -> None:
 
 
 @pytest.mark.parametrize("shape", ["b,n,h,8", "b,n,6,d"])
-def test_heads_and_channels_are_numbers(shape: str) -> None:
+def test_heads_and_channels_must_be_numbers(shape: str) -> None:
     with pytest.raises(ShapeError, match=r"q: expected heads and channels that are numbers, got shape \[b, n, "):
         jax.export.export(jax.jit(attention))(*symbols(shape, shape, shape))
 
 
-def test_other_symbols_are_other_sizes() -> None:
+def test_different_symbols_are_different_sizes() -> None:
     with pytest.raises(ShapeError, match=r"k: expected the batch of q \(b\), got c"):
         jax.export.export(jax.jit(attention))(*symbols("b,n,6,8", "c,m,3,8", "c,m,3,8"))
 
 
-def test_context_parallelism_needs_numbers() -> None:
+def test_context_parallelism_refuses_symbolic_sizes() -> None:
     call = partial(context_parallel_attention, mesh=jax.make_mesh((1,), ("x",)), axis_name="x")
     with pytest.raises(SpecError, match="length=n: expected"):
         jax.export.export(jax.jit(call))(*symbols("1,n,6,8", "1,n,3,8", "1,n,3,8"))

@@ -1,4 +1,4 @@
-"""jit, grad, vmap, remat, scan and their combinations mean the same as the plain call, on every backend."""
+"""Tests that jit, grad, vmap, remat, scan and their combinations equal the plain call, on every backend."""
 
 import itertools
 from collections import Counter
@@ -42,7 +42,7 @@ def close(one, other, **tolerance):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window": 3}, {}], ids=str)
-def test_value_and_gradients_survive_every_transformation(arrays, backend, options):
+def test_value_and_gradients_are_equal_under_every_transformation(arrays, backend, options):
     plain = partial(loss, **options, backend=backend)
     expected = jax.value_and_grad(plain, argnums=(0, 1, 2))(*arrays)
     close(jax.jit(jax.value_and_grad(plain, argnums=(0, 1, 2)))(*arrays), expected)
@@ -52,7 +52,7 @@ def test_value_and_gradients_survive_every_transformation(arrays, backend, optio
 
 @pytest.fixture
 def fresh_plans():
-    """What is traced and chosen in a test stays in it."""
+    """Empties the caches of plans and traces, so that nothing of a test reaches the next one."""
 
     def forget():
         for cache in (selection.explain, plan.plan, ops._jit_partitionable):
@@ -64,7 +64,7 @@ def fresh_plans():
 
 
 def test_a_backend_without_a_log_sum_exp(arrays, fresh_plans, monkeypatch):
-    """As cuDNN through jax.nn is: its forward gives none and its backward asks for none."""
+    """Like cuDNN through jax.nn: its forward gives no log-sum-exp and its backward needs none."""
     xla = backends.load("jax_xla", "cpu")
     forward, gradients, seen = xla.forward, xla.backward, []
 
@@ -93,7 +93,7 @@ def test_a_backend_without_a_log_sum_exp(arrays, fresh_plans, monkeypatch):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("in_axes", [(0, 0, 0), (0, None, None), (None, 1, 1), (2, None, 0)], ids=str)
-def test_vmap_is_a_loop(arrays, backend, in_axes):
+def test_vmap_equals_a_loop(arrays, backend, in_axes):
     call = partial(attention, causal=True, backend=backend)
     mapped = [
         a if axis is None else jnp.stack([a, a + 1, a * 2], axis) for a, axis in zip(arrays, in_axes, strict=True)
@@ -149,7 +149,7 @@ def test_vmap_folds_or_repeats_every_operand(arrays, backend, extra):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_packed_calls_map_one_after_another(backend):
+def test_vmap_of_packed_calls_equals_a_loop(backend):
     info = SeqInfo.from_lengths([3, 0, 4], array=jnp.asarray)
     rows = jnp.asarray(np.random.default_rng(2).standard_normal((3, 7, HEADS, DIM)), jnp.float32)
     call = lambda x: attention(x, x, x, causal=True, seq_info=info, backend=backend)  # noqa: E731
@@ -197,7 +197,7 @@ def test_seq_info_is_a_pytree_with_traced_offsets_and_static_lengths():
     assert len(traced) == 1, "other offsets of the same shape must not trace again"
 
 
-def test_only_asked_gradients_decide_what_a_backend_must_do(arrays):
+def test_a_backend_needs_only_the_requested_gradients(arrays):
     bias = jnp.zeros((1, HEADS, Q_LEN, KV_LEN))
     by_query = jax.grad(lambda q: attention(q, *arrays[1:], bias=bias, backend="sdpa_flash").sum())
     assert jnp.isfinite(by_query(arrays[0])).all()
@@ -214,7 +214,7 @@ def test_refusals_come_at_trace_time_as_python_errors(arrays):
         jax.grad(lambda q: attention(q, *arrays[1:], backend="flex").sum())(arrays[0])
 
 
-def test_a_gradient_of_the_log_sum_exp_flows(arrays):
+def test_the_log_sum_exp_has_a_gradient(arrays):
     def merged(q, k, v, backend):
         out, lse = attention(q, k, v, causal=True, return_lse=True, backend=backend)
         return (out.sum(-1).swapaxes(1, 2) * jax.nn.sigmoid(lse)).sum()
@@ -238,7 +238,7 @@ def test_dropout_in_jax_is_the_xla_path_and_needs_a_key(arrays):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_vmap_over_nothing_is_nothing(arrays, backend):
+def test_vmap_over_no_elements(arrays, backend):
     call = partial(attention, causal=True, backend=backend)
     none = [jnp.zeros((0, *array.shape)) for array in arrays]
     assert jax.vmap(call)(*none).shape == (0, BATCH, Q_LEN, HEADS, DIM)
@@ -267,7 +267,7 @@ def claimed_cases():
 
 
 def transformed_calls(fields):
-    """Two calls that differ in their numbers."""
+    """Two calls with different numbers."""
     return [make_call(seed, **{**fields, "dtype": "float32", "needs_backward": True}) for seed in (0, 1)]
 
 
@@ -316,7 +316,7 @@ def linearized(function, arrays, dout):
 
 @pytest.mark.parametrize("transformation", TRANSFORMED.values(), ids=TRANSFORMED)
 @pytest.mark.parametrize("fields, backend", list(claimed_cases()))
-def test_every_transformation_is_as_right_as_the_call(fields, backend, transformation):
+def test_every_transformation_matches_the_reference(fields, backend, transformation):
     calls = transformed_calls(fields)
     options, info = calls[0].options, None
     if calls[0].spec.packed:
@@ -336,7 +336,7 @@ def test_every_transformation_is_as_right_as_the_call(fields, backend, transform
 
 @contextmanager
 def counted_runs(monkeypatch, backend="math"):
-    """How often a torch kernel's two halves run."""
+    """Counts the runs of both halves of a torch kernel."""
     module, runs = backends.load(backend), Counter()
 
     def watched(half, function):
@@ -397,7 +397,7 @@ FORWARD_CASES = {
 
 
 def in_float64(fields):
-    """(function of the learned arrays that gives out and lse, those arrays, tangents of them)."""
+    """(a function of the learned arrays that gives out and lse, these arrays, tangents of them)."""
     call = make_call(3, **{**fields, "dtype": "float64", "needs_backward": True, "return_lse": True})
     info = None
     if call.spec.packed:
@@ -428,7 +428,7 @@ def test_forward_mode_on_the_xla_path_is_the_derivative(fields):
             function(jax.tree.map(lambda p, t, by=by: p + by * t, primals, tangents)) for by in (step, -step)
         )
         for one, other, found in zip(ahead, behind, moved, strict=True):
-            seen = jnp.isfinite(one)  # the log-sum-exp of a row that sees nothing is -inf, and its tangent 0
+            seen = jnp.isfinite(one)  # the log-sum-exp of an empty row is -inf, and its tangent 0
             wanted = jnp.where(seen, (jnp.where(seen, one, 0) - jnp.where(seen, other, 0)) / (2 * step), 0)
             np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-8)
         cotangents = jax.tree.map(jnp.cos, moved)
@@ -459,11 +459,11 @@ def test_forward_mode_composes(arrays):
     product = (gradient(q + step * q) - gradient(q - step * q)) / (2 * step)
     close(jax.jvp(gradient, (q,), (q,))[1], product, rtol=1e-2, atol=2e-3)
     close(jax.linearize(gradient, q)[1](q), product, rtol=1e-2, atol=2e-3)
-    every = jax.vmap(lambda t: jax.jvp(gradient, (q,), (t,))[1])(jnp.stack([q, q]))  # the tangent alone is mapped
+    every = jax.vmap(lambda t: jax.jvp(gradient, (q,), (t,))[1])(jnp.stack([q, q]))  # only the tangent is mapped
     close(every, jnp.stack([product, product]), rtol=1e-2, atol=2e-3)
 
 
-def test_hessians_are_those_of_plain_operations(arrays):
+def test_hessians_equal_those_of_plain_operations(arrays):
     q = arrays[0][:1, :3, :2]
     ours = lambda q: (attention(q, q, q, causal=True, backend="jax_xla") ** 2).sum()  # noqa: E731
     plain = lambda q: (jax.nn.dot_product_attention(q, q, q, is_causal=True) ** 2).sum()  # noqa: E731
@@ -476,7 +476,7 @@ def test_hessians_are_those_of_plain_operations(arrays):
 
 
 @pytest.mark.parametrize("backend", ("sdpa_flash", "math"))
-def test_kernels_have_no_forward_mode_and_say_what_has(arrays, backend):
+def test_kernels_refuse_forward_mode_and_name_an_alternative(arrays, backend):
     q, k, v = arrays
     call = lambda q: attention(q, k, v, backend=backend)  # noqa: E731
     no_forward_mode = rf"backend='{backend}': expected reverse mode .*no forward mode .*backend=\"jax_xla\" has both"
@@ -497,8 +497,8 @@ def test_kernels_have_no_forward_mode_and_say_what_has(arrays, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("array", [jnp.asarray, None], ids=["JAX offsets", "numpy offsets"])
-def test_batches_of_other_documents_are_traced_once(array, backend):
-    """Between limits on how long documents are and how many there are, which are static."""
+def test_batches_with_other_documents_share_one_trace(array, backend):
+    """Within static limits on the length and the number of documents."""
     generator, traces = np.random.default_rng(0), []
     q, k, v = (jnp.asarray(generator.standard_normal((9, heads, DIM)), jnp.float32) for heads in (6, 3, 3))
 
@@ -527,7 +527,7 @@ def test_export_keeps_the_bits(arrays, backend):
         assert np.array_equal(found, expected)
 
 
-def test_an_exported_program_needs_its_calls_to_be_known(arrays, tmp_path):
+def test_an_exported_program_needs_its_calls_registered(arrays, tmp_path):
     pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
     step = jax.jit(partial(attention, causal=True, backend="math"))
     exported = jax.export.export(step, disabled_checks=export_checks())(*arrays)

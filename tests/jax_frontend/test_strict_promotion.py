@@ -1,6 +1,6 @@
-"""Every JAX call once where JAX promotes nothing: ``jax_numpy_dtype_promotion="strict"``, and ranks neither.
+"""Tests every JAX call once under strict promotion: of dtypes (``jax_numpy_dtype_promotion="strict"``) and of ranks.
 
-A dtype or rank that an expression of ours leaves to JAX is an error there, and the caller cannot help it.
+A dtype or rank that one of our expressions leaves to JAX is an error there, and the caller cannot fix it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ DOCUMENTS = {
 
 
 def gradients(call: Callable[..., Any], *arrays: Any) -> Any:
-    """A call's results, and the gradients of their sum; eager and under jit."""
+    """A call's results and the gradients of their sum, eager and under jit."""
 
     def total(*arrays: Any) -> Any:
         leaves = jax.tree.leaves(call(*arrays))
@@ -232,7 +232,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_nothing_is_left_to_promotion(name: str) -> None:
+def test_calls_work_under_strict_promotion(name: str) -> None:
     if name.startswith(("ours", "linen", "nnx")):
         pytest.importorskip("flax")
     if name.startswith("equinox"):
@@ -242,7 +242,7 @@ def test_nothing_is_left_to_promotion(name: str) -> None:
     assert all(np.asarray(leaf).size for leaf in jax.tree.leaves(found))
 
 
-def test_nothing_is_left_to_promotion_over_devices() -> None:
+def test_calls_over_devices_work_under_strict_promotion() -> None:
     script = """
 import numpy as np, jax, jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec

@@ -1,4 +1,4 @@
-"""What a call moves to a device under ``jax.transfer_guard("disallow")``: nothing implicitly."""
+"""Tests which data a call moves to a device under ``jax.transfer_guard("disallow")``: none implicitly."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("backend", [None, "jax_xla"])
 @pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-def test_no_transfer_is_implicit(compiled: bool, call: dict[str, Any], backend: str | None) -> None:
+def test_a_call_makes_no_implicit_transfer(compiled: bool, call: dict[str, Any], backend: str | None) -> None:
     forward: Callable[..., Any] = lambda q, k, v: attention(q, k, v, backend=backend, **call)  # noqa: E731
 
     def with_gradients(q: Any, k: Any, v: Any) -> Any:
@@ -51,7 +51,7 @@ def test_no_transfer_is_implicit(compiled: bool, call: dict[str, Any], backend: 
         jax.block_until_ready(run(X, X, X))
 
 
-def test_no_transfer_of_dot_product_attention_is_implicit() -> None:
+def test_dot_product_attention_makes_no_implicit_transfer() -> None:
     with jax.transfer_guard("disallow"):
         jax.block_until_ready(dot_product_attention(X, X, X, local_window_size=3))
         lengths = jax.device_put(np.array([5], np.int32))
@@ -59,8 +59,8 @@ def test_no_transfer_of_dot_product_attention_is_implicit() -> None:
         jax.block_until_ready(jitted(X))
 
 
-def test_offsets_that_only_a_device_knows_need_no_implicit_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, whose offsets are not read: they are continued there."""
+def test_offsets_on_a_device_need_no_implicit_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose offsets are not read on the host: the device extends them."""
     monkeypatch.setattr(offsets, "_on_host", lambda array: False)
     info = SeqInfo.from_lengths([6, 7], array=jax.device_put)
     with jax.transfer_guard("disallow"):
