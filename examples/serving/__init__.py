@@ -1,1 +1,1 @@
-"""Many prompts of different lengths decoded together, from one pool of pages."""
+"""Decodes many prompts of different lengths together, from one pool of pages."""

@@ -1,4 +1,4 @@
-"""``python -m examples.serving``: sixteen prompts decoded together from one pool of pages, and again one at a time."""
+"""``python -m examples.serving`` decodes sixteen prompts together from one pool of pages, and then one at a time."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ QUESTIONS = (
     "Say yes.",
 )
 SHORT = 6
-"""How many of the questions ``--short`` asks."""
+"""The number of questions with ``--short``."""
 PAGE_SIZE, TOGETHER = 16, 8
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the demo; returns 0 when both ways give the same tokens and no page was wasted or lost, else 1."""
+    """Runs the example; returns 0 if both ways give the same tokens and no page was wasted or lost, otherwise 1."""
     parser = argparse.ArgumentParser(prog="python -m examples.serving", description=__doc__)
     parser.add_argument("--short", action="store_true", help="fewer prompts and fewer tokens")
     options = parser.parse_args(arguments)
@@ -54,13 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             prompts = [weights.prompt_tokens(loaded.tokenizer, question) for question in questions]
         longest = -(-(max(map(len, prompts)) + new_tokens) // PAGE_SIZE)
         forward = TorchForward(loaded.model, num_pages=longest * TOGETHER, page_size=PAGE_SIZE)
-        asked = {"new_tokens": new_tokens, "stop": loaded.tokenizer.eos_token_id}
+        limits = {"new_tokens": new_tokens, "stop": loaded.tokenizer.eos_token_id}
         with stages.stage(f"up to {TOGETHER} at a time", total=len(prompts)) as advance:
-            found = serve(forward, forward.cache, prompts, **asked, together=TOGETHER, on_answer=advance)
+            found = serve(forward, forward.cache, prompts, **limits, together=TOGETHER, on_answer=advance)
         alone = []
         with stages.stage("one at a time", total=len(prompts)) as advance:
             for prompt in prompts:
-                alone += serve(forward, forward.cache, [prompt], **asked, together=1, on_answer=advance).answers
+                alone += serve(forward, forward.cache, [prompt], **limits, together=1, on_answer=advance).answers
     texts = list(zip(questions, loaded.tokenizer.batch_decode(found.answers), strict=True))
     return _show(console, stages.seconds, texts, found, alone, forward.cache.allocator.report())
 
@@ -73,7 +73,7 @@ def _show(
     alone: list[list[int]],
     left: PoolReport,
 ) -> int:
-    """The answers and what the pool held; 1 when a check failed."""
+    """Prints the answers and the checks; returns 1 if a check failed, otherwise 0."""
     table = Table("question", "answer", show_lines=False)
     for question, text in texts:
         table.add_row(question, text.strip())
@@ -81,8 +81,8 @@ def _show(
     waste, holders = found.waste
     checks = {
         "the same tokens as one at a time": found.answers == alone,
-        f"waste below one page for each sequence ({waste} places of {holders} sequences)": waste < PAGE_SIZE * holders,
-        "no page left behind": left.free == left.num_pages,
+        f"waste below one page per sequence ({waste} places of {holders} sequences)": waste < PAGE_SIZE * holders,
+        "all pages are free again": left.free == left.num_pages,
     }
     for what, held in checks.items():
         console.print(f"{'[green]yes[/]' if held else '[red]no[/]'}  {what}")

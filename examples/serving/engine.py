@@ -1,8 +1,8 @@
 """Continuous batching: requests join and leave a running batch, and share one pool of pages. No framework here.
 
-A request is admitted when the pool can hold its prompt and the longest answer it may give, beside those of all that
-run, so that nobody who has begun must stop for want of a page; first come, first served. Prompts and single tokens go
-through the model in one call.
+A request is admitted if the pool can hold its prompt with its longest answer, in addition to those of all running
+requests. So a started request never runs out of pages. Requests are served in order. Prompts and single tokens share
+one call of the model.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 from attn_core import PageAllocator
 from attn_core.paged.allocator import PoolFullError
 
-PREFIX = "what all prompts begin with"
+PREFIX = "the common beginning of all prompts"
 """The name of the sequence whose pages the requests share."""
 
 
 class Cache(Protocol):
-    """What a ``PagedKVCache`` of either framework has."""
+    """The part of a ``PagedKVCache`` of either framework that the engine uses."""
 
     allocator: PageAllocator
 
@@ -33,7 +33,7 @@ class Cache(Protocol):
 
 
 Forward = Callable[[np.ndarray, np.ndarray, Any], np.ndarray]
-"""(token ids ``[tokens]``, places in their sequences ``[tokens]``, step) -> float32 logits ``[tokens, vocabulary]``."""
+"""(token ids ``[tokens]``, positions in their sequences ``[tokens]``, step) -> float32 logits ``[tokens, vocab]``."""
 
 
 @dataclass
@@ -47,14 +47,14 @@ class Request:
 
 @dataclass
 class Served:
-    """What came out, and how full the pool was.
+    """The answers, and statistics of the pool.
 
     Attributes:
         answers: token ids for each prompt, without the stop token.
         steps: calls of the model; largest_batch: the most requests in one of them.
-        waste: places without a token in held pages, and how many sequences there were, when it was most for each.
-        shared: the most pages that several sequences held.
-        lead: the smallest lead, in logits, that a chosen token had over the runner-up.
+        waste: unused places in pages in use, and the number of sequences, at the largest waste per sequence.
+        shared: the largest number of pages that several sequences shared.
+        lead: the smallest lead, in logits, of a chosen token over the second-best token.
     """
 
     answers: list[list[int]]
@@ -75,15 +75,17 @@ def serve(
     together: int,
     on_answer: Callable[[], None] = lambda: None,
 ) -> Served:
-    """Answers every prompt greedily with at most ``new_tokens``, up to ``together`` at a time; the cache ends empty.
+    """Answers every prompt greedily with at most ``new_tokens`` tokens, up to ``together`` prompts at a time.
+
+    All pages of the requests are free at the end.
 
     Args:
-        cache: no sequence in it is named by a number or ``PREFIX``; what its others hold is left to them.
-        stop: the token that ends an answer and is left out of it.
+        cache: may contain other sequences, unless they are named by a number or ``PREFIX``.
+        stop: the token that ends an answer; the answer does not include it.
 
     Raises:
         ValueError: for a prompt without tokens, or fewer than one new token or request.
-        PoolFullError: when the longest answer to some prompt fits in no free pages, before anything runs.
+        PoolFullError: before anything runs, if the longest answer to a prompt does not fit into the free pages.
     """
     room = _Room(cache.allocator, new_tokens)
     _check(prompts, new_tokens, together, room)
@@ -121,7 +123,7 @@ def serve(
 
 
 def _common_prefix(prompts: Sequence[Sequence[int]]) -> int:
-    """How many tokens all prompts begin with; every prompt keeps at least one of its own, and one alone shares none."""
+    """Returns the number of common first tokens. Each prompt keeps at least one token; a single prompt shares none."""
     if len(prompts) < 2:
         return 0
     shortest = min(map(len, prompts)) - 1
@@ -130,17 +132,17 @@ def _common_prefix(prompts: Sequence[Sequence[int]]) -> int:
 
 
 class _Room:
-    """The free pages of a pool, and what requests may come to hold of them."""
+    """The free pages of a pool, and the pages that requests may need."""
 
     def __init__(self, allocator: PageAllocator, new_tokens: int) -> None:
         self.pages, self.page_size = allocator.free_pages, allocator.page_size
         self.new_tokens, self.common = new_tokens, 0
 
     def share(self, prompts: Sequence[Sequence[int]]) -> int:
-        """How many tokens at the beginning of all prompts are kept once.
+        """Returns the number of first tokens that all prompts share.
 
-        The last page of them may be partly filled; everybody copies it to go on. Where the pool has no page for that,
-        only whole pages are shared, which never cost more than sharing nothing.
+        Their last page may be partly filled; each request then copies it. If the pool has no pages for the copies, only
+        full pages are shared, which never needs more pages than sharing none.
         """
         self.common = _common_prefix(prompts)
         if not all(self.fits(Request(0, list(prompt)), ()) for prompt in prompts):
@@ -148,12 +150,12 @@ class _Room:
         return self.common
 
     def fits(self, request: Request, running: Sequence[Request]) -> bool:
-        """Whether there are pages for this request and all that run, to their longest ends, and the shared ones."""
+        """Returns whether the pages suffice for the longest answers of this request and all running ones."""
         own = sum(self.held(len(one.prompt)) for one in (*running, request))
         return own + -(-self.common // self.page_size) <= self.pages
 
     def held(self, prompt: int) -> int:
-        """The pages of one request at its longest, without those that it shares to the end; its last token has none."""
+        """Returns the pages of a request with its longest answer, without shared pages; its last token needs none."""
         return -(-(prompt + self.new_tokens - 1) // self.page_size) - self.common // self.page_size
 
 
@@ -172,7 +174,7 @@ def _check(prompts: Sequence[Sequence[int]], new_tokens: int, together: int, roo
 
 
 def _advance(forward: Forward, cache: Cache, running: Sequence[Request], common: int) -> np.ndarray:
-    """One call of the model for all that run, new prompts among them: the logits of each one's newest token."""
+    """Calls the model once for all running requests, new prompts included; returns the logits of their last tokens."""
     tokens = [request.answer[-1:] or request.prompt[common:] for request in running]
     names, counts = [request.number for request in running], [len(new) for new in tokens]
     before = [cache.allocator.length(name) for name in names]
@@ -192,6 +194,6 @@ def _note(result: Served, allocator: PageAllocator, running: Sequence[Request]) 
 
 
 def _lead(logits: np.ndarray) -> float:
-    """The smallest difference between the best and the second-best logit of any row ``[rows, vocabulary]``."""
+    """Returns the smallest difference between the best and the second-best logit of a row ``[rows, vocabulary]``."""
     second, first = np.partition(logits, -2, axis=-1)[:, -2:].T
     return float((first - second).min())

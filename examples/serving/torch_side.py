@@ -11,7 +11,7 @@ from attn_core import Step
 from torch_frontend import PagedKVCache
 
 NAME = "attn_core_serving"
-"""What ``set_attn_implementation`` takes."""
+"""The name for ``set_attn_implementation``."""
 
 
 def attention(
@@ -29,14 +29,14 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention hook: q ``[1, heads, tokens, head_dim]`` in, out ``[1, tokens, heads, head_dim]``."""
     if attention_mask is not None or dropout:
-        raise NotImplementedError("the tables say what each token sees: no attention mask, and no dropout")
+        raise NotImplementedError("the tables say what each token sees; an attention mask or dropout is not supported")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, head_dim]
     pages.update(module.layer_idx, k, v, step)
     return pages.attend(module.layer_idx, q, step, scale=scaling)[None], None
 
 
 class TorchForward:
-    """Runs steps through a LlamaForCausalLM whose keys and values are in a cache's pages."""
+    """Runs steps of a LlamaForCausalLM with keys and values in the pages of a cache."""
 
     def __init__(self, model: Any, *, num_pages: int, page_size: int) -> None:
         from transformers import AttentionInterface
@@ -56,7 +56,7 @@ class TorchForward:
 
     @torch.inference_mode()
     def __call__(self, tokens: np.ndarray, places: np.ndarray, step: Step) -> np.ndarray:
-        """float32 logits ``[tokens, vocabulary]`` of the new tokens."""
+        """Returns float32 logits ``[tokens, vocabulary]`` of the new tokens."""
         ids, positions = (torch.from_numpy(np.asarray(x, np.int64))[None] for x in (tokens, places))  # [1, tokens]
         given = {"input_ids": ids, "position_ids": positions, "use_cache": False}
         return self.model(**given, pages=self.cache, step=step).logits[0].numpy()

@@ -1,1 +1,1 @@
-"""SmolLM2-135M-Instruct through torch and through JAX: the same kernels, the same text. See README.md here."""
+"""SmolLM2-135M-Instruct in torch and in JAX, with the same kernels and the same text. See README.md in this folder."""

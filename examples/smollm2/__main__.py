@@ -19,11 +19,11 @@ QUESTIONS = (
     "What do bees make?",
 )
 SHORT = 3
-"""How many of the questions ``--short`` asks."""
+"""The number of questions with ``--short``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the demo; returns 0 when torch and JAX agree and the first answer is right, else 1."""
+    """Runs the demo; returns 0 if torch and JAX agree and the first answer is right, otherwise 1."""
     options = _parser().parse_args(arguments)
     questions = QUESTIONS[:SHORT] if options.short else QUESTIONS
     new_tokens = options.max_new_tokens or (12 if options.short else 40)
@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m examples.smollm2", description=__doc__)
     parser.add_argument("--short", action="store_true", help="fewer prompts and fewer tokens")
     parser.add_argument("--max-new-tokens", type=_positive, metavar="N", help="longest answer (40; 12 with --short)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the report there")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the report to this file")
     return parser
 
 

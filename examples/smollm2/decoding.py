@@ -11,18 +11,18 @@ import numpy as np
 from examples.smollm2.packing import PackedStep, pack
 
 Forward = Callable[[PackedStep], np.ndarray]
-"""Runs one step and keeps the cache: returns float32 logits ``[tokens, vocabulary]`` of the new tokens."""
+"""Runs one step, updates the cache, and returns float32 logits ``[tokens, vocabulary]`` of the new tokens."""
 
 
 @dataclass
 class Generation:
-    """What a model wrote, and how it went.
+    """The answers of a model, with logits and times.
 
     Attributes:
-        tokens: the written token ids of each document, without the stop token.
+        tokens: the token ids of each answer, without the stop token.
         prefill_logits: float32 ``[prompt tokens, vocabulary]``.
-        lead: the smallest lead, in logits, that a chosen token had over the runner-up.
-        prefill_seconds, decode_seconds: time of the first step, and of each later one.
+        lead: the smallest lead, in logits, of a chosen token over the second-best token.
+        prefill_seconds, decode_seconds: time of the first step, and of each later step.
     """
 
     tokens: list[list[int]]
@@ -33,7 +33,7 @@ class Generation:
 
 
 def capacity_for(prompts: Sequence[Sequence[int]], new_tokens: int) -> int:
-    """Slots that the packed cache needs; the last token written is never fed back."""
+    """Returns the number of slots that the packed cache needs; the last token of an answer is never fed back."""
     return sum(map(len, prompts)) + len(prompts) * (new_tokens - 1)
 
 
@@ -44,7 +44,7 @@ def greedy(
     stop: int,
     on_step: Callable[[], None] = lambda: None,
 ) -> Generation:
-    """Extends every prompt (token ids) by the likeliest token until all have stopped or ``new_tokens`` are written."""
+    """Extends every prompt (token ids) by the most likely token, until all stop or have ``new_tokens`` tokens."""
     capacity = capacity_for(prompts, new_tokens)
     written: list[list[int]] = [[] for _ in prompts]
     cached, new = [0] * len(prompts), [list(prompt) for prompt in prompts]
@@ -68,13 +68,13 @@ def greedy(
         if all(stop in tokens for tokens in written):
             break
         cached, new = list(step.lengths_k[:-1]), [[token] for token in chosen]
-    # A document that stopped early went on beside the others, because the step's shape is fixed; its tail is dropped.
+    # A document that stopped early was continued, because the shape of a step is fixed. Its tail is dropped.
     result.tokens = [tokens[: tokens.index(stop)] if stop in tokens else tokens for tokens in written]
     return result
 
 
 def _lead(logits: np.ndarray) -> float:
-    """The smallest difference between the best and the second-best logit of any row ``[rows, vocabulary]``."""
+    """Returns the smallest difference between the best and the second-best logit of a row ``[rows, vocabulary]``."""
     second, first = np.partition(logits, -2, axis=-1)[:, -2:].T
     return float((first - second).min())
 
@@ -84,13 +84,13 @@ def reread_difference(
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
 ) -> int:
-    """How many tokens of the answers a single pass over the finished documents would have chosen differently.
+    """Returns the number of answer tokens that one pass over the finished documents would choose differently.
 
     Args:
         logits_of: whole packed documents (token ids) -> logits ``[tokens, vocabulary]``, without a cache.
     """
     documents = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
-    chosen = logits_of(documents).argmax(axis=-1)  # [tokens]: what would follow each token
+    chosen = logits_of(documents).argmax(axis=-1)  # [tokens]: the most likely next token
     changed, start = 0, 0
     for prompt, answer in zip(prompts, answers, strict=True):
         first = start + len(prompt) - 1  # the prompt's last token chooses the answer's first

@@ -21,11 +21,11 @@ from jax_frontend.nnx import Attention
 
 KeysValues = tuple[jax.Array, jax.Array]
 Cache = list[KeysValues]
-"""Per layer (k, v), each ``[capacity, kv_heads, head_dim]``: all documents' keys and values end to end."""
+"""(k, v) of each layer, ``[capacity, kv_heads, head_dim]``: the keys and values of all documents end to end."""
 
 
 class StepArrays(NamedTuple):
-    """A ``packing.PackedStep`` on the device: its fields by the same names, and the documents' bounds."""
+    """A ``packing.PackedStep`` on the device: fields with the same names, and the offsets of the documents."""
 
     tokens: jax.Array
     positions: jax.Array
@@ -49,7 +49,7 @@ class LlamaConfig:
 
 
 def rotary(q: jax.Array, k: jax.Array, positions: jax.Array, *, theta: float) -> tuple[jax.Array, jax.Array]:
-    """RoPE as ``nnx.Attention`` takes it: q and k ``[..., tokens, heads, head_dim]``, positions int ``[..., tokens]``.
+    """Applies RoPE for ``nnx.Attention``: q, k ``[..., tokens, heads, head_dim]``, positions int ``[..., tokens]``.
 
     Channels ``c`` and ``c + head_dim / 2`` form a pair that turns by ``position * theta ** (-2 c / head_dim)``.
     """
@@ -98,16 +98,16 @@ class Layer(nnx.Module):
         self.mlp = Mlp(config, rngs=rngs)
 
     def __call__(self, x: jax.Array, seq_info: SeqInfo) -> jax.Array:
-        """Whole documents at once; the attention layer counts the positions of each from its start."""
+        """Runs the layer on whole documents; the attention layer counts positions from the start of each document."""
         x = x + self.attention(self.attention_norm(x), seq_info=seq_info)
         return x + self.mlp(self.mlp_norm(x))
 
-    def step(self, x: jax.Array, plan: StepArrays, held: KeysValues) -> tuple[jax.Array, KeysValues]:
-        """New tokens, which see what is held of their document and themselves."""
+    def step(self, x: jax.Array, plan: StepArrays, cached: KeysValues) -> tuple[jax.Array, KeysValues]:
+        """Runs the layer on new tokens, which see the cached keys of their document and the new ones."""
         layer, normed = self.attention, self.attention_norm(x)
         q, new_k = self.rotary(layer.query(normed), layer.key(normed), plan.positions)  # [tokens, heads, head_dim]
         fresh = (new_k, layer.value(normed))
-        k, v = (jnp.concatenate([old, new])[plan.source] for old, new in zip(held, fresh, strict=True))
+        k, v = (jnp.concatenate([old, new])[plan.source] for old, new in zip(cached, fresh, strict=True))
         x = x + layer.out(jax_frontend.attention(q, k, v, causal=True, seq_info=plan.seq_info))
         return x + self.mlp(self.mlp_norm(x)), (k, v)
 
@@ -122,16 +122,16 @@ class Llama(nnx.Module):
         self.norm = nnx.RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, rngs=rngs)
 
     def __call__(self, tokens: jax.Array, seq_info: SeqInfo) -> jax.Array:
-        """float32 logits ``[tokens, vocab_size]`` of whole packed documents (int32 ``[tokens]``), without a cache."""
+        """Returns float32 logits ``[tokens, vocab_size]`` of whole packed documents (int32 ``[tokens]``), uncached."""
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x, seq_info)
         return self.embed.attend(self.norm(x))
 
     def step(self, plan: StepArrays, cache: Cache) -> tuple[jax.Array, Cache]:
-        """float32 logits ``[tokens, vocab_size]`` of new tokens, and the cache with their keys and values in it."""
+        """Returns float32 logits ``[tokens, vocab_size]`` of new tokens, and the cache with their keys and values."""
         x, grown = self.embed(plan.tokens), []
-        for layer, held in zip(self.layers, cache, strict=True):
-            x, kept = layer.step(x, plan, held)
-            grown.append(kept)
+        for layer, cached in zip(self.layers, cache, strict=True):
+            x, updated = layer.step(x, plan, cached)
+            grown.append(updated)
         return self.embed.attend(self.norm(x)), grown

@@ -17,12 +17,12 @@ from examples.smollm2.packing import PackedStep
 
 
 def convert(model: Any) -> Llama:
-    """The Flax twin of a transformers LlamaForCausalLM, with the same float32 weights.
+    """Converts a transformers LlamaForCausalLM to Flax, with the same float32 weights.
 
-    torch stores a projection as ``[out, in]``; Flax as ``[in, out]``, and attention's with the heads apart.
+    torch stores a projection as ``[out, in]``, Flax as ``[in, out]``. Flax's attention has an axis for the heads.
     """
     config = _config(model.config)
-    twin = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))  # the structure alone: nothing is initialised
+    twin = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))  # only the structure, without numbers
     graph, state = nnx.split(twin)
     weights = {name: tensor.detach().numpy() for name, tensor in model.named_parameters()}
     layers = {i: _layer(weights, f"model.layers.{i}.", config) for i in range(config.num_hidden_layers)}
@@ -43,7 +43,7 @@ def _config(source: Any) -> LlamaConfig:
 
 
 def _layer(weights: dict[str, np.ndarray], prefix: str, config: LlamaConfig) -> dict[str, Any]:
-    """One layer's parameters by the Flax names."""
+    """Returns the parameters of a layer by Flax's names."""
     hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
 
     def scale(name: str) -> dict[str, np.ndarray]:
@@ -67,7 +67,7 @@ def _layer(weights: dict[str, np.ndarray], prefix: str, config: LlamaConfig) -> 
 
 
 class JaxForward:
-    """Runs steps through the model, compiled ahead for each shape; holds the cache between them."""
+    """Runs steps of the model, compiled in advance for each shape; keeps the cache between steps."""
 
     def __init__(self, model: Llama, capacity: int) -> None:
         config = model.config
@@ -78,18 +78,18 @@ class JaxForward:
         self._compiled: dict[int, Any] = {}
 
     def __call__(self, step: PackedStep) -> np.ndarray:
-        """The logits of a step's tokens, float32 ``[tokens, vocabulary]``."""
+        """Returns the logits of a step's tokens, float32 ``[tokens, vocabulary]``."""
         compiled = self._compiled[len(step.tokens)]
         logits, self.cache = compiled(self.state, _plan(step), self.cache)
         return np.asarray(logits)
 
     def compile(self, step: PackedStep) -> None:
-        """Compiles for the shapes of a step, which must come before the first step of those shapes."""
+        """Compiles for the shapes of a step. Must be called before the first step of these shapes."""
         self._compiled[len(step.tokens)] = self._step.lower(self.state, _plan(step), self.cache).compile()
 
 
 def reread(model: Llama, documents: Sequence[Sequence[int]]) -> np.ndarray:
-    """The logits of whole documents in one packed row, without a cache: float32 ``[tokens, vocabulary]``."""
+    """Returns the logits of whole documents in one packed row, uncached: float32 ``[tokens, vocabulary]``."""
     graph, state = nnx.split(model)
     run = jax.jit(lambda state, tokens, seq_info: nnx.merge(graph, state)(tokens, seq_info))
     seq_info = SeqInfo.from_lengths([len(document) for document in documents], array=jnp.asarray)
@@ -97,7 +97,7 @@ def reread(model: Llama, documents: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def _plan(step: PackedStep) -> StepArrays:
-    """The step for a compiled program. The longest length is part of the program, so it bounds every later step too."""
+    """Puts a step on the device. The longest length is part of the compiled program, so it bounds all later steps."""
     seq_info = replace(step.seq_info(jnp.asarray), max_len_k=len(step.source))
     tokens, positions, source = (jnp.asarray(x) for x in (step.tokens, step.positions, step.source))
     return StepArrays(tokens, positions, source, seq_info)

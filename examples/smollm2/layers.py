@@ -1,4 +1,4 @@
-"""Whether each layer's attention is the same in torch and JAX, bit for bit, on the same q, k and v."""
+"""Checks that the attention of each layer is equal in torch and JAX, bit for bit, on the same q, k and v."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from examples.smollm2.torch_side import Captured
 
 @dataclass(frozen=True)
 class LayerCheck:
-    """One layer in one step: are out and lse the same bytes, and how far apart are they if not."""
+    """The comparison of a layer in a step: whether out and lse are equal, and the largest difference of out."""
 
     layer: int
     queries: int
@@ -34,38 +34,38 @@ class LayerCheck:
 
 
 def compare(captured: Sequence[Captured], on_layer: Callable[[], None] = lambda: None) -> list[LayerCheck]:
-    """Feeds what each layer was given to ``torch_frontend.attention`` and to ``jax.jit(jax_frontend.attention)``."""
+    """Repeats each captured call with ``torch_frontend.attention`` and ``jax.jit(jax_frontend.attention)``."""
     jitted = jax.jit(partial(jax_frontend.attention, return_lse=True), static_argnames=("causal", "scale"))
     checks = []
-    for given in captured:
-        ours = torch_frontend.attention(*_tensors(given), **_options(given, torch.from_numpy), return_lse=True)
-        theirs = jitted(*_arrays(given), **_options(given, jnp.asarray))
+    for call in captured:
+        ours = torch_frontend.attention(*_tensors(call), **_options(call, torch.from_numpy), return_lse=True)
+        theirs = jitted(*_arrays(call), **_options(call, jnp.asarray))
         (out, lse), (jax_out, jax_lse) = ([np.asarray(x) for x in pair] for pair in (ours, theirs))
         difference = float(np.abs(out - jax_out).max())
         equal = _same_bytes(out, jax_out), _same_bytes(lse, jax_lse)
-        checks.append(LayerCheck(given.layer, len(given.q), *equal, difference))
+        checks.append(LayerCheck(call.layer, len(call.q), *equal, difference))
         on_layer()
     return checks
 
 
-def selections(given: Captured) -> tuple[Selection, Selection]:
-    """Which backend torch and JAX choose for a layer's call, and why not the others."""
-    in_torch = torch_frontend.explain(*_tensors(given), **_options(given, torch.from_numpy))
-    in_jax = jax_frontend.explain(*_arrays(given), **_options(given, jnp.asarray))
+def selections(call: Captured) -> tuple[Selection, Selection]:
+    """Returns the backends that torch and JAX choose for a layer's call, with the reasons against the others."""
+    in_torch = torch_frontend.explain(*_tensors(call), **_options(call, torch.from_numpy))
+    in_jax = jax_frontend.explain(*_arrays(call), **_options(call, jnp.asarray))
     return in_torch, in_jax
 
 
-def _tensors(given: Captured) -> list[torch.Tensor]:
-    return [torch.from_numpy(x) for x in (given.q, given.k, given.v)]
+def _tensors(call: Captured) -> list[torch.Tensor]:
+    return [torch.from_numpy(x) for x in (call.q, call.k, call.v)]
 
 
-def _arrays(given: Captured) -> list[jax.Array]:
-    return [jnp.asarray(x) for x in (given.q, given.k, given.v)]
+def _arrays(call: Captured) -> list[jax.Array]:
+    return [jnp.asarray(x) for x in (call.q, call.k, call.v)]
 
 
-def _options(given: Captured, array: Callable[[np.ndarray], Any]) -> dict[str, Any]:
-    """The keywords of ``attention``, the same in both frameworks."""
-    return {"causal": True, "scale": given.scale, "seq_info": given.step.seq_info(array)}
+def _options(call: Captured, array: Callable[[np.ndarray], Any]) -> dict[str, Any]:
+    """Returns the keywords of ``attention``, the same in both frameworks."""
+    return {"causal": True, "scale": call.scale, "seq_info": call.step.seq_info(array)}
 
 
 def _same_bytes(left: np.ndarray, right: np.ndarray) -> bool:

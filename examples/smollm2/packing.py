@@ -1,8 +1,8 @@
-"""One step over packed documents as plain data: what both frameworks are asked to do, in numpy.
+"""A step over packed documents as plain data in numpy, for both frameworks.
 
-Several conversations lie end to end in one row. The keys and values they have produced so far lie end to end in a
-packed cache of fixed capacity, so that every decoding step has the same shapes (XLA compiles it once). The unused end
-of the cache is one more document, which has keys and no queries: nothing ever looks at it.
+Several conversations are end to end in one row. Their keys and values so far are end to end in a packed cache of fixed
+capacity, so every decoding step has the same shapes, and XLA compiles it once. The unused end of the cache is one more
+document. It has keys but no queries, so no query sees it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from attn_core import SeqInfo
 
 @dataclass(frozen=True, eq=False)
 class PackedStep:
-    """The new tokens of every document, and where their keys go.
+    """The new tokens of every document, and the places of their keys.
 
     Attributes:
         tokens: int32 ``[tokens]``: the new tokens of all documents, end to end.
-        positions: int32 ``[tokens]``: the place of each within its own document, which is what RoPE rotates by.
-        source: int32 ``[capacity]``: the row of ``concatenate([cache, new])`` that each slot of the cache holds next.
+        positions: int32 ``[tokens]``: the position of each token in its document, for RoPE.
+        source: int32 ``[capacity]``: the row of ``concatenate([cache, new])`` for each slot of the next cache.
         lengths_q: new tokens of each document, then 0 for the unused end.
-        lengths_k: all tokens of each document so far, then the slots that are left.
+        lengths_k: all tokens of each document so far, then the unused slots.
     """
 
     tokens: np.ndarray
@@ -40,17 +40,17 @@ class PackedStep:
         return np.cumsum(self.lengths_q[:-1]) - 1
 
     def seq_info(self, array: Callable[[np.ndarray], Any] | None = None) -> SeqInfo:
-        """The documents' bounds: queries are the new tokens, keys the whole cache."""
+        """Returns the offsets of the documents: queries are the new tokens, keys the whole cache."""
         return SeqInfo.from_lengths(self.lengths_q, self.lengths_k, array=array)
 
 
 def pack(cached: Sequence[int], new: Sequence[Sequence[int]], capacity: int) -> PackedStep:
     """Plans a step: ``cached[d]`` tokens of document ``d`` are in the cache and ``new[d]`` (token ids) join it.
 
-    Prefill is the step with nothing cached; decoding is the step with one new token each.
+    In prefill, nothing is cached; in decoding, each document has one new token.
 
     Raises:
-        ValueError: when the documents outgrow the capacity.
+        ValueError: if the documents exceed the capacity.
     """
     lengths_q = [len(tokens) for tokens in new]
     lengths_k = [old + fresh for old, fresh in zip(cached, lengths_q, strict=True)]
@@ -61,7 +61,7 @@ def pack(cached: Sequence[int], new: Sequence[Sequence[int]], capacity: int) -> 
     rows = []
     for document, (old, fresh) in enumerate(zip(cached, lengths_q, strict=True)):
         rows += [old_starts[document] + np.arange(old), new_starts[document] + np.arange(fresh)]
-    rows.append(np.zeros(unused, np.int64))  # any row will do: the unused end is never looked at
+    rows.append(np.zeros(unused, np.int64))  # any row will do, because no query sees the unused end
     return PackedStep(
         tokens=np.concatenate([np.asarray(tokens, np.int32) for tokens in new]),
         positions=np.concatenate([n + np.arange(m) for n, m in zip(cached, lengths_q, strict=True)]).astype(np.int32),
@@ -72,5 +72,5 @@ def pack(cached: Sequence[int], new: Sequence[Sequence[int]], capacity: int) -> 
 
 
 def _starts(lengths: Sequence[int]) -> np.ndarray:
-    """Where each document begins when they lie end to end, ``[documents]``."""
+    """Returns the first token of each document in the packed row, ``[documents]``."""
     return np.cumsum([0, *lengths[:-1]])

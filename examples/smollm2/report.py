@@ -1,4 +1,4 @@
-"""What the demo found, as data; how it is shown; and what counts as failure."""
+"""The results of the demo as data, how they are shown, and what counts as failure."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ if TYPE_CHECKING:
     from examples.smollm2.layers import LayerCheck
 
 EXPECTED = "Paris"
-"""What the answer to the first question must contain."""
+"""The answer to the first question must contain this word."""
 
 
 @dataclass
 class Report:
-    """Everything the demo measured.
+    """The results of the demo.
 
     Attributes:
-        weights: the file the weights came from; versions: of the frameworks.
-        questions: the prompts; torch_texts, jax_texts: the answers, by the same order.
-        same_tokens: both frameworks wrote the same token ids.
-        reread_tokens_differ: how many tokens one pass over the finished row, without a cache, would choose otherwise.
-        logit_difference: the largest absolute difference of prefill logits; largest_logit: their largest size.
-        smallest_lead: the smallest lead of a chosen token over the runner-up, in logits.
+        weights: the file of the weights; versions: the versions of the frameworks.
+        questions: the prompts; torch_texts, jax_texts: the answers, in the same order.
+        same_tokens: whether both frameworks chose the same token ids.
+        reread_tokens_differ: the number of tokens that one uncached pass over the finished row chooses differently.
+        logit_difference: the largest absolute difference of prefill logits; largest_logit: the largest absolute logit.
+        smallest_lead: the smallest lead of a chosen token over the second-best token, in logits.
         layers: one entry for each layer and captured step.
         selections: the explanation of the choice of backend, by framework.
-        seconds: times by what was done.
+        seconds: times by stage.
         memory_gib: the largest resident size of the process.
     """
 
@@ -49,21 +49,21 @@ class Report:
     memory_gib: float
 
     def failures(self) -> list[str]:
-        """What is not as it must be, as sentences; empty when all is well."""
+        """Returns the failed checks as sentences."""
         found = []
         if not self.same_tokens or self.torch_texts != self.jax_texts:
             found.append("torch and JAX wrote different texts")
         if EXPECTED not in self.torch_texts[0]:
             found.append(f"the answer to {self.questions[0]!r} does not name {EXPECTED}: {self.torch_texts[0]!r}")
         if self.reread_tokens_differ:
-            found.append(f"without a cache, {self.reread_tokens_differ} tokens would have been others")
+            found.append(f"without a cache, {self.reread_tokens_differ} tokens would be different")
         unequal = sum(not check.equal for check in self.layers)
         if unequal or not self.layers:
             found.append(f"{unequal} of {len(self.layers)} layer calls are not bit-equal across frameworks")
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data for ``json.dump``."""
+        """Returns plain data for ``json.dump``."""
         return {**asdict(self), "failures": self.failures()}
 
 
@@ -74,14 +74,14 @@ def show(report: Report, console: Console) -> None:
     console.print(_answers(report))
     console.print(_figures(report))
     for framework, text in report.selections.items():
-        console.print(f"[italic]The backend in {framework}, and why not the others[/]")
+        console.print(f"[italic]The backend in {framework}, and the reasons against the others[/]")
         console.print(f"{text}\n", markup=False, highlight=False, soft_wrap=True)
     console.print(_times(report))
     failures = report.failures()
     for failure in failures:
         console.print(f"[bold red]FAILED[/] {escape(failure)}")
     if not failures:
-        console.print("[bold green]OK[/] same text in torch and JAX, every layer's attention bit-equal")
+        console.print("[bold green]OK[/] torch and JAX wrote the same text; the attention of every layer is bit-equal")
 
 
 def _answers(report: Report) -> Table:
@@ -106,10 +106,10 @@ def _figures(report: Report) -> Table:
         table.add_row(f"attention, step of {queries} queries", verdict)
     table.add_row(
         "largest logit difference, prefill",
-        f"{report.logit_difference:.1e}, of logits up to {report.largest_logit:.0f}; the matmuls are not shared",
+        f"{report.logit_difference:.1e}, of logits up to {report.largest_logit:.0f}; matrix products differ",
     )
     table.add_row("smallest lead of a chosen token", f"{report.smallest_lead:.1e}")
-    table.add_row("tokens chosen otherwise without a cache", f"{report.reread_tokens_differ}")
+    table.add_row("tokens that differ without a cache", f"{report.reread_tokens_differ}")
     return table
 
 

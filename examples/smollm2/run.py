@@ -1,4 +1,4 @@
-"""The demo from the weights to the report."""
+"""Runs the demo, from the weights to the report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from examples.smollm2.stages import Stages
 
 
 def run(questions: Sequence[str], new_tokens: int, stages: Stages) -> Report:
-    """Loads the model, answers in both frameworks with at most ``new_tokens`` each, compares."""
+    """Loads the model, answers in both frameworks with at most ``new_tokens`` tokens, and compares."""
     with stages.stage("loading the weights (GGUF, dequantised to float32)"):
         loaded = weights.load()
         prompts = [weights.prompt_tokens(loaded.tokenizer, question) for question in questions]
@@ -48,7 +48,7 @@ def run(questions: Sequence[str], new_tokens: int, stages: Stages) -> Report:
 def _answer_in_jax(
     loaded: weights.Loaded, prompts: list[list[int]], new_tokens: int, stages: Stages
 ) -> tuple[Generation, int]:
-    """The answers, and how many of their tokens one pass over the finished row would choose otherwise."""
+    """Returns the answers, and the number of tokens that one pass over the finished row would choose differently."""
     capacity, none_cached = capacity_for(prompts, new_tokens), [0] * len(prompts)
     with stages.stage("JAX: converting the weights"):
         model = jax_side.convert(loaded.model)

@@ -1,4 +1,4 @@
-"""Progress on the terminal, and the time each stage took."""
+"""Shows progress on the terminal, and measures the time of each stage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 
 class Stages:
-    """Shows what runs now, and keeps how long each stage took (``seconds``)."""
+    """Shows the running stage; ``seconds`` has the time of each finished stage."""
 
     def __init__(self, console: Console) -> None:
         what = (SpinnerColumn(), TextColumn("{task.description}"))

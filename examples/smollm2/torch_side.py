@@ -13,11 +13,11 @@ from attn_core import SeqInfo
 from examples.smollm2.packing import PackedStep
 
 NAME = "attn_core_demo"
-"""What ``attn_implementation=`` takes; to transformers, names with "/", "flash" or "sdpa" in them mean more."""
+"""The name for ``attn_implementation=``. In transformers, names with "/", "flash" or "sdpa" have a special meaning."""
 
 
 class Captured(NamedTuple):
-    """What one layer was given: q ``[tokens, heads, head_dim]``, k and v ``[capacity, kv_heads, head_dim]``."""
+    """The inputs of a layer's call: q ``[tokens, heads, head_dim]``, k and v ``[capacity, kv_heads, head_dim]``."""
 
     layer: int
     step: PackedStep
@@ -29,11 +29,11 @@ class Captured(NamedTuple):
 
 @dataclass
 class PackedPass:
-    """One forward pass through all layers: the plan, the cache it grows, and what is kept for the report.
+    """One forward pass through all layers: the step, the cache that it updates, and captured calls for the report.
 
     Attributes:
-        cache: per layer (k, v), each ``[capacity, kv_heads, head_dim]``; entries are replaced as layers run.
-        captured: filled when it is a list.
+        cache: (k, v) of each layer, ``[capacity, kv_heads, head_dim]``; each layer replaces its entry.
+        captured: a list to add each layer's call to, or None.
     """
 
     step: PackedStep
@@ -73,11 +73,11 @@ def attention(
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:
-    """transformers' mask hook: the documents' bounds say everything, no mask is built."""
+    """transformers' mask hook. It builds no mask, because the offsets of the documents say which keys are visible."""
 
 
 def register() -> None:
-    """Makes ``attn_implementation=NAME`` known to transformers; the attention hook and the mask hook go together."""
+    """Registers the attention hook and the mask hook with transformers as ``attn_implementation=NAME``."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -87,11 +87,11 @@ def register() -> None:
 
 @dataclass
 class TorchForward:
-    """Runs steps through the model; holds the cache between them.
+    """Runs steps of the model; keeps the cache between steps.
 
     Attributes:
         model: a transformers LlamaForCausalLM with ``attn_implementation=NAME``.
-        capture_steps: how many of the next steps to capture.
+        capture_steps: the number of next steps to capture.
         captured: every layer's q, k and v of those steps.
     """
 
@@ -108,7 +108,7 @@ class TorchForward:
 
     @torch.inference_mode()
     def __call__(self, step: PackedStep) -> np.ndarray:
-        """The logits of a step's tokens, float32 ``[tokens, vocabulary]``."""
+        """Returns the logits of a step's tokens, float32 ``[tokens, vocabulary]``."""
         packed = PackedPass(
             step,
             step.seq_info(torch.from_numpy),

