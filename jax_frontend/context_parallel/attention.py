@@ -11,13 +11,12 @@ from jax.sharding import PartitionSpec as P
 
 from attn_core.call.options import Options, requested_names
 from attn_core.context_parallel.cost.choose import Explanation
-from attn_core.context_parallel.request import Request, explain_request
+from attn_core.context_parallel.request import Request
 from attn_core.selection import override
 from jax_frontend.attention import Window
-from jax_frontend.context_parallel import mesh as context_mesh
-from jax_frontend.context_parallel.differentiable import on_shards
-from jax_frontend.context_parallel.mesh import Place, Rows
-from jax_frontend.context_parallel.prepare import requested, target_of
+from jax_frontend.context_parallel.differentiable import attend_shards
+from jax_frontend.context_parallel.mesh import ArraySpecs, RowMesh, find_row_mesh
+from jax_frontend.context_parallel.prepare import build_request, explain_request
 from jax_frontend.context_parallel.shards import shard_sequence, unshard_sequence
 from jax_frontend.dispatch import plan
 
@@ -66,12 +65,12 @@ def context_parallel_attention(
         mesh: a ``jax.sharding.Mesh``; None inside ``jax.shard_map``, or under ``jax.set_mesh``.
         axis_name: the mesh axis that the row is spread over; or two axes, ``(outer, inner)``: the outer one splits the
             row into parts, and devices along the inner one share a part's heads. Optional for a mesh of one axis.
-        strategy: how keys and values reach the queries: "all_gather"; "ring", blocks travel around; "ulysses", heads
-            are exchanged for positions. On two axes, the strategy of the outer one; the inner one uses "ulysses".
-            None chooses by a cost model (``explain_context_parallel`` says why).
+        strategy: how keys and values reach the queries: ``"all_gather"``, ``"ring"`` or ``"ulysses"``; on two axes, the
+            strategy of the outer one, and the inner one uses "ulysses". None chooses by a cost model
+            (``explain_context_parallel`` says why).
         layout: which positions a device holds: "zigzag" (even work under a causal mask), "contiguous" or "striped".
-        length: positions of the whole row, or a pair (of q, of k); the shards' sum when None.
-        head_groups: number of groups of heads; each group's exchange overlaps the computation of the group before.
+        length: the number of positions of the whole row, or a pair (of q, of k); None for the places of all shards.
+        head_groups: the number of groups of heads; each group's exchange overlaps the computation of the group before.
         partition_spec: outside ``jax.shard_map``, how the mesh splits q, such as ``P("data", "cp", "model")``. JAX
             knows it for concrete arrays and for Explicit axes, but not for traced arrays on Auto axes. Without it,
             other axes stay automatic; then kernels raise an error for arrays that those axes split, and only JAX's own
@@ -91,16 +90,16 @@ def context_parallel_attention(
     """
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     inputs = plan.checked_arrays((q, k, v, mask, bias, alibi_slopes, sinks))
-    place = context_mesh.find_place(mesh, axis_name)
+    row_mesh = find_row_mesh(mesh, axis_name)
     backends = requested_names(backend) or override.requested()
     how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
-    request = requested(place, inputs, options, seq_info, backends, **how)
-    request = request._replace(strategy=explain_request(request, target_of(request)).choice.strategy or "")
-    if place.inside:
-        return on_shards(request, q, k, v, sinks)
-    rows = place.rows(partition_spec, q, k, v)
-    arrays = (place.typed(array, rows.arrays) for array in (q, k, v))
-    return _over_mesh(request, place, rows, *arrays, place.typed(sinks, P(rows.heads)))
+    request = build_request(row_mesh, inputs, options, seq_info, backends, **how)
+    request = request._replace(strategy=explain_request(request).choice.strategy or "")
+    if row_mesh.inside:
+        return attend_shards(request, q, k, v, sinks)
+    specs = row_mesh.array_specs(partition_spec, q, k, v)
+    arrays = (row_mesh.reshard(array, specs.arrays) for array in (q, k, v))
+    return _attend_over_mesh(request, row_mesh, specs, *arrays, row_mesh.reshard(sinks, P(specs.heads)))
 
 
 def explain_context_parallel(
@@ -131,27 +130,29 @@ def explain_context_parallel(
     return_lse: bool = False,
     needs_backward: bool | None = None,
 ) -> Explanation:
-    """How ``context_parallel_attention`` runs with the same arguments, and why. Runs nothing.
+    """Returns how ``context_parallel_attention`` runs a call with the same arguments, and why. Runs nothing.
 
-    Takes arrays or ``jax.ShapeDtypeStruct``; ``needs_backward=True`` asks about training.
+    Takes arrays or ``jax.ShapeDtypeStruct``; ``needs_backward=True`` explains a call in training.
     """
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     inputs = plan.checked_arrays((q, k, v, mask, bias, alibi_slopes, sinks), shapes_only=True)
-    place = context_mesh.find_place(mesh, axis_name)
+    row_mesh = find_row_mesh(mesh, axis_name)
     backends = requested_names(backend) or override.requested()
     how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
-    request = requested(place, inputs, options, seq_info, backends, **how)
-    return explain_request(request._replace(needs_backward=bool(needs_backward)), target_of(request))
+    request = build_request(row_mesh, inputs, options, seq_info, backends, **how)
+    return explain_request(request._replace(needs_backward=bool(needs_backward)))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _over_mesh(request: Request, place: Place, rows: Rows, q: Array, k: Array, v: Array, sinks: Array | None) -> Any:
-    lse = rows.lse(request.packed)
+def _attend_over_mesh(
+    request: Request, row_mesh: RowMesh, specs: ArraySpecs, q: Array, k: Array, v: Array, sinks: Array | None
+) -> Any:
+    """Maps ``attend_shards`` over the mesh."""
     mapped = jax.shard_map(
-        partial(on_shards, request),
-        mesh=place.mesh,
-        in_specs=(rows.arrays,) * 3 + (P(rows.heads),),
-        out_specs=(rows.arrays, lse) if request.options.return_lse else rows.arrays,
-        axis_names=rows.manual,
+        partial(attend_shards, request),
+        mesh=row_mesh.mesh,
+        in_specs=(specs.arrays,) * 3 + (P(specs.heads),),
+        out_specs=(specs.arrays, specs.lse(request.packed)) if request.options.return_lse else specs.arrays,
+        axis_names=specs.manual,
     )
     return mapped(q, k, v, sinks)

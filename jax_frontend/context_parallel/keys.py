@@ -1,74 +1,63 @@
-"""Yields a head group's blocks of keys and values, step by step: this device's own block, then received blocks."""
+"""Keys: yields a head group's blocks of keys and values, first this device's own, then those of other parts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
 
 import jax
 
-from attn_core.context_parallel.call import ContextCall
 from attn_core.context_parallel.plan import Step
-from jax_frontend.context_parallel import exchange, tiles
-from jax_frontend.context_parallel.exchange import Axes, Pair
+from jax_frontend.context_parallel import exchange
+from jax_frontend.context_parallel.exchange import KVPair
+from jax_frontend.context_parallel.prepare import RankPlan
+from jax_frontend.context_parallel.tiles import PartTiles
 
 Array = jax.Array
-Keys = tuple[Array, Array]
-"""k and v of a block."""
 
 
-class GroupInputs(NamedTuple):
-    """The operands of a group of heads.
+class Keys:
+    """The keys and values of a head group.
+
+    Args:
+        own: k and v of this part's block.
+        gathered: the result of ``exchange.gather``, if the forward kept it; else ().
 
     Attributes:
-        saved: whole rows' results and their gradients, in a backward.
-        gathered: in a backward the keys and values of all parts, if the forward kept them; else ().
+        own, gathered: as above; ``blocks`` sets ``gathered`` when it gathers.
     """
 
-    q: Array
-    keys: Keys
-    saved: tiles.WholeRows | None = None
-    gathered: tuple[Array, ...] = ()
+    def __init__(self, plan: RankPlan, own: tuple[Array, Array], gathered: tuple[Array, ...] = ()) -> None:
+        self._plan, self.own, self.gathered = plan, own, gathered
 
+    def blocks(self) -> Iterator[tuple[Step, list[PartTiles], tuple[Array, ...]]]:
+        """Yields each step, the tiles of every part, and the block of keys and values, as one array or as two.
 
-class Residuals(NamedTuple):
-    """What a group's backward needs besides inputs and output: the log-sum-exp, and gathered keys if they are kept."""
+        If the gathered keys are here already, their step comes first, so that its gradients for other parts leave
+        early.
+        """
+        steps: Iterable[Step] = self._plan.call.plan.steps
+        if any(step.shift for step in steps):
+            blocks: Iterable[tuple[Array, ...]] = self._ring()
+        else:
+            if self.gathered:
+                steps = sorted(steps, key=lambda step: step.own)
+            elif self._plan.call.plan.gathers:
+                self.gathered = exchange.gather(self._plan.axes, *self.own)
+            blocks = [self.gathered if step.gathered else self.own for step in steps]
+        for step, block in zip(steps, blocks, strict=True):
+            # The part's number is left out unless tiles depend on it, because each distinct kind compiles a branch.
+            parts = [
+                PartTiles(of_part, step.gathered, part if step.gathered and of_part else None)
+                for part, of_part in enumerate(step.tiles)
+            ]
+            yield step, parts, block
 
-    lse: Array
-    gathered: tuple[Array, ...]
-
-
-def blocks(
-    call: ContextCall, axes: Axes, inputs: GroupInputs
-) -> Iterator[tuple[Step, list[tiles.PartTiles], tuple[Array, ...]]]:
-    """Yields each step, the tiles of every part, and the block of keys and values (one array if they travelled as one).
-
-    If the gathered keys are already here, their step comes first, so that its gradients for other parts leave early.
-    """
-    steps = call.plan.steps
-    if inputs.gathered:
-        steps = tuple(sorted(steps, key=lambda step: step.own))
-    for step, block in zip(steps, _blocks(call, axes, steps, inputs), strict=True):
-        # The part's number is left out unless tiles depend on it, because each distinct kind compiles a branch.
-        kinds = [
-            tiles.PartTiles(mine, step.gathered, part if step.gathered and mine else None)
-            for part, mine in enumerate(step.tiles)
-        ]
-        yield step, kinds, block
-
-
-def _blocks(call: ContextCall, axes: Axes, steps: tuple[Step, ...], inputs: GroupInputs) -> Iterator[tuple[Array, ...]]:
-    """Yields the block of each step; sends the next block before it yields one."""
-    keys = inputs.keys
-    if all(step.own or step.gathered for step in steps):
-        everybody: tuple[Array, ...] = inputs.gathered or keys
-        if call.plan.gathers and not inputs.gathered:
-            everybody = exchange.gather(axes, *keys)
-        yield from (everybody if step.gathered else keys for step in steps)
-        return
-    travelling = Pair.of(*keys).hop(axes, steps[0].shift)
-    for at, step in enumerate(steps):
-        block = keys if step.own else travelling.arrays
-        if at + 1 < len(steps):
-            travelling = travelling.hop(axes, steps[at + 1].shift - step.shift)
-        yield block
+    def _ring(self) -> Iterator[tuple[Array, ...]]:
+        """Yields the block of each step; sends the next block before it yields one."""
+        plan, axes, hops = self._plan.call.plan, self._plan.axes, self._plan.call.plan.hops
+        pair = KVPair.pack(*self.own).hop(axes, hops[0])
+        for at, step in enumerate(plan.steps):
+            block = self.own if step.own else pair.arrays
+            if at + 1 < len(plan.steps):
+                pair = pair.hop(axes, hops[at + 1])
+            yield block

@@ -1,4 +1,4 @@
-"""Finds the mesh axes that a row is spread over, inside and outside ``jax.shard_map``."""
+"""The mesh axes that a row is spread over, inside and outside ``jax.shard_map``, and this device's rank in them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,66 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from attn_core.context_parallel.plan import AxisSizes, parts_and_members
 from attn_core.errors import SpecError
-from jax_frontend.context_parallel.exchange import Axes
 
 Array = jax.Array
 
 
-class Rows(NamedTuple):
+class RankAxes(NamedTuple):
+    """The mesh axes of the ranks, as a strategy uses them. Rank ``part * members + member`` is a member of a part.
+
+    Attributes:
+        outer: the axis of the parts; None if there is one part.
+        inner: the axis of a part's members, which share its heads; None if a part has one member.
+        parts, members: their sizes.
+    """
+
+    outer: str | None
+    inner: str | None
+    parts: int
+    members: int
+
+    @classmethod
+    def of(cls, names: tuple[str, ...], sizes: AxisSizes, strategy: str) -> RankAxes:
+        """Returns the axes for a strategy: on one axis, "ulysses" has it as the inner one, others as the outer one."""
+        has_inner = len(names) == 2 or strategy == "ulysses"
+        outer = names[0] if len(names) == 2 or not has_inner else None
+        return cls(outer, names[-1] if has_inner else None, *parts_and_members(sizes, strategy))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The axes, in the order of ranks."""
+        return tuple(name for name in (self.outer, self.inner) if name is not None)
+
+    @property
+    def swap(self) -> bool:
+        """Whether there are two parts, which swap blocks instead of gathering them; see ``places_in_gathered``."""
+        return self.parts == 2
+
+    @property
+    def part(self) -> Any:
+        """This device's part."""
+        return 0 if self.outer is None else lax.axis_index(self.outer)
+
+    @property
+    def member(self) -> Any:
+        """This device's number among the members of its part."""
+        return 0 if self.inner is None else lax.axis_index(self.inner)
+
+    @property
+    def rank(self) -> Any:
+        """This device's rank."""
+        return self.part * self.members + self.member
+
+
+class ArraySpecs(NamedTuple):
     """How a call's arrays are split over a mesh.
 
     Attributes:
-        row, batch, heads: the mesh axes that split each axis of the arrays, or None.
-        batched: whether arrays have a batch axis.
-        manual: the axes that ``jax.shard_map`` maps over.
+        row, batch, heads: the mesh axes that split these axes of the arrays, or None.
+        batched: whether the arrays have a batch axis.
+        manual: the mesh axes that ``jax.shard_map`` maps over.
     """
 
     row: tuple[str, ...]
@@ -42,50 +89,50 @@ class Rows(NamedTuple):
         return P(self.heads, self.row) if packed else P(self.batch, self.heads, self.row)
 
 
-class Place(NamedTuple):
+class RowMesh(NamedTuple):
     """The mesh axes that a row is spread over.
 
     Attributes:
-        names, sizes: one axis, or the outer and the inner one.
+        names, sizes: of one axis, or of the outer and the inner one.
         mesh: the mesh for ``jax.shard_map`` to map over; None inside ``jax.shard_map``, where arrays are shards.
     """
 
     names: tuple[str, ...]
-    sizes: tuple[int] | tuple[int, int]
+    sizes: AxisSizes
     mesh: Any
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return math.prod(self.sizes)
 
     @property
     def inside(self) -> bool:
-        """Whether this is inside ``jax.shard_map``."""
+        """Whether the call is inside ``jax.shard_map``."""
         return self.mesh is None
 
     @property
     def rank(self) -> Any:
         """This device's rank."""
-        return Axes.of(self.names, self.sizes, "").rank
+        return RankAxes.of(self.names, self.sizes, "").rank
 
-    def rows(self, requested: P | None, q: Any, *keys: Any) -> Rows:
-        """How ``jax.shard_map`` is to split a call's arrays: along the row by the ranks, otherwise as they are split.
+    def array_specs(self, requested: P | None, q: Any, *keys: Any) -> ArraySpecs:
+        """Returns how ``jax.shard_map`` splits a call's arrays: the row over the ranks, other axes as they are now.
 
-        JAX knows the current split of arrays on a mesh and of types on a mesh with Explicit axes; else the caller may
-        pass it (``requested``). If it is unknown, other axes of the mesh stay automatic.
+        JAX knows the current split of concrete arrays, and of traced arrays on a mesh with Explicit axes; otherwise the
+        caller may pass it (``requested``). If it is unknown, the other axes of the mesh stay automatic.
         """
-        known = self._known(q) if requested is None else self._checked(requested, q.ndim)
-        if known is None:
-            alone = frozenset(name for name, size in self.mesh.shape.items() if size == 1)
-            return Rows(self.names, None, None, q.ndim == 4, frozenset(self.names) | alone)
-        batch, _, heads, _ = (None,) * (4 - q.ndim) + tuple(self._split_too(known, q.ndim, None))
+        spec = self._current_spec(q) if requested is None else self._check_spec(requested, q.ndim)
+        if spec is None:
+            trivial = frozenset(name for name, size in self.mesh.shape.items() if size == 1)
+            return ArraySpecs(self.names, None, None, q.ndim == 4, frozenset(self.names) | trivial)
+        batch, _, heads, _ = (None,) * (4 - q.ndim) + tuple(self._with_row_at(None, spec, q.ndim))
         shared = math.prod(self.mesh.shape[name] for name in _entry(heads))
         if any(array.shape[-2] % shared for array in (q, *keys)):
-            heads = None  # every device computes all heads
-        return Rows(self.names, batch, heads, q.ndim == 4, frozenset(self.mesh.axis_names))
+            heads = None  # the axis cannot split all arrays, so every device computes all heads
+        return ArraySpecs(self.names, batch, heads, q.ndim == 4, frozenset(self.mesh.axis_names))
 
-    def _checked(self, requested: Any, rank: int) -> P:
+    def _check_spec(self, requested: Any, rank: int) -> P:
         named = {name for entry in requested for name in _entry(entry)} if isinstance(requested, P) else {None}
         if len(requested) > rank or not named <= set(self.mesh.axis_names):
             raise SpecError(
@@ -94,27 +141,29 @@ class Place(NamedTuple):
             )
         return requested
 
-    def typed(self, array: Any, spec: P) -> Any:
-        """The array as ``jax.shard_map`` takes it: on a mesh with Explicit axes, resharded to ``spec``."""
+    def reshard(self, array: Any, spec: P) -> Any:
+        """Returns the array as ``jax.shard_map`` takes it: on a mesh with Explicit axes, resharded to ``spec``."""
         if array is None:
             return None
-        of_type = jax.typeof(array).sharding.mesh  # type: ignore[attr-defined]
-        mesh = next((mesh for mesh in (of_type, self.mesh) if AxisType.Explicit in mesh.axis_types), None)
+        current = jax.typeof(array).sharding.mesh  # type: ignore[attr-defined]
+        mesh = next((mesh for mesh in (current, self.mesh) if AxisType.Explicit in mesh.axis_types), None)
         return array if mesh is None else jax.sharding.reshard(array, NamedSharding(mesh, spec))
 
-    def _known(self, array: Any) -> P | None:
-        at = jax.typeof(array).sharding  # type: ignore[attr-defined]
-        if AxisType.Explicit not in at.mesh.axis_types:
-            at = None if isinstance(array, jax.core.Tracer) else array.sharding
-        ours = isinstance(at, NamedSharding) and tuple(at.mesh.axis_names) == tuple(self.mesh.axis_names)
-        return at.spec if ours else None
+    def _current_spec(self, array: Any) -> P | None:
+        """Returns how an array is split over this mesh; None if JAX does not know."""
+        sharding = jax.typeof(array).sharding  # type: ignore[attr-defined]
+        if AxisType.Explicit not in sharding.mesh.axis_types:
+            sharding = None if isinstance(array, jax.core.Tracer) else array.sharding
+        if not isinstance(sharding, NamedSharding):
+            return None
+        return sharding.spec if tuple(sharding.mesh.axis_names) == tuple(self.mesh.axis_names) else None
 
-    def arranged(self, array: Array, axis: int | None, run: Callable[[Array], Array]) -> Array:
-        """``run(array)``, split over the ranks along ``axis``, or not split over them if ``axis`` is None."""
-        at = jax.typeof(array).sharding  # type: ignore[attr-defined]
-        if AxisType.Explicit in at.mesh.axis_types:
-            wanted = NamedSharding(at.mesh, self._split_too(at.spec, array.ndim, axis))
-            return jax.sharding.auto_axes(run, out_sharding=wanted)(array)  # type: ignore[no-any-return]
+    def run_sharded(self, array: Array, axis: int | None, run: Callable[[Array], Array]) -> Array:
+        """Returns ``run(array)``, split over the ranks along ``axis``, or not split over them if ``axis`` is None."""
+        sharding = jax.typeof(array).sharding  # type: ignore[attr-defined]
+        if AxisType.Explicit in sharding.mesh.axis_types:
+            target = NamedSharding(sharding.mesh, self._with_row_at(axis, sharding.spec, array.ndim))
+            return jax.sharding.auto_axes(run, out_sharding=target)(array)  # type: ignore[no-any-return]
         if axis is None:
             return run(array)
         auto = AxisType.Auto in self.mesh.axis_types  # an array without a mesh may go to one with Explicit axes
@@ -125,20 +174,20 @@ class Place(NamedTuple):
             return jax.sharding.reshard(run(array), split)  # type: ignore[no-any-return]
         return jax.jit(lambda row: lax.with_sharding_constraint(run(row), split))(array)  # type: ignore[no-any-return]
 
-    def _split_too(self, spec: P, rank: int, axis: int | None) -> P:
-        """The PartitionSpec with the ranks' axes at ``axis`` and nowhere else."""
+    def _with_row_at(self, axis: int | None, spec: P, rank: int) -> P:
+        """Returns the PartitionSpec with the ranks' axes at ``axis`` and nowhere else."""
         entries = map(_entry, (*spec, *(None,) * (rank - len(spec))))
-        kept = [tuple(name for name in entry if name not in self.names) for entry in entries]
+        others = [tuple(name for name in entry if name not in self.names) for entry in entries]
         if axis is not None:
-            kept[axis] = self.names
-        return P(*(entry or None for entry in kept))
+            others[axis] = self.names
+        return P(*(entry or None for entry in others))
 
 
-def find_place(mesh: Any, axis_name: str | tuple[str, str] | None) -> Place:
-    """The axes of a call.
+def find_row_mesh(mesh: Any, axis_name: str | tuple[str, str] | None) -> RowMesh:
+    """Returns the mesh axes of a call.
 
     Args:
-        mesh: a ``jax.sharding.Mesh``, or None: the one of ``jax.shard_map`` or ``jax.set_mesh`` around the call.
+        mesh: a ``jax.sharding.Mesh``, or None for the mesh of ``jax.shard_map`` or ``jax.set_mesh`` around the call.
         axis_name: the axis, or (outer, inner); optional for a mesh of one axis.
 
     Raises:
@@ -152,29 +201,29 @@ def find_place(mesh: Any, axis_name: str | tuple[str, str] | None) -> Place:
     kinds = zip(context.axis_names, context.axis_types, strict=True)
     manual = {name for name, kind in kinds if kind is AxisType.Manual}
     if set(names) <= manual:
-        return Place(names, _sizes(names, context), None)
+        return RowMesh(names, _sizes(names, context), None)
     for name in names:
         if name not in whole.axis_names or name in manual:
             raise SpecError(
                 f"axis_name={axis_name!r}: expected axes of the mesh that jax.shard_map maps over, or of mesh=, got "
                 f"{name!r} and a mesh of {tuple(whole.axis_names)}"
             )
-    return Place(names, _sizes(names, whole), whole)
+    return RowMesh(names, _sizes(names, whole), whole)
 
 
-def _sizes(names: tuple[str, ...], mesh: Any) -> tuple[int] | tuple[int, int]:
+def _sizes(names: tuple[str, ...], mesh: Any) -> AxisSizes:
     outer, *inner = (mesh.shape[name] for name in names)
     return (outer, inner[0]) if inner else (outer,)
 
 
-def around(axis_name: str | tuple[str, str]) -> bool:
-    """Whether a mesh with these axes surrounds the call, by ``jax.shard_map`` or ``jax.set_mesh``."""
+def axes_in_scope(axis_name: str | tuple[str, str]) -> bool:
+    """Returns whether the call is inside ``jax.shard_map`` or ``jax.set_mesh`` with a mesh that has these axes."""
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     return set(names) <= set(jax.sharding.get_abstract_mesh().axis_names)
 
 
 def _entry(names: Any) -> tuple[str, ...]:
-    """The mesh axes of a PartitionSpec's entry."""
+    """Returns the mesh axes of a PartitionSpec's entry."""
     return () if names is None else names if isinstance(names, tuple) else (names,)
 
 

@@ -12,8 +12,7 @@ from attn_core.context_parallel import places
 from attn_core.context_parallel.layout import Layout, build_layout, check_axis
 from attn_core.context_parallel.plan import parts_and_members
 from attn_core.errors import ShapeError
-from jax_frontend.context_parallel import mesh as context_mesh
-from jax_frontend.context_parallel.mesh import Place
+from jax_frontend.context_parallel.mesh import RowMesh, find_row_mesh
 from jax_frontend.context_parallel.prepare import document_offsets
 from jax_frontend.dispatch import plan
 
@@ -29,27 +28,28 @@ def shard_sequence(
     dim: int = 1,
     seq_info: Any = None,
 ) -> Array:
-    """Reorders a row by the devices that hold its positions: the shards of all devices end to end.
+    """Reorders a row from positions to devices: the result is the shards of all devices, end to end.
 
     Args:
-        x: any array with the positions of a whole row at ``dim``: q, k, v, token ids, labels, positions.
+        x: any array with the positions of a whole row at ``dim``: q, k, v, token ids, labels or position ids.
         mesh, axis_name, layout, seq_info: as in ``context_parallel_attention``.
 
     Returns:
-        Outside ``jax.shard_map`` all shards end to end, split over the axes. Inside, where x is the same on every
-        device, this device's shard. Places without a position are 0.
+        Outside ``jax.shard_map``, all shards end to end, split over the axes. Inside, this device's shard; x must be
+        the same on every device. Places without a position are 0.
 
     Raises:
         ShapeError, SpecError: naming the argument, its value and what was expected.
     """
     plan.check_array("x", x)
-    place, dim = context_mesh.find_place(mesh, axis_name), check_axis(dim, x.ndim)
-    held = _spread(place, layout, x.shape[dim], document_offsets(seq_info))
-    table = places.positions_by_shard(held)
-    if place.inside:
-        mine = jnp.asarray(table, jnp.int32)[place.rank]
-        return jnp.take(x, mine, axis=dim, mode="fill", fill_value=0)
-    return place.arranged(x, dim, lambda row: jnp.take(row, table.ravel(), axis=dim, mode="fill", fill_value=0))
+    row_mesh, dim = find_row_mesh(mesh, axis_name), check_axis(dim, x.ndim)
+    row = row_layout(row_mesh, layout, x.shape[dim], document_offsets(seq_info))
+    table = places.positions_by_shard(row)
+    if row_mesh.inside:
+        own = jnp.asarray(table, jnp.int32)[row_mesh.rank]
+        return jnp.take(x, own, axis=dim, mode="fill", fill_value=0)
+    flat = table.ravel()
+    return row_mesh.run_sharded(x, dim, lambda array: jnp.take(array, flat, axis=dim, mode="fill", fill_value=0))
 
 
 def unshard_sequence(
@@ -65,41 +65,42 @@ def unshard_sequence(
     """The inverse of ``shard_sequence``: the row in the order of its positions.
 
     Args:
-        length: positions of the row; if None, those of the documents, or all places.
+        length: the number of positions of the row; None for the length of the documents, or for all places.
 
     Returns:
-        The whole row; inside ``jax.shard_map`` on every device.
+        The whole row; inside ``jax.shard_map``, on every device.
 
     Raises:
         ShapeError, SpecError: naming the argument, its value and what was expected.
     """
     plan.check_array("x", x)
-    place, dim = context_mesh.find_place(mesh, axis_name), check_axis(dim, x.ndim)
+    row_mesh, dim = find_row_mesh(mesh, axis_name), check_axis(dim, x.ndim)
     documents = document_offsets(seq_info)
-    every = x.shape[dim] * (place.world if place.inside else 1)
-    length = length if length is not None else every if documents is None else documents[-1]
-    held = _spread(place, layout, length, documents)
-    if held.shard * place.world != every:
+    places_in_all = x.shape[dim] * (row_mesh.world if row_mesh.inside else 1)
+    length = length if length is not None else places_in_all if documents is None else documents[-1]
+    row = row_layout(row_mesh, layout, length, documents)
+    if row.shard * row_mesh.world != places_in_all:
         raise ShapeError(
-            f"x: expected {place.world} shards of {held.shard} places, for length={length} in layout={layout!r}, got "
-            f"{every} places in all"
+            f"x: expected {row_mesh.world} shards of {row.shard} places, for length={length} in layout={layout!r}, got "
+            f"{places_in_all} places in all"
         )
-    index = places.places_by_position(held)
-    if place.inside:
-        for name in reversed(place.names):
+    index = places.places_by_position(row)
+    if row_mesh.inside:
+        for name in reversed(row_mesh.names):
             x = lax.all_gather(x, name, axis=dim, tiled=True)
         return jnp.take(x, index, axis=dim)
-    return place.arranged(x, None, lambda row: jnp.take(row, index, axis=dim))
+    return row_mesh.run_sharded(x, None, lambda array: jnp.take(array, index, axis=dim))
 
 
-def positions_held(place: Place, layout: str, length: int, documents: tuple[int, ...] | None) -> Array:
-    """int32: the position (in its row, or in its document) at each place; 0 at places without one.
+def position_ids(row_mesh: RowMesh, layout: str, length: int, documents: tuple[int, ...] | None) -> Array:
+    """Returns int32: the position (in its row, or in its document) at each place; 0 at places without a position.
 
     Inside ``jax.shard_map`` ``[shard]``, this device's places; outside all places end to end.
     """
-    positions = jnp.asarray(places.position_ids(_spread(place, layout, length, documents), documents))
-    return positions[place.rank] if place.inside else positions.ravel()
+    positions = jnp.asarray(places.position_ids(row_layout(row_mesh, layout, length, documents), documents))
+    return positions[row_mesh.rank] if row_mesh.inside else positions.ravel()
 
 
-def _spread(place: Place, layout: str, length: int, documents: tuple[int, ...] | None) -> Layout:
-    return build_layout(layout, length, *parts_and_members(place.sizes, ""), documents)
+def row_layout(row_mesh: RowMesh, layout: str, length: int, documents: tuple[int, ...] | None) -> Layout:
+    """Returns the layout of a row over a mesh."""
+    return build_layout(layout, length, *parts_and_members(row_mesh.sizes, ""), documents)

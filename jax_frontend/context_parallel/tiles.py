@@ -1,4 +1,4 @@
-"""Runs the tiles of a step on one device, each a call of a backend, and merges their results; and sinks.
+"""Runs the tiles of a step on one device, each as a call of a backend, and merges their results; adds sinks.
 
 Queries are ``[batch, rows, heads, dim]``, keys ``[batch, keys, kv_heads, dim]``, and the log-sum-exp
 ``[batch, heads, rows]``.
@@ -6,25 +6,26 @@ Queries are ``[batch, rows, heads, dim]``, keys ``[batch, keys, kv_heads, dim]``
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.context_parallel.call import ContextCall
 from attn_core.context_parallel.places import places_in_gathered, places_of_tile
 from attn_core.context_parallel.tiles import Tile
-from jax_frontend.context_parallel.exchange import Pair, unpack_gathered
-from jax_frontend.context_parallel.places import put, taken
+from jax_frontend.context_parallel.exchange import KVPair, unpack_gathered
+from jax_frontend.context_parallel.places import put, take
 from jax_frontend.dispatch import ops
 from jax_frontend.dispatch.differentiable import varying_alike
 from jax_frontend.dispatch.local_call import varying_as
 from jax_frontend.dispatch.plan import Plan
 
 Array = jax.Array
-Tiles = tuple[Tile, ...]
 
 
 class PartTiles(NamedTuple):
@@ -32,39 +33,47 @@ class PartTiles(NamedTuple):
 
     Attributes:
         gathered: whether the tiles read gathered keys.
-        of_part: the part's number if the tiles depend on it, else None.
+        part: the part's number if its tiles read other places of the gathered keys than other parts' tiles; else None.
     """
 
-    tiles: Tiles
+    tiles: tuple[Tile, ...]
     gathered: bool = False
-    of_part: int | None = None
+    part: int | None = None
 
     def block(self, keys: tuple[Array, ...]) -> tuple[Array, Array]:
-        """(k, v). Takes gathered keys apart here, inside the branch, so that a part copies only the keys it reads."""
-        return unpack_gathered(keys) if self.gathered else Pair(keys).both
+        """Returns (k, v). Unpacks gathered keys inside the part's branch, so that it copies only the keys it reads."""
+        return unpack_gathered(keys) if self.gathered else KVPair(keys).unpack()
+
+
+NO_TILES = PartTiles(())
+
+
+def switch_by_part(part: Any, parts: Sequence[PartTiles], run: Callable[..., Any], *operands: Any) -> Any:
+    """Runs ``run(parts[part], *operands)``, with one branch for each distinct entry of ``parts``.
+
+    ``run`` must not contain a collective, because devices take different branches.
+    """
+    distinct = tuple(dict.fromkeys(parts))
+    if len(distinct) == 1:
+        return run(distinct[0], *operands)
+    branches = [lambda *arrays, tiles=tiles: run(tiles, *arrays) for tiles in distinct]
+    index = jnp.asarray([distinct.index(tiles) for tiles in parts], jnp.int32)
+    return lax.switch(index[part], branches, *operands)
 
 
 class TileContext(NamedTuple):
-    """The call that a tile belongs to.
+    """The call and the step that a tile belongs to.
 
     Attributes:
-        overlaps_exchange: whether an exchange was just started that the tile's kernel must give a head start.
+        overlaps_exchange: whether an exchange was just started; it needs a head start over the tile's kernel.
     """
 
     call: ContextCall
     device: str
     overlaps_exchange: bool = False
 
-    def accumulator(self, of: str) -> Any:
-        """The dtype in which results are added up: of queries ("q"), of the own block's keys ("own"), or of keys whose
-        gradients go to another part ("sent").
-
-        The inputs' dtype; the log-sum-exp's if some part of the call adds up in a wider dtype.
-        """
-        return jnp.dtype(self.call.accumulator(of))
-
-    def planned(self, tile: Tile) -> Plan:
-        """The tile as a call of the kernel that was chosen for it."""
+    def tile_plan(self, tile: Tile) -> Plan:
+        """Returns the tile as a call of the backend that was selected for it."""
         spec, name = self.call.backend_of(tile)
         return Plan(
             spec,
@@ -75,14 +84,14 @@ class TileContext(NamedTuple):
             requested=self.call.requested,
         )
 
-    def places(self, mine: PartTiles, tile: Tile) -> tuple[np.ndarray, np.ndarray]:
-        """The places of a tile's rows and keys. Gathered blocks stay in the order of parts."""
+    def places(self, part_tiles: PartTiles, tile: Tile) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the places of a tile's rows and keys. Gathered blocks stay in the order of parts."""
         rows, keys = places_of_tile(tile)
-        return rows, keys if mine.of_part is None else places_in_gathered(self.call.plan, mine.of_part)[keys]
+        return rows, keys if part_tiles.part is None else places_in_gathered(self.call.plan, part_tiles.part)[keys]
 
 
 class WholeRows(NamedTuple):
-    """Whole rows' results and their gradients; dlse is None if nothing depends on the log-sum-exp."""
+    """The results of whole rows, and the gradients of these results; dlse is None if nothing depends on lse."""
 
     out: Array
     lse: Array
@@ -91,34 +100,35 @@ class WholeRows(NamedTuple):
 
 
 def attend(
-    context: TileContext, mine: PartTiles, q: Array, keys: tuple[Array, ...], so_far: tuple[Array, Array] | None
+    context: TileContext, part_tiles: PartTiles, q: Array, keys: tuple[Array, ...], results: tuple[Array, Array] | None
 ) -> tuple[Array, Array]:
-    """(out, lse) of the rows over the keys of ``so_far`` and of some tiles; a row without keys has 0 and -inf.
+    """Merges a step's tiles into the (out, lse) of earlier steps, if any; a row without keys has 0 and -inf.
 
-    ``keys`` are k and v of a block, or the result of ``exchange.gather``. Rows that no tile has touched yet take a
-    tile's result without a merge.
+    Args:
+        keys: k and v of a block, or the result of ``exchange.gather``.
+        results: (out, lse) of the earlier steps; None if there are none.
     """
-    k, v = mine.block(keys)
-    touched = np.full(q.shape[1], so_far is not None)
-    out, lse = so_far or _nothing(context, q, v)
-    for tile in mine.tiles:
-        index = rows, _ = context.places(mine, tile)
-        plan = context.planned(tile)
-        part, part_lse = ops.forward(plan, _inputs(plan, tile, index, q, k, v))
+    k, v = part_tiles.block(keys)
+    touched = np.full(q.shape[1], results is not None)
+    out, lse = results or _empty_results(context, q, v)
+    for tile in part_tiles.tiles:
+        index = rows, _ = context.places(part_tiles, tile)
+        plan = context.tile_plan(tile)
+        part, part_lse = ops.forward(plan, _tile_inputs(plan, tile, index, q, k, v))
         if plan.spec.packed:
             part, part_lse = part[None], part_lse[None]
         part = part.astype(out.dtype)
-        if touched[rows].any():
-            part, part_lse = merge(taken(out, rows, 1), taken(lse, rows, 2), part, part_lse)
+        if touched[rows].any():  # otherwise the tile's result is the rows' first, and needs no merge
+            part, part_lse = merge(take(out, rows, 1), take(lse, rows, 2), part, part_lse)
         out, lse = put(out, part, rows, 1), put(lse, part_lse, rows, 2)
         touched[rows] = True
     return out, lse
 
 
 def merge(out: Array, lse: Array, other: Array, other_lse: Array) -> tuple[Array, Array]:
-    """Merges attention to two sets of keys (Milakov, Gimelshein, 2018, arXiv:1805.02867, for two parts).
+    """Returns the results over two sets of keys, by the formula of ``attn_core.context_parallel.on_torch.merge``.
 
-    A log-sum-exp of -inf means no keys; both may be -inf. Computes in the dtype of the log-sum-exp and rounds once.
+    Each log-sum-exp may be -inf, which means no keys. Computes in the dtype of the log-sum-exp and rounds once.
     """
     top = jnp.maximum(lse, other_lse)
     base = jnp.where(top == -jnp.inf, 0, top)
@@ -126,15 +136,12 @@ def merge(out: Array, lse: Array, other: Array, other_lse: Array) -> tuple[Array
     total = weight + other_weight
     share = jnp.where(total == 0, 0, other_weight / jnp.where(total == 0, 1, total))
     share = share.swapaxes(1, 2)[..., None]  # [batch, heads, rows] -> [batch, rows, heads, 1]
-    before, further = out.astype(share.dtype), other.astype(share.dtype)
-    return (before + share * (further - before)).astype(out.dtype), base + jnp.log(total)
+    first, second = out.astype(share.dtype), other.astype(share.dtype)
+    return (first + share * (second - first)).astype(out.dtype), base + jnp.log(total)
 
 
 def with_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
-    """(out, lse) of whole rows with their sinks ``[heads]``; a row that sees no key keeps its 0 and -inf.
-
-    Sinks join the softmax once, after all keys of the row.
-    """
+    """Adds sinks ``[heads]`` to the softmax of whole rows: once, after all keys. Rows without keys keep 0 and -inf."""
     empty = lse == -jnp.inf
     before = jnp.where(empty, 0, lse)
     after = jnp.logaddexp(before, sinks[:, None])
@@ -143,7 +150,7 @@ def with_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
 
 
 def sink_gradient(sinks: Array, saved: WholeRows) -> Array:
-    """``[heads]``: the sum of ``exp(sink - lse) * (dlse - sum(dout * out))`` over the rows that see a key."""
+    """Returns ``[heads]``: the sum of ``exp(sink - lse) * (dlse - sum(dout * out))`` over the rows that see a key."""
     shift = -(saved.dout.astype(sinks.dtype) * saved.out.astype(sinks.dtype)).sum(-1).swapaxes(1, 2)
     if saved.dlse is not None:
         shift = shift + saved.dlse.astype(sinks.dtype)
@@ -153,25 +160,27 @@ def sink_gradient(sinks: Array, saved: WholeRows) -> Array:
 
 
 def gradients(
-    context: TileContext, of_keys: str, mine: PartTiles, q: Array, keys: tuple[Array, ...], saved: WholeRows
+    context: TileContext, of_keys: str, part_tiles: PartTiles, q: Array, keys: tuple[Array, ...], saved: WholeRows
 ) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) of some tiles, from the output and log-sum-exp of whole rows; 0 at places without a tile.
+    """Returns (dq, dk, dv) of a step's tiles, from the results of whole rows; 0 at places without a tile.
 
-    ``of_keys`` is "own" or "sent", see ``TileContext.accumulator``; keys as in ``attend``.
+    Args:
+        of_keys: "own" or "sent", see ``ContextCall.accumulator``.
+        keys: as in ``attend``.
     """
-    k, v = mine.block(keys)
+    k, v = part_tiles.block(keys)
     totals = [
-        varying_as((q, k, v), jnp.zeros(array.shape, context.accumulator(of)))
+        varying_as((q, k, v), jnp.zeros(array.shape, context.call.accumulator(of)))
         for array, of in ((q, "q"), (k, of_keys), (v, of_keys))
     ]
     touched = [np.zeros(array.shape[1], bool) for array in totals]
-    for tile in mine.tiles:
-        rows, of_key = context.places(mine, tile)
-        results = _tile_gradients(context.planned(tile), tile, (rows, of_key), q, k, v, saved)
-        for at, (part, index) in enumerate(((results.dq, rows), (results.dk, of_key), (results.dv, of_key))):
+    for tile in part_tiles.tiles:
+        rows, key_places = context.places(part_tiles, tile)
+        results = _tile_gradients(context.tile_plan(tile), tile, (rows, key_places), q, k, v, saved)
+        for at, (part, index) in enumerate(((results.dq, rows), (results.dk, key_places), (results.dv, key_places))):
             part = part.astype(totals[at].dtype)
             if touched[at][index].any():
-                part = taken(totals[at], index, 1) + part
+                part = take(totals[at], index, 1) + part
             totals[at] = put(totals[at], part, index, 1)
             touched[at][index] = True
     dq, dk, dv = totals
@@ -185,21 +194,22 @@ Index = tuple[np.ndarray, np.ndarray]
 def _tile_gradients(plan: Plan, tile: Tile, index: Index, q: Array, k: Array, v: Array, saved: WholeRows) -> Gradients:
     packed = plan.spec.packed
 
-    def cut(array: Any, axis: int) -> Any:
+    def take_rows(array: Any, axis: int) -> Any:
         if array is None:
             return None
-        array = taken(array, index[0], axis)
+        array = take(array, index[0], axis)
         return array[0] if packed else array  # packed documents are one row: [1, tokens, ...] -> [tokens, ...]
 
-    out, lse, dout, dlse = cut(saved.out, 1), cut(saved.lse, 2), cut(saved.dout, 1), cut(saved.dlse, 2)
-    results = ops.backward(plan, _inputs(plan, tile, index, q, k, v), out, lse, dout, dlse)
+    out, lse = take_rows(saved.out, 1), take_rows(saved.lse, 2)
+    dout, dlse = take_rows(saved.dout, 1), take_rows(saved.dlse, 2)
+    results = ops.backward(plan, _tile_inputs(plan, tile, index, q, k, v), out, lse, dout, dlse)
     return Gradients(*(array[None] for array in results[:3])) if packed else results
 
 
-def _inputs(plan: Plan, tile: Tile, index: Index, q: Array, k: Array, v: Array) -> Inputs:
-    """The tile's rows and keys; several segments as packed documents, without the row axis."""
+def _tile_inputs(plan: Plan, tile: Tile, index: Index, q: Array, k: Array, v: Array) -> Inputs:
+    """Returns a tile's operands; several segments are packed documents, without the row axis."""
     rows, keys = index
-    inputs = Inputs(taken(q, rows, 1), taken(k, keys, 1), taken(v, keys, 1))
+    inputs = Inputs(take(q, rows, 1), take(k, keys, 1), take(v, keys, 1))
     if not plan.spec.packed:
         return inputs
     cu_q, cu_k = (jnp.asarray(side, jnp.int32) for side in tile.offsets)
@@ -207,9 +217,9 @@ def _inputs(plan: Plan, tile: Tile, index: Index, q: Array, k: Array, v: Array) 
     return varying_alike(Inputs(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k))
 
 
-def _nothing(context: TileContext, q: Array, v: Array) -> tuple[Array, Array]:
-    """(out, lse) of rows before their first key."""
+def _empty_results(context: TileContext, q: Array, v: Array) -> tuple[Array, Array]:
+    """Returns (out, lse) of rows before their first key."""
     batch, rows, heads, _ = q.shape
-    out = jnp.zeros((batch, rows, heads, v.shape[-1]), context.accumulator("q"))
+    out = jnp.zeros((batch, rows, heads, v.shape[-1]), context.call.accumulator("q"))
     lse = jnp.full((batch, heads, rows), -jnp.inf, context.call.spec.lse_dtype)
     return varying_as((q, v), out), varying_as((q, v), lse)

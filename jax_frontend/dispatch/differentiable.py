@@ -14,7 +14,7 @@ from attn_core.call.options import Options
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
 from jax_frontend.dispatch import lone_sinks, ops, plan, tangent
-from jax_frontend.dispatch.local_call import speaks_jax
+from jax_frontend.dispatch.local_call import speaks_jax, vary_over, varying_axes
 
 Array = jax.Array
 OUT_NAME, LSE_NAME = "attention_out", "attention_lse"
@@ -37,15 +37,11 @@ def varying_alike(inputs: Inputs) -> Inputs:
     A kernel's results vary wherever an operand varies. JAX then sums the gradient of an input that was equal on every
     device over those axes, as it does for its own operations.
     """
-    axes: dict[str, frozenset[str]] = {
-        name: jax.typeof(array).manual_axis_type.varying  # type: ignore[attr-defined]
-        for name, array in _present(inputs).items()
-    }
-    every = frozenset().union(*axes.values())
-    missing = {name: tuple(sorted(every - varying)) for name, varying in axes.items() if every - varying}
-    return inputs._replace(
-        **{name: jax.lax.pcast(getattr(inputs, name), missing[name], to="varying") for name in missing}
-    )
+    present = _present(inputs)
+    every = varying_axes(*present.values())
+    if not every:  # outside ``jax.shard_map``
+        return inputs
+    return inputs._replace(**{name: vary_over(every, array) for name, array in present.items()})
 
 
 class Derivative(NamedTuple):

@@ -87,8 +87,18 @@ def empty_results(call: BridgedCall, *operands: Any) -> list[Any]:
 
 def varying_as(operands: Sequence[Any], constant: Any) -> Any:
     """Types a constant, inside ``jax.shard_map``, as varying over every mesh axis that an operand varies over."""
-    axes = frozenset().union(*(jax.typeof(array).manual_axis_type.varying for array in operands))  # type: ignore[attr-defined]
-    return jax.lax.pcast(constant, tuple(sorted(axes)), to="varying") if axes else constant
+    return vary_over(varying_axes(*operands), constant)
+
+
+def varying_axes(*arrays: Any) -> frozenset[str]:
+    """Returns the mesh axes of ``jax.shard_map`` that some array varies over."""
+    return frozenset().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))  # type: ignore[attr-defined]
+
+
+def vary_over(axes: frozenset[str], array: Any) -> Any:
+    """Types an array, inside ``jax.shard_map``, as varying over these axes as well."""
+    missing = tuple(sorted(axes - varying_axes(array)))
+    return jax.lax.pcast(array, missing, to="varying") if missing else array
 
 
 def to_inputs(named: dict[str, Any]) -> Any:

@@ -37,8 +37,8 @@ def run(call: BridgedCall, requested: Names, *operands: Any) -> list[Any]:
     return bridged_p.bind(*operands, call=call, requested=requested, program=program)  # type: ignore[no-any-return]
 
 
-def at_home(call: Any, platform: str) -> bool:
-    """Whether the kernels of a call run on a platform, by JAX's name for it."""
+def runs_on(call: Any, platform: str) -> bool:
+    """Returns whether the kernels of a call run on a platform, by JAX's name for it."""
     return backends.kind_of(call.device) == platform
 
 
@@ -68,7 +68,7 @@ def _xla_function(call: BridgedCall, requested: Names, platform: str) -> Callabl
 
 
 def _lower(platform: str, ctx: Any, *operands: Any, call: BridgedCall, requested: Names, program: ClosedJaxpr) -> Any:
-    if at_home(call, platform):
+    if runs_on(call, platform):
         function: Callable[..., Any] = jaxpr_as_fun(program)
     else:
         function = _xla_function(call, requested, platform or "/".join(ctx.platforms or ctx.module_context.platforms))

@@ -14,7 +14,7 @@ from attn_core.call.layer_shapes import check_layer_inputs, check_rotary
 from attn_core.call.seq_info import SeqInfo
 from attn_core.paged.step import Pages, Step, check_paged_layer
 from jax_frontend.attention import attention
-from jax_frontend.context_parallel.layer import attend_spread, held_positions, is_spread
+from jax_frontend.context_parallel import layers as context_layers
 from jax_frontend.paged.attention import append_kv, paged_attention
 
 Rotary = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
@@ -89,10 +89,12 @@ def attend(
     q, k, v = projections.query(queries), projections.key(keys), projections.value(keys)
     dtype = jnp.result_type(q, k, v)
     if layer.rotary is not None:
-        if positions is None and is_spread(layer):
-            positions = held_positions(layer, seq_info, q.shape[1])
+        if positions is None and context_layers.is_context_parallel(layer):
+            positions = context_layers.position_ids(layer, seq_info, q.shape[1])
         q, k = layer.rotary(q, k, token_positions(positions, seq_info, *q.shape[:2]))
-    run = partial(attend_spread, layer) if is_spread(layer) else partial(attention, dropout_rng=call.dropout_rng)
+    run = partial(attention, dropout_rng=call.dropout_rng)
+    if context_layers.is_context_parallel(layer):
+        run = partial(context_layers.attend, layer)
     out = run(
         *(array.astype(dtype) for array in (q, k, v)),
         causal=layer.causal,

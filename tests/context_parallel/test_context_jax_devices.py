@@ -31,10 +31,10 @@ DEVICES = {
 
 
 @pytest.fixture
-def as_at_home(monkeypatch):
+def as_if_on_gpus(monkeypatch):
     """What was planned for these CPUs counts as planned for the platform that it is lowered for, as GPUs' would."""
     for module in (context_step, platforms):
-        monkeypatch.setattr(module, "at_home", lambda call, platform: True)
+        monkeypatch.setattr(module, "runs_on", lambda call, platform: True)
 
 
 def test_a_program_for_another_platform_takes_branches_of_xla_s_operations():
@@ -49,7 +49,7 @@ def test_a_program_for_another_platform_takes_branches_of_xla_s_operations():
 
 
 @pytest.mark.parametrize(("sizes", "names", "order"), DEVICES.values(), ids=DEVICES)
-def test_a_program_for_gpus_knows_which_device_is_which_part(sizes, names, order, as_at_home):
+def test_a_program_for_gpus_knows_which_device_is_which_part(sizes, names, order, as_if_on_gpus):
     """What is known of devices when it is lowered, for the host to find its part by."""
     mesh = Mesh(np.array(cpu_meshes.devices())[list(order)].reshape(sizes), names)
     case = Case("ring", (mesh.shape["outer"],), "zigzag", (32, 32), options={"causal": True})
@@ -85,7 +85,7 @@ def test_an_exported_program_runs_on_devices_in_another_order():
     assert np.abs(np.asarray(jax.jit(exported.call)(*elsewhere)) - right).max() < NEAR
 
 
-def test_a_program_traced_under_one_mesh_and_lowered_under_another_takes_branches(as_at_home):
+def test_a_program_traced_under_one_mesh_and_lowered_under_another_takes_branches(as_if_on_gpus):
     """JAX runs it on the devices of the first, and names those of the second when it lowers it."""
     case, row = CALLED["ring-zigzag-2"], P(None, "outer")
     given = [sharded_arrays(case, case.arrays())[key] for key in "qkv"]
@@ -115,7 +115,7 @@ def test_a_device_that_a_program_was_not_compiled_for_is_named(monkeypatch):
         run((torch.zeros(1),))
 
 
-def test_a_program_for_gpus_without_devices_takes_branches(as_at_home):
+def test_a_program_for_gpus_without_devices_takes_branches(as_if_on_gpus):
     case = CALLED["ring-zigzag-2"]
     run, row = forward_call(case, mesh=None, axis_name="outer"), P(None, "outer")
     mesh = jax.sharding.AbstractMesh((2,), ("outer",), axis_types=(AxisType.Auto,))

@@ -41,8 +41,8 @@ def test_planted_a_host_that_takes_a_device_for_another_part(planted):
 
 
 def test_planted_gradients_that_are_not_brought_home(planted):
-    right = exchange.Pair.hop
-    planted.setattr(exchange.Pair, "hop", lambda pair, axes, far: pair if far < 0 else right(pair, axes, far))
+    right = exchange.KVPair.hop
+    planted.setattr(exchange.KVPair, "hop", lambda pair, axes, far: pair if far < 0 else right(pair, axes, far))
     with pytest.raises(AssertionError):
         check(CASES["ring-3-causal"])
 
