@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attn_core.call.arguments import ArrayFacts, check_qkv_as_one
+from attn_core.call.arguments import check_qkv_as_one
 from attn_core.call.options import Options, requested_names
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.selection import override
@@ -46,7 +46,7 @@ def attention_qkvpacked(
     The other arguments, the result and the errors are those of ``attention``.
     """
     plan.check_tensor("qkv", qkv)
-    facts = ArrayFacts(tuple(qkv.shape), str(qkv.dtype).removeprefix("torch."), str(qkv.device))
+    facts = plan.facts(qkv.shape, qkv.dtype, qkv.device)
     check_qkv_as_one(facts, seq_info is not None)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     (qkv,) = autocast.in_autocast(qkv)

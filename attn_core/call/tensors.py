@@ -5,6 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 
+def dtype_name(array: Any) -> str:
+    """Returns the name of an array's dtype, such as "bfloat16", for torch tensors as for JAX arrays."""
+    return str(array.dtype).removeprefix("torch.")
+
+
 class Inputs(NamedTuple):
     """The tensors of one call, in the backend's framework.
 

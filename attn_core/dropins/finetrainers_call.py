@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from attn_core.call.tensors import dtype_name
 from attn_core.dropins.finetrainers import VARLEN, AttentionProvider, two_axes
 from attn_core.dropins.finetrainers_kwargs import HostOptions
 from attn_core.errors import DTypeError, ShapeError, SpecError
@@ -90,7 +91,7 @@ def with_mask_axes(provider: AttentionProvider, query: Any, key: Any, mask: Any)
     Raises:
         DTypeError, ShapeError: for a mask of integers, or one whose two axes are ambiguous.
     """
-    kind = _dtype(mask)
+    kind = dtype_name(mask)
     if kind != "bool" and "float" not in kind:
         raise DTypeError(
             f"attn_mask: expected bool (True = visible) or a float to be added, got {mask.dtype}; a 0/1 mask becomes "
@@ -119,7 +120,7 @@ def key_mask(provider: AttentionProvider, call: DispatchCall, options: HostOptio
         )
     batch, _, kv_len, _ = call.key.shape
     shape, expected = list(call.attn_mask.shape), f"[batch, kv_len] = [{batch}, {kv_len}], or [batch, 1, 1, kv_len]"
-    if _dtype(mask) != "bool":
+    if dtype_name(mask) != "bool":
         raise DTypeError(
             f"attn_mask: provider {provider.value} takes bool masks of keys {expected}, got {mask.dtype} {shape}; "
             "for an additive mask use another provider"
@@ -139,7 +140,3 @@ def check_unmasked(call: DispatchCall) -> None:
     """Raises SpecError for a mask beside packed documents."""
     if call.attn_mask is not None:
         raise SpecError("attn_mask with cu_seqlens_q and cu_seqlens_k: both define what is visible; pass one")
-
-
-def _dtype(array: Any) -> str:
-    return str(array.dtype).removeprefix("torch.")

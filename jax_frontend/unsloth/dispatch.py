@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
+from attn_core.call.tensors import dtype_name
 from attn_core.dropins.unsloth.arguments import (
     FLASH_DENSE,
     FLASH_VARLEN,
@@ -19,8 +19,8 @@ from attn_core.dropins.unsloth.arguments import (
     preference,
 )
 from attn_core.dropins.unsloth.prefix import resolve_prefix_seg_info
-from attn_core.dropins.unsloth.request import UnslothRequest, check_mask, interpret
-from attn_core.errors import DTypeError, SpecError
+from attn_core.dropins.unsloth.request import interpret, split_mask
+from attn_core.errors import SpecError
 from attn_core.selection import override
 from jax_frontend.attention import attention
 from jax_frontend.backends import available_here
@@ -60,7 +60,7 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Arra
     check_sizes(config, context, Q.shape, K.shape, V.shape)
     request = interpret(config, context)
     backend = override.requested() or preference(config, "jax", device_name(Q))
-    half = computed_in(*(str(array.dtype) for array in (Q, K, V)))
+    half = computed_in(*map(dtype_name, (Q, K, V)))
     same_dtype = (array if half is None else array.astype(half) for array in (Q, K, V))
     q, k, v = (array.swapaxes(1, 2) for array in same_dtype)  # [bsz, len, heads, head_dim]
     if context.prefix_seg_info is not None:
@@ -70,7 +70,9 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Arra
             f"dropout_p={request.dropout}: expected 0, because run_attention has no argument for the PRNG key that "
             "dropout needs in JAX; call jax_frontend.attention with dropout_rng="
         )
-    mask, bias = split_mask(request, context)
+    if request.mask is not None:
+        check_array(request.mask_name, request.mask)
+    mask, bias = split_mask(request, context, lambda mask: mask.astype(bool))
     info = request.documents or documents(context)
     if info is not None:
         q, k, v = (array.reshape(-1, *array.shape[2:]) for array in (q, k, v))  # [bsz * len, heads, head_dim]
@@ -78,42 +80,13 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Arra
         q,
         k,
         v,
-        causal=request.causal,
-        window=request.window,
-        softcap=request.softcap,
-        scale=request.scale,
+        **request.options,
         mask=mask,
         bias=bias,
-        alibi_slopes=request.alibi_slopes,
         seq_info=info,
-        dropout=request.dropout,
-        deterministic=request.deterministic,
         backend=backend,
     )
     return out.reshape(context.bsz, context.q_len, context.n_heads, V.shape[3]).astype(Q.dtype)
-
-
-def split_mask(request: UnslothRequest, context: AttentionContext) -> tuple[Array | None, Array | None]:
-    """Returns Unsloth's mask as (bool mask, additive bias) of four axes. See ``UnslothRequest.mask`` for its ranks."""
-    array = request.mask
-    if array is None:
-        return None, None
-    check_array(request.mask_name, array)
-    check_mask(request, context)
-    if request.keep:
-        keys = array.astype(bool)
-        if context.seq_info is not None or request.documents is not None:  # rows are laid end to end, so their keys are
-            keys = keys.reshape(1, -1)
-        return keys[:, None, None, :], None
-    table = array[:, None] if array.ndim == 3 else array
-    if table.dtype == jnp.bool_:
-        return table, None
-    if jnp.issubdtype(table.dtype, jnp.floating):
-        return None, table
-    raise DTypeError(
-        f"{request.mask_name}: expected bool (True = visible) or a float to be added, got {table.dtype} of shape "
-        f"{list(array.shape)}; a 0/1 mask becomes bool by mask != 0"
-    )
 
 
 def select_attention_backend(use_varlen: bool = False) -> str:

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from attn_core.call.tensors import dtype_name
 from attn_core.dropins.unsloth.arguments import (
     FLASH_DENSE,
     FLASH_VARLEN,
@@ -20,8 +21,7 @@ from attn_core.dropins.unsloth.arguments import (
     preference,
 )
 from attn_core.dropins.unsloth.prefix import resolve_prefix_seg_info
-from attn_core.dropins.unsloth.request import UnslothRequest, check_mask, interpret
-from attn_core.errors import DTypeError
+from attn_core.dropins.unsloth.request import interpret, split_mask
 from attn_core.selection import override
 from torch_frontend.attention import attention
 from torch_frontend.backends import available_here
@@ -92,7 +92,9 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
     if context.prefix_seg_info is not None:
         out = prefix.attend(q, k, v, request, context, backend)
         return out if out.dtype == Q.dtype else out.to(Q.dtype)
-    mask, bias = split_mask(request, context)
+    if request.mask is not None:
+        check_tensor(request.mask_name, request.mask)
+    mask, bias = split_mask(request, context, lambda mask: mask != 0)
     info = request.documents or documents(context)
     if info is not None:
         q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [bsz * len, heads, head_dim]
@@ -101,16 +103,10 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
         q,
         k,
         v,
-        causal=request.causal,
-        window=request.window,
-        softcap=request.softcap,
-        scale=request.scale,
+        **request.options,
         mask=mask,
         bias=bias,
-        alibi_slopes=request.alibi_slopes,
         seq_info=info,
-        dropout=request.dropout,
-        deterministic=request.deterministic,
         backend=backend,
     )
     if info is not None:  # [bsz * q_len, heads, value_dim]
@@ -120,7 +116,7 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
 
 def _cast_to_half(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Returns Q, K, V with float32 cast to the others' half dtype; unchanged under autocast, which casts them later."""
-    half = computed_in(*(str(tensor.dtype).removeprefix("torch.") for tensor in tensors))
+    half = computed_in(*map(dtype_name, tensors))
     if half is None or autocast_dtype(tensors[0].device) is not None:
         return tensors
     return tuple(tensor.to(getattr(torch, half)) for tensor in tensors)
@@ -129,29 +125,6 @@ def _cast_to_half(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _backends(preferred: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the backends of ``use_backend``, else the preferred ones; compiled code looks them up when it runs."""
     return (FROM_CONTEXT, *preferred) if torch.compiler.is_compiling() else override.requested() or preferred
-
-
-def split_mask(request: UnslothRequest, context: AttentionContext) -> tuple[Tensor | None, Tensor | None]:
-    """Returns Unsloth's mask as (bool mask, additive bias) of four axes. See ``UnslothRequest.mask`` for its ranks."""
-    mask = request.mask
-    if mask is None:
-        return None, None
-    check_tensor(request.mask_name, mask)
-    check_mask(request, context)
-    if request.keep:
-        keys = mask != 0
-        if context.seq_info is not None or request.documents is not None:  # the keys are laid end to end, too
-            keys = keys.reshape(1, -1)
-        return keys[:, None, None, :], None
-    table = mask[:, None] if mask.ndim == 3 else mask
-    if table.dtype == torch.bool:
-        return table, None
-    if table.is_floating_point():
-        return None, table
-    raise DTypeError(
-        f"{request.mask_name}: expected bool (True = visible) or a float to be added, got {table.dtype} of shape "
-        f"{list(mask.shape)}; a 0/1 mask becomes bool by mask != 0"
-    )
 
 
 def select_attention_backend(use_varlen: bool = False) -> str:

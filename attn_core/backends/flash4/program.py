@@ -20,7 +20,7 @@ from attn_core.backends.shared import dry_run
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.kernel_programs import RESULTS, SCRATCH, Buffer, KernelProgram, KernelStep, Unrecordable
 from attn_core.call.spec import AttentionSpec
-from attn_core.call.tensors import Inputs
+from attn_core.call.tensors import Inputs, dtype_name
 
 ALLOCATES = ("aten.empty", "aten.new_empty", "aten.detach", "prim.")
 ZEROS = ("aten.zeros", "aten.new_zeros")
@@ -193,7 +193,7 @@ def _memory(tensor: Any) -> Any:
 def _buffer(tensor: Any, name: str, shape: Any, zeros: Any = ()) -> Buffer:
     if not tensor.is_contiguous() or tensor.storage_offset():
         raise Unrecordable(f"a kernel takes a view of {name}: {list(tensor.shape)}, strides {tensor.stride()}")
-    return Buffer(name, tuple(shape), str(tensor.dtype).removeprefix("torch."), _memory(tensor) in zeros)
+    return Buffer(name, tuple(shape), dtype_name(tensor), _memory(tensor) in zeros)
 
 
 @cached_once
