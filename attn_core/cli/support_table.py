@@ -8,35 +8,43 @@ from attn_core.backends.support import Support
 
 BOTH, FORWARD_ONLY, NONE = "✓", "forward", "—"
 
-FEATURES = {
-    "grouped_heads": "fewer kv heads than heads (GQA, MQA)",
-    "value_dim": "value_dim ≠ head_dim",
-    "causal": "`causal`",
-    "window": "`window`",
-    "softcap": "`softcap`",
-    "mask": "boolean `mask`",
-    "bias": "additive `bias`",
-    "bias_gradient": "gradient of the bias",
-    "alibi": "`alibi_slopes`",
-    "sinks": "`sinks`",
-    "packed": "packed documents (`seq_info`)",
-    "dropout": "`dropout`",
-    "deterministic": "`deterministic=True`",
-    "lse": "`return_lse=True`",
-    "lse_gradient": "gradient of the log-sum-exp",
-    "portable_dropout": "drops the same weights in every backend that says so",
-    "approximate": "approximate: by name only",
-    "unproven": "never run on a GPU by this project: by name only",
-    "paged": "keys and values in pages",
-    "symbolic": "symbolic sizes (`jax.export`)",
-    "partial": "a part of each row's keys (context parallelism)",
+GROUPS = {
+    "Shapes, masks and scores": {
+        "grouped_heads": "fewer kv heads than heads (GQA, MQA)",
+        "value_dim": "value_dim ≠ head_dim",
+        "causal": "`causal`",
+        "window": "`window`",
+        "softcap": "`softcap`",
+        "mask": "boolean `mask`",
+        "bias": "additive `bias`",
+        "alibi": "`alibi_slopes`",
+        "sinks": "`sinks`",
+        "packed": "packed documents (`seq_info`)",
+    },
+    "Results, gradients and dropout": {
+        "lse": "`return_lse=True`",
+        "lse_gradient": "gradient of the log-sum-exp",
+        "bias_gradient": "gradient of the bias",
+        "deterministic": "`deterministic=True`",
+        "dropout": "`dropout`",
+        "portable_dropout": "portable dropout: drops the same weights as other backends with this claim",
+    },
+    "Other calls, and restrictions": {
+        "paged": "keys and values in pages",
+        "partial": "a part of each row's keys (context parallelism)",
+        "symbolic": "symbolic sizes (`jax.export`)",
+        "approximate": "approximate: by name only",
+        "unproven": "never run on a GPU by this project: by name only",
+    },
 }
-"""Every boolean claim of Support, and its name in the table."""
+"""Every boolean claim of Support and its name in the tables, a table for each group."""
+FEATURES = {claim: name for group in GROUPS.values() for claim, name in group.items()}
 
 HEAD = f"""# What each backend supports
 
 This page shows what each backend can run. `make support` writes it from the claims of the backends; do not edit it.
-`{BOTH}`: forward and backward. `{FORWARD_ONLY}`: forward only. `{NONE}`: refused by name, with the reason.
+`{BOTH}` means forward and backward, `{FORWARD_ONLY}` only forward.
+`{NONE}` means that the backend refuses the call, with the reason.
 
 A claim covers one feature at a time. Rules about two features together, or about sizes, are in the backend's `refuses`.
 For one call, `attn explain` with the call's options shows every reason:
@@ -54,15 +62,15 @@ def render() -> str:
         for name in backends.names()
         for kind, backend in backends.modules(name).items()
     }
-    sections = [HEAD, "## Features\n\n" + _features(built), "## Limits\n\n" + _limits(built), _preference()]
+    features = [f"## {title}\n\n{_features(built, group)}" for title, group in GROUPS.items()]
+    sections = [HEAD, *features, "## Limits\n\n" + _limits(built), _preference()]
     return "\n".join(sections)
 
 
-def _features(built: dict[str, Backend]) -> str:
-    titles = list(FEATURES.values())
-    rows = [["", *titles]]  # a line for each backend: there are more of them than features
+def _features(built: dict[str, Backend], group: dict[str, str]) -> str:
+    rows = [["backend", *group.values()]]
     for name, backend in built.items():
-        rows.append([name, *(_cell(backend, claim) for claim in FEATURES)])
+        rows.append([name, *(_cell(backend, claim) for claim in group)])
     return _table(rows)
 
 
@@ -75,7 +83,7 @@ def _cell(backend: Backend, claim: str) -> str:
 
 
 def _limits(built: dict[str, Backend]) -> str:
-    rows = [["", "kernel", "tensors of", "needs", "devices", "dtypes", "head_dim", "alignments", "backward"]]
+    rows = [["backend", "kernel", "tensors of", "needs", "devices", "dtypes", "head_dim", "alignments", "backward"]]
     for name, backend in built.items():
         forward = backend.FORWARD
         rows.append(
