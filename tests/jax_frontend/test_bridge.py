@@ -5,6 +5,7 @@ import threading
 from dataclasses import replace
 from functools import partial
 
+import cpu_meshes
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -216,24 +217,15 @@ def test_the_kernel_reads_xla_buffers_without_a_copy(monkeypatch):
     assert isinstance(Inputs(*arrays).q, jax.Array)
 
 
-def test_several_devices_of_one_process():
-    script = """
-import jax, jax.numpy as jnp, numpy as np
-from dataclasses import replace
-from functools import partial
-from jax_frontend import attention
-call = jax.jit(partial(attention, causal=True, backend="sdpa_flash"))
-x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 33, 2, 16)), jnp.float32)
-expected = np.asarray(call(x, x, x))
-placed = [jax.device_put(x, device) for device in jax.devices()]
-assert len(placed) == 4
-for _ in range(20):
-    for found in [call(y, y, y) for y in placed]:
-        assert np.array_equal(np.asarray(found), expected)
-print("ok")
-"""
-    found = in_its_own_process(script, XLA_FLAGS="--xla_force_host_platform_device_count=4")
-    assert found.stdout.strip() == "ok", found.stderr
+def test_several_devices_of_one_process(four_devices):
+    call = jax.jit(partial(attention, causal=True, backend="sdpa_flash"))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 33, 2, 16)), jnp.float32)
+    expected = np.asarray(call(x, x, x))
+    by_device = [jax.device_put(x, device) for device in cpu_meshes.devices()]
+    assert len(by_device) == 4
+    for _ in range(20):
+        for out in [call(y, y, y) for y in by_device]:
+            assert np.array_equal(np.asarray(out), expected)
 
 
 def test_a_process_may_end_while_calls_are_pending():

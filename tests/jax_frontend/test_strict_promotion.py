@@ -15,12 +15,13 @@ import pytest
 
 pytest.importorskip("jax")
 pytest.importorskip("torch")
+import cpu_meshes
 import jax
 import jax.numpy as jnp
-from own_process import in_its_own_process
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_frontend
-from jax_frontend import finetrainers
+from jax_frontend import attention, context_parallel_attention, finetrainers, shard_sequence, unshard_sequence
 
 HEADS, KV_HEADS, DIM, TOKENS = 4, 2, 8, 6
 BACKENDS = ("jax_xla", "math")
@@ -242,27 +243,31 @@ def test_calls_work_under_strict_promotion(name: str) -> None:
     assert all(np.asarray(leaf).size for leaf in jax.tree.leaves(found))
 
 
-def test_calls_over_devices_work_under_strict_promotion() -> None:
-    script = """
-import numpy as np, jax, jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax_frontend import attention, context_parallel_attention, shard_sequence, unshard_sequence
-mesh = Mesh(np.asarray(jax.devices()), ("x",))
-x = jnp.ones((2, 8, 2, 8))
-for backend in ("jax_xla", "math"):
-    for strategy in ("all_gather", "ring", "ulysses"):
-        def call(x, options):
-            rows = shard_sequence(x, mesh=mesh)
-            out = context_parallel_attention(
-                rows, rows, rows, mesh=mesh, strategy=strategy, causal=True, backend=backend, **options
-            )
-            return unshard_sequence(out, mesh=mesh, length=x.shape[1]).sum()
-        for options in ({}, {"sinks": jnp.ones(2)}):
-            jax.grad(lambda x: call(x, options))(x).block_until_ready()
-    spread = jax.device_put(x, NamedSharding(mesh, PartitionSpec("x")))
-    jax.jit(jax.grad(lambda x: attention(x, x, x, causal=True, backend=backend).sum()))(spread).block_until_ready()
-print("ok")
-"""
-    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
-    found = in_its_own_process(script, XLA_FLAGS=flags, JAX_NUMPY_DTYPE_PROMOTION="strict", OMP_NUM_THREADS="1")
-    assert found.stdout.strip() == "ok", found.stderr
+@pytest.mark.parametrize("options", [{}, {"sinks": np.ones(2, np.float32)}], ids=["plain", "sinks"])
+@pytest.mark.parametrize("strategy", ["all_gather", "ring", "ulysses"])
+@pytest.mark.parametrize("backend", ["jax_xla", "math"])
+def test_context_parallelism_works_under_strict_promotion(
+    backend: str, strategy: str, options: dict[str, Any], four_devices: None
+) -> None:
+    mesh = cpu_meshes.mesh((2,), ("x",))
+
+    def loss(x: Any, options: dict[str, Any]) -> Any:
+        rows = shard_sequence(x, mesh=mesh)
+        out = context_parallel_attention(
+            rows, rows, rows, mesh=mesh, strategy=strategy, causal=True, backend=backend, **options
+        )
+        return unshard_sequence(out, mesh=mesh, length=x.shape[1]).sum()
+
+    with jax.numpy_dtype_promotion("strict"):
+        arrays = {name: jnp.asarray(array) for name, array in options.items()}
+        gradient = jax.grad(loss)(jnp.ones((2, 8, 2, 8)), arrays)
+    assert np.isfinite(np.asarray(gradient)).all()
+
+
+@pytest.mark.parametrize("backend", ["jax_xla", "math"])
+def test_sharded_calls_work_under_strict_promotion(backend: str, four_devices: None) -> None:
+    sharding = NamedSharding(cpu_meshes.mesh((2,), ("x",)), PartitionSpec("x"))
+    with jax.numpy_dtype_promotion("strict"):
+        x = jax.device_put(jnp.ones((2, 8, 2, 8)), sharding)
+        gradient = jax.jit(jax.grad(lambda x: attention(x, x, x, causal=True, backend=backend).sum()))(x)
+    assert np.isfinite(np.asarray(gradient)).all()
