@@ -27,6 +27,7 @@ from both_frontends import (
     target,
     with_every_token,
 )
+from frameworks import replaced
 from hypothesis import given
 from hypothesis import strategies as st
 from spec_strategies import Call, calls, compiled_calls, corners, cudnn_calls, few_numbers, make_call
@@ -37,9 +38,6 @@ from attn_core import NoBackendError, backends, explain
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.correctness import accuracy
-from jax_frontend.bridge import targets
-from jax_frontend.dispatch import plan as jax_plan
-from torch_frontend.dispatch import plan as torch_plan
 
 BACKENDS = backends.names()
 
@@ -271,27 +269,13 @@ def faulty(module: Any, fault: Any) -> tuple[Any, Any]:
 def planted_fault(
     monkeypatch: pytest.MonkeyPatch, backend: str, fault: Any, where: str, device: str = "cpu"
 ) -> Iterator[None]:
-    """A backend with a fault in its forward, its backward or both. No cache keeps anything from before or within."""
+    """A backend with a fault in its forward, its backward or both."""
     module = module_on(backend, device)
     forward, backward = faulty(module, fault)
-    with monkeypatch.context() as patch:
-        patch.setattr(targets, "_callbacks", {})
-        patch.setattr(module, "shortcut", lambda spec: None, raising=False)
-        if where != "backward":
-            patch.setattr(module, "forward", forward)
-        if where != "forward":
-            patch.setattr(module, "backward", backward)
-        forget_plans(module)
+    halves = {"forward": forward, "backward": backward}
+    faults = halves if where == "both" else {where: halves[where]}
+    with replaced(monkeypatch, module, shortcut=lambda spec: None, **faults):
         yield
-    forget_plans(module)
-
-
-def forget_plans(module: Any) -> None:
-    """Empties the caches that hold a backend's functions, or what was traced through them."""
-    for cached in (torch_plan.plan, torch_plan.dense_plan, jax_plan.plan):
-        cached.cache_clear()
-    if module.FRAMEWORK == "jax":
-        jax.clear_caches()
 
 
 @pytest.mark.parametrize("name", FAULTS)

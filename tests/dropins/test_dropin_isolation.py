@@ -26,7 +26,7 @@ import torch.nn.functional as F
 import transformers
 from both_frontends import jax_device
 from flax import linen, nnx
-from frameworks import forget_plans
+from frameworks import empty_plan_caches
 from transformers.masking_utils import AttentionMaskInterface
 
 import jax_frontend
@@ -148,9 +148,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[int, str]]]:
         if hasattr(module, "shortcut"):
             monkeypatch.setattr(module, "shortcut", lambda spec: None)
     monkeypatch.setattr(import_module("jax_frontend.bridge.targets"), "_callbacks", {})
-    forget_plans()
+    empty_plan_caches()
     yield seen
-    forget_plans()
+    empty_plan_caches()
 
 
 @pytest.fixture

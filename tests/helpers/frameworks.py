@@ -117,15 +117,35 @@ def spied(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             if hasattr(module, "shortcut"):
                 patch.setattr(module, "shortcut", watched_shortcut(name, module.shortcut))
     patch.setattr(import_module("jax_frontend.bridge.targets"), "_callbacks", {})
-    forget_plans()
+    empty_plan_caches()
     try:
         yield ran
     finally:
-        forget_plans()
+        empty_plan_caches()
 
 
-def forget_plans() -> None:
-    """Empties the frontends' caches of plans, and of the programs that were traced from them."""
+@contextmanager
+def replaced(patch: pytest.MonkeyPatch, module: Any, **functions: Callable[..., Any]) -> Iterator[None]:
+    """A backend's module with other functions. No cache keeps anything from before the block or from within it."""
+    programs = module.FRAMEWORK == "jax"
+    try:
+        with patch.context() as within:
+            within.setattr(import_module("jax_frontend.bridge.targets"), "_callbacks", {})
+            for name, function in functions.items():
+                within.setattr(module, name, function, raising=False)
+            empty_plan_caches(programs)
+            yield
+    finally:
+        empty_plan_caches(programs)
+
+
+def empty_plan_caches(programs: bool = True) -> None:
+    """Empties the frontends' caches of plans.
+
+    Args:
+        programs: whether to empty JAX's caches as well. A program that JAX has traced through a backend of its own does
+            not look the backend up again; a program with a callback does.
+    """
     for name in ("torch_frontend.dispatch.plan", "jax_frontend.dispatch.plan"):
         module = import_module(name)
         module.plan.cache_clear()
@@ -133,4 +153,5 @@ def forget_plans() -> None:
             module.dense_plan.cache_clear()
     import_module("torch_frontend.paged.plan").plan_call.cache_clear()
     import_module("jax_frontend.paged.attention")._plan.cache_clear()
-    jax.clear_caches()  # a program that JAX has traced does not look its backend up again
+    if programs:
+        jax.clear_caches()

@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("torch")
 import torch
 from both_frontends import DEVICES, FRAMEWORKS, module_on, reachable, same_bits, target
-from frameworks import BOTH, EVERYWHERE, TORCH, Framework, as_numpy, jax_on, spied
+from frameworks import BOTH, EVERYWHERE, TORCH, Framework, as_numpy, empty_plan_caches, jax_on, replaced, spied
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_cases import (
@@ -41,9 +41,6 @@ import torch_frontend
 from attn_core import NoBackendError, SpecError, backends, explain
 from attn_core.call.tensors import PagedInputs
 from attn_core.correctness.paged import append, gather_pages
-from jax_frontend.bridge import targets
-from jax_frontend.paged import attention as jax_paged
-from torch_frontend.paged import plan as torch_plan
 
 CLAIMED = [
     pytest.param(name, device, marks=(pytest.mark.cuda,) if device == "cuda" else (), id=f"{name}-{device}")
@@ -553,26 +550,15 @@ FAULTS: dict[str, Any] = {
 
 @contextmanager
 def planted_fault(monkeypatch: pytest.MonkeyPatch, backend: str, device: str, fault: Any) -> Iterator[None]:
-    """A backend that misreads its calls. No cache keeps anything from before or within."""
+    """A backend that misreads its calls."""
     module = module_on(backend, device)
     forward = module.forward
 
     def misreading(spec: Any, inputs: Any, *into: Any) -> Any:  # backends that gather call themselves on dense keys
         return forward(*(fault(spec, inputs) if spec.paged else (spec, inputs)), *into)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(targets, "_callbacks", {})
-        patch.setattr(module, "forward", misreading)
-        forget_plans(module)
+    with replaced(monkeypatch, module, forward=misreading):
         yield
-    forget_plans(module)
-
-
-def forget_plans(module: Any) -> None:
-    torch_plan.plan_call.cache_clear()
-    jax_paged._plan.cache_clear()
-    if module.FRAMEWORK == "jax":
-        jax.clear_caches()
 
 
 FEW_FAULTS = ("window one wider", "rows of the table swapped")
@@ -621,8 +607,8 @@ def test_shared_pages_are_read_by_both(framework: Framework) -> None:
 
 def test_the_explained_backend_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     call = make_paged((5, 2), (3, 2))
-    torch_plan.plan_call.cache_clear()
+    empty_plan_caches(programs=False)
     with spied(monkeypatch) as ran:
         run("torch", call)
-    torch_plan.plan_call.cache_clear()
+    empty_plan_caches(programs=False)
     assert ran[0] == explained("torch", call).backend

@@ -13,13 +13,11 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
-from frameworks import BOTH, JAX, TORCH, Framework, spied
+from frameworks import BOTH, JAX, TORCH, Framework, empty_plan_caches, spied
 
 from attn_core import DeviceError, DTypeError, NoBackendError, ShapeError, SpecError
 from attn_core.backends.shared import split_documents
 from attn_core.paged import tables
-from jax_frontend.paged import attention as jax_paged
-from torch_frontend.paged import plan as torch_plan
 
 Make = Callable[[Framework], Any]
 
@@ -282,8 +280,7 @@ def test_the_unchanged_calls_run() -> None:
 @pytest.mark.parametrize(("framework", "case"), rows(ATTENTION))
 def test_bad_arguments_of_paged_attention(framework: Framework, case: Bad, monkeypatch: pytest.MonkeyPatch) -> None:
     given = arguments(framework, case, good(framework))
-    torch_plan.plan_call.cache_clear()
-    jax_paged._plan.cache_clear()
+    empty_plan_caches(programs=False)
     with spied(monkeypatch) as ran, pytest.raises(case.error, match=case.says) as refused:
         called(framework, "paged_attention", given)
     assert refused.type is case.error
@@ -291,7 +288,7 @@ def test_bad_arguments_of_paged_attention(framework: Framework, case: Bad, monke
     if not case.eager and case.error is not NoBackendError:
         with pytest.raises(case.error, match=case.says):
             called(framework, "explain_paged", given)
-    torch_plan.plan_call.cache_clear()
+    empty_plan_caches(programs=False)
 
 
 @pytest.mark.parametrize(("framework", "case"), rows(APPEND))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from frameworks import BOTH, JAX, TORCH, Framework, forget_plans
+from frameworks import BOTH, JAX, TORCH, Framework, empty_plan_caches
 
 from attn_core import Target, backends
 from attn_core.selection import availability, choice
@@ -29,7 +29,7 @@ def forget() -> None:
     choice._local_target.cache_clear()
     choice.bridge_reason.cache_clear()
     choice.explain.cache_clear()
-    forget_plans()
+    empty_plan_caches()
 
 
 @pytest.fixture(autouse=True)
