@@ -57,14 +57,14 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("errors: needs whole rows in one process; run it without torchrun")
     mesh = jax.make_mesh((jax.device_count(),), (AXIS,))
     framework = "jax, a process a GPU" if several else "jax"
-    found: dict[str, Any] = {"framework": framework, "world": mesh.size, "environment": environment()}
+    measured: dict[str, Any] = {"framework": framework, "world": mesh.size, "environment": environment()}
     measures: dict[str, list[Callable[[], Any]]] = {
         "errors": [partial(errors, mesh)],
         "speed": [partial(speed, mesh, Shape(shard, mesh.size)) for shard in options.shards],
     }
     names = options.only or (["speed"] if several else list(measures))
     path = options.json if jax.process_index() == 0 else None
-    write_measures(found, {name: measures[name] for name in names}, path)
+    write_measures(measured, {name: measures[name] for name in names}, path)
 
 
 def _join() -> None:
@@ -87,7 +87,7 @@ def errors(mesh: Any) -> dict[str, Any]:
     whole = [jnp.asarray(rng.standard_normal((1, tokens, each, DIM), np.float32), jnp.bfloat16) for each in heads]
     *leaves, dout = (torch.tensor(np.asarray(array, np.float64), device="cuda", requires_grad=True) for array in whole)
     where: dict[str, Any] = {"mesh": mesh, "axis_name": AXIS}
-    found = []
+    measured = []
     for options in CASES:
         right = exactly(*leaves, backend="math", **options)
         gradients = torch.autograd.grad(right, leaves, dout.detach())
@@ -106,8 +106,8 @@ def errors(mesh: Any) -> dict[str, Any]:
                 result: {"several": _error(mine, exact[result]), "one": _error(alone, exact[result])}
                 for result, mine, alone in zip(RESULTS, several, one, strict=True)
             }
-            found.append({"case": str(options), "candidate": name, "backend": " ".join(chosen), "errors": compared})
-    return {"tokens": tokens, "found": found}
+            measured.append({"case": str(options), "candidate": name, "backend": " ".join(chosen), "errors": compared})
+    return {"tokens": tokens, "found": measured}
 
 
 def _both(attend: Callable[..., Any], backend: tuple[str, ...]) -> Callable[..., Any]:
@@ -120,14 +120,14 @@ def _both(attend: Callable[..., Any], backend: tuple[str, ...]) -> Callable[...,
     return jax.jit(both)  # type: ignore[no-any-return]
 
 
-def _error(found: Any, right: np.ndarray) -> dict[str, float]:
-    apart = np.abs(np.asarray(jax.device_get(found)).astype(np.float64) - right)
+def _error(measured: Any, right: np.ndarray) -> dict[str, float]:
+    apart = np.abs(np.asarray(jax.device_get(measured)).astype(np.float64) - right)
     return {"mean": float(apart.mean()), "max": float(apart.max())}
 
 
 def speed(mesh: Any, shape: Shape) -> dict[str, Any]:
     """Measures the seconds of every candidate in every round, forward and forward + backward."""
-    found: dict[str, Any] = {"shard": shape.shard, "tokens": shape.tokens, "seconds": {}, "notes": {}}
+    measured: dict[str, Any] = {"shard": shape.shard, "tokens": shape.tokens, "seconds": {}, "notes": {}}
     arrays = _arrays(mesh, shape.tokens)
     for training in (False, True):
         word, runs, notes = ("forward + backward" if training else "forward"), {}, {}
@@ -142,11 +142,11 @@ def speed(mesh: Any, shape: Shape) -> dict[str, Any]:
                 print(name, notes[name][:600], flush=True)
                 continue
             runs[name] = run
-        found["notes"][word] = notes
+        measured["notes"][word] = notes
         turns = {name: _of_all(jax_turn(run)) for name, run in runs.items()}
         calls = calls_of(shape, training=training)
-        found["seconds"][word] = take_turns(turns, calls=calls, rounds=ROUNDS, rest=REST)
-    return found
+        measured["seconds"][word] = take_turns(turns, calls=calls, rounds=ROUNDS, rest=REST)
+    return measured
 
 
 def _of_all(turn: Turn) -> Turn:

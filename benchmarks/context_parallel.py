@@ -41,7 +41,7 @@ SLOWER = 1.05
 
 Measures = dict[str, dict[str, list[dict[str, Any]]]]
 """``{framework: {measure: rows}}``; each row has the environment of its measurement."""
-Found = dict[str, Measures]
+Results = dict[str, Measures]
 """``Measures`` by the number of ranks."""
 
 
@@ -52,45 +52,45 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args(arguments)
     read = (json.loads(path.read_text(encoding="utf-8")) for path in options.files)
-    found = combined([part for file in read for part in ([file] if "framework" in file else apart(file))])
-    text = page(found)
+    results = combined([part for file in read for part in ([file] if "framework" in file else apart(file))])
+    text = page(results)
     if not options.write:
         print(text)
         return
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(text, encoding="utf-8")
 
 
-def combined(files: list[dict[str, Any]]) -> Found:
+def combined(files: list[dict[str, Any]]) -> Results:
     """Combines files as ``{ranks: {framework: measures}}``; each row gets the environment of its file."""
-    found: Found = {}
+    results: Results = {}
     for file in sorted(files, key=lambda file: file["world"]):
-        of = found.setdefault(str(file["world"]), {}).setdefault(file["framework"], {})
+        of = results.setdefault(str(file["world"]), {}).setdefault(file["framework"], {})
         for name in MEASURES:
             if file.get(name):
                 rows = [{"environment": file.get("environment"), **row} for row in file[name]]
                 of[name] = _together(of.get(name, []), rows)
-    return found
+    return results
 
 
 def _together(rows: list[dict[str, Any]], later: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the later rows, and the earlier rows for other sizes of shards. Rows without a size replace all rows."""
     again = {row.get("shard") for row in later}
-    kept = [row for row in rows if "shard" in row and None not in again and row["shard"] not in again]
-    return sorted([*kept, *later], key=lambda row: row.get("shard", 0))
+    unchanged = [row for row in rows if "shard" in row and None not in again and row["shard"] not in again]
+    return sorted([*unchanged, *later], key=lambda row: row.get("shard", 0))
 
 
-def apart(found: Found) -> list[dict[str, Any]]:
+def apart(results: Results) -> list[dict[str, Any]]:
     """Splits a combined result into one file for each measure."""
     return [
         {"framework": framework, "world": int(world), name: rows}
-        for world, frameworks in found.items()
+        for world, frameworks in results.items()
         for framework, measures in frameworks.items()
         for name, rows in measures.items()
     ]
 
 
-def page(found: Found) -> str:
+def page(results: Results) -> str:
     """benchmarks/results/context_parallel.md."""
     lines = [
         "# Context parallelism on GPUs of one host",
@@ -103,32 +103,32 @@ def page(found: Found) -> str:
         '"waiting" is the time of a call minus the time of the same call if it sends nothing.',
         "",
     ]
-    for world, measures in found.items():
+    for world, measures in results.items():
         lines += _world(int(world), measures)
     return "\n".join(lines) + "\n"
 
 
-def _world(world: int, found: Measures) -> list[str]:
-    torch, lines = found.get("torch", {}), [f"## {world} GPUs", ""]
-    lines += [f"Measured {_made(found)}.", ""]
+def _world(world: int, results: Measures) -> list[str]:
+    torch, lines = results.get("torch", {}), [f"## {world} GPUs", ""]
+    lines += [f"Measured {_made(results)}.", ""]
     speed = torch.get("speed", [])
-    lines += _goals(speed, world, found)
+    lines += _goals(speed, world, results)
     for row in speed:
-        lines += _speed(row, world, found)
+        lines += _speed(row, world, results)
     if torch.get("peers"):
         lines += _peers(torch["peers"], speed)
     for name, called in (("torch", "torch"), ("jax", "JAX")):
-        if rows := found.get(name, {}).get("errors"):
+        if rows := results.get(name, {}).get("errors"):
             lines += _errors(rows, called)
     if torch.get("long"):
         lines += _long(torch["long"])
     return lines
 
 
-def _made(found: Measures) -> str:
+def _made(results: Measures) -> str:
     """Returns the dates and versions of the rows, with the frameworks that they apply to."""
     of: dict[str, set[str]] = {}
-    for name, measures in found.items():
+    for name, measures in results.items():
         for row in (row for rows in measures.values() for row in rows):
             where = row["environment"]
             of.setdefault(f"on {where['date']}, {_versions(where)}", set()).add(JAX.get(name, name))
@@ -142,7 +142,7 @@ def _versions(where: dict[str, Any]) -> str:
     )
 
 
-def _goals(rows: list[dict[str, Any]], world: int, found: Measures) -> list[str]:
+def _goals(rows: list[dict[str, Any]], world: int, results: Measures) -> list[str]:
     """Returns the table of goals: the fastest of the strategies that a goal names counts."""
     shown = "".join(f" {way} / torch, goal <= {SLOWER} |" for way in JAX.values())
     lines = [f"| tokens a rank | | fastest | E | goal | |{shown}", "|---|---|---|---|---|---|" + "---|" * len(JAX)]
@@ -150,14 +150,14 @@ def _goals(rows: list[dict[str, Any]], world: int, found: Measures) -> list[str]
         *least, strategies = GOALS.get((row["shard"], world), (None, None, ()))
         for word, goal in zip(row["seconds"], least, strict=False):
             seconds = row["seconds"][word]
-            able = [name for name in seconds if strategies and name.startswith(strategies) and not _silent(name)]
-            if not able or goal is None:
+            usable = [name for name in seconds if strategies and name.startswith(strategies) and not _silent(name)]
+            if not usable or goal is None:
                 continue
-            best = max(able, key=lambda name: _efficiency(seconds, name, world))
+            best = max(usable, key=lambda name: _efficiency(seconds, name, world))
             reached = _efficiency(seconds, best, world)
             verdict = "met" if reached >= goal else "missed"
-            torch_takes = min(statistics.median(seconds[name]) for name in able)
-            ratios = [_beside(_jax(row, word, found, way), strategies, torch_takes) for way in JAX]
+            torch_takes = min(statistics.median(seconds[name]) for name in usable)
+            ratios = [_beside(_jax(row, word, results, way), strategies, torch_takes) for way in JAX]
             cells = row["shard"], word, best, f"{reached:.3f}", f">= {goal}", verdict, *ratios
             lines.append(f"| {' | '.join(map(str, cells))} |")
     measured = {row["shard"] for row in rows if "error" not in row}
@@ -180,25 +180,25 @@ def _silent(name: str) -> bool:
     return name.endswith("nothing sent")
 
 
-def _speed(row: dict[str, Any], world: int, found: Measures) -> list[str]:
+def _speed(row: dict[str, Any], world: int, results: Measures) -> list[str]:
     if "error" in row:
         return [f"Not run: {row['error']}", ""]
     words = list(row["seconds"])
     backend = row["notes"][words[0]].get(ONE, ""), row["notes"][words[-1]].get(ONE, "")
     lines = [f"### {row['shard']} tokens a rank, {world} GPUs", ""]
     lines += [f"One GPU: {backend[0]} forward, {backend[1]} with backward.", ""]
-    ways = [name for name in JAX if _jax(row, words[0], found, name)]
+    ways = [name for name in JAX if _jax(row, words[0], results, name)]
     columns = " | ".join(["ms", "E", "waiting, ms", *(f"{JAX[name]}, ms" for name in ways)])
     lines += ["| | " + " | ".join(f"{word}, {columns}" for word in words) + " | beyond inputs, GB |"]
     lines += ["|---" * (2 + (3 + len(ways)) * len(words)) + "|"]
     for name in (name for name in row["seconds"][words[0]] if not _silent(name)):
-        cells = [cell for word in words for cell in _cells(row, word, name, world, found, ways)]
+        cells = [cell for word in words for cell in _cells(row, word, name, world, results, ways)]
         memory = row["memory"][words[-1]].get(name)
         lines.append(f"| {name} | {' | '.join(cells)} | {'' if memory is None else f'{memory / 1e9:.2f}'} |")
     return [*lines, ""]
 
 
-def _cells(row: dict[str, Any], word: str, name: str, world: int, found: Measures, ways: list[str]) -> Iterator[str]:
+def _cells(row: dict[str, Any], word: str, name: str, world: int, results: Measures, ways: list[str]) -> Iterator[str]:
     seconds = row["seconds"][word]
     if name not in seconds:
         yield from ("not run", "", "", *("" for _ in ways))
@@ -208,13 +208,13 @@ def _cells(row: dict[str, Any], word: str, name: str, world: int, found: Measure
     silent = seconds.get(f"{name}, nothing sent")
     yield "" if silent is None else f"{1e3 * (statistics.median(seconds[name]) - statistics.median(silent)):.2f}"
     for way in ways:
-        times = _jax(row, word, found, way).get(name)
+        times = _jax(row, word, results, way).get(name)
         yield "" if times is None else _ms(times)
 
 
-def _jax(row: dict[str, Any], word: str, found: Measures, way: str) -> dict[str, list[float]]:
+def _jax(row: dict[str, Any], word: str, results: Measures, way: str) -> dict[str, list[float]]:
     """Returns JAX's seconds for the same shape, by candidate."""
-    rows = found.get(way, {}).get("speed", [])
+    rows = results.get(way, {}).get("speed", [])
     same = next((other for other in rows if other.get("shard") == row["shard"]), {})
     return same.get("seconds", {}).get(word, {})  # type: ignore[no-any-return]
 

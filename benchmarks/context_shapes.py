@@ -53,12 +53,12 @@ def calls_of(shape: Shape, *, training: bool) -> int:
     return max(2, min(16, 2**18 // shape.tokens) if training else min(64, 2**34 // shape.tokens**2))
 
 
-def write_measures(found: dict[str, Any], measures: dict[str, Iterable[Callable[[], Any]]], path: str | None) -> None:
-    """Adds the result of every measure to ``found``; after each one, writes ``found`` if there is a path."""
+def write_measures(result: dict[str, Any], measures: dict[str, Iterable[Callable[[], Any]]], path: str | None) -> None:
+    """Adds the rows of every measure to ``result``; after each one, writes ``result`` if there is a path."""
     for name, of_name in measures.items():
-        found[name] = []
+        result[name] = []
         for measure in of_name:
-            found[name].append(measure())
+            result[name].append(measure())
             if path is not None:
                 with open(path, "w") as file:
-                    json.dump(found, file, indent=1)
+                    json.dump(result, file, indent=1)

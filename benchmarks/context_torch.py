@@ -57,11 +57,11 @@ def main(arguments: list[str] | None = None) -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    found: dict[str, Any] = {"framework": "torch", "world": mesh.size(), "environment": environment()}
+    measured: dict[str, Any] = {"framework": "torch", "world": mesh.size(), "environment": environment()}
     faulthandler.dump_traceback_later(options.stop_after, exit=True)
     requested = {name: MEASURES[name](mesh, options.shards) for name in options.only}
     measures = {name: [partial(guarded, *each) for each in of_name] for name, of_name in requested.items()}
-    write_measures(found, measures, options.json if dist.get_rank() == 0 else None)
+    write_measures(measured, measures, options.json if dist.get_rank() == 0 else None)
     faulthandler.cancel_dump_traceback_later()
     dist.barrier()
     dist.destroy_process_group()
@@ -93,28 +93,28 @@ def row(tokens: int, *heads: int, seed: int = 0) -> list[torch.Tensor]:
 def speed(mesh: DeviceMesh, shard: int) -> dict[str, Any]:
     """Measures the slowest rank's seconds of every candidate in every round, forward and forward + backward."""
     shape = Shape(shard, mesh.size())
-    found: dict[str, Any] = {"shard": shard, "tokens": shape.tokens, "seconds": {}, "memory": {}, "notes": {}}
+    measured: dict[str, Any] = {"shard": shard, "tokens": shape.tokens, "seconds": {}, "memory": {}, "notes": {}}
     whole = row(shape.tokens, HEADS, KV_HEADS, KV_HEADS, HEADS)
     for training in (False, True):
         word = "forward + backward" if training else "forward"
         runs, notes = _runs(mesh, whole, training)
-        found["notes"][word] = notes
-        found["memory"][word] = {name: _memory(run) for name, run in runs.items()}
-        found["seconds"][word] = _rounds(runs, calls_of(shape, training=training))
+        measured["notes"][word] = notes
+        measured["memory"][word] = {name: _memory(run) for name, run in runs.items()}
+        measured["seconds"][word] = _rounds(runs, calls_of(shape, training=training))
         del runs
-    return found
+    return measured
 
 
 def peers(mesh: DeviceMesh, shard: int) -> dict[str, Any]:
     """Measures torch's own context parallelism in the same way."""
     shape = Shape(shard, mesh.size())
-    found: dict[str, Any] = {"shard": shard, "tokens": shape.tokens, "seconds": {}}
+    measured: dict[str, Any] = {"shard": shard, "tokens": shape.tokens, "seconds": {}}
     whole = row(shape.tokens, HEADS, KV_HEADS, KV_HEADS, HEADS)
     for training in (False, True):
         word = "forward + backward" if training else "forward"
         with _peer(mesh, whole, training) as runs:
-            found["seconds"][word] = _rounds(runs, calls_of(shape, training=training))
-    return found
+            measured["seconds"][word] = _rounds(runs, calls_of(shape, training=training))
+    return measured
 
 
 def _runs(mesh: DeviceMesh, whole: list[torch.Tensor], training: bool) -> tuple[dict[str, Run], dict[str, str]]:
@@ -249,7 +249,7 @@ def errors(mesh: DeviceMesh) -> dict[str, Any]:
     """Measures mean and largest errors against float64, of several GPUs and of one GPU with the same backend."""
     tokens = CHECKED * mesh.size() + MORE
     whole = row(tokens, HEADS, KV_HEADS, KV_HEADS, HEADS, seed=1)
-    found = []
+    measured = []
     for options in CASES:
         exactly = partial(torch_frontend.attention, backend="math", **options)
         exact = _results(exactly, [tensor.double() for tensor in whole])
@@ -264,8 +264,8 @@ def errors(mesh: DeviceMesh) -> dict[str, Any]:
                 result: {"several": _error(several[result], right), "one": _error(one[result], right)}
                 for result, right in exact.items()
             }
-            found.append({"case": str(options), "candidate": name, "backend": " ".join(chosen), "errors": compared})
-    return {"tokens": tokens, "found": found}
+            measured.append({"case": str(options), "candidate": name, "backend": " ".join(chosen), "errors": compared})
+    return {"tokens": tokens, "found": measured}
 
 
 def _results(attend: Callable[..., Any], tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -280,12 +280,12 @@ def _several(
 ) -> dict[str, torch.Tensor]:
     layout = keywords["layout"]
     parts = [shard_sequence(tensor, mesh, layout=layout) for tensor in whole]
-    found = _results(partial(context_parallel_attention, mesh=mesh, length=tokens, **keywords), parts)
-    return {result: unshard_sequence(part, mesh, length=tokens, layout=layout) for result, part in found.items()}
+    measured = _results(partial(context_parallel_attention, mesh=mesh, length=tokens, **keywords), parts)
+    return {result: unshard_sequence(part, mesh, length=tokens, layout=layout) for result, part in measured.items()}
 
 
-def _error(found: torch.Tensor, right: torch.Tensor) -> dict[str, float]:
-    apart = (found.double() - right).abs()
+def _error(measured: torch.Tensor, right: torch.Tensor) -> dict[str, float]:
+    apart = (measured.double() - right).abs()
     return {"mean": float(apart.mean()), "max": float(apart.max())}
 
 

@@ -49,14 +49,14 @@ def import_time() -> list[dict[str, Any]]:
 
 def torch_overhead() -> list[dict[str, Any]]:
     """Measures the microseconds of attention above scaled_dot_product_attention, each in its own layout."""
-    found = []
+    collected = []
     with _one_thread():
         for mode in ("no gradient", "forward, gradient recorded", "forward + backward"):
             seconds = side_by_side(_torch_candidates(mode), calls=2000, rounds=25)
             extra = median_difference(seconds, "attention", "torch") * 1e6
             limit = {"no gradient": 8.0, "forward, gradient recorded": 13.0}.get(mode)
-            found.append(_figure(f"torch call, {mode}", "microseconds above torch", extra, limit, "<=", seconds))
-    return found
+            collected.append(_figure(f"torch call, {mode}", "microseconds above torch", extra, limit, "<=", seconds))
+    return collected
 
 
 @contextmanager
@@ -93,19 +93,19 @@ def _torch_candidates(mode: str) -> dict[str, Callable[[], Any]]:
 
 def dropin_overhead() -> list[dict[str, Any]]:
     """Measures the microseconds of each drop-in above attention() on views of the same tensors, without gradients."""
-    found = []
+    collected = []
     with _one_thread(), torch.no_grad():
         for name, pair in dropins.calls(TINY, "cpu", torch.float32).items():
             runs = {"attention": pair.attention, "drop-in": pair.dropin}
             raw = side_by_side(runs, calls=2000 // pair.times, rounds=25)
             seconds = {key: [value / pair.times for value in values] for key, values in raw.items()}
             extra = median_difference(seconds, "drop-in", "attention") * 1e6
-            found.append(_figure(f"drop-in: {name}", "microseconds above attention", extra, 10.0, "<=", seconds))
+            collected.append(_figure(f"drop-in: {name}", "microseconds above attention", extra, 10.0, "<=", seconds))
     hook, plain = _flax_calls()
     seconds = side_by_side({"attention": plain, "drop-in": hook}, calls=1000, rounds=25)
     extra = median_difference(seconds, "drop-in", "attention") * 1e6
     name = "drop-in: Flax's attention_fn under jax.jit"
-    return [*found, _figure(name, "microseconds above attention", extra, 10.0, "<=", seconds)]
+    return [*collected, _figure(name, "microseconds above attention", extra, 10.0, "<=", seconds)]
 
 
 def _flax_calls() -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -124,15 +124,15 @@ def jax_speed() -> list[dict[str, Any]]:
     q, k, v, dout = (jnp.asarray(generator.standard_normal(LARGE), jnp.float32) for _ in range(4))
     ours = partial(jax_frontend.attention, causal=True)
     theirs = partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla")
-    found = []
+    collected = []
     for what, limit, rounds in (("forward", 4.0, 7), ("forward + backward", 3.0, 5)):
         candidates = {"jax.nn xla": theirs, "attention": ours}
         runs = {name: _jax_run(function, what, (q, k, v, dout)) for name, function in candidates.items()}
         seconds = side_by_side(runs, calls=3, rounds=rounds)
         times = median_ratio(seconds, "attention", "jax.nn xla")
         shape = "1 x 4096, 8 heads x 64, float32, causal"
-        found.append(_figure(f"jax.jit, {what}, {shape}", "times jax.nn xla's speed", times, limit, ">=", seconds))
-    return found
+        collected.append(_figure(f"jax.jit, {what}, {shape}", "times jax.nn xla's speed", times, limit, ">=", seconds))
+    return collected
 
 
 def _jax_run(function: Callable[..., Any], what: str, arrays: tuple[Any, ...]) -> Callable[[], Any]:
@@ -161,7 +161,7 @@ def bridge_cost() -> list[dict[str, Any]]:
     with _one_thread():
         seconds = side_by_side(runs, calls=1000, rounds=25)
     extra = median_difference(seconds, "attention", "empty") * 1e6
-    found = [
+    collected = [
         _figure("jax.jit call through the bridge", "microseconds above an empty jit call", extra, 40.0, "<=", seconds)
     ]
     process = psutil.Process()
@@ -171,7 +171,7 @@ def bridge_cost() -> list[dict[str, Any]]:
     for _ in range(10_000):
         runs["attention"]()
     grown = (process.memory_info().rss - before) / MIB
-    return [*found, _figure("resident memory over 10 000 bridged calls", "MiB grown", grown, 1.0, "<=", {})]
+    return [*collected, _figure("resident memory over 10 000 bridged calls", "MiB grown", grown, 1.0, "<=", {})]
 
 
 def _figure(

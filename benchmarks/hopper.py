@@ -149,19 +149,19 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     """Measures or renders. Exit code: 0 if ``all_well``, otherwise 1; 2 if there is no GPU to measure on."""
-    asked = _parser().parse_args(arguments)
-    if asked.json is not None:
+    options = _parser().parse_args(arguments)
+    if options.json is not None:
         import torch
 
         if not torch.cuda.is_available():
             print(f"benchmarks.hopper needs an NVIDIA GPU: torch {torch.__version__} sees none", file=sys.stderr)
             return 2
-        result = measured(asked.only, asked.json)
+        result = measured(options.only, options.json)
     else:
-        result = combined(asked.render, asked.junit, asked.memcheck, asked.sweep)
+        result = combined(options.render, options.junit, options.memcheck, options.sweep)
     text = page(result)
     print(text)
-    if asked.render is not None and asked.write:
+    if options.render is not None and options.write:
         (root / "benchmarks/results/hopper.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         (root / "benchmarks/results/hopper.md").write_text(text, encoding="utf-8")
     return 0 if all_well(result) else 1

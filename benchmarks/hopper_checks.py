@@ -47,26 +47,26 @@ def _softcap_error(deviation: float) -> Group:
         "attention flash2": lambda: partial(ours, backend="flash2"),
         "flash4 as shipped": lambda: kernels.flash4(SOFTCAP),
     }
-    found: dict[str, Results] = {}
+    by_candidate: dict[str, Results] = {}
     for name, make in candidates.items():
         try:
             out = make()(q, k, v)
-            found[name] = dict(zip(QUANTITIES, map(_numpy, (out, *torch.autograd.grad(out, (q, k, v), dout)))))
+            by_candidate[name] = dict(zip(QUANTITIES, map(_numpy, (out, *torch.autograd.grad(out, (q, k, v), dout)))))
         except Exception as error:  # any error of a candidate becomes the reason why it did not run
             group.not_run[name] = reason(name, error)
     for quantity in QUANTITIES:
-        _compare_errors(group, quantity, found, expected)
+        _compare_errors(group, quantity, by_candidate, expected)
     return group
 
 
-def _compare_errors(group: Group, quantity: str, found: dict[str, Results], expected: accuracy.Expected) -> None:
+def _compare_errors(group: Group, quantity: str, by_candidate: dict[str, Results], expected: accuracy.Expected) -> None:
     """Adds our error on FlashAttention-4 divided by FlashAttention-2's, to two digits, and the share of the bounds."""
     name, goal = f"{quantity}: flash4 beside flash2", "<= 1 (to two digits)"
     for needed in ("attention flash4", "attention flash2"):
-        if needed not in found:
+        if needed not in by_candidate:
             return group.missing(name, group.not_run[needed], goal)
     truth, errors, parts = expected.truth[quantity], {}, []
-    for one, results in found.items():
+    for one, results in by_candidate.items():
         judged = expected.judge(out=results["out"], gradients=Gradients(*(results[x] for x in QUANTITIES[1:])))
         errors[one] = float(np.linalg.norm(results[quantity] - truth) / np.linalg.norm(truth))
         largest = f"largest {judged[quantity].error:.2e}, {judged[quantity].use:.2f} of the bound"
@@ -154,6 +154,6 @@ def extra_bytes(backend: str, kind: str, what: str, length: int) -> int:
     torch.cuda.reset_peak_memory_stats()
     results = run()
     torch.cuda.synchronize()
-    kept = torch.cuda.memory_allocated() - before
+    result_bytes = torch.cuda.memory_allocated() - before
     del results
-    return torch.cuda.max_memory_allocated() - before - kept
+    return torch.cuda.max_memory_allocated() - before - result_bytes

@@ -23,18 +23,18 @@ def junit_outcome(paths: list[Path]) -> dict[str, Any]:
     sources = []
     for path in paths:
         suites = list(ElementTree.parse(path).getroot().iter("testsuite"))
-        found = {
+        outcomes = {
             (case.get("classname", ""), case.get("name", "")): _outcome(case)
             for suite in suites
             for case in suite.iter("testcase")
             if case.get("name")  # the test that was running when a run was stopped has no name
         }
-        again = len(found.keys() & cases.keys())
+        again = len(outcomes.keys() & cases.keys())
         date = suites[0].get("timestamp", "")[:10] if suites else ""
-        sources.append({"source": path.name, "date": date, "tests": len(found), "again": again})
-        for case, told in found.items():
-            if told[0] != "skipped" or cases.get(case, told)[0] == "skipped":
-                cases[case] = told
+        sources.append({"source": path.name, "date": date, "tests": len(outcomes), "again": again})
+        for case, latest in outcomes.items():
+            if latest[0] != "skipped" or cases.get(case, latest)[0] == "skipped":
+                cases[case] = latest
     files: dict[str, Counter[str]] = {}
     for (classname, _), (outcome, _) in cases.items():
         file = next((part for part in classname.split(".") if part.startswith("test_")), classname)
@@ -86,7 +86,7 @@ def sweep_outcome(path: Path) -> dict[str, Any]:
     """
     raw = json.loads(path.read_text(encoding="utf-8"))
     cases = measured(raw["device"])
-    found = {
+    outcomes = {
         name: summary(regrets(raw, cases, leave_out=name == "unseen")) if cases else {} for name in ("regret", "unseen")
     }
-    return {"source": path.name, "date": raw["date"], **found}
+    return {"source": path.name, "date": raw["date"], **outcomes}

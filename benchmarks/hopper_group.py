@@ -158,8 +158,8 @@ def reason(name: str, error: Exception) -> str:
     """Returns ``"not run: ..."`` for a missing package or a refusal, ``"failed: ..."`` for an error in our own code."""
     if isinstance(error, NoBackendError):
         selection = error.selection
-        asked = selection.requested or selection.considered
-        texts = [("" if len(asked) == 1 else f"{one}: ") + ", ".join(selection.reasons(one)) for one in asked]
+        named = selection.requested or selection.considered
+        texts = [("" if len(named) == 1 else f"{one}: ") + ", ".join(selection.reasons(one)) for one in named]
         return f"not run: {'; '.join(texts)}"
     lead = "failed" if name.startswith(OURS) and not isinstance(error, ImportError) else "not run"
     lines = str(error).strip().splitlines() or [""]

@@ -33,8 +33,8 @@ def flash3_function() -> Attention:
     from flash_attn_interface import flash_attn_func
 
     def run(q: Any, k: Any, v: Any) -> Any:
-        found = flash_attn_func(q, k, v, causal=True)
-        return found[0] if isinstance(found, tuple) else found
+        returned = flash_attn_func(q, k, v, causal=True)
+        return returned[0] if isinstance(returned, tuple) else returned
 
     return run
 
@@ -88,8 +88,8 @@ def aten_efficient() -> Attention:
 
     def run(q: Any, k: Any, v: Any) -> Any:
         # [batch, seq, heads, dim] -> [batch, heads, seq, dim] and back, as views
-        found = forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, True)
-        return found[0].transpose(1, 2)
+        returned = forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, True)
+        return returned[0].transpose(1, 2)
 
     return run
 
@@ -102,8 +102,8 @@ def aten_cudnn() -> Attention:
 
     def run(q: Any, k: Any, v: Any) -> Any:
         # [batch, seq, heads, dim] -> [batch, heads, seq, dim] and back, as views
-        found = forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, True, False)
-        return found[0].transpose(1, 2)
+        returned = forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, True, False)
+        return returned[0].transpose(1, 2)
 
     return run
 

@@ -14,8 +14,8 @@ from typing import Any
 from benchmarks.hopper_evidence import junit_outcome, memcheck_outcome, sweep_outcome
 
 MEASURES = {
-    "attention": "attention() beside the kernels it calls",
-    "jax": "JAX beside torch, jax.nn and tokamax",
+    "attention": "attention() compared with the kernels that it calls",
+    "jax": "JAX compared with torch, jax.nn and tokamax",
     "softcap": "Softcap: speed",
     "softcap_error": "Softcap: error",
     "compiled": "The compiled lane",
@@ -50,17 +50,17 @@ def combined(figures: list[Path], junit: list[Path], memcheck: Path | None, swee
     result, *later = (json.loads(path.read_text(encoding="utf-8")) for path in figures)
     result.setdefault("later", [])
     for more in later:
-        had = result["environment"]["versions"]
-        if any(version not in (None, had.get(name)) for name, version in more["environment"]["versions"].items()):
+        versions = result["environment"]["versions"]
+        if any(version not in (None, versions.get(name)) for name, version in more["environment"]["versions"].items()):
             raise ValueError(f"{[str(path) for path in figures]}: measured with different versions")
         result["measures"] |= more["measures"]
         result["later"].append({"date": more["environment"]["date"], "measures": list(more["measures"])})
-    found = {
+    stored = {
         "tests": junit_outcome(junit) if junit else None,
         "memcheck": None if memcheck is None else memcheck_outcome(memcheck),
         "sweep": None if sweep is None else sweep_outcome(sweep),
     }
-    return result | {name: made if made is not None else result.get(name) for name, made in found.items()}
+    return result | {name: made if made is not None else result.get(name) for name, made in stored.items()}
 
 
 def page(result: dict[str, Any]) -> str:
@@ -116,11 +116,11 @@ def _verdict(result: dict[str, Any]) -> str:
 
 def _measures(result: dict[str, Any]) -> Iterator[str]:
     for measure, heading in MEASURES.items():
-        found = result["measures"].get(measure)
-        yield f"## {heading}" + ("\n\nNot run." if found is None else "")
-        if found is not None and not found["groups"]:
-            yield str(found["error"])
-        for group in (found or {}).get("groups", ()):
+        stored = result["measures"].get(measure)
+        yield f"## {heading}" + ("\n\nNot run." if stored is None else "")
+        if stored is not None and not stored["groups"]:
+            yield str(stored["error"])
+        for group in (stored or {}).get("groups", ()):
             yield _group(group)
 
 
@@ -195,41 +195,41 @@ def _sweep(result: dict[str, Any]) -> str:
 
 
 def _tests(result: dict[str, Any]) -> str:
-    found, lines = result.get("tests"), ["## Tests", ""]
-    if not found:
+    stored, lines = result.get("tests"), ["## Tests", ""]
+    if not stored:
         return "\n".join([*lines, "Not run."])
     kinds = ("passed", "failed", "xfailed", "skipped")
     total: Counter[str] = Counter()
-    for counts in found["files"].values():
+    for counts in stored["files"].values():
         total.update(counts)
     lines.append(f"{', '.join(f'{total[kind]:,} {kind}' for kind in kinds)}. If a test ran twice, the last run counts.")
     lines.append("")
-    for source in found["sources"]:
+    for source in stored["sources"]:
         again = f", {source['again']:,} of them again" if source["again"] else ""
         lines.append(f"- `{source['source']}`, {source['date'] or 'no date'}: {source['tests']:,} tests{again}")
     lines += ["", f"| file | {' | '.join(kinds)} |", "|---|---|---|---|---|"]
-    for name, counts in found["files"].items():
+    for name, counts in stored["files"].items():
         lines.append(f"| {name} | {' | '.join(str(counts.get(kind, 0)) for kind in kinds)} |")
-    if found["failed"]:
-        lines += ["", "Failed:", "", *(f"- `{name}`" for name in found["failed"])]
-    if found["xfailed"]:
-        known = (f"- {count} tests: {why}" for why, count in found["xfailed"].items())
+    if stored["failed"]:
+        lines += ["", "Failed:", "", *(f"- `{name}`" for name in stored["failed"])]
+    if stored["xfailed"]:
+        known = (f"- {count} tests: {why}" for why, count in stored["xfailed"].items())
         lines += ["", "Expected to fail, because docs/reference/semantics.md states the limitation:", "", *known]
     return "\n".join(lines)
 
 
 def _memcheck(result: dict[str, Any]) -> str:
-    heading, found = "## compute-sanitizer memcheck", result.get("memcheck")
-    if found is None:
+    heading, stored = "## compute-sanitizer memcheck", result.get("memcheck")
+    if stored is None:
         return f"{heading}\n\nNot run."
-    said = "; ".join(line.removeprefix("memcheck cases: ") for line in found["said"]) or "the program printed nothing"
-    if found["errors"] is None:
-        return f"{heading}\n\n`{found['source']}` has no summary of compute-sanitizer: not shown to have run. ({said})"
-    calls = found["api_calls"]
-    inside = found["errors"] - sum(calls.values())
+    said = "; ".join(line.removeprefix("memcheck cases: ") for line in stored["said"]) or "the program printed nothing"
+    if stored["errors"] is None:
+        return f"{heading}\n\n`{stored['source']}` has no summary of compute-sanitizer: not shown to have run. ({said})"
+    calls = stored["api_calls"]
+    inside = stored["errors"] - sum(calls.values())
     api = ", ".join(f"{count} × `{name}`" for name, count in calls.items())
     more = f" Calls of the CUDA API that returned an error, from any library: {api}." if calls else ""
-    run = f"`python tests/gpu/memcheck_cases.py` under it, `{found['source']}`"
+    run = f"`python tests/gpu/memcheck_cases.py` under it, `{stored['source']}`"
     return f"{heading}\n\n{run}: {inside} errors in kernels; {said}.{more}"
 
 
@@ -240,10 +240,10 @@ def _not_run(result: dict[str, Any]) -> str:
         items.setdefault(_plain(what), []).append(where)
 
     for measure, heading in MEASURES.items():
-        found = result["measures"].get(measure)
-        if found is None or found.get("error"):
-            add(heading if found is None else f"{heading}: {found['error']}", "")
-        for group in (found or {}).get("groups", ()):
+        stored = result["measures"].get(measure)
+        if stored is None or stored.get("error"):
+            add(heading if stored is None else f"{heading}: {stored['error']}", "")
+        for group in (stored or {}).get("groups", ()):
             for name, why in group["not_run"].items():
                 add(f"{name}: {why.removeprefix('not run: ')}", group["title"])
             for figure in group["figures"]:

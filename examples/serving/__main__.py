@@ -56,20 +56,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         forward = TorchForward(loaded.model, num_pages=longest * TOGETHER, page_size=PAGE_SIZE)
         limits = {"new_tokens": new_tokens, "stop": loaded.tokenizer.eos_token_id}
         with stages.stage(f"up to {TOGETHER} at a time", total=len(prompts)) as advance:
-            found = serve(forward, forward.cache, prompts, **limits, together=TOGETHER, on_answer=advance)
+            served = serve(forward, forward.cache, prompts, **limits, together=TOGETHER, on_answer=advance)
         alone = []
         with stages.stage("one at a time", total=len(prompts)) as advance:
             for prompt in prompts:
                 alone += serve(forward, forward.cache, [prompt], **limits, together=1, on_answer=advance).answers
-    texts = list(zip(questions, loaded.tokenizer.batch_decode(found.answers), strict=True))
-    return _show(console, stages.seconds, texts, found, alone, forward.cache.allocator.report())
+    texts = list(zip(questions, loaded.tokenizer.batch_decode(served.answers), strict=True))
+    return _show(console, stages.seconds, texts, served, alone, forward.cache.allocator.report())
 
 
 def _show(
     console: Console,
     seconds: dict[str, float],
     texts: Sequence[tuple[str, str]],
-    found: Served,
+    served: Served,
     alone: list[list[int]],
     left: PoolReport,
 ) -> int:
@@ -78,17 +78,17 @@ def _show(
     for question, text in texts:
         table.add_row(question, text.strip())
     console.print(table)
-    waste, holders = found.waste
+    waste, holders = served.waste
     checks = {
-        "the same tokens as one at a time": found.answers == alone,
+        "the same tokens as one at a time": served.answers == alone,
         f"waste below one page per sequence ({waste} places of {holders} sequences)": waste < PAGE_SIZE * holders,
         "all pages are free again": left.free == left.num_pages,
     }
-    for what, held in checks.items():
-        console.print(f"{'[green]yes[/]' if held else '[red]no[/]'}  {what}")
+    for what, passed in checks.items():
+        console.print(f"{'[green]yes[/]' if passed else '[red]no[/]'}  {what}")
     console.print(
-        f"{found.steps} calls of the model, up to {found.largest_batch} requests in one; up to {found.shared} pages of "
-        f"{left.num_pages} shared; smallest lead of a chosen token {found.lead:.3f} logits"
+        f"{served.steps} calls of the model, up to {served.largest_batch} requests in one; up to {served.shared} pages "
+        f"of {left.num_pages} shared; smallest lead of a chosen token {served.lead:.3f} logits"
     )
     together, one = list(seconds.values())[-2:]
     console.print(f"together {together:.1f} s, one at a time {one:.1f} s: {one / together:.1f} times as fast")

@@ -88,11 +88,11 @@ def packed_batches(text: Text, length: int, longest: int, seed: int) -> Iterator
 def dense_batches(text: Text, rows: int, length: int, seed: int) -> Iterator[Batch]:
     """Yields batches ``[rows, length]`` of running text; each row is one document to the model."""
     order = _endless(text, np.random.default_rng(seed))
-    held = np.empty(0, np.uint16)
+    pending = np.empty(0, np.uint16)
     while True:
-        while len(held) < rows * length:
-            held = np.concatenate([held, next(order)])
-        tokens, held = held[: rows * length].astype(np.int32).reshape(rows, length), held[rows * length :]
+        while len(pending) < rows * length:
+            pending = np.concatenate([pending, next(order)])
+        tokens, pending = pending[: rows * length].astype(np.int32).reshape(rows, length), pending[rows * length :]
         yield _batch(tokens, np.array([length - 1]), None)
 
 

@@ -33,11 +33,11 @@ class RanksTrainer(JaxTrainer):
         length: positions of a row.
     """
 
-    def __init__(self, mesh: Mesh, spread: Spread, cut: str, length: int, **given: Any) -> None:
+    def __init__(self, mesh: Mesh, spread: Spread, cut: str, length: int, **options: Any) -> None:
         self.mesh, self.spread, self.cut, self.length = mesh, spread, cut, length
         layer: dict[str, Any] = {"context_axis": AXIS, "context_length": length}
         layer |= {"context_strategy": spread.strategy, "context_layout": spread.layout}
-        super().__init__(attention=partial(Attention, **layer), **given)
+        super().__init__(attention=partial(Attention, **layer), **options)
         self.state = jax.device_put(self.state, NamedSharding(mesh, P()))
 
     def _placed(self, batch: Batch) -> Batch:
@@ -55,7 +55,7 @@ class RanksTrainer(JaxTrainer):
     def explained(self, batch: Batch, layer: int) -> str:
         """Returns the strategy and the backends of a layer's attention."""
         q, k, v = self._heads(*self._placed(batch).tokens.shape)
-        found = explain_context_parallel(
+        explained = explain_context_parallel(
             q,
             k,
             v,
@@ -66,7 +66,7 @@ class RanksTrainer(JaxTrainer):
             needs_backward=True,
             **self._options(layer),
         )
-        return f"{found.choice.strategy} on {', '.join(sorted({name for _, name in found.call.backends}))}"
+        return f"{explained.choice.strategy} on {', '.join(sorted({name for _, name in explained.call.backends}))}"
 
 
 def main(folder: Path) -> None:
@@ -77,8 +77,8 @@ def main(folder: Path) -> None:
         jax.config.update("jax_num_cpu_devices", spread.ranks)
     mesh = Mesh(np.array(jax.devices(device)[: spread.ranks]), (AXIS,))
     ranks = partial(RanksTrainer, mesh, cut=spread.layout, length=run.length, **run.trainer)
-    found = compared(partial(JaxTrainer, **run.trainer), ranks, spread, batches)
-    (folder / "jax.json").write_text(json.dumps(found), encoding="utf-8")
+    results = compared(partial(JaxTrainer, **run.trainer), ranks, spread, batches)
+    (folder / "jax.json").write_text(json.dumps(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -55,18 +55,18 @@ def run(framework: str, command: list[str]) -> None:
     Raises:
         RankError: if it ends with an error.
     """
-    alone = {"OMP_NUM_THREADS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    ended = subprocess.run(
+    defaults = {"OMP_NUM_THREADS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    process = subprocess.run(
         [sys.executable, "-m", *command],
         cwd=ROOT,
-        env={**alone, **os.environ},
+        env={**defaults, **os.environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
     )
-    if ended.returncode:
-        raise RankError(f"{framework} ended with {ended.returncode}:\n{ended.stdout[-4000:]}")
+    if process.returncode:
+        raise RankError(f"{framework} ended with {process.returncode}:\n{process.stdout[-4000:]}")
 
 
 def apart(run: dict[str, Any], other: dict[str, Any], key: str = "losses") -> np.ndarray:

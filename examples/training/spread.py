@@ -89,19 +89,19 @@ def compared(
     The result also has the strategy and backends of the first two layers. ``ranks(spread=...)`` returns a trainer.
     """
     makers = {ONE: alone, RANKS: partial(ranks, spread=spread), FAULT: partial(ranks, spread=spread.mistaken)}
-    found: dict[str, Any] = runs(makers, batches)
+    results: dict[str, Any] = runs(makers, batches)
     trainer = ranks(spread=spread)
-    return {**found, "explained": [trainer.explained(batches[0], layer) for layer in (0, 1)]}
+    return {**results, "explained": [trainer.explained(batches[0], layer) for layer in (0, 1)]}
 
 
 def runs(trainers: dict[str, Callable[[], SpreadTrainer]], batches: list[Batch]) -> dict[str, dict[str, Any]]:
     """Trains with each trainer: losses, seconds, and the norm of AdamW's mean of gradients after every step."""
-    found = {}
+    results = {}
     for name, make in trainers.items():
         trainer, moments = make(), list[float]()
 
         def moved(trainer: SpreadTrainer = trainer, moments: list[float] = moments) -> None:
             moments.append(trainer.moment())
 
-        found[name] = {**train(trainer, batches[: FIRST if name == FAULT else None], moved), "moments": moments}
-    return found
+        results[name] = {**train(trainer, batches[: FIRST if name == FAULT else None], moved), "moments": moments}
+    return results

@@ -33,8 +33,8 @@ class RankTrainer(TorchTrainer):
         spread: the strategy and layout that the model uses; cut: the layout of the shards, the same unless in error.
     """
 
-    def __init__(self, mesh: DeviceMesh, spread: Spread, cut: str, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, mesh: DeviceMesh, spread: Spread, cut: str, **options: Any) -> None:
+        super().__init__(**options)
         self.mesh, self.spread, self.cut = mesh, spread, cut
 
     def _gradients(self, batch: Batch) -> torch.Tensor:
@@ -55,8 +55,8 @@ class RankTrainer(TorchTrainer):
         """Returns the strategy and the backends of a layer's attention."""
         shard = shard_sequence(torch.from_numpy(batch.tokens), self.mesh)
         q, k, v = (x.requires_grad_() for x in self._heads(*shard.shape))
-        found = explain_context_parallel(q, k, v, mesh=self.mesh, **self._placement(batch), **self._options(layer))
-        return f"{found.choice.strategy} on {', '.join(sorted({name for _, name in found.call.backends}))}"
+        explained = explain_context_parallel(q, k, v, mesh=self.mesh, **self._placement(batch), **self._options(layer))
+        return f"{explained.choice.strategy} on {', '.join(sorted({name for _, name in explained.call.backends}))}"
 
 
 def main(folder: Path) -> None:
@@ -69,9 +69,9 @@ def main(folder: Path) -> None:
     mesh = init_device_mesh(device, (run.spread.ranks,), mesh_dim_names=(AXIS,))
     spread, batches = run.spread, run.batches()
     ranks = partial(RankTrainer, mesh, cut=spread.layout, **run.trainer)
-    found = compared(partial(TorchTrainer, **run.trainer), ranks, spread, batches)
+    results = compared(partial(TorchTrainer, **run.trainer), ranks, spread, batches)
     if dist.get_rank() == 0:
-        (folder / "torch.json").write_text(json.dumps(found), encoding="utf-8")
+        (folder / "torch.json").write_text(json.dumps(results), encoding="utf-8")
     dist.destroy_process_group()
 
 
