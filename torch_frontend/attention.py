@@ -13,8 +13,8 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
 from attn_core.selection import NoBackendError, Selection, override
-from torch_frontend.dispatch import autocast, autograd, lone_sinks, offsets, ops, plan, transforms
-from torch_frontend.dispatch.plain import are_jit_traces_active, are_modes_active, match_fake
+from torch_frontend.dispatch import autocast, autograd, empty_rows, offsets, ops, plan, transforms
+from torch_frontend.dispatch.tensor_kinds import are_jit_traces_active, are_modes_active, match_fake
 
 Tensor = torch.Tensor
 _is_compiling, _is_grad_enabled, _requested = torch.compiler.is_compiling, torch.is_grad_enabled, override.requested
@@ -81,7 +81,7 @@ def attention(
         tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
         arguments = gather_arguments(tensors, seq_info, options, dropout_rng)
-        return lone_sinks.for_caller(attend(*arguments, backend), arguments[0], seq_info)
+        return empty_rows.finish_results(attend(*arguments, backend), arguments[0], seq_info)
     try:
         needs_backward = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         call_plan = plan.dense_plan(

@@ -14,7 +14,7 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import SpecError
 from attn_core.paged.step import Pages, Step, check_paged_layer
 from torch_frontend.context_parallel.layers import active_for
-from torch_frontend.dispatch.plain import to_device_of
+from torch_frontend.dispatch.tensor_kinds import to_device_of
 from torch_frontend.paged.attention import append_kv, paged_attention
 from torch_frontend.recomputed import attention_of_layer as attention
 

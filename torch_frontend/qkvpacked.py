@@ -11,9 +11,9 @@ from attn_core.call.options import Options, requested_names
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.selection import override
 from torch_frontend.attention import Window, attend, check_offsets, gather_arguments
-from torch_frontend.dispatch import autocast, autograd, lone_sinks, plan, transforms
-from torch_frontend.dispatch.plain import is_watched
+from torch_frontend.dispatch import autocast, autograd, empty_rows, plan, transforms
 from torch_frontend.dispatch.second_derivative import once_differentiable
+from torch_frontend.dispatch.tensor_kinds import is_watched
 
 Tensor = torch.Tensor
 
@@ -54,7 +54,7 @@ def attention_qkvpacked(
     if not trains or torch.compiler.is_compiling() or transforms.are_observing() or is_watched(qkv):
         tensors = (*qkv.unbind(-3), mask, bias, alibi_slopes, sinks)
         arguments = gather_arguments(tensors, seq_info, options, dropout_rng)
-        return lone_sinks.for_caller(attend(*arguments, backend), arguments[0], seq_info)
+        return empty_rows.finish_results(attend(*arguments, backend), arguments[0], seq_info)
     tensors = (*qkv.detach().unbind(-3), mask, bias, alibi_slopes, sinks)
     inputs, options = gather_arguments(tensors, seq_info, options, dropout_rng)
     bias_gradient = bias is not None and bias.requires_grad
@@ -63,7 +63,7 @@ def attention_qkvpacked(
     check_offsets(call_plan.spec, inputs)
     with autocast.switched_off(qkv.device):
         results = QkvAttention.apply(call_plan, qkv, *inputs[3:])
-    return lone_sinks.for_caller(results, inputs, seq_info)
+    return empty_rows.finish_results(results, inputs, seq_info)
 
 
 class QkvAttention(torch.autograd.Function):

@@ -15,7 +15,7 @@ import torch
 from attn_core.call.options import Options, requested_names
 from attn_core.selection import override
 from torch_frontend.attention import attention, check_offsets, gather_arguments
-from torch_frontend.dispatch import autocast, lone_sinks, plan, transforms
+from torch_frontend.dispatch import autocast, empty_rows, plan, transforms
 
 Tensor = torch.Tensor
 
@@ -43,7 +43,7 @@ def attention_of_layer(q: Tensor, k: Tensor, v: Tensor, *, trains: bool, **optio
     check_offsets(call_plan.spec, inputs)
     with autocast.switched_off(inputs.q.device):
         out, lse = plan.run_forward(call_plan, inputs)
-    return lone_sinks.for_caller((out, lse) if call_options.return_lse else out, inputs, seq_info)
+    return empty_rows.finish_results((out, lse) if call_options.return_lse else out, inputs, seq_info)
 
 
 @lru_cache(maxsize=4096)

@@ -24,7 +24,7 @@ from typing import Any
 
 from attn_core.backends.shared import flash_paged, kernel_limits, rewrites
 from attn_core.backends.shared.cached_once import cached_once
-from attn_core.backends.shared.flash2_conventions import generator_of, longest_query, rng_state_of, shifted, slopes_of
+from attn_core.backends.shared.flash2_conventions import generator_of, longest_query, rng_state_of, shift_lse, slopes_of
 from attn_core.backends.shared.rewrites import readable, writable
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
@@ -231,7 +231,7 @@ def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
         out = buffer  # the kernel may return another view of it, which the caller would copy onto itself
     if how["empty_rows"]:  # +inf in the kernel; nan= leaves NaN as it is, nan_to_num_ would write 0
         lse.nan_to_num_(nan=math.nan, posinf=-math.inf, neginf=-math.inf)
-    return out, shifted(spec, inputs, lse, slopes, -1) if how["shifted_lse"] else lse
+    return out, shift_lse(spec, inputs, lse, slopes, -1) if how["shifted_lse"] else lse
 
 
 def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any) -> Gradients:
@@ -240,7 +240,7 @@ def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any
     run = extension.varlen_bwd if spec.packed else extension.bwd
     offsets = (inputs.cu_seqlens_q, inputs.cu_seqlens_k) if spec.packed else ()
     rng_state = rng_state_of(inputs) if spec.dropout else None
-    lse = shifted(spec, inputs, lse, slopes, 1) if how["shifted_lse"] else lse
+    lse = shift_lse(spec, inputs, lse, slopes, 1) if how["shifted_lse"] else lse
     tensors = map(readable, (dout, inputs.q, inputs.k, inputs.v, out))
     settings = _settings(spec, how, slopes)
     gradients = run(*tensors, lse.contiguous(), *buffers, *offsets, *settings, how["deterministic"], None, rng_state)

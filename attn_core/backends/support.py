@@ -88,7 +88,7 @@ class Build:
     version: tuple[int, ...] = ()
 
 
-def narrowed(support: Support | None, build: Build | None) -> Support | None:
+def limit_to_build(support: Support | None, build: Build | None) -> Support | None:
     """Returns the claims of ``support`` that hold for an installed build; None for a backward that it lacks."""
     if support is None or build is None:
         return support
@@ -104,7 +104,7 @@ def narrowed(support: Support | None, build: Build | None) -> Support | None:
 Check = Callable[[Support, AttentionSpec], str | None]
 
 
-def unmet(support: Support, spec: AttentionSpec, device: str) -> tuple[str, ...]:
+def unmet_claims(support: Support, spec: AttentionSpec, device: str) -> tuple[str, ...]:
     """Returns every reason why the claims do not cover the call, in the order of the spec's fields; empty if they do.
 
     A spec field that differs from its default and has no check here is refused: new fields are denied by default.

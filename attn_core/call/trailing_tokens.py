@@ -36,7 +36,7 @@ class Tail(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def tail_of(
-    tokens: tuple[int, int], longest: tuple[int, int], documents: int, ended: tuple[int, int] | None = None
+    tokens: tuple[int, int], longest: tuple[int, int], documents: int, last_offsets: tuple[int, int] | None = None
 ) -> Tail | None:
     """Returns the tail of offsets, or None if every token has a document.
 
@@ -44,9 +44,9 @@ def tail_of(
         tokens: the tokens of q and k. All pairs here are (q, k).
         longest: ``max_len_q`` and ``max_len_k``.
         documents: the number of documents. The tail has at most about twice as many, however small ``longest`` is.
-        ended: the last offsets; None where they are traced or on a device.
+        last_offsets: the last offsets; None where they are traced or on a device.
     """
-    firsts = ended or (0, 0)
+    firsts = last_offsets or (0, 0)
     # This is `longest`, unless the caller's documents could not cover the row even at that length.
     steps = [max(most, -(-(n - first) // (documents + 1))) for n, most, first in zip(tokens, longest, firsts)]
     q, k = (_ends(first, n, step) for first, n, step in zip(firsts, tokens, steps))
@@ -62,17 +62,17 @@ def _ends(first: int, tokens: int, step: int) -> tuple[int, ...]:
     return tuple(reversed(range(tokens, first, -step))) if first < tokens else ()
 
 
-def followed(offsets: np.ndarray, ends: np.ndarray) -> np.ndarray:
+def append_tail(offsets: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Returns the offsets with a tail appended."""
     return np.concatenate((offsets, np.maximum(ends, offsets[-1])))
 
 
-def completed(info: SeqInfo, tokens: tuple[int, int]) -> SeqInfo:
+def cover_tail(info: SeqInfo, tokens: tuple[int, int]) -> SeqInfo:
     """Returns a SeqInfo of numpy arrays with documents for trailing tokens; unchanged if there are none."""
-    ended = (int(info.cu_seqlens_q[-1]), int(info.cu_seqlens_k[-1]))
+    last_offsets = (int(info.cu_seqlens_q[-1]), int(info.cu_seqlens_k[-1]))
     longest, documents = (info.max_len_q, info.max_len_k), len(info.cu_seqlens_q) - 1
-    tail = tail_of(tokens, longest, documents, ended)
+    tail = tail_of(tokens, longest, documents, last_offsets)
     if tail is None:
         return info
-    queries, keys = followed(info.cu_seqlens_q, tail.ends_q), followed(info.cu_seqlens_k, tail.ends_k)
+    queries, keys = append_tail(info.cu_seqlens_q, tail.ends_q), append_tail(info.cu_seqlens_k, tail.ends_k)
     return SeqInfo.unchecked(queries, keys, tail.max_len_q, tail.max_len_k)

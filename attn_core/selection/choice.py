@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 
 from attn_core import backends
 from attn_core.backends.shared.cached_once import cached_once
-from attn_core.backends.support import Build, Support, narrowed, unmet
+from attn_core.backends.support import Build, Support, limit_to_build, unmet_claims
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
 from attn_core.selection import preference
@@ -60,7 +60,7 @@ class Target:
 def _claims(target: Target, name: str) -> tuple[Support, Support | None]:
     backend, build = backends.load(name, target.kind), target.build(name)
     backward = None if build is not None and "backward" in build.without else backend.BACKWARD
-    return narrowed(backend.FORWARD, build) or backend.FORWARD, narrowed(backward, build)
+    return limit_to_build(backend.FORWARD, build) or backend.FORWARD, limit_to_build(backward, build)
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def _reasons(name: str, spec: AttentionSpec, target: Target) -> Iterator[str]:
     if spec.dropout and backend.FRAMEWORK == "torch" and target.framework == "jax":
         yield f"dropout={spec.dropout}: in JAX only the XLA path has dropout"
     claims, gradient_claims = target.claims(name)
-    forward = unmet(claims, spec, target.device)
+    forward = unmet_claims(claims, spec, target.device)
     yield from forward
     if spec.symbolic and not claims.symbolic:
         return  # the rules below compare sizes, and a symbol cannot be compared
@@ -218,7 +218,7 @@ def _reasons(name: str, spec: AttentionSpec, target: Target) -> Iterator[str]:
         yield f"backward: {claims.kernel} has no gradient"
         return
     # The forward's reasons hold for the backward as well, and are said once.
-    yield from (f"backward: {why}" for why in unmet(gradient_claims, spec, target.device) if why not in forward)
+    yield from (f"backward: {why}" for why in unmet_claims(gradient_claims, spec, target.device) if why not in forward)
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ from jax_frontend.context_parallel.backward import backward
 from jax_frontend.context_parallel.forward import forward
 from jax_frontend.context_parallel.mesh import RankAxes
 from jax_frontend.context_parallel.prepare import local_request, prepare, rank_axes
-from jax_frontend.dispatch import lone_sinks
+from jax_frontend.dispatch import empty_rows
 from jax_frontend.dispatch.differentiable import LSE_NAME, OUT_NAME
 from jax_frontend.dispatch.local_call import vary_over, varying_axes
 
@@ -78,5 +78,5 @@ def attend_shards(request: Request, q: Array, k: Array, v: Array, sinks: Array |
     if lse is None:
         return out
     if sinks is not None:
-        lse = lone_sinks.in_lse(lse, sinks, prepare(request, needs_backward=False).query_count)
+        lse = empty_rows.fill_with_sinks(lse, sinks, prepare(request, needs_backward=False).query_count)
     return out, lse[0] if request.packed else lse

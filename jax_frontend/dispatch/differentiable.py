@@ -13,7 +13,7 @@ from attn_core.backends.shared.jax_offsets import safe_offsets
 from attn_core.call.options import Options
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
-from jax_frontend.dispatch import lone_sinks, ops, plan, tangent
+from jax_frontend.dispatch import empty_rows, ops, plan, tangent
 from jax_frontend.dispatch.local_call import speaks_jax, vary_over, varying_axes
 
 Array = jax.Array
@@ -125,7 +125,7 @@ def differentiable_attention(call: AttentionCall, inputs: Inputs) -> Any:
     if inputs.sinks is None or not call.options.return_lse:
         return results
     end = None if call.documents is None else inputs.cu_seqlens_q[call.documents]
-    return results[0], lone_sinks.in_lse(results[1], inputs.sinks, end)
+    return results[0], empty_rows.fill_with_sinks(results[1], inputs.sinks, end)
 
 
 def _plan(call: AttentionCall, inputs: Inputs, needs_backward: bool, bias_gradient: bool) -> plan.Plan:

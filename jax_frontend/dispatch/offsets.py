@@ -46,7 +46,7 @@ def _complete(info: SeqInfo, tokens: tuple[int, int]) -> SeqInfo:
         return SeqInfo.unchecked(queries, keys, *longest)
     if all(_on_host(offsets) for offsets in both):
         queries, keys = (np.asarray(offsets) for offsets in both)
-        full = trailing_tokens.completed(SeqInfo.unchecked(queries, keys, *longest), tokens)
+        full = trailing_tokens.cover_tail(SeqInfo.unchecked(queries, keys, *longest), tokens)
         return info if full.cu_seqlens_q is queries else full
     tail = trailing_tokens.tail_of(tokens, longest, len(both[0]) - 1)
     if tail is None:

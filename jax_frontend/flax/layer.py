@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from attn_core.backends.shared.jax_offsets import ended
+from attn_core.backends.shared.jax_offsets import document_numbers
 from attn_core.call.layer_shapes import check_layer_inputs, check_rotary
 from attn_core.call.seq_info import SeqInfo
 from attn_core.paged.step import Pages, Step, check_paged_layer
@@ -170,7 +170,7 @@ def _sequence_positions(step: Step, tokens: int) -> jax.Array:
     if step.cu_seqlens_q is None:
         return lengths - 1
     ends = jnp.asarray(step.cu_seqlens_q)[1:]
-    sequence = jnp.minimum(ended(ends, tokens), len(ends) - 1)
+    sequence = jnp.minimum(document_numbers(ends, tokens), len(ends) - 1)
     return lengths[sequence] - (ends[sequence] - token)
 
 
@@ -184,5 +184,5 @@ def token_positions(positions: jax.Array | None, seq_info: SeqInfo | None, batch
         positions = jnp.arange(seq, dtype=jnp.int32)
         if seq_info is not None:
             starts = jnp.asarray(seq_info.cu_seqlens_q)
-            positions = positions - starts[ended(starts[1:-1], seq)]
+            positions = positions - starts[document_numbers(starts[1:-1], seq)]
     return jnp.broadcast_to(positions, (batch, seq))

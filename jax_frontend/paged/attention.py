@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.backends.shared.jax_offsets import ended, safe_offsets
+from attn_core.backends.shared.jax_offsets import document_numbers, safe_offsets
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.options import Options, requested_names
 from attn_core.call.pages import PagedKV
@@ -20,7 +20,7 @@ from attn_core.paged import arguments
 from attn_core.paged.tables import check_slots, check_values, slots_of
 from attn_core.selection import Selection, Target, explain, override, select
 from jax_frontend.bridge import compiled_lane
-from jax_frontend.dispatch import lone_sinks, ops, plan
+from jax_frontend.dispatch import empty_rows, ops, plan
 
 Array = jax.Array
 Metadata = tuple[tuple[int, ...], np.dtype]
@@ -150,7 +150,7 @@ def _append(k_pages: Array, v_pages: Array, k: Array, v: Array, table: Array, le
         return k_pages, v_pages
     token = jnp.arange(k.shape[0], dtype=jnp.int32)
     ends = token + 1 if cu is None else cu[1:]
-    sequence = ended(ends, k.shape[0])
+    sequence = document_numbers(ends, k.shape[0])
     owned, sequence = sequence < batch, jnp.minimum(sequence, batch - 1)
     position = lengths[sequence] - (ends[sequence] - token)
     page = table[sequence, jnp.clip(position // page_size, 0, table.shape[1] - 1)]
@@ -241,7 +241,8 @@ def _attention(call_plan: plan.Plan, inputs: PagedInputs) -> Any:
         after = jnp.arange(spec.q_len, dtype=jnp.int32) >= inputs.cu_seqlens_q[-1]
         out, lse = jnp.where(after[:, None, None], 0, out), None if lse is None else jnp.where(after, -jnp.inf, lse)
     if lse is not None and inputs.sinks is not None:
-        lse = lone_sinks.in_lse(lse, inputs.sinks, None if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q[-1])
+        end = None if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q[-1]
+        lse = empty_rows.fill_with_sinks(lse, inputs.sinks, end)
     return (out, lse) if spec.return_lse else out
 
 

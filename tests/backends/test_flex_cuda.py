@@ -28,7 +28,7 @@ from attn_core.backends.flex import (
 )
 from attn_core.backends.flex import program as programs
 from attn_core.backends.shared import dry_run
-from attn_core.backends.support import unmet
+from attn_core.backends.support import unmet_claims
 from attn_core.call.masks import visible
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.correctness import accuracy
@@ -87,7 +87,7 @@ def test_lower() -> None:
 
 def test_refusals() -> None:
     def reasons(spec: AttentionSpec, device: str = "sm90") -> tuple[str, ...]:
-        return (*unmet(flex_cuda.BACKWARD, spec, device), *flex_cuda.refuses(spec, device, None))
+        return (*unmet_claims(flex_cuda.BACKWARD, spec, device), *flex_cuda.refuses(spec, device, None))
 
     learning = replace(SPEC, needs_backward=True, return_lse=True, sinks=True, softcap=2.0, alibi_shape=(6,))
     assert (

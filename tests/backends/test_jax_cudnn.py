@@ -15,7 +15,7 @@ from oracle_cases import fill
 from attn_core import AttentionSpec, Target, explain
 from attn_core.backends import jax_cudnn
 from attn_core.backends.shared import jax_nn
-from attn_core.backends.support import Build, unmet
+from attn_core.backends.support import Build, unmet_claims
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.correctness import accuracy
 
@@ -30,7 +30,7 @@ NEW, OLD = Build("cuDNN 9.26.1", version=(9, 26, 1)), Build("cuDNN 9.19.0", vers
 def reasons(spec: AttentionSpec, device: str = "sm90", build: Build | None = NEW) -> tuple[str, ...]:
     """Every reason of the module itself, including the claims."""
     claims = jax_cudnn.BACKWARD if spec.needs_backward else jax_cudnn.FORWARD
-    return (*unmet(claims, spec, device), *jax_cudnn.refuses(spec, device, build))
+    return (*unmet_claims(claims, spec, device), *jax_cudnn.refuses(spec, device, build))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from attn_core import AttentionSpec, SpecError, Target, explain
 from attn_core.backends.flex import cpu as flex
 from attn_core.backends.math import backend as math
 from attn_core.backends.shared import block_attention, plain_attention, row_blocks
-from attn_core.backends.support import unmet
+from attn_core.backends.support import unmet_claims
 from attn_core.call.masks import visible
 from attn_core.call.tensors import Inputs
 from attn_core.correctness import reference
@@ -457,12 +457,12 @@ def test_the_claims_of_both_backends():
     for case in CASES:
         spec, _ = make(case, needs_backward=True, bias_gradient="bias_shape" in CASES[case], return_lse=True)
         for device in ("cpu", "sm90"):
-            assert unmet(math.FORWARD, spec, device) == unmet(math.BACKWARD, spec, device) == ()
+            assert unmet_claims(math.FORWARD, spec, device) == unmet_claims(math.BACKWARD, spec, device) == ()
         assert math.refuses(spec, "cpu", None) == ()
         flexed, _ = make(case, return_lse=True)
-        reasons = unmet(flex.FORWARD, flexed, "cpu")
+        reasons = unmet_claims(flex.FORWARD, flexed, "cpu")
         assert reasons == (() if case in FLEX_CASES else (f"dropout={flexed.dropout}: FlexAttention on CPU has none",))
-    assert flex.BACKWARD is None and unmet(flex.FORWARD, make("plain")[0], "sm90")
+    assert flex.BACKWARD is None and unmet_claims(flex.FORWARD, make("plain")[0], "sm90")
     assert math.probe() == flex.probe() == torch.__version__
 
 

@@ -20,7 +20,7 @@ from spec_strategies import Call, make_call
 import jax_frontend
 import torch_frontend
 from attn_core import SeqInfo, explain
-from attn_core.call.trailing_tokens import completed, followed, tail_of
+from attn_core.call.trailing_tokens import append_tail, cover_tail, tail_of
 from torch_frontend.dispatch import offsets
 
 HEADS = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8, "dtype": "float32"}
@@ -54,7 +54,7 @@ def test_the_tail_gives_every_token_a_document(queries: list[int], keys: list[in
             assert tail == (0, 0) if known else tokens == (0, 0)
             continue
         both = zip((info.cu_seqlens_q, info.cu_seqlens_k), made[:2], strict=True)
-        cu_q, cu_k = (followed(offsets, ends) for offsets, ends in both)
+        cu_q, cu_k = (append_tail(offsets, ends) for offsets, ends in both)
         lengths_q, lengths_k = np.diff(cu_q), np.diff(cu_k)
         assert (cu_q[-1], cu_k[-1]) == tokens and len(cu_q) == len(cu_k)
         assert lengths_q.min() >= 0 and lengths_q.max() <= made.max_len_q
@@ -85,7 +85,7 @@ def test_offsets_on_a_device_become_safe_and_complete(
     for row, last, end in zip(made, tokens, tail[:2], strict=True):
         assert row.dtype == np.int32 and row[0] == 0 and row[-1] == last and (np.diff(row) >= 0).all()
         if right and values[-1] <= last:
-            assert row.tolist() == followed(np.array(values, np.int32), end).tolist()
+            assert row.tolist() == append_tail(np.array(values, np.int32), end).tolist()
 
 
 @pytest.mark.cuda
@@ -106,7 +106,7 @@ def test_cuda_graphs_of_torch_compile_take_offsets_on_a_device(backend: str | No
 
 def test_rows_without_a_tail_are_unchanged() -> None:
     info = SeqInfo.from_lengths([3, 4], [2, 0])
-    assert completed(info, (7, 2)) is info
+    assert cover_tail(info, (7, 2)) is info
     assert tail_of((0, 0), (0, 0), 1) is None
 
 

@@ -13,7 +13,7 @@ from context_jax_cases import CAUSAL, NEAR, ZIGZAG_ROWS, Case, differences, prog
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from attn_core.backends.shared.jax_offsets import ended
+from attn_core.backends.shared.jax_offsets import document_numbers
 from jax_frontend import context_parallel_attention
 
 pytestmark = pytest.mark.usefixtures("four_devices", "x64")
@@ -117,7 +117,9 @@ def test_the_document_of_a_place_inside_shard_map(axes, own):
     ends = np.array([[3, 3, 7, 11], [9, 0, 12, -1]])
     mesh = cpu_meshes.mesh((2, 2), ("data", "cp"))
     split = P("cp") if own else P()
-    mapped = jax.shard_map(lambda ends: ended(ends[0], 9)[None], in_specs=split, out_specs=split, axis_names=axes)
+    mapped = jax.shard_map(
+        lambda ends: document_numbers(ends[0], 9)[None], in_specs=split, out_specs=split, axis_names=axes
+    )
     with jax.set_mesh(mesh):
         found = jax.jit(mapped)(jnp.asarray(ends if own else ends[:1]))
     for one, row in zip(np.asarray(found), ends, strict=False):

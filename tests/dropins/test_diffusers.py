@@ -26,7 +26,7 @@ from attn_core import NoBackendError
 from torch_frontend import diffusers as dropin
 from torch_frontend import use_backend
 from torch_frontend.diffusers import install, installed, is_installed, uninstall
-from torch_frontend.dispatch import plain
+from torch_frontend.dispatch import tensor_kinds
 from torch_frontend.finetrainers import attention_dispatch, attention_provider
 
 TORCH_ATTENTION = torch._C._nn.scaled_dot_product_attention
@@ -60,7 +60,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[str], list[A
         returned.append((arguments, options))
         return TORCH_ATTENTION(*arguments, **options)
 
-    monkeypatch.setattr(plain, "_torch_attention", torchs)
+    monkeypatch.setattr(tensor_kinds, "_torch_attention", torchs)
     with spied(monkeypatch) as ran:
         yield ran, returned
 

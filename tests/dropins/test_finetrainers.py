@@ -366,7 +366,7 @@ def test_swapped_in_and_out_of_models(make: Any, device: str) -> None:
 
 def test_reading_the_module_again_under_the_swap_does_not_recurse(patched: None) -> None:
     plain, module = (
-        importlib.import_module(f"torch_frontend.{name}") for name in ("dispatch.plain", "finetrainers.dispatch")
+        importlib.import_module(f"torch_frontend.{name}") for name in ("dispatch.tensor_kinds", "finetrainers.dispatch")
     )
     before, rule = dict(vars(module)), dict(vars(plain))
     try:

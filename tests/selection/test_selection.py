@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from spec_strategies import Call, calls
 
 from attn_core import AttentionSpec, NoBackendError, SpecError, Target, backends, explain, select, selection
-from attn_core.backends.support import CHECKS, Build, Support, unmet
+from attn_core.backends.support import CHECKS, Build, Support, unmet_claims
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import DTYPES
 from attn_core.selection import choice, preference
@@ -85,13 +85,13 @@ def test_every_field_of_the_spec_has_a_check() -> None:
 def test_nothing_is_allowed_unless_claimed(field: str) -> None:
     spec = replace(replace(SPEC, num_kv_heads=6), **ASKS[field])
     limited = replace(NOTHING, max_head_dim=11) if field == "head_dim" else NOTHING
-    assert unmet(limited, spec, "cpu"), f"{field} was let through"
-    assert unmet(EVERYTHING, spec, "cpu") == ()
-    assert all("the empty kernel" in reason for reason in unmet(limited, spec, "cpu"))
+    assert unmet_claims(limited, spec, "cpu"), f"{field} was let through"
+    assert unmet_claims(EVERYTHING, spec, "cpu") == ()
+    assert all("the empty kernel" in reason for reason in unmet_claims(limited, spec, "cpu"))
 
 
 def test_a_plain_call_asks_for_nothing() -> None:
-    assert unmet(NOTHING, replace(SPEC, num_kv_heads=6), "cpu") == ()
+    assert unmet_claims(NOTHING, replace(SPEC, num_kv_heads=6), "cpu") == ()
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_a_field_without_a_check_is_refused(field: str, monkeypatch: pytest.Monk
     monkeypatch.delitem(CHECKS, field)
     spec = replace(SPEC, **ASKS[field])
     expected = f"{field}={getattr(spec, field)!r}: no backend has claimed it"
-    assert expected in unmet(EVERYTHING, spec, "cpu")
-    assert unmet(EVERYTHING, replace(SPEC), "cpu") == ()
+    assert expected in unmet_claims(EVERYTHING, spec, "cpu")
+    assert unmet_claims(EVERYTHING, replace(SPEC), "cpu") == ()
     refused = explain(spec, CPU)
     assert refused.backend is None
     assert all(expected in refused.reasons(name) for name in backends.names())
@@ -115,9 +115,9 @@ def test_a_new_field_is_refused_until_somebody_checks_it() -> None:
         __hash__ = AttentionSpec.__hash__
 
     values = {field.name: getattr(SPEC, field.name) for field in fields(AttentionSpec)}
-    assert unmet(EVERYTHING, TomorrowsSpec(**values), "cpu") == ()
+    assert unmet_claims(EVERYTHING, TomorrowsSpec(**values), "cpu") == ()
     asked = TomorrowsSpec(**values, rotary="half")
-    assert unmet(EVERYTHING, asked, "cpu") == ("rotary='half': no backend has claimed it",)
+    assert unmet_claims(EVERYTHING, asked, "cpu") == ("rotary='half': no backend has claimed it",)
     assert explain(asked, CPU).backend is None
 
 
@@ -130,7 +130,7 @@ def test_reasons_name_the_value_the_kernel_and_the_limit() -> None:
         max_head_dim=8,
         alignments=("top_left",),
     )
-    assert unmet(claims, spec, "cpu") == (
+    assert unmet_claims(claims, spec, "cpu") == (
         "device cpu: the small kernel needs sm90 or sm100",
         "num_kv_heads=3: the small kernel needs as many kv heads as heads (6)",
         "head_dim=16: the small kernel stops at 8",
@@ -142,24 +142,26 @@ def test_reasons_name_the_value_the_kernel_and_the_limit() -> None:
         "return_lse: the small kernel has no log-sum-exp output",
     )
     eights = replace(EVERYTHING, head_dim_multiple=8)
-    assert unmet(eights, replace(SPEC, head_dim=16), "cpu") == ("head_dim=11: the full kernel takes multiples of 8",)
+    assert unmet_claims(eights, replace(SPEC, head_dim=16), "cpu") == (
+        "head_dim=11: the full kernel takes multiples of 8",
+    )
 
 
 def test_alignment_counts_only_where_it_changes_the_result() -> None:
     claims = replace(EVERYTHING, alignments=("top_left",))
-    assert unmet(claims, SPEC, "cpu") == ()  # no band
-    assert unmet(claims, replace(SPEC, causal=True, q_len=7), "cpu") == ()  # equal lengths
-    assert unmet(claims, replace(SPEC, causal=True), "cpu") != ()
+    assert unmet_claims(claims, SPEC, "cpu") == ()  # no band
+    assert unmet_claims(claims, replace(SPEC, causal=True, q_len=7), "cpu") == ()  # equal lengths
+    assert unmet_claims(claims, replace(SPEC, causal=True), "cpu") != ()
     # equal lengths in total, but not in each document
     packed = replace(SPEC, causal=True, q_len=7, **ASKS["documents"])
-    assert unmet(claims, packed, "cpu") != ()
+    assert unmet_claims(claims, packed, "cpu") != ()
 
 
 def test_a_gradient_of_the_log_sum_exp_is_a_claim_of_its_own() -> None:
     claims = replace(EVERYTHING, lse_gradient=False)
-    assert unmet(claims, replace(SPEC, return_lse=True), "cpu") == ()
-    assert unmet(claims, replace(SPEC, needs_backward=True), "cpu") == ()
-    reasons = unmet(claims, replace(SPEC, return_lse=True, needs_backward=True), "cpu")
+    assert unmet_claims(claims, replace(SPEC, return_lse=True), "cpu") == ()
+    assert unmet_claims(claims, replace(SPEC, needs_backward=True), "cpu") == ()
+    reasons = unmet_claims(claims, replace(SPEC, return_lse=True, needs_backward=True), "cpu")
     assert reasons == ("return_lse with gradients: the full kernel takes no gradient of the log-sum-exp",)
 
 

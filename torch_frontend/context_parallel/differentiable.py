@@ -17,7 +17,7 @@ from attn_core.selection import override
 from torch_frontend.context_parallel import backward, forward
 from torch_frontend.context_parallel.mesh import find_axis
 from torch_frontend.context_parallel.prepare import RankPlan, prepare
-from torch_frontend.dispatch import autocast, lone_sinks
+from torch_frontend.dispatch import autocast, empty_rows
 
 Tensor = torch.Tensor
 
@@ -67,7 +67,7 @@ def run(request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None)
             results, _ = forward.forward(plan, q, k, v, sinks, with_lse=with_lse, keep=False)
     if sinks is None or not with_lse:
         return tuple(results)
-    return results[0], lone_sinks.in_lse(results[1], sinks, plan.query_count)
+    return results[0], empty_rows.fill_with_sinks(results[1], sinks, plan.query_count)
 
 
 # The ops
@@ -193,4 +193,4 @@ torch.library.register_autograd("attn::context_forward", _differentiate, setup_c
 def run_traced(request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) of a call that torch.compile traces, through the ops."""
     out, lse, count = torch.ops.attn.context_forward(q, k, v, sinks, *op_arguments(request))
-    return out, lse if sinks is None else lone_sinks.in_lse(lse, sinks, count)
+    return out, lse if sinks is None else empty_rows.fill_with_sinks(lse, sinks, count)

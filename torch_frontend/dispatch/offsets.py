@@ -15,7 +15,7 @@ from attn_core.call import trailing_tokens
 from attn_core.call.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.call.tensors import Inputs
 from attn_core.call.trailing_tokens import Tail
-from torch_frontend.dispatch import plain, plan
+from torch_frontend.dispatch import plan, tensor_kinds
 
 Tensor = torch.Tensor
 Longest = tuple[Any, Any]
@@ -26,10 +26,10 @@ def attach(info: SeqInfo, inputs: Inputs) -> tuple[Inputs, Longest]:
     """Returns the inputs with the caller's offsets, and the longest documents. An op completes them when it runs."""
     queries, keys = info.cu_seqlens_q, info.cu_seqlens_k
     if isinstance(queries, np.ndarray) and isinstance(keys, np.ndarray):
-        if not torch.compiler.is_compiling() and plain.is_watched(inputs.q):  # Dynamo cannot trace is_watched
+        if not torch.compiler.is_compiling() and tensor_kinds.is_watched(inputs.q):  # Dynamo cannot trace is_watched
             check_cu_seqlens(queries, info.max_len_q, side="q", tokens=inputs.q.shape[-3])
             check_cu_seqlens(keys, info.max_len_k, side="k", tokens=inputs.k.shape[-3])
-        queries, keys = (plain.to_device_of(inputs.q, offsets) for offsets in (queries, keys))
+        queries, keys = (tensor_kinds.to_device_of(inputs.q, offsets) for offsets in (queries, keys))
     for side, offsets in (("q", queries), ("k", keys)):
         plan.check_tensor(f"seq_info.cu_seqlens_{side}", offsets)
     return inputs._replace(cu_seqlens_q=queries, cu_seqlens_k=keys), (info.max_len_q, info.max_len_k)
@@ -64,7 +64,7 @@ def _to_device(info: SeqInfo, device: torch.device, tokens: tuple[int, int]) -> 
     if device.type != "cpu":  # attention.check_offsets checks offsets on the CPU later
         check_cu_seqlens(info.cu_seqlens_q, info.max_len_q, side="q", tokens=tokens[0])
         check_cu_seqlens(info.cu_seqlens_k, info.max_len_k, side="k", tokens=tokens[1])
-    whole = trailing_tokens.completed(info, tokens)
+    whole = trailing_tokens.cover_tail(info, tokens)
     with torch.inference_mode(False):  # a later training call uses the cached tensors, which must not be inference ones
         queries = torch.from_numpy(whole.cu_seqlens_q).to(device)
         same = whole.cu_seqlens_k is whole.cu_seqlens_q
@@ -99,7 +99,7 @@ def complete(inputs: Inputs, longest: Longest) -> tuple[Inputs, Longest]:
         check_cu_seqlens(queries.numpy(), longest[0], side="q", tokens=tokens[0])
         check_cu_seqlens(keys.numpy(), longest[1], side="k", tokens=tokens[1])
         both = ((queries, tail.ends_q), (keys, tail.ends_k))
-        queries, keys = (torch.from_numpy(trailing_tokens.followed(o.numpy(), ends)) for o, ends in both)
+        queries, keys = (torch.from_numpy(trailing_tokens.append_tail(o.numpy(), ends)) for o, ends in both)
     else:
         return inputs, longest
     return inputs._replace(cu_seqlens_q=queries, cu_seqlens_k=keys), (tail.max_len_q, tail.max_len_k)

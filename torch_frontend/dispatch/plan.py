@@ -15,7 +15,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.errors import SpecError
 from attn_core.selection import Selection, Target, explain, select
-from torch_frontend.dispatch import plain
+from torch_frontend.dispatch import tensor_kinds
 
 Tensor = torch.Tensor
 
@@ -57,7 +57,7 @@ def dense_plan(
 
     A window must be plain (``is_plain_window``): the cache key has the types of options, not those inside a pair.
     """
-    if q_device.type == "meta" or plain.are_jit_traces_active() is not None:
+    if q_device.type == "meta" or tensor_kinds.are_jit_traces_active() is not None:
         # The caller catches this and takes the general path: the sizes in a trace are tensors, and no cache key.
         raise TypeError("meta tensors and traces have no dense plan")
     qkv = ((q_shape, q_dtype, q_device), (k_shape, k_dtype, k_device), (v_shape, v_dtype, v_device))
@@ -233,7 +233,7 @@ def gradients_in_order(gradients: Gradients, count: int) -> tuple[Tensor | None,
 def check_tensor(name: str, value: Any) -> None:
     """Raises TypeError unless ``value`` is a torch tensor, SpecError unless it is plain data."""
     if isinstance(value, Tensor):
-        plain.check(name, value)
+        tensor_kinds.check(name, value)
         return
     kind = type(value)
     remedy = (

@@ -17,7 +17,7 @@ from torch_frontend.dispatch import ops
 from torch_frontend.dispatch import vmap as vmap_rules
 from torch_frontend.dispatch.after_import import after_import
 from torch_frontend.dispatch.ops import PlainOptions, from_call
-from torch_frontend.dispatch.plain import is_watched
+from torch_frontend.dispatch.tensor_kinds import is_watched
 
 Tensor = torch.Tensor
 are_active = torch._C._are_functorch_transforms_active

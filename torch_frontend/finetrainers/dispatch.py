@@ -23,7 +23,14 @@ from attn_core.errors import SpecError
 from attn_core.selection import NoBackendError, Target, override
 from torch_frontend.attention import attention
 from torch_frontend.backends import here
-from torch_frontend.dispatch.plain import PLAIN, are_jit_traces_active, as_causal, is_foreign, is_plain, torch_attention
+from torch_frontend.dispatch.tensor_kinds import (
+    PLAIN,
+    are_jit_traces_active,
+    as_causal,
+    is_foreign,
+    is_plain,
+    torch_attention,
+)
 from torch_frontend.finetrainers.call import normalise, run_dense, run_on_provider
 
 __all__ = ["AttentionProvider", "attention_dispatch", "attention_provider", "list_providers"]

@@ -9,8 +9,8 @@ import torch
 from attn_core.call.options import requested_names
 from attn_core.selection import Selection, explain, override
 from torch_frontend.dispatch.ops import join_names
-from torch_frontend.dispatch.plain import is_watched
 from torch_frontend.dispatch.plan import check_tensor
+from torch_frontend.dispatch.tensor_kinds import is_watched
 from torch_frontend.paged import ops  # noqa: F401  registers the ops that compilers trace
 from torch_frontend.paged.append import append, check_appended
 from torch_frontend.paged.plan import check_op, gather_arguments, metadata, op_tables, options_of, request, run

@@ -17,7 +17,7 @@ from attn_core.errors import SpecError
 from attn_core.paged import arguments
 from attn_core.paged import tables as paged_tables
 from attn_core.selection import Target, override, select
-from torch_frontend.dispatch import lone_sinks, offsets, plain, plan
+from torch_frontend.dispatch import empty_rows, offsets, plan, tensor_kinds
 
 Tensor = torch.Tensor
 Metadata = tuple[torch.Size, torch.dtype, torch.device]
@@ -123,7 +123,7 @@ def op_tables(q: Tensor, *tables: Any) -> tuple[Any, Any, Any]:
     for name, table in zip(("block_table", "seq_lens", "cu_seqlens_q"), tables, strict=True):
         if not isinstance(table, np.ndarray) and (table is not None or name != "cu_seqlens_q"):
             plan.check_tensor(name, table)
-    return tuple(plain.to_device_of(q, t) if isinstance(t, np.ndarray) else t for t in tables)  # type: ignore[return-value]
+    return tuple(tensor_kinds.to_device_of(q, t) if isinstance(t, np.ndarray) else t for t in tables)  # type: ignore[return-value]
 
 
 def check_op(
@@ -171,4 +171,4 @@ def run(inputs: PagedInputs, options: Options, requested: tuple[str, ...] | None
     out, lse = offsets.clear_tail(out, lse, cu) if cu is not None and cu.is_cuda else (out, lse)
     if inputs.sinks is None or not options.return_lse:
         return out, lse
-    return out, lone_sinks.in_lse(lse, inputs.sinks, None if cu is None else cu[-1])
+    return out, empty_rows.fill_with_sinks(lse, inputs.sinks, None if cu is None else cu[-1])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from attn_core.backends.shared.jax_offsets import ended, safe_offsets
+from attn_core.backends.shared.jax_offsets import document_numbers, safe_offsets
 from attn_core.call.masks import band
 from attn_core.call.seq_info import is_number
 from attn_core.call.spec import AttentionSpec
@@ -86,7 +86,7 @@ def rows_of(spec: AttentionSpec, cu_seqlens_q: Any = None, cu_seqlens_k: Any = N
     q_start, q_stop, k_start, k_stop = (jnp.full_like(query, edge) for edge in (0, spec.q_len, 0, spec.kv_len))
     if spec.packed:
         cu_q, cu_k = safe_offsets(cu_seqlens_q, spec.q_len), safe_offsets(cu_seqlens_k, spec.kv_len)
-        document = ended(cu_q[1:], spec.q_len)
+        document = document_numbers(cu_q[1:], spec.q_len)
         q_start, q_stop, k_start, k_stop = (cu[document + end] for cu in (cu_q, cu_k) for end in (0, 1))
     offset = (k_stop - k_start) - (q_stop - q_start) if spec.alignment == "bottom_right" else 0
     diagonal = query - q_start + offset + k_start

@@ -33,7 +33,7 @@ def slopes_of(spec: AttentionSpec, inputs: Inputs) -> Any:
     return slopes.view(-1) if spec.packed else slopes
 
 
-def shifted(spec: AttentionSpec, inputs: Inputs, lse: Any, slopes: Any, sign: int) -> Any:
+def shift_lse(spec: AttentionSpec, inputs: Inputs, lse: Any, slopes: Any, sign: int) -> Any:
     """Returns ``lse + sign * slope * (query + offset)``: sign 1 gives the kernel's own log-sum-exp, -1 undoes it.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def ended(ends: Any, count: int) -> Any:
+def document_numbers(ends: Any, count: int) -> Any:
     """Returns int32 ``[count]``: how many documents end at or before each position, which is its document's number.
 
     Args:

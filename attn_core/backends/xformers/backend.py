@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from attn_core.backends.shared import kernel_limits, rewrites
-from attn_core.backends.support import Build, Support, unmet
+from attn_core.backends.support import Build, Support, unmet_claims
 from attn_core.backends.xformers import operators
 from attn_core.backends.xformers.bias import TENSOR, mask_of
 from attn_core.call.masks import band
@@ -102,7 +102,7 @@ _ORDER = ("flash", "cutlass")
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
     """Returns every operator's reasons if none supports a call that their common claims cover."""
-    if _choose_operator(spec) or unmet(BACKWARD if spec.needs_backward else FORWARD, spec, device):
+    if _choose_operator(spec) or unmet_claims(BACKWARD if spec.needs_backward else FORWARD, spec, device):
         return ()
     return tuple(dict.fromkeys(why for word in _ORDER for why in _misfits(word, spec)))
 
@@ -116,9 +116,9 @@ def _choose_operator(spec: AttentionSpec) -> str | None:
 def _misfits(word: str, spec: AttentionSpec) -> tuple[str, ...]:
     """Returns all reasons why an operator cannot run a call, apart from the device."""
     forward, backward, device = OPERATORS[word].forward, OPERATORS[word].backward, FORWARD.devices[0]
-    reasons = (*unmet(forward, spec, device), *_refuses(word, spec, device, None))
+    reasons = (*unmet_claims(forward, spec, device), *_refuses(word, spec, device, None))
     if spec.needs_backward and backward is not None:
-        reasons += tuple(f"backward: {why}" for why in unmet(backward, spec, device) if why not in reasons)
+        reasons += tuple(f"backward: {why}" for why in unmet_claims(backward, spec, device) if why not in reasons)
     return reasons
 
 

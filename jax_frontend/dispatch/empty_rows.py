@@ -1,7 +1,7 @@
-"""Puts the sink into the log-sum-exp of rows that see no key: such a row sums over its sink alone.
+"""The log-sum-exp of rows that see no key: the caller gets the sink, the only term of such a row's sum.
 
-Backends return -inf for these rows, with and without sinks, because their backwards recognise an empty row by it and
-ignore its dout. The caller gets the sink. JAX operations after the call put it there, so JAX derives its gradient.
+Backends return -inf for such a row with or without sinks, because their backwards recognise it by that and ignore its
+dout. JAX operations after the kernel put the sink there, so that JAX computes its gradient.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 Array = jax.Array
 
 
-def in_lse(lse: Array, sinks: Array, end: Any = None) -> Array:
+def fill_with_sinks(lse: Array, sinks: Array, end: Any = None) -> Array:
     """Returns the log-sum-exp ``[..., heads, rows]`` with the sinks ``[heads]`` in place of -inf.
 
     Args:

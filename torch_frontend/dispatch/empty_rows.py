@@ -1,7 +1,7 @@
-"""Puts the sinks into the log-sum-exp of rows that see no key: the sink is the only term of such a row's sum.
+"""The log-sum-exp of rows that see no key: the caller gets the sink, the only term of such a row's sum.
 
 Backends return -inf for such a row with or without sinks, because their backwards recognise it by that and ignore its
-dout. The caller gets the sink. Torch operations after the kernel put it there, so autograd computes its gradient.
+dout. Torch operations after the kernel put the sink there, so that autograd computes its gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from attn_core.call.tensors import Inputs
 Tensor = torch.Tensor
 
 
-def for_caller(results: Any, inputs: Inputs, seq_info: Any) -> Any:
+def finish_results(results: Any, inputs: Inputs, seq_info: Any) -> Any:
     """Returns a call's results, ``(out, lse)`` or the output alone, with the sinks of rows that see no key in lse.
 
     Args:
@@ -28,10 +28,10 @@ def for_caller(results: Any, inputs: Inputs, seq_info: Any) -> Any:
         return results
     info = SeqInfo.coerce(seq_info)
     end = None if info is None else inputs.cu_seqlens_q[info.cu_seqlens_q.shape[0] - 1]
-    return results[0], in_lse(results[1], inputs.sinks, end)
+    return results[0], fill_with_sinks(results[1], inputs.sinks, end)
 
 
-def in_lse(lse: Tensor, sinks: Tensor, end: Any = None) -> Tensor:
+def fill_with_sinks(lse: Tensor, sinks: Tensor, end: Any = None) -> Tensor:
     """Returns the log-sum-exp ``[..., heads, rows]`` with -inf replaced by the sinks ``[heads]``.
 
     Args:
