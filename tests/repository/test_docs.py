@@ -180,5 +180,17 @@ def test_the_search_for_measured_figures_finds_them() -> None:
     assert not FIGURE.search("2 machines, 3 msgs, `P` times as fast")
 
 
+def test_folders_in_the_architecture_exist() -> None:
+    page = (ROOT / "docs/explanation/architecture.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```text\n(.*?)^```", page, re.M | re.S)
+    tree = next(block for block in blocks if block.startswith("attn_core/"))
+    above: list[str] = []
+    for line in tree.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        for name in re.findall(r"(\w+)/ ", line):
+            assert (ROOT / "/".join(above[:depth]) / name).is_dir(), line
+        above[depth:] = [line.split("/")[0].strip()]
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 150
