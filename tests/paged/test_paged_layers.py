@@ -421,7 +421,7 @@ def test_dropout_with_pages_is_refused(name: str) -> None:
     if name == "torch":
         layer.layer.train()
     step = layer.cache.step(["a"], [2])
-    with pytest.raises(SpecError, match=r"^dropout_rate=0\.25: expected none with pages"):
+    with pytest.raises(SpecError, match=r"^dropout_rate=0\.25: expected 0 with pages"):
         layer.paged(x, step, **on)
 
 
