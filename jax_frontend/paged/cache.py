@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,14 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.paged.allocator import Copies, PageAllocator
-from attn_core.paged.arguments import check_cache, check_layer
-from attn_core.paged.step import Step, check_step, take_step
+from attn_core.paged.arguments import check_cache
+from attn_core.paged.cache import PagedCache
+from attn_core.paged.step import Step
 from jax_frontend.paged.attention import append_kv, paged_attention
 
 Array = jax.Array
 
 
-class PagedKVCache:
+class PagedKVCache(PagedCache):
     """The keys and values of all layers, in pages that the sequences share.
 
     Args:
@@ -56,50 +56,18 @@ class PagedKVCache:
             for dim in dims.values()
         )
 
-    def add(self, name: Hashable) -> None:
-        """Starts a sequence without tokens."""
-        self.allocator.allocate(name)
-
-    def fork(self, parent: Hashable, name: Hashable, tokens: int | None = None) -> None:
-        """Starts a sequence that shares the parent's first ``tokens`` (all if None), without a copy."""
-        self.allocator.fork(parent, name, tokens)
-
-    def free(self, name: Hashable) -> None:
-        """Ends a sequence and frees its pages."""
-        self.allocator.free(name)
-
-    def step(self, names: Sequence[Hashable], new: int | Sequence[int] = 1, *, width: int | None = None) -> Step:
-        """Reserves slots for new tokens of each sequence and returns the step: its tables are on the device.
-
-        A page that a sequence shares with others is copied before the sequence writes to it.
-
-        Args:
-            names: the sequences, in the order of their tokens in q, k and v.
-            new: the number of new tokens, one for all sequences or one for each.
-            width: columns of the table. A fixed width keeps shapes equal in every step, so jit does not trace again.
-
-        Raises:
-            PoolFullError: if the pool has too few free pages. SpecError: for invalid arguments. Both leave the cache
-                unchanged.
-        """
-        return take_step(self.allocator, names, new, width, self._copy, self._to_device)
-
     def update(self, layer: int, k: Array, v: Array, step: Step) -> None:
         """Writes a layer's new keys and values, ``[tokens, kv_heads, dim]``, into the step's slots.
 
         Raises:
             SpecError: as in ``check``, and for a layer that does not exist. Nothing is written then.
         """
-        layer = check_layer(layer, len(self.k_pages))
-        self.check(step)
-        pools = append_kv(self.k_pages[layer], self.v_pages[layer], k, v, **step.tables)
-        self.k_pages[layer], self.v_pages[layer] = pools
+        k_pages, v_pages = self._pools(layer, step)
+        self.k_pages[layer], self.v_pages[layer] = append_kv(k_pages, v_pages, k, v, **step.tables)
 
     def attend(self, layer: int, q: Array, step: Step, **options: Any) -> Any:
         """Runs ``check``, then ``paged_attention`` of a layer's queries, ``[tokens, heads, head_dim]``."""
-        layer = check_layer(layer, len(self.k_pages))
-        self.check(step)
-        k_pages, v_pages = self.k_pages[layer], self.v_pages[layer]
+        k_pages, v_pages = self._pools(layer, step)
         return paged_attention(q, k_pages, v_pages, **step.tables, max_len_q=step.max_len_q, **options)
 
     def _placement_of_tables(self, device: Any) -> Any:
@@ -107,14 +75,6 @@ class PagedKVCache:
         if isinstance(device, jax.sharding.NamedSharding):
             return jax.sharding.NamedSharding(device.mesh, jax.sharding.PartitionSpec())
         return device
-
-    def check(self, step: Step) -> None:
-        """Checks that a step's tables are still valid. ``update`` and ``attend`` call it; call it before ``append_kv``.
-
-        Raises:
-            SpecError: naming the sequence that was freed, forked or stepped again after this step.
-        """
-        check_step(self.allocator, step)
 
     def _copy(self, copies: Copies) -> None:
         source, target = (jnp.asarray(pages, jnp.int32) for pages in copies)
@@ -125,10 +85,6 @@ class PagedKVCache:
         if array is None:
             return None
         return jnp.asarray(array) if self._table_placement is None else jax.device_put(array, self._table_placement)
-
-    def __repr__(self) -> str:
-        report = self.allocator.report()
-        return f"PagedKVCache({len(self.k_pages)} layers, {len(self.allocator)} sequences, {report})"
 
 
 @partial(jax.jit, donate_argnums=0)
