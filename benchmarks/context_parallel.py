@@ -34,7 +34,7 @@ GOALS = {
 strategies of which the best one counts."""
 MEASURES = ("speed", "errors", "peers", "long")
 ONE = "one GPU"
-JAX = {"jax, a process a GPU": "JAX, a process a GPU", "jax": "JAX, one process"}
+JAX = {"jax, a process a GPU": "JAX, one process per GPU", "jax": "JAX, one process"}
 """The page's names for JAX's processes: as many as torch has ranks, or one with all GPUs."""
 SLOWER = 1.05
 """JAX's time divided by torch's: the goal."""
@@ -145,7 +145,7 @@ def _versions(where: dict[str, Any]) -> str:
 def _goals(rows: list[dict[str, Any]], world: int, results: Measures) -> list[str]:
     """Returns the table of goals: the fastest of the strategies that a goal names counts."""
     shown = "".join(f" {way} / torch, goal <= {SLOWER} |" for way in JAX.values())
-    lines = [f"| tokens a rank | | fastest | E | goal | |{shown}", "|---|---|---|---|---|---|" + "---|" * len(JAX)]
+    lines = [f"| tokens per rank | | fastest | E | goal | |{shown}", "|---|---|---|---|---|---|" + "---|" * len(JAX)]
     for row in (row for row in rows if "error" not in row):
         *least, strategies = GOALS.get((row["shard"], world), (None, None, ()))
         for word, goal in zip(row["seconds"], least, strict=False):
@@ -185,7 +185,7 @@ def _speed(row: dict[str, Any], world: int, results: Measures) -> list[str]:
         return [f"Not run: {row['error']}", ""]
     words = list(row["seconds"])
     backend = row["notes"][words[0]].get(ONE, ""), row["notes"][words[-1]].get(ONE, "")
-    lines = [f"### {row['shard']} tokens a rank, {world} GPUs", ""]
+    lines = [f"### {row['shard']} tokens per rank, {world} GPUs", ""]
     lines += [f"One GPU: {backend[0]} forward, {backend[1]} with backward.", ""]
     ways = [name for name in JAX if _jax(row, words[0], results, name)]
     columns = " | ".join(["ms", "E", "waiting, ms", *(f"{JAX[name]}, ms" for name in ways)])
@@ -234,7 +234,7 @@ def _peers(rows: list[dict[str, Any]], speed: list[dict[str, Any]]) -> list[str]
         "",
         "torch's own runs cuDNN's attention, with k and v copied for every head. Ours is the fastest row above.",
         "",
-        "| tokens a rank | | theirs, ms | ours, ms | theirs / ours |",
+        "| tokens per rank | | theirs, ms | ours, ms | theirs / ours |",
         "|---|---|---|---|---|",
     ]
     for row in rows:
@@ -278,7 +278,7 @@ def _errors(rows: list[dict[str, Any]], framework: str) -> list[str]:
 
 def _long(rows: list[dict[str, Any]]) -> list[str]:
     lines = ["### Long rows", "", "A forward in a zigzag ring. One late query is compared with float64.", ""]
-    lines += ["| tokens | seconds | GB a rank beyond inputs | largest error |", "|---|---|---|---|"]
+    lines += ["| tokens | seconds | GB per rank beyond inputs | largest error |", "|---|---|---|---|"]
     for row in rows:
         if "error" in row:
             lines.append(f"| not run: {row['error']} | | | |")

@@ -137,14 +137,14 @@ def _several(result: dict[str, Any]) -> list[Row]:
         for word, theirs in peer["seconds"].items():
             fastest = min(statistics.median(seconds) for seconds in theirs.values())
             own = min(statistics.median(seconds) for seconds in strategies(speed["seconds"][word]).values())
-            call = f"context parallelism, {peer['shard']} tokens a rank, {word}"
+            call = f"context parallelism, {peer['shard']} tokens per rank, {word}"
             compared = "torch's own `context_parallel`"
             date = speed["environment"]["date"]
             lines.append(Row(call, compared, f"{fastest / own:.2f} times as fast", "2 × NVIDIA H200", date))
     for world, frameworks in result.items():
         speed = frameworks["torch"]["speed"][-1]
         word = "forward + backward"
-        call = f"context parallelism, {speed['shard']} tokens a rank, {word}"
+        call = f"context parallelism, {speed['shard']} tokens per rank, {word}"
         shown = f"{efficiency(speed['seconds'][word], int(world)):.1%} of linear speedup"
         lines.append(Row(call, ONE_GPU, shown, f"{world} × NVIDIA H200", speed["environment"]["date"]))
     return lines
@@ -207,6 +207,8 @@ softcap 50 if they name softcap. Context parallelism has one causal row of the s
 GPUs are N times as fast as one.
 
 ![TFLOP/s of attention and of other libraries on an H200](../images/performance-h200.png)
+
+Dark bars are forward, light bars forward + backward. Without a light bar, the installed package has no backward.
 
 ![Efficiency of context parallelism on two and four H200s](../images/performance-context-parallel.png)
 

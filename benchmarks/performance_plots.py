@@ -83,7 +83,7 @@ def _lines(axes: Any, world: int, speed: list[dict[str, Any]]) -> None:
     for word, style in (("forward", "o--"), ("forward + backward", "o-")):
         shares = [efficiency(row["seconds"][word], world) for row in speed]
         axes.plot([row["shard"] // 1024 for row in speed], shares, style, label=word)
-    axes.set(title=f"{world} GPUs", xlabel="thousands (1024) of tokens a rank", ylabel="share of linear speedup")
+    axes.set(title=f"{world} GPUs", xlabel="tokens per rank, in units of 1024", ylabel="share of linear speedup")
     axes.set(ylim=(0.8, 1.02), xticks=[row["shard"] // 1024 for row in speed])
     axes.grid(alpha=0.3)
     axes.legend()

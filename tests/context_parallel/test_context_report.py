@@ -68,7 +68,7 @@ def test_jax_in_one_and_in_several_processes_are_shown_together() -> None:
     several = {**JAX, "framework": "jax, a process a GPU"}
     several["speed"] = [{"shard": 8192, "seconds": {"forward": {"ulysses, contiguous": [2.31]}}}]
     text = report.page(report.combined([TORCH, JAX, several]))
-    assert "| JAX, a process a GPU / torch, goal <= 1.05 | JAX, one process / torch, goal <= 1.05 |" in text
+    assert "| JAX, one process per GPU / torch, goal <= 1.05 | JAX, one process / torch, goal <= 1.05 |" in text
     assert "| 1.100 (ulysses, contiguous), missed | 1.048 (ulysses, contiguous), met |" in text
     row = next(line for line in text.splitlines() if line.startswith("| ulysses, contiguous |"))
     assert row.split(" | ")[4:6] == ["2310.00", "2200.00"]
