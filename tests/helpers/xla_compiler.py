@@ -1,7 +1,8 @@
 """XLA's flags for the tests: four CPU devices, and quick compilation because most of a JAX test's time goes there.
 
 Without LLVM's optimisation, and with XLA's older code for fusions as long as it has any, programs for a CPU compile
-several times faster. What XLA does to a program before (simplification, fusion, partitioning) is as ever.
+several times faster; so do small programs in one piece, where XLA would cut them into 32 for its threads. What XLA does
+to a program before (simplification, fusion, partitioning) does not change.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ def _jaxlib() -> str:
 
 
 if _jaxlib().startswith("0.10."):  # later ones end the process at a flag that they do not know
-    _QUICK["xla_cpu_use_fusion_emitters"] = False
-    _USUAL["xla_cpu_use_fusion_emitters"] = True
+    _QUICK |= {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+    _USUAL |= {"xla_cpu_use_fusion_emitters": True, "xla_cpu_parallel_codegen_split_count": 32}
 
 QUICK_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in _QUICK.items())
-"""For the environment variable XLA_FLAGS, which is read when JAX starts."""
+"""The value of the environment variable XLA_FLAGS, which JAX reads when it starts."""
 
 
 FOUR_DEVICES = "--xla_force_host_platform_device_count=4"
@@ -47,11 +48,11 @@ def flags(*own: str, quick: bool = True) -> str:
 
 
 def as_users_have_it() -> dict[str, bool | int | str] | None:
-    """``compiler_options`` of ``jax.jit`` that undo QUICK_FLAGS: for programs whose numbers are judged."""
+    """``compiler_options`` of ``jax.jit`` that undo QUICK_FLAGS, for programs whose numbers are judged."""
     quick = set(QUICK_FLAGS.split()) <= set(os.environ.get("XLA_FLAGS", "").split())
     return _USUAL if quick else None
 
 
 def cpu() -> dict[str, str]:
-    """What the environment says of the CPU that torch's kernels are to run as, for a process that tests start."""
+    """The environment's choice of a CPU for torch's kernels, for a process that tests start."""
     return {name: os.environ[name] for name in ("ATEN_CPU_CAPABILITY",) if name in os.environ}
