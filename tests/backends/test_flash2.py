@@ -20,7 +20,7 @@ from attn_core.call.tensors import Gradients, Inputs
 from attn_core.correctness import accuracy, reference
 
 torch = pytest.importorskip("torch")
-from callers_view import told
+from callers_view import callers_results
 from oracle_cases import make
 
 SPEC = AttentionSpec(
@@ -437,7 +437,7 @@ def test_results_match_the_reference(name: str, extra: str, stand_in: StandIn) -
     expected = accuracy.expect(case.spec, case.inputs, dout=case.dout, dlse=case.dlse if with_lse else None)
     gradients = Gradients(*(None if part is None else part.double().numpy() for part in found))
     assert lse.dtype == torch.float32
-    lse, gradients = told(case.spec, case.inputs, lse, gradients, dlse)
+    lse, gradients = callers_results(case.spec, case.inputs, lse, gradients, dlse)
     verdict = expected.judge(out=out.double().numpy(), lse=lse, gradients=gradients)
     assert verdict.ok, verdict
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from callers_view import told
+from callers_view import callers_results
 from oracle_cases import make
 
 from attn_core import AttentionSpec, PagedKV, SeqInfo, Target, backends, explain
@@ -370,7 +370,7 @@ def test_paged_results_match_the_reference(install: Any, new: tuple[int, ...], i
     buffers = (torch.empty(spec.out_shape), torch.empty(spec.lse_shape)) if into else None
     out, lse = flash3.forward(spec, inputs, buffers)
     np.testing.assert_allclose(out.numpy(), expected, atol=1e-5)
-    np.testing.assert_allclose(told(spec, drawn, lse)[0], expected_lse, atol=1e-5)
+    np.testing.assert_allclose(callers_results(spec, drawn, lse)[0], expected_lse, atol=1e-5)
 
 
 def test_paged_refusals() -> None:
@@ -456,7 +456,7 @@ def test_forward_and_backward_match_the_reference(install: Any, name: str, dtype
     assert operators.backward.seen["deterministic"] is False and operators.forward.seen["sinks"] is None
     expected = accuracy.expect(case.spec, case.inputs, dout=case.dout, dlse=None if dlse is None else case.dlse)
     gradients = Gradients(*(None if part is None else part.double().numpy() for part in found))
-    lse, gradients = told(case.spec, case.inputs, lse, gradients, dlse)
+    lse, gradients = callers_results(case.spec, case.inputs, lse, gradients, dlse)
     verdict = expected.judge(out=out.double().numpy(), lse=lse, gradients=gradients)
     assert verdict.ok, verdict
 

@@ -24,7 +24,7 @@ from attn_core.correctness import accuracy, reference
 from attn_core.correctness import paged as paged_reference
 
 torch = pytest.importorskip("torch")
-from callers_view import told
+from callers_view import callers_results
 from oracle_cases import make
 
 SPEC = AttentionSpec(
@@ -442,7 +442,7 @@ def test_results_match_the_reference(
     found = flash4.backward(case.spec, inputs, out, lse, dout, dlse)
     expected = accuracy.expect(case.spec, case.inputs, dout=case.dout, dlse=case.dlse if with_lse else None)
     gradients = Gradients(*(None if part is None else part.numpy() for part in found))
-    lse, gradients = told(case.spec, case.inputs, lse, gradients, dlse)
+    lse, gradients = callers_results(case.spec, case.inputs, lse, gradients, dlse)
     verdict = expected.judge(out=out.numpy(), lse=lse, gradients=gradients)
     assert verdict.ok, verdict
     assert len(kernel.calls) == 2  # the kernel itself has a gradient of the log-sum-exp
@@ -492,7 +492,7 @@ def test_paged_results_match_the_reference(name: str, new: tuple[int, ...], into
     buffers = (torch.empty(spec.out_shape), torch.empty(spec.lse_shape)) if into else None
     out, lse = flash4.forward(spec, inputs, buffers)
     np.testing.assert_allclose(out.numpy(), expected, atol=1e-5)
-    np.testing.assert_allclose(told(spec, drawn, lse)[0], expected_lse, atol=1e-5)
+    np.testing.assert_allclose(callers_results(spec, drawn, lse)[0], expected_lse, atol=1e-5)
     assert buffers is None or spec.sinks or (out is buffers[0] and lse is buffers[1])
     (call,) = kernel.calls
     assert call["tile_mn"] == flash4_kernel.tile(spec) and call["max_seqlen_q"] == max(new)

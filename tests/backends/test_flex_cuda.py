@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from callers_view import told
+from callers_view import callers_results
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_cases import FEATURES, Case, fill, make
@@ -293,7 +293,7 @@ def test_forward_and_gradients_match_the_reference(name: str, standing_in: list[
     found = flex_cuda.backward(case.spec, inputs, out, lse, dout, given_dlse)
     expected = accuracy.expect(case.spec, case.inputs, dout=case.dout, dlse=dlse.double().numpy())
     arrays = Gradients(*(None if gradient is None else gradient.numpy() for gradient in found))
-    seen, arrays = told(case.spec, case.inputs, lse, arrays, dlse)
+    seen, arrays = callers_results(case.spec, case.inputs, lse, arrays, dlse)
     verdict = expected.judge(out=out.numpy(), lse=seen, gradients=arrays)
     assert verdict.ok, verdict
     assert not out.requires_grad and not lse.requires_grad

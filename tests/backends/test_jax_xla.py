@@ -12,7 +12,7 @@ import pytest
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp
 import xla_compiler
-from callers_view import told
+from callers_view import callers_results
 
 from attn_core.backends.jax_xla import (
     backend as jax_xla,
@@ -131,7 +131,7 @@ def compare(spec: AttentionSpec, seed: int = 0) -> None:
     out, lse = reference.forward(spec, inputs)
     expected = (out, lse, *reference.backward(spec, inputs, out, lse, dout, dlse))
     got = run_both(spec, on_device(spec, inputs), jnp.asarray(dout, spec.dtype), jnp.asarray(dlse, spec.lse_dtype))
-    lse, gradients = told(spec, inputs, got[1], Gradients(*got[2:]), dlse)
+    lse, gradients = callers_results(spec, inputs, got[1], Gradients(*got[2:]), dlse)
     shown = {"lse": lse, "dsinks": gradients.dsinks}
     for name, actual, right in zip(("out", "lse", "dq", "dk", "dv", "dbias", "dsinks"), got, expected, strict=True):
         if right is None:

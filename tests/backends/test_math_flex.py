@@ -121,7 +121,7 @@ def arrays(values):
 
 def lse_for_callers(spec: AttentionSpec, inputs: Inputs, lse: torch.Tensor) -> torch.Tensor:
     """A backend's log-sum-exp as a frontend returns it."""
-    return torch.from_numpy(callers_view.told(spec, arrays(inputs), lse.double().numpy())[0]).to(lse.dtype)
+    return torch.from_numpy(callers_view.callers_results(spec, arrays(inputs), lse.double().numpy())[0]).to(lse.dtype)
 
 
 def check(name: str, got: torch.Tensor, expected: np.ndarray, dtype: str, factor: float = 1.0) -> None:
@@ -167,7 +167,7 @@ def check_backward(spec: AttentionSpec, inputs: Inputs, dtype: str, with_dlse: b
     expected = reference.backward(spec, arrays(inputs), *saved)
     originals = (inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks)
     if spec.sinks:
-        _, shown = callers_view.told(spec, arrays(inputs), saved[1], arrays(got), saved[3])
+        _, shown = callers_view.callers_results(spec, arrays(inputs), saved[1], arrays(got), saved[3])
         got = got._replace(dsinks=torch.from_numpy(shown.dsinks).to(got.dsinks.dtype))
     for name, gradient, wanted, original in zip(got._fields, got, expected, originals):
         assert (gradient is None) == (wanted is None), name

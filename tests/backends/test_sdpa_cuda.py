@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from callers_view import told
+from callers_view import callers_results
 from oracle_cases import make
 
 from attn_core import Target, backends, selection
@@ -484,7 +484,7 @@ def test_results_match_the_reference(kernel: str, case: str, extra: str, monkeyp
             assert [part.dtype for part in found if part is not None][:3] == [inputs.q.dtype] * 3
             gradients = Gradients(*(None if part is None else part.double().numpy() for part in found))
         expected = accuracy.expect(made.spec, made.inputs, dout=made.dout if learns else None, dlse=dlse)
-        seen, gradients = told(made.spec, made.inputs, lse, gradients, dlse)
+        seen, gradients = callers_results(made.spec, made.inputs, lse, gradients, dlse)
         verdict = expected.judge(out=out.double().numpy(), lse=seen, gradients=gradients)
         assert verdict.ok, verdict
         assert tuple(out.shape) == made.spec.out_shape and tuple(lse.shape) == made.spec.lse_shape
@@ -691,7 +691,7 @@ def judged(name: str, fields: dict[str, Any], dtype: str) -> Any:
     found = module.backward(made.spec, inputs, out, lse, dout, None)
     gradients = Gradients(*(None if part is None else part.double().cpu().numpy() for part in found))
     expected = accuracy.expect(made.spec, made.inputs, dout=made.dout)
-    seen, _ = told(made.spec, made.inputs, lse.cpu())
+    seen, _ = callers_results(made.spec, made.inputs, lse.cpu())
     return expected.judge(out=out.double().cpu().numpy(), lse=seen, gradients=gradients)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from callers_view import told
+from callers_view import callers_results
 from oracle_cases import make
 
 from attn_core import backends
@@ -70,7 +70,7 @@ def test_rewritten_calls_match_the_reference(name: str, dtype: str, with_lse: bo
     found = rewrites.backward(kernel, case.spec, inputs, out, lse, dout, dlse)
     expected = accuracy.expect(case.spec, case.inputs, dout=case.dout, dlse=case.dlse if with_lse else None)
     gradients = Gradients(*(None if part is None else part.double().numpy() for part in found))
-    seen, gradients = told(case.spec, case.inputs, lse, gradients, dlse)
+    seen, gradients = callers_results(case.spec, case.inputs, lse, gradients, dlse)
     verdict = expected.judge(out=out.double().numpy(), lse=seen, gradients=gradients)
     assert verdict.ok, verdict
     assert found.dq.dtype == inputs.q.dtype and found.dk.shape == inputs.k.shape and found.dv.shape == inputs.v.shape

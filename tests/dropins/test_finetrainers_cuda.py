@@ -8,7 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from finetrainers_cases import ARGUMENTS, BATCH, HEADS, KEEP, described, dispatched, judged, tensors, with_scale_above_0
+from finetrainers_cases import (
+    ARGUMENTS,
+    BATCH,
+    HEADS,
+    KEEP,
+    dispatched,
+    judged,
+    reference_call,
+    tensors,
+    with_scale_above_0,
+)
 from frameworks import as_numpy
 
 from attn_core import NoBackendError, SpecError
@@ -123,7 +133,7 @@ def test_gradients(word: str, dtype: torch.dtype, name: str) -> None:
     out = dispatched(word, leaves, arguments)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     gradients = torch.autograd.grad(out, leaves, dout)
-    spec, inputs = described(leaves, **fields, dtype=str(dtype).removeprefix("torch."), needs_backward=True)
+    spec, inputs = reference_call(leaves, **fields, dtype=str(dtype).removeprefix("torch."), needs_backward=True)
     rows = [as_numpy(tensor).swapaxes(1, 2) for tensor in (out, dout, *gradients)]  # [batch, len, heads, dim]
     verdict = accuracy.expect(spec, inputs, dout=rows[1]).judge(out=rows[0], gradients=Gradients(*rows[2:]))
     assert verdict.ok, verdict

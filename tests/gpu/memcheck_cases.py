@@ -61,7 +61,7 @@ def run_case(backend: str, kind: str) -> bool | None:
 
 def run_paged(backend: str, kind: str, device: str = "cuda") -> bool | None:
     """The same on keys and values in pages."""
-    call = paged.able(kind, backend, device)
+    call = paged.first_accepted(kind, backend, device)
     if call is None:
         print(f"not run: {kind}: {paged.why_not(kind, backend, device)}", flush=True)
         return None

@@ -33,8 +33,8 @@ Results = dict[str, np.ndarray]
 
 
 def claimed(names: tuple[str, ...] | None = None, *devices: str) -> list[Any]:
-    """(backend, device), as params: this version's backends (or ``names``) and the devices that each claims."""
-    pairs = [(name, device) for name in _of_any_call(names) for device in devices or ("cpu", "cuda")]
+    """(backend, device) as params: this version's backends (or ``names``) and the devices that each claims."""
+    pairs = [(name, device) for name in _backends_of_dense_calls(names) for device in devices or ("cpu", "cuda")]
     marks = {"cuda": (pytest.mark.cuda,)}
     return [
         pytest.param(name, device, marks=marks.get(device, ()), id=f"{name}-{device}")
@@ -43,8 +43,8 @@ def claimed(names: tuple[str, ...] | None = None, *devices: str) -> list[Any]:
     ]
 
 
-def _of_any_call(names: tuple[str, ...] | None) -> list[str]:
-    """The backends that are not for keys and values in pages alone: tests/paged/test_paged.py has those."""
+def _backends_of_dense_calls(names: tuple[str, ...] | None) -> list[str]:
+    """The backends without those for keys and values in pages alone, which tests/paged/test_paged.py tests."""
     modules: dict[str, Any] = {name: backends.load(name) for name in names or backends.names()}
     return [name for name, module in modules.items() if not backends.reads_pages_alone(module)]
 
@@ -63,10 +63,10 @@ def module_on(name: str, device: str) -> Any:
 def run(
     framework: str, call: Call, backend: str | None = None, device: str = "cpu", *, rounding_matters: bool = True
 ) -> Results:
-    """out, lse where the caller asks for it, and dq, dk, dv, dbias, dsinks as far as the call has gradients.
+    """out, lse if the call returns it, and dq, dk, dv, dbias, dsinks as far as the call has gradients.
 
-    Shapes are those of the spec; that the frontend gave back the caller's own shapes is checked here.
-    JAX runs inside ``jax.jit``; where rounding does not matter, compiled as quickly as it can be.
+    Shapes are those of the spec; ``run`` checks that the frontend returned the caller's own shapes.
+    JAX runs inside ``jax.jit``; if rounding does not matter, the program is compiled as quickly as possible.
     """
     if framework == "torch":
         found = _run_torch(call, backend, device)
@@ -84,7 +84,7 @@ def run(
 
 
 def target(framework: str, device: str = "cpu") -> Target:
-    """Where ``run`` runs. Skips the test where JAX sees no such device."""
+    """Where ``run`` runs. Skips the test if JAX sees no such device."""
     if framework == "torch":
         return Target.here("torch", torch_plan.device_name(torch.device(device)))
     with jax.default_device(jax_device(device)):
@@ -101,7 +101,7 @@ def jax_device(device: str) -> Any:
 
 
 def spec_seen(framework: str, call: Call, device: str = "cpu") -> AttentionSpec:
-    """The spec that the frontend makes of the call's arguments."""
+    """The spec that the frontend builds from the call's arguments."""
     if framework == "torch":
         arrays, _ = _torch_arrays(call, device)
         return torch_frontend.explain(**arrays, **call.options, **_torch_info(call, device)).spec
@@ -115,7 +115,7 @@ def spec_seen(framework: str, call: Call, device: str = "cpu") -> AttentionSpec:
 
 
 def with_every_token(call: Call) -> AttentionSpec:
-    """The spec of a drawn call whose offsets are on the host, with documents for the tokens behind the last one."""
+    """The spec of a drawn call with offsets on the host, with documents for the tokens behind the last one."""
     spec, cu_q, cu_k = call.spec, call.inputs.cu_seqlens_q, call.inputs.cu_seqlens_k
     if not spec.packed:
         return spec
@@ -128,7 +128,7 @@ def with_every_token(call: Call) -> AttentionSpec:
 
 
 def judge(framework: str, call: Call, results: Results, device: str = "cpu") -> accuracy.Accuracy:
-    """Holds results to the float64 reference; what the whole suite calls right."""
+    """Judges results against the float64 reference by the acceptance rule of the whole suite."""
     inputs = call.inputs._replace(rng=dropout_words(framework, call, device))
     dlse = call.dlse if call.spec.return_lse else None
     expected = accuracy.expect(call.spec, inputs, dout=call.dout if call.learned else None, dlse=dlse)
@@ -139,7 +139,7 @@ def judge(framework: str, call: Call, results: Results, device: str = "cpu") -> 
 
 
 def dropout_words(framework: str, call: Call, device: str = "cpu") -> Any:
-    """The two words that the frontend draws from the generator or key that ``run`` gives it."""
+    """The two words that the frontend draws from the generator or key that ``run`` passes."""
     if not call.spec.dropout:
         return None
     if framework == "torch":
@@ -149,7 +149,7 @@ def dropout_words(framework: str, call: Call, device: str = "cpu") -> Any:
 
 
 def same_bits(results: Results, others: Results) -> list[str]:
-    """The names of results that differ in any bit, dtype or shape; empty when none does."""
+    """The names of the results that differ in any bit, dtype or shape; empty if none does."""
     names = sorted(results.keys() | others.keys())
     return [
         name for name in names if name not in results or name not in others or not _same(results[name], others[name])
@@ -161,7 +161,7 @@ def _same(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values of ``[..., seq, heads, dim]`` in other memory; what lies between the values is NaN."""
+    """The same values of ``[..., seq, heads, dim]`` in another memory layout, with NaN between the values."""
     if layout == "heads_outside":
         return tensor.transpose(-3, -2).contiguous().transpose(-3, -2)
     if layout == "one_head_expanded":
@@ -216,14 +216,14 @@ def _run_torch(call: Call, backend: str | None, device: str) -> Results:
 
 def _numpy(tensor: torch.Tensor) -> np.ndarray:
     tensor = tensor.detach().cpu().contiguous()
-    if tensor.dtype == torch.bfloat16:  # numpy has none of its own
+    if tensor.dtype == torch.bfloat16:  # numpy has no bfloat16
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()
 
 
 @contextmanager
 def _jax_on(call: Call, device: str) -> Iterator[None]:
-    """JAX with float64 only for float64 calls, on a device."""
+    """Switches JAX's float64 on for float64 calls alone, and selects a device."""
     with jax.enable_x64(call.spec.dtype == "float64"), jax.default_device(jax_device(device)):
         yield
 
@@ -255,13 +255,14 @@ def _run_jax(call: Call, backend: str | None, device: str, rounding_matters: boo
 
 
 def compiled_as(backend: str | None) -> Any:
-    """``compiler_options`` for a call whose numbers are judged: XLA's defaults where XLA does the arithmetic."""
+    """``compiler_options`` for a call whose numbers are judged: XLA's defaults if XLA does the arithmetic."""
     return None if backend in backends_of("torch") else xla_compiler.as_users_have_it()
 
 
 @lru_cache(maxsize=256)
 def _program(backend: str | None, options: tuple[tuple[str, Any], ...], rounding_matters: bool) -> Any:
-    """A compiled function of (learned inputs, other inputs, seq_info, key, cotangents) that gives the named results."""
+    """A compiled function of (learned inputs, other inputs, seq_info, key, cotangents) that returns the named
+    results."""
 
     @partial(jax.jit, compiler_options=compiled_as(backend) if rounding_matters else None)
     def program(learned: Any, given: Any, info: Any, key: Any, cotangents: tuple[Any, ...]) -> dict[str, Any]:
@@ -281,13 +282,13 @@ def _program(backend: str | None, options: tuple[tuple[str, Any], ...], rounding
 
 
 def backends_of(framework: str) -> tuple[str, ...]:
-    """The backends of this version whose kernels speak a framework's arrays."""
+    """The backends of this version whose kernels take a framework's arrays."""
     found = ((name, backends.load(name)) for name in backends.names())
     return tuple(name for name, module in found if module is not None and framework == module.FRAMEWORK)
 
 
 def reachable(framework: str, backend: str, device: str) -> str | None:
-    """Why a backend cannot be reached from a framework on a device of this machine, or None when it can."""
+    """Why a backend cannot be reached from a framework on a device of this machine, or None if it can."""
     where = target(framework, device)
     if not module_on(backend, device).FORWARD.runs_on(where.device):
         return f"{backend} does not claim {where.device}"

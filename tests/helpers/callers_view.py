@@ -1,4 +1,4 @@
-"""A backend's results as the frontends hand them to callers, in numpy: for tests that call a backend by itself."""
+"""A backend's results as the frontends return them to callers, in numpy, for tests that call a backend directly."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from attn_core.call.tensors import Gradients
 from attn_core.correctness import reference
 
 
-def told(
+def callers_results(
     spec: AttentionSpec, inputs: Any, lse: Any, gradients: Gradients | None = None, dlse: Any = None
 ) -> tuple[np.ndarray, Gradients | None]:
-    """(lse, gradients) with the sink in rows that see no key: their log-sum-exp, and where its gradient goes.
+    """(lse, gradients) with sinks in rows that see no key: the sink is their log-sum-exp and receives its gradient.
 
-    All arrays are what numpy casts to float64.
+    numpy must be able to cast all arrays to float64.
     """
     lse = np.asarray(lse, np.float64)
     if not spec.sinks:
@@ -24,7 +24,7 @@ def told(
     if spec.paged is not None:
         from attn_core.correctness.paged import gather_pages
 
-        return told(*gather_pages(spec, inputs), lse, gradients, dlse)
+        return callers_results(*gather_pages(spec, inputs), lse, gradients, dlse)
     rows, sink = reference.per_row(spec, lse), reference.softmax(spec, inputs).sink
     alone = (rows == -np.inf) & (sink != -np.inf)
     if gradients is not None:

@@ -1,4 +1,4 @@
-"""transformers' models on shards: jobs of ``context_torch_worker`` for ``test_huggingface_context``."""
+"""Jobs of ``context_torch_worker`` for ``test_huggingface_context``: transformers' models on shards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ huggingface.register()
 
 
 def family(name: str, **changed: Any) -> Any:
-    """(the model with transformers' eager attention, the same with ours), with the same weights."""
+    """(the model with transformers' eager attention, the same model with ours), with equal weights."""
     config = DECODERS[name]()
     for key, value in changed.items():
         setattr(config, key, value)
@@ -38,7 +38,7 @@ def family(name: str, **changed: Any) -> Any:
 
 
 def inputs(documents: tuple[int, ...] | None) -> dict[str, torch.Tensor]:
-    """Token ids and positions of whole rows; positions begin anew in every document."""
+    """Token ids and positions of whole rows; positions restart in every document."""
     rows = 1 if documents else 2
     ids = torch.randint(2, VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(length) for length in documents or (LENGTH,)])[None]
@@ -46,7 +46,7 @@ def inputs(documents: tuple[int, ...] | None) -> dict[str, torch.Tensor]:
 
 
 def trained(name: str, options: dict[str, Any], documents: tuple[int, ...] | None, how: str) -> dict[str, float]:
-    """By how much logits and every parameter's gradient differ from one process's, relative to the largest.
+    """By how much the logits and the gradient of every parameter differ from one process's, relative to the largest.
 
     ``how``: "plain"; "masked", with a mask that hides nothing; or "recomputed", where the backward runs behind the
     block and in another thread.
@@ -130,7 +130,8 @@ def refusals() -> dict[str, str]:
 
 
 def compiled() -> float:
-    """How much a compiled model's logits in a block differ from one that is not; it was compiled outside before."""
+    """By how much a compiled model's logits in a block differ from an uncompiled one's; it was compiled outside
+    before."""
     mesh = mesh_of((2,))
     config = transformers.LlamaConfig(**DECODER | {"num_hidden_layers": 1})
     model = build(transformers.AutoModelForCausalLM, config)

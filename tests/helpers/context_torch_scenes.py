@@ -1,4 +1,4 @@
-"""What ranks do besides cases: jobs of ``context_torch_worker`` for ``test_context_torch_ranks``."""
+"""Jobs of ``context_torch_worker`` for ``test_context_torch_ranks``, other than cases."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ LENGTH = 23
 
 
 def counted(case: Case) -> dict[str, int]:
-    """How many collectives of each kind the second run of a case needs: the first also compares the ranks' calls."""
+    """The number of collectives of each kind in the second run of a case; the first run also compares the ranks'
+    calls."""
     run(case)
     with CommDebugMode() as mode:
         run(case)
@@ -42,7 +43,7 @@ def counted(case: Case) -> dict[str, int]:
 
 
 def error_of(call: Callable[[], Any]) -> str:
-    """The kind and the text of what a call raises; "" for nothing."""
+    """The type and the text of the error that a call raises; "" if it raises none."""
     try:
         call()
     except Exception as error:
@@ -66,7 +67,7 @@ def row(heads: int = 4, kv_heads: int = 2, length: int = LENGTH, batch: int = 2)
 
 
 def dtensors(strategy: str, length: int) -> dict[str, Any]:
-    """A call on DTensors, batch over "dp" and positions over "cp": what comes out whole, in the order of positions."""
+    """A call on DTensors, batch over "dp" and positions over "cp": the whole results in the order of positions."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     made = row_layout(mesh["cp"], "zigzag", length, None)
     order, back = (
@@ -99,7 +100,7 @@ def dtensors(strategy: str, length: int) -> dict[str, Any]:
 
 
 def dtensors_on_two_axes() -> dict[str, Any]:
-    """Positions over both axes of a mesh without names."""
+    """The positions are split over both axes of a mesh without names."""
     mesh = init_device_mesh("cpu", (2, 2))
     made = row_layout(mesh, "zigzag", LENGTH, None)
     order, back = (
@@ -117,7 +118,7 @@ def dtensors_on_two_axes() -> dict[str, Any]:
 
 
 def round_trips(axes: tuple[int, ...]) -> list[str]:
-    """Rows that do not come back as they were, or whose shards' gradients are not theirs."""
+    """The rows that differ after sharding and unsharding, or whose shards' gradients are wrong."""
     mesh, wrong = mesh_of(axes), []
     for kind in ("contiguous", "zigzag", "striped"):
         for length, documents in ((LENGTH, None), (24, None), (1, None), (LENGTH, (3, 0, 11, 1, 8))):
@@ -146,11 +147,11 @@ def round_trips(axes: tuple[int, ...]) -> list[str]:
     return wrong
 
 
-# Ranks that differ, and ranks that are gone
+# Ranks that call differently, and ranks that die
 
 
 def disagreeing(sizes: tuple[int, ...]) -> dict[str, Any]:
-    """What every rank is told when rank 1 calls otherwise; and whether they agree again afterwards."""
+    """The error of every rank when rank 1 calls differently; and whether the ranks agree again afterwards."""
     mesh, rank = mesh_of(sizes), dist.get_rank()
     q, k, v, _ = (shard_sequence(each, mesh) for each in row())
     narrow = [each[..., :3] for each in (q, k, v)] if rank == 1 else [q, k, v]
@@ -170,7 +171,7 @@ def disagreeing(sizes: tuple[int, ...]) -> dict[str, Any]:
         alone[name] = error_of(lambda g=given: context_parallel_attention(q, k, v, mesh=mesh, length=LENGTH, **g))
     halves = (q, k.half() if rank == 1 else k, v)
     alone["dtype"] = error_of(lambda: context_parallel_attention(*halves, mesh=mesh, length=LENGTH))
-    moved = (q.to("meta") if rank == 1 else q, k, v)  # where ranks cannot talk
+    moved = (q.to("meta") if rank == 1 else q, k, v)  # ranks cannot communicate here
     alone["device"] = error_of(lambda: context_parallel_attention(*moved, mesh=mesh, length=LENGTH, scale=0.25))
     fine = context_parallel_attention(q, k, v, mesh=mesh, strategy="ring", length=LENGTH)
     info, one = SeqInfo.from_lengths((3, 19) if rank == 1 else (3, 20)), [each[:1] for each in (q, k, v)]
@@ -179,7 +180,8 @@ def disagreeing(sizes: tuple[int, ...]) -> dict[str, Any]:
 
 
 def without_one(how: str) -> tuple[str, float]:
-    """(what a rank is told when the last one dies, or does not come, after a call that all made; after how long)."""
+    """(the error of a rank when the last one dies or does not come, after a call that all made; after how many
+    seconds)."""
     mesh, last = mesh_of((3,)), dist.get_rank() == 2
     q, k, v, _ = (shard_sequence(each, mesh) for each in row())
 
@@ -196,7 +198,7 @@ def without_one(how: str) -> tuple[str, float]:
     return error_of(call), time.monotonic() - started
 
 
-# What is refused
+# Refusals
 
 
 def refusals() -> dict[str, str]:
@@ -264,7 +266,7 @@ def refusals() -> dict[str, str]:
 
 
 def explained() -> dict[str, Any]:
-    """Whether explain_context_parallel takes the call's arguments, and which specs it explains."""
+    """Whether explain_context_parallel takes the call's arguments, and the specs that it explains."""
     mesh = mesh_of((2,))
     q, k, v, _ = (shard_sequence(each, mesh) for each in row())
     call, explain = (inspect.signature(each) for each in (context_parallel_attention, explain_context_parallel))
@@ -287,7 +289,7 @@ def explained() -> dict[str, Any]:
 
 
 def rotary(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Halves turned by the position; ``[batch, seq, heads, head_dim]``."""
+    """Rotates halves by the position; ``[batch, seq, heads, head_dim]``."""
     half = q.shape[-1] // 2
     turn = positions[..., None, None] * 0.3 ** torch.arange(half, dtype=q.dtype)
     cos, sin = turn.cos(), turn.sin()
@@ -308,7 +310,7 @@ def layer_of(window: Any = 7) -> Attention:
 def layers(documents: tuple[int, ...] | None, recomputed: bool) -> dict[str, float]:
     """By how much two layers on shards differ from the same layers on whole rows: output, and every gradient.
 
-    Recomputed layers have their backward behind the block, in another thread.
+    Recomputed layers run their backward behind the block, in another thread.
     """
     mesh = mesh_of((2,))
     info = SeqInfo.from_lengths(documents) if documents else None
@@ -341,7 +343,7 @@ def layers(documents: tuple[int, ...] | None, recomputed: bool) -> dict[str, flo
 
 
 def scopes() -> dict[str, Any]:
-    """What a block reaches, and what its layers refuse."""
+    """Which calls a block covers, and what its layers refuse."""
     mesh, layer = mesh_of((2,)), layer_of()
     x = tensors((2, LENGTH, 24))[0]
     shard, seen = shard_sequence(x, mesh), []
@@ -364,7 +366,8 @@ def scopes() -> dict[str, Any]:
 
 
 def compiled_layer() -> tuple[str, float]:
-    """(what a graph that must be whole says, how much a compiled layer in a block differs from one that is not)."""
+    """(the error of a graph that must be whole, how much a compiled layer in a block differs from an uncompiled
+    one)."""
     mesh, layer = mesh_of((2,)), layer_of()
     shard = shard_sequence(tensors((2, LENGTH, 24))[0], mesh)
     whole = torch.compile(layer, backend="aot_eager", fullgraph=True)

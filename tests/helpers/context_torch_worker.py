@@ -1,9 +1,9 @@
-"""Ranks of context-parallel torch calls, in gloo processes: what ``test_context_torch`` and others ask them to run.
+"""Runs jobs of ``test_context_torch`` and other modules on ranks of context-parallel torch calls, in gloo processes.
 
 ``main(folder)`` reads ``asked.pickle``: for each world its name, its number of ranks and its jobs, ``(module, function,
-arguments)``. It forks the ranks of all worlds at once (torch is imported once), and rank r of world w writes what its
-jobs gave, ``{job: result}``, to ``w.r.pickle``. A job that raises gives a ``Failed`` with the traceback, and ends its
-rank's work: the ranks no longer agree.
+arguments)``. It forks the ranks of all worlds at once (torch is imported once). Rank r of world w writes the results
+of its jobs, ``{job: result}``, to ``w.r.pickle``. A job that raises gives a ``Failed`` with the traceback, and ends
+its rank's work, because the ranks no longer agree.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ AXES = {1: ("cp",), 2: ("outer", "inner")}
 
 
 class World(NamedTuple):
-    """So many ranks, the jobs that they run one after another, and how long they wait for each other.
+    """The number of ranks, the jobs that they run one after another, and how long they wait for each other.
 
-    On "cpu" they talk by gloo; on "cuda" each has a GPU, and they talk by NCCL.
+    On "cpu" the ranks communicate by gloo. On "cuda" each has a GPU, and they communicate by NCCL.
     """
 
     name: str
@@ -52,7 +52,7 @@ class World(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """What a job gives that raised."""
+    """The result of a job that raised."""
 
     text: str
 
@@ -64,7 +64,7 @@ class Case(NamedTuple):
         axes: of the mesh.
         length: positions of q, and of k and v; documents: their lengths in a packed row.
         options: other keywords of ``context_parallel_attention``.
-        lse_gradient: whether the log-sum-exp has one, too; without it, it is that of a call without gradients.
+        lse_gradient: whether the log-sum-exp has a gradient, too; without it, its cotangent is None.
         device: of the world that runs it.
         how: "eager", "compile", "compile in parts" (offsets of documents are no part of a graph), "checkpoint", or
             "kept": differentiated twice, as ``retain_graph=True`` allows.
@@ -96,7 +96,7 @@ class Case(NamedTuple):
 
 
 class Values(NamedTuple):
-    """Whole rows: inputs of a case and the gradients that come from behind; float64 that the case's dtype holds."""
+    """Whole rows: inputs of a case and the incoming gradients; float64 numbers that the case's dtype represents."""
 
     q: Array
     k: Array
@@ -127,7 +127,7 @@ def mesh_of(axes: tuple[int, ...], device: str = "cpu") -> DeviceMesh:
 
 
 def run(case: Case) -> dict[str, Array]:
-    """This rank's shards of out, lse, dq, dk, dv, and its share of dsinks; in the dtypes that the call gives."""
+    """This rank's shards of out, lse, dq, dk, dv, and its share of dsinks, in the dtypes of the call."""
     mesh, given, kind = mesh_of(case.axes, case.device), values(case), getattr(torch, case.dtype)
     info = SeqInfo.from_lengths(case.documents) if case.documents else None
 
@@ -137,7 +137,7 @@ def run(case: Case) -> dict[str, Array]:
         outer, inner = (*case.axes, 1)[:2]
         documents = info.cu_seqlens_q.tolist() if info is not None and case.layout == "zigzag" else None
         held = build_layout(case.layout, length, outer, inner, documents).position_count(rank_of(mesh))
-        part.narrow(dim, held, part.shape[dim] - held).fill_(torch.nan)  # what lies where no position is
+        part.narrow(dim, held, part.shape[dim] - held).fill_(torch.nan)  # the content of places without a position
         return part
 
     q_len, k_len = case.length
@@ -181,14 +181,14 @@ def run(case: Case) -> dict[str, Array]:
 
 
 def as_numpy(tensor: torch.Tensor) -> Array:
-    """Its values; bfloat16 as float32."""
+    """The values of a tensor; bfloat16 as float32."""
     tensor = tensor.detach().cpu()
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def _work(world: World, rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(world.device == "cpu")  # which also fills memory that nobody wrote to with NaN
+    torch.use_deterministic_algorithms(world.device == "cpu")  # also fills uninitialised memory with NaN
     if world.device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -208,13 +208,13 @@ def _work(world: World, rank: int, folder: Path) -> None:
             break
     (folder / f"{world.name}.{rank}.pickle").write_bytes(pickle.dumps(found))
     sys.stdout.flush()
-    os._exit(0)  # without a farewell to ranks that may be gone
+    os._exit(0)  # does not wait for ranks that may be gone
 
 
 def main(folder: Path) -> None:
     worlds = pickle.loads((folder / "asked.pickle").read_bytes())
     for name in {module for world in worlds for module, _, _ in world.jobs.values()}:
-        importlib.import_module(name)  # before the fork, so once
+        importlib.import_module(name)  # before the fork, so only once
     context = multiprocessing.get_context("fork")
     started = [
         context.Process(target=_work, args=(world, rank, folder)) for world in worlds for rank in range(world.ranks)
@@ -226,7 +226,7 @@ def main(folder: Path) -> None:
 
 
 def in_ranks(worlds: list[World], folder: Path, seconds: float) -> dict[str, list[dict[str, Any]]]:
-    """Runs worlds in processes of their own: the results of every rank of each; of a rank that died, what it had."""
+    """Runs worlds in separate processes: the results of every rank of each; the results so far of a rank that died."""
     (folder / "asked.pickle").write_bytes(pickle.dumps(worlds))
     here = Path(__file__).parent
     paths = [str(here.parents[1]), str(here), *(path for path in sys.path if path)]
@@ -242,7 +242,7 @@ def in_ranks(worlds: list[World], folder: Path, seconds: float) -> dict[str, lis
             running.wait(seconds)
         finally:
             if running.poll() is None:
-                os.killpg(running.pid, signal.SIGKILL)  # its ranks, too
+                os.killpg(running.pid, signal.SIGKILL)  # and its ranks
     assert running.returncode == 0, (folder / "log").read_text()[-3000:]
     files = {world.name: [folder / f"{world.name}.{rank}.pickle" for rank in range(world.ranks)] for world in worlds}
     return {
@@ -252,10 +252,10 @@ def in_ranks(worlds: list[World], folder: Path, seconds: float) -> dict[str, lis
 
 
 def once(worlds: list[World], name: str, factory: Any, seconds: float) -> tuple[list[World], dict[str, Any]]:
-    """``in_ranks`` once for all of pytest's processes, where there are several: the others wait for the first.
+    """Runs ``in_ranks`` once for all of pytest's processes, if there are several: the others wait for the first.
 
     Returns:
-        (the worlds as the first of them asked for them, what they gave).
+        (the worlds as the first process requested them, their results).
     """
     root = factory.getbasetemp()
     folder = (root.parent if os.environ.get("PYTEST_XDIST_WORKER") else root) / f"ranks-of-{name}"

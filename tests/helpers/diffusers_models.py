@@ -1,4 +1,4 @@
-"""diffusers' models, tiny and random, each with inputs: one for every way that its models reach torch's attention."""
+"""Small random models of diffusers with inputs: one for every way in which its models call torch's attention."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Inputs = dict[str, Any]
 
 
 class Family(NamedTuple):
-    """A model, how its inputs are made, and how many calls of attention one forward pass is."""
+    """A model, how its inputs are built, and the number of its attention calls in one forward."""
 
     model: Callable[[], torch.nn.Module]
     inputs: Callable[[], Inputs]
     calls: int
     masked: int = 0
-    """How many of them have a mask."""
+    """The number of calls with a mask."""
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -29,14 +29,15 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def keep(length: int = TEXT) -> torch.Tensor:
-    """0/1 ``[batch, length]``, as tokenizers give it: padding behind in one row, in front and a hole in the other."""
+    """0/1 ``[batch, length]``, as tokenizers give it: padding behind in one row, in front and in a hole in the
+    other."""
     kept = torch.ones(BATCH, length, dtype=torch.int64)
     kept[0, -3:], kept[1, 0], kept[1, 3] = 0, 0, 0
     return kept
 
 
 def behind(length: int = TEXT) -> torch.Tensor:
-    """The same with padding behind alone, for models that take a row's first tokens."""
+    """The same with padding only behind, for models that take the first tokens of a row."""
     return torch.arange(length)[None, :] < torch.tensor([[length - 3], [length]])
 
 
@@ -147,7 +148,7 @@ def wan_inputs() -> Inputs:
         "timestep": STEPS,
         "encoder_hidden_states": random(
             BATCH, 512, 24
-        ),  # it takes the last 512 for text, and what is before for images
+        ),  # the model takes the last 512 tokens for text, and those before for images
         "encoder_hidden_states_image": random(BATCH, 5, 20),
     }
 
@@ -236,19 +237,19 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def built(family: str, device: str) -> tuple[torch.nn.Module, Inputs]:
-    """The model with weights large enough that attention decides the result, and its inputs, in float32."""
+    """The model with weights so large that attention decides the result, and its inputs, in float32."""
     torch.manual_seed(0)
     model = FAMILIES[family].model().eval()
     for parameter in model.parameters():
         if parameter.dim() == 2:
             parameter.data.mul_(3)
-        elif not parameter.any():  # scale_shift tables and the like begin as zeros
+        elif not parameter.any():  # scale_shift tables and the like are initialised with zeros
             parameter.data.add_(torch.randn_like(parameter) * 0.1)
     return model.to(device), moved(FAMILIES[family].inputs(), device)
 
 
 def moved(inputs: Inputs, *to: Any) -> Inputs:
-    """Every tensor ``.to(device)``; where a dtype is named, the floating ones alone."""
+    """Every tensor ``.to(device)``; a named dtype applies to floating tensors alone."""
     return {
         name: value.to(*to)
         if isinstance(value, torch.Tensor) and (isinstance(to[0], str) or value.is_floating_point())

@@ -1,4 +1,4 @@
-"""Calls of Finetrainers' attention_dispatch by argument, and the float64 reference beside them."""
+"""Calls of Finetrainers' attention_dispatch by argument, with the float64 reference."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ def tensors(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """query, key and value as the host lays them out, ``[batch, heads, len, head_dim]``; the same numbers anywhere."""
+    """query, key and value in the host's layout, ``[batch, heads, len, head_dim]``; the same numbers on every
+    device."""
     random = torch.Generator().manual_seed(0)
     shapes = ((HEADS, q_len, HEAD_DIM), (KV_HEADS, kv_len, HEAD_DIM), (KV_HEADS, kv_len, value_dim))
     return tuple(torch.randn(batch, *shape, generator=random).to(device, dtype) for shape in shapes)
 
 
-def described(
+def reference_call(
     qkv: Any, *, mask: Any = None, bias: Any = None, slopes: Any = None, **fields: Any
 ) -> tuple[AttentionSpec, Inputs]:
     """A call for the reference; mask, bias and slopes are arrays, fields those of the spec."""
@@ -47,8 +48,8 @@ def described(
 
 
 def expected(qkv: Any, **call: Any) -> Any:
-    """The reference's (output, log-sum-exp) in the host's layout; ``call`` as ``described`` takes it."""
-    out, lse = reference.forward(*described(qkv, **call))
+    """The reference's (output, log-sum-exp) in the host's layout; ``call`` as ``reference_call`` takes it."""
+    out, lse = reference.forward(*reference_call(qkv, **call))
     return out.swapaxes(1, 2), lse
 
 
@@ -57,13 +58,14 @@ def close(found: Any, right: Any) -> None:
 
 
 def judged(out: Any, lse: Any, qkv: Any, **call: Any) -> accuracy.Accuracy:
-    """How an output in the host's layout, and where there is one the log-sum-exp, keep within the dtype's bounds."""
-    spec, inputs = described(qkv, **call, dtype=str(out.dtype).removeprefix("torch."))
+    """Whether an output in the host's layout, and the log-sum-exp if there is one, are within the dtype's bounds."""
+    spec, inputs = reference_call(qkv, **call, dtype=str(out.dtype).removeprefix("torch."))
     own = as_numpy(out).swapaxes(1, 2)  # [batch, q_len, heads, value_dim]
     return accuracy.expect(spec, inputs).judge(out=own, lse=None if lse is None else as_numpy(lse))
 
 
-KEEP = np.array([[0, 0, 1, 1, 1, 0, 1], [1, 1, 0, 1, 0, 0, 0]], bool)  # left padding and a hole; right padding and one
+# left padding and a hole; right padding and a hole
+KEEP = np.array([[0, 0, 1, 1, 1, 0, 1], [1, 1, 0, 1, 0, 0, 0]], bool)
 RANDOM = np.random.default_rng(1)
 TABLE = RANDOM.random((BATCH, HEADS, Q_LEN, KV_LEN)) < 0.7
 ADDED = RANDOM.normal(size=(BATCH, 1, Q_LEN, KV_LEN)).astype(np.float32)
@@ -72,7 +74,7 @@ KEEP4 = KEEP[:, None, None, :]
 
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    # name: (arguments, the spec's fields, how a refusal names it)
+    # name: (arguments, fields of the spec, how a refusal names them)
     "plain": ({}, {}, ""),
     "scale": ({"scale": 0.7}, {"scale": 0.7}, ""),
     "scale below 0": ({"scale": -0.7}, {"scale": -0.7}, ""),
@@ -104,7 +106,7 @@ FIRST_EIGHT = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 def dispatched(word: str, qkv: Any, arguments: dict[str, Any]) -> Any:
-    """attention_dispatch on a provider; arrays among the arguments go where the query is."""
+    """attention_dispatch on a provider; arrays among the arguments move to the device of the query."""
 
     def own(value: Any) -> Any:
         given = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
@@ -118,5 +120,5 @@ def dispatched(word: str, qkv: Any, arguments: dict[str, Any]) -> Any:
 
 
 def with_scale_above_0(qkv: Any, fields: dict[str, Any]) -> Any:
-    """A negative scale as the reference takes it: query turned around."""
+    """A negative scale as the reference takes it: with a negated query."""
     return (qkv[0] * float(np.sign(fields.get("scale", 1))), *qkv[1:])

@@ -1,4 +1,4 @@
-"""torch and JAX by the same names, for tests that hold both frontends to one contract; and a spy on every backend."""
+"""torch and JAX under equal names, for tests that hold both frontends to one contract; and a spy on every backend."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from attn_core import backends
 
 
 class Framework(NamedTuple):
-    """One frontend, and how to make its arrays on a device."""
+    """One frontend, and how to create its arrays on a device."""
 
     name: str
     frontend: Any
     array: Callable[..., Any]
-    """(array-like, dtype=None) -> an array of the framework, of the array-like's dtype unless one is named."""
+    """(array-like, dtype=None) -> an array of the framework; without a dtype, with that of the array-like."""
     device: str = "cpu"
 
     def zeros(self, *shape: int, dtype: str = "float32") -> Any:
@@ -37,7 +37,8 @@ class Framework(NamedTuple):
 
     @property
     def device_name(self) -> str:
-        """What the frontend's plans call the device: ``"cpu"``, or a GPU's compute capability such as ``"sm90"``."""
+        """The name of the device in the frontend's plans: ``"cpu"``, or a GPU's compute capability such as
+        ``"sm90"``."""
         plan = import_module(f"{self.name}_frontend.dispatch.plan")
         return plan.device_name(self.zeros(1) if self.name == "jax" else self.zeros(1).device)
 
@@ -74,7 +75,7 @@ EVERYWHERE = (*BOTH, *(pytest.param(framework, marks=pytest.mark.cuda) for frame
 
 @contextmanager
 def jax_on(device: str) -> Iterator[None]:
-    """JAX on a kind of device, where products of float32 are products of float32: a GPU's default rounds to TF32."""
+    """JAX on a kind of device with full float32 products: a GPU's default rounds to TF32."""
     with jax.default_device(jax_device(device)), jax.default_matmul_precision("highest"):
         yield
 
@@ -92,7 +93,7 @@ def spied(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The names of the backends whose forward runs in the block, in order.
 
     Plans hold references to the functions that are replaced here, so the caches of plans are emptied before and after.
-    Not seen: kernels that XLA launches by itself, from JAX on a GPU.
+    Kernels that XLA launches without Python, from JAX on a GPU, are not seen.
     """
     ran: list[str] = []
 

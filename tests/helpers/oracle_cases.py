@@ -1,4 +1,4 @@
-"""Calls for the tests of the oracle: the features one by one, inputs for any spec, and an honest float32 kernel."""
+"""Calls for the tests of the oracle: single features, inputs for any spec, and an honest float32 kernel."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 class Case(NamedTuple):
-    """A spec with inputs and output gradients, float64 but of values that ``spec.dtype`` holds."""
+    """A spec with inputs and output gradients: float64 numbers that ``spec.dtype`` represents."""
 
     spec: AttentionSpec
     inputs: Inputs
@@ -63,13 +63,13 @@ class Case(NamedTuple):
 
 
 def make(features: dict[str, Any], dtype: str = "float64", seed: int = 0) -> Case:
-    """The case of some of the FEATURES' fields (or any other fields of a spec)."""
+    """The case of some of the FEATURES' fields (or other fields of a spec)."""
     spec = AttentionSpec(**{**SIZES, "dtype": dtype, **features})
     return fill(spec, seed, LENGTHS_Q if spec.packed else None, LENGTHS_K if spec.packed else None)
 
 
 def fill(spec: AttentionSpec, seed: int, lengths_q: Any = None, lengths_k: Any = None) -> Case:
-    """Random inputs for a spec; the lengths of its documents when it is packed."""
+    """Random inputs for a spec; for a packed one with the lengths of its documents."""
     random = np.random.default_rng(seed)
 
     def normal(*shape: int) -> np.ndarray:
@@ -93,7 +93,7 @@ def fill(spec: AttentionSpec, seed: int, lengths_q: Any = None, lengths_k: Any =
 
 
 def rounded(array: Any, dtype: str) -> np.ndarray:
-    """float64 array of the nearest values of a dtype."""
+    """A float64 array rounded to the nearest values of a dtype."""
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
     return np.asarray(array, np.float64).astype(kind).astype(np.float64)
 
@@ -109,8 +109,9 @@ F32 = np.float32
 
 
 def honest(case: Case, *, key_block: int = 5) -> tuple[np.ndarray, np.ndarray, Gradients]:
-    """(out, lse, gradients) as an honest kernel computes them: float32 sums, an online softmax over blocks of keys, and
-    weights, logit gradients and results rounded to the call's dtype."""
+    """(out, lse, gradients) of an honest kernel: float32 sums, an online softmax over blocks of keys, and weights,
+    logit gradients and results rounded to the call's dtype.
+    """
     spec = case.spec
     score, logit, seen = _scores(case)
     kept = np.ones(score.shape, F32)
@@ -126,7 +127,7 @@ def honest(case: Case, *, key_block: int = 5) -> tuple[np.ndarray, np.ndarray, G
 
 
 def _heads(spec: AttentionSpec, array: Any) -> np.ndarray:
-    """float32 ``[batch, heads, length, dim]``, key/value heads repeated."""
+    """float32 ``[batch, heads, length, dim]`` with repeated key/value heads."""
     array = np.asarray(array, F32).reshape(spec.batch, -1, *np.shape(array)[-2:]).swapaxes(1, 2)
     return np.repeat(array, spec.num_heads // array.shape[1], axis=1)
 
@@ -165,7 +166,7 @@ def _online_softmax(
         out = out * shrink[..., None] + _low(spec, weights * kept[block]) @ v[:, :, start : start + key_block]
         top = new
     alive = seen.any(-1)
-    total = np.where(total > 0, total, F32(1))  # without a key and a sink
+    total = np.where(total > 0, total, F32(1))  # no key and no sink
     out = np.where(alive[..., None], out / total[..., None], F32(0))
     return _low(spec, out), top + np.log(total)
 
@@ -193,5 +194,6 @@ def _gradients(case: Case, score: np.ndarray, logit: np.ndarray, seen: np.ndarra
 
 
 def altered(case: Case, **fields: Any) -> Case:
-    """The case with other fields in its spec and the same inputs: what a kernel that misread the spec would compute."""
+    """The case with other fields in its spec and the same inputs: the call as a kernel computes it that misreads the
+    spec."""
     return case._replace(spec=replace(case.spec, **fields))

@@ -1,6 +1,6 @@
 """Calls on keys and values in pages: drawn, run through either frontend, and judged like any other call.
 
-Pages are scattered over a pool, and whatever no sequence holds is NaN: whole pages, and the ends of last pages.
+Pages are scattered over a pool. Everything outside the sequences is NaN: whole pages, and the ends of last pages.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from attn_core.correctness import accuracy
 from attn_core.correctness.paged import gather_pages, inputs_of
 
 LAYOUTS = ("contiguous", "heads_outside", "one_tensor")
-"""How torch's pools lie in memory: dense; by heads first; or keys and values of a page side by side in one tensor."""
+"""The memory layouts of torch's pools: dense; by heads first; or keys and values of a page side by side in one
+tensor."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PagedCall:
-    """One call to ``paged_attention`` and what its results are judged by.
+    """One call to ``paged_attention`` with everything that its results are judged by.
 
     Attributes:
-        spec: the call; inputs: numpy arrays as PagedInputs says, float64 of values that the dtype holds.
+        spec: the call; inputs: numpy arrays in the layout of PagedInputs, float64 numbers that the dtype represents.
         window: as the caller writes it; bound: ``max_len_q`` as the caller writes it.
-        layout: one of LAYOUTS; host_tables: the tables are passed as numpy arrays.
+        layout: one of LAYOUTS; host_tables: whether the tables are passed as numpy arrays.
     """
 
     spec: AttentionSpec
@@ -94,9 +95,9 @@ def make_paged(
     """A call of sequences of ``lengths`` tokens, ``new`` of which are queries.
 
     Args:
-        new: one query each and no offsets when None.
-        spare: pages that nobody holds; wider: columns of the table that nobody needs.
-        shared: the second sequence reads so many of the first one's pages in place of its own.
+        new: if None, one query each and no offsets.
+        spare: pages that no sequence holds; wider: unused columns of the table.
+        shared: the number of pages that the second sequence reads of the first one's in place of its own.
         fields: of the spec.
     """
     counts = [-(-length // page_size) for length in lengths]
@@ -104,7 +105,7 @@ def make_paged(
     queries = len(lengths) if new is None else sum(new)
     longest = 1 if new is None else min(queries if bound is None else bound, queries)
     if new is not None and queries == len(lengths):
-        longest = max(longest, 2)  # offsets may say that a sequence has none
+        longest = max(longest, 2)  # the offsets may leave a sequence without queries
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8, "dtype": "float32", "causal": True}
     spec = AttentionSpec(
         **{**sizes, **fields},
@@ -123,7 +124,7 @@ def make_paged(
 
 
 def sharing(inputs: PagedInputs, pages: int) -> PagedInputs:
-    """The second sequence reads the first one's pages at its beginning; nobody holds those that it had there."""
+    """The second sequence reads the first one's pages at its beginning; its own pages there belong to no sequence."""
     table, k, v = inputs.block_table.copy(), inputs.k.copy(), inputs.v.copy()
     for pool in (k, v):
         pool[table[1, :pages]] = np.nan
@@ -132,7 +133,7 @@ def sharing(inputs: PagedInputs, pages: int) -> PagedInputs:
 
 
 def most_shared(lengths: Any, page_size: int) -> int:
-    """How many pages the second sequence may read of the first one's: those that the first one fills."""
+    """The number of pages that the second sequence may read of the first one's: the pages that the first one fills."""
     if len(lengths) < 2:
         return 0
     return min(lengths[0] // page_size, -(-lengths[1] // page_size))
@@ -155,7 +156,7 @@ FEATURES: dict[str, st.SearchStrategy[dict[str, Any]]] = {
 
 @st.composite
 def batches(draw: Any, page_size: int, on_gpu: bool = False) -> tuple[list[int], list[int] | None]:
-    """(lengths, new) of some sequences: decoding, chunks of a prefill, both at once; some have nothing at all."""
+    """(lengths, new) of some sequences: decoding, chunks of a prefill, both at once; some sequences are empty."""
     longest = max(2 * page_size + 3, 600 if on_gpu else 40)
     near = st.sampled_from((1, page_size - 1, page_size, page_size + 1, 2 * page_size)).filter(lambda n: n > 0)
     some = st.one_of(near, st.integers(1, longest))
@@ -211,12 +212,12 @@ SIGNATURES: tuple[dict[str, Any], ...] = (
     {"new": 13, "page_size": 16, "dtype": "float64", "num_kv_heads": 1, "scale": 0.31, "sinks": True, "bound": 9},
     {"new": 7, "page_size": 256, "dtype": "float16", "causal": False, "return_lse": True},
 )
-"""Calls whose shapes stay: with ``new`` queries in all, of four sequences on tables of fixed width."""
+"""Calls with constant shapes: ``new`` queries in total, of four sequences on tables of fixed width."""
 
 
 @st.composite
 def paged_signatures(draw: Any, claims: Support, on_gpu: bool = False) -> PagedCall:
-    """A call of one of SIGNATURES: for frontends that compile for every shape and option. Its tables are free."""
+    """A call of one of SIGNATURES, for frontends that compile for every shape and option. Its tables are free."""
     fields = dict(draw(st.sampled_from(SIGNATURES)))
     if fields.get("dtype", "float32") not in claims.dtypes:
         fields["dtype"] = claims.dtypes[0]
@@ -248,7 +249,7 @@ def paged_signatures(draw: Any, claims: Support, on_gpu: bool = False) -> PagedC
 
 
 def run(framework: str, call: PagedCall, backend: Any = None, device: str = "cpu") -> Results:
-    """out, and lse where the caller asks for it, as numpy arrays; JAX eager with host tables, inside jit without."""
+    """out, and lse if the call returns it, as numpy arrays; JAX runs eagerly with host tables, else inside jit."""
     found = (_run_torch if framework == "torch" else _run_jax)(call, backend, device)
     found = found if isinstance(found, (tuple, list)) else (found,)
     results = {name: _plain(array) for name, array in zip(("out", "lse"), found)}
@@ -271,12 +272,13 @@ def explained(framework: str, call: PagedCall, backend: Any = None, device: str 
 
 
 def judge(call: PagedCall, results: Results) -> accuracy.Accuracy:
-    """Holds results to the float64 reference on the sequences' tokens, and to the bounds of its arithmetic."""
+    """Judges results against the float64 reference on the sequences' tokens, within the bounds of the arithmetic."""
     return accuracy.expect(*gather_pages(call.spec, call.inputs)).judge(out=results["out"], lse=results.get("lse"))
 
 
 def conforms(framework: str, call: PagedCall, backend: str, device: str = "cpu") -> bool:
-    """Whether the backend accepts the call. Asserts that it is then right, and else refused with every reason."""
+    """Whether the backend accepts the call. Asserts that the result is then correct, and else that every reason is
+    named."""
     selection = explained(framework, call, backend, device)
     if selection.backend is None:
         try:
@@ -304,7 +306,7 @@ def torch_arguments(call: PagedCall, device: str = "cpu") -> tuple[tuple[Any, ..
 
 
 def laid_out(k: torch.Tensor, v: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same pools in other memory."""
+    """The same pools in another memory layout."""
     if layout == "heads_outside":  # [pages, slots, heads, dim] in the memory of [pages, heads, slots, dim]
         return tuple(pool.transpose(1, 2).contiguous().transpose(1, 2) for pool in (k, v))  # type: ignore[return-value]
     if layout == "one_tensor" and k.shape == v.shape:
@@ -319,7 +321,7 @@ def _run_torch(call: PagedCall, backend: Any, device: str) -> Any:
 
 @contextmanager
 def jax_on(call: PagedCall, device: str) -> Iterator[None]:
-    """JAX with float64 only for float64 calls, on a device; products of float32 are products of float32."""
+    """JAX on a device with float64 for float64 calls alone, and with full float32 products."""
     with (
         jax.enable_x64(call.spec.dtype == "float64"),
         jax.default_device(jax_device(device)),
@@ -369,13 +371,13 @@ def paged_backends(*devices: str) -> list[tuple[str, str]]:
 
 
 def without_answers(call: PagedCall) -> PagedCall:
-    """The call with finite numbers in every page: for tables that lie."""
+    """The call with finite numbers in every page, for wrong tables."""
     k, v = (np.where(np.isnan(pool), 0.25, pool) for pool in (call.inputs.k, call.inputs.v))
     return replace(call, inputs=call.inputs._replace(k=k, v=v))
 
 
 def aligned(array: np.ndarray) -> np.ndarray:
-    """A copy that starts where JAX may take numpy's memory for its own on a CPU: at a multiple of 64 bytes."""
+    """A copy at an address where JAX on a CPU may use numpy's memory directly: a multiple of 64 bytes."""
     room = np.zeros(array.nbytes + 64, np.uint8)
     start = -room.ctypes.data % 64
     made = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)

@@ -1,4 +1,4 @@
-"""Small calls on a GPU, for tests that look at how calls run and not at what they compute. Imports no JAX."""
+"""Small calls on a GPU, for tests of how calls run and not of their results. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SmallCall(NamedTuple):
     options: dict[str, Any]
 
     def selection(self, backend: str, trained: bool, **more: Any) -> Selection:
-        """Whether a backend can run it, forward alone or with gradients, and why not."""
+        """Whether a backend can run it, forward alone or with gradients, and the reasons if it cannot."""
         qkv = (self.q, self.k, self.v)
         return torch_frontend.explain(*qkv, **self.options, **more, backend=backend, needs_backward=trained)
 
@@ -40,7 +40,7 @@ class SmallCall(NamedTuple):
         return (out.detach(), *torch.autograd.grad(out, learned, self.dout))
 
     def laid_out(self, place: Any) -> SmallCall:
-        """The same call with each tensor as ``place`` puts it."""
+        """The same call with each tensor placed by ``place``."""
         return self._replace(**{name: place(getattr(self, name)) for name in ("q", "k", "v", "dout")})
 
 
@@ -70,14 +70,15 @@ def small_call(
 
 
 def torch_backends() -> tuple[str, ...]:
-    """The names whose kernels on a GPU take torch tensors, installed or not; without those for pages alone."""
+    """The names of backends with GPU kernels for torch tensors, installed or not; without those for pages alone."""
     found = {name: backends.load(name, "cuda") for name in backends.names()}
     torchs = {name: module for name, module in found.items() if module is not None and module.FRAMEWORK == "torch"}
     return tuple(name for name, module in torchs.items() if not backends.reads_pages_alone(module))
 
 
 def most_it_can(call: SmallCall, backend: str) -> tuple[bool, dict[str, Any]] | None:
-    """(with gradients, options): gradients if the backend has them, equal bits every time if it can; or None."""
+    """(with gradients, options): gradients if the backend has them, equal bits every time if it promises them; or
+    None."""
     for trained in (True, False):
         for more in ({"deterministic": True}, {}):
             if call.selection(backend, trained, **more).backend is not None:
@@ -86,5 +87,5 @@ def most_it_can(call: SmallCall, backend: str) -> tuple[bool, dict[str, Any]] | 
 
 
 def why_not(call: SmallCall, backend: str) -> str:
-    """Every reason why a backend cannot run the call's forward, on one line."""
+    """Every reason why a backend cannot run the call's forward, in one line."""
     return f"{backend}: {'; '.join(call.selection(backend, False).reasons(backend))}"

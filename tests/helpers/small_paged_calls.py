@@ -1,7 +1,7 @@
-"""Small calls on keys and values in pages on a GPU, for tests that watch memory. Imports no JAX.
+"""Small calls on keys and values in pages on a GPU, for tests of memory accesses. Imports no JAX.
 
-A pool lies in the middle of an allocation of its own, between pages of NaN: what is read just outside of it shows in
-the result, what is written there shows in the NaN, and what lies further off is outside of the allocation.
+A pool lies in the middle of its own allocation, between pages of NaN. A read just outside of the pool shows in the
+result, a write there shows in the NaN, and an access further away is outside of the allocation.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from attn_core import backends
 from attn_core.selection import Selection
 
 KINDS = ("paged decode", "paged chunk", "paged decode, lying tables", "paged chunk, lying tables")
-"""One new token of each sequence, or some of each; and the same with tables on the device that lead elsewhere."""
+"""One new token of each sequence, or several; and the same with wrong tables on the device."""
 PAGE_SIZES = (16, 128, 256)
-"""Tried in this order: a backend's is the first that it takes."""
+"""Tried in this order: the first size that the backend accepts."""
 GUARD = 3
 """Pages of NaN before a pool, and behind it."""
 PAGES, WIDTH, LENGTHS, NEW = 11, 4, (2.5, 0.1, 3.0, 1.0), (5, 1, 16, 0)
-"""Of the pool and the table; tokens of each sequence in pages, and how many of them a chunk has."""
+"""Sizes of the pool and the table; tokens of each sequence in pages, and how many of them a chunk has."""
 
 
 class PagedCall(NamedTuple):
-    """q ``[tokens, heads, head_dim]``, k and v ``[tokens, kv_heads, head_dim]``; the pools, the allocations that they
-    lie in, ``[GUARD + PAGES + GUARD, page_size, kv_heads, head_dim]``, and the tables."""
+    """q ``[tokens, heads, head_dim]``, k and v ``[tokens, kv_heads, head_dim]``; the pools, their allocations
+    ``[GUARD + PAGES + GUARD, page_size, kv_heads, head_dim]``, and the tables."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -36,7 +36,7 @@ class PagedCall(NamedTuple):
     tables: dict[str, Any]
 
     def selection(self, backend: str) -> Selection:
-        """Whether a backend can run it, and why not."""
+        """Whether a backend can run it, and the reasons if it cannot."""
         return torch_frontend.explain_paged(self.q, *self.pools, **self.tables, backend=backend)
 
     def attend(self, backend: str) -> torch.Tensor:
@@ -45,16 +45,16 @@ class PagedCall(NamedTuple):
         return out
 
     def append(self) -> None:
-        """Writes k and v where the tables say."""
+        """Writes k and v to the places that the tables name."""
         torch_frontend.append_kv(*self.pools, self.k, self.v, **self.tables)
 
     def guarded(self) -> bool:
-        """Whether all around the pools is NaN still."""
+        """Whether everything around the pools is still NaN."""
         return all(bool(a[:GUARD].isnan().all() and a[-GUARD:].isnan().all()) for a in self.around)
 
 
 def paged_call(kind: str, page_size: int, *, seed: int = 0, device: str = "cuda") -> PagedCall:
-    """A call of one of KINDS in bfloat16, 8 query and 2 key/value heads of 64 channels; no place of the pool is NaN."""
+    """A call of one of KINDS in bfloat16, 8 query and 2 key/value heads of 64 channels; the pool contains no NaN."""
     generator = torch.Generator(device).manual_seed(seed)
     made: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.bfloat16}
     decode, lying = "decode" in kind, "lying" in kind
@@ -64,7 +64,7 @@ def paged_call(kind: str, page_size: int, *, seed: int = 0, device: str = "cuda"
     for whole in around:
         whole[:GUARD] = whole[-GUARD:] = torch.nan
     q, k, v = (torch.randn((tokens, heads, 64), **made) for heads in (8, 2, 2))
-    table, lengths, offsets = _lying(page_size, tokens) if lying else _true(page_size)
+    table, lengths, offsets = _wrong(page_size, tokens) if lying else _true(page_size)
     tables = {"block_table": table, "seq_lens": lengths, "cu_seqlens_q": None if decode else offsets}
     kept = {name: rows for name, rows in tables.items() if rows is not None}
     there = {name: torch.tensor(rows, dtype=torch.int32, device=device) for name, rows in kept.items()}
@@ -72,7 +72,7 @@ def paged_call(kind: str, page_size: int, *, seed: int = 0, device: str = "cuda"
 
 
 def _true(page_size: int) -> tuple[list[list[int]], list[int], list[int]]:
-    """(block_table, seq_lens, cu_seqlens_q) with the pages of the pool in no order; those of nobody are -1."""
+    """(block_table, seq_lens, cu_seqlens_q) with the pages of the pool in mixed order; unused entries are -1."""
     free = [(5 * page + 3) % PAGES for page in range(PAGES)]
     lengths = [max(int(pages * page_size), new) for pages, new in zip(LENGTHS, NEW, strict=True)]
     rows = []
@@ -82,10 +82,10 @@ def _true(page_size: int) -> tuple[list[list[int]], list[int], list[int]]:
     return rows, lengths, [0, *(sum(NEW[: at + 1]) for at in range(len(NEW)))]
 
 
-def _lying(page_size: int, tokens: int) -> tuple[list[list[int]], list[int], list[int]]:
-    """Pages just outside of the pool and far from it, lengths below 0 and beyond the table, offsets in no order.
+def _wrong(page_size: int, tokens: int) -> tuple[list[list[int]], list[int], list[int]]:
+    """Pages just outside of the pool and far from it, lengths below 0 and beyond the table, unordered offsets.
 
-    The first sequence's last token has its place: an append that writes nowhere would prove nothing.
+    The first sequence's last token has a valid place, because an append that writes nowhere would show nothing.
     """
     table = [
         [-1, PAGES, PAGES + GUARD - 1, 4],
@@ -97,15 +97,15 @@ def _lying(page_size: int, tokens: int) -> tuple[list[list[int]], list[int], lis
 
 
 def paged_backends() -> tuple[str, ...]:
-    """The names whose kernels on a GPU claim to read pages of torch tensors, installed or not."""
+    """The names of backends with GPU kernels that claim pages of torch tensors, installed or not."""
     found = {name: backends.load(name, "cuda") for name in backends.names()}
     return tuple(
         name for name, module in found.items() if module and module.FRAMEWORK == "torch" and module.FORWARD.paged
     )
 
 
-def able(kind: str, backend: str, device: str = "cuda") -> PagedCall | None:
-    """The call on pages of the first size that the backend takes; None where it takes none."""
+def first_accepted(kind: str, backend: str, device: str = "cuda") -> PagedCall | None:
+    """The call on pages of the first size that the backend accepts; None if it accepts none."""
     for page_size in PAGE_SIZES:
         call = paged_call(kind, page_size, device=device)
         if call.selection(backend).backend is not None:
@@ -114,6 +114,6 @@ def able(kind: str, backend: str, device: str = "cuda") -> PagedCall | None:
 
 
 def why_not(kind: str, backend: str, device: str = "cuda") -> str:
-    """Every reason why a backend cannot run it on the largest pages, on one line."""
+    """Every reason why a backend cannot run the call on the largest pages, in one line."""
     call = paged_call(kind, PAGE_SIZES[-1], device=device)
     return f"{backend}: {'; '.join(call.selection(backend).reasons(backend))}"

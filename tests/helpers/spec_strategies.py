@@ -1,9 +1,9 @@
-"""What hypothesis draws: whole attention calls, from sizes, features and a seed for the numbers.
+"""Hypothesis strategies for whole attention calls, from sizes, features and a seed for the numbers.
 
-Sizes are few, small and mostly distinct primes, so that a mixed-up axis cannot fit. ``calls`` combines features freely,
-three times out of four only those that a backend claims. ``compiled_calls`` draws from a dozen signatures, and frees
-only what does not make XLA compile again: the numbers, the mask, and where documents begin and end. ``corners`` are
-fixed calls that no draw may leave out.
+Sizes are few, small and mostly distinct primes, so that swapped axes cannot fit. ``calls`` combines features freely,
+three times out of four only features that a backend claims. ``compiled_calls`` draws from a dozen signatures and
+varies only values that do not make XLA compile again: the numbers, the mask, and the ends of documents. ``corners``
+are fixed calls that no draw may leave out.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from attn_core.call.spec import DTYPES
 from attn_core.call.tensors import Inputs
 
 LAYOUTS = ("contiguous", "heads_outside", "sliced", "stepped", "one_head_expanded")
-"""How torch's q, k, v and output gradient lie in memory; see ``both_frontends.laid_out``."""
+"""The memory layouts of torch's q, k, v and output gradient; see ``both_frontends.laid_out``."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Call:
-    """One call to ``attention`` and what its results are judged by.
+    """One call to ``attention`` with everything that its results are judged by.
 
     Attributes:
-        spec: the call, gradients included if it wants any.
-        inputs: numpy arrays laid out as Inputs says, float64 of values that their dtypes hold.
-        dout, dlse: the gradients that come from behind.
+        spec: the call, with gradients if it needs any.
+        inputs: numpy arrays in the layout of Inputs, float64 numbers that their dtypes represent.
+        dout, dlse: the incoming gradients.
         window: the window as the caller writes it: an int, a pair or None.
         layout: one of LAYOUTS.
         one_row: packed arrays are passed as ``[1, tokens, ...]``.
@@ -68,7 +68,7 @@ class Call:
 
     @property
     def learned(self) -> tuple[str, ...]:
-        """The inputs whose gradients are wanted."""
+        """The inputs with gradients."""
         if not self.spec.needs_backward:
             return ()
         bias, sinks = ("bias",) * self.spec.bias_gradient, ("sinks",) * self.spec.sinks
@@ -87,7 +87,7 @@ class Call:
         return self.extras_dtype if name in ("bias", "alibi_slopes", "sinks") else self.spec.dtype
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """q, k, v and what else is there of mask, bias, alibi_slopes and sinks, in the shapes the caller passes."""
+        """q, k, v and the present ones of mask, bias, alibi_slopes and sinks, in the shapes that the caller passes."""
         names = ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks")
         found = {name: getattr(self.inputs, name) for name in names if getattr(self.inputs, name) is not None}
         if self.one_row:
@@ -111,8 +111,8 @@ def make_call(
 ) -> Call:
     """A call from the fields of a spec and of Call; ``lengths`` are those of its query and key documents.
 
-    tail: how many tokens of q and of k follow the last document.
-    hiding: a quarter of the bias is -inf.
+    tail: the numbers of tokens of q and of k behind the last document.
+    hiding: whether a quarter of the bias is -inf.
     """
     passing = {name: fields.pop(name) for name in ("layout", "one_row", "low_rank", "extras_dtype") if name in fields}
     window = fields.pop("window", None)
@@ -163,7 +163,8 @@ PACKED_SIZES = (  # tokens are drawn with the documents
     _sizes(1, 0, 0, 2, 2, 7, 7),
     _sizes(1, 0, 0, 3, 1, 5, 13),
 )
-GPU_SIZES = (  # several tiles of a kernel each way, the widths that kernels are compiled for, and some between
+# several tiles of a kernel in each direction, the compiled widths of kernels, and some widths between them
+GPU_SIZES = (
     _sizes(2, 131, 389, 4, 2, 64, 64),
     _sizes(1, 257, 257, 6, 2, 128, 128),
     _sizes(3, 1, 523, 8, 2, 128, 128),
@@ -175,7 +176,7 @@ WINDOWS = ((2, 1), (0, 0), (None, 1), (3, None), (1, 4))
 FEATURES = ("causal", "window", "softcap", "mask", "bias", "alibi", "sinks", "dropout", "scale")
 
 TAILS = st.sampled_from(((0, 0), (0, 0), (3, 2), (0, 4), (5, 0), (11, 11)))
-"""How many tokens of q and of k follow the last document."""
+"""The numbers of tokens of q and of k behind the last document."""
 
 
 @st.composite
@@ -185,7 +186,7 @@ def document_lengths(
     tokens: tuple[int, int] | None = None,
     sizes: tuple[int, ...] = (3, 1, 0, 5, 2, 7),
 ) -> Lengths:
-    """Lengths of query and of key documents, some of them 0; of at most ``tokens`` in all where that is given."""
+    """Lengths of query and of key documents, some of them 0; at most ``tokens`` in total if that is given."""
     count = documents or draw(st.integers(1, 5), label="documents")
     if tokens is not None:
         cuts = [draw(st.lists(st.integers(0, n), min_size=count - 1, max_size=count - 1)) for n in tokens]
@@ -206,10 +207,10 @@ def calls(
     on_gpu: bool | None = None,
     squares: tuple[int, ...] = (),
 ) -> Call:
-    """Any call with gradients; mostly within a backend's claims when they are given.
+    """Any call with gradients; mostly within a backend's claims if they are given.
 
-    on_gpu: whether the sizes of GPU kernels are drawn as well; by the claims' devices if left out.
-    squares: lengths of queries and keys alike, which half of the dense calls within the claims then have.
+    on_gpu: whether the sizes of GPU kernels are drawn as well; by default, if the claims have GPU devices.
+    squares: equal lengths of queries and keys, which half of the dense calls within the claims then have.
     """
     within = claims if claims is not None and draw(st.integers(0, 3)) else None
     packed = draw(st.booleans()) if within is None or within.packed else False
@@ -261,9 +262,9 @@ def calls(
 
 
 def corners(claims: Support) -> dict[str, Call]:
-    """The calls that every backend must run right, as far as it claims their features, by name; all with gradients.
+    """The calls that every backend must compute correctly, as far as it claims their features, by name; with gradients.
 
-    Draws are few and meet these by chance alone. A call returns the log-sum-exp if the backend has its gradient.
+    Draws are few and meet these calls only by chance. A call returns the log-sum-exp if the backend has its gradient.
     """
     width = 8 if "cpu" in claims.devices else 64
     kind = "float32" if "float32" in claims.dtypes else claims.dtypes[0]
@@ -316,7 +317,7 @@ CUDNN_SIZES = (
 
 @st.composite
 def cudnn_calls(draw: Any) -> Call:
-    """Calls with gradients of the kind that cuDNN through jax.nn takes, and many that it does: even lengths."""
+    """Calls with gradients of the kind that cuDNN through jax.nn takes, and many that it accepts: even lengths."""
     fields: dict[str, Any] = dict(draw(st.sampled_from(CUDNN_SIZES)))
     fields |= draw(st.sampled_from(({}, {"causal": True}, {"causal": True, "window": 9}, {"window": (20, 0)})))
     if draw(st.integers(0, 3)) == 0:
@@ -329,7 +330,7 @@ def cudnn_calls(draw: Any) -> Call:
 
 
 def _feature(name: str, fields: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Fields that switch a feature on, for the sizes in ``fields``."""
+    """The fields that switch a feature on, for the sizes in ``fields``."""
     batch, heads = fields["batch"], fields["num_heads"]
     full = (batch, heads, fields["q_len"], fields["kv_len"])
     some_axes = st.tuples(*(st.sampled_from((size, 1)) for size in full))
@@ -351,7 +352,7 @@ _IN_DOCUMENTS = {**_sizes(1, *_PACKED_TOKENS, 6, 2, 7, 7), "documents": 4, "max_
 
 
 def few_numbers(call: Call) -> Call:
-    """The call with one scale, one softcap and few windows: for compilers that make numbers part of their code."""
+    """The call with one scale, one softcap and few windows, for compilers that compile numbers into their code."""
     spec, (left, right) = call.spec, call.spec.window
     window = tuple(None if side is None else min(side, most) for side, most in ((left, 2), (right, 1)))
     softcap = None if spec.softcap is None else 1.5
@@ -380,7 +381,8 @@ SIGNATURES: tuple[dict[str, Any], ...] = (
 
 @st.composite
 def compiled_calls(draw: Any, claims: Support | None = None) -> Call:
-    """A call of one of SIGNATURES; in the dtypes, widths and alignments that a backend claims where it has not all."""
+    """A call of one of SIGNATURES, in the dtypes, widths and alignments that a backend claims if it does not claim
+    all."""
     fields = dict(draw(st.sampled_from(SIGNATURES)))
     if claims is not None and fields["dtype"] not in claims.dtypes:
         fields["dtype"] = claims.dtypes[0]

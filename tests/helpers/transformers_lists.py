@@ -1,11 +1,12 @@
-"""What is particular to single types of transformers' models in the sweep: sizes, and what cannot be compared."""
+"""Exceptions for single types of transformers' models in the sweep: their sizes, and comparisons that are
+impossible."""
 
 from __future__ import annotations
 
 from typing import Any
 
 VERSION = "5.23.0"
-"""The transformers whose types these lists name; of another one, types that are not named are left out."""
+"""The version of transformers that these lists are for; with another version, types that are not named are left out."""
 
 EXTRA: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8},
@@ -30,12 +31,12 @@ EXTRA: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""Sizes of a type, or of a part of it, beside those that fit every type."""
+"""Sizes of a type, or of a part of it, in addition to the sizes that fit every type."""
 
 FIRST: dict[str, int] = dict.fromkeys(
     ["camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"], 1
 )
-"""The position of a document's first token, where that is not 0: these count from their padding token on."""
+"""The position of a document's first token if it is not 0: these types count from their padding token on."""
 
 DOUBLE = {"mobilebert": "no norms: its gradients grow to 100, and float32 rounding with them"}
 """Compared in float64."""
@@ -62,9 +63,9 @@ REFUSED_WHEN_CALLED: dict[str, str] = {
     "causal hy_v4": "indices=",
     "causal inkling2_text": "sinks=",  # a sink for each query
     "causal deepseek_v4": "attention_mask: made for",  # compressed keys beside those that the mask describes
-    "seq2seq bigbird_pegasus": "hands its mask on to attention",  # its encoder adds the mask to scores of its own
+    "seq2seq bigbird_pegasus": "hands its mask on to attention",  # its encoder adds the mask to its own scores
 }
-"""Types that are built, and raise a SpecError in every call; the words are the error's."""
+"""Types that are built, and raise a SpecError in every call, with these words."""
 
 NO_ATTENTION = "no attention"
 UNBUILDABLE: dict[str, str] = {
@@ -101,4 +102,4 @@ UNBUILDABLE: dict[str, str] = {
     "vision textnet": NO_ATTENTION,
     "vision timm_wrapper": "needs timm",
 }
-"""Types of which no small model is built here, or whose small model does not run on eager with the sweep's inputs."""
+"""Types without a small model here, or whose small model does not run on eager with the sweep's inputs."""

@@ -1,4 +1,4 @@
-"""Every type of transformers' text and vision models, as small as its configuration lets it be."""
+"""Every type of transformers' text and vision models, as small as its configuration allows."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "decoder_s
 
 
 class Unbuildable(Exception):
-    """A type that has no small model here."""
+    """A type without a small model here."""
 
 
 def shrunk(config: Any) -> dict[str, Any]:
-    """Keywords that make a type's configuration small, from what its default holds."""
+    """Keywords that make a type's configuration small, derived from its defaults."""
     given: dict[str, Any] = {}
     accepted = set(config.to_dict()) | set(getattr(config, "attribute_map", {}))
     for name in accepted:
@@ -77,13 +77,13 @@ def shrunk(config: Any) -> dict[str, Any]:
             given[name] = 0.0
         elif name in TOKENS:
             given[name] = TOKENS[name]
-    if "kv_lora_rank" in given:  # each head has keys of its own
+    if "kv_lora_rank" in given:  # each head has its own keys
         given["num_key_value_heads"] = _HEADS
     return given
 
 
 def configured(kind: str, name: str, build: Any) -> Any:
-    """A small configuration of a type for a class of models, its parts made small too."""
+    """A small configuration of a type for a class of models, with small parts."""
     config = _small(transformers.CONFIG_MAPPING[name], name)
     wanted = getattr(build, "config_class", None)
     if wanted is not None and not isinstance(config, wanted):
@@ -120,7 +120,7 @@ def model(kind: str, name: str, implementation: str) -> Any:
     """A small model of a type with the same weights for every implementation.
 
     Raises:
-        Unbuildable: with what transformers said.
+        Unbuildable: with transformers' error.
     """
     chosen = KINDS[kind][name]
     try:

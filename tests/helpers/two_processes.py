@@ -1,7 +1,8 @@
-"""Training steps shared by two processes (gloo, CPU), for ``test_torch_entry_points``: the gradients are those of one.
+"""Runs training steps in two gloo processes on the CPU for ``test_torch_entry_points``; gradients must equal one
+process's.
 
-Each process takes half of the batch through a small model with attention in both of its layers, as DDP and as FSDP
-(``fully_shard``), and every gradient is compared with that of the whole batch in one process.
+Each process trains half of the batch through a small model with attention in both of its layers, as DDP and as FSDP
+(``fully_shard``). Every gradient is compared with that of the whole batch in one process.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PROCESSES, BATCH, LENGTH, FEATURES, HEADS = 2, 4, 7, 16, 4
 
 
 class Block(nn.Module):
-    """Our layer, then a drop-in of the name on a projection of its own."""
+    """Our layer, then a named drop-in on its own projection."""
 
     def __init__(self, host: str) -> None:
         super().__init__()
@@ -54,12 +55,12 @@ def loss(net: nn.Module, x: Tensor) -> Tensor:
 
 
 def whole(gradient: Any) -> Tensor:
-    """A gradient as FSDP or DDP leave it, complete."""
+    """The whole gradient of FSDP or DDP."""
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
 def step(rank: int, kind: str, compiled: bool) -> None:
-    """One backward of this process's half; raises where a gradient is not that of the whole batch."""
+    """One backward of this process's half; raises if a gradient differs from that of the whole batch."""
     x = torch.randn(BATCH, LENGTH, FEATURES, generator=torch.Generator().manual_seed(1))
     alone = model()
     loss(alone, x).backward()
@@ -83,7 +84,7 @@ def step(rank: int, kind: str, compiled: bool) -> None:
 
 
 def run(rank: int, store: str) -> None:
-    """A process."""
+    """One process."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=PROCESSES)
     for kind in ("ddp", "fsdp"):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from callers_view import told
+from callers_view import callers_results
 from paged_cases import make_paged
 
 from attn_core import AttentionSpec, Target, backends, explain
@@ -217,7 +217,7 @@ def test_results_match_the_reference(ops: Any, name: str, dtype: str, into: bool
     assert lse.shape == call.spec.lse_shape and lse.dtype == torch.float32
     expected, expected_lse = reference.forward(call.spec, call.inputs)
     np.testing.assert_allclose(out.double().numpy(), expected, atol=2e-2 if dtype == "bfloat16" else 2e-3)
-    np.testing.assert_allclose(told(call.spec, call.inputs, lse)[0], expected_lse, atol=1e-4)
+    np.testing.assert_allclose(callers_results(call.spec, call.inputs, lse)[0], expected_lse, atol=1e-4)
     assert bool(ops[1].seen) is (into and not call.spec.sinks)
 
 

@@ -18,7 +18,7 @@ import pytest
 torch = pytest.importorskip("torch")
 triton_interpreter = pytest.importorskip("triton.runtime.interpreter")
 from both_frontends import _numpy
-from callers_view import told
+from callers_view import callers_results
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from other_process import OtherProcess
@@ -87,7 +87,7 @@ def attended(call: PagedCall, inputs: PagedInputs | None = None) -> dict[str, np
     )
     out, lse = triton_splitkv.forward(spec, inputs, into)
     assert out is into[0] and lse is into[1]
-    return {"out": _numpy(out), "lse": told(spec, call.inputs, _numpy(lse))[0]}
+    return {"out": _numpy(out), "lse": callers_results(spec, call.inputs, _numpy(lse))[0]}
 
 
 def check(call: PagedCall) -> None:
