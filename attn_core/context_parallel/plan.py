@@ -140,11 +140,6 @@ class ContextPlan:
         pairs = self.pairs
         return sum(pairs) / (len(pairs) * max(pairs)) if max(pairs) else 1.0
 
-    @property
-    def critical_pairs(self) -> int:
-        """The sum over steps of the busiest part's pairs: the critical path if parts go step by step together."""
-        return sum(max(step.pairs) for step in self.steps)
-
 
 @lru_cache(maxsize=256)
 def build_plan(

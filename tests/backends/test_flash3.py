@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from callers_view import callers_results
 from oracle_cases import make
+from paged_inputs import inputs_of
 
 from attn_core import AttentionSpec, PagedKV, SeqInfo, Target, backends, explain
 from attn_core.backends.flash3 import backend as flash3
@@ -24,7 +25,6 @@ from attn_core.backends.shared.flash3_operators import Operators, plan
 from attn_core.backends.support import Build
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs
 from attn_core.correctness import accuracy, reference
-from attn_core.correctness import paged as paged_reference
 from torch_frontend import attention
 from torch_frontend import explain as explained
 
@@ -360,7 +360,7 @@ def test_paged_results_match_the_reference(install: Any, new: tuple[int, ...], i
         **{"head_dim": 64, "value_dim": 64, "dtype": "float32", "causal": True, "window": (5, 0), "sinks": True},
         **{"documents": 3, "max_len_q": max(new), "max_len_k": paged.capacity, "paged": paged},
     )
-    drawn = paged_reference.inputs_of(spec, np.random.default_rng(0), (17, 2, 21), new)
+    drawn = inputs_of(spec, np.random.default_rng(0), (17, 2, 21), new)
     expected, expected_lse = reference.forward(spec, drawn)
     inputs = PagedInputs(
         *(torch.from_numpy(a).float() if a.dtype == np.float64 else torch.from_numpy(a) for a in drawn)

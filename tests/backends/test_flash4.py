@@ -21,11 +21,11 @@ from attn_core.backends.support import Build
 from attn_core.call.masks import band
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs
 from attn_core.correctness import accuracy, reference
-from attn_core.correctness import paged as paged_reference
 
 torch = pytest.importorskip("torch")
 from callers_view import callers_results
 from oracle_cases import make
+from paged_inputs import inputs_of
 
 SPEC = AttentionSpec(
     batch=2, q_len=5, kv_len=7, num_heads=6, num_kv_heads=3, head_dim=64, value_dim=64, dtype="bfloat16", scale=0.25
@@ -479,7 +479,7 @@ def test_paged_results_match_the_reference(name: str, new: tuple[int, ...], into
     """The pool is NaN outside the sequences, and unused entries of the table name no page."""
     fields = {"q_len": sum(new), "max_len_q": max(new), "dtype": "float32", **PAGED_CASES[name]}
     spec = replace(paged_spec(3), **fields)
-    drawn = paged_reference.inputs_of(spec, np.random.default_rng(0), (17, 2, 21), new)
+    drawn = inputs_of(spec, np.random.default_rng(0), (17, 2, 21), new)
     expected, expected_lse = reference.forward(spec, drawn)
     inputs = PagedInputs(
         *(
@@ -501,7 +501,7 @@ def test_paged_results_match_the_reference(name: str, new: tuple[int, ...], into
 def test_a_capture_before_the_first_paged_call_is_an_error(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error does not name ``warm_up``, because ``warm_up`` takes no pages."""
     spec = replace(paged_spec(3), q_len=3, max_len_q=1, dtype="float32")
-    drawn = paged_reference.inputs_of(spec, np.random.default_rng(0), (17, 2, 21), (1, 1, 1))
+    drawn = inputs_of(spec, np.random.default_rng(0), (17, 2, 21), (1, 1, 1))
     inputs = PagedInputs(*(None if a is None else torch.from_numpy(a) for a in drawn))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="cannot capture the compilation; run the same call once before the capture"):

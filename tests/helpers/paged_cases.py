@@ -18,6 +18,7 @@ import torch
 from both_frontends import Results, _numpy, compiled_as, jax_device, module_on
 from hypothesis import strategies as st
 from oracle_cases import rounded
+from paged_inputs import inputs_of
 
 import jax_frontend
 import torch_frontend
@@ -26,7 +27,7 @@ from attn_core.backends.support import Support
 from attn_core.call.pages import PagedKV
 from attn_core.call.tensors import PagedInputs
 from attn_core.correctness import accuracy
-from attn_core.correctness.paged import gather_pages, inputs_of
+from attn_core.correctness.paged import gather_pages
 
 LAYOUTS = ("contiguous", "heads_outside", "one_tensor")
 """The memory layouts of torch's pools: dense; by heads first; or keys and values of a page side by side in one

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from paged_inputs import inputs_of
 
 from attn_core import AttentionSpec, DeviceError, DTypeError, ShapeError, SpecError
 from attn_core.call.arguments import ArrayFacts
@@ -17,7 +18,7 @@ from attn_core.call.options import Options
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import DTYPES
 from attn_core.correctness import reference
-from attn_core.correctness.paged import append, inputs_of
+from attn_core.correctness.paged import append
 from attn_core.paged import arguments
 from attn_core.paged.allocator import UNUSED, PageAllocator
 from attn_core.paged.tables import check_offsets, check_slots, check_tables, rows_of_table, slots_of, table_of_rows

@@ -1,0 +1,46 @@
+"""Draws the inputs of a paged call, with NaN in every slot that no token has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import PagedInputs
+
+
+def inputs_of(spec: AttentionSpec, random: np.random.Generator, lengths: Any, new: Any) -> PagedInputs:
+    """Draws the inputs of a paged call, with every sequence on pages scattered over the pool.
+
+    Unused pages and the unused end of each last page are NaN, so that a kernel which reads them shows it.
+
+    Args:
+        lengths: tokens of each sequence, including the new ones.
+        new: queries (new tokens) of each sequence.
+    """
+    paged = spec.paged
+    assert paged is not None
+    table = np.full((len(lengths), paged.width), -1, np.int32)  # -1: no page, which a kernel must never follow
+    free = random.permutation(paged.num_pages).astype(np.int32)
+    pools = [
+        np.full((paged.num_pages, paged.page_size, spec.num_kv_heads, dim), np.nan)
+        for dim in (spec.head_dim, spec.value_dim)
+    ]
+    for row, length in zip(table, lengths, strict=True):
+        count = -(-length // paged.page_size)
+        row[:count], free = free[:count], free[count:]
+        for pool in pools:
+            filled = pool[row[:count]].reshape(-1, *pool.shape[2:])
+            filled[:length] = random.standard_normal((length, *pool.shape[2:]))
+            pool[row[:count]] = filled.reshape(count, *pool.shape[1:])
+    cu_q = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
+    return PagedInputs(
+        q=random.standard_normal((int(cu_q[-1]), spec.num_heads, spec.head_dim)),
+        k=pools[0],
+        v=pools[1],
+        sinks=random.standard_normal(spec.num_heads) if spec.sinks else None,
+        cu_seqlens_q=cu_q,
+        block_table=table,
+        seq_lens=np.asarray(lengths, np.int32),
+    )
