@@ -187,9 +187,7 @@ def _advance(forward: Forward, cache: Cache, running: Sequence[Request], common:
 def _note(result: Served, allocator: PageAllocator, running: Sequence[Request]) -> None:
     report = allocator.report()
     result.largest_batch = max(result.largest_batch, len(running))
-    result.waste = max(
-        result.waste, (report.waste, len(allocator)), key=lambda found: (found[0] / max(found[1], 1), found)
-    )
+    result.waste = max(result.waste, (report.waste, len(allocator)), key=lambda pair: (pair[0] / max(pair[1], 1), pair))
     result.shared = max(result.shared, report.shared)
 
 

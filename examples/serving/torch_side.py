@@ -58,5 +58,5 @@ class TorchForward:
     def __call__(self, tokens: np.ndarray, places: np.ndarray, step: Step) -> np.ndarray:
         """Returns float32 logits ``[tokens, vocabulary]`` of the new tokens."""
         ids, positions = (torch.from_numpy(np.asarray(x, np.int64))[None] for x in (tokens, places))  # [1, tokens]
-        given = {"input_ids": ids, "position_ids": positions, "use_cache": False}
-        return self.model(**given, pages=self.cache, step=step).logits[0].numpy()
+        inputs = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+        return self.model(**inputs, pages=self.cache, step=step).logits[0].numpy()

@@ -50,17 +50,17 @@ class Report:
 
     def failures(self) -> list[str]:
         """Returns the failed checks as sentences."""
-        found = []
+        failed = []
         if not self.same_tokens or self.torch_texts != self.jax_texts:
-            found.append("torch and JAX wrote different texts")
+            failed.append("torch and JAX wrote different texts")
         if EXPECTED not in self.torch_texts[0]:
-            found.append(f"the answer to {self.questions[0]!r} does not name {EXPECTED}: {self.torch_texts[0]!r}")
+            failed.append(f"the answer to {self.questions[0]!r} does not name {EXPECTED}: {self.torch_texts[0]!r}")
         if self.reread_tokens_differ:
-            found.append(f"without a cache, {self.reread_tokens_differ} tokens would be different")
+            failed.append(f"without a cache, {self.reread_tokens_differ} tokens would be different")
         unequal = sum(not check.equal for check in self.layers)
         if unequal or not self.layers:
-            found.append(f"{unequal} of {len(self.layers)} layer calls are not bit-equal across frameworks")
-        return found
+            failed.append(f"{unequal} of {len(self.layers)} layer calls are not bit-equal across frameworks")
+        return failed
 
     def as_json(self) -> dict[str, Any]:
         """Returns plain data for ``json.dump``."""

@@ -23,29 +23,29 @@ RESULTS, IMAGES, PAGE = ROOT / "benchmarks/results", ROOT / "docs/images", ROOT 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trains and compares; returns 0 if torch and JAX agree and the loss fell, otherwise 1."""
     parser, console = _parser(), Console()
-    given = parser.parse_args(arguments)
-    if given.ranks and (given.attention or given.implementation or given.write):
+    flags = parser.parse_args(arguments)
+    if flags.ranks and (flags.attention or flags.implementation or flags.write):
         parser.error("--ranks: cannot be combined with --attention, --implementation or --write")
-    if given.render:
+    if flags.render:
         render()
         return 0
     with Stages(console) as stages:
         with stages.stage("importing torch, JAX and Flax"):
             from examples.training.config import GemmaConfig, Options
             from examples.training.run import compare
-        on_tensor_cores = (given.device, given.dtype) == ("cuda", "bfloat16")
-        given.implementation = given.implementation or ("cudnn" if on_tensor_cores else "xla")
+        on_tensor_cores = (flags.device, flags.dtype) == ("cuda", "bfloat16")
+        flags.implementation = flags.implementation or ("cudnn" if on_tensor_cores else "xla")
         names = ("steps", "length", "seed", "device", "dtype", "backend", "implementation")
-        options = Options(**{name: getattr(given, name) for name in names})
-        if given.attention:
-            return _alone(given.attention, options, stages, console)
-        if given.ranks:
-            return _over_ranks(given, options, stages, console)
-        result = compare(GemmaConfig(), options, stages, controls=given.write)
+        options = Options(**{name: getattr(flags, name) for name in names})
+        if flags.attention:
+            return _alone(flags.attention, options, stages, console)
+        if flags.ranks:
+            return _over_ranks(flags, options, stages, console)
+        result = compare(GemmaConfig(), options, stages, controls=flags.write)
     failed = _show(result, console)
-    for path in [*([given.json] if given.json else []), *([RESULTS / f"{stem(result)}.json"] if given.write else [])]:
+    for path in [*([flags.json] if flags.json else []), *([RESULTS / f"{stem(result)}.json"] if flags.write else [])]:
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if given.write:
+    if flags.write:
         render()
     return 1 if failed else 0
 
@@ -98,30 +98,33 @@ def _alone(attention: str, options: Any, stages: Stages, console: Console) -> in
     return 0
 
 
-def _over_ranks(given: argparse.Namespace, options: Any, stages: Stages, console: Console) -> int:
+def _over_ranks(flags: argparse.Namespace, options: Any, stages: Stages, console: Console) -> int:
     """Trains in both frameworks, each on one rank and over several, and compares."""
     from examples.training import ranks
     from examples.training.config import GemmaConfig
     from examples.training.spread import FAULT, FIRST, ONE, RANKS, Spread, SpreadRun
 
-    run = SpreadRun(GemmaConfig(), options, Spread(given.ranks, given.strategy, given.layout))
-    found = ranks.compare(run, stages)
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    names = {RANKS: f"{given.ranks} ranks", FAULT: f"{given.ranks}, wrong layout"}
+    run = SpreadRun(GemmaConfig(), options, Spread(flags.ranks, flags.strategy, flags.layout))
+    results = ranks.compare(run, stages)
+    if flags.json:
+        flags.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    names = {RANKS: f"{flags.ranks} ranks", FAULT: f"{flags.ranks}, wrong layout"}
     table = Table(title="Losses, and the relative difference from one rank's", title_justify="left")
-    for column in ("step", *(f"{framework}, {names.get(name, name)}" for framework in found for name in (ONE, *names))):
+    for column in (
+        "step",
+        *(f"{framework}, {names.get(name, name)}" for framework in results for name in (ONE, *names)),
+    ):
         table.add_column(column)
     for step in (step for step in range(options.steps) if step < FIRST or step % FIRST == FIRST - 1):
-        table.add_row(str(step), *(cell for runs in found.values() for cell in ranks.cells(runs, step)))
+        table.add_row(str(step), *(cell for runs in results.values() for cell in ranks.cells(runs, step)))
     console.print(table)
-    for framework, runs in found.items():
+    for framework, runs in results.items():
         console.print(f"{framework}: {ranks.summary(runs)}", highlight=False)
-    failed = ranks.failures(found, options.dtype)
+    failed = ranks.failures(results, options.dtype)
     for failure in failed:
         console.print(f"[bold red]FAILED[/] {escape(failure)}")
     if not failed:
-        console.print(f"[bold green]OK[/] {given.ranks} ranks have the losses of one, in torch and in JAX")
+        console.print(f"[bold green]OK[/] {flags.ranks} ranks have the losses of one, in torch and in JAX")
     return 1 if failed else 0
 
 

@@ -55,10 +55,10 @@ def python_documentation() -> Text:
     """Returns every paragraph of the language reference with SHORTEST bytes or more, without duplicates."""
     from pydoc_data.topics import topics
 
-    found: dict[str, None] = {}
+    unique: dict[str, None] = {}
     for topic in sorted(topics):
-        found |= dict.fromkeys(" ".join(part.split()) for part in re.split(r"\n\s*\n", topics[topic]))
-    chosen = [data for paragraph in found if len(data := paragraph.encode()) >= SHORTEST]
+        unique |= dict.fromkeys(" ".join(part.split()) for part in re.split(r"\n\s*\n", topics[topic]))
+    chosen = [data for paragraph in unique if len(data := paragraph.encode()) >= SHORTEST]
     paragraphs = tuple(np.concatenate([[BEGIN], np.frombuffer(data, np.uint8)]).astype(np.uint16) for data in chosen)
     return Text(paragraphs, hashlib.sha256(b"\n".join(chosen)).hexdigest()[:12])
 

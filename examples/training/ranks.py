@@ -40,13 +40,13 @@ def compare(spread_run: SpreadRun, stages: Stages) -> dict[str, dict[str, Any]]:
     with TemporaryDirectory() as name:
         folder = Path(name)
         spread_run.write(folder)
-        found = {}
+        results = {}
         for framework, command in commands.items():
             with stages.stage(f"training in {framework}: one rank, then {spread_run.spread.ranks}"):
                 run(framework, [*command, name])
             path = folder / f"{framework.lower()}.json"
-            found[framework] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+            results[framework] = json.loads(path.read_text(encoding="utf-8"))
+    return results
 
 
 def run(framework: str, command: list[str]) -> None:
@@ -73,8 +73,8 @@ def apart(run: dict[str, Any], other: dict[str, Any], key: str = "losses") -> np
     """Returns the difference of two runs at every step that both have, relative to the second."""
     ours, theirs = (np.array(each[key]) for each in (run, other))
     taken = min(len(ours), len(theirs))
-    found: np.ndarray = np.abs(ours[:taken] / theirs[:taken] - 1)
-    return found
+    results: np.ndarray = np.abs(ours[:taken] / theirs[:taken] - 1)
+    return results
 
 
 def cells(runs: dict[str, Any], step: int) -> list[str]:
@@ -96,14 +96,14 @@ def summary(runs: dict[str, Any]) -> str:
     )
 
 
-def failures(found: dict[str, dict[str, Any]], dtype: str) -> list[str]:
+def failures(results: dict[str, dict[str, Any]], dtype: str) -> list[str]:
     """Returns the failed checks as sentences.
 
     AdamW hides a factor that all gradients share, such as a mean over ranks instead of a sum. So its running mean of
     gradients is compared, too.
     """
     failed, close, nearby = [], CLOSE[dtype], GRADIENTS_CLOSE[dtype]
-    for framework, runs in found.items():
+    for framework, runs in results.items():
         largest = apart(runs[RANKS], runs[ONE])[:FIRST].max()
         if not largest <= close:
             failed.append(f"{framework}: the first losses differ by {largest:.1e} from one rank's; expected {close:g}")
@@ -116,7 +116,7 @@ def failures(found: dict[str, dict[str, Any]], dtype: str) -> list[str]:
         largest = apart(runs[FAULT], runs[ONE]).max()
         if not largest > close:
             failed.append(f"{framework}: the planted fault changes losses by {largest:.1e}; expected over {close:g}")
-    largest = apart(found[JAX][RANKS], found[TORCH][RANKS])[:FIRST].max()
+    largest = apart(results[JAX][RANKS], results[TORCH][RANKS])[:FIRST].max()
     if not largest <= close:
         failed.append(f"over ranks, JAX's first losses differ by {largest:.1e} from torch's; expected {close:g}")
     return failed

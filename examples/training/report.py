@@ -37,8 +37,8 @@ def apart_at_first(result: dict[str, Any], name: str = JAX) -> float:
 
 def drop(result: dict[str, Any], name: str) -> tuple[float, float]:
     """Returns the loss of the first step, and the mean of the last ten."""
-    found = losses(result, name)
-    return float(found[0]), float(found[-10:].mean())
+    curve = losses(result, name)
+    return float(curve[0]), float(curve[-10:].mean())
 
 
 def milliseconds(run: dict[str, Any]) -> float:
@@ -48,22 +48,24 @@ def milliseconds(run: dict[str, Any]) -> float:
 
 def failures(result: dict[str, Any]) -> list[str]:
     """Returns the failed checks as sentences."""
-    found, close = [], CLOSE[result["options"]["dtype"]]
+    failed, close = [], CLOSE[result["options"]["dtype"]]
     if not apart_at_first(result) <= close:
-        found.append(f"the first {FIRST} losses differ by {apart_at_first(result):.1e} of the loss; expected {close:g}")
+        failed.append(
+            f"the first {FIRST} losses differ by {apart_at_first(result):.1e} of the loss; expected {close:g}"
+        )
     if result["traces"] != 1:
-        found.append(f"JAX traced the step {result['traces']} times, expected once")
+        failed.append(f"JAX traced the step {result['traces']} times, expected once")
     if result["backends"][TORCH] != result["backends"][JAX]:
         reached = "without jax-tvm-ffi, JAX cannot reach torch's kernels"
-        found.append(f"the attention kernels differ: {result['backends']}; {reached}")
+        failed.append(f"the attention kernels differ: {result['backends']}; {reached}")
     planted = FAULT in result["runs"] and result["options"]["dtype"] == "float32"
     if planted and not apart_at_first(result, FAULT) > close:
-        found.append(f"the planted fault changes losses by {apart_at_first(result, FAULT):.1e}; expected > {close:g}")
+        failed.append(f"the planted fault changes losses by {apart_at_first(result, FAULT):.1e}; expected > {close:g}")
     for name in (TORCH, JAX):
         began, ended = drop(result, name)
         if len(losses(result, name)) >= LEARNS and not ended < began - FALL:
-            found.append(f"{name} did not learn: the loss went from {began:.2f} to {ended:.2f}")
-    return found
+            failed.append(f"{name} did not learn: the loss went from {began:.2f} to {ended:.2f}")
+    return failed
 
 
 def agreement_table(result: dict[str, Any]) -> str:
@@ -98,9 +100,9 @@ def label(result: dict[str, Any], name: str) -> str:
 
 def swap_table(result: dict[str, Any]) -> str:
     """Returns the swap with jax.nn as a Markdown table."""
-    found = result["swap"]
-    (ours, theirs) = found["runs"].values()
-    names = [f"ours ({_kernels(found['backends'])})", f"jax.nn ({found['implementation']})"]
+    swap = result["swap"]
+    (ours, theirs) = swap["runs"].values()
+    names = [f"ours ({_kernels(swap['backends'])})", f"jax.nn ({swap['implementation']})"]
     lines = ["| attention | first loss | last loss | median ms per step |", "|---|---|---|---|"]
     for name, run in zip(names, (ours, theirs)):
         lines.append(f"| {name} | {run['losses'][0]:.4f} | {run['losses'][-1]:.4f} | {milliseconds(run):.1f} |")
@@ -202,9 +204,9 @@ def _controls_read(result: dict[str, Any]) -> str:
 
 
 def _swap_read(result: dict[str, Any]) -> str:
-    found = result["swap"]
-    return f"""The next table compares the Flax model with our attention and with jax.nn's, on {found["rows"]} rows of
-        {found["length"]} tokens. jax.nn has neither packed documents nor a softcap on scores, so this comparison has
+    swap = result["swap"]
+    return f"""The next table compares the Flax model with our attention and with jax.nn's, on {swap["rows"]} rows of
+        {swap["length"]} tokens. jax.nn has neither packed documents nor a softcap on scores, so this comparison has
         neither. The two models took their steps in turns."""
 
 

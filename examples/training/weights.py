@@ -27,8 +27,8 @@ def initial(config: GemmaConfig, seed: int) -> Weights:
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     weights = {"embed.weight": normal(config.vocab_size, hidden, EMBEDDING_DEVIATION)}
     for layer in range(config.num_layers):
-        made = {f"{name}.weight": np.zeros(hidden, np.float32) for name in NORMS}
-        made |= {
+        arrays = {f"{name}.weight": np.zeros(hidden, np.float32) for name in NORMS}
+        arrays |= {
             "attention.q_proj.weight": normal(queries, hidden),
             "attention.k_proj.weight": normal(keys, hidden),
             "attention.v_proj.weight": normal(keys, hidden),
@@ -37,7 +37,7 @@ def initial(config: GemmaConfig, seed: int) -> Weights:
             "mlp.up.weight": normal(inner, hidden),
             "mlp.down.weight": normal(hidden, inner),
         }
-        weights |= {f"layers.{layer}.{name}": array for name, array in made.items()}
+        weights |= {f"layers.{layer}.{name}": array for name, array in arrays.items()}
     return weights | {"norm.weight": np.zeros(hidden, np.float32)}
 
 
