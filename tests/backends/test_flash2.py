@@ -114,8 +114,8 @@ def test_a_dense_window_is_refused_exactly_if_the_kernel_masks_it_differently() 
     for q_len, kv_len, left, right in product(range(1, 10), range(1, 7), SIDES, SIDES):
         spec = spec_of(q_len=q_len, kv_len=kv_len, window=(left, right))
         rows, keys = np.arange(q_len)[:, None], np.arange(kv_len)[None]
-        wanted = np.broadcast_to(band(spec).contains(rows, keys), (q_len, kv_len))
-        wrong = (kernel_sees(flash2.lower(spec), q_len, kv_len, kv_len) != wanted).any()
+        desired = np.broadcast_to(band(spec).contains(rows, keys), (q_len, kv_len))
+        wrong = (kernel_sees(flash2.lower(spec), q_len, kv_len, kv_len) != desired).any()
         why = [reason for reason in reasons(spec) if reason.startswith("window=")]
         assert bool(why) is bool(wrong), spec
         assert not wrong or q_len > kv_len + 1, spec
@@ -130,8 +130,8 @@ def test_packed_windows_mask_every_document_correctly() -> None:
         how = flash2.lower(spec)
         for q_len, kv_len in product(range(1, max_q + 1), range(1, max_k + 1)):
             edge = band(spec, q_len, kv_len)
-            wanted = edge.contains(np.arange(q_len)[:, None], np.arange(kv_len)[None])
-            assert (kernel_sees(how, q_len, kv_len, how["max_seqlen_k"]) == wanted).all(), (spec, q_len, kv_len)
+            desired = edge.contains(np.arange(q_len)[:, None], np.arange(kv_len)[None])
+            assert (kernel_sees(how, q_len, kv_len, how["max_seqlen_k"]) == desired).all(), (spec, q_len, kv_len)
 
 
 # What is refused
@@ -417,8 +417,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 def tensors(spec: AttentionSpec, inputs: Inputs) -> Inputs:
     kind = getattr(torch, spec.dtype)
-    found = Inputs(*(None if array is None else torch.from_numpy(np.asarray(array)) for array in inputs))
-    return found._replace(q=found.q.to(kind), k=found.k.to(kind), v=found.v.to(kind))
+    actual = Inputs(*(None if array is None else torch.from_numpy(np.asarray(array)) for array in inputs))
+    return actual._replace(q=actual.q.to(kind), k=actual.k.to(kind), v=actual.v.to(kind))
 
 
 @pytest.mark.parametrize("extra", ["", "sinks", "gradient of lse", "sinks, gradient of lse"])
@@ -433,9 +433,9 @@ def test_results_match_the_reference(name: str, extra: str, stand_in: StandIn) -
     inputs, dout = tensors(case.spec, case.inputs), torch.from_numpy(case.dout).to(torch.bfloat16)
     dlse = torch.from_numpy(case.dlse).float() if with_lse else None
     out, lse = flash2.forward(case.spec, inputs)
-    found = flash2.backward(case.spec, inputs, out, lse, dout, dlse)
+    actual = flash2.backward(case.spec, inputs, out, lse, dout, dlse)
     expected = accuracy.expect(case.spec, case.inputs, dout=case.dout, dlse=case.dlse if with_lse else None)
-    gradients = Gradients(*(None if part is None else part.double().numpy() for part in found))
+    gradients = Gradients(*(None if part is None else part.double().numpy() for part in actual))
     assert lse.dtype == torch.float32
     lse, gradients = callers_results(case.spec, case.inputs, lse, gradients, dlse)
     verdict = expected.judge(out=out.double().numpy(), lse=lse, gradients=gradients)
@@ -454,13 +454,13 @@ def test_the_return_values_of_version_2_6(stand_in: StandIn) -> None:
 def test_results_are_written_into_the_given_buffers(changes: dict[str, Any], stand_in: StandIn) -> None:
     case = make({**changes, "head_dim": 16, "value_dim": 16, "needs_backward": True}, "bfloat16")
     spec, inputs = case.spec, tensors(case.spec, case.inputs)
-    wanted = torch.empty(spec.out_shape, dtype=torch.bfloat16)
-    out, lse = flash2.forward(spec, inputs, (wanted, torch.empty(spec.lse_shape)))
-    assert out is wanted
+    desired = torch.empty(spec.out_shape, dtype=torch.bfloat16)
+    out, lse = flash2.forward(spec, inputs, (desired, torch.empty(spec.lse_shape)))
+    assert out is desired
     into = Gradients(*(torch.empty_like(tensor) for tensor in inputs[:3]))
-    found = flash2.backward(spec, inputs, out, lse, torch.ones_like(out), None, into)
-    assert all(one is other for one, other in zip(found[:3], into[:3], strict=True))
-    unaligned = torch.empty(wanted.numel() + 1, dtype=torch.bfloat16)[1:].view(spec.out_shape)
+    actual = flash2.backward(spec, inputs, out, lse, torch.ones_like(out), None, into)
+    assert all(one is other for one, other in zip(actual[:3], into[:3], strict=True))
+    unaligned = torch.empty(desired.numel() + 1, dtype=torch.bfloat16)[1:].view(spec.out_shape)
     assert flash2.forward(spec, inputs, (unaligned, None))[0] is not unaligned
 
 
@@ -500,8 +500,8 @@ class DropoutCall:
         v = identity[:, None, :].expand(spec.kv_len, 3, 64)
         v = v.contiguous() if spec.packed else v.expand(spec.batch, *v.shape).contiguous()
         bare = replace(spec, causal=False, window=(None, None), alibi_shape=None)
-        asked = inputs._replace(q=torch.zeros_like(inputs.q), v=v, alibi_slopes=None)
-        out = flash2.forward(bare, asked)[0].float().cpu().numpy() > 0
+        requested = inputs._replace(q=torch.zeros_like(inputs.q), v=v, alibi_slopes=None)
+        out = flash2.forward(bare, requested)[0].float().cpu().numpy() > 0
         out = (out[None] if spec.packed else out).swapaxes(1, 2)  # [batch, heads, q_len, channel]
         return out[..., channel]
 
@@ -545,8 +545,8 @@ def test_forward_and_backward_drop_the_same_weights(name: str, monkeypatch: pyte
     expected = accuracy.expect(call.spec, call.case.inputs, dout=call.case.dout)
     out, lse = flash2.forward(call.spec, call.inputs)
     dout = torch.from_numpy(call.case.dout).to("cuda", torch.bfloat16)
-    found = flash2.backward(call.spec, call.inputs, out, lse, dout, None)
-    gradients = Gradients(*(None if part is None else part.double().cpu().numpy() for part in found))
+    actual = flash2.backward(call.spec, call.inputs, out, lse, dout, None)
+    gradients = Gradients(*(None if part is None else part.double().cpu().numpy() for part in actual))
     verdict = expected.judge(out=out.double().cpu().numpy(), lse=lse.cpu().numpy(), gradients=gradients)
     assert verdict.ok, verdict
 
@@ -575,7 +575,7 @@ def test_decoding_one_query_with_grouped_heads(dim: int) -> None:
     inputs = Inputs(*(t.flatten(0, 1) for t in (q, k, v)), cu_seqlens_q=starts, cu_seqlens_k=starts * 77)
     packed_out, packed_lse = flash2.forward(packed, inputs, (torch.empty_like(inputs.q), None))
     expected = accuracy.expect(dense, Inputs(*(t.double().cpu().numpy() for t in (q, k, v))))
-    for found, found_lse in ((out, lse), (packed_out[:, None], packed_lse.T[..., None])):
-        verdict = expected.judge(out=found.double().cpu().numpy(), lse=found_lse.cpu().numpy())
+    for actual, found_lse in ((out, lse), (packed_out[:, None], packed_lse.T[..., None])):
+        verdict = expected.judge(out=actual.double().cpu().numpy(), lse=found_lse.cpu().numpy())
         assert verdict.ok, verdict
     assert dim not in (64, 128) or out is buffer

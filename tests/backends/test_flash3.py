@@ -144,8 +144,8 @@ def test_other_devices_are_refused() -> None:
     ids=str,
 )
 def test_refusals_name_the_value(fields: dict[str, Any], build: Build | None, words: str) -> None:
-    found = reasons(replace(SPEC, **fields), build)
-    assert any(words in reason for reason in found), found
+    actual = reasons(replace(SPEC, **fields), build)
+    assert any(words in reason for reason in actual), actual
 
 
 def test_deterministic_calls_are_accepted_by_new_builds_and_in_every_forward() -> None:
@@ -224,7 +224,7 @@ class StandIn:
         names = [argument.name for argument in self._schema.arguments]
         given = self.seen = dict(zip(names, values, strict=True))
         bounded = given["window_size_left"] >= 0 or given["window_size_right"] > 0
-        asked = {
+        requested = {
             "softcap": given["softcap"] > 0,
             "window": bounded,
             "packed": given["cu_seqlens_q"] is not None and given.get("page_table") is None,
@@ -234,7 +234,7 @@ class StandIn:
             "backward": self.direction == "backward",
         }
         for word in self.lacks:
-            if asked.get(word):
+            if requested.get(word):
                 raise RuntimeError(f"This flash attention build does not support {word}.")
         return self.run(given)
 
@@ -253,8 +253,8 @@ class StandIn:
             out = out if given["out"] is None else given["out"].copy_(out)
             return out, lse, None, None
         saved = (given["out"], given["softmax_lse"], given["dout"])
-        found = math.backward(spec, inputs, *saved, None)
-        for name, gradient in zip(("dq", "dk", "dv"), found):
+        actual = math.backward(spec, inputs, *saved, None)
+        for name, gradient in zip(("dq", "dk", "dv"), actual):
             given[name].copy_(gradient)
         return (None,) * 5
 
@@ -324,12 +324,12 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Replaces the operators by stand-ins. The function ``build`` then describes the stand-ins."""
 
     def install_stand_ins(lacks: tuple[str, ...] = (), backward: str | None = None) -> Operators:
-        found = Operators(StandIn("forward", lacks), StandIn("backward", lacks, backward), "stand-in 1.2")
-        monkeypatch.setattr(flash3, "operators", lambda: found)
+        actual = Operators(StandIn("forward", lacks), StandIn("backward", lacks, backward), "stand-in 1.2")
+        monkeypatch.setattr(flash3, "operators", lambda: actual)
         ones = build_trials._ones
         monkeypatch.setattr(build_trials, "_ones", lambda spec, device: ones(spec, "cpu"))
         empty_caches()
-        return found
+        return actual
 
     def empty_caches() -> None:
         for cached in (flash3.build, flash3._plan, flash3.rewrites._widened):
@@ -452,10 +452,10 @@ def test_forward_and_backward_match_the_reference(install: Any, name: str, dtype
     inputs = inputs._replace(q=inputs.q.requires_grad_())
     out, lse = flash3.forward(case.spec, inputs)
     assert not out.requires_grad and operators.forward.seen["num_splits"] == 0
-    found = flash3.backward(case.spec, inputs, out, lse, dout, dlse)
+    actual = flash3.backward(case.spec, inputs, out, lse, dout, dlse)
     assert operators.backward.seen["deterministic"] is False and operators.forward.seen["sinks"] is None
     expected = accuracy.expect(case.spec, case.inputs, dout=case.dout, dlse=None if dlse is None else case.dlse)
-    gradients = Gradients(*(None if part is None else part.double().numpy() for part in found))
+    gradients = Gradients(*(None if part is None else part.double().numpy() for part in actual))
     lse, gradients = callers_results(case.spec, case.inputs, lse, gradients, dlse)
     verdict = expected.judge(out=out.double().numpy(), lse=lse, gradients=gradients)
     assert verdict.ok, verdict
@@ -471,10 +471,10 @@ def test_results_are_written_into_buffers_that_the_kernel_accepts(install: Any) 
     shifted = torch.empty(buffer.numel() + 1, dtype=torch.bfloat16)[1:].view(buffer.shape)
     assert flash3.forward(case.spec, inputs, (shifted, None))[0] is not shifted  # an address that is no multiple of 16
     into = Gradients(*(torch.empty_like(tensor) for tensor in inputs[:3]))
-    found = flash3.backward(case.spec, inputs, out, lse, dout, None, into)
-    assert all(one is other for one, other in zip(found[:3], into[:3]))
+    actual = flash3.backward(case.spec, inputs, out, lse, dout, None, into)
+    assert all(one is other for one, other in zip(actual[:3], into[:3]))
     free = flash3.backward(case.spec, inputs, out, lse, dout, None)
-    assert all(torch.equal(one, other) for one, other in zip(found[:3], free[:3]))
+    assert all(torch.equal(one, other) for one, other in zip(actual[:3], free[:3]))
     assert fp8.forward(case.spec, inputs, (buffer, None))[0] is buffer
 
 
@@ -497,9 +497,9 @@ def test_quantised_values_are_within_e4m3s_error(offsets: list[int] | None, dtyp
     rounded, factors = quantise(values, 3, cu)
     assert rounded.dtype == torch.float8_e4m3fn and rounded.shape == values.shape
     assert factors.dtype == torch.float32 and factors.shape == ((3, 3) if offsets is None else (4, 3))
-    found = dequantised(rounded, factors, cu)
+    actual = dequantised(rounded, factors, cu)
     step = dequantised(torch.ones_like(rounded), factors, cu)
-    assert ((found - values.float()).abs() <= error_bound(values.float(), step)).all()
+    assert ((actual - values.float()).abs() <= error_bound(values.float(), step)).all()
     assert rounded.float().abs().max() == 448  # the largest value of a group becomes the largest e4m3 value
     assert offsets is None or (factors[1] == SMALLEST).all()  # a document without tokens
 
@@ -566,11 +566,11 @@ def test_long_documents_equal_separate_calls(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(sum(lengths), heads, 128, device="cuda", dtype=torch.bfloat16) * 0.7 for heads in (16, 4, 4))
     assert flash3.lower(explained(q, k, v, seq_info=info, **options).spec)["pack_gqa"] is False
-    found = attention(q, k, v, seq_info=info, backend="flash3", **options)
+    actual = attention(q, k, v, seq_info=info, backend="flash3", **options)
     alone = list(zip(*(each.split(lengths) for each in (q, k, v)), strict=True))
     usual, truth = (
         torch.cat([attention(*(x[None].to(dtype) for x in each), backend=name, **options)[0] for each in alone])
         for dtype, name in ((torch.bfloat16, "flash3"), (torch.float64, "math"))
     )
-    usual, error = ((each.double() - truth).abs() for each in (usual, found))
+    usual, error = ((each.double() - truth).abs() for each in (usual, actual))
     assert error.mean() <= 1.5 * usual.mean() and error.max() <= 3 * usual.max()

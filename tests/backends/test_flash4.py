@@ -99,9 +99,9 @@ def test_the_kernel_masks_every_dense_band_as_the_spec_says() -> None:
         range(1, 8), range(1, 7), SIDES, SIDES, ("bottom_right", "top_left")
     ):
         spec = spec_of(q_len=q_len, kv_len=kv_len, window=(left, right), alignment=alignment)
-        wanted = band(spec).contains(np.arange(q_len)[:, None], np.arange(kv_len)[None])
+        desired = band(spec).contains(np.arange(q_len)[:, None], np.arange(kv_len)[None])
         seen = kernel_sees(q_len, kv_len, **window_of(flash4.lower(spec)["forward"]))
-        assert (seen == np.broadcast_to(wanted, seen.shape)).all(), spec
+        assert (seen == np.broadcast_to(desired, seen.shape)).all(), spec
 
 
 def window_of(how: dict[str, Any]) -> dict[str, Any]:
@@ -257,9 +257,9 @@ def test_untested_versions_have_no_paged_kernels(
     version: str, has_pages: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: version)
-    found = flash4.build()
-    assert found == versions.build() == (None if has_pages else Build(f"flash-attn-4 {version}", ("paged",)))
-    here = Target("torch", "sm90", builds=() if found is None else (("flash4", found),))
+    actual = flash4.build()
+    assert actual == versions.build() == (None if has_pages else Build(f"flash-attn-4 {version}", ("paged",)))
+    here = Target("torch", "sm90", builds=() if actual is None else (("flash4", actual),))
     lacking = f"keys and values in pages of 16: FlashAttention-4 (flash-attn-4 {version}) has none"
     assert selection.refusals("flash4", paged_spec(16), here) == (() if has_pages else (lacking,))
     assert selection.refusals("flash4", SPEC, here) == ()
@@ -277,8 +277,8 @@ def test_the_score_function_computes_softcap_and_its_derivative(cap: float) -> N
     step = 1e-6 * cap
     slope = (cap * np.tanh((scores + step) / cap) - cap * np.tanh((scores - step) / cap)) / (2 * step)
     gradient = np.cos(scores)
-    found = flash4_scores.capped_gradient(gradient, scores, cap, np.tanh)
-    assert np.allclose(found, gradient * slope, atol=1e-8)
+    actual = flash4_scores.capped_gradient(gradient, scores, cap, np.tanh)
+    assert np.allclose(actual, gradient * slope, atol=1e-8)
 
 
 def test_each_cap_has_its_own_score_functions() -> None:
@@ -439,9 +439,9 @@ def test_results_match_the_reference(
     inputs, dout = tensors(case.inputs), torch.from_numpy(case.dout)
     dlse = torch.from_numpy(case.dlse) if with_lse else None
     out, lse = flash4.forward(case.spec, inputs)
-    found = flash4.backward(case.spec, inputs, out, lse, dout, dlse)
+    actual = flash4.backward(case.spec, inputs, out, lse, dout, dlse)
     expected = accuracy.expect(case.spec, case.inputs, dout=case.dout, dlse=case.dlse if with_lse else None)
-    gradients = Gradients(*(None if part is None else part.numpy() for part in found))
+    gradients = Gradients(*(None if part is None else part.numpy() for part in actual))
     lse, gradients = callers_results(case.spec, case.inputs, lse, gradients, dlse)
     verdict = expected.judge(out=out.numpy(), lse=lse, gradients=gradients)
     assert verdict.ok, verdict
@@ -516,8 +516,8 @@ def test_results_are_written_into_buffers_that_the_kernel_accepts(kernel: Kernel
     case = make({"head_dim": 32, "value_dim": 32, "num_kv_heads": 9, "q_len": 7, "needs_backward": True})
     inputs, spec = tensors(case.inputs), case.spec
     out, lse = torch.empty(spec.out_shape, dtype=torch.float64), torch.empty(spec.lse_shape, dtype=torch.float64)
-    found = flash4.forward(spec, inputs, (out, lse))
-    assert found[0] is out and found[1] is lse
+    actual = flash4.forward(spec, inputs, (out, lse))
+    assert actual[0] is out and actual[1] is lse
     together = torch.empty(*inputs.q.shape[:2], 3, *inputs.q.shape[2:], dtype=torch.float64)
     into = Gradients(*together.unbind(2))
     gradients = flash4.backward(spec, inputs, out, lse, torch.from_numpy(case.dout), None, into)
@@ -664,6 +664,6 @@ def test_gradients_are_written_into_one_tensor_of_three() -> None:
     plain = flash4.backward(spec, inputs, out, lse, out, None)
     together = torch.full((2, 257, 3, 6, 64), torch.nan, dtype=torch.bfloat16, device="cuda")
     into = Gradients(*together.unbind(2))
-    found = flash4.backward(spec, inputs, out, lse, out, None, into)
-    assert all(one is other for one, other in zip(found[:3], into[:3]))
+    actual = flash4.backward(spec, inputs, out, lse, out, None, into)
+    assert all(one is other for one, other in zip(actual[:3], into[:3]))
     assert all(torch.equal(one, other) for one, other in zip(plain[:3], into[:3]))

@@ -209,7 +209,7 @@ def calls(draw: Any) -> Case:
 
 def matrices(one: blocks.Table, others: int) -> tuple[np.ndarray, np.ndarray]:
     """(partial, full) of a table as boolean ``[batch, heads, blocks, others]``."""
-    found = []
+    results = []
     for count, numbers in ((one.partial_count, one.partial), (one.full_count, one.full)):
         meant = np.arange(numbers.shape[-1]) < count.numpy()[..., None]
         dense = np.zeros((*count.shape, others), int)
@@ -217,8 +217,8 @@ def matrices(one: blocks.Table, others: int) -> tuple[np.ndarray, np.ndarray]:
             dense[(*at[:-1], int(numbers[tuple(map(int, at))]))] += 1
         assert dense.max(initial=0) <= 1, "a block twice"
         assert ((numbers >= 0) & (numbers < others)).all(), "the kernel reads one number ahead"
-        found.append(dense.astype(bool))
-    return found[0], found[1]
+        results.append(dense.astype(bool))
+    return results[0], results[1]
 
 
 @given(case=calls())
@@ -290,9 +290,9 @@ def test_forward_and_gradients_match_the_reference(name: str, standing_in: list[
     out, lse = flex_cuda.forward(case.spec, inputs)
     dout, dlse = torch.from_numpy(case.dout).float(), torch.from_numpy(case.dlse).float()
     given_dlse = dlse.masked_fill(lse == -torch.inf, torch.inf)  # the gradient of lse ** 2 is not finite there
-    found = flex_cuda.backward(case.spec, inputs, out, lse, dout, given_dlse)
+    actual = flex_cuda.backward(case.spec, inputs, out, lse, dout, given_dlse)
     expected = accuracy.expect(case.spec, case.inputs, dout=case.dout, dlse=dlse.double().numpy())
-    arrays = Gradients(*(None if gradient is None else gradient.numpy() for gradient in found))
+    arrays = Gradients(*(None if gradient is None else gradient.numpy() for gradient in actual))
     seen, arrays = callers_results(case.spec, case.inputs, lse, arrays, dlse)
     verdict = expected.judge(out=out.numpy(), lse=seen, gradients=arrays)
     assert verdict.ok, verdict
@@ -313,7 +313,7 @@ def test_the_shortcut_gives_the_same_bits(standing_in: list[Any]) -> None:
     compilations = len(standing_in)
     dq, dv = torch.autograd.grad(again, (q, v), dout)
     pairs = ((again, out), (again_lse, lse), (dq, expected.dq), (dv, expected.dv))
-    assert all(torch.equal(got.detach(), wanted) for got, wanted in pairs)
+    assert all(torch.equal(got.detach(), desired) for got, desired in pairs)
     assert compilations == len(standing_in) == 2  # one with gradients and one without
     with torch.no_grad():
         assert not run(q, k, v)[0].requires_grad
@@ -374,29 +374,29 @@ def test_nan_stays_in_its_document(standing_in: list[Any]) -> None:
         other_dout = broken.pop("dout")
         changed = inputs._replace(**broken)
         out, lse = flex_cuda.forward(spec, changed)
-        found = flex_cuda.backward(spec, changed, out, lse, other_dout, None)
+        actual = flex_cuda.backward(spec, changed, out, lse, other_dout, None)
         assert torch.equal(out[first_q:], clean[0][first_q:]) and torch.equal(lse[:, first_q:], clean[1][:, first_q:])
-        for got, wanted, start in zip(found[:3], clean[2], (first_q, first_k, first_k)):
-            assert torch.equal(got[start:], wanted[start:]) and not got[:start].isfinite().all()
+        for got, desired, start in zip(actual[:3], clean[2], (first_q, first_k, first_k)):
+            assert torch.equal(got[start:], desired[start:]) and not got[:start].isfinite().all()
         assert name == "dout" or not out[:first_q].isfinite().all()
 
 
 @needs_no_gpu
 def test_other_threads_and_autocast_change_nothing(standing_in: list[Any]) -> None:
     case, inputs = case_of("plain", needs_backward=True)
-    found: list[Any] = []
+    results: list[Any] = []
 
     def in_another_thread() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             out, lse = flex_cuda.forward(case.spec, inputs)
-            found.extend((out, *flex_cuda.backward(case.spec, inputs, out, lse, torch.ones_like(out), None)[:3]))
+            results.extend((out, *flex_cuda.backward(case.spec, inputs, out, lse, torch.ones_like(out), None)[:3]))
 
     thread = threading.Thread(target=in_another_thread)
     thread.start()
     thread.join()
     out, lse = flex_cuda.forward(case.spec, inputs)
     expected = (out, *flex_cuda.backward(case.spec, inputs, out, lse, torch.ones_like(out), None)[:3])
-    assert out.dtype == torch.float32 and all(map(torch.equal, found, expected))
+    assert out.dtype == torch.float32 and all(map(torch.equal, results, expected))
 
 
 @needs_no_gpu
@@ -454,11 +454,11 @@ def test_tensors_are_copied_only_if_no_program_takes_their_layout() -> None:
     heads = whole.transpose(1, 2).contiguous().transpose(1, 2)
     packed = torch.zeros(2, 5, 3, 4, 8).unbind(2)[1]
     for tensor, layout in ((whole, "tokens"), (heads, "heads"), (packed, 96)):
-        same, found = operands.arrange(tensor)
-        assert same is tensor and found == layout
+        same, actual = operands.arrange(tensor)
+        assert same is tensor and actual == layout
     for tensor in (whole[..., ::2], whole[:, :, :1].expand(-1, -1, 4, -1), whole[:, ::2]):
-        copied, found = operands.arrange(tensor)
-        assert found == "tokens" and copied.is_contiguous() and torch.equal(copied, tensor)
+        copied, actual = operands.arrange(tensor)
+        assert actual == "tokens" and copied.is_contiguous() and torch.equal(copied, tensor)
     expanded = torch.zeros(1, 1, 5, 7).expand(2, 4, 5, 7)
     assert operands._condensed(expanded).shape == (1, 1, 5, 7)
 
@@ -494,12 +494,12 @@ def test_float32_is_not_rounded_to_tf32() -> None:
     torch.set_float32_matmul_precision("high")
     try:
         out, lse = flex_cuda.forward(spec, inputs)
-        found = flex_cuda.backward(spec, inputs, out, lse, torch.ones_like(out), None)
+        actual = flex_cuda.backward(spec, inputs, out, lse, torch.ones_like(out), None)
     finally:
         torch.set_float32_matmul_precision(before)
     arrays = Inputs(*(None if t is None else t.double().cpu().numpy() for t in inputs))
     expected = accuracy.expect(spec, arrays, dout=np.ones(spec.out_shape))
-    gradients = Gradients(*(None if t is None else t.cpu().numpy() for t in found))
+    gradients = Gradients(*(None if t is None else t.cpu().numpy() for t in actual))
     verdict = expected.judge(out=out.cpu().numpy(), lse=lse.cpu().numpy(), gradients=gradients)
     assert verdict.ok, verdict
 

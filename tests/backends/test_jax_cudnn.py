@@ -170,13 +170,13 @@ def test_forward_and_gradients_match_the_reference(changes: dict[str, Any], with
     arrays = Inputs(*(None if a is None else jnp.asarray(a, bool if a.dtype == bool else spec.dtype) for a in given))
     dout = jnp.asarray(case.dout, spec.dtype)
     out, lse = jax.jit(lambda inputs: jax_cudnn.forward(spec, inputs))(arrays)
-    found = jax.jit(lambda *tensors: jax_cudnn.backward(spec, tensors[0], out, lse, tensors[1], None))(arrays, dout)
+    actual = jax.jit(lambda *tensors: jax_cudnn.backward(spec, tensors[0], out, lse, tensors[1], None))(arrays, dout)
     assert lse is None and out.dtype == spec.dtype
     expected = accuracy.expect(spec, given, dout=np.asarray(case.dout))
-    gradients = Gradients(*(None if part is None else np.asarray(part) for part in found))
+    gradients = Gradients(*(None if part is None else np.asarray(part) for part in actual))
     verdict = expected.judge(out=np.asarray(out), lse=None, gradients=gradients)
     assert verdict.ok, verdict
     if given.mask is not None:
         empty = (slice(None), 2) if spec.mask_shape == (1, 4, 10, 10) else (0, 2)
         heads = np.s_[0] if spec.mask_shape == (1, 4, 10, 10) else np.s_[:]
-        assert not np.asarray(out[empty])[..., heads, :].any() and not np.asarray(found.dq[empty])[..., heads, :].any()
+        assert not np.asarray(out[empty])[..., heads, :].any() and not np.asarray(actual.dq[empty])[..., heads, :].any()

@@ -331,8 +331,8 @@ def test_vmap_scan_and_remat_equal_single_calls(name):
     _, scanned = jax.jit(lambda xs: jax.lax.scan(lambda carry, x: (carry, jax.checkpoint(call)(x)), 0, xs))(stacked)
     for got in (batched(stacked), scanned):
         for index, right in enumerate(expected):
-            for actual, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(right), strict=True):
-                np.testing.assert_allclose(actual[index], wanted, rtol=1e-5, atol=1e-5)
+            for actual, desired in zip(jax.tree.leaves(got), jax.tree.leaves(right), strict=True):
+                np.testing.assert_allclose(actual[index], desired, rtol=1e-5, atol=1e-5)
     traced = str(jax.make_jaxpr(jax.vmap(call))(stacked))
     assert traced.count(" cond[") == str(jax.make_jaxpr(call)(arrays[0])).count(" cond[")
 
@@ -350,8 +350,8 @@ def test_inside_shard_map():
         return (out, *jax_xla.backward(spec, Inputs(q, k, v), out, lse, out, None)[:3])
 
     got = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=rows, out_specs=rows))(q, k, v)
-    for actual, wanted in zip(got, jax.jit(call)(*inputs[:3]), strict=True):
-        np.testing.assert_allclose(actual, wanted, rtol=1e-6, atol=1e-6)
+    for actual, desired in zip(got, jax.jit(call)(*inputs[:3]), strict=True):
+        np.testing.assert_allclose(actual, desired, rtol=1e-6, atol=1e-6)
 
 
 def test_the_mask_probe_sees_the_visible_set():

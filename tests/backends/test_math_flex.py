@@ -124,12 +124,12 @@ def lse_for_callers(spec: AttentionSpec, inputs: Inputs, lse: torch.Tensor) -> t
     return torch.from_numpy(callers_view.callers_results(spec, arrays(inputs), lse.double().numpy())[0]).to(lse.dtype)
 
 
-def check(name: str, got: torch.Tensor, expected: np.ndarray, dtype: str, factor: float = 1.0) -> None:
+def check(name: str, actual: torch.Tensor, expected: np.ndarray, dtype: str, factor: float = 1.0) -> None:
     """Compares one result: rounded once to its dtype, plus the noise of sums in the accumulation dtype."""
-    assert got.is_contiguous() and tuple(got.shape) == expected.shape, name
+    assert actual.is_contiguous() and tuple(actual.shape) == expected.shape, name
     noise = factor * NOISE[dtype] * max(1.0, np.abs(expected[np.isfinite(expected)]).max(initial=0.0))
-    rounding = ROUNDING[str(got.dtype).removeprefix("torch.")]
-    np.testing.assert_allclose(got.double().numpy(), expected, rtol=factor * rounding, atol=noise, err_msg=name)
+    rounding = ROUNDING[str(actual.dtype).removeprefix("torch.")]
+    np.testing.assert_allclose(actual.double().numpy(), expected, rtol=factor * rounding, atol=noise, err_msg=name)
 
 
 @pytest.fixture
@@ -162,18 +162,18 @@ def check_backward(spec: AttentionSpec, inputs: Inputs, dtype: str, with_dlse: b
     generator = torch.Generator().manual_seed(3)
     dout = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype)
     dlse = torch.randn(lse.shape, generator=generator, dtype=lse.dtype) if with_dlse else None
-    got = math.backward(spec, inputs, out, lse, dout, dlse)
+    actual = math.backward(spec, inputs, out, lse, dout, dlse)
     saved = [t if t is None else t.double().numpy() for t in (out, lse, dout, dlse)]
     expected = reference.backward(spec, arrays(inputs), *saved)
     originals = (inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks)
     if spec.sinks:
-        _, shown = callers_view.callers_results(spec, arrays(inputs), saved[1], arrays(got), saved[3])
-        got = got._replace(dsinks=torch.from_numpy(shown.dsinks).to(got.dsinks.dtype))
-    for name, gradient, wanted, original in zip(got._fields, got, expected, originals):
-        assert (gradient is None) == (wanted is None), name
+        _, shown = callers_view.callers_results(spec, arrays(inputs), saved[1], arrays(actual), saved[3])
+        actual = actual._replace(dsinks=torch.from_numpy(shown.dsinks).to(actual.dsinks.dtype))
+    for name, gradient, desired, original in zip(actual._fields, actual, expected, originals):
+        assert (gradient is None) == (desired is None), name
         if gradient is not None:
             assert gradient.dtype == original.dtype, name
-            check(name, gradient, wanted, dtype, factor=2.0)
+            check(name, gradient, desired, dtype, factor=2.0)
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
@@ -232,8 +232,8 @@ def test_the_mask_probe_sees_the_visible_set(backend, case, small_blocks):
     seen = visible(
         spec, *(t if t is None else t.numpy() for t in (inputs.mask, inputs.cu_seqlens_q, inputs.cu_seqlens_k))
     )
-    got = (out[None] if spec.packed else out).transpose(1, 2).numpy() > 0
-    np.testing.assert_array_equal(got, np.broadcast_to(seen, got.shape))
+    actual = (out[None] if spec.packed else out).transpose(1, 2).numpy() > 0
+    np.testing.assert_array_equal(actual, np.broadcast_to(seen, actual.shape))
 
 
 def test_a_bias_of_minus_infinity_has_no_gradient():
@@ -279,10 +279,10 @@ def test_math_keeps_nan_within_its_document(value, small_blocks, offsets_on_host
     broken_dout = dout.clone()
     broken_dout[first_q] = value
     expected = math.backward(spec, inputs, out, lse, dout, None)
-    got = math.backward(spec, inputs._replace(q=q, k=k, v=v), broken, broken_lse, broken_dout, None)
-    assert torch.equal(got.dq[LENGTHS_Q[0] :], expected.dq[LENGTHS_Q[0] :])
-    assert torch.equal(got.dk[LENGTHS_K[0] :], expected.dk[LENGTHS_K[0] :])
-    assert torch.equal(got.dv[LENGTHS_K[0] :], expected.dv[LENGTHS_K[0] :])
+    actual = math.backward(spec, inputs._replace(q=q, k=k, v=v), broken, broken_lse, broken_dout, None)
+    assert torch.equal(actual.dq[LENGTHS_Q[0] :], expected.dq[LENGTHS_Q[0] :])
+    assert torch.equal(actual.dk[LENGTHS_K[0] :], expected.dk[LENGTHS_K[0] :])
+    assert torch.equal(actual.dv[LENGTHS_K[0] :], expected.dv[LENGTHS_K[0] :])
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
@@ -293,8 +293,8 @@ def test_math_never_reads_a_hidden_key(softcap, small_blocks):
     k, v = (tensor.clone() for tensor in (inputs.k, inputs.v))
     k[hidden], v[hidden] = torch.nan, torch.inf
     poisoned = inputs._replace(k=k, v=v)
-    got, got_lse = math.forward(spec, poisoned)
-    assert torch.equal(got, out) and torch.equal(got_lse, lse)
+    actual, got_lse = math.forward(spec, poisoned)
+    assert torch.equal(actual, out) and torch.equal(got_lse, lse)
     dout = torch.ones_like(out)
     pairs = zip(math.backward(spec, inputs, out, lse, dout, None), math.backward(spec, poisoned, out, lse, dout, None))
     assert all(torch.equal(a, b) for a, b in pairs if a is not None)
@@ -370,7 +370,7 @@ def test_strided_views_give_the_same_bits(backend):
             math.backward(spec, views, *map(transposed_copy, (*saved, dout)), None),
             math.backward(spec, inputs, *saved, dout, None),
         )
-    assert all(torch.equal(got, expected) and got.is_contiguous() for got, expected in pairs)
+    assert all(torch.equal(actual, expected) and actual.is_contiguous() for actual, expected in pairs)
 
 
 @pytest.mark.parametrize("case", ["everything", "packed_everything"])
@@ -382,7 +382,7 @@ def test_math_gives_the_same_bits_every_time(case):
         return [out, lse, *math.backward(spec, inputs, out, lse, torch.ones_like(out), torch.ones_like(lse))]
 
     first = run()
-    assert all(torch.equal(got, expected) for _ in range(5) for got, expected in zip(run(), first))
+    assert all(torch.equal(actual, expected) for _ in range(5) for actual, expected in zip(run(), first))
 
 
 class LargestOutput(TorchDispatchMode):

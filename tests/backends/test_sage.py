@@ -32,8 +32,8 @@ def on(device: str, build: Build | None = None) -> Target:
     return Target("torch", device, builds=() if build is None else tuple((name, build) for name in NAMES))
 
 
-def reasons(name: str, target: Target, **asked: Any) -> tuple[str, ...]:
-    return refusals(name, replace(SPEC, **asked), target)
+def reasons(name: str, target: Target, **requested: Any) -> tuple[str, ...]:
+    return refusals(name, replace(SPEC, **requested), target)
 
 
 PLAIN = {
@@ -44,7 +44,7 @@ PLAIN = {
 
 
 @pytest.mark.parametrize(
-    ("name", "asked", "expected", "arguments"),
+    ("name", "requested", "expected", "arguments"),
     [
         ("sage", {}, {}, {}),
         ("sage", SQUARE, {"rows": 128}, {"is_causal": True}),
@@ -66,10 +66,10 @@ PLAIN = {
         ),
     ],
 )
-def test_lower(name: str, asked: dict[str, Any], expected: dict[str, Any], arguments: dict[str, Any]) -> None:
+def test_lower(name: str, requested: dict[str, Any], expected: dict[str, Any], arguments: dict[str, Any]) -> None:
     module: Any = backends.load(name)
     merged = {**PLAIN, **expected, "arguments": {**PLAIN["arguments"], **arguments}}
-    assert module.lower(replace(SPEC, **asked)) == merged
+    assert module.lower(replace(SPEC, **requested)) == merged
 
 
 def test_never_chosen_automatically() -> None:
@@ -80,7 +80,7 @@ def test_never_chosen_automatically() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "asked", "says"),
+    ("target", "requested", "says"),
     [
         (on("sm90", FIRST), {"kv_len": 63}, "kv_len=63 without causal: SageAttention counts the keys that pad it"),
         (on("sm90"), {"kv_len": 63}, "kv_len=63 without causal: SageAttention counts the keys that pad it"),
@@ -106,13 +106,15 @@ def test_never_chosen_automatically() -> None:
         ),
     ],
 )
-def test_refusals_name_value_and_limit(target: Target, asked: dict[str, Any], says: str) -> None:
-    assert any(why.startswith(says) for why in reasons("sage", target, **asked)), reasons("sage", target, **asked)
+def test_refusals_name_value_and_limit(target: Target, requested: dict[str, Any], says: str) -> None:
+    assert any(why.startswith(says) for why in reasons("sage", target, **requested)), reasons(
+        "sage", target, **requested
+    )
 
 
 def test_supported_calls_are_not_refused() -> None:
-    for asked in ({}, SQUARE, {"causal": True, "q_len": 1}, {"head_dim": 96, "value_dim": 40}, {"kv_len": 128}):
-        assert reasons("sage", on("sm90", FIRST), **asked) == ()
+    for requested in ({}, SQUARE, {"causal": True, "q_len": 1}, {"head_dim": 96, "value_dim": 40}, {"kv_len": 128}):
+        assert reasons("sage", on("sm90", FIRST), **requested) == ()
     assert reasons("sage", on("sm90", SECOND), kv_len=63, return_lse=True) == ()
     assert reasons("sage_fp16_cuda", on("sm90", SECOND), kv_len=63, return_lse=True) == ()
     assert reasons("sage_fp16_triton", on("sm90", SECOND), kv_len=63) != ()
@@ -192,7 +194,7 @@ def test_results_match_the_reference(case: str, name: str, with_lse: bool, monke
     module: Any = backends.load(name)
     triton = name != "sage_fp16_cuda"
 
-    def function(asked: str) -> Any:
+    def function(requested: str) -> Any:
         def run(*operands: Any, pv_accum_dtype: str = "", **arguments: Any) -> Any:
             return stand_in(*operands, triton=triton, **arguments)
 

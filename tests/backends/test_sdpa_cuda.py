@@ -71,25 +71,25 @@ def test_the_arguments_of_the_memory_efficient_kernel() -> None:
         **{"window_size": None, "num_splits_key": None, "split_documents": False},
     }
 
-    def asked(*names: str, **changes: Any) -> tuple[Any, ...]:
+    def requested(*names: str, **changes: Any) -> tuple[Any, ...]:
         return tuple(efficient.lower(replace(SPEC, **changes))[name] for name in names)
 
     band = "rows", "custom_mask_type", "window_size"
-    assert asked(*band, causal=True) == (slice(0, 40), 2, None)
-    assert asked(*band, causal=True, alignment="top_left") == (slice(0, 40), 1, None)
-    assert asked(*band, causal=True, kv_len=40) == (slice(0, 40), 1, None)
-    assert asked(*band, causal=True, kv_len=30) == (slice(10, 40), 1, None), "ten rows see nothing"
-    assert asked(*band, causal=True, q_len=1) == (slice(0, 1), 0, None)
-    assert asked(*band, causal=True, window=(7, 0)) == (slice(0, 40), 2, 8)
-    assert asked(*band, window=(7, None), q_len=1) == (slice(0, 1), 2, 8)
-    assert asked(*band, causal=True, window=(7, 0), kv_len=20, alignment="top_left") == (slice(0, 27), 1, 8)
-    assert asked(*band, causal=True, window=(7, 0), kv_len=20) == (slice(20, 40), 1, 8)
-    assert asked("num_splits_key", deterministic=True) == (1,)
+    assert requested(*band, causal=True) == (slice(0, 40), 2, None)
+    assert requested(*band, causal=True, alignment="top_left") == (slice(0, 40), 1, None)
+    assert requested(*band, causal=True, kv_len=40) == (slice(0, 40), 1, None)
+    assert requested(*band, causal=True, kv_len=30) == (slice(10, 40), 1, None), "ten rows see nothing"
+    assert requested(*band, causal=True, q_len=1) == (slice(0, 1), 0, None)
+    assert requested(*band, causal=True, window=(7, 0)) == (slice(0, 40), 2, 8)
+    assert requested(*band, window=(7, None), q_len=1) == (slice(0, 1), 2, 8)
+    assert requested(*band, causal=True, window=(7, 0), kv_len=20, alignment="top_left") == (slice(0, 27), 1, 8)
+    assert requested(*band, causal=True, window=(7, 0), kv_len=20) == (slice(20, 40), 1, 8)
+    assert requested("num_splits_key", deterministic=True) == (1,)
     documents = "max_q", "max_k", "custom_mask_type", "num_splits_key", "split_documents"
-    assert asked(*documents, **PACKED) == (9, 20, 0, 1, False)
-    assert asked(*documents, **PACKED, causal=True) == (9, 20, 2, None, True)
-    assert asked(*documents, **PACKED, causal=True, alignment="top_left") == (9, 20, 1, None, False)
-    assert asked("max_q", "max_k", **{**PACKED, "max_len_q": 70, "max_len_k": 90}) == (40, 90)
+    assert requested(*documents, **PACKED) == (9, 20, 0, 1, False)
+    assert requested(*documents, **PACKED, causal=True) == (9, 20, 2, None, True)
+    assert requested(*documents, **PACKED, causal=True, alignment="top_left") == (9, 20, 1, None, False)
+    assert requested("max_q", "max_k", **{**PACKED, "max_len_q": 70, "max_len_k": 90}) == (40, 90)
 
 
 def test_the_arguments_of_cudnn() -> None:
@@ -203,8 +203,8 @@ def test_the_cudnn_version_decides_what_is_supported() -> None:
 def test_the_cudnn_version_is_read_from_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     assert cudnn.build() == CUDNN and cudnn.probe() == f"{torch.__version__} (cuDNN 9.19.0)"
-    for found in (None, 8907):
-        monkeypatch.setattr(torch.backends.cudnn, "version", lambda found=found: found)
+    for actual in (None, 8907):
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda actual=actual: actual)
         with pytest.raises(ImportError, match="no cuDNN 9"):
             cudnn.probe()
 
@@ -287,23 +287,23 @@ def efficient_backward(*given: Any, scale: float, num_splits_key: int | None, wi
     assert out[0].is_contiguous(), "the kernel knows one row stride of out"
     assert max_q <= q.shape[1] and max_k <= k.shape[1] and seed.dtype == state.dtype == torch.int64 and dropout == 0.0
     assert cu_q is None or mask_type or num_splits_key == 1, "a division by the queries of a document"
-    found = [torch.full_like(t, NAN, memory_format=torch.contiguous_format) for t in (q, k, v)]
+    actual = [torch.full_like(t, NAN, memory_format=torch.contiguous_format) for t in (q, k, v)]
     dbias = torch.full(bias.shape, NAN) if want_dbias else None
     pieces = efficient_pieces(q, k, bias, cu_q, cu_k, mask_type, window_size)
     for index, batch, rows, keys, seen, some, offset in pieces:
         assert window_size is None or offset == 0, "the gradient's window is top-left"
-        found[1][batch, keys], found[2][batch, keys] = 0.0, 0.0
+        actual[1][batch, keys], actual[2][batch, keys] = 0.0, 0.0
         if not seen.numel():
             continue
         count = rows.stop - rows.start
         assert (lse[index, :, count:] == INF).all()
         tensors = q[batch, rows], k[batch, keys], v[batch, keys], seen, some, scale, out[batch, rows]
         *parts, dscore = softmax_backward(*tensors, lse[index, :, :count], dout[batch, rows])
-        for gradient, place, part in zip(found, (rows, keys, keys), parts, strict=True):
+        for gradient, place, part in zip(actual, (rows, keys, keys), parts, strict=True):
             gradient[batch, place] = part.to(gradient.dtype)
         if dbias is not None:
             dbias[batch] = torch.where(seen, dscore, NAN)
-    return (*found, dbias)
+    return (*actual, dbias)
 
 
 def flash_pieces(q: Any, k: Any, cu_q: Any, cu_k: Any, how: dict[str, Any]) -> Any:
@@ -340,11 +340,11 @@ def flash_backward(*given: Any, scale: float, **window: Any) -> Any:
     assert lse.is_contiguous() and not (lse == -INF).any()
     heads, group = k.shape[-2], q.shape[-2] // k.shape[-2]
     k, v = (t.repeat_interleave(group, -2) for t in (k, v))
-    found = [torch.full(t.shape, NAN) for t in (q, k, v)]
+    actual = [torch.full(t.shape, NAN) for t in (q, k, v)]
     for place, rows, keys, seen in flash_pieces(q, k, cu_q, cu_k, {**window, "is_causal": is_causal}):
         tensors = q[rows], k[keys], v[keys], seen, None, scale, out[rows], lse[place], dout[rows]
-        found[0][rows], found[1][keys], found[2][keys], _ = softmax_backward(*tensors)
-    dq, *others = found
+        actual[0][rows], actual[1][keys], actual[2][keys], _ = softmax_backward(*tensors)
+    dq, *others = actual
     return dq.to(q.dtype), *(t.unflatten(-2, (heads, group)).sum(-2).to(q.dtype) for t in others)
 
 
@@ -376,14 +376,14 @@ def cudnn_backward(*given: Any, scale: float) -> Any:
     heads, group, seen = k.shape[1], q.shape[1] // k.shape[1], cudnn_seen(q, k, bias, is_causal)
     k, v = (t.repeat_interleave(group, 1) for t in (k, v))
     bias = None if bias is None else bias.expand(q.shape[0], -1, q.shape[2], k.shape[2])
-    found: list[list[Any]] = [[], [], []]
+    actual: list[list[Any]] = [[], [], []]
     for n in range(q.shape[0]):
         q_n, k_n, v_n, out_n, dout_n = (t[n].transpose(0, 1) for t in (q, k, v, out, dout))
         some = None if bias is None else bias[n]
         *parts, _ = softmax_backward(q_n, k_n, v_n, seen, some, scale, out_n, lse[n, ..., 0], dout_n)
-        for rows, part in zip(found, parts, strict=True):
+        for rows, part in zip(actual, parts, strict=True):
             rows.append(part.transpose(0, 1))
-    dq, dk, dv = (torch.stack(rows) for rows in found)
+    dq, dk, dv = (torch.stack(rows) for rows in actual)
     return dq.to(q.dtype), *(t.unflatten(1, (heads, group)).sum(2).to(q.dtype) for t in (dk, dv))
 
 
@@ -446,13 +446,13 @@ STANDINS = {
 
 def tensors(inputs: Inputs, dtype: str) -> Inputs:
     """The inputs as torch tensors: q, k, v in the call's dtype, the other floats in float32."""
-    found = {}
+    results = {}
     for name, array in inputs._asdict().items():
         tensor = None if array is None else torch.from_numpy(np.asarray(array))
         if tensor is not None and tensor.is_floating_point():
             tensor = tensor.to(getattr(torch, dtype) if name in "qkv" else torch.float32)
-        found[name] = tensor
-    return Inputs(**found)
+        results[name] = tensor
+    return Inputs(**results)
 
 
 @pytest.mark.parametrize("extra", ["", "sinks", "return_lse"])
@@ -478,11 +478,11 @@ def test_results_match_the_reference(kernel: str, case: str, extra: str, monkeyp
         dlse = made.dlse if extra == "return_lse" else None
         if learns:
             dout = torch.from_numpy(made.dout).to(inputs.q.dtype)
-            found = module.backward(
+            actual = module.backward(
                 made.spec, inputs, out, lse, dout, None if dlse is None else torch.from_numpy(dlse).float()
             )
-            assert [part.dtype for part in found if part is not None][:3] == [inputs.q.dtype] * 3
-            gradients = Gradients(*(None if part is None else part.double().numpy() for part in found))
+            assert [part.dtype for part in actual if part is not None][:3] == [inputs.q.dtype] * 3
+            gradients = Gradients(*(None if part is None else part.double().numpy() for part in actual))
         expected = accuracy.expect(made.spec, made.inputs, dout=made.dout if learns else None, dlse=dlse)
         seen, gradients = callers_results(made.spec, made.inputs, lse, gradients, dlse)
         verdict = expected.judge(out=out.double().numpy(), lse=seen, gradients=gradients)
@@ -507,16 +507,16 @@ def test_empty_rows_finds_every_row_that_sees_nothing(seed: int) -> None:
     mask = random.random(shape) < 0.4
     added = torch.where(torch.from_numpy(mask), 0.0, -INF)
     edge = aten_masks.needed_band(spec)
-    found = aten_masks.empty_rows(added, edge, slice(0, q_len), kv_len).expand(2, 3, q_len)
-    assert np.array_equal(found.numpy(), np.broadcast_to(~visible(spec, mask).any(-1), (2, 3, q_len)))
+    actual = aten_masks.empty_rows(added, edge, slice(0, q_len), kv_len).expand(2, 3, q_len)
+    assert np.array_equal(actual.numpy(), np.broadcast_to(~visible(spec, mask).any(-1), (2, 3, q_len)))
 
 
 def test_aligned_masks_have_rows_that_kernels_can_load() -> None:
     for keys in (7, 8, 13):
         for whole in (torch.randn(2, 1, 5, keys), torch.randn(2, 1, keys, 5).mT, torch.randn(2, 1, 5, 1)):
-            found = aten_masks.align_rows(whole, keys)
-            assert torch.equal(found, whole.expand(2, 1, 5, keys))
-            assert found.stride(-1) == 1 and found.stride(-2) % 8 == 0 and found.data_ptr() % 16 == 0
+            actual = aten_masks.align_rows(whole, keys)
+            assert torch.equal(actual, whole.expand(2, 1, 5, keys))
+            assert actual.stride(-1) == 1 and actual.stride(-2) % 8 == 0 and actual.data_ptr() % 16 == 0
     fits = torch.randn(2, 1, 5, 16)
     assert aten_masks.align_rows(fits, 16) is fits, "no copy of what is right"
 
@@ -623,8 +623,8 @@ def test_the_arguments_fit_the_installed_torch(kernel: str, packed: bool, monkey
     out, lse = module.forward(spec, inputs)
     assert tuple(out.shape) == spec.out_shape and out.dtype == torch.bfloat16 and not out.requires_grad
     assert tuple(lse.shape) == spec.lse_shape and lse.dtype == torch.float32
-    found = module.backward(spec, inputs, out, lse, torch.empty_like(q), None)
-    assert (found.dq.shape, found.dk.shape, found.dv.shape) == (q.shape, k.shape, k.shape)
+    actual = module.backward(spec, inputs, out, lse, torch.empty_like(q), None)
+    assert (actual.dq.shape, actual.dk.shape, actual.dv.shape) == (q.shape, k.shape, k.shape)
 
 
 def flash_forward_in_place(place: Any, *given: Any, **how: Any) -> Any:
@@ -640,8 +640,8 @@ def test_the_flash_kernel_writes_into_a_suitable_buffer(monkeypatch: pytest.Monk
     inputs = tensors(made.inputs, "bfloat16")
     out, lse = flash.forward(made.spec, inputs)
     place = torch.full_like(out, NAN)
-    found = flash.forward(made.spec, inputs, (place, None))
-    assert found[0] is place and torch.equal(place, out) and torch.equal(found[1], lse)
+    actual = flash.forward(made.spec, inputs, (place, None))
+    assert actual[0] is place and torch.equal(place, out) and torch.equal(actual[1], lse)
     odd = torch.full((*out.shape[:-1], 17), NAN, dtype=out.dtype)[..., 1:]
     assert flash.forward(made.spec, inputs, (odd, None))[0] is not odd
     one = make({"causal": True, "q_len": 1, "head_dim": 16, "value_dim": 16}, "bfloat16")
@@ -674,9 +674,9 @@ def test_the_in_place_flash_kernel_gives_the_same_bits(fields: dict[str, Any]) -
     inputs = Inputs(*(None if tensor is None else tensor.cuda() for tensor in tensors(made.inputs, "bfloat16")))
     out, lse = flash.forward(made.spec, inputs)
     place = torch.full_like(out, NAN)
-    found = flash.forward(made.spec, inputs, (place, None))
-    assert torch.equal(found[0], out) and torch.equal(found[1], lse)
-    assert (found[0] is place) is (made.spec.q_len > 1)
+    actual = flash.forward(made.spec, inputs, (place, None))
+    assert torch.equal(actual[0], out) and torch.equal(actual[1], lse)
+    assert (actual[0] is place) is (made.spec.q_len > 1)
 
 
 def judged(name: str, fields: dict[str, Any], dtype: str) -> Any:
@@ -688,8 +688,8 @@ def judged(name: str, fields: dict[str, Any], dtype: str) -> Any:
     inputs = Inputs(*(None if tensor is None else tensor.cuda() for tensor in tensors(made.inputs, dtype)))
     out, lse = module.forward(made.spec, inputs)
     dout = torch.from_numpy(made.dout).to(inputs.q)
-    found = module.backward(made.spec, inputs, out, lse, dout, None)
-    gradients = Gradients(*(None if part is None else part.double().cpu().numpy() for part in found))
+    actual = module.backward(made.spec, inputs, out, lse, dout, None)
+    gradients = Gradients(*(None if part is None else part.double().cpu().numpy() for part in actual))
     expected = accuracy.expect(made.spec, made.inputs, dout=made.dout)
     seen, _ = callers_results(made.spec, made.inputs, lse.cpu())
     return expected.judge(out=out.double().cpu().numpy(), lse=seen, gradients=gradients)

@@ -129,6 +129,6 @@ def test_no_full_mask_is_built(band: dict[str, Any]) -> None:
 
 def test_long_rows_with_windows_and_masks_are_accepted() -> None:
     sizes = {"batch": 1, "q_len": 2**20, "kv_len": 2**20, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
-    for asked in ({"window": (255, 0)}, {"mask_shape": (1, 1, 1, 2**20)}):
-        spec = AttentionSpec(**{**sizes, "value_dim": 8, "dtype": "float32", "causal": True, **asked})
+    for requested in ({"window": (255, 0)}, {"mask_shape": (1, 1, 1, 2**20)}):
+        spec = AttentionSpec(**{**sizes, "value_dim": 8, "dtype": "float32", "causal": True, **requested})
         assert explain(spec, Target("torch", "cpu")).backend == "sdpa_flash"

@@ -67,14 +67,14 @@ def test_rewritten_calls_match_the_reference(name: str, dtype: str, with_lse: bo
     inputs = inputs._replace(q=inputs.q.to(kind), k=inputs.k.to(kind), v=inputs.v.to(kind))
     dout, dlse = torch.from_numpy(case.dout).to(kind), torch.from_numpy(case.dlse) if with_lse else None
     out, lse = rewrites.forward(kernel, case.spec, inputs)
-    found = rewrites.backward(kernel, case.spec, inputs, out, lse, dout, dlse)
+    actual = rewrites.backward(kernel, case.spec, inputs, out, lse, dout, dlse)
     expected = accuracy.expect(case.spec, case.inputs, dout=case.dout, dlse=case.dlse if with_lse else None)
-    gradients = Gradients(*(None if part is None else part.double().numpy() for part in found))
+    gradients = Gradients(*(None if part is None else part.double().numpy() for part in actual))
     seen, gradients = callers_results(case.spec, case.inputs, lse, gradients, dlse)
     verdict = expected.judge(out=out.double().numpy(), lse=seen, gradients=gradients)
     assert verdict.ok, verdict
-    assert found.dq.dtype == inputs.q.dtype and found.dk.shape == inputs.k.shape and found.dv.shape == inputs.v.shape
-    assert not sinks or found.dsinks.dtype == inputs.sinks.dtype
+    assert actual.dq.dtype == inputs.q.dtype and actual.dk.shape == inputs.k.shape and actual.dv.shape == inputs.v.shape
+    assert not sinks or actual.dsinks.dtype == inputs.sinks.dtype
 
 
 def test_a_sink_of_minus_infinity_counts_as_no_sink() -> None:
@@ -84,8 +84,8 @@ def test_a_sink_of_minus_infinity_counts_as_no_sink() -> None:
     plain, plain_lse = math.forward(make({"causal": True, "q_len": 7, "kv_len": 5}).spec, inputs._replace(sinks=None))
     torch.testing.assert_close(out, plain)
     torch.testing.assert_close(lse, plain_lse)
-    found = rewrites.backward(SAME, case.spec, inputs, out, lse, torch.from_numpy(case.dout), None)
-    assert not any(part.isnan().any() for part in (found.dq, found.dk, found.dv, found.dsinks))
+    actual = rewrites.backward(SAME, case.spec, inputs, out, lse, torch.from_numpy(case.dout), None)
+    assert not any(part.isnan().any() for part in (actual.dq, actual.dk, actual.dv, actual.dsinks))
 
 
 def test_results_are_written_into_buffers_that_the_kernel_accepts() -> None:
@@ -101,10 +101,10 @@ def test_results_are_written_into_buffers_that_the_kernel_accepts() -> None:
 
 
 def test_calls_that_cannot_be_rewritten_are_refused() -> None:
-    asked = {"needs_backward": True, "return_lse": True}
-    assert rewrites.refusals(make({**asked}).spec) == ()
+    requested = {"needs_backward": True, "return_lse": True}
+    assert rewrites.refusals(make({**requested}).spec) == ()
     for more, words in (({"softcap": 5.0}, "softcap=5.0"), ({"dropout": 0.1}, "dropout=0.1")):
-        (why,) = rewrites.refusals(make({**asked, **more}).spec)
+        (why,) = rewrites.refusals(make({**requested, **more}).spec)
         assert words in why
     assert rewrites.refusals(make({"softcap": 5.0, "needs_backward": True}).spec) == ()
 

@@ -143,7 +143,7 @@ CAUSAL, LOCAL = "LowerTriangularFromBottomRightMask", "LowerTriangularFromBottom
 
 
 @pytest.mark.parametrize(
-    ("name", "asked", "expected"),
+    ("name", "requested", "expected"),
     [
         ("xformers", {}, {}),
         ("xformers", {"causal": True, "num_kv_heads": 6}, {"attn_bias": CAUSAL, "groups": None}),
@@ -213,17 +213,19 @@ CAUSAL, LOCAL = "LowerTriangularFromBottomRightMask", "LowerTriangularFromBottom
         ),
     ],
 )
-def test_lower(name: str, asked: dict[str, Any], expected: dict[str, Any] | None) -> None:
+def test_lower(name: str, requested: dict[str, Any], expected: dict[str, Any] | None) -> None:
     module: Any = backends.load(name)
-    assert module.lower(replace(SPEC, **asked)) == ({"operator": None} if expected is None else {**PLAIN, **expected})
+    assert module.lower(replace(SPEC, **requested)) == (
+        {"operator": None} if expected is None else {**PLAIN, **expected}
+    )
 
 
-def reasons(name: str, target: Target = SM90, **asked: Any) -> tuple[str, ...]:
-    return refusals(name, replace(SPEC, **asked), target)
+def reasons(name: str, target: Target = SM90, **requested: Any) -> tuple[str, ...]:
+    return refusals(name, replace(SPEC, **requested), target)
 
 
 @pytest.mark.parametrize(
-    ("name", "asked", "says"),
+    ("name", "requested", "says"),
     [
         ("xformers_flash", {"q_len": 9, "window": (2, 1)}, "not causal wrong if q_len > kv_len + 1"),
         ("xformers_flash", {**DOCUMENTS, "window": (2, 1)}, "in each of 3 documents: the xformers flash kernel has no"),
@@ -272,13 +274,13 @@ def reasons(name: str, target: Target = SM90, **asked: Any) -> tuple[str, ...]:
         ("xformers", {"window": (2, 1), "dtype": "float32"}, "dtype float32: the xformers flash kernel takes"),
     ],
 )
-def test_refusals_name_value_and_limit(name: str, asked: dict[str, Any], says: str) -> None:
-    assert any(says in why for why in reasons(name, **asked)), reasons(name, **asked)
+def test_refusals_name_value_and_limit(name: str, requested: dict[str, Any], says: str) -> None:
+    assert any(says in why for why in reasons(name, **requested)), reasons(name, **requested)
 
 
 @pytest.mark.parametrize("name", ["xformers", *(f"xformers_{word}" for word in WORDS)])
 def test_calls_that_every_operator_supports(name: str) -> None:
-    for asked in (
+    for requested in (
         {},
         {"causal": True},
         {"sinks": True},
@@ -286,14 +288,14 @@ def test_calls_that_every_operator_supports(name: str) -> None:
         {"value_dim": 24},
         {"deterministic": True},
     ):
-        assert reasons(name, **asked) == ()
+        assert reasons(name, **requested) == ()
     assert reasons(name, Target("torch", "cpu"))[0].startswith("device cpu: ")
     assert (reasons(name, Target("torch", "sm80")) == ()) is (name != "xformers_flash3")
 
 
 def test_the_reasons_of_both_operators_are_listed_once() -> None:
-    found = reasons("xformers", mask_shape=(1, 1, 5, 7), **DOCUMENTS)
-    assert found == (
+    actual = reasons("xformers", mask_shape=(1, 1, 5, 7), **DOCUMENTS)
+    assert actual == (
         "mask of shape [1, 1, 5, 7]: the xformers flash kernel has none",
         "seq_info with packed documents: the xformers CUTLASS kernel has none",
     )
@@ -388,15 +390,15 @@ class StandIn:
         weights = torch.exp(self.scores(q, k, mask, scale) - lse[..., None].double())
         dout, out, q, k, v = (x.double().movedim(1, -2) for x in (dout, out, q, k, v))
         dscores = scale * weights * (dout @ v.mT - (dout * out).sum(-1, keepdim=True))
-        found = (dscores @ k, dscores.mT @ q, weights.mT @ dout)
-        return tuple(x.movedim(-2, 1).float() for x in found)  # type: ignore[return-value]
+        actual = (dscores @ k, dscores.mT @ q, weights.mT @ dout)
+        return tuple(x.movedim(-2, 1).float() for x in actual)  # type: ignore[return-value]
 
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
     def use(word: str) -> Any:
-        monkeypatch.setattr(operators, "load_operator", lambda asked: (StandIn(asked), None, None))
-        monkeypatch.setattr(operators, "widths", lambda asked: (64, 128))
+        monkeypatch.setattr(operators, "load_operator", lambda requested: (StandIn(requested), None, None))
+        monkeypatch.setattr(operators, "widths", lambda requested: (64, 128))
         return backends.load(f"xformers_{word}")
 
     return use
@@ -426,9 +428,9 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("name", "word"), [(name, word) for name, (words, _) in CASES.items() for word in words])
 def test_forward_and_backward_match_the_reference(name: str, word: str, stand_in: Any) -> None:
-    module, asked = stand_in(word), CASES[name][1]
-    learns = module.BACKWARD is not None and not (word == "cutlass" and "window" in asked and "mask" not in name)
-    case = make({**asked, "needs_backward": learns, "return_lse": True}, "float32")
+    module, requested = stand_in(word), CASES[name][1]
+    learns = module.BACKWARD is not None and not (word == "cutlass" and "window" in requested and "mask" not in name)
+    case = make({**requested, "needs_backward": learns, "return_lse": True}, "float32")
     refused = [why for why in reasons_of(module, case.spec) if "takes bfloat16" not in why]
     assert refused == []
     kinds = {
@@ -443,8 +445,8 @@ def test_forward_and_backward_match_the_reference(name: str, word: str, stand_in
     gradients = None
     if learns:
         dout = torch.from_numpy(case.dout).float()
-        found = module.backward(case.spec, inputs, out, lse, dout, torch.from_numpy(case.dlse).float())
-        gradients = Gradients(*(None if part is None else part.double().numpy() for part in found))
+        actual = module.backward(case.spec, inputs, out, lse, dout, torch.from_numpy(case.dlse).float())
+        gradients = Gradients(*(None if part is None else part.double().numpy() for part in actual))
     lse, gradients = callers_results(case.spec, case.inputs, lse, gradients, dlse)
     verdict = expected.judge(out=out.double().numpy(), lse=lse, gradients=gradients)
     assert verdict.ok, verdict
@@ -484,7 +486,7 @@ def test_added_tensors_are_small_and_aligned() -> None:
 def test_the_probed_widths(
     word: str, installed: Any, expected: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operators, "widths", lambda asked: installed)
+    monkeypatch.setattr(operators, "widths", lambda requested: installed)
     assert {dim: operators.width(word, dim) for dim in expected} == expected
 
 

@@ -21,15 +21,15 @@ LENGTH = 6
 
 
 def _without_device(path: Path) -> list[str]:
-    found = []
+    results = []
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
         named = any(keyword.arg in ("device", None) for keyword in node.keywords)  # None: **keywords
         if of_torch and node.func.attr in FACTORIES and not named:
-            found.append(f"{path.relative_to(ROOT)}:{node.lineno} torch.{node.func.attr}")
-    return found
+            results.append(f"{path.relative_to(ROOT)}:{node.lineno} torch.{node.func.attr}")
+    return results
 
 
 def test_every_factory_call_names_a_device() -> None:

@@ -147,7 +147,7 @@ LACKS = {
 
 
 def _cases() -> list[Any]:
-    found = []
+    results = []
     for entry in ENTRIES:
         for name, wrong, legal, beside in WRONG:
             last = entry.split()[1]
@@ -162,15 +162,15 @@ def _cases() -> list[Any]:
                     continue  # a dict has pairs, where -1 is unbounded
                 if name in ("dropout", "softcap") and not wrong:
                     continue  # flash-attn's value for no softcap
-            found.append(pytest.param(entry, name, wrong, legal, beside, id=f"{entry}-{name}={str(wrong)[:12]}"))
-    return found
+            results.append(pytest.param(entry, name, wrong, legal, beside, id=f"{entry}-{name}={str(wrong)[:12]}"))
+    return results
 
 
 @pytest.mark.parametrize(("entry", "name", "wrong", "legal", "beside"), _cases())
 def test_a_wrong_type_is_refused_before_and_after_an_equal_legal_value(
     entry: str, name: str, wrong: Any, legal: Any, beside: dict[str, Any]
 ) -> None:
-    call, told = ENTRIES[entry], []
+    call, messages = ENTRIES[entry], []
     for value in (wrong, legal, wrong, legal, wrong):
         given = {**beside, name: value}
         if value is legal:
@@ -178,8 +178,8 @@ def test_a_wrong_type_is_refused_before_and_after_an_equal_legal_value(
             continue
         with pytest.raises((SpecError, TypeError) if "dispatch" in entry else SpecError) as error:
             call(**given)
-        told.append(str(error.value))
-    assert len(set(told)) == 1, told
+        messages.append(str(error.value))
+    assert len(set(messages)) == 1, messages
 
 
 @pytest.mark.parametrize("entry", ["torch attention", "torch qkvpacked", "torch explain"])

@@ -90,8 +90,8 @@ def test_overwriting_offsets_before_the_backward_changes_nothing(framework: Fram
         pytest.skip("JAX takes no tensors of torch")
     kept, written = loader(kind), loader(kind)
     right = gradients_of(framework, call, kept.given(), lambda: None)
-    found = gradients_of(framework, call, written.given(), written.next)
-    for name, one, other in zip(("out", "dq", "dk", "dv"), right, found, strict=True):
+    actual = gradients_of(framework, call, written.given(), written.next)
+    for name, one, other in zip(("out", "dq", "dk", "dv"), right, actual, strict=True):
         np.testing.assert_array_equal(other, one, err_msg=name)
 
 
@@ -101,8 +101,8 @@ def test_a_seq_info_keeps_its_offsets_when_the_buffer_changes(framework: Framewo
     info = written.given()
     right = gradients_of(framework, attention, loader("both").given(), lambda: None)
     written.next()
-    found = gradients_of(framework, attention, info, lambda: None)
-    for one, other in zip(right, found, strict=True):
+    actual = gradients_of(framework, attention, info, lambda: None)
+    for one, other in zip(right, actual, strict=True):
         np.testing.assert_array_equal(other, one)
 
 
@@ -118,6 +118,6 @@ def test_overwriting_page_tables_after_the_call_changes_nothing(framework: Frame
     table, lengths = np.array([[0, 1], [2, 3]], np.int32), np.array([20, 30], np.int32)
     right = as_numpy(call(table, lengths))
     table, lengths = aligned(table), aligned(lengths)
-    found = call(table, lengths)
+    actual = call(table, lengths)
     table[:], lengths[:] = 0, 1
-    np.testing.assert_array_equal(as_numpy(found), right)
+    np.testing.assert_array_equal(as_numpy(actual), right)

@@ -59,9 +59,9 @@ def test_from_lengths_with_limits_has_the_same_static_fields_for_every_batch(
     info = SeqInfo.from_lengths(queries, keys, max_len=(9, 7), max_documents=most, array=array)
     assert (info.max_len_q, info.max_len_k) == (9, 7)
     for side, own in (("q", queries), ("k", keys)):
-        found = getattr(info, f"cu_seqlens_{side}")
-        assert len(found) == most + 1 and np.diff(found).tolist() == own + [0] * more
-        assert array is tuple or found.dtype == np.int32
+        actual = getattr(info, f"cu_seqlens_{side}")
+        assert len(actual) == most + 1 and np.diff(actual).tolist() == own + [0] * more
+        assert array is tuple or actual.dtype == np.int32
     alone = SeqInfo.from_lengths(queries, max_len=9, max_documents=most, array=array)
     assert alone.cu_seqlens_k is alone.cu_seqlens_q and (alone.max_len_q, alone.max_len_k) == (9, 9)
     assert len(SeqInfo.from_lengths(queries, max_documents=most).cu_seqlens_q) == most + 1

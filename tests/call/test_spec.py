@@ -147,22 +147,24 @@ print(*(spec.digest("word") for spec in specs), sep="\\n")
 def test_equality_and_digest_hold_in_another_process() -> None:
     """With another hash seed the hashes differ, but the specs and their digests are equal."""
     specs = [AttentionSpec(**{**PLAIN, **changes}) for changes in VARIANTS.values()]
-    found = subprocess.run(
+    actual = subprocess.run(
         [sys.executable, "-c", READS_SPECS],
         input=pickle.dumps(specs),
         capture_output=True,
         env={**os.environ, "PYTHONHASHSEED": "7"},
         check=True,
     )
-    loaded, *digests = found.stdout.decode().split()
+    loaded, *digests = actual.stdout.decode().split()
     assert loaded == "False"
     assert digests == [spec.digest("word") for spec in specs]
 
 
 def test_text_names_only_the_features_of_the_call() -> None:
     assert str(SPEC) == "float32, batch 2, q_len 5, kv_len 7, heads 6/3, head_dim 11/13"
-    asked = replace(SPEC, value_dim=11, causal=True, window=(3, None), softcap=50.0, sinks=True, needs_backward=True)
-    assert str(asked) == (
+    requested = replace(
+        SPEC, value_dim=11, causal=True, window=(3, None), softcap=50.0, sinks=True, needs_backward=True
+    )
+    assert str(requested) == (
         "float32, batch 2, q_len 5, kv_len 7, heads 6/3, head_dim 11, causal, window=(3, None), softcap=50.0, sinks, "
         "needs_backward"
     )

@@ -155,22 +155,22 @@ def test_trailing_tokens_do_not_change_the_documents(
     if module_on(backend, device).FORWARD.approximate:
         pytest.skip(f"{backend} is approximate")
     whole, long = padded(backend, device, framework, tail, **CASES[case])
-    expected, found = (run(framework, call, backend, device, rounding_matters=False) for call in (whole, long))
-    assert expected.keys() == found.keys()
+    expected, actual = (run(framework, call, backend, device, rounding_matters=False) for call in (whole, long))
+    assert expected.keys() == actual.keys()
     own = {"out": len(whole.dout), "dq": len(whole.dout), "dk": whole.spec.kv_len, "dv": whole.spec.kv_len}
     for name, count in own.items():
-        if name in found:
-            assert not found[name][count:].any(), name
-            found[name] = found[name][:count]
-    if "lse" in found:
-        assert (found["lse"][:, whole.spec.q_len :] == -np.inf).all()
-        found["lse"] = found["lse"][:, : whole.spec.q_len]
+        if name in actual:
+            assert not actual[name][count:].any(), name
+            actual[name] = actual[name][:count]
+    if "lse" in actual:
+        assert (actual["lse"][:, whole.spec.q_len :] == -np.inf).all()
+        actual["lse"] = actual["lse"][:, : whole.spec.q_len]
     if backend == "jax_xla" or device == "cuda":  # other blocks
         for name, array in expected.items():
-            one, other = (np.asarray(x, np.float64) for x in (found[name], array))
+            one, other = (np.asarray(x, np.float64) for x in (actual[name], array))
             np.testing.assert_allclose(one, other, atol=3e-6 if device == "cpu" else 5e-2, rtol=0, err_msg=name)
     else:
-        assert same_bits(found, expected) == []
+        assert same_bits(actual, expected) == []
 
 
 # Every entry point
@@ -197,8 +197,8 @@ def in_jax(attend: Any, q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.nd
     return [np.asarray(x) for x in (out, *pull(jnp.asarray(dout)))]
 
 
-def agree(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
-    for one, other in zip(found, expected, strict=True):
+def agree(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for one, other in zip(actual, expected, strict=True):
         np.testing.assert_allclose(one[: CU[-1]], other, atol=2e-6, rtol=0)
         assert not one[CU[-1] :].any()
 
@@ -221,24 +221,24 @@ def test_every_torch_entry_point_with_trailing_tokens(way: str, kind: str) -> No
         return attention(*x, causal=True, seq_info=info)
 
     if way == "compiled":
-        found = in_torch(torch.compile(call, fullgraph=True, backend="aot_eager"), *numbers(TOKENS))
+        actual = in_torch(torch.compile(call, fullgraph=True, backend="aot_eager"), *numbers(TOKENS))
     elif way == "vjp":
         q, k, v, dout = map(torch.from_numpy, numbers(TOKENS))
         out, pull = torch.func.vjp(call, q, k, v)
-        found = [x.numpy() for x in (out, *pull(dout))]
+        actual = [x.numpy() for x in (out, *pull(dout))]
     elif way == "vmap":
-        found = in_torch(lambda *x: torch.func.vmap(call)(*(y[None] for y in x))[0], *numbers(TOKENS))
+        actual = in_torch(lambda *x: torch.func.vmap(call)(*(y[None] for y in x))[0], *numbers(TOKENS))
     elif way == "qkvpacked":
 
         def call_qkv(*x: Any) -> Any:
             return torch_frontend.attention_qkvpacked(torch.stack(x, -3), causal=True, seq_info=info)
 
-        found = in_torch(call_qkv, *numbers(TOKENS))
+        actual = in_torch(call_qkv, *numbers(TOKENS))
     elif way == "one row":
-        found = in_torch(lambda *x: call(*(y[None] for y in x))[0], *numbers(TOKENS))
+        actual = in_torch(lambda *x: call(*(y[None] for y in x))[0], *numbers(TOKENS))
     else:
-        found = in_torch(call, *numbers(TOKENS))
-    agree(found, expected)
+        actual = in_torch(call, *numbers(TOKENS))
+    agree(actual, expected)
 
 
 @pytest.mark.parametrize("kind", INFOS)
@@ -267,8 +267,8 @@ def test_one_program_serves_offsets_with_any_end() -> None:
     program = jax.jit(lambda info: jax_frontend.attention(q, k, v, seq_info=info, backend="jax_xla"))
     for end in (7, 9, TOKENS):
         cu = jnp.array([0, 3, end], jnp.int32)
-        found = program(SeqInfo(cu, cu, TOKENS, TOKENS))
+        actual = program(SeqInfo(cu, cu, TOKENS, TOKENS))
         right = jax_frontend.attention(q[:end], k[:end], v[:end], seq_info=SeqInfo(cu, cu, TOKENS, TOKENS))
-        np.testing.assert_allclose(found[:end], right, atol=2e-6, rtol=0)
-        assert not found[end:].any()
+        np.testing.assert_allclose(actual[:end], right, atol=2e-6, rtol=0)
+        assert not actual[end:].any()
     assert program._cache_size() == 1

@@ -96,19 +96,19 @@ def _jax_results(given: dict[str, Any], *, jit: bool) -> dict[str, Any]:
     return (jax.jit(program) if jit else program)(learned)
 
 
-def check(found: dict[str, np.ndarray], given: dict[str, Any]) -> None:
+def check(actual: dict[str, np.ndarray], given: dict[str, Any]) -> None:
     """Checks for zeros of the right shapes and dtypes, and a log-sum-exp of -inf or of a sink."""
     q = given["q"]
     packed = "seq_info" in given
-    assert found["out"].shape == (*q.shape[:-1], 5)
-    assert found["lse"].shape == ((6, q.shape[0]) if packed else (q.shape[0], 6, q.shape[1]))
-    assert found["lse"].dtype == np.float32
-    assert (found["lse"] == (1.0 if "sinks" in given else -np.inf)).all()
-    assert (found["out"] == 0).all()
+    assert actual["out"].shape == (*q.shape[:-1], 5)
+    assert actual["lse"].shape == ((6, q.shape[0]) if packed else (q.shape[0], 6, q.shape[1]))
+    assert actual["lse"].dtype == np.float32
+    assert (actual["lse"] == (1.0 if "sinks" in given else -np.inf)).all()
+    assert (actual["out"] == 0).all()
     for name in LEARNED:
         if name in given:
-            assert found[f"d{name}"].shape == tuple(given[name].shape)
-            assert (found[f"d{name}"] == 0).all()
+            assert actual[f"d{name}"].shape == tuple(given[name].shape)
+            assert (actual[f"d{name}"] == 0).all()
 
 
 @pytest.mark.parametrize("extras", OPTIONS)
@@ -118,9 +118,9 @@ def test_results_are_defined_and_no_kernel_runs(
     framework: Framework, name: str, extras: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with spied(monkeypatch) as ran:
-        found = results(framework, call(framework, name, extras), jit=False)
+        actual = results(framework, call(framework, name, extras), jit=False)
         assert ran == []
-    check(found, call(framework, name, extras))
+    check(actual, call(framework, name, extras))
 
 
 @pytest.mark.parametrize("extras", ["plain", "everything"])

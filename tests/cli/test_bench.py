@@ -99,9 +99,9 @@ def test_a_sweep_continues_where_it_stopped(raw_file: Path, tmp_path: Path) -> N
     *done_before, missing = others  # as if the sweep had stopped before its last case
     path.write_text(json.dumps({**first, "cases": [*first["cases"], *done_before]}))
     assert run(*FEW, "--resume", "--json", str(path)).exit_code == 0
-    found = read(path)
-    assert found["cases"][:-1] == [*first["cases"], *done_before]
-    assert [found["cases"][-1][key] for key in ("name", "direction")] == [missing["name"], missing["direction"]]
+    actual = read(path)
+    assert actual["cases"][:-1] == [*first["cases"], *done_before]
+    assert [actual["cases"][-1][key] for key in ("name", "direction")] == [missing["name"], missing["direction"]]
     done = run(*FEW[:-2], "--resume", "--json", str(path))
     assert done.exit_code == 2
     assert "--resume: the file has backends=" in done.stderr
@@ -140,33 +140,33 @@ def one(value: float) -> tuple[Any, ...]:
 
 def measure(results: dict[str, Any], rounds: int = 3) -> bench_timing.Timing:
     def call(name: str) -> tuple[Any, ...]:
-        found = results[name]
-        if isinstance(found, Exception):
-            raise found
-        return found
+        actual = results[name]
+        if isinstance(actual, Exception):
+            raise actual
+        return actual
 
     return bench_timing.measure(call, list(results), rounds, torch.device("cpu"))
 
 
 def test_results_are_compared_with_the_first_backend_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_timing, "_queue", lambda run, name, count, device: (run(name), 1e-6)[1])
-    found = measure(
+    actual = measure(
         {"a": ValueError("no\nreally"), "b": one(math.nan), "c": one(2.0), "d": one(2.5), "e": one(2.0)}, rounds=4
     )
-    assert found.reference == "c"
-    assert list(found.entries) == ["a", "b", "c", "d", "e"]
-    assert found.entries["a"] == {"failed": "ValueError: no"}
-    assert found.entries["b"] == {"failed": "its results are not finite"}
-    assert [found.entries[name]["difference"] for name in "cde"] == [0.0, 0.25, 0.0]
+    assert actual.reference == "c"
+    assert list(actual.entries) == ["a", "b", "c", "d", "e"]
+    assert actual.entries["a"] == {"failed": "ValueError: no"}
+    assert actual.entries["b"] == {"failed": "its results are not finite"}
+    assert [actual.entries[name]["difference"] for name in "cde"] == [0.0, 0.25, 0.0]
     for name in "cde":
-        entry = found.entries[name]
+        entry = actual.entries[name]
         assert len(entry["microseconds"]) == 4
         assert min(entry["microseconds"]) <= entry["median"] <= max(entry["microseconds"])
 
 
 def test_a_case_that_no_backend_runs_has_no_times() -> None:
-    found = measure({"a": ValueError("no")})
-    assert found == ({"a": {"failed": "ValueError: no"}}, None)
+    actual = measure({"a": ValueError("no")})
+    assert actual == ({"a": {"failed": "ValueError: no"}}, None)
 
 
 def test_very_slow_calls_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,14 +178,14 @@ def test_very_slow_calls_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None
         calls[name] += 1
         return one(1.0)
 
-    found = bench_timing.measure(call, ["slow", "quick"], 5, torch.device("cpu")).entries
-    assert found["slow"]["microseconds"] == [1e6]
-    assert "timed once: over 50 times" in found["slow"]["note"]
-    assert found["quick"]["microseconds"] == [1e3] * 5
+    actual = bench_timing.measure(call, ["slow", "quick"], 5, torch.device("cpu")).entries
+    assert actual["slow"]["microseconds"] == [1e6]
+    assert "timed once: over 50 times" in actual["slow"]["note"]
+    assert actual["quick"]["microseconds"] == [1e3] * 5
     assert calls == {"slow": 4, "quick": 4 + 10}
     seconds["slow"] = 0.0031
-    found = bench_timing.measure(call, ["slow", "quick"], 5, torch.device("cpu")).entries
-    assert [len(found[name]["microseconds"]) for name in found] == [2, 5]
+    actual = bench_timing.measure(call, ["slow", "quick"], 5, torch.device("cpu")).entries
+    assert [len(actual[name]["microseconds"]) for name in actual] == [2, 5]
 
 
 def test_the_data_names_skipped_cases_and_the_backend_that_lost_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

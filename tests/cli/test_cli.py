@@ -162,13 +162,13 @@ def test_compare_prints_errors_bits_and_times(tmp_path: Path) -> None:
     arguments = ["--q-len", "13", "--heads", "6", "--kv-heads", "3", "--causal", "--gradients", "--repeats", "1"]
     done = attn("compare", *arguments, "--json", "--plot", str(tmp_path / "compare.png"))
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    ran = [row for row in found["rows"] if "milliseconds" in row]
+    actual = json.loads(done.stdout)
+    ran = [row for row in actual["rows"] if "milliseconds" in row]
     assert {row["framework"] for row in ran} == {"torch", "jax"}
     for row in ran:
         assert row["ok"] and set(row["quantities"]) == {"out", "dq", "dk", "dv"}, row
-    assert found["bit_equal"]["sdpa_flash"] is True
-    assert found["bit_equal"]["math"] is True
+    assert actual["bit_equal"]["sdpa_flash"] is True
+    assert actual["bit_equal"]["math"] is True
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -215,12 +215,12 @@ def test_trial_values_are_exact_in_the_dtype() -> None:
 def test_doctor_writes_a_complete_report() -> None:
     done = attn("doctor", "--json")
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert found["versions"]["numpy"] == np.__version__
-    assert {state["name"] for state in found["backends"].values()} == set(backends.names())
-    for name, state in found["backends"].items():
+    actual = json.loads(done.stdout)
+    assert actual["versions"]["numpy"] == np.__version__
+    assert {state["name"] for state in actual["backends"].values()} == set(backends.names())
+    for name, state in actual["backends"].items():
         assert (state["version"] is None) != (state["reason"] is None), name
-    for row in found["checks"]:
+    for row in actual["checks"]:
         assert row["reasons"] or row["ok"], row
         assert not row["failed"], row
 

@@ -60,14 +60,14 @@ ONLY_LINKS = replace(
 
 def sweep_cases() -> list[Any]:
     """The measured calls with grouped heads that are so long that kernels, not launches, take the time."""
-    found = []
+    results = []
     for case in measured("sm90"):
         name = re.fullmatch(r"(full|causal) (\d+)x(\d+) h32/(8|1) d128 bf16", case.name)
         if name and case.microseconds > (1000 if case.features.training else 300) and int(name[3]) >= 1024:
             options = {"causal": name[1] == "causal", "batch": int(name[2])}
             spec = call(int(name[3]), (32, int(name[4])), needs_backward=case.features.training, **options)
-            found.append(pytest.param(spec, case.microseconds, id=f"{case.name} {case.features.training}"))
-    return found
+            results.append(pytest.param(spec, case.microseconds, id=f"{case.name} {case.features.training}"))
+    return results
 
 
 @pytest.mark.parametrize(("spec", "microseconds"), sweep_cases())
@@ -115,10 +115,10 @@ def test_a_device_without_measurements_uses_the_constants_of_the_measured_one(de
 
 def measured_on_ranks() -> list[Any]:
     """For every shape that was measured on several GPUs, the seconds of each strategy with its heads in one group."""
-    found = json.loads((ROOT / "benchmarks/results/context-parallel.json").read_text(encoding="utf-8"))
+    actual = json.loads((ROOT / "benchmarks/results/context-parallel.json").read_text(encoding="utf-8"))
     shapes = [
         (int(ranks), row["tokens"], word, seconds)
-        for ranks, measures in found.items()
+        for ranks, measures in actual.items()
         for row in measures["torch"]["speed"]
         for word, seconds in row["seconds"].items()
     ]
@@ -178,9 +178,9 @@ def test_the_bytes_of_a_backward(ranks: int) -> None:
     shard = 4096
     spec, block = call(shard * ranks, needs_backward=True), 2 * shard * 8 * 128
     for name in ("ring", "all_gather"):
-        found = cost(spec, name, (ranks,), by=ONLY_LINKS).backward.seconds * GIB
+        actual = cost(spec, name, (ranks,), by=ONLY_LINKS).backward.seconds * GIB
         again = 0 if ranks == 2 and name == "all_gather" else 2
-        assert found == pytest.approx((again + (2 if ranks == 2 else 4)) * (ranks - 1) * block, rel=1e-3)
+        assert actual == pytest.approx((again + (2 if ranks == 2 else 4)) * (ranks - 1) * block, rel=1e-3)
 
 
 @pytest.mark.parametrize(("heads", "ranks", "kept"), [((32, 8), 2, True), ((32, 8), 3, False), ((32, 32), 2, False)])
@@ -205,8 +205,8 @@ def test_the_bytes_of_two_mesh_axes() -> None:
     inside = 4 * 3 / 4 * shard * (32 + 8) * 128
     outside = 4 * shard * 8 * 128
     for strategy in ("ring", "all_gather"):
-        found = cost(spec, strategy, (2, 4), by=ONLY_LINKS).seconds * GIB
-        assert found == pytest.approx(inside + outside, rel=1e-3)
+        actual = cost(spec, strategy, (2, 4), by=ONLY_LINKS).seconds * GIB
+        assert actual == pytest.approx(inside + outside, rel=1e-3)
 
 
 def test_a_ring_holds_no_more_than_shards() -> None:
@@ -298,14 +298,14 @@ def test_a_small_window_chooses_a_ring_of_few_hops() -> None:
 
 def test_a_strategy_that_does_not_fit_in_memory_is_not_chosen() -> None:
     spec = call(262144, (32, 2), needs_backward=True)
-    found = {name: cost(spec, name, (8,)) for name in ("ring", "ulysses", "all_gather")}
-    most, middle, least = sorted(found, key=lambda name: -found[name].peak)
+    actual = {name: cost(spec, name, (8,)) for name in ("ring", "ulysses", "all_gather")}
+    most, middle, least = sorted(actual, key=lambda name: -actual[name].peak)
     assert least == "ring"
-    assert chosen(spec, (8,), memory=found[most].peak) == chosen(spec, (8,))
-    assert chosen(spec, (8,), memory=found[most].peak - 1) == min(middle, least, key=lambda name: found[name].seconds)
-    assert chosen(spec, (8,), memory=found[middle].peak - 1) == least
+    assert chosen(spec, (8,), memory=actual[most].peak) == chosen(spec, (8,))
+    assert chosen(spec, (8,), memory=actual[most].peak - 1) == min(middle, least, key=lambda name: actual[name].seconds)
+    assert chosen(spec, (8,), memory=actual[middle].peak - 1) == least
     with pytest.raises(NoStrategyError):
-        chosen(spec, (8,), memory=found[least].peak - 1)
+        chosen(spec, (8,), memory=actual[least].peak - 1)
 
 
 def test_other_constants_choose_another_strategy() -> None:
@@ -407,26 +407,26 @@ def test_equal_requests_share_one_answer() -> None:
     ],
 )
 def test_bad_requests_are_refused_by_name(changed: dict[str, Any], message: str) -> None:
-    asked = {"spec": call(64), "documents": None, "layout": "zigzag", "axes": (2,), "constants": H200, **changed}
+    requested = {"spec": call(64), "documents": None, "layout": "zigzag", "axes": (2,), "constants": H200, **changed}
     with pytest.raises(SpecError, match=f"^{re.escape(message)}"):
-        choose(**asked)
+        choose(**requested)
 
 
 @given(requests(), st.booleans())
 def test_any_plan_has_an_estimate(question: tuple[Any, ...], training: bool) -> None:
     strategy, _, _, inner, q_len, kv_len, _ = question
     spec = call(0, (12 * inner, 6 * inner), q_len=q_len, kv_len=kv_len, causal=False, needs_backward=training)
-    found = estimate(spec, build_plan(*question), H200)
-    assert 0 <= found.exposed <= found.seconds and found.peak >= 0
-    assert found.seconds >= found.forward.seconds and (inner > 1 or strategy != "ulysses" or found.exposed == 0)
+    actual = estimate(spec, build_plan(*question), H200)
+    assert 0 <= actual.exposed <= actual.seconds and actual.peak >= 0
+    assert actual.seconds >= actual.forward.seconds and (inner > 1 or strategy != "ulysses" or actual.exposed == 0)
 
 
 def test_projections_stay_within_bounds() -> None:
     """At 32K tokens per rank no efficiency exceeds 1, and several hosts are worse than one."""
-    found = project(call(32768, needs_backward=True), [(2,), (8,), (64,), (8, 8)], H200)
-    assert [one.world for one in found] == [2, 8, 64, 64]
-    assert all(0.8 < efficiency < 1 for one in found for efficiency in one.efficiency)
-    assert found[2].efficiency < found[1].efficiency and found[3].efficiency > found[2].efficiency
+    actual = project(call(32768, needs_backward=True), [(2,), (8,), (64,), (8, 8)], H200)
+    assert [one.world for one in actual] == [2, 8, 64, 64]
+    assert all(0.8 < efficiency < 1 for one in actual for efficiency in one.efficiency)
+    assert actual[2].efficiency < actual[1].efficiency and actual[3].efficiency > actual[2].efficiency
     ring = project(call(32768), [(4,)], H200, strategy="ring")[0]
     assert ring.strategy == "ring" and ring.estimate == cost(call(131072), "ring", (4,))
     alone = cost(call(131072), "all_gather", (1,))
@@ -435,8 +435,10 @@ def test_projections_stay_within_bounds() -> None:
 
 def test_the_projection_in_the_documents_is_current() -> None:
     worlds: list[AxisSizes] = [(2,), (4,), (8,), (16,), (32,), (64,), (8, 8), (16, 8), (32, 8)]
-    found = table(project(call(32768, needs_backward=True), worlds, H200))
-    assert found in (ROOT / "docs/explanation/context_parallel.md").read_text(encoding="utf-8"), f"stale, now:\n{found}"
+    actual = table(project(call(32768, needs_backward=True), worlds, H200))
+    assert actual in (ROOT / "docs/explanation/context_parallel.md").read_text(encoding="utf-8"), (
+        f"stale, now:\n{actual}"
+    )
 
 
 # Pictures

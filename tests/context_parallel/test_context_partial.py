@@ -55,7 +55,7 @@ class Part(NamedTuple):
 def parts(feature: str, dtype: str, dim: int, dlse: bool, training: bool = True) -> list[Part]:
     """The whole row, and its two parts."""
     packed = feature == "packed"
-    found = []
+    results = []
     for at, fields in enumerate(FEATURES[feature]):
         keys, lengths_k, cu_q, cu_k = np.arange(KV_LEN), LENGTHS_K, None, None
         if packed:
@@ -75,8 +75,8 @@ def parts(feature: str, dtype: str, dim: int, dlse: bool, training: bool = True)
             **{"head_dim": dim, "value_dim": dim, "dtype": dtype, "needs_backward": training, "return_lse": dlse},
             **{"partial": at > 0, **documents, **fields},
         )
-        found.append(Part(spec, keys, cu_q, cu_k))
-    return found
+        results.append(Part(spec, keys, cu_q, cu_k))
+    return results
 
 
 class Values(NamedTuple):
@@ -121,8 +121,8 @@ class Torch:
         spec = part.spec
         saved = self.tensor(out, spec.dtype), self.tensor(lse, spec.lse_dtype), self.tensor(given.dout, spec.dtype)
         dlse = self.tensor(given.dlse, spec.lse_dtype)
-        found = self.module.backward(spec, self.inputs(part, given), *saved, dlse)
-        return [wide(_numpy(each)) for each in found[:3]]
+        actual = self.module.backward(spec, self.inputs(part, given), *saved, dlse)
+        return [wide(_numpy(each)) for each in actual[:3]]
 
 
 class Jax(Torch):
@@ -136,8 +136,8 @@ class Jax(Torch):
 
     def _run(self, part: Part, half: Any, *given: Any) -> list[np.ndarray]:
         made = Plan(part.spec, self.name, self.device, one_row=False)
-        found = jax.jit(lambda *arrays: tuple(half(made, *arrays)))(*given)
-        return [wide(np.asarray(each)) for each in found[:3] if each is not None]
+        actual = jax.jit(lambda *arrays: tuple(half(made, *arrays)))(*given)
+        return [wide(np.asarray(each)) for each in actual[:3] if each is not None]
 
     def forward(self, part: Part, given: Values) -> list[np.ndarray]:
         return self._run(part, ops.forward, self.inputs(part, given))
@@ -170,10 +170,10 @@ def in_two(runner: Any, calls: list[Part], given: Values) -> dict[str, np.ndarra
         return {"out": out, "lse": lse}
     dq, dk, dv = 0.0, np.zeros(given.k.shape), np.zeros(given.v.shape)
     for part in halves:
-        found = runner.backward(part, given, out, lse)
-        dq = dq + found[0]
-        dk[..., part.keys, :, :] += found[1]
-        dv[..., part.keys, :, :] += found[2]
+        actual = runner.backward(part, given, out, lse)
+        dq = dq + actual[0]
+        dk[..., part.keys, :, :] += actual[1]
+        dv[..., part.keys, :, :] += actual[2]
     return dict(zip(NAMES, (out, lse, dq, dk, dv), strict=True))
 
 
@@ -186,15 +186,15 @@ def in_one(runner: Any, whole: Part, given: Values) -> dict[str, np.ndarray]:
 def expected(whole: Part, given: Values) -> dict[str, np.ndarray]:
     inputs = Inputs(given.q, given.k, given.v, cu_seqlens_q=whole.cu_q, cu_seqlens_k=whole.cu_k)
     out, lse = reference.forward(whole.spec, inputs)
-    found: Gradients = reference.backward(whole.spec, inputs, out, lse, given.dout, given.dlse)
-    return dict(zip(NAMES, (out, lse, found.dq, found.dk, found.dv), strict=True))
+    actual: Gradients = reference.backward(whole.spec, inputs, out, lse, given.dout, given.dlse)
+    return dict(zip(NAMES, (out, lse, actual.dq, actual.dk, actual.dv), strict=True))
 
 
-def faults(found: dict[str, np.ndarray], alone: dict[str, np.ndarray], exact: Any, dtype: str) -> list[str]:
+def faults(actual: dict[str, np.ndarray], alone: dict[str, np.ndarray], exact: Any, dtype: str) -> list[str]:
     said = []
-    assert found.keys() == alone.keys()
-    for name in found:
-        now, before = abs(found[name] - exact[name]), abs(alone[name] - exact[name])
+    assert actual.keys() == alone.keys()
+    for name in actual:
+        now, before = abs(actual[name] - exact[name]), abs(alone[name] - exact[name])
         if now.mean() > 1.5 * before.mean() + SLACK[dtype] or now.max() > 3 * before.max() + SLACK[dtype]:
             said.append(
                 f"{name}: mean {now.mean():.1e} ({before.mean():.1e}), max {now.max():.1e} ({before.max():.1e})"
@@ -260,8 +260,8 @@ def test_merged_parts_equal_the_whole_row(framework: str, name: str, device: str
             if calls is None:
                 continue
             given = values(calls[0].spec)
-            found, alone = in_two(runner, calls, given), in_one(runner, calls[0], given)
-            assert not faults(found, alone, expected(calls[0], given), dtype), (dtype, feature)
+            actual, alone = in_two(runner, calls, given), in_one(runner, calls[0], given)
+            assert not faults(actual, alone, expected(calls[0], given), dtype), (dtype, feature)
             tested.append(feature)
     assert "full" in tested
     if name in ("math", "jax_xla", "flash2", "flash4"):
@@ -284,6 +284,6 @@ def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(np, "logaddexp", np.maximum)
     else:
         monkeypatch.setattr(runner, "backward", wrong)
-    found = in_two(runner, calls, given)
+    actual = in_two(runner, calls, given)
     monkeypatch.undo()
-    assert faults(found, in_one(runner, calls[0], given), exact, "float64")
+    assert faults(actual, in_one(runner, calls[0], given), exact, "float64")

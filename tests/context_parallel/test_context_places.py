@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 def indices(size):
     """Index arrays: ranges of neighbours, and scattered places, which need a stored index."""
     ranges = st.lists(st.tuples(st.integers(0, size - 1), st.integers(1, 9)), min_size=1, max_size=MAX_RANGES)
-    neighbours = ranges.map(lambda found: np.concatenate([np.arange(a, min(a + n, size)) for a, n in found]))
+    neighbours = ranges.map(lambda actual: np.concatenate([np.arange(a, min(a + n, size)) for a, n in actual]))
     apart = st.lists(st.integers(0, size - 1), min_size=1, max_size=3 * MAX_RANGES).map(np.asarray)
     return neighbours | apart
 
@@ -38,8 +38,8 @@ def test_places_read_and_write_like_an_index(index, axis):
 def test_places_of_parts_index_the_concatenated_blocks(index, pairs):
     whole = torch.randn(4, *([2] if pairs else []), 3, 10, 2, 5)  # [parts, (k and v,) batch, size, heads, dim]
     end_to_end = torch.cat(whole.unbind(0), -3)
-    found = GatheredPlaces(index, 10, CPU).take(whole)
-    assert torch.equal(found, end_to_end.index_select(-3, torch.from_numpy(index)))
+    actual = GatheredPlaces(index, 10, CPU).take(whole)
+    assert torch.equal(actual, end_to_end.index_select(-3, torch.from_numpy(index)))
 
 
 @pytest.mark.parametrize("window", [None, 30])

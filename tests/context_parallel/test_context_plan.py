@@ -69,37 +69,37 @@ def tiles_with_positions(made: ContextPlan) -> Iterator[tuple[Tile, np.ndarray, 
 
 def faults(made: ContextPlan, visible: VisibleBand) -> list[str]:
     """The faults of a plan; empty for a correct one."""
-    found, counted = [], np.zeros((made.q_layout.length, made.k_layout.length), np.int64)
+    results, counted = [], np.zeros((made.q_layout.length, made.k_layout.length), np.int64)
     for tile, queries, keys in tiles_with_positions(made):
-        found += tile_faults(tile, len(queries), len(keys))
+        results += tile_faults(tile, len(queries), len(keys))
         for segment in tile.segments:
             rows, columns = np.nonzero(window_of(tile, segment))
             rows, columns = rows + segment.q_start, columns + segment.k_start
             there = (rows < len(queries)) & (columns < len(keys))  # tile_faults reports the other pairs
             np.add.at(counted, (queries[rows[there]], keys[columns[there]]), 1)
     wrong = counted != visible_set(*counted.shape, visible)
-    found += [f"query {q}, key {k}: computed {counted[q, k]} times" for q, k in np.argwhere(wrong)[:3]]
+    results += [f"query {q}, key {k}: computed {counted[q, k]} times" for q, k in np.argwhere(wrong)[:3]]
     if sum(made.pairs) != counted.sum():
-        found.append(f"pairs: {made.pairs}, counted {counted.sum()}")
-    return found
+        results.append(f"pairs: {made.pairs}, counted {counted.sum()}")
+    return results
 
 
 def tile_faults(tile: Tile, queries: int, keys: int) -> list[str]:
     """The parts of a tile that a kernel could not run, or would run for nothing."""
-    found = []
+    results = []
     if any(distance is not None and distance < 0 for distance in (tile.left, tile.right)):
-        found.append(f"{tile}: a distance below 0")
+        results.append(f"{tile}: a distance below 0")
     for before, after in pairwise(tile.segments):
         if after.q_start < before.q_stop or after.k_start < before.k_stop:
-            found.append(f"{tile}: segments that are not one after another")
+            results.append(f"{tile}: segments that are not one after another")
     if tile.segments[-1].q_stop > queries or tile.segments[-1].k_stop > keys:
-        found.append(f"{tile}: beyond its blocks of {queries} and {keys}")
+        results.append(f"{tile}: beyond its blocks of {queries} and {keys}")
     masks = [window_of(tile, segment) for segment in tile.segments]
     if not all(mask.size and mask.any(axis=1).all() and mask.any(axis=0).all() for mask in masks):
-        found.append(f"{tile}: a row that sees no key, or a key that no row sees")
+        results.append(f"{tile}: a row that sees no key, or a key that no row sees")
     if tile.pairs != sum(int(mask.sum()) for mask in masks):
-        found.append(f"{tile}: pairs {tile.pairs}")
-    return found
+        results.append(f"{tile}: pairs {tile.pairs}")
+    return results
 
 
 # Every visible pair once
@@ -355,10 +355,10 @@ def test_places_of_two_layouts_differ() -> None:
 
 @given(st.lists(st.integers(0, 30), max_size=20))
 def test_slices_cover_the_index_in_order(index: list[int]) -> None:
-    found = places.contiguous_ranges(np.array(index, np.int64), limit=64)
-    assert found is not None
-    assert [place for start, stop in found for place in range(start, stop)] == index
-    assert all(start < stop for start, stop in found)
+    actual = places.contiguous_ranges(np.array(index, np.int64), limit=64)
+    assert actual is not None
+    assert [place for start, stop in actual for place in range(start, stop)] == index
+    assert all(start < stop for start, stop in actual)
     assert places.contiguous_ranges(np.array([0, 2, 4]), limit=2) is None
 
 

@@ -145,10 +145,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[Any]]:
         )
         for ranks in (2, 3, 4)
     ]
-    asked, found = once(worlds, "cases", tmp_path_factory, seconds=550)
+    requested, actual = once(worlds, "cases", tmp_path_factory, seconds=550)
     return {
-        case: [rank.get(name) for rank in found[world.name]]
-        for world in asked
+        case: [rank.get(name) for rank in actual[world.name]]
+        for world in requested
         for name, (_, _, (case,)) in world.jobs.items()
     }
 
@@ -177,9 +177,9 @@ def expected(case: Case) -> dict[str, np.ndarray]:
     out, lse = reference.forward(spec, inputs)
     dlse = dlse if case.lse_gradient else None
     gradients = reference.backward(spec, inputs, out, lse, dout, dlse)
-    found = [out, lse, gradients.dq, gradients.dk, gradients.dv]
-    found = [each[None] if case.documents else each for each in found] + [gradients.dsinks]
-    return {name: each for name, each in zip(NAMES, found, strict=True) if each is not None}
+    actual = [out, lse, gradients.dq, gradients.dk, gradients.dv]
+    actual = [each[None] if case.documents else each for each in actual] + [gradients.dsinks]
+    return {name: each for name, each in zip(NAMES, actual, strict=True) if each is not None}
 
 
 def layout_of(case: Case, length: int) -> Layout:
@@ -205,13 +205,13 @@ def assembled(made: Layout, shards: list[np.ndarray], axis: int, nothing: float)
 
 
 def whole_rows(case: Case, ranks: list[Any]) -> dict[str, np.ndarray]:
-    for rank, found in enumerate(ranks):
-        assert not isinstance(found, Failed), f"rank {rank}: {found.text}"
-        assert found is not None, f"rank {rank} did not come to this case: an earlier one failed"
+    for rank, actual in enumerate(ranks):
+        assert not isinstance(actual, Failed), f"rank {rank}: {actual.text}"
+        assert actual is not None, f"rank {rank} did not come to this case: an earlier one failed"
     q_layout, k_layout = (layout_of(case, length) for length in case.length)
     rows = {}
     for name in NAMES[: 6 if case.sinks else 5]:
-        shards = [found[name] for found in ranks]
+        shards = [actual[name] for actual in ranks]
         if name == "dsinks":
             rows[name] = np.sum(shards, 0)
             continue
@@ -223,15 +223,15 @@ def whole_rows(case: Case, ranks: list[Any]) -> dict[str, np.ndarray]:
 
 def faults(case: Case, ranks: list[Any]) -> list[str]:
     """The results that differ from the reference by more than float64's rounding."""
-    found, right = whole_rows(case, ranks), expected(case)
-    assert found.keys() == right.keys()
+    actual, right = whole_rows(case, ranks), expected(case)
+    assert actual.keys() == right.keys()
     said = []
     for name, array in right.items():
         finite = np.isfinite(array)
-        if not np.array_equal(finite, np.isfinite(found[name])):
+        if not np.array_equal(finite, np.isfinite(actual[name])):
             said.append(f"{name}: finite at other places")
             continue
-        error = np.abs(np.where(finite, found[name] - np.where(finite, array, 0), 0)).max(initial=0)
+        error = np.abs(np.where(finite, actual[name] - np.where(finite, array, 0), 0)).max(initial=0)
         if error > TOLERANCE:
             said.append(f"{name}: off by {error:.1e}")
     return said

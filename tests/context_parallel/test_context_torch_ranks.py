@@ -93,14 +93,14 @@ WORLDS = [
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The results of every rank: ``ranks(world, job)``."""
-    _, found = once(WORLDS, "scenes", tmp_path_factory, seconds=550)
+    _, actual = once(WORLDS, "scenes", tmp_path_factory, seconds=550)
 
     def of(world: str, job: str) -> list[Any]:
-        given = [rank.get(job) for rank in found[world]]
+        given = [rank.get(job) for rank in actual[world]]
         for rank, one in enumerate(given):
             assert not isinstance(one, Failed), f"rank {rank}: {one.text}"
             if world not in ("dies", "does not come"):
-                assert one is not None, f"rank {rank} did not come to {job}: {list(found[world][rank].values())[-1]}"
+                assert one is not None, f"rank {rank} did not come to {job}: {list(actual[world][rank].values())[-1]}"
         return given
 
     return of
@@ -122,20 +122,20 @@ def plan_of(case: Case) -> ContextPlan:
 def expected_messages(case: Case) -> dict[str, int]:
     """For a forward and a backward with gradients of out and lse, by the plan."""
     made, groups = plan_of(case), case.head_groups or 1
-    found = {"all_to_all_single": 0, "all_gather_into_tensor_coalesced": 0}
+    actual = {"all_to_all_single": 0, "all_gather_into_tensor_coalesced": 0}
     if made.inner > 1:  # q, k and v in one message, out, lse; then dout, dlse; then dq, dk, dv
-        found["all_to_all_single"] += groups * (3 + 2 + 3)
+        actual["all_to_all_single"] += groups * (3 + 2 + 3)
     if made.outer > 1 and made.strategy == "ring":
         shifts = [step.shift for step in made.steps]
         assert shifts[0] == 0
         # keys twice, from step to step; their gradients start at the second step and return home
         hops = len(shifts) - 1
-        found["all_to_all_single"] += groups * (2 * hops + hops)
+        actual["all_to_all_single"] += groups * (2 * hops + hops)
     elif made.outer > 1:
         once = case.heads == FEW_KEYS  # kept for the backward
-        found["all_gather_into_tensor_coalesced"] = (1 if once else 2) * groups  # k and v
-        found["all_to_all_single"] += groups  # their gradients
-    return {kind: number for kind, number in found.items() if number}
+        actual["all_gather_into_tensor_coalesced"] = (1 if once else 2) * groups  # k and v
+        actual["all_to_all_single"] += groups  # their gradients
+    return {kind: number for kind, number in actual.items() if number}
 
 
 @pytest.mark.parametrize("case", COUNTED, ids=lambda case: case.name)
@@ -150,7 +150,7 @@ def test_a_window_drops_hops() -> None:
 # Precision
 
 
-def assert_as_near_as_alone(case: Case, found: list[Any]) -> None:
+def assert_as_near_as_alone(case: Case, actual: list[Any]) -> None:
     """Checks for a mean error of at most 1.5 times, and a largest error of at most 3 times, that of the kernel on
     whole rows."""
     whole, right = values(case), expected(case)
@@ -164,7 +164,7 @@ def assert_as_near_as_alone(case: Case, found: list[Any]) -> None:
     else:
         results = [attention(q, k, v, **dict(case.options))]
     alone = [out, lse, *torch.autograd.grad(results, [q, k, v], cotangents)]
-    rows = whole_rows(case, found)
+    rows = whole_rows(case, actual)
     for name, one in zip(NAMES, alone):
         before, now = (np.abs(each - right[name]) for each in (one.detach().cpu().double().numpy(), rows[name]))
         assert now.mean() <= 1.5 * before.mean() + 1e-5, name
@@ -194,9 +194,9 @@ def test_bfloat16_on_two_gpus(tmp_path: Any) -> None:
         for kind in ("zigzag", "striped")
     ]
     jobs = {case.name: ("context_torch_worker", "run", (case,)) for case in cases}
-    (found,) = in_ranks([World("gpus", 2, jobs, 120.0, "cuda")], tmp_path, 500).values()
+    (actual,) = in_ranks([World("gpus", 2, jobs, 120.0, "cuda")], tmp_path, 500).values()
     for case in cases:
-        assert_as_near_as_alone(case, [rank.get(case.name) for rank in found])
+        assert_as_near_as_alone(case, [rank.get(case.name) for rank in actual])
 
 
 # DTensor
@@ -206,18 +206,18 @@ def dense(length: int = LENGTH) -> dict[str, np.ndarray]:
     """out, dq, dk and dv of the scenes' whole rows."""
     q, k, v, dout = scenes.row(length=length)
     out = attention(*(each.requires_grad_() for each in (q, k, v)), causal=True)
-    found = [out, *torch.autograd.grad(out, [q, k, v], dout)]
-    return {name: each.detach().numpy() for name, each in zip(("out", "dq", "dk", "dv"), found)}
+    actual = [out, *torch.autograd.grad(out, [q, k, v], dout)]
+    return {name: each.detach().numpy() for name, each in zip(("out", "dq", "dk", "dv"), actual)}
 
 
 @pytest.mark.parametrize("way", ["ring", "all_gather", "ulysses"])
 def test_dtensors_in_give_dtensors_out(ranks: Any, way: str) -> None:
     right = dense()
-    for found in ranks("four", f"dtensors {way}"):
-        assert found["alike"] and found["same shape"]
+    for actual in ranks("four", f"dtensors {way}"):
+        assert actual["alike"] and actual["same shape"]
         for name, array in right.items():
-            np.testing.assert_allclose(found[name], array, rtol=0, atol=1e-9, err_msg=name)
-        refusals = found["refusals"]
+            np.testing.assert_allclose(actual[name], array, rtol=0, atol=1e-9, err_msg=name)
+        refusals = actual["refusals"]
         assert "q: expected Shard(1), the positions, over mesh axis 'cp', got R" in refusals["replicated"]
         assert "q: expected positions that are not split, over mesh axis 'dp', got S" in refusals["other axis"]
         assert "q: expected whole numbers over mesh axis 'dp', got P" in refusals["partial"]
@@ -225,8 +225,8 @@ def test_dtensors_in_give_dtensors_out(ranks: Any, way: str) -> None:
 
 
 def test_dtensors_over_two_axes_without_names(ranks: Any) -> None:
-    for found in ranks("four", "two axes"):
-        np.testing.assert_allclose(found["out"], dense()["out"], rtol=0, atol=1e-9)
+    for actual in ranks("four", "two axes"):
+        np.testing.assert_allclose(actual["out"], dense()["out"], rtol=0, atol=1e-9)
 
 
 # Shards
@@ -254,19 +254,19 @@ def test_zigzag_equals_torchs_head_tail_balancing(world: int) -> None:
 
 @pytest.mark.parametrize(("world", "size", "shard"), [("three", 3, 8), ("four", 4, 6)])
 def test_every_rank_raises_if_ranks_call_differently(ranks: Any, world: str, size: int, shard: int) -> None:
-    for found in ranks(world, "disagreeing"):
-        for text in (found["shapes"], found["window"]):
+    for actual in ranks(world, "disagreeing"):
+        for text in (actual["shapes"], actual["window"]):
             assert text.startswith("SpecError: context_parallel_attention: expected the same call on every rank")
         for rank in range(size):
-            assert f"rank {rank}: q [2, {shard}, 4, {3 if rank == 1 else 5}]" in found["shapes"]
-            assert f"rank {rank}: " in found["window"]
-        for name, text in found["alone"].items():  # only rank 1 refuses its call, and the others do not wait for it
+            assert f"rank {rank}: q [2, {shard}, 4, {3 if rank == 1 else 5}]" in actual["shapes"]
+            assert f"rank {rank}: " in actual["window"]
+        for name, text in actual["alone"].items():  # only rank 1 refuses its call, and the others do not wait for it
             argument = {"dtype": "k", "device": "k", "seq_info": "length"}.get(name, name)
             lines = text.split("\n")
             assert lines[0] == "SpecError: context_parallel_attention: expected the same call on every rank, got", text
             refusing = [line for line in lines[1:] if re.match(rf"  rank \d: \w*Error: {argument}\b", line)]
             assert refusing == [lines[2]] and lines[2].startswith("  rank 1: "), text
-        assert found["fine"]
+        assert actual["fine"]
 
 
 @pytest.mark.parametrize("how", ["dies", "does not come"])
@@ -328,16 +328,16 @@ SAYS = {
 
 @pytest.mark.parametrize("name", SAYS)
 def test_refusals_name_the_argument_on_every_rank(ranks: Any, name: str) -> None:
-    for found in ranks("two", "refusals"):
-        assert found.keys() == SAYS.keys()
-        assert SAYS[name] in found[name]
+    for actual in ranks("two", "refusals"):
+        assert actual.keys() == SAYS.keys()
+        assert SAYS[name] in actual[name]
 
 
 def test_explain_takes_the_arguments_of_the_call(ranks: Any) -> None:
     """The lengths may be a list or a tuple, and needs_backward= overrides requires_grad."""
-    for found in ranks("two", "explained"):
-        assert found["same parameters"] and found["list of lengths"]
-        assert found["needs backward"] == [False, True, True, False]
+    for actual in ranks("two", "explained"):
+        assert actual["same parameters"] and actual["list of lengths"]
+        assert actual["needs backward"] == [False, True, True, False]
 
 
 # Layers
@@ -352,11 +352,16 @@ def test_layers_on_shards_equal_layers_on_whole_rows(ranks: Any, documents: Any,
 
 
 def test_which_calls_a_block_covers(ranks: Any) -> None:
-    for found in ranks("two", "scopes"):
-        assert (found["inner"], found["outer"], found["after"], found["thread"]) == ("zigzag", "striped", None, [None])
-        assert found["mask"].startswith("SpecError: mask: expected None in context parallelism")
-        assert found["pages"].startswith("SpecError: pages: expected None in context parallelism")
-        assert found["documents"].startswith("SpecError: seq_info: expected it once")
+    for actual in ranks("two", "scopes"):
+        assert (actual["inner"], actual["outer"], actual["after"], actual["thread"]) == (
+            "zigzag",
+            "striped",
+            None,
+            [None],
+        )
+        assert actual["mask"].startswith("SpecError: mask: expected None in context parallelism")
+        assert actual["pages"].startswith("SpecError: pages: expected None in context parallelism")
+        assert actual["documents"].startswith("SpecError: seq_info: expected it once")
 
 
 def test_a_compiled_layer_inside_a_block_is_not_replaced_by_an_old_graph(ranks: Any) -> None:

@@ -64,17 +64,17 @@ def test_a_split_batch_or_split_heads_are_not_gathered(backend: str, spec: P, ki
     rng = np.random.default_rng(0)
     shapes = ((2, 150, 4, 64), (2, 150, 2, 64), (2, 150, 2, 64), (2, 150, 4, 64))
     given = [jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16) for shape in shapes]
-    alone = [np.asarray(found.astype(jnp.float32)) for found in jax.jit(run)(*given)]
+    alone = [np.asarray(actual.astype(jnp.float32)) for actual in jax.jit(run)(*given)]
     mesh = jax.make_mesh((2,), ("x",), axis_types=(getattr(AxisType, kind),), devices=devices[:2])
     with jax.set_mesh(mesh):
         placed = [jax.device_put(array, NamedSharding(mesh, spec)) for array in given]
         compiled = jax.jit(run).lower(*placed).compile()
         assert not _COLLECTIVE.findall(compiled.as_text())
-        found = compiled(*placed)
-        for one in found:
+        actual = compiled(*placed)
+        for one in actual:
             assert {shard.device for shard in one.addressable_shards} == set(devices[:2])
             assert all(shard.data.size * 2 == one.size for shard in one.addressable_shards)
-        split = [np.asarray(jax.device_get(one)).astype(np.float32) for one in found]
+        split = [np.asarray(jax.device_get(one)).astype(np.float32) for one in actual]
     for place, (one, other) in enumerate(zip(split, alone, strict=True)):
         if exact or (place == 0 and backend != "jax_xla"):
             np.testing.assert_array_equal(one, other)
@@ -118,10 +118,10 @@ def test_a_row_over_two_gpus_equals_the_row_on_one(
     )
     try:
         alone = jax.jit(partial(run, partial(attention, backend=backend, **options)))(*whole)
-        found = jax.jit(partial(run, partial(call, **options, **length_of)))(*given)
+        actual = jax.jit(partial(run, partial(call, **options, **length_of)))(*given)
     except NoBackendError as error:
         pytest.skip(str(error))
-    for one, other in zip(found, alone, strict=True):
+    for one, other in zip(actual, alone, strict=True):
         one, other = unshard_sequence(one, **where, **length_of), jax.device_get(other)
         one, other = (np.asarray(jax.device_get(each)).astype(np.float32) for each in (one, other))
         np.testing.assert_allclose(one, other, rtol=0.05, atol=0.02 * np.abs(other).max())

@@ -321,10 +321,10 @@ def test_the_probe_lists_the_pairs_that_a_fault_shows_or_hides(fault):
     truth, faulty = fault("float32")
     right, wrong = probe_of(truth), probe_of(faulty)
     outs = [reference.forward(faulty.spec, inputs)[0] for inputs in wrong.inputs()]
-    found = right.differences(outs)
-    assert len(found) == (right.expected != wrong.expected).sum() > 0
+    actual = right.differences(outs)
+    assert len(actual) == (right.expected != wrong.expected).sum() > 0
     assert all(
-        text.startswith("batch 0, head ") and text.endswith(("though hidden", "though visible")) for text in found
+        text.startswith("batch 0, head ") and text.endswith(("though hidden", "though visible")) for text in actual
     )
 
 

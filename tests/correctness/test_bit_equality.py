@@ -59,7 +59,7 @@ def results_of_the_kernel(call: Call, results: Results) -> Results:
     if "dsinks" not in results or "lse" not in results:
         return results
     alone = results["lse"] == call.arrays()["sinks"].astype(results["lse"].dtype)[:, None]
-    return {name: found for name, found in results.items() if name != "dsinks" or not alone.any()}
+    return {name: actual for name, actual in results.items() if name != "dsinks" or not alone.any()}
 
 
 def drawn_for(backend: str, device: str, framework: str = "jax") -> Any:
@@ -87,7 +87,7 @@ def test_torch_and_jax_give_the_same_bits(backend: str, device: str) -> None:
         if accepted is not None:
             results = [results_of_the_kernel(accepted, run(name, accepted, backend, device)) for name in FRAMEWORKS]
             if not claims.deterministic:  # its log-sum-exp and gradients may differ from run to run
-                results = [{"out": found["out"]} for found in results]
+                results = [{"out": actual["out"]} for actual in results]
             different = same_bits(*results)
             assert different == [], f"{backend}: {accepted}"
 
@@ -102,19 +102,19 @@ def test_torch_and_jax_give_the_same_bits(backend: str, device: str) -> None:
 def test_deterministic_means_the_same_bits_every_time(backend: str, device: str, framework: str) -> None:
     if missing := reachable(framework, backend, device):
         pytest.skip(missing)
-    asked: list[bool] = []
+    requested: list[bool] = []
 
     @settings(max_examples=settings().max_examples // 3)
     @given(call=drawn_for(backend, device, framework))
     def every_call(call: Call) -> None:
         accepted = accepted_by(framework, backend, replace(call, spec=replace(call.spec, deterministic=True)), device)
-        asked.append(accepted is not None)
+        requested.append(accepted is not None)
         if accepted is not None:
             first, *others = (run(framework, accepted, backend, device) for _ in range(3))
             assert all(same_bits(first, other) == [] for other in others), f"{backend} in {framework}: {accepted}"
 
     every_call()
-    if not any(asked):
+    if not any(requested):
         pytest.skip(f"{backend} promises no bits, or refuses all that was drawn")
 
 

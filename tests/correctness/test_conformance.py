@@ -259,8 +259,8 @@ def faulty(module: Any, fault: Any) -> tuple[Any, Any]:
 
     def swapped_backward(spec: AttentionSpec, inputs: Inputs, *rest: Any) -> Gradients:
         q, *rest = swap(spec, inputs.q, *rest[:4])
-        found = backward(spec, inputs._replace(q=q), *rest)
-        return found._replace(dq=unswap(spec, found.dq))
+        actual = backward(spec, inputs._replace(q=q), *rest)
+        return actual._replace(dq=unswap(spec, actual.dq))
 
     return swapped_forward, swapped_backward
 
@@ -321,15 +321,15 @@ def test_planted_faults_are_caught_in_every_kernel(
     widths = {"head_dim": 64, "value_dim": 64, "dtype": dtypes[0]}
     call = make_call(**{**changes, **sizes, **peaked, **widths}, needs_backward=True)
     where = target(framework, device)
-    asked = next((c for c in (call, call.inference) if explain(c.spec, where, backend).backend), None)
-    if asked is None or where.claims(backend)[0].approximate:
+    requested = next((c for c in (call, call.inference) if explain(c.spec, where, backend).backend), None)
+    if requested is None or where.claims(backend)[0].approximate:
         pytest.skip(f"{backend} does not run this, or promises no precision")
     if name == "alignment flipped" and "top_left" not in where.claims(backend)[0].alignments:
         pytest.skip(f"{backend} knows one alignment, and cannot be told of another")
     with planted_fault(monkeypatch, backend, fault, "both", device):
-        verdict = judge(framework, asked, run(framework, asked, backend, device), device)
-    assert {"out", *(f"d{x}" for x in asked.learned)} <= {q.name for q in verdict.quantities if q.use > 1}, verdict
-    healthy = judge(framework, asked, run(framework, asked, backend, device), device)
+        verdict = judge(framework, requested, run(framework, requested, backend, device), device)
+    assert {"out", *(f"d{x}" for x in requested.learned)} <= {q.name for q in verdict.quantities if q.use > 1}, verdict
+    healthy = judge(framework, requested, run(framework, requested, backend, device), device)
     assert healthy.ok, healthy
 
 
@@ -344,8 +344,8 @@ def nan_without_keys(run_forward: Any, run_backward: Any) -> tuple[Any, Any]:
         return out.masked_fill(rows_without_keys(lse), float("nan")), lse
 
     def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, *rest: Any) -> Gradients:
-        found = run_backward(spec, inputs, out, lse, *rest)
-        return found._replace(dq=found.dq.masked_fill(rows_without_keys(lse), float("nan")))
+        actual = run_backward(spec, inputs, out, lse, *rest)
+        return actual._replace(dq=actual.dq.masked_fill(rows_without_keys(lse), float("nan")))
 
     return forward, backward
 

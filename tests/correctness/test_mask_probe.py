@@ -86,11 +86,11 @@ def check_all(framework: str, backend: str, device: str, every: list[tuple[Any, 
     if "float32" not in claims.dtypes:
         changes = {"dtype": claims.dtypes[0], **changes}
     for features in every:
-        asked = probed(*features, **changes)
-        if explain(asked.call.spec, where, backend).backend is None:
+        requested = probed(*features, **changes)
+        if explain(requested.call.spec, where, backend).backend is None:
             continue
         ran += 1
-        wrong += [f"{features}: {found}" for found in differences(framework, asked, backend, device)[:2]]
+        wrong += [f"{features}: {actual}" for actual in differences(framework, requested, backend, device)[:2]]
     assert wrong == []
     if not ran:
         pytest.skip(f"{backend} in {framework} on {where.device} refuses all of these")
@@ -146,11 +146,13 @@ def test_the_visible_set_across_blocks(backend: str, device: str, framework: str
 def test_an_int_window_shows_that_many_keys(backend: str, device: str, framework: str, window: int) -> None:
     """Counted without the library: row i sees ``min(i + 1, window)`` keys, itself the last of them."""
     dtypes = module_on(backend, device).FORWARD.dtypes
-    asked = probed("as many", True, "bottom_right", window, None, dtype="float32" if "float32" in dtypes else dtypes[0])
-    if explain(asked.call.spec, target(framework, device), backend).backend is None:
+    requested = probed(
+        "as many", True, "bottom_right", window, None, dtype="float32" if "float32" in dtypes else dtypes[0]
+    )
+    if explain(requested.call.spec, target(framework, device), backend).backend is None:
         pytest.skip(f"{backend} does not run this in {framework}")
-    (inputs,) = asked.probe.inputs()
-    seen = asked.probe.visible_pairs([seen_by(framework, asked, inputs, backend, device)])
+    (inputs,) = requested.probe.inputs()
+    seen = requested.probe.visible_pairs([seen_by(framework, requested, inputs, backend, device)])
     keys = seen.any(3)[0, 0]  # [q_len, kv_len]
     assert [row.nonzero()[0].tolist() for row in keys] == [list(range(max(0, i + 1 - window), i + 1)) for i in range(7)]
 
@@ -169,9 +171,9 @@ def test_an_int_window_shows_that_many_keys(backend: str, device: str, framework
 def test_the_probe_sees_planted_faults(lengths: str, truth: dict[str, Any], fault: dict[str, Any]) -> None:
     """A backend that gets another spec stands for one that misreads its call."""
     plain = {"causal": False, "alignment": "bottom_right", "window": None, "mask": None, "boundaries": None}
-    asked, misread = (probed(lengths, **{**plain, **changes}) for changes in (truth, fault))
-    (inputs,) = asked.probe.inputs()
+    requested, misread = (probed(lengths, **{**plain, **changes}) for changes in (truth, fault))
+    (inputs,) = requested.probe.inputs()
     offsets = {name: getattr(misread.call.inputs, name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
     faulty = replace(misread.call, inputs=inputs._replace(**offsets))
-    assert asked.probe.differences([run("torch", faulty, "math")["out"]])
-    assert asked.probe.differences([run("torch", replace(asked.call, inputs=inputs), "math")["out"]]) == []
+    assert requested.probe.differences([run("torch", faulty, "math")["out"]])
+    assert requested.probe.differences([run("torch", replace(requested.call, inputs=inputs), "math")["out"]]) == []

@@ -89,16 +89,16 @@ def exact(family: str, device: str) -> Found:
     return step(model.double(), moved(inputs, torch.float64))
 
 
-def assert_as_near(found: Found, plain: Found, right: Found) -> None:
+def assert_as_near(actual: Found, plain: Found, right: Found) -> None:
     """Checks that the results are as close to float64 as the plain model in float32: at most four times its error per
     tensor.
 
     A small tensor may have no error by chance, so a rounding of its largest value for every 16 operations is allowed.
     """
-    assert found.keys() == plain.keys() == right.keys()
-    for name, wanted in right.items():
-        size = float(wanted.abs().max())
-        mine, theirs = (float((one[name].double() - wanted).abs().max()) for one in (found, plain))
+    assert actual.keys() == plain.keys() == right.keys()
+    for name, expected in right.items():
+        size = float(expected.abs().max())
+        mine, theirs = (float((one[name].double() - expected).abs().max()) for one in (actual, plain))
         assert mine <= 4 * theirs + 16 * torch.finfo(torch.float32).eps * size, (name, mine, theirs, size)
 
 
@@ -107,9 +107,9 @@ def test_outputs_and_gradients(family: str, device: str, monkeypatch: pytest.Mon
     model, inputs = built(family, device)
     plain = step(model, inputs)
     with watched(monkeypatch) as (ran, returned), installed():
-        found = step(model, inputs)
+        actual = step(model, inputs)
     assert len(ran) == FAMILIES[family].calls and not returned
-    assert_as_near(found, plain, exact(family, device))
+    assert_as_near(actual, plain, exact(family, device))
     again = step(model, inputs)
     if device == "cpu":  # torch's own kernels, which add in one order
         assert all(torch.equal(again[name], plain[name]) for name in plain)
@@ -146,11 +146,11 @@ def test_a_wrong_attention_is_noticed(family: str, fault: str, monkeypatch: pyte
     plain, right = step(model, inputs), exact(family, "cpu")
     monkeypatch.setattr(dropin, "attention_dispatch", wrong)
     with installed():
-        found = step(model, inputs)
+        actual = step(model, inputs)
     if fault == "mask" and not FAMILIES[family].masked:
-        return assert_as_near(found, plain, right)
+        return assert_as_near(actual, plain, right)
     with pytest.raises(AssertionError):
-        assert_as_near(found, plain, right)
+        assert_as_near(actual, plain, right)
 
 
 @families
@@ -192,9 +192,9 @@ def test_half_precision_and_autocast(device: str, monkeypatch: pytest.MonkeyPatc
     for run, given in ((autocasting, inputs), (model.bfloat16(), moved(inputs, torch.bfloat16))):
         plain = error(run, given)
         with watched(monkeypatch) as (ran, returned), installed():
-            found = error(run, given)
+            actual = error(run, given)
         assert len(ran) == FAMILIES["ltx"].calls and not returned
-        assert 0 < found < 1.5 * plain
+        assert 0 < actual < 1.5 * plain
 
 
 def test_gradient_checkpointing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,9 +203,9 @@ def test_gradient_checkpointing(device: str, monkeypatch: pytest.MonkeyPatch) ->
     model.train()
     model.enable_gradient_checkpointing()
     with watched(monkeypatch) as (ran, returned), installed():
-        found = step(model, inputs)
+        actual = step(model, inputs)
     assert len(ran) == 2 * FAMILIES["flux"].calls and not returned
-    assert_as_near(found, plain, right)
+    assert_as_near(actual, plain, right)
 
 
 def test_compiles_in_one_graph_and_again_after_installing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,15 +214,15 @@ def test_compiles_in_one_graph_and_again_after_installing(monkeypatch: pytest.Mo
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         plain = model(**inputs).sample
-        for wanted in (0, 2, 0):
+        for expected in (0, 2, 0):
             with watched(monkeypatch) as (ran, _):
-                if wanted:
+                if expected:
                     with installed():
-                        found = compiled(**inputs).sample
+                        actual = compiled(**inputs).sample
                 else:
-                    found = compiled(**inputs).sample
-            assert len(ran) == wanted
-            torch.testing.assert_close(found, plain, atol=1e-5, rtol=1e-4)
+                    actual = compiled(**inputs).sample
+            assert len(ran) == expected
+            torch.testing.assert_close(actual, plain, atol=1e-5, rtol=1e-4)
 
 
 # diffusers' dispatcher
@@ -261,9 +261,9 @@ def test_diffusers_native_backend_runs_on_ours(
 
     plain, right = run(), run(torch.float64)
     with watched(monkeypatch) as (ran, returned), installed():
-        found = run()
+        actual = run()
     assert len(ran) == 1 and not returned
-    assert_as_near(found, plain, right)
+    assert_as_near(actual, plain, right)
 
 
 def test_a_row_that_sees_no_key_is_zero(device: str) -> None:
@@ -339,9 +339,9 @@ def test_perturbed_attention_guidance_still_leaves_scores_out() -> None:
         apply_layer_skip(model, config)
         plain = model(**inputs).sample
         with installed():
-            found = model(**inputs).sample
+            actual = model(**inputs).sample
     assert (plain - before).abs().max() > 0.1
-    torch.testing.assert_close(found, plain, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(actual, plain, atol=1e-5, rtol=1e-4)
 
 
 # Installing and uninstalling

@@ -101,8 +101,8 @@ def run(function: Callable[..., Any], case: Case) -> dict[str, np.ndarray]:
     """The results and gradients of a case, with the batch axis; the cotangent is 0 in rows that see nothing."""
 
     def forward(learned: dict[str, Any]) -> tuple[Any, Any]:
-        found = function(**learned, **case.keywords)
-        return found if case.has_residual else (found, None)
+        actual = function(**learned, **case.keywords)
+        return actual if case.has_residual else (actual, None)
 
     out, pull, residual = jax.vjp(
         forward, {name: jnp.asarray(array) for name, array in case.learned.items()}, has_aux=True
@@ -534,10 +534,10 @@ def test_it_can_replace_jax_nns_function(monkeypatch: pytest.MonkeyPatch) -> Non
     expected = np.asarray(call(**case.learned))
     jax.clear_caches()  # a program traced before would not look up jax.nn's function again
     monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
-    found = jax.nn.dot_product_attention(**case.learned, is_causal=True, implementation="xla")
-    assert np.array_equal(np.asarray(found), expected)
-    found, pull = jax.vjp(call, *case.learned.values())
-    assert np.array_equal(np.asarray(found), expected) and len(pull(found)) == len(case.learned)
+    actual = jax.nn.dot_product_attention(**case.learned, is_causal=True, implementation="xla")
+    assert np.array_equal(np.asarray(actual), expected)
+    actual, pull = jax.vjp(call, *case.learned.values())
+    assert np.array_equal(np.asarray(actual), expected) and len(pull(actual)) == len(case.learned)
 
 
 def test_it_can_replace_jax_nns_function_before_our_import() -> None:
@@ -553,5 +553,5 @@ found = jax.jit(lambda x: jax.nn.dot_product_attention(x, x, x, implementation="
 assert jnp.allclose(found, real(x, x, x)), "another result"
 print("ok")
 """
-    found = in_its_own_process(script)
-    assert found.stdout.strip() == "ok", found.stderr
+    actual = in_its_own_process(script)
+    assert actual.stdout.strip() == "ok", actual.stderr

@@ -105,8 +105,8 @@ def test_a_captured_drop_in_replays_other_numbers(name: str, trained: bool) -> N
                 target.copy_(source)
         graph.replay()
         torch.cuda.synchronize()
-        for found, right in zip(captured, step(fresh), strict=True):  # a kernel may add gradients in any order
-            torch.testing.assert_close(found, right, atol=0.02 if trained else 0.0, rtol=0.02 if trained else 0.0)
+        for actual, right in zip(captured, step(fresh), strict=True):  # a kernel may add gradients in any order
+            torch.testing.assert_close(actual, right, atol=0.02 if trained else 0.0, rtol=0.02 if trained else 0.0)
 
 
 def warm_up(step: Callable[[list[Any]], Any], given: list[Any]) -> None:

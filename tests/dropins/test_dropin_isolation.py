@@ -170,10 +170,10 @@ def alone(table: dict[int, Host]) -> dict[int, np.ndarray]:
 
 
 def check_all(
-    table: dict[int, Host], found: dict[int, list[np.ndarray]], right: Any, ran: set[tuple[int, str]]
+    table: dict[int, Host], actual: dict[int, list[np.ndarray]], right: Any, ran: set[tuple[int, str]]
 ) -> None:
     assert ran == {(length, host.backend) for length, host in table.items()}
-    for length, results in found.items():
+    for length, results in actual.items():
         assert len(results) == ROUNDS
         for result in results:
             np.testing.assert_allclose(result, right[length], atol=1e-6, rtol=0, err_msg=str(length))
@@ -195,8 +195,8 @@ def test_each_thread_keeps_its_own_kernel(device: str, registered: None, ran: se
         return results
 
     with ThreadPoolExecutor(len(table)) as pool:
-        found = dict(zip(table, pool.map(work, table.values()), strict=True))
-    check_all(table, found, right, ran)
+        actual = dict(zip(table, pool.map(work, table.values()), strict=True))
+    check_all(table, actual, right, ran)
 
 
 def test_each_task_keeps_its_own_kernel(device: str, registered: None, ran: set[tuple[int, str]]) -> None:

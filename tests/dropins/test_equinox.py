@@ -91,10 +91,10 @@ def test_gradients_of_a_batch_under_jit_equal_those_of_the_layer():
 
         return eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))(layer, batch)
 
-    (_, out), found = gradients(attend)
-    (_, wanted), expected = gradients(lambda layer, *given: layer(*given))
-    np.testing.assert_allclose(out, wanted, **TOLERANCE)
-    leaves = [jax.tree.leaves(eqx.filter(tree, eqx.is_array)) for tree in (found, expected)]
+    (_, out), actual = gradients(attend)
+    (_, desired), expected = gradients(lambda layer, *given: layer(*given))
+    np.testing.assert_allclose(out, desired, **TOLERANCE)
+    leaves = [jax.tree.leaves(eqx.filter(tree, eqx.is_array)) for tree in (actual, expected)]
     assert len(leaves[0]) == 8
     for got, right in zip(*leaves, strict=True):
         np.testing.assert_allclose(got, right, rtol=1e-4, atol=1e-4)

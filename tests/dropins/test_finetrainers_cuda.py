@@ -88,11 +88,11 @@ def is_honoured(word: str, qkv: Any, arguments: dict[str, Any], fields: dict[str
     """Whether a call is honoured, with the right result; False for a refusal that names the reason. Anything else
     fails."""
     try:
-        found = dispatched(word, qkv, arguments)
+        actual = dispatched(word, qkv, arguments)
     except (NoBackendError, SpecError) as refusal:
         assert reason and re.search(reason, str(refusal)), refusal
         return False
-    out, lse = found if arguments.get("return_lse") else (found, None)
+    out, lse = actual if arguments.get("return_lse") else (actual, None)
     verdict = judged(out, lse, with_scale_above_0(qkv, fields), **positive(fields))
     assert out.dtype == qkv[0].dtype and verdict.ok, verdict
     return True
@@ -183,8 +183,8 @@ def test_documents_by_flash_attns_words(word: str, dtype: torch.dtype, causal: b
     rows = [tensor.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for tensor in (*qkv, out)]  # [1, heads, 14, dim]
     lse = lse.transpose(0, 1).flatten(1, 2)[None]  # [1, heads, 14]
     for start, end in ((0, 3), (3, 8), (8, 14)):
-        *one, found = (tensor[:, :, start:end] for tensor in rows)
-        verdict = judged(found, lse[:, :, start:end], one, causal=causal)
+        *one, actual = (tensor[:, :, start:end] for tensor in rows)
+        verdict = judged(actual, lse[:, :, start:end], one, causal=causal)
         assert verdict.ok, verdict
 
 
@@ -211,8 +211,8 @@ def test_fewer_kv_heads_need_enable_gqa(word: str, dtype: torch.dtype) -> None:
         dispatched(word, qkv, {"enable_gqa": False})
     one = (qkv[0], *(tensor[:, :1] for tensor in qkv[1:]))  # one kv head serves all heads, as in torch
     every = (qkv[0], *(tensor[:, :1].expand(-1, HEADS, -1, -1) for tensor in qkv[1:]))
-    found, right = (dispatched(word, given, {"enable_gqa": False}) for given in (one, every))
-    torch.testing.assert_close(found, right, atol=0.03 if dtype == torch.bfloat16 else 1e-5, rtol=0)
+    actual, right = (dispatched(word, given, {"enable_gqa": False}) for given in (one, every))
+    torch.testing.assert_close(actual, right, atol=0.03 if dtype == torch.bfloat16 else 1e-5, rtol=0)
 
 
 def test_a_mask_of_two_axes_is_a_key_mask_if_its_shape_fits() -> None:

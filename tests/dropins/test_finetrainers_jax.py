@@ -47,8 +47,8 @@ def dispatched(framework: Framework, word: str, qkv: Any, arguments: dict[str, A
         return module.attention_dispatch(*arrays, **{"enable_gqa": True, **direct}, attention_kwargs=kwargs or None)
 
 
-def same(found: Any, right: Any) -> None:
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
+def same(actual: Any, right: Any) -> None:
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(right), strict=True):
         np.testing.assert_allclose(as_numpy(one), as_numpy(other), atol=2e-5, rtol=0)
 
 
@@ -128,8 +128,8 @@ def test_gradients_equal_those_of_torch() -> None:
     def loss(*qkv: jax.Array) -> jax.Array:
         return (dispatched(JAX, "flash_varlen", qkv, {"attn_mask": KEEP}) ** 2).sum()
 
-    found = jax.grad(loss, (0, 1, 2))(*map(jnp.asarray, numbers()))
-    for one, leaf in zip(found, leaves, strict=True):
+    actual = jax.grad(loss, (0, 1, 2))(*map(jnp.asarray, numbers()))
+    for one, leaf in zip(actual, leaves, strict=True):
         np.testing.assert_allclose(one, leaf.grad, atol=1e-4, rtol=1e-4)
 
 
@@ -141,11 +141,11 @@ def test_sage_varlen_gives_masks_and_documents_to_its_kernel(monkeypatch: pytest
     left, rows = np.arange(7) >= np.array([[2], [0]]), np.array([0, 7, 14], np.int32)
     documents = {"cu_seqlens_q": rows, "cu_seqlens_k": rows, "max_seqlen_q": 7, "max_seqlen_k": 7}
     for arguments in ({"attn_mask": left, "is_causal": True}, {"attn_mask": left}, {**documents, "is_causal": True}):
-        found, packed = (
+        actual, packed = (
             dispatched(JAX, word, numbers(7, 7), {**arguments, "return_lse": True})
             for word in ("sage_varlen", "flash_varlen")
         )
-        same(found, packed)
+        same(actual, packed)
     wrong = {**DOCUMENTS, "cu_seqlens_q": CU + (CU == 14), "cu_seqlens_k": CU + (CU == 14)}
     with pytest.raises(SpecError, match="cu_seqlens_q: expected to end at the token count 14 or before it, got 15"):
         dispatched(JAX, "sage_varlen", numbers(7, 7), wrong)

@@ -142,15 +142,15 @@ def test_a_keyword_is_honoured_or_refused_by_name(name, value, companions, effec
         with pytest.raises(SpecError, match=effect):
             hook(*arrays, **keywords)
         return
-    got, plain = hook(*arrays, **keywords), hook(*arrays)
-    differs = got.dtype != plain.dtype or not np.allclose(got, plain, atol=1e-4)
+    actual, plain = hook(*arrays, **keywords), hook(*arrays)
+    differs = actual.dtype != plain.dtype or not np.allclose(actual, plain, atol=1e-4)
     assert differs == (effect != "same")
     if effect.startswith("as "):
         host = {"as linen": linen, "as nnx": nnx}[effect]
         expected = host.dot_product_attention(*arrays, **keywords)
-        assert got.dtype == expected.dtype
-        loose = {"rtol": 0.02, "atol": 0.02} if got.dtype == jnp.bfloat16 else TOLERANCE
-        np.testing.assert_allclose(np.float32(got), np.float32(expected), **loose)
+        assert actual.dtype == expected.dtype
+        loose = {"rtol": 0.02, "atol": 0.02} if actual.dtype == jnp.bfloat16 else TOLERANCE
+        np.testing.assert_allclose(np.float32(actual), np.float32(expected), **loose)
 
 
 def test_positional_order_equals_that_of_flax():
@@ -168,9 +168,9 @@ def test_any_number_of_batch_axes(batch, mask_batch):
     mask = some_mask(*lead, 1, LENGTH, KV_LENGTH)
     bias = normal(4, *lead, HEADS, LENGTH, KV_LENGTH)
     arrays = heads(batch)
-    got = attention_fn()(*arrays, mask=mask, bias=bias)
-    assert got.shape == arrays[0].shape
-    np.testing.assert_allclose(got, linen.dot_product_attention(*arrays, mask=mask, bias=bias), **TOLERANCE)
+    actual = attention_fn()(*arrays, mask=mask, bias=bias)
+    assert actual.shape == arrays[0].shape
+    np.testing.assert_allclose(actual, linen.dot_product_attention(*arrays, mask=mask, bias=bias), **TOLERANCE)
 
 
 @everywhere
@@ -205,8 +205,8 @@ def test_a_linen_layer_computes_the_same(masked):
     def loss(layer):
         return jax.grad(lambda variables: jnp.sum(layer.apply(variables, x, context, mask=mask) ** 2))(variables)
 
-    for got, wanted in zip(jax.tree.leaves(loss(ours)), jax.tree.leaves(loss(theirs)), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+    for actual, desired in zip(jax.tree.leaves(loss(ours)), jax.tree.leaves(loss(theirs)), strict=True):
+        np.testing.assert_allclose(actual, desired, rtol=1e-4, atol=1e-4)
 
 
 @everywhere
@@ -232,8 +232,8 @@ def test_an_nnx_layer_computes_the_same(kv_heads, causal):
     mask = some_mask(BATCH, HEADS, LENGTH, LENGTH)
     expected = layer(x, mask=mask, is_causal=causal)
     layer.attention_fn = attention_fn()
-    got = nnx.jit(lambda layer, x: layer(x, mask=mask, is_causal=causal))(layer, x)
-    np.testing.assert_allclose(got, expected, **TOLERANCE)
+    actual = nnx.jit(lambda layer, x: layer(x, mask=mask, is_causal=causal))(layer, x)
+    np.testing.assert_allclose(actual, expected, **TOLERANCE)
 
 
 @everywhere
@@ -330,10 +330,10 @@ def test_rotary_uses_the_positions_of_the_call(batch):
 def test_rotary_positions_start_at_each_document():
     info = SeqInfo.from_lengths([2, 3])
     query, key, value = heads((1,), kv_len=LENGTH)
-    got = attention_fn(rotary=turned, seq_info=info)(query, key, value)
+    actual = attention_fn(rotary=turned, seq_info=info)(query, key, value)
     positions = jnp.asarray([[0, 1, 0, 1, 2]])
     expected = attention_fn(seq_info=info)(*turned(query, key, positions), value)
-    np.testing.assert_allclose(got, expected, **TOLERANCE)
+    np.testing.assert_allclose(actual, expected, **TOLERANCE)
 
 
 def test_positions_that_do_not_fit_are_named():

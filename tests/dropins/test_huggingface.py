@@ -156,12 +156,12 @@ def targets(ids: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
 
 def assert_same(eager: Any, ours: Any, keep: torch.Tensor | None = None, **inputs: Any) -> None:
     """Compares the logits at real tokens, the loss, and the gradient of every parameter."""
-    expected, found = eager(**inputs), ours(**inputs)
+    expected, actual = eager(**inputs), ours(**inputs)
     shown = slice(None) if keep is None else keep.bool()
     assert expected.logits[shown].abs().max() > 1
-    torch.testing.assert_close(found.logits[shown], expected.logits[shown], rtol=TOLERANCE, atol=TOLERANCE * 10)
-    torch.testing.assert_close(found.loss, expected.loss, rtol=TOLERANCE, atol=TOLERANCE)
-    for model, outputs in ((eager, expected), (ours, found)):
+    torch.testing.assert_close(actual.logits[shown], expected.logits[shown], rtol=TOLERANCE, atol=TOLERANCE * 10)
+    torch.testing.assert_close(actual.loss, expected.loss, rtol=TOLERANCE, atol=TOLERANCE)
+    for model, outputs in ((eager, expected), (ours, actual)):
         model.zero_grad()
         outputs.loss.backward()
     for (name, parameter), (_, other) in zip(eager.named_parameters(), ours.named_parameters()):
@@ -224,7 +224,7 @@ def test_packed_rows_given_by_offsets_are_separate_documents(family: str, use_ca
     eager, ours = decoders(DECODERS[family], device=device)
     ids, bounds = tokens(1, POSITIONS.shape[1], device), torch.tensor([0, 6, 7, 7 + 2 * WINDOW])
     offsets = bounds.to(device, torch.int32)
-    found = ours(
+    actual = ours(
         ids,
         position_ids=POSITIONS.to(device),
         use_cache=use_cache,
@@ -235,7 +235,7 @@ def test_packed_rows_given_by_offsets_are_separate_documents(family: str, use_ca
     ).logits[0]
     for start, stop in pairwise(bounds.tolist()):
         alone = eager(ids[:, start:stop]).logits[0]
-        torch.testing.assert_close(found[start:stop], alone, rtol=TOLERANCE, atol=TOLERANCE * 10)
+        torch.testing.assert_close(actual[start:stop], alone, rtol=TOLERANCE, atol=TOLERANCE * 10)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -246,9 +246,9 @@ def test_generate_token_for_token(family: str, cache: str, device: str) -> None:
     limits = {"max_new_tokens": WINDOW + 3, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
     for keep in (padding("left", device), padding("none", device)):
         ids = tokens(device=device).masked_fill(keep == 0, 0)
-        expected, found = (m.generate(ids, attention_mask=keep, **limits).tolist() for m in (eager, ours))
-        assert found == expected
-        assert len({tuple(row[LENGTH:]) for row in found}) > 1
+        expected, actual = (m.generate(ids, attention_mask=keep, **limits).tolist() for m in (eager, ours))
+        assert actual == expected
+        assert len({tuple(row[LENGTH:]) for row in actual}) > 1
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -335,14 +335,14 @@ def test_a_description_shows_exactly_what_transformers_mask_shows(
 
 
 def test_the_description_of_each_known_mask_function() -> None:
-    found = {name: patterns.read_pattern(function) for name, function in KNOWN.items()}
-    assert found == {
+    actual = {name: patterns.read_pattern(function) for name, function in KNOWN.items()}
+    assert actual == {
         "causal": (None, 0, None),
         "both": (None, None, None),
         "window": (2, 0, None),
         "both window": (3, 3, None),
     }
-    for name, (left, right, _) in found.items():
+    for name, (left, right, _) in actual.items():
         spec = AttentionSpec(
             batch=1, q_len=7, kv_len=7, num_heads=1, num_kv_heads=1, head_dim=8, value_dim=8, dtype="float32",
             window=(left, right),
@@ -432,7 +432,7 @@ def test_a_static_cache_of_a_model_that_builds_the_mask_late(device: str) -> Non
     """Doge combines the mask with another one in every layer, after the first layer has moved the cache's length."""
     eager, ours = decoders(lambda: transformers.DogeConfig(**DECODER, keep_window_size=64), device=device)
     ids, keep = tokens(device=device), padding("left", device)
-    expected, found = (
+    expected, actual = (
         torch.cat(
             [
                 model(ids[:, a:b], attention_mask=keep[:, :b], past_key_values=past, use_cache=True).logits
@@ -443,7 +443,7 @@ def test_a_static_cache_of_a_model_that_builds_the_mask_late(device: str) -> Non
         )[keep.bool()]
         for model in (eager, ours)
     )
-    torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE * 10)
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE * 10)
 
 
 def call(**keywords: Any) -> Any:
@@ -539,8 +539,8 @@ def test_without_a_mask_the_module_decides_the_visible_set(device: str) -> None:
         expected, _ = reference(module, q[:, :, :queries], k, v, None, scaling=0.3)
         for given in ({}, {"is_causal": causal}):
             module.is_causal = causal if not given else not causal
-            found, _ = attention.attend(module, q[:, :, :queries], k, v, None, scaling=0.3, **given)
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+            actual, _ = attention.attend(module, q[:, :, :queries], k, v, None, scaling=0.3, **given)
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_dropout_is_drawn_from_torchs_generator(device: str) -> None:
@@ -569,9 +569,9 @@ def test_options_reach_the_call_unchanged(monkeypatch: pytest.MonkeyPatch) -> No
 def test_autocast_matches_eager(device: str) -> None:
     eager, ours = decoders(DECODERS["llama"], device=device)
     with torch.autocast(device, torch.bfloat16), torch.no_grad():
-        expected, found = eager(tokens(device=device)).logits, ours(tokens(device=device)).logits
-    assert found.dtype == expected.dtype
-    torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1 * float(expected.abs().max()))
+        expected, actual = eager(tokens(device=device)).logits, ours(tokens(device=device)).logits
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(actual, expected, rtol=0.1, atol=0.1 * float(expected.abs().max()))
 
 
 def test_a_named_backend_runs_or_raises(device: str) -> None:
@@ -591,11 +591,11 @@ def test_a_named_backend_runs_or_raises(device: str) -> None:
 
 def test_layers_may_name_different_backends(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     eager, ours = decoders(DECODERS["llama"], device=device)
-    asked: list[Any] = []
+    requested: list[Any] = []
     plain = attention.attention
 
     def spy(*tensors: Any, **options: Any) -> Any:
-        asked.append(options["backend"])
+        requested.append(options["backend"])
         return plain(*tensors, **options)
 
     monkeypatch.setattr(attention, "attention", spy)
@@ -603,11 +603,11 @@ def test_layers_may_name_different_backends(device: str, monkeypatch: pytest.Mon
     huggingface.set_layer_backends(ours, {0: "math", 1: other})
     ids = tokens(device=device)
     assert_same(eager, ours, input_ids=ids, labels=ids)
-    assert asked == ["math", other]
+    assert requested == ["math", other]
     huggingface.set_layer_backends(ours, {0: None, 1: "flash3"})
     with pytest.raises(NoBackendError, match="flash3"):
         ours(ids)
-    assert asked[2:] == [None, "flash3"]
+    assert requested[2:] == [None, "flash3"]
     with pytest.raises(SpecError, match=r"layer 2: expected one of \[0, 1\]"):
         huggingface.set_layer_backends(ours, {2: "math"})
     with pytest.raises(SpecError, match="mth"):
@@ -666,10 +666,10 @@ def check_half(family: str, name: str, shown: Any = slice(None), **inputs: Any) 
     """Checks that bfloat16 logits differ from float32's at most twice as much as those of ``eager`` in bfloat16."""
     with torch.no_grad():
         plain, ours = (half_precision_model(DECODERS[family], each) for each in ("eager", name))
-        near, found = (model(**inputs).logits.float()[shown] for model in (plain, ours))
+        near, actual = (model(**inputs).logits.float()[shown] for model in (plain, ours))
         exact = plain.float()(**inputs).logits[shown]
-    assert found.isfinite().all()
-    allowed, strayed = ((logits - exact).abs().mean() for logits in (near, found))
+    assert actual.isfinite().all()
+    allowed, strayed = ((logits - exact).abs().mean() for logits in (near, actual))
     assert strayed <= 2 * allowed, (strayed, allowed)
 
 
@@ -721,14 +721,14 @@ def test_a_named_flash_kernel_is_right_or_refused(family: str, backend: str) -> 
 def test_flash2_trains_in_bfloat16(family: str) -> None:
     if reason := torch_frontend.available_backends()["flash2"].reason:
         pytest.skip(reason)
-    ids, found = tokens(device="cuda"), []
+    ids, results = tokens(device="cuda"), []
     for name, dtype in (("eager", torch.float32), ("eager", torch.bfloat16), ("attn_core:flash2", torch.bfloat16)):
         model = build(transformers.AutoModelForCausalLM, DECODERS[family](), name, "cuda")
         for parameter in model.parameters():
             parameter.data = parameter.data.to(torch.bfloat16).to(dtype)
         model(ids, labels=ids).loss.backward()
-        found.append([parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None])
-    for exact, near, ours in zip(*found, strict=True):
+        results.append([parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None])
+    for exact, near, ours in zip(*results, strict=True):
         assert (ours - exact).abs().mean() <= 2 * (near - exact).abs().mean() + 1e-3 * exact.abs().mean()
 
 

@@ -54,13 +54,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
     jobs = {named(case): (SCENES, "trained", case) for case in TRAINED}
     jobs |= {"compiled": (SCENES, "compiled", ()), "refusals": (SCENES, "refusals", ())}
     _, given = once([World("models", 2, jobs)], "models", tmp_path_factory, seconds=550)
-    found = given["models"]
+    actual = given["models"]
 
     def of(job: str) -> list[Any]:
-        for rank, results in enumerate(found):
+        for rank, results in enumerate(actual):
             assert not isinstance(results.get(job), Failed), f"rank {rank}: {results[job].text}"
             assert job in results, f"rank {rank} did not come to {job}"
-        return [results[job] for results in found]
+        return [results[job] for results in actual]
 
     return of
 
@@ -75,9 +75,9 @@ def test_a_model_on_shards_equals_the_whole_model(ranks: Any, case: tuple[Any, .
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_unsupported_calls_are_refused(ranks: Any, name: str) -> None:
-    for found in ranks("refusals"):
-        assert found.keys() == REFUSED.keys()
-        assert REFUSED[name] in found[name]
+    for actual in ranks("refusals"):
+        assert actual.keys() == REFUSED.keys()
+        assert REFUSED[name] in actual[name]
 
 
 def test_a_compiled_model_inside_a_block_gives_the_same_logits(ranks: Any) -> None:

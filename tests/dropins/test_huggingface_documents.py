@@ -63,11 +63,13 @@ def test_positions_that_restart_begin_documents(family: str, rows: Any, use_cach
     first = 2 if family == "roberta" else 0
     positions = torch.stack([torch.cat([torch.arange(n) + first for n in lengths]) for lengths in rows]).to(device)
     ids = torch.randint(2, 97, positions.shape, generator=torch.Generator().manual_seed(1)).to(device)
-    found = ours(ids, position_ids=positions, use_cache=use_cache).logits
-    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(2)).to(device)
-    (found * weights).sum().backward()
+    actual = ours(ids, position_ids=positions, use_cache=use_cache).logits
+    weights = torch.randn(actual.shape, generator=torch.Generator().manual_seed(2)).to(device)
+    (actual * weights).sum().backward()
     for row, lengths in enumerate(rows):
-        for document, mine in zip(ids[row].split(lengths), zip(found[row].split(lengths), weights[row].split(lengths))):
+        for document, mine in zip(
+            ids[row].split(lengths), zip(actual[row].split(lengths), weights[row].split(lengths))
+        ):
             places = torch.arange(first, first + len(document), device=device)[None]
             alone = eager(document[None], position_ids=places).logits[0]
             assert alone.abs().max() > 0.5

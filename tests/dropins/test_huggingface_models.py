@@ -205,9 +205,9 @@ def test_models_that_do_not_pass_output_attentions_on_return_no_weights(family: 
     """Their layers do not pass output_attentions to attention; a model whose layers do raises an error."""
     kind, ids = transformers.AutoModelForCausalLM, torch.arange(2, 9)[None]
     model = kind.from_config(KEPT[family](), attn_implementation=huggingface.NAME).eval()
-    found = model(ids, output_attentions=True)
-    assert not found.attentions
-    torch.testing.assert_close(found.logits, model(ids).logits, rtol=0, atol=0)
+    actual = model(ids, output_attentions=True)
+    assert not actual.attentions
+    torch.testing.assert_close(actual.logits, model(ids).logits, rtol=0, atol=0)
     with pytest.raises(SpecError, match="output_attentions=True: fused kernels never hold the weights"):
         kind.from_config(llama(), attn_implementation=huggingface.NAME)(ids, output_attentions=True)
     with pytest.raises(ValueError, match="output_attentions"):  # that of transformers

@@ -58,32 +58,32 @@ def inputs(kind: str, made: Any, side: str | None) -> tuple[dict[str, Any], torc
 
 
 def logits(made: Any, **given: Any) -> torch.Tensor:
-    found = made(**given)
-    return found.logits if "logits" in found else next(each for each in found.values() if torch.is_tensor(each))
+    actual = made(**given)
+    return actual.logits if "logits" in actual else next(each for each in actual.values() if torch.is_tensor(each))
 
 
-def close(found: torch.Tensor, expected: torch.Tensor, what: str, share: float = 1e-3) -> None:
+def close(actual: torch.Tensor, expected: torch.Tensor, what: str, share: float = 1e-3) -> None:
     size = float(expected.abs().max())
-    error = float((found - expected).abs().max())
+    error = float((actual - expected).abs().max())
     assert error <= share * size + 1e-6, f"{what}: off by {error} of {size}"
 
 
 def gradients(made: Any, given: dict[str, Any], keep: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The logits of real tokens, and the gradient of every parameter."""
     made.zero_grad()
-    found = logits(made, **given)
-    if found.dim() == 3 and found.shape[:2] == keep.shape:
-        found = found[keep.bool()]
-    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
-    (found * weights).sum().backward()
-    return found.detach(), {name: each.grad for name, each in made.named_parameters() if each.grad is not None}
+    actual = logits(made, **given)
+    if actual.dim() == 3 and actual.shape[:2] == keep.shape:
+        actual = actual[keep.bool()]
+    weights = torch.randn(actual.shape, generator=torch.Generator().manual_seed(2))
+    (actual * weights).sum().backward()
+    return actual.detach(), {name: each.grad for name, each in made.named_parameters() if each.grad is not None}
 
 
 def compare_forward_and_gradients(kind: str, eager: Any, ours: Any, side: str | None) -> None:
     given, keep = inputs(kind, eager, side)
-    (expected, slopes), (found, mine) = (gradients(each, given, keep) for each in (eager, ours))
+    (expected, slopes), (actual, mine) = (gradients(each, given, keep) for each in (eager, ours))
     assert expected.isfinite().all() and expected.abs().max() > 0
-    close(found, expected, f"logits, padding {side}")
+    close(actual, expected, f"logits, padding {side}")
     assert slopes.keys() == mine.keys()
     largest = max(float(each.abs().max()) for each in slopes.values() if each.numel())
     for name, slope in ((name, slope) for name, slope in slopes.items() if slope.numel()):
@@ -100,9 +100,9 @@ def compare_generated(kind: str, eager: Any, ours: Any, cache: str) -> None:
         expected = eager.generate(**given, **limits)
     except Exception:
         return  # this model has no such cache
-    found = ours.generate(**given, **limits)
-    close(torch.stack(found.logits), torch.stack(expected.logits), f"generate with a {cache} cache")
-    assert torch.equal(found.sequences, expected.sequences), f"generate with a {cache} cache"
+    actual = ours.generate(**given, **limits)
+    close(torch.stack(actual.logits), torch.stack(expected.logits), f"generate with a {cache} cache")
+    assert torch.equal(actual.sequences, expected.sequences), f"generate with a {cache} cache"
 
 
 def compare_packed(eager: Any, ours: Any, how: str) -> None:
@@ -116,11 +116,11 @@ def compare_packed(eager: Any, ours: Any, how: str) -> None:
         bounds = torch.tensor([0, 4, 5, 10], dtype=torch.int32)
         given |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 5, "max_length_k": 5}
     with torch.no_grad():
-        found = logits(ours, input_ids=ids, **given)
+        actual = logits(ours, input_ids=ids, **given)
         if eager.config.model_type in lists.MIXED and how == "positions":
-            return close(found, logits(eager, input_ids=ids, **given), f"documents told by {how}, as eager has them")
+            return close(actual, logits(eager, input_ids=ids, **given), f"documents told by {how}, as eager has them")
         alone = [logits(eager, input_ids=part, use_cache=False) for part in ids.split(lengths, 1)]
-    close(found, torch.cat(alone, 1), f"documents told by {how}")
+    close(actual, torch.cat(alone, 1), f"documents told by {how}")
 
 
 def trials(kind: str, eager: Any, ours: Any) -> Iterator[Callable[[], None]]:

@@ -110,8 +110,8 @@ def expected_with_bound(arrays: Arrays, **call: Any) -> accuracy.Expected:
     return accuracy.expect(*reference_call(arrays, **call, dtype="bfloat16"))
 
 
-def close(found: np.ndarray, right: np.ndarray) -> None:
-    np.testing.assert_allclose(found, right, atol=2e-5, rtol=0)
+def close(actual: np.ndarray, right: np.ndarray) -> None:
+    np.testing.assert_allclose(actual, right, atol=2e-5, rtol=0)
 
 
 def seq_info(framework: Framework, kind: str, lengths: Any = LENGTHS) -> Any:
@@ -234,8 +234,8 @@ def test_an_option_may_be_in_any_of_its_places(framework: Framework, name: str, 
 @pytest.mark.parametrize("pair", [(3, 3), (2, 0), (2, 2), (3, 0), (3, -1)])
 @both
 def test_flash_distances_with_a_sliding_window_are_that_many_keys(framework: Framework, bag: str, pair: Any) -> None:
-    found = run(framework, numbers(), bags={bag: {"window_size": pair, "causal": True}}, sliding_window=3)
-    close(found, expected(numbers(), window=(2, 0)))
+    actual = run(framework, numbers(), bags={bag: {"window_size": pair, "causal": True}}, sliding_window=3)
+    close(actual, expected(numbers(), window=(2, 0)))
 
 
 FLASH_WORDS = (arguments.FLASH_VARLEN, arguments.FLASH_DENSE)
@@ -254,7 +254,7 @@ def test_every_second_layer_of_gemma2_attends_to_all_keys(
     lengths = (2 * kv_len - 1, 1) if packed else None
     pair = (3, 3) if slides and kv_len > 3 else (-1, -1)
     bags = {"causal": True, "softcap": 50.0, "softmax_scale": 0.25, "window_size": pair}
-    found = run(
+    actual = run(
         framework,
         arrays,
         word,
@@ -264,7 +264,7 @@ def test_every_second_layer_of_gemma2_attends_to_all_keys(
         seq_info=seq_info(framework, "arrays", lengths) if lengths else None,
     )
     window = (2, 0) if slides else (None, None)
-    close(found, expected(arrays, window=window, softcap=50.0, scale=0.25, lengths=lengths))
+    close(actual, expected(arrays, window=window, softcap=50.0, scale=0.25, lengths=lengths))
 
 
 @pytest.mark.parametrize("pair", [(-1, -1), (-1, 0)])
@@ -276,10 +276,10 @@ def test_unbounded_flash_distances_mean_all_keys_if_flash_runs(
     framework: Framework, word: str, masked: bool, bag: str, pair: Any
 ) -> None:
     """The host's flash branches follow their distances, its other branches follow the sliding window."""
-    told = {"attention_mask": KEEP} if masked else {}  # makes the host choose SDPA
-    found = run(framework, numbers(), word, {bag: {"window_size": pair}}, sliding_window=3, **told)
+    passed = {"attention_mask": KEEP} if masked else {}  # makes the host choose SDPA
+    actual = run(framework, numbers(), word, {bag: {"window_size": pair}}, sliding_window=3, **passed)
     window = (None, None) if word in FLASH_WORDS and not masked else (2, 0)
-    close(found, expected(numbers(), window=window, mask=KEEP[:, None, None, :] != 0 if masked else None))
+    close(actual, expected(numbers(), window=window, mask=KEEP[:, None, None, :] != 0 if masked else None))
 
 
 @pytest.mark.parametrize("slides", [True, False])
@@ -287,8 +287,8 @@ def test_unbounded_flash_distances_mean_all_keys_if_flash_runs(
 @both
 def test_a_bool_decides_whether_a_layer_slides(framework: Framework, word: str, slides: bool) -> None:
     for what, fields in ({}, {}), ({"attention_mask": KEEP}, {"mask": KEEP[:, None, None, :] != 0}):
-        found = run(framework, numbers(), word, causal_mask=slides, sliding_window=3, **what)
-        close(found, expected(numbers(), window=(2, 0) if slides else (None, None), **fields))
+        actual = run(framework, numbers(), word, causal_mask=slides, sliding_window=3, **what)
+        close(actual, expected(numbers(), window=(2, 0) if slides else (None, None), **fields))
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -300,8 +300,8 @@ def test_a_sliding_window_is_not_added_to_a_complete_mask_with_causal(framework:
         ({"flash_dense_kwargs": {"causal": True, "window_size": (4, 4)}}, {"causal": True, "window": (4, 0)}),
         ({"sdpa_kwargs": {"is_causal": False}}, {"causal": False}),
     ):
-        found = run(framework, numbers(), word, bags, attention_mask=FULL_MASK, sliding_window=3)
-        close(found, expected(numbers(), mask=FULL_MASK, **fields))
+        actual = run(framework, numbers(), word, bags, attention_mask=FULL_MASK, sliding_window=3)
+        close(actual, expected(numbers(), mask=FULL_MASK, **fields))
 
 
 def granite(dropout: float) -> dict[str, dict[str, Any]]:
@@ -324,12 +324,12 @@ def test_granites_dropout_comes_from_the_options_of_the_hosts_branch(
     arrays = numbers(7, 7)
     what = {"seq_info": seq_info(framework, "arrays")} if packed else {}
     what |= {"attention_mask": np.ones((BSZ, 7), np.int32)} if masked else {}
-    found = run(framework, arrays, word, granite(0.1), **what)
+    actual = run(framework, arrays, word, granite(0.1), **what)
     kept = expected(arrays, scale=0.5, lengths=LENGTHS if packed else None)
     if word == arguments.FLASH_VARLEN and packed and not masked:
-        close(found, kept)
+        close(actual, kept)
     else:
-        assert np.abs(found - kept).max() > 0.01
+        assert np.abs(actual - kept).max() > 0.01
     none = {name: {"dropout_p" if name != "xformers_kwargs" else "p": 0.0} for name in granite(0.1)}
     others = none | {f"{arguments.SDPA}_kwargs": {"dropout_p": 0.5}}
     if word != arguments.SDPA and not masked:  # these options do not apply
@@ -345,8 +345,8 @@ def test_float32_with_one_half_dtype_is_computed_in_the_half_dtype(
     """Some of Q, K and V are float32 because adapters returned float32."""
     arrays = numbers()
     own = {name: framework.array(array, None if name in letters else half) for name, array in arrays.items()}
-    told = {"config": config(framework), "context": context(framework, arrays)}
-    out = framework.frontend.run_attention(**told, **own)
+    passed = {"config": config(framework), "context": context(framework, arrays)}
+    out = framework.frontend.run_attention(**passed, **own)
     assert out.dtype == own["Q"].dtype
     np.testing.assert_array_equal(as_numpy(out), run(framework, arrays, dtype=half))
 
@@ -362,8 +362,8 @@ def test_float32_with_two_half_dtypes_is_refused(framework: Framework) -> None:
 
 @both
 def test_flash_distances_count_around_the_query(framework: Framework) -> None:
-    found = run(framework, numbers(), bags={"flash_dense_kwargs": {"window_size": (2, 1), "causal": False}})
-    close(found, expected(numbers(), window=(2, 1), causal=False))
+    actual = run(framework, numbers(), bags={"flash_dense_kwargs": {"window_size": (2, 1), "causal": False}})
+    close(actual, expected(numbers(), window=(2, 1), causal=False))
 
 
 # xformers' masks
@@ -412,18 +412,18 @@ def test_blocks_of_an_xformers_mask_are_documents(
     close(run(framework, arrays, word, {"xformers_kwargs": {"attn_bias": mask}}), right)
     keep = np.random.default_rng(2).random((bsz, 14 // bsz)) < 0.6
     if fields.get("causal", True):
-        found = run(framework, arrays, word, causal_mask=mask, attention_mask=keep)
-        close(found, expected(arrays, lengths=LENGTHS, mask=keep.reshape(1, 1, 1, -1), **fields))
+        actual = run(framework, arrays, word, causal_mask=mask, attention_mask=keep)
+        close(actual, expected(arrays, lengths=LENGTHS, mask=keep.reshape(1, 1, 1, -1), **fields))
 
 
 @both
 def test_new_queries_are_at_the_end_of_the_keys_of_their_block(framework: Framework) -> None:
     mask = xformers_mask("BlockDiagonalCausalLocalAttentionFromBottomRightMask", (2, 3), (4, 3), window=2)
     arrays = {name: array[:1] for name, array in numbers(5, 7).items()}
-    found = run(framework, arrays, causal_mask=mask)
+    actual = run(framework, arrays, causal_mask=mask)
     for rows, keys in (slice(0, 2), slice(0, 4)), (slice(2, 5), slice(4, 7)):
         part = {name: array[:, :, rows if name == "Q" else keys] for name, array in arrays.items()}
-        close(found[:, rows], expected(part, window=(1, 0)))
+        close(actual[:, rows], expected(part, window=(1, 0)))
     with pytest.raises(SpecError, match=r"^context.causal_mask is BlockDiagonalCausalMask: expected as many keys as"):
         run(framework, arrays, causal_mask=xformers_mask("BlockDiagonalCausalMask", (2, 3), (4, 3)))
 
@@ -435,15 +435,15 @@ def test_mistral_beyond_its_window(framework: Framework, word: str, packed: bool
     """It passes its window three times: in flash's options, in the context, and in a mask whose blocks are the rows."""
     arrays = numbers(7, 7, bsz=1 if packed else BSZ)
     mask = xformers_mask("BlockDiagonalCausalLocalAttentionMask", [7] * len(arrays["Q"]), window=3)
-    told = {"causal_mask": mask, "sliding_window": 3}
+    passed = {"causal_mask": mask, "sliding_window": 3}
     lengths = (5, 2) if packed else None
-    told |= {"seq_info": seq_info(framework, "arrays", lengths)} if packed else {}
+    passed |= {"seq_info": seq_info(framework, "arrays", lengths)} if packed else {}
     bags = {"flash_dense_kwargs": {"causal": True, "window_size": (3, 3)}}
     bags |= {"flash_varlen_kwargs": {"dropout_p": 0.0, "causal": True, "softmax_scale": None}}
-    close(run(framework, arrays, word, bags, **told), expected(arrays, window=(2, 0), lengths=lengths))
+    close(run(framework, arrays, word, bags, **passed), expected(arrays, window=(2, 0), lengths=lengths))
     rows = type("LowerTriangularFromBottomRightLocalAttentionMask", (), {"_window_size": 3})()
-    told |= {"causal_mask": rows}
-    close(run(framework, arrays, word, bags, **told), expected(arrays, window=(2, 0), lengths=lengths))
+    passed |= {"causal_mask": rows}
+    close(run(framework, arrays, word, bags, **passed), expected(arrays, window=(2, 0), lengths=lengths))
 
 
 # Packed documents
@@ -472,8 +472,8 @@ def test_documents_and_a_keep_mask_apply_together(framework: Framework, bsz: int
     length = 14 // bsz
     arrays = numbers(length, length, bsz=bsz)
     keep = np.random.default_rng(2).random((bsz, length)) < 0.6
-    found = run(framework, arrays, seq_info=seq_info(framework, "arrays"), attention_mask=keep.astype(dtype))
-    close(found, expected(arrays, lengths=LENGTHS, mask=keep.reshape(1, 1, 1, -1)))
+    actual = run(framework, arrays, seq_info=seq_info(framework, "arrays"), attention_mask=keep.astype(dtype))
+    close(actual, expected(arrays, lengths=LENGTHS, mask=keep.reshape(1, 1, 1, -1)))
 
 
 @pytest.mark.parametrize("heads", [1, HEADS])
@@ -482,16 +482,16 @@ def test_documents_and_a_keep_mask_apply_together(framework: Framework, bsz: int
 def test_documents_and_a_complete_mask_of_one_row(framework: Framework, rows: int, heads: int) -> None:
     arrays = numbers(14, 14, bsz=1)
     mask = np.random.default_rng(3).random((1, heads, rows, 14)) < 0.6
-    found = run(framework, arrays, seq_info=seq_info(framework, "arrays"), attention_mask=mask)
-    close(found, expected(arrays, lengths=LENGTHS, mask=mask, causal=False))
+    actual = run(framework, arrays, seq_info=seq_info(framework, "arrays"), attention_mask=mask)
+    close(actual, expected(arrays, lengths=LENGTHS, mask=mask, causal=False))
 
 
 @both
 def test_documents_with_every_option(framework: Framework) -> None:
     arrays = numbers(7, 7)
     bags = {"flash_varlen_kwargs": {"causal": True, "softcap": 1.5, "softmax_scale": 0.7, "window_size": (3, 3)}}
-    found = run(framework, arrays, bags=bags, seq_info=seq_info(framework, "triple"), sliding_window=3)
-    close(found, expected(arrays, lengths=LENGTHS, softcap=1.5, scale=0.7, window=(2, 0)))
+    actual = run(framework, arrays, bags=bags, seq_info=seq_info(framework, "triple"), sliding_window=3)
+    close(actual, expected(arrays, lengths=LENGTHS, softcap=1.5, scale=0.7, window=(2, 0)))
 
 
 # Sizes
@@ -504,8 +504,8 @@ def test_new_queries_are_at_the_end_of_the_keys(framework: Framework, q_len: int
     """Decoding, chunked prefill, prefill, and rows before the first key, which see nothing."""
     arrays = numbers(q_len, kv_len)
     for word in WORDS:
-        found = run(framework, arrays, word, sliding_window=window)
-        close(found, expected(arrays, window=(None, None) if window is None else (window - 1, 0)))
+        actual = run(framework, arrays, word, sliding_window=window)
+        close(actual, expected(arrays, window=(None, None) if window is None else (window - 1, 0)))
 
 
 @both
@@ -560,7 +560,7 @@ def test_gradients_match_the_reference(framework: Framework, packed: bool) -> No
     arrays = numbers(7, 7)
     what = {"seq_info": seq_info(framework, "arrays")} if packed else {"sliding_window": 3}
     fields: dict[str, Any] = {"lengths": LENGTHS} if packed else {"window": (2, 0)}
-    found = loss_gradients(framework, arrays, arguments.FLASH_VARLEN, what)
+    actual = loss_gradients(framework, arrays, arguments.FLASH_VARLEN, what)
     direction = {name: np.random.default_rng(4).normal(size=array.shape) for name, array in arrays.items()}
     step = 1e-4
 
@@ -570,10 +570,10 @@ def test_gradients_match_the_reference(framework: Framework, packed: bool) -> No
         )
 
     slope = (loss(step) - loss(-step)) / (2 * step)
-    assert sum((found[name] * direction[name]).sum() for name in found) == pytest.approx(slope, rel=1e-3)
+    assert sum((actual[name] * direction[name]).sum() for name in actual) == pytest.approx(slope, rel=1e-3)
     others = [loss_gradients(framework, arrays, word, what) for word in WORDS]
     apart = 0.0 if framework.device == "cpu" else 1e-4  # every word has its own kernels there
-    assert all(np.abs(other[name] - found[name]).max() <= apart for other in others for name in found)
+    assert all(np.abs(other[name] - actual[name]).max() <= apart for other in others for name in actual)
 
 
 @pytest.mark.parametrize(
@@ -585,8 +585,8 @@ def test_jit_traces_every_array(framework: Framework, what: dict[str, Any]) -> N
 
     @jax.jit
     def program(own: Any, given: Any) -> Any:
-        told = context(framework, arrays, **{**what, **given})
-        return framework.frontend.run_attention(config=config(framework), context=told, **own)
+        passed = context(framework, arrays, **{**what, **given})
+        return framework.frontend.run_attention(config=config(framework), context=passed, **own)
 
     own = {name: framework.array(array) for name, array in arrays.items()}
     masks = {name: framework.array(value) for name, value in what.items() if isinstance(value, np.ndarray)}
@@ -605,8 +605,8 @@ def test_both_frameworks_give_the_same_bits(framework: Framework, what: dict[str
         name: framework.array(array).transpose(1, 2).contiguous().transpose(1, 2) for name, array in arrays.items()
     }
     given = {name: framework.array(value) if isinstance(value, np.ndarray) else value for name, value in what.items()}
-    told = context(framework, arrays, **given)
-    out = framework.frontend.run_attention(config=config(framework), context=told, **alike)
+    passed = context(framework, arrays, **given)
+    out = framework.frontend.run_attention(config=config(framework), context=passed, **alike)
     np.testing.assert_array_equal(as_numpy(out), seen_by_jax)
     close(run(framework, arrays, **what), seen_by_jax)
 
@@ -674,10 +674,10 @@ def test_every_word_means_the_same_in_bfloat16(framework: Framework, name: str, 
     packed = "lengths" in fields
     arrays = numbers(7, 7) if packed else numbers()
     arrays = {letter: as_numpy(framework.array(array, "bfloat16")) for letter, array in arrays.items()}
-    told = dict(what) | ({"seq_info": seq_info(framework, "arrays")} if packed else {})
+    passed = dict(what) | ({"seq_info": seq_info(framework, "arrays")} if packed else {})
     right = expected_with_bound(arrays, **fields)
-    found = run(framework, arrays, word, bags, dtype="bfloat16", **told)
-    verdict = right.judge(out=found.reshape(right.truth["out"].shape))
+    actual = run(framework, arrays, word, bags, dtype="bfloat16", **passed)
+    verdict = right.judge(out=actual.reshape(right.truth["out"].shape))
     assert verdict.ok, verdict
 
 
@@ -699,8 +699,8 @@ def test_the_word_of_this_machine() -> None:
         entries = framework.frontend.available_backends().items()
         available = tuple(name for name, entry in entries if entry.reason is None)
         for use_varlen in (False, True):
-            found = framework.frontend.unsloth.select_attention_backend(use_varlen=use_varlen)
-            assert found == arguments.choose_word(available, use_varlen)
+            actual = framework.frontend.unsloth.select_attention_backend(use_varlen=use_varlen)
+            assert actual == arguments.choose_word(available, use_varlen)
 
 
 def test_the_word_of_a_machine() -> None:
@@ -943,7 +943,7 @@ def test_groups_must_match_the_heads(framework: Framework) -> None:
 
 @both
 def test_distances_may_be_a_list_or_a_tuple(framework: Framework) -> None:
-    found, right = (
+    actual, right = (
         run(
             framework,
             numbers(),
@@ -952,7 +952,7 @@ def test_distances_may_be_a_list_or_a_tuple(framework: Framework) -> None:
         )
         for pair in ([3, 3], (3, 3))
     )
-    np.testing.assert_array_equal(found, right)
+    np.testing.assert_array_equal(actual, right)
 
 
 @both

@@ -122,8 +122,8 @@ class BlockDiagonalCausalMask:
 @pytest.mark.usefixtures("device")
 def test_a_base_mask_receives_the_window(window: int | None) -> None:
     base = BlockDiagonalCausalMask.from_seqlens([2, 7])
-    found = build_xformers_block_causal_mask(None, sliding_window=window, base_mask=base)
-    assert found == replace(base, window=3 if window == 3 else None) and base.window is None
+    actual = build_xformers_block_causal_mask(None, sliding_window=window, base_mask=base)
+    assert actual == replace(base, window=3 if window == 3 else None) and base.window is None
     table = torch.ones(2, 2)
     assert build_xformers_block_causal_mask(None, sliding_window=window, base_mask=table) is table
     assert build_xformers_block_causal_mask(None, sliding_window=window) is None
@@ -185,13 +185,13 @@ def test_labels_that_a_loss_shifts_later(shape: tuple[int, ...], lengths: list[i
     """After the loss shifts them they equal the labels that were shifted before."""
     labels = torch.arange(1, 10, device=device).reshape(shape)
     before = labels.clone()
-    found = mask_packed_boundary_labels(labels, torch.tensor(lengths, device=device))
-    assert torch.equal(labels, before) and found.shape == labels.shape and found.dtype == labels.dtype
+    actual = mask_packed_boundary_labels(labels, torch.tensor(lengths, device=device))
+    assert torch.equal(labels, before) and actual.shape == labels.shape and actual.dtype == labels.dtype
     shifted = before.reshape(-1)[1:].clone()
     mask_packed_sequence_boundaries(shifted, lengths)
-    assert torch.equal(found.reshape(-1)[1:], shifted)
-    assert found.reshape(-1)[0] == (-100 if sum(lengths) == 9 else 1)  # the first label is no token's target
-    assert torch.equal(mask_packed_boundary_labels(found, lengths), found)
+    assert torch.equal(actual.reshape(-1)[1:], shifted)
+    assert actual.reshape(-1)[0] == (-100 if sum(lengths) == 9 else 1)  # the first label is no token's target
+    assert torch.equal(mask_packed_boundary_labels(actual, lengths), actual)
     assert (mask_packed_boundary_labels(labels, [3, 6], ignore_index=-1) == -1).sum() == 2
 
 

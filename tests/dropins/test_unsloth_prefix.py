@@ -56,8 +56,10 @@ def labels(groups: Groups, array: Any = torch.from_numpy, signature: Any = None)
 
 def visible(groups: Groups) -> np.ndarray:
     """The visible set of the labels, token by token."""
-    told = labels(groups, np.asarray)
-    group, prefix, suffix = (each[: told.T] for each in (told.group_of_kv, told.is_prefix, told.suffix_of_kv))
+    segments = labels(groups, np.asarray)
+    group, prefix, suffix = (
+        each[: segments.T] for each in (segments.group_of_kv, segments.is_prefix, segments.suffix_of_kv)
+    )
     same_suffix = (suffix[:, None] == suffix) & ~prefix[:, None]
     return np.tril((group[:, None] == group) & (prefix | same_suffix))
 
@@ -82,7 +84,7 @@ def reference_call(groups: Groups, given: dict[str, np.ndarray], **fields: Any) 
 def settings(
     framework: Framework,
     tokens: int,
-    told: Any,
+    segments: Any,
     bags: Any = None,
     bsz: int = 1,
     word: str = arguments.SDPA,
@@ -92,14 +94,14 @@ def settings(
     sizes = {"bsz": bsz, "q_len": tokens // bsz, "kv_seq_len": tokens // bsz, "n_heads": HEADS, "head_dim": HEAD_DIM}
     return {
         "config": config,
-        "context": framework.frontend.unsloth.AttentionContext(**sizes, prefix_seg_info=told, **what),
+        "context": framework.frontend.unsloth.AttentionContext(**sizes, prefix_seg_info=segments, **what),
     }
 
 
-def run(framework: Framework, groups: Groups, given: dict[str, np.ndarray], told: Any = None, **what: Any) -> Any:
-    told = labels(groups, framework.array) if told is None else told
+def run(framework: Framework, groups: Groups, given: dict[str, np.ndarray], segments: Any = None, **what: Any) -> Any:
+    segments = labels(groups, framework.array) if segments is None else segments
     own = {name: framework.array(array) for name, array in given.items()}
-    return framework.frontend.run_attention(**settings(framework, given["Q"].shape[2], told, **what), **own)
+    return framework.frontend.run_attention(**settings(framework, given["Q"].shape[2], segments, **what), **own)
 
 
 BAGS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -118,28 +120,28 @@ def test_a_suffix_sees_its_prefix_and_itself(framework: Framework, word: str, la
     groups, (bags, fields) = LAYOUTS[layout], BAGS[options]
     given = arrays(len(visible(groups)))
     right, _ = reference.forward(*reference_call(groups, given, **fields))
-    found = run(framework, groups, given, word=word, bags=bags)
-    np.testing.assert_allclose(as_numpy(found), right, atol=2e-5, rtol=0)
+    actual = run(framework, groups, given, word=word, bags=bags)
+    np.testing.assert_allclose(as_numpy(actual), right, atol=2e-5, rtol=0)
 
 
 @both
 def test_gradients_flow_through_both_parts(framework: Framework) -> None:
     groups = LAYOUTS["groups"]
     given = arrays(len(visible(groups)))
-    told = settings(framework, given["Q"].shape[2], labels(groups, framework.array))
+    segments = settings(framework, given["Q"].shape[2], labels(groups, framework.array))
     spec, inputs = reference_call(groups, given, needs_backward=True)
     out, lse = reference.forward(spec, inputs)
     right = reference.backward(spec, inputs, out, lse, 2 * out, None)
     own = {name: framework.array(array) for name, array in given.items()}
     if framework.name == "torch":
         leaves = {name: tensor.requires_grad_() for name, tensor in own.items()}
-        framework.frontend.run_attention(**told, **leaves).square().sum().backward()
-        found = {name: as_numpy(leaf.grad) for name, leaf in leaves.items()}
+        framework.frontend.run_attention(**segments, **leaves).square().sum().backward()
+        actual = {name: as_numpy(leaf.grad) for name, leaf in leaves.items()}
     else:
-        squares = jax.jit(jax.grad(lambda own: (framework.frontend.run_attention(**told, **own) ** 2).sum()))
-        found = {name: as_numpy(gradient) for name, gradient in squares(own).items()}
+        squares = jax.jit(jax.grad(lambda own: (framework.frontend.run_attention(**segments, **own) ** 2).sum()))
+        actual = {name: as_numpy(gradient) for name, gradient in squares(own).items()}
     for name, expected in zip(given, right[:3], strict=True):
-        np.testing.assert_allclose(found[name].swapaxes(1, 2), expected, atol=2e-4, rtol=0)
+        np.testing.assert_allclose(actual[name].swapaxes(1, 2), expected, atol=2e-4, rtol=0)
 
 
 @both
@@ -160,15 +162,15 @@ def test_labels_are_read_once_for_each_signature(signature: Any) -> None:
     given = arrays(len(visible(groups)))
     right, _ = reference.forward(*reference_call(groups, given))
     for _ in range(2):
-        told = labels(groups, signature=signature)
-        told.signature = signature
-        np.testing.assert_allclose(as_numpy(run(TORCH, groups, given, told)), right, atol=2e-5, rtol=0)
-    told.group_of_kv = None  # not read again
+        segments = labels(groups, signature=signature)
+        segments.signature = signature
+        np.testing.assert_allclose(as_numpy(run(TORCH, groups, given, segments)), right, atol=2e-5, rtol=0)
+    segments.group_of_kv = None  # not read again
     if signature == "first":
-        np.testing.assert_allclose(as_numpy(run(TORCH, groups, given, told)), right, atol=2e-5, rtol=0)
+        np.testing.assert_allclose(as_numpy(run(TORCH, groups, given, segments)), right, atol=2e-5, rtol=0)
     else:
         with pytest.raises(ShapeError, match=r"^context.prefix_seg_info.group_of_kv: expected a label for each"):
-            run(TORCH, groups, given, told)
+            run(TORCH, groups, given, segments)
 
 
 def test_a_layout_first_used_without_gradients_can_be_trained(device: str) -> None:
@@ -179,8 +181,8 @@ def test_a_layout_first_used_without_gradients_can_be_trained(device: str) -> No
     with torch.inference_mode():
         first = run(framework, groups, given)
     own = {name: framework.array(array).requires_grad_() for name, array in given.items()}
-    told = settings(framework, 9, labels(groups, framework.array))
-    out = framework.frontend.run_attention(**told, **own)
+    segments = settings(framework, 9, labels(groups, framework.array))
+    out = framework.frontend.run_attention(**segments, **own)
     out.sum().backward()
     np.testing.assert_allclose(as_numpy(out), as_numpy(first), atol=1e-6, rtol=0)
 
@@ -208,7 +210,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "^context.seq_info: expected None with context.prefix_seg_info, got SeqInfo",
     ),
     "not causal": ({"bags": {"flash_varlen_kwargs": {"causal": False}}}, "^causal=False: expected True with context"),
-    "other tokens": ({"told": labels(((7, (3, 5)),))}, r"^context.prefix_seg_info.T=15: expected the 16 tokens of Q"),
+    "other tokens": (
+        {"segments": labels(((7, (3, 5)),))},
+        r"^context.prefix_seg_info.T=15: expected the 16 tokens of Q",
+    ),
 }
 
 
@@ -233,27 +238,27 @@ SCATTERED = {
 @pytest.mark.parametrize("name", SCATTERED)
 def test_labels_of_another_layout_are_refused(name: str) -> None:
     group, suffix = map(np.array, SCATTERED[name])
-    told = SimpleNamespace(group_of_kv=group, is_prefix=suffix == -1, suffix_of_kv=suffix, signature=None, T=4)
+    segments = SimpleNamespace(group_of_kv=group, is_prefix=suffix == -1, suffix_of_kv=suffix, signature=None, T=4)
     with pytest.raises(SpecError, match=r"^context.prefix_seg_info: expected the tokens of each group next to"):
-        run(TORCH, (), arrays(4), told)
+        run(TORCH, (), arrays(4), segments)
 
 
 @both
 def test_a_cache_with_a_shared_prefix_is_refused(framework: Framework) -> None:
     given = {name: array[:, :, -5:] if name == "Q" else array for name, array in arrays(16).items()}
-    told = settings(framework, 16, labels(LAYOUTS["one group"], framework.array))
-    told["context"].q_len = 5
+    segments = settings(framework, 16, labels(LAYOUTS["one group"], framework.array))
+    segments["context"].q_len = 5
     own = {name: framework.array(array) for name, array in given.items()}
     with pytest.raises(ShapeError, match=r"^context.kv_seq_len=16: expected q_len=5 with context.prefix_seg_info"):
-        framework.frontend.run_attention(**told, **own)
+        framework.frontend.run_attention(**segments, **own)
 
 
 @both
 def test_the_layout_in_the_keywords_of_a_forward(framework: Framework) -> None:
-    resolve, told = framework.frontend.unsloth.resolve_prefix_seg_info, object()
+    resolve, segments = framework.frontend.unsloth.resolve_prefix_seg_info, object()
     assert resolve({}, None, None) is None and resolve({"prefix_seg_info": None}, object(), object()) is None
-    assert resolve({"prefix_seg_info": told}, None, None) is told
+    assert resolve({"prefix_seg_info": segments}, None, None) is segments
     with pytest.raises(SpecError, match=r"^past_key_value: expected None with prefix_seg_info, got tuple"):
-        resolve({"prefix_seg_info": told}, (), None)
+        resolve({"prefix_seg_info": segments}, (), None)
     with pytest.raises(SpecError, match=r"^attention_mask: expected None with prefix_seg_info, got object"):
-        resolve({"prefix_seg_info": told}, None, object())
+        resolve({"prefix_seg_info": segments}, None, object())

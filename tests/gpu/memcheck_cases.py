@@ -38,10 +38,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"not run: all cases: needs an NVIDIA GPU, torch {torch.__version__} sees none")
         print("memcheck cases: 0 ran")
         return 0
-    asked = [(run_case, name, kind) for name in torch_backends() for kind in KINDS]
-    asked += [(run_paged, name, kind) for name in paged.paged_backends() for kind in paged.KINDS]
-    asked += [(run_append, APPEND, kind) for kind in paged.KINDS]
-    outcomes = [case(name, kind) for case, name, kind in asked if only is None or name in only]
+    requested = [(run_case, name, kind) for name in torch_backends() for kind in KINDS]
+    requested += [(run_paged, name, kind) for name in paged.paged_backends() for kind in paged.KINDS]
+    requested += [(run_append, APPEND, kind) for kind in paged.KINDS]
+    outcomes = [case(name, kind) for case, name, kind in requested if only is None or name in only]
     ran, wrong = len(outcomes) - outcomes.count(None), outcomes.count(False)
     print(f"memcheck cases: {ran} ran, {wrong} wrong")
     return 1 if wrong else 0

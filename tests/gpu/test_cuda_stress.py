@@ -42,14 +42,14 @@ Results = tuple[Any, ...]
 
 def trained_and_options(call: SmallCall, backend: str) -> tuple[bool, dict[str, Any]]:
     """(with gradients, options) for a backend; skips the test if the backend cannot run the call."""
-    found = most_it_can(call, backend)
-    return pytest.skip(why_not(call, backend)) if found is None else found
+    actual = most_it_can(call, backend)
+    return pytest.skip(why_not(call, backend)) if actual is None else actual
 
 
-def check_same(found: Results, expected: Results, *, exact: bool = True) -> None:
+def check_same(actual: Results, expected: Results, *, exact: bool = True) -> None:
     """Checks for equal bits. If gradients need not repeat: the output's bits, and gradients that agree closely."""
-    assert torch.equal(found[0], expected[0])
-    for one, other in zip(found[1:], expected[1:], strict=True):
+    assert torch.equal(actual[0], expected[0])
+    for one, other in zip(actual[1:], expected[1:], strict=True):
         if exact:
             assert torch.equal(one, other)
         else:
@@ -118,9 +118,9 @@ class JaxCall:
         out, pull = jax.vjp(self.attention, q, k, v)
         return (out, *pull(self.dout))
 
-    def check(self, found: Any, expected: Any) -> None:
+    def check(self, actual: Any, expected: Any) -> None:
         """As ``check_same``."""
-        pairs = list(zip(as_numpy(found), as_numpy(expected), strict=True))
+        pairs = list(zip(as_numpy(actual), as_numpy(expected), strict=True))
         for index, (one, other) in enumerate(pairs):
             if self.exact or index == 0:
                 assert np.array_equal(one, other)
@@ -204,9 +204,9 @@ def repeated(call: SmallCall, backend: str, trained: bool, more: dict[str, Any])
     def work() -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(50):
-                found = call.run(backend, trained, **more)
+                actual = call.run(backend, trained, **more)
                 torch.cuda.current_stream().synchronize()
-                check_same(found, expected, exact=exact)
+                check_same(actual, expected, exact=exact)
 
     return work
 
@@ -214,11 +214,11 @@ def repeated(call: SmallCall, backend: str, trained: bool, more: dict[str, Any])
 @every_kind
 def test_two_threads_with_different_backends_do_not_interfere(kind: str) -> None:
     calls = {name: small_call(kind, seed=index) for index, name in enumerate(BACKENDS)}
-    found = {name: most_it_can(call, name) for name, call in calls.items()}
-    names = [name for name, choice in found.items() if choice is not None]
+    actual = {name: most_it_can(call, name) for name, call in calls.items()}
+    names = [name for name, choice in actual.items() if choice is not None]
     if len(names) < 2:
         pytest.skip(f"needs two backends that can run this call, got {names}")
-    works = {name: repeated(calls[name], name, *found[name]) for name in names}  # type: ignore[misc]
+    works = {name: repeated(calls[name], name, *actual[name]) for name in names}  # type: ignore[misc]
     for one, other in pairwise([*names, names[0]]):
         in_threads(works[one], works[other])
 
@@ -255,12 +255,12 @@ def test_inputs_that_another_stream_still_computes(backend: str, kind: str) -> N
             for name in ("q", "k", "v", "dout"):
                 getattr(late, name).copy_(getattr(call, name))
             if not consumer_waits:
-                found = late.run(backend, trained, **more)
+                actual = late.run(backend, trained, **more)
         if consumer_waits:
             torch.cuda.current_stream().wait_stream(side)
-            found = late.run(backend, trained, **more)
+            actual = late.run(backend, trained, **more)
         torch.cuda.synchronize()
-        check_same(found, expected, exact=exact)
+        check_same(actual, expected, exact=exact)
 
 
 @every_backend
@@ -280,8 +280,8 @@ def test_jax_work_queued_before_a_bridged_call(backend: str, jax_gpu: Any) -> No
     together = jax.jit(lambda q, factor: call.function(slowly(matrix, q, factor), k, v))
     queued = [function(slowly(matrix, q, factor), k, v) for factor in factors]
     queued += [together(q, factor) for factor in factors]
-    for found, wanted in zip(queued, expected * 2, strict=True):
-        call.check(found, wanted)
+    for actual, desired in zip(queued, expected * 2, strict=True):
+        call.check(actual, desired)
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
@@ -309,9 +309,9 @@ def test_a_device_that_is_not_the_current_one(backend: str) -> None:
     here = small_call("dense")
     trained, more = trained_and_options(here, backend)
     there = here.laid_out(lambda tensor: tensor.to("cuda:1"))
-    expected, found = here.run(backend, trained, **more), there.run(backend, trained, **more)
-    assert torch.cuda.current_device() == 0 and {tensor.device.index for tensor in found} == {1}
-    check_same(tuple(tensor.to("cuda:0") for tensor in found), expected, exact=bool(more) or not trained)
+    expected, actual = here.run(backend, trained, **more), there.run(backend, trained, **more)
+    assert torch.cuda.current_device() == 0 and {tensor.device.index for tensor in actual} == {1}
+    check_same(tuple(tensor.to("cuda:0") for tensor in actual), expected, exact=bool(more) or not trained)
 
 
 @every_backend
@@ -361,12 +361,12 @@ def test_a_backward_in_another_thread_than_its_forward(backend: str) -> None:
     expected = call.run(backend, trained, **more)
     learned = [tensor.detach().requires_grad_() for tensor in (call.q, call.k, call.v)]
     out: list[Any] = []
-    found: list[Any] = []
+    results: list[Any] = []
     attend = partial(torch_frontend.attention, *learned, **call.options, **more, backend=backend)
     in_threads(lambda: out.append(attend()))
-    in_threads(lambda: found.extend(torch.autograd.grad(out[0], learned, call.dout)))
+    in_threads(lambda: results.extend(torch.autograd.grad(out[0], learned, call.dout)))
     torch.cuda.synchronize()
-    check_same((out[0].detach(), *found), expected, exact=bool(more))
+    check_same((out[0].detach(), *results), expected, exact=bool(more))
 
 
 @every_kind
@@ -389,8 +389,8 @@ def test_cuda_graphs_replay_what_was_warmed_up(backend: str, kind: str) -> None:
                 target.copy_(source)
         graph.replay()
         torch.cuda.synchronize()
-        found = tuple(tensor.detach().clone() for tensor in results)
-        check_same(found, other.run(backend, trained, **more), exact=bool(more) or not trained)
+        actual = tuple(tensor.detach().clone() for tensor in results)
+        check_same(actual, other.run(backend, trained, **more), exact=bool(more) or not trained)
 
 
 @contextmanager
@@ -419,8 +419,8 @@ def test_nothing_synchronises_after_the_first_call(backend: str, kind: str) -> N
         expected = call.run(backend, trained, **options)
         with synchronising_is_an_error():
             for _ in range(3):
-                found = call.run(backend, trained, **options)
-        check_same(found, expected, exact=bool(options) or not trained)
+                actual = call.run(backend, trained, **options)
+        check_same(actual, expected, exact=bool(options) or not trained)
 
 
 def surrounded(tensor: Any, filling: float, layout: str) -> Any:
@@ -449,9 +449,9 @@ def test_memory_around_the_inputs_is_never_read(backend: str, kind: str, layout:
     clean, poisoned = (
         call.laid_out(partial(surrounded, filling=filling, layout=layout)) for filling in (0.0, torch.nan)
     )
-    expected, found = clean.run(backend, trained, **more), poisoned.run(backend, trained, **more)
-    assert all(bool(tensor.isfinite().all()) for tensor in found)
-    check_same(found, expected, exact=bool(more) or not trained)
+    expected, actual = clean.run(backend, trained, **more), poisoned.run(backend, trained, **more)
+    assert all(bool(tensor.isfinite().all()) for tensor in actual)
+    check_same(actual, expected, exact=bool(more) or not trained)
 
 
 @pytest.mark.parametrize("what", [hopper_checks.FORWARD, hopper_checks.TRAINING])

@@ -69,18 +69,18 @@ def run(
     JAX runs inside ``jax.jit``; if rounding does not matter, the program is compiled as quickly as possible.
     """
     if framework == "torch":
-        found = _run_torch(call, backend, device)
+        actual = _run_torch(call, backend, device)
     else:
-        found = _run_jax(call, backend, device, rounding_matters)
+        actual = _run_jax(call, backend, device, rounding_matters)
     given, spec = call.arrays(), call.spec
     shapes = {"out": (*given["q"].shape[:-1], spec.value_dim), "lse": spec.lse_shape}
     shapes |= {f"d{name}": given[name].shape for name in call.learned}
-    assert {name: array.shape for name, array in found.items()} == {name: shapes[name] for name in found}
+    assert {name: array.shape for name, array in actual.items()} == {name: shapes[name] for name in actual}
     if call.one_row:
-        found |= {name: found[name][0] for name in ("out", "dq", "dk", "dv") if name in found}
-    if "dbias" in found:
-        found["dbias"] = found["dbias"].reshape(spec.bias_shape)
-    return found
+        actual |= {name: actual[name][0] for name in ("out", "dq", "dk", "dv") if name in actual}
+    if "dbias" in actual:
+        actual["dbias"] = actual["dbias"].reshape(spec.bias_shape)
+    return actual
 
 
 def target(framework: str, device: str = "cpu") -> Target:
@@ -193,19 +193,19 @@ def _torch_arrays(call: Call, device: str) -> tuple[dict[str, torch.Tensor], lis
 
 
 def _torch_info(call: Call, device: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if call.spec.packed:
         offsets = (torch.from_numpy(cu).to(device) for cu in (call.inputs.cu_seqlens_q, call.inputs.cu_seqlens_k))
-        found["seq_info"] = SeqInfo(*offsets, call.spec.max_len_q, call.spec.max_len_k)
+        results["seq_info"] = SeqInfo(*offsets, call.spec.max_len_q, call.spec.max_len_k)
     if call.spec.dropout:
-        found["dropout_rng"] = torch.Generator(device).manual_seed(call.seed)
-    return found
+        results["dropout_rng"] = torch.Generator(device).manual_seed(call.seed)
+    return results
 
 
 def _run_torch(call: Call, backend: str | None, device: str) -> Results:
     arrays, cotangents = _torch_arrays(call, device)
-    found = torch_frontend.attention(**arrays, **call.options, **_torch_info(call, device), backend=backend)
-    results = list(found) if call.spec.return_lse else [found]
+    actual = torch_frontend.attention(**arrays, **call.options, **_torch_info(call, device), backend=backend)
+    results = list(actual) if call.spec.return_lse else [actual]
     named = dict(zip(("out", "lse"), results, strict=False))
     if call.learned:
         learned = [arrays[name] for name in call.learned]
@@ -250,8 +250,8 @@ def _run_jax(call: Call, backend: str | None, device: str, rounding_matters: boo
         dout = jnp.asarray(call.dout[None] if call.one_row else call.dout, call.spec.dtype)
         cotangents = (dout, jnp.asarray(call.dlse, call.spec.lse_dtype))[: 1 + call.spec.return_lse]
         program = _program(backend, tuple(sorted(call.options.items())), rounding_matters)
-        found = program(learned, given, *_jax_info(call), cotangents)
-        return {name: np.asarray(array) for name, array in found.items()}
+        actual = program(learned, given, *_jax_info(call), cotangents)
+        return {name: np.asarray(array) for name, array in actual.items()}
 
 
 def compiled_as(backend: str | None) -> Any:
@@ -267,10 +267,10 @@ def _program(backend: str | None, options: tuple[tuple[str, Any], ...], rounding
     @partial(jax.jit, compiler_options=compiled_as(backend) if rounding_matters else None)
     def program(learned: Any, given: Any, info: Any, key: Any, cotangents: tuple[Any, ...]) -> dict[str, Any]:
         def forward(learned: dict[str, Any]) -> tuple[Any, ...]:
-            found = jax_frontend.attention(
+            actual = jax_frontend.attention(
                 **learned, **given, **dict(options), seq_info=info, dropout_rng=key, backend=backend
             )
-            return found if isinstance(found, tuple) else (found,)
+            return actual if isinstance(actual, tuple) else (actual,)
 
         if not learned:
             return dict(zip(("out", "lse"), forward(learned), strict=False))
@@ -283,8 +283,8 @@ def _program(backend: str | None, options: tuple[tuple[str, Any], ...], rounding
 
 def backends_of(framework: str) -> tuple[str, ...]:
     """The backends of this version whose kernels take a framework's arrays."""
-    found = ((name, backends.load(name)) for name in backends.names())
-    return tuple(name for name, module in found if module is not None and framework == module.FRAMEWORK)
+    actual = ((name, backends.load(name)) for name in backends.names())
+    return tuple(name for name, module in actual if module is not None and framework == module.FRAMEWORK)
 
 
 def reachable(framework: str, backend: str, device: str) -> str | None:

@@ -84,8 +84,8 @@ def trained(name: str, options: dict[str, Any], documents: tuple[int, ...] | Non
     return errors
 
 
-def relative(found: torch.Tensor, right: torch.Tensor) -> float:
-    return float((found - right).abs().max() / (right.abs().max() + 1e-6))
+def relative(actual: torch.Tensor, right: torch.Tensor) -> float:
+    return float((actual - right).abs().max() / (right.abs().max() + 1e-6))
 
 
 def refusals() -> dict[str, str]:

@@ -80,9 +80,9 @@ def dtensors(strategy: str, length: int) -> dict[str, Any]:
     q, k, v = (each.detach().requires_grad_() for each in placed[:3])
     out = context_parallel_attention(q, k, v, mesh=mesh["cp"], strategy=strategy, length=length, causal=True)
     out.backward(placed[3])
-    found = {"out": out, "dq": q.grad, "dk": k.grad, "dv": v.grad}
-    alike = all(isinstance(each, DTensor) and each.placements == q.placements for each in found.values())
-    whole = {name: each.full_tensor()[:, back].detach().numpy() for name, each in found.items()}
+    actual = {"out": out, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    alike = all(isinstance(each, DTensor) and each.placements == q.placements for each in actual.values())
+    whole = {name: each.full_tensor()[:, back].detach().numpy() for name, each in actual.items()}
 
     def refused(*placements: Any, others: Any = None) -> str:
         local = placed[0].to_local()
@@ -211,42 +211,42 @@ def refusals() -> dict[str, str]:
     square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ring", "ulysses"))
     table = torch.zeros(1, 1, LENGTH, LENGTH)
 
-    def told(*given: Tensor, call: Any = context_parallel_attention, **options: Any) -> str:
+    def refusal(*given: Tensor, call: Any = context_parallel_attention, **options: Any) -> str:
         options = {"mesh": mesh, "length": LENGTH, "strategy": "ring", **options}
         return error_of(lambda: call(*(given or (q, k, v)), **options))
 
-    explained = partial(told, call=explain_context_parallel)
+    explained = partial(refusal, call=explain_context_parallel)
 
     return {
-        "dropout": told(dropout=0.1),
-        "mask": told(mask=table.bool()),
-        "bias": told(bias=table),
-        "alibi_slopes": told(alibi_slopes=torch.ones(4)),
-        "device offsets": told(*one, seq_info=elsewhere),
-        "documents that differ": told(*one, seq_info=SeqInfo.from_lengths((3, 20), (4, 19))),
-        "length of documents": told(*one, seq_info=info, length=24),
-        "documents in a batch": told(seq_info=info, length=None),
-        "shard": told(length=25),
-        "shard of keys": told(q, k[:, :-1], v[:, :-1]),
-        "length": told(length=2.5),
-        "three axes": told(mesh=cube),
-        "no mesh": told(mesh="cp"),
-        "heads": told(q[:, :, :3], k[:, :, :1], v[:, :, :1], strategy="ulysses"),
-        "kv heads": told(q[:, :, :3], k, v),
-        "head_groups": told(head_groups=3),
-        "head_groups of no number": told(head_groups=2.0),
-        "no head_groups": told(head_groups=0),
-        "strategy": told(strategy="rings"),
-        "strategy of no name": told(strategy=""),
-        "ulysses outside": told(mesh=square, strategy="ulysses"),
-        "layout": told(layout="zebra"),
-        "backend": told(backend="flash9"),
-        "a backend that cannot": told(backend="sage"),
-        "window": told(window=3),
-        "dtype": told(q, k.float(), v),
-        "rank of tensors": told(q[0], k[0], v[0]),
-        "sinks": told(sinks=torch.zeros(3, dtype=torch.float64)),
-        "sinks elsewhere": told(sinks=torch.zeros(4, device="meta")),
+        "dropout": refusal(dropout=0.1),
+        "mask": refusal(mask=table.bool()),
+        "bias": refusal(bias=table),
+        "alibi_slopes": refusal(alibi_slopes=torch.ones(4)),
+        "device offsets": refusal(*one, seq_info=elsewhere),
+        "documents that differ": refusal(*one, seq_info=SeqInfo.from_lengths((3, 20), (4, 19))),
+        "length of documents": refusal(*one, seq_info=info, length=24),
+        "documents in a batch": refusal(seq_info=info, length=None),
+        "shard": refusal(length=25),
+        "shard of keys": refusal(q, k[:, :-1], v[:, :-1]),
+        "length": refusal(length=2.5),
+        "three axes": refusal(mesh=cube),
+        "no mesh": refusal(mesh="cp"),
+        "heads": refusal(q[:, :, :3], k[:, :, :1], v[:, :, :1], strategy="ulysses"),
+        "kv heads": refusal(q[:, :, :3], k, v),
+        "head_groups": refusal(head_groups=3),
+        "head_groups of no number": refusal(head_groups=2.0),
+        "no head_groups": refusal(head_groups=0),
+        "strategy": refusal(strategy="rings"),
+        "strategy of no name": refusal(strategy=""),
+        "ulysses outside": refusal(mesh=square, strategy="ulysses"),
+        "layout": refusal(layout="zebra"),
+        "backend": refusal(backend="flash9"),
+        "a backend that cannot": refusal(backend="sage"),
+        "window": refusal(window=3),
+        "dtype": refusal(q, k.float(), v),
+        "rank of tensors": refusal(q[0], k[0], v[0]),
+        "sinks": refusal(sinks=torch.zeros(3, dtype=torch.float64)),
+        "sinks elsewhere": refusal(sinks=torch.zeros(4, device="meta")),
         "explained dtype": explained(q, k.float(), v),
         "explained rank": explained(q[0], k[0], v[0]),
         "explained dropout": explained(dropout=0.1),
@@ -322,11 +322,11 @@ def layers(documents: tuple[int, ...] | None, recomputed: bool) -> dict[str, flo
     right.backward(dout)
     given = {"seq_info": info}
     part, dpart = (shard_sequence(each.detach(), mesh, **given) for each in (x, dout))
-    found = part.requires_grad_()
+    actual = part.requires_grad_()
     with use_context_parallel(mesh, length=LENGTH, seq_info=info):
         for layer in shared:
-            found = checkpoint(layer, found, use_reentrant=False) if recomputed else layer(found)
-    thread = threading.Thread(target=lambda: found.backward(dpart))
+            actual = checkpoint(layer, actual, use_reentrant=False) if recomputed else layer(actual)
+    thread = threading.Thread(target=lambda: actual.backward(dpart))
     thread.start()
     thread.join()
 
@@ -334,7 +334,7 @@ def layers(documents: tuple[int, ...] | None, recomputed: bool) -> dict[str, flo
         return float((one - other).detach().abs().max())
 
     whole = {"length": LENGTH, **given}
-    errors = {"out": off(unshard_sequence(found, mesh, **whole), right)}
+    errors = {"out": off(unshard_sequence(actual, mesh, **whole), right)}
     errors["dx"] = off(unshard_sequence(part.grad, mesh, **whole), x.grad)
     for (name, one), (_, other) in zip(shared.named_parameters(), alone.named_parameters(), strict=True):
         dist.all_reduce(one.grad)
@@ -376,7 +376,7 @@ def compiled_layer() -> tuple[str, float]:
     assert torch.equal(whole(shard), before)
     with use_context_parallel(mesh, length=LENGTH):
         says = error_of(lambda: whole(shard))
-        right, found = layer(shard), parts(shard)
+        right, actual = layer(shard), parts(shard)
     after = parts(shard)
     assert torch.equal(after, before) and not torch.allclose(right, before)
-    return says, float((found - right).detach().abs().max())
+    return says, float((actual - right).detach().abs().max())

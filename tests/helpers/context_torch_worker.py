@@ -116,9 +116,9 @@ def values(case: Case) -> Values:
         *((batch, q_len, heads, value_dim), (batch, heads, q_len), (heads,)),
     )
     kind = getattr(torch, case.dtype)
-    found = [torch.from_numpy(random.normal(size=shape)).to(kind).double().numpy() for shape in shapes]
-    found[4] = random.normal(size=shapes[4])
-    return Values(*found)
+    actual = [torch.from_numpy(random.normal(size=shape)).to(kind).double().numpy() for shape in shapes]
+    actual[4] = random.normal(size=shapes[4])
+    return Values(*actual)
 
 
 @cache
@@ -162,12 +162,12 @@ def run(case: Case) -> dict[str, Array]:
         called = torch.compile(call, fullgraph=case.how == "compile", backend="aot_eager")
     elif case.how == "checkpoint":
         called = partial(checkpoint, call, use_reentrant=False)
-    found, cotangents = called(q, k, v, sinks), [shard(given.dout, q_len)]
+    actual, cotangents = called(q, k, v, sinks), [shard(given.dout, q_len)]
     if case.lse_gradient:
-        out, lse = found
+        out, lse = actual
         cotangents.append(shard(given.dlse, q_len, 2, lse.dtype).reshape(lse.shape))  # packed: [heads, shard]
     else:
-        out = found
+        out = actual
         with torch.no_grad():
             again, lse = call(q, k, v, sinks, return_lse=True)
         assert torch.equal(out, again)
@@ -198,15 +198,15 @@ def _work(world: World, rank: int, folder: Path) -> None:
         world_size=world.ranks,
         timeout=timedelta(seconds=world.timeout),
     )
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, (module, function, arguments) in world.jobs.items():
         try:
             job = getattr(importlib.import_module(module), function)
-            found[name] = job(*arguments)
+            results[name] = job(*arguments)
         except Exception:
-            found[name] = Failed(traceback.format_exc())
+            results[name] = Failed(traceback.format_exc())
             break
-    (folder / f"{world.name}.{rank}.pickle").write_bytes(pickle.dumps(found))
+    (folder / f"{world.name}.{rank}.pickle").write_bytes(pickle.dumps(results))
     sys.stdout.flush()
     os._exit(0)  # does not wait for ranks that may be gone
 

@@ -53,8 +53,8 @@ def expected(qkv: Any, **call: Any) -> Any:
     return out.swapaxes(1, 2), lse
 
 
-def close(found: Any, right: Any) -> None:
-    np.testing.assert_allclose(as_numpy(found), right, atol=2e-5, rtol=0)
+def close(actual: Any, right: Any) -> None:
+    np.testing.assert_allclose(as_numpy(actual), right, atol=2e-5, rtol=0)
 
 
 def judged(out: Any, lse: Any, qkv: Any, **call: Any) -> accuracy.Accuracy:

@@ -251,9 +251,9 @@ def paged_signatures(draw: Any, claims: Support, on_gpu: bool = False) -> PagedC
 
 def run(framework: str, call: PagedCall, backend: Any = None, device: str = "cpu") -> Results:
     """out, and lse if the call returns it, as numpy arrays; JAX runs eagerly with host tables, else inside jit."""
-    found = (_run_torch if framework == "torch" else _run_jax)(call, backend, device)
-    found = found if isinstance(found, (tuple, list)) else (found,)
-    results = {name: _plain(array) for name, array in zip(("out", "lse"), found)}
+    actual = (_run_torch if framework == "torch" else _run_jax)(call, backend, device)
+    actual = actual if isinstance(actual, (tuple, list)) else (actual,)
+    results = {name: _plain(array) for name, array in zip(("out", "lse"), actual)}
     assert results["out"].shape == call.spec.out_shape and ("lse" in results) is call.spec.return_lse
     return results
 
@@ -360,15 +360,15 @@ def _program(backend: Any, options: tuple[tuple[str, Any], ...]) -> Any:
 
 def paged_backends(*devices: str) -> list[tuple[str, str]]:
     """(backend, device) of every backend that claims pages."""
-    found = []
+    results = []
     for name in backends.names():
         for device in devices or ("cpu", "cuda"):
             module = module_on(name, device)
             claims = module.FORWARD
             on = device in claims.devices or (device == "cuda" and any(d.startswith("sm") for d in claims.devices))
             if claims.paged and on:
-                found.append((name, device))
-    return found
+                results.append((name, device))
+    return results
 
 
 def without_answers(call: PagedCall) -> PagedCall:

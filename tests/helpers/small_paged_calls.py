@@ -98,9 +98,9 @@ def _wrong(page_size: int, tokens: int) -> tuple[list[list[int]], list[int], lis
 
 def paged_backends() -> tuple[str, ...]:
     """The names of backends with GPU kernels that claim pages of torch tensors, installed or not."""
-    found = {name: backends.load(name, "cuda") for name in backends.names()}
+    actual = {name: backends.load(name, "cuda") for name in backends.names()}
     return tuple(
-        name for name, module in found.items() if module and module.FRAMEWORK == "torch" and module.FORWARD.paged
+        name for name, module in actual.items() if module and module.FRAMEWORK == "torch" and module.FORWARD.paged
     )
 
 

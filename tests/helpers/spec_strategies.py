@@ -89,12 +89,12 @@ class Call:
     def arrays(self) -> dict[str, np.ndarray]:
         """q, k, v and the present ones of mask, bias, alibi_slopes and sinks, in the shapes that the caller passes."""
         names = ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks")
-        found = {name: getattr(self.inputs, name) for name in names if getattr(self.inputs, name) is not None}
+        actual = {name: getattr(self.inputs, name) for name in names if getattr(self.inputs, name) is not None}
         if self.one_row:
-            found |= {name: found[name][None] for name in ("q", "k", "v")}
+            actual |= {name: actual[name][None] for name in ("q", "k", "v")}
         if self.low_rank:
-            found |= {name: _without_leading_ones(found[name]) for name in ("mask", "bias") if name in found}
-        return found
+            actual |= {name: _without_leading_ones(actual[name]) for name in ("mask", "bias") if name in actual}
+        return actual
 
 
 Lengths = tuple[tuple[int, ...], tuple[int, ...]]
@@ -276,28 +276,28 @@ def corners(claims: Support) -> dict[str, Call]:
     square = {**fixed, "q_len": 11, "kv_len": 11}
     tall = {**fixed, "q_len": 7, "kv_len": 5}
     some_documents = ((3, 0, 2, 4, 1), (2, 4, 0, 3, 1))
-    found: dict[str, Call] = {
+    actual: dict[str, Call] = {
         "one query": make_call(**fixed, q_len=1, kv_len=7, causal=claims.causal and bool(claims.alignments)),
         "one key": make_call(**fixed, q_len=7, kv_len=1),
         "one query, one key": make_call(**fixed, q_len=1, kv_len=1, causal=claims.causal),
     }
     if claims.causal and "bottom_right" in claims.alignments:
-        found["rows without keys"] = make_call(**tall, causal=True)
+        actual["rows without keys"] = make_call(**tall, causal=True)
         if claims.sinks:
-            found["rows without keys, with sinks"] = make_call(**tall, causal=True, sinks=True)
+            actual["rows without keys, with sinks"] = make_call(**tall, causal=True, sinks=True)
     if claims.window and claims.alignments:
-        found["a window beside the keys"] = make_call(**fixed, q_len=11, kv_len=4, window=(1, 0))
+        actual["a window beside the keys"] = make_call(**fixed, q_len=11, kv_len=4, window=(1, 0))
     if claims.mask:
-        found["a mask row all False"] = _hidden(make_call(**tall, mask_shape=(2, 1, 7, 5)), np.s_[:, :, 3])
+        actual["a mask row all False"] = _hidden(make_call(**tall, mask_shape=(2, 1, 7, 5)), np.s_[:, :, 3])
     if claims.mask and claims.window:  # row 5 sees only keys 4 to 6
         masked = make_call(**square, window=(1, 1), mask_shape=(2, 4, 11, 11))
-        found["a window with a hole"] = _hidden(masked, np.s_[:, :, :, 4:7])
+        actual["a window with a hole"] = _hidden(masked, np.s_[:, :, :, 4:7])
     if claims.packed:
         causal = claims.causal and bool(claims.alignments)
-        found["empty documents"] = make_call(0, some_documents, **fixed, causal=causal)
+        actual["empty documents"] = make_call(0, some_documents, **fixed, causal=causal)
         if claims.window and claims.alignments:
-            found["empty documents in a window"] = make_call(0, some_documents, **fixed, window=(1, 0))
-    return found
+            actual["empty documents in a window"] = make_call(0, some_documents, **fixed, window=(1, 0))
+    return actual
 
 
 def _hidden(call: Call, places: Any) -> Call:

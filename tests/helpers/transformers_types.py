@@ -85,8 +85,8 @@ def shrunk(config: Any) -> dict[str, Any]:
 def configured(kind: str, name: str, build: Any) -> Any:
     """A small configuration of a type for a class of models, with small parts."""
     config = _small(transformers.CONFIG_MAPPING[name], name)
-    wanted = getattr(build, "config_class", None)
-    if wanted is not None and not isinstance(config, wanted):
+    expected = getattr(build, "config_class", None)
+    if expected is not None and not isinstance(config, expected):
         config = config.get_text_config()
     decoders = [config] if kind == "causal" else [config.decoder] if name == "encoder-decoder" else []
     for each in decoders:

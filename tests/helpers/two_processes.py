@@ -75,8 +75,8 @@ def step(rank: int, kind: str, compiled: bool) -> None:
             fully_shard(block)
         fully_shard(shared)
     with attention_provider("_native_math"):
-        found = loss(shared, x.chunk(PROCESSES)[rank])
-    found.backward()
+        actual = loss(shared, x.chunk(PROCESSES)[rank])
+    actual.backward()
     for (name, expected), got in zip(alone.named_parameters(), shared.parameters(), strict=True):
         torch.testing.assert_close(
             whole(got.grad), expected.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"

@@ -36,8 +36,8 @@ def test_a_token_is_short_and_equal_in_every_process():
         f"print(targets.token_of(targets.BridgedCall('forward', 'math', 'cpu', {SPEC!r}, ('q', 'k', 'v'))))"
     )
     for seed in ("0", "1"):
-        found = in_its_own_process(script, PYTHONHASHSEED=seed)
-        assert found.stdout.strip() == token, found.stderr
+        actual = in_its_own_process(script, PYTHONHASHSEED=seed)
+        assert actual.stdout.strip() == token, actual.stderr
 
 
 def test_two_calls_never_share_a_token(monkeypatch):
@@ -238,8 +238,8 @@ call(x).block_until_ready()
 for _ in range(20):
     call(x)  # nobody waits for these
 """
-    found = in_its_own_process(script)
-    assert (found.returncode, found.stderr) == (0, "")
+    actual = in_its_own_process(script)
+    assert (actual.returncode, actual.stderr) == (0, "")
 
 
 def test_without_torch_jax_runs_its_own_attention():
@@ -261,5 +261,5 @@ assert "torch is not installed" in available_backends()["math"].reason
 assert jax.jit(jax.grad(lambda x: attention(x, x, x, causal=True, softcap=3.0).sum()))(x).shape == x.shape
 print("ok")
 """
-    found = in_its_own_process(script)
-    assert found.stdout.strip() == "ok", found.stderr
+    actual = in_its_own_process(script)
+    assert actual.stdout.strip() == "ok", actual.stderr

@@ -102,9 +102,9 @@ def forward_program(spec: AttentionSpec) -> KernelProgram:
 
     def run(*tensors: torch.Tensor) -> None:
         given, (out, lse) = tensors[: len(names)], tensors[len(names) :]
-        found = math.forward(spec, Inputs(**dict(zip(names, given, strict=True))))
-        out.copy_(found[0])
-        lse.copy_(found[1])
+        actual = math.forward(spec, Inputs(**dict(zip(names, given, strict=True))))
+        out.copy_(actual[0])
+        lse.copy_(actual[1])
 
     shapes = operand_shapes(spec)
     buffers = (
@@ -143,10 +143,10 @@ def backward_program(spec: AttentionSpec, with_dlse: bool) -> KernelProgram:
         assert old_k.data_ptr() == new_k.data_ptr() and old_v.data_ptr() == new_v.data_ptr()
         assert new_k.data_ptr() != new_v.data_ptr() and not new_k.any() and not new_v.any()
         inputs = Inputs(given["q"], given["k"], given["v"])
-        found = math.backward(spec, inputs, given["out"], given["lse"], given["dout"], given.get("dlse"))
-        new_q.copy_(found.dq)
-        new_k.add_(found.dk)
-        new_v.add_(found.dv)
+        actual = math.backward(spec, inputs, given["out"], given["lse"], given["dout"], given.get("dlse"))
+        new_q.copy_(actual.dq)
+        new_k.add_(actual.dk)
+        new_v.add_(actual.dv)
 
     def doubled(old: torch.Tensor, new: torch.Tensor) -> None:
         assert old.data_ptr() == new.data_ptr()
@@ -207,7 +207,7 @@ def in_torch(*given: jax.Array, with_lse: bool = False) -> list[np.ndarray]:
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
     out = torch_frontend.attention(q, k, v, causal=True, backend="math", return_lse=with_lse)
     outs, douts = (out, (dout, dout[..., 0].mT.contiguous())) if with_lse else ((out,), (dout,))
-    return [outs[0].detach().numpy(), *(found.numpy() for found in torch.autograd.grad(outs, leaves, douts))]
+    return [outs[0].detach().numpy(), *(actual.numpy() for actual in torch.autograd.grad(outs, leaves, douts))]
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -240,9 +240,9 @@ def test_every_zero_buffer_is_a_separate_value_in_xla(dtype: str) -> None:
     zeros = jax.jit(lambda operand: compiled_lane._zeros(buffers, operand))
     whole = np.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
     for bits in (0, 1, np.iinfo(whole).max):  # the last one is a NaN with every bit set
-        found = zeros(jnp.asarray(np.full((2, 3), bits, whole).view(jnp.dtype(dtype))))
-        assert list(found) == [0, 1, 3, 4, 5]
-        for place, array in found.items():
+        actual = zeros(jnp.asarray(np.full((2, 3), bits, whole).view(jnp.dtype(dtype))))
+        assert list(actual) == [0, 1, 3, 4, 5]
+        for place, array in actual.items():
             assert array.shape == buffers[place].shape and array.dtype == buffers[place].dtype and not array.any()
     text = zeros.lower(jnp.ones((2, 3), dtype)).compile().as_text()
     (root,) = re.findall(r"ROOT .* tuple\((.*)\)", text.split("ENTRY")[1]) or [""]
@@ -340,7 +340,7 @@ def test_flash4_gives_torchs_bits_without_python(options: dict[str, Any], determ
     compiled = jax.jit(both).lower(*given).compile()
     text = compiled.as_text()
     assert "attn_core.flash4." in text and "attn_core.callback" not in text
-    ours = [np.asarray(found.astype(jnp.float32)) for found in compiled(*given)]
+    ours = [np.asarray(actual.astype(jnp.float32)) for actual in compiled(*given)]
     q, k, v, dout = (torch.from_numpy(np.array(x.astype(jnp.float32))).to("cuda", getattr(torch, dtype)) for x in given)
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
     lengths = {"seq_info": torch_frontend.SeqInfo.from_lengths([130, 1, 169])} if packed else {}

@@ -95,8 +95,8 @@ def test_linen_and_nnx_agree_forward_and_backward(options):
     assert ("sink_logits" in twin_grads) == options.get("sinks", False)
     assert np.abs(grads["params"].get("sink_logits", 1.0)).min() > 0
     assert jax.tree.structure(grads["params"]) == jax.tree.structure(twin_grads)
-    for got, wanted in zip(jax.tree.leaves(grads["params"]), jax.tree.leaves(twin_grads), strict=True):
-        np.testing.assert_allclose(got, wanted, **TOLERANCE)
+    for actual, desired in zip(jax.tree.leaves(grads["params"]), jax.tree.leaves(twin_grads), strict=True):
+        np.testing.assert_allclose(actual, desired, **TOLERANCE)
 
 
 @everywhere
@@ -108,9 +108,9 @@ def test_parameters_and_results_equal_those_of_flax(cross):
     expected, params = theirs.init_with_output(jax.random.key(0), x, context, mask=mask)
     ours = linen.Attention(HEADS)
     fresh = ours.init(jax.random.key(0), x, context)
-    for got, wanted in zip(jax.tree.leaves_with_path(fresh), jax.tree.leaves_with_path(params), strict=True):
-        assert got[0] == wanted[0]
-        np.testing.assert_array_equal(got[1], wanted[1])
+    for actual, desired in zip(jax.tree.leaves_with_path(fresh), jax.tree.leaves_with_path(params), strict=True):
+        assert actual[0] == desired[0]
+        np.testing.assert_array_equal(actual[1], desired[1])
     np.testing.assert_allclose(ours.apply(params, x, context, mask=mask), expected, **TOLERANCE)
 
     in_kv = {"in_kv_features": FEATURES} if cross else {}
@@ -156,10 +156,10 @@ def test_packed_cross_attention_equals_separate_rows():
     x, context = normal(0, 5, FEATURES), normal(1, 9, FEATURES)
     info = SeqInfo.from_lengths([2, 3], [5, 4])
     layer, params = linen_layer(x[None], context[None])
-    got = layer.apply(params, x, context, seq_info=info)
+    actual = layer.apply(params, x, context, seq_info=info)
     pairs = [(x[None, :2], context[None, :5]), (x[None, 2:], context[None, 5:])]
     apart = jnp.concatenate([layer.apply(params, *pair)[0] for pair in pairs])
-    np.testing.assert_allclose(got, apart, **TOLERANCE)
+    np.testing.assert_allclose(actual, apart, **TOLERANCE)
     np.testing.assert_allclose(nnx_layer(params)(x, context, seq_info=info), apart, **TOLERANCE)
 
 
@@ -226,8 +226,8 @@ def test_every_option_reaches_attention(name, monkeypatch):
     assert _same(seen[keyword], {**option, **call}[name])
 
 
-def _same(got, given):
-    return np.array_equal(got, given) if isinstance(given, jax.Array) else got == given
+def _same(actual, given):
+    return np.array_equal(actual, given) if isinstance(given, jax.Array) else actual == given
 
 
 def test_both_layers_have_the_same_options():
@@ -309,9 +309,9 @@ def test_vmap_over_layers_and_remat():
     x = normal(0, BATCH, SEQ, FEATURES)
     layer, params = linen_layer(x, causal=True)
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), params)
-    got = jax.vmap(layer.apply, in_axes=(0, None))(stacked, x)
-    np.testing.assert_allclose(got[0], layer.apply(params, x), **TOLERANCE)
+    actual = jax.vmap(layer.apply, in_axes=(0, None))(stacked, x)
+    np.testing.assert_allclose(actual[0], layer.apply(params, x), **TOLERANCE)
     remat = flax_linen.remat(linen.Attention)(HEADS, causal=True, **SIZES)
-    wanted, again = (jax.grad(lambda p, m=m: jnp.sum(m.apply(p, x) ** 2))(params) for m in (layer, remat))
-    for left, right in zip(jax.tree.leaves(wanted), jax.tree.leaves(again), strict=True):
+    desired, again = (jax.grad(lambda p, m=m: jnp.sum(m.apply(p, x) ** 2))(params) for m in (layer, remat))
+    for left, right in zip(jax.tree.leaves(desired), jax.tree.leaves(again), strict=True):
         np.testing.assert_allclose(left, right, **TOLERANCE)

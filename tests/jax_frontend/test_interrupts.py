@@ -55,5 +55,5 @@ print(seen, len(times))
 def test_ctrl_c_inside_a_kernel_raises_keyboard_interrupt(direction, form):
     env = {"PATH": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": ":".join(path for path in sys.path if path)}
     command = [sys.executable, "-c", SCRIPT.format(direction=direction, form=form)]
-    found = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=300)
-    assert (found.stdout.strip(), found.stderr) == (f"{['KeyboardInterrupt'] * 5} 5", "")
+    actual = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=300)
+    assert (actual.stdout.strip(), actual.stderr) == (f"{['KeyboardInterrupt'] * 5} 5", "")

@@ -108,6 +108,6 @@ def test_the_suggested_replacement_of_linear_transpose_is_correct(backend):
 
     with pytest.raises(SpecError, match="linear_transpose"):
         jax.linear_transpose(of_values, X)(X)
-    (found,) = jax.vjp(of_values, X)[1](X)
+    (actual,) = jax.vjp(of_values, X)[1](X)
     (expected,) = jax.linear_transpose(lambda v: jax.nn.dot_product_attention(X, X, v), X)(X)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)

@@ -67,8 +67,10 @@ def test_a_program_for_several_platforms_runs_the_kernel_on_this_one(name: str) 
     exported = jax.export.export(run, platforms=("cpu", "tpu"), disabled_checks=export_checks())(*arrays())
     text = exported.mlir_module()
     assert text.count(CALLBACK) == alone.mlir_module().count(CALLBACK) > 0 and "stablehlo.case" in text
-    for found, expected in zip(jax.tree.leaves(exported.call(*arrays())), jax.tree.leaves(run(*arrays())), strict=True):
-        assert np.array_equal(found, expected)
+    for actual, expected in zip(
+        jax.tree.leaves(exported.call(*arrays())), jax.tree.leaves(run(*arrays())), strict=True
+    ):
+        assert np.array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -111,8 +113,8 @@ def test_a_call_planned_for_a_gpu_runs_on_the_device_of_its_arrays(documents: in
 
     planned = jax.jit(partial(run, backend="flash4", device="sm90"))
     expected = jax.jit(partial(run, backend="jax_xla", device="cpu"))(inputs, dout)
-    for found, right in zip(jax.tree.leaves(planned(inputs, dout)), jax.tree.leaves(expected), strict=True):
-        assert np.array_equal(found, right)
+    for actual, right in zip(jax.tree.leaves(planned(inputs, dout)), jax.tree.leaves(expected), strict=True):
+        assert np.array_equal(actual, right)
     text = planned.trace(inputs, dout).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count(CALLBACK) == 2  # on its own platform it runs the kernel
     named = jax.jit(partial(run, backend="flash4", device="sm90", requested=("flash4",)))

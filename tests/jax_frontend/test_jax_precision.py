@@ -27,14 +27,14 @@ def precisions(call: dict[str, Any]) -> set[str]:
     """
     x = jnp.ones((1, 16, 2, 8))
     total = jax.grad(lambda x: attention(x, x, x, backend="jax_xla", **call).sum())
-    found, of_bools = set(), {}
+    actual, of_bools = set(), {}
     for line in jax.jit(total).lower(x).as_text().splitlines():
         if made := re.match(r"\s*(%\w+) = ", line):
             of_bools[made[1]] = "stablehlo.convert" in line and "xi1>)" in line
         product = re.search(r"dot_general (%\w+), (%\w+),.*precision = \[(\w+), \w+\]", line)
         if product and not (of_bools.get(product[1]) and of_bools.get(product[2])):
-            found.add(product[3])
-    return found
+            actual.add(product[3])
+    return actual
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
@@ -71,10 +71,10 @@ def test_one_jitted_function_follows_a_changed_precision() -> None:
 def test_a_layer_requests_no_more_than_the_given_precision(precision: Any, said: str | None) -> None:
     x = jnp.ones((1, 8, 2, 8))
     pair = precision if isinstance(precision, tuple) else (precision, precision)
-    asked = max(jax.lax.Precision(each).value for each in pair)
+    requested = max(jax.lax.Precision(each).value for each in pair)
     levels = {None: 2, "highest": 2, "high": 1, "default": 0, "BF16_BF16_F32": 0}
     with jax.default_matmul_precision(said):
-        if asked <= levels[said]:
+        if requested <= levels[said]:
             attention_fn()(x, x, x, precision=precision)
         else:
             with pytest.raises(SpecError, match=f"jax.default_matmul_precision is {said!r}"):

@@ -64,10 +64,10 @@ def check(run: Callable[..., Any], given: list[Any], *arguments: tuple[Any, ...]
     exported = jax.export.export(jax.jit(run))(*given)
     assert "attn_core.callback" not in exported.mlir_module()
     for arrays in arguments:
-        for found, expected in zip(
+        for actual, expected in zip(
             jax.tree.leaves(exported.call(*arrays)), jax.tree.leaves(jax.jit(run)(*arrays)), strict=True
         ):
-            np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+            np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -141,9 +141,9 @@ def test_symbolic_packed_rows_with_trailing_tokens() -> None:
     given = symbols("t,6,8", "s,3,8", "s,3,8", "d", "d", integers=2)
     check(trained(call, 3), given, *((*rows, *(offsets(*side) for side in each)) for each in ends))
     _, gradients = jax.export.export(jax.jit(trained(call, 3)))(*given).call(*rows, *(offsets(*side) for side in both))
-    assert all(np.all(np.asarray(found)[5:] == 0) and np.any(np.asarray(found)[:5]) for found in gradients)
-    told = explain(*given[:3], seq_info=SeqInfo(*given[3:], 9, 9))
-    assert told.backend == "jax_xla", told
+    assert all(np.all(np.asarray(actual)[5:] == 0) and np.any(np.asarray(actual)[:5]) for actual in gradients)
+    described = explain(*given[:3], seq_info=SeqInfo(*given[3:], 9, 9))
+    assert described.backend == "jax_xla", described
 
 
 def test_host_offsets_with_symbolic_rows() -> None:
@@ -195,8 +195,8 @@ def test_kernels_refuse_symbolic_sizes_by_name(backend: str, train: bool) -> Non
     ):
         jax.export.export(jax.jit(trained(call, 3) if train else call))(*symbols(*DENSE))
     q, k, v = symbols(*DENSE)
-    told = explain(q, k, v, needs_backward=True)
-    assert told.backend == "jax_xla" and len(told.reasons(backend)) == 3, told
+    described = explain(q, k, v, needs_backward=True)
+    assert described.backend == "jax_xla" and len(described.reasons(backend)) == 3, described
 
 
 def test_automatic_choice_on_a_gpu_needs_no_sizes() -> None:

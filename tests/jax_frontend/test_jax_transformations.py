@@ -86,8 +86,8 @@ def test_a_backend_without_a_log_sum_exp(arrays, fresh_plans, monkeypatch):
     for function in (plain, jax.jit(plain), jax.checkpoint(plain), jax.checkpoint(plain, policy=policy)):
         close(jax.value_and_grad(function, argnums=(0, 1, 2))(*arrays), expected)
     rows = [jnp.stack([array, array]) for array in arrays]
-    found = jax.vmap(jax.value_and_grad(plain, argnums=(0, 1, 2)))(*rows)
-    close(found, jax.tree.map(lambda one: jnp.stack([one, one]), expected))
+    actual = jax.vmap(jax.value_and_grad(plain, argnums=(0, 1, 2)))(*rows)
+    close(actual, jax.tree.map(lambda one: jnp.stack([one, one]), expected))
     assert set(seen) == {(None, None)}
 
 
@@ -219,10 +219,10 @@ def test_the_log_sum_exp_has_a_gradient(arrays):
         out, lse = attention(q, k, v, causal=True, return_lse=True, backend=backend)
         return (out.sum(-1).swapaxes(1, 2) * jax.nn.sigmoid(lse)).sum()
 
-    found = [
+    actual = [
         jax.jit(jax.grad(partial(merged, backend=name), argnums=(0, 1, 2)))(*arrays) for name in ("math", "jax_xla")
     ]
-    close(found[0], found[1], rtol=1e-4, atol=1e-5)
+    close(actual[0], actual[1], rtol=1e-4, atol=1e-5)
     with pytest.raises(NoBackendError, match="takes no gradient of the log-sum-exp"):
         jax.grad(partial(merged, backend="sdpa_flash"))(*arrays)
 
@@ -427,10 +427,10 @@ def test_forward_mode_on_the_xla_path_is_the_derivative(fields):
         ahead, behind = (
             function(jax.tree.map(lambda p, t, by=by: p + by * t, primals, tangents)) for by in (step, -step)
         )
-        for one, other, found in zip(ahead, behind, moved, strict=True):
+        for one, other, actual in zip(ahead, behind, moved, strict=True):
             seen = jnp.isfinite(one)  # the log-sum-exp of an empty row is -inf, and its tangent 0
-            wanted = jnp.where(seen, (jnp.where(seen, one, 0) - jnp.where(seen, other, 0)) / (2 * step), 0)
-            np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-8)
+            desired = jnp.where(seen, (jnp.where(seen, one, 0) - jnp.where(seen, other, 0)) / (2 * step), 0)
+            np.testing.assert_allclose(actual, desired, rtol=1e-6, atol=1e-8)
         cotangents = jax.tree.map(jnp.cos, moved)
         (pulled_back,) = jax.vjp(function, primals)[1](cotangents)
         left, right = (
@@ -468,8 +468,8 @@ def test_hessians_equal_those_of_plain_operations(arrays):
     ours = lambda q: (attention(q, q, q, causal=True, backend="jax_xla") ** 2).sum()  # noqa: E731
     plain = lambda q: (jax.nn.dot_product_attention(q, q, q, is_causal=True) ** 2).sum()  # noqa: E731
     expected = jax.hessian(plain)(q)
-    for found in (jax.hessian(ours), jax.jit(jax.hessian(ours)), jax.jacrev(jax.jacfwd(ours))):
-        close(found(q), expected, rtol=1e-4, atol=1e-4)
+    for actual in (jax.hessian(ours), jax.jit(jax.hessian(ours)), jax.jacrev(jax.jacfwd(ours))):
+        close(actual(q), expected, rtol=1e-4, atol=1e-4)
     for twice in (jax.jacrev(jax.grad(ours)), jax.jit(jax.jacrev(jax.grad(ours)))):
         with pytest.raises(SpecError, match="backend='jax_xla': expected second derivatives in forward over reverse"):
             twice(q)
@@ -523,8 +523,8 @@ def test_export_keeps_the_bits(arrays, backend):
     with pytest.raises(ValueError, match=r"compatibility guarantees(.|\n)*attn_core\.callback"):
         jax.export.export(step)(*arrays)
     exported = jax.export.export(step, disabled_checks=export_checks())(*arrays)
-    for found, expected in zip(jax.tree.leaves(exported.call(*arrays)), jax.tree.leaves(step(*arrays)), strict=True):
-        assert np.array_equal(found, expected)
+    for actual, expected in zip(jax.tree.leaves(exported.call(*arrays)), jax.tree.leaves(step(*arrays)), strict=True):
+        assert np.array_equal(actual, expected)
 
 
 def test_an_exported_program_needs_its_calls_registered(arrays, tmp_path):
@@ -550,5 +550,5 @@ except Exception as error:
 jax.eval_shape(partial(attention, causal=True, backend="math"), *map(jax.numpy.asarray, arrays))
 print(np.array_equal(program.call(*arrays), expected))
 """
-    found = in_its_own_process(script)
-    assert found.stdout.split() == ["True", "True"], found.stderr
+    actual = in_its_own_process(script)
+    assert actual.stdout.split() == ["True", "True"], actual.stderr

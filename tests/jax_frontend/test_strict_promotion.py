@@ -119,15 +119,15 @@ def one_array() -> Any:
 
 def in_pages(backend: str) -> Any:
     cache = jax_frontend.PagedKVCache(num_layers=1, num_pages=8, page_size=3, kv_heads=KV_HEADS, head_dim=DIM)
-    found = []
+    results = []
     cache.add("a")
     cache.add("b")
     for new in ([4, 2], [1, 1]):
         step = cache.step(["a", "b"], new)
         q, k, v = (array[: sum(new)] for array in packed())
         cache.update(0, k, v, step)
-        found.append(cache.attend(0, q, step, backend=backend))
-    return found
+        results.append(cache.attend(0, q, step, backend=backend))
+    return results
 
 
 def dispatched(provider: str | None) -> Any:
@@ -239,8 +239,8 @@ def test_calls_work_under_strict_promotion(name: str) -> None:
     if name.startswith("equinox"):
         pytest.importorskip("equinox")
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        found = CALLS[name]()
-    assert all(np.asarray(leaf).size for leaf in jax.tree.leaves(found))
+        actual = CALLS[name]()
+    assert all(np.asarray(leaf).size for leaf in jax.tree.leaves(actual))
 
 
 @pytest.mark.parametrize("options", [{}, {"sinks": np.ones(2, np.float32)}], ids=["plain", "sinks"])

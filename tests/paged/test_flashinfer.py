@@ -93,16 +93,16 @@ def reasons(device: str = "sm90", **fields: Any) -> tuple[str, ...]:
     ids=str,
 )
 def test_refusals_name_the_value(fields: dict[str, Any], words: str) -> None:
-    found = reasons(**fields)
-    assert any(why.startswith(words) for why in found), found
+    actual = reasons(**fields)
+    assert any(why.startswith(words) for why in actual), actual
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_it_runs_only_by_name(framework: str) -> None:
     others = tuple((name, "gone") for name in backends.names() if name != "flashinfer")
     for spec in (SPEC, replace(SPEC, q_len=3, max_len_q=1)):
-        found = explain(spec, Target(framework, "sm90", unavailable=others))
-        assert found.backend is None and "can run it when requested by name" in str(found)
+        actual = explain(spec, Target(framework, "sm90", unavailable=others))
+        assert actual.backend is None and "can run it when requested by name" in str(actual)
         assert explain(spec, Target(framework, "sm90"), "flashinfer").backend == "flashinfer"
 
 
@@ -170,9 +170,9 @@ class StandIn:
             max_len_q=int(planned.offsets.diff().max()),
         )
         arrays = (x.double().numpy() for x in (q, k, v))
-        made, found = reference.forward(spec, PagedInputs(*arrays, table, lengths, planned.offsets.numpy()))
+        made, actual = reference.forward(spec, PagedInputs(*arrays, table, lengths, planned.offsets.numpy()))
         out = torch.empty_like(q) if out is None else out
-        return out.copy_(torch.from_numpy(made)), torch.from_numpy(found.T / np.log(2)).float().contiguous()
+        return out.copy_(torch.from_numpy(made)), torch.from_numpy(actual.T / np.log(2)).float().contiguous()
 
 
 @pytest.fixture

@@ -393,7 +393,7 @@ class Pool(RuleBasedStateMachine):
 
     @invariant()
     def the_report_is_correct(self) -> None:
-        found, page_size = self.allocator.report(), self.allocator.page_size
+        actual, page_size = self.allocator.report(), self.allocator.page_size
         pages = [page for name in self.tokens for page in self.allocator.pages(name)]
         held = set(pages)
         filled = {
@@ -405,9 +405,9 @@ class Pool(RuleBasedStateMachine):
         shared = sum(pages.count(page) > 1 for page in held)
         waste = len(held) * page_size - len(filled)
         free = self.allocator.num_pages - len(held)
-        assert found == PoolReport(self.allocator.num_pages, free, shared, len(filled), waste)
-        assert found.waste <= (page_size - 1) * len(self.tokens), "less than a page for each sequence"
-        assert found.free + len(held) == found.num_pages
+        assert actual == PoolReport(self.allocator.num_pages, free, shared, len(filled), waste)
+        assert actual.waste <= (page_size - 1) * len(self.tokens), "less than a page for each sequence"
+        assert actual.free + len(held) == actual.num_pages
 
     def teardown(self) -> None:
         if hasattr(self, "allocator"):  # a run may stop before it starts

@@ -331,12 +331,12 @@ def test_append_writes_only_the_new_tokens(framework: Framework) -> None:
             arrays[:2] = torch_arguments(call, framework.device)[0][1:]
         tables = {n: t if t is None or call.host_tables else framework.array(t) for n, t in call.tables.items()}
         places = [array.data_ptr() for array in arrays[:2]] if not on_jax else []
-        found = framework.frontend.append_kv(*arrays, **tables)
-        for pool, expected in zip(found, appended(call, k, v)):
+        actual = framework.frontend.append_kv(*arrays, **tables)
+        for pool, expected in zip(actual, appended(call, k, v)):
             np.testing.assert_array_equal(as_numpy(pool), expected.astype(np.float32))
         if not on_jax:
-            assert all(one is other for one, other in zip(found, arrays))
-            assert [pool.data_ptr() for pool in found] == places
+            assert all(one is other for one, other in zip(actual, arrays))
+            assert [pool.data_ptr() for pool in actual] == places
 
     with jax_on(framework.device) if on_jax else _nothing():
         every_append()
@@ -349,8 +349,8 @@ def test_jax_appends_in_place(framework: Framework) -> None:
         pools = [framework.array(np.nan_to_num(pool), "float32") for pool in (call.inputs.k, call.inputs.v)]
         before = [pool.unsafe_buffer_pointer() for pool in pools]
         k, v = (framework.array(new, "float32") for new in new_tokens(call))
-        found = jax_frontend.append_kv(*pools, k, v, **call.tables)
-        assert [pool.unsafe_buffer_pointer() for pool in found] == before
+        actual = jax_frontend.append_kv(*pools, k, v, **call.tables)
+        assert [pool.unsafe_buffer_pointer() for pool in actual] == before
         assert all(pool.is_deleted() for pool in pools), "a pool that was passed on is gone"
         assert not k.is_deleted() and not v.is_deleted()
 
@@ -368,11 +368,11 @@ def test_traced_tokens_without_a_place_are_not_written() -> None:
         ([[2**31 - 1, -(2**31)]] * 4, [1, 2, 3, 4], {}),
     )
     for table, lengths, places in cases:
-        found, _ = appended(jnp.array(table, jnp.int32), jnp.array(lengths, jnp.int32))
+        actual, _ = appended(jnp.array(table, jnp.int32), jnp.array(lengths, jnp.int32))
         expected = np.zeros((3, 2, 1, 1))
         for place, value in places.items():
             expected[place] = value
-        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("framework", EVERYWHERE, ids=str)
@@ -394,8 +394,8 @@ def test_without_keys_the_output_is_0_and_the_lse_is_minus_infinity(backend: str
     call = call_or_skip(framework, backend, device, (3, 0, 5), (2, 0, 1), return_lse=True, window=(None, None))
     inputs = call.inputs._replace(seq_lens=np.array([3, 0, 1], np.int32))
     call = replace(call, inputs=inputs, spec=replace(call.spec, causal=False))
-    found = run(framework, call, backend, device)
-    assert judge(call, found).ok
+    actual = run(framework, call, backend, device)
+    assert judge(call, actual).ok
     beyond = call_or_skip(framework, backend, device, (6, 5), (1, 1), return_lse=True, causal=False, window=(0, 0))
     assert judge(beyond, run(framework, beyond, backend, device)).ok
 
@@ -405,8 +405,8 @@ def test_without_keys_the_output_is_0_and_the_lse_is_minus_infinity(backend: str
 @pytest.mark.parametrize("lengths, new", [((), None), ((0, 0), (0, 0)), ((4, 0), (0, 0))], ids=str)
 def test_calls_without_queries(device: str, framework: str, lengths: Any, new: Any) -> None:
     call = make_paged(lengths, new, return_lse=True)
-    found = run(framework, call, None, device)
-    assert found["out"].shape == (0, 4, 8) and found["lse"].shape == (4, 0)
+    actual = run(framework, call, None, device)
+    assert actual["out"].shape == (0, 4, 8) and actual["lse"].shape == (4, 0)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -504,8 +504,8 @@ def test_wrong_traced_tables_never_read_outside_the_pool(device: str, new: Any) 
         if new is not None or set(LIES[lie]) != {"cu_seqlens_q"}:
             wrong = with_wrong_tables(call, lie)
             wrong = wrong if new else replace(wrong, inputs=wrong.inputs._replace(cu_seqlens_q=None))
-            found = run("jax", wrong, backend, device)
-            assert np.isfinite(found["out"].astype(np.float32)).all() and not np.isnan(found["lse"]).any(), lie
+            actual = run("jax", wrong, backend, device)
+            assert np.isfinite(actual["out"].astype(np.float32)).all() and not np.isnan(actual["lse"]).any(), lie
 
 
 def test_a_bridged_kernel_on_the_cpu_refuses_wrong_tables() -> None:

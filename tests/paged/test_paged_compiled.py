@@ -250,8 +250,8 @@ def test_vmap_over_queries_and_over_tables(backend: str) -> None:
     def one(q: Any) -> Any:
         return jax_frontend.paged_attention(q, k, v, **tables, backend=backend)
 
-    found = jax.vmap(one)(many)
-    for row, out in zip(many, found):
+    actual = jax.vmap(one)(many)
+    for row, out in zip(many, actual):
         np.testing.assert_allclose(out, one(row), rtol=1e-5, atol=1e-6)
     both = jnp.stack([tables["block_table"], tables["block_table"][::-1]])
     lengths = jnp.stack([tables["seq_lens"], jnp.array([2, 5], jnp.int32)])
@@ -262,9 +262,9 @@ def test_vmap_over_queries_and_over_tables(backend: str) -> None:
         table = jnp.maximum(table, 0)
         return jax_frontend.paged_attention(q, *finite, block_table=table, seq_lens=lengths, **rest)
 
-    found = jax.vmap(other)(both, lengths)
+    actual = jax.vmap(other)(both, lengths)
     for at in range(2):
-        np.testing.assert_allclose(found[at], other(both[at], lengths[at]), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(actual[at], other(both[at], lengths[at]), rtol=1e-5, atol=1e-6)
 
 
 def test_vmap_of_an_append_over_layers() -> None:
@@ -273,10 +273,10 @@ def test_vmap_of_an_append_over_layers() -> None:
     (_, k_pages, v_pages), tables = jax_arguments(call)
     new = jnp.arange(4.0).reshape(4, 1, 1) * jnp.ones((2, 4, 2, 8))
     pools = [jnp.stack([pool, pool]) for pool in (k_pages, v_pages)]
-    found = jax.vmap(lambda *arrays: jax_frontend.append_kv(*arrays, **tables))(*pools, new, -new)
+    actual = jax.vmap(lambda *arrays: jax_frontend.append_kv(*arrays, **tables))(*pools, new, -new)
     names = ("block_table", "seq_lens", "cu_seqlens_q")
     for layer in range(2):
-        for pool, before, part in zip(found, call.inputs[1:3], (new, -new)):
+        for pool, before, part in zip(actual, call.inputs[1:3], (new, -new)):
             right = append(before, np.asarray(part[layer]), *(call.tables[name] for name in names))
             np.testing.assert_array_equal(pool[layer], right.astype(np.float32))
 

@@ -110,8 +110,8 @@ def test_new_tokens_behind_the_last_offset_are_not_written(framework: Framework,
 
 def test_rows_that_kernels_leave_unwritten_are_cleared() -> None:
     out, lse = torch.full((5, 2, 3), torch.nan), torch.full((2, 5), torch.nan)
-    found, found_lse = offsets.clear_tail(out, lse, torch.tensor([0, 1, 3], dtype=torch.int32))
-    assert found is out and found_lse is lse
+    actual, found_lse = offsets.clear_tail(out, lse, torch.tensor([0, 1, 3], dtype=torch.int32))
+    assert actual is out and found_lse is lse
     assert out[:3].isnan().all() and not out[3:].any()
     assert lse[:, :3].isnan().all() and (lse[:, 3:] == -torch.inf).all()
 

@@ -176,7 +176,7 @@ def sequences() -> dict[str, np.ndarray]:
 def decoded(layer: Any, steps: Any = STEPS, with_positions: bool = False, width: int | None = None) -> dict[str, Any]:
     """The outputs ``[length, OUT]`` of each sequence, with its tokens fed step by step."""
     rows, done = sequences(), dict.fromkeys(LENGTHS, 0)
-    found: dict[str, list[np.ndarray]] = {name: [] for name in LENGTHS}
+    actual: dict[str, list[np.ndarray]] = {name: [] for name in LENGTHS}
     for name in LENGTHS:
         layer.cache.add(name)
     for counts in steps:
@@ -186,20 +186,20 @@ def decoded(layer: Any, steps: Any = STEPS, with_positions: bool = False, width:
         out = layer.paged(x, step, **({"positions": places.astype(np.int32)} if with_positions else {}))
         assert out.shape == (len(x), OUT)
         for name, part in zip(counts, np.split(out, np.cumsum(list(counts.values()))[:-1]), strict=True):
-            found[name].append(part)
+            actual[name].append(part)
             done[name] += counts[name]
     assert done == LENGTHS
-    return {name: np.concatenate(parts) for name, parts in found.items()}
+    return {name: np.concatenate(parts) for name, parts in actual.items()}
 
 
 def on_rows(layer: Any) -> dict[str, np.ndarray]:
     return {name: layer.rows(x[None])[0] for name, x in sequences().items()}
 
 
-def assert_same(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray], **tolerance: float) -> None:
-    assert got.keys() == wanted.keys()
-    for name in wanted:
-        np.testing.assert_allclose(got[name], wanted[name], **(tolerance or TOLERANCE), err_msg=name)
+def assert_same(got: dict[str, np.ndarray], expected: dict[str, np.ndarray], **tolerance: float) -> None:
+    assert got.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_allclose(got[name], expected[name], **(tolerance or TOLERANCE), err_msg=name)
 
 
 # The same numbers
@@ -246,12 +246,12 @@ def test_a_step_with_numpy_tables(name: str) -> None:
     layer = LAYERS[name](OPTIONS[3])
     allocator = PageAllocator(POOL["num_pages"], POOL["page_size"])
     allocator.allocate("a")
-    x, found = sequences()["a"], []
+    x, results = sequences()["a"], []
     for start, end in ((0, 5), (5, 6), (6, 13)):
         step, _ = advance(allocator, ["a"], end - start, None)
         assert isinstance(step.seq_lens, np.ndarray)
-        found.append(layer.paged(x[start:end], step))
-    np.testing.assert_allclose(np.concatenate(found), layer.rows(x[None])[0], **TOLERANCE)
+        results.append(layer.paged(x[start:end], step))
+    np.testing.assert_allclose(np.concatenate(results), layer.rows(x[None])[0], **TOLERANCE)
 
 
 @every_layer
@@ -271,15 +271,15 @@ def test_forks_share_their_common_tokens(name: str) -> None:
 def test_pools_of_another_dtype(name: str) -> None:
     """A float32 layer on pools of half the size: the result is float32, with the precision of bfloat16."""
     layer = LAYERS[name](OPTIONS[4], dtype="bfloat16")
-    found = decoded(layer)
+    actual = decoded(layer)
     assert {str(pool.dtype).removeprefix("torch.") for pool in (*layer.cache.k_pages, *layer.cache.v_pages)} == {
         "bfloat16"
     }
-    assert all(out.dtype == np.float32 for out in found.values())
-    wanted = on_rows(layer)
-    largest = max(np.abs(out).max() for out in wanted.values())
-    assert_same(found, wanted, rtol=0, atol=0.03 * largest)
-    assert max(np.abs(found[name] - wanted[name]).max() for name in wanted) > 1e-4 * largest
+    assert all(out.dtype == np.float32 for out in actual.values())
+    expected = on_rows(layer)
+    largest = max(np.abs(out).max() for out in expected.values())
+    assert_same(actual, expected, rtol=0, atol=0.03 * largest)
+    assert max(np.abs(actual[name] - expected[name]).max() for name in expected) > 1e-4 * largest
 
 
 # Compiled
@@ -310,9 +310,9 @@ def test_decoding_under_jit_with_donated_pools(name: str) -> None:
 
 def test_decoding_under_torch_compile() -> None:
     layer = InTorch(OPTIONS[4])
-    wanted = on_rows(layer)
+    expected = on_rows(layer)
     layer.layer = torch.compile(layer.layer, backend="eager", fullgraph=True, dynamic=True)
-    assert_same(decoded(layer, width=5), wanted)
+    assert_same(decoded(layer, width=5), expected)
 
 
 # Parameters
@@ -413,11 +413,11 @@ def test_dropout_with_pages_is_refused(name: str) -> None:
     if name == "linen":
         on["dropout_rng"] = jax.random.key(0)
     layer, plain = LAYERS[name](options), LAYERS[name](OPTIONS[0])
-    x, found = normal(0, 2, FEATURES), []
+    x, results = normal(0, 2, FEATURES), []
     for one, keywords in ((layer, off), (plain, {})):
         one.cache.add("a")
-        found.append(one.paged(x, one.cache.step(["a"], [2]), **keywords))
-    np.testing.assert_array_equal(*found)
+        results.append(one.paged(x, one.cache.step(["a"], [2]), **keywords))
+    np.testing.assert_array_equal(*results)
     if name == "torch":
         layer.layer.train()
     step = layer.cache.step(["a"], [2])

@@ -132,8 +132,8 @@ class Steps(RuleBasedStateMachine):
         pool = as_numpy(self.cache.k_pages[0])
         for name, ids in self.tokens.items():
             held = pool[list(self.cache.allocator.pages(name))].ravel()[: len(ids)].tolist()
-            assert [got for got, wanted in zip(held, ids, strict=True) if wanted is not None] == [
-                wanted for wanted in ids if wanted is not None
+            assert [actual for actual, expected in zip(held, ids, strict=True) if expected is not None] == [
+                expected for expected in ids if expected is not None
             ], name
 
 

@@ -255,8 +255,8 @@ def test_the_spec_built_from_arguments() -> None:
     spec = arguments.build_spec(decoding, OPTIONS)
     assert spec.max_len_q == 1 and arguments.one_query_each(spec)
     for longest in (None, 1, 2):  # offsets may leave a sequence without queries, and q may go on behind the last offset
-        told = decoding._replace(cu_seqlens_q=ArrayFacts((3,), "int32", "cpu"))
-        assert not arguments.one_query_each(arguments.build_spec(told, OPTIONS._replace(max_len_q=longest)))
+        described = decoding._replace(cu_seqlens_q=ArrayFacts((3,), "int32", "cpu"))
+        assert not arguments.one_query_each(arguments.build_spec(described, OPTIONS._replace(max_len_q=longest)))
     sinks = FACTS._replace(sinks=ArrayFacts((6,), "bfloat16", "cpu"))
     assert arguments.build_spec(sinks, OPTIONS).sinks
 

@@ -106,8 +106,8 @@ def test_a_plain_call_is_accepted_on_every_device() -> None:
     ids=str,
 )
 def test_refusals_name_the_value(fields: dict[str, Any], words: str) -> None:
-    found = reasons(**fields)
-    assert any(why.startswith(words) for why in found), found
+    actual = reasons(**fields)
+    assert any(why.startswith(words) for why in actual), actual
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -172,9 +172,9 @@ def attend(given: dict[str, Any], out: Any) -> Any:
             **{"head_dim": q.shape[2], "value_dim": v.shape[3], "dtype": "float64", "scale": given["scale"]},
             window=(None if left < 0 else left, None if right < 0 else right),
         )
-        made, found = reference.forward(spec, Inputs(q[start:stop][None], *(part[None] for part in parts)))
+        made, actual = reference.forward(spec, Inputs(q[start:stop][None], *(part[None] for part in parts)))
         out[start:stop] = torch.from_numpy(made[0]).to(out.dtype)
-        lse[:, start:stop] = torch.from_numpy(found[0]).float()
+        lse[:, start:stop] = torch.from_numpy(actual[0]).float()
     return lse.masked_fill_(lse == -torch.inf, torch.inf)
 
 
@@ -294,6 +294,6 @@ def test_the_arguments_fit_the_installed_op(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch_varlen.probe() == torch.__version__
     for op, text in zip(torch_varlen._kernels(), (PLAIN, IN_PLACE), strict=True):
         expected = [(a.name, a.kwarg_only) for a in torch._C.parse_schema(text).arguments]
-        found = [(a.name, a.kwarg_only) for a in op._schema.arguments]
-        assert found[: len(expected)] == expected, op
+        actual = [(a.name, a.kwarg_only) for a in op._schema.arguments]
+        assert actual[: len(expected)] == expected, op
         assert all(a.has_default_value() for a in op._schema.arguments[len(expected) :]), op

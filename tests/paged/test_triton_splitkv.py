@@ -70,8 +70,8 @@ def test_refusals_name_the_value(fields: dict[str, Any], says: str) -> None:
 
 
 def test_a_cpu_is_not_supported() -> None:
-    found = explain(made(), Target("torch", "cpu"), "triton_splitkv").reasons("triton_splitkv")
-    assert "device cpu: the Triton split-KV kernel needs cuda" in found
+    actual = explain(made(), Target("torch", "cpu"), "triton_splitkv").reasons("triton_splitkv")
+    assert "device cpu: the Triton split-KV kernel needs cuda" in actual
 
 
 # The launch

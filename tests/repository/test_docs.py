@@ -80,11 +80,11 @@ class Block(NamedTuple):
 
 
 def _blocks() -> list[Block]:
-    found = []
+    results = []
     for page in PAGES:
         for number, block in enumerate(FENCE.finditer(page.read_text(encoding="utf-8")), start=1):
-            found.append(Block(f"{page.relative_to(ROOT)}-{number}", block[1], block[3], block[4]))
-    return found
+            results.append(Block(f"{page.relative_to(ROOT)}-{number}", block[1], block[3], block[4]))
+    return results
 
 
 def _of(language: str, *, titled: bool = False) -> pytest.MarkDecorator:

@@ -152,11 +152,11 @@ def test_the_last_run_of_a_test_counts(files: dict[str, Path], tmp_path: Path) -
     assert "- `later.xml`, 1999-12-31: 4 tests, 3 of them again" in text and "- 1 tests: known" in text
     nothing_there = tmp_path / "bare.xml"
     nothing_there.write_text(JUNIT.replace('<failure message="no">no</failure>', '<skipped message="bare"/>'), "utf-8")
-    found = combined([files["hopper.json"]], [later, nothing_there], None, None)["tests"]
-    assert found["failed"] == [] and "bare" not in found["skipped"]  # a skip does not replace an outcome
+    actual = combined([files["hopper.json"]], [later, nothing_there], None, None)["tests"]
+    assert actual["failed"] == [] and "bare" not in actual["skipped"]  # a skip does not replace an outcome
     nothing_there.write_text(JUNIT.replace("needs two GPUs", "bare"), "utf-8")
-    found = combined([files["hopper.json"]], [later, nothing_there], None, None)["tests"]
-    assert found["skipped"] == {"bare": 1}  # but it replaces the reason of another skip
+    actual = combined([files["hopper.json"]], [later, nothing_there], None, None)["tests"]
+    assert actual["skipped"] == {"bare": 1}  # but it replaces the reason of another skip
 
 
 def test_memcheck_counts_only_with_a_summary(files: dict[str, Path]) -> None:
@@ -258,6 +258,6 @@ def test_results_missing_in_a_later_run_stay(files: dict[str, Path], tmp_path: P
     before.write_text(json.dumps(whole), encoding="utf-8")
     assert combined([before], [], None, None) == json.loads(before.read_text(encoding="utf-8"))
     later.write_text(JUNIT.replace("tests.test_", "tests.test_other_"), encoding="utf-8")
-    found = combined([before], [later], None, None)
-    assert [source["source"] for source in found["tests"]["sources"]] == ["later.xml"]
-    assert {**found, "tests": None} == {**json.loads(before.read_text(encoding="utf-8")), "tests": None}
+    actual = combined([before], [later], None, None)
+    assert [source["source"] for source in actual["tests"]["sources"]] == ["later.xml"]
+    assert {**actual, "tests": None} == {**json.loads(before.read_text(encoding="utf-8")), "tests": None}

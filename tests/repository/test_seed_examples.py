@@ -43,9 +43,9 @@ def heads(device: str, bsz: int = BSZ) -> tuple[Any, ...]:
     )
 
 
-def close(found: torch.Tensor, right: torch.Tensor) -> None:
-    loose = 2e-5 if found.dtype == torch.float32 else 3e-2
-    torch.testing.assert_close(found.float(), right.float(), atol=loose, rtol=loose)
+def close(actual: torch.Tensor, right: torch.Tensor) -> None:
+    loose = 2e-5 if actual.dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(actual.float(), right.float(), atol=loose, rtol=loose)
 
 
 # Unsloth
@@ -157,10 +157,10 @@ def test_a_model_under_flash_varlen(device: str, masked: bool, replaced_globally
     given = (x, keep) if masked else (x,)
     right = model(*given)
     with attention_provider(AttentionProvider.FLASH_VARLEN):
-        found = model(*given)
-    close(found, right)
+        actual = model(*given)
+    close(actual, right)
     with attention_provider("flash_varlen"):
-        assert torch.equal(model(*given), found)
+        assert torch.equal(model(*given), actual)
 
 
 def test_a_model_under_sage_varlen_without_its_kernel_is_refused(replaced_globally: None) -> None:

@@ -84,12 +84,12 @@ def pages_for(prompts: Any, new_tokens: int, page_size: int) -> int:
     return -(-(max(map(len, prompts)) + new_tokens - 1) // page_size)
 
 
-def serve_all(prompts: Any, *, num_pages: int, page_size: int, seed: int = 0, **asked: Any) -> tuple[Any, Watched]:
+def serve_all(prompts: Any, *, num_pages: int, page_size: int, seed: int = 0, **requested: Any) -> tuple[Any, Watched]:
     forward = Watched(Tiny(seed), num_pages, page_size)
-    found = serve(forward, forward.cache, prompts, stop=STOP, **asked)
+    actual = serve(forward, forward.cache, prompts, stop=STOP, **requested)
     assert forward.cache.allocator.report().free == num_pages and not forward.cache.allocator.sequences
-    assert found.steps == len(forward.batches)
-    return found, forward
+    assert actual.steps == len(forward.batches)
+    return actual, forward
 
 
 tokens_of = st.integers(0, VOCABULARY - 1)
@@ -111,13 +111,13 @@ def test_answers_equal_those_of_each_prompt_alone(drawn: Any, together: int, see
     prompts, new_tokens, page_size, num_pages = drawn
     pool = {"num_pages": num_pages, "page_size": page_size, "seed": seed, "new_tokens": new_tokens}
     answered: list[None] = []
-    found, forward = serve_all(prompts, together=together, **pool, on_answer=lambda: answered.append(None))
-    assert found.answers == [Tiny(seed).answer(prompt, new_tokens) for prompt in prompts]
+    actual, forward = serve_all(prompts, together=together, **pool, on_answer=lambda: answered.append(None))
+    assert actual.answers == [Tiny(seed).answer(prompt, new_tokens) for prompt in prompts]
     alone = [serve_all([prompt], together=1, **pool)[0].answers[0] for prompt in prompts]
-    assert found.answers == alone
+    assert actual.answers == alone
     assert len(answered) == len(prompts)
-    assert found.largest_batch <= max(together, *forward.batches) and max(forward.batches) <= together
-    assert found.waste[0] < page_size * found.waste[1]
+    assert actual.largest_batch <= max(together, *forward.batches) and max(forward.batches) <= together
+    assert actual.waste[0] < page_size * actual.waste[1]
 
 
 def test_the_tiny_model_gives_different_answers_of_different_lengths() -> None:
@@ -137,9 +137,9 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 
 
 def test_requests_wait_for_pages() -> None:
-    asked = {"page_size": 4, "new_tokens": 4, "together": 8}
-    _, plenty = serve_all(prompts_of(5, 5, 5, 5), num_pages=8, **asked)
-    _, tight = serve_all(prompts_of(5, 5, 5, 5), num_pages=5, **asked)
+    requested = {"page_size": 4, "new_tokens": 4, "together": 8}
+    _, plenty = serve_all(prompts_of(5, 5, 5, 5), num_pages=8, **requested)
+    _, tight = serve_all(prompts_of(5, 5, 5, 5), num_pages=5, **requested)
     assert plenty.batches[0] == 4  # two pages each
     assert tight.batches[0] == 2 and len(tight.batches) > len(plenty.batches)
 
@@ -165,10 +165,10 @@ def test_a_shared_prefix_is_stored_once(page_size: int) -> None:
     prompts = [[*prefix, last] for last in range(1, 7)]
     each = pages_for(prompts, 3, page_size)
     num_pages = each + 5 * (each - 8 // page_size) + (8 % page_size > 0)
-    found, forward = serve_all(prompts, num_pages=num_pages, page_size=page_size, new_tokens=3, together=6)
-    assert found.shared >= 8 // page_size and found.largest_batch == 6
+    actual, forward = serve_all(prompts, num_pages=num_pages, page_size=page_size, new_tokens=3, together=6)
+    assert actual.shared >= 8 // page_size and actual.largest_batch == 6
     assert forward.batches[:2] == [1, 6]  # the prefix, then one more token of each request
-    assert found.answers == [Tiny().answer(prompt, 3) for prompt in prompts]
+    assert actual.answers == [Tiny().answer(prompt, 3) for prompt in prompts]
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -176,16 +176,16 @@ def test_a_prompt_that_begins_another_prompt(page_size: int) -> None:
     prompts = [[5, 3, 7, 1, 9], [5, 3, 7, 1, 9], [5, 3, 7], [5, 3, 7, 1, 9, 2, 2]]
     least = pages_for(prompts, 2, page_size)
     for num_pages in range(least, least + 9):
-        found, _ = serve_all(prompts, num_pages=num_pages, page_size=page_size, new_tokens=2, together=4)
-        assert found.answers == [Tiny().answer(prompt, 2) for prompt in prompts]
+        actual, _ = serve_all(prompts, num_pages=num_pages, page_size=page_size, new_tokens=2, together=4)
+        assert actual.answers == [Tiny().answer(prompt, 2) for prompt in prompts]
 
 
 def test_a_prefix_whose_last_page_has_no_room_is_cut() -> None:
     """Four pages hold either prompt, but not beside a page of the prefix that both would have to copy."""
     prompts = [[*range(1, 7), 1, *[2] * 8], [*range(1, 7), 2, *[3] * 8]]
-    found, forward = serve_all(prompts, num_pages=4, page_size=4, new_tokens=2, together=2)
-    assert found.answers == [Tiny().answer(prompt, 2) for prompt in prompts]
-    assert set(forward.batches) == {1} and found.shared == 1
+    actual, forward = serve_all(prompts, num_pages=4, page_size=4, new_tokens=2, together=2)
+    assert actual.answers == [Tiny().answer(prompt, 2) for prompt in prompts]
+    assert set(forward.batches) == {1} and actual.shared == 1
 
 
 def test_a_pool_with_pages_in_use_by_others() -> None:
@@ -193,15 +193,15 @@ def test_a_pool_with_pages_in_use_by_others() -> None:
     forward.cache.add("somebody else")
     forward.cache.step(["somebody else"], [11])
     prompts = prompts_of(5, 5, 5)
-    found = serve(forward, forward.cache, prompts, new_tokens=4, stop=STOP, together=8)
-    assert found.answers == [Tiny().answer(prompt, 4) for prompt in prompts]
+    actual = serve(forward, forward.cache, prompts, new_tokens=4, stop=STOP, together=8)
+    assert actual.answers == [Tiny().answer(prompt, 4) for prompt in prompts]
     assert max(forward.batches) == 2  # five pages are free, and each request needs two
     assert forward.cache.allocator.sequences == ("somebody else",)
 
 
 def test_no_requests_give_no_answers() -> None:
-    found, forward = serve_all([], num_pages=1, page_size=1, new_tokens=1, together=1)
-    assert found.answers == [] and not forward.batches
+    actual, forward = serve_all([], num_pages=1, page_size=1, new_tokens=1, together=1)
+    assert actual.answers == [] and not forward.batches
 
 
 @pytest.mark.parametrize(
@@ -220,10 +220,10 @@ def test_no_requests_give_no_answers() -> None:
 def test_impossible_requests_are_refused_before_the_first_step(
     changed: Any, error: type[Exception], words: str
 ) -> None:
-    asked = {"prompts": [[1], [2]], "new_tokens": 2, "together": 2, **changed}
+    requested = {"prompts": [[1], [2]], "new_tokens": 2, "together": 2, **changed}
     forward = Watched(Tiny(), 3, 4)
     with pytest.raises(error, match=words):
-        serve(forward, forward.cache, asked.pop("prompts"), stop=STOP, **asked)
+        serve(forward, forward.cache, requested.pop("prompts"), stop=STOP, **requested)
     assert not forward.batches and len(forward.cache.allocator) == 0
 
 
@@ -265,12 +265,12 @@ def test_a_transformers_llama_serves_the_answers_it_gives_alone() -> None:
             if parameter.ndim == 2:
                 parameter.mul_(8)
     prompts = [[5, 17, 3], [5, 17, 11], [5, 17, 2, 29, 31, 7, 13, 23, 19], [5, 17, 3, 3], [5, 17, 40]]
-    wanted = [alone(model, prompt, 5) for prompt in prompts]
+    expected = [alone(model, prompt, 5) for prompt in prompts]
     forward = TorchForward(model, num_pages=11, page_size=3)
-    found = serve(forward, forward.cache, prompts, new_tokens=5, stop=1, together=3)
-    assert found.lead > 1e-3, "a lead this small could be noise: choose another seed"
-    assert found.answers == wanted
-    assert found.largest_batch > 1 and forward.cache.allocator.report().free == 11
+    actual = serve(forward, forward.cache, prompts, new_tokens=5, stop=1, together=3)
+    assert actual.lead > 1e-3, "a lead this small could be noise: choose another seed"
+    assert actual.answers == expected
+    assert actual.largest_batch > 1 and forward.cache.allocator.report().free == 11
 
 
 def alone(model: Any, prompt: list[int], new_tokens: int) -> list[int]:

@@ -76,8 +76,8 @@ def first() -> weights.Weights:
 def result() -> dict[str, Any]:
     """The whole example on the tiny model, with its control runs."""
     with Stages(Console(file=io.StringIO())) as stages:
-        found = compare(TINY, OPTIONS, stages, controls=True)
-    return json.loads(json.dumps(found))
+        actual = compare(TINY, OPTIONS, stages, controls=True)
+    return json.loads(json.dumps(actual))
 
 
 def torch_losses(
@@ -252,17 +252,17 @@ def test_two_ranks_give_the_losses_of_one(monkeypatch: pytest.MonkeyPatch, capsy
     """Both frameworks; the pieces do not divide a row's positions. A difference that counts as failure is found."""
     run = SpreadRun(TINY, replace(OPTIONS, steps=3, length=2 * 83), Spread(2, "ring"))
     with Stages(Console(file=io.StringIO())) as stages:
-        found = ranks.compare(run, stages)
-    assert ranks.failures(found, "float32") == []
-    for runs in found.values():
+        actual = ranks.compare(run, stages)
+    assert ranks.failures(actual, "float32") == []
+    for runs in actual.values():
         losses = runs[RANKS]["losses"]
         assert len(losses) == 3 and losses[-1] < losses[0]
         assert all(how.startswith("ring on ") for how in runs["explained"])
 
     def failures(framework: str, **changes: Any) -> str:
-        return " ".join(ranks.failures({**found, framework: {**found[framework], **changes}}, "float32"))
+        return " ".join(ranks.failures({**actual, framework: {**actual[framework], **changes}}, "float32"))
 
-    right, wrong = found[TORCH][RANKS], found[TORCH][WRONG_LAYOUT]
+    right, wrong = actual[TORCH][RANKS], actual[TORCH][WRONG_LAYOUT]
     assert "torch: the first losses differ" in failures(TORCH, **{RANKS: wrong})
     assert "torch: the planted fault changes losses by" in failures(TORCH, **{WRONG_LAYOUT: right})
     halved = {**right, "moments": [value / 2 for value in right["moments"]]}
@@ -270,10 +270,10 @@ def test_two_ranks_give_the_losses_of_one(monkeypatch: pytest.MonkeyPatch, capsy
     nothing = {"losses": [np.nan], "moments": [np.nan]}
     assert "over ranks, JAX's first losses differ by nan" in failures(JAX, **{RANKS: nothing})
 
-    monkeypatch.setattr(ranks, "compare", lambda run, stages: found)
+    monkeypatch.setattr(ranks, "compare", lambda run, stages: actual)
     assert command.main(["--ranks", "2", "--steps", "3"]) == 0
     assert "attention: ring on" in capsys.readouterr().out
-    found[JAX][RANKS] = found[JAX][WRONG_LAYOUT]
+    actual[JAX][RANKS] = actual[JAX][WRONG_LAYOUT]
     assert command.main(["--ranks", "2", "--steps", "3"]) == 1
     assert "FAILED JAX: the first losses differ" in capsys.readouterr().out
 

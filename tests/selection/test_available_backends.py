@@ -55,19 +55,19 @@ def breaking(error: BaseException) -> Any:
 
 @pytest.mark.parametrize("framework", BOTH, ids=str)
 def test_every_name_has_a_version_or_a_reason(framework: Framework) -> None:
-    found = framework.frontend.available_backends()
-    assert tuple(found) == backends.names()
-    for name, entry in found.items():
+    actual = framework.frontend.available_backends()
+    assert tuple(actual) == backends.names()
+    for name, entry in actual.items():
         assert (entry.version is None) is not (entry.reason is None), name
         assert str(entry) == (f"available ({entry.version})" if entry.version else entry.reason)
-    usable = {name for name, entry in found.items() if entry.reason is None}
+    usable = {name for name, entry in actual.items() if entry.reason is None}
     assert {"sdpa_flash", "math", "flex"} <= usable
     assert ("jax_xla" in usable) is (framework is JAX)
 
 
 def test_the_reasons_of_unavailable_backends() -> None:
-    found = TORCH.frontend.available_backends()
-    assert found["jax_xla"].reason == "runs in JAX only"
+    actual = TORCH.frontend.available_backends()
+    assert actual["jax_xla"].reason == "runs in JAX only"
     on_gpu = availability.report("torch", "sm90")
     assert "CPU" not in (on_gpu["sdpa_flash"].reason or "")  # this name has a file for GPUs
     assert on_gpu["math"].reason is None
@@ -96,9 +96,9 @@ def test_calls_run_on_the_remaining_backends_with_the_reason(framework: Framewor
     patch.setattr(backends.load("sdpa_flash"), "probe", breaking(BREAKS["missing library"]))
     forget()
     call = {name: framework.zeros(1, 3, 2, 5) for name in "qkv"}
-    found = framework.frontend.explain(**call)
-    assert found.backend == "math"
-    assert found.reasons("sdpa_flash") == (f"not available: OSError: {BREAKS['missing library']} (needs torch>=2.11)",)
+    actual = framework.frontend.explain(**call)
+    assert actual.backend == "math"
+    assert actual.reasons("sdpa_flash") == (f"not available: OSError: {BREAKS['missing library']} (needs torch>=2.11)",)
     assert framework.frontend.attention(**call).shape == (1, 3, 2, 5)
     with pytest.raises(NotImplementedError, match=r"sdpa_flash .*refused: not available: OSError: libcudart"):
         framework.frontend.attention(**call, backend="sdpa_flash")
@@ -119,11 +119,11 @@ def test_with_everything_broken_the_error_lists_everything(framework: Framework,
 def test_without_the_bridge_jax_runs_its_own_operations(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(__import__("sys").modules, "jax_tvm_ffi", None)
     forget()
-    found = JAX.frontend.available_backends()
-    reason = found["math"].reason or ""
+    actual = JAX.frontend.available_backends()
+    reason = actual["math"].reason or ""
     assert reason.startswith("the bridge from JAX is not available: ModuleNotFoundError: ")
     assert "needs jax-tvm-ffi" in reason
-    assert found["jax_xla"].reason is None
+    assert actual["jax_xla"].reason is None
     selected = JAX.frontend.explain(**{name: JAX.zeros(1, 3, 2, 5) for name in "qkv"})
     assert selected.backend == "jax_xla"
     assert selected.reasons("sdpa_flash") == (reason,)

@@ -53,28 +53,28 @@ def call(number):
 
 @pytest.mark.parametrize("framework", CALLS)
 def test_threads_can_make_the_first_calls_of_a_process_together(framework):
-    found = in_its_own_process(CALLS[framework] + TOGETHER)
-    assert (found.returncode, found.stdout.strip()) == (0, ""), found.stdout + found.stderr
+    actual = in_its_own_process(CALLS[framework] + TOGETHER)
+    assert (actual.returncode, actual.stdout.strip()) == (0, ""), actual.stdout + actual.stderr
 
 
 def together(call):
     """The results of ``call(number)`` in THREADS threads that start at one moment; the type of an error in place of
     a result."""
-    barrier, found = threading.Barrier(THREADS), [None] * THREADS
+    barrier, results = threading.Barrier(THREADS), [None] * THREADS
 
     def work(number):
         barrier.wait()
         try:
-            found[number] = call(number)
+            results[number] = call(number)
         except ValueError as error:
-            found[number] = type(error)
+            results[number] = type(error)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(THREADS)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+    return results
 
 
 def test_threads_with_one_key_share_one_run():
@@ -86,11 +86,11 @@ def test_threads_with_one_key_share_one_run():
         time.sleep(0.05)
         return object()
 
-    found = together(lambda number: made(number % 2))
+    actual = together(lambda number: made(number % 2))
     assert sorted(runs) == [0, 1]
-    assert all(found[number] is found[number % 2] for number in range(THREADS)) and found[0] is not found[1]
+    assert all(actual[number] is actual[number % 2] for number in range(THREADS)) and actual[0] is not actual[1]
     made.cache_clear()
-    assert made(0) is not found[0] and runs.count(0) == 2
+    assert made(0) is not actual[0] and runs.count(0) == 2
 
 
 def test_one_key_does_not_wait_for_another():

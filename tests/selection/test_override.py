@@ -165,8 +165,8 @@ def test_threads_do_not_see_the_blocks_of_others() -> None:
             return {TORCH.frontend.explain(**given).backend for _ in range(100)}
 
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(work, names))
-    assert found == [{"math"}, {"flex"}, {"sdpa_flash"}, {"sdpa_flash"}]
+        actual = list(pool.map(work, names))
+    assert actual == [{"math"}, {"flex"}, {"sdpa_flash"}, {"sdpa_flash"}]
 
 
 def test_tasks_do_not_see_the_blocks_of_others() -> None:
@@ -318,7 +318,7 @@ def test_a_compiled_function_reads_the_block_when_it_runs(ran: list[str]) -> Non
 
 def test_the_names_of_a_block_are_in_the_explanation() -> None:
     with use_backend("math"):
-        found = TORCH.frontend.explain(**call(TORCH))
-    assert isinstance(found, selection.Selection)
-    assert found.requested == ("math",)
+        actual = TORCH.frontend.explain(**call(TORCH))
+    assert isinstance(actual, selection.Selection)
+    assert actual.requested == ("math",)
     assert override.requested() is None

@@ -119,22 +119,22 @@ def test_times_within_two_per_cent_keep_the_usual_order() -> None:
     assert stable_order({"a_new_one": 1.0, "math": 1.001}, USUAL) == ["math", "a_new_one"]
     for seed in range(50):  # for any times: the next backend is never more than a tie slower than the best of the rest
         times = {name: random.Random(f"{seed}{name}").uniform(1, 1.1) for name in USUAL}
-        found = stable_order(times, USUAL)
-        assert sorted(found) == sorted(USUAL)
-        for place, name in enumerate(found):
-            assert times[name] <= 1.02 * min(times[later] for later in found[place:])
-        assert stable_order(dict(reversed(times.items())), USUAL) == found
+        actual = stable_order(times, USUAL)
+        assert sorted(actual) == sorted(USUAL)
+        for place, name in enumerate(actual):
+            assert times[name] <= 1.02 * min(times[later] for later in actual[place:])
+        assert stable_order(dict(reversed(times.items())), USUAL) == actual
 
 
 def test_times_of_wrong_results_do_not_count() -> None:
     off, nan, died = ({"median": 1.0, "difference": gap} for gap in (0.5, math.nan, 0.0))
-    found = derive(
+    actual = derive(
         raw_of(
             record("x", SPEC, {"flash3": 9.0, "flash2": off, "flex": nan, "math": 30.0, "flash4": {"failed": "died"}})
         )
     )
-    assert list(found["cases"][0]["times"]) == ["flash3", "math"]
-    assert found["cases"][0]["failed"] == ["flash2", "flex", "flash4"]
+    assert list(actual["cases"][0]["times"]) == ["flash3", "math"]
+    assert actual["cases"][0]["failed"] == ["flash2", "flex", "flash4"]
     assert right_times(record("x", SPEC, {"math": died})) == {"math": 1.0}
     assert (
         derive(raw_of(record("x", SPEC, {"flash3": 9.0, "flash2": off, "flex": off})))["cases"] == []
@@ -198,11 +198,13 @@ def test_unmeasured_backends_come_between_fast_and_slow_and_failures_last() -> N
 
 
 def test_features_are_ignored_in_order_until_a_case_matches() -> None:
-    asked, size = features(replace(SPEC, num_kv_heads=32, sinks=True, window=(5, 0))), sizes(SPEC)
-    found = nearest(asked, size, CASES)
-    assert found is not None and (found.name, found.features.training) == ("long", False)
-    assert nearest(asked._replace(softcap=True), size, CASES).name == "capped"  # type: ignore[union-attr]
-    assert nearest(asked._replace(training=True), size, CASES[:3]) is None  # one direction does not decide the other
+    requested, size = features(replace(SPEC, num_kv_heads=32, sinks=True, window=(5, 0))), sizes(SPEC)
+    actual = nearest(requested, size, CASES)
+    assert actual is not None and (actual.name, actual.features.training) == ("long", False)
+    assert nearest(requested._replace(softcap=True), size, CASES).name == "capped"  # type: ignore[union-attr]
+    assert (
+        nearest(requested._replace(training=True), size, CASES[:3]) is None
+    )  # one direction does not decide the other
     assert set(preference.RELAXED) == set(Features._fields) - {"training"}
 
 
@@ -240,14 +242,14 @@ def test_sizes_are_logarithms_and_defined_for_any_call() -> None:
 
 
 def test_regret_is_the_time_of_the_choice_over_the_best_time() -> None:
-    found = regrets(RAW, ())
-    assert [(one.case, one.chosen, one.best, round(one.ratio, 3)) for one in found] == [
+    actual = regrets(RAW, ())
+    assert [(one.case, one.chosen, one.best, round(one.ratio, 3)) for one in actual] == [
         ("long", "flash3", "flash3", 1.0),
         ("short", "flash3", "sdpa_cudnn", 2.5),
         ("capped", "flash4", "flash4", 1.0),
         ("long", "flash4", "sdpa_cudnn", 1.086),
     ]
-    facts = summary(found)
+    facts = summary(actual)
     assert facts["forward"]["cases"] == 3
     assert facts["forward"]["geometric mean"] == pytest.approx(2.5 ** (1 / 3))
     assert facts["forward"]["worst"] == 2.5
@@ -257,16 +259,16 @@ def test_regret_is_the_time_of_the_choice_over_the_best_time() -> None:
 
 
 def test_leave_one_out_regret_of_a_table() -> None:
-    found = {(one.case, one.training): one for one in regrets(RAW, CASES, leave_out=True)}
-    assert found["short", False].chosen == "flash3"  # chosen by "long", the only similar case
-    assert found["long", False].chosen == "sdpa_cudnn"  # and the other way round
-    assert found["long", True].chosen == "flash4"  # nothing else has gradients, so the usual order applies
+    actual = {(one.case, one.training): one for one in regrets(RAW, CASES, leave_out=True)}
+    assert actual["short", False].chosen == "flash3"  # chosen by "long", the only similar case
+    assert actual["long", False].chosen == "sdpa_cudnn"  # and the other way round
+    assert actual["long", True].chosen == "flash4"  # nothing else has gradients, so the usual order applies
 
 
 def test_a_choice_without_a_time_has_infinite_regret() -> None:
     entries = {"flash3": {"failed": "it died"}, "flash4": 10.0}
-    (found,) = regrets(raw_of(record("x", SPEC, entries)), ())
-    assert (found.chosen, found.ratio) == ("flash3", math.inf)
+    (actual,) = regrets(raw_of(record("x", SPEC, entries)), ())
+    assert (actual.chosen, actual.ratio) == ("flash3", math.inf)
     raw = raw_of(record("x", SPEC, entries))
     assert regrets(raw, cases_of(derive(raw)))[0].chosen == "flash4"
 
@@ -277,11 +279,11 @@ def test_a_choice_without_a_time_has_infinite_regret() -> None:
 def test_the_sweep_covers_many_calls() -> None:
     assert len(SWEEP) >= 120
     assert len({case.name for case in (*SWEEP, *QUICK)}) == len(SWEEP) + len(QUICK)
-    found = [features(case.spec) for case in SWEEP]
-    assert {one.band for one in found} == {"full", "causal", "window"}
-    assert {one.head_dim for one in found} == {64, 96, 128, 192, 256}
+    actual = [features(case.spec) for case in SWEEP]
+    assert {one.band for one in actual} == {"full", "causal", "window"}
+    assert {one.head_dim for one in actual} == {64, 96, 128, 192, 256}
     for name in ("half", "dense", "decode", "softcap", "packed", "sinks", "grouped", "alibi"):
-        assert {getattr(one, name) for one in found} == {True, False}, name
+        assert {getattr(one, name) for one in actual} == {True, False}, name
     assert not any(case.spec.needs_backward for case in SWEEP)
     assert {case.training for case in SWEEP if case.spec.q_len == 1} == {False}
     lengths = [case.spec.q_len for case in SWEEP if case.spec.q_len > 16]

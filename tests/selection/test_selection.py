@@ -181,17 +181,17 @@ def test_which_devices_a_claim_covers(devices: tuple[str, ...], runs: set[str]) 
 @pytest.mark.parametrize("asked", [{}, *ASKS.values(), {"needs_backward": True}], ids=["plain", *ASKS, "training"])
 def test_the_first_in_order_that_can_is_chosen(target: Target, asked: dict[str, Any]) -> None:
     spec = replace(SPEC, **asked)
-    found = explain(spec, target)
+    actual = explain(spec, target)
     order = preference.order(spec, target.framework, target.device)
     able = [name for name in order if not selection.refusals(name, spec, target)]
-    assert found.backend == (able[0] if able else None)
-    assert found.considered[: len(order)] == order
-    assert sorted(found.considered) == sorted(backends.names())
-    assert dict(found.refusals) == {
+    assert actual.backend == (able[0] if able else None)
+    assert actual.considered[: len(order)] == order
+    assert sorted(actual.considered) == sorted(backends.names())
+    assert dict(actual.refusals) == {
         name: why for name in backends.names() if (why := selection.refusals(name, spec, target))
     }
-    assert found.requested is None
-    assert (found.spec, found.target) == (spec, target)
+    assert actual.requested is None
+    assert (actual.spec, actual.target) == (spec, target)
 
 
 def eager_choice(spec: AttentionSpec, target: Target, order: tuple[str, ...]) -> str | None:
@@ -304,9 +304,9 @@ def test_both_frameworks_choose_the_same_on_a_cpu() -> None:
 def test_a_backend_that_is_not_installed_is_skipped_with_the_reason(framework: str) -> None:
     reason = "not available: ImportError: No module named 'torch' (needs torch>=2.11)"
     broken = Target(framework, "cpu", (("sdpa_flash", reason), ("math", reason)))
-    found = explain(SPEC, broken)
-    assert found.backend == ("flex" if framework == "torch" else "jax_xla")
-    assert found.reasons("sdpa_flash") == found.reasons("math") == (reason,)
+    actual = explain(SPEC, broken)
+    assert actual.backend == ("flex" if framework == "torch" else "jax_xla")
+    assert actual.reasons("sdpa_flash") == actual.reasons("math") == (reason,)
     nothing = Target(framework, "cpu", tuple((name, reason) for name in backends.names()))
     with pytest.raises(NoBackendError, match=r"^no backend can run this call\n") as caught:
         select(replace(SPEC, softcap=50.0), nothing)
@@ -314,9 +314,9 @@ def test_a_backend_that_is_not_installed_is_skipped_with_the_reason(framework: s
 
 
 def test_an_unknown_device_has_no_automatic_choice() -> None:
-    found = explain(SPEC, Target("torch", "mps"))
-    assert found.backend is None
-    assert found.reasons("math") == ("device mps: the torch math kernel needs cpu or cuda",)
+    actual = explain(SPEC, Target("torch", "mps"))
+    assert actual.backend is None
+    assert actual.reasons("math") == ("device mps: the torch math kernel needs cpu or cuda",)
 
 
 def test_an_explicit_backend_never_falls_back() -> None:
@@ -324,24 +324,24 @@ def test_an_explicit_backend_never_falls_back() -> None:
     assert select(spec, CPU).backend == "math"
     with pytest.raises(NoBackendError) as caught:
         select(spec, CPU, "sdpa_flash")
-    found = caught.value.selection
-    assert (found.backend, found.requested) == (None, ("sdpa_flash",))
-    assert found.reasons("sdpa_flash") == tuple(
+    actual = caught.value.selection
+    assert (actual.backend, actual.requested) == (None, ("sdpa_flash",))
+    assert actual.reasons("sdpa_flash") == tuple(
         f"{what}: the aten CPU flash kernel has none" for what in ("softcap=50.0", "sinks", "dropout=0.1")
     )
-    assert found.reasons("math") == ()
+    assert actual.reasons("math") == ()
     assert "never falls back" in str(caught.value)
-    assert str(found) in str(caught.value)
+    assert str(actual) in str(caught.value)
     assert isinstance(caught.value, NotImplementedError)
 
 
 def test_several_names_are_tried_in_order_and_nothing_else() -> None:
     assert select(SPEC, CPU, ("flex", "math")).backend == "flex"
     assert select(SPEC, CPU, ("jax_xla", "math")).backend == "math"
-    found = select(replace(SPEC, needs_backward=True), CPU, ("flex", "math"))
-    assert (found.backend, found.requested) == ("math", ("flex", "math"))
-    assert found.reasons("flex") == ("backward: FlexAttention on CPU has no gradient",)
-    assert found.considered[:2] == ("flex", "math")
+    actual = select(replace(SPEC, needs_backward=True), CPU, ("flex", "math"))
+    assert (actual.backend, actual.requested) == ("math", ("flex", "math"))
+    assert actual.reasons("flex") == ("backward: FlexAttention on CPU has no gradient",)
+    assert actual.considered[:2] == ("flex", "math")
     with pytest.raises(NoBackendError, match=r"^backend='flex, jax_xla' cannot run this call"):
         select(replace(SPEC, needs_backward=True), CPU, ("flex", "jax_xla"))
 
@@ -355,9 +355,9 @@ def test_backward_reasons_add_only_new_reasons() -> None:
 
 
 def test_in_jax_only_the_xla_path_has_dropout() -> None:
-    found = explain(replace(SPEC, dropout=0.1), Target("jax", "cpu"))
-    assert found.backend == "jax_xla"
-    assert "dropout=0.1: in JAX only the XLA path has dropout" in found.reasons("math")
+    actual = explain(replace(SPEC, dropout=0.1), Target("jax", "cpu"))
+    assert actual.backend == "jax_xla"
+    assert "dropout=0.1: in JAX only the XLA path has dropout" in actual.reasons("math")
 
 
 @pytest.mark.parametrize(

@@ -40,19 +40,19 @@ def results(framework: Framework, qkv: np.ndarray, whole: bool, options: dict[st
 
     def attend(array: Any) -> Any:
         if whole:
-            found = front.attention_qkvpacked(array, **options)
+            actual = front.attention_qkvpacked(array, **options)
         else:
-            found = front.attention(*(array[..., which, :, :] for which in range(3)), **options)
-        return found if isinstance(found, tuple) else (found,)
+            actual = front.attention(*(array[..., which, :, :] for which in range(3)), **options)
+        return actual if isinstance(actual, tuple) else (actual,)
 
     if framework.name == "torch":
         leaf = torch.from_numpy(qkv).requires_grad_()
-        found = attend(leaf)
-        (gradient,) = torch.autograd.grad([(part * part).sum() for part in found], leaf)
-        return [as_numpy(part) for part in (*found, gradient)]
-    found = attend(jnp.asarray(qkv))
+        actual = attend(leaf)
+        (gradient,) = torch.autograd.grad([(part * part).sum() for part in actual], leaf)
+        return [as_numpy(part) for part in (*actual, gradient)]
+    actual = attend(jnp.asarray(qkv))
     gradient = jax.jit(jax.grad(lambda array: sum((part * part).sum() for part in attend(array))))(jnp.asarray(qkv))
-    return [as_numpy(part) for part in (*found, gradient)]
+    return [as_numpy(part) for part in (*actual, gradient)]
 
 
 @pytest.mark.parametrize("framework", BOTH, ids=str)
@@ -74,8 +74,8 @@ def test_it_equals_attention_on_three_views(case: str, backend: str, framework: 
 @pytest.mark.parametrize("case", ["dense", "documents"])
 def test_torch_and_jax_give_the_same_bits(case: str) -> None:
     shape, options = CASES[case]
-    found = [results(framework, normal(shape), True, {**options, "backend": "math"}) for framework in BOTH]
-    for ours, theirs in zip(*found, strict=True):
+    actual = [results(framework, normal(shape), True, {**options, "backend": "math"}) for framework in BOTH]
+    for ours, theirs in zip(*actual, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -83,11 +83,11 @@ def test_bias_and_sinks_have_gradients() -> None:
     qkv = torch.from_numpy(normal((2, 7, 3, 4, 8))).requires_grad_()
     sinks, bias = torch.randn(4, requires_grad=True), torch.randn(1, 4, 7, 7, requires_grad=True)
     torch_frontend.attention_qkvpacked(qkv, sinks=sinks, bias=bias, backend="math").square().sum().backward()
-    found = [qkv.grad, sinks.grad, bias.grad]
+    actual = [qkv.grad, sinks.grad, bias.grad]
     again = [tensor.detach().clone().requires_grad_() for tensor in (qkv, sinks, bias)]
     q, k, v = again[0].unbind(2)
     torch_frontend.attention(q, k, v, sinks=again[1], bias=again[2], backend="math").square().sum().backward()
-    assert all(torch.equal(one, other.grad) for one, other in zip(found, again, strict=True))
+    assert all(torch.equal(one, other.grad) for one, other in zip(actual, again, strict=True))
 
 
 def test_jax_reads_the_array_in_place() -> None:

@@ -93,9 +93,9 @@ def test_both_passes_run_the_same_kernel(door: str, monkeypatch: pytest.MonkeyPa
         return DOORS[door](x, True)
 
     with use_backend("flex", "math"), spied(monkeypatch) as ran:
-        found = gradient(lambda x: checkpoint(layer, x, use_reentrant=True))
+        actual = gradient(lambda x: checkpoint(layer, x, use_reentrant=True))
         assert set(ran) == {"math"}
-        assert torch.equal(found, gradient(layer))
+        assert torch.equal(actual, gradient(layer))
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -133,9 +133,9 @@ def test_frozen_layers_choose_the_same_with_and_without_gradients(
 
 def test_dropout_is_drawn_as_by_a_call_with_gradients() -> None:
     q = torch.randn(1, TOKENS, HEADS, HEAD_DIM)
-    found = []
+    results = []
     for recorded in (False, True):
         torch.manual_seed(0)
         with torch.set_grad_enabled(recorded):
-            found.append(attention_of_layer(q, q, q.clone().requires_grad_(recorded), trains=True, dropout=0.5))
-    assert torch.equal(*found)
+            results.append(attention_of_layer(q, q, q.clone().requires_grad_(recorded), trains=True, dropout=0.5))
+    assert torch.equal(*results)

@@ -194,12 +194,12 @@ def test_other_tensors_have_the_same_outcome_as_in_torch(in_torchs_place: None, 
 
     tensors = [*rows(5, 5), torch.randn(2, 5)[:, None, None, :]]
     tensors[at] = (SUBCLASSES | LAYOUTS)[kind](tensors[at])
-    expected, found = outcome(TORCHS_OWN), outcome(F.scaled_dot_product_attention)
-    assert type(found) is type(expected)
+    expected, actual = outcome(TORCHS_OWN), outcome(F.scaled_dot_product_attention)
+    assert type(actual) is type(expected)
     if isinstance(expected, type):
-        assert found is expected
+        assert actual is expected
     elif type(expected) is Tensor:
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(actual, expected)
 
 
 def test_jagged_rows_reach_torchs_own_function(in_torchs_place: None) -> None:

@@ -35,8 +35,8 @@ CASES = {
 
 
 def run(function, qkv):
-    found = function(*qkv)
-    outputs = found if isinstance(found, tuple) else (found,)
+    actual = function(*qkv)
+    outputs = actual if isinstance(actual, tuple) else (actual,)
     total = sum((o * torch.cos(torch.arange(o.numel()).reshape(o.shape))).sum() for o in outputs)
     return outputs, torch.autograd.grad(total, qkv)
 
@@ -97,12 +97,12 @@ def test_other_documents_do_not_recompile_between_limits(array, dynamic):
     counter = CompileCounterWithBackend("aot_eager")
     call = lambda x, info: attention(x, x, x, causal=True, seq_info=info)  # noqa: E731
     compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=counter)
-    x, found = torch.randn(7, HEADS, DIM), []
+    x, results = torch.randn(7, HEADS, DIM), []
     for lengths in ([3, 4], [7], [1, 2, 1, 3], [0, 6, 1]):
         info = SeqInfo.from_lengths(lengths, array=array, max_len=7, max_documents=5)
         assert torch.equal(compiled(x, info), call(x, SeqInfo.from_lengths(lengths, array=array)))
-        found.append(counter.frame_count)
-    assert found == found[:1] * len(found)  # with dynamic=True torch counts the first call twice
+        results.append(counter.frame_count)
+    assert results == results[:1] * len(results)  # with dynamic=True torch counts the first call twice
 
 
 def test_use_backend_is_read_when_the_compiled_function_runs():
@@ -117,13 +117,13 @@ def test_a_backward_uses_the_backend_of_its_forward():
     qkv = tensors()
     compiled = torch.compile(lambda *a: attention(*a, causal=True), fullgraph=True, backend="aot_eager")
     for name, later in (("math", "sdpa_flash"), ("sdpa_flash", "math"), ("math", "flex")):
-        found = []
+        results = []
         for function in (compiled, lambda *a: attention(*a, causal=True)):
             with use_backend(name):
                 out = function(*qkv)
             with use_backend(later):
-                found.append(torch.autograd.grad(out.square().sum(), qkv))
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+                results.append(torch.autograd.grad(out.square().sum(), qkv))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_checkpointing_and_strides():

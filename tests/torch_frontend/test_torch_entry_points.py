@@ -149,8 +149,8 @@ def qkv(device: str, batch: int, q_len: int, kv_len: int, *, dtype: Any = None) 
 
 def lengths(entry: Entry) -> list[tuple[int, int, int]]:
     """(batch, q_len, kv_len), all different."""
-    found = [(3, 5, 9), (7, 6, 11), (5, 10, 13)]
-    return [(batch, q_len, q_len) for batch, q_len, _ in found] if entry.self_only else found
+    actual = [(3, 5, 9), (7, 6, 11), (5, 10, 13)]
+    return [(batch, q_len, q_len) for batch, q_len, _ in actual] if entry.self_only else actual
 
 
 def trained(call: Callable[..., Tensor], tensors: list[Tensor], learns: bool = True) -> list[Tensor]:
@@ -163,24 +163,24 @@ def trained(call: Callable[..., Tensor], tensors: list[Tensor], learns: bool = T
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def equal(found: list[Tensor], expected: list[Tensor]) -> bool:
-    return all(map(torch.equal, found, expected)) and len(found) == len(expected)
+def equal(actual: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(map(torch.equal, actual, expected)) and len(actual) == len(expected)
 
 
-def close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+def close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 @every_entry
 def test_one_graph_for_all_lengths_and_batches(entry: Entry, device: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(entry.call, fullgraph=True, dynamic=True, backend=counter)
-    found = []
+    results = []
     for sizes in lengths(entry):
         tensors = qkv(device, *sizes)
         assert equal(trained(compiled, tensors, entry.learns), trained(entry.call, tensors, entry.learns))
-        found.append(counter.frame_count)
-    assert found == found[:1] * len(found)
+        results.append(counter.frame_count)
+    assert results == results[:1] * len(results)
 
 
 @every_entry
@@ -207,13 +207,13 @@ def test_packed_lengths_do_not_recompile(host: str, more_documents: bool, device
 
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
-    found = []
+    results = []
     for documents in ([3, 6, 2, 7], [5, 4, 7, 1], [9, 2, 6, 11, 3, 1] if more_documents else [1, 10, 2, 8]):
         x = torch.randn(sum(documents), HEADS, DIM, device=device)
         info = SeqInfo.from_lengths(documents, array=lambda offsets: torch.from_numpy(offsets).to(device))
         assert equal(trained(lambda x, i=info: compiled(x, i), [x]), trained(lambda x, i=info: call(x, i), [x]))
-        found.append(counter.frame_count)
-    assert found == found[:1] * len(found)
+        results.append(counter.frame_count)
+    assert results == results[:1] * len(results)
 
 
 class Called(nn.Module):
@@ -342,9 +342,9 @@ def test_transforms_of_torch_func(entry: Entry, device: str) -> None:
     close(list(torch.func.grad(loss, (0, 1, 2))(*one_by_one[0])), expected[0])
     mapped = torch.func.vmap(torch.func.grad(loss, (0, 1, 2)))(*rows)
     summed = torch.func.grad(lambda *a: torch.func.vmap(loss)(*a).sum(), (0, 1, 2))(*rows)
-    for found in (mapped, summed):
+    for actual in (mapped, summed):
         for at in range(2):
-            close([gradient[at] for gradient in found], expected[at])
+            close([gradient[at] for gradient in actual], expected[at])
     table = torch.func.jacrev(lambda q: entry.call(q, *one_by_one[0][1:]).flatten()[-3:])(one_by_one[0][0])
     assert table.shape == (3, *one_by_one[0][0].shape) and bool(table.any())
 
@@ -417,8 +417,8 @@ def test_transforms_in_compiled_code(device: str) -> None:
     )
     for function in functions:
         compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-        for found, expected in zip(compiled(*rows), function(*rows), strict=True):
-            close(found, expected)
+        for actual, expected in zip(compiled(*rows), function(*rows), strict=True):
+            close(actual, expected)
 
 
 EXTRAS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # options, and which of them are mapped
@@ -450,9 +450,9 @@ def test_every_operand_may_be_mapped_or_shared(name: str, device: str) -> None:
         learned = (0, 1, 2, 3) if key in ("bias", "sinks") else (0, 1, 2)
         return call(q, k, v, extra), torch.func.grad(weighted, learned)(q, k, v, extra)
 
-    found = torch.func.vmap(both, (0, 0, 0, 0 if key in mapped else None))(*rows, extras[key])
+    actual = torch.func.vmap(both, (0, 0, 0, 0 if key in mapped else None))(*rows, extras[key])
     single = [both(*(part[at] for part in rows), extras[key][at] if key in mapped else extras[key]) for at in range(2)]
-    for part, expected in zip(found, zip(*single), strict=True):
+    for part, expected in zip(actual, zip(*single), strict=True):
         for tensor, rowwise in zip(part, zip(*expected), strict=True):
             close(tensor, torch.stack(rowwise))
 
@@ -493,9 +493,9 @@ def test_without_gradients(entry: Entry, device: str) -> None:
     expected = entry.call(*tensors).detach()
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            found = entry.call(*(tensor.requires_grad_() if mode is torch.no_grad else tensor for tensor in tensors))
-        assert torch.equal(found, expected) and not found.requires_grad
-        assert found.is_inference() is (mode is torch.inference_mode)
+            actual = entry.call(*(tensor.requires_grad_() if mode is torch.no_grad else tensor for tensor in tensors))
+        assert torch.equal(actual, expected) and not actual.requires_grad
+        assert actual.is_inference() is (mode is torch.inference_mode)
 
 
 def test_a_layer_is_a_module_like_any_other(device: str) -> None:
@@ -506,10 +506,10 @@ def test_a_layer_is_a_module_like_any_other(device: str) -> None:
         assert torch.equal(twin(x), expected)
     parameters = dict(made.named_parameters())
     assert torch.equal(torch.func.functional_call(made, parameters, (x,)), expected)
-    found = torch.func.grad(lambda p: torch.func.functional_call(made, p, (x,)).square().sum())(parameters)
+    actual = torch.func.grad(lambda p: torch.func.functional_call(made, p, (x,)).square().sum())(parameters)
     made(x).square().sum().backward()
     for name, parameter in parameters.items():
-        close(found[name], parameter.grad)
+        close(actual[name], parameter.grad)
     stacked = {name: torch.stack((parameter, parameter * 2)) for name, parameter in parameters.items()}
     ensemble = torch.func.vmap(lambda p: torch.func.functional_call(made, p, (x,)))(stacked)
     doubled = {name: parameter * 2 for name, parameter in parameters.items()}
@@ -522,10 +522,10 @@ def test_the_default_dtype_changes_nothing(device: str) -> None:
     expected = attention(*tensors, **options)
     torch.set_default_dtype(torch.float64)
     try:
-        found = attention(*tensors, **options)
+        actual = attention(*tensors, **options)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert all(map(torch.equal, found, expected)) and found[1].dtype == torch.float32
+    assert all(map(torch.equal, actual, expected)) and actual[1].dtype == torch.float32
 
 
 def test_compiled_drop_ins_ask_use_backend_when_they_run(device: str) -> None:
@@ -543,5 +543,5 @@ def test_two_processes_share_a_step(tmp_path: Path) -> None:
     paths = ":".join(path for path in sys.path if path)
     env = {"PATH": "", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(worker), str(tmp_path / "store")]
-    found = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    assert found.returncode == 0, found.stderr[-4000:]
+    actual = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert actual.returncode == 0, actual.stderr[-4000:]

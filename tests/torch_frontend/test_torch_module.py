@@ -115,9 +115,9 @@ def test_torch_and_flax_agree_forward_and_backward(options, packed, device):
         (_, jax_out), jax_grads = program(params, jnp.asarray(as_numpy(x)), info)
     np.testing.assert_allclose(as_numpy(out), jax_out, **TOLERANCE)
     paths = jax.tree.leaves_with_path(jax_grads)
-    for (path, got), wanted in zip(paths, jax.tree.leaves(grads), strict=True):
+    for (path, actual), expected in zip(paths, jax.tree.leaves(grads), strict=True):
         np.testing.assert_allclose(
-            got, wanted, rtol=1e-4, atol=3e-5 if device == "cpu" else 1e-4, err_msg=jax.tree_util.keystr(path)
+            actual, expected, rtol=1e-4, atol=3e-5 if device == "cpu" else 1e-4, err_msg=jax.tree_util.keystr(path)
         )
 
 

@@ -113,8 +113,8 @@ LAYER = Attention(HEADS, in_features=HEADS * DIM, causal=True, window=4).require
 def _layer(x: Tensor, **call: Any) -> Tensor:
     """A layer with weights on the device of x."""
     weights = {name: x.new_ones(each.shape).cumsum(0).sin() for name, each in LAYER.named_parameters()}
-    found = torch.func.functional_call(LAYER, weights, (x,), call)
-    return found[0] if isinstance(found, tuple) else found
+    actual = torch.func.functional_call(LAYER, weights, (x,), call)
+    return actual[0] if isinstance(actual, tuple) else actual
 
 
 def _paged_layer(x: Tensor) -> Tensor:
@@ -175,11 +175,11 @@ def test_fake_tensors(entry: str, inside: bool, x: Tensor) -> None:
     fake = mode.from_tensor(x)
     if inside or entry == "PagedKVCache":  # this call allocates pools
         with mode:
-            found = ENTRIES[entry](fake)
+            actual = ENTRIES[entry](fake)
     else:
-        found = ENTRIES[entry](fake)
-    assert isinstance(found, FakeTensor)
-    assert (found.shape, found.dtype, found.device) == (expected.shape, expected.dtype, expected.device)
+        actual = ENTRIES[entry](fake)
+    assert isinstance(actual, FakeTensor)
+    assert (actual.shape, actual.dtype, actual.device) == (expected.shape, expected.dtype, expected.device)
     assert torch.equal(ENTRIES[entry](x), expected) or entry == RANDOM  # no fake tensor is left behind
 
 
@@ -195,8 +195,8 @@ def test_fake_tensors_have_gradients(entry: str) -> None:
 
 @every_entry
 def test_meta_tensors(entry: str, x: Tensor) -> None:
-    found = ENTRIES[entry](x.to("meta"))
-    assert found.is_meta and found.shape == ENTRIES[entry](x).shape
+    actual = ENTRIES[entry](x.to("meta"))
+    assert actual.is_meta and actual.shape == ENTRIES[entry](x).shape
     if entry not in EARLY:
         learning = x.to("meta").requires_grad_()
         ENTRIES[entry](learning).sum().backward()
@@ -208,10 +208,10 @@ def test_meta_tensors(entry: str, x: Tensor) -> None:
 def test_make_fx(entry: str, mode: str, x: Tensor) -> None:
     expected = ENTRIES[entry](x)
     program = make_fx(ENTRIES[entry], tracing_mode=mode)(x)
-    found = program(x)
-    assert found.shape == expected.shape
+    actual = program(x)
+    assert actual.shape == expected.shape
     if entry != RANDOM:
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
         other = -x
         torch.testing.assert_close(program(other), ENTRIES[entry](other), rtol=1e-5, atol=1e-5)
 
@@ -239,11 +239,11 @@ def test_torch_jit_trace(entry: str, x: Tensor) -> None:
         pytest.skip("keeps state outside of what is traced")
     expected = ENTRIES[entry](x)
     program = torch.jit.trace(ENTRIES[entry], (x,), check_trace=entry != RANDOM)
-    found = program(x)
-    assert found.shape == expected.shape
+    actual = program(x)
+    assert actual.shape == expected.shape
     if entry == RANDOM:
         return
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(program(-x), ENTRIES[entry](-x), rtol=1e-5, atol=1e-5)
     if entry not in EARLY:
         grads = []
@@ -281,9 +281,9 @@ def test_torch_jit_script_finds_torchs_own_function(place: str, monkeypatch: pyt
             inside = torch.jit.script(first), torch.jit.script(second)
     outside = torch.jit.script(first), torch.jit.script(second)
     for scripted in (inside, outside):
-        for program, wanted in zip(scripted, expected, strict=True):
+        for program, desired in zip(scripted, expected, strict=True):
             assert "aten::scaled_dot_product_attention" in str(program.inlined_graph)
-            torch.testing.assert_close(program(q, k, v), wanted)
+            torch.testing.assert_close(program(q, k, v), desired)
 
 
 @every_entry
@@ -370,10 +370,10 @@ def test_the_default_dtype_changes_nothing(entry: str, default_dtype: None) -> N
     if entry == "PagedKVCache":
         assert PagedKVCache(num_layers=1, num_pages=1, page_size=1, kv_heads=1, head_dim=8).k_pages[0].dtype == x.dtype
     torch.manual_seed(1)
-    found = call(x)
+    actual = call(x)
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(1)
     expected = call(x)
     torch.set_default_dtype(own)
-    assert found.dtype == expected.dtype == torch.float32
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert actual.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
