@@ -103,11 +103,14 @@ def build_request(
                 )
             shape = (*shape[:-3], shape[-3] // shards_each, *shape[-2:])
         shards.append((shape, dtype))
+    if documents is not None:
+        longest = max(stop - start for start, stop in pairwise(documents))
+        options = options._replace(max_len_q=longest, max_len_k=longest)
     return Request(
         (*shards, sinks),
         row_lengths(length, documents, (shards[0][0][-3], shards[1][0][-3]), prod(sizes)),
         documents,
-        with_max_len(options, documents),
+        options,
         strategy or "",
         layout,
         int(head_groups or 1),
@@ -117,14 +120,6 @@ def build_request(
         needs_backward,
         requested,
     )
-
-
-def with_max_len(options: Options, documents: Documents) -> Options:
-    """Returns the options with the length of the longest document."""
-    if documents is None:
-        return options
-    longest = max(stop - start for start, stop in pairwise(documents))
-    return options._replace(max_len_q=longest, max_len_k=longest)
 
 
 def row_lengths(length: Any, documents: Documents, shards: tuple[int, int], world: int) -> tuple[int, int]:

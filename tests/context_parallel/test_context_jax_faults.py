@@ -10,6 +10,7 @@ import pytest
 from context_jax_cases import CASES, check
 
 from attn_core.context_parallel.on_torch import step as step_torch
+from attn_core.context_parallel.on_torch import tiles as tiles_torch
 from jax_frontend.bridge import targets
 from jax_frontend.context_parallel import exchange, tiles
 
@@ -26,7 +27,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_planted_a_merge_with_a_wrong_log_sum_exp(planted):
     """In branches, by XLA's operations; and where kernels are called back, by torch's."""
-    for module, name, backend in ((tiles, "merge", "jax_xla"), (step_torch, "merge", "math")):
+    for module, name, backend in ((tiles, "merge", "jax_xla"), (tiles_torch, "merge", "math")):
         right = getattr(module, name)
         planted.setattr(module, name, lambda *arrays, right=right: right(*arrays[:3], arrays[3] + 1e-6))
         with pytest.raises(AssertionError):

@@ -9,13 +9,14 @@ import torch
 
 from attn_core.backends.shared.rewrites import sink_gradient
 from attn_core.context_parallel.on_torch.places import Places
+from attn_core.context_parallel.on_torch.tiles import TileRun
 from attn_core.context_parallel.plan import Step
 from attn_core.context_parallel.prefetch import prefetch
 from torch_frontend.context_parallel import exchange, forward
 from torch_frontend.context_parallel.exchange import KVPair, PendingExchange
 from torch_frontend.context_parallel.forward import Residuals
 from torch_frontend.context_parallel.keys import Keys
-from torch_frontend.context_parallel.prepare import RankPlan, TileCall
+from torch_frontend.context_parallel.prepare import RankPlan
 
 Tensor = torch.Tensor
 
@@ -97,7 +98,7 @@ QueryGradients = list[tuple[Places, Tensor]]
 
 
 def _add_key_gradients(
-    tiles: Sequence[TileCall], gradients: list[BlockGradients], totals: Sequence[Total]
+    tiles: Sequence[TileRun], gradients: list[BlockGradients], totals: Sequence[Total]
 ) -> QueryGradients:
     """Adds the tiles' dk and dv to the totals and frees them; returns dq with its places, to be added later."""
     queries = []
@@ -148,7 +149,7 @@ def backward(
     return dq, dk, dv, dsinks
 
 
-Steps = Iterator[tuple[Step, tuple[TileCall, ...], list[BlockGradients]]]
+Steps = Iterator[tuple[Step, tuple[TileRun, ...], list[BlockGradients]]]
 """Each step with its tiles' gradients, computed when the iterator reaches it."""
 
 
@@ -206,14 +207,14 @@ def _totals(plan: RankPlan, saved: Residuals) -> tuple[Total, list[Total]]:
 
 
 def _tile_gradients(
-    tile: TileCall, saved: Residuals, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None
+    tile: TileRun, saved: Residuals, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> BlockGradients:
     """Returns the gradients of one tile."""
-    inputs, spec = forward.tile_inputs(tile, saved.q, k, v), tile.plan.spec
+    inputs, spec = tile.inputs(saved.q, k, v), tile.spec
     rows = [tile.rows.take(saved.out), tile.rows.take(saved.lse, 2).contiguous(), tile.rows.take(dout)]
     rows += [] if dlse is None else [tile.rows.take(dlse, 2)]
     out, lse, dout, *rest = (each[0] for each in rows) if spec.packed else rows
-    gradients = tile.plan.backward(spec, inputs, out, lse, dout, rest[0] if rest else None)
+    gradients = tile.backward(spec, inputs, out, lse, dout, rest[0] if rest else None)
     return BlockGradients(*(each[None] if spec.packed else each for each in gradients[:3]))
 
 

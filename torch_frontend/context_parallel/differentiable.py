@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from attn_core.backends.shared.autograd import without_create_graph
-from attn_core.call.options import Options
-from attn_core.context_parallel.request import Metadata, Request, with_max_len
+from attn_core.context_parallel.request import Metadata, Request
 from attn_core.selection import override
 from torch_frontend.context_parallel import backward, forward
 from torch_frontend.context_parallel.mesh import find_axis
 from torch_frontend.context_parallel.prepare import RankPlan, prepare
 from torch_frontend.dispatch import autocast, empty_rows
+from torch_frontend.dispatch.ops import OPTIONS_SCHEMA, PlainOptions, join_names
 
 Tensor = torch.Tensor
 
@@ -74,9 +74,7 @@ def run(request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None)
 
 _SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? sinks, str outer, str inner, str strategy, str layout, SymInt q_len, "
-    "SymInt kv_len, SymInt head_groups, SymInt[]? documents, bool causal, str alignment, SymInt? window_left, "
-    "SymInt? window_right, float? softcap, float? scale, bool deterministic, bool return_lse, bool needs_backward, "
-    "str[]? backend"
+    f"SymInt kv_len, SymInt head_groups, SymInt[]? documents, {OPTIONS_SCHEMA}"
 )
 TENSORS = 4
 """How many of an op's arguments are tensors; they come first."""
@@ -84,33 +82,27 @@ TENSORS = 4
 
 def op_arguments(request: Request) -> tuple[Any, ...]:
     """Returns the arguments of the ops that follow the tensors."""
-    options = request.options
-    left, right = options.window  # type: ignore[misc]
     outer, *inner = request.axes
     return (
         *(outer, inner[0] if inner else "", request.strategy, request.layout, *request.lengths, request.head_groups),
         None if request.documents is None else list(request.documents),
-        *(options.causal, options.alignment, left, right, options.softcap, options.scale),
-        *(options.deterministic, options.return_lse, request.needs_backward),
-        None if request.requested is None else list(request.requested),
+        *PlainOptions.from_options(request.options, request.needs_backward, False, join_names(request.requested)),
     )
 
 
 def _request_of(arguments: tuple[Any, ...]) -> Request:
     """Returns the request that an op's arguments describe; the inverse of ``op_arguments``."""
     q, k, v, sinks, outer, inner, strategy, layout, q_len, kv_len, head_groups, offsets, *rest = arguments
-    causal, alignment, left, right, softcap, scale, deterministic, with_lse, needs_backward, backend = rest
-    options = Options(causal, alignment, (left, right), softcap, scale, None, None, 0.0, deterministic, with_lse)
-    documents = None if offsets is None else tuple(offsets)
+    plain = PlainOptions(*rest)
     names = (outer, inner) if inner else (outer,)
     sizes: Any = tuple(find_axis(name).size for name in names)
     return Request(
         tensor_metadata(q, k, v, sinks),
         (q_len, kv_len),
-        documents,
-        with_max_len(options, documents),
-        *(strategy, layout, head_groups, names, sizes, q.device, needs_backward),  # type: ignore[arg-type]
-        requested=tuple(backend) if backend else override.requested(),
+        None if offsets is None else tuple(offsets),
+        plain.as_options(),
+        *(strategy, layout, head_groups, names, sizes, q.device, plain.needs_backward),  # type: ignore[arg-type]
+        requested=tuple(plain.backend.split("\n")) if plain.backend else override.requested(),
     )
 
 

@@ -8,13 +8,12 @@ from typing import NamedTuple
 import torch
 
 from attn_core.backends.shared.rewrites import with_sinks
-from attn_core.call.tensors import Inputs
-from attn_core.context_parallel.on_torch import step
+from attn_core.context_parallel.on_torch.tiles import merge_tile
 from attn_core.context_parallel.prefetch import prefetch
 from torch_frontend.context_parallel import exchange
 from torch_frontend.context_parallel.exchange import PendingExchange
 from torch_frontend.context_parallel.keys import Keys
-from torch_frontend.context_parallel.prepare import RankPlan, TileCall
+from torch_frontend.context_parallel.prepare import RankPlan
 
 Tensor = torch.Tensor
 
@@ -59,7 +58,7 @@ def forward(
             out, lse = with_sinks(out, lse, own_heads(plan, sinks, group))
         out = out.to(q.dtype)
         if keep:
-            residuals.append(_residuals(block, out, lse, keys.gathered))
+            residuals.append(Residuals(*block, out, lse, *keys.gathered))  # type: ignore[call-arg]
         results.append(_start_results(plan, out, lse if with_lse else None))
         del pending, block, keys, out, lse  # free them before the next group computes
     shards = [join_groups(list(each)) for each in zip(*(each.wait() for each in results), strict=True)]
@@ -108,25 +107,19 @@ def _attend(plan: RankPlan, block: Sequence[Tensor], keys: Keys) -> tuple[Tensor
     out = lse = None
     for _, tiles, (k, v) in keys.blocks():
         for tile in tiles:
-            part = tile.plan.forward(tile.plan.spec, tile_inputs(tile, q, k, v))
-            part_out, part_lse = (tensor[None] for tensor in part) if tile.plan.spec.packed else part
+            part_out, part_lse = tile.attend(q, k, v)
             if out is None and tile.rows.is_whole(rows):  # the first result covers all rows: take it without a copy
                 out, lse = part_out.to(plan.q_dtype), part_lse
                 continue
             if out is None or lse is None:
                 out = allocate(shape, dtype=plan.q_dtype)
                 lse = q.new_full((batch, heads, rows), -torch.inf, dtype=plan.lse_dtype)
-            step.merge_tile(tile.rows, out, lse, part_out, part_lse, first=tile.first)
-            del part, part_out, part_lse
+            merge_tile(tile, out, lse, part_out, part_lse)
+            del part_out, part_lse
         del k, v  # free this block: the next two blocks will be in memory
     if out is None or lse is None:  # no key is visible
         return q.new_zeros(shape), q.new_full((batch, heads, rows), -torch.inf, dtype=plan.lse_dtype)
     return out, lse
-
-
-def tile_inputs(tile: TileCall, q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-    """Returns a tile's operands, taken from a block."""
-    return step.tile_inputs(tile.rows.take(q), tile.keys.take(k), tile.keys.take(v), tile.cu_seqlens)
 
 
 def _start_results(plan: RankPlan, out: Tensor, lse: Tensor | None) -> PendingExchange[list[Tensor]]:
@@ -152,11 +145,5 @@ def recompute_residuals(plan: RankPlan, q: Tensor, k: Tensor, v: Tensor, out: Te
     for group in range(plan.call.head_groups):
         block = _start_block(plan, q, k, v, group).wait()
         out_rows, lse_rows = start_rows(plan, group, out, lse.transpose(1, 2)[..., None]).wait()
-        residuals.append(_residuals(block, out_rows, lse_rows[..., 0].transpose(1, 2)))
+        residuals.append(Residuals(*block, out_rows, lse_rows[..., 0].transpose(1, 2)))  # type: ignore[call-arg]
     return residuals
-
-
-def _residuals(block: Sequence[Tensor], out: Tensor, lse: Tensor, gathered: Sequence[Tensor] = ()) -> Residuals:
-    q, k, v = block
-    gathered_k, gathered_v = gathered or (None, None)
-    return Residuals(q, k, v, out, lse, gathered_k, gathered_v)

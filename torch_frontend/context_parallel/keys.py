@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from attn_core.context_parallel.on_torch.tiles import TileRun
 from attn_core.context_parallel.plan import Step
 from torch_frontend.context_parallel import exchange
 from torch_frontend.context_parallel.exchange import KVPair
-from torch_frontend.context_parallel.prepare import RankPlan, TileCall
+from torch_frontend.context_parallel.prepare import RankPlan
 
 Tensor = torch.Tensor
 
@@ -35,7 +36,7 @@ class Keys:
         if plan.call.plan.gathers and not gathered:
             self._pending = exchange.gather(plan.outer, self._padded())
 
-    def blocks(self) -> Iterator[tuple[Step, tuple[TileCall, ...], Sequence[Tensor]]]:
+    def blocks(self) -> Iterator[tuple[Step, tuple[TileRun, ...], Sequence[Tensor]]]:
         """Yields each step, this rank's tiles and its block of keys and values; the next block travels meanwhile.
 
         If the gathered keys are here already, their step comes first, so that its gradients for other ranks leave
@@ -56,7 +57,7 @@ class Keys:
             self.gathered = arrived
         return arrived
 
-    def _ring(self) -> Iterator[tuple[Step, tuple[TileCall, ...], Sequence[Tensor]]]:
+    def _ring(self) -> Iterator[tuple[Step, tuple[TileRun, ...], Sequence[Tensor]]]:
         plan, hops = self._plan, self._plan.call.plan.hops
         pending = KVPair.pack(self._padded()).hop(plan.outer, hops[0])
         for at, (step, tiles) in enumerate(plan.steps):

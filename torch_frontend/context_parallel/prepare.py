@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from attn_core import backends
 from attn_core.context_parallel import places
 from attn_core.context_parallel import request as requests
 from attn_core.context_parallel.call import ContextCall
 from attn_core.context_parallel.cost.choose import Explanation
 from attn_core.context_parallel.on_torch.places import Places
-from attn_core.context_parallel.on_torch.step import RowCoverage, tile_offsets
+from attn_core.context_parallel.on_torch.tiles import RowCoverage, TileRun, build_tile_run
 from attn_core.context_parallel.plan import Step
 from attn_core.context_parallel.request import Request
-from attn_core.context_parallel.tiles import Tile
 from attn_core.selection import Target
 from torch_frontend.context_parallel.agreement import check_agreement
 from torch_frontend.context_parallel.mesh import SINGLE_RANK, RankAxis, find_axis
-from torch_frontend.dispatch.plan import Plan, device_name, on_device
+from torch_frontend.dispatch.plan import device_name, on_device
 
 Tensor = torch.Tensor
-
-
-class TileCall(NamedTuple):
-    """A tile as a call of a backend.
-
-    Attributes:
-        rows, keys: the places of its queries and keys in their blocks.
-        key_sums: the places where its keys' gradients are added up; sums for gathered keys leave out the own block.
-        first: whether no earlier tile has a result for its queries.
-    """
-
-    plan: Plan
-    rows: Places
-    keys: Places
-    key_sums: Places
-    cu_seqlens: tuple[Tensor, Tensor] | None
-    first: bool
 
 
 class RankPlan(NamedTuple):
@@ -48,7 +29,8 @@ class RankPlan(NamedTuple):
 
     Attributes:
         outer, inner: the axes of ranks; ``outer.rank`` is the part of the row that this rank computes.
-        steps: (step, this rank's tiles) of every step of the plan, also of steps in which it has no tiles.
+        steps: (step, this rank's tiles) of every step of the plan, also of steps in which it has no tiles. Gradients of
+            gathered keys are added up without the own block's places.
         q_places, k_places: the places of a part's positions in its ranks' shards, end to end. One object if they are
             equal, so that q, k and v can travel in one message.
         k_size: the places of a block of keys that is sent.
@@ -59,7 +41,7 @@ class RankPlan(NamedTuple):
     call: ContextCall
     outer: RankAxis
     inner: RankAxis
-    steps: tuple[tuple[Step, tuple[TileCall, ...]], ...]
+    steps: tuple[tuple[Step, tuple[TileRun, ...]], ...]
     q_places: Places
     k_places: Places
     k_size: int
@@ -117,7 +99,7 @@ def build_rank_plan(call: ContextCall, outer: RankAxis, inner: RankAxis, device:
         q_places = places.places_of_block(plan.q_layout, plan.q_blocks[part])
         k_places = places.places_of_block(plan.k_layout, plan.k_blocks[part])
         k_size = max(block.count for block in plan.k_blocks)
-    coverage, steps = RowCoverage(len(q_places)), []
+    coverage, wrap, steps = RowCoverage(len(q_places)), partial(on_device, device=device), []
     for step in plan.steps:
         read_index = sum_index = None
         if step.gathered:  # gathered blocks stay in the order of ranks, and tiles index into them
@@ -127,7 +109,7 @@ def build_rank_plan(call: ContextCall, outer: RankAxis, inner: RankAxis, device:
         for tile in step.tiles[part]:
             rows, keys_of_tile = places.places_of_tile(tile)
             read, summed = (keys_of_tile if each is None else each[keys_of_tile] for each in (read_index, sum_index))
-            tiles.append(_tile_call(call, tile, (rows, read, summed), device, first=coverage.add(rows)))
+            tiles.append(build_tile_run(call, tile, (rows, read, summed), device, coverage, wrap))
         steps.append((step, tuple(tiles)))
     of_queries = Places(q_places, device)
     dtypes = (call.accumulator("q", part), call.accumulator("own", part), call.accumulator("sent"))
@@ -137,14 +119,3 @@ def build_rank_plan(call: ContextCall, outer: RankAxis, inner: RankAxis, device:
         *(k_size, coverage.complete),
         *(getattr(torch, dtype) for dtype in dtypes),
     )
-
-
-def _tile_call(
-    call: ContextCall, tile: Tile, indices: tuple[np.ndarray, ...], device: torch.device, *, first: bool
-) -> TileCall:
-    spec, name = call.backend_of(tile)
-    module = backends.load(name, backends.kind_of(device_name(device)))
-    forward, backward = (on_device(function, device) for function in (module.forward, module.backward))
-    plan = Plan(spec, name, forward, backward, False, None, backends.writes_into(module))
-    rows, keys, key_sums = (Places(index, device) for index in indices)
-    return TileCall(plan, rows, keys, key_sums, tile_offsets(spec, tile, device), first)

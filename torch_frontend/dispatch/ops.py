@@ -70,8 +70,8 @@ class PlainOptions(NamedTuple):
         return Options(*values)
 
 
-def _schema() -> str:
-    """Returns the arguments of both ops as torch's schema spells them."""
+def _options_schema() -> str:
+    """Returns the fields of PlainOptions as torch's schema spells them."""
     spelled = {
         bool: "bool",
         str: "str",
@@ -80,8 +80,16 @@ def _schema() -> str:
         float | None: "float?",
         str | None: "str?",
     }
+    return ", ".join(f"{spelled[kind]} {name}" for name, kind in get_type_hints(PlainOptions).items())
+
+
+OPTIONS_SCHEMA = _options_schema()
+
+
+def _schema() -> str:
+    """Returns the arguments of both ops as torch's schema spells them."""
     tensors = [f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" for name in Inputs._fields[:TENSORS]]
-    return ", ".join([*tensors, *(f"{spelled[kind]} {name}" for name, kind in get_type_hints(PlainOptions).items())])
+    return ", ".join([*tensors, OPTIONS_SCHEMA])
 
 
 def join_names(names: tuple[str, ...] | None) -> str | None:

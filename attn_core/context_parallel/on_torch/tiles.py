@@ -1,0 +1,119 @@
+"""One tile as a call of a backend on torch tensors, and the merge of its result into the results of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from attn_core import backends
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Inputs
+from attn_core.context_parallel.call import ContextCall
+from attn_core.context_parallel.on_torch.merge import merge
+from attn_core.context_parallel.on_torch.places import Places
+from attn_core.context_parallel.tiles import Tile
+
+Tensor = Any
+
+
+class TileRun(NamedTuple):
+    """A tile as a call of a backend.
+
+    Attributes:
+        forward, backward: the backend's functions.
+        writes: whether ``forward`` takes buffers for its results.
+        rows, keys: the places of its queries and keys in the operands.
+        key_sums: the places where its keys' gradients are added up.
+        first: whether no earlier tile has a result for its queries.
+    """
+
+    spec: AttentionSpec
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    writes: bool
+    rows: Places
+    keys: Places
+    key_sums: Places
+    cu_seqlens: tuple[Tensor, Tensor] | None
+    first: bool
+
+    def inputs(self, q: Tensor, k: Tensor, v: Tensor) -> Inputs:
+        """Returns the tile's operands; packed operands have no batch axis."""
+        q, k, v = self.rows.take(q), self.keys.take(k), self.keys.take(v)
+        if self.cu_seqlens is None:
+            return Inputs(q, k, v)
+        return Inputs(q[0], k[0], v[0], cu_seqlens_q=self.cu_seqlens[0], cu_seqlens_k=self.cu_seqlens[1])
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *buffers: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Returns (out ``[batch, rows, heads, value_dim]``, lse ``[batch, heads, rows]``)."""
+        out, lse = self.forward(self.spec, self.inputs(q, k, v), *buffers)
+        return (out[None], lse[None]) if self.spec.packed else (out, lse)
+
+
+def build_tile_run(
+    call: ContextCall,
+    tile: Tile,
+    places: tuple[np.ndarray, np.ndarray, np.ndarray],
+    device: Any,
+    coverage: RowCoverage,
+    wrap: Callable[[Any], Any] = lambda function: function,
+) -> TileRun:
+    """Prepares a tile on a torch.device.
+
+    Args:
+        places: of its rows, its keys and its keys' sums.
+        coverage: the rows of the tiles before it; records the tile's rows.
+        wrap: applied to the backend's functions.
+    """
+    spec, name = call.backend_of(tile)
+    module: Any = backends.load(name, device.type)
+    cu_seqlens = None
+    if spec.packed:
+        import torch
+
+        q, k = (torch.tensor(side, dtype=torch.int32, device=device) for side in tile.offsets)
+        cu_seqlens = q, k
+    rows, keys = (Places(index, device) for index in places[:2])
+    key_sums = keys if places[2] is places[1] else Places(places[2], device)
+    forward, backward, writes = wrap(module.forward), wrap(module.backward), backends.writes_into(module)
+    return TileRun(spec, forward, backward, writes, rows, keys, key_sums, cu_seqlens, coverage.add(places[0]))
+
+
+class RowCoverage:
+    """Tracks which rows have a result while tiles run in order.
+
+    Args:
+        rows: the number of rows.
+        before: whether every row has a result already, from an earlier step.
+    """
+
+    def __init__(self, rows: int, *, before: bool = False) -> None:
+        self._touched, self._initialised = np.full(rows, before), np.full(rows, before)
+
+    def add(self, rows: np.ndarray) -> bool:
+        """Records a tile's rows; returns whether no earlier tile had any of them, so that the tile may overwrite."""
+        first = not self._touched[rows].any()
+        self._touched[rows] = True
+        self._initialised[rows] |= first
+        return first
+
+    @property
+    def complete(self) -> bool:
+        """Whether tiles that overwrite their rows cover every row."""
+        return bool(self._initialised.all())
+
+
+def merge_tile(run: TileRun, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Merges a tile's results into its rows of out and lse, in place; overwrites the rows if the tile is ``first``."""
+    rows = run.rows
+    if run.first:
+        rows.put(out, part_out)
+        rows.put(lse, part_lse, 2)
+        return
+    before, before_lse = rows.take(out), rows.take(lse, 2)
+    merge(before, before_lse, part_out, part_lse)
+    if not rows.is_one_range:  # of one range, ``before`` is a view
+        rows.put(out, before)
+        rows.put(lse, before_lse, 2)
