@@ -53,7 +53,7 @@ def run_on_provider(provider: AttentionProvider, call: DispatchCall, kwargs: dic
 
 def run_dense(call: DispatchCall, options: HostOptions, backend: tuple[str, ...] | None) -> Results:
     """Runs rows without documents: ``[batch, heads, q_len, value_dim]``, or fewer axes as in query."""
-    query, key, value, mask, dropout, causal, scale, _ = call
+    query, key, value, mask, causal = *call[:4], call.is_causal
     q_len, kv_len = query.shape[-2], key.shape[-2]
     if causal and torch.compiler.is_compiling():  # no comparison of symbols; attention_kwargs are not compiled
         key, value, mask = cut_keys(smaller(q_len, kv_len), key, value, mask)
@@ -65,24 +65,15 @@ def run_dense(call: DispatchCall, options: HostOptions, backend: tuple[str, ...]
     if missing:  # axes of 1 in front
         query, key, value = (tensor[(None,) * missing] for tensor in (query, key, value))
     added = mask is not None and mask.dtype != torch.bool
-    results = attention(
+    out, lse = _attention_with(call, options, backend)(
         query.transpose(1, 2),  # [batch, heads, len, head_dim] -> [batch, len, heads, head_dim]
         key.transpose(1, 2),
         value.transpose(1, 2),
         causal=causal,
         alignment="bottom_right" if options.anchored else "top_left",
-        window=options.window,
-        softcap=options.softcap,
-        scale=scale,
         mask=None if added else mask,
         bias=mask if added else None,
-        alibi_slopes=options.alibi_slopes,
-        dropout=dropout,
-        deterministic=options.deterministic,
-        backend=backend,
-        return_lse=options.return_lse,
     )
-    out, lse = results if options.return_lse else (results, None)
     out = out.transpose(1, 2)
     return out[(0,) * missing] if missing else out, lse
 
@@ -125,19 +116,18 @@ def _run_documents(
 
 
 def _attention_with(call: DispatchCall, options: HostOptions, names: tuple[str, ...] | None) -> Callable[..., Results]:
-    """Returns ``attention`` with the call's options: (q, k, v, causal=, seq_info=) -> (out, lse or None)."""
+    """Returns ``attention`` with the options that every form of the call shares."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, seq_info: SeqInfo | None) -> Results:
+    def attend(q: Tensor, k: Tensor, v: Tensor, **form: Any) -> Results:
         results = attention(
             q,
             k,
             v,
-            causal=causal,
+            **form,
             window=options.window,
             softcap=options.softcap,
             scale=call.scale,
             alibi_slopes=options.alibi_slopes,
-            seq_info=seq_info,
             dropout=call.dropout_p,
             deterministic=options.deterministic,
             backend=names,
