@@ -140,8 +140,9 @@ def _check_together(query: Array, key: Array, value: Array) -> None:
     if key.shape[3] != query.shape[3]:
         raise ShapeError(f"key: expected the head_dim of query ({query.shape[3]}), got {key.shape[3]}")
     if value.shape[1:3] != key.shape[1:3]:
-        expected, got = list(key.shape[1:3]), list(value.shape[1:3])
-        raise ShapeError(f"value: expected the length and heads of key {expected}, got {got}")
+        raise ShapeError(
+            f"value: expected the length and heads of key {list(key.shape[1:3])}, got {list(value.shape[1:3])}"
+        )
     if kv_heads == 0 or heads % kv_heads:
         raise ShapeError(f"key: expected kv heads that divide the {heads} heads of query, got {kv_heads}")
 

@@ -10,12 +10,12 @@ import jax
 
 from attn_core.selection import override
 
-_traced_under = jax.make_user_context(default_value=None)
+_traced_under = jax.make_user_context(default_value=None)  # part of jit's cache key; its value is never read
 
 
 @contextmanager
 def use_backend(*names: str) -> Iterator[None]:
-    """``attn_core``'s ``use_backend``; inside it, ``jax.jit`` traces functions again even if it has compiled them.
+    """Runs ``attn_core``'s ``use_backend``; in the block, ``jax.jit`` traces functions again even if it compiled them.
 
     JAX keeps such a context per thread, so the asyncio tasks of one thread would see each other's names. Inside a task
     the names therefore apply only to eager calls and to functions that are traced there. A function that was compiled
@@ -29,7 +29,7 @@ def use_backend(*names: str) -> Iterator[None]:
 
 
 def inside_a_task() -> bool:
-    """Whether an asyncio task runs in this thread; other tasks of the thread would see JAX's contexts, too."""
+    """Returns whether an asyncio task runs in this thread; other tasks of the thread would see JAX's contexts, too."""
     try:
         return asyncio.current_task() is not None
     except RuntimeError:  # no event loop runs in this thread

@@ -36,7 +36,7 @@ def attention_qkvpacked(
     return_lse: bool = False,
     dropout_rng: Array | None = None,
 ) -> Any:
-    """``attention`` on q, k and v in one array: torch's kernels read it in place and write one gradient.
+    """Computes ``attention`` of q, k and v in one array; torch's kernels read it in place and write one gradient.
 
     Args:
         qkv: ``[batch, seq, 3, heads, head_dim]``; packed ``[tokens, 3, heads, head_dim]``, alone or as one row
@@ -48,6 +48,7 @@ def attention_qkvpacked(
     check_qkv_as_one(ArrayFacts(tuple(qkv.shape), str(qkv.dtype), ""), seq_info is not None)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     info = SeqInfo.coerce(seq_info)
+    # One array three times for the checks; the primitive gets it once, as ``inputs.q``.
     arrays = (qkv, qkv, qkv, mask, bias, alibi_slopes, sinks)
     inputs, options = gather_arguments(arrays, info, options, dropout_rng, token_axis=-4)
     call = AttentionCall(options, requested_names(backend) or override.requested(), plan.device_name(qkv))

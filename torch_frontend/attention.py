@@ -73,6 +73,7 @@ def attention(
         ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments.
         NoBackendError: if no backend, or not the requested one, can run the call; the message has every reason.
     """
+    # The fast path: q, k and v alone, plain tensors, nothing that observes the call. It costs one cached lookup.
     no_extras = mask is None and bias is None and alibi_slopes is None and sinks is None and seq_info is None
     observed = _is_compiling() or _is_autocast_on() or _is_transformed() or _modes() or forward_ad._current_level >= 0
     plain = type(q) is type(k) is type(v) is Tensor  # the general path handles subclasses
@@ -108,7 +109,7 @@ def attention(
     except (AttributeError, TypeError, RuntimeError) as error:
         if isinstance(error, (SpecError, NoBackendError)):
             raise
-        # An argument cannot be a cache key. The general path accepts it (a list of names, say) or names it in an error.
+        # An argument cannot be a cache key. The general path accepts it (a list of names) or names it in an error.
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
         return attend(*gather_arguments((q, k, v, None, None, None, None), None, options, None), backend)
     try:

@@ -131,7 +131,7 @@ class _Place:
             self.holders.discard(holder)
             if self.holders:
                 return
-            current = getattr(functional, NAME)
+            current = getattr(functional, NAME)  # it may have been replaced again since
             if current is _attention:
                 setattr(functional, NAME, self.before)
             elif was_holding and current not in (_torch_attention, attention_dispatch):

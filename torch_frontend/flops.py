@@ -30,7 +30,7 @@ def _pairs(inputs: Inputs, plain: PlainOptions) -> Any:
 
 
 def _lengths(offsets: Tensor, longest: Any) -> list[Any]:
-    """Returns the lengths of documents; if the offsets have no data, every document has the longest length."""
+    """Returns the lengths of documents; if the offsets have no data (fake tensors), each has the longest length."""
     return offsets.diff().tolist() if _has_values(offsets) else [longest] * (offsets.shape[0] - 1)
 
 

@@ -55,6 +55,7 @@ def attention_qkvpacked(
         tensors = (*qkv.unbind(-3), mask, bias, alibi_slopes, sinks)
         arguments = gather_arguments(tensors, seq_info, options, dropout_rng)
         return empty_rows.finish_results(attend(*arguments, backend), arguments[0], seq_info)
+    # Detached views serve the checks and the plan. QkvAttention takes qkv itself and returns one gradient for it.
     tensors = (*qkv.detach().unbind(-3), mask, bias, alibi_slopes, sinks)
     inputs, options = gather_arguments(tensors, seq_info, options, dropout_rng)
     bias_gradient = bias is not None and bias.requires_grad
@@ -88,7 +89,7 @@ class QkvAttention(torch.autograd.Function):
         if not autograd.is_direct(dout, dlse):
             gradients = autograd.guarded_backward(ctx.plan, inputs, out, lse, dout, dlse)
             return None, torch.stack(gradients[:3], -3), *plan.gradients_in_order(gradients, len(inputs))[3:]
-        dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+        dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)  # the kernel writes dq, dk, dv into views
         places = Gradients(*dqkv.unbind(-3))
         gradients = plan.run_backward(ctx.plan, inputs, out, lse, dout, dlse, into=places)
         for place, gradient in zip(places[:3], gradients[:3], strict=True):

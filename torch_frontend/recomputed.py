@@ -37,7 +37,7 @@ def attention_of_layer(q: Tensor, k: Tensor, v: Tensor, *, trains: bool, **optio
     requested = requested_names(backend) or override.requested()
     bias_gradient = inputs.bias is not None and inputs.bias.requires_grad
     request = (plan.metadata(inputs), call_options, True, bias_gradient, requested)
-    if not _can_run(*request):
+    if not _can_run(*request):  # a requested backend without a backward may still serve a pass without gradients
         request = (*request[:2], False, False, requested)
     call_plan = plan.plan(*request)
     check_offsets(call_plan.spec, inputs)

@@ -70,8 +70,9 @@ def calls_of(name: str, spec: AttentionSpec, device: str) -> list[BridgedCall]:
     return calls
 
 
-def gatherer(operands: tuple[str, ...]) -> Callable[[tuple[Any, ...]], Any]:
+def inputs_builder(operands: tuple[str, ...]) -> Callable[[tuple[Any, ...]], Any]:
     """Returns a function that builds Inputs, or PagedInputs, from a call's values."""
+    # Four functions instead of one with conditions: this runs in every callback, and positions are known here.
     count = len(operands)
     if "block_table" in operands:
 

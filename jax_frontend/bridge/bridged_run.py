@@ -15,7 +15,7 @@ from attn_core.context_parallel.on_torch import step
 from attn_core.context_parallel.on_torch.head_start import head_start
 from attn_core.errors import BridgeError
 from attn_core.paged.tables import check_values
-from jax_frontend.bridge.bridged_call import BridgedCall, BridgedStep, gatherer
+from jax_frontend.bridge.bridged_call import BridgedCall, BridgedStep, inputs_builder
 
 Run = Callable[[tuple[Any, ...]], None]
 """Runs a call on XLA's values: operands, then the buffers of the results, then attributes."""
@@ -41,7 +41,7 @@ def _with_head_start(run_call: Run) -> Run:
 
 def _forward(call: BridgedCall) -> Run:
     module: Any = backends.load(call.backend, backends.kind_of(call.device))
-    spec, count, gather = call.spec, len(call.operands), gatherer(call.operands)
+    spec, count, gather = call.spec, len(call.operands), inputs_builder(call.operands)
     kernel, with_lse, writes = module.forward, call.with_lse, backends.writes_into(module)
     unchecked = spec.paged is not None and call.device == "cpu" and not call.tables_checked
 
@@ -51,7 +51,7 @@ def _forward(call: BridgedCall) -> Run:
         if unchecked:
             _check_tables(spec, inputs)
         out, lse = kernel(spec, inputs, (out_buffer, lse_buffer)) if writes else kernel(spec, inputs)
-        if out is not out_buffer:
+        if out is not out_buffer:  # the backend could not write into XLA's buffer
             out_buffer.copy_(out)
         if with_lse and lse is not lse_buffer:
             values[count + 1].copy_(lse)
@@ -70,11 +70,12 @@ def _check_tables(spec: AttentionSpec, inputs: PagedInputs) -> None:
 def _backward(call: BridgedCall) -> Run:
     module: Any = backends.load(call.backend, backends.kind_of(call.device))
     count, results = len(call.operands), len(call.operands) + len(call.extras)
-    gather, writes, as_one = gatherer(call.operands), backends.writes_into(module), call.operands[0] == "qkv"
+    gather, writes, as_one = inputs_builder(call.operands), backends.writes_into(module), call.operands[0] == "qkv"
     names = call.gradients
 
     def backward(values: tuple[Any, ...]) -> None:
         saved = dict(zip(call.extras, values[count:results], strict=True))
+        # With q, k and v in one array there is one buffer for dq, dk and dv: three views of it serve as buffers.
         first, *rest = values[results : results + len(names) - 2 * as_one]
         qkv = first.unbind(-3) if as_one else (first, *rest[:2])
         buffers = Gradients(**dict(zip(names, (*qkv, *(rest if as_one else rest[2:])), strict=True)))

@@ -96,11 +96,13 @@ def run(program: Any, call: BridgedCall, results: tuple[Any, ...], operands: tup
         # A row that sees no key has softmax weight 0, so its dlse must not count; the kernels do not check for it.
         by_name["dlse"] = jnp.where(by_name["lse"] == -jnp.inf, 0.0, by_name["dlse"])
     like = results[0]
+    # Buffer index -> array. Operands come first; each step adds the buffers that it writes.
     arrays = {at: by_name[buffer.name] for at, buffer in enumerate(program.buffers) if buffer.name in by_name}
     if any(buffer.zeros for buffer in program.buffers):
         arrays |= _zeros(program.buffers, operands[0])
     for step in program.steps:
         types = [_type(program.buffers[at], like) for at in step.writes]
+        # A buffer that a kernel reads and writes is updated in place.
         aliases = {step.reads.index(buffer): at for at, buffer in enumerate(step.writes) if buffer in step.reads}
         launch = jax.ffi.ffi_call(step.target, types, input_output_aliases=aliases)
         arrays |= dict(zip(step.writes, launch(*(arrays[at] for at in step.reads)), strict=True))

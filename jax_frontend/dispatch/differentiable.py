@@ -79,7 +79,7 @@ class Derivative(NamedTuple):
     def transpose(self, *arrays: Any) -> list[Array]:
         """Reverse mode: runs the backend's backward."""
         inputs, out, lse = self._split(arrays)
-        dout, *dlse = arrays[len(self.names) :]
+        dout, *dlse = arrays[len(self.names) :]  # None for a cotangent that is zero
         dout = jnp.zeros_like(out) if dout is None else dout
         if self.call_plan.one_row:
             out, dout = out[0], dout[0]
@@ -107,6 +107,7 @@ def _derivative(call: AttentionCall, primals: tuple[Inputs], tangents: tuple[Inp
     moving = {name: moved for name, moved in _present(tangents[0]).items() if not _is_zero(moved)}
     if "alibi_slopes" in moving:
         raise SpecError("alibi_slopes: expected no gradient, it is not defined here; use jax.lax.stop_gradient")
+    # Planned again, because a backend without a backward may have run the forward if no gradient was needed.
     call_plan, with_lse = _plan(call, inputs, True, "bias" in moving), call.options.return_lse
     out, lse = _run(call_plan, inputs, with_lse=True)
     out = checkpoint_name(out, OUT_NAME)

@@ -22,6 +22,7 @@ def fill_with_sinks(lse: Array, sinks: Array, end: Any = None) -> Array:
         end: the first row that belongs to no document, a number or an array of one; None if all rows belong to one.
             Rows from ``end`` on stay -inf.
     """
+    # Adding to zeros gives the sinks lse's sharding and varying mesh axes, which ``where`` requires.
     sinks = jnp.zeros_like(lse) + jnp.expand_dims(_split_as_heads(sinks, lse), (*range(lse.ndim - 2), lse.ndim - 1))
     alone = (lse == -jnp.inf) & (sinks != -jnp.inf)
     if end is not None:

@@ -50,13 +50,13 @@ def types_like(like: Any, types: Sequence[tuple[tuple[int, ...], Any]]) -> tuple
 
 
 def speaks_jax(call: BridgedCall | Plan) -> bool:
-    """Whether the backend's forward and backward are JAX functions, which JAX can trace and differentiate."""
+    """Returns whether the backend's forward and backward are JAX functions, which JAX can trace and differentiate."""
     module = backends.load(call.backend, backends.kind_of(call.device))
     return module.FRAMEWORK == "jax"
 
 
 def has_lse(plan: Plan) -> bool:
-    """Whether the backend's forward returns the log-sum-exp."""
+    """Returns whether the backend's forward returns the log-sum-exp."""
     module = backends.load(plan.backend, backends.kind_of(plan.device))
     return module.FORWARD.lse
 

@@ -23,7 +23,7 @@ def attach_complete(info: SeqInfo, inputs: Inputs, options: Options, token_axis:
     Args:
         token_axis: the axis of q and k that counts tokens.
     """
-    has_tokens = all(len(array.shape) >= -token_axis for array in (inputs.q, inputs.k))  # if not, the spec is refused
+    has_tokens = all(len(array.shape) >= -token_axis for array in (inputs.q, inputs.k))  # if not, build_spec raises
     full = _complete(info, (inputs.q.shape[token_axis], inputs.k.shape[token_axis])) if has_tokens else info
     queries = _to_array("q", full.cu_seqlens_q)
     keys = queries if full.cu_seqlens_k is full.cu_seqlens_q else _to_array("k", full.cu_seqlens_k)
@@ -48,6 +48,7 @@ def _complete(info: SeqInfo, tokens: tuple[int, int]) -> SeqInfo:
         queries, keys = (np.asarray(offsets) for offsets in both)
         full = trailing_tokens.cover_tail(SeqInfo.unchecked(queries, keys, *longest), tokens)
         return info if full.cu_seqlens_q is queries else full
+    # Traced offsets have no values, so documents for trailing tokens are always appended. They are empty if unneeded.
     tail = trailing_tokens.tail_of(tokens, longest, len(both[0]) - 1)
     if tail is None:
         return info

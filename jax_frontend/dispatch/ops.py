@@ -42,7 +42,8 @@ def forward(plan: Plan, inputs: Any, *, with_lse: bool = True) -> tuple[Any, Any
         tables_checked=plan.tables_checked,
     )
     if plan.spec.empty:
-        out, *lse = partitioning.under_auto_axes(partial(local_call.empty_results, call), MappedCall(call), operands)
+        empty = partial(local_call.empty_results, call)
+        out, *lse = partitioning.run_under_auto_axes(empty, MappedCall(call), operands)
     else:
         out, *lse = _run(forward_p, MappedCall(call, requested=plan.requested), operands)
     return out, lse[0] if with_lse else None
@@ -81,9 +82,10 @@ def _run(primitive: Primitive, whole: MappedCall, operands: Sequence[Any]) -> li
     """
     call = whole.call
     inside = partitioning.partly_manual()
+    # JAX backends stay plain operations in these cases; a bridged call cannot, and has no dropout.
     plain = call.spec.dropout or (inside and local_call.speaks_jax(call))
     run = (whole.run if inside else _jit_operations(whole)) if plain else partial(_bind, primitive, whole)
-    return partitioning.under_auto_axes(run, whole, operands)
+    return partitioning.run_under_auto_axes(run, whole, operands)
 
 
 @lru_cache(maxsize=4096)
@@ -190,11 +192,14 @@ class OperationsDerivative(NamedTuple):
 
 
 def _primitive(name: str) -> Primitive:
+    """Creates a primitive with JAX's rules for running, typing, lowering, differentiating and mapping it."""
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(_run_eagerly)
     primitive.def_abstract_eval(_result_types)
     mlir.register_lowering(primitive, mlir.lower_fun(_run_program, multiple_results=True))
+    # Reverse mode never reaches the primitive: ``differentiable`` gives the forward a derivative of its own. The rule
+    # here serves forward mode and second derivatives.
     ad.primitive_jvps[primitive] = _derivative
     primitive_rules.has_no_transpose(primitive)
     primitive_rules.gives_nan(primitive)

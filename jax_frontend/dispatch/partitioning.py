@@ -51,12 +51,12 @@ def make_partitionable(call: MappedCall, partly_manual: bool) -> Callable[..., l
 
 
 def partly_manual() -> bool:
-    """Whether JAX is tracing inside a ``jax.shard_map`` over some, but not all, axes of a mesh."""
+    """Returns whether JAX is tracing inside a ``jax.shard_map`` over some, but not all, axes of a mesh."""
     types = jax.sharding.get_abstract_mesh().axis_types
     return AxisType.Manual in types and any(kind is not AxisType.Manual for kind in types)
 
 
-def under_auto_axes(run: Callable[..., list[Any]], call: MappedCall, operands: Sequence[Any]) -> list[Any]:
+def run_under_auto_axes(run: Callable[..., list[Any]], call: MappedCall, operands: Sequence[Any]) -> list[Any]:
     """Runs a call. Explicit mesh axes become Auto inside it, and its results get explicit shardings.
 
     Results are split as the call is; a gradient has the sharding of its operand.
@@ -90,15 +90,16 @@ def _shardings(call: MappedCall, mesh: Any, split: Split, names: Sequence[str], 
 
 
 def _partition(call: MappedCall, mesh: Any, operands: Any, results: Any) -> tuple[Any, Any, list[Any], tuple[Any, ...]]:
+    """Returns (mesh, function of one device's operands, result shardings, operand shardings), as XLA expects them."""
     if not all(isinstance(array.sharding, NamedSharding) for array in operands):
         return _keep_whole(call, mesh, operands, results)
     split = split_of(call, mesh, _known_shardings(call, operands, results))
-    run = _outside_any_mesh(partial(_run_part, part_of(call, mesh, split)))
+    run = _without_mesh(partial(_run_part, part_of(call, mesh, split)))
     result_shardings = _shardings(call, mesh, split, result_names(call), results)
     return mesh, run, result_shardings, tuple(_shardings(call, mesh, split, call.names, operands))
 
 
-def _outside_any_mesh(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+def _without_mesh(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     """Runs a device's part without a mesh; JAX would otherwise type its arrays for the mesh that the caller has set."""
 
     def outside(*operands: Any) -> list[Any]:
@@ -125,7 +126,7 @@ def _keep_whole(
                 f'{array.sharding}; let it map over every axis, or use backend="jax_xla"'
             )
     shardings = [[array.sharding for array in arrays] for arrays in (operands, results)]
-    return mesh, _outside_any_mesh(call.run), shardings[1], tuple(shardings[0])
+    return mesh, _without_mesh(call.run), shardings[1], tuple(shardings[0])
 
 
 def _results_sharding(call: MappedCall, mesh: Any, operands: Any, results: Any) -> list[Any]:
@@ -172,7 +173,7 @@ def _run_part(part: Part, *operands: Any) -> list[Any]:
     """Runs the local call on one device's operands, and sums gradients over devices if their axis is split."""
     call = part.whole
     arrays = dict(zip(call.names, operands, strict=True))
-    picked = _own_kv_heads(part) if part.picks_kv_heads else None
+    picked = _kv_heads_read(part) if part.picks_kv_heads else None
     if picked is not None:
         arrays |= {name: jnp.take(arrays[name], picked, axis=-2) for name in ("k", "v")}
     results = dict(zip(result_names(call), part.local.run(*arrays.values()), strict=True))
@@ -180,13 +181,13 @@ def _run_part(part: Part, *operands: Any) -> list[Any]:
         return list(results.values())
     for name, gradient in results.items():
         if picked is not None and name in ("dk", "dv"):
-            results[name] = _sum_over(_among_all_kv_heads(part, gradient, picked), part.split.heads, gradient.dtype)
+            results[name] = _sum_over(_scatter_kv_heads(part, gradient, picked), part.split.heads, gradient.dtype)
         elif name in ("dbias", "dsinks") and (over := _broadcast_axes(part, name)):
             results[name] = _sum_over(gradient, over, gradient.dtype)
     return list(results.values())
 
 
-def _own_kv_heads(part: Part) -> Any:
+def _kv_heads_read(part: Part) -> Any:
     """Returns the kv heads that a device's query heads read: int32 ``[num_kv_heads of the local call]``."""
     local = part.local.call.spec
     first = jax.lax.axis_index(part.split.heads) * local.num_heads
@@ -194,7 +195,7 @@ def _own_kv_heads(part: Part) -> Any:
     return read_by // part.whole.call.spec.group_size
 
 
-def _among_all_kv_heads(part: Part, gradient: Any, picked: Any) -> Any:
+def _scatter_kv_heads(part: Part, gradient: Any, picked: Any) -> Any:
     """Scatters ``[..., local kv heads, channels]`` into ``[..., kv heads, channels]``; the other heads are 0."""
     wide = (*gradient.shape[:-2], part.whole.call.spec.num_kv_heads, gradient.shape[-1])
     return jnp.zeros(wide, _sum_dtype(gradient)).at[..., picked, :].add(gradient.astype(_sum_dtype(gradient)))
@@ -210,6 +211,7 @@ def _broadcast_axes(part: Part, name: str) -> tuple[str, ...]:
 
 
 def _sum_over(gradient: Any, over: tuple[str, ...], dtype: Any) -> Any:
+    """Sums over the devices of mesh axes in float32, because a sum of bfloat16 values would be rounded at each step."""
     return jax.lax.psum(gradient.astype(_sum_dtype(gradient)), over).astype(dtype)
 
 

@@ -104,6 +104,7 @@ def device_index(array: Any) -> int:
 def _device(array: Any) -> Any:
     if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
         return next(iter(array.devices()))
+    # A traced array has no device yet. ``platforms`` corrects the guess if the program is lowered for another one.
     device = jax.config.jax_default_device or jax.devices()[0]  # type: ignore[attr-defined]
     return jax.devices(device)[0] if isinstance(device, str) else device
 

@@ -55,8 +55,8 @@ def _xla_function(call: BridgedCall, requested: Names, platform: str) -> Callabl
     """
     if requested is not None and "jax_xla" not in requested:
         raise SpecError(
-            f"backend={', '.join(requested)!r}: expected a program for {call.device}, where its kernels are, got one "
-            f'for the platform {platform!r}; backend=None and backend="jax_xla" run on every platform'
+            f"backend={', '.join(requested)!r}: expected a program for {call.device}, because its kernels run there "
+            f'only, got one for the platform {platform!r}; backend=None and backend="jax_xla" run on every platform'
         )
     reasons = refusals("jax_xla", call.spec, Target("jax", "cpu"))
     if reasons:

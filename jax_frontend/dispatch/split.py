@@ -96,6 +96,7 @@ def split_of(call: MappedCall, mesh: Any, known: Known) -> Split:
     """
     spec, taken = call.call.spec, set[str]()
 
+    # Each mesh axis can split one axis of the call only, so axes used earlier are no longer free.
     def first(axis: str, size: int) -> tuple[str, ...]:
         free = ([name for name in entry if name not in taken] for entry in _entries(call, known, axis))
         candidates = (_dividing(names, size, mesh) for names in free)
@@ -117,6 +118,7 @@ def part_of(call: MappedCall, mesh: Any, split: Split) -> Part:
     """
     sizes = tuple(size // shards(mesh, over) for size, over in zip(call.sizes, split.mapped, strict=True))
     local = call._replace(call=call.call._replace(spec=_local_spec(call.call.spec, mesh, split)), sizes=sizes)
+    # A part has fewer heads and rows, so another rule of the backend may refuse it (a group that becomes uneven).
     reasons = local.refusals()
     if reasons:
         raise SpecError(

@@ -37,22 +37,22 @@ class Linear(Protocol):
 class MappedDerivative(NamedTuple):
     """A derivative under vmap. Tangents have the mapped axis in front; a residual has it if its entry of axes is 0."""
 
-    each: Linear
+    element: Linear
     axes: tuple[int | None, ...]
     size: int
 
     @property
     def results(self) -> tuple[int, ...]:
         """The indices of one element's derivative."""
-        return self.each.results
+        return self.element.results
 
     def tangent(self, *arrays: Any) -> Sequence[Any]:
         """Maps the tangent over the elements."""
-        return self._map(self.each.tangent, arrays)
+        return self._map(self.element.tangent, arrays)
 
     def transpose(self, *arrays: Any) -> Sequence[Any]:
         """Maps the transpose over the elements."""
-        return self._map(self.each.transpose, arrays)
+        return self._map(self.element.transpose, arrays)
 
     def _map(self, function: Any, arrays: tuple[Any, ...]) -> Any:
         rest = (None if array is None else 0 for array in arrays[len(self.axes) :])
@@ -99,7 +99,7 @@ def _batch(
     for at in {*linear.results, *range(count, len(front))}:
         if not mapped[at]:
             front[at], mapped[at] = _broadcast(front[at], size, front[mapped.index(True)]), True
-    derivative = MappedDerivative(linear, tuple(0 if was else None for was in mapped[:count]), size)
+    derivative = MappedDerivative(linear, tuple(0 if is_mapped else None for is_mapped in mapped[:count]), size)
     results = bind(derivative, front[:count], front[count:])
     return results, [0] * len(results)
 

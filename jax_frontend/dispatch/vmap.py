@@ -78,7 +78,7 @@ class MappedCall(NamedTuple):
         return self._replace(sizes=(size, *self.sizes), mapped=(tuple(mapped), *self.mapped))
 
     def foldable(self) -> bool:
-        """Whether a larger batch means the same, and the backend can run it. If not, elements run separately.
+        """Returns whether a larger batch gives the same result and the backend can run it. Else elements run alone.
 
         Documents, sinks and dropout's random words have no batch axis to fold into. Gradients of sinks and of a bias
         belong to one mapped element each, and a larger batch would sum them.
@@ -105,13 +105,13 @@ class MappedCall(NamedTuple):
         """Runs each element as its own call: a JAX backend under ``jax.vmap``, kernels one after another."""
         one, mapped = self.inner, self.mapped[0]
         if local_call.speaks_jax(self.call):
-            return list(jax.vmap(one.run, [0 if was else None for was in mapped])(*operands))
+            return list(jax.vmap(one.run, [0 if moves else None for moves in mapped])(*operands))
 
         def run(rows: list[Any]) -> list[Any]:
             moving = iter(rows)
-            return one.run(*(next(moving) if was else fixed for fixed, was in zip(operands, mapped, strict=True)))
+            return one.run(*(next(moving) if moves else fixed for fixed, moves in zip(operands, mapped, strict=True)))
 
-        return list(jax.lax.map(run, [array for array, was in zip(operands, mapped, strict=True) if was]))
+        return list(jax.lax.map(run, [array for array, moves in zip(operands, mapped, strict=True) if moves]))
 
     def _fold(self, at: int, array: Any) -> Any:
         """Returns an operand with its mapped axes folded into its batch axis; unchanged, if all batch rows share it."""
@@ -121,6 +121,7 @@ class MappedCall(NamedTuple):
             rest = (1, *rest)
         if name == "sinks" or (name not in _BATCH_FIRST and not has and (rest[0] == 1 or len(rest) == 1)):
             return array
+        # An operand lacks the axes along which it was not mapped. Insert them with size 1, then broadcast.
         lead = tuple(size if axis in has else 1 for axis, size in enumerate(self.sizes))
         wide = jnp.broadcast_to(array.reshape(*lead, *rest), (*self.sizes, batch, *rest[1:]))
         return wide.reshape(-1, *rest[1:])  # [*mapped, batch, ...] -> [mapped * batch, ...]
@@ -133,7 +134,7 @@ Bind = Callable[..., list[Any]]
 def batch_call(
     bind: Bind, operands: Sequence[Any], axes: Sequence[int | None], *, call: MappedCall, **_: Any
 ) -> tuple[list[Any], list[int]]:
-    """The vmap rule of the primitives in ``ops``."""
+    """Applies the vmap rule of the primitives in ``ops``: binds the primitive again, with one more mapped axis."""
     size, front, mapped = mapped_first(operands, axes)
     results = bind(call.with_mapped_axis(size, mapped), *front) if size else _no_results(call, front, mapped)
     return results, [0] * len(results)
@@ -148,6 +149,6 @@ def mapped_first(arrays: Sequence[Any], axes: Sequence[int | None]) -> tuple[int
 
 def _no_results(call: MappedCall, front: list[Any], mapped: list[bool]) -> list[Any]:
     """Returns the results of a vmap over 0 elements: arrays with a leading axis of size 0."""
-    one = [jax.ShapeDtypeStruct(array.shape[was:], array.dtype) for array, was in zip(front, mapped, strict=True)]
+    one = [jax.ShapeDtypeStruct(array.shape[moves:], array.dtype) for array, moves in zip(front, mapped, strict=True)]
     empty = (jnp.zeros((0, *shape.shape), shape.dtype) for shape in jax.eval_shape(call.run, *one))
     return [local_call.varying_as(front, array) for array in empty]

@@ -87,7 +87,7 @@ def attend(
     )
     keys = queries if context is None else context[None] if x.ndim == 2 else context
     q, k, v = projections.query(queries), projections.key(keys), projections.value(keys)
-    dtype = jnp.result_type(q, k, v)
+    dtype = jnp.result_type(q, k, v)  # rotary may return float32; all three go back to one dtype
     if layer.rotary is not None:
         if positions is None and context_layers.is_context_parallel(layer):
             positions = context_layers.position_ids(layer, seq_info, q.shape[1])

@@ -138,7 +138,7 @@ def append_kv(
         {n: None if a is None else ArrayFacts(a.shape, str(a.dtype), device) for n, a in everything.items()}
     )
     _check_values(None, k.shape[0], k_pages.shape, block_table, seq_lens, cu_seqlens_q, writes=True)
-    arrays: list[Any] = [_own(array) for array in everything.values()]
+    arrays: list[Any] = [_copy_numpy(array) for array in everything.values()]
     # Under the caller's jit the donation is the caller's choice, so only an eager call donates the pool here.
     traced = any(isinstance(array, jax.core.Tracer) for array in arrays)
     return (_append if traced else _append_donated)(*arrays)  # type: ignore[no-any-return]
@@ -149,7 +149,7 @@ def _append(k_pages: Array, v_pages: Array, k: Array, v: Array, table: Array, le
     if k.shape[0] == 0 or table.shape[1] == 0:
         return k_pages, v_pages
     token = jnp.arange(k.shape[0], dtype=jnp.int32)
-    ends = token + 1 if cu is None else cu[1:]
+    ends = token + 1 if cu is None else cu[1:]  # where each sequence's new tokens end
     sequence = document_numbers(ends, k.shape[0])
     owned, sequence = sequence < batch, jnp.minimum(sequence, batch - 1)
     position = lengths[sequence] - (ends[sequence] - token)
@@ -201,10 +201,10 @@ def _check_kinds(block_table: Any, seq_lens: Any, cu: Any, shapes_only: bool = F
 
 
 def _as_arrays(inputs: PagedInputs) -> PagedInputs:
-    return PagedInputs(*(_own(array) for array in inputs))
+    return PagedInputs(*(_copy_numpy(array) for array in inputs))
 
 
-def _own(array: Any) -> Any:
+def _copy_numpy(array: Any) -> Any:
     """Copies a numpy array; without the copy JAX may share its memory, and the caller may write to it too early."""
     return jnp.array(array) if isinstance(array, np.ndarray) else array
 

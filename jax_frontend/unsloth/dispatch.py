@@ -1,4 +1,4 @@
-"""Unsloth's ``run_attention`` for JAX arrays, with one meaning on every backend (see attn_core.dropins.unsloth)."""
+"""Unsloth's ``run_attention`` for JAX arrays: the same result on every backend (see attn_core.dropins.unsloth)."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ def attend(q: Array, k: Array, v: Array, request: UnslothRequest, context: Atten
     options |= {"deterministic": request.deterministic, "backend": backend, "return_lse": True}
     own, own_lse = attention(*rows, causal=True, seq_info=shared.own, **options)
     prefix, prefix_lse = attention(*rows, seq_info=shared.prefix, **options)
+    # Two softmaxes merge with the weights exp(lse) / sum of both, which is a sigmoid of the difference.
     share = jax.nn.sigmoid(prefix_lse - own_lse).mT[..., None]  # [bsz * len, heads, 1]; 0 where no prefix is seen
     first, second = own.astype(share.dtype), prefix.astype(share.dtype)
     joined = (first + share * (second - first)).astype(own.dtype)

@@ -41,8 +41,8 @@ def test_planted_a_sum_over_devices_left_out(auto_mesh, planted):
 
 
 def test_planted_the_kv_heads_of_another_device(auto_mesh, planted):
-    own = partitioning._own_kv_heads
-    planted.setattr(partitioning, "_own_kv_heads", lambda part: own(part)[::-1] * 0)
+    own = partitioning._kv_heads_read
+    planted.setattr(partitioning, "_kv_heads_read", lambda part: own(part)[::-1] * 0)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         check_split(auto_mesh, partial(attention, backend="math"), qkv(6, 3), (P(None, None, "model"), P(), P()))
 

@@ -25,7 +25,7 @@ class AttentionFunction(torch.autograd.Function):
             out, lse = run_forward(plan, Inputs(*tensors))
         ctx.plan = plan
         ctx.save_for_backward(*tensors, out, lse)
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # None for an unused result's gradient, so the kernel can skip dlse
         return (out, lse) if plan.spec.return_lse else out
 
     @staticmethod

@@ -27,6 +27,7 @@ def finish_results(results: Any, inputs: Inputs, seq_info: Any) -> Any:
     if inputs.sinks is None or not isinstance(results, tuple):
         return results
     info = SeqInfo.coerce(seq_info)
+    # The offsets may have documents for trailing tokens at the end; those rows keep -inf.
     end = None if info is None else inputs.cu_seqlens_q[info.cu_seqlens_q.shape[0] - 1]
     return results[0], fill_with_sinks(results[1], inputs.sinks, end)
 

@@ -98,9 +98,8 @@ def as_causal(mask: Any, is_causal: bool, query: Tensor) -> tuple[Any, bool]:
         raise ValueError("attn_mask: expected no CausalBias together with is_causal=True, both define the causal mask")
     if mask.variant.name == "UPPER_LEFT" or mask.seq_len_q == mask.seq_len_kv:
         return None, True
-    return mask._materialize(query.device)[
-        (None,) * (query.dim() - 2)
-    ], False  # a mask with two axes could be read as a key mask
+    # Four axes, because a mask with two could be read as a mask of keys.
+    return mask._materialize(query.device)[(None,) * (query.dim() - 2)], False
 
 
 def torch_attention(*call: Any, **options: Any) -> Any:

@@ -41,6 +41,7 @@ def traced(inputs: Inputs, plain: PlainOptions) -> tuple[Tensor, Tensor]:
 
 def _in_graph(*call: Any) -> tuple[Tensor, Tensor]:
     inputs, plain = from_call(call)
+    # A transform's gradient is invisible in requires_grad of the innermost tensor, so look through all levels.
     recorded = torch.is_grad_enabled()
     bias = recorded and inputs.bias is not None and _needs_gradient(inputs.bias)
     sinks = inputs.sinks is not None and _needs_gradient(inputs.sinks)

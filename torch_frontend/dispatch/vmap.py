@@ -103,4 +103,4 @@ def _fold_table(size: int, batch: int, part: Any, dim: int | None, axes: int) ->
 
 
 def _mapped_first(size: int, part: Tensor, dim: int | None) -> Tensor:
-    return part.expand(size, *part.shape) if dim is None else part.movedim(dim, 0)
+    return part.expand(size, *part.shape) if dim is None else part.movedim(dim, 0)  # expand: a view, no copy

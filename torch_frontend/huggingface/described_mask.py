@@ -96,14 +96,14 @@ class DescribedMask:
         return ~self.build()
 
 
-def _through_dense(name: str) -> Callable[[DescribedMask, Any], Any]:
+def _operator_on_dense(name: str) -> Callable[[DescribedMask, Any], Any]:
     def operator(self: DescribedMask, other: Any) -> Any:
         return getattr(self.build(), name)(other.build() if isinstance(other, DescribedMask) else other)
 
     return operator
 
 
-def _raising(name: str) -> Callable[[DescribedMask, Any], Any]:
+def _refusing_operator(name: str) -> Callable[[DescribedMask, Any], Any]:
     def operator(self: DescribedMask, other: Any) -> Any:
         _refuse_arithmetic(name)
 
@@ -122,6 +122,6 @@ _ARITHMETIC = {f"{prefix}{name}" for name in ("add", "sub", "mul", "div", "trued
 _ARITHMETIC |= {"subtract", "multiply", "divide", "true_divide"}
 
 for _name in ("and", "or", "xor", "rand", "ror", "rxor"):
-    setattr(DescribedMask, f"__{_name}__", _through_dense(f"__{_name}__"))
+    setattr(DescribedMask, f"__{_name}__", _operator_on_dense(f"__{_name}__"))
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"):
-    setattr(DescribedMask, f"__{_name}__", _raising(f"__{_name}__"))
+    setattr(DescribedMask, f"__{_name}__", _refusing_operator(f"__{_name}__"))

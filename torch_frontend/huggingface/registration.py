@@ -78,6 +78,7 @@ def register() -> None:
         AttentionMaskInterface.register(name, masks.mask)
     for method in _WRAPPED_METHODS:
         current = getattr(PreTrainedModel, method)
+        # Another library may have wrapped our wrapper, so look through all of them before adding one.
         if not any(map(_is_ours, _unwrap(current))):
             setattr(PreTrainedModel, method, _wrapper(current))
 

@@ -49,7 +49,7 @@ def _append_on_cpu(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any,
     tables = block_table.numpy(), seq_lens.numpy(), cu.numpy()
     check_values(None, k.shape[0], k_pages, *tables, writes=True)
     slots = slots_of(*tables, k_pages.shape[1])
-    check_slots(slots)
+    check_slots(slots)  # an index assignment with a repeated slot would write either token, without an error
     page, offset = (torch.from_numpy(part) for part in np.divmod(slots, k_pages.shape[1]))
     k_pages[page, offset] = k.detach()[: len(slots)]  # tokens behind the last offset belong to no sequence
     v_pages[page, offset] = v.detach()[: len(slots)]

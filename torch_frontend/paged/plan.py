@@ -69,9 +69,8 @@ def options_of(
         return arguments.checked_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
 
 
-_checked = lru_cache(maxsize=1024, typed=True)(
-    arguments.checked_options
-)  # typed, so that True and 1.0 do not hit the entry of 1
+# typed, so that True and 1.0 do not hit the entry of 1
+_checked = lru_cache(maxsize=1024, typed=True)(arguments.checked_options)
 
 
 def gather_arguments(
