@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from attn_core.call.options import Options, checked, requested_names
+from attn_core.call.options import Options, check_options, requested_names
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
@@ -139,7 +139,7 @@ def gather_arguments(
     token_axis: int = -3,
 ) -> tuple[Inputs, Options]:
     """Returns a call's arguments, each checked by itself. With ``shapes_only`` they need no values."""
-    inputs, options = plan.checked_arrays(arrays, shapes_only=shapes_only), checked(options)
+    inputs, options = plan.check_arrays(arrays, shapes_only=shapes_only), check_options(options)
     if info is not None:
         inputs, options = offsets.attach_complete(info, inputs, options, token_axis)
     if options.dropout:

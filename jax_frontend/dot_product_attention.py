@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from attn_core.call.options import flag, number, requested_names
+from attn_core.call.options import check_flag, check_number, requested_names
 from attn_core.call.seq_info import is_host_int
 from attn_core.call.spec import DTYPES
 from attn_core.errors import DTypeError, ShapeError, SpecError
@@ -89,14 +89,14 @@ def dot_product_attention(
         query,
         key,
         value,
-        causal=flag("is_causal", is_causal),
+        causal=check_flag("is_causal", is_causal),
         alignment="top_left",
         window=_window(local_window_size),
-        scale=number("scale", scale),
+        scale=check_number("scale", scale),
         mask=_visible(None if mask is None else _array("mask", mask), keys_inside, scores),
         bias=None if bias is None else _array("bias", bias),
         backend=_requested(implementation, backend),
-        return_lse=flag("return_residual", return_residual),
+        return_lse=check_flag("return_residual", return_residual),
     )
     out, lse = results if return_residual else (results, None)
     if queries_inside is not None:
@@ -126,7 +126,7 @@ def _with_batch(name: str, array: Array) -> Array:
 def _check_together(query: Array, key: Array, value: Array) -> None:
     """Checks that query, key and value fit each other; the errors use the argument names of jax.nn."""
     if str(query.dtype) not in DTYPES:
-        raise DTypeError(f"query: expected a dtype out of {', '.join(DTYPES)}, got {query.dtype}; cast it")
+        raise DTypeError(f"query: expected one of {', '.join(DTYPES)}, got {query.dtype}; cast it")
     heads, kv_heads = query.shape[2], key.shape[2]
     for name, array in (("key", key), ("value", value)):
         if array.dtype != query.dtype:

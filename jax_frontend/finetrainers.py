@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.call.options import flag
+from attn_core.call.options import check_flag
 from attn_core.call.seq_info import SeqInfo
 from attn_core.dropins import finetrainers
 from attn_core.dropins.finetrainers import FLASH_VARLEN, KERNELS, NATIVE, VARLEN, AttentionProvider
@@ -119,7 +119,7 @@ def attention_dispatch(
         SpecError and its subclasses: for arguments that are invalid, or invalid on this provider.
         NoBackendError: if no backend, or not the provider's kernel, can run the call, with every reason.
     """
-    flag("enable_gqa", enable_gqa)
+    check_flag("enable_gqa", enable_gqa)
     provider = finetrainers.stated_provider() or finetrainers.default_provider()
     for name, array in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
         if array is not None or name != "attn_mask":

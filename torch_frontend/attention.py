@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from attn_core.call.options import Options, checked, checked_in_trace, is_plain_window, requested_names
+from attn_core.call.options import Options, check_options, check_traced_options, is_plain_window, requested_names
 from attn_core.call.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
@@ -176,7 +176,7 @@ def gather_arguments(
     q, k, v, mask, bias, alibi_slopes, sinks = tensors
     q, k, v, bias = autocast.in_autocast(q, k, v, bias)
     plan.check_gradient_free("alibi_slopes", alibi_slopes)
-    options = checked_in_trace(options) if torch.compiler.is_compiling() else checked(options)
+    options = check_traced_options(options) if torch.compiler.is_compiling() else check_options(options)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise SpecError(f"dropout_rng: expected a torch.Generator, or None for torch's own, got {type(generator)}")
     info = SeqInfo.coerce(seq_info)

@@ -13,7 +13,7 @@ from attn_core.call.tensors import Gradients, Inputs
 class Backend(Protocol):
     """The members of a backend module, in this order.
 
-    FRAMEWORK: ``"torch"`` or ``"jax"``: whose tensors forward and backward take.
+    FRAMEWORK: ``"torch"`` or ``"jax"``, the framework of the tensors that forward and backward take.
     REQUIRES: the upstream packages with their ranges, for people.
     FORWARD, BACKWARD: its claims; BACKWARD is None if there is no gradient.
 

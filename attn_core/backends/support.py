@@ -113,7 +113,7 @@ def unmet_claims(support: Support, spec: AttentionSpec, device: str) -> tuple[st
     reasons = [] if runs else [f"device {device}: {support.kernel} needs {' or '.join(support.devices)}"]
     for field in spec.__dataclass_fields__.values():  # dataclasses.fields would build a tuple on every call
         value, check = getattr(spec, field.name), CHECKS.get(field.name)
-        # Most fields of most calls have their default. Only the alignment's default asks for something.
+        # Most fields of most calls have their default, which requires nothing. Only the default alignment does.
         if value == field.default and check is not _alignment:
             continue
         reason = check(support, spec) if check else f"{field.name}={value!r}: no backend has claimed it"

@@ -1,7 +1,7 @@
 """Checks the arguments of a call for both frontends and builds the spec.
 
-The frontends describe each tensor as ``ArrayFacts`` (shape, dtype, device: metadata only) and pass the options as the
-caller wrote them. All errors in arguments are raised here, before any kernel runs.
+The frontends describe each tensor as ``ArrayFacts`` (shape, dtype and device, no values) and pass checked options. The
+checks need only metadata, so they run while a compiler traces, and before any kernel runs.
 """
 
 from __future__ import annotations
@@ -38,19 +38,22 @@ class Arrays(NamedTuple):
 
 
 def check_qkv_as_one(facts: ArrayFacts, packed: bool) -> None:
-    """Raises ShapeError or DTypeError for a ``qkv`` that does not hold q, k and v of one call on its third last axis.
+    """Checks the ``qkv`` of ``attention_qkvpacked``, which has q, k and v on its third last axis.
 
     Args:
-        packed: whether there are documents: then ``[tokens, 3, heads, head_dim]`` or one row of it.
+        packed: whether the call has packed documents: then ``[tokens, 3, heads, head_dim]``, or one row of it.
+
+    Raises:
+        ShapeError, DTypeError: naming ``qkv``.
     """
     shape, expected = facts.shape, "[batch, seq, 3, heads, head_dim]"
     if packed:
         expected = "packed [tokens, 3, heads, head_dim], or [1, tokens, 3, heads, head_dim]"
-    right_rank = len(shape) in (4, 5) if packed else len(shape) == 5
-    if not right_rank or shape[-3] != 3 or (packed and len(shape) == 5 and shape[0] != 1):
+    fits = len(shape) in (4, 5) if packed else len(shape) == 5
+    if not fits or shape[-3] != 3 or (packed and len(shape) == 5 and shape[0] != 1):
         raise ShapeError(f"qkv: expected shape {expected}, got {list(shape)}")
     if facts.dtype not in DTYPES:
-        raise DTypeError(f"qkv: expected one of {', '.join(DTYPES)}, got {facts.dtype}")
+        raise DTypeError(f"qkv: expected one of {', '.join(DTYPES)}, got {facts.dtype}; cast it")
 
 
 def build_spec(
@@ -59,7 +62,7 @@ def build_spec(
     """Builds the spec of a call.
 
     Args:
-        options: with the window as a pair (``options.checked``); the spec checks every option again.
+        options: with the window as a pair (``options.check_options``); the spec checks every option again.
 
     Raises:
         ShapeError, DTypeError, DeviceError, SpecError: naming argument, value, what was expected and the remedy.
@@ -113,7 +116,7 @@ def _check_devices(arrays: Arrays) -> None:
 def _check_dtypes(arrays: Arrays) -> None:
     named = {name: facts.dtype for name, facts in zip(Arrays._fields, arrays, strict=True) if facts is not None}
     if named["q"] not in DTYPES:
-        raise DTypeError(f"q: expected a dtype out of {', '.join(DTYPES)}, got {named['q']}; cast q, k and v to one")
+        raise DTypeError(f"q: expected one of {', '.join(DTYPES)}, got {named['q']}; cast q, k and v to one of them")
     for name in ("k", "v"):
         if named[name] != named["q"]:
             raise DTypeError(
@@ -122,12 +125,12 @@ def _check_dtypes(arrays: Arrays) -> None:
     if named.get("mask", "bool") != "bool":
         raise DTypeError(
             f"mask: expected dtype bool (True = visible), got {named['mask']}; "
-            "an additive mask is bias=, a 0/1 mask becomes one by mask != 0"
+            "pass an additive mask as bias=, and a 0/1 mask as mask != 0"
         )
     for name in ("bias", "alibi_slopes", "sinks"):
         if named.get(name, "float32") not in DTYPES:
-            hint = "; a boolean mask is mask=" if name == "bias" else "; cast it"
-            raise DTypeError(f"{name}: expected a dtype out of {', '.join(DTYPES)}, got {named[name]}{hint}")
+            hint = "; pass a boolean mask as mask=" if name == "bias" else "; cast it"
+            raise DTypeError(f"{name}: expected one of {', '.join(DTYPES)}, got {named[name]}{hint}")
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         if named.get(name, "int32") != "int32":
             raise DTypeError(f"seq_info.{name}: expected dtype int32, got {named[name]}; cast it to int32")
@@ -146,7 +149,7 @@ def _rows(arrays: Arrays, packed: bool) -> list[tuple[int, ...]]:
         if packed and (len(shape) != rank or rank not in (3, 4)):
             raise ShapeError(
                 f"{name}: expected [tokens, heads, head_dim] or [1, tokens, heads, head_dim] with seq_info, the same "
-                f"rank for q, k and v; got {list(shape)} beside q {list(arrays.q.shape)}"
+                f"rank for q, k and v; got {list(shape)} and q {list(arrays.q.shape)}"
             )
         if packed and rank == 4 and shape[0] != 1:
             raise ShapeError(
@@ -160,28 +163,30 @@ def _check_qkv(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> No
     for name, shape in (("q", q), ("k", k), ("v", v)):
         if not (is_number(shape[2]) and is_number(shape[3])):
             raise ShapeError(
-                f"{name}: expected heads and channels that are numbers, got shape {_spoken(shape)}; only the batch, "
-                "lengths and the number of documents may be symbolic"
+                f"{name}: expected numbers of heads and channels, got shape {_text_of(shape)}; only the batch, lengths "
+                "and the number of documents may be symbolic"
             )
         if shape[2] < 1 or shape[3] < 1:
             raise ShapeError(f"{name}: expected at least one head and one channel, got shape {list(shape)}")
     for name, shape in (("k", k), ("v", v)):
         if shape[0] != q[0]:
             raise ShapeError(
-                f"{name}: expected the batch of q ({q[0]}), got {shape[0]}; nothing is broadcast, expand it"
+                f"{name}: expected the batch of q ({q[0]}), got {shape[0]}; expand {name}, as it does not broadcast"
             )
     if k[3] != q[3]:
-        raise ShapeError(f"k: expected the head_dim of q ({q[3]}), got {k[3]}; a score is their dot product")
+        raise ShapeError(f"k: expected the head_dim of q ({q[3]}), got {k[3]}, because a score is their dot product")
     for axis, what in ((1, "length"), (2, "heads")):
         if v[axis] != k[axis]:
-            raise ShapeError(f"v: expected the {what} of k ({k[axis]}), got {v[axis]}; k and v are one set of keys")
+            raise ShapeError(f"v: expected the {what} of k ({k[axis]}), got {v[axis]}; each key has one value")
 
 
-def _spoken(shape: tuple[int, ...]) -> str:
+def _text_of(shape: tuple[int, ...]) -> str:
+    """Returns a shape as text; a symbol prints as its name, not as its repr."""
     return f"[{', '.join(map(str, shape))}]"
 
 
 def _documents(arrays: Arrays, options: Options) -> int | None:
+    """Returns the number of packed documents, or None. Checks the shapes of the offsets and the longest documents."""
     if arrays.cu_seqlens_q is None or arrays.cu_seqlens_k is None:
         return None
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
@@ -201,8 +206,8 @@ def _documents(arrays: Arrays, options: Options) -> int | None:
         sizes_known = is_number(tokens) and is_number(count_q)
         if longest is not None and sizes_known and tokens > count_q * longest:  # known without reading the offsets
             raise SpecError(
-                f"seq_info.max_len_{side}={longest}: expected at least the longest document, and a document for every "
-                f"token; {count_q} of at most {longest} tokens cannot hold the {tokens} of {side}"
+                f"seq_info.max_len_{side}={longest}: expected at least the longest document; {count_q} documents of at "
+                f"most {longest} tokens cannot have the {tokens} tokens of {side}"
             )
     return count_q
 

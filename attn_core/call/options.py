@@ -1,4 +1,4 @@
-"""The options of a call as the caller writes them, and the one place that checks them."""
+"""The options of a call as the caller writes them, and their checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Alignment = Literal["bottom_right", "top_left"]
 
 
 class Options(NamedTuple):
-    """The options of a call as the caller wrote them; the keywords of ``attention`` by the same names."""
+    """The options of a call: the keyword arguments of ``attention`` that are not tensors, under the same names."""
 
     causal: bool = False
     alignment: str = "bottom_right"
@@ -27,45 +27,45 @@ class Options(NamedTuple):
     return_lse: bool = False
 
 
-def checked(options: Options) -> Options:
-    """Returns the options with every type and value checked; the window is then a pair, and the numbers Python floats.
+def check_options(options: Options) -> Options:
+    """Returns the options after checking each type and value. The window becomes a pair, and numbers become floats.
 
-    A call's entry checks its options, because they become the key of a cache. A spec checks its own with this function,
-    because anyone may build one. Functions between the two trust their options.
+    The public functions call it, because options become the key of a cache, in which 1 and True would be equal. A spec
+    calls it for its own fields, because anyone may build a spec. Functions between the two trust their options.
 
     Raises:
         SpecError: naming the option, its value and what was expected.
     """
-    flag("causal", options.causal)
-    flag("deterministic", options.deterministic)
-    flag("return_lse", options.return_lse)
+    check_flag("causal", options.causal)
+    check_flag("deterministic", options.deterministic)
+    check_flag("return_lse", options.return_lse)
     if not isinstance(options.alignment, str) or options.alignment not in get_args(Alignment):
         raise SpecError(f"alignment={options.alignment!r}: expected one of {', '.join(get_args(Alignment))}")
     softcap = _positive("softcap", options.softcap, "None switches it off")
     scale = _positive("scale", options.scale, "None gives 1/sqrt(head_dim)")
-    dropout = number("dropout", options.dropout) or 0.0
+    dropout = check_number("dropout", options.dropout) or 0.0
     if not 0 <= dropout < 1:
         raise SpecError(f"dropout={options.dropout}: expected a probability in [0, 1); 0 switches it off")
     window = normalise_window(options.window, options.causal)
     return options._replace(window=window, softcap=softcap, scale=scale, dropout=dropout)
 
 
-def checked_in_trace(options: Options) -> Options:
+def check_traced_options(options: Options) -> Options:
     """Returns the options of a call that a compiler traces, with the flags and the window checked.
 
     The numbers may be symbols in a trace, so the op that the trace contains checks them when it runs.
     """
     for name in ("causal", "deterministic", "return_lse"):
-        flag(name, getattr(options, name))
+        check_flag(name, getattr(options, name))
     window = normalise_window(options.window, options.causal)
     return options._replace(window=window, dropout=options.dropout or 0.0)  # 0.0 itself may be a symbol
 
 
 def requested_names(backend: Any) -> tuple[str, ...] | None:
-    """The names of ``backend=``: one, or several in order of preference; None where there is none.
+    """Returns the names in ``backend=``, which is one name or several in order of preference; None for None.
 
     Raises:
-        SpecError: for what is neither a name nor names.
+        SpecError: for any other value.
     """
     if backend is None:
         return None
@@ -76,14 +76,21 @@ def requested_names(backend: Any) -> tuple[str, ...] | None:
 
 
 def normalise_window(window: Any, causal: bool) -> tuple[int | None, int | None]:
-    """``W`` -> ``(W - 1, 0)``: W keys, self included. A pair of inclusive distances passes through; None: unbounded."""
+    """Returns a window as a pair of inclusive distances, in which None is unbounded.
+
+    An int W means W keys, self included: ``(W - 1, 0)``. A pair is returned unchanged; None becomes ``(None, None)``.
+
+    Raises:
+        SpecError: for an int without ``causal``, a negative distance, or any other value.
+    """
     if window is None:
         return (None, None)
     if is_host_int(window):
-        if not flag("causal", causal):
+        if not check_flag("causal", causal):
             raise SpecError(
-                f"window={window}: an int means that many keys up to and including self, which needs causal=True; "
-                f"without causal give inclusive distances, such as window=({max(window - 1, 0)}, {max(window - 1, 0)})"
+                f"window={window}: expected causal=True with an int, which is a number of keys up to and including "
+                "self; without causal pass inclusive distances, such as "
+                f"window=({max(window - 1, 0)}, {max(window - 1, 0)})"
             )
         if window < 1:
             raise SpecError(f"window={window}: expected 1 or more keys, self included; None is unbounded")
@@ -101,10 +108,10 @@ def normalise_window(window: Any, causal: bool) -> tuple[int | None, int | None]
 
 
 def is_plain_window(window: Any) -> bool:
-    """Whether a window has the types that a key of a cache may have: an int, or a tuple of ints and Nones, or None.
+    """Returns whether a window is None, an int, or a tuple of two ints or Nones, and so may be part of a cache's key.
 
-    ``(3.0, 0)`` and ``(True, 0)`` equal pairs of ints. A cache that knows only the types of its arguments would take
-    them for such, so what is no plain window is checked each time.
+    ``(3.0, 0)`` and ``(True, 0)`` are equal to pairs of ints. A typed cache compares the type of the window, but not
+    the types inside a tuple, so it would return the plan of the valid pair for an invalid one.
     """
     if type(window) is not tuple:
         return window is None or type(window) is int
@@ -114,15 +121,15 @@ def is_plain_window(window: Any) -> bool:
     return (left is None or type(left) is int) and (right is None or type(right) is int)
 
 
-def flag(name: str, value: Any) -> bool:
-    """The value, if it is True or False and nothing like it."""
+def check_flag(name: str, value: Any) -> bool:
+    """Returns a value that is True or False. Raises SpecError for any other value, such as 1."""
     if not isinstance(value, bool):
         raise SpecError(f"{name}={value!r}: expected True or False")
     return value
 
 
-def number(name: str, value: Any) -> float | None:
-    """The value as a float, if it is a real number on the host; None for None."""
+def check_number(name: str, value: Any) -> float | None:
+    """Returns a real number on the host as a float; None for None. Raises SpecError for any other value."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -132,11 +139,12 @@ def number(name: str, value: Any) -> float | None:
     try:
         return float(value)
     except OverflowError:
-        raise SpecError(f"{name}: expected a number that a float can hold, got one beyond 1.8e308") from None
+        raise SpecError(f"{name}: expected a number up to 1.8e308, the largest float, got a larger one") from None
 
 
 def _positive(name: str, value: Any, remedy: str) -> float | None:
-    checked_number = number(name, value)
+    """Returns a finite number above 0 as a float; None for None."""
+    checked_number = check_number(name, value)
     if checked_number is not None and not (math.isfinite(checked_number) and checked_number > 0):
         raise SpecError(f"{name}={value}: expected a finite number above 0; {remedy}")
     return checked_number

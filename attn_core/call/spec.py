@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, fields
 from functools import partial
 
-from attn_core.call.options import Alignment, Options, checked
+from attn_core.call.options import Alignment, Options, check_options
 from attn_core.call.pages import PagedKV
 from attn_core.call.seq_info import is_number
 from attn_core.errors import DTypeError, ShapeError, SpecError
@@ -113,12 +113,12 @@ class AttentionSpec:
 
     @property
     def empty(self) -> bool:
-        """Whether the result is defined without looking at any value: no rows, or no keys."""
+        """Whether the call has no rows or no keys, so that the result does not depend on any value."""
         return 0 in (self.batch, self.q_len, self.kv_len)
 
     @property
     def rounds_bias(self) -> bool:
-        """Whether a bias would lose something in the dtype of q, k and v."""
+        """Whether casting the bias to the dtype of q, k and v would round it."""
         if self.bias_shape is None or self.bias_dtype in (None, self.dtype):
             return False
         wider = {"float64": ("float32", "bfloat16", "float16"), "float32": ("bfloat16", "float16")}
@@ -142,11 +142,11 @@ class AttentionSpec:
 
     @property
     def key(self) -> str:
-        """A text that names every field, the same in every process."""
+        """A text with every field and its value, the same in every process (``hash`` of a string is not)."""
         return ";".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self))
 
     def digest(self, *extra: str) -> str:
-        """A content hash of the spec (and of extra words), as hexadecimal text."""
+        """Returns a content hash of the spec and of extra words, as hexadecimal text."""
         return hashlib.sha256("|".join((self.key, *extra)).encode()).hexdigest()
 
     def __str__(self) -> str:
@@ -209,15 +209,15 @@ def _check_choices(spec: AttentionSpec) -> Options:
     if not isinstance(spec.window, tuple) or len(spec.window) != 2:
         raise SpecError(f"window={spec.window!r}: expected a pair (left, right) of inclusive distances, None unbounded")
     lengths, flags = (spec.max_len_q, spec.max_len_k), (spec.deterministic, spec.return_lse)
-    options = checked(
+    options = check_options(
         Options(spec.causal, spec.alignment, spec.window, spec.softcap, spec.scale, *lengths, spec.dropout, *flags)
     )
     if spec.bias_dtype is not None and (spec.bias_shape is None or spec.bias_dtype not in DTYPES):
-        raise SpecError(f"bias_dtype={spec.bias_dtype!r}: expected one of {', '.join(DTYPES)}, beside a bias_shape")
+        raise SpecError(f"bias_dtype={spec.bias_dtype!r}: expected one of {', '.join(DTYPES)}, with a bias_shape")
     if spec.bias_gradient and spec.bias_shape is None:
-        raise SpecError("bias_gradient=True: expected a bias to take the gradient of, got none")
+        raise SpecError("bias_gradient=True: expected a bias_shape, got none")
     if spec.partial and (spec.sinks or spec.dropout or spec.paged is not None):
-        raise SpecError("partial: expected no sinks, no dropout and no pages: they belong to whole rows")
+        raise SpecError("partial=True: expected no sinks, dropout or pages, because they belong to whole rows")
     if spec.paged is not None:
         _check_paged(spec, spec.paged)
     return options
@@ -230,9 +230,9 @@ def _check_paged(spec: AttentionSpec, paged: PagedKV) -> None:
             f"({paged.capacity}), got documents={spec.documents}, {spec.alignment}, kv_len={spec.kv_len}"
         )
     if spec.needs_backward:
-        raise SpecError("paged: keys and values in pages are for inference, their gradient is not defined; use no_grad")
+        raise SpecError("paged: expected no backward, because keys and values in pages have no gradient; use no_grad")
     for name in ("mask_shape", "bias_shape", "alibi_shape"):
         if getattr(spec, name) is not None:
             raise SpecError(f"paged: expected no {name.removesuffix('_shape')}, got shape {getattr(spec, name)}")
     if spec.dropout:
-        raise SpecError(f"dropout={spec.dropout}: expected 0 with keys and values in pages, which are for inference")
+        raise SpecError(f"dropout={spec.dropout}: expected 0, because keys and values in pages have no backward")

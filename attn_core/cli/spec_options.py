@@ -12,7 +12,7 @@ import numpy as np
 import typer
 
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
-from attn_core.call.options import Options, checked
+from attn_core.call.options import Options, check_options
 from attn_core.call.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
@@ -139,7 +139,7 @@ class SpecOptions:
             deterministic=self.deterministic,
             return_lse=self.return_lse,
         )
-        return build_spec(arrays, checked(options), needs_backward=self.backward or needs_backward)
+        return build_spec(arrays, check_options(options), needs_backward=self.backward or needs_backward)
 
 
 def takes_spec(command: Callable[..., None]) -> Callable[..., None]:

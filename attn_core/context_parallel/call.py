@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from attn_core.call.masks import band
-from attn_core.call.options import number
+from attn_core.call.options import check_number
 from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel.bands import VisibleBand
 from attn_core.context_parallel.plan import ROUNDED_ONCE, AxisSizes, ContextPlan, build_plan, parts_and_members
@@ -129,7 +129,7 @@ def check_supported(mask: Any, bias: Any, alibi_slopes: Any, dropout: Any) -> No
                 f"{name}: expected None in context parallelism, where it would have to be cut for every rank; use "
                 "causal, window and seq_info"
             )
-    if number("dropout", dropout):
+    if check_number("dropout", dropout):
         raise SpecError(
             f"dropout={dropout}: expected 0 in context parallelism; which weights drop would depend on the rank"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from attn_core.call.options import flag
+from attn_core.call.options import check_flag
 from attn_core.call.seq_info import SeqInfo, is_host_int
 from attn_core.dropins.finetrainers import AttentionProvider
 from attn_core.dropins.keyword_bags import Option, distances
@@ -68,8 +68,8 @@ def interpret(provider: AttentionProvider, kwargs: Mapping[str, Any] | None) -> 
         window=distances(Option("window", stated.get("window_size"), "attention_kwargs['window_size']")),
         softcap=None if isinstance(softcap, (int, float)) and softcap == 0 else softcap,
         alibi_slopes=stated.get("alibi_slopes"),
-        deterministic=flag("attention_kwargs['deterministic']", stated.get("deterministic", False)),
-        return_lse=flag("attention_kwargs['return_lse']", stated.get("return_lse", False)),
+        deterministic=check_flag("attention_kwargs['deterministic']", stated.get("deterministic", False)),
+        return_lse=check_flag("attention_kwargs['return_lse']", stated.get("return_lse", False)),
         documents=_documents(stated),
     )
 

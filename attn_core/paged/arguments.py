@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from attn_core.call.arguments import ArrayFacts
-from attn_core.call.options import Options, checked
+from attn_core.call.options import Options, check_options
 from attn_core.call.pages import PagedKV
 from attn_core.call.seq_info import is_host_int, is_number
 from attn_core.call.spec import DTYPES, AttentionSpec
@@ -29,23 +29,23 @@ ARGUMENTS = ("q", "k_pages", "v_pages", "block_table", "seq_lens", "cu_seqlens_q
 """The names of these arrays as arguments."""
 
 
-def checked_options(
+def check_paged_options(
     causal: Any, window: Any, softcap: Any, scale: Any, deterministic: Any, return_lse: Any, max_len_q: Any
 ) -> Options:
-    """The options of a paged call, each of its kind and on the host; SpecError names the one that is not."""
+    """Returns the options of a paged call after checking each. Raises SpecError naming the wrong one."""
     if max_len_q is not None and (not is_host_int(max_len_q) or max_len_q < 0):
         raise SpecError(f"max_len_q={max_len_q!r}: expected a host int, at least the most new tokens of a sequence")
-    return checked(
+    return check_options(
         Options(causal, "bottom_right", window, softcap, scale, max_len_q, None, 0.0, deterministic, return_lse)
     )
 
 
 def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
-    """The spec of a call on keys and values in pages.
+    """Builds the spec of a call on keys and values in pages.
 
     Args:
-        options: checked, see ``checked_options``. ``max_len_q`` bounds the queries of a sequence; None: as many as
-            there are.
+        options: from ``check_paged_options``. ``max_len_q`` bounds the queries of a sequence; None means the tokens of
+            q.
 
     Raises:
         ShapeError, DTypeError, DeviceError, SpecError: naming argument, value, what was expected and the remedy.
@@ -63,14 +63,16 @@ def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
         if tokens != batch:
             raise ShapeError(
                 f"cu_seqlens_q: expected the queries' offsets, got None, which means one query for each of the {batch} "
-                f"sequences of block_table, beside {tokens} in q"
+                f"sequences of block_table, but q has {tokens}"
             )
         if longest < 1 <= tokens:
-            raise SpecError(f"max_len_q={longest}: expected 1 or more, each sequence of block_table has one query")
+            raise SpecError(f"max_len_q={longest}: expected 1 or more, because each sequence has one query")
         longest = 1
     most = min(longest, tokens) if numbers else longest
     if arrays.cu_seqlens_q is not None and numbers and tokens == batch:
-        most = max(most, 2)  # a sequence may have none, and q may go on behind the last offset
+        # One query each is a case of its own for kernels (``one_query_each``), and offsets may mean something else: a
+        # sequence without queries, and tokens after the last offset.
+        most = max(most, 2)
     return AttentionSpec(
         batch=1,
         q_len=tokens,
@@ -95,23 +97,23 @@ def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
 
 
 def check_cache(dtype: str, **sizes: Any) -> None:
-    """Raises SpecError for a size of a cache that is no number of 1 or more, DTypeError for a dtype no pool has."""
+    """Checks the sizes and the dtype of a cache. Raises SpecError for a size below 1, DTypeError for the dtype."""
     for name, value in sizes.items():
         if not is_host_int(value) or value < 1:
             raise SpecError(f"{name}={value!r}: expected a number of 1 or more")
     if dtype not in DTYPES:
-        raise DTypeError(f"dtype: expected a dtype out of {', '.join(DTYPES)}, got {dtype}")
+        raise DTypeError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype}")
 
 
 def check_layer(layer: Any, layers: int) -> int:
-    """The layer, if it is one of a cache's; SpecError otherwise."""
+    """Returns the index of a cache's layer. Raises SpecError if the cache has no such layer."""
     if not is_host_int(layer) or not 0 <= layer < layers:
         raise SpecError(f"layer={layer!r}: expected a number from 0 to {layers - 1}, one of the cache's layers")
     return int(layer)
 
 
 def one_query_each(spec: AttentionSpec) -> bool:
-    """Whether every sequence of a paged call has one query: only a call without offsets of queries says so."""
+    """Returns whether every sequence of a paged call has exactly one query: true for calls without cu_seqlens_q."""
     return spec.max_len_q == 1 and spec.q_len == spec.documents
 
 
@@ -121,7 +123,7 @@ def check_pool(k_pages: ArrayFacts, v_pages: ArrayFacts) -> None:
         if len(facts.shape) != 4 or 0 in facts.shape[1:]:
             raise ShapeError(f"{name}: expected [num_pages, page_size, kv_heads, dim], got {list(facts.shape)}")
         if facts.dtype not in DTYPES:
-            raise DTypeError(f"{name}: expected a dtype out of {', '.join(DTYPES)}, got {facts.dtype}")
+            raise DTypeError(f"{name}: expected one of {', '.join(DTYPES)}, got {facts.dtype}")
     if k_pages.shape[:3] != v_pages.shape[:3]:
         raise ShapeError(
             f"v_pages: expected the pages, page size and heads of k_pages, {list(k_pages.shape[:3])}, "
@@ -162,7 +164,7 @@ def check_append(named: dict[str, ArrayFacts | None]) -> None:
     elif tokens != table.shape[0]:
         raise ShapeError(
             f"cu_seqlens_q: expected the new tokens' offsets, got None, which means one token for each of the "
-            f"{table.shape[0]} sequences of block_table, beside {tokens} in k"
+            f"{table.shape[0]} sequences of block_table, but k has {tokens}"
         )
 
 
@@ -179,7 +181,7 @@ def _check_one_place(arrays: PagedArrays) -> None:
 
 
 def _check_pool(arrays: PagedArrays) -> tuple[PagedKV, int]:
-    """The pool and the number of sequences."""
+    """Checks the pool and the tables. Returns the pool's sizes and the number of sequences."""
     check_pool(arrays.k, arrays.v)
     if arrays.q.dtype != arrays.k.dtype:
         raise DTypeError(f"q: expected the dtype of k_pages, {arrays.k.dtype}, got {arrays.q.dtype}; cast it")
@@ -189,7 +191,7 @@ def _check_pool(arrays: PagedArrays) -> tuple[PagedKV, int]:
     if arrays.cu_seqlens_q is not None:
         check_table_types("cu_seqlens_q", arrays.cu_seqlens_q.dtype, arrays.cu_seqlens_q.shape, (batch + 1,))
     if arrays.sinks is not None and arrays.sinks.dtype not in DTYPES:
-        raise DTypeError(f"sinks: expected a dtype out of {', '.join(DTYPES)}, got {arrays.sinks.dtype}; cast it")
+        raise DTypeError(f"sinks: expected one of {', '.join(DTYPES)}, got {arrays.sinks.dtype}; cast it")
     return PagedKV(num_pages=arrays.k.shape[0], page_size=arrays.k.shape[1], width=width), batch
 
 

@@ -70,7 +70,7 @@ def check_values(
 
     Args:
         tokens: of q. max_len_q: the most queries of a sequence; None: as many as there are tokens.
-        cu_seqlens_q: the offsets of the queries; None where each sequence has one query.
+        cu_seqlens_q: the offsets of the queries; None if each sequence has one query.
         writes: see ``check_tables``.
 
     Raises:

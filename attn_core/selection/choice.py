@@ -1,8 +1,8 @@
-"""select: chooses the backend of a call. It explains the choice when asked.
+"""select: chooses the backend of a call; explain: gives every reason for the choice.
 
-The choice stops at the first backend that can run the call. A Selection computes the reasons against the others when
-somebody reads them, because a shape that was never seen before must not pay for an explanation nobody reads. Choice and
-explanation ask the same function, ``_reasons``, so they cannot disagree.
+The choice stops at the first backend that can run the call. A Selection computes the reasons against the others only
+when they are read, so that the first call of a new shape does not pay for an explanation. Choice and explanation use
+the same function, ``_reasons``, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Target:
     """The machine that a call would run on, as data: any machine can be described on any other.
 
     Attributes:
-        framework: ``"torch"`` or ``"jax"``: whose tensors the caller holds.
+        framework: ``"torch"`` or ``"jax"``, the framework of the caller's tensors.
         device: ``"cpu"``, or the compute capability of an NVIDIA GPU as ``"sm80"``, ``"sm90"``, ``"sm100"``.
         unavailable: ``((backend, reason), ...)`` for backends that are not installed there.
         builds: ``((backend, Build), ...)`` for installed builds that differ from the backend's claims.
@@ -56,7 +56,7 @@ class Target:
         return _claims(self, name)
 
 
-@lru_cache(maxsize=1024)  # narrowing copies a Support, and every new shape asks for the same few
+@lru_cache(maxsize=1024)  # narrowing copies a Support, and every new shape needs the same few copies
 def _claims(target: Target, name: str) -> tuple[Support, Support | None]:
     backend, build = backends.load(name, target.kind), target.build(name)
     backward = None if build is not None and "backward" in build.without else backend.BACKWARD
@@ -71,7 +71,7 @@ class Selection:
         spec, target: the request.
         requested: the backends the caller named, or None for automatic choice.
         backend: the chosen backend, or None.
-        program_faults: why this installation cannot build the kernels that XLA would launch; data alone cannot tell.
+        program_faults: why this installation cannot build the kernels that XLA would launch. Only an attempt shows it.
     """
 
     spec: AttentionSpec
@@ -82,7 +82,7 @@ class Selection:
 
     @cached_property
     def considered(self) -> tuple[str, ...]:
-        """All backends: the candidates in the order of preference, then those that only a name can choose."""
+        """All backends: the candidates in the order of preference, then the ones that run only when requested."""
         candidates = self.requested or self._automatic
         return (*candidates, *(name for name in backends.names() if name not in candidates))
 
@@ -194,10 +194,7 @@ def refusals(name: str, spec: AttentionSpec, target: Target) -> Reasons:
 
 
 def _reasons(name: str, spec: AttentionSpec, target: Target) -> Iterator[str]:
-    """Yields the reasons against a backend; the caller who only needs to know whether there is one stops at the first.
-
-    The cheapest checks come first.
-    """
+    """Yields the reasons against a backend, cheapest checks first, so that a caller may stop at the first."""
     backend = backends.load(name, target.kind)
     for unavailable, why in target.unavailable:
         if unavailable == name:
@@ -217,7 +214,7 @@ def _reasons(name: str, spec: AttentionSpec, target: Target) -> Iterator[str]:
     if gradient_claims is None:
         yield f"backward: {claims.kernel} has no gradient"
         return
-    # The forward's reasons hold for the backward as well, and are said once.
+    # The forward's reasons also apply to the backward; list each only once.
     yield from (f"backward: {why}" for why in unmet_claims(gradient_claims, spec, target.device) if why not in forward)
 
 

@@ -89,7 +89,7 @@ def context_parallel_attention(
         NoBackendError: if no backend, or not the requested one, can run a tile; the message has every reason.
     """
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-    inputs = plan.checked_arrays((q, k, v, mask, bias, alibi_slopes, sinks))
+    inputs = plan.check_arrays((q, k, v, mask, bias, alibi_slopes, sinks))
     row_mesh = find_row_mesh(mesh, axis_name)
     backends = requested_names(backend) or override.requested()
     how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
@@ -135,7 +135,7 @@ def explain_context_parallel(
     Takes arrays or ``jax.ShapeDtypeStruct``; ``needs_backward=True`` explains a call in training.
     """
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-    inputs = plan.checked_arrays((q, k, v, mask, bias, alibi_slopes, sinks), shapes_only=True)
+    inputs = plan.check_arrays((q, k, v, mask, bias, alibi_slopes, sinks), shapes_only=True)
     row_mesh = find_row_mesh(mesh, axis_name)
     backends = requested_names(backend) or override.requested()
     how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from attn_core.call.options import Options, checked
+from attn_core.call.options import Options, check_options
 from attn_core.call.tensors import Inputs
 from attn_core.context_parallel import request as requests
 from attn_core.context_parallel.call import ContextCall, check_supported
@@ -128,7 +128,7 @@ def build_request(
         None if inputs.sinks is None else _metadata(inputs.sinks),
         **how,
         documents=document_offsets(seq_info),
-        options=checked(options),
+        options=check_options(options),
         axes=row_mesh.names,
         sizes=row_mesh.sizes,
         device=plan.device_name(inputs.q),

@@ -119,7 +119,7 @@ def check_key(key: Any) -> None:
         raise SpecError(f"{expected} an array of shape {list(key.shape)} and dtype {key.dtype}")
 
 
-def checked_arrays(arrays: tuple[Any, ...], *, shapes_only: bool = False) -> Inputs:
+def check_arrays(arrays: tuple[Any, ...], *, shapes_only: bool = False) -> Inputs:
     """Returns the arrays as Inputs, after checking each by itself: q, k, v and every other that is present."""
     for name, array in zip(Inputs._fields, arrays, strict=False):
         if array is not None or name in ("q", "k", "v"):

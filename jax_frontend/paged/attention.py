@@ -72,7 +72,7 @@ def paged_attention(
         NoBackendError: if no backend, or not the requested one, can run the call; the message has every reason.
     """
     inputs = _gather_arguments(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks)
-    options = arguments.checked_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
+    options = arguments.check_paged_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     requested = requested_names(backend) or override.requested()
     call_plan = _plan(_metadata(inputs), plan.device_name(q), options, requested)
     checked = _check_values(options.max_len_q, q.shape[0], k_pages.shape, *inputs[3:6])
@@ -101,7 +101,7 @@ def explain_paged(
 ) -> Selection:
     """Returns the backend that ``paged_attention`` chooses for these arguments and why the others cannot run."""
     inputs = _gather_arguments(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, shapes_only=True)
-    options = arguments.checked_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
+    options = arguments.check_paged_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     requested = requested_names(backend) or override.requested()
     return compiled_lane.with_program_reasons(
         explain(*_request(_metadata(inputs), plan.device_name(q), options, requested))

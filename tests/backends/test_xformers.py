@@ -258,7 +258,7 @@ def reasons(name: str, target: Target = SM90, **requested: Any) -> tuple[str, ..
         (
             "xformers_cutlass",
             {"bias_shape": (1, 6, 5, 7), "bias_dtype": "float32"},
-            "bias in float32 beside bfloat16: the xformers CUTLASS",
+            "bias in float32 with bfloat16: the xformers CUTLASS",
         ),
         ("xformers_cutlass", DOCUMENTS, "seq_info with packed documents: the xformers CUTLASS kernel has none"),
         ("xformers_cutlass", {"kv_len": 2**23}, "3221225472 elements in a row of q, k or v"),

@@ -95,9 +95,9 @@ RANKS = {
 }
 
 SHAPES = {
-    "batch of k": shape(r"^k: expected the batch of q \(2\), got 1; .*expand it", k=zeros(1, 7, 3, 11)),
-    "batch of v": shape(r"^v: expected the batch of q \(2\), got 1; .*expand it", v=zeros(1, 7, 3, 11)),
-    "head_dim": shape(r"^k: expected the head_dim of q \(11\), got 8; ", k=zeros(2, 7, 3, 8)),
+    "batch of k": shape(r"^k: expected the batch of q \(2\), got 1; expand k", k=zeros(1, 7, 3, 11)),
+    "batch of v": shape(r"^v: expected the batch of q \(2\), got 1; expand v", v=zeros(1, 7, 3, 11)),
+    "head_dim": shape(r"^k: expected the head_dim of q \(11\), got 8, because", k=zeros(2, 7, 3, 8)),
     "v longer than k": shape(r"^v: expected the length of k \(7\), got 13; ", v=zeros(2, 13, 3, 11)),
     "v shorter than k": shape(r"^v: expected the length of k \(7\), got 5; ", v=zeros(2, 5, 3, 11)),
     "heads of v": shape(r"^v: expected the heads of k \(3\), got 2; ", v=zeros(2, 7, 2, 11)),
@@ -157,7 +157,7 @@ KINDS = {
     ),
     **{
         f"{dtype} inputs": kind(
-            f"^q: expected a dtype out of {DTYPES}, got {dtype}; cast",
+            f"^q: expected one of {DTYPES}, got {dtype}; cast",
             q=zeros(2, 5, 6, 11, dtype=dtype),
             **{name: zeros(2, 7, 3, 11, dtype=dtype) for name in "kv"},
         )
@@ -170,18 +170,18 @@ KINDS = {
         )
         for dtype in ("int32", "uint8", "float32")
     },
-    "bool bias": kind(f"^bias: expected a dtype out of {DTYPES}, got bool; .*mask=", bias=zeros(5, 7, dtype="bool")),
-    "int bias": kind(f"^bias: expected a dtype out of {DTYPES}, got int32", bias=zeros(5, 7, dtype="int32")),
+    "bool bias": kind(f"^bias: expected one of {DTYPES}, got bool; .*mask=", bias=zeros(5, 7, dtype="bool")),
+    "int bias": kind(f"^bias: expected one of {DTYPES}, got int32", bias=zeros(5, 7, dtype="int32")),
     "int sinks": kind(f"^sinks: .*{DTYPES}, got int32; cast it", sinks=zeros(6, dtype="int32")),
     "int slopes": kind(f"^alibi_slopes: .*{DTYPES}, got int32; cast it", alibi_slopes=zeros(6, dtype="int32")),
 }
 
 WINDOWS = {
-    "int window without causal": value(r"^window=3: .*needs causal=True; .*window=\(2, 2\)", window=3),
+    "int window without causal": value(r"^window=3: .*expected causal=True with an int.* window=\(2, 2\)", window=3),
     "window 0": value("^window=0: expected 1 or more keys, self included; None", window=0, causal=True),
     "window -1": value("^window=-1: expected 1 or more keys", window=-1, causal=True),
     "numpy window 0": value("^window=0: expected 1 or more keys", window=np.int64(0), causal=True),
-    "window -1, not causal": value(r"^window=-1: .*needs causal=True; .*window=\(0, 0\)", window=-1),
+    "window -1, not causal": value(r"^window=-1: .*expected causal=True with an int.* window=\(0, 0\)", window=-1),
     "negative distance": value(
         r"^window=\(1, -2\): expected a right distance of 0 or more, got -2; None", window=(1, -2)
     ),
@@ -304,7 +304,7 @@ PACKED = {
     "offsets that end late": documents(
         offsets(0, 3, 13, longest=13),
         SpecError,
-        "^seq_info.cu_seqlens_q: expected to end at the token count 5 or before it, got 13; .* padding",
+        "^seq_info.cu_seqlens_q: expected to end at the token count 5 or before it, got 13; .*padding",
     ),
     "key offsets that end late": documents(
         lambda f: SeqInfo(f.array([0, 5], "int32"), f.array([0, 13], "int32"), 13, 13),
@@ -354,7 +354,7 @@ PACKED = {
         offsets(0, 4, 5, longest_k=3), SpecError, "^seq_info.max_len_k=3: .*4 tokens"
     ),
     "a longest document that cannot be": documents(
-        offsets(0, 5, longest=4), SpecError, "^seq_info.max_len_q=4: .* 1 of at most 4 tokens cannot hold the 5 of q"
+        offsets(0, 5, longest=4), SpecError, "^seq_info.max_len_q=4: .*; 1 documents .* cannot have the 5 tokens of q"
     ),
     "triple that ends late": documents(
         triple(0, 6), SpecError, "cu_seqlens_q: expected to end at the token count 5 or before it, got 6"
@@ -396,7 +396,7 @@ PACKED = {
     "mixed ranks": documents(
         lambda f: SeqInfo.from_lengths([5]),
         ShapeError,
-        r"^k: .*the same rank .*got \[1, 5, 3, 11\] beside q \[5, 6, 11\]",
+        r"^k: .*the same rank .*got \[1, 5, 3, 11\].*q \[5, 6, 11\]",
         k=zeros(1, 5, 3, 11),
     ),
     "packed tensors of rank 2": documents(

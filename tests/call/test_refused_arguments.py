@@ -33,7 +33,7 @@ def test_a_cache_refuses_sizes_below_1_and_of_wrong_types(framework: Framework, 
 @pytest.mark.parametrize("dtype", ["int32", "bool", "complex64"])
 def test_a_cache_refuses_dtypes_that_a_pool_cannot_have(framework: Framework, dtype: str) -> None:
     given = getattr(torch, dtype) if framework.name == "torch" else jnp.dtype(dtype)
-    with pytest.raises(DTypeError, match=f"^dtype: expected a dtype out of float64.*, got {dtype}"):
+    with pytest.raises(DTypeError, match=f"^dtype: expected one of float64.*, got {dtype}"):
         framework.frontend.PagedKVCache(**SIZES, dtype=given)
 
 

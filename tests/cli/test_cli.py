@@ -59,7 +59,7 @@ def test_explain_of_a_named_backend_prints_its_reasons() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--window", "5"], "window=5: an int means that many keys up to and including self, which needs causal=True"),
+        (["--window", "5"], "window=5: expected causal=True with an int"),
         (["--window", "x"], "--window='x': expected W, or LEFT,RIGHT such as 5,0 or none,3"),
         (["--kv-heads", "3"], "k: expected kv heads that divide the 8 query heads, got 3"),
         (["--softcap", "0"], "softcap=0.0: expected a finite number above 0"),

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from attn_core import SeqInfo
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
-from attn_core.call.options import Options, checked
+from attn_core.call.options import Options, check_options
 from attn_core.call.tensors import Inputs
 from attn_core.context_parallel import places
 from attn_core.context_parallel.layout import build_layout
@@ -106,7 +106,7 @@ def reference_results(case: Case, arrays: dict[str, np.ndarray]) -> dict[str, np
         name: ArrayFacts(arrays[name].shape, "float64", "cpu") for name in ("q", "k", "v", "sinks") if name in arrays
     }
     options, inputs = (
-        checked(Options(**case.options)),
+        check_options(Options(**case.options)),
         Inputs(*(arrays[name] for name in "qkv"), sinks=arrays.get("sinks")),
     )
     if case.info is not None:

@@ -64,7 +64,7 @@ def test_which_backends_have_a_lane() -> None:
     assert explain(SPEC, Target("torch", "sm90"), "flash4").lane is None
     assert explain(SPEC, Target("jax", "sm90"), "jax_cudnn").lane is None
     assert explain(SPEC, Target("jax", "sm90"), "flash2").lane == ("callback", ())
-    assert explain(SPEC, Target("jax", "sm100"), "flash4").lane == ("callback", ("sm100: proven on sm90 alone",))
+    assert explain(SPEC, Target("jax", "sm100"), "flash4").lane == ("callback", ("sm100: proven on sm90 only",))
     assert explain(replace(SPEC, dropout=0.5), Target("jax", "sm90"), "flash4").lane is None
 
 
@@ -77,7 +77,7 @@ def test_every_torch_backend_has_a_lane_in_jax(kind: str) -> None:
             bridged.append(name)
             (call, *_) = calls_of(name, SPEC, device)
             why = compiled_lane.static_reasons(call, module)
-            expected = () if kind == "cuda" else ("cpu: proven on sm90 alone",)
+            expected = () if kind == "cuda" else ("cpu: proven on sm90 only",)
             assert why == (expected if name == "flash4" else (f"{name} hands out no compiled kernels",))
     assert {"cpu": "math", "cuda": "flex"}[kind] in bridged
 

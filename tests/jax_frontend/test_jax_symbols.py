@@ -210,7 +210,7 @@ def test_automatic_choice_on_a_gpu_needs_no_sizes() -> None:
 
 @pytest.mark.parametrize("shape", ["b,n,h,8", "b,n,6,d"])
 def test_heads_and_channels_must_be_numbers(shape: str) -> None:
-    with pytest.raises(ShapeError, match=r"q: expected heads and channels that are numbers, got shape \[b, n, "):
+    with pytest.raises(ShapeError, match=r"q: expected numbers of heads and channels, got shape \[b, n, "):
         jax.export.export(jax.jit(attention))(*symbols(shape, shape, shape))
 
 

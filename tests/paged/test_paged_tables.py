@@ -201,8 +201,8 @@ REFUSED = {
     "mask": ({"mask_shape": (1, 1, 5, 12)}, r"^paged: expected no mask, got shape \(1, 1, 5, 12\)$"),
     "bias": ({"bias_shape": (1, 6, 5, 12)}, "^paged: expected no bias, got shape"),
     "slopes": ({"alibi_shape": (6,)}, r"^paged: expected no alibi, got shape \(6,\)$"),
-    "dropout": ({"dropout": 0.1}, "^dropout=0.1: expected 0 with keys and values in pages"),
-    "gradients": ({"needs_backward": True}, "^paged: keys and values in pages are for inference, .*use no_grad$"),
+    "dropout": ({"dropout": 0.1}, "^dropout=0.1: expected 0, because keys and values in pages"),
+    "gradients": ({"needs_backward": True}, "^paged: expected no backward, .*use no_grad$"),
     "no documents": ({"documents": None}, "^paged: expected documents, .*got documents=None"),
     "top_left": ({"alignment": "top_left"}, "^paged: expected .* bottom-right alignment .*, got .*top_left"),
     "kv_len": ({"kv_len": 11}, r"^paged: expected .* kv_len = width \* page_size \(12\), got .*kv_len=11$"),
@@ -284,7 +284,7 @@ BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "no heads": ("q", {"shape": (5, 0, 11)}, ShapeError, "^num_heads=0: expected at least 1$"),
     "dtype of q": ("q", {"dtype": "bfloat16"}, DTypeError, "^q: expected the dtype of k_pages, float32, got bfloat16"),
     "dtype of v": ("v", {"dtype": "float16"}, DTypeError, "^v_pages: expected .*, float32, got float16; cast it$"),
-    "dtype of k": ("k", {"dtype": "int8"}, DTypeError, "^k_pages: expected a dtype out of .*, got int8"),
+    "dtype of k": ("k", {"dtype": "int8"}, DTypeError, "^k_pages: expected one of .*, got int8"),
     "table of int64": ("block_table", {"dtype": "int64"}, DTypeError, "^block_table: expected dtype int32, got int64;"),
     "flat table": ("block_table", {"shape": (6,)}, ShapeError, r"^block_table: expected shape \[batch, width\], got"),
     "lengths of int64": ("seq_lens", {"dtype": "int64"}, DTypeError, "^seq_lens: expected dtype int32, got int64;"),
@@ -307,7 +307,7 @@ def test_invalid_arguments_are_refused(name: str) -> None:
 
 
 def test_arguments_that_do_not_fit_together_are_refused() -> None:
-    with pytest.raises(ShapeError, match=r"^cu_seqlens_q: expected .*one query for each of the 2 .*, beside 5 in q$"):
+    with pytest.raises(ShapeError, match=r"^cu_seqlens_q: expected .*one query for each of the 2 .*, but q has 5$"):
         arguments.build_spec(FACTS._replace(cu_seqlens_q=None), OPTIONS)
     # the fifth query may belong to no sequence
     assert arguments.build_spec(FACTS, OPTIONS._replace(max_len_q=2)).max_len_q == 2
@@ -380,7 +380,7 @@ def test_invalid_appends_are_refused(name: str) -> None:
 
 
 def test_append_without_offsets_is_one_token_per_sequence() -> None:
-    says = "^cu_seqlens_q: expected the new tokens' offsets, got None, .*each of the 2 .*, beside 5 in k$"
+    says = "^cu_seqlens_q: expected the new tokens' offsets, got None, .*each of the 2 .*, but k has 5$"
     with pytest.raises(ShapeError, match=says):
         arguments.check_append({**APPEND, "cu_seqlens_q": None})
 

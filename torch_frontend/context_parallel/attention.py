@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from attn_core.call.options import Options, checked, checked_in_trace, requested_names
+from attn_core.call.options import Options, check_options, check_traced_options, requested_names
 from attn_core.context_parallel.call import check_supported
 from attn_core.context_parallel.cost.choose import Explanation
 from attn_core.context_parallel.request import Request, build_request
@@ -191,4 +191,4 @@ def _options(
     causal: Any, alignment: Any, window: Any, softcap: Any, scale: Any, deterministic: Any, return_lse: Any
 ) -> Options:
     options = Options(causal, alignment, window, softcap, scale, None, None, 0.0, deterministic, return_lse)
-    return checked_in_trace(options) if torch.compiler.is_compiling() else checked(options)
+    return check_traced_options(options) if torch.compiler.is_compiling() else check_options(options)

@@ -10,7 +10,7 @@ import torch
 
 from attn_core import backends
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
-from attn_core.call.options import Options, checked, requested_names
+from attn_core.call.options import Options, check_options, requested_names
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.errors import SpecError
@@ -62,7 +62,7 @@ def dense_plan(
         raise TypeError("meta tensors and traces have no dense plan")
     qkv = ((q_shape, q_dtype, q_device), (k_shape, k_dtype, k_device), (v_shape, v_dtype, v_device))
     # Checked here, where the types are part of the key: ``plan`` does not distinguish causal=1 from causal=True.
-    checked_options = checked(Options(**dict(zip(PLAIN_CALL, options, strict=True))))
+    checked_options = check_options(Options(**dict(zip(PLAIN_CALL, options, strict=True))))
     return plan((*qkv, *(None,) * 6), checked_options, needs_backward, False, requested)
 
 

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.jit._builtins import _register_builtin
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from attn_core.call.options import flag
+from attn_core.call.options import check_flag
 from attn_core.dropins import finetrainers
 from attn_core.dropins.finetrainers import KERNELS, NATIVE, AttentionProvider
 from attn_core.dropins.finetrainers_call import DispatchCall, check_heads
@@ -106,7 +106,7 @@ def attention_dispatch(
             ``attention_kwargs``, torch's own function runs a call that no backend can run.
     """
     if enable_gqa is not True and enable_gqa is not False:
-        flag("enable_gqa", enable_gqa)
+        check_flag("enable_gqa", enable_gqa)
     if attn_mask is not None:
         attn_mask, is_causal = as_causal(attn_mask, is_causal, query)
     if _is_compiling():

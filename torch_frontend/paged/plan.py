@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from attn_core import backends
-from attn_core.call.options import Options, checked_in_trace, is_plain_window
+from attn_core.call.options import Options, check_traced_options, is_plain_window
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
@@ -60,17 +60,18 @@ def options_of(
 ) -> Options:
     """Returns the options of a paged call, checked unless they may be symbols."""
     if torch.compiler.is_compiling():
-        flags = (deterministic, return_lse)
-        return checked_in_trace(Options(causal, "bottom_right", window, softcap, scale, max_len_q, None, 0.0, *flags))
-    check = _checked if is_plain_window(window) else arguments.checked_options
+        numbers = (softcap, scale, max_len_q, None, 0.0)
+        options = Options(causal, "bottom_right", window, *numbers, deterministic, return_lse)
+        return check_traced_options(options)
+    check = _checked if is_plain_window(window) else arguments.check_paged_options
     try:
         return check(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     except TypeError:  # unhashable: a list as window, or an invalid value that the uncached check names
-        return arguments.checked_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
+        return arguments.check_paged_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
 
 
 # typed, so that True and 1.0 do not hit the entry of 1
-_checked = lru_cache(maxsize=1024, typed=True)(arguments.checked_options)
+_checked = lru_cache(maxsize=1024, typed=True)(arguments.check_paged_options)
 
 
 def gather_arguments(

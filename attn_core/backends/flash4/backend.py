@@ -147,11 +147,11 @@ def warm_up(spec: AttentionSpec) -> None:
 
 def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
     """Returns why ``program`` cannot express a supported call: torch operations run around its kernels."""
-    reasons = [] if device == "sm90" else [f"{device}: proven on sm90 alone"]
+    reasons = [] if device == "sm90" else [f"{device}: proven on sm90 only"]
     if spec.paged is not None:
         reasons.append("keys and values in pages: torch operations make tables safe before the kernel")
     if spec.sinks:
-        reasons.append("sinks: added by torch operations behind the kernel")
+        reasons.append("sinks: added by torch operations after the kernel")
     if any(_kernel(spec, gradient).pads(spec) for gradient in ({False, spec.needs_backward})):
         reasons.append(f"head_dim={spec.head_dim}, value_dim={spec.value_dim}: padded by torch operations")
     return tuple(reasons)

@@ -68,7 +68,7 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
     if spec.packed:
         reasons += [f"{what} with packed documents: {NAME} has none" for what, shape in extras.items() if shape]
     if spec.rounds_bias:
-        reasons.append(f"bias in {spec.bias_dtype} beside {spec.dtype}: {NAME} would round it to {spec.dtype}")
+        reasons.append(f"bias in {spec.bias_dtype} with {spec.dtype}: {NAME} would round it to {spec.dtype}")
     return (*reasons, *_size_refusals(spec), *_packed_refusals(spec))
 
 

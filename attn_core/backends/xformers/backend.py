@@ -141,7 +141,7 @@ def _refuses(word: str, spec: AttentionSpec, device: str, build: Build | None) -
         if name in (_CAUSAL, _WINDOW) and spec.q_len > spec.kv_len:
             reasons.append(f"{described}: {kernel} is undefined for rows that see no key")
         if spec.rounds_bias:
-            reasons.append(f"bias in {spec.bias_dtype} beside {spec.dtype}: {kernel} rounds a bias to q's dtype")
+            reasons.append(f"bias in {spec.bias_dtype} with {spec.dtype}: {kernel} rounds a bias to q's dtype")
         if elements >= 2**31:
             reasons.append(f"{elements} elements in a row of q, k or v: {kernel} counts them in 32 bits")
     return tuple(reasons)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from attn_core.call.options import flag, normalise_window
+from attn_core.call.options import check_flag, normalise_window
 from attn_core.call.seq_info import SeqInfo, is_host_int
 from attn_core.call.tensors import dtype_name
 from attn_core.dropins.keyword_bags import BAGS, Option, bag_of, distances, read_options, state_mask
@@ -179,7 +179,7 @@ def _with_window(context: AttentionContext, block_mask: BlockMask | None) -> Att
 
 
 def _flag(stated: Option) -> bool:
-    return flag(stated.where, stated.value)
+    return check_flag(stated.where, stated.value)
 
 
 def _window(
@@ -201,7 +201,7 @@ def _window(
             f"context.sliding_window={keys}: expected a causal call, because the window ends at the query itself; "
             "without causal pass window_size=(left, right) instead"
         )
-    # The host's callers write window_size=(W, W) beside sliding_window=W, meaning W keys: (W - 1, 0).
+    # The host's callers pass window_size=(W, W) together with sliding_window=W and mean W keys: (W - 1, 0).
     if not unbounded and pair is not None and pair[0] not in (keys - 1, keys):
         raise SpecError(
             f"{stated.where}={stated.value} contradicts context.sliding_window={keys}, which is {keys} keys, "
