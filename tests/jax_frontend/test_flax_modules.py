@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import linen as flax_linen
 from flax import nnx as flax_nnx
 from frameworks import jax_on
+from rotary import rope_in_jax
 
 from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import ShapeError, SpecError
@@ -39,26 +40,13 @@ def normal(seed, *shape):
     return jax.random.normal(jax.random.key(seed), shape)
 
 
-def rope(q, k, positions):
-    """Rotates halves of the channels by angles that grow with the position, for arrays of either framework."""
-    half = q.shape[-1] // 2
-    angles = positions[..., None, None] * (0.3 ** jnp.arange(half))  # [batch, seq, 1, half]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-
-    def rotated(array):
-        first, second = array[..., :half], array[..., half:]
-        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-    return rotated(q), rotated(k)
-
-
 OPTIONS = [
     {},
     {"causal": True, "window": 3},
     {"window": (2, 1), "softcap": 0.7},
     {"causal": True, "alignment": "top_left", "scale": 0.8},
     {"sinks": True, "sinks_init": flax_linen.initializers.normal(1.0), "use_bias": False},
-    {"rotary": rope, "causal": True},
+    {"rotary": rope_in_jax, "causal": True},
 ]
 
 
@@ -169,7 +157,7 @@ def test_rotary_receives_positions_and_is_applied():
 
     def recording(q, k, positions):
         calls.append((q.shape, k.shape, np.asarray(positions)))
-        return rope(q, k, positions)
+        return rope_in_jax(q, k, positions)
 
     layer, params = linen_layer(x, rotary=recording)
     counted = layer.apply(params, x)
@@ -189,9 +177,9 @@ def test_rotary_receives_positions_and_is_applied():
 @everywhere
 def test_rotary_in_float32_keeps_a_bfloat16_layer_bfloat16():
     x = normal(0, BATCH, SEQ, FEATURES)
-    layer, params = linen_layer(x, rotary=rope, dtype=jnp.bfloat16)
+    layer, params = linen_layer(x, rotary=rope_in_jax, dtype=jnp.bfloat16)
     assert layer.apply(params, x).dtype == jnp.bfloat16
-    assert nnx_layer(params, rotary=rope, dtype=jnp.bfloat16)(x).dtype == jnp.bfloat16
+    assert nnx_layer(params, rotary=rope_in_jax, dtype=jnp.bfloat16)(x).dtype == jnp.bfloat16
 
 
 # Each option and call argument, and the keyword of jax_frontend.attention that must receive it unchanged.
@@ -279,8 +267,8 @@ def test_dropout_follows_the_rules_of_flax():
         ({"dropout_rate": -0.5, "deterministic": False}, {}, SpecError, "dropout=-0.5"),
         ({"backend": "sdpa"}, {}, SpecError, "backend='sdpa'"),
         ({}, {"positions": jnp.arange(SEQ)}, SpecError, "positions: expected None"),
-        ({"rotary": rope}, {"positions": jnp.arange(SEQ + 1)}, ShapeError, "positions: expected"),
-        ({"rotary": rope}, {"context": normal(1, BATCH, KV_SEQ, FEATURES)}, SpecError, "rotary: expected self-"),
+        ({"rotary": rope_in_jax}, {"positions": jnp.arange(SEQ + 1)}, ShapeError, "positions: expected"),
+        ({"rotary": rope_in_jax}, {"context": normal(1, BATCH, KV_SEQ, FEATURES)}, SpecError, "rotary: expected self-"),
         ({}, {"context": normal(1, BATCH + 1, KV_SEQ, FEATURES)}, ShapeError, "context: expected"),
         ({}, {"seq_info": SeqInfo.from_lengths([SEQ])}, ShapeError, "one row of packed documents"),
     ],
@@ -296,7 +284,7 @@ def test_refusals_name_the_argument(options, call, error, words):
 
 def test_inputs_of_a_wrong_shape_are_named():
     layer = nnx.Attention(HEADS, FEATURES, rngs=flax_nnx.Rngs(0), **SIZES)
-    with pytest.raises(ShapeError, match="x: expected 13 features"):
+    with pytest.raises(ShapeError, match="x: expected the layer's 13 features"):
         layer(normal(0, BATCH, SEQ, FEATURES + 1))
     with pytest.raises(ShapeError, match="need seq_info="):
         layer(normal(0, SEQ, FEATURES))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tiny_llama import tiny_llama
 
 from examples.smollm2 import decoding, packing
 
@@ -61,37 +62,21 @@ def test_which_outcomes_count_as_failure() -> None:
     assert failures(reread_tokens_differ=1)
 
 
-def tiny_llama():  # type: ignore[no-untyped-def]
-    """A transformers Llama small enough to create here, with weights so large that its logits are not flat."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+def registered_llama():  # type: ignore[no-untyped-def]
+    """A tiny Llama on the demo's attention."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
     from examples.smollm2 import torch_side
 
     torch_side.register()
-    config = transformers.LlamaConfig(
-        vocab_size=97,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        head_dim=16,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=torch_side.NAME).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(8)
-    return model
+    return tiny_llama(torch_side.NAME)
 
 
 @pytest.fixture(scope="module")
 def both():  # type: ignore[no-untyped-def]
     """(torch's generation, JAX's generation, the captured layers, the Flax model)."""
     pytest.importorskip("flax")
-    model = tiny_llama()
+    model = registered_llama()
     from examples.smollm2 import jax_side, torch_side
 
     capacity = decoding.capacity_for(PROMPTS, NEW_TOKENS)
@@ -134,7 +119,7 @@ def test_results_do_not_depend_on_the_packed_cache(both) -> None:  # type: ignor
 def test_torch_agrees_with_each_prompt_alone_without_our_attention(both) -> None:  # type: ignore[no-untyped-def]
     import torch
 
-    model = tiny_llama()
+    model = registered_llama()
     model.set_attn_implementation("eager")
     start = 0
     for prompt in PROMPTS:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_llama import tiny_llama
 
 pytest.importorskip("torch")
 
@@ -245,25 +246,10 @@ def test_the_reported_waste_is_the_largest_per_sequence() -> None:
 
 @pytest.mark.slow
 def test_a_transformers_llama_serves_the_answers_it_gives_alone() -> None:
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     from examples.serving.torch_side import TorchForward
 
-    config = transformers.LlamaConfig(
-        vocab_size=97,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        head_dim=16,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(8)
+    model = tiny_llama("eager")
     prompts = [[5, 17, 3], [5, 17, 11], [5, 17, 2, 29, 31, 7, 13, 23, 19], [5, 17, 3, 3], [5, 17, 40]]
     expected = [alone(model, prompt, 5) for prompt in prompts]
     forward = TorchForward(model, num_pages=11, page_size=3)

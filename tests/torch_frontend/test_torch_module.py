@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from rotary import rope_in_jax, rope_in_torch
 
 from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import DTypeError, ShapeError, SpecError
@@ -29,26 +30,13 @@ def as_numpy(tensor):
     return tensor.detach().cpu().numpy()
 
 
-def rope(q, k, positions):
-    half = q.shape[-1] // 2
-    rates = 0.3 ** torch.arange(half, dtype=torch.float32, device=positions.device)
-    angles = positions[..., None, None] * rates  # [batch, seq, 1, half]
-    cos, sin = angles.cos(), angles.sin()
-
-    def rotated(array):
-        first, second = array[..., :half], array[..., half:]
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-    return rotated(q), rotated(k)
-
-
 OPTIONS = [
     {},
     {"causal": True, "window": 3},
     {"window": (2, 1), "softcap": 0.7},
     {"causal": True, "alignment": "top_left", "scale": 0.8},
     {"sinks": True, "use_bias": False},
-    {"rotary": rope, "causal": True},
+    {"rotary": rope_in_torch, "causal": True},
 ]
 
 
@@ -102,7 +90,7 @@ def test_torch_and_flax_agree_forward_and_backward(options, packed, device):
     params = flax_tree({name: as_numpy(parameter) for name, parameter in layer.named_parameters()})
     grads = flax_tree({name: as_numpy(parameter.grad) for name, parameter in layer.named_parameters()})
 
-    jax_rope = {"rotary": _jax_rope} if "rotary" in options else {}
+    jax_rope = {"rotary": rope_in_jax} if "rotary" in options else {}
     twin = linen.Attention(HEADS, **SIZES, **{**options, **jax_rope})
 
     def loss(params, x, info):
@@ -119,20 +107,6 @@ def test_torch_and_flax_agree_forward_and_backward(options, packed, device):
         np.testing.assert_allclose(
             actual, expected, rtol=1e-4, atol=3e-5 if device == "cpu" else 1e-4, err_msg=jax.tree_util.keystr(path)
         )
-
-
-def _jax_rope(q, k, positions):
-    import jax.numpy as jnp
-
-    half = q.shape[-1] // 2
-    angles = positions[..., None, None] * (0.3 ** jnp.arange(half))
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-
-    def rotated(array):
-        first, second = array[..., :half], array[..., half:]
-        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-    return rotated(q), rotated(k)
 
 
 def test_option_names_are_those_of_the_flax_layers():
@@ -175,7 +149,7 @@ def test_rotary_sees_positions_and_is_applied(device):
 
     def recording(q, k, positions):
         calls.append((tuple(q.shape), tuple(k.shape), positions.tolist()))
-        return rope(q, k, positions)
+        return rope_in_torch(q, k, positions)
 
     layer, x = layer_of(device, rotary=recording), normal(0, BATCH, SEQ, FEATURES, device=device)
     counted = layer(x)
@@ -188,7 +162,7 @@ def test_rotary_sees_positions_and_is_applied(device):
     stretched = layer(x, positions=torch.stack([torch.arange(SEQ), 2 * torch.arange(SEQ)]).to(device))
     torch.testing.assert_close(stretched[0], counted[0], **TOLERANCE)
     assert not torch.allclose(stretched[1], counted[1], atol=1e-3)
-    half = Attention(HEADS, FEATURES, rotary=rope, dtype=torch.bfloat16, **SIZES, device=device)
+    half = Attention(HEADS, FEATURES, rotary=rope_in_torch, dtype=torch.bfloat16, **SIZES, device=device)
     assert half(x.bfloat16()).dtype == torch.bfloat16
 
 
@@ -236,7 +210,10 @@ def test_sinks_are_learned(device):
 
 
 def test_compiles_in_one_graph(device):
-    layer, x = layer_of(device, rotary=rope, causal=True, window=3), normal(0, BATCH, SEQ, FEATURES, device=device)
+    layer, x = (
+        layer_of(device, rotary=rope_in_torch, causal=True, window=3),
+        normal(0, BATCH, SEQ, FEATURES, device=device),
+    )
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), layer(x), **TOLERANCE)
@@ -256,11 +233,21 @@ def test_its_text_names_its_options():
         ({"dropout_rate": -0.5}, {}, SpecError, "dropout=-0.5"),
         ({"backend": "sdpa"}, {}, SpecError, "backend='sdpa'"),
         ({}, {"positions": torch.arange(SEQ)}, SpecError, "positions: expected None"),
-        ({"rotary": rope}, {"positions": torch.arange(SEQ + 1)}, ShapeError, "positions: expected"),
-        ({"rotary": rope}, {"context": normal(1, BATCH, KV_SEQ, FEATURES)}, SpecError, "rotary: expected self-"),
+        ({"rotary": rope_in_torch}, {"positions": torch.arange(SEQ + 1)}, ShapeError, "positions: expected"),
+        (
+            {"rotary": rope_in_torch},
+            {"context": normal(1, BATCH, KV_SEQ, FEATURES)},
+            SpecError,
+            "rotary: expected self-",
+        ),
         ({}, {"context": normal(1, BATCH + 1, KV_SEQ, FEATURES)}, ShapeError, "context: expected"),
-        ({}, {"context": normal(1, BATCH, KV_SEQ, FEATURES + 1)}, ShapeError, "context: expected 13 features"),
-        ({"in_kv_features": 17}, {}, ShapeError, "context: expected keys of 17 features"),
+        (
+            {},
+            {"context": normal(1, BATCH, KV_SEQ, FEATURES + 1)},
+            ShapeError,
+            "context: expected the layer's 13 features",
+        ),
+        ({"in_kv_features": 17}, {}, ShapeError, "context: expected an input with the layer's 17 key features"),
         ({}, {"mask": torch.ones(SEQ, SEQ)}, DTypeError, "mask: expected dtype bool"),
         ({}, {"seq_info": SeqInfo.from_lengths([SEQ])}, ShapeError, "one row of packed documents"),
     ],
@@ -272,7 +259,7 @@ def test_refusals_name_the_argument(options, call, error, words):
 
 def test_inputs_of_a_wrong_shape_are_named():
     layer = layer_of()
-    with pytest.raises(ShapeError, match="x: expected 13 features"):
+    with pytest.raises(ShapeError, match="x: expected the layer's 13 features"):
         layer(normal(0, BATCH, SEQ, FEATURES + 1))
     with pytest.raises(ShapeError, match="need seq_info="):
         layer(normal(0, SEQ, FEATURES))
