@@ -61,11 +61,6 @@ class ContextCall:
         return self.spec.lse_dtype if wide else self.spec.dtype
 
     @property
-    def keeps_gathered(self) -> bool:
-        """Whether gathered keys and values are kept for the backward; see ``keeps_gathered``."""
-        return keeps_gathered(self.spec, self.plan)
-
-    @property
     def heads(self) -> tuple[int, int]:
         """(query heads, kv heads) of one group that a rank computes, after heads were exchanged."""
         shared = self.plan.inner * self.head_groups

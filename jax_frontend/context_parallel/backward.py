@@ -86,7 +86,7 @@ def _group_gradients(plan: RankPlan, q: Array, keys: Keys, saved: tiles.WholeRow
             totals.append(exchange.send_gradients(axes, dk, dv, call.spec.lse_dtype))
         else:
             pair, shift = KVPair.pack(dk, dv), step.shift
-            sent = pair if arrived is None else arrived.add(pair)
+            sent = pair if arrived is None else KVPair(tuple(map(jnp.add, arrived.arrays, pair.arrays)))
     if dq is None:  # no key is visible
         return tiles.gradients(plan.tile_context(None), "own", tiles.NO_TILES, q, keys.own, saved)
     if sent is not None:

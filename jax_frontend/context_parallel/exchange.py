@@ -107,7 +107,3 @@ class KVPair(NamedTuple):
             return self
         ring = [(part, (part + distance) % axes.parts) for part in range(axes.parts)]
         return KVPair(tuple(lax.ppermute(array, axes.outer, ring) for array in self.arrays))
-
-    def add(self, other: KVPair) -> KVPair:
-        """Returns the sums."""
-        return KVPair(tuple(mine + its for mine, its in zip(self.arrays, other.arrays, strict=True)))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from attn_core.context_parallel.call import keeps_gathered
 from attn_core.context_parallel.prefetch import prefetch
 from jax_frontend.context_parallel import step as context_step
 from jax_frontend.context_parallel import tiles
@@ -46,7 +47,7 @@ def forward(
         if sinks is not None:
             out, lse = tiles.with_sinks(out, lse, plan.own_sinks(sinks, group))
         outs.append(plan.shard_of_queries(out.astype(q.dtype)))
-        residuals.append(Residuals(lse, keys.gathered if plan.call.keeps_gathered else ()))
+        residuals.append(Residuals(lse, keys.gathered if keeps_gathered(plan.call.spec, plan.call.plan) else ()))
         if with_lse:  # [batch, heads, places] -> [batch, places, heads, 1], the form that is exchanged
             lses.append(plan.shard_of_queries(lse.swapaxes(1, 2)[..., None]))
     shard_lse = join_groups(lses)[..., 0].swapaxes(1, 2) if with_lse else None

@@ -56,7 +56,7 @@ def attend(
     """Runs ``tiles.attend`` with the tiles of this device's part."""
     # If all parts have the same tiles, no branch is needed. With earlier results, the callback's merge is faster still.
     same = len(set(parts)) == 1 and results is None
-    if same or partly_manual() or not _runs_lower_callback(context.call, context.device, step):
+    if same or partly_manual() or not _runs_by_callback(context.call, context.device, step):
         return switch_by_part(axes.part, parts, partial(tiles.attend, context), q, keys, results)  # type: ignore[no-any-return]
     operands = (q, *keys, *(results or ()), axes.part)
     step_call = StepCall(context.call, context.call.plan.steps.index(step), stacked=len(keys) == 1)
@@ -73,7 +73,7 @@ def attend(
 
 
 @lru_cache(maxsize=256)
-def _runs_lower_callback(call: ContextCall, device: str, step: Step) -> bool:
+def _runs_by_callback(call: ContextCall, device: str, step: Step) -> bool:
     """Returns whether all kernels of a step are torch's and launched by a callback.
 
     Other kernels lose little by branches, because XLA launches them.

@@ -86,23 +86,20 @@ def context_parallel_attention(
     try:
         q, k, v = rows = autocast.in_autocast(*to_local(shards, mesh))
         check_supported(mask, bias, alibi_slopes, dropout)
-        _check(q, k, v, sinks)
-        options = _options(causal, alignment, window, softcap, scale, deterministic, return_lse)
-        documents = document_offsets(seq_info)
-        rows = tuple(tensor[None] if tensor.dim() == 3 and documents is not None else tensor for tensor in (q, k, v))
+        options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
         how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
-        request = _request(rows, sinks, mesh, backend, **how, options=options, documents=documents)
+        rows, request = _build_request(q, k, v, sinks, mesh, options, seq_info, backend, **how)
     except Exception as error:
         if not torch.compiler.is_compiling():
             _announce_error(error, rows, seq_info is not None, mesh)
         raise
     run = differentiable.run_traced if torch.compiler.is_compiling() else differentiable.run
     results: tuple[Tensor, ...] = run(request, *rows, sinks)  # type: ignore[call-arg, operator]
-    out = results[0][0] if documents is not None and q.dim() == 3 else results[0]
+    out = results[0][0] if q.dim() == 3 else results[0]
     out = to_dtensor(out, shards[0], mesh)
     if not return_lse:
         return out
-    return out, results[1] if documents is None else results[1][0]
+    return out, results[1][0] if request.packed else results[1]
 
 
 def explain_context_parallel(
@@ -137,30 +134,34 @@ def explain_context_parallel(
     """
     q, k, v = to_local((q, k, v), mesh)
     check_supported(mask, bias, alibi_slopes, dropout)
-    _check(q, k, v, sinks)
-    options = _options(causal, alignment, window, softcap, scale, deterministic, return_lse)
-    documents = document_offsets(seq_info)
+    options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
-    request = _request((q, k, v), sinks, mesh, backend, **how, options=options, documents=documents)
+    _, request = _build_request(q, k, v, sinks, mesh, options, seq_info, backend, **how)
     return explain_request(request if needs_backward is None else request._replace(needs_backward=needs_backward))
 
 
-def _request(rows: tuple[Tensor, ...], sinks: Tensor | None, mesh: DeviceMesh, backend: Any, **how: Any) -> Request:
-    needs_backward = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (*rows, sinks)
-    )
-    names = group_names(mesh)
+def _build_request(
+    q: Any, k: Any, v: Any, sinks: Any, mesh: Any, options: Options, seq_info: Any, backend: Any, **how: Any
+) -> tuple[tuple[Tensor, ...], Request]:
+    """Checks a call's tensors and options; returns (q, k and v with a batch axis, the request)."""
+    _check_tensors(q, k, v, sinks)
+    compiling, names, documents = torch.compiler.is_compiling(), group_names(mesh), document_offsets(seq_info)
+    rows = tuple(tensor[None] if tensor.dim() == 3 and documents is not None else tensor for tensor in (q, k, v))
     *arrays, sink = differentiable.tensor_metadata(*rows, sinks)  # type: ignore[call-arg, arg-type]
-    return build_request(
+    differentiated = (tensor for tensor in (*rows, sinks) if tensor is not None)
+    request = build_request(
         arrays,  # type: ignore[arg-type]
         sink,
         **how,
+        documents=documents,
+        options=check_traced_options(options) if compiling else check_options(options),
         axes=names,
         sizes=tuple([mesh.size(at) for at in range(len(names))]),  # type: ignore[arg-type]
-        device=rows[0].device,
-        needs_backward=needs_backward,
-        requested=requested_names(backend) or (None if torch.compiler.is_compiling() else override.requested()),
+        device=q.device,
+        needs_backward=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in differentiated),
+        requested=requested_names(backend) or (None if compiling else override.requested()),
     )
+    return rows, request
 
 
 def _announce_error(error: Exception, rows: tuple[Any, ...], packed: bool, mesh: Any) -> None:
@@ -175,7 +176,7 @@ def _announce_error(error: Exception, rows: tuple[Any, ...], packed: bool, mesh:
     announce_refusal(error, rows, packed, str(where), *map(find_axis, names))
 
 
-def _check(q: Any, k: Any, v: Any, sinks: Any) -> None:
+def _check_tensors(q: Any, k: Any, v: Any, sinks: Any) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
         if tensor is not None or name != "sinks":
             plan.check_tensor(name, tensor)
@@ -185,10 +186,3 @@ def _check(q: Any, k: Any, v: Any, sinks: Any) -> None:
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
             raise DTypeError(f"{name}: expected the dtype of q ({q.dtype}), got {tensor.dtype}; cast it")
-
-
-def _options(
-    causal: Any, alignment: Any, window: Any, softcap: Any, scale: Any, deterministic: Any, return_lse: Any
-) -> Options:
-    options = Options(causal, alignment, window, softcap, scale, None, None, 0.0, deterministic, return_lse)
-    return check_traced_options(options) if torch.compiler.is_compiling() else check_options(options)

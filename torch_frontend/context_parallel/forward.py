@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from attn_core.backends.shared.rewrites import with_sinks
+from attn_core.context_parallel.call import keeps_gathered
 from attn_core.context_parallel.on_torch.tiles import merge_tile
 from attn_core.context_parallel.prefetch import prefetch
 from torch_frontend.context_parallel import exchange
@@ -42,7 +43,7 @@ def forward(
         q, k, v: shards ``[batch, shard, heads, dim]``.
         keep: whether there will be a backward; else there are no residuals.
     """
-    call, keep_gathered = plan.call, keep and plan.call.keeps_gathered
+    call, keep_gathered = plan.call, keep and keeps_gathered(plan.call.spec, plan.call.plan)
 
     def start(group: int) -> tuple[PendingExchange[list[Tensor]], Keys | None]:
         """Starts the exchange of a group's heads. If there is none, k and v are here, and their gather starts."""

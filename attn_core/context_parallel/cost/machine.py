@@ -58,9 +58,13 @@ class Constants:
                 raise SpecError(f"links: {name}: expected rising sizes that take rising times, got {rows}")
 
     @classmethod
+    @cache
     def of(cls, device: str) -> Constants:
         """Returns the figures of a device such as "sm90"; if it has none, the figures of MEASURED."""
-        return _read(device)
+        folder = files("attn_core.context_parallel.cost") / "constants"
+        file = folder / f"{device}.json"
+        file = file if file.is_file() else folder / f"{MEASURED}.json"
+        return cls.from_table(json.loads(file.read_text(encoding="utf-8")))
 
     @classmethod
     def from_table(cls, table: dict[str, Any]) -> Constants:
@@ -93,12 +97,3 @@ class Constants:
     def overlapped_seconds(self, one: float, other: float) -> float:
         """Returns the seconds that two concurrent operations take together."""
         return max(one, other) + self.overlap * min(one, other)
-
-
-@cache
-def _read(device: str) -> Constants:
-    folder = files("attn_core.context_parallel.cost") / "constants"
-    file = folder / f"{device}.json"
-    if not file.is_file():
-        file = folder / f"{MEASURED}.json"
-    return Constants.from_table(json.loads(file.read_text(encoding="utf-8")))
