@@ -52,7 +52,7 @@ def test_kernels_called_back_take_no_branches_forward(case):
 
 
 def test_eager_gradients_on_explicit_axes():
-    """They need ``jax.set_mesh`` where those of JAX do: JAX itself makes the 1 that a gradient begins with."""
+    """They need ``jax.set_mesh`` where JAX's own operations do: JAX creates the 1 that a gradient starts with."""
     case = CALLED["ring-zigzag-2"]
     mesh = cpu_meshes.mesh((2,), (case.axis_name,), AxisType.Explicit)
     given = [sharded_arrays(case, case.arrays())[key] for key in "qkv"]
@@ -99,7 +99,7 @@ BITS = [
 
 @pytest.mark.parametrize("name", BITS)
 def test_the_bits_are_those_that_a_rank_of_torch_computes(name):
-    """Of one plan, on the same keys: the same kernels on the same tiles, put together in the same order."""
+    """For one plan and the same keys, both run the same kernels on the same tiles and merge in the same order."""
     case = replace((CALLED | UNEQUAL | EQUAL)[name], sinks=False)
     given = {key: jnp.asarray(array, jnp.float32) for key, array in sharded_arrays(case, case.arrays()).items()}
     run = forward_call(case)

@@ -35,7 +35,7 @@ def compiled_collectives(case: Case, *, forward_alone: bool = False) -> Counter[
     return Counter(COLLECTIVES.findall(run.lower(*(given[name] for name in "qkv")).compile().as_text()))
 
 
-def test_a_ring_sends_one_time_less_than_it_has_parts_and_leaves_out_what_nobody_sees():
+def test_a_ring_sends_one_time_less_than_it_has_parts_and_skips_blocks_that_no_query_sees():
     ring = Case("ring", (4,), lengths=(24, 24), **CAUSAL)
     assert compiled_collectives(ring, forward_alone=True) == {"collective-permute": 3}
     # Both halves send keys and values; their gradients begin at the second step, and go home. On CPUs JAX 0.10's XLA
@@ -48,13 +48,13 @@ def test_a_ring_sends_one_time_less_than_it_has_parts_and_leaves_out_what_nobody
 
 
 def traced_collectives(case: Case) -> Counter[str]:
-    """How many of each collective a program has as it is traced, before XLA leaves out what it finds to be the same."""
+    """Returns the number of each collective in a traced program, before XLA removes duplicates."""
     jaxpr = jax.make_jaxpr(program(case))(sharded_arrays(case, case.arrays())).jaxpr
     names = [name for name, _ in operations(jaxpr)]
     return Counter(name for name in names if name in ("all_gather", "ppermute", "all_to_all"))
 
 
-def test_what_is_gathered_is_kept_for_the_backward_where_it_is_small_and_sent_again_elsewhere():
+def test_the_backward_uses_gathered_keys_again_if_they_are_few_and_sends_others_again():
     many = Case("all_gather", (4,), lengths=(24, 24), dims=(5, 5), **CAUSAL)
     assert traced_collectives(many) == {"all_gather": 2, "all_to_all": 1}
     few = replace(many, heads=(8, 1))
@@ -75,7 +75,7 @@ def test_the_other_strategies_exchange_once_each_way():
 
 
 def test_kernels_beside_an_exchange_give_it_a_head_start():
-    """In a ring all but the last step's; a call on one device does not."""
+    """In a ring all kernels except the last step's overlap an exchange. A call on one device overlaps none."""
 
     def of(call, given):
         return [

@@ -50,7 +50,7 @@ def test_a_program_for_another_platform_takes_branches_of_xla_s_operations():
 
 @pytest.mark.parametrize(("sizes", "names", "order"), DEVICES.values(), ids=DEVICES)
 def test_a_program_for_gpus_knows_which_device_is_which_part(sizes, names, order, as_if_on_gpus):
-    """What is known of devices when it is lowered, for the host to find its part by."""
+    """The lowered program holds a table from device to part, in which the host looks its part up."""
     mesh = Mesh(np.array(cpu_meshes.devices())[list(order)].reshape(sizes), names)
     case = Case("ring", (mesh.shape["outer"],), "zigzag", (32, 32), options={"causal": True})
     given = sharded_arrays(case, case.arrays())
@@ -71,7 +71,7 @@ def test_a_program_for_gpus_knows_which_device_is_which_part(sizes, names, order
 
 
 def test_an_exported_program_runs_on_devices_in_another_order():
-    """It takes branches, for it knows no devices."""
+    """An exported program takes branches, because it knows no devices."""
     case, row = CALLED["all_gather-zigzag-2"], P(None, "outer")
     given = [sharded_arrays(case, case.arrays())[key] for key in "qkv"]
     here, there = (Mesh(np.array(cpu_meshes.devices())[list(order)], ("outer",)) for order in ((0, 1), (3, 1)))
@@ -86,7 +86,7 @@ def test_an_exported_program_runs_on_devices_in_another_order():
 
 
 def test_a_program_traced_under_one_mesh_and_lowered_under_another_takes_branches(as_if_on_gpus):
-    """JAX runs it on the devices of the first, and names those of the second when it lowers it."""
+    """JAX runs the program on the first mesh's devices, but lowering names the second mesh's devices."""
     case, row = CALLED["ring-zigzag-2"], P(None, "outer")
     given = [sharded_arrays(case, case.arrays())[key] for key in "qkv"]
     one, other = (

@@ -26,7 +26,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_planted_a_merge_with_a_wrong_log_sum_exp(planted):
-    """In branches, by XLA's operations; and where kernels are called back, by torch's."""
+    """XLA's operations merge in branches; torch's operations merge if the host calls kernels back."""
     for module, name, backend in ((tiles, "merge", "jax_xla"), (tiles_torch, "merge", "math")):
         right = getattr(module, name)
         planted.setattr(module, name, lambda *arrays, right=right: right(*arrays[:3], arrays[3] + 1e-6))

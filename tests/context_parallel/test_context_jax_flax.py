@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("four_devices", "x64")
 
 
 def rotate(q: Any, k: Any, positions: Any) -> Any:
-    """Something that depends on positions as rotary embeddings do: on each place's own."""
+    """Multiplies q and k by numbers that depend on each place's position, as rotary embeddings do."""
     angle = positions[..., None, None] * 0.3
     return q * jnp.cos(angle), k * jnp.sin(1 + angle)
 
@@ -36,7 +36,7 @@ ROWS_OF_LAYERS = {"whole rows": None, "documents": SeqInfo.from_lengths([7, 0, 1
 
 
 def layer_and_parameters(kind: str, **options: Any) -> tuple[Any, Any]:
-    """A function of (parameters, x, seq_info), and parameters."""
+    """Returns a function of (parameters, x, seq_info), and its parameters."""
     options = {**LAYER, **options, "dtype": jnp.float64, "param_dtype": jnp.float64}
     if kind == "linen":
         layer = linen.Attention(4, **options)
@@ -49,7 +49,7 @@ def layer_and_parameters(kind: str, **options: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("info", ROWS_OF_LAYERS.values(), ids=ROWS_OF_LAYERS)
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_a_layer_with_a_context_axis(kind, info):
-    """Parameters are those of the plain layer, and so are the results and the gradients."""
+    """Parameters, results and gradients equal those of the plain layer."""
     mesh = cpu_meshes.mesh((2, 2), ("data", "cp"))
     plain, params = layer_and_parameters(kind)
     apply, alike = layer_and_parameters(kind, **SPREAD, context_length=None if info else 23)
@@ -74,7 +74,7 @@ def test_a_layer_with_a_context_axis(kind, info):
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=NEAR, atol=NEAR)
 
 
-def test_a_layer_refuses_what_spread_rows_do_not_have():
+def test_a_layer_refuses_options_that_context_parallelism_lacks():
     _, params = layer_and_parameters("linen", **SPREAD)
     options = {**LAYER, **SPREAD, "dtype": jnp.float64, "param_dtype": jnp.float64}
     mesh = cpu_meshes.mesh((4,), ("cp",))

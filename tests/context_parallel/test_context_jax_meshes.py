@@ -43,7 +43,7 @@ BESIDE = {"batch": P("data", "cp"), "heads": P(None, "cp", "data")}
 
 @pytest.mark.parametrize("spec", BESIDE.values(), ids=BESIDE)
 def test_outside_shard_map_beside_data_and_tensor_parallelism(spec):
-    """On Auto axes the caller says how arrays are split; of Explicit ones their types do. A kernel sees its part."""
+    """On Auto axes the caller says how arrays are split; on Explicit axes the arrays' types do."""
     case = Case("all_gather", (2,), sinks=True, **CAUSAL)
     arrays = case.arrays()
     right, given = reference_results(case, arrays), sharded_arrays(case, arrays)
@@ -73,7 +73,7 @@ def test_sinks_of_no_mesh_beside_arrays_on_one_with_explicit_axes(strategy):
     assert max(differences(case, found, reference_results(case, arrays)).values()) < NEAR
 
 
-def test_axes_that_stay_automatic_beside_it():
+def test_arrays_that_are_split_over_an_axis_that_stays_automatic():
     case = Case("ulysses", (2,), heads=(4, 4), **CAUSAL)
     mesh = cpu_meshes.mesh((2, 2), ("data", "cp"))
     given = {
@@ -88,7 +88,7 @@ def test_axes_that_stay_automatic_beside_it():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_ring_inside_shard_map_over_one_of_two_axes(kind):
-    """What is sent is split over the other axis, as its arrays are."""
+    """The sent blocks are split over the other axis, as the arrays are."""
     case = Case("ring", (2,), "contiguous", (24, 24), dims=(5, 5))
     arrays = case.arrays()
     mesh = cpu_meshes.mesh((2, 2), ("data", "cp"), kind)
@@ -113,7 +113,7 @@ def test_documents_beside_an_axis_that_stays_automatic(strategy):
 @pytest.mark.parametrize("axes", [{"cp"}, {"data", "cp"}], ids=["one axis", "both"])
 @pytest.mark.parametrize("own", [False, True], ids=["the same", "each its own"])
 def test_the_document_of_a_place_inside_shard_map(axes, own):
-    """Also where a document is empty, ends outside of the row, or stands in another order."""
+    """Documents may be empty, end outside of the row, or come in another order."""
     ends = np.array([[3, 3, 7, 11], [9, 0, 12, -1]])
     mesh = cpu_meshes.mesh((2, 2), ("data", "cp"))
     split = P("cp") if own else P()

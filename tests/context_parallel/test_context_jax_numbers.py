@@ -42,7 +42,7 @@ def test_every_strategy_gives_what_one_device_gives(case):
     "name", ["ring-4-band", "ring-3-rows", "ring-4-uneven", "all_gather-4-scores", "ring-2x2-causal"]
 )
 def test_operations_of_xla_take_branches(name):
-    """XLA's own need no host to launch them, and a branch of them costs little."""
+    """XLA's own operations need no host to launch them, and a branch of them costs little."""
     case = CASES[name]
     check(case, backend="jax_xla")
     traced = jax.make_jaxpr(program(case, backend="jax_xla"))(sharded_arrays(case, case.arrays())).jaxpr
@@ -60,7 +60,7 @@ def test_a_kernel_behind_the_bridge_runs_the_tiles(strategy):
 
 
 def test_bfloat16_is_as_near_as_on_one_device():
-    """Mean error within 1.5 times, and the largest within 3 times, that of the same backend on one device."""
+    """The mean error is within 1.5 times, and the largest within 3 times, the error of the backend on one device."""
     options = {"causal": True, "return_lse": True}
     case = Case("ring", (4,), lengths=(61, 61), dims=(16, 16), sinks=True, options=options)
     arrays = {name: np.asarray(jnp.asarray(array, jnp.bfloat16), np.float64) for name, array in case.arrays().items()}

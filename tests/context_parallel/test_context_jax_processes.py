@@ -21,7 +21,7 @@ TWO_DEVICES = "--xla_force_host_platform_device_count=2"  # as context_jax_proce
 
 
 def in_processes(folder, count, device, backend, **environment):
-    """(exit codes, what each said) of ``context_jax_processes.py``, run so many times at once; a late one is killed."""
+    """Runs ``context_jax_processes.py`` in ``count`` processes at once; returns their exit codes and output."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])

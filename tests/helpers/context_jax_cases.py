@@ -73,42 +73,40 @@ class Case:
 
     def arrays(self) -> dict[str, np.ndarray]:
         (heads, kv_heads), (dim, value_dim) = self.heads, self.dims
-        found = {
+        arrays = {
             "q": self.row(0, 0, heads, dim),
             "k": self.row(1, 1, kv_heads, dim),
             "v": self.row(2, 1, kv_heads, value_dim),
             "dout": self.row(3, 0, heads, value_dim),
         }
         if self.sinks:
-            found["sinks"] = np.random.default_rng(4).standard_normal(heads)
+            arrays["sinks"] = np.random.default_rng(4).standard_normal(heads)
         if self.options.get("return_lse"):
-            found["dlse"] = np.moveaxis(self.row(5, 0, heads, 1)[..., 0], -1, -2)  # [batch, heads, length]
-        return found
+            arrays["dlse"] = np.moveaxis(self.row(5, 0, heads, 1)[..., 0], -1, -2)  # [batch, heads, length]
+        return arrays
 
 
 def to_shards(array: np.ndarray, table: np.ndarray, axis: int) -> np.ndarray:
-    """Shards end to end, NaN where they hold nothing."""
+    """Returns the shards of an array end to end, with NaN in places that hold no position."""
     padded = np.concatenate([array, np.full_like(array.take([0], axis), np.nan)], axis)
     return padded.take(table, axis)
 
 
 def from_shards(array: Any, table: np.ndarray, length: int, axis: int, padding: float = 0.0) -> np.ndarray:
-    """A row of shards in the order of positions; what lies in places that hold none is ``padding``."""
-    found, index = np.asarray(array, np.float64), np.argsort(table, kind="stable")
-    rest = found.take(index[length:], axis)
+    """Returns shards as a row in the order of positions, after checking that other places hold ``padding``."""
+    row, index = np.asarray(array, np.float64), np.argsort(table, kind="stable")
+    rest = row.take(index[length:], axis)
     assert (rest == padding).all(), f"places without a position hold {rest}"
-    return found.take(index[:length], axis)
+    return row.take(index[:length], axis)
 
 
 def reference_results(case: Case, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The reference's results on the whole row."""
+    """Returns the reference's output, log-sum-exp and gradients on the whole row."""
     facts = {
         name: ArrayFacts(arrays[name].shape, "float64", "cpu") for name in ("q", "k", "v", "sinks") if name in arrays
     }
-    options, inputs = (
-        check_options(Options(**case.options)),
-        Inputs(*(arrays[name] for name in "qkv"), sinks=arrays.get("sinks")),
-    )
+    options = check_options(Options(**case.options))
+    inputs = Inputs(*(arrays[name] for name in "qkv"), sinks=arrays.get("sinks"))
     if case.info is not None:
         offsets = np.asarray(case.documents, np.int32)
         facts |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ArrayFacts(offsets.shape, "int32", "cpu"))
@@ -121,23 +119,24 @@ def reference_results(case: Case, arrays: dict[str, np.ndarray]) -> dict[str, np
 
 
 def program(case: Case, call: Any = None, **keywords: Any) -> Any:
-    """A function of shards end to end that gives out, lse, dq, dk, dv and dsinks by name."""
+    """Returns a compiled function from shards end to end to out, lse, dq, dk, dv and dsinks, all by name."""
     options = {"strategy": case.strategy, "layout": case.layout, "seq_info": case.info, **case.options, **case.keywords}
     options |= {"length": None if case.documents else case.lengths, "mesh": case.mesh, "axis_name": case.axis_name}
     call = call or partial(context_parallel_attention, **options | keywords)
 
-    def run(given: dict[str, Any]) -> dict[str, Any]:
-        learned = {name: given[name] for name in ("q", "k", "v", "sinks") if name in given}
-        found, pull = jax.vjp(lambda learned: call(**learned), learned)
-        cotangents = (given["dout"], given["dlse"]) if "dlse" in given else given["dout"]
+    def run(arrays: dict[str, Any]) -> dict[str, Any]:
+        inputs = {name: arrays[name] for name in ("q", "k", "v", "sinks") if name in arrays}
+        result, pull = jax.vjp(lambda inputs: call(**inputs), inputs)
+        cotangents = (arrays["dout"], arrays["dlse"]) if "dlse" in arrays else arrays["dout"]
         (gradients,) = pull(cotangents)
-        out, lse = found if "dlse" in given else (found, None)
+        out, lse = result if "dlse" in arrays else (result, None)
         return {"out": out, "lse": lse} | {f"d{name}": each for name, each in gradients.items()}
 
     return jax.jit(run)
 
 
 def sharded_arrays(case: Case, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Returns every array as shards end to end; the sinks stay whole."""
     packed = case.documents is not None
     axes = {
         "q": (0, 1 - packed),
@@ -152,10 +151,10 @@ def sharded_arrays(case: Case, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     }
 
 
-def differences(case: Case, found: dict[str, Any], right: dict[str, np.ndarray]) -> dict[str, float]:
-    """The largest difference of each result from the reference's."""
+def differences(case: Case, results: dict[str, Any], right: dict[str, np.ndarray]) -> dict[str, float]:
+    """Returns the largest difference of each result from the reference's."""
     packed, worst = case.documents is not None, {}
-    for name, array in found.items():
+    for name, array in results.items():
         if array is None:
             continue
         if name != "dsinks":
@@ -163,12 +162,13 @@ def differences(case: Case, found: dict[str, Any], right: dict[str, np.ndarray])
             array = from_shards(array, case.table(side), case.lengths[side], axis, -np.inf if name == "lse" else 0.0)
         array, truth = np.asarray(array), right[name]
         assert array.shape == truth.shape and (np.isfinite(array) == np.isfinite(truth)).all(), name
-        seen = np.isfinite(truth)
-        worst[name] = float(abs(array[seen] - truth[seen]).max(initial=0.0))
+        finite = np.isfinite(truth)
+        worst[name] = float(abs(array[finite] - truth[finite]).max(initial=0.0))
     return worst
 
 
 def check(case: Case, **keywords: Any) -> None:
+    """Raises AssertionError unless every result is within NEAR of the reference's."""
     arrays = case.arrays()
     worst = differences(case, program(case, **keywords)(sharded_arrays(case, arrays)), reference_results(case, arrays))
     assert max(worst.values()) < NEAR, worst
@@ -226,19 +226,19 @@ CALLED = {
 
 
 def forward_call(case: Case, **keywords: Any) -> Any:
-    """A forward of shards end to end: q, k and v."""
+    """Returns a function from shards of q, k and v to the forward's result."""
     options = {"strategy": case.strategy, "layout": case.layout, "mesh": case.mesh, "axis_name": case.axis_name}
     options |= {"seq_info": case.info} if case.documents else {"length": case.lengths}
     return partial(context_parallel_attention, **{**options, **case.options, "backend": "math", **keywords})
 
 
 def operations(jaxpr: Any) -> Iterator[tuple[str, bool]]:
-    """(name, whether in a branch) of every operation of a traced program, in the order in which it is written."""
+    """Yields (name, whether in a branch) of every operation of a traced program, in program order."""
     return ((equation.primitive.name, branch) for equation, branch in equations(jaxpr))
 
 
 def equations(jaxpr: Any, branch: bool = False) -> Iterator[tuple[Any, bool]]:
-    """The same, each operation whole."""
+    """Yields (equation, whether in a branch) of every operation of a traced program, in program order."""
     for equation in jaxpr.eqns:
         inner = [
             each for each in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")) if each is not None

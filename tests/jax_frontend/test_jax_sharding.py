@@ -61,7 +61,7 @@ def test_batch_and_heads_stay_split(mesh, backend, spec):
     "heads, kv_heads, axes", [(8, 2, ("data", "model")), (6, 3, "model"), (4, 1, "model"), (8, 1, ("data", "model"))]
 )
 def test_kv_heads_that_the_axis_does_not_divide_stay_whole(mesh, backend, heads, kv_heads, axes):
-    """They are on every device anyway; nothing else is gathered for them, and their gradients are one sum."""
+    """Every device has all kv heads, so no array is gathered. Each of their gradients takes one sum over devices."""
     spec = P(None, None, axes)
     (out, gradients), collectives, _ = check_split(
         mesh, call_of(backend=backend), qkv(heads, kv_heads), (spec, P(), P())
@@ -73,7 +73,7 @@ def test_kv_heads_that_the_axis_does_not_divide_stay_whole(mesh, backend, heads,
 @pytest.mark.parametrize("backend", BOTH_WAYS)
 @pytest.mark.parametrize("spec", [P("data", "model"), P("data", None, None, "model")], ids=["sequence", "channels"])
 def test_other_axes_are_gathered_alone(mesh, backend, spec):
-    """The batch stays split: what is gathered has half of it."""
+    """The batch stays split: the gathered arrays hold half of the batch."""
     call = call_of(causal=True, backend=backend)
     _, _, text = check_split(mesh, call, qkv(), (spec,) * 3, gathers=3)
     gathered = re.findall(r"f32\[([\d,]+)\][^=]* all-gather", text)
@@ -117,8 +117,8 @@ def test_gradients_that_sum_over_a_split_axis_are_summed_over_devices(mesh, back
     specs = (P("data", None, "model"),) * 3 + (spec, P("model"))
     whole = shape == (BATCH, HEADS, Q_LEN, KV_LEN)  # its gradient has its type: on an Explicit mesh that is whole
     expected = on_one_device(call, *arrays)
-    found, collectives, _ = run_split(mesh, call, arrays, specs)
-    assert_close(found, expected)
+    results, collectives, _ = run_split(mesh, call, arrays, specs)
+    assert_close(results, expected)
     assert whole or collectives.keys() == {"all-reduce"}
 
 
@@ -144,11 +144,11 @@ def test_pages_split_by_kv_heads(mesh, backend):
     with jax.set_mesh(mesh):
         on_mesh = place(mesh, (*arrays, *pools), (*(spec,) * 3, *(pool_spec,) * 2))
         text = program.lower(*on_mesh).compile().as_text()
-        found = program(*on_mesh)
-    assert_close(found, expected)
+        results = program(*on_mesh)
+    assert_close(results, expected)
     assert not COLLECTIVE.findall(text), "each device has all that it needs"
-    assert spec_entries(found[0]) == (None, "model", None) and spec_entries(found[1]) == ("model", None)
-    assert all(spec_entries(pool) == (None, None, "model", None) for pool in found[2:])
+    assert spec_entries(results[0]) == (None, "model", None) and spec_entries(results[1]) == ("model", None)
+    assert all(spec_entries(pool) == (None, None, "model", None) for pool in results[2:])
 
 
 @cache
@@ -231,7 +231,7 @@ def test_a_part_that_the_backend_cannot_run_is_refused_with_its_reason(auto_mesh
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("spec", [None, P(), P("model"), P("data")], ids=str)
 def test_rows_without_keys_have_their_sinks(mesh, spec, jit):
-    """Of no mesh (None) and of this one, split as the heads are or otherwise: the log-sum-exp and every gradient."""
+    """Compares the log-sum-exp and all gradients, for sinks without a mesh (None) and for sinks on this mesh."""
     arrays = (*(normal(seed, BATCH, n, HEADS, DIM) for seed, n in enumerate((Q_LEN, 3, 3))), normal(5, HEADS))
 
     def call(q, k, v, sinks):
@@ -247,16 +247,16 @@ def test_rows_without_keys_have_their_sinks(mesh, spec, jit):
     with jax.set_mesh(mesh):
         split = [jax.device_put(array, NamedSharding(mesh, P("data", None, "model"))) for array in arrays[:3]]
         sinks = jnp.asarray(arrays[3]) if spec is None else jax.device_put(arrays[3], NamedSharding(mesh, spec))
-        (_, found), learned = ((jax.jit(f) if jit else f)(*split, sinks) for f in both)
-    np.testing.assert_allclose(found, lse, atol=1e-5)
+        (_, split_lse), learned = ((jax.jit(f) if jit else f)(*split, sinks) for f in both)
+    np.testing.assert_allclose(split_lse, lse, atol=1e-5)
     for one, other in zip(learned, gradients, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
 @pytest.mark.parametrize("backend", BOTH_WAYS)
 @pytest.mark.parametrize("keys", [0, KV_LEN])
-def test_nothing_to_see_has_the_types_of_what_is_seen(mesh, backend, keys):
-    """No keys, and a vmap over no elements: constants, which a scan must be able to carry on."""
+def test_results_without_keys_have_the_types_of_results_with_keys(mesh, backend, keys):
+    """Without keys, or in a vmap over no elements, results are constants. A scan can carry them only if types agree."""
     query = jnp.asarray(normal(0, BATCH, KV_LEN, HEADS, DIM))
     keys = jnp.asarray(normal(1, BATCH, keys, HEADS, DIM))
     call = partial(attention, backend=backend)

@@ -24,7 +24,7 @@ FEATURES, LAYERS = HEADS * DIM, 3
 
 
 class LinenBlock(flax_linen.Module):
-    """A layer of a residual stream, as scan takes it."""
+    """A layer of a residual stream with the signature that ``scan`` needs."""
 
     backend: str
 
@@ -35,7 +35,7 @@ class LinenBlock(flax_linen.Module):
 
 
 class NnxBlock(flax_nnx.Module):
-    """The same for NNX."""
+    """A layer of a residual stream for NNX."""
 
     def __init__(self, backend, rngs):
         heads = {"num_kv_heads": KV_HEADS, "head_dim": DIM}
@@ -46,7 +46,7 @@ class NnxBlock(flax_nnx.Module):
 
 
 def by_heads(path: Any, leaf: Any) -> P:
-    """How tensor parallelism splits a stack of projections: all by heads, ``[layers, ...]``."""
+    """Returns the PartitionSpec of a parameter ``[layers, ...]``: tensor parallelism splits projections by heads."""
     keys = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
     where = {"kernel": {"out": 1}, "bias": {"out": None}}[next(key for key in keys if key in ("kernel", "bias"))]
     axis = where.get("out" if "out" in keys else "", leaf.ndim - 2)
@@ -60,7 +60,7 @@ def spread(mesh: Any, tree: Any) -> Any:
 
 
 def check_layers(mesh: Any, loss: Any, params: Any, x: Any) -> None:
-    """Gradients are those of one device, and three equal steps trace once."""
+    """Checks that gradients equal those of one device, and that three equal steps trace once."""
     traces = []
 
     def counted(params, x):
@@ -73,8 +73,8 @@ def check_layers(mesh: Any, loss: Any, params: Any, x: Any) -> None:
     text = step.lower(*on_mesh).compile().as_text()
     assert not re.search(r" all-gather(?:-start)?\(", text)
     for _ in range(3):
-        found = step(*on_mesh)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        result = step(*on_mesh)
+    for one, other in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(one), other, rtol=2e-4, atol=2e-4)
     assert len(traces) == 1
 

@@ -64,10 +64,10 @@ TOKENS, DOCUMENTS = 12, ((3, 0, 5, 4), (12, 0, 0, 0), (1, 2, 3, 6), (6, 6, 0, 0)
 
 @cache
 def packed_rows(backend, shared, over=None):
-    """Rows that each hold documents of their own, or (shared) the same ones.
+    """Returns a call of rows. Each row has documents of its own, or all rows share theirs.
 
     Args:
-        over: what the offsets are split by on a mesh with Explicit axes, where all that vmap maps is split alike.
+        over: mesh axes of the offsets on a mesh with Explicit axes, where vmap needs all mapped arrays split alike.
     """
     offsets = np.stack([SeqInfo.from_lengths(lengths).cu_seqlens_q for lengths in DOCUMENTS])
 
@@ -103,8 +103,8 @@ def test_packed_rows_of_two_vmaps_stay_split(auto_mesh):
 
 
 @cache
-def kept_apart(backend, mapped_too):
-    """Sinks and a bias, whose gradients are each mapped element's own; mapped with the rest, or one for all."""
+def with_sinks_and_bias(backend, mapped_too):
+    """Returns a mapped call with sinks and a bias, which are mapped, too, or shared by all elements."""
 
     def call(q, k, v, bias, sinks):
         return attention(q, k, v, bias=bias, sinks=sinks, causal=True, backend=backend)
@@ -116,12 +116,12 @@ def kept_apart(backend, mapped_too):
 @pytest.mark.parametrize("mapped_too", [False, True], ids=["shared", "mapped"])
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data", None, "model"), P("model", "data")], ids=str)
 @pytest.mark.parametrize("backend", BOTH_WAYS)
-def test_what_vmap_keeps_apart_stays_split(mesh, backend, spec, mapped_too):
+def test_sinks_and_bias_of_a_vmap_stay_split(mesh, backend, spec, mapped_too):
     arrays = [np.stack([array, 2 * array]) for array in qkv()]
     lead = (2,) * mapped_too
     arrays += [normal(5, *lead, BATCH, HEADS, Q_LEN, KV_LEN), normal(6, *lead, HEADS)]
     mapped_by, batch, heads = (*spec, *(None,) * (4 - len(spec)))[0], *(*spec, None, None, None)[1:4:2]
     own = (mapped_by,) * mapped_too
     specs = (spec,) * 3 + (P(*own, batch, heads), P(*own, heads))
-    _, collectives, _ = check_split(mesh, kept_apart(backend, mapped_too), arrays, specs)
+    _, collectives, _ = check_split(mesh, with_sinks_and_bias(backend, mapped_too), arrays, specs)
     assert collectives.keys() <= {"all-reduce"}
