@@ -67,7 +67,7 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
     """Refuses calls without pages, unsupported widths, windows with a right side, old GPUs, and too large grids."""
     reasons = list(limits(spec, device, NAME))
     if spec.paged is None:
-        reasons.append(f"keys and values not in pages: {NAME} reads pages alone")
+        reasons.append(f"keys and values not in pages: {NAME} reads only pages")
     if spec.head_dim not in HEAD_DIMS:
         reasons.append(f"head_dim={spec.head_dim}: {NAME} takes {', '.join(map(str, HEAD_DIMS))}")
     if spec.paged is not None and _sides(spec)[1] not in (None, 0):

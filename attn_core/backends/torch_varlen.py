@@ -62,7 +62,7 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
     """Refuses calls without pages, unsupported page sizes, old GPUs, and calls beyond the launch grid."""
     reasons = list(limits(spec, device, NAME))
     if spec.paged is None:
-        reasons.append(f"keys and values not in pages: {NAME} reads pages alone")
+        reasons.append(f"keys and values not in pages: {NAME} reads only pages")
     elif spec.paged.page_size % FLASH2_PAGES:
         reasons.append(f"page_size={spec.paged.page_size}: {NAME} takes pages of multiples of {FLASH2_PAGES} tokens")
     return tuple(reasons)

@@ -132,7 +132,7 @@ class PageAllocator:
         source: tuple[int, ...] = ()
         if copies:
             source = (pages[-1],)
-            self._release(pages[-1])
+            self._release(pages[-1])  # frees nothing: other sequences still share the page
             pages[-1] = self._take()
         target = tuple(pages[-1:]) if copies else ()
         pages += [self._take() for _ in range(more)]
@@ -145,6 +145,8 @@ class PageAllocator:
 
         It must work for the first few, because an interrupt can stop a step after any of its sequences.
         """
+        # The free pages are a stack, so all pages that the extensions can take are its last ones. Those below stay, and
+        # writing the slice back is right after any number of the extensions.
         untouched = len(self._free) - self.needed(tokens)
         taken = self._free[untouched:]
         before = [(name, list(self._pages[name]), self._lengths[name]) for name in tokens]

@@ -108,6 +108,7 @@ def check_tables(
             f"seq_lens[{at}]={lengths[at]}: expected at least the {queries[at]} queries of the sequence; "
             "seq_lens includes the new tokens"
         )
+    # Entries after a sequence's last page may hold any value, because no kernel reads their pages.
     used = np.arange(paged.width) * paged.page_size < lengths[:, None]  # [batch, width]
     table = np.asarray(block_table)
     if (wrong := used & ((table < 0) | (table >= paged.num_pages))).any():
@@ -123,6 +124,7 @@ def check_offsets(cu_seqlens_q: np.ndarray, tokens: int, max_len_q: int | None) 
     try:
         check_cu_seqlens(cu_seqlens_q, tokens if max_len_q is None else max_len_q, side="q", tokens=tokens)
     except SpecError as error:
+        # In a paged call the offsets are an argument of their own, not a part of seq_info.
         raise type(error)(str(error).removeprefix("seq_info.")) from None
 
 
@@ -163,4 +165,5 @@ def slots_of(block_table: np.ndarray, seq_lens: np.ndarray, cu_seqlens_q: np.nda
     sequence = np.repeat(np.arange(len(cu) - 1), np.diff(cu))  # of each new token
     # Counted from the end: the last new token of a sequence is at position seq_lens - 1.
     position = np.arange(cu[-1]) - cu[sequence + 1] + np.asarray(seq_lens, np.int64)[sequence]
+    # In int64, because a pool can have more than 2**31 - 1 slots.
     return np.asarray(block_table, np.int64)[sequence, position // page_size] * page_size + position % page_size

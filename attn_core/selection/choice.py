@@ -59,6 +59,7 @@ class Target:
 @lru_cache(maxsize=1024)  # narrowing copies a Support, and every new shape needs the same few copies
 def _claims(target: Target, name: str) -> tuple[Support, Support | None]:
     backend, build = backends.load(name, target.kind), target.build(name)
+    # A build for inference lacks the kernel of the gradient, whatever the backend claims.
     backward = None if build is not None and "backward" in build.without else backend.BACKWARD
     return limit_to_build(backend.FORWARD, build) or backend.FORWARD, limit_to_build(backward, build)
 

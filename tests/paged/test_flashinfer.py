@@ -79,7 +79,7 @@ def reasons(device: str = "sm90", **fields: Any) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"paged": None}, "keys and values not in pages: the FlashInfer kernel reads pages alone"),
+        ({"paged": None}, "keys and values not in pages: the FlashInfer kernel reads only pages"),
         ({"head_dim": 80, "value_dim": 80}, "head_dim=80: the FlashInfer kernel takes 64, 128, 256"),
         ({"head_dim": 512, "value_dim": 512}, "head_dim=512: the FlashInfer kernel stops at 256"),
         ({"value_dim": 64}, "value_dim=64"),

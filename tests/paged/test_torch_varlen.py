@@ -89,7 +89,7 @@ def test_a_plain_call_is_accepted_on_every_device() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"paged": None}, "keys and values not in pages: the aten CUDA flash kernel on pages reads pages alone"),
+        ({"paged": None}, "keys and values not in pages: the aten CUDA flash kernel on pages reads only pages"),
         (
             {"paged": replace(PAGED, page_size=128, width=8)},
             "page_size=128: the aten CUDA flash kernel on pages takes pages of",

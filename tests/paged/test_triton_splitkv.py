@@ -55,7 +55,7 @@ def test_supported_calls_are_not_refused(fields: dict[str, Any]) -> None:
         ({"head_dim": 512, "value_dim": 512}, "head_dim=512: the Triton split-KV kernel stops at 256"),
         (
             {"paged": None},
-            "keys and values not in pages: the Triton split-KV kernel reads pages alone",
+            "keys and values not in pages: the Triton split-KV kernel reads only pages",
         ),
         (
             {"batch": 1, "tokens": 2**21, "new": 2**21, "num_heads": 8},

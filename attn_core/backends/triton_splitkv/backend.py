@@ -55,7 +55,7 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
     """Refuses widths that are no power of two, grids that are too large, and calls without pages."""
     reasons = []
     if spec.paged is None:
-        reasons.append(f"keys and values not in pages: {FORWARD.kernel} reads pages alone")
+        reasons.append(f"keys and values not in pages: {FORWARD.kernel} reads only pages")
     for dim in sorted({spec.head_dim, spec.value_dim}):
         if dim < 16 or dim & (dim - 1):
             reasons.append(f"head_dim={dim}: {FORWARD.kernel} takes powers of two from 16 on")
