@@ -115,14 +115,14 @@ class Torch:
         return Inputs(q, k, v, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1])
 
     def forward(self, part: Part, given: Values) -> list[np.ndarray]:
-        return [wide(_numpy(each)) for each in self.module.forward(part.spec, self.inputs(part, given))[:2]]
+        return [as_float64(_numpy(each)) for each in self.module.forward(part.spec, self.inputs(part, given))[:2]]
 
     def backward(self, part: Part, given: Values, out: np.ndarray, lse: np.ndarray) -> list[np.ndarray]:
         spec = part.spec
         saved = self.tensor(out, spec.dtype), self.tensor(lse, spec.lse_dtype), self.tensor(given.dout, spec.dtype)
         dlse = self.tensor(given.dlse, spec.lse_dtype)
         actual = self.module.backward(spec, self.inputs(part, given), *saved, dlse)
-        return [wide(_numpy(each)) for each in actual[:3]]
+        return [as_float64(_numpy(each)) for each in actual[:3]]
 
 
 class Jax(Torch):
@@ -137,7 +137,7 @@ class Jax(Torch):
     def _run(self, part: Part, half: Any, *given: Any) -> list[np.ndarray]:
         made = Plan(part.spec, self.name, self.device, one_row=False)
         actual = jax.jit(lambda *arrays: tuple(half(made, *arrays)))(*given)
-        return [wide(np.asarray(each)) for each in actual[:3] if each is not None]
+        return [as_float64(np.asarray(each)) for each in actual[:3] if each is not None]
 
     def forward(self, part: Part, given: Values) -> list[np.ndarray]:
         return self._run(part, ops.forward, self.inputs(part, given))
@@ -149,7 +149,7 @@ class Jax(Torch):
         return self._run(part, ops.backward, self.inputs(part, given), *saved, dlse)
 
 
-def wide(array: np.ndarray) -> np.ndarray:
+def as_float64(array: np.ndarray) -> np.ndarray:
     return np.asarray(array, np.float64)
 
 

@@ -95,7 +95,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The results of every rank: ``ranks(world, job)``."""
     _, actual = once(WORLDS, "scenes", tmp_path_factory, seconds=550)
 
-    def of(world: str, job: str) -> list[Any]:
+    def results_of(world: str, job: str) -> list[Any]:
         given = [rank.get(job) for rank in actual[world]]
         for rank, one in enumerate(given):
             assert not isinstance(one, Failed), f"rank {rank}: {one.text}"
@@ -103,7 +103,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
                 assert one is not None, f"rank {rank} did not come to {job}: {list(actual[world][rank].values())[-1]}"
         return given
 
-    return of
+    return results_of
 
 
 # The number of messages

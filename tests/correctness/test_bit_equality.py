@@ -67,8 +67,8 @@ def drawn_for(backend: str, device: str, framework: str = "jax") -> Any:
     if (backend, device) == ("flex", "cuda"):
         return compiled_calls(claims)
     without = ("dropout",) if framework == "jax" or not claims.portable_dropout else ()
-    drawn = calls(claims, without=without, squares=(64, 192) if claims.approximate else ())
-    return drawn.map(few_numbers) if backend == "flash4" else drawn
+    random_arrays = calls(claims, without=without, squares=(64, 192) if claims.approximate else ())
+    return random_arrays.map(few_numbers) if backend == "flash4" else random_arrays
 
 
 @pytest.mark.parametrize(("backend", "device"), claimed(BRIDGED))
@@ -203,7 +203,7 @@ def differing_results(
         return same_bits(dict(zip(names, map(plain, ours))), dict(zip(names, map(np.asarray, theirs))))
 
 
-def drawn(dtype: str, values: float, gradients: float) -> list[np.ndarray]:
+def random_arrays(dtype: str, values: float, gradients: float) -> list[np.ndarray]:
     """q, k, v and dout ``[1, 9, 2, 16]``: standard normal, v and dout times a power of two far from 1."""
     random, kind = np.random.default_rng(0), np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     factors = (1.0, 1.0, values, gradients)
@@ -217,7 +217,7 @@ TRAINABLE = [name for name in ON_CPU if backends.load(name).BACKWARD is not None
 @pytest.mark.parametrize("backend", TRAINABLE)
 def test_large_and_signed_values_give_the_same_bits(backend: str, dtype: str) -> None:
     large = 2.0**10 if dtype == "float16" else 2.0**100
-    q, k, v, dout = drawn(dtype, large, large)
+    q, k, v, dout = random_arrays(dtype, large, large)
     v[:, ::2], dout[:, 1::2] = -0.0, -0.0
     assert differing_results(backend, dtype, q, k, v, dout) == []
 
@@ -226,5 +226,5 @@ def test_large_and_signed_values_give_the_same_bits(backend: str, dtype: str) ->
 @pytest.mark.parametrize("backend", TRAINABLE)
 def test_subnormal_values_give_the_same_bits(backend: str, dtype: str) -> None:
     tiny = 2.0**-1025 if dtype == "float64" else 2.0**-128
-    assert differing_results(backend, dtype, *drawn(dtype, tiny, 1.0)) == []
-    assert differing_results(backend, dtype, *drawn(dtype, 1.0, tiny)) == []
+    assert differing_results(backend, dtype, *random_arrays(dtype, tiny, 1.0)) == []
+    assert differing_results(backend, dtype, *random_arrays(dtype, 1.0, tiny)) == []

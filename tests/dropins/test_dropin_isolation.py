@@ -160,7 +160,7 @@ def registered() -> Iterator[None]:
     huggingface.unregister()
 
 
-def alone(table: dict[int, Host]) -> dict[int, np.ndarray]:
+def results_alone(table: dict[int, Host]) -> dict[int, np.ndarray]:
     """Every host's result while it runs alone; a later result from another kernel would differ."""
     results = {}
     for length, host in table.items():
@@ -182,7 +182,7 @@ def check_all(
 
 def test_each_thread_keeps_its_own_kernel(device: str, registered: None, ran: set[tuple[int, str]]) -> None:
     table = hosts(device)
-    right, together = alone(table), threading.Barrier(len(table), timeout=120)
+    right, together = results_alone(table), threading.Barrier(len(table), timeout=120)
 
     def work(host: Host) -> list[np.ndarray]:
         results = []
@@ -201,7 +201,7 @@ def test_each_thread_keeps_its_own_kernel(device: str, registered: None, ran: se
 
 def test_each_task_keeps_its_own_kernel(device: str, registered: None, ran: set[tuple[int, str]]) -> None:
     table = hosts(device)
-    right = alone(table)
+    right = results_alone(table)
 
     async def work(host: Host, together: asyncio.Barrier) -> list[np.ndarray]:
         results = []

@@ -70,13 +70,13 @@ MORE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def of_lengths(values: dict[str, Any], q_len: int, kv_len: int) -> dict[str, Any]:
     """The same arguments (or fields) with tables for other lengths."""
 
-    def sized(value: Any) -> Any:
+    def resized(value: Any) -> Any:
         if not isinstance(value, np.ndarray) or value.ndim != 4:
             return value
         rows, keys = (n if size > 1 else 1 for n, size in zip((q_len, kv_len), value.shape[2:], strict=True))
         return np.resize(value, (*value.shape[:2], rows, keys))
 
-    return {name: sized(value) for name, value in values.items()}
+    return {name: resized(value) for name, value in values.items()}
 
 
 def positive(fields: dict[str, Any]) -> dict[str, Any]:
@@ -195,13 +195,13 @@ def test_dropout_is_drawn_from_torchs_generator_and_keeps_the_mean(word: str, dt
     q, k, v = tensors(64, 64, device="cuda", dtype=dtype)
     v = torch.ones_like(v)
 
-    def drawn(seed: int) -> torch.Tensor:
+    def output_of(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
         return dispatched(word, (q, k, v), {"dropout_p": 0.25}).float()
 
-    assert torch.equal(drawn(0), drawn(0)) and not torch.equal(drawn(0), drawn(1))
-    assert drawn(0).std() > 0.01
-    assert drawn(0).mean().item() == pytest.approx(1.0, abs=0.02)
+    assert torch.equal(output_of(0), output_of(0)) and not torch.equal(output_of(0), output_of(1))
+    assert output_of(0).std() > 0.01
+    assert output_of(0).mean().item() == pytest.approx(1.0, abs=0.02)
 
 
 @ways

@@ -43,7 +43,7 @@ REFUSED = {
 }
 
 
-def named(case: tuple[Any, ...]) -> str:
+def id_of(case: tuple[Any, ...]) -> str:
     family, options, documents, how = case
     return " ".join([family, *options.values(), *(["packed"] if documents else []), how])
 
@@ -51,24 +51,24 @@ def named(case: tuple[Any, ...]) -> str:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The result of every rank for a job."""
-    jobs = {named(case): (SCENES, "trained", case) for case in TRAINED}
+    jobs = {id_of(case): (SCENES, "trained", case) for case in TRAINED}
     jobs |= {"compiled": (SCENES, "compiled", ()), "refusals": (SCENES, "refusals", ())}
     _, given = once([World("models", 2, jobs)], "models", tmp_path_factory, seconds=550)
     actual = given["models"]
 
-    def of(job: str) -> list[Any]:
+    def results_of(job: str) -> list[Any]:
         for rank, results in enumerate(actual):
             assert not isinstance(results.get(job), Failed), f"rank {rank}: {results[job].text}"
             assert job in results, f"rank {rank} did not come to {job}"
         return [results[job] for results in actual]
 
-    return of
+    return results_of
 
 
-@pytest.mark.parametrize("case", TRAINED, ids=named)
+@pytest.mark.parametrize("case", TRAINED, ids=id_of)
 def test_a_model_on_shards_equals_the_whole_model(ranks: Any, case: tuple[Any, ...]) -> None:
     """The logits of every token, and the gradient of every parameter, summed over ranks."""
-    for errors in ranks(named(case)):
+    for errors in ranks(id_of(case)):
         assert len(errors) > 10
         assert max(errors.values()) < 1e-4, {name: error for name, error in errors.items() if error >= 1e-4}
 

@@ -1,9 +1,9 @@
 """Runs jobs of ``test_context_torch`` and other modules on ranks of context-parallel torch calls, in gloo processes.
 
-``main(folder)`` reads ``asked.pickle``: for each world its name, its number of ranks and its jobs, ``(module, function,
-arguments)``. It forks the ranks of all worlds at once (torch is imported once). Rank r of world w writes the results
-of its jobs, ``{job: result}``, to ``w.r.pickle``. A job that raises gives a ``Failed`` with the traceback, and ends
-its rank's work, because the ranks no longer agree.
+``main(folder)`` reads ``worlds.pickle``: for each world its name, its number of ranks and its jobs, ``(module,
+function, arguments)``. It forks the ranks of all worlds at once (torch is imported once). Rank r of world w writes the
+results of its jobs, ``{job: result}``, to ``w.r.pickle``. A job that raises gives a ``Failed`` with the traceback, and
+ends its rank's work, because the ranks no longer agree.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def _work(world: World, rank: int, folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    worlds = pickle.loads((folder / "asked.pickle").read_bytes())
+    worlds = pickle.loads((folder / "worlds.pickle").read_bytes())
     for name in {module for world in worlds for module, _, _ in world.jobs.values()}:
         importlib.import_module(name)  # before the fork, so only once
     context = multiprocessing.get_context("fork")
@@ -227,7 +227,7 @@ def main(folder: Path) -> None:
 
 def in_ranks(worlds: list[World], folder: Path, seconds: float) -> dict[str, list[dict[str, Any]]]:
     """Runs worlds in separate processes: the results of every rank of each; the results so far of a rank that died."""
-    (folder / "asked.pickle").write_bytes(pickle.dumps(worlds))
+    (folder / "worlds.pickle").write_bytes(pickle.dumps(worlds))
     here = Path(__file__).parent
     paths = [str(here.parents[1]), str(here), *(path for path in sys.path if path)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}

@@ -182,13 +182,13 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return register(*given, **{**options, "pass_owned_tensor": True})  # torch's tensors need owners
 
     monkeypatch.setattr(jax_tvm_ffi, "register_ffi_target", with_owners)
-    forget()
+    empty_caches()
     LAUNCHED.clear()
     yield
-    forget()
+    empty_caches()
 
 
-def forget() -> None:
+def empty_caches() -> None:
     explain.cache_clear()
     compiled_lane.lane_of.cache_clear()
     jax.clear_caches()
@@ -216,7 +216,7 @@ def test_a_program_gives_torchs_bits(with_lse: bool) -> None:
     q, k, v, dout = arrays()
 
     @jax.jit
-    def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
+    def forward_and_gradients(q: Any, k: Any, v: Any, dout: Any) -> Any:
         def function(q: Any, k: Any, v: Any) -> Any:
             return jax_frontend.attention(q, k, v, causal=True, backend="math", return_lse=with_lse)
 
@@ -224,7 +224,7 @@ def test_a_program_gives_torchs_bits(with_lse: bool) -> None:
         cotangent = (dout, jnp.swapaxes(dout[..., 0], 1, 2)) if with_lse else dout
         return (out[0] if with_lse else out), pull(cotangent)
 
-    out, (dq, dk, dv) = both(q, k, v, dout)
+    out, (dq, dk, dv) = forward_and_gradients(q, k, v, dout)
     expected = in_torch(q, k, v, dout, with_lse=with_lse)
     for ours, theirs, factor in zip((out, dq, dk, dv), expected, (1, 1, 2, 1), strict=True):
         np.testing.assert_array_equal(np.asarray(ours), theirs * factor)
@@ -333,11 +333,11 @@ def test_flash4_gives_torchs_bits_without_python(options: dict[str, Any], determ
     options |= {"deterministic": deterministic, "backend": "flash4"}
     lengths = {"seq_info": jax_frontend.SeqInfo.from_lengths([130, 1, 169])} if packed else {}
 
-    def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
+    def forward_and_gradients(q: Any, k: Any, v: Any, dout: Any) -> Any:
         out, pull = jax.vjp(lambda *x: jax_frontend.attention(*x, **options, **lengths), q, k, v)
         return out, *pull(dout)
 
-    compiled = jax.jit(both).lower(*given).compile()
+    compiled = jax.jit(forward_and_gradients).lower(*given).compile()
     text = compiled.as_text()
     assert "attn_core.flash4." in text and "attn_core.callback" not in text
     ours = [np.asarray(actual.astype(jnp.float32)) for actual in compiled(*given)]

@@ -54,13 +54,13 @@ def test_value_and_gradients_are_equal_under_every_transformation(arrays, backen
 def fresh_plans():
     """Empties the caches of plans and traces, so that nothing of a test reaches the next one."""
 
-    def forget():
+    def empty_caches():
         for cache in (selection.explain, plan.plan, ops._jit_partitionable):
             cache.cache_clear()
         jax.clear_caches()
 
-    yield forget
-    forget()
+    yield empty_caches
+    empty_caches()
 
 
 def test_a_backend_without_a_log_sum_exp(arrays, fresh_plans, monkeypatch):

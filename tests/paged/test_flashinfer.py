@@ -199,7 +199,7 @@ CALLS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-def called(name: str, dtype: str = "bfloat16") -> tuple[PagedCall, PagedInputs]:
+def random_call(name: str, dtype: str = "bfloat16") -> tuple[PagedCall, PagedInputs]:
     lengths, new, fields = CALLS[name]
     call = make_paged(lengths, new, return_lse=True, dtype=dtype, head_dim=64, value_dim=64, **fields)
     made = [None if array is None else torch.from_numpy(np.array(array)) for array in call.inputs]
@@ -211,7 +211,7 @@ def called(name: str, dtype: str = "bfloat16") -> tuple[PagedCall, PagedInputs]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", CALLS)
 def test_results_match_the_reference(installed: Any, name: str, dtype: str, into: bool) -> None:
-    call, inputs = called(name, dtype)
+    call, inputs = random_call(name, dtype)
     buffers = (inputs.q.new_full(call.spec.out_shape, torch.nan), torch.empty(call.spec.lse_shape)) if into else None
     out, lse = flashinfer.forward(call.spec, inputs, buffers)
     assert (out is buffers[0]) if into and not call.spec.sinks else True  # type: ignore[index]
@@ -223,14 +223,14 @@ def test_results_match_the_reference(installed: Any, name: str, dtype: str, into
 
 @pytest.mark.parametrize("fault", [{"scale": 0.5}, {"window": (9, 0)}, {"window": (7, 0)}, {"softcap": 1.0}], ids=str)
 def test_the_comparison_finds_planted_faults(installed: Any, fault: dict[str, Any]) -> None:
-    call, inputs = called("window")
+    call, inputs = random_call("window")
     out, lse = flashinfer.forward(replace(call.spec, **fault), inputs)
     spec, dense = gather_pages(call.spec, call.inputs)
     assert not accuracy.expect(spec, dense).judge(out=out.double().numpy(), lse=lse.numpy()).ok
 
 
 def test_wrong_tables_are_refused_by_value(installed: Any) -> None:
-    call, inputs = called("chunks")
+    call, inputs = random_call("chunks")
     table = inputs.block_table.clone()
     table[0, 0] = 10**6
     for lie, words in (
@@ -244,7 +244,7 @@ def test_wrong_tables_are_refused_by_value(installed: Any) -> None:
 
 
 def test_pools_of_different_strides_are_refused(installed: Any) -> None:
-    call, inputs = called("chunks")
+    call, inputs = random_call("chunks")
     turned = inputs.v.transpose(1, 2).contiguous().transpose(1, 2)
     with pytest.raises(ShapeError, match=r"v_pages: expected the strides of k_pages, \[2048, 128, 64, 1\]"):
         flashinfer.forward(call.spec, inputs._replace(v=turned))
@@ -253,7 +253,7 @@ def test_pools_of_different_strides_are_refused(installed: Any) -> None:
 
 
 def test_a_graph_capture_is_refused(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, inputs = called("decoding")
+    call, inputs = random_call("decoding")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     on_a_gpu = inputs._replace(q=SimpleNamespace(is_cuda=True))
     with pytest.raises(RuntimeError, match="backend='flashinfer' while a CUDA graph is captured: it reads the tables"):
@@ -262,7 +262,7 @@ def test_a_graph_capture_is_refused(installed: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_each_thread_has_its_own_wrapper(installed: Any) -> None:
-    call, inputs = called("decoding")
+    call, inputs = random_call("decoding")
     flashinfer.forward(call.spec, inputs)
     flashinfer.forward(call.spec, inputs)
     assert StandIn.made == 1

@@ -14,7 +14,7 @@ from attn_core.call.pages import PagedKV
 GPU = Target("torch", "sm90")
 
 
-def made(batch: int = 64, tokens: int = 8192, new: int = 1, page_size: int = 16, **fields: Any) -> AttentionSpec:
+def spec_of(batch: int = 64, tokens: int = 8192, new: int = 1, page_size: int = 16, **fields: Any) -> AttentionSpec:
     """A call of sequences with these numbers of tokens, 32 query heads on 8 kv heads."""
     width = -(-tokens // page_size)
     paged = PagedKV(num_pages=batch * width, page_size=page_size, width=width)
@@ -43,7 +43,7 @@ def reasons(spec: AttentionSpec) -> tuple[str, ...]:
     ],
 )
 def test_supported_calls_are_not_refused(fields: dict[str, Any]) -> None:
-    assert reasons(made(**fields)) == ()
+    assert reasons(spec_of(**fields)) == ()
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,11 @@ def test_supported_calls_are_not_refused(fields: dict[str, Any]) -> None:
 def test_refusals_name_the_value(fields: dict[str, Any], says: str) -> None:
     if "num_heads" in fields:  # two query heads for each of four kv heads
         fields = {**fields, "num_kv_heads": 4}
-    assert says in reasons(made(**fields))
+    assert says in reasons(spec_of(**fields))
 
 
 def test_a_cpu_is_not_supported() -> None:
-    actual = explain(made(), Target("torch", "cpu"), "triton_splitkv").reasons("triton_splitkv")
+    actual = explain(spec_of(), Target("torch", "cpu"), "triton_splitkv").reasons("triton_splitkv")
     assert "device cpu: the Triton split-KV kernel needs cuda" in actual
 
 
@@ -78,26 +78,32 @@ def test_a_cpu_is_not_supported() -> None:
 
 
 def test_the_numbers_that_the_kernels_receive() -> None:
-    assert triton_splitkv.lower(made(softcap=20.0, window=(5, None), sinks=True, scale=0.3)) == {
+    assert triton_splitkv.lower(spec_of(softcap=20.0, window=(5, None), sinks=True, scale=0.3)) == {
         **{"scale": 0.3, "softcap": 20.0, "left": 5, "right": 0, "ONE_QUERY": True, "SOFTCAP": True, "SINKS": True}
     }
-    open_sides = triton_splitkv.lower(made(new=3, causal=False))
+    open_sides = triton_splitkv.lower(spec_of(new=3, causal=False))
     assert open_sides["left"] == open_sides["right"] == 2**30 and not open_sides["ONE_QUERY"]
 
 
 @pytest.mark.parametrize(
     ("spec", "rows"),
-    [(made(), 16), (made(new=5), 32), (made(new=500), 64), (made(num_kv_heads=32), 16), (made(num_kv_heads=1), 32)],
+    [
+        (spec_of(), 16),
+        (spec_of(new=5), 32),
+        (spec_of(new=500), 64),
+        (spec_of(num_kv_heads=32), 16),
+        (spec_of(num_kv_heads=1), 32),
+    ],
 )
 def test_a_tile_holds_the_queries_of_a_group(spec: AttentionSpec, rows: int) -> None:
     assert triton_splitkv.tiles(spec).rows == rows
 
 
 def test_the_number_of_splits_fills_a_gpu() -> None:
-    one = made(batch=1, tokens=131072)
-    assert triton_splitkv.splits(made(batch=512), 132) == 1, "there are programs enough"
+    one = spec_of(batch=1, tokens=131072)
+    assert triton_splitkv.splits(spec_of(batch=512), 132) == 1, "there are programs enough"
     assert 1 < triton_splitkv.splits(one, 132) <= triton_splitkv.MOST_SPLITS
-    assert triton_splitkv.splits(made(batch=1, tokens=triton_splitkv.FEWEST_KEYS), 132) == 1, (
+    assert triton_splitkv.splits(spec_of(batch=1, tokens=triton_splitkv.FEWEST_KEYS), 132) == 1, (
         "too few keys to be worth it"
     )
     assert triton_splitkv.splits(replace(one, window=(triton_splitkv.FEWEST_KEYS - 1, 0)), 132) == 1, (
@@ -109,5 +115,5 @@ def test_the_number_of_splits_fills_a_gpu() -> None:
 
 def test_the_number_of_splits_depends_only_on_shapes() -> None:
     """Only the spec and the device decide, so equal calls give equal bits."""
-    assert triton_splitkv.splits(made(), 132) == triton_splitkv.splits(made(), 132)
+    assert triton_splitkv.splits(spec_of(), 132) == triton_splitkv.splits(spec_of(), 132)
     assert triton_splitkv.FORWARD.deterministic and triton_splitkv.BACKWARD is None

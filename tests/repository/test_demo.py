@@ -73,7 +73,7 @@ def registered_llama():  # type: ignore[no-untyped-def]
 
 
 @pytest.fixture(scope="module")
-def both():  # type: ignore[no-untyped-def]
+def generations():  # type: ignore[no-untyped-def]
     """(torch's generation, JAX's generation, the captured layers, the Flax model)."""
     pytest.importorskip("flax")
     model = registered_llama()
@@ -90,8 +90,8 @@ def both():  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.slow
-def test_torch_and_jax_write_the_same_tokens(both) -> None:  # type: ignore[no-untyped-def]
-    ours, theirs, _, _ = both
+def test_torch_and_jax_write_the_same_tokens(generations) -> None:  # type: ignore[no-untyped-def]
+    ours, theirs, _, _ = generations
     assert ours.tokens == theirs.tokens
     assert all(ours.tokens)
     difference = np.abs(ours.prefill_logits - theirs.prefill_logits).max()
@@ -99,24 +99,24 @@ def test_torch_and_jax_write_the_same_tokens(both) -> None:  # type: ignore[no-u
 
 
 @pytest.mark.slow
-def test_every_layer_is_bit_equal(both) -> None:  # type: ignore[no-untyped-def]
+def test_every_layer_is_bit_equal(generations) -> None:  # type: ignore[no-untyped-def]
     from examples.smollm2 import layers
 
-    checks = layers.compare(both[2])
+    checks = layers.compare(generations[2])
     assert [(check.layer, check.queries) for check in checks] == [(0, 11), (1, 11), (0, 3), (1, 3)]
     assert all(check.equal for check in checks)
 
 
 @pytest.mark.slow
-def test_results_do_not_depend_on_the_packed_cache(both) -> None:  # type: ignore[no-untyped-def]
+def test_results_do_not_depend_on_the_packed_cache(generations) -> None:  # type: ignore[no-untyped-def]
     from examples.smollm2 import jax_side
 
-    _, theirs, _, twin = both
+    _, theirs, _, twin = generations
     assert decoding.reread_difference(lambda rows: jax_side.reread(twin, rows), PROMPTS, theirs.tokens) == 0
 
 
 @pytest.mark.slow
-def test_torch_agrees_with_each_prompt_alone_without_our_attention(both) -> None:  # type: ignore[no-untyped-def]
+def test_torch_agrees_with_each_prompt_alone_without_our_attention(generations) -> None:  # type: ignore[no-untyped-def]
     import torch
 
     model = registered_llama()
@@ -125,6 +125,6 @@ def test_torch_agrees_with_each_prompt_alone_without_our_attention(both) -> None
     for prompt in PROMPTS:
         with torch.inference_mode():
             alone = model(input_ids=torch.tensor([prompt])).logits[0].numpy()
-        packed = both[0].prefill_logits[start : start + len(prompt)]
+        packed = generations[0].prefill_logits[start : start + len(prompt)]
         np.testing.assert_allclose(packed, alone, rtol=0, atol=2e-5 * np.abs(alone).max())
         start += len(prompt)

@@ -114,8 +114,8 @@ def test_answers_equal_those_of_each_prompt_alone(drawn: Any, together: int, see
     answered: list[None] = []
     actual, forward = serve_all(prompts, together=together, **pool, on_answer=lambda: answered.append(None))
     assert actual.answers == [Tiny(seed).answer(prompt, new_tokens) for prompt in prompts]
-    alone = [serve_all([prompt], together=1, **pool)[0].answers[0] for prompt in prompts]
-    assert actual.answers == alone
+    answer_alone = [serve_all([prompt], together=1, **pool)[0].answers[0] for prompt in prompts]
+    assert actual.answers == answer_alone
     assert len(answered) == len(prompts)
     assert actual.largest_batch <= max(together, *forward.batches) and max(forward.batches) <= together
     assert actual.waste[0] < page_size * actual.waste[1]
@@ -251,7 +251,7 @@ def test_a_transformers_llama_serves_the_answers_it_gives_alone() -> None:
 
     model = tiny_llama("eager")
     prompts = [[5, 17, 3], [5, 17, 11], [5, 17, 2, 29, 31, 7, 13, 23, 19], [5, 17, 3, 3], [5, 17, 40]]
-    expected = [alone(model, prompt, 5) for prompt in prompts]
+    expected = [answer_alone(model, prompt, 5) for prompt in prompts]
     forward = TorchForward(model, num_pages=11, page_size=3)
     actual = serve(forward, forward.cache, prompts, new_tokens=5, stop=1, together=3)
     assert actual.lead > 1e-3, "a lead this small could be noise: choose another seed"
@@ -259,7 +259,7 @@ def test_a_transformers_llama_serves_the_answers_it_gives_alone() -> None:
     assert actual.largest_batch > 1 and forward.cache.allocator.report().free == 11
 
 
-def alone(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
+def answer_alone(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
     """Greedy generation by transformers' own attention, which reads everything again for each token."""
     tokens = list(prompt)
     for _ in range(new_tokens):

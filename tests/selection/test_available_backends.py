@@ -23,7 +23,7 @@ BREAKS: dict[str, Exception] = {
 }
 
 
-def forget() -> None:
+def empty_caches() -> None:
     """Empties what is remembered of this installation."""
     backends.availability.cache_clear()
     choice._local_target.cache_clear()
@@ -34,9 +34,9 @@ def forget() -> None:
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    forget()
+    empty_caches()
     yield
-    forget()
+    empty_caches()
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_a_broken_import_makes_only_that_backend_unavailable(
     whole = framework.frontend.available_backends()
     module: Any = backends.load("sdpa_flash")
     patch.setattr(module, "probe", breaking(error))
-    forget()
+    empty_caches()
     broken = framework.frontend.available_backends()
     reason = f"not available: {type(error).__name__}: {error} (needs {module.REQUIRES})"
     assert broken["sdpa_flash"] == (None, reason)
@@ -94,7 +94,7 @@ def test_a_broken_import_makes_only_that_backend_unavailable(
 @pytest.mark.parametrize("framework", BOTH, ids=str)
 def test_calls_run_on_the_remaining_backends_with_the_reason(framework: Framework, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(backends.load("sdpa_flash"), "probe", breaking(BREAKS["missing library"]))
-    forget()
+    empty_caches()
     call = {name: framework.zeros(1, 3, 2, 5) for name in "qkv"}
     actual = framework.frontend.explain(**call)
     assert actual.backend == "math"
@@ -108,7 +108,7 @@ def test_calls_run_on_the_remaining_backends_with_the_reason(framework: Framewor
 def test_with_everything_broken_the_error_lists_everything(framework: Framework, patch: pytest.MonkeyPatch) -> None:
     for name in backends.names():
         patch.setattr(backends.load(name), "probe", breaking(OSError(f"{name} is broken")))
-    forget()
+    empty_caches()
     assert all(entry.reason for entry in framework.frontend.available_backends().values())
     with pytest.raises(NotImplementedError, match=r"^no backend can run this call") as caught:
         framework.frontend.attention(**{name: framework.zeros(1, 3, 2, 5) for name in "qkv"})
@@ -118,7 +118,7 @@ def test_with_everything_broken_the_error_lists_everything(framework: Framework,
 
 def test_without_the_bridge_jax_runs_its_own_operations(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(__import__("sys").modules, "jax_tvm_ffi", None)
-    forget()
+    empty_caches()
     actual = JAX.frontend.available_backends()
     reason = actual["math"].reason or ""
     assert reason.startswith("the bridge from JAX is not available: ModuleNotFoundError: ")
@@ -134,7 +134,7 @@ def test_choosing_imports_no_backends_of_other_devices(patch: pytest.MonkeyPatch
     """A call on one device must neither wait for nor fail with the kernels of another device."""
     patch.setattr(backends.load("sdpa_flash"), "probe", breaking(AssertionError("imported")))
     patch.setattr(backends.load("flash2"), "probe", breaking(AssertionError("imported")))
-    forget()
+    empty_caches()
     assert "imported" not in dict(Target.here("torch", "sm90").unavailable).get("sdpa_flash", "")
     assert "flash2" not in dict(Target.here("torch", "cpu").unavailable)
     assert "imported" in dict(Target.here("torch", "sm90").unavailable)["flash2"]
@@ -144,7 +144,7 @@ def test_choosing_imports_no_backends_of_other_devices(patch: pytest.MonkeyPatch
 def test_each_backend_is_probed_once(patch: pytest.MonkeyPatch) -> None:
     calls = []
     patch.setattr(backends.load("math"), "probe", lambda: calls.append(1) or "1.0")
-    forget()
+    empty_caches()
     for _ in range(3):
         assert TORCH.frontend.available_backends()["math"].version == "1.0"
         Target.here("torch", "cpu")

@@ -444,14 +444,17 @@ def test_every_operand_may_be_mapped_or_shared(name: str, device: str) -> None:
     rows = [torch.stack(parts) for parts in zip(*(qkv(device, 3, 5, 9) for _ in range(2)))]
     key = next(iter(extras))
 
-    def both(q: Tensor, k: Tensor, v: Tensor, extra: Tensor) -> Any:
+    def output_and_gradients(q: Tensor, k: Tensor, v: Tensor, extra: Tensor) -> Any:
         call = lambda q, k, v, e: attention(q, k, v, causal=True, return_lse=True, **{key: e})  # noqa: E731
         weighted = lambda *a: sum((part * torch.cos(part.detach())).sum() for part in call(*a))  # noqa: E731
         learned = (0, 1, 2, 3) if key in ("bias", "sinks") else (0, 1, 2)
         return call(q, k, v, extra), torch.func.grad(weighted, learned)(q, k, v, extra)
 
-    actual = torch.func.vmap(both, (0, 0, 0, 0 if key in mapped else None))(*rows, extras[key])
-    single = [both(*(part[at] for part in rows), extras[key][at] if key in mapped else extras[key]) for at in range(2)]
+    actual = torch.func.vmap(output_and_gradients, (0, 0, 0, 0 if key in mapped else None))(*rows, extras[key])
+    single = [
+        output_and_gradients(*(part[at] for part in rows), extras[key][at] if key in mapped else extras[key])
+        for at in range(2)
+    ]
     for part, expected in zip(actual, zip(*single), strict=True):
         for tensor, rowwise in zip(part, zip(*expected), strict=True):
             close(tensor, torch.stack(rowwise))
