@@ -145,10 +145,8 @@ class PageAllocator:
 
         It must work for the first few, because an interrupt can stop a step after any of its sequences.
         """
-        # The free pages are a stack, so all pages that the extensions can take are its last ones. Those below stay, and
-        # writing the slice back is right after any number of the extensions.
         untouched = len(self._free) - self.needed(tokens)
-        taken = self._free[untouched:]
+        taken = self._free[untouched:]  # the end of the stack: writing it back undoes any number of extensions
         before = [(name, list(self._pages[name]), self._lengths[name]) for name in tokens]
         last = {pages[-1]: self._holders[pages[-1]] for _, pages, _ in before if pages}
 
