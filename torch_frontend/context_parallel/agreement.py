@@ -73,8 +73,8 @@ def _compare(text: str, device: str, axes: tuple[RankAxis, ...]) -> None:
     digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.int64).to(device)
     differ = digest.new_zeros(1, dtype=torch.bool)
     for axis in axes:
-        mine = torch.cat([digest, differ.to(digest.dtype)])
-        gathering = torch.ops._c10d_functional.all_gather_into_tensor(mine, axis.size, axis.name)
+        digest_and_flag = torch.cat([digest, differ.to(digest.dtype)])
+        gathering = torch.ops._c10d_functional.all_gather_into_tensor(digest_and_flag, axis.size, axis.name)
         everyone = torch.ops._c10d_functional.wait_tensor(gathering).view(axis.size, -1)
         differ = (everyone != everyone[0]).any() | (everyone[:1, -1] > 0)
     if not bool(differ):

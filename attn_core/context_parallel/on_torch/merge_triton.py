@@ -51,17 +51,17 @@ def _merge(
     new = tl.load(part_lse + batch * part_lse_batch + head * part_lse_head + row * part_lse_row, mask=inside, other=0.0)
     larger = tl.maximum(old, new)
     larger = tl.where(larger == -float("inf"), 0.0, larger)
-    its = tl.exp(new - larger)
-    total = tl.exp(old - larger) + its
-    weight = tl.where(total == 0.0, 0.0, its / total)
+    part_weight = tl.exp(new - larger)
+    total = tl.exp(old - larger) + part_weight
+    share = tl.where(total == 0.0, 0.0, part_weight / total)
     tl.store(new_lse + tl.program_id(1).to(tl.int64) * rows + row, larger + tl.log(total), mask=inside)
     channel = tl.arange(0, WIDE)
-    held = inside[:, None] & (channel < DIM)[None, :]
+    mask = inside[:, None] & (channel < DIM)[None, :]
     of_out = out + batch * out_batch + head * out_head + row[:, None] * out_row + channel[None, :]
     of_part = part_out + batch * part_batch + head * part_head + row[:, None] * part_row + channel[None, :]
-    before = tl.load(of_out, mask=held, other=0.0).to(tl.float32)
-    part = tl.load(of_part, mask=held, other=0.0).to(tl.float32)
-    tl.store(of_out, before + weight[:, None] * (part - before), mask=held)
+    before = tl.load(of_out, mask=mask, other=0.0).to(tl.float32)
+    part = tl.load(of_part, mask=mask, other=0.0).to(tl.float32)
+    tl.store(of_out, before + share[:, None] * (part - before), mask=mask)
 
 
 def merge(out: Any, lse: Any, part_out: Any, part_lse: Any) -> None:
