@@ -17,6 +17,7 @@ from torch_frontend.dispatch import autocast, autograd, empty_rows, offsets, ops
 from torch_frontend.dispatch.tensor_kinds import are_jit_traces_active, are_modes_active, match_fake
 
 Tensor = torch.Tensor
+# Aliases save the fast path an attribute lookup for each.
 _is_compiling, _is_grad_enabled, _requested = torch.compiler.is_compiling, torch.is_grad_enabled, override.requested
 _is_autocast_on, _is_transformed, _modes = autocast.is_on, transforms.are_active, are_modes_active
 Window = int | tuple[int | None, int | None] | None
@@ -106,6 +107,8 @@ def attention(
             deterministic,
             return_lse,
         )
+    # AttributeError: no tensor, so no shape. TypeError: an option cannot be hashed. RuntimeError: a nested tensor has
+    # no shape. NoBackendError is a RuntimeError too.
     except (AttributeError, TypeError, RuntimeError) as error:
         if isinstance(error, (SpecError, NoBackendError)):
             raise
@@ -114,6 +117,7 @@ def attention(
         return attend(*gather_arguments((q, k, v, None, None, None, None), None, options, None), backend)
     try:
         shortcut = call_plan.shortcut
+        # autograd can differentiate a shortcut, so only a call without one needs our autograd function.
         if shortcut is None and needs_backward:
             return autograd.AttentionFunction.apply(call_plan, q, k, v)
         out, lse = shortcut(q, k, v) if shortcut else call_plan.forward(call_plan.spec, Inputs(q, k, v))
@@ -185,6 +189,7 @@ def gather_arguments(
         attach = offsets.attach if transforms.is_one_op(q) else offsets.attach_complete  # an op completes them itself
         inputs, longest = attach(info, inputs)
         options = options._replace(max_len_q=longest[0], max_len_k=longest[1])
+    # explain passes draw=False, because a question must not advance the generator of the training run.
     if options.dropout and draw:
         device = _dropout_device(q, generator)
         rng = torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator, device=device)
@@ -227,6 +232,7 @@ def attend(inputs: Inputs, options: Options, backend: Any) -> Any:
     call_plan = plan.plan(plan.metadata(inputs), options, needs_backward, bias_gradient, requested)
     check_offsets(call_plan.spec, inputs)
     with autocast.switched_off(inputs.q.device):
+        # All fields of Inputs, because the backward needs the mask, the offsets and dropout's words as well.
         if needs_backward:
             return autograd.AttentionFunction.apply(call_plan, *inputs)
         out, lse = plan.run_forward(call_plan, inputs)

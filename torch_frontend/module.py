@@ -137,6 +137,7 @@ class Attention(nn.Module):
             if positions is None and context_parallel is not None:
                 positions = context_parallel.position_ids(q.shape[1], q.device)
             q, k = self.rotary(q, k, token_positions(positions, seq_info, q))
+            # Rotary functions with float32 tables return float32, but attention needs one dtype for q, k and v.
             q, k = q.to(v.dtype), k.to(v.dtype)
         attend: Any = partial(attention, trains=self.training, seq_info=seq_info)
         attend = attend if context_parallel is None else context_parallel.attend
@@ -179,6 +180,7 @@ class Attention(nn.Module):
         if self.rotary is not None:
             places = token_places(step, x) if positions is None else positions
             q, k = (rows[0].to(dtype) for rows in self.rotary(q[None], k[None], places.reshape(1, -1)))
+        # The pool may have another dtype than the parameters, and append_kv does not cast.
         append_kv(pages.k, pages.v, k.to(pool_dtype), v.to(pool_dtype), **step.tables)
         out = paged_attention(
             q.to(pool_dtype),
@@ -231,6 +233,7 @@ def token_positions(positions: Tensor | None, seq_info: SeqInfo | None, q: Tenso
         positions = torch.arange(q.shape[1], dtype=torch.int32, device=q.device)
         if seq_info is not None:
             starts = to_device_of(q, seq_info.cu_seqlens_q)
+            # A copy, because compiled searchsorted ignores where a view starts.
             document = torch.searchsorted(starts[1:-1].contiguous(), positions, right=True)  # [tokens]
             positions = positions - starts[document]
     return positions.expand(q.shape[:2])
@@ -243,5 +246,6 @@ def token_places(step: Step, x: Tensor) -> Tensor:
         return lengths - 1
     ends = to_device_of(x, step.cu_seqlens_q)[1:]
     token = torch.arange(x.shape[0], dtype=ends.dtype, device=x.device)
+    # Tokens behind the last offset belong to no sequence. The clamp only keeps their index in range.
     sequence = torch.searchsorted(ends, token, right=True).clamp(max=len(ends) - 1)
     return lengths[sequence] - (ends[sequence] - token)

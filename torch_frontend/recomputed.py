@@ -29,6 +29,7 @@ def attention_of_layer(q: Tensor, k: Tensor, v: Tensor, *, trains: bool, **optio
     if not trains or transforms.is_one_op(q):
         return attention(q, k, v, **options)
     trainable = (q, k, v, options.get("bias"), options.get("sinks"))
+    # Then attention itself chooses a kernel with a backward, and autograd must record the call.
     if torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in trainable):
         return attention(q, k, v, **options)
     tables = (options.pop(name, None) for name in ("mask", "bias", "alibi_slopes", "sinks"))

@@ -26,6 +26,7 @@ def warm_up(q: Tensor, k: Tensor, v: Tensor, *, needs_backward: bool | None = No
     if selection.backend is None:
         raise NoBackendError(selection)
     if q.is_cuda:
+        # Kernels launch on the current GPU. Inference mode would record no graph, so the backward could not run.
         with torch.cuda.device(q.device), torch.inference_mode(False):
             _run(selection, (q, k, v), options)
     return selection

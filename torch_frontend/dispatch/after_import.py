@@ -20,6 +20,7 @@ def after_import(name: str, action: Callable[[], None]) -> None:
     if name in sys.modules:
         action()
     else:
+        # First, because the finders behind it find the module and would end the search.
         sys.meta_path.insert(0, _Finder(name, action))
 
 

@@ -24,6 +24,7 @@ class AttentionFunction(torch.autograd.Function):
         else:
             out, lse = run_forward(plan, Inputs(*tensors))
         ctx.plan = plan
+        # Saved by autograd, not on ctx: so an input that is changed in place before the backward is an error.
         ctx.save_for_backward(*tensors, out, lse)
         ctx.set_materialize_grads(False)  # None for an unused result's gradient, so the kernel can skip dlse
         return (out, lse) if plan.spec.return_lse else out
@@ -33,6 +34,7 @@ class AttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
         *tensors, out, lse = ctx.saved_tensors
         plan, inputs = ctx.plan, Inputs(*tensors)
+        # A backward may run under a vmap or autocast that was not active in the forward, so it checks again.
         if not is_direct(dout, dlse):
             return None, *gradients_in_order(guarded_backward(plan, inputs, out, lse, dout, dlse), len(tensors))
         if len(tensors) == 3 and dout is not None:
@@ -67,5 +69,6 @@ def guarded_backward(
         from torch_frontend.dispatch import ops
 
         return ops.mapped_gradients(plan, inputs, out, lse, dout, dlse)
+    # Autocast would cast the float32 operands of backwards that consist of torch operations.
     with autocast.switched_off(out.device):
         return run_backward(plan, inputs, out, lse, dout, dlse)

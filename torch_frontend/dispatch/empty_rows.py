@@ -39,6 +39,7 @@ def fill_with_sinks(lse: Tensor, sinks: Tensor, end: Any = None) -> Tensor:
         end: the number of rows that belong to a document, an int or a tensor; later rows keep -inf. None: all rows.
     """
     sinks = sinks.to(lse.dtype)[:, None]
+    # A row also has -inf if its sink is -inf. The sink must not get a gradient there.
     alone = (lse == -torch.inf) & (sinks != -torch.inf)
     if end is not None:
         alone = alone & (torch.arange(lse.shape[-1], device=lse.device) < end)

@@ -118,9 +118,11 @@ def _safe(queries: Tensor, keys: Tensor, tail: Tail, tokens: tuple[int, int]) ->
     # Documents without queries repeat the queries' last offset; documents without keys repeat the keys'.
     pieces = queries, ends_q, queries[-1:].expand(others), keys, keys[-1:].expand(tail.queries), ends_k
     both = torch.cat(pieces).view(2, -1)
+    # In place, here and below: torch.cat has just allocated the tensor, and each new tensor costs a kernel.
     both[:, 0].zero_()
     for rows, count in [(both, tokens[0])] if same_count else zip(both, tokens):
         rows.clamp_(0, count)
+    # cummax also makes the tail's ends no smaller than the last offset, whose value only the device knows.
     safe_q, safe_k = torch.cummax(both, 1).values
     return safe_q, safe_k
 

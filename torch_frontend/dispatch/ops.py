@@ -114,8 +114,10 @@ def _complete(call: Sequence[Any]) -> tuple[Inputs, PlainOptions]:
 def _op_plan(inputs: Inputs, plain: PlainOptions, chosen: Tensor | None = None) -> Plan:
     """Plans a call; with ``chosen``, on the backend that the forward chose."""
     requested = tuple(plain.backend.split("\n")) if plain.backend else override.requested()
+    # A drop-in's preference gives way to use_backend, as in an eager call.
     if requested and requested[0] == FROM_CONTEXT:
         requested = override.requested() or requested[1:]
+    # The backward runs on its forward's backend, even if use_backend names another one by then.
     if chosen is not None:
         requested = (names()[int(chosen)],)
     return plan(metadata(inputs), plain.as_options(), plain.needs_backward, plain.bias_gradient, requested)
@@ -126,6 +128,8 @@ def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     call_plan = _op_plan(inputs, plain)
     with switched_off(inputs.q.device):
         out, lse = run_forward(call_plan, inputs)
+    # Contiguous, because compilers plan memory with the strides that _forward_fake promises. The backend travels as an
+    # index on the CPU, where the backward reads it without waiting for the device.
     return out.contiguous(), lse.contiguous(), torch.tensor(names().index(call_plan.backend), device="cpu")
 
 
@@ -134,11 +138,13 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     q, heads, tokens = inputs.q, inputs.q.shape[-2], inputs.q.shape[-3]
     out = q.new_empty((*q.shape[:-1], inputs.v.shape[-1]))
     rows = (heads, tokens) if inputs.cu_seqlens_q is not None else (q.shape[0], heads, tokens)
+    # Every backend returns the log-sum-exp in float32, except for float64 inputs.
     lse = q.new_empty(rows, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     return out, lse, torch.empty((), dtype=torch.int64, device="cpu")
 
 
 def _backward_op(*arguments: Any) -> tuple[Tensor, ...]:
+    # The saved offsets are the caller's, not completed ones, so the backward completes them as the forward did.
     dout, dlse, out, lse, chosen, *call = arguments
     inputs, plain = _complete(call)
     with switched_off(inputs.q.device):
@@ -150,6 +156,7 @@ def _backward_op(*arguments: Any) -> tuple[Tensor, ...]:
 def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     call = arguments[5:]
     inputs, plain = from_call(call)
+    # The order of Gradients: dq, dk, dv, dbias, dsinks.
     differentiated = (*inputs[:3], inputs.bias if plain.bias_gradient else None, inputs.sinks)
     return tuple(inputs.q.new_empty(0) if t is None else t.new_empty(t.shape) for t in differentiated)
 

@@ -25,7 +25,9 @@ def once_differentiable(backward: Backward) -> Backward:
     def run(ctx: Any, *gradients: Tensor | None) -> Any:
         if not torch.is_grad_enabled():  # create_graph is False, so the gradients are not differentiated
             return backward(ctx, *gradients)
+        # The gradients depend on each of these, so each of them must lead to the error.
         inputs = [tensor for tensor in (*ctx.saved_tensors, *gradients) if tensor is not None and tensor.requires_grad]
+        # Autograd would otherwise record backwards that consist of torch operations, and differentiate these.
         with torch.no_grad():
             results = backward(ctx, *gradients)
         return tuple(each if each is None else _Gradient.apply(each, *inputs) for each in results)

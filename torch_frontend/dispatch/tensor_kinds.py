@@ -41,6 +41,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 def is_watched(q: Any) -> bool:
     """Returns whether a call on q must be one op: a mode or a trace records it, or q has no data (fake, meta)."""
+    # A fake tensor may outlive its FakeTensorMode, so an inactive mode does not mean that q has data.
     without_data = type(q) is FakeTensor or (isinstance(q, Tensor) and q.is_meta)
     return without_data or are_modes_active() > 0 or are_jit_traces_active() is not None
 
@@ -73,6 +74,7 @@ def check(name: str, tensor: Tensor) -> None:
     kind = type(tensor)
     if kind not in PLAIN:
         name_of_kind = f"{kind.__module__}.{kind.__qualname__}"
+        # By name, because torch.distributed.tensor takes long to import and may be missing.
         remedy = {
             _CAUSAL_BIAS: "pass causal=True, alignment='top_left' for upper left, 'bottom_right' for lower right",
             "torch.distributed.tensor.DTensor": "pass its to_local(), if that is a complete call by itself",
@@ -96,6 +98,7 @@ def as_causal(mask: Any, is_causal: bool, query: Tensor) -> tuple[Any, bool]:
         return mask, is_causal
     if is_causal:
         raise ValueError("attn_mask: expected no CausalBias together with is_causal=True, both define the causal mask")
+    # Both variants are the same matrix if it is square, and is_causal is the upper left one.
     if mask.variant.name == "UPPER_LEFT" or mask.seq_len_q == mask.seq_len_kv:
         return None, True
     # Four axes, because a mask with two could be read as a mask of keys.

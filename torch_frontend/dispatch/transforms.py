@@ -72,11 +72,13 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        # The third result is the index of the backend, an integer.
         ctx.mark_non_differentiable(output[2])
         ops.save(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        # Not the op itself, because an outer transform needs the rules of _Backward.
         return ops.differentiate(ctx, *gradients, backward=_Backward.apply)
 
     @staticmethod

@@ -25,6 +25,7 @@ def forward(
 ) -> MappedResults:
     """Maps ``run(*inputs) -> (out, lse, chosen)`` over ``size`` elements."""
     if _cannot_fold(inputs, dims, dropout):
+        # All elements have the same shapes and options, so they ran on one backend: its index needs no mapped axis.
         out, lse, chosen = one_by_one(run, size, inputs, dims)
         return (out, lse, chosen[0]), (0, 0, None)
     batch = _batch(inputs, dims)
@@ -75,6 +76,7 @@ def _cannot_fold(inputs: Inputs, dims: Inputs, dropout: float) -> bool:
 
 
 def _batch(inputs: Inputs, dims: Inputs) -> int:
+    # The batch is the first of q's own axes: the second of all if the mapped axis is in front.
     return inputs.q.shape[0 if dims.q is None or dims.q > 0 else 1]
 
 
@@ -94,6 +96,7 @@ def _fold_rows(size: int, part: Tensor, dim: int | None) -> Tensor:
 
 def _fold_table(size: int, batch: int, part: Any, dim: int | None, axes: int) -> Any:
     """Folds a tensor that broadcasts to ``axes`` axes, batch first; unchanged if all batch entries share it."""
+    # Without a batch axis, or with one of size 1, it broadcasts over the folded batch as it is.
     if part is None or (dim is None and (part.dim() < axes or part.shape[0] == 1)):
         return part
     mapped = _mapped_first(size, part, dim)
