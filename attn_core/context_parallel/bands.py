@@ -52,6 +52,7 @@ class Segment(NamedTuple):
 
     def overlaps(self, other: Segment) -> bool:
         """Returns whether both rectangles contain some (query, key) pair."""
+        # Ranges are half open, so rectangles that only touch have no pair in common.
         queries = self.q_start < other.q_stop and other.q_start < self.q_stop
         return queries and self.k_start < other.k_stop and other.k_start < self.k_stop
 
@@ -89,6 +90,7 @@ class BandedSegment(NamedTuple):
     def drop_idle_edges(self) -> BandedSegment:
         """Returns the same pairs with edges set to None that do not cut the rectangle."""
         (q_start, q_stop, k_start, k_stop), low, high = self
+        # The first query and the last key are furthest apart to the right, the last and the first to the left.
         if high is not None and high >= k_stop - 1 - q_start:
             high = None
         if low is not None and low <= k_start - (q_stop - 1):
@@ -101,14 +103,17 @@ def visible_segment(query: Run, q_place: int, key: Run, k_place: int, visible: V
 
     Both runs must have one stride, unless one of them is a single position. None if no pair is visible.
     """
+    # The stride of a single position means nothing, so the other run's counts.
     stride = key.stride if query.count == 1 else query.stride
     if query.count > 1 and key.count > 1 and query.stride != key.stride:
         raise AssertionError(f"runs of different strides: {query}, {key}")
     shift = query.start + visible.offset - key.start  # j - i (places) = distance / stride + shift / stride
+    # Round inwards (high down, low up): between two multiples of the stride lies no position of these runs.
     high = None if visible.right is None else (shift + visible.right) // stride
     low = None if visible.left is None else -((visible.left - shift) // stride)
     if low is not None and high is not None and low > high:  # no multiple of the stride lies inside the band
         return None
+    # Query place i sees the key places from i + low to i + high, which must lie in [0, key.count).
     q_first, k_first = max(0, 0 if high is None else -high), max(0, 0 if low is None else low)
     q_stop = query.count if low is None else min(query.count, key.count - low)
     k_stop = key.count if high is None else min(key.count, query.count + high)
@@ -122,9 +127,11 @@ def visible_segment(query: Run, q_place: int, key: Run, k_place: int, visible: V
 
 def join(a: BandedSegment, b: BandedSegment) -> BandedSegment | None:
     """Returns one rectangle with one band that has exactly the pairs of both; None if there is no such rectangle."""
+    # Pairs in both would be counted twice, and the comparison of counts below would prove nothing.
     if a.segment.overlaps(b.segment):
         return None
     whole, pairs = a.segment.bounding_box(b.segment), a.pairs + b.pairs
+    # If both are pieces of one band, each edge of that band cuts one of them, or is None because it cuts neither.
     for low, high in product({a.low, b.low, None}, {a.high, b.high, None}):
         both = BandedSegment(whole, low, high)
         # The band keeps all pairs of a and of b. If the counts are equal as well, it adds no other pair.

@@ -98,6 +98,7 @@ def build_call(
         raise SpecError(f"head_groups={head_groups}: expected a divisor of the {heads} kv heads that a rank computes")
     call = ContextCall(spec, plan, repeats, head_groups, (), requested)
     tiles = (tile for step in plan.steps for of_part in step.tiles for tile in of_part)
+    # Many tiles have the same spec, and each distinct spec is selected once. dict.fromkeys keeps their order.
     specs = tuple(dict.fromkeys(tile_spec(spec, tile, *call.heads) for tile in tiles))
     return replace(call, backends=_select_backends(specs, target, requested))
 
@@ -136,7 +137,9 @@ def kv_repeats(num_heads: int, num_kv_heads: int, inner: int) -> int:
     Raises:
         ShapeError: if no number of copies does.
     """
+    # The smallest factor for which ``inner`` divides num_kv_heads * factor.
     repeats = inner // math.gcd(num_kv_heads, inner)
+    # A kv head's query heads are divided among its copies, so the number of copies must divide the group.
     if num_heads % num_kv_heads == 0 and (num_heads // num_kv_heads) % repeats == 0:
         return repeats
     raise ShapeError(
@@ -151,6 +154,7 @@ def keeps_gathered(spec: AttentionSpec, plan: ContextPlan) -> bool:
     They are kept if they are no larger than a rank's queries, which the backward needs in any case.
     """
     kv_heads = spec.num_kv_heads * kv_repeats(spec.num_heads, spec.num_kv_heads, plan.inner)
+    # The sizes of the whole row stand for those of a shard: both sides would be divided by the same number of ranks.
     gathered = plan.outer * spec.kv_len * kv_heads * (spec.head_dim + spec.value_dim)
     return plan.gathers and gathered <= spec.q_len * spec.num_heads * spec.head_dim
 
@@ -163,7 +167,9 @@ def tile_spec(spec: AttentionSpec, tile: Tile, num_heads: int, num_kv_heads: int
         "max_len_q": max(segment.q_len for segment in tile.segments) if several else None,
         "max_len_k": max(segment.k_len for segment in tile.segments) if several else None,
     }
+    # ``causal`` already says that the right side ends at the diagonal.
     window: tuple[int | None, int | None] = (tile.left, None if tile.causal else tile.right)
+    # Sinks are left out: they join once, after the last merge. Each tile would count them again.
     return AttentionSpec(
         batch=spec.batch,
         q_len=tile.q_len,
@@ -192,9 +198,11 @@ def _select_backends(
     best for each."""
     if not specs:
         return ()
+    # The preference depends on the lengths of a call, and the largest tile takes most of the time.
     largest = max(specs, key=lambda spec: spec.q_len * spec.kv_len)
     names = requested or preference.order(largest, target.framework, target.device)
     for name in names:
         if not any(refusals(name, spec, target) for spec in specs):
             return tuple((spec, name) for spec in specs)
+    # No backend runs every tile. ``select`` raises if a tile has none, so ``or ""`` is for the type checker alone.
     return tuple((spec, select(spec, target, requested).backend or "") for spec in specs)

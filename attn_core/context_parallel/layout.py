@@ -78,6 +78,7 @@ def build_layout(kind: str, length: int, outer: int, inner: int = 1, documents: 
     if kind == "striped":
         # The ranks of a part hold adjacent stripes, so that together their positions are one finer stripe.
         starts = (outer * (rank % inner) + rank // inner for rank in range(world))
+        # The count is rounded up. It is 0 or negative for ranks beyond a short row, and ``_join_runs`` drops such runs.
         runs = [_join_runs([Run(start, -(-(length - start) // world), world)]) for start in starts]
     elif kind == "contiguous":
         runs = [_join_runs([piece]) for piece in cut_evenly(0, length, world)]
@@ -124,6 +125,7 @@ def _zigzag_runs(documents: Sequence[int], world: int) -> list[tuple[Run, ...]]:
         sizes = [parts[pair].count + parts[-1 - pair].count for pair in range(world)]
         ranks: Sequence[int] = range(world)
         pairs: Sequence[int] = range(world)
+        # A single row has no later document to even out the loads, and keeps the documented order: rank r has piece r.
         if len(set(sizes)) > 1 and len(documents) > 2:
             ranks = sorted(range(world), key=lambda rank: (loads[rank], rank))
             pairs = sorted(range(world), key=lambda pair: (-sizes[pair], pair))
@@ -139,6 +141,7 @@ def _join_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
     for run in runs:
         if run.count <= 0:
             continue
+        # The last of P ranks has the adjacent pieces P - 1 and P of a zigzag, which are one run.
         if joined and joined[-1].stride == run.stride == 1 and joined[-1].start + joined[-1].count == run.start:
             joined[-1] = Run(joined[-1].start, joined[-1].count + run.count)
         else:

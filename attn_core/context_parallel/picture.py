@@ -17,6 +17,7 @@ from attn_core.errors import SpecError
 LIMIT = 64
 """The longest row and the most ranks that are drawn. Larger pictures cannot be read."""
 
+# Exactly LIMIT signs, one for each rank or step that can be drawn.
 SIGNS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+-"
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#999999")
 """Colours that readers with any colour vision can tell apart (Paul Tol's bright scheme, and one more)."""
@@ -48,6 +49,7 @@ def _mark(steps: np.ndarray, tile: Tile, queries: np.ndarray, keys: np.ndarray, 
 
 def ranks_of(layout: Layout) -> np.ndarray:
     """Returns int64 ``[length]``: the rank that holds each position."""
+    # A row of 0 positions has shards of 0 places.
     return places.places_by_position(layout) // max(1, layout.shard)
 
 
@@ -99,6 +101,7 @@ def _matrix(plan: ContextPlan) -> list[str]:
     lines = ["held by   " + " ".join(SIGNS[rank] for rank in of_key) + "   keys"]
     for query, row in enumerate(steps):
         lines.append(f"{of_query[query]:>5} {query:>3} " + " ".join(signs[step] for step in row))
+    # With one part, every step number would be 0, so a square says that a pair is computed.
     moment = "the step that computes a pair" if _has_parts(plan) else "■ a pair that is computed"
     return [*lines, f"queries   {moment}, · none"]
 
@@ -161,9 +164,11 @@ def _strip(ranks: np.ndarray, corner: tuple[int, int], *, across: bool) -> str:
     parts = []
     for at, rank in enumerate(ranks):
         left, upper = (x + CELL * at, y) if across else (x, y + CELL * at)
+        # One pixel less than a cell leaves a gap between neighbours.
         wide, high = (CELL - 1, STRIP) if across else (STRIP, CELL - 1)
         colour = COLOURS[rank % len(COLOURS)]
         parts.append(f'<rect x="{left}" y="{upper}" width="{wide}" height="{high}" fill="{colour}"/>')
+        # SVG places text by its baseline. 4 pixels below the middle centres digits of 10 pixels.
         parts.append(f'<text x="{left + wide / 2:g}" y="{upper + high / 2 + 4:g}" fill="#ffffff">{rank}</text>')
     return "\n".join(parts)
 
@@ -176,6 +181,7 @@ def _row(steps: Sequence[int], signs: str, colour: str, left: int, top: int) -> 
         if step < 0:
             continue
         x, wide = left + CELL * keys[0], CELL * len(keys) - 1
+        # Plans of many steps would become invisible without a lower bound.
         opacity = max(0.25, 0.85 - 0.2 * step)
         lines.append(
             f'<rect x="{x}" y="{top}" width="{wide}" height="{CELL - 1}" fill="{colour}" opacity="{opacity:g}"/>'

@@ -34,6 +34,7 @@ def positions_by_shard(layout: Layout) -> np.ndarray:
 @lru_cache(maxsize=64)
 def places_by_position(layout: Layout) -> np.ndarray:
     """Returns int64 ``[length]``: the place of every position in all ranks' shards, end to end."""
+    # One entry more than positions: it takes the writes of places that hold no position, and is cut off.
     index = np.zeros(layout.length + 1, np.int64)
     flat = positions_by_shard(layout).ravel()
     index[flat] = np.arange(len(flat))
@@ -45,6 +46,7 @@ def places_of_block(layout: Layout, block: Block) -> np.ndarray:
     """Returns int64 ``[block.count]``: the places of a block's positions in its ranks' shards, end to end."""
     places = places_by_position(layout)[positions(block.runs)]
     rank, place = places // layout.shard, places % layout.shard
+    # The block has only its own ranks' shards, end to end, so count shards from the block's first rank.
     first = np.zeros(layout.world, np.int64)
     for at, name in enumerate(block.ranks):
         first[name] = at * layout.shard
@@ -56,6 +58,7 @@ def places_in_blocks(blocks: tuple[Block, ...], size: int, block: Block) -> np.n
     """Returns int64 ``[block.count]``: the places of a block's positions in ``blocks`` end to end, ``size`` places
     each."""
     of_blocks = [positions(each.runs) for each in blocks]
+    # A table from position to place. Blocks without positions have no maximum.
     index = np.zeros(max((int(part.max()) + 1 for part in of_blocks if len(part)), default=0), np.int64)
     for at, part in enumerate(of_blocks):
         index[part] = at * size + np.arange(len(part))
@@ -69,6 +72,7 @@ def places_in_gathered(plan: ContextPlan, part: int) -> np.ndarray:
     part's block, because two parts swap their blocks.
     """
     assert plan.others is not None
+    # 1 - part is the other of two parts.
     blocks = plan.k_blocks if plan.outer > 2 else plan.k_blocks[1 - part : 2 - part]
     return places_in_blocks(blocks, plan.inner * plan.k_layout.shard, plan.others[part])
 
@@ -79,6 +83,7 @@ def position_ids(layout: Layout, documents: tuple[int, ...] | None) -> np.ndarra
     filled = table < layout.length
     if documents is not None:
         starts = np.asarray(documents)
+        # side="right": a position at the start of a document belongs to that document, not to an empty one before it.
         table = table - starts[np.searchsorted(starts[1:-1], table, side="right")]
     return np.where(filled, table, 0).astype(np.int32)
 
@@ -94,7 +99,7 @@ def contiguous_ranges(index: np.ndarray, limit: int = MAX_RANGES) -> list[tuple[
     if not len(index):
         return []
     breaks = np.flatnonzero(np.diff(index) != 1) + 1
-    if len(breaks) >= limit:
+    if len(breaks) >= limit:  # there is one range more than breaks
         return None
     starts = np.concatenate([[0], breaks])
     stops = np.concatenate([breaks, [len(index)]])

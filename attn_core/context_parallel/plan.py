@@ -95,6 +95,7 @@ class ContextPlan:
     @property
     def hops(self) -> tuple[int, ...]:
         """In a ring, how many parts on a block moves before each step, and after the last step to come home."""
+        # After ``outer`` hops a block is back at its own part, where its gradients are needed.
         shifts = [0, *(step.shift for step in self.steps), self.outer]
         return tuple(later - earlier for earlier, later in pairwise(shifts))
 
@@ -115,6 +116,7 @@ class ContextPlan:
         reached: dict[int, list[tuple[int, int]]] = {}
         for step in (step for step in self.steps if not step.own):
             for part, tiles in enumerate(step.tiles):
+                # By the part that sums the gradients: the sender if keys are gathered, the block's own part in a ring.
                 keys = reached.setdefault(part if step.gathered else (part - step.shift) % self.outer, [])
                 keys += [(segment.k_start, segment.k_stop) for tile in tiles for segment in tile.segments]
         return all(max_overlap(keys) < 2 for keys in reached.values())
@@ -164,18 +166,22 @@ def build_plan(
     if visible.documents is not None and q_len != kv_len:
         raise SpecError(f"seq_info: expected as many queries as keys of every document, got {q_len} and {kv_len}")
     q_layout = layouts.build_layout(layout, q_len, outer, inner, visible.documents)
+    # Documents have equal lengths of queries and keys (checked above), so separate layouts have none.
     k_layout = q_layout if q_len == kv_len else layouts.build_layout(layout, kv_len, outer, inner)
     members = [tuple(range(part * inner, (part + 1) * inner)) for part in range(outer)]
     q_blocks = tuple(layouts.build_block(q_layout, ranks) for ranks in members)
     k_blocks = tuple(layouts.build_block(k_layout, ranks) for ranks in members)
     others = None
     shifts = range(outer)
+    # Only all_gather reaches this: "ulysses" has one part, whose keys are all its own.
     if strategy != "ring" and outer > 1:
         others = tuple(_join_blocks(k_layout, k_blocks[:part] + k_blocks[part + 1 :]) for part in range(outer))
         shifts = range(1)
+    # Rotated by ``shift``, so that part p has the block of part p - shift. A shift of 0 gives the blocks unrotated.
     steps = [Step(shift, _tiles(q_blocks, k_blocks[-shift:] + k_blocks[:-shift], visible)) for shift in shifts]
     if others is not None:
         steps.append(Step(0, _tiles(q_blocks, others, visible), gathered=True))
+    # A step stays if any part has a tile in it, because every part must take part in every exchange.
     visible_steps = tuple(step for step in steps if any(step.tiles))
     return ContextPlan(strategy, outer, inner, q_layout, k_layout, q_blocks, k_blocks, others, visible_steps)
 

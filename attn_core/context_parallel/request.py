@@ -90,6 +90,7 @@ def build_request(
     check_strategy(strategy, head_groups)
     shards = []
     for name, (shape, dtype) in zip("qkv", arrays, strict=True):
+        # Packed rows may come without a batch axis, as in ``attention``.
         if len(shape) != len(arrays[0][0]) or len(shape) not in ((4,) if documents is None else (3, 4)):
             raise ShapeError(
                 f"{name}: expected [batch, shard, heads, dim], or [shard, heads, dim] with seq_info, as q, k and v "
@@ -105,6 +106,7 @@ def build_request(
         shards.append((shape, dtype))
     if documents is not None:
         longest = max(stop - start for start, stop in pairwise(documents))
+        # The offsets are on the host, so the longest document is known exactly, whatever bound the caller passed.
         options = options._replace(max_len_q=longest, max_len_k=longest)
     return Request(
         (*shards, sinks),
@@ -138,6 +140,7 @@ def row_lengths(length: Any, documents: Documents, shards: tuple[int, int], worl
     pair = tuple(length) if isinstance(length, (tuple, list)) else (length, length)
     if len(pair) != 2 or not all(is_host_int(each) and each >= 0 for each in pair):
         raise SpecError(f"length={length!r}: expected the positions of the whole row, or a pair (of q, of k)")
+    # Zigzag cuts every document, so positions after the last document would belong to no rank.
     if documents is not None and pair != (documents[-1],) * 2:
         raise SpecError(f"length={length!r}: expected the {documents[-1]} positions of seq_info's documents")
     return pair[0], pair[1]
@@ -182,7 +185,9 @@ def _build_spec(
     def facts(each: Metadata | None, length: int | None = None) -> ArrayFacts | None:
         if each is None:
             return None
+        # A rank sees its shard only; the spec describes the whole row.
         shape = tuple(each[0]) if length is None else (*each[0][:-3], length, *each[0][-2:])
+        # str(torch.bfloat16) is "torch.bfloat16"; JAX's dtypes have no prefix.
         return ArrayFacts(shape, str(each[1]).removeprefix("torch."), "")
 
     q, k, v = (facts(each, length) for each, length in zip(shards, (*lengths, lengths[1]), strict=False))
@@ -205,6 +210,7 @@ def explain_request(request: Request, target: Target) -> Explanation:
     spec = replace(spec, needs_backward=request.needs_backward or target.framework == "jax")
     constants, strategy = Constants.of(target.device), request.strategy or None
     choice = choose(spec, request.documents, request.layout, request.sizes, constants, None, strategy)
+    # With the strategy filled in, a call that names it finds the same plan in the cache.
     return Explanation(choice, plan_request(request._replace(strategy=choice.strategy or ""), target))
 
 
@@ -219,6 +225,7 @@ def plan_request(request: Request, target: Target) -> ContextCall:
     )
     layouts = call.plan.q_layout, call.plan.k_layout, call.plan.k_layout
     for name, shard, layout in zip("qkv", request.shards, layouts, strict=False):
+        # The plan's places index shards of this size. In larger shards they would select wrong positions.
         if shard is not None and shard[0][-3] != layout.shard:
             raise ShapeError(
                 f"{name}: expected shards of {layout.shard} positions, {layout.length} over {layout.world} ranks in a "

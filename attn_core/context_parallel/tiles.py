@@ -50,12 +50,14 @@ class Tile(NamedTuple):
         return sum(self._banded(segment).pairs for segment in self.segments)
 
     def _banded(self, segment: Segment) -> BandedSegment:
+        # A tile's window counts from the bottom-right diagonal, a BandedSegment's band from equal places.
         low = None if self.left is None else segment.offset - self.left
         return BandedSegment(segment, low, None if self.right is None else segment.offset + self.right)
 
 
 def max_overlap(ranges: Iterable[tuple[int, int]]) -> int:
     """Returns the largest number of ranges ``[start, stop)`` that have one place in common."""
+    # At one place, ends (-1) sort before starts (+1), so ranges that only touch do not overlap.
     ends = sorted((place, step) for start, stop in ranges for place, step in ((start, 1), (stop, -1)) if start < stop)
     return max(accumulate(step for _, step in ends), default=0)
 
@@ -95,6 +97,7 @@ def _cut_at_documents(runs: Sequence[Run], documents: tuple[int, ...] | None) ->
                     document += 1
                 while documents[document] > run.start:
                     document -= 1
+                # A stride may step over the end of a document, so round the count up.
                 count = min(count, -(-(documents[document + 1] - run.start) // run.stride))
             cut.append(Piece(document, place, Run(run.start, count, run.stride)))
             place += count
@@ -107,6 +110,7 @@ def _pair_by_document(queries: list[Piece], keys: list[Piece]) -> Iterator[tuple
     of_keys: dict[int, list[Piece]] = {}
     for piece in keys:
         of_keys.setdefault(piece.document, []).append(piece)
+    # groupby needs one document's pieces next to each other, and a block of stripes holds them apart.
     for document, pieces in groupby(sorted(queries), key=lambda piece: piece.document):
         if document in of_keys:
             yield list(pieces), of_keys[document]
@@ -135,6 +139,7 @@ def _join_all(parts: Iterable[BandedSegment]) -> list[BandedSegment]:
 def _group_into_tiles(parts: list[BandedSegment], visible: VisibleBand) -> tuple[Tile, ...]:
     """Turns parts into tiles. Parts of packed documents share a tile if they have one window and no common place."""
     groups: list[tuple[list[Segment], int | None, int | None]] = []
+    # Sorted by queries, so that ``_comes_after`` need only compare with the last segment of a group.
     for segment, low, high in sorted(parts, key=lambda part: part.segment):
         left = None if low is None else segment.offset - low
         right = None if high is None else high - segment.offset
@@ -160,6 +165,7 @@ def _common_window(
 def _windows_agree(segment: Segment, window: Sequence[int | None], other: Sequence[int | None]) -> bool:
     """Returns whether two windows hide the same pairs of a segment."""
     for one, two, reach in ((window[0], other[0], segment.k_len - 1), (window[1], other[1], segment.q_len - 1)):
+        # Distances beyond the segment hide nothing there, however large they are.
         if min(reach if one is None else one, reach) != min(reach if two is None else two, reach):
             return False
     return True

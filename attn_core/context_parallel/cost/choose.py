@@ -177,8 +177,10 @@ def explain_choice(
     if strategy is not None and strategy not in names:
         raise SpecError(f"strategy={strategy!r}: expected one of {', '.join(names)} on {len(axes)} axes, or None")
     undecided = Choice(spec, documents, layout, axes, constants, memory, strategy, None)
+    # A named strategy is the only one that is estimated here, because estimating the others needs their plans.
     able = [undecided.candidate(name) for name in names if strategy in (None, name) and not undecided.reasons(name)]
     estimates = [(one.estimate.seconds, one.strategy) for one in able if one.estimate]
+    # ``min`` returns the first of equal times, so CANDIDATES' order decides ties.
     return replace(undecided, strategy=min(estimates, key=lambda one: one[0])[1] if estimates else None)
 
 
@@ -201,6 +203,7 @@ def _evaluate(
     memory: float | None,
 ) -> Candidate:
     try:
+        # Heads come first: without a number of copies there are no tiles to estimate.
         kv_repeats(spec.num_heads, spec.num_kv_heads, parts_and_members(axes, strategy)[1])
     except ShapeError as error:
         return Candidate(strategy, (str(error),), None)

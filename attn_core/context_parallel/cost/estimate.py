@@ -128,12 +128,15 @@ def _forward(spec: AttentionSpec, plan: ContextPlan, sizes: Sizes, constants: Co
     steps = kernel_seconds(spec, plan, constants, backward=False)
     block = sizes.kv * sizes.element
     heads = _exchange_heads(plan, (sizes.q + sizes.kv) * sizes.element, constants)
+    # The output travels back to its positions after the kernels.
     heads += _exchange_heads(plan, sizes.out * sizes.element, constants)
     if plan.strategy == "ring":
         hop = _hop(plan, block, constants)
         hops = [hop if at < len(steps) - 1 else 0.0 for at in range(len(steps))]
         busy, seconds = _ring_seconds(steps, hops, constants)
+        # If no rank sees its own keys, the first step waits for a hop that nothing hides.
         seconds += hop * any(not step.own for step in plan.steps[:1])
+        # The block in use, and the next one on its way.
         buffers = block * min(2, len(steps))
     else:
         gathering = _exchange_parts(plan, "all_gather", block, constants)
@@ -149,6 +152,7 @@ def _backward(spec: AttentionSpec, plan: ContextPlan, sizes: Sizes, constants: C
     steps = kernel_seconds(spec, plan, constants, backward=True)
     block = sizes.kv * sizes.element
     gradient = sizes.kv * (sizes.element if plan.sends_single_gradients else sizes.accumulator)
+    # q, k, v, out and dout travel before the kernels; dq, dk and dv after them.
     heads = _exchange_heads(plan, (sizes.q + sizes.kv + 2 * sizes.out) * sizes.element, constants)
     heads += _exchange_heads(plan, (sizes.q + sizes.kv) * sizes.element, constants)
     if plan.strategy == "ring":
@@ -162,9 +166,11 @@ def _backward(spec: AttentionSpec, plan: ContextPlan, sizes: Sizes, constants: C
     else:
         gathering = _exchange_parts(plan, "all_gather", block, constants)
         sending = _exchange_parts(plan, "all_to_all", gradient, constants)
+        # If keys are kept, the gradients travel during the own step; else gathering takes that time, and they follow.
         overlapped, after = (sending, 0.0) if keeps_gathered(spec, plan) else (gathering, sending)
         busy, seconds = _gathered_seconds(steps, plan, overlapped, block, constants)
         seconds += after * plan.gathers
+        # Gradients are in memory twice: as sent and as received.
         buffers = (block * plan.outer * _copies(plan) + 2 * gradient * (plan.outer - 1)) * plan.gathers
     buffers += sizes.q * sizes.accumulator * _sums_rows(plan)
     own = 2 * (sizes.q + sizes.out + sizes.kv) * sizes.element  # with dq, dout, dk and dv
@@ -185,6 +191,7 @@ def _gathered_seconds(
     """Returns (seconds that the busiest part computes, seconds in all), if an exchange of ``overlapped`` seconds runs
     during the step on the own block."""
     overlapped = overlapped if plan.gathers else 0.0
+    # Reordering reads and writes all gathered keys once.
     ordering = constants.memory_seconds(2 * plan.outer * block) * (plan.gathers and _copies(plan) > 1)
     times = []
     for of_part in zip(*steps, strict=True):
@@ -200,6 +207,7 @@ def _sums_rows(plan: ContextPlan) -> bool:
 
 def _copies(plan: ContextPlan) -> int:
     """Returns how many copies of the gathered keys are in memory at once: two if they must be reordered."""
+    # Contiguous blocks arrive in the order of positions. Of two parts, each receives one block, already in its order.
     return 1 if plan.q_layout.kind == "contiguous" or plan.outer == 2 else 2
 
 
@@ -222,6 +230,7 @@ def _exchange_heads(plan: ContextPlan, size: float, constants: Constants) -> flo
     if plan.inner == 1:
         return 0.0
     near = min(plan.inner, constants.ranks_per_host)
+    # Each of the ``inner`` members keeps its own share.
     share = size / plan.inner
     received = constants.link_seconds("all_to_all", (plan.inner - 1) * share, (plan.inner - near) * share)
     return received + constants.memory_seconds(2 * size)

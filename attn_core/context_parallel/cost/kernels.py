@@ -45,8 +45,10 @@ def _accumulator_bytes(
     """Returns (bytes per accumulator element, 0 if there is no accumulation; whether the first result is used
     unconverted, because at most one more is added). ``single``: no sums of keys' gradients are sent."""
     element, calls = ELEMENT[spec.dtype], plan.max_tiles_per_query(part)
+    # In a backward, two tiles may also share keys, whose gradients are then sums.
     several = calls > 1 or (backward and sum(len(step.tiles[part]) for step in plan.steps) > 1)
     narrow = calls <= ROUNDED_ONCE and single
+    # Wide sums are float32 at least, and float64 for float64 inputs.
     return (0, True) if not several else (element, True) if narrow else (max(4, element), False)
 
 
@@ -67,7 +69,9 @@ def _tile_seconds(
     rate, traffic = constants.forward_tflops, operands * element
     if backward:
         products, rate = products * BACKWARD_WORK, constants.backward_tflops
+        # Each operand comes with its gradient. The operands less out have as many elements as dq, dk and dv.
         traffic, results = 2 * traffic * constants.backward_traffic, operands - results
     if summed:
+        # The sum is read and written, the kernel's own result read.
         traffic += results * (2 * summed + element)
     return products / (rate * 1e12) + constants.memory_seconds(traffic) + constants.call_us * 1e-6

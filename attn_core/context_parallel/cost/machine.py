@@ -54,6 +54,7 @@ class Constants:
             raise SpecError(f"links: expected {', '.join(LINKS)}, got {', '.join(name for name, _ in self.links)}")
         for name, rows in self.links:
             sizes, times = [size for size, _ in rows], [size / rate for size, rate in rows]
+            # Times that fall with the size would make a larger exchange look cheaper, and change which strategy wins.
             if not rows or sizes != sorted(set(sizes)) or times != sorted(times):
                 raise SpecError(f"links: {name}: expected rising sizes that take rising times, got {rows}")
 

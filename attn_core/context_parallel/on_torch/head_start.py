@@ -22,4 +22,5 @@ def head_start(device: Any) -> None:
         import torch
 
         with torch.cuda.device(device):
+            # A kernel that spins on the GPU. While the GPU has queued work, a pause of the host would delay nothing.
             torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call, unused-ignore]

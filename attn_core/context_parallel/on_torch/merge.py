@@ -21,6 +21,7 @@ def merge(out: Any, lse: Any, part_out: Any, part_lse: Any) -> None:
     """
     import torch
 
+    # The Triton kernel computes in float32, which would lose the precision of float64.
     if out.is_cuda and lse.dtype == torch.float32 and has_triton():
         from attn_core.context_parallel.on_torch.merge_triton import merge as merge_on_gpu
 
@@ -28,8 +29,10 @@ def merge(out: Any, lse: Any, part_out: Any, part_lse: Any) -> None:
             merge_on_gpu(out, lse, part_out, part_lse)
         return
     larger = torch.maximum(lse, part_lse)
+    # -inf - -inf would be NaN in rows that neither result gave a key.
     larger = larger.masked_fill(larger == -torch.inf, 0.0)
     weight, part_weight = (lse - larger).exp_(), (part_lse - larger).exp_()
+    # ``weight`` is not needed again: the part's share alone moves ``out``.
     total = weight.add_(part_weight)
     share = torch.where(total == 0, 0.0, part_weight / total)
     lse.copy_(larger + total.log_())

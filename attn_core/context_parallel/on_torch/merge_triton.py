@@ -50,13 +50,16 @@ def _merge(
     old = tl.load(lse + batch * lse_batch + head * lse_head + row * lse_row, mask=inside, other=0.0)
     new = tl.load(part_lse + batch * part_lse_batch + head * part_lse_head + row * part_lse_row, mask=inside, other=0.0)
     larger = tl.maximum(old, new)
+    # If neither result saw a key, -inf - -inf would be NaN. With 0, both weights are 0.
     larger = tl.where(larger == -float("inf"), 0.0, larger)
     part_weight = tl.exp(new - larger)
     total = tl.exp(old - larger) + part_weight
+    # 0 / 0 would be NaN. With a share of 0 the row keeps its output.
     share = tl.where(total == 0.0, 0.0, part_weight / total)
     tl.store(new_lse + tl.program_id(1).to(tl.int64) * rows + row, larger + tl.log(total), mask=inside)
     channel = tl.arange(0, WIDE)
     mask = inside[:, None] & (channel < DIM)[None, :]
+    # The last axis needs no stride: it is dense, if need be by the copy in ``merge``.
     of_out = out + batch * out_batch + head * out_head + row[:, None] * out_row + channel[None, :]
     of_part = part_out + batch * part_batch + head * part_head + row[:, None] * part_row + channel[None, :]
     before = tl.load(of_out, mask=mask, other=0.0).to(tl.float32)
@@ -68,6 +71,7 @@ def merge(out: Any, lse: Any, part_out: Any, part_lse: Any) -> None:
     """``merge.merge`` for float32 ``lse`` on a GPU; the last axis of ``out`` must be dense."""
     part_out = part_out if part_out.stride(-1) == 1 else part_out.contiguous()
     batch, rows, heads, dim = out.shape
+    # There is nothing to launch, and ``tl.arange`` takes no width of 0.
     if not out.numel():
         return
     joined = lse.new_empty((batch, heads, rows))

@@ -24,6 +24,7 @@ class Places:
         if self.ranges is None:
             import torch
 
+            # Copied to the device once, when the call is planned, so that a warm call copies nothing from the host.
             self.index = torch.from_numpy(index).to(device)
 
     @cached_property
@@ -54,6 +55,7 @@ class Places:
     def put(self, tensor: Tensor, values: Tensor, axis: int = 1) -> None:
         """Writes values to these places of a tensor."""
         if self.ranges is None:
+            # index_copy_ takes values of one dtype only, and copy_ below converts.
             tensor.index_copy_(axis, self.index, values.to(tensor.dtype))
         for target, piece in self._pieces(tensor, values, axis):
             target.copy_(piece)
@@ -61,6 +63,7 @@ class Places:
     def add(self, tensor: Tensor, values: Tensor, axis: int = 1) -> None:
         """Adds values to these places of a tensor, in the tensor's dtype, in the order of the places."""
         if self.ranges is None:
+            # As index_copy_: values must have the tensor's dtype.
             tensor.index_add_(axis, self.index, values.to(tensor.dtype))
         for target, piece in self._pieces(tensor, values, axis):
             target.add_(piece)
@@ -77,6 +80,7 @@ class Places:
         if self.is_whole(size):
             return values
         shape = (*values.shape[:axis], size, *values.shape[axis + 1 :])
+        # As many places as the axis has: every place is written, so no zeros are needed.
         result = values.new_empty(shape) if self.count == size else values.new_zeros(shape)
         self.put(result, values, axis)
         return result
@@ -94,6 +98,7 @@ class GatheredPlaces:
             else [  # cut at the ends of blocks
                 (part, max(start - part * size, 0), min(stop - part * size, size))
                 for start, stop in ranges
+                # A range may continue from one block into the next, and blocks are not next to each other in memory.
                 for part in range(start // size, (stop - 1) // size + 1)
             ]
         )
@@ -105,6 +110,7 @@ class GatheredPlaces:
     def take(self, tensor: Tensor) -> Tensor:
         """Returns ``[..., count, heads, dim]`` of ``[parts, ..., size, heads, dim]``: a view or a copy."""
         if self._ranges is None:
+            # Two adjacent index arrays become one axis in their place, so bring parts and places together first.
             return tensor.movedim(-3, 1)[self._part, self._place].movedim(0, -3)
         if len(self._ranges) == 1:
             part, start, stop = self._ranges[0]

@@ -67,6 +67,7 @@ class StepCall(NamedTuple):
             for at, tile in enumerate(tiles):
                 spec, name = self.call.backend_of(tile)
                 module = backends.load(name, kind)
+                # A kernel that writes everything writes into the result itself, and others allocate their own results.
                 if backends.writes_into(module) and not (at == 0 and self.writes_all(tile)):
                     sizes.append(prod(spec.out_shape))
         return max(sizes)
@@ -74,6 +75,7 @@ class StepCall(NamedTuple):
     def writes_all(self, tile: Tile) -> bool:
         """Returns whether a tile that runs first is the part's whole result: every row, in the accumulator's dtype."""
         same_dtype = self.call.accumulator("q") == self.call.spec.dtype
+        # A packed result has no batch axis, so a tile of several segments is not written into the result directly.
         alone = not self.has_earlier_results and same_dtype and len(tile.segments) == 1
         return alone and tile.segments[0][:2] == (0, self.rows)
 
@@ -99,9 +101,11 @@ def prepare_part(step_call: StepCall, part: int, device: Any) -> PartStep:
     coverage, tiles = RowCoverage(step_call.rows, before=step_call.has_earlier_results), step.tiles[part]
     places, gathered = [places_of_tile(tile) for tile in tiles], None
     if step.gathered:
+        # Several tiles may see one key, and each key is gathered once. The empty array is for parts without tiles.
         needed = np.unique(np.concatenate([np.zeros(0, np.int64), *(keys for _, keys in places)]))
         size = call.plan.inner * call.plan.k_layout.shard
         gathered = GatheredPlaces(places_in_gathered(call.plan, part)[needed], size, device)
+        # ``needed`` is sorted, so this finds each key's place among the gathered ones.
         places = [(rows, np.searchsorted(needed, keys)) for rows, keys in places]
     runs = [
         build_tile_run(call, tile, (rows, keys, keys), device, coverage)
@@ -122,6 +126,7 @@ def attend(
         scratch: flat buffers for a tile's out and lse: ``StepCall.scratch`` elements, and as many as lse has.
     """
     out, lse = results
+    # XLA does not clear the buffers of results.
     if part_step.initialise:
         out.zero_()
         lse.fill_(-float("inf"))
@@ -137,6 +142,7 @@ def attend(
         if not direct:
             merge_tile(run, out, lse, part_out, part_lse)
             continue
+        # A kernel may return other tensors than the buffers, for example if a buffer is not aligned for it.
         for target, part in ((out, part_out), (lse, part_lse)):
             if part is not target:
                 target.copy_(part)

@@ -73,9 +73,11 @@ def build_tile_run(
     if spec.packed:
         import torch
 
+        # Kernels take packed offsets in int32.
         q, k = (torch.tensor(side, dtype=torch.int32, device=device) for side in tile.offsets)
         cu_seqlens = q, k
     rows, keys = (Places(index, device) for index in places[:2])
+    # Keys that are not gathered have the same places in both; one object saves a second index on the device.
     key_sums = keys if places[2] is places[1] else Places(places[2], device)
     forward, backward, writes = wrap(module.forward), wrap(module.backward), backends.writes_into(module)
     return TileRun(spec, forward, backward, writes, rows, keys, key_sums, cu_seqlens, coverage.add(places[0]))
@@ -96,6 +98,7 @@ class RowCoverage:
         """Records a tile's rows; returns whether no earlier tile had any of them, so that the tile may overwrite."""
         first = not self._touched[rows].any()
         self._touched[rows] = True
+        # A tile whose rows have some result already is merged into all of them, so its new rows must hold 0 and -inf.
         self._initialised[rows] |= first
         return first
 
