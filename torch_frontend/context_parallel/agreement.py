@@ -26,6 +26,7 @@ def check_agreement(request: Request, outcome: str, *axes: RankAxis) -> None:
     shared = tuple(axis for axis in axes if axis.size > 1)
     _compare(f"{_describe(request)}: {outcome}", str(request.device), shared)
     if request.documents is None:
+        # Bounded, because a process with ever new shapes would fill the set.
         if len(_COMPARED) > 4096:
             _COMPARED.clear()
         _COMPARED.add((request.shards[:3], shared))
@@ -70,13 +71,17 @@ def _compare(text: str, device: str, axes: tuple[RankAxis, ...]) -> None:
     Compares hashes along each axis in turn. Every rank takes part in every axis, so that a difference along one axis
     reaches all ranks. Only if there is a difference, the texts themselves are exchanged for the message.
     """
+    # sha256, because Python's hash of a string differs between processes. Its 32 bytes travel as four int64.
     digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.int64).to(device)
     differ = digest.new_zeros(1, dtype=torch.bool)
     for axis in axes:
+        # The flag carries a difference along an earlier axis to the ranks of the next one.
         digest_and_flag = torch.cat([digest, differ.to(digest.dtype)])
         gathering = torch.ops._c10d_functional.all_gather_into_tensor(digest_and_flag, axis.size, axis.name)
         everyone = torch.ops._c10d_functional.wait_tensor(gathering).view(axis.size, -1)
         differ = (everyone != everyone[0]).any() | (everyone[:1, -1] > 0)
+    # Waits for the device, but once per text: the cache keeps the answer. It keeps no errors, so ranks that differ
+    # compare again.
     if not bool(differ):
         return
     texts = [text]

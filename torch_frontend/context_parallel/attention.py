@@ -90,6 +90,7 @@ def context_parallel_attention(
         how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
         rows, request = _build_request(q, k, v, sinks, mesh, options, seq_info, backend, **how)
     except Exception as error:
+        # A trace cannot send. Ranks compare when the op runs.
         if not torch.compiler.is_compiling():
             _announce_error(error, rows, seq_info is not None, mesh)
         raise
@@ -146,6 +147,7 @@ def _build_request(
     """Checks a call's tensors and options; returns (q, k and v with a batch axis, the request)."""
     _check_tensors(q, k, v, sinks)
     compiling, names, documents = torch.compiler.is_compiling(), group_names(mesh), document_offsets(seq_info)
+    # Only packed documents may lack the batch axis, as in attention. Else build_request names the wrong shape.
     rows = tuple(tensor[None] if tensor.dim() == 3 and documents is not None else tensor for tensor in (q, k, v))
     *arrays, sink = differentiable.tensor_metadata(*rows, sinks)  # type: ignore[call-arg, arg-type]
     differentiated = (tensor for tensor in (*rows, sinks) if tensor is not None)
@@ -159,6 +161,7 @@ def _build_request(
         sizes=tuple([mesh.size(at) for at in range(len(names))]),  # type: ignore[arg-type]
         device=q.device,
         needs_backward=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in differentiated),
+        # Dynamo cannot trace the contextvar of use_backend. The op reads it when it runs.
         requested=requested_names(backend) or (None if compiling else override.requested()),
     )
     return rows, request

@@ -89,6 +89,7 @@ class GroupGradients(NamedTuple):
         """Waits for the other ranks' share and adds it."""
         pair = [total.tensor() for total in self.own]
         if self.pending is not None:
+            # Other ranks send as many places as the largest block has; this rank's block may have fewer.
             pair = [mine + other[:, : mine.shape[1]] for mine, other in zip(pair, self.pending.wait(), strict=True)]
         return BlockGradients(self.dq.tensor(), *pair)
 
@@ -101,6 +102,7 @@ def _add_key_gradients(
     tiles: Sequence[TileRun], gradients: list[BlockGradients], totals: Sequence[Total]
 ) -> QueryGradients:
     """Adds the tiles' dk and dv to the totals and frees them; returns dq with its places, to be added later."""
+    # dk and dv first, because they are sent. dq stays here, and its sum can overlap the message.
     queries = []
     for tile in tiles:
         dq, *pair = gradients.pop(0)
@@ -126,6 +128,7 @@ def backward(
     def start(group: int) -> tuple[Keys, PendingExchange[list[Tensor]]]:
         """Starts the exchanges of a group's keys, unless the forward kept them, and of its dout and dlse."""
         saved = residuals[group]
+        # The fields from 5 on are gathered_k and gathered_v, None unless the forward kept them.
         keys = Keys(plan, (saved.k, saved.v), [each for each in saved[5:] if each is not None])
         return keys, forward.start_rows(plan, group, *rows)
 
@@ -175,6 +178,7 @@ def _gathered_gradients(plan: RankPlan, saved: Residuals, steps: Steps) -> Group
         if step.gathered:
             sums = [total.tensor() for total in sent]
             sent.clear()
+            # The sums may travel in the inputs' dtype. The gradients that arrive are added up in the wide one.
             pending = sender.send(sums, plan.lse_dtype)
         _add_query_gradients(dq, queries)  # overlaps the message just sent
     return GroupGradients(dq, own, pending)
@@ -193,8 +197,10 @@ def _ring_gradients(plan: RankPlan, saved: Residuals, steps: Steps) -> GroupGrad
         if step.own:
             _add_query_gradients(dq, _add_key_gradients(tiles, gradients, own))
             continue
+        # The first rank that sees a block starts its sum; the others add to the sum that arrived.
         pair = KVPair.zeros(shapes, saved.k, plan.sent_dtype) if pending is None else pending.wait()
         queries = _add_key_gradients(tiles, gradients, [Total.in_place(each) for each in pair])
+        # The hop of the next step's keys: the gradients follow their block, and the last hop brings them home.
         pending = pair.hop(plan.outer, plan.call.plan.hops[at + 1])
         _add_query_gradients(dq, queries)  # overlaps the message just sent
     return GroupGradients(dq, own, pending)

@@ -30,6 +30,7 @@ class Attention(torch.autograd.Function):
         plan = prepare(request)
         results, residuals = forward.forward(plan, q, k, v, sinks, with_lse=request.options.return_lse, keep=True)
         ctx.plan = plan
+        # One flat list, because autograd saves tensors and no tuples of them.
         ctx.save_for_backward(sinks, *(tensor for group in residuals for tensor in group))
         ctx.set_materialize_grads(False)
         return tuple(results) if len(results) > 1 else results[0]
@@ -43,6 +44,7 @@ class Attention(torch.autograd.Function):
         if dout is None:
             assert dlse is not None
             batch, heads, shard = dlse.shape
+            # Only lse has a gradient. The exchanges and kernels still need a dout.
             out = residuals[0].out
             dout = out.new_zeros(batch, shard, heads, out.shape[3])
         with autocast.switched_off(dout.device):
@@ -116,7 +118,9 @@ def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     plan = prepare(_request_of(arguments))
     with autocast.switched_off(arguments[0].device):
         (out, lse), _ = forward.forward(plan, *arguments[:TENSORS], with_lse=True, keep=False)
+    # The mesh is known inside the op only, so the op also returns the number that fill_with_sinks needs.
     count = torch.full((), plan.query_count, device=out.device)
+    # Contiguous, because compilers plan memory with the strides that _forward_fake promises.
     return out.contiguous(), lse.contiguous(), count
 
 
@@ -132,9 +136,11 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     plan, (q, k, v, sinks) = prepare(_request_of(arguments)), arguments[:TENSORS]
     with autocast.switched_off(q.device):
+        # An op's saved tensors are its arguments and results, so the exchanged heads are not among them.
         residuals = forward.recompute_residuals(plan, q, k, v, out, lse)
         gradients = backward.backward(plan, residuals, sinks, dout, _lse_gradient(plan, dout, dlse))
     dq, dk, dv, dsinks = (None if each is None else each.contiguous() for each in gradients)
+    # An op must return a tensor for each result.
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks  # type: ignore[return-value]
 
 
@@ -165,6 +171,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -
     return dq, dk, dv, None if sinks is None else dsinks, *nothing
 
 
+# FRAGMENT, because dispatch.ops has defined the namespace.
 _library = torch.library.Library("attn", "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag,)
 _library.define(f"context_forward({_SCHEMA}) -> (Tensor, Tensor, Tensor)", tags=_tags)

@@ -53,6 +53,7 @@ def to_dtensor(out: torch.Tensor, q: Any, mesh: DeviceMesh) -> Any:
     """Returns the output as a DTensor with the placements of q, if q is a DTensor."""
     if not isinstance(q, DTensor):
         return out
+    # Stated, because from_local would otherwise assume that every axis is split evenly.
     shape = (*q.shape[:-1], out.shape[-1])
     return DTensor.from_local(out, q.device_mesh, q.placements, shape=torch.Size(shape), stride=_strides(shape))
 

@@ -38,6 +38,7 @@ class PendingExchange(Generic[T]):
 
     def wait(self) -> T:
         """Waits for the tensors to arrive and returns the result. Call it once, unless the exchange is ``ready``."""
+        # The list is emptied, so that this object keeps no buffer alive while unpack frees them one by one.
         sent, self._sent = self._sent, []
         arrived = [each if each.device.type == "cpu" else _c10d.wait_tensor(each) for each in sent]
         sent.clear()
@@ -73,6 +74,7 @@ def heads_to_positions(
         ``[batch, positions, heads of one, dim]`` of each.
     """
     by_rank = [tensor.permute(2, 0, 1, 3, 4) for tensor in tensors]
+    # The cases that fit side by side: one width, one dtype, and one order of positions.
     if len(tensors) > 1 and len({(tensor.shape[-1], tensor.dtype, id(at)) for tensor, at in zip(tensors, places)}) == 1:
         # One message: the tensors lie side by side along the heads.
         heads, message = [tensor.shape[3] for tensor in tensors], _concatenate(by_rank, 3)
@@ -169,7 +171,9 @@ class GradientSend:
             for column in self._columns(message):
                 column.copy_(sums.pop(0).unflatten(1, (self._others, -1)).transpose(0, 1))
         sums.clear()
+        # The buffers are views of the message, and would keep it alive after it was sent.
         self._message, self.buffers = None, []
+        # A rank sends itself nothing: the gradients of its own keys never leave it.
         sizes = [0 if rank == axis.rank else message.shape[1] for rank in range(axis.size)]
         sent = _start(_c10d.all_to_all_single(message.view(-1), sizes, sizes, axis.name))
         shape = message.shape
@@ -232,6 +236,7 @@ class KVPair:
             return PendingExchange.ready(self)
         to, source = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
         size = self._buffer.numel()
+        # A send to one rank, as an all-to-all: the module needs all-to-all and all-gather alone.
         received, sent = ([size * (rank == other) for rank in range(axis.size)] for other in (source, to))
         arriving = _start(_c10d.all_to_all_single(self._buffer, received, sent, axis.name))
         return PendingExchange(arriving, lambda arrived: KVPair(arrived[0], shapes))

@@ -43,6 +43,7 @@ def forward(
         q, k, v: shards ``[batch, shard, heads, dim]``.
         keep: whether there will be a backward; else there are no residuals.
     """
+    # Without a backward nobody reads the gathered keys again.
     call, keep_gathered = plan.call, keep and keeps_gathered(plan.call.spec, plan.call.plan)
 
     def start(group: int) -> tuple[PendingExchange[list[Tensor]], Keys | None]:
@@ -56,6 +57,7 @@ def forward(
         keys = keys or Keys(plan, block[1:], keep=keep_gathered)
         out, lse = _attend(plan, block, keys)
         if sinks is not None:
+            # Once for whole rows, because each tile would count the sink again.
             out, lse = with_sinks(out, lse, own_heads(plan, sinks, group))
         out = out.to(q.dtype)
         if keep:
@@ -65,6 +67,7 @@ def forward(
     shards = [join_groups(list(each)) for each in zip(*(each.wait() for each in results), strict=True)]
     if with_lse:
         shards[1] = shards[1][..., 0].transpose(1, 2)  # [batch, shard, heads, 1] -> [batch, heads, shard]
+        # Exchanges fill places without a position with 0; a log-sum-exp without keys is -inf.
         shards[1][:, :, plan.query_count :] = -torch.inf
     return shards, residuals
 
@@ -104,6 +107,7 @@ def _attend(plan: RankPlan, block: Sequence[Tensor], keys: Keys) -> tuple[Tensor
     q, v = block[0], block[2]
     batch, rows, heads = q.shape[:3]
     shape = (batch, rows, heads, v.shape[3])
+    # Rows that no tile writes must be 0.
     allocate = q.new_empty if plan.covered else q.new_zeros
     out = lse = None
     for _, tiles, (k, v) in keys.blocks():

@@ -93,6 +93,7 @@ def _leave_to_python() -> None:
 after_import("torch._dynamo", _leave_to_python)  # torch.compiler.disable itself would import Dynamo
 
 
+# A small cache, because each entry is a tensor on the device.
 @lru_cache(maxsize=16)
 def _position_ids(layout: Layout, documents: tuple[int, ...] | None, rank: int, device: torch.device) -> Tensor:
     """Returns the positions on the device; cached, because a copy from the host waits for the device."""
@@ -101,6 +102,7 @@ def _position_ids(layout: Layout, documents: tuple[int, ...] | None, rank: int, 
 
 _active: ContextVar[ActiveMesh | None] = ContextVar("attn_core_context_parallel", default=None)
 _entered, _lock = 0, Lock()
+# Weak keys, so that the entry does not keep a model alive.
 _ran_under: WeakKeyDictionary[torch.nn.Module, ActiveMesh | None] = WeakKeyDictionary()
 
 
@@ -166,8 +168,10 @@ def active_for(module: Any) -> ActiveMesh | None:
     block = active_mesh()
     if torch.compiler.is_compiling() or not isinstance(module, torch.nn.Module):
         return block
+    # A task id means that autograd runs a backward in this thread.
     if block is None and torch._C._current_graph_task_id() != -1:
         return _ran_under.get(module)
+    # None is recorded as well if the layer ran in a block before: its last forward decides, not an older one.
     if block is not None or module in _ran_under:
         _ran_under[module] = block
     return block

@@ -70,13 +70,16 @@ def prepare(request: Request) -> RankPlan:
     return _prepare(request, *map(find_axis, request.axes))
 
 
+# A small cache, because a plan holds tensors on the device: the places of tiles and their offsets.
 @lru_cache(maxsize=64)
 def _prepare(request: Request, *axes: RankAxis) -> RankPlan:
     try:
         choice, call = explain_request(request)
     except Exception as error:
+        # Before the error is raised here, because ranks that planned the call wait in their own check_agreement.
         check_agreement(request, f"{type(error).__name__}: {str(error).splitlines()[0]}", *axes)
         raise
+    # Sorted, because the order of a set of strings differs between processes, and ranks compare this text.
     names = sorted({name for _, name in call.backends})
     check_agreement(request, f"{choice.strategy} on {', '.join(names)}", *axes)
     if len(axes) == 1:
@@ -98,6 +101,7 @@ def build_rank_plan(call: ContextCall, outer: RankAxis, inner: RankAxis, device:
     if inner.size > 1:
         q_places = places.places_of_block(plan.q_layout, plan.q_blocks[part])
         k_places = places.places_of_block(plan.k_layout, plan.k_blocks[part])
+        # Collectives need messages of one size, so every block is sent with the places of the largest.
         k_size = max(block.count for block in plan.k_blocks)
     coverage, wrap, steps = RowCoverage(len(q_places)), partial(on_device, device=device), []
     for step in plan.steps:

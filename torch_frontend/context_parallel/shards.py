@@ -53,6 +53,7 @@ def unshard_sequence(
     if x.shape[dim] != row.shard:
         raise ShapeError(f"x: expected a shard of {row.shard} positions at dim {dim}, got {x.shape[dim]}")
     shards = x.movedim(dim, 0).contiguous()
+    # The inner axis first: ranks are numbered outer first, so the gathered shards end up in the order of ranks.
     for name in reversed(group_names(mesh)):
         shards = gather(find_axis(name), [shards[None, :, None]]).wait()[0][0, :, 0]  # as [batch, places, heads, ...]
     return shards.index_select(0, torch.from_numpy(places.places_by_position(row)).to(x.device)).movedim(0, dim)

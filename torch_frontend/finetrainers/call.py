@@ -59,6 +59,7 @@ def run_dense(call: DispatchCall, options: HostOptions, backend: tuple[str, ...]
         key, value, mask = cut_keys(smaller(q_len, kv_len), key, value, mask)
     elif causal and q_len != kv_len:
         check_alignment(options, q_len, kv_len)
+        # No query sees a key behind its own place, so kernels need not be able to align top left.
         if kv_len > q_len:
             key, value, mask = cut_keys(q_len, key, value, mask)
     missing = 4 - query.dim()
@@ -89,6 +90,7 @@ def _run_key_mask(
     if provider is FLASH_VARLEN and not call.is_causal:
         out, lse = attend_to_kept_keys(attend, q, k, v, keep)
         return out.transpose(1, 2), lse
+    # The positions of the documents depend on the mask's values, so this waits for the device.
     documents = kept_documents(keep.cpu().numpy(), q.shape[1], call.is_causal)
     results = attend_documents(attend, *_join_rows(q, k, v), documents, packed=provider is FLASH_VARLEN)
     return _split_rows(results, q)
@@ -108,6 +110,7 @@ def _run_documents(
     if provider is not SAGE_VARLEN:
         info = SeqInfo(queries, keys, info.max_len_q, info.max_len_k)
         return _split_rows(attend(*rows, causal=call.is_causal, seq_info=info), q)
+    # SageAttention runs one call for each document, so their sizes must be on the host.
     offsets = [cu_seqlens.cpu().numpy() for cu_seqlens in (queries, keys)]
     for side, cu_seqlens, part in zip("qk", offsets, rows[:2], strict=True):
         check_cu_seqlens(cu_seqlens, getattr(info, f"max_len_{side}"), side=side, tokens=len(part))

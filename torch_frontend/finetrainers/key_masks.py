@@ -31,6 +31,7 @@ def attend_to_kept_keys(attend: Attend, q: Tensor, k: Tensor, v: Tensor, keep: T
     """
     batch, q_len = q.shape[:2]
     kv_len = k.shape[1]
+    # Stable, so that visible keys keep their order and every run sums them alike.
     visible_first = torch.argsort(~keep, dim=1, stable=True)
     rows = torch.arange(batch, device=keep.device)[:, None] * kv_len
     order = (visible_first + rows).flatten()  # [batch * kv_len]

@@ -203,6 +203,7 @@ def without_mask(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if sliding_window is not None and not causal:
         raise SpecError(f"sliding_window={sliding_window}: expected a mask or causal attention")
+    # The window counts the query's own key, left only the keys before it.
     left = None if sliding_window is None else sliding_window - 1
     return VisibleKeys(left, 0 if causal else None, lengths[1] - 1 if lengths[0] == 1 else 0, lengths)
 
@@ -210,6 +211,7 @@ def without_mask(
 def check_window(visible: VisibleKeys, sliding_window: int | None) -> None:
     """Raises SpecError if a causal mask and the layer's ``sliding_window`` contradict each other."""
     whole = visible.context is None  # a window wider than a shard may still hide keys of the row
+    # A window that is at least as long as the row hides nothing, so the mask need not have it.
     if sliding_window is None or visible.right != 0 or (whole and sliding_window >= visible.lengths[1]):
         return
     if visible.left != sliding_window - 1:

@@ -47,6 +47,7 @@ def documents_from_positions(position_ids: Tensor, batch: int, visible: VisibleK
         return None
     if not isinstance(mask, DescribedMask):
         return _read_documents(position_ids, batch)
+    # Weak, so that the mask keeps no position ids alive. By identity, so that other position ids are read again.
     if mask.position_documents is None or mask.position_documents[0]() is not position_ids:
         mask.position_documents = ref(position_ids), _read_documents(position_ids, batch)
     return mask.position_documents[1]

@@ -51,6 +51,7 @@ def mask(
     if context is not None:
         sizes = batch_size, (q_length, kv_length), (q_offset, kv_offset)
         return huggingface_context.mask(context, *sizes, mask_function, attention_mask, device)
+    # Without its skips, because sdpa_mask returns None for a mask that SDPA can express by is_causal.
     dense = partial(
         masking_utils.sdpa_mask,
         batch_size,

@@ -40,6 +40,7 @@ def read_pattern(function: Callable[..., Any]) -> Pattern | None:
     if factory == "sliding_window_overlay":
         return Pattern(left=cells["sliding_window"] - 1)
     if factory == "sliding_window_bidirectional_overlay":
+        # A bidirectional window is a distance to either side; a causal one counts keys, the query's own included.
         return Pattern(left=cells["sliding_window"], right=cells["sliding_window"])
     if factory == "packed_sequence_mask_function":
         return Pattern(documents=cells["packed_sequence_mask"])

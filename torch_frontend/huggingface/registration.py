@@ -38,6 +38,7 @@ def set_layer_backends(model: torch.nn.Module, choice: Mapping[int, str | None])
     layers: dict[int, list[torch.nn.Module]] = {}
     for module in model.modules():
         index = getattr(module, "layer_idx", None)
+        # Other modules have a layer_idx too, such as a Mamba mixer; only attention has is_causal.
         if isinstance(index, int) and hasattr(module, "is_causal"):
             layers.setdefault(index, []).append(module)
     for index, name in choice.items():

@@ -36,6 +36,7 @@ def check_appended(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any,
         plan.check_tensor(name, tensor)
         check_no_gradient(name, tensor)
     named |= {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu}
+    # Symbolic sizes cannot be compared. The op checks them when it runs.
     if all(t is None or all(type(size) is int for size in t.shape) for t in named.values()):
         arguments.check_append(
             {name: None if t is None else plan.facts(t.shape, t.dtype, t.device) for name, t in named.items()}
@@ -45,6 +46,7 @@ def check_appended(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any,
 def _append_on_cpu(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, cu: Any) -> None:
     """Checks the values of the tables and writes k and v into the pages by indexing."""
     if cu is None:
+        # Each sequence has one new token, so the offsets count up by 1.
         cu = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device="cpu")
     tables = block_table.numpy(), seq_lens.numpy(), cu.numpy()
     check_values(None, k.shape[0], k_pages, *tables, writes=True)
@@ -60,12 +62,16 @@ def append_on_gpu(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, 
     from attn_core.paged import triton_tables
 
     for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages)):
+        # The pool is written in place, so a dense copy would lose the writes. k and v are only read, so they may be
+        # copied.
         if tensor.stride(-1) != 1:
             raise ShapeError(f"{name}: expected dense channels (a last stride of 1), got {list(tensor.stride())}")
     k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (k.detach(), v.detach()))
     table = block_table if block_table.stride(-1) == 1 else block_table.contiguous()
     lengths = seq_lens.contiguous()
     widest = max(k.shape[2], v.shape[2])
+    # One program for each head of each token. Without offsets any pointer will do, because ONE_QUERY makes the kernel
+    # ignore it.
     triton_tables.append[(k.shape[0], k.shape[1])](
         *(k, v, k_pages, v_pages, table, lengths, lengths if cu is None else cu.contiguous()),
         *(k_pages.shape[0], table.shape[1], len(lengths)),
@@ -73,6 +79,7 @@ def append_on_gpu(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, 
         PAGE=k_pages.shape[1],
         HEAD_DIM=k.shape[2],
         VALUE_DIM=v.shape[2],
+        # Triton's ranges have a power of two as length. The kernel loops if there are more than 1024 sequences.
         WIDE=1 << (widest - 1).bit_length(),
         ONE_QUERY=cu is None,
         SEQUENCES=min(1024, 1 << max(len(lengths) - 1, 0).bit_length()),

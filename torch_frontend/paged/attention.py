@@ -66,6 +66,7 @@ def paged_attention(
     options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     if torch.compiler.is_compiling() or is_watched(q):
         tables = block_table, seq_lens, cu_seqlens_q
+        # While compiling, sizes are symbols; the op checks the arguments when it runs.
         if not torch.compiler.is_compiling():
             tables = check_op(q, k_pages, v_pages, tables, sinks, options)
         left, right = options.window  # type: ignore[misc]

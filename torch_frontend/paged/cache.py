@@ -69,6 +69,7 @@ class PagedKVCache(PagedCache):
 
     def _copy(self, copies: Copies) -> None:
         source, target = (torch.tensor(pages, device=self.k_pages[0].device) for pages in copies)
+        # In place, because a captured CUDA graph reads these very tensors.
         for pool in (*self.k_pages, *self.v_pages):
             pool[target] = pool[source]
 

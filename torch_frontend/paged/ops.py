@@ -14,6 +14,7 @@ from torch_frontend.paged.plan import gather_arguments, options_of, run
 
 Tensor = torch.Tensor
 
+# FRAGMENT, because dispatch.ops defines the namespace.
 _library = torch.library.Library("attn", "FRAGMENT")
 _library.define(
     "paged_forward(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor seq_lens, "
@@ -22,6 +23,7 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
+    # The marks (a!) and (b!) tell compilers that the op writes the pools, so they keep its order among the reads.
     "append_kv(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor k, Tensor v, Tensor block_table, Tensor seq_lens, "
     "Tensor? cu_seqlens_q) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
@@ -49,6 +51,7 @@ def _forward_op(
     options = options_of(causal, (left, right), softcap, scale, deterministic, return_lse, max_len_q)
     inputs = gather_arguments(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, max_len_q)
     out, lse = run(inputs, options, None if backend is None else tuple(backend.split("\n")))
+    # Compilers plan memory with the strides that _forward_fake promises.
     return out.contiguous(), lse.contiguous()
 
 
@@ -60,4 +63,5 @@ def _forward_fake(q: Tensor, k_pages: Tensor, v_pages: Tensor, *_: Any) -> tuple
 _library.impl("paged_forward", _forward_op, "CompositeExplicitAutograd")
 _library.impl("append_kv", append, "CompositeExplicitAutograd")
 torch.library.register_fake("attn::paged_forward", _forward_fake, lib=_library)
+# No results: the op only writes to its arguments.
 torch.library.register_fake("attn::append_kv", lambda *_: None, lib=_library)

@@ -63,6 +63,7 @@ def options_of(
         numbers = (softcap, scale, max_len_q, None, 0.0)
         options = Options(causal, "bottom_right", window, *numbers, deterministic, return_lse)
         return check_traced_options(options)
+    # The key of the cache has the types of arguments, but not of a pair's entries. (True, 0) would find (1, 0).
     check = _checked if is_plain_window(window) else arguments.check_paged_options
     try:
         return check(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
@@ -103,9 +104,11 @@ def tables_of(q: Tensor, k_pages: Tensor, max_len_q: int | None, *tables: Any) -
     """
     names = ("block_table", "seq_lens", "cu_seqlens_q")
     for name, table in zip(names[:2], tables):
+        # Only cu_seqlens_q may be None; check_tensor names the other.
         if table is None:
             plan.check_tensor(name, table)
     if all(table is None or isinstance(table, np.ndarray) for table in tables):
+        # On a CPU, `run` and `append` check the values of all tables later, whatever their type.
         if q.device.type != "cpu":
             check_values(max_len_q, q.shape[0], k_pages, *tables)
         return tuple(None if t is None else torch.from_numpy(t).to(q.device) for t in tables)  # type: ignore[return-value]
@@ -163,11 +166,13 @@ def check_values(
 
 def run(inputs: PagedInputs, options: Options, requested: tuple[str, ...] | None) -> tuple[Tensor, Tensor]:
     """Plans and runs a paged call; returns (out, lse)."""
+    # use_backend is read here, because in compiled code this runs inside the op.
     call_plan = plan_call(metadata(inputs), options, requested or override.requested())
     if inputs.q.device.type == "cpu":
         check_values(options.max_len_q, call_plan.spec.q_len, inputs.k, *inputs[3:6])
     out, lse = call_plan.forward(call_plan.spec, inputs)
     cu = inputs.cu_seqlens_q
+    # Kernels leave the rows behind the last offset unwritten, and the host does not know the last offset.
     out, lse = offsets.clear_tail(out, lse, cu) if cu is not None and cu.is_cuda else (out, lse)
     if inputs.sinks is None or not options.return_lse:
         return out, lse

@@ -87,6 +87,7 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
     check_sizes(config, context, Q.shape, K.shape, V.shape)
     request = interpret(config, context)
     backend = _backends(preference(config, "torch", device_name(Q.device)))
+    # Adapters such as DoRA make some of Q, K and V float32, and attention needs one dtype.
     q, k, v = (Q, K, V) if Q.dtype == K.dtype == V.dtype else _cast_to_half(Q, K, V)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [bsz, len, heads, head_dim]
     if context.prefix_seg_info is not None:
@@ -98,6 +99,7 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
     info = request.documents or documents(context)
     if info is not None:
         q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [bsz * len, heads, head_dim]
+    # Re-entrant checkpointing runs a layer twice, and both passes must run the same kernel.
     attend = partial(attention_of_layer, trains=True) if context.requires_grad else attention
     out = attend(
         q,

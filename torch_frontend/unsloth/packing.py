@@ -159,6 +159,7 @@ def mask_packed_boundary_labels(labels: Any, seq_lengths: Any, *, ignore_index: 
         return labels
     if ends.device.type == "cpu" and int(ends[-1]) > total:
         raise ShapeError(f"seq_lengths: expected no more than {total} tokens in all, got {int(ends[-1])}")
+    # An end at `total` wraps to index 0, the very first label. Dropping it instead would wait for the device.
     first = torch.zeros(total, dtype=torch.bool, device=ends.device).index_fill_(0, ends.clamp(max=total) % total, True)
     return labels.masked_fill(first.view(labels.shape), ignore_index)
 

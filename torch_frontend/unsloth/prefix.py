@@ -26,9 +26,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: UnslothRequest, context: At
     options |= {"deterministic": request.deterministic, "backend": backend, "return_lse": True}
     attention = partial(attention_of_layer, trains=context.requires_grad)
     own, own_lse = attention(*rows, causal=True, seq_info=shared.own, **options)
+    # Not causal, because a prefix lies before every token that shares it.
     prefix, prefix_lse = attention(*rows, seq_info=shared.prefix, **options)
     # Two softmaxes merge with the weights exp(lse) / sum of both, which is a sigmoid of the difference.
     share = torch.sigmoid(prefix_lse - own_lse).mT[..., None]  # [bsz * len, heads, 1]; 0 where no prefix is seen
+    # In the dtype of the log-sum-exp, so that the merge rounds only once.
     merged = torch.lerp(own.to(share.dtype), prefix.to(share.dtype), share).to(own.dtype)
     return merged.unflatten(0, q.shape[:2])
 
