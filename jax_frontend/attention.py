@@ -87,6 +87,7 @@ def run(call: AttentionCall, inputs: Inputs, info: SeqInfo | None) -> Any:
     checked_spec = plan.plan(plan.metadata(inputs), call.device, call.options, False, False, call.requested).spec
     offsets.check(checked_spec, info)
     if inputs.sinks is not None and info is not None:
+        # The inputs have further documents for trailing tokens, whose rows must not get a sink as log-sum-exp.
         call = call._replace(documents=len(info.cu_seqlens_q) - 1)
     return differentiable_attention(call, varying_alike(inputs))
 
@@ -123,6 +124,7 @@ def explain(
     info = SeqInfo.coerce(seq_info)
     inputs, options = gather_arguments(arrays, info, options, dropout_rng, shapes_only=True)
     trains, requested = bool(needs_backward), requested_names(backend) or override.requested()
+    # Shapes do not show which arrays get gradients, so training counts with a gradient of every bias.
     bias_gradient = trains and bias is not None
     selection = plan.explanation(plan.metadata(inputs), plan.device_name(q), options, trains, bias_gradient, requested)
     offsets.check(selection.spec, info)
@@ -144,10 +146,12 @@ def gather_arguments(
         inputs, options = offsets.attach_complete(info, inputs, options, token_axis)
     if options.dropout:
         if shapes_only:
+            # explain needs no key, because only the shape of the words counts.
             return inputs._replace(rng=jax.ShapeDtypeStruct((2,), jnp.uint32)), options
         if key is None:
             raise SpecError(f"dropout={options.dropout}: expected dropout_rng, a PRNG key such as jax.random.key(0)")
         plan.check_key(key)
+        # Two words instead of the key: they are a residual, so the backward drops the same weights.
         inputs = inputs._replace(rng=jax.random.bits(key, (2,), jnp.uint32))
     return inputs, options
 
@@ -155,5 +159,6 @@ def gather_arguments(
 jax.tree_util.register_pytree_node(
     SeqInfo,
     lambda info: ((info.cu_seqlens_q, info.cu_seqlens_k), (info.max_len_q, info.max_len_k)),
+    # Unchecked, because JAX also rebuilds pytrees with leaves that are no arrays.
     lambda lengths, offsets: SeqInfo.unchecked(*offsets, *lengths),
 )

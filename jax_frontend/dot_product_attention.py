@@ -79,6 +79,7 @@ def dot_product_attention(
     query, key, value = (_array(name, array) for name, array in arrays.items())
     shape = query.shape  # if query has no batch axis, neither has the result
     query, key, value = (_with_batch(name, array) for name, array in zip(arrays, (query, key, value), strict=True))
+    # Before attention checks them, because its errors would name q, k and v.
     _check_together(query, key, value)
     queries_inside = _inside("query_seq_lengths", query_seq_lengths, query)
     keys_inside = _inside("key_value_seq_lengths", key_value_seq_lengths, key)
@@ -90,6 +91,7 @@ def dot_product_attention(
         key,
         value,
         causal=check_flag("is_causal", is_causal),
+        # jax.nn counts the positions of queries and keys from 0, whatever the lengths.
         alignment="top_left",
         window=_window(local_window_size),
         scale=check_number("scale", scale),

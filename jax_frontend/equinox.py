@@ -77,6 +77,7 @@ def attend(
     q, k, v = _heads(layer, (query, key_, value), process_heads)
     sizes = (q.shape[1], q.shape[0], k.shape[0])  # heads, q_len, kv_len
     out = attention(
+        # Packed rows need no batch axis; a dense call needs one.
         *(heads if seq_info is not None else heads[None] for heads in (q, k, v)),
         causal=causal,
         alignment=alignment,
@@ -93,6 +94,7 @@ def attend(
         backend=backend,
         dropout_rng=key if dropout else None,
     )
+    # equinox's Linear takes one vector.
     return jax.vmap(layer.output_proj)(out.reshape(sizes[1], -1))  # [q_len, heads * vo_size] -> [q_len, output_size]
 
 
@@ -114,6 +116,7 @@ def _dropout(layer: eqx.nn.Dropout, key: Array | None, inference: bool | None) -
     off = layer.inference if inference is None else inference
     if off or (isinstance(layer.p, (int, float)) and layer.p == 0):
         return 0.0
+    # A traced rate has no value that says whether to drop weights.
     if not isinstance(layer.p, (int, float)):
         raise SpecError(
             f"layer.dropout.p: expected a Python number, got {type(layer.p).__name__}; eqx.filter_jit keeps it one, "
@@ -136,6 +139,7 @@ def _heads(
         for name, array, shape in zip(("query", "key", "value"), heads, shapes, strict=True):
             if array.shape != shape:
                 raise ShapeError(f"process_heads: expected {name} heads of {list(shape)}, got {list(array.shape)}")
+    # process_heads may return other dtypes (a rotary embedding in float32), and attention needs one.
     dtype = jnp.result_type(*heads)
     return heads[0].astype(dtype), heads[1].astype(dtype), heads[2].astype(dtype)
 

@@ -20,5 +20,6 @@ def export_checks() -> list[DisabledSafetyCheck]:
     A program for several devices can be exported if its calls are inside ``jax.shard_map``. If XLA must split a call
     by itself, ``jax.export`` raises an error.
     """
+    # Not "step": exported programs run steps of context parallelism by branches.
     targets = [bridge._target(direction) for direction in ("forward", "backward")]
     return [DisabledSafetyCheck.custom_call(name) for name in (*targets, *compiled_lane.compile_seconds())]

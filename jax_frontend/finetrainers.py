@@ -40,6 +40,7 @@ Results = tuple[Array, Array | None]
 Attend = Callable[..., Results]
 """``attention`` with the options of a call: (q, k, v, causal=, ...) -> Results."""
 
+# Besides the context of use_backend, because flash and flash_varlen have the same backends but read masks differently.
 _traced_under = jax.make_user_context(default_value=None)
 
 
@@ -67,6 +68,7 @@ def attention_provider(
     """
     with (
         finetrainers.provided(provider, mesh, use_backend) as chosen,
+        # JAX's contexts belong to a thread, so the other asyncio tasks of the thread would see this one.
         nullcontext() if inside_a_task() else _traced_under(chosen.value),
     ):
         yield chosen
@@ -174,6 +176,7 @@ def _run_dense(call: DispatchCall, options: HostOptions, attend: Attend) -> Resu
     if call.is_causal and q_len != kv_len:
         check_alignment(options, q_len, kv_len)
         if kv_len > q_len:
+            # No query sees a key behind its own place. Without these keys both alignments are the same.
             key, value, mask = cut_keys(q_len, key, value, mask)
     missing = 4 - query.ndim
     if missing:  # axes of 1 in front
@@ -214,9 +217,11 @@ def _run_key_mask(provider: AttentionProvider, call: DispatchCall, options: Host
         return _run_dense(call._replace(attn_mask=keep[:, None, None, :]), options, attend)
     q, k, v = (array.swapaxes(1, 2) for array in call[:3])  # [batch, len, heads, head_dim]
     (batch, q_len), kv_len = q.shape[:2], k.shape[1]
+    # Stable, so that visible keys keep their order.
     visible_first = jnp.argsort(~keep, axis=1, stable=True)[:, :, None, None]  # [batch, kv_len, 1, 1]
     visible = keep.sum(axis=1)
     lengths_k = jnp.stack((visible, kv_len - visible), axis=1)  # [batch, 2]
+    # 0, q_len, q_len, 2 * q_len, ...: every second document, of hidden keys, has no queries.
     ends_q = (np.arange(2 * batch + 1) + 1) // 2 * q_len
     ends_k = jnp.concatenate((jnp.zeros(1, jnp.int32), jnp.cumsum(lengths_k.reshape(-1), dtype=jnp.int32)))
     info = SeqInfo(jnp.asarray(ends_q, jnp.int32), ends_k, q_len, kv_len)

@@ -113,6 +113,7 @@ class Attention(nn.Module):
         # merge_param raises an error if both or neither are set, so it must not run without a dropout rate.
         dropping = self.dropout_rate != 0 and not nn.merge_param("deterministic", self.deterministic, deterministic)
         if dropping and dropout_rng is None:
+            # Only if weights drop, because Flax raises an error if the caller passed no such stream.
             dropout_rng = self.make_rng("dropout")
         sinks = self.param("sink_logits", self.sinks_init, (self.num_heads,), self.param_dtype) if self.sinks else None
         dropout = self.dropout_rate if dropping else 0.0

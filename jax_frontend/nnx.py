@@ -116,6 +116,7 @@ class Attention(nnx.Module):
         )
         logits = sinks_init(rngs.params(), (num_heads,), param_dtype) if sinks else None
         self.sink_logits = nnx.data(None) if logits is None else nnx.Param(logits)
+        # A fork, so that calls of the layer do not advance the caller's stream.
         self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate != 0 else None
 
     def __call__(

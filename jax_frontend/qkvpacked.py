@@ -50,6 +50,7 @@ def attention_qkvpacked(
     info = SeqInfo.coerce(seq_info)
     # One array three times for the checks; the primitive gets it once, as ``inputs.q``.
     arrays = (qkv, qkv, qkv, mask, bias, alibi_slopes, sinks)
+    # The tokens are at -4, because qkv has the axis of 3 behind them.
     inputs, options = gather_arguments(arrays, info, options, dropout_rng, token_axis=-4)
     call = AttentionCall(options, requested_names(backend) or override.requested(), plan.device_name(qkv))
     return run(call, inputs._replace(k=None, v=None), info)

@@ -43,6 +43,7 @@ def _forward(call: BridgedCall) -> Run:
     module: Any = backends.load(call.backend, backends.kind_of(call.device))
     spec, count, gather = call.spec, len(call.operands), inputs_builder(call.operands)
     kernel, with_lse, writes = module.forward, call.with_lse, backends.writes_into(module)
+    # On a GPU kernels clamp the tables, because reading them here would wait for it.
     unchecked = spec.paged is not None and call.device == "cpu" and not call.tables_checked
 
     def forward(values: tuple[Any, ...]) -> None:
@@ -123,6 +124,7 @@ class _StepRunner:
         return self._parts[device]
 
 
+# A small cache, because a prepared part holds tensors on the device.
 @lru_cache(maxsize=64)
 def _prepare_part(runner: _StepRunner, part: int, device: Any) -> step.PartStep:
     return step.prepare_part(runner.step, part, device)

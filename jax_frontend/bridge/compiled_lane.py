@@ -76,6 +76,7 @@ def with_program_reasons(selection: Selection) -> Selection:
     try:
         backend.program(selection.spec, "forward")
     except Exception as error:
+        # As in lane_of: the callback lane runs the call then.
         return replace(selection, program_faults=(f"{selection.backend}: {type(error).__name__}: {error}",))
     return selection
 

@@ -93,6 +93,7 @@ def token_of(call: BridgedCall | BridgedStep) -> str:
     for salt in range(100):
         digest = hashlib.sha256(f"{salt}|{rest!r}|{call.spec.key}".encode()).digest()
         token = base64.b64encode(digest).decode()[:TOKEN_LENGTH]
+        # setdefault, because two threads may trace equal calls at once. Compressed, because entries are never removed.
         known = _calls.get(token) or _calls.setdefault(token, digest + zlib.compress(pickle.dumps(call)))
         if known.startswith(digest):
             return token
@@ -132,6 +133,7 @@ def _register_targets() -> None:
         except KeyboardInterrupt as error:
             raise Interrupted from error
         finally:
+            # The thread is XLA's, which goes on with its own setting.
             torch.set_flush_denormal(True)
 
     on_stream = _gpu_callback(stay)

@@ -94,6 +94,7 @@ def context_parallel_attention(
     backends = requested_names(backend) or override.requested()
     how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
     request = build_request(row_mesh, inputs, options, seq_info, backends, **how)
+    # Chosen from whole rows, before each device builds its own request: all devices must use one strategy.
     request = request._replace(strategy=explain_request(request).choice.strategy or "")
     if row_mesh.inside:
         return attend_shards(request, q, k, v, sinks)
@@ -143,6 +144,7 @@ def explain_context_parallel(
     return explain_request(request._replace(needs_backward=bool(needs_backward)))
 
 
+# Jitted, because an eager jax.shard_map would run operation by operation.
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _attend_over_mesh(
     request: Request, row_mesh: RowMesh, specs: ArraySpecs, q: Array, k: Array, v: Array, sinks: Array | None

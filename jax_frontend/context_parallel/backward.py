@@ -52,9 +52,11 @@ def backward(
         return plan.block_of_queries(q), Keys(plan, own, gathered), tiles.WholeRows(out, lse, dout, dlse)
 
     shards: list[tuple[Array, Array, Array]] = []
+    # The zeros must vary over the axes that the gradients vary over, or JAX's types of the update differ.
     dsinks = None if sinks is None else varying_as((sinks,), jnp.zeros(sinks.shape, plan.call.spec.lse_dtype))
     for group, (block, keys, saved) in prefetch(plan.call.head_groups, start):
         dq, dk, dv = _group_gradients(plan, block, keys, saved)
+        # Cast before the exchange, so that fewer bytes travel. dq has no copies that are still to be added up.
         dq = plan.shard_of_queries(dq.astype(q.dtype))
         shards.append((dq, plan.shard_of_keys(dk, k.dtype), plan.shard_of_keys(dv, v.dtype)))
         if sinks is not None and dsinks is not None:
@@ -88,8 +90,10 @@ def _group_gradients(plan: RankPlan, q: Array, keys: Keys, saved: tiles.WholeRow
             pair, shift = KVPair.pack(dk, dv), step.shift
             sent = pair if arrived is None else KVPair(tuple(map(jnp.add, arrived.arrays, pair.arrays)))
     if dq is None:  # no key is visible
+        # Zeros, in the dtypes and with the mesh axes of other steps' gradients.
         return tiles.gradients(plan.tile_context(None), "own", tiles.NO_TILES, q, keys.own, saved)
     if sent is not None:
+        # Home: back by as many parts as the block has moved.
         totals.append(sent.hop(axes, -shift).unpack())
     dk, dv = totals[0] if len(totals) == 1 else (mine + other for mine, other in zip(*totals, strict=True))
     return dq, dk, dv

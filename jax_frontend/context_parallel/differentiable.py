@@ -25,6 +25,7 @@ Array = jax.Array
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(request: Request, q: Array, k: Array, v: Array, sinks: Array | None) -> Any:
     with_lse = request.options.return_lse
+    # Without a gradient, kernels that have no backward may run too.
     out, lse, _ = forward(prepare(request, needs_backward=False), q, k, v, sinks, with_lse=with_lse)
     return (out, lse) if with_lse else out
 
@@ -39,6 +40,7 @@ def _forward(request: Request, q: Array, k: Array, v: Array, sinks: Array | None
 
 
 def _backward(request: Request, residuals: Any, cotangents: Any) -> tuple[Array, Array, Array, Array | None]:
+    # None instead of zeros, so that the backward neither sends nor computes with dlse.
     cotangents = cotangents if request.options.return_lse else (cotangents, None)
     inputs, out, of_groups = residuals
     return backward(prepare(request, needs_backward=True), inputs, out, of_groups, cotangents)

@@ -26,6 +26,7 @@ def heads_to_positions(axes: RankAxes, array: Array) -> Array:
     """
     if axes.inner is None:
         return array
+    # tiled: the axes are split and joined in place. Otherwise the result would have an axis more.
     return lax.all_to_all(array, axes.inner, split_axis=2, concat_axis=1, tiled=True)
 
 
@@ -67,6 +68,7 @@ def send_gradients(axes: RankAxes, dk: Array, dv: Array, dtype: Any) -> tuple[Ar
         return dk.astype(dtype), dv.astype(dtype)
     # [batch, parts * places, ...] -> [parts, batch, places, ...]
     first, second = (x.reshape(x.shape[0], axes.parts, -1, *x.shape[2:]).swapaxes(0, 1) for x in (dk, dv))
+    # One message instead of two, if dk and dv fit into one array.
     sent = [_stack(first, second, 1)] if dk.shape == dv.shape else [first, second]
     return KVPair(tuple(lax.all_to_all(array, axes.outer, 0, 0).sum(0, dtype=dtype) for array in sent)).unpack()
 
@@ -103,6 +105,7 @@ class KVPair(NamedTuple):
 
     def hop(self, axes: RankAxes, distance: int) -> KVPair:
         """Sends the pair ``distance`` parts on, in a ring; returns the pair that arrives from as far behind."""
+        # The pair stays where it is.
         if axes.outer is None or distance % axes.parts == 0:
             return self
         ring = [(part, (part + distance) % axes.parts) for part in range(axes.parts)]

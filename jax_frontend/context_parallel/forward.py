@@ -45,7 +45,9 @@ def forward(
     for group, (block, keys) in prefetch(plan.call.head_groups, start):
         out, lse = _attend(plan, block, keys)
         if sinks is not None:
+            # Once for whole rows, because each tile would count the sink again.
             out, lse = tiles.with_sinks(out, lse, plan.own_sinks(sinks, group))
+        # Rounded before the exchange, so that fewer bytes travel.
         outs.append(plan.shard_of_queries(out.astype(q.dtype)))
         residuals.append(Residuals(lse, keys.gathered if keeps_gathered(plan.call.spec, plan.call.plan) else ()))
         if with_lse:  # [batch, heads, places] -> [batch, places, heads, 1], the form that is exchanged
@@ -59,6 +61,7 @@ def _attend(plan: RankPlan, q: Array, keys: Keys) -> tuple[Array, Array]:
     results: tuple[Array, Array] | None = None
     for step, parts, block in keys.blocks():
         results = context_step.attend(plan.tile_context(step), plan.axes, step, parts, q, block, results)
+    # Without a step no key is visible.
     return results or tiles.attend(plan.tile_context(None), tiles.NO_TILES, q, keys.own, None)
 
 

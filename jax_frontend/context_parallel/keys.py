@@ -42,6 +42,7 @@ class Keys:
             if self.gathered:
                 steps = sorted(steps, key=lambda step: step.own)
             elif self._plan.call.plan.gathers:
+                # Before the first step, which computes on the own keys while the others travel.
                 self.gathered = exchange.gather(self._plan.axes, *self.own)
             blocks = [self.gathered if step.gathered else self.own for step in steps]
         for step, block in zip(steps, blocks, strict=True):
@@ -55,6 +56,7 @@ class Keys:
     def _ring(self) -> Iterator[tuple[Array, ...]]:
         """Yields the block of each step; sends the next block before it yields one."""
         plan, axes, hops = self._plan.call.plan, self._plan.axes, self._plan.call.plan.hops
+        # The first hop is 0 if the first step is on the own keys; then nothing is sent.
         pair = KVPair.pack(*self.own).hop(axes, hops[0])
         for at, step in enumerate(plan.steps):
             block = self.own if step.own else pair.arrays

@@ -29,6 +29,7 @@ def is_context_parallel(layer: Any) -> bool:
 def position_ids(layer: Any, seq_info: Any, places: int) -> Array:
     """Returns int32 ``[places]``: the position (in its row, or in its document) at each place of a spread row."""
     row_mesh, documents = find_row_mesh(None, layer.context_axis), document_offsets(seq_info)
+    # Outside jax.shard_map an array has the shards of all devices, end to end.
     shard = places if row_mesh.inside else places // row_mesh.world
     length, _ = row_lengths(layer.context_length, documents, (shard, shard), row_mesh.world)
     return shards.position_ids(row_mesh, layer.context_layout, length, documents)

@@ -124,6 +124,8 @@ class RowMesh(NamedTuple):
         """
         spec = self._current_spec(q) if requested is None else self._check_spec(requested, q.ndim)
         if spec is None:
+            # Axes of size 1 split nothing. If no other axis remains, the map is over the whole mesh, where kernels take
+            # any array.
             trivial = frozenset(name for name, size in self.mesh.shape.items() if size == 1)
             return ArraySpecs(self.names, None, None, q.ndim == 4, frozenset(self.names) | trivial)
         batch, _, heads, _ = (None,) * (4 - q.ndim) + tuple(self._with_row_at(None, spec, q.ndim))
@@ -156,6 +158,7 @@ class RowMesh(NamedTuple):
             sharding = None if isinstance(array, jax.core.Tracer) else array.sharding
         if not isinstance(sharding, NamedSharding):
             return None
+        # The spec of another mesh names axes that this mesh may not have.
         return sharding.spec if tuple(sharding.mesh.axis_names) == tuple(self.mesh.axis_names) else None
 
     def run_sharded(self, array: Array, axis: int | None, run: Callable[[Array], Array]) -> Array:
@@ -200,6 +203,7 @@ def find_row_mesh(mesh: Any, axis_name: str | tuple[str, str] | None) -> RowMesh
     names = _names(axis_name, whole)
     kinds = zip(context.axis_names, context.axis_types, strict=True)
     manual = {name for name, kind in kinds if kind is AxisType.Manual}
+    # Manual axes mean that jax.shard_map already maps over them, so arrays are shards.
     if set(names) <= manual:
         return RowMesh(names, _sizes(names, context), None)
     for name in names:

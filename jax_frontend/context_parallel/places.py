@@ -50,6 +50,8 @@ def block_order(layout: Layout, blocks: tuple[Block, ...]) -> BlockOrder:
 def _reorder(array: Array, table: np.ndarray, part: Any) -> Array:
     if len(table) == 1:
         return take(array, table[0], axis=1)
+    # A table, because one program runs in every part. "clip", because the indices are valid: the default would test
+    # them.
     return jnp.take(array, jnp.asarray(table, jnp.int32)[part], axis=1, mode="clip")
 
 
@@ -68,6 +70,7 @@ def put(array: Array, values: Array, index: np.ndarray, axis: int) -> Array:
     """Returns the array with ``values`` at the places of ``index``."""
     ranges = places.contiguous_ranges(index)
     if ranges is None:
+        # The places are distinct, which allows XLA to write them in any order.
         where = (slice(None),) * axis + (jnp.asarray(index, jnp.int32),)
         return array.at[where].set(values, unique_indices=True)
     if ranges == [(0, array.shape[axis])]:

@@ -48,6 +48,7 @@ class RankPlan(NamedTuple):
         """The number of places of this device's shard of q that hold a position. These places come first."""
         layout = self.call.plan.q_layout
         counts = [layout.position_count(rank) for rank in range(layout.world)]
+        # A table, because the rank is known only when the program runs.
         return jnp.asarray(counts, jnp.int32)[self.axes.rank]
 
     @property
@@ -85,6 +86,7 @@ class RankPlan(NamedTuple):
         """Returns the gradient of the shard from the gradient of this part's block; adds up copies of kv heads."""
         block = self._k_order.to_shards(block, self.axes.part)
         repeats = self.call.repeats
+        # Copies of a kv head are added up after the exchange, so they stay in the dtype of sums until then.
         shard = exchange.positions_to_heads(self.axes, block.astype(dtype) if repeats == 1 else block)
         if repeats == 1:
             return shard
@@ -132,6 +134,7 @@ def build_request(
         axes=row_mesh.names,
         sizes=row_mesh.sizes,
         device=plan.device_name(inputs.q),
+        # JAX's arrays do not show it. The derivative's forward plans again, with a backward.
         needs_backward=False,
         requested=backends,
         shards_each=1 if row_mesh.inside else row_mesh.world,

@@ -47,6 +47,7 @@ def shard_sequence(
     table = places.positions_by_shard(row)
     if row_mesh.inside:
         own = jnp.asarray(table, jnp.int32)[row_mesh.rank]
+        # Places without a position have the row's length as index, which mode="fill" reads as 0.
         return jnp.take(x, own, axis=dim, mode="fill", fill_value=0)
     flat = table.ravel()
     return row_mesh.run_sharded(x, dim, lambda array: jnp.take(array, flat, axis=dim, mode="fill", fill_value=0))
@@ -86,6 +87,7 @@ def unshard_sequence(
         )
     index = places.places_by_position(row)
     if row_mesh.inside:
+        # The inner axis first: ranks are numbered outer first, so the shards end up in the order of ranks.
         for name in reversed(row_mesh.names):
             x = lax.all_gather(x, name, axis=dim, tiled=True)
         return jnp.take(x, index, axis=dim)

@@ -128,6 +128,7 @@ def _lower_for_gpu(ctx: Any, *operands: Any, call: BridgedStep, axis: str, meshe
     parts = () if _is_exported(ctx) or not runs_on(call, "cuda") else device_parts(ctx, axis, meshes[1])
     if not parts:
         return _lower_branches(ctx, *operands, call=call, axis=axis, meshes=meshes, branches=branches)
+    # The last operand is the part, which `parts` replaces: on a GPU the host would have to wait for its value.
     known = ctx.replace(avals_in=ctx.avals_in[:-1])
     return _lower_callback(known, *operands[:-1], call=call._replace(parts=parts), branches=branches)
 
@@ -163,6 +164,7 @@ def _batch(operands: Any, mapped: Any, *, branches: ClosedJaxpr, **_: Any) -> tu
 
 def _differentiate(primals: Any, tangents: Any, *, branches: ClosedJaxpr, **_: Any) -> tuple[Any, Any]:
     """Differentiates the branches. Their kernels then raise an error, because a tile has no derivative of its own."""
+    # jax.jvp takes no symbolic zeros.
     tangents = [ad.instantiate_zeros(each) for each in tangents]
     return jax.jvp(jaxpr_as_fun(branches), primals, tangents)  # type: ignore[no-any-return]
 

@@ -109,6 +109,7 @@ def attend(
         results: (out, lse) of the earlier steps; None if there are none.
     """
     k, v = part_tiles.block(keys)
+    # In numpy, because it is known while JAX traces: it decides what enters the program.
     touched = np.full(q.shape[1], results is not None)
     out, lse = results or _empty_results(context, q, v)
     for tile in part_tiles.tiles:
@@ -131,9 +132,11 @@ def merge(out: Array, lse: Array, other: Array, other_lse: Array) -> tuple[Array
     Each log-sum-exp may be -inf, which means no keys. Computes in the dtype of the log-sum-exp and rounds once.
     """
     top = jnp.maximum(lse, other_lse)
+    # -inf minus -inf would be NaN.
     base = jnp.where(top == -jnp.inf, 0, top)
     weight, other_weight = jnp.exp(lse - base), jnp.exp(other_lse - base)
     total = weight + other_weight
+    # The inner where avoids 0 / 0, which is NaN.
     share = jnp.where(total == 0, 0, other_weight / jnp.where(total == 0, 1, total))
     share = share.swapaxes(1, 2)[..., None]  # [batch, heads, rows] -> [batch, rows, heads, 1]
     first, second = out.astype(share.dtype), other.astype(share.dtype)
@@ -143,6 +146,7 @@ def merge(out: Array, lse: Array, other: Array, other_lse: Array) -> tuple[Array
 def with_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
     """Adds sinks ``[heads]`` to the softmax of whole rows: once, after all keys. Rows without keys keep 0 and -inf."""
     empty = lse == -jnp.inf
+    # Any finite number will do: the results of these rows are replaced below.
     before = jnp.where(empty, 0, lse)
     after = jnp.logaddexp(before, sinks[:, None])
     share = jnp.where(empty, 0, jnp.exp(before - after))
@@ -155,6 +159,7 @@ def sink_gradient(sinks: Array, saved: WholeRows) -> Array:
     if saved.dlse is not None:
         shift = shift + saved.dlse.astype(sinks.dtype)
     empty = saved.lse == -jnp.inf
+    # The exponent of a row without keys would be inf.
     weights = jnp.exp(sinks[:, None] - jnp.where(empty, 0, saved.lse))
     return jnp.where(empty, 0, weights * shift).sum((0, 2))
 
