@@ -85,21 +85,25 @@ class Derivative(NamedTuple):
             out, dout = out[0], dout[0]
         operands = _backend_inputs(self.call_plan, inputs)
         gradients = ops.backward(self.call_plan, operands, out, lse, dout, dlse[0] if dlse else None)
+        # Undoes the shapes of _backend_inputs.
         return [getattr(gradients, f"d{name}").reshape(getattr(inputs, name).shape) for name in self.moving]
 
     def _split(self, arrays: tuple[Any, ...]) -> tuple[Inputs, Any, Any]:
         """Returns (inputs, out, lse) from the residuals, which come first among the arrays."""
         residuals = dict(zip(self.names, arrays, strict=False))
         out, lse = residuals.pop("out"), residuals.pop("lse", None)
+        # Without k and v among the residuals, q is q, k and v in one array.
         return Inputs(**{"k": None, "v": None, **residuals}), out, lse
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attention(call: AttentionCall, inputs: Inputs) -> Any:
+    # JAX runs this if nothing is differentiated, so kernels without a backward may run.
     out, lse = _run(_plan(call, inputs, False, False), inputs, with_lse=call.options.return_lse)
     return (out, lse) if call.options.return_lse else out
 
 
+# Symbolic zeros tell which inputs have a gradient, so that the backend needs no gradient of the others.
 @partial(_attention.defjvp, symbolic_zeros=True)
 def _derivative(call: AttentionCall, primals: tuple[Inputs], tangents: tuple[Inputs]) -> tuple[Any, Any]:
     """Returns the results and their tangents. The inputs with a tangent decide what the backend must support."""

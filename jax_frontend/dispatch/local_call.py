@@ -97,6 +97,7 @@ def varying_axes(*arrays: Any) -> frozenset[str]:
 
 def vary_over(axes: frozenset[str], array: Any) -> Any:
     """Types an array, inside ``jax.shard_map``, as varying over these axes as well."""
+    # Sorted, because the order of a set of strings differs between processes, which must trace one program.
     missing = tuple(sorted(axes - varying_axes(array)))
     return jax.lax.pcast(array, missing, to="varying") if missing else array
 

@@ -68,6 +68,7 @@ def _append(both: tuple[Any, Any], ends: tuple[tuple[int, ...], tuple[int, ...]]
 def _concatenate(both: tuple[Any, Any], ends: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[Any, ...]:
     """Concatenates in one jitted function, so that an eager call launches one program on the GPU, not several."""
     pairs = zip(both, (jnp.array(side, jnp.int32) for side in ends), strict=True)
+    # The tail's ends assume the smallest last offset; the real one is known when the program runs.
     return tuple(jnp.concatenate((offsets, jnp.maximum(tail, offsets[-1]))) for offsets, tail in pairs)
 
 

@@ -68,6 +68,7 @@ def backward(plan: Plan, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: An
     )
     results = _run(backward_p, MappedCall(call, requested=plan.requested), (*operands, *saved.values()))
     if plan.as_one:
+        # One result stands for the first three gradients.
         rest = dict(zip(call.gradients[3:], results[1:], strict=True))
         return Gradients(results[0], None, None, **rest)
     return Gradients(**dict(zip(call.gradients, results, strict=True)))
@@ -101,11 +102,13 @@ def _bind(primitive: Primitive, call: MappedCall, *operands: Any) -> list[Any]:
     return primitive.bind(*operands, call=call, program=to_low_jaxpr(program))  # type: ignore[no-any-return]
 
 
+# Cached, because jax.jit finds an earlier trace by the function: equal calls must share one function object.
 @lru_cache(maxsize=4096)
 def _jit_partitionable(call: MappedCall, partly_manual: bool) -> Any:
     return jax.jit(partitioning.make_partitionable(call, partly_manual))
 
 
+# Cached, so that a program always gives the same object: the primitive has it as a parameter, and so JAX's cache keys.
 @lru_cache(maxsize=4096)
 def to_low_jaxpr(program: ClosedJaxpr) -> ClosedJaxpr:
     """Returns the program in operations that JAX can lower. Some jnp functions need it (searchsorted, in jax 0.12)."""

@@ -43,6 +43,7 @@ def make_partitionable(call: MappedCall, partly_manual: bool) -> Callable[..., l
     function = custom_partitioning(whole)
     function.def_partition(
         partial(_partition, call),
+        # Inside such a shard_map the mesh is unknown, so there is nothing to decode for; see _keep_whole.
         decode_shardings=not partly_manual,
         infer_sharding_from_operands=partial(_results_sharding, call),
         sharding_rule=partial(_rule, call),
@@ -72,12 +73,14 @@ def run_under_auto_axes(run: Callable[..., list[Any]], call: MappedCall, operand
     specs = {name: entry for name, _, entry in known} | {
         name: split.spec(axes_of(call, name, shape)) for name, shape in shapes.items()
     }
+    # Without its d, the name of a gradient is that of its operand.
     results = [NamedSharding(mesh, specs[name if name in shapes else name[1:]]) for name in result_names(call)]
     axes = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit)
     return jax.sharding.auto_axes(run, axes=axes, out_sharding=results)(*operands)  # type: ignore[no-any-return]
 
 
 def _known_shardings(call: MappedCall, operands: Sequence[Any], results: Sequence[Any]) -> Known:
+    # Not strict: _results_sharding has no results yet.
     arrays = zip((*call.names, *result_names(call)), (*operands, *results), strict=False)
     return [(name, array.shape, array.sharding.spec) for name, array in arrays if array.sharding is not None]
 
@@ -198,6 +201,7 @@ def _kv_heads_read(part: Part) -> Any:
 def _scatter_kv_heads(part: Part, gradient: Any, picked: Any) -> Any:
     """Scatters ``[..., local kv heads, channels]`` into ``[..., kv heads, channels]``; the other heads are 0."""
     wide = (*gradient.shape[:-2], part.whole.call.spec.num_kv_heads, gradient.shape[-1])
+    # add, not set: several local heads may be copies of one kv head.
     return jnp.zeros(wide, _sum_dtype(gradient)).at[..., picked, :].add(gradient.astype(_sum_dtype(gradient)))
 
 

@@ -106,6 +106,7 @@ def _device(array: Any) -> Any:
         return next(iter(array.devices()))
     # A traced array has no device yet. ``platforms`` corrects the guess if the program is lowered for another one.
     device = jax.config.jax_default_device or jax.devices()[0]  # type: ignore[attr-defined]
+    # jax_default_device may also be the name of a platform.
     return jax.devices(device)[0] if isinstance(device, str) else device
 
 

@@ -71,6 +71,7 @@ def _lower(platform: str, ctx: Any, *operands: Any, call: BridgedCall, requested
     if runs_on(call, platform):
         function: Callable[..., Any] = jaxpr_as_fun(program)
     else:
+        # The lowering for all other platforms has no name of its own; the context has it.
         function = _xla_function(call, requested, platform or "/".join(ctx.platforms or ctx.module_context.platforms))
     return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 

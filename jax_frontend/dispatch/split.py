@@ -82,6 +82,7 @@ def axes_of(call: MappedCall, name: str, shape: Sequence[int]) -> tuple[str, ...
     axes = _AXES[like][len(_AXES[like]) - len(own) :]
     if call.call.spec.paged is not None and like in ("k", "v"):
         axes = _POOL
+    # Then kv heads are query heads, and one factor splits both.
     if call.call.spec.group_size == 1:
         axes = tuple("heads" if axis == "kv_heads" else axis for axis in axes)
     if like in _BROADCAST:
@@ -106,6 +107,7 @@ def split_of(call: MappedCall, mesh: Any, known: Known) -> Split:
 
     mapped = tuple(first(f"mapped{axis}", size) for axis, size in enumerate(call.sizes))
     batch = first("batch", spec.batch)
+    # If only k and v are split by heads, their mesh axes split the query heads as well.
     heads = first("heads", spec.num_heads) or first("kv_heads", spec.num_kv_heads)
     return Split(batch, heads, heads if spec.num_kv_heads % shards(mesh, heads) == 0 else (), mapped)
 
@@ -155,6 +157,7 @@ def _entries(call: MappedCall, known: Known, axis: str) -> Iterator[tuple[str, .
 
 def _dividing(axes: Sequence[str], size: int, mesh: Any) -> tuple[str, ...]:
     """Returns the longest prefix of the mesh axes whose number of shards divides the size."""
+    # Ends at the latest without axes, because one part divides every size.
     prefix = tuple(axes)
     while size % shards(mesh, prefix):
         prefix = prefix[:-1]

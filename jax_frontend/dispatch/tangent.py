@@ -73,6 +73,7 @@ def _result_types(*arrays: Any, linear: Linear, count: int) -> list[Any]:
 
 
 def _transpose(cotangents: Sequence[Any], *arrays: Any, linear: Linear, count: int) -> list[Any]:
+    # No result matters, so no kernel runs.
     if all(isinstance(cotangent, ad.Zero) for cotangent in cotangents):
         return [None] * len(arrays)
     nonzero = (None if isinstance(cotangent, ad.Zero) else cotangent for cotangent in cotangents)
@@ -96,6 +97,7 @@ def _batch(
     arrays: Sequence[Any], axes: Sequence[int | None], *, linear: Linear, count: int
 ) -> tuple[list[Any], list[int]]:
     size, front, mapped = mapped_first(arrays, axes)
+    # Tangents and the residuals of their types must all have the mapped axis: a result's type comes from its residual.
     for at in {*linear.results, *range(count, len(front))}:
         if not mapped[at]:
             front[at], mapped[at] = _broadcast(front[at], size, front[mapped.index(True)]), True

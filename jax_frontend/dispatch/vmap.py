@@ -111,12 +111,14 @@ class MappedCall(NamedTuple):
             moving = iter(rows)
             return one.run(*(next(moving) if moves else fixed for fixed, moves in zip(operands, mapped, strict=True)))
 
+        # A loop, because a kernel's custom call has no rule for vmap. It holds one trace of the call for all elements.
         return list(jax.lax.map(run, [array for array, moves in zip(operands, mapped, strict=True) if moves]))
 
     def _fold(self, at: int, array: Any) -> Any:
         """Returns an operand with its mapped axes folded into its batch axis; unchanged, if all batch rows share it."""
         name, has, batch = self.names[at], self.axes_in_front(at), self.call.spec.batch
         rest = array.shape[len(has) :]
+        # Mapped slopes differ between elements, so they need the batch axis that the fold multiplies.
         if name == "alibi_slopes" and len(rest) == 1 and has:
             rest = (1, *rest)
         if name == "sinks" or (name not in _BATCH_FIRST and not has and (rest[0] == 1 or len(rest) == 1)):
@@ -149,6 +151,7 @@ def mapped_first(arrays: Sequence[Any], axes: Sequence[int | None]) -> tuple[int
 
 def _no_results(call: MappedCall, front: list[Any], mapped: list[bool]) -> list[Any]:
     """Returns the results of a vmap over 0 elements: arrays with a leading axis of size 0."""
+    # Without elements there is nothing to run, so the types come from an abstract run of one.
     one = [jax.ShapeDtypeStruct(array.shape[moves:], array.dtype) for array, moves in zip(front, mapped, strict=True)]
     empty = (jnp.zeros((0, *shape.shape), shape.dtype) for shape in jax.eval_shape(call.run, *one))
     return [local_call.varying_as(front, array) for array in empty]

@@ -28,7 +28,7 @@ from jax_frontend.flax.refusals import (
     refuse_weights,
 )
 
-_ARRAYS = ("alibi_slopes", "sinks", "seq_info")
+_ARRAYS = ("alibi_slopes", "sinks", "seq_info")  # compared by identity, see _identity
 
 
 def attention_fn(
@@ -146,9 +146,9 @@ class AttentionFn:
         """
         refuse_weights(module, einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)
         query, key, value = _promote((query, key, value), dtype, promote_dtype)
-        check_precision(precision, query.dtype)
+        check_precision(precision, query.dtype)  # after the promotion, because only float32 has a precision
         batch = _batch_axes(query, key, value)
-        dropping = not deterministic and dropout_rate != 0
+        dropping = not deterministic and dropout_rate != 0  # in Flax deterministic means no dropout
         if dropping:
             check_dropout(broadcast_dropout, dropout_rng, dropout_rate)
         query, key, value = (array.reshape(math.prod(batch), *array.shape[-3:]) for array in (query, key, value))
@@ -254,7 +254,7 @@ def _four_axes(name: str, array: jax.Array, batch: tuple[int, ...]) -> jax.Array
     shape = (1,) * (rank - array.ndim) + array.shape
     lead, tail = shape[: len(batch)], shape[len(batch) :]
     if all(size == 1 for size in lead):
-        return array.reshape(1, *tail)
+        return array.reshape(1, *tail)  # the batch shares it, so no row needs a copy
     if any(size not in (1, full) for size, full in zip(lead, batch, strict=True)):
         raise ShapeError(f"{name}: expected batch axes broadcastable to {list(batch)}, got {list(lead)}")
     return jnp.broadcast_to(array.reshape(shape), (*batch, *tail)).reshape(math.prod(batch), *tail)

@@ -89,9 +89,11 @@ def attend(
     q, k, v = projections.query(queries), projections.key(keys), projections.value(keys)
     dtype = jnp.result_type(q, k, v)  # rotary may return float32; all three go back to one dtype
     if layer.rotary is not None:
+        # The places of a shard are not consecutive positions, so they cannot be counted from 0.
         if positions is None and context_layers.is_context_parallel(layer):
             positions = context_layers.position_ids(layer, seq_info, q.shape[1])
         q, k = layer.rotary(q, k, token_positions(positions, seq_info, *q.shape[:2]))
+    # context_parallel_attention has no dropout, and so no dropout_rng.
     run = partial(attention, dropout_rng=call.dropout_rng)
     if context_layers.is_context_parallel(layer):
         run = partial(context_layers.attend, layer)
@@ -143,8 +145,10 @@ def _attend_in_pages(
     dtype = jnp.result_type(q, k, v)
     if layer.rotary is not None:
         positions = _sequence_positions(pages.step, x.shape[0]) if positions is None else positions
+        # As one row, because rotary functions expect a batch axis.
         q, k = (rows[0].astype(dtype) for rows in layer.rotary(q[None], k[None], positions.reshape(1, -1)))
     tables = pages.step.tables
+    # The pool may have another dtype than the layer computes in, and append_kv does not cast.
     kinds = (pages.k.dtype, pages.v.dtype)
     pool = append_kv(pages.k, pages.v, *(new.astype(kind) for new, kind in zip((k, v), kinds, strict=True)), **tables)
     out = paged_attention(
@@ -160,6 +164,7 @@ def _attend_in_pages(
         deterministic=layer.bitwise_deterministic,
         backend=layer.backend,
     )
+    # The output has the pool's dtype; the projection gets the layer's own.
     return projections.out(out.astype(dtype)), pool
 
 
@@ -170,6 +175,7 @@ def _sequence_positions(step: Step, tokens: int) -> jax.Array:
     if step.cu_seqlens_q is None:
         return lengths - 1
     ends = jnp.asarray(step.cu_seqlens_q)[1:]
+    # Tokens behind the last offset belong to no sequence. The minimum only keeps their index in range.
     sequence = jnp.minimum(document_numbers(ends, tokens), len(ends) - 1)
     return lengths[sequence] - (ends[sequence] - token)
 
@@ -184,5 +190,6 @@ def token_positions(positions: jax.Array | None, seq_info: SeqInfo | None, batch
         positions = jnp.arange(seq, dtype=jnp.int32)
         if seq_info is not None:
             starts = jnp.asarray(seq_info.cu_seqlens_q)
+            # The inner offsets at or before a token count the documents in front of its own.
             positions = positions - starts[document_numbers(starts[1:-1], seq)]
     return jnp.broadcast_to(positions, (batch, seq))

@@ -29,6 +29,7 @@ def check_precision(precision: Any, dtype: Any) -> None:
     Every kernel multiplies float32 as precisely as HIGHEST, except ``jax_xla`` under a lower
     ``jax.default_matmul_precision``. A layer that requests more than that default raises an error.
     """
+    # A pair has a precision for each operand of a product.
     for each in precision if isinstance(precision, tuple) else (precision,):
         try:
             level = lax.Precision(each).value

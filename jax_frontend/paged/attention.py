@@ -146,9 +146,9 @@ def append_kv(
 
 def _append(k_pages: Array, v_pages: Array, k: Array, v: Array, table: Array, lengths: Array, cu: Any) -> Any:
     num_pages, page_size, batch = *k_pages.shape[:2], table.shape[0]
-    if k.shape[0] == 0 or table.shape[1] == 0:
+    if k.shape[0] == 0 or table.shape[1] == 0:  # nothing to write, and an axis of size 0 has no valid index
         return k_pages, v_pages
-    token = jnp.arange(k.shape[0], dtype=jnp.int32)
+    token = jnp.arange(k.shape[0], dtype=jnp.int32)  # int32 as the tables: strict promotion refuses mixed ints
     ends = token + 1 if cu is None else cu[1:]  # where each sequence's new tokens end
     sequence = document_numbers(ends, k.shape[0])
     owned, sequence = sequence < batch, jnp.minimum(sequence, batch - 1)
@@ -162,7 +162,7 @@ def _append(k_pages: Array, v_pages: Array, k: Array, v: Array, table: Array, le
     )
 
 
-_append_donated = jax.jit(_append, donate_argnums=(0, 1))
+_append_donated = jax.jit(_append, donate_argnums=(0, 1))  # without donation every append would copy the pool
 
 
 @lru_cache(maxsize=4096)

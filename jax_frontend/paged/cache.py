@@ -63,6 +63,7 @@ class PagedKVCache(PagedCache):
             SpecError: as in ``check``, and for a layer that does not exist. Nothing is written then.
         """
         k_pages, v_pages = self._pools(layer, step)
+        # append_kv donates the old pool, so JAX has deleted those arrays.
         self.k_pages[layer], self.v_pages[layer] = append_kv(k_pages, v_pages, k, v, **step.tables)
 
     def attend(self, layer: int, q: Array, step: Step, **options: Any) -> Any:
@@ -84,14 +85,17 @@ class PagedKVCache(PagedCache):
     def _to_device(self, array: np.ndarray | None) -> Any:
         if array is None:
             return None
+        # Without a device the table is uncommitted, as the pools are, so JAX may move it to arrays on another device.
         return jnp.asarray(array) if self._table_placement is None else jax.device_put(array, self._table_placement)
 
 
+# Donated, because an update without donation would need memory for a second pool.
 @partial(jax.jit, donate_argnums=0)
 def _copy_pages(pool: Array, source: Array, target: Array) -> Array:
     return pool.at[target].set(pool[source])
 
 
+# A step may be an argument of a jitted function: its tables are traced, and max_len_q is static.
 jax.tree_util.register_pytree_node(
     Step,
     lambda step: ((step.block_table, step.seq_lens, step.cu_seqlens_q), step.max_len_q),
