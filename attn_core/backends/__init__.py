@@ -47,6 +47,7 @@ __all__ = [
     "writes_into",
 ]
 
+# Every other file or folder here counts as a backend, so a new helper at this level must be listed.
 NOT_BACKENDS = ("contract", "shared", "support")
 
 _CUDA = ("flash3", "flash4", "sdpa_cudnn", "flash2", "sdpa_flash", "xformers", "sdpa_efficient", "flex")

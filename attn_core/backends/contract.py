@@ -58,6 +58,7 @@ def shortcut(backend: Backend, spec: AttentionSpec) -> Callable[[Any, Any, Any],
     and under the framework's autograd records the same backward kernel that ``backward`` calls, so that both give the
     same bits. It pays off if Python costs more than the kernel. Most backends define none.
     """
+    # A shortcut runs the kernel of ``forward``, which is never called for an empty spec.
     shortcut_of = getattr(backend, "shortcut", None)
     return None if shortcut_of is None or spec.empty else shortcut_of(spec)
 

@@ -73,6 +73,7 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
     width = width_of(max(spec.head_dim, spec.value_dim), build.head_dims if build else ())
     reasons = [*rewrites.refusals(spec), *_refusals(spec, device, width)]
     reasons += kernel_limits.grid(spec, NAME)
+    # The overflow is fixed in 2.8.3.
     reasons += kernel_limits.sums_of_dq(spec, NAME) if build is None or build.version < (2, 8, 3) else ()
     return (*reasons, *(_rocm_refusals(spec, build) if device.startswith("gfx") else ()))
 

@@ -78,6 +78,7 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
 def probe() -> str:
     """Imports FlashInfer's wrapper and returns FlashInfer's version."""
     package = import_module("flashinfer")
+    # Fails here, with a reason, if this version has no such wrapper.
     _ = package.BatchPrefillWithPagedKVCacheWrapper
     return str(package.__version__)
 
@@ -177,6 +178,7 @@ def _wrapper(device: Any) -> Any:
     if (device, stream) not in wrappers:
         workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
         wrapper = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
+        # NHD: a page is [page_size, kv_heads, head_dim], as in our pools.
         wrappers[device, stream] = wrapper(workspace, kv_layout="NHD", backend="fa2")
     return wrappers[device, stream]
 

@@ -99,6 +99,7 @@ def _size_reasons(spec: AttentionSpec, device: str, version: tuple[int, ...]) ->
         reasons.append(f"head_dim={spec.head_dim} on {device}: cuDNN {_version_text(version)} stops at 128")
     if spec.kv_len == 1:
         reasons.append("kv_len=1: cuDNN's kernel needs two keys")
+    # The module's docstring says why: jax.nn counts its placeholder as a bias.
     if spec.needs_backward and (spec.q_len % 2 or spec.kv_len % 2):
         lengths = f"q_len {spec.q_len} and kv_len {spec.kv_len}"
         reasons.append(f"backward: {lengths}: jax.nn has gradients of cuDNN's attention for even lengths")
@@ -147,7 +148,7 @@ def _cudnn_version() -> int:
     for name in VERSIONS:
         try:
             return int(import_module(name).cudnn_get_version())
-        except ImportError:
+        except ImportError:  # only the plugin of one CUDA version is installed
             continue
     raise ImportError("no CUDA plugin of jax has a cuDNN: " + ", ".join(VERSIONS))
 

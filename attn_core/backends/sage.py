@@ -86,6 +86,7 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
 def _refuses(word: str, spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
     """Refuses causal calls with q_len != kv_len, partial key blocks of the Triton kernel, and 32-bit overflows."""
     kernel, square = FUNCTIONS[word].support.kernel, spec.q_len == spec.kv_len
+    # 1.x has Triton kernels only. 2.x itself chooses its Triton kernel on sm86.
     triton = word == "fp16_triton" or (word == "auto" and (build is None or build.version < (2,) or device == "sm86"))
     reasons = [*kernel_limits.grid(spec, kernel)]
     if spec.causal and not square and not band(spec).hides_nothing(spec.q_len, spec.kv_len):
@@ -123,6 +124,7 @@ def _probe(word: str) -> str:
 def build() -> Build:
     """Returns the installed version's build; 1.x lacks the log-sum-exp."""
     installed = probe()
+    # A local version such as "+cu128" is no part of the number.
     numbers = tuple(int(part) for part in installed.split("+")[0].split(".") if part.isdigit())
     return Build(f"sageattention {installed}", ("lse",) if numbers < (2,) else (), version=numbers)
 
@@ -140,6 +142,7 @@ def _lower(word: str, spec: AttentionSpec) -> dict[str, Any]:
     """
     is_causal = spec.causal and spec.q_len == spec.kv_len
     padded = is_causal and word in ("auto", "fp16_triton")
+    # smooth_k is False because _forward smooths k itself: 1.x would change the caller's own k.
     arguments = {"tensor_layout": "NHD", "is_causal": is_causal, "sm_scale": spec.scale, "smooth_k": False}
     return {
         "function": FUNCTIONS[word].name,

@@ -53,12 +53,14 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
     spoken = f"cuDNN {'.'.join(map(str, version))}" if version else "an unknown cuDNN"
     reasons = [*rewrites.refusals(spec), *limits(spec, device, NAME)]
     edge, widest = needed_band(spec), max(spec.head_dim, spec.value_dim)
+    # With a mask, the band becomes part of the mask, where any diagonal is possible.
     if spec.causal and edge.right is not None and edge.offset and not spec.mask_shape:
         reasons.append(
             f"causal, bottom_right, with q_len {spec.q_len} and kv_len {spec.kv_len}: {NAME} has top_left only"
         )
     if spec.kv_len == 1:
         reasons.append(f"kv_len=1: {NAME} needs 2 keys or more")
+    # The claim refuses widths above 256 on every device.
     if 128 < widest <= 256 and not (device == "sm90" and version >= (9, 10)):
         reasons.append(
             f"head_dim={widest} on {device} with {spoken}: {NAME} stops at 128, on sm90 from cuDNN 9.10 at 256"
@@ -100,7 +102,7 @@ def build() -> Build:
     number = torch.backends.cudnn.version()
     if number is None or number < 90000:
         raise ImportError(f"torch {torch.__version__} has no cuDNN 9: found {number}")
-    version = (number // 10000, number // 100 % 100, number % 100)
+    version = (number // 10000, number // 100 % 100, number % 100)  # 91900 is 9.19.0
     return Build(f"cuDNN {'.'.join(map(str, version))}", version=version)
 
 

@@ -92,8 +92,10 @@ def limit_to_build(support: Support | None, build: Build | None) -> Support | No
     """Returns the claims of ``support`` that hold for an installed build; None for a backward that it lacks."""
     if support is None or build is None:
         return support
+    # Claims are the fields that are False by default. The others are sizes and names, which a build does not lose.
     claims = [field.name for field in fields(Support) if field.default is False]
     lost: dict[str, Any] = {name: False for name in claims if name in build.without}
+    # head_dims are ascending, so the last one is the largest; the slice is empty if every width runs.
     limits = [limit for limit in (support.max_head_dim, build.max_head_dim, *build.head_dims[-1:]) if limit is not None]
     limit = min(limits, default=None)
     if not lost and limit == support.max_head_dim:
@@ -164,6 +166,7 @@ def _kv_heads(support: Support, spec: AttentionSpec) -> str | None:
 
 def _alignment(support: Support, spec: AttentionSpec) -> str | None:
     edge = band(spec)
+    # Without a band, and for q_len equal to kv_len in a dense call, both alignments mean the same.
     banded = edge.left is not None or edge.right is not None
     if not banded or (spec.q_len == spec.kv_len and not spec.packed) or spec.alignment in support.alignments:
         return None

@@ -135,6 +135,7 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple
 def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
     assert spec.paged is not None
     (k, v), (table, lengths) = pools(inputs), safe_tables(spec.paged, inputs)
+    # A copy, because ``lower`` caches its result and the pops below change it.
     settings, queries = dict(lower(spec)), query_offsets(spec, inputs)
     place = None if into is None else rewrites.writable(into[0])
     op = _kernels()[0] if place is None else partial(_kernels()[1], place)

@@ -141,6 +141,7 @@ def warm_up(spec: AttentionSpec) -> None:
     inputs = dry_run.zeros(spec)
     out, lse = forward(spec, inputs)
     if spec.needs_backward:
+        # With dlse the backward is another kernel; see ``backward``'s key.
         for dlse in (None, lse) if spec.return_lse else (None,):
             backward(spec, inputs, out, lse, out, dlse)
 

@@ -22,8 +22,10 @@ from attn_core.backends.shared.kernel_programs import RESULTS, SCRATCH, Buffer, 
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, dtype_name
 
+# Operations that launch no kernel. Any other operation between the kernels would be missing from the program.
 ALLOCATES = ("aten.empty", "aten.new_empty", "aten.detach", "prim.")
 ZEROS = ("aten.zeros", "aten.new_zeros")
+# Their versions are part of each step's name, because the compiled code depends on them.
 PACKAGES = ("flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-ffi")
 
 Run = Callable[[Any, Inputs, dict[str, Any]], None]

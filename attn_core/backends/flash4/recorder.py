@@ -58,6 +58,7 @@ class Recorder:
             stack.enter_context(_recording)
             copy = _private_copy()
             for name, function in vars(copy).items():
+                # flash-attn-4 keeps a function's compiled kernels in an attribute of the function.
                 if hasattr(function, "compile_cache"):
                     function.compile_cache = _NotingCache(name, self.calls)
             self.kernels = copy._flash_attn_fwd, copy._flash_attn_bwd

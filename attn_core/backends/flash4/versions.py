@@ -37,4 +37,5 @@ def _age(version: str) -> tuple[int, int, int, str, int]:
     if parts is None:
         raise ImportError(f"flash-attn-4 {version}: expected a version such as {OLDEST}")
     major, minor, patch, stage, number = parts.groups()
+    # "released" sorts after "a", "b" and "rc".
     return int(major), int(minor), int(patch), stage or "released", int(number or 0)

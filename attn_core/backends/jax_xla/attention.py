@@ -60,6 +60,7 @@ def forward(spec: AttentionSpec, inputs: Inputs, blocks: BlockSizes) -> tuple[An
         )
         return out, lse
 
+    # Plus ``zero``, because under jax.shard_map a loop's carry must vary over the mesh axes of the inputs.
     lse = jnp.zeros(call.q.shape[:4], spec.lse_dtype) + call.zero.astype(spec.lse_dtype)
     out = jnp.zeros((*call.q.shape[:4], spec.value_dim), spec.dtype) + call.zero.astype(spec.dtype)
     out, lse = lax.fori_loop(0, -(-spec.q_len // queries), block, (out, lse))

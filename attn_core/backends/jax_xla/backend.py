@@ -128,6 +128,7 @@ def _jax_nn_means_it(spec: AttentionSpec) -> bool:
     if spec.symbolic:  # the conditions below compare sizes
         return False
     edge = band(spec)
+    # jax.nn's diagonal is top-left, which an offset of 0 means for either alignment.
     aligned = edge.offset == 0 or edge.hides_nothing(spec.q_len, spec.kv_len)
     extras = (spec.softcap, spec.mask_shape, spec.bias_shape, spec.alibi_shape, spec.documents)
     return (

@@ -131,6 +131,7 @@ def zero_like(arrays: Any) -> Any:
 
     def zero(array: Any) -> Any:
         known = all(map(is_number, array.shape))  # a symbolic array may have no first element
+        # A select instead of ``0 * array``, which would be NaN for a NaN.
         return jnp.where(False, array[(0,) * array.ndim], 0) if known else jnp.where(False, array, 0).sum()
 
     return sum(zero(array).astype(jnp.float32) for array in arrays if array is not None)
@@ -184,6 +185,7 @@ def key_blocks(spec: AttentionSpec, call: XlaOperands, rows: KeyRanges) -> tuple
 
     keys = call.blocks.keys
     some = rows.first < rows.stop
+    # Rows that see no key must not widen the range. If no row sees one, the range is empty.
     start = jnp.where(some, rows.first, spec.kv_len).min(initial=spec.kv_len)
     stop = jnp.where(some, rows.stop, 0).max(initial=0)
     return start // keys, (stop + keys - 1) // keys

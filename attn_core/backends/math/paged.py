@@ -39,6 +39,7 @@ def _as_documents(spec: AttentionSpec, inputs: PagedInputs) -> tuple[AttentionSp
     valid = position < lengths[:, None]
     page = table.long().repeat_interleave(paged.page_size, dim=1)
     slots = (page * paged.page_size + position % paged.page_size)[valid]
+    # [pages, page_size, ...] -> [slots, ...]: the slots of one page lie next to each other.
     k, v = (pool.detach().flatten(0, 1)[slots] for pool in (inputs.k, inputs.v))  # [tokens, kv_heads, dim]
     packed = replace(spec, paged=None, kv_len=len(slots), max_len_k=int(lengths.max()) if len(lengths) else 0)
     return packed, Inputs(inputs.q, k, v, sinks=inputs.sinks, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)

@@ -58,6 +58,7 @@ MOST_PADDING = 16
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
     """Refuses unsupported windows, biases it would round, masks of packed documents, and int32 overflows."""
+    # In the launch grid, each half of a split document is a sequence of its own.
     documents = 2 * spec.documents if spec.documents and _splits(spec) else spec.documents
     reasons = [*rewrites.refusals(spec), *aten_masks.limits(spec, device, NAME, documents)]
     edge = aten_masks.needed_band(spec)
@@ -216,6 +217,7 @@ def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any
         saved.out,
         operands.cu_seqlens_q,
         operands.cu_seqlens_k,
+        # The forward takes None for a dense call; the backward takes lengths always.
         how["max_q"] or operands.q.shape[1],
         how["max_k"] or operands.k.shape[1],
         saved.lse,

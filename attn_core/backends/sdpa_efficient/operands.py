@@ -171,4 +171,5 @@ def _padded(rows: int) -> int:
 def _addressable(tensor: Any) -> Any:
     """Returns a ``[batch, length, heads, dim]`` tensor that the kernel can read, copied if needed."""
     tensor = readable(tensor)
+    # Views of wide rows, as of one packed projection, have strides that reach further than the tensor's own elements.
     return tensor if tensor.shape[1] * tensor.stride(1) < ADDRESSES else tensor.contiguous()

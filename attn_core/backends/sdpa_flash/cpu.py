@@ -146,6 +146,7 @@ def _documents(spec: AttentionSpec, inputs: Inputs) -> list[tuple[AttentionSpec,
 
 
 def _forward_packed(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+    # Tokens outside all documents see no key: they keep 0 and -inf.
     out = inputs.q.new_zeros(spec.out_shape)
     lse = inputs.q.new_full(spec.lse_shape, float("-inf"), dtype=_lse_dtype(inputs.q))
     for document, tensors, rows, _ in _documents(spec, inputs):

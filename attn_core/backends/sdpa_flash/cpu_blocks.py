@@ -104,6 +104,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any)
             sums = parts
             break
         sums = sums or _zeros(spec, inputs)
+        # Blocks share keys, so their dk and dv are summed, in float32; see ``_zeros``.
         for total, part, places in zip(sums, parts, (rows, keys, keys), strict=True):
             total[:, :, places] += part
     dq, dk, dv = (total.transpose(1, 2).to(q.dtype) for total in sums or _zeros(spec, inputs))

@@ -100,6 +100,7 @@ def empty_rows(added: Any, edge: Band | None, rows: slice, kv_len: int) -> Any:
     if seen.shape[2] > 1:
         columns = torch.arange(kv_len, device=added.device)
         return ~(seen & edge.contains(positions[:, None], columns)).any(-1)
+    # before[j] counts the visible keys before key j, so equal counts at both ends of a band mean that it shows none.
     before = torch.nn.functional.pad(seen[:, :, 0].cumsum(-1), (1, 0))  # [batch, heads, kv_len + 1]
     stop = torch.full_like(positions, kv_len) if edge.right is None else positions + (edge.offset + edge.right + 1)
     start = torch.zeros_like(positions) if edge.left is None else positions + (edge.offset - edge.left)

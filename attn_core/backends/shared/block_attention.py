@@ -89,7 +89,7 @@ def forward_block(spec: AttentionSpec, operands: BlockOperands, block: RowBlock)
     top = scores.amax(dim=-1, keepdim=True)
     empty = top == -torch.inf
     if operands.sinks is not None:
-        top = torch.maximum(top, operands.sinks)
+        top = torch.maximum(top, operands.sinks)  # exp of a sink far above all scores would overflow
     top = top.masked_fill(top == -torch.inf, 0.0)  # -inf minus -inf would be NaN
     weights = scores.sub_(top).exp_()  # in place: the scores are the largest tensor
     total = weights.sum(dim=-1, keepdim=True)
@@ -128,6 +128,7 @@ def backward_block(
     sums.dv[:, :, block.keys] += _sum_over_rows(dropped, dout, hidden)
     dscores = _zero_hidden(dweights.add_(row_term).mul_(weights), hidden)
     if sums.dbias is not None:
+        # The bias is added after the softcap, so its gradient has no factor of the softcap.
         part = _part(sums.dbias, block)
         part += dscores.sum_to_size(part.shape)
     if sums.dsinks is not None:

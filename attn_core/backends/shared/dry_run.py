@@ -24,6 +24,7 @@ def warm_up(backend: Backend, spec: AttentionSpec) -> None:
     inputs = zeros(spec)  # values do not matter, because compilation depends on shapes and dtypes
     out, lse = backend.forward(spec, inputs)
     if spec.needs_backward:
+        # out serves as dout, and lse as dlse: they have the same shapes and dtypes.
         backend.backward(spec, inputs, out, lse, out, lse if spec.return_lse else None)
 
 

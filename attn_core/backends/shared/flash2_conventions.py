@@ -45,6 +45,7 @@ def shift_lse(spec: AttentionSpec, inputs: Inputs, lse: Any, slopes: Any, sign: 
     places = torch.arange(spec.q_len, device=lse.device, dtype=torch.int32)
     if spec.packed:
         ends, key_ends = inputs.cu_seqlens_q[1:], inputs.cu_seqlens_k[1:]
+        # Tokens after the last document keep their log-sum-exp of -inf. The clamp only makes their index valid.
         document = torch.searchsorted(ends, places, right=True).clamp_(max=ends.shape[0] - 1)
         offset = (key_ends - inputs.cu_seqlens_k[:-1] - ends)[document]  # query - start + kv_len - q_len
     # [..., heads, q_len] + [..., heads, 1] * [q_len]
@@ -60,6 +61,8 @@ def _seed(inputs: Inputs) -> int:
             "dropout while a CUDA graph is captured: flash-attn would drop the same weights in each replay"
         )
     seed, offset = inputs.rng.tolist()
+    # The factor, 2**64 over the golden ratio, gives consecutive offsets distant seeds. 63 bits, because the state on
+    # the device is int64.
     return (seed + 0x9E3779B97F4A7C15 * offset) & (2**63 - 1)
 
 

@@ -30,6 +30,7 @@ def operators() -> Operators:
     """Returns the installed operators. Errors from importing their extension propagate."""
     import torch
 
+    # If neither is installed, importing the first one raises an error that names it.
     package = next((name for name in PACKAGES if find_spec(name)), PACKAGES[0])
     import_module(f"{package}._C")
     library = getattr(torch.ops, package)

@@ -56,7 +56,9 @@ def flash2(
     queries, buffer = query_offsets(spec, inputs), None if into is None else writable(into[0])
     offsets = (queries, queries, lengths, None, table)  # key offsets are required but unused with lengths
     results = varlen_fwd(readable(inputs.q), k, v, buffer, *offsets, *settings, False, None)
+    # The log-sum-exp is the third result from the end in every version of flash-attn; see flash2.
     out, lse = results[0], results[-3]
+    # The kernel may return another view of the buffer, which the caller would copy onto itself.
     out = buffer if buffer is not None and out.data_ptr() == buffer.data_ptr() else out
     return out, lse.nan_to_num_(nan=math.nan, posinf=-math.inf, neginf=-math.inf)
 

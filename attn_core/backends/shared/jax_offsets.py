@@ -16,6 +16,7 @@ def document_numbers(ends: Any, count: int) -> Any:
     from jax import lax
 
     at = jnp.clip(ends.astype(jnp.int32), 0, count)
+    # An end at ``count`` goes to one more entry, which is cut off.
     return lax.cumsum(jnp.zeros(count + 1, jnp.int32).at[at].add(1))[:count]
 
 

@@ -46,6 +46,7 @@ def sums_of_dq(spec: AttentionSpec, kernel: str) -> tuple[str, ...]:
     """
     if not spec.needs_backward:
         return ()
+    # The kernel itself allocates 128 rows more for each document, whatever the documents' lengths.
     rows = spec.q_len + 128 * spec.documents if spec.documents else spec.batch * -(-spec.q_len // 128) * 128
     width = max(spec.head_dim, spec.value_dim)
     step = 64 if width > 128 else 32

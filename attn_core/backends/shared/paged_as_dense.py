@@ -16,5 +16,6 @@ def dense_rows(spec: AttentionSpec, rows: int) -> AttentionSpec:
     paged, batch = spec.paged, spec.documents or 0
     assert paged is not None
     unpaged: dict[str, Any] = {"paged": None, "documents": None, "max_len_q": None, "max_len_k": None}
+    # The mask has causal and window, too: a sequence's diagonal depends on its length, unknown on the host.
     dense: dict[str, Any] = {"causal": False, "window": (None, None), "mask_shape": (batch, 1, rows, paged.capacity)}
     return replace(spec, batch=batch, q_len=rows, kv_len=paged.capacity, **unpaged, **dense)

@@ -52,6 +52,7 @@ def safe_tables(paged: PagedKV, inputs: PagedInputs) -> tuple[Any, Any]:
     safe_lengths = torch.empty_like(lengths)
     entries, block = table.numel(), 1024
     table = table if table.stride(-1) == 1 else table.contiguous()
+    # One grid covers the longer of table and lengths. The kernel divides by the width, so an empty table counts as 1.
     triton_tables.sanitise[(max(1, -(-max(entries, len(lengths)) // block)),)](
         *(table, lengths.contiguous(), safe_table, safe_lengths, table.stride(0), paged.num_pages, max(paged.width, 1)),
         *(entries, len(lengths)),

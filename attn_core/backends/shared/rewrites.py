@@ -86,6 +86,7 @@ def backward(
     else:
         padded = (wide.head_dim, wide.value_dim) != (spec.head_dim, spec.value_dim)
         saved = (_padded(out, wide.value_dim), lse, _padded(dout, wide.value_dim))
+        # Padded gradients are wider than the caller's buffers, so they are cut afterwards.
         gradients = kernel.backward(wide, _wide_inputs(wide, inputs), *saved, None if padded else into, **native)
         if padded:
             dq, dk, dv = (

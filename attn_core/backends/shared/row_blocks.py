@@ -48,7 +48,7 @@ def _host_blocks(
             stop = min(start + height, queries.stop)
             first, last = edge.keys_of(start, stop - 1, keys.stop)
             first = max(first, keys.start)
-            if first >= last:
+            if first >= last:  # the band shows no key to any of these rows
                 continue
             rows = torch.arange(start, stop, device=device)[:, None]
             columns = torch.arange(first, last, device=device)[None, :]

@@ -49,6 +49,7 @@ def documents_between(cu_seqlens_q: Any, cu_seqlens_k: Any) -> list[DocumentSlic
     result = []
     for index in range(len(ends_q) - 1):
         document = DocumentSlices(slice(ends_q[index], ends_q[index + 1]), slice(ends_k[index], ends_k[index + 1]))
+        # A document without queries has no result, and one without keys has the results of rows that see no key.
         if all(document.lengths):
             result.append(document)
     return result
@@ -59,6 +60,7 @@ def dense_spec(spec: AttentionSpec, q_len: int, kv_len: int) -> AttentionSpec:
     """Returns the spec of one document of a packed call as a dense call of batch 1."""
 
     def cut(shape: Any) -> Any:  # [1, heads or 1, q_tokens or 1, kv_tokens or 1]
+        # ``min`` keeps axes of 1, which broadcast.
         return shape and (1, shape[1], min(shape[2], q_len), min(shape[3], kv_len))
 
     return replace(

@@ -33,6 +33,7 @@ def current_precision_level() -> int:
 
     setting = current_precision()
     try:
+        # Unset means HIGHEST here; see ``product_precision``.
         return int(Precision.HIGHEST.value if setting is None else Precision(setting).value)
     except ValueError:  # the name of a lax.DotAlgorithmPreset
         return 0

@@ -94,6 +94,7 @@ def tiles(spec: AttentionSpec) -> Tiles:
 
 def _rows(spec: AttentionSpec) -> int:
     rows = (spec.max_len_q or 1) * spec.group_size
+    # Triton's matrix product needs 16 rows; larger tiles would leave rows empty in decoding.
     return 16 if rows <= 16 else 32 if rows <= 32 else 64
 
 
@@ -112,10 +113,11 @@ def splits(spec: AttentionSpec, multiprocessors: int) -> int:
 def lower(spec: AttentionSpec) -> dict[str, Any]:
     """Returns the kernel's scalar arguments. An open side of the window becomes a distance that reaches every key."""
     edge = band(spec)
+    # The kernel adds positions to it in int32, so it must stay far below 2**31.
     far = 2**30
     return {
         "scale": spec.scale,
-        "softcap": spec.softcap or 1.0,
+        "softcap": spec.softcap or 1.0,  # unused without SOFTCAP
         "left": far if edge.left is None else edge.left,
         "right": far if edge.right is None else edge.right,
         "ONE_QUERY": one_query_each(spec),
@@ -133,6 +135,7 @@ def _settings(spec: AttentionSpec, device: int) -> tuple[dict[str, Any], Tiles, 
 def _multiprocessors(device: int) -> int:
     import torch
 
+    # A CPU tensor has device -1: tests run the kernel in Triton's interpreter.
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device >= 0 else 1
 
 
@@ -169,6 +172,7 @@ def _attend(
     lse_strides = lse.stride() if count > 1 else (0, *lse.stride())
     table, lengths = inputs.block_table, inputs.seq_lens
     table = table if table.stride(-1) == 1 or paged.width <= 1 else table.contiguous()
+    # Sequences times heads come first, because only the first axis of a grid may exceed 65535.
     grid = (
         (spec.documents or 0) * spec.num_kv_heads,
         count,
@@ -215,7 +219,7 @@ def _merge(spec: AttentionSpec, inputs: PagedInputs, parts: Any, part_lse: Any, 
         VALUE_DIM=spec.value_dim,
         SPLITS=count,
         SINKS=spec.sinks,
-        SHARES=min(16, 1 << (count - 1).bit_length()),
+        SHARES=min(16, 1 << (count - 1).bit_length()),  # a power of two, as tl.arange needs
         num_warps=2,
     )
 

@@ -31,6 +31,7 @@ def _raise_maximum(top, other):
     return new, base, tl.exp2(top - base)
 
 
+# Triton compiles again for arguments that are 1 or a multiple of 16. These change from call to call.
 @triton.jit(do_not_specialize=["tokens", "num_pages", "width", "left", "right"])
 def attend(
     q,
@@ -107,6 +108,7 @@ def attend(
     low = tl.maximum(begin // GROUP + length - queries - left, 0)
     high = tl.minimum(last_query + length - queries + right + 1, length)
     tiles = tl.maximum(high - low + KEYS - 1, 0) // KEYS
+    # Round up, so that all splits together cover every tile; the last splits may have none.
     share = (tiles + SPLITS - 1) // SPLITS
     start = low + split * share * KEYS
     stop = tl.minimum(start + share * KEYS, high)
@@ -142,6 +144,7 @@ def attend(
         total = total * fade + tl.sum(weights, 1)
         values_at = v_pages + kv_head * v_head + page[:, None] * v_page + slot[:, None] * v_slot
         values_tile = tl.load(values_at + value_channel[None, :], mask=is_key[:, None], other=0.0)
+        # The tensor cores take both operands in one dtype. The sum stays float32.
         summed = summed * fade[:, None] + tl.dot(weights.to(values_tile.dtype), values_tile)
 
     empty = total == 0.0  # before the sink is added: a row without keys has output 0 whatever its sink

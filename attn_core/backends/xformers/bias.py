@@ -51,6 +51,7 @@ def mask_of(spec: AttentionSpec) -> Mask:
     if offset != spec.kv_len - spec.q_len:  # top-left, and not a square
         return Mask("LowerTriangularMask", {}) if (left, right) == (None, 0) else Mask(NO_CLASS, {})
     if right != 0:
+        # This class has no open sides. A distance beyond the row stands for one.
         reach = spec.q_len + spec.kv_len
         sides = {"window_left": reach if left is None else left, "window_right": reach if right is None else right}
         return Mask("LocalAttentionFromBottomRightMask", sides)

@@ -66,12 +66,13 @@ def runs(word: str, width: int, *, backward: bool = False) -> bool:
 def width(word: str, dim: int) -> int:
     """Returns the head dimension that an operator runs ``dim`` at."""
     if word == "splitk":
-        return max(16, 1 << (dim - 1).bit_length())
+        return max(16, 1 << (dim - 1).bit_length())  # Triton's matrix product needs a power of two from 16 on
     eights = max(-(-dim // 8) * 8, 64 if word == "flash3" else 8)
     if word == "cutlass":
         return eights
     installed = widths(word)
     needed = next(compiled for compiled in COMPILED[word] if compiled >= eights)
+    # Without the kernel of that width, a wider one must run, on zero-padded operands.
     return eights if needed in installed else next(compiled for compiled in installed if compiled >= eights)
 
 
