@@ -233,7 +233,7 @@ def token_positions(positions: Tensor | None, seq_info: SeqInfo | None, q: Tenso
         positions = torch.arange(q.shape[1], dtype=torch.int32, device=q.device)
         if seq_info is not None:
             starts = to_device_of(q, seq_info.cu_seqlens_q)
-            # A copy, because compiled searchsorted ignores where a view starts.
+            # The inner offsets at or before a token count the documents in front of its own.
             document = torch.searchsorted(starts[1:-1].contiguous(), positions, right=True)  # [tokens]
             positions = positions - starts[document]
     return positions.expand(q.shape[:2])

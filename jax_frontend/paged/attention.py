@@ -148,7 +148,7 @@ def _append(k_pages: Array, v_pages: Array, k: Array, v: Array, table: Array, le
     num_pages, page_size, batch = *k_pages.shape[:2], table.shape[0]
     if k.shape[0] == 0 or table.shape[1] == 0:  # nothing to write, and an axis of size 0 has no valid index
         return k_pages, v_pages
-    token = jnp.arange(k.shape[0], dtype=jnp.int32)  # int32 as the tables: strict promotion refuses mixed ints
+    token = jnp.arange(k.shape[0], dtype=jnp.int32)  # as the tables; under x64 it would be int64
     ends = token + 1 if cu is None else cu[1:]  # where each sequence's new tokens end
     sequence = document_numbers(ends, k.shape[0])
     owned, sequence = sequence < batch, jnp.minimum(sequence, batch - 1)
