@@ -233,8 +233,9 @@ def token_positions(positions: Tensor | None, seq_info: SeqInfo | None, q: Tenso
         positions = torch.arange(q.shape[1], dtype=torch.int32, device=q.device)
         if seq_info is not None:
             starts = to_device_of(q, seq_info.cu_seqlens_q)
-            # The inner offsets at or before a token count the documents in front of its own.
-            document = torch.searchsorted(starts[1:-1].contiguous(), positions, right=True)  # [tokens]
+            # Search all offsets, not a view of them: a compiled searchsorted may ignore the view's start. The clamp
+            # keeps tokens behind the last offset in the last document.
+            document = (torch.searchsorted(starts, positions, right=True) - 1).clamp(max=len(starts) - 2)  # [tokens]
             positions = positions - starts[document]
     return positions.expand(q.shape[:2])
 
@@ -244,8 +245,8 @@ def token_places(step: Step, x: Tensor) -> Tensor:
     lengths = to_device_of(x, step.seq_lens)
     if step.cu_seqlens_q is None:
         return lengths - 1
-    ends = to_device_of(x, step.cu_seqlens_q)[1:]
-    token = torch.arange(x.shape[0], dtype=ends.dtype, device=x.device)
+    offsets = to_device_of(x, step.cu_seqlens_q)
+    token = torch.arange(x.shape[0], dtype=offsets.dtype, device=x.device)
     # Tokens behind the last offset belong to no sequence. The clamp only keeps their index in range.
-    sequence = torch.searchsorted(ends, token, right=True).clamp(max=len(ends) - 1)
-    return lengths[sequence] - (ends[sequence] - token)
+    sequence = (torch.searchsorted(offsets, token, right=True) - 1).clamp(max=len(offsets) - 2)
+    return lengths[sequence] - (offsets[sequence + 1] - token)

@@ -14,6 +14,7 @@ from rotary import rope_in_jax, rope_in_torch
 
 from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import DTypeError, ShapeError, SpecError
+from attn_core.paged.step import Step
 from torch_frontend import module
 from torch_frontend.module import Attention
 
@@ -217,6 +218,24 @@ def test_compiles_in_one_graph(device):
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), layer(x), **TOLERANCE)
+
+
+def test_compiled_positions_of_packed_tokens(device):
+    """With a compiler that generates kernels: on a GPU, some compile searchsorted so that it ignores a view's start."""
+    offsets = torch.tensor([0, 3, 3, 7, 9], dtype=torch.int32, device=device)  # token 9 belongs to no document
+    lengths = torch.tensor([5, 0, 8, 2], dtype=torch.int32, device=device)
+
+    def both(x, offsets, lengths):
+        info = SeqInfo.unchecked(offsets, offsets, 4, 4)
+        step = Step(lengths[:, None], lengths, offsets, 4)
+        return module.token_positions(None, info, x), module.token_places(step, x[0, :, 0])
+
+    x = torch.zeros(1, 10, HEADS, DIM, device=device)
+    torch._dynamo.reset()
+    for function in (both, torch.compile(both, fullgraph=True)):
+        positions, places = function(x, offsets, lengths)
+        assert positions.tolist() == [[0, 1, 2, 0, 1, 2, 3, 0, 1, 2]]
+        assert places.tolist() == [2, 3, 4, 4, 5, 6, 7, 0, 1, 2]
 
 
 def test_its_text_names_its_options():
