@@ -95,6 +95,7 @@ class Expected:
         with np.errstate(all="ignore"):
             # Equal values have error 0 even if both are infinite, where the difference would be NaN (lse = -inf).
             error = np.where(result == truth, 0.0, abs(result - truth))
+            # A NaN error compares as neither larger nor smaller, so max() could miss it: count it as infinite.
             error = np.where(np.isfinite(result) | (error == 0.0), error, np.inf)
             use = np.where(error == 0.0, 0.0, np.where(np.isfinite(truth), error / bound, np.inf))
         judged = ~np.isnan(truth)  # a NaN of the reference comes from NaN inputs, for which any result is allowed

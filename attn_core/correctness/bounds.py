@@ -150,6 +150,7 @@ def _dscores(spec: AttentionSpec, call: Softmax, sizes: Magnitudes, dlogits: _Su
     if spec.softcap is not None:
         bent = abs(call.capped) / spec.softcap
         logits = logits + dlogits.cond * 2 * bent * (bent + call.slope * sizes.scores / spec.softcap)
+    # dS may underflow before the scale multiplies it or after, so a term counts the larger of both steps.
     return _Sum(spec.scale * cond, spec.scale * logits, max(spec.scale or 1.0, 1.0) * dlogits.terms)
 
 

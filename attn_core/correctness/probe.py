@@ -117,6 +117,7 @@ def mask_probe(
         k=_zeros(spec, spec.kv_len, spec.num_kv_heads),
         v=None,
         mask=mask,
+        # The features of the spec stay in the call, but as zeros, so that no visible weight underflows to 0.
         bias=None if spec.bias_shape is None else np.zeros(spec.bias_shape, spec.lse_dtype),
         alibi_slopes=None if spec.alibi_shape is None else np.zeros(spec.alibi_shape, spec.lse_dtype),
         sinks=np.zeros(spec.num_heads, spec.lse_dtype) if spec.sinks else None,

@@ -88,6 +88,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         # Weights come from the saved lse, as in a kernel: a partial call's lse belongs to the whole row.
         weights = np.where(call.seen, np.exp(call.logits - per_row(spec, lse)[..., None]), 0.0)
         dweights = call.factors * (dout @ call.v.swapaxes(-1, -2))
+        # dweights is NaN where a hidden value is NaN, and 0 * NaN is NaN: set hidden pairs to 0.
         dlogits = np.where(call.seen, weights * (dweights + slope_of_row[..., None]), 0.0)
         dscores = spec.scale * call.slope * dlogits
         by_key = call.seen.swapaxes(-1, -2)
@@ -120,6 +121,7 @@ def softmax(spec: AttentionSpec, inputs: Inputs) -> Softmax:
     sink = np.full((1, spec.num_heads, 1), -np.inf)
     if spec.sinks:  # rows after the last document have no sink: their output is 0 and their lse -inf
         sink = np.where(_in_document(spec, inputs), np.asarray(inputs.sinks, np.float64).reshape(sink.shape), -np.inf)
+    # Subtract the largest logit before exp, so that no exp overflows.
     top = np.maximum(logits.max(-1, initial=-np.inf, where=seen), sink)
     total = np.where(seen, np.exp(logits - top[..., None]), 0.0).sum(-1) + np.exp(sink - top)
     # A row with neither keys nor a sink has top = -inf, so total is exp(-inf + inf) = NaN: replace it by -inf.

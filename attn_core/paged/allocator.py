@@ -184,7 +184,7 @@ class PageAllocator:
         pages = self._pages.pop(self._known(name))
         del self._lengths[name]
         self.changes.forget(name)
-        return tuple(page for page in reversed(pages) if self._release(page))
+        return tuple(page for page in reversed(pages) if self._release(page))  # so the next one gets them in order
 
     def block_table(self, names: Sequence[Hashable], width: int | None = None) -> np.ndarray:
         """Returns int32 ``[len(names), width]``: each sequence's pages in order, then ``UNUSED``.

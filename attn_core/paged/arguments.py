@@ -57,6 +57,7 @@ def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
         raise ShapeError(f"k_pages: expected the head_dim of q ({head_dim}), got {arrays.k.shape[3]}")
     if arrays.sinks is not None and arrays.sinks.shape != (heads,):
         raise ShapeError(f"sinks: expected one logit per query head, shape [{heads}], got {list(arrays.sinks.shape)}")
+    # Without a bound, one sequence may have all tokens of q.
     longest = tokens if options.max_len_q is None else options.max_len_q
     numbers = is_number(tokens) and is_number(batch)
     if arrays.cu_seqlens_q is None:
@@ -74,6 +75,7 @@ def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
         # sequence without queries, and tokens after the last offset.
         most = max(most, 2)
     return AttentionSpec(
+        # Queries are packed in one row: the sequences are the spec's documents, not its batch.
         batch=1,
         q_len=tokens,
         kv_len=paged.capacity,
@@ -89,6 +91,7 @@ def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
         sinks=arrays.sinks is not None,
         documents=batch,
         max_len_q=most,
+        # seq_lens may be on a device, so the capacity of a row bounds the longest sequence.
         max_len_k=paged.capacity,
         deterministic=options.deterministic,
         return_lse=options.return_lse,
@@ -107,6 +110,7 @@ def check_cache(dtype: str, **sizes: Any) -> None:
 
 def check_layer(layer: Any, layers: int) -> int:
     """Returns the index of a cache's layer. Raises SpecError if the cache has no such layer."""
+    # A negative index would silently select a layer from the end.
     if not is_host_int(layer) or not 0 <= layer < layers:
         raise SpecError(f"layer={layer!r}: expected a number from 0 to {layers - 1}, one of the cache's layers")
     return int(layer)
@@ -119,6 +123,7 @@ def one_query_each(spec: AttentionSpec) -> bool:
 
 def check_pool(k_pages: ArrayFacts, v_pages: ArrayFacts) -> None:
     """Raises ShapeError or DTypeError unless two arrays are one pool of keys and values."""
+    # A pool may have no page, but a page has at least one token, head and channel.
     for name, facts in (("k_pages", k_pages), ("v_pages", v_pages)):
         if len(facts.shape) != 4 or 0 in facts.shape[1:]:
             raise ShapeError(f"{name}: expected [num_pages, page_size, kv_heads, dim], got {list(facts.shape)}")
@@ -143,6 +148,7 @@ def check_append(named: dict[str, ArrayFacts | None]) -> None:
     facts = {name: array for name, array in named.items() if array is not None}
     k_pages, v_pages = facts["k_pages"], facts["v_pages"]
     check_pool(k_pages, v_pages)
+    # A k without axes has no token axis to read; the comparison of shapes below refuses it.
     tokens = facts["k"].shape[0] if facts["k"].shape else 0
     for name, pool in (("k", k_pages), ("v", v_pages)):
         expected = (tokens, *pool.shape[2:])

@@ -98,6 +98,7 @@ def take_step(
     Raises:
         SpecError, PoolFullError: as ``advance`` does.
     """
+    # All checks come before the first extension, so that a refused step changes nothing.
     counts = _counts(allocator, names, new, width)
     undo = allocator.undo_extend(counts)
     try:
@@ -159,6 +160,7 @@ def _extend_all(allocator: PageAllocator, counts: dict[Hashable, int], width: in
     extensions = [allocator.extend(name, count) for name, count in counts.items()]
     copies = Copies(sum((c.source for c in extensions), ()), sum((c.target for c in extensions), ()))
     names, each = list(counts), list(counts.values())
+    # No offsets means one query each, which is a case of its own for kernels (``one_query_each``).
     offsets = None if all(count == 1 for count in each) else np.cumsum([0, *each]).astype(np.int32)
     table, lengths = allocator.block_table(names, width), allocator.seq_lens(names)
     return Step(table, lengths, offsets, max(each, default=0)), copies
@@ -172,6 +174,7 @@ def _counts(
     for name in named:
         allocator.length(name)  # raises for one that is unknown
     each = [new] * len(named) if is_host_int(new) else _listed("new", new)
+    # The counts become a dict, in which a repeated name would lose one of its counts.
     if len(each) != len(named) or len(set(named)) != len(named):
         raise SpecError(f"names, new: expected a count for each of {len(named)} sequences, each named once, got {new}")
     counts = dict(zip(named, each, strict=True))

@@ -36,7 +36,9 @@ def rows_of_table(block_table: np.ndarray, seq_lens: np.ndarray, page_size: int)
     """Returns the table as CSR, with only the pages that a row's tokens fill."""
     lengths = np.asarray(seq_lens, np.int64)
     counts = -(-lengths // page_size)
+    # np.concatenate refuses an empty list, which a batch of 0 would give.
     indices = np.concatenate([row[:count] for row, count in zip(block_table, counts)] or [np.zeros(0, np.int32)])
+    # A full last page has page_size tokens; the plain remainder would be 0.
     last = np.where(lengths > 0, (lengths - 1) % page_size + 1, 0)
     indptr = np.concatenate([[0], np.cumsum(counts)])
     return PagedRows(indptr.astype(np.int32), indices.astype(np.int32), last.astype(np.int32))
@@ -100,6 +102,7 @@ def check_tables(
             queries.
     """
     lengths = np.asarray(seq_lens, np.int64)
+    # The lengths come first, because the check of pages below takes from them which entries are used.
     check_lengths(paged, lengths)
     queries = np.ones_like(lengths) if cu_seqlens_q is None else np.diff(np.asarray(cu_seqlens_q, np.int64))
     if writes and (short := queries > lengths).any():

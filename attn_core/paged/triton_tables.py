@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 
+# Triton compiles again if an integer becomes 1 or a multiple of 16. These sizes change from call to call.
 @triton.jit(do_not_specialize=["num_pages", "width", "batch"])
 def append(
     k,
@@ -52,8 +53,10 @@ def append(
         sequence = token * 0
         for first in range(0, batch, SEQUENCES):
             at = first + tl.arange(0, SEQUENCES)
+            # Offsets past the batch read as the largest int32, so that they end after every token and count 0.
             ends = tl.load(cu_seqlens_q + 1 + at, mask=at < batch, other=2147483647)
             sequence += tl.sum((ends <= token).to(tl.int32), 0)
+        # Tokens after the last offset belong to no sequence and must not be written.
         if sequence >= batch:
             return
         behind = tl.load(cu_seqlens_q + 1 + sequence) - token
@@ -91,6 +94,7 @@ def sanitise(
     """Copies a table and lengths, with pages clamped to the pool and lengths to the table's capacity, in one launch."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     page = tl.load(block_table + (at // width) * table_row + at % width, mask=at < entries, other=0)
+    # Third-party kernels follow a table unchecked: a wrong page would read outside the pool.
     tl.store(safe_table + at, tl.minimum(tl.maximum(page, 0), num_pages - 1), mask=at < entries)
     length = tl.load(seq_lens + at, mask=at < batch, other=0)
     tl.store(safe_lens + at, tl.minimum(tl.maximum(length, 0), width * PAGE), mask=at < batch)
