@@ -52,6 +52,7 @@ def check_qkv_as_one(facts: ArrayFacts, packed: bool) -> None:
     fits = len(shape) in (4, 5) if packed else len(shape) == 5
     if not fits or shape[-3] != 3 or (packed and len(shape) == 5 and shape[0] != 1):
         raise ShapeError(f"qkv: expected shape {expected}, got {list(shape)}")
+    # Checked here, because build_spec would name q, which is no argument of this call.
     if facts.dtype not in DTYPES:
         raise DTypeError(f"qkv: expected one of {', '.join(DTYPES)}, got {facts.dtype}; cast it")
 
@@ -91,6 +92,7 @@ def build_spec(
         scale=options.scale,
         mask_shape=_four("mask", arrays.mask),
         bias_shape=_four("bias", arrays.bias),
+        # None if it is the dtype of q, so that equal calls have equal specs.
         bias_dtype=arrays.bias.dtype if arrays.bias is not None and arrays.bias.dtype != arrays.q.dtype else None,
         alibi_shape=None if arrays.alibi_slopes is None else arrays.alibi_slopes.shape,
         sinks=_sinks(arrays.sinks, num_heads),
@@ -122,6 +124,7 @@ def _check_dtypes(arrays: Arrays) -> None:
             raise DTypeError(
                 f"{name}: expected the dtype of q, got q {named['q']}, k {named['k']}, v {named['v']}; cast them to one"
             )
+    # Casting would be a guess: an additive mask has 0 where a key is visible, a 0/1 mask where it is hidden.
     if named.get("mask", "bool") != "bool":
         raise DTypeError(
             f"mask: expected dtype bool (True = visible), got {named['mask']}; "
@@ -161,6 +164,7 @@ def _rows(arrays: Arrays, packed: bool) -> list[tuple[int, ...]]:
 
 def _check_qkv(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
     for name, shape in (("q", q), ("k", k), ("v", v)):
+        # The checks below compare these numbers and the spec divides by them, which a symbol does not allow.
         if not (is_number(shape[2]) and is_number(shape[3])):
             raise ShapeError(
                 f"{name}: expected numbers of heads and channels, got shape {_text_of(shape)}; only the batch, lengths "
@@ -191,6 +195,7 @@ def _documents(arrays: Arrays, options: Options) -> int | None:
         return None
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         shape = getattr(arrays, name).shape
+        # A symbolic number of documents cannot be compared with 2.
         if len(shape) != 1 or (is_number(shape[0]) and shape[0] < 2):
             raise ShapeError(
                 f"seq_info.{name}: expected shape [documents + 1] with at least one document, got {list(shape)}"
@@ -226,6 +231,7 @@ def _four(name: str, facts: ArrayFacts | None) -> Shape4 | None:
 
 def _warn_of_rows(mask: ArrayFacts | None, batch: int, q_len: int, kv_len: int) -> None:
     """Warns of a mask [q, kv] (by broadcasting) that the caller may have meant as [batch, kv]."""
+    # Only here both readings fit the shape; for one row and one query they mean the same.
     if mask is not None and is_number(batch) and mask.shape == (batch, kv_len) and batch == q_len > 1:
         warnings.warn(
             f"mask: {list(mask.shape)} is read as [q, kv], the same for each row of the batch, which has as many rows "

@@ -34,11 +34,13 @@ def pairs(spec: AttentionSpec, lengths: Iterable[int] | None = None) -> float:
         return sum(banded_pairs(band(spec, length, length), length, length) for length in lengths)
     longest_q, longest_k = spec.max_len_q or spec.q_len, spec.max_len_k or spec.kv_len
     each = banded_pairs(band(spec, longest_q, longest_k), longest_q, longest_k)
+    # As many such documents as the row has tokens for. A row without tokens has a longest document of 0.
     return each * spec.q_len / max(1, longest_q)
 
 
 def banded_pairs(edge: Band, q_len: int, kv_len: int) -> int:
     """Counts the (query, key) pairs of a ``q_len`` by ``kv_len`` rectangle that lie inside a band."""
+    # Plus 1, because ``right`` is inclusive and the end of a range is not.
     stops = q_len * kv_len if edge.right is None else _clipped_sum(edge.offset + edge.right + 1, q_len, kv_len)
     starts = 0 if edge.left is None else _clipped_sum(edge.offset - edge.left, q_len, kv_len)
     return stops - starts

@@ -24,6 +24,8 @@ def keep(rng: Any, indices: tuple[Any, ...], dropout: float, word: Callable[[int
     hashed = _mix(rng[0] & word(_WORD), word) + (rng[1] & word(_WORD))
     for index in indices:  # 0x9E3779B9 is 2^32 / golden ratio, which spreads consecutive indices over all bits
         hashed = _mix((hashed + index * word(0x9E3779B9)) & word(_WORD), word)
+    # Integers compare alike in every framework. The limit is clamped, because a probability close to 1 rounds
+    # to 2^32, which has no place in 32 bits.
     return hashed >= word(min(round(dropout * 2**32), _WORD))
 
 

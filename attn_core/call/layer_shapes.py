@@ -34,6 +34,7 @@ def head_sizes(
         ShapeError: naming the size that does not fit.
     """
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+    # Before the divisions below, because a size may be 0.
     for name, size in sizes.items():
         if size is not None and size < 1:
             raise ShapeError(f"{name}={size}: expected at least 1")
@@ -68,6 +69,7 @@ def check_layer_inputs(x: tuple[int, ...], context: tuple[int, ...] | None, *, p
             continue
         if not (len(shape) == 3 or (packed and len(shape) == 2)):
             raise ShapeError(f"{name}: expected {layout}, got {list(shape)}{hint}")
+        # x and context may differ only in their lengths and features.
         if len(shape) != len(x) or shape[:-2] != x[:-2]:
             raise ShapeError(f"{name}: expected the layout and batch of x {list(x)}, got {list(shape)}")
 

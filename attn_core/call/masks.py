@@ -91,6 +91,7 @@ def visible(spec: AttentionSpec, mask: Any = None, cu_seqlens_q: Any = None, cu_
     """
     rows, columns = positions(spec, cu_seqlens_q, cu_seqlens_k)
     seen = np.ones((spec.q_len, spec.kv_len), bool)
+    # The positions of the queries already include the offset.
     seen &= band(spec)._replace(offset=0).contains(rows[:, None], columns[None, :])
     if spec.packed:
         of_query, of_key = document_of(cu_seqlens_q, spec.q_len), document_of(cu_seqlens_k, spec.kv_len)

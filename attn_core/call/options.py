@@ -44,6 +44,7 @@ def check_options(options: Options) -> Options:
     softcap = _positive("softcap", options.softcap, "None switches it off")
     scale = _positive("scale", options.scale, "None gives 1/sqrt(head_dim)")
     dropout = check_number("dropout", options.dropout) or 0.0
+    # 1 is excluded, because the other weights are multiplied by 1 / (1 - dropout).
     if not 0 <= dropout < 1:
         raise SpecError(f"dropout={options.dropout}: expected a probability in [0, 1); 0 switches it off")
     window = normalise_window(options.window, options.causal)
@@ -90,6 +91,7 @@ def normalise_window(window: Any, causal: bool) -> tuple[int | None, int | None]
             raise SpecError(
                 f"window={window}: expected causal=True with an int, which is a number of keys up to and including "
                 "self; without causal pass inclusive distances, such as "
+                # The remedy must be a legal window, also if this one is below 1.
                 f"window=({max(window - 1, 0)}, {max(window - 1, 0)})"
             )
         if window < 1:
@@ -132,6 +134,7 @@ def check_number(name: str, value: Any) -> float | None:
     """Returns a real number on the host as a float; None for None. Raises SpecError for any other value."""
     if value is None:
         return None
+    # A bool is a Real in Python, and would pass as the number 0 or 1.
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise SpecError(
             f"{name}={value!r}: expected a number known on the host; under jit or compile it must be a static argument"

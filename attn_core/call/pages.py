@@ -22,6 +22,7 @@ class PagedKV:
     width: int
 
     def __post_init__(self) -> None:
+        # An empty pool and an empty table are calls without keys. page_size divides positions, so it cannot be 0.
         for name, least in (("num_pages", 0), ("page_size", 1), ("width", 0)):
             if getattr(self, name) < least:
                 raise ShapeError(f"{name}={getattr(self, name)}: expected {least} or more")

@@ -11,6 +11,7 @@ import numpy as np
 from attn_core.errors import DTypeError, ShapeError, SpecError
 
 
+# Without __eq__, because comparing the offsets gives an array, or waits for the device.
 @dataclass(frozen=True, eq=False)
 class SeqInfo:
     """The start and end of each packed document.
@@ -113,12 +114,14 @@ class SeqInfo:
             keys = queries if same else _with_documents(keys, max_documents)
         if array is None:
             return cls(queries, keys, max_len_q, max_len_k)
+        # One array for both sides if they are equal, so that a device gets one copy.
         offsets = array(queries)
         return cls(offsets, offsets if keys is queries else array(keys), max_len_q, max_len_k)
 
     @classmethod
     def unchecked(cls, cu_seqlens_q: Any, cu_seqlens_k: Any, max_len_q: Any, max_len_k: Any) -> SeqInfo:
         """Builds a SeqInfo without checks, for frameworks that rebuild trees from placeholders instead of arrays."""
+        # Not by __init__, whose checks refuse placeholders.
         info = object.__new__(cls)
         values = {
             "cu_seqlens_q": cu_seqlens_q,
@@ -140,6 +143,7 @@ class SeqInfo:
             return value
         if isinstance(value, (tuple, list)) and len(value) == 3:
             seq_lens, cu_seqlens, max_seqlen = value
+            # Only numpy offsets are compared: reading offsets on a device would wait for it.
             lengths = np.diff(cu_seqlens).tolist() if isinstance(cu_seqlens, np.ndarray) else None
             if lengths is not None and isinstance(seq_lens, (list, tuple, np.ndarray)) and list(seq_lens) != lengths:
                 raise SpecError(f"seq_info: expected seq_lens {lengths}, the steps of cu_seqlens, got {list(seq_lens)}")
@@ -175,6 +179,7 @@ def check_cu_seqlens(cu_seqlens: np.ndarray, max_len: int, *, side: str, tokens:
         )
     if cu_seqlens[0] != 0:
         raise SpecError(f"{name}: expected to start at 0, got {int(cu_seqlens[0])}; prepend the zero")
+    # In int64, because the difference of two int32 offsets may wrap, and a decrease then looks like growth.
     lengths = np.diff(cu_seqlens.astype(np.int64))
     if (lengths < 0).any():
         at = int(np.argmax(lengths < 0))
@@ -201,6 +206,7 @@ def _offsets(lengths: Iterable[int], name: str) -> np.ndarray:
             raise SpecError(f"{name}: expected document lengths as non-negative ints, got {length!r}")
     if not items:
         raise ShapeError(f"{name}: expected at least one document, got none")
+    # Python's ints do not wrap, so the comparison with the limit is exact.
     total = sum(int(length) for length in items)
     if total > np.iinfo(np.int32).max:
         raise SpecError(

@@ -121,6 +121,7 @@ class AttentionSpec:
         """Whether casting the bias to the dtype of q, k and v would round it."""
         if self.bias_shape is None or self.bias_dtype in (None, self.dtype):
             return False
+        # Wider dtypes represent every value of these. Neither half dtype represents all values of the other.
         wider = {"float64": ("float32", "bfloat16", "float16"), "float32": ("bfloat16", "float16")}
         return self.bias_dtype not in wider.get(self.dtype, ())
 
@@ -176,6 +177,7 @@ _WRITTEN_FIRST = (
 
 def _check_shapes(spec: AttentionSpec) -> None:
     for name in ("batch", "q_len", "kv_len"):
+        # A symbolic size cannot be compared with 0.
         if is_number(getattr(spec, name)) and getattr(spec, name) < 0:
             raise ShapeError(f"{name}={getattr(spec, name)}: expected a length of 0 or more")
     for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim"):
@@ -224,6 +226,7 @@ def _check_choices(spec: AttentionSpec) -> Options:
 
 
 def _check_paged(spec: AttentionSpec, paged: PagedKV) -> None:
+    # New queries are the last tokens of their sequence, so their diagonal ends at the last key.
     if not spec.packed or spec.alignment != "bottom_right" or spec.kv_len != paged.capacity:
         raise SpecError(
             "paged: expected documents, bottom-right alignment and kv_len = width * page_size "

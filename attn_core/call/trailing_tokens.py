@@ -46,12 +46,15 @@ def tail_of(
         documents: the number of documents. The tail has at most about twice as many, however small ``longest`` is.
         last_offsets: the last offsets; None where they are traced or on a device.
     """
+    # Unknown offsets may end as early as 0, so the tail must be able to cover every token.
     firsts = last_offsets or (0, 0)
     # This is `longest`, unless the caller's documents could not cover the row even at that length.
     steps = [max(most, -(-(n - first) // (documents + 1))) for n, most, first in zip(tokens, longest, firsts)]
     q, k = (_ends(first, n, step) for first, n, step in zip(firsts, tokens, steps))
     if not q and not k:
         return None
+    # Documents with keys have no query, so all their ends in q are the token count. Documents with queries have
+    # no key, so all their ends in k are the last offset.
     ends_q = np.array(q + tokens[:1] * len(k), np.int32)
     ends_k = np.array(firsts[1:] * len(q) + k, np.int32)
     return Tail(ends_q, ends_k, steps[0] if q else longest[0], steps[1] if k else longest[1], len(q))
@@ -64,6 +67,7 @@ def _ends(first: int, tokens: int, step: int) -> tuple[int, ...]:
 
 def append_tail(offsets: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Returns the offsets with a tail appended."""
+    # An end before the last offset would make the offsets decrease: it becomes a document without tokens.
     return np.concatenate((offsets, np.maximum(ends, offsets[-1])))
 
 

@@ -166,6 +166,7 @@ def explain(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] 
     if requested is not None and not requested:
         raise SpecError(f"backend={backend!r}: expected a backend's name, names in order of preference, or None")
     for name in requested or ():
+        # A wrong name is an error even behind a name that can run the call.
         backends.check_name(name)
     candidates = requested or preference.order(spec, target.framework, target.device)
     chosen = next((name for name in candidates if next(_reasons(name, spec, target), None) is None), None)
@@ -225,6 +226,7 @@ def _local_target(framework: str, device: str) -> Target:
     kind, missing, builds = backends.kind_of(device), [], []
     for name in backends.names():
         backend = backends.load(name, kind)
+        # Not probed: its claims already refuse the device.
         if not backend.FORWARD.runs_on(device):
             continue
         if backend.FRAMEWORK == "jax" and framework == "torch":

@@ -101,6 +101,7 @@ def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
 
 def _paged_order(spec: AttentionSpec, usual: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the order for paged calls. With few queries, reading keys dominates, so DECODING comes first."""
+    # With many queries the products dominate, so the usual order applies.
     if backends.DECODING not in usual or (spec.max_len_q or 0) > FEW_QUERIES:
         return usual
     return (backends.DECODING, *(name for name in usual if name != backends.DECODING))
@@ -114,6 +115,7 @@ def _is_short(size: tuple[float, ...], case: Case, training: bool) -> bool:
 
 def _launched_by_xla(name: str, spec: AttentionSpec, device: str) -> bool:
     """Returns whether a JAX program runs a fused kernel of this backend without Python."""
+    # jax_cudnn is JAX's own call of cuDNN, so XLA launches it without a program of ours.
     if name == "jax_cudnn":
         return True
     return backends.program_refusals(backends.load(name, backends.kind_of(device)), spec, device) == ()
@@ -148,6 +150,7 @@ def sizes(spec: AttentionSpec) -> tuple[float, ...]:
     elements = sum(math.prod(shape) for shape in (spec.mask_shape, spec.bias_shape) if shape is not None)
     width = max(spec.head_dim, spec.value_dim)
     counts = (heads * pairs(spec), heads * spec.q_len, kv_heads * spec.kv_len, _longest(spec)[1], width, elements)
+    # At least 1, because a call without mask or without rows has counts of 0.
     return tuple(round(math.log2(max(1.0, count)), 3) for count in counts)
 
 
@@ -195,6 +198,7 @@ def ranking(case: Case, usual: tuple[str, ...]) -> tuple[str, ...]:
     unknown = [name for name in usual if name not in (*fast, *slow, *case.failed, *from_jax)]
     ranked = [*fast, *(name for name in unknown if name != "math"), *slow]
     ranked += [name for name in ("math",) if name in unknown]
+    # A backend that failed stays a candidate, because it may be the only one that claims the call.
     ranked += [name for name in case.failed if name in usual]
     at = ranked.index("math") if "math" in ranked else len(ranked)
     return (*ranked[:at], *from_jax, *ranked[at:])
@@ -228,6 +232,7 @@ def _band(spec: AttentionSpec) -> str:
     if edge.left is None and edge.right is None:
         return "full"
     lengths = _longest(spec)
+    # A window longer than the row hides nothing, so the call costs as much as one without it.
     if band(spec, *lengths).hides_nothing(*lengths):
         return "full"
     return "causal" if spec.causal and edge.left is None else "window"

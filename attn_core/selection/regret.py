@@ -63,11 +63,13 @@ def regrets(raw: dict[str, Any], cases: Sequence[Case], *, leave_out: bool = Fal
     result = []
     for record in raw["cases"]:
         times, spec = right_times(record), record_spec(record)
+        # No backend had a right result, so there is no best time to compare with.
         if not times:
             continue
         known = [case for case in cases if not (leave_out and _is_of(case, record))]
         like = preference.nearest(preference.features(spec), preference.sizes(spec), known)
         ranked = usual if like is None else preference.ranking(like, usual)
+        # A call never runs on a backend that was not measured here or that refuses it, so none of these is chosen.
         able = [name for name in ranked if name in record["backends"] and "refused" not in record["backends"][name]]
         chosen, best = able[0] if able else "", min(times, key=lambda name: times[name])
         ratio = times[chosen] / times[best] if chosen in times else math.inf
