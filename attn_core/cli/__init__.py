@@ -11,6 +11,7 @@ def main() -> None:
         from attn_core.cli.app import app
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
+        # Another missing module is a defect, whose traceback must stay visible.
         if missing not in ("typer", "rich"):
             raise
         sys.exit(f"attn: the command line needs {missing}, which is not installed; pip install 'attn-core[cli]'")

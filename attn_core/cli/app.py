@@ -34,6 +34,7 @@ def _version(requested: bool) -> None:
 @app.callback()
 def attn(
     version: Annotated[
+        # Eager, so that --version works without a command.
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:

@@ -67,6 +67,7 @@ def _device(requested: str | None) -> str:
     if find_spec("torch") is None:
         raise SpecError("attn bench times torch's kernels, but torch is not installed; install torch")
     here = devices_of("torch")
+    # devices_of lists the CPU first, so the last device is a GPU if there is one.
     device = here[-1] if requested is None else requested
     target_of("torch", device, False)  # raises SpecError for a name that is no device's
     if device not in here:
@@ -78,9 +79,11 @@ def _measure(sweep: Sweep, quick: bool, only: list[str], seconds: float | None, 
     cases = [case for case in (QUICK if quick else SWEEP) if not only or any(text in case.name for text in only)]
     if not cases:
         raise SpecError(f"--only={', '.join(only)}: expected a part of a case's name; no case contains it")
+    # Progress goes to stderr, so that stdout has only the result.
     console = Console(stderr=True)
 
     def done(record: Record) -> None:
+        # Without highlight, because rich would color every number.
         console.print(_line(record), highlight=False)
         if path is not None:
             _replace(path, sweep.raw)
@@ -90,6 +93,7 @@ def _measure(sweep: Sweep, quick: bool, only: list[str], seconds: float | None, 
     except DeviceLostError as error:
         if path is not None:
             _replace(path, sweep.raw)
+        # A lost device fails every later call of this process, so the sweep cannot go on.
         raise SpecError(f"the device failed and cannot be used again: {error}; run again with --resume") from None
     typer.echo(regret_table(sweep.raw, preference.measured(sweep.target.device)))
     if path is not None:
@@ -131,6 +135,7 @@ def regret_table(raw: dict[str, Any], cases: Sequence[Case]) -> str:
         "static order": regrets(raw, ()),
     }
     lines = ["| order | direction | cases | geometric mean | worst | where |", "|---|---|---|---|---|---|"]
+    # A device without measurements has only the static order.
     for kind, chosen in kinds.items() if cases else [("static order", kinds["static order"])]:
         for direction, facts in summary(chosen).items():
             numbers = f"{facts['geometric mean']:.3f} | {facts['worst']:.2f}"

@@ -66,6 +66,7 @@ class Sweep:
         Raises:
             SpecError: if the file was measured with other versions, options or devices.
         """
+        # Times from another installation or GPU cannot be compared with the times of this run.
         for name in ("format", "device", "device_name", "versions", "builds", "rounds", "backends"):
             now = json.loads(json.dumps(self.raw[name]))  # turns tuples into lists, as in the file
             if before.get(name) != now:
@@ -84,7 +85,9 @@ class Sweep:
         Raises:
             DeviceLostError: if a kernel broke the device. The raw data has all cases so far, and names the backend.
         """
+        # A resumed sweep adds its time to the time of earlier runs.
         began, spent = perf_counter(), self.raw["seconds"]
+        # A resumed file already has these cases.
         finished = {(record["name"], record["direction"]) for record in self.raw["cases"]}
         for case in cases:
             for direction in ("forward", "training") if case.training else ("forward",):
@@ -119,6 +122,7 @@ class Sweep:
             timing = self._timing(case, spec, timed)
         except DeviceLostError as error:
             culprit = str(error).partition(":")[0]  # the message starts with the backend's name
+            # Only the culprit failed: the other backends lost their times with the device.
             lost = {name: {"skipped": f"{culprit} broke the device"} for name in timed}
             self._append(record, entries | lost | {culprit: {"failed": str(error)}}, None, began)
             raise

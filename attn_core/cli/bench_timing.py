@@ -100,6 +100,7 @@ def _rounds(
     calls = {name: min(MOST_CALLS, max(1, round(TURN / seconds))) for name, seconds in alone.items()}
     behind = {name for name in alone if alone[name] > BEHIND * min(alone.values())}
     seconds: dict[str, list[float]] = {name: [] for name in alone}
+    # A collection during a round would count as the time of one backend.
     gc.collect()
     gc.disable()
     try:
@@ -203,6 +204,7 @@ def _difference(results: tuple[Any, ...], reference: tuple[Any, ...]) -> float:
     if results is reference:
         return 0.0
     gaps = (
+        # 1e-30 guards a result that is 0 everywhere.
         float((one - other).abs().max()) / max(float(other.abs().max()), 1e-30)
         for one, other in zip(results, reference, strict=True)
     )

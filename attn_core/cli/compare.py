@@ -42,6 +42,7 @@ def compare(
     trial = _trial(options, gradients, device, seed)
     console = Console()
     rows = _rows(trial, device, repeats, quiet=json)
+    # Compared per backend: two different kernels never promise equal bits.
     equal = bit_equality(rows)
     if json:
         typer.echo(json_text.dumps(_as_json(trial, rows, equal), indent=2))
@@ -49,6 +50,7 @@ def compare(
         _show(console, trial, rows, equal)
     if plot is not None:
         _picture(trial, rows).savefig(plot, dpi=150)
+        # With --json, stdout must hold nothing but JSON.
         typer.echo(f"wrote {plot}", err=json)
     if any(row.wrong for row in rows) or not any(row.outcome for row in rows):
         raise typer.Exit(1)
@@ -118,6 +120,7 @@ def _as_json(trial: Trial, rows: list[Row], equal: dict[str, bool]) -> dict[str,
 
 def _picture(trial: Trial, rows: list[Row]) -> Any:
     try:
+        # Figure instead of pyplot, which may look for a display.
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise SpecError("--plot: matplotlib is not installed; pip install 'attn-core[cli]'") from None

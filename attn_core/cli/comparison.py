@@ -86,6 +86,7 @@ def bit_equality(rows: list[Row]) -> dict[str, bool]:
 
 def _row(trial: Trial, expected: Expected | None, name: str, framework: str, device: str, repeats: int) -> Row:
     where = Target.here(framework, device)
+    # Asked first, because running the call would turn a refusal into an exception.
     reasons = attn_core.explain(trial.spec, where, name).reasons(name)
     if reasons:
         return Row(name, framework, reasons, device=device)

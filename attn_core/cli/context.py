@@ -42,6 +42,7 @@ def context_plan(
         plan = plan_spec(spec, documents, choice.strategy, layout, axes)
         if picture is not None:
             picture.write_text(svg(plan), encoding="utf-8")
+        # A picture has a sign for each token, so it is left out for long rows.
         drawn = max(spec.q_len, spec.kv_len, plan.world) <= LIMIT
         typer.echo(draw(plan) if drawn else f"(no picture: a row or the number of ranks is above {LIMIT})")
         typer.echo()

@@ -30,6 +30,7 @@ def _run(module: str, target: str, short: bool) -> None:
             err=True,
         )
         raise typer.Exit(1)
+    # A process of its own, because the demo is a script that parses its own arguments.
     command = [sys.executable, "-m", module, *(["--short"] if short else [])]
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 

@@ -87,10 +87,13 @@ def _check(name: str, kind: str, devices: dict[str, list[str]]) -> list[Row]:
     present = [device for device in every if len(backends.modules(name)) == 1 or backends.kind_of(device) == kind]
     if not present:
         return []
+    # Some kernels take no float32: they are checked in a half dtype.
     half = "bfloat16" if "bfloat16" in backend.FORWARD.dtypes else backend.FORWARD.dtypes[0]
     spec = CHECKED if "float32" in backend.FORWARD.dtypes else replace(CHECKED, dtype=half)
     if not backend.FORWARD.causal or "bottom_right" not in backend.FORWARD.alignments:
+        # With equal lengths both alignments agree, so a kernel with top-left only can be checked.
         spec = replace(spec, kv_len=spec.q_len, causal=backend.FORWARD.causal)
+    # The claims on this machine, because a build may lack the backward that the backend claims.
     forward = Target.here(next(iter(devices)), present[0]).claims(name)[1] is None
     return list(rows_of(draw(replace(spec, needs_backward=not forward)), present[0], repeats=1, names=(name,)))
 

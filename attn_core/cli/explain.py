@@ -72,6 +72,7 @@ def target_of(framework: str, device: str, here: bool | None) -> tuple[Target, s
 
 
 def _absent(framework: str, device: str) -> str | None:
+    # find_spec does not import the framework, so the command stays fast.
     if find_spec(framework) is None:
         return f"{framework} is not installed here"
     if device != "cpu" and device not in devices_of(framework):

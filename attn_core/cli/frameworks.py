@@ -32,6 +32,7 @@ def versions() -> dict[str, str | None]:
 
 def devices_of(framework: str) -> tuple[str, ...]:
     """Returns the devices of a framework as a Target names them: ``"cpu"``, ``"sm90"``, ... Imports the framework."""
+    # Several GPUs of one kind are one device for a Target.
     return ("cpu", *dict.fromkeys(_torch_gpus() if framework == "torch" else _jax_gpus()))
 
 
@@ -48,4 +49,5 @@ def _jax_gpus() -> list[str]:
     import jax
 
     gpus = [device for device in jax.devices() if device.platform == "gpu"]
+    # JAX writes a compute capability with a dot, such as 9.0.
     return ["sm" + str(device.compute_capability).replace(".", "") for device in gpus]

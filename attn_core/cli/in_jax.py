@@ -16,16 +16,20 @@ def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5) -> Ou
     import jax
 
     where = jax.devices("gpu" if device.startswith("sm") else "cpu")[0]
+    # JAX turns float64 into float32 unless x64 is enabled.
     with jax.enable_x64(trial.spec.dtype == "float64"), jax.default_device(where):
         constants = {name: _array(trial, name) for name in ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks")}
         learned = {name: constants.pop(name) for name in trial.learned}
         cotangents = _cotangents(trial)
         call = jax.jit(_call(trial, backend))
         times = []
+        # One more than asked for, because the first call compiles and is not counted.
         for _ in range(repeats + 1):
             began = perf_counter()
+            # JAX returns before the kernel ends: wait, so that its time counts.
             results = jax.block_until_ready(call(learned, constants, cotangents))
             times.append(perf_counter() - began)
+        # float64 represents every value of the other dtypes, so the comparison of bits loses nothing.
         arrays = {name: np.asarray(array).astype(np.float64) for name, array in results.items()}
     return Outcome(arrays, 1e3 * median(times[1:] or times))
 

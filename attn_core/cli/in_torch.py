@@ -23,12 +23,15 @@ def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5) -> Ou
     if trial.dlse is not None:
         cotangents.append(torch.from_numpy(trial.dlse).to(where, getattr(torch, trial.spec.lse_dtype)))
     times = []
+    # One more than asked for, because the first call may compile and is not counted.
     for _ in range(repeats + 1):
         began = perf_counter()
         results = _once(trial, backend, tensors, cotangents)
         if where.type == "cuda":
+            # Kernels run asynchronously: wait, so that their time counts.
             torch.cuda.synchronize()
         times.append(perf_counter() - began)
+    # float64 represents every value of the other dtypes, so the comparison of bits loses nothing.
     arrays = {name: tensor.detach().to("cpu", torch.float64).numpy() for name, tensor in results.items()}
     return Outcome(arrays, 1e3 * median(times[1:] or times))
 

@@ -33,6 +33,7 @@ def mask(
         raise SpecError(f"q_len={spec.q_len}, kv_len={spec.kv_len}: expected at most {LIMIT} pairs to draw")
     info = options.seq_info()
     offsets = (None, None) if info is None else (info.cu_seqlens_q, info.cu_seqlens_k)
+    # Without a mask every row and head sees the same, so one picture shows all.
     seen = visible(spec, None, *offsets)[0, 0]
     typer.echo(str(spec))
     typer.echo(draw(seen, columns=shutil.get_terminal_size().columns))
@@ -68,6 +69,7 @@ def _shares(seen: np.ndarray, block: int) -> np.ndarray:
 
 def _picture(seen: np.ndarray, spec: AttentionSpec, offsets: tuple[Any, Any]) -> Any:
     try:
+        # Figure instead of pyplot, which may look for a display.
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise SpecError("--png: matplotlib is not installed; pip install 'attn-core[cli]'") from None
@@ -76,6 +78,7 @@ def _picture(seen: np.ndarray, spec: AttentionSpec, offsets: tuple[Any, Any]) ->
     axes.imshow(seen, cmap="Blues", vmin=0, vmax=1.4, interpolation="nearest", aspect="equal")
     for cut, line in zip(offsets, (axes.axhline, axes.axvline)):
         for offset in () if cut is None else cut[1:-1]:
+            # imshow centres a pair on its index, so the edge between two is half a step before.
             line(offset - 0.5, color="tab:orange", linewidth=0.8)
     axes.set(xlabel="key", ylabel="query")
     axes.set_title(str(spec), fontsize=8, wrap=True)

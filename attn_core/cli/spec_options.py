@@ -80,6 +80,7 @@ class SpecOptions:
             return SeqInfo.from_lengths(_ints("--lengths", self.lengths), keys)
         if self.cu_seqlens is not None:
             offsets = np.asarray(_ints("--cu-seqlens", self.cu_seqlens), np.int32)
+            # The largest int32 as a limit: the longest document follows from these offsets.
             check_cu_seqlens(offsets, np.iinfo(np.int32).max, side="q")
             return SeqInfo.from_lengths(np.diff(offsets).tolist())
         if self.documents is not None:
@@ -149,6 +150,7 @@ def takes_spec(command: Callable[..., None]) -> Callable[..., None]:
     """
     hints = get_type_hints(SpecOptions, include_extras=True)
     names = [field.name for field in fields(SpecOptions)]
+    # Without the first parameter: it is the SpecOptions, which its fields replace on the command line.
     of_command = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     shared = [
         inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
@@ -163,6 +165,7 @@ def takes_spec(command: Callable[..., None]) -> Callable[..., None]:
             command(options, **values)
         except SpecError as error:
             typer.echo(f"attn: {error}", err=True)
+            # 2 is also typer's own code for a wrong option.
             raise typer.Exit(2) from None
 
     del run.__wrapped__  # type: ignore[attr-defined]  # typer would read the wrapped command's signature instead
@@ -191,4 +194,5 @@ def _window(text: str | None) -> Any:
         sides = tuple(None if word in ("", "none") else int(word) for word in words)
     except ValueError:
         raise SpecError(f"--window={text!r}: expected W, or LEFT,RIGHT such as 5,0 or none,3") from None
+    # check_options refuses three or more, with the option's name.
     return sides[0] if len(sides) == 1 else sides

@@ -17,6 +17,7 @@ def support(
     """Print what every backend supports, forward and backward, as Markdown tables."""
     page = render()
     if check is not None:
+        # A missing page is out of date as well.
         if not check.is_file() or check.read_text(encoding="utf-8") != page:
             typer.echo(f"attn: {check} is out of date; run: attn support --write {check}", err=True)
             raise typer.Exit(1)

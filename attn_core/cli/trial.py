@@ -72,6 +72,7 @@ def draw(spec: AttentionSpec, seq_info: SeqInfo | None = None, seed: int = 0) ->
         cu_seqlens_q=offsets[0],
         cu_seqlens_k=offsets[1],
     )
+    # Only a log-sum-exp that is returned can have a gradient.
     both = spec.needs_backward and spec.return_lse
     dlse = normal(*spec.lse_shape, dtype=spec.lse_dtype) if both else None
     return Trial(spec, inputs, seq_info, normal(*spec.out_shape), dlse)
@@ -79,6 +80,7 @@ def draw(spec: AttentionSpec, seq_info: SeqInfo | None = None, seed: int = 0) ->
 
 def dtype_of(trial: Trial, name: str) -> str:
     """Returns the dtype of one of the trial's floating-point inputs in a framework."""
+    # Slopes and sinks are float32 in every spec that SpecOptions builds.
     return "float32" if name in ("alibi_slopes", "sinks") else trial.spec.dtype
 
 
@@ -107,6 +109,7 @@ def expectation(trial: Trial) -> Expected:
 
 def same_bits(one: Outcome, other: Outcome) -> bool:
     """Returns whether two outcomes agree in every bit of every array."""
+    # As bytes, because NaN differs from itself and -0.0 equals 0.0.
     return one.arrays.keys() == other.arrays.keys() and all(
         array.tobytes() == other.arrays[name].tobytes() for name, array in one.arrays.items()
     )

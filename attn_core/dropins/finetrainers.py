@@ -84,6 +84,7 @@ def provider_of(value: Any) -> AttentionProvider:
     Raises:
         SpecError: for an unknown name, with close matches.
     """
+    # By value, so that a member of the host's own enumeration is accepted as well.
     word = getattr(value, "value", value)
     provider = _BY_WORD.get(word) if isinstance(word, str) else None
     if provider is not None:
@@ -120,10 +121,12 @@ def provided(
 ) -> Iterator[AttentionProvider]:
     """Implements ``attention_provider``: sets the provider, and requests its backends by the frontend's use_backend."""
     chosen = provider_of(provider)
+    # Ignoring the mesh would compute attention within each rank only.
     if mesh is not None:
         raise SpecError(f"mesh={mesh!r}: expected None; context parallelism is not offered here")
     token = _active.set(chosen)
     try:
+        # No names for native: automatic choice, also inside a block that names backends.
         with use_backend(*KERNELS[chosen]):
             yield chosen
     finally:
@@ -142,6 +145,7 @@ def two_axes(provider: AttentionProvider, mask: tuple[int, ...], batch: int, q_l
     if provider.value not in ("flex", "xformers"):
         return "keys" if provider in VARLEN else "scores"
     keys, scores = (mask[0] in (1, rows) and mask[1] in (1, kv_len) for rows in (batch, q_len))
+    # With one row, both readings mean the same: every query has that row.
     if keys and scores and mask[0] != 1:
         raise ShapeError(
             f"attn_mask: {list(mask)} is both [batch, kv_len] and [q_len, kv_len], which mean different things; "
@@ -161,6 +165,7 @@ def providers_on(target: Target, *, training: bool, uses_mask: bool) -> tuple[At
 
 
 def _kernel_on(target: Target, provider: AttentionProvider, training: bool, uses_mask: bool) -> bool:
+    # native is automatic choice, so any backend in its order of preference will do.
     names = KERNELS[provider] or backends.PREFERENCE.get((target.framework, target.kind), ())
     return any(_serves(target, provider, name, training, uses_mask) for name in names)
 

@@ -56,6 +56,7 @@ def check_heads(call: DispatchCall) -> None:
     if call.enable_gqa or call.query.ndim < 3:
         return
     heads, kv_heads = call.query.shape[-3], call.key.shape[-3]
+    # torch broadcasts a single kv head, with or without enable_gqa.
     if kv_heads not in (1, heads):
         raise SpecError(
             f"enable_gqa={call.enable_gqa} with {heads} heads of query and {kv_heads} of key: pass enable_gqa=True"
@@ -65,6 +66,7 @@ def check_heads(call: DispatchCall) -> None:
 def with_positive_scale(call: DispatchCall) -> DispatchCall:
     """Returns an equivalent call with a scale above 0, as ``attention`` requires: the query takes the sign."""
     if isinstance(call.scale, (int, float)) and call.scale <= 0:
+        # A scale of 0 makes all scores equal: so does a query of zeros, at any positive scale.
         return call._replace(query=call.query * (-1 if call.scale else 0), scale=-call.scale or 1.0)
     return call
 
@@ -80,6 +82,7 @@ def check_alignment(options: HostOptions, q_len: int, kv_len: int) -> None:
 
 def cut_keys(length: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any, Any]:
     """Cuts off the keys that no query of a causal call sees, so that both alignments of the kernels agree."""
+    # A mask with one column for all keys broadcasts, so there is nothing to cut off.
     if mask is not None and mask.ndim and mask.shape[-1] == key.shape[-2]:
         mask = mask[..., :length]
     return key[..., :length, :], value[..., :length, :], mask
@@ -97,6 +100,7 @@ def with_mask_axes(provider: AttentionProvider, query: Any, key: Any, mask: Any)
             f"attn_mask: expected bool (True = visible) or a float to be added, got {mask.dtype}; a 0/1 mask becomes "
             "bool by attn_mask != 0"
         )
+    # The varlen providers read two axes as keys themselves (``key_mask``).
     if mask.ndim == 2 and query.ndim == 4 and provider not in VARLEN:
         axes = two_axes(provider, tuple(mask.shape), query.shape[0], query.shape[2], key.shape[2])
         return mask[:, None, None, :] if axes == "keys" else mask
@@ -125,6 +129,7 @@ def key_mask(provider: AttentionProvider, call: DispatchCall, options: HostOptio
             f"attn_mask: provider {provider.value} takes bool masks of keys {expected}, got {mask.dtype} {shape}; "
             "for an additive mask use another provider"
         )
+    # One axis is of keys by broadcasting, the same for every row.
     keep = mask[None] if mask.ndim == 1 else mask
     if keep.ndim == 4 and tuple(keep.shape[1:3]) == (1, 1):
         keep = keep[:, 0, 0]

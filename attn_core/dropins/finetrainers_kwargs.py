@@ -66,6 +66,7 @@ def interpret(provider: AttentionProvider, kwargs: Mapping[str, Any] | None) -> 
     softcap = stated.get("softcap")
     return HostOptions(
         window=distances(Option("window", stated.get("window_size"), "attention_kwargs['window_size']")),
+        # flash-attn writes 0 for no softcap, which ``attention`` refuses.
         softcap=None if isinstance(softcap, (int, float)) and softcap == 0 else softcap,
         alibi_slopes=stated.get("alibi_slopes"),
         deterministic=check_flag("attention_kwargs['deterministic']", stated.get("deterministic", False)),
@@ -87,6 +88,7 @@ def _check_fixed(provider: AttentionProvider, key: Any, value: Any) -> None:
             f"attention_kwargs[{key!r}]={value!r}: provider {provider.value} has no such option; it is one of "
             f"{', '.join(words)}"
         )
+    # The types are compared too, because 1 == True and 0 == False.
     if type(value) is not type(allowed) or value != allowed:
         raise SpecError(
             f"attention_kwargs[{key!r}]={value!r}: expected {allowed!r}, which is how provider {provider.value} runs "
@@ -99,6 +101,7 @@ def _documents(stated: Mapping[str, Any]) -> SeqInfo | None:
     there = [name for name in _OFFSETS if stated.get(name) is not None]
     if not there:
         return None
+    # The host ignores an incomplete set, and then documents would see each other.
     missing = [name for name in _OFFSETS if name not in there]
     if missing:
         raise SpecError(

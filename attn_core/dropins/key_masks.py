@@ -52,6 +52,7 @@ def _causal_row(visible: np.ndarray, queries: np.ndarray, keys: np.ndarray, star
     if sees_itself.any():
         documents.append(Document(queries[sees_itself], keys[: sees_itself.sum()], causal=True))
     for count in np.unique(seen[~sees_itself]):
+        # Queries with no visible key before them are in no document, so their output is 0.
         if count:
             documents.append(Document(queries[~sees_itself & (seen == count)], keys[:count]))
     return documents

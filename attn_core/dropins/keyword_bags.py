@@ -50,6 +50,7 @@ class Option:
 
     def state(self, value: Any, where: str) -> None:
         """Sets the value. Raises SpecError if another place states another value."""
+        # The host would take the value of one branch, so which one counts would depend on the machine.
         if self.where and not _same(self.value, value):
             raise SpecError(
                 f"{where}={_shown(value)} contradicts {self.where}={_shown(self.value)}; "
@@ -81,6 +82,7 @@ def read_options(config: Any, branch: str) -> dict[str, Option]:
     branch_states_dropout = _states_dropout(config, branch)
     for bag, spellings in BAGS.items():
         for key, value in bag_of(config, bag).items():
+            # An option that is unknown here might change the result in the host, so it is not ignored.
             if key not in spellings:
                 raise SpecError(f"config.{bag}[{key!r}]: unknown; expected one of {', '.join(spellings)}")
             option = spellings[key]
@@ -103,6 +105,7 @@ def _states_dropout(config: Any, branch: str) -> bool:
 def state_mask(stated: dict[str, Option], value: Any, where: str) -> None:
     """Records a mask under "mask"; or under "blocks" (xformers'), or its type under "triangle" if it means causal."""
     name = "triangle" if _says_only_causal(value) else "blocks" if type(value).__name__ in NAMES else "mask"
+    # The type, because two objects of these classes mean the same but need not be equal.
     stated[name].state(type(value) if name == "triangle" else value, where)
 
 

@@ -83,7 +83,7 @@ def _dense() -> list[SweepCase]:
     for dim, heads in ((96, (32, 8)), (192, (16, 16)), (256, (16, 4))):
         cases += [_case("full", seq, head_dim=dim, heads=heads) for seq in (1024, 4096)]
         cases += [_case("causal", seq, head_dim=dim, heads=heads, **CAUSAL) for seq in (512, 1024, 4096, 16384)]
-    # The widths of multi-head latent attention: values are narrower than keys.
+    # Values narrower than keys, as in multi-head latent attention.
     cases += [_case("causal", seq, heads=(128, 128), head_dim=192, value_dim=128, **CAUSAL) for seq in (1024, 4096)]
     for dim in (64, 128):  # one row, as in a small service
         cases += [_case("full", seq, batch=1, head_dim=dim) for seq in (128, 512, 2048)]
@@ -106,7 +106,7 @@ def _softcaps() -> list[SweepCase]:
     cases = [_case("softcap causal", seq, **cap, **CAUSAL) for seq in (512, 1024, 4096, 16384)]
     cases += [_case("softcap full", seq, **cap) for seq in (1024, 4096)]
     cases += [_case("softcap causal", 4096, head_dim=64, **cap, **CAUSAL)]
-    # The heads, widths and softcap of Gemma 2.
+    # Heads, width and softcap as in Gemma 2.
     cases += [_case("softcap causal", seq, head_dim=256, heads=(16, 8), **cap, **CAUSAL) for seq in (1024, 4096)]
     cases += [_case("softcap window 1024", 4096, window=(1023, 0), **cap, **CAUSAL)]
     cases += [_case("softcap window 4096", 8192, window=(4095, 0), **cap, **CAUSAL)]
@@ -182,7 +182,7 @@ def _scores() -> list[SweepCase]:
     cases += [_case("mask causal", 2048, head_dim=64, mask_shape="b1qk", **CAUSAL)]
     cases += [_case("bias", 1024, head_dim=64, heads=(16, 16), bias_shape="1hqk")]
     cases += [_case("alibi causal", seq, heads=(32, 32), alibi_shape=(32,), **CAUSAL) for seq in (1024, 4096)]
-    # The heads, widths and window of gpt-oss.
+    # Heads, width and window as in gpt-oss.
     cases += [_case("sinks causal", seq, heads=(64, 8), head_dim=64, sinks=True, **CAUSAL) for seq in (1024, 4096)]
     cases += [_case("sinks window 128", 4096, heads=(64, 8), head_dim=64, sinks=True, window=(127, 0), **CAUSAL)]
     return cases

@@ -81,6 +81,7 @@ def check_sizes(config: AttentionConfig, context: AttentionContext, q: Any, k: A
 
     q, k, v are the shapes ``[bsz, heads, len, head_dim]``.
     """
+    # The host never compares these sizes, and a wrong one would go unnoticed.
     keys = (context.bsz, config.n_kv_heads, context.kv_seq_len)
     stated = {
         "Q": (q, (context.bsz, context.n_heads, context.q_len, context.head_dim)),
@@ -100,6 +101,7 @@ def check_sizes(config: AttentionConfig, context: AttentionContext, q: Any, k: A
 def documents(context: AttentionContext) -> SeqInfo | None:
     """Returns the documents of ``context.seq_info``. One list of lengths needs q_len == kv_seq_len, else SpecError."""
     info = SeqInfo.coerce(context.seq_info)
+    # One list describes queries and keys alike. Beside a cache there are more keys, so it cannot fit both.
     if info is not None and info.cu_seqlens_q is info.cu_seqlens_k and context.q_len != context.kv_seq_len:
         raise SpecError(
             "seq_info: expected separate lengths for queries and keys, because "

@@ -47,6 +47,7 @@ def read_block_mask(mask: Any, where: str, context: AttentionContext) -> BlockMa
 def _documents(mask: Any, shown: str, context: AttentionContext) -> SeqInfo | None:
     sides = (mask.q_seqinfo, mask.k_seqinfo)
     starts, key_starts = (list(side.seqstart_py) for side in sides)
+    # ``attention`` has one alignment for a call, and here it is bottom-right. Equal lengths make both agree.
     if type(mask).__name__ in _TOP_LEFT and starts != key_starts:
         raise SpecError(
             f"{shown}: expected as many keys as queries in each block; for new queries at the end of the keys use "

@@ -65,12 +65,14 @@ def shared_prefixes(
     signature = getattr(info, "signature", None)
     layout = _Layout(signature, tokens, info, read)
     try:
+        # Without a signature two different layouts would share a key, so nothing is cached.
         prefixes = _read_layout.__wrapped__(layout) if signature is None else _read_layout(layout)
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
         prefixes = _read_layout.__wrapped__(layout)
     left = request.window[0]
+    # Neither call has a window, so a window is allowed only if it hides nothing.
     if left is not None and left + 1 < prefixes.longest:
         raise SpecError(
             f"window of {left + 1} keys: expected {prefixes.longest} or more with {NAME}, because its longest prefix "
@@ -118,6 +120,7 @@ def _read_layout(layout: _Layout) -> SharedPrefixes:
     info, tokens = layout.info, layout.tokens
     labels = []
     for name in ("group_of_kv", "is_prefix", "suffix_of_kv"):
+        # The labels may be padded at the end: only the labels of the call's tokens count.
         values = np.asarray(layout.read(getattr(info, name)))
         if values.ndim != 1 or len(values) < tokens:
             raise ShapeError(f"{NAME}.{name}: expected a label for each of {tokens} tokens, got {list(values.shape)}")
