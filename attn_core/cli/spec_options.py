@@ -79,9 +79,12 @@ class SpecOptions:
             keys = None if self.kv_lengths is None else _ints("--kv-lengths", self.kv_lengths)
             return SeqInfo.from_lengths(_ints("--lengths", self.lengths), keys)
         if self.cu_seqlens is not None:
-            offsets = np.asarray(_ints("--cu-seqlens", self.cu_seqlens), np.int32)
+            numbers, limit = _ints("--cu-seqlens", self.cu_seqlens), int(np.iinfo(np.int32).max)
+            if max(map(abs, numbers)) > limit:
+                raise SpecError(f"--cu-seqlens={self.cu_seqlens}: expected offsets of at most {limit}")
+            offsets = np.asarray(numbers, np.int32)
             # The largest int32 as a limit: the longest document follows from these offsets.
-            check_cu_seqlens(offsets, np.iinfo(np.int32).max, side="q")
+            check_cu_seqlens(offsets, limit, side="q")
             return SeqInfo.from_lengths(np.diff(offsets).tolist())
         if self.documents is not None:
             return self._even_documents(self.documents)

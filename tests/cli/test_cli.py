@@ -72,6 +72,7 @@ def test_explain_of_a_named_backend_prints_its_reasons() -> None:
         (["--lengths", "3", "--documents", "2"], "--documents and --lengths: expected only one"),
         (["--lengths", "3,4", "--q-len", "9"], "--q-len=9: expected the documents' 7 tokens"),
         (["--cu-seqlens", "3,4"], "expected to start at 0, got 3"),
+        (["--cu-seqlens", "0,3000000000"], "--cu-seqlens=0,3000000000: expected offsets of at most 2147483647"),
         (["--kv-lengths", "3,4"], "--kv-lengths: expected --lengths as well"),
         (["--documents", "0"], "--documents=0: expected at least 1"),
     ],

@@ -1,6 +1,6 @@
 """Reads documents, causal and window from xformers' block-diagonal masks, by class name and attributes.
 
-BlockMask that are just the rows of the batch define no documents. Unsloth's Mistral passes its window that way.
+Blocks that are just the rows of the batch define no documents. Unsloth's Mistral passes its window that way.
 """
 
 from __future__ import annotations
