@@ -25,7 +25,7 @@ def test_cases(x): assert x == 1
 def test_outcomes_of_the_second_process_are_those_of_the_test(tmp_path: Path) -> None:
     file = tmp_path / "test_there.py"
     file.write_text(TESTS, encoding="utf-8")
-    process = OtherProcess(file, tmp_path / "log", {"ONLY_THERE": "yes"})
+    process = OtherProcess(file, tmp_path, tmp_path / "log", {"ONLY_THERE": "yes"})
     try:
         process.run("test_there.py::test_passes")
         process.run("test_there.py::test_cases[1]")

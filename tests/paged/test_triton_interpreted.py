@@ -37,14 +37,15 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @pytest.fixture(autouse=True, scope="module")
-def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OtherProcess | None]:
+def interpreter(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[OtherProcess | None]:
     """The process that runs these tests; None if this process does."""
     if INTERPRETED:
         yield None
         return
     environment = {name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ}
     environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
-    process = OtherProcess(Path(__file__), tmp_path_factory.mktemp("interpreter") / "log", environment)
+    log = tmp_path_factory.mktemp("interpreter") / "log"
+    process = OtherProcess(Path(__file__), pytestconfig.rootpath, log, environment)
     yield process
     process.end()
 
