@@ -16,6 +16,7 @@ from attn_core.dropins import finetrainers
 from attn_core.dropins.finetrainers import FLASH_VARLEN, KERNELS, NATIVE, VARLEN, AttentionProvider
 from attn_core.dropins.finetrainers_call import (
     DispatchCall,
+    attention_with,
     check_alignment,
     check_arrays,
     check_heads,
@@ -133,7 +134,8 @@ def attention_dispatch(
     if attn_mask is not None:
         call = call._replace(attn_mask=with_mask_axes(provider, query, key, attn_mask))
     call = with_positive_scale(call)
-    attend = _attention_with(call, options, override.requested() or KERNELS[provider] or None, dropout_rng)
+    names = override.requested() or KERNELS[provider] or None
+    attend = attention_with(attention, call, options, names, dropout_rng=dropout_rng)
     if options.documents is not None:
         results = _run_documents(call, options.documents, attend)
     elif attn_mask is not None and provider in VARLEN:
@@ -141,32 +143,6 @@ def attention_dispatch(
     else:
         results = _run_dense(call, options, attend)
     return results if options.return_lse else results[0]
-
-
-def _attention_with(
-    call: DispatchCall, options: HostOptions, names: tuple[str, ...] | None, dropout_rng: Array | None
-) -> Attend:
-    """Returns ``attention`` with the options that every form of the call shares."""
-
-    def attend(q: Array, k: Array, v: Array, **form: Any) -> Results:
-        results = attention(
-            q,
-            k,
-            v,
-            **form,
-            window=options.window,
-            softcap=options.softcap,
-            scale=call.scale,
-            alibi_slopes=options.alibi_slopes,
-            dropout=call.dropout_p,
-            deterministic=options.deterministic,
-            backend=names,
-            return_lse=options.return_lse,
-            dropout_rng=dropout_rng,
-        )
-        return results if options.return_lse else (results, None)
-
-    return attend
 
 
 def _run_dense(call: DispatchCall, options: HostOptions, attend: Attend) -> Results:

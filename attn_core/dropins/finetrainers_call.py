@@ -5,6 +5,7 @@ Arrays are torch tensors or JAX arrays: everything here uses only their shapes, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from attn_core.call.tensors import dtype_name
@@ -24,6 +25,43 @@ class DispatchCall(NamedTuple):
     is_causal: bool
     scale: float | None
     enable_gqa: bool
+
+
+def attention_with(
+    attention: Callable[..., Any],
+    call: DispatchCall,
+    options: HostOptions,
+    names: tuple[str, ...] | None,
+    **frontend_options: Any,
+) -> Callable[..., tuple[Any, Any]]:
+    """Returns a frontend's ``attention`` with the options that every form of the call shares.
+
+    The returned function takes q, k, v and the other options. It returns (out, lse); lse is None unless requested.
+
+    Args:
+        names: the backends that may run the call; None for automatic choice.
+        frontend_options: options that only this frontend has.
+    """
+
+    def attend(q: Any, k: Any, v: Any, **form: Any) -> tuple[Any, Any]:
+        results = attention(
+            q,
+            k,
+            v,
+            **form,
+            window=options.window,
+            softcap=options.softcap,
+            scale=call.scale,
+            alibi_slopes=options.alibi_slopes,
+            dropout=call.dropout_p,
+            deterministic=options.deterministic,
+            backend=names,
+            return_lse=options.return_lse,
+            **frontend_options,
+        )
+        return results if options.return_lse else (results, None)
+
+    return attend
 
 
 def check_arrays(call: DispatchCall, ranks: tuple[int, ...] = (4,), *, any_dtypes: bool = False) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from attn_core.call.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.dropins.finetrainers import FLASH_VARLEN, KERNELS, SAGE_VARLEN, VARLEN, AttentionProvider
 from attn_core.dropins.finetrainers_call import (
     DispatchCall,
+    attention_with,
     check_alignment,
     check_arrays,
     check_heads,
@@ -66,7 +66,7 @@ def run_dense(call: DispatchCall, options: HostOptions, backend: tuple[str, ...]
     if missing:  # axes of 1 in front
         query, key, value = (tensor[(None,) * missing] for tensor in (query, key, value))
     added = mask is not None and mask.dtype != torch.bool
-    out, lse = _attention_with(call, options, backend)(
+    out, lse = attention_with(attention, call, options, backend)(
         query.transpose(1, 2),  # [batch, heads, len, head_dim] -> [batch, len, heads, head_dim]
         key.transpose(1, 2),
         value.transpose(1, 2),
@@ -86,7 +86,7 @@ def _run_key_mask(
     keep = key_mask(provider, call, options, without_copies(call.attn_mask))
     keep = keep.expand(call.key.shape[0], call.key.shape[2])  # [batch, kv_len]
     q, k, v = (tensor.transpose(1, 2) for tensor in call[:3])  # [batch, len, heads, head_dim]
-    attend = _attention_with(call, options, names)
+    attend = attention_with(attention, call, options, names)
     if provider is FLASH_VARLEN and not call.is_causal:
         out, lse = attend_to_kept_keys(attend, q, k, v, keep)
         return out.transpose(1, 2), lse
@@ -106,7 +106,7 @@ def _run_documents(
     q, k, v = (tensor.transpose(1, 2) for tensor in call[:3])  # [batch, len, heads, head_dim]
     queries = info.cu_seqlens_q.to(q.device, torch.int32)
     keys = queries if info.cu_seqlens_k is info.cu_seqlens_q else info.cu_seqlens_k.to(q.device, torch.int32)
-    attend, rows = _attention_with(call, options, names), _join_rows(q, k, v)
+    attend, rows = attention_with(attention, call, options, names), _join_rows(q, k, v)
     if provider is not SAGE_VARLEN:
         info = SeqInfo(queries, keys, info.max_len_q, info.max_len_k)
         return _split_rows(attend(*rows, causal=call.is_causal, seq_info=info), q)
@@ -116,29 +116,6 @@ def _run_documents(
         check_cu_seqlens(cu_seqlens, getattr(info, f"max_len_{side}"), side=side, tokens=len(part))
     documents = offset_documents(offsets[0], offsets[1], call.is_causal)
     return _split_rows(attend_documents(attend, *rows, documents, packed=False), q)
-
-
-def _attention_with(call: DispatchCall, options: HostOptions, names: tuple[str, ...] | None) -> Callable[..., Results]:
-    """Returns ``attention`` with the options that every form of the call shares."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, **form: Any) -> Results:
-        results = attention(
-            q,
-            k,
-            v,
-            **form,
-            window=options.window,
-            softcap=options.softcap,
-            scale=call.scale,
-            alibi_slopes=options.alibi_slopes,
-            dropout=call.dropout_p,
-            deterministic=options.deterministic,
-            backend=names,
-            return_lse=options.return_lse,
-        )
-        return results if options.return_lse else (results, None)
-
-    return attend
 
 
 def _join_rows(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
