@@ -23,7 +23,7 @@ def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5) -> Ou
         cotangents = _cotangents(trial)
         call = jax.jit(_call(trial, backend))
         times = []
-        # One more than asked for, because the first call compiles and is not counted.
+        # One more than requested, because the first call compiles and is not counted.
         for _ in range(repeats + 1):
             began = perf_counter()
             # JAX returns before the kernel ends: wait, so that its time counts.

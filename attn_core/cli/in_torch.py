@@ -23,7 +23,7 @@ def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5) -> Ou
     if trial.dlse is not None:
         cotangents.append(torch.from_numpy(trial.dlse).to(where, getattr(torch, trial.spec.lse_dtype)))
     times = []
-    # One more than asked for, because the first call may compile and is not counted.
+    # One more than requested, because the first call may compile and is not counted.
     for _ in range(repeats + 1):
         began = perf_counter()
         results = _once(trial, backend, tensors, cotangents)

@@ -134,7 +134,7 @@ class Selection:
         name, why = self.lane
         return f", {name} lane" + (f" ({'; '.join(why)})" if why else "")
 
-    @property
+    @cached_property
     def _automatic(self) -> tuple[str, ...]:
         return preference.order(self.spec, self.target.framework, self.target.device)
 
