@@ -13,7 +13,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
 from attn_core.selection import NoBackendError, Selection, override
-from torch_frontend.dispatch import autocast, autograd, empty_rows, offsets, ops, plan, transforms
+from torch_frontend.dispatch import autocast, autograd, empty_rows, offsets, ops, plan, run_plan, transforms
 from torch_frontend.dispatch.tensor_kinds import are_jit_traces_active, are_modes_active, match_fake
 
 Tensor = torch.Tensor
@@ -117,15 +117,17 @@ def attention(
         return attend(*gather_arguments((q, k, v, None, None, None, None), None, options, None), backend)
     try:
         shortcut = call_plan.shortcut
-        # autograd can differentiate a shortcut, so only a call without one needs our autograd function.
-        if shortcut is None and needs_backward:
-            return autograd.AttentionFunction.apply(call_plan, q, k, v)
-        out, lse = shortcut(q, k, v) if shortcut else call_plan.forward(call_plan.spec, Inputs(q, k, v))
+        results = shortcut(q, k, v) if shortcut else None
+        if results is None:
+            # autograd can differentiate a shortcut, so only a call without one needs our autograd function.
+            if needs_backward:
+                return autograd.AttentionFunction.apply(call_plan, q, k, v)
+            results = call_plan.forward(call_plan.spec, Inputs(q, k, v))
     except RuntimeError:  # a kernel raises it for a layout that it cannot read; check_tensor names that argument
         for name, tensor in zip("qkv", (q, k, v), strict=True):
             plan.check_tensor(name, tensor)
         raise
-    return (out, lse) if return_lse else out
+    return results if return_lse else results[0]
 
 
 def explain(
@@ -232,11 +234,13 @@ def attend(inputs: Inputs, options: Options, backend: Any) -> Any:
     call_plan = plan.plan(plan.metadata(inputs), options, needs_backward, bias_gradient, requested)
     check_offsets(call_plan.spec, inputs)
     with autocast.switched_off(inputs.q.device):
-        # All fields of Inputs, because the backward needs the mask, the offsets and dropout's words as well.
-        if needs_backward:
-            return autograd.AttentionFunction.apply(call_plan, *inputs)
-        out, lse = plan.run_forward(call_plan, inputs)
-    return (out, lse) if options.return_lse else out
+        results = run_plan.run_shortcut(call_plan, inputs)
+        if results is None:
+            # All fields of Inputs, because the backward needs the mask, the offsets and dropout's words as well.
+            if needs_backward:
+                return autograd.AttentionFunction.apply(call_plan, *inputs)
+            results = run_plan.run_forward(call_plan, inputs)
+    return results if options.return_lse else results[0]
 
 
 def check_offsets(spec: AttentionSpec, inputs: Inputs) -> None:

@@ -11,7 +11,7 @@ from attn_core.call.options import Options, requested_names
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.selection import override
 from torch_frontend.attention import Window, attend, check_offsets, gather_arguments
-from torch_frontend.dispatch import autocast, autograd, empty_rows, plan, transforms
+from torch_frontend.dispatch import autocast, autograd, empty_rows, plan, run_plan, transforms
 from torch_frontend.dispatch.second_derivative import once_differentiable
 from torch_frontend.dispatch.tensor_kinds import is_watched
 
@@ -75,7 +75,7 @@ class QkvAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call_plan: plan.Plan, qkv: Tensor, *rest: Tensor | None) -> Any:
-        out, lse = plan.run_forward(call_plan, Inputs(*qkv.unbind(-3), *rest))
+        out, lse = run_plan.run_forward(call_plan, Inputs(*qkv.unbind(-3), *rest))
         ctx.plan = call_plan
         ctx.save_for_backward(qkv, *rest, out, lse)
         ctx.set_materialize_grads(False)
@@ -88,11 +88,11 @@ class QkvAttention(torch.autograd.Function):
         inputs = Inputs(*qkv.unbind(-3), *rest)
         if not autograd.is_direct(dout, dlse):
             gradients = autograd.guarded_backward(ctx.plan, inputs, out, lse, dout, dlse)
-            return None, torch.stack(gradients[:3], -3), *plan.gradients_in_order(gradients, len(inputs))[3:]
+            return None, torch.stack(gradients[:3], -3), *run_plan.gradients_in_order(gradients, len(inputs))[3:]
         dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)  # the kernel writes dq, dk, dv into views
         places = Gradients(*dqkv.unbind(-3))
-        gradients = plan.run_backward(ctx.plan, inputs, out, lse, dout, dlse, into=places)
+        gradients = run_plan.run_backward(ctx.plan, inputs, out, lse, dout, dlse, into=places)
         for place, gradient in zip(places[:3], gradients[:3], strict=True):
             if gradient is not place and gradient.data_ptr() != place.data_ptr():  # the kernel did not write into it
                 place.copy_(gradient)
-        return None, dqkv, *plan.gradients_in_order(gradients, len(inputs))[3:]
+        return None, dqkv, *run_plan.gradients_in_order(gradients, len(inputs))[3:]

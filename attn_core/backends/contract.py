@@ -51,16 +51,21 @@ class Backend(Protocol):
         """Returns the gradients from the saved out and lse. dlse is None if nothing depends on the log-sum-exp."""
 
 
-def shortcut(backend: Backend, spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
-    """Returns a backend's fast path for eager calls on q, k and v alone, or None.
+def shortcut(backend: Backend, spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | None:
+    """Returns a backend's fast path for eager calls on q, k, v, a mask and a bias, or None.
 
-    A backend may define ``shortcut(spec)``: None, or a function of (q, k, v) that returns the (out, lse) of ``forward``
-    and under the framework's autograd records the same backward kernel that ``backward`` calls, so that both give the
-    same bits. It pays off if Python costs more than the kernel. Most backends define none.
+    A backend may define ``shortcut(spec)``: None, or a function of (q, k, v), with a mask or a bias in the spec of
+    (q, k, v, mask, bias), the absent one None. It returns the (out, lse) of ``forward`` and under the framework's
+    autograd records the same backward kernel that ``backward`` calls, so that both give the same bits. Rows that see no
+    key have gradients 0, the gradient of lse is right if the spec returns lse, and a second derivative raises. Without
+    ``spec.return_lse`` any lse will do. The function may return None for values that its kernel computes wrongly, such
+    as NaN in a hidden key; then the call takes ``forward`` and ``backward``. It is never called under autocast, a mode
+    or a transform. It pays off if Python costs more than the kernel. Most backends define none.
     """
     # A shortcut runs the kernel of ``forward``, which is never called for an empty spec.
+    others = spec.packed or spec.sinks or spec.alibi_shape is not None or spec.dropout or spec.paged or spec.partial
     shortcut_of = getattr(backend, "shortcut", None)
-    return None if shortcut_of is None or spec.empty else shortcut_of(spec)
+    return None if shortcut_of is None or spec.empty or others else shortcut_of(spec)
 
 
 def writes_into(backend: Backend) -> bool:

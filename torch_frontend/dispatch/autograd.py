@@ -8,7 +8,8 @@ import torch
 
 from attn_core.call.tensors import Gradients, Inputs
 from torch_frontend.dispatch import autocast
-from torch_frontend.dispatch.plan import Plan, gradients_in_order, run_backward, run_forward
+from torch_frontend.dispatch.plan import Plan
+from torch_frontend.dispatch.run_plan import gradients_in_order, run_backward, run_forward
 from torch_frontend.dispatch.second_derivative import once_differentiable
 
 Tensor = torch.Tensor

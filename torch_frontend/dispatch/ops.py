@@ -20,7 +20,8 @@ from attn_core.call.tensors import Gradients, Inputs
 from attn_core.selection import override
 from torch_frontend.dispatch import offsets, vmap
 from torch_frontend.dispatch.autocast import switched_off
-from torch_frontend.dispatch.plan import Plan, gradients_in_order, metadata, plan, run_backward, run_forward
+from torch_frontend.dispatch.plan import Plan, metadata, plan
+from torch_frontend.dispatch.run_plan import gradients_in_order, run_backward, run_forward
 
 Tensor = torch.Tensor
 

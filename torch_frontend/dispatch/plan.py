@@ -29,8 +29,8 @@ class Plan(NamedTuple):
     backward: Callable[..., Gradients]
     one_row: bool
     """Whether the packed tensors and results are ``[1, tokens, ...]``."""
-    shortcut: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None
-    """The backend's own function of q, k and v alone, which autograd can differentiate; None if it has none."""
+    shortcut: Callable[..., tuple[Any, Any] | None] | None = None
+    """The backend's function that autograd can differentiate, see ``contract.shortcut``; None if it has none."""
     writes_into: bool = False
     """Whether the backend's functions accept ``into``, buffers for their results."""
 
@@ -166,51 +166,6 @@ def device_name(device: torch.device) -> str:
     return f"sm{major}{minor}"
 
 
-def run_forward(call_plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Runs a plan's forward and returns (out, lse); out has q's rank."""
-    if call_plan.one_row:  # [1, tokens, heads, dim] -> [tokens, heads, dim]
-        inputs = inputs._replace(q=inputs.q[0], k=inputs.k[0], v=inputs.v[0])
-    out, lse = call_plan.forward(call_plan.spec, _four_dimensional(inputs))
-    return (out[None] if call_plan.one_row else out), lse
-
-
-def run_backward(
-    call_plan: Plan,
-    inputs: Inputs,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    into: Gradients | None = None,
-) -> Gradients:
-    """Runs a plan's backward and returns the gradients in the shapes of its inputs.
-
-    ``into`` holds buffers for dq, dk and dv. A backend that cannot use a buffer returns another tensor instead.
-    """
-    if dout is None:
-        dout = torch.zeros_like(out)
-    if call_plan.one_row:
-        inputs = inputs._replace(q=inputs.q[0], k=inputs.k[0], v=inputs.v[0])
-        out, dout = out[0], dout[0]
-        into = into and into._replace(dq=into.dq[0], dk=into.dk[0], dv=into.dv[0])
-    buffers = {"into": into} if into is not None and call_plan.writes_into else {}
-    gradients = call_plan.backward(call_plan.spec, _four_dimensional(inputs), out, lse, dout, dlse, **buffers)
-    if call_plan.one_row:
-        gradients = gradients._replace(dq=gradients.dq[None], dk=gradients.dk[None], dv=gradients.dv[None])
-    if gradients.dbias is not None:
-        gradients = gradients._replace(dbias=gradients.dbias.reshape(inputs.bias.shape))
-    return gradients
-
-
-def _four_dimensional(inputs: Inputs) -> Inputs:
-    """Adds leading axes of size 1 to the mask and the bias, because backends expect four axes."""
-    if inputs.mask is not None and inputs.mask.dim() < 4:
-        inputs = inputs._replace(mask=inputs.mask[(None,) * (4 - inputs.mask.dim())])
-    if inputs.bias is not None and inputs.bias.dim() < 4:
-        inputs = inputs._replace(bias=inputs.bias[(None,) * (4 - inputs.bias.dim())])
-    return inputs
-
-
 def empty_forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) of a call without queries or without keys: zeros and -inf, without a kernel."""
     lse_dtype = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
@@ -223,11 +178,6 @@ def _empty_backward(spec: AttentionSpec, inputs: Inputs, *_: Any) -> Gradients:
     dsinks = torch.zeros_like(inputs.sinks) if spec.sinks else None
     dq, dk, dv = (torch.zeros_like(tensor) for tensor in inputs[:3])
     return Gradients(dq, dk, dv, dbias, dsinks)
-
-
-def gradients_in_order(gradients: Gradients, count: int) -> tuple[Tensor | None, ...]:
-    """Returns gradients in the order of the first ``count`` fields of ``Inputs``: q, k, v, mask, bias, ..."""
-    return (*gradients[:3], None, gradients.dbias, None, gradients.dsinks, *(None,) * count)[:count]
 
 
 def check_tensor(name: str, value: Any) -> None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from attn_core.backends.sdpa_flash import containment, cpu_blocks
+from attn_core.backends.sdpa_flash import additive_masks, containment, cpu_blocks
 from attn_core.backends.shared.split_documents import dense_inputs, dense_spec, documents
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
@@ -89,17 +89,42 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     return out.transpose(1, 2), lse
 
 
-def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
-    """See ``Backend.shortcut``: torch itself attaches the backward op below to this forward op."""
+def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | None:
+    """See ``contract.shortcut``: torch itself attaches the backward op below to this forward op."""
     how = lower(spec)
-    if how["by_document"] or how["additive_mask"]:  # both need several kernel calls or work after the kernel
+    if how["by_document"]:
         return None
+    if how["additive_mask"]:
+        return _masked_shortcut(spec)
     kernel, is_causal, scale = cpu_blocks.kernels()[0], how["is_causal"], how["scale"]
 
     def run(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):  # nearly never: a cheap test first
             q, k, v = _readable(q), _readable(k), _readable(v)
         out, lse = kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, is_causal, scale=scale)
+        return out.transpose(1, 2), lse
+
+    return run
+
+
+def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | None:
+    """Returns the shortcut of a call with an additive mask; None if it needs more than one call of the kernel."""
+    blocks = cpu_blocks.blocks(spec)
+    if len(blocks) != 1 or not blocks[0].whole:
+        return None
+    rows, keys, edge, _ = blocks[0]
+    kernel, scale, dtype, wants_lse = cpu_blocks.kernels()[0], spec.scale, spec.lse_dtype, spec.return_lse
+
+    def run(q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None) -> tuple[Any, Any] | None:
+        if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
+            q, k, v = _readable(q), _readable(k), _readable(v)
+        if not containment.are_finite(k, v):
+            return None
+        added = additive_masks.additive(dtype, q.device, mask, bias, edge, rows, keys)
+        first, second, third = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out, lse = kernel(first, second, third, 0.0, False, attn_mask=added, scale=scale)
+        if wants_lse:
+            lse = lse.masked_fill(additive_masks.empty_rows(added), -float("inf"))
         return out.transpose(1, 2), lse
 
     return run

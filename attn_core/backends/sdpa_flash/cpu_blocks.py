@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
+from attn_core.backends.sdpa_flash.additive_masks import additive, empty_rows
 from attn_core.call.masks import Band, band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
@@ -80,7 +81,7 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
         tensors = (q, k, v) if whole else (q[:, :, rows], k[:, :, keys], v[:, :, keys])
         part, part_lse = kernels()[0](*tensors, 0.0, False, attn_mask=mask, scale=spec.scale)
         if mask is not None:  # the kernel reports 0 for a row that sees no key
-            part_lse = part_lse.masked_fill((mask == -float("inf")).all(dim=-1), -float("inf"))
+            part_lse = part_lse.masked_fill(empty_rows(mask), -float("inf"))
         if whole:
             return part.transpose(1, 2), part_lse
         if out is None:
@@ -127,43 +128,24 @@ def _zeros(spec: AttentionSpec, inputs: Inputs) -> list[Any]:
 
 
 def _with_masks(spec: AttentionSpec, inputs: Inputs) -> Iterator[tuple[QueryBlock, Any]]:
-    """Yields each block with its additive mask ``[batch or 1, heads or 1, rows, keys]``, None if it hides nothing."""
+    """Yields each block with its additive mask (see ``additive_masks.additive``), None if it hides nothing."""
     mask, built = None, None
     explicit = inputs.mask is not None or inputs.bias is not None
     for block in blocks(spec):
-        rows, keys = block.rows, block.keys
+        rows, keys, edge, whole = block
         # A band's mask depends only on distances, so blocks with equal distances share it.
         distances = (rows.stop - rows.start, keys.start - rows.start, keys.stop - rows.start)
         if explicit or distances != built:
-            mask, built = _additive(spec, inputs, block), distances
+            table, bias = inputs.mask, inputs.bias
+            if not whole:
+                table, bias = _part(table, block), _part(bias, block)
+            mask, built = additive(spec.lse_dtype, inputs.q.device, table, bias, edge, rows, keys), distances
         yield block, mask
-
-
-def _additive(spec: AttentionSpec, inputs: Inputs, block: QueryBlock) -> Any:
-    """Returns bias, mask and band of a block as one additive tensor, or None if there are none."""
-    import torch
-
-    if inputs.mask is None and inputs.bias is None and block.edge is None:
-        return None
-    rows, keys, edge, _ = block
-    device, dtype = inputs.q.device, getattr(torch, spec.lse_dtype)
-    seen: Any = None if inputs.mask is None else _part(inputs.mask, block)
-    if edge is not None:
-        queries = torch.arange(rows.start, rows.stop, device=device)[:, None]
-        inside = edge.contains(queries, torch.arange(keys.start, keys.stop, device=device))[None, None]
-        seen = inside if seen is None else inside & seen
-    if inputs.bias is None:
-        added = torch.zeros((), dtype=dtype, device=device)
-    else:
-        added = _part(inputs.bias, block).to(dtype)
-    if seen is not None:
-        added = torch.where(seen, added, -torch.inf)
-    return added.expand(-1, -1, rows.stop - rows.start, keys.stop - keys.start)
 
 
 def _part(table: Any, block: QueryBlock) -> Any:
     """Slices the block out of a mask or bias ``[batch or 1, heads or 1, q_len or 1, kv_len or 1]``."""
-    if block.whole:
-        return table
+    if table is None:
+        return None
     narrowed = table if table.shape[2] == 1 else table[:, :, block.rows]
     return narrowed if table.shape[3] == 1 else narrowed[..., block.keys]
