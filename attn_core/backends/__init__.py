@@ -54,8 +54,8 @@ _CUDA = ("flash3", "flash4", "sdpa_cudnn", "flash2", "sdpa_flash", "xformers", "
 PREFERENCE = {
     ("torch", "cpu"): ("sdpa_flash", "math", "flex"),
     ("jax", "cpu"): ("sdpa_flash", "math", "jax_xla", "flex"),
-    ("torch", "cuda"): (*_CUDA, "math"),
-    ("jax", "cuda"): (*_CUDA, "jax_cudnn", "jax_xla", "math"),
+    ("torch", "cuda"): (*_CUDA, "xformers_splitk", "math"),
+    ("jax", "cuda"): (*_CUDA, "xformers_splitk", "jax_cudnn", "jax_xla", "math"),
 }
 """Automatic choice per (framework, kind of device), best first. Other backends run only when requested.
 

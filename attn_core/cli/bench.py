@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
+from time import perf_counter
 from typing import Annotated, Any
 
 import typer
@@ -19,14 +21,21 @@ from attn_core.cli.frameworks import devices_of
 from attn_core.errors import SpecError
 from attn_core.selection import preference
 from attn_core.selection.preference import Case
+from attn_core.selection.random_calls import random_calls
 from attn_core.selection.regret import GOALS, regrets, right_times, summary
-from attn_core.selection.sweep import QUICK, SWEEP
+from attn_core.selection.sweep import QUICK, SweepCase
+
+WRITE_EVERY = 5.0
+"""Seconds between two writes of the raw file; a run that is killed loses the cases since the last write."""
 
 
 def bench(
     device: Annotated[
         str | None, typer.Option(help="cpu, or a GPU of this machine such as sm90. Default: the GPU, else cpu.")
     ] = None,
+    framework: Annotated[str, typer.Option(help="torch, or jax on a CPU.")] = "torch",
+    calls: Annotated[int, typer.Option(min=1, help="How many random calls to run, in both directions.")] = 350,
+    seed: Annotated[int, typer.Option(help="Of the random calls.")] = 0,
     only: Annotated[
         list[str] | None, typer.Option(help="Run only cases whose name contains this text. Repeatable.")
     ] = None,
@@ -34,12 +43,12 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Run a few tiny cases, as a test of the command.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each backend; the median counts.")] = 5,
     everything: Annotated[
-        bool, typer.Option("--everything", help="Time FlexAttention in every case, which compiles each time.")
+        bool, typer.Option("--everything", help="Time FlexAttention in every case, which often compiles.")
     ] = False,
     seconds: Annotated[
         float | None, typer.Option(help="Start no new case after this many seconds; see --resume.")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the raw times to this file after every case.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the raw times to this file, every few seconds.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Run only the cases that the --json file does not have yet.")
     ] = False,
@@ -49,13 +58,14 @@ def bench(
     Exit code: 0 on success; 1 if a backend failed or was wrong, or time ran out; 2 for invalid options.
     """
     try:
-        sweep = Sweep(_device(device), tuple(backend or ()), rounds, everything)
+        sweep = Sweep(_device(device, framework), tuple(backend or ()), rounds, everything, framework)
         if resume:
             if json is None:
                 raise SpecError("--resume: expected --json with the file to continue")
             if json.exists():
                 sweep.resume(read(json))
-        complete = _measure(sweep, quick, only or [], seconds, json)
+        cases = QUICK if quick else islice(random_calls(seed, sweep.target.kind), calls)
+        complete = _measure(sweep, [case for case in cases if _wanted(case, only)], seconds, json)
     except SpecError as error:
         typer.echo(f"attn: {error}", err=True)
         raise typer.Exit(2) from None
@@ -63,38 +73,50 @@ def bench(
         raise typer.Exit(1)
 
 
-def _device(requested: str | None) -> str:
-    if find_spec("torch") is None:
-        raise SpecError("attn bench times torch's kernels, but torch is not installed; install torch")
-    here = devices_of("torch")
+def _device(requested: str | None, framework: str) -> str:
+    # Tensors of torch compare the results, also those of JAX.
+    for package in dict.fromkeys(("torch", framework)):
+        if find_spec(package) is None:
+            raise SpecError(f"attn bench needs {package}, which is not installed; install {package}")
+    here = devices_of(framework) if framework == "torch" else ("cpu",)
     # devices_of lists the CPU first, so the last device is a GPU if there is one.
     device = here[-1] if requested is None else requested
-    target_of("torch", device, False)  # raises SpecError for a name that is no device's
+    target_of(framework, device, False)  # raises SpecError for a name that is no device's
     if device not in here:
-        raise SpecError(f"--device={device}: expected a device of this machine: {', '.join(here)}")
+        what = "a device of this machine" if framework == "torch" else "the device on which JAX is timed"
+        raise SpecError(f"--device={device}: expected {what}: {', '.join(here)}")
     return device
 
 
-def _measure(sweep: Sweep, quick: bool, only: list[str], seconds: float | None, path: Path | None) -> bool:
-    cases = [case for case in (QUICK if quick else SWEEP) if not only or any(text in case.name for text in only)]
+def _wanted(case: SweepCase, only: list[str] | None) -> bool:
+    return not only or any(text in case.name for text in only)
+
+
+def _measure(sweep: Sweep, cases: Sequence[SweepCase], seconds: float | None, path: Path | None) -> bool:
     if not cases:
-        raise SpecError(f"--only={', '.join(only)}: expected a part of a case's name; no case contains it")
+        raise SpecError("--only: expected a part of a case's name; no case contains it")
     # Progress goes to stderr, so that stdout has only the result.
     console = Console(stderr=True)
 
+    written = perf_counter()
+
     def done(record: Record) -> None:
+        nonlocal written
         # Without highlight, because rich would color every number.
         console.print(_line(record), highlight=False)
-        if path is not None:
+        # Not after every case, because a long file takes as long to write as a short case to measure.
+        if path is not None and perf_counter() - written > WRITE_EVERY:
             _replace(path, sweep.raw)
+            written = perf_counter()
 
     try:
         complete = sweep.run(cases, seconds, done)
     except DeviceLostError as error:
-        if path is not None:
-            _replace(path, sweep.raw)
         # A lost device fails every later call of this process, so the sweep cannot go on.
         raise SpecError(f"the device failed and cannot be used again: {error}; run again with --resume") from None
+    finally:
+        if path is not None:
+            _replace(path, sweep.raw)
     typer.echo(regret_table(sweep.raw, preference.measured(sweep.target.device)))
     if path is not None:
         typer.echo(f"wrote {path}")

@@ -14,17 +14,21 @@ import attn_core
 from attn_core import backends
 from attn_core.call.arithmetic import flops
 from attn_core.call.spec import AttentionSpec
-from attn_core.cli.bench_timing import DeviceLostError, Entry, Timing, caller, measure
+from attn_core.cli import bench_jax, bench_torch
+from attn_core.cli.bench_timing import DeviceLostError, Entry, Timing, measure
 from attn_core.cli.frameworks import versions
 from attn_core.errors import SpecError
 from attn_core.selection import Target, choice
 from attn_core.selection.sweep import SweepCase, plain_fields
 
-MOST_SCORES = 2**31
-"""From this many scores on, the math backend is timed only if nothing else runs the case: it stores every score."""
+MOST_SCORES = 2**29
+"""From this many scores on, the math backend is timed only if nothing else runs the case: it may store every score."""
+
+FLEX_EVERY = {"cuda": 3, "cpu": 6}
+"""Compiling FlexAttention takes seconds per kind of call, so it is timed in one of so many calls, or on request. It is
+not timed if one of INSTEAD_OF_FLEX runs the call, because they are faster."""
 
 INSTEAD_OF_FLEX = ("flash3", "flash4", "sdpa_cudnn")
-"""Compiling FlexAttention takes seconds per shape, so it is timed only if none of these runs, or on request."""
 
 Record = dict[str, Any]
 
@@ -37,8 +41,10 @@ class Sweep:
         target: the measured installation and device.
     """
 
-    def __init__(self, device: str, names: tuple[str, ...], rounds: int, everything: bool) -> None:
-        self.target = Target.here("torch", device)
+    def __init__(
+        self, device: str, names: tuple[str, ...], rounds: int, everything: bool, framework: str = "torch"
+    ) -> None:
+        self.target = Target.here(framework, device)
         for name in names:
             _check_exact(name, self.target)
         self.names, self.rounds, self.everything = names or candidates(self.target), rounds, everything
@@ -48,7 +54,7 @@ class Sweep:
         return {
             "format": 1,
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            "framework": "torch",
+            "framework": self.target.framework,
             "device": self.target.device,
             "device_name": _device_name(self.target.device),
             "versions": versions(),
@@ -67,7 +73,7 @@ class Sweep:
             SpecError: if the file was measured with other versions, options or devices.
         """
         # Times from another installation or GPU cannot be compared with the times of this run.
-        for name in ("format", "device", "device_name", "versions", "builds", "rounds", "backends"):
+        for name in ("format", "framework", "device", "device_name", "versions", "builds", "rounds", "backends"):
             now = json.loads(json.dumps(self.raw[name]))  # turns tuples into lists, as in the file
             if before.get(name) != now:
                 raise SpecError(
@@ -107,7 +113,7 @@ class Sweep:
         began = perf_counter()
         entries = self._refused(spec)
         able = [name for name in self.names if name not in entries]
-        entries |= self._skipped(spec, able)
+        entries |= self._skipped(case, spec, able)
         work = flops(spec, case.lengths)
         record: Record = {
             "name": case.name,
@@ -117,9 +123,11 @@ class Sweep:
             "gigaflop": round(work / 1e9, 6),
             "selected": attn_core.explain(spec, self.target).backend,
         }
-        timed = [name for name in able if name not in entries]
+        # The automatic order, so that the first result comes from a fast backend and slow ones are recognised.
+        timed = [name for name in self.names if name in able and name not in entries]
+        beside = self._beside(spec)
         try:
-            timing = self._timing(case, spec, timed)
+            timing = self._timing(case, spec, timed + beside)
         except DeviceLostError as error:
             culprit = str(error).partition(":")[0]  # the message starts with the backend's name
             # Only the culprit failed: the other backends lost their times with the device.
@@ -129,6 +137,8 @@ class Sweep:
         for entry in timing.entries.values():
             if "median" in entry:
                 entry["tflops"] = float(f"{work / 1e6 / entry['median']:.4g}")
+        if beside:
+            record["beside"] = {name: timing.entries.pop(name) for name in beside}
         return self._append(record, timing.entries | entries, timing.reference, began)
 
     def _append(self, record: Record, entries: dict[str, Entry], reference: str | None, began: float) -> Record:
@@ -140,34 +150,46 @@ class Sweep:
         import torch
 
         device = torch.device("cpu" if self.target.device == "cpu" else "cuda")
-        return measure(caller(case, spec, device), names, self.rounds, device)
+        run = bench_jax.caller(case, spec) if self._in_jax else bench_torch.caller(case, spec, device)
+        return measure(run, names, self.rounds, device)
+
+    def _beside(self, spec: AttentionSpec) -> list[str]:
+        """Returns the framework's own function, if it can run the call."""
+        if self._in_jax:
+            return [bench_jax.JAX_NN] if bench_jax.has_jax_nn(spec) else []
+        return [bench_torch.SDPA] if bench_torch.has_sdpa(spec) else []
+
+    @property
+    def _in_jax(self) -> bool:
+        return self.target.framework == "jax"
 
     def _refused(self, spec: AttentionSpec) -> dict[str, Entry]:
         reasons = {name: choice.refusals(name, spec, self.target) for name in self.names}
         return {name: {"refused": list(why)} for name, why in reasons.items() if why}
 
-    def _skipped(self, spec: AttentionSpec, able: list[str]) -> dict[str, Entry]:
+    def _skipped(self, case: SweepCase, spec: AttentionSpec, able: list[str]) -> dict[str, Entry]:
         """Returns entries for backends that are too slow for the sweep; the raw data records the reason."""
         entries: dict[str, Entry] = {}
         others = [name for name in able if name not in ("math", "flex")]
         scores = spec.batch * spec.num_heads * spec.q_len * spec.kv_len
         if "math" in able and others and scores >= MOST_SCORES:
             entries["math"] = {"skipped": f"{scores:.1e} scores, all of which it stores; other backends run this case"}
-        if "flex" in able and not self.everything and any(name in able for name in INSTEAD_OF_FLEX):
-            entries["flex"] = {"skipped": f"compiles for every shape; timed only if none of {INSTEAD_OF_FLEX} runs"}
+        every = FLEX_EVERY[self.target.kind]
+        needed = not any(name in able for name in INSTEAD_OF_FLEX) and case.number % every == 0
+        if "flex" in able and not (self.everything or needed or able == ["flex"]):
+            entries["flex"] = {
+                "skipped": f"compiles for seconds; timed in one of {every} calls, if the others are slow"
+            }
         return entries
 
 
 def candidates(target: Target) -> tuple[str, ...]:
-    """Returns the backends to measure on a target: torch's, installed, and exact to the precision of their dtypes."""
-    result = []
-    for name in backends.names():
-        backend = backends.load(name, target.kind)
-        if backend.FRAMEWORK != "torch" or name in dict(target.unavailable):
-            continue
-        if backend.FORWARD.runs_on(target.device) and not backend.FORWARD.approximate:
-            result.append(name)
-    return tuple(result)
+    """Returns the backends to measure on a target: the installed candidates of automatic choice, best first."""
+    return tuple(
+        name
+        for name in backends.PREFERENCE.get((target.framework, target.kind), ())
+        if name not in dict(target.unavailable) and backends.load(name, target.kind).FORWARD.runs_on(target.device)
+    )
 
 
 def _check_exact(name: str, target: Target) -> None:

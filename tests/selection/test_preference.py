@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ from attn_core.call.arithmetic import flops, pairs
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection import preference
 from attn_core.selection.preference import Case, Features, cases_of, features, measured, nearest, order, ranking, sizes
+from attn_core.selection.random_calls import LIMITS, random_call, random_calls
 from attn_core.selection.regret import regrets, right_times, summary
-from attn_core.selection.sweep import QUICK, SWEEP, plain_fields, spec_of
+from attn_core.selection.sweep import QUICK, plain_fields, spec_of
 from benchmarks.sweep_preference import derive, stable_order
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -276,21 +277,47 @@ def test_a_choice_without_a_time_has_infinite_regret() -> None:
 # The sweep and the work of a call
 
 
-def test_the_sweep_covers_many_calls() -> None:
-    assert len(SWEEP) >= 120
-    assert len({case.name for case in (*SWEEP, *QUICK)}) == len(SWEEP) + len(QUICK)
-    actual = [features(case.spec) for case in SWEEP]
+DRAWN = {kind: list(islice(random_calls(0, kind), 200)) for kind in LIMITS}
+
+
+@pytest.mark.parametrize("kind", LIMITS)
+def test_the_random_calls_cover_real_calls(kind: str) -> None:
+    cases = DRAWN[kind]
+    assert len({case.name for case in (*cases, *QUICK)}) == len(cases) + len(QUICK)
+    actual = [features(case.spec) for case in cases]
     assert {one.band for one in actual} == {"full", "causal", "window"}
-    assert {one.head_dim for one in actual} == {64, 96, 128, 192, 256}
+    assert {64, 96, 128, 192, 256} <= {one.head_dim for one in actual}
     for name in ("half", "dense", "decode", "softcap", "packed", "sinks", "grouped", "alibi"):
         assert {getattr(one, name) for one in actual} == {True, False}, name
-    assert not any(case.spec.needs_backward for case in SWEEP)
-    assert {case.training for case in SWEEP if case.spec.q_len == 1} == {False}
-    lengths = [case.spec.q_len for case in SWEEP if case.spec.q_len > 16]
-    assert (min(lengths), max(lengths)) == (128, 16384)
+    specs = [case.spec for case in cases]
+    assert {spec.head_dim for spec in specs} >= {64, 72, 80, 96, 128, 160, 256}
+    assert any(spec.mask_shape for spec in specs) and any(spec.bias_shape for spec in specs)
+    assert any(spec.q_len != spec.kv_len and spec.q_len > 16 for spec in specs)
+    assert not any(spec.needs_backward for spec in specs)
+    assert min(spec.q_len for spec in specs) == 1
+    assert max(spec.q_len for spec in specs) > LIMITS[kind].length / 2
+    decoding = [case for case in cases if " decode " in case.name]
+    assert decoding and not any(case.training for case in decoding)
 
 
-@pytest.mark.parametrize("case", (*SWEEP, *QUICK), ids=lambda case: case.name)
+@pytest.mark.parametrize("kind", LIMITS)
+def test_the_random_calls_stay_within_the_limits(kind: str) -> None:
+    limits = LIMITS[kind]
+    for case in DRAWN[kind]:
+        spec = case.spec
+        assert max(spec.q_len, spec.kv_len) <= limits.length or spec.packed
+        assert spec.batch <= limits.batch and spec.num_heads <= limits.heads
+        assert flops(spec, case.lengths) <= limits.work
+        assert math.prod(spec.mask_shape or (0,)) + math.prod(spec.bias_shape or (0,)) <= limits.scores
+
+
+def test_the_random_calls_are_the_same_everywhere() -> None:
+    assert [random_call(0, number, "cuda") for number in range(9)] == DRAWN["cuda"][:9]
+    assert random_call(1, 0, "cuda") != random_call(0, 0, "cuda") != random_call(0, 0, "cpu")
+    assert DRAWN["cuda"][0].name == "#0 cross 30x512:226 h32/32 d32 fp16"
+
+
+@pytest.mark.parametrize("case", (*DRAWN["cuda"][:120], *DRAWN["cpu"][:40], *QUICK), ids=lambda case: case.name)
 def test_every_case_describes_its_call(case: Any) -> None:
     spec = case.spec
     assert spec_of(json.loads(json.dumps(plain_fields(spec)))) == spec

@@ -19,7 +19,7 @@ from attn_core.backends.support import CHECKS, Build, Support, unmet_claims
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import DTYPES
 from attn_core.selection import choice, preference
-from attn_core.selection.sweep import SWEEP
+from attn_core.selection.random_calls import random_call
 from torch_frontend.dispatch import plan
 
 SPEC = AttentionSpec(
@@ -214,7 +214,7 @@ def test_choosing_early_equals_choosing_after_every_reason(target: Target, call:
 @pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
 def test_choosing_early_equals_choosing_after_every_reason_for_measured_calls(framework: str, training: bool) -> None:
     target = Target(framework, "sm90", builds=(("flash2", Build("a wheel", head_dims=(64, 128), version=(2, 8, 3))),))
-    for case in SWEEP:
+    for case in (random_call(0, number, "cuda") for number in range(200)):
         spec = replace(case.spec, needs_backward=training)
         order = preference.order(spec, framework, "sm90")
         assert explain(spec, target).backend == eager_choice(spec, target, order), case.name

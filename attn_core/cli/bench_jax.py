@@ -1,0 +1,116 @@
+"""The calls of a sweep as jitted JAX functions: on a backend of ours, and on jax.nn.dot_product_attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from attn_core.call.masks import band
+from attn_core.call.seq_info import SeqInfo
+from attn_core.call.spec import AttentionSpec
+from attn_core.cli.bench_timing import Run
+from attn_core.selection.sweep import SweepCase
+
+JAX_NN = "jax.nn"
+"""The name under which a caller runs JAX's own function, in XLA."""
+
+
+def has_jax_nn(spec: AttentionSpec) -> bool:
+    """Returns whether jax.nn.dot_product_attention has arguments for the call."""
+    if spec.packed or spec.sinks or spec.softcap is not None or spec.alibi_shape is not None:
+        return False
+    # is_causal and local_window_size are aligned top left.
+    return spec.q_len == spec.kv_len or band(spec).hides_nothing(spec.q_len, spec.kv_len)
+
+
+def caller(case: SweepCase, spec: AttentionSpec) -> Run:
+    """Returns a function that runs the call on a backend by name, and waits for its results.
+
+    The results are ``(out,)``, with a backward ``(out, dq, dk, dv)``. Under the name JAX_NN it runs JAX's own function,
+    if ``has_jax_nn(spec)``. Each name compiles on its first call.
+    """
+    import jax
+
+    random = np.random.default_rng(0)
+
+    def normal(*shape: int, dtype: str = spec.dtype) -> Any:
+        return jax.numpy.asarray(random.standard_normal(shape, np.float32), dtype)
+
+    row = () if spec.packed else (spec.batch,)
+    learned = (
+        normal(*row, spec.q_len, spec.num_heads, spec.head_dim),
+        normal(*row, spec.kv_len, spec.num_kv_heads, spec.head_dim),
+        normal(*row, spec.kv_len, spec.num_kv_heads, spec.value_dim),
+    )
+    slopes = 2.0 ** (-8.0 * np.arange(1, spec.num_heads + 1, dtype=np.float32) / spec.num_heads)
+    constants = {
+        "mask": None if spec.mask_shape is None else jax.numpy.asarray(_mask(spec.mask_shape)),
+        "bias": None if spec.bias_shape is None else normal(*spec.bias_shape),
+        "alibi_slopes": None if spec.alibi_shape is None else jax.numpy.asarray(slopes),
+        "sinks": normal(spec.num_heads, dtype="float32") if spec.sinks else None,
+        "seq_info": None if case.lengths is None else SeqInfo.from_lengths(case.lengths, array=jax.numpy.asarray),
+    }
+    dout = normal(*spec.out_shape)
+
+    @cache
+    def compiled(backend: str) -> Any:
+        call = _jax_nn(spec) if backend == JAX_NN else _ours(spec, backend)
+
+        def forward(learned: Any, constants: Any, dout: Any) -> Any:
+            return (call(*learned, **constants),)
+
+        def training(learned: Any, constants: Any, dout: Any) -> Any:
+            out, pull = jax.vjp(lambda *tensors: call(*tensors, **constants), *learned)
+            return (out, *pull(dout))
+
+        return jax.jit(training if spec.needs_backward else forward)
+
+    def run(backend: str) -> tuple[Any, ...]:
+        results: tuple[Any, ...] = jax.block_until_ready(compiled(backend)(learned, constants, dout))
+        return results
+
+    return run
+
+
+def _ours(spec: AttentionSpec, backend: str) -> Callable[..., Any]:
+    from jax_frontend import attention
+
+    keywords: dict[str, Any] = {
+        name: getattr(spec, name) for name in ("causal", "alignment", "window", "softcap", "scale")
+    }
+
+    def call(q: Any, k: Any, v: Any, **constants: Any) -> Any:
+        return attention(q, k, v, **constants, **keywords, backend=backend)
+
+    return call
+
+
+def _jax_nn(spec: AttentionSpec) -> Callable[..., Any]:
+    import jax
+
+    left, right = spec.window
+    bounded = (spec.kv_len if left is None else left, spec.kv_len if right is None else right)
+    keywords: dict[str, Any] = {
+        "implementation": "xla",
+        "scale": spec.scale,
+        "is_causal": spec.causal and spec.q_len == spec.kv_len,
+        "local_window_size": bounded if spec.window != (None, None) and spec.q_len == spec.kv_len else None,
+    }
+
+    def call(q: Any, k: Any, v: Any, mask: Any, bias: Any, **_: Any) -> Any:
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, bias=bias, **keywords)
+
+    return call
+
+
+def _mask(shape: tuple[int, int, int, int]) -> Any:
+    """Returns a mask that leaves each row a key: padding if all queries share one row of it, else a random fifth."""
+    batch, _, rows, keys = shape
+    if rows == 1:
+        lengths = np.linspace(keys // 2, keys, batch).astype(np.int64)
+        return np.arange(keys) < np.maximum(lengths, 1)[:, None, None, None]  # [batch, 1, 1, keys]
+    mask = np.random.default_rng(1).random(shape) > 0.2
+    return mask | np.eye(rows, keys, dtype=bool)  # the diagonal: no row without keys
