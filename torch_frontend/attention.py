@@ -8,12 +8,11 @@ import torch
 from torch.autograd import forward_ad
 
 from attn_core.call.options import Options, check_options, check_traced_options, is_plain_window, requested_names
-from attn_core.call.seq_info import SeqInfo, check_cu_seqlens
-from attn_core.call.spec import AttentionSpec
+from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
 from attn_core.selection import NoBackendError, Selection, override
-from torch_frontend.dispatch import autocast, autograd, empty_rows, offsets, ops, plan, run_plan, transforms
+from torch_frontend.dispatch import autocast, autograd, empty_rows, fast_calls, offsets, ops, plan, run_plan, transforms
 from torch_frontend.dispatch.tensor_kinds import are_jit_traces_active, are_modes_active, match_fake
 
 Tensor = torch.Tensor
@@ -74,12 +73,19 @@ def attention(
         ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments.
         NoBackendError: if no backend, or not the requested one, can run the call; the message has every reason.
     """
-    # The fast path: q, k and v alone, plain tensors, nothing that observes the call. It costs one cached lookup.
+    # The fast path: plain tensors, no dropout, nothing that observes the call. It costs one cached lookup.
     no_extras = mask is None and bias is None and alibi_slopes is None and sinks is None and seq_info is None
     observed = _is_compiling() or _is_autocast_on() or _is_transformed() or _modes() or forward_ad._current_level >= 0
     plain = type(q) is type(k) is type(v) is Tensor  # the general path handles subclasses
     unusual_window = window is not None and type(window) is not int and not is_plain_window(window)
-    if observed or not plain or not no_extras or dropout or unusual_window or dropout_rng is not None:
+    usual = plain and not (observed or dropout or unusual_window or dropout_rng is not None)
+    if usual and not no_extras:
+        extras = (mask, bias, alibi_slopes, sinks)
+        plain_options = (causal, alignment, window, softcap, scale, dropout, deterministic, return_lse)
+        results = fast_calls.attend(q, k, v, extras, seq_info, backend, plain_options)
+        if results is not None:
+            return results
+    if not (usual and no_extras):
         tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
         arguments = gather_arguments(tensors, seq_info, options, dropout_rng)
@@ -163,7 +169,7 @@ def explain(
     needs = trains if needs_backward is None else needs_backward
     requested = requested_names(backend) or override.requested()
     selection = plan.explanation(plan.metadata(inputs), options, needs, bias_gradient and needs, requested)
-    check_offsets(selection.spec, inputs)
+    run_plan.check_offsets(selection.spec, inputs)
     return selection
 
 
@@ -232,7 +238,7 @@ def attend(inputs: Inputs, options: Options, backend: Any) -> Any:
         return (out, lse) if options.return_lse else out
     requested = requested_names(backend) or override.requested()
     call_plan = plan.plan(plan.metadata(inputs), options, needs_backward, bias_gradient, requested)
-    check_offsets(call_plan.spec, inputs)
+    run_plan.check_offsets(call_plan.spec, inputs)
     with autocast.switched_off(inputs.q.device):
         results = run_plan.run_shortcut(call_plan, inputs)
         if results is None:
@@ -241,10 +247,3 @@ def attend(inputs: Inputs, options: Options, backend: Any) -> Any:
                 return autograd.AttentionFunction.apply(call_plan, *inputs)
             results = run_plan.run_forward(call_plan, inputs)
     return results if options.return_lse else results[0]
-
-
-def check_offsets(spec: AttentionSpec, inputs: Inputs) -> None:
-    """Checks the values of a packed call's offsets on the CPU; reading them on a GPU would wait for it."""
-    if spec.packed and inputs.q.device.type == "cpu":
-        check_cu_seqlens(inputs.cu_seqlens_q.numpy(), spec.max_len_q or 0, side="q", tokens=spec.q_len)
-        check_cu_seqlens(inputs.cu_seqlens_k.numpy(), spec.max_len_k or 0, side="k", tokens=spec.kv_len)

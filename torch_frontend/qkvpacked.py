@@ -10,7 +10,7 @@ from attn_core.call.arguments import check_qkv_as_one
 from attn_core.call.options import Options, requested_names
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.selection import override
-from torch_frontend.attention import Window, attend, check_offsets, gather_arguments
+from torch_frontend.attention import Window, attend, gather_arguments
 from torch_frontend.dispatch import autocast, autograd, empty_rows, plan, run_plan, transforms
 from torch_frontend.dispatch.second_derivative import once_differentiable
 from torch_frontend.dispatch.tensor_kinds import is_watched
@@ -61,7 +61,7 @@ def attention_qkvpacked(
     bias_gradient = bias is not None and bias.requires_grad
     requested = requested_names(backend) or override.requested()
     call_plan = plan.plan(plan.metadata(inputs), options, True, bias_gradient, requested)
-    check_offsets(call_plan.spec, inputs)
+    run_plan.check_offsets(call_plan.spec, inputs)
     with autocast.switched_off(qkv.device):
         results = QkvAttention.apply(call_plan, qkv, *inputs[3:])
     return empty_rows.finish_results(results, inputs, seq_info)

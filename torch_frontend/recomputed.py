@@ -14,7 +14,7 @@ import torch
 
 from attn_core.call.options import Options, requested_names
 from attn_core.selection import override
-from torch_frontend.attention import attention, check_offsets, gather_arguments
+from torch_frontend.attention import attention, gather_arguments
 from torch_frontend.dispatch import autocast, empty_rows, plan, run_plan, transforms
 
 Tensor = torch.Tensor
@@ -41,7 +41,7 @@ def attention_of_layer(q: Tensor, k: Tensor, v: Tensor, *, trains: bool, **optio
     if not _can_run(*request):  # a requested backend without a backward may still serve a pass without gradients
         request = (*request[:2], False, False, requested)
     call_plan = plan.plan(*request)
-    check_offsets(call_plan.spec, inputs)
+    run_plan.check_offsets(call_plan.spec, inputs)
     with autocast.switched_off(inputs.q.device):
         out, lse = run_plan.run_forward(call_plan, inputs)
     return empty_rows.finish_results((out, lse) if call_options.return_lse else out, inputs, seq_info)

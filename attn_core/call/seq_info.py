@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from attn_core.errors import DTypeError, ShapeError, SpecError
+
+FEW_OFFSETS = 128
+"""Up to this many offsets are checked as Python's ints, because each of numpy's functions takes a microsecond."""
 
 
 # Without __eq__, because comparing the offsets gives an array, or waits for the device.
@@ -43,6 +47,10 @@ class SeqInfo:
         if place not in self._converted:
             self._converted[place] = convert(self)
         return self._converted[place]
+
+    def known_conversion(self, place: Any) -> Any:
+        """Returns what ``converted`` cached for a place, or None."""
+        return self._converted.get(place)
 
     def __post_init__(self) -> None:
         for name in ("max_len_q", "max_len_k"):
@@ -177,6 +185,8 @@ def check_cu_seqlens(cu_seqlens: np.ndarray, max_len: int, *, side: str, tokens:
         raise ShapeError(
             f"{name}: expected shape [documents + 1] with at least one document, got {list(cu_seqlens.shape)}"
         )
+    if len(cu_seqlens) <= FEW_OFFSETS and _are_valid(cu_seqlens.tolist(), max_len, tokens):
+        return
     if cu_seqlens[0] != 0:
         raise SpecError(f"{name}: expected to start at 0, got {int(cu_seqlens[0])}; prepend the zero")
     # In int64, because the difference of two int32 offsets may wrap, and a decrease then looks like growth.
@@ -196,6 +206,12 @@ def check_cu_seqlens(cu_seqlens: np.ndarray, max_len: int, *, side: str, tokens:
         raise SpecError(
             f"seq_info.max_len_{side}={max_len}: expected at least the longest document, {int(lengths.max())} tokens"
         )
+
+
+def _are_valid(ends: list[int], max_len: int, tokens: int | None) -> bool:
+    """Returns whether offsets are valid."""
+    fits = tokens is None or ends[-1] <= tokens
+    return ends[0] == 0 and fits and all(0 <= stop - start <= max_len for start, stop in pairwise(ends))
 
 
 def _offsets(lengths: Iterable[int], name: str) -> np.ndarray:

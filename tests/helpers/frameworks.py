@@ -150,8 +150,9 @@ def empty_plan_caches(programs: bool = True) -> None:
     for name in ("torch_frontend.dispatch.plan", "jax_frontend.dispatch.plan"):
         module = import_module(name)
         module.plan.cache_clear()
-        if hasattr(module, "dense_plan"):
-            module.dense_plan.cache_clear()
+        for fast in ("dense_plan", "fast_plan"):
+            if hasattr(module, fast):
+                getattr(module, fast).cache_clear()
     import_module("torch_frontend.paged.plan").plan_call.cache_clear()
     import_module("jax_frontend.paged.attention")._plan.cache_clear()
     if programs:

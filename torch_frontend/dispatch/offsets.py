@@ -61,7 +61,7 @@ def attach_complete(info: SeqInfo, inputs: Inputs) -> tuple[Inputs, Longest]:
 
 def _to_device(info: SeqInfo, device: torch.device, tokens: tuple[int, int]) -> SeqInfo:
     """Returns a SeqInfo whose numpy offsets are checked, completed and copied to a device."""
-    if device.type != "cpu":  # attention.check_offsets checks offsets on the CPU later
+    if device.type != "cpu":  # run_plan.check_offsets checks offsets on the CPU later
         check_cu_seqlens(info.cu_seqlens_q, info.max_len_q, side="q", tokens=tokens[0])
         check_cu_seqlens(info.cu_seqlens_k, info.max_len_k, side="k", tokens=tokens[1])
     whole = trailing_tokens.cover_tail(info, tokens)

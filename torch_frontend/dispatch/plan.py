@@ -66,6 +66,26 @@ def dense_plan(
     return plan((*qkv, *(None,) * 6), checked_options, needs_backward, False, requested)
 
 
+@lru_cache(maxsize=4096, typed=True)
+def fast_plan(
+    metadata: tuple[Metadata | None, ...],
+    needs_backward: bool,
+    bias_gradient: bool,
+    requested: str | tuple[str, ...] | None,
+    max_len_q: int | None,
+    max_len_k: int | None,
+    *options: Any,
+) -> Plan:
+    """Plans a call with a mask, a bias, slopes, sinks or documents, as ``dense_plan`` plans one without them."""
+    first = metadata[0]
+    assert first is not None
+    if first[2].type == "meta" or tensor_kinds.are_jit_traces_active() is not None:
+        raise TypeError("meta tensors and traces have no plan in this cache")
+    named = Options(**dict(zip(PLAIN_CALL, options, strict=True)))
+    checked_options = check_options(named._replace(max_len_q=max_len_q, max_len_k=max_len_k))
+    return plan(metadata, checked_options, needs_backward, bias_gradient, requested)
+
+
 PLAIN_CALL = ("causal", "alignment", "window", "softcap", "scale", "dropout", "deterministic", "return_lse")
 """The options of a call without masks and packing, in the order of ``dense_plan``."""
 

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import torch
 
+from attn_core.call.seq_info import check_cu_seqlens
+from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 from torch_frontend.dispatch.plan import Plan
 
 Tensor = torch.Tensor
+
+
+def check_offsets(spec: AttentionSpec, inputs: Inputs) -> None:
+    """Checks the values of a packed call's offsets on the CPU; reading them on a GPU would wait for it."""
+    if spec.packed and inputs.q.device.type == "cpu":
+        check_cu_seqlens(inputs.cu_seqlens_q.numpy(), spec.max_len_q or 0, side="q", tokens=spec.q_len)
+        check_cu_seqlens(inputs.cu_seqlens_k.numpy(), spec.max_len_k or 0, side="k", tokens=spec.kv_len)
 
 
 def run_shortcut(call_plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor] | None:

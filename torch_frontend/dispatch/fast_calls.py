@@ -1,0 +1,77 @@
+"""Eager calls with a mask, a bias, slopes, sinks or documents: one lookup by metadata instead of many checks.
+
+The checks that depend on metadata alone run once per plan. Types, ``requires_grad`` and values are checked on every
+call. Whatever this path does not know, it leaves to the general one, which accepts it or names it in an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attn_core.call.seq_info import SeqInfo
+from attn_core.call.tensors import Inputs
+from attn_core.selection import override
+from torch_frontend.dispatch import autograd, empty_rows
+from torch_frontend.dispatch.plan import fast_plan
+from torch_frontend.dispatch.run_plan import check_offsets, run_forward, run_shortcut
+
+Tensor = torch.Tensor
+_KINDS = frozenset((Tensor, torch.nn.Parameter))
+_STRIDED, _is_grad_enabled, _requested = torch.strided, torch.is_grad_enabled, override.requested
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, extras: tuple[Any, ...], seq_info: Any, backend: Any, options: tuple[Any, ...]
+) -> Any:
+    """Returns out or (out, lse), as ``attention`` does; None if the general path must run the call.
+
+    Args:
+        q, k, v: plain tensors of a call that nothing observes.
+        extras: mask, bias, slopes and sinks as the caller passed them.
+        options: in the order of ``plan.PLAIN_CALL``; the window is plain.
+    """
+    for tensor in (q, k, v, *extras):
+        if tensor is not None and (type(tensor) not in _KINDS or tensor.layout is not _STRIDED or tensor.is_nested):
+            return None
+    mask, bias, slopes, sinks = extras
+    inputs = Inputs(q, k, v, mask, bias, slopes, sinks)
+    longest: tuple[int | None, int | None] = (None, None)
+    if seq_info is not None:
+        info = _converted(q, k, seq_info)
+        if info is None:
+            return None
+        inputs = Inputs(q, k, v, mask, bias, slopes, sinks, info.cu_seqlens_q, info.cu_seqlens_k)
+        longest = (info.max_len_q, info.max_len_k)
+    needs_backward, bias_gradient = _is_grad_enabled(), False
+    if needs_backward:
+        if slopes is not None and slopes.requires_grad:
+            return None
+        bias_gradient = bias is not None and bias.requires_grad
+        needs_backward = q.requires_grad or k.requires_grad or v.requires_grad or bias_gradient
+        needs_backward = needs_backward or (sinks is not None and sinks.requires_grad)
+    try:
+        metadata = tuple([None if each is None else (each.shape, each.dtype, each.device) for each in inputs[:9]])
+        requested = _requested() if backend is None else backend
+        call_plan = fast_plan(metadata, needs_backward, bias_gradient, requested, *longest, *options)
+    except Exception:  # the general path raises the error again, or the one that comes before it
+        return None
+    if seq_info is not None:
+        check_offsets(call_plan.spec, inputs)
+    results = run_shortcut(call_plan, inputs)
+    if results is None:
+        if needs_backward:
+            results = autograd.AttentionFunction.apply(call_plan, *inputs)
+        else:
+            results = run_forward(call_plan, inputs)
+    if call_plan.spec.return_lse:
+        return empty_rows.finish_results(results, inputs, seq_info)
+    return results[0] if type(results) is tuple else results
+
+
+def _converted(q: Tensor, k: Tensor, seq_info: Any) -> SeqInfo | None:
+    """Returns the documents as an earlier call converted them to tensors, or None."""
+    if type(seq_info) is not SeqInfo or q.dim() < 3 or k.dim() < 3:
+        return None
+    return seq_info.known_conversion((q.device, q.shape[-3], k.shape[-3]))
