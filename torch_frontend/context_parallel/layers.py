@@ -101,6 +101,8 @@ def _position_ids(layout: Layout, documents: tuple[int, ...] | None, rank: int, 
 
 
 _active: ContextVar[ActiveMesh | None] = ContextVar("attn_core_context_parallel", default=None)
+active_block = _active.get
+"""``active_mesh`` for eager code, which calls it in every layer."""
 _entered, _lock = 0, Lock()
 # Weak keys, so that the entry does not keep a model alive.
 _ran_under: WeakKeyDictionary[torch.nn.Module, ActiveMesh | None] = WeakKeyDictionary()

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from attn_core.errors import DTypeError, ShapeError, SpecError
-from torch_frontend.dispatch.plan import check_tensor, smaller
+from attn_core.errors import SpecError
+from torch_frontend.context_parallel.layers import ActiveMesh, active_block
 from torch_frontend.huggingface import context as huggingface_context
-from torch_frontend.huggingface.described_mask import DescribedMask, VisibleKeys
-from torch_frontend.huggingface.documents import documents_from_offsets, documents_from_positions
+from torch_frontend.huggingface.described_mask import DescribedMask, description_of
+from torch_frontend.huggingface.documents import documents_from_offsets
+from torch_frontend.huggingface.layer_call import prepare, share, split_mask
 from torch_frontend.recomputed import attention_of_layer as attention
 
 Tensor = torch.Tensor
+_is_compiling = torch.compiler.is_compiling
 
 LAYER_BACKEND = "attn_core_backend"
 """The attribute of an attention module that names the backend of its layer."""
@@ -25,16 +27,6 @@ _IGNORED = (
     *("num_items_in_batch", "ignore_index", "shift_labels", "label_smoothing", "reduction"),  # of a model's loss
 )
 """Keywords that models pass to every layer and that do not affect attention."""
-
-
-class Operands(NamedTuple):
-    """q, k, v ``[batch, len, heads, head_dim]``; mask and bias broadcast to ``[batch, heads, q_len, kv_len]``."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-    bias: Tensor | None
 
 
 def attend(
@@ -72,82 +64,98 @@ def attend(
         SpecError and its subclasses: for an unsupported argument, and for contradictions.
         NoBackendError: if no backend, or not the requested one, can run the call.
     """
-    check_keywords(others)
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [batch, len, heads, head_dim]
-    context = huggingface_context.context_of(module, attention_mask)
-    if context is not None:
-        tables = {"attention_mask": attention_mask, "position_bias": position_bias, "cu_seq_lens_q": cu_seq_lens_q}
-        huggingface_context.check_arguments(tables | {"cu_seq_lens_k": cu_seq_lens_k}, q, k)
-    visible, mask, bias = split_mask(attention_mask, module, is_causal, sliding_window, (q.shape[1], k.shape[1]))
+    if others:
+        check_keywords(others)
+    call, described = None, None
+    alone = position_bias is None and cu_seq_lens_q is None and cu_seq_lens_k is None
+    # All layers of a model read one mask: the first layer prepares the call, and the others look it up.
+    if alone and not _is_compiling() and active_block() is None:
+        described = attention_mask if type(attention_mask) is DescribedMask else description_of(attention_mask)
+        if described is not None:
+            call = described.shared.get((query.shape[2], key.shape[2], sliding_window))
+            if call is not None and call.positions is not None and call.positions() is not position_ids:
+                call = None
     options: dict[str, Any] = {
-        "causal": visible.right == 0,
-        "window": (visible.left, None if visible.right == 0 else visible.right),
-        **{"softcap": softcap, "scale": scaling, "sinks": s_aux, "dropout": dropout},
+        "softcap": softcap,
+        "scale": scaling,
+        "sinks": s_aux,
+        "dropout": dropout,
         "deterministic": bool(deterministic),
-        "backend": getattr(module, LAYER_BACKEND, None) or backend,
+        "backend": _backend_of_layer(module) or backend,
     }
-    if context is not None:
-        return context.attend(q, k, v, **options).contiguous(), None
-    if position_bias is not None:
-        bias = position_bias if bias is None else bias + position_bias
-    info = documents_from_offsets(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k) or visible.seq_info
-    if info is None and position_ids is not None:
-        info = documents_from_positions(position_ids, q.shape[0], visible, attention_mask)
-    operands, alignment = Operands(q, k, v, mask, bias), "bottom_right"
-    if info is None:
-        operands, alignment = cut_keys(operands, visible)
-    else:
-        operands = join_rows(operands, visible.keys)
+    if call is None:
+        context = huggingface_context.context_of(module, attention_mask)
+        if context is not None:
+            tables = {"attention_mask": attention_mask, "position_bias": position_bias}
+            tables |= {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+            bands = is_causal, sliding_window
+            return attend_in_context(module, context, (query, key, value), tables, bands, options)
+        lengths = query.shape[0], query.shape[2], key.shape[2]
+        call = prepare(
+            module,
+            attention_mask if described is None else described,
+            lengths,
+            is_causal=is_causal,
+            sliding_window=sliding_window,
+            bias=position_bias,
+            info=documents_from_offsets(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k),
+            position_ids=position_ids,
+        )
+        if described is not None:
+            share(call, described, lengths, sliding_window, position_ids)
+    if call.seen is not None:
+        key, value = key[:, :, : call.seen], value[:, :, : call.seen]
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [batch, len, heads, head_dim]
+    if call.seq_info is not None:
+        q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # [batch * len, heads, head_dim]
     out = attention(
-        operands.q,
-        operands.k,
-        operands.v,
-        alignment=alignment,
-        mask=operands.mask,
-        bias=operands.bias,
-        seq_info=info,
+        q,
+        k,
+        v,
+        causal=call.causal,
+        window=call.window,
+        alignment=call.alignment,
+        mask=call.mask,
+        bias=call.bias,
+        seq_info=call.seq_info,
         trains=bool(getattr(module, "training", False)),
         **options,
     )
-    if info is not None:  # [batch * len, heads, value_dim] -> [batch, len, heads, value_dim]
-        out = out.reshape(q.shape[0], q.shape[1], *out.shape[-2:])
+    if call.seq_info is not None:  # [batch * len, heads, value_dim] -> [batch, len, heads, value_dim]
+        out = out.reshape(query.shape[0], query.shape[2], *out.shape[-2:])
     return out.contiguous(), None
 
 
-def cut_keys(operands: Operands, visible: VisibleKeys) -> tuple[Operands, str]:
-    """Returns the operands without keys behind a causal call's last query, and the alignment of the remaining keys.
+def attend_in_context(
+    module: Any,
+    context: ActiveMesh,
+    operands: tuple[Tensor, Tensor, Tensor],
+    tables: dict[str, Any],
+    bands: tuple[bool | None, int | None],
+    options: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """Computes a layer's attention under ``use_context_parallel``; arguments and results as in ``attend``.
 
-    Keys behind the last query are the unused rest of a static cache. Padding becomes a mask of keys.
+    Args:
+        context: the block's arguments.
+        tables: arguments that must be None or a described mask.
+        bands: (is_causal, sliding_window).
     """
-    q, k, v, mask, bias = operands
-    keys, alignment = visible.keys, "bottom_right"
-    seen, causal = visible.offset + q.shape[1], visible.right == 0
-    first = torch.compiler.is_compiling() and causal and visible.offset == 0  # no comparison: lengths may be symbols
-    if first:
-        seen = smaller(seen, k.shape[1])
-    if first or (causal and seen < k.shape[1]):
-        k, v = k[:, :seen], v[:, :seen]
-        keys, bias = (None if table is None else table[..., :seen] for table in (keys, bias))
-    if first or seen != k.shape[1]:
-        alignment = "top_left"  # the offset is 0, or there is no band to align
-    if keys is not None:
-        mask = keys[:, None, None, :]  # [batch, 1, 1, kv_len]; a described mask has no other mask
-    return Operands(q, k, v, mask, bias), alignment
+    q, k, v = (tensor.transpose(1, 2) for tensor in operands)  # [batch, len, heads, head_dim]
+    huggingface_context.check_arguments(tables, q, k)
+    visible, _, _ = split_mask(tables["attention_mask"], module, *bands, (q.shape[1], k.shape[1]))
+    causal = visible.right == 0
+    window = visible.left, None if causal else visible.right
+    return context.attend(q, k, v, causal=causal, window=window, **options).contiguous(), None
 
 
-def join_rows(operands: Operands, keys: Tensor | None) -> Operands:
-    """Lays the rows of the batch end to end, as one row of packed documents.
-
-    Raises:
-        SpecError: for several rows with a mask or a bias.
-    """
-    q, k, v, mask, bias = operands
-    if q.shape[0] > 1 and (mask is not None or bias is not None):
-        raise SpecError("attention_mask, position_bias: expected none of 4 axes with packed rows, or a single row")
-    if keys is not None:
-        mask = keys.reshape(1, 1, 1, -1)  # [1, 1, 1, batch * kv_len]
-    q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [batch * len, heads, head_dim]
-    return Operands(q, k, v, mask, bias)
+def _backend_of_layer(module: Any) -> Any:
+    """Returns the backend that ``set_layer_backends`` chose for a layer, or None."""
+    if torch.compiler.is_compiling():
+        return getattr(module, LAYER_BACKEND, None)
+    # A module's own lookup of a missing attribute takes microseconds.
+    chosen = module.__dict__.get(LAYER_BACKEND)
+    return getattr(type(module), LAYER_BACKEND, None) if chosen is None else chosen
 
 
 def check_keywords(others: Mapping[str, Any]) -> None:
@@ -161,59 +169,3 @@ def check_keywords(others: Mapping[str, Any]) -> None:
         }.get(name, "this attention has no such option")
         shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise SpecError(f"{name}={shown}: {remedy}" if len(shown) < 80 else f"{name}: {remedy}")
-
-
-def split_mask(
-    attention_mask: Any, module: Any, is_causal: bool | None, sliding_window: int | None, lengths: tuple[int, int]
-) -> tuple[VisibleKeys, Tensor | None, Tensor | None]:
-    """Returns ``attention_mask`` as (VisibleKeys, bool mask, additive bias).
-
-    A mask alone decides what is visible, as in ``eager`` attention. Without a mask the other arguments decide.
-    """
-    if isinstance(attention_mask, DescribedMask):
-        visible = attention_mask.visible
-        if visible.lengths != lengths:
-            raise ShapeError(f"attention_mask: built for (q, kv) lengths {visible.lengths}, got {lengths}")
-        check_window(visible, sliding_window)
-        return visible, None, None
-    if attention_mask is None:
-        return without_mask(module, is_causal, sliding_window, lengths), None, None
-    if not isinstance(attention_mask, Tensor):
-        raise SpecError(f"attention_mask: expected a tensor of 4 axes or None, got {type(attention_mask).__name__}")
-    check_tensor("attention_mask", attention_mask)
-    if attention_mask.dim() != 4:
-        raise ShapeError(f"attention_mask: expected [batch, heads, q, kv], got {list(attention_mask.shape)}")
-    everything = VisibleKeys(None, None, 0, lengths)
-    if attention_mask.dtype == torch.bool:
-        return everything, attention_mask, None
-    if attention_mask.is_floating_point():
-        return everything, None, attention_mask
-    raise DTypeError(
-        f"attention_mask: expected bool (True = visible) or a float to be added, got {attention_mask.dtype} of 4 axes"
-    )
-
-
-def without_mask(
-    module: Any, is_causal: bool | None, sliding_window: int | None, lengths: tuple[int, int]
-) -> VisibleKeys:
-    """Returns what the module's ``is_causal`` (or the argument) and ``sliding_window`` make visible.
-
-    The alignment is that of transformers' SDPA attention: the first query at the first key, a single one at the last.
-    """
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    if sliding_window is not None and not causal:
-        raise SpecError(f"sliding_window={sliding_window}: expected a mask or causal attention")
-    # The window counts the query's own key, left only the keys before it.
-    left = None if sliding_window is None else sliding_window - 1
-    return VisibleKeys(left, 0 if causal else None, lengths[1] - 1 if lengths[0] == 1 else 0, lengths)
-
-
-def check_window(visible: VisibleKeys, sliding_window: int | None) -> None:
-    """Raises SpecError if a causal mask and the layer's ``sliding_window`` contradict each other."""
-    whole = visible.context is None  # a window wider than a shard may still hide keys of the row
-    # A window that is at least as long as the row hides nothing, so the mask need not have it.
-    if sliding_window is None or visible.right != 0 or (whole and sliding_window >= visible.lengths[1]):
-        return
-    if visible.left != sliding_window - 1:
-        shown = "no window" if visible.left is None else f"a window of {visible.left + 1} keys"
-        raise SpecError(f"sliding_window={sliding_window}: the model's mask has {shown}; they must agree")

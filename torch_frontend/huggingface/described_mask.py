@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch.utils._pytree import tree_map
@@ -53,6 +54,7 @@ class DescribedMask:
         self.shape = torch.Size((batch, 1, *visible.lengths))
         self.device, self.visible, self.build = device, visible, build
         self.position_documents: Any = None  # the documents that an earlier layer read from the position ids
+        self.shared: dict[tuple[int | None, ...], Any] = {}  # LayerCalls by (q_len, kv_len, sliding_window)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -79,6 +81,10 @@ class DescribedMask:
         visible = self.visible if keys is None else self.visible._replace(keys=keys.to(place[0], **keywords))
         return DescribedMask(self.shape[0], torch.device(place[0]), visible, lambda: self.build().to(place[0]))
 
+    def contiguous(self, **_: Any) -> DescribedMask:
+        """Returns itself, because it has no memory: ``generate`` asks for contiguous masks with a static cache."""
+        return self
+
     def __len__(self) -> int:
         return self.shape[0]
 
@@ -94,6 +100,18 @@ class DescribedMask:
 
     def __invert__(self) -> Tensor:
         return ~self.build()
+
+
+def describe(table: Tensor, described: DescribedMask) -> None:
+    """Attaches a description to the dense mask with the same meaning; ``description_of`` returns it."""
+    if not table.is_inference():  # inference tensors do not count their changes
+        table._attn_core_description = (ref(table), table._version, described)  # type: ignore[attr-defined]
+
+
+def description_of(mask: Any) -> DescribedMask | None:
+    """Returns the description of a dense mask, or None if it has none, is a copy, or was changed in place since."""
+    found = getattr(mask, "_attn_core_description", None)
+    return found[2] if found is not None and found[0]() is mask and found[1] == mask._version else None
 
 
 def _operator_on_dense(name: str) -> Callable[[DescribedMask, Any], Any]:

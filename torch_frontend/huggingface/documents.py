@@ -41,9 +41,7 @@ def documents_from_positions(position_ids: Tensor, batch: int, visible: VisibleK
     Positions count only for causal self-attention of whole rows without padding. Layers that share a mask read the
     values once, because a read waits for the GPU. Nothing is read while compiling.
     """
-    queries, keys = visible.lengths
-    whole = visible.right == 0 and visible.keys is None and queries == keys and queries != 1
-    if not whole or not _readable(position_ids, batch, queries):
+    if not counts_positions(visible) or not are_readable(position_ids, batch, visible.lengths[0]):
         return None
     if not isinstance(mask, DescribedMask):
         return _read_documents(position_ids, batch)
@@ -53,7 +51,13 @@ def documents_from_positions(position_ids: Tensor, batch: int, visible: VisibleK
     return mask.position_documents[1]
 
 
-def _readable(position_ids: Tensor, batch: int, tokens: int) -> bool:
+def counts_positions(visible: VisibleKeys) -> bool:
+    """Returns whether position ids may describe documents: in causal self-attention of whole rows without padding."""
+    queries, keys = visible.lengths
+    return visible.right == 0 and visible.keys is None and queries == keys and queries != 1
+
+
+def are_readable(position_ids: Tensor, batch: int, tokens: int) -> bool:
     """Returns whether there is one position per token (M-RoPE has three) and its value can be read now."""
     if torch.compiler.is_compiling() or tuple(position_ids.shape) not in ((batch, tokens), (1, tokens)):
         return False

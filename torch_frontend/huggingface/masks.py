@@ -7,7 +7,7 @@ itself would build from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,9 @@ from transformers import masking_utils  # at module level, because older compile
 
 from attn_core.errors import SpecError
 from torch_frontend.context_parallel.layers import active_mesh
+from torch_frontend.dispatch.transforms import is_one_op
 from torch_frontend.huggingface import context as huggingface_context
-from torch_frontend.huggingface.described_mask import DescribedMask, VisibleKeys
+from torch_frontend.huggingface.described_mask import DescribedMask, VisibleKeys, describe
 from torch_frontend.huggingface.documents import documents_from_numbers
 from torch_frontend.huggingface.patterns import Pattern, infer_pattern, read_pattern
 
@@ -69,20 +70,49 @@ def mask(
     steps = q_length == 1 and causal and not options.get("allow_is_causal_skip", True)  # decoding that may be compiled
     if steps or (compiling and isinstance(q_offset, Tensor)):
         # One row of keys is as small as a description, and its values may change without a recompilation.
-        return dense(q_offset=q_offset, attention_mask=attention_mask)
-    q_offset = int(q_offset)  # a copy, because the cache advances a tensor in place
+        table = dense(q_offset=q_offset, attention_mask=attention_mask)
+        if compiling or table.device.type != "cpu" or is_one_op(table):
+            return table
+        # Values on the CPU can be read, so layers that are not compiled leave hidden keys out.
+        table, pattern = table.contiguous(), read_pattern(mask_function)
+        described = _describe(table.shape, (int(q_offset), kv_offset), pattern, attention_mask, device, dense)
+        if isinstance(described, DescribedMask):
+            describe(table, described)
+        return table
     pattern = infer_pattern(mask_function, options) if compiling else read_pattern(mask_function)
+    shape = batch_size, 1, q_length, kv_length
+    return _describe(shape, (int(q_offset), kv_offset), pattern, attention_mask, device, dense)
+
+
+def _describe(
+    shape: Sequence[int],
+    offsets: tuple[int, int],
+    pattern: Pattern | None,
+    attention_mask: Tensor | None,
+    device: torch.device | str,
+    dense: Callable[..., Tensor],
+) -> DescribedMask | Tensor:
+    """Returns the mask of a pattern and a padding mask as a DescribedMask, or the dense mask if it cannot be described.
+
+    Args:
+        shape: ``[batch, 1, q_len, kv_len]``.
+        offsets: of (queries, keys). An int of ours, because the cache advances its tensor in place.
+    """
+    (batch, _, q_length, kv_length), (q_offset, kv_offset) = shape, offsets
     offset = q_offset - kv_offset
     if pattern is None or not is_alignable(pattern, offset, q_length, kv_length):
         return dense(q_offset=q_offset, attention_mask=attention_mask)
     if attention_mask is not None:
         attention_mask = attention_mask.to(torch.bool, copy=True)  # the caller may change theirs before the build
     keys = visible_keys(attention_mask, kv_length, kv_offset)
-    if keys is not None and not compiling and bool(keys.all()):
-        attention_mask = keys = None
+    if keys is not None and not torch.compiler.is_compiling():
+        # A causal mask hides the keys behind the last query anyway: they are the unused rest of a static cache.
+        reached = keys[:, : offset + q_length] if pattern.right == 0 else keys
+        if bool(reached.all()):
+            attention_mask = keys = None
     info = None if pattern.documents is None else documents_from_numbers(pattern.documents)
     visible = VisibleKeys(pattern.left, pattern.right, offset, (q_length, kv_length), keys, info)
-    return DescribedMask(batch_size, device, visible, partial(dense, q_offset=q_offset, attention_mask=attention_mask))
+    return DescribedMask(batch, device, visible, partial(dense, q_offset=q_offset, attention_mask=attention_mask))
 
 
 def is_alignable(pattern: Pattern, offset: int, q_length: int, kv_length: int) -> bool:

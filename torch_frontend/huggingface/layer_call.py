@@ -1,0 +1,186 @@
+"""LayerCall: what a mask and the other arguments of a transformers layer mean for the attention call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+
+from attn_core.call.seq_info import SeqInfo
+from attn_core.errors import DTypeError, ShapeError, SpecError
+from torch_frontend.dispatch.plan import check_tensor, smaller
+from torch_frontend.huggingface.described_mask import DescribedMask, VisibleKeys
+from torch_frontend.huggingface.documents import are_readable, counts_positions, documents_from_positions
+
+Tensor = torch.Tensor
+
+
+class LayerCall(NamedTuple):
+    """Options and tables of a layer's attention call. The layers of a model that have one mask share them.
+
+    Attributes:
+        causal, window, alignment: as in ``torch_frontend.attention``.
+        seen: the number of keys that the call reads, the first ones; None for all.
+        mask, bias: broadcast to ``[batch, heads, q_len, kv_len]``, or None.
+        seq_info: the documents of all rows laid end to end, or None.
+        positions: returns the position ids that ``seq_info`` depends on, a weak reference; or None if it depends on
+            none.
+    """
+
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    alignment: str = "bottom_right"
+    seen: Any = None
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    seq_info: SeqInfo | None = None
+    positions: Callable[[], Tensor | None] | None = None
+
+
+def prepare(
+    module: Any,
+    attention_mask: Any,
+    lengths: tuple[int, int, int],
+    *,
+    is_causal: bool | None,
+    sliding_window: int | None,
+    bias: Tensor | None,
+    info: SeqInfo | None,
+    position_ids: Tensor | None,
+) -> LayerCall:
+    """Returns the call that a layer's arguments describe.
+
+    Args:
+        lengths: (batch, q_len, kv_len).
+        bias: the layer's position bias; info: the documents that its offsets describe.
+    """
+    batch, queries, keys = lengths
+    visible, mask, added = split_mask(attention_mask, module, is_causal, sliding_window, (queries, keys))
+    if added is not None:
+        bias = added if bias is None else added + bias
+    info, positions = info or visible.seq_info, None
+    if info is None and position_ids is not None:
+        info = documents_from_positions(position_ids, batch, visible, attention_mask)
+        positions = ref(position_ids) if counts_positions(visible) else None
+    call = join_rows(visible, mask, bias, info, batch) if info is not None else cut_keys(visible, mask, bias)
+    return call if positions is None else call._replace(positions=positions)
+
+
+def share(
+    call: LayerCall,
+    described: DescribedMask,
+    lengths: tuple[int, int, int],
+    sliding_window: int | None,
+    position_ids: Tensor | None,
+) -> None:
+    """Keeps a call for the layers with the same mask, unless it depends on position ids that were not readable."""
+    if call.positions is None and described.visible.seq_info is None and counts_positions(described.visible):
+        call = call._replace(positions=_no_positions)
+    elif call.positions is not None and (position_ids is None or not are_readable(position_ids, *lengths[:2])):
+        return
+    described.shared[(*lengths[1:], sliding_window)] = call
+
+
+def _no_positions() -> None:
+    """Stands for position ids in a call that had none."""
+
+
+def cut_keys(visible: VisibleKeys, mask: Tensor | None, bias: Tensor | None) -> LayerCall:
+    """Returns a call on the keys up to the last query of a causal call.
+
+    Keys behind the last query are the unused rest of a static cache. Padding becomes a mask of keys.
+    """
+    queries, kv_len = visible.lengths
+    keys, alignment = visible.keys, "bottom_right"
+    causal, left, compiling = visible.right == 0, visible.left, torch.compiler.is_compiling()
+    seen: Any = visible.offset + queries
+    first = compiling and causal and visible.offset == 0  # no comparison: lengths may be symbols
+    if first:
+        seen = smaller(seen, kv_len)
+    cut = first or (causal and seen < kv_len)
+    if cut:
+        keys, bias = (None if table is None else table[..., :seen] for table in (keys, bias))
+    if first or (seen != kv_len and not cut):
+        alignment = "top_left"  # the offset is 0, or there is no band to align
+    if keys is not None:
+        mask = keys[:, None, None, :]  # [batch, 1, 1, kv_len]; a described mask has no other mask
+    if not compiling and queries == 1 and causal and seen <= kv_len and (left is None or left >= seen - 1):
+        causal, left = False, None  # a single query at the last key sees all keys, so there is no band to compute
+    return LayerCall(causal, _window(left, visible.right), alignment, seen if cut else None, mask, bias)
+
+
+def join_rows(visible: VisibleKeys, mask: Tensor | None, bias: Tensor | None, info: SeqInfo, batch: int) -> LayerCall:
+    """Returns a call on the rows of the batch laid end to end, as one row of packed documents.
+
+    Raises:
+        SpecError: for several rows with a mask or a bias.
+    """
+    if batch > 1 and (mask is not None or bias is not None):
+        raise SpecError("attention_mask, position_bias: expected none of 4 axes with packed rows, or a single row")
+    if visible.keys is not None:
+        mask = visible.keys.reshape(1, 1, 1, -1)  # [1, 1, 1, batch * kv_len]
+    return LayerCall(visible.right == 0, _window(visible.left, visible.right), mask=mask, bias=bias, seq_info=info)
+
+
+def _window(left: int | None, right: int | None) -> tuple[int | None, int | None] | None:
+    """Returns attention's window, where ``causal`` says what a right distance of 0 would."""
+    right = None if right == 0 else right
+    return None if left is None and right is None else (left, right)
+
+
+def split_mask(
+    attention_mask: Any, module: Any, is_causal: bool | None, sliding_window: int | None, lengths: tuple[int, int]
+) -> tuple[VisibleKeys, Tensor | None, Tensor | None]:
+    """Returns ``attention_mask`` as (VisibleKeys, bool mask, additive bias).
+
+    A mask alone decides what is visible, as in ``eager`` attention. Without a mask the other arguments decide.
+    """
+    if isinstance(attention_mask, DescribedMask):
+        visible = attention_mask.visible
+        if visible.lengths != lengths:
+            raise ShapeError(f"attention_mask: built for (q, kv) lengths {visible.lengths}, got {lengths}")
+        check_window(visible, sliding_window)
+        return visible, None, None
+    if attention_mask is None:
+        return without_mask(module, is_causal, sliding_window, lengths), None, None
+    if not isinstance(attention_mask, Tensor):
+        raise SpecError(f"attention_mask: expected a tensor of 4 axes or None, got {type(attention_mask).__name__}")
+    check_tensor("attention_mask", attention_mask)
+    if attention_mask.dim() != 4:
+        raise ShapeError(f"attention_mask: expected [batch, heads, q, kv], got {list(attention_mask.shape)}")
+    everything = VisibleKeys(None, None, 0, lengths)
+    if attention_mask.dtype == torch.bool:
+        return everything, attention_mask, None
+    if attention_mask.is_floating_point():
+        return everything, None, attention_mask
+    raise DTypeError(
+        f"attention_mask: expected bool (True = visible) or a float to be added, got {attention_mask.dtype} of 4 axes"
+    )
+
+
+def without_mask(
+    module: Any, is_causal: bool | None, sliding_window: int | None, lengths: tuple[int, int]
+) -> VisibleKeys:
+    """Returns what the module's ``is_causal`` (or the argument) and ``sliding_window`` make visible.
+
+    The alignment is that of transformers' SDPA attention: the first query at the first key, a single one at the last.
+    """
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if sliding_window is not None and not causal:
+        raise SpecError(f"sliding_window={sliding_window}: expected a mask or causal attention")
+    # The window counts the query's own key, left only the keys before it.
+    left = None if sliding_window is None else sliding_window - 1
+    return VisibleKeys(left, 0 if causal else None, lengths[1] - 1 if lengths[0] == 1 else 0, lengths)
+
+
+def check_window(visible: VisibleKeys, sliding_window: int | None) -> None:
+    """Raises SpecError if a causal mask and the layer's ``sliding_window`` contradict each other."""
+    whole = visible.context is None  # a window wider than a shard may still hide keys of the row
+    # A window that is at least as long as the row hides nothing, so the mask need not have it.
+    if sliding_window is None or visible.right != 0 or (whole and sliding_window >= visible.lengths[1]):
+        return
+    if visible.left != sliding_window - 1:
+        shown = "no window" if visible.left is None else f"a window of {visible.left + 1} keys"
+        raise SpecError(f"sliding_window={sliding_window}: the model's mask has {shown}; they must agree")
