@@ -13,7 +13,7 @@ import pytest
 
 from attn_core import AttentionSpec, PagedKV, Target, backends, selection
 from attn_core.backends.flash4 import backend as flash4
-from attn_core.backends.flash4 import operands, versions
+from attn_core.backends.flash4 import direct, operands, versions
 from attn_core.backends.flash4 import paged as flash4_kernel
 from attn_core.backends.flash4 import softcap as flash4_scores
 from attn_core.backends.shared import dry_run, first_call
@@ -652,6 +652,8 @@ def test_each_cap_compiles_one_kernel() -> None:
         counts = len(_flash_attn_fwd.compile_cache.cache), len(_flash_attn_bwd.compile_cache.cache)
     flash4_scores.score_functions.cache_clear()  # an old cap gets new functions
     flash4._arguments.cache_clear()
+    direct._seen.clear()  # so that the call goes through flash-attn-4's entry points once more
+    direct._recorded.clear()
     flash4.forward(spec, inputs)
     assert (len(_flash_attn_fwd.compile_cache.cache), len(_flash_attn_bwd.compile_cache.cache)) == counts
     assert not torch.equal(results[2.0], results[3.0])
@@ -667,3 +669,23 @@ def test_gradients_are_written_into_one_tensor_of_three() -> None:
     actual = flash4.backward(spec, inputs, out, lse, out, None, into)
     assert all(one is other for one, other in zip(actual[:3], into[:3]))
     assert all(torch.equal(one, other) for one, other in zip(plain[:3], into[:3]))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "features",
+    [{"causal": True}, {"window": (30, 4), "num_kv_heads": 6}, {"sinks": True}, {"head_dim": 40, "value_dim": 40}]
+    + [{"softcap": 20.0}, {"batch": 1, "documents": 3, "max_len_q": 97, "max_len_k": 129, "causal": True}],
+    ids=["causal", "window", "sinks", "padded", "softcap", "packed"],
+)
+def test_direct_launches_give_the_bits_of_the_entry_points(features: dict[str, Any]) -> None:
+    spec, inputs = gpu_case(deterministic=True, **features)
+    direct._seen.clear()
+    direct._recorded.clear()
+    results = []
+    for _ in range(4):  # through the entry points, recorded, direct, direct
+        out, lse = flash4.forward(spec, inputs)
+        results.append((out, lse, *flash4.backward(spec, inputs, out, lse, out, None)[:3]))
+    assert all(direct._recorded.values()) and len(direct._recorded) == 2
+    for later in results[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(results[0], later))

@@ -11,9 +11,8 @@ of 16 and reads it in widths of 32 (or 64), so we pad to widths on which the two
 grouped heads, unless ``deterministic``. A NaN or Inf in a document can reach the document before it, because the last
 tile of one holds the first tokens of the next, with weight 0.
 
-No function here synchronises or records a graph: the kernels get detached tensors. A call costs about 60 µs of Python,
-nearly all in ``flash_attn.cute.interface``, which rebuilds the key of the compiled kernel on every call.
-Paged keys and values: ``attn_core.backends.flash4.paged``.
+No function here synchronises or records a graph: the kernels get detached tensors. The third and later calls of a spec
+launch the compiled kernels directly, see ``direct``. Paged keys and values: ``paged``.
 Upstream: flash-attn-4 >= 4.0.0b30; its sources were read at b30 and b36.
 """
 
@@ -23,8 +22,8 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
-from attn_core.backends.flash4 import paged, versions
-from attn_core.backends.flash4.operands import copy_if_expanded, window, writable
+from attn_core.backends.flash4 import direct, paged, versions
+from attn_core.backends.flash4.operands import backward_width, copy_if_expanded, window, writable
 from attn_core.backends.shared import dry_run, first_call, kernel_limits, rewrites
 from attn_core.backends.shared.kernel_programs import KernelProgram
 from attn_core.backends.support import Build, Support
@@ -115,9 +114,12 @@ def _kernels() -> tuple[Any, Any]:
 
 def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
     """See ``Backend.forward``. Raises RuntimeError if a CUDA graph would capture the compilation."""
+    launches = direct.launches_of(spec, "forward", inputs.q)
+    if launches is not None:
+        return direct.launch_forward(launches, spec, inputs, into)
     kernel = _kernel(spec, gradient=False)
     return first_call.run(
-        _key(spec, "forward", inputs.q),
+        direct.compiled_key(spec, "forward", inputs.q),
         lambda: rewrites.forward(kernel, spec, inputs, into),
         lambda: f"the flash4 forward of ({spec})",
         *(() if spec.paged is None else ("run the same call once before the capture",)),
@@ -128,9 +130,12 @@ def backward(
     spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any, into: Any = None
 ) -> Gradients:
     """See ``Backend.backward``, and ``forward`` for the error."""
+    launches = direct.launches_of(spec, "backward", inputs.q) if dlse is None else None
+    if launches is not None:
+        return direct.launch_backward(launches, inputs, out, lse, dout, into, None)
     kernel = _kernel(spec, gradient=True)
     return first_call.run(
-        _key(spec, "backward" if dlse is None else "backward of out and lse", inputs.q),
+        direct.compiled_key(spec, "backward" if dlse is None else "backward of out and lse", inputs.q),
         lambda: rewrites.backward(kernel, spec, inputs, out, lse, dout, dlse, into),
         lambda: f"the flash4 backward of ({spec})",
     )
@@ -169,22 +174,12 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> Ker
 
     def run(kernels: Any, inputs: Inputs, others: dict[str, Any]) -> None:
         if direction == "forward":
-            _forward(spec, inputs, (others["out"], others["lse"]), kernels)
+            _run_forward(spec, inputs, (others["out"], others["lse"]), kernels)
         else:
             out, lse, dout, *buffers = (others[name] for name in ("out", "lse", "dout", "dq", "dk", "dv"))
-            _gradients(spec, inputs, out, lse, dout, Gradients(*buffers), others.get("dlse"), kernels)
+            _run_backward(spec, inputs, out, lse, dout, Gradients(*buffers), others.get("dlse"), kernels)
 
     return flash4_program.program(spec, direction, with_dlse, run)
-
-
-@lru_cache(maxsize=4096)
-def _key_of(spec: AttentionSpec) -> AttentionSpec:
-    """Returns a key that is at least as fine as the kernel's own (dtype, group, widths, properties of the lengths)."""
-    return replace(spec, scale=1.0, needs_backward=False, return_lse=False)  # none of them changes the kernel
-
-
-def _key(spec: AttentionSpec, half: str, q: Any) -> tuple[AttentionSpec, str, int]:
-    return _key_of(spec), half, q.device.index
 
 
 @lru_cache(maxsize=4096)
@@ -200,9 +195,14 @@ def _arguments(spec: AttentionSpec, half: str) -> dict[str, Any]:
     return {**how[half], "score_mod": functions.recompute, "score_mod_bwd": functions.gradient}
 
 
-def _forward(spec: AttentionSpec, inputs: Any, into: Any, kernels: Any = None) -> tuple[Any, Any]:
+def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
     if spec.paged is not None:
         return paged.forward(spec, inputs, into, _kernels()[0], _arguments(spec, "forward"))
+    return direct.forward(spec, inputs, into, _run_forward)
+
+
+def _run_forward(spec: AttentionSpec, inputs: Inputs, into: Any, kernels: Any) -> tuple[Any, Any]:
+    """Makes a call through flash-attn-4's entry points. kernels: a recording replaces them."""
     out, lse = (None, None) if into is None else map(writable, into)
     results = (kernels or _kernels())[0](
         *map(copy_if_expanded, inputs[:3]),
@@ -221,14 +221,14 @@ def _backward(
 ) -> Gradients:
     if dlse is not None:  # a row that sees no key has weight 0, so its dlse must not reach the kernel, e.g. as NaN
         dlse = dlse.masked_fill(lse == -float("inf"), 0.0)
-    return _gradients(spec, inputs, out, lse, dout, into, dlse, _kernels())
+    return direct.backward(spec, inputs, out, lse, dout, into, dlse, _run_backward)
 
 
-def _gradients(
+def _run_backward(
     spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any, dlse: Any, kernels: Any
 ) -> Gradients:
     dq, dk, dv = (None, None, None) if into is None else map(writable, into[:3])
-    results = kernels[1](
+    results = (kernels or _kernels())[1](
         *map(copy_if_expanded, (*inputs[:3], out, dout)),
         lse,
         cu_seqlens_q=inputs.cu_seqlens_q,
@@ -242,10 +242,6 @@ def _gradients(
     return Gradients(*results[:3])
 
 
-def _backward_width(dim: int) -> int:
-    return -(-dim // 32) * 32 if dim <= 128 else -(-dim // 64) * 64
-
-
 @lru_cache(maxsize=4096)
 def _kernel(spec: AttentionSpec, gradient: bool) -> rewrites.Kernel:
     """Returns the kernel with the widths of its forward or of its backward (``gradient``).
@@ -254,5 +250,5 @@ def _kernel(spec: AttentionSpec, gradient: bool) -> rewrites.Kernel:
     in the backward of grouped heads.
     """
     apart = 128 < spec.head_dim <= 192 and spec.value_dim <= 128 and not (gradient and spec.group_size > 1)
-    width = _backward_width if gradient else lambda dim: -(-dim // 8) * 8
+    width = backward_width if gradient else lambda dim: -(-dim // 8) * 8
     return rewrites.Kernel(_forward, _backward, width, same_width=not apart, lse_gradient=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from attn_core.call.masks import band
@@ -19,16 +20,17 @@ def window(spec: AttentionSpec) -> tuple[int | None, int | None]:
     return left, right
 
 
+def backward_width(dim: int) -> int:
+    """Returns the head dimension at which the backward writes and reads dq in the same widths."""
+    return -(-dim // 32) * 32 if dim <= 128 else -(-dim // 64) * 64
+
+
 def copy_if_expanded(tensor: Any) -> Any:
     """Returns the tensor, copied if an axis is expanded: flash-attn-4 would compile another kernel for stride 0.
 
     Its entry points themselves copy strides and addresses that are not multiples of 16 bytes.
     """
-    if 0 not in tensor.stride():
-        return tensor
-    import torch
-
-    return tensor.clone(memory_format=torch.contiguous_format)
+    return copied(tensor) if 0 in tensor.stride() else tensor
 
 
 def writable(buffer: Any) -> Any:
@@ -43,3 +45,28 @@ def writable(buffer: Any) -> Any:
     dense = strides[-1] == 1 and all(step > 0 and step * size % 16 == 0 for step in strides[:-1])
     aligned = hasattr(buffer, "fake_mode") or buffer.data_ptr() % 16 == 0
     return buffer if (dense or buffer.is_contiguous()) and aligned else None
+
+
+@lru_cache(maxsize=4096)
+def _aligned(strides: tuple[int, ...]) -> bool:
+    """Returns whether rows of 16-bit elements are dense, and all of them a multiple of 16 bytes apart."""
+    return strides[-1] == 1 and all(step > 0 and step % 8 == 0 for step in strides[:-1])
+
+
+def readable(tensor: Any) -> Any:
+    """Returns a tensor ``[..., dim]`` of 16-bit elements without its graph, copied if the kernel cannot read it."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor if _aligned(tensor.stride()) and not tensor.data_ptr() % 16 else copied(tensor)
+
+
+def dense(tensor: Any) -> Any:
+    """Returns the tensor, copied unless it is contiguous and its address is a multiple of 16 bytes."""
+    return tensor if tensor.is_contiguous() and not tensor.data_ptr() % 16 else copied(tensor)
+
+
+def copied(tensor: Any) -> Any:
+    """Returns a contiguous copy."""
+    import torch
+
+    return tensor.clone(memory_format=torch.contiguous_format)

@@ -50,7 +50,7 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool, run: Run) -> K
 
 def _assemble(notes: Recorder, named: dict[str, Any], direction: str) -> KernelProgram:
     """Returns the program of a recording. named: the tensors of operands and results by name."""
-    zeros = _zeros(notes.operations)
+    zeros = zeroed_memory(notes.operations)
     buffers: dict[Any, Buffer] = {
         _memory(tensor): _buffer(tensor, name, tensor.shape) for name, tensor in named.items()
     }
@@ -86,7 +86,7 @@ def _step(call: Launch, order: list[int], reads: tuple[int, ...], writes: tuple[
     slots = [last[place] for place in order]
     described = [call.kernel.described[at] for at, value in enumerate(call.arguments) if _is_tensor(value)]
     by_slot = [described[order.index(place)] for place in parameters]
-    constants = tuple(None if _is_tensor(value) else _constant(value) for value in call.arguments)
+    constants = tuple(None if _is_tensor(value) else check_constant(value) for value in call.arguments)
     key = (call.key, [str(one) for one in by_slot], slots, constants, call.kernel.options)
     text = repr((_versions(), type(call.kernel.kernel).__qualname__, key))
     if re.search(r"\bat 0x|0x[0-9a-f]{8}[0-9a-f]*[1-9a-f]", text):  # an address differs between processes
@@ -157,7 +157,7 @@ def _entry() -> Any:
     return cute.jit(entry)
 
 
-def _constant(value: Any) -> Any:
+def check_constant(value: Any) -> Any:
     """Checks and returns a value that becomes part of the compiled code."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
@@ -166,7 +166,7 @@ def _constant(value: Any) -> Any:
     raise Unrecordable(f"a kernel takes {type(value).__name__} {value!r:.200}")
 
 
-def _zeros(operations: list[tuple[str, Any]]) -> set[Any]:
+def zeroed_memory(operations: list[tuple[str, Any]]) -> set[Any]:
     """Returns the memory of tensors that were allocated as zeros.
 
     Raises:

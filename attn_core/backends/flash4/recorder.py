@@ -72,7 +72,7 @@ class Recorder:
 
     def watch(self) -> None:
         """Starts recording torch operations. Launch it after the operands exist."""
-        self._stack.enter_context(_watching(self.operations))
+        self._stack.enter_context(watching(self.operations))
 
 
 class _NotingCompiler:
@@ -124,14 +124,7 @@ _recording = threading.Lock()
 
 @cached_once
 def _private_copy() -> Any:
-    """Imports flash_attn.cute.interface again under another name, so that our changes affect no other caller."""
-    from flash_attn.cute import interface  # type: ignore[import-not-found]
-
-    spec = util.spec_from_file_location("flash_attn.cute._attn_core_program", interface.__file__)
-    if spec is None or spec.loader is None:
-        raise Unrecordable(f"no source of {interface.__name__}")
-    copy = util.module_from_spec(spec)
-    spec.loader.exec_module(copy)
+    copy = private_copy("flash_attn.cute._attn_core_program")
     vars(copy).update(
         cute=_NotingCompiler(copy.cute),
         is_fake_mode=lambda: False,  # in fake mode it would stop after compiling, before the launch that we record
@@ -139,7 +132,20 @@ def _private_copy() -> Any:
     return copy
 
 
-def _watching(operations: list[tuple[str, Any]]) -> Any:
+def private_copy(name: str) -> Any:
+    """Imports flash_attn.cute.interface again under another name, so that changes to it affect no other caller."""
+    from flash_attn.cute import interface  # type: ignore[import-not-found]
+
+    spec = util.spec_from_file_location(name, interface.__file__)
+    if spec is None or spec.loader is None:
+        raise Unrecordable(f"no source of {interface.__name__}")
+    copy = util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
+
+
+def watching(operations: list[tuple[str, Any]]) -> Any:
+    """Returns a context that notes the name and the result of every torch operation."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watch(TorchDispatchMode):

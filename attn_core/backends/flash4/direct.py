@@ -1,0 +1,175 @@
+"""Launches FlashAttention-4's compiled kernels directly, without the Python of flash-attn-4's entry points.
+
+The entry points spend most of a small call's time on choices that follow from the spec, the device, and the layout of
+the operands. So we record the second call of a spec on a device: the compiled kernels in their order, their arguments,
+and the scratch between them. Later calls launch the same kernels with the same arguments on their own tensors. The
+first call is not recorded, because it compiles, and because many shapes are seen only once.
+
+A call goes through the entry points forever if its recording shows anything else, such as a torch operation.
+Upstream: flash-attn-4 4.0.0b36, ``flash_attn.cute.interface``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from attn_core.backends.flash4.launches import Launches, Tensors, record
+from attn_core.backends.flash4.operands import dense, readable, writable
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs
+
+Key = tuple[AttentionSpec, str, int]
+"""A call: the spec, "forward" or "backward" or "backward of out and lse", and the index of the device."""
+
+
+@lru_cache(maxsize=4096)
+def _compiled_spec(spec: AttentionSpec) -> AttentionSpec:
+    """Returns a key that is at least as fine as the kernel's own (dtype, group, widths, properties of the lengths)."""
+    return replace(spec, scale=1.0, needs_backward=False, return_lse=False)  # none of them changes the kernel
+
+
+def compiled_key(spec: AttentionSpec, half: str, q: Any) -> Key:
+    """Returns the key of a call's compiled kernels; calls with equal keys share them."""
+    return _compiled_spec(spec), half, q.get_device()
+
+
+MOST_CALLS = 4096
+"""The most calls that are remembered. Beyond it all are forgotten, and recorded again."""
+FIRST_GPU = 0
+"""The index of the first GPU. Calls on devices before it, the CPU in tests, are never recorded."""
+_seen: set[Key] = set()
+"""Calls on a GPU that ran at least once."""
+_recorded: dict[Key, Launches | None] = {}
+"""The launches of a call, or None if it cannot be recorded. Two threads may record a call twice, which is harmless."""
+
+
+def launches_of(spec: AttentionSpec, half: str, q: Any) -> Launches | None:
+    """Returns the launches of a call on q's device, or None if there is no recording. half: see ``Key``."""
+    return _recorded.get((spec, half, q.get_device()))
+
+
+def forward(spec: AttentionSpec, inputs: Inputs, into: Any, entry: Callable[..., Any]) -> tuple[Any, Any]:
+    """Returns (out, lse) of a call of the kernel's own widths, through the entry points unless it is recorded.
+
+    Args:
+        entry: ``(spec, inputs, into, entry_points)`` makes the call through the entry points, None for the usual ones.
+    """
+    launches = launches_of(spec, "forward", inputs.q)
+    if launches is not None:
+        return launch_forward(launches, spec, inputs, into)
+    key = (spec, "forward", inputs.q.get_device())
+    if not _is_due(key):
+        return entry(spec, inputs, into, None)  # type: ignore[no-any-return]
+
+    def call(entry_points: Any, tensors: Tensors) -> tuple[Any, Any]:
+        q, k, v, out, lse, *offsets = tensors
+        return entry(spec, _inputs(q, k, v, offsets), (out, lse), entry_points)  # type: ignore[no-any-return]
+
+    operands, results = _forward_operands(spec, inputs, into)
+    return _record(key, operands, results, call)  # type: ignore[no-any-return]
+
+
+def launch_forward(launches: Launches, spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
+    """Returns (out, lse) from recorded launches; ``into`` as in ``Backend.forward``."""
+    operands, results = _forward_operands(spec, inputs, into)
+    launches.run(operands)
+    return results
+
+
+def backward(
+    spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any, dlse: Any, entry: Callable[..., Any]
+) -> Gradients:
+    """Returns the gradients of a call of the kernel's own widths, through the entry points unless it is recorded.
+
+    Args:
+        entry: ``(spec, inputs, out, lse, dout, into, dlse, entry_points)``, as in ``forward``.
+    """
+    half = "backward" if dlse is None else "backward of out and lse"
+    launches = launches_of(spec, half, inputs.q)
+    if launches is not None:
+        return launch_backward(launches, inputs, out, lse, dout, into, dlse)
+    key = (spec, half, inputs.q.get_device())
+    if not _is_due(key):
+        return entry(spec, inputs, out, lse, dout, into, dlse, None)  # type: ignore[no-any-return]
+
+    def call(entry_points: Any, tensors: Tensors) -> Gradients:
+        q, k, v, out, dout, lse, dq, dk, dv, *others = tensors
+        dlse_given = None if dlse is None else others.pop()
+        buffers = Gradients(dq, dk, dv)
+        results = entry(spec, _inputs(q, k, v, others), out, lse, dout, buffers, dlse_given, entry_points)
+        return results  # type: ignore[no-any-return]
+
+    operands, gradients = _backward_operands(inputs, out, lse, dout, into, dlse)
+    return _record(key, operands, gradients, call)  # type: ignore[no-any-return]
+
+
+def launch_backward(
+    launches: Launches, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any, dlse: Any
+) -> Gradients:
+    """Returns the gradients from recorded launches; ``into`` as in ``Backend.backward``."""
+    operands, gradients = _backward_operands(inputs, out, lse, dout, into, dlse)
+    launches.run(operands)
+    return gradients
+
+
+# Operands: always in one order, and in a layout for which the entry points neither copy nor compile another kernel.
+
+
+def _forward_operands(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Tensors, tuple[Any, Any]]:
+    """Returns all operands of a forward, and the results among them."""
+    import torch
+
+    q, k, v = readable(inputs.q), readable(inputs.k), readable(inputs.v)
+    out, lse = (None, None) if into is None else map(_buffer, into)
+    if out is None:
+        out = torch.empty(spec.out_shape, dtype=q.dtype, device=q.device)
+    if lse is None:
+        lse = torch.empty(spec.lse_shape, dtype=torch.float32, device=q.device)
+    offsets = () if inputs.cu_seqlens_q is None else (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    return (q, k, v, out, lse, *offsets), (out, lse)
+
+
+def _backward_operands(
+    inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any, dlse: Any
+) -> tuple[Tensors, Gradients]:
+    """Returns all operands of a backward, and the gradients among them."""
+    import torch
+
+    q, k, v = readable(inputs.q), readable(inputs.k), readable(inputs.v)
+    dq, dk, dv = (None, None, None) if into is None else map(_buffer, into[:3])
+    dq = torch.empty_like(q) if dq is None else dq
+    dk = torch.empty_like(k) if dk is None else dk
+    dv = torch.empty_like(v) if dv is None else dv
+    others = [dense(other) for other in (inputs.cu_seqlens_q, inputs.cu_seqlens_k, dlse) if other is not None]
+    return (q, k, v, readable(out), readable(dout), dense(lse), dq, dk, dv, *others), Gradients(dq, dk, dv)
+
+
+def _buffer(buffer: Any) -> Any:
+    whole = buffer is not None and buffer.is_contiguous() and not buffer.data_ptr() % 16
+    return buffer if whole else writable(buffer)  # whole ones are common, and ``writable`` takes its time
+
+
+def _inputs(q: Any, k: Any, v: Any, offsets: Any) -> Inputs:
+    queries, keys = offsets or (None, None)
+    return Inputs(q, k, v, cu_seqlens_q=queries, cu_seqlens_k=keys)
+
+
+def _is_due(key: Key) -> bool:
+    """Returns whether to record this call, the second of its kind on a GPU; remembers the first one."""
+    if key[-1] < FIRST_GPU or key in _recorded:
+        return False
+    if key in _seen:
+        return True
+    if len(_seen) >= MOST_CALLS:
+        _seen.clear()
+        _recorded.clear()
+    _seen.add(key)
+    return False
+
+
+def _record(key: Key, operands: Tensors, results: Tensors, call: Callable[[Any, Tensors], Any]) -> Any:
+    written, _recorded[key] = record(operands, results, call)
+    return written

@@ -1,0 +1,228 @@
+"""Tests FlashAttention-4's direct launches with a stand-in for flash-attn-4, whose kernels run on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from attn_core import AttentionSpec
+from attn_core.backends.flash4 import backend as flash4
+from attn_core.backends.flash4 import direct, launches
+from attn_core.backends.shared import first_call
+from attn_core.call.tensors import Gradients, Inputs
+
+torch = pytest.importorskip("torch")
+
+SPEC = AttentionSpec(
+    batch=2, q_len=5, kv_len=5, num_heads=6, num_kv_heads=3, head_dim=64, value_dim=64, dtype="float16", scale=0.25
+)
+PACKED = AttentionSpec(
+    **{"batch": 1, "q_len": 10, "kv_len": 10, "num_heads": 6, "num_kv_heads": 3, "head_dim": 64, "value_dim": 64},
+    **{"dtype": "float16", "documents": 2, "max_len_q": 6, "max_len_k": 6},
+)
+
+# As flash-attn-4's interface: a cache of compiled kernels per entry point, scratch, and zeros that a kernel adds to.
+INTERFACE = """
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+calls, extra = [], []
+
+def forward_kernel(q, k, v, out, lse, sums, scale, starts, nothing):
+    with _disable_current_modes():
+        sums += q.float().sum((-1, -2)) * scale
+        total = k.float().sum() - v.float().sum() + (0 if starts is None else int(starts[1]))
+        out.copy_(q * 2 + total + sums[..., None, None])
+        lse.fill_(total)
+
+def prepare_kernel(out, dout, delta, dlse):
+    with _disable_current_modes():
+        delta.copy_((out * dout).float().sum((-1, -2)))
+        if dlse is not None:
+            delta -= dlse.sum()
+
+def backward_kernel(q, k, v, dout, lse, delta, dq, dk, dv, scale):
+    with _disable_current_modes():
+        dq.copy_(q * scale + delta[..., None, None])
+        dk.copy_(k - lse.float().mean())
+        dv.copy_(v + dout.float().mean())
+
+def cached(entry, key, kernel):
+    if key not in entry.compile_cache:
+        entry.compile_cache[key] = kernel
+    return entry.compile_cache[key]
+
+def _flash_attn_fwd(q, k, v, *, cu_seqlens_q, cu_seqlens_k, return_lse, out, lse, softmax_scale, **how):
+    calls.append("forward")
+    out = torch.empty_like(q) if out is None else out
+    shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
+    lse = torch.empty(shape, dtype=torch.float32) if lse is None else lse
+    sums = torch.zeros(q.shape[:-2], dtype=torch.float32)
+    kernel = cached(_flash_attn_fwd, (q.dtype, softmax_scale), forward_kernel)
+    for operation in extra:
+        sums = operation(sums)
+    kernel(q.detach(), k.detach(), v.detach(), out, lse, sums, softmax_scale, cu_seqlens_q, None)
+    return out, lse, None, None, None
+
+def _flash_attn_bwd(q, k, v, out, dout, lse, *, dq, dk, dv, dlse, softmax_scale, **how):
+    calls.append("backward")
+    dq, dk, dv = (torch.empty_like(x) if d is None else d for x, d in ((q, dq), (k, dk), (v, dv)))
+    delta = torch.empty(q.shape[:-2], dtype=torch.float32)
+    _prepare(out, dout, delta, dlse)
+    kernel = cached(_flash_attn_bwd, (q.dtype,), backward_kernel)
+    kernel(q.detach(), k.detach(), v.detach(), dout, lse, delta, dq, dk, dv, softmax_scale)
+    return dq, dk, dv
+
+def _prepare(out, dout, delta, dlse):
+    cached(_prepare, dlse is None, prepare_kernel)(out, dout, delta, dlse)
+
+_flash_attn_fwd.compile_cache, _flash_attn_bwd.compile_cache, _prepare.compile_cache = {}, {}, {}
+"""
+
+
+@pytest.fixture
+def interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The stand-in, installed as ``flash_attn.cute.interface``."""
+    path = tmp_path / "interface.py"
+    path.write_text(INTERFACE)
+    spec = importlib.util.spec_from_file_location("flash_attn.cute.interface", path)
+    assert spec is not None and spec.loader is not None
+    module, cute = importlib.util.module_from_spec(spec), ModuleType("flash_attn.cute")
+    spec.loader.exec_module(module)
+    cute.interface = module  # type: ignore[attr-defined]
+    for name, value in (("flash_attn", ModuleType("flash_attn")), ("flash_attn.cute", cute), (spec.name, module)):
+        monkeypatch.setitem(sys.modules, name, value)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(direct, "FIRST_GPU", -1)
+    forget()
+    yield module
+    forget()
+
+
+def forget() -> None:
+    flash4._kernels.cache_clear()
+    launches._module.cache_clear()
+    for known in (direct._seen, direct._recorded, first_call._compiled):
+        known.clear()
+
+
+def calls_of(interface: ModuleType) -> list[str]:
+    """The calls of the entry points, the usual ones and the recorded ones."""
+    copy = launches._module()[1] if launches._module.cache_info().currsize else interface
+    return [*interface.calls, *(copy.calls if copy is not interface else [])]
+
+
+def inputs_of(spec: AttentionSpec, seed: int) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+    rows = () if spec.packed else (spec.batch,)
+    tensors = [
+        torch.randint(-3, 4, (*rows, 10 if spec.packed else 5, heads, 64), generator=generator).half() / 64
+        for heads in (6, 3, 3)
+    ]
+    offsets = torch.tensor([0, 4 + seed % 3, 10], dtype=torch.int32) if spec.packed else None
+    return Inputs(*tensors, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+
+
+def by_entry_points(interface: ModuleType, spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+    return flash4._run_forward(spec, inputs, None, (interface._flash_attn_fwd, None))
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("spec", [SPEC, PACKED], ids=["dense", "packed"])
+def test_the_third_call_launches_the_kernels_of_the_second(spec: AttentionSpec, interface: ModuleType) -> None:
+    expected = [by_entry_points(interface, spec, inputs_of(spec, seed)) for seed in range(5)]
+    interface.calls.clear()
+    for seed in range(5):
+        assert_equal(flash4.forward(spec, inputs_of(spec, seed)), expected[seed])
+    assert calls_of(interface) == ["forward", "forward"]
+
+
+def test_another_scale_is_another_call(interface: ModuleType) -> None:
+    for spec in (SPEC, replace(SPEC, scale=0.5)) * 4:
+        inputs = inputs_of(SPEC, 1)
+        assert_equal(flash4.forward(spec, inputs), by_entry_points(interface, spec, inputs))
+    assert len(direct._recorded) == 2
+
+
+@pytest.mark.parametrize("layout", ["strided", "unaligned", "expanded", "alike"])
+def test_any_layout_gives_the_same_results(layout: str, interface: ModuleType) -> None:
+    for seed in range(4):
+        inputs = inputs_of(SPEC, seed)
+        q, k, v = inputs[:3]
+        if layout == "strided":
+            q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+        elif layout == "unaligned":
+            q, k, v = (torch.cat((x.new_zeros(1), x.reshape(-1)))[1:].view(x.shape) for x in (q, k, v))
+        elif layout == "expanded":
+            k, v = (x[:1].expand(2, -1, -1, -1) for x in (k, v))
+        elif seed == 1:  # the recorded call alone
+            v = k
+        inputs = inputs._replace(q=q, k=k, v=v)
+        plain = Inputs(*(x.clone(memory_format=torch.contiguous_format) for x in (q, k, v)))
+        assert_equal(flash4.forward(SPEC, inputs), by_entry_points(interface, SPEC, plain))
+
+
+def test_results_go_into_the_callers_buffers(interface: ModuleType) -> None:
+    for seed in range(4):
+        inputs = inputs_of(SPEC, seed)
+        buffers = torch.empty(SPEC.out_shape, dtype=torch.float16), torch.empty(SPEC.lse_shape)
+        out, lse = flash4.forward(SPEC, inputs, buffers)
+        assert out is buffers[0] and lse is buffers[1]
+        assert_equal(buffers, by_entry_points(interface, SPEC, inputs))
+
+
+@pytest.mark.parametrize("with_dlse", [False, True], ids=["out", "out and lse"])
+def test_backwards_are_launched_directly_too(with_dlse: bool, interface: ModuleType) -> None:
+    entry_points = interface._flash_attn_fwd, interface._flash_attn_bwd
+    for seed in range(5):
+        inputs = inputs_of(SPEC, seed)
+        inputs = inputs._replace(q=inputs.q.requires_grad_())  # as autograd saves it
+        out, lse = (x.detach() for x in by_entry_points(interface, SPEC, inputs))
+        dout = out if seed == 1 else out[:1].expand_as(out)
+        dlse = torch.full_like(lse, seed) if with_dlse else None
+        buffers = Gradients(*map(torch.empty_like, inputs[:3])) if seed == 3 else None
+        with torch.no_grad():
+            expected = flash4._run_backward(SPEC, inputs, out, lse, dout.clone(), None, dlse, entry_points)
+            actual = flash4.backward(SPEC, inputs, out, lse, dout, dlse, buffers)
+        assert_equal(actual, expected)
+        assert buffers is None or actual.dq is buffers.dq
+    key = (SPEC, "backward of out and lse" if with_dlse else "backward", -1)
+    recorded = direct._recorded[key]
+    assert recorded is not None and len(recorded.kernels) == 2 and len(recorded.scratch) == 1
+
+
+def test_a_torch_operation_between_the_kernels_prevents_direct_launches(interface: ModuleType) -> None:
+    for module in (interface, launches._module()[1]):
+        module.extra.append(lambda sums: sums + 1)
+    for seed in range(4):
+        inputs = inputs_of(SPEC, seed)
+        assert_equal(flash4.forward(SPEC, inputs), by_entry_points(interface, SPEC, inputs))
+    assert list(direct._recorded.values()) == [None]
+
+
+def test_a_package_without_a_readable_source_uses_the_entry_points(
+    interface: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launches, "private_copy", lambda name: ModuleType(name))
+    for seed in range(4):
+        inputs = inputs_of(SPEC, seed)
+        assert_equal(flash4.forward(SPEC, inputs), by_entry_points(interface, SPEC, inputs))
+    assert list(direct._recorded.values()) == [None]
+
+
+def test_the_memory_of_calls_is_bounded(interface: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "MOST_CALLS", 2)
+    for documents in range(2, 8):
+        assert not direct._is_due((SPEC, str(documents), -1))
+    assert len(direct._seen) <= 2
