@@ -17,6 +17,7 @@ from callers_view import callers_results
 from oracle_cases import make
 
 from attn_core import Target, backends, selection
+from attn_core.backends.sdpa_cudnn import empty_rows as cudnn_empty_rows
 from attn_core.backends.sdpa_efficient import documents as aten_documents
 from attn_core.backends.sdpa_efficient import operands
 from attn_core.backends.shared import aten_masks
@@ -93,11 +94,11 @@ def test_the_arguments_of_the_memory_efficient_kernel() -> None:
 
 
 def test_the_arguments_of_cudnn() -> None:
-    assert cudnn.lower(SPEC) == {"is_causal": False, "band_in_mask": False, "scale": 0.5}
+    assert cudnn.lower(SPEC) == {"is_causal": False, "band_in_bias": False, "scale": 0.5}
     assert cudnn.lower(replace(SPEC, causal=True, kv_len=40))["is_causal"]
     assert not cudnn.lower(replace(SPEC, causal=True, q_len=1))["is_causal"], "the last row sees every key"
     masked = cudnn.lower(replace(SPEC, causal=True, mask_shape=(2, 1, 1, 96)))
-    assert (masked["is_causal"], masked["band_in_mask"]) == (False, True)
+    assert (masked["is_causal"], masked["band_in_bias"]) == (False, True)
 
 
 # Refusals
@@ -165,7 +166,8 @@ def test_supported_calls_are_not_refused(name: str, changes: dict[str, Any]) -> 
         ("sdpa_efficient", "sm90", {**PACKED, "documents": 40_000, "causal": True}, "80000 batch rows or documents"),
         ("sdpa_cudnn", "sm90", {"causal": True}, "bottom_right, with q_len 40 and kv_len 96"),
         ("sdpa_cudnn", "sm90", {"window": (7, 0)}, r"window=\(7, 0\): cuDNN attention has none"),
-        ("sdpa_cudnn", "sm90", {"bias_shape": (1, 6, 40, 96)}, "bias of shape"),
+        ("sdpa_cudnn", "sm90", {"bias_shape": (1, 6, 40, 96), "bias_dtype": "float32"}, "would round it to bfloat16"),
+        ("sdpa_cudnn", "sm90", {"bias_shape": (1, 6, 40, 96), "bias_gradient": True}, "gradient of the bias"),
         ("sdpa_cudnn", "sm90", PACKED, "packed documents"),
         ("sdpa_cudnn", "sm90", {"kv_len": 1}, "kv_len=1"),
         ("sdpa_cudnn", "sm80", {"head_dim": 136}, "head_dim=136 on sm80 with cuDNN 9.19.0"),
@@ -271,7 +273,7 @@ def efficient_forward(
 ) -> Any:
     assert want_lse and dropout == 0.0 and (max_q is None) == (cu_q is None)
     count, longest = (q.shape[0], q.shape[1]) if cu_q is None else (len(cu_q) - 1, max_q)
-    raw = torch.full((count, q.shape[2], -(-longest // 32) * 32), NAN)
+    raw = torch.full((count, q.shape[2], -(-longest // 32) * 32), INF)
     out = q.new_full((*q.shape[:3], v.shape[3]), NAN)
     for index, batch, rows, keys, seen, some, _ in efficient_pieces(q, k, bias, cu_q, cu_k, mask_type, window_size):
         if seen.numel():
@@ -350,7 +352,8 @@ def flash_backward(*given: Any, scale: float, **window: Any) -> Any:
 
 def cudnn_seen(q: Any, k: Any, bias: Any, is_causal: bool) -> Any:
     assert bias is None or (bias.dtype == q.dtype and bias.dim() == 4 and not is_causal)
-    assert bias is None or not (bias == -INF).all(-1).any(), "versions differ about rows that see nothing"
+    if not cudnn_empty_rows.zero_for_empty_rows():
+        assert bias is None or not (bias == -INF).all(-1).any(), "versions differ about rows that see nothing"
     return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(0 if is_causal else k.shape[2])
 
 
@@ -370,8 +373,10 @@ def cudnn_forward(q, k, v, bias, want_lse, dropout, is_causal, debug, *, scale) 
 def cudnn_backward(*given: Any, scale: float) -> Any:
     dout, q, k, v, out, lse, seed, state, bias, cu_q, cu_k, max_q, max_k, dropout, is_causal = given
     assert cu_q is None and cu_k is None and (max_q, max_k, dropout) == (q.shape[2], k.shape[2], 0.0)
-    assert all(t.transpose(1, 2).is_contiguous() for t in (out, dout)), "torch's plans hold one layout"
-    assert lse.shape == (*q.shape[:3], 1) and lse.is_contiguous() and lse.isfinite().all()
+    assert out.stride() == dout.stride() == torch.empty_like(q).stride(), "torch's plans hold one layout"
+    assert lse.shape == (*q.shape[:3], 1) and lse.is_contiguous()
+    assert lse.isfinite().all() or cudnn_empty_rows.zero_for_empty_rows()
+    lse = lse.masked_fill(lse == -INF, 0.0)
     assert seed.dtype == state.dtype == torch.int64
     heads, group, seen = k.shape[1], q.shape[1] // k.shape[1], cudnn_seen(q, k, bias, is_causal)
     k, v = (t.repeat_interleave(group, 1) for t in (k, v))
@@ -420,6 +425,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"mask_shape": (2, 1, 1, 7), "causal": True, "window": (1, 0), "q_len": 7},
     ),
     "bias": ("efficient", {"bias_shape": (2, 9, 5, 7), "bias_gradient": True}),
+    "bias without a gradient": ("efficient cudnn", {"bias_shape": (2, 9, 5, 7)}),
+    "bias and mask": ("efficient cudnn", {"bias_shape": (1, 1, 5, 7), "mask_shape": (2, 9, 1, 7)}),
+    "bias, causal, without a gradient": ("efficient cudnn", {"bias_shape": (1, 9, 5, 1), "causal": True}),
     "bias of aligned rows": ("efficient", {"bias_shape": (2, 9, 5, 16), "bias_gradient": True, "kv_len": 16}),
     "bias by head": ("efficient", {"bias_shape": (1, 9, 1, 7), "bias_gradient": True}),
     "bias by batch": ("efficient", {"bias_shape": (2, 1, 5, 1), "bias_gradient": True}),
@@ -445,12 +453,12 @@ STANDINS = {
 
 
 def tensors(inputs: Inputs, dtype: str) -> Inputs:
-    """The inputs as torch tensors: q, k, v in the call's dtype, the other floats in float32."""
+    """The inputs as torch tensors: q, k, v and bias in the call's dtype, the other floats in float32."""
     results = {}
     for name, array in inputs._asdict().items():
         tensor = None if array is None else torch.from_numpy(np.asarray(array))
         if tensor is not None and tensor.is_floating_point():
-            tensor = tensor.to(getattr(torch, dtype) if name in "qkv" else torch.float32)
+            tensor = tensor.to(getattr(torch, dtype) if name in ("q", "k", "v", "bias") else torch.float32)
         results[name] = tensor
     return Inputs(**results)
 
@@ -459,16 +467,17 @@ def tensors(inputs: Inputs, dtype: str) -> Inputs:
 @pytest.mark.parametrize(
     ("kernel", "case"), [(kernel, case) for case, (kernels, _) in CASES.items() for kernel in kernels.split()]
 )
-def test_results_match_the_reference(kernel: str, case: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_match_the_reference(
+    kernel: str, case: str, extra: str, monkeypatch: pytest.MonkeyPatch, zero_for_empty_rows: bool = True
+) -> None:
     module, name, ops = STANDINS[kernel]
     monkeypatch.setattr(module, "_kernels", lambda: ops)
+    monkeypatch.setattr(cudnn_empty_rows, "_trials", lambda: zero_for_empty_rows)
     fields = {**CASES[case][1], **({extra: True} if extra else {})}
     learns = not fields.pop("no_gradient", False)
     if extra == "return_lse":
         fields.pop("bias_gradient", None)  # these are refused together
     for dtype in module.FORWARD.dtypes[:2]:
-        if dtype != "float32" and "bias_shape" in fields:
-            continue
         made = make({**fields, "needs_backward": learns}, dtype)
         target = Target("torch", "sm80", builds=(("sdpa_cudnn", CUDNN),))
         assert selection.refusals(name, made.spec, target) == ()
@@ -490,6 +499,139 @@ def test_results_match_the_reference(kernel: str, case: str, extra: str, monkeyp
         assert tuple(out.shape) == made.spec.out_shape and tuple(lse.shape) == made.spec.lse_shape
 
 
+@pytest.mark.parametrize(
+    "case", [case for case, (kernels, fields) in CASES.items() if "cudnn" in kernels and "mask" in case]
+)
+def test_a_cudnn_that_is_wrong_for_rows_without_keys(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_results_match_the_reference("cudnn", case, "", monkeypatch, zero_for_empty_rows=False)
+
+
+def with_derivative(forward: Any, backward: Any, formula: Any) -> Any:
+    """The stand-in of a forward op with torch's derivative of it: ``formula`` orders the backward op's arguments."""
+
+    class Op(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, named: Any, q: Any, k: Any, v: Any, bias: Any, *others: Any) -> Any:
+            results = forward(q, k, v, *(() if bias is ... else (bias,)), *others, **named)
+            ctx.save_for_backward(q, k, v, None if bias is ... else bias, *results[:2])
+            ctx.rest = others, results[2:], named
+            ctx.mark_non_differentiable(results[1])
+            return results
+
+        @staticmethod
+        def backward(ctx: Any, dout: Any, *_: Any) -> Any:
+            return None, *formula(backward, dout, *ctx.saved_tensors, *ctx.rest), *(None,) * len(ctx.rest[0])
+
+    return Op
+
+
+def native_efficient(*given: Any, **named: Any) -> Any:
+    def formula(backward: Any, dout: Any, q: Any, k: Any, v: Any, bias: Any, out: Any, lse: Any, *rest: Any) -> Any:
+        (*_, causal, _), _, named = rest
+        wanted, word = bias is not None and bias.requires_grad, torch.zeros((), dtype=torch.int64)
+        lengths, rest = (q.shape[1], k.shape[1]), (lse, 0.0, word, word, causal, wanted)
+        settings = {"scale": named["scale"], "num_splits_key": None, "window_size": None}  # torch passes on no window
+        return backward(dout.contiguous(), q, k, v, bias, out, None, None, *lengths, *rest, **settings)
+
+    return with_derivative(efficient_forward, efficient_backward, formula).apply(named, *given)
+
+
+def native_flash(q: Any, k: Any, v: Any, *given: Any, **named: Any) -> Any:
+    def formula(backward: Any, dout: Any, q: Any, k: Any, v: Any, _: Any, out: Any, lse: Any, *rest: Any) -> Any:
+        (cu_q, cu_k, max_q, max_k, dropout, causal, _), _, named = rest
+        states = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
+        settings = (cu_q, cu_k, max_q, max_k, dropout, causal, *states)
+        return *backward(dout.contiguous(), q, k, v, out, lse, *settings, **named), None
+
+    return with_derivative(flash_forward, flash_backward, formula).apply(named, q, k, v, ..., *given)
+
+
+def native_cudnn(*given: Any, **named: Any) -> Any:
+    def formula(backward: Any, dout: Any, q: Any, k: Any, v: Any, bias: Any, out: Any, lse: Any, *rest: Any) -> Any:
+        (_, dropout, causal, _), _, named = rest
+        word = torch.zeros((), dtype=torch.int64)
+        dout = torch.empty_like(q).copy_(dout)
+        settings = (None, None, q.shape[2], k.shape[2], dropout, causal)
+        return *backward(dout, q, k, v, out, lse, word, word, bias, *settings, **named), None
+
+    return with_derivative(cudnn_forward, cudnn_backward, formula).apply(named, *given)
+
+
+NATIVE = {"flash": native_flash, "efficient": native_efficient, "cudnn": native_cudnn}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "case"), [(kernel, case) for case, (kernels, _) in CASES.items() for kernel in kernels.split()]
+)
+@pytest.mark.parametrize("learns", [True, False])
+def test_shortcuts_match_the_reference(kernel: str, case: str, learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own derivative of the forward op gives the gradients of the call."""
+    module, _, _ = STANDINS[kernel]
+    monkeypatch.setattr(module, "_kernels", lambda: (NATIVE[kernel], None))
+    monkeypatch.setattr(cudnn, "forward_binding", lambda: native_cudnn)
+    monkeypatch.setattr(cudnn_empty_rows, "_trials", lambda: True)
+    fields = {**CASES[case][1], "head_dim": 16, "value_dim": 16, "needs_backward": learns}
+    learns = not fields.pop("no_gradient", False) and learns
+    fields |= {"needs_backward": learns} | ({} if learns else {"bias_gradient": False})
+    dtype = "bfloat16"
+    made = make(fields, dtype)
+    run = module.shortcut(made.spec)
+    if run is None:
+        pytest.skip("no shortcut for this call")
+    inputs = tensors(made.inputs, dtype)
+    given = [
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        *([inputs.mask, inputs.bias] if "mask_shape" in fields or "bias_shape" in fields else []),
+    ]
+    learning = [t for t in given if learns and t is not None and t.is_floating_point()]
+    for tensor in learning:
+        tensor.requires_grad_()
+    out, _ = run(*given)
+    gradients = None
+    if learns:
+        out.backward(torch.from_numpy(made.dout).to(out.dtype))
+        parts = [inputs.q.grad, inputs.k.grad, inputs.v.grad, None if inputs.bias is None else inputs.bias.grad, None]
+        gradients = Gradients(*(None if part is None else part.double().numpy() for part in parts))
+    expected = accuracy.expect(made.spec, made.inputs, dout=made.dout if learns else None)
+    verdict = expected.judge(out=out.detach().double().numpy(), gradients=gradients)
+    assert verdict.ok, verdict
+    assert tuple(out.shape) == made.spec.out_shape
+
+
+SHORTCUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("flash efficient cudnn", {}),
+    "training": ("flash efficient cudnn", {"needs_backward": True}),
+    "the log-sum-exp": ("flash efficient cudnn", {"return_lse": True}),
+    "the gradient of the log-sum-exp": ("", {"return_lse": True, "needs_backward": True}),
+    "another width of v": ("efficient", {"value_dim": 32}),
+    "an odd width": ("", {"head_dim": 44, "value_dim": 44}),
+    "sinks": ("", {"sinks": True}),
+    "packed": ("", PACKED),
+    "rows that see no key": ("flash", {"causal": True, "q_len": 97}),
+    "their log-sum-exp": ("", {"causal": True, "q_len": 97, "return_lse": True}),
+    "a window": ("flash efficient", {"causal": True, "window": (7, 0)}),
+    "a window, training": ("flash", {"causal": True, "window": (7, 0), "needs_backward": True}),
+    "equal bits, training": ("", {"deterministic": True, "needs_backward": True}),
+    "a mask": ("efficient cudnn", {"mask_shape": (2, 1, 1, 96), "needs_backward": True}),
+    "a mask's log-sum-exp": ("cudnn", {"mask_shape": (2, 1, 1, 96), "return_lse": True}),
+    "a bias's gradient": ("efficient", {"bias_shape": (1, 6, 40, 96), "needs_backward": True, "bias_gradient": True}),
+    "a bias's gradient under causal": (
+        *("", {"bias_shape": (1, 6, 40, 96), "needs_backward": True, "bias_gradient": True, "causal": True}),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SHORTCUTS)
+def test_which_calls_run_with_torchs_own_derivative(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, changes = SHORTCUTS[case]
+    spec = replace(SPEC, **changes)
+    monkeypatch.setattr(cudnn_empty_rows, "_trials", lambda: True)
+    supported = [name for name, (_, full, _) in STANDINS.items() if not refusals(full, **changes)]
+    assert " ".join(name for name in supported if STANDINS[name][0].shortcut(spec)) == expected
+
+
 # The helper functions
 
 
@@ -505,28 +647,26 @@ def test_empty_rows_finds_every_row_that_sees_nothing(seed: int) -> None:
         **{"value_dim": 8, "dtype": "float32", "mask_shape": shape, "window": window, **fields},
     )
     mask = random.random(shape) < 0.4
-    added = torch.where(torch.from_numpy(mask), 0.0, -INF)
     edge = aten_masks.needed_band(spec)
-    actual = aten_masks.empty_rows(added, edge, slice(0, q_len), kv_len).expand(2, 3, q_len)
+    actual = aten_masks.empty_rows(torch.from_numpy(mask), edge, slice(0, q_len), kv_len).expand(2, 3, q_len)
     assert np.array_equal(actual.numpy(), np.broadcast_to(~visible(spec, mask).any(-1), (2, 3, q_len)))
 
 
 def test_aligned_masks_have_rows_that_kernels_can_load() -> None:
     for keys in (7, 8, 13):
         for whole in (torch.randn(2, 1, 5, keys), torch.randn(2, 1, keys, 5).mT, torch.randn(2, 1, 5, 1)):
-            actual = aten_masks.align_rows(whole, keys)
+            actual = aten_masks.in_rows_of(whole, keys)
             assert torch.equal(actual, whole.expand(2, 1, 5, keys))
             assert actual.stride(-1) == 1 and actual.stride(-2) % 8 == 0 and actual.data_ptr() % 16 == 0
     fits = torch.randn(2, 1, 5, 16)
-    assert aten_masks.align_rows(fits, 16) is fits, "no copy of what is right"
+    assert aten_masks.in_rows_of(fits, 16) is fits, "no copy of what is right"
 
 
 def test_a_mask_takes_the_dtype_of_q_and_a_bias_keeps_float32() -> None:
-    mask, bias = torch.tensor([[[[True, False]]]]), torch.tensor([[[[1.5, 2.5]]]])
-    q = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16)
-    added = aten_masks.additive(Inputs(q, q, q, mask=mask), q.dtype)
-    assert added.dtype == torch.bfloat16 and added.tolist() == [[[[0.0, -INF]]]]
-    both = aten_masks.additive(Inputs(q, q, q, mask=mask, bias=bias), torch.float32)
+    mask, bias = torch.tensor([True, False]), torch.tensor([[[[1.5, 2.5]]]])
+    added = aten_masks.additive(mask, None, torch.bfloat16, 2)
+    assert added.dtype == torch.bfloat16 and added.tolist() == [[[[0.0, -INF]]]] and added.stride(2) == 8
+    both = aten_masks.additive(mask, bias, torch.float32, 2)
     assert both.dtype == torch.float32 and both.tolist() == [[[[1.5, -INF]]]]
 
 

@@ -13,6 +13,7 @@ the kernel does not write the bias's gradient where causal hides whole tiles, so
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
@@ -169,6 +170,33 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
 
     with torch.no_grad():
         return rewrites.forward(KERNEL, spec, inputs)
+
+
+def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
+    """See ``Backend.shortcut``: torch itself attaches the backward op below to this forward op."""
+    how = lower(spec)
+    whole = how["rows"] == slice(0, spec.q_len)
+    # torch's derivative passes on neither a window nor a number of splits, and leaves parts of the bias's gradient
+    # unwritten under causal. The kernel's log-sum-exp of rows that see no key is not ours.
+    unlike = spec.needs_backward and (how["window_size"] is not None or spec.deterministic)
+    unlike = unlike or (spec.bias_gradient and how["custom_mask_type"] != NO_MASK)
+    explicit = spec.mask_shape is not None or spec.bias_shape is not None
+    if not rewrites.is_native(KERNEL, spec) or spec.packed or unlike or not whole or (explicit and spec.return_lse):
+        return None
+    kernel, causal, scale, window = _kernels()[0], how["custom_mask_type"], spec.scale, how["window_size"]
+    group, rows = spec.group_size, spec.q_len
+
+    def run(q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None) -> tuple[Any, Any]:
+        q, k, v = tensors.addressable(q), tensors.addressable(k), tensors.addressable(v)
+        if group > 1:
+            k, v = tensors.for_each_head(k, group), tensors.for_each_head(v, group)
+        added = tensors.added(spec, q.dtype, mask, bias) if explicit else None
+        out, lse, *_ = kernel(
+            q, k, v, added, None, None, None, None, 0.0, causal, True, scale=scale, window_size=window
+        )
+        return out, lse[..., :rows]
+
+    return run
 
 
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:

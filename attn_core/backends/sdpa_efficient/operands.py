@@ -48,19 +48,29 @@ class BackwardOperands(NamedTuple):
 
 def operands(spec: AttentionSpec, how: dict[str, Any], inputs: Inputs) -> KernelOperands:
     """Returns the kernel's operands for a call."""
+    import torch
+
     q, k, v = (tensor[None] if spec.packed else tensor for tensor in inputs[:3])
-    q = _addressable(q[:, how["rows"]])
-    k, v = (for_each_head(_addressable(tensor), spec.group_size) for tensor in (k, v))
+    q = addressable(q[:, how["rows"]])
+    k, v = (for_each_head(addressable(tensor), spec.group_size) for tensor in (k, v))
     if spec.packed:
         return _packed(spec, how, inputs, KernelOperands(q, k, v))
     if inputs.mask is None and inputs.bias is None:
         return KernelOperands(q, k, v)
     rows = how["rows"]
-    added = aten_masks.in_rows(aten_masks.additive(inputs, q.dtype), rows)
+    part = inputs._replace(
+        mask=aten_masks.in_rows(inputs.mask, rows), bias=aten_masks.in_rows(aten_masks.detached(inputs.bias), rows)
+    )
+    bias = aten_masks.additive(part.mask, part.bias, q.dtype, spec.kv_len)
     # The kernel applies causal itself, so a row is empty if band and mask together hide all its keys.
     edge = aten_masks.needed_band(spec) if how["custom_mask_type"] else None
-    bias = aten_masks.align_rows(added, spec.kv_len).expand(spec.batch, spec.num_heads, rows.stop - rows.start, -1)
-    return KernelOperands(q, k, v, bias, aten_masks.empty_rows(added, edge, rows, spec.kv_len))
+    empty = aten_masks.empty_rows(part.mask if part.bias is None else bias != -torch.inf, edge, rows, spec.kv_len)
+    return KernelOperands(q, k, v, bias.expand(spec.batch, spec.num_heads, rows.stop - rows.start, -1), empty)
+
+
+def added(spec: AttentionSpec, dtype: Any, mask: Any, bias: Any) -> Any:
+    """Returns the kernel's bias of all rows, which autograd can differentiate by the bias."""
+    return aten_masks.additive(mask, bias, dtype, spec.kv_len).expand(spec.batch, spec.num_heads, spec.q_len, -1)
 
 
 def _packed(spec: AttentionSpec, how: dict[str, Any], inputs: Inputs, dense: KernelOperands) -> KernelOperands:
@@ -168,7 +178,7 @@ def _padded(rows: int) -> int:
     return -(-rows // ROWS_OF_LSE) * ROWS_OF_LSE
 
 
-def _addressable(tensor: Any) -> Any:
+def addressable(tensor: Any) -> Any:
     """Returns a ``[batch, length, heads, dim]`` tensor that the kernel can read, copied if needed."""
     tensor = readable(tensor)
     # Views of wide rows, as of one packed projection, have strides that reach further than the tensor's own elements.

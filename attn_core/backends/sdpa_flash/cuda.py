@@ -12,6 +12,7 @@ misplaces.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from typing import Any
@@ -121,6 +122,23 @@ def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any,
 
     with torch.no_grad():
         return rewrites.forward(KERNEL, spec, inputs, into)
+
+
+def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
+    """See ``Backend.shortcut``: torch itself attaches the backward op below to this forward op."""
+    how = lower(spec)
+    # The kernel's log-sum-exp of a row that sees no key is not ours, but its own backward expects it.
+    if not rewrites.is_native(KERNEL, spec) or spec.packed or (how["empty_rows"] and spec.return_lse):
+        return None
+    kernel, readable = _kernels()[0], rewrites.readable
+    settings = None, None, how["max_q"], how["max_k"], 0.0, how["is_causal"], False
+    window = {name: how[name] for name in ("scale", "window_size_left", "window_size_right")}
+
+    def run(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        out, lse, *_ = kernel(readable(q), readable(k), readable(v), *settings, **window)
+        return out, lse
+
+    return run
 
 
 def backward(

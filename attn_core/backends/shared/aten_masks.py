@@ -11,7 +11,6 @@ from attn_core.backends.shared import kernel_limits
 from attn_core.backends.shared.rewrites import readable
 from attn_core.call.masks import Band, band
 from attn_core.call.spec import AttentionSpec
-from attn_core.call.tensors import Inputs
 
 ROW_MULTIPLE = 8
 """Rows of an additive tensor begin at multiples of 8 elements: 16 bytes in the smallest dtype."""
@@ -53,52 +52,85 @@ def limits(spec: AttentionSpec, device: str, kernel: str, sequences: int | None 
     return (*reasons, *kernel_limits.grid(spec, kernel, sequences))
 
 
-def additive(inputs: Inputs, dtype: Any) -> Any:
-    """Returns bias and mask as one tensor of ``dtype``, -inf where the mask hides. Axes that are 1 in both stay 1."""
+def detached(bias: Any) -> Any:
+    """Returns the bias without its autograd history, or None."""
+    return None if bias is None else bias.detach()
+
+
+def additive(mask: Any, bias: Any, dtype: Any, kv_len: int, *, aligned: bool = True) -> Any:
+    """Returns bias and mask as one tensor of ``dtype``, -inf where the mask hides; autograd can differentiate it.
+
+    Args:
+        mask, bias: with up to four axes, or None; not both None.
+        aligned: whether rows must begin at multiples of ROW_MULTIPLE elements; else the last axis is merely dense.
+
+    Returns:
+        ``[batch or 1, heads or 1, q_len or 1, kv_len]``. A bias that already is one is returned as it is.
+    """
     import torch
 
-    if inputs.mask is None:
-        return inputs.bias.detach().to(dtype)
-    added = inputs.q.new_zeros((), dtype=dtype) if inputs.bias is None else inputs.bias.detach().to(dtype)
-    return torch.where(inputs.mask, added, -torch.inf)
+    bias = None if bias is None else four_axes(bias).to(dtype)
+    if mask is None:
+        return in_rows_of(bias, kv_len, aligned)
+    mask = four_axes(mask)
+    if bias is not None:
+        return in_rows_of(torch.where(mask, bias, -torch.inf), kv_len, aligned)
+    # log(True) is 0 and log(False) is -inf: one kernel reads the mask and writes the result.
+    keys = mask.expand(*mask.shape[:3], kv_len)
+    return torch.log(keys, out=_empty_rows_of(keys, dtype, aligned))
 
 
-def in_rows(added: Any, rows: slice) -> Any:
-    """Slices the query rows out of an additive tensor or a mask ``[batch, heads, q_len or 1, keys]``."""
-    return added if added.shape[2] == 1 else added[:, :, rows]
+def four_axes(table: Any) -> Any:
+    """Returns a mask or bias with axes of size 1 added in front, so that it has four."""
+    return table[(None,) * (4 - table.dim())] if table.dim() < 4 else table
 
 
-def align_rows(added: Any, kv_len: int) -> Any:
-    """Expands an additive tensor ``[batch, heads, rows, kv_len or 1]`` to ``[..., kv_len]`` with aligned rows.
+def in_rows(table: Any, rows: slice) -> Any:
+    """Slices the query rows out of a mask or bias ``[batch, heads, q_len or 1, keys]``, or None."""
+    return table if table is None or table.shape[2] == 1 else table[:, :, rows]
 
-    Each row's storage is padded with zeros to a multiple of ROW_MULTIPLE elements, because kernels load whole vectors.
-    """
-    width = -(-kv_len // ROW_MULTIPLE) * ROW_MULTIPLE
-    if added.shape[3] == kv_len == width:
+
+def in_rows_of(added: Any, kv_len: int, aligned: bool = True) -> Any:
+    """Expands an additive tensor ``[batch, heads, rows, kv_len or 1]`` to ``[..., kv_len]`` as kernels can load it."""
+    whole = added.shape[3] == kv_len
+    if whole and not aligned and added.stride(3) == 1:
+        return added
+    if whole and aligned and not kv_len % ROW_MULTIPLE:
         return readable(added)
-    storage = added.new_zeros((*added.shape[:3], width))  # zeros, because a vector load may read the padding
-    storage[..., :kv_len] = added
-    return storage[..., :kv_len]
+    added = added.expand(*added.shape[:3], kv_len)
+    return _empty_rows_of(added, added.dtype, aligned).copy_(added)
 
 
-def empty_rows(added: Any, edge: Band | None, rows: slice, kv_len: int) -> Any:
+def _empty_rows_of(like: Any, dtype: Any, aligned: bool) -> Any:
+    """Returns a new tensor of the shape of ``like``; see ``additive`` for ``aligned``.
+
+    Kernels load whole vectors, so the padding of each row is 0.
+    """
+    *others, kv_len = like.shape
+    if not aligned or not kv_len % ROW_MULTIPLE:
+        return like.new_empty(like.shape, dtype=dtype)
+    width = -(-kv_len // ROW_MULTIPLE) * ROW_MULTIPLE
+    return like.new_zeros((*others, width), dtype=dtype)[..., :kv_len]
+
+
+def empty_rows(visible: Any, edge: Band | None, rows: slice, kv_len: int) -> Any:
     """Returns which of the query rows in ``rows`` see no key: bool ``[batch or 1, heads or 1, rows or 1]``.
 
     A mask that all queries share is summed once along the keys; each row then compares the sums at the two ends of its
     band, which takes no memory of the size of the scores.
 
     Args:
-        added: additive, ``[batch or 1, heads or 1, rows or 1, kv_len or 1]``; -inf is hidden.
+        visible: bool ``[batch or 1, heads or 1, rows or 1, kv_len or 1]``; False is hidden.
         edge: the band of the call, or None if it hides nothing; the band of every row in ``rows`` contains a key.
     """
     import torch
 
-    seen = (added != -torch.inf).expand(*added.shape[:3], kv_len)
+    seen = visible.expand(*visible.shape[:3], kv_len)
     if edge is None or (edge.left is None and edge.right is None):
         return ~seen.any(-1)
-    positions = torch.arange(rows.start, rows.stop, device=added.device)
+    positions = torch.arange(rows.start, rows.stop, device=visible.device)
     if seen.shape[2] > 1:
-        columns = torch.arange(kv_len, device=added.device)
+        columns = torch.arange(kv_len, device=visible.device)
         return ~(seen & edge.contains(positions[:, None], columns)).any(-1)
     # before[j] counts the visible keys before key j, so equal counts at both ends of a band mean that it shows none.
     before = torch.nn.functional.pad(seen[:, :, 0].cumsum(-1), (1, 0))  # [batch, heads, kv_len + 1]

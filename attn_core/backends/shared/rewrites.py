@@ -63,6 +63,14 @@ def refusals(spec: AttentionSpec) -> tuple[str, ...]:
     return tuple(f"return_lse with gradients and {name}: {why}" for name, used in uncovered.items() if used)
 
 
+def is_native(kernel: Kernel, spec: AttentionSpec) -> bool:
+    """Returns whether the kernel's own forward, and torch's derivative of it, compute the call without a rewrite.
+
+    torch's derivative ignores the gradient of the log-sum-exp.
+    """
+    return _widened(kernel, spec) is None and not (spec.return_lse and spec.needs_backward)
+
+
 def forward(kernel: Kernel, spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
     """Returns (out, lse) of any call, with the rewrites that the kernel needs; ``into`` as in ``Backend.forward``."""
     wide = _widened(kernel, spec)

@@ -1,21 +1,25 @@
 """cuDNN's attention on NVIDIA GPUs, through torch's raw ops.
 
 Limits: fp16 and bf16, head_dim up to 128 (256 on sm90 with cuDNN 9.10), two keys or more, causal from the top left, no
-windows, softcap, bias, ALiBi, dropout or packed documents. A boolean mask becomes an additive one of 0 and -inf, exact
-in any dtype; a float bias would be rounded to the dtype of q, so it is refused. ``shared.rewrites`` adds value_dim,
-sinks and the gradient of the log-sum-exp. The backward, and the log-sum-exp of a single query, add in any order, so
-equal bits are not claimed.
-Upstream: ``aten::_scaled_dot_product_cudnn_attention`` and its backward, torch 2.11 to 2.15, cuDNN 9. Corrections: rows
-that see no key are shown every key and their results discarded, because versions treat them differently; the backward
-gets out, dout and the log-sum-exp in one layout, because torch caches plans by the layout of q, k and v alone.
+windows, softcap, ALiBi, dropout or packed documents, and no gradient of a bias. A boolean mask becomes an additive one
+of 0 and -inf, exact in any dtype; a bias that the dtype of q would round is refused. ``shared.rewrites`` adds
+value_dim, sinks and the gradient of the log-sum-exp. The backward, and the log-sum-exp of a single query, add in any
+order, so equal bits are not claimed.
+Upstream: ``aten::_scaled_dot_product_cudnn_attention`` and its backward, torch 2.11 to 2.15, cuDNN 9. Corrections:
+``empty_rows.py`` finds out what the installed cuDNN computes for rows that see no key; if it is not what we promise,
+these rows are shown every key and their results discarded. The backward gets out and dout in the layout in which torch
+allocates out, because torch caches plans by the layout of q, k and v alone, and its own attention uses the same plans.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
+from attn_core.backends.sdpa_cudnn.empty_rows import forward_binding, zero_for_empty_rows
+from attn_core.backends.sdpa_cudnn.operands import additive, as_allocated_for, explicit, kernel_bias
 from attn_core.backends.shared import rewrites
 from attn_core.backends.shared.aten_masks import compute_capability, limits, needed_band
 from attn_core.backends.support import Build, Support
@@ -36,6 +40,7 @@ FORWARD = Support(
     alignments=("bottom_right", "top_left"),
     causal=True,
     mask=True,
+    bias=True,
     sinks=True,
     lse=True,
     partial=True,
@@ -53,13 +58,15 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
     spoken = f"cuDNN {'.'.join(map(str, version))}" if version else "an unknown cuDNN"
     reasons = [*rewrites.refusals(spec), *limits(spec, device, NAME)]
     edge, widest = needed_band(spec), max(spec.head_dim, spec.value_dim)
-    # With a mask, the band becomes part of the mask, where any diagonal is possible.
-    if spec.causal and edge.right is not None and edge.offset and not spec.mask_shape:
+    # With a mask or bias, the band becomes part of it, where any diagonal is possible.
+    if spec.causal and edge.right is not None and edge.offset and not explicit(spec):
         reasons.append(
             f"causal, bottom_right, with q_len {spec.q_len} and kv_len {spec.kv_len}: {NAME} has top_left only"
         )
     if spec.kv_len == 1:
         reasons.append(f"kv_len=1: {NAME} needs 2 keys or more")
+    if spec.rounds_bias:
+        reasons.append(f"bias in {spec.bias_dtype} with {spec.dtype}: {NAME} would round it to {spec.dtype}")
     # The claim refuses widths above 256 on every device.
     if 128 < widest <= 256 and not (device == "sm90" and version >= (9, 10)):
         reasons.append(
@@ -70,12 +77,12 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
 
 def _known_bugs(spec: AttentionSpec, capability: int, version: tuple[int, ...], spoken: str) -> list[str]:
     reasons = []
-    bare_causal = needed_band(spec).right == 0 and not spec.mask_shape
+    bare_causal = needed_band(spec).right == 0 and not explicit(spec)
     if spec.needs_backward and capability == 90:
         if version < (9, 26) and spec.kv_len % 128 == 64 and not bare_causal:
             reasons.append(
-                f"backward: kv_len={spec.kv_len} (64 more than a multiple of 128) without causal or with a mask: "
-                f"NaN in dq under {spoken}, before 9.26 (pytorch#196678)"
+                f"backward: kv_len={spec.kv_len} (64 more than a multiple of 128) without causal or with a mask or "
+                f"bias: NaN in dq under {spoken}, before 9.26 (pytorch#196678)"
             )
         if spec.q_len == 1:
             reasons.append(f"backward: q_len=1: NaN in dk and dv under {spoken} (cudnn-frontend#1072)")
@@ -108,12 +115,11 @@ def build() -> Build:
 
 @lru_cache(maxsize=4096)
 def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """Returns the op's arguments. With a mask, causal becomes part of the mask."""
-    edge = needed_band(spec)
-    masked = spec.mask_shape is not None
+    """Returns the op's arguments. With a mask or bias, causal becomes part of it."""
+    edge, in_bias = needed_band(spec), explicit(spec)
     return {
-        "is_causal": edge.right is not None and not masked,
-        "band_in_mask": edge.right is not None and masked,
+        "is_causal": edge.right is not None and not in_bias,
+        "band_in_bias": edge.right is not None and in_bias,
         "scale": spec.scale,
     }
 
@@ -134,6 +140,23 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
         return rewrites.forward(KERNEL, spec, inputs)
 
 
+def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
+    """See ``Backend.shortcut``: torch itself attaches the backward op below to this forward op."""
+    has_bias = explicit(spec)
+    if not rewrites.is_native(KERNEL, spec) or spec.bias_gradient or (has_bias and not zero_for_empty_rows()):
+        return None
+    how, kernel, readable = lower(spec), forward_binding(), rewrites.readable
+    is_causal, scale, lse_shape = how["is_causal"], how["scale"], spec.lse_shape
+
+    def run(q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None) -> tuple[Any, Any]:
+        added = additive(spec, how, q, mask, bias) if has_bias else None
+        q, k, v = readable(q).transpose(1, 2), readable(k).transpose(1, 2), readable(v).transpose(1, 2)
+        out, lse, *_ = kernel(q, k, v, added, True, 0.0, is_causal, False, scale=scale)
+        return out.transpose(1, 2), lse.reshape(lse_shape)
+
+    return run
+
+
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
     """See ``Backend.backward``."""
     import torch
@@ -147,7 +170,7 @@ def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
     how = lower(spec)
     # [batch, seq, heads, dim] -> [batch, heads, seq, dim], as views
     q, k, v = (rewrites.readable(tensor).transpose(1, 2) for tensor in inputs[:3])
-    bias, empty = additive(spec, inputs) if spec.mask_shape else (None, None)
+    bias, empty = kernel_bias(spec, how, inputs)
     out, lse, *_ = _kernels()[0](q, k, v, bias, True, 0.0, how["is_causal"], False, scale=how["scale"])
     lse = lse.reshape(spec.lse_shape)
     if empty is not None:
@@ -160,12 +183,10 @@ def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any
 
     how = lower(spec)
     q, k, v = (rewrites.readable(tensor).transpose(1, 2) for tensor in inputs[:3])
-    bias = None
-    if spec.mask_shape:
-        bias, _ = additive(spec, inputs)
+    bias, empty = kernel_bias(spec, how, inputs)
+    if empty is not None:
         lse = lse.masked_fill(lse == -torch.inf, NO_WEIGHT)  # exp(score - 1e30) is 0, without -inf minus -inf
-    # Always the same layout: torch caches plans by the strides of q, k and v, but a plan fixes the strides of all.
-    out, dout = (tensor.contiguous().transpose(1, 2) for tensor in (out, dout))
+    out, dout = (as_allocated_for(q, tensor.transpose(1, 2)) for tensor in (out, dout))
     random_state = q.new_empty((), dtype=torch.int64)  # required by the op, unused without dropout
     gradients = _kernels()[1](
         dout,
@@ -186,24 +207,6 @@ def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any
         scale=how["scale"],
     )
     return Gradients(*(gradient.transpose(1, 2) for gradient in gradients))
-
-
-def additive(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
-    """Returns the additive mask and the rows that see no key.
-
-    The mask is ``[batch or 1, heads or 1, q_len or 1, kv_len]``, 0 or -inf in q's dtype; rows that see no key are 0
-    throughout, so the kernel sees every key there. The rows are ``[batch or 1, heads or 1, q_len or 1, 1]``.
-    """
-    import torch
-
-    seen, device = inputs.mask, inputs.q.device
-    if lower(spec)["band_in_mask"]:
-        rows, columns = torch.arange(spec.q_len, device=device)[:, None], torch.arange(spec.kv_len, device=device)
-        seen = seen & needed_band(spec).contains(rows, columns)
-    seen = seen.expand(*seen.shape[:3], spec.kv_len)
-    empty = ~seen.any(-1, keepdim=True)
-    added = torch.zeros(seen.shape, dtype=inputs.q.dtype, device=device)
-    return added.masked_fill_(~(seen | empty), -torch.inf), empty
 
 
 def _width(dim: int) -> int:

@@ -1,0 +1,1 @@
+"""sdpa_cudnn: cuDNN's attention, through torch."""
