@@ -560,44 +560,79 @@ def native_cudnn(*given: Any, **named: Any) -> Any:
 NATIVE = {"flash": native_flash, "efficient": native_efficient, "cudnn": native_cudnn}
 
 
-@pytest.mark.parametrize(
-    ("kernel", "case"), [(kernel, case) for case, (kernels, _) in CASES.items() for kernel in kernels.split()]
-)
-@pytest.mark.parametrize("learns", [True, False])
+def shortcut_spec(kernel: str, case: str, learns: bool) -> AttentionSpec:
+    """The spec of a case of CASES, with a width that every kernel has."""
+    fields = {**CASES[case][1], "head_dim": 16, "value_dim": 16}
+    learns = not fields.pop("no_gradient", False) and learns
+    fields |= {"needs_backward": learns} | ({} if learns and kernel != "cudnn" else {"bias_gradient": False})
+    return make(fields, "bfloat16").spec
+
+
+WITH_SHORTCUTS = [
+    (kernel, case, learns)
+    for case, (kernels, _) in CASES.items()
+    for kernel in kernels.split()
+    for learns in (True, False)
+    if shortcut_spec(kernel, case, learns).needs_backward is learns
+]
+
+
+def judge_shortcut(run: Any, spec: AttentionSpec, device: str) -> None:
+    made = make({name: getattr(spec, name) for name in FIELDS}, "bfloat16")
+    inputs = Inputs(*(None if tensor is None else tensor.to(device) for tensor in tensors(made.inputs, spec.dtype)))
+    explicit = [inputs.mask, inputs.bias] if spec.mask_shape or spec.bias_shape else []
+    learning = [*inputs[:3], *([inputs.bias] if spec.bias_gradient else [])] if spec.needs_backward else []
+    for tensor in learning:
+        tensor.requires_grad_()
+    out, _ = run(*inputs[:3], *explicit)
+    gradients = None
+    if spec.needs_backward:
+        out.backward(torch.from_numpy(made.dout).to(out))
+        parts = [*(t.grad for t in inputs[:3]), inputs.bias.grad if spec.bias_gradient else None, None]
+        gradients = Gradients(*(None if part is None else part.double().cpu().numpy() for part in parts))
+    expected = accuracy.expect(spec, made.inputs, dout=made.dout if spec.needs_backward else None)
+    verdict = expected.judge(out=out.detach().double().cpu().numpy(), gradients=gradients)
+    assert verdict.ok, verdict
+    assert tuple(out.shape) == spec.out_shape
+
+
+FIELDS = tuple(name for name in AttentionSpec.__dataclass_fields__ if name != "dtype")
+
+
+@pytest.mark.parametrize(("kernel", "case", "learns"), WITH_SHORTCUTS)
 def test_shortcuts_match_the_reference(kernel: str, case: str, learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own derivative of the forward op gives the gradients of the call."""
     module, _, _ = STANDINS[kernel]
     monkeypatch.setattr(module, "_kernels", lambda: (NATIVE[kernel], None))
     monkeypatch.setattr(cudnn, "forward_binding", lambda: native_cudnn)
     monkeypatch.setattr(cudnn_empty_rows, "_trials", lambda: True)
-    fields = {**CASES[case][1], "head_dim": 16, "value_dim": 16, "needs_backward": learns}
-    learns = not fields.pop("no_gradient", False) and learns
-    fields |= {"needs_backward": learns} | ({} if learns else {"bias_gradient": False})
-    dtype = "bfloat16"
-    made = make(fields, dtype)
-    run = module.shortcut(made.spec)
-    if run is None:
-        pytest.skip("no shortcut for this call")
-    inputs = tensors(made.inputs, dtype)
-    given = [
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        *([inputs.mask, inputs.bias] if "mask_shape" in fields or "bias_shape" in fields else []),
-    ]
-    learning = [t for t in given if learns and t is not None and t.is_floating_point()]
-    for tensor in learning:
-        tensor.requires_grad_()
-    out, _ = run(*given)
-    gradients = None
-    if learns:
-        out.backward(torch.from_numpy(made.dout).to(out.dtype))
-        parts = [inputs.q.grad, inputs.k.grad, inputs.v.grad, None if inputs.bias is None else inputs.bias.grad, None]
-        gradients = Gradients(*(None if part is None else part.double().numpy() for part in parts))
-    expected = accuracy.expect(made.spec, made.inputs, dout=made.dout if learns else None)
-    verdict = expected.judge(out=out.detach().double().numpy(), gradients=gradients)
-    assert verdict.ok, verdict
-    assert tuple(out.shape) == made.spec.out_shape
+    spec = shortcut_spec(kernel, case, learns)
+    run = backends.shortcut(module, spec)
+    if run is not None:  # the table below says which calls have one
+        judge_shortcut(run, spec, "cpu")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("kernel", "case", "learns"), WITH_SHORTCUTS)
+def test_shortcuts_match_the_reference_on_a_gpu(kernel: str, case: str, learns: bool) -> None:
+    module, name, _ = STANDINS[kernel]
+    spec = shortcut_spec(kernel, case, learns)
+    if reasons := selection.refusals(name, spec, Target.here("torch", _device())):
+        pytest.skip("; ".join(reasons))
+    run = backends.shortcut(module, spec)
+    if run is not None:
+        judge_shortcut(run, spec, "cuda")
+
+
+@pytest.mark.cuda
+def test_the_installed_cudnn_is_tried_for_rows_without_keys() -> None:
+    """Its version decides how masked calls run. The answer must be the one that the trial of this version gives."""
+    if backends.availability("sdpa_cudnn", "cuda")[1]:
+        pytest.skip("no cuDNN")
+    first = cudnn_empty_rows.zero_for_empty_rows()
+    assert cudnn_empty_rows.zero_for_empty_rows() is first
+    if torch.backends.cudnn.version() // 100 == 919:
+        assert first, "seen on an H200"
 
 
 SHORTCUTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -629,7 +664,7 @@ def test_which_calls_run_with_torchs_own_derivative(case: str, monkeypatch: pyte
     spec = replace(SPEC, **changes)
     monkeypatch.setattr(cudnn_empty_rows, "_trials", lambda: True)
     supported = [name for name, (_, full, _) in STANDINS.items() if not refusals(full, **changes)]
-    assert " ".join(name for name in supported if STANDINS[name][0].shortcut(spec)) == expected
+    assert " ".join(name for name in supported if backends.shortcut(STANDINS[name][0], spec)) == expected
 
 
 # The helper functions

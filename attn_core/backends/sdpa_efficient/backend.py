@@ -18,7 +18,9 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
+from attn_core.backends.sdpa_efficient import limits
 from attn_core.backends.sdpa_efficient import operands as tensors
+from attn_core.backends.sdpa_efficient.limits import NAME, width
 from attn_core.backends.shared import aten_masks, rewrites
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
@@ -26,7 +28,6 @@ from attn_core.call.tensors import Gradients, Inputs
 
 FRAMEWORK = "torch"
 REQUIRES = "torch>=2.11 with CUDA"
-NAME = "the aten memory-efficient kernel"
 
 FORWARD = Support(
     kernel=NAME,
@@ -53,9 +54,6 @@ BACKWARD = replace(FORWARD)
 NO_MASK, TOP_LEFT, BOTTOM_RIGHT = 0, 1, 2
 """The kernel's custom_mask_type."""
 
-MOST_PADDING = 16
-"""The most elements of a packed, padded log-sum-exp, in multiples of the number of tokens."""
-
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
     """Refuses unsupported windows, biases it would round, masks of packed documents, and int32 overflows."""
@@ -64,52 +62,14 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
     reasons = [*rewrites.refusals(spec), *aten_masks.limits(spec, device, NAME, documents)]
     edge = aten_masks.needed_band(spec)
     if edge.left is not None or edge.right is not None:
-        reasons += _band_refusals(spec, edge)
+        reasons += limits.band_refusals(spec, edge)
     extras = {f"mask of shape {list(spec.mask_shape or ())}": spec.mask_shape}
     extras |= {f"bias of shape {list(spec.bias_shape or ())}": spec.bias_shape}
     if spec.packed:
         reasons += [f"{what} with packed documents: {NAME} has none" for what, shape in extras.items() if shape]
     if spec.rounds_bias:
         reasons.append(f"bias in {spec.bias_dtype} with {spec.dtype}: {NAME} would round it to {spec.dtype}")
-    return (*reasons, *_size_refusals(spec), *_packed_refusals(spec))
-
-
-def _packed_refusals(spec: AttentionSpec) -> tuple[str, ...]:
-    """Refuses documents so unequal that a log-sum-exp padded to the longest would dwarf the tokens."""
-    if not spec.documents or spec.documents * (spec.max_len_q or 0) <= MOST_PADDING * max(spec.q_len, 4096):
-        return ()
-    sizes = f"{spec.documents} documents of up to {spec.max_len_q} queries in {spec.q_len} tokens"
-    return (f"{sizes}: {NAME} pads the log-sum-exp of each to the longest",)
-
-
-def _band_refusals(spec: AttentionSpec, edge: Any) -> list[str]:
-    if edge.right != 0:
-        return [f"window={spec.window}: {NAME} has causal windows only"]
-    if edge.left is None:
-        return []
-    if spec.packed:
-        return [f"window={spec.window} with packed documents: {NAME} has none"]
-    if spec.needs_backward and edge.offset > 0:
-        what = f"window={spec.window} with q_len {spec.q_len} and kv_len {spec.kv_len}, bottom_right"
-        return [f"backward: {what}: {NAME} puts the gradient's window top_left"]
-    return []
-
-
-def _size_refusals(spec: AttentionSpec) -> list[str]:
-    reasons = []
-    widest = max(_width(spec.head_dim), _width(spec.value_dim))
-    if max(spec.q_len, spec.kv_len) * spec.num_heads * widest >= tensors.ADDRESSES:
-        reasons.append(
-            f"q_len {spec.q_len} and kv_len {spec.kv_len} with {spec.num_heads} heads of {widest}: "
-            f"{NAME} addresses fewer than 2**31 elements"
-        )
-    rows = max((shape[2] for shape in (spec.mask_shape, spec.bias_shape) if shape), default=1)
-    if rows > 1 and rows * _width(spec.kv_len) >= tensors.ADDRESSES:
-        reasons.append(
-            f"mask or bias with q_len {spec.q_len} and kv_len {spec.kv_len}: {NAME} reads the wrong rows of one "
-            "that large (pytorch#162588)"
-        )
-    return reasons
+    return (*reasons, *limits.size_refusals(spec), *limits.packed_refusals(spec))
 
 
 def probe() -> str:
@@ -261,9 +221,5 @@ def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any
     return tensors.gradients(spec, how, operands, inputs, gradients)
 
 
-def _width(dim: int) -> int:
-    return -(-dim // 8) * 8
-
-
-KERNEL = rewrites.Kernel(_forward, _backward, _width, same_width=False)
+KERNEL = rewrites.Kernel(_forward, _backward, width, same_width=False)
 """The kernel that ``shared.rewrites`` completes."""
