@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
-from attn_core.backends.flash4 import direct, paged, versions
+from attn_core.backends.flash4 import direct, disk_cache, paged, versions
 from attn_core.backends.flash4.operands import backward_width, copy_if_expanded, window, writable
 from attn_core.backends.shared import dry_run, first_call, kernel_limits, rewrites
 from attn_core.backends.shared.kernel_programs import KernelProgram
@@ -117,6 +117,7 @@ def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any,
     launches = direct.launches_of(spec, "forward", inputs.q)
     if launches is not None:
         return direct.launch_forward(launches, spec, inputs, into)
+    disk_cache.use()
     kernel = _kernel(spec, gradient=False)
     return first_call.run(
         direct.compiled_key(spec, "forward", inputs.q),
@@ -133,6 +134,7 @@ def backward(
     launches = direct.launches_of(spec, "backward", inputs.q) if dlse is None else None
     if launches is not None:
         return direct.launch_backward(launches, inputs, out, lse, dout, into, None)
+    disk_cache.use()
     kernel = _kernel(spec, gradient=True)
     return first_call.run(
         direct.compiled_key(spec, "backward" if dlse is None else "backward of out and lse", inputs.q),

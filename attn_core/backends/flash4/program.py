@@ -1,9 +1,8 @@
 """Builds a program from a FlashAttention-4 call: its kernels in order, and their buffers. XLA runs it without Python.
 
 The program is built from a recording of one call (``recorder.py``). Numbers become constants of the compiled code, so
-that a step takes only buffers. With FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 compiled code is cached on disk, next to
-flash-attn-4's own. Upstream: flash-attn-4 4.0.0b36 with nvidia-cutlass-dsl 4.8. Calls that do not look as they do there
-raise Unrecordable.
+that a step takes only buffers. Compiled code is kept on disk like flash-attn-4's own (``disk_cache``). Upstream:
+flash-attn-4 4.0.0b36 with nvidia-cutlass-dsl 4.8. Calls that do not look as they do there raise Unrecordable.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
+from attn_core.backends.flash4 import disk_cache
 from attn_core.backends.flash4.recorder import Launch, Recorder
 from attn_core.backends.shared import dry_run
 from attn_core.backends.shared.cached_once import cached_once
@@ -25,8 +25,6 @@ from attn_core.call.tensors import Inputs, dtype_name
 # Operations that launch no kernel. Any other operation between the kernels would be missing from the program.
 ALLOCATES = ("aten.empty", "aten.new_empty", "aten.detach", "prim.")
 ZEROS = ("aten.zeros", "aten.new_zeros")
-# Their versions are part of each step's name, because the compiled code depends on them.
-PACKAGES = ("flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-ffi")
 
 Run = Callable[[Any, Inputs, dict[str, Any]], None]
 
@@ -139,10 +137,7 @@ def _function(compiled: Any) -> Any:
 
 @cached_once
 def _compiled_code() -> Any:
-    """Returns flash-attn-4's cache of compiled code: in this process, or on disk if its environment variable asks."""
-    from flash_attn.cute.cache_utils import get_jit_cache  # type: ignore[import-not-found]
-
-    return get_jit_cache("attn_core")
+    return disk_cache.named_cache("attn_core")
 
 
 @cached_once
@@ -200,7 +195,8 @@ def _buffer(tensor: Any, name: str, shape: Any, zeros: Any = ()) -> Buffer:
 
 @cached_once
 def _versions() -> tuple[str, ...]:
-    return tuple(f"{name} {metadata.version(name)}" for name in PACKAGES)
+    """Returns versions that are part of each step's name, because the compiled code depends on them."""
+    return tuple(f"{name} {metadata.version(name)}" for name in disk_cache.PACKAGES)
 
 
 def _tensors(spec: AttentionSpec, direction: str, with_dlse: bool) -> dict[str, Any]:

@@ -1,0 +1,111 @@
+"""Keeps FlashAttention-4's compiled kernels on disk between processes, because compiling one takes seconds.
+
+The folder is ``flash4`` in ``attn_core`` in the user's cache folder (``$XDG_CACHE_HOME``, else ``~/.cache``). It has a
+folder for each set of package versions, GPUs, compiler settings and sources of ours that a kernel may depend on. The
+user's own ``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED`` (0 turns the cache off) or ``FLASH_ATTENTION_CUTE_DSL_CACHE_DIR``
+takes precedence. flash-attn-4's own cache does the work: it writes a file under another name and renames it, and
+compiles again what it cannot load. Here a folder that cannot be read, written or locked is no error either.
+Upstream: flash-attn-4 4.0.0b36, ``flash_attn.cute.cache_utils``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from attn_core.backends.shared.cached_once import cached_once
+
+log = logging.getLogger("attn_core.flash4")
+
+PACKAGES = ("flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-ffi")
+"""The packages that the compiled code depends on."""
+SETTINGS = ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
+"""flash-attn-4's own environment variables. If one is set, flash-attn-4 does what it says."""
+
+
+@cached_once
+def use() -> Path | None:
+    """Makes flash-attn-4 keep its kernels on disk; returns the folder, or None if it does not. Needs a GPU."""
+    import torch
+
+    if any(name in os.environ for name in SETTINGS) or not torch.cuda.is_available():
+        return None
+    try:
+        from flash_attn.cute import interface  # type: ignore[import-not-found]
+
+        folder = _usable_folder()
+        entries = {name: value for name, value in vars(interface).items() if hasattr(value, "compile_cache")}
+        caches = {name: _cache(folder / name) for name in entries}
+        for name, entry in entries.items():
+            caches[name].cache.update(entry.compile_cache.cache)  # kernels that were compiled before
+        for name, entry in entries.items():
+            entry.compile_cache = caches[name]
+    except Exception as error:  # an interface that changed upstream can raise anything, and compiling always works
+        log.info("FlashAttention-4's kernels are not kept on disk: %s: %s", type(error).__name__, error)
+        return None
+    return folder
+
+
+def named_cache(name: str) -> Any:
+    """Returns flash-attn-4's cache of compiled code with a name: on disk, or in this process."""
+    from flash_attn.cute.cache_utils import get_jit_cache  # type: ignore[import-not-found]
+
+    folder = use()
+    return get_jit_cache(name) if folder is None else _cache(folder / name)
+
+
+def _cache(folder: Path) -> Any:
+    from flash_attn.cute.cache_utils import JITPersistentCache
+
+    class Cache(JITPersistentCache):  # type: ignore[misc]
+        """A cache on disk for which a full or read-only disk, or a lock that it does not get, is no error."""
+
+        def _try_load_from_storage(self, key: Any) -> bool:
+            try:
+                return bool(super()._try_load_from_storage(key))
+            except (OSError, RuntimeError) as error:
+                log.info("compiled code is not read from %s: %s", folder, error)
+                return False
+
+        def _try_export_to_storage(self, key: Any, function: Any) -> None:
+            try:
+                super()._try_export_to_storage(key, function)
+            except (OSError, RuntimeError) as error:
+                log.info("compiled code is not written to %s: %s", folder, error)
+
+    return Cache(folder)
+
+
+def _usable_folder() -> Path:
+    """Creates and returns the folder. Raises OSError if files in it cannot be written or locked."""
+    import fcntl  # flash-attn-4 runs on Linux alone; this module is imported everywhere
+
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    caches = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    folder = caches / "attn_core" / "flash4" / fingerprint()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with open(folder / "lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return folder
+
+
+def fingerprint() -> str:
+    """Returns a digest of everything that compiled code may depend on besides the keys of flash-attn-4's caches."""
+    import torch
+
+    properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    gpus = {(gpu.name, gpu.major, gpu.minor, gpu.multi_processor_count) for gpu in properties}
+    settings = {name: value for name, value in os.environ.items() if name.startswith(("CUTE_DSL_", "FLASH_ATTENTION_"))}
+    versions = [metadata.version(name) for name in PACKAGES]
+    digest = hashlib.sha256(repr((versions, torch.version.cuda, sorted(gpus), sorted(settings.items()))).encode())
+    # flash-attn-4's sources, as they may be installed from a checkout; and ours, whose score functions are compiled in.
+    from flash_attn.cute import cache_utils
+
+    digest.update(cache_utils._compute_source_fingerprint().encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:32]
