@@ -538,11 +538,11 @@ def test_caches_tell_equal_values_of_different_types_apart(framework: Framework,
 
 @pytest.mark.parametrize("framework", BOTH, ids=str)
 def test_a_refused_backend_lists_every_reason_and_runs_nothing(framework: Framework) -> None:
-    call = dense(framework) | {"softcap": 5.0, "sinks": framework.zeros(6), "backend": "sdpa_flash"}
+    call = dense(framework) | {"softcap": 5.0, "v": framework.zeros(2, 7, 3, 5), "backend": "sdpa_flash"}
     row = Bad(
         {},
         NoBackendError,
-        ("^backend='sdpa_flash' cannot run this call, .* never falls back", "softcap=5.0: .*; sinks: "),
+        ("^backend='sdpa_flash' cannot run this call, .* never falls back", "value_dim=5: .*; softcap=5.0: "),
     )
     message = assert_fails(row, lambda: framework.frontend.attention(**call))
     assert all(f"\n  {name} " in message for name in backends.names())

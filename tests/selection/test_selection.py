@@ -320,14 +320,14 @@ def test_an_unknown_device_has_no_automatic_choice() -> None:
 
 
 def test_an_explicit_backend_never_falls_back() -> None:
-    spec = replace(SPEC, softcap=50.0, sinks=True, dropout=0.1)
+    spec = replace(SPEC, softcap=50.0, dropout=0.1)
     assert select(spec, CPU).backend == "math"
     with pytest.raises(NoBackendError) as caught:
         select(spec, CPU, "sdpa_flash")
     actual = caught.value.selection
     assert (actual.backend, actual.requested) == (None, ("sdpa_flash",))
     assert actual.reasons("sdpa_flash") == tuple(
-        f"{what}: the aten CPU flash kernel has none" for what in ("softcap=50.0", "sinks", "dropout=0.1")
+        f"{what}: the aten CPU flash kernel has none" for what in ("softcap=50.0", "dropout=0.1")
     )
     assert actual.reasons("math") == ()
     assert "never falls back" in str(caught.value)

@@ -1,6 +1,6 @@
-"""Additive masks for torch's CPU flash kernel: bias, mask and band as one tensor.
+"""Additive masks for torch's CPU flash kernel: bias, ALiBi, mask and band as one tensor.
 
-A band's mask is a pure function of a few numbers, so small ones are cached. The kernel broadcasts a mask's axes of 1.
+Tables of a band are pure functions of a few numbers, so small ones are cached. The kernel broadcasts axes of 1.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from attn_core.call.masks import Band
 
 CACHED_ELEMENTS = 2**14
-"""The most elements of a cached band mask: with BANDS of them, at most 8 MiB."""
+"""The most elements of a cached table: with BANDS entries in each cache, at most 16 MiB."""
 BANDS = 64
 
 
@@ -40,6 +40,22 @@ def additive(dtype: str, device: Any, mask: Any, bias: Any, edge: Band | None, r
     return torch.where(inside if mask is None else inside & mask, bias, hides)
 
 
+def with_alibi(dtype: str, added: Any, slopes: Any, offset: int, rows: slice, keys: slice) -> Any:
+    """Adds ``-slope * |i + offset - j|`` to an additive mask, or to nothing if it is None.
+
+    Args:
+        slopes: ``[heads]`` or ``[batch, heads]``.
+
+    Returns:
+        ``[batch or 1, heads, rows, keys]``.
+    """
+    import torch
+
+    slopes = slopes.to(getattr(torch, dtype)).reshape(-1, slopes.shape[-1], 1, 1)
+    distance = _table(_cached_distance, _new_distance, dtype, slopes.device, offset, rows, keys)
+    return slopes * distance if added is None else torch.addcmul(added, slopes, distance)
+
+
 def empty_rows(added: Any) -> Any:
     """Returns which rows of an additive mask see no key: bool ``[batch or 1, heads or 1, rows or 1]``."""
     import torch
@@ -54,9 +70,14 @@ def _constants(dtype: str, device: Any) -> tuple[Any, Any]:
 
 def _band(dtype: str, device: Any, edge: Band, rows: slice, keys: slice) -> tuple[Any, Any]:
     """Returns which keys a band shows, bool ``[1, 1, rows, keys]``, and the same as an additive mask."""
+    return _table(_cached_band, _new_band, dtype, device, edge, rows, keys)  # type: ignore[no-any-return]
+
+
+def _table(cached: Any, new: Any, dtype: str, device: Any, what: Any, rows: slice, keys: slice) -> Any:
+    """Returns a table of rows and keys, from the cache if it is small."""
     place = (rows.start, rows.stop, keys.start, keys.stop)
     small = (rows.stop - rows.start) * (keys.stop - keys.start) <= CACHED_ELEMENTS
-    return (_cached_band if small and _may_cache() else _new_band)(dtype, device, edge, place)
+    return (cached if small and _may_cache() else new)(dtype, device, what, place)
 
 
 def _may_cache() -> bool:
@@ -83,5 +104,16 @@ def _new_band(dtype: str, device: Any, edge: Band, place: tuple[int, int, int, i
         return inside, torch.where(inside, *_constants(dtype, device))
 
 
+def _new_distance(dtype: str, device: Any, offset: int, place: tuple[int, int, int, int]) -> Any:
+    """Returns ``-|i + offset - j|``, ``[1, 1, rows, keys]``."""
+    import torch
+
+    with torch.inference_mode(False):
+        queries = torch.arange(place[0], place[1], device=device)[:, None] + offset
+        distance = (queries - torch.arange(place[2], place[3], device=device)).abs().neg()
+        return distance.to(getattr(torch, dtype))[None, None]
+
+
 _cached_constants = lru_cache(maxsize=BANDS)(_new_constants)
 _cached_band = lru_cache(maxsize=BANDS)(_new_band)
+_cached_distance = lru_cache(maxsize=BANDS)(_new_distance)

@@ -58,10 +58,11 @@ def are_finite(k: Any, v: Any) -> bool:
     """
     import torch
 
+    k, v = k.detach(), v.detach()
     if k.dtype != torch.float32 and k.dtype != torch.float64:
         return math.isfinite(k.sum(dtype=torch.float32) + v.sum(dtype=torch.float32))
     if k.shape == v.shape and k.is_contiguous() and v.is_contiguous():  # one operation instead of three
-        return math.isfinite(torch.dot(k.detach().view(-1), v.detach().view(-1)).item())
+        return math.isfinite(torch.dot(k.view(-1), v.view(-1)).item())
     return math.isfinite(k.sum() + v.sum())
 
 
@@ -78,7 +79,9 @@ def _row_spec(spec: AttentionSpec) -> AttentionSpec:
     def cut(shape: Any) -> Any:
         return shape and (1, *shape[1:])
 
-    return replace(spec, batch=1, mask_shape=cut(spec.mask_shape), bias_shape=cut(spec.bias_shape))
+    slopes = spec.alibi_shape if spec.alibi_shape is None or len(spec.alibi_shape) == 1 else cut(spec.alibi_shape)
+    tables = {"mask_shape": cut(spec.mask_shape), "bias_shape": cut(spec.bias_shape), "alibi_shape": slopes}
+    return replace(spec, batch=1, **tables)
 
 
 def _row_inputs(inputs: Inputs, row: int) -> Inputs:
@@ -86,4 +89,7 @@ def _row_inputs(inputs: Inputs, row: int) -> Inputs:
         return table if table is None or table.shape[0] == 1 else table[row : row + 1]
 
     q, k, v = (tensor[row : row + 1] for tensor in inputs[:3])
-    return inputs._replace(q=q, k=k, v=v, mask=cut(inputs.mask), bias=cut(inputs.bias))
+    slopes = inputs.alibi_slopes  # [heads] or [batch, heads]
+    if slopes is not None and slopes.dim() == 2:
+        slopes = cut(slopes)
+    return inputs._replace(q=q, k=k, v=v, mask=cut(inputs.mask), bias=cut(inputs.bias), alibi_slopes=slopes)

@@ -1,9 +1,9 @@
 """torch's own flash attention, as scaled_dot_product_attention uses it: the aten CPU flash kernel.
 
-Limits: no softcap, ALiBi, sinks or dropout; value_dim == head_dim; no gradient of a bias or of the log-sum-exp. Causal
-is top-left in the kernel. Windows, bottom-right causal with unequal lengths, masks and biases become additive masks of
-blocks of queries (``cpu_blocks.py``), for which ``containment.py`` contains NaN in hidden keys. Packed documents run
-one after another, so that nothing crosses between them.
+Limits: no softcap or dropout; value_dim == head_dim; no gradient of a bias or of the log-sum-exp. Causal is top-left in
+the kernel. Windows, bottom-right causal with unequal lengths, masks, biases and ALiBi become additive masks of blocks
+of queries (``cpu_blocks.py``), for which ``containment.py`` contains NaN in hidden keys. Sinks scale the results of the
+kernel (``shared/rewrites.py``). Packed documents run one after another, so that nothing crosses between them.
 Upstream: ``aten::_scaled_dot_product_flash_attention_for_cpu``, torch 2.11 to 2.15. The raw op reads wrong memory if
 the last stride is not 1, and reports a log-sum-exp of 0 for rows that see no key. This file corrects both.
 """
@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from attn_core.backends.sdpa_flash import additive_masks, containment, cpu_blocks
+from attn_core.backends.shared import rewrites
 from attn_core.backends.shared.split_documents import dense_inputs, dense_spec, documents
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
@@ -35,6 +36,8 @@ FORWARD = Support(
     window=True,
     mask=True,
     bias=True,
+    alibi=True,
+    sinks=True,
     packed=True,
     deterministic=True,
     lse=True,
@@ -58,16 +61,21 @@ def probe() -> str:
 
 @lru_cache(maxsize=4096)
 def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """Returns the op's arguments: ``is_causal`` if the kernel's top-left causal fits, else ``additive_mask``."""
+    """Returns the op's arguments: ``is_causal`` if the kernel's top-left causal fits, else ``additive_mask``.
+
+    ``contained`` is whether NaN in hidden keys is contained.
+    """
     edge = band(spec)
-    explicit = spec.mask_shape is not None or spec.bias_shape is not None
+    explicit = any(shape is not None for shape in (spec.mask_shape, spec.bias_shape, spec.alibi_shape))
     plain = edge.left is None and edge.right is None
     native = edge.left is None and edge.right == 0 and edge.offset == 0  # the kernel's causal is top-left
     hidden = not plain and not edge.hides_nothing(spec.q_len, spec.kv_len)
     is_causal = hidden and native and not explicit
+    additive_mask = explicit or (hidden and not is_causal)
     return {
         "is_causal": is_causal,
-        "additive_mask": explicit or (hidden and not is_causal),
+        "additive_mask": additive_mask,
+        "contained": additive_mask or (is_causal and spec.sinks),
         "scale": spec.scale,
         "by_document": spec.packed,
     }
@@ -81,12 +89,16 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     inputs = _all_readable(inputs)
     if how["additive_mask"]:
         out, lse = cpu_blocks.forward(spec, inputs)
+    else:
+        # [batch, seq, heads, dim] -> [batch, heads, seq, dim] and back, as views
+        q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])
+        out, lse = cpu_blocks.kernels()[0](q, k, v, 0.0, how["is_causal"], scale=how["scale"])
+        out = out.transpose(1, 2)
+    if spec.sinks:
+        out, lse = rewrites.with_sinks(out, lse, inputs.sinks)
+    if how["contained"]:
         containment.contain(spec, inputs, out, lse)
-        return out, lse
-    # [batch, seq, heads, dim] -> [batch, heads, seq, dim] and back, as views
-    q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])
-    out, lse = cpu_blocks.kernels()[0](q, k, v, 0.0, how["is_causal"], scale=how["scale"])
-    return out.transpose(1, 2), lse
+    return out, lse
 
 
 def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | None:
@@ -137,13 +149,15 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         return _backward_packed(spec, inputs, out, lse, dout)
     inputs, dout = _all_readable(inputs), _readable(dout)
     if how["additive_mask"]:
-        gradients = cpu_blocks.backward(spec, inputs, out, lse, dout)
-        containment.contain_gradients(spec, inputs, out, lse, dout, gradients)
-        return Gradients(*gradients)
-    q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])
-    dout, out = dout.transpose(1, 2), out.transpose(1, 2)
-    dq, dk, dv = cpu_blocks.kernels()[1](dout, q, k, v, out, lse, 0.0, how["is_causal"], scale=how["scale"])
-    return Gradients(dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2))
+        dq, dk, dv = cpu_blocks.backward(spec, inputs, out, lse, dout)
+    else:
+        tensors = (tensor.transpose(1, 2) for tensor in (dout, *inputs[:3], out))
+        gradients = cpu_blocks.kernels()[1](*tensors, lse, 0.0, how["is_causal"], scale=how["scale"])
+        dq, dk, dv = (gradient.transpose(1, 2) for gradient in gradients)
+    if how["contained"]:
+        containment.contain_gradients(spec, inputs, out, lse, dout, (dq, dk, dv))
+    dsinks = rewrites.sink_gradient(inputs.sinks, out, lse, dout, None) if spec.sinks else None
+    return Gradients(dq, dk, dv, dsinks=dsinks)
 
 
 def _all_readable(inputs: Inputs) -> Inputs:
@@ -185,11 +199,14 @@ def _backward_packed(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, do
     import torch
 
     dq, dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in inputs[:3])
+    dsinks = torch.zeros_like(inputs.sinks, dtype=_lse_dtype(inputs.q)) if spec.sinks else None
     for document, tensors, rows, columns in _documents(spec, inputs):
         saved = (out[rows][None], lse[:, rows][None], dout[rows][None])
         part = backward(document, tensors, *saved, None)
         dq[rows], dk[columns], dv[columns] = part.dq[0], part.dk[0], part.dv[0]
-    return Gradients(dq, dk, dv)
+        if dsinks is not None:
+            dsinks += part.dsinks
+    return Gradients(dq, dk, dv, dsinks=None if dsinks is None else dsinks.to(inputs.sinks.dtype))
 
 
 def _lse_dtype(q: Any) -> Any:

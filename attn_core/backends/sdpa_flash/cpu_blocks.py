@@ -1,4 +1,4 @@
-"""torch's CPU flash kernel with windows, masks and biases, in blocks of queries that read only the keys in their band.
+"""torch's CPU flash kernel with windows, masks, biases and ALiBi: blocks of queries that read the keys of their band.
 
 The kernel hides keys only by an additive mask. One mask of all queries and keys would cost memory and time for every
 pair, also for hidden ones. So each block of queries is a call of its own, on the keys that its band reaches and with a
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
-from attn_core.backends.sdpa_flash.additive_masks import additive, empty_rows
+from attn_core.backends.sdpa_flash.additive_masks import additive, empty_rows, with_alibi
 from attn_core.call.masks import Band, band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
@@ -64,7 +64,8 @@ def blocks(spec: AttentionSpec) -> tuple[QueryBlock, ...]:
 
 def _height(spec: AttentionSpec) -> int:
     """Returns the number of queries of a block."""
-    tables = [shape for shape in (spec.mask_shape, spec.bias_shape) if shape]
+    slopes = (1, *spec.alibi_shape)[-2:] if spec.alibi_shape else None  # (batch or 1, heads)
+    tables = [shape for shape in (spec.mask_shape, spec.bias_shape, slopes) if shape]
     copies = max((shape[0] for shape in tables), default=1) * max((shape[1] for shape in tables), default=1)
     rows = max(FEWEST_ROWS, MASK_ELEMENTS // max(1, copies * spec.kv_len))
     one_sided = band(spec)._replace(right=None).hides_nothing(spec.q_len, spec.kv_len)
@@ -140,6 +141,9 @@ def _with_masks(spec: AttentionSpec, inputs: Inputs) -> Iterator[tuple[QueryBloc
             if not whole:
                 table, bias = _part(table, block), _part(bias, block)
             mask, built = additive(spec.lse_dtype, inputs.q.device, table, bias, edge, rows, keys), distances
+            if inputs.alibi_slopes is not None:
+                offset = band(spec).offset
+                mask = with_alibi(spec.lse_dtype, mask, inputs.alibi_slopes, offset, rows, keys)
         yield block, mask
 
 
