@@ -33,9 +33,21 @@ with FlopCounterMode(display=False) as counter:
     torch_frontend.attention(*torch.ones(3, 1, 4, 2, 8))
 assert counter.get_total_flops() == 2 * 2 * 2 * 4 * 4 * 8, counter.get_total_flops()
 """
+DROP_INS = """
+from torch_frontend import diffusers, finetrainers, huggingface, module, unsloth
+from torch_frontend.huggingface import context
+assert "torch._dynamo" not in sys.modules
+x = torch.ones(1, 2, 4, 8)
+dispatch = lambda q: finetrainers.attention_dispatch(q, q, q, attention_kwargs={"window_size": (2, 2)})
+counts = []
+compiled = torch.compile(lambda q: dispatch(q) + 1, backend=lambda graph, _: counts.append(graph) or graph)
+assert torch.equal(compiled(x), dispatch(x) + 1)
+assert counts and all("attn" not in str(graph.graph) for graph in counts)  # left to Python
+assert context.mask._torchdynamo_disable
+"""
 
 
-@pytest.mark.parametrize("use", ["", COMPILED, COUNTED], ids=["alone", "compiled", "counted"])
+@pytest.mark.parametrize("use", ["", COMPILED, COUNTED, DROP_INS], ids=["alone", "compiled", "counted", "drop-ins"])
 def test_importing_torch_frontend_loads_neither_the_compiler_nor_the_counter(use: str) -> None:
     done = in_its_own_process(QUICK + use)
     assert done.returncode == 0, done.stderr

@@ -23,6 +23,7 @@ from attn_core.errors import SpecError
 from attn_core.selection import NoBackendError, Target, override
 from torch_frontend.attention import attention
 from torch_frontend.backends import here
+from torch_frontend.dispatch.after_import import after_import
 from torch_frontend.dispatch.tensor_kinds import (
     PLAIN,
     are_jit_traces_active,
@@ -181,9 +182,17 @@ def _offer_to_modes(*arguments: Any) -> tuple[Any] | None:
     return (handle_torch_function(attention_dispatch, operands, *arguments[:6], **options),)
 
 
-@torch.compiler.disable(reason="the active provider decides what these arguments of attention_dispatch mean")
 def _outside_the_graph(*arguments: Any) -> Any:
     return attention_dispatch(*arguments)
+
+
+def _leave_to_python() -> None:
+    """Makes Dynamo call ``_outside_the_graph`` instead of tracing it."""
+    why = "the active provider decides what these arguments of attention_dispatch mean"
+    globals()["_outside_the_graph"] = torch.compiler.disable(_outside_the_graph, reason=why)
+
+
+after_import("torch._dynamo", _leave_to_python)  # torch.compiler.disable itself would import Dynamo
 
 
 def _run_as_torch(call: DispatchCall) -> Tensor:

@@ -9,12 +9,12 @@ import torch
 
 from attn_core.errors import SpecError
 from torch_frontend.context_parallel.layers import ActiveMesh, active_for, active_mesh
+from torch_frontend.dispatch.after_import import after_import
 from torch_frontend.huggingface.described_mask import DescribedMask, VisibleKeys
 
 Tensor = torch.Tensor
 
 
-@torch.compiler.disable
 def mask(
     context: ActiveMesh,
     batch: int,
@@ -49,6 +49,14 @@ def mask(
         )
     visible = VisibleKeys(pattern.left, pattern.right, 0, lengths, context=context)
     return DescribedMask(batch, device, visible, _no_table)
+
+
+def _leave_to_python() -> None:
+    """Makes Dynamo call ``mask`` instead of tracing it: it reads meshes, which Dynamo cannot trace."""
+    globals()["mask"] = torch.compiler.disable(mask)
+
+
+after_import("torch._dynamo", _leave_to_python)  # torch.compiler.disable itself would import Dynamo
 
 
 def context_of(module: Any, attention_mask: Any) -> ActiveMesh | None:
