@@ -53,11 +53,13 @@ def _gives_zero(queries: int, head_dim: int, device: Any = "cuda") -> bool:
     bias = torch.zeros((1, 1, queries, 72), dtype=torch.bfloat16, device=device)
     bias[:, :, -1] = -torch.inf
     out, lse, *_ = forward_binding()(query, key, value, bias, True, 0.0, False, False, scale=0.1)
+    empty = bool((out[:, :, -1] == 0).all() and (lse.reshape(1, 2, queries)[..., -1] == -torch.inf).all())
+    if queries == 1:  # its gradient is NaN in every version (cudnn-frontend#1072), so ``refuses`` refuses it
+        return empty
     dout = torch.ones_like(out)
     gradients = torch.autograd.grad(out, (query, key, value), dout, retain_graph=True)
     dout[:, :, -1] = 100.0
     others = torch.autograd.grad(out, (query, key, value), dout)
-    zero = all(bool((tensor[:, :, -1] == 0).all()) for tensor in (out, gradients[0], others[0]))
-    empty = bool((lse.reshape(1, 2, queries)[..., -1] == -torch.inf).all())
+    zero = all(bool((dq[:, :, -1] == 0).all()) for dq in (gradients[0], others[0]))
     alike = all(torch.allclose(one, two, rtol=0.02, atol=0.02) for one, two in zip(gradients[1:], others[1:]))
-    return zero and empty and alike
+    return empty and zero and alike
