@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from attn_core import AttentionSpec, PagedKV, SeqInfo, Target, backends, explain
 from attn_core.backends.flash3 import backend as flash3
 from attn_core.backends.flash3.fp8 import SMALLEST, quantise
 from attn_core.backends.shared import build_trials
-from attn_core.backends.shared.flash3_operators import Operators, plan
+from attn_core.backends.shared.flash3_operators import Operators, prepare
 from attn_core.backends.support import Build
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs
 from attn_core.correctness import accuracy, reference
@@ -181,14 +182,16 @@ def test_arguments_follow_the_order_of_the_schema() -> None:
         "x::fwd(bool is_causal, Tensor v, Tensor q, Tensor? out, float softmax_scale, Tensor k, Tensor? page_table, "
         "int num_splits=3, float softcap=0.0, Tensor? sinks=None, str extra='as it is') -> (Tensor, Tensor)"
     )
-    laid_out = plan(other, {"softmax_scale": 0.25, "is_causal": True, "softcap": 7.0})
-    filled = laid_out.filled(q="Q", k="K", v="V", out="OUT")
-    assert filled == [True, "V", "Q", "OUT", 0.25, "K", None, 3, 7.0, None, "as it is"]
-    assert laid_out.filled(q="Q")[5] is None  # the plan itself does not change
+    operator = SimpleNamespace(_schema=other, redispatch=lambda keys, *values: (keys, list(values)))
+    run = prepare(operator, {"softmax_scale": 0.25, "is_causal": True, "softcap": 7.0}, ("q", "k", "v", "out"))
+    for out in ("OUT", None):
+        keys, values = run("Q", "K", "V", out)
+        assert values == [True, "V", "Q", out, 0.25, "K", None, 3, 7.0, None, "as it is"]
+        assert keys.has(torch._C.DispatchKey.CUDA) and not keys.has(torch._C.DispatchKey.AutogradCUDA)
     with pytest.raises(TypeError, match=r"x::fwd: this build takes no attention_sink, pack"):
-        plan(other, {"pack": 1, "attention_sink": 2})
-    with pytest.raises(KeyError):
-        laid_out.filled(cu_seqlens_q="offsets")
+        prepare(operator, {"pack": 1, "attention_sink": 2}, ("q", "k", "v"))
+    with pytest.raises(KeyError, match="cu_seqlens_q"):
+        prepare(operator, {}, ("q", "k", "v", "cu_seqlens_q"))
 
 
 # The whole path, with a stand-in for the kernel
@@ -237,6 +240,10 @@ class StandIn:
             if requested.get(word):
                 raise RuntimeError(f"This flash attention build does not support {word}.")
         return self.run(given)
+
+    def redispatch(self, keys: Any, *values: Any) -> tuple[Any, ...]:
+        with torch.no_grad():  # a kernel below autograd
+            return self(*values)
 
     def run(self, given: dict[str, Any]) -> tuple[Any, ...]:
         if given.get("page_table") is not None:
@@ -332,7 +339,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         return actual
 
     def empty_caches() -> None:
-        for cached in (flash3.build, flash3._plan, flash3.rewrites._widened):
+        for cached in (flash3.build, flash3._operator, flash3.rewrites._widened):
             cached.cache_clear()
 
     yield install_stand_ins

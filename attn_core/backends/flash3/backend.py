@@ -18,7 +18,7 @@ flash3_fp8: the same forward on q, k and v rounded to e4m3. See ``attn_core.back
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ from attn_core.backends.flash3.fp8 import quantise
 from attn_core.backends.shared import flash_paged, rewrites
 from attn_core.backends.shared.build_trials import TOKENS, averages, differentiates, runs
 from attn_core.backends.shared.cached_once import cached_once
-from attn_core.backends.shared.flash3_operators import ArgumentOrder, forward_tiles, operators, plan
+from attn_core.backends.shared.flash3_operators import forward_tiles, operators, prepare
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
 from attn_core.backends.shared.rewrites import readable, writable
 from attn_core.backends.support import Build, Support
@@ -67,6 +67,7 @@ WIDTHS = (64, 96, 128, 192, 256)
 """The head dimensions that have kernels. A kernel also serves the smaller dimensions down to the next kernel's."""
 ONE_DIRECTION = {"forward": {"deterministic"}, "backward": {"num_splits", "pack_gqa"}}
 """Settings that a direction's operator does not take."""
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 ORDERED = "deterministic backward"
 """The word in ``Build.without`` for a gradient that adds in any order."""
 
@@ -142,9 +143,10 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=4096)
-def _plan(spec: AttentionSpec, direction: str) -> ArgumentOrder:
+def _operator(spec: AttentionSpec, direction: str, *tensors: str) -> Callable[..., Any]:
+    """Returns a function of the named tensors that runs the operator for a spec."""
     settings = {name: value for name, value in lower(spec).items() if name not in ONE_DIRECTION[direction]}
-    return plan(getattr(operators(), direction)._schema, settings)
+    return prepare(getattr(operators(), direction), settings, tensors)
 
 
 def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
@@ -161,55 +163,47 @@ def backward(
 
 def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
     if spec.paged is not None:
-        return flash_paged.flash3(spec, inputs, into, operators().forward, _plan(spec, "forward"))
-    tensors = {"q": readable(inputs.q), "k": readable(inputs.k), "v": readable(inputs.v)}
-    return _run_forward(spec, inputs, tensors, None if into is None else writable(into[0]))
+        return flash_paged.flash3(spec, inputs, into, partial(_operator, spec, "forward"))
+    q, k, v = readable(inputs.q), readable(inputs.k), readable(inputs.v)
+    out = None if into is None else writable(into[0])
+    run = _operator(spec, "forward", "q", "k", "v", "out", *OFFSETS)
+    result, lse, *_ = run(q, k, v, out, *_offsets(inputs))
+    return result if out is None else out, lse
 
 
 def _fp8_forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
     """Runs the kernel on e4m3 inputs. The kernel always writes bfloat16, which is converted for float16 calls."""
     import torch
 
-    tensors: dict[str, Any] = {}
     with torch.no_grad():
-        for name, offsets in zip("qkv", (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.cu_seqlens_k)):
-            rounded, factors = quantise(getattr(inputs, name), spec.num_kv_heads, offsets)
-            tensors |= {name: readable(rounded), f"{name}_descale": factors}
+        sides = zip(inputs[:3], (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.cu_seqlens_k))
+        rounded, factors = zip(*(quantise(tensor, spec.num_kv_heads, offsets) for tensor, offsets in sides))
     native = spec.dtype == "bfloat16"
-    out, lse = _run_forward(spec, inputs, tensors, writable(into[0]) if native and into is not None else None)
-    return out if native else out.to(inputs.q.dtype), lse
-
-
-def _run_forward(spec: AttentionSpec, inputs: Inputs, tensors: dict[str, Any], out: Any) -> tuple[Any, Any]:
-    import torch
-
-    arguments = _plan(spec, "forward").filled(**tensors, **_offsets(spec, inputs), out=out)
-    with torch.no_grad():  # without it, an operator that has no derivative leaves a node that warns
-        result, lse, *_ = operators().forward(*arguments)
-    return result if out is None else out, lse
+    out = writable(into[0]) if native and into is not None else None
+    run = _operator(spec, "forward", "q", "k", "v", "q_descale", "k_descale", "v_descale", "out", *OFFSETS)
+    result, lse, *_ = run(*map(readable, rounded), *factors, out, *_offsets(inputs))
+    result = result if out is None else out
+    return result if native else result.to(inputs.q.dtype), lse
 
 
 def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any) -> Gradients:
     import torch
 
-    names = ("dout", "q", "k", "v", "out")
-    tensors = dict(zip(names, map(readable, (dout, inputs.q, inputs.k, inputs.v, out))))
     buffers = (None, None, None) if into is None else map(writable, into[:3])
     gradients = [  # allocated here, because builds differ in what the operator returns
         torch.empty(like.shape, dtype=like.dtype, device=like.device) if buffer is None else buffer
         for buffer, like in zip(buffers, inputs[:3])
     ]
-    tensors |= dict(zip(("dq", "dk", "dv"), gradients))
-    arguments = _plan(spec, "backward").filled(**tensors, **_offsets(spec, inputs), softmax_lse=lse.contiguous())
-    with torch.no_grad():
-        operators().backward(*arguments)
+    names = ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv")
+    saved = map(readable, (dout, inputs.q, inputs.k, inputs.v, out))
+    _operator(spec, "backward", *names, *OFFSETS)(*saved, lse.contiguous(), *gradients, *_offsets(inputs))
     return Gradients(*gradients)
 
 
-def _offsets(spec: AttentionSpec, inputs: Inputs) -> dict[str, Any]:
-    if not spec.packed:
-        return {}
-    return {"cu_seqlens_q": inputs.cu_seqlens_q.contiguous(), "cu_seqlens_k": inputs.cu_seqlens_k.contiguous()}
+def _offsets(inputs: Inputs) -> tuple[Any, Any]:
+    if inputs.cu_seqlens_q is None:
+        return None, None
+    return inputs.cu_seqlens_q.contiguous(), inputs.cu_seqlens_k.contiguous()
 
 
 def width_of(dim: int, head_dims: tuple[int, ...], multiple: int = 8) -> int:

@@ -6,8 +6,10 @@ operator, and an argument that we do not set keeps the schema's default.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from attn_core.backends.shared.cached_once import cached_once
@@ -42,34 +44,32 @@ def operators() -> Operators:
     return Operators(library.fwd.default, library.bwd.default, f"{distribution} {version}")
 
 
-class ArgumentOrder(NamedTuple):
-    """An operator's arguments in the operator's own order, still without tensors, and the position of each name."""
+def prepare(operator: Any, settings: dict[str, Any], tensors: tuple[str, ...]) -> Callable[..., Any]:
+    """Returns a function of some tensors that runs an operator with settings, both by the names in its schema.
 
-    values: tuple[Any, ...]
-    places: dict[str, int]
-
-    def filled(self, **tensors: Any) -> list[Any]:
-        """Returns all arguments with the tensors filled in. Raises KeyError if the operator lacks a name."""
-        values = list(self.values)
-        for name, tensor in tensors.items():
-            values[self.places[name]] = tensor
-        return values
-
-
-def plan(schema: Any, settings: dict[str, Any]) -> ArgumentOrder:
-    """Orders settings as a schema (``torch._C.FunctionSchema``) orders its arguments.
-
-    Arguments without a setting have the schema's default. Arguments without a default are tensors, and None here.
+    Arguments without a setting have the schema's default; tensors that are not named are None. The function calls the
+    operator's CUDA kernel directly. The usual way goes through autograd, which costs time, and warns if the operator
+    has no derivative.
 
     Raises:
         TypeError: if the operator has no argument with a setting's name.
+        KeyError: if it has no argument with a tensor's name.
     """
-    places = {argument.name: place for place, argument in enumerate(schema.arguments)}
-    if unknown := settings.keys() - places.keys():
-        raise TypeError(f"{schema.name}: this build takes no {', '.join(sorted(unknown))}")
-    return ArgumentOrder(
-        tuple(settings.get(argument.name, argument.default_value) for argument in schema.arguments), places
+    import torch
+
+    arguments = operator._schema.arguments
+    if unknown := settings.keys() - {argument.name for argument in arguments}:
+        raise TypeError(f"{operator._schema.name}: this build takes no {', '.join(sorted(unknown))}")
+    if missing := set(tensors) - {argument.name for argument in arguments}:
+        raise KeyError(f"{operator._schema.name}: this build takes no {', '.join(sorted(missing))}")
+    values = tuple(settings.get(argument.name, argument.default_value) for argument in arguments)
+    # Where each argument is in (*tensors, *values).
+    places = {name: place for place, name in enumerate(tensors)}
+    in_order = itemgetter(
+        *(places.get(argument.name, len(tensors) + place) for place, argument in enumerate(arguments))
     )
+    run, keys = operator.redispatch, torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    return lambda *given: run(keys, *in_order((*given, *values)))
 
 
 LONGEST_SPLIT = 2**15

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from attn_core.backends.shared.flash3_operators import ArgumentOrder
 from attn_core.backends.shared.pools import pools, query_offsets, safe_tables
 from attn_core.backends.shared.rewrites import readable, writable
 from attn_core.call.spec import AttentionSpec
@@ -64,21 +63,21 @@ def flash2(
 
 
 def flash3(
-    spec: AttentionSpec, inputs: PagedInputs, into: Any, operator: Callable[..., Any], plan: ArgumentOrder
+    spec: AttentionSpec, inputs: PagedInputs, into: Any, operator: Callable[..., Callable[..., Any]]
 ) -> tuple[Any, Any]:
-    """Returns (out, lse). One query per sequence runs as a batch of one-query rows, which the kernel splits best."""
-    import torch
+    """Returns (out, lse). One query per sequence runs as a batch of one-query rows, which the kernel splits best.
 
+    Args:
+        operator: returns a function of the tensors with the names that it gets.
+    """
     assert spec.paged is not None
     (k, v), (table, lengths) = pools(inputs), safe_tables(spec.paged, inputs)
     q, buffer = readable(inputs.q), None if into is None else writable(into[0])
     alone, out = one_query_each(spec), buffer
-    offsets = {} if alone else {"cu_seqlens_q": inputs.cu_seqlens_q.contiguous()}
     if alone:  # [tokens, heads, head_dim] -> [tokens, 1, heads, head_dim]
         q, out = q[:, None], None if out is None else out[:, None]
-    tensors = {"q": q, "k": k, "v": v, "page_table": table, "seqused_k": lengths, "out": out}
-    with torch.no_grad():  # without it, an operator that has no derivative leaves a node that warns
-        result, lse, *_ = operator(*plan.filled(**tensors, **offsets))
+    run = operator("q", "k", "v", "page_table", "seqused_k", "out", "cu_seqlens_q")
+    result, lse, *_ = run(q, k, v, table, lengths, out, None if alone else inputs.cu_seqlens_q.contiguous())
     if buffer is not None:
         result = buffer
     elif alone:
