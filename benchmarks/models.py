@@ -47,9 +47,11 @@ class Size(NamedTuple):
     """Rows and tokens of the prompts that generate extends."""
     steps: int
     rounds: int
+    generations: int
+    """Rounds of generate."""
 
 
-SIZES = {"cuda": Size(torch.bfloat16, 8192, (8, 2000), 100, 5), "cpu": Size(torch.float32, 256, (4, 128), 24, 7)}
+SIZES = {"cuda": Size(torch.bfloat16, 8192, (8, 2000), 100, 5, 3), "cpu": Size(torch.float32, 256, (4, 128), 24, 7, 9)}
 
 
 def config(family: str, device: str, tokens: int) -> Any:
@@ -168,10 +170,10 @@ def generate(device: str, cache: str, compiled: bool) -> dict[str, Any]:
 
     used = backends_of(lambda: call(OURS, max_new_tokens=3, min_new_tokens=3, disable_compile=True))
     found = {name: turns.attempt(name, lambda name=name: call(name)[:, prompt:]) for name in models}
-    turns.time({name: lambda name=name: call(name) for name in models}, 3, warm_up=0)  # the calls above warmed up
+    turns.time({name: lambda name=name: call(name) for name in models}, size.generations, warm_up=0)  # warm already
     single = {"max_new_tokens": 1, "min_new_tokens": 1}
     first = Turns(device)  # the prompt alone, to tell it from the steps
-    first.time({name: lambda name=name: call(name, **single) for name in models}, 3, warm_up=1)
+    first.time({name: lambda name=name: call(name, **single) for name in models}, size.generations, warm_up=1)
     equal = None if None in found.values() else float((found["sdpa"] == found[OURS]).float().mean())
     call_facts = {"cache": cache, "compiled": compiled, "rows": rows, "prompt": prompt, "tokens": size.steps}
     return call_facts | {"backends": used, "equal_tokens": equal, "prompt_only": first.results(), **turns.results()}

@@ -24,7 +24,7 @@ from attn_core.cli.app import app
 from attn_core.cli.bench_sweep import read
 from attn_core.cli.support_table import FEATURES, render
 from attn_core.selection import preference
-from benchmarks import hopper_report, performance, sweep_report
+from benchmarks import hopper_report, models_report, performance, sweep_report
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -141,6 +141,26 @@ def test_the_performance_page_and_the_readme_show_the_stored_results() -> None:
     assert readme == performance.in_readme(readme, performance.table(performance.rows(results))), stale
 
 
+def test_the_page_of_whole_models_shows_the_stored_results() -> None:
+    results = models_report.stored()
+    stale = "stale: run python -m benchmarks.models_report --write"
+    assert models_report.PAGE.read_text(encoding="utf-8") == models_report.page(results), stale
+    assert all((models_report.IMAGES / f"{name}.png").is_file() for name in results)
+
+
+def test_the_page_of_whole_models_shows_failures_and_wrong_results() -> None:
+    facts = {"family": "F", "mode": "prefill", "tokens": 8, "backends": ["flash2 (8x2:8)"]}
+    environment = {"date": "2020-01-01", "device": "D", "processor": "P", "python": "3", "versions": {"torch": "1"}}
+    group = {"seconds": {"attn_core": [1.0, 2.0], "sdpa": [2.0, 6.0]}, "errors": {"attn_core": 1.0, "sdpa": 9.0}}
+    group |= facts | {"failures": {"eager": "MemoryError: none left"}}
+    flex = facts | {"seconds": {"attn_core": [1.0], "flex_attention": [4.0]}, "errors": {}, "failures": {}}
+    result = {"environment": environment, "dtype": "float32", "generate": [], "models": [group, flex]}
+    page = models_report.section("models-d", result | {"not_run": ["flex, G: after 9 s"]})
+    assert "| F, prefill | 1,500.0 ms | – | 4.00 | 2.50 | – | 1.00 | flash2 |" in page
+    assert "- F, prefill: eager: MemoryError: none left" in page and "- not run: flex, G: after 9 s" in page
+    assert "- F, prefill: sdpa: error 9.0 times that of eager" in page
+
+
 def test_the_pages_of_results_show_the_stored_results() -> None:
     result = json.loads((RESULTS / "hopper.json").read_text(encoding="utf-8"))
     stale = "stale: run python -m benchmarks.hopper --render benchmarks/results/hopper.json --write"
@@ -161,7 +181,7 @@ def test_results_that_a_page_names_exist(page: Path) -> None:
 
 FIGURE = re.compile(r"\d ?(?:µs|ms|TFLOP/s)(?!\w)|\d (?:times as fast|times the speed)|% of linear")
 """A measured time or speed."""
-WRITTEN_BY_SCRIPTS = ("performance.md", "training.md")
+WRITTEN_BY_SCRIPTS = ("performance.md", "training.md", "whole_models.md")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
