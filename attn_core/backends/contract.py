@@ -44,7 +44,8 @@ class Backend(Protocol):
     def forward(self, spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
         """Returns (out, lse) in ``spec.out_shape`` and ``spec.lse_shape``. Never called if ``spec.empty``.
 
-        lse is -inf for rows that see no key, also with sinks. A backend that claims ``paged`` also takes PagedInputs.
+        lse is -inf for rows that see no key, also with sinks. Any lse will do if the spec neither returns it nor needs
+        a backward nor is partial. A backend that claims ``paged`` also takes PagedInputs.
         """
 
     def backward(self, spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:

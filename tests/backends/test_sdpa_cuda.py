@@ -94,7 +94,8 @@ def test_the_arguments_of_the_memory_efficient_kernel() -> None:
 
 
 def test_the_arguments_of_cudnn() -> None:
-    assert cudnn.lower(SPEC) == {"is_causal": False, "band_in_bias": False, "scale": 0.5}
+    assert cudnn.lower(SPEC) == {"is_causal": False, "band_in_bias": False, "scale": 0.5, "with_lse": False}
+    assert all(cudnn.lower(replace(SPEC, **{name: True}))["with_lse"] for name in ("return_lse", "needs_backward"))
     assert cudnn.lower(replace(SPEC, causal=True, kv_len=40))["is_causal"]
     assert not cudnn.lower(replace(SPEC, causal=True, q_len=1))["is_causal"], "the last row sees every key"
     masked = cudnn.lower(replace(SPEC, causal=True, mask_shape=(2, 1, 1, 96)))
@@ -358,7 +359,7 @@ def cudnn_seen(q: Any, k: Any, bias: Any, is_causal: bool) -> Any:
 
 
 def cudnn_forward(q, k, v, bias, want_lse, dropout, is_causal, debug, *, scale) -> Any:
-    assert want_lse and dropout == 0.0 and not debug
+    assert dropout == 0.0 and not debug
     group, seen = q.shape[1] // k.shape[1], cudnn_seen(q, k, bias, is_causal)
     k, v = (t.repeat_interleave(group, 1) for t in (k, v))
     out, lse = torch.empty_like(q), torch.empty(*q.shape[:3], 1)
@@ -367,7 +368,7 @@ def cudnn_forward(q, k, v, bias, want_lse, dropout, is_causal, debug, *, scale) 
         rows = (t[n].transpose(0, 1) for t in (q, k, v))
         part, sums = softmax(*rows, seen, None if bias is None else bias[n], scale)
         out[n], lse[n] = part.transpose(0, 1).to(q.dtype), sums[..., None]
-    return out, lse, None, None, q.shape[2], k.shape[2], None, None, None
+    return out, lse if want_lse else None, None, None, q.shape[2], k.shape[2], None, None, None
 
 
 def cudnn_backward(*given: Any, scale: float) -> Any:
@@ -515,7 +516,8 @@ def with_derivative(forward: Any, backward: Any, formula: Any) -> Any:
             results = forward(q, k, v, *(() if bias is ... else (bias,)), *others, **named)
             ctx.save_for_backward(q, k, v, None if bias is ... else bias, *results[:2])
             ctx.rest = others, results[2:], named
-            ctx.mark_non_differentiable(results[1])
+            if results[1] is not None:
+                ctx.mark_non_differentiable(results[1])
             return results
 
         @staticmethod

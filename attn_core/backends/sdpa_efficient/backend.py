@@ -147,7 +147,7 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
     group, rows = spec.group_size, spec.q_len
 
     def run(q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None) -> tuple[Any, Any]:
-        q, k, v = tensors.addressable(q), tensors.addressable(k), tensors.addressable(v)
+        q, k, v = rewrites.readable_rows(q, k, v, tensors.addressable)
         if group > 1:
             k, v = tensors.for_each_head(k, group), tensors.for_each_head(v, group)
         added = tensors.added(spec, q.dtype, mask, bias) if explicit else None

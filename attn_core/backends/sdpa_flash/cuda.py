@@ -130,12 +130,12 @@ def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] 
     # The kernel's log-sum-exp of a row that sees no key is not ours, but its own backward expects it.
     if not rewrites.is_native(KERNEL, spec) or spec.packed or (how["empty_rows"] and spec.return_lse):
         return None
-    kernel, readable = _kernels()[0], rewrites.readable
+    kernel, readable = _kernels()[0], rewrites.readable_rows
     settings = None, None, how["max_q"], how["max_k"], 0.0, how["is_causal"], False
     window = {name: how[name] for name in ("scale", "window_size_left", "window_size_right")}
 
     def run(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        out, lse, *_ = kernel(readable(q), readable(k), readable(v), *settings, **window)
+        out, lse, *_ = kernel(*readable(q, k, v), *settings, **window)
         return out, lse
 
     return run

@@ -116,16 +116,25 @@ def readable(tensor: Any) -> Any:
     Kernels copy 16 bytes at a time: the last axis must be dense, and every other stride and the address a multiple of
     16 bytes. A tensor with an expanded axis (stride 0) is copied as well.
     """
-    size = tensor.element_size()
-    if tensor.is_contiguous() and not tensor.shape[-1] * size % 16 and not tensor.data_ptr() % 16:
-        return tensor  # nearly every call ends here; this check takes half the time of the full one
     strides = tensor.stride()
-    if strides[-1] != 1 or tensor.data_ptr() % 16:
-        return tensor.contiguous() if strides[-1] != 1 else tensor.clone(memory_format=_contiguous())
-    for length, stride in zip(tensor.shape[:-1], strides[:-1], strict=True):
-        if length > 1 and (stride <= 0 or stride * size % 16):
-            return tensor.clone(memory_format=_contiguous())
-    return tensor
+    if _are_readable(tensor.shape, strides, tensor.element_size()) and not tensor.data_ptr() % 16:
+        return tensor
+    return tensor.contiguous() if strides[-1] != 1 else tensor.clone(memory_format=_contiguous())
+
+
+def readable_rows(q: Any, k: Any, v: Any, each: Callable[[Any], Any] = readable) -> tuple[Any, Any, Any]:
+    """Returns ``each`` of three tensors whose rows are a multiple of 16 bytes, with one test for the usual case."""
+    contiguous = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+    if contiguous and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+        return q, k, v
+    return each(q), each(k), each(v)
+
+
+@lru_cache(maxsize=4096)
+def _are_readable(shape: Any, strides: tuple[int, ...], size: int) -> bool:
+    """Returns whether a kernel can read a tensor of these strides if its address is a multiple of 16 bytes."""
+    others = zip(shape[:-1], strides[:-1], strict=True)
+    return strides[-1] == 1 and not any(length > 1 and (step <= 0 or step * size % 16) for length, step in others)
 
 
 def writable(buffer: Any) -> Any:
@@ -147,7 +156,8 @@ def _widened(kernel: Kernel, spec: AttentionSpec) -> AttentionSpec | None:
         head_dim = value_dim = kernel.width(max(spec.head_dim, spec.value_dim))
     if (head_dim, value_dim) == (spec.head_dim, spec.value_dim) and not spec.sinks:
         return None
-    return replace(spec, head_dim=head_dim, value_dim=value_dim, sinks=False)
+    # Sinks join the softmax by its log-sum-exp.
+    return replace(spec, head_dim=head_dim, value_dim=value_dim, sinks=False, return_lse=spec.return_lse or spec.sinks)
 
 
 def _pads_out(spec: AttentionSpec, wide: AttentionSpec) -> bool:
