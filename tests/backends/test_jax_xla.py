@@ -14,12 +14,8 @@ import jax.numpy as jnp
 import xla_compiler
 from callers_view import callers_results
 
-from attn_core.backends.jax_xla import (
-    backend as jax_xla,
-)
-from attn_core.backends.jax_xla import (
-    tiles,
-)
+from attn_core.backends.jax_xla import backend as jax_xla
+from attn_core.backends.jax_xla import few_queries, tiles
 from attn_core.backends.jax_xla.tiles import BlockSizes
 from attn_core.backends.shared.jax_offsets import safe_offsets
 from attn_core.call.spec import AttentionSpec
@@ -144,21 +140,51 @@ def compare(spec: AttentionSpec, seed: int = 0) -> None:
         np.testing.assert_allclose(actual, right, rtol=0, atol=tolerance, err_msg=name)
 
 
+@pytest.fixture(params=["few queries", "whole", "blocked"])
+def path(request, monkeypatch):
+    """The algorithm of a case."""
+    monkeypatch.setattr(jax_xla, "MAX_SCORES", 0 if request.param == "blocked" else 2**40)
+    monkeypatch.setattr(few_queries, "FEW_QUERIES", 2**10 if request.param == "few queries" else 0)
+    return request.param
+
+
+def on_path(path: str, spec: AttentionSpec) -> AttentionSpec:
+    """The spec, once jit has forgotten the other paths' programs."""
+    jax.clear_caches()
+    chosen = jax_xla.lower(spec)["path"]
+    assert chosen == ("whole" if path == "few queries" and spec.packed else path)
+    return spec
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_float32_matches_the_reference(name):
-    compare(CASES[name])
+def test_float32_matches_the_reference(name, path):
+    compare(on_path(path, CASES[name]))
 
 
 @pytest.mark.parametrize("name", ["causal", "packed, everything", "one query"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_matches_the_reference(name, dtype):
-    compare(replace(CASES[name], dtype=dtype))
+def test_half_precision_matches_the_reference(name, dtype, path):
+    compare(on_path(path, replace(CASES[name], dtype=dtype)))
 
 
 @pytest.mark.parametrize("name", ["causal", "packed, everything", "window, rows that see nothing", "bias of heads"])
-def test_float64_matches_the_reference(name):
+def test_float64_matches_the_reference(name, path):
     with jax.enable_x64(True):
-        compare(replace(CASES[name], dtype="float64"))
+        compare(on_path(path, replace(CASES[name], dtype="float64")))
+
+
+@pytest.mark.parametrize("name", ["one query", "mask of keys", "sinks", "bias of heads", "alibi"])
+@pytest.mark.parametrize("heads", [2, 6])
+def test_few_queries_match_the_reference(name, heads):
+    """Few queries read keys and values in place: of all kv heads in one product, or in bfloat16 head by head."""
+    shapes = {
+        field: (*shape[:2], min(shape[2], 3), shape[3])
+        for field in ("mask_shape", "bias_shape")
+        if (shape := getattr(CASES[name], field))
+    }
+    spec = replace(CASES[name], q_len=3, num_kv_heads=heads, **shapes)
+    compare(spec)
+    compare(replace(spec, dtype="bfloat16"))
 
 
 @pytest.mark.parametrize("name", ["packed, everything", "bias of heads", "window, rows that see nothing", "sinks"])
@@ -166,33 +192,21 @@ def test_results_do_not_depend_on_the_block_size(name, monkeypatch):
     """The blocks are far smaller than the lengths, and the last one is ragged. Every feature crosses their borders."""
     monkeypatch.setattr(jax_xla, "LARGEST_BLOCKS", {"cpu": BlockSizes(5, 3), "cuda": BlockSizes(7, 4)})
     monkeypatch.setattr(jax_xla, "MAX_SCORES", 0)
+    monkeypatch.setattr(few_queries, "FEW_QUERIES", 0)
     compare(replace(CASES[name], deterministic=True))  # a new spec, so that jit traces the small blocks
-
-
-@pytest.mark.parametrize(
-    ("changes", "keywords"),
-    [
-        ({}, {}),
-        ({"q_len": 17, "causal": True}, {"is_causal": True}),
-        ({"causal": True, "alignment": "top_left"}, {"is_causal": True}),
-        ({"q_len": 1, "causal": True}, {}),  # the only query stands last and sees every key
-        ({"q_len": 17, "causal": True, "window": (3, None)}, {"local_window_size": (3, 0)}),
-        ({"q_len": 17, "window": (None, 2)}, {"local_window_size": (17, 2)}),
-        ({"window": (20, 20)}, {}),
-        ({"dtype": "bfloat16"}, {}),
-    ],
-)
-def test_lower_to_jax_nn(changes, keywords):
-    spec = replace(DENSE, **changes)
-    lowered = jax_xla.lower(spec)
-    assert lowered["path"] == "jax_nn"
-    assert lowered["jax_nn"] == {"scale": spec.scale, "implementation": "xla", **keywords}
-    compare(spec)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
+        {},
+        {"q_len": 17, "causal": True},
+        {"causal": True, "alignment": "top_left"},
+        {"q_len": 1, "causal": True},  # the only query stands last and sees every key
+        {"q_len": 17, "causal": True, "window": (3, None)},
+        {"q_len": 17, "window": (None, 2)},
+        {"window": (20, 20)},
+        {"dtype": "bfloat16"},
         {"causal": True},  # the diagonal ends at the bottom right
         {"q_len": 29, "window": (1, 1), "alignment": "top_left"},  # late rows see nothing
         {"softcap": 3.0},
@@ -205,10 +219,22 @@ def test_lower_to_jax_nn(changes, keywords):
         {"dtype": "float16"},
         {"dtype": "float64"},
         {"batch": 1, "documents": 2},
-        {"q_len": 1024, "kv_len": 1024},
     ],
 )
-def test_lower_to_blocks(changes):
+def test_small_calls_have_no_loop(changes):
+    few = changes.get("q_len", 13) <= 16 and "documents" not in changes
+    assert jax_xla.lower(replace(DENSE, **changes))["path"] == ("few queries" if few else "whole")
+    if few:
+        shapes = {name: (1, 1, 20, 20) for name in changes if name in ("mask_shape", "bias_shape")}
+        assert jax_xla.lower(replace(DENSE, **{**changes, "q_len": 20, "kv_len": 20, **shapes}))["path"] == "whole"
+
+
+def test_few_queries_have_no_loop_at_any_length():
+    assert jax_xla.lower(replace(DENSE, q_len=16, kv_len=2**20))["path"] == "few queries"
+
+
+@pytest.mark.parametrize("changes", [{"q_len": 1024, "kv_len": 1024}, {"q_len": 17, "kv_len": 2**20}])
+def test_large_calls_run_in_blocks(changes):
     assert jax_xla.lower(replace(DENSE, **changes))["path"] == "blocked"
 
 
@@ -232,9 +258,9 @@ def run_poisoned(spec: AttentionSpec, poison: Any) -> tuple[tuple[Any, ...], tup
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("name", ["packed, causal", "packed, everything"])
-def test_nan_stays_in_its_document(name, value):
+def test_nan_stays_in_its_document(name, value, path):
     """A document full of NaN or Inf leaves the others bit-identical; dbias and dsinks are sums over all documents."""
-    spec = CASES[name]
+    spec = on_path(path, CASES[name])
 
     def poison(inputs, dout):
         for array in (inputs["q"], dout):
@@ -252,10 +278,11 @@ def test_nan_stays_in_its_document(name, value):
 
 
 @pytest.mark.parametrize("name", ["causal, top left", "window, top left", "mask of keys"])
-def test_hidden_keys_do_not_affect_the_results(name):
-    """A NaN in v reaches only the rows that see it, also in jax.nn's forward. A NaN in k reaches no row that does
-    not see it."""
-    spec = replace(CASES[name], num_kv_heads=6)
+@pytest.mark.parametrize("q_len", [3, 29])
+def test_hidden_keys_do_not_affect_the_results(name, q_len, path):
+    """A NaN in v reaches only the rows that see it, and only its channel. A NaN in k reaches only the rows that see
+    it. Few queries read keys and values in place, unless there is a NaN."""
+    spec = on_path(path, replace(CASES[name], num_kv_heads=6, q_len=q_len))
     seen = np.broadcast_to(reference.visible(spec, make_inputs(spec).mask), (spec.batch, 6, spec.q_len, spec.kv_len))
 
     def poison(inputs, dout):
@@ -312,6 +339,19 @@ def test_long_sequences_need_no_score_matrix(changes):
     assert sizes[16384] < 1.2 * sizes[2048], sizes
 
 
+def test_a_nan_in_a_key_stays_in_its_head():
+    """Few queries multiply the keys of all kv heads in one product."""
+    spec = replace(CASES["one query"], num_kv_heads=6)
+
+    def poison(inputs, dout):
+        inputs["k"][0, 8, 2] = np.nan
+
+    (out, *_), (poisoned, *_) = run_poisoned(spec, poison)
+    expected = out.copy()
+    expected[0, :, 2] = np.nan
+    np.testing.assert_array_equal(poisoned, expected)
+
+
 @pytest.mark.parametrize("name", ["packed, everything", "causal, top left"])
 def test_vmap_scan_and_remat_equal_single_calls(name):
     """vmap, scan and checkpoint equal one call at a time. The test for finite values stays one branch under vmap."""
@@ -358,7 +398,7 @@ def test_the_mask_probe_sees_the_visible_set():
     assert jax_xla.probe() == jax.__version__
 
 
-@pytest.mark.parametrize("options", [{"softcap": 5.0, "causal": True}, {"causal": True}], ids=["blocked", "jax.nn"])
+@pytest.mark.parametrize("options", [{"softcap": 5.0, "causal": True}, {"causal": True}], ids=["softcap", "causal"])
 def test_the_callers_strict_promotion_settings_do_not_matter(options):
     spec = replace(DENSE, q_len=17, needs_backward=True, **options)
     q, k, v = (jnp.ones((spec.batch, n, h, spec.head_dim), spec.dtype) for n, h in ((17, 6), (17, 2), (17, 2)))

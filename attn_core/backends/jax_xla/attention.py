@@ -101,18 +101,8 @@ def backward(
         (spec.scale * dk).swapaxes(1, 2).astype(inputs.k.dtype).reshape(inputs.k.shape),
         dv.swapaxes(1, 2).astype(inputs.v.dtype).reshape(inputs.v.shape),
         dbias[0].astype(inputs.bias.dtype).reshape(inputs.bias.shape) if dbias else None,
-        _sinks_gradient(call, lse, shift).astype(inputs.sinks.dtype) if spec.sinks else None,
+        sinks_gradient(call, lse, shift).astype(inputs.sinks.dtype) if spec.sinks else None,
     )
-
-
-def log_sum_exp(spec: AttentionSpec, inputs: Inputs) -> Any:
-    """Returns the lse of a small call without sinks, from one matrix of all its scores."""
-    from jax.scipy.special import logsumexp
-
-    whole = BlockSizes(spec.q_len, spec.kv_len)
-    call, rows = arrange(spec, inputs, whole), rows_of(spec, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
-    logits, _, _ = _logits(spec, call, call.q, call.k, rows, tile_at(spec, call, 0, 0))
-    return logsumexp(logits, axis=-1).reshape(spec.lse_shape)
 
 
 def _attend(spec: AttentionSpec, call: XlaOperands, value: Summand, rows: KeyRanges, start: Any) -> tuple[Any, Any]:
@@ -134,16 +124,16 @@ def _attend(spec: AttentionSpec, call: XlaOperands, value: Summand, rows: KeyRan
         weights = jnp.exp(logits - base[..., None])
         fade = jnp.exp(top - base)
         total = fade * total + weights.sum(-1)
-        weights = _dropped(spec, call, weights, tile)
+        weights = dropped(spec, call, weights, tile)
         part = _sum_over(spec, "bhgij,bhje->bhgie", weights, seen, cut_summand(value, tile.key, keys, axis=2))
         return new_top, total, fade[..., None] * summed + part
 
     zero = jnp.zeros(q.shape[:4], spec.lse_dtype) + call.zero.astype(spec.lse_dtype)
     state = (zero - jnp.inf, zero, jnp.broadcast_to(zero[..., None], (*zero.shape, spec.value_dim)))
-    return _finish(spec, call, *lax.fori_loop(*key_blocks(spec, call, rows), step, state))
+    return finish(spec, call, *lax.fori_loop(*key_blocks(spec, call, rows), step, state))
 
 
-def _finish(spec: AttentionSpec, call: XlaOperands, top: Any, total: Any, summed: Any) -> tuple[Any, Any]:
+def finish(spec: AttentionSpec, call: XlaOperands, top: Any, total: Any, summed: Any) -> tuple[Any, Any]:
     """Adds the sink and divides by the total. A row that saw no key has top -inf and gets 0 and -inf."""
     import jax.numpy as jnp
 
@@ -182,13 +172,13 @@ def _gradients(
         v = cut(call.v, tile.key, keys, axis=2)
         logits, seen, slope = _logits(spec, call, q.values, k.values, rows, tile)
         weights = jnp.where(seen, jnp.exp(logits - lse), 0)
-        dweights = _dropped(spec, call, _dot("bhgie,bhje->bhgij", dout.values, v, spec.lse_dtype), tile)
+        dweights = dropped(spec, call, product("bhgie,bhje->bhgij", dout.values, v, spec.lse_dtype), tile)
         dlogits = jnp.where(seen, weights * (dweights + shift), 0)
         dscores = dlogits if slope is None else jnp.where(seen, dlogits * slope, 0)
         dq, dk, dv, *dbias = totals
         dq = add_at(dq, _sum_over(spec, "bhgij,bhjd->bhgid", dscores, seen, k), {3: start})
         dk = add_at(dk, _sum_over(spec, "bhgij,bhgid->bhjd", dscores, seen, q), {2: tile.key})
-        weights = _dropped(spec, call, weights, tile)
+        weights = dropped(spec, call, weights, tile)
         dv = add_at(dv, _sum_over(spec, "bhgij,bhgie->bhje", weights, seen, dout), {2: tile.key})
         return (dq, dk, dv, *(add_to_bias(total, dlogits, tile) for total in dbias))
 
@@ -201,7 +191,7 @@ def _logits(
     """Returns (logits, seen, slope) of a tile, ``[b, h, g, i, j]``. slope: softcap's derivative, or None."""
     import jax.numpy as jnp
 
-    logits = spec.scale * _dot("bhgid,bhjd->bhgij", q, k, spec.lse_dtype)
+    logits = spec.scale * product("bhgid,bhjd->bhgij", q, k, spec.lse_dtype)
     slope = None
     if spec.softcap is not None:
         bent = jnp.tanh(logits / spec.softcap)
@@ -220,7 +210,7 @@ def _logits(
     return jnp.where(seen, logits, -jnp.inf), seen, slope
 
 
-def _dropped(spec: AttentionSpec, call: XlaOperands, weights: Any, tile: ScoreTile) -> Any:
+def dropped(spec: AttentionSpec, call: XlaOperands, weights: Any, tile: ScoreTile) -> Any:
     """Returns the weights times 0 or ``1 / (1 - dropout)``."""
     import jax.numpy as jnp
 
@@ -239,20 +229,26 @@ def _dropped(spec: AttentionSpec, call: XlaOperands, weights: Any, tile: ScoreTi
 
 
 def _sum_over(spec: AttentionSpec, subscripts: str, weights: Any, seen: Any, summand: Summand) -> Any:
-    """Returns the product of weights and values. float16 would lose small weights, so only bfloat16 is not widened."""
-    dtype = "bfloat16" if spec.dtype == "bfloat16" else spec.lse_dtype
-    total = _dot(subscripts, weights.astype(dtype), summand.clean.astype(dtype), spec.lse_dtype)
+    """Returns the product of weights and values."""
+    dtype = sum_dtype(spec)
+    total = product(subscripts, weights.astype(dtype), summand.clean.astype(dtype), spec.lse_dtype)
     return contain(subscripts, total, seen, summand)
 
 
-def _dot(subscripts: str, left: Any, right: Any, dtype: str) -> Any:
+def sum_dtype(spec: AttentionSpec) -> str:
+    """Returns the dtype of weights and values in their product. float16 would lose small weights, so it is widened."""
+    return "bfloat16" if spec.dtype == "bfloat16" else spec.lse_dtype
+
+
+def product(subscripts: str, left: Any, right: Any, dtype: str) -> Any:
+    """Returns the einsum of two arrays, accumulated and returned in ``dtype``."""
     import jax.numpy as jnp
 
     precision = product_precision(left.dtype)
     return jnp.einsum(subscripts, left, right, precision=precision, preferred_element_type=dtype)
 
 
-def _sinks_gradient(call: XlaOperands, lse: Any, shift: Any) -> Any:
+def sinks_gradient(call: XlaOperands, lse: Any, shift: Any) -> Any:
     """Returns ``[heads]``: the sum of each row's sink weight ``exp(sink - lse)`` times its shift; empty rows add 0."""
     import jax.numpy as jnp
 

@@ -96,8 +96,8 @@ def rows_of(spec: AttentionSpec, cu_seqlens_q: Any = None, cu_seqlens_k: Any = N
     return KeyRanges(first, stop, diagonal)
 
 
-def arrange(spec: AttentionSpec, inputs: Inputs, blocks: BlockSizes) -> XlaOperands:
-    """Returns the inputs with heads first."""
+def arrange(spec: AttentionSpec, inputs: Inputs, blocks: BlockSizes, *, loops: bool = True) -> XlaOperands:
+    """Returns the inputs with heads first. loops: whether a loop needs ``zero``."""
     import jax.numpy as jnp
 
     heads = (spec.num_kv_heads, spec.group_size)
@@ -120,7 +120,7 @@ def arrange(spec: AttentionSpec, inputs: Inputs, blocks: BlockSizes) -> XlaOpera
         None if slopes is None else slopes.astype(spec.lse_dtype),
         inputs.sinks.reshape(*heads, 1).astype(spec.lse_dtype) if spec.sinks else None,
         inputs.rng.astype(jnp.uint32) if spec.dropout else None,
-        zero_like(inputs),
+        zero_like(inputs) if loops else None,
         blocks,
     )
 
@@ -138,21 +138,39 @@ def zero_like(arrays: Any) -> Any:
 
 
 def summands(*arrays: Any) -> tuple[Summand, ...]:
-    """Returns the arrays as summands. One test serves all, also under vmap, so that a cond on it stays a cond."""
+    """Returns the arrays as summands. One test serves all of them."""
+    finite = all_finite(*arrays)
+    return tuple(Summand(array, finite_only(array), finite) for array in arrays)
+
+
+def finite_only(array: Any) -> Any:
+    """Returns the array with 0 for NaN and Inf."""
+    import jax.numpy as jnp
+
+    return jnp.where(jnp.isfinite(array), array, 0)
+
+
+def all_finite(*arrays: Any) -> Any:
+    """Returns whether the sum of all elements is finite: one boolean also under vmap, so that a cond stays a cond.
+
+    It is False if any element is NaN or Inf, and for finite elements only if their sum overflows. A sum takes XLA much
+    less time to compile than a test of each element.
+    """
     import jax
     import jax.numpy as jnp
     from jax.custom_batching import custom_vmap
 
     @custom_vmap
-    def all_finite(*arrays: Any) -> Any:
-        return jnp.stack([jnp.isfinite(array).all() for array in arrays]).all()
+    def finite(*arrays: Any) -> Any:
+        # Not narrower than float32, because a sum of float16 overflows soon.
+        totals = (jnp.sum(array, dtype=jnp.promote_types(array.dtype, jnp.float32)) for array in arrays)
+        return jnp.isfinite(sum(totals))
 
-    @all_finite.def_vmap
+    @finite.def_vmap
     def _(axis_size: int, batched: Any, *arrays: Any) -> tuple[Any, bool]:
-        return all_finite(*arrays), False
+        return finite(*arrays), False
 
-    finite = all_finite(*map(jax.lax.stop_gradient, arrays))  # whether it is finite has no derivative
-    return tuple(Summand(array, jnp.where(jnp.isfinite(array), array, 0), finite) for array in arrays)
+    return finite(*map(jax.lax.stop_gradient, arrays))  # whether it is finite has no derivative
 
 
 def contain(subscripts: str, total: Any, seen: Any, summand: Summand) -> Any:

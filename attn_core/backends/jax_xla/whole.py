@@ -1,0 +1,195 @@
+"""Attention of small calls in plain XLA operations: one matrix of all scores, without a loop, so that XLA has little
+to compile.
+
+The results are those of ``attention.py``. Only hidden values need care: the weight of a hidden key is 0, and 0 times a
+NaN or Inf is NaN. So the products take 0 for NaN and Inf wherever something is hidden. The forward then writes NaN into
+the rows and channels that see one. The backward needs no second pass, because the gradient of a score is NaN already if
+its query, its key or its row of dout is; only the weights of a row must become NaN with its dout, for dv.
+
+Axes in the einsums: b batch, h kv head, g query head of that kv head, i query, j key, d channel of q and k, e channel
+of v.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attn_core.backends.jax_xla.attention import dropped, finish, product, sinks_gradient, sum_dtype
+from attn_core.backends.jax_xla.tiles import (
+    BlockSizes,
+    XlaOperands,
+    all_finite,
+    arrange,
+    finite_only,
+    queries_first,
+    rows_of,
+    tile_at,
+    tokens_first,
+)
+from attn_core.call.masks import band
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs
+
+
+def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+    """Returns (out, lse) in ``spec.out_shape`` and ``spec.lse_shape``. Traceable; never called for an empty spec."""
+    call = arrange_whole(spec, inputs)
+    seen = visible_pairs(spec, call, inputs)
+    scores = product("bhgid,bhjd->bhgij", call.q, call.k, spec.lse_dtype)
+    weights, top, total = softmax(spec, call, logits_of(spec, call, inputs, scores, seen)[0], seen)
+    dtype = sum_dtype(spec)
+    v = call.v if seen is None else finite_only(call.v)
+    summed = product("bhgij,bhje->bhgie", weights.astype(dtype), v.astype(dtype), spec.lse_dtype)
+    if seen is not None:
+        summed = _with_nan(spec, call, summed, seen, inputs)
+    out, lse = results(spec, call, top, total, summed)
+    return tokens_first(spec, out).reshape(spec.out_shape), lse.reshape(spec.lse_shape)
+
+
+def _with_nan(spec: AttentionSpec, call: XlaOperands, summed: Any, seen: Any, inputs: Inputs) -> Any:
+    """Returns the sums of values with NaN where a NaN or Inf is visible."""
+    import jax.numpy as jnp
+    from jax import lax
+
+    shape = summed.shape
+    v = inputs.v.reshape(spec.batch, spec.kv_len, spec.num_kv_heads, spec.value_dim)
+
+    def marked() -> Any:
+        bad = ~jnp.isfinite(v)
+        if call.mask is None and call.bias is None:  # every head sees the same keys
+            here = visible_pairs(spec, call, inputs)  # again, so that the usual branch need not store it
+            met = jnp.einsum("ij,bjhe->bhie", here.astype(jnp.float32), bad.astype(jnp.float32))[:, :, None]
+        else:
+            here = jnp.broadcast_to(seen, (*shape[:4], spec.kv_len))
+            met = jnp.einsum("bhgij,bjhe->bhgie", here.astype(jnp.float32), bad.astype(jnp.float32))
+        return jnp.where(met > 0, jnp.nan, summed).reshape(flat)
+
+    # Without g, which is 1 in most calls: XLA would copy the array to another order of its axes.
+    flat = (*shape[:2], -1, shape[4])
+    return lax.cond(all_finite(inputs.v), lambda: summed.reshape(flat), marked).reshape(shape)
+
+
+def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+    """Returns the gradients from the saved out and lse."""
+    import jax.numpy as jnp
+
+    call, wide = arrange_whole(spec, inputs), spec.lse_dtype
+    seen = visible_pairs(spec, call, inputs)
+
+    def per_row(array: Any) -> Any:  # the sum over channels, [b, h, g, i, 1]
+        rows = array.sum(-1).reshape(spec.batch, spec.q_len, spec.num_kv_heads, spec.group_size, 1)
+        return rows.transpose(0, 2, 3, 1, 4)
+
+    # The term that all logits of a row share: dlse - sum(dout * out). Not an einsum, which XLA might round.
+    shift = -per_row(dout.astype(wide) * out.astype(wide))
+    lse = lse.reshape(call.q.shape[:4])
+    if dlse is not None:
+        shift = shift + dlse.reshape(shift.shape).astype(shift.dtype)
+    saved = lse[..., None]
+    if _may_be_empty(spec):
+        saved = jnp.where(saved == -jnp.inf, jnp.inf, saved)  # a row that saw no key: exp(s - inf) = 0
+    scores = product("bhgid,bhjd->bhgij", call.q, call.k, wide)
+    logits, slope = logits_of(spec, call, inputs, scores, None)
+    weights = jnp.exp(logits - saved)
+    if seen is not None:  # 0 * dout is 0 or NaN
+        weights = jnp.where(seen, weights + 0 * per_row(dout.astype(wide)), 0)
+    douts = queries_first(spec, dout)
+    tile = tile_at(spec, call, 0, 0)
+    dweights = dropped(spec, call, product("bhgie,bhje->bhgij", douts, call.v, wide), tile)
+    dlogits = weights * (dweights + shift)
+    dscores = spec.scale * (dlogits if slope is None else dlogits * slope)
+    q, k = call.q, call.k
+    if seen is not None:
+        dscores = jnp.where(seen, dscores, 0)
+        q, k, douts = (finite_only(array) for array in (q, k, douts))
+    dtype = sum_dtype(spec)
+    dscores, weights = dscores.astype(dtype), dropped(spec, call, weights, tile).astype(dtype)
+    q, k, douts = (array.astype(dtype) for array in (q, k, douts))
+    dq = product("bhgij,bhjd->bhgid", dscores, k, wide)
+    # Channels first, because XLA would copy the matrices of scores for the other order.
+    dk = product("bhgid,bhgij->bhdj", q, dscores, wide)
+    dv = product("bhgie,bhgij->bhej", douts, weights, wide)
+    dbias = None
+    if spec.bias_gradient:
+        axes = tuple(axis for axis, size in enumerate(call.bias.shape) if size == 1)
+        dlogits = dlogits if seen is None else jnp.where(seen, dlogits, 0)
+        dbias = dlogits.sum(axes, keepdims=True).astype(inputs.bias.dtype).reshape(inputs.bias.shape)
+    return Gradients(
+        tokens_first(spec, dq.astype(inputs.q.dtype)).reshape(inputs.q.shape),
+        dk.astype(inputs.k.dtype).transpose(0, 3, 1, 2).reshape(inputs.k.shape),
+        dv.astype(inputs.v.dtype).transpose(0, 3, 1, 2).reshape(inputs.v.shape),
+        dbias,
+        sinks_gradient(call, lse, shift[..., 0]).astype(inputs.sinks.dtype) if spec.sinks else None,
+    )
+
+
+def arrange_whole(spec: AttentionSpec, inputs: Inputs) -> XlaOperands:
+    return arrange(spec, inputs, BlockSizes(spec.q_len, spec.kv_len), loops=False)
+
+
+def visible_pairs(spec: AttentionSpec, call: XlaOperands, inputs: Inputs) -> Any:
+    """Returns the visible pairs, which broadcast to ``[b, h, g, i, j]``; None if every query sees every key."""
+    import jax.numpy as jnp
+    from jax import lax
+
+    shape, edge = (spec.q_len, spec.kv_len), band(spec)
+    parts = [] if call.mask is None else [call.mask]
+    if call.bias is not None:
+        parts.append(call.bias != -jnp.inf)
+    if spec.packed:
+        first, stop, _ = (array[:, None] for array in rows_of(spec, inputs.cu_seqlens_q, inputs.cu_seqlens_k))
+        keys = jnp.arange(spec.kv_len, dtype=jnp.int32)
+        parts.append((keys >= first) & (keys < stop))
+    elif not edge.hides_nothing(*shape):
+        rows, columns = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+        parts.append(edge.contains(rows, columns))
+    seen = None
+    for part in parts:
+        seen = part if seen is None else seen & part
+    return seen
+
+
+def _may_be_empty(spec: AttentionSpec) -> bool:
+    """Returns whether some query may see no key."""
+    if spec.packed or spec.mask_shape is not None or spec.bias_shape is not None:
+        return True
+    return band(spec).empties_a_row(spec.q_len, spec.kv_len)
+
+
+def logits_of(spec: AttentionSpec, call: XlaOperands, inputs: Inputs, scores: Any, seen: Any) -> tuple[Any, Any]:
+    """Returns (logits, slope), ``[b, h, g, i, j]``. slope: softcap's derivative, or None. seen: hides the others."""
+    import jax.numpy as jnp
+
+    logits, slope = spec.scale * scores, None
+    if spec.softcap is not None:
+        bent = jnp.tanh(logits / spec.softcap)
+        logits, slope = spec.softcap * bent, 1 - bent * bent
+    if call.slopes is not None:
+        diagonal = rows_of(spec, inputs.cu_seqlens_q, inputs.cu_seqlens_k).diagonal[:, None]
+        distance = jnp.abs(diagonal - jnp.arange(spec.kv_len, dtype=jnp.int32))
+        logits = logits - call.slopes * distance.astype(logits.dtype)
+    if call.bias is not None:
+        logits = logits + call.bias.astype(logits.dtype)
+    return logits if seen is None else jnp.where(seen, logits, -jnp.inf), slope
+
+
+def softmax(spec: AttentionSpec, call: XlaOperands, logits: Any, seen: Any) -> tuple[Any, Any, Any]:
+    """Returns (weights with dropout, their maximum logit, their total without dropout)."""
+    import jax.numpy as jnp
+    from jax import lax
+
+    # A constant for forward mode: the maximum cancels. See ``attention._attend``.
+    top = lax.stop_gradient(logits.max(-1))
+    base = jnp.where(top == -jnp.inf, 0, top) if _may_be_empty(spec) else top
+    weights = jnp.exp(logits - base[..., None])
+    total = weights.sum(-1)
+    return dropped(spec, call, weights, tile_at(spec, call, 0, 0)), top, total
+
+
+def results(spec: AttentionSpec, call: XlaOperands, top: Any, total: Any, summed: Any) -> tuple[Any, Any]:
+    """Returns (out, lse), ``[b, h, g, i, e]`` and ``[b, h, g, i]``."""
+    import jax.numpy as jnp
+
+    if spec.sinks or _may_be_empty(spec):
+        return finish(spec, call, top, total, summed)
+    return (summed / total[..., None]).astype(spec.dtype), top + jnp.log(total)
