@@ -8,7 +8,7 @@ tokens of each sequence, including the tokens of the call's queries. A slot has 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -101,6 +101,8 @@ def check_tables(
         SpecError: for lengths below 0 or beyond the table, pages outside the pool, and, for writes, fewer tokens than
             queries.
     """
+    if _are_valid(paged, block_table, seq_lens, cu_seqlens_q, writes):
+        return
     lengths = np.asarray(seq_lens, np.int64)
     # The lengths come first, because the check of pages below takes from them which entries are used.
     check_lengths(paged, lengths)
@@ -120,6 +122,23 @@ def check_tables(
             f"block_table[{row}, {column}]={int(table[row, column])}: expected a page of the pool's {paged.num_pages} "
             f"for token {column * paged.page_size} of {lengths[row]}"
         )
+
+
+FEW_ENTRIES = 512
+"""Up to this many entries of a table are checked as Python's ints: each of numpy's functions takes a microsecond."""
+
+
+def _are_valid(paged: PagedKV, block_table: Any, seq_lens: Any, cu_seqlens_q: Any, writes: bool) -> bool:
+    """Returns whether ``check_tables`` raises nothing; False for large tables, too, which it then checks itself."""
+    if block_table.size > FEW_ENTRIES:
+        return False
+    queries = [1] * len(seq_lens) if cu_seqlens_q is None else np.diff(cu_seqlens_q).tolist()
+    size, most = paged.page_size, paged.num_pages
+    for row, length, new in zip(block_table.tolist(), seq_lens.tolist(), queries):
+        used = row[: -(-length // size)]
+        if not (0 <= length <= paged.capacity and all(0 <= page < most for page in used)) or (writes and new > length):
+            return False
+    return True
 
 
 def check_offsets(cu_seqlens_q: np.ndarray, tokens: int, max_len_q: int | None) -> None:
@@ -160,6 +179,29 @@ def check_table_types(name: str, dtype: str, shape: tuple[int, ...], expected: t
     fits = len(shape) == len(expected) and all(isinstance(e, str) or e == s for e, s in zip(expected, shape))
     if not fits:
         raise ShapeError(f"{name}: expected shape [{', '.join(map(str, expected))}], got {list(shape)}")
+
+
+def last_slots(block_table: np.ndarray, seq_lens: np.ndarray, page_size: int) -> np.ndarray:
+    """Returns int64 ``[2, batch]``: the page, and the offset in it, of each sequence's last token.
+
+    For checked tables in which every sequence has a token.
+
+    Raises:
+        SpecError: if two sequences have their last token in one slot.
+    """
+    if len(seq_lens) > FEW_ENTRIES:
+        last = np.asarray(seq_lens, np.int64) - 1
+        places = np.stack((block_table[np.arange(len(last)), last // page_size], last % page_size))
+        check_slots(places[0] * page_size + places[1])
+        return places
+    found = [
+        (row[(length - 1) // page_size], (length - 1) % page_size)
+        for row, length in zip(block_table.tolist(), seq_lens.tolist())
+    ]
+    places = np.array(found, np.int64).T
+    if len(set(found)) < len(found):
+        check_slots(places[0] * page_size + places[1])
+    return places
 
 
 def slots_of(block_table: np.ndarray, seq_lens: np.ndarray, cu_seqlens_q: np.ndarray, page_size: int) -> np.ndarray:

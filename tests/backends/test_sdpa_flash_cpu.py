@@ -19,9 +19,11 @@ from spec_strategies import Call, make_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_core import AttentionSpec, Target, explain
+from attn_core.backends.math import backend as math
 from attn_core.backends.sdpa_flash import cpu as sdpa_flash
 from attn_core.backends.sdpa_flash import cpu_blocks
-from attn_core.call.tensors import Inputs
+from attn_core.call.pages import PagedKV
+from attn_core.call.tensors import Inputs, PagedInputs
 
 SIZES = {"batch": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8, "dtype": "float32"}
 WINDOWS = (None, (0, 0), (3, 0), (2, 1), (None, 2), (7, None), (40, 40))
@@ -132,3 +134,43 @@ def test_long_rows_with_windows_and_masks_are_accepted() -> None:
     for requested in ({"window": (255, 0)}, {"mask_shape": (1, 1, 1, 2**20)}):
         spec = AttentionSpec(**{**sizes, "value_dim": 8, "dtype": "float32", "causal": True, **requested})
         assert explain(spec, Target("torch", "cpu")).backend == "sdpa_flash"
+
+
+DECODING: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "equal lengths": ([24, 24, 24], {}),
+    "equal lengths within a page": ([21, 21, 21], {}),
+    "unequal lengths": ([24, 1, 16], {}),
+    "a sequence without keys": ([5, 0, 9], {}),
+    "a window": ([24, 3, 17], {"window": (4, 0)}),
+    "sinks": ([24, 0, 16], {"sinks": True}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", DECODING)
+def test_decoding_with_pages_is_one_kernel_call_that_reads_only_visible_keys(case: str, dtype: torch.dtype) -> None:
+    lengths, fields = DECODING[case]
+    torch.manual_seed(0)
+    paged = PagedKV(num_pages=11, page_size=8, width=3)
+    sizes = {"batch": 1, "q_len": 3, "kv_len": 24, "num_heads": 6, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8}
+    of_rows = {"documents": 3, "max_len_q": 1, "max_len_k": 24, "causal": True, "return_lse": True, "paged": paged}
+    spec = AttentionSpec(**sizes, **of_rows, dtype=str(dtype).removeprefix("torch."), **fields)
+    q, sinks = torch.randn(3, 6, 8, dtype=dtype), torch.randn(6) if spec.sinks else None
+    pools = [torch.randn(11, 8, 2, 8, dtype=dtype) for _ in range(2)]
+    table = torch.randperm(11)[:9].view(3, 3).int()
+    unread = torch.ones(11, 8, dtype=torch.bool)
+    for row, length in zip(table, lengths, strict=True):
+        row[-(-length // 8) :] = -1 if length % 16 else 99
+        for at in range(max(0, length - 5) if spec.window[0] else 0, length):
+            unread[row[at // 8], at % 8] = False
+    inputs = PagedInputs(q, *pools, table, torch.tensor(lengths, dtype=torch.int32), sinks=sinks)
+    with LargestOutput() as seen:
+        out, lse = sdpa_flash.forward(spec, inputs)
+    assert 0 < seen.pairs <= 3 * 24  # the heads of a group are the queries of one call
+    expected = math.forward(spec, inputs)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close((out, lse), expected, atol=tolerance, rtol=tolerance)
+    for pool in pools:
+        pool[unread] = torch.nan
+    again = sdpa_flash.forward(spec, inputs)
+    assert torch.equal(again[0], out) and torch.equal(again[1], lse)

@@ -165,8 +165,8 @@ def plain() -> Any:
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_backend_without_pages_is_refused_with_its_reason(framework: str) -> None:
-    with pytest.raises(NoBackendError, match="keys and values in pages of 4: the aten CPU flash kernel has none"):
-        run(framework, make_paged((5, 2), (3, 2)), "sdpa_flash")
+    with pytest.raises(NoBackendError, match="keys and values in pages of 4: FlexAttention on CPU has none"):
+        run(framework, make_paged((5, 2), (3, 2)), "flex")
 
 
 def test_use_backend_chooses_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,9 +176,9 @@ def test_use_backend_chooses_the_backend(monkeypatch: pytest.MonkeyPatch) -> Non
         with jax_frontend.use_backend(name):
             assert explained("jax", call).backend == name
             assert same_bits(run("jax", replace(call, host_tables=True)), expected[name]) == []
-    with torch_frontend.use_backend("sdpa_flash"), pytest.raises(NoBackendError, match="keys and values in pages"):
+    with torch_frontend.use_backend("flex"), pytest.raises(NoBackendError, match="keys and values in pages"):
         run("torch", call)
-    with torch_frontend.use_backend("sdpa_flash", "math"):
+    with torch_frontend.use_backend("flex", "math"):
         assert same_bits(run("torch", call), expected["math"]) == []
 
 

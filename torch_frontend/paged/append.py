@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 
 from attn_core.errors import ShapeError
 from attn_core.paged import arguments
-from attn_core.paged.tables import check_slots, slots_of
+from attn_core.paged.tables import check_slots, last_slots, slots_of
 from torch_frontend.dispatch import plan
 from torch_frontend.paged.plan import check_no_gradient, check_values, tables_of
 
@@ -31,30 +32,42 @@ def append(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_len
 
 def check_appended(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, cu: Any) -> None:
     """Checks the arguments of an append except the values of its tables."""
-    named = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v}
-    for name, tensor in named.items():
+    for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages), ("k", k), ("v", v)):
         plan.check_tensor(name, tensor)
         check_no_gradient(name, tensor)
-    named |= {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu}
+    tensors = (k_pages, v_pages, k, v, block_table, seq_lens, cu)
+    entries = tuple([None if t is None else (t.shape, t.dtype, t.device) for t in tensors])
     # Symbolic sizes cannot be compared. The op checks them when it runs.
-    if all(t is None or all(type(size) is int for size in t.shape) for t in named.values()):
-        arguments.check_append(
-            {name: None if t is None else plan.facts(t.shape, t.dtype, t.device) for name, t in named.items()}
-        )
+    if all([type(size) is int for entry in entries if entry for size in entry[0]]):
+        _check_metadata(entries)
+
+
+@lru_cache(maxsize=1024)
+def _check_metadata(entries: tuple[plan.Metadata | None, ...]) -> None:
+    """Checks the metadata of an append's tensors; a call whose metadata passed before is not checked again."""
+    names = ("k_pages", "v_pages", "k", "v", "block_table", "seq_lens", "cu_seqlens_q")
+    arguments.check_append(
+        {name: None if entry is None else plan.facts(*entry) for name, entry in zip(names, entries, strict=True)}
+    )
 
 
 def _append_on_cpu(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, cu: Any) -> None:
     """Checks the values of the tables and writes k and v into the pages by indexing."""
-    if cu is None:
-        # Each sequence has one new token, so the offsets count up by 1.
-        cu = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device="cpu")
-    tables = block_table.numpy(), seq_lens.numpy(), cu.numpy()
-    check_values(None, k.shape[0], k_pages, *tables, writes=True)
-    slots = slots_of(*tables, k_pages.shape[1])
-    check_slots(slots)  # an index assignment with a repeated slot would write either token, without an error
-    page, offset = (torch.from_numpy(part) for part in np.divmod(slots, k_pages.shape[1]))
-    k_pages[page, offset] = k.detach()[: len(slots)]  # tokens behind the last offset belong to no sequence
-    v_pages[page, offset] = v.detach()[: len(slots)]
+    table, lengths = block_table.numpy(), seq_lens.numpy()
+    k, v = k.detach(), v.detach()
+    # An index assignment with a repeated slot would write either token, without an error; so slots are checked.
+    if cu is None:  # each sequence has one new token, its last
+        check_values(None, k.shape[0], k_pages, table, lengths, None, writes=True)
+        places = last_slots(table, lengths, k_pages.shape[1])
+    else:
+        check_values(None, k.shape[0], k_pages, table, lengths, cu.numpy(), writes=True)
+        slots = slots_of(table, lengths, cu.numpy(), k_pages.shape[1])
+        check_slots(slots)
+        places = np.stack(np.divmod(slots, k_pages.shape[1]))
+        k, v = k[: len(slots)], v[: len(slots)]  # tokens behind the last offset belong to no sequence
+    page, offset = torch.from_numpy(places)
+    k_pages.index_put_((page, offset), k)
+    v_pages.index_put_((page, offset), v)
 
 
 def append_on_gpu(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, cu: Any) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from attn_core.backends.shared import plain_attention
-from attn_core.backends.shared.paged_as_dense import dense_rows
+from attn_core.backends.shared.paged_as_dense import dense_rows, packed_documents
 from attn_core.backends.shared.pools import query_offsets
 from attn_core.backends.shared.split_documents import documents_between
 from attn_core.call.masks import band
@@ -22,27 +21,9 @@ def forward(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
     """
     if inputs.q.device.type != "cpu":
         return _as_dense_rows(spec, inputs)
-    packed, documents = _as_documents(spec, inputs)
+    packed, documents = packed_documents(spec, inputs)
     valid_documents = documents_between(documents.cu_seqlens_q, documents.cu_seqlens_k)  # the tables are checked
     return plain_attention.forward(packed, documents, valid_documents)
-
-
-def _as_documents(spec: AttentionSpec, inputs: PagedInputs) -> tuple[AttentionSpec, Inputs]:
-    """Returns the call on packed documents, for tables that are on the host and checked."""
-    import torch
-
-    paged = spec.paged
-    assert paged is not None
-    table, lengths, cu_q = inputs.block_table, inputs.seq_lens.long(), query_offsets(spec, inputs)
-    cu_k = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-    position = torch.arange(paged.capacity, device=lengths.device).expand(len(lengths), -1)  # [batch, capacity]
-    valid = position < lengths[:, None]
-    page = table.long().repeat_interleave(paged.page_size, dim=1)
-    slots = (page * paged.page_size + position % paged.page_size)[valid]
-    # [pages, page_size, ...] -> [slots, ...]: the slots of one page lie next to each other.
-    k, v = (pool.detach().flatten(0, 1)[slots] for pool in (inputs.k, inputs.v))  # [tokens, kv_heads, dim]
-    packed = replace(spec, paged=None, kv_len=len(slots), max_len_k=int(lengths.max()) if len(lengths) else 0)
-    return packed, Inputs(inputs.q, k, v, sinks=inputs.sinks, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
 
 
 def _as_dense_rows(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from attn_core.backends.sdpa_flash import additive_masks, containment, cpu_blocks
+from attn_core.backends.sdpa_flash import additive_masks, containment, cpu_blocks, cpu_paged
 from attn_core.backends.shared import rewrites
 from attn_core.backends.shared.split_documents import dense_inputs, dense_spec, documents
 from attn_core.backends.support import Build, Support
@@ -42,8 +42,9 @@ FORWARD = Support(
     deterministic=True,
     lse=True,
     partial=True,
+    paged=True,
 )
-BACKWARD = replace(FORWARD)
+BACKWARD = replace(FORWARD, paged=False)
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
@@ -81,8 +82,10 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
     }
 
 
-def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
     """See ``Backend.forward``."""
+    if spec.paged is not None:
+        return cpu_paged.forward(spec, inputs, forward)
     how = lower(spec)
     if how["by_document"]:
         return _forward_packed(spec, inputs)

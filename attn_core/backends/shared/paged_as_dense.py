@@ -1,11 +1,13 @@
-"""Describes a paged call as a dense call with a mask, for backends that gather pages."""
+"""Describes a paged call as a dense call with a mask, or as packed documents, for backends that gather pages."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+from attn_core.backends.shared.pools import query_offsets
 from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Inputs, PagedInputs
 
 
 def dense_rows(spec: AttentionSpec, rows: int) -> AttentionSpec:
@@ -19,3 +21,21 @@ def dense_rows(spec: AttentionSpec, rows: int) -> AttentionSpec:
     # The mask has causal and window, too: a sequence's diagonal depends on its length, unknown on the host.
     dense: dict[str, Any] = {"causal": False, "window": (None, None), "mask_shape": (batch, 1, rows, paged.capacity)}
     return replace(spec, batch=batch, q_len=rows, kv_len=paged.capacity, **unpaged, **dense)
+
+
+def packed_documents(spec: AttentionSpec, inputs: PagedInputs) -> tuple[AttentionSpec, Inputs]:
+    """Returns a paged call as one on packed documents, for tables that are on the host and checked."""
+    import torch
+
+    paged = spec.paged
+    assert paged is not None
+    table, lengths, cu_q = inputs.block_table, inputs.seq_lens.long(), query_offsets(spec, inputs)
+    cu_k = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    position = torch.arange(paged.capacity, device=lengths.device).expand(len(lengths), -1)  # [batch, capacity]
+    valid = position < lengths[:, None]
+    page = table.long().repeat_interleave(paged.page_size, dim=1)
+    slots = (page * paged.page_size + position % paged.page_size)[valid]
+    # [pages, page_size, ...] -> [slots, ...]: the slots of one page lie next to each other.
+    k, v = (pool.detach().flatten(0, 1)[slots] for pool in (inputs.k, inputs.v))  # [tokens, kv_heads, dim]
+    packed = replace(spec, paged=None, kv_len=len(slots), max_len_k=int(lengths.max()) if len(lengths) else 0)
+    return packed, Inputs(inputs.q, k, v, sinks=inputs.sinks, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
