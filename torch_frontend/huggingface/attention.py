@@ -66,22 +66,26 @@ def attend(
     """
     if others:
         check_keywords(others)
-    call, described = None, None
+    call, described, compiling = None, None, _is_compiling()
     alone = position_bias is None and cu_seq_lens_q is None and cu_seq_lens_k is None
     # All layers of a model read one mask: the first layer prepares the call, and the others look it up.
-    if alone and not _is_compiling() and active_block() is None:
+    if alone and not compiling and active_block() is None:
         described = attention_mask if type(attention_mask) is DescribedMask else description_of(attention_mask)
         if described is not None:
             call = described.shared.get((query.shape[2], key.shape[2], sliding_window))
             if call is not None and call.positions is not None and call.positions() is not position_ids:
                 call = None
+    if compiling:
+        chosen = getattr(module, LAYER_BACKEND, None)
+    else:  # not by the module's own lookup, which takes microseconds for a missing attribute
+        chosen = module.__dict__.get(LAYER_BACKEND) or getattr(type(module), LAYER_BACKEND, None)
     options: dict[str, Any] = {
         "softcap": softcap,
         "scale": scaling,
         "sinks": s_aux,
         "dropout": dropout,
         "deterministic": bool(deterministic),
-        "backend": _backend_of_layer(module) or backend,
+        "backend": chosen or backend,
     }
     if call is None:
         context = huggingface_context.context_of(module, attention_mask)
@@ -147,15 +151,6 @@ def attend_in_context(
     causal = visible.right == 0
     window = visible.left, None if causal else visible.right
     return context.attend(q, k, v, causal=causal, window=window, **options).contiguous(), None
-
-
-def _backend_of_layer(module: Any) -> Any:
-    """Returns the backend that ``set_layer_backends`` chose for a layer, or None."""
-    if torch.compiler.is_compiling():
-        return getattr(module, LAYER_BACKEND, None)
-    # A module's own lookup of a missing attribute takes microseconds.
-    chosen = module.__dict__.get(LAYER_BACKEND)
-    return getattr(type(module), LAYER_BACKEND, None) if chosen is None else chosen
 
 
 def check_keywords(others: Mapping[str, Any]) -> None:
