@@ -77,7 +77,7 @@ def operations(run: Callable[[], Any]) -> int:
 
 
 def operands(queries: int, keys: int) -> tuple[torch.Tensor, ...]:
-    """q, k, v ``[batch, heads, len, head_dim]``, views of ``[batch, len, heads, head_dim]`` as projections give them."""
+    """q, k, v ``[batch, heads, len, head_dim]``, views of ``[batch, len, heads, head_dim]`` as in a model."""
     shapes = (ROWS, queries, 4, 8), (ROWS, keys, 2, 8), (ROWS, keys, 2, 8)
     return tuple(torch.randn(shape).transpose(1, 2) for shape in shapes)
 
