@@ -26,11 +26,12 @@ from paged_cases import PagedCall, judge, laid_out, make_paged, most_shared, wit
 
 from attn_core.backends.shared import pools
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
+from attn_core.call import trailing_tokens
 from attn_core.call.tensors import PagedInputs
 from attn_core.context_parallel.on_torch import merge, merge_triton
 from attn_core.correctness.paged import append
 from attn_core.paged import triton_tables
-from torch_frontend.dispatch import offsets
+from torch_frontend.dispatch import offsets, triton_offsets
 from torch_frontend.paged.append import append_on_gpu
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -282,6 +283,47 @@ def test_appends_write_nowhere_outside_the_pool(lie: str) -> None:
             wide = pool._base
             assert wide[: len(pool)].isnan().all() and wide[2 * len(pool) :].isnan().all()
             assert pool.isfinite().all()
+
+
+# Offsets made safe
+
+sides = st.tuples(st.integers(0, 60), st.integers(0, 60)) | st.integers(0, 60).map(lambda size: (size, size))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(-5, 70), st.integers(-5, 70)), min_size=2, max_size=6), sides, sides, st.booleans()
+)
+def test_offsets(
+    values: list[tuple[int, int]], tokens: tuple[int, int], longest: tuple[int, int], shared: bool
+) -> None:
+    """One launch gives the offsets of six torch operations, whatever the values are."""
+    tail = trailing_tokens.tail_of(tokens, longest, len(values) - 1)
+    if tail is None:
+        return
+    queries, keys = torch.tensor(values, dtype=torch.int32).T  # strided
+    keys = queries if shared else keys
+    actual, expected = (f(queries, keys, tail, tokens) for f in (triton_offsets.safe, offsets.safe_by_torch))
+    assert actual is not None and all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize("documents", [1500, 3000])
+def test_offsets_of_many_documents(documents: int) -> None:
+    """More offsets than are read at once."""
+    random = torch.Generator().manual_seed(documents)
+    for extremes in (False, True):
+        queries = torch.randint(-9, 9000, (documents + 1,), dtype=torch.int32, generator=random)
+        if extremes:
+            queries[7], queries[9] = 2**31 - 1, -(2**31)
+        else:
+            queries = queries.sort().values
+        keys = queries.flip(0).contiguous()
+        tail = trailing_tokens.tail_of((9001, 8000), (5, 7), documents)
+        assert tail is not None
+        for pair in ((queries, queries), (queries, keys)):
+            actual = triton_offsets.safe(*pair, tail, (9001, 8000))
+            assert actual is not None
+            assert all(map(torch.equal, actual, offsets.safe_by_torch(*pair, tail, (9001, 8000))))
 
 
 # Partial attentions merged

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from attn_core.backends.shared.triton import has_triton
 from attn_core.call import trailing_tokens
 from attn_core.call.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.call.tensors import Inputs
@@ -106,6 +107,17 @@ def complete(inputs: Inputs, longest: Longest) -> tuple[Inputs, Longest]:
 
 
 def _safe(queries: Tensor, keys: Tensor, tail: Tail, tokens: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Returns ``safe_by_torch``, on a GPU with Triton by one kernel."""
+    if queries.is_cuda and has_triton():
+        from torch_frontend.dispatch import triton_offsets
+
+        result = triton_offsets.safe(queries, keys, tail, tokens)
+        if result is not None:
+            return result
+    return safe_by_torch(queries, keys, tail, tokens)
+
+
+def safe_by_torch(queries: Tensor, keys: Tensor, tail: Tail, tokens: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Returns offsets that start at 0, never decrease, and end at the token counts. Valid offsets stay as a prefix.
 
     Kernels compute the tail's ends in every call. A copy from the host would wait for the device. A cached tensor is no

@@ -1,6 +1,10 @@
-"""has_triton: whether Triton is installed."""
+"""Whether Triton is installed, and a way to launch its kernels without finding their compiled code on every call."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 
 @cache
@@ -9,3 +13,31 @@ def has_triton() -> bool:
     from importlib.util import find_spec
 
     return find_spec("triton") is not None
+
+
+def relaunch(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], **constants: Any) -> Any:
+    """Launches a Triton kernel, and returns a function that launches the same compiled code on other arguments.
+
+    Most of a usual launch is Python that derives from the arguments which compiled code fits them. The function skips
+    that. So it is right on the same current device, for arguments of the same types: integers must be equal, and
+    addresses equally aligned to 16 bytes, except for arguments in the kernel's ``do_not_specialize``.
+
+    Args:
+        arguments: all arguments of the kernel that are not ``tl.constexpr``, in order; the others must come last.
+        constants: the others, and options such as ``num_warps``.
+    """
+    compiled = kernel[grid](*arguments, **constants)
+    if compiled is None or not _launches_directly():  # None: Triton's interpreter
+        usual: Callable[..., Any] = kernel[grid]
+        return lambda *others: usual(*others, **constants)
+    rest = tuple(constants[parameter.name] for parameter in kernel.params if parameter.is_constexpr)
+    launch = compiled[grid]
+    return lambda *others: launch(*others, *rest)
+
+
+@cache
+def _launches_directly() -> bool:
+    """Returns whether a compiled kernel takes all arguments, constants among them, as triton 3.6 does."""
+    import triton
+
+    return str(triton.__version__).startswith("3.6.")

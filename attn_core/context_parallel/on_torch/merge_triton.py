@@ -43,9 +43,11 @@ def _merge(
     The new log-sum-exp goes to a separate dense buffer, because several warps read each row's old value, and one warp
     may finish before another starts.
     """
-    batch = (tl.program_id(1) // heads).to(tl.int64)
-    head = (tl.program_id(1) % heads).to(tl.int64)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    blocks = (rows + ROWS - 1) // ROWS
+    batch_head = tl.program_id(0) // blocks  # all on the first axis of the grid, because the others end at 65535
+    batch = (batch_head // heads).to(tl.int64)
+    head = (batch_head % heads).to(tl.int64)
+    row = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     old = tl.load(lse + batch * lse_batch + head * lse_head + row * lse_row, mask=inside, other=0.0)
     new = tl.load(part_lse + batch * part_lse_batch + head * part_lse_head + row * part_lse_row, mask=inside, other=0.0)
@@ -56,7 +58,7 @@ def _merge(
     total = tl.exp(old - larger) + part_weight
     # 0 / 0 would be NaN. With a share of 0 the row keeps its output.
     share = tl.where(total == 0.0, 0.0, part_weight / total)
-    tl.store(new_lse + tl.program_id(1).to(tl.int64) * rows + row, larger + tl.log(total), mask=inside)
+    tl.store(new_lse + batch_head.to(tl.int64) * rows + row, larger + tl.log(total), mask=inside)
     channel = tl.arange(0, WIDE)
     mask = inside[:, None] & (channel < DIM)[None, :]
     # The last axis needs no stride: it is dense, if need be by the copy in ``merge``.
@@ -75,7 +77,7 @@ def merge(out: Any, lse: Any, part_out: Any, part_lse: Any) -> None:
     if not out.numel():
         return
     joined = lse.new_empty((batch, heads, rows))
-    _merge[(triton.cdiv(rows, ROWS), batch * heads)](
+    _merge[(triton.cdiv(rows, ROWS) * batch * heads,)](
         *(out, lse, part_out, part_lse, joined, rows, heads),
         *(out.stride(0), out.stride(1), out.stride(2)),
         *(lse.stride(0), lse.stride(1), lse.stride(2)),
