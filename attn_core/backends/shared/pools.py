@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attn_core.backends.shared.rewrites import readable
-from attn_core.backends.shared.triton import has_triton
+from attn_core.backends.shared.triton import Description, has_triton, launch
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
@@ -49,14 +49,20 @@ def safe_tables(paged: PagedKV, inputs: PagedInputs) -> tuple[Any, Any]:
     from attn_core.paged import triton_tables
 
     safe_table = torch.empty(table.shape, dtype=torch.int32, device=table.device)
-    safe_lengths = torch.empty_like(lengths)
-    entries, block = table.numel(), 1024
     table = table if table.stride(-1) == 1 else table.contiguous()
-    # One grid covers the longer of table and lengths. The kernel divides by the width, so an empty table counts as 1.
-    triton_tables.sanitise[(max(1, -(-max(entries, len(lengths)) // block)),)](
-        *(table, lengths.contiguous(), safe_table, safe_lengths, table.stride(0), paged.num_pages, max(paged.width, 1)),
-        *(entries, len(lengths)),
-        PAGE=paged.page_size,
-        BLOCK=block,
-    )
+    lengths = lengths.contiguous()
+    safe_lengths = torch.empty_like(lengths)
+    entries, sequences, row, block = table.numel(), len(lengths), table.stride(0), 1024
+
+    def describe() -> Description:
+        # One grid covers the longer of table and lengths. The kernel divides by the width, so an empty table counts as
+        # one of width 1.
+        grid = max(1, -(-max(entries, sequences) // block)), 1, 1
+        numbers = row, paged.num_pages, max(paged.width, 1), entries, sequences
+        return grid, numbers, {"PAGE": paged.page_size, "BLOCK": block}
+
+    # A CPU tensor's device is -1: tests run the kernel in Triton's interpreter.
+    current = torch.cuda.current_device() if table.get_device() >= 0 else -1
+    key = ("sanitise", paged, entries, sequences, row, current)
+    launch(triton_tables.sanitise, key, (table, lengths, safe_table, safe_lengths), describe)
     return safe_table, safe_lengths

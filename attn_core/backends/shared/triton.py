@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any
 
@@ -33,6 +33,37 @@ def relaunch(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...]
     rest = tuple(constants[parameter.name] for parameter in kernel.params if parameter.is_constexpr)
     launch = compiled[grid]
     return lambda *others: launch(*others, *rest)
+
+
+MOST_LAUNCHES = 4096
+"""The most entries in ``_launches``. Beyond it all are dropped, and later launches are usual ones once more."""
+_launches: dict[Hashable, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+"""By the key of a launch, a function from ``relaunch``, and the numbers that follow the tensors."""
+
+Description = tuple[tuple[int, int, int], tuple[Any, ...], dict[str, Any]]
+"""A launch: its grid, the numbers that follow the tensors, and the kernel's constants."""
+
+
+def launch(kernel: Any, key: Hashable, tensors: tuple[Any, ...], describe: Callable[[], Description]) -> None:
+    """Launches a kernel on the current device; a launch with a known key is a direct one.
+
+    Args:
+        key: everything that ``describe`` depends on, the kernel, and the current device.
+        tensors: the kernel's first arguments, whose types the key determines.
+        describe: called for a new key.
+    """
+    aligned = not any([tensor.data_ptr() % 16 for tensor in tensors])
+    known = _launches.get(key) if aligned else None
+    if known is not None:
+        known[0](*tensors, *known[1])
+        return
+    grid, numbers, constants = describe()
+    if not aligned:  # Triton compiles other code for such addresses, and the key does not tell which
+        kernel[grid](*tensors, *numbers, **constants)
+        return
+    if len(_launches) >= MOST_LAUNCHES:
+        _launches.clear()
+    _launches[key] = relaunch(kernel, grid, (*tensors, *numbers), **constants), numbers
 
 
 @cache

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
 from attn_core.backends.shared.pools import pools
+from attn_core.backends.shared.triton import Description, launch
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
@@ -143,85 +144,81 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple
     """See ``Backend.forward``."""
     import torch
 
-    settings, tile, count = _settings(spec, inputs.q.get_device())
+    from attn_core.backends.triton_splitkv import kernels
+
+    device = inputs.q.get_device()
+    count = _settings(spec, device)[2]
     q = inputs.q if inputs.q.stride(-1) == 1 else inputs.q.contiguous()
     k, v = pools(inputs)
+    table, lengths = inputs.block_table, inputs.seq_lens.contiguous()
+    table = table if table.stride(-1) == 1 or table.shape[1] <= 1 else table.contiguous()
+    # Absent tensors are replaced by any other pointer; ONE_QUERY and SINKS keep the kernels from reading it.
+    offsets = lengths if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.contiguous()
+    sinks = q if inputs.sinks is None else inputs.sinks.contiguous()
     out = torch.empty(spec.out_shape, dtype=q.dtype, device=q.device) if into is None else into[0]
     lse = into[1] if into is not None else None
     if lse is None:
         lse = torch.empty(spec.lse_shape, dtype=torch.float32, device=q.device)
     parts, part_lse = out, lse
     if count > 1:  # float32 partial results, which a second kernel merges
-        parts = torch.empty((count, *out.shape), dtype=torch.float32, device=q.device)
-        part_lse = torch.empty((count, *lse.shape), dtype=torch.float32, device=q.device)
-    _attend(spec, inputs._replace(q=q, k=k, v=v), parts, part_lse, count, settings, tile)
+        parts = torch.empty((count, *spec.out_shape), dtype=torch.float32, device=q.device)
+        part_lse = torch.empty((count, *spec.lse_shape), dtype=torch.float32, device=q.device)
+    # The current device, because Triton launches there. Tests run the kernels on the CPU, in Triton's interpreter.
+    current = torch.cuda.current_device() if device >= 0 else device
+    results = out.stride(), lse.stride(), sinks.dtype
+    layout = (q.stride(), k.stride(), v.stride(), table.stride(0), *results, inputs.cu_seqlens_q is None)
+    operands = (q, k, v, table, lengths, offsets, sinks, parts, part_lse)
+    launch(kernels.attend, ("attend", spec, count, layout, current), operands, lambda: _attend(spec, operands, count))
     if count > 1:
-        _merge(spec, inputs, parts, part_lse, out, lse, count)
+        merged = (parts, part_lse, sinks, out, lse)
+        launch(kernels.merge, ("merge", spec, count, results, current), merged, lambda: _merge(spec, merged, count))
     return out, lse
 
 
-def _attend(
-    spec: AttentionSpec, inputs: PagedInputs, out: Any, lse: Any, count: int, settings: dict[str, Any], tile: Tiles
-) -> None:
-    from attn_core.backends.triton_splitkv import kernels
-
+def _attend(spec: AttentionSpec, operands: tuple[Any, ...], count: int) -> Description:
+    """Returns the grid, the numbers and the constants of ``kernels.attend``."""
+    q, k, v, table, _, _, _, out, lse = operands
+    settings, tile, _ = _settings(spec, q.get_device())
     paged = spec.paged
     assert paged is not None
     # The kernel indexes results by split first. Without splits that stride is 0.
     out_strides = out.stride() if count > 1 else (0, *out.stride())
     lse_strides = lse.stride() if count > 1 else (0, *lse.stride())
-    table, lengths = inputs.block_table, inputs.seq_lens
-    table = table if table.stride(-1) == 1 or paged.width <= 1 else table.contiguous()
     # Sequences times heads come first, because only the first axis of a grid may exceed 65535.
     grid = (
         (spec.documents or 0) * spec.num_kv_heads,
         count,
         -(-(spec.max_len_q or 1) * spec.group_size // tile.rows),
     )
-    kernels.attend[grid](
-        *(inputs.q, inputs.k, inputs.v, table, lengths.contiguous()),
-        # Absent tensors are replaced by any other pointer; ONE_QUERY and SINKS keep the kernel from reading it.
-        lengths if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.contiguous(),
-        inputs.q if inputs.sinks is None else inputs.sinks.contiguous(),
-        *(out, lse, settings["scale"], settings["softcap"]),
+    numbers = (
+        *(settings["scale"], settings["softcap"]),
         *(spec.q_len, paged.num_pages, paged.width, settings["left"], settings["right"]),
-        *inputs.q.stride()[:2],
-        *inputs.k.stride()[:3],
-        *inputs.v.stride()[:3],
+        *q.stride()[:2],
+        *k.stride()[:3],
+        *v.stride()[:3],
         table.stride(0),
         *out_strides[:3],
         *lse_strides[:2],
-        KV_HEADS=spec.num_kv_heads,
-        GROUP=spec.group_size,
-        PAGE=paged.page_size,
-        HEAD_DIM=spec.head_dim,
-        VALUE_DIM=spec.value_dim,
-        SPLITS=count,
-        ONE_QUERY=settings["ONE_QUERY"],
-        SOFTCAP=settings["SOFTCAP"],
-        SINKS=settings["SINKS"],
-        ROWS=tile.rows,
-        KEYS=tile.keys,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
     )
+    constants = {
+        **{"KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "PAGE": paged.page_size},
+        **{"HEAD_DIM": spec.head_dim, "VALUE_DIM": spec.value_dim, "SPLITS": count},
+        **{name: settings[name] for name in ("ONE_QUERY", "SOFTCAP", "SINKS")},
+        **{"ROWS": tile.rows, "KEYS": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages},
+    }
+    return grid, numbers, constants
 
 
-def _merge(spec: AttentionSpec, inputs: PagedInputs, parts: Any, part_lse: Any, out: Any, lse: Any, count: int) -> None:
-    from attn_core.backends.triton_splitkv import kernels
-
-    kernels.merge[(spec.q_len, spec.num_heads)](
-        *(parts, part_lse, inputs.q if inputs.sinks is None else inputs.sinks.contiguous(), out, lse),
-        *parts.stride()[:3],
-        *part_lse.stride()[:2],
-        *out.stride()[:2],
-        lse.stride(0),
-        VALUE_DIM=spec.value_dim,
-        SPLITS=count,
-        SINKS=spec.sinks,
-        SHARES=min(16, 1 << (count - 1).bit_length()),  # a power of two, as tl.arange needs
-        num_warps=2,
-    )
+def _merge(spec: AttentionSpec, operands: tuple[Any, ...], count: int) -> Description:
+    """Returns the grid, the numbers and the constants of ``kernels.merge``."""
+    parts, part_lse, _, out, lse = operands
+    numbers = (*parts.stride()[:3], *part_lse.stride()[:2], *out.stride()[:2], lse.stride(0))
+    constants = {
+        **{"VALUE_DIM": spec.value_dim, "SPLITS": count, "SINKS": spec.sinks},
+        "SHARES": min(16, 1 << (count - 1).bit_length()),  # a power of two, as tl.arange needs
+        "num_warps": 2,
+    }
+    return (spec.q_len, spec.num_heads, 1), numbers, constants
 
 
 def backward(spec: AttentionSpec, inputs: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
