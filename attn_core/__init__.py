@@ -11,7 +11,8 @@ from attn_core.dropins import old_paths
 from attn_core.errors import BridgeError, DeviceError, DTypeError, ShapeError, SpecError
 from attn_core.paged.allocator import PageAllocator, PoolFullError
 from attn_core.paged.step import Pages, Step
-from attn_core.selection.choice import NoBackendError, Selection, Target, explain, select
+from attn_core.selection.choice import NoBackendError, Selection, explain, select
+from attn_core.selection.target import Target
 
 __version__ = "0.1.0"
 old_paths.install()

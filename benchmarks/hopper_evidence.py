@@ -9,8 +9,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from attn_core.selection.preference import measured
-from attn_core.selection.regret import regrets, summary
+from attn_core.selection.cross_validation import Fitting
+from attn_core.selection.regret import summary
 
 
 def junit_outcome(paths: list[Path]) -> dict[str, Any]:
@@ -81,12 +81,7 @@ def memcheck_outcome(path: Path) -> dict[str, Any]:
 def sweep_outcome(path: Path) -> dict[str, Any]:
     """Reads a raw file of ``attn bench``: the date of measurement, and the regret of automatic choice.
 
-    ``regret`` and ``unseen`` are results of ``regret.summary``. For ``unseen``, the measured order of a call is derived
-    from the measurements of all other calls.
+    ``unseen`` is a result of ``regret.summary``: for each call choose models that were fitted to other calls.
     """
     raw = json.loads(path.read_text(encoding="utf-8"))
-    cases = measured(raw["device"])
-    outcomes = {
-        name: summary(regrets(raw, cases, leave_out=name == "unseen")) if cases else {} for name in ("regret", "unseen")
-    }
-    return {"source": path.name, "date": raw["date"], **outcomes}
+    return {"source": path.name, "date": raw["date"], "unseen": summary(Fitting(raw).regrets())}

@@ -218,7 +218,7 @@ Dark bars are forward, light bars forward + backward. Without a light bar, the i
 |---|---|
 | `hopper.md` | one H200: every figure, the tests, and all that was not run; {met} goals met, {missed} missed |
 | `context_parallel.md` | two and four H200s: every strategy, errors next to one GPU, long rows |
-| `sweep-sm90.md` | one H200: every backend on every call of the sweep, with plots |
+| `sweep-sm90.md` | one H200: every backend on every call, and the cost of automatic choice, with plots |
 
 ## On a CPU
 
@@ -237,7 +237,7 @@ python -m benchmarks.cpu --write                         # the CPU's figures, an
 python -m benchmarks.hopper --json hopper.json           # the figures of a GPU
 attn bench --json times.json                             # every backend on random calls, side by side
 python -m benchmarks.sweep_report times.json --write times   # from a clone: tables, plots, the cost of the choice
-python -m benchmarks.sweep_preference times.json --write attn_core/selection/measured   # the order of choice
+python -m benchmarks.sweep_preference times.json --write attn_core/selection/measured   # the models of the choice
 ```
 """
 

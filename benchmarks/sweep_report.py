@@ -1,4 +1,4 @@
-"""Shows a sweep as tables and plots: the fastest backend, the automatic choice, and the regret of the choice.
+"""Shows a sweep as tables and plots: times, the errors of predicted times, and the regret of automatic choice.
 
 python -m benchmarks.sweep_report times.json                 # the tables, printed
 python -m benchmarks.sweep_report times.json --write times   # writes the tables and the plots to a folder
@@ -15,34 +15,39 @@ from typing import Any
 from attn_core.cli.bench import regret_table
 from attn_core.cli.bench_sweep import read
 from attn_core.errors import SpecError
-from attn_core.selection import preference
-from attn_core.selection.preference import Case
-from attn_core.selection.regret import GOALS, Regret, record_spec, regrets, right_times
+from attn_core.selection.cross_validation import FOLDS, Fitting
+from attn_core.selection.regret import Regret, right_times
 
 DIRECTIONS = ("forward", "training")
 CAPTIONS = {
-    "causal.png": "TFLOP/s of causal calls by row length, a line for each backend",
+    "errors.png": "Predicted over measured time of unseen calls, by measured time, for each backend",
     "regret.png": "The number of cases by regret",
 }
 """The captions of the plots, by the end of their file names."""
 
 
-def write_report(raw: dict[str, Any], cases: Sequence[Case], folder: Path) -> list[Path]:
+def write_report(raw: dict[str, Any], folder: Path) -> list[Path]:
     """Writes the page and its two plots; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    stem = f"sweep-{raw['device']}"
-    pictures = {f"{stem}-causal.png": speeds(raw), f"{stem}-regret.png": histogram(regrets(raw, cases))}
+    stem, fitting = stem_of(raw), Fitting(raw)
+    pictures = {f"{stem}-errors.png": errors(fitting), f"{stem}-regret.png": histogram(fitting.regrets())}
     paths = [folder / f"{stem}.md", *(folder / name for name in pictures)]
-    paths[0].write_text(page(raw, cases, list(pictures)), encoding="utf-8")
+    paths[0].write_text(page(fitting, list(pictures)), encoding="utf-8")
     for path, figure in zip(paths[1:], pictures.values(), strict=True):
         figure.savefig(path, dpi=150)
     return paths
 
 
-def page(raw: dict[str, Any], cases: Sequence[Case], pictures: Sequence[str] = ()) -> str:
+def stem_of(raw: dict[str, Any]) -> str:
+    """Returns the name of the page and the start of its plots' names."""
+    return f"sweep-{raw['device']}" if raw["framework"] == "torch" else f"sweep-{raw['framework']}-{raw['device']}"
+
+
+def page(fitting: Fitting, pictures: Sequence[str] = ()) -> str:
     """Returns the whole page as Markdown."""
+    raw = fitting.raw
     versions = ", ".join(f"{name} {version}" for name, version in raw["versions"].items() if version)
-    chosen = regrets(raw, cases)
+    chosen = fitting.regrets()
     parts = [
         f"# Sweep on {raw['device_name']} ({raw['device']})\n",
         f"Written by `python -m benchmarks.sweep_report` from times measured on {raw['date']}, "
@@ -51,9 +56,12 @@ def page(raw: dict[str, Any], cases: Sequence[Case], pictures: Sequence[str] = (
         "backends have fewer rounds. Times are medians in µs per call and include the host's time. Training is the "
         "forward and the gradients of q, k and v.\n",
         "Regret is the time of the automatic choice divided by the time of the fastest backend; inf if the chosen "
-        "backend was not timed.\n",
+        "backend was not timed. The models that choose a backend for a call were fitted to other calls only "
+        f"({FOLDS}-fold cross-validation).\n",
         "## Regret of automatic choice\n",
-        regret_table(raw, cases),
+        regret_table(fitting),
+        "## Errors of the predicted times\n",
+        _errors_table(fitting),
         *(f"![{CAPTIONS[name.rpartition('-')[2]]}]({name})\n" for name in pictures),
     ]
     for direction in DIRECTIONS:
@@ -99,36 +107,40 @@ def _left_out(raw: dict[str, Any]) -> str:
     return "\n".join(["## Not measured, or not counted\n", *(lines or ["Nothing."]), ""])
 
 
-def speeds(raw: dict[str, Any]) -> Any:
-    """Draws TFLOP/s by row length for plain causal bfloat16 calls with head_dim 128; a line per backend."""
+def _log_errors(fitting: Fitting, direction: str) -> dict[str, list[tuple[float, float]]]:
+    """Returns by backend (measured microseconds, logarithm of predicted over measured), for unseen calls."""
+    result: dict[str, list[tuple[float, float]]] = {}
+    for record, predicted in zip(fitting.records, fitting.unseen, strict=True):
+        if record["direction"] == direction:
+            times = right_times(record)
+            for name, time in predicted.items():
+                result.setdefault(name, []).append((times[name], math.log(time / times[name])))
+    return result
+
+
+def _errors_table(fitting: Fitting) -> str:
+    lines = ["| backend | direction | calls | median error | 90th percentile |", "|---" * 5 + "|"]
+    for direction in DIRECTIONS:
+        for name, pairs in _log_errors(fitting, direction).items():
+            sizes = sorted(math.expm1(abs(error)) for _, error in pairs)
+            middle, high = sizes[len(sizes) // 2], sizes[math.ceil(0.9 * len(sizes)) - 1]
+            lines.append(f"| {name} | {direction} | {len(sizes)} | {middle:.1%} | {high:.1%} |")
+    return "\n".join(lines) + "\n"
+
+
+def errors(fitting: Fitting) -> Any:
+    """Draws predicted over measured time of unseen calls by measured time; a colour per backend."""
     figure = _figure(11, 4.5)
     for axes, direction in zip(figure.subplots(1, 2), DIRECTIONS, strict=True):
-        lines: dict[str, dict[int, float]] = {}
-        for record in raw["cases"]:
-            if record["direction"] == direction and _is_plain_causal(record):
-                for name, time in right_times(record).items():
-                    by_length = lines.setdefault(name, {})
-                    by_length[record["spec"]["q_len"]] = record["gigaflop"] / time * 1e3  # GFLOP / µs = 1000 TFLOP/s
-        for name, points in lines.items():
-            lengths = sorted(points)
-            axes.plot(lengths, [points[length] for length in lengths], marker="o", markersize=3, label=name)
-        axes.set(title=f"{direction}, causal, heads 32/8, d 128, 16K tokens", xlabel="row length", ylabel="TFLOP/s")
+        for name, pairs in _log_errors(fitting, direction).items():
+            times, ratios = [time for time, _ in pairs], [math.exp(error) for _, error in pairs]
+            axes.plot(times, ratios, linestyle="", marker="o", markersize=2, label=name)
+        axes.set(title=direction, xlabel="measured microseconds", ylabel="predicted / measured")
+        axes.set(xscale="log", yscale="log", ylim=(0.3, 3))
         axes.grid(alpha=0.3)
-        if lines:
-            axes.set_xscale("log", base=2)
-            axes.legend(fontsize=7)
-    figure.suptitle(f"{raw['device_name']}, {raw['date']}", fontsize=8)
+        axes.legend(fontsize=7)
+    figure.suptitle(f"{fitting.raw['device_name']}, {fitting.raw['date']}", fontsize=8)
     return figure
-
-
-def _is_plain_causal(record: dict[str, Any]) -> bool:
-    spec = record_spec(record)
-    shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim, spec.dtype)
-    return record["name"].startswith("causal ") and shape == (32, 8, 128, 128, "bfloat16") and _fills(spec)
-
-
-def _fills(spec: Any) -> bool:
-    return spec.q_len == spec.kv_len and spec.batch * spec.q_len == 16384
 
 
 def histogram(chosen: Sequence[Regret]) -> Any:
@@ -142,7 +154,7 @@ def histogram(chosen: Sequence[Regret]) -> Any:
     top = max([1.3, *(ratio for ratios in finite.values() for ratio in ratios)])
     edges = [1 + (top - 1) * number / 24 for number in range(25)]
     axes.hist(list(finite.values()), bins=edges, label=[f"{name} ({len(finite[name])})" for name in finite])
-    axes.axvline(GOALS["worst"], color="black", linewidth=0.8)
+    axes.axvline(1.35, color="black", linewidth=0.8)
     axes.set(xlabel="time of the automatic choice / time of the fastest", ylabel="cases", yscale="symlog")
     axes.legend()
     return figure
@@ -164,10 +176,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         raw = read(options.times)
-        cases = preference.measured(raw["device"])
         if options.write is None:
-            print(page(raw, cases))
-        for path in [] if options.write is None else write_report(raw, cases, options.write):
+            print(page(Fitting(raw)))
+        for path in [] if options.write is None else write_report(raw, options.write):
             print(f"written to {path}")
     except SpecError as error:
         parser.error(str(error))

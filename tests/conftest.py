@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import date
@@ -43,6 +44,10 @@ settings.load_profile("ci")
 
 # Before JAX starts, in this process and in the processes that tests start.
 os.environ["XLA_FLAGS"] = xla_compiler.flags(quick=not Path("/dev/nvidiactl").exists())
+
+
+# A table that the user wrote with attn tune must not decide in the tests.
+os.environ["XDG_CONFIG_HOME"] = str(Path(tempfile.gettempdir()) / "attn-core-tests-config")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)], scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -14,15 +15,15 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from attn_core import backends
 from attn_core.cli.bench_sweep import Record, Sweep, read, write
 from attn_core.cli.bench_timing import DeviceLostError
 from attn_core.cli.explain import target_of
 from attn_core.cli.frameworks import devices_of
 from attn_core.errors import SpecError
-from attn_core.selection import preference
-from attn_core.selection.preference import Case
+from attn_core.selection.cross_validation import Fitting
 from attn_core.selection.random_calls import random_calls
-from attn_core.selection.regret import GOALS, regrets, right_times, summary
+from attn_core.selection.regret import GOALS, TORCH_ALONE, regrets, right_times, static_order, summary
 from attn_core.selection.sweep import QUICK, SweepCase
 
 WRITE_EVERY = 5.0
@@ -117,7 +118,7 @@ def _measure(sweep: Sweep, cases: Sequence[SweepCase], seconds: float | None, pa
     finally:
         if path is not None:
             _replace(path, sweep.raw)
-    typer.echo(regret_table(sweep.raw, preference.measured(sweep.target.device)))
+    typer.echo(regret_table(Fitting(sweep.raw)))
     if path is not None:
         typer.echo(f"wrote {path}")
     return complete
@@ -149,18 +150,36 @@ def _faulty(record: Record) -> dict[str, str]:
     return faults
 
 
-def regret_table(raw: dict[str, Any], cases: Sequence[Case]) -> str:
-    """Returns the cost of three orders as a Markdown table: measured, measured but for unseen cases, and static."""
-    kinds = {
-        "measured order": regrets(raw, cases),
-        "measured order, each case looked up among the others": regrets(raw, cases, leave_out=True),
-        "static order": regrets(raw, ()),
-    }
-    lines = ["| order | direction | cases | geometric mean | worst | where |", "|---|---|---|---|---|---|"]
-    # A device without measurements has only the static order.
-    for kind, chosen in kinds.items() if cases else [("static order", kinds["static order"])]:
+def regret_table(fitting: Fitting) -> str:
+    """Returns the cost of automatic choice for unseen calls, and of the static order, as a Markdown table."""
+    raw, kinds = fitting.raw, {"predicted order, unseen calls": fitting.regrets()}
+    if backends.kind_of(raw["device"]) == "cuda":
+        kinds["predicted order, unseen calls, torch alone"] = fitting.regrets(TORCH_ALONE)
+    kinds["static order"] = regrets(fitting.records, static_order(raw))
+    lines = ["| order | direction | calls | geometric mean | 99th percentile | worst | where |", "|---" * 7 + "|"]
+    for kind, chosen in kinds.items():
         for direction, facts in summary(chosen).items():
-            numbers = f"{facts['geometric mean']:.3f} | {facts['worst']:.2f}"
+            numbers = f"{facts['geometric mean']:.3f} | {facts['99th percentile']:.2f} | {facts['worst']:.2f}"
             lines.append(f"| {kind} | {direction} | {facts['cases']} | {numbers} | {facts['worst case']} |")
-    goals = ", ".join(f"{name} at most {value}" for name, value in GOALS.items())
-    return "\n".join([*lines, f"\nGoals for the measured order: {goals}.\n"])
+    goals = ", ".join(f"{name} at most {value}" for name, value in GOALS[backends.kind_of(raw["device"])].items())
+    lines.append(f"\nGoals for unseen calls: {goals}.\n")
+    beside = _beside(fitting)
+    return "\n".join([*lines, *beside, ""] if beside else lines)
+
+
+def _beside(fitting: Fitting) -> list[str]:
+    """Returns a table of the speed of automatic choice for unseen calls over the framework's own function."""
+    ratios: dict[tuple[str, str], list[tuple[float, str]]] = {}
+    for record, regret in zip(fitting.records, fitting.regrets(), strict=True):
+        for name, entry in record.get("beside", {}).items():
+            if "median" in entry and math.isfinite(regret.ratio):
+                time = right_times(record)[regret.chosen]
+                ratios.setdefault((name, record["direction"]), []).append((entry["median"] / time, record["name"]))
+    if not ratios:
+        return []
+    lines = ["| beside | direction | calls | geometric mean | below 0.95 | lowest | where |", "|---" * 7 + "|"]
+    for (name, direction), pairs in ratios.items():
+        mean = math.exp(sum(math.log(ratio) for ratio, _ in pairs) / len(pairs))
+        slower, (lowest, where) = sum(ratio < 0.95 for ratio, _ in pairs), min(pairs)
+        lines.append(f"| {name} | {direction} | {len(pairs)} | {mean:.3f} | {slower} | {lowest:.2f} | {where} |")
+    return [*lines, "\nTimes as fast as the framework's own function, for the calls that it can express."]

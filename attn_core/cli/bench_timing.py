@@ -23,8 +23,8 @@ TOO_SLOW = 50.0
 BEHIND, BEHIND_ROUNDS = 2.0, 2
 """A backend this many times slower than the fastest runs in two rounds only, because its exact time decides nothing."""
 
-LONG, LONG_ROUNDS = 0.03, 3
-"""Calls of this many seconds run in three rounds at most. A call that is also BEHIND is timed once."""
+LONG, LONG_ROUNDS = 0.03, 2
+"""Calls of this many seconds run in two rounds at most. A call that is also BEHIND is timed once."""
 
 Queue = tuple[float, float]
 """Seconds per call of a queue of calls: until the last result is there, and until the host has issued the last call."""
@@ -97,12 +97,12 @@ def _warm_up(run: Run, name: str, device: Any, fastest: float) -> tuple[tuple[An
         fastest: seconds of the fastest backend so far, or 0. A much slower one is timed only once.
     """
     outcome = run(name)
-    for _ in range(WARM_UPS - 1):
-        outcome = run(name)
     first = _queue(run, name, 1, device)
-    if fastest and _too_slow(first[0], fastest):
+    if first[0] > LONG or (fastest and _too_slow(first[0], fastest)):
         return outcome, first
-    return outcome, min(first, _queue(run, name, 1, device))
+    for _ in range(WARM_UPS - 1):
+        run(name)
+    return outcome, min(_queue(run, name, 1, device) for _ in range(2))
 
 
 def _rounds(

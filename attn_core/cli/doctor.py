@@ -16,7 +16,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.cli.comparison import Row, rows_of
 from attn_core.cli.frameworks import devices_of, installed, versions
 from attn_core.cli.trial import draw
-from attn_core.selection.choice import Target, bridge_reason
+from attn_core.selection.target import Target, bridge_reason
 
 CHECKED = AttentionSpec(
     batch=2,

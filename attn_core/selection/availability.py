@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from attn_core import backends
-from attn_core.selection.choice import bridge_reason
+from attn_core.selection.target import bridge_reason
 
 
 class Availability(NamedTuple):

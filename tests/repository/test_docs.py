@@ -23,7 +23,7 @@ from attn_core.backends.support import Support
 from attn_core.cli.app import app
 from attn_core.cli.bench_sweep import read
 from attn_core.cli.support_table import FEATURES, render
-from attn_core.selection import preference
+from attn_core.selection.cross_validation import Fitting
 from benchmarks import hopper_report, models_report, performance, sweep_report
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -166,8 +166,8 @@ def test_the_pages_of_results_show_the_stored_results() -> None:
     stale = "stale: run python -m benchmarks.hopper --render benchmarks/results/hopper.json --write"
     assert (RESULTS / "hopper.md").read_text(encoding="utf-8") == hopper_report.page(result), stale
     raw = read(RESULTS / "sweep-sm90.json")
-    plots = ["sweep-sm90-causal.png", "sweep-sm90-regret.png"]
-    shown = sweep_report.page(raw, preference.measured("sm90"), plots)
+    plots = ["sweep-sm90-errors.png", "sweep-sm90-regret.png"]
+    shown = sweep_report.page(Fitting(raw), plots)
     stale = "stale: run python -m benchmarks.sweep_report benchmarks/results/sweep-sm90.json --write benchmarks/results"
     assert (RESULTS / "sweep-sm90.md").read_text(encoding="utf-8") == shown, stale
     assert all((RESULTS / name).is_file() for name in plots)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,16 +38,15 @@ not run: packed: other: refused it
 memcheck cases: 1 ran, 0 wrong
 ========= ERROR SUMMARY: 0 errors
 """
-REGRET = {"cases": 3, "geometric mean": 1.01, "worst": 1.5, "worst case": "a made-up call"}
+REGRET = {"cases": 3, "geometric mean": 1.01, "99th percentile": 1.2, "worst": 1.5, "worst case": "a made-up call"}
 SWEEP = {"device": "sm0", "date": "1999-12-30", "cases": []}
 
 
 @pytest.fixture(autouse=True)
 def invented_regret(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device with arbitrary measurements, and a regret computed from them."""
-    monkeypatch.setattr(hopper_evidence, "measured", lambda device: (device,))
-    monkeypatch.setattr(hopper_evidence, "regrets", lambda raw, cases, leave_out: leave_out)
-    monkeypatch.setattr(hopper_evidence, "summary", lambda unseen: {"training" if unseen else "forward": REGRET})
+    monkeypatch.setattr(hopper_evidence, "Fitting", lambda raw: SimpleNamespace(regrets=lambda: raw["cases"]))
+    monkeypatch.setattr(hopper_evidence, "summary", lambda regrets: {"forward": REGRET})
 
 
 def after(seconds: float) -> Any:
@@ -172,10 +172,12 @@ def test_memcheck_counts_only_with_a_summary(files: dict[str, Path]) -> None:
 
 def test_the_regret_of_the_automatic_choice(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     text = rendered(files, *FILES)
-    assert "over the sweep of 1999-12-30, `sweep.json`" in text
-    assert "| forward | 3 | 1.010 | <= 1.03 | met | 1.500 | <= 1.25 | missed | a made-up call |" in text
-    assert "| training, unseen | 3 | 1.010 |  |  | 1.500 |  |  | a made-up call |" in text
-    monkeypatch.setattr(hopper_evidence, "measured", lambda device: ())
+    assert "over the calls of 1999-12-30, `sweep.json`" in text
+    expected = (
+        "| forward | 3 | 1.010 | <= 1.03 | met | 1.200 | <= 1.2 | met | 1.500 | <= 1.35 | missed | a made-up call |"
+    )
+    assert expected in text
+    monkeypatch.setattr(hopper_evidence, "summary", lambda regrets: {})
     assert "`sweep.json` names no regret." in rendered(files, *FILES)
 
 

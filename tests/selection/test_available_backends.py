@@ -10,7 +10,7 @@ import pytest
 from frameworks import BOTH, JAX, TORCH, Framework, empty_plan_caches
 
 from attn_core import Target, backends
-from attn_core.selection import availability, choice
+from attn_core.selection import availability, choice, target
 
 BREAKS: dict[str, Exception] = {
     "missing package": ModuleNotFoundError("No module named 'flash_attn'"),
@@ -26,8 +26,8 @@ BREAKS: dict[str, Exception] = {
 def empty_caches() -> None:
     """Empties what is remembered of this installation."""
     backends.availability.cache_clear()
-    choice._local_target.cache_clear()
-    choice.bridge_reason.cache_clear()
+    target.local_target.cache_clear()
+    target.bridge_reason.cache_clear()
     choice.explain.cache_clear()
     empty_plan_caches()
 

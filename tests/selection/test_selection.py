@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from cost_tables import made_up_table, tables_in_force
 from hypothesis import given
 from hypothesis import strategies as st
 from spec_strategies import Call, calls
@@ -391,13 +392,14 @@ def test_selections_compare_hash_and_pickle_by_value() -> None:
 
 
 @pytest.fixture
-def few_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A version with four backends, so that new backends do not change the text."""
     monkeypatch.setattr(backends, "names", lambda: ("sdpa_flash", "flex", "math", "jax_xla"))
     monkeypatch.setattr(
         backends, "PREFERENCE", {("torch", "cpu"): ("sdpa_flash", "math"), ("torch", "cuda"): ("math",)}
     )
-    monkeypatch.setattr(preference, "measured", lambda device: ())
+    with tables_in_force({}):
+        yield
 
 
 HEAD = "float32, batch 2, q_len 5, kv_len 7, heads 6/3, head_dim 11"
@@ -427,6 +429,22 @@ def test_the_explanation_of_a_named_backend() -> None:
         "  flex        can run it when requested by name\n"
         "  jax_xla     refused: runs in JAX only"
     )
+
+
+@pytest.mark.usefixtures("few_backends")
+def test_the_explanation_names_the_predicted_times_and_their_source() -> None:
+    table = made_up_table({"math": 12.0, "sdpa_flash": 1250.0, "flex": 1.0})
+    with tables_in_force({("torch", "cpu"): table}):
+        assert str(explain(SPEC, CPU)) == (
+            f"attention in torch on cpu: {HEAD}\n"
+            "  (in the order of predicted times, from made-up calls)\n"
+            "  math        selected, about 12 µs\n"
+            "  sdpa_flash  can run it, about 1.25 ms\n"
+            "  flex        can run it when requested by name\n"
+            "  jax_xla     refused: runs in JAX only"
+        )
+        named = str(explain(SPEC, CPU, "sdpa_flash"))
+        assert "in the order of" not in named and "sdpa_flash  selected, about 1.25 ms" in named
 
 
 @pytest.mark.usefixtures("few_backends")

@@ -1,4 +1,5 @@
-"""Measured preferences: a file per device (``sm90.json``), derived from a sweep by ``benchmarks.sweep_preference``.
+"""The shipped tables of automatic choice: a file per framework and device, such as ``torch-sm90.json``.
 
-A device without a file has the static order of ``attn_core.backends.PREFERENCE``.
+``benchmarks.sweep_preference`` derives a table from the raw times of ``attn bench``. In JAX, GPUs have torch's table. A
+device without a file has the static order of ``attn_core.backends.PREFERENCE``.
 """

@@ -1,0 +1,99 @@
+"""The time of a call on each backend, by a model that was fitted to measured times (``fit.py``).
+
+For one backend and direction, in microseconds::
+
+    time = max(host, constant + work * ... + memory * ...)
+
+``host`` is the time until the call returns. Each size of the call (``features.Sizes``) has a rate. The call's kind
+multiplies the rates by effects: a softcap, say, makes every score slower. The parameters are logarithms, so that rates
+are positive and effects multiply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import mul
+from typing import NamedTuple
+
+import numpy as np
+
+from attn_core.selection.features import Kind, Sizes
+
+EFFECTS: dict[str, Callable[[Kind], bool]] = {
+    "width 32": lambda kind: kind.width == 32,
+    "width 64": lambda kind: kind.width == 64,
+    "width 96": lambda kind: kind.width == 96,
+    "width 192": lambda kind: kind.width == 192,
+    "width 256": lambda kind: kind.width >= 256,
+    "padded width": lambda kind: kind.padded,
+    "narrow values": lambda kind: kind.narrow_values,
+    "float16": lambda kind: kind.dtype == "float16",
+    "float32": lambda kind: kind.dtype in ("float32", "float64"),
+    "causal": lambda kind: kind.band == "causal",
+    "window": lambda kind: kind.band == "window",
+    "decode": lambda kind: kind.decode,
+    "grouped": lambda kind: kind.grouped,
+    "softcap": lambda kind: kind.softcap,
+    "alibi": lambda kind: kind.alibi,
+    "sinks": lambda kind: kind.sinks,
+    "packed": lambda kind: kind.packed,
+    "mask of keys": lambda kind: kind.mask == "keys",
+    "mask of scores": lambda kind: kind.mask == "scores",
+    "bias": lambda kind: bool(kind.bias),
+}
+"""The properties of a kind that change rates."""
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "host": ("host",),
+    "constant": ("constant",),
+    "compute": ("work", "waves", "grouped_work", "chain", "rectangle", "scores"),
+    "memory": ("memory",),
+}
+"""Groups of rates that an effect multiplies alike. The rates of masks and biases have no effects."""
+
+RATES = ("host", *Sizes._fields)
+"""The rates of a model; the host's is a time."""
+
+
+class Model(NamedTuple):
+    """The fitted parameters of one backend in one direction.
+
+    Attributes:
+        rates: the logarithms of RATES, for a call without any of EFFECTS.
+        effects: by group, the logarithm of each of EFFECTS.
+        error: the root mean square error of log time over calls that the fit did not see.
+    """
+
+    rates: tuple[float, ...]
+    effects: dict[str, tuple[float, ...]]
+    error: float = 0.0
+
+
+class Models:
+    """The models of several backends as arrays, because a new kind of call needs the rates of all of them."""
+
+    def __init__(self, models: Sequence[Model], factors: Sequence[float]) -> None:
+        """Stacks the models. The rates of each are multiplied by its factor."""
+        rates = np.array([model.rates for model in models]).reshape(len(models), len(RATES))
+        self._base = rates + np.log(np.array(factors)).reshape(len(models), 1)
+        effects = np.zeros((len(EFFECTS), len(models), len(RATES)))
+        for row, model in enumerate(models):
+            for group, members in GROUPS.items():
+                for rate in members:
+                    effects[:, row, RATES.index(rate)] = model.effects[group]
+        self._effects = effects
+
+    def of_kind(self, kind: Kind) -> list[list[float]]:
+        """Returns each model's rates for a kind of call, in microseconds, in the order of RATES."""
+        present = [place for place, applies in enumerate(_APPLIES) if applies(kind)]
+        rates: list[list[float]] = np.exp(self._base + self._effects[present].sum(0)).tolist()
+        return rates
+
+
+_APPLIES = tuple(EFFECTS.values())
+
+
+def microseconds(model: Model, kind: Kind, sizes: Sizes) -> float:
+    """Returns the time of a call by one model."""
+    ((host, *rates),) = Models([model], [1.0]).of_kind(kind)
+    return max(host, sum(map(mul, rates, sizes)))

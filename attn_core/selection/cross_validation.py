@@ -1,0 +1,170 @@
+"""Derives the table of a device from raw times, and estimates what its choice costs for calls that it has not seen.
+
+In k-fold cross-validation the calls are dealt into folds. For the calls of each fold, models choose that were fitted to
+the other folds only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from attn_core import backends
+from attn_core.selection.cost_model import Model, microseconds
+from attn_core.selection.features import kind_of_call, sizes_of_call
+from attn_core.selection.fit import Sample, fit
+from attn_core.selection.preference import CAUTION, ranking
+from attn_core.selection.regret import Record, Regret, measured_records, record_spec, regrets, right_times, summary
+from attn_core.selection.tables import DIRECTIONS, FORMAT, plain_model
+
+FOLDS = 10
+
+TILE = {"cuda": 128, "cpu": 32}
+"""Queries that the kernels of a kind of device work on at a time, about."""
+
+PROCESSORS = {"sm80": 108, "sm90": 132, "sm100": 148, "cpu": 8}
+"""Tiles that a device works on at a time; the models correct a wrong number."""
+
+DOUBT = 2
+"""A model's error counts as if this many more calls had been predicted, each wrong by a factor of 1.6."""
+
+FEWEST = 12
+"""A backend needs this many measured calls in a direction for a model."""
+
+Models = Mapping[bool, Mapping[str, Model]]
+
+
+class Fitting:
+    """The models of a device, fitted to raw times, and their predictions for calls that they did not see.
+
+    Attributes:
+        raw: the content of the raw file.
+        records: the usable records, in the order of the file.
+    """
+
+    def __init__(self, raw: dict[str, Any], start: Models | None = None) -> None:
+        """Takes the raw times; the fits run when their results are read.
+
+        Args:
+            start: models of a similar device, for few measurements; by default a fit starts from plain guesses.
+        """
+        self.raw, self.records, self._start = raw, measured_records(raw), start or {}
+        self.kind = backends.kind_of(raw["device"])
+        self.tile, self.processors = TILE[self.kind], PROCESSORS.get(raw["device"], 132)
+        # Both directions of a call are in one fold.
+        calls = {name: place for place, name in enumerate(dict.fromkeys(record["name"] for record in self.records))}
+        self._folds = [calls[record["name"]] % FOLDS for record in self.records]
+
+    @cached_property
+    def unseen(self) -> list[dict[str, float]]:
+        """For each record the microseconds by backend, predicted by models that did not see its call.
+
+        A raw file may hold these predictions already, see ``with_predictions``.
+        """
+        if all(record.get("predicted") is not None for record in self.records):
+            return [record["predicted"] for record in self.records]
+        result: list[dict[str, float]] = [{} for _ in self.records]
+        for (training, name), samples in self._samples.items():
+            for fold in range(FOLDS):
+                others = [sample for place, sample in samples.items() if self._folds[place] != fold]
+                tested = {place: sample for place, sample in samples.items() if self._folds[place] == fold}
+                if others and tested:
+                    model = fit(others, self._first(training, name))
+                    for place, sample in tested.items():
+                        result[place][name] = round(microseconds(model, sample.kind, sample.sizes), 2)
+        return result
+
+    @cached_property
+    def models(self) -> dict[bool, dict[str, Model]]:
+        """The models by direction and backend, fitted to all calls, each with its error over unseen calls."""
+        result: dict[bool, dict[str, Model]] = {False: {}, True: {}}
+        for (training, name), samples in self._samples.items():
+            model = fit(list(samples.values()), self._first(training, name))
+            result[training][name] = model._replace(error=self._errors[training, name])
+        return result
+
+    def with_predictions(self) -> dict[str, Any]:
+        """Returns the raw content with ``unseen`` in it, so that its page does not depend on the last bits of a fit."""
+        predicted = {id(record): times for record, times in zip(self.records, self.unseen, strict=True)}
+        cases = [record | {"predicted": predicted.get(id(record), {})} for record in self.raw["cases"]]
+        return self.raw | {"cases": cases}
+
+    def _first(self, training: bool, name: str) -> Model | None:
+        return self._start.get(training, {}).get(name)
+
+    @cached_property
+    def _samples(self) -> dict[tuple[bool, str], dict[int, Sample]]:
+        """By direction and backend the samples, each under the position of its record."""
+        result: dict[tuple[bool, str], dict[int, Sample]] = {}
+        candidates = backends.PREFERENCE.get((self.raw["framework"], self.kind), ())
+        for place, record in enumerate(self.records):
+            spec = record_spec(record)
+            kind, sizes = kind_of_call(spec), sizes_of_call(spec, self.tile, self.processors)
+            for name, time in right_times(record).items():
+                # On a CPU the host does all the work, so its time says nothing more.
+                host = record["backends"][name].get("host", 0.0) if self.kind == "cuda" else 0.0
+                result.setdefault((spec.needs_backward, name), {})[place] = Sample(kind, sizes, time, host)
+        return {key: each for key, each in result.items() if key[1] in candidates and len(each) >= FEWEST}
+
+    @cached_property
+    def _errors(self) -> dict[tuple[bool, str], float]:
+        squares: dict[tuple[bool, str], list[float]] = {}
+        for record, predicted in zip(self.records, self.unseen, strict=True):
+            times = right_times(record)
+            for name, time in predicted.items():
+                square = min(1.0, math.log(time / times[name]) ** 2)
+                squares.setdefault((record["direction"] == "training", name), []).append(square)
+        doubt = DOUBT * math.log(1.6) ** 2
+        return {key: math.sqrt((sum(each) + doubt) / (len(each) + DOUBT)) for key, each in squares.items()}
+
+    def ranked(self, record: Record) -> tuple[str, ...]:
+        """Returns the candidates of a record, best first, as choice would rank them if it had not seen the call."""
+        times, training = self.unseen[self._place[id(record)]], record["direction"] == "training"
+        cautious = {name: time * math.exp(CAUTION * self._errors[training, name]) for name, time in times.items()}
+        usual = backends.PREFERENCE.get((self.raw["framework"], self.kind), ())
+        return ranking(cautious, usual)
+
+    @cached_property
+    def _place(self) -> dict[int, int]:
+        return {id(record): place for place, record in enumerate(self.records)}
+
+    def regrets(self, only: Sequence[str] | None = None) -> list[Regret]:
+        """Returns the cost of automatic choice for calls that it has not seen.
+
+        Args:
+            only: the installed backends; None for all that were measured.
+        """
+        return regrets(self.records, self.ranked, only)
+
+    def table(self) -> dict[str, Any]:
+        """Returns the table of the device, as the content of its file."""
+        names = ("date", "device", "device_name", "framework", "versions")
+        models = {
+            direction: {name: plain_model(model) for name, model in self.models[training].items()}
+            for direction, training in DIRECTIONS.items()
+        }
+        sizes = {
+            "tile": self.tile,
+            "processors": self.processors,
+            "calls": len({record["name"] for record in self.records}),
+        }
+        held_out = {"held_out": summary(self.regrets())}
+        return {"format": FORMAT} | {name: self.raw.get(name) for name in names} | sizes | held_out | {"models": models}
+
+
+def write_table(table: dict[str, Any], path: Path) -> None:
+    """Writes a table as JSON with a line for each model, so that diffs of two files are readable."""
+    head = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in table.items() if name != "models"]
+    directions = []
+    for direction, models in table["models"].items():
+        lines = ",\n".join(f"   {json.dumps(name)}: {json.dumps(model)}" for name, model in models.items())
+        directions.append(f"  {json.dumps(direction)}: {{\n{lines}\n  }}")
+    text = "".join(f" {line},\n" for line in head)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(f'{{\n{text} "models": {{\n' + ",\n".join(directions) + "\n }\n}\n", encoding="utf-8")
+    partial.replace(path)  # in one step, so that no process reads half a table

@@ -1,0 +1,143 @@
+"""Fits the cost models of a device to the raw times of ``attn bench``, with numpy only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from attn_core.selection.cost_model import EFFECTS, GROUPS, RATES, Model
+from attn_core.selection.features import Kind, Sizes
+
+FIRST = {"host": 25.0, "constant": 10.0}
+"""Rates that a fit starts from, in microseconds; 3 for the others."""
+
+NOISE = 0.03
+"""The error of a measured log time."""
+
+RATE_SPREAD, EFFECT_SPREAD = 3.0, 0.35
+"""How far the logarithm of a rate may be from the start, and that of an effect from 0, without evidence."""
+
+STEPS = 60
+"""The most steps of a fit."""
+
+
+class Sample(NamedTuple):
+    """A measured call on one backend: its kind and sizes, microseconds per call, and of the host alone (0: unknown)."""
+
+    kind: Kind
+    sizes: Sizes
+    microseconds: float
+    host: float
+
+
+def fit(samples: Sequence[Sample], start: Model | None = None) -> Model:
+    """Returns the model whose log times differ least from the samples.
+
+    Differences count as they are up to a few times NOISE, and as their logarithm beyond, so that a wrong measurement
+    does little harm. Parameters stay near ``start`` unless samples say otherwise.
+    """
+    problem = _Problem(samples)
+    center = problem.center(start)
+    parameters, damping = center, 1e-2
+    loss = problem.loss(parameters, center)
+    for _ in range(STEPS):
+        gradient, curvature = problem.slopes(parameters, center)
+        while damping < 1e8:
+            step = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), gradient)
+            step = np.clip(step, -1.5, 1.5)
+            lower = problem.loss(parameters - step, center)
+            if lower < loss:
+                break
+            damping *= 4
+        else:
+            break
+        gain, loss, parameters, damping = loss - lower, lower, parameters - step, max(damping / 6, 1e-6)
+        if gain < 1e-4 * max(1.0, loss):
+            break
+    return problem.model(parameters)
+
+
+class _Problem:
+    """A fit's data as arrays, and its loss. The parameters are the rates, then the effects of each group."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self.sizes = np.array([sample.sizes for sample in samples])
+        self.effects = np.array([[applies(sample.kind) for applies in EFFECTS.values()] for sample in samples], float)
+        self.log_times = np.log([sample.microseconds for sample in samples])
+        hosts = np.array([sample.host for sample in samples])
+        self.known = hosts > 0
+        self.log_hosts = np.log(np.where(self.known, hosts, 1.0))
+        self.groups = {name: [RATES.index(rate) for rate in members] for name, members in GROUPS.items()}
+        self.spread = np.concatenate(
+            [np.full(len(RATES), RATE_SPREAD), np.full(len(GROUPS) * len(EFFECTS), EFFECT_SPREAD)]
+        )
+
+    def center(self, start: Model | None) -> np.ndarray:
+        if start is not None:
+            return np.concatenate([start.rates, *(start.effects[name] for name in GROUPS)])
+        rates = [math.log(FIRST.get(name, 3.0)) for name in RATES]
+        return np.concatenate([rates, np.zeros(len(GROUPS) * len(EFFECTS))])
+
+    def model(self, parameters: np.ndarray) -> Model:
+        effects = self._effects(parameters)
+        named = {name: tuple(map(float, effects[place])) for place, name in enumerate(GROUPS)}
+        return Model(tuple(map(float, parameters[: len(RATES)])), named)
+
+    def _effects(self, parameters: np.ndarray) -> np.ndarray:
+        return parameters[len(RATES) :].reshape(len(GROUPS), len(EFFECTS))
+
+    def _parts(self, parameters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns each sample's microseconds by size, and its host's."""
+        logs = np.repeat(parameters[None, : len(RATES)], len(self.sizes), axis=0)
+        for (_, places), effects in zip(self.groups.items(), self._effects(parameters), strict=True):
+            logs[:, places] += (self.effects @ effects)[:, None]
+        logs = np.clip(logs, -30, 30)
+        return np.exp(logs[:, 1:]) * self.sizes, np.exp(logs[:, 0])
+
+    def _errors(self, parameters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        parts, host = self._parts(parameters)
+        time = np.maximum(parts.sum(1), host)
+        return np.log(time) - self.log_times, np.where(self.known, np.log(host) - self.log_hosts, 0.0)
+
+    def loss(self, parameters: np.ndarray, center: np.ndarray) -> float:
+        time, host = self._errors(parameters)
+        pull = (parameters - center) / self.spread
+        return float(_robust(time / NOISE).sum() + 0.1 * _robust(host / NOISE).sum() + (pull**2).sum())
+
+    def slopes(self, parameters: np.ndarray, center: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the gradient of half the loss, and its curvature in the approximation of Gauss and Newton."""
+        parts, host = self._parts(parameters)
+        device = parts.sum(1)
+        bound = host > device
+        # The derivative of log time by the logarithm of each rate: the rate's share of the time.
+        shares = np.where(bound[:, None], 0.0, parts / device[:, None])
+        by_rate = np.concatenate([bound[:, None].astype(float), shares], axis=1)
+        time, hosts = self._errors(parameters)
+        jacobian = self._jacobian(by_rate)
+        weight = _weight(time / NOISE) / NOISE**2
+        only_host = np.zeros_like(by_rate)
+        only_host[:, 0] = self.known
+        of_host = self._jacobian(only_host)
+        weight_host = 0.1 * _weight(hosts / NOISE) / NOISE**2
+        pull = 1.0 / self.spread**2
+        gradient = jacobian.T @ (weight * time) + of_host.T @ (weight_host * hosts) + pull * (parameters - center)
+        curvature = (jacobian.T * weight) @ jacobian + (of_host.T * weight_host) @ of_host + np.diag(pull)
+        return gradient, curvature
+
+    def _jacobian(self, by_rate: np.ndarray) -> np.ndarray:
+        by_effect = [by_rate[:, places].sum(1)[:, None] * self.effects for places in self.groups.values()]
+        return np.concatenate([by_rate, *by_effect], axis=1)
+
+
+def _robust(errors: np.ndarray) -> np.ndarray:
+    """Returns the loss of errors in units of the noise: the square of small ones, the logarithm of large ones."""
+    scaled: np.ndarray = 9.0 * np.log1p(errors**2 / 9.0)
+    return scaled
+
+
+def _weight(errors: np.ndarray) -> np.ndarray:
+    weights: np.ndarray = 1.0 / (1.0 + errors**2 / 9.0)
+    return weights

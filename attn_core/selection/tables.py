@@ -1,0 +1,161 @@
+"""The tables of automatic choice: cost models as JSON, shipped with the package or written by ``attn tune``.
+
+A user's table replaces the shipped one of its device. It lies in the user's configuration folder and is ignored, with
+one warning, if it cannot be read, or was measured on another device or with other versions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from attn_core.selection.cost_model import EFFECTS, GROUPS, RATES, Model
+
+FORMAT = 2
+"""Of the tables. A table in another format is not read."""
+
+PACKAGES = (
+    *("attn-core", "torch", "triton", "jax", "jaxlib", "jax-tvm-ffi"),
+    *("flash-attn", "flash-attn-4", "flash-attn-3", "xformers"),
+)
+"""A table was measured with the versions of these packages. A user's table is stale if one of them changed."""
+
+DIRECTIONS = {"forward": False, "training": True}
+
+
+@dataclass(frozen=True)
+class Table:
+    """The cost models of one device in one framework.
+
+    Attributes:
+        source: what was measured, where and when, as text.
+        tile, processors: see ``features.sizes_of_call``.
+        models: by direction (True for training), then by backend.
+    """
+
+    source: str
+    tile: int
+    processors: int
+    models: Mapping[bool, Mapping[str, Model]]
+
+
+def user_path(framework: str, device: str) -> Path:
+    """Returns where ``attn tune`` writes the table of a device: the XDG configuration folder."""
+    folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(folder) / "attn-core" / f"{framework}-{device}.json"
+
+
+@cache  # so that a process keeps its order of choice whatever happens to the files
+def table_in_force(framework: str, device: str) -> Table | None:
+    """Returns the table that decides for a device: the user's, else the shipped one, else None."""
+    return user_table(framework, device) or shipped_table(framework, device)
+
+
+@cache
+def shipped_table(framework: str, device: str) -> Table | None:
+    """Returns the table of the package for a device, or None."""
+    file = files("attn_core.selection.measured") / f"{framework}-{device}.json"
+    return table_of(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+
+
+def user_table(framework: str, device: str) -> Table | None:
+    """Returns the user's table of a device, or None. Warns if there is one that cannot be used."""
+    path = user_path(framework, device)
+    try:
+        if not path.is_file():
+            return None
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        reason = _stale(raw, device)
+        if reason is None:
+            return table_of(raw, str(path))
+    except Exception as error:  # a damaged file may fail in any way, and must not stop attention
+        reason = f"it is not a table of attn tune ({type(error).__name__}: {error})"
+    warnings.warn(f"{path}: ignored, because {reason}; run `attn tune`, or delete the file", stacklevel=2)
+    return None
+
+
+def _stale(raw: dict[str, Any], device: str) -> str | None:
+    """Returns why a table does not describe this installation, or None."""
+    if raw["format"] != FORMAT:
+        return f"its format is {raw['format']}, not {FORMAT}"
+    if (name := device_name(device)) is not None and name != raw["device_name"]:
+        return f"it was measured on {raw['device_name']}, and this is {name}"
+    for package, now in versions().items():
+        if raw["versions"].get(package) != now:
+            return f"it was measured with {package} {raw['versions'].get(package)}, and {now} is installed"
+    return None
+
+
+def versions() -> dict[str, str | None]:
+    """Returns the versions of PACKAGES; None if not installed."""
+    result: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            result[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            result[name] = None
+    return result
+
+
+def device_name(device: str) -> str | None:
+    """Returns the name of this machine's processor or GPU; None for a GPU before torch is imported."""
+    if device == "cpu":
+        return f"{_processor()}, {os.cpu_count()} cores"
+    torch = sys.modules.get("torch")  # never imported here, because a choice must not load a framework
+    if torch is None or not torch.cuda.is_available():
+        return None
+    return str(torch.cuda.get_device_name())
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return "CPU"
+
+
+def table_of(raw: dict[str, Any], path: str = "") -> Table:
+    """Returns a table from the content of its file.
+
+    Raises:
+        KeyError, TypeError, ValueError: if the content is not a table's.
+    """
+    where = f"{path}: " if path else ""
+    source = f"{where}{raw['calls']} calls measured on {raw['device_name']}, {raw['date']}"
+    models = {
+        training: {name: _model(content) for name, content in raw["models"].get(direction, {}).items()}
+        for direction, training in DIRECTIONS.items()
+    }
+    return Table(source, int(raw["tile"]), int(raw["processors"]), models)
+
+
+def _model(content: dict[str, Any]) -> Model:
+    effects = {}
+    for group in GROUPS:
+        named = content["effects"].get(group, {})
+        if unknown := set(named) - set(EFFECTS):
+            raise ValueError(f"unknown effects: {', '.join(sorted(unknown))}")
+        effects[group] = tuple(float(named.get(name, 0.0)) for name in EFFECTS)
+    return Model(tuple(float(content["rates"][name]) for name in RATES), effects, float(content["error"]))
+
+
+def plain_model(model: Model) -> dict[str, Any]:
+    """Inverts the reading of a model, but for effects below one part in two hundred, which are left out."""
+    effects = {
+        group: {name: round(value, 3) for name, value in zip(EFFECTS, values, strict=True) if abs(value) >= 0.005}
+        for group, values in model.effects.items()
+    }
+    rates = {name: round(value, 4) for name, value in zip(RATES, model.rates, strict=True)}
+    return {"rates": rates, "effects": {group: named for group, named in effects.items() if named}} | {
+        "error": round(model.error, 4)
+    }

@@ -1,0 +1,91 @@
+"""Target: the machine that a call would run on, as data, with the backends that are not available there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from attn_core import backends
+from attn_core.backends.shared.cached_once import cached_once
+from attn_core.backends.support import Build, Support, limit_to_build
+
+
+@dataclass(frozen=True)
+class Target:
+    """The machine that a call would run on, as data: any machine can be described on any other.
+
+    Attributes:
+        framework: ``"torch"`` or ``"jax"``, the framework of the caller's tensors.
+        device: ``"cpu"``, or the compute capability of an NVIDIA GPU as ``"sm80"``, ``"sm90"``, ``"sm100"``.
+        unavailable: ``((backend, reason), ...)`` for backends that are not installed there.
+        builds: ``((backend, Build), ...)`` for installed builds that differ from the backend's claims.
+    """
+
+    framework: str
+    device: str
+    unavailable: tuple[tuple[str, str], ...] = ()
+    builds: tuple[tuple[str, Build], ...] = ()
+
+    @classmethod
+    def here(cls, framework: str, device: str) -> Target:
+        """Returns this process's installation. Probes only the backends that claim the device."""
+        return local_target(framework, device)
+
+    @property
+    def kind(self) -> str:
+        """``"cuda"`` for every NVIDIA GPU, ``"rocm"`` for AMD's, else the device itself."""
+        return backends.kind_of(self.device)
+
+    def build(self, name: str) -> Build | None:
+        """Returns the Build of a backend that differs from the backend's claims here, or None."""
+        return next((build for backend, build in self.builds if backend == name), None)
+
+    def claims(self, name: str) -> tuple[Support, Support | None]:
+        """Returns a backend's claims on this target: (forward, backward), narrowed to the installed build."""
+        return _claims(self, name)
+
+
+@lru_cache(maxsize=1024)  # narrowing copies a Support, and every new shape needs the same few copies
+def _claims(target: Target, name: str) -> tuple[Support, Support | None]:
+    backend, build = backends.load(name, target.kind), target.build(name)
+    # A build for inference lacks the kernel of the gradient, whatever the backend claims.
+    backward = None if build is not None and "backward" in build.without else backend.BACKWARD
+    return limit_to_build(backend.FORWARD, build) or backend.FORWARD, limit_to_build(backward, build)
+
+
+@lru_cache(maxsize=64)
+def local_target(framework: str, device: str) -> Target:
+    """Returns the Target that describes this process, with a reason for every backend that it cannot use."""
+    kind, missing, builds = backends.kind_of(device), [], []
+    for name in backends.names():
+        backend = backends.load(name, kind)
+        # Not probed: its claims already refuse the device.
+        if not backend.FORWARD.runs_on(device):
+            continue
+        if backend.FRAMEWORK == "jax" and framework == "torch":
+            continue
+        reason = backends.availability(name, kind)[1]
+        if reason is None and backend.FRAMEWORK == "torch" and framework == "jax":
+            reason = bridge_reason()
+        if reason is None:
+            try:
+                build = backends.installed_build(name, device)
+                builds += [] if build is None else [(name, build)]
+            except Exception as error:  # a broken package may raise anything while it is inspected
+                if type(error).__name__ == "OutOfMemoryError":  # is temporary, but a reason would be cached for good
+                    raise
+                reason = f"not available: {type(error).__name__}: {error} (needs {backend.REQUIRES})"
+        if reason is not None:
+            missing.append((name, reason))
+    return Target(framework, device, tuple(missing), tuple(builds))
+
+
+@cached_once
+def bridge_reason() -> str | None:
+    """Returns why JAX cannot reach torch's kernels in this process, or None if it can."""
+    try:
+        import jax_tvm_ffi  # noqa: F401
+        import tvm_ffi  # noqa: F401
+    except Exception as error:  # any failure of the import is the reason
+        return f"the bridge from JAX is not available: {type(error).__name__}: {error} (needs jax-tvm-ffi>=0.1.3)"
+    return None

@@ -1,0 +1,46 @@
+"""Made-up tables of automatic choice, so that new measurements do not change the tests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import pytest
+
+from attn_core import selection
+from attn_core.selection import preference
+from attn_core.selection.cost_model import EFFECTS, GROUPS, RATES, Model
+from attn_core.selection.tables import Table
+
+
+def made_up_model(host: float, error: float = 0.0, effects: Mapping[str, float] = {}, **rates: float) -> Model:
+    """A model with a host's time and rates in microseconds, and effects (factors) on the rates of computing."""
+    logs = tuple(math.log(({"host": host} | rates).get(name, 1e-9)) for name in RATES)
+    factors = tuple(math.log(effects.get(name, 1.0)) for name in EFFECTS)
+    return Model(logs, {group: factors if group == "compute" else (0.0,) * len(EFFECTS) for group in GROUPS}, error)
+
+
+def made_up_table(forward: Mapping[str, float | Model], training: Mapping[str, float | Model] | None = None) -> Table:
+    """A table with the same models in both directions, unless ``training`` is passed; a number is a host's time."""
+    models = {
+        direction: {name: value if isinstance(value, Model) else made_up_model(value) for name, value in named.items()}
+        for direction, named in ((False, forward), (True, forward if training is None else training))
+    }
+    return Table("made-up calls", tile=128, processors=132, models=models)
+
+
+@contextmanager
+def tables_in_force(tables: Mapping[tuple[str, str], Table]) -> Iterator[None]:
+    """Replaces every table; choice must neither use what it cached before nor leave anything behind."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(preference, "table_in_force", lambda framework, device: tables.get((framework, device)))
+        _forget()
+        yield
+    _forget()
+
+
+def _forget() -> None:
+    preference._rates.cache_clear()
+    preference._models.cache_clear()
+    selection.explain.cache_clear()
