@@ -211,23 +211,20 @@ def _gpu_callback(stay: Callable[[], bool]) -> Callable[..., None]:
             if device_before != device:
                 set_device(device)  # type: ignore[misc]
             before, stream = current_stream(device), identity(values[-1], device)  # type: ignore[misc]
-            if before != stream:
-                _enter(set_stream, stream)
             try:
+                if before != stream:
+                    set_stream(*stream)  # type: ignore[misc]
                 (_callbacks.get(values[-2]) or _callback(values[-2]))(values)
             finally:
                 if not foreign:
-                    _enter(set_stream, before)
+                    if before != stream:
+                        set_stream(*before)  # type: ignore[misc]
                     if device_before != device:
                         set_device(device_before)  # type: ignore[misc]
         except KeyboardInterrupt as error:
             raise Interrupted from error
 
     return on_stream
-
-
-def _enter(set_stream: Any, stream: tuple[int, int, int]) -> None:
-    set_stream(stream_id=stream[0], device_index=stream[1], device_type=stream[2])
 
 
 def _callback(token: str) -> Callable[[tuple[Any, ...]], None]:
