@@ -13,7 +13,7 @@ import pytest
 from attn_core import AttentionSpec, SpecError, Target, explain
 from attn_core.backends.flex import cpu as flex
 from attn_core.backends.math import backend as math
-from attn_core.backends.shared import block_attention, plain_attention, row_blocks
+from attn_core.backends.shared import contained_sums, plain_attention, row_blocks
 from attn_core.backends.support import unmet_claims
 from attn_core.call.masks import visible
 from attn_core.call.tensors import Inputs
@@ -142,7 +142,7 @@ def offsets_on_host_or_device(request, monkeypatch):
     """Runs packed documents both ways: with offsets read on the host, and with offsets left on the device."""
     if request.param == "tokens":
         monkeypatch.setattr(row_blocks, "_host_blocks", lambda *call: row_blocks._token_blocks(*call[:3]))
-        monkeypatch.setattr(block_attention, "_harmless", lambda values, hidden: hidden is None)
+        monkeypatch.setattr(contained_sums, "_harmless", lambda values, hidden: hidden is None)
     return request.param
 
 

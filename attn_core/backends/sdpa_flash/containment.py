@@ -61,8 +61,11 @@ def are_finite(k: Any, v: Any) -> bool:
     k, v = k.detach(), v.detach()
     if k.dtype != torch.float32 and k.dtype != torch.float64:
         return math.isfinite(k.sum(dtype=torch.float32) + v.sum(dtype=torch.float32))
-    if k.shape == v.shape and k.is_contiguous() and v.is_contiguous():  # one operation instead of three
-        return math.isfinite(torch.dot(k.view(-1), v.view(-1)).item())
+    if k.shape == v.shape:  # one operation instead of three, if all of both is dense in one order
+        if not (k.is_contiguous() and v.is_contiguous()):
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        if k.is_contiguous() and v.is_contiguous():
+            return math.isfinite(torch.dot(k.view(-1), v.view(-1)).item())
     return math.isfinite(k.sum() + v.sum())
 
 

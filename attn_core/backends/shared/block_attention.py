@@ -5,17 +5,16 @@ Scores and weights are ``[batch, kv_heads, group, rows, keys]``: each key/value 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from attn_core.backends.shared.contained_sums import dot_products, sum_over_keys, sum_over_rows
 from attn_core.backends.shared.row_blocks import RowBlock
 from attn_core.call.dropout import keep
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
 
-@dataclass(frozen=True)
-class BlockOperands:
+class BlockOperands(NamedTuple):
     """The call's tensors in the layouts that the blocks read.
 
     q: the caller's, ``[batch, q_len, heads, head_dim]``. k, v: ``[batch, kv_heads, kv_len, dim]``, accumulation dtype.
@@ -86,20 +85,22 @@ def forward_block(spec: AttentionSpec, operands: BlockOperands, block: RowBlock)
 
     hidden = _hidden(operands, block)
     scores, _ = _scores(spec, operands, block, hidden)
-    top = scores.amax(dim=-1, keepdim=True)
-    empty = top == -torch.inf
+    top, empty = scores.amax(dim=-1, keepdim=True), None
     if operands.sinks is not None:
+        empty = top == -torch.inf
         top = torch.maximum(top, operands.sinks)  # exp of a sink far above all scores would overflow
-    top = top.masked_fill(top == -torch.inf, 0.0)  # -inf minus -inf would be NaN
+    top = top.clamp_(min=torch.finfo(top.dtype).min)  # -inf minus -inf would be NaN
     weights = scores.sub_(top).exp_()  # in place: the scores are the largest tensor
     total = weights.sum(dim=-1, keepdim=True)
     if operands.sinks is not None:
         total = total + torch.exp(operands.sinks - top)
-    lse = (top + total.log()).masked_fill(empty, -torch.inf)
+    lse = total.log().add_(top).squeeze(-1)  # log(0) is -inf, for a row that sees no key
+    if empty is not None:
+        lse = lse.masked_fill_(empty.squeeze(-1), -torch.inf)
     if spec.dropout:
         weights = weights * _dropout_factors(spec, operands, block)
-    out = _sum_over_keys(weights, operands.v[:, :, block.keys], hidden)
-    return out / total.masked_fill(empty, 1.0), lse.squeeze(-1)
+    out = sum_over_keys(weights, _of_keys(operands.v, block), hidden)
+    return out.div_(total.clamp_(min=1.0)), lse  # at the largest score a weight is 1; only an empty row's total is 0
 
 
 def backward_block(
@@ -110,7 +111,7 @@ def backward_block(
 
     grouped = (spec.num_kv_heads, spec.group_size)
     hidden = _hidden(operands, block)
-    scores, capped = _scores(spec, operands, block, hidden)
+    scores, tanh = _scores(spec, operands, block, hidden, keep=True)
     out, dout = (_heads_first(spec, tensor, block, scores.dtype) for tensor in (saved.out, saved.dout))
     lse = saved.lse[:, :, block.rows].unflatten(1, grouped)[..., None]
     empty = lse == -torch.inf
@@ -120,12 +121,12 @@ def backward_block(
     row_term = row_term.masked_fill(empty, 0.0)
 
     weights = _zero_hidden(scores.sub_(lse.masked_fill(empty, 0.0)).exp_(), hidden)
-    dweights = _dot_products(dout, operands.v[:, :, block.keys])
+    dweights = dot_products(dout, _of_keys(operands.v, block))
     dropped = weights
     if spec.dropout:
         factors = _dropout_factors(spec, operands, block)
         dropped, dweights = weights * factors, dweights * factors
-    sums.dv[:, :, block.keys] += _sum_over_rows(dropped, dout, hidden)
+    sums.dv[:, :, block.keys] += sum_over_rows(dropped, dout, hidden)
     dscores = _zero_hidden(dweights.add_(row_term).mul_(weights), hidden)
     if sums.dbias is not None:
         # The bias is added after the softcap, so its gradient has no factor of the softcap.
@@ -134,28 +135,40 @@ def backward_block(
     if sums.dsinks is not None:
         sink_weight = torch.exp(operands.sinks - lse).masked_fill(empty, 0.0)
         sums.dsinks.add_((sink_weight * row_term).sum(dim=(0, 3), keepdim=True))
-    if capped is not None:
-        dscores = _zero_hidden(dscores * (1.0 - (capped / spec.softcap) ** 2), hidden)  # a hidden score may be NaN
+    if tanh is not None:
+        dscores = _zero_hidden(dscores * (1.0 - tanh.square()), hidden)  # a hidden score may be NaN
     dscores = dscores * spec.scale
-    sums.dq[:, block.rows] = rows_first(_sum_over_keys(dscores, operands.k[:, :, block.keys], hidden))
+    sums.dq[:, block.rows] = rows_first(sum_over_keys(dscores, _of_keys(operands.k, block), hidden))
     q = _heads_first(spec, operands.q, block, scores.dtype)
-    sums.dk[:, :, block.keys] += _sum_over_rows(dscores, q, hidden)
+    sums.dk[:, :, block.keys] += sum_over_rows(dscores, q, hidden)
 
 
-def _scores(spec: AttentionSpec, operands: BlockOperands, block: RowBlock, hidden: Any) -> tuple[Any, Any]:
-    """Returns the scores, -inf where hidden, and the scores after the softcap alone (None without a softcap)."""
-    q = _heads_first(spec, operands.q, block, operands.k.dtype) * spec.scale
-    scores: Any = _dot_products(q, operands.k[:, :, block.keys])
-    capped: Any = None
-    if spec.softcap is not None:
-        scores = capped = spec.softcap * (scores / spec.softcap).tanh()
+def _scores(
+    spec: AttentionSpec, operands: BlockOperands, block: RowBlock, hidden: Any, keep: bool = False
+) -> tuple[Any, Any]:
+    """Returns the scores, -inf where hidden, and the softcap's tanh (None without a softcap, or without ``keep``).
+
+    The caller may overwrite the scores.
+    """
+    cap, tanh = spec.softcap, None
+    scale = spec.scale if cap is None else spec.scale / cap  # type: ignore[operator]
+    q = _heads_first(spec, operands.q, block, operands.k.dtype) * scale
+    scores: Any = dot_products(q, _of_keys(operands.k, block))
+    if cap is not None:
+        tanh = scores.tanh_()
+        scores = tanh * cap if keep else tanh.mul_(cap)
     if operands.bias is not None:
         scores = scores + _part(operands.bias, block).to(scores.dtype)
     if operands.slopes is not None:
         scores = scores - operands.slopes * block.distance.abs()
     if hidden is not None:
-        scores = scores.masked_fill(hidden, float("-inf"))
-    return (scores.clone() if scores is capped else scores), capped  # the caller overwrites the scores
+        scores = scores.masked_fill_(hidden, float("-inf"))
+    return scores, tanh if keep else None
+
+
+def _of_keys(table: Any, block: RowBlock) -> Any:
+    """Returns a block's keys or values of ``[batch, kv_heads, kv_len, dim]``."""
+    return table if block.keys == slice(0, table.shape[2]) else table[:, :, block.keys]
 
 
 def _hidden(operands: BlockOperands, block: RowBlock) -> Any:
@@ -194,55 +207,14 @@ def _dropout_factors(spec: AttentionSpec, operands: BlockOperands, block: RowBlo
 
 def _heads_first(spec: AttentionSpec, tensor: Any, block: RowBlock, dtype: Any) -> Any:
     """The block's rows of ``[batch, q_len, heads, dim]`` as ``[batch, kv_heads, group, rows, dim]`` in the dtype."""
-    rows = tensor[:, block.rows].unflatten(2, (spec.num_kv_heads, spec.group_size))
-    return rows.permute(0, 2, 3, 1, 4).to(dtype).contiguous()
+    rows = tensor if block.rows == slice(0, tensor.shape[1]) else tensor[:, block.rows]
+    shape = (*rows.shape[:2], spec.num_kv_heads, spec.group_size, rows.shape[3])
+    return rows.reshape(shape).permute(0, 2, 3, 1, 4).to(dtype).contiguous()
 
 
 def rows_first(tensor: Any) -> Any:
     """``[batch, kv_heads, group, rows, dim]`` -> ``[batch, rows, heads, dim]``."""
     return tensor.permute(0, 3, 1, 2, 4).flatten(2, 3)
-
-
-def _dot_products(rows: Any, keys: Any) -> Any:
-    """Returns the dot products of ``[batch, kv_heads, group, rows, dim]`` and ``[batch, kv_heads, keys, dim]``."""
-    return (rows.flatten(2, 3) @ keys.mT).unflatten(2, rows.shape[2:4])
-
-
-def _sum_over_keys(weights: Any, values: Any, hidden: Any) -> Any:
-    """Sums over keys ``[batch, kv_heads, keys, dim]`` -> ``[batch, kv_heads, group, rows, dim]``.
-
-    A value that is not finite makes exactly the rows that see it NaN.
-    """
-    if _harmless(values, hidden):
-        return (weights.flatten(2, 3) @ values).unflatten(2, weights.shape[2:4])
-    seen, broken = _visibility(weights, hidden), ~values.isfinite()
-    reached = seen @ broken[:, :, None].to(seen.dtype) > 0
-    return _sum_over_keys(weights, values.masked_fill(broken, 0.0), None).masked_fill(reached, float("nan"))
-
-
-def _sum_over_rows(weights: Any, values: Any, hidden: Any) -> Any:
-    """Sums over group and rows ``[batch, kv_heads, group, rows, dim]`` -> ``[batch, kv_heads, keys, dim]``.
-
-    A value that is not finite makes exactly the keys that are seen from its row NaN.
-    """
-    if _harmless(values, hidden):
-        return weights.flatten(2, 3).mT @ values.flatten(2, 3)
-    seen, broken = _visibility(weights, hidden), ~values.isfinite()
-    reached = (seen.mT @ broken.to(seen.dtype) > 0).any(dim=2)
-    return _sum_over_rows(weights, values.masked_fill(broken, 0.0), None).masked_fill(reached, float("nan"))
-
-
-def _harmless(values: Any, hidden: Any) -> bool:
-    """Returns whether a plain matrix product is right. It is not if a hidden value is NaN or infinite: 0 * NaN is NaN.
-
-    On CUDA, reading the values would synchronise, so the answer is False whenever something is hidden.
-    """
-    return hidden is None or (values.device.type == "cpu" and bool(values.isfinite().all()))
-
-
-def _visibility(weights: Any, hidden: Any) -> Any:
-    """Returns 1 where visible, 0 where hidden: ``[batch or 1, kv_heads or 1, group or 1, rows, keys]``."""
-    return (~hidden).to(weights.dtype).expand(*hidden.shape[:3], *weights.shape[3:])
 
 
 def empty_sums(spec: AttentionSpec, operands: BlockOperands) -> Sums:

@@ -5,11 +5,11 @@ Other backends use it for rows that their kernel computes wrongly, e.g. rows wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from attn_core.backends.shared.block_attention import (
+    BlockOperands,
     SavedTensors,
     Sums,
     backward_block,
@@ -37,14 +37,27 @@ def forward(
     """
     with _without_autograd(inputs.q):
         operands = operands_of(spec, inputs)
-        # Rows in no block see no key: they keep 0 and -inf.
-        out = inputs.q.new_zeros((spec.batch, spec.q_len, spec.num_heads, spec.value_dim))
-        lse = operands.k.new_full((spec.batch, spec.num_heads, spec.q_len), float("-inf"))
+        out: Any = None
+        lse: Any = None
         for block in blocks(spec, inputs, QUERY_BLOCK, valid_documents):
             part, part_lse = forward_block(spec, operands, block)
-            out[:, block.rows] = rows_first(part)
-            lse[:, :, block.rows] = part_lse.flatten(1, 2)  # [batch, kv_heads, group, rows] -> [batch, heads, rows]
+            part, part_lse = rows_first(part), part_lse.flatten(1, 2)  # [batch, rows, heads, dim], [batch, heads, rows]
+            if part_lse.shape[2] == spec.q_len:  # the only block
+                out, lse = part.to(inputs.q.dtype).contiguous(), part_lse
+                break
+            if out is None:
+                out, lse = _empty_results(spec, inputs, operands)
+            out[:, block.rows] = part
+            lse[:, :, block.rows] = part_lse
+        if out is None:
+            out, lse = _empty_results(spec, inputs, operands)
     return (out[0], lse[0]) if spec.packed else (out, lse)
+
+
+def _empty_results(spec: AttentionSpec, inputs: Inputs, operands: BlockOperands) -> tuple[Any, Any]:
+    """Returns (out, lse) of rows in no block, which see no key: 0 and -inf."""
+    out = inputs.q.new_zeros((spec.batch, spec.q_len, spec.num_heads, spec.value_dim))
+    return out, operands.k.new_full((spec.batch, spec.num_heads, spec.q_len), float("-inf"))
 
 
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
@@ -59,13 +72,16 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         return _gradients(spec, inputs, sums)
 
 
-@contextmanager
-def _without_autograd(q: Any) -> Iterator[None]:
-    """Turns off autograd, and autocast, which would round the float32 products."""
+def _without_autograd(q: Any) -> AbstractContextManager[Any]:
+    """Returns a context without autograd, and without autocast, which would round the float32 products."""
     import torch
 
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        yield
+    if not torch._C._is_any_autocast_enabled():  # to enter autocast takes as long as several operations
+        return torch.no_grad()
+    stack = ExitStack()
+    stack.enter_context(torch.autocast(q.device.type, enabled=False))
+    stack.enter_context(torch.no_grad())
+    return stack
 
 
 def _gradients(spec: AttentionSpec, inputs: Inputs, sums: Sums) -> Gradients:

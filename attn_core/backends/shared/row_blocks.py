@@ -50,11 +50,13 @@ def _host_blocks(
             first = max(first, keys.start)
             if first >= last:  # the band shows no key to any of these rows
                 continue
-            rows = torch.arange(start, stop, device=device)[:, None]
-            columns = torch.arange(first, last, device=device)[None, :]
             inside = edge.contains(start, last - 1) and edge.contains(stop - 1, first)  # the block's far corners
-            hidden = None if inside else ~edge.contains(rows, columns)
-            distance = columns - (rows + edge.offset) if spec.alibi_shape else None
+            distance = hidden = None
+            if spec.alibi_shape or not inside:
+                rows = torch.arange(start, stop, device=device)[:, None]
+                columns = torch.arange(first, last, device=device)[None, :]
+                hidden = None if inside else ~edge.contains(rows, columns)
+                distance = columns - (rows + edge.offset) if spec.alibi_shape else None
             yield RowBlock(slice(start, stop), slice(first, last), distance, hidden)
 
 
