@@ -185,8 +185,11 @@ def backends_of(run: Callable[[], Any]) -> list[str]:
     plain = layers.attention
 
     def spy(*tensors: Any, trains: bool, **options: Any) -> Any:
-        chosen = torch_frontend.explain(*tensors, **options, needs_backward=trains).backend
-        shape = "x".join(map(str, tensors[0].shape[1:3])) + f":{tensors[1].shape[1]}"
+        rows = [tensor.transpose(1, 2) for tensor in tensors]  # [batch, len, heads, head_dim]
+        if options["seq_info"] is not None:
+            rows = [tensor.flatten(0, 1) for tensor in rows]
+        chosen = torch_frontend.explain(*rows, **options, needs_backward=trains).backend
+        shape = "x".join(map(str, rows[0].shape[-3:-1])) + f":{rows[1].shape[-3]}"
         if (label := f"{chosen} ({shape})") not in used and len(used) < 8:
             used.append(label)
         return plain(*tensors, trains=trains, **options)

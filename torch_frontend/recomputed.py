@@ -15,7 +15,7 @@ import torch
 from attn_core.call.options import Options, requested_names
 from attn_core.selection import override
 from torch_frontend.attention import attention, gather_arguments
-from torch_frontend.dispatch import autocast, empty_rows, plan, run_plan, transforms
+from torch_frontend.dispatch import autocast, empty_rows, heads_first, plan, run_plan, transforms
 
 Tensor = torch.Tensor
 
@@ -45,6 +45,40 @@ def attention_of_layer(q: Tensor, k: Tensor, v: Tensor, *, trains: bool, **optio
     with autocast.switched_off(inputs.q.device):
         out, lse = run_plan.run_forward(call_plan, inputs)
     return empty_rows.finish_results((out, lse) if call_options.return_lse else out, inputs, seq_info)
+
+
+def attention_of_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    trains: bool,
+    seq_info: Any = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> Tensor:
+    """Computes ``attention_of_layer`` of tensors ``[batch, heads, len, dim]``.
+
+    With documents, the rows of the batch are laid end to end.
+
+    Returns:
+        ``[batch, q_len, heads, value_dim]``.
+    """
+    plain = seq_info is None and softcap is None and sinks is None and not dropout
+    # A layer that trains needs a kernel that has a backward, even in a pass without a gradient.
+    decided = not trains or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+    if q.is_cpu and plain and decided:
+        out = heads_first.attend(q, k, v, **options)
+        if out is not None:
+            return out.transpose(1, 2)
+    rows = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [batch, len, heads, dim]
+    options |= {"trains": trains, "softcap": softcap, "sinks": sinks, "dropout": dropout, "seq_info": seq_info}
+    if seq_info is None:
+        return attention_of_layer(*rows, **options)  # type: ignore[no-any-return]
+    out = attention_of_layer(*(tensor.flatten(0, 1) for tensor in rows), **options)  # [batch * len, heads, dim]
+    return out.reshape(q.shape[0], q.shape[2], *out.shape[-2:])
 
 
 @lru_cache(maxsize=4096)

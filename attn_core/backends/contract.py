@@ -62,6 +62,9 @@ def shortcut(backend: Backend, spec: AttentionSpec) -> Callable[..., tuple[Any, 
     ``spec.return_lse`` any lse will do. The function may return None for values that its kernel computes wrongly, such
     as NaN in a hidden key; then the call takes ``forward`` and ``backward``. It is never called under autocast, a mode
     or a transform. It pays off if Python costs more than the kernel. Most backends define none.
+
+    The function may have an attribute ``heads_first``: the same function of ``[batch, heads, seq, dim]`` tensors, with
+    an output in that layout. Hosts with that layout then need no views, which cost as much as a small call's kernel.
     """
     # A shortcut runs the kernel of ``forward``, which is never called for an empty spec.
     others = spec.packed or spec.sinks or spec.alibi_shape is not None or spec.dropout or spec.paged or spec.partial

@@ -385,20 +385,19 @@ def test_reading_the_module_again_under_the_swap_does_not_recurse(patched: None)
 
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 REFUSED = {
-    "flash": {"softcap", "slopes", "dropout", "softcap and keys"},
+    "flash": {"softcap", "dropout", "softcap and keys"},
     "flash_varlen": {
         "table",
         "table and causal",
         "added",
         "softcap",
-        "slopes",
         "dropout",
         "window and keys",
         "softcap and keys",
     },
     "flex": {"dropout"},
     "native": set(),
-    "_native_flash": {"softcap", "slopes", "dropout", "softcap and keys"},
+    "_native_flash": {"softcap", "dropout", "softcap and keys"},
     "_native_math": set(),
 }
 """What the CPU's kernels lack; all else must be honoured."""

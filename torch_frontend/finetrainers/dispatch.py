@@ -21,7 +21,6 @@ from attn_core.dropins.finetrainers_call import DispatchCall, check_heads
 from attn_core.dropins.finetrainers_kwargs import HostOptions
 from attn_core.errors import SpecError
 from attn_core.selection import NoBackendError, Target, override
-from torch_frontend.attention import attention
 from torch_frontend.backends import here
 from torch_frontend.dispatch.after_import import after_import
 from torch_frontend.dispatch.tensor_kinds import (
@@ -33,6 +32,7 @@ from torch_frontend.dispatch.tensor_kinds import (
     torch_attention,
 )
 from torch_frontend.finetrainers.call import normalise, run_dense, run_on_provider
+from torch_frontend.finetrainers.simple import is_simple, is_table, run_simple
 
 __all__ = ["AttentionProvider", "attention_dispatch", "attention_provider", "list_providers"]
 
@@ -120,12 +120,11 @@ def attention_dispatch(
         return offered[0]
     provider = finetrainers.stated_provider() or finetrainers.default_provider()
     native = provider is NATIVE and not attention_kwargs
-    plain = attn_mask is None and not attention_kwargs and not dropout_p
-    if plain and _is_simple(query, key, value, is_causal, enable_gqa) and (not native or _is_unrestricted()):
+    plain = not attention_kwargs and not dropout_p and (attn_mask is None or (native and is_table(attn_mask, query)))
+    if plain and is_simple(query, key, value, is_causal, enable_gqa) and (not native or _is_unrestricted()):
+        names = override.requested() or KERNELS[provider] or None
         try:
-            return _run_simple(
-                query, key, value, dropout_p, is_causal, scale, override.requested() or KERNELS[provider] or None
-            )
+            return run_simple(query, key, value, attn_mask, dropout_p, is_causal, scale, names)
         except SpecError:  # the code below names the error, or torch's own function runs the call (a scale of 0, say)
             pass
         except NoBackendError as error:
@@ -133,39 +132,6 @@ def attention_dispatch(
                 raise
     call = DispatchCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return _run_as_torch(call) if native else run_on_provider(provider, call, attention_kwargs)
-
-
-def _is_simple(query: Any, key: Any, value: Any, is_causal: Any, enable_gqa: Any) -> bool:
-    """Returns whether these are plain, fitting tensors ``[batch, heads, len, head_dim]`` without unusual options.
-
-    Most calls are simple. The checks of the other calls take longer than a small kernel.
-    """
-    if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor:
-        return False
-    q, k, v = query.shape, key.shape, value.shape
-    if len(q) != 4 or len(k) != 4 or k[0] != q[0] or k[3] != q[3] or v[:3] != k[:3] or len(v) != 4:
-        return False
-    if (k[1] != q[1] and not (enable_gqa and k[1] and not q[1] % k[1])) or (is_causal and q[2] != k[2]):
-        return False
-    if query.layout is not torch.strided or key.layout is not torch.strided or value.layout is not torch.strided:
-        return False
-    return 0 not in q and 0 not in k and v[3] != 0 and query.device.type in ("cpu", "cuda")
-
-
-def _run_simple(
-    query: Tensor, key: Tensor, value: Tensor, dropout: Any, causal: bool, scale: float | None, names: Any
-) -> Tensor:
-    out = attention(
-        query.transpose(1, 2),  # [batch, heads, len, head_dim] -> [batch, len, heads, head_dim]
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        causal=causal,
-        alignment="top_left",
-        scale=scale,
-        dropout=dropout,  # 0 of some type: the plan checks the type
-        backend=names,
-    )
-    return out.transpose(1, 2)  # type: ignore[no-any-return]
 
 
 def _offer_to_modes(*arguments: Any) -> tuple[Any] | None:

@@ -13,7 +13,7 @@ from torch_frontend.huggingface import context as huggingface_context
 from torch_frontend.huggingface.described_mask import DescribedMask, description_of
 from torch_frontend.huggingface.documents import documents_from_offsets
 from torch_frontend.huggingface.layer_call import prepare, share, split_mask
-from torch_frontend.recomputed import attention_of_layer as attention
+from torch_frontend.recomputed import attention_of_heads as attention
 
 Tensor = torch.Tensor
 _is_compiling = torch.compiler.is_compiling
@@ -109,13 +109,10 @@ def attend(
             share(call, described, lengths, sliding_window, position_ids)
     if call.seen is not None:
         key, value = key[:, :, : call.seen], value[:, :, : call.seen]
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [batch, len, heads, head_dim]
-    if call.seq_info is not None:
-        q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # [batch * len, heads, head_dim]
     out = attention(
-        q,
-        k,
-        v,
+        query,
+        key,
+        value,
         causal=call.causal,
         window=call.window,
         alignment=call.alignment,
@@ -125,8 +122,6 @@ def attend(
         trains=bool(getattr(module, "training", False)),
         **options,
     )
-    if call.seq_info is not None:  # [batch * len, heads, value_dim] -> [batch, len, heads, value_dim]
-        out = out.reshape(query.shape[0], query.shape[2], *out.shape[-2:])
     return out.contiguous(), None
 
 

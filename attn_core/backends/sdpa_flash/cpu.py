@@ -119,6 +119,10 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | Non
         out, lse = kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, is_causal, scale=scale)
         return out.transpose(1, 2), lse
 
+    def heads_first(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        return kernel(_readable_heads(q), _readable_heads(k), _readable_heads(v), 0.0, is_causal, scale=scale)  # type: ignore[no-any-return]
+
+    run.heads_first = heads_first  # type: ignore[attr-defined]
     return run
 
 
@@ -142,6 +146,14 @@ def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | Non
             lse = lse.masked_fill(additive_masks.empty_rows(added), -float("inf"))
         return out.transpose(1, 2), lse
 
+    def heads_first(q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None) -> tuple[Any, Any] | None:
+        if wants_lse or not containment.are_finite(k, v):
+            return None
+        added = additive_masks.additive(dtype, q.device, mask, bias, edge, rows, keys)
+        readable = _readable_heads(q), _readable_heads(k), _readable_heads(v)
+        return kernel(*readable, 0.0, False, attn_mask=added, scale=scale)  # type: ignore[no-any-return]
+
+    run.heads_first = heads_first  # type: ignore[attr-defined]
     return run
 
 
@@ -175,6 +187,15 @@ def _readable(tensor: Any) -> Any:
     batch_stride, seq_stride, head_stride, last_stride = tensor.stride()
     width = tensor.shape[3]
     if last_stride != 1 or min(seq_stride, head_stride) < width or batch_stride < 1:
+        return tensor.contiguous()
+    return tensor
+
+
+def _readable_heads(tensor: Any) -> Any:
+    """``_readable`` for a ``[batch, heads, seq, dim]`` tensor."""
+    batch_stride, head_stride, seq_stride, last_stride = tensor.stride()
+    width = tensor.shape[3]
+    if last_stride != 1 or seq_stride < width or head_stride < width or batch_stride < 1:
         return tensor.contiguous()
     return tensor
 

@@ -1,0 +1,99 @@
+"""Eager calls on the CPU with tensors ``[batch, heads, len, head_dim]``, the layout of torch's own attention.
+
+torch's CPU kernel has that layout, too. ``attention`` would make seven views around it, and autograd a node for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from attn_core.call.options import is_plain_window
+from attn_core.selection import override
+from torch_frontend.dispatch import autocast, transforms
+from torch_frontend.dispatch.plan import dense_plan, fast_plan
+from torch_frontend.dispatch.tensor_kinds import are_jit_traces_active, are_modes_active
+
+Tensor = torch.Tensor
+_is_compiling, _is_grad_enabled, _requested = torch.compiler.is_compiling, torch.is_grad_enabled, override.requested
+_is_autocast_on, _is_transformed, _modes, _traces = (
+    *(autocast.is_on, transforms.are_active, are_modes_active, are_jit_traces_active),
+)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    alignment: str = "bottom_right",
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    deterministic: bool = False,
+    backend: Any = None,
+) -> Tensor | None:
+    """Returns the output ``[batch, heads, q_len, value_dim]``, or None if ``attention`` must run the call or refuse it.
+
+    Args:
+        q, k, v: ``[batch, heads, len, dim]``; the others as in ``attention``. mask and bias must have four axes.
+    """
+    if _is_compiling() or not (type(q) is type(k) is type(v) is Tensor and q.is_cpu):
+        return None
+    if _is_autocast_on() or _is_transformed() or _modes() or forward_ad._current_level >= 0 or _traces() is not None:
+        return None
+    strided = q.layout is k.layout is v.layout is torch.strided
+    if not strided or (window is not None and not is_plain_window(window)):
+        return None
+    for table in (mask, bias):
+        if table is not None and (type(table) is not Tensor or table.layout is not torch.strided or table.dim() != 4):
+            return None
+    needs_backward, bias_gradient = False, False
+    if _is_grad_enabled():
+        bias_gradient = bias is not None and bias.requires_grad
+        needs_backward = q.requires_grad or k.requires_grad or v.requires_grad or bias_gradient
+    requested = _requested() if backend is None else backend
+    options = causal, alignment, window, None, scale, 0.0, deterministic, False
+    try:
+        operands = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+        tables = None
+        if mask is not None or bias is not None:
+            tables = tuple([None if each is None else (each.shape, each.dtype, each.device) for each in (mask, bias)])
+        run = _kernel(operands, tables, needs_backward, bias_gradient, requested, *options)
+    except Exception:  # attention raises it again, and names the argument
+        return None
+    # Errors of the kernel propagate: checkpointing stops a recomputation by one of its own, from a hook.
+    results = None if run is None else run(q, k, v) if tables is None else run(q, k, v, mask, bias)
+    return None if results is None else results[0]
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _kernel(
+    operands: tuple[Any, ...],
+    tables: tuple[Any, ...] | None,
+    needs_backward: bool,
+    bias_gradient: bool,
+    requested: str | tuple[str, ...] | None,
+    *options: Any,
+) -> Callable[..., tuple[Any, Any] | None] | None:
+    """Returns the planned backend's function for this layout, or None.
+
+    Args:
+        operands: shapes, dtypes and devices of q, k and v. tables: (shape, dtype, device) of the mask and of the bias.
+        options: in the order of ``plan.PLAIN_CALL``.
+    """
+    # [batch, heads, len, dim] -> [batch, len, heads, dim]
+    shapes = [torch.Size((batch, length, heads, dim)) for batch, heads, length, dim in operands[:3]]
+    dtypes, devices = operands[3:6], operands[6:]
+    if tables is None:
+        call_plan = dense_plan(*shapes, *dtypes, *devices, needs_backward, requested, *options)
+    else:
+        metadata = (*zip(shapes, dtypes, devices, strict=True), *tables, None, None, None, None)
+        call_plan = fast_plan(metadata, needs_backward, bias_gradient, requested, None, None, *options)
+    return getattr(call_plan.shortcut, "heads_first", None)
