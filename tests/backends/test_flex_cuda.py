@@ -361,6 +361,34 @@ def test_one_program_serves_every_length(standing_in: list[Any]) -> None:
 
 
 @needs_no_gpu
+def test_one_program_serves_every_softcap_and_scale(standing_in: list[Any]) -> None:
+    """Another cap or scale compiles nothing new, with and without gradients; its results are its own."""
+    results, compilations = [], []
+    for cap, scale in ((0.7, 0.3), (1.5, 0.3), (50.0, 2.0)):
+        case, inputs = case_of("softcap", needs_backward=True, return_lse=True, softcap=cap, scale=scale)
+        out, lse = flex_cuda.forward(case.spec, inputs)
+        dout = torch.from_numpy(case.dout).float()
+        gradients = flex_cuda.backward(case.spec, inputs, out, lse, dout, None)
+        expected = accuracy.expect(case.spec, case.inputs, dout=case.dout, dlse=np.zeros(lse.shape))
+        arrays = Gradients(*(None if gradient is None else gradient.numpy() for gradient in gradients))
+        verdict = expected.judge(out=out.numpy(), lse=lse.numpy(), gradients=arrays)
+        assert verdict.ok, verdict
+        compilations.append(len(standing_in))
+        results.append(out)
+    assert compilations[0] > 0 and len(set(compilations)) == 1
+    assert not torch.equal(results[0], results[1])
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("cap", [1e-40, 3e-39, 1e39])
+def test_extreme_softcaps_are_finite(cap: float, standing_in: list[Any]) -> None:
+    case, inputs = case_of("softcap", softcap=cap)
+    inputs = inputs._replace(q=torch.zeros_like(inputs.q))  # a score of 0 stays 0, whatever the cap is
+    out, lse = flex_cuda.forward(case.spec, inputs)
+    assert out.isfinite().all() and (lse.isfinite() | (lse == -torch.inf)).all()
+
+
+@needs_no_gpu
 def test_nan_stays_in_its_document(standing_in: list[Any]) -> None:
     case, inputs = case_of("packed, causal", needs_backward=True)
     spec, dout = case.spec, torch.from_numpy(case.dout).float()

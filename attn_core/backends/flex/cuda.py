@@ -2,8 +2,8 @@
 
 Limits: sm80 and later, head_dim up to 256, no dropout, no gradient of the bias. Causal, windowed and packed calls
 compute only the blocks they need; document and position of a packed token are read on the device, so that memory grows
-with the tokens and the block tables (blocks.py). Each signature compiles on its first run, in seconds. It covers scale
-and softcap, but not lengths, batch, window distances and offsets (program.py).
+with the tokens and the block tables (blocks.py). Each signature compiles on its first run, in seconds. It covers the
+scale of calls without softcap, but not softcap, lengths, batch, window distances and offsets (program.py).
 Gradients exist only through autograd: ``backward`` runs the forward again, ``shortcut`` lets torch save it.
 Corrections: head dims between powers of two are zero-padded (the kernel's work is the same, and its block sizes are
 tuned for powers of two); TF32 is off for float32; a NaN in one packed document would reach documents in the same block
@@ -188,8 +188,7 @@ def _signature(spec: AttentionSpec) -> Signature:
         heads=(spec.num_heads, spec.num_kv_heads),
         widths=how["widths"],
         enable_gqa=how["enable_gqa"],
-        scale=repr(how["scale"]),
-        softcap=None if spec.softcap is None else repr(spec.softcap),
+        scale=repr(how["scale"] if spec.softcap is None else 1.0),  # the softcap includes the scale
         score=how["score"],
         mask=how["mask"],
         options=tuple(how["kernel_options"].items()),
@@ -221,7 +220,7 @@ def _attend(spec: AttentionSpec, q: Any, k: Any, v: Any, operands: FlexOperands)
     wide, value_wide = signature.widths
     padded = (_padded(q, wide), _padded(k, wide), _padded(v, value_wide))
     (q, k, v), layouts = zip(*map(arrange, padded))
-    tables = tuple(None if t is None else (str(t.dtype), tuple(n == 1 for n in t.shape)) for t in operands[3:])
+    tables = tuple(None if t is None else (str(t.dtype), tuple(n == 1 for n in t.shape)) for t in operands[3:6])
     run = program(flex, signature, layouts, tables)
     # [batch, tokens, heads, dim] -> [batch, heads, tokens, dim] and back, as views
     out, lse = run(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *operands)

@@ -31,6 +31,16 @@ class Edges(NamedTuple):
     offset: Any
 
 
+class Softcap(NamedTuple):
+    """A softcap on scores that are not scaled yet, ``limit * tanh(score * share)``; float32 scalar tensors.
+
+    share: the scale over the cap; limit: the cap. As tensors they are no part of a compiled program.
+    """
+
+    share: Any
+    limit: Any
+
+
 class PackedTokens(NamedTuple):
     """The document of each packed token and its position in the document, int32.
 
@@ -86,7 +96,7 @@ def slope_reader(slopes: Any, dtype: Any) -> Reader | None:
 
 
 def score_function(
-    softcap: float | None, bias: Reader | None, slope: Reader | None, distance: Callable[[Any, Any], Any]
+    softcap: float | Softcap | None, bias: Reader | None, slope: Reader | None, distance: Callable[[Any, Any], Any]
 ) -> Callable[..., Any] | None:
     """Returns ``(score, batch, head, row, column) -> score``: softcap, then bias, then ALiBi; None if there is none."""
     import torch
@@ -95,7 +105,9 @@ def score_function(
         return None
 
     def change(score: Any, batch: Any, head: Any, row: Any, column: Any) -> Any:
-        if softcap is not None:
+        if isinstance(softcap, Softcap):
+            score = softcap.limit * torch.tanh(score * softcap.share)
+        elif softcap is not None:
             score = softcap * torch.tanh(score / softcap)
         if bias is not None:
             score = score + bias(batch, head, row, column)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from attn_core.backends.flex.blocks import (
     table,
     widths,
 )
-from attn_core.backends.flex.functions import Edges, PackedTokens, edges, places
+from attn_core.backends.flex.functions import Edges, PackedTokens, Softcap, edges, places
 from attn_core.backends.flex.program import program, refuse_capture
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
@@ -26,7 +27,8 @@ class FlexOperands(NamedTuple):
     """The tensors behind the score and mask functions; each is None if the call has none.
 
     edges: int32 scalars; places: of packed tokens; tables: of the rows and of the keys; mask, bias
-    ``[batch, heads, q_len, kv_len]``, any axis may be 1; slopes ``[heads]`` or ``[batch, heads]``.
+    ``[batch, heads, q_len, kv_len]``, any axis may be 1; slopes ``[heads]`` or ``[batch, heads]``; softcap, with the
+    scale in it.
     """
 
     edges: Edges | None
@@ -35,6 +37,7 @@ class FlexOperands(NamedTuple):
     mask: Any
     bias: Any
     slopes: Any
+    softcap: Softcap | None
 
 
 def hides(spec: AttentionSpec) -> bool:
@@ -59,9 +62,9 @@ def operands(spec: AttentionSpec, inputs: Inputs) -> FlexOperands:
     """Returns the operands of a call, on its device and current stream, without a synchronisation."""
     mask, bias, slopes = (None if t is None else t.detach() for t in (inputs.mask, inputs.bias, inputs.alibi_slopes))
     mask, bias = _condensed(mask), _condensed(bias)
-    hidden = hides(spec)
+    hidden, cap = hides(spec), _softcap(spec, inputs.q.device)
     if not (hidden or spec.packed or mask is not None or slopes is not None):
-        return FlexOperands(None, None, None, mask, bias, slopes)
+        return FlexOperands(None, None, None, mask, bias, slopes, cap)
     edge, tables = _constants(spec, inputs.q.device)
     where = None
     # Tables that depend on tensors (offsets, a mask) are computed in every call, by one compiled program.
@@ -69,7 +72,7 @@ def operands(spec: AttentionSpec, inputs: Inputs) -> FlexOperands:
         shapes = None if mask is None else tuple(length == 1 for length in mask.shape)  # which axes broadcast
         prepare = program(_prepare, spec.packed, hidden, spec.alignment, shapes, length_classes(spec))
         where, tables = prepare(edge, *_offsets(inputs), mask, spec.q_len, spec.kv_len)
-    return FlexOperands(edge, where, tables, mask, bias, slopes)
+    return FlexOperands(edge, where, tables, mask, bias, slopes, cap)
 
 
 def _condensed(values: Any) -> Any:
@@ -107,23 +110,39 @@ def _prepare(how: Any, edge: Edges, cu_q: Any, cu_k: Any, mask: Any, q_len: int,
 
 
 def _constants(spec: AttentionSpec, device: Any) -> tuple[Edges, tuple[Table, Table] | None]:
-    """Returns the (edges, tables) that depend on the spec alone. The tables are None if they depend on tensors.
+    """Returns the (edges, tables) that depend on the spec alone. The tables are None if they depend on tensors."""
+    with_tables = hides(spec) and not spec.packed and spec.mask_shape is None
+    by_stream = _by_stream(edges(spec), (spec.q_len, spec.kv_len, *widths(spec)) if with_tables else None, device)
+    return _on_stream(by_stream, device, lambda: _new_constants(spec, device, with_tables))  # type: ignore[no-any-return]
+
+
+def _softcap(spec: AttentionSpec, device: Any) -> Softcap | None:
+    """Returns the softcap of a spec; one program serves all caps and, with a cap, all scales."""
+    if spec.softcap is None:
+        return None
+    most = 3.4028234663852886e38  # of float32: inf * 0 would be NaN
+    numbers = min((spec.scale or 1.0) / spec.softcap, most), min(spec.softcap, most)  # the scale is never None
+    by_stream = _by_stream(numbers, None, device)
+    return _on_stream(by_stream, device, lambda: _new_softcap(numbers, device))  # type: ignore[no-any-return]
+
+
+def _on_stream(by_stream: dict[int, Any], device: Any, make: Callable[[], Any]) -> Any:
+    """Returns the tensors of the current stream, made if it has none.
 
     Cached per stream, because another stream could read them before the first stream has written them. A capturing
     stream takes those of any stream, because a capture begins after a device synchronisation.
     """
     import torch
 
-    with_tables = hides(spec) and not spec.packed and spec.mask_shape is None
-    by_stream = _by_stream(edges(spec), (spec.q_len, spec.kv_len, *widths(spec)) if with_tables else None, device)
     stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
     if stream not in by_stream:
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if by_stream and capturing:
             by_stream[stream] = next(iter(by_stream.values()))
         else:
-            refuse_capture("the block tables of this call do not exist yet")
-            by_stream[stream] = _new_constants(spec, device, with_tables)
+            refuse_capture("the block tables or the softcap of this call do not exist yet")
+            with torch.inference_mode(False):  # autograd could not save inference tensors later
+                by_stream[stream] = make()
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         _in_graphs.append(by_stream[stream])  # the graph has only their addresses: they must outlive it
     return by_stream[stream]
@@ -134,8 +153,8 @@ _in_graphs: list[Any] = []
 
 
 @lru_cache(maxsize=64)
-def _by_stream(edge: Edges, lengths: tuple[int, ...] | None, device: Any) -> dict[int, Any]:
-    """Returns the dict that caches ``_constants`` by stream."""
+def _by_stream(numbers: tuple[Any, ...], lengths: tuple[int, ...] | None, device: Any) -> dict[int, Any]:
+    """Returns the dict that caches tensors made from numbers, by stream."""
     return {}
 
 
@@ -148,6 +167,12 @@ def _new_constants(spec: AttentionSpec, device: Any, with_tables: bool) -> tuple
         return scalars, None
     rows, keys = dense_intervals(edge, spec.q_len, spec.kv_len, device)
     return scalars, (table(rows, spec.kv_len, widths(spec)[0]), table(keys, spec.q_len, widths(spec)[1]))
+
+
+def _new_softcap(numbers: tuple[float, float], device: Any) -> Softcap:
+    import torch
+
+    return Softcap(*(torch.full((), number, dtype=torch.float32, device=device) for number in numbers))
 
 
 def arrange(tensor: Any) -> tuple[Any, int | str]:

@@ -51,7 +51,7 @@ class Signature(NamedTuple):
 
     Attributes:
         heads: of q, and of k and v. widths: the kernel's head dims, of q and k, and of v.
-        scale, softcap: as text, because torch's compiler makes symbols of numbers, which the kernel cannot take.
+        scale: as text, because torch's compiler makes symbols of numbers, which the kernel cannot take.
         score, mask: the parts of the score and mask functions. options: kernel_options.
         length_classes: see ``operands.length_classes``.
     """
@@ -61,7 +61,6 @@ class Signature(NamedTuple):
     widths: tuple[int, int]
     enable_gqa: bool
     scale: str
-    softcap: str | None
     score: tuple[str, ...]
     mask: tuple[str, ...]
     options: tuple[tuple[str, Any], ...]
@@ -167,13 +166,12 @@ def flex(how: tuple[Any, ...], q: Any, k: Any, v: Any, *operands: Any) -> tuple[
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     signature: Signature = how[0]
-    edges, places, tables, mask, bias, slopes = operands
+    edges, places, tables, mask, bias, slopes, softcap = operands
     distance = functions.distance_function(None if edges is None else edges.offset, places)
     wide = torch.float32
     bias_reader, slope_reader = functions.reader(bias, wide), functions.slope_reader(slopes, wide)
     left, right = (edges.left, edges.right) if "band" in signature.mask else (None, None)
     visible = functions.mask_function(functions.reader(mask), left, right, distance, places)
-    softcap = None if signature.softcap is None else float(signature.softcap)
     options: Any = dict(signature.options)
     out, extra = flex_attention(
         q,
