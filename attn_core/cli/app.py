@@ -15,13 +15,14 @@ from attn_core.cli.doctor import doctor
 from attn_core.cli.explain import explain
 from attn_core.cli.mask import mask
 from attn_core.cli.support import support
+from attn_core.cli.tune import tune
 
 app = typer.Typer(
     help="Find out which backend runs an attention call, why, how fast, and whether its numbers are right.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
-for command in (doctor, explain, compare, bench, mask, context_plan, support, demo, serve_demo):
+for command in (doctor, explain, compare, bench, tune, mask, context_plan, support, demo, serve_demo):
     app.command()(command)
 
 

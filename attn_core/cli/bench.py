@@ -59,7 +59,7 @@ def bench(
     Exit code: 0 on success; 1 if a backend failed or was wrong, or time ran out; 2 for invalid options.
     """
     try:
-        sweep = Sweep(_device(device, framework), tuple(backend or ()), rounds, everything, framework)
+        sweep = Sweep(device_of(device, framework), tuple(backend or ()), rounds, everything, framework)
         if resume:
             if json is None:
                 raise SpecError("--resume: expected --json with the file to continue")
@@ -74,11 +74,16 @@ def bench(
         raise typer.Exit(1)
 
 
-def _device(requested: str | None, framework: str) -> str:
+def device_of(requested: str | None, framework: str) -> str:
+    """Returns the device to measure: the requested one, else the GPU of this machine, else "cpu".
+
+    Raises:
+        SpecError: if this machine or the framework's timing does not have the device.
+    """
     # Tensors of torch compare the results, also those of JAX.
     for package in dict.fromkeys(("torch", framework)):
         if find_spec(package) is None:
-            raise SpecError(f"attn bench needs {package}, which is not installed; install {package}")
+            raise SpecError(f"timing needs {package}, which is not installed; install {package}")
     here = devices_of(framework) if framework == "torch" else ("cpu",)
     # devices_of lists the CPU first, so the last device is a GPU if there is one.
     device = here[-1] if requested is None else requested
@@ -104,7 +109,7 @@ def _measure(sweep: Sweep, cases: Sequence[SweepCase], seconds: float | None, pa
     def done(record: Record) -> None:
         nonlocal written
         # Without highlight, because rich would color every number.
-        console.print(_line(record), highlight=False)
+        console.print(line_of(record), highlight=False)
         # Not after every case, because a long file takes as long to write as a short case to measure.
         if path is not None and perf_counter() - written > WRITE_EVERY:
             _replace(path, sweep.raw)
@@ -131,7 +136,8 @@ def _replace(path: Path, raw: dict[str, Any]) -> None:
     os.replace(partial, path)
 
 
-def _line(record: Record) -> str:
+def line_of(record: Record) -> str:
+    """Returns the outcome of one record as a line for rich: the fastest backend, all times, and what went wrong."""
     times = right_times(record)
     best = min(times, key=lambda name: times[name]) if times else "nothing ran"
     rest = sorted((time, name) for name, time in times.items())

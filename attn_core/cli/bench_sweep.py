@@ -20,6 +20,7 @@ from attn_core.cli.frameworks import versions
 from attn_core.errors import SpecError
 from attn_core.selection import Target, choice
 from attn_core.selection.sweep import SweepCase, plain_fields
+from attn_core.selection.tables import device_name
 
 MOST_SCORES = 2**29
 """From this many scores on, the math backend is timed only if nothing else runs the case: it may store every score."""
@@ -56,7 +57,7 @@ class Sweep:
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "framework": self.target.framework,
             "device": self.target.device,
-            "device_name": _device_name(self.target.device),
+            "device_name": device_name(self.target.device),
             "versions": versions(),
             "backends": list(self.names),
             "unavailable": dict(self.target.unavailable),
@@ -222,15 +223,3 @@ def write(data: dict[str, Any], path: Path) -> None:
     path.write_text(
         "{\n" + "".join(f" {line},\n" for line in head) + f' "cases": [\n{cases}\n ]\n}}\n', encoding="utf-8"
     )
-
-
-def _device_name(device: str) -> str:
-    if device != "cpu":
-        import torch
-
-        return torch.cuda.get_device_name()
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return "CPU"

@@ -16,6 +16,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.cli.comparison import Row, rows_of
 from attn_core.cli.frameworks import devices_of, installed, versions
 from attn_core.cli.trial import draw
+from attn_core.selection import preference
 from attn_core.selection.target import Target, bridge_reason
 
 CHECKED = AttentionSpec(
@@ -60,11 +61,17 @@ def _findings(progress: Console) -> dict[str, Any]:
             for label, name, kind in _files()
         }
         bridge = bridge_reason() if {"torch", "jax"} <= set(here) else "needs both torch and jax"
+    tables = {
+        f"{framework} on {device}": preference.source(framework, device) or "the static order: nothing was measured"
+        for framework, named in devices.items()
+        for device in named
+    }
     rows: list[Row] = []
     with progress.status("checking the backends"):
         for state in states.values():
             rows += _check(state["name"], state["kind"], devices) if state["reason"] is None else []
-    return {"versions": versions(), "devices": devices, "backends": states, "bridge": bridge, "rows": rows}
+    facts = {"versions": versions(), "devices": devices, "tables": tables, "bridge": bridge}
+    return facts | {"backends": states, "rows": rows}
 
 
 def _files() -> list[tuple[str, str, str]]:
@@ -106,6 +113,7 @@ def _show(console: Console, findings: dict[str, Any], rows: list[Row]) -> None:
         "not installed": ", ".join(absent),
         **{f"{framework} devices": ", ".join(devices) for framework, devices in findings["devices"].items()},
         "bridge": findings["bridge"] or "JAX reaches torch's kernels",
+        **{f"choice in {where}": source for where, source in findings["tables"].items()},
     }
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, text in facts.items():

@@ -32,8 +32,8 @@ PROCESSORS = {"sm80": 108, "sm90": 132, "sm100": 148, "cpu": 8}
 DOUBT = 2
 """A model's error counts as if this many more calls had been predicted, each wrong by a factor of 1.6."""
 
-FEWEST = 12
-"""A backend needs this many measured calls in a direction for a model."""
+FEWEST, FEWEST_AFTER_START = 12, 3
+"""A backend needs this many measured calls in a direction for a model; fewer if the fit starts from another model."""
 
 Models = Mapping[bool, Mapping[str, Model]]
 
@@ -108,7 +108,10 @@ class Fitting:
                 # On a CPU the host does all the work, so its time says nothing more.
                 host = record["backends"][name].get("host", 0.0) if self.kind == "cuda" else 0.0
                 result.setdefault((spec.needs_backward, name), {})[place] = Sample(kind, sizes, time, host)
-        return {key: each for key, each in result.items() if key[1] in candidates and len(each) >= FEWEST}
+        return {key: each for key, each in result.items() if key[1] in candidates and len(each) >= self._fewest(*key)}
+
+    def _fewest(self, training: bool, name: str) -> int:
+        return FEWEST if self._first(training, name) is None else FEWEST_AFTER_START
 
     @cached_property
     def _errors(self) -> dict[tuple[bool, str], float]:
