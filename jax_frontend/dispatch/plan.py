@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from attn_core import backends
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.options import Options
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.errors import DTypeError, SpecError
-from attn_core.selection import Selection, Target, explain, select
+from attn_core.selection import Selection, Target, explain, preference, refusals, select
 from jax_frontend.bridge import compiled_lane
 
 
@@ -54,29 +55,38 @@ def plan(
         device: the device's name, from ``device_name``.
         requested: ``backend=`` of the call, or the names from ``use_backend``.
     """
-    selection = select(*_request(metadata, device, options, needs_backward, bias_gradient, requested))
-    spec = selection.spec
+    spec = _spec(metadata, device, options, needs_backward, bias_gradient)
+    names = (requested,) if isinstance(requested, str) else requested
+    if _takes_jax_xla(spec, device, names):
+        backend = "jax_xla"
+    else:
+        backend = select(spec, Target.here("jax", device), names).backend or ""
     one_row = spec.packed and metadata[0] is not None and len(metadata[0][0]) == 4
-    return Plan(spec, selection.backend or "", device, one_row, requested=selection.requested)
+    return Plan(spec, backend, device, one_row, requested=names)
+
+
+def _takes_jax_xla(spec: AttentionSpec, device: str, names: tuple[str, ...] | None) -> bool:
+    """Returns whether ``jax_xla`` is the first choice and can run the call.
+
+    ``select`` would choose it, too. But it looks for every installed backend first, and so imports torch.
+    """
+    preferred = preference.order(spec, "jax", device) if names is None else names
+    if preferred[:1] != ("jax_xla",) or backends.availability("jax_xla")[1] is not None:
+        return False
+    return not refusals("jax_xla", spec, Target("jax", device))
 
 
 def explanation(*arguments: Any) -> Selection:
     """Returns the Selection behind ``plan``, whether or not a backend can run the call."""
-    return compiled_lane.with_program_reasons(explain(*_request(*arguments)))
+    *call, requested = arguments
+    return compiled_lane.with_program_reasons(explain(_spec(*call), Target.here("jax", call[1]), requested))
 
 
-def _request(
-    metadata: tuple[Metadata | None, ...],
-    device: str,
-    options: Options,
-    needs_backward: bool,
-    bias_gradient: bool,
-    requested: str | tuple[str, ...] | None,
-) -> tuple[AttentionSpec, Target, str | tuple[str, ...] | None]:
-    """Returns the arguments of ``select``: the spec, the target and the requested backends."""
+def _spec(
+    metadata: tuple[Metadata | None, ...], device: str, options: Options, needs_backward: bool, bias_gradient: bool
+) -> AttentionSpec:
     facts = Arrays(*(entry and ArrayFacts(tuple(entry[0]), str(entry[1]), device) for entry in metadata))  # type: ignore[arg-type]
-    spec = build_spec(facts, options, needs_backward=needs_backward, bias_gradient=bias_gradient)
-    return spec, Target.here("jax", device), requested
+    return build_spec(facts, options, needs_backward=needs_backward, bias_gradient=bias_gradient)
 
 
 def metadata(inputs: Inputs) -> tuple[Metadata | None, ...]:
