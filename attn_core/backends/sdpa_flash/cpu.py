@@ -3,7 +3,8 @@
 Limits: no softcap or dropout; value_dim == head_dim; no gradient of a bias or of the log-sum-exp. Causal is top-left in
 the kernel. Windows, bottom-right causal with unequal lengths, masks, biases and ALiBi become additive masks of blocks
 of queries (``cpu_blocks.py``), for which ``containment.py`` contains NaN in hidden keys. Sinks scale the results of the
-kernel (``shared/rewrites.py``). Packed documents run one after another, so that nothing crosses between them.
+kernel (``shared/rewrites.py``). Packed documents run one after another, those of equal lengths
+as one batch, so that nothing crosses between them.
 Upstream: ``aten::_scaled_dot_product_flash_attention_for_cpu``, torch 2.11 to 2.15. The raw op reads wrong memory if
 the last stride is not 1, and reports a log-sum-exp of 0 for rows that see no key. This file corrects both.
 """
@@ -15,9 +16,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from attn_core.backends.sdpa_flash import additive_masks, containment, cpu_blocks, cpu_paged
+from attn_core.backends.sdpa_flash import additive_masks, containment, cpu_blocks, cpu_packed, cpu_paged
 from attn_core.backends.shared import rewrites
-from attn_core.backends.shared.split_documents import dense_inputs, dense_spec, documents
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
 from attn_core.call.spec import DTYPES, AttentionSpec
@@ -88,7 +88,7 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
         return cpu_paged.forward(spec, inputs, forward)
     how = lower(spec)
     if how["by_document"]:
-        return _forward_packed(spec, inputs)
+        return cpu_packed.forward(spec, inputs, forward)
     inputs = _all_readable(inputs)
     if how["additive_mask"]:
         out, lse = cpu_blocks.forward(spec, inputs)
@@ -161,7 +161,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     """See ``Backend.backward``."""
     how = lower(spec)
     if how["by_document"]:
-        return _backward_packed(spec, inputs, out, lse, dout)
+        return cpu_packed.backward(spec, inputs, out, lse, dout, backward)
     inputs, dout = _all_readable(inputs), _readable(dout)
     if how["additive_mask"]:
         dq, dk, dv = cpu_blocks.backward(spec, inputs, out, lse, dout)
@@ -198,42 +198,3 @@ def _readable_heads(tensor: Any) -> Any:
     if last_stride != 1 or seq_stride < width or head_stride < width or batch_stride < 1:
         return tensor.contiguous()
     return tensor
-
-
-def _documents(spec: AttentionSpec, inputs: Inputs) -> list[tuple[AttentionSpec, Inputs, slice, slice]]:
-    """Returns each document as a dense call of its own, with views of its tokens."""
-    return [
-        (dense_spec(spec, *document.lengths), dense_inputs(inputs, document), *document)
-        for document in documents(spec, inputs.cu_seqlens_q.numpy(), inputs.cu_seqlens_k.numpy())
-    ]
-
-
-def _forward_packed(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
-    # Tokens outside all documents see no key: they keep 0 and -inf.
-    out = inputs.q.new_zeros(spec.out_shape)
-    lse = inputs.q.new_full(spec.lse_shape, float("-inf"), dtype=_lse_dtype(inputs.q))
-    for document, tensors, rows, _ in _documents(spec, inputs):
-        part, part_lse = forward(document, tensors)
-        out[rows] = part[0]
-        lse[:, rows] = part_lse[0]
-    return out, lse
-
-
-def _backward_packed(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any) -> Gradients:
-    import torch
-
-    dq, dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in inputs[:3])
-    dsinks = torch.zeros_like(inputs.sinks, dtype=_lse_dtype(inputs.q)) if spec.sinks else None
-    for document, tensors, rows, columns in _documents(spec, inputs):
-        saved = (out[rows][None], lse[:, rows][None], dout[rows][None])
-        part = backward(document, tensors, *saved, None)
-        dq[rows], dk[columns], dv[columns] = part.dq[0], part.dk[0], part.dv[0]
-        if dsinks is not None:
-            dsinks += part.dsinks
-    return Gradients(dq, dk, dv, dsinks=None if dsinks is None else dsinks.to(inputs.sinks.dtype))
-
-
-def _lse_dtype(q: Any) -> Any:
-    import torch
-
-    return torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -6,7 +6,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from attn_core.call.seq_info import check_cu_seqlens
+import numpy as np
+
+from attn_core.call.seq_info import FEW_OFFSETS, check_cu_seqlens
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
@@ -34,12 +36,28 @@ def documents(spec: AttentionSpec, cu_seqlens_q: Any, cu_seqlens_k: Any) -> list
     Raises:
         ShapeError, SpecError: if the offsets lead outside the row.
     """
-    limits = {
-        "q": spec.q_len if spec.max_len_q is None else spec.max_len_q,
-        "k": spec.kv_len if spec.max_len_k is None else spec.max_len_k,
-    }
-    check_cu_seqlens(cu_seqlens_q, limits["q"], side="q", tokens=spec.q_len)
-    check_cu_seqlens(cu_seqlens_k, limits["k"], side="k", tokens=spec.kv_len)
+    limits = (
+        spec.q_len if spec.max_len_q is None else spec.max_len_q,
+        spec.kv_len if spec.max_len_k is None else spec.max_len_k,
+    )
+    tokens = (spec.q_len, spec.kv_len)
+    few = cu_seqlens_q.size <= FEW_OFFSETS and cu_seqlens_k.size <= FEW_OFFSETS
+    if few and cu_seqlens_q.ndim == cu_seqlens_k.ndim == 1 and cu_seqlens_q.dtype == cu_seqlens_k.dtype == np.int32:
+        return _known(cu_seqlens_q.tobytes(), cu_seqlens_k.tobytes(), limits, tokens)
+    return _checked(cu_seqlens_q, cu_seqlens_k, limits, tokens)
+
+
+@lru_cache(maxsize=1024)
+def _known(cu_seqlens_q: bytes, cu_seqlens_k: bytes, *sizes: tuple[int, int]) -> list[DocumentSlices]:
+    """Returns the documents of offsets by their values; every layer of a model asks for the same ones."""
+    return _checked(np.frombuffer(cu_seqlens_q, np.int32), np.frombuffer(cu_seqlens_k, np.int32), *sizes)
+
+
+def _checked(
+    cu_seqlens_q: Any, cu_seqlens_k: Any, limits: tuple[int, int], tokens: tuple[int, int]
+) -> list[DocumentSlices]:
+    check_cu_seqlens(cu_seqlens_q, limits[0], side="q", tokens=tokens[0])
+    check_cu_seqlens(cu_seqlens_k, limits[1], side="k", tokens=tokens[1])
     return documents_between(cu_seqlens_q, cu_seqlens_k)
 
 
