@@ -365,7 +365,7 @@ def test_paged_results_match_the_reference(install: Any, new: tuple[int, ...], i
     spec = AttentionSpec(
         **{"batch": 1, "q_len": sum(new), "kv_len": paged.capacity, "num_heads": 4, "num_kv_heads": 2},
         **{"head_dim": 64, "value_dim": 64, "dtype": "float32", "causal": True, "window": (5, 0), "sinks": True},
-        **{"documents": 3, "max_len_q": max(new), "max_len_k": paged.capacity, "paged": paged},
+        **{"documents": 3, "max_len_q": max(new), "max_len_k": paged.capacity, "paged": paged, "return_lse": True},
     )
     drawn = inputs_of(spec, np.random.default_rng(0), (17, 2, 21), new)
     expected, expected_lse = reference.forward(spec, drawn)

@@ -80,7 +80,9 @@ def forward(kernel: Kernel, spec: AttentionSpec, inputs: Inputs, into: Any = Non
     out, lse = kernel.forward(wide, _wide_inputs(wide, inputs), None if spec.sinks or _pads_out(spec, wide) else into)
     if _pads_out(spec, wide):
         out = out[..., : spec.value_dim]
-    return with_sinks(out, lse, inputs.sinks) if spec.sinks else (out, lse)
+    if not spec.sinks:
+        return out, lse
+    return with_sinks(out, lse, inputs.sinks, needs_lse=spec.return_lse or spec.needs_backward)
 
 
 def backward(
@@ -187,15 +189,20 @@ def _by_head(values: Any) -> Any:
     return values[:, None]
 
 
-def with_sinks(out: Any, lse: Any, sinks: Any) -> tuple[Any, Any]:
-    """Adds one logit per head, ``[heads]``, to the softmax of (out, lse). Rows that see no key keep 0 and -inf."""
+def with_sinks(out: Any, lse: Any, sinks: Any, *, needs_lse: bool = True) -> tuple[Any, Any]:
+    """Adds one logit per head, ``[heads]``, to the softmax of (out, lse). Rows that see no key keep 0 and -inf.
+
+    Without ``needs_lse`` the returned log-sum-exp is the given one.
+    """
     import torch
 
     sinks = _by_head(sinks.detach().to(lse.dtype))
-    empty = lse == -torch.inf
-    gate = torch.sigmoid(lse - sinks).masked_fill(empty, 0.0)  # a sink of -inf makes it NaN there
-    out = (out.to(lse.dtype) * _by_row(gate)).to(out.dtype)
-    return out, torch.logaddexp(lse, sinks).masked_fill(empty, -torch.inf)
+    gate = (lse - sinks).sigmoid_().nan_to_num_()  # NaN if both are -inf
+    # Every operation here is a small kernel, so the product is rounded by the kernel that computes it.
+    out = torch.mul(out, _by_row(gate), out=torch.empty_like(out))
+    if not needs_lse:
+        return out, lse
+    return out, torch.logaddexp(lse, sinks).masked_fill_(lse == -torch.inf, -torch.inf)
 
 
 def sink_gradient(sinks: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Any:
@@ -207,7 +214,7 @@ def sink_gradient(sinks: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Any:
     import torch
 
     share = torch.exp(_by_head(sinks.detach().to(lse.dtype)) - lse)
-    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(-1, -2)  # [..., heads, rows]
+    delta = (dout.to(lse.dtype) * out).sum(-1).transpose(-1, -2)  # [..., heads, rows]
     total = (share * (delta if dlse is None else delta - dlse)).masked_fill(lse == -torch.inf, 0.0)
     rows = (0, 2) if total.dim() == 3 else (1,)
     return -total.sum(rows).to(sinks.dtype)
