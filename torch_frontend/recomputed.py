@@ -67,18 +67,18 @@ def attention_of_heads(
         ``[batch, q_len, heads, value_dim]``.
     """
     plain = seq_info is None and softcap is None and sinks is None and not dropout
-    # A layer that trains needs a kernel that has a backward, even in a pass without a gradient.
+    # Then the tensors decide. Else a layer that trains needs a kernel that has a backward, although it computes none.
     decided = not trains or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
     if q.is_cpu and plain and decided:
         out = heads_first.attend(q, k, v, **options)
         if out is not None:
             return out.transpose(1, 2)
+    options |= {"softcap": softcap, "sinks": sinks, "dropout": dropout, "seq_info": seq_info}
     rows = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [batch, len, heads, dim]
-    options |= {"trains": trains, "softcap": softcap, "sinks": sinks, "dropout": dropout, "seq_info": seq_info}
-    if seq_info is None:
-        return attention_of_layer(*rows, **options)  # type: ignore[no-any-return]
-    out = attention_of_layer(*(tensor.flatten(0, 1) for tensor in rows), **options)  # [batch * len, heads, dim]
-    return out.reshape(q.shape[0], q.shape[2], *out.shape[-2:])
+    if seq_info is not None:
+        rows = rows[0].flatten(0, 1), rows[1].flatten(0, 1), rows[2].flatten(0, 1)  # [batch * len, heads, dim]
+    result: Tensor = attention(*rows, **options) if decided else attention_of_layer(*rows, trains=trains, **options)
+    return result if seq_info is None else result.reshape(q.shape[0], q.shape[2], *result.shape[-2:])
 
 
 @lru_cache(maxsize=4096)

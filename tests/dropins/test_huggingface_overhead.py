@@ -122,6 +122,25 @@ def test_a_warm_layer_costs_few_frames_and_views_beside_attention(place: str, pa
     assert operations(run) <= operations(direct) - 8
 
 
+@pytest.mark.parametrize("trains", [False, True], ids=["inference", "training"])
+def test_a_kernel_with_another_layout_costs_three_frames_beside_attention(trains: bool) -> None:
+    """Softcap has no kernel with the layers' layout on the CPU; the kernels of a GPU have another layout, too."""
+    q, k, v = (tensor.requires_grad_(trains) for tensor in operands(LENGTH, LENGTH))
+    made, layer, positions = mask(LENGTH, LENGTH, False), torch.nn.Module().train(trains), torch.arange(LENGTH)[None]
+
+    def run() -> Any:
+        return attention.attend(layer, q, k, v, made, scaling=0.3, softcap=5.0, position_ids=positions, use_cache=True)
+
+    def direct() -> Any:
+        rows = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        return torch_frontend.attention(*rows, causal=True, scale=0.3, softcap=5.0)
+
+    run(), direct()
+    beside = ["attention.attend", "attention.check_keywords", "recomputed.attention_of_heads"]
+    assert frames_of_ours(run) - frames_of_ours(direct) <= Counter(beside)
+    assert operations(run) <= operations(direct)
+
+
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 def test_layers_share_one_prepared_call(padded: bool) -> None:
     model, ids = llama(), tokens()
