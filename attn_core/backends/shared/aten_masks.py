@@ -69,14 +69,15 @@ def additive(mask: Any, bias: Any, dtype: Any, kv_len: int, *, aligned: bool = T
     """
     import torch
 
-    bias = None if bias is None else four_axes(bias).to(dtype)
+    if bias is not None and (bias.dim() < 4 or bias.dtype != dtype):
+        bias = four_axes(bias).to(dtype)
     if mask is None:
         return in_rows_of(bias, kv_len, aligned)
     mask = four_axes(mask)
     if bias is not None:
         return in_rows_of(torch.where(mask, bias, -torch.inf), kv_len, aligned)
     # log(True) is 0 and log(False) is -inf: one kernel reads the mask and writes the result.
-    keys = mask.expand(*mask.shape[:3], kv_len)
+    keys = mask if mask.shape[3] == kv_len else mask.expand(*mask.shape[:3], kv_len)
     return torch.log(keys, out=_empty_rows_of(keys, dtype, aligned))
 
 
@@ -106,9 +107,11 @@ def _empty_rows_of(like: Any, dtype: Any, aligned: bool) -> Any:
 
     Kernels load whole vectors, so the padding of each row is 0.
     """
+    import torch
+
     *others, kv_len = like.shape
     if not aligned or not kv_len % ROW_MULTIPLE:
-        return like.new_empty(like.shape, dtype=dtype)
+        return torch.empty(like.shape, dtype=dtype, device=like.device)
     width = -(-kv_len // ROW_MULTIPLE) * ROW_MULTIPLE
     return like.new_zeros((*others, width), dtype=dtype)[..., :kv_len]
 
