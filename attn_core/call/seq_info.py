@@ -211,7 +211,8 @@ def check_cu_seqlens(cu_seqlens: np.ndarray, max_len: int, *, side: str, tokens:
 def _are_valid(ends: list[int], max_len: int, tokens: int | None) -> bool:
     """Returns whether offsets are valid."""
     fits = tokens is None or ends[-1] <= tokens
-    return ends[0] == 0 and fits and all(0 <= stop - start <= max_len for start, stop in pairwise(ends))
+    lengths = [stop - start for start, stop in pairwise(ends)]
+    return ends[0] == 0 and fits and min(lengths) >= 0 and max(lengths) <= max_len
 
 
 def _offsets(lengths: Iterable[int], name: str) -> np.ndarray:

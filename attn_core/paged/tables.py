@@ -136,7 +136,9 @@ def _are_valid(paged: PagedKV, block_table: Any, seq_lens: Any, cu_seqlens_q: An
     size, most = paged.page_size, paged.num_pages
     for row, length, new in zip(block_table.tolist(), seq_lens.tolist(), queries):
         used = row[: -(-length // size)]
-        if not (0 <= length <= paged.capacity and all(0 <= page < most for page in used)) or (writes and new > length):
+        if not 0 <= length <= paged.capacity or (writes and new > length):
+            return False
+        if used and not (min(used) >= 0 and max(used) < most):
             return False
     return True
 
