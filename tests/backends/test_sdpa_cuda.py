@@ -923,3 +923,50 @@ def test_the_cudnn_backward_takes_gradients_of_any_layout() -> None:
     for other in others:
         for one, two in zip(first[:3], other[:3], strict=True):
             torch.testing.assert_close(one, two, rtol=2e-2, atol=2e-2)
+
+
+LAUNCHES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "flash": ("sdpa_flash", {}, 1),
+    "flash, causal window": ("sdpa_flash", {"causal": True, "window": 9}, 1),
+    "efficient": ("sdpa_efficient", {}, 1),
+    "efficient, mask": ("sdpa_efficient", {"mask": (2, 1, 40, 96)}, 2),
+    "efficient, mask of odd rows": ("sdpa_efficient", {"mask": (2, 1, 40, 95)}, 3),
+    "efficient, bias": ("sdpa_efficient", {"bias": (1, 2, 40, 96)}, 1),
+    "cudnn": ("sdpa_cudnn", {}, 1),
+    "cudnn, mask": ("sdpa_cudnn", {"mask": (2, 1, 40, 95)}, 2),
+    "cudnn, padding mask": ("sdpa_cudnn", {"mask": (2, 1, 1, 96)}, 2),
+    "cudnn, bias": ("sdpa_cudnn", {"bias": (1, 2, 40, 95)}, 1),
+}
+"""Backend, mask and bias shapes and options, and the most kernels that a forward may launch."""
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", LAUNCHES)
+def test_the_number_of_kernels_that_a_call_launches(case: str) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    from torch_frontend import attention
+
+    name, options, most = LAUNCHES[case]
+    tables = [shape for kind, shape in options.items() if kind in ("mask", "bias")]
+    keys = tables[0][3] if tables else 96
+    q, k = (torch.randn(2, length, 2, 64, device="cuda", dtype=torch.bfloat16) for length in (40, keys))
+    given = dict(options)
+    if "mask" in options:
+        given["mask"] = torch.rand(options["mask"], device="cuda") > 0.2
+    if "bias" in options:
+        given["bias"] = torch.randn(options["bias"], device="cuda", dtype=torch.bfloat16)
+
+    def call() -> None:
+        attention(q, k, k, backend=name, **given)
+
+    call()  # plans and compiles
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [kernel for kernel in kernels if not kernel.startswith(("Memset", "Memcpy"))]
+    if not kernels:
+        pytest.skip("torch.profiler sees no kernels on this machine")
+    assert len(kernels) <= most, kernels
