@@ -11,8 +11,12 @@ import numpy as np
 from attn_core.selection.cost_model import EFFECTS, GROUPS, RATES, Model
 from attn_core.selection.features import Kind, Sizes
 
-FIRST = {"host": 25.0, "constant": 10.0}
-"""Rates that a fit starts from, in microseconds; 3 for the others."""
+FIRST_SHARE, FIRST_QUANTILE = 0.3, 0.03
+"""Where the rates of a fit start: a call takes at least a rate times its size, so the smallest times per size bound the
+rate from above. The fit starts from this share of this quantile."""
+
+UNKNOWN_RATE = 10.0
+"""Microseconds: the bound of the rate of a size that no sample has."""
 
 NOISE = 0.03
 """The error of a measured log time."""
@@ -78,7 +82,13 @@ class _Problem:
     def center(self, start: Model | None) -> np.ndarray:
         if start is not None:
             return np.concatenate([start.rates, *(start.effects[name] for name in GROUPS)])
-        rates = [math.log(FIRST.get(name, 3.0)) for name in RATES]
+        times = np.exp(self.log_times)
+        rates = [math.log(times.min())]
+        for sizes in self.sizes.T:
+            bounds = times[sizes > 0] / sizes[sizes > 0]
+            # A size that no sample has gets a rate that is low, because nothing is known about it.
+            bound = float(np.quantile(bounds, FIRST_QUANTILE)) if len(bounds) else UNKNOWN_RATE
+            rates.append(math.log(FIRST_SHARE * bound))
         return np.concatenate([rates, np.zeros(len(GROUPS) * len(EFFECTS))])
 
     def model(self, parameters: np.ndarray) -> Model:
