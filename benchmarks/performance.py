@@ -234,6 +234,7 @@ jitted JAX function to torch's CPU kernel and back; its time includes the kernel
 
 ```bash
 python -m benchmarks.cpu --write                         # the CPU's figures, and this page
+python -m benchmarks.small_calls --device cpu            # tiny torch calls of every kind, beside their rivals; or cuda
 python -m benchmarks.hopper --json hopper.json           # the figures of a GPU
 attn bench --json times.json                             # every backend on random calls, side by side
 python -m benchmarks.sweep_report times.json --write times   # from a clone: tables, plots, the cost of the choice
