@@ -49,6 +49,10 @@ def aligned() -> Any:
     return torch.zeros(64)
 
 
+def launched(kernel: Kernel, key: Any, tensors: tuple[Any, ...], describe: Any) -> None:
+    triton_launch.launch(kernel, key, tensors, describe, unaligned=tensors)
+
+
 GRID = (3, 1, 1)
 
 
@@ -58,19 +62,19 @@ def describe() -> triton_launch.Description:
 
 def test_the_second_launch_of_a_key_searches_nothing(kernel: Kernel) -> None:
     x, y = aligned(), aligned()
-    triton_launch.launch(kernel, "key", (x,), describe)
-    triton_launch.launch(kernel, "key", (y,), lambda: pytest.fail("described again"))
+    launched(kernel, "key", (x,), describe)
+    launched(kernel, "key", (y,), lambda: pytest.fail("described again"))
     assert kernel.searched == [(GRID, x, 7, {"ROWS": 4, "WIDE": 8, "num_warps": 2})]
     ((grid, tensor, *rest),) = kernel.direct
     assert grid == GRID and tensor is y and rest == [7, 8, 4]  # the constants in the order of the parameters
-    triton_launch.launch(kernel, "another key", (x,), describe)
+    launched(kernel, "another key", (x,), describe)
     assert len(kernel.searched) == 2
 
 
 def test_an_address_of_another_alignment_searches(kernel: Kernel) -> None:
     shifted = torch.zeros(65)[1:]
     for tensor in (shifted, aligned(), shifted, aligned()):
-        triton_launch.launch(kernel, "key", (tensor,), describe)
+        launched(kernel, "key", (tensor,), describe)
     assert [call[1].data_ptr() % 16 for call in kernel.searched] == [4, 0, 4]
     assert len(kernel.direct) == 1
 
@@ -78,12 +82,12 @@ def test_an_address_of_another_alignment_searches(kernel: Kernel) -> None:
 def test_another_version_of_triton_searches_always(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_launch, "_launches_directly", lambda: False)
     for _ in range(3):
-        triton_launch.launch(kernel, "key", (aligned(),), describe)
+        launched(kernel, "key", (aligned(),), describe)
     assert len(kernel.searched) == 3 and not kernel.direct
 
 
 def test_the_number_of_launches_is_bounded(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_launch, "MOST_LAUNCHES", 3)
     for key in range(10):
-        triton_launch.launch(kernel, key, (aligned(),), describe)
+        launched(kernel, key, (aligned(),), describe)
     assert len(triton_launch._launches) <= 3

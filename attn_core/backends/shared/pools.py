@@ -64,5 +64,6 @@ def safe_tables(paged: PagedKV, inputs: PagedInputs) -> tuple[Any, Any]:
     # A CPU tensor's device is -1: tests run the kernel in Triton's interpreter.
     current = torch.cuda.current_device() if table.get_device() >= 0 else -1
     key = ("sanitise", paged, entries, sequences, row, current)
-    launch(triton_tables.sanitise, key, (table, lengths, safe_table, safe_lengths), describe)
+    tensors = (table, lengths, safe_table, safe_lengths)
+    launch(triton_tables.sanitise, key, tensors, describe, unaligned=tensors[:2])
     return safe_table, safe_lengths

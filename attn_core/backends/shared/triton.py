@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any
 
@@ -44,15 +44,22 @@ Description = tuple[tuple[int, int, int], tuple[Any, ...], dict[str, Any]]
 """A launch: its grid, the numbers that follow the tensors, and the kernel's constants."""
 
 
-def launch(kernel: Any, key: Hashable, tensors: tuple[Any, ...], describe: Callable[[], Description]) -> None:
+def launch(
+    kernel: Any,
+    key: Hashable,
+    tensors: tuple[Any, ...],
+    describe: Callable[[], Description],
+    unaligned: Sequence[Any],
+) -> None:
     """Launches a kernel on the current device; a launch with a known key is a direct one.
 
     Args:
         key: everything that ``describe`` depends on, the kernel, and the current device.
         tensors: the kernel's first arguments, whose types the key determines.
         describe: called for a new key.
+        unaligned: the tensors whose addresses may be no multiple of 16 bytes; those that torch has just allocated are.
     """
-    aligned = not any([tensor.data_ptr() % 16 for tensor in tensors])
+    aligned = not any([tensor.data_ptr() % 16 for tensor in unaligned])
     known = _launches.get(key) if aligned else None
     if known is not None:
         known[0](*tensors, *known[1])

@@ -140,14 +140,25 @@ def _multiprocessors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device >= 0 else 1
 
 
+@lru_cache(maxsize=4096)
+def _results(spec: AttentionSpec, device: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Returns the number of splits, and the shapes of out and lse."""
+    return _settings(spec, device)[2], spec.out_shape, spec.lse_shape
+
+
+@cache
+def _kernels() -> Any:
+    from attn_core.backends.triton_splitkv import kernels
+
+    return kernels
+
+
 def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple[Any, Any]:
     """See ``Backend.forward``."""
     import torch
 
-    from attn_core.backends.triton_splitkv import kernels
-
-    device = inputs.q.get_device()
-    count = _settings(spec, device)[2]
+    kernels, device = _kernels(), inputs.q.get_device()
+    count, out_shape, lse_shape = _results(spec, device)
     q = inputs.q if inputs.q.stride(-1) == 1 else inputs.q.contiguous()
     k, v = pools(inputs)
     table, lengths = inputs.block_table, inputs.seq_lens.contiguous()
@@ -155,23 +166,27 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple
     # Absent tensors are replaced by any other pointer; ONE_QUERY and SINKS keep the kernels from reading it.
     offsets = lengths if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.contiguous()
     sinks = q if inputs.sinks is None else inputs.sinks.contiguous()
-    out = torch.empty(spec.out_shape, dtype=q.dtype, device=q.device) if into is None else into[0]
-    lse = into[1] if into is not None else None
+    out, lse = (None, None) if into is None else into
+    given = [tensor for tensor in (table, lengths, offsets, sinks, q, out, lse) if tensor is not None]
+    if out is None:
+        out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
     if lse is None:
-        lse = torch.empty(spec.lse_shape, dtype=torch.float32, device=q.device)
+        lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
     parts, part_lse = out, lse
     if count > 1:  # float32 partial results, which a second kernel merges
-        parts = torch.empty((count, *spec.out_shape), dtype=torch.float32, device=q.device)
-        part_lse = torch.empty((count, *spec.lse_shape), dtype=torch.float32, device=q.device)
+        parts = torch.empty((count, *out_shape), dtype=torch.float32, device=q.device)
+        part_lse = torch.empty((count, *lse_shape), dtype=torch.float32, device=q.device)
     # The current device, because Triton launches there. Tests run the kernels on the CPU, in Triton's interpreter.
     current = torch.cuda.current_device() if device >= 0 else device
     results = out.stride(), lse.stride(), sinks.dtype
     layout = (q.stride(), k.stride(), v.stride(), table.stride(0), *results, inputs.cu_seqlens_q is None)
     operands = (q, k, v, table, lengths, offsets, sinks, parts, part_lse)
-    launch(kernels.attend, ("attend", spec, count, layout, current), operands, lambda: _attend(spec, operands, count))
+    key = ("attend", spec, count, layout, current)
+    launch(kernels.attend, key, operands, lambda: _attend(spec, operands, count), unaligned=given)
     if count > 1:
         merged = (parts, part_lse, sinks, out, lse)
-        launch(kernels.merge, ("merge", spec, count, results, current), merged, lambda: _merge(spec, merged, count))
+        merge_key = ("merge", spec, count, results, current)
+        launch(kernels.merge, merge_key, merged, lambda: _merge(spec, merged, count), unaligned=given)
     return out, lse
 
 
