@@ -67,6 +67,10 @@ def attention_of_heads(
         ``[batch, q_len, heads, value_dim]``.
     """
     plain = seq_info is None and softcap is None and sinks is None and not dropout
+    if plain and q.shape[2] == 1 and _fits_packing(q, k, **options):
+        group = q.reshape(*k.shape[:2], -1, q.shape[3])  # [batch, kv_heads, heads of a kv head, dim]
+        rows_of_group = attention_of_heads(group, k, v, trains=trains, **options)  # [batch, heads of a kv head, ...]
+        return rows_of_group.transpose(1, 2).reshape(q.shape[0], 1, q.shape[1], v.shape[3])
     # Then the tensors decide. Else a layer that trains needs a kernel that has a backward, although it computes none.
     decided = not trains or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
     if q.is_cpu and plain and decided:
@@ -79,6 +83,34 @@ def attention_of_heads(
         rows = rows[0].flatten(0, 1), rows[1].flatten(0, 1), rows[2].flatten(0, 1)  # [batch * len, heads, dim]
     result: Tensor = attention(*rows, **options) if decided else attention_of_layer(*rows, trains=trains, **options)
     return result if seq_info is None else result.reshape(q.shape[0], q.shape[2], *result.shape[-2:])
+
+
+LONG_ROW = 128
+"""From this number of keys on, a kernel's reading of keys takes longer than two views."""
+
+
+def _fits_packing(
+    q: Tensor,
+    k: Tensor,
+    *,
+    causal: bool = False,
+    window: Any = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    **_: Any,
+) -> bool:
+    """Returns whether a single query's heads of one kv head may become queries of one head: a kernel without grouped
+    heads then needs no copies of the keys, and torch's CPU kernel reads them once.
+
+    Kernels of a GPU without masks do the same themselves. All heads must see the same keys.
+    """
+    if causal or window is not None or bias is not None or not (q.is_cpu or mask is not None):
+        return False
+    if k.dim() != 4 or q.shape[1] == k.shape[1] or (k.shape[2] < LONG_ROW and not torch.compiler.is_compiling()):
+        return False
+    if mask is not None and (mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != 1):
+        return False
+    return q.shape[0] == k.shape[0] and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
 
 
 @lru_cache(maxsize=4096)

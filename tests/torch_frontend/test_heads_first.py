@@ -182,3 +182,41 @@ def test_the_drop_ins_run_no_more_operations_than_torchs_own_attention(options: 
     expected = count(functional.scaled_dot_product_attention, *tensors, **call)
     for ours in (finetrainers.attention_dispatch, diffusers._attention):
         assert count(ours, *tensors, **call) <= expected
+
+
+@pytest.mark.parametrize("layout", ["rows", "heads"])
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
+def test_a_single_querys_heads_become_queries_of_their_kv_head(
+    masked: bool, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results and gradients of decoding are those of grouped heads; the kernel sees kv heads alone."""
+    length, shapes = 150, []
+    keep = torch.rand(BATCH, 1, 1, length, generator=torch.Generator().manual_seed(3)) > 0.3
+    keep[1] = False  # a row that sees no key
+    options = {"mask": keep} if masked else {}
+    plain = heads_first.attend
+    spied = lambda q, *others, **named: shapes.append(q.shape) or plain(q, *others, **named)  # noqa: E731
+    monkeypatch.setattr(heads_first, "attend", spied)
+    results = []
+    for run in (lambda *call: attention_of_heads(*call, trains=True, **options).transpose(1, 2), rows_first):
+        q, k, v = operands(layout, length)
+        tensors = [tensor.detach().requires_grad_() for tensor in (q[:, :, :1], k, v)]
+        out = run(*tensors) if run is not rows_first else rows_first(*tensors, **options)
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
+        results.append([out, *torch.autograd.grad((out * weights).sum(), tensors)])
+    assert shapes == [(BATCH, GROUPS, HEADS // GROUPS, DIM)]
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_a_query_whose_heads_differ_in_visible_keys_is_not_packed() -> None:
+    q, k, v = operands(keys=150)
+    q = q[:, :, :1]
+    for options in (
+        {"mask": torch.rand(1, HEADS, 1, 150) > 0.5},
+        {"bias": torch.randn(1, 1, 1, 150)},
+        {"causal": True, "window": (3, None)},
+        {"causal": True, "alignment": "top_left"},
+    ):
+        out = attention_of_heads(q, k, v, trains=False, **options)  # type: ignore[arg-type]
+        assert torch.equal(out.transpose(1, 2), rows_first(q, k, v, **options))
