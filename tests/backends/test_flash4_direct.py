@@ -226,3 +226,31 @@ def test_the_memory_of_calls_is_bounded(interface: ModuleType, monkeypatch: pyte
     for documents in range(2, 8):
         assert not direct._is_due((SPEC, str(documents), -1))
     assert len(direct._seen) <= 2
+
+
+def test_the_python_calls_of_a_warm_call(interface: ModuleType) -> None:
+    """A direct launch is short: the functions of Python that run, besides those of the kernels."""
+    inputs = inputs_of(SPEC, 0)
+    out, lse = flash4.forward(SPEC, inputs)
+    for _ in range(2):
+        flash4.forward(SPEC, inputs)
+        flash4.backward(SPEC, inputs, out, lse, out, None)
+    forward = python_calls(lambda: flash4.forward(SPEC, inputs))
+    backward = python_calls(lambda: flash4.backward(SPEC, inputs, out, lse, out, None))
+    assert len(forward) <= 14 and len(backward) <= 18, (forward, backward)
+
+
+def python_calls(call: Any) -> list[str]:
+    """The names of this project's Python functions that a call runs."""
+    names = []
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and "attn_core" in frame.f_code.co_filename:
+            names.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return names

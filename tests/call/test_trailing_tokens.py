@@ -20,6 +20,7 @@ from spec_strategies import Call, make_call
 import jax_frontend
 import torch_frontend
 from attn_core import SeqInfo, explain
+from attn_core.backends.shared.triton import has_triton
 from attn_core.call.trailing_tokens import append_tail, cover_tail, tail_of
 from torch_frontend.dispatch import offsets
 
@@ -86,6 +87,34 @@ def test_offsets_on_a_device_become_safe_and_complete(
         assert row.dtype == np.int32 and row[0] == 0 and row[-1] == last and (np.diff(row) >= 0).all()
         if right and values[-1] <= last:
             assert row.tolist() == append_tail(np.array(values, np.int32), end).tolist()
+
+
+@pytest.mark.cuda
+def test_offsets_on_a_gpu_are_completed_by_one_kernel() -> None:
+    """The results are those of the torch operations, for offsets of any value and any alignment."""
+    if not has_triton():
+        pytest.skip("no Triton here")
+    random = torch.Generator().manual_seed(0)
+    for documents, tokens, longest in ((1, (5, 9), (5, 9)), (4, (256, 256), (71, 71)), (2000, (9001, 8000), (5, 7))):
+        tail = tail_of(tokens, longest, documents)
+        assert tail is not None
+        values = torch.randint(-9, 9000, (2, documents + 2), dtype=torch.int32, generator=random).cuda()
+        for queries, keys in ((values[0, 1:], values[1, 1:]), (values[0, 1:].sort().values,) * 2):
+            actual = offsets._safe(queries, keys, tail, tokens)
+            expected = offsets.safe_by_torch(queries, keys, tail, tokens)
+            assert all(map(torch.equal, actual, expected))
+    assert all(triton_launch is not None for triton_launch in triton_offsets()._launchers.values())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        offsets._safe(queries, keys, tail, tokens)
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(kernels) <= 1, kernels
+
+
+def triton_offsets() -> Any:
+    from torch_frontend.dispatch import triton_offsets
+
+    return triton_offsets
 
 
 @pytest.mark.cuda
