@@ -69,8 +69,9 @@ def shipped_table(framework: str, device: str) -> Table | None:
 
 def user_table(framework: str, device: str) -> Table | None:
     """Returns the user's table of a device, or None. Warns if there is one that cannot be used."""
-    path = user_path(framework, device)
+    path: Path | None = None
     try:
+        path = user_path(framework, device)
         if not path.is_file():
             return None
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -79,6 +80,8 @@ def user_table(framework: str, device: str) -> Table | None:
             return table_of(raw, str(path))
     except Exception as error:  # a damaged file may fail in any way, and must not stop attention
         reason = f"it is not a table of attn tune ({type(error).__name__}: {error})"
+    if path is None:  # a process without a home folder has no table
+        return None
     warnings.warn(f"{path}: ignored, because {reason}; run `attn tune`, or delete the file", stacklevel=2)
     return None
 

@@ -105,3 +105,14 @@ def test_damaged_models_are_ignored() -> None:
 def test_a_folder_in_place_of_the_table_is_no_table() -> None:
     user_path("torch", "cpu").mkdir(parents=True)
     assert table_in_force("torch", "cpu") is shipped_table("torch", "cpu")
+
+
+def test_a_process_without_a_home_has_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert table_in_force("torch", "cpu") is shipped_table("torch", "cpu")
