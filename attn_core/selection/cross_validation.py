@@ -68,13 +68,10 @@ class Fitting:
         if all(record.get("predicted") is not None for record in self.records):
             return [record["predicted"] for record in self.records]
         result: list[dict[str, float]] = [{} for _ in self.records]
-        for (training, name), samples in self._samples.items():
-            for fold in range(FOLDS):
-                others = [sample for place, sample in samples.items() if self._folds[place] != fold]
-                tested = {place: sample for place, sample in samples.items() if self._folds[place] == fold}
-                if others and tested:
-                    model = fit(others, self._first(training, name))
-                    for place, sample in tested.items():
+        for fold in range(FOLDS):
+            for (training, name), model in self._fits(without=fold).items():
+                for place, sample in self._samples[training, name].items():
+                    if self._folds[place] == fold:
                         result[place][name] = round(microseconds(model, sample.kind, sample.sizes), 2)
         return result
 
@@ -82,9 +79,28 @@ class Fitting:
     def models(self) -> dict[bool, dict[str, Model]]:
         """The models by direction and backend, fitted to all calls, each with its error over unseen calls."""
         result: dict[bool, dict[str, Model]] = {False: {}, True: {}}
-        for (training, name), samples in self._samples.items():
-            model = fit(list(samples.values()), self._first(training, name))
-            result[training][name] = model._replace(error=self._errors[training, name])
+        for (training, name), model in self._fits().items():
+            result[training][name] = model._replace(error=self._errors.get((training, name), 1.0))
+        return result
+
+    def _fits(self, without: int | None = None) -> dict[tuple[bool, str], Model]:
+        """Returns the models fitted to all calls, or to the calls that are not in one of the folds.
+
+        A fit starts from a fit to all backends together: what a property of calls costs one backend, it likely costs
+        another, so that backends with few calls learn from the others.
+        """
+        result: dict[tuple[bool, str], Model] = {}
+        for training in (False, True):
+            known = {
+                name: [sample for place, sample in samples.items() if self._folds[place] != without]
+                for (direction, name), samples in self._samples.items()
+                if direction is training
+            }
+            together = [sample for samples in known.values() for sample in samples]
+            common = fit(together) if together else None
+            for name, samples in known.items():
+                if samples:
+                    result[training, name] = fit(samples, self._first(training, name) or common)
         return result
 
     def with_predictions(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ rate from above. The fit starts from this share of this quantile."""
 UNKNOWN_RATE = 10.0
 """Microseconds: the bound of the rate of a size that no sample has."""
 
-NOISE = 0.03
+NOISE = 0.05
 """The error of a measured log time."""
 
 RATE_SPREAD, EFFECT_SPREAD = 3.0, 0.35

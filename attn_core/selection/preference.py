@@ -21,7 +21,7 @@ from attn_core.selection.cost_model import Models
 from attn_core.selection.features import FEW_QUERIES, Kind, Sizes, kind_of_call, sizes_of_call
 from attn_core.selection.tables import Table, table_in_force
 
-CAUTION = 0.5
+CAUTION = 0.25
 """A predicted time counts as longer by this many times the model's error, so that doubtful backends lose ties."""
 
 SLOW = 4.0

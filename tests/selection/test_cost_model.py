@@ -141,6 +141,25 @@ def test_a_fit_finds_rates_of_any_scale() -> None:
         assert microseconds(fitted, kind, each) == pytest.approx(microseconds(slow, kind, each), rel=0.03)
 
 
+def test_a_backend_with_few_calls_learns_from_the_others() -> None:
+    slow_cap = {
+        name: made_up_model(1.0, constant=constant, work=2.0, effects={"softcap": 3.0})
+        for name, constant in (("flash3", 5.0), ("flash2", 6.0))
+    }
+    records = []
+    for place, length in enumerate(range(64, 4096, 64)):
+        spec = replace(SPEC, q_len=length, kv_len=length, softcap=9.0 if place % 2 else None)
+        kind, sizes = kind_of_call(spec), sizes_of_call(spec, 128, 132)
+        times = {name: microseconds(model, kind, sizes) for name, model in slow_cap.items()}
+        if place % 2:
+            times.pop("flash2")  # it never ran with a softcap
+        records.append(record(f"#{place}", spec, times))
+    model = Fitting(raw_of(*records)).models[False]["flash2"]
+    sizes = sizes_of_call(replace(SPEC, q_len=4096, kv_len=4096), 128, 132)
+    plain, capped = (microseconds(model, kind_of_call(replace(SPEC, softcap=cap)), sizes) for cap in (None, 9.0))
+    assert 2.0 < capped / plain < 4.0
+
+
 def test_one_wrong_measurement_does_little_harm() -> None:
     kind, model = kind_of_call(SPEC), TRUTH["flash2"]
     samples = []
