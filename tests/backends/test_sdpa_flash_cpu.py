@@ -129,6 +129,43 @@ def test_no_full_mask_is_built(band: dict[str, Any]) -> None:
         assert largest.pairs <= spec.q_len * (256 + cpu_blocks.WINDOW_ROWS)
 
 
+STACKED: dict[str, dict[str, Any]] = {
+    "causal window": {"causal": True, "window": (20, 0)},
+    "two rows, both sides": {"batch": 2, "kv_len": 900, "window": (30, 9)},
+    "top left, fewer keys": {"kv_len": 500, "window": (30, 9), "alignment": "top_left"},
+    "ALiBi": {"causal": True, "window": (20, 0), "alibi_shape": (4,)},
+    "half precision": {"causal": True, "window": (20, 0), "dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("case", STACKED)
+def test_stacked_blocks_have_the_bits_of_single_ones_in_few_kernel_calls(case: str) -> None:
+    fields = {**SIZES, "batch": 1, "q_len": 700, "kv_len": 700, **STACKED[case], "needs_backward": True}
+    spec = AttentionSpec(**fields)
+    dtype = getattr(torch, spec.dtype)
+    q, k, v = (
+        torch.randn(spec.batch, length, heads, 8, dtype=dtype)
+        for length, heads in ((spec.q_len, 4), (spec.kv_len, 2), (spec.kv_len, 2))
+    )
+    inputs = Inputs(q, k, v, alibi_slopes=torch.rand(4) if spec.alibi_shape else None)
+    dout = torch.randn_like(q)
+
+    def results() -> list[torch.Tensor]:
+        out, lse = sdpa_flash.forward(spec, inputs)
+        return [out, lse, *sdpa_flash.backward(spec, inputs, out, lse, dout, None)[:3]]
+
+    def single(spec: AttentionSpec) -> list[cpu_blocks.Stack]:
+        return [cpu_blocks.Stack(block, 1) for block in cpu_blocks.blocks(spec)]
+
+    stacks = cpu_blocks._stacks(spec)
+    assert spec.batch * len(stacks) <= len(cpu_blocks.blocks(spec)) + 1
+    assert max(stack.number for stack in stacks) > 1
+    stacked = results()
+    with mock.patch.object(cpu_blocks, "_stacks", single):
+        for actual, expected in zip(stacked, results(), strict=True):
+            assert torch.equal(actual, expected)
+
+
 def test_long_rows_with_windows_and_masks_are_accepted() -> None:
     sizes = {"batch": 1, "q_len": 2**20, "kv_len": 2**20, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
     for requested in ({"window": (255, 0)}, {"mask_shape": (1, 1, 1, 2**20)}):

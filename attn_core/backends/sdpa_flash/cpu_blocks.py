@@ -3,6 +3,9 @@
 The kernel hides keys only by an additive mask. One mask of all queries and keys would cost memory and time for every
 pair, also for hidden ones. So each block of queries is a call of its own, on the keys that its band reaches and with a
 mask of that size. Memory grows with the block, and time with the pairs near the band.
+
+Neighbouring blocks of a window have the same mask and equally large views of the keys, so several of them are the batch
+of one call: many small calls lose more time between calls than in them.
 """
 
 from __future__ import annotations
@@ -35,6 +38,29 @@ class QueryBlock(NamedTuple):
     keys: slice
     edge: Band | None
     whole: bool
+
+
+class Stack(NamedTuple):
+    """Some neighbouring blocks with the same mask: the first, and how many there are."""
+
+    block: QueryBlock
+    number: int
+
+    @property
+    def rows(self) -> slice:
+        """The queries of all blocks."""
+        start, stop = self.block.rows.start, self.block.rows.stop
+        return slice(start, start + (stop - start) * self.number)
+
+    def view(self, tensor: Any, row: int, tokens: slice) -> Any:
+        """Returns ``[number, heads, tokens, ...]``: a batch row of each block's part, ``tokens`` being the first's.
+
+        Args:
+            tensor: ``[batch, heads, seq, dim]`` or ``[batch, heads, seq]``.
+        """
+        first = tensor[row, :, tokens]
+        step = (self.block.rows.stop - self.block.rows.start) * first.stride(1)
+        return first.as_strided((self.number, *first.shape), (step, *first.stride()), first.storage_offset())
 
 
 @cache
@@ -77,12 +103,20 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     out: Any = None
     lse: Any = None
     q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])  # [batch, heads, seq, dim], as views
-    for block, mask in _with_masks(spec, inputs):
-        rows, keys, _, whole = block
+    for stack, mask in _with_masks(spec, inputs):
+        rows, keys, _, whole = stack.block
+        if stack.number > 1:
+            if out is None:
+                out, lse = _empty_results(spec, inputs.q)
+            for row in range(spec.batch):
+                views = stack.view(q, row, rows), stack.view(k, row, keys), stack.view(v, row, keys)
+                part, part_lse = _run(spec, views, mask)
+                # [number, heads, rows, dim] -> [queries, heads, dim]; [number, heads, rows] -> [heads, queries]
+                out[row, stack.rows] = part.transpose(1, 2).flatten(0, 1)
+                lse[row, :, stack.rows] = part_lse.transpose(0, 1).flatten(1)
+            continue
         tensors = (q, k, v) if whole else (q[:, :, rows], k[:, :, keys], v[:, :, keys])
-        part, part_lse = kernels()[0](*tensors, 0.0, False, attn_mask=mask, scale=spec.scale)
-        if mask is not None:  # the kernel reports 0 for a row that sees no key
-            part_lse = part_lse.masked_fill(empty_rows(mask), -float("inf"))
+        part, part_lse = _run(spec, tensors, mask)
         if whole:
             return part.transpose(1, 2), part_lse
         if out is None:
@@ -91,14 +125,31 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     return _empty_results(spec, inputs.q) if out is None else (out, lse)
 
 
+def _run(spec: AttentionSpec, tensors: tuple[Any, Any, Any], mask: Any) -> tuple[Any, Any]:
+    """Runs the kernel and corrects its log-sum-exp, which is 0 for a row that sees no key."""
+    part, lse = kernels()[0](*tensors, 0.0, False, attn_mask=mask, scale=spec.scale)
+    return part, lse if mask is None else lse.masked_fill(empty_rows(mask), -float("inf"))
+
+
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any) -> tuple[Any, Any, Any]:
     """Returns (dq, dk, dv) of a dense call whose q, k, v and dout the kernel can read."""
     lse = lse.masked_fill(lse == -float("inf"), 0.0)  # the kernel's own value for a row that sees no key
     q, k, v, out, dout = (tensor.transpose(1, 2) for tensor in (*inputs[:3], out, dout))
     sums: Any = None
-    for block, mask in _with_masks(spec, inputs):
-        rows, keys, _, whole = block
+    for stack, mask in _with_masks(spec, inputs):
+        rows, keys, _, whole = stack.block
         tensors = (dout, q, k, v, out, lse)
+        if stack.number > 1:
+            sums = sums or _zeros(spec, inputs)
+            for row in range(spec.batch):
+                views = [stack.view(t, row, at) for t, at in zip(tensors, (rows, rows, keys, keys, rows, rows))]
+                parts = kernels()[1](*views, 0.0, False, attn_mask=mask, scale=spec.scale)
+                sums[0][row, :, stack.rows] += parts[0].transpose(0, 1).flatten(1, 2)
+                for index in range(stack.number):  # their keys overlap
+                    begin = keys.start + index * (rows.stop - rows.start)
+                    for total, part in zip(sums[1:], parts[1:], strict=True):
+                        total[row, :, begin : begin + keys.stop - keys.start] += part[index]
+            continue
         if not whole:
             tensors = tuple(t[:, :, at] for t, at in zip(tensors, (rows, rows, keys, keys, rows, rows)))
         parts = kernels()[1](*tensors, 0.0, False, attn_mask=mask, scale=spec.scale)
@@ -128,14 +179,39 @@ def _zeros(spec: AttentionSpec, inputs: Inputs) -> list[Any]:
     return [tensor.new_zeros(tensor.shape, dtype=dtype).transpose(1, 2) for tensor in inputs[:3]]
 
 
-def _with_masks(spec: AttentionSpec, inputs: Inputs) -> Iterator[tuple[QueryBlock, Any]]:
-    """Yields each block with its additive mask (see ``additive_masks.additive``), None if it hides nothing."""
+def _stacks(spec: AttentionSpec) -> list[Stack]:
+    """Returns the blocks in order, those with equal distances in stacks if they share all of the mask."""
+    every = blocks(spec)
+    if len(every) == 1 or spec.mask_shape is not None or spec.bias_shape is not None:
+        return [Stack(block, 1) for block in every]
+    slopes_of_rows = spec.alibi_shape is not None and len(spec.alibi_shape) == 2
+    result: list[Stack] = []
+    for block in every:
+        if result and not slopes_of_rows:
+            first, number = result[-1]
+            # The kernel may copy the keys of each block, so a call reads at most twice as many as there are.
+            most = 2 * spec.kv_len // (first.keys.stop - first.keys.start)
+            if spec.batch < most and number < most and _distances(first) == _distances(block):
+                result[-1] = Stack(first, number + 1)
+                continue
+        result.append(Stack(block, 1))
+    return result
+
+
+def _distances(block: QueryBlock) -> tuple[int, int, int]:
+    """Returns the height of a block, and how far its first and its last key are from its first query."""
+    rows, keys = block.rows, block.keys
+    return rows.stop - rows.start, keys.start - rows.start, keys.stop - rows.start
+
+
+def _with_masks(spec: AttentionSpec, inputs: Inputs) -> Iterator[tuple[Stack, Any]]:
+    """Yields each stack with its additive mask (see ``additive_masks.additive``), None if it hides nothing."""
     mask, built = None, None
     explicit = inputs.mask is not None or inputs.bias is not None
-    for block in blocks(spec):
-        rows, keys, edge, whole = block
+    for stack in _stacks(spec):
+        rows, keys, edge, whole = block = stack.block
         # A band's mask depends only on distances, so blocks with equal distances share it.
-        distances = (rows.stop - rows.start, keys.start - rows.start, keys.stop - rows.start)
+        distances = _distances(block)
         if explicit or distances != built:
             table, bias = inputs.mask, inputs.bias
             if not whole:
@@ -144,7 +220,7 @@ def _with_masks(spec: AttentionSpec, inputs: Inputs) -> Iterator[tuple[QueryBloc
             if inputs.alibi_slopes is not None:
                 offset = band(spec).offset
                 mask = with_alibi(spec.lse_dtype, mask, inputs.alibi_slopes, offset, rows, keys)
-        yield block, mask
+        yield stack, mask
 
 
 def _part(table: Any, block: QueryBlock) -> Any:
