@@ -308,6 +308,14 @@ def test_offsets(
     assert actual is not None and all(map(torch.equal, actual, expected))
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(-5, 70) | st.sampled_from([-(2**31), 2**31 - 1]), min_size=1, max_size=9))
+def test_clamped_offsets(values: list[int]) -> None:
+    given = torch.tensor(values, dtype=torch.int32)
+    actual = triton_offsets.safe(given, given, triton_offsets.NO_TAIL, (60, 60))
+    assert actual is not None and torch.equal(actual[0], offsets.clamp(given, 60))
+
+
 @pytest.mark.parametrize("documents", [1500, 3000])
 def test_offsets_of_many_documents(documents: int) -> None:
     """More offsets than are read at once."""

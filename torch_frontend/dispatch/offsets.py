@@ -148,6 +148,12 @@ def _ends(tokens: int, number: int, step: int, device: Any) -> Tensor:
 
 def clamp(offsets: Tensor, tokens: int) -> Tensor:
     """Returns offsets that start at 0, never decrease and stay within ``tokens``. Valid offsets keep their values."""
+    if offsets.is_cuda and offsets.shape[0] and has_triton():
+        from torch_frontend.dispatch import triton_offsets
+
+        result = triton_offsets.safe(offsets, offsets, triton_offsets.NO_TAIL, (tokens, tokens))
+        if result is not None:
+            return result[0]
     safe = offsets.clamp(0, tokens)
     safe[:1].zero_()  # an assignment of a number would copy it from the host and wait for the device
     return torch.cummax(safe, 0).values

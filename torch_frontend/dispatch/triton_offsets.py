@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +18,10 @@ log = logging.getLogger("attn_core.offsets")
 Tensor = torch.Tensor
 BLOCK = 1024
 """How many offsets the kernel reads at once."""
+
+
+NO_TAIL = Tail(np.empty(0, np.int32), np.empty(0, np.int32), 1, 1, 0)
+"""The tail of offsets to which no documents are added."""
 
 
 @triton.jit
