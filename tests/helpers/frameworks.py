@@ -153,6 +153,7 @@ def empty_plan_caches(programs: bool = True) -> None:
         for fast in ("dense_plan", "fast_plan"):
             if hasattr(module, fast):
                 getattr(module, fast).cache_clear()
+    import_module("torch_frontend.dispatch.heads_first")._kernel.cache_clear()
     import_module("torch_frontend.paged.plan").plan_call.cache_clear()
     import_module("jax_frontend.paged.attention")._plan.cache_clear()
     if programs:

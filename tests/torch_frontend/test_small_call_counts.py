@@ -104,7 +104,7 @@ BOUNDS = {
     "softcap": (37, 51),
     "documents of equal lengths": (22, 45),
     "two documents": (36, 65),
-    "two documents by tensors": (41, 125),
+    "two documents by tensors": (41, 79),
     "pages, equal lengths": (22, 67),
     "pages": (33, 70),
     "append": (9, 45),
@@ -123,7 +123,7 @@ TRAINING = {
     "softcap": (37, 52),
     "documents of equal lengths": (22, 46),
     "two documents": (36, 66),
-    "two documents by tensors": (41, 124),
+    "two documents by tensors": (41, 80),
 }
 """The same for forwards that autograd records."""
 

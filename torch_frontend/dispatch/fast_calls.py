@@ -13,7 +13,7 @@ import torch
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
 from attn_core.selection import override
-from torch_frontend.dispatch import autograd, empty_rows
+from torch_frontend.dispatch import autograd, empty_rows, offsets
 from torch_frontend.dispatch.plan import fast_plan
 from torch_frontend.dispatch.run_plan import check_offsets, run_forward, run_shortcut
 
@@ -39,11 +39,10 @@ def attend(
     inputs = Inputs(q, k, v, mask, bias, slopes, sinks)
     longest: tuple[int | None, int | None] = (None, None)
     if seq_info is not None:
-        info = _converted(q, k, seq_info)
-        if info is None:
+        packed = _with_documents(inputs, seq_info)
+        if packed is None:
             return None
-        inputs = Inputs(q, k, v, mask, bias, slopes, sinks, info.cu_seqlens_q, info.cu_seqlens_k)
-        longest = (info.max_len_q, info.max_len_k)
+        inputs, longest = packed
     needs_backward, bias_gradient = _is_grad_enabled(), False
     if needs_backward:
         if slopes is not None and slopes.requires_grad:
@@ -70,8 +69,15 @@ def attend(
     return results[0] if type(results) is tuple else results
 
 
-def _converted(q: Tensor, k: Tensor, seq_info: Any) -> SeqInfo | None:
-    """Returns the documents as an earlier call converted them to tensors, or None."""
-    if type(seq_info) is not SeqInfo or q.dim() < 3 or k.dim() < 3:
+def _with_documents(inputs: Inputs, seq_info: Any) -> tuple[Inputs, offsets.Longest] | None:
+    """Returns the inputs with complete offsets, and the longest documents; None for documents that are not valid."""
+    q, k = inputs[:2]
+    if type(seq_info) is SeqInfo and q.dim() >= 3 and k.dim() >= 3:
+        info = seq_info.known_conversion((q.device, q.shape[-3], k.shape[-3]))  # from an earlier call
+        if info is not None:
+            queries, keys = info.cu_seqlens_q, info.cu_seqlens_k
+            return Inputs(*inputs[:7], queries, keys), (info.max_len_q, info.max_len_k)
+    try:
+        return offsets.attach_complete(SeqInfo.coerce(seq_info), inputs)  # type: ignore[arg-type]
+    except Exception:  # the general path raises the error again, or the one that comes before it
         return None
-    return seq_info.known_conversion((q.device, q.shape[-3], k.shape[-3]))

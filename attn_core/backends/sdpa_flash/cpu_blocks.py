@@ -218,7 +218,7 @@ def _with_masks(spec: AttentionSpec, inputs: Inputs) -> Iterator[tuple[Stack, An
                 table, bias = _part(table, block), _part(bias, block)
             mask, built = additive(spec.lse_dtype, inputs.q.device, table, bias, edge, rows, keys), distances
             if inputs.alibi_slopes is not None:
-                offset = band(spec).offset
+                offset = (edge or band(spec)).offset
                 mask = with_alibi(spec.lse_dtype, mask, inputs.alibi_slopes, offset, rows, keys)
         yield stack, mask
 
