@@ -62,7 +62,7 @@ REFUSED_WHEN_CALLED: dict[str, str] = {
     "causal glm_moe_dsa": "indices=",
     "causal hy_v4": "indices=",
     "causal inkling2_text": "sinks=",  # a sink for each query
-    "causal deepseek_v4": "attention_mask: made for",  # compressed keys beside those that the mask describes
+    "causal deepseek_v4": "attention_mask: built for",  # compressed keys beside those that the mask describes
     "seq2seq bigbird_pegasus": "hands its mask on to attention",  # its encoder adds the mask to its own scores
 }
 """Types that are built, and raise a SpecError in every call, with these words."""
