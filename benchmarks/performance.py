@@ -218,7 +218,7 @@ Dark bars are forward, light bars forward + backward. Without a light bar, the i
 |---|---|
 | `hopper.md` | one H200: every figure, the tests, and all that was not run; {met} goals met, {missed} missed |
 | `context_parallel.md` | two and four H200s: every strategy, errors next to one GPU, long rows |
-| `sweep-sm90.md` | one H200: every backend on every call, and the cost of automatic choice, with plots |
+| `sweep-sm90.md` | one H200: every backend on random calls, and the cost of automatic choice, with plots |
 
 ## On a CPU
 

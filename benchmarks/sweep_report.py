@@ -58,6 +58,7 @@ def page(fitting: Fitting, pictures: Sequence[str] = ()) -> str:
         "Regret is the time of the automatic choice divided by the time of the fastest backend; inf if the chosen "
         "backend was not timed. The models that choose a backend for a call were fitted to other calls only "
         f"({FOLDS}-fold cross-validation).\n",
+        *(f"The fits also saw the calls of `{name}`, which no figure here counts.\n" for name in raw.get("also", ())),
         "## Regret of automatic choice\n",
         regret_table(fitting),
         "## Errors of the predicted times\n",

@@ -35,6 +35,9 @@ DOUBT = 2
 FEWEST, FEWEST_AFTER_START = 12, 3
 """A backend needs this many measured calls in a direction for a model; fewer if the fit starts from another model."""
 
+HOST_BOUND = 1.6
+"""A time up to this many times the shortest of its backend may be the host's."""
+
 Models = Mapping[bool, Mapping[str, Model]]
 
 
@@ -46,13 +49,16 @@ class Fitting:
         records: the usable records, in the order of the file.
     """
 
-    def __init__(self, raw: dict[str, Any], start: Models | None = None) -> None:
+    def __init__(self, raw: dict[str, Any], start: Models | None = None, also: Sequence[dict[str, Any]] = ()) -> None:
         """Takes the raw times; the fits run when their results are read.
 
         Args:
             start: models of a similar device, for few measurements; by default a fit starts from plain guesses.
+            also: raw times of other calls on the same device, which every fit sees and no figure counts. Times that
+                the host may have decided do not count, because they depend on the version of this package.
         """
         self.raw, self.records, self._start = raw, measured_records(raw), start or {}
+        self._also = [record for other in also for record in measured_records(_device_bound(other))]
         self.kind = backends.kind_of(raw["device"])
         self.tile, self.processors = TILE[self.kind], PROCESSORS.get(raw["device"], 132)
         # Both directions of a call are in one fold.
@@ -96,6 +102,8 @@ class Fitting:
                 for (direction, name), samples in self._samples.items()
                 if direction is training
             }
+            for name, samples in known.items():
+                samples += self._other_samples.get((training, name), {}).values()
             together = [sample for samples in known.values() for sample in samples]
             common = fit(together) if together else None
             for name, samples in known.items():
@@ -115,16 +123,26 @@ class Fitting:
     @cached_property
     def _samples(self) -> dict[tuple[bool, str], dict[int, Sample]]:
         """By direction and backend the samples, each under the position of its record."""
+        result = self._samples_of(self.records)
+        others = self._other_samples
+        return {key: each for key, each in result.items() if len(each) + len(others.get(key, ())) >= self._fewest(*key)}
+
+    @cached_property
+    def _other_samples(self) -> dict[tuple[bool, str], dict[int, Sample]]:
+        return self._samples_of(self._also)
+
+    def _samples_of(self, records: Sequence[Record]) -> dict[tuple[bool, str], dict[int, Sample]]:
         result: dict[tuple[bool, str], dict[int, Sample]] = {}
         candidates = backends.PREFERENCE.get((self.raw["framework"], self.kind), ())
-        for place, record in enumerate(self.records):
+        for place, record in enumerate(records):
             spec = record_spec(record)
             kind, sizes = kind_of_call(spec), sizes_of_call(spec, self.tile, self.processors)
             for name, time in right_times(record).items():
                 # On a CPU the host does all the work, so its time says nothing more.
                 host = record["backends"][name].get("host", 0.0) if self.kind == "cuda" else 0.0
-                result.setdefault((spec.needs_backward, name), {})[place] = Sample(kind, sizes, time, host)
-        return {key: each for key, each in result.items() if key[1] in candidates and len(each) >= self._fewest(*key)}
+                if name in candidates:
+                    result.setdefault((spec.needs_backward, name), {})[place] = Sample(kind, sizes, time, host)
+        return result
 
     def _fewest(self, training: bool, name: str) -> int:
         return FEWEST if self._first(training, name) is None else FEWEST_AFTER_START
@@ -173,6 +191,25 @@ class Fitting:
         }
         held_out = {"held_out": summary(self.regrets())}
         return {"format": FORMAT} | {name: self.raw.get(name) for name in names} | sizes | held_out | {"models": models}
+
+
+def _device_bound(raw: dict[str, Any]) -> dict[str, Any]:
+    """Returns raw times without times close to the shortest of their backend, which are the host's."""
+    shortest: dict[tuple[str, str], float] = {}
+    for record in raw["cases"]:
+        for name, time in right_times(record).items():
+            key = (name, record["direction"])
+            shortest[key] = min(time, shortest.get(key, math.inf))
+
+    def kept(record: Record, name: str, entry: dict[str, Any]) -> bool:
+        return "median" not in entry or entry["median"] > HOST_BOUND * shortest.get((name, record["direction"]), 0.0)
+
+    return raw | {
+        "cases": [
+            record | {"backends": {name: each for name, each in record["backends"].items() if kept(record, name, each)}}
+            for record in raw["cases"]
+        ]
+    }
 
 
 def write_table(table: dict[str, Any], path: Path) -> None:

@@ -21,8 +21,14 @@ UNKNOWN_RATE = 10.0
 NOISE = 0.05
 """The error of a measured log time."""
 
-RATE_SPREAD, EFFECT_SPREAD = 3.0, 0.35
-"""How far the logarithm of a rate may be from the start, and that of an effect from 0, without evidence."""
+HOST_WEIGHT = 2.0
+"""How much a measured time of the host counts, next to a measured time. It hardly varies, so it says much."""
+
+RATE_SPREAD = 3.0
+"""How far the logarithm of a rate may be from the start without evidence."""
+
+EFFECT_SPREAD = {"host": 1.5, "constant": 0.35, "compute": 0.2, "memory": 0.2}
+"""The same for the effects of each group. A feature may multiply the work of the host: it computes offsets, or pads."""
 
 STEPS = 60
 """The most steps of a fit."""
@@ -75,9 +81,8 @@ class _Problem:
         self.known = hosts > 0
         self.log_hosts = np.log(np.where(self.known, hosts, 1.0))
         self.groups = {name: [RATES.index(rate) for rate in members] for name, members in GROUPS.items()}
-        self.spread = np.concatenate(
-            [np.full(len(RATES), RATE_SPREAD), np.full(len(GROUPS) * len(EFFECTS), EFFECT_SPREAD)]
-        )
+        spreads = [np.full(len(RATES), RATE_SPREAD), *(np.full(len(EFFECTS), EFFECT_SPREAD[name]) for name in GROUPS)]
+        self.spread = np.concatenate(spreads)
 
     def center(self, start: Model | None) -> np.ndarray:
         if start is not None:
@@ -115,7 +120,7 @@ class _Problem:
     def loss(self, parameters: np.ndarray, center: np.ndarray) -> float:
         time, host = self._errors(parameters)
         pull = (parameters - center) / self.spread
-        return float(_robust(time / NOISE).sum() + 0.1 * _robust(host / NOISE).sum() + (pull**2).sum())
+        return float(_robust(time / NOISE).sum() + HOST_WEIGHT * _robust(host / NOISE).sum() + (pull**2).sum())
 
     def slopes(self, parameters: np.ndarray, center: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the gradient of half the loss, and its curvature in the approximation of Gauss and Newton."""
@@ -131,7 +136,7 @@ class _Problem:
         only_host = np.zeros_like(by_rate)
         only_host[:, 0] = self.known
         of_host = self._jacobian(only_host)
-        weight_host = 0.1 * _weight(hosts / NOISE) / NOISE**2
+        weight_host = HOST_WEIGHT * _weight(hosts / NOISE) / NOISE**2
         pull = 1.0 / self.spread**2
         gradient = jacobian.T @ (weight * time) + of_host.T @ (weight_host * hosts) + pull * (parameters - center)
         curvature = (jacobian.T * weight) @ jacobian + (of_host.T * weight_host) @ of_host + np.diag(pull)

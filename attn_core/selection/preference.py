@@ -159,12 +159,15 @@ def _ranked(timed: list[tuple[float, int, str]], usual: tuple[str, ...]) -> tupl
 
 @lru_cache(maxsize=4096)
 def _completed(timed: tuple[str, ...], fast: int, usual: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns all candidates: ``timed`` with the backends without a model between the fast and the slow ones.
+    """Returns all candidates: ``timed`` with the backends without a model between the ``fast`` first and the others.
 
     JAX's own operations rank directly before "math" if neither has a model: both are plain operations, but JAX's need
     no bridge.
     """
     unknown = [name for name in usual if name not in timed]
+    # "math" may be the only one of ``timed`` that can run a call, and on a GPU it is slow even if nothing says so.
+    if "math" in timed[:fast] and "flex" in usual[: usual.index("math")]:
+        fast = timed.index("math")
     late = [name for name in unknown if name in ("jax_xla", "math")]
     ranked = [*timed[:fast], *(name for name in unknown if name not in late), *timed[fast:]]
     place = ranked.index("math") if "math" in ranked else len(ranked)
