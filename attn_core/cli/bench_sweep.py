@@ -22,10 +22,10 @@ from attn_core.selection import Target, choice
 from attn_core.selection.sweep import SweepCase, plain_fields
 from attn_core.selection.tables import device_name
 
-MOST_SCORES = 2**29
+MOST_SCORES = 2**28
 """From this many scores on, the math backend is timed only if nothing else runs the case: it may store every score."""
 
-FLEX_EVERY = {"cuda": 3, "cpu": 6}
+FLEX_EVERY = {"cuda": 4, "cpu": 6}
 """Compiling FlexAttention takes seconds per kind of call, so it is timed in one of so many calls, or on request. It is
 not timed if one of INSTEAD_OF_FLEX runs the call, because they are faster."""
 

@@ -264,6 +264,11 @@ def reasons(name: str, target: Target = SM90, **requested: Any) -> tuple[str, ..
         ("xformers_cutlass", {"kv_len": 2**23}, "3221225472 elements in a row of q, k or v"),
         ("xformers_splitk", {"q_len": 17, "causal": True, "kv_len": 40}, "the xformers split-KV kernel masks up to 16"),
         ("xformers_splitk", {"window": (2, 1)}, "the xformers split-KV kernel has no such mask"),
+        (
+            "xformers_splitk",
+            {"q_len": 2**17, "head_dim": 80, "value_dim": 80},
+            "counts the 12884901888 elements of its partial results in 32 bits",
+        ),
         ("xformers_splitk", {"needs_backward": True}, "backward: the xformers split-KV kernel has no gradient"),
         ("xformers", {"dropout": 0.1}, "dropout=0.1: xformers has none"),
         (
