@@ -133,8 +133,7 @@ def _refuses(word: str, spec: AttentionSpec, device: str, build: Build | None) -
         reasons.append(f"{described}: {kernel} gets windows that are not causal wrong if q_len > kv_len + 1")
     if word == "splitk" and name in _ROW_MASKS and spec.q_len > _SPLITK_ROWS:
         reasons.append(f"{described}: {kernel} masks up to {_SPLITK_ROWS} rows")
-    padded = 1 << (spec.head_dim - 1).bit_length()  # the Triton kernel's tiles are powers of two wide
-    parts = 64 * spec.batch * spec.q_len * spec.num_heads * padded
+    parts = 64 * spec.batch * spec.q_len * spec.num_heads * operators.width("splitk", spec.head_dim)
     if word == "splitk" and parts >= 2**31:  # seen: an illegal memory access
         reasons.append(f"q_len={spec.q_len}: {kernel} counts the {parts} elements of its partial results in 32 bits")
     if word == "cutlass":
