@@ -59,8 +59,8 @@ PREFERENCE = {
 }
 """Automatic choice per (framework, kind of device), best first. Other backends run only when requested.
 
-Both frameworks have the same order of torch's kernels, so that the same call gives the same bits in both. Where a
-device was measured, ``attn_core.selection.preference`` refines the order by the shape of the call."""
+Both frameworks have the same order of torch's kernels, so that the same call gives the same bits in both unless JAX's
+own operations are faster. ``attn_core.selection.preference`` refines the order by the shape of the call."""
 
 DECODING = "triton_splitkv"
 _PAGED = ("flash3", "flash4", "flash2", DECODING)

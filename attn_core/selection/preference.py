@@ -1,7 +1,8 @@
 """The order of automatic choice for a call: by the time that a cost model predicts for each backend.
 
 The models are data: the table of the device, shipped with the package or written by ``attn tune`` (tables.py). Without
-a table of the device the static order of ``attn_core.backends`` applies.
+a table of the device the static order of ``attn_core.backends`` applies; for JAX on a CPU ``jax_on_cpu`` says for which
+calls ``jax_xla`` comes first.
 
 On a GPU the models were measured in torch. In JAX the kernels take as long, but the host's time differs: XLA launches
 some kernels itself, and reaches the others through Python. So both frameworks choose alike unless the host's time
@@ -17,6 +18,7 @@ from operator import mul
 
 from attn_core import backends
 from attn_core.call.spec import AttentionSpec
+from attn_core.selection import jax_on_cpu
 from attn_core.selection.cost_model import Models
 from attn_core.selection.features import FEW_QUERIES, Kind, Sizes, kind_of_call, sizes_of_call
 from attn_core.selection.tables import Table, table_in_force
@@ -54,9 +56,11 @@ def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
         return _paged_order(spec, backends.PAGED_PREFERENCE.get(where, ()))
     usual = backends.PREFERENCE.get(where, ())
     timed = _cautious(spec, framework, device) if usual else []
-    if not timed:
-        return usual
-    return _ranked(timed, usual)
+    if timed:
+        return _ranked(timed, usual)
+    if where == ("jax", "cpu") and jax_on_cpu.xla_is_faster(spec):
+        return ("jax_xla", *(name for name in usual if name != "jax_xla"))
+    return usual
 
 
 def predicted(spec: AttentionSpec, framework: str, device: str) -> dict[str, float]:

@@ -35,11 +35,13 @@ class LayerCheck:
 
 def compare(captured: Sequence[Captured], on_layer: Callable[[], None] = lambda: None) -> list[LayerCheck]:
     """Repeats each captured call with ``torch_frontend.attention`` and ``jax.jit(jax_frontend.attention)``."""
-    jitted = jax.jit(partial(jax_frontend.attention, return_lse=True), static_argnames=("causal", "scale"))
+    jitted = jax.jit(partial(jax_frontend.attention, return_lse=True), static_argnames=("causal", "scale", "backend"))
     checks = []
     for call in captured:
-        ours = torch_frontend.attention(*_tensors(call), **_options(call, torch.from_numpy), return_lse=True)
-        theirs = jitted(*_arrays(call), **_options(call, jnp.asarray))
+        backend = selections(call)[0].backend  # JAX may choose its own operations, whose bits differ
+        options = {**_options(call, torch.from_numpy), "backend": backend}
+        ours = torch_frontend.attention(*_tensors(call), **options, return_lse=True)
+        theirs = jitted(*_arrays(call), **_options(call, jnp.asarray), backend=backend)
         (out, lse), (jax_out, jax_lse) = ([np.asarray(x) for x in pair] for pair in (ours, theirs))
         difference = float(np.abs(out - jax_out).max())
         equal = _same_bytes(out, jax_out), _same_bytes(lse, jax_lse)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from torch_first import torch_first  # noqa: F401 (a fixture)
 
 pytest.importorskip("torch")
 pytest.importorskip("jax")
@@ -407,6 +408,7 @@ def test_zero_sizes_give_zeros(empty: str) -> None:
     assert residual.shape == out.shape[:-1] and (residual == -jnp.inf).all()
 
 
+@pytest.mark.usefixtures("torch_first")
 @pytest.mark.parametrize(
     ("dim", "words", "ran"),
     [

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from torch_first import torch_first  # noqa: F401 (a fixture)
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, so that no test reaches for the network
 pytest.importorskip("transformers")
@@ -382,6 +383,7 @@ def on_the_cpu() -> Iterator[None]:
         yield
 
 
+@pytest.mark.usefixtures("torch_first")  # a callback shows every run, a compiled program only its trace
 @pytest.mark.parametrize("name", ZOO)
 def test_swapping_in_and_out_of_a_model(name: str, on_the_cpu: None, ran: set[tuple[int, str]]) -> None:
     """During the swap our kernels compute the model's numbers. Afterwards the model gives its old bits."""

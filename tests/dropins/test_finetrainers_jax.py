@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from frameworks import JAX, TORCH, Framework, as_numpy, spied
+from torch_first import torch_first  # noqa: F401 (a fixture)
 
 from attn_core import NoBackendError, SpecError
 from attn_core.dropins import finetrainers
@@ -207,6 +208,7 @@ def test_arrays_that_do_not_fit_are_named(place: int) -> None:
         attention_dispatch(*map(jnp.asarray, numbers()), torch.ones(1), enable_gqa=True)
 
 
+@pytest.mark.usefixtures("torch_first")
 def test_jit_traces_again_under_another_provider_of_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """flash and flash_varlen run the same kernels, and read a mask of two axes differently."""
     q, k, v = map(jnp.asarray, numbers(KV_LEN, KV_LEN))

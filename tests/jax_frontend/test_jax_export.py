@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from torch_first import torch_first  # noqa: F401 (a fixture)
 
 pytest.importorskip("jax")
 
@@ -48,6 +49,7 @@ CALLS = {
 }
 
 
+@pytest.mark.usefixtures("torch_first")
 @pytest.mark.parametrize("platform", ("tpu", "cuda", "rocm"))
 @pytest.mark.parametrize("name", CALLS)
 def test_a_program_for_another_platform_contains_no_kernel_of_this_one(name: str, platform: str) -> None:
@@ -59,6 +61,7 @@ def test_a_program_for_another_platform_contains_no_kernel_of_this_one(name: str
     assert CALLBACK not in mapped(*(array[None] for array in arrays())).mlir_module()
 
 
+@pytest.mark.usefixtures("torch_first")
 @pytest.mark.parametrize("name", CALLS)
 def test_a_program_for_several_platforms_runs_the_kernel_on_this_one(name: str) -> None:
     arrays, options = CALLS[name]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from frameworks import BOTH, JAX, TORCH, Framework, empty_plan_caches
+from torch_first import torch_first  # noqa: F401 (a fixture)
 
 from attn_core import Target, backends
 from attn_core.selection import availability, choice, target
@@ -91,6 +92,7 @@ def test_a_broken_import_makes_only_that_backend_unavailable(
     }
 
 
+@pytest.mark.usefixtures("torch_first")
 @pytest.mark.parametrize("framework", BOTH, ids=str)
 def test_calls_run_on_the_remaining_backends_with_the_reason(framework: Framework, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(backends.load("sdpa_flash"), "probe", breaking(BREAKS["missing library"]))

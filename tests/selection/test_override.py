@@ -16,6 +16,7 @@ import torch
 from frameworks import BOTH, JAX, TORCH, Framework, spied
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from torch_first import torch_first  # noqa: F401 (a fixture)
 
 import jax_frontend
 import torch_frontend
@@ -101,6 +102,7 @@ def test_names_must_be_separate_strings(names: tuple[Any, ...]) -> None:
         pytest.fail("the block ran")
 
 
+@pytest.mark.usefixtures("torch_first")
 @pytest.mark.parametrize("framework", BOTH, ids=str)
 def test_a_block_decides_which_backend_runs(framework: Framework, ran: list[str]) -> None:
     attention = framework.frontend.attention
@@ -262,6 +264,7 @@ def test_eager_jax_calls_obey_each_block(ran: list[str]) -> None:
             assert set(ran) == {name}
 
 
+@pytest.mark.usefixtures("torch_first")
 def test_a_jitted_function_is_traced_again_under_other_names(ran: list[str]) -> None:
     """The names are part of jit's cache key, so no block runs a program that another block compiled."""
 

@@ -1,0 +1,82 @@
+"""Tests the size of jax_xla's programs beside jax.nn's: what XLA has to compile, and what JAX has to trace."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+jax = pytest.importorskip("jax")
+import jax.numpy as jnp
+
+from jax_frontend import attention
+
+ARRAY = jax.ShapeDtypeStruct((2, 256, 8, 64), jnp.float32)
+
+
+def ours(q: Any, k: Any, v: Any) -> Any:
+    return attention(q, k, v, causal=True, backend="jax_xla")
+
+
+def unmasked(q: Any, k: Any, v: Any) -> Any:
+    return attention(q, k, v, backend="jax_xla")
+
+
+def theirs(q: Any, k: Any, v: Any) -> Any:
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def gradient(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        return jax.vjp(function, q, k, v)[1](dout)
+
+    return run
+
+
+def layers(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(q: Any, k: Any, v: Any) -> Any:
+        for _ in range(24):
+            q = q + function(q, k, v)
+        return q.sum()
+
+    return jax.grad(run, (0, 1, 2))
+
+
+def operations(function: Callable[..., Any], arrays: int) -> list[str]:
+    """The names of the operations that XLA is given."""
+    program = jax.jit(function).lower(*[ARRAY] * arrays).as_text()
+    return re.findall(r"stablehlo\.(\w+)", program)
+
+
+@pytest.mark.parametrize("function", [ours, unmasked])
+def test_a_small_call_has_no_loop(function):
+    """And at most one branch, for NaN in hidden values. The products are the two of attention and one in the branch."""
+    forward, training = operations(function, 3), operations(gradient(function), 4)
+    masked = function is ours
+    assert "while" not in forward + training
+    assert forward.count("case") == training.count("case") == masked
+    assert forward.count("dot_general") == 2 + masked
+    assert training.count("dot_general") == 7 + masked
+
+
+def test_a_small_call_has_few_operations_beside_jax_nn():
+    """The branch and jax.numpy's constants count here; XLA removes most of them before it compiles."""
+    assert len(operations(ours, 3)) <= 2.2 * len(operations(theirs, 3))
+    assert len(operations(gradient(ours), 4)) <= 2.2 * len(operations(gradient(theirs), 4))
+    assert len(operations(unmasked, 3)) <= len(operations(theirs, 3))
+
+
+def test_equal_layers_are_one_function():
+    """JAX lowers the 24 layers of a model to calls of one function."""
+    assert len(operations(layers(ours), 3)) <= 0.3 * len(operations(layers(theirs), 3))
+
+
+def test_one_query_copies_no_keys():
+    """XLA multiplies the keys of all heads as they are in memory: the program moves no array as large as they are."""
+    q, k = (jax.ShapeDtypeStruct((8, length, 8, 64), jnp.float32) for length in (1, 2048))
+    program = jax.jit(unmasked).lower(q, k, k).compile().as_text()
+    usual = program[program.index("ENTRY") :]
+    copied = re.findall(r"= f32\[8,(?:2048,8,64|8,2048,64|8,64,2048)\]\S* (?:fusion|copy|transpose)\(", usual)
+    assert copied == []
