@@ -16,8 +16,12 @@ import numpy as np
 import pytest
 import torch
 from frameworks import BOTH, JAX, TORCH, Framework, spied
+from torch_first import torch_first  # noqa: F401 (a fixture)
 
 from attn_core import DeviceError, DTypeError, NoBackendError, SeqInfo, ShapeError, SpecError, backends
+
+# The spy sees every run of torch's kernels from JAX, but not the runs of a compiled program of jax_xla.
+pytestmark = pytest.mark.usefixtures("torch_first")
 
 Make = Callable[[Framework], Any]
 DTYPES = "float64, float32, bfloat16, float16"

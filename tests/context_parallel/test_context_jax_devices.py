@@ -13,6 +13,7 @@ import torch
 from context_jax_cases import CALLED, NEAR, Case, equations, forward_call, sharded_arrays
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from torch_first import torch_first  # noqa: F401 (a fixture)
 
 from attn_core.errors import BridgeError
 from jax_frontend.bridge import bridged_run, targets
@@ -37,6 +38,7 @@ def as_if_on_gpus(monkeypatch):
         monkeypatch.setattr(module, "runs_on", lambda call, platform: True)
 
 
+@pytest.mark.usefixtures("torch_first")  # on this platform the program calls a torch kernel
 def test_a_program_for_another_platform_takes_branches_of_xla_s_operations():
     case, row = CALLED["ring-zigzag-2"], P(None, "outer")
     mesh = Mesh(np.array(cpu_meshes.devices(2)), ("outer",))

@@ -44,6 +44,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
+from torch_first import torch_first  # noqa: F401 (a fixture)
 
 from attn_core import NoBackendError, SpecError, Target
 from attn_core.dropins import finetrainers
@@ -976,6 +977,7 @@ NAMED = {
 }
 
 
+@pytest.mark.usefixtures("torch_first")  # the words are about torch's kernels
 @both
 def test_the_words_choose_the_kernel_of_attention(framework: Framework, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module(f"{framework.frontend.__name__}.finetrainers")
@@ -993,6 +995,7 @@ def test_the_words_choose_the_kernel_of_attention(framework: Framework, monkeypa
     assert {"flash", "native", "_native_math"} <= set(map(str, module.list_providers(training=True)))
 
 
+@pytest.mark.usefixtures("torch_first")  # the words are about torch's kernels
 @pytest.mark.parametrize("framework", [JAX, pytest.param(JAX_ON_GPU, marks=pytest.mark.cuda)], ids=str)
 def test_under_jit_the_words_have_functions_traced_anew(framework: Framework, monkeypatch: pytest.MonkeyPatch) -> None:
     from jax_frontend.finetrainers import attention_provider as in_jax
