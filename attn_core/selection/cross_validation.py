@@ -201,12 +201,13 @@ def _device_bound(raw: dict[str, Any]) -> dict[str, Any]:
             key = (name, record["direction"])
             shortest[key] = min(time, shortest.get(key, math.inf))
 
-    def kept(record: Record, name: str, entry: dict[str, Any]) -> bool:
+    def counts(record: Record, name: str, entry: dict[str, Any]) -> bool:
         return "median" not in entry or entry["median"] > HOST_BOUND * shortest.get((name, record["direction"]), 0.0)
 
     return raw | {
         "cases": [
-            record | {"backends": {name: each for name, each in record["backends"].items() if kept(record, name, each)}}
+            record
+            | {"backends": {name: each for name, each in record["backends"].items() if counts(record, name, each)}}
             for record in raw["cases"]
         ]
     }

@@ -8,11 +8,9 @@ XLA's blocks. The limits follow the calls of ``benchmarks/results/jax_cpu.json``
 
 from __future__ import annotations
 
+from attn_core.backends.jax_xla.few_queries import FEW_QUERIES
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
-
-FEW_QUERIES = 16
-"""XLA reads the keys of at most this many queries in place."""
 
 SMALL = {"band": 2**23, "window": 2**19}
 """Scores (batch * heads * q_len * kv_len) up to which XLA is faster in any case, without a window and with one."""

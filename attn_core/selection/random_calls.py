@@ -192,10 +192,10 @@ def _fitting(
             changes: dict[str, Any] = {f"{feature}_shape": shape} if axes else {}
             return replace(spec, **changes), lengths
         if lengths is not None:
-            kept = lengths[: len(lengths) // 2] if len(lengths) > 1 else (lengths[0] // 2,)
-            total, longest = sum(kept), max(kept)
-            spec = replace(spec, q_len=total, kv_len=total, max_len_q=longest, max_len_k=longest, documents=len(kept))
-            lengths = kept
+            fewer = lengths[: len(lengths) // 2] if len(lengths) > 1 else (lengths[0] // 2,)
+            total, longest = sum(fewer), max(fewer)
+            spec = replace(spec, q_len=total, kv_len=total, max_len_q=longest, max_len_k=longest, documents=len(fewer))
+            lengths = fewer
         elif spec.batch > 1:
             spec = replace(spec, batch=spec.batch // 2)
         else:

@@ -701,7 +701,7 @@ def test_aligned_masks_have_rows_that_kernels_can_load() -> None:
 
 
 def test_a_mask_takes_the_dtype_of_q_and_a_bias_keeps_float32() -> None:
-    mask, bias = torch.tensor([True, False]), torch.tensor([[[[1.5, 2.5]]]])
+    mask, bias = torch.tensor([[[[True, False]]]]), torch.tensor([[[[1.5, 2.5]]]])
     added = aten_masks.additive(mask, None, torch.bfloat16, 2)
     assert added.dtype == torch.bfloat16 and added.tolist() == [[[[0.0, -INF]]]] and added.stride(2) == 8
     both = aten_masks.additive(mask, bias, torch.float32, 2)

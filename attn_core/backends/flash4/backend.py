@@ -252,5 +252,5 @@ def _kernel(spec: AttentionSpec, gradient: bool) -> rewrites.Kernel:
     in the backward of grouped heads.
     """
     apart = 128 < spec.head_dim <= 192 and spec.value_dim <= 128 and not (gradient and spec.group_size > 1)
-    width = backward_width if gradient else lambda dim: -(-dim // 8) * 8
+    width = backward_width if gradient else rewrites.whole_eights
     return rewrites.Kernel(_forward, _backward, width, same_width=not apart, lse_gradient=True)

@@ -19,9 +19,9 @@ from functools import cache, lru_cache
 from typing import Any
 
 from attn_core.backends.sdpa_cudnn.empty_rows import forward_binding, zero_for_empty_rows
-from attn_core.backends.sdpa_cudnn.operands import additive, as_allocated_for, explicit, kernel_bias
+from attn_core.backends.sdpa_cudnn.operands import additive, as_allocated_for, kernel_bias
 from attn_core.backends.shared import rewrites
-from attn_core.backends.shared.aten_masks import compute_capability, limits, needed_band
+from attn_core.backends.shared.aten_masks import compute_capability, explicit, limits, needed_band
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
@@ -215,9 +215,5 @@ def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any
     return Gradients(*(gradient.transpose(1, 2) for gradient in gradients))
 
 
-def _width(dim: int) -> int:
-    return -(-dim // 8) * 8
-
-
-KERNEL = rewrites.Kernel(_forward, _backward, _width)
+KERNEL = rewrites.Kernel(_forward, _backward, rewrites.whole_eights)
 """The kernel that ``shared.rewrites`` completes."""

@@ -11,11 +11,6 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
 
-def explicit(spec: AttentionSpec) -> bool:
-    """Returns whether the call has a mask or a bias."""
-    return spec.mask_shape is not None or spec.bias_shape is not None
-
-
 def additive(spec: AttentionSpec, how: dict[str, Any], q: Any, mask: Any, bias: Any) -> Any:
     """Returns mask, bias and band as one tensor ``[batch or 1, heads or 1, q_len or 1, kv_len]`` in q's dtype."""
     import torch
@@ -31,7 +26,7 @@ def kernel_bias(spec: AttentionSpec, how: dict[str, Any], inputs: Inputs) -> tup
     """Returns the kernel's bias, and the rows that see no key if the kernel would not give 0 for them; else None."""
     import torch
 
-    if not explicit(spec):
+    if not aten_masks.explicit(spec):
         return None, None
     added = additive(spec, how, inputs.q, inputs.mask, aten_masks.detached(inputs.bias))
     if zero_for_empty_rows():

@@ -20,7 +20,7 @@ from typing import Any
 
 from attn_core.backends.sdpa_efficient import limits
 from attn_core.backends.sdpa_efficient import operands as tensors
-from attn_core.backends.sdpa_efficient.limits import NAME, width
+from attn_core.backends.sdpa_efficient.limits import NAME
 from attn_core.backends.shared import aten_masks, rewrites
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
@@ -140,8 +140,8 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
     # unwritten under causal. The kernel's log-sum-exp of rows that see no key is not ours.
     unlike = spec.needs_backward and (how["window_size"] is not None or spec.deterministic)
     unlike = unlike or (spec.bias_gradient and how["custom_mask_type"] != NO_MASK)
-    explicit = spec.mask_shape is not None or spec.bias_shape is not None
-    if not rewrites.is_native(KERNEL, spec) or spec.packed or unlike or not whole or (explicit and spec.return_lse):
+    has_bias = aten_masks.explicit(spec)
+    if not rewrites.is_native(KERNEL, spec) or spec.packed or unlike or not whole or (has_bias and spec.return_lse):
         return None
     kernel, causal, scale, window = _kernels()[0], how["custom_mask_type"], spec.scale, how["window_size"]
     group, rows = spec.group_size, spec.q_len
@@ -150,7 +150,7 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
         q, k, v = rewrites.readable_rows(q, k, v, tensors.addressable)
         if group > 1:
             k, v = tensors.for_each_head(k, group), tensors.for_each_head(v, group)
-        added = tensors.added(spec, q.dtype, mask, bias) if explicit else None
+        added = tensors.added(spec, q.dtype, mask, bias) if has_bias else None
         out, lse, *_ = kernel(
             q, k, v, added, None, None, None, None, 0.0, causal, True, scale=scale, window_size=window
         )
@@ -221,5 +221,5 @@ def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any
     return tensors.gradients(spec, how, operands, inputs, gradients)
 
 
-KERNEL = rewrites.Kernel(_forward, _backward, width, same_width=False)
+KERNEL = rewrites.Kernel(_forward, _backward, rewrites.whole_eights, same_width=False)
 """The kernel that ``shared.rewrites`` completes."""

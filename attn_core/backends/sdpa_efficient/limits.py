@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from attn_core.backends.sdpa_efficient.operands import ADDRESSES
+from attn_core.backends.shared.rewrites import whole_eights
 from attn_core.call.masks import Band
 from attn_core.call.spec import AttentionSpec
 
@@ -36,21 +37,16 @@ def band_refusals(spec: AttentionSpec, edge: Band) -> list[str]:
 def size_refusals(spec: AttentionSpec) -> list[str]:
     """Refuses tensors beyond the kernel's int32 addresses."""
     reasons = []
-    widest = max(width(spec.head_dim), width(spec.value_dim))
+    widest = max(whole_eights(spec.head_dim), whole_eights(spec.value_dim))
     if max(spec.q_len, spec.kv_len) * spec.num_heads * widest >= ADDRESSES:
         reasons.append(
             f"q_len {spec.q_len} and kv_len {spec.kv_len} with {spec.num_heads} heads of {widest}: "
             f"{NAME} addresses fewer than 2**31 elements"
         )
     rows = max((shape[2] for shape in (spec.mask_shape, spec.bias_shape) if shape), default=1)
-    if rows > 1 and rows * width(spec.kv_len) >= ADDRESSES:
+    if rows > 1 and rows * whole_eights(spec.kv_len) >= ADDRESSES:
         reasons.append(
             f"mask or bias with q_len {spec.q_len} and kv_len {spec.kv_len}: {NAME} reads the wrong rows of one "
             "that large (pytorch#162588)"
         )
     return reasons
-
-
-def width(dim: int) -> int:
-    """Returns the head dimension that the kernel runs ``dim`` at: a multiple of 16 bytes in the smallest dtype."""
-    return -(-dim // 8) * 8

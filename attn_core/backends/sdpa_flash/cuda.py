@@ -203,9 +203,5 @@ def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any
     return Gradients(*gradients)
 
 
-def _width(dim: int) -> int:
-    return -(-dim // 8) * 8
-
-
-KERNEL = rewrites.Kernel(_forward, _backward, _width)
+KERNEL = rewrites.Kernel(_forward, _backward, rewrites.whole_eights)
 """The kernel that ``shared.rewrites`` completes."""

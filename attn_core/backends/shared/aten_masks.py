@@ -35,6 +35,11 @@ def needed_band(spec: AttentionSpec) -> Band:
     return Band(left, right, edge.offset)
 
 
+def explicit(spec: AttentionSpec) -> bool:
+    """Returns whether the call has a mask or a bias."""
+    return spec.mask_shape is not None or spec.bias_shape is not None
+
+
 def compute_capability(device: str) -> int:
     """Returns 90 for ``"sm90"``, and 0 for a device that is no NVIDIA GPU."""
     return int(device[2:]) if device.startswith("sm") and device[2:].isdigit() else 0
@@ -61,7 +66,7 @@ def additive(mask: Any, bias: Any, dtype: Any, kv_len: int, *, aligned: bool = T
     """Returns bias and mask as one tensor of ``dtype``, -inf where the mask hides; autograd can differentiate it.
 
     Args:
-        mask, bias: with up to four axes, or None; not both None.
+        mask, bias: ``[batch or 1, heads or 1, q_len or 1, kv_len or 1]``, or None; not both None.
         aligned: whether rows must begin at multiples of ROW_MULTIPLE elements; else the last axis is merely dense.
 
     Returns:
@@ -69,21 +74,14 @@ def additive(mask: Any, bias: Any, dtype: Any, kv_len: int, *, aligned: bool = T
     """
     import torch
 
-    if bias is not None and (bias.dim() < 4 or bias.dtype != dtype):
-        bias = four_axes(bias).to(dtype)
+    bias = None if bias is None else bias.to(dtype)
     if mask is None:
         return in_rows_of(bias, kv_len, aligned)
-    mask = four_axes(mask)
     if bias is not None:
         return in_rows_of(torch.where(mask, bias, -torch.inf), kv_len, aligned)
     # log(True) is 0 and log(False) is -inf: one kernel reads the mask and writes the result.
     keys = mask if mask.shape[3] == kv_len else mask.expand(*mask.shape[:3], kv_len)
     return torch.log(keys, out=_empty_rows_of(keys, dtype, aligned))
-
-
-def four_axes(table: Any) -> Any:
-    """Returns a mask or bias with axes of size 1 added in front, so that it has four."""
-    return table[(None,) * (4 - table.dim())] if table.dim() < 4 else table
 
 
 def in_rows(table: Any, rows: slice) -> Any:

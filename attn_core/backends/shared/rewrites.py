@@ -139,6 +139,11 @@ def _are_readable(shape: Any, strides: tuple[int, ...], size: int) -> bool:
     return strides[-1] == 1 and not any(length > 1 and (step <= 0 or step * size % 16) for length, step in others)
 
 
+def whole_eights(dim: int) -> int:
+    """Returns the head dimension that a kernel runs ``dim`` at: rows of whole 16 bytes in the smallest dtype."""
+    return -(-dim // 8) * 8
+
+
 def writable(buffer: Any) -> Any:
     """Returns the buffer if a kernel can write into it (by the same rules as ``readable``), else None."""
     return buffer if buffer is not None and readable(buffer) is buffer else None

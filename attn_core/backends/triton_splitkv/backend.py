@@ -167,7 +167,7 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple
     offsets = lengths if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.contiguous()
     sinks = q if inputs.sinks is None else inputs.sinks.contiguous()
     out, lse = (None, None) if into is None else into
-    given = [tensor for tensor in (table, lengths, offsets, sinks, q, out, lse) if tensor is not None]
+    tensors = [tensor for tensor in (table, lengths, offsets, sinks, q, out, lse) if tensor is not None]
     if out is None:
         out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
     if lse is None:
@@ -182,11 +182,11 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple
     layout = (q.stride(), k.stride(), v.stride(), table.stride(0), *results, inputs.cu_seqlens_q is None)
     operands = (q, k, v, table, lengths, offsets, sinks, parts, part_lse)
     key = ("attend", spec, count, layout, current)
-    launch(kernels.attend, key, operands, lambda: _attend(spec, operands, count), unaligned=given)
+    launch(kernels.attend, key, operands, lambda: _attend(spec, operands, count), unaligned=tensors)
     if count > 1:
         merged = (parts, part_lse, sinks, out, lse)
         merge_key = ("merge", spec, count, results, current)
-        launch(kernels.merge, merge_key, merged, lambda: _merge(spec, merged, count), unaligned=given)
+        launch(kernels.merge, merge_key, merged, lambda: _merge(spec, merged, count), unaligned=tensors)
     return out, lse
 
 
