@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -171,6 +173,21 @@ def test_any_layout_gives_the_same_results(layout: str, interface: ModuleType) -
         inputs = inputs._replace(q=q, k=k, v=v)
         plain = Inputs(*(x.clone(memory_format=torch.contiguous_format) for x in (q, k, v)))
         assert_equal(flash4.forward(SPEC, inputs), by_entry_points(interface, SPEC, plain))
+
+
+def test_no_tensor_outlives_its_call(interface: ModuleType) -> None:
+    """Without a garbage collection, because XLA fails a call of which a tensor is still alive when it returns."""
+    gc.collect()
+    gc.disable()
+    try:
+        for seed in range(4):
+            inputs = inputs_of(SPEC, seed)
+            results = flash4.forward(SPEC, inputs)
+            alive = [weakref.ref(tensor) for tensor in (*inputs[:3], *results)]
+            del inputs, results
+            assert [tensor() for tensor in alive] == [None] * 5, f"after call {seed}"
+    finally:
+        gc.enable()
 
 
 def test_results_go_into_the_callers_buffers(interface: ModuleType) -> None:

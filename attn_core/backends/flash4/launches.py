@@ -60,15 +60,32 @@ def record(operands: Tensors, results: Tensors, call: Callable[[Any, Tensors], A
     operands = tuple(copied(one) if addresses.index(one.data_ptr()) < at else one for at, one in enumerate(operands))
     launched: list[tuple[Any, Tensors]] = []
     operations: list[tuple[str, Any]] = []
-    with _noting(launched), watching(operations):
-        written = call(entry_points, operands)
+    try:
+        with _noting(launched), watching(operations):
+            written = call(entry_points, operands)
+        return written, _repeatable(operands, results, written, launched, operations)
+    finally:
+        # Both lists outlive this function: the copy's caches hold one, and a class with a reference cycle the other.
+        # XLA does not allow its tensors, which may be operands, to outlive the call.
+        launched.clear()
+        operations.clear()
+
+
+def _repeatable(
+    operands: Tensors,
+    results: Tensors,
+    written: Tensors,
+    launched: list[tuple[Any, Tensors]],
+    operations: list[tuple[str, Any]],
+) -> Launches | None:
+    """Returns the launches of a recorded call, or None if they cannot be repeated."""
     try:
         for buffer, result in zip(results, written, strict=True):
             if buffer is not None and buffer.data_ptr() != result.data_ptr():
                 raise Unrecordable("the entry points write into buffers of their own")
-        return written, _assemble(operands, launched, operations)
+        return _assemble(operands, launched, operations)
     except Unrecordable:
-        return written, None
+        return None
 
 
 def _assemble(operands: Tensors, launched: list[tuple[Any, Tensors]], operations: list[tuple[str, Any]]) -> Launches:
