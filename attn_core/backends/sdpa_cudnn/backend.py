@@ -22,6 +22,7 @@ from attn_core.backends.sdpa_cudnn.empty_rows import forward_binding, zero_for_e
 from attn_core.backends.sdpa_cudnn.operands import additive, as_allocated_for, kernel_bias
 from attn_core.backends.shared import rewrites
 from attn_core.backends.shared.aten_masks import compute_capability, explicit, limits, needed_band
+from attn_core.backends.shared.incoming_gradients import copy_other_layouts
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
@@ -155,6 +156,7 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
         q, k, v = readable(q, k, v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out, lse, *_ = kernel(q, k, v, added, with_lse, 0.0, is_causal, False, scale=scale)
+        copy_other_layouts(out)
         return out.transpose(1, 2), lse.reshape(lse_shape) if spec.return_lse else lse
 
     return run

@@ -22,6 +22,7 @@ from attn_core.backends.sdpa_efficient import limits
 from attn_core.backends.sdpa_efficient import operands as tensors
 from attn_core.backends.sdpa_efficient.limits import NAME
 from attn_core.backends.shared import aten_masks, rewrites
+from attn_core.backends.shared.incoming_gradients import copy_unaligned
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
@@ -154,6 +155,7 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
         out, lse, *_ = kernel(
             q, k, v, added, None, None, None, None, 0.0, causal, True, scale=scale, window_size=window
         )
+        copy_unaligned(out)
         return out, lse[..., :rows]
 
     return run

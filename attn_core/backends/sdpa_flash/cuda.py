@@ -19,6 +19,7 @@ from typing import Any
 
 from attn_core.backends.shared import rewrites
 from attn_core.backends.shared.aten_masks import compute_capability, limits, needed_band
+from attn_core.backends.shared.incoming_gradients import copy_unaligned
 from attn_core.backends.shared.kernel_limits import sums_of_dq
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
@@ -136,6 +137,7 @@ def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] 
 
     def run(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         out, lse, *_ = kernel(*readable(q, k, v), *settings, **window)
+        copy_unaligned(out)
         return out, lse
 
     return run

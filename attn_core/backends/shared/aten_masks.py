@@ -92,7 +92,7 @@ def in_rows(table: Any, rows: slice) -> Any:
 def in_rows_of(added: Any, kv_len: int, aligned: bool = True) -> Any:
     """Expands an additive tensor ``[batch, heads, rows, kv_len or 1]`` to ``[..., kv_len]`` as kernels can load it."""
     whole = added.shape[3] == kv_len
-    if whole and not aligned and added.stride(3) == 1:
+    if whole and not aligned and added.stride(3) == 1 and not added.data_ptr() % 16:
         return added
     if whole and aligned and not kv_len % ROW_MULTIPLE:
         return readable(added)
