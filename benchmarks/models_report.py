@@ -143,6 +143,9 @@ The time includes the prompts.
 
 {generate_table(result)}
 
+"equal tokens" is the share of tokens that are the same with both. Random weights give many nearly equal logits, so a
+rounding difference soon changes a token in bfloat16, and with it all later ones of the row.
+
 One row of {tokens} tokens. The columns "beside" say how many times as fast attn_core is.
 
 {steps_table(result)}
