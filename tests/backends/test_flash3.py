@@ -357,6 +357,27 @@ def test_build_lists_the_missing_features(install: Any) -> None:
     assert flash3.probe() == "stand-in 1.2"
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "strided", "stepped"])
+def test_the_shortcut_gives_the_bits_of_the_forward(install: Any, layout: str) -> None:
+    install()
+    spec = replace(SPEC, dtype="float32", head_dim=64, value_dim=64, causal=True, window=(40, 0))
+    inputs = Inputs(*(torch.randn(2, length, heads, 64) for length, heads in ((131, 8), (257, 2), (257, 2))))
+    if layout == "strided":
+        inputs = Inputs(*(tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in inputs[:3]))
+    elif layout == "stepped":
+        inputs = Inputs(*(torch.stack((tensor, tensor), -1)[..., 0] for tensor in inputs[:3]))
+    run = flash3.shortcut(spec)
+    assert run is not None
+    for one, two in zip(run(*inputs[:3]), flash3.forward(spec, inputs), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("fields", [{"needs_backward": True}, {"head_dim": 60, "value_dim": 60}])
+def test_calls_without_a_shortcut(install: Any, fields: dict[str, Any]) -> None:
+    install()
+    assert flash3.shortcut(replace(SPEC, **fields)) is None
+
+
 @pytest.mark.parametrize("new", [(1, 1, 1), (3, 0, 5)], ids=["one query each", "chunks"])
 @pytest.mark.parametrize("into", [False, True])
 def test_paged_results_match_the_reference(install: Any, new: tuple[int, ...], into: bool) -> None:

@@ -24,7 +24,7 @@ from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 
-from attn_core.backends.flash3.fp8 import quantise
+from attn_core.backends.flash3 import fp8
 from attn_core.backends.shared import flash_paged, rewrites
 from attn_core.backends.shared.build_trials import TOKENS, averages, differentiates, runs
 from attn_core.backends.shared.cached_once import cached_once
@@ -154,6 +154,19 @@ def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any,
     return rewrites.forward(KERNEL, spec, inputs, into)
 
 
+def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
+    """See ``Backend.shortcut``: the operator alone, for calls without a gradient."""
+    if spec.needs_backward or not rewrites.is_native(KERNEL, spec):
+        return None
+    operator, readable_rows = _operator(spec, "forward", "q", "k", "v"), rewrites.readable_rows
+
+    def run(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        out, lse, *_ = operator(*readable_rows(q, k, v))
+        return out, lse
+
+    return run
+
+
 def backward(
     spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any, into: Any = None
 ) -> Gradients:
@@ -172,18 +185,7 @@ def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
 
 
 def _fp8_forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
-    """Runs the kernel on e4m3 inputs. The kernel always writes bfloat16, which is converted for float16 calls."""
-    import torch
-
-    with torch.no_grad():
-        sides = zip(inputs[:3], (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.cu_seqlens_k))
-        rounded, factors = zip(*(quantise(tensor, spec.num_kv_heads, offsets) for tensor, offsets in sides))
-    native = spec.dtype == "bfloat16"
-    out = writable(into[0]) if native and into is not None else None
-    run = _operator(spec, "forward", "q", "k", "v", "q_descale", "k_descale", "v_descale", "out", *OFFSETS)
-    result, lse, *_ = run(*map(readable, rounded), *factors, out, *_offsets(inputs))
-    result = result if out is None else out
-    return result if native else result.to(inputs.q.dtype), lse
+    return fp8.forward(spec, inputs, into, partial(_operator, spec, "forward"), _offsets(inputs))
 
 
 def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any) -> Gradients:

@@ -1,4 +1,4 @@
-"""Quantises q, k and v to e4m3 with one factor per (batch row or document, kv head), in plain torch operations.
+"""FlashAttention 3 on e4m3 inputs: quantises q, k and v with one factor per (batch row or document, kv head).
 
 The largest magnitude of a group becomes 448, the largest e4m3 number: a relative error of up to 2^-4 per element, and
 of up to 2^-10 of the largest for small elements. Nothing is read back from the device.
@@ -6,12 +6,39 @@ of up to 2^-10 of the largest for small elements. Nothing is read back from the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from attn_core.backends.shared.rewrites import readable, writable
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Inputs
 
 LARGEST = 448.0
 """The largest finite e4m3 (float8_e4m3fn)."""
 SMALLEST = 2.0**-100
 """The smallest factor, so that a group of zeros is not divided by 0."""
+
+
+def forward(
+    spec: AttentionSpec, inputs: Inputs, into: Any, operator: Callable[..., Any], offsets: tuple[Any, Any]
+) -> tuple[Any, Any]:
+    """Returns (out, lse) of the kernel on e4m3 inputs. It always writes bfloat16, which is converted for float16 calls.
+
+    Args:
+        operator: of the names of the tensors, returns a function of the tensors that runs the kernel.
+        offsets: the cumulative lengths of queries and keys, or None for both.
+    """
+    import torch
+
+    with torch.no_grad():
+        sides = zip(inputs[:3], (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.cu_seqlens_k))
+        rounded, factors = zip(*(quantise(tensor, spec.num_kv_heads, lengths) for tensor, lengths in sides))
+    native = spec.dtype == "bfloat16"
+    out = writable(into[0]) if native and into is not None else None
+    run = operator("q", "k", "v", "q_descale", "k_descale", "v_descale", "out", "cu_seqlens_q", "cu_seqlens_k")
+    result, lse, *_ = run(*map(readable, rounded), *factors, out, *offsets)
+    result = result if out is None else out
+    return result if native else result.to(inputs.q.dtype), lse
 
 
 def quantise(tensor: Any, kv_heads: int, cu_seqlens: Any = None) -> tuple[Any, Any]:
