@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from attn_core import AttentionSpec, Target, backends, selection
-from attn_core.backends import flash2
+from attn_core.backends.flash2 import backend as flash2
 from attn_core.backends.shared import rewrites
 from attn_core.backends.support import Build
 from attn_core.call.masks import band
@@ -448,6 +448,22 @@ def test_the_return_values_of_version_2_6(stand_in: StandIn) -> None:
     stand_in.returned = 8  # flash-attn 2.6 returns more tensors
     again = flash2.forward(case.spec, tensors(case.spec, case.inputs))
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+
+
+@pytest.mark.parametrize("changes", [{}, {"causal": True}, {"window": (5, 3)}, {"softcap": 2.0}])
+def test_the_shortcut_gives_the_bits_of_the_forward(changes: dict[str, Any], stand_in: StandIn) -> None:
+    case = make({**changes, "head_dim": 16, "value_dim": 16, "q_len": 60, "kv_len": 60}, "bfloat16")
+    inputs, run = tensors(case.spec, case.inputs), flash2.shortcut(case.spec)
+    assert run is not None
+    for one, two in zip(run(*inputs[:3]), flash2.forward(case.spec, inputs), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"needs_backward": True}, {"head_dim": 12, "value_dim": 12}, {"q_len": 70, "kv_len": 9, "causal": True}]
+)
+def test_calls_without_a_shortcut(changes: dict[str, Any], stand_in: StandIn) -> None:
+    assert flash2.shortcut(make(changes, "bfloat16").spec) is None
 
 
 @pytest.mark.parametrize("changes", [{}, PACKED], ids=["dense", "packed"])

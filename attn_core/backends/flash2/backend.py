@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
+from attn_core.backends.flash2.limits import NAME, ROCM_CK, ROCM_TRITON, WIDTHS, refusals, rocm_refusals, width_of
 from attn_core.backends.shared import flash_paged, kernel_limits, rewrites
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.flash2_conventions import generator_of, longest_query, rng_state_of, shift_lse, slopes_of
@@ -34,7 +35,6 @@ from attn_core.call.tensors import Gradients, Inputs
 FRAMEWORK = "torch"
 REQUIRES = "flash-attn>=2.6.2,<3"
 
-NAME = "the FlashAttention 2 kernel"
 FORWARD = Support(
     kernel=NAME,
     devices=("sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm120", "gfx90a", "gfx942", "gfx950"),
@@ -59,62 +59,15 @@ FORWARD = Support(
 BACKWARD = replace(FORWARD, paged=False)
 WRITES_INTO = True
 
-ROCM_CK = Build("ROCm CK", without=("softcap",))
-ROCM_TRITON = Build("ROCm Triton", without=("softcap", "window"))
-
-WIDTHS = (32, 64, 96, 128, 160, 192, 224, 256)
-"""The widths of the kernels. Each kernel also serves smaller dimensions (160 and 224 exist in old versions only)."""
-SMALL_MEMORY = ("sm86", "sm89", "sm120")
-"""Devices with 99 KiB of shared memory per block: dropout's gradient kernel does not fit above head_dim 192."""
-
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
     """Refuses combinations of features that the kernel computes wrongly or cannot launch."""
     width = width_of(max(spec.head_dim, spec.value_dim), build.head_dims if build else ())
-    reasons = [*rewrites.refusals(spec), *_refusals(spec, device, width)]
+    reasons = [*rewrites.refusals(spec), *refusals(spec, device, width)]
     reasons += kernel_limits.grid(spec, NAME)
     # The overflow is fixed in 2.8.3.
     reasons += kernel_limits.sums_of_dq(spec, NAME) if build is None or build.version < (2, 8, 3) else ()
-    return (*reasons, *(_rocm_refusals(spec, build) if device.startswith("gfx") else ()))
-
-
-def _refusals(spec: AttentionSpec, device: str, width: int) -> Iterator[str]:
-    if spec.paged is not None:
-        yield from flash_paged.flash2_refusals(spec, NAME, width)
-    if _wrong_window(spec):
-        why = "treats a long right side as open, and that as kv_len: wrong if q_len exceeds kv_len + 1"
-        yield f"window={spec.window} with q_len {spec.q_len} and kv_len {spec.kv_len}: {NAME} {why}"
-    if spec.alibi_shape and spec.alignment == "top_left" and (spec.packed or spec.q_len != spec.kv_len):
-        yield f"alignment=top_left with alibi_slopes: {NAME} measures from the bottom_right diagonal"
-    if spec.dropout and spec.softcap is not None:
-        yield f"dropout={spec.dropout} with softcap={spec.softcap}: {NAME} has one or the other"
-    if spec.dropout and not 1 / 256 <= spec.dropout <= 255 / 256:
-        yield f"dropout={spec.dropout}: {NAME} drops in steps of 1/256"
-    if spec.dropout and spec.needs_backward and width > 192 and device in SMALL_MEMORY:
-        yield f"backward: dropout={spec.dropout} with head_dim={width}: {NAME} has none on {device}"
-
-
-def _wrong_window(spec: AttentionSpec) -> bool:
-    """Returns whether the kernel's rule for open right sides changes the window. ``lower`` handles packed calls."""
-    edge, kv_len = band(spec), spec.kv_len
-    if spec.packed or spec.q_len <= kv_len + 1 or (edge.right is not None and edge.right < kv_len):
-        return False
-    if edge.left is None or edge.left >= kv_len:  # the kernel then has no window at all
-        return edge.right is not None and not edge.hides_nothing(spec.q_len, kv_len)
-    return edge.right != kv_len
-
-
-def _rocm_refusals(spec: AttentionSpec, build: Build | None) -> Iterator[str]:
-    nameless = build is None and "ROCm builds ignore it silently, and it is not known which build this is"
-    ignored = spec.deterministic and spec.needs_backward and build != ROCM_CK
-    why = {
-        f"softcap={spec.softcap}": spec.softcap is not None and nameless,
-        f"window={spec.window}": spec.window != (None, None) and nameless,
-        "alibi_slopes": spec.alibi_shape and "it is not known how ROCm builds define the log-sum-exp",
-        f"dropout={spec.dropout}": spec.dropout and "ROCm builds do not all draw it from the call's own seed",
-        "backward: deterministic=True": ignored and "the ROCm Triton build ignores it",
-    }
-    return (f"{feature}: {reason}" for feature, reason in why.items() if reason)
+    return (*reasons, *(rocm_refusals(spec, build) if device.startswith("gfx") else ()))
 
 
 def probe() -> str:
@@ -159,15 +112,6 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
-def width_of(dim: int, head_dims: tuple[int, ...]) -> int:
-    """Returns the head dimension to run ``dim`` at: the next multiple of 8, or the next width that the build has."""
-    eights = -(-dim // 8) * 8
-    native = next((width for width in WIDTHS if width >= eights), eights)
-    if not head_dims or native in head_dims:
-        return eights
-    return next((width for width in head_dims if width > eights), eights)
-
-
 @lru_cache(maxsize=4096)
 def lower(spec: AttentionSpec) -> dict[str, Any]:
     """Returns the kernel's arguments, and whether its log-sum-exp needs a correction.
@@ -208,6 +152,20 @@ def _extension() -> Any:
 def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
     """See ``Backend.forward``."""
     return rewrites.forward(KERNEL, spec, inputs, into)
+
+
+def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
+    """See ``Backend.shortcut``: the kernel alone, for calls without a gradient."""
+    how = lower(spec)
+    if spec.needs_backward or not rewrites.is_native(KERNEL, spec) or how["empty_rows"]:
+        return None
+    kernel, settings, readable_rows = _extension().fwd, _settings(spec, how, None), rewrites.readable_rows
+
+    def run(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        results = kernel(*readable_rows(q, k, v), None, *settings, False, None)
+        return results[0], results[-3]
+
+    return run
 
 
 def backward(

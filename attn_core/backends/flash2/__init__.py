@@ -1,0 +1,1 @@
+"""flash2: FlashAttention 2, the kernels of the flash-attn package."""
