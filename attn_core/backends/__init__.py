@@ -96,7 +96,7 @@ def _variants() -> dict[str, tuple[str, str | None]]:
 def load(name: str, kind: str = "cpu") -> Backend:
     """Returns the module of a backend for a kind of device.
 
-    A backend is a file, ``flashinfer.py``, or a folder: ``flash4/backend.py`` for all devices, or one file for each kind,
+    A backend is a file, ``sage.py``, or a folder: ``flash4/backend.py`` for all devices, or one file for each kind,
     ``flex/cpu.py`` and ``flex/cuda.py``.
 
     Raises:

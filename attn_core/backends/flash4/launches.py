@@ -51,9 +51,8 @@ def record(operands: Tensors, results: Tensors, call: Callable[[Any, Tensors], A
         results: the operands that the call should write into, None for a result that it has not.
         call: ``(entry_points, operands) -> results`` makes the call; entry_points is None for the usual ones.
     """
-    try:
-        entry_points = _entry_points()
-    except Exception:  # an interface that changed upstream can raise anything, and the usual entry points still work
+    entry_points = copied_entry_points()
+    if entry_points is None:
         return call(None, operands), None
     # A kernel's argument is known by its address, so no two operands may have one: k may be v, and dout may be out.
     addresses = [tensor.data_ptr() for tensor in operands]
@@ -136,9 +135,13 @@ def _module() -> tuple[Any, Any]:
     return interface, private_copy("flash_attn.cute._attn_core_direct")
 
 
-def _entry_points() -> tuple[Any, Any]:
-    copy = _module()[1]
-    return copy._flash_attn_fwd, copy._flash_attn_bwd
+def copied_entry_points() -> tuple[Any, Any] | None:
+    """Returns the entry points of the copy, or None if there can be none. The first call takes 30 ms."""
+    try:
+        copy = _module()[1]
+        return copy._flash_attn_fwd, copy._flash_attn_bwd
+    except Exception:  # an interface that changed upstream can raise anything, and the usual entry points still work
+        return None
 
 
 class _NotingCache:
