@@ -12,6 +12,7 @@ import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import small_calls_report
 from benchmarks.hopper_report import figures_of
 from benchmarks.performance_plots import ONE_GPU, draw, efficiency, strategies
 
@@ -183,6 +184,7 @@ def page(results: Results) -> str:
     """Returns docs/explanation/performance.md."""
     cpu, hopper = results["cpu"], results["hopper"]
     goals = [figure for _, figure in figures_of(hopper) if figure["goal"]]
+    small_calls = "\n\n".join(map(small_calls_report.section, small_calls_report.stored().values()))
     met, missed = (sum(figure["held"] is verdict for figure in goals) for verdict in (True, False))
     return f"""# Performance
 
@@ -229,6 +231,14 @@ Measured on {cpu["environment"]["date"]}: {cpu["environment"]["processor"]}, {cp
 Small calls run with torch on one thread, on tensors of {TINY} (batch, seq, heads, head_dim). torch's own
 `scaled_dot_product_attention` gets its own layout, (batch, heads, seq, head_dim). A call through the bridge goes from a
 jitted JAX function to torch's CPU kernel and back; its time includes the kernel.
+
+## Small calls
+
+Small calls take as long as Python needs, so they show what attention() adds. Cells are microseconds: ours, then what
+replaces it. Where the other side lacks a feature, it gets a mask or a bias that was prepared outside the timing, or
+does without the feature. `python -m benchmarks.small_calls --json` writes the raw times.
+
+{small_calls}
 
 ## Measure your own machine
 
