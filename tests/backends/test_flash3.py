@@ -339,7 +339,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         return actual
 
     def empty_caches() -> None:
-        for cached in (flash3.build, flash3._operator, flash3.rewrites._widened):
+        for cached in (flash3.build, flash3._operator, flash3._prepared, flash3.rewrites._widened):
             cached.cache_clear()
 
     yield install_stand_ins
@@ -370,6 +370,15 @@ def test_the_shortcut_gives_the_bits_of_the_forward(install: Any, layout: str) -
     assert run is not None
     for one, two in zip(run(*inputs[:3]), flash3.forward(spec, inputs), strict=True):
         assert torch.equal(one, two)
+
+
+def test_the_steps_of_a_decoding_loop_share_the_arguments(install: Any) -> None:
+    install()
+    assert flash3.shortcut(replace(SPEC, q_len=1, kv_len=100)) is not None
+    before = flash3._prepared.cache_info().misses
+    for kv_len in range(101, 120):
+        assert flash3.shortcut(replace(SPEC, q_len=1, kv_len=kv_len)) is not None
+    assert flash3._prepared.cache_info().misses == before
 
 
 @pytest.mark.parametrize("fields", [{"needs_backward": True}, {"head_dim": 60, "value_dim": 60}])

@@ -145,8 +145,13 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 @lru_cache(maxsize=4096)
 def _operator(spec: AttentionSpec, direction: str, *tensors: str) -> Callable[..., Any]:
     """Returns a function of the named tensors that runs the operator for a spec."""
-    settings = {name: value for name, value in lower(spec).items() if name not in ONE_DIRECTION[direction]}
-    return prepare(getattr(operators(), direction), settings, tensors)
+    settings = [(name, value) for name, value in lower(spec).items() if name not in ONE_DIRECTION[direction]]
+    return _prepared(direction, tensors, tuple(settings))
+
+
+@lru_cache(maxsize=4096)  # few settings depend on lengths, so the steps of a decoding loop share one function
+def _prepared(direction: str, tensors: tuple[str, ...], settings: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    return prepare(getattr(operators(), direction), dict(settings), tensors)
 
 
 def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
