@@ -155,27 +155,37 @@ class Turns:
         return {"seconds": {n: s for n, s in self.seconds.items() if n not in self.failures}, "failures": self.failures}
 
 
-def generate(device: str, cache: str, compiled: bool) -> dict[str, Any]:
-    """Returns the times of generate with sdpa and with ours."""
+def generate(device: str, cache: str, compiled: bool, new_lengths: bool = False) -> dict[str, Any]:
+    """Returns the times of generate with sdpa and with ours.
+
+    Args:
+        new_lengths: whether the prompts of each round are longer than every row before, as with prompts of many users.
+            Else the rounds repeat the same lengths, for which kernels were prepared before.
+    """
     size, turns = SIZES[device], Turns(device)
     rows, prompt = size.prompt
-    ids = torch.randint(2, 4096, (rows, prompt), generator=torch.Generator().manual_seed(1)).to(device)
+    longest = prompt + new_lengths * size.steps * size.generations
+    drawn = torch.randint(2, 4096, (rows, longest), generator=torch.Generator().manual_seed(1)).to(device)
+    ids = drawn[:, :prompt]
     limits = {"max_new_tokens": size.steps, "min_new_tokens": size.steps, "do_sample": False, "use_cache": True}
     limits |= {"cache_implementation": cache, "disable_compile": not compiled}
     models = {n: build(transformers.AutoModelForCausalLM, "Llama-8B", device, n) for n in ("sdpa", OURS)}
 
-    def call(name: str, **others: Any) -> Any:
+    def call(name: str, ids: Any = ids, **others: Any) -> Any:
         with torch.no_grad():
             return models[name].generate(ids, attention_mask=torch.ones_like(ids), **limits | others)
 
     used = backends_of(lambda: call(OURS, max_new_tokens=3, min_new_tokens=3, disable_compile=True))
     found = {name: turns.attempt(name, lambda name=name: call(name)[:, prompt:]) for name in models}
-    turns.time({name: lambda name=name: call(name) for name in models}, size.generations, warm_up=0)  # warm already
+    for number in range(size.generations):
+        ids = drawn[:, : prompt + new_lengths * size.steps * (number + 1)]
+        turns.time({name: lambda name=name, ids=ids: call(name, ids) for name in models}, 1, warm_up=0)  # warm already
     single = {"max_new_tokens": 1, "min_new_tokens": 1}
     first = Turns(device)  # the prompt alone, to tell it from the steps
     first.time({name: lambda name=name: call(name, **single) for name in models}, size.generations, warm_up=1)
     equal = None if None in found.values() else float((found["sdpa"] == found[OURS]).float().mean())
-    call_facts = {"cache": cache, "compiled": compiled, "rows": rows, "prompt": prompt, "tokens": size.steps}
+    call_facts = {"cache": cache, "compiled": compiled, "new_lengths": new_lengths}
+    call_facts |= {"rows": rows, "prompt": prompt, "tokens": size.steps}
     return call_facts | {"backends": used, "equal_tokens": equal, "prompt_only": first.results(), **turns.results()}
 
 
@@ -298,6 +308,7 @@ def main(arguments: list[str] | None = None) -> None:
         if part == "generate":
             for cache in ("dynamic", "static"):
                 group("generate", f"generate, {cache}", lambda cache=cache: [generate(device, cache, False)])
+            group("generate", "generate, new lengths", lambda: [generate(device, "dynamic", False, new_lengths=True)])
         elif part == "static" and device == "cuda":
             group("generate", "generate, static, compiled", lambda: [generate(device, "static", True)])
         elif part in ("models", "flex"):

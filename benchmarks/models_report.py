@@ -73,13 +73,19 @@ def milliseconds(seconds: list[float]) -> str:
     return f"{statistics.median(seconds) * 1e3:,.1f}"
 
 
+def title_of(group: Group) -> str:
+    """Returns the cache of a group of generate and how it was measured."""
+    lengths = ", lengths never seen before" if group.get("new_lengths") else ""
+    return f"{group['cache']}, {'compiled' if group['compiled'] else 'not compiled'}{lengths}"
+
+
 def generate_table(result: dict[str, Any]) -> str:
     """Returns tokens per second of generate as a Markdown table."""
     head = ["| cache | sdpa | attn_core | attn_core beside sdpa | equal tokens |", "|---|---|---|---|---|"]
     lines = []
     for group in result["generate"]:
         tokens = group["rows"] * group["tokens"]
-        cells = [f"{group['cache']}, {'compiled' if group['compiled'] else 'not compiled'}"]
+        cells = [title_of(group)]
         for name in ("sdpa", OURS):
             times = group["seconds"].get(name)
             cells.append(f"{tokens / statistics.median(times):,.0f} tokens/s" if times else "failed")
@@ -190,8 +196,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
         raise SystemExit("the plots need matplotlib; pip install 'attn-core[cli]'") from None
     groups = [(title, group["speeds"]) for title, group in reversed(steps(result)) if group["speeds"]]
     for group in reversed(result["generate"]):
-        word = "compiled" if group["compiled"] else "not compiled"
-        groups.append((f"generate, {group['cache']} cache, {word}", relative(group)))
+        groups.append((f"generate, {title_of(group)}", relative(group)))
     names = [name for name in ORDER[:-1] if any(name in speeds for _, speeds in groups)]
     figure = Figure(figsize=(8, 0.42 * len(groups) + 1.2), layout="constrained")
     axes = figure.subplots()
