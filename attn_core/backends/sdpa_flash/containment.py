@@ -17,8 +17,14 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
 
-def contain(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any) -> None:
-    """Recomputes the affected rows of a dense forward and writes them into ``out`` and ``lse``."""
+def contain(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, by_results: bool) -> None:
+    """Recomputes the affected rows of a dense forward and writes them into ``out`` and ``lse``.
+
+    Args:
+        by_results: the value of ``shows_in_results``.
+    """
+    if by_results and not isinstance(out, _valueless()) and are_results_finite(out, lse):
+        return
     for row in _broken_rows(inputs.k, inputs.v):
         part, part_lse = plain_attention.forward(_row_spec(spec), _row_inputs(inputs, row))
         out[row], lse[row] = part[0], part_lse[0]
@@ -67,6 +73,29 @@ def are_finite(k: Any, v: Any) -> bool:
         if k.is_contiguous() and v.is_contiguous():
             return math.isfinite(torch.dot(k.view(-1), v.view(-1)).item())
     return math.isfinite(k.sum() + v.sum())
+
+
+def shows_in_results(spec: AttentionSpec) -> bool:
+    """Returns whether ``are_results_finite`` is enough for a dense call, and reads less than ``are_finite`` does.
+
+    It is not enough before a backward: an infinite key whose score is hidden leaves the results finite, but 0 times
+    that key is added to dq.
+    """
+    results, keys = spec.num_heads * spec.q_len, spec.num_kv_heads * spec.kv_len
+    return not spec.needs_backward and 2 * results <= keys
+
+
+def are_results_finite(out: Any, lse: Any) -> bool:
+    """Returns whether no hidden NaN or Inf reached the kernel's results. False for large finite results, too.
+
+    A hidden value that is not finite is multiplied by the weight 0, so it makes ``out`` NaN. A hidden key that is not
+    finite has the score NaN or -inf. -inf is a hidden score's right value; NaN makes the row's log-sum-exp NaN.
+    """
+    import torch
+
+    if not math.isfinite(out.sum() if out.dtype in (torch.float32, torch.float64) else out.sum(dtype=torch.float32)):
+        return False
+    return bool(lse.amax() < math.inf)  # -inf for a row that sees no key; False for NaN
 
 
 @cache

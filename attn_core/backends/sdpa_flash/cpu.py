@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from attn_core.backends.sdpa_flash import additive_masks, containment, cpu_blocks, cpu_packed, cpu_paged
+from attn_core.backends.sdpa_flash import additive_masks, containment, cpu_blocks, cpu_kernel, cpu_packed, cpu_paged
 from attn_core.backends.shared import rewrites
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
@@ -56,7 +56,7 @@ def probe() -> str:
     """Checks that the ops exist and returns torch's version."""
     import torch
 
-    cpu_blocks.kernels()
+    cpu_kernel.kernels()
     return torch.__version__
 
 
@@ -64,7 +64,7 @@ def probe() -> str:
 def lower(spec: AttentionSpec) -> dict[str, Any]:
     """Returns the op's arguments: ``is_causal`` if the kernel's top-left causal fits, else ``additive_mask``.
 
-    ``contained`` is whether NaN in hidden keys is contained.
+    ``contained`` is whether NaN in hidden keys is contained, and ``by_results`` whether the results show it.
     """
     edge = band(spec)
     explicit = any(shape is not None for shape in (spec.mask_shape, spec.bias_shape, spec.alibi_shape))
@@ -77,6 +77,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
         "is_causal": is_causal,
         "additive_mask": additive_mask,
         "contained": additive_mask or (is_causal and spec.sinks),
+        "by_results": containment.shows_in_results(spec),
         "scale": spec.scale,
         "by_document": spec.packed,
     }
@@ -95,12 +96,15 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
     else:
         # [batch, seq, heads, dim] -> [batch, heads, seq, dim] and back, as views
         q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])
-        out, lse = cpu_blocks.kernels()[0](q, k, v, 0.0, how["is_causal"], scale=how["scale"])
+        if spec.q_len == 1:
+            out, lse = cpu_kernel.forward_op(spec, how["is_causal"])(q, k, v)
+        else:
+            out, lse = cpu_kernel.kernels()[0](q, k, v, 0.0, how["is_causal"], scale=how["scale"])
         out = out.transpose(1, 2)
     if spec.sinks:
         out, lse = rewrites.with_sinks(out, lse, inputs.sinks)
     if how["contained"]:
-        containment.contain(spec, inputs, out, lse)
+        containment.contain(spec, inputs, out, lse, how["by_results"])
     return out, lse
 
 
@@ -111,16 +115,16 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | Non
         return None
     if how["additive_mask"]:
         return _masked_shortcut(spec)
-    kernel, is_causal, scale = cpu_blocks.kernels()[0], how["is_causal"], how["scale"]
+    op = cpu_kernel.forward_op(spec, how["is_causal"])
 
     def run(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):  # nearly never: a cheap test first
             q, k, v = _readable(q), _readable(k), _readable(v)
-        out, lse = kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, is_causal, scale=scale)
+        out, lse = op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return out.transpose(1, 2), lse
 
     def heads_first(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        return kernel(_readable_heads(q), _readable_heads(k), _readable_heads(v), 0.0, is_causal, scale=scale)  # type: ignore[no-any-return]
+        return op(_readable_heads(q), _readable_heads(k), _readable_heads(v))
 
     run.heads_first = heads_first  # type: ignore[attr-defined]
     return run
@@ -132,26 +136,28 @@ def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | Non
     if len(blocks) != 1 or not blocks[0].whole:
         return None
     rows, keys, edge, _ = blocks[0]
-    kernel, scale, dtype, wants_lse = cpu_blocks.kernels()[0], spec.scale, spec.lse_dtype, spec.return_lse
+    op, dtype, wants_lse = cpu_kernel.forward_op(spec), spec.lse_dtype, spec.return_lse
+    by_results = containment.shows_in_results(spec)
 
     def run(q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None) -> tuple[Any, Any] | None:
         if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
             q, k, v = _readable(q), _readable(k), _readable(v)
-        if not containment.are_finite(k, v):
+        if not (by_results or containment.are_finite(k, v)):
             return None
         added = additive_masks.additive(dtype, q.device, mask, bias, edge, rows, keys)
-        first, second, third = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        out, lse = kernel(first, second, third, 0.0, False, attn_mask=added, scale=scale)
+        out, lse = op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=added)
+        if by_results and not containment.are_results_finite(out, lse):
+            return None
         if wants_lse:
             lse = lse.masked_fill(additive_masks.empty_rows(added), -float("inf"))
         return out.transpose(1, 2), lse
 
     def heads_first(q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None) -> tuple[Any, Any] | None:
-        if wants_lse or not containment.are_finite(k, v):
+        if wants_lse or not (by_results or containment.are_finite(k, v)):
             return None
         added = additive_masks.additive(dtype, q.device, mask, bias, edge, rows, keys)
-        readable = _readable_heads(q), _readable_heads(k), _readable_heads(v)
-        return kernel(*readable, 0.0, False, attn_mask=added, scale=scale)  # type: ignore[no-any-return]
+        out, lse = op(_readable_heads(q), _readable_heads(k), _readable_heads(v), attn_mask=added)
+        return None if by_results and not containment.are_results_finite(out, lse) else (out, lse)
 
     run.heads_first = heads_first  # type: ignore[attr-defined]
     return run
@@ -167,7 +173,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         dq, dk, dv = cpu_blocks.backward(spec, inputs, out, lse, dout)
     else:
         tensors = (tensor.transpose(1, 2) for tensor in (dout, *inputs[:3], out))
-        gradients = cpu_blocks.kernels()[1](*tensors, lse, 0.0, how["is_causal"], scale=how["scale"])
+        gradients = cpu_kernel.kernels()[1](*tensors, lse, 0.0, how["is_causal"], scale=how["scale"])
         dq, dk, dv = (gradient.transpose(1, 2) for gradient in gradients)
     if how["contained"]:
         containment.contain_gradients(spec, inputs, out, lse, dout, (dq, dk, dv))

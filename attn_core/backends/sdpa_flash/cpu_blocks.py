@@ -11,10 +11,11 @@ of one call: many small calls lose more time between calls than in them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from attn_core.backends.sdpa_flash.additive_masks import additive, empty_rows, with_alibi
+from attn_core.backends.sdpa_flash.cpu_kernel import forward_op, kernels
 from attn_core.call.masks import Band, band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
@@ -61,15 +62,6 @@ class Stack(NamedTuple):
         first = tensor[row, :, tokens]
         step = (self.block.rows.stop - self.block.rows.start) * first.stride(1)
         return first.as_strided((self.number, *first.shape), (step, *first.stride()), first.storage_offset())
-
-
-@cache
-def kernels() -> tuple[Any, Any]:
-    """Returns the forward and the backward op, on ``[batch, heads, seq, dim]``."""
-    import torch
-
-    backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    return torch._scaled_dot_product_flash_attention_for_cpu, backward_op
 
 
 @lru_cache(maxsize=128)  # the blocks of 65536 queries with a window take 330 KiB
@@ -127,7 +119,10 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
 
 def _run(spec: AttentionSpec, tensors: tuple[Any, Any, Any], mask: Any) -> tuple[Any, Any]:
     """Runs the kernel and corrects its log-sum-exp, which is 0 for a row that sees no key."""
-    part, lse = kernels()[0](*tensors, 0.0, False, attn_mask=mask, scale=spec.scale)
+    if spec.q_len == 1:
+        part, lse = forward_op(spec)(*tensors, attn_mask=mask)
+    else:
+        part, lse = kernels()[0](*tensors, 0.0, False, attn_mask=mask, scale=spec.scale)
     return part, lse if mask is None else lse.masked_fill(empty_rows(mask), -float("inf"))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attn_core.backends.sdpa_flash import additive_masks, containment
-from attn_core.backends.sdpa_flash.cpu_blocks import kernels
+from attn_core.backends.sdpa_flash.cpu_kernel import kernels
 from attn_core.backends.shared import rewrites
 from attn_core.backends.shared.paged_as_dense import packed_documents
 from attn_core.call.masks import band

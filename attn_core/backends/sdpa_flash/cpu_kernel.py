@@ -1,0 +1,63 @@
+"""Decoding with torch's CPU flash kernel: the query heads of a group become the queries of one head.
+
+The kernel reads a key once for each query head. If each row has one query, the heads of a group differ in nothing else,
+so they can share one reading of the keys.
+
+In bfloat16, torch multiplies a single row by a matrix with a loop that takes several times as long as its product of
+two rows. So a query that has no other head in its group is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache, partial
+from typing import Any
+
+from attn_core.call.spec import AttentionSpec
+
+
+@cache
+def kernels() -> tuple[Any, Any]:
+    """Returns the forward and the backward op, on ``[batch, heads, seq, dim]``."""
+    import torch
+
+    backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    return torch._scaled_dot_product_flash_attention_for_cpu, backward_op
+
+
+@lru_cache(maxsize=4096)
+def forward_op(spec: AttentionSpec, is_causal: bool = False) -> Callable[..., tuple[Any, Any]]:
+    """Returns the forward of a dense call: ``(q, k, v, attn_mask=None) -> (out, lse)``; attn_mask is an additive mask.
+
+    Tensors are ``[batch, heads, seq, dim]``.
+    """
+    alone = spec.group_size == 1 and spec.dtype == "bfloat16"
+    # A training call stays as it is: torch saves the kernel's own tensors for the backward.
+    if spec.q_len != 1 or spec.needs_backward or is_causal or (spec.group_size == 1 and not alone):
+        return partial(kernels()[0], dropout_p=0.0, is_causal=is_causal, scale=spec.scale)  # no frame of Python
+    return _twice(spec) if alone else _by_group(spec)
+
+
+def _by_group(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]]:
+    kernel, scale, heads = kernels()[0], spec.scale, (spec.num_kv_heads, spec.group_size)
+
+    def run(q: Any, k: Any, v: Any, attn_mask: Any = None) -> tuple[Any, Any]:
+        batch, all_heads, _, dim = q.shape
+        if attn_mask is not None and attn_mask.shape[1] > 1:
+            attn_mask = attn_mask.reshape(attn_mask.shape[0], *heads, attn_mask.shape[3])
+        # [batch, heads, 1, dim] -> [batch, kv_heads, group, dim] and back
+        out, lse = kernel(q.reshape(batch, *heads, dim), k, v, 0.0, False, attn_mask=attn_mask, scale=scale)
+        return out.reshape(batch, all_heads, 1, dim), lse.reshape(batch, all_heads, 1)
+
+    return run
+
+
+def _twice(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]]:
+    kernel, scale = kernels()[0], spec.scale
+
+    def run(q: Any, k: Any, v: Any, attn_mask: Any = None) -> tuple[Any, Any]:
+        # [batch, heads, 1, dim] -> [batch, heads, 2, dim]; the kernel cannot read a query axis of stride 0
+        out, lse = kernel(q.repeat(1, 1, 2, 1), k, v, 0.0, False, attn_mask=attn_mask, scale=scale)
+        return out[:, :, :1], lse[:, :, :1]
+
+    return run
