@@ -34,7 +34,7 @@ def bench(
     device: Annotated[
         str | None, typer.Option(help="cpu, or a GPU of this machine such as sm90. Default: the GPU, else cpu.")
     ] = None,
-    framework: Annotated[str, typer.Option(help="torch, or jax on a CPU.")] = "torch",
+    framework: Annotated[str, typer.Option(help="torch or jax.")] = "torch",
     calls: Annotated[int, typer.Option(min=1, help="How many random calls to run, in both directions.")] = 350,
     seed: Annotated[int, typer.Option(help="Of the random calls.")] = 0,
     only: Annotated[
@@ -84,13 +84,12 @@ def device_of(requested: str | None, framework: str) -> str:
     for package in dict.fromkeys(("torch", framework)):
         if find_spec(package) is None:
             raise SpecError(f"timing needs {package}, which is not installed; install {package}")
-    here = devices_of(framework) if framework == "torch" else ("cpu",)
+    here = devices_of(framework)
     # devices_of lists the CPU first, so the last device is a GPU if there is one.
     device = here[-1] if requested is None else requested
     target_of(framework, device, False)  # raises SpecError for a name that is no device's
     if device not in here:
-        what = "a device of this machine" if framework == "torch" else "the device on which JAX is timed"
-        raise SpecError(f"--device={device}: expected {what}: {', '.join(here)}")
+        raise SpecError(f"--device={device}: expected a device of this machine: {', '.join(here)}")
     return device
 
 

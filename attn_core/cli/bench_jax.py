@@ -14,8 +14,8 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.cli.bench_timing import Run
 from attn_core.selection.sweep import SweepCase
 
-JAX_NN = "jax.nn"
-"""The name under which a caller runs JAX's own function, in XLA."""
+JAX_NN, JAX_NN_CUDNN = "jax.nn", "jax.nn cudnn"
+"""The names under which a caller runs JAX's own function, in XLA and in cuDNN."""
 
 
 def has_jax_nn(spec: AttentionSpec) -> bool:
@@ -27,13 +27,15 @@ def has_jax_nn(spec: AttentionSpec) -> bool:
 
 
 def caller(case: SweepCase, spec: AttentionSpec) -> Run:
-    """Returns a function that runs the call on a backend by name, and waits for its results.
+    """Returns a function that runs the call on a backend by name.
 
-    The results are ``(out,)``, with a backward ``(out, dq, dk, dv)``. Under the name JAX_NN it runs JAX's own function,
-    if ``has_jax_nn(spec)``. Each name compiles on its first call.
+    The results are ``(out,)``, with a backward ``(out, dq, dk, dv)``. Under the names JAX_NN and JAX_NN_CUDNN it runs
+    JAX's own function, if ``has_jax_nn(spec)``. Each name compiles on its first call. On a CPU the function waits for
+    its results; on a GPU it has the attribute ``wait``, which waits for results.
     """
     import jax
 
+    on_cpu = jax.default_backend() == "cpu"
     random = np.random.default_rng(0)
 
     def normal(*shape: int, dtype: str = spec.dtype) -> Any:
@@ -57,7 +59,8 @@ def caller(case: SweepCase, spec: AttentionSpec) -> Run:
 
     @cache
     def compiled(backend: str) -> Any:
-        call = _jax_nn(spec) if backend == JAX_NN else _ours(spec, backend)
+        own = backend in (JAX_NN, JAX_NN_CUDNN)
+        call = _jax_nn(spec, "xla" if backend == JAX_NN else "cudnn") if own else _ours(spec, backend)
 
         def forward(learned: Any, constants: Any, dout: Any) -> Any:
             return (call(*learned, **constants),)
@@ -69,9 +72,11 @@ def caller(case: SweepCase, spec: AttentionSpec) -> Run:
         return jax.jit(training if spec.needs_backward else forward)
 
     def run(backend: str) -> tuple[Any, ...]:
-        results: tuple[Any, ...] = jax.block_until_ready(compiled(backend)(learned, constants, dout))
-        return results
+        results: tuple[Any, ...] = compiled(backend)(learned, constants, dout)
+        return jax.block_until_ready(results) if on_cpu else results  # type: ignore[no-any-return]
 
+    if not on_cpu:
+        run.wait = jax.block_until_ready  # type: ignore[attr-defined]
     return run
 
 
@@ -88,20 +93,22 @@ def _ours(spec: AttentionSpec, backend: str) -> Callable[..., Any]:
     return call
 
 
-def _jax_nn(spec: AttentionSpec) -> Callable[..., Any]:
+def _jax_nn(spec: AttentionSpec, implementation: str) -> Callable[..., Any]:
     import jax
 
     left, right = spec.window
     bounded = (spec.kv_len if left is None else left, spec.kv_len if right is None else right)
     keywords: dict[str, Any] = {
-        "implementation": "xla",
+        "implementation": implementation,
         "scale": spec.scale,
         "is_causal": spec.causal and spec.q_len == spec.kv_len,
         "local_window_size": bounded if spec.window != (None, None) and spec.q_len == spec.kv_len else None,
     }
 
     def call(q: Any, k: Any, v: Any, mask: Any, bias: Any, **_: Any) -> Any:
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, bias=bias, **keywords)
+        # XLA would round float32 products to TF32 on a GPU. Our backends do not.
+        with jax.default_matmul_precision("highest" if spec.dtype == "float32" else "default"):
+            return jax.nn.dot_product_attention(q, k, v, mask=mask, bias=bias, **keywords)
 
     return call
 

@@ -150,14 +150,15 @@ class Sweep:
     def _timing(self, case: SweepCase, spec: AttentionSpec, names: list[str]) -> Timing:
         import torch
 
-        device = torch.device("cpu" if self.target.device == "cpu" else "cuda")
+        device = torch.device("cpu" if self.target.device == "cpu" or self._in_jax else "cuda")
         run = bench_jax.caller(case, spec) if self._in_jax else bench_torch.caller(case, spec, device)
         return measure(run, names, self.rounds, device)
 
     def _beside(self, spec: AttentionSpec) -> list[str]:
-        """Returns the framework's own function, if it can run the call."""
+        """Returns the framework's own functions, if they can run the call."""
         if self._in_jax:
-            return [bench_jax.JAX_NN] if bench_jax.has_jax_nn(spec) else []
+            own = [bench_jax.JAX_NN] + [bench_jax.JAX_NN_CUDNN] * (self.target.device != "cpu")
+            return own if bench_jax.has_jax_nn(spec) else []
         return [bench_torch.SDPA] if bench_torch.has_sdpa(spec) else []
 
     @property

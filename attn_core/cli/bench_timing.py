@@ -144,13 +144,20 @@ def _round_limit(seconds: float, fastest: float, rounds: int) -> int:
 
 
 def _queue(run: Run, name: str, calls: int, device: Any) -> Queue:
-    """Returns the times of a queue of calls; the first one is the longer of the host's and the device's time."""
+    """Returns the times of a queue of calls; the first one is the longer of the host's and the device's time.
+
+    device: of torch's tensors; the CPU for JAX, whose ``run`` waits for its results, or has a function ``wait`` for it.
+    """
     if device.type != "cuda":
+        wait = getattr(run, "wait", None)
         began = perf_counter()
         for _ in range(calls):
-            run(name)
-        seconds = (perf_counter() - began) / calls
-        return seconds, seconds
+            results = run(name)
+        host = (perf_counter() - began) / calls
+        if wait is None:
+            return host, host
+        wait(results)
+        return (perf_counter() - began) / calls, host
     import torch
 
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

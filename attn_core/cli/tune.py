@@ -35,7 +35,11 @@ def tune(
     Exit code: 0 on success; 1 if there was no time for enough calls, or the device failed; 2 for invalid options.
     """
     try:
-        target = device_of(device, framework)
+        target = device_of(device or ("cpu" if framework == "jax" else None), framework)
+        if framework == "jax" and target != "cpu":
+            raise SpecError(
+                f"--framework=jax --device={target}: a GPU's table is measured in torch; use --framework torch"
+            )
         sweep = Sweep(target, (), ROUNDS, False, framework)
         _measure(sweep, seed, 60 * minutes)
     except SpecError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -55,6 +56,27 @@ def test_a_quick_sweep_on_the_cpu_measures_every_case(raw_file: Path) -> None:
             assert (record["reference"], record["selected"]) == ("math", "math")
         else:
             assert flash["median"] > 0 and record["selected"] == "sdpa_flash"
+
+
+def test_results_are_awaited_once_after_a_queue() -> None:
+    """As JAX needs it on a GPU: the host's time ends before the wait."""
+    waited: list[Any] = []
+
+    def call(name: str) -> tuple[Any, ...]:
+        return (name,)
+
+    call.wait = lambda results: (sleep(0.02), waited.append(results))  # type: ignore[attr-defined]
+    total, host = bench_timing._queue(call, "a", 4, torch.device("cpu"))
+    assert waited == [("a",)] and host < total
+
+
+def test_a_sweep_in_jax_has_jax_nn_beside_it() -> None:
+    pytest.importorskip("jax")
+    sweep = Sweep("cpu", ("jax_xla",), 1, False, "jax")
+    records: list[Any] = []
+    assert sweep.run(QUICK[:2], None, records.append)
+    for record in records:
+        assert record["beside"]["jax.nn"]["difference"] < 1e-5 and "median" in record["backends"]["jax_xla"]
 
 
 def test_derive_and_report_write_tables_and_pages(

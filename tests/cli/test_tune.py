@@ -75,13 +75,20 @@ def test_tune_stops_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--device", "tpu"], "--device='tpu': expected cpu, or a compute capability"),
         (["--framework", "numpy"], "timing needs numpy_, which is not installed"),
-        (["--framework", "jax", "--device", "sm90"], "--device=sm90: expected the device on which JAX is timed: cpu"),
+        (["--framework", "jax", "--device", "sm90"], "--device=sm90: expected a device of this machine: cpu"),
     ],
 )
 def test_bad_options_are_named_and_exit_with_2(arguments: list[str], text: str) -> None:
     done = attn("tune", *(argument.replace("numpy", "numpy_") for argument in arguments))
     assert done.exit_code == 2, done.output
     assert text in done.stderr.replace("\n", " ")
+
+
+def test_tune_measures_no_gpu_in_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "device_of", lambda device, framework: device or "sm90")
+    done = attn("tune", "--framework", "jax", "--device", "sm90")
+    assert done.exit_code == 2
+    assert "a GPU's table is measured in torch; use --framework torch" in done.stderr.replace("\n", " ")
 
 
 def test_doctor_says_which_table_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
