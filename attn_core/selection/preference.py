@@ -40,6 +40,12 @@ From ``benchmarks/results/hopper.json``, JAX: the backends by the size of a call
 XLA_LAUNCH = {False: {"jax_cudnn": 15.0, "": 7.0}, True: {"jax_cudnn": 55.0, "": 20.0}}
 """The same if XLA launches the kernels itself."""
 
+NEW_LENGTH = {"sdpa_cudnn": 1000.0}
+"""Host microseconds of decoding in torch beyond the model's, which was measured on calls that repeat.
+
+Without a mask there is one more key with every token, and cuDNN prepares a plan for every number of keys: 33 ms for a
+forward on an H200 host with cuDNN 9.19, measured on 2026-11-24, which about 32 layers share."""
+
 SAME_KERNEL = {"jax_cudnn": "sdpa_cudnn"}
 """Backends of JAX that run the kernel of another backend, so that they have its model."""
 
@@ -132,8 +138,9 @@ def _table(framework: str, device: str) -> Table | None:
 def _rates(framework: str, device: str, kind: Kind) -> tuple[Rates, ...]:
     """Returns the rates of the candidates that have a model, with caution, in the usual order."""
     names, cautions, models = _models(framework, device, kind.training)
+    grows = framework == "torch" and kind.decode and not (kind.training or kind.mask or kind.bias)
     return tuple(
-        (name, caution, host, tuple(each))
+        (name, caution, host + grows * NEW_LENGTH.get(name, 0.0), tuple(each))
         for name, caution, (host, *each) in zip(names, cautions, models.of_kind(kind) if names else ())
     )
 

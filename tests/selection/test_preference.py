@@ -96,6 +96,18 @@ def test_an_effect_changes_the_order_of_calls_with_the_property() -> None:
         assert after / before == pytest.approx(3.0)
 
 
+def test_decoding_avoids_a_plan_for_every_number_of_keys() -> None:
+    """Only in torch, where the keys of a decoding loop grow; a mask is that of a static cache, whose keys do not."""
+    step = replace(SPEC, q_len=1, causal=True)
+    masked = replace(step, mask_shape=(step.batch, 1, 1, step.kv_len))
+    with measured({"sdpa_cudnn": 20.0, "sdpa_flash": 30.0}):
+        assert order(step, "torch", "sm90")[0] == "sdpa_flash"
+        assert predicted(step, "torch", "sm90")["sdpa_cudnn"] > 900
+        for spec in (masked, replace(step, q_len=512)):
+            assert order(spec, "torch", "sm90")[0] == "sdpa_cudnn"
+        assert predicted(step, "jax", "sm90")["sdpa_cudnn"] < 900
+
+
 def test_equal_predictions_keep_the_usual_order() -> None:
     with measured({name: 7.0 for name in reversed(USUAL)}):
         assert order(SPEC, "torch", "sm90") == USUAL
