@@ -100,8 +100,8 @@ def test_decoding_avoids_a_plan_for_every_number_of_keys() -> None:
     """Only in torch, where the keys of a decoding loop grow; a mask is that of a static cache, whose keys do not."""
     step = replace(SPEC, q_len=1, causal=True)
     masked = replace(step, mask_shape=(step.batch, 1, 1, step.kv_len))
-    with measured({"sdpa_cudnn": 20.0, "sdpa_flash": 30.0}):
-        assert order(step, "torch", "sm90")[0] == "sdpa_flash"
+    with measured({"sdpa_cudnn": 20.0, "flash2": 30.0}):
+        assert order(step, "torch", "sm90")[0] == "flash2"
         assert predicted(step, "torch", "sm90")["sdpa_cudnn"] > 900
         for spec in (masked, replace(step, q_len=512)):
             assert order(spec, "torch", "sm90")[0] == "sdpa_cudnn"
