@@ -80,3 +80,35 @@ def test_one_query_copies_no_keys():
     usual = program[program.index("ENTRY") :]
     copied = re.findall(r"= f32\[8,(?:2048,8,64|8,2048,64|8,64,2048)\]\S* (?:fusion|copy|transpose)\(", usual)
     assert copied == []
+
+
+def compiled_gradient(queries: int, keys: int, kv_heads: int, dtype: Any) -> str:
+    """The compiled program of a causal call and its gradient, two rows of 8 heads of 64 channels."""
+    q, k = (jax.ShapeDtypeStruct((2, *shape, 64), dtype) for shape in ((queries, 8), (keys, kv_heads)))
+
+    def run(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out, pull = jax.vjp(ours, q, k, v)
+        return out, pull(dout)
+
+    return jax.jit(run).lower(q, k, k, q).compile().as_text()
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2, 1])
+def test_a_gradient_of_few_queries_computes_its_scores_once(kv_heads):
+    """The products are those of a larger call: scores, sums, three gradients, dweights, and one in the branch."""
+    program = compiled_gradient(9, 9, kv_heads, jnp.bfloat16)
+    assert len(re.findall(r" dot\(", program)) == 7
+
+
+def test_a_gradient_in_bfloat16_widens_only_v():
+    """The test for NaN in v sums it in float32. The other operands stay in bfloat16 until they are multiplied."""
+    program = compiled_gradient(256, 256, 8, jnp.bfloat16)
+    usual = program[program.index("ENTRY") :]
+    assert len(re.findall(r"= f32\[2,256,8,64\]", usual)) == 1
+
+
+def test_the_gradients_of_keys_are_copied_once():
+    """XLA writes each of dk and dv with one transpose of the product, not with a copy of it and a transpose."""
+    program = compiled_gradient(256, 256, 8, jnp.bfloat16)
+    usual = program[program.index("ENTRY") :]
+    assert "{1,3,2,0} fusion" not in usual

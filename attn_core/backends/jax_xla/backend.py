@@ -78,9 +78,10 @@ def _path(spec: AttentionSpec) -> str:
     if spec.symbolic:  # a symbolic size cannot be compared
         return "blocked"
     # The scores of a few queries take about as much memory as the keys.
-    if not spec.packed and spec.q_len <= few_queries.FEW_QUERIES:
+    few = not spec.packed and spec.q_len <= few_queries.FEW_QUERIES
+    if few and not spec.needs_backward:  # else "whole", whose scores XLA computes once for both directions
         return "few queries"
-    return "whole" if spec.batch * spec.num_heads * spec.q_len * spec.kv_len <= MAX_SCORES else "blocked"
+    return "whole" if few or spec.batch * spec.num_heads * spec.q_len * spec.kv_len <= MAX_SCORES else "blocked"
 
 
 def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from attn_core.backends.jax_xla.finite import all_finite, finite_only
 from attn_core.backends.shared.jax_offsets import document_numbers, safe_offsets
 from attn_core.call.masks import band
 from attn_core.call.seq_info import is_number
@@ -141,36 +142,6 @@ def summands(*arrays: Any) -> tuple[Summand, ...]:
     """Returns the arrays as summands. One test serves all of them."""
     finite = all_finite(*arrays)
     return tuple(Summand(array, finite_only(array), finite) for array in arrays)
-
-
-def finite_only(array: Any) -> Any:
-    """Returns the array with 0 for NaN and Inf."""
-    import jax.numpy as jnp
-
-    return jnp.where(jnp.isfinite(array), array, 0)
-
-
-def all_finite(*arrays: Any) -> Any:
-    """Returns whether the sum of all elements is finite: one boolean also under vmap, so that a cond stays a cond.
-
-    It is False if any element is NaN or Inf, and for finite elements only if their sum overflows. A sum takes XLA much
-    less time to compile than a test of each element.
-    """
-    import jax
-    import jax.numpy as jnp
-    from jax.custom_batching import custom_vmap
-
-    @custom_vmap
-    def finite(*arrays: Any) -> Any:
-        # Not narrower than float32, because a sum of float16 overflows soon.
-        totals = (jnp.sum(array, dtype=jnp.promote_types(array.dtype, jnp.float32)) for array in arrays)
-        return jnp.isfinite(sum(totals))
-
-    @finite.def_vmap
-    def _(axis_size: int, batched: Any, *arrays: Any) -> tuple[Any, bool]:
-        return finite(*arrays), False
-
-    return finite(*map(jax.lax.stop_gradient, arrays))  # whether it is finite has no derivative
 
 
 def contain(subscripts: str, total: Any, seen: Any, summand: Summand) -> Any:

@@ -15,12 +15,11 @@ from __future__ import annotations
 from typing import Any
 
 from attn_core.backends.jax_xla.attention import dropped, finish, product, sinks_gradient, sum_dtype
+from attn_core.backends.jax_xla.finite import all_finite, finite_constant, finite_only, finite_rows
 from attn_core.backends.jax_xla.tiles import (
     BlockSizes,
     XlaOperands,
-    all_finite,
     arrange,
-    finite_only,
     queries_first,
     rows_of,
     tile_at,
@@ -36,7 +35,7 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     call = arrange_whole(spec, inputs)
     seen = visible_pairs(spec, call, inputs)
     scores = product("bhgid,bhjd->bhgij", call.q, call.k, spec.lse_dtype)
-    weights, top, total = softmax(spec, call, logits_of(spec, call, inputs, scores, seen)[0], seen)
+    weights, top, total = softmax(spec, call, logits_of(spec, call, inputs, scores)[0], seen)
     dtype = sum_dtype(spec)
     v = call.v if seen is None else finite_only(call.v)
     summed = product("bhgij,bhje->bhgie", weights.astype(dtype), v.astype(dtype), spec.lse_dtype)
@@ -76,23 +75,25 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     call, wide = arrange_whole(spec, inputs), spec.lse_dtype
     seen = visible_pairs(spec, call, inputs)
 
-    def per_row(array: Any) -> Any:  # the sum over channels, [b, h, g, i, 1]
-        rows = array.sum(-1).reshape(spec.batch, spec.q_len, spec.num_kv_heads, spec.group_size, 1)
+    def per_row(array: Any) -> Any:  # [b, i, heads], or packed without b, as [b, h, g, i, 1]
+        rows = array.reshape(spec.batch, spec.q_len, spec.num_kv_heads, spec.group_size, 1)
         return rows.transpose(0, 2, 3, 1, 4)
 
     # The term that all logits of a row share: dlse - sum(dout * out). Not an einsum, which XLA might round.
-    shift = -per_row(dout.astype(wide) * out.astype(wide))
+    shift = -per_row((dout.astype(wide) * out.astype(wide)).sum(-1))
     lse = lse.reshape(call.q.shape[:4])
     if dlse is not None:
         shift = shift + dlse.reshape(shift.shape).astype(shift.dtype)
     saved = lse[..., None]
+    if seen is not None:  # NaN in dout makes the weights of its row NaN, for dv
+        saved = jnp.where(per_row(finite_rows(dout)), saved, jnp.nan)
     if _may_be_empty(spec):
         saved = jnp.where(saved == -jnp.inf, jnp.inf, saved)  # a row that saw no key: exp(s - inf) = 0
     scores = product("bhgid,bhjd->bhgij", call.q, call.k, wide)
-    logits, slope = logits_of(spec, call, inputs, scores, None)
+    logits, slope = logits_of(spec, call, inputs, scores)
     weights = jnp.exp(logits - saved)
-    if seen is not None:  # 0 * dout is 0 or NaN
-        weights = jnp.where(seen, weights + 0 * per_row(dout.astype(wide)), 0)
+    if seen is not None:
+        weights = jnp.where(seen, weights, 0)
     douts = queries_first(spec, dout)
     tile = tile_at(spec, call, 0, 0)
     dweights = dropped(spec, call, product("bhgie,bhje->bhgij", douts, call.v, wide), tile)
@@ -101,14 +102,12 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     q, k = call.q, call.k
     if seen is not None:
         dscores = jnp.where(seen, dscores, 0)
-        q, k, douts = (finite_only(array) for array in (q, k, douts))
+        q, k, douts = (finite_constant(array) for array in (q, k, douts))
     dtype = sum_dtype(spec)
     dscores, weights = dscores.astype(dtype), dropped(spec, call, weights, tile).astype(dtype)
     q, k, douts = (array.astype(dtype) for array in (q, k, douts))
     dq = product("bhgij,bhjd->bhgid", dscores, k, wide)
-    # Channels first, because XLA would copy the matrices of scores for the other order.
-    dk = product("bhgid,bhgij->bhdj", q, dscores, wide)
-    dv = product("bhgie,bhgij->bhej", douts, weights, wide)
+    dk, dv = (_sum_over_queries(spec, *pair) for pair in ((dscores, q), (weights, douts)))
     dbias = None
     if spec.bias_gradient:
         axes = tuple(axis for axis, size in enumerate(call.bias.shape) if size == 1)
@@ -116,11 +115,29 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         dbias = dlogits.sum(axes, keepdims=True).astype(inputs.bias.dtype).reshape(inputs.bias.shape)
     return Gradients(
         tokens_first(spec, dq.astype(inputs.q.dtype)).reshape(inputs.q.shape),
-        dk.astype(inputs.k.dtype).transpose(0, 3, 1, 2).reshape(inputs.k.shape),
-        dv.astype(inputs.v.dtype).transpose(0, 3, 1, 2).reshape(inputs.v.shape),
+        dk.astype(inputs.k.dtype).reshape(inputs.k.shape),
+        dv.astype(inputs.v.dtype).reshape(inputs.v.shape),
         dbias,
         sinks_gradient(call, lse, shift[..., 0]).astype(inputs.sinks.dtype) if spec.sinks else None,
     )
+
+
+SHORT_KEYS = {True: 128, False: 64}
+"""Keys up to which XLA transposes the scores faster than the queries: with one query head per kv head, with more."""
+
+
+def _sum_over_queries(spec: AttentionSpec, weights: Any, rows: Any) -> Any:
+    """Returns the sums of the queries' rows ``[b, h, g, i, channels]`` for each key: ``[b, j, h, 1, channels]``.
+
+    XLA transposes one factor of the product on a CPU, so the smaller one comes first. Without the axis of 1, it would
+    copy the sums twice.
+    """
+    keys, channels = weights.shape[-1], rows.shape[-1]
+    if keys <= SHORT_KEYS[spec.group_size == 1] or 3 * keys <= 2 * channels:
+        sums = product("bhgij,bhgid->bhjd", weights, rows, spec.lse_dtype)
+        return sums[:, :, None].transpose(0, 3, 1, 2, 4)
+    sums = product("bhgid,bhgij->bhdj", rows, weights, spec.lse_dtype)
+    return sums[:, :, None].transpose(0, 4, 1, 2, 3)
 
 
 def arrange_whole(spec: AttentionSpec, inputs: Inputs) -> XlaOperands:
@@ -156,8 +173,8 @@ def _may_be_empty(spec: AttentionSpec) -> bool:
     return band(spec).empties_a_row(spec.q_len, spec.kv_len)
 
 
-def logits_of(spec: AttentionSpec, call: XlaOperands, inputs: Inputs, scores: Any, seen: Any) -> tuple[Any, Any]:
-    """Returns (logits, slope), ``[b, h, g, i, j]``. slope: softcap's derivative, or None. seen: hides the others."""
+def logits_of(spec: AttentionSpec, call: XlaOperands, inputs: Inputs, scores: Any) -> tuple[Any, Any]:
+    """Returns (logits, slope), ``[b, h, g, i, j]``, hidden ones as well. slope: softcap's derivative, or None."""
     import jax.numpy as jnp
 
     logits, slope = spec.scale * scores, None
@@ -170,7 +187,7 @@ def logits_of(spec: AttentionSpec, call: XlaOperands, inputs: Inputs, scores: An
         logits = logits - call.slopes * distance.astype(logits.dtype)
     if call.bias is not None:
         logits = logits + call.bias.astype(logits.dtype)
-    return logits if seen is None else jnp.where(seen, logits, -jnp.inf), slope
+    return logits, slope
 
 
 def softmax(spec: AttentionSpec, call: XlaOperands, logits: Any, seen: Any) -> tuple[Any, Any, Any]:
@@ -179,9 +196,12 @@ def softmax(spec: AttentionSpec, call: XlaOperands, logits: Any, seen: Any) -> t
     from jax import lax
 
     # A constant for forward mode: the maximum cancels. See ``attention._attend``.
-    top = lax.stop_gradient(logits.max(-1))
+    visible = logits if seen is None else jnp.where(seen, logits, -jnp.inf)
+    top = lax.stop_gradient(visible.max(-1))
     base = jnp.where(top == -jnp.inf, 0, top) if _may_be_empty(spec) else top
     weights = jnp.exp(logits - base[..., None])
+    if seen is not None:  # not before exp, which XLA would compute number by number
+        weights = jnp.where(seen, weights, 0)
     total = weights.sum(-1)
     return dropped(spec, call, weights, tile_at(spec, call, 0, 0)), top, total
 
