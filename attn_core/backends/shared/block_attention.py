@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from attn_core.backends.shared.contained_sums import dot_products, sum_over_keys, sum_over_rows
+from attn_core.backends.shared.contained_sums import products, sum_over_keys, sum_over_rows
 from attn_core.backends.shared.row_blocks import RowBlock
 from attn_core.call.dropout import keep
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
+
+FEW_VALUES = 2**14
+"""So few values are one operation, because starting it takes longest."""
 
 
 class BlockOperands(NamedTuple):
@@ -85,22 +88,26 @@ def forward_block(spec: AttentionSpec, operands: BlockOperands, block: RowBlock)
 
     hidden = _hidden(operands, block)
     scores, _ = _scores(spec, operands, block, hidden)
-    top, empty = scores.amax(dim=-1, keepdim=True), None
-    if operands.sinks is not None:
-        empty = top == -torch.inf
-        top = torch.maximum(top, operands.sinks)  # exp of a sink far above all scores would overflow
-    top = top.clamp_(min=torch.finfo(top.dtype).min)  # -inf minus -inf would be NaN
-    weights = scores.sub_(top).exp_()  # in place: the scores are the largest tensor
+    top = scores.amax(dim=-1, keepdim=True)
+    weights = torch.softmax(scores, dim=-1)  # one pass over the scores, which are the largest tensor
+    empty = None if hidden is None else top == -torch.inf
+    if empty is not None and (not empty.is_cpu or empty.any()):
+        weights = weights.masked_fill_(empty, 0.0)  # NaN, the softmax of nothing
+    # softmax divides by a sum that it rounds more coarsely than ``sum`` does, so its weights are divided once more.
     total = weights.sum(dim=-1, keepdim=True)
-    if operands.sinks is not None:
-        total = total + torch.exp(operands.sinks - top)
-    lse = total.log().add_(top).squeeze(-1)  # log(0) is -inf, for a row that sees no key
-    if empty is not None:
-        lse = lse.masked_fill_(empty.squeeze(-1), -torch.inf)
+    lse = total.log().sub_(weights.amax(dim=-1, keepdim=True).log_()).add_(top)  # the largest weight was exp(0)
     if spec.dropout:
         weights = weights * _dropout_factors(spec, operands, block)
     out = sum_over_keys(weights, _of_keys(operands.v, block), hidden)
-    return out.div_(total.clamp_(min=1.0)), lse  # at the largest score a weight is 1; only an empty row's total is 0
+    if empty is None:
+        out = out.div_(total)
+    else:
+        out, lse = out.div_(total.masked_fill_(empty, 1.0)), lse.masked_fill_(empty, -torch.inf)
+    if operands.sinks is not None:
+        out = out.mul_(torch.sigmoid(lse - operands.sinks))  # 0 where lse is -inf
+        lse = torch.logaddexp(lse, operands.sinks)
+        lse = lse if empty is None else lse.masked_fill_(empty, -torch.inf)
+    return out, lse.squeeze(-1)
 
 
 def backward_block(
@@ -121,7 +128,7 @@ def backward_block(
     row_term = row_term.masked_fill(empty, 0.0)
 
     weights = _zero_hidden(scores.sub_(lse.masked_fill(empty, 0.0)).exp_(), hidden)
-    dweights = dot_products(dout, _of_keys(operands.v, block))
+    dweights = products(dout, _of_keys(operands.v, block).mT)
     dropped = weights
     if spec.dropout:
         factors = _dropout_factors(spec, operands, block)
@@ -153,17 +160,29 @@ def _scores(
     cap, tanh = spec.softcap, None
     scale = spec.scale if cap is None else spec.scale / cap  # type: ignore[operator]
     q = _heads_first(spec, operands.q, block, operands.k.dtype) * scale
-    scores: Any = dot_products(q, _of_keys(operands.k, block))
+    scores: Any = products(q, _of_keys(operands.k, block).mT)
     if cap is not None:
-        tanh = scores.tanh_()
+        tanh = scores.tanh_() if scores.numel() <= FEW_VALUES or not scores.is_cpu else _tanh(scores)
         scores = tanh * cap if keep else tanh.mul_(cap)
     if operands.bias is not None:
         scores = scores + _part(operands.bias, block).to(scores.dtype)
     if operands.slopes is not None:
         scores = scores - operands.slopes * block.distance.abs()
-    if hidden is not None:
+    if hidden is not None and block.cut is not None and operands.mask is None and operands.bias is None:
+        for keys in block.cut:
+            scores[..., keys].masked_fill_(hidden[..., keys], float("-inf"))
+    elif hidden is not None:
         scores = scores.masked_fill_(hidden, float("-inf"))
     return scores, tanh if keep else None
+
+
+def _tanh(values: Any) -> Any:
+    """Returns the hyperbolic tangent; overwrites the values. Beyond 20 it is 1.
+
+    On a CPU, torch's tanh of many values takes twice as long as ``expm1`` and the steps around it.
+    """
+    grown = values.clamp_(-20.0, 20.0).mul_(2.0).expm1_()
+    return grown.div_(grown + 2.0)
 
 
 def _of_keys(table: Any, block: RowBlock) -> Any:

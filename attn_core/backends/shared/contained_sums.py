@@ -9,12 +9,7 @@ import math
 from typing import Any
 
 
-def dot_products(rows: Any, keys: Any) -> Any:
-    """Returns the dot products of ``[batch, kv_heads, group, rows, dim]`` and ``[batch, kv_heads, keys, dim]``."""
-    return _batched(rows, keys.mT)
-
-
-def _batched(rows: Any, matrix: Any) -> Any:
+def products(rows: Any, matrix: Any) -> Any:
     """``[batch, kv_heads, group, rows, a]`` times ``[batch, kv_heads, a, b]``; bmm has the least work around it."""
     import torch
 
@@ -29,7 +24,7 @@ def sum_over_keys(weights: Any, values: Any, hidden: Any) -> Any:
     A value that is not finite makes exactly the rows that see it NaN.
     """
     if _harmless(values, hidden):
-        return _batched(weights, values)
+        return products(weights, values)
     seen, broken = _visibility(weights, hidden), ~values.isfinite()
     reached = seen @ broken[:, :, None].to(seen.dtype) > 0
     return sum_over_keys(weights, values.masked_fill(broken, 0.0), None).masked_fill(reached, float("nan"))

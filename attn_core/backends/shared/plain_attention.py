@@ -6,6 +6,7 @@ Other backends use it for rows that their kernel computes wrongly, e.g. rows wit
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
+from functools import lru_cache
 from typing import Any
 
 from attn_core.backends.shared.block_attention import (
@@ -18,13 +19,18 @@ from attn_core.backends.shared.block_attention import (
     operands_of,
     rows_first,
 )
+from attn_core.backends.shared.call_chunks import CallChunk, chunks
 from attn_core.backends.shared.row_blocks import blocks
 from attn_core.backends.shared.split_documents import DocumentSlices
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
 QUERY_BLOCK = 128
-"""Query rows computed at once: the scores in memory are ``[batch, heads, QUERY_BLOCK, kv_len]``."""
+"""The most query rows computed at once: the scores in memory are ``[batch, heads, QUERY_BLOCK, kv_len]``."""
+FEWEST_ROWS = 32
+CACHED_SCORES = 2**19
+"""On a CPU a block is computed for fewer heads, then has fewer rows, down to FEWEST_ROWS, if it would have more scores
+than this, 2 MiB in float32: each operation reads and writes all of them, in the processor's cache if they fit."""
 
 
 def forward(
@@ -39,19 +45,40 @@ def forward(
         operands = operands_of(spec, inputs)
         out: Any = None
         lse: Any = None
-        for block in blocks(spec, inputs, QUERY_BLOCK, valid_documents):
-            part, part_lse = forward_block(spec, operands, block)
-            part, part_lse = rows_first(part), part_lse.flatten(1, 2)  # [batch, rows, heads, dim], [batch, heads, rows]
-            if part_lse.shape[2] == spec.q_len:  # the only block
-                out, lse = part.to(inputs.q.dtype).contiguous(), part_lse
-                break
-            if out is None:
-                out, lse = _empty_results(spec, inputs, operands)
-            out[:, block.rows] = part
-            lse[:, :, block.rows] = part_lse
+        height, parts = _sizes(spec, inputs.q.is_cpu)
+        for block in blocks(spec, inputs, height, valid_documents):
+            for chunk in parts:
+                some = operands if chunk.whole else chunk.of_operands(operands)
+                part, part_lse = forward_block(chunk.spec, some, block)
+                # [batch, rows, heads, dim], [batch, heads, rows]
+                part, part_lse = rows_first(part), part_lse.flatten(1, 2)
+                if part_lse.shape == (spec.batch, spec.num_heads, spec.q_len):  # the only block
+                    out, lse = part.to(inputs.q.dtype).contiguous(), part_lse
+                    break
+                if out is None:
+                    out, lse = _empty_results(spec, inputs, operands)
+                out[chunk.batch, block.rows, chunk.heads] = part
+                lse[chunk.batch, chunk.heads, block.rows] = part_lse
         if out is None:
             out, lse = _empty_results(spec, inputs, operands)
     return (out[0], lse[0]) if spec.packed else (out, lse)
+
+
+@lru_cache(maxsize=1024)
+def _sizes(spec: AttentionSpec, on_cpu: bool) -> tuple[int, tuple[CallChunk, ...]]:
+    """Returns a block's number of rows, and the chunks of the call, so that the scores of a chunk stay in the cache."""
+    if not on_cpu:
+        return QUERY_BLOCK, chunks(spec, spec.batch * spec.num_kv_heads)
+    left, right = spec.window
+    right = 0 if spec.causal else right
+    keys = spec.kv_len if spec.max_len_k is None else spec.max_len_k
+    rows = min(spec.q_len if spec.max_len_q is None else spec.max_len_q, QUERY_BLOCK)
+    if left is not None and right is not None:
+        keys = min(keys, left + right + rows)
+    in_cache = CACHED_SCORES // max(1, spec.group_size * keys)  # rows of one key/value head
+    parts = chunks(spec, in_cache // max(rows, 1))
+    heads = 1 if not parts[0].whole else spec.batch * spec.num_kv_heads
+    return min(max(in_cache // heads, FEWEST_ROWS), QUERY_BLOCK), parts
 
 
 def _empty_results(spec: AttentionSpec, inputs: Inputs, operands: BlockOperands) -> tuple[Any, Any]:
@@ -67,8 +94,14 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         out, lse, dout, dlse = (t[None] if spec.packed and t is not None else t for t in (out, lse, dout, dlse))
         saved = SavedTensors(out, lse, dout, dlse)
         sums = empty_sums(spec, operands)
-        for block in blocks(spec, inputs, QUERY_BLOCK):
-            backward_block(spec, operands, saved, sums, block)
+        height, parts = _sizes(spec, inputs.q.is_cpu)
+        for block in blocks(spec, inputs, height):
+            for chunk in parts:
+                if chunk.whole:
+                    backward_block(spec, operands, saved, sums, block)
+                    continue
+                of_chunk = chunk.of_operands(operands), chunk.of_saved(saved), chunk.of_sums(sums)
+                backward_block(chunk.spec, *of_chunk, block)
         return _gradients(spec, inputs, sums)
 
 

@@ -16,12 +16,14 @@ class RowBlock(NamedTuple):
 
     distance: int64 ``[rows, keys]``, how far right of the diagonal each key lies; None if no ALiBi slopes need it.
     hidden: bool ``[rows, keys]``, True for pairs that band and documents hide; None if they hide nothing.
+    cut: the parts of the keys, counted from the block's first, that hold all hidden pairs; None for all keys.
     """
 
     rows: slice
     keys: slice
     distance: Any
     hidden: Any
+    cut: tuple[slice, ...] | None = None
 
 
 def blocks(
@@ -57,7 +59,19 @@ def _host_blocks(
                 columns = torch.arange(first, last, device=device)[None, :]
                 hidden = None if inside else ~edge.contains(rows, columns)
                 distance = columns - (rows + edge.offset) if spec.alibi_shape else None
-            yield RowBlock(slice(start, stop), slice(first, last), distance, hidden)
+            cut = None if hidden is None else _cut(edge, start, stop, first, last)
+            yield RowBlock(slice(start, stop), slice(first, last), distance, hidden, cut)
+
+
+def _cut(edge: Band, start: int, stop: int, first: int, last: int) -> tuple[slice, ...] | None:
+    """Returns ``RowBlock.cut`` of rows from start to stop and keys from first to last."""
+    # Every row sees the keys from left, the first of the last row, to right, the end of the first row. If they are few,
+    # one pass over all keys is as fast.
+    left = first if edge.left is None else max(first, stop - 1 + edge.offset - edge.left)
+    right = last if edge.right is None else min(last, start + edge.offset + edge.right + 1)
+    if right - left <= (last - first) // 2:
+        return None
+    return tuple(slice(*ends) for ends in ((0, left - first), (right - first, last - first)) if ends[0] < ends[1])
 
 
 def _documents(

@@ -1,0 +1,92 @@
+"""Tests that plain attention gives the same results in chunks of a few heads, which large calls on a CPU have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+import torch
+
+from attn_core.backends.shared import plain_attention
+from torch_frontend import attention
+
+BATCH, ROWS, KEYS, HEADS, KV_HEADS = 2, 150, 159, 6, 3
+PER_HEAD = HEADS // KV_HEADS * KEYS * plain_attention.QUERY_BLOCK
+LIMITS = {"one head, fewer rows": 1, "one head": PER_HEAD, "two heads": 2 * PER_HEAD, "one row": 3 * PER_HEAD}
+"""Values of CACHED_SCORES by the size of a chunk."""
+
+
+def tables(name: str) -> dict[str, Any]:
+    torch.manual_seed(2)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float64)
+
+    return {
+        "plain": {},
+        "causal": {"causal": True},
+        "window": {"window": (7, 3)},
+        "softcap": {"softcap": 2.0, "causal": True},
+        "bias": {"bias": normal(1, HEADS, ROWS, KEYS).requires_grad_()},
+        "bias of keys": {"bias": normal(BATCH, 1, 1, KEYS).requires_grad_()},
+        "mask and sinks": {"mask": torch.rand(BATCH, HEADS, ROWS, 1) > 0.4, "sinks": normal(HEADS).requires_grad_()},
+        "few keys are seen": {"mask": torch.rand(1, 1, ROWS, KEYS) > 0.99, "sinks": normal(HEADS)},
+        "slopes of rows": {"alibi_slopes": torch.rand(BATCH, HEADS, dtype=torch.float64), "causal": True},
+    }[name]
+
+
+@pytest.fixture
+def limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    def set_to(scores: int) -> None:
+        monkeypatch.setattr(plain_attention, "CACHED_SCORES", scores)
+        plain_attention._sizes.cache_clear()
+
+    yield set_to
+    plain_attention._sizes.cache_clear()
+
+
+def results(options: dict[str, Any]) -> list[torch.Tensor]:
+    """The output, the log-sum-exp and all gradients."""
+    torch.manual_seed(1)
+    sizes = ((ROWS, HEADS, 8), (KEYS, KV_HEADS, 8), (KEYS, KV_HEADS, 5))
+    leaves = [torch.randn(BATCH, *size, dtype=torch.float64, requires_grad=True) for size in sizes]
+    out, lse = attention(*leaves, **options, return_lse=True, backend="math")
+    leaves += [table for table in options.values() if isinstance(table, torch.Tensor) and table.requires_grad]
+    upstream = [out.detach() + 0.3, lse.detach().nan_to_num(neginf=0.0)]
+    return [out, lse, *torch.autograd.grad([out, lse], leaves, upstream)]
+
+
+@pytest.mark.parametrize("scores", LIMITS.values(), ids=LIMITS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("plain", "causal", "window", "softcap", "bias", "bias of keys"),
+        *("mask and sinks", "few keys are seen", "slopes of rows"),
+    ],
+)
+def test_chunks_change_no_result(name: str, scores: int, limit: Any) -> None:
+    options = tables(name)
+    limit(2**40)
+    expected = results(options)
+    limit(scores)
+    for actual, wanted in zip(results(options), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
+
+
+def test_a_large_call_has_chunks(limit: Any) -> None:
+    from attn_core import AttentionSpec
+
+    sizes = {"q_len": ROWS, "kv_len": KEYS, "num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": 8, "value_dim": 8}
+    spec = AttentionSpec(batch=BATCH, **sizes, dtype="float32")
+    limit(2 * PER_HEAD)
+    height, chunks = plain_attention._sizes(spec, True)
+    assert height == plain_attention.QUERY_BLOCK
+    assert [(chunk.batch.start, chunk.heads) for chunk in chunks] == [
+        *((0, slice(0, 4)), (0, slice(4, 6)), (1, slice(0, 4)), (1, slice(4, 6)))
+    ]
+    assert len(plain_attention._sizes(spec, False)[1]) == 1
+    limit(1)
+    assert plain_attention._sizes(spec, True)[0] == plain_attention.FEWEST_ROWS
