@@ -15,7 +15,7 @@ import xla_compiler
 from callers_view import callers_results
 
 from attn_core.backends.jax_xla import backend as jax_xla
-from attn_core.backends.jax_xla import few_queries, tiles
+from attn_core.backends.jax_xla import few_queries, tiles, whole
 from attn_core.backends.jax_xla.tiles import BlockSizes
 from attn_core.backends.shared.jax_offsets import safe_offsets
 from attn_core.call.spec import AttentionSpec
@@ -187,6 +187,21 @@ def test_few_queries_match_the_reference(name, heads):
     compare(replace(spec, dtype="bfloat16"))
 
 
+@pytest.mark.parametrize("needs_backward", [False, True])
+@pytest.mark.parametrize("name", [name for name, spec in CASES.items() if not spec.dropout])
+def test_as_many_kv_heads_as_query_heads_match_the_reference(name, needs_backward, monkeypatch):
+    """A forward alone then has one axis of heads."""
+    monkeypatch.setattr(few_queries, "FEW_QUERIES", 0)
+    compare(replace(CASES[name], num_kv_heads=6, needs_backward=needs_backward))
+
+
+@pytest.mark.parametrize("name", ["value_dim", "bias of rows", "alibi of batch", "one query"])
+def test_long_rows_of_bfloat16_match_the_reference(name, monkeypatch):
+    monkeypatch.setattr(few_queries, "FEW_QUERIES", 0)
+    monkeypatch.setattr(whole, "LONG_ROWS", 1)
+    compare(replace(CASES[name], num_kv_heads=6, dtype="bfloat16", deterministic=True))  # a new spec, which jit traces
+
+
 @pytest.mark.parametrize("name", ["packed, everything", "bias of heads", "window, rows that see nothing", "sinks"])
 def test_results_do_not_depend_on_the_block_size(name, monkeypatch):
     """The blocks are far smaller than the lengths, and the last one is ragged. Every feature crosses their borders."""
@@ -231,6 +246,26 @@ def test_small_calls_have_no_loop(changes):
 
 def test_few_queries_have_no_loop_at_any_length():
     assert jax_xla.lower(replace(DENSE, q_len=16, kv_len=2**20))["path"] == "few queries"
+
+
+@pytest.mark.parametrize(
+    ("changes", "small"),
+    [
+        ({}, True),
+        ({"causal": True}, False),
+        ({"window": (64, None)}, False),
+        ({"q_len": 2048, "kv_len": 256, "causal": True}, True),  # one block of keys
+        ({"batch": 1, "num_heads": 12, "documents": 2}, False),
+        ({"mask_shape": (1, 1, 1, 768)}, True),
+    ],
+)
+def test_blocks_of_large_calls_have_something_to_skip(changes, small):
+    """If no block is hidden, one matrix of all scores is faster up to larger sizes, and with a backward yet larger."""
+    spec = replace(DENSE, **{"q_len": 768, "kv_len": 768, **changes})
+    assert jax_xla.lower(spec)["path"] == ("whole" if small else "blocked")
+    longer = replace(spec, q_len=2 * spec.q_len, needs_backward=True)
+    assert jax_xla.lower(longer)["path"] == ("whole" if small else "blocked")
+    assert jax_xla.lower(replace(longer, needs_backward=False))["path"] == "blocked"
 
 
 @pytest.mark.parametrize("changes", [{"q_len": 1024, "kv_len": 1024}, {"q_len": 17, "kv_len": 2**20}])

@@ -112,3 +112,9 @@ def test_the_gradients_of_keys_are_copied_once():
     program = compiled_gradient(256, 256, 8, jnp.bfloat16)
     usual = program[program.index("ENTRY") :]
     assert "{1,3,2,0} fusion" not in usual
+
+
+def test_a_forward_copies_no_scores():
+    """XLA computes the scores, the softmax and the sums in its kernels for products, without a loop of its own."""
+    program = jax.jit(unmasked).lower(ARRAY, ARRAY, ARRAY).compile().as_text()
+    assert re.findall(r"= \w+\[[\d,]*256,256\]\S* fusion\(.*kind=kLoop", program) == []

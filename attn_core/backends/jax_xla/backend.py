@@ -14,6 +14,7 @@ from typing import Any
 from attn_core.backends.jax_xla import attention, few_queries, paged, tiles, whole
 from attn_core.backends.jax_xla.tiles import BlockSizes
 from attn_core.backends.support import Build, Support
+from attn_core.call.masks import band
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
@@ -48,7 +49,10 @@ FORWARD = Support(
 BACKWARD = replace(FORWARD, paged=False)
 
 MAX_SCORES = 2**22
-"""The most scores (batch * heads * q_len * kv_len) of a small call."""
+"""The most scores (batch * heads * q_len * kv_len) of a small call if blocks of them may be hidden."""
+
+NOTHING_TO_SKIP = {"forward": 15 / 8, "training": 4}
+"""A small call has this many times MAX_SCORES if the blocked maths would compute every block."""
 
 LARGEST_BLOCKS = {"cpu": BlockSizes(256, 256), "cuda": BlockSizes(1024, 1024)}
 """Largest blocks of the blocked maths: sized for a CPU's cache, and to keep a GPU busy (H200: 6 times 256 x 256)."""
@@ -81,7 +85,18 @@ def _path(spec: AttentionSpec) -> str:
     few = not spec.packed and spec.q_len <= few_queries.FEW_QUERIES
     if few and not spec.needs_backward:  # else "whole", whose scores XLA computes once for both directions
         return "few queries"
-    return "whole" if few or spec.batch * spec.num_heads * spec.q_len * spec.kv_len <= MAX_SCORES else "blocked"
+    most: float = MAX_SCORES
+    if not _may_skip_blocks(spec):
+        most *= NOTHING_TO_SKIP["training" if spec.needs_backward else "forward"]
+    return "whole" if few or spec.batch * spec.num_heads * spec.q_len * spec.kv_len <= most else "blocked"
+
+
+def _may_skip_blocks(spec: AttentionSpec) -> bool:
+    """Returns whether the blocked maths may find a block of scores that is hidden on a CPU."""
+    edge = band(spec)
+    if spec.packed or edge.hides_nothing(spec.q_len, spec.kv_len):
+        return spec.packed
+    return edge.left is not None or spec.kv_len > LARGEST_BLOCKS["cpu"].keys
 
 
 def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:

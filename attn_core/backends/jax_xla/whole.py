@@ -29,23 +29,44 @@ from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
+LONG_ROWS = 512
+"""Keys from which XLA takes longer to copy bfloat16's scores than to multiply in float32."""
+
 
 def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     """Returns (out, lse) in ``spec.out_shape`` and ``spec.lse_shape``. Traceable; never called for an empty spec."""
-    call = arrange_whole(spec, inputs)
+    call, g = _without_groups(spec, arrange_whole(spec, inputs))
     seen = visible_pairs(spec, call, inputs)
-    scores = product("bhgid,bhjd->bhgij", call.q, call.k, spec.lse_dtype)
+    scores = product(f"bh{g}id,bhjd->bh{g}ij", call.q, call.k, spec.lse_dtype)
     weights, top, total = softmax(spec, call, logits_of(spec, call, inputs, scores)[0], seen)
     dtype = sum_dtype(spec)
     v = call.v if seen is None else finite_only(call.v)
-    summed = product("bhgij,bhje->bhgie", weights.astype(dtype), v.astype(dtype), spec.lse_dtype)
+    summed = product(f"bh{g}ij,bhje->bh{g}ie", weights.astype(dtype), v.astype(dtype), spec.lse_dtype)
     if seen is not None:
-        summed = _with_nan(spec, call, summed, seen, inputs)
+        summed = _with_nan(spec, call, summed, seen, inputs, g)
     out, lse = results(spec, call, top, total, summed)
-    return tokens_first(spec, out).reshape(spec.out_shape), lse.reshape(spec.lse_shape)
+    out = tokens_first(spec, out) if g else out.swapaxes(1, 2)
+    return out.reshape(spec.out_shape), lse.reshape(spec.lse_shape)
 
 
-def _with_nan(spec: AttentionSpec, call: XlaOperands, summed: Any, seen: Any, inputs: Inputs) -> Any:
+def _without_groups(spec: AttentionSpec, call: XlaOperands) -> tuple[XlaOperands, str]:
+    """Returns the operands without the axis g of length 1 if that is faster, and "g" if they still have it.
+
+    XLA copies the scores to another layout of such an axis. But without it, XLA multiplies bfloat16 in float32, which
+    takes longer than the copy of short rows, and the backward would compute other scores than the forward.
+    """
+    wide = spec.dtype in ("float32", "float64")
+    hidden = spec.packed or spec.mask_shape is not None or not band(spec).hides_nothing(spec.q_len, spec.kv_len)
+    long_rows = spec.kv_len >= LONG_ROWS and not hidden
+    # ``dropped`` counts the heads of g.
+    if spec.group_size != 1 or spec.dropout or spec.needs_backward or not (wide or long_rows):
+        return call, "g"
+    names = ("q", "mask", "bias", "slopes")
+    arrays = {name: array.squeeze(2) for name in names if (array := getattr(call, name)) is not None}
+    return call._replace(**arrays, sinks=None if call.sinks is None else call.sinks.squeeze(1)), ""
+
+
+def _with_nan(spec: AttentionSpec, call: XlaOperands, summed: Any, seen: Any, inputs: Inputs, g: str) -> Any:
     """Returns the sums of values with NaN where a NaN or Inf is visible."""
     import jax.numpy as jnp
     from jax import lax
@@ -57,14 +78,15 @@ def _with_nan(spec: AttentionSpec, call: XlaOperands, summed: Any, seen: Any, in
         bad = ~jnp.isfinite(v)
         if call.mask is None and call.bias is None:  # every head sees the same keys
             here = visible_pairs(spec, call, inputs)  # again, so that the usual branch need not store it
-            met = jnp.einsum("ij,bjhe->bhie", here.astype(jnp.float32), bad.astype(jnp.float32))[:, :, None]
+            met = jnp.einsum("ij,bjhe->bhie", here.astype(jnp.float32), bad.astype(jnp.float32))
+            met = met[:, :, None] if g else met
         else:
-            here = jnp.broadcast_to(seen, (*shape[:4], spec.kv_len))
-            met = jnp.einsum("bhgij,bjhe->bhgie", here.astype(jnp.float32), bad.astype(jnp.float32))
+            here = jnp.broadcast_to(seen, (*shape[:-1], spec.kv_len))
+            met = jnp.einsum(f"bh{g}ij,bjhe->bh{g}ie", here.astype(jnp.float32), bad.astype(jnp.float32))
         return jnp.where(met > 0, jnp.nan, summed).reshape(flat)
 
     # Without g, which is 1 in most calls: XLA would copy the array to another order of its axes.
-    flat = (*shape[:2], -1, shape[4])
+    flat = (*shape[:2], -1, shape[-1])
     return lax.cond(all_finite(inputs.v), lambda: summed.reshape(flat), marked).reshape(shape)
 
 
@@ -195,13 +217,12 @@ def softmax(spec: AttentionSpec, call: XlaOperands, logits: Any, seen: Any) -> t
     import jax.numpy as jnp
     from jax import lax
 
+    if seen is not None:
+        logits = jnp.where(seen, logits, -jnp.inf)
     # A constant for forward mode: the maximum cancels. See ``attention._attend``.
-    visible = logits if seen is None else jnp.where(seen, logits, -jnp.inf)
-    top = lax.stop_gradient(visible.max(-1))
+    top = lax.stop_gradient(logits.max(-1))
     base = jnp.where(top == -jnp.inf, 0, top) if _may_be_empty(spec) else top
     weights = jnp.exp(logits - base[..., None])
-    if seen is not None:  # not before exp, which XLA would compute number by number
-        weights = jnp.where(seen, weights, 0)
     total = weights.sum(-1)
     return dropped(spec, call, weights, tile_at(spec, call, 0, 0)), top, total
 
