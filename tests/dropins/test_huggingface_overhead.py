@@ -19,6 +19,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import masking_utils
 
 import torch_frontend
+from attn_core.backends.shared import kept_masks
 from torch_frontend import huggingface
 from torch_frontend.huggingface import attention, layer_call, masks
 from torch_frontend.huggingface.described_mask import DescribedMask, description_of
@@ -216,6 +217,55 @@ def test_a_shared_call_is_not_used_for_other_arguments() -> None:
         attention.attend(layer, q, k[:, :, 1:], v[:, :, 1:], made)
     with pytest.raises(SpecError, match="unknown_option"):
         attention.attend(layer, q, k, v, made, unknown_option=3)
+
+
+@pytest.mark.parametrize("padded", [None, 0, 3, -2], ids=["none", "exact", "longer", "shorter"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_row_of_a_static_cache_is_transformers_own(padded: int | None, window: int | None) -> None:
+    """``padded``: how many columns the padding mask has beyond the tokens so far."""
+    function = masking_utils.causal_mask_function
+    if window is not None:
+        function = masking_utils.sliding_window_causal_mask_function(window)
+    keep = None if padded is None else left_padding(LENGTH + padded).bool()
+    given = {"mask_function": function, "attention_mask": keep, "allow_is_causal_skip": False}
+    for slots, start in ((SLOTS, 0), (8, 10), (LENGTH + 1, 0)):
+        place = (ROWS, 1, slots, torch.tensor(LENGTH - 1), start)
+        expected = masking_utils.sdpa_mask(*place, **given)
+        made = masks.mask(*place, **given)
+        assert made.is_contiguous() and made.dtype == torch.bool and torch.equal(made, expected)
+
+
+def test_the_row_of_a_static_cache_takes_few_operations() -> None:
+    place, given = (ROWS, 1, SLOTS, torch.tensor(LENGTH - 1)), {**CAUSAL, "attention_mask": left_padding().bool()}
+    row = operations(lambda: masks.row_of_keys(None, ROWS, SLOTS, (place[3], 0), given["attention_mask"], "cpu"))
+    assert 3 * row <= 2 * operations(lambda: masking_utils.sdpa_mask(*place, **given, allow_is_causal_skip=False))
+
+
+def test_a_layer_with_a_dense_mask_costs_few_frames() -> None:
+    """As with a static cache on a GPU, where the mask is not read."""
+    made, layer = mask(1, LENGTH + 1, True, SLOTS), torch.nn.Module().eval()
+    del made._attn_core_description
+    kept_masks.keep_additive(made)
+    q, k, v = operands(1, SLOTS)
+
+    def run() -> Any:
+        return attention.attend(layer, q, k, v, made, scaling=0.3, position_ids=torch.arange(1)[None], use_cache=True)
+
+    run()
+    expected = ["attention.attend", "attention.check_keywords", "recomputed.attention_of_heads", "heads_first.attend"]
+    expected += ["described_mask.description_of", "layer_call.read_table", "heads_first.<listcomp>"]
+    assert frames_of_ours(run) <= Counter([*expected, "recomputed._fits_packing"])
+
+
+@pytest.mark.parametrize("place", ["prefill", "step"])
+def test_layers_convert_a_padding_mask_once(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    queries, keys, slots = PLACES[place]
+    q, k, v = operands(queries, keys)
+    made, layer, converted = mask(queries, keys, True, slots), torch.nn.Module().eval(), []
+    where = torch.where
+    monkeypatch.setattr(torch, "where", lambda *given: converted.append(1) or where(*given))
+    outs = [attention.attend(layer, q, k, v, made, scaling=0.3)[0] for _ in range(3)]
+    assert len(converted) == 1 and torch.equal(outs[0], outs[2])
 
 
 def test_a_single_query_with_a_window_that_hides_keys_keeps_it() -> None:

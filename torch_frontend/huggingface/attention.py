@@ -12,7 +12,7 @@ from torch_frontend.context_parallel.layers import ActiveMesh, active_block
 from torch_frontend.huggingface import context as huggingface_context
 from torch_frontend.huggingface.described_mask import DescribedMask, description_of
 from torch_frontend.huggingface.documents import documents_from_offsets
-from torch_frontend.huggingface.layer_call import prepare, share, split_mask
+from torch_frontend.huggingface.layer_call import prepare, read_table, share, split_mask
 from torch_frontend.recomputed import attention_of_heads as attention
 
 Tensor = torch.Tensor
@@ -75,6 +75,8 @@ def attend(
             call = described.shared.get((query.shape[2], key.shape[2], sliding_window))
             if call is not None and call.positions is not None and call.positions() is not position_ids:
                 call = None
+        elif type(attention_mask) is Tensor and attention_mask.dtype is torch.bool:
+            call = read_table(attention_mask, query.shape[2], key.shape[2])
     if compiling:
         chosen = getattr(module, LAYER_BACKEND, None)
     else:  # not by the module's own lookup, which takes microseconds for a missing attribute

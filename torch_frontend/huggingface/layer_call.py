@@ -8,6 +8,7 @@ from weakref import ref
 
 import torch
 
+from attn_core.backends.shared import kept_masks
 from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from torch_frontend.dispatch.plan import check_tensor, smaller
@@ -68,6 +69,14 @@ def prepare(
     return call if positions is None else call._replace(positions=positions)
 
 
+def read_table(table: Tensor, queries: int, keys: int) -> LayerCall | None:
+    """Returns the call of a layer with a dense bool mask alone, or None if ``prepare`` must check the mask."""
+    if table.layout is not torch.strided or table.is_nested or table.dim() != 4:
+        return None
+    # There is no band to align, but equal calls need equal arguments.
+    return LayerCall(False, None, "bottom_right" if queries == keys else "top_left", mask=table)
+
+
 def share(
     call: LayerCall,
     described: DescribedMask,
@@ -76,6 +85,8 @@ def share(
     position_ids: Tensor | None,
 ) -> None:
     """Keeps a call for the layers with the same mask, unless it depends on position ids that were not readable."""
+    if call.mask is not None:
+        kept_masks.keep_additive(call.mask)  # one row of keys
     if call.positions is None and described.visible.seq_info is None and counts_positions(described.visible):
         call = call._replace(positions=_no_positions)
     elif call.positions is not None and (position_ids is None or not are_readable(position_ids, *lengths[:2])):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import masking_utils  # at module level, because older compilers cannot trace a lazy module's import
 
+from attn_core.backends.shared import kept_masks
 from attn_core.errors import SpecError
 from torch_frontend.context_parallel.layers import active_mesh
 from torch_frontend.dispatch.transforms import is_one_op
@@ -70,11 +71,18 @@ def mask(
     steps = q_length == 1 and causal and not options.get("allow_is_causal_skip", True)  # decoding that may be compiled
     if steps or (compiling and isinstance(q_offset, Tensor)):
         # One row of keys is as small as a description, and its values may change without a recompilation.
-        table = dense(q_offset=q_offset, attention_mask=attention_mask)
-        if compiling or table.device.type != "cpu" or is_one_op(table):
+        pattern = None if compiling else read_pattern(mask_function)
+        if pattern is None or pattern.right != 0 or pattern.documents is not None or q_length != 1:
+            table = dense(q_offset=q_offset, attention_mask=attention_mask)
+        else:
+            table = row_of_keys(pattern.left, batch_size, kv_length, (q_offset, kv_offset), attention_mask, device)
+        if compiling or is_one_op(table):
+            return table
+        table = table.contiguous()  # as generate makes it, and a copy would lose what is attached here
+        if table.device.type != "cpu":
+            kept_masks.keep_additive(table)
             return table
         # Values on the CPU can be read, so layers that are not compiled leave hidden keys out.
-        table, pattern = table.contiguous(), read_pattern(mask_function)
         described = _describe(table.shape, (int(q_offset), kv_offset), pattern, attention_mask, device, dense)
         if isinstance(described, DescribedMask):
             describe(table, described)
@@ -102,17 +110,44 @@ def _describe(
     offset = q_offset - kv_offset
     if pattern is None or not is_alignable(pattern, offset, q_length, kv_length):
         return dense(q_offset=q_offset, attention_mask=attention_mask)
-    if attention_mask is not None:
-        attention_mask = attention_mask.to(torch.bool, copy=True)  # the caller may change theirs before the build
     keys = visible_keys(attention_mask, kv_length, kv_offset)
     if keys is not None and not torch.compiler.is_compiling():
         # A causal mask hides the keys behind the last query anyway: they are the unused rest of a static cache.
         reached = keys[:, : offset + q_length] if pattern.right == 0 else keys
         if bool(reached.all()):
             attention_mask = keys = None
+    if attention_mask is not None:
+        attention_mask = attention_mask.to(torch.bool, copy=True)  # the caller may change theirs before the build
+        keys = visible_keys(attention_mask, kv_length, kv_offset)
     info = None if pattern.documents is None else documents_from_numbers(pattern.documents)
     visible = VisibleKeys(pattern.left, pattern.right, offset, (q_length, kv_length), keys, info)
     return DescribedMask(batch, device, visible, partial(dense, q_offset=q_offset, attention_mask=attention_mask))
+
+
+def row_of_keys(
+    left: int | None,
+    batch: int,
+    kv_length: int,
+    offsets: tuple[Any, int],
+    attention_mask: Tensor | None,
+    device: torch.device | str,
+) -> Tensor:
+    """Returns the dense mask of one causal query, bool ``[batch, 1, 1, kv_length]``, with few operations.
+
+    transformers' own function evaluates the mask function on four tensors of indices, in about 15 operations.
+
+    Args:
+        left: the number of keys that the query sees before its own; None for all.
+        offsets: of (queries, keys); the first may be a tensor on the device, which is not read.
+    """
+    q_offset, kv_offset = offsets
+    places = torch.arange(kv_offset, kv_offset + kv_length, device=device)
+    seen = places <= q_offset
+    if left is not None:
+        seen = seen & (places >= q_offset - left)
+    keys = visible_keys(attention_mask, kv_length, kv_offset)
+    seen = seen.expand(batch, kv_length) if keys is None else seen & keys.to(torch.bool)
+    return seen[:, None, None, :]
 
 
 def is_alignable(pattern: Pattern, offset: int, q_length: int, kv_length: int) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from attn_core.backends.shared import kept_masks
 from attn_core.call.masks import Band
 
 CACHED_ELEMENTS = 2**14
@@ -33,10 +34,15 @@ def additive(dtype: str, device: Any, mask: Any, bias: Any, edge: Band | None, r
     if edge is None:
         if mask is None:
             return bias
+        if bias is None and kept_masks.MARK in mask.__dict__:
+            return kept_masks.additive_of(mask, (dtype,), lambda: torch.where(mask, zero, hides))
         return torch.where(mask, zero if bias is None else bias, hides)
     inside, added = _band(dtype, device, edge, rows, keys)
     if bias is None:
-        return added if mask is None else torch.where(mask, added, hides)
+        if mask is None or kept_masks.MARK not in mask.__dict__:
+            return added if mask is None else torch.where(mask, added, hides)
+        form = dtype, edge, rows.start, rows.stop, keys.start, keys.stop
+        return kept_masks.additive_of(mask, form, lambda: torch.where(mask, added, hides))
     return torch.where(inside if mask is None else inside & mask, bias, hides)
 
 

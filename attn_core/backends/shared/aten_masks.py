@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attn_core.backends.shared import kernel_limits
+from attn_core.backends.shared import kept_masks, kernel_limits
 from attn_core.backends.shared.rewrites import readable
 from attn_core.call.masks import Band, band
 from attn_core.call.spec import AttentionSpec
@@ -81,7 +81,10 @@ def additive(mask: Any, bias: Any, dtype: Any, kv_len: int, *, aligned: bool = T
         return in_rows_of(torch.where(mask, bias, -torch.inf), kv_len, aligned)
     # log(True) is 0 and log(False) is -inf: one kernel reads the mask and writes the result.
     keys = mask if mask.shape[3] == kv_len else mask.expand(*mask.shape[:3], kv_len)
-    return torch.log(keys, out=_empty_rows_of(keys, dtype, aligned))
+    if kept_masks.MARK not in mask.__dict__:
+        return torch.log(keys, out=_empty_rows_of(keys, dtype, aligned))
+    form = dtype, kv_len, aligned
+    return kept_masks.additive_of(mask, form, lambda: torch.log(keys, out=_empty_rows_of(keys, dtype, aligned)))
 
 
 def in_rows(table: Any, rows: slice) -> Any:

@@ -1,0 +1,77 @@
+"""Masks that keep their additive form: when it is used again, and when it must be computed anew."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from attn_core.backends.shared import aten_masks, kept_masks
+from torch_frontend import attention
+
+
+@pytest.fixture
+def mask() -> torch.Tensor:
+    made = torch.rand(2, 1, 1, 11, generator=torch.Generator().manual_seed(0)) < 0.5
+    kept_masks.keep_additive(made)
+    return made
+
+
+def additive(mask: Any, **options: Any) -> torch.Tensor:
+    return aten_masks.additive(mask, None, torch.bfloat16, mask.shape[3], **options)
+
+
+def test_a_form_is_computed_once_until_the_mask_changes(mask: torch.Tensor) -> None:
+    first = additive(mask)
+    assert additive(mask) is first
+    assert additive(mask, aligned=False) is not first  # another form
+    mask[:, :, :, 0] = ~mask[:, :, :, 0]
+    changed = additive(mask)
+    assert changed is not first and torch.equal(changed == 0, mask)
+
+
+def test_only_the_mask_itself_keeps_its_form(mask: torch.Tensor) -> None:
+    first = additive(mask)
+    for other in (mask.clone(), mask[:1], copy.deepcopy(mask), mask.logical_not()):
+        assert additive(other) is not first and torch.equal(additive(other) == 0, other)
+    plain = torch.ones(1, 1, 1, 4, dtype=torch.bool)
+    assert additive(plain) is not additive(plain)
+
+
+def test_large_forms_are_not_kept(mask: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_masks, "KEPT_ELEMENTS", mask.numel() - 1)
+    assert additive(mask) is not additive(mask)
+
+
+def test_inference_mode_and_training_have_separate_forms(mask: torch.Tensor) -> None:
+    with torch.inference_mode():
+        inside = additive(mask)
+        assert inside.is_inference() and additive(mask) is inside
+        kept_masks.keep_additive(unmarked := torch.ones(1, 1, 1, 4, dtype=torch.bool))
+        assert additive(unmarked) is not additive(unmarked)
+    assert not additive(mask).is_inference()
+
+
+def test_observed_calls_use_no_kept_form(mask: torch.Tensor) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    first = additive(mask)
+    with FlopCounterMode(display=False):
+        assert additive(mask) is not first
+    torch.func.vmap(lambda x: x * (additive(mask) is first))(torch.ones(2))
+    assert torch.func.vmap(lambda x: x * (additive(mask) is not first))(torch.ones(2)).all()
+
+
+@pytest.mark.parametrize("queries", [1, 11])
+def test_a_kept_form_gives_the_same_results_and_gradients(mask: torch.Tensor, queries: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    shapes = (2, queries, 4, 8), (2, 11, 4, 8), (2, 11, 4, 8)
+    q, k, v = (torch.randn(shape, generator=generator).requires_grad_() for shape in shapes)
+    results = []
+    for table in (mask, mask, mask.clone()):
+        out = attention(q, k, v, mask=table, causal=True)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    for one, two in zip(results[1], results[2], strict=True):
+        assert torch.equal(one, two)
