@@ -80,9 +80,12 @@ def attention(
     unusual_window = window is not None and type(window) is not int and not is_plain_window(window)
     usual = plain and not (observed or dropout or unusual_window or dropout_rng is not None)
     if usual and not no_extras:
-        extras = (mask, bias, alibi_slopes, sinks)
         plain_options = (causal, alignment, window, softcap, scale, dropout, deterministic, return_lse)
-        results = fast_calls.attend(q, k, v, extras, seq_info, backend, plain_options)
+        if alibi_slopes is None and sinks is None and seq_info is None:
+            results = fast_calls.attend_with_tables(q, k, v, mask, bias, backend, plain_options)
+        else:
+            extras = (mask, bias, alibi_slopes, sinks)
+            results = fast_calls.attend(q, k, v, extras, seq_info, backend, plain_options)
         if results is not None:
             return results
     if not (usual and no_extras):

@@ -150,7 +150,7 @@ def empty_plan_caches(programs: bool = True) -> None:
     for name in ("torch_frontend.dispatch.plan", "jax_frontend.dispatch.plan"):
         module = import_module(name)
         module.plan.cache_clear()
-        for fast in ("dense_plan", "fast_plan"):
+        for fast in ("dense_plan", "fast_plan", "table_plan"):
             if hasattr(module, fast):
                 getattr(module, fast).cache_clear()
     import_module("torch_frontend.dispatch.heads_first")._kernel.cache_clear()

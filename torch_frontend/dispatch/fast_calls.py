@@ -14,7 +14,7 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
 from attn_core.selection import override
 from torch_frontend.dispatch import autograd, empty_rows, offsets
-from torch_frontend.dispatch.plan import fast_plan
+from torch_frontend.dispatch.plan import fast_plan, table_plan
 from torch_frontend.dispatch.run_plan import check_offsets, run_forward, run_shortcut
 
 Tensor = torch.Tensor
@@ -67,6 +67,54 @@ def attend(
     if call_plan.spec.return_lse:
         return empty_rows.finish_results(results, inputs, seq_info)
     return results[0] if type(results) is tuple else results
+
+
+def attend_with_tables(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, backend: Any, options: tuple[Any, ...]
+) -> Any:
+    """``attend`` for calls with a mask or a bias alone: the lookup of a plain call, with both in its key."""
+    if not (q.layout is k.layout is v.layout is _STRIDED):
+        return None
+    mask_key = bias_key = None
+    needs_backward, bias_gradient = _is_grad_enabled(), False
+    try:
+        if mask is not None:
+            if type(mask) not in _KINDS or mask.layout is not _STRIDED:
+                return None
+            mask_key = (mask.shape, mask.dtype, mask.device)
+        if bias is not None:
+            if type(bias) not in _KINDS or bias.layout is not _STRIDED:
+                return None
+            bias_key = (bias.shape, bias.dtype, bias.device)
+            bias_gradient = needs_backward and bias.requires_grad
+        if needs_backward:
+            needs_backward = q.requires_grad or k.requires_grad or v.requires_grad or bias_gradient
+        call_plan = table_plan(
+            q.shape,
+            k.shape,
+            v.shape,
+            q.dtype,
+            k.dtype,
+            v.dtype,
+            q.device,
+            k.device,
+            v.device,
+            mask_key,
+            bias_key,
+            needs_backward,
+            bias_gradient,
+            _requested() if backend is None else backend,
+            *options,
+        )
+    except Exception:  # a nested tensor has no shape; the general path raises the error again, or an earlier one
+        return None
+    shortcut = call_plan.shortcut
+    results = shortcut(q, k, v, mask, bias) if shortcut else None
+    if results is None:
+        if needs_backward:
+            return autograd.AttentionFunction.apply(call_plan, *Inputs(q, k, v, mask, bias))
+        results = run_forward(call_plan, Inputs(q, k, v, mask, bias))
+    return results if call_plan.spec.return_lse else results[0]
 
 
 def _with_documents(inputs: Inputs, seq_info: Any) -> tuple[Inputs, offsets.Longest] | None:

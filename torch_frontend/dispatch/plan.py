@@ -16,6 +16,7 @@ from attn_core.call.tensors import Gradients, Inputs
 from attn_core.errors import SpecError
 from attn_core.selection import Selection, Target, explain, select
 from torch_frontend.dispatch import tensor_kinds
+from torch_frontend.dispatch.wrappers import on_device, with_four_axes
 
 Tensor = torch.Tensor
 
@@ -30,7 +31,9 @@ class Plan(NamedTuple):
     one_row: bool
     """Whether the packed tensors and results are ``[1, tokens, ...]``."""
     shortcut: Callable[..., tuple[Any, Any] | None] | None = None
-    """The backend's function that autograd can differentiate, see ``contract.shortcut``; None if it has none."""
+    """The backend's function that autograd can differentiate, see ``contract.shortcut``; None if it has none.
+
+    It takes the mask and the bias as the caller passed them."""
     writes_into: bool = False
     """Whether the backend's functions accept ``into``, buffers for their results."""
 
@@ -86,6 +89,30 @@ def fast_plan(
     return plan(metadata, checked_options, needs_backward, bias_gradient, requested)
 
 
+@lru_cache(maxsize=4096, typed=True)
+def table_plan(
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    v_shape: torch.Size,
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    v_dtype: torch.dtype,
+    q_device: torch.device,
+    k_device: torch.device,
+    v_device: torch.device,
+    mask: Metadata | None,
+    bias: Metadata | None,
+    needs_backward: bool,
+    bias_gradient: bool,
+    requested: str | tuple[str, ...] | None,
+    *options: Any,
+) -> Plan:
+    """Plans a call with a mask or a bias alone, as ``fast_plan`` does. A flat key is compared faster."""
+    qkv = ((q_shape, q_dtype, q_device), (k_shape, k_dtype, k_device), (v_shape, v_dtype, v_device))
+    metadata = (*qkv, mask, bias, *(None,) * 4)
+    return fast_plan.__wrapped__(metadata, needs_backward, bias_gradient, requested, None, None, *options)
+
+
 PLAIN_CALL = ("causal", "alignment", "window", "softcap", "scale", "dropout", "deterministic", "return_lse")
 """The options of a call without masks and packing, in the order of ``dense_plan``."""
 
@@ -111,23 +138,9 @@ def plan(
     if spec.empty:
         return Plan(spec, name, empty_forward, _empty_backward, one_row)
     shortcut, device = backends.shortcut(module, spec), metadata[0][2] if metadata[0] else torch.device("cpu")
+    shortcut = with_four_axes(shortcut, metadata[3], metadata[4])
     forward, backward = (on_device(function, device) for function in (module.forward, module.backward))
     return Plan(spec, name, forward, backward, one_row, on_device(shortcut, device), backends.writes_into(module))
-
-
-def on_device(function: Any, device: torch.device) -> Any:
-    """Wraps a function to run with its tensors' GPU as the current one, because Triton launches on the current GPU.
-
-    With one GPU or none it returns the function itself.
-    """
-    if function is None or device.type != "cuda" or torch.cuda.device_count() < 2:
-        return function
-
-    def run(*arguments: Any, **keywords: Any) -> Any:
-        with torch.cuda.device(device):
-            return function(*arguments, **keywords)
-
-    return run
 
 
 def explanation(*arguments: Any) -> Selection:

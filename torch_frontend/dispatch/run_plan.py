@@ -23,9 +23,7 @@ def run_shortcut(call_plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor] | Non
     """Returns (out, lse) of the backend's shortcut; None if it has none, or none for these values."""
     if call_plan.shortcut is None:
         return None
-    if inputs.mask is None and inputs.bias is None:
-        return call_plan.shortcut(*inputs[:3])
-    return call_plan.shortcut(*_four_dimensional(inputs)[:5])
+    return call_plan.shortcut(*inputs[: 3 if inputs.mask is None and inputs.bias is None else 5])
 
 
 def run_forward(call_plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:

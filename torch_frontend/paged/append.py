@@ -12,6 +12,7 @@ from attn_core.errors import ShapeError
 from attn_core.paged import arguments
 from attn_core.paged.tables import check_slots, last_slots, slots_of
 from torch_frontend.dispatch import plan
+from torch_frontend.dispatch.wrappers import on_device
 from torch_frontend.paged.plan import check_no_gradient, check_values, tables_of
 
 
@@ -27,7 +28,7 @@ def append(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_len
         if k.device.type == "cpu":
             _append_on_cpu(k_pages, v_pages, k, v, block_table, seq_lens, cu)
         else:
-            plan.on_device(append_on_gpu, k.device)(k_pages, v_pages, k, v, block_table, seq_lens, cu)
+            on_device(append_on_gpu, k.device)(k_pages, v_pages, k, v, block_table, seq_lens, cu)
 
 
 def check_appended(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, cu: Any) -> None:

@@ -18,6 +18,7 @@ from attn_core.paged import arguments
 from attn_core.paged import tables as paged_tables
 from attn_core.selection import Target, override, select
 from torch_frontend.dispatch import empty_rows, offsets, plan, tensor_kinds
+from torch_frontend.dispatch.wrappers import on_device
 
 Tensor = torch.Tensor
 Metadata = tuple[torch.Size, torch.dtype, torch.device]
@@ -38,7 +39,7 @@ def plan_call(metadata: tuple[Metadata | None, ...], options: Options, requested
     assert metadata[0] is not None
     if selection.spec.empty:
         return PagedPlan(selection.spec, plan.empty_forward)
-    return PagedPlan(selection.spec, plan.on_device(module.forward, metadata[0][2]))
+    return PagedPlan(selection.spec, on_device(module.forward, metadata[0][2]))
 
 
 def request(

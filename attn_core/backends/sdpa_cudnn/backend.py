@@ -21,7 +21,7 @@ from typing import Any
 from attn_core.backends.sdpa_cudnn.empty_rows import forward_binding, zero_for_empty_rows
 from attn_core.backends.sdpa_cudnn.operands import additive, as_allocated_for, kernel_bias
 from attn_core.backends.shared import rewrites
-from attn_core.backends.shared.aten_masks import compute_capability, explicit, limits, needed_band
+from attn_core.backends.shared.aten_masks import additive_of, compute_capability, explicit, limits, needed_band
 from attn_core.backends.shared.incoming_gradients import copy_other_layouts
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
@@ -150,9 +150,12 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
         return None
     how, kernel, readable = lower(spec), forward_binding(), rewrites.readable_rows
     is_causal, scale, with_lse, lse_shape = how["is_causal"], how["scale"], how["with_lse"], spec.lse_shape
+    prepared = None if how["band_in_bias"] else additive_of(spec, spec.dtype, aligned=False)
 
     def run(q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None) -> tuple[Any, Any]:
-        added = additive(spec, how, q, mask, bias) if has_bias else None
+        added = None
+        if has_bias:
+            added = prepared(mask, bias) if prepared else additive(spec, how, q, mask, bias)
         q, k, v = readable(q, k, v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out, lse, *_ = kernel(q, k, v, added, with_lse, 0.0, is_causal, False, scale=scale)

@@ -146,12 +146,13 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
         return None
     kernel, causal, scale, window = _kernels()[0], how["custom_mask_type"], spec.scale, how["window_size"]
     group, rows = spec.group_size, spec.q_len
+    prepared = tensors.added_of(spec) if has_bias else None
 
     def run(q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None) -> tuple[Any, Any]:
         q, k, v = rewrites.readable_rows(q, k, v, tensors.addressable)
         if group > 1:
             k, v = tensors.for_each_head(k, group), tensors.for_each_head(v, group)
-        added = tensors.added(spec, q.dtype, mask, bias) if has_bias else None
+        added = prepared(mask, bias) if prepared else None
         out, lse, *_ = kernel(
             q, k, v, added, None, None, None, None, 0.0, causal, True, scale=scale, window_size=window
         )

@@ -6,6 +6,7 @@ The kernel takes ``[batch, length, heads, dim]`` with as many kv heads as heads,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from attn_core.backends.sdpa_efficient import documents as aten_documents
@@ -68,9 +69,13 @@ def operands(spec: AttentionSpec, how: dict[str, Any], inputs: Inputs) -> Kernel
     return KernelOperands(q, k, v, bias.expand(spec.batch, spec.num_heads, rows.stop - rows.start, -1), empty)
 
 
-def added(spec: AttentionSpec, dtype: Any, mask: Any, bias: Any) -> Any:
-    """Returns the kernel's bias of all rows, which autograd can differentiate by the bias."""
-    return aten_masks.additive(mask, bias, dtype, spec.kv_len).expand(spec.batch, spec.num_heads, spec.q_len, -1)
+def added_of(spec: AttentionSpec) -> Callable[[Any, Any], Any]:
+    """Returns a function of mask and bias: the kernel's bias of all rows, which autograd can differentiate."""
+    table = aten_masks.additive_of(spec, spec.dtype)
+    full = spec.batch, spec.num_heads, spec.q_len, spec.kv_len
+    if full in (spec.bias_shape, spec.mask_shape):
+        return table
+    return lambda mask, bias: table(mask, bias).expand(full)
 
 
 def _packed(spec: AttentionSpec, how: dict[str, Any], inputs: Inputs, dense: KernelOperands) -> KernelOperands:

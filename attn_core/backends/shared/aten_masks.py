@@ -5,6 +5,8 @@ No function here synchronises: empty rows are found on the device, and the resul
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from attn_core.backends.shared import kept_masks, kernel_limits
@@ -85,6 +87,35 @@ def additive(mask: Any, bias: Any, dtype: Any, kv_len: int, *, aligned: bool = T
         return torch.log(keys, out=_empty_rows_of(keys, dtype, aligned))
     form = dtype, kv_len, aligned
     return kept_masks.additive_of(mask, form, lambda: torch.log(keys, out=_empty_rows_of(keys, dtype, aligned)))
+
+
+def additive_of(spec: AttentionSpec, dtype: str, *, aligned: bool = True) -> Callable[[Any, Any], Any]:
+    """Returns ``additive`` as a function of mask and bias for calls of one spec. Checks of shapes and dtypes run once.
+
+    Args:
+        dtype: of the result, by name.
+    """
+    import torch
+
+    kind, kv_len, shape = getattr(torch, dtype), spec.kv_len, spec.bias_shape or spec.mask_shape
+    fits = shape is not None and shape[3] == kv_len and not (aligned and kv_len % ROW_MULTIPLE)
+    if fits and spec.mask_shape is None and (spec.bias_dtype or spec.dtype) == dtype:
+
+        def as_it_is(mask: Any, bias: Any) -> Any:
+            # Rows of a contiguous bias begin at multiples of 16 bytes if they must.
+            if bias.is_contiguous() and not bias.data_ptr() % 16:
+                return bias
+            return in_rows_of(bias, kv_len, aligned)
+
+        return as_it_is
+    if fits and spec.bias_shape is None:
+        empty_like, log, contiguous = torch.empty_like, torch.log, torch.contiguous_format
+
+        def of_mask(mask: Any, bias: Any) -> Any:
+            return log(mask, out=empty_like(mask, dtype=kind, memory_format=contiguous))
+
+        return of_mask
+    return partial(additive, dtype=kind, kv_len=kv_len, aligned=aligned)
 
 
 def in_rows(table: Any, rows: slice) -> Any:
