@@ -245,6 +245,7 @@ does without the feature. `python -m benchmarks.small_calls --json` writes the r
 ```bash
 python -m benchmarks.cpu --write                         # the CPU's figures, and this page
 python -m benchmarks.small_calls --device cpu            # tiny torch calls of every kind, beside their rivals; or cuda
+python -m benchmarks.cpu_flex --json flex.json           # windows, documents, softcaps beside compiled FlexAttention
 python -m benchmarks.hopper --json hopper.json           # the figures of a GPU
 attn bench --json times.json                             # every backend on random calls, side by side
 python -m benchmarks.sweep_report times.json --write times   # from a clone: tables, plots, the cost of the choice
