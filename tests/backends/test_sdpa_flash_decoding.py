@@ -11,7 +11,7 @@ import torch
 
 from attn_core import AttentionSpec
 from attn_core.backends.sdpa_flash import containment, cpu_kernel
-from torch_frontend import attention
+from torch_frontend import attention, paged_attention
 
 BATCH, KEYS, DIM = 3, 37, 16
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -118,3 +118,25 @@ def test_a_hidden_value_affects_no_result(name: str, at: int, value: float) -> N
     broken = attention(*tensors, **given, backend="sdpa_flash")
     assert torch.equal(broken[0], clean[0])
     torch.testing.assert_close(broken, clean, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [[40, 40], [40, 23]], ids=str)
+@pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_decoding_from_pages_equals_plain_attention(
+    heads: int, kv_heads: int, dtype: torch.dtype, value: float, lengths: list[int]
+) -> None:
+    torch.manual_seed(3)
+    pools = [torch.randn(12, 8, kv_heads, 64, dtype=dtype) for _ in range(2)]
+    q, table = torch.randn(2, heads, 64, dtype=dtype), torch.randperm(12)[:10].view(2, 5).int()
+    for pool in pools:  # slots behind the end of the shorter sequence
+        pool[table[1, 2].item(), 7] = value
+        pool[table[1, 3:].long()] = value if lengths[1] < 40 else 0.0
+    if lengths[1] == 40:
+        pools[0][table[1, 2].item(), 7] = pools[1][table[1, 2].item(), 7] = 0.0
+    given = {"block_table": table, "seq_lens": torch.tensor(lengths, dtype=torch.int32), "return_lse": True}
+    out, lse = paged_attention(q, *pools, **given, backend="sdpa_flash")
+    expected, expected_lse = paged_attention(q, *pools, **given, backend="math")
+    torch.testing.assert_close(out, expected, rtol=0, atol=TOLERANCES[dtype])
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=max(TOLERANCES[dtype], 1e-5))

@@ -22,6 +22,9 @@ MOST_PADDING = 2
 FEW_TOKENS = 1024
 """So few padded tokens always are one call, because a call of each sequence costs more."""
 
+WORTH_TWO_ROWS = 2048
+"""Elements of a head's keys from which one query is computed twice in bfloat16; see ``cpu_kernel``."""
+
 
 def forward(
     spec: AttentionSpec, inputs: PagedInputs, packed_forward: Callable[[AttentionSpec, Inputs], tuple[Any, Any]]
@@ -62,12 +65,19 @@ def _decode(spec: AttentionSpec, inputs: PagedInputs, lengths: list[int]) -> tup
     added: Any = None
     if seen is not None:
         added = additive_masks.additive(spec.lse_dtype, k.device, seen, None, None, slice(0), slice(0))
-        if not containment.are_finite(k, v):
-            hidden = ~seen.view(batch, -1, 1, 1)  # each row has one query, so what it does not see may become 0
-            k, v = k.masked_fill_(hidden, 0.0), v.masked_fill_(hidden, 0.0)
     # [batch, heads, dim] -> [batch, kv_heads, group, dim]
     q = inputs.q.detach().contiguous().view(batch, spec.num_kv_heads, spec.group_size, spec.head_dim)
-    out, lse = kernels()[0](q, k.transpose(1, 2), v.transpose(1, 2), 0.0, False, attn_mask=added, scale=spec.scale)
+    twice = q.shape[2] == 1 and spec.dtype == "bfloat16" and longest * spec.head_dim >= WORTH_TWO_ROWS
+    if twice:
+        q = q.repeat(1, 1, 2, 1)
+    options: dict[str, Any] = {"attn_mask": added, "scale": spec.scale}
+    out, lse = kernels()[0](q, k.transpose(1, 2), v.transpose(1, 2), 0.0, False, **options)
+    if seen is not None and not containment.are_results_finite(out, lse):
+        hidden = ~seen.view(batch, -1, 1, 1)  # each row has one query, so what it does not see may become 0
+        k, v = k.masked_fill_(hidden, 0.0), v.masked_fill_(hidden, 0.0)
+        out, lse = kernels()[0](q, k.transpose(1, 2), v.transpose(1, 2), 0.0, False, **options)
+    if twice:
+        out, lse = out[:, :, :1], lse[:, :, :1]
     out, lse = out.flatten(1, 2), lse.flatten(1).t()
     if shortest == 0:
         lse = lse.masked_fill(inputs.seq_lens == 0, -torch.inf)
