@@ -6,7 +6,6 @@ The raw times are the file of ``attn bench --json``; the table is
     python -m benchmarks.sweep_preference times.json                                        # shows the regret
     python -m benchmarks.sweep_preference times.json --write attn_core/selection/measured   # also writes the table
 
-The regret counts the calls of times.json only; ``--also`` names raw files of more calls on the same device to fit to.
 With ``--write``, times.json gets the predictions for unseen calls, too; ``benchmarks.sweep_report`` shows their errors.
 """
 
@@ -27,21 +26,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sweep_preference")
     parser.add_argument("times", type=Path, help="the raw times, written by attn bench --json")
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="the folder for the table")
-    parser.add_argument("--also", type=Path, action="append", default=[], metavar="JSON", help="more calls to fit to")
     options = parser.parse_args(arguments)
     try:
-        raw, also = read(options.times), [read(path) for path in options.also]
+        raw = read(options.times)
     except SpecError as error:
         parser.error(str(error))
     # Predictions in the file may come from an earlier version of the models.
-    fitting = Fitting(raw | {"cases": [record | {"predicted": None} for record in raw["cases"]]}, also=also)
+    fitting = Fitting(raw | {"cases": [record | {"predicted": None} for record in raw["cases"]]})
     print(regret_table(fitting))
     for regret in sorted(fitting.regrets(), key=lambda regret: -regret.ratio)[:10]:
         print(f"{regret.ratio:.2f} {regret.case}: {regret.chosen} for {regret.best}")
     if options.write is not None:
         path = options.write / f"{raw['framework']}-{raw['device']}.json"
         write_table(fitting.table(), path)
-        write(fitting.with_predictions() | {"also": [path.name for path in options.also]}, options.times)
+        write(fitting.with_predictions(), options.times)
         print(f"written to {path}; the predictions for unseen calls to {options.times}")
 
 

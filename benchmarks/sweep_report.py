@@ -16,7 +16,7 @@ from attn_core.cli.bench import regret_table
 from attn_core.cli.bench_sweep import read
 from attn_core.errors import SpecError
 from attn_core.selection.cross_validation import FOLDS, Fitting
-from attn_core.selection.regret import Regret, right_times
+from attn_core.selection.regret import Regret, fastest_round, right_times
 
 DIRECTIONS = ("forward", "training")
 CAPTIONS = {
@@ -53,12 +53,13 @@ def page(fitting: Fitting, pictures: Sequence[str] = ()) -> str:
         f"Written by `python -m benchmarks.sweep_report` from times measured on {raw['date']}, "
         f"{len(raw['cases'])} measurements in {raw['seconds']:.0f} s; {versions}.\n",
         f"Each case has two calls to warm up, and then {raw['rounds']} rounds in which the backends take turns; slow "
-        "backends have fewer rounds. Times are medians in µs per call and include the host's time. Training is the "
-        "forward and the gradients of q, k and v.\n",
+        "backends have fewer rounds. Times are µs per call in the fastest round, because what interferes only makes "
+        "rounds slower. They include the host's time. Training is the forward and the gradients of q, k and v.\n",
         "Regret is the time of the automatic choice divided by the time of the fastest backend; inf if the chosen "
         "backend was not timed. The models that choose a backend for a call were fitted to other calls only "
-        f"({FOLDS}-fold cross-validation).\n",
-        *(f"The fits also saw the calls of `{name}`, which no figure here counts.\n" for name in raw.get("also", ())),
+        f"({FOLDS}-fold cross-validation). The calls repeat, so the figures leave out that automatic choice avoids "
+        "cuDNN for decoding without a mask, where every number of keys needs a plan of its own (NEW_LENGTH in "
+        "selection/preference.py).\n",
         "## Regret of automatic choice\n",
         regret_table(fitting),
         "## Errors of the predicted times\n",
@@ -87,7 +88,7 @@ def _times(records: list[dict[str, Any]], chosen: list[Regret]) -> str:
 
 def _cell(entry: dict[str, Any], right: bool) -> str:
     if "median" in entry:
-        return f"{entry['median']:.0f}" if right else "WRONG"
+        return f"{fastest_round(entry):.0f}" if right else "WRONG"
     return "FAILED" if "failed" in entry else "skipped" if "skipped" in entry else "—"
 
 

@@ -32,6 +32,7 @@ EFFECTS: dict[str, Callable[[Kind], bool]] = {
     "causal": lambda kind: kind.band == "causal",
     "window": lambda kind: kind.band == "window",
     "decode": lambda kind: kind.decode,
+    "one query": lambda kind: kind.one_query,
     "grouped": lambda kind: kind.grouped,
     "softcap": lambda kind: kind.softcap,
     "alibi": lambda kind: kind.alibi,
@@ -40,16 +41,20 @@ EFFECTS: dict[str, Callable[[Kind], bool]] = {
     "mask of keys": lambda kind: kind.mask == "keys",
     "mask of scores": lambda kind: kind.mask == "scores",
     "bias": lambda kind: bool(kind.bias),
+    "mask or bias, banded": lambda kind: bool(kind.mask or kind.bias) and kind.band != "full",
+    "mask or bias, grouped": lambda kind: bool(kind.mask or kind.bias) and kind.grouped,
+    "float32, grouped": lambda kind: kind.grouped and kind.dtype == "float32",
 }
 """The properties of a kind that change rates."""
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "host": ("host",),
-    "constant": ("constant",),
+    "constant": ("constant", "tiles", "search"),
     "compute": ("work", "waves", "grouped_work", "chain", "rectangle", "scores"),
-    "memory": ("memory",),
+    "memory": ("memory", "padded_memory", "expanded_memory"),
+    "masks": ("mask_memory", "dense_scores"),
 }
-"""Groups of rates that an effect multiplies alike. The rates of masks and biases have no effects."""
+"""Groups of rates that an effect multiplies alike."""
 
 RATES = ("host", *Sizes._fields)
 """The rates of a model; the host's is a time."""

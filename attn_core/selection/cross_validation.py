@@ -16,9 +16,19 @@ from typing import Any
 from attn_core import backends
 from attn_core.selection.cost_model import Model, microseconds
 from attn_core.selection.features import kind_of_call, sizes_of_call
-from attn_core.selection.fit import Sample, fit
+from attn_core.selection.fit import NOISES, Sample, fit
+from attn_core.selection.host_noise import slowness
 from attn_core.selection.preference import CAUTION, ranking
-from attn_core.selection.regret import Record, Regret, measured_records, record_spec, regrets, right_times, summary
+from attn_core.selection.regret import (
+    TORCH_ALONE,
+    Record,
+    Regret,
+    measured_records,
+    record_spec,
+    regrets,
+    right_times,
+    summary,
+)
 from attn_core.selection.tables import DIRECTIONS, FORMAT, plain_model
 
 FOLDS = 10
@@ -35,8 +45,11 @@ DOUBT = 2
 FEWEST, FEWEST_AFTER_START = 12, 3
 """A backend needs this many measured calls in a direction for a model; fewer if the fit starts from another model."""
 
-HOST_BOUND = 1.6
-"""A time up to this many times the shortest of its backend may be the host's."""
+HIDES_HOST = 2.5
+"""From this many times the host's time on, nothing is known about the host."""
+
+LEAST_WEIGHT, HALF_WEIGHT = 0.05, 2.0
+"""The least weight of a sample, and the logarithm of how many times as slow as the best it has half a weight."""
 
 Models = Mapping[bool, Mapping[str, Model]]
 
@@ -49,16 +62,13 @@ class Fitting:
         records: the usable records, in the order of the file.
     """
 
-    def __init__(self, raw: dict[str, Any], start: Models | None = None, also: Sequence[dict[str, Any]] = ()) -> None:
+    def __init__(self, raw: dict[str, Any], start: Models | None = None) -> None:
         """Takes the raw times; the fits run when their results are read.
 
         Args:
             start: models of a similar device, for few measurements; by default a fit starts from plain guesses.
-            also: raw times of other calls on the same device, which every fit sees and no figure counts. Times that
-                the host may have decided do not count, because they depend on the version of this package.
         """
         self.raw, self.records, self._start = raw, measured_records(raw), start or {}
-        self._also = [record for other in also for record in measured_records(_device_bound(other))]
         self.kind = backends.kind_of(raw["device"])
         self.tile, self.processors = TILE[self.kind], PROCESSORS.get(raw["device"], 132)
         # Both directions of a call are in one fold.
@@ -102,10 +112,8 @@ class Fitting:
                 for (direction, name), samples in self._samples.items()
                 if direction is training
             }
-            for name, samples in known.items():
-                samples += self._other_samples.get((training, name), {}).values()
             together = [sample for samples in known.values() for sample in samples]
-            common = fit(together) if together else None
+            common = fit(together, noises=NOISES[:2]) if together else None
             for name, samples in known.items():
                 if samples:
                     result[training, name] = fit(samples, self._first(training, name) or common)
@@ -123,26 +131,33 @@ class Fitting:
     @cached_property
     def _samples(self) -> dict[tuple[bool, str], dict[int, Sample]]:
         """By direction and backend the samples, each under the position of its record."""
-        result = self._samples_of(self.records)
-        others = self._other_samples
-        return {key: each for key, each in result.items() if len(each) + len(others.get(key, ())) >= self._fewest(*key)}
-
-    @cached_property
-    def _other_samples(self) -> dict[tuple[bool, str], dict[int, Sample]]:
-        return self._samples_of(self._also)
-
-    def _samples_of(self, records: Sequence[Record]) -> dict[tuple[bool, str], dict[int, Sample]]:
         result: dict[tuple[bool, str], dict[int, Sample]] = {}
         candidates = backends.PREFERENCE.get((self.raw["framework"], self.kind), ())
-        for place, record in enumerate(records):
-            spec = record_spec(record)
-            kind, sizes = kind_of_call(spec), sizes_of_call(spec, self.tile, self.processors)
-            for name, time in right_times(record).items():
-                # On a CPU the host does all the work, so its time says nothing more.
-                host = record["backends"][name].get("host", 0.0) if self.kind == "cuda" else 0.0
+        specs = [record_spec(record) for record in self.records]
+        kinds, hosts = [kind_of_call(spec) for spec in specs], [self._hosts(record) for record in self.records]
+        slow = [0.0] * len(self.records)
+        for training in (False, True):
+            places = [place for place, spec in enumerate(specs) if spec.needs_backward is training]
+            values = slowness([kinds[place] for place in places], [hosts[place] for place in places])
+            for place, value in zip(places, values, strict=True):
+                slow[place] = value
+        for place, record in enumerate(self.records):
+            spec, times = specs[place], right_times(record)
+            sizes = sizes_of_call(spec, self.tile, self.processors)
+            for name, time in times.items():
                 if name in candidates:
-                    result.setdefault((spec.needs_backward, name), {})[place] = Sample(kind, sizes, time, host)
-        return result
+                    known = hosts[place].get(name, 0.0)
+                    sample = Sample(kinds[place], sizes, time, known, _weight(name, times), slow[place])
+                    result.setdefault((spec.needs_backward, name), {})[place] = sample
+        return {key: each for key, each in result.items() if len(each) >= self._fewest(*key)}
+
+    def _hosts(self, record: Record) -> dict[str, float]:
+        """Returns the host's microseconds by backend, where they are known."""
+        if self.kind != "cuda":  # on a CPU the host does all the work, so its time says nothing more
+            return {}
+        hosts = {name: (time, record["backends"][name].get("host", 0.0)) for name, time in right_times(record).items()}
+        # If the device took far longer, launches may have waited for it.
+        return {name: min(time, host) for name, (time, host) in hosts.items() if time < HIDES_HOST * min(time, host)}
 
     def _fewest(self, training: bool, name: str) -> int:
         return FEWEST if self._first(training, name) is None else FEWEST_AFTER_START
@@ -193,24 +208,17 @@ class Fitting:
         return {"format": FORMAT} | {name: self.raw.get(name) for name in names} | sizes | held_out | {"models": models}
 
 
-def _device_bound(raw: dict[str, Any]) -> dict[str, Any]:
-    """Returns raw times without times close to the shortest of their backend, which are the host's."""
-    shortest: dict[tuple[str, str], float] = {}
-    for record in raw["cases"]:
-        for name, time in right_times(record).items():
-            key = (name, record["direction"])
-            shortest[key] = min(time, shortest.get(key, math.inf))
+def _weight(name: str, times: Mapping[str, float]) -> float:
+    """Returns how much a time counts in a fit: less if the backend is far from the best, so that it is never chosen.
 
-    def counts(record: Record, name: str, entry: dict[str, Any]) -> bool:
-        return "median" not in entry or entry["median"] > HOST_BOUND * shortest.get((name, record["direction"]), 0.0)
-
-    return raw | {
-        "cases": [
-            record
-            | {"backends": {name: each for name, each in record["backends"].items() if counts(record, name, each)}}
-            for record in raw["cases"]
-        ]
-    }
+    The best of all backends, or of those that need no package but torch.
+    """
+    weight = LEAST_WEIGHT
+    for installed in (tuple(times), TORCH_ALONE):
+        if name in installed:
+            behind = math.log(times[name] / min(times[one] for one in installed if one in times))
+            weight = max(weight, 1.0 / (1.0 + (behind / HALF_WEIGHT) ** 2))
+    return weight
 
 
 def write_table(table: dict[str, Any], path: Path) -> None:

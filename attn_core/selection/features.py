@@ -22,6 +22,10 @@ WIDTHS = (32, 64, 96, 128, 192, 256)
 NO_WINDOW = (None, None)
 
 
+COMMON_WIDTHS = (64, 128, 192, 256)
+"""Head dims that every kernel reads as they are."""
+
+
 class Kind(NamedTuple):
     """The properties of a call that change how fast a kernel works, whatever the size.
 
@@ -33,6 +37,7 @@ class Kind(NamedTuple):
         dtype: of q, k and v.
         band: "full" (nothing is hidden, whatever the options are), "causal" or "window".
         decode: whether each row, or each packed document, has at most FEW_QUERIES queries.
+        one_query: whether each row of a call without packed documents has one query.
         grouped, softcap, alibi, sinks, packed: whether the call has the feature.
         mask, bias: "" for none, "keys" if all queries share one row of it, else "scores".
     """
@@ -44,6 +49,7 @@ class Kind(NamedTuple):
     dtype: str
     band: str
     decode: bool
+    one_query: bool
     grouped: bool
     softcap: bool
     alibi: bool
@@ -64,7 +70,11 @@ class Sizes(NamedTuple):
         chain: products of the longest single tile, which no number of processors makes shorter (1e6).
         rectangle: products of all pairs, also the hidden ones (1e9).
         scores: visible pairs, counted in tiles (1e8).
+        tiles: that a kernel launches: as many for each row, or packed document, as for the longest (1e4).
+        search: the same, times the packed documents among which a tile may look for its own (1e6).
         memory: bytes of q, k, v and the output (1e8).
+        padded_memory: the same if the head dim is not one that every kernel has (1e8).
+        expanded_memory: bytes of keys and values if each query head has its own, for grouped heads (1e8).
         mask_memory: elements of mask and bias (1e7).
         dense_scores: pairs, also hidden ones, if the call has a mask or bias (1e8).
     """
@@ -76,7 +86,11 @@ class Sizes(NamedTuple):
     chain: float
     rectangle: float
     scores: float
+    tiles: float
+    search: float
     memory: float
+    padded_memory: float
+    expanded_memory: float
     mask_memory: float
     dense_scores: float
 
@@ -94,6 +108,7 @@ def kind_of_call(spec: AttentionSpec) -> Kind:
         spec.dtype,
         _band(spec, queries, keys),
         queries <= FEW_QUERIES,
+        spec.q_len == 1 and spec.documents is None,
         spec.num_heads != spec.num_kv_heads,
         spec.softcap is not None,
         spec.alibi_shape is not None,
@@ -128,8 +143,11 @@ def sizes_of_call(spec: AttentionSpec, tile: int, processors: int) -> Sizes:
     each = tile * seen * width
     group = spec.num_heads // spec.num_kv_heads
     grouped_tiles = kv_heads * rows * -(-queries * group // tile)
+    documents = spec.documents or 1
+    launched = heads * documents * -(-longest(spec)[0] // tile)
     dense = spec.mask_shape is not None or spec.bias_shape is not None
     size = 2 if spec.dtype in ("bfloat16", "float16") else 4
+    memory = size * (heads * tokens + kv_heads * spec.kv_len) * width * 1e-8
     return Sizes(
         1.0,
         heads * tiles * each * 1e-9,
@@ -138,7 +156,11 @@ def sizes_of_call(spec: AttentionSpec, tile: int, processors: int) -> Sizes:
         tile * min(longest(spec)[1], 2 * seen) * width * 1e-6,
         heads * rows * queries * keys * width * 1e-9,
         heads * tiles * tile * seen * 1e-8,
-        size * (heads * tokens + kv_heads * spec.kv_len) * width * 1e-8,
+        launched * 1e-4,
+        launched * documents * 1e-6 if spec.documents else 0.0,
+        memory,
+        0.0 if spec.head_dim in COMMON_WIDTHS else memory,
+        size * heads * spec.kv_len * width * 1e-8 if group > 1 else 0.0,
         (_elements(spec.mask_shape) + _elements(spec.bias_shape)) * 1e-7 if dense else 0.0,
         heads * spec.q_len * spec.kv_len * 1e-8 if dense else 0.0,
     )

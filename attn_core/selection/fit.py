@@ -18,56 +18,76 @@ rate from above. The fit starts from this share of this quantile."""
 UNKNOWN_RATE = 10.0
 """Microseconds: the bound of the rate of a size that no sample has."""
 
-NOISE = 0.05
-"""The error of a measured log time."""
+NOISES = (1.0, 0.3, 0.1)
+"""The error of a log time. A fit first takes it for large, because outliers would hold a bad start in place."""
 
-HOST_WEIGHT = 2.0
-"""How much a measured time of the host counts, next to a measured time. It hardly varies, so it says much."""
+HOST_WEIGHT, HIDDEN_HOST_WEIGHT = 2.0, 0.4
+"""How much a measured time of the host counts, next to a measured time: if the host decided that, and if it did not."""
+
+HOST_DECIDES = 1.15
+"""The host decided a time if it is at most this many times the host's."""
 
 RATE_SPREAD = 3.0
 """How far the logarithm of a rate may be from the start without evidence."""
 
-EFFECT_SPREAD = {"host": 1.5, "constant": 0.35, "compute": 0.2, "memory": 0.2}
-"""The same for the effects of each group. A feature may multiply the work of the host: it computes offsets, or pads."""
+EFFECT_SPREAD = {"host": 0.3, "constant": 0.5, "compute": 0.35, "memory": 0.3, "masks": 0.3}
+"""The same for the effects of each group."""
 
 STEPS = 60
 """The most steps of a fit."""
 
 
 class Sample(NamedTuple):
-    """A measured call on one backend: its kind and sizes, microseconds per call, and of the host alone (0: unknown)."""
+    """A measured call on one backend.
+
+    Attributes:
+        kind, sizes: of the call.
+        microseconds: per call.
+        host: microseconds of the host alone; 0 if unknown.
+        weight: how much the sample counts.
+        slowness: of the host while the call was measured, see ``host_noise``.
+    """
 
     kind: Kind
     sizes: Sizes
     microseconds: float
     host: float
+    weight: float = 1.0
+    slowness: float = 0.0
 
 
-def fit(samples: Sequence[Sample], start: Model | None = None) -> Model:
+def fit(samples: Sequence[Sample], start: Model | None = None, noises: Sequence[float] = NOISES) -> Model:
     """Returns the model whose log times differ least from the samples.
 
-    Differences count as they are up to a few times NOISE, and as their logarithm beyond, so that a wrong measurement
-    does little harm. Parameters stay near ``start`` unless samples say otherwise.
+    Differences count as they are up to a few times the noise, and as their logarithm beyond, so that a wrong time does
+    little harm. Parameters stay near ``start`` unless samples say otherwise.
     """
     problem = _Problem(samples)
     center = problem.center(start)
-    parameters, damping = center, 1e-2
-    loss = problem.loss(parameters, center)
+    parameters = center
+    for noise in noises:
+        parameters = _descend(problem, parameters, center, noise)
+    return problem.model(parameters)
+
+
+def _descend(problem: _Problem, parameters: np.ndarray, center: np.ndarray, noise: float) -> np.ndarray:
+    """Returns the parameters of least loss near some parameters, by Gauss and Newton's method with damping."""
+    damping, loss = 1e-2, problem.loss(parameters, center, noise)
     for _ in range(STEPS):
-        gradient, curvature = problem.slopes(parameters, center)
+        gradient, curvature = problem.slopes(parameters, center, noise)
         while damping < 1e8:
             step = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), gradient)
             step = np.clip(step, -1.5, 1.5)
-            lower = problem.loss(parameters - step, center)
+            lower = problem.loss(parameters - step, center, noise)
             if lower < loss:
                 break
             damping *= 4
         else:
             break
         gain, loss, parameters, damping = loss - lower, lower, parameters - step, max(damping / 6, 1e-6)
-        if gain < 1e-4 * max(1.0, loss):
+        if gain < 1e-3 * max(1.0, loss):
             break
-    return problem.model(parameters)
+    return parameters
 
 
 class _Problem:
@@ -80,6 +100,10 @@ class _Problem:
         hosts = np.array([sample.host for sample in samples])
         self.known = hosts > 0
         self.log_hosts = np.log(np.where(self.known, hosts, 1.0))
+        self.weights = np.array([sample.weight for sample in samples])
+        self.slowness = np.exp([sample.slowness for sample in samples])
+        decides = np.exp(self.log_times) < HOST_DECIDES * hosts
+        self.host_weights = self.weights * np.where(decides, HOST_WEIGHT, HIDDEN_HOST_WEIGHT)
         self.groups = {name: [RATES.index(rate) for rate in members] for name, members in GROUPS.items()}
         spreads = [np.full(len(RATES), RATE_SPREAD), *(np.full(len(EFFECTS), EFFECT_SPREAD[name]) for name in GROUPS)]
         self.spread = np.concatenate(spreads)
@@ -88,7 +112,8 @@ class _Problem:
         if start is not None:
             return np.concatenate([start.rates, *(start.effects[name] for name in GROUPS)])
         times = np.exp(self.log_times)
-        rates = [math.log(times.min())]
+        known = np.exp(self.log_hosts[self.known])
+        rates = [math.log(np.median(known) if len(known) else times.min())]
         for sizes in self.sizes.T:
             bounds = times[sizes > 0] / sizes[sizes > 0]
             # A size that no sample has gets a rate that is low, because nothing is known about it.
@@ -110,19 +135,20 @@ class _Problem:
         for (_, places), effects in zip(self.groups.items(), self._effects(parameters), strict=True):
             logs[:, places] += (self.effects @ effects)[:, None]
         logs = np.clip(logs, -30, 30)
-        return np.exp(logs[:, 1:]) * self.sizes, np.exp(logs[:, 0])
+        return np.exp(logs[:, 1:]) * self.sizes, np.exp(logs[:, 0]) * self.slowness
 
     def _errors(self, parameters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         parts, host = self._parts(parameters)
         time = np.maximum(parts.sum(1), host)
         return np.log(time) - self.log_times, np.where(self.known, np.log(host) - self.log_hosts, 0.0)
 
-    def loss(self, parameters: np.ndarray, center: np.ndarray) -> float:
+    def loss(self, parameters: np.ndarray, center: np.ndarray, noise: float) -> float:
         time, host = self._errors(parameters)
         pull = (parameters - center) / self.spread
-        return float(_robust(time / NOISE).sum() + HOST_WEIGHT * _robust(host / NOISE).sum() + (pull**2).sum())
+        errors = self.weights @ _robust(time / noise) + self.host_weights @ _robust(host / noise)
+        return float(errors + (pull**2).sum())
 
-    def slopes(self, parameters: np.ndarray, center: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def slopes(self, parameters: np.ndarray, center: np.ndarray, noise: float) -> tuple[np.ndarray, np.ndarray]:
         """Returns the gradient of half the loss, and its curvature in the approximation of Gauss and Newton."""
         parts, host = self._parts(parameters)
         device = parts.sum(1)
@@ -132,11 +158,11 @@ class _Problem:
         by_rate = np.concatenate([bound[:, None].astype(float), shares], axis=1)
         time, hosts = self._errors(parameters)
         jacobian = self._jacobian(by_rate)
-        weight = _weight(time / NOISE) / NOISE**2
+        weight = self.weights * _weight(time / noise) / noise**2
         only_host = np.zeros_like(by_rate)
         only_host[:, 0] = self.known
         of_host = self._jacobian(only_host)
-        weight_host = HOST_WEIGHT * _weight(hosts / NOISE) / NOISE**2
+        weight_host = self.host_weights * _weight(hosts / noise) / noise**2
         pull = 1.0 / self.spread**2
         gradient = jacobian.T @ (weight * time) + of_host.T @ (weight_host * hosts) + pull * (parameters - center)
         curvature = (jacobian.T * weight) @ jacobian + (of_host.T * weight_host) @ of_host + np.diag(pull)

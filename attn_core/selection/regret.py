@@ -39,11 +39,19 @@ class Regret(NamedTuple):
     ratio: float
 
 
+def fastest_round(entry: dict[str, Any]) -> float:
+    """Returns the microseconds of an entry's fastest round: what interferes with a round only makes it slower."""
+    rounds = entry.get("microseconds")
+    return min(rounds) if rounds else entry["median"]  # type: ignore[no-any-return]
+
+
 def right_times(record: Record) -> dict[str, float]:
     """Returns microseconds by backend, for the backends with right numbers."""
     wrong = broken(record)
     return {
-        name: entry["median"] for name, entry in record["backends"].items() if "median" in entry and name not in wrong
+        name: fastest_round(entry)
+        for name, entry in record["backends"].items()
+        if "median" in entry and name not in wrong
     }
 
 

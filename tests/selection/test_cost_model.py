@@ -125,21 +125,6 @@ def test_the_choice_by_held_out_predictions_costs_little(fitting: Fitting) -> No
     assert {regret.chosen for regret in alone} == {"math"} and {regret.ratio for regret in alone} == {1.0}
 
 
-def test_more_calls_teach_the_models_and_count_in_no_figure() -> None:
-    few, more = raw_of(*RAW["cases"][:30]), raw_of(*RAW["cases"][30:])
-    fitted = Fitting(few, also=[more])
-    assert {regret.case for regret in fitted.regrets()} == {one["name"] for one in few["cases"]}
-    alone, together = (
-        sum(
-            abs(math.log(times["flash2"] / right_times(one)["flash2"])) for one, times in zip(few["cases"], each.unseen)
-        )
-        for each in (Fitting(few), fitted)
-    )
-    assert together < alone
-    host = min(right_times(one)["flash3"] for one in more["cases"])
-    assert all(sample.microseconds > host for sample in fitted._other_samples[False, "flash3"].values())
-
-
 def test_no_call_is_chosen_by_a_model_that_saw_it() -> None:
     odd = record("#0 odd", SPEC, {name: {"median": 1e9, "difference": 0.0} for name in TRUTH})
     with_odd = Fitting(raw_of(odd, *RAW["cases"][40:]))

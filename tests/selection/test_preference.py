@@ -201,7 +201,11 @@ def test_the_kind_of_a_call() -> None:
 
     assert changed() == changed(softcap=None, batch=2) == {}
     assert changed(dtype="float32") == {"dtype": "float32"}
-    assert changed(q_len=1) == {"decode": True, "band": "full"}  # the single last query sees all keys
+    assert changed(q_len=1) == {
+        "decode": True,
+        "one_query": True,
+        "band": "full",
+    }  # the single last query sees all keys
     assert changed(q_len=7) == {"decode": True}
     assert changed(causal=False) == {"band": "full"}
     assert changed(window=(100, 0)) == changed(causal=False, window=(3, 4)) == {"band": "window"}
