@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attn_core.backends.shared import aten_masks, kept_masks
+from attn_core.call.spec import AttentionSpec
 from torch_frontend import attention
 
 
@@ -30,6 +31,25 @@ def test_a_form_is_computed_once_until_the_mask_changes(mask: torch.Tensor) -> N
     mask[:, :, :, 0] = ~mask[:, :, :, 0]
     changed = additive(mask)
     assert changed is not first and torch.equal(changed == 0, mask)
+
+
+def test_the_function_of_a_spec_uses_the_kept_form(mask: torch.Tensor) -> None:
+    sizes = {"batch": 2, "q_len": 5, "kv_len": 11, "num_heads": 4, "num_kv_heads": 4, "head_dim": 8, "value_dim": 8}
+    prepared = aten_masks.additive_of(
+        AttentionSpec(**sizes, dtype="bfloat16", mask_shape=(2, 1, 1, 11)), "bfloat16", aligned=False
+    )
+    assert prepared(mask, None) is prepared(mask, None) is additive(mask, aligned=False)
+    assert prepared(mask.clone(), None) is not prepared(mask, None)
+
+
+@pytest.mark.cuda
+def test_each_stream_has_its_own_form() -> None:
+    mask = torch.rand(2, 1, 1, 11, device="cuda") < 0.5
+    kept_masks.keep_additive(mask)
+    first = additive(mask)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert additive(mask) is not first
+    assert additive(mask) is first
 
 
 def test_only_the_mask_itself_keeps_its_form(mask: torch.Tensor) -> None:

@@ -112,6 +112,8 @@ def additive_of(spec: AttentionSpec, dtype: str, *, aligned: bool = True) -> Cal
         empty_like, log, contiguous = torch.empty_like, torch.log, torch.contiguous_format
 
         def of_mask(mask: Any, bias: Any) -> Any:
+            if kept_masks.MARK in mask.__dict__:
+                return additive(mask, None, kind, kv_len, aligned=aligned)
             return log(mask, out=empty_like(mask, dtype=kind, memory_format=contiguous))
 
         return of_mask

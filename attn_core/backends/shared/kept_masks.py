@@ -35,8 +35,9 @@ def additive_of(mask: Any, form: tuple[Any, ...], convert: Callable[[], Any]) ->
     # A deep copy has the attributes of its original.
     if original() is not mask or observed or captured or torch.compiler.is_compiling():
         return convert()
-    # A tensor that was made in inference mode cannot be used in training.
-    key = (*form, mask._version, torch.is_inference_mode_enabled())
+    # Another stream does not wait for the conversion, and a tensor made in inference mode cannot be used in training.
+    stream = torch.cuda.current_stream(mask.device).cuda_stream if mask.is_cuda else 0
+    key = (*form, mask._version, torch.is_inference_mode_enabled(), stream)
     found = forms.get(key)
     if found is None:
         found = convert()
