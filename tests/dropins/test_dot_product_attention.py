@@ -538,8 +538,10 @@ def test_it_can_replace_jax_nns_function(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
     actual = jax.nn.dot_product_attention(**case.learned, is_causal=True, implementation="xla")
     assert np.array_equal(np.asarray(actual), expected)
+    # The forward of a gradient is another program of XLA, so its last bits may differ.
     actual, pull = jax.vjp(call, *case.learned.values())
-    assert np.array_equal(np.asarray(actual), expected) and len(pull(actual)) == len(case.learned)
+    np.testing.assert_allclose(np.asarray(actual), expected, atol=1e-6)
+    assert len(pull(actual)) == len(case.learned)
 
 
 def test_it_can_replace_jax_nns_function_before_our_import() -> None:

@@ -104,7 +104,8 @@ def forward_block(spec: AttentionSpec, operands: BlockOperands, block: RowBlock)
     else:
         out, lse = out.div_(total.masked_fill_(empty, 1.0)), lse.masked_fill_(empty, -torch.inf)
     if operands.sinks is not None:
-        out = out.mul_(torch.sigmoid(lse - operands.sinks))  # 0 where lse is -inf
+        share = torch.sigmoid(lse - operands.sinks)  # 0 for an empty row, but NaN if its sink is -inf, too
+        out = out.mul_(share if empty is None else share.masked_fill_(empty, 0.0))
         lse = torch.logaddexp(lse, operands.sinks)
         lse = lse if empty is None else lse.masked_fill_(empty, -torch.inf)
     return out, lse.squeeze(-1)
