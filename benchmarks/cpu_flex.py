@@ -124,8 +124,8 @@ def main() -> None:
                         print(f"{title:66}{flex * 1e3:10.3f} ms{ratios}", flush=True)
                         entries.append({"case": title, "seconds": seconds})
     if parsed.json is not None:
-        found = {"environment": environment(), "threads": torch.get_num_threads(), "calls": entries}
-        parsed.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        result = {"environment": environment(), "threads": torch.get_num_threads(), "calls": entries}
+        parsed.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

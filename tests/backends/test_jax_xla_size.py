@@ -45,7 +45,7 @@ def layers(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def operations(function: Callable[..., Any], arrays: int) -> list[str]:
-    """The names of the operations that XLA is given."""
+    """The names of the operations in the program that XLA compiles."""
     program = jax.jit(function).lower(*[ARRAY] * arrays).as_text()
     return re.findall(r"stablehlo\.(\w+)", program)
 

@@ -15,9 +15,9 @@ from torch_frontend import attention
 
 @pytest.fixture
 def mask() -> torch.Tensor:
-    made = torch.rand(2, 1, 1, 11, generator=torch.Generator().manual_seed(0)) < 0.5
-    kept_masks.keep_additive(made)
-    return made
+    table = torch.rand(2, 1, 1, 11, generator=torch.Generator().manual_seed(0)) < 0.5
+    kept_masks.keep_additive(table)
+    return table
 
 
 def additive(mask: Any, **options: Any) -> torch.Tensor:

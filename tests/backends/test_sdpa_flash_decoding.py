@@ -50,12 +50,12 @@ NAMES = [
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 @pytest.mark.parametrize("name", NAMES)
 def test_decoding_equals_plain_attention(name: str, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
-    tensors, given = operands(heads, kv_heads, dtype), options(name, heads)
-    expected, expected_lse = attention(*tensors, **given, return_lse=True, backend="math")
-    out, lse = attention(*tensors, **given, return_lse=True, backend="sdpa_flash")
+    tensors, keywords = operands(heads, kv_heads, dtype), options(name, heads)
+    expected, expected_lse = attention(*tensors, **keywords, return_lse=True, backend="math")
+    out, lse = attention(*tensors, **keywords, return_lse=True, backend="sdpa_flash")
     torch.testing.assert_close(out, expected, rtol=0, atol=TOLERANCES[dtype])
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=max(TOLERANCES[dtype], 1e-5))
-    assert torch.equal(attention(*tensors, **given, backend="sdpa_flash"), out)
+    assert torch.equal(attention(*tensors, **keywords, backend="sdpa_flash"), out)
 
 
 @pytest.mark.parametrize(
@@ -111,11 +111,11 @@ def test_results_without_nan_are_those_without_the_hidden_value(
 @pytest.mark.parametrize("at", [1, 2])
 @pytest.mark.parametrize("name", ["mask", "window", "sinks"])
 def test_a_hidden_value_affects_no_result(name: str, at: int, value: float) -> None:
-    tensors, given = operands(6, 2, torch.float32), options(name, 6)
-    given = given | ({"mask": torch.arange(KEYS).view(1, 1, 1, KEYS) > 4} if name != "window" else {})
-    clean = attention(*tensors, **given, backend="sdpa_flash")
+    tensors, keywords = operands(6, 2, torch.float32), options(name, 6)
+    keywords = keywords | ({"mask": torch.arange(KEYS).view(1, 1, 1, KEYS) > 4} if name != "window" else {})
+    clean = attention(*tensors, **keywords, backend="sdpa_flash")
     tensors[at][1, 2] = value  # hidden by the mask and by the window
-    broken = attention(*tensors, **given, backend="sdpa_flash")
+    broken = attention(*tensors, **keywords, backend="sdpa_flash")
     assert torch.equal(broken[0], clean[0])
     torch.testing.assert_close(broken, clean, rtol=0, atol=1e-5)
 
@@ -135,8 +135,8 @@ def test_decoding_from_pages_equals_plain_attention(
         pool[table[1, 3:].long()] = value if lengths[1] < 40 else 0.0
     if lengths[1] == 40:
         pools[0][table[1, 2].item(), 7] = pools[1][table[1, 2].item(), 7] = 0.0
-    given = {"block_table": table, "seq_lens": torch.tensor(lengths, dtype=torch.int32), "return_lse": True}
-    out, lse = paged_attention(q, *pools, **given, backend="sdpa_flash")
-    expected, expected_lse = paged_attention(q, *pools, **given, backend="math")
+    keywords = {"block_table": table, "seq_lens": torch.tensor(lengths, dtype=torch.int32), "return_lse": True}
+    out, lse = paged_attention(q, *pools, **keywords, backend="sdpa_flash")
+    expected, expected_lse = paged_attention(q, *pools, **keywords, backend="math")
     torch.testing.assert_close(out, expected, rtol=0, atol=TOLERANCES[dtype])
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=max(TOLERANCES[dtype], 1e-5))

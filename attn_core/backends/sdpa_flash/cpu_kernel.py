@@ -33,9 +33,11 @@ def forward_op(spec: AttentionSpec, is_causal: bool = False) -> Callable[..., tu
     """
     alone = spec.group_size == 1 and spec.dtype == "bfloat16"
     # A training call stays as it is: torch saves the kernel's own tensors for the backward.
-    if spec.q_len != 1 or spec.needs_backward or is_causal or (spec.group_size == 1 and not alone):
-        return partial(kernels()[0], dropout_p=0.0, is_causal=is_causal, scale=spec.scale)  # no frame of Python
-    return _twice(spec) if alone else _by_group(spec)
+    plain = spec.q_len != 1 or spec.needs_backward or is_causal
+    if not plain and spec.group_size > 1:
+        return _by_group(spec)
+    op = run_twice if alone and not plain else kernels()[0]
+    return partial(op, dropout_p=0.0, is_causal=is_causal, scale=spec.scale)  # no frame of Python
 
 
 def _by_group(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]]:
@@ -52,12 +54,8 @@ def _by_group(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]]:
     return run
 
 
-def _twice(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]]:
-    kernel, scale = kernels()[0], spec.scale
-
-    def run(q: Any, k: Any, v: Any, attn_mask: Any = None) -> tuple[Any, Any]:
-        # [batch, heads, 1, dim] -> [batch, heads, 2, dim]; the kernel cannot read a query axis of stride 0
-        out, lse = kernel(q.repeat(1, 1, 2, 1), k, v, 0.0, False, attn_mask=attn_mask, scale=scale)
-        return out[:, :, :1], lse[:, :, :1]
-
-    return run
+def run_twice(q: Any, k: Any, v: Any, dropout_p: float, is_causal: bool, **options: Any) -> tuple[Any, Any]:
+    """Returns the forward op's results for one query in each row, which it computes twice. Arguments as the op's."""
+    # [batch, heads, 1, dim] -> [batch, heads, 2, dim]; the kernel cannot read a query axis of stride 0
+    out, lse = kernels()[0](q.repeat(1, 1, 2, 1), k, v, dropout_p, is_causal, **options)
+    return out[:, :, :1], lse[:, :, :1]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attn_core.backends.sdpa_flash import additive_masks, containment
-from attn_core.backends.sdpa_flash.cpu_kernel import kernels
+from attn_core.backends.sdpa_flash.cpu_kernel import kernels, run_twice
 from attn_core.backends.shared import rewrites
 from attn_core.backends.shared.paged_as_dense import packed_documents
 from attn_core.call.masks import band
@@ -68,16 +68,13 @@ def _decode(spec: AttentionSpec, inputs: PagedInputs, lengths: list[int]) -> tup
     # [batch, heads, dim] -> [batch, kv_heads, group, dim]
     q = inputs.q.detach().contiguous().view(batch, spec.num_kv_heads, spec.group_size, spec.head_dim)
     twice = q.shape[2] == 1 and spec.dtype == "bfloat16" and longest * spec.head_dim >= WORTH_TWO_ROWS
-    if twice:
-        q = q.repeat(1, 1, 2, 1)
+    op = run_twice if twice else kernels()[0]
     options: dict[str, Any] = {"attn_mask": added, "scale": spec.scale}
-    out, lse = kernels()[0](q, k.transpose(1, 2), v.transpose(1, 2), 0.0, False, **options)
+    out, lse = op(q, k.transpose(1, 2), v.transpose(1, 2), 0.0, False, **options)
     if seen is not None and not containment.are_results_finite(out, lse):
         hidden = ~seen.view(batch, -1, 1, 1)  # each row has one query, so what it does not see may become 0
         k, v = k.masked_fill_(hidden, 0.0), v.masked_fill_(hidden, 0.0)
-        out, lse = kernels()[0](q, k.transpose(1, 2), v.transpose(1, 2), 0.0, False, **options)
-    if twice:
-        out, lse = out[:, :, :1], lse[:, :, :1]
+        out, lse = op(q, k.transpose(1, 2), v.transpose(1, 2), 0.0, False, **options)
     out, lse = out.flatten(1, 2), lse.flatten(1).t()
     if shortest == 0:
         lse = lse.masked_fill(inputs.seq_lens == 0, -torch.inf)

@@ -71,8 +71,8 @@ def prepare(operator: Any, settings: dict[str, Any], tensors: tuple[str, ...]) -
     run, keys = operator.redispatch, torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     if tensors == tuple(argument.name for argument in arguments[: len(tensors)]):  # no need to sort three dozen values
         others = values[len(tensors) :]
-        return lambda *given: run(keys, *given, *others)
-    return lambda *given: run(keys, *in_order((*given, *values)))
+        return lambda *operands: run(keys, *operands, *others)
+    return lambda *operands: run(keys, *in_order((*operands, *values)))
 
 
 LONGEST_SPLIT = 2**15

@@ -38,9 +38,9 @@ def additive_of(mask: Any, form: tuple[Any, ...], convert: Callable[[], Any]) ->
     # Another stream does not wait for the conversion, and a tensor made in inference mode cannot be used in training.
     stream = torch.cuda.current_stream(mask.device).cuda_stream if mask.is_cuda else 0
     key = (*form, mask._version, torch.is_inference_mode_enabled(), stream)
-    found = forms.get(key)
-    if found is None:
-        found = convert()
-        if found.numel() <= KEPT_ELEMENTS:
-            forms[key] = found
-    return found
+    result = forms.get(key)
+    if result is None:
+        result = convert()
+        if result.numel() <= KEPT_ELEMENTS:
+            forms[key] = result
+    return result
