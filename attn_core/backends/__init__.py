@@ -14,6 +14,7 @@ from typing import Any
 from attn_core.backends.contract import (
     Backend,
     backend_warm_up,
+    paged_shortcut,
     program_refusals,
     reads_pages_alone,
     shortcut,
@@ -41,6 +42,7 @@ __all__ = [
     "modules",
     "names",
     "backend_warm_up",
+    "paged_shortcut",
     "program_refusals",
     "reads_pages_alone",
     "shortcut",

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
-from attn_core.call.tensors import Gradients, Inputs
+from attn_core.call.tensors import Gradients, Inputs, PagedInputs
 
 
 class Backend(Protocol):
@@ -19,8 +19,8 @@ class Backend(Protocol):
 
     Optional: with ``WRITES_INTO = True`` forward and backward take a last argument ``into``, buffers for their results:
     (out, lse) or Gradients. The returned tensors are the results; the caller copies a result that is not the buffer
-    itself. ``build()`` (see Support's Build), ``warm_up(spec)``, ``shortcut(spec)`` and ``variant(word)``: see the
-    functions below.
+    itself. ``build()`` (see Support's Build), ``warm_up(spec)``, ``shortcut(spec)``, ``paged_shortcut(spec)`` and
+    ``variant(word)``: see the functions below.
     """
 
     FRAMEWORK: str
@@ -70,6 +70,23 @@ def shortcut(backend: Backend, spec: AttentionSpec) -> Callable[..., tuple[Any, 
     others = spec.packed or spec.sinks or spec.alibi_shape is not None or spec.dropout or spec.paged or spec.partial
     shortcut_of = getattr(backend, "shortcut", None)
     return None if shortcut_of is None or spec.empty or others else shortcut_of(spec)
+
+
+def paged_shortcut(backend: Backend, spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None]:
+    """Returns a backend's fast path for eager paged calls without ``cu_seqlens_q``.
+
+    It is a function of (q, k_pages, v_pages, block_table, seq_lens, sinks), the sinks None if there are none, and
+    returns the (out, lse) of ``forward``. Without ``spec.return_lse`` lse may be anything, also None. It may return
+    None; then the call takes ``forward``. A backend may define ``paged_shortcut(spec)``, which returns such a function
+    for one plan: for one device, and one dtype of the sinks. Otherwise it is ``forward`` itself.
+    """
+    shortcut_of = getattr(backend, "paged_shortcut", None)
+    if shortcut_of is not None:
+        return shortcut_of(spec)  # type: ignore[no-any-return]
+    return lambda q, k, v, table, lengths, sinks: backend.forward(
+        spec,
+        PagedInputs(q, k, v, table, lengths, None, sinks),  # type: ignore[arg-type]
+    )
 
 
 def writes_into(backend: Backend) -> bool:

@@ -132,15 +132,25 @@ def _are_valid(paged: PagedKV, block_table: Any, seq_lens: Any, cu_seqlens_q: An
     """Returns whether ``check_tables`` raises nothing; False for large tables, too, which it then checks itself."""
     if block_table.size > FEW_ENTRIES:
         return False
-    queries = [1] * len(seq_lens) if cu_seqlens_q is None else np.diff(cu_seqlens_q).tolist()
-    size, most = paged.page_size, paged.num_pages
-    for row, length, new in zip(block_table.tolist(), seq_lens.tolist(), queries):
+    least = None
+    if writes:
+        least = [1] * len(seq_lens) if cu_seqlens_q is None else np.diff(cu_seqlens_q).tolist()
+    return are_valid(paged, block_table.tolist(), seq_lens.tolist(), least)
+
+
+def are_valid(paged: PagedKV, rows: list[list[int]], lengths: list[int], least: list[int] | None = None) -> bool:
+    """Returns whether the lengths fit the table, and all entries in use are pages of the pool; for short tables.
+
+    Args:
+        rows, lengths: the values of block_table and seq_lens.
+        least: the smallest length allowed for each sequence; None: 0.
+    """
+    size, most, capacity = paged.page_size, paged.num_pages, paged.capacity
+    for row, length in zip(rows, lengths):
         used = row[: -(-length // size)]
-        if not 0 <= length <= paged.capacity or (writes and new > length):
+        if not 0 <= length <= capacity or (used and (min(used) < 0 or max(used) >= most)):
             return False
-        if used and not (min(used) >= 0 and max(used) < most):
-            return False
-    return True
+    return least is None or not any([length < fewest for length, fewest in zip(lengths, least)])
 
 
 def check_offsets(cu_seqlens_q: np.ndarray, tokens: int, max_len_q: int | None) -> None:

@@ -115,8 +115,9 @@ def spied(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         module: Any
         for module in backends.modules(name).values():
             patch.setattr(module, "forward", watched(name, module.forward))
-            if hasattr(module, "shortcut"):
-                patch.setattr(module, "shortcut", watched_shortcut(name, module.shortcut))
+            for shortcut in ("shortcut", "paged_shortcut"):
+                if hasattr(module, shortcut):
+                    patch.setattr(module, shortcut, watched_shortcut(name, getattr(module, shortcut)))
     patch.setattr(import_module("jax_frontend.bridge.targets"), "_callbacks", {})
     empty_plan_caches()
     try:
@@ -155,6 +156,7 @@ def empty_plan_caches(programs: bool = True) -> None:
                 getattr(module, fast).cache_clear()
     import_module("torch_frontend.dispatch.heads_first")._kernel.cache_clear()
     import_module("torch_frontend.paged.plan").plan_call.cache_clear()
+    import_module("torch_frontend.paged.seen_calls").seen_call.cache_clear()
     import_module("jax_frontend.paged.attention")._plan.cache_clear()
     if programs:
         jax.clear_caches()

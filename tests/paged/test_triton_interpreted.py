@@ -6,6 +6,7 @@ each test here (``other_process``), unless this process already has TRITON_INTER
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,6 +26,7 @@ from other_process import OtherProcess
 from paged_cases import PagedCall, judge, laid_out, make_paged, most_shared, without_answers
 
 from attn_core.backends.shared import pools
+from attn_core.backends.shared import triton as triton_launch
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
 from attn_core.call import trailing_tokens
 from attn_core.call.tensors import PagedInputs
@@ -172,6 +174,59 @@ def test_rows_that_see_no_key(count: int, monkeypatch: pytest.MonkeyPatch) -> No
     verdict = judge(call, found)
     assert verdict.ok, verdict
     assert not found["out"][3].any() and np.array_equal(found["lse"][:, 3], call.inputs.sinks)
+
+
+def memory_at(address: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_char * 16).from_address(address), dtype=dtype)
+
+
+def launch_by_address(patch: pytest.MonkeyPatch) -> list[Any]:
+    """Makes launches direct, as with compiled code: the kernels get nothing but addresses. Returns the list of them."""
+    direct = []
+
+    def compiled(kernel: Any, grid: Any, arguments: Any, fixed: Any, constants: Any) -> Any:
+        def run(*addresses: int) -> None:
+            direct.append(kernel)
+            kinds = [argument.dtype for argument in arguments]
+            kernel[grid](*map(memory_at, addresses, kinds), *fixed, **constants)
+
+        kernel[grid](*arguments, *fixed, **constants)
+        return run
+
+    patch.setattr(triton_launch, "_launch_compiled", compiled)
+    patch.setattr(triton_launch, "_launches", {})
+    return direct
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("name", ["decode", "decode, page 3", "sinks, decode", "one kv head", "wide values"])
+def test_a_seen_decoding_call_gives_the_bits_of_a_new_one(
+    name: str, return_lse: bool, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    splits_of(monkeypatch, count)
+    fields = {**HALF, **CASES[name], "return_lse": return_lse, "new": None}
+    lengths = fields.pop("lengths")
+    calls = [make_paged(lengths, seed=seed, **fields) for seed in (1, 2)]
+    (spec, *_), (one, other) = [call.spec for call in calls], [tensors(call) for call in calls]
+    expected = [triton_splitkv.forward(spec, inputs) for inputs in (one, other)]
+    direct = launch_by_address(monkeypatch)
+    run = triton_splitkv.paged_shortcut(spec)
+    moved = torch.empty(other.q.numel() + 1, dtype=other.q.dtype)[1:].view_as(other.q).copy_(other.q)
+    shifted = other._replace(q=moved)  # at no multiple of 16 bytes
+    strided = other._replace(block_table=other.block_table.repeat_interleave(2, 1)[:, ::2])
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        for at, inputs in enumerate((one, other, one, shifted, strided, other)):
+            before = len(direct)
+            out, lse = run(*inputs[:5], inputs.sinks)
+            right = expected[inputs is not one]
+            assert torch.equal(out, right[0])
+            assert torch.equal(lse, right[1]) if return_lse else True
+            if at in (0, 1, 2, 5):  # the others are not aligned, or copied
+                assert len(direct) - before == (0 if at == 0 else 2 if count > 1 else 1)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("fault", ["window", "scale", "length", "table", "heads"])

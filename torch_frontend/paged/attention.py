@@ -5,17 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from attn_core.call.options import requested_names
 from attn_core.selection import Selection, explain, override
 from torch_frontend.dispatch.ops import join_names
 from torch_frontend.dispatch.plan import check_tensor
-from torch_frontend.dispatch.tensor_kinds import is_watched
-from torch_frontend.paged import ops  # noqa: F401  registers the ops that compilers trace
+from torch_frontend.dispatch.tensor_kinds import are_modes_active, is_watched
+from torch_frontend.paged import (
+    ops,  # noqa: F401  registers the ops that compilers trace
+    seen_calls,
+)
 from torch_frontend.paged.append import append, check_appended
 from torch_frontend.paged.plan import check_op, gather_arguments, metadata, op_tables, options_of, request, run
 
 Tensor = torch.Tensor
+_is_compiling, _modes = torch.compiler.is_compiling, are_modes_active
 
 
 def paged_attention(
@@ -63,6 +68,11 @@ def paged_attention(
             checked. The values of tables on a GPU are not: kernels clamp them into range.
         NoBackendError: if no backend, or not the requested one, can run the call; the message has every reason.
     """
+    if cu_seqlens_q is None and not (_is_compiling() or _modes() or forward_ad._current_level >= 0):
+        plain_options = (causal, window, softcap, scale, deterministic, return_lse, max_len_q)
+        results = seen_calls.attend(q, k_pages, v_pages, block_table, seq_lens, sinks, backend, plain_options)
+        if results is not None:
+            return results
     options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     if torch.compiler.is_compiling() or is_watched(q):
         tables = block_table, seq_lens, cu_seqlens_q

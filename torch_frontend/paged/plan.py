@@ -25,10 +25,12 @@ Metadata = tuple[torch.Size, torch.dtype, torch.device]
 
 
 class PagedPlan(NamedTuple):
-    """A checked paged call with the forward function of its backend."""
+    """A checked paged call with the functions of its backend."""
 
     spec: AttentionSpec
     forward: Any
+    shortcut: Any = None
+    """The backend's fast path, see ``contract.paged_shortcut``; None with ``cu_seqlens_q`` and for an empty call."""
 
 
 @lru_cache(maxsize=4096)
@@ -39,7 +41,9 @@ def plan_call(metadata: tuple[Metadata | None, ...], options: Options, requested
     assert metadata[0] is not None
     if selection.spec.empty:
         return PagedPlan(selection.spec, plan.empty_forward)
-    return PagedPlan(selection.spec, on_device(module.forward, metadata[0][2]))
+    shortcut = backends.paged_shortcut(module, selection.spec) if metadata[5] is None else None
+    forward, shortcut = (on_device(function, metadata[0][2]) for function in (module.forward, shortcut))
+    return PagedPlan(selection.spec, forward, shortcut)
 
 
 def request(

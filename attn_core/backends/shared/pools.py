@@ -65,5 +65,5 @@ def safe_tables(paged: PagedKV, inputs: PagedInputs) -> tuple[Any, Any]:
     current = torch.cuda.current_device() if table.get_device() >= 0 else -1
     key = ("sanitise", paged, entries, sequences, row, current)
     tensors = (table, lengths, safe_table, safe_lengths)
-    launch(triton_tables.sanitise, key, tensors, describe, unaligned=tensors[:2])
+    launch(triton_tables.sanitise, key, tensors, describe)
     return safe_table, safe_lengths

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any
 
@@ -26,51 +26,95 @@ def relaunch(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...]
         arguments: all arguments of the kernel that are not ``tl.constexpr``, in order; the others must come last.
         constants: the others, and options such as ``num_warps``.
     """
-    compiled = kernel[grid](*arguments, **constants)
-    if compiled is None or not _launches_directly():  # None: Triton's interpreter
-        usual: Callable[..., Any] = kernel[grid]
-        return lambda *others: usual(*others, **constants)
-    rest = tuple(constants[parameter.name] for parameter in kernel.params if parameter.is_constexpr)
-    launch = compiled[grid]
-    return lambda *others: launch(*others, *rest)
+    direct = _launch_compiled(kernel, grid, arguments, (), constants)
+    if direct is not None:
+        return direct
+    usual: Callable[..., Any] = kernel[grid]
+    return lambda *others: usual(*others, **constants)
 
 
 MOST_LAUNCHES = 4096
 """The most entries in ``_launches``. Beyond it all are dropped, and later launches are usual ones once more."""
-_launches: dict[Hashable, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
-"""By the key of a launch, a function from ``relaunch``, and the numbers that follow the tensors."""
-
+Direct = Callable[..., None]
+"""A function of the addresses of a launch's tensors."""
 Description = tuple[tuple[int, int, int], tuple[Any, ...], dict[str, Any]]
 """A launch: its grid, the numbers that follow the tensors, and the kernel's constants."""
+_launches: dict[Hashable, tuple[Direct | None, Description]] = {}
+"""By the key of a launch, its direct launch if there is one, and its description."""
 
 
-def launch(
-    kernel: Any,
-    key: Hashable,
-    tensors: tuple[Any, ...],
-    describe: Callable[[], Description],
-    unaligned: Sequence[Any],
-) -> None:
+def launch(kernel: Any, key: Hashable, tensors: tuple[Any, ...], describe: Callable[[], Description]) -> Direct | None:
     """Launches a kernel on the current device; a launch with a known key is a direct one.
 
     Args:
         key: everything that ``describe`` depends on, the kernel, and the current device.
         tensors: the kernel's first arguments, whose types the key determines.
         describe: called for a new key.
-        unaligned: the tensors whose addresses may be no multiple of 16 bytes; those that torch has just allocated are.
+
+    Returns:
+        A function that launches the kernel for the same key and device on tensors at other addresses, all of them
+        multiples of 16; None if Triton has to search for compiled code on every launch.
     """
-    aligned = not any([tensor.data_ptr() % 16 for tensor in unaligned])
-    known = _launches.get(key) if aligned else None
-    if known is not None:
-        known[0](*tensors, *known[1])
-        return
-    grid, numbers, constants = describe()
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    aligned = not any([address % 16 for address in addresses])
+    direct, description = _launches.get(key) or (None, None)
+    if aligned and direct is not None:
+        direct(*addresses)
+        return direct
+    grid, numbers, constants = description or describe()
     if not aligned:  # Triton compiles other code for such addresses, and the key does not tell which
         kernel[grid](*tensors, *numbers, **constants)
-        return
+        return None
+    direct = _launch_compiled(kernel, grid, tensors, numbers, constants)
     if len(_launches) >= MOST_LAUNCHES:
         _launches.clear()
-    _launches[key] = relaunch(kernel, grid, (*tensors, *numbers), **constants), numbers
+    _launches[key] = direct, (grid, numbers, constants)
+    return direct
+
+
+def _launch_compiled(
+    kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], fixed: tuple[Any, ...], constants: Any
+) -> Direct | None:
+    """Launches a kernel, and returns a function that launches the same compiled code; None if Triton allows none.
+
+    Args:
+        arguments: those that later launches replace. They may replace a tensor by its address.
+        fixed: the arguments behind them, which later launches repeat.
+    """
+    compiled = kernel[grid](*arguments, *fixed, **constants)
+    if compiled is None or not _launches_directly():  # None: Triton's interpreter
+        return None
+    rest = (*fixed, *[constants[parameter.name] for parameter in kernel.params if parameter.is_constexpr])
+    usual, launcher = compiled[grid], getattr(compiled, "run", None)
+    # Only the launcher for NVIDIA GPUs has these attributes; a kernel that needs scratch memory needs the usual launch.
+    sizes = [getattr(launcher, f"{name}_scratch_size", None) for name in ("global", "profile")]
+    if type(launcher).__name__ != "CudaLauncher" or sizes != [0, 0]:
+        return lambda *others: usual(*others, *rest)
+    return _launch_in_c(compiled, grid, rest, usual)
+
+
+def _launch_in_c(compiled: Any, grid: tuple[int, int, int], rest: tuple[Any, ...], usual: Direct) -> Direct:
+    """Returns a function that calls the launcher that Triton generated in C for compiled code.
+
+    It skips the Python around that launcher, which finds the device, runs hooks, and allocates scratch memory.
+    """
+    from triton import knobs
+    from triton.runtime.driver import driver
+
+    hooks, launcher, (x, y, z) = knobs.runtime, compiled.run, grid
+    stream_of, device, launch_c = driver.active.get_current_stream, driver.active.get_current_device(), launcher.launch
+    # No scratch memory, no data for hooks, and no hooks.
+    cooperative, dependent = launcher.launch_cooperative_grid, launcher.launch_pdl
+    options = (compiled.function, cooperative, dependent, None, None, compiled.packed_metadata, None, None, None)
+
+    def run(*others: Any) -> None:
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler counts launches
+            usual(*others, *rest)
+        else:
+            launch_c(x, y, z, stream_of(device), *options, *others, *rest)
+
+    return run
 
 
 @cache

@@ -9,13 +9,16 @@ Upstream: triton 3.6 to 3.9, as torch brings it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
 from attn_core.backends.shared.pools import pools
-from attn_core.backends.shared.triton import Description, launch
+from attn_core.backends.shared.triton import launch
 from attn_core.backends.support import Build, Support
+from attn_core.backends.triton_splitkv import launches
+from attn_core.backends.triton_splitkv.launches import Tiles
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, PagedInputs
@@ -72,15 +75,6 @@ def probe() -> str:
     from attn_core.backends.triton_splitkv import kernels  # noqa: F401
 
     return str(triton.__version__)
-
-
-class Tiles(NamedTuple):
-    """A launch's tile: queries (times the group) and keys, warps, and stages of the pipeline."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
 
 
 def tiles(spec: AttentionSpec) -> Tiles:
@@ -155,6 +149,18 @@ def _kernels() -> Any:
 
 def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple[Any, Any]:
     """See ``Backend.forward``."""
+    return _forward(spec, inputs, (None, None) if into is None else into)[:2]
+
+
+def paged_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]]:
+    """See ``contract.paged_shortcut``."""
+    return launches.repeated(spec, lambda inputs: _forward(spec, inputs, (None, None)))
+
+
+def _forward(
+    spec: AttentionSpec, inputs: PagedInputs, into: tuple[Any, Any]
+) -> tuple[Any, Any, launches.Launches | None]:
+    """Returns (out, lse), and the launches if they fit other tensors of the same strides."""
     import torch
 
     kernels, device = _kernels(), inputs.q.get_device()
@@ -166,8 +172,7 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple
     # Absent tensors are replaced by any other pointer; ONE_QUERY and SINKS keep the kernels from reading it.
     offsets = lengths if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.contiguous()
     sinks = q if inputs.sinks is None else inputs.sinks.contiguous()
-    out, lse = (None, None) if into is None else into
-    tensors = [tensor for tensor in (table, lengths, offsets, sinks, q, out, lse) if tensor is not None]
+    out, lse = into
     if out is None:
         out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
     if lse is None:
@@ -182,58 +187,17 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple
     layout = (q.stride(), k.stride(), v.stride(), table.stride(0), *results, inputs.cu_seqlens_q is None)
     operands = (q, k, v, table, lengths, offsets, sinks, parts, part_lse)
     key = ("attend", spec, count, layout, current)
-    launch(kernels.attend, key, operands, lambda: _attend(spec, operands, count), unaligned=tensors)
+    attend = launch(kernels.attend, key, operands, lambda: launches.attend(spec, operands, *_settings(spec, device)))
+    merge = None
     if count > 1:
         merged = (parts, part_lse, sinks, out, lse)
         merge_key = ("merge", spec, count, results, current)
-        launch(kernels.merge, merge_key, merged, lambda: _merge(spec, merged, count), unaligned=tensors)
-    return out, lse
-
-
-def _attend(spec: AttentionSpec, operands: tuple[Any, ...], count: int) -> Description:
-    """Returns the grid, the numbers and the constants of ``kernels.attend``."""
-    q, k, v, table, _, _, _, out, lse = operands
-    settings, tile, _ = _settings(spec, q.get_device())
-    paged = spec.paged
-    assert paged is not None
-    # The kernel indexes results by split first. Without splits that stride is 0.
-    out_strides = out.stride() if count > 1 else (0, *out.stride())
-    lse_strides = lse.stride() if count > 1 else (0, *lse.stride())
-    # Sequences times heads come first, because only the first axis of a grid may exceed 65535.
-    grid = (
-        (spec.documents or 0) * spec.num_kv_heads,
-        count,
-        -(-(spec.max_len_q or 1) * spec.group_size // tile.rows),
-    )
-    numbers = (
-        *(settings["scale"], settings["softcap"]),
-        *(spec.q_len, paged.num_pages, paged.width, settings["left"], settings["right"]),
-        *q.stride()[:2],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        table.stride(0),
-        *out_strides[:3],
-        *lse_strides[:2],
-    )
-    constants = {
-        **{"KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "PAGE": paged.page_size},
-        **{"HEAD_DIM": spec.head_dim, "VALUE_DIM": spec.value_dim, "SPLITS": count},
-        **{name: settings[name] for name in ("ONE_QUERY", "SOFTCAP", "SINKS")},
-        **{"ROWS": tile.rows, "KEYS": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages},
-    }
-    return grid, numbers, constants
-
-
-def _merge(spec: AttentionSpec, operands: tuple[Any, ...], count: int) -> Description:
-    """Returns the grid, the numbers and the constants of ``kernels.merge``."""
-    parts, part_lse, _, out, lse = operands
-    numbers = (*parts.stride()[:3], *part_lse.stride()[:2], *out.stride()[:2], lse.stride(0))
-    constants = {
-        **{"VALUE_DIM": spec.value_dim, "SPLITS": count, "SINKS": spec.sinks},
-        "SHARES": min(16, 1 << (count - 1).bit_length()),  # a power of two, as tl.arange needs
-        "num_warps": 2,
-    }
-    return (spec.q_len, spec.num_heads, 1), numbers, constants
+        merge = launch(kernels.merge, merge_key, merged, lambda: launches.merge(spec, merged, count))
+    # A copied operand has other strides than the caller's tensor.
+    copied = q is not inputs.q or table is not inputs.block_table or lengths is not inputs.seq_lens
+    if copied or attend is None or (count > 1 and merge is None):
+        return out, lse, None
+    return out, lse, launches.Launches(count, attend, merge)
 
 
 def backward(spec: AttentionSpec, inputs: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:

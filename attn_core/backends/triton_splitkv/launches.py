@@ -1,0 +1,136 @@
+"""The launches of the Triton kernels: their grids, numbers and constants, and both launches of a call seen before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+from attn_core.backends.shared.triton import Description, Direct
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import PagedInputs
+
+MOST_LAYOUTS = 64
+"""The most strides that ``repeated`` remembers."""
+
+
+class Tiles(NamedTuple):
+    """A launch's tile: queries (times the group) and keys, warps, and stages of the pipeline."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class Launches(NamedTuple):
+    """The direct launches of a call, and the number of splits. merge is None if the keys are not split."""
+
+    splits: int
+    attend: Direct
+    merge: Direct | None
+
+
+def attend(
+    spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, Any], tile: Tiles, count: int
+) -> Description:
+    """Returns the grid, the numbers and the constants of ``kernels.attend``.
+
+    Args:
+        settings: the kernel's scalar arguments, from ``lower``.
+        count: the number of splits.
+    """
+    q, k, v, table, _, _, _, out, lse = operands
+    paged = spec.paged
+    assert paged is not None
+    # The kernel indexes results by split first. Without splits that stride is 0.
+    out_strides = out.stride() if count > 1 else (0, *out.stride())
+    lse_strides = lse.stride() if count > 1 else (0, *lse.stride())
+    # Sequences times heads come first, because only the first axis of a grid may exceed 65535.
+    grid = (
+        (spec.documents or 0) * spec.num_kv_heads,
+        count,
+        -(-(spec.max_len_q or 1) * spec.group_size // tile.rows),
+    )
+    numbers = (
+        *(settings["scale"], settings["softcap"]),
+        *(spec.q_len, paged.num_pages, paged.width, settings["left"], settings["right"]),
+        *q.stride()[:2],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        table.stride(0),
+        *out_strides[:3],
+        *lse_strides[:2],
+    )
+    constants = {
+        **{"KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "PAGE": paged.page_size},
+        **{"HEAD_DIM": spec.head_dim, "VALUE_DIM": spec.value_dim, "SPLITS": count},
+        **{name: settings[name] for name in ("ONE_QUERY", "SOFTCAP", "SINKS")},
+        **{"ROWS": tile.rows, "KEYS": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages},
+    }
+    return grid, numbers, constants
+
+
+def merge(spec: AttentionSpec, operands: tuple[Any, ...], count: int) -> Description:
+    """Returns the grid, the numbers and the constants of ``kernels.merge``."""
+    parts, part_lse, _, out, lse = operands
+    numbers = (*parts.stride()[:3], *part_lse.stride()[:2], *out.stride()[:2], lse.stride(0))
+    constants = {
+        **{"VALUE_DIM": spec.value_dim, "SPLITS": count, "SINKS": spec.sinks},
+        "SHARES": min(16, 1 << (count - 1).bit_length()),  # a power of two, as tl.arange needs
+        "num_warps": 2,
+    }
+    return (spec.q_len, spec.num_heads, 1), numbers, constants
+
+
+First = Callable[[PagedInputs], tuple[Any, Any, Launches | None]]
+
+
+def repeated(spec: AttentionSpec, first: First) -> Callable[..., tuple[Any, Any]]:
+    """Returns a function of a call's tensors that repeats the launches of an earlier call with the same strides.
+
+    It only allocates and launches. Its arguments are those of ``contract.paged_shortcut``.
+
+    Args:
+        first: runs a call with new strides, or at addresses that are no multiples of 16. Returns (out, lse) and the
+            launches, or None if they fit no other tensors.
+    """
+    import torch
+
+    seen: dict[Hashable, tuple[Launches, bool]] = {}
+    shape, lse_shape, returns_lse = spec.out_shape, spec.lse_shape, spec.return_lse
+    # In float32, rounded up to 16 bytes, so that each part of the space below starts at a multiple of 16.
+    size, lse_size = (4 * -(-math.prod(shape) // 4) for shape in (shape, lse_shape))
+    empty, single = torch.empty, torch.float32
+
+    def run(q: Any, k: Any, v: Any, table: Any, lengths: Any, sinks: Any) -> tuple[Any, Any]:
+        strides = (q.stride(), k.stride(), v.stride(), table.stride(), lengths.stride())
+        at_q, at_k, at_v, at_table, at_lengths = [tensor.data_ptr() for tensor in (q, k, v, table, lengths)]
+        at_sinks = at_q if sinks is None else sinks.data_ptr()
+        launches, like_q = seen.get(strides) or (None, False)
+        unaligned = (at_q | at_k | at_v | at_table | at_lengths | at_sinks) & 15
+        if launches is None or unaligned or not (sinks is None or sinks.is_contiguous()):
+            out, lse, launches = first(PagedInputs(q, k, v, table, lengths, None, sinks))
+            if launches is not None:
+                if len(seen) >= MOST_LAYOUTS:
+                    seen.clear()
+                seen[strides] = launches, q.shape == out.shape and q.is_contiguous()
+            return out, lse
+        count, attend, merge = launches
+        device = q.device
+        out = torch.empty_like(q) if like_q else empty(shape, dtype=q.dtype, device=device)
+        lse = empty(lse_shape, dtype=single, device=device) if returns_lse else None
+        # One allocation for everything that the caller does not get: the partial results, then the log-sum-exp.
+        parts = count * (size + lse_size) if count > 1 else 0
+        space = empty(parts + (0 if returns_lse else lse_size), dtype=single, device=device)
+        at_out, at_parts = out.data_ptr(), space.data_ptr()
+        at_lse = at_parts + 4 * parts if lse is None else lse.data_ptr()
+        if merge is None:
+            attend(at_q, at_k, at_v, at_table, at_lengths, at_lengths, at_sinks, at_out, at_lse)
+        else:
+            at_part_lse = at_parts + 4 * count * size
+            attend(at_q, at_k, at_v, at_table, at_lengths, at_lengths, at_sinks, at_parts, at_part_lse)
+            merge(at_parts, at_part_lse, at_sinks, at_out, at_lse)
+        return out, lse
+
+    return run

@@ -1,0 +1,134 @@
+"""Eager paged calls without ``cu_seqlens_q``: one lookup by metadata instead of many checks.
+
+The checks that depend on metadata alone run once per plan. Types, ``requires_grad`` and, on a CPU, the values of tables
+are checked on every call. Whatever this path does not know, it leaves to the general one, which accepts it or names it
+in an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from attn_core.call.options import is_plain_window, requested_names
+from attn_core.call.pages import PagedKV
+from attn_core.paged.tables import FEW_ENTRIES, are_valid
+from attn_core.selection import override
+from torch_frontend.dispatch import empty_rows, tensor_kinds
+from torch_frontend.paged.plan import Metadata, check_values, options_of, plan_call
+
+Tensor = torch.Tensor
+_KINDS = frozenset((Tensor, torch.nn.Parameter))
+_STRIDED, _is_grad_enabled, _requested = torch.strided, torch.is_grad_enabled, override.requested
+
+
+class SeenCall(NamedTuple):
+    """A planned call: its backend's ``paged_shortcut``, and the sizes against which values of tables are checked.
+
+    The sizes are None on a GPU, where kernels clamp the values.
+    """
+
+    run: Callable[..., tuple[Any, Any] | None]
+    sizes: PagedKV | None
+
+
+@lru_cache(maxsize=4096, typed=True)  # True and 1.0 are not 1
+def seen_call(
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    v_shape: torch.Size,
+    table_shape: torch.Size,
+    lengths_shape: torch.Size,
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    v_dtype: torch.dtype,
+    table_dtype: torch.dtype,
+    lengths_dtype: torch.dtype,
+    q_device: torch.device,
+    k_device: torch.device,
+    v_device: torch.device,
+    table_device: torch.device,
+    lengths_device: torch.device,
+    sinks: Metadata | None,
+    backend: str | tuple[str, ...] | None,
+    *options: Any,
+) -> SeenCall | None:
+    """Plans a call as ``plan_call`` does; None for one without keys or queries. A flat key is compared faster.
+
+    Args:
+        backend: the backends that the call's ``backend=`` or ``use_backend`` names.
+        options: as ``options_of`` takes them. A window must be plain, because the key has no types inside a pair.
+    """
+    if q_device.type == "meta" or tensor_kinds.are_jit_traces_active() is not None:
+        # The caller catches this and takes the general path: the sizes in a trace are tensors, and no cache key.
+        raise TypeError("meta tensors and traces have no plan in this cache")
+    tensors = (
+        *((q_shape, q_dtype, q_device), (k_shape, k_dtype, k_device), (v_shape, v_dtype, v_device)),
+        *((table_shape, table_dtype, table_device), (lengths_shape, lengths_dtype, lengths_device)),
+    )
+    plan = plan_call((*tensors, None, sinks), options_of(*options), requested_names(backend))
+    sizes = plan.spec.paged if q_device.type == "cpu" else None
+    return None if plan.shortcut is None else SeenCall(plan.shortcut, sizes)
+
+
+def attend(q: Any, k: Any, v: Any, table: Any, lengths: Any, sinks: Any, backend: Any, options: tuple[Any, ...]) -> Any:
+    """Returns out or (out, lse), as ``paged_attention`` does; None if the general path must run the call.
+
+    Args:
+        options: causal, window, softcap, scale, deterministic, return_lse and max_len_q, as the caller passed them.
+    """
+    if not (type(q) is type(k) is type(v) is type(table) is type(lengths) is Tensor):
+        return None
+    if not (q.layout is k.layout is v.layout is table.layout is lengths.layout is _STRIDED):
+        return None
+    if type(options[1]) is tuple and not is_plain_window(options[1]):
+        return None
+    sinks_key = None
+    try:
+        if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return None
+        if sinks is not None:
+            if type(sinks) not in _KINDS or sinks.layout is not _STRIDED:
+                return None
+            if sinks.requires_grad and _is_grad_enabled():
+                return None
+            sinks_key = (sinks.shape, sinks.dtype, sinks.device)
+        seen = seen_call(
+            q.shape,
+            k.shape,
+            v.shape,
+            table.shape,
+            lengths.shape,
+            q.dtype,
+            k.dtype,
+            v.dtype,
+            table.dtype,
+            lengths.dtype,
+            q.device,
+            k.device,
+            v.device,
+            table.device,
+            lengths.device,
+            sinks_key,
+            _requested() if backend is None else backend,
+            *options,
+        )
+    except Exception:  # a nested tensor has no shape; the general path raises the error again, or an earlier one
+        return None
+    if seen is None:
+        return None
+    run, sizes = seen
+    if sizes is not None:
+        if table.numel() > FEW_ENTRIES:
+            check_values(None, 0, k, table, lengths, None)
+        elif not are_valid(sizes, table.tolist(), lengths.tolist()):
+            return None
+    results = run(q, k, v, table, lengths, sinks)
+    if results is None:
+        return None
+    if not options[5]:
+        return results[0]
+    return results if sinks is None else (results[0], empty_rows.fill_with_sinks(results[1], sinks))
