@@ -4,7 +4,7 @@ For one backend and direction, in microseconds::
 
     time = max(host, constant + work * ... + memory * ...)
 
-``host`` is the time until the call returns. Each size of the call (``features.Sizes``) has a rate. The call's kind
+``host`` is the time until the call returns. Each size of the call (``sizes.Sizes``) has a rate. The call's kind
 multiplies the rates by effects: a softcap, say, makes every score slower. The parameters are logarithms, so that rates
 are positive and effects multiply.
 """
@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from attn_core.selection.features import Kind, Sizes
+from attn_core.selection.features import Kind
+from attn_core.selection.sizes import Sizes
 
 EFFECTS: dict[str, Callable[[Kind], bool]] = {
     "width 32": lambda kind: kind.width == 32,
@@ -47,17 +48,29 @@ EFFECTS: dict[str, Callable[[Kind], bool]] = {
 }
 """The properties of a kind that change rates."""
 
+RATES = ("host", *Sizes._fields)
+"""The rates of a model; the host's is a time."""
+
 GROUPS: dict[str, tuple[str, ...]] = {
     "host": ("host",),
     "constant": ("constant", "tiles", "search"),
-    "compute": ("work", "waves", "grouped_work", "chain", "rectangle", "scores"),
-    "memory": ("memory", "padded_memory", "expanded_memory"),
+    "compute": (
+        *("fine_work", "work", "waves", "coarse_waves", "grouped_work", "grouped_waves", "chain"),
+        *("steps", "grouped_steps", "key_waves", "key_chain", "key_steps", "rectangle", "scores", "unsplit"),
+    ),
+    "memory": ("memory", "query_memory", "padded_memory", "expanded_memory"),
     "masks": ("mask_memory", "dense_scores"),
 }
 """Groups of rates that an effect multiplies alike."""
 
-RATES = ("host", *Sizes._fields)
-"""The rates of a model; the host's is a time."""
+SINGLE = ("causal", "window", "decode", "one query", "packed")
+"""Effects that also multiply each rate alone: such calls are tiled differently, so another size limits a kernel."""
+
+FACTORS: tuple[tuple[str, str, tuple[int, ...]], ...] = (
+    *((group, name, tuple(map(RATES.index, members))) for group, members in GROUPS.items() for name in EFFECTS),
+    *((f"only {rate}", name, (place,)) for name in SINGLE for place, rate in enumerate(RATES) if place > 1),
+)
+"""The factors of a model: (name of a group or rate, effect, places in RATES that it multiplies)."""
 
 
 class Model(NamedTuple):
@@ -65,27 +78,27 @@ class Model(NamedTuple):
 
     Attributes:
         rates: the logarithms of RATES, for a call without any of EFFECTS.
-        effects: by group, the logarithm of each of EFFECTS.
+        factors: the logarithms of FACTORS.
         error: the root mean square error of log time over calls that the fit did not see.
     """
 
     rates: tuple[float, ...]
-    effects: dict[str, tuple[float, ...]]
+    factors: tuple[float, ...]
     error: float = 0.0
 
 
 class Models:
     """The models of several backends as arrays, because a new kind of call needs the rates of all of them."""
 
-    def __init__(self, models: Sequence[Model], factors: Sequence[float]) -> None:
-        """Stacks the models. The rates of each are multiplied by its factor."""
+    def __init__(self, models: Sequence[Model], multiples: Sequence[float]) -> None:
+        """Stacks the models. The rates of each are multiplied by its number in ``multiples``."""
         rates = np.array([model.rates for model in models]).reshape(len(models), len(RATES))
-        self._base = rates + np.log(np.array(factors)).reshape(len(models), 1)
+        self._base = rates + np.log(np.array(multiples)).reshape(len(models), 1)
+        names = list(EFFECTS)
         effects = np.zeros((len(EFFECTS), len(models), len(RATES)))
-        for row, model in enumerate(models):
-            for group, members in GROUPS.items():
-                for rate in members:
-                    effects[:, row, RATES.index(rate)] = model.effects[group]
+        for number, (_, name, places) in enumerate(FACTORS):
+            values = np.array([model.factors[number] for model in models])
+            effects[names.index(name)][:, places] += values[:, None]
         self._effects = effects
 
     def of_kind(self, kind: Kind) -> list[list[float]]:

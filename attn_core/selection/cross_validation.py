@@ -15,10 +15,10 @@ from typing import Any
 
 from attn_core import backends
 from attn_core.selection.cost_model import Model, microseconds
-from attn_core.selection.features import kind_of_call, sizes_of_call
+from attn_core.selection.features import kind_of_call
 from attn_core.selection.fit import NOISES, Sample, fit
 from attn_core.selection.host_noise import slowness
-from attn_core.selection.preference import CAUTION, ranking
+from attn_core.selection.preference import caution, ranking
 from attn_core.selection.regret import (
     TORCH_ALONE,
     Record,
@@ -29,6 +29,7 @@ from attn_core.selection.regret import (
     right_times,
     summary,
 )
+from attn_core.selection.sizes import sizes_of_call
 from attn_core.selection.tables import DIRECTIONS, FORMAT, plain_model
 
 FOLDS = 10
@@ -45,11 +46,24 @@ DOUBT = 2
 FEWEST, FEWEST_AFTER_START = 12, 3
 """A backend needs this many measured calls in a direction for a model; fewer if the fit starts from another model."""
 
+WITHOUT_MODEL = ("xformers",)
+"""Backends that launch the kernels of others and are never faster. Without a model they rank after fast backends."""
+
+ALONE = 60
+"""With this many calls, the search for a backend's rates begins with what its own calls suggest."""
+
 HIDES_HOST = 2.5
 """From this many times the host's time on, nothing is known about the host."""
 
 LEAST_WEIGHT, HALF_WEIGHT = 0.05, 2.0
 """The least weight of a sample, and the logarithm of how many times as slow as the best it has half a weight."""
+
+FAMILIES = (
+    ("flash2", "sdpa_flash"),
+    ("flash3", "flash4", "sdpa_cudnn"),
+    ("sdpa_efficient", "flex"),
+)
+"""Backends whose kernels work alike, so that a fit to all of them is a good start for each."""
 
 Models = Mapping[bool, Mapping[str, Model]]
 
@@ -102,8 +116,8 @@ class Fitting:
     def _fits(self, without: int | None = None) -> dict[tuple[bool, str], Model]:
         """Returns the models fitted to all calls, or to the calls that are not in one of the folds.
 
-        A fit starts from a fit to all backends together: what a property of calls costs one backend, it likely costs
-        another, so that backends with few calls learn from the others.
+        A fit starts from a fit to its family, and that from a fit to all backends together: what a property of calls
+        costs one backend, it likely costs another, so that backends with few calls learn from the others.
         """
         result: dict[tuple[bool, str], Model] = {}
         for training in (False, True):
@@ -113,10 +127,17 @@ class Fitting:
                 if direction is training
             }
             together = [sample for samples in known.values() for sample in samples]
-            common = fit(together, noises=NOISES[:2]) if together else None
+            common = fit(together, noises=NOISES[:1]) if together else None
+            starts: dict[str, Model] = {}
+            for family in FAMILIES:
+                if relatives := [sample for name in family for sample in known.get(name, ())]:
+                    starts |= dict.fromkeys(family, fit(relatives, common, NOISES[:2]))
             for name, samples in known.items():
                 if samples:
-                    result[training, name] = fit(samples, self._first(training, name) or common)
+                    first = self._first(training, name)
+                    result[training, name] = fit(
+                        samples, first or starts.get(name, common), own_rates=len(samples) >= ALONE
+                    )
         return result
 
     def with_predictions(self) -> dict[str, Any]:
@@ -145,7 +166,7 @@ class Fitting:
             spec, times = specs[place], right_times(record)
             sizes = sizes_of_call(spec, self.tile, self.processors)
             for name, time in times.items():
-                if name in candidates:
+                if name in candidates and name not in WITHOUT_MODEL:
                     known = hosts[place].get(name, 0.0)
                     sample = Sample(kinds[place], sizes, time, known, _weight(name, times), slow[place])
                     result.setdefault((spec.needs_backward, name), {})[place] = sample
@@ -176,7 +197,7 @@ class Fitting:
     def ranked(self, record: Record) -> tuple[str, ...]:
         """Returns the candidates of a record, best first, as choice would rank them if it had not seen the call."""
         times, training = self.unseen[self._place[id(record)]], record["direction"] == "training"
-        cautious = {name: time * math.exp(CAUTION * self._errors[training, name]) for name, time in times.items()}
+        cautious = {name: time * caution(name, self._errors[training, name]) for name, time in times.items()}
         usual = backends.PREFERENCE.get((self.raw["framework"], self.kind), ())
         return ranking(cautious, usual)
 

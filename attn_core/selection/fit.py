@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from attn_core.selection.cost_model import EFFECTS, GROUPS, RATES, Model
-from attn_core.selection.features import Kind, Sizes
+from attn_core.selection.cost_model import EFFECTS, FACTORS, RATES, Model
+from attn_core.selection.features import Kind
+from attn_core.selection.sizes import Sizes
 
 FIRST_SHARE, FIRST_QUANTILE = 0.3, 0.03
 """Where the rates of a fit start: a call takes at least a rate times its size, so the smallest times per size bound the
@@ -30,8 +31,11 @@ HOST_DECIDES = 1.15
 RATE_SPREAD = 3.0
 """How far the logarithm of a rate may be from the start without evidence."""
 
-EFFECT_SPREAD = {"host": 0.3, "constant": 0.5, "compute": 0.35, "memory": 0.3, "masks": 0.3}
-"""The same for the effects of each group."""
+FACTOR_SPREAD = {"host": 0.3, "constant": 0.5, "compute": 0.6, "memory": 0.3, "masks": 0.3}
+"""The same for the factors of each group."""
+
+SINGLE_SPREAD = {"decode": 0.6, "one query": 0.6, "causal": 0.3, "window": 0.3, "packed": 0.3}
+"""The same for the factors of single rates, by their effect."""
 
 STEPS = 60
 """The most steps of a fit."""
@@ -56,15 +60,27 @@ class Sample(NamedTuple):
     slowness: float = 0.0
 
 
-def fit(samples: Sequence[Sample], start: Model | None = None, noises: Sequence[float] = NOISES) -> Model:
+def fit(
+    samples: Sequence[Sample],
+    start: Model | None = None,
+    noises: Sequence[float] = NOISES,
+    own_rates: bool = False,
+) -> Model:
     """Returns the model whose log times differ least from the samples.
 
     Differences count as they are up to a few times the noise, and as their logarithm beyond, so that a wrong time does
     little harm. Parameters stay near ``start`` unless samples say otherwise.
+
+    Args:
+        noises: the errors of a log time, one fit after the other.
+        own_rates: whether the search begins with rates that the samples suggest, instead of the start's. They are worth
+            more if the start is a fit to other backends.
     """
     problem = _Problem(samples)
     center = problem.center(start)
     parameters = center
+    if own_rates:
+        parameters = np.concatenate([problem.center(None)[: len(RATES)], center[len(RATES) :]])
     for noise in noises:
         parameters = _descend(problem, parameters, center, noise)
     return problem.model(parameters)
@@ -91,7 +107,7 @@ def _descend(problem: _Problem, parameters: np.ndarray, center: np.ndarray, nois
 
 
 class _Problem:
-    """A fit's data as arrays, and its loss. The parameters are the rates, then the effects of each group."""
+    """A fit's data as arrays, and its loss. The parameters are the rates, then the factors."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self.sizes = np.array([sample.sizes for sample in samples])
@@ -104,13 +120,18 @@ class _Problem:
         self.slowness = np.exp([sample.slowness for sample in samples])
         decides = np.exp(self.log_times) < HOST_DECIDES * hosts
         self.host_weights = self.weights * np.where(decides, HOST_WEIGHT, HIDDEN_HOST_WEIGHT)
-        self.groups = {name: [RATES.index(rate) for rate in members] for name, members in GROUPS.items()}
-        spreads = [np.full(len(RATES), RATE_SPREAD), *(np.full(len(EFFECTS), EFFECT_SPREAD[name]) for name in GROUPS)]
-        self.spread = np.concatenate(spreads)
+        spreads = [FACTOR_SPREAD.get(group) or SINGLE_SPREAD[name] for group, name, _ in FACTORS]
+        self.spread = np.array([RATE_SPREAD] * len(RATES) + spreads)
+        # Which factors each sample has, and which rates each factor multiplies.
+        names = list(EFFECTS)
+        self.present = self.effects[:, [names.index(name) for _, name, _ in FACTORS]]
+        self.reach = np.zeros((len(FACTORS), len(RATES)))
+        for number, (_, _, places) in enumerate(FACTORS):
+            self.reach[number, list(places)] = 1.0
 
     def center(self, start: Model | None) -> np.ndarray:
         if start is not None:
-            return np.concatenate([start.rates, *(start.effects[name] for name in GROUPS)])
+            return np.concatenate([start.rates, start.factors])
         times = np.exp(self.log_times)
         known = np.exp(self.log_hosts[self.known])
         rates = [math.log(np.median(known) if len(known) else times.min())]
@@ -119,21 +140,14 @@ class _Problem:
             # A size that no sample has gets a rate that is low, because nothing is known about it.
             bound = float(np.quantile(bounds, FIRST_QUANTILE)) if len(bounds) else UNKNOWN_RATE
             rates.append(math.log(FIRST_SHARE * bound))
-        return np.concatenate([rates, np.zeros(len(GROUPS) * len(EFFECTS))])
+        return np.concatenate([rates, np.zeros(len(FACTORS))])
 
     def model(self, parameters: np.ndarray) -> Model:
-        effects = self._effects(parameters)
-        named = {name: tuple(map(float, effects[place])) for place, name in enumerate(GROUPS)}
-        return Model(tuple(map(float, parameters[: len(RATES)])), named)
-
-    def _effects(self, parameters: np.ndarray) -> np.ndarray:
-        return parameters[len(RATES) :].reshape(len(GROUPS), len(EFFECTS))
+        return Model(tuple(map(float, parameters[: len(RATES)])), tuple(map(float, parameters[len(RATES) :])))
 
     def _parts(self, parameters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns each sample's microseconds by size, and its host's."""
-        logs = np.repeat(parameters[None, : len(RATES)], len(self.sizes), axis=0)
-        for (_, places), effects in zip(self.groups.items(), self._effects(parameters), strict=True):
-            logs[:, places] += (self.effects @ effects)[:, None]
+        logs = parameters[: len(RATES)] + (self.present * parameters[len(RATES) :]) @ self.reach
         logs = np.clip(logs, -30, 30)
         return np.exp(logs[:, 1:]) * self.sizes, np.exp(logs[:, 0]) * self.slowness
 
@@ -169,8 +183,7 @@ class _Problem:
         return gradient, curvature
 
     def _jacobian(self, by_rate: np.ndarray) -> np.ndarray:
-        by_effect = [by_rate[:, places].sum(1)[:, None] * self.effects for places in self.groups.values()]
-        return np.concatenate([by_rate, *by_effect], axis=1)
+        return np.concatenate([by_rate, (by_rate @ self.reach.T) * self.present], axis=1)
 
 
 def _robust(errors: np.ndarray) -> np.ndarray:

@@ -20,11 +20,16 @@ from attn_core import backends
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection import jax_on_cpu
 from attn_core.selection.cost_model import Models
-from attn_core.selection.features import FEW_QUERIES, Kind, Sizes, kind_of_call, sizes_of_call
+from attn_core.selection.features import FEW_QUERIES, Kind, kind_of_call
+from attn_core.selection.sizes import Sizes, sizes_of_call
 from attn_core.selection.tables import Table, table_in_force
 
 CAUTION = 0.25
 """A predicted time counts as longer by this many times the model's error, so that doubtful backends lose ties."""
+
+DOUBTFUL = {"flex": 1.3, "math": 1.6}
+"""Backends whose predicted times count as this many times as long, because they are rarely the fastest if another one
+runs the call. FlexAttention compiles a kernel for every kind of call, so that few calls say how fast it is."""
 
 SLOW = 4.0
 """Backends that would take this many times as long as the best rank after backends without a model."""
@@ -73,8 +78,8 @@ def predicted(spec: AttentionSpec, framework: str, device: str) -> dict[str, flo
     """Returns the predicted microseconds of each backend that has a model, whether or not it can run the call."""
     if spec.symbolic or spec.paged is not None:
         return {}
-    caution = {name: factor for name, factor, _, _ in _rates(framework, device, kind_of_call(spec))}
-    return {name: time / caution[name] for time, _, name in _cautious(spec, framework, device)}
+    counted = {name: factor for name, factor, _, _ in _rates(framework, device, kind_of_call(spec))}
+    return {name: time / counted[name] for time, _, name in _cautious(spec, framework, device)}
 
 
 def source(framework: str, device: str) -> str | None:
@@ -152,8 +157,13 @@ def _models(framework: str, device: str, training: bool) -> tuple[list[str], lis
     known = {} if table is None else table.models[training]
     usual = backends.PREFERENCE.get((framework, backends.kind_of(device)), ())
     named = {name: known[SAME_KERNEL.get(name, name)] for name in usual if SAME_KERNEL.get(name, name) in known}
-    cautions = [math.exp(CAUTION * model.error) for model in named.values()]
+    cautions = [caution(name, model.error) for name, model in named.items()]
     return list(named), cautions, Models(list(named.values()), cautions)
+
+
+def caution(name: str, error: float) -> float:
+    """Returns how many times as long the predicted times of a backend count, by the error of its model."""
+    return DOUBTFUL.get(name, 1.0) * math.exp(CAUTION * error)
 
 
 def ranking(times: Mapping[str, float], usual: tuple[str, ...]) -> tuple[str, ...]:

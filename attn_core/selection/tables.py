@@ -18,9 +18,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from attn_core.selection.cost_model import EFFECTS, GROUPS, RATES, Model
+from attn_core.selection.cost_model import FACTORS, RATES, Model
 
-FORMAT = 2
+FORMAT = 3
 """Of the tables. A table in another format is not read."""
 
 PACKAGES = (
@@ -38,7 +38,7 @@ class Table:
 
     Attributes:
         source: what was measured, where and when, as text.
-        tile, processors: see ``features.sizes_of_call``.
+        tile, processors: see ``sizes.sizes_of_call``.
         models: by direction (True for training), then by backend.
     """
 
@@ -143,22 +143,19 @@ def table_of(raw: dict[str, Any], path: str = "") -> Table:
 
 
 def _model(content: dict[str, Any]) -> Model:
-    effects = {}
-    for group in GROUPS:
-        named = content["effects"].get(group, {})
-        if unknown := set(named) - set(EFFECTS):
-            raise ValueError(f"unknown effects: {', '.join(sorted(unknown))}")
-        effects[group] = tuple(float(named.get(name, 0.0)) for name in EFFECTS)
-    return Model(tuple(float(content["rates"][name]) for name in RATES), effects, float(content["error"]))
+    factors = {(group, name): value for group, named in content["factors"].items() for name, value in named.items()}
+    known = [(group, name) for group, name, _ in FACTORS]
+    if unknown := factors.keys() - set(known):
+        raise ValueError(f"unknown factors: {', '.join(' '.join(one) for one in sorted(unknown))}")
+    rates = tuple(float(content["rates"][name]) for name in RATES)
+    return Model(rates, tuple(float(factors.get(key, 0.0)) for key in known), float(content["error"]))
 
 
 def plain_model(model: Model) -> dict[str, Any]:
-    """Inverts the reading of a model, but for effects below one part in two hundred, which are left out."""
-    effects = {
-        group: {name: round(value, 3) for name, value in zip(EFFECTS, values, strict=True) if abs(value) >= 0.005}
-        for group, values in model.effects.items()
-    }
+    """Inverts the reading of a model, but for factors below one part in two hundred, which are left out."""
+    factors: dict[str, dict[str, float]] = {}
+    for (group, name, _), value in zip(FACTORS, model.factors, strict=True):
+        if abs(value) >= 0.005:
+            factors.setdefault(group, {})[name] = round(value, 3)
     rates = {name: round(value, 4) for name, value in zip(RATES, model.rates, strict=True)}
-    return {"rates": rates, "effects": {group: named for group, named in effects.items() if named}} | {
-        "error": round(model.error, 4)
-    }
+    return {"rates": rates, "factors": factors, "error": round(model.error, 4)}

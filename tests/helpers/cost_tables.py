@@ -10,15 +10,15 @@ import pytest
 
 from attn_core import selection
 from attn_core.selection import preference
-from attn_core.selection.cost_model import EFFECTS, GROUPS, RATES, Model
+from attn_core.selection.cost_model import FACTORS, RATES, Model
 from attn_core.selection.tables import Table
 
 
 def made_up_model(host: float, error: float = 0.0, effects: Mapping[str, float] = {}, **rates: float) -> Model:
     """A model with a host's time and rates in microseconds, and effects (factors) on the rates of computing."""
     logs = tuple(math.log(({"host": host} | rates).get(name, 1e-9)) for name in RATES)
-    factors = tuple(math.log(effects.get(name, 1.0)) for name in EFFECTS)
-    return Model(logs, {group: factors if group == "compute" else (0.0,) * len(EFFECTS) for group in GROUPS}, error)
+    factors = tuple(math.log(effects.get(name, 1.0)) if group == "compute" else 0.0 for group, name, _ in FACTORS)
+    return Model(logs, factors, error)
 
 
 def made_up_table(forward: Mapping[str, float | Model], training: Mapping[str, float | Model] | None = None) -> Table:

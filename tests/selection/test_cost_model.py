@@ -15,12 +15,13 @@ import pytest
 from cost_tables import made_up_model
 
 from attn_core.call.spec import AttentionSpec
-from attn_core.selection.cost_model import EFFECTS, Model, Models, microseconds
+from attn_core.selection.cost_model import EFFECTS, FACTORS, RATES, Model, Models, microseconds
 from attn_core.selection.cross_validation import Fitting, write_table
-from attn_core.selection.features import kind_of_call, sizes_of_call
+from attn_core.selection.features import kind_of_call
 from attn_core.selection.fit import Sample, fit
 from attn_core.selection.random_calls import random_calls
 from attn_core.selection.regret import measured_records, record_spec, regrets, right_times, static_order, summary
+from attn_core.selection.sizes import sizes_of_call
 from attn_core.selection.sweep import plain_fields
 from attn_core.selection.tables import table_of
 
@@ -98,6 +99,13 @@ def test_every_effect_applies_to_some_call() -> None:
     kinds = [kind_of_call(case.spec) for case in islice(random_calls(0, "cuda"), 300)]
     for name, applies in EFFECTS.items():
         assert 0 < sum(map(applies, kinds)) < len(kinds), name
+
+
+def test_every_factor_multiplies_some_rates() -> None:
+    assert len({(group, name) for group, name, _ in FACTORS}) == len(FACTORS)
+    for group, name, places in FACTORS:
+        assert places and name in EFFECTS, group
+    assert {place for _, _, places in FACTORS for place in places} == set(range(len(RATES)))
 
 
 # The fit
@@ -193,6 +201,13 @@ def test_a_table_says_the_same_after_reading(fitting: Fitting, tmp_path: Path) -
             read: Model = table.models[False][name]
             assert microseconds(read, kind, sizes) == pytest.approx(microseconds(model, kind, sizes), rel=0.05)
     assert content["held_out"]["forward"]["cases"] == 200
+
+
+def test_a_backend_that_launches_the_kernels_of_others_has_no_model() -> None:
+    cases = [one | {"backends": one["backends"] | {"xformers": one["backends"]["flash2"]}} for one in RAW["cases"][:60]]
+    fitted = Fitting(raw_of(*cases))
+    assert all("xformers" not in times for times in fitted.unseen) and "xformers" not in fitted.models[False]
+    assert "xformers" in fitted.ranked(fitted.records[0])
 
 
 def test_a_backend_with_few_measurements_has_no_model() -> None:

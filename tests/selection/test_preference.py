@@ -25,9 +25,10 @@ from attn_core.call.arithmetic import flops, pairs
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection import preference
 from attn_core.selection.cost_model import Model
-from attn_core.selection.features import kind_of_call, sizes_of_call
+from attn_core.selection.features import kind_of_call
 from attn_core.selection.preference import order, predicted, ranking
 from attn_core.selection.random_calls import LIMITS, random_call, random_calls
+from attn_core.selection.sizes import sizes_of_call
 from attn_core.selection.sweep import QUICK, plain_fields, spec_of
 from attn_core.selection.tables import shipped_table
 
@@ -233,6 +234,27 @@ def test_the_sizes_of_a_call() -> None:
     assert dense.mask_memory == pytest.approx(4096**2 * 1e-7)
     decode = sizes_of_call(replace(SPEC, q_len=1), 128, 132)
     assert decode.work == pytest.approx(4 * decode.grouped_work)  # four query heads share a tile
+    assert sizes.query_memory == pytest.approx(sizes.memory * 32 / 40)
+
+
+def test_sizes_count_work_in_whole_tiles() -> None:
+    sizes = sizes_of_call(replace(SPEC, causal=False, q_len=65, batch=1), 128, 132)
+    assert sizes.work == pytest.approx(sizes.fine_work)  # one tile, or two of half its height
+    assert sizes.waves == pytest.approx(sizes.work * 132 / 32) and sizes.steps == pytest.approx(4.096)
+    assert sizes.coarse_waves == pytest.approx(1.5 * sizes.waves)
+    assert sizes.grouped_waves == pytest.approx(sizes.waves)  # 8 heads of keys, with 3 tiles each: still one wave
+    assert sizes.key_steps == pytest.approx(8 * 65e-3)  # 1024 tiles of keys are 8 waves
+    assert sizes.key_chain == pytest.approx(128 * 65 * 256 * 1e-6)
+
+
+def test_decoding_that_fills_the_device_is_not_split() -> None:
+    def unsplit(**changes: Any) -> float:
+        return sizes_of_call(replace(SPEC, **{"q_len": 1, "num_kv_heads": 32} | changes), 128, 132).unsplit
+
+    assert unsplit(batch=6) == 0 < unsplit(batch=7)  # 192 and 224 tiles for 132 processors
+    assert unsplit(batch=7, num_kv_heads=8) == 0 < unsplit(batch=27, num_kv_heads=8)  # a group shares a tile
+    assert unsplit(batch=7, num_kv_heads=8, q_len=2) == pytest.approx(unsplit(batch=7, q_len=2))
+    assert unsplit(batch=7, q_len=65) == 0
 
 
 def test_sizes_are_defined_for_any_call() -> None:

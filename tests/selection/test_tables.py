@@ -76,11 +76,11 @@ def test_a_table_of_another_device_or_format_is_ignored() -> None:
     assert "it was measured on an abacus, and this is " in warned()
     table_in_force.cache_clear()
     write(format=1)
-    assert "its format is 1, not 2" in warned()
+    assert "its format is 1, not 3" in warned()
 
 
 @pytest.mark.parametrize(
-    "text", ["", "garbage", "[]", "{}", "null", '{"format": 2}', "\x00\xff", '{"format": 2, "models": 3}']
+    "text", ["", "garbage", "[]", "{}", "null", '{"format": 3}', "\x00\xff", '{"format": 3, "models": 3}']
 )
 def test_a_damaged_table_is_ignored(text: str) -> None:
     path = write()
@@ -94,9 +94,9 @@ def test_damaged_models_are_ignored() -> None:
     write(models=content)
     assert "it is not a table of attn tune (KeyError: 'work')" in warned()
     table_in_force.cache_clear()
-    content["forward"]["math"]["effects"] = {"compute": {"color": 1.0}}
+    content["forward"]["math"]["factors"] = {"compute": {"color": 1.0}}
     write(models=content)
-    assert "unknown effects: color" in warned()
+    assert "unknown factors: compute color" in warned()
     table_in_force.cache_clear()
     write(models={"forward": {"math": {"rates": "fast"}}})
     assert "it is not a table of attn tune" in warned()
