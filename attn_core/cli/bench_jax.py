@@ -17,6 +17,9 @@ from attn_core.selection.sweep import SweepCase
 JAX_NN, JAX_NN_CUDNN = "jax.nn", "jax.nn cudnn"
 """The names under which a caller runs JAX's own function, in XLA and in cuDNN."""
 
+PAUSE = 0.005
+"""Seconds between two backends on a CPU. After a call of torch, OpenMP's threads spin on XLA's cores for some of it."""
+
 
 def has_jax_nn(spec: AttentionSpec) -> bool:
     """Returns whether jax.nn.dot_product_attention has arguments for the call."""
@@ -31,7 +34,8 @@ def caller(case: SweepCase, spec: AttentionSpec) -> Run:
 
     The results are ``(out,)``, with a backward ``(out, dq, dk, dv)``. Under the names JAX_NN and JAX_NN_CUDNN it runs
     JAX's own function, if ``has_jax_nn(spec)``. Each name compiles on its first call. On a CPU the function waits for
-    its results; on a GPU it has the attribute ``wait``, which waits for results.
+    its results and has the attribute ``pause``, the seconds to wait before another backend's turn; on a GPU it has the
+    attribute ``wait``, which waits for results.
     """
     import jax
 
@@ -75,7 +79,9 @@ def caller(case: SweepCase, spec: AttentionSpec) -> Run:
         results: tuple[Any, ...] = compiled(backend)(learned, constants, dout)
         return jax.block_until_ready(results) if on_cpu else results  # type: ignore[no-any-return]
 
-    if not on_cpu:
+    if on_cpu:
+        run.pause = PAUSE  # type: ignore[attr-defined]
+    else:
         run.wait = jax.block_until_ready  # type: ignore[attr-defined]
     return run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
 WARM_UPS = 2
@@ -134,6 +134,7 @@ def _rounds(
             for name in list(calls) if number % 2 == 0 else reversed(calls):
                 if name in lost or number >= most[name]:
                     continue
+                sleep(getattr(run, "pause", 0.0))
                 try:
                     if calls[name] > 1:
                         run(name)

@@ -70,6 +70,20 @@ def test_results_are_awaited_once_after_a_queue() -> None:
     assert waited == [("a",)] and host < total
 
 
+def test_backends_take_their_turns_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As JAX needs it on a CPU: the threads of torch's OpenMP spin for a while after a call."""
+    events: list[str] = []
+
+    def call(name: str) -> tuple[Any, ...]:
+        events.append(name)
+        return (name,)
+
+    call.pause = 0.25  # type: ignore[attr-defined]
+    monkeypatch.setattr(bench_timing, "sleep", lambda seconds: events.append(f"pause {seconds}"))
+    bench_timing._rounds(call, {"a": (1.0, 1.0), "b": (1.0, 1.0)}, 2, torch.device("cpu"))
+    assert events == ["pause 0.25", "a", "pause 0.25", "b", "pause 0.25", "b", "pause 0.25", "a"]
+
+
 def test_a_sweep_in_jax_has_jax_nn_beside_it() -> None:
     pytest.importorskip("jax")
     sweep = Sweep("cpu", ("jax_xla",), 1, False, "jax")
