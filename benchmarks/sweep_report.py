@@ -2,6 +2,7 @@
 
 python -m benchmarks.sweep_report times.json                 # the tables, printed
 python -m benchmarks.sweep_report times.json --write times   # writes the tables and the plots to a folder
+python -m benchmarks.sweep_report seed0.json seed1.json      # the same of several sweeps of one device
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from attn_core.cli.bench_sweep import read
 from attn_core.errors import SpecError
 from attn_core.selection.cross_validation import FOLDS, Fitting
 from attn_core.selection.regret import Regret, fastest_round, right_times
+from attn_core.selection.sweeps import together, with_orders
 
 DIRECTIONS = ("forward", "training")
 CAPTIONS = {
@@ -24,6 +26,10 @@ CAPTIONS = {
     "regret.png": "The number of cases by regret",
 }
 """The captions of the plots, by the end of their file names."""
+
+OLDER = """The host's part of a call changes with every version. A call of an older sweep says nothing about the host, and
+counts only if the device decided its best time.
+"""
 
 
 def write_report(raw: dict[str, Any], folder: Path) -> list[Path]:
@@ -50,7 +56,7 @@ def page(fitting: Fitting, pictures: Sequence[str] = ()) -> str:
     chosen = fitting.regrets()
     parts = [
         f"# Sweep on {raw['device_name']} ({raw['device']})\n",
-        f"Written by `python -m benchmarks.sweep_report` from times measured on {raw['date']}, "
+        f"Written by `python -m benchmarks.sweep_report` from times measured on {_dates(raw)}, "
         f"{len(raw['cases'])} measurements in {raw['seconds']:.0f} s; {versions}.\n",
         f"Each case has two calls to warm up, and then {raw['rounds']} rounds in which the backends take turns; slow "
         "backends have fewer rounds. Times are µs per call in the fastest round, because what interferes only makes "
@@ -60,6 +66,7 @@ def page(fitting: Fitting, pictures: Sequence[str] = ()) -> str:
         f"({FOLDS}-fold cross-validation). The calls repeat, so the figures leave out that automatic choice avoids "
         "cuDNN for decoding without a mask, where every number of keys needs a plan of its own (NEW_LENGTH in "
         "selection/preference.py).\n",
+        *([OLDER] if "sweeps" in raw else []),
         "## Regret of automatic choice\n",
         regret_table(fitting),
         "## Errors of the predicted times\n",
@@ -71,6 +78,10 @@ def page(fitting: Fitting, pictures: Sequence[str] = ()) -> str:
         if rows:
             parts += [f"## {direction.capitalize()}, µs per call\n", _times(rows, chosen)]
     return "\n".join([*parts, _left_out(raw)])
+
+
+def _dates(raw: dict[str, Any]) -> str:
+    return " and ".join(sweep["date"] for sweep in raw.get("sweeps", [raw]))
 
 
 def _times(records: list[dict[str, Any]], chosen: list[Regret]) -> str:
@@ -173,11 +184,15 @@ def _figure(width: float, height: float) -> Any:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the tables of a sweep; with ``--write``, writes them and the plots to a folder."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sweep_report")
-    parser.add_argument("times", type=Path, help="the raw times, written by attn bench --json")
+    parser.add_argument("times", type=Path, nargs="+", help="the raw times, written by attn bench --json")
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="the folder for the page and its plots")
     options = parser.parse_args(arguments)
     try:
-        raw = read(options.times)
+        raw = (
+            with_orders(together([read(path) for path in options.times]))
+            if options.times[1:]
+            else read(options.times[0])
+        )
         if options.write is None:
             print(page(Fitting(raw)))
         for path in [] if options.write is None else write_report(raw, options.write):

@@ -15,21 +15,17 @@ from typing import Any
 
 from attn_core import backends
 from attn_core.selection.cost_model import Model, microseconds
-from attn_core.selection.features import kind_of_call
 from attn_core.selection.fit import NOISES, Sample, fit
-from attn_core.selection.host_noise import slowness
 from attn_core.selection.preference import caution, ranking
 from attn_core.selection.regret import (
-    TORCH_ALONE,
     Record,
     Regret,
     measured_records,
-    record_spec,
     regrets,
     right_times,
     summary,
 )
-from attn_core.selection.sizes import sizes_of_call
+from attn_core.selection.samples import counts, samples_of
 from attn_core.selection.tables import DIRECTIONS, FORMAT, plain_model
 
 FOLDS = 10
@@ -46,17 +42,8 @@ DOUBT = 2
 FEWEST, FEWEST_AFTER_START = 12, 3
 """A backend needs this many measured calls in a direction for a model; fewer if the fit starts from another model."""
 
-WITHOUT_MODEL = ("xformers",)
-"""Backends that launch the kernels of others and are never faster. Without a model they rank after fast backends."""
-
 ALONE = 60
 """With this many calls, the search for a backend's rates begins with what its own calls suggest."""
-
-HIDES_HOST = 2.5
-"""From this many times the host's time on, nothing is known about the host."""
-
-LEAST_WEIGHT, HALF_WEIGHT = 0.05, 2.0
-"""The least weight of a sample, and the logarithm of how many times as slow as the best it has half a weight."""
 
 FAMILIES = (
     ("flash2", "sdpa_flash"),
@@ -74,6 +61,7 @@ class Fitting:
     Attributes:
         raw: the content of the raw file.
         records: the usable records, in the order of the file.
+        counted: the records of which the cost of a choice is known, see ``samples.counts``.
     """
 
     def __init__(self, raw: dict[str, Any], start: Models | None = None) -> None:
@@ -84,6 +72,7 @@ class Fitting:
         """
         self.raw, self.records, self._start = raw, measured_records(raw), start or {}
         self.kind = backends.kind_of(raw["device"])
+        self.counted = [record for record in self.records if counts(record)]
         self.tile, self.processors = TILE[self.kind], PROCESSORS.get(raw["device"], 132)
         # Both directions of a call are in one fold.
         calls = {name: place for place, name in enumerate(dict.fromkeys(record["name"] for record in self.records))}
@@ -122,7 +111,7 @@ class Fitting:
         result: dict[tuple[bool, str], Model] = {}
         for training in (False, True):
             known = {
-                name: [sample for place, sample in samples.items() if self._folds[place] != without]
+                name: [sample for place, sample in samples.items() if sample.weight and self._folds[place] != without]
                 for (direction, name), samples in self._samples.items()
                 if direction is training
             }
@@ -152,33 +141,9 @@ class Fitting:
     @cached_property
     def _samples(self) -> dict[tuple[bool, str], dict[int, Sample]]:
         """By direction and backend the samples, each under the position of its record."""
-        result: dict[tuple[bool, str], dict[int, Sample]] = {}
         candidates = backends.PREFERENCE.get((self.raw["framework"], self.kind), ())
-        specs = [record_spec(record) for record in self.records]
-        kinds, hosts = [kind_of_call(spec) for spec in specs], [self._hosts(record) for record in self.records]
-        slow = [0.0] * len(self.records)
-        for training in (False, True):
-            places = [place for place, spec in enumerate(specs) if spec.needs_backward is training]
-            values = slowness([kinds[place] for place in places], [hosts[place] for place in places])
-            for place, value in zip(places, values, strict=True):
-                slow[place] = value
-        for place, record in enumerate(self.records):
-            spec, times = specs[place], right_times(record)
-            sizes = sizes_of_call(spec, self.tile, self.processors)
-            for name, time in times.items():
-                if name in candidates and name not in WITHOUT_MODEL:
-                    known = hosts[place].get(name, 0.0)
-                    sample = Sample(kinds[place], sizes, time, known, _weight(name, times), slow[place])
-                    result.setdefault((spec.needs_backward, name), {})[place] = sample
-        return {key: each for key, each in result.items() if len(each) >= self._fewest(*key)}
-
-    def _hosts(self, record: Record) -> dict[str, float]:
-        """Returns the host's microseconds by backend, where they are known."""
-        if self.kind != "cuda":  # on a CPU the host does all the work, so its time says nothing more
-            return {}
-        hosts = {name: (time, record["backends"][name].get("host", 0.0)) for name, time in right_times(record).items()}
-        # If the device took far longer, launches may have waited for it.
-        return {name: min(time, host) for name, (time, host) in hosts.items() if time < HIDES_HOST * min(time, host)}
+        samples = samples_of(self.records, candidates, self.kind, self.tile, self.processors)
+        return {key: each for key, each in samples.items() if len(each) >= self._fewest(*key)}
 
     def _fewest(self, training: bool, name: str) -> int:
         return FEWEST if self._first(training, name) is None else FEWEST_AFTER_START
@@ -186,8 +151,8 @@ class Fitting:
     @cached_property
     def _errors(self) -> dict[tuple[bool, str], float]:
         squares: dict[tuple[bool, str], list[float]] = {}
-        for record, predicted in zip(self.records, self.unseen, strict=True):
-            times = right_times(record)
+        for record in self.counted:
+            times, predicted = right_times(record), self.unseen[self._place[id(record)]]
             for name, time in predicted.items():
                 square = min(1.0, math.log(time / times[name]) ** 2)
                 squares.setdefault((record["direction"] == "training", name), []).append(square)
@@ -211,7 +176,7 @@ class Fitting:
         Args:
             only: the installed backends; None for all that were measured.
         """
-        return regrets(self.records, self.ranked, only)
+        return regrets(self.counted, self.ranked, only)
 
     def table(self) -> dict[str, Any]:
         """Returns the table of the device, as the content of its file."""
@@ -227,19 +192,6 @@ class Fitting:
         }
         held_out = {"held_out": summary(self.regrets())}
         return {"format": FORMAT} | {name: self.raw.get(name) for name in names} | sizes | held_out | {"models": models}
-
-
-def _weight(name: str, times: Mapping[str, float]) -> float:
-    """Returns how much a time counts in a fit: less if the backend is far from the best, so that it is never chosen.
-
-    The best of all backends, or of those that need no package but torch.
-    """
-    weight = LEAST_WEIGHT
-    for installed in (tuple(times), TORCH_ALONE):
-        if name in installed:
-            behind = math.log(times[name] / min(times[one] for one in installed if one in times))
-            weight = max(weight, 1.0 / (1.0 + (behind / HALF_WEIGHT) ** 2))
-    return weight
 
 
 def write_table(table: dict[str, Any], path: Path) -> None:

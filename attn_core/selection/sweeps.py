@@ -1,0 +1,95 @@
+"""Several sweeps of one device as one raw file, and choice for the calls of a sweep by models fitted to the others.
+
+The merged content has the head of the newest sweep. Each record has the number of its sweep, and ``older`` unless it is
+of the newest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from attn_core import backends
+from attn_core.errors import SpecError
+from attn_core.selection.cost_model import microseconds
+from attn_core.selection.cross_validation import Fitting
+from attn_core.selection.features import kind_of_call
+from attn_core.selection.preference import caution, ranking
+from attn_core.selection.regret import Record, Regret, record_spec, regrets
+from attn_core.selection.sizes import sizes_of_call
+
+HEAD = ("date", "seconds", "versions")
+"""The facts of each sweep that merged content keeps."""
+
+
+def together(raws: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the content of one raw file, with the records of all. One file stays as it is.
+
+    Raises:
+        SpecError: if the files are of different devices or frameworks, or are merged already.
+    """
+    if len(raws) == 1:
+        return raws[0]
+    ordered = sorted(raws, key=lambda raw: str(raw["date"]))
+    newest = ordered[-1]
+    for raw in ordered:
+        for name in ("framework", "device", "device_name"):
+            if raw[name] != newest[name]:
+                raise SpecError(f"sweeps of different {name}s cannot be fitted together: {raw[name]}, {newest[name]}")
+        if "sweeps" in raw:
+            raise SpecError("a file of several sweeps cannot be merged again; pass the files of its sweeps")
+    names: set[str] = set()
+    cases = []
+    for number, raw in enumerate(ordered):
+        taken = frozenset(names)  # both directions of a call have one name
+        for record in raw["cases"]:
+            name = record["name"] if record["name"] not in taken else f"{record['name']} of {raw['date']}"
+            names.add(name)
+            case = record | {"name": name, "sweep": number, "older": raw is not newest, "predicted": None}
+            cases.append(case)
+    sweeps = [{name: raw.get(name) for name in HEAD} for raw in ordered]
+    return newest | {"sweeps": sweeps, "seconds": sum(raw.get("seconds") or 0.0 for raw in ordered), "cases": cases}
+
+
+def without(raw: dict[str, Any], number: int) -> dict[str, Any]:
+    """Returns merged content without one of its sweeps; the newest of the others then says how long the host takes."""
+    kept = [record for record in raw["cases"] if record["sweep"] != number]
+    newest = max((record["sweep"] for record in kept), default=0)
+    return raw | {"cases": [record | {"older": record["sweep"] < newest, "predicted": None} for record in kept]}
+
+
+def with_orders(raw: dict[str, Any]) -> dict[str, Any]:
+    """Returns merged content in which each record has the order of models that saw no call of its sweep.
+
+    Content of one sweep stays as it is.
+    """
+    if "sweeps" not in raw:
+        return raw
+    fittings = [Fitting(without(raw, number)) for number in range(len(raw["sweeps"]))]
+    cases = [record | {"order_by_others": _order(fittings[record["sweep"]], record)} for record in raw["cases"]]
+    return raw | {"cases": cases}
+
+
+def regrets_of_new_sweeps(fitting: Fitting, only: Sequence[str] | None = None) -> dict[str, list[Regret]]:
+    """Returns by sweep the cost of the choice of models that saw no call of it; empty for one sweep.
+
+    Args:
+        fitting: with a raw content ``with_orders``.
+        only: the installed backends; None for all that were measured.
+    """
+    result = {}
+    for number, sweep in enumerate(fitting.raw.get("sweeps", ())):
+        records = [record for record in fitting.counted if record["sweep"] == number and "order_by_others" in record]
+        result[str(sweep["date"])] = regrets(records, lambda record: record["order_by_others"], only)
+    return result
+
+
+def _order(fitting: Fitting, record: Record) -> list[str]:
+    spec = record_spec(record)
+    kind, sizes = kind_of_call(spec), sizes_of_call(spec, fitting.tile, fitting.processors)
+    times = {
+        name: caution(name, model.error) * microseconds(model, kind, sizes)
+        for name, model in fitting.models[spec.needs_backward].items()
+        if name in record["backends"]
+    }
+    return list(ranking(times, backends.PREFERENCE.get((fitting.raw["framework"], fitting.kind), ())))
