@@ -105,9 +105,9 @@ BOUNDS = {
     "documents of equal lengths": (22, 45),
     "two documents": (36, 65),
     "two documents by tensors": (41, 79),
-    "pages, equal lengths": (22, 67),
-    "pages": (33, 70),
-    "append": (9, 45),
+    "pages, equal lengths": (8, 5),
+    "pages": (18, 12),
+    "append": (9, 44),
 }
 """Operations and Python calls of each kind of call."""
 TRAINING = {

@@ -130,6 +130,11 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | Non
     return run
 
 
+def paged_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None]:
+    """See ``contract.paged_shortcut``."""
+    return cpu_paged.decoder(spec, spec.return_lse)
+
+
 def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | None:
     """Returns the shortcut of a call with an additive mask; None if it needs more than one call of the kernel."""
     blocks = cpu_blocks.blocks(spec)

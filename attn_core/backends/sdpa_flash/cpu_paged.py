@@ -6,7 +6,9 @@ The heads of a group become queries of the kernel, which then reads each key onc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from attn_core.backends.sdpa_flash import additive_masks, containment
@@ -34,62 +36,73 @@ def forward(
     Args:
         packed_forward: runs a call on packed documents.
     """
-    lengths = inputs.seq_lens.tolist()
-    padded = len(lengths) * max(lengths)
-    decoding = inputs.cu_seqlens_q is None and 0 < padded <= max(FEW_TOKENS, MOST_PADDING * sum(lengths))
-    if not decoding:
-        return packed_forward(*packed_documents(spec, inputs))
-    out, lse = _decode(spec, inputs, lengths)
-    return rewrites.with_sinks(out, lse, inputs.sinks) if spec.sinks else (out, lse)
+    q, k, v, table, lengths, offsets, sinks = inputs
+    results = None
+    if offsets is None:
+        results = decoder(spec, True)(q.detach(), k.detach(), v.detach(), table, lengths, sinks)
+    return packed_forward(*packed_documents(spec, inputs)) if results is None else results
 
 
-def _decode(spec: AttentionSpec, inputs: PagedInputs, lengths: list[int]) -> tuple[Any, Any]:
-    """Returns (out, lse) without sinks of one query for each sequence."""
-    import torch
+@lru_cache(maxsize=4096)
+def decoder(spec: AttentionSpec, needs_lse: bool) -> Callable[..., tuple[Any, Any] | None]:
+    """Returns a function that computes one query of each sequence in one call of the kernel.
 
-    paged, batch, longest = spec.paged, len(lengths), max(lengths)
+    Its arguments are those of ``contract.paged_shortcut``. It returns (out, lse), or None if the lengths differ so much
+    that a padded batch costs more than a call of each sequence. Without ``needs_lse`` lse may be anything.
+    """
+    paged, batch, page_size = spec.paged, spec.documents or 0, spec.paged.page_size if spec.paged else 1
     assert paged is not None
-    columns, shortest = -(-longest // paged.page_size), min(lengths)
-    table = inputs.block_table[:, :columns]
-    if shortest <= (columns - 1) * paged.page_size:  # entries behind a last page may hold any value
-        table = table.clamp(0, paged.num_pages - 1)
-    pages = table.reshape(-1)
-    # [pages, page_size, kv_heads, dim] -> [batch, columns * page_size, kv_heads, dim]
-    k, v = (
-        pool.detach().index_select(0, pages).view(batch, columns * paged.page_size, *pool.shape[2:])
-        for pool in (inputs.k, inputs.v)
-    )
-    if shortest == longest:
-        k, v = k[:, :longest], v[:, :longest]
-    seen = _visible(spec, inputs.seq_lens, lengths, k.shape[1])
-    added: Any = None
-    if seen is not None:
-        added = additive_masks.additive(spec.lse_dtype, k.device, seen, None, None, slice(0), slice(0))
-    # [batch, heads, dim] -> [batch, kv_heads, group, dim]
-    q = inputs.q.detach().contiguous().view(batch, spec.num_kv_heads, spec.group_size, spec.head_dim)
-    twice = q.shape[2] == 1 and spec.dtype == "bfloat16" and longest * spec.head_dim >= WORTH_TWO_ROWS
-    op = run_twice if twice else kernels()[0]
-    options: dict[str, Any] = {"attn_mask": added, "scale": spec.scale}
-    out, lse = op(q, k.transpose(1, 2), v.transpose(1, 2), 0.0, False, **options)
-    if seen is not None and not containment.are_results_finite(out, lse):
-        hidden = ~seen.view(batch, -1, 1, 1)  # each row has one query, so what it does not see may become 0
-        k, v = k.masked_fill_(hidden, 0.0), v.masked_fill_(hidden, 0.0)
-        out, lse = op(q, k.transpose(1, 2), v.transpose(1, 2), 0.0, False, **options)
-    out, lse = out.flatten(1, 2), lse.flatten(1).t()
-    if shortest == 0:
-        lse = lse.masked_fill(inputs.seq_lens == 0, -torch.inf)
-    return out, lse
+    kv_heads, dim, left = spec.num_kv_heads, spec.head_dim, band(spec).left
+    slot, grouped, flat = kv_heads * dim, (batch, kv_heads, spec.group_size, dim), (batch, spec.num_heads, dim)
+    kernel, scale, needs_lse = kernels()[0], spec.scale, needs_lse or spec.sinks
+    alone = spec.group_size == 1 and spec.dtype == "bfloat16"
+
+    def run(q: Any, k: Any, v: Any, table: Any, lengths: Any, sinks: Any) -> tuple[Any, Any] | None:
+        ends = lengths.tolist()
+        longest, shortest = max(ends), min(ends)
+        if (longest != shortest and not batch * longest <= max(FEW_TOKENS, MOST_PADDING * sum(ends))) or not longest:
+            return None
+        columns = -(-longest // page_size)
+        used = table if columns == paged.width else table[:, :columns]
+        if shortest <= (columns - 1) * page_size:  # entries behind a last page may hold any value
+            used = used.clamp(0, paged.num_pages - 1)
+        pages, keys = used.reshape(-1), longest if shortest == longest else columns * page_size
+        # [pages, page_size, kv_heads, dim] -> [batch, kv_heads, keys, dim]
+        layout = (batch, kv_heads, keys, dim), (columns * page_size * slot, dim, slot, 1)
+        k, v = k.index_select(0, pages).as_strided(*layout), v.index_select(0, pages).as_strided(*layout)
+        q = q.reshape(grouped)
+        op = run_twice if alone and longest * dim >= WORTH_TWO_ROWS else kernel
+        if longest == shortest and (left is None or left >= longest - 1):
+            out, lse = op(q, k, v, 0.0, False, scale=scale)
+        else:
+            out, lse = _masked(spec, op, q, k, v, _visible(lengths, keys, left))
+        out = out.reshape(flat)
+        if needs_lse:
+            lse = lse.flatten(1).t()
+            if shortest == 0:
+                lse = lse.masked_fill(lengths == 0, -math.inf)
+        return rewrites.with_sinks(out, lse, sinks) if sinks is not None else (out, lse)
+
+    return run
 
 
-def _visible(spec: AttentionSpec, seq_lens: Any, lengths: list[int], keys: int) -> Any:
-    """Returns which keys each sequence's query sees, bool ``[batch, 1, 1, keys]``, or None if all see all."""
+def _masked(spec: AttentionSpec, op: Any, q: Any, k: Any, v: Any, seen: Any) -> tuple[Any, Any]:
+    """Returns the kernel's (out, lse) if each row sees the keys ``seen``, bool ``[batch, 1, 1, keys]``."""
+    added = additive_masks.additive(spec.lse_dtype, k.device, seen, None, None, slice(0), slice(0))
+    out, lse = op(q, k, v, 0.0, False, attn_mask=added, scale=spec.scale)
+    if containment.are_results_finite(out, lse):
+        return out, lse
+    hidden = ~seen.transpose(2, 3)  # each row has one query, so what it does not see may become 0
+    k, v = k.masked_fill_(hidden, 0.0), v.masked_fill_(hidden, 0.0)
+    return op(q, k, v, 0.0, False, attn_mask=added, scale=spec.scale)  # type: ignore[no-any-return]
+
+
+def _visible(seq_lens: Any, keys: int, left: int | None) -> Any:
+    """Returns which keys each sequence's query sees, bool ``[batch, 1, 1, keys]``."""
     import torch
 
-    left = band(spec).left
-    if all(length == keys for length in lengths) and (left is None or left >= keys - 1):
-        return None
-    ends, key = seq_lens[:, None], torch.arange(keys, device=seq_lens.device)
+    ends, key = seq_lens.view(-1, 1, 1, 1), torch.arange(keys, device=seq_lens.device)
     seen = key < ends
     if left is not None:
         seen &= key >= ends - (left + 1)  # the query is the sequence's last token, at ends - 1
-    return seen[:, None, None]
+    return seen
