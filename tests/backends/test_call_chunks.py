@@ -10,8 +10,10 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from attn_core.backends.shared import plain_attention
-from torch_frontend import attention
+from attn_core.backends.shared import block_operands, plain_attention
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Inputs
+from torch_frontend import SeqInfo, attention
 
 BATCH, ROWS, KEYS, HEADS, KV_HEADS = 2, 150, 159, 6, 3
 PER_HEAD = HEADS // KV_HEADS * KEYS * plain_attention.QUERY_BLOCK
@@ -90,3 +92,56 @@ def test_a_large_call_has_chunks(limit: Any) -> None:
     assert len(plain_attention._sizes(spec, False)[1]) == 1
     limit(1)
     assert plain_attention._sizes(spec, True)[0] == plain_attention.FEWEST_ROWS
+
+
+LARGE = {
+    "window": {"window": (40, 9)},
+    "softcap": {"softcap": 3.0, "causal": True},
+    "large softcap": {"softcap": 300.0, "causal": True},
+    "documents": {"causal": True, "seq_info": SeqInfo.from_lengths([3, 200, 1, 97], [3, 150, 4, 144])},
+    "empty rows": {"window": (0, 3), "softcap": 2.0},
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("broken", [None, "k", "v"])
+def test_a_call_with_bounded_scores_gives_the_results_of_one_that_looks_at_each(
+    name: str, broken: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(3)
+    tensors = [torch.randn(1, rows, heads, 8) for rows, heads in ((301, 4), (301, 2), (301, 2))]
+    if broken is not None:
+        tensors["qkv".index(broken)][0, 250, 1, 2] = float("nan")
+    found = []
+    for rows in (0, 10**9):
+        monkeypatch.setattr(block_operands, "FEW_ROWS", rows)
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        out, lse = attention(*leaves, **LARGE[name], return_lse=True, backend="math")
+        found.append([out, lse, *torch.autograd.grad(out.square().sum(), leaves)])
+    for fast, careful in zip(*found, strict=True):
+        torch.testing.assert_close(fast, careful, equal_nan=True)
+    assert broken is None or found[0][0][0, :40].isfinite().all()
+
+
+@pytest.mark.parametrize("cap", [1e-3, 1.0, 30.0, 64.0, 65.0, 1e4])
+def test_the_softcap_is_as_exact_as_float32(cap: float) -> None:
+    torch.manual_seed(4)
+    tensors = [torch.randn(1, 300, 2, 16) * size for size in (3.0, 3.0, 1.0)]
+    _, lse = attention(*tensors, softcap=cap, causal=True, return_lse=True, backend="math")
+    exact = attention(*(t.double() for t in tensors), softcap=cap, causal=True, return_lse=True, backend="math")[1]
+    assert (lse - exact).abs().max() <= 4e-7 * min(cap, 64.0) + 4e-6
+
+
+def test_only_finite_values_are_bounded() -> None:
+    def bounded(value: float, **options: Any) -> bool:
+        sizes = {"batch": 2, "q_len": 600, "kv_len": 600, "num_heads": 2, "num_kv_heads": 2}
+        spec = AttentionSpec(**sizes, head_dim=8, value_dim=8, dtype="float32", **options)
+        q = torch.ones(2, 600, 2, 8)
+        k = q.clone()
+        k[1, 5, 1, 3] = value
+        return block_operands.is_bounded(spec, Inputs(q, k, q))
+
+    assert bounded(1.0)
+    assert not any(bounded(value) for value in (float("nan"), float("inf"), -float("inf"), 1e30))
+    assert not bounded(1.0, mask_shape=(1, 1, 600, 600))
+    assert not bounded(1.0, softcap=1e-38)

@@ -5,81 +5,19 @@ Scores and weights are ``[batch, kv_heads, group, rows, keys]``: each key/value 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
+from attn_core.backends.shared.block_operands import BlockOperands, SavedTensors, Sums
 from attn_core.backends.shared.contained_sums import products, sum_over_keys, sum_over_rows
 from attn_core.backends.shared.row_blocks import RowBlock
 from attn_core.call.dropout import keep
 from attn_core.call.spec import AttentionSpec
-from attn_core.call.tensors import Inputs
 
-FEW_VALUES = 2**14
-"""So few values are one operation, because starting it takes longest."""
-
-
-class BlockOperands(NamedTuple):
-    """The call's tensors in the layouts that the blocks read.
-
-    q: the caller's, ``[batch, q_len, heads, head_dim]``. k, v: ``[batch, kv_heads, kv_len, dim]``, accumulation dtype.
-    mask, bias: ``[batch, kv_heads, group, q_len, kv_len]``; any axis may be 1. slopes, sinks: the last two axes are 1.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    mask: Any
-    bias: Any
-    slopes: Any
-    sinks: Any
-    rng: Any
-
-
-class SavedTensors(NamedTuple):
-    """The forward's results and the incoming gradients, with a batch axis."""
-
-    out: Any
-    lse: Any
-    dout: Any
-    dlse: Any
-
-
-class Sums(NamedTuple):
-    """Running sums of the gradients, in the accumulation dtype and the layouts of BlockOperands.
-
-    dq has q's dtype: each of its rows belongs to one block and is written once.
-    """
-
-    dq: Any
-    dk: Any
-    dv: Any
-    dbias: Any
-    dsinks: Any
-
-
-def operands_of(spec: AttentionSpec, inputs: Inputs) -> BlockOperands:
-    """Brings the call's tensors into the layouts and dtypes of BlockOperands."""
-    import torch
-
-    wide = getattr(torch, spec.lse_dtype)
-    grouped = (spec.num_kv_heads, spec.group_size)
-    q, k, v = (tensor[None] if spec.packed else tensor for tensor in (inputs.q, inputs.k, inputs.v))
-
-    def by_group(table: Any) -> Any:  # [batch, heads or 1, q, kv] -> [batch, kv_heads or 1, group or 1, q, kv]
-        return None if table is None else table.unflatten(1, grouped if table.shape[1] > 1 else (1, 1))
-
-    def per_head(values: Any) -> Any:  # [heads] or [batch, heads] -> [batch or 1, kv_heads, group, 1, 1]
-        return None if values is None else values.to(wide).reshape(-1, *grouped, 1, 1)
-
-    return BlockOperands(
-        q=q,
-        k=k.transpose(1, 2).to(wide).contiguous(),
-        v=v.transpose(1, 2).to(wide).contiguous(),
-        mask=by_group(inputs.mask),
-        bias=by_group(inputs.bias),
-        slopes=per_head(inputs.alibi_slopes),
-        sinks=per_head(inputs.sinks),
-        rng=inputs.rng,
-    )
+LOG2E, LN2 = math.log2(math.e), math.log(2.0)
+SMALL_CAP = 64.0
+"""Softcaps up to this use ``1 - 2 / (exp2(x) + 1)`` for the hyperbolic tangent, whose error is one of a float32 near 1.
+Larger ones would multiply that error, which a tanh near 0 does not have."""
 
 
 def forward_block(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> tuple[Any, Any]:
@@ -89,20 +27,16 @@ def forward_block(spec: AttentionSpec, operands: BlockOperands, block: RowBlock)
     hidden = _hidden(operands, block)
     scores, _ = _scores(spec, operands, block, hidden)
     top = scores.amax(dim=-1, keepdim=True)
-    weights = torch.softmax(scores, dim=-1)  # one pass over the scores, which are the largest tensor
     empty = None if hidden is None else top == -torch.inf
-    if empty is not None and (not empty.is_cpu or empty.any()):
-        weights = weights.masked_fill_(empty, 0.0)  # NaN, the softmax of nothing
-    # softmax divides by a sum that it rounds more coarsely than ``sum`` does, so its weights are divided once more.
+    if empty is not None and empty.is_cpu and not empty.any():
+        empty = None
+    weights = scores.sub_(top if empty is None else top.masked_fill(empty, 0.0)).exp2_()
     total = weights.sum(dim=-1, keepdim=True)
-    lse = total.log().sub_(weights.amax(dim=-1, keepdim=True).log_()).add_(top)  # the largest weight was exp(0)
+    lse = total.log2().add_(top).mul_(LN2)  # -inf for an empty row, whose weights are all 0
     if spec.dropout:
         weights = weights * _dropout_factors(spec, operands, block)
-    out = sum_over_keys(weights, _of_keys(operands.v, block), hidden)
-    if empty is None:
-        out = out.div_(total)
-    else:
-        out, lse = out.div_(total.masked_fill_(empty, 1.0)), lse.masked_fill_(empty, -torch.inf)
+    out = sum_over_keys(weights, _of_keys(operands.v, block), None if operands.bounded else hidden)
+    out = out.div_(total if empty is None else total.masked_fill_(empty, 1.0))
     if operands.sinks is not None:
         share = torch.sigmoid(lse - operands.sinks)  # 0 for an empty row, but NaN if its sink is -inf, too
         out = out.mul_(share if empty is None else share.masked_fill_(empty, 0.0))
@@ -120,6 +54,7 @@ def backward_block(
     grouped = (spec.num_kv_heads, spec.group_size)
     hidden = _hidden(operands, block)
     scores, tanh = _scores(spec, operands, block, hidden, keep=True)
+    hidden = None if operands.bounded else hidden  # hidden weights are 0, whatever they are multiplied by
     out, dout = (_heads_first(spec, tensor, block, scores.dtype) for tensor in (saved.out, saved.dout))
     lse = saved.lse[:, :, block.rows].unflatten(1, grouped)[..., None]
     empty = lse == -torch.inf
@@ -128,7 +63,7 @@ def backward_block(
         row_term = row_term + saved.dlse[:, :, block.rows].to(row_term.dtype).unflatten(1, grouped)[..., None]
     row_term = row_term.masked_fill(empty, 0.0)
 
-    weights = _zero_hidden(scores.sub_(lse.masked_fill(empty, 0.0)).exp_(), hidden)
+    weights = _zero_hidden(scores.sub_(lse.masked_fill(empty, 0.0) * LOG2E).exp2_(), hidden)
     dweights = products(dout, _of_keys(operands.v, block).mT)
     dropped = weights
     if spec.dropout:
@@ -156,34 +91,39 @@ def _scores(
 ) -> tuple[Any, Any]:
     """Returns the scores, -inf where hidden, and the softcap's tanh (None without a softcap, or without ``keep``).
 
-    The caller may overwrite the scores.
+    The scores are multiplied by log2(e): on a CPU, exp2 takes half the time of exp. The caller may overwrite them.
     """
     cap, tanh = spec.softcap, None
-    scale = spec.scale if cap is None else spec.scale / cap  # type: ignore[operator]
-    q = _heads_first(spec, operands.q, block, operands.k.dtype) * scale
+    factor = spec.scale * LOG2E if cap is None else 2.0 * LOG2E * spec.scale / cap  # type: ignore[operator]
+    q = _heads_first(spec, operands.q, block, operands.k.dtype) * factor
     scores: Any = products(q, _of_keys(operands.k, block).mT)
     if cap is not None:
-        tanh = scores.tanh_() if scores.numel() <= FEW_VALUES or not scores.is_cpu else _tanh(scores)
-        scores = tanh * cap if keep else tanh.mul_(cap)
+        tanh = _tanh(scores, cap)
+        scores = tanh * (cap * LOG2E) if keep else tanh.mul_(cap * LOG2E)
     if operands.bias is not None:
-        scores = scores + _part(operands.bias, block).to(scores.dtype)
+        scores = scores.add_(_part(operands.bias, block).to(scores.dtype), alpha=LOG2E)
     if operands.slopes is not None:
-        scores = scores - operands.slopes * block.distance.abs()
-    if hidden is not None and block.cut is not None and operands.mask is None and operands.bias is None:
-        for keys in block.cut:
-            scores[..., keys].masked_fill_(hidden[..., keys], float("-inf"))
-    elif hidden is not None:
+        scores = scores.sub_(operands.slopes * block.distance.abs(), alpha=LOG2E)
+    if hidden is None:
+        return scores, tanh if keep else None
+    if block.shades is None or operands.mask is not None or operands.bias is not None:
         scores = scores.masked_fill_(hidden, float("-inf"))
+    elif operands.bounded:  # to add takes a tenth of the time
+        for keys, shade in block.shades:
+            scores[..., keys].add_(shade)
+    else:
+        for keys, _ in block.shades:
+            scores[..., keys].masked_fill_(hidden[..., keys], float("-inf"))
     return scores, tanh if keep else None
 
 
-def _tanh(values: Any) -> Any:
-    """Returns the hyperbolic tangent; overwrites the values. Beyond 20 it is 1.
+def _tanh(values: Any, cap: float) -> Any:
+    """Returns the hyperbolic tangent of ``values * ln(2) / 2`` and overwrites the values; see SMALL_CAP."""
+    import torch
 
-    On a CPU, torch's tanh of many values takes twice as long as ``expm1`` and the steps around it.
-    """
-    grown = values.clamp_(-20.0, 20.0).mul_(2.0).expm1_()
-    return grown.div_(grown + 2.0)
+    if not values.is_cpu or cap > SMALL_CAP or values.dtype != torch.float32:
+        return values.mul_(LN2 / 2.0).tanh_()
+    return values.exp2_().add_(1.0).reciprocal_().mul_(-2.0).add_(1.0)
 
 
 def _of_keys(table: Any, block: RowBlock) -> Any:
@@ -235,17 +175,3 @@ def _heads_first(spec: AttentionSpec, tensor: Any, block: RowBlock, dtype: Any) 
 def rows_first(tensor: Any) -> Any:
     """``[batch, kv_heads, group, rows, dim]`` -> ``[batch, rows, heads, dim]``."""
     return tensor.permute(0, 3, 1, 2, 4).flatten(2, 3)
-
-
-def empty_sums(spec: AttentionSpec, operands: BlockOperands) -> Sums:
-    """Returns sums of zeros for the gradients that the call needs."""
-    import torch
-
-    dbias = operands.k.new_zeros(operands.bias.shape) if spec.bias_gradient else None
-    return Sums(
-        dq=torch.zeros_like(operands.q, memory_format=torch.contiguous_format),
-        dk=torch.zeros_like(operands.k),
-        dv=torch.zeros_like(operands.v),
-        dbias=dbias,
-        dsinks=torch.zeros_like(operands.sinks) if spec.sinks else None,
-    )

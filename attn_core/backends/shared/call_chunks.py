@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from attn_core.backends.shared.block_attention import BlockOperands, SavedTensors, Sums
+from attn_core.backends.shared.block_operands import BlockOperands, SavedTensors, Sums
 from attn_core.call.spec import AttentionSpec
 
 
@@ -26,7 +26,8 @@ class CallChunk(NamedTuple):
     def of_operands(self, operands: BlockOperands) -> BlockOperands:
         """The operands of the chunk."""
         k, v, mask, bias, slopes, sinks = (self._of_kv_heads(table) for table in operands[1:7])
-        return BlockOperands(operands.q[self.batch, :, self.heads], k, v, mask, bias, slopes, sinks, operands.rng)
+        q = operands.q[self.batch, :, self.heads]
+        return operands._replace(q=q, k=k, v=v, mask=mask, bias=bias, slopes=slopes, sinks=sinks)
 
     def of_saved(self, saved: SavedTensors) -> SavedTensors:
         """The saved tensors of the chunk."""

@@ -9,16 +9,8 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import lru_cache
 from typing import Any
 
-from attn_core.backends.shared.block_attention import (
-    BlockOperands,
-    SavedTensors,
-    Sums,
-    backward_block,
-    empty_sums,
-    forward_block,
-    operands_of,
-    rows_first,
-)
+from attn_core.backends.shared.block_attention import backward_block, forward_block, rows_first
+from attn_core.backends.shared.block_operands import BlockOperands, SavedTensors, Sums, empty_sums, operands_of
 from attn_core.backends.shared.call_chunks import CallChunk, chunks
 from attn_core.backends.shared.row_blocks import blocks
 from attn_core.backends.shared.split_documents import DocumentSlices
@@ -90,9 +82,9 @@ def _empty_results(spec: AttentionSpec, inputs: Inputs, operands: BlockOperands)
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
     """See ``Backend.backward``."""
     with _without_autograd(inputs.q):
-        operands = operands_of(spec, inputs)
         out, lse, dout, dlse = (t[None] if spec.packed and t is not None else t for t in (out, lse, dout, dlse))
         saved = SavedTensors(out, lse, dout, dlse)
+        operands = operands_of(spec, inputs, saved)
         sums = empty_sums(spec, operands)
         height, parts = _sizes(spec, inputs.q.is_cpu)
         for block in blocks(spec, inputs, height):

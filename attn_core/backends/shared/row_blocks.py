@@ -10,20 +10,24 @@ from attn_core.call.masks import Band, band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
+MOST_TABLES = 16
+"""The most tables of hidden pairs in memory: blocks with equal distances share them."""
+
 
 class RowBlock(NamedTuple):
     """A block of query rows and the keys that any of them may see; both slices count the tokens of the whole row.
 
     distance: int64 ``[rows, keys]``, how far right of the diagonal each key lies; None if no ALiBi slopes need it.
     hidden: bool ``[rows, keys]``, True for pairs that band and documents hide; None if they hide nothing.
-    cut: the parts of the keys, counted from the block's first, that hold all hidden pairs; None for all keys.
+    shades: the parts of the keys, counted from the block's first, that hold all pairs that the band hides, each with a
+        float32 table that is -inf for hidden pairs and 0 for others; None for packed documents on CUDA.
     """
 
     rows: slice
     keys: slice
     distance: Any
     hidden: Any
-    cut: tuple[slice, ...] | None = None
+    shades: tuple[tuple[slice, Any], ...] | None = None
 
 
 def blocks(
@@ -45,6 +49,7 @@ def _host_blocks(
     import torch
 
     device = inputs.q.device
+    tables: dict[Any, tuple[Any, Any]] = {}
     for queries, keys, edge in _documents(spec, inputs, valid_documents):
         for start in range(queries.start, queries.stop, height):
             stop = min(start + height, queries.stop)
@@ -52,26 +57,51 @@ def _host_blocks(
             first = max(first, keys.start)
             if first >= last:  # the band shows no key to any of these rows
                 continue
-            inside = edge.contains(start, last - 1) and edge.contains(stop - 1, first)  # the block's far corners
-            distance = hidden = None
-            if spec.alibi_shape or not inside:
+            distance = None
+            if spec.alibi_shape:
                 rows = torch.arange(start, stop, device=device)[:, None]
-                columns = torch.arange(first, last, device=device)[None, :]
-                hidden = None if inside else ~edge.contains(rows, columns)
-                distance = columns - (rows + edge.offset) if spec.alibi_shape else None
-            cut = None if hidden is None else _cut(edge, start, stop, first, last)
-            yield RowBlock(slice(start, stop), slice(first, last), distance, hidden, cut)
+                distance = torch.arange(first, last, device=device) - (rows + edge.offset)
+            hidden, shades = _hidden(edge, start, stop, first, last, device, tables)
+            yield RowBlock(slice(start, stop), slice(first, last), distance, hidden, shades)
 
 
-def _cut(edge: Band, start: int, stop: int, first: int, last: int) -> tuple[slice, ...] | None:
-    """Returns ``RowBlock.cut`` of rows from start to stop and keys from first to last."""
-    # Every row sees the keys from left, the first of the last row, to right, the end of the first row. If they are few,
-    # one pass over all keys is as fast.
+def _hidden(
+    edge: Band, start: int, stop: int, first: int, last: int, device: Any, tables: dict[Any, tuple[Any, Any]]
+) -> tuple[Any, tuple[tuple[slice, Any], ...] | None]:
+    """Returns ``RowBlock.hidden`` and ``RowBlock.shades`` of rows from start to stop and keys from first to last.
+
+    Args:
+        tables: the tables of earlier blocks, which depend on distances only.
+    """
+    import torch
+
+    if edge.contains(start, last - 1) and edge.contains(stop - 1, first):  # the block's far corners
+        return None, None
+    shades = []
+    hidden = torch.zeros(stop - start, last - first, dtype=torch.bool, device=device)
+    for begin, end in _cut(edge, start, stop, first, last):
+        where = stop - start, begin - start, end - start, edge.offset, edge.left, edge.right
+        if where not in tables:
+            rows, columns = torch.arange(start, stop, device=device)[:, None], torch.arange(begin, end, device=device)
+            table = ~edge.contains(rows, columns)
+            shade = torch.zeros(table.shape, dtype=torch.float32, device=device).masked_fill_(table, float("-inf"))
+            if len(tables) >= MOST_TABLES:
+                tables.clear()
+            tables[where] = table, shade
+        part = slice(begin - first, end - first)
+        hidden[:, part], shade = tables[where]
+        shades.append((part, shade))
+    return hidden, tuple(shades)
+
+
+def _cut(edge: Band, start: int, stop: int, first: int, last: int) -> list[tuple[int, int]]:
+    """Returns the keys that the band hides from some row: the first and the one after the last of each part."""
+    # Every row sees the keys from left, the first of the last row, to right, the end of the first row.
     left = first if edge.left is None else max(first, stop - 1 + edge.offset - edge.left)
     right = last if edge.right is None else min(last, start + edge.offset + edge.right + 1)
-    if right - left <= (last - first) // 2:
-        return None
-    return tuple(slice(*ends) for ends in ((0, left - first), (right - first, last - first)) if ends[0] < ends[1])
+    if right <= left:
+        return [(first, last)]
+    return [ends for ends in ((first, left), (right, last)) if ends[0] < ends[1]]
 
 
 def _documents(

@@ -1,0 +1,117 @@
+"""The tensors that attention in torch operations reads and writes, in the layouts of its blocks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Inputs
+
+FEW_ROWS = 2**10
+"""A call of so few query rows does not read its inputs to learn whether they are finite; see BlockOperands.bounded."""
+LARGEST = 1e30
+"""Products of norms below this cannot overflow in float32."""
+
+
+class BlockOperands(NamedTuple):
+    """The call's tensors in the layouts that the blocks read.
+
+    q: the caller's, ``[batch, q_len, heads, head_dim]``. k, v: ``[batch, kv_heads, kv_len, dim]``, accumulation dtype.
+    mask, bias: ``[batch, kv_heads, group, q_len, kv_len]``; any axis may be 1. slopes, sinks: the last two axes are 1.
+    bounded: whether no hidden score, weight or gradient can be NaN, so that hidden scores may be set by an addition.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    mask: Any
+    bias: Any
+    slopes: Any
+    sinks: Any
+    rng: Any
+    bounded: bool
+
+
+class SavedTensors(NamedTuple):
+    """The forward's results and the incoming gradients, with a batch axis."""
+
+    out: Any
+    lse: Any
+    dout: Any
+    dlse: Any
+
+
+class Sums(NamedTuple):
+    """Running sums of the gradients, in the accumulation dtype and the layouts of BlockOperands.
+
+    dq has q's dtype: each of its rows belongs to one block and is written once.
+    """
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any
+    dsinks: Any
+
+
+def operands_of(spec: AttentionSpec, inputs: Inputs, saved: SavedTensors | None = None) -> BlockOperands:
+    """Brings the call's tensors into the layouts and dtypes of BlockOperands."""
+    import torch
+
+    wide = getattr(torch, spec.lse_dtype)
+    grouped = (spec.num_kv_heads, spec.group_size)
+    q, k, v = (tensor[None] if spec.packed else tensor for tensor in (inputs.q, inputs.k, inputs.v))
+
+    def by_group(table: Any) -> Any:  # [batch, heads or 1, q, kv] -> [batch, kv_heads or 1, group or 1, q, kv]
+        return None if table is None else table.unflatten(1, grouped if table.shape[1] > 1 else (1, 1))
+
+    def per_head(values: Any) -> Any:  # [heads] or [batch, heads] -> [batch or 1, kv_heads, group, 1, 1]
+        return None if values is None else values.to(wide).reshape(-1, *grouped, 1, 1)
+
+    return BlockOperands(
+        q=q,
+        k=k.transpose(1, 2).to(wide).contiguous(),
+        v=v.transpose(1, 2).to(wide).contiguous(),
+        mask=by_group(inputs.mask),
+        bias=by_group(inputs.bias),
+        slopes=per_head(inputs.alibi_slopes),
+        sinks=per_head(inputs.sinks),
+        rng=inputs.rng,
+        bounded=is_bounded(spec, inputs, saved),
+    )
+
+
+def is_bounded(spec: AttentionSpec, inputs: Inputs, saved: SavedTensors | None = None) -> bool:
+    """Returns ``BlockOperands.bounded``: True if the norms of the tensors show it, which a large call on a CPU reads.
+
+    Args:
+        saved: in a backward, whose gradients count, too.
+    """
+    import torch
+
+    tables = spec.mask_shape, spec.bias_shape, spec.alibi_shape
+    if not inputs.q.is_cpu or spec.batch * spec.q_len * spec.num_heads <= FEW_ROWS or tables != (None, None, None):
+        return False
+    norm = torch.linalg.vector_norm
+    q, k, v = (float(norm(tensor)) for tensor in inputs[:3])
+    factor = max(abs(spec.scale or 1.0), 1.0) / min(spec.softcap or 1.0, 1.0)
+    bounded = q * k * factor < LARGEST and v < LARGEST  # False for NaN
+    if saved is None or not bounded:
+        return bounded
+    gradients = [float(norm(tensor)) for tensor in (saved.dout, saved.out, saved.dlse) if tensor is not None]
+    return v * max(gradients) < LARGEST and math.isfinite(sum(gradients)) and not bool(saved.lse.isnan().any())
+
+
+def empty_sums(spec: AttentionSpec, operands: BlockOperands) -> Sums:
+    """Returns sums of zeros for the gradients that the call needs."""
+    import torch
+
+    dbias = operands.k.new_zeros(operands.bias.shape) if spec.bias_gradient else None
+    return Sums(
+        dq=torch.zeros_like(operands.q, memory_format=torch.contiguous_format),
+        dk=torch.zeros_like(operands.k),
+        dv=torch.zeros_like(operands.v),
+        dbias=dbias,
+        dsinks=torch.zeros_like(operands.sinks) if spec.sinks else None,
+    )
