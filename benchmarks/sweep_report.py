@@ -27,8 +27,8 @@ CAPTIONS = {
 }
 """The captions of the plots, by the end of their file names."""
 
-OLDER = """The host's part of a call changes with every version. A call of an older sweep says nothing about the host, and
-counts only if the device decided its best time.
+OLDER = """The host's part of a call changes with every version. A call of an older sweep says nothing about the host,
+and counts only if the device decided its best time.
 """
 
 
