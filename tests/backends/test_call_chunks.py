@@ -84,7 +84,7 @@ def test_a_large_call_has_chunks(limit: Any) -> None:
     sizes = {"q_len": ROWS, "kv_len": KEYS, "num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": 8, "value_dim": 8}
     spec = AttentionSpec(batch=BATCH, **sizes, dtype="float32")
     limit(2 * PER_HEAD)
-    height, chunks = plain_attention._sizes(spec, True)
+    height, chunks, _ = plain_attention._sizes(spec, True)
     assert height == plain_attention.QUERY_BLOCK
     assert [(chunk.batch.start, chunk.heads) for chunk in chunks] == [
         *((0, slice(0, 4)), (0, slice(4, 6)), (1, slice(0, 4)), (1, slice(4, 6)))
@@ -145,3 +145,23 @@ def test_only_finite_values_are_bounded() -> None:
     assert not any(bounded(value) for value in (float("nan"), float("inf"), -float("inf"), 1e30))
     assert not bounded(1.0, mask_shape=(1, 1, 600, 600))
     assert not bounded(1.0, softcap=1e-38)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_blocks_of_a_call_share_their_memory(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[tuple[str, int]] = []
+
+    class Counted(block_operands.ScoreMemory):
+        def part(self, name: str, *shape: int) -> torch.Tensor:
+            part: torch.Tensor = super().part(name, *shape)
+            used.append((name, part.untyped_storage().data_ptr()))
+            return part
+
+    monkeypatch.setattr(plain_attention, "ScoreMemory", Counted)
+    q, k, v = (torch.randn(1, 700, 2, 8, requires_grad=backward) for _ in range(3))
+    out = attention(q, k, v, causal=True, backend="math")
+    if backward:
+        used.clear()
+        out.sum().backward()
+    assert len(used) >= 6
+    assert len(set(used)) == (2 if backward else 1)  # scores, and in the backward the weights' gradient

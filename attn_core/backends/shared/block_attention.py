@@ -64,7 +64,7 @@ def backward_block(
     row_term = row_term.masked_fill(empty, 0.0)
 
     weights = _zero_hidden(scores.sub_(lse.masked_fill(empty, 0.0) * LOG2E).exp2_(), hidden)
-    dweights = products(dout, _of_keys(operands.v, block).mT)
+    dweights = _scratch_products(operands, "dweights", dout, _of_keys(operands.v, block).mT)
     dropped = weights
     if spec.dropout:
         factors = _dropout_factors(spec, operands, block)
@@ -96,7 +96,7 @@ def _scores(
     cap, tanh = spec.softcap, None
     factor = spec.scale * LOG2E if cap is None else 2.0 * LOG2E * spec.scale / cap  # type: ignore[operator]
     q = _heads_first(spec, operands.q, block, operands.k.dtype) * factor
-    scores: Any = products(q, _of_keys(operands.k, block).mT)
+    scores = _scratch_products(operands, "scores", q, _of_keys(operands.k, block).mT)
     if cap is not None:
         tanh = _tanh(scores, cap)
         scores = tanh * (cap * LOG2E) if keep else tanh.mul_(cap * LOG2E)
@@ -115,6 +115,14 @@ def _scores(
         for keys, _ in block.shades:
             scores[..., keys].masked_fill_(hidden[..., keys], float("-inf"))
     return scores, tanh if keep else None
+
+
+def _scratch_products(operands: BlockOperands, name: str, rows: Any, matrix: Any) -> Any:
+    """``products`` in the memory of that name."""
+    if operands.scratch is None:
+        return products(rows, matrix)
+    batch, heads, group, height, _ = rows.shape
+    return products(rows, matrix, operands.scratch.part(name, batch * heads, group * height, matrix.shape[3]))
 
 
 def _tanh(values: Any, cap: float) -> Any:

@@ -14,12 +14,29 @@ LARGEST = 1e30
 """Products of norms below this cannot overflow in float32."""
 
 
+class ScoreMemory:
+    """Memory that all blocks of a call use in turn. The first write to new memory takes as long as a matrix product."""
+
+    def __init__(self, like: Any, size: int) -> None:
+        self._like, self._size = like, size
+        self._tensors: dict[str, Any] = {}
+
+    def part(self, name: str, *shape: int) -> Any:
+        """Returns an uninitialised tensor, which shares its memory with earlier ones of the name."""
+        wanted = math.prod(shape)
+        memory = self._tensors.get(name)
+        if memory is None or memory.shape[0] < wanted:
+            memory = self._tensors[name] = self._like.new_empty(max(wanted, self._size))
+        return memory[:wanted].view(shape)
+
+
 class BlockOperands(NamedTuple):
     """The call's tensors in the layouts that the blocks read.
 
     q: the caller's, ``[batch, q_len, heads, head_dim]``. k, v: ``[batch, kv_heads, kv_len, dim]``, accumulation dtype.
     mask, bias: ``[batch, kv_heads, group, q_len, kv_len]``; any axis may be 1. slopes, sinks: the last two axes are 1.
     bounded: whether no hidden score, weight or gradient can be NaN, so that hidden scores may be set by an addition.
+    scratch: where the blocks write their scores; None for new tensors.
     """
 
     q: Any
@@ -31,6 +48,7 @@ class BlockOperands(NamedTuple):
     sinks: Any
     rng: Any
     bounded: bool
+    scratch: ScoreMemory | None = None
 
 
 class SavedTensors(NamedTuple):

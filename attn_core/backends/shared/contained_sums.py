@@ -9,12 +9,16 @@ import math
 from typing import Any
 
 
-def products(rows: Any, matrix: Any) -> Any:
-    """``[batch, kv_heads, group, rows, a]`` times ``[batch, kv_heads, a, b]``; bmm has the least work around it."""
+def products(rows: Any, matrix: Any, out: Any = None) -> Any:
+    """``[batch, kv_heads, group, rows, a]`` times ``[batch, kv_heads, a, b]``; bmm has the least work around it.
+
+    Args:
+        out: ``[batch * kv_heads, group * rows, b]`` to write into, or None.
+    """
     import torch
 
     batch, heads, group, height, width = rows.shape
-    product = torch.bmm(rows.reshape(batch * heads, group * height, width), matrix.flatten(0, 1))
+    product = torch.bmm(rows.reshape(batch * heads, group * height, width), matrix.flatten(0, 1), out=out)
     return product.view(batch, heads, group, height, matrix.shape[3])
 
 

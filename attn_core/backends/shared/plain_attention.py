@@ -10,7 +10,14 @@ from functools import lru_cache
 from typing import Any
 
 from attn_core.backends.shared.block_attention import backward_block, forward_block, rows_first
-from attn_core.backends.shared.block_operands import BlockOperands, SavedTensors, Sums, empty_sums, operands_of
+from attn_core.backends.shared.block_operands import (
+    BlockOperands,
+    SavedTensors,
+    ScoreMemory,
+    Sums,
+    empty_sums,
+    operands_of,
+)
 from attn_core.backends.shared.call_chunks import CallChunk, chunks
 from attn_core.backends.shared.row_blocks import blocks
 from attn_core.backends.shared.split_documents import DocumentSlices
@@ -34,10 +41,10 @@ def forward(
         valid_documents: see ``row_blocks.blocks``.
     """
     with _without_autograd(inputs.q):
-        operands = operands_of(spec, inputs)
+        height, parts, scores = _sizes(spec, inputs.q.is_cpu)
+        operands = _with_scratch(operands_of(spec, inputs), scores)
         out: Any = None
         lse: Any = None
-        height, parts = _sizes(spec, inputs.q.is_cpu)
         for block in blocks(spec, inputs, height, valid_documents):
             for chunk in parts:
                 some = operands if chunk.whole else chunk.of_operands(operands)
@@ -57,10 +64,13 @@ def forward(
 
 
 @lru_cache(maxsize=1024)
-def _sizes(spec: AttentionSpec, on_cpu: bool) -> tuple[int, tuple[CallChunk, ...]]:
-    """Returns a block's number of rows, and the chunks of the call, so that the scores of a chunk stay in the cache."""
+def _sizes(spec: AttentionSpec, on_cpu: bool) -> tuple[int, tuple[CallChunk, ...], int]:
+    """Returns a block's number of rows, the chunks of the call, and the most scores of a block in a chunk.
+
+    The scores of a chunk stay in the cache. Their number is 0 if the blocks need no memory in common.
+    """
     if not on_cpu:
-        return QUERY_BLOCK, chunks(spec, spec.batch * spec.num_kv_heads)
+        return QUERY_BLOCK, chunks(spec, spec.batch * spec.num_kv_heads), 0
     left, right = spec.window
     right = 0 if spec.causal else right
     keys = spec.kv_len if spec.max_len_k is None else spec.max_len_k
@@ -70,7 +80,13 @@ def _sizes(spec: AttentionSpec, on_cpu: bool) -> tuple[int, tuple[CallChunk, ...
     in_cache = CACHED_SCORES // max(1, spec.group_size * keys)  # rows of one key/value head
     parts = chunks(spec, in_cache // max(rows, 1))
     heads = 1 if not parts[0].whole else spec.batch * spec.num_kv_heads
-    return min(max(in_cache // heads, FEWEST_ROWS), QUERY_BLOCK), parts
+    height = min(max(in_cache // heads, FEWEST_ROWS), QUERY_BLOCK)
+    largest = max(part.spec.batch * part.spec.num_heads for part in parts) * min(height, rows) * keys
+    return height, parts, 0 if parts[0].whole and height >= spec.q_len else largest
+
+
+def _with_scratch(operands: BlockOperands, scores: int) -> BlockOperands:
+    return operands._replace(scratch=ScoreMemory(operands.k, scores)) if scores else operands
 
 
 def _empty_results(spec: AttentionSpec, inputs: Inputs, operands: BlockOperands) -> tuple[Any, Any]:
@@ -84,9 +100,9 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     with _without_autograd(inputs.q):
         out, lse, dout, dlse = (t[None] if spec.packed and t is not None else t for t in (out, lse, dout, dlse))
         saved = SavedTensors(out, lse, dout, dlse)
-        operands = operands_of(spec, inputs, saved)
+        height, parts, scores = _sizes(spec, inputs.q.is_cpu)
+        operands = _with_scratch(operands_of(spec, inputs, saved), scores)
         sums = empty_sums(spec, operands)
-        height, parts = _sizes(spec, inputs.q.is_cpu)
         for block in blocks(spec, inputs, height):
             for chunk in parts:
                 if chunk.whole:
