@@ -206,14 +206,16 @@ def last_slots(block_table: np.ndarray, seq_lens: np.ndarray, page_size: int) ->
         places = np.stack((block_table[np.arange(len(last)), last // page_size], last % page_size))
         check_slots(places[0] * page_size + places[1])
         return places
-    found = [
-        (row[(length - 1) // page_size], (length - 1) % page_size)
-        for row, length in zip(block_table.tolist(), seq_lens.tolist())
-    ]
+    found = last_places(block_table.tolist(), seq_lens.tolist(), page_size)
     places = np.array(found, np.int64).T
     if len(set(found)) < len(found):
         check_slots(places[0] * page_size + places[1])
     return places
+
+
+def last_places(rows: list[list[int]], lengths: list[int], page_size: int) -> list[tuple[int, int]]:
+    """Returns the page, and the offset in it, of each sequence's last token; for short tables as ``are_valid``."""
+    return [(row[(length - 1) // page_size], (length - 1) % page_size) for row, length in zip(rows, lengths)]
 
 
 def slots_of(block_table: np.ndarray, seq_lens: np.ndarray, cu_seqlens_q: np.ndarray, page_size: int) -> np.ndarray:

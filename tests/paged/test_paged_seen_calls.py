@@ -20,7 +20,8 @@ import attn_core
 import torch_frontend
 from attn_core.backends.shared import triton as triton_launch
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
-from torch_frontend import paged_attention
+from attn_core.errors import SpecError
+from torch_frontend import append_kv, paged_attention
 from torch_frontend.dispatch import plan
 from torch_frontend.paged import seen_calls
 
@@ -109,3 +110,79 @@ def test_what_a_seen_call_does(name: str, launched: list[str]) -> None:
     assert started == ["aten::empty_like", "aten::empty"] + ["aten::empty"] * ("return_lse" in options)
     # paged_attention, attend, the shortcut and its list of addresses; a pair as window is checked on every call.
     assert entered <= 4 + (name == "window pair")
+
+
+def appended(**options: Any) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """An append to 4 sequences on the CPU, and its pools; keyword arguments replace its tensors."""
+    pools = [torch.zeros(8, 4, 2, 16) for _ in range(2)]
+    table, lengths = torch.arange(8, dtype=torch.int32).view(4, 2), torch.tensor([1, 4, 5, 8], dtype=torch.int32)
+    new = torch.randn(4, 2, 16)
+
+    def call(**others: Any) -> Any:
+        given = {
+            "k_pages": pools[0],
+            "v_pages": pools[1],
+            "k": new,
+            "v": new,
+            "block_table": table,
+            "seq_lens": lengths,
+        }
+        return append_kv(**{**given, **options, **others})
+
+    return call, pools
+
+
+def test_what_a_seen_append_does() -> None:
+    call, _ = appended()
+    for _ in range(2):
+        call()
+    # Conversions from and to numpy and lists start operations without work.
+    started = [name for name in operations(call) if "resolve" not in name and name != "aten::lift_fresh"]
+    assert started == ["aten::unbind", "aten::index_put_", "aten::index_put_"]
+    assert frames(call) <= 11
+
+
+INT: Any = {"dtype": torch.int32}
+EQUAL = torch.full((4,), 4, **INT)
+WRONG: dict[str, dict[str, Any]] = {
+    "k requires a gradient": {"k": torch.zeros(4, 2, 16, requires_grad=True)},
+    "the pool requires a gradient": {"v_pages": torch.zeros(8, 4, 2, 16, requires_grad=True)},
+    "a length beyond the table": {"seq_lens": torch.tensor([1, 4, 5, 9], **INT)},
+    "no room for the new token": {"seq_lens": torch.tensor([1, 4, 5, 0], **INT)},
+    "a page outside the pool": {"block_table": torch.tensor([[0, 1], [2, 3], [4, 8], [6, 7]], **INT)},
+    "a negative page": {"block_table": torch.tensor([[0, 1], [2, 3], [4, -1], [6, 7]], **INT)},
+    "one slot twice": {"block_table": torch.tensor([[0, 1], [2, 3], [2, 3], [6, 7]], **INT), "seq_lens": EQUAL},
+    "a sparse k": {"k": torch.zeros(4, 2, 16).to_sparse()},
+    "a meta pool": {"k_pages": torch.zeros(8, 4, 2, 16, device="meta")},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_seen_append_is_still_checked(name: str) -> None:
+    call, pools = appended()
+    call()
+    before = [pool.clone() for pool in pools]
+    with pytest.raises(SpecError):
+        call(**WRONG[name])
+    assert all(map(torch.equal, pools, before)), "something was written"
+
+
+def test_a_seen_decoding_call_is_still_checked() -> None:
+    q, pools = torch.zeros(4, 4, 16), [torch.zeros(8, 4, 2, 16) for _ in range(2)]
+    right: dict[str, Any] = {"k_pages": pools[0], "v_pages": pools[1], "q": q, "max_len_q": 1, "window": (1, 0)}
+    right |= {"block_table": torch.arange(8, **INT).view(4, 2), "seq_lens": EQUAL + 1}
+    paged_attention(**right)
+    wrong = {name: case for name, case in WRONG.items() if not {"k", "v"} & set(case)}
+    wrong |= {
+        "q requires a gradient": {"q": q.clone().requires_grad_()},
+        "a bool as bound": {"max_len_q": True},
+        "a float in the window": {"window": (1.0, 0)},
+        "a bool in the window": {"window": (True, 0)},
+        "a number as flag": {"causal": 1},
+    }
+    del wrong["one slot twice"], wrong["no room for the new token"]  # right for reading
+    for name, case in wrong.items():
+        with pytest.raises(SpecError):
+            paged_attention(**{**right, **case})
+            pytest.fail(f"accepted {name}")
+    paged_attention(**{**right, "seq_lens": EQUAL * 0})

@@ -34,7 +34,7 @@ from attn_core.context_parallel.on_torch import merge, merge_triton
 from attn_core.correctness.paged import append
 from attn_core.paged import triton_tables
 from torch_frontend.dispatch import offsets, triton_offsets
-from torch_frontend.paged.append import append_on_gpu
+from torch_frontend.paged.append import _repeated_on_gpu, append_on_gpu
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -243,6 +243,32 @@ def test_faults_are_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
         "heads": (call.spec, given._replace(k=given.k.flip(2), v=given.v.flip(2))),
     }[fault]
     assert not judge(call, attended(replace(call, spec=spec), inputs)).ok
+
+
+def test_a_seen_append_writes_what_a_new_one_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    direct = launch_by_address(monkeypatch)
+    write = _repeated_on_gpu()
+    inputs = tensors(make_paged((5, 70, 1), page_size=3, **HALF))
+    heads, dim = inputs.k.shape[2:]
+    moved = torch.randn(3 * heads * dim + 1, dtype=torch.float16)[1:].view(3, heads, dim)  # at no multiple of 16 bytes
+    strided = torch.randn(3, dim, heads, dtype=torch.float16).transpose(1, 2)
+    parts = [torch.randn(3, heads, dim, dtype=torch.float16) for _ in range(3)]
+    for at, part in enumerate((*parts, moved, strided, parts[0])):
+        expected, before = [pool.clone() for pool in inputs[1:3]], len(direct)
+        write_last(expected, part, inputs)
+        assert write(*inputs[1:3], part, -part, inputs.block_table, inputs.seq_lens)
+        for pool, right in zip(inputs[1:3], expected):  # NaN behind the end of a sequence
+            torch.testing.assert_close(pool, right, rtol=0, atol=0, equal_nan=True)
+        if at != 4:
+            assert len(direct) - before == (at in (1, 2, 5))
+
+
+def write_last(pools: Any, part: torch.Tensor, inputs: PagedInputs) -> None:
+    """Writes part and its negative as the last tokens of the sequences."""
+    page_size = pools[0].shape[1]
+    for row, length, token in zip(inputs.block_table.tolist(), inputs.seq_lens.tolist(), part):
+        place = row[(length - 1) // page_size], (length - 1) % page_size
+        pools[0][place], pools[1][place] = token, -token
 
 
 LIES: dict[str, dict[str, Any]] = {

@@ -107,7 +107,7 @@ BOUNDS = {
     "two documents by tensors": (41, 79),
     "pages, equal lengths": (8, 5),
     "pages": (18, 12),
-    "append": (9, 44),
+    "append": (5, 11),
 }
 """Operations and Python calls of each kind of call."""
 TRAINING = {

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
+from attn_core.backends.shared.triton import Description, Direct, launch
+from attn_core.call.pages import PagedKV
 from attn_core.errors import ShapeError
 from attn_core.paged import arguments
-from attn_core.paged.tables import check_slots, last_slots, slots_of
+from attn_core.paged.tables import FEW_ENTRIES, are_valid, check_slots, last_places, last_slots, slots_of
 from torch_frontend.dispatch import plan
 from torch_frontend.dispatch.wrappers import on_device
 from torch_frontend.paged.plan import check_no_gradient, check_values, tables_of
 
+Tensor = torch.Tensor
+_STRIDED = torch.strided
+MOST_LAYOUTS = 64
+"""The most strides whose launches ``_repeated_on_gpu`` remembers for one metadata."""
+
 
 def append(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, cu_seqlens_q: Any) -> None:
     """Checks the arguments of ``append_kv`` and writes k and v into the pages, in place."""
+    if cu_seqlens_q is None and _append_as_before(k_pages, v_pages, k, v, block_table, seq_lens):
+        return
     for name, tensor in (("k_pages", k_pages), ("k", k)):
         plan.check_tensor(name, tensor)
     block_table, seq_lens, cu = tables_of(k, k_pages, None, block_table, seq_lens, cu_seqlens_q)
@@ -71,8 +82,94 @@ def _append_on_cpu(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any,
     v_pages.index_put_((page, offset), v)
 
 
-def append_on_gpu(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, cu: Any) -> None:
-    """Writes k and v into the pages with a Triton kernel, which skips tokens without a valid slot."""
+def _append_as_before(k_pages: Any, v_pages: Any, k: Any, v: Any, table: Any, lengths: Any) -> bool:
+    """Writes one new token of each sequence, with one lookup by metadata instead of many checks.
+
+    Returns whether it did. If not, ``append`` accepts the arguments or names them in an error.
+    """
+    if not (type(k_pages) is type(v_pages) is type(k) is type(v) is type(table) is type(lengths) is Tensor):
+        return False
+    if not (k_pages.layout is v_pages.layout is k.layout is v.layout is table.layout is lengths.layout is _STRIDED):
+        return False
+    try:
+        if forward_ad._current_level >= 0:
+            return False
+        if torch.is_grad_enabled() and any([each.requires_grad for each in (k_pages, v_pages, k, v)]):
+            return False
+        write = _writer(
+            *(k_pages.shape, v_pages.shape, k.shape, v.shape, table.shape, lengths.shape),
+            *(k_pages.dtype, v_pages.dtype, k.dtype, v.dtype, table.dtype, lengths.dtype),
+            *(k_pages.device, v_pages.device, k.device, v.device, table.device, lengths.device),
+        )
+    except Exception:  # a nested tensor has no shape; the general path raises the error again, or an earlier one
+        return False
+    return write is not None and write(k_pages, v_pages, k, v, table, lengths)
+
+
+@lru_cache(maxsize=1024)
+def _writer(*metadata: Any) -> Callable[..., bool] | None:
+    """Checks the metadata of six tensors, and returns a function of the tensors that writes k and v.
+
+    The function returns False for values of tables that it does not know to be right. None for calls without tokens.
+
+    Args:
+        metadata: the shapes, the dtypes, then the devices of (k_pages, v_pages, k, v, block_table, seq_lens).
+    """
+    _check_metadata((*zip(metadata[:6], metadata[6:12], metadata[12:], strict=True), None))
+    (num_pages, page_size, *_), tokens, width = metadata[0], metadata[2][0], metadata[4][1]
+    device = metadata[12]
+    if tokens == 0 or device.type not in ("cpu", "cuda"):
+        return None
+    if device.type == "cuda":
+        return on_device(_repeated_on_gpu(), device)  # type: ignore[no-any-return]
+    paged, least = PagedKV(num_pages=num_pages, page_size=page_size, width=width), [1] * tokens
+
+    def write(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> bool:
+        if table.numel() > FEW_ENTRIES:
+            return False
+        rows, ends = table.tolist(), lengths.tolist()
+        if not are_valid(paged, rows, ends, least):
+            return False
+        places = last_places(rows, ends, page_size)
+        if len(set(places)) < len(places):
+            return False
+        index = torch.from_numpy(np.array(places, np.int64).T).unbind()
+        k_pages.index_put_(index, k)
+        v_pages.index_put_(index, v)
+        return True
+
+    return write
+
+
+def _repeated_on_gpu() -> Callable[..., bool]:
+    """Returns ``append_on_gpu`` of one token for each sequence, which repeats its launches by the tensors' strides."""
+    seen: dict[Hashable, Direct] = {}
+
+    def write(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> bool:
+        tensors = (k, v, k_pages, v_pages, table, lengths)
+        strides = (k.stride(), v.stride(), k_pages.stride(), v_pages.stride(), table.stride(), lengths.stride())
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        direct = seen.get(strides)
+        if direct is not None and not any([address & 15 for address in addresses]):
+            direct(*addresses, addresses[5])  # the last tensor is not read, see append_on_gpu
+            return True
+        direct = append_on_gpu(k_pages, v_pages, k, v, table, lengths, None)
+        if direct is not None:
+            if len(seen) >= MOST_LAYOUTS:
+                seen.clear()
+            seen[strides] = direct
+        return True
+
+    return write
+
+
+def append_on_gpu(
+    k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, cu: Any
+) -> Direct | None:
+    """Writes k and v into the pages with a Triton kernel, which skips tokens without a valid slot.
+
+    Returns the direct launch, see ``triton.launch``, if it fits other tensors with the metadata and strides of these.
+    """
     from attn_core.paged import triton_tables
 
     for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages)):
@@ -80,22 +177,32 @@ def append_on_gpu(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, 
         # copied.
         if tensor.stride(-1) != 1:
             raise ShapeError(f"{name}: expected dense channels (a last stride of 1), got {list(tensor.stride())}")
+    read = k, v, block_table, seq_lens
     k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (k.detach(), v.detach()))
     table = block_table if block_table.stride(-1) == 1 else block_table.contiguous()
     lengths = seq_lens.contiguous()
-    widest = max(k.shape[2], v.shape[2])
-    # One program for each head of each token. Without offsets any pointer will do, because ONE_QUERY makes the kernel
-    # ignore it.
-    triton_tables.append[(k.shape[0], k.shape[1])](
-        *(k, v, k_pages, v_pages, table, lengths, lengths if cu is None else cu.contiguous()),
+    # Without offsets any pointer will do, because ONE_QUERY makes the kernel ignore it.
+    tensors = (k, v, k_pages, v_pages, table, lengths, lengths if cu is None else cu.contiguous())
+    numbers = (
         *(k_pages.shape[0], table.shape[1], len(lengths)),
         *(*k.stride()[:2], *v.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3], table.stride(0)),
-        PAGE=k_pages.shape[1],
-        HEAD_DIM=k.shape[2],
-        VALUE_DIM=v.shape[2],
-        # Triton's ranges have a power of two as length. The kernel loops if there are more than 1024 sequences.
-        WIDE=1 << (widest - 1).bit_length(),
-        ONE_QUERY=cu is None,
-        SEQUENCES=min(1024, 1 << max(len(lengths) - 1, 0).bit_length()),
-        num_warps=1 if widest <= 64 else 2,
     )
+    sizes = (*k.shape, v.shape[2], k_pages.shape[1])
+
+    def describe() -> Description:
+        tokens, heads, head_dim, value_dim, page_size = sizes
+        widest = max(head_dim, value_dim)
+        constants = {
+            **{"PAGE": page_size, "HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "ONE_QUERY": cu is None},
+            # Triton's ranges have a power of two as length. The kernel loops if there are more than 1024 sequences.
+            "WIDE": 1 << (widest - 1).bit_length(),
+            "SEQUENCES": min(1024, 1 << max(len(lengths) - 1, 0).bit_length()),
+            "num_warps": 1 if widest <= 64 else 2,
+        }
+        return (tokens, heads, 1), numbers, constants  # one program for each head of each token
+
+    # Tests run the kernel on the CPU, in Triton's interpreter.
+    current = torch.cuda.current_device() if k.is_cuda else -1
+    direct = launch(triton_tables.append, ("append", k.dtype, sizes, numbers, cu is None, current), tensors, describe)
+    copied = any([given.data_ptr() != own.data_ptr() for given, own in zip(read, (k, v, table, lengths))])
+    return None if copied else direct
