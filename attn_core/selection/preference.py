@@ -31,6 +31,12 @@ DOUBTFUL = {"flex": 1.3, "math": 1.6}
 """Backends whose predicted times count as this many times as long, because they are rarely the fastest if another one
 runs the call. FlexAttention compiles a kernel for every kind of call, so that few calls say how fast it is."""
 
+BEHIND = {"flex": "sdpa_efficient", "xformers": "sdpa_efficient"}
+"""Backends that never rank before another one, because where both run a call, they were never faster.
+
+FlexAttention in float32 takes 2 to 200 times as long as sdpa_efficient, depending on the kernel that it compiles to.
+xformers launches the kernels of sdpa_efficient and FlashAttention-2."""
+
 SLOW = 4.0
 """Backends that would take this many times as long as the best rank after backends without a model."""
 
@@ -192,7 +198,12 @@ def _completed(timed: tuple[str, ...], fast: int, usual: tuple[str, ...]) -> tup
     late = [name for name in unknown if name in ("jax_xla", "math")]
     ranked = [*timed[:fast], *(name for name in unknown if name not in late), *timed[fast:]]
     place = ranked.index("math") if "math" in ranked else len(ranked)
-    return (*ranked[:place], *late, *ranked[place:])
+    ranked[place:place] = late
+    for name, ahead in BEHIND.items():
+        if ahead in timed and name in ranked and ranked.index(name) < ranked.index(ahead):
+            ranked.remove(name)
+            ranked.insert(ranked.index(ahead) + 1, name)
+    return tuple(ranked)
 
 
 def _paged_order(spec: AttentionSpec, usual: tuple[str, ...]) -> tuple[str, ...]:

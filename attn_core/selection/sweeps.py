@@ -15,7 +15,7 @@ from attn_core.selection.cost_model import microseconds
 from attn_core.selection.cross_validation import Fitting
 from attn_core.selection.features import kind_of_call
 from attn_core.selection.preference import caution, ranking
-from attn_core.selection.regret import Record, Regret, record_spec, regrets
+from attn_core.selection.regret import Record, Regret, record_spec, regrets, right_times
 from attn_core.selection.sizes import sizes_of_call
 
 HEAD = ("date", "seconds", "versions")
@@ -90,6 +90,6 @@ def _order(fitting: Fitting, record: Record) -> list[str]:
     times = {
         name: caution(name, model.error) * microseconds(model, kind, sizes)
         for name, model in fitting.models[spec.needs_backward].items()
-        if name in record["backends"]
+        if name in right_times(record)
     }
     return list(ranking(times, backends.PREFERENCE.get((fitting.raw["framework"], fitting.kind), ())))

@@ -265,6 +265,13 @@ def test_sizes_are_defined_for_any_call() -> None:
         kind_of_call(spec)
 
 
+def test_backends_that_were_never_faster_rank_behind() -> None:
+    usual = ("xformers", "flash2", "sdpa_efficient", "flex", "math")
+    times = {"flex": 1.0, "math": 2.0, "sdpa_efficient": 30.0, "flash2": 40.0}
+    assert ranking(times, usual) == ("math", "sdpa_efficient", "xformers", "flex", "flash2")
+    assert ranking({"flex": 1.0, "math": 2.0}, usual)[0] == "flex"  # nothing says that it is slower
+
+
 # The measured calls
 
 
