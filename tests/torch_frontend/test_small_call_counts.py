@@ -106,7 +106,7 @@ BOUNDS = {
     "two documents": (36, 65),
     "two documents by tensors": (41, 79),
     "pages, equal lengths": (8, 5),
-    "pages": (18, 12),
+    "pages": (14, 12),
     "append": (5, 11),
 }
 """Operations and Python calls of each kind of call."""

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from attn_core.backends.sdpa_flash import additive_masks, containment
+import numpy as np
+
+from attn_core.backends.sdpa_flash import containment
 from attn_core.backends.sdpa_flash.cpu_kernel import kernels, run_twice
 from attn_core.backends.shared import rewrites
 from attn_core.backends.shared.paged_as_dense import packed_documents
@@ -54,7 +56,7 @@ def decoder(spec: AttentionSpec, needs_lse: bool) -> Callable[..., tuple[Any, An
     assert paged is not None
     kv_heads, dim, left = spec.num_kv_heads, spec.head_dim, band(spec).left
     slot, grouped, flat = kv_heads * dim, (batch, kv_heads, spec.group_size, dim), (batch, spec.num_heads, dim)
-    kernel, scale, needs_lse = kernels()[0], spec.scale, needs_lse or spec.sinks
+    kernel, scale, dtype, needs_lse = kernels()[0], spec.scale, spec.lse_dtype, needs_lse or spec.sinks
     alone = spec.group_size == 1 and spec.dtype == "bfloat16"
 
     def run(q: Any, k: Any, v: Any, table: Any, lengths: Any, sinks: Any) -> tuple[Any, Any] | None:
@@ -75,7 +77,7 @@ def decoder(spec: AttentionSpec, needs_lse: bool) -> Callable[..., tuple[Any, An
         if longest == shortest and (left is None or left >= longest - 1):
             out, lse = op(q, k, v, 0.0, False, scale=scale)
         else:
-            out, lse = _masked(spec, op, q, k, v, _visible(lengths, keys, left))
+            out, lse = _masked(op, q, k, v, scale, _additive(dtype, ends, keys, left))
         out = out.reshape(flat)
         if needs_lse:
             lse = lse.flatten(1).t()
@@ -86,23 +88,23 @@ def decoder(spec: AttentionSpec, needs_lse: bool) -> Callable[..., tuple[Any, An
     return run
 
 
-def _masked(spec: AttentionSpec, op: Any, q: Any, k: Any, v: Any, seen: Any) -> tuple[Any, Any]:
-    """Returns the kernel's (out, lse) if each row sees the keys ``seen``, bool ``[batch, 1, 1, keys]``."""
-    added = additive_masks.additive(spec.lse_dtype, k.device, seen, None, None, slice(0), slice(0))
-    out, lse = op(q, k, v, 0.0, False, attn_mask=added, scale=spec.scale)
+def _masked(op: Any, q: Any, k: Any, v: Any, scale: Any, added: Any) -> tuple[Any, Any]:
+    """Returns the kernel's (out, lse) under an additive mask ``[batch, 1, 1, keys]``."""
+    out, lse = op(q, k, v, 0.0, False, attn_mask=added, scale=scale)
     if containment.are_results_finite(out, lse):
         return out, lse
-    hidden = ~seen.transpose(2, 3)  # each row has one query, so what it does not see may become 0
+    # [batch, 1, 1, keys] -> [batch, 1, keys, 1]; each row has one query, so what it does not see may become 0
+    hidden = (added == -math.inf).transpose(2, 3)
     k, v = k.masked_fill_(hidden, 0.0), v.masked_fill_(hidden, 0.0)
-    return op(q, k, v, 0.0, False, attn_mask=added, scale=spec.scale)  # type: ignore[no-any-return]
+    return op(q, k, v, 0.0, False, attn_mask=added, scale=scale)  # type: ignore[no-any-return]
 
 
-def _visible(seq_lens: Any, keys: int, left: int | None) -> Any:
-    """Returns which keys each sequence's query sees, bool ``[batch, 1, 1, keys]``."""
+def _additive(dtype: str, lengths: list[int], keys: int, left: int | None) -> Any:
+    """Returns the additive mask ``[batch, 1, 1, keys]`` of the last token of each sequence, in a window if left."""
     import torch
 
-    ends, key = seq_lens.view(-1, 1, 1, 1), torch.arange(keys, device=seq_lens.device)
-    seen = key < ends
-    if left is not None:
-        seen &= key >= ends - (left + 1)  # the query is the sequence's last token, at ends - 1
-    return seen
+    # The mask of each row is a part of one line, in which the zeros end where the row ends.
+    line = np.full(2 * keys, -np.inf, dtype)
+    line[0 if left is None else max(0, keys - left - 1) : keys] = 0
+    rows = np.array([line[keys - length : 2 * keys - length] for length in lengths])
+    return torch.from_numpy(rows).view(len(lengths), 1, 1, keys)
