@@ -107,8 +107,10 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     if dlse is not None:
         shift = shift + dlse.reshape(shift.shape).astype(shift.dtype)
     saved = lse[..., None]
-    if seen is not None:  # NaN in dout makes the weights of its row NaN, for dv
+    douts = queries_first(spec, dout)
+    if seen is not None:  # NaN in dout makes the weights of its row NaN, so no product needs the NaN itself
         saved = jnp.where(per_row(finite_rows(dout)), saved, jnp.nan)
+        douts = finite_constant(douts)
     if _may_be_empty(spec):
         saved = jnp.where(saved == -jnp.inf, jnp.inf, saved)  # a row that saw no key: exp(s - inf) = 0
     scores = product("bhgid,bhjd->bhgij", call.q, call.k, wide)
@@ -116,7 +118,6 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     weights = jnp.exp(logits - saved)
     if seen is not None:
         weights = jnp.where(seen, weights, 0)
-    douts = queries_first(spec, dout)
     tile = tile_at(spec, call, 0, 0)
     dweights = dropped(spec, call, product("bhgie,bhje->bhgij", douts, call.v, wide), tile)
     dlogits = weights * (dweights + shift)
@@ -124,7 +125,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     q, k = call.q, call.k
     if seen is not None:
         dscores = jnp.where(seen, dscores, 0)
-        q, k, douts = (finite_constant(array) for array in (q, k, douts))
+        q, k = finite_constant(q), finite_constant(k)
     dtype = sum_dtype(spec)
     dscores, weights = dscores.astype(dtype), dropped(spec, call, weights, tile).astype(dtype)
     q, k, douts = (array.astype(dtype) for array in (q, k, douts))
