@@ -165,3 +165,18 @@ def test_the_blocks_of_a_call_share_their_memory(backward: bool, monkeypatch: py
         out.sum().backward()
     assert len(used) >= 6
     assert len(set(used)) == (2 if backward else 1)  # scores, and in the backward the weights' gradient
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_narrow_window_has_lower_blocks_and_reads_the_keys_in_place(batch: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    tensors = [torch.randn(batch, 300, heads, 8).to(dtype).requires_grad_() for heads in (4, 2, 2)]
+    row, column = torch.arange(300)[:, None], torch.arange(300)
+    band = (column <= row) & (column >= row - 20)
+    found = []
+    for options in ({"causal": True, "window": (20, None)}, {"mask": band.expand(1, 1, 300, 300)}):
+        out = attention(*tensors, **options, backend="math")
+        found.append([out, *torch.autograd.grad(out.float().square().sum(), tensors)])
+    for windowed, masked in zip(*found, strict=True):
+        torch.testing.assert_close(windowed, masked)

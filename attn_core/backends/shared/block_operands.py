@@ -10,6 +10,8 @@ from attn_core.call.tensors import Inputs
 
 FEW_ROWS = 2**10
 """A call of so few query rows does not read its inputs to learn whether they are finite; see BlockOperands.bounded."""
+NARROW = 512
+"""The most keys of a row in a narrow window, beside its own."""
 LARGEST = 1e30
 """Products of norms below this cannot overflow in float32."""
 
@@ -33,7 +35,8 @@ class ScoreMemory:
 class BlockOperands(NamedTuple):
     """The call's tensors in the layouts that the blocks read.
 
-    q: the caller's, ``[batch, q_len, heads, head_dim]``. k, v: ``[batch, kv_heads, kv_len, dim]``, accumulation dtype.
+    q: the caller's, ``[batch, q_len, heads, head_dim]``. k, v: ``[batch, kv_heads, kv_len, dim]``, accumulation dtype;
+        contiguous but with a narrow window.
     mask, bias: ``[batch, kv_heads, group, q_len, kv_len]``; any axis may be 1. slopes, sinks: the last two axes are 1.
     bounded: whether no hidden score, weight or gradient can be NaN, so that hidden scores may be set by an addition.
     scratch: where the blocks write their scores; None for new tensors.
@@ -87,10 +90,13 @@ def operands_of(spec: AttentionSpec, inputs: Inputs, saved: SavedTensors | None 
     def per_head(values: Any) -> Any:  # [heads] or [batch, heads] -> [batch or 1, kv_heads, group, 1, 1]
         return None if values is None else values.to(wide).reshape(-1, *grouped, 1, 1)
 
+    k, v = (tensor.transpose(1, 2).to(wide) for tensor in (k, v))
+    if spec.batch > 1 or not has_narrow_window(spec) or not k.is_cpu or k.stride(3) != 1 or v.stride(3) != 1:
+        k, v = k.contiguous(), v.contiguous()  # else too few rows read a key for a copy to be worth its time
     return BlockOperands(
         q=q,
-        k=k.transpose(1, 2).to(wide).contiguous(),
-        v=v.transpose(1, 2).to(wide).contiguous(),
+        k=k,
+        v=v,
         mask=by_group(inputs.mask),
         bias=by_group(inputs.bias),
         slopes=per_head(inputs.alibi_slopes),
@@ -98,6 +104,13 @@ def operands_of(spec: AttentionSpec, inputs: Inputs, saved: SavedTensors | None 
         rng=inputs.rng,
         bounded=is_bounded(spec, inputs, saved),
     )
+
+
+def has_narrow_window(spec: AttentionSpec) -> bool:
+    """Returns whether a row sees so few keys that the work beside the matrix products counts."""
+    left, right = spec.window
+    right = 0 if spec.causal else right
+    return left is not None and right is not None and left + right <= NARROW
 
 
 def is_bounded(spec: AttentionSpec, inputs: Inputs, saved: SavedTensors | None = None) -> bool:

@@ -16,6 +16,7 @@ from attn_core.backends.shared.block_operands import (
     ScoreMemory,
     Sums,
     empty_sums,
+    has_narrow_window,
     operands_of,
 )
 from attn_core.backends.shared.call_chunks import CallChunk, chunks
@@ -27,6 +28,8 @@ from attn_core.call.tensors import Gradients, Inputs
 QUERY_BLOCK = 128
 """The most query rows computed at once: the scores in memory are ``[batch, heads, QUERY_BLOCK, kv_len]``."""
 FEWEST_ROWS = 32
+WINDOW_BLOCK = 64
+"""The most query rows on a CPU with a narrow window: fewer keys of a block are hidden than with more rows."""
 CACHED_SCORES = 2**19
 """On a CPU a block is computed for fewer heads, then has fewer rows, down to FEWEST_ROWS, if it would have more scores
 than this, 2 MiB in float32: each operation reads and writes all of them, in the processor's cache if they fit."""
@@ -74,13 +77,14 @@ def _sizes(spec: AttentionSpec, on_cpu: bool) -> tuple[int, tuple[CallChunk, ...
     left, right = spec.window
     right = 0 if spec.causal else right
     keys = spec.kv_len if spec.max_len_k is None else spec.max_len_k
-    rows = min(spec.q_len if spec.max_len_q is None else spec.max_len_q, QUERY_BLOCK)
+    tallest = min(QUERY_BLOCK, WINDOW_BLOCK) if has_narrow_window(spec) else QUERY_BLOCK
+    rows = min(spec.q_len if spec.max_len_q is None else spec.max_len_q, tallest)
     if left is not None and right is not None:
         keys = min(keys, left + right + rows)
     in_cache = CACHED_SCORES // max(1, spec.group_size * keys)  # rows of one key/value head
     parts = chunks(spec, in_cache // max(rows, 1))
     heads = 1 if not parts[0].whole else spec.batch * spec.num_kv_heads
-    height = min(max(in_cache // heads, FEWEST_ROWS), QUERY_BLOCK)
+    height = min(max(in_cache // heads, FEWEST_ROWS), tallest)
     largest = max(part.spec.batch * part.spec.num_heads for part in parts) * min(height, rows) * keys
     return height, parts, 0 if parts[0].whole and height >= spec.q_len else largest
 
