@@ -13,6 +13,7 @@ from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
 from attn_core.selection import NoBackendError, Selection, override
 from torch_frontend.dispatch import autocast, autograd, empty_rows, fast_calls, offsets, ops, plan, run_plan, transforms
+from torch_frontend.dispatch.plan_cache import dense_plan
 from torch_frontend.dispatch.tensor_kinds import are_jit_traces_active, are_modes_active, match_fake
 
 Tensor = torch.Tensor
@@ -95,7 +96,7 @@ def attention(
         return empty_rows.finish_results(attend(*arguments, backend), arguments[0], seq_info)
     try:
         needs_backward = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        call_plan = plan.dense_plan(
+        call_plan = dense_plan(
             q.shape,
             k.shape,
             v.shape,

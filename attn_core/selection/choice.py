@@ -165,13 +165,45 @@ def select(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] |
     return selection
 
 
+def choose(
+    spec: AttentionSpec, target: Target, requested: tuple[str, ...] | None, claimed: dict[str, bool]
+) -> str | None:
+    """Returns ``explain(...).backend`` for a call that differs from earlier ones in the batch and the lengths alone.
+
+    Args:
+        requested: names that ``explain`` has accepted, or None.
+        claimed: by backend, whether its claims cover these calls. One dict serves all calls that differ in the batch
+            and the lengths alone, and for which q_len == kv_len is equally true. This function fills it.
+    """
+    for name in requested or preference.order(spec, target.framework, target.device):
+        covered = claimed.get(name)
+        if covered is None:
+            reasons = (*_unclaimed(name, spec, target), *_unclaimed_gradient(name, spec, target))
+            covered = claimed[name] = not reasons
+        if covered and not _broken_rules(name, spec, target):
+            return name
+    return None
+
+
 def refusals(name: str, spec: AttentionSpec, target: Target) -> Reasons:
     """Returns every reason why one backend cannot run a call on a target."""
     return tuple(_reasons(name, spec, target))
 
 
 def _reasons(name: str, spec: AttentionSpec, target: Target) -> Iterator[str]:
-    """Yields the reasons against a backend, cheapest checks first, so that a caller may stop at the first."""
+    """Yields the reasons against a backend, so that a caller may stop at the first."""
+    yield from _unclaimed(name, spec, target)
+    if spec.symbolic and not target.claims(name)[0].symbolic:
+        return  # the rules compare sizes, and a symbol cannot be compared
+    yield from _broken_rules(name, spec, target)
+    yield from _unclaimed_gradient(name, spec, target)
+
+
+def _unclaimed(name: str, spec: AttentionSpec, target: Target) -> Iterator[str]:
+    """Yields the reasons that follow from the target and from the backend's claims about the forward.
+
+    They are the same for all numbers in place of the batch and the lengths, except for whether q_len is kv_len.
+    """
     backend = backends.load(name, target.kind)
     for unavailable, why in target.unavailable:
         if unavailable == name:
@@ -180,16 +212,22 @@ def _reasons(name: str, spec: AttentionSpec, target: Target) -> Iterator[str]:
         yield "runs in JAX only"
     if spec.dropout and backend.FRAMEWORK == "torch" and target.framework == "jax":
         yield f"dropout={spec.dropout}: in JAX only the XLA path has dropout"
-    claims, gradient_claims = target.claims(name)
-    forward = unmet_claims(claims, spec, target.device)
-    yield from forward
-    if spec.symbolic and not claims.symbolic:
-        return  # the rules below compare sizes, and a symbol cannot be compared
-    yield from backend.refuses(spec, target.device, target.build(name))
+    yield from unmet_claims(target.claims(name)[0], spec, target.device)
+
+
+def _broken_rules(name: str, spec: AttentionSpec, target: Target) -> Reasons:
+    """Returns the reasons that depend on all sizes of a call."""
+    return backends.load(name, target.kind).refuses(spec, target.device, target.build(name))
+
+
+def _unclaimed_gradient(name: str, spec: AttentionSpec, target: Target) -> Iterator[str]:
+    """Yields the reasons that follow from the backend's claims about the backward; see ``_unclaimed`` for the sizes."""
     if not spec.needs_backward:
         return
+    claims, gradient_claims = target.claims(name)
     if gradient_claims is None:
         yield f"backward: {claims.kernel} has no gradient"
         return
     # The forward's reasons also apply to the backward; list each only once.
+    forward = unmet_claims(claims, spec, target.device)
     yield from (f"backward: {why}" for why in unmet_claims(gradient_claims, spec, target.device) if why not in forward)

@@ -21,6 +21,7 @@ from attn_core.backends.shared import first_call
 from attn_core.call.tensors import Gradients, Inputs
 
 torch = pytest.importorskip("torch")
+from torch.utils._python_dispatch import _disable_current_modes
 
 SPEC = AttentionSpec(
     batch=2, q_len=5, kv_len=5, num_heads=6, num_kv_heads=3, head_dim=64, value_dim=64, dtype="float16", scale=0.25
@@ -35,7 +36,7 @@ INTERFACE = """
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-calls, extra = [], []
+calls, extra, SCRATCH = [], [], True
 
 def forward_kernel(q, k, v, out, lse, sums, scale, starts, nothing):
     with _disable_current_modes():
@@ -66,8 +67,11 @@ def _flash_attn_fwd(q, k, v, *, cu_seqlens_q, cu_seqlens_k, return_lse, out, lse
     out = torch.empty_like(q) if out is None else out
     shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
     lse = torch.empty(shape, dtype=torch.float32) if lse is None else lse
-    sums = torch.zeros(q.shape[:-2], dtype=torch.float32)
     kernel = cached(_flash_attn_fwd, (q.dtype, softmax_scale), forward_kernel)
+    if not SCRATCH:
+        kernel(q.detach(), k.detach(), v.detach(), out, lse, softmax_scale, cu_seqlens_q, None)
+        return out, lse, None, None, None
+    sums = torch.zeros(q.shape[:-2], dtype=torch.float32)
     for operation in extra:
         sums = operation(sums)
     kernel(q.detach(), k.detach(), v.detach(), out, lse, sums, softmax_scale, cu_seqlens_q, None)
@@ -173,6 +177,35 @@ def test_any_layout_gives_the_same_results(layout: str, interface: ModuleType) -
         inputs = inputs._replace(q=q, k=k, v=v)
         plain = Inputs(*(x.clone(memory_format=torch.contiguous_format) for x in (q, k, v)))
         assert_equal(flash4.forward(SPEC, inputs), by_entry_points(interface, SPEC, plain))
+
+
+LENGTHS = ((5, 5), (5, 5), (7, 7), (9, 20), (1, 30), (1, 31), (1, 31), (2, 33), (9, 21), (40, 40))
+"""q_len and kv_len of causal calls; the group is 2, so from 33 queries on the rows need a second tile of 64."""
+
+
+def test_other_lengths_launch_the_recorded_kernel(interface: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "_chooses_by_family", lambda device: True)
+    for module in (interface, launches._module()[1]):
+        without_scratch = module._flash_attn_fwd.__globals__
+        monkeypatch.setitem(without_scratch, "forward_kernel", forward_without_scratch)
+        monkeypatch.setitem(without_scratch, "SCRATCH", False)
+    calls = []
+    for q_len, kv_len in LENGTHS:
+        spec = replace(SPEC, q_len=q_len, kv_len=kv_len, causal=True)
+        inputs = Inputs(torch.randn(2, q_len, 6, 64).half(), *torch.randn(2, 2, kv_len, 3, 64).half())
+        assert_equal(flash4.forward(spec, inputs), by_entry_points(interface, spec, inputs))
+        interface.calls.pop()
+        calls.append(len(calls_of(interface)))
+    # Three families: a band; one query, for which causal hides nothing; and more rows than one tile.
+    assert calls == [1, 2, 2, 2, 3, 4, 4, 4, 4, 5]
+
+
+def forward_without_scratch(q: Any, k: Any, v: Any, out: Any, lse: Any, scale: float, *_: Any) -> None:
+    """Takes the place of the stand-in's kernel: it needs no memory besides the results."""
+    with _disable_current_modes():
+        total = (k.float().sum() - v.float().sum()) * scale
+        out.copy_(q * 2 + total)
+        lse.fill_(total)
 
 
 def test_no_tensor_outlives_its_call(interface: ModuleType) -> None:

@@ -151,9 +151,8 @@ def empty_plan_caches(programs: bool = True) -> None:
     for name in ("torch_frontend.dispatch.plan", "jax_frontend.dispatch.plan"):
         module = import_module(name)
         module.plan.cache_clear()
-        for fast in ("dense_plan", "fast_plan", "table_plan"):
-            if hasattr(module, fast):
-                getattr(module, fast).cache_clear()
+    for fast in ("dense_plan", "fast_plan", "table_plan", "_family"):
+        getattr(import_module("torch_frontend.dispatch.plan_cache"), fast).cache_clear()
     import_module("torch_frontend.dispatch.heads_first")._kernel.cache_clear()
     import_module("torch_frontend.paged.plan").plan_call.cache_clear()
     import_module("torch_frontend.paged.seen_calls").seen_call.cache_clear()

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 from cost_tables import made_up_table, tables_in_force
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from spec_strategies import Call, calls
 
@@ -21,7 +21,7 @@ from attn_core.call.pages import PagedKV
 from attn_core.call.spec import DTYPES
 from attn_core.selection import choice, preference
 from attn_core.selection.random_calls import random_call
-from torch_frontend.dispatch import plan
+from torch_frontend.dispatch import plan, plan_cache
 
 SPEC = AttentionSpec(
     batch=2, q_len=5, kv_len=7, num_heads=6, num_kv_heads=3, head_dim=11, value_dim=11, dtype="float32"
@@ -211,6 +211,26 @@ def test_choosing_early_equals_choosing_after_every_reason(target: Target, call:
     assert explain(spec, there).backend == eager_choice(spec, there, order)
 
 
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: f"{target.framework}-{target.device}")
+@given(call=calls(), data=st.data())
+def test_calls_of_other_lengths_share_claims_but_not_rules(target: Target, call: Call, data: st.DataObject) -> None:
+    assume(call.spec.documents is None and call.spec.alibi_shape is None)
+    spec = replace(call.spec, dtype=data.draw(st.sampled_from(DTYPES), label="dtype"))
+    names = st.lists(st.sampled_from(backends.names()), min_size=1, unique=True).map(tuple)
+    requested = data.draw(st.none() | names, label="requested")
+    claimed: dict[str, bool] = {}
+    sizes = st.integers(1, 70) | st.sampled_from([128, 192, 4096, 65_600])
+    for q_len, kv_len in [(spec.q_len, spec.kv_len), *data.draw(st.lists(st.tuples(sizes, sizes), max_size=4))]:
+        if (q_len == kv_len) != (spec.q_len == spec.kv_len):
+            continue
+        tables = (
+            None if shape is None else (*shape[:2], *(1 if n == 1 else m for n, m in zip(shape[2:], (q_len, kv_len))))
+            for shape in (spec.mask_shape, spec.bias_shape)
+        )
+        other = spec.with_lengths(spec.batch, q_len, kv_len, *tables)
+        assert choice.choose(other, target, requested, claimed) == explain(other, target, requested).backend
+
+
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
 def test_choosing_early_equals_choosing_after_every_reason_for_measured_calls(framework: str, training: bool) -> None:
@@ -242,13 +262,13 @@ def test_fifty_thousand_shapes_do_not_grow_memory() -> None:
         for length in lengths:
             shape = torch.Size((2, length, 6, 16))
             options = (True, "bottom_right", None, None, None, 0.0, False, False)
-            plan.dense_plan(*(shape,) * 3, *(dtype,) * 3, *(device,) * 3, False, None, *options)
+            plan_cache.dense_plan(*(shape,) * 3, *(dtype,) * 3, *(device,) * 3, False, None, *options)
         return int(psutil.Process().memory_info().rss)
 
     full = plan_shapes(range(1, 6_001))  # more than any cache holds
     assert plan_shapes(range(6_001, 50_001)) - full < 8 * 2**20
     plan.plan.cache_clear()
-    plan.dense_plan.cache_clear()
+    plan_cache.dense_plan.cache_clear()
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: f"{target.framework}-{target.device}")

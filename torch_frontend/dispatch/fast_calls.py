@@ -14,7 +14,7 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
 from attn_core.selection import override
 from torch_frontend.dispatch import autograd, empty_rows, offsets
-from torch_frontend.dispatch.plan import fast_plan, table_plan
+from torch_frontend.dispatch.plan_cache import fast_plan, table_plan
 from torch_frontend.dispatch.run_plan import check_offsets, run_forward, run_shortcut
 
 Tensor = torch.Tensor
@@ -30,7 +30,7 @@ def attend(
     Args:
         q, k, v: plain tensors of a call that nothing observes.
         extras: mask, bias, slopes and sinks as the caller passed them.
-        options: in the order of ``plan.PLAIN_CALL``; the window is plain.
+        options: in the order of ``plan_cache.PLAIN_CALL``; the window is plain.
     """
     for tensor in (q, k, v, *extras):
         if tensor is not None and (type(tensor) not in _KINDS or tensor.layout is not _STRIDED or tensor.is_nested):

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from attn_core.call.options import is_plain_window
 from attn_core.selection import override
 from torch_frontend.dispatch import autocast, transforms
-from torch_frontend.dispatch.plan import dense_plan, fast_plan
+from torch_frontend.dispatch.plan_cache import dense_plan, fast_plan
 from torch_frontend.dispatch.tensor_kinds import are_jit_traces_active, are_modes_active
 
 Tensor = torch.Tensor

@@ -10,7 +10,7 @@ import torch
 
 from attn_core import backends
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
-from attn_core.call.options import Options, check_options, requested_names
+from attn_core.call.options import Options, requested_names
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.errors import SpecError
@@ -41,82 +41,6 @@ class Plan(NamedTuple):
 Metadata = tuple[torch.Size, torch.dtype, torch.device]
 
 
-@lru_cache(maxsize=4096, typed=True)  # True and 1.0 are not 1
-def dense_plan(
-    q_shape: torch.Size,
-    k_shape: torch.Size,
-    v_shape: torch.Size,
-    q_dtype: torch.dtype,
-    k_dtype: torch.dtype,
-    v_dtype: torch.dtype,
-    q_device: torch.device,
-    k_device: torch.device,
-    v_device: torch.device,
-    needs_backward: bool,
-    requested: str | tuple[str, ...] | None,
-    *options: Any,
-) -> Plan:
-    """Plans a call on q, k and v alone: the path whose overhead matters. ``options`` are those of PLAIN_CALL.
-
-    A window must be plain (``is_plain_window``): the cache key has the types of options, not those inside a pair.
-    """
-    if q_device.type == "meta" or tensor_kinds.are_jit_traces_active() is not None:
-        # The caller catches this and takes the general path: the sizes in a trace are tensors, and no cache key.
-        raise TypeError("meta tensors and traces have no dense plan")
-    qkv = ((q_shape, q_dtype, q_device), (k_shape, k_dtype, k_device), (v_shape, v_dtype, v_device))
-    # Checked here, where the types are part of the key: ``plan`` does not distinguish causal=1 from causal=True.
-    checked_options = check_options(Options(**dict(zip(PLAIN_CALL, options, strict=True))))
-    return plan((*qkv, *(None,) * 6), checked_options, needs_backward, False, requested)
-
-
-@lru_cache(maxsize=4096, typed=True)
-def fast_plan(
-    metadata: tuple[Metadata | None, ...],
-    needs_backward: bool,
-    bias_gradient: bool,
-    requested: str | tuple[str, ...] | None,
-    max_len_q: int | None,
-    max_len_k: int | None,
-    *options: Any,
-) -> Plan:
-    """Plans a call with a mask, a bias, slopes, sinks or documents, as ``dense_plan`` plans one without them."""
-    first = metadata[0]
-    assert first is not None
-    if first[2].type == "meta" or tensor_kinds.are_jit_traces_active() is not None:
-        raise TypeError("meta tensors and traces have no plan in this cache")
-    named = Options(**dict(zip(PLAIN_CALL, options, strict=True)))
-    checked_options = check_options(named._replace(max_len_q=max_len_q, max_len_k=max_len_k))
-    return plan(metadata, checked_options, needs_backward, bias_gradient, requested)
-
-
-@lru_cache(maxsize=4096, typed=True)
-def table_plan(
-    q_shape: torch.Size,
-    k_shape: torch.Size,
-    v_shape: torch.Size,
-    q_dtype: torch.dtype,
-    k_dtype: torch.dtype,
-    v_dtype: torch.dtype,
-    q_device: torch.device,
-    k_device: torch.device,
-    v_device: torch.device,
-    mask: Metadata | None,
-    bias: Metadata | None,
-    needs_backward: bool,
-    bias_gradient: bool,
-    requested: str | tuple[str, ...] | None,
-    *options: Any,
-) -> Plan:
-    """Plans a call with a mask or a bias alone, as ``fast_plan`` does. A flat key is compared faster."""
-    qkv = ((q_shape, q_dtype, q_device), (k_shape, k_dtype, k_device), (v_shape, v_dtype, v_device))
-    metadata = (*qkv, mask, bias, *(None,) * 4)
-    return fast_plan.__wrapped__(metadata, needs_backward, bias_gradient, requested, None, None, *options)
-
-
-PLAIN_CALL = ("causal", "alignment", "window", "softcap", "scale", "dropout", "deterministic", "return_lse")
-"""The options of a call without masks and packing, in the order of ``dense_plan``."""
-
-
 @lru_cache(maxsize=4096)
 def plan(
     metadata: tuple[Metadata | None, ...],
@@ -132,13 +56,26 @@ def plan(
         requested: the backends that the call's ``backend=`` or ``use_backend`` names.
     """
     selection = select(*_request(metadata, options, needs_backward, bias_gradient, requested))
-    module, spec = backends.load(selection.backend or "", selection.target.kind), selection.spec
+    spec = selection.spec
     one_row = spec.packed and len(metadata[0][0]) == 4 if metadata[0] else False
-    name = selection.backend or ""
+    device = metadata[0][2] if metadata[0] else torch.device("cpu")
+    return plan_on(selection.backend or "", spec, selection.target, device, metadata[3], metadata[4], one_row)
+
+
+def plan_on(
+    name: str,
+    spec: AttentionSpec,
+    target: Target,
+    device: torch.device,
+    mask: Metadata | None,
+    bias: Metadata | None,
+    one_row: bool,
+) -> Plan:
+    """Returns the plan of a call on the chosen backend."""
     if spec.empty:
         return Plan(spec, name, empty_forward, _empty_backward, one_row)
-    shortcut, device = backends.shortcut(module, spec), metadata[0][2] if metadata[0] else torch.device("cpu")
-    shortcut = with_four_axes(shortcut, metadata[3], metadata[4])
+    module = backends.load(name, target.kind)
+    shortcut = with_four_axes(backends.shortcut(module, spec), mask, bias)
     forward, backward = (on_device(function, device) for function in (module.forward, module.backward))
     return Plan(spec, name, forward, backward, one_row, on_device(shortcut, device), backends.writes_into(module))
 

@@ -5,6 +5,8 @@ the operands. So we record the second call of a spec on a device: the compiled k
 and the scratch between them. Later calls launch the same kernels with the same arguments on their own tensors. The
 first call is not recorded, because it compiles, and because many shapes are seen only once.
 
+A forward's launches also serve calls of other lengths (``family``), so a decoding loop is recorded once.
+
 A call goes through the entry points forever if its recording shows anything else, such as a torch operation.
 Upstream: flash-attn-4 4.0.0b36, ``flash_attn.cute.interface``.
 """
@@ -14,15 +16,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
+from attn_core.backends.flash4 import versions
 from attn_core.backends.flash4.launches import Launches, Tensors, copied_entry_points, record
-from attn_core.backends.flash4.operands import dense, readable, writable
+from attn_core.backends.flash4.operands import dense, readable, window, writable
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
-Key = tuple[AttentionSpec, str, int]
-"""A call: the spec, "forward" or "backward" or "backward of out and lse", and the index of the device."""
+Key = tuple[Any, str, int]
+"""A call: its spec or ``family``, "forward" or "backward" or "backward of out and lse", and the index of the device."""
 
 
 @lru_cache(maxsize=4096)
@@ -48,7 +52,51 @@ _recorded: dict[Key, Launches | None] = {}
 
 def launches_of(spec: AttentionSpec, half: str, q: Any) -> Launches | None:
     """Returns the launches of a call on q's device, or None if there is no recording. half: see ``Key``."""
-    return _recorded.get((spec, half, q.get_device()))
+    device = q.get_device()
+    launches = _recorded.get((spec, half, device))
+    if launches is None and half == "forward":
+        launches = _recorded.get((_forward_key(spec, device), half, device))
+        if launches is not None:
+            _remember((spec, half, device), launches)  # under the spec, whose hash is known, it is found faster
+    return launches
+
+
+def _forward_key(spec: AttentionSpec, device: int) -> Any:
+    """Returns what a forward is recorded under: its family if its launches may serve other lengths, else its spec."""
+    if device < FIRST_GPU or not _chooses_by_family(device):
+        return spec
+    return family(spec)
+
+
+@lru_cache(maxsize=64)
+def _chooses_by_family(device: int) -> bool:
+    """Returns whether flash-attn-4 chooses as ``family`` assumes: in the version, and for the GPU, that we read."""
+    import torch
+
+    try:
+        return versions.installed() == versions.READ and torch.cuda.get_device_capability(device) == (9, 0)
+    except ImportError:
+        return False
+
+
+FEW_DOCUMENTS = 256
+"""With more packed documents flash-attn-4 launches more kernels, which depend on the lengths."""
+_WIDTHS = attrgetter(
+    *("dtype", "num_heads", "num_kv_heads", "head_dim", "value_dim", "packed", "sinks", "paged", "partial"),
+    *("softcap", "scale", "deterministic", "dropout", "mask_shape", "bias_shape", "alibi_shape"),
+)
+
+
+def family(spec: AttentionSpec) -> Any:
+    """Returns a key of the forwards that launch the same kernel with the same numbers; the spec itself if none do.
+
+    On sm90 flash-attn-4 chooses the kernel by widths, groups and the band; of the lengths matters only whether the
+    queries of a head, times the group, fit in one tile of 64, 128, 192 or 256.
+    """
+    if spec.packed and (spec.documents or 0) > FEW_DOCUMENTS:
+        return spec
+    rows = (spec.max_len_q or spec.q_len) * spec.group_size
+    return (*_WIDTHS(spec), window(spec), min(-(-rows // 64), 5))
 
 
 def forward(spec: AttentionSpec, inputs: Inputs, into: Any, entry: Callable[..., Any]) -> tuple[Any, Any]:
@@ -60,7 +108,8 @@ def forward(spec: AttentionSpec, inputs: Inputs, into: Any, entry: Callable[...,
     launches = launches_of(spec, "forward", inputs.q)
     if launches is not None:
         return launch_forward(launches, spec, inputs, into)
-    key = (spec, "forward", inputs.q.get_device())
+    device = inputs.q.get_device()
+    key = (_forward_key(spec, device), "forward", device)
     if not _is_due(key):
         return entry(spec, inputs, into, None)  # type: ignore[no-any-return]
 
@@ -69,7 +118,11 @@ def forward(spec: AttentionSpec, inputs: Inputs, into: Any, entry: Callable[...,
         return entry(spec, _inputs(q, k, v, offsets), (out, lse), entry_points)  # type: ignore[no-any-return]
 
     operands, results = _forward_operands(spec, inputs, into)
-    return _record(key, operands, results, call)  # type: ignore[no-any-return]
+    written, launches = record(operands, results, call)
+    if launches is not None and launches.scratch:  # whose sizes may depend on the lengths
+        key = (spec, "forward", device)
+    _remember(key, launches)
+    return written
 
 
 def launch_forward(launches: Launches, spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
@@ -103,7 +156,9 @@ def backward(
         return results  # type: ignore[no-any-return]
 
     operands, gradients = _backward_operands(inputs, out, lse, dout, into, dlse)
-    return _record(key, operands, gradients, call)  # type: ignore[no-any-return]
+    written, launches = record(operands, gradients, call)
+    _remember(key, launches)
+    return written
 
 
 def launch_backward(
@@ -172,6 +227,7 @@ def _is_due(key: Key) -> bool:
     return False
 
 
-def _record(key: Key, operands: Tensors, results: Tensors, call: Callable[[Any, Tensors], Any]) -> Any:
-    written, _recorded[key] = record(operands, results, call)
-    return written
+def _remember(key: Key, launches: Launches | None) -> None:
+    if len(_recorded) >= 2 * MOST_CALLS:
+        _recorded.clear()
+    _recorded[key] = launches

@@ -7,6 +7,8 @@ import re
 from attn_core.backends.support import Build
 
 OLDEST = "4.0.0b30"
+READ = "4.0.0b36"
+"""The version whose choices among kernels we read: ``direct.family`` relies on them."""
 OLDEST_WITH_PAGES = "4.0.0b36"
 """The version whose paged Hopper kernels we read. Some older ones do not compile (Dao-AILab/flash-attention#2446)."""
 
