@@ -686,6 +686,7 @@ def test_direct_launches_give_the_bits_of_the_entry_points(features: dict[str, A
     for _ in range(4):  # through the entry points, recorded, direct, direct
         out, lse = flash4.forward(spec, inputs)
         results.append((out, lse, *flash4.backward(spec, inputs, out, lse, out, None)[:3]))
-    assert all(direct._recorded.values()) and len(direct._recorded) == 2
+    # A forward is known by its family, too.
+    assert all(direct._recorded.values()) and len({id(launches) for launches in direct._recorded.values()}) == 2
     for later in results[1:]:
         assert all(torch.equal(one, other) for one, other in zip(results[0], later))

@@ -95,3 +95,35 @@ def test_a_kept_form_gives_the_same_results_and_gradients(mask: torch.Tensor, qu
         results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
     for one, two in zip(results[1], results[2], strict=True):
         assert torch.equal(one, two)
+
+
+def test_a_compiled_call_keeps_no_form(mask: torch.Tensor) -> None:
+    """Memory that is allocated while a CUDA graph warms up belongs to the graph, so no mask may hold it."""
+    q = torch.randn(2, 5, 4, 8)
+    k = torch.randn(2, 11, 4, 8)
+    forms = getattr(mask, kept_masks.MARK)[1]
+
+    def call(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return attention(q, k, k, mask=mask)
+
+    compiled = torch.compile(call, backend="eager", fullgraph=True)(q, k, mask)
+    assert not forms
+    torch.testing.assert_close(call(q, k, mask), compiled)
+    assert forms
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("backend", ["sdpa_cudnn", "sdpa_efficient"])
+def test_a_cuda_graph_of_a_compiled_call_takes_a_mask_that_keeps_forms(backend: str) -> None:
+    q, k = (torch.randn(2, n, 4, 64, device="cuda", dtype=torch.bfloat16) for n in (1, 16))
+
+    def call(mask: torch.Tensor) -> torch.Tensor:
+        return attention(q, k, k, mask=mask, backend=backend) * 2
+
+    compiled = torch.compile(call, mode="reduce-overhead", fullgraph=True)
+    with torch.no_grad():
+        for seed in range(5):
+            mask = torch.rand(2, 1, 1, 16, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)) < 0.5
+            kept_masks.keep_additive(mask)
+            for _ in range(2):
+                torch.testing.assert_close(compiled(mask).clone(), call(mask))

@@ -106,6 +106,10 @@ def from_call(call: Sequence[Any]) -> tuple[Inputs, PlainOptions]:
 def _complete(call: Sequence[Any]) -> tuple[Inputs, PlainOptions]:
     """Returns the arguments of ``attn::forward`` with offsets that give every token a document."""
     inputs, plain = from_call(call)
+    if inputs.mask is not None:
+        # A mask may keep its additive form (kept_masks), but not here: while a CUDA graph warms up, new memory belongs
+        # to the graph. The detached mask is a new object, without what is attached to the original.
+        inputs = inputs._replace(mask=inputs.mask.detach())
     if inputs.cu_seqlens_q is None:
         return inputs, plain
     inputs, longest = offsets.complete(inputs, (plain.max_len_q, plain.max_len_k))
