@@ -25,6 +25,8 @@ def has_jax_nn(spec: AttentionSpec) -> bool:
     """Returns whether jax.nn.dot_product_attention has arguments for the call."""
     if spec.packed or spec.sinks or spec.softcap is not None or spec.alibi_shape is not None:
         return False
+    if spec.value_dim != spec.head_dim:
+        return False
     # is_causal and local_window_size are aligned top left.
     return spec.q_len == spec.kv_len or band(spec).hides_nothing(spec.q_len, spec.kv_len)
 

@@ -12,7 +12,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from attn_core.cli import bench_sweep, bench_timing
+from attn_core import AttentionSpec
+from attn_core.cli import bench_jax, bench_sweep, bench_timing
 from attn_core.cli.bench import bench
 from attn_core.cli.bench_sweep import Sweep, candidates, read
 from attn_core.selection import Target, cross_validation
@@ -91,6 +92,13 @@ def test_a_sweep_in_jax_has_jax_nn_beside_it() -> None:
     assert sweep.run(QUICK[:2], None, records.append)
     for record in records:
         assert record["beside"]["jax.nn"]["difference"] < 1e-5 and "median" in record["backends"]["jax_xla"]
+
+
+def test_jax_nn_stands_beside_calls_that_it_has_arguments_for() -> None:
+    plain = {"batch": 1, "q_len": 8, "kv_len": 8, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "value_dim": 16}
+    for changes, expected in (({}, True), ({"value_dim": 8}, False), ({"kv_len": 9, "causal": True}, False)):
+        spec = AttentionSpec(**{**plain, "dtype": "float32", **changes})
+        assert bench_jax.has_jax_nn(spec) == expected, changes
 
 
 def test_derive_and_report_write_tables_and_pages(
