@@ -3,8 +3,8 @@
 Limits: fp16 and bf16, head_dim up to 128 (256 on sm90 with cuDNN 9.10), two keys or more, causal from the top left, no
 windows, softcap, ALiBi, dropout or packed documents, and no gradient of a bias. A boolean mask becomes an additive one
 of 0 and -inf, exact in any dtype; a bias that the dtype of q would round is refused. ``shared.rewrites`` adds
-value_dim, sinks and the gradient of the log-sum-exp. The backward, and the log-sum-exp of a single query, add in any
-order, so equal bits are not claimed.
+other head dims, sinks and the gradient of the log-sum-exp. The backward, and the log-sum-exp of a single query, add in
+any order, so equal bits are not claimed.
 Upstream: ``aten::_scaled_dot_product_cudnn_attention`` and its backward, torch 2.11 to 2.15, cuDNN 9. Corrections:
 ``empty_rows.py`` finds out what the installed cuDNN computes for rows that see no key; if it is not what we promise,
 these rows are shown every key and their results discarded. The backward gets out and dout in the layout in which torch
@@ -140,13 +140,13 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     import torch
 
     with torch.no_grad():
-        return rewrites.forward(KERNEL, spec, inputs)
+        return rewrites.forward(_kernel(spec), spec, inputs)
 
 
 def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
     """See ``Backend.shortcut``: torch itself attaches the backward op below to this forward op."""
     has_bias = explicit(spec)
-    if not rewrites.is_native(KERNEL, spec) or spec.bias_gradient or (has_bias and not zero_for_empty_rows()):
+    if not rewrites.is_native(_kernel(spec), spec) or spec.bias_gradient or (has_bias and not zero_for_empty_rows()):
         return None
     how, kernel, readable = lower(spec), forward_binding(), rewrites.readable_rows
     is_causal, scale, with_lse, lse_shape = how["is_causal"], how["scale"], how["with_lse"], spec.lse_shape
@@ -170,7 +170,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     import torch
 
     with torch.no_grad():
-        return rewrites.backward(KERNEL, spec, inputs, out, lse, dout, dlse)
+        return rewrites.backward(_kernel(spec), spec, inputs, out, lse, dout, dlse)
 
 
 def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
@@ -221,4 +221,19 @@ def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any
 
 
 KERNEL = rewrites.Kernel(_forward, _backward, rewrites.whole_eights)
-"""The kernel that ``shared.rewrites`` completes."""
+"""The kernel that ``shared.rewrites`` completes, with values as wide as the keys."""
+
+APART = KERNEL._replace(same_width=False)
+"""The same kernel, with values of their own width."""
+
+
+@lru_cache(maxsize=4096)
+def _kernel(spec: AttentionSpec) -> rewrites.Kernel:
+    """Returns the kernel for the head dims of a call.
+
+    Beyond 128, cuDNN runs unequal head dims only as 192 with values of 128, from 9.11 on (torch's
+    ``check_cudnn_tensor_shapes``).
+    """
+    dims = spec.head_dim, spec.value_dim
+    apart = max(dims) <= 128 or (dims == (192, 128) and build().version >= (9, 11))
+    return APART if apart else KERNEL
