@@ -13,7 +13,7 @@ import pytest
 from attn_core import AttentionSpec, SpecError, Target, explain
 from attn_core.backends.flex import cpu as flex
 from attn_core.backends.math import backend as math
-from attn_core.backends.shared import contained_sums, plain_attention, row_blocks
+from attn_core.backends.shared import contained_sums, plain_attention, row_blocks, small_attention
 from attn_core.backends.support import unmet_claims
 from attn_core.call.masks import visible
 from attn_core.call.tensors import Inputs
@@ -134,7 +134,9 @@ def check(name: str, actual: torch.Tensor, expected: np.ndarray, dtype: str, fac
 
 @pytest.fixture
 def small_blocks(monkeypatch):
+    """Runs every call in blocks of 7 rows, also the ones that would run in one piece."""
     monkeypatch.setattr(plain_attention, "QUERY_BLOCK", 7)
+    monkeypatch.setattr(small_attention, "fits", lambda spec: False)
 
 
 @pytest.fixture(params=["documents", "tokens"])

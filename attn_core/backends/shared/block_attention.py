@@ -30,9 +30,7 @@ def forward_block(spec: AttentionSpec, operands: BlockOperands, block: RowBlock)
     empty = None if hidden is None else top == -torch.inf
     if empty is not None and empty.is_cpu and not empty.any():
         empty = None
-    weights = scores.sub_(top if empty is None else top.masked_fill(empty, 0.0)).exp2_()
-    total = weights.sum(dim=-1, keepdim=True)
-    lse = total.log2().add_(top).mul_(LN2)  # -inf for an empty row, whose weights are all 0
+    weights, total, lse = softmax(scores, top, empty)
     if spec.dropout:
         weights = weights * _dropout_factors(spec, operands, block)
     out = sum_over_keys(weights, _of_keys(operands.v, block), None if operands.bounded else hidden)
@@ -43,6 +41,19 @@ def forward_block(spec: AttentionSpec, operands: BlockOperands, block: RowBlock)
         lse = torch.logaddexp(lse, operands.sinks)
         lse = lse if empty is None else lse.masked_fill_(empty, -torch.inf)
     return out, lse.squeeze(-1)
+
+
+def softmax(scores: Any, top: Any, empty: Any) -> tuple[Any, Any, Any]:
+    """Returns weights that are not divided by their sums, the sums, and the log-sum-exp; overwrites the scores.
+
+    Args:
+        scores: multiplied by log2(e).
+        top: the largest score of each row.
+        empty: which rows see no key, or None. Their weights are 0, and their log-sum-exp is -inf.
+    """
+    weights = scores.sub_(top if empty is None else top.masked_fill(empty, 0.0)).exp2_()
+    total = weights.sum(dim=-1, keepdim=True)
+    return weights, total, total.log2().add_(top).mul_(LN2)
 
 
 def backward_block(
@@ -94,11 +105,10 @@ def _scores(
     The scores are multiplied by log2(e): on a CPU, exp2 takes half the time of exp. The caller may overwrite them.
     """
     cap, tanh = spec.softcap, None
-    factor = spec.scale * LOG2E if cap is None else 2.0 * LOG2E * spec.scale / cap  # type: ignore[operator]
-    q = _heads_first(spec, operands.q, block, operands.k.dtype) * factor
+    q = _heads_first(spec, operands.q, block, operands.k.dtype) * factor_of(spec)
     scores = _scratch_products(operands, "scores", q, _of_keys(operands.k, block).mT)
     if cap is not None:
-        tanh = _tanh(scores, cap)
+        tanh = hyperbolic_tangent(scores, cap)
         scores = tanh * (cap * LOG2E) if keep else tanh.mul_(cap * LOG2E)
     if operands.bias is not None:
         scores = scores.add_(_part(operands.bias, block).to(scores.dtype), alpha=LOG2E)
@@ -125,7 +135,13 @@ def _scratch_products(operands: BlockOperands, name: str, rows: Any, matrix: Any
     return products(rows, matrix, operands.scratch.part(name, batch * heads, group * height, matrix.shape[3]))
 
 
-def _tanh(values: Any, cap: float) -> Any:
+def factor_of(spec: AttentionSpec) -> float:
+    """Returns the factor of the queries: the scale, for exp2; with a softcap also what ``hyperbolic_tangent`` takes."""
+    cap = spec.softcap
+    return spec.scale * LOG2E if cap is None else 2.0 * LOG2E * spec.scale / cap  # type: ignore[operator]
+
+
+def hyperbolic_tangent(values: Any, cap: float) -> Any:
     """Returns the hyperbolic tangent of ``values * ln(2) / 2`` and overwrites the values; see SMALL_CAP."""
     import torch
 

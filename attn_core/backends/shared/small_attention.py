@@ -1,0 +1,60 @@
+"""The forward of a call with few scores on a CPU, as one block with less Python around the arithmetic.
+
+Such a call takes as long as its operations and their Python, so a softcapped call of a few tokens is twice as fast.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from attn_core.backends.shared.block_attention import LOG2E, factor_of, hyperbolic_tangent, softmax
+from attn_core.backends.shared.contained_sums import products, sum_over_keys
+from attn_core.call.masks import band
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Inputs
+
+MOST_SCORES = 2**17
+"""The most scores of a call, all heads and rows together: 512 KiB in float32, which stay in a processor's cache."""
+
+
+@lru_cache(maxsize=4096)
+def fits(spec: AttentionSpec) -> bool:
+    """Returns whether ``forward`` runs a call: few scores, no row without keys, no extras but a softcap and a band."""
+    tables = (spec.mask_shape, spec.bias_shape, spec.alibi_shape)
+    extras = spec.packed or spec.sinks or spec.dropout or any(shape is not None for shape in tables)
+    if extras or spec.dtype == "float64":
+        return False
+    scores = spec.batch * spec.num_heads * spec.q_len * spec.kv_len
+    return scores <= MOST_SCORES and not band(spec).empties_a_row(spec.q_len, spec.kv_len)
+
+
+def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+    """Returns (out, lse) of a call that ``fits``, with the arithmetic of ``forward_block``. Called without autograd."""
+    import torch
+
+    q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])  # [batch, heads, len, dim]
+    if q.dtype != torch.float32:
+        q, k, v = q.float(), k.float(), v.float()
+    q = (q * factor_of(spec)).unflatten(1, (spec.num_kv_heads, spec.group_size))
+    scores, hidden = products(q, k.mT), _hidden(spec)
+    if spec.softcap is not None:
+        scores = hyperbolic_tangent(scores, spec.softcap).mul_(spec.softcap * LOG2E)
+    if hidden is not None:
+        scores = scores.masked_fill_(hidden, -torch.inf)
+    weights, total, lse = softmax(scores, scores.amax(dim=-1, keepdim=True), None)
+    out = sum_over_keys(weights, v, hidden).div_(total).flatten(1, 2).transpose(1, 2)
+    out = out if q.dtype == inputs.q.dtype else out.to(inputs.q.dtype)
+    return out.contiguous(), lse.view(spec.lse_shape)
+
+
+@lru_cache(maxsize=64)
+def _hidden(spec: AttentionSpec) -> Any:
+    """Returns which keys the band hides, bool ``[1, 1, 1, q_len, kv_len]``; None if it hides none."""
+    import torch
+
+    edge = band(spec)
+    if edge.hides_nothing(spec.q_len, spec.kv_len):
+        return None
+    with torch.inference_mode(False):  # the tensor serves later calls outside of inference mode
+        return ~edge.contains(torch.arange(spec.q_len)[:, None], torch.arange(spec.kv_len))[None, None, None]

@@ -1,0 +1,121 @@
+"""Tests calls of few scores in one piece: beside the float64 reference, with NaN in hidden keys, and their limits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+from oracle_cases import make
+
+from attn_core import AttentionSpec
+from attn_core.backends.math import backend as math
+from attn_core.backends.shared import plain_attention, small_attention
+from attn_core.call.tensors import Inputs
+from attn_core.correctness import accuracy
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "equal heads": {"num_kv_heads": 9},
+    "one kv head": {"num_kv_heads": 1},
+    "one query": {"q_len": 1, "causal": True},
+    "one key": {"kv_len": 1},
+    "causal": {"causal": True},
+    "causal top_left": {"causal": True, "alignment": "top_left"},
+    "window": {"window": (2, 1)},
+    "window to the right": {"window": (None, 1)},
+    "softcap": {"softcap": 0.9},
+    "softcap, causal window": {"softcap": 1.5, "causal": True, "window": (3, 0)},
+    "large softcap": {"scale": 0.7, "softcap": 200.0},
+}
+
+
+def tensors(inputs: Inputs, dtype: str) -> Inputs:
+    return Inputs(*(torch.from_numpy(np.asarray(inputs[place])).to(getattr(torch, dtype)) for place in range(3)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("case", CASES)
+def test_one_piece_matches_the_reference(case: str, dtype: str) -> None:
+    made = make(CASES[case], dtype)
+    assert small_attention.fits(made.spec)
+    out, lse = small_attention.forward(made.spec, tensors(made.inputs, dtype))
+    assert out.shape == made.spec.out_shape and out.is_contiguous() and lse.shape == made.spec.lse_shape
+    verdict = accuracy.expect(made.spec, made.inputs).judge(out=out.double().numpy(), lse=lse.numpy())
+    assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize("fault", ["window", "softcap", "scale"])
+def test_the_comparison_finds_planted_faults(fault: str) -> None:
+    made = make({"softcap": 1.5, "causal": True, "window": (3, 0)}, "float32")
+    wrong = {"window": (2, 0), "softcap": 1.6, "scale": 1.01 * made.spec.scale}[fault]
+    out, _ = small_attention.forward(replace(made.spec, **{fault: wrong}), tensors(made.inputs, "float32"))
+    assert not accuracy.expect(made.spec, made.inputs).judge(out=out.double().numpy()).ok
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_hidden_key_affects_no_row(value: float) -> None:
+    made = make({"causal": True, "softcap": 2.0, "q_len": 7}, "float32")
+    inputs = tensors(made.inputs, "float32")
+    out, lse = math.forward(made.spec, inputs)
+    for name in ("k", "v"):
+        broken = getattr(inputs, name).clone()
+        broken[:, -1] = value  # the last query alone sees it
+        some, some_lse = math.forward(made.spec, inputs._replace(**{name: broken}))
+        assert torch.equal(some[:, :-1], out[:, :-1]) and torch.equal(some_lse[:, :, :-1], lse[:, :, :-1])
+        if name == "v":
+            assert not some[:, -1].isfinite().any(), "a visible value that is not finite shows in the result"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sinks": True},
+        {"dropout": 0.3},
+        {"mask_shape": (2, 1, 1, 7)},
+        {"bias_shape": (1, 9, 1, 7)},
+        {"alibi_shape": (9,)},
+        {"causal": True, "q_len": 9},
+        {"q_len": 1024, "kv_len": 1024},
+    ],
+    ids=str,
+)
+def test_other_calls_run_in_blocks(fields: dict[str, Any]) -> None:
+    assert not small_attention.fits(make({"q_len": 5, **fields}, "float32").spec)
+
+
+def test_a_spec_of_float64_or_of_documents_runs_in_blocks() -> None:
+    spec: AttentionSpec = make({}, "float32").spec
+    assert small_attention.fits(spec)
+    assert not small_attention.fits(replace(spec, dtype="float64"))
+    assert not small_attention.fits(make({"batch": 1, "documents": 6}, "float32").spec)
+
+
+def test_the_backward_takes_the_results_of_one_piece() -> None:
+    made = make({"causal": True, "softcap": 1.5, "needs_backward": True}, "float32")
+    inputs = tensors(made.inputs, "float32")
+    out, lse = plain_attention.forward(made.spec, inputs)
+    dout = torch.from_numpy(made.dout).float()
+    gradients = math.backward(made.spec, inputs, out, lse, dout, None)
+    expected = accuracy.expect(made.spec, made.inputs, dout=made.dout)
+    parts = type(gradients)(*(None if part is None else part.double().numpy() for part in gradients))
+    verdict = expected.judge(out=out.double().numpy(), lse=lse.numpy(), gradients=parts)
+    assert verdict.ok, verdict
+
+
+def test_the_hidden_keys_of_inference_mode_serve_training() -> None:
+    small_attention._hidden.cache_clear()
+    q = torch.randn(1, 5, 2, 8, requires_grad=True)
+    from torch_frontend import attention
+
+    def call() -> Any:
+        return attention(q, q, q, causal=True, softcap=3.0, backend="math")
+
+    with torch.inference_mode():
+        expected = call()
+    out = call()
+    out.sum().backward()
+    assert torch.equal(out, expected) and q.grad is not None
