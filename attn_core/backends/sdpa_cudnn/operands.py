@@ -52,7 +52,7 @@ def _strides_of_results(shape: Any, strides: Any, width: int, device: Any) -> tu
 
     if width == shape[3]:
         # On the CPU, because a meta tensor has other strides along axes of size 1.
-        like: tuple[int, ...] = torch.empty_like(torch.empty_strided(shape, strides)).stride()
+        like: tuple[int, ...] = torch.empty_like(torch.empty_strided(shape, strides, device="cpu")).stride()
         return like
     return _dense((*shape[:3], width), _filled(_inner_first(strides), device))
 

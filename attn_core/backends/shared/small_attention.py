@@ -57,4 +57,5 @@ def _hidden(spec: AttentionSpec) -> Any:
     if edge.hides_nothing(spec.q_len, spec.kv_len):
         return None
     with torch.inference_mode(False):  # the tensor serves later calls outside of inference mode
-        return ~edge.contains(torch.arange(spec.q_len)[:, None], torch.arange(spec.kv_len))[None, None, None]
+        rows, columns = (torch.arange(length, device="cpu") for length in (spec.q_len, spec.kv_len))
+        return ~edge.contains(rows[:, None], columns)[None, None, None]
