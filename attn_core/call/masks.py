@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,6 +55,17 @@ class Band(NamedTuple):
 
 def band(spec: AttentionSpec, q_len: int | None = None, kv_len: int | None = None) -> Band:
     """Returns the band of a spec, or of one of its documents if that document's lengths are passed."""
+    if q_len is None and kv_len is None and not spec.symbolic:
+        return _whole_band(spec)
+    return _band(spec, q_len, kv_len)
+
+
+@lru_cache(maxsize=4096)  # the plan of a new call needs it several times
+def _whole_band(spec: AttentionSpec) -> Band:
+    return _band(spec, None, None)
+
+
+def _band(spec: AttentionSpec, q_len: int | None, kv_len: int | None) -> Band:
     left, right = spec.window
     if spec.causal:  # causal is a window that ends at the diagonal
         right = 0 if right is None else min(right, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
 
 from attn_core.call.options import Alignment, Options, check_options
@@ -103,11 +103,12 @@ class AttentionSpec:
     ) -> AttentionSpec:
         """Returns the same call of other sizes, for a call without packed documents and without slopes.
 
-        It is several times as fast as a new spec because it checks nothing: the caller must have compared the shapes.
+        It is several times as fast as a new spec because it checks nothing: the sizes must be numbers, and the caller
+        must have compared the shapes.
         """
         spec = object.__new__(AttentionSpec)
         tables = {"mask_shape": mask_shape and tuple(mask_shape), "bias_shape": bias_shape and tuple(bias_shape)}
-        spec.__dict__.update(self.__dict__, batch=batch, q_len=q_len, kv_len=kv_len, **tables)
+        spec.__dict__.update(self.__dict__, batch=batch, q_len=q_len, kv_len=kv_len, symbolic=False, **tables)
         spec.__dict__["_hash"] = hash(_values_of(spec))
         return spec
 
@@ -116,7 +117,7 @@ class AttentionSpec:
         """Whether the row holds packed documents, separated by cumulative lengths."""
         return self.documents is not None
 
-    @property
+    @cached_property
     def symbolic(self) -> bool:
         """Whether a size is a symbol: a dimension that ``jax.export`` leaves open."""
         return not all(map(is_number, (self.batch, self.q_len, self.kv_len, self.documents or 0)))
