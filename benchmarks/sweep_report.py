@@ -29,6 +29,14 @@ CAPTIONS = {
 
 OLDER = """The host's part of a call changes with every version. A call of an older sweep says nothing about the host,
 and counts only if the device decided its best time.
+
+The features and settings of the models were chosen with a look at these calls. `sweep-sm90-h100.md` judges the same
+models on another GPU, with calls that nothing was chosen by.
+"""
+
+OTHER_GPU = """Automatic choice on this GPU follows the package's table, which was fitted to another GPU and to none of
+these calls. The rows that begin with "the package's table" show its cost; the comparison with F.sdpa, too, is of its
+choice.
 """
 
 
@@ -45,8 +53,13 @@ def write_report(raw: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def stem_of(raw: dict[str, Any]) -> str:
-    """Returns the name of the page and the start of its plots' names."""
-    return f"sweep-{raw['device']}" if raw["framework"] == "torch" else f"sweep-{raw['framework']}-{raw['device']}"
+    """Returns the name of the page and the start of its plots' names, such as sweep-sm90.
+
+    If another GPU's table decides, the GPU's own name follows: sweep-sm90-h100.
+    """
+    framework = "" if raw["framework"] == "torch" else f"{raw['framework']}-"
+    own = f"-{raw['device_name'].split()[1].lower()}" if "table" in raw else ""
+    return f"sweep-{framework}{raw['device']}{own}"
 
 
 def page(fitting: Fitting, pictures: Sequence[str] = ()) -> str:
@@ -67,6 +80,7 @@ def page(fitting: Fitting, pictures: Sequence[str] = ()) -> str:
         "cuDNN for decoding without a mask, where every number of keys needs a plan of its own (NEW_LENGTH in "
         "selection/preference.py).\n",
         *([OLDER] if "sweeps" in raw else []),
+        *([OTHER_GPU] if "table" in raw else []),
         "## Regret of automatic choice\n",
         regret_table(fitting),
         "## Errors of the predicted times\n",

@@ -26,7 +26,7 @@ from attn_core.selection.cross_validation import Fitting
 from attn_core.selection.random_calls import random_calls
 from attn_core.selection.regret import GOALS, TORCH_ALONE, fastest_round, regrets, right_times, static_order, summary
 from attn_core.selection.sweep import QUICK, SweepCase
-from attn_core.selection.sweeps import regrets_of_new_sweeps
+from attn_core.selection.sweeps import regrets_of_new_sweeps, regrets_of_table
 
 WRITE_EVERY = 5.0
 """Seconds between two writes of the raw file; a run that is killed loses the cases since the last write."""
@@ -164,6 +164,8 @@ def regret_table(fitting: Fitting) -> str:
         kinds["predicted order, unseen calls, torch alone"] = fitting.regrets(TORCH_ALONE)
     # Several sweeps: models that saw no call of a sweep choose for it.
     for alone, only in {"": None, ", torch alone": TORCH_ALONE}.items():
+        if chosen := regrets_of_table(fitting, only):
+            kinds[f"the package's table, fitted to {raw['table']}{alone}"] = chosen
         for date, chosen in regrets_of_new_sweeps(fitting, only).items():
             kinds[f"predicted order, sweep of {date} unseen{alone}"] = chosen
     kinds["static order"] = regrets(fitting.counted, static_order(raw))
@@ -182,7 +184,8 @@ def _beside(fitting: Fitting) -> list[str]:
     """Returns a table of the speed of automatic choice for unseen calls over the framework's own function."""
     ratios: dict[tuple[str, str], list[tuple[float, str]]] = {}
     left_out = 0
-    for record, regret in zip(fitting.counted, fitting.regrets(), strict=True):
+    # The package's table is what a user of this GPU has.
+    for record, regret in zip(fitting.counted, regrets_of_table(fitting) or fitting.regrets(), strict=True):
         if _may_be_wrong(record):
             left_out += SDPA in record.get("beside", {})
             continue

@@ -6,7 +6,8 @@ For one backend and direction, in microseconds::
 
 ``host`` is the time until the call returns. Each size of the call (``sizes.Sizes``) has a rate. The call's kind
 multiplies the rates by effects: a softcap, say, makes every score slower. The parameters are logarithms, so that rates
-are positive and effects multiply.
+are positive and effects multiply. The effects on the host add up instead: what it does for sinks takes as long whether
+or not documents are packed.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ EFFECTS: dict[str, Callable[[Kind], bool]] = {
     "bias": lambda kind: bool(kind.bias),
     "mask or bias, banded": lambda kind: bool(kind.mask or kind.bias) and kind.band != "full",
     "mask or bias, grouped": lambda kind: bool(kind.mask or kind.bias) and kind.grouped,
+    "ragged mask": lambda kind: kind.ragged,
+    "short": lambda kind: kind.short,
     "float32, grouped": lambda kind: kind.grouped and kind.dtype == "float32",
 }
 """The properties of a kind that change rates."""
@@ -53,10 +56,10 @@ RATES = ("host", *Sizes._fields)
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "host": ("host",),
-    "constant": ("constant", "tiles", "search"),
+    "constant": ("constant", "tiles", "key_tiles", "search", "blocks"),
     "compute": (
         *("fine_work", "work", "waves", "coarse_waves", "grouped_work", "grouped_waves", "chain"),
-        *("steps", "grouped_steps", "key_waves", "key_chain", "key_steps", "rectangle", "scores", "unsplit"),
+        *("steps", "grouped_steps", "key_waves", "key_chain", "key_steps", "rectangle", "scores", "unsplit", "across"),
     ),
     "memory": ("memory", "query_memory", "padded_memory", "expanded_memory"),
     "masks": ("mask_memory", "dense_scores"),
@@ -72,13 +75,16 @@ FACTORS: tuple[tuple[str, str, tuple[int, ...]], ...] = (
 )
 """The factors of a model: (name of a group or rate, effect, places in RATES that it multiplies)."""
 
+LEAST_HOST = 0.25
+"""The least host time of a kind, as a share of the host's rate, however many effects make it shorter."""
+
 
 class Model(NamedTuple):
     """The fitted parameters of one backend in one direction.
 
     Attributes:
         rates: the logarithms of RATES, for a call without any of EFFECTS.
-        factors: the logarithms of FACTORS.
+        factors: the logarithms of FACTORS. A factor of the host says what one effect alone would multiply it by.
         error: the root mean square error of log time over calls that the fit did not see.
     """
 
@@ -103,9 +109,17 @@ class Models:
 
     def of_kind(self, kind: Kind) -> list[list[float]]:
         """Returns each model's rates for a kind of call, in microseconds, in the order of RATES."""
-        present = [place for place, applies in enumerate(_APPLIES) if applies(kind)]
-        rates: list[list[float]] = np.exp(self._base + self._effects[present].sum(0)).tolist()
+        effects = self._effects[[place for place, applies in enumerate(_APPLIES) if applies(kind)]]
+        logarithms = self._base + effects.sum(0)
+        logarithms[:, 0] = self._base[:, 0] + np.log(host_multiple(effects[:, :, 0].T))
+        rates: list[list[float]] = np.exp(logarithms).tolist()
         return rates
+
+
+def host_multiple(factors: np.ndarray) -> np.ndarray:
+    """Returns how many times the host's rate the host takes, by the logarithms of its factors along the last axis."""
+    multiple: np.ndarray = np.maximum(LEAST_HOST, 1.0 + np.expm1(factors).sum(-1))
+    return multiple
 
 
 _APPLIES = tuple(EFFECTS.values())

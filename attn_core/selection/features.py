@@ -13,6 +13,9 @@ from attn_core.call.spec import AttentionSpec
 FEW_QUERIES = 16
 """A row with at most this many queries is decoding: its speed depends on splitting the keys, not on tiling queries."""
 
+SHORT = 64
+"""A row with at most this many queries fills no tile: kernels differ in how they split its keys among processors."""
+
 WIDTHS = (32, 64, 96, 128, 192, 256)
 """The widths that kernels are compiled for; a head_dim belongs to the first that is not smaller."""
 
@@ -34,6 +37,8 @@ class Kind(NamedTuple):
         one_query: whether each row of a call without packed documents has one query.
         grouped, softcap, alibi, sinks, packed: whether the call has the feature.
         mask, bias: "" for none, "keys" if all queries share one row of it, else "scores".
+        ragged: whether the rows of a mask or bias have no whole eights of keys, so that some kernels need a copy.
+        short: whether each row, or each packed document, has more than FEW_QUERIES and at most SHORT queries.
     """
 
     training: bool
@@ -51,6 +56,8 @@ class Kind(NamedTuple):
     packed: bool
     mask: str
     bias: str
+    ragged: bool
+    short: bool
 
 
 def kind_of_call(spec: AttentionSpec) -> Kind:
@@ -74,7 +81,14 @@ def kind_of_call(spec: AttentionSpec) -> Kind:
         spec.documents is not None,
         _rows(spec.mask_shape),
         _rows(spec.bias_shape),
+        is_ragged(spec),
+        FEW_QUERIES < queries <= SHORT,
     )
+
+
+def is_ragged(spec: AttentionSpec) -> bool:
+    """Returns whether the rows of a call's mask or bias have no whole eights of keys."""
+    return spec.kv_len % 8 != 0 and not (spec.mask_shape is None and spec.bias_shape is None)
 
 
 def longest(spec: AttentionSpec) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from attn_core.selection.cost_model import EFFECTS, FACTORS, RATES, Model
+from attn_core.selection.cost_model import EFFECTS, FACTORS, LEAST_HOST, RATES, Model, host_multiple
 from attn_core.selection.features import Kind
 from attn_core.selection.sizes import Sizes
 
@@ -128,6 +128,7 @@ class _Problem:
         self.reach = np.zeros((len(FACTORS), len(RATES)))
         for number, (_, _, places) in enumerate(FACTORS):
             self.reach[number, list(places)] = 1.0
+        self.of_host = np.flatnonzero(self.reach[:, 0])  # the factors that multiply the host's rate
 
     def center(self, start: Model | None) -> np.ndarray:
         if start is not None:
@@ -149,7 +150,23 @@ class _Problem:
         """Returns each sample's microseconds by size, and its host's."""
         logs = parameters[: len(RATES)] + (self.present * parameters[len(RATES) :]) @ self.reach
         logs = np.clip(logs, -30, 30)
-        return np.exp(logs[:, 1:]) * self.sizes, np.exp(logs[:, 0]) * self.slowness
+        host = math.exp(min(30.0, max(-30.0, parameters[0]))) * host_multiple(self._host_factors(parameters))
+        return np.exp(logs[:, 1:]) * self.sizes, host * self.slowness
+
+    def _host_factors(self, parameters: np.ndarray) -> np.ndarray:
+        """Returns the logarithms of the host's factors for each sample, 0 for an effect that it does not have."""
+        factors: np.ndarray = self.present[:, self.of_host] * parameters[len(RATES) + self.of_host]
+        return factors
+
+    def _host_slopes(self, parameters: np.ndarray) -> np.ndarray:
+        """Returns the derivatives of each sample's log host time by the parameters."""
+        factors = self._host_factors(parameters)
+        multiple = host_multiple(factors)[:, None]
+        slopes = np.zeros((len(self.sizes), len(parameters)))
+        slopes[:, 0] = 1.0
+        changing = self.present[:, self.of_host] * (multiple > LEAST_HOST)
+        slopes[:, len(RATES) + self.of_host] = changing * np.exp(factors) / multiple
+        return slopes
 
     def _errors(self, parameters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         parts, host = self._parts(parameters)
@@ -167,23 +184,23 @@ class _Problem:
         parts, host = self._parts(parameters)
         device = parts.sum(1)
         bound = host > device
-        # The derivative of log time by the logarithm of each rate: the rate's share of the time.
+        # The derivative of log time by the logarithm of each size's rate: the rate's share of the time.
         shares = np.where(bound[:, None], 0.0, parts / device[:, None])
-        by_rate = np.concatenate([bound[:, None].astype(float), shares], axis=1)
+        host_slopes = self._host_slopes(parameters)
         time, hosts = self._errors(parameters)
-        jacobian = self._jacobian(by_rate)
+        jacobian = self._jacobian(shares) + bound[:, None] * host_slopes
         weight = self.weights * _weight(time / noise) / noise**2
-        only_host = np.zeros_like(by_rate)
-        only_host[:, 0] = self.known
-        of_host = self._jacobian(only_host)
+        of_host = self.known[:, None] * host_slopes
         weight_host = self.host_weights * _weight(hosts / noise) / noise**2
         pull = 1.0 / self.spread**2
         gradient = jacobian.T @ (weight * time) + of_host.T @ (weight_host * hosts) + pull * (parameters - center)
         curvature = (jacobian.T * weight) @ jacobian + (of_host.T * weight_host) @ of_host + np.diag(pull)
         return gradient, curvature
 
-    def _jacobian(self, by_rate: np.ndarray) -> np.ndarray:
-        return np.concatenate([by_rate, (by_rate @ self.reach.T) * self.present], axis=1)
+    def _jacobian(self, shares: np.ndarray) -> np.ndarray:
+        """Returns the derivatives by all parameters from those by the logarithm of each size's rate."""
+        nothing = np.zeros((len(shares), 1))  # for the host's rate
+        return np.concatenate([nothing, shares, (shares @ self.reach[:, 1:].T) * self.present], axis=1)
 
 
 def _robust(errors: np.ndarray) -> np.ndarray:

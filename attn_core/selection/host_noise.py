@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from attn_core.selection.cost_model import EFFECTS
+from attn_core.selection.cost_model import EFFECTS, LEAST_HOST
 from attn_core.selection.features import Kind
 
 FEWEST_HOSTS = 12
@@ -20,7 +20,7 @@ PASSES = 8
 """How often slowness and the effects of kinds are estimated in turns."""
 
 ERROR, EFFECT_WEIGHT = 0.15, 0.05
-"""The error of a host's log time, and how strongly effects stay near 0."""
+"""The error of a host's log time, and how strongly effects stay near 0, in medians of the time."""
 
 
 def slowness(kinds: Sequence[Kind], hosts: Sequence[Mapping[str, float]]) -> list[float]:
@@ -46,10 +46,14 @@ def slowness(kinds: Sequence[Kind], hosts: Sequence[Mapping[str, float]]) -> lis
 
 
 def _explained(effects: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Returns what a robust linear fit of log times to the effects predicts."""
+    """Returns the log times that a robust fit predicts in which the effects of a kind add to the time."""
     weights, penalty = np.ones(len(times)), np.diag([1e-6] + [EFFECT_WEIGHT] * (effects.shape[1] - 1))
+    level = np.median(times)
+    hosts = np.exp(times - level)
     for _ in range(4):
-        weighted = effects.T * weights
-        predicted: np.ndarray = effects @ np.linalg.solve(weighted @ effects + penalty, weighted @ times)
+        # Errors count in proportion to the time, as they do in the fit of a model.
+        weighted = effects.T * (weights / hosts**2)
+        fitted = effects @ np.linalg.solve(weighted @ effects + penalty, weighted @ hosts)
+        predicted: np.ndarray = level + np.log(np.maximum(fitted, LEAST_HOST))
         weights = 1.0 / (1.0 + ((times - predicted) / ERROR) ** 2)
     return predicted

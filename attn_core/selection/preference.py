@@ -20,7 +20,7 @@ from attn_core import backends
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection import jax_on_cpu
 from attn_core.selection.cost_model import Models
-from attn_core.selection.features import FEW_QUERIES, Kind, kind_of_call
+from attn_core.selection.features import FEW_QUERIES, Kind, is_ragged, kind_of_call
 from attn_core.selection.sizes import Sizes, sizes_of_call
 from attn_core.selection.tables import Table, table_in_force
 
@@ -96,6 +96,8 @@ def _of_round_lengths(spec: AttentionSpec) -> AttentionSpec:
     if spec.documents is not None or spec.alibi_shape is not None or spec.symbolic:
         return spec
     q_len, kv_len = _round_up(spec.q_len), _round_up(spec.kv_len)
+    if is_ragged(spec) and kv_len % 8 == 0:
+        kv_len -= 1  # so that it is of the same kind
     if q_len == spec.q_len and kv_len == spec.kv_len:
         return spec
     mask_shape, bias_shape = (

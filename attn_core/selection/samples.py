@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from attn_core.selection.features import kind_of_call
 from attn_core.selection.fit import HOST_DECIDES, Sample
 from attn_core.selection.host_noise import slowness
+from attn_core.selection.preference import BEHIND
 from attn_core.selection.regret import TORCH_ALONE, Record, record_spec, right_times
 from attn_core.selection.sizes import sizes_of_call
 
@@ -24,6 +25,9 @@ LEAST_WEIGHT, HALF_WEIGHT = 0.05, 2.0
 
 WITHOUT_MODEL = ("xformers",)
 """Backends that launch the kernels of others and are never faster. Without a model they rank after fast backends."""
+
+BY_BLOCKS = ("math",)
+"""Backends whose host takes longer for each block of queries. So the sizes of a call explain its time, not its kind."""
 
 Samples = dict[tuple[bool, str], dict[int, Sample]]
 """By direction and backend the samples, each under the position of its record."""
@@ -47,7 +51,7 @@ def samples_of(
         sizes = sizes_of_call(spec, tile, processors)
         for name, time in times.items():
             if name in candidates and name not in WITHOUT_MODEL:
-                known = hosts[place].get(name, 0.0)
+                known = 0.0 if name in BY_BLOCKS else hosts[place].get(name, 0.0)
                 weight = 0.0 if _outdated(record, name) else _weight(name, times)
                 sample = Sample(kinds[place], sizes, time, known, weight, slow[place])
                 result.setdefault((spec.needs_backward, name), {})[place] = sample
@@ -79,9 +83,12 @@ def _hosts(record: Record, device: str) -> dict[str, float]:
 def _weight(name: str, times: Mapping[str, float]) -> float:
     """Returns how much a time counts in a fit: less if the backend is far from the best, so that it is never chosen.
 
-    The best of all backends, or of those that need no package but torch.
+    The best of all backends, or of those that need no package but torch. A backend is never chosen, either, where the
+    one runs that it ranks behind (BEHIND in preference.py).
     """
     weight = LEAST_WEIGHT
+    if BEHIND.get(name) in times:
+        return weight
     for installed in (tuple(times), TORCH_ALONE):
         if name in installed:
             behind = math.log(times[name] / min(times[one] for one in installed if one in times))

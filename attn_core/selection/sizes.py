@@ -22,6 +22,10 @@ FILLED = 1.6
 """Tiles for each processor from which on kernels do not split the keys of a decoding call among processors."""
 
 
+BLOCK = 128
+"""Queries that plain attention computes at a time, one block after another (``plain_attention.QUERY_BLOCK``)."""
+
+
 class Sizes(NamedTuple):
     """How much a call computes and reads, in units that make most rates a few microseconds.
 
@@ -46,6 +50,9 @@ class Sizes(NamedTuple):
         expanded_memory: bytes of keys and values if each query head has its own, for grouped heads (1e8).
         mask_memory: elements of mask and bias (1e7).
         dense_scores: pairs, also hidden ones, if the call has a mask or bias (1e8).
+        blocks: of queries, if all heads and rows of the batch share a block (10).
+        across: pairs, also of different packed documents; 0 without any (1e8).
+        key_tiles: that a backward launches: as many for each row, or packed document, as for the longest (1e4).
     """
 
     constant: float
@@ -72,6 +79,9 @@ class Sizes(NamedTuple):
     expanded_memory: float
     mask_memory: float
     dense_scores: float
+    blocks: float
+    across: float
+    key_tiles: float
 
 
 def sizes_of_call(spec: AttentionSpec, tile: int, processors: int) -> Sizes:
@@ -118,6 +128,7 @@ def sizes_of_call(spec: AttentionSpec, tile: int, processors: int) -> Sizes:
     documents = spec.documents or 1
     launched = heads * documents * -(-longest_q // tile)
     dense = spec.mask_shape is not None or spec.bias_shape is not None
+    rectangle = heads * spec.q_len * spec.kv_len * 1e-8
     byte_width = (2e-8 if spec.dtype in ("bfloat16", "float16") else 4e-8) * width
     memory = byte_width * (heads * tokens + kv_heads * spec.kv_len)
     return Sizes(
@@ -144,7 +155,10 @@ def sizes_of_call(spec: AttentionSpec, tile: int, processors: int) -> Sizes:
         0.0 if spec.head_dim in COMMON_WIDTHS else memory,
         byte_width * heads * spec.kv_len if group > 1 else 0.0,
         (_elements(spec.mask_shape) + _elements(spec.bias_shape)) * 1e-7 if dense else 0.0,
-        heads * spec.q_len * spec.kv_len * 1e-8 if dense else 0.0,
+        rectangle if dense else 0.0,
+        -(-spec.q_len // BLOCK) * 0.1,
+        rectangle if spec.documents else 0.0,
+        heads * documents * -(-longest_k // tile) * 1e-4,
     )
 
 

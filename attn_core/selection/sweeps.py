@@ -1,7 +1,7 @@
-"""Several sweeps of one device as one raw file, and choice for the calls of a sweep by models fitted to the others.
+"""Several sweeps of one device as one raw file, and choice for the calls of a sweep by models that saw none of them.
 
 The merged content has the head of the newest sweep. Each record has the number of its sweep, and ``older`` unless it is
-of the newest one.
+of the newest one. A sweep of another GPU is judged by the package's table as it is.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Any
 from attn_core import backends
 from attn_core.errors import SpecError
 from attn_core.selection.cost_model import microseconds
-from attn_core.selection.cross_validation import Fitting
+from attn_core.selection.cross_validation import Fitting, Models
 from attn_core.selection.features import kind_of_call
 from attn_core.selection.preference import caution, ranking
 from attn_core.selection.regret import Record, Regret, record_spec, regrets, right_times
 from attn_core.selection.sizes import sizes_of_call
+from attn_core.selection.tables import Table
 
 HEAD = ("date", "seconds", "versions")
 """The facts of each sweep that merged content keeps."""
@@ -84,12 +85,39 @@ def regrets_of_new_sweeps(fitting: Fitting, only: Sequence[str] | None = None) -
     return result
 
 
+def with_table_order(raw: dict[str, Any], table: Table) -> dict[str, Any]:
+    """Returns a sweep's content in which each record has the order of a table that was fitted to none of its calls."""
+    kind = backends.kind_of(raw["device"])
+    usual = backends.PREFERENCE.get((raw["framework"], kind), ())
+    cases = [
+        record | {"order_by_table": _order_by(table.models, table.tile, table.processors, usual, record)}
+        for record in raw["cases"]
+    ]
+    return raw | {"table": table.source, "cases": cases}
+
+
+def regrets_of_table(fitting: Fitting, only: Sequence[str] | None = None) -> list[Regret]:
+    """Returns the cost of the choice of the package's table; empty without ``with_table_order``.
+
+    Args:
+        only: the installed backends; None for all that were measured.
+    """
+    if "table" not in fitting.raw:
+        return []
+    return regrets(fitting.counted, lambda record: record["order_by_table"], only)
+
+
 def _order(fitting: Fitting, record: Record) -> list[str]:
-    spec = record_spec(record)
-    kind, sizes = kind_of_call(spec), sizes_of_call(spec, fitting.tile, fitting.processors)
+    usual = backends.PREFERENCE.get((fitting.raw["framework"], fitting.kind), ())
+    return _order_by(fitting.models, fitting.tile, fitting.processors, usual, record)
+
+
+def _order_by(models: Models, tile: int, processors: int, usual: tuple[str, ...], record: Record) -> list[str]:
+    spec, right = record_spec(record), right_times(record)
+    kind, sizes = kind_of_call(spec), sizes_of_call(spec, tile, processors)
     times = {
         name: caution(name, model.error) * microseconds(model, kind, sizes)
-        for name, model in fitting.models[spec.needs_backward].items()
-        if name in right_times(record)
+        for name, model in models[spec.needs_backward].items()
+        if name in right
     }
-    return list(ranking(times, backends.PREFERENCE.get((fitting.raw["framework"], fitting.kind), ())))
+    return list(ranking(times, usual))

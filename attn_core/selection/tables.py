@@ -20,7 +20,7 @@ from typing import Any
 
 from attn_core.selection.cost_model import FACTORS, RATES, Model
 
-FORMAT = 3
+FORMAT = 4
 """Of the tables. A table in another format is not read."""
 
 PACKAGES = (

@@ -11,16 +11,18 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from cost_tables import made_up_model
 
 from attn_core.call.spec import AttentionSpec
-from attn_core.selection.cost_model import EFFECTS, FACTORS, RATES, Model, Models, microseconds
+from attn_core.selection.cost_model import EFFECTS, FACTORS, LEAST_HOST, RATES, Model, Models, microseconds
 from attn_core.selection.cross_validation import Fitting, write_table
 from attn_core.selection.features import kind_of_call
-from attn_core.selection.fit import Sample, fit
+from attn_core.selection.fit import Sample, _Problem, fit
 from attn_core.selection.random_calls import random_calls
 from attn_core.selection.regret import measured_records, record_spec, regrets, right_times, static_order, summary
+from attn_core.selection.samples import LEAST_WEIGHT, samples_of
 from attn_core.selection.sizes import sizes_of_call
 from attn_core.selection.sweep import plain_fields
 from attn_core.selection.tables import table_of
@@ -93,6 +95,35 @@ def test_stacked_models_have_the_rates_of_each_and_its_factor() -> None:
     for factor, model, rates in zip((1.0, 2.0, 3.0), TRUTH.values(), stacked, strict=True):
         (alone,) = Models([model], [1.0]).of_kind(kind)
         assert rates == pytest.approx([factor * rate for rate in alone])
+
+
+def test_effects_on_the_host_add_up() -> None:
+    def host(**logarithms: float) -> float:
+        named = {name.replace("_", " "): value for name, value in logarithms.items()}
+        factors = tuple(named.get(name, 0.0) if group == "host" else 0.0 for group, name, _ in FACTORS)
+        model = made_up_model(20.0)._replace(factors=factors)
+        return microseconds(model, kind_of_call(replace(SPEC, softcap=1.0, sinks=True)), sizes)
+
+    sizes = sizes_of_call(SPEC, 128, 132)
+    assert host(softcap=math.log(4)) == pytest.approx(80)
+    assert host(softcap=math.log(4), sinks=math.log(3), packed=9.0) == pytest.approx(20 * (1 + 3 + 2))
+    assert host(softcap=-3.0, sinks=-3.0) == pytest.approx(20 * LEAST_HOST)
+
+
+def test_the_slopes_of_a_fit_are_those_of_its_loss() -> None:
+    random, samples = np.random.default_rng(0), []
+    for case in islice(random_calls(2, "cuda"), 40):
+        kind, sizes = kind_of_call(case.spec), sizes_of_call(case.spec, 128, 132)
+        times = np.exp(random.normal(4, 1, 2))
+        samples.append(Sample(kind, sizes, float(times.max()), float(times.min()), 1.0, 0.1))
+    problem = _Problem(samples)
+    center = problem.center(None)
+    parameters = center + random.normal(0, 0.1, len(center))
+    gradient, _ = problem.slopes(parameters, center, 0.3)
+    for place in range(0, len(center), 7):
+        step = 1e-5 * np.eye(len(center))[place]
+        higher, lower = (problem.loss(parameters + sign * step, center, 0.3) for sign in (1, -1))
+        assert (higher - lower) / 2e-5 == pytest.approx(2 * gradient[place], rel=1e-3, abs=1e-3)
 
 
 def test_every_effect_applies_to_some_call() -> None:
@@ -208,6 +239,14 @@ def test_a_backend_that_launches_the_kernels_of_others_has_no_model() -> None:
     fitted = Fitting(raw_of(*cases))
     assert all("xformers" not in times for times in fitted.unseen) and "xformers" not in fitted.models[False]
     assert "xformers" in fitted.ranked(fitted.records[0])
+
+
+def test_a_time_counts_little_where_its_backend_is_never_chosen() -> None:
+    cases = [record("alone", SPEC, {"flex": 3.0, "math": 2.0}), record("behind", SPEC, {"flex": 3.0})]
+    cases[1]["backends"]["sdpa_efficient"] = {"median": 2.9, "difference": 0.0}
+    samples = samples_of(cases, ("flex", "math", "sdpa_efficient"), "cuda", 128, 132)
+    weights = [sample.weight for sample in samples[False, "flex"].values()]
+    assert weights[0] > 0.9 and weights[1] == LEAST_WEIGHT
 
 
 def test_a_backend_with_few_measurements_has_no_model() -> None:

@@ -109,6 +109,14 @@ def test_decoding_avoids_a_plan_for_every_number_of_keys() -> None:
         assert predicted(step, "jax", "sm90")["sdpa_cudnn"] < 900
 
 
+@pytest.mark.parametrize(("kv_len", "ragged"), [(8, False), (9, True), (97, True), (1023, True), (11162, True)])
+def test_a_call_of_round_lengths_is_of_the_same_kind(kv_len: int, ragged: bool) -> None:
+    spec = replace(SPEC, q_len=1, kv_len=kv_len, mask_shape=(4, 1, 1, kv_len))
+    rounded = preference._of_round_lengths(spec)
+    assert kind_of_call(rounded) == kind_of_call(spec) and kind_of_call(spec).ragged is ragged
+    assert kv_len <= rounded.kv_len <= kv_len * 17 / 16 and rounded.mask_shape == (4, 1, 1, rounded.kv_len)
+
+
 def test_equal_predictions_keep_the_usual_order() -> None:
     with measured({name: 7.0 for name in reversed(USUAL)}):
         assert order(SPEC, "torch", "sm90") == USUAL
@@ -208,6 +216,7 @@ def test_the_kind_of_a_call() -> None:
         "band": "full",
     }  # the single last query sees all keys
     assert changed(q_len=7) == {"decode": True}
+    assert changed(q_len=17) == changed(q_len=64) == {"short": True} and changed(q_len=65) == {}
     assert changed(causal=False) == {"band": "full"}
     assert changed(window=(100, 0)) == changed(causal=False, window=(3, 4)) == {"band": "window"}
     assert changed(causal=False, window=(5000, 5000)) == {"band": "full"}
@@ -217,6 +226,7 @@ def test_the_kind_of_a_call() -> None:
     assert changed(head_dim=512, value_dim=512) == {"width": 512}
     assert changed(mask_shape=(4, 1, 1, 4096)) == {"mask": "keys"}
     assert changed(bias_shape=(1, 1, 4096, 4096)) == {"bias": "scores"}
+    assert changed(kv_len=4097) == {} and changed(kv_len=4097, mask_shape=(4, 1, 1, 4097))["ragged"]
     packed = {"batch": 1, "documents": 3, "max_len_q": 2048, "max_len_k": 2048}
     assert changed(**packed) == {"packed": True}
     assert kind_of_call(replace(SPEC, q_len=64, kv_len=9000, **packed | {"max_len_q": 1})).decode
@@ -235,6 +245,12 @@ def test_the_sizes_of_a_call() -> None:
     decode = sizes_of_call(replace(SPEC, q_len=1), 128, 132)
     assert decode.work == pytest.approx(4 * decode.grouped_work)  # four query heads share a tile
     assert sizes.query_memory == pytest.approx(sizes.memory * 32 / 40)
+    assert sizes.blocks == pytest.approx(3.2) and sizes.across == 0
+    assert sizes.key_tiles == sizes.tiles == pytest.approx(4 * 32 * 32 * 1e-4)
+    packed = replace(SPEC, batch=1, documents=4, max_len_q=2048, max_len_k=1024)
+    sizes = sizes_of_call(packed, 128, 132)
+    assert sizes.across == pytest.approx(32 * 4096**2 * 1e-8)
+    assert sizes.tiles == 2 * sizes.key_tiles == pytest.approx(32 * 4 * 16 * 1e-4)
 
 
 def test_sizes_count_work_in_whole_tiles() -> None:

@@ -76,11 +76,11 @@ def test_a_table_of_another_device_or_format_is_ignored() -> None:
     assert "it was measured on an abacus, and this is " in warned()
     table_in_force.cache_clear()
     write(format=1)
-    assert "its format is 1, not 3" in warned()
+    assert "its format is 1, not 4" in warned()
 
 
 @pytest.mark.parametrize(
-    "text", ["", "garbage", "[]", "{}", "null", '{"format": 3}', "\x00\xff", '{"format": 3, "models": 3}']
+    "text", ["", "garbage", "[]", "{}", "null", '{"format": 4}', "\x00\xff", '{"format": 4, "models": 3}']
 )
 def test_a_damaged_table_is_ignored(text: str) -> None:
     path = write()
