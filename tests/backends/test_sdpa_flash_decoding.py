@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -46,10 +48,19 @@ NAMES = [
 ]
 
 
+@pytest.fixture(params=[False, True], ids=["no tiles", "tiles"])
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """Both kinds of processor. What was decided for this machine's is forgotten before and after."""
+    monkeypatch.setattr(cpu_kernel, "has_tiles", lambda: request.param)
+    cpu_kernel.forward_op.cache_clear()
+    yield request.param
+    cpu_kernel.forward_op.cache_clear()
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 @pytest.mark.parametrize("name", NAMES)
-def test_decoding_equals_plain_attention(name: str, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+def test_decoding_equals_plain_attention(name: str, heads: int, kv_heads: int, dtype: torch.dtype, tiles: bool) -> None:
     tensors, keywords = operands(heads, kv_heads, dtype), options(name, heads)
     expected, expected_lse = attention(*tensors, **keywords, return_lse=True, backend="math")
     out, lse = attention(*tensors, **keywords, return_lse=True, backend="sdpa_flash")
@@ -59,12 +70,17 @@ def test_decoding_equals_plain_attention(name: str, heads: int, kv_heads: int, d
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dtype", "queries"),
-    [(6, 2, torch.float32, [2, 3]), (6, 2, torch.bfloat16, [2, 3]), (4, 4, torch.bfloat16, [4, 2])],
+    ("heads", "kv_heads", "dtype", "queries", "with_tiles"),
+    [
+        (6, 2, torch.float32, [2, 3], [2, 3]),
+        (6, 2, torch.bfloat16, [2, 3], [6, 1]),
+        (8, 2, torch.bfloat16, [2, 4], [2, 4]),
+        (4, 4, torch.bfloat16, [4, 2], [4, 1]),
+    ],
     ids=str,
 )
 def test_the_kernel_gets_the_heads_of_a_group_as_queries(
-    heads: int, kv_heads: int, dtype: torch.dtype, queries: list[int]
+    heads: int, kv_heads: int, dtype: torch.dtype, queries: list[int], with_tiles: list[int], tiles: bool
 ) -> None:
     shapes = []
 
@@ -81,7 +97,7 @@ def test_the_kernel_gets_the_heads_of_a_group_as_queries(
     tensors = [tensor.transpose(1, 2) for tensor in operands(heads, kv_heads, dtype)]
     with Recorded():
         out, lse = cpu_kernel.forward_op(spec)(*tensors)
-    assert shapes == [[BATCH, *queries, DIM]]
+    assert shapes == [[BATCH, *(with_tiles if tiles else queries), DIM]]
     assert (out.shape, lse.shape) == ((BATCH, heads, 1, DIM), (BATCH, heads, 1))
 
 
@@ -94,9 +110,10 @@ def test_results_without_nan_are_those_without_the_hidden_value(
 ) -> None:
     """Whatever the kernel does with a hidden value, its results are either right or noticed."""
     kernel = cpu_kernel.kernels()[0]
-    for keys, first, last in ((5, 3, 5), (40, 0, 20), (600, 7, 8), (1100, 500, 1100)):
+    cases = ((5, 3, 5), (40, 0, 20), (600, 7, 8), (1100, 500, 1100))
+    for queries, (keys, first, last) in product((1, 3), cases):
         torch.manual_seed(keys)
-        q, k, v = (torch.randn(2, 2, length, DIM, dtype=dtype) for length in (3, keys, keys))
+        q, k, v = (torch.randn(2, 2, length, DIM, dtype=dtype) for length in (queries, keys, keys))
         mask = torch.zeros(1, 1, 1, keys, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
         mask[..., first:last] = -torch.inf
         clean = kernel(q, k, v, 0.0, False, attn_mask=mask)

@@ -4,7 +4,8 @@ The kernel reads a key once for each query head. If each row has one query, the 
 so they can share one reading of the keys.
 
 In bfloat16, torch multiplies a single row by a matrix with a loop that takes several times as long as its product of
-two rows. So a query that has no other head in its group is computed twice.
+two rows. So a query that has no other head in its group is computed twice. A processor with tiles (Intel AMX) is the
+other way round: torch multiplies a few rows in tiles, which must be filled first, and a single row without them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,18 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 from attn_core.call.spec import AttentionSpec
+
+GROUP_FOR_TILES = 4
+"""Query heads of a group from which tiles multiply the group as fast as its heads one by one."""
+
+
+@cache
+def has_tiles() -> bool:
+    """Returns whether torch multiplies bfloat16 in tiles on this processor."""
+    import torch
+
+    supported = getattr(torch.cpu, "_is_amx_tile_supported", None)  # a private name, which a version may lack
+    return bool(supported is not None and supported())
 
 
 @cache
@@ -31,10 +44,11 @@ def forward_op(spec: AttentionSpec, is_causal: bool = False) -> Callable[..., tu
 
     Tensors are ``[batch, heads, seq, dim]``.
     """
-    alone = spec.group_size == 1 and spec.dtype == "bfloat16"
+    tiles = spec.dtype == "bfloat16" and has_tiles()
+    alone = spec.group_size == 1 and spec.dtype == "bfloat16" and not tiles
     # A training call stays as it is: torch saves the kernel's own tensors for the backward.
     plain = spec.q_len != 1 or spec.needs_backward or is_causal
-    if not plain and spec.group_size > 1:
+    if not plain and spec.group_size > 1 and not (tiles and spec.group_size < GROUP_FOR_TILES):
         return _by_group(spec)
     op = run_twice if alone and not plain else kernels()[0]
     return partial(op, dropout_p=0.0, is_causal=is_causal, scale=spec.scale)  # no frame of Python

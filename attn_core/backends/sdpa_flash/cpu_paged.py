@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from attn_core.backends.sdpa_flash import containment
-from attn_core.backends.sdpa_flash.cpu_kernel import kernels, run_twice
+from attn_core.backends.sdpa_flash.cpu_kernel import has_tiles, kernels, run_twice
 from attn_core.backends.shared import rewrites
 from attn_core.backends.shared.paged_as_dense import packed_documents
 from attn_core.call.masks import band
@@ -27,7 +27,7 @@ FEW_TOKENS = 1024
 """So few padded tokens always are one call, because a call of each sequence costs more."""
 
 WORTH_TWO_ROWS = 2048
-"""Elements of a head's keys from which one query is computed twice in bfloat16; see ``cpu_kernel``."""
+"""Elements of a head's keys from which one query is computed twice in bfloat16 without tiles; see ``cpu_kernel``."""
 
 
 def forward(
@@ -57,7 +57,7 @@ def decoder(spec: AttentionSpec, needs_lse: bool) -> Callable[..., tuple[Any, An
     kv_heads, dim, left = spec.num_kv_heads, spec.head_dim, band(spec).left
     slot, grouped, flat = kv_heads * dim, (batch, kv_heads, spec.group_size, dim), (batch, spec.num_heads, dim)
     kernel, scale, dtype, needs_lse = kernels()[0], spec.scale, spec.lse_dtype, needs_lse or spec.sinks
-    alone = spec.group_size == 1 and spec.dtype == "bfloat16"
+    alone = spec.group_size == 1 and spec.dtype == "bfloat16" and not has_tiles()
 
     def run(q: Any, k: Any, v: Any, table: Any, lengths: Any, sinks: Any) -> tuple[Any, Any] | None:
         ends = lengths.tolist()
