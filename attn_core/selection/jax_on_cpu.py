@@ -1,43 +1,35 @@
 """Which calls JAX runs faster on a CPU by XLA's operations (``jax_xla``) than by torch's kernels.
 
-A torch kernel is reached through a callback into Python, which costs tens of microseconds, and XLA cannot overlap it
-with other operations. It wins if it skips work: blocks of scores that stay in the cache, and documents shorter than
-XLA's blocks. The limits follow the calls of ``benchmarks/results/jax_cpu.json``, all of them: no calls were held out.
-``python -m benchmarks.jax_cpu --judge`` compares the choice with the fastest backend of each.
+torch's kernels share the heads of a call among all cores and skip hidden blocks. XLA multiplies the heads' matrices one
+after another, so it is slower from a few heads on: up to nine times on two cores. It wins for calls so small that the
+callback into Python counts, and for small gradients of half precision, for which torch's kernel is slow.
+
+The limits follow random calls on two cores of an Intel Xeon, and ``benchmarks/results/sweep-jax-cpu.json`` judges them
+on other calls. On a single core XLA is faster for more calls; ``attn tune --framework jax`` measures a machine.
 """
 
 from __future__ import annotations
 
-from attn_core.backends.jax_xla.few_queries import FEW_QUERIES
-from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 
-SMALL = {"band": 2**23, "window": 2**19}
-"""Scores (batch * heads * q_len * kv_len) up to which XLA is faster in any case, without a window and with one."""
+TINY_HEADS, TINY_SCORES = 24, 2**12
+"""Heads of all rows, and scores, up to which a call takes as long as the callback into Python."""
 
-LONG_WINDOW = 1024
-"""Queries from which XLA's blocks skip enough outside of a window, in the forward."""
+SMALL_SCORES = 2**18
+"""Scores (batch * heads * q_len * kv_len) up to which XLA is faster than the math backend, which skips blocks."""
 
-MANY_HEADS = 32
-"""Heads of all batch rows from which XLA's blocks of bfloat16 scores no longer fit into a cache."""
-
-SHORT_DOCUMENT, FEW_TOKENS = 128, 64
-"""Torch's kernels win for rows of more than FEW_TOKENS tokens with documents of at most SHORT_DOCUMENT queries."""
+SMALL_GRADIENT = 2**21
+"""The same for gradients of half precision, compared with torch's flash kernel."""
 
 
 def xla_is_faster(spec: AttentionSpec) -> bool:
     """Returns whether ``jax_xla`` comes first for a call with numbers as sizes."""
-    if spec.packed:
-        return spec.q_len <= FEW_TOKENS or (spec.max_len_q or spec.q_len) > SHORT_DOCUMENT
-    extras = (spec.mask_shape, spec.bias_shape, spec.alibi_shape, spec.softcap)
-    if spec.sinks or any(extra is not None for extra in extras) or spec.q_len <= FEW_QUERIES:
-        return True  # torch's kernels need further passes for the extras
     heads = spec.batch * spec.num_heads
     scores = heads * spec.q_len * spec.kv_len
-    edge = band(spec)
-    if edge.left is not None and not edge.hides_nothing(spec.q_len, spec.kv_len):
-        long_forward = spec.q_len > LONG_WINDOW and not spec.needs_backward
-        return long_forward or scores <= SMALL["window"]
-    if spec.dtype in ("bfloat16", "float16") and (spec.needs_backward or heads < MANY_HEADS):
-        return True  # torch's kernel is slow for these, above all its gradient
-    return scores <= SMALL["band"]
+    if heads <= TINY_HEADS and scores <= TINY_SCORES:
+        return True
+    if spec.packed:
+        return False  # XLA computes the pairs of different documents, too
+    if spec.softcap is not None or spec.value_dim != spec.head_dim:  # torch's flash kernel has neither
+        return scores <= SMALL_SCORES
+    return spec.needs_backward and spec.dtype in ("bfloat16", "float16") and scores <= SMALL_GRADIENT
