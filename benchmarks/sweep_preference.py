@@ -6,12 +6,12 @@ The raw times are the file of ``attn bench --json``; the table is
     python -m benchmarks.sweep_preference times.json                                        # shows the regret
     python -m benchmarks.sweep_preference times.json --write attn_core/selection/measured   # also writes the table
     python -m benchmarks.sweep_preference seed0.json seed1.json --together times.json --write FOLDER
-    python -m benchmarks.sweep_preference times.json --judge   # of another GPU: the cost of the package's table there
+    python -m benchmarks.sweep_preference times.json --judge   # another GPU, or a CPU: the package's choice
 
 With ``--write``, times.json gets the predictions for unseen calls, too; ``benchmarks.sweep_report`` shows their errors.
 Several files are fitted together (attn_core/selection/sweeps.py): the newest alone says how long the host takes. The
 regret is then shown for calls that a fit did not see, and for each sweep by models that saw no call of it. ``--judge``
-writes the orders of the package's table into times.json, whose calls the table must not have seen.
+writes the package's orders into times.json, whose calls its table must not have seen.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from attn_core.cli.bench import regret_table
 from attn_core.cli.bench_sweep import read, write
 from attn_core.errors import SpecError
 from attn_core.selection.cross_validation import Fitting, write_table
-from attn_core.selection.sweeps import together, with_orders, with_table_order
-from attn_core.selection.tables import shipped_table
+from attn_core.selection.sweeps import together, with_orders, with_package_order
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -34,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("times", type=Path, nargs="+", help="the raw times, written by attn bench --json")
     parser.add_argument("--together", type=Path, metavar="FILE", help="the raw file of several sweeps, to be written")
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="the folder for the table")
-    parser.add_argument("--judge", action="store_true", help="show what the package's table costs; fits no new one")
+    parser.add_argument("--judge", action="store_true", help="show what the package's choice costs; writes no table")
     options = parser.parse_args(arguments)
     if options.judge and (options.write is not None or len(options.times) > 1):
         parser.error("--judge: expected one file, and no --write")
@@ -46,10 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     # Predictions in the file may come from an earlier version of the models.
     raw = with_orders(raw | {"cases": [record | {"predicted": None} for record in raw["cases"]]})
-    table = shipped_table(raw["framework"], raw["device"]) if options.judge else None
-    if options.judge and table is None:
-        parser.error(f"--judge: the package has no table of {raw['framework']} on {raw['device']}")
-    fitting = Fitting(raw if table is None else with_table_order(raw, table))
+    fitting = Fitting(with_package_order(raw) if options.judge else raw)
     print(regret_table(fitting))
     for regret in sorted(fitting.regrets(), key=lambda regret: -regret.ratio)[:10]:
         print(f"{regret.ratio:.2f} {regret.case}: {regret.chosen} for {regret.best}")

@@ -35,8 +35,13 @@ models on another GPU, with calls that nothing was chosen by.
 """
 
 OTHER_GPU = """Automatic choice on this GPU follows the package's table, which was fitted to another GPU and to none of
-these calls. The rows that begin with "the package's table" show its cost; the comparison with F.sdpa, too, is of its
+these calls. The rows that begin with "the package's order" show its cost; the comparison with F.sdpa, too, is of its
 choice.
+"""
+
+ON_CPU = """Automatic choice on a CPU follows the order in `attn_core.backends`, and in JAX the rule in
+`attn_core/selection/jax_on_cpu.py`. The row that begins with "the package's order" shows its cost; the comparison with
+the framework's own function, too, is of its choice. "Predicted order" is what a table of `attn tune` would choose.
 """
 
 
@@ -58,7 +63,7 @@ def stem_of(raw: dict[str, Any]) -> str:
     If another GPU's table decides, the GPU's own name follows: sweep-sm90-h100.
     """
     framework = "" if raw["framework"] == "torch" else f"{raw['framework']}-"
-    own = f"-{raw['device_name'].split()[1].lower()}" if "table" in raw else ""
+    own = f"-{raw['device_name'].split()[1].lower()}" if "package" in raw and raw["device"] != "cpu" else ""
     return f"sweep-{framework}{raw['device']}{own}"
 
 
@@ -80,7 +85,7 @@ def page(fitting: Fitting, pictures: Sequence[str] = ()) -> str:
         "cuDNN for decoding without a mask, where every number of keys needs a plan of its own (NEW_LENGTH in "
         "selection/preference.py).\n",
         *([OLDER] if "sweeps" in raw else []),
-        *([OTHER_GPU] if "table" in raw else []),
+        *([(ON_CPU if raw["device"] == "cpu" else OTHER_GPU)] if "package" in raw else []),
         "## Regret of automatic choice\n",
         regret_table(fitting),
         "## Errors of the predicted times\n",

@@ -26,7 +26,7 @@ from attn_core.selection.cross_validation import Fitting
 from attn_core.selection.random_calls import random_calls
 from attn_core.selection.regret import GOALS, TORCH_ALONE, fastest_round, regrets, right_times, static_order, summary
 from attn_core.selection.sweep import QUICK, SweepCase
-from attn_core.selection.sweeps import regrets_of_new_sweeps, regrets_of_table
+from attn_core.selection.sweeps import regrets_of_new_sweeps, regrets_of_package
 
 WRITE_EVERY = 5.0
 """Seconds between two writes of the raw file; a run that is killed loses the cases since the last write."""
@@ -164,8 +164,8 @@ def regret_table(fitting: Fitting) -> str:
         kinds["predicted order, unseen calls, torch alone"] = fitting.regrets(TORCH_ALONE)
     # Several sweeps: models that saw no call of a sweep choose for it.
     for alone, only in {"": None, ", torch alone": TORCH_ALONE}.items():
-        if chosen := regrets_of_table(fitting, only):
-            kinds[f"the package's table, fitted to {raw['table']}{alone}"] = chosen
+        if (chosen := regrets_of_package(fitting, only)) and (not alone or backends.kind_of(raw["device"]) == "cuda"):
+            kinds[f"the package's order, {raw['package']}{alone}"] = chosen
         for date, chosen in regrets_of_new_sweeps(fitting, only).items():
             kinds[f"predicted order, sweep of {date} unseen{alone}"] = chosen
     kinds["static order"] = regrets(fitting.counted, static_order(raw))
@@ -182,17 +182,7 @@ def regret_table(fitting: Fitting) -> str:
 
 def _beside(fitting: Fitting) -> list[str]:
     """Returns a table of the speed of automatic choice for unseen calls over the framework's own function."""
-    ratios: dict[tuple[str, str], list[tuple[float, str]]] = {}
-    left_out = 0
-    # The package's table is what a user of this GPU has.
-    for record, regret in zip(fitting.counted, regrets_of_table(fitting) or fitting.regrets(), strict=True):
-        if _may_be_wrong(record):
-            left_out += SDPA in record.get("beside", {})
-            continue
-        for name, entry in record.get("beside", {}).items():
-            if "median" in entry and math.isfinite(regret.ratio):
-                time = right_times(record)[regret.chosen]
-                ratios.setdefault((name, record["direction"]), []).append((fastest_round(entry) / time, record["name"]))
+    ratios, left_out = speeds_beside(fitting)
     if not ratios:
         return []
     lines = ["| beside | direction | calls | geometric mean | below 0.95 | lowest | where |", "|---" * 7 + "|"]
@@ -205,6 +195,27 @@ def _beside(fitting: Fitting) -> list[str]:
         why = f"{SDPA} may run cuDNN, whose gradient is wrong there, so sdpa_cudnn refuses them."
         lines.append(f"{left_out} training calls are left out: {why}")
     return lines
+
+
+def speeds_beside(fitting: Fitting) -> tuple[dict[tuple[str, str], list[tuple[float, str]]], int]:
+    """Returns how many times as fast automatic choice is as the framework's own functions, for unseen calls.
+
+    Returns:
+        By function and direction (times as fast, call); and the number of calls that are left out, because the function
+        may be wrong there.
+    """
+    ratios: dict[tuple[str, str], list[tuple[float, str]]] = {}
+    left_out = 0
+    # The package's order is what a user of this machine has.
+    for record, regret in zip(fitting.counted, regrets_of_package(fitting) or fitting.regrets(), strict=True):
+        if _may_be_wrong(record):
+            left_out += SDPA in record.get("beside", {})
+            continue
+        for name, entry in record.get("beside", {}).items():
+            if "median" in entry and math.isfinite(regret.ratio):
+                time = right_times(record)[regret.chosen]
+                ratios.setdefault((name, record["direction"]), []).append((fastest_round(entry) / time, record["name"]))
+    return ratios, left_out
 
 
 def _may_be_wrong(record: Record) -> bool:

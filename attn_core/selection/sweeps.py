@@ -1,7 +1,7 @@
 """Several sweeps of one device as one raw file, and choice for the calls of a sweep by models that saw none of them.
 
 The merged content has the head of the newest sweep. Each record has the number of its sweep, and ``older`` unless it is
-of the newest one. A sweep of another GPU is judged by the package's table as it is.
+of the newest one. A sweep of another GPU, or of a CPU, is judged by the package's choice as it is.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from typing import Any
 
 from attn_core import backends
 from attn_core.errors import SpecError
+from attn_core.selection import preference
 from attn_core.selection.cost_model import microseconds
 from attn_core.selection.cross_validation import Fitting, Models
 from attn_core.selection.features import kind_of_call
 from attn_core.selection.preference import caution, ranking
 from attn_core.selection.regret import Record, Regret, record_spec, regrets, right_times
 from attn_core.selection.sizes import sizes_of_call
-from attn_core.selection.tables import Table
+from attn_core.selection.tables import shipped_table
 
 HEAD = ("date", "seconds", "versions")
 """The facts of each sweep that merged content keeps."""
@@ -85,26 +86,33 @@ def regrets_of_new_sweeps(fitting: Fitting, only: Sequence[str] | None = None) -
     return result
 
 
-def with_table_order(raw: dict[str, Any], table: Table) -> dict[str, Any]:
-    """Returns a sweep's content in which each record has the order of a table that was fitted to none of its calls."""
-    kind = backends.kind_of(raw["device"])
-    usual = backends.PREFERENCE.get((raw["framework"], kind), ())
-    cases = [
-        record | {"order_by_table": _order_by(table.models, table.tile, table.processors, usual, record)}
-        for record in raw["cases"]
-    ]
-    return raw | {"table": table.source, "cases": cases}
+def with_package_order(raw: dict[str, Any]) -> dict[str, Any]:
+    """Returns a sweep's content in which each record has the package's order, which saw none of its calls.
+
+    That is the order of the shipped table, which was fitted to another GPU, or the one without a table.
+    """
+    framework, device = raw["framework"], raw["device"]
+    usual = backends.PREFERENCE.get((framework, backends.kind_of(device)), ())
+    table = shipped_table(framework, device)
+
+    def order(record: Record) -> list[str]:
+        if table is None:
+            return list(preference.order(record_spec(record), framework, device))
+        return _order_by(table.models, table.tile, table.processors, usual, record)
+
+    cases = [record | {"package_order": order(record)} for record in raw["cases"]]
+    return raw | {"package": "without a table" if table is None else f"fitted to {table.source}", "cases": cases}
 
 
-def regrets_of_table(fitting: Fitting, only: Sequence[str] | None = None) -> list[Regret]:
-    """Returns the cost of the choice of the package's table; empty without ``with_table_order``.
+def regrets_of_package(fitting: Fitting, only: Sequence[str] | None = None) -> list[Regret]:
+    """Returns the cost of the package's choice; empty without ``with_package_order``.
 
     Args:
         only: the installed backends; None for all that were measured.
     """
-    if "table" not in fitting.raw:
+    if "package" not in fitting.raw:
         return []
-    return regrets(fitting.counted, lambda record: record["order_by_table"], only)
+    return regrets(fitting.counted, lambda record: record["package_order"], only)
 
 
 def _order(fitting: Fitting, record: Record) -> list[str]:

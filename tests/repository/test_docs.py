@@ -165,11 +165,15 @@ def test_the_pages_of_results_show_the_stored_results() -> None:
     result = json.loads((RESULTS / "hopper.json").read_text(encoding="utf-8"))
     stale = "stale: run python -m benchmarks.hopper --render benchmarks/results/hopper.json --write"
     assert (RESULTS / "hopper.md").read_text(encoding="utf-8") == hopper_report.page(result), stale
-    raw = read(RESULTS / "sweep-sm90.json")
-    plots = ["sweep-sm90-errors.png", "sweep-sm90-regret.png"]
-    shown = sweep_report.page(Fitting(raw), plots)
-    stale = "stale: run python -m benchmarks.sweep_report benchmarks/results/sweep-sm90.json --write benchmarks/results"
-    assert (RESULTS / "sweep-sm90.md").read_text(encoding="utf-8") == shown, stale
+
+
+@pytest.mark.parametrize("stem", sorted(file.stem for file in RESULTS.glob("sweep-*.json")))
+def test_the_pages_of_sweeps_show_the_stored_results(stem: str) -> None:
+    raw, plots = read(RESULTS / f"{stem}.json"), [f"{stem}-errors.png", f"{stem}-regret.png"]
+    assert sweep_report.stem_of(raw) == stem
+    result = f"benchmarks/results/{stem}.json"
+    stale = f"stale: run python -m benchmarks.sweep_report {result} --write benchmarks/results"
+    assert (RESULTS / f"{stem}.md").read_text(encoding="utf-8") == sweep_report.page(Fitting(raw), plots), stale
     assert all((RESULTS / name).is_file() for name in plots)
 
 

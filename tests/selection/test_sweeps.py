@@ -17,6 +17,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.cli.bench import regret_table
 from attn_core.cli.bench_sweep import read, write
 from attn_core.errors import SpecError
+from attn_core.selection import sweeps
 from attn_core.selection.cost_model import microseconds
 from attn_core.selection.cross_validation import Fitting
 from attn_core.selection.features import kind_of_call
@@ -26,6 +27,7 @@ from attn_core.selection.samples import counts
 from attn_core.selection.sizes import sizes_of_call
 from attn_core.selection.sweep import plain_fields
 from attn_core.selection.sweeps import regrets_of_new_sweeps, together, with_orders, without
+from attn_core.selection.tables import table_of
 from benchmarks import sweep_preference, sweep_report
 
 DATES = ("2020-01-01", "2020-01-02")
@@ -133,3 +135,35 @@ def test_the_scripts_take_several_files(tmp_path: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().out.strip() == page.strip()
     with pytest.raises(SystemExit, match="2"):
         sweep_preference.main([*files, "--write", str(tmp_path)])
+
+
+def test_a_sweep_of_another_gpu_is_judged_by_the_table_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = table_of(Fitting(OLD).table())
+    monkeypatch.setattr(sweeps, "shipped_table", lambda framework, device: table)
+    other = NEW | {"device_name": "NVIDIA H1234 80GB"}
+    assert sweeps.regrets_of_package(Fitting(other)) == []
+    judged = Fitting(sweeps.with_package_order(other))
+    assert judged.raw["package"] == f"fitted to {table.source}"
+    assert sweep_report.stem_of(judged.raw) == "sweep-sm90-h1234"
+    chosen = sweeps.regrets_of_package(judged)
+    assert len(chosen) == len(judged.counted) and summary(chosen)["forward"]["geometric mean"] < 1.1
+    page = sweep_report.page(judged)
+    assert f"| the package's order, fitted to {table.source} | training |" in page
+    assert "none of\nthese calls" in page
+    # A table that prefers the slower backend shows in the figures.
+    swapped = {training: {"flash2": models["flash3"]} for training, models in table.models.items()}
+    table = replace(table, models=swapped)
+    wrong = sweeps.regrets_of_package(Fitting(sweeps.with_package_order(other)))
+    assert summary(wrong)["forward"]["geometric mean"] > 1.2
+
+
+def test_a_sweep_of_a_cpu_is_judged_by_the_order_without_a_table() -> None:
+    names = {"flash3": "sdpa_flash", "flash2": "math"}
+    cases = [
+        record | {"backends": {names[name]: entry for name, entry in record["backends"].items()}}
+        for record in NEW["cases"]
+    ]
+    judged = Fitting(sweeps.with_package_order(NEW | {"device": "cpu", "device_name": "A CPU", "cases": cases}))
+    assert judged.raw["package"] == "without a table" and sweep_report.stem_of(judged.raw) == "sweep-cpu"
+    assert all(record["package_order"] == ["sdpa_flash", "math", "flex"] for record in judged.records)
+    assert "| the package's order, without a table | forward |" in sweep_report.page(judged)
