@@ -52,8 +52,9 @@ def combined(figures: list[Path], junit: list[Path], memcheck: Path | None, swee
     result, *later = (json.loads(path.read_text(encoding="utf-8")) for path in figures)
     result.setdefault("later", [])
     for more in later:
-        versions = result["environment"]["versions"]
-        if any(version not in (None, versions.get(name)) for name, version in more["environment"]["versions"].items()):
+        versions, others = result["environment"]["versions"], more["environment"]["versions"]
+        # The first run may be older than the list of packages.
+        if any(others.get(name) not in (None, version) for name, version in versions.items()):
             raise ValueError(f"{[str(path) for path in figures]}: measured with different versions")
         result["measures"] |= more["measures"]
         result["later"].append({"date": more["environment"]["date"], "measures": list(more["measures"])})

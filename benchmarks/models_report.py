@@ -2,6 +2,7 @@
 
 python -m benchmarks.models_report            # prints the page
 python -m benchmarks.models_report --write    # writes the page and the plots; needs no GPU and no framework
+python -m benchmarks.models_report --merge models-h200.json later.json --write   # first replaces parts of the result
 """
 
 from __future__ import annotations
@@ -24,8 +25,19 @@ def main(arguments: list[str] | None = None) -> None:
     """Prints the page, or writes the page and the plots."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument(
+        "--merge",
+        nargs=2,
+        metavar=("NAME", "LATER"),
+        help="a stored file, and a later run of some parts",
+    )
+    options = parser.parse_args(arguments)
+    if options.merge:
+        first, later = RESULTS / options.merge[0], Path(options.merge[1])
+        both = merged(*(json.loads(file.read_text(encoding="utf-8")) for file in (first, later)))
+        first.write_text(json.dumps(both, indent=1), encoding="utf-8")
     results = stored()
-    if not parser.parse_args(arguments).write:
+    if not options.write:
         print(page(results))
         return
     for name, result in results.items():
@@ -37,6 +49,22 @@ def stored() -> dict[str, dict[str, Any]]:
     """Reads the results by the stem of their file, GPUs first."""
     files = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("models-*.json"))}
     return dict(sorted(files.items(), key=lambda item: item[1]["environment"]["device"] == "CPU"))
+
+
+def merged(first: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """Returns the first result with the groups of a later run in place of its own ones.
+
+    Raises:
+        SystemExit: if the runs differ in the date, the device or a version, because the page names one of each.
+    """
+    one, other = first["environment"], later["environment"]
+    if one["device"] != "CPU":  # the host's number of threads does not matter to a GPU
+        other = other | {"threads": one["threads"]}
+    if one != other:
+        raise SystemExit(f"--merge: the runs differ: {one}, {other}")
+    generated = {title_of(group): group for group in (*first["generate"], *later["generate"])}
+    trained = {(group["family"], group["mode"]): group for group in (*first["models"], *later["models"])}
+    return first | {"generate": list(generated.values()), "models": list(trained.values())}
 
 
 def steps(result: dict[str, Any]) -> list[tuple[str, Group]]:
