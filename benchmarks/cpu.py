@@ -37,14 +37,22 @@ MIB = 2**20
 
 
 def import_time() -> list[dict[str, Any]]:
-    """Measures the milliseconds of ``import attn_core`` in a fresh process, numpy included."""
-    script = "import time; began = time.perf_counter(); import attn_core; print(time.perf_counter() - began)"
-    runs = [
-        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True) for _ in range(7)
-    ]
-    seconds = {"import attn_core": [float(run.stdout) for run in runs]}
-    value = medians(seconds)["import attn_core"] * 1e3
-    return [_figure("import attn_core in a fresh process", "milliseconds", value, 150.0, "<=", seconds)]
+    """Measures imports in fresh processes: attn_core with numpy, and each frontend after its framework."""
+    collected = []
+    for after, name, limit in (
+        ("sys", "attn_core", 150.0),
+        ("torch", "torch_frontend", 150.0),
+        ("jax", "jax_frontend", 200.0),
+    ):
+        script = f"import time, {after}; began = time.perf_counter(); import {name}; print(time.perf_counter() - began)"
+        runs = [
+            subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True) for _ in range(7)
+        ]
+        seconds = {f"import {name}": [float(run.stdout) for run in runs]}
+        value = medians(seconds)[f"import {name}"] * 1e3
+        where = "in a fresh process" if after == "sys" else f"after import {after}"
+        collected.append(_figure(f"import {name} {where}", "milliseconds", value, limit, "<=", seconds))
+    return collected
 
 
 def torch_overhead() -> list[dict[str, Any]]:
@@ -56,7 +64,23 @@ def torch_overhead() -> list[dict[str, Any]]:
             extra = median_difference(seconds, "attention", "torch") * 1e6
             limit = {"no gradient": 8.0, "forward, gradient recorded": 13.0}.get(mode)
             collected.append(_figure(f"torch call, {mode}", "microseconds above torch", extra, limit, "<=", seconds))
+        seconds = side_by_side(_beside_the_kernel(), calls=2000, rounds=25)
+        extra = median_difference(seconds, "attention", "kernel") * 1e6
+        name = "torch call, no gradient, on the same tensors"
+        collected.append(_figure(name, "microseconds above the kernel's op", extra, 6.0, "<=", seconds))
     return collected
+
+
+def _beside_the_kernel() -> dict[str, Callable[[], Any]]:
+    """Returns attention() and the op in which it ends, both on tensors in the layout of attention()."""
+    rows = [torch.randn(TINY) for _ in range(3)]
+    kernel, scale = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, TINY[3] ** -0.5
+
+    def bare() -> Any:
+        views = (tensor.transpose(1, 2) for tensor in rows)
+        return kernel(*views, 0.0, True, scale=scale)[0].transpose(1, 2)
+
+    return {"kernel": bare, "attention": lambda: torch_frontend.attention(*rows, causal=True)}
 
 
 @contextmanager

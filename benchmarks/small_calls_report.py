@@ -18,12 +18,17 @@ def stored() -> dict[str, dict[str, Any]]:
 
 def section(result: dict[str, Any]) -> str:
     """Returns the heading, the versions and the tables of one device."""
+    return f"{measured_on(result)}\n\n{tables(result)}"
+
+
+def measured_on(result: dict[str, Any]) -> str:
+    """Returns the date, the device and the versions of a result as a sentence."""
     environment = result["environment"]
     device = environment["processor"] if result["device"] == "cpu" else result["device"]
     versions = {"Python": environment["python"], **environment["versions"]}
     shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     dtype = result["dtype"].removeprefix("torch.")
-    return f"Measured on {environment['date']}: {device}, {dtype}, {shown}.\n\n{tables(result)}"
+    return f"Measured on {environment['date']}: {device}, {dtype}, {shown}."
 
 
 def tables(result: dict[str, Any]) -> str:
