@@ -24,7 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one query": {"q_len": 1, "causal": True},
     "one key": {"kv_len": 1},
     "causal": {"causal": True},
-    "causal top_left": {"causal": True, "alignment": "top_left"},
+    "causal top_left": {"causal": True, "alignment": "top_left", "kv_len": 5},
     "window": {"window": (2, 1)},
     "window to the right": {"window": (None, 1)},
     "softcap": {"softcap": 0.9},
@@ -46,6 +46,17 @@ def test_one_piece_matches_the_reference(case: str, dtype: str) -> None:
     assert out.shape == made.spec.out_shape and out.is_contiguous() and lse.shape == made.spec.lse_shape
     verdict = accuracy.expect(made.spec, made.inputs).judge(out=out.double().numpy(), lse=lse.numpy())
     assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES)
+def test_one_piece_has_the_bits_of_blocks(case: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make(CASES[case], dtype)
+    inputs = tensors(made.inputs, dtype)
+    out, lse = small_attention.forward(made.spec, inputs)
+    monkeypatch.setattr(small_attention, "fits", lambda spec: False)
+    expected, expected_lse = plain_attention.forward(made.spec, inputs)
+    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
 
 
 @pytest.mark.parametrize("fault", ["window", "softcap", "scale"])
@@ -79,7 +90,10 @@ def test_a_hidden_key_affects_no_row(value: float) -> None:
         {"bias_shape": (1, 9, 1, 7)},
         {"alibi_shape": (9,)},
         {"causal": True, "q_len": 9},
+        {"causal": True, "alignment": "top_left"},  # no query sees the last keys
         {"q_len": 1024, "kv_len": 1024},
+        {"q_len": 1, "causal": True, "window": (2, 0)},
+        {"q_len": 70, "kv_len": 70, "window": (9, 9)},
     ],
     ids=str,
 )

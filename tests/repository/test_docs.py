@@ -161,6 +161,18 @@ def test_the_page_of_whole_models_shows_failures_and_wrong_results() -> None:
     assert "- F, prefill: sdpa: error 9.0 times that of eager" in page
 
 
+def test_a_later_run_replaces_parts_of_the_whole_models() -> None:
+    where = {"device": "GPU", "threads": 8, "date": "2026-01-01"}
+    dynamic, static = ({"cache": cache, "compiled": False} for cache in ("dynamic", "static"))
+    trained = {"family": "Llama-8B", "mode": "prefill"}
+    first = {"environment": where, "generate": [dynamic, static], "models": [trained], "not_run": ["flex"]}
+    later = {"environment": where | {"threads": 16}, "generate": [static | {"rows": 3}], "models": []}
+    merged = models_report.merged(first, later)
+    assert merged == first | {"generate": [dynamic, static | {"rows": 3}]}
+    with pytest.raises(SystemExit, match="the runs differ"):
+        models_report.merged(first, later | {"environment": where | {"date": "2026-01-02"}})
+
+
 def test_the_pages_of_results_show_the_stored_results() -> None:
     result = json.loads((RESULTS / "hopper.json").read_text(encoding="utf-8"))
     stale = "stale: run python -m benchmarks.hopper --render benchmarks/results/hopper.json --write"

@@ -17,6 +17,9 @@ from attn_core.call.tensors import Inputs
 MOST_SCORES = 2**17
 """The most scores of a call, all heads and rows together: 512 KiB in float32, which stay in a processor's cache."""
 
+WINDOW_ROWS = 64
+"""The most queries of a call with a window: blocks of more rows read fewer keys than all of them together."""
+
 
 @lru_cache(maxsize=4096)
 def fits(spec: AttentionSpec) -> bool:
@@ -25,8 +28,13 @@ def fits(spec: AttentionSpec) -> bool:
     extras = spec.packed or spec.sinks or spec.dropout or any(shape is not None for shape in tables)
     if extras or spec.dtype == "float64":
         return False
+    edge = band(spec)
+    if edge.left is not None and spec.q_len > WINDOW_ROWS:
+        return False
     scores = spec.batch * spec.num_heads * spec.q_len * spec.kv_len
-    return scores <= MOST_SCORES and not band(spec).empties_a_row(spec.q_len, spec.kv_len)
+    # A block would not read the keys that no row sees.
+    all_seen = edge.keys_of(0, spec.q_len - 1, spec.kv_len) == (0, spec.kv_len)
+    return scores <= MOST_SCORES and all_seen and not edge.empties_a_row(spec.q_len, spec.kv_len)
 
 
 def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
