@@ -228,7 +228,8 @@ Dark bars are forward, light bars forward + backward. Without a light bar, the i
 The time of the chosen backend divided by the time of the fastest one, over random calls that its models did not see,
 the host's time included. The goals on a GPU are 1.03, 1.20 and 1.35, on a CPU 1.05 and, for the worst call, 1.4. The
 models were fitted to the H200: its figures come from cross-validation, and settings of the fit were chosen with a look
-at its calls. The other devices run the package as it is, on calls that nothing was chosen by.
+at its calls. The other devices run the package as it is, on calls that nothing was chosen by. Random calls in JAX on a
+GPU beside `jax.nn` were not measured yet; `python -m benchmarks.jax_calls` does it.
 
 {choice_report.section()}
 
@@ -265,6 +266,7 @@ cuDNN; both sides ran each shape before.
 python -m benchmarks.cpu --write                         # the CPU's figures, and this page
 python -m benchmarks.small_calls --device cpu            # tiny torch calls of every kind, beside their rivals; or cuda
 python -m benchmarks.real_calls                          # calls of real models beside F.sdpa, on a GPU
+python -m benchmarks.jax_calls                           # random calls in JAX beside jax.nn
 python -m benchmarks.cpu_flex --json flex.json           # windows, documents, softcaps beside compiled FlexAttention
 python -m benchmarks.hopper --json hopper.json           # the figures of a GPU
 attn bench --json times.json                             # every backend on random calls, side by side
