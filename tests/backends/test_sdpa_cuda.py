@@ -687,7 +687,7 @@ SHORTCUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "training": ("flash efficient cudnn", {"needs_backward": True}),
     "the log-sum-exp": ("flash efficient cudnn", {"return_lse": True}),
     "the gradient of the log-sum-exp": ("", {"return_lse": True, "needs_backward": True}),
-    "another width of v": ("efficient", {"value_dim": 32}),
+    "another width of v": ("efficient cudnn", {"value_dim": 32}),
     "an odd width": ("", {"head_dim": 44, "value_dim": 44}),
     "sinks": ("", {"sinks": True}),
     "packed": ("", PACKED),
