@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import geometric_mean
 
 from attn_core.cli.bench import speeds_beside
 from attn_core.cli.bench_sweep import read
@@ -47,6 +48,6 @@ def _rows(fitting: Fitting, installed: str, only: Sequence[str] | None) -> list[
 
 
 def _beside(name: str, ratios: list[float]) -> str:
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    mean = geometric_mean(ratios)
     slower = sum(ratio < LEAST_SPEED for ratio in ratios)
     return f"{mean:.2f} times as fast as {name}; {slower} of {len(ratios)} below {LEAST_SPEED}"

@@ -16,6 +16,7 @@ import time
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import jax
@@ -74,17 +75,17 @@ def summary(entries: list[Entry]) -> str:
     lines = ["| beside | direction | calls | geometric mean | below 0.95 | lowest | where |", "|---" * 7 + "|"]
     for rival in (JAX_NN, JAX_NN_CUDNN):
         for direction in ("forward", "training"):
-            found = speeds([entry for entry in entries if entry["direction"] == direction], rival)
-            if found:
-                mean = math.exp(sum(math.log(speed) for speed, _ in found) / len(found))
-                slower, (lowest, where) = sum(speed < GOAL for speed, _ in found), min(found)
-                row = f"{len(found)} | {mean:.2f} | {slower} | {lowest:.2f} | {where}"
+            pairs = speeds([entry for entry in entries if entry["direction"] == direction], rival)
+            if pairs:
+                mean = geometric_mean(speed for speed, _ in pairs)
+                slower, (lowest, where) = sum(speed < GOAL for speed, _ in pairs), min(pairs)
+                row = f"{len(pairs)} | {mean:.2f} | {slower} | {lowest:.2f} | {where}"
                 lines.append(f"| {rival} | {direction} | {row} |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Measures the calls of a seed, prints the summary and writes the raw times if asked."""
+    """Measures the calls of a seed, prints the summary and writes the raw times if --json is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--calls", type=int, default=40)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
+from statistics import geometric_mean
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -187,7 +188,7 @@ def _beside(fitting: Fitting) -> list[str]:
         return []
     lines = ["| beside | direction | calls | geometric mean | below 0.95 | lowest | where |", "|---" * 7 + "|"]
     for (name, direction), pairs in ratios.items():
-        mean = math.exp(sum(math.log(ratio) for ratio, _ in pairs) / len(pairs))
+        mean = geometric_mean(ratio for ratio, _ in pairs)
         slower, (lowest, where) = sum(ratio < 0.95 for ratio, _ in pairs), min(pairs)
         lines.append(f"| {name} | {direction} | {len(pairs)} | {mean:.3f} | {slower} | {lowest:.2f} | {where} |")
     lines.append("\nTimes as fast as the framework's own function, for the calls that it can express.")

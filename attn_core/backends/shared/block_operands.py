@@ -12,6 +12,8 @@ FEW_ROWS = 2**10
 """A call of so few query rows does not read its inputs to learn whether they are finite; see BlockOperands.bounded."""
 NARROW = 512
 """The most keys of a row in a narrow window, beside its own."""
+WINDOW_BLOCK = 64
+"""The most query rows on a CPU with a narrow window: fewer keys of a block are hidden than with more rows."""
 LARGEST = 1e30
 """Products of norms below this cannot overflow in float32."""
 

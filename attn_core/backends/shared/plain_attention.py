@@ -12,6 +12,7 @@ from typing import Any
 from attn_core.backends.shared import small_attention
 from attn_core.backends.shared.block_attention import backward_block, forward_block, rows_first
 from attn_core.backends.shared.block_operands import (
+    WINDOW_BLOCK,
     BlockOperands,
     SavedTensors,
     ScoreMemory,
@@ -29,8 +30,6 @@ from attn_core.call.tensors import Gradients, Inputs
 QUERY_BLOCK = 128
 """The most query rows computed at once: the scores in memory are ``[batch, heads, QUERY_BLOCK, kv_len]``."""
 FEWEST_ROWS = 32
-WINDOW_BLOCK = 64
-"""The most query rows on a CPU with a narrow window: fewer keys of a block are hidden than with more rows."""
 CACHED_SCORES = 2**19
 """On a CPU a block is computed for fewer heads, then has fewer rows, down to FEWEST_ROWS, if it would have more scores
 than this, 2 MiB in float32: each operation reads and writes all of them, in the processor's cache if they fit."""

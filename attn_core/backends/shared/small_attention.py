@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from attn_core.backends.shared.block_attention import LOG2E, factor_of, hyperbolic_tangent, softmax
+from attn_core.backends.shared.block_operands import WINDOW_BLOCK
 from attn_core.backends.shared.contained_sums import products, sum_over_keys
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
@@ -16,9 +17,6 @@ from attn_core.call.tensors import Inputs
 
 MOST_SCORES = 2**17
 """The most scores of a call, all heads and rows together: 512 KiB in float32, which stay in a processor's cache."""
-
-WINDOW_ROWS = 64
-"""The most queries of a call with a window: blocks of more rows read fewer keys than all of them together."""
 
 
 @lru_cache(maxsize=4096)
@@ -29,8 +27,8 @@ def fits(spec: AttentionSpec) -> bool:
     if extras or spec.dtype == "float64":
         return False
     edge = band(spec)
-    if edge.left is not None and spec.q_len > WINDOW_ROWS:
-        return False
+    if edge.left is not None and spec.q_len > WINDOW_BLOCK:
+        return False  # several blocks read fewer keys than one
     scores = spec.batch * spec.num_heads * spec.q_len * spec.kv_len
     # A block would not read the keys that no row sees.
     all_seen = edge.keys_of(0, spec.q_len - 1, spec.kv_len) == (0, spec.kv_len)
