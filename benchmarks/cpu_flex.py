@@ -99,7 +99,7 @@ def candidates(
 
 
 def main() -> None:
-    """Runs every case, prints the table and writes the raw times if asked."""
+    """Runs every case, prints the table and writes the raw times if --json is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)

@@ -168,7 +168,10 @@ def measured(candidates: dict[str, Callable[[], Any]], rounds: int) -> dict[str,
 
 
 def main() -> int:
-    """Runs every call in both directions, prints the table and writes the raw times if asked. 2 without a GPU."""
+    """Runs every call in both directions, prints the table and writes the raw times if --json is given.
+
+    Returns 2 if there is no GPU.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--json", type=Path, default=None)

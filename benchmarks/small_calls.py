@@ -184,7 +184,7 @@ def measured(title: str, cases: dict[str, tuple[Call, Call, str]], device: str, 
 
 
 def main() -> None:
-    """Runs every case, prints the table and writes the raw times if asked."""
+    """Runs every case, prints the table and writes the raw times if --json is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default=None, choices=("float32", "bfloat16", "float16"), help="float32 on a CPU")

@@ -50,7 +50,7 @@ NAMES = [
 
 @pytest.fixture(params=[False, True], ids=["no tiles", "tiles"])
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    """Both kinds of processor. What was decided for this machine's is forgotten before and after."""
+    """Runs a test for both kinds of processor. The cached choice of this machine is emptied before and after."""
     monkeypatch.setattr(cpu_kernel, "has_tiles", lambda: request.param)
     cpu_kernel.forward_op.cache_clear()
     yield request.param

@@ -40,42 +40,42 @@ def tensors(inputs: Inputs, dtype: str) -> Inputs:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("case", CASES)
 def test_one_piece_matches_the_reference(case: str, dtype: str) -> None:
-    made = make(CASES[case], dtype)
-    assert small_attention.fits(made.spec)
-    out, lse = small_attention.forward(made.spec, tensors(made.inputs, dtype))
-    assert out.shape == made.spec.out_shape and out.is_contiguous() and lse.shape == made.spec.lse_shape
-    verdict = accuracy.expect(made.spec, made.inputs).judge(out=out.double().numpy(), lse=lse.numpy())
+    example = make(CASES[case], dtype)
+    assert small_attention.fits(example.spec)
+    out, lse = small_attention.forward(example.spec, tensors(example.inputs, dtype))
+    assert out.shape == example.spec.out_shape and out.is_contiguous() and lse.shape == example.spec.lse_shape
+    verdict = accuracy.expect(example.spec, example.inputs).judge(out=out.double().numpy(), lse=lse.numpy())
     assert verdict.ok, verdict
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CASES)
 def test_one_piece_has_the_bits_of_blocks(case: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = make(CASES[case], dtype)
-    inputs = tensors(made.inputs, dtype)
-    out, lse = small_attention.forward(made.spec, inputs)
+    example = make(CASES[case], dtype)
+    inputs = tensors(example.inputs, dtype)
+    out, lse = small_attention.forward(example.spec, inputs)
     monkeypatch.setattr(small_attention, "fits", lambda spec: False)
-    expected, expected_lse = plain_attention.forward(made.spec, inputs)
+    expected, expected_lse = plain_attention.forward(example.spec, inputs)
     assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
 
 
 @pytest.mark.parametrize("fault", ["window", "softcap", "scale"])
 def test_the_comparison_finds_planted_faults(fault: str) -> None:
-    made = make({"softcap": 1.5, "causal": True, "window": (3, 0)}, "float32")
-    wrong = {"window": (2, 0), "softcap": 1.6, "scale": 1.01 * made.spec.scale}[fault]
-    out, _ = small_attention.forward(replace(made.spec, **{fault: wrong}), tensors(made.inputs, "float32"))
-    assert not accuracy.expect(made.spec, made.inputs).judge(out=out.double().numpy()).ok
+    example = make({"softcap": 1.5, "causal": True, "window": (3, 0)}, "float32")
+    wrong = {"window": (2, 0), "softcap": 1.6, "scale": 1.01 * example.spec.scale}[fault]
+    out, _ = small_attention.forward(replace(example.spec, **{fault: wrong}), tensors(example.inputs, "float32"))
+    assert not accuracy.expect(example.spec, example.inputs).judge(out=out.double().numpy()).ok
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_hidden_key_affects_no_row(value: float) -> None:
-    made = make({"causal": True, "softcap": 2.0, "q_len": 7}, "float32")
-    inputs = tensors(made.inputs, "float32")
-    out, lse = math.forward(made.spec, inputs)
+    example = make({"causal": True, "softcap": 2.0, "q_len": 7}, "float32")
+    inputs = tensors(example.inputs, "float32")
+    out, lse = math.forward(example.spec, inputs)
     for name in ("k", "v"):
         broken = getattr(inputs, name).clone()
         broken[:, -1] = value  # the last query alone sees it
-        some, some_lse = math.forward(made.spec, inputs._replace(**{name: broken}))
+        some, some_lse = math.forward(example.spec, inputs._replace(**{name: broken}))
         assert torch.equal(some[:, :-1], out[:, :-1]) and torch.equal(some_lse[:, :, :-1], lse[:, :, :-1])
         if name == "v":
             assert not some[:, -1].isfinite().any(), "a visible value that is not finite shows in the result"
@@ -109,12 +109,12 @@ def test_a_spec_of_float64_or_of_documents_runs_in_blocks() -> None:
 
 
 def test_the_backward_takes_the_results_of_one_piece() -> None:
-    made = make({"causal": True, "softcap": 1.5, "needs_backward": True}, "float32")
-    inputs = tensors(made.inputs, "float32")
-    out, lse = plain_attention.forward(made.spec, inputs)
-    dout = torch.from_numpy(made.dout).float()
-    gradients = math.backward(made.spec, inputs, out, lse, dout, None)
-    expected = accuracy.expect(made.spec, made.inputs, dout=made.dout)
+    example = make({"causal": True, "softcap": 1.5, "needs_backward": True}, "float32")
+    inputs = tensors(example.inputs, "float32")
+    out, lse = plain_attention.forward(example.spec, inputs)
+    dout = torch.from_numpy(example.dout).float()
+    gradients = math.backward(example.spec, inputs, out, lse, dout, None)
+    expected = accuracy.expect(example.spec, example.inputs, dout=example.dout)
     parts = type(gradients)(*(None if part is None else part.double().numpy() for part in gradients))
     verdict = expected.judge(out=out.double().numpy(), lse=lse.numpy(), gradients=parts)
     assert verdict.ok, verdict

@@ -25,7 +25,7 @@ def test_calls_with_several_effects_are_not_slow() -> None:
         {name: host(name, kind) * (1.5 if place in slow else 1.0) for name in BACKENDS}
         for place, kind in enumerate(kinds)
     ]
-    found = slowness(kinds, hosts)
-    for place, (kind, value) in enumerate(zip(kinds, found, strict=True)):
+    measured = slowness(kinds, hosts)
+    for place, (kind, value) in enumerate(zip(kinds, measured, strict=True)):
         # The residuals of three backends are shrunk, so slow calls seem less slow than log(1.5), 0.41.
         assert 0.15 < value < 0.45 if place in slow else abs(value) < 0.13, kind
