@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from typing import Any, NamedTuple
 
+from attn_core.call.masks import without_idle_sides
 from attn_core.call.options import Options
 from attn_core.call.seq_info import is_number
 from attn_core.call.spec import DTYPES, AttentionSpec, Shape4
@@ -60,7 +61,7 @@ def check_qkv_as_one(facts: ArrayFacts, packed: bool) -> None:
 def build_spec(
     arrays: Arrays, options: Options, *, needs_backward: bool = False, bias_gradient: bool = False
 ) -> AttentionSpec:
-    """Builds the spec of a call.
+    """Builds the spec of a call. A window that hides no key of a dense call is left out of it.
 
     Args:
         options: with the window as a pair (``options.check_options``); the spec checks every option again.
@@ -76,6 +77,8 @@ def build_spec(
     batch, q_len, num_heads, head_dim = q
     _warn_of_rows(arrays.mask, batch, q_len, k[1])
     lengths: dict[str, Any] = {"max_len_q": options.max_len_q, "max_len_k": options.max_len_k} if packed else {}
+    if not packed:
+        options = without_idle_sides(options, q_len, k[1])
     return AttentionSpec(
         batch=batch,
         q_len=q_len,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from attn_core.call.options import Options
+from attn_core.call.seq_info import is_number
 from attn_core.call.spec import AttentionSpec
 
 UNKNOWN_REACH = 2**30
@@ -75,6 +78,38 @@ def _band(spec: AttentionSpec, q_len: int | None, kv_len: int | None) -> Band:
     reach = UNKNOWN_REACH if spec.symbolic else spec.q_len + spec.kv_len
     left, right = (None if distance is None else min(distance, reach) for distance in (left, right))
     return Band(left, right, keys - queries if spec.alignment == "bottom_right" else 0)
+
+
+def without_idle_sides(options: Options, q_len: Any, kv_len: Any) -> Options:
+    """Returns the options of a dense call without the sides of the window that hide no key; ``(None, 0)`` is causal.
+
+    So a model with sliding windows runs its short prompts on any kernel, also on one that has no windows.
+
+    Args:
+        options: with the window as a pair.
+        q_len, kv_len: ints; the options stay as they are if one is a symbol.
+    """
+    left, right = options.window  # type: ignore[misc]
+    if (left is None and right is None) or not (is_number(q_len) and is_number(kv_len)):
+        return options
+    offset = kv_len - q_len if options.alignment == "bottom_right" else 0
+    if left is not None and left >= q_len - 1 + offset:  # the last query sees the first key
+        left = None
+    # The first query sees the last key; or nothing but causal, which is the tighter bound, is left of the window.
+    if right is not None and (right >= kv_len - 1 - offset or (options.causal and left is None)):
+        right = None
+    if left is None and right == 0:
+        return options._replace(causal=True, window=(None, None))
+    return options._replace(window=(left, right))
+
+
+def as_called(spec: AttentionSpec) -> AttentionSpec:
+    """Returns the spec that the frontends build for the call of a spec: see ``without_idle_sides``."""
+    if spec.packed or spec.window == (None, None):
+        return spec
+    options = Options(causal=spec.causal, alignment=spec.alignment, window=spec.window)
+    options = without_idle_sides(options, spec.q_len, spec.kv_len)
+    return replace(spec, causal=options.causal, window=options.window)  # type: ignore[arg-type]
 
 
 def document_of(cu_seqlens: np.ndarray, tokens: int) -> np.ndarray:

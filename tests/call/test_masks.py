@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attn_core import AttentionSpec, SeqInfo
-from attn_core.call.masks import Band, band, document_of, positions, visible
+from attn_core.call.masks import Band, as_called, band, document_of, positions, visible
 
 
 def spec_of(q_len: int, kv_len: int, **fields) -> AttentionSpec:
@@ -42,6 +43,33 @@ def test_visible_and_band_match_loops_over_all_small_sizes(causal, alignment, le
             expected[i, j] = sees(i, j, q_len, kv_len, causal, alignment, (left, right))
         assert np.array_equal(visible(spec)[0, 0], expected)
         assert_band_describes(band(spec), expected)
+
+
+@pytest.mark.parametrize(("causal", "alignment", "left", "right"), CHOICES)
+def test_a_window_that_hides_nothing_is_left_out(causal, alignment, left, right):
+    """The visible pairs stay the same, and no side remains that alone would hide nothing."""
+    for q_len, kv_len in product(range(6), range(6)):
+        spec = spec_of(q_len, kv_len, causal=causal, alignment=alignment, window=(left, right))
+        called = as_called(spec)
+        assert np.array_equal(visible(called), visible(spec))
+        for side, alone in enumerate(((called.window[0], None), (None, called.window[1]))):
+            if q_len and kv_len and visible(replace(spec, causal=False, window=alone)).all():
+                assert called.window[side] is None
+
+
+def test_what_a_window_becomes():
+    def called(q_len: int, kv_len: int, **fields) -> tuple[bool, tuple[int | None, int | None]]:
+        spec = as_called(spec_of(q_len, kv_len, **fields))
+        return spec.causal, spec.window
+
+    assert called(8, 8, causal=True, window=(7, 0)) == (True, (None, None))
+    assert called(8, 8, causal=True, window=(6, 0)) == (True, (6, 0))
+    assert called(8, 8, window=(7, 0)) == (True, (None, None)), "(None, 0) is causal"
+    assert called(8, 8, window=(7, 7)) == (False, (None, None))
+    assert called(8, 8, window=(3, 7)) == (False, (3, None))
+    assert called(1, 9, causal=True, window=(8, 0)) == (True, (None, None))
+    assert called(1, 9, causal=True, window=(7, 0)) == (True, (7, None)), "the last query has no key to its right"
+    assert called(9, 9, documents=2, max_len_q=5, max_len_k=5, window=(8, 8))[1] == (8, 8), "packed: lengths are data"
 
 
 def assert_band_describes(edge: Band, expected: np.ndarray) -> None:

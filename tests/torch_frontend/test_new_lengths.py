@@ -17,6 +17,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
     "window": {"window": (5, 3)},
+    "window that hides a key of some lengths": {"causal": True, "window": (49, 0)},
     "mask": {"mask": (True, False, True, False)},
     "full mask": {"mask": (True, True, True, True), "causal": True},
     "bias": {"bias": (False, True, True, True)},

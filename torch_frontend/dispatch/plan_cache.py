@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from attn_core.call.masks import without_idle_sides
 from attn_core.call.options import Options, check_options, requested_names
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection import Target, choose
@@ -129,8 +130,10 @@ def _plan(
         qkv = tuple(zip(shapes, dtypes, devices, strict=True))
         return plan((*qkv, mask, bias, *(None,) * 4), checked_options, needs_backward, bias_gradient, requested)
     batch, q_len, kv_len, mask_axes, bias_axes = sizes
+    # Before the key, because the window may hide keys of one call of a family and none of another one.
+    checked_options = without_idle_sides(checked_options, q_len, kv_len)
     # The options are checked, so those that are equal mean the same, whatever their type.
-    shared = (dtypes, devices, needs_backward, bias_gradient, requested, options)
+    shared = (dtypes, devices, needs_backward, bias_gradient, requested, checked_options)
     tables = (mask and (mask_axes, *mask[1:]), bias and (bias_axes, *bias[1:]))
     family = _family(tuple([shape[2:] for shape in shapes]), q_len == kv_len, tables, shared)
     if family.known is not None:
