@@ -1,12 +1,13 @@
 """cuDNN's flash attention inside XLA programs: ``jax.nn.dot_product_attention(implementation="cudnn")``.
 
-Limits: bfloat16 and float16, head_dim a multiple of 8 up to 128 (256 on sm90), value_dim == head_dim; causal starts at
-the top left; a window reaches to the left only and needs causal; no softcap, bias, ALiBi, sinks, dropout, packed
-documents, deterministic gradients or log-sum-exp (jax.nn rounds that to the inputs' dtype). jax.nn turns a mask into an
-additive one of the inputs' dtype, with all rows and keys and finite values. Therefore a mask must have all its rows and
-keys; float16 masks are refused, because a score can outweigh -32768; and rows that see no key, which jax.nn turns into
-a mean of v, are set to 0 here together with their gradients. A bias is refused, because jax.nn would round it to the
-inputs' dtype. Gradients need even lengths, which jax.nn requires for a bias, and it treats its own placeholder as one.
+Limits: bfloat16 and float16, head_dim a multiple of 8 up to 128 (256 on sm90), value_dim == head_dim; no softcap,
+ALiBi, sinks, dropout, packed documents, deterministic gradients, gradient of a bias, or log-sum-exp (jax.nn rounds that
+to the inputs' dtype). Without a mask or bias, causal starts at the top left, and a window reaches to the left only and
+needs causal. Mask, bias and other bands become one additive array here, of the inputs' dtype, with all rows and keys
+and -inf where a key is hidden: jax.nn would hide keys behind finite values, which float16 scores can outweigh. So a
+bias that the dtype would round is refused, and so is a mask or bias without its own rows or keys if the array would be
+large. Rows that see no key are shown all of them, and their results and gradients are set to 0. Gradients need even
+lengths, which jax.nn requires for a bias, and it treats its own placeholder as one.
 cuDNN's known faults are refused by version. The backward is jax.vjp of the forward; both request the residual, so that
 XLA can run the forward once.
 Upstream: jax 0.10 to 0.12 (jax/_src/nn/functions.py, jax/_src/cudnn/fused_attention_stablehlo.py) with cuDNN 9.8 or
@@ -15,6 +16,7 @@ later. ``local_window_size=(left, 0)`` is inclusive, as ours; jax.nn itself adds
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,6 +45,7 @@ FORWARD = Support(
     causal=True,
     window=True,
     mask=True,
+    bias=True,
     deterministic=True,
 )
 BACKWARD = replace(FORWARD, deterministic=False)
@@ -51,6 +54,8 @@ WIDE_HEADS = (9, 10)
 """The first cuDNN with head dims over 128, on sm90."""
 NAN_FIXED = (9, 26)
 """The first cuDNN whose sm90 gradient of uncausal calls has no NaN where kv_len % 128 == 64."""
+LARGEST_EXPANSION = 2**24
+"""The most elements of the additive array if the mask or bias has fewer rows or keys: 32 MiB."""
 VERSIONS = ("jax_cuda13_plugin._versions", "jax_cuda12_plugin._versions", "jaxlib.cuda._versions")
 """Modules in which jax's CUDA plugins report the version of the loaded cuDNN."""
 
@@ -59,7 +64,12 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
     """Refuses combinations that cuDNN or jax.nn lacks, and known faults. No build means the oldest cuDNN."""
     version = build.version if build is not None else ()
     by_device = (*_size_reasons(spec, device, version), *_faults(spec, device, version))
-    return (*_band_reasons(spec), *_mask_reasons(spec), *by_device)
+    return (*(_table_reasons(spec) if _has_table(spec) else _band_reasons(spec)), *by_device)
+
+
+def _has_table(spec: AttentionSpec) -> bool:
+    """Returns whether the call has a mask or a bias. The band then becomes part of it."""
+    return spec.mask_shape is not None or spec.bias_shape is not None
 
 
 def _band_reasons(spec: AttentionSpec) -> list[str]:
@@ -76,21 +86,28 @@ def _band_reasons(spec: AttentionSpec) -> list[str]:
         reasons.append(f"window={spec.window} with {where}: cuDNN through jax.nn has no rows that see nothing")
     elif edge.left is not None and spec.q_len > spec.kv_len:
         reasons.append(f"window={spec.window} with {where}: cuDNN has windows for q_len <= kv_len")
-    if edge.left is not None and spec.mask_shape is not None:
-        reasons.append(f"window={spec.window} and a mask: cuDNN has one or the other")
     return reasons
 
 
-def _mask_reasons(spec: AttentionSpec) -> list[str]:
-    if spec.mask_shape is None:
-        return []
-    mask = f"mask of shape {list(spec.mask_shape)}"
+def _table_reasons(spec: AttentionSpec) -> list[str]:
     reasons = []
-    if spec.mask_shape[2:] != (spec.q_len, spec.kv_len):
-        reasons.append(f"{mask}: cuDNN through jax.nn needs all rows and keys, [.., {spec.q_len}, {spec.kv_len}]")
-    if spec.dtype == "float16":
-        reasons.append(f"{mask} with dtype float16: jax.nn hides keys behind -32768, which scores can outweigh")
+    if spec.rounds_bias:
+        reasons.append(f"bias in {spec.bias_dtype} with {spec.dtype}: cuDNN through jax.nn would round it")
+    whole = (spec.q_len, spec.kv_len)
+    elements = math.prod(_table_shape(spec))
+    for name, shape in (("mask", spec.mask_shape), ("bias", spec.bias_shape)):
+        if shape is not None and shape[2:] != whole and elements > LARGEST_EXPANSION:
+            reasons.append(
+                f"{name} of shape {list(shape)}: cuDNN through jax.nn needs all rows and keys, {elements} elements; "
+                f"at most {LARGEST_EXPANSION} are added"
+            )
     return reasons
+
+
+def _table_shape(spec: AttentionSpec) -> tuple[int, int, int, int]:
+    """Returns the shape of the additive array, ``[batch or 1, heads or 1, q_len, kv_len]``."""
+    shapes = [shape for shape in (spec.mask_shape, spec.bias_shape) if shape is not None]
+    return max(shape[0] for shape in shapes), max(shape[1] for shape in shapes), spec.q_len, spec.kv_len
 
 
 def _size_reasons(spec: AttentionSpec, device: str, version: tuple[int, ...]) -> list[str]:
@@ -115,7 +132,7 @@ def _faults(spec: AttentionSpec, device: str, version: tuple[int, ...]) -> list[
     if not spec.needs_backward or device != "sm90":
         return []
     reasons = []
-    causal = _causal(spec) and spec.mask_shape is None
+    causal = _causal(spec) and not _has_table(spec)
     if not causal and spec.kv_len % 128 == 64 and version < NAN_FIXED:
         reasons.append(
             f"backward: kv_len={spec.kv_len}: cuDNN {_version_text(version)} can give NaN where kv_len % 128 == 64"
@@ -154,9 +171,14 @@ def _cudnn_version() -> int:
 
 
 def _causal(spec: AttentionSpec) -> bool:
-    """Returns whether the call needs causal; a causal mask that hides nothing (one query, bottom-right) does not."""
+    """Returns whether the kernel applies causal; one that hides nothing (one query, bottom-right) is not needed.
+
+    With a mask or a bias the kernel does so only if causal starts at the top left and there is no window.
+    """
     edge = band(spec)
-    return edge.right == 0 and not edge.hides_nothing(spec.q_len, spec.kv_len)
+    if edge.right != 0 or edge.hides_nothing(spec.q_len, spec.kv_len):
+        return False
+    return not _has_table(spec) or (edge.left is None and not edge.offset)
 
 
 @lru_cache(maxsize=4096)
@@ -174,7 +196,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     """Returns (out, None): there is no log-sum-exp. Traceable."""
     with _usual_promotion():
-        return _attend(spec, inputs.mask, *inputs[:3]), None
+        return _attend(spec, inputs.mask, inputs.bias, *inputs[:3]), None
 
 
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
@@ -182,7 +204,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     import jax
 
     with _usual_promotion():
-        _, pull = jax.vjp(lambda *qkv: _attend(spec, inputs.mask, *qkv), *inputs[:3])
+        _, pull = jax.vjp(lambda *qkv: _attend(spec, inputs.mask, inputs.bias, *qkv), *inputs[:3])
         return Gradients(*pull(dout))
 
 
@@ -195,18 +217,32 @@ def _usual_promotion() -> Iterator[None]:
         yield
 
 
-def _attend(spec: AttentionSpec, mask: Any, q: Any, k: Any, v: Any) -> Any:
+def _attend(spec: AttentionSpec, mask: Any, bias: Any, q: Any, k: Any, v: Any) -> Any:
     import jax.numpy as jnp
 
     how = lower(spec)
-    out = jax_nn.dot_product_attention(q, k, v, mask=mask, **how)
+    added, has_key = _additive(spec, mask, bias, q.dtype) if _has_table(spec) else (None, None)
+    out = jax_nn.dot_product_attention(q, k, v, bias=added, **how)
     out = out[0] if how["return_residual"] else out
-    if mask is None:
+    if has_key is None:
         return out
-    # A row that sees no key has the mean of v here; select 0 instead, which also makes its gradients 0.
-    seen = mask
-    if _causal(spec):
-        rows, keys = jnp.arange(spec.q_len)[:, None], jnp.arange(spec.kv_len)
-        seen = mask & band(spec).contains(rows, keys)
-    has_key = jnp.swapaxes(seen.any(-1), 1, 2)[..., None]  # [batch, heads, q_len] -> [batch, q_len, heads, 1]
-    return jnp.where(has_key, out, jnp.zeros_like(out))
+    # Selected, so that the gradients of the other rows are 0, too.
+    return jnp.where(jnp.swapaxes(has_key, 1, 2), out, jnp.zeros_like(out))  # [batch, q_len, heads, 1]
+
+
+def _additive(spec: AttentionSpec, mask: Any, bias: Any, dtype: Any) -> tuple[Any, Any]:
+    """Returns the additive array, and whether each row sees a key: ``[batch or 1, heads or 1, q_len, 1]``."""
+    import jax.numpy as jnp
+
+    hidden = jnp.asarray(-jnp.inf, dtype)
+    added = jnp.zeros((1, 1, 1, 1), dtype) if bias is None else bias.astype(dtype)
+    added = added if mask is None else jnp.where(mask, added, hidden)
+    edge, in_band = band(spec), True
+    if not edge.hides_nothing(spec.q_len, spec.kv_len):
+        in_band = edge.contains(jnp.arange(spec.q_len)[:, None], jnp.arange(spec.kv_len))
+    if not _causal(spec):
+        added = jnp.where(in_band, added, hidden)
+    added = jnp.broadcast_to(added, _table_shape(spec))
+    # A NaN counts as a key, so that it reaches the output.
+    has_key = ((added != hidden) & in_band).any(-1, keepdims=True)
+    return jnp.where(has_key, added, jnp.zeros_like(added)), has_key

@@ -47,6 +47,9 @@ def reasons(spec: AttentionSpec, device: str = "sm90", build: Build | None = NEW
         (replace(SQUARE, window=(9, 0)), {"is_causal": True}),  # the window reaches every key before the diagonal
         (replace(SQUARE, window=(9, 9)), {}),
         (replace(SQUARE, mask_shape=(2, 1, 10, 10), causal=True), {"is_causal": True}),
+        (replace(SQUARE, mask_shape=(2, 1, 10, 10), causal=True, window=(3, 0)), {}),  # part of the additive array
+        (replace(SPEC, bias_shape=(1, 4, 6, 10), causal=True), {}),
+        (replace(SPEC, mask_shape=(2, 1, 1, 10), dtype="float16"), {}),
     ],
 )
 def test_lower(spec: AttentionSpec, expected: dict[str, Any]) -> None:
@@ -78,17 +81,17 @@ def test_lower(spec: AttentionSpec, expected: dict[str, Any]) -> None:
             "window=(2, 0) with q_len 11 and kv_len 10: cuDNN has windows for q_len <= kv_len",
         ),
         (
-            replace(SQUARE, window=(2, 0), mask_shape=(1, 1, 10, 10)),
-            "window=(2, 0) and a mask: cuDNN has one or the other",
+            replace(SPEC, batch=32, q_len=1024, kv_len=1024, mask_shape=(32, 1, 1, 1024)),
+            "mask of shape [32, 1, 1, 1024]: cuDNN through jax.nn needs all rows and keys, 33554432 elements; "
+            "at most 16777216 are added",
         ),
         (
-            replace(SPEC, mask_shape=(2, 1, 1, 10)),
-            "mask of shape [2, 1, 1, 10]: cuDNN through jax.nn needs all rows and keys, [.., 6, 10]",
+            replace(SPEC, bias_shape=(1, 1, 6, 10), bias_dtype="float32"),
+            "bias in float32 with bfloat16: cuDNN through jax.nn would round it",
         ),
         (
-            replace(SPEC, mask_shape=(2, 1, 6, 10), dtype="float16"),
-            "mask of shape [2, 1, 6, 10] with dtype float16: jax.nn hides keys behind -32768, "
-            "which scores can outweigh",
+            replace(SPEC, bias_shape=(1, 1, 6, 10), bias_gradient=True, needs_backward=True),
+            "gradient of the bias: cuDNN through jax.nn has none",
         ),
         (
             replace(SPEC, q_len=5, needs_backward=True),
@@ -96,7 +99,6 @@ def test_lower(spec: AttentionSpec, expected: dict[str, Any]) -> None:
         ),
         (replace(SPEC, kv_len=1), "kv_len=1: cuDNN's kernel needs two keys"),
         (replace(SPEC, batch=65536), "batch=65536: cuDNN stops at 65535"),
-        (replace(SPEC, bias_shape=(1, 1, 6, 10)), "bias of shape [1, 1, 6, 10]: cuDNN through jax.nn has none"),
         (replace(SPEC, softcap=2.0), "softcap=2.0: cuDNN through jax.nn has none"),
         (replace(SPEC, return_lse=True), "return_lse: cuDNN through jax.nn has no log-sum-exp output"),
         (replace(SPEC, head_dim=12, value_dim=12), "head_dim=12: cuDNN through jax.nn takes multiples of 8"),
@@ -157,6 +159,11 @@ def without_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
         {"causal": True, "alignment": "top_left", "q_len": 12},
         {"mask_shape": (2, 1, 6, 10)},
         {"mask_shape": (1, 4, 10, 10), "q_len": 10, "causal": True},
+        {"mask_shape": (2, 1, 1, 10), "causal": True},
+        {"mask_shape": (2, 1, 6, 10), "window": (3, 2)},
+        {"mask_shape": (2, 1, 6, 10), "bias_shape": (1, 4, 6, 1)},
+        {"bias_shape": (1, 4, 6, 10)},
+        {"bias_shape": (2, 1, 10, 10), "q_len": 10, "causal": True},
     ],
 )
 def test_forward_and_gradients_match_the_reference(changes: dict[str, Any], without_cudnn: None) -> None:
@@ -165,8 +172,11 @@ def test_forward_and_gradients_match_the_reference(changes: dict[str, Any], with
     case = fill(spec, 3)
     given = case.inputs
     if given.mask is not None:
-        given.mask[0, 0, 2] = False  # one row is empty by the mask alone, one by the mask and causal together
-        given.mask[-1, -1, 3, :4] = False
+        last = given.mask.shape[2] - 1
+        given.mask[0, 0, min(2, last)] = (
+            False  # one row is empty by the mask alone, one by the mask and causal together
+        )
+        given.mask[-1, -1, min(3, last), :4] = False
     arrays = Inputs(*(None if a is None else jnp.asarray(a, bool if a.dtype == bool else spec.dtype) for a in given))
     dout = jnp.asarray(case.dout, spec.dtype)
     out, lse = jax.jit(lambda inputs: jax_cudnn.forward(spec, inputs))(arrays)
