@@ -279,6 +279,16 @@ def test_blocks_divide_the_length_evenly():
     assert jax_xla.lower(spec)["blocks"] == {"cpu": (129, 5), "cuda": (257, 5)}
 
 
+@pytest.fixture(params=["cpu", "other devices"])
+def program_for(request, monkeypatch):
+    """Runs what a program for a CPU runs, and what one for another device runs, both on this CPU."""
+    if request.param != "cpu":
+        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **_: default(*args))
+    jax.clear_caches()
+    yield request.param
+    jax.clear_caches()
+
+
 def run_poisoned(spec: AttentionSpec, poison: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The forward and the gradients before and after ``poison`` has changed some arrays."""
     inputs = make_inputs(spec)._asdict()
@@ -293,7 +303,7 @@ def run_poisoned(spec: AttentionSpec, poison: Any) -> tuple[tuple[Any, ...], tup
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("name", ["packed, causal", "packed, everything"])
-def test_nan_stays_in_its_document(name, value, path):
+def test_nan_stays_in_its_document(name, value, path, program_for):
     """A document full of NaN or Inf leaves the others bit-identical; dbias and dsinks are sums over all documents."""
     spec = on_path(path, CASES[name])
 
@@ -314,7 +324,7 @@ def test_nan_stays_in_its_document(name, value, path):
 
 @pytest.mark.parametrize("name", ["causal, top left", "window, top left", "mask of keys"])
 @pytest.mark.parametrize("q_len", [3, 29])
-def test_hidden_keys_do_not_affect_the_results(name, q_len, path):
+def test_hidden_keys_do_not_affect_the_results(name, q_len, path, program_for):
     """A NaN in v reaches only the rows that see it, and only its channel. A NaN in k reaches only the rows that see
     it. Few queries read keys and values in place, unless there is a NaN."""
     spec = on_path(path, replace(CASES[name], num_kv_heads=6, q_len=q_len))
@@ -374,7 +384,7 @@ def test_long_sequences_need_no_score_matrix(changes):
     assert sizes[16384] < 1.2 * sizes[2048], sizes
 
 
-def test_a_nan_in_a_key_stays_in_its_head():
+def test_a_nan_in_a_key_stays_in_its_head(program_for):
     """Few queries multiply the keys of all kv heads in one product."""
     spec = replace(CASES["one query"], num_kv_heads=6)
 

@@ -7,6 +7,7 @@ heads, c channels of all kv heads.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from attn_core.backends.jax_xla.attention import product, sum_dtype
@@ -25,14 +26,22 @@ MOST_PRODUCTS = 32
 
 def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     """Returns (out, lse) in ``spec.out_shape`` and ``spec.lse_shape``. Traceable; never called for an empty spec."""
+    from jax.lax import platform_dependent
+
+    # On a CPU, one product for all heads has k and v as they are in memory. XLA would copy them to multiply head by
+    # head. With bfloat16 it copies them in any case, to float32.
+    if spec.dtype == "bfloat16" or spec.q_len * spec.num_kv_heads > MOST_PRODUCTS:
+        return _forward(spec, inputs, joint=False)
+    forms = {name: partial(_forward, spec, inputs, joint=name == "cpu") for name in ("cpu", "default")}
+    return platform_dependent(**forms)  # type: ignore[no-any-return]
+
+
+def _forward(spec: AttentionSpec, inputs: Inputs, joint: bool) -> tuple[Any, Any]:
     import jax.numpy as jnp
     from jax import lax
 
     call = arrange_whole(spec, inputs)
     seen = visible_pairs(spec, call, inputs)
-    # One product for all heads has k and v as they are in memory. XLA would copy them to multiply head by head. With
-    # bfloat16 it copies them in any case, to float32 on a CPU.
-    joint = spec.dtype != "bfloat16" and spec.q_len * spec.num_kv_heads <= MOST_PRODUCTS
 
     def attend(k: Any, v: Any) -> tuple[tuple[Any, Any], Any]:
         """Returns (out, lse) and whether they are finite. Nothing is contained: a hidden NaN makes them NaN."""

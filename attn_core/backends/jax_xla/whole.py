@@ -71,6 +71,7 @@ def _with_nan(spec: AttentionSpec, call: XlaOperands, summed: Any, seen: Any, in
     import jax.numpy as jnp
     from jax import lax
 
+    # A branch makes a GPU's host wait for the condition, which takes longer than the products of a small call.
     shape = summed.shape
     v = inputs.v.reshape(spec.batch, spec.kv_len, spec.num_kv_heads, spec.value_dim)
 
@@ -87,7 +88,11 @@ def _with_nan(spec: AttentionSpec, call: XlaOperands, summed: Any, seen: Any, in
 
     # Without g, which is 1 in most calls: XLA would copy the array to another order of its axes.
     flat = (*shape[:2], -1, shape[-1])
-    return lax.cond(all_finite(inputs.v), lambda: summed.reshape(flat), marked).reshape(shape)
+
+    def usual() -> Any:
+        return lax.cond(all_finite(inputs.v), lambda: summed.reshape(flat), marked)
+
+    return lax.platform_dependent(cpu=usual, default=marked).reshape(shape)
 
 
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
