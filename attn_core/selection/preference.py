@@ -21,7 +21,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.selection import jax_on_cpu
 from attn_core.selection.cost_model import Models
 from attn_core.selection.features import FEW_QUERIES, Kind, is_ragged, kind_of_call
-from attn_core.selection.sizes import Sizes, sizes_of_call
+from attn_core.selection.sizes import sizes_of_call
 from attn_core.selection.tables import Table, table_in_force
 
 CAUTION = 0.25
@@ -41,15 +41,40 @@ SLOW = 4.0
 """Backends that would take this many times as long as the best rank after backends without a model."""
 
 CALLBACK = {
-    False: {"flash2": 33.0, "flash3": 62.0, "sdpa_flash": 63.0, "sdpa_cudnn": 89.0, "": 80.0},
-    True: {"flash2": 180.0, "sdpa_flash": 295.0, "sdpa_cudnn": 390.0, "": 350.0},
+    False: {"flash2": 50.0, "flash3": 90.0, "sdpa_flash": 90.0, "": 125.0},
+    True: {"flash2": 200.0, "sdpa_flash": 420.0, "": 600.0},
 }
 """Host microseconds in JAX on a GPU if XLA calls Python, forward (False) and training (True); "" for other backends.
 
-From ``benchmarks/results/hopper.json``, JAX: the backends by the size of a call."""
+From single jitted calls (seed 8 of ``benchmarks.jax_calls``) on an H200 host on 2026-11-24, less JAX's own time for
+such a call. Most ran without XLA's autotuning, which compiles for minutes."""
 
-XLA_LAUNCH = {False: {"jax_cudnn": 15.0, "": 7.0}, True: {"jax_cudnn": 55.0, "": 20.0}}
+CALLBACK_TABLE = {False: 250.0, True: 500.0}
+"""More of them for a mask or a bias, which the callback prepares."""
+
+XLA_LAUNCH = {
+    False: {"jax_cudnn": 20.0, "jax_xla": 25.0, "": 10.0},
+    True: {"jax_cudnn": 140.0, "jax_xla": 45.0, "": 20.0},
+}
 """The same if XLA launches the kernels itself."""
+
+XLA_SCORE = {False: 60e-6, True: 150e-6}
+"""Device microseconds of ``jax_xla`` on a GPU for each score, hidden or not, from the same calls.
+
+They took 20 to 70 for a million scores forward. Calls of few scores took the most, and only they can be the fastest
+this way."""
+
+HIDDEN_BY_HOST = 0.5
+"""In training, a kernel that XLA launches takes about this share of the predicted time if torch's host takes as long.
+
+There the fit saw the host's time alone. The share grows to 1 for kernels that take twice as long as the host. From
+jitted calls on an H200 and an H100."""
+
+CAUSAL_BESIDE_TABLE = 0.5
+"""``jax_cudnn`` applies causal beside a mask or bias in the kernel, so it takes about this share of torch's time.
+
+torch's op needs causal in the mask, and computes all pairs. A call of 4 rows of 10816 tokens on an H200 took 11.5 ms,
+and sdpa_efficient 32.8 ms."""
 
 NEW_LENGTH = {"sdpa_cudnn": 1000.0}
 """Host microseconds of decoding in torch beyond the model's, which was measured on calls that repeat.
@@ -118,7 +143,7 @@ def predicted(spec: AttentionSpec, framework: str, device: str) -> dict[str, flo
         return {}
     rounded = _of_round_lengths(spec)  # so that explain shows the times that ``order`` compares
     counted = {name: factor for name, factor, _, _ in _rates(framework, device, kind_of_call(rounded))}
-    return {name: time / counted[name] for time, _, name in _cautious(rounded, framework, device)}
+    return {name: time / counted.get(name, 1.0) for time, _, name in _cautious(rounded, framework, device)}
 
 
 def source(framework: str, device: str) -> str | None:
@@ -135,26 +160,40 @@ def _cautious(spec: AttentionSpec, framework: str, device: str) -> list[tuple[fl
     rates = _rates(framework, device, kind_of_call(spec))
     sizes = sizes_of_call(spec, table.tile, table.processors)
     if framework == "jax" and device != "cpu":
-        return [
-            (max(_jax_host(one, spec, device, time), time), place, one[0])
-            for place, (time, one) in enumerate(_device_times(rates, sizes))
+        timed = [
+            (_jax_time(one, spec, device, sum(map(mul, one[3], sizes))), place, one[0])
+            for place, one in enumerate(rates)
         ]
+        return [*timed, (_xla_time(spec), len(timed), "jax_xla")] if timed else []
     return [(max(host, sum(map(mul, each, sizes))), place, name) for place, (name, _, host, each) in enumerate(rates)]
 
 
-def _device_times(rates: tuple[Rates, ...], sizes: Sizes) -> list[tuple[float, Rates]]:
-    return [(sum(map(mul, one[3], sizes)), one) for one in rates]
+def _jax_time(one: Rates, spec: AttentionSpec, device: str, time: float) -> float:
+    """Returns the predicted time of a backend in JAX on a GPU, with caution.
 
-
-def _jax_host(one: Rates, spec: AttentionSpec, device: str, time: float) -> float:
-    """Returns the host's time of a backend in JAX on a GPU, with caution; 0 if the device surely takes longer."""
-    name, caution, _, _ = one
-    callback = CALLBACK[spec.needs_backward]
+    Args:
+        time: of the device, with caution.
+    """
+    name, caution, host_in_torch, _ = one
+    has_table = not (spec.mask_shape is None and spec.bias_shape is None)
+    if name == "jax_cudnn" and spec.causal and has_table:
+        time *= CAUSAL_BESIDE_TABLE
+    callback, launch = CALLBACK[spec.needs_backward], XLA_LAUNCH[spec.needs_backward]
     slowest = callback.get(name, callback[""])
-    if time >= caution * slowest:
-        return 0.0
-    launch = XLA_LAUNCH[spec.needs_backward]
-    return caution * (launch.get(name, launch[""]) if _launched_by_xla(name, spec, device) else slowest)
+    slowest += has_table * CALLBACK_TABLE[spec.needs_backward]
+    if time >= max(caution * slowest, 2 * host_in_torch):
+        return time  # the device surely takes longer than the host
+    if not _launched_by_xla(name, spec, device):
+        return max(caution * slowest, time)
+    if spec.needs_backward and host_in_torch:
+        time *= min(1.0, max(HIDDEN_BY_HOST, time / (2 * host_in_torch)))
+    return max(caution * launch.get(name, launch[""]), time)
+
+
+def _xla_time(spec: AttentionSpec) -> float:
+    """Returns the predicted time of ``jax_xla`` on a GPU, which has no model: torch does not run it."""
+    scores = spec.batch * spec.num_heads * spec.q_len * spec.kv_len
+    return max(XLA_LAUNCH[spec.needs_backward]["jax_xla"], XLA_SCORE[spec.needs_backward] * scores)
 
 
 def _launched_by_xla(name: str, spec: AttentionSpec, device: str) -> bool:

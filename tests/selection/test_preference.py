@@ -192,6 +192,29 @@ def test_short_calls_in_jax_prefer_backends_without_python() -> None:
         assert all(trained[name] > times[name] for name in times)
 
 
+def test_small_calls_in_jax_run_in_xla_if_the_other_kernels_need_python() -> None:
+    small = replace(SPEC, q_len=64, kv_len=64, batch=6, dtype="float32", bias_shape=(1, 32, 64, 64))
+    times = {"flash2": 17.0, "sdpa_efficient": 28.0, "math": 90.0}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(backends, "PREFERENCE", {("jax", "cuda"): ("sdpa_efficient", "jax_cudnn", "jax_xla", "math")})
+        with measured(times):
+            assert order(small, "jax", "sm90")[0] == "jax_xla"
+            assert order(replace(small, needs_backward=True), "jax", "sm90")[0] == "jax_xla"
+            # All its pairs take XLA longer than a callback.
+            larger = replace(small, q_len=1024, kv_len=1024, bias_shape=(1, 32, 1024, 1024))
+            assert order(larger, "jax", "sm90")[0] == "sdpa_efficient"
+            assert predicted(larger, "jax", "sm90")["jax_xla"] > 1e4
+
+
+def test_a_mask_costs_more_in_a_callback() -> None:
+    short = replace(SPEC, q_len=128, kv_len=128, batch=1)
+    masked = replace(short, mask_shape=(1, 1, 128, 128))
+    with measured({"flash2": 17.0, "sdpa_cudnn": 28.0, "math": 90.0}):
+        plain, with_mask = (predicted(spec, "jax", "sm90") for spec in (short, masked))
+        assert with_mask["sdpa_cudnn"] > plain["sdpa_cudnn"] + 100
+        assert with_mask["jax_cudnn"] <= plain["jax_cudnn"]
+
+
 def test_jax_on_a_cpu_has_its_own_table() -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(backends, "PREFERENCE", {("jax", "cpu"): ("math", "jax_xla"), ("torch", "cpu"): ("math",)})
