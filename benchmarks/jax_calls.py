@@ -16,13 +16,14 @@ import time
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from statistics import geometric_mean
 from typing import Any
 
 import jax
 import torch
 
 from attn_core import NoBackendError, Target, backends, select
+from attn_core.call.masks import as_called
+from attn_core.cli.bench import speed_table
 from attn_core.cli.bench_jax import JAX_NN, JAX_NN_CUDNN, caller, has_jax_nn
 from attn_core.cli.bench_timing import measure
 from attn_core.cli.frameworks import devices_of
@@ -31,15 +32,14 @@ from attn_core.selection.sweep import SweepCase
 from benchmarks.measure import environment
 
 ROUNDS = 5
-GOAL = 0.95
-"""The least speed of automatic choice as a multiple of jax.nn's."""
+RESULTS = Path(__file__).parent / "results" / "jax-calls-h200.json"
 
 Entry = dict[str, Any]
 
 
 def entry_of(case: SweepCase, training: bool, target: Target) -> Entry | None:
     """Returns the microseconds of a call by candidate; None if jax.nn or no backend of ours can run it."""
-    spec = replace(case.spec, needs_backward=training)
+    spec = replace(as_called(case.spec), needs_backward=training)
     if not has_jax_nn(spec):
         return None
     try:
@@ -48,7 +48,7 @@ def entry_of(case: SweepCase, training: bool, target: Target) -> Entry | None:
         return None
     names = [chosen, JAX_NN, *([JAX_NN_CUDNN] if target.kind == "cuda" else [])]
     # Tensors of torch compare the results, on the CPU.
-    timing = measure(caller(case, spec), names, ROUNDS, torch.device("cpu"))
+    timing = measure(caller(case, spec, names), names, ROUNDS, torch.device("cpu"))
     return {
         "call": case.name,
         "direction": "training" if training else "forward",
@@ -59,29 +59,26 @@ def entry_of(case: SweepCase, training: bool, target: Target) -> Entry | None:
     }
 
 
-def speeds(entries: list[Entry], rival: str) -> list[tuple[float, str]]:
-    """Returns (how many times as fast automatic choice is, call) for the calls that both sides ran."""
-    result = []
-    for entry in entries:
-        times = {name: min(rounds) for name, rounds in entry["microseconds"].items()}
-        if rival in times and entry["backend"] in times:
-            label = f"{entry['call']} ({entry['direction']}): {entry['backend']}"
-            result.append((times[rival] / times[entry["backend"]], label))
-    return result
-
-
 def summary(entries: list[Entry]) -> str:
-    """Returns a Markdown table: speed beside each implementation of jax.nn, by direction."""
-    lines = ["| beside | direction | calls | geometric mean | below 0.95 | lowest | where |", "|---" * 7 + "|"]
+    """Returns a Markdown table: how many times as fast automatic choice is as each implementation of jax.nn."""
+    ratios: dict[tuple[str, str], list[tuple[float, str]]] = {}
     for rival in (JAX_NN, JAX_NN_CUDNN):
         for direction in ("forward", "training"):
-            pairs = speeds([entry for entry in entries if entry["direction"] == direction], rival)
-            if pairs:
-                mean = geometric_mean(speed for speed, _ in pairs)
-                slower, (lowest, where) = sum(speed < GOAL for speed, _ in pairs), min(pairs)
-                row = f"{len(pairs)} | {mean:.2f} | {slower} | {lowest:.2f} | {where}"
-                lines.append(f"| {rival} | {direction} | {row} |")
-    return "\n".join(lines)
+            for entry in entries:
+                times = {name: min(rounds) for name, rounds in entry["microseconds"].items()}
+                if entry["direction"] == direction and rival in times and entry["backend"] in times:
+                    pair = times[rival] / times[entry["backend"]], f"{entry['call']}: {entry['backend']}"
+                    ratios.setdefault((rival, direction), []).append(pair)
+    return "\n".join(speed_table(ratios))
+
+
+def section() -> str:
+    """Returns the stored results as a Markdown section of docs/explanation/performance.md."""
+    stored = json.loads(RESULTS.read_text(encoding="utf-8"))
+    versions = stored["environment"]["versions"]
+    named = ", ".join(f"{name} {versions[name]}" for name in ("jax", "torch", "nvidia-cudnn-cu13"))
+    head = f"{stored['device']}, {stored['environment']['date']}, {named}, calls of seed {stored['seed']}."
+    return f"{head}\n\n{summary(stored['calls'])}"
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -186,15 +186,23 @@ def _beside(fitting: Fitting) -> list[str]:
     ratios, left_out = speeds_beside(fitting)
     if not ratios:
         return []
+    lines = [
+        *speed_table(ratios),
+        "\nTimes as fast as the framework's own function, for the calls that it can express.",
+    ]
+    if left_out:
+        why = f"{SDPA} may run cuDNN, whose gradient is wrong there, so sdpa_cudnn refuses them."
+        lines.append(f"{left_out} training calls are left out: {why}")
+    return lines
+
+
+def speed_table(ratios: Mapping[tuple[str, str], Sequence[tuple[float, str]]]) -> list[str]:
+    """Returns a Markdown table of what ``speeds_beside`` returns: (times as fast, call) by function and direction."""
     lines = ["| beside | direction | calls | geometric mean | below 0.95 | lowest | where |", "|---" * 7 + "|"]
     for (name, direction), pairs in ratios.items():
         mean = geometric_mean(ratio for ratio, _ in pairs)
         slower, (lowest, where) = sum(ratio < 0.95 for ratio, _ in pairs), min(pairs)
         lines.append(f"| {name} | {direction} | {len(pairs)} | {mean:.3f} | {slower} | {lowest:.2f} | {where} |")
-    lines.append("\nTimes as fast as the framework's own function, for the calls that it can express.")
-    if left_out:
-        why = f"{SDPA} may run cuDNN, whose gradient is wrong there, so sdpa_cudnn refuses them."
-        lines.append(f"{left_out} training calls are left out: {why}")
     return lines
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -31,13 +32,17 @@ def has_jax_nn(spec: AttentionSpec) -> bool:
     return spec.q_len == spec.kv_len or band(spec).hides_nothing(spec.q_len, spec.kv_len)
 
 
-def caller(case: SweepCase, spec: AttentionSpec) -> Run:
+def caller(case: SweepCase, spec: AttentionSpec, names: Sequence[str]) -> Run:
     """Returns a function that runs the call on a backend by name.
 
     The results are ``(out,)``, with a backward ``(out, dq, dk, dv)``. Under the names JAX_NN and JAX_NN_CUDNN it runs
-    JAX's own function, if ``has_jax_nn(spec)``. Each name compiles on its first call. On a CPU the function waits for
-    its results and has the attribute ``pause``, the seconds to wait before another backend's turn; on a GPU it has the
-    attribute ``wait``, which waits for results.
+    JAX's own function, if ``has_jax_nn(spec)``. On a CPU the function waits for its results and has the attribute
+    ``pause``, the seconds to wait before another backend's turn; on a GPU it has the attribute ``wait``, which waits
+    for results.
+
+    Args:
+        names: the backends to compile, at the same time in several threads. The function raises the error of a backend
+            that does not compile.
     """
     import jax
 
@@ -63,7 +68,6 @@ def caller(case: SweepCase, spec: AttentionSpec) -> Run:
     }
     dout = normal(*spec.out_shape)
 
-    @cache
     def compiled(backend: str) -> Any:
         own = backend in (JAX_NN, JAX_NN_CUDNN)
         call = _jax_nn(spec, "xla" if backend == JAX_NN else "cudnn") if own else _ours(spec, backend)
@@ -75,10 +79,16 @@ def caller(case: SweepCase, spec: AttentionSpec) -> Run:
             out, pull = jax.vjp(lambda *tensors: call(*tensors, **constants), *learned)
             return (out, *pull(dout))
 
-        return jax.jit(training if spec.needs_backward else forward)
+        with tracing:
+            program = jax.jit(training if spec.needs_backward else forward).lower(learned, constants, dout)
+        return program.compile()
+
+    tracing = Lock()  # because backends record or build kernels while they are traced
+    with ThreadPoolExecutor() as pool:
+        programs = {name: pool.submit(compiled, name) for name in names}
 
     def run(backend: str) -> tuple[Any, ...]:
-        results: tuple[Any, ...] = compiled(backend)(learned, constants, dout)
+        results: tuple[Any, ...] = programs[backend].result()(learned, constants, dout)
         return jax.block_until_ready(results) if on_cpu else results  # type: ignore[no-any-return]
 
     if on_cpu:

@@ -13,6 +13,7 @@ from typing import Any
 import attn_core
 from attn_core import backends
 from attn_core.call.arithmetic import flops
+from attn_core.call.masks import as_called
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli import bench_jax, bench_torch
 from attn_core.cli.bench_timing import DeviceLostError, Entry, Timing, measure
@@ -102,7 +103,7 @@ class Sweep:
                     continue
                 if seconds is not None and perf_counter() - began > seconds:
                     return False
-                spec = replace(case.spec, needs_backward=direction == "training")
+                spec = replace(as_called(case.spec), needs_backward=direction == "training")
                 try:
                     record = self._record(case, spec, direction)
                 finally:
@@ -151,7 +152,7 @@ class Sweep:
         import torch
 
         device = torch.device("cpu" if self.target.device == "cpu" or self._in_jax else "cuda")
-        run = bench_jax.caller(case, spec) if self._in_jax else bench_torch.caller(case, spec, device)
+        run = bench_jax.caller(case, spec, names) if self._in_jax else bench_torch.caller(case, spec, device)
         return measure(run, names, self.rounds, device)
 
     def _beside(self, spec: AttentionSpec) -> list[str]:

@@ -33,4 +33,4 @@ def test_the_summary_counts_slower_calls() -> None:
         for name, t in (("fast", 20), ("slow", 8))
     ]
     text = jax_calls.summary(entries)
-    assert "| jax.nn | forward | 2 | 1.26 | 1 | 0.80 | slow (forward): jax_xla |" in text
+    assert "| jax.nn | forward | 2 | 1.265 | 1 | 0.80 | slow: jax_xla |" in text
