@@ -236,7 +236,7 @@ at its calls. The other devices run the package as it is, on calls that nothing 
 
 Automatic choice under `jax.jit` beside `jax.nn.dot_product_attention`, in XLA and in cuDNN, each call a program of its
 own. Numbers are times as fast, for the calls that both sides ran; the goal is that none is below 0.95. The constants
-for JAX in `attn_core/selection/preference.py` were set on calls of another seed, but for CAUSAL_BESIDE_TABLE, which was
+for JAX in `attn_core/selection/jax_on_gpu.py` were set on calls of another seed, but for CAUSAL_BESIDE_TABLE, which was
 added after this run because of call #8. `python -m benchmarks.jax_calls --json` writes the raw times.
 
 {jax_calls.section()}
