@@ -19,3 +19,7 @@ class DeviceError(SpecError):
 
 class BridgeError(RuntimeError):
     """A value that cannot cross between JAX and torch."""
+
+
+class LayoutWarning(UserWarning):
+    """Shapes that are valid, but likelier those of another order of the axes."""

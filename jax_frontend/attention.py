@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from attn_core.call.layouts import Layout, check_layout
 from attn_core.call.options import Options, check_options, requested_names
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
@@ -34,6 +35,7 @@ def attention(
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
     seq_info: Any = None,
+    layout: Layout = "bshd",
     dropout: float = 0.0,
     deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
@@ -56,6 +58,8 @@ def attention(
         sinks: ``[heads]``: one extra logit per head in every row's softmax; it has no value.
         seq_info: a ``SeqInfo`` or ``(seq_lens, cu_seqlens, max_seqlen)``: packed documents, which never see each other.
             A SeqInfo is a pytree: its offsets may be traced, its maximum lengths are static.
+        layout: "bshd" as above; or "bhsd": q, k, v and the output are ``[batch, heads, seq, head_dim]``, packed
+            ``[heads, tokens, head_dim]``. Everything else keeps its shape.
         dropout: probability of dropping a softmax weight; needs ``dropout_rng``, a PRNG key. Which weights drop depends
             on the key and on their indices in the whole call, however arrays are sharded. Inside ``jax.shard_map`` the
             indices count within the device's shard, so give each device its own key.
@@ -71,12 +75,27 @@ def attention(
         ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments.
         NoBackendError: if no backend, or not the requested one, can run the call; the message has every reason.
     """
+    if check_layout(layout) == "bhsd":
+        q, k, v = map(_exchanged, (q, k, v))
     arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     info = SeqInfo.coerce(seq_info)
     inputs, options = gather_arguments(arrays, info, options, dropout_rng)
     call = AttentionCall(options, requested_names(backend) or override.requested(), plan.device_name(q))
-    return run(call, inputs, info)
+    results = run(call, inputs, info)
+    if layout == "bshd":
+        return results
+    return (_exchanged(results[0]), results[1]) if return_lse else _exchanged(results)
+
+
+def _exchanged(array: Any) -> Any:
+    """Returns an array or its shape with the axes of the sequence and the heads exchanged; any other value as it is."""
+    shape: Any = getattr(array, "shape", ())
+    if len(shape) < 3:
+        return array
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((*shape[:-3], shape[-2], shape[-3], shape[-1]), array.dtype)
+    return array.swapaxes(-3, -2)
 
 
 def run(call: AttentionCall, inputs: Inputs, info: SeqInfo | None) -> Any:
@@ -107,6 +126,7 @@ def explain(
     alibi_slopes: Any = None,
     sinks: Any = None,
     seq_info: Any = None,
+    layout: Layout = "bshd",
     dropout: float = 0.0,
     deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
@@ -119,6 +139,8 @@ def explain(
     Takes arrays or ``jax.ShapeDtypeStruct``. JAX's arguments do not show whether a gradient will be computed; pass
     ``needs_backward=True`` for training.
     """
+    if check_layout(layout) == "bhsd":
+        q, k, v = map(_exchanged, (q, k, v))
     arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     info = SeqInfo.coerce(seq_info)

@@ -31,6 +31,7 @@ __all__ = [
     "explain_paged",
     "paged_attention",
     "run_attention",
+    "scaled_dot_product_attention",
     "use_backend",
     "use_context_parallel",
     "warm_up",
@@ -43,11 +44,18 @@ if TYPE_CHECKING:
         shard_sequence,
         unshard_sequence,
     )
+    from torch_frontend.finetrainers import attention_dispatch as scaled_dot_product_attention
 if torch.distributed.is_available():  # torch can be built without it
     __all__ += ["context_parallel_attention", "explain_context_parallel", "shard_sequence", "unshard_sequence"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "scaled_dot_product_attention":  # loads at first use, like the drop-in that it belongs to
+        from torch_frontend.finetrainers import attention_dispatch
+
+        # One function under two names, because torch's modes and TorchScript compare functions by identity.
+        globals()[name] = attention_dispatch
+        return attention_dispatch
     if name in context_parallel.PUBLIC:  # loads at first use, because DTensor takes longer to import than the rest
         if not torch.distributed.is_available():
             raise ImportError(f"torch_frontend.{name} needs torch.distributed, which this build of torch does not have")

@@ -7,14 +7,27 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from attn_core.call.layouts import Layout, check_layout
 from attn_core.call.options import Options, check_options, check_traced_options, is_plain_window, requested_names
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
 from attn_core.selection import NoBackendError, Selection, override
-from torch_frontend.dispatch import autocast, autograd, empty_rows, fast_calls, offsets, ops, plan, run_plan, transforms
+from torch_frontend.dispatch import (
+    autocast,
+    autograd,
+    empty_rows,
+    fast_calls,
+    heads_first,
+    offsets,
+    ops,
+    plan,
+    run_plan,
+    transforms,
+)
+from torch_frontend.dispatch.dropout_words import draw_words
 from torch_frontend.dispatch.plan_cache import dense_plan
-from torch_frontend.dispatch.tensor_kinds import are_jit_traces_active, are_modes_active, match_fake
+from torch_frontend.dispatch.tensor_kinds import are_modes_active
 
 Tensor = torch.Tensor
 # Aliases save the fast path an attribute lookup for each.
@@ -38,6 +51,7 @@ def attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     seq_info: Any = None,
+    layout: Layout = "bshd",
     dropout: float = 0.0,
     deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
@@ -59,6 +73,8 @@ def attention(
         alibi_slopes: ``[heads]`` or ``[batch, heads]``: adds ``-slope * |i + offset - j|``. No gradient.
         sinks: ``[heads]``: one extra logit per head in every row's softmax; it has no value.
         seq_info: a ``SeqInfo`` or ``(seq_lens, cu_seqlens, max_seqlen)``: packed documents, which never see each other.
+        layout: "bshd" as above; or "bhsd": q, k, v and the output are ``[batch, heads, seq, head_dim]``, packed
+            ``[heads, tokens, head_dim]``. Everything else keeps its shape.
         dropout: probability of dropping a softmax weight. ``dropout_rng`` is the generator (a CPU one is best, whatever
             q's device is), torch's default if None.
         deterministic: use only kernels that give the same bits on every run.
@@ -74,6 +90,11 @@ def attention(
         ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments.
         NoBackendError: if no backend, or not the requested one, can run the call; the message has every reason.
     """
+    if layout != "bshd":
+        given = {"causal": causal, "alignment": alignment, "window": window, "softcap": softcap, "scale": scale}
+        given |= {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seq_info": seq_info}
+        given |= {"dropout": dropout, "deterministic": deterministic, "backend": backend, "return_lse": return_lse}
+        return heads_first.attend_in_layout(attention, layout, (q, k, v), given | {"dropout_rng": dropout_rng})
     # The fast path: plain tensors, no dropout, nothing that observes the call. It costs one cached lookup.
     no_extras = mask is None and bias is None and alibi_slopes is None and sinks is None and seq_info is None
     observed = _is_compiling() or _is_autocast_on() or _is_transformed() or _modes() or forward_ad._current_level >= 0
@@ -155,6 +176,7 @@ def explain(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     seq_info: Any = None,
+    layout: Layout = "bshd",
     dropout: float = 0.0,
     deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
@@ -166,10 +188,12 @@ def explain(
 
     ``needs_backward`` states whether the call is for training; if None, the tensors' ``requires_grad`` decides.
     """
+    if check_layout(layout) == "bhsd":
+        q, k, v = map(heads_first.exchanged, (q, k, v))
     tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     inputs, options = gather_arguments(tensors, seq_info, options, dropout_rng, draw=False)
-    trains, bias_gradient = _gradients_needed(inputs)
+    trains, bias_gradient = autograd.gradients_needed(inputs)
     needs = trains if needs_backward is None else needs_backward
     requested = requested_names(backend) or override.requested()
     selection = plan.explanation(plan.metadata(inputs), options, needs, bias_gradient and needs, requested)
@@ -203,37 +227,13 @@ def gather_arguments(
         options = options._replace(max_len_q=longest[0], max_len_k=longest[1])
     # explain passes draw=False, because a question must not advance the generator of the training run.
     if options.dropout and draw:
-        device = _dropout_device(q, generator)
-        rng = torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator, device=device)
-        inputs = inputs._replace(rng=match_fake(q, rng))
+        inputs = inputs._replace(rng=draw_words(q, generator))
     return inputs, options
-
-
-def _dropout_device(q: Tensor, generator: torch.Generator | None) -> Any:
-    """Returns the device on which dropout's two seed words are drawn: the CPU, where kernels read them.
-
-    During the capture of a CUDA graph it is q's device, so that every replay draws new words.
-    """
-    if generator is not None:
-        return generator.device
-    compiling = torch.compiler.is_compiling()
-    return q.device if q.is_cuda and not compiling and torch.cuda.is_current_stream_capturing() else "cpu"
-
-
-def _gradients_needed(inputs: Inputs) -> tuple[bool, bool]:
-    """Returns whether autograd may need (any gradient, the bias's gradient) of this call."""
-    if are_jit_traces_active() is not None:  # a trace also runs later, with tensors that may require gradients
-        return True, inputs.bias is not None
-    if not torch.is_grad_enabled():
-        return False, False
-    bias = inputs.bias is not None and inputs.bias.requires_grad
-    sinks = inputs.sinks is not None and inputs.sinks.requires_grad
-    return bias or sinks or any(tensor.requires_grad for tensor in inputs[:3]), bias
 
 
 def attend(inputs: Inputs, options: Options, backend: Any) -> Any:
     """Runs a call with any feature: eagerly by a plan, or by the ops if a compiler or a transform observes the call."""
-    needs_backward, bias_gradient = _gradients_needed(inputs)
+    needs_backward, bias_gradient = autograd.gradients_needed(inputs)
     if transforms.is_one_op(inputs.q):
         plan.check(inputs, options)
         names = ops.join_names(requested_names(backend))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from typing import Any, NamedTuple
 
+from attn_core.call.layouts import HINT, fits_heads_first, warn_of_heads_first
 from attn_core.call.masks import without_idle_sides
 from attn_core.call.options import Options
 from attn_core.call.seq_info import is_number
@@ -78,6 +79,7 @@ def build_spec(
     _warn_of_rows(arrays.mask, batch, q_len, k[1])
     lengths: dict[str, Any] = {"max_len_q": options.max_len_q, "max_len_k": options.max_len_k} if packed else {}
     if not packed:
+        warn_of_heads_first(q, k)
         options = without_idle_sides(options, q_len, k[1])
     return AttentionSpec(
         batch=batch,
@@ -185,6 +187,8 @@ def _check_qkv(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> No
     for axis, what in ((1, "length"), (2, "heads")):
         if v[axis] != k[axis]:
             raise ShapeError(f"v: expected the {what} of k ({k[axis]}), got {v[axis]}; each key has one value")
+    if q[2] % k[2] and fits_heads_first(q, k):
+        raise ShapeError(f"k: expected kv heads that divide the {q[2]} query heads, got {k[2]}; {HINT}")
 
 
 def _text_of(shape: tuple[int, ...]) -> str:

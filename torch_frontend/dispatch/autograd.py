@@ -11,6 +11,7 @@ from torch_frontend.dispatch import autocast
 from torch_frontend.dispatch.plan import Plan
 from torch_frontend.dispatch.run_plan import gradients_in_order, run_backward, run_forward
 from torch_frontend.dispatch.second_derivative import once_differentiable
+from torch_frontend.dispatch.tensor_kinds import are_jit_traces_active
 
 Tensor = torch.Tensor
 
@@ -41,6 +42,17 @@ class AttentionFunction(torch.autograd.Function):
         if len(tensors) == 3 and dout is not None:
             return (None, *plan.backward(plan.spec, inputs, out, lse, dout, dlse)[:3])
         return None, *gradients_in_order(run_backward(plan, inputs, out, lse, dout, dlse), len(tensors))
+
+
+def gradients_needed(inputs: Inputs) -> tuple[bool, bool]:
+    """Returns whether autograd may need (any gradient, the bias's gradient) of a call."""
+    if are_jit_traces_active() is not None:  # a trace also runs later, with tensors that may require gradients
+        return True, inputs.bias is not None
+    if not torch.is_grad_enabled():
+        return False, False
+    bias = inputs.bias is not None and inputs.bias.requires_grad
+    sinks = inputs.sinks is not None and inputs.sinks.requires_grad
+    return bias or sinks or any(tensor.requires_grad for tensor in inputs[:3]), bias
 
 
 def is_direct(dout: Tensor | None, dlse: Tensor | None) -> bool:

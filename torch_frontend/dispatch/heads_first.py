@@ -1,6 +1,7 @@
-"""Eager calls on the CPU with tensors ``[batch, heads, len, head_dim]``, the layout of torch's own attention.
+"""Calls with tensors ``[batch, heads, len, head_dim]``, the layout of torch's own attention.
 
 torch's CPU kernel has that layout, too. ``attention`` would make seven views around it, and autograd a node for each.
+So plain eager calls on the CPU go straight to the kernel.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from attn_core.call.layouts import check_layout
 from attn_core.call.options import is_plain_window
 from attn_core.selection import override
 from torch_frontend.dispatch import autocast, transforms
@@ -23,6 +25,35 @@ _is_compiling, _is_grad_enabled, _requested = torch.compiler.is_compiling, torch
 _is_autocast_on, _is_transformed, _modes, _traces = (
     *(autocast.is_on, transforms.are_active, are_modes_active, are_jit_traces_active),
 )
+
+
+DIRECT = ("causal", "alignment", "window", "scale", "mask", "bias", "deterministic", "backend")
+"""The options that ``attend`` takes."""
+
+DEFAULTS: dict[str, Any] = {"softcap": None, "alibi_slopes": None, "sinks": None, "seq_info": None, "dropout_rng": None}
+DEFAULTS |= {"dropout": 0.0, "return_lse": False}
+"""The other options of ``attention``."""
+
+
+def attend_in_layout(attention: Callable[..., Any], layout: Any, qkv: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Runs ``attention`` on q, k and v of the layout "bhsd", and returns an output of it.
+
+    Args:
+        options: all other arguments of ``attention``, by name.
+    """
+    check_layout(layout)
+    # The types first, because a tensor or an array has no truth value.
+    if all(type(options[name]) is type(usual) and options[name] == usual for name, usual in DEFAULTS.items()):
+        out = attend(*qkv, **{name: options[name] for name in DIRECT})
+        if out is not None:
+            return out
+    results = attention(*map(exchanged, qkv), **options)
+    return (exchanged(results[0]), results[1]) if options["return_lse"] else exchanged(results)
+
+
+def exchanged(tensor: Any) -> Any:
+    """Returns a view with the axes of the sequence and the heads exchanged; any other value as it is."""
+    return tensor.transpose(-3, -2) if isinstance(tensor, Tensor) and tensor.dim() > 2 else tensor
 
 
 def attend(
