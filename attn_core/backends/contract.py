@@ -14,7 +14,7 @@ class Backend(Protocol):
     """The members of a backend module, in this order.
 
     FRAMEWORK: ``"torch"`` or ``"jax"``, the framework of the tensors that forward and backward take.
-    REQUIRES: the upstream packages with their ranges, for people.
+    REQUIRES: the upstream packages with their ranges, for people and for the advice of ``attn doctor``.
     FORWARD, BACKWARD: its claims; BACKWARD is None if there is no gradient.
 
     Optional: with ``WRITES_INTO = True`` forward and backward take a last argument ``into``, buffers for their results:
