@@ -61,11 +61,17 @@ class Row:
         return result | {"failed": self.failed}
 
 
-def rows_of(trial: Trial, device: str, repeats: int, names: tuple[str, ...] | None = None) -> Iterator[Row]:
-    """Yields a row for every backend (or each of ``names``) in every installed framework, one after the other."""
+def rows_of(
+    trial: Trial,
+    device: str,
+    repeats: int,
+    names: tuple[str, ...] | None = None,
+    frameworks: tuple[str, ...] | None = None,
+) -> Iterator[Row]:
+    """Yields a row for every backend in every installed framework, or for ``names`` and in ``frameworks`` alone."""
     expected = expectation(trial) if fits_oracle(trial) else None
     for name in names or backends.names():
-        for framework in installed():
+        for framework in frameworks or installed():
             yield _row(trial, expected, name, framework, device, repeats)
 
 

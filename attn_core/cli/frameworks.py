@@ -8,7 +8,8 @@ from importlib.util import find_spec
 
 PACKAGES = (
     *("numpy", "torch", "triton", "jax", "jaxlib", "flax", "jax-tvm-ffi", "apache-tvm-ffi", "transformers"),
-    *("flash-attn", "flash-attn-4", "flash-attn-3", "xformers", "sageattention"),
+    *("jax-cuda13-plugin", "jax-cuda12-plugin", "flash-attn", "flash-attn-4", "flash-attn-3", "tokenspeed-fa3"),
+    *("fa3-fwd", "xformers", "sageattention", "flashinfer-python"),
 )
 
 
@@ -41,8 +42,10 @@ def _torch_gpus() -> list[str]:
 
     if not torch.cuda.is_available():
         return []
-    capabilities = (torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
-    return [f"sm{major}{minor}" for major, minor in capabilities]
+    everything = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    if torch.version.hip:
+        return [properties.gcnArchName.partition(":")[0] for properties in everything]
+    return [f"sm{properties.major}{properties.minor}" for properties in everything]
 
 
 def _jax_gpus() -> list[str]:
@@ -51,3 +54,10 @@ def _jax_gpus() -> list[str]:
     gpus = [device for device in jax.devices() if device.platform == "gpu"]
     # JAX writes a compute capability with a dot, such as 9.0.
     return ["sm" + str(device.compute_capability).replace(".", "") for device in gpus]
+
+
+def has_tpu() -> bool:
+    """Returns whether JAX sees a TPU. Imports jax."""
+    import jax
+
+    return any(device.platform == "tpu" for device in jax.devices())

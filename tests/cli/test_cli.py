@@ -11,7 +11,6 @@ import pytest
 from typer.testing import CliRunner
 
 import attn_core
-from attn_core import backends
 from attn_core.cli import demo as demo_command
 from attn_core.cli import in_torch, mask, trial
 from attn_core.cli.app import app
@@ -154,7 +153,7 @@ def test_mask_refuses_calls_that_it_cannot_draw(arguments: list[str]) -> None:
     assert attn("mask", *arguments).exit_code == 2
 
 
-# compare and doctor run kernels
+# compare runs kernels
 
 
 def test_compare_prints_errors_bits_and_times(tmp_path: Path) -> None:
@@ -211,28 +210,6 @@ def test_trial_values_are_exact_in_the_dtype() -> None:
     values = np.random.default_rng(0).standard_normal(10_000)
     expected = values.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
     assert trial.rounded(values, "bfloat16").tobytes() == expected.tobytes()
-
-
-def test_doctor_writes_a_complete_report() -> None:
-    done = attn("doctor", "--json")
-    assert done.exit_code == 0, done.output
-    actual = json.loads(done.stdout)
-    assert actual["versions"]["numpy"] == np.__version__
-    assert {state["name"] for state in actual["backends"].values()} == set(backends.names())
-    for name, state in actual["backends"].items():
-        assert (state["version"] is None) != (state["reason"] is None), name
-    for row in actual["checks"]:
-        assert row["reasons"] or row["ok"], row
-        assert not row["failed"], row
-
-
-def test_doctor_prints_reasons_and_verdicts() -> None:
-    done = attn("doctor")
-    assert done.exit_code == 0, done.output
-    for name in backends.names():
-        assert name in done.stdout
-    printed = " ".join(done.stdout.split())
-    assert printed.count("never run on a GPU by this project") == 6
 
 
 # support and demo

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from attn_core.cli import tune as command
 from attn_core.cli.app import app
-from attn_core.cli.doctor import doctor
 from attn_core.selection import cross_validation
 from attn_core.selection.sweep import QUICK
 from attn_core.selection.tables import table_in_force, user_path
@@ -92,8 +91,8 @@ def test_tune_measures_no_gpu_in_jax(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_says_which_table_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{doctor.__module__}._files", lambda: [])
-    monkeypatch.setattr(f"{doctor.__module__}._devices", lambda framework: ["cpu", "sm90", "sm80"])
+    monkeypatch.setattr("attn_core.cli.findings._files", lambda: [])
+    monkeypatch.setattr("attn_core.cli.findings._devices", lambda framework: ["cpu", "sm90", "sm80"])
     tables = json.loads(attn("doctor", "--json").stdout)["tables"]
     assert "calls measured on NVIDIA H200" in tables["torch on sm90"]
     assert tables["torch on sm80"] == "the static order: nothing was measured"
