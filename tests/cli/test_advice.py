@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import sys
 from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 import attn_core
 from attn_core import backends
-from attn_core.cli.advice import Advice, Machine, advise, problems
+from attn_core.cli.advice import Advice, Machine, advise, find_machine, problems
+from attn_core.cli.advice import machine as finder
 from attn_core.cli.advice.calls import CALLS
 from attn_core.cli.advice.combinations import COMBINATIONS
 from attn_core.cli.advice.machine import gfx_name, numbers, nvidia_gpus
 from attn_core.cli.advice.packages import PACKAGES, backends_of, requirements
+from attn_core.cli.frameworks import devices_of
 from attn_core.selection import Target
 
 DEVICES = ("sm70", "sm75", "sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "gfx90a", "gfx942", "cpu", "tpu")
@@ -312,3 +318,56 @@ def test_versions_are_read_as_numbers() -> None:
     assert numbers("2.13.0+cu130") == (2, 13, 0)
     assert numbers("4.0.0b36") == (4, 0, 0)
     assert numbers("unknown") == ()
+
+
+def test_a_gpu_that_no_framework_sees_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    node = tmp_path / "1"
+    node.mkdir()
+    (node / "properties").write_text("gfx_target_version 90402\n", encoding="utf-8")
+    listing = "NVIDIA H200, 9.0, 580.95.05\n"
+    packages = {"torch": "2.13.0+cpu", "jax": None, "jax-cuda12-plugin": "0.11"}
+    monkeypatch.setattr(finder, "TOPOLOGY", tmp_path / "absent")
+    monkeypatch.setattr(finder, "_output", lambda *command: listing)
+    machine = find_machine(packages, ["cpu"])
+    assert (machine.device, machine.gpus, machine.driver) == ("sm90", ("NVIDIA H200",), "580.95.05")
+    assert machine.jax_cuda == 12 and not machine.has("jax")
+    monkeypatch.setattr(finder, "_output", lambda *command: "")
+    assert find_machine(packages, ["cpu"]).device == "cpu"
+    assert find_machine(packages, ["cpu", "tpu"]).device == "tpu"
+    monkeypatch.setattr(finder, "TOPOLOGY", tmp_path)
+    assert find_machine(packages, ["cpu"]).device == "gfx942"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hip", "expected"),
+    [("13.0", None, ((13, 0), False)), (None, "7.1", (None, True)), (None, None, (None, False))],
+)
+def test_the_build_of_torch_is_read(
+    cuda: str | None, hip: str | None, expected: tuple[object, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = ModuleType("torch")
+    torch.version = SimpleNamespace(cuda=cuda, hip=hip)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    machine = find_machine({"torch": "2.13.0"}, ["cpu"])
+    assert (machine.torch_cuda, machine.torch_hip) == expected
+
+
+def test_xformers_says_which_cuda_it_is_built_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(finder, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    assert find_machine({}, ["cpu"]).wheel_cuda == finder.WHEEL_CUDA
+    (tmp_path / "cpp_lib.json").write_text(json.dumps({"version": {"cuda": 1300}}), encoding="utf-8")
+    assert find_machine({}, ["cpu"]).wheel_cuda["xformers"] == 13
+
+
+@pytest.mark.parametrize(("hip", "device"), [(None, "sm90"), ("7.1", "gfx942")])
+def test_amd_gpus_have_the_name_of_their_architecture(
+    hip: str | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(major=9, minor=0, gcnArchName="gfx942:sramecc+:xnack-")
+    torch = ModuleType("torch")
+    torch.version = SimpleNamespace(hip=hip)  # type: ignore[attr-defined]
+    torch.cuda = SimpleNamespace(  # type: ignore[attr-defined]
+        is_available=lambda: True, device_count=lambda: 2, get_device_properties=lambda index: properties
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert devices_of("torch") == ("cpu", device)
