@@ -30,7 +30,7 @@ help:
 	@echo "make lint        runs ruff and mypy"
 	@echo "make format      applies ruff's fixes and formatting"
 	@echo "make docs        builds the documentation in site/"
-	@echo "make support     writes docs/reference/support.md from the claims of the backends"
+	@echo "make support     writes docs/reference/support.md and devices.md from the claims of the backends"
 	@echo "make clean       removes .venv and all build and cache folders"
 
 venv: $(STAMP)
@@ -87,6 +87,7 @@ docs: $(DOCS_STAMP)
 
 support: $(STAMP)
 	$(RUN) -m attn_core support --write docs/reference/support.md
+	$(RUN) -m attn_core support --devices --write docs/reference/devices.md
 
 clean:
 	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

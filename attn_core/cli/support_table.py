@@ -71,7 +71,7 @@ def _features(built: dict[str, Backend], group: dict[str, str]) -> str:
     rows = [["backend", *group.values()]]
     for name, backend in built.items():
         rows.append([name, *(_cell(backend, claim) for claim in group)])
-    return _table(rows)
+    return table_of(rows)
 
 
 def _cell(backend: Backend, claim: str) -> str:
@@ -99,7 +99,7 @@ def _limits(built: dict[str, Backend]) -> str:
                 "yes" if backend.BACKWARD is not None else "no",
             ]
         )
-    return _table(rows)
+    return table_of(rows)
 
 
 def _head_dims(support: Support) -> str:
@@ -120,7 +120,8 @@ def _preference() -> str:
     return "## Order of automatic choice\n\n" + "\n".join(lines)
 
 
-def _table(rows: list[list[str]]) -> str:
+def table_of(rows: list[list[str]]) -> str:
+    """Returns rows as a Markdown table; the first row is the head."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines.insert(1, "|" + "---|" * len(rows[0]))
     return "\n".join(lines) + "\n"

@@ -215,14 +215,16 @@ def test_trial_values_are_exact_in_the_dtype() -> None:
 # support and demo
 
 
-def test_support_writes_and_checks_the_page(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [["support"], ["support", "--devices"]], ids=" ".join)
+def test_support_writes_and_checks_the_page(command: list[str], tmp_path: Path) -> None:
     page = tmp_path / "support.md"
-    assert attn("support", "--check", str(page)).exit_code == 1
-    assert attn("support", "--write", str(page)).exit_code == 0
-    assert attn("support", "--check", str(page)).exit_code == 0
-    assert page.read_text(encoding="utf-8") in attn("support").stdout
+    stale = attn(*command, "--check", str(page))
+    assert stale.exit_code == 1 and f"run: attn {' '.join(command)} --write" in stale.stderr
+    assert attn(*command, "--write", str(page)).exit_code == 0
+    assert attn(*command, "--check", str(page)).exit_code == 0
+    assert page.read_text(encoding="utf-8") in attn(*command).stdout
     page.write_text(page.read_text(encoding="utf-8") + "\n", encoding="utf-8")
-    assert attn("support", "--check", str(page)).exit_code == 1
+    assert attn(*command, "--check", str(page)).exit_code == 1
 
 
 EXAMPLES = pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from attn_core import backends
 from attn_core.backends.support import Support
+from attn_core.cli import device_table
 from attn_core.cli.app import app
 from attn_core.cli.bench_sweep import read
 from attn_core.cli.support_table import FEATURES, render
@@ -51,6 +52,32 @@ def test_support_page_shows_forward_and_backward_separately(monkeypatch: pytest.
     titles = next(line for line in lines if "`causal`" in line).split(" | ")
     cells = dict(zip(titles, next(line for line in lines if line.startswith("| `math` |")).split(" | "), strict=True))
     assert (cells["`softcap`"], cells["`causal`"], cells["`window`"]) == ("forward", "✓", "—")
+
+
+def test_the_page_of_gpus_is_current() -> None:
+    page = ROOT / "docs/reference/devices.md"
+    assert page.is_file() and page.read_text(encoding="utf-8") == device_table.render(), "stale: run `make support`"
+
+
+@pytest.mark.parametrize("device", device_table.DEVICES, ids=lambda device: device.name)
+def test_the_page_of_gpus_agrees_with_the_claims(device: device_table.Device) -> None:
+    rows = [line.strip("| ").split(" | ") for line in device_table.render().splitlines() if line.startswith("| `")]
+    column = 1 + device_table.DEVICES.index(device)
+    shown = {name.strip("`"): cells[column - 1] for name, *cells in rows}
+    for name in backends.names():
+        backend = backends.load(name, backends.kind_of(device.name))
+        if not backend.FORWARD.runs_on(device.name):
+            assert shown[name] == "—"
+        if backend.BACKWARD is None:
+            assert "✓" not in shown[name]
+        if backend.FORWARD.approximate or backend.FORWARD.unproven:
+            assert shown[name] == "—" or shown[name].startswith("(")
+
+
+def test_the_page_of_gpus_installs_what_the_backends_need() -> None:
+    for name, command in device_table.PACKAGES.items():
+        package = command.removeprefix("pip install ").strip("'").split(" ")[0].split(">")[0]
+        assert package in backends.load(name).REQUIRES
 
 
 def test_links_between_documents_exist() -> None:

@@ -1,0 +1,149 @@
+"""Writes docs/reference/devices.md: which kernels run on which GPU, from the backends' claims; imports no kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from attn_core import backends
+from attn_core.call.pages import PagedKV
+from attn_core.call.spec import AttentionSpec
+from attn_core.cli.support_table import BOTH, FORWARD_ONLY, NONE, table_of
+from attn_core.selection import Target, refusals
+
+
+class Device(NamedTuple):
+    """A column of the page: the cards' names, the device as ``attn explain`` names it, and the dtype of the calls."""
+
+    cards: str
+    name: str
+    dtype: str = "bfloat16"
+
+
+DEVICES = (
+    Device("T4", "sm75", "float16"),
+    Device("A100", "sm80"),
+    Device("RTX 3090", "sm86"),
+    Device("RTX 4090, L40S", "sm89"),
+    Device("H100, H200", "sm90"),
+    Device("B200", "sm100"),
+    Device("RTX 5090", "sm120"),
+    Device("MI250", "gfx90a"),
+    Device("MI300", "gfx942"),
+    Device("any CPU", "cpu"),
+    Device("Apple GPU", "mps"),
+    Device("TPU", "tpu"),
+)
+
+CALL_NAMES = ("training", "inference", "decoding", "decoding from pages")
+SHOWN = 3
+"""So many of the backends that automatic choice may take are shown; the rest is in the second table."""
+
+PACKAGES = {
+    "flash4": "pip install 'flash-attn-4>=4.0.0b30'",
+    "flash3": "pip install tokenspeed-fa3",
+    "flash2": "pip install flash-attn --no-build-isolation",
+}
+"""The command that installs a backend's kernel, for the backends that do not come with torch or JAX.
+
+Only those that can make automatic choice faster: ``xformers`` launches kernels that torch has, too."""
+
+HEAD = f"""# Which kernels for which GPU
+
+This page shows which kernels run on a card, and what to install for them. `make support` writes it from the claims of
+the backends; do not edit it. A claim is not a measurement: this project has run GPU kernels only on an H100 and an
+H200. [What each backend supports](support.md) lists the features of each backend.
+
+## What to install
+
+The second column has the name that `attn explain --device` takes. The next ones have the first {SHOWN} backends of
+automatic choice for a kind of call, if everything is installed. The last one has the packages that bring them, where
+torch does not; without these packages the next backend runs. `math` is exact, but not a fused kernel.
+"""
+
+CALLS = f"""
+- Training, inference and decoding are causal calls in half precision (float16 on a T4, else bfloat16) with a head_dim
+  of 128 and four query heads for each kv head. Other calls may run on other kernels: ask `attn explain`, anywhere.
+- The order shown is the static one. On a card that was measured (H100, H200, or yours after `attn tune`), it depends on
+  the call and follows the measurements.
+- On AMD's GPUs nothing is chosen automatically: name `backend="flash2"`. This project never ran it there.
+- On Apple's GPUs and on TPUs no backend runs. [Install](../get_started/install.md) says what to do there.
+- `tokenspeed-fa3` has no backward, so with it alone `flash3` is for inference.
+
+```bash
+attn explain --heads 32 --kv-heads 8 --head-dim 128 --q-len 4096 --causal --dtype bfloat16 --device sm89
+```
+
+## Every backend on every card
+
+`{BOTH}` means forward and backward, `{FORWARD_ONLY}` only forward, of at least one of the calls above. In brackets:
+only if you request the backend by name. `{NONE}` means that the backend refuses all of them, with the reason.
+"""
+
+BY_NAME = """
+A backend runs by name only if its results are approximate, if this project never ran it on a GPU, if it is a variant of
+another backend, or if the device has no order of automatic choice.
+"""
+
+
+def render() -> str:
+    """Returns the whole page as Markdown."""
+    install = [["card", "device", *CALL_NAMES, "install"], *(_row(device) for device in DEVICES)]
+    cells = [["backend", *(device.cards for device in DEVICES)]]
+    cells += [[f"`{name}`", *(_cell(name, device) for device in DEVICES)] for name in backends.names()]
+    return "\n".join([HEAD, table_of(install) + CALLS, table_of(cells) + BY_NAME])
+
+
+def _row(device: Device) -> list[str]:
+    target = Target("torch", device.name)
+    chosen = [[name for name in _order(target, call) if runs(name, device, call)][:SHOWN] for call in CALL_NAMES]
+    chosen_by_name = {name for name in PACKAGES if runs(name, device, "training")}
+    useful = {name for names in chosen for name in names} or chosen_by_name
+    lists = [", ".join(f"`{name}`" for name in names) or NONE for names in chosen]
+    commands = "<br>".join(f"`{command}`" for name, command in PACKAGES.items() if name in useful)
+    return [device.cards, f"`{device.name}`", *lists, commands or NONE]
+
+
+def _cell(name: str, device: Device) -> str:
+    if not any(runs(name, device, call) for call in CALL_NAMES):
+        return NONE
+    mark = BOTH if runs(name, device, "training") else FORWARD_ONLY
+    target = _target(name, device)
+    return mark if any(name in _order(target, call) for call in CALL_NAMES) else f"({mark})"
+
+
+def runs(name: str, device: Device, call: str) -> bool:
+    """Returns whether a backend can run one of CALL_NAMES on a device, in JAX if its tensors are JAX's."""
+    return not refusals(name, _spec(device.dtype, call), _target(name, device))
+
+
+def _target(name: str, device: Device) -> Target:
+    return Target(backends.load(name).FRAMEWORK, device.name)
+
+
+def _order(target: Target, call: str) -> tuple[str, ...]:
+    """Returns the static order of automatic choice, which no measurement on this machine can change."""
+    if call != "decoding from pages":
+        return backends.PREFERENCE.get((target.framework, target.kind), ())
+    usual = backends.PAGED_PREFERENCE.get((target.framework, target.kind), ())
+    return tuple(sorted(usual, key=lambda name: name != backends.DECODING))  # it comes first if there are few queries
+
+
+def _spec(dtype: str, call: str) -> AttentionSpec:
+    """Returns one of CALL_NAMES as a spec. Decoding has one query for each of eight sequences."""
+    spec = AttentionSpec(
+        batch=8,
+        q_len=1 if call == "decoding" else 4096,
+        kv_len=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        value_dim=128,
+        dtype=dtype,
+        causal=True,
+        needs_backward=call == "training",
+    )
+    if call != "decoding from pages":
+        return spec
+    pool = PagedKV(num_pages=128, page_size=256, width=16)
+    return replace(spec, batch=1, q_len=8, documents=8, max_len_q=1, max_len_k=4096, paged=pool)
