@@ -1,4 +1,4 @@
-"""Writes docs/explanation/performance.md, its plots, and the table of README.md from the stored results.
+"""Writes docs/explanation/performance.md, its plots, and the table of other pages from the stored results.
 
 python -m benchmarks.performance            # prints the page
 python -m benchmarks.performance --write    # writes the page, the plots and the table; needs no GPU and no framework
@@ -18,7 +18,9 @@ from benchmarks.performance_plots import ONE_GPU, draw, efficiency, strategies
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, IMAGES = ROOT / "benchmarks/results", ROOT / "docs/images"
-PAGE, README = ROOT / "docs/explanation/performance.md", ROOT / "README.md"
+PAGE = ROOT / "docs/explanation/performance.md"
+WITH_TABLE = (ROOT / "README.md", ROOT / "docs/index.md")
+"""The pages that show the table between BEGIN and END."""
 TINY = (1, 5, 2, 16)
 """Batch, length, heads and head_dim of the CPU's small calls, whose time is almost only the call's overhead."""
 BEGIN, END = "<!-- written by python -m benchmarks.performance --write -->\n", "<!-- end -->\n"
@@ -38,7 +40,7 @@ class Row(NamedTuple):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Prints the page, or writes the page, the plots and the README's table."""
+    """Prints the page, or writes the page, the plots and the table of other pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     results = stored()
@@ -47,7 +49,8 @@ def main(arguments: list[str] | None = None) -> None:
         return
     draw(results["hopper"], results["context-parallel"], IMAGES)
     PAGE.write_text(page(results), encoding="utf-8")
-    README.write_text(in_readme(README.read_text(encoding="utf-8"), table(rows(results))), encoding="utf-8")
+    for other in WITH_TABLE:
+        other.write_text(with_table(other.read_text(encoding="utf-8"), table(rows(results))), encoding="utf-8")
 
 
 def stored() -> Results:
@@ -56,8 +59,8 @@ def stored() -> Results:
     return {name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in names}
 
 
-def in_readme(text: str, lines: str) -> str:
-    """Returns the README with these lines between its two marks."""
+def with_table(text: str, lines: str) -> str:
+    """Returns a page with these lines between its two marks."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}{lines}\n{END}{after}"

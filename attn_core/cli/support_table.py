@@ -45,6 +45,7 @@ HEAD = f"""# What each backend supports
 This page shows what each backend can run. `make support` writes it from the claims of the backends; do not edit it.
 `{BOTH}` means forward and backward, `{FORWARD_ONLY}` only forward.
 `{NONE}` means that the backend refuses the call, with the reason.
+[Which kernels for which GPU](devices.md) has the same by card; the [Glossary](glossary.md) has the words.
 
 A claim covers one feature at a time. Rules about two features together, or about sizes, are in the backend's `refuses`.
 For one call, `attn explain` with the call's options shows every reason:

@@ -160,12 +160,14 @@ def test_commands_print_what_the_page_shows(block: Block) -> None:
             assert part in printed, command
 
 
-def test_the_performance_page_and_the_readme_show_the_stored_results() -> None:
+def test_the_performance_page_and_the_tables_show_the_stored_results() -> None:
     results = performance.stored()
     stale = "stale: run python -m benchmarks.performance --write"
     assert performance.PAGE.read_text(encoding="utf-8") == performance.page(results), stale
-    readme = performance.README.read_text(encoding="utf-8")
-    assert readme == performance.in_readme(readme, performance.table(performance.rows(results))), stale
+    table = performance.table(performance.rows(results))
+    for page in performance.WITH_TABLE:
+        text = page.read_text(encoding="utf-8")
+        assert table in text and text == performance.with_table(text, table), stale
 
 
 def test_the_page_of_whole_models_shows_the_stored_results() -> None:
@@ -241,6 +243,20 @@ def test_the_search_for_measured_figures_finds_them() -> None:
     for text in ("12.5 µs above torch", "1.8 ms", "686 TFLOP/s", "2.75 times as fast", "98.4% of linear speedup"):
         assert FIGURE.search(text), text
     assert not FIGURE.search("2 machines, 3 msgs, `P` times as fast")
+
+
+def test_every_fact_about_another_library_has_a_source() -> None:
+    page = (ROOT / "docs/explanation/comparison.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if re.match(r"\| [\w*]", line)]
+    assert len(rows) > 30
+    for name, theirs, _ours in rows:
+        assert "](https://" in theirs or name == "together", name
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert set(re.findall(r": ([\w/]+\.md)$", navigation, re.MULTILINE)) == pages
 
 
 def test_folders_in_the_architecture_exist() -> None:
