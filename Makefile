@@ -18,7 +18,7 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: help venv demo demo-short serve-demo test test-avx2 sweep lint format docs support clean
+.PHONY: help venv demo demo-short serve-demo test test-avx2 sweep lint format docs docs-check support clean
 
 help:
 	@echo "make demo        runs SmolLM2-135M on packed prompts in torch and in JAX, and compares the answers"
@@ -30,6 +30,7 @@ help:
 	@echo "make lint        runs ruff and mypy"
 	@echo "make format      applies ruff's fixes and formatting"
 	@echo "make docs        builds the documentation in site/"
+	@echo "make docs-check  opens ten pages of it in headless Chromium, which must be installed"
 	@echo "make support     writes docs/reference/support.md and devices.md from the claims of the backends"
 	@echo "make clean       removes .venv and all build and cache folders"
 
@@ -84,6 +85,10 @@ format: $(STAMP)
 
 docs: $(DOCS_STAMP)
 	$(RUN) -m mkdocs build --strict
+
+docs-check: docs
+	$(RUN) -m pip install $(PIP_ARGS) -c constraints.txt -e '.[docs-check]'
+	$(RUN) tests/repository/check_site.py site
 
 support: $(STAMP)
 	$(RUN) -m attn_core support --write docs/reference/support.md

@@ -36,6 +36,8 @@ DEVICES = (
 )
 
 CALL_NAMES = ("training", "inference", "decoding", "decoding from pages")
+IN_FIRST_TABLE = ("training", "decoding from pages")
+"""The static order of inference and of decoding differs little from that of training."""
 SHOWN = 3
 """So many of the backends that automatic choice may take are shown; the rest is in the second table."""
 
@@ -56,9 +58,9 @@ H200. [What each backend supports](support.md) lists the features of each backen
 
 ## What to install
 
-The second column has the name that `attn explain --device` takes. The next ones have the first {SHOWN} backends of
-automatic choice for a kind of call, if everything is installed. The last one has the packages that bring them, where
-torch does not; without these packages the next backend runs. `math` is exact, but not a fused kernel.
+The second column has the name that `attn explain --device` takes. The next two have the first {SHOWN} backends of
+automatic choice, if everything is installed. The last one has the packages that bring them, where torch does not;
+without these packages the next backend runs. `math` is exact, but not a fused kernel.
 """
 
 CALLS = f"""
@@ -88,15 +90,16 @@ another backend, or if the device has no order of automatic choice.
 
 def render() -> str:
     """Returns the whole page as Markdown."""
-    install = [["card", "device", *CALL_NAMES, "install"], *(_row(device) for device in DEVICES)]
-    cells = [["backend", *(device.cards for device in DEVICES)]]
-    cells += [[f"`{name}`", *(_cell(name, device) for device in DEVICES)] for name in backends.names()]
+    install = [["card", "device", *IN_FIRST_TABLE, "install"], *(_row(device) for device in DEVICES)]
+    usable = [device for device in DEVICES if any(_cell(name, device) != NONE for name in backends.names())]
+    cells = [["backend", *(device.cards for device in usable)]]
+    cells += [[f"`{name}`", *(_cell(name, device) for device in usable)] for name in backends.names()]
     return "\n".join([HEAD, table_of(install) + CALLS, table_of(cells) + BY_NAME])
 
 
 def _row(device: Device) -> list[str]:
     target = Target("torch", device.name)
-    chosen = [[name for name in _order(target, call) if runs(name, device, call)][:SHOWN] for call in CALL_NAMES]
+    chosen = [[name for name in _order(target, call) if runs(name, device, call)][:SHOWN] for call in IN_FIRST_TABLE]
     chosen_by_name = {name for name in PACKAGES if runs(name, device, "training")}
     useful = {name for names in chosen for name in names} or chosen_by_name
     lists = [", ".join(f"`{name}`" for name in names) or NONE for names in chosen]
