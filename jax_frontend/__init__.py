@@ -10,7 +10,8 @@ from jax_frontend.backends import available_backends
 from jax_frontend.dot_product_attention import dot_product_attention
 from jax_frontend.export import export_checks
 from jax_frontend.override import use_backend
-from jax_frontend.paged.attention import append_kv, explain_paged, paged_attention
+from jax_frontend.paged.append import append_kv
+from jax_frontend.paged.attention import explain_paged, paged_attention
 from jax_frontend.paged.cache import PagedKVCache
 from jax_frontend.qkvpacked import attention_qkvpacked
 from jax_frontend.unsloth import run_attention

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 import jax
 import jax.numpy as jnp
 
+from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.layouts import Layout, check_layout
 from attn_core.call.options import Options, check_options, requested_names
 from attn_core.call.seq_info import SeqInfo
@@ -20,6 +21,7 @@ Array = jax.Array
 Window = int | tuple[int | None, int | None] | None
 
 
+@hide_unknown
 def attention(
     q: Array,
     k: Array,
@@ -41,6 +43,7 @@ def attention(
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
     dropout_rng: Array | None = None,
+    **unknown: Never,
 ) -> Any:
     """Computes scaled dot-product attention on the best kernel that honours every argument, eagerly or transformed.
 
@@ -75,6 +78,8 @@ def attention(
         ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments.
         NoBackendError: if no backend, or not the requested one, can run the call; the message has every reason.
     """
+    if unknown:
+        refuse_keywords("attention", unknown)
     if check_layout(layout) == "bhsd":
         q, k, v = map(_exchanged, (q, k, v))
     arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
@@ -111,6 +116,7 @@ def run(call: AttentionCall, inputs: Inputs, info: SeqInfo | None) -> Any:
     return differentiable_attention(call, varying_alike(inputs))
 
 
+@hide_unknown
 def explain(
     q: Any,
     k: Any,
@@ -133,12 +139,15 @@ def explain(
     return_lse: bool = False,
     dropout_rng: Any = None,
     needs_backward: bool | None = None,
+    **unknown: Never,
 ) -> Selection:
     """Returns the backend that ``attention`` chooses for these arguments and why the others cannot run. Runs nothing.
 
     Takes arrays or ``jax.ShapeDtypeStruct``. JAX's arguments do not show whether a gradient will be computed; pass
     ``needs_backward=True`` for training.
     """
+    if unknown:
+        refuse_keywords("explain", unknown)
     if check_layout(layout) == "bhsd":
         q, k, v = map(_exchanged, (q, k, v))
     arrays = (q, k, v, mask, bias, alibi_slopes, sinks)

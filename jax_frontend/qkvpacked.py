@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 import jax
 
 from attn_core.call.arguments import ArrayFacts, check_qkv_as_one
+from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.options import Options, requested_names
 from attn_core.call.seq_info import SeqInfo
 from attn_core.selection import override
@@ -17,6 +18,7 @@ from jax_frontend.dispatch.differentiable import AttentionCall
 Array = jax.Array
 
 
+@hide_unknown
 def attention_qkvpacked(
     qkv: Array,
     *,
@@ -35,6 +37,7 @@ def attention_qkvpacked(
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
     dropout_rng: Array | None = None,
+    **unknown: Never,
 ) -> Any:
     """Computes ``attention`` of q, k and v in one array; torch's kernels read it in place and write one gradient.
 
@@ -44,6 +47,8 @@ def attention_qkvpacked(
 
     The other arguments, the result and the errors are the same as in ``attention``.
     """
+    if unknown:
+        refuse_keywords("attention_qkvpacked", unknown)
     plan.check_array("qkv", qkv)
     check_qkv_as_one(ArrayFacts(tuple(qkv.shape), str(qkv.dtype), ""), seq_info is not None)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch.autograd import forward_ad
 
+from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.layouts import Layout, check_layout
 from attn_core.call.options import Options, check_options, check_traced_options, is_plain_window, requested_names
 from attn_core.call.seq_info import SeqInfo
@@ -36,6 +37,7 @@ _is_autocast_on, _is_transformed, _modes = autocast.is_on, transforms.are_active
 Window = int | tuple[int | None, int | None] | None
 
 
+@hide_unknown
 def attention(
     q: Tensor,
     k: Tensor,
@@ -57,6 +59,7 @@ def attention(
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
     dropout_rng: torch.Generator | None = None,
+    **unknown: Never,
 ) -> Any:
     """Computes scaled dot-product attention on the best kernel that honours every argument.
 
@@ -90,6 +93,8 @@ def attention(
         ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments.
         NoBackendError: if no backend, or not the requested one, can run the call; the message has every reason.
     """
+    if unknown:
+        refuse_keywords("attention", unknown)
     if layout != "bshd":
         given = {"causal": causal, "alignment": alignment, "window": window, "softcap": softcap, "scale": scale}
         given |= {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seq_info": seq_info}
@@ -161,6 +166,7 @@ def attention(
     return results if return_lse else results[0]
 
 
+@hide_unknown
 def explain(
     q: Tensor,
     k: Tensor,
@@ -183,11 +189,14 @@ def explain(
     return_lse: bool = False,
     dropout_rng: torch.Generator | None = None,
     needs_backward: bool | None = None,
+    **unknown: Never,
 ) -> Selection:
     """Returns the backend that ``attention`` chooses for these arguments and why the others cannot run. Runs nothing.
 
     ``needs_backward`` states whether the call is for training; if None, the tensors' ``requires_grad`` decides.
     """
+    if unknown:
+        refuse_keywords("explain", unknown)
     if check_layout(layout) == "bhsd":
         q, k, v = map(heads_first.exchanged, (q, k, v))
     tensors = (q, k, v, mask, bias, alibi_slopes, sinks)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 import torch
 
 from attn_core.call.arguments import check_qkv_as_one
+from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.options import Options, requested_names
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.selection import override
@@ -18,6 +19,7 @@ from torch_frontend.dispatch.tensor_kinds import is_watched
 Tensor = torch.Tensor
 
 
+@hide_unknown
 def attention_qkvpacked(
     qkv: Tensor,
     *,
@@ -36,6 +38,7 @@ def attention_qkvpacked(
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
     dropout_rng: torch.Generator | None = None,
+    **unknown: Never,
 ) -> Any:
     """Computes ``attention`` of views of one tensor; the backward writes its gradient without a concatenation.
 
@@ -45,6 +48,8 @@ def attention_qkvpacked(
 
     The other arguments, the result and the errors are those of ``attention``.
     """
+    if unknown:
+        refuse_keywords("attention_qkvpacked", unknown)
     plan.check_tensor("qkv", qkv)
     facts = plan.facts(qkv.shape, qkv.dtype, qkv.device)
     check_qkv_as_one(facts, seq_info is not None)

@@ -15,7 +15,8 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.paged.step import Pages, Step, check_paged_layer
 from jax_frontend.attention import attention
 from jax_frontend.context_parallel import layers as context_layers
-from jax_frontend.paged.attention import append_kv, paged_attention
+from jax_frontend.paged.append import append_kv
+from jax_frontend.paged.attention import paged_attention
 
 Rotary = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 

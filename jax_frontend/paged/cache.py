@@ -13,7 +13,8 @@ from attn_core.paged.allocator import Copies, PageAllocator
 from attn_core.paged.arguments import check_cache
 from attn_core.paged.cache import PagedCache
 from attn_core.paged.step import Step
-from jax_frontend.paged.attention import append_kv, paged_attention
+from jax_frontend.paged.append import append_kv
+from jax_frontend.paged.attention import paged_attention
 
 Array = jax.Array
 

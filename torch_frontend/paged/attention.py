@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch.autograd import forward_ad
 
+from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.options import requested_names
 from attn_core.selection import Selection, explain, override
 from torch_frontend.dispatch.ops import join_names
@@ -23,6 +24,7 @@ Tensor = torch.Tensor
 _is_compiling, _modes = torch.compiler.is_compiling, are_modes_active
 
 
+@hide_unknown
 def paged_attention(
     q: Tensor,
     k_pages: Tensor,
@@ -40,6 +42,7 @@ def paged_attention(
     deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
+    **unknown: Never,
 ) -> Any:
     """Computes attention of each sequence's new tokens to its keys and values in pages: decoding or chunked prefill.
 
@@ -68,6 +71,8 @@ def paged_attention(
             checked. The values of tables on a GPU are not: kernels clamp them into range.
         NoBackendError: if no backend, or not the requested one, can run the call; the message has every reason.
     """
+    if unknown:
+        refuse_keywords("paged_attention", unknown)
     if cu_seqlens_q is None and not (_is_compiling() or _modes() or forward_ad._current_level >= 0):
         plain_options = (causal, window, softcap, scale, deterministic, return_lse, max_len_q)
         results = seen_calls.attend(q, k_pages, v_pages, block_table, seq_lens, sinks, backend, plain_options)
@@ -90,6 +95,7 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
+@hide_unknown
 def explain_paged(
     q: Tensor,
     k_pages: Tensor,
@@ -107,13 +113,17 @@ def explain_paged(
     deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
+    **unknown: Never,
 ) -> Selection:
     """Returns the backend that ``paged_attention`` chooses for these arguments and why the others cannot run."""
+    if unknown:
+        refuse_keywords("explain_paged", unknown)
     options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     inputs = gather_arguments(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, max_len_q)
     return explain(*request(metadata(inputs), options, requested_names(backend) or override.requested()))
 
 
+@hide_unknown
 def append_kv(
     k_pages: Tensor,
     v_pages: Tensor,
@@ -123,6 +133,7 @@ def append_kv(
     block_table: Any,
     seq_lens: Any,
     cu_seqlens_q: Any = None,
+    **unknown: Never,
 ) -> tuple[Tensor, Tensor]:
     """Writes the keys and values of new tokens into their sequences' pages, in place.
 
@@ -138,6 +149,8 @@ def append_kv(
         ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments, and for tables on the CPU that point
             outside the pool or send two tokens to one slot. On a GPU a token without a valid slot is skipped.
     """
+    if unknown:
+        refuse_keywords("append_kv", unknown)
     if torch.compiler.is_compiling():
         torch.ops.attn.append_kv(k_pages, v_pages, k, v, block_table, seq_lens, cu_seqlens_q)
     elif is_watched(k):
