@@ -8,6 +8,7 @@ its functions do, when they run. So every backend can be selected, explained and
 from __future__ import annotations
 
 import importlib
+from difflib import get_close_matches
 from pkgutil import iter_modules
 from typing import Any
 
@@ -27,6 +28,7 @@ from attn_core.errors import SpecError
 
 __all__ = [
     "DECODING",
+    "FOREIGN_NAMES",
     "PAGED_PREFERENCE",
     "PREFERENCE",
     "Backend",
@@ -75,6 +77,35 @@ PAGED_PREFERENCE = {
 
 "flashinfer" and "torch_varlen" are not here: this project never ran either on a GPU. "flashinfer" also waits for the
 GPU on every call."""
+
+
+_OF_TORCH = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "math")
+FOREIGN_NAMES = {
+    # attn_implementation= of transformers, and their aliases in attn_implementation="attn_core:..."
+    "eager": ("math",),
+    "sdpa": _OF_TORCH,
+    "flash": ("flash2", "flash3", "flash4", "sdpa_flash"),
+    "fa": ("flash2", "flash3", "flash4", "sdpa_flash"),
+    "flex_attention": ("flex",),
+    **{f"{word}{n}": (f"flash{n}",) for n in (2, 3, 4) for word in ("fa", "flash_", "flash_attention_", "flash_attn_")},
+    # torch.nn.attention.SDPBackend
+    "flash_attention": ("sdpa_flash", "flash2", "flash3", "flash4"),
+    "efficient_attention": ("sdpa_efficient",),
+    "cudnn_attention": ("sdpa_cudnn",),
+    # the words of earlier versions of torch, of xformers, and of implementation= in JAX
+    "mem_efficient": ("sdpa_efficient",),
+    "efficient": ("sdpa_efficient",),
+    "cutlass": ("xformers_cutlass", "sdpa_efficient"),
+    "cudnn": ("sdpa_cudnn", "jax_cudnn"),
+    "xla": ("jax_xla",),
+    "triton": ("triton_splitkv",),
+    "native": _OF_TORCH,
+    "torch": _OF_TORCH,
+    "sageattention": ("sage",),
+    "sage_attention": ("sage",),
+    "varlen": ("torch_varlen",),
+}
+"""Names of other libraries, in lower case, and the backends that run the same kernels."""
 
 
 @cached_once
@@ -139,11 +170,9 @@ def kind_of(device: str) -> str:
 
 
 def check_name(name: str) -> None:
-    """Raises SpecError for a name that no backend has, with close matches."""
+    """Raises SpecError for a name that no backend has, with our name for another library's, or close matches."""
     if name not in _variants():
-        from difflib import get_close_matches
-
-        close = get_close_matches(str(name), names(), n=3)
+        close = FOREIGN_NAMES.get(str(name).lower()) or get_close_matches(str(name).lower(), names(), n=3)
         hint = f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(names())}"
         raise SpecError(f"backend={name!r}: unknown backend; {hint}")
 

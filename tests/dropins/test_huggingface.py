@@ -612,6 +612,22 @@ def test_layers_may_name_different_backends(device: str, monkeypatch: pytest.Mon
         huggingface.set_layer_backends(ours, {2: "math"})
     with pytest.raises(SpecError, match="mth"):
         huggingface.set_layer_backends(ours, {0: "mth"})
+    requests_before = [getattr(each, attention.LAYER_BACKEND, None) for each in eager.modules()]
+    with pytest.raises(
+        SpecError, match=r"layer 0: expected attn_implementation='attn_core', got 'eager', .*register\(\)"
+    ):
+        huggingface.set_layer_backends(eager, {0: "math"})
+    assert [getattr(each, attention.LAYER_BACKEND, None) for each in eager.modules()] == requests_before
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [("flash", "did you mean flash2 or flash3"), ("sdpa", "did you mean sdpa_flash"), ("mth", "did you mean math")],
+)
+def test_an_unknown_backend_in_the_implementation_is_our_error(word: str, says: str) -> None:
+    huggingface.register()
+    with pytest.raises(SpecError, match=rf"^attn_implementation='attn_core:{word}': backend='{word}': .*{says}"):
+        decoders(DECODERS["llama"], f"{huggingface.NAME}:{word}")
 
 
 def test_gradient_checkpointing_gives_the_same_gradients(device: str) -> None:

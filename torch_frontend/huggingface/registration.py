@@ -30,7 +30,8 @@ def set_layer_backends(model: torch.nn.Module, choice: Mapping[int, str | None])
     The named backend runs or raises, like ``backend=``, and overrides the name in ``attn_implementation``.
 
     Raises:
-        SpecError: for an unknown backend, or a layer index that no attention module of the model has.
+        SpecError: for an unknown backend, a layer index that no attention module of the model has, or a layer whose
+            attention is not ours.
     """
     for name in choice.values():
         if name is not None:
@@ -41,11 +42,25 @@ def set_layer_backends(model: torch.nn.Module, choice: Mapping[int, str | None])
         # Other modules have a layer_idx too, such as a Mamba mixer; only attention has is_causal.
         if isinstance(index, int) and hasattr(module, "is_causal"):
             layers.setdefault(index, []).append(module)
-    for index, name in choice.items():
+    for index in choice:
         if index not in layers:
             raise SpecError(f"layer {index}: expected one of {sorted(layers)}, the model's attention layers")
         for module in layers[index]:
+            _check_ours(module, index)
+    for index, name in choice.items():
+        for module in layers[index]:
             setattr(module, LAYER_BACKEND, name)
+
+
+def _check_ours(module: torch.nn.Module, index: int) -> None:
+    """Raises SpecError for a layer whose config names another implementation, which ignores our setting."""
+    config = getattr(module, "config", None)
+    used = getattr(config, "_attn_implementation", NAME)
+    if used != NAME and not str(used).startswith(f"{NAME}:"):
+        raise SpecError(
+            f"layer {index}: expected attn_implementation={NAME!r}, got {used!r}, which would ignore the backend; "
+            f"call register(), then model.set_attn_implementation({NAME!r})"
+        )
 
 
 def alias_of(backend: str) -> str:
@@ -59,6 +74,14 @@ def implementations() -> dict[str, str | None]:
     for backend in backends.names():
         names |= {f"{NAME}:{alias_of(backend)}": backend, f"{NAME}:{backend}": backend}
     return names
+
+
+def check_implementation(requested: str) -> None:
+    """Raises SpecError for ``attn_implementation="attn_core:<name>"`` with a name that no backend has."""
+    try:
+        backends.check_name(requested.removeprefix(f"{NAME}:"))
+    except SpecError as error:
+        raise SpecError(f"attn_implementation={requested!r}: {error}") from None
 
 
 def register() -> None:
@@ -155,6 +178,8 @@ def _wrapper(original: Callable[..., str]) -> Any:
     def resolve(self: Any, requested: Any, *arguments: Any, **keywords: Any) -> str:
         names = implementations() if _registered() else {}
         if not isinstance(requested, str) or requested not in names:
+            if names and isinstance(requested, str) and requested.startswith(f"{NAME}:"):
+                check_implementation(requested)
             return original(self, requested, *arguments, **keywords)
         refuse_model_code(type(self), requested)
         backend = names[requested]
