@@ -6,10 +6,10 @@ checks need only metadata, so they run while a compiler traces, and before any k
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, NamedTuple
 
 from attn_core.call.layouts import HINT, fits_heads_first, warn_of_heads_first
+from attn_core.call.mask_axes import check_axes
 from attn_core.call.masks import without_idle_sides
 from attn_core.call.options import Options
 from attn_core.call.seq_info import is_number
@@ -76,7 +76,9 @@ def build_spec(
     q, k, v = _rows(arrays, packed)
     _check_qkv(q, k, v)
     batch, q_len, num_heads, head_dim = q
-    _warn_of_rows(arrays.mask, batch, q_len, k[1])
+    for name, facts in (("mask", arrays.mask), ("bias", arrays.bias)):
+        if facts is not None:
+            check_axes(name, facts.shape, (batch, num_heads, q_len, k[1]))
     lengths: dict[str, Any] = {"max_len_q": options.max_len_q, "max_len_k": options.max_len_k} if packed else {}
     if not packed:
         warn_of_heads_first(q, k)
@@ -234,17 +236,6 @@ def _four(name: str, facts: ArrayFacts | None) -> Shape4 | None:
             f"{name}: expected a shape broadcastable to [batch, heads, q, kv], at most 4 axes, got {list(shape)}"
         )
     return (1,) * (4 - len(shape)) + tuple(shape)  # type: ignore[return-value]
-
-
-def _warn_of_rows(mask: ArrayFacts | None, batch: int, q_len: int, kv_len: int) -> None:
-    """Warns of a mask [q, kv] (by broadcasting) that the caller may have meant as [batch, kv]."""
-    # Only here both readings fit the shape; for one row and one query they mean the same.
-    if mask is not None and is_number(batch) and mask.shape == (batch, kv_len) and batch == q_len > 1:
-        warnings.warn(
-            f"mask: {list(mask.shape)} is read as [q, kv], the same for each row of the batch, which has as many rows "
-            f"({batch}); a mask of [batch, kv] is mask[:, None, None, :], one of [q, kv] is mask[None, None]",
-            stacklevel=2,
-        )
 
 
 def _sinks(facts: ArrayFacts | None, num_heads: int) -> bool:

@@ -6,7 +6,7 @@ import math
 import numbers
 from typing import Any, Literal, NamedTuple, get_args
 
-from attn_core.call.seq_info import is_host_int
+from attn_core.call.seq_info import is_host_int, must_be_static
 from attn_core.errors import SpecError
 
 Alignment = Literal["bottom_right", "top_left"]
@@ -40,7 +40,8 @@ def check_options(options: Options) -> Options:
     check_flag("deterministic", options.deterministic)
     check_flag("return_lse", options.return_lse)
     if not isinstance(options.alignment, str) or options.alignment not in get_args(Alignment):
-        raise SpecError(f"alignment={options.alignment!r}: expected one of {', '.join(get_args(Alignment))}")
+        expected = f"expected one of {', '.join(get_args(Alignment))}{must_be_static(options.alignment)}"
+        raise SpecError(f"alignment={options.alignment!r}: {expected}")
     softcap = _positive("softcap", options.softcap, "None switches it off")
     scale = _positive("scale", options.scale, "None gives 1/sqrt(head_dim)")
     dropout = check_number("dropout", options.dropout) or 0.0
@@ -72,7 +73,8 @@ def requested_names(backend: Any) -> tuple[str, ...] | None:
         return None
     names = (backend,) if isinstance(backend, str) else backend
     if not isinstance(names, (tuple, list)) or not names or not all(isinstance(name, str) and name for name in names):
-        raise SpecError(f"backend={backend!r}: expected a backend's name, or a tuple of names in order of preference")
+        expected = f"expected a backend's name, or a tuple of names in order of preference{must_be_static(backend)}"
+        raise SpecError(f"backend={backend!r}: {expected}")
     return tuple(names)
 
 
@@ -106,7 +108,9 @@ def normalise_window(window: Any, causal: bool) -> tuple[int | None, int | None]
                     "None is unbounded"
                 )
         return (left, right)
-    raise SpecError(f"window={window!r}: expected an int, a pair (left, right) of ints or None, or None")
+    distances = window if isinstance(window, (tuple, list)) else (window,)
+    hint = next(filter(None, map(must_be_static, distances)), "")
+    raise SpecError(f"window={window!r}: expected an int, a pair (left, right) of ints or None, or None{hint}")
 
 
 def is_plain_window(window: Any) -> bool:
@@ -126,7 +130,7 @@ def is_plain_window(window: Any) -> bool:
 def check_flag(name: str, value: Any) -> bool:
     """Returns a value that is True or False. Raises SpecError for any other value, such as 1."""
     if not isinstance(value, bool):
-        raise SpecError(f"{name}={value!r}: expected True or False")
+        raise SpecError(f"{name}={value!r}: expected True or False{must_be_static(value)}")
     return value
 
 
@@ -136,9 +140,7 @@ def check_number(name: str, value: Any) -> float | None:
         return None
     # A bool is a Real in Python, and would pass as the number 0 or 1.
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise SpecError(
-            f"{name}={value!r}: expected a number known on the host; under jit or compile it must be a static argument"
-        )
+        raise SpecError(f"{name}={value!r}: expected a number known on the host{must_be_static(value)}")
     try:
         return float(value)
     except OverflowError:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from attn_core.call.offset_checks import check_cu_seqlens
 from attn_core.errors import DTypeError, ShapeError, SpecError
-
-FEW_OFFSETS = 128
-"""Up to this many offsets are checked as Python's ints, because each of numpy's functions takes a microsecond."""
 
 
 # Without __eq__, because comparing the offsets gives an array, or waits for the device.
@@ -57,8 +54,8 @@ class SeqInfo:
             value = getattr(self, name)
             if not is_host_int(value):
                 raise SpecError(
-                    f"seq_info.{name}={value!r}: expected a host int (the longest document in tokens); "
-                    "a device value here would cost a synchronisation on every call"
+                    f"seq_info.{name}={value!r}: expected a host int (the longest document in tokens), because a value "
+                    f"on a device would cost a synchronisation on every call{must_be_static(value)}"
                 )
             if value < 0:
                 raise SpecError(f"seq_info.{name}={value}: expected the longest document in tokens, 0 or more")
@@ -151,14 +148,26 @@ class SeqInfo:
             return value
         if isinstance(value, (tuple, list)) and len(value) == 3:
             seq_lens, cu_seqlens, max_seqlen = value
+            if isinstance(cu_seqlens, (int, np.integer)):
+                _refuse_lengths(value)
             # Only numpy offsets are compared: reading offsets on a device would wait for it.
             lengths = np.diff(cu_seqlens).tolist() if isinstance(cu_seqlens, np.ndarray) else None
             if lengths is not None and isinstance(seq_lens, (list, tuple, np.ndarray)) and list(seq_lens) != lengths:
                 raise SpecError(f"seq_info: expected seq_lens {lengths}, the steps of cu_seqlens, got {list(seq_lens)}")
             return cls(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+        _refuse_lengths(value)
         raise SpecError(
             f"seq_info: expected a SeqInfo or the triple (seq_lens, cu_seqlens, max_seqlen), got "
             f"{type(value).__name__}; build one with SeqInfo.from_lengths([...])"
+        )
+
+
+def _refuse_lengths(value: Any) -> None:
+    """Raises SpecError for a list or tuple of ints, which are lengths of documents by mistake, never the triple."""
+    if isinstance(value, (tuple, list)) and value and all(is_host_int(item) for item in value):
+        shown = str(list(map(int, value[:6])))[:-1] + (", ...]" if len(value) > 6 else "]")
+        raise SpecError(
+            f"seq_info: expected a SeqInfo, got {shown}; lengths of documents are SeqInfo.from_lengths({shown})"
         )
 
 
@@ -169,50 +178,16 @@ def is_host_int(value: Any) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, bool) and not hasattr(value, "shape")
 
 
+def must_be_static(value: Any) -> str:
+    """Returns what to do about an array or a tracer in the place of a static option; empty for other values."""
+    if not hasattr(value, "shape") or isinstance(value, np.generic):
+        return ""
+    return "; it must be static: under jit close over it or name it in static_argnames, elsewhere pass a Python value"
+
+
 def is_number(size: Any) -> bool:
     """Returns whether a size is a number. Comparing a symbolic size with a number can raise in its framework."""
     return isinstance(size, (int, np.integer))
-
-
-def check_cu_seqlens(cu_seqlens: np.ndarray, max_len: int, *, side: str, tokens: int | None = None) -> None:
-    """Checks offsets whose values are on the host, against the token count when it is known.
-
-    Raises:
-        ShapeError, SpecError: naming the first thing wrong with ``cu_seqlens_q`` or ``cu_seqlens_k``.
-    """
-    name = f"seq_info.cu_seqlens_{side}"
-    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
-        raise ShapeError(
-            f"{name}: expected shape [documents + 1] with at least one document, got {list(cu_seqlens.shape)}"
-        )
-    if len(cu_seqlens) <= FEW_OFFSETS and _are_valid(cu_seqlens.tolist(), max_len, tokens):
-        return
-    if cu_seqlens[0] != 0:
-        raise SpecError(f"{name}: expected to start at 0, got {int(cu_seqlens[0])}; prepend the zero")
-    # In int64, because the difference of two int32 offsets may wrap, and a decrease then looks like growth.
-    lengths = np.diff(cu_seqlens.astype(np.int64))
-    if (lengths < 0).any():
-        at = int(np.argmax(lengths < 0))
-        raise SpecError(
-            f"{name}: expected non-decreasing offsets, got {int(cu_seqlens[at])} then {int(cu_seqlens[at + 1])} "
-            f"at position {at + 1}; pass cumulative lengths, not lengths"
-        )
-    if tokens is not None and cu_seqlens[-1] > tokens:
-        raise SpecError(
-            f"{name}: expected to end at the token count {tokens} or before it, got {int(cu_seqlens[-1])}; "
-            "the row may be longer than its documents (padding at the end), but not shorter"
-        )
-    if lengths.max(initial=0) > max_len:
-        raise SpecError(
-            f"seq_info.max_len_{side}={max_len}: expected at least the longest document, {int(lengths.max())} tokens"
-        )
-
-
-def _are_valid(ends: list[int], max_len: int, tokens: int | None) -> bool:
-    """Returns whether offsets are valid."""
-    fits = tokens is None or ends[-1] <= tokens
-    lengths = [stop - start for start, stop in pairwise(ends)]
-    return ends[0] == 0 and fits and min(lengths) >= 0 and max(lengths) <= max_len
 
 
 def _offsets(lengths: Iterable[int], name: str) -> np.ndarray:

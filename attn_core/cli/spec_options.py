@@ -12,8 +12,9 @@ import numpy as np
 import typer
 
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
+from attn_core.call.offset_checks import check_cu_seqlens
 from attn_core.call.options import Options, check_options
-from attn_core.call.seq_info import SeqInfo, check_cu_seqlens
+from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
 

@@ -127,7 +127,7 @@ def cut_keys(length: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any, An
 
 
 def with_mask_axes(provider: AttentionProvider, query: Any, key: Any, mask: Any) -> Any:
-    """Returns the mask; one of two axes that masks keys gets four, unless the provider is a varlen one.
+    """Returns the mask with four axes if the query has four, unless the provider is a varlen one.
 
     Raises:
         DTypeError, ShapeError: for a mask of integers, or one whose two axes are ambiguous.
@@ -141,8 +141,9 @@ def with_mask_axes(provider: AttentionProvider, query: Any, key: Any, mask: Any)
     # The varlen providers read two axes as keys themselves (``key_mask``).
     if mask.ndim == 2 and query.ndim == 4 and provider not in VARLEN:
         axes = two_axes(provider, tuple(mask.shape), query.shape[0], query.shape[2], key.shape[2])
-        return mask[:, None, None, :] if axes == "keys" else mask
-    return mask
+        return mask[:, None, None, :] if axes == "keys" else mask[None, None]
+    # torch reads three axes as [heads, q_len, kv_len].
+    return mask[None] if mask.ndim == 3 and query.ndim == 4 else mask
 
 
 def key_mask(provider: AttentionProvider, call: DispatchCall, options: HostOptions, mask: Any) -> Any:

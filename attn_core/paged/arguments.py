@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.options import Options, check_options
 from attn_core.call.pages import PagedKV
-from attn_core.call.seq_info import is_host_int, is_number
+from attn_core.call.seq_info import is_host_int, is_number, must_be_static
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
 from attn_core.paged.tables import check_table_types
@@ -34,7 +34,8 @@ def check_paged_options(
 ) -> Options:
     """Returns the options of a paged call after checking each. Raises SpecError naming the wrong one."""
     if max_len_q is not None and (not is_host_int(max_len_q) or max_len_q < 0):
-        raise SpecError(f"max_len_q={max_len_q!r}: expected a host int, at least the most new tokens of a sequence")
+        expected = f"expected a host int, at least the most new tokens of a sequence{must_be_static(max_len_q)}"
+        raise SpecError(f"max_len_q={max_len_q!r}: {expected}")
     return check_options(
         Options(causal, "bottom_right", window, softcap, scale, max_len_q, None, 0.0, deterministic, return_lse)
     )

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from attn_core.call.offset_checks import check_cu_seqlens
 from attn_core.call.pages import PagedKV
-from attn_core.call.seq_info import check_cu_seqlens
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.paged.allocator import UNUSED
 

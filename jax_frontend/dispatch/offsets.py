@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.call import trailing_tokens
+from attn_core.call.offset_checks import check_cu_seqlens
 from attn_core.call.options import Options
-from attn_core.call.seq_info import SeqInfo, check_cu_seqlens, is_number
+from attn_core.call.seq_info import SeqInfo, is_number
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from jax_frontend.dispatch import plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import re
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from frameworks import ALL, Framework
 
 import jax_frontend.finetrainers
 import torch_frontend.finetrainers
-from attn_core import DTypeError, SpecError
+from attn_core import DTypeError, ShapeError, SpecError
 from attn_core.dropins.unsloth.arguments import AttentionConfig, AttentionContext
 
 FRAMEWORKS = [each for each in ALL if each.device == "cpu"]
@@ -90,14 +90,36 @@ def test_enable_gqa_must_be_a_bool(framework: Framework, value: Any) -> None:
 
 
 @everywhere
-def test_an_ambiguous_mask_of_two_axes_warns(framework: Framework) -> None:
-    q, k, attention = framework.zeros(5, 5, 1, 8), framework.zeros(5, 7, 1, 8), framework.frontend.attention
-    mask = framework.array(np.ones((5, 7), bool))
-    with pytest.warns(UserWarning, match=r"^mask: \[5, 7\] is read as \[q, kv\].*mask\[:, None, None, :\]"):
-        # a scale that no other test has: plans are cached, and a cached plan warns no more
-        attention(q, k, k, mask=mask, scale=0.123)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        attention(q, k, k, mask=mask[None, None], scale=0.123)
-        attention(q, k, k, mask=mask[:, None, None, :], scale=0.123)
-        attention(q[:3], k[:3], k[:3], mask=mask, scale=0.123)
+@pytest.mark.parametrize(
+    ("shape", "says", "spelled"),
+    [
+        ((5, 7), r"both \[batch, kv\] and \[q, kv\]; write mask\[:, None, None, :\] .*\[None, None\]", (5, 1, 1, 7)),
+        ((5, 5, 7), r"both \[batch, q, kv\] and \[heads, q, kv\]; write mask\[:, None\] .*\[None\]", (5, 1, 5, 7)),
+        ((5, 1, 7), r"both \[batch, q, kv\] and \[heads, q, kv\]; write", (5, 1, 1, 7)),
+    ],
+    ids=str,
+)
+def test_an_ambiguous_mask_is_refused(
+    framework: Framework, shape: tuple[int, ...], says: str, spelled: tuple[int, ...]
+) -> None:
+    q, k, attention = framework.zeros(5, 5, 5, 8), framework.zeros(5, 7, 5, 8), framework.frontend.attention
+    mask = framework.array(np.ones(shape, bool))
+    for _ in range(2):  # no cache hides the second error
+        with pytest.raises(ShapeError, match=rf"^mask: expected four axes, got {re.escape(str(list(shape)))}.*{says}"):
+            attention(q, k, k, mask=mask)
+    attention(q, k, k, mask=mask.reshape(spelled))
+    attention(q, k, k, mask=mask.reshape((1,) * (4 - len(shape)) + shape))
+    attention(q[:1], k[:1], k[:1], mask=mask)  # a batch of one row leaves one reading
+    attention(q, k, k, bias=framework.zeros(*shape))
+
+
+@everywhere
+@pytest.mark.parametrize("name", ["mask", "bias"])
+@pytest.mark.parametrize(("shape", "spelling"), [((2, 7), "[:, None, None, :]"), ((2, 5, 7), "[:, None]")], ids=str)
+def test_a_mask_of_batch_rows_names_its_spelling(framework: Framework, name: str, shape: Any, spelling: str) -> None:
+    q, k = framework.zeros(2, 5, 3, 8), framework.zeros(2, 7, 3, 8)
+    table = framework.array(np.ones(shape, bool if name == "mask" else np.float32))
+    with pytest.raises(
+        ShapeError, match=rf"^{name}: .* got {re.escape(str(list(shape)))}; .* is {name}{re.escape(spelling)}$"
+    ):
+        framework.frontend.attention(q, k, k, **{name: table})

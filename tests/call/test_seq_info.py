@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_core import DTypeError, SeqInfo, ShapeError, SpecError
-from attn_core.call.seq_info import check_cu_seqlens
+from attn_core.call.offset_checks import check_cu_seqlens
 
 
 def offsets(*values: int) -> np.ndarray:
@@ -169,7 +169,7 @@ def test_coerce_accepts_every_form() -> None:
         assert (made.max_len_q, made.max_len_k) == (3, 3)
 
 
-@pytest.mark.parametrize("value", [(1, 2), [3, 2], "3,2", {"lengths": [3]}, 5, offsets(0, 3, 5)])
+@pytest.mark.parametrize("value", [(1.0, 2), ["3"], [], "3,2", {"lengths": [3]}, 5, offsets(0, 3, 5)])
 def test_coerce_refuses_other_values(value: Any) -> None:
     says = f"^seq_info: expected a SeqInfo or the triple .* got {type(value).__name__}; build one"
     with pytest.raises(SpecError, match=says):

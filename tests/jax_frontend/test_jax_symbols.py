@@ -111,15 +111,6 @@ def test_every_extra_array_with_symbolic_sizes() -> None:
     check(trained(call, 5), given, *(extras(*lengths) for lengths in LENGTHS))
 
 
-@pytest.mark.filterwarnings("ignore:mask. .* is read as")
-def test_a_mask_with_as_many_rows_as_queries() -> None:
-    def call(q: Any, k: Any, v: Any, mask: Any) -> Any:
-        return attention(q, k, v, mask=mask > 0)
-
-    given = symbols("b,b,6,8", "b,m,3,8", "b,m,3,8", "b,m")
-    check(call, given, (*dense(3, 3, 7), normal(3, 7)))
-
-
 @pytest.mark.parametrize("shapes", [PACKED, ("9,6,8", "9,3,8", "9,3,8", "d"), (*PACKED[:3], "4")], ids=str)
 def test_packed_rows_and_documents_with_symbolic_sizes(shapes: tuple[str, ...]) -> None:
     def call(q: Any, k: Any, v: Any, cu: Any) -> Any:

@@ -13,7 +13,8 @@ import torch
 
 from attn_core.backends.shared.triton import has_triton
 from attn_core.call import trailing_tokens
-from attn_core.call.seq_info import SeqInfo, check_cu_seqlens
+from attn_core.call.offset_checks import check_cu_seqlens
+from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
 from attn_core.call.trailing_tokens import Tail
 from torch_frontend.dispatch import plan, tensor_kinds

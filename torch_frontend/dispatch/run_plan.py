@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attn_core.call.seq_info import check_cu_seqlens
+from attn_core.call.offset_checks import check_cu_seqlens
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 from torch_frontend.dispatch.plan import Plan

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from attn_core.call.seq_info import SeqInfo, check_cu_seqlens
+from attn_core.call.offset_checks import check_cu_seqlens
+from attn_core.call.seq_info import SeqInfo
 from attn_core.dropins.finetrainers import FLASH_VARLEN, KERNELS, SAGE_VARLEN, VARLEN, AttentionProvider
 from attn_core.dropins.finetrainers_call import (
     DispatchCall,
