@@ -4,6 +4,7 @@ Imports neither torch nor jax. Call attention through ``torch_frontend`` or ``ja
 """
 
 from attn_core.backends.support import Support
+from attn_core.call.checks import CheckWarning, checks
 from attn_core.call.pages import PagedKV
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
@@ -20,6 +21,7 @@ old_paths.install()
 __all__ = [
     "AttentionSpec",
     "BridgeError",
+    "CheckWarning",
     "DTypeError",
     "DeviceError",
     "NoBackendError",
@@ -34,6 +36,7 @@ __all__ = [
     "Step",
     "Support",
     "Target",
+    "checks",
     "explain",
     "select",
 ]

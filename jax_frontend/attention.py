@@ -7,6 +7,7 @@ from typing import Any, Never
 import jax
 import jax.numpy as jnp
 
+from attn_core.call import checks
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.layouts import Layout, check_layout
 from attn_core.call.options import Options, check_options, requested_names
@@ -14,7 +15,7 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
 from attn_core.selection import Selection, override
-from jax_frontend.dispatch import offsets, plan
+from jax_frontend.dispatch import offsets, plan, value_checks
 from jax_frontend.dispatch.differentiable import AttentionCall, differentiable_attention, varying_alike
 
 Array = jax.Array
@@ -110,6 +111,8 @@ def run(call: AttentionCall, inputs: Inputs, info: SeqInfo | None) -> Any:
     # are cached, so planning twice costs a dictionary lookup.
     checked_spec = plan.plan(plan.metadata(inputs), call.device, call.options, False, False, call.requested).spec
     offsets.check(checked_spec, info)
+    if checks.enabled():
+        value_checks.check(checked_spec, inputs, info)
     if inputs.sinks is not None and info is not None:
         # The inputs have further documents for trailing tokens, whose rows must not get a sink as log-sum-exp.
         call = call._replace(documents=len(info.cu_seqlens_q) - 1)

@@ -163,8 +163,8 @@ def _inside(name: str, lengths: Any, tokens: Array) -> Array | None:
 
 def _visible(mask: Array | None, keys_inside: Array | None, scores: tuple[int, ...]) -> Array | None:
     """Combines the caller's mask and the keys inside their rows; without a mask, one row serves all queries."""
-    if keys_inside is None:
-        return mask
+    if keys_inside is None:  # with four axes, because attention refuses fewer if they could be those of the batch
+        return mask if mask is None or mask.ndim >= 4 else mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     keys_inside = keys_inside[:, None, None, :]  # [batch, kv_len] -> [batch, 1, 1, kv_len]
     if mask is None:
         return keys_inside

@@ -7,6 +7,7 @@ from typing import Any, Never
 import torch
 from torch.autograd import forward_ad
 
+from attn_core.call import checks
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.layouts import Layout, check_layout
 from attn_core.call.options import Options, check_options, check_traced_options, is_plain_window, requested_names
@@ -25,6 +26,7 @@ from torch_frontend.dispatch import (
     plan,
     run_plan,
     transforms,
+    value_checks,
 )
 from torch_frontend.dispatch.dropout_words import draw_words
 from torch_frontend.dispatch.plan_cache import dense_plan
@@ -33,7 +35,12 @@ from torch_frontend.dispatch.tensor_kinds import are_modes_active
 Tensor = torch.Tensor
 # Aliases save the fast path an attribute lookup for each.
 _is_compiling, _is_grad_enabled, _requested = torch.compiler.is_compiling, torch.is_grad_enabled, override.requested
-_is_autocast_on, _is_transformed, _modes = autocast.is_on, transforms.are_active, are_modes_active
+_is_autocast_on, _is_transformed, _modes, _checks = (
+    autocast.is_on,
+    transforms.are_active,
+    are_modes_active,
+    checks.enabled,
+)
 Window = int | tuple[int | None, int | None] | None
 
 
@@ -103,6 +110,7 @@ def attention(
     # The fast path: plain tensors, no dropout, nothing that observes the call. It costs one cached lookup.
     no_extras = mask is None and bias is None and alibi_slopes is None and sinks is None and seq_info is None
     observed = _is_compiling() or _is_autocast_on() or _is_transformed() or _modes() or forward_ad._current_level >= 0
+    observed = observed or _checks()
     plain = type(q) is type(k) is type(v) is Tensor  # the general path handles subclasses
     unusual_window = window is not None and type(window) is not int and not is_plain_window(window)
     usual = plain and not (observed or dropout or unusual_window or dropout_rng is not None)
@@ -234,6 +242,8 @@ def gather_arguments(
         attach = offsets.attach if transforms.is_one_op(q) else offsets.attach_complete  # an op completes them itself
         inputs, longest = attach(info, inputs)
         options = options._replace(max_len_q=longest[0], max_len_k=longest[1])
+    if draw and not _is_compiling() and _checks() and not transforms.is_one_op(q):
+        value_checks.check(inputs, options, info)
     # explain passes draw=False, because a question must not advance the generator of the training run.
     if options.dropout and draw:
         inputs = inputs._replace(rng=draw_words(q, generator))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from attn_core.call import checks
 from attn_core.call.layouts import check_layout
 from attn_core.call.options import is_plain_window
 from attn_core.selection import override
@@ -22,8 +23,8 @@ from torch_frontend.dispatch.tensor_kinds import are_jit_traces_active, are_mode
 
 Tensor = torch.Tensor
 _is_compiling, _is_grad_enabled, _requested = torch.compiler.is_compiling, torch.is_grad_enabled, override.requested
-_is_autocast_on, _is_transformed, _modes, _traces = (
-    *(autocast.is_on, transforms.are_active, are_modes_active, are_jit_traces_active),
+_is_autocast_on, _is_transformed, _modes, _traces, _checks = (
+    *(autocast.is_on, transforms.are_active, are_modes_active, are_jit_traces_active, checks.enabled),
 )
 
 
@@ -78,6 +79,8 @@ def attend(
     if _is_compiling() or not (type(q) is type(k) is type(v) is Tensor and q.is_cpu):
         return None
     if _is_autocast_on() or _is_transformed() or _modes() or forward_ad._current_level >= 0 or _traces() is not None:
+        return None
+    if _checks():
         return None
     strided = q.layout is k.layout is v.layout is torch.strided
     if not strided or (window is not None and not is_plain_window(window)):

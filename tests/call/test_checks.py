@@ -1,0 +1,149 @@
+"""Tests ``attn_core.checks``: what an eager call warns of in either frontend."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from frameworks import BOTH, Framework
+
+from attn_core import CheckWarning, SeqInfo, SpecError, checks
+from attn_core.call.checks import enabled
+
+everywhere = pytest.mark.parametrize("framework", BOTH, ids=str)
+BATCH, LENGTH, HEADS = 2, 5, 3
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    with checks(False):
+        yield
+
+
+def found(framework: Framework, on: bool = True, **arguments: Any) -> list[str]:
+    """The findings of a call of zeros with these arguments; numpy arrays become the framework's."""
+    call = {name: np.zeros((BATCH, LENGTH, HEADS, 8), np.float32) for name in "qkv"} | arguments
+    given = {name: framework.array(each) if isinstance(each, np.ndarray) else each for name, each in call.items()}
+    with warnings.catch_warnings(record=True) as record, checks(on):
+        warnings.simplefilter("always", CheckWarning)
+        framework.frontend.attention(**given)
+    return [str(each.message) for each in record if each.category is CheckWarning]
+
+
+def keys(*lengths: int, left: bool = False) -> np.ndarray:
+    """A padding mask ``[batch, 1, 1, kv]``, True for tokens."""
+    places = np.arange(LENGTH)[::-1] if left else np.arange(LENGTH)
+    return (places < np.array(lengths)[:, None])[:, None, None, :]
+
+
+def with_value(value: float, *shape: int) -> np.ndarray:
+    array = np.zeros(shape, np.float32)
+    array.reshape(-1)[-1] = value
+    return array
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "rows without keys": ({"mask": np.eye(LENGTH, k=1, dtype=bool)[None, None]}, "mask: 1 of 5 rows see no key"),
+    "causal with few keys": (
+        {
+            "causal": True,
+            "k": np.zeros((BATCH, 3, HEADS, 8), np.float32),
+            "v": np.zeros((BATCH, 3, HEADS, 8), np.float32),
+        },
+        "causal: 2 of 5 rows see no key, .* query 0 of head 0 in batch row 0",
+    ),
+    "a bias of -inf": ({"bias": np.full((1, 1, 1, LENGTH), -np.inf, np.float32)}, "bias: 5 of 5 rows see no key"),
+    "inverted padding": ({"mask": ~keys(5, 3)}, "mask: .* shows 2 of 10 keys and no whole row, .*pass ~mask"),
+    "inverted padding at the left": ({"mask": ~keys(5, 4, left=True)}, "mask: .* looks inverted"),
+    "triu": ({"mask": np.triu(np.ones((LENGTH, LENGTH), bool), 1)}, "mask: .*upper triangle.*pass ~mask, or causal"),
+    "triu with the diagonal": ({"mask": np.triu(np.ones((LENGTH, LENGTH), bool))}, "mask: .*upper triangle"),
+    "nan in q": ({"q": with_value(np.nan, 2, 5, 3, 8)}, r"q: 1 of 240 values are not finite, .*q\[1, 4, 2, 7\]"),
+    "inf in v": ({"v": with_value(np.inf, 2, 5, 3, 8)}, "v: 1 of 240 values are not finite"),
+    "inf in a bias": ({"bias": with_value(np.inf, 1, 1, 5, 5)}, "bias: 1 of 25 values are not finite"),
+    "nan in sinks": ({"sinks": with_value(np.nan, 3)}, "sinks: 1 of 3 values"),
+}
+RIGHT: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "padding": {"mask": keys(5, 3)},
+    "padding at the left": {"mask": keys(5, 1, left=True)},
+    "tril": {"mask": np.tril(np.ones((LENGTH, LENGTH), bool))},
+    "-inf in a bias": {"bias": with_value(-np.inf, 1, 1, 5, 5)},
+    "-inf in sinks": {"sinks": with_value(-np.inf, 3)},
+}
+
+
+@everywhere
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_is_reported(framework: Framework, name: str) -> None:
+    arguments, says = WRONG[name]
+    messages = found(framework, **arguments)
+    assert any(re.match(says, message) for message in messages), messages
+    assert found(framework, on=False, **arguments) == []
+
+
+@everywhere
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_usual_call_is_not_reported(framework: Framework, name: str) -> None:
+    assert found(framework, **RIGHT[name]) == []
+
+
+@everywhere
+def test_padding_behind_the_documents_is_not_reported(framework: Framework) -> None:
+    row = {name: np.zeros((LENGTH, HEADS, 8), np.float32) for name in "qkv"}
+    assert found(framework, **row, seq_info=SeqInfo.from_lengths([3, 1]), causal=True) == []
+    messages = found(framework, **row, seq_info=SeqInfo.from_lengths([2, 3], [1, 4]), causal=True)
+    assert [message.partition(";")[0] for message in messages] == [
+        "causal: 1 of 5 rows see no key, so their output is 0"
+    ]
+
+
+@everywhere
+def test_bfloat16_is_read(framework: Framework) -> None:
+    arrays = {name: framework.zeros(1, 2, 1, 8, dtype="bfloat16") for name in "kv"}
+    q = framework.array(with_value(np.nan, 1, 2, 1, 8), "bfloat16")
+    assert found(framework, q=q, **arrays)[0].startswith("q: 1 of 16 values")
+
+
+def test_traced_calls_are_not_checked() -> None:
+    q = torch.full((1, 2, 1, 8), torch.nan)
+    with warnings.catch_warnings(), checks(True):
+        warnings.simplefilter("error", CheckWarning)
+        torch.compile(BOTH[0].frontend.attention, backend="eager")(q, q, q)
+        jax.jit(BOTH[1].frontend.attention)(*[q.numpy()] * 3)
+
+
+def test_the_switch_and_the_block() -> None:
+    checks(True)
+    assert enabled()
+    with checks(False):
+        assert not enabled()
+        with checks(True):
+            assert enabled()
+        assert not enabled()
+    assert enabled()
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(enabled()))
+    thread.start()
+    thread.join()
+    assert seen == [False]
+    with pytest.raises(SpecError, match=r"^checks\(1\): expected True or False"):
+        checks(1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False), ("", False)])
+def test_the_environment_switches_checks_on(value: str, on: bool) -> None:
+    code = "from attn_core.call.checks import enabled; print(enabled())"
+    environment = {**os.environ, "ATTN_CORE_CHECKS": value}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == str(on)

@@ -1,0 +1,29 @@
+"""The values of an eager call as numpy arrays, for ``attn_core.checks``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attn_core.call.arguments import Arrays, build_spec
+from attn_core.call.checks import warn_of_values
+from attn_core.call.options import Options
+from attn_core.call.seq_info import SeqInfo
+from attn_core.call.tensors import Inputs
+from torch_frontend.dispatch import plan
+
+
+def check(inputs: Inputs, options: Options, info: SeqInfo | None) -> None:
+    """Warns of mistakes in the values of a call. Reads every tensor, so it waits for the device."""
+    facts = Arrays(*(entry and plan.facts(*entry) for entry in plan.metadata(inputs)))  # type: ignore[arg-type]
+    tokens = None if info is None else int(info.cu_seqlens_q[-1])
+    arrays = {name: _numpy(tensor) for name, tensor in zip(Arrays._fields, inputs, strict=False)}
+    warn_of_values(build_spec(facts, options), arrays, tokens)
+
+
+def _numpy(tensor: torch.Tensor | None) -> Any:
+    if tensor is None:
+        return None
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
