@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from attn_core.call.foreign_masks import remedy_of
 from attn_core.call.offset_checks import check_cu_seqlens
 from attn_core.errors import DTypeError, ShapeError, SpecError
 
@@ -158,7 +159,7 @@ class SeqInfo:
         _refuse_lengths(value)
         raise SpecError(
             f"seq_info: expected a SeqInfo or the triple (seq_lens, cu_seqlens, max_seqlen), got "
-            f"{type(value).__name__}; build one with SeqInfo.from_lengths([...])"
+            f"{type(value).__name__}; {remedy_of(value) or 'build one with SeqInfo.from_lengths([...])'}"
         )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from attn_core import backends
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
+from attn_core.call.foreign_masks import remedy_of
 from attn_core.call.options import Options
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
@@ -149,5 +150,6 @@ def check_array(name: str, value: Any, *, shapes_only: bool = False) -> None:
         return
     kind = type(value)
     module = kind.__module__.partition(".")[0]
-    remedy = "use torch_frontend.attention for torch tensors" if module == "torch" else "use jnp.asarray"
+    usual = "use torch_frontend.attention for torch tensors" if module == "torch" else "use jnp.asarray"
+    remedy = remedy_of(value) or usual
     raise TypeError(f"{name}: expected a jax.Array, got {kind.__module__}.{kind.__qualname__}; {remedy}")

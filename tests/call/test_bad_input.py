@@ -301,6 +301,15 @@ FOREIGN = {
         f"{name} as None": foreign(rf"^{name}: expected a .*, got builtins.NoneType; ", **{name: None})
         for name in "qkv"
     },
+    **{
+        f"{name} as xformers' {mask}": Bad({name: type(mask, (), {})()}, error, (f"^{name}: .*{mask}; {says}",))
+        for name, error in (("mask", TypeError), ("seq_info", SpecError))
+        for mask, says in (
+            ("BlockDiagonalMask", r"pass seq_info=SeqInfo.from_lengths\(\[...\]\) with the lengths of its blocks$"),
+            ("BlockDiagonalCausalMask", '.*from_lengths.* causal=True, alignment="top_left"$'),
+            ("LowerTriangularFromBottomRightMask", 'pass causal=True, alignment="bottom_right"$'),
+        )
+    },
     "k as None beside a mask": foreign("^k: expected a .*, got builtins.NoneType", k=None, mask=TENSORS["mask"]),
 }
 

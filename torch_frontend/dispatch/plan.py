@@ -10,12 +10,13 @@ import torch
 
 from attn_core import backends
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
+from attn_core.call.foreign_masks import remedy_of
 from attn_core.call.options import Options, requested_names
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.errors import SpecError
 from attn_core.selection import Selection, Target, explain, select
-from torch_frontend.dispatch import tensor_kinds
+from torch_frontend.dispatch import sdpa_flags, tensor_kinds
 from torch_frontend.dispatch.wrappers import on_device, with_four_axes
 
 Tensor = torch.Tensor
@@ -74,6 +75,7 @@ def plan_on(
     """Returns the plan of a call on the chosen backend."""
     if spec.empty:
         return Plan(spec, name, empty_forward, _empty_backward, one_row)
+    sdpa_flags.warn_if_off(name)
     module = backends.load(name, target.kind)
     shortcut = with_four_axes(backends.shortcut(module, spec), mask, bias)
     forward, backward = (on_device(function, device) for function in (module.forward, module.backward))
@@ -156,10 +158,9 @@ def check_tensor(name: str, value: Any) -> None:
         tensor_kinds.check(name, value)
         return
     kind = type(value)
-    remedy = (
-        "; use jax_frontend.attention for JAX arrays" if kind.__module__.startswith("jax") else "; use torch.as_tensor"
-    )
-    raise TypeError(f"{name}: expected a torch.Tensor, got {kind.__module__}.{kind.__qualname__}{remedy}")
+    usual = "use jax_frontend.attention for JAX arrays" if kind.__module__.startswith("jax") else "use torch.as_tensor"
+    remedy = remedy_of(value) or usual
+    raise TypeError(f"{name}: expected a torch.Tensor, got {kind.__module__}.{kind.__qualname__}; {remedy}")
 
 
 def check_gradient_free(name: str, value: Tensor | None) -> None:

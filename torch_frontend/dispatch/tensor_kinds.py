@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import _get_overloaded_args, has_torch_function
 
+from attn_core.call.foreign_masks import remedy_of
 from attn_core.errors import SpecError
 
 Tensor = torch.Tensor
@@ -26,6 +27,7 @@ PLAIN = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 
 _torch_attention = torch._C._nn.scaled_dot_product_attention  # the builtin itself, even if its public name was replaced
 _CAUSAL_BIAS = "torch.nn.attention.bias.CausalBias"
+_PLAIN_REMEDY = "pass a plain tensor, because this subclass may interpret its memory differently"
 
 
 def is_foreign(tensor: Any) -> bool:
@@ -76,10 +78,11 @@ def check(name: str, tensor: Tensor) -> None:
         name_of_kind = f"{kind.__module__}.{kind.__qualname__}"
         # By name, because torch.distributed.tensor takes long to import and may be missing.
         remedy = {
-            _CAUSAL_BIAS: "pass causal=True, alignment='top_left' for upper left, 'bottom_right' for lower right",
             "torch.distributed.tensor.DTensor": "pass its to_local(), if that is a complete call by itself",
-            "torch.nested._internal.nested_tensor.NestedTensor": "pass its values() with seq_info=",
-        }.get(name_of_kind, "pass a plain tensor, because this subclass may interpret its memory differently")
+            "torch.nested._internal.nested_tensor.NestedTensor": (
+                f"pass {name}.values() and seq_info=(None, q.offsets().int(), the longest row)"
+            ),
+        }.get(name_of_kind, remedy_of(tensor) or _PLAIN_REMEDY)
         raise SpecError(f"{name}: expected a plain torch.Tensor, got {name_of_kind}; {remedy}")
     if tensor.is_nested:
         raise SpecError(f"{name}: expected a plain torch.Tensor, got a nested one; pack its rows and pass seq_info=")
