@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
+from contextvars import ContextVar
+
 from jax.export import DisabledSafetyCheck
 
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.bridge import targets as bridge
+
+_asked: ContextVar[bool] = ContextVar("attn_core_export_checks", default=False)
+
+
+def warn_unasked() -> None:
+    """Warns while ``jax.export`` lowers a bridged call, unless this context has called ``export_checks``."""
+    if not _asked.get():
+        warnings.warn(
+            "jax.export refuses custom calls such as those of this program's attention: pass "
+            "disabled_checks=jax_frontend.export_checks()",
+            stacklevel=2,
+        )
 
 
 def export_checks() -> list[DisabledSafetyCheck]:
@@ -20,6 +35,7 @@ def export_checks() -> list[DisabledSafetyCheck]:
     A program for several devices can be exported if its calls are inside ``jax.shard_map``. If XLA must split a call
     by itself, ``jax.export`` raises an error.
     """
+    _asked.set(True)
     # Not "step": exported programs run steps of context parallelism by branches.
     targets = [bridge._target(direction) for direction in ("forward", "backward")]
     return [DisabledSafetyCheck.custom_call(name) for name in (*targets, *compiled_lane.compile_seconds())]

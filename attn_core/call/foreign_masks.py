@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 _BLOCKS = "pass seq_info=SeqInfo.from_lengths([...]) with the lengths of its blocks"
-_BOTTOM_RIGHT, _TOP_LEFT = 'causal=True, alignment="bottom_right"', 'causal=True, alignment="top_left"'
+_BOTTOM_RIGHT, _TOP_LEFT = "causal=True, alignment='bottom_right'", "causal=True, alignment='top_left'"
 
 REMEDIES = {
     # xformers.ops.fmha.attn_bias

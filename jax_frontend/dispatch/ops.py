@@ -18,6 +18,7 @@ from jax.interpreters import ad, batching, mlir
 
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.errors import SpecError
+from jax_frontend import export
 from jax_frontend.bridge.bridged_call import BridgedCall
 from jax_frontend.dispatch import local_call, partitioning, primitive_rules, tangent
 from jax_frontend.dispatch.plan import Plan
@@ -139,6 +140,15 @@ def _run_program(*operands: Any, call: MappedCall, program: ClosedJaxpr) -> list
     return list(jaxpr_as_fun(program)(*operands))
 
 
+_lower_program = mlir.lower_fun(_run_program, multiple_results=True)
+
+
+def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MappedCall, program: ClosedJaxpr) -> Any:
+    if ctx.module_context.lowering_parameters.for_export and not local_call.speaks_jax(call.call):
+        export.warn_unasked()
+    return _lower_program(ctx, *operands, call=call, program=program)
+
+
 def _derivative(primals: Any, tangents: Any, *, call: MappedCall, program: ClosedJaxpr) -> tuple[Any, Any]:
     """Forward mode of a forward or a backward: differentiates a JAX backend's operations; other backends raise."""
     if not local_call.speaks_jax(call.call):
@@ -200,7 +210,7 @@ def _primitive(name: str) -> Primitive:
     primitive.multiple_results = True
     primitive.def_impl(_run_eagerly)
     primitive.def_abstract_eval(_result_types)
-    mlir.register_lowering(primitive, mlir.lower_fun(_run_program, multiple_results=True))
+    mlir.register_lowering(primitive, _lower)
     # Reverse mode never reaches the primitive: ``differentiable`` gives the forward a derivative of its own. The rule
     # here serves forward mode and second derivatives.
     ad.primitive_jvps[primitive] = _derivative

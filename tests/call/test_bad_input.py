@@ -306,8 +306,8 @@ FOREIGN = {
         for name, error in (("mask", TypeError), ("seq_info", SpecError))
         for mask, says in (
             ("BlockDiagonalMask", r"pass seq_info=SeqInfo.from_lengths\(\[...\]\) with the lengths of its blocks$"),
-            ("BlockDiagonalCausalMask", '.*from_lengths.* causal=True, alignment="top_left"$'),
-            ("LowerTriangularFromBottomRightMask", 'pass causal=True, alignment="bottom_right"$'),
+            ("BlockDiagonalCausalMask", ".*from_lengths.* causal=True, alignment=.top_left.$"),
+            ("LowerTriangularFromBottomRightMask", "pass causal=True, alignment=.bottom_right.$"),
         )
     },
     "k as None beside a mask": foreign("^k: expected a .*, got builtins.NoneType", k=None, mask=TENSORS["mask"]),

@@ -341,6 +341,18 @@ def test_attention_refuses_a_causal_bias_and_names_the_option(name: str, compile
         call(causal_upper_left(5, 5))
 
 
+def test_jagged_rows_run_as_the_error_says() -> None:
+    q = jagged(3, 5, 4)
+    with pytest.raises(
+        SpecError, match=r"^q: .*; pass q.values\(\) and seq_info=\(None, q.offsets\(\).int\(\), the longest row\)"
+    ):
+        attention(q, q, q)
+    out = attention(*[q.values()] * 3, seq_info=(None, q.offsets().int(), 5), causal=True)
+    for rows, expected in zip(out.split([3, 5, 4]), q.unbind(), strict=True):
+        alone = attention(*[expected[None]] * 3, causal=True)[0]
+        torch.testing.assert_close(rows, alone)
+
+
 def test_parameters_count_as_plain_tensors() -> None:
     q = torch.nn.Parameter(torch.randn(2, 5, HEADS, DIM))
     attention(q, q, q).sum().backward()
