@@ -11,8 +11,9 @@ from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.options import Options, requested_names
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.selection import override
-from torch_frontend.attention import Window, attend, gather_arguments
+from torch_frontend.attention import Window
 from torch_frontend.dispatch import autocast, autograd, empty_rows, plan, run_plan, transforms
+from torch_frontend.dispatch.general_calls import attend, gather_arguments
 from torch_frontend.dispatch.second_derivative import once_differentiable
 from torch_frontend.dispatch.tensor_kinds import is_watched
 

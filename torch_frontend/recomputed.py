@@ -14,8 +14,9 @@ import torch
 
 from attn_core.call.options import Options, requested_names
 from attn_core.selection import override
-from torch_frontend.attention import attention, gather_arguments
+from torch_frontend.attention import attention
 from torch_frontend.dispatch import autocast, empty_rows, heads_first, plan, run_plan, transforms
+from torch_frontend.dispatch.general_calls import gather_arguments
 
 Tensor = torch.Tensor
 

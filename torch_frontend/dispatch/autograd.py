@@ -85,14 +85,3 @@ def guarded_backward(
     # Autocast would cast the float32 operands of backwards that consist of torch operations.
     with autocast.switched_off(out.device):
         return run_backward(plan, inputs, out, lse, dout, dlse)
-
-
-def gradients_needed(inputs: Inputs) -> tuple[bool, bool]:
-    """Returns whether autograd may need (any gradient, the bias's gradient) of this call."""
-    if are_jit_traces_active() is not None:  # a trace also runs later, with tensors that may require gradients
-        return True, inputs.bias is not None
-    if not torch.is_grad_enabled():
-        return False, False
-    bias = inputs.bias is not None and inputs.bias.requires_grad
-    sinks = inputs.sinks is not None and inputs.sinks.requires_grad
-    return bias or sinks or any(tensor.requires_grad for tensor in inputs[:3]), bias

@@ -1,0 +1,70 @@
+"""Calls with any feature, under any observer: checks every argument, then runs a plan or the ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attn_core.call import checks
+from attn_core.call.options import Options, check_options, check_traced_options, requested_names
+from attn_core.call.seq_info import SeqInfo
+from attn_core.call.tensors import Inputs
+from attn_core.errors import SpecError
+from attn_core.selection import override
+from torch_frontend.dispatch import autocast, autograd, offsets, ops, plan, run_plan, transforms, value_checks
+from torch_frontend.dispatch.dropout_words import draw_words
+
+
+def gather_arguments(
+    tensors: tuple[Any, ...],
+    seq_info: Any,
+    options: Options,
+    generator: torch.Generator | None,
+    *,
+    draw: bool = True,
+) -> tuple[Inputs, Options]:
+    """Returns a call's arguments, each checked by itself. Without ``draw`` dropout's generator stays as it is."""
+    for name, tensor in zip(Inputs._fields, tensors, strict=False):
+        if tensor is not None or name in ("q", "k", "v"):
+            plan.check_tensor(name, tensor)
+    q, k, v, mask, bias, alibi_slopes, sinks = tensors
+    q, k, v, bias = autocast.in_autocast(q, k, v, bias)
+    plan.check_gradient_free("alibi_slopes", alibi_slopes)
+    options = check_traced_options(options) if torch.compiler.is_compiling() else check_options(options)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise SpecError(f"dropout_rng: expected a torch.Generator, or None for torch's own, got {type(generator)}")
+    info = SeqInfo.coerce(seq_info)
+    inputs = Inputs(q, k, v, mask, bias, alibi_slopes, sinks)
+    if info is not None:
+        attach = offsets.attach if transforms.is_one_op(q) else offsets.attach_complete  # an op completes them itself
+        inputs, longest = attach(info, inputs)
+        options = options._replace(max_len_q=longest[0], max_len_k=longest[1])
+    if draw and not torch.compiler.is_compiling() and checks.enabled() and not transforms.is_one_op(q):
+        value_checks.check(inputs, options, info)
+    # explain passes draw=False, because a question must not advance the generator of the training run.
+    if options.dropout and draw:
+        inputs = inputs._replace(rng=draw_words(q, generator))
+    return inputs, options
+
+
+def attend(inputs: Inputs, options: Options, backend: Any) -> Any:
+    """Runs a call with any feature: eagerly by a plan, or by the ops if a compiler or a transform observes the call."""
+    needs_backward, bias_gradient = autograd.gradients_needed(inputs)
+    if transforms.is_one_op(inputs.q):
+        plan.check(inputs, options)
+        names = ops.join_names(requested_names(backend))
+        plain = ops.PlainOptions.from_options(options, needs_backward, bias_gradient, names)
+        out, lse = (transforms if transforms.are_observing() else ops).traced(inputs, plain)
+        return (out, lse) if options.return_lse else out
+    requested = requested_names(backend) or override.requested()
+    call_plan = plan.plan(plan.metadata(inputs), options, needs_backward, bias_gradient, requested)
+    run_plan.check_offsets(call_plan.spec, inputs)
+    with autocast.switched_off(inputs.q.device):
+        results = run_plan.run_shortcut(call_plan, inputs)
+        if results is None:
+            # All fields of Inputs, because the backward needs the mask, the offsets and dropout's words as well.
+            if needs_backward:
+                return autograd.AttentionFunction.apply(call_plan, *inputs)
+            results = run_plan.run_forward(call_plan, inputs)
+    return results if options.return_lse else results[0]
