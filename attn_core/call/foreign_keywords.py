@@ -81,6 +81,9 @@ KEYWORDS: dict[str, str | dict[str, str]] = {
     # FlexAttention
     "score_mod": "bias=, alibi_slopes= and softcap= change scores",
     "block_mask": {"mask": _SEEN},
+    # SageAttention and Transformer Engine
+    "tensor_layout": {"layout": "'bshd' for NHD, 'bhsd' for HND"},
+    "qkv_format": {"layout": "'bshd' or 'bhsd'; packed tensors need seq_info="},
     # transformers, and torch's layers
     "attention_mask": {"mask": "attention_mask[:, None, None, :] != 0, if it is a padding mask [batch, kv]"},
     "key_padding_mask": {"mask": "~key_padding_mask[:, None, None, :], because True hides there and shows here"},
