@@ -23,7 +23,7 @@ Reasons = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Selection:
-    """The choice of a backend with all reasons. Errors, logs and docs all show ``str(selection)``.
+    """The choice of a backend with all reasons. Errors, logs and docs all show ``str(selection)``: its ``text()``.
 
     Attributes:
         spec, target: the request.
@@ -41,7 +41,7 @@ class Selection:
     @cached_property
     def considered(self) -> tuple[str, ...]:
         """All backends: the candidates in the order of preference, then the ones that run only when requested."""
-        candidates = self.requested or self._automatic
+        candidates = self.requested or self.automatic
         return (*candidates, *(name for name in backends.names() if name not in candidates))
 
     @cached_property
@@ -81,37 +81,26 @@ class Selection:
         """Returns why a backend cannot run the call; empty if it can."""
         return dict(self.refusals).get(name, ())
 
-    def __str__(self) -> str:
-        refused, times = dict(self.refusals), self.predicted
-        width = max(len(name) for name in self.considered)
-        lines = [f"attention in {self.target.framework} on {self.target.device}: {self.spec}"]
-        if self.source is not None and self.requested is None:
-            lines.append(f"  (in the order of predicted times, from {self.source})")
-        for name in self.considered:
-            verdict = "selected" + self._lane if name == self.backend else "can run it"
-            if name in refused:
-                verdict = "refused: " + "; ".join(refused[name])
-            elif name != self.backend and name not in self._automatic:
-                verdict = "can run it when requested by name"
-            if name in times and name not in refused:
-                verdict += f", about {_duration(times[name])}"
-            lines.append(f"  {name:<{width}}  {verdict}")
-        return "\n".join(lines)
+    def text(self, everything: bool = False) -> str:
+        """Returns the explanation in lines of at most 80 columns.
 
-    @property
-    def _lane(self) -> str:
-        if self.lane is None:
-            return ""
-        name, why = self.lane
-        return f", {name} lane" + (f" ({'; '.join(why)})" if why else "")
+        It says which backend runs the call and why, which others can, and which need one change: an installation or
+        another argument.
+
+        Args:
+            everything: list every backend with every reason instead.
+        """
+        from attn_core.selection import explanation
+
+        return explanation.text(self, everything)
+
+    def __str__(self) -> str:
+        return self.text()
 
     @cached_property
-    def _automatic(self) -> tuple[str, ...]:
+    def automatic(self) -> tuple[str, ...]:
+        """The candidates of automatic choice, best first. All other backends run only when requested by name."""
         return preference.order(self.spec, self.target.framework, self.target.device)
-
-
-def _duration(microseconds: float) -> str:
-    return f"{microseconds:.3g} µs" if microseconds < 1e3 else f"{microseconds / 1e3:.3g} ms"
 
 
 class NoBackendError(NotImplementedError):
@@ -119,12 +108,10 @@ class NoBackendError(NotImplementedError):
 
     def __init__(self, selection: Selection) -> None:
         self.selection = selection
-        if selection.requested:
-            names = ", ".join(selection.requested)
-            lead = f"backend={names!r} cannot run this call, and a backend requested by name never falls back"
-        else:
-            lead = "no backend can run this call"
-        super().__init__(f"{lead}\n{selection}")
+        super().__init__(selection)
+
+    def __str__(self) -> str:
+        return str(self.selection)
 
     def __reduce__(self) -> tuple[type[NoBackendError], tuple[Selection]]:  # for pickling between processes
         return NoBackendError, (self.selection,)

@@ -76,7 +76,7 @@ def calls(frontend, array):
         "near": bool(np.allclose(attend("toy"), attend("math"), atol=1e-5)),
         "chosen": frontend.explain(q, k, v, causal=True, backend="toy").backend,
         "by itself": frontend.explain(q, k, v, causal=True).backend,
-        "listed": str(frontend.explain(q, k, v, causal=True)),
+        "listed": frontend.explain(q, k, v, causal=True).text(everything=True),
         "refused": frontend.explain(q, k[:, :4], v[:, :4], softcap=2.0, backend="toy").reasons("toy"),
         "version": frontend.available_backends()["toy"].version,
     }}

@@ -579,13 +579,18 @@ def test_a_refused_backend_lists_every_reason_and_runs_nothing(framework: Framew
     row = Bad(
         {},
         NoBackendError,
-        ("^backend='sdpa_flash' cannot run this call, .* never falls back", "value_dim=5: .*; softcap=5.0: "),
+        (
+            "^backend='sdpa_flash' cannot run this call:\n  value_dim=5: ",
+            r"softcap=5\.0: ",
+            "can run it, but a backend requested by name never falls back:\n  (jax_xla\n  )?math",
+        ),
     )
     message = assert_fails(row, lambda: framework.frontend.attention(**call))
-    assert all(f"\n  {name} " in message for name in backends.names())
     selection = framework.frontend.explain(**call)
     assert selection.backend is None
-    assert str(selection) in message
+    assert str(selection) == message
+    everything = selection.text(everything=True)
+    assert all(f"\n  {name} " in everything for name in backends.names())
     assert len(selection.reasons("sdpa_flash")) == 2
 
 
@@ -593,7 +598,7 @@ def test_a_backend_without_gradients_is_refused_before_it_runs() -> None:
     row = Bad(
         {},
         NoBackendError,
-        ("^backend='flex' cannot run", "flex .*refused: backward: FlexAttention on CPU has no gradient"),
+        ("^backend='flex' cannot run this call:\n  backward: FlexAttention on CPU has no gradient\n",),
     )
     assert_fails(row, lambda: TORCH.frontend.attention(**with_gradients(dense(TORCH)), backend="flex"))
     given = dense(JAX)
@@ -640,7 +645,11 @@ def test_dropout_in_jax_needs_a_key_and_the_xla_path() -> None:
     for wrong in (0, jax.random.split(jax.random.key(0)), jnp.ones(2)):
         row = value("^dropout_rng: expected one PRNG key such as")
         assert_fails(row, lambda: JAX.frontend.attention(**dense(JAX), dropout=0.1, dropout_rng=wrong))  # noqa: B023
-    row = Bad({}, NoBackendError, ("math .*refused: dropout=0.1: in JAX only the XLA path has dropout",))
+    row = Bad(
+        {},
+        NoBackendError,
+        ("^backend='math' cannot run this call:\n  dropout=0.1: in JAX only the XLA path has dropout\n",),
+    )
     key = jax.random.key(0)
     assert_fails(row, lambda: JAX.frontend.attention(**dense(JAX), dropout=0.1, dropout_rng=key, backend="math"))
 

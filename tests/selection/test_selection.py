@@ -19,7 +19,7 @@ from attn_core import AttentionSpec, NoBackendError, SpecError, Target, backends
 from attn_core.backends.support import CHECKS, Build, Support, unmet_claims
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import DTYPES
-from attn_core.selection import choice, preference
+from attn_core.selection import choice, explanation, preference
 from attn_core.selection.random_calls import random_call
 from torch_frontend.dispatch import plan, plan_cache
 
@@ -423,7 +423,7 @@ def few_backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-HEAD = "float32, batch 2, q_len 5, kv_len 7, heads 6/3, head_dim 11"
+HEAD = "float32, batch 2, q_len 5, kv_len 7,\n    heads 6/3, head_dim 11"
 
 
 @pytest.mark.usefixtures("few_backends")
@@ -431,24 +431,25 @@ def test_the_explanation_of_an_automatic_choice() -> None:
     assert str(
         explain(replace(SPEC, softcap=50.0, needs_backward=True, bias_shape=(1, 6, 5, 7), bias_gradient=True), CPU)
     ) == (
-        f"attention in torch on cpu: {HEAD}, softcap=50.0, bias_shape=(1, 6, 5, 7), needs_backward, bias_gradient\n"
-        "  sdpa_flash  refused: softcap=50.0: the aten CPU flash kernel has none; "
-        "gradient of the bias: the aten CPU flash kernel has none\n"
-        "  math        selected\n"
-        "  flex        refused: gradient of the bias: FlexAttention on CPU has none; "
-        "backward: FlexAttention on CPU has no gradient\n"
-        "  jax_xla     refused: runs in JAX only"
+        "selected: math\n"
+        "  because: the first in the usual order that can run the call\n"
+        f"  call: attention in torch on cpu: {HEAD}, "
+        "softcap=50.0, bias_shape=(1, 6, 5, 7),\n"
+        "    needs_backward, bias_gradient\n"
+        "3 others cannot run it on cpu; every reason: selection.text(everything=True)"
     )
 
 
 @pytest.mark.usefixtures("few_backends")
 def test_the_explanation_of_a_named_backend() -> None:
     assert str(explain(SPEC, CPU)) == (
-        f"attention in torch on cpu: {HEAD}\n"
-        "  sdpa_flash  selected\n"
-        "  math        can run it\n"
-        "  flex        can run it when requested by name\n"
-        "  jax_xla     refused: runs in JAX only"
+        "selected: sdpa_flash\n"
+        "  because: the first in the usual order that can run the call\n"
+        f"  call: attention in torch on cpu: {HEAD}\n"
+        "can run it too:\n"
+        "  math\n"
+        "  by name only: flex\n"
+        "1 other cannot run it on cpu; every reason: selection.text(everything=True)"
     )
 
 
@@ -457,15 +458,132 @@ def test_the_explanation_names_the_predicted_times_and_their_source() -> None:
     table = made_up_table({"math": 12.0, "sdpa_flash": 1250.0, "flex": 1.0})
     with tables_in_force({("torch", "cpu"): table}):
         assert str(explain(SPEC, CPU)) == (
-            f"attention in torch on cpu: {HEAD}\n"
-            "  (in the order of predicted times, from made-up calls)\n"
-            "  math        selected, about 12 µs\n"
-            "  sdpa_flash  can run it, about 1.25 ms\n"
-            "  flex        can run it when requested by name\n"
-            "  jax_xla     refused: runs in JAX only"
+            "selected: math, about 12 µs\n"
+            "  because: the first that can run the call in the order of predicted times, from\n"
+            "    made-up calls\n"
+            f"  call: attention in torch on cpu: {HEAD}\n"
+            "can run it too:\n"
+            "  sdpa_flash  about 1.25 ms\n"
+            "  by name only: flex\n"
+            "1 other cannot run it on cpu; every reason: selection.text(everything=True)"
         )
         named = str(explain(SPEC, CPU, "sdpa_flash"))
-        assert "in the order of" not in named and "sdpa_flash  selected, about 1.25 ms" in named
+        assert named.startswith("selected: sdpa_flash, about 1.25 ms\n  because: requested by name\n")
+        assert "can run it too:\n  math  about 12 µs\n" in named
+
+
+@pytest.mark.usefixtures("few_backends")
+def test_the_whole_explanation_has_every_reason() -> None:
+    spec = replace(SPEC, softcap=50.0, needs_backward=True)
+    assert explain(spec, CPU).text(everything=True) == (
+        "selected: math\n"
+        "  because: the first in the usual order that can run the call\n"
+        f"  call: attention in torch on cpu: {HEAD}, "
+        "softcap=50.0, needs_backward\n"
+        "  sdpa_flash  refused: softcap=50.0: the aten CPU flash kernel has none\n"
+        "  math        selected\n"
+        "  flex        refused: backward: FlexAttention on CPU has no gradient\n"
+        "  jax_xla     refused: runs in JAX only"
+    )
+
+
+@pytest.mark.usefixtures("few_backends")
+def test_a_candidate_that_one_change_admits_is_shown_with_its_reason() -> None:
+    missing = "not available: ModuleNotFoundError: No module named 'torch' (needs torch>=2.11)"
+    target = Target("torch", "cpu", (("sdpa_flash", missing),))
+    assert str(explain(SPEC, target)).splitlines()[5:] == [
+        "  by name only: flex",
+        "one change away:",
+        "  sdpa_flash  not available: ModuleNotFoundError: No module named 'torch';",
+        "              pip install 'attn-core[torch]'",
+        "1 other cannot run it on cpu; every reason: selection.text(everything=True)",
+    ]
+    # Two changes: a missing package, and an argument that the kernel does not take.
+    assert "sdpa_flash" not in str(explain(replace(SPEC, softcap=50.0), target))
+
+
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [
+        (
+            "not available: ModuleNotFoundError: No module named 'torch' (needs torch>=2.11 with CUDA)",
+            "not available: ModuleNotFoundError: No module named 'torch'; pip install 'attn-core[torch]'",
+        ),
+        (
+            "the bridge from JAX is not available: ModuleNotFoundError: x (needs jax-tvm-ffi>=0.1.3)",
+            "the bridge from JAX is not available: ModuleNotFoundError: x; pip install 'attn-core[jax]'",
+        ),
+        (
+            "not available: PackageNotFoundError: flash_attn (needs flash-attn>=2.6.2,<3)",
+            "not available: PackageNotFoundError: flash_attn; pip install 'flash-attn>=2.6.2,<3' --no-build-isolation",
+        ),
+        # Not one pip command: several packages, a damaged installation, or no installation at all.
+        *(
+            (reason, reason)
+            for reason in (
+                "not available: ModuleNotFoundError: x (needs flash-attn-3 (source build), tokenspeed-fa3 or fa3-fwd)",
+                "not available: OSError: libcudart.so.13 (needs torch>=2.11)",
+                "softcap=50.0: the aten CPU flash kernel has none",
+            )
+        ),
+    ],
+)
+def test_a_missing_package_is_a_reason_with_a_command(reason: str, remedy: str) -> None:
+    assert explanation.with_remedy(reason) == remedy
+
+
+GEMMA = AttentionSpec(
+    **{"batch": 1, "q_len": 2048, "kv_len": 2048, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128},
+    **{"value_dim": 128, "dtype": "bfloat16", "causal": True, "softcap": 50.0},
+)
+
+
+def test_the_explanation_on_a_gpu() -> None:
+    with tables_in_force({}):
+        assert str(explain(GEMMA, Target("torch", "sm90"))) == (
+            "selected: flash3\n"
+            "  because: the first in the usual order that can run the call\n"
+            "  call: attention in torch on sm90: bfloat16, batch 1, q_len 2048, kv_len 2048,\n"
+            "    heads 32/8, head_dim 128, causal, softcap=50.0\n"
+            "can run it too:\n"
+            "  flash4\n"
+            "  flash2\n"
+            "  flex\n"
+            "  math\n"
+            "  by name only: flash3_fp8\n"
+            "one change away:\n"
+            "  sdpa_cudnn      softcap=50.0: cuDNN attention has none\n"
+            "  sdpa_flash      softcap=50.0: the aten CUDA flash kernel has none\n"
+            "  xformers        softcap=50.0: xformers has none\n"
+            "  sdpa_efficient  softcap=50.0: the aten memory-efficient kernel has none\n"
+            "14 others cannot run it on sm90; every reason: selection.text(everything=True)"
+        )
+
+
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "sm75", "sm90", "sm120", "gfx942", "mps"])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_explanations_fit_80_columns_and_name_the_answer_first(framework: str, device: str, everything: bool) -> None:
+    for spec in (
+        GEMMA,
+        replace(GEMMA, dtype="float32", softcap=None),
+        replace(SPEC, dropout=0.1, needs_backward=True),
+    ):
+        for target in (Target(framework, device), Target.here(framework, device)):
+            for names in (None, "flex", ("flash2", "sdpa_flash")):
+                selection = explain(spec, target, names)
+                lines = selection.text(everything).splitlines()
+                assert max(map(len, lines)) <= 80, selection
+                assert lines[0].startswith(("selected: ", "no backend can run this call", "backend="))
+                able = {name for name in backends.names() if not selection.reasons(name)}
+                assert all(any(name in line for line in lines) for name in able)
+
+
+def test_an_error_needs_no_explanation_until_somebody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drop-ins catch the error and run the host's own function."""
+    monkeypatch.setattr(explanation, "text", lambda *arguments: pytest.fail("explained"))
+    with pytest.raises(NoBackendError):
+        select(SPEC, CPU, "jax_xla")
 
 
 @pytest.mark.usefixtures("few_backends")
@@ -474,14 +592,33 @@ def test_the_explanation_of_a_refusal() -> None:
     with pytest.raises(NoBackendError) as caught:
         select(replace(SPEC, dropout=0.1), target, ("sdpa_flash", "math"))
     assert str(caught.value) == (
-        "backend='sdpa_flash, math' cannot run this call, and a backend requested by name never falls back\n"
-        f"attention in torch on sm90: {HEAD}, dropout=0.1\n"
-        "  sdpa_flash  refused: dtype float32: the aten CUDA flash kernel takes bfloat16, float16; "
-        "dropout=0.1: the aten CUDA flash kernel has none\n"
-        "  math        refused: not available: OSError: libcudart.so.13 (needs torch>=2.11)\n"
-        "  flex        refused: dropout=0.1: FlexAttention on CUDA has none\n"
-        "  jax_xla     refused: runs in JAX only"
+        "backend='sdpa_flash, math' cannot run this call:\n"
+        "  sdpa_flash: dtype float32: the aten CUDA flash kernel takes bfloat16, float16\n"
+        "  sdpa_flash: dropout=0.1: the aten CUDA flash kernel has none\n"
+        "  math: not available: OSError: libcudart.so.13 (needs torch>=2.11)\n"
+        f"  call: attention in torch on sm90: {HEAD}, "
+        "dropout=0.1\n"
+        "2 others cannot run it on sm90; every reason: selection.text(everything=True)"
     )
+
+
+@pytest.mark.usefixtures("few_backends")
+def test_the_error_names_the_package_that_is_all_that_is_missing() -> None:
+    missing = "not available: ModuleNotFoundError: No module named 'torch' (needs torch>=2.11)"
+    with pytest.raises(NoBackendError) as caught:
+        select(SPEC, Target("jax", "cpu", (("math", missing),)), "math")
+    assert str(caught.value).splitlines()[:3] == [
+        "backend='math' cannot run this call:",
+        "  not available: ModuleNotFoundError: No module named 'torch';",
+        "    pip install 'attn-core[torch]'",
+    ]
+
+
+def test_without_any_candidate_the_closest_backends_are_shown() -> None:
+    lines = str(explain(SPEC, Target("torch", "mps"))).splitlines()
+    assert lines[0] == "no backend can run this call"
+    assert ["math", "device", "mps:", "the", "torch", "math", "kernel"] in [line.split()[:7] for line in lines]
+    assert len([line for line in lines if "device mps: " in line]) == explanation.MOST_CLOSEST
 
 
 @pytest.mark.parametrize("alignment", ["bottom_right", "top_left"])
