@@ -90,9 +90,9 @@ class Selection:
         Args:
             everything: list every backend with every reason instead.
         """
-        from attn_core.selection import explanation
+        from attn_core.selection import explanation, explanation_text
 
-        return explanation.text(self, everything)
+        return explanation_text.text(explanation.explanation(self), everything)
 
     def __str__(self) -> str:
         return self.text()

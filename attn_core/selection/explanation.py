@@ -1,4 +1,4 @@
-"""The explanation of a Selection, first as data and then as text of 80 columns: the answer, then what is worth knowing.
+"""The explanation of a Selection as data: the answer, a row for every backend, and which rows are worth showing.
 
 Nothing here runs on the way to a kernel: a Selection is explained when somebody reads its text.
 """
@@ -6,17 +6,11 @@ Nothing here runs on the way to a kernel: a Selection is explained when somebody
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from textwrap import fill
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from attn_core import backends
-
-if TYPE_CHECKING:
-    from attn_core.selection.choice import Selection
-
-COLUMNS = 80
-"""The width of a terminal that nobody has made wider."""
+from attn_core.call.spec import AttentionSpec
+from attn_core.selection.target import Target
 
 SELECTED, ABLE, BY_NAME, ONE_CHANGE, REFUSED = "selected", "can run it", "by name only", "one change away", "refused"
 """The verdicts on a backend. ONE_CHANGE: one installation or one other argument would lift its refusal."""
@@ -35,10 +29,6 @@ MISSING = re.compile(
     r"\(needs (?P<requirement>(?P<package>[a-z0-9-]+)[<>=!~][^ ]*)( with .*)?\)"
 )
 """A reason that one installation lifts, as ``Target.here`` writes it."""
-
-
-COMMAND = re.compile(r"pip install '[^']*'( --[a-z-]+)*")
-NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 class Row(NamedTuple):
@@ -62,6 +52,28 @@ class Row(NamedTuple):
         return "; ".join(with_remedy(reason) for reason in self.reasons)
 
 
+class Decision(Protocol):
+    """What an explanation reads of a Selection, which has the descriptions."""
+
+    @property
+    def spec(self) -> AttentionSpec: ...
+    @property
+    def target(self) -> Target: ...
+    @property
+    def requested(self) -> tuple[str, ...] | None: ...
+    @property
+    def backend(self) -> str | None: ...
+    @property
+    def lane(self) -> tuple[str, tuple[str, ...]] | None: ...
+    @property
+    def predicted(self) -> dict[str, float]: ...
+    @property
+    def source(self) -> str | None: ...
+    @property
+    def automatic(self) -> tuple[str, ...]: ...
+    def reasons(self, name: str) -> tuple[str, ...]: ...
+
+
 class Explanation(NamedTuple):
     """An explanation as data, which text and tables show.
 
@@ -72,6 +84,7 @@ class Explanation(NamedTuple):
         lane: how JAX reaches the backend, if that has reasons.
         call: where the call would run, and its spec.
         rows: every backend: the requested ones, the candidates of automatic choice, best first, and the others.
+        device, backend, requested, automatic: as the Selection has them; no requested backends are an empty tuple.
     """
 
     answer: str
@@ -80,9 +93,13 @@ class Explanation(NamedTuple):
     lane: str | None
     call: str
     rows: tuple[Row, ...]
+    device: str
+    backend: str | None
+    requested: tuple[str, ...]
+    automatic: tuple[str, ...]
 
 
-def explanation(selection: Selection) -> Explanation:
+def explanation(selection: Decision) -> Explanation:
     """Returns the explanation of a selection as data."""
     target = selection.target
     lane = selection.lane
@@ -93,96 +110,67 @@ def explanation(selection: Selection) -> Explanation:
         lane=f"{lane[0]}: {'; '.join(lane[1])}" if lane is not None and lane[1] else None,
         call=f"attention in {target.framework} on {target.device}: {selection.spec}",
         rows=tuple(_row(selection, name) for name in _ordered(selection)),
+        device=target.device,
+        backend=selection.backend,
+        requested=selection.requested or (),
+        automatic=selection.automatic,
     )
 
 
-def _ordered(selection: Selection) -> tuple[str, ...]:
+def _ordered(selection: Decision) -> tuple[str, ...]:
     """Returns all backends: the requested ones, the candidates of automatic choice, best first, and the others."""
     return tuple(dict.fromkeys((*(selection.requested or ()), *selection.automatic, *backends.names())))
 
 
-def worth_showing(selection: Selection, rows: Iterable[Row]) -> tuple[list[Row], int]:
+def worth_showing(facts: Explanation) -> tuple[list[Row], int]:
     """Returns the rows that help the caller, and the number of the others.
 
     These are the backends that can run the call, the requested ones, and the candidates of automatic choice that are
     one change away. If there is none, they are the candidates with the fewest reasons.
     """
-    rows = list(rows)
-    requested = selection.requested or ()
-    wanted = {*requested, *selection.automatic}
+    wanted = {*facts.requested, *facts.automatic}
     shown = [
         row
-        for row in rows
-        if not row.reasons or row.backend in requested or (row.verdict == ONE_CHANGE and row.backend in wanted)
+        for row in facts.rows
+        if not row.reasons or row.backend in facts.requested or (row.verdict == ONE_CHANGE and row.backend in wanted)
     ]
     if not shown:
-        closest = sorted(rows, key=lambda row: (row.backend not in wanted, len(row.reasons)))[:MOST_CLOSEST]
-        shown = [row for row in rows if row in closest]
-    return shown, len(rows) - len(shown)
+        closest = sorted(facts.rows, key=lambda row: (row.backend not in wanted, len(row.reasons)))[:MOST_CLOSEST]
+        shown = [row for row in facts.rows if row in closest]
+    return shown, len(facts.rows) - len(shown)
 
 
-def others(selection: Selection, hidden: int, how: str) -> str:
-    """Returns the line on the backends that are not shown.
+def sections(facts: Explanation, shown: list[Row]) -> dict[str, list[Row]]:
+    """Returns rows by what their backends have in common, as title -> rows.
 
-    Args:
-        how: what shows them.
+    The answer and the faults say everything about the chosen backend, or the requested ones if none was chosen.
     """
-    noun = "other" if hidden == 1 else "others"
-    return f"{hidden} {noun} cannot run it on {selection.target.device}; every reason: {how}"
-
-
-def text(selection: Selection, everything: bool = False) -> str:
-    """Returns the explanation as lines of at most 80 columns; see ``Selection.text``."""
-    facts = explanation(selection)
-    # Each fault has a line of its own, so that most are not broken.
-    lines = [wrapped(facts.answer, "", "  "), *(wrapped(fault, "  ", "    ") for fault in facts.faults)]
-    # The call is broken between its fields.
-    call = ", ".join(field.replace(" ", NO_BREAK) for field in facts.call.split(", "))
-    labelled = {"because": facts.because, "lane": facts.lane, "call": call}
-    lines += [wrapped(f"{label}: {fact}", "  ", "    ") for label, fact in labelled.items() if fact is not None]
-    if everything:
-        return "\n".join([*lines, *_listed((row.backend, _sentence(row)) for row in facts.rows)])
-    shown, hidden = worth_showing(selection, facts.rows)
-    for title, rows in _sections(selection, shown).items():
-        by_name = ", ".join(row.backend for row in rows if row.verdict == BY_NAME)
-        lines.append(wrapped(title + ":", "", "  "))
-        lines += _listed((row.backend, _detail(row)) for row in rows if row.verdict != BY_NAME)
-        lines += [wrapped(f"{BY_NAME}: {by_name}", "  ", "    ")] if by_name else []
-    if hidden:
-        lines.append(wrapped(others(selection, hidden, "selection.text(everything=True)"), "", "  "))
-    return "\n".join(lines)
-
-
-def _sections(selection: Selection, shown: list[Row]) -> dict[str, list[Row]]:
-    able = [row for row in shown if row.verdict in (ABLE, BY_NAME)]
     title = "can run it too"
-    if selection.backend is None:
-        title = "can run it, but a backend requested by name never falls back" if selection.requested else "can run it"
-    requested = selection.requested or ()
-    refused = [row for row in shown if row.reasons and row.backend not in requested]
-    sections = {
-        title: able,
-        # If none of them was chosen, their reasons are already above.
-        "requested, but refused": [
-            row for row in shown if row.reasons and row.backend in requested and selection.backend is not None
-        ],
-        ONE_CHANGE: [row for row in refused if row.verdict == ONE_CHANGE],
-        REFUSED: [row for row in refused if row.verdict == REFUSED],
+    if facts.backend is None:
+        title = "can run it, but a backend requested by name never falls back" if facts.requested else "can run it"
+    refused = [row for row in shown if row.reasons]
+    others = [row for row in refused if row.backend not in facts.requested]
+    titled = {
+        title: [row for row in shown if row.verdict in (ABLE, BY_NAME)],
+        "requested, but refused": [row for row in refused if row not in others and facts.backend is not None],
+        ONE_CHANGE: [row for row in others if row.verdict == ONE_CHANGE],
+        REFUSED: [row for row in others if row.verdict == REFUSED],
     }
-    return {title: rows for title, rows in sections.items() if rows}
+    return {title: rows for title, rows in titled.items() if rows}
 
 
-def _answer(selection: Selection) -> str:
+def _answer(selection: Decision) -> str:
     if selection.backend is not None:
         time = selection.predicted.get(selection.backend)
         lane = f", {selection.lane[0]} lane" if selection.lane is not None else ""
         return f"selected: {selection.backend}{lane}" + ("" if time is None else f", about {duration(time)}")
     if not selection.requested:
-        return "no backend can run this call"
+        able = any(not selection.reasons(name) for name in backends.names())
+        return "no backend can run this call" + (" unless it is requested by name" if able else "")
     return f"backend={', '.join(selection.requested)!r} cannot run this call:"
 
 
-def _faults(selection: Selection) -> tuple[str, ...]:
+def _faults(selection: Decision) -> tuple[str, ...]:
     if selection.backend is not None or not selection.requested:
         return ()
     names = dict.fromkeys(selection.requested)
@@ -193,7 +181,7 @@ def _faults(selection: Selection) -> tuple[str, ...]:
     )
 
 
-def _because(selection: Selection) -> str:
+def _because(selection: Decision) -> str:
     if selection.requested is not None:
         names = ", ".join(selection.requested)
         return "requested by name" if len(selection.requested) == 1 else f"the first of {names} that can run the call"
@@ -202,7 +190,7 @@ def _because(selection: Selection) -> str:
     return f"the first that can run the call in the order of predicted times, from {selection.source}"
 
 
-def _row(selection: Selection, name: str) -> Row:
+def _row(selection: Decision, name: str) -> Row:
     reasons = selection.reasons(name)
     if reasons:
         return Row(name, ONE_CHANGE if _one_change(selection, name) else REFUSED, None, reasons)
@@ -210,7 +198,7 @@ def _row(selection: Selection, name: str) -> Row:
     return Row(name, SELECTED if name == selection.backend else verdict, selection.predicted.get(name), ())
 
 
-def _one_change(selection: Selection, name: str) -> bool:
+def _one_change(selection: Decision, name: str) -> bool:
     """Returns whether one installation or one other argument would let a backend run the call."""
     spec, target = selection.spec, selection.target
     backend = backends.load(name, target.kind)
@@ -235,37 +223,3 @@ def with_remedy(reason: str) -> str:
 def duration(microseconds: float) -> str:
     """Returns a time as text, such as "37.5 µs" or "1.25 ms"."""
     return f"{microseconds:.3g} µs" if microseconds < 1e3 else f"{microseconds / 1e3:.3g} ms"
-
-
-def _detail(row: Row) -> str:
-    if row.reasons:
-        return row.why
-    return "" if row.microseconds is None else f"about {duration(row.microseconds)}"
-
-
-def _sentence(row: Row) -> str:
-    if row.reasons:
-        return f"refused: {'; '.join(row.reasons)}"
-    verdict = "can run it when requested by name" if row.verdict == BY_NAME else row.verdict
-    return ", ".join(part for part in (verdict, _detail(row)) if part)
-
-
-def _listed(pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """Returns a line for each pair, the second parts in one column."""
-    pairs = list(pairs)
-    width = max((len(name) for name, _ in pairs), default=0)
-    return [wrapped(f"{name:<{width}}  {detail}".rstrip(), "  ", " " * (width + 4)) for name, detail in pairs]
-
-
-def wrapped(line: str, indent: str = "", hanging: str = "") -> str:
-    """Returns a line broken at spaces to 80 columns. Commands, and words such as a path, stay whole for copying."""
-    whole = COMMAND.sub(lambda command: command[0].replace(" ", NO_BREAK), line)
-    lines = fill(
-        whole,
-        COLUMNS,
-        initial_indent=indent,
-        subsequent_indent=hanging,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return lines.replace(NO_BREAK, " ")

@@ -19,7 +19,7 @@ from attn_core import AttentionSpec, NoBackendError, SpecError, Target, backends
 from attn_core.backends.support import CHECKS, Build, Support, unmet_claims
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import DTYPES
-from attn_core.selection import choice, explanation, preference
+from attn_core.selection import choice, explanation, explanation_text, preference
 from attn_core.selection.random_calls import random_call
 from torch_frontend.dispatch import plan, plan_cache
 
@@ -581,7 +581,7 @@ def test_explanations_fit_80_columns_and_name_the_answer_first(framework: str, d
 
 def test_an_error_needs_no_explanation_until_somebody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drop-ins catch the error and run the host's own function."""
-    monkeypatch.setattr(explanation, "text", lambda *arguments: pytest.fail("explained"))
+    monkeypatch.setattr(explanation_text, "text", lambda *arguments: pytest.fail("explained"))
     with pytest.raises(NoBackendError):
         select(SPEC, CPU, "jax_xla")
 

@@ -1,0 +1,85 @@
+"""The explanation of a Selection as text of 80 columns: the answer first, then what is worth knowing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from textwrap import fill
+
+from attn_core.selection.explanation import BY_NAME, Explanation, Row, duration, sections, worth_showing
+
+COLUMNS = 80
+"""The width of a terminal that nobody has made wider."""
+
+COMMAND = re.compile(r"pip install '[^']*'( --[a-z-]+)*")
+NO_BREAK = "\N{NO-BREAK SPACE}"
+
+
+def text(facts: Explanation, everything: bool = False) -> str:
+    """Returns the explanation as lines of at most 80 columns; see ``Selection.text``."""
+    lines = head(facts)
+    if everything:
+        return "\n".join([*lines, *_listed((row.backend, _sentence(row)) for row in facts.rows)])
+    shown, hidden = worth_showing(facts)
+    for title, rows in sections(facts, shown).items():
+        by_name = ", ".join(row.backend for row in rows if row.verdict == BY_NAME)
+        lines.append(wrapped(title + ":", "", "  "))
+        lines += _listed((row.backend, _detail(row)) for row in rows if row.verdict != BY_NAME)
+        lines += [wrapped(f"{BY_NAME}: {by_name}", "  ", "    ")] if by_name else []
+    if hidden:
+        lines.append(wrapped(others(facts, hidden, "selection.text(everything=True)"), "", "  "))
+    return "\n".join(lines)
+
+
+def head(facts: Explanation) -> list[str]:
+    """Returns the lines before the list of backends, the answer first."""
+    # Each fault has a line of its own, so that most are not broken.
+    lines = [wrapped(facts.answer, "", "  "), *(wrapped(fault, "  ", "    ") for fault in facts.faults)]
+    # The call is broken between its fields.
+    call = ", ".join(field.replace(" ", NO_BREAK) for field in facts.call.split(", "))
+    labelled = {"because": facts.because, "lane": facts.lane, "call": call}
+    return lines + [wrapped(f"{label}: {fact}", "  ", "    ") for label, fact in labelled.items() if fact is not None]
+
+
+def others(facts: Explanation, hidden: int, how: str) -> str:
+    """Returns the line on the backends that are not shown.
+
+    Args:
+        how: what shows them.
+    """
+    noun = "other" if hidden == 1 else "others"
+    return f"{hidden} {noun} cannot run it on {facts.device}; every reason: {how}"
+
+
+def _detail(row: Row) -> str:
+    if row.reasons:
+        return row.why
+    return "" if row.microseconds is None else f"about {duration(row.microseconds)}"
+
+
+def _sentence(row: Row) -> str:
+    if row.reasons:
+        return f"refused: {'; '.join(row.reasons)}"
+    verdict = "can run it when requested by name" if row.verdict == BY_NAME else row.verdict
+    return ", ".join(part for part in (verdict, _detail(row)) if part)
+
+
+def _listed(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """Returns a line for each pair, the second parts in one column."""
+    pairs = list(pairs)
+    width = max((len(name) for name, _ in pairs), default=0)
+    return [wrapped(f"{name:<{width}}  {detail}".rstrip(), "  ", " " * (width + 4)) for name, detail in pairs]
+
+
+def wrapped(line: str, indent: str = "", hanging: str = "") -> str:
+    """Returns a line broken at spaces to 80 columns. Commands, and words such as a path, stay whole for copying."""
+    whole = COMMAND.sub(lambda command: command[0].replace(" ", NO_BREAK), line)
+    lines = fill(
+        whole,
+        COLUMNS,
+        initial_indent=indent,
+        subsequent_indent=hanging,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return lines.replace(NO_BREAK, " ")
